@@ -1,0 +1,219 @@
+"""How a config is read: TOML file, then `--a.b value` overrides, then one strict model. Errors name the place.
+
+    python -m prime_rl.trainer.train @ trainer.toml --model.name models/base
+
+Errors are sentences for people: file, key, what was found, what is allowed, and for a typing error the nearest name.
+"""
+
+from __future__ import annotations
+
+import difflib
+import types
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Self, TypeVar, Union, get_args, get_origin
+
+import tomli
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+
+class BaseConfig(BaseModel):
+    """Base of all configs: unknown keys are errors, values never change after load, field docstrings are help texts."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, protected_namespaces=())
+
+    def replace(self, **changes: Any) -> Self:
+        """A checked copy with `changes`."""
+        return type(self).model_validate({**self.model_dump(exclude_unset=True), **changes})
+
+
+ConfigT = TypeVar("ConfigT", bound=BaseConfig)
+
+
+@dataclass(frozen=True)
+class ConfigProblem:
+    """One thing that is wrong. `key` is dotted ("model.lora.rank", "env.0.id"), or "" for the whole file."""
+
+    key: str
+    message: str
+    line: int | None = None
+
+    def __str__(self) -> str:
+        where = f"line {self.line}: " if self.line else ""
+        return f"{where}{self.key}: {self.message}" if self.key else f"{where}{self.message}"
+
+
+class ConfigError(ValueError):
+    """A config that cannot be used: all that is wrong with it, each problem with its place."""
+
+    def __init__(self, source: str, problems: Sequence[ConfigProblem]) -> None:
+        self.source = source
+        self.problems = list(problems)
+        super().__init__("; ".join(f"{source}: {problem}" for problem in self.problems))
+
+
+class ConfigParseError(ConfigError):
+    """The text is not TOML at all (perhaps half written)."""
+
+
+def parse_toml(text: str, source: str) -> dict[str, Any]:
+    """Parse TOML; raises ConfigParseError with the line."""
+    try:
+        return tomli.loads(text)
+    except tomli.TOMLDecodeError as error:
+        problem = ConfigProblem("", f"not valid TOML: {error.msg} (column {error.colno})", error.lineno)
+        raise ConfigParseError(source, [problem]) from error
+
+
+def load_toml(path: Path) -> dict[str, Any]:
+    """Read and parse a TOML file; raises ConfigError when it is missing, unreadable, or not TOML."""
+    try:
+        text = path.read_bytes().decode()
+    except UnicodeDecodeError as error:
+        raise ConfigParseError(str(path), [ConfigProblem("", f"not UTF-8 text (byte {error.start})")]) from error
+    except OSError as error:
+        raise ConfigError(str(path), [ConfigProblem("", f"cannot be read: {error.strerror}")]) from error
+    return parse_toml(text, str(path))
+
+
+def build(cls: type[ConfigT], data: Mapping[str, Any], source: str) -> ConfigT:
+    """Validate `data` as `cls`; raises ConfigError with every problem."""
+    try:
+        return cls.model_validate(data)
+    except ValidationError as error:
+        raise ConfigError(source, list(_problems(cls, error))) from error
+
+
+def load_config(cls: type[ConfigT], path: Path, overrides: Mapping[str, Any] | None = None) -> ConfigT:
+    """Load `cls` from a TOML file, with nested `overrides` on top."""
+    return build(cls, merge(load_toml(path), overrides or {}), str(path))
+
+
+def parse_argv(cls: type[ConfigT], argv: Sequence[str]) -> ConfigT:
+    """Load `cls` from `[@ FILE.toml] [--a.b value | --a.b=value]...`; a later item wins over an earlier one."""
+    data: dict[str, Any] = {}
+    source = "command line"
+    rest = list(argv)
+    while rest:
+        token = rest.pop(0)
+        if token == "@" or (token.startswith("@") and len(token) > 1):
+            name = token[1:] or (rest.pop(0) if rest else "")
+            if not name:
+                raise ConfigError(source, [ConfigProblem("", "'@' must be followed by a TOML file")])
+            data, source = merge(data, load_toml(Path(name))), name
+        elif token.startswith("--") and len(token) > 2:
+            key, has_value, value = token[2:].partition("=")
+            if not has_value:
+                if not rest:
+                    raise ConfigError(source, [ConfigProblem(key, "has no value: write --a.b value")])
+                value = rest.pop(0)
+            data = merge(data, parse_override(key, value))
+        else:
+            raise ConfigError(
+                source, [ConfigProblem("", f"{token!r} is not understood: write @ FILE.toml or --a.b value")]
+            )
+    return build(cls, data, source)
+
+
+def parse_override(key: str, value: str) -> dict[str, Any]:
+    """("model.lora.rank", "8") -> {"model": {"lora": {"rank": 8}}}. The value is TOML; what is not TOML is a string."""
+    try:
+        parsed: Any = tomli.loads(f"v = {value}")["v"]
+    except tomli.TOMLDecodeError:
+        parsed = value
+    *parents, last = key.replace("-", "_").split(".")
+    nested: dict[str, Any] = {last: parsed}
+    for part in reversed(parents):
+        nested = {part: nested}
+    return nested
+
+
+def parse_set(items: Sequence[str]) -> dict[str, Any]:
+    """["a.b=1", "c=x"] (what `--set` takes) -> one nested mapping; raises ConfigError for an item without '='."""
+    data: dict[str, Any] = {}
+    for item in items:
+        key, has_value, value = item.partition("=")
+        if not has_value or not key:
+            raise ConfigError("--set", [ConfigProblem("", f"{item!r} must be KEY=VALUE, for example optim.lr=1e-3")])
+        data = merge(data, parse_override(key, value))
+    return data
+
+
+def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """Deep merge of tables; `over` wins; lists are replaced."""
+    merged = dict(base)
+    for key, value in over.items():
+        old = merged.get(key)
+        merged[key] = merge(old, value) if isinstance(old, Mapping) and isinstance(value, Mapping) else value
+    return merged
+
+
+def help_text(cls: type[BaseConfig]) -> str:
+    """One line a field: dotted name, type, default, docstring."""
+    lines = []
+    for key, annotation, default, description in _walk(cls):
+        lines.append(f"  --{key} {annotation}{default}\n      {description}")
+    return "\n".join(lines)
+
+
+def _walk(cls: type[BaseConfig], prefix: str = "") -> Iterator[tuple[str, str, str, str]]:
+    for name, field in cls.model_fields.items():
+        nested = [m for m in _models_in(field.annotation) if get_origin(field.annotation) is not list]
+        if nested:
+            for model in nested:
+                yield from _walk(model, f"{prefix}{name}.")
+            continue
+        annotation = getattr(field.annotation, "__name__", None) or str(field.annotation)
+        default = (
+            " (required)" if field.is_required() else f" (default {field.get_default(call_default_factory=True)!r})"
+        )
+        yield f"{prefix}{name}", annotation, default, " ".join((field.description or "").split())
+
+
+def _problems(cls: type[BaseModel], error: ValidationError) -> Iterator[ConfigProblem]:
+    for item in error.errors(include_url=False):
+        loc = [part for part in item["loc"] if not _is_tag(part)]
+        key = ".".join(str(part) for part in loc)
+        found = repr(item.get("input"))
+        found = found if len(found) <= 80 else found[:77] + "..."
+        if item["type"] == "extra_forbidden":
+            yield ConfigProblem(key, _unknown_key(cls, loc))
+        elif item["type"] == "missing":
+            yield ConfigProblem(key, "is missing and has no default")
+        elif item["type"] == "value_error":
+            yield ConfigProblem(key, str(item["ctx"]["error"]))
+        else:
+            yield ConfigProblem(key, f"found {found}: {item['msg'][0].lower()}{item['msg'][1:]}")
+
+
+def _is_tag(part: object) -> bool:
+    """pydantic puts the name of a union's member into the path; it is no key of the file."""
+    return isinstance(part, str) and (part.startswith("function-") or "[" in part or part.endswith("Config"))
+
+
+def _unknown_key(cls: type[BaseModel], loc: Sequence[object]) -> str:
+    models: Sequence[type[BaseModel]] = [cls]
+    for part in loc[:-1]:
+        if isinstance(part, int):
+            continue
+        inner = [
+            m
+            for model in models
+            if part in model.model_fields
+            for m in _models_in(model.model_fields[str(part)].annotation)
+        ]
+        models = inner or models
+    valid = sorted({name for model in models for name in model.model_fields})
+    near = difflib.get_close_matches(str(loc[-1]), valid, n=1, cutoff=0.5)
+    hint = f"did you mean {near[0]!r}?" if near else ""
+    return f"is not a known key; {hint} valid here: {', '.join(valid)}".replace(";  ", "; ")
+
+
+def _models_in(annotation: Any) -> list[type[BaseConfig]]:
+    origin = get_origin(annotation)
+    if origin is Annotated:
+        return _models_in(get_args(annotation)[0])
+    if origin in (Union, types.UnionType, list, tuple, dict):
+        return [model for arg in get_args(annotation) for model in _models_in(arg)]
+    return [annotation] if isinstance(annotation, type) and issubclass(annotation, BaseConfig) else []

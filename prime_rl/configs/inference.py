@@ -1,0 +1,85 @@
+"""Config of the inference server."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field
+
+from prime_rl.configs.base import BaseConfig
+from prime_rl.configs.shared import LogConfig, LoRAConfig, ModelConfig
+
+
+class InferenceModelConfig(ModelConfig):
+    """The base model as the server holds it."""
+
+    max_model_len: int = Field(2048, ge=8)
+    """Longest sequence (prompt and completion) in tokens."""
+
+    lora: LoRAConfig | None = LoRAConfig()
+    """Largest rank and target modules of the adapters that will be loaded: the trainer's."""
+
+
+class VllmConfig(BaseConfig):
+    """What only the vLLM engine reads."""
+
+    enforce_eager: bool = True
+    """No compilation and no graphs: the fastest start on a CPU."""
+
+    kv_cache_gb: float = Field(1.0, gt=0)
+    """KV cache on a CPU, in GiB. On a GPU use `gpu_memory_utilization`."""
+
+    gpu_memory_utilization: float = Field(0.9, gt=0, le=1)
+    """Share of GPU memory that the engine takes."""
+
+    extra_args: dict[str, Any] = Field(default_factory=dict)
+    """Further arguments of vLLM's own server, by their names there (`{"tensor_parallel_size": 2}`)."""
+
+
+class InferenceConfig(BaseConfig):
+    """`prl inference @ inference.toml`."""
+
+    output_dir: Path = Path("outputs")
+    """The house. Adapters are loaded from below it and from nowhere else; the status file lies in it."""
+
+    engine: Literal["embedded", "vllm"] = "embedded"
+    """`embedded`: our own engine in one process, for small models on a CPU. `vllm`: everything else."""
+
+    host: str = "127.0.0.1"
+    """Address to listen on. Any other than loopback needs an API key."""
+
+    port: int = Field(8000, ge=0, le=65535)
+    """Port to listen on; 0 takes a free one and writes it to the status file."""
+
+    api_key_var: str = "PRL_API_KEY"
+    """Name of the environment variable that holds the API key. Requests need it when it is set."""
+
+    model: InferenceModelConfig = InferenceModelConfig()
+    """Base model and adapters."""
+
+    max_concurrent_runs: int = Field(4, ge=1, le=1024)
+    """Tenants to make room for: the trainer's slots. Waiting and ending runs are served from the base model."""
+
+    max_versions_per_run: int = Field(3, ge=1, le=16)
+    """Policy versions of one run that may be loaded at one time."""
+
+    max_num_seqs: int = Field(64, ge=1)
+    """Sequences that are decoded together."""
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to generate."""
+
+    num_threads: int | None = Field(None, ge=1)
+    """Threads of torch on the CPU; null leaves it to torch."""
+
+    vllm: VllmConfig = VllmConfig()
+    """The vLLM engine's own settings."""
+
+    log: LogConfig = LogConfig()
+    """Logging."""
+
+    @property
+    def max_loras(self) -> int:
+        """Adapters that may be loaded at one time."""
+        return self.max_concurrent_runs * self.max_versions_per_run

@@ -1,0 +1,224 @@
+"""Config of one run: what stands in its `control/orch.toml`. Read by its orchestrator and by the trainer.
+
+Only `[[env]]`, `batch_size`, `rollouts_per_example` and `model.name` have no default. What the trainer decides (rank,
+alpha, seq_len) is null by default and resolved by `validate.resolve`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, model_validator
+
+from prime_rl.configs.base import BaseConfig
+from prime_rl.configs.shared import LogConfig, WatchConfig
+
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
+
+
+class RunLoRAConfig(BaseConfig):
+    """The run's adapter."""
+
+    rank: int | None = Field(None, ge=1, le=512)
+    """LoRA rank; at most the trainer's; null takes the trainer's."""
+
+    alpha: float | None = Field(None, gt=0)
+    """LoRA alpha; null takes the trainer's."""
+
+
+class RunModelConfig(BaseConfig):
+    """Which model the run trains."""
+
+    name: str
+    """The base model; must be the trainer's."""
+
+    lora: RunLoRAConfig = RunLoRAConfig()
+    """The run's adapter."""
+
+
+class OptimConfig(BaseConfig):
+    """The run's optimizer."""
+
+    type: Literal["adamw", "sgd", "muon"] = "adamw"
+    """Which of torch's optimizers."""
+
+    lr: float = Field(1e-4, gt=0)
+    """Peak learning rate."""
+
+    betas: tuple[float, float] = (0.9, 0.999)
+    """AdamW: decay of the running mean and of the running square. SGD and Muon: the first is the momentum."""
+
+    weight_decay: float = Field(0.0, ge=0)
+    """Decoupled weight decay."""
+
+    max_norm: float | None = Field(1.0, gt=0)
+    """The run's gradient is scaled down to this norm; null: never."""
+
+
+class SchedulerConfig(BaseConfig):
+    """The run's learning rate over its steps."""
+
+    type: Literal["constant", "linear", "cosine"] = "constant"
+    """Shape after the warm-up: constant, or down to `min_lr_ratio` at `max_steps`."""
+
+    warmup_steps: int = Field(0, ge=0)
+    """Steps of linear warm-up from zero."""
+
+    min_lr_ratio: float = Field(0.0, ge=0, le=1)
+    """Last learning rate over the peak."""
+
+
+class LossConfig(BaseConfig):
+    """The run's loss."""
+
+    type: Literal["aipo"] = "aipo"
+    """aipo: mean over loss tokens of -min(r, delta) * A * log pi, r held constant (LlamaRL, arXiv 2505.24034)."""
+
+    delta: float = Field(8.0, gt=0)
+    """Upper limit of the importance ratio."""
+
+
+class AdvantageConfig(BaseConfig):
+    """Advantages from the rewards of one group (all rollouts of one example)."""
+
+    type: Literal["mean", "grpo"] = "grpo"
+    """mean: A = R - mean. grpo: (R - mean) / (std + 1e-6)."""
+
+
+class SamplingConfig(BaseConfig):
+    """How completions are sampled."""
+
+    temperature: float = Field(1.0, gt=0, le=5)
+    """Logits are divided by this. Above zero: greedy rollouts carry no gradient."""
+
+    max_tokens: int = Field(64, ge=1)
+    """Longest completion of one turn, in tokens."""
+
+
+class EnvConfig(BaseConfig):
+    """One environment of the run; several are sampled in equal parts."""
+
+    id: Literal["reverse-text", "sort-letters", "upper-case"]
+    """Which environment."""
+
+    name: Name | None = None
+    """Name in metrics; null takes the id."""
+
+    args: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of the environment."""
+
+
+class EvalConfig(BaseConfig):
+    """Evaluation while the run trains."""
+
+    interval: int = Field(10, ge=1)
+    """Evaluate at every so many steps."""
+
+    num_examples: int = Field(16, ge=1)
+    """Examples of the eval split, from its start."""
+
+    rollouts_per_example: int = Field(1, ge=1)
+    """Rollouts for each of them."""
+
+
+class CkptConfig(BaseConfig):
+    """The run's checkpoints."""
+
+    interval: int = Field(10, ge=1)
+    """Save after every so many steps, and after the last."""
+
+    keep_last: int = Field(2, ge=1)
+    """How many of the newest are kept."""
+
+    keep_interval: int | None = Field(None, ge=1)
+    """Checkpoints at multiples of this are kept for ever."""
+
+    resume_step: int = Field(-1, ge=-1)
+    """Where to start: -1 takes the newest complete checkpoint if there is one; 0 starts anew; N takes step N. What was
+    made after that step is dropped, once for each change of the file."""
+
+
+class ClientConfig(BaseConfig):
+    """The inference server as the orchestrator reaches it."""
+
+    base_url: str | None = None
+    """URL that ends in /v1; null takes the one in `inference/status.json`."""
+
+    api_key_var: str = "PRL_API_KEY"
+    """Name of the environment variable that holds the API key."""
+
+    timeout_s: float = Field(120.0, gt=0)
+    """Deadline of one request."""
+
+    max_concurrent_requests: int = Field(64, ge=1)
+    """Requests of this run that may be in flight at one time."""
+
+
+class OrchestratorConfig(BaseConfig):
+    """`control/orch.toml`: the run's request."""
+
+    batch_size: int = Field(ge=1)
+    """Samples of one update, a multiple of `rollouts_per_example`."""
+
+    rollouts_per_example: int = Field(ge=1)
+    """Rollouts of one example: the group over which advantages are taken."""
+
+    seq_len: int | None = Field(None, ge=8)
+    """Longest sample in tokens; null takes the trainer's."""
+
+    max_steps: int = Field(100, ge=1)
+    """Updates until the run is finished."""
+
+    max_async_level: int = Field(2, ge=0, le=16)
+    """How many versions a rollout may lag behind the policy that it trains; 0 is strictly on-policy."""
+
+    seed: int = Field(42, ge=0)
+    """Seed of the example order and of the adapter's start."""
+
+    model: RunModelConfig
+    """Base model and adapter."""
+
+    optim: OptimConfig = OptimConfig()
+    """Optimizer."""
+
+    scheduler: SchedulerConfig = SchedulerConfig()
+    """Learning rate schedule."""
+
+    loss: LossConfig = LossConfig()
+    """Loss and its constants."""
+
+    advantage: AdvantageConfig = AdvantageConfig()
+    """Advantages."""
+
+    sampling: SamplingConfig = SamplingConfig()
+    """Sampling."""
+
+    env: list[EnvConfig] = Field(min_length=1)
+    """Environments, one `[[env]]` each."""
+
+    eval: EvalConfig | None = None
+    """Evaluation; null: none."""
+
+    ckpt: CkptConfig = CkptConfig()
+    """Checkpoints."""
+
+    client: ClientConfig = ClientConfig()
+    """Inference."""
+
+    watch: WatchConfig = WatchConfig()
+    """How new policy versions are noticed."""
+
+    log: LogConfig = LogConfig()
+    """Logging."""
+
+    @model_validator(mode="after")
+    def _groups_fill_the_batch(self) -> Self:
+        if self.batch_size % self.rollouts_per_example:
+            raise ValueError(
+                f"batch_size: found {self.batch_size}, must be a multiple of "
+                f"rollouts_per_example = {self.rollouts_per_example}"
+            )
+        names = [env.name or env.id for env in self.env]
+        if len(set(names)) != len(names):
+            raise ValueError(f"env: the names {names} are not distinct; set `name` in each [[env]]")
+        return self

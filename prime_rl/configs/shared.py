@@ -1,0 +1,51 @@
+"""Config parts that more than one process reads."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from prime_rl.configs.base import BaseConfig
+
+DEFAULT_TARGET_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+class LoRAConfig(BaseConfig):
+    """The adapters that the trainer makes room for: their largest rank, and which linear layers have one."""
+
+    rank: int = Field(16, ge=1, le=512)
+    """Largest rank that a run may ask for, and the rank of a run that asks for none."""
+
+    alpha: float = Field(32.0, gt=0)
+    """LoRA alpha of a run that sets none; the scale of an adapter is alpha / rank."""
+
+    target_modules: tuple[str, ...] = DEFAULT_TARGET_MODULES
+    """Names of the linear layers (last part of the module path) that get an adapter."""
+
+
+class ModelConfig(BaseConfig):
+    """The base model, shared by trainer and inference."""
+
+    name: str = "models/base"
+    """Path of a Hugging Face model folder, or a name on the hub."""
+
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Type of the weights in memory. The same in trainer and inference, so that their logprobs agree."""
+
+
+class WatchConfig(BaseConfig):
+    """How changes on disk are noticed."""
+
+    kind: Literal["auto", "native", "polling"] = "auto"
+    """File events of the operating system, polling, or the choice by file system."""
+
+    rescan_s: float = Field(5.0, gt=0)
+    """Longest time between two looks at the disk when no event came."""
+
+
+class LogConfig(BaseConfig):
+    """Logging of one process."""
+
+    level: Literal["debug", "info", "warning", "error"] = "info"
+    """Lowest level that is written."""

@@ -1,0 +1,91 @@
+"""Config of a whole house: what `prl up @ system.toml` starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field, model_validator
+
+from prime_rl.configs.base import BaseConfig, merge
+from prime_rl.configs.inference import InferenceConfig
+from prime_rl.configs.shared import LoRAConfig, ModelConfig
+from prime_rl.configs.trainer import TrainerConfig
+
+
+class SupervisorConfig(BaseConfig):
+    """How the supervisor treats its parts."""
+
+    start_timeout_s: float = Field(300.0, gt=0)
+    """A part that is not ready by then has failed to start."""
+
+    grace_s: float = Field(20.0, ge=0)
+    """Between SIGTERM and SIGKILL."""
+
+    backoff_s: float = Field(1.0, gt=0)
+    """Wait before the first restart; doubles with each further crash."""
+
+    max_backoff_s: float = Field(60.0, gt=0)
+    """Longest wait before a restart."""
+
+    early_crash_s: float = Field(10.0, ge=0)
+    """A crash this soon after the start counts as early."""
+
+    max_early_crashes: int = Field(3, ge=1)
+    """So many early crashes in a row and the part has failed."""
+
+
+class SystemConfig(BaseConfig):
+    """One house: trainer, inference, and how they are kept alive.
+
+    `model` , `lora`, `max_concurrent_runs` and `seq_len` are said once here and reach both parts, unless a part sets
+    its own.
+    """
+
+    output_dir: Path = Path("outputs")
+    """The house."""
+
+    model: ModelConfig = ModelConfig()
+    """Base model of trainer and inference."""
+
+    lora: LoRAConfig | None = LoRAConfig()
+    """Adapters of trainer and inference."""
+
+    max_concurrent_runs: int = Field(4, ge=1, le=1024)
+    """Slots of the trainer, tenants of the inference server."""
+
+    seq_len: int = Field(2048, ge=8)
+    """Longest sample of the trainer, longest sequence of the inference server."""
+
+    trainer: TrainerConfig = TrainerConfig()
+    """The trainer's own settings."""
+
+    inference: InferenceConfig = InferenceConfig()
+    """The inference server's own settings."""
+
+    supervisor: SupervisorConfig = SupervisorConfig()
+    """The supervisor's settings."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _share(cls, data: Any) -> Any:
+        """Copy what is said once into both parts. Unknown keys and wrong types are left for the strict models."""
+        if not isinstance(data, dict):
+            return data
+        model = data.get("model", {})
+        lora = {"lora": data["lora"]} if "lora" in data else {}
+        common = {key: data[key] for key in ("output_dir", "max_concurrent_runs") if key in data}
+        seq_len = data.get("seq_len")
+        trainer: dict[str, Any] = {**common}
+        inference: dict[str, Any] = {**common}
+        if isinstance(model, dict):
+            trainer["model"] = {**model, **lora}
+            inference["model"] = {**model, **lora}
+        if seq_len is not None:
+            trainer["seq_len"] = seq_len
+            inference.setdefault("model", {})["max_model_len"] = seq_len
+        parts = {"trainer": trainer, "inference": inference}
+        own = {name: data.get(name, {}) for name in parts}
+        if not all(isinstance(value, dict) for value in own.values()):
+            return data
+        return {**data, **{name: merge(parts[name], own[name]) for name in parts}}

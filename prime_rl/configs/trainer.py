@@ -1,0 +1,52 @@
+"""Config of the trainer process. What a run may choose for itself is in `orchestrator.py`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
+
+from prime_rl.configs.base import BaseConfig
+from prime_rl.configs.shared import LogConfig, LoRAConfig, ModelConfig, WatchConfig
+
+
+class TrainerModelConfig(ModelConfig):
+    """The base model as the trainer holds it."""
+
+    lora: LoRAConfig | None = LoRAConfig()
+    """Adapters, one slot a run."""
+
+
+class TrainerConfig(BaseConfig):
+    """`prl trainer @ trainer.toml`."""
+
+    output_dir: Path = Path("outputs")
+    """The house: run folders are looked for here."""
+
+    model: TrainerModelConfig = TrainerModelConfig()
+    """Base model and adapters."""
+
+    max_concurrent_runs: int = Field(4, ge=1, le=1024)
+    """Slots. Further runs wait, first come, first served."""
+
+    seq_len: int = Field(2048, ge=8)
+    """Longest sample in tokens that the trainer takes."""
+
+    max_tokens_per_micro_batch: int = Field(8192, ge=8)
+    """Token positions (rows x padded length) of one forward/backward pass; bounds memory, changes no result."""
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to train."""
+
+    num_threads: int | None = Field(None, ge=1)
+    """Threads of torch on the CPU; null leaves it to torch."""
+
+    dist_timeout_s: float = Field(600.0, gt=0)
+    """How long ranks wait for each other before a missing one is named."""
+
+    watch: WatchConfig = WatchConfig()
+    """How new runs and batches are noticed."""
+
+    log: LogConfig = LogConfig()
+    """Logging."""

@@ -1,0 +1,82 @@
+"""The rules between a run and its trainer: pure, and the same in the trainer, in `prl` and in the TUI.
+
+A run is checked twice: on its own (is the text TOML, are keys and values allowed: `load_run_config`) and against what
+the trainer can hold (`check_against_trainer`). Both say every problem at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from prime_rl.configs.base import ConfigError, ConfigProblem, build, load_toml, merge
+from prime_rl.configs.orchestrator import OrchestratorConfig
+
+PARSE_ERROR_PREFIX = "Error parsing orchestrator config"
+
+
+@dataclass(frozen=True)
+class TrainerLimits:
+    """What a run must fit into. `max_rank` and `alpha` are None when the trainer trains the whole model."""
+
+    model: str
+    max_seq_len: int
+    max_rank: int | None
+    alpha: float | None = None
+
+
+def load_run_config(path: Path, overrides: Mapping[str, Any] | None = None) -> OrchestratorConfig:
+    """Read a run's config. Raises ConfigError (ConfigParseError when it is no TOML)."""
+    return build(OrchestratorConfig, merge(load_toml(path), overrides or {}), str(path))
+
+
+def check_against_trainer(config: OrchestratorConfig, limits: TrainerLimits) -> list[ConfigProblem]:
+    """What of `config` the trainer cannot serve; [] when it can."""
+    problems = []
+    if not _same_model(config.model.name, limits.model):
+        problems.append(
+            ConfigProblem(
+                "model.name", f"found {config.model.name!r}: the trainer holds {limits.model!r}, and only that"
+            )
+        )
+    rank = config.model.lora.rank
+    if rank is not None and limits.max_rank is not None and rank > limits.max_rank:
+        problems.append(ConfigProblem("model.lora.rank", f"found {rank}: the trainer allows at most {limits.max_rank}"))
+    if config.seq_len is not None and config.seq_len > limits.max_seq_len:
+        problems.append(
+            ConfigProblem("seq_len", f"found {config.seq_len}: the trainer allows at most {limits.max_seq_len}")
+        )
+    seq_len = min(config.seq_len or limits.max_seq_len, limits.max_seq_len)
+    if config.sampling.max_tokens >= seq_len:
+        problems.append(
+            ConfigProblem(
+                "sampling.max_tokens", f"found {config.sampling.max_tokens}: must be below seq_len = {seq_len}"
+            )
+        )
+    return problems
+
+
+def resolve(config: OrchestratorConfig, limits: TrainerLimits) -> OrchestratorConfig:
+    """Fill in what the trainer decides: rank, alpha, seq_len. Call it for a config without problems."""
+    lora = config.model.lora.model_copy(
+        update={
+            "rank": config.model.lora.rank or limits.max_rank,
+            "alpha": config.model.lora.alpha or limits.alpha,
+        }
+    )
+    model = config.model.model_copy(update={"lora": lora})
+    return config.model_copy(update={"model": model, "seq_len": config.seq_len or limits.max_seq_len})
+
+
+def explain(error: ConfigError) -> str:
+    """The text of `config_validation_error.txt`: one line a problem, with the file."""
+    return f"{PARSE_ERROR_PREFIX}: " + "\n".join(f"{error.source}: {problem}" for problem in error.problems)
+
+
+def _same_model(wanted: str, held: str) -> bool:
+    if wanted == held:
+        return True
+    wanted_path, held_path = Path(wanted), Path(held)
+    return wanted_path.exists() and held_path.exists() and wanted_path.resolve() == held_path.resolve()

@@ -1,0 +1,279 @@
+"""The disk layout: every path and every marker, in one place.
+
+All processes meet on disk, so this module is their interface. Nothing else in the project joins path pieces
+below `output_dir`. It only computes and validates paths; reading and writing is done by `contract.files`.
+
+    {output_dir}/
+      run_<id>/
+        control/     orch.toml  config_validation_error.txt  evicted.txt  status.json
+        checkpoints/step_N/  trainer/  orchestrator/  STABLE
+        rollouts/step_N/     rollouts.msgpack
+        broadcast/step_N/    adapter_model.safetensors  adapter_config.json  STABLE
+        metrics/     trainer.jsonl  orchestrator.jsonl
+        logs/        orchestrator.log
+      trainer/status.json   inference/status.json   daemons/<name>.json   logs/<name>.log
+      multinode/   .trash/
+
+`step` counts optimizer updates done. `rollouts/step_N` (N from 1) feeds the N-th update, which makes policy version N,
+published at `broadcast/step_N` and saved at `checkpoints/step_N`. Version 0 is the untouched adapter.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+RUN_PREFIX = "run_"
+STABLE = "STABLE"
+# 1 to 64 characters after the prefix: short enough for any file system, and free of separators and shell characters.
+_RUN_ID = re.compile(r"run_[A-Za-z0-9._-]{1,64}")
+_STEP = re.compile(r"step_(0|[1-9][0-9]{0,9})")
+_ADAPTER = re.compile(r"(run_[A-Za-z0-9._-]{1,64})@v(0|[1-9][0-9]{0,9})")
+
+
+class LayoutError(ValueError):
+    """A run id or a path that the layout refuses. The message says what was refused and what is allowed."""
+
+
+def check_run_id(run_id: str) -> str:
+    """Return `run_id` when it is one, else raise LayoutError."""
+    if not _RUN_ID.fullmatch(run_id):
+        raise LayoutError(
+            f"run id {run_id!r} is refused: it must be 'run_' and then 1 to 64 of letters, digits, '.', '_' and '-'"
+        )
+    return run_id
+
+
+def step_name(step: int) -> str:
+    return f"step_{step}"
+
+
+def parse_step(name: str) -> int | None:
+    """`step_12` -> 12; anything else (also `step_012`) -> None."""
+    match = _STEP.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+def adapter_name(run_id: str, policy_version: int) -> str:
+    """The name under which inference serves one published version. A new name a version: a name is never reused."""
+    return f"{run_id}@v{policy_version}"
+
+
+def parse_adapter_name(name: str) -> tuple[str, int] | None:
+    """`run_a@v3` -> ("run_a", 3); anything else -> None."""
+    match = _ADAPTER.fullmatch(name)
+    return (match[1], int(match[2])) if match else None
+
+
+@dataclass(frozen=True, order=True)
+class RunDir:
+    """The paths of one run. `path` is `{output_dir}/run_<id>`."""
+
+    path: Path
+
+    @property
+    def run_id(self) -> str:
+        return self.path.name
+
+    @property
+    def control(self) -> Path:
+        return self.path / "control"
+
+    @property
+    def orch_toml(self) -> Path:
+        """`control/orch.toml`, or the older `configs/orch.toml` when only that one exists."""
+        current = self.control / "orch.toml"
+        older = self.path / "configs" / "orch.toml"
+        return older if not current.exists() and older.exists() else current
+
+    @property
+    def config_error(self) -> Path:
+        return self.control / "config_validation_error.txt"
+
+    @property
+    def evicted(self) -> Path:
+        return self.control / "evicted.txt"
+
+    @property
+    def status(self) -> Path:
+        """Written by the run's orchestrator only."""
+        return self.control / "status.json"
+
+    @property
+    def resumed(self) -> Path:
+        """Written by the trainer: which explicit `ckpt.resume_step` request has already been carried out."""
+        return self.control / "resumed.json"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def rollouts(self) -> Path:
+        return self.path / "rollouts"
+
+    @property
+    def broadcast(self) -> Path:
+        return self.path / "broadcast"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics"
+
+    @property
+    def trainer_metrics(self) -> Path:
+        return self.metrics / "trainer.jsonl"
+
+    @property
+    def orchestrator_metrics(self) -> Path:
+        return self.metrics / "orchestrator.jsonl"
+
+    @property
+    def log(self) -> Path:
+        return self.path / "logs" / "orchestrator.log"
+
+    def checkpoint_dir(self, step: int) -> Path:
+        return self.checkpoints / step_name(step)
+
+    def trainer_checkpoint(self, step: int) -> Path:
+        return self.checkpoint_dir(step) / "trainer"
+
+    def orchestrator_checkpoint(self, step: int) -> Path:
+        return self.checkpoint_dir(step) / "orchestrator"
+
+    def rollout_dir(self, step: int) -> Path:
+        return self.rollouts / step_name(step)
+
+    def rollout_file(self, step: int) -> Path:
+        return self.rollout_dir(step) / "rollouts.msgpack"
+
+    def broadcast_dir(self, step: int) -> Path:
+        return self.broadcast / step_name(step)
+
+
+def stable_marker(step_dir: Path) -> Path:
+    """The empty file that says that a folder is complete. Always written last."""
+    return step_dir / STABLE
+
+
+def list_steps(parent: Path, *, stable_only: bool = False) -> list[int]:
+    """Step numbers of the `step_N` folders in `parent`, ascending; [] when `parent` does not exist."""
+    try:
+        names = [entry.name for entry in parent.iterdir()]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    steps = sorted(step for name in names if (step := parse_step(name)) is not None)
+    return [s for s in steps if stable_marker(parent / step_name(s)).exists()] if stable_only else steps
+
+
+def list_rollout_steps(run: RunDir) -> list[int]:
+    """Steps whose rollout file is complete, ascending."""
+    return [step for step in list_steps(run.rollouts) if run.rollout_file(step).exists()]
+
+
+@dataclass(frozen=True)
+class OutputDir:
+    """The paths of one house of tenants."""
+
+    path: Path
+
+    def run(self, run_id: str) -> RunDir:
+        """Paths of `run_id`. Raises LayoutError for an id that is none, or a folder that is a link or leads outside."""
+        run = RunDir(self.path / check_run_id(run_id))
+        if reason := refusal(self.path, run.path):
+            raise LayoutError(reason)
+        return run
+
+    @property
+    def trainer_status(self) -> Path:
+        return self.path / "trainer" / "status.json"
+
+    @property
+    def inference_status(self) -> Path:
+        return self.path / "inference" / "status.json"
+
+    @property
+    def daemons(self) -> Path:
+        return self.path / "daemons"
+
+    def daemon_status(self, name: str) -> Path:
+        return self.daemons / f"{name}.json"
+
+    @property
+    def supervisor_lock(self) -> Path:
+        return self.daemons / "supervisor.lock"
+
+    @property
+    def supervisor_pidfile(self) -> Path:
+        return self.daemons / "supervisor.pid"
+
+    def component_config(self, name: str) -> Path:
+        """The resolved config that the supervisor hands to a part."""
+        return self.daemons / "configs" / f"{name}.toml"
+
+    @property
+    def logs(self) -> Path:
+        return self.path / "logs"
+
+    def log(self, name: str) -> Path:
+        return self.logs / f"{name}.log"
+
+    @property
+    def audit(self) -> Path:
+        return self.logs / "audit.jsonl"
+
+    @property
+    def multinode(self) -> Path:
+        return self.path / "multinode"
+
+    @property
+    def trash(self) -> Path:
+        return self.path / ".trash"
+
+
+def refusal(output_dir: Path, run_path: Path) -> str | None:
+    """Why a `run_*` entry may not be used, or None. Links are refused, so no run can reach outside its house."""
+    if run_path.is_symlink():
+        return f"{run_path} is a symbolic link: a run must be a real folder; move the folder itself into {output_dir}"
+    if run_path.exists():
+        if not run_path.is_dir():
+            return f"{run_path} is not a folder: a run must be one"
+        if (run_path / "control").is_symlink():
+            return f"{run_path / 'control'} is a symbolic link: control/ must be a real folder"
+        if run_path.resolve().parent != output_dir.resolve():
+            return f"{run_path} leads outside {output_dir}: a run must lie directly in it"
+    return None
+
+
+@dataclass(frozen=True)
+class RefusedRun:
+    """A `run_*` entry that was seen and refused."""
+
+    name: str
+    reason: str
+
+
+def scan_runs(output_dir: Path) -> tuple[list[RunDir], list[RefusedRun]]:
+    """All `run_*` entries of `output_dir`, by name: the runs, and what was refused with the reason."""
+    runs: list[RunDir] = []
+    refused: list[RefusedRun] = []
+    for entry in _entries(output_dir):
+        try:
+            check_run_id(entry.name)
+        except LayoutError as error:
+            refused.append(RefusedRun(entry.name, str(error)))
+            continue
+        if reason := refusal(output_dir, entry):
+            refused.append(RefusedRun(entry.name, reason))
+        else:
+            runs.append(RunDir(entry))
+    return runs, refused
+
+
+def _entries(output_dir: Path) -> Iterator[Path]:
+    try:
+        yield from sorted(e for e in output_dir.iterdir() if e.name.startswith(RUN_PREFIX))
+    except FileNotFoundError:
+        return

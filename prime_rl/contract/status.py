@@ -1,0 +1,242 @@
+"""Status files (one writer each) and the one function that says what state a run is in.
+
+A status file is proof of life and of progress: it is written at every change of state, at most twice a second, and by a
+heartbeat thread in between. A reader treats a status that is older than three heartbeats, or whose process is gone, as
+lost. `run_state` is pure: trainer, daemons, CLI and TUI all derive a run's state from the same facts.
+"""
+
+from __future__ import annotations
+
+import enum
+import os
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from prime_rl.contract.files import write_atomic
+from prime_rl.utils.process import process_create_time, same_process
+
+STATUS_FORMAT_VERSION = 1
+# A write costs one fsync; five seconds keep 200 runs cheap and still show a death within fifteen.
+HEARTBEAT_S = 5.0
+LOST_AFTER_S = 3 * HEARTBEAT_S
+MIN_WRITE_INTERVAL_S = 0.5
+
+
+class Status(msgspec.Struct, kw_only=True):
+    """What every status file has.
+
+    `state` is the writer's own word, `waiting_on` a sentence that names what is waited for (or null), `updated_at`
+    Unix seconds.
+    """
+
+    version: int = STATUS_FORMAT_VERSION
+    pid: int = 0
+    pid_create_time: float = 0.0
+    state: str = "starting"
+    waiting_on: str | None = None
+    updated_at: float = 0.0
+
+
+class RunStatus(Status, kw_only=True):
+    """`control/status.json`, written by the run's orchestrator.
+
+    `state`: starting, running, finished, failed, evicted, stopped. `step` is the last batch written, `policy_version`
+    the version that generates now, `reward` the mean of the last batch, `reason` why it ended.
+    """
+
+    run_id: str
+    step: int = 0
+    max_steps: int = 0
+    policy_version: int = 0
+    num_in_flight: int = 0
+    reward: float | None = None
+    tokens_per_s: float | None = None
+    async_level: int | None = None
+    bottleneck: str | None = None
+    reason: str | None = None
+
+
+class TrainerRunStatus(msgspec.Struct, kw_only=True):
+    """One slot in use. `step` counts updates done; `ready` says that a whole batch waits for its update."""
+
+    run_idx: int
+    step: int = 0
+    max_steps: int = 0
+    tokens: int = 0
+    samples: int = 0
+    ready: bool = False
+    lr: float = 0.0
+
+
+class TrainerStatus(Status, kw_only=True):
+    """`trainer/status.json`. `state`: starting, waiting, training, stopped. `waiting` is in admission order."""
+
+    max_runs: int = 0
+    model: str = ""
+    max_rank: int | None = None
+    max_seq_len: int = 0
+    runs: dict[str, TrainerRunStatus] = {}
+    waiting: list[str] = []
+    refused: dict[str, str] = {}
+    time_s: dict[str, float] = {}
+    num_updates: int = 0
+    tokens_per_s: float = 0.0
+
+
+class InferenceStatus(Status, kw_only=True):
+    """`inference/status.json`. `state`: starting, serving, stopped. `base_url` ends in `/v1`."""
+
+    base_url: str = ""
+    engine: str = ""
+    model: str = ""
+    adapters: list[str] = []
+    num_running: int = 0
+    num_waiting: int = 0
+    tokens_per_s: float = 0.0
+
+
+class DaemonStatus(Status, kw_only=True):
+    """`daemons/<name>.json`, written by the supervisor about one part (or about itself, `supervisor`).
+
+    `state`: starting, running, stalled, backoff, failed, stopped, done. `child_pid` and `child_create_time` identify
+    the part; `pid` is the supervisor's, who writes the file.
+    """
+
+    name: str
+    child_pid: int | None = None
+    child_create_time: float | None = None
+    argv: list[str] = []
+    num_restarts: int = 0
+    exit_code: int | None = None
+    reason: str | None = None
+    log_tail: list[str] = []
+    started_at: float | None = None
+
+
+StatusT = TypeVar("StatusT", bound=Status)
+
+
+def read_status(path: Path, kind: type[StatusT]) -> StatusT | None:
+    """The status in `path`, or None when there is none or it cannot be read as one (another version, damaged)."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=kind)
+    except (OSError, msgspec.MsgspecError):
+        return None
+
+
+def is_alive(status: Status | None, now: float) -> bool:
+    """Whether the writer of `status` still lives: fresh enough, and its pid is still that very process.
+
+    `now` is Unix seconds. A status from the future (clock skew) counts as fresh.
+    """
+    return (
+        status is not None
+        and status.state != "stopped"
+        and now - status.updated_at <= LOST_AFTER_S
+        and same_process(status.pid, status.pid_create_time)
+    )
+
+
+class StatusWriter:
+    """The one writer of one status file.
+
+    `update(...)` changes fields of `status` and writes the file at once when `state` or `waiting_on` changed, else at
+    most every MIN_WRITE_INTERVAL_S; a daemon thread writes it every HEARTBEAT_S. After `close` the file says the last
+    state. An OSError while writing (folder deleted, disk full) is kept in `error` and never stops the writer's process.
+    """
+
+    def __init__(self, path: Path, status: Status, *, clock: Callable[[], float] = time.time) -> None:
+        self.path = path
+        self.status = status
+        self.error: OSError | None = None
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._closed = threading.Event()
+        self._last_write = 0.0
+        status.pid = os.getpid()
+        status.pid_create_time = process_create_time(os.getpid())
+        self._write()
+        self._thread = threading.Thread(target=self._beat, name=f"heartbeat {path.name}", daemon=True)
+        self._thread.start()
+
+    def update(self, **fields: object) -> None:
+        with self._lock:
+            before = (self.status.state, self.status.waiting_on)
+            for name, value in fields.items():
+                setattr(self.status, name, value)
+            changed = (self.status.state, self.status.waiting_on) != before
+            if changed or self._clock() - self._last_write >= MIN_WRITE_INTERVAL_S:
+                self._write()
+
+    def close(self, **fields: object) -> None:
+        """Write a last time with `fields` (for example state="stopped") and end the heartbeat."""
+        self._closed.set()
+        self._thread.join()
+        with self._lock:
+            for name, value in fields.items():
+                setattr(self.status, name, value)
+            self._write()
+
+    def _write(self) -> None:
+        now = self._clock()
+        self.status.updated_at = now
+        self._last_write = now
+        try:
+            write_atomic(self.path, msgspec.json.encode(self.status))
+            self.error = None
+        except OSError as error:
+            self.error = error
+
+    def _beat(self) -> None:
+        while not self._closed.wait(HEARTBEAT_S):
+            with self._lock:
+                self._write()
+
+
+class RunState(enum.StrEnum):
+    """The state of a run as people see it."""
+
+    INVALID = "invalid"
+    WAITING = "waiting"
+    ACTIVE = "active"
+    FINISHED = "finished"
+    FAILED = "failed"
+    EVICTED = "evicted"
+    STOPPED = "stopped"
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """All that decides a run's state, as read from disk.
+
+    `published_step` is the newest STABLE broadcast (0 when none); `max_steps` is None when the config cannot be read.
+    """
+
+    evicted: str | None
+    config_error: str | None
+    max_steps: int | None
+    published_step: int
+    orchestrator: RunStatus | None
+    trainer_alive: bool
+    in_slot: bool
+
+
+def run_state(facts: RunFacts) -> tuple[RunState, str | None]:
+    """The state of a run and the reason for it, where there is one. What a person did or must mend comes first."""
+    if facts.evicted is not None:
+        return RunState.EVICTED, facts.evicted
+    if facts.config_error is not None:
+        return RunState.INVALID, facts.config_error
+    if facts.max_steps is not None and facts.published_step >= facts.max_steps:
+        return RunState.FINISHED, None
+    if facts.orchestrator is not None and facts.orchestrator.state == "failed":
+        return RunState.FAILED, facts.orchestrator.reason
+    if not facts.trainer_alive:
+        return RunState.STOPPED, None
+    return (RunState.ACTIVE, None) if facts.in_slot else (RunState.WAITING, None)

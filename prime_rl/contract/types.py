@@ -1,0 +1,101 @@
+"""The wire types between orchestrator and trainer, and between trainer ranks. Encoded as msgpack, never pickled.
+
+A `TrainingBatch` is what one orchestrator hands over for one optimizer update of its run. A `MicroBatch` is what rank 0
+of the trainer hands to a rank for one forward/backward pass. Nothing here checks a sample against a model; the packer
+of the trainer does.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from prime_rl.contract.files import write_atomic
+
+BATCH_FORMAT_VERSION = 1
+
+
+class TrainingSample(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One rollout as the trainer sees it. The lists over T (tokens of prompt and completion) have equal length.
+
+    Attributes:
+        token_ids: T ids, prompt first.
+        loss_mask: T flags; true where the policy sampled the token, so prompts and tool outputs are false.
+        logprobs: T log-probabilities under the policy that sampled (mu); 0.0 where `loss_mask` is false.
+        advantage: one number for all loss tokens of the sample.
+        reward: in [0, 1], for reports only.
+        temperature: what the logits were divided by when sampling.
+        policy_version: the oldest policy version that any token of the sample came from.
+        example_id: which example of which environment, e.g. "reverse-text/17".
+    """
+
+    token_ids: list[int]
+    loss_mask: list[bool]
+    logprobs: list[float]
+    advantage: float
+    reward: float
+    temperature: float
+    policy_version: int
+    example_id: str
+
+
+class TrainingBatch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """All samples of update number `step` of one run.
+
+    `sampler_state` is where the orchestrator's example sampler stands after this batch, so an orchestrator that starts
+    again continues at the next example from the newest batch file alone.
+    """
+
+    run_id: str
+    step: int
+    samples: list[TrainingSample]
+    sampler_state: dict[str, Any]
+    version: int = BATCH_FORMAT_VERSION
+
+
+class MicroBatch(msgspec.Struct, frozen=True):
+    """One forward/backward pass: R rows of T tokens, one sample a row, padded at the right, rows sorted by `run_idx`.
+
+    Attributes:
+        run_idxs: R slot numbers, ascending.
+        token_ids, loss_mask, logprobs: R lists of at most T entries; `num_tokens` is T, the length to pad to.
+        advantages, temperatures: R numbers.
+        loss_scales: R numbers, 1 / (loss tokens of that run's whole batch), so the loss of a run does not depend on its
+            neighbours or on how its batch was split.
+    """
+
+    run_idxs: list[int]
+    token_ids: list[list[int]]
+    loss_mask: list[list[bool]]
+    logprobs: list[list[float]]
+    advantages: list[float]
+    temperatures: list[float]
+    loss_scales: list[float]
+    num_tokens: int
+
+
+_batch_encoder = msgspec.msgpack.Encoder()
+_batch_decoder = msgspec.msgpack.Decoder(TrainingBatch)
+
+
+class BadBatchError(ValueError):
+    """A batch file that cannot be used; the message says which file and why."""
+
+
+def write_batch(path: Path, batch: TrainingBatch) -> None:
+    """Write a batch file. Its appearance under its final name is the signal to the trainer."""
+    write_atomic(path, _batch_encoder.encode(batch))
+
+
+def read_batch(path: Path) -> TrainingBatch:
+    """Read a batch file. Raises BadBatchError when it is not one, FileNotFoundError when it is gone."""
+    data = path.read_bytes()
+    try:
+        batch = _batch_decoder.decode(data)
+    except msgspec.MsgspecError as error:
+        raise BadBatchError(f"{path}: not a batch file: {error}") from error
+    if batch.version != BATCH_FORMAT_VERSION:
+        raise BadBatchError(f"{path}: format version {batch.version}, this program reads {BATCH_FORMAT_VERSION}")
+    return batch

@@ -1,0 +1,1 @@
+"""Small things that every layer uses. Layer 0."""
