@@ -13,6 +13,7 @@ from typing import Any
 
 from prime_rl.configs.base import ConfigError, ConfigProblem, build, load_toml, merge
 from prime_rl.configs.orchestrator import OrchestratorConfig
+from prime_rl.configs.trainer import TrainerConfig
 
 PARSE_ERROR_PREFIX = "Error parsing orchestrator config"
 
@@ -25,6 +26,12 @@ class TrainerLimits:
     max_seq_len: int
     max_rank: int | None
     alpha: float | None = None
+
+    @classmethod
+    def of(cls, trainer: TrainerConfig) -> TrainerLimits:
+        """The limits that a trainer with this config will have."""
+        lora = trainer.model.lora
+        return cls(trainer.model.name, trainer.seq_len, lora.rank if lora else None, lora.alpha if lora else None)
 
 
 def load_run_config(path: Path, overrides: Mapping[str, Any] | None = None) -> OrchestratorConfig:

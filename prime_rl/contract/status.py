@@ -215,7 +215,8 @@ class RunState(enum.StrEnum):
 class RunFacts:
     """All that decides a run's state, as read from disk.
 
-    `published_step` is the newest STABLE broadcast (0 when none); `max_steps` is None when the config cannot be read.
+    `published_step` is the newest STABLE broadcast (0 when none); `max_steps` is None when the config cannot be read;
+    `supervisor_gave_up` is the reason when the supervisor no longer restarts the run's orchestrator.
     """
 
     evicted: str | None
@@ -225,6 +226,7 @@ class RunFacts:
     orchestrator: RunStatus | None
     trainer_alive: bool
     in_slot: bool
+    supervisor_gave_up: str | None = None
 
 
 def run_state(facts: RunFacts) -> tuple[RunState, str | None]:
@@ -237,6 +239,8 @@ def run_state(facts: RunFacts) -> tuple[RunState, str | None]:
         return RunState.FINISHED, None
     if facts.orchestrator is not None and facts.orchestrator.state == "failed":
         return RunState.FAILED, facts.orchestrator.reason
+    if facts.supervisor_gave_up is not None:
+        return RunState.FAILED, facts.supervisor_gave_up
     if not facts.trainer_alive:
         return RunState.STOPPED, None
     return (RunState.ACTIVE, None) if facts.in_slot else (RunState.WAITING, None)

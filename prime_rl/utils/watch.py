@@ -1,8 +1,8 @@
 """The one file watcher: the system's events where they come, polling where they do not, a slow rescan always.
 
 Events are hints. `Watcher.wait` returns when something may have changed or when the rescan is due; the caller then
-looks at the disk itself. So a lost event costs at most `rescan_s`, never a run. Only the output directory and the `control/`
-folders (or other folders that the caller names) are watched; step folders are scanned.
+looks at the disk itself. So a lost event costs at most `rescan_s`, never a run. Only the output directory and the
+`control/` folders (or other folders that the caller names) are watched; step folders are scanned.
 """
 
 from __future__ import annotations
