@@ -1,0 +1,44 @@
+# The commands people use daily. `make` alone lists them.
+PYTHON ?= python3
+BIN := .venv/bin
+
+.DEFAULT_GOAL := help
+.PHONY: help install install-test install-gpu demo test check format bench docs-check clean
+
+help: ## list the commands
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
+
+install: ## .venv with what a run on this machine's CPU needs
+	@$(PYTHON) scripts/install.py core
+
+install-test: ## the same, and vLLM for the CPU and the test tools
+	@$(PYTHON) scripts/install.py test
+
+install-gpu: ## .venv for a machine with NVIDIA GPUs: PyPI's vLLM and its torch
+	@$(PYTHON) scripts/install.py gpu
+
+demo: install ## three runs on two slots, on this machine, from nothing to a report
+	@$(BIN)/prl demo
+
+test: install-test ## every test (real processes, real vLLM on the CPU)
+	@HF_HUB_OFFLINE=1 $(BIN)/python -m pytest
+
+check: install-test ## lint, format, types, import layers
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+	@$(BIN)/python -m pytest -q tests/test_imports.py
+
+format: install-test ## format and sort imports
+	@$(BIN)/ruff check --fix -q .
+	@$(BIN)/ruff format .
+
+bench: install-test ## every benchmark in benchmarks/; results in benchmarks/results/
+	@$(BIN)/python -m benchmarks.run
+
+docs-check: install-test ## the commands and names that the documents mention are real
+	@$(BIN)/python -m pytest -q tests/test_docs.py
+
+clean: ## remove what was built (not the runs in outputs/)
+	rm -rf .venv build dist *.egg-info models .pytest_cache .mypy_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

