@@ -1,0 +1,64 @@
+"""What an environment is to the orchestrator: examples, and a rollout that ends in a reward.
+
+The orchestrator hands each rollout a `Policy` that talks to inference and records every token; the environment only
+sees text. It never sees tokens, log-probabilities, adapters or other rollouts, so one that is written here serves
+training and evaluation alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol, TypedDict
+
+Split = Literal["train", "eval"]
+
+
+class Message(TypedDict):
+    """One turn of a chat, as chat templates take it."""
+
+    role: Literal["system", "user", "assistant"]
+    content: str
+
+
+@dataclass(frozen=True)
+class Example:
+    """One problem. `id` is unique in its environment and split; `info` is the environment's own."""
+
+    id: str
+    messages: list[Message]
+    answer: str
+    info: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a rollout went: `reward` in [0, 1], and named figures that are averaged into the run's metrics."""
+
+    reward: float
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+class Policy(Protocol):
+    """The model as an environment sees it."""
+
+    async def complete(self, messages: Sequence[Message]) -> str:
+        """One assistant turn that follows `messages`. Raises what inference raises."""
+        ...
+
+
+class Environment(Protocol):
+    """A task with a reward."""
+
+    @property
+    def id(self) -> str:
+        """The id in `[[env]]`."""
+        ...
+
+    def examples(self, split: Split) -> Sequence[Example]:
+        """All examples of a split, always the same ones in the same order; the splits share no example."""
+        ...
+
+    async def rollout(self, example: Example, policy: Policy) -> Outcome:
+        """Let `policy` work on `example` and score what it did."""
+        ...

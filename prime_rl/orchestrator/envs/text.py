@@ -1,0 +1,95 @@
+"""The built-in environments: one instruction over one generated word, scored by how near the answer comes.
+
+`reverse-text`, `sort-letters` and `upper-case` differ only in their `TextTask`. The reward is dense (each letter in
+place counts), so that a group of rollouts nearly always has something to learn from; `exact_match` is what a person
+would call right. Examples come from the seed alone.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Self
+
+from pydantic import Field, model_validator
+
+from prime_rl.configs.base import BaseConfig
+from prime_rl.orchestrator.envs.base import Example, Outcome, Policy, Split
+from prime_rl.utils.tasks import MAX_WORD_LEN, MIN_WORD_LEN, REVERSE, SORT, UPPER, TextTask, make_words
+
+TEXT_TASKS = {task.id: task for task in (REVERSE, SORT, UPPER)}
+
+
+class TextArgs(BaseConfig):
+    """`[env.args]` of the three environments."""
+
+    num_examples: int = Field(1000, ge=1, le=1_000_000)
+    """Examples to train on."""
+
+    num_eval_examples: int = Field(100, ge=1, le=1_000_000)
+    """Examples to evaluate on."""
+
+    min_len: int = Field(3, ge=MIN_WORD_LEN, le=MAX_WORD_LEN)
+    """Letters of the shortest word."""
+
+    max_len: int = Field(6, ge=MIN_WORD_LEN, le=MAX_WORD_LEN)
+    """Letters of the longest word."""
+
+    @model_validator(mode="after")
+    def _lengths_are_a_range(self) -> Self:
+        if self.min_len > self.max_len:
+            raise ValueError(f"min_len: found {self.min_len}, must be at most max_len = {self.max_len}")
+        return self
+
+
+class TextEnvironment:
+    """One `TextTask` as an `Environment`. Raises ValueError when there are not enough words of the asked lengths."""
+
+    def __init__(self, task: TextTask, args: TextArgs, seed: int) -> None:
+        self._task = task
+        counts: dict[Split, int] = {"train": args.num_examples, "eval": args.num_eval_examples}
+        self._examples = {split: self._make(split, count, args, seed) for split, count in counts.items()}
+
+    @property
+    def id(self) -> str:
+        return self._task.id
+
+    def examples(self, split: Split) -> Sequence[Example]:
+        return self._examples[split]
+
+    async def rollout(self, example: Example, policy: Policy) -> Outcome:
+        """One turn: the answer is compared letter by letter."""
+        answer = normalise(await policy.complete(example.messages))
+        wanted = normalise(example.answer)
+        return Outcome(similarity(answer, wanted), {"exact_match": float(answer == wanted)})
+
+    def _make(self, split: Split, count: int, args: TextArgs, seed: int) -> list[Example]:
+        # No environment's id in the seed: the tasks of one seed are set over the same words.
+        rng = random.Random(f"{seed}/{split}")
+        words = make_words(rng, count, args.min_len, args.max_len, split)
+        return [self._example(f"{split}-{i}", word) for i, word in enumerate(words)]
+
+    def _example(self, example_id: str, word: str) -> Example:
+        prompt = self._task.prompt(word)
+        return Example(example_id, [{"role": "user", "content": prompt}], self._task.solve(word), {"text": word})
+
+
+def normalise(text: str) -> str:
+    """White space at the ends goes, and between words counts as one blank. Case is part of an answer and stays."""
+    return " ".join(text.split())
+
+
+def similarity(answer: str, wanted: str) -> float:
+    """1 - edit distance / length of the longer text: 1.0 for equal texts, 0.0 for texts that share nothing."""
+    longest = max(len(answer), len(wanted))
+    return 1.0 - edit_distance(answer, wanted) / longest if longest else 1.0
+
+
+def edit_distance(a: str, b: str) -> int:
+    """Fewest insertions, deletions and substitutions that make `b` of `a` (Levenshtein), row by row."""
+    row = list(range(len(b) + 1))
+    for i, char_a in enumerate(a, 1):
+        diagonal, row[0] = row[0], i
+        for j, char_b in enumerate(b, 1):
+            diagonal, row[j] = row[j], min(row[j] + 1, row[j - 1] + 1, diagonal + (char_a != char_b))
+    return row[-1]

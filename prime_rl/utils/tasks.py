@@ -1,0 +1,72 @@
+"""Small text tasks over generated words: what the built-in environments ask and what the base model was taught.
+
+Both sides import this module, so a base model meets in training exactly the instructions that it was taught. Pure
+functions over a `random.Random`; rewards are in `orchestrator.envs`, the teaching in `trainer.base_model`.
+"""
+
+from __future__ import annotations
+
+import random
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+CONSONANTS = "bcdfghjklmnpqrstvwxz"
+VOWELS = "aeiouy"
+# One word in eight belongs to the eval split, whatever the seed: what was ever trained on is never evaluated on.
+EVAL_SHARE = 8
+MIN_WORD_LEN = 1
+MAX_WORD_LEN = 32
+
+
+@dataclass(frozen=True)
+class TextTask:
+    """One instruction and its right answer, as a function of the text."""
+
+    id: str
+    instruction: str
+    solve: Callable[[str], str]
+
+    def prompt(self, text: str) -> str:
+        """What the user says: `Reverse: hello`."""
+        return f"{self.instruction}: {text}"
+
+
+REVERSE = TextTask("reverse-text", "Reverse", lambda text: text[::-1])
+SORT = TextTask("sort-letters", "Sort", lambda text: "".join(sorted(text)))
+UPPER = TextTask("upper-case", "Upper-case", lambda text: text.upper())
+COPY = TextTask("copy-text", "Copy", lambda text: text)
+# The tasks that a base model is taught. The first three are environments.
+TASKS = {task.id: task for task in (REVERSE, SORT, UPPER, COPY)}
+
+
+def make_word(rng: random.Random, min_len: int, max_len: int) -> str:
+    """A word that can be spoken: consonants and vowels take turns, of `min_len` to `max_len` letters."""
+    length = rng.randint(min_len, max_len)
+    first = rng.randrange(2)
+    return "".join(rng.choice((CONSONANTS, VOWELS)[(first + i) % 2]) for i in range(length))
+
+
+def split_of(word: str) -> Literal["train", "eval"]:
+    """The split that a word belongs to, by its letters alone."""
+    return "eval" if zlib.crc32(word.encode()) % EVAL_SHARE == 0 else "train"
+
+
+def make_words(
+    rng: random.Random, count: int, min_len: int, max_len: int, split: Literal["train", "eval"]
+) -> list[str]:
+    """`count` different words of `split`. Raises ValueError when there are not that many of these lengths."""
+    # Ten times the draws that are expected when hardly any word comes twice, and room for small counts.
+    max_draws = 10 * EVAL_SHARE * count + 1000
+    words: dict[str, None] = {}
+    for _ in range(max_draws):
+        word = make_word(rng, min_len, max_len)
+        if split_of(word) == split:
+            words[word] = None
+            if len(words) == count:
+                return list(words)
+    raise ValueError(
+        f"found only {len(words)} different words of {min_len} to {max_len} letters for the {split} split, "
+        f"wanted {count}: ask for fewer examples or for longer words"
+    )
