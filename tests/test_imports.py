@@ -23,7 +23,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "prime_rl/inference": (*LAYER_1, "prime_rl.lora", "prime_rl.inference", "torch", "transformers", "vllm", "fastapi"),
     "prime_rl/orchestrator": (*LAYER_1, "prime_rl.orchestrator", "tokenizers", "httpx"),
     "prime_rl/multinode": (*LAYER_1, "prime_rl.multinode"),
-    "daemons": (*LAYER_1, "daemons", "psutil", "typer", "textual"),
+    "daemons": (*LAYER_1, "daemons", "psutil", "typer"),
     "tui": (*LAYER_1, "daemons.client", "daemons.actions", "tui", "textual"),
 }
 OURS = ("prime_rl", "daemons", "tui")

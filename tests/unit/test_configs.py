@@ -1,0 +1,182 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from prime_rl.configs.base import ConfigError, ConfigParseError, build, help_text, merge, parse_argv, parse_set
+from prime_rl.configs.orchestrator import OrchestratorConfig
+from prime_rl.configs.system import SystemConfig
+from prime_rl.configs.trainer import TrainerConfig
+from prime_rl.configs.validate import TrainerLimits, check_against_trainer, explain, load_run_config, resolve
+
+MINIMAL = """\
+batch_size = 8
+rollouts_per_example = 4
+[model]
+name = "models/base"
+[[env]]
+id = "reverse-text"
+"""
+LIMITS = TrainerLimits(model="models/base", max_seq_len=128, max_rank=16, alpha=32.0)
+
+
+def run_toml(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "orch.toml"
+    path.write_text(text)
+    return path
+
+
+def test_the_four_required_keys_are_enough(tmp_path: Path) -> None:
+    config = load_run_config(run_toml(tmp_path, MINIMAL))
+    assert check_against_trainer(config, LIMITS) == []
+    resolved = resolve(config, LIMITS)
+    assert (resolved.seq_len, resolved.model.lora.rank, resolved.model.lora.alpha) == (128, 16, 32.0)
+
+
+@pytest.mark.parametrize("key", ["batch_size", "rollouts_per_example", "model", "env"])
+def test_each_of_them_is_missed_by_name(tmp_path: Path, key: str) -> None:
+    lines = MINIMAL.splitlines(keepends=True)
+    drop = {"model": lines[2:4], "env": lines[4:6]}.get(key) or [line for line in lines if line.startswith(key)]
+    text = "".join(line for line in lines if line not in drop)
+    with pytest.raises(ConfigError, match=f"{key}: is missing and has no default"):
+        load_run_config(run_toml(tmp_path, text))
+
+
+@pytest.mark.parametrize(
+    ("extra", "key", "words"),
+    [
+        ("[model.lora]\nrnk = 3", "model.lora.rnk", "did you mean 'rank'"),
+        ("[optim]\nlr = 'fast'", "optim.lr", "found 'fast'"),
+        ("[optim]\nlr = -1", "optim.lr", "greater than 0"),
+        ("[[env]]\nid = 'chess'", "env.1.id", "reverse-text"),
+        ("[sampling]\ntemperature = 0", "sampling.temperature", "greater than 0"),
+        ("[loss]\ntype = 'ppo'", "loss.type", "aipo"),
+    ],
+)
+def test_each_error_says_key_found_and_allowed(tmp_path: Path, extra: str, key: str, words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_run_config(run_toml(tmp_path, f"{MINIMAL}{extra}\n"))
+    (problem,) = caught.value.problems
+    assert problem.key == key and words in problem.message
+    assert explain(caught.value).startswith("Error parsing orchestrator config")
+    assert str(tmp_path) in explain(caught.value)
+
+
+def test_all_problems_are_said_at_once(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_run_config(run_toml(tmp_path, f"{MINIMAL}[optim]\nlr = 0\n[ckpt]\nkeep = 1\n"))
+    assert [problem.key for problem in caught.value.problems] == ["optim.lr", "ckpt.keep"]
+
+
+def test_batch_size_must_be_whole_groups(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="found 10, must be a multiple of rollouts_per_example = 4"):
+        load_run_config(run_toml(tmp_path, MINIMAL.replace("batch_size = 8", "batch_size = 10")))
+
+
+def test_two_environments_of_one_name_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="not distinct"):
+        load_run_config(run_toml(tmp_path, MINIMAL + "[[env]]\nid = 'reverse-text'\n"))
+
+
+@pytest.mark.parametrize(("text", "line"), [("batch_size = \n", 1), (MINIMAL + "[optim\n", 7), ("a = 1\na = 2\n", 2)])
+def test_bad_toml_is_named_with_its_line(tmp_path: Path, text: str, line: int) -> None:
+    with pytest.raises(ConfigParseError, match=f"line {line}: not valid TOML"):
+        load_run_config(run_toml(tmp_path, text))
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load_run_config(tmp_path / "none.toml")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load_run_config(tmp_path)
+    (tmp_path / "b.toml").write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigParseError, match="not UTF-8"):
+        load_run_config(tmp_path / "b.toml")
+
+
+@pytest.mark.parametrize(
+    ("extra", "key", "words"),
+    [
+        ("[model.lora]\nrank = 17", "model.lora.rank", "at most 16"),
+        ("[sampling]\nmax_tokens = 128", "sampling.max_tokens", "below seq_len = 128"),
+    ],
+)
+def test_what_the_trainer_cannot_serve(tmp_path: Path, extra: str, key: str, words: str) -> None:
+    config = load_run_config(run_toml(tmp_path, f"{MINIMAL}{extra}\n"))
+    (problem,) = check_against_trainer(config, LIMITS)
+    assert problem.key == key and words in problem.message
+
+
+def test_another_model_or_longer_samples_are_refused(tmp_path: Path) -> None:
+    config = load_run_config(run_toml(tmp_path, MINIMAL), {"seq_len": 129, "model": {"name": "other"}})
+    assert [problem.key for problem in check_against_trainer(config, LIMITS)] == ["model.name", "seq_len"]
+
+
+def test_one_model_under_two_paths_is_the_same(tmp_path: Path) -> None:
+    (tmp_path / "base").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "base")
+    config = load_run_config(run_toml(tmp_path, MINIMAL), {"model": {"name": str(tmp_path / "link")}})
+    limits = TrainerLimits(model=str(tmp_path / "base"), max_seq_len=128, max_rank=16)
+    assert check_against_trainer(config, limits) == []
+
+
+def test_command_line_overrides_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "trainer.toml"
+    path.write_text('seq_len = 64\n[model]\nname = "x"\n')
+    config = parse_argv(
+        TrainerConfig, ["@", str(path), "--seq-len", "32", "--model.lora.rank=4", "--log.level", "debug"]
+    )
+    assert (config.seq_len, config.model.name, config.model.lora and config.model.lora.rank) == (32, "x", 4)
+    assert config.log.level == "debug"
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["@"], "must be followed by a TOML file"),
+        (["--seq-len"], "has no value"),
+        (["seq_len=3"], "not understood"),
+        (["--seq-lne", "3"], "did you mean 'seq_len'"),
+        (["@", "/none.toml"], "/none.toml: cannot be read"),
+    ],
+)
+def test_wrong_command_lines(argv: list[str], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        parse_argv(TrainerConfig, argv)
+
+
+def test_set_items_become_one_table() -> None:
+    assert parse_set(["a.b=1", "a.c=x y", 'd="1"', "e=[1, 2]"]) == {"a": {"b": 1, "c": "x y"}, "d": "1", "e": [1, 2]}
+    with pytest.raises(ConfigError, match="KEY=VALUE"):
+        parse_set(["novalue"])
+
+
+def test_merge_is_deep_and_changes_neither() -> None:
+    base = {"a": {"b": 1, "c": 2}, "d": [1]}
+    assert merge(base, {"a": {"b": 3}, "d": []}) == {"a": {"b": 3, "c": 2}, "d": []}
+    assert base == {"a": {"b": 1, "c": 2}, "d": [1]}
+
+
+def test_a_system_says_things_once(tmp_path: Path) -> None:
+    data = {
+        "output_dir": str(tmp_path),
+        "model": {"name": "m"},
+        "lora": {"rank": 4},
+        "seq_len": 77,
+        "max_concurrent_runs": 2,
+        "inference": {"model": {"max_model_len": 99}},
+    }
+    system = build(SystemConfig, data, "system.toml")
+    assert system.trainer.model.name == system.inference.model.name == "m"
+    assert system.trainer.output_dir == system.inference.output_dir == tmp_path
+    assert (system.trainer.seq_len, system.inference.model.max_model_len) == (77, 99)
+    assert system.trainer.model.lora == system.inference.model.lora == system.lora
+    assert system.trainer.max_concurrent_runs == system.inference.max_concurrent_runs == 2
+
+
+def test_help_names_every_field_with_its_docstring() -> None:
+    text = help_text(OrchestratorConfig)
+    for key in ("--batch_size int (required)", "--model.lora.rank", "--optim.lr", "--eval.interval"):
+        assert key in text
+    assert "a multiple of `rollouts_per_example`" in text

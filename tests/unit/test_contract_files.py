@@ -1,0 +1,135 @@
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+
+import pytest
+
+from prime_rl.contract.files import (
+    WaitStopped,
+    WaitTimeout,
+    append_line,
+    mark_stable,
+    read_text,
+    staged_dir,
+    wait_for,
+    write_atomic,
+)
+from prime_rl.contract.types import BadBatchError, TrainingBatch, TrainingSample, read_batch, write_batch
+
+
+def test_a_reader_never_sees_a_part(tmp_path: Path) -> None:
+    path = tmp_path / "status.json"
+    contents = {b"a" * 200_000, b"b" * 300_000}
+    write_atomic(path, min(contents))
+    seen: set[bytes] = set()
+    stop = threading.Event()
+
+    def read() -> None:
+        while not stop.is_set():
+            seen.add(path.read_bytes())
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    for _ in range(30):
+        for content in contents:
+            write_atomic(path, content)
+    stop.set()
+    reader.join()
+    assert seen and seen <= contents
+
+
+def test_a_failed_write_keeps_the_old_content_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "file"
+    write_atomic(path, "old")
+
+    def full(fd: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space"):
+        write_atomic(path, "new")
+    assert path.read_text() == "old"
+    assert os.listdir(tmp_path) == ["file"]
+
+
+def test_writes_do_not_bring_back_a_deleted_folder(tmp_path: Path) -> None:
+    gone = tmp_path / "run_a"
+    with pytest.raises(FileNotFoundError):
+        write_atomic(gone / "control" / "evicted.txt", "x")
+    with pytest.raises(FileNotFoundError):
+        append_line(gone / "metrics" / "trainer.jsonl", "{}")
+    with pytest.raises(FileNotFoundError), staged_dir(gone / "broadcast" / "step_1"):
+        pass
+    assert not gone.exists()
+
+
+def test_staged_dir_appears_whole_and_replaces_a_leftover(tmp_path: Path) -> None:
+    final = tmp_path / "step_1"
+    final.mkdir()
+    (final / "half").touch()
+    with staged_dir(final) as tmp:
+        (tmp / "weights").write_text("w")
+        mark_stable(tmp)
+        assert not (final / "weights").exists()
+    assert sorted(os.listdir(final)) == ["STABLE", "weights"]
+    assert os.listdir(tmp_path) == ["step_1"]
+
+
+def test_staged_dir_leaves_nothing_when_the_body_fails(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError), staged_dir(tmp_path / "step_1") as tmp:
+        (tmp / "weights").write_text("w")
+        raise RuntimeError
+    assert os.listdir(tmp_path) == []
+
+
+def test_read_text_of_odd_files(tmp_path: Path) -> None:
+    path = tmp_path / "f"
+    assert read_text(path) is None
+    path.write_bytes(b"ab\xff" + b"c" * 10)
+    assert read_text(path, limit=4) == "ab\ufffdc"
+    assert read_text(path / "below") is None
+
+
+def test_wait_for_names_what_is_missing() -> None:
+    now = [0.0]
+    sleeps: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        sleeps.append(seconds)
+        now[0] += seconds
+
+    with pytest.raises(WaitTimeout, match=r"waited 1 s in vain for run_a to be released"):
+        wait_for(lambda: False, "run_a to be released", timeout_s=1, clock=lambda: now[0], sleep=sleep)
+    assert now[0] == pytest.approx(1.0, abs=0.06)
+    with pytest.raises(WaitStopped, match="run_a"):
+        wait_for(lambda: False, "run_a", stop=lambda: True, sleep=sleep)
+    wait_for(lambda: now[0] > 1.5, "time", clock=lambda: now[0], sleep=sleep)
+
+
+def sample() -> TrainingSample:
+    return TrainingSample([1, 2, 3], [False, True, True], [0.0, -0.5, -1.5], 0.25, 1.0, 1.0, 4, "reverse-text/17")
+
+
+def test_batches_round_trip(tmp_path: Path) -> None:
+    batch = TrainingBatch("run_a", 5, [sample(), sample()], {"next_index": 9})
+    write_batch(tmp_path / "rollouts.msgpack", batch)
+    assert read_batch(tmp_path / "rollouts.msgpack") == batch
+
+
+@pytest.mark.parametrize("data", [b"", b"\x80", b"not msgpack", b"\x81\xa1a\x01"])
+def test_a_damaged_batch_is_named(tmp_path: Path, data: bytes) -> None:
+    path = tmp_path / "rollouts.msgpack"
+    path.write_bytes(data)
+    with pytest.raises(BadBatchError, match=r"rollouts\.msgpack: not a batch file"):
+        read_batch(path)
+
+
+def test_a_batch_of_another_format_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "rollouts.msgpack"
+    write_batch(path, TrainingBatch("run_a", 5, [], {}, version=99))
+    with pytest.raises(BadBatchError, match="format version 99"):
+        read_batch(path)

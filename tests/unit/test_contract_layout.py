@@ -1,0 +1,110 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from prime_rl.contract.layout import (
+    LayoutError,
+    OutputDir,
+    RunDir,
+    adapter_name,
+    check_run_id,
+    list_rollout_steps,
+    list_steps,
+    parse_adapter_name,
+    parse_step,
+    scan_runs,
+    stable_marker,
+    step_name,
+)
+
+
+@pytest.mark.parametrize("run_id", ["run_a", "run_1.5", "run_" + "x" * 64, "run_..", "run_-_."])
+def test_good_run_ids(run_id: str) -> None:
+    assert check_run_id(run_id) == run_id
+
+
+@pytest.mark.parametrize(
+    "run_id",
+    ["", "run_", "a", "run_a/b", "run_/../x", "../run_a", "run_a\n", "run_ä", "run_" + "x" * 65, "run_a b", "run_a\0"],
+)
+def test_bad_run_ids_are_refused_by_name(run_id: str) -> None:
+    with pytest.raises(LayoutError, match="is refused"):
+        OutputDir(Path("/nowhere")).run(run_id)
+
+
+@given(st.text(max_size=80))
+def test_no_run_id_leaves_the_house(text: str) -> None:
+    house = OutputDir(Path("/nowhere/house"))
+    try:
+        path = house.run("run_" + text).path
+    except LayoutError:
+        return
+    assert path.parent == house.path and path.name == "run_" + text
+
+
+@given(st.integers(0, 10**10 - 1))
+def test_step_names_round_trip(step: int) -> None:
+    assert parse_step(step_name(step)) == step
+
+
+@pytest.mark.parametrize("name", ["step_", "step_01", "step_-1", "step_1.tmp", ".step_1.x.tmp", "step_1\n", "astep_1"])
+def test_what_is_no_step(name: str) -> None:
+    assert parse_step(name) is None
+
+
+def test_adapter_names_round_trip() -> None:
+    assert parse_adapter_name(adapter_name("run_1.5", 12)) == ("run_1.5", 12)
+    assert parse_adapter_name("run_a@v01") is None
+    assert parse_adapter_name("models/base") is None
+
+
+def test_scan_keeps_dots_in_names_and_refuses_links_and_files(tmp_path: Path) -> None:
+    house, outside = tmp_path / "house", tmp_path / "outside"
+    for folder in (house / "run_1.5" / "control", house / "run_b", house / "other", outside):
+        folder.mkdir(parents=True)
+    (house / "run_link").symlink_to(outside)
+    (house / "run_file").write_text("")
+    (house / "run_bad name").mkdir()
+    (house / "run_c").mkdir()
+    (house / "run_c" / "control").symlink_to(outside)
+    runs, refused = scan_runs(house)
+    assert [run.run_id for run in runs] == ["run_1.5", "run_b"]
+    assert {r.name for r in refused} == {"run_link", "run_file", "run_bad name", "run_c"}
+    assert "symbolic link" in next(r.reason for r in refused if r.name == "run_link")
+    with pytest.raises(LayoutError, match="symbolic link"):
+        OutputDir(house).run("run_link")
+
+
+def test_scan_of_a_missing_folder_is_empty(tmp_path: Path) -> None:
+    assert scan_runs(tmp_path / "none") == ([], [])
+
+
+def test_orch_toml_falls_back_to_the_older_place(tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "run_a")
+    assert run.orch_toml == run.control / "orch.toml"
+    older = run.path / "configs" / "orch.toml"
+    older.parent.mkdir(parents=True)
+    older.write_text("")
+    assert run.orch_toml == older
+    run.control.mkdir()
+    (run.control / "orch.toml").write_text("")
+    assert run.orch_toml == run.control / "orch.toml"
+
+
+def test_steps_are_listed_by_number_and_by_marker(tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "run_a")
+    for step in (10, 9, 2):
+        run.broadcast_dir(step).mkdir(parents=True)
+    stable_marker(run.broadcast_dir(9)).touch()
+    (run.broadcast / ".step_11.abc.tmp").mkdir()
+    assert list_steps(run.broadcast) == [2, 9, 10]
+    assert list_steps(run.broadcast, stable_only=True) == [9]
+    assert list_steps(run.checkpoints) == []
+    run.rollout_dir(3).mkdir(parents=True)
+    run.rollout_dir(4).mkdir()
+    run.rollout_file(4).touch()
+    assert list_rollout_steps(run) == [4]

@@ -1,0 +1,131 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from prime_rl.contract.files import wait_for
+from prime_rl.contract.status import (
+    LOST_AFTER_S,
+    RunFacts,
+    RunState,
+    RunStatus,
+    StatusWriter,
+    TrainerStatus,
+    is_alive,
+    read_status,
+    run_state,
+)
+from prime_rl.utils.process import process_create_time, same_process
+
+
+def facts(**changes: object) -> RunFacts:
+    base = {
+        "evicted": None,
+        "config_error": None,
+        "max_steps": 10,
+        "published_step": 3,
+        "orchestrator": None,
+        "trainer_alive": True,
+        "in_slot": True,
+    }
+    return RunFacts(**(base | changes))  # type: ignore[arg-type]
+
+
+failed = RunStatus(run_id="run_a", state="failed", reason="environment broke")
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, (RunState.ACTIVE, None)),
+        ({"in_slot": False}, (RunState.WAITING, None)),
+        ({"trainer_alive": False}, (RunState.STOPPED, None)),
+        ({"published_step": 10, "in_slot": False}, (RunState.FINISHED, None)),
+        ({"published_step": 10, "trainer_alive": False}, (RunState.FINISHED, None)),
+        ({"max_steps": None, "config_error": "line 3"}, (RunState.INVALID, "line 3")),
+        ({"evicted": "too big", "config_error": "line 3"}, (RunState.EVICTED, "too big")),
+        ({"evicted": ""}, (RunState.EVICTED, "")),
+        ({"orchestrator": failed}, (RunState.FAILED, "environment broke")),
+        ({"orchestrator": failed, "evicted": "by hand"}, (RunState.EVICTED, "by hand")),
+        ({"supervisor_gave_up": "3 crashes"}, (RunState.FAILED, "3 crashes")),
+    ],
+)
+def test_run_state(changes: dict[str, object], expected: tuple[RunState, str | None]) -> None:
+    assert run_state(facts(**changes)) == expected
+
+
+def test_writer_writes_at_once_on_a_change_of_state_and_rarely_else(tmp_path: Path) -> None:
+    now = [1000.0]
+    path = tmp_path / "status.json"
+    writer = StatusWriter(path, RunStatus(run_id="run_a"), clock=lambda: now[0])
+    first = read_status(path, RunStatus)
+    assert first is not None and first.state == "starting" and first.pid == os.getpid()
+    writer.update(step=1)
+    assert read_status(path, RunStatus) == first
+    writer.update(state="running")
+    second = read_status(path, RunStatus)
+    assert second is not None and (second.state, second.step) == ("running", 1)
+    now[0] += 1
+    writer.update(step=2)
+    third = read_status(path, RunStatus)
+    assert third is not None and third.step == 2
+    writer.close(state="stopped")
+    last = read_status(path, RunStatus)
+    assert last is not None and last.state == "stopped"
+
+
+def test_writer_outlives_a_deleted_folder(tmp_path: Path) -> None:
+    path = tmp_path / "control" / "status.json"
+    writer = StatusWriter(path, RunStatus(run_id="run_a"))
+    path.unlink()
+    path.parent.rmdir()
+    tmp_path.rmdir()
+    writer.update(state="running")
+    assert isinstance(writer.error, FileNotFoundError)
+    writer.close()
+    assert not tmp_path.exists()
+
+
+def test_alive_needs_a_fresh_file_and_that_very_process(tmp_path: Path) -> None:
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    try:
+        status = TrainerStatus(
+            state="training", pid=child.pid, pid_create_time=process_create_time(child.pid), updated_at=1000.0
+        )
+        assert is_alive(status, 1000.0)
+        assert is_alive(status, 900.0), "a clock that is behind invents no death"
+        assert not is_alive(status, 1000.1 + LOST_AFTER_S)
+        other = msgspec.structs.replace(status, pid_create_time=status.pid_create_time - 100)
+        assert not is_alive(other, 1000.0), "a recycled pid is another process"
+        assert not is_alive(msgspec.structs.replace(status, state="stopped"), 1000.0)
+    finally:
+        child.communicate()
+    assert not is_alive(status, 1000.0)
+    assert not is_alive(None, 1000.0)
+
+
+def test_a_zombie_is_not_alive() -> None:
+    child = subprocess.Popen([sys.executable, "-c", ""])
+    created = process_create_time(child.pid)
+    wait_for(lambda: not same_process(child.pid, created), "the child to end", timeout_s=30)
+    assert child.poll() is not None or child.wait() == 0
+
+
+@pytest.mark.parametrize("data", [b"", b"{", b"[]", b'{"state": 3}', b"\xff"])
+def test_a_damaged_status_is_none(tmp_path: Path, data: bytes) -> None:
+    path = tmp_path / "status.json"
+    path.write_bytes(data)
+    assert read_status(path, TrainerStatus) is None
+    assert read_status(tmp_path / "none", TrainerStatus) is None
+
+
+def test_a_newer_writers_extra_fields_are_ignored(tmp_path: Path) -> None:
+    path = tmp_path / "status.json"
+    path.write_bytes(b'{"state": "waiting", "brand_new": 1}')
+    status = read_status(path, TrainerStatus)
+    assert status is not None and status.state == "waiting"
