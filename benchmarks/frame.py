@@ -1,8 +1,8 @@
 """What every benchmark shares: paired timing, the description of the machine, and the form of a result file.
 
 A benchmark is a module `benchmarks/bench_NAME.py` with a function `run() -> dict[str, float]` that returns its figures.
-`benchmarks.run` calls it and writes `benchmarks/results/NAME.json`. A figure that is a ratio is taken from pairs that are
-timed in turn in one process, so a machine whose speed drifts does not change it.
+`benchmarks.run` calls it and writes `benchmarks/results/NAME.json`. A figure that is a ratio is taken from pairs that
+are timed in turn in one process, so a machine whose speed drifts does not change it.
 """
 
 from __future__ import annotations
