@@ -1,0 +1,162 @@
+"""One adapter as tensors and as files: start values, PEFT names, export, load. Every name and shape is checked.
+
+An adapter whose names do not match the model would act as the base model and nobody would see it, so loading is all or
+nothing. Files are safetensors and JSON; nothing is pickled. Whether a folder is complete (`STABLE`) is the caller's
+business.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from prime_rl.lora.linear import MultiLoRALinear
+
+ADAPTER_FILE = "adapter_model.safetensors"
+CONFIG_FILE = "adapter_config.json"
+PEFT_PREFIX = "base_model.model."
+
+
+@dataclass(frozen=True)
+class AdapterConfig:
+    """What `adapter_config.json` says of an adapter."""
+
+    rank: int
+    alpha: float
+    target_modules: tuple[str, ...]
+    base_model: str
+
+    @property
+    def scaling(self) -> float:
+        return self.alpha / self.rank
+
+
+def peft_names(layer_name: str) -> tuple[str, str]:
+    """`model.layers.0.mlp.up_proj` -> the names of its A and its B in a PEFT file."""
+    return f"{PEFT_PREFIX}{layer_name}.lora_A.weight", f"{PEFT_PREFIX}{layer_name}.lora_B.weight"
+
+
+@torch.no_grad()
+def reset_adapter(
+    layers: Mapping[str, MultiLoRALinear], idx: int, generator: torch.Generator, rank: int | None = None
+) -> None:
+    """Start values of adapter `idx`: A Kaiming uniform in its first `rank` rows (null: all), the rest and B zero.
+
+    The values depend on the generator (on the CPU), the layers and `rank` alone, not on the slot. Gradients are
+    dropped.
+    """
+    for layer in layers.values():
+        lora_A, lora_B = layer.parameters_of(idx)
+        num_in = lora_A.shape[1]
+        # Kaiming uniform with a = sqrt(5), as nn.Linear and PEFT start theirs: bound 1 / sqrt(fan_in).
+        start = torch.rand(rank or layer.rank, num_in, generator=generator) * 2 - 1
+        lora_A.zero_()
+        lora_A[: start.shape[0]].copy_(start / math.sqrt(num_in))
+        lora_B.zero_()
+        lora_A.grad = lora_B.grad = None
+
+
+def export_adapter(layers: Mapping[str, MultiLoRALinear], idx: int, rank: int) -> dict[str, Tensor]:
+    """Adapter `idx` under PEFT names, cut to its own rank; copies on the CPU."""
+    tensors = {}
+    for name, layer in layers.items():
+        lora_A, lora_B = layer.parameters_of(idx)
+        name_A, name_B = peft_names(name)
+        tensors[name_A] = lora_A.detach()[:rank].to("cpu", copy=True).contiguous()
+        tensors[name_B] = lora_B.detach()[:, :rank].to("cpu", copy=True).contiguous()
+    return tensors
+
+
+@torch.no_grad()
+def load_adapter(layers: Mapping[str, MultiLoRALinear], idx: int, tensors: Mapping[str, Tensor], rank: int) -> None:
+    """Put `tensors` (PEFT names, of `rank`) into slot `idx`; what is above `rank` becomes zero. Gradients are dropped.
+
+    Raises ValueError, before anything is changed, when a name is missing or unknown or a shape is wrong.
+    """
+    expected = _expected_shapes(layers, rank)
+    problems = [f"{name} is missing" for name in expected.keys() - tensors.keys()]
+    problems += [f"{name} is not in the model" for name in tensors.keys() - expected.keys()]
+    problems += [
+        f"{name} has shape {list(tensors[name].shape)}, expected {list(shape)}"
+        for name, shape in expected.items()
+        if name in tensors and tuple(tensors[name].shape) != shape
+    ]
+    if problems:
+        more = f" (and {len(problems) - 3} more)" if len(problems) > 3 else ""
+        raise ValueError(f"adapter does not fit the model: {'; '.join(sorted(problems)[:3])}{more}")
+    for name, layer in layers.items():
+        lora_A, lora_B = layer.parameters_of(idx)
+        name_A, name_B = peft_names(name)
+        lora_A.zero_()[:rank].copy_(tensors[name_A])
+        lora_B.zero_()[:, :rank].copy_(tensors[name_B])
+        lora_A.grad = lora_B.grad = None
+
+
+def _expected_shapes(layers: Mapping[str, MultiLoRALinear], rank: int) -> dict[str, tuple[int, int]]:
+    shapes: dict[str, tuple[int, int]] = {}
+    for name, layer in layers.items():
+        if rank > layer.rank:
+            raise ValueError(f"adapter has rank {rank}, the model makes room for {layer.rank}")
+        name_A, name_B = peft_names(name)
+        shapes[name_A] = (rank, layer.base_layer.in_features)
+        shapes[name_B] = (layer.base_layer.out_features, rank)
+    return shapes
+
+
+def save_peft(
+    folder: Path, tensors: dict[str, Tensor], *, rank: int, alpha: float, target_modules: Sequence[str], base_model: str
+) -> None:
+    """Write the two files of the PEFT format into `folder`, which must exist."""
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base_model,
+        "r": rank,
+        "lora_alpha": int(alpha) if float(alpha).is_integer() else alpha,
+        "target_modules": sorted(target_modules),
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "use_rslora": False,
+        "use_dora": False,
+        "modules_to_save": None,
+    }
+    save_file(tensors, folder / ADAPTER_FILE, metadata={"format": "pt"})
+    (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n")
+
+
+def load_peft(folder: Path) -> tuple[dict[str, Tensor], AdapterConfig]:
+    """Read what `save_peft` wrote. Raises ValueError when the files are not an adapter that this project can use."""
+    try:
+        data = json.loads((folder / CONFIG_FILE).read_text())
+        tensors = load_file(folder / ADAPTER_FILE)
+    except (json.JSONDecodeError, UnicodeDecodeError, SafetensorError) as error:
+        raise ValueError(f"{folder}: not an adapter: {error}") from error
+    return tensors, _adapter_config(folder, data)
+
+
+def _adapter_config(folder: Path, data: Any) -> AdapterConfig:
+    try:
+        config = AdapterConfig(
+            rank=int(data["r"]),
+            alpha=float(data["lora_alpha"]),
+            target_modules=tuple(data["target_modules"]),
+            base_model=str(data["base_model_name_or_path"]),
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{folder / CONFIG_FILE}: {type(error).__name__}: {error}") from error
+    if data.get("peft_type") != "LORA" or data.get("use_rslora") or data.get("use_dora"):
+        raise ValueError(f"{folder / CONFIG_FILE}: only plain LoRA adapters can be loaded")
+    if config.rank < 1:
+        raise ValueError(f"{folder / CONFIG_FILE}: r is {config.rank}, must be at least 1")
+    return config
