@@ -209,6 +209,10 @@ class OutputDir:
     def supervisor_pidfile(self) -> Path:
         return self.daemons / "supervisor.pid"
 
+    def start_request(self, name: str) -> Path:
+        """Asks the supervisor to start a part anew; the supervisor removes it when it has read it."""
+        return self.daemons / "requests" / name
+
     def component_config(self, name: str) -> Path:
         """The resolved config that the supervisor hands to a part."""
         return self.daemons / "configs" / f"{name}.toml"
@@ -232,6 +236,10 @@ class OutputDir:
     def trash(self) -> Path:
         return self.path / ".trash"
 
+    def trashed(self, run_id: str, stamp: str) -> Path:
+        """Where a run lies that was deleted at `stamp` (no dots in it)."""
+        return self.trash / f"{run_id}.{stamp}"
+
 
 def refusal(output_dir: Path, run_path: Path) -> str | None:
     """Why a `run_*` entry may not be used, or None. Links are refused, so no run can reach outside its house."""
@@ -245,6 +253,12 @@ def refusal(output_dir: Path, run_path: Path) -> str | None:
         if run_path.resolve().parent != output_dir.resolve():
             return f"{run_path} leads outside {output_dir}: a run must lie directly in it"
     return None
+
+
+def parse_trashed(name: str) -> tuple[str, str] | None:
+    """`run_a.20260102T030405Z` -> ("run_a", "20260102T030405Z"); anything else -> None."""
+    run_id, _, stamp = name.rpartition(".")
+    return (run_id, stamp) if stamp and _RUN_ID.fullmatch(run_id) else None
 
 
 @dataclass(frozen=True)
