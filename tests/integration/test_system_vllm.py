@@ -1,0 +1,107 @@
+"""The whole system on real vLLM: two tenants, and the proof that each published version is the one that sampled."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+from prime_rl.contract.layout import RunDir, list_rollout_steps, list_steps, step_name
+from prime_rl.contract.types import TrainingSample, read_batch
+from tests.system_support import House
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
+NUM_STEPS = 4
+
+
+class Recorder:
+    """Keeps a copy of every batch and every published adapter; the system removes them when it needs them no more."""
+
+    def __init__(self, runs: list[RunDir], folder: Path) -> None:
+        self.runs, self.folder = runs, folder
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._record)
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def batches(self, run_id: str) -> dict[int, Path]:
+        return {int(path.stem): path for path in sorted((self.folder / run_id).glob("*.msgpack"))}
+
+    def adapter(self, run_id: str, version: int) -> Path:
+        return self.folder / run_id / step_name(version)
+
+    def _record(self) -> None:
+        while not self._stop.is_set():
+            self._copy()
+            self._stop.wait(0.05)
+        self._copy()
+
+    def _copy(self) -> None:
+        for run in self.runs:
+            target = self.folder / run.run_id
+            target.mkdir(parents=True, exist_ok=True)
+            for step in list_rollout_steps(run):
+                if not (target / f"{step}.msgpack").exists():
+                    shutil.copy(run.rollout_file(step), target / f"{step}.msgpack")
+            for step in list_steps(run.broadcast, stable_only=True):
+                if not (target / step_name(step)).exists():
+                    shutil.copytree(run.broadcast_dir(step), target / step_name(step))
+
+
+def token_logprobs(model: torch.nn.Module, sample: TrainingSample) -> torch.Tensor:
+    ids_T = torch.tensor(sample.token_ids)
+    with torch.no_grad():
+        logits_TV = model(input_ids=ids_T[None]).logits[0].float() / sample.temperature
+    return logits_TV.log_softmax(-1)[:-1].gather(1, ids_T[1:, None])[:, 0]
+
+
+def worst_difference(model: torch.nn.Module, sample: TrainingSample) -> float:
+    mask_T = torch.tensor(sample.loss_mask)[1:]
+    recorded_T = torch.tensor(sample.logprobs)[1:]
+    return float((token_logprobs(model, sample) - recorded_T)[mask_T].abs().max())
+
+
+def test_two_runs_on_vllm_and_every_version_is_the_one_that_generated(vllm_house: House, tmp_path: Path) -> None:
+    house = vllm_house
+    house.up()
+    run_ids = ["run_a", "run_b"]
+    recorder = Recorder([RunDir(house.output_dir / run_id) for run_id in run_ids], tmp_path / "recorded")
+    try:
+        house.prl("runs", "add", str(house.write_run("a", max_steps=NUM_STEPS, max_async_level=1)))
+        house.prl(
+            "runs", "add", str(house.write_run("b", max_steps=NUM_STEPS, max_async_level=0, env="upper-case", rank=4))
+        )
+        for run_id in run_ids:
+            house.wait(lambda run_id=run_id: house.state(run_id) == "finished", f"{run_id} to finish on vLLM")
+        house.prl("down")
+    finally:
+        recorder.stop()
+    assert house.processes() == []
+
+    for run_id, max_async_level in zip(run_ids, (1, 0), strict=True):
+        batches = recorder.batches(run_id)
+        assert sorted(batches) == list(range(1, NUM_STEPS + 1))
+        base = AutoModelForCausalLM.from_pretrained(house.model, dtype=torch.float32)
+        versions = set()
+        for step, path in batches.items():
+            for sample in read_batch(path).samples[::4]:
+                version = sample.policy_version
+                versions.add(version)
+                assert max(0, step - 1 - max_async_level) <= version <= step - 1
+                policy = base
+                if version:
+                    policy = PeftModel.from_pretrained(
+                        AutoModelForCausalLM.from_pretrained(house.model, dtype=torch.float32),
+                        recorder.adapter(run_id, version),
+                    )
+                    assert worst_difference(base, sample) > 1e-3, "an adapter that does nothing would pass unseen"
+                assert worst_difference(policy, sample) < 2e-3, f"{run_id} step {step}: not sampled from v{version}"
+        assert len(versions) >= 3

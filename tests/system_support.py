@@ -1,0 +1,156 @@
+"""A house for the tests of the whole system: a small base model, a system file, and `prl` as a user calls it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from prime_rl.contract.files import wait_for
+from prime_rl.contract.layout import OutputDir, RunDir
+
+ROOT = Path(__file__).parent.parent
+# Enough for a loaded two-core machine; a wait that reaches it is a failure and says what it waited for.
+PATIENCE_S = 240.0
+RUN_TOML = """\
+batch_size = 16
+rollouts_per_example = 4
+max_steps = {max_steps}
+max_async_level = {max_async_level}
+seed = {seed}
+[model]
+name = "{model}"
+[model.lora]
+rank = {rank}
+[optim]
+lr = 0.003
+[sampling]
+max_tokens = 12
+[[env]]
+id = "{env}"
+[ckpt]
+interval = 2
+"""
+SYSTEM_TOML = """\
+output_dir = "{output_dir}"
+max_concurrent_runs = {slots}
+seq_len = 96
+[model]
+name = "{model}"
+[lora]
+rank = 8
+alpha = 16
+[trainer]
+num_threads = 1
+[trainer.watch]
+rescan_s = 1.0
+[inference]
+port = 0
+engine = "{engine}"
+num_threads = 1
+"""
+
+
+def build_base_model(folder: Path, num_steps: int = 30) -> Path:
+    """A base model as `prl make-base` makes it, trained for a few steps only."""
+    command = [sys.executable, "-m", "prime_rl.trainer.make_base", "--out", str(folder), "--steps", str(num_steps)]
+    subprocess.run(command, check=True, cwd=ROOT, capture_output=True, text=True)
+    return folder
+
+
+@dataclass(frozen=True)
+class House:
+    """One output_dir with its system file, and `prl` on it."""
+
+    output_dir: Path
+    system_toml: Path
+    model: Path
+
+    @property
+    def paths(self) -> OutputDir:
+        return OutputDir(self.output_dir)
+
+    def run_dir(self, run_id: str) -> RunDir:
+        return self.paths.run(run_id)
+
+    def prl(self, *args: str, check: bool = True) -> subprocess.CompletedProcess[str]:
+        environment = {**os.environ, "PRL_OUTPUT_DIR": str(self.output_dir)}
+        command = [sys.executable, "-m", "daemons.cli", *args]
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT, timeout=PATIENCE_S)
+        if check and done.returncode:
+            raise AssertionError(f"prl {' '.join(args)} exited {done.returncode}\n{done.stdout}{done.stderr}")
+        return done
+
+    def up(self) -> None:
+        self.prl("up", "@", str(self.system_toml))
+
+    def json(self, *args: str) -> dict[str, Any]:
+        parsed: dict[str, Any] = json.loads(self.prl(*args, "--json").stdout)
+        return parsed
+
+    def runs(self) -> dict[str, dict[str, Any]]:
+        return {run["run_id"]: run for run in self.json("runs", "list")["runs"]}
+
+    def state(self, run_id: str) -> str:
+        return str(self.runs()[run_id]["state"])
+
+    def write_run(self, name: str, **values: Any) -> Path:
+        """A run's TOML file beside the house, to be added with `prl runs add`."""
+        defaults = {
+            "max_steps": 6,
+            "max_async_level": 1,
+            "seed": 1,
+            "rank": 8,
+            "env": "reverse-text",
+            "model": self.model,
+        }
+        path = self.output_dir.parent / f"{name}.toml"
+        path.write_text(RUN_TOML.format(**{**defaults, **values}))
+        return path
+
+    def wait(self, condition: Callable[[], bool], what: str) -> None:
+        def tell() -> bool:
+            return condition()
+
+        try:
+            wait_for(tell, what, timeout_s=PATIENCE_S, poll_s=0.3)
+        except TimeoutError as error:
+            raise AssertionError(f"{error}\n{self.logs()}") from error
+
+    def logs(self, num_lines: int = 25) -> str:
+        """The last lines of every log, for the message of a failed test."""
+        paths = [*self.output_dir.glob("logs/*.log"), *self.output_dir.glob("run_*/logs/*.log")]
+        return "\n".join(f"--- {p}\n" + "\n".join(p.read_text().splitlines()[-num_lines:]) for p in paths)
+
+    def processes(self) -> list[psutil.Process]:
+        """Every process that has this house in its command line or environment, except the tests themselves."""
+        found = []
+        mine = {os.getpid(), *(parent.pid for parent in psutil.Process().parents())}
+        for process in psutil.process_iter():
+            try:
+                text = " ".join(process.cmdline()) + process.environ().get("PRL_OUTPUT_DIR", "")
+            except psutil.Error:
+                continue
+            if str(self.output_dir) in text and process.pid not in mine:
+                found.append(process)
+        return found
+
+
+def make_house(tmp_path: Path, model: Path, *, slots: int = 2, engine: str = "embedded") -> House:
+    output_dir = tmp_path / "house"
+    output_dir.mkdir()
+    system_toml = tmp_path / "system.toml"
+    values = {"output_dir": output_dir, "model": model, "slots": slots, "engine": engine}
+    system_toml.write_text(SYSTEM_TOML.format(**values))
+    return House(output_dir, system_toml, model)
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]

