@@ -1,0 +1,93 @@
+"""What can be checked before anything heavy is loaded: address, key, port, model folder. Each failure is one line."""
+
+from __future__ import annotations
+
+import errno
+import ipaddress
+import os
+import re
+import socket
+from pathlib import Path
+
+from prime_rl.configs.inference import InferenceConfig
+
+# `owner/name`, as on the Hugging Face hub.
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+class StartError(RuntimeError):
+    """The server cannot start; `exit_code` is 1, or 2 when the config itself is wrong."""
+
+    def __init__(self, message: str, exit_code: int = 1) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+def read_api_key(config: InferenceConfig, environ: dict[str, str]) -> str | None:
+    """The API key, or None. Raises StartError when the server would listen beyond this machine without one."""
+    key = environ.get(config.api_key_var) or None
+    if key is None and not is_loopback(config.host):
+        raise StartError(
+            f"host: {config.host} can be reached from other machines and no API key is set: set the environment "
+            f"variable {config.api_key_var}, or listen on 127.0.0.1",
+            exit_code=2,
+        )
+    return key
+
+
+def is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def check_model(name: str) -> None:
+    """Raises StartError when `name` is neither a model folder nor a name on the hub."""
+    folder = Path(name)
+    if (folder / "config.json").is_file():
+        return
+    if folder.exists():
+        raise StartError(f"model.name: {name} is no model folder: it has no config.json")
+    offline = os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "TRUE", "YES", "ON")
+    if not _HUB_NAME.fullmatch(name) or (offline and not _in_hub_cache(name)):
+        raise StartError(
+            f"model.name: there is no folder {name}: give the path of a Hugging Face model folder, or make a small "
+            f"model with `python -m prime_rl.trainer.make_base --out {name}`"
+        )
+
+
+def _in_hub_cache(name: str) -> bool:
+    home = Path(os.environ.get("HF_HOME", Path.home() / ".cache" / "huggingface"))
+    cache = Path(os.environ.get("HF_HUB_CACHE", home / "hub"))
+    return (cache / f"models--{name.replace('/', '--')}").is_dir()
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A bound socket that does not listen yet. Raises StartError when the port is taken or the address is not ours."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    # Without it a restart would fail while old connections are in TIME_WAIT.
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        sock.bind((host, port))
+    except OSError as error:
+        sock.close()
+        raise address_error(host, port, error) from error
+    return sock
+
+
+def address_error(host: str, port: int, error: OSError) -> StartError:
+    if error.errno == errno.EADDRINUSE:
+        return StartError(
+            f"port {port} on {host} is in use: stop the other server or set another `port` (0: a free one)"
+        )
+    return StartError(f"cannot listen on {host} port {port}: {error.strerror or error}")
+
+
+def base_url(host: str, port: int) -> str:
+    """The URL under which clients on this machine reach a server that listens on `host`."""
+    reachable = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"http://[{reachable}]:{port}/v1" if ":" in reachable else f"http://{reachable}:{port}/v1"

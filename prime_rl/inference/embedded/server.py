@@ -1,0 +1,74 @@
+"""Puts the embedded engine together and serves it. Called by `prime_rl.inference.server`."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+
+import torch
+
+from prime_rl.inference.checks import StartError
+from prime_rl.inference.context import ServerContext
+from prime_rl.inference.embedded.app import Api, build_app
+from prime_rl.inference.embedded.engine import Engine
+from prime_rl.inference.embedded.metrics import EngineMetrics
+from prime_rl.inference.embedded.model import ModelError, Served, load_model
+from prime_rl.inference.embedded.text import Text
+from prime_rl.inference.guard import Guard
+from prime_rl.inference.reporting import Reporter, Snapshot
+from prime_rl.inference.serve import EngineFailed, serve
+
+logger = logging.getLogger(__name__)
+
+# A forward of a model that this engine is for takes far less.
+STOP_TIMEOUT_S = 10.0
+
+
+def run(context: ServerContext) -> None:
+    """Load the model, serve, clean up. Raises StartError."""
+    config = context.config
+    if config.num_threads is not None:
+        torch.set_num_threads(config.num_threads)
+    served, text = _load(context)
+    engine = Engine(served, text.decode, max_num_seqs=config.max_num_seqs)
+    api = Api(engine, text, model=config.model.name, max_model_len=config.model.max_model_len, created=int(time.time()))
+    app = Guard(build_app(api, EngineMetrics(engine)), api_key=context.api_key, output_dir=config.output_dir)
+    engine.start()
+    try:
+        asyncio.run(
+            serve(
+                app,
+                context.sock,
+                stop=context.stop,
+                engine_alive=lambda: engine.alive,
+                status=context.status,
+                reporter=Reporter(context.status, lambda: snapshot(engine)),
+            )
+        )
+    except EngineFailed as error:
+        raise StartError(str(error)) from error
+    finally:
+        engine.stop(STOP_TIMEOUT_S)
+
+
+def _load(context: ServerContext) -> tuple[Served, Text]:
+    config = context.config
+    try:
+        text = Text(config.model.name)
+        served = load_model(config)
+    except (OSError, ValueError) as error:
+        hint = "" if isinstance(error, ModelError) else f"model.name: {config.model.name} cannot be loaded: "
+        raise StartError(f"{hint}{error}") from error
+    logger.info("loaded %s: room for %d adapters", config.model.name, config.max_loras if served.layers else 0)
+    return served, text
+
+
+def snapshot(engine: Engine) -> Snapshot:
+    stats = engine.stats()
+    return Snapshot(
+        adapters=sorted(engine.adapters.loaded()),
+        num_running=stats.num_running,
+        num_waiting=stats.num_waiting,
+        num_tokens=stats.num_generated_tokens,
+    )

@@ -1,0 +1,57 @@
+"""Between text and token ids: the tokenizer of the model. Used by the HTTP side and, for stop strings, the engine.
+
+Only reads the tokenizer, so it may be called from several threads.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jinja2 import TemplateError
+from transformers import AutoTokenizer
+
+from prime_rl.inference.errors import ApiError
+
+
+class Text:
+    """Tokenizer and chat template of the model in folder (or of hub name) `name`."""
+
+    def __init__(self, name: str) -> None:
+        self._tokenizer = AutoTokenizer.from_pretrained(name)
+        self._template_arguments = set(inspect.signature(self._tokenizer.apply_chat_template).parameters)
+        self._token_texts: dict[int, str] = {}
+
+    @property
+    def eos_id(self) -> int | None:
+        value: int | None = self._tokenizer.eos_token_id
+        return value
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        return ids
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        text: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        return text
+
+    def token(self, token_id: int) -> str:
+        """One token as text, special tokens too."""
+        if token_id not in self._token_texts:
+            self._token_texts[token_id] = self.decode([token_id], skip_special_tokens=False)
+        return self._token_texts[token_id]
+
+    def render_chat(self, messages: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any]) -> list[int]:
+        """Token ids of a chat with the prompt for the next answer. Raises ApiError 400."""
+        if not self._tokenizer.chat_template:
+            raise ApiError(400, "The model has no chat template: use /v1/completions.", param="messages")
+        if taken := sorted(self._template_arguments & arguments.keys()):
+            raise ApiError(400, f"chat_template_kwargs may not set {taken}", param="chat_template_kwargs")
+        try:
+            text = self._tokenizer.apply_chat_template(
+                [dict(message) for message in messages], tokenize=False, add_generation_prompt=True, **arguments
+            )
+        except TemplateError as error:
+            raise ApiError(400, f"The chat template refuses these messages: {error}", param="messages") from error
+        return self.encode(text, add_special_tokens=False)

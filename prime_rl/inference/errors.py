@@ -1,0 +1,36 @@
+"""Errors that a client of the server sees: OpenAI's error shape, one clear line, never a traceback.
+
+Used by the guard of both engines and by the embedded engine. Knows no web framework.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+_TYPES = {
+    400: "BadRequestError",
+    401: "AuthenticationError",
+    403: "PermissionDeniedError",
+    404: "NotFoundError",
+    413: "RequestTooLargeError",
+    503: "ServiceUnavailableError",
+}
+
+
+class ApiError(Exception):
+    """A request that is refused. `status` is the HTTP status, `param` the field that is wrong, where there is one."""
+
+    def __init__(self, status: int, message: str, *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = " ".join(message.split())
+        self.param = param
+
+    def body(self) -> dict[str, Any]:
+        return error_body(self.status, self.message, param=self.param)
+
+
+def error_body(status: int, message: str, *, param: str | None = None) -> dict[str, Any]:
+    """The JSON body of an error response."""
+    kind = _TYPES.get(status, "InternalServerError" if status >= 500 else "BadRequestError")
+    return {"error": {"message": message, "type": kind, "param": param, "code": status}}

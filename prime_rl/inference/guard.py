@@ -1,0 +1,170 @@
+"""What stands before both engines: API key, known routes, body size, and adapters from below `output_dir` only.
+
+An ASGI application around another one, so that the rules are the same whatever engine answers. It reads a request's
+body whole (bounded) and hands it on. Requests that it refuses never reach the engine.
+"""
+
+from __future__ import annotations
+
+import hmac
+import re
+from collections.abc import Awaitable, Callable, MutableMapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from prime_rl.inference.errors import ApiError
+
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+AsgiApp = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
+# Given name and resolved folder; returns the path that the engine is to load. Raises ApiError.
+AdapterCheck = Callable[[str, Path], str]
+
+# A thousand prompts of 2,000 tokens, as text.
+MAX_BODY_BYTES = 16 * 2**20
+ROUTES = {
+    "/health": "GET",
+    "/metrics": "GET",
+    "/v1/models": "GET",
+    "/v1/completions": "POST",
+    "/v1/chat/completions": "POST",
+    "/v1/load_lora_adapter": "POST",
+    "/v1/unload_lora_adapter": "POST",
+}
+# The supervisor must be able to see whether the server lives without knowing the key.
+OPEN_ROUTES = frozenset({"/health"})
+ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
+_ADAPTER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@/-]{0,127}")
+
+
+class _LoadBody(msgspec.Struct, forbid_unknown_fields=True):
+    lora_name: str
+    lora_path: str
+
+
+class Guard:
+    """The checks.
+
+    Args:
+        api_key: what `Authorization: Bearer` must carry; None lets everybody in.
+        output_dir: adapters are loaded from below it and from nowhere else.
+        check_adapter: further checks of an adapter before the engine sees it.
+    """
+
+    def __init__(
+        self, app: AsgiApp, *, api_key: str | None, output_dir: Path, check_adapter: AdapterCheck | None = None
+    ) -> None:
+        self._app = app
+        self._api_key = api_key
+        self._output_dir = output_dir
+        self._check_adapter = check_adapter
+
+    async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            if scope["type"] == "lifespan":
+                await self._app(scope, receive, send)
+            return
+        try:
+            self._check_request(scope)
+            body = await _read_body(scope, receive)
+            if scope["path"] == "/v1/load_lora_adapter":
+                body = self._checked_load(body)
+        except ApiError as error:
+            await _refuse(send, error)
+            return
+        await self._app(_with_length(scope, body), _replay(body, receive), send)
+
+    def _check_request(self, scope: MutableMapping[str, Any]) -> None:
+        path, method = scope["path"], scope["method"]
+        if path not in OPEN_ROUTES and self._api_key is not None and not self._knows_key(scope):
+            raise ApiError(401, "A valid API key is needed: Authorization: Bearer KEY.")
+        if path not in ROUTES:
+            raise ApiError(404, f"There is nothing at {path[:200]}.")
+        if method != ROUTES[path]:
+            raise ApiError(405, f"{path} takes {ROUTES[path]}, not {method}.")
+
+    def _knows_key(self, scope: MutableMapping[str, Any]) -> bool:
+        given = dict(scope["headers"]).get(b"authorization", b"")
+        kind, _, key = given.partition(b" ")
+        return kind.lower() == b"bearer" and hmac.compare_digest(key.strip(), (self._api_key or "").encode())
+
+    def _checked_load(self, body: bytes) -> bytes:
+        try:
+            request = msgspec.json.decode(body, type=_LoadBody)
+        except msgspec.MsgspecError as error:
+            raise ApiError(400, f"The body must be {{lora_name, lora_path}}: {error}") from error
+        if not _ADAPTER_NAME.fullmatch(request.lora_name):
+            raise ApiError(
+                400,
+                "lora_name must be 1 to 128 of letters, digits and '._@/-', the first a letter or digit.",
+                param="lora_name",
+            )
+        folder = confined_adapter(self._output_dir, request.lora_path)
+        path = self._check_adapter(request.lora_name, folder) if self._check_adapter else str(folder)
+        return msgspec.json.encode(_LoadBody(request.lora_name, path))
+
+
+def confined_adapter(output_dir: Path, given: str) -> Path:
+    """The adapter folder `given` with all links resolved. A relative path is taken from the working directory.
+
+    Raises ApiError: 403 when the folder or one of its two files lies outside `output_dir`, 400 when it is no adapter.
+    """
+    if "\0" in given or not given:
+        raise ApiError(400, "lora_path is empty or contains a NUL.", param="lora_path")
+    root = output_dir.resolve()
+    try:
+        folder = Path(given).resolve()
+        inside = all(path.is_relative_to(root) for path in [folder, *((folder / n).resolve() for n in ADAPTER_FILES)])
+        complete = inside and all((folder / name).is_file() for name in ADAPTER_FILES)
+    except (OSError, RuntimeError) as error:  # a name that is too long, a loop of links
+        raise ApiError(400, f"lora_path {given[:200]!r} cannot be read: {error}", param="lora_path") from error
+    if not inside:
+        raise ApiError(403, f"lora_path {given[:200]!r} lies outside {output_dir}.", param="lora_path")
+    if not complete:
+        raise ApiError(
+            400, f"lora_path {given[:200]!r} is no adapter: it needs {' and '.join(ADAPTER_FILES)}.", param="lora_path"
+        )
+    return folder
+
+
+async def _read_body(scope: MutableMapping[str, Any], receive: Receive) -> bytes:
+    declared = dict(scope["headers"]).get(b"content-length", b"0")
+    if not declared.isdigit() or int(declared) > MAX_BODY_BYTES:
+        raise ApiError(413, f"The body is larger than {MAX_BODY_BYTES} bytes.")
+    chunks, size = [], 0
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ApiError(400, "The client has closed the connection.")
+        chunks.append(message.get("body", b""))
+        size += len(chunks[-1])
+        if size > MAX_BODY_BYTES:
+            raise ApiError(413, f"The body is larger than {MAX_BODY_BYTES} bytes.")
+        if not message.get("more_body", False):
+            return b"".join(chunks)
+
+
+def _with_length(scope: MutableMapping[str, Any], body: bytes) -> MutableMapping[str, Any]:
+    headers = [(k, v) for k, v in scope["headers"] if k not in (b"content-length", b"transfer-encoding")]
+    return {**scope, "headers": [*headers, (b"content-length", str(len(body)).encode())]}
+
+
+def _replay(body: bytes, receive: Receive) -> Receive:
+    pending: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def replayed() -> Message:
+        return pending.pop() if pending else await receive()
+
+    return replayed
+
+
+async def _refuse(send: Send, error: ApiError) -> None:
+    body = msgspec.json.encode(error.body())
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    if error.status == 413:
+        headers.append((b"connection", b"close"))  # the rest of the body is not read
+    await send({"type": "http.response.start", "status": error.status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

@@ -1,0 +1,52 @@
+"""From what an engine counts to `inference/status.json`. The same for both engines."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from prime_rl.contract.status import StatusWriter
+
+# Long enough to be steady over one batch of requests, short enough to show an idle server as idle.
+WINDOW_S = 5.0
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What an engine says of itself. `num_tokens` counts generated tokens since the start."""
+
+    adapters: Sequence[str] = ()
+    num_running: int = 0
+    num_waiting: int = 0
+    num_tokens: int = 0
+
+
+class Reporter:
+    """Writes a snapshot into the status file at every `tick`, with the rate over the last WINDOW_S."""
+
+    def __init__(
+        self, status: StatusWriter, read: Callable[[], Snapshot], *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._status = status
+        self._read = read
+        self._clock = clock
+        self._history: deque[tuple[float, int]] = deque()
+
+    def tick(self) -> None:
+        snapshot = self._read()
+        self._status.update(
+            adapters=list(snapshot.adapters),
+            num_running=snapshot.num_running,
+            num_waiting=snapshot.num_waiting,
+            tokens_per_s=round(self._rate(snapshot.num_tokens), 1),
+        )
+
+    def _rate(self, num_tokens: int) -> float:
+        now = self._clock()
+        self._history.append((now, num_tokens))
+        while len(self._history) > 2 and now - self._history[1][0] >= WINDOW_S:
+            self._history.popleft()
+        then, before = self._history[0]
+        return (num_tokens - before) / (now - then) if now > then else 0.0

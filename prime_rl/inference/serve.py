@@ -1,0 +1,71 @@
+"""Serving an ASGI application on a socket that is already bound, until a stop is asked for or the engine fails.
+
+Used by both engines. Signals belong to the entry file: uvicorn gets none.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Callable, Iterator
+
+import uvicorn
+
+from prime_rl.contract.status import StatusWriter
+from prime_rl.inference.guard import AsgiApp
+from prime_rl.inference.reporting import Reporter
+
+# How long requests in flight may still take after a stop was asked for; below the supervisor's grace.
+DRAIN_S = 5
+POLL_S = 0.1
+REPORT_EVERY_S = 0.5
+BACKLOG = 2048
+
+
+class EngineFailed(RuntimeError):
+    """The engine ended by itself while the server was up."""
+
+
+class _Server(uvicorn.Server):
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+async def serve(
+    app: AsgiApp,
+    sock: socket.socket,
+    *,
+    stop: Callable[[], bool],
+    engine_alive: Callable[[], bool],
+    status: StatusWriter,
+    reporter: Reporter,
+) -> None:
+    """Serve until `stop()`; then let requests in flight finish for DRAIN_S. Raises EngineFailed."""
+    config = uvicorn.Config(
+        app, log_config=None, access_log=False, timeout_graceful_shutdown=DRAIN_S, backlog=BACKLOG, ws="none"
+    )
+    server = _Server(config)
+    task = asyncio.create_task(server.serve(sockets=[sock]))
+    beat = asyncio.create_task(_report(server, status, reporter))
+    try:
+        while not task.done() and not stop() and engine_alive():
+            await asyncio.sleep(POLL_S)
+        failed = not task.done() and not stop()
+        server.should_exit = True
+        await task
+    finally:
+        beat.cancel()
+    if failed:
+        raise EngineFailed("the engine has failed; its error is in the log")
+
+
+async def _report(server: uvicorn.Server, status: StatusWriter, reporter: Reporter) -> None:
+    while not server.started:
+        await asyncio.sleep(POLL_S)
+    status.update(state="serving", waiting_on=None)
+    while True:
+        # A write waits for the disk: not in the event loop.
+        await asyncio.to_thread(reporter.tick)
+        await asyncio.sleep(REPORT_EVERY_S)

@@ -1,0 +1,67 @@
+"""What vLLM does not check of an adapter: that every tensor belongs to the model, and that there is room.
+
+vLLM serves an adapter whose names match nothing as the base model, and beyond its limit drops the adapter used least.
+Both are refused here, before vLLM sees the request, with the words of the embedded engine.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from prime_rl.configs.inference import InferenceConfig
+from prime_rl.inference.errors import ApiError
+from prime_rl.lora.adapter_state import load_adapter, load_peft
+from prime_rl.lora.inject import apply_lora_to_model
+from prime_rl.lora.linear import AdapterRouting
+
+
+class AdapterGate:
+    """Call it with name and folder of an adapter; it returns the path that vLLM is to load, or raises ApiError.
+
+    Args:
+        loaded: names that are loaded now.
+    """
+
+    def __init__(self, config: InferenceConfig, loaded: Callable[[], Collection[str]]) -> None:
+        self._loaded = loaded
+        self._max_loras = config.max_loras
+        self._num_loads: Counter[str] = Counter()
+        self._layers = None
+        if config.model.lora is not None:
+            # A model without weights, only to know the names and shapes of its layers.
+            with torch.device("meta"):
+                model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(config.model.name))
+            lora = config.model.lora
+            self._layers = apply_lora_to_model(model, lora.rank, 1, lora.target_modules, AdapterRouting(1))
+
+    def __call__(self, name: str, folder: Path) -> str:
+        loaded = self._loaded()
+        if self._layers is None:
+            raise ApiError(400, "This server has no room for adapters (model.lora is null).", param="lora_name")
+        if name in loaded:
+            raise ApiError(400, f"The lora adapter {name!r} has already been loaded.", param="lora_name")
+        if len(loaded) >= self._max_loras:
+            raise ApiError(
+                400, f"All {self._max_loras} adapter slots are taken: unload an adapter first.", param="lora_name"
+            )
+        try:
+            tensors, config = load_peft(folder)
+            load_adapter(self._layers, 0, {key: tensor.to("meta") for key, tensor in tensors.items()}, config.rank)
+        except (ValueError, OSError) as error:
+            raise ApiError(400, f"adapter {name!r} is refused: {error}", param="lora_path") from error
+        return self._fresh_path(name, folder)
+
+    def _fresh_path(self, name: str, folder: Path) -> str:
+        """The same folder, spelled differently every time a name is loaded again.
+
+        vLLM's prefix cache knows an adapter by name and path. A run that was set back publishes other weights under a
+        version that was served before, and must not meet the keys and values of those.
+        """
+        spelling = str(folder) + "/." * self._num_loads[name]
+        self._num_loads[name] += 1
+        return spelling

@@ -1,0 +1,82 @@
+"""Our config as vLLM's own: environment variables (set before vLLM is imported) and server arguments. Pure."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from prime_rl.configs.inference import InferenceConfig
+from prime_rl.inference.checks import StartError
+
+# Adapters stay in vLLM's host memory after they were unloaded, until newer ones push them out. Twice the room keeps
+# those that are loaded from being pushed out by those that were unloaded.
+CPU_LORAS_PER_LORA = 2
+
+
+def environment(config: InferenceConfig) -> dict[str, str]:
+    """Environment variables of vLLM for this config."""
+    env = {
+        "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True",
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+        # No report of what is served leaves the machine.
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+        "VLLM_LOGGING_LEVEL": config.log.level.upper(),
+    }
+    if config.num_threads is not None:
+        # Left alone, vLLM binds its threads to all cores but one.
+        env |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(config.num_threads)}
+    return env
+
+
+def server_arguments(config: InferenceConfig, *, on_cpu: bool) -> dict[str, Any]:
+    """Arguments of vLLM's server by their names there."""
+    arguments: dict[str, Any] = {
+        "model": config.model.name,
+        "served_model_name": config.model.name,
+        "dtype": config.model.dtype,
+        "max_model_len": config.model.max_model_len,
+        "max_num_seqs": config.max_num_seqs,
+        "enforce_eager": config.vllm.enforce_eager,
+        # Rollouts need the logprobs of the distribution that was sampled from.
+        "logprobs_mode": "processed_logprobs",
+        # Else top_k, top_p and temperature of the model's own generation config would apply unasked.
+        "generation_config": "vllm",
+    }
+    if on_cpu:
+        arguments["kv_cache_memory_bytes"] = int(config.vllm.kv_cache_gb * 2**30)
+    else:
+        arguments["gpu_memory_utilization"] = config.vllm.gpu_memory_utilization
+    if config.model.lora is not None:
+        arguments |= {
+            "enable_lora": True,
+            "max_loras": config.max_loras,
+            "max_cpu_loras": CPU_LORAS_PER_LORA * config.max_loras,
+            "max_lora_rank": round_rank(config.model.lora.rank),
+        }
+    return arguments | _extra(config, arguments)
+
+
+def round_rank(rank: int) -> int:
+    """The smallest `max_lora_rank` of vLLM's that holds `rank`."""
+    return next(size for size in (1, 8, 16, 32, 64, 128, 256, 320, 512) if size >= rank)
+
+
+def _extra(config: InferenceConfig, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    taken = sorted(config.vllm.extra_args.keys() & {*arguments, "host", "port", "api_key", "uds", "middleware"})
+    if taken:
+        raise StartError(f"vllm.extra_args: {', '.join(taken)} is set by the server's own config", exit_code=2)
+    return config.vllm.extra_args
+
+
+def command_line(arguments: Mapping[str, Any]) -> list[str]:
+    """The same as a command line, which is what vLLM checks and fills in."""
+    line = []
+    for name, value in arguments.items():
+        flag = name.replace("_", "-")
+        if isinstance(value, bool):
+            line.append(f"--{flag}" if value else f"--no-{flag}")
+        elif value is not None:
+            line += [f"--{flag}", json.dumps(value) if isinstance(value, (dict, list)) else str(value)]
+    return line

@@ -1,0 +1,142 @@
+"""vLLM's own OpenAI server in this process, behind our guard. Called by `prime_rl.inference.server`.
+
+vLLM builds the engine (in processes of its own) and the application; binding, serving, stopping and the status file are
+ours. The `vllm` command is not used: it asks for a distribution of that name, which the CPU builds do not have.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+from argparse import Namespace
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any
+
+import psutil
+import torch
+
+from prime_rl.inference.checks import StartError
+from prime_rl.inference.context import ServerContext
+from prime_rl.inference.guard import Guard
+from prime_rl.inference.reporting import Reporter, Snapshot
+from prime_rl.inference.serve import EngineFailed, serve
+from prime_rl.inference.vllm.adapters import AdapterGate
+from prime_rl.inference.vllm.arguments import command_line, environment, server_arguments
+
+logger = logging.getLogger(__name__)
+
+# vLLM ends its processes in about two seconds; what is left after this is killed.
+CHILDREN_GRACE_S = 8.0
+_METRICS = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:generation_tokens_total")
+
+
+class _Interrupted(KeyboardInterrupt):
+    """A stop was asked for while vLLM started."""
+
+
+def run(context: ServerContext) -> None:
+    """Start vLLM, serve, end every process it made. Raises StartError."""
+    config = context.config
+    on_cpu = config.device == "cpu" or (config.device == "auto" and not torch.cuda.is_available())
+    os.environ.update(environment(config))
+    arguments = server_arguments(config, on_cpu=on_cpu)
+    try:
+        with _interruptible(context) as started:
+            asyncio.run(_serve(context, arguments, started))
+    except _Interrupted:
+        logger.info("stopped while vLLM was starting")
+    except EngineFailed as error:
+        raise StartError(str(error)) from error
+    except (RuntimeError, ValueError, OSError) as error:
+        if not context.stop():
+            raise StartError(f"vLLM did not start: {error}") from error
+    finally:
+        end_children(CHILDREN_GRACE_S)
+
+
+async def _serve(context: ServerContext, arguments: dict[str, Any], started: contextlib.ExitStack) -> None:
+    from vllm.entrypoints.launchers.api_server.app_state import init_app_state
+    from vllm.entrypoints.launchers.api_server.entry import build_async_engine_client
+    from vllm.entrypoints.launchers.app import build_app
+
+    args = _parse(arguments)
+    async with build_async_engine_client(args) as engine:
+        tasks = await engine.get_supported_tasks()
+        app = build_app(args, tasks, engine.model_config)
+        await init_app_state(engine, app.state, args, tasks)
+        adapters = app.state.openai_serving_models.lora_requests
+        gate = AdapterGate(context.config, lambda: adapters.keys())
+        started.close()
+        await serve(
+            Guard(app, api_key=context.api_key, output_dir=context.config.output_dir, check_adapter=gate),
+            context.sock,
+            stop=context.stop,
+            engine_alive=lambda: not engine.errored,
+            status=context.status,
+            reporter=Reporter(context.status, lambda: _snapshot(sorted(adapters))),
+        )
+
+
+def _parse(arguments: dict[str, Any]) -> Namespace:
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    parser = make_arg_parser(FlexibleArgumentParser(exit_on_error=False))
+    known = vars(parser.parse_args([]))
+    if unknown := sorted(arguments.keys() - known.keys()):
+        raise StartError(f"vllm.extra_args: vLLM's server has no argument {', '.join(unknown)}", exit_code=2)
+    args: Namespace = parser.parse_args(command_line(arguments))
+    validate_parsed_serve_args(args)
+    return args
+
+
+def _snapshot(adapters: list[str]) -> Snapshot:
+    """vLLM counts for its /metrics, in this process's registry."""
+    from prometheus_client import REGISTRY
+
+    values = dict.fromkeys(_METRICS, 0.0)
+    for metric in REGISTRY.restricted_registry(_METRICS).collect():
+        for sample in metric.samples:
+            if sample.name in values:
+                values[sample.name] += sample.value
+    running, waiting, tokens = (int(values[name]) for name in _METRICS)
+    return Snapshot(adapters=adapters, num_running=running, num_waiting=waiting, num_tokens=tokens)
+
+
+@contextlib.contextmanager
+def _interruptible(context: ServerContext) -> Iterator[contextlib.ExitStack]:
+    """Until the stack is closed, SIGTERM and SIGINT also break off what runs.
+
+    vLLM starts its processes in one call of half a minute that looks at no flag, so here a signal must do more than set
+    one; vLLM's own clean-up runs on the way out.
+    """
+
+    def interrupt(signum: int, frame: FrameType | None) -> None:
+        context.stop.signal_name = signal.Signals(signum).name
+        context.stop.set()
+        raise _Interrupted
+
+    with contextlib.ExitStack() as stack:
+        for signum in (signal.SIGTERM, signal.SIGINT):
+            stack.callback(signal.signal, signum, signal.signal(signum, interrupt))
+        if context.stop():
+            raise _Interrupted
+        yield stack
+
+
+def end_children(grace_s: float) -> None:
+    """End every process below this one: wait, then SIGTERM, then SIGKILL. Engine workers hold memory and devices."""
+    children = psutil.Process().children(recursive=True)
+    for child in children:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            child.terminate()
+    _, alive = psutil.wait_procs(children, timeout=grace_s)
+    for child in alive:
+        logger.warning("process %d of vLLM did not end by itself: killing it", child.pid)
+        with contextlib.suppress(psutil.NoSuchProcess):
+            child.kill()
+    psutil.wait_procs(alive, timeout=grace_s)

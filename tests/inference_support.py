@@ -1,0 +1,184 @@
+"""A tiny model, its tokenizer, random adapters, and a real server process for the inference tests."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import tomli_w
+import torch
+from openai import OpenAI
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+from prime_rl.contract.files import wait_for
+from prime_rl.contract.layout import OutputDir
+from prime_rl.contract.status import InferenceStatus, read_status
+from prime_rl.lora.adapter_state import peft_names, save_peft
+
+EOS, PAD = "<eos>", "<pad>"
+LETTERS = "abcdefghijklmnopqrstuvwxyz ABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789.,:!?-_"
+CHAT_TEMPLATE = (
+    "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}! {% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+START_TIMEOUT_S = 180.0
+STOP_TIMEOUT_S = 30.0
+
+
+def make_model(folder: Path, *, seed: int = 0, hidden: int = 64, layers: int = 2, **config: Any) -> Path:
+    """A random Qwen3 with a tokenizer of one token a character."""
+    vocab = {token: idx for idx, token in enumerate([PAD, EOS, *LETTERS])}
+    core = Tokenizer(models.WordLevel(vocab, unk_token=PAD))
+    core.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    core.decoder = decoders.Fuse()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token=EOS, pad_token=PAD)
+    tokenizer.chat_template = CHAT_TEMPLATE
+    torch.manual_seed(seed)
+    model = Qwen3ForCausalLM(
+        Qwen3Config(
+            vocab_size=len(vocab),
+            hidden_size=hidden,
+            intermediate_size=2 * hidden,
+            num_hidden_layers=layers,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=32,
+            max_position_embeddings=512,
+            # Large weights make a peaked distribution: greedy choices do not hang on the last digit.
+            initializer_range=0.2,
+            eos_token_id=vocab[EOS],
+            pad_token_id=vocab[PAD],
+            **config,
+        )
+    )
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def linear_shapes(model_folder: Path) -> dict[str, tuple[int, int]]:
+    """Name to (out, in) of the layers that can have an adapter."""
+    model = AutoModelForCausalLM.from_pretrained(model_folder)
+    return {
+        name: (module.out_features, module.in_features)
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.Linear) and name.rpartition(".")[2] in TARGETS
+    }
+
+
+def adapter_tensors(shapes: Mapping[str, tuple[int, int]], *, seed: int, rank: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for name, (num_out, num_in) in shapes.items():
+        name_A, name_B = peft_names(name)
+        tensors[name_A] = torch.randn(rank, num_in, generator=generator) * 0.1
+        tensors[name_B] = torch.randn(num_out, rank, generator=generator) * 0.1
+    return tensors
+
+
+def make_adapter(folder: Path, model_folder: Path, *, seed: int, rank: int = 4) -> Path:
+    """A random adapter in PEFT format that changes what the model says."""
+    folder.mkdir(parents=True)
+    tensors = adapter_tensors(linear_shapes(model_folder), seed=seed, rank=rank)
+    save_peft(folder, tensors, rank=rank, alpha=2 * rank, target_modules=TARGETS, base_model=str(model_folder))
+    return folder
+
+
+@dataclass
+class RunningServer:
+    """A server process that serves, and how to reach it."""
+
+    process: subprocess.Popen[bytes]
+    output_dir: Path
+    base_url: str
+    model: str
+    log: Path
+
+    @property
+    def root_url(self) -> str:
+        return self.base_url.removesuffix("/v1")
+
+    def openai(self, **kwargs: Any) -> OpenAI:
+        return OpenAI(**{"base_url": self.base_url, "api_key": "none", "max_retries": 0, "timeout": 60.0} | kwargs)
+
+    def http(self, **kwargs: Any) -> httpx.Client:
+        return httpx.Client(**{"base_url": self.root_url, "timeout": 60.0} | kwargs)
+
+    def load(self, name: str, path: Path) -> None:
+        with self.http() as client:
+            response = client.post("/v1/load_lora_adapter", json={"lora_name": name, "lora_path": str(path)})
+            assert response.status_code == 200, response.text
+
+    def complete(self, prompt: Sequence[int] | str, **fields: Any) -> dict[str, Any]:
+        """One /v1/completions request; returns the body."""
+        body = {"model": self.model, "prompt": prompt, "logprobs": 1, "return_token_ids": True, **fields}
+        with self.http() as client:
+            response = client.post("/v1/completions", json=body)
+            assert response.status_code == 200, response.text
+            result: dict[str, Any] = response.json()
+            return result
+
+    def stop(self) -> int:
+        self.process.terminate()
+        return self.process.wait(STOP_TIMEOUT_S)
+
+
+def write_config(path: Path, **config: Any) -> Path:
+    path.write_text(tomli_w.dumps(config))
+    return path
+
+
+def spawn(config: Path, log: Path, env: Mapping[str, str] | None = None) -> subprocess.Popen[bytes]:
+    """Start the server's own command, as the supervisor does: own session, output to a file."""
+    with log.open("wb") as out:
+        return subprocess.Popen(
+            [sys.executable, "-m", "prime_rl.inference.server", "@", str(config)],
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            env={**os.environ, **(env or {})},
+            start_new_session=True,
+        )
+
+
+def start(
+    engine: str, model: Path, output_dir: Path, env: Mapping[str, str] | None = None, **config: Any
+) -> RunningServer:
+    """Start a server on a free port and wait until it serves."""
+    output_dir.mkdir(parents=True, exist_ok=True)
+    model_table = {"name": str(model), "dtype": "float32", "max_model_len": 256, "lora": {"rank": 8}}
+    defaults = {
+        "output_dir": str(output_dir),
+        "engine": engine,
+        "port": 0,
+        "max_concurrent_runs": 2,
+        "max_versions_per_run": 2,
+        "num_threads": 2,
+        "model": model_table,
+    }
+    log = output_dir / "server.log"
+    process = spawn(write_config(output_dir / "inference.toml", **{**defaults, **config}), log, env)
+    status_file = OutputDir(output_dir).inference_status
+
+    def serving() -> bool:
+        status = read_status(status_file, InferenceStatus)
+        return process.poll() is not None or (status is not None and status.state == "serving")
+
+    try:
+        wait_for(serving, f"the {engine} server to serve", timeout_s=START_TIMEOUT_S)
+        assert process.poll() is None, log.read_text()[-3000:]
+    except BaseException:
+        process.kill()
+        raise
+    status = read_status(status_file, InferenceStatus)
+    assert status is not None
+    return RunningServer(process, output_dir, status.base_url, str(model), log)
