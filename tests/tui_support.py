@@ -1,0 +1,282 @@
+"""A house on disk as the TUI's tests need it: runs in every state, with metrics, logs and frozen times.
+
+All status files name the test's own process, so that they count as alive as long as the clock is `NOW`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from prime_rl.contract.files import write_atomic
+from prime_rl.contract.layout import OutputDir, RunDir, stable_marker
+from prime_rl.contract.status import (
+    DaemonStatus,
+    InferenceStatus,
+    RunStatus,
+    Status,
+    TrainerRunStatus,
+    TrainerStatus,
+)
+from prime_rl.utils.process import process_create_time
+
+NOW = 1_790_000_000.0
+MODEL = "models/base"
+HOSTILE = "\x1b]2;owned\x07\x1b[31mred [bold]not bold[/] [/] \u202eevil"
+
+
+def frozen_clock() -> float:
+    return NOW
+
+
+def orch_toml(*, max_steps: int = 100, lr: float = 1e-3, env: str = "reverse-text", extra: str = "") -> str:
+    return f"""\
+# A run of {env}: the whole request, checked by the trainer.
+batch_size = 64
+rollouts_per_example = 8
+max_steps = {max_steps}
+max_async_level = 2
+seed = 7
+{extra}
+[model]
+name = "{MODEL}"
+
+[model.lora]
+rank = 8
+alpha = 16.0
+
+[optim]
+type = "adamw"
+lr = {lr}
+max_norm = 1.0
+
+[scheduler]
+type = "cosine"
+warmup_steps = 5
+
+[sampling]
+temperature = 1.0
+max_tokens = 64
+
+[[env]]
+id = "{env}"
+args = {{ min_len = 3, max_len = 8 }}
+
+[ckpt]
+interval = 10
+"""
+
+
+def write_status(path: Path, status: Status, *, updated_at: float = NOW - 1.0) -> None:
+    status.pid = os.getpid()
+    status.pid_create_time = process_create_time(os.getpid())
+    status.updated_at = updated_at
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(path, msgspec.json.encode(status))
+
+
+def metrics_lines(num: int, *, seed: int, best: float = 0.9, lr: float = 1e-3) -> tuple[list[str], list[str]]:
+    """(orchestrator lines, trainer lines) of `num` steps that look like training."""
+    rng = random.Random(seed)
+    orchestrator, trainer = [], []
+    for step in range(1, num + 1):
+        share = 1 - math.exp(-3 * step / 60)
+        reward = min(max(best * share + rng.gauss(0, 0.035), 0.0), 1.0)
+        time_s = NOW - (num - step) * 12.0
+        orchestrator.append(
+            json.dumps(
+                {
+                    "step": step,
+                    "time": time_s,
+                    "reward/mean": reward,
+                    "reward/std": 0.2 * (1 - share) + 0.05,
+                    "async_level/max": rng.choice([0, 1, 1, 2]),
+                    "time/wait_for_policy": 0.3,
+                }
+            )
+        )
+        trainer.append(
+            json.dumps(
+                {
+                    "step": step,
+                    "time": time_s,
+                    "loss": -0.02 - 0.05 * share * rng.uniform(0.6, 1.2),
+                    "entropy": 2.2 * math.exp(-step / 70) + 0.3 + rng.gauss(0, 0.03),
+                    "mismatch_kl": abs(rng.gauss(0.0012, 0.0004)),
+                    "grad_norm": abs(rng.gauss(0.8, 0.12)) * (1.6 - share),
+                    "lr": lr * min(step / 5, 0.5 * (1 + math.cos(math.pi * step / 100))),
+                    "tokens_per_s": rng.uniform(1500, 1900),
+                }
+            )
+        )
+    return orchestrator, trainer
+
+
+LOG = [
+    "2026-09-21T14:00:01Z INFO    orchestrator: run {run_id}: 8 examples a step, 8 rollouts each",
+    "2026-09-21T14:00:02Z INFO    orchestrator: inference at http://127.0.0.1:8000/v1 serves models/base",
+    "2026-09-21T14:00:09Z DEBUG   scheduler: 64 rollouts in flight",
+    "2026-09-21T14:00:21Z INFO    orchestrator: step 1: reward 0.081, 1.6k tokens/s, version 0",
+    "2026-09-21T14:00:33Z WARNING client: request took 8.1 s, retried once",
+    "2026-09-21T14:00:45Z INFO    orchestrator: step 2: reward 0.104, 1.7k tokens/s, version 1",
+]
+
+
+def add_run(
+    output: OutputDir,
+    run_id: str,
+    *,
+    step: int = 0,
+    max_steps: int = 100,
+    env: str = "reverse-text",
+    seed: int = 1,
+    best: float = 0.9,
+    word: dict[str, object] | None = None,
+    toml: str | None = None,
+    seen_s: float = 1.0,
+) -> RunDir:
+    """One run's folder, with metrics for `step` steps. `word` are the fields of the orchestrator's status."""
+    run = RunDir(output.path / run_id)
+    for folder in (run.control, run.metrics, run.log.parent):
+        folder.mkdir(parents=True)
+    run.orch_toml.write_text(toml if toml is not None else orch_toml(max_steps=max_steps, env=env))
+    run.log.write_text("\n".join(line.format(run_id=run_id) for line in LOG) + "\n")
+    if step:
+        orchestrator, trainer = metrics_lines(step, seed=seed, best=best)
+        run.orchestrator_metrics.write_text("\n".join(orchestrator) + "\n")
+        run.trainer_metrics.write_text("\n".join(trainer) + "\n")
+        run.broadcast_dir(step).mkdir(parents=True)
+        stable_marker(run.broadcast_dir(step)).touch()
+    if word is not None:
+        fields = {"step": step, "max_steps": max_steps, "policy_version": max(step - 1, 0), **word}
+        status = msgspec.convert({"run_id": run_id, **fields}, RunStatus)
+        write_status(run.status, status, updated_at=NOW - seen_s)
+    return run
+
+
+def build_house(path: Path, *, living: bool = True) -> OutputDir:
+    """Nine runs in every state, a trainer with four slots, inference, a supervisor, a refused entry, an audit log.
+
+    With `living` false the trainer, inference and supervisor have stopped.
+    """
+    output = OutputDir(path)
+    path.mkdir(parents=True, exist_ok=True)
+    _add_working(output)
+    _add_others(output)
+    (path / "run_bad name").mkdir()
+    _add_parts(output, living)
+    audit = [
+        {"time": NOW - 5000, "who": "mia@gpu1", "action": "add", "run_id": "run_reverse-lr1e-3", "reason": "from reverse.toml"},
+        {"time": NOW - 3000, "who": "mia@gpu1", "action": "evict", "run_id": "run_collapsed", "reason": "the reward collapsed"},
+        {"time": NOW - 2000, "who": "tom@gpu1", "action": "readmit", "run_id": "run_reverse-lr1e-3", "reason": ""},
+    ]
+    output.logs.mkdir(exist_ok=True)
+    output.audit.write_text("".join(json.dumps(line) + "\n" for line in audit))
+    for file in path.rglob("*.txt"):
+        os.utime(file, (NOW - 2900, NOW - 2900))
+    return output
+
+
+def _add_working(output: OutputDir) -> None:
+    running: dict[str, object] = {"state": "running", "tokens_per_s": 1710.0, "async_level": 1}
+    add_run(output, "run_reverse-lr1e-3", step=42, word=running | {"waiting_on": "64 rollouts of step 43 (51 done)"})
+    add_run(
+        output,
+        "run_sort-rank16",
+        step=87,
+        seed=2,
+        best=0.71,
+        env="sort-letters",
+        word=running | {"tokens_per_s": 940.0, "async_level": 2, "bottleneck": "the trainer (step 86)"},
+    )
+    add_run(
+        output,
+        "run_upper",
+        step=9,
+        max_steps=500,
+        seed=3,
+        env="upper-case",
+        seen_s=61.0,
+        word=running | {"tokens_per_s": 120.0},
+    )
+    add_run(output, "run_queued-a", word={"state": "starting"})
+    add_run(output, "run_queued-b")
+
+
+def _add_others(output: OutputDir) -> None:
+    add_run(output, "run_done", step=60, max_steps=60, seed=4, word={"state": "finished"}, seen_s=8000)
+    evicted = add_run(output, "run_collapsed", step=31, seed=5, best=0.2, word={"state": "evicted"}, seen_s=3000)
+    evicted.evicted.write_text("the reward collapsed\nafter step 25; see the curves")
+    invalid = add_run(output, "run_typo", toml=orch_toml(extra='learning_rate = "high"'))
+    invalid.config_error.write_text(
+        f"Error parsing orchestrator config: {invalid.orch_toml}: learning_rate: is not a known key; "
+        "valid here: advantage, batch_size, ckpt, client, env"
+    )
+    add_run(
+        output,
+        "run_crashed",
+        step=17,
+        seed=6,
+        seen_s=400,
+        word={"state": "failed", "reason": "inference refused the adapter three times: rank 64 is more than 16"},
+    )
+
+
+def _add_parts(output: OutputDir, living: bool) -> None:
+    slots = {
+        "run_reverse-lr1e-3": TrainerRunStatus(run_idx=0, step=42, max_steps=100, tokens=1_100_000, lr=7.1e-4, ready=True),
+        "run_sort-rank16": TrainerRunStatus(run_idx=1, step=87, max_steps=100, tokens=2_400_000, lr=1.2e-4),
+        "run_upper": TrainerRunStatus(run_idx=2, step=9, max_steps=500, tokens=90_000, lr=1e-3),
+    }
+    trainer = TrainerStatus(
+        state="training" if living else "stopped",
+        max_runs=4,
+        model=MODEL,
+        max_rank=16,
+        max_seq_len=512,
+        runs=slots if living else {},
+        waiting=["run_queued-a", "run_queued-b"] if living else [],
+        num_updates=138,
+        tokens_per_s=2770.0,
+    )
+    inference = InferenceStatus(
+        state="serving" if living else "stopped",
+        base_url="http://127.0.0.1:8000/v1",
+        engine="vllm",
+        model=MODEL,
+        adapters=["run_reverse-lr1e-3@v41", "run_sort-rank16@v86"],
+        num_running=51,
+        tokens_per_s=2850.0,
+    )
+    write_status(output.trainer_status, trainer)
+    write_status(output.inference_status, inference)
+    for name, child in (("supervisor", None), ("trainer", 4711), ("inference", 4712)):
+        state = "running" if living else "stopped"
+        write_status(output.daemon_status(name), DaemonStatus(name=name, state=state, child_pid=child))
+
+
+class Ticker:
+    """A clock that a test moves."""
+
+    def __init__(self) -> None:
+        self.now = NOW
+
+    def __call__(self) -> float:
+        return self.now
+
+
+async def until(pilot: object, condition: Callable[[], bool], what: str, *, timeout_s: float = 20.0) -> None:
+    """Let the app work until `condition()`; fails naming `what`."""
+    import asyncio
+
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + timeout_s
+    while not condition():
+        assert loop.time() < deadline, f"waited {timeout_s} s in vain for {what}"
+        await pilot.pause(0.02)  # type: ignore[attr-defined]

@@ -1,0 +1,1 @@
+"""The terminal view of one house of runs. Layer 4: meets the rest through files, `daemons.client` and `.actions`."""

@@ -1,0 +1,118 @@
+"""`prl-tui [OUTPUT_DIR] [--read-only]`: see all runs of a house, and act on them.
+
+Reading order: `watcher` (threads) -> `messages` -> this app -> `screens` -> `widgets`. The app only hands on:
+a new look at the house goes to every screen, an action's outcome too. What acts is in `acting` and `dialogs`, which
+are imported only when it may act. Closing it ends nothing: the daemons go on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import ClassVar
+
+from textual.app import App, SystemCommand
+from textual.binding import Binding, BindingType
+from textual.screen import Screen
+
+from tui.messages import ActionChanged, HouseChanged
+from tui.palette import DARK, LIGHT
+from tui.screens.base import Setting, ShowsAction, ShowsHouse
+from tui.screens.runs import RunsScreen
+from tui.watcher import HouseWatcher
+
+
+class PrlApp(App[None]):
+    """The terminal view of one house."""
+
+    TITLE = "prl"
+    ENABLE_COMMAND_PALETTE = True
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("ctrl+q,ctrl+c", "quit", "Quit", show=False, priority=True)]
+
+    def __init__(
+        self, output_dir: Path, *, read_only: bool = False, clock: Callable[[], float] = time.time, watch: bool = True
+    ) -> None:
+        super().__init__()
+        self.setting = Setting(output_dir, clock, read_only)
+        self.watcher = HouseWatcher(output_dir, self.post_message, clock)
+        self._watch = watch
+
+    def on_mount(self) -> None:
+        self.register_theme(DARK)
+        self.register_theme(LIGHT)
+        self.theme = DARK.name
+        self.push_screen(self._home())
+        self.run_worker(self.watcher.run, thread=True, name="watch the house")
+
+    def on_unmount(self) -> None:
+        self.watcher.stop()
+
+    def on_house_changed(self, message: HouseChanged) -> None:
+        for screen in self.screen_stack:
+            if isinstance(screen, ShowsHouse):
+                screen.show_house(message.snapshot)
+
+    def on_action_changed(self, message: ActionChanged) -> None:
+        entry = message.entry
+        for screen in self.screen_stack:
+            if isinstance(screen, ShowsAction):
+                screen.show_action(entry)
+        if entry.state != "running":
+            failed = entry.state == "failed"
+            self.notify(
+                entry.text,
+                title=f"$ {entry.command}",
+                severity="error" if failed else "information",
+                timeout=10 if failed else 4,
+                markup=False,
+            )
+            self.watcher.wake()
+
+    def get_system_commands(self, screen: Screen[object]) -> Iterable[SystemCommand]:
+        """Everything that a key does here, by name, then the jump to each run."""
+        for active in screen.active_bindings.values():
+            binding = active.binding
+            if binding.description and active.enabled and not binding.system:
+                key = self.get_key_display(binding)
+                yield SystemCommand(binding.description, f"key {key}", self._runner(screen, binding.action))
+        if isinstance(screen, RunsScreen) and screen.snapshot:
+            for row in screen.snapshot.rows:
+                yield SystemCommand(f"Open {row.run_id}", row.state, lambda run_id=row.run_id: screen.open_run(run_id))
+        yield SystemCommand("Theme", "dark, light and many others", self.action_change_theme)
+
+    def _runner(self, screen: Screen[object], action: str) -> Callable[[], None]:
+        async def run() -> None:
+            await self.run_action(action, default_namespace=screen)
+
+        return lambda: self.call_next(run)
+
+    def _home(self) -> RunsScreen:
+        if self.setting.read_only:
+            return RunsScreen(self.setting)
+        from tui.acting import ActingRunsScreen
+
+        return ActingRunsScreen(self.setting)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry of `prl-tui`: 0 after a quit, 2 for wrong use."""
+    parser = argparse.ArgumentParser(prog="prl-tui", description="See all runs of a house, and act on them.")
+    parser.add_argument("output_dir", nargs="?", default=os.environ.get("PRL_OUTPUT_DIR") or "outputs", type=Path)
+    parser.add_argument("--read-only", action="store_true", help="see everything, change nothing")
+    args = parser.parse_args(argv)
+    if not args.output_dir.is_dir():
+        print(
+            f"prl-tui: no folder {args.output_dir}: name the output directory, or start a house with prl up",
+            file=sys.stderr,
+        )
+        return 2
+    PrlApp(args.output_dir, read_only=args.read_only).run()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""The dialogs that act. Not imported when the app is read-only."""

@@ -1,0 +1,201 @@
+"""Add a run: choose a TOML file or type its path, change the text, see at once what the rules say, start it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import ClassVar
+
+from textual import on
+from textual.app import ComposeResult
+from textual.binding import Binding, BindingType
+from textual.containers import Horizontal, Vertical
+from textual.content import Content
+from textual.message import Message
+from textual.timer import Timer
+from textual.widgets import Button, Input, OptionList, Static, TextArea
+from textual.widgets.option_list import Option
+
+from daemons.actions import ActionError
+from tui.dialogs.draft import Check, Template, add_command, add_draft, check_draft, find_templates, read_draft
+from tui.dialogs.job import Job, JobDialog, Perform
+
+DEBOUNCE_S = 0.25
+MAX_SHOWN_PROBLEMS = 3
+
+
+class AddDialog(JobDialog):
+    """ctrl+s starts the run when the rules have nothing against it."""
+
+    DEFAULT_CSS = """
+    AddDialog {
+        & .box { width: 110; height: 94%; max-height: 44; padding: 0 1; }
+        & .body { height: 1fr; }
+        & OptionList { width: 26; height: 1fr; border: none; padding: 0; background: $surface; margin-right: 1; }
+        & .right { width: 1fr; height: 1fr; }
+        & .field { height: 1; }
+        & .field Static { width: 6; color: $foreground 60%; }
+        & .field Input { width: 1fr; }
+        & TextArea { height: 1fr; border: none; padding: 0; background: $background; margin: 1 0; }
+        & #check { height: auto; max-height: 4; color: $foreground 60%; }
+        & #check.-ok { color: $text-success; }
+        & #check.-bad { color: $text-error; }
+        & #outcome { margin-top: 0; }
+        & .buttons { margin-top: 0; }
+    }
+    """
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("ctrl+s", "start", "Start", priority=True)]
+
+    class Templates(Message):
+        """What there is to begin from."""
+
+        def __init__(self, templates: list[Template]) -> None:
+            super().__init__()
+            self.templates = templates
+
+    class Loaded(Message):
+        """A template's text, or why there is none."""
+
+        def __init__(self, path: Path, text: str | None, error: str | None) -> None:
+            super().__init__()
+            self.path, self.text, self.error = path, text, error
+
+    class Checked(Message):
+        """What the rules say of the draft numbered `serial`."""
+
+        def __init__(self, serial: int, check: Check) -> None:
+            super().__init__()
+            self.serial, self.check = serial, check
+
+    def __init__(
+        self, output_dir: Path, run_ids: Sequence[str], perform: Perform, *, configs: Path = Path("configs")
+    ) -> None:
+        super().__init__(perform)
+        self._output_dir = output_dir
+        self._run_ids = run_ids
+        self._configs = configs
+        self._templates: list[Template] = []
+        self._source: Path | None = None
+        self._serial_of_draft = 0
+        self._check: Check | None = None
+        self._timer: Timer | None = None
+
+    def compose(self) -> ComposeResult:
+        with Vertical(classes="box") as box:
+            box.border_title = "add a run"
+            box.border_subtitle = "ctrl+s starts · tab moves · esc cancels"
+            with Horizontal(classes="body"):
+                yield OptionList(id="templates", markup=False)
+                with Vertical(classes="right"):
+                    with Horizontal(classes="field"):
+                        yield Static("file", markup=False)
+                        yield Input(id="path", placeholder="a TOML file; enter reads it")
+                    with Horizontal(classes="field"):
+                        yield Static("id", markup=False)
+                        yield Input(id="run-id", placeholder="run_...  (empty: from the file's name)", max_length=68)
+                    yield TextArea(id="text", show_line_numbers=True, tab_behavior="focus")
+            yield Static("choose a file on the left, or type a path", id="check", markup=False)
+            yield Static(id="outcome", markup=False)
+            with Horizontal(classes="buttons"):
+                yield Button("Cancel", id="cancel")
+                yield Button("Start", id="start", variant="success", disabled=True)
+
+    def on_mount(self) -> None:
+        self.query_one("#templates").focus()
+        self.run_worker(self._find, thread=True, name="find templates")
+
+    def _find(self) -> None:
+        self.post_message(self.Templates(find_templates(self._output_dir, self._run_ids, self._configs)))
+
+    def on_add_dialog_templates(self, message: Templates) -> None:
+        self._templates = message.templates
+        options = self.query_one("#templates", OptionList)
+        options.add_options([Option(Content(template.label)) for template in self._templates])
+        if self._templates:
+            options.highlighted = 0
+        else:
+            self.query_one("#path").focus()
+
+    @on(OptionList.OptionSelected, "#templates")
+    def _template_chosen(self, event: OptionList.OptionSelected) -> None:
+        path = self._templates[event.option_index].path
+        self.query_one("#path", Input).value = str(path)
+        self._load(path)
+
+    @on(Input.Submitted, "#path")
+    def _path_typed(self, event: Input.Submitted) -> None:
+        if event.value.strip():
+            self._load(Path(event.value.strip()).expanduser())
+
+    def _load(self, path: Path) -> None:
+        def work() -> None:
+            try:
+                self.post_message(self.Loaded(path, read_draft(path), None))
+            except ActionError as error:
+                self.post_message(self.Loaded(path, None, str(error)))
+
+        self.run_worker(work, thread=True, exclusive=True, group="load", name=f"read {path}")
+
+    def on_add_dialog_loaded(self, message: Loaded) -> None:
+        if message.text is None:
+            self.say(message.error or "", failed=True)
+            return
+        self.say("")
+        self._source = message.path
+        area = self.query_one("#text", TextArea)
+        area.load_text(message.text)
+        area.focus()
+        self._check_soon()
+
+    @on(TextArea.Changed)
+    @on(Input.Changed, "#run-id")
+    def _check_soon(self) -> None:
+        """Any change makes the last verdict void; the next one comes when the keys rest."""
+        self._serial_of_draft += 1
+        self._check = None
+        self.query_one("#start", Button).disabled = True
+        if self._timer is not None:
+            self._timer.stop()
+        self._timer = self.set_timer(DEBOUNCE_S, self._check_now)
+
+    def _check_now(self) -> None:
+        serial, text, run_id = self._serial_of_draft, *self._draft()
+        if not text.strip():
+            return
+
+        def work() -> None:
+            self.post_message(self.Checked(serial, check_draft(self._output_dir, text, run_id)))
+
+        self.run_worker(work, thread=True, group="check", name="check the draft")
+
+    def on_add_dialog_checked(self, message: Checked) -> None:
+        if message.serial != self._serial_of_draft:
+            return
+        self._check = check = message.check
+        line = self.query_one("#check", Static)
+        line.set_class(check.ok, "-ok")
+        line.set_class(not check.ok, "-bad")
+        shown = [f"✖ {problem}" for problem in check.problems[:MAX_SHOWN_PROBLEMS]]
+        if len(check.problems) > MAX_SHOWN_PROBLEMS:
+            shown.append(f"  and {len(check.problems) - MAX_SHOWN_PROBLEMS} more")
+        line.update(Content("\n".join(shown) if shown else f"✔ valid: {check.summary}"))
+        self.query_one("#start", Button).disabled = not check.ok
+
+    @on(Button.Pressed, "#cancel")
+    def _cancel(self) -> None:
+        self.dismiss()
+
+    @on(Button.Pressed, "#start")
+    def action_start(self) -> None:
+        if self._check is None or not self._check.ok:
+            self.say("not started: the config is not valid yet", failed=True)
+            return
+        output_dir, source, (text, run_id) = self._output_dir, self._source, self._draft()
+
+        def work(progress: Callable[[str], None]) -> str:
+            return f"{add_draft(output_dir, text, run_id, source)} is added"
+
+        self.start(Job(add_command(output_dir, text, run_id, source), work))
+
+    def _draft(self) -> tuple[str, str]:
+        return self.query_one("#text", TextArea).text, self.query_one("#run-id", Input).value.strip()

@@ -1,0 +1,129 @@
+"""A run that is being written: which templates there are, whether the text would be taken, and how to add it.
+
+Free of the user interface. The check is `daemons.actions.validate_file` itself, on a copy of the text in a temporary
+folder, so that dialog, command line and trainer never disagree.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from daemons import actions
+from prime_rl.configs.base import ConfigError
+from prime_rl.contract.layout import LayoutError, OutputDir
+from prime_rl.utils.text import clean_text, one_line
+from tui.dialogs.job import prl_command
+
+MAX_TEMPLATES = 200
+MAX_DRAFT_BYTES = 256 * 1024
+
+
+@dataclass(frozen=True)
+class Template:
+    """A TOML file to begin from."""
+
+    label: str
+    path: Path
+
+
+@dataclass(frozen=True)
+class Check:
+    """What the rules say of a draft. `problems` are sentences with their line where it is known."""
+
+    problems: tuple[str, ...]
+    summary: str = ""
+
+    @property
+    def ok(self) -> bool:
+        return not self.problems
+
+
+def find_templates(output_dir: Path, run_ids: Sequence[str], configs: Path = Path("configs")) -> list[Template]:
+    """Run configs below `configs`, then the configs of the runs that are there."""
+    found = []
+    for path in sorted(configs.rglob("*.toml"))[: 10 * MAX_TEMPLATES]:
+        if looks_like_run(path):
+            found.append(Template(one_line(str(path.relative_to(configs)), 80), path))
+    output = OutputDir(output_dir)
+    for run_id in run_ids:
+        with contextlib.suppress(LayoutError):
+            found.append(Template(run_id, output.run(run_id).orch_toml))
+    return found[:MAX_TEMPLATES]
+
+
+def looks_like_run(path: Path) -> bool:
+    """Whether a TOML file is a run's: only those have environments."""
+    try:
+        with path.open("rb") as file:
+            return b"[[env]]" in file.read(MAX_DRAFT_BYTES)
+    except OSError:
+        return False
+
+
+def read_draft(path: Path) -> str:
+    """The text of a template. Raises ActionError when it cannot be read or is no text."""
+    try:
+        with path.open("rb") as file:
+            data = file.read(MAX_DRAFT_BYTES + 1)
+    except OSError as error:
+        raise actions.ActionError(f"{path} cannot be read: {error.strerror}") from error
+    if len(data) > MAX_DRAFT_BYTES:
+        raise actions.ActionError(f"{path} is larger than {MAX_DRAFT_BYTES // 1024} KiB: that is no run config")
+    return clean_text(data.decode(errors="replace"))
+
+
+@contextlib.contextmanager
+def draft_file(text: str, stem: str) -> Iterator[Path]:
+    """`text` as a file of that name in a temporary folder."""
+    with tempfile.TemporaryDirectory(prefix="prl-draft-") as folder:
+        path = Path(folder) / f"{stem}.toml"
+        path.write_text(text)
+        yield path
+
+
+def check_draft(output_dir: Path, text: str, run_id: str) -> Check:
+    """All that is wrong with the text and the id; when nothing is, a summary of what would be trained."""
+    problems = []
+    if run_id:
+        try:
+            if OutputDir(output_dir).run(run_id).orch_toml.exists():
+                problems.append(f"{run_id} exists already: choose another id")
+        except LayoutError as error:
+            problems.append(str(error))
+    summary = ""
+    with draft_file(text, "draft") as path:
+        try:
+            config = actions.validate_file(output_dir, path)
+            envs = ", ".join(env.name or env.id for env in config.env)
+            summary = f"{envs} · {config.max_steps} steps of {config.batch_size} samples · lr {config.optim.lr:g}"
+        except actions.ActionError as error:
+            cause = error.__cause__
+            problems += [str(each) for each in cause.problems] if isinstance(cause, ConfigError) else [str(error)]
+    return Check(tuple(one_line(problem, 300) for problem in problems), summary)
+
+
+def add_draft(output_dir: Path, text: str, run_id: str, source: Path | None) -> str:
+    """Add the run and return its id. An unchanged template is added as the file that it is."""
+    wanted = run_id or None
+    if source is not None and _is_unchanged(source, text):
+        return actions.add_run(output_dir, source, run_id=wanted)
+    with draft_file(text, source.stem if source and source.name != "orch.toml" else "run") as path:
+        return actions.add_run(output_dir, path, run_id=wanted)
+
+
+def add_command(output_dir: Path, text: str, run_id: str, source: Path | None) -> str:
+    """The same in a shell. What was edited here is in no file yet, and the command says so."""
+    unchanged = source is not None and _is_unchanged(source, text)
+    name = str(source) if unchanged else "EDITED.toml"
+    return prl_command(output_dir, "runs", "add", name, *(["--id", run_id] if run_id else []))
+
+
+def _is_unchanged(source: Path, text: str) -> bool:
+    try:
+        return read_draft(source) == text
+    except actions.ActionError:
+        return False

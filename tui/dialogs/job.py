@@ -1,0 +1,93 @@
+"""What a dialog asks to be done, and the base of the dialogs: they start a job and stay until it is done or failed."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+from textual.binding import Binding, BindingType
+from textual.content import Content
+from textual.screen import ModalScreen
+from textual.widgets import Static
+
+from prime_rl.utils.text import one_line
+from tui.messages import ActionEntry
+
+Work = Callable[[Callable[[str], None]], str]
+
+
+@dataclass(frozen=True)
+class Job:
+    """`work(progress)` runs in a thread and returns what it did in words; `command` does the same in a shell."""
+
+    command: str
+    work: Work
+
+
+Perform = Callable[[Job], int]
+
+
+def prl_command(output_dir: Path, *words: str) -> str:
+    """The shell's words for an action; they name the house unless `prl` would find it by itself."""
+    default = Path(os.environ.get("PRL_OUTPUT_DIR") or "outputs")
+    where = [] if output_dir.resolve() == default.resolve() else ["--output-dir", str(output_dir)]
+    return one_line(shlex.join(("prl", *words, *where)), 1000)
+
+
+class JobDialog(ModalScreen[None]):
+    """A dialog with a `#outcome` line. Escape closes it at any time; a job that runs goes on."""
+
+    DEFAULT_CSS = """
+    JobDialog {
+        align: center middle;
+        & .box {
+            width: 76; max-width: 98%; height: auto; max-height: 98%;
+            border: round $primary; border-title-color: $primary; border-subtitle-color: $foreground 50%;
+            background: $surface; padding: 1 2;
+        }
+        & #outcome { height: auto; max-height: 4; margin-top: 1; color: $foreground 70%; display: none; }
+        & #outcome.-shown { display: block; }
+        & #outcome.-failed { color: $text-error; }
+        & .buttons { height: auto; margin-top: 1; align-horizontal: right; }
+        & .buttons Button { margin-left: 2; min-width: 12; height: 1; border: none; }
+        & Input { border: none; height: 1; padding: 0 1; background: $panel; }
+        & Input:focus { background: $primary 25%; }
+        & .label { color: $foreground 60%; height: 1; margin-top: 1; }
+    }
+    """
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("escape", "dismiss", "Close")]
+
+    def __init__(self, perform: Perform) -> None:
+        super().__init__()
+        self._perform = perform
+        self._serial: int | None = None
+
+    @property
+    def is_running(self) -> bool:
+        return self._serial is not None
+
+    def start(self, job: Job) -> None:
+        if not self.is_running:
+            self.say("...")
+            self._serial = self._perform(job)
+
+    def say(self, text: str, *, failed: bool = False) -> None:
+        outcome = self.query_one("#outcome", Static)
+        outcome.update(Content(text))
+        outcome.set_class(bool(text), "-shown")
+        outcome.set_class(failed, "-failed")
+
+    def show_action(self, entry: ActionEntry) -> None:
+        if self._serial is None or entry.serial != self._serial:
+            return
+        if entry.state == "done":
+            self.dismiss()
+        elif entry.state == "failed":
+            self._serial = None
+            self.say(entry.text, failed=True)
+        else:
+            self.say(entry.text)

@@ -1,0 +1,57 @@
+"""What the reading threads and the actions tell the screens. Messages that replace each other cannot pile up."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from textual.message import Message
+
+from tui.run_detail import RunDetail
+from tui.snapshot import Snapshot
+
+
+class HouseChanged(Message):
+    """A new look at the house. A newer one makes an older one worthless."""
+
+    def __init__(self, snapshot: Snapshot) -> None:
+        super().__init__()
+        self.snapshot = snapshot
+
+    def can_replace(self, message: Message) -> bool:
+        return isinstance(message, HouseChanged)
+
+
+class RunChanged(Message):
+    """A new look at the files of the run that is open."""
+
+    def __init__(self, detail: RunDetail) -> None:
+        super().__init__()
+        self.detail = detail
+
+    def can_replace(self, message: Message) -> bool:
+        return isinstance(message, RunChanged) and message.detail.run_id == self.detail.run_id
+
+
+ActionState = Literal["running", "done", "failed"]
+
+
+@dataclass(frozen=True)
+class ActionEntry:
+    """One thing that a person did here. `command` is what would have done the same in a shell."""
+
+    serial: int
+    command: str
+    state: ActionState
+    text: str
+
+
+class ActionChanged(Message):
+    """An action began, went on or ended."""
+
+    def __init__(self, entry: ActionEntry) -> None:
+        super().__init__()
+        self.entry = entry
+
+    def can_replace(self, message: Message) -> bool:
+        return isinstance(message, ActionChanged) and message.entry.serial == self.entry.serial

@@ -1,0 +1,138 @@
+"""One run: curves, config, log and events, each on its tab, with what it waits for or died of on top."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from textual import on
+from textual.app import ComposeResult
+from textual.binding import Binding, BindingType
+from textual.content import Content
+from textual.widget import Widget
+from textual.widgets import Footer, Static, TabbedContent, TabPane
+
+from tui.messages import ActionEntry, RunChanged
+from tui.run_detail import CHARTS, RunDetailReader
+from tui.screens.base import HouseScreen, Setting
+from tui.snapshot import RunRow, Snapshot
+from tui.watcher import RunWatcher
+from tui.widgets.charts import ChartGrid
+from tui.widgets.command_line import CommandLine
+from tui.widgets.config_view import ConfigView
+from tui.widgets.events_view import EventsView
+from tui.widgets.header import RunHeader
+from tui.widgets.log_view import LogView
+
+_COLOURS = ("secondary", "accent", "success", "warning", "error", "primary")
+_TABS = ("tab-charts", "tab-config", "tab-logs", "tab-events")
+
+
+class RunScreen(HouseScreen):
+    """Reads only; `acting.ActingRunScreen` adds what acts. Owns the thread that reads the run's files."""
+
+    DEFAULT_CSS = """
+    RunScreen {
+        & > #banner { display: none; height: auto; max-height: 4; padding: 0 1; background: $panel; }
+        & > #banner.-shown { display: block; }
+        & > #banner.-bad { color: $text-error; border-left: outer $error; }
+        & > #banner.-note { color: $foreground 75%; border-left: outer $secondary; }
+        & > TabbedContent { height: 1fr; }
+        Tabs { height: 2; }
+        TabPane { padding: 0; height: 1fr; }
+        ContentSwitcher { height: 1fr; }
+    }
+    """
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("escape,q", "app.pop_screen", "Back", key_display="esc"),
+        Binding("1", "tab(0)", "Charts", show=False),
+        Binding("2", "tab(1)", "Config", show=False),
+        Binding("3", "tab(2)", "Logs", show=False),
+        Binding("4", "tab(3)", "Events", show=False),
+        Binding("l,right,right_square_bracket", "next_tab(1)", "Next tab", key_display="→"),
+        Binding("h,left,left_square_bracket", "next_tab(-1)", "Previous tab", show=False),
+    ]
+
+    def __init__(self, setting: Setting, run_id: str) -> None:
+        super().__init__(setting)
+        self.run_id = run_id
+        self._watcher = RunWatcher(RunDetailReader(setting.output_dir, run_id), self.post_message)
+
+    def compose(self) -> ComposeResult:
+        yield RunHeader()
+        yield Static(id="banner", markup=False)
+        with TabbedContent():
+            with TabPane("1 Charts", id="tab-charts"):
+                yield ChartGrid(CHARTS, _COLOURS)
+            with TabPane("2 Config", id="tab-config"):
+                yield ConfigView()
+            with TabPane("3 Logs", id="tab-logs"):
+                yield LogView()
+            with TabPane("4 Events", id="tab-events"):
+                yield EventsView()
+        yield CommandLine()
+        yield Footer(compact=True, show_command_palette=False)
+
+    def on_mount(self) -> None:
+        self.app.theme_changed_signal.subscribe(self, lambda _: self.query_one(LogView).redraw())
+        self.query_one(ChartGrid).focus()
+        self._show()
+        self.query_one(CommandLine).entry = self.entry
+        self.run_worker(self._watcher.run, thread=True, name=f"read {self.run_id}")
+
+    def on_unmount(self) -> None:
+        self._watcher.stop()
+
+    def target_row(self) -> RunRow | None:
+        return self.snapshot.row(self.run_id) if self.snapshot else None
+
+    def show_house(self, snapshot: Snapshot) -> None:
+        super().show_house(snapshot)
+        if self.is_mounted:
+            self._show()
+
+    def show_action(self, entry: ActionEntry) -> None:
+        super().show_action(entry)
+        self.query_one(CommandLine).entry = entry
+
+    def on_run_changed(self, message: RunChanged) -> None:
+        detail = message.detail
+        self.query_one(ChartGrid).show(detail.charts)
+        self.query_one(ConfigView).show(detail.config, detail.config_error, detail.error_lines)
+        self.query_one(LogView).show(detail.log_lines, detail.log_num_read, detail.log_generation)
+        self.query_one(EventsView).show(detail.events)
+
+    @on(ChartGrid.Resized)
+    def _charts_resized(self, message: ChartGrid.Resized) -> None:
+        self._watcher.reader.limit = message.limit
+        self._watcher.wake()
+
+    @on(TabbedContent.TabActivated)
+    def _tab_activated(self, event: TabbedContent.TabActivated) -> None:
+        self._focus_tab()
+
+    def action_tab(self, index: int) -> None:
+        self.query_one(TabbedContent).active = _TABS[index]
+
+    def action_next_tab(self, direction: int) -> None:
+        tabs = self.query_one(TabbedContent)
+        tabs.active = _TABS[(_TABS.index(tabs.active) + direction) % len(_TABS)]
+
+    def _focus_tab(self) -> None:
+        kinds: dict[str, type[Widget]] = dict(zip(_TABS, (ChartGrid, ConfigView, LogView, EventsView), strict=True))
+        active = self.query_one(TabbedContent).active
+        if active in kinds:
+            self.query_one(kinds[active]).focus()
+
+    def _show(self) -> None:
+        row = self.target_row()
+        header = self.query_one(RunHeader)
+        header.row, header.now = row, self.setting.clock()
+        banner = self.query_one("#banner", Static)
+        text = (row.reason or row.note) if row else "this run's folder is gone; esc goes back"
+        if row and row.state == "lost":
+            text = row.note
+        banner.set_class(bool(text), "-shown")
+        banner.set_class(row is None or row.is_problem, "-bad")
+        banner.set_class(row is not None and not row.is_problem, "-note")
+        banner.update(Content(text))
+        self.refresh_bindings()

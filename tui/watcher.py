@@ -1,0 +1,142 @@
+"""The two reading threads: one looks at the house, one at the run that is open. They post messages and never draw.
+
+Events of the file system are hints (`utils.watch`); between them a slow look finds what no event told. Both loops end
+within one wait after `stop`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from textual.message import Message
+
+from daemons.client import House, HouseReader
+from prime_rl.contract.layout import OutputDir, RunDir
+from prime_rl.utils.watch import Watcher
+from tui.messages import HouseChanged, RunChanged
+from tui.readers import MetricsReader
+from tui.run_detail import RunDetailReader
+from tui.series import downsample
+from tui.snapshot import RunTail, make_snapshot
+
+Post = Callable[[Message], object]
+# Two looks are at least this far apart: status files change at most twice a second each, a person reads no faster.
+MIN_INTERVAL_S = 0.3
+RESCAN_S = 1.0
+RUN_INTERVAL_S = 0.4
+# The home screen draws at most this many points of a curve.
+HOME_POINTS = 240
+HOME_CAPACITY = 512
+
+
+class HouseMetrics:
+    """The newest rewards and losses of every run of a house."""
+
+    def __init__(self, output_dir: Path) -> None:
+        self._output = OutputDir(output_dir)
+        self._readers: dict[str, MetricsReader] = {}
+        self._tails: dict[str, RunTail] = {}
+
+    def update(self, house: House, stop: Callable[[], bool] = lambda: False) -> dict[str, RunTail]:
+        """Read what is new. Ends early, with what it has, when `stop()`."""
+        run_ids = {run.run_id for run in house.runs}
+        self._readers = {run_id: reader for run_id, reader in self._readers.items() if run_id in run_ids}
+        self._tails = {run_id: tail for run_id, tail in self._tails.items() if run_id in run_ids}
+        for run_id in run_ids:
+            if stop():
+                break
+            if self._update_one(run_id, stop):
+                self._tails[run_id] = _tail(self._readers[run_id])
+        return dict(self._tails)
+
+    def _update_one(self, run_id: str, stop: Callable[[], bool]) -> bool:
+        if run_id not in self._readers:
+            run = RunDir(self._output.path / run_id)
+            paths = [run.orchestrator_metrics, run.trainer_metrics]
+            self._readers[run_id] = MetricsReader(paths, ("reward/mean", "loss"), capacity=HOME_CAPACITY)
+        changed, more = self._readers[run_id].update()
+        while more and not stop():
+            _, more = self._readers[run_id].update()
+        return changed
+
+
+def _tail(reader: MetricsReader) -> RunTail:
+    rewards, losses = reader.series("reward/mean"), reader.series("loss")
+
+    def curve(key: str) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        series = reader.series(key)
+        steps, values = downsample(*series.points(), HOME_POINTS) if series else ([], [])
+        return tuple(steps), tuple(values)
+
+    return RunTail(
+        rewards=tuple(rewards.recent(64)) if rewards else (),
+        loss=losses.last if losses else None,
+        reward_curve=curve("reward/mean"),
+        loss_curve=curve("loss"),
+    )
+
+
+class HouseWatcher:
+    """Posts a `HouseChanged` at every change, and once every RESCAN_S."""
+
+    def __init__(self, output_dir: Path, post: Post, clock: Callable[[], float]) -> None:
+        self._output = OutputDir(output_dir)
+        self._post = post
+        self._clock = clock
+        self._stopped = threading.Event()
+        self._watcher: Watcher | None = None
+
+    def run(self) -> None:
+        reader = HouseReader(self._output.path, clock=self._clock)
+        metrics = HouseMetrics(self._output.path)
+        with Watcher(self._folders(), rescan_s=RESCAN_S) as watcher:
+            self._watcher = watcher
+            while not self._stopped.is_set():
+                house = reader.read()
+                tails = metrics.update(house, self._stopped.is_set)
+                self._post(HouseChanged(make_snapshot(house, tails, house.read_at)))
+                self._stopped.wait(MIN_INTERVAL_S)
+                watcher.watch(self._folders())
+                watcher.wait()
+
+    def wake(self) -> None:
+        """Look again now."""
+        if self._watcher is not None:
+            self._watcher.wake()
+
+    def stop(self) -> None:
+        self._stopped.set()
+        self.wake()
+
+    def _folders(self) -> list[Path]:
+        """Few folders: the status of trainer, inference and daemons changes whenever anything does."""
+        output = self._output
+        return [output.path, output.trainer_status.parent, output.inference_status.parent, output.daemons]
+
+
+class RunWatcher:
+    """Posts a `RunChanged` whenever the files of one run changed."""
+
+    def __init__(self, reader: RunDetailReader, post: Post) -> None:
+        self.reader = reader
+        self._post = post
+        self._stopped = threading.Event()
+        self._woken = threading.Event()
+
+    def run(self) -> None:
+        while not self._stopped.is_set():
+            detail, more = self.reader.read()
+            if detail is not None:
+                self._post(RunChanged(detail))
+            if not more:
+                self._woken.wait(RUN_INTERVAL_S)
+                self._woken.clear()
+
+    def wake(self) -> None:
+        self._woken.set()
+
+    def stop(self) -> None:
+        self._stopped.set()
+        self._woken.set()

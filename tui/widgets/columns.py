@@ -1,0 +1,130 @@
+"""The columns of the runs table: which fit into a width, and what each shows of a run. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rich.text import Text
+
+from tui import fmt
+from tui.palette import Palette
+from tui.series import sparkline
+from tui.snapshot import LOST, RunRow
+
+PADDING = 1  # cells on each side of a column
+MIN_NOTE = 12
+MIN_ID = 10
+MAX_ID = 28
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column. `width` is without the padding; figures stand at its right edge."""
+
+    key: str
+    label: str
+    width: int
+    is_figure: bool = False
+
+
+def choose_columns(width: int, longest_id: int) -> tuple[Column, ...]:
+    """The columns that fit into `width` cells: the essential ones always, others as there is room, in fixed order.
+
+    `longest_id` is the length of the longest run id.
+    """
+    id_width = min(max(longest_id, MIN_ID), 16 if width < 100 else MAX_ID)
+    bar = 14 if width < 100 else 18 if width < 160 else 26
+    spark = 8 if width < 100 else 12 if width < 160 else 24
+    wanted = {
+        "state": Column("state", "STATE", 10),
+        "run": Column("run", "RUN", id_width),
+        "progress": Column("progress", "PROGRESS", bar),
+        "reward": Column("reward", "REWARD", 6 + spark),
+    }
+    room = width - sum(column.width + 2 * PADDING for column in wanted.values()) - (MIN_NOTE + 2 * PADDING)
+    extras = [
+        Column("seen", "SEEN", 4, True),
+        Column("change", "CHANGE", 7, True),
+        Column("loss", "LOSS", 8, True),
+        Column("tokens", "TOK/S", 5, True),
+        Column("lag", "LAG", 3, True),
+        Column("version", "VERSION", 7, True),
+        Column("lr", "LR", 7, True),
+    ]
+    for column in extras:
+        # The note is what people read most, so further columns come only when it has more than its least.
+        reserve = 0 if column.key == "seen" else 12
+        if room - reserve >= column.width + 2 * PADDING:
+            wanted[column.key] = column
+            room -= column.width + 2 * PADDING
+    wanted["note"] = Column("note", "NOTE", MIN_NOTE + max(room, 0))
+    order = ("state", "run", "progress", "reward", "change", "loss", "tokens", "lag", "version", "lr", "note", "seen")
+    return tuple(wanted[key] for key in order if key in wanted)
+
+
+def make_cells(row: RunRow, columns: Sequence[Column], palette: Palette, now: float) -> dict[str, Text]:
+    """Column key -> what stands there, at most as wide as the column."""
+    return {column.key: _cell(column, row, palette, now) for column in columns}
+
+
+def _cell(column: Column, row: RunRow, palette: Palette, now: float) -> Text:
+    colour = palette.level(row.level)
+    match column.key:
+        case "state":
+            return Text(f"{row.symbol} {row.state}", style=colour, no_wrap=True)
+        case "run":
+            return Text(fmt.shorten_middle(row.run_id, column.width), style="bold", no_wrap=True)
+        case "progress":
+            return _progress(row, column.width, palette)
+        case "reward":
+            return _reward(row, column.width, palette)
+        case "change":
+            return _change(row, palette)
+        case "note":
+            note = Text(row.note, style=colour if row.is_problem else palette.muted, no_wrap=True)
+            note.truncate(column.width, overflow="ellipsis")
+            return note
+        case "seen":
+            return _right(_seen(row, now), palette.error if row.state == LOST else palette.muted)
+    figures = {
+        "loss": fmt.number(row.loss),
+        "tokens": fmt.count(row.tokens_per_s),
+        "lag": fmt.DASH if row.lag is None else str(row.lag),
+        "version": fmt.DASH if row.view.policy_version is None else f"v{row.view.policy_version}",
+        "lr": fmt.number(row.view.lr),
+    }
+    text = figures[column.key]
+    return _right(text, palette.faint if text == fmt.DASH else palette.text)
+
+
+def _seen(row: RunRow, now: float) -> str:
+    return fmt.age(now - row.updated_at) if row.updated_at is not None else fmt.DASH
+
+
+def _progress(row: RunRow, width: int, palette: Palette) -> Text:
+    digits = len(str(row.max_steps or "?"))
+    figures = f"{row.step:>{digits}}/{row.max_steps or '?'}"
+    filled, empty = fmt.bar(row.step, row.max_steps, max(width - len(figures) - 1, 3))
+    return Text.assemble(
+        (filled, palette.primary), (empty, palette.faint), " ", (figures, palette.text), no_wrap=True, end=""
+    )
+
+
+def _reward(row: RunRow, width: int, palette: Palette) -> Text:
+    if row.reward is None:
+        return Text(f"{fmt.DASH:>5}", style=palette.faint)
+    curve = sparkline(row.tail.rewards, width - 6)
+    return Text.assemble((f"{fmt.number(row.reward):>5} ", "bold"), (curve, palette.secondary), no_wrap=True, end="")
+
+
+def _change(row: RunRow, palette: Palette) -> Text:
+    text = fmt.signed(row.reward_change)
+    colour = palette.muted
+    if row.reward_change is not None and abs(row.reward_change) >= 0.0005:
+        colour = palette.success if row.reward_change > 0 else palette.error
+    return _right(text, palette.faint if text == fmt.DASH else colour)
+
+
+def _right(text: str, style: str) -> Text:
+    return Text(text, style=style, justify="right", no_wrap=True)

@@ -1,0 +1,81 @@
+"""The selected run under the table: its reason in full, and its curves when the terminal is tall."""
+
+from __future__ import annotations
+
+from rich.text import Text
+from textual.app import ComposeResult
+from textual.containers import Horizontal, Vertical
+from textual.widgets import Static
+
+from tui import fmt
+from tui.palette import Palette, make_palette
+from tui.run_detail import ChartData
+from tui.series import change
+from tui.snapshot import STATE_WORDS, RunRow
+from tui.widgets.charts import Chart
+
+
+def describe(row: RunRow, palette: Palette, now: float) -> Text:
+    """A few sentences about one run; the first lines are the ones that matter."""
+    colour = palette.level(row.level)
+    text = Text.assemble((row.run_id, "bold"), "  ", (f"{row.symbol} {row.state}", colour))
+    text.append(f"  {STATE_WORDS[row.state]}", palette.muted)
+    body = row.reason or row.note
+    if row.state == "lost":
+        body = row.note
+    if body:
+        text.append("\n")
+        text.append(body, palette.error if row.is_problem else palette.text)
+    else:
+        text.append("\n")
+        text.append(_figures(row, now), palette.muted)
+    return text
+
+
+def _figures(row: RunRow, now: float) -> str:
+    pieces = [f"step {row.step}" + (f" of {row.max_steps}" if row.max_steps else "")]
+    if row.tokens_per_s is not None:
+        pieces.append(f"{fmt.count(row.tokens_per_s)} tokens/s")
+    if row.view.batch_size is not None:
+        pieces.append(f"batch {row.view.batch_size}")
+    if row.view.lr is not None:
+        pieces.append(f"lr {fmt.number(row.view.lr)}")
+    if row.updated_at is not None:
+        pieces.append(f"seen {fmt.age(now - row.updated_at)} ago".replace("now ago", "now"))
+    return " · ".join(pieces)
+
+
+class Preview(Vertical):
+    """Follows the selection of the table."""
+
+    DEFAULT_CSS = """
+    Preview {
+        height: auto;
+        border-top: solid $border;
+        background: $background;
+        & > Static { height: auto; max-height: 3; padding: 0 1; }
+        & > Horizontal { height: 0; }
+        &.-tall { height: 19; }
+        &.-tall > Horizontal { height: 1fr; }
+    }
+    """
+
+    def __init__(self) -> None:
+        super().__init__(id="preview")
+
+    def compose(self) -> ComposeResult:
+        yield Static(markup=False)
+        with Horizontal():
+            yield Chart("reward", colour="secondary", id="preview-reward")
+            yield Chart("loss", colour="accent", id="preview-loss")
+
+    def show(self, row: RunRow | None, now: float) -> None:
+        self.display = row is not None
+        if row is None:
+            return
+        self.query_one(Static).update(describe(row, make_palette(self.app.theme_variables), now))
+        rewards, tail = row.tail.rewards, row.tail
+        self.query_one("#preview-reward", Chart).show(
+            ChartData(*tail.reward_curve, last=rewards[-1] if rewards else None, change=change(rewards))
+        )
+        self.query_one("#preview-loss", Chart).show(ChartData(*tail.loss_curve, last=tail.loss))
