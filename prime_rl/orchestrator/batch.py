@@ -1,0 +1,49 @@
+"""From finished groups to the batch file of one update. The file's appearance is the signal to the trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from prime_rl.configs.orchestrator import AdvantageConfig
+from prime_rl.contract.layout import RunDir
+from prime_rl.contract.types import TrainingBatch, TrainingSample, write_batch
+from prime_rl.orchestrator.advantage import compute_advantages
+from prime_rl.orchestrator.checkpoint import sampler_state
+from prime_rl.orchestrator.rollout import Group
+
+
+def assemble_batch(
+    run_id: str, step: int, groups: Sequence[Group], *, advantage: AdvantageConfig, temperature: float
+) -> TrainingBatch:
+    """The batch of update `step`: all rollouts of `groups`, in example order.
+
+    A group whose rewards are all equal stays in: its advantage is zero, and it counts in the loss's mean.
+    """
+    samples = [sample for group in groups for sample in _samples(group, advantage, temperature)]
+    return TrainingBatch(run_id, step, samples, sampler_state(groups[-1].index + 1))
+
+
+def publish_batch(run: RunDir, batch: TrainingBatch) -> None:
+    """Write the batch file. Raises FileExistsError rather than writing a batch a second time."""
+    path = run.rollout_file(batch.step)
+    if path.exists():
+        raise FileExistsError(f"{path} exists already: does a second orchestrator run for {run.run_id}?")
+    path.parent.mkdir(exist_ok=True)
+    write_batch(path, batch)
+
+
+def _samples(group: Group, advantage: AdvantageConfig, temperature: float) -> list[TrainingSample]:
+    advantages_G = compute_advantages([rollout.reward for rollout in group.rollouts_G], advantage)
+    return [
+        TrainingSample(
+            token_ids=rollout.token_ids_T,
+            loss_mask=rollout.loss_mask_T,
+            logprobs=rollout.logprobs_T,
+            advantage=value,
+            reward=rollout.reward,
+            temperature=temperature,
+            policy_version=rollout.oldest_version,
+            example_id=group.example_id,
+        )
+        for rollout, value in zip(group.rollouts_G, advantages_G, strict=True)
+    ]

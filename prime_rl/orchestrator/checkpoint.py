@@ -1,0 +1,83 @@
+"""Where a run stands, so that a restarted orchestrator goes on at the next example of the next batch.
+
+Two things on disk say it: the newest batch file, and `orchestrator/state.json` in the newest STABLE checkpoint (whose
+batch files the trainer has removed). Both hold the same sampler state. A state file without STABLE says nothing: it is
+written before its batch.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from prime_rl.configs.orchestrator import CkptConfig
+from prime_rl.contract.files import write_atomic
+from prime_rl.contract.layout import RunDir, list_rollout_steps, list_steps
+from prime_rl.contract.types import TrainingBatch, read_batch
+
+STATE_FORMAT_VERSION = 1
+
+
+class CheckpointError(RuntimeError):
+    """The place to go on from cannot be read; the message names the file."""
+
+
+@dataclass(frozen=True)
+class Progress:
+    """The newest batch that is done with, and where the example order goes on after it."""
+
+    step: int
+    next_index: int
+
+
+class _State(msgspec.Struct, forbid_unknown_fields=True):
+    version: int
+    step: int
+    sampler_state: dict[str, Any]
+
+
+def sampler_state(next_index: int) -> dict[str, Any]:
+    return {"next_index": next_index}
+
+
+def checkpoint_is_due(step: int, config: CkptConfig, max_steps: int) -> bool:
+    return step % config.interval == 0 or step == max_steps
+
+
+def save_state(run: RunDir, batch: TrainingBatch) -> None:
+    """Write the orchestrator's part of checkpoint `batch.step`; before the batch file, which lets the trainer go on."""
+    state = {"version": STATE_FORMAT_VERSION, "step": batch.step, "sampler_state": batch.sampler_state}
+    run.checkpoint_dir(batch.step).mkdir(exist_ok=True)
+    write_atomic(run.orchestrator_checkpoint(batch.step) / "state.json", json.dumps(state))
+
+
+def find_progress(run: RunDir) -> Progress:
+    """Where to go on: after the newest batch file or STABLE checkpoint. Raises CheckpointError or BadBatchError."""
+    newest_batch = max(list_rollout_steps(run), default=0)
+    newest_checkpoint = max(list_steps(run.checkpoints, stable_only=True), default=0)
+    if newest_batch == newest_checkpoint == 0:
+        return Progress(0, 0)
+    if newest_batch >= newest_checkpoint:
+        return Progress(newest_batch, _next_index(read_batch(run.rollout_file(newest_batch)).sampler_state))
+    return Progress(newest_checkpoint, _next_index(_load_state(run, newest_checkpoint).sampler_state))
+
+
+def _load_state(run: RunDir, step: int) -> _State:
+    path = run.orchestrator_checkpoint(step) / "state.json"
+    try:
+        state = msgspec.json.decode(path.read_bytes(), type=_State)
+    except (OSError, msgspec.MsgspecError) as error:
+        raise CheckpointError(f"{path}: cannot go on from checkpoint {step}: {error}") from error
+    if state.version != STATE_FORMAT_VERSION:
+        raise CheckpointError(f"{path}: format version {state.version}, this program reads {STATE_FORMAT_VERSION}")
+    return state
+
+
+def _next_index(state: dict[str, Any]) -> int:
+    try:
+        return int(state["next_index"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"sampler state {state!r} has no usable 'next_index'") from error

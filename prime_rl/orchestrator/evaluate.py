@@ -1,0 +1,99 @@
+"""Evaluation beside generation: the eval split, one policy version at a time, pinned for as long as it takes.
+
+Versions 0, `interval`, 2 `interval`, ... and `max_steps` are due. A due version that was skipped, or that came while an
+evaluation ran, is made up for by the version that is current then. Evaluation shares the run's request limit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Mapping
+
+from prime_rl.configs.orchestrator import EvalConfig, OrchestratorConfig
+from prime_rl.contract.layout import RunDir
+from prime_rl.orchestrator.client import AccessDenied
+from prime_rl.orchestrator.envs.base import Environment
+from prime_rl.orchestrator.metrics import last_eval_step, mean, outcome_metrics, write_metrics
+from prime_rl.orchestrator.policy import PolicyVersions
+from prime_rl.orchestrator.rollout import Rollout, RolloutWorker, derive_seed, together
+from prime_rl.orchestrator.sampler import Pick
+
+logger = logging.getLogger(__name__)
+
+
+def next_due(after: int | None, interval: int, max_steps: int) -> int:
+    """The version to evaluate after `after` (None: nothing evaluated yet)."""
+    return 0 if after is None else min(after // interval * interval + interval, max_steps)
+
+
+class Evaluator:
+    """Evaluates the run's policy when it is due. `done` is set when version `max_steps` has been evaluated."""
+
+    def __init__(
+        self,
+        config: OrchestratorConfig,
+        run: RunDir,
+        worker: RolloutWorker,
+        policy: PolicyVersions,
+        envs: Mapping[str, Environment],
+    ) -> None:
+        self.done = asyncio.Event()
+        self._config = config.eval or EvalConfig()
+        self._run = run
+        self._worker = worker
+        self._policy = policy
+        self._envs = envs
+        self._seed = config.seed
+        self._max_steps = config.max_steps
+        self._last_step = last_eval_step(run.orchestrator_metrics)
+
+    async def loop(self) -> None:
+        """Until the last version has been evaluated."""
+        while self._last_step is None or self._last_step < self._max_steps:
+            version = await self._policy.reach(next_due(self._last_step, self._config.interval, self._max_steps))
+            await self.evaluate(version)
+            self._last_step = version
+        self.done.set()
+
+    async def evaluate(self, version: int) -> None:
+        """Evaluate `version` in all environments and write one line of metrics."""
+        values: dict[str, float] = {}
+        start_s = time.monotonic()
+        with self._policy.use(version):
+            for env_name in self._envs:
+                values |= await self._evaluate_env(env_name, version)
+        if values:
+            logger.info("eval of version %d: %s", version, {name: round(value, 4) for name, value in values.items()})
+            values["time/eval"] = time.monotonic() - start_s
+            write_metrics(self._run.orchestrator_metrics, version, values, time.time())
+
+    async def _evaluate_env(self, env_name: str, version: int) -> dict[str, float]:
+        examples = self._envs[env_name].examples("eval")[: self._config.num_examples]
+        results = await together(
+            self._one(Pick(env_name, example), number, version)
+            for example in examples
+            for number in range(self._config.rollouts_per_example)
+        )
+        rollouts = [rollout for rollout in results if rollout is not None]
+        if not rollouts:
+            logger.warning("eval of version %d: no rollout of %s succeeded", version, env_name)
+            return {}
+        prefix = f"eval/{env_name}"
+        return {
+            f"{prefix}/reward": mean([rollout.reward for rollout in rollouts]),
+            f"{prefix}/num_failed": len(results) - len(rollouts),
+            **outcome_metrics(prefix, rollouts),
+        }
+
+    async def _one(self, pick: Pick, number: int, version: int) -> Rollout | None:
+        """One rollout, with the same seed at every version; None when it failed, which the run survives."""
+        seed = derive_seed(self._seed, "eval", pick.env_name, pick.example.id, number)
+        try:
+            return await self._worker.rollout(pick, seed, version)
+        except AccessDenied:
+            raise
+        except Exception as error:  # whatever an environment raises is its own affair
+            logger.warning("eval of version %d, %s: %s", version, pick.example.id, error)
+            return None

@@ -1,0 +1,216 @@
+"""The orchestrator of one run: rollouts in, one batch file a step out. Reads top to bottom: parse, build, loop, end.
+
+    python -m prime_rl.orchestrator.orchestrator @ OUTPUT_DIR/run_a/control/orch.toml [--a.b value]
+
+`orchestrate` is the run's whole life. Around it a guard looks five times a second whether the run was evicted, deleted
+or told to stop, so no wait outlasts that. The last word is the `state` in `control/status.json`: finished, evicted,
+failed or stopped; a crash leaves none, and whoever keeps the process alive may start it again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from prime_rl.configs.base import ConfigError, ConfigProblem, parse_argv
+from prime_rl.configs.orchestrator import OrchestratorConfig
+from prime_rl.contract.layout import LayoutError, OutputDir, RunDir
+from prime_rl.contract.status import RunStatus, StatusWriter, TrainerStatus, is_alive, read_status
+from prime_rl.contract.types import BadBatchError
+from prime_rl.orchestrator.batch import assemble_batch, publish_batch
+from prime_rl.orchestrator.checkpoint import CheckpointError, checkpoint_is_due, find_progress, save_state
+from prime_rl.orchestrator.client import AccessDenied, Endpoint, InferenceClient
+from prime_rl.orchestrator.envs import Environment, load_environment
+from prime_rl.orchestrator.evaluate import Evaluator
+from prime_rl.orchestrator.guard import (
+    GUARD_POLL_S,
+    RunEvicted,
+    RunGone,
+    StopRequested,
+    check_run,
+    guard,
+    run_beside,
+)
+from prime_rl.orchestrator.ledger import GroupLedger
+from prime_rl.orchestrator.policy import PolicyVersions, find_base_model
+from prime_rl.orchestrator.report import Reporter, report_batch
+from prime_rl.orchestrator.rollout import RolloutWorker
+from prime_rl.orchestrator.sampler import ExampleSampler
+from prime_rl.orchestrator.scheduler import RunFailed, Scheduler
+from prime_rl.orchestrator.tokenizer import ChatTokenizer, TokenizerError
+from prime_rl.utils.logger import setup_logger
+from prime_rl.utils.signals import StopFlag
+from prime_rl.utils.watch import Watcher
+
+logger = logging.getLogger("orchestrator")
+
+
+async def orchestrate(config: OrchestratorConfig, run: RunDir, reporter: Reporter) -> None:
+    """Make every batch of the run, then wait until its last update is published (and evaluated, if asked for)."""
+    # -- what the run needs ----
+    for folder in (run.rollouts, run.broadcast, run.checkpoints, run.metrics):
+        folder.mkdir(exist_ok=True)  # not their parents: a deleted run is not made again
+    seq_len = config.seq_len or await trainer_seq_len(run, reporter)
+    tokenizer = ChatTokenizer.load(config.model.name)
+    envs = load_envs(config)
+    progress = find_progress(run)
+    reporter.update(step=progress.step)
+
+    # -- who does what ----
+    client = InferenceClient(
+        Endpoint(run.path.parent, config.client.base_url),
+        api_key=os.environ.get(config.client.api_key_var),
+        timeout_s=config.client.timeout_s,
+        max_concurrent_requests=config.client.max_concurrent_requests,
+    )
+    reporter.waiting_on = lambda now: client.trouble
+    policy = PolicyVersions(client, run, await base_model(client, config.model.name))
+    worker = RolloutWorker(
+        client,
+        policy,
+        tokenizer,
+        envs,
+        ExampleSampler(envs, config.seed),
+        config.sampling,
+        seq_len=seq_len,
+        rollouts_per_example=config.rollouts_per_example,
+        seed=config.seed,
+    )
+    ledger = GroupLedger(
+        step=progress.step + 1,
+        next_index=progress.next_index,
+        groups_per_batch=config.batch_size // config.rollouts_per_example,
+        max_steps=config.max_steps,
+        max_async_level=config.max_async_level,
+    )
+    max_groups = max(1, config.client.max_concurrent_requests // config.rollouts_per_example)
+    watcher = Watcher([run.broadcast], rescan_s=config.watch.rescan_s, kind=config.watch.kind)
+    scheduler = Scheduler(run, ledger, worker.group, client, policy, watcher, max_groups=max_groups)
+    evaluator = Evaluator(config, run, worker, policy, envs) if config.eval else None
+    reporter.waiting_on = scheduler.waiting_on
+    reporter.figures = lambda: {"policy_version": policy.version, "num_in_flight": ledger.num_in_flight}
+
+    # -- the run ----
+    async def make_batches() -> None:
+        await policy.forget_leftovers()
+        await scheduler.start()
+        reporter.update(state="running")
+        while ledger.step <= config.max_steps:
+            check_run(run)
+            step = ledger.step
+            groups = await scheduler.next_groups()
+            batch = assemble_batch(
+                run.run_id, step, groups, advantage=config.advantage, temperature=config.sampling.temperature
+            )
+            if checkpoint_is_due(step, config.ckpt, config.max_steps):
+                save_state(run, batch)
+            publish_batch(run, batch)
+            report_batch(run, step, groups, scheduler, client, reporter)
+        await scheduler.wait_for_version(config.max_steps, serve=evaluator is not None)
+        if evaluator is not None:
+            reporter.waiting_on = lambda now: client.trouble or f"the evaluation of policy version {config.max_steps}"
+            await evaluator.done.wait()
+
+    try:
+        loops = [scheduler.watch_loop(), scheduler.update_policy_loop()] + ([evaluator.loop()] if evaluator else [])
+        await run_beside(make_batches(), *loops)
+    finally:
+        await scheduler.close()
+        watcher.wake()  # a thread waits in it
+        watcher.close()
+        await policy.close()
+        await client.close()
+
+
+def load_envs(config: OrchestratorConfig) -> dict[str, Environment]:
+    """The run's environments by their names in metrics. Raises RunFailed."""
+    try:
+        return {env.name or env.id: load_environment(env, config.seed) for env in config.env}
+    except ValueError as error:
+        raise RunFailed(str(error)) from error
+
+
+async def base_model(client: InferenceClient, wanted: str) -> str:
+    """The name under which inference serves the run's base model; waits until inference answers."""
+    served = await client.list_models()
+    name = find_base_model(wanted, served)
+    if name is None:
+        raise RunFailed(f"inference serves {[model.id for model in served]}, and this run trains {wanted!r}")
+    return name
+
+
+async def trainer_seq_len(run: RunDir, reporter: Reporter) -> int:
+    """What the trainer decides when the run does not; waits until the trainer has said it."""
+    path = OutputDir(run.path.parent).trainer_status
+    while (status := read_status(path, TrainerStatus)) is None or not status.max_seq_len:
+        reporter.waiting_on = lambda now: f"{path} (to know the trainer's seq_len)"
+        await asyncio.sleep(GUARD_POLL_S)
+    return status.max_seq_len
+
+
+async def run_to_the_end(config: OrchestratorConfig, run: RunDir, stop: Callable[[], bool]) -> int:
+    """`orchestrate` under guard, and its last word in the status file. Returns the exit code."""
+    writer = StatusWriter(run.status, RunStatus(run_id=run.run_id, max_steps=config.max_steps))
+    reporter = Reporter(writer)
+    last_word: dict[str, object] = {}
+    try:
+        await run_beside(orchestrate(config, run, reporter), guard(run, stop, reporter.tick))
+        last_word = {"state": "finished"}
+        logger.info("finished: %d steps", config.max_steps)
+    except StopRequested:
+        last_word = {"state": "stopped"}
+        logger.info("stopped as asked")
+    except RunEvicted as error:
+        last_word = {"state": "evicted", "reason": str(error)}
+    except (RunFailed, AccessDenied, TokenizerError, CheckpointError, BadBatchError) as error:
+        last_word = {"state": "failed", "reason": str(error)}
+    except RunGone as error:
+        logger.info("%s: nothing left to do", error)
+    except Exception as error:
+        if not run.path.is_dir():  # whatever failed, failed because of that
+            logger.info("%s is gone: nothing left to do", run.path)
+        else:
+            last_word = {"reason": f"{type(error).__name__}: {error}"}
+            logger.exception("crashed")
+    finally:
+        writer.close(waiting_on=None, num_in_flight=0, **last_word)
+    if "reason" in last_word:
+        print(f"{run.run_id} {writer.status.state}: {last_word['reason']}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def find_run(argv: Sequence[str]) -> RunDir:
+    """The run whose `control/orch.toml` the command line names. Raises ConfigError or LayoutError."""
+    for token, after in zip(argv, [*argv[1:], ""], strict=True):
+        name = after if token == "@" else token[1:] if token.startswith("@") else ""
+        if name:
+            run_path = Path(name).absolute().parent.parent
+            return OutputDir(run_path.parent).run(run_path.name)
+    raise ConfigError("command line", [ConfigProblem("", "write @ OUTPUT_DIR/run_<id>/control/orch.toml")])
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    stop = StopFlag().install()
+    argv = sys.argv[1:] if argv is None else argv
+    try:
+        run = find_run(argv)
+        config = parse_argv(OrchestratorConfig, argv)
+    except (ConfigError, LayoutError) as error:
+        print(f"orchestrator: {error}", file=sys.stderr)
+        return 2
+    setup_logger("orchestrator", config.log.level)
+    status = read_status(run.status, RunStatus)
+    if status is not None and is_alive(status, time.time()) and status.pid != os.getpid():
+        print(f"orchestrator: {run.run_id} has one already (pid {status.pid}): stop that first", file=sys.stderr)
+        return 1
+    return asyncio.run(run_to_the_end(config, run, stop))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

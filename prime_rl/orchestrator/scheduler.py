@@ -1,0 +1,231 @@
+"""Keeps groups in flight, and the policy that makes them fresh.
+
+`update_policy_loop` notices what the trainer publishes, has inference load it and switches over without stopping
+generation. Groups start as soon as the ledger allows and the request limit has room; the entry file takes finished ones
+batch by batch. What is being waited for is always known (`wait`), for the status file and for the time account.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+from prime_rl.contract.layout import RunDir, list_steps, stable_marker
+from prime_rl.orchestrator.client import InferenceClient, RequestRefused
+from prime_rl.orchestrator.ledger import GroupLedger
+from prime_rl.orchestrator.metrics import Phase, PhaseClock
+from prime_rl.orchestrator.policy import PolicyVersions
+from prime_rl.orchestrator.rollout import Group, GroupFailed
+from prime_rl.utils.watch import Watcher
+
+logger = logging.getLogger(__name__)
+
+# A run whose groups mostly fail learns nothing; a few failures in a window of this many are survived.
+FAILURE_WINDOW = 20
+# A server that is full takes an adapter as soon as another run lets one go; one that refuses for this long never will.
+LOAD_REFUSED_LIMIT_S = 120.0
+LOAD_RETRY_S = 1.0
+
+
+class RunFailed(RuntimeError):
+    """The run cannot go on, and starting it again would not help. The message says why."""
+
+
+class Scheduler:
+    """The run's groups from start to batch, and its policy version.
+
+    Args:
+        make_group: makes the group of one index; raises GroupFailed.
+        max_groups: groups in flight at one time.
+    """
+
+    def __init__(
+        self,
+        run: RunDir,
+        ledger: GroupLedger,
+        make_group: Callable[[int], Awaitable[Group]],
+        client: InferenceClient,
+        policy: PolicyVersions,
+        watcher: Watcher,
+        *,
+        max_groups: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.ledger = ledger
+        self.phases = PhaseClock(clock)
+        self.published = 0
+        self._run = run
+        self._make_group = make_group
+        self._client = client
+        self._policy = policy
+        self._watcher = watcher
+        self._max_groups = max_groups
+        self._clock = clock
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._outcomes: deque[bool] = deque(maxlen=FAILURE_WINDOW)
+        self._failure: BaseException | None = None
+        self._changed = asyncio.Condition()
+        self._refused_since: float | None = None
+        self._refusal: str | None = None
+        self._final_version: int | None = None
+        self._serve_final = False
+        client.on_change = self.note_phase
+
+    async def start(self) -> None:
+        """Begin with the newest policy that there is, not with the base model."""
+        await self.notice_published()
+        if self._switch_is_due():
+            await self.switch_policy()
+
+    # -- the policy ----
+
+    async def watch_loop(self) -> None:
+        """Look at the broadcast folder at every hint and every rescan."""
+        while True:
+            await self.notice_published()
+            await asyncio.to_thread(self._watcher.wait)
+
+    async def notice_published(self) -> None:
+        """Look once which version the trainer has published."""
+        steps = list_steps(self._run.broadcast, stable_only=True)
+        if steps and steps[-1] > self.published:
+            self.published = steps[-1]
+            await self._notify()
+
+    async def update_policy_loop(self) -> None:
+        """Switch to the newest published version whenever there is one, as long as something is generated with it."""
+        while True:
+            async with self._changed:
+                await self._changed.wait_for(self._switch_is_due)
+            await self.switch_policy()
+
+    async def switch_policy(self) -> None:
+        """Have inference load the newest published version and use it from now on. Raises RunFailed in the end."""
+        version = self.published
+        try:
+            await self._policy.switch_to(version)
+        except RequestRefused as error:
+            self._note_refusal(version, str(error))
+            await asyncio.sleep(LOAD_RETRY_S)
+            return
+        self._refused_since = self._refusal = None
+        self._fill()
+        await self._notify()
+
+    async def wait_for_version(self, version: int, *, serve: bool) -> None:
+        """After the last batch: until the trainer has published `version` and, with `serve`, inference serves it."""
+        self._final_version = version
+        self._serve_final = serve
+        self.note_phase()
+        await self._notify()
+        async with self._changed:
+            await self._changed.wait_for(lambda: (self._policy.version if serve else self.published) >= version)
+
+    def _switch_is_due(self) -> bool:
+        needed = self._serve_final or self.ledger.step <= self.ledger.max_steps
+        return needed and self.published > self._policy.version
+
+    def _note_refusal(self, version: int, error: str) -> None:
+        self._refused_since = self._refused_since or self._clock()
+        self._refusal = f"inference to take {self._policy.model_name(version)} ({error})"
+        if self._clock() - self._refused_since > LOAD_REFUSED_LIMIT_S:
+            raise RunFailed(f"waited {LOAD_REFUSED_LIMIT_S:g} s in vain for {self._refusal}")
+        logger.warning("waiting for %s", self._refusal)
+        self.note_phase()
+
+    # -- groups ----
+
+    async def next_groups(self) -> list[Group]:
+        """The groups of the next batch, in example order. Raises RunFailed, or what is wrong with the whole run."""
+        self._fill()
+        async with self._changed:
+            while (groups := self.ledger.take()) is None:
+                if self._failure is not None:
+                    raise self._failure
+                self._fill()  # a group may have been dropped
+                await self._changed.wait()
+        self._fill()
+        return groups
+
+    async def close(self) -> None:
+        """Stop all generation."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _fill(self) -> None:
+        while self.ledger.num_in_flight < self._max_groups and self.ledger.may_start(self._policy.version):
+            task = asyncio.get_running_loop().create_task(self._run_group(self.ledger.start()))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+        self.note_phase()
+
+    async def _run_group(self, index: int) -> None:
+        try:
+            self.ledger.finish(await self._make_group(index))
+            self._outcomes.append(True)
+        except GroupFailed as error:
+            self._drop_failed(index, error)
+        except Exception as error:  # handed to whoever waits for a batch: a task has no caller
+            self._failure = error
+        self._fill()
+        await self._notify()
+
+    def _drop_failed(self, index: int, error: GroupFailed) -> None:
+        logger.warning("group %d dropped: %s", index, error)
+        self.ledger.drop(index)
+        self._outcomes.append(False)
+        num_failed = self._outcomes.count(False)
+        if num_failed > FAILURE_WINDOW / 2:
+            self._failure = RunFailed(f"{num_failed} of the last {len(self._outcomes)} groups failed; last: {error}")
+
+    async def _notify(self) -> None:
+        async with self._changed:
+            self._changed.notify_all()
+
+    # -- what is waited for ----
+
+    @property
+    def phase(self) -> Phase:
+        if self._client.trouble:
+            return "wait_for_inference"
+        if self.ledger.num_in_flight:
+            return "generate"
+        return "wait_for_inference" if self._refusal else "wait_for_policy"
+
+    def note_phase(self) -> None:
+        self.phases.switch(self.phase)
+
+    def waiting_on(self, now: float) -> str | None:
+        """The sentence for the status file; None while groups are being made. `now` is Unix seconds."""
+        if self._client.trouble:
+            return self._client.trouble
+        if self.ledger.num_in_flight:
+            return None
+        if self._refusal:
+            return self._refusal
+        needed = self._final_version or self.ledger.version_needed
+        if needed is None or needed <= self.published:
+            return None
+        return describe_policy_wait(needed, self.published, _published_at(self._run.broadcast_dir(self.published)), now)
+
+
+def describe_policy_wait(needed: int, have: int, published_at: float | None, now: float) -> str:
+    """E.g. "policy version 7 (have 6), trainer last updated 40 s ago". Coarse, as every new sentence is a write."""
+    sentence = f"policy version {needed} (have {have})"
+    if published_at is None:
+        return f"{sentence}, trainer has not updated yet"
+    age_s = max(0, int(now - published_at))
+    age = "under 10 s" if age_s < 10 else f"{age_s // 10 * 10} s"
+    return f"{sentence}, trainer last updated {age} ago"
+
+
+def _published_at(step_dir: Path) -> float | None:
+    try:
+        return stable_marker(step_dir).stat().st_mtime
+    except OSError:
+        return None

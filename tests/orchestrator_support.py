@@ -1,0 +1,275 @@
+"""Helpers of the orchestrator's tests: a tokenizer, run folders, a stand-in trainer, an inference server to break.
+
+`FakeInference` speaks the HTTP of the real servers but generates nothing: its "completions" are the version that was
+asked for, as a token, and some letters. It is there to inject faults and to control who finishes when; that the real
+servers understand the orchestrator is shown in tests/integration.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+import uvicorn
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from prime_rl.configs.base import build, merge
+from prime_rl.configs.orchestrator import OrchestratorConfig, SamplingConfig
+from prime_rl.contract.files import mark_stable, staged_dir
+from prime_rl.contract.layout import RunDir, list_rollout_steps, list_steps, parse_adapter_name
+from prime_rl.orchestrator.client import Endpoint, InferenceClient
+from prime_rl.orchestrator.envs.base import Environment, Example, Outcome, Policy, Split
+from prime_rl.orchestrator.policy import PolicyVersions
+from prime_rl.orchestrator.rollout import RolloutWorker
+from prime_rl.orchestrator.sampler import ExampleSampler
+from prime_rl.orchestrator.tokenizer import ChatTokenizer
+
+CHATML = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content | trim }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+SPECIALS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+# Token ids of the specials come first, then one id a byte.
+IM_END = 2
+FIRST_BYTE = len(SPECIALS)
+DEADLINE_S = 20.0
+
+
+def make_model(folder: Path) -> Path:
+    """A model folder as far as the orchestrator reads it: byte tokenizer and chat template."""
+    folder.mkdir(parents=True, exist_ok=True)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {text: i for i, text in enumerate([*SPECIALS, *alphabet])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(SPECIALS)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "chat_template.jinja").write_text(CHATML)
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|im_end|>"}))
+    return folder
+
+
+def run_config(model: Path, **over: Any) -> OrchestratorConfig:
+    return build(OrchestratorConfig, config_data(model, **over), "test")
+
+
+def config_data(model: Path, **over: Any) -> dict[str, Any]:
+    base: dict[str, Any] = {
+        "batch_size": 4,
+        "rollouts_per_example": 2,
+        "seq_len": 256,
+        "max_steps": 3,
+        "model": {"name": str(model)},
+        "sampling": {"max_tokens": 16},
+        "env": [{"id": "reverse-text", "args": {"num_examples": 20, "num_eval_examples": 4}}],
+        "watch": {"rescan_s": 0.2},
+    }
+    return merge(base, over)
+
+
+def make_run(output_dir: Path, run_id: str = "run_a") -> RunDir:
+    """An empty run folder with control/ in it."""
+    run = RunDir(output_dir / run_id)
+    run.control.mkdir(parents=True)
+    return run
+
+
+def write_toml(run: RunDir, data: Mapping[str, Any]) -> Path:
+    path = run.control / "orch.toml"
+    path.write_text(tomli_w.dumps(data))
+    return path
+
+
+def publish(run: RunDir, version: int) -> None:
+    """What a trainer does with a new policy version, without weights."""
+    run.broadcast.mkdir(exist_ok=True)
+    with staged_dir(run.broadcast_dir(version)) as folder:
+        (folder / "adapter_config.json").write_text("{}")
+        mark_stable(folder)
+
+
+async def stand_in_trainer(run: RunDir, publish: Callable[[RunDir, int], None] = publish, keep: int = 100) -> None:
+    """Publishes a version for every batch that it finds, for ever; never ahead of the batches."""
+    while True:
+        done = max(list_steps(run.broadcast, stable_only=True), default=0)
+        if done + 1 in list_rollout_steps(run):
+            publish(run, done + 1)
+        await asyncio.sleep(0.01)
+
+
+class FakeInference:
+    """An ASGI app. What it got is in `requests`; how it behaves is set by the attributes.
+
+    Attributes:
+        gate: awaited by every completion with its request body; a test lets it go when it likes.
+        faults: for each coming request (path, body) -> HTTP status to answer with, or None to answer properly.
+    """
+
+    def __init__(self, model: Path) -> None:
+        self.model = str(model)
+        self.adapters: dict[str, str] = {}
+        self.requests: list[tuple[str, dict[str, Any]]] = []
+        self.num_unknown = 0
+        self.num_loads = 0
+        self.gate: Callable[[dict[str, Any]], Awaitable[None]] | None = None
+        self.fault: Callable[[str, dict[str, Any]], int | None] = lambda path, body: None
+        self.api_key: str | None = None
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "http":
+            return
+        data = b""
+        while True:
+            event = await receive()
+            data += event.get("body", b"")
+            if not event.get("more_body"):
+                break
+        body = json.loads(data) if data else {}
+        path = scope["path"]
+        self.requests.append((path, body))
+        status, answer = await self._answer(path, body, dict(scope["headers"]))
+        payload = json.dumps(answer).encode()
+        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(payload)).encode())]
+        await send({"type": "http.response.start", "status": status, "headers": headers})
+        await send({"type": "http.response.body", "body": payload})
+
+    async def _answer(self, path: str, body: dict[str, Any], headers: dict[bytes, bytes]) -> tuple[int, Any]:
+        if self.api_key is not None and headers.get(b"authorization") != f"Bearer {self.api_key}".encode():
+            return 401, _error("invalid API key")
+        if (status := self.fault(path, body)) is not None:
+            return status, _error(f"injected {status}")
+        if path == "/v1/models":
+            return 200, {"data": [{"id": name} for name in [self.model, *self.adapters]]}
+        if path == "/v1/load_lora_adapter":
+            return self._load(body)
+        if path == "/v1/unload_lora_adapter":
+            return (200, "ok") if self.adapters.pop(body["lora_name"], None) else (404, _error("no such adapter"))
+        if path == "/v1/completions":
+            return await self._complete(body)
+        return 404, _error("no such route")
+
+    def _load(self, body: dict[str, Any]) -> tuple[int, Any]:
+        name, path = body["lora_name"], body["lora_path"]
+        if name in self.adapters:
+            return 400, _error(f"{name} has already been loaded")
+        if not (Path(path) / "STABLE").exists():
+            return 400, _error(f"{path} is no adapter")
+        self.num_loads += 1
+        self.adapters[name] = path
+        return 200, "ok"
+
+    async def _complete(self, body: dict[str, Any]) -> tuple[int, Any]:
+        name = body["model"]
+        if not self._knows(name):
+            return 404, _error(f"The model {name!r} does not exist.")
+        if self.gate is not None:
+            await self.gate(body)
+        if not self._knows(name):  # unloaded while in use
+            return 404, _error(f"The model {name!r} does not exist.")
+        token_ids = [version_token(name), FIRST_BYTE + 65 + body["seed"] % 26, IM_END]
+        token_ids = token_ids[: body["max_tokens"]]
+        choice = {
+            "token_ids": token_ids,
+            "logprobs": {"token_logprobs": [-0.5] * len(token_ids)},
+            "finish_reason": "stop" if token_ids[-1] == IM_END else "length",
+            "text": "",
+        }
+        return 200, {"choices": [choice] * body["n"]}
+
+    def _knows(self, name: str) -> bool:
+        if name == self.model or name in self.adapters:
+            return True
+        self.num_unknown += 1
+        return False
+
+
+def version_token(model: str) -> int:
+    """The token by which a fake completion says which version made it."""
+    parsed = parse_adapter_name(model)
+    return FIRST_BYTE + (parsed[1] if parsed else 0)
+
+
+def _error(message: str) -> dict[str, Any]:
+    return {"error": {"message": message}}
+
+
+class _Server(uvicorn.Server):
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield  # the signals of the tests are theirs
+
+
+@contextlib.asynccontextmanager
+async def serving(app: Any, port: int = 0) -> AsyncIterator[str]:
+    """Serve `app` over real HTTP within this event loop; the value is the base URL."""
+    config = uvicorn.Config(app, host="127.0.0.1", port=port, log_level="warning", lifespan="off", ws="none")
+    server = _Server(config)
+    task = asyncio.create_task(server.serve())
+    await until(lambda: server.started or task.done(), "the server to start")
+    try:
+        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}/v1"
+    finally:
+        server.force_exit = server.should_exit = True
+        await task
+
+
+async def until(condition: Callable[[], bool], what: str, deadline_s: float = DEADLINE_S) -> None:
+    """Poll until `condition()` holds; fails with `what` at the deadline."""
+    end = asyncio.get_running_loop().time() + deadline_s
+    while not condition():
+        assert asyncio.get_running_loop().time() < end, f"waited in vain for {what}"
+        await asyncio.sleep(0.01)
+
+
+class TalkEnv:
+    """An environment of `num_turns` turns; `on_rollout` may raise or wait. The reward tells the examples apart."""
+
+    id = "talk"
+
+    def __init__(
+        self,
+        num_examples: int = 10,
+        num_turns: int = 1,
+        on_rollout: Callable[[Example], None] = lambda example: None,
+    ) -> None:
+        self._examples = [Example(f"e{i}", [{"role": "user", "content": f"q{i}"}], "") for i in range(num_examples)]
+        self._num_turns = num_turns
+        self._on_rollout = on_rollout
+        self.answers: list[str] = []
+
+    def examples(self, split: Split) -> Sequence[Example]:
+        return self._examples
+
+    async def rollout(self, example: Example, policy: Policy) -> Outcome:
+        self._on_rollout(example)
+        messages = list(example.messages)
+        for turn in range(self._num_turns):
+            answer = await policy.complete(messages)
+            self.answers.append(answer)
+            messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": f"more {turn}"}]
+        return Outcome(0.5, {"turns": float(self._num_turns)})
+
+
+def make_client(url: str, output_dir: Path, **over: Any) -> InferenceClient:
+    return InferenceClient(Endpoint(output_dir, url), backoff_start_s=0.01, **over)
+
+
+def make_worker(
+    client: InferenceClient, policy: PolicyVersions, model: Path, envs: Mapping[str, Environment], **over: Any
+) -> RolloutWorker:
+    settings = {"seq_len": 256, "rollouts_per_example": 2, "seed": 1, **over}
+    return RolloutWorker(
+        client,
+        policy,
+        ChatTokenizer.load(str(model)),
+        envs,
+        ExampleSampler(envs, settings["seed"]),
+        SamplingConfig(max_tokens=8),
+        **settings,
+    )

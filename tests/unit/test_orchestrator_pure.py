@@ -1,0 +1,305 @@
+"""Advantages, example order, batches, progress: what the orchestrator decides without talking to anybody."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from prime_rl.configs.orchestrator import AdvantageConfig, CkptConfig
+from prime_rl.contract.files import mark_stable
+from prime_rl.contract.layout import RunDir
+from prime_rl.contract.types import BadBatchError, read_batch
+from prime_rl.orchestrator.advantage import EPSILON, compute_advantages
+from prime_rl.orchestrator.batch import assemble_batch, publish_batch
+from prime_rl.orchestrator.checkpoint import (
+    CheckpointError,
+    Progress,
+    checkpoint_is_due,
+    find_progress,
+    save_state,
+)
+from prime_rl.orchestrator.evaluate import next_due
+from prime_rl.orchestrator.ledger import GroupLedger
+from prime_rl.orchestrator.metrics import PhaseClock, batch_metrics, last_eval_step, write_metrics
+from prime_rl.orchestrator.rollout import Group, Rollout, derive_seed
+from prime_rl.orchestrator.sampler import ExampleSampler
+from prime_rl.orchestrator.scheduler import describe_policy_wait
+from tests.orchestrator_support import TalkEnv, make_run
+
+REWARDS = st.lists(st.floats(0, 1), min_size=1, max_size=16)
+
+
+def a_rollout(reward: float = 0.5, version: int = 0, num_completion: int = 2) -> Rollout:
+    return Rollout(
+        token_ids_T=[7] * 3 + [8] * num_completion,
+        loss_mask_T=[False] * 3 + [True] * num_completion,
+        logprobs_T=[0.0] * 3 + [-1.0] * num_completion,
+        reward=reward,
+        metrics={"exact_match": float(reward == 1)},
+        oldest_version=version,
+        num_prompt_tokens=3,
+        truncated=False,
+    )
+
+
+def a_group(index: int, rewards: list[float] | None = None, version: int = 0, env: str = "talk") -> Group:
+    return Group(index, env, f"{env}/e{index}", [a_rollout(r, version) for r in rewards or [0.0, 1.0]])
+
+
+@given(REWARDS)
+def test_grpo_advantages_equal_numpy(rewards: list[float]) -> None:
+    array = np.array(rewards)
+    expected = (array - array.mean()) / (array.std() + EPSILON)
+    np.testing.assert_allclose(compute_advantages(rewards, AdvantageConfig(type="grpo")), expected, atol=1e-6)
+
+
+@given(REWARDS)
+def test_mean_advantages_equal_numpy_and_sum_to_zero(rewards: list[float]) -> None:
+    advantages = compute_advantages(rewards, AdvantageConfig(type="mean"))
+    np.testing.assert_allclose(advantages, np.array(rewards) - np.mean(rewards), atol=1e-12)
+    assert abs(sum(advantages)) < 1e-9
+
+
+def test_equal_rewards_give_zero_not_nan() -> None:
+    assert compute_advantages([0.3] * 4, AdvantageConfig(type="grpo")) == pytest.approx([0.0] * 4, abs=1e-9)
+
+
+def test_each_epoch_has_every_example_once_and_its_own_order() -> None:
+    sampler = ExampleSampler({"talk": TalkEnv(num_examples=12)}, seed=5)
+    epochs = [[sampler.pick(e * 12 + i).example.id for i in range(12)] for e in range(3)]
+    assert all(sorted(epoch) == sorted(epochs[0]) for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) == 3
+
+
+def test_example_order_is_a_function_of_seed_and_index() -> None:
+    envs = {"a": TalkEnv(num_examples=7), "b": TalkEnv(num_examples=3)}
+    first = [ExampleSampler(envs, 9).pick(i) for i in range(40)]
+    sampler = ExampleSampler(envs, 9)
+    assert [sampler.pick(i) for i in reversed(range(40))] == first[::-1]  # whatever was asked before
+    assert [ExampleSampler(envs, 10).pick(i) for i in range(40)] != first
+
+
+def test_environments_are_sampled_in_equal_parts() -> None:
+    sampler = ExampleSampler({"a": TalkEnv(num_examples=50), "b": TalkEnv(num_examples=2)}, seed=0)
+    names = [sampler.pick(i).env_name for i in range(20)]
+    assert names.count("a") == names.count("b") == 10
+
+
+def test_an_environment_without_examples_is_refused() -> None:
+    with pytest.raises(ValueError, match="env empty"):
+        ExampleSampler({"empty": TalkEnv(num_examples=0)}, seed=0)
+
+
+def test_seeds_differ_by_every_part() -> None:
+    seeds = {derive_seed(run, "train", index, number) for run in (1, 2) for index in range(50) for number in range(4)}
+    assert len(seeds) == 400
+    assert all(0 <= seed < 2**31 for seed in seeds)
+    assert derive_seed(1, "train", 3, 0) == derive_seed(1, "train", 3, 0)
+
+
+def test_a_batch_holds_all_samples_in_order_with_advantages_of_their_own_group() -> None:
+    groups = [a_group(4, [0.0, 1.0]), a_group(6, [0.5, 0.5], version=1)]
+    batch = assemble_batch("run_a", 3, groups, advantage=AdvantageConfig(type="mean"), temperature=0.7)
+    assert [sample.advantage for sample in batch.samples] == [-0.5, 0.5, 0.0, 0.0]
+    assert [sample.example_id for sample in batch.samples] == ["talk/e4", "talk/e4", "talk/e6", "talk/e6"]
+    assert [sample.policy_version for sample in batch.samples] == [0, 0, 1, 1]
+    assert batch.samples[0].loss_mask == [False, False, False, True, True]
+    assert batch.samples[0].temperature == 0.7
+    assert batch.sampler_state == {"next_index": 7}
+
+
+def test_a_batch_is_never_written_twice(tmp_path: Path) -> None:
+    run = ready_run(tmp_path)
+    batch = assemble_batch("run_a", 1, [a_group(0)], advantage=AdvantageConfig(), temperature=1.0)
+    publish_batch(run, batch)
+    written = run.rollout_file(1).read_bytes()
+    other = assemble_batch("run_a", 1, [a_group(9)], advantage=AdvantageConfig(), temperature=1.0)
+    with pytest.raises(FileExistsError, match="second orchestrator"):
+        publish_batch(run, other)
+    assert run.rollout_file(1).read_bytes() == written
+    assert read_batch(run.rollout_file(1)) == batch
+
+
+# -- the ledger: which group goes into which batch, which may start ----
+
+
+def a_ledger(k: int = 0, groups_per_batch: int = 2, max_steps: int = 3) -> GroupLedger:
+    return GroupLedger(step=1, next_index=0, groups_per_batch=groups_per_batch, max_steps=max_steps, max_async_level=k)
+
+
+def fill(ledger: GroupLedger, version: int) -> list[int]:
+    started = []
+    while ledger.may_start(version):
+        started.append(ledger.start())
+    return started
+
+
+@pytest.mark.parametrize("k", [0, 1, 3])
+def test_no_more_than_k_plus_one_batches_are_started_ahead(k: int) -> None:
+    ledger = a_ledger(k, groups_per_batch=2, max_steps=100)
+    assert len(fill(ledger, version=0)) == 2 * (k + 1)
+    assert ledger.version_needed == 1
+    assert len(fill(ledger, version=5)) == 2 * 5
+
+
+def test_nothing_is_started_for_batches_beyond_the_last_and_no_version_is_needed_for_them() -> None:
+    ledger = a_ledger(k=9, groups_per_batch=2, max_steps=3)
+    assert len(fill(ledger, version=0)) == 6
+    assert ledger.all_started and ledger.version_needed is None
+
+
+def test_batches_take_groups_in_example_order_whoever_finishes_first() -> None:
+    ledger = a_ledger(k=1)
+    fill(ledger, 0)
+    for index in (3, 1, 2):
+        ledger.finish(a_group(index))
+    assert ledger.take() is None
+    ledger.finish(a_group(0))
+    assert [group.index for group in ledger.take() or []] == [0, 1]
+    assert [group.index for group in ledger.take() or []] == [2, 3]
+    assert ledger.step == 3
+
+
+def test_a_dropped_group_is_replaced_by_a_later_one() -> None:
+    ledger = a_ledger(k=0)
+    fill(ledger, 0)
+    ledger.drop(0)
+    assert fill(ledger, 0) == [2]
+    ledger.finish(a_group(1))
+    ledger.finish(a_group(2))
+    assert [group.index for group in ledger.take() or []] == [1, 2]
+    assert ledger.num_dropped == 1
+
+
+def test_stale_groups_are_dropped_and_counted_never_put_into_a_batch() -> None:
+    ledger = GroupLedger(step=4, next_index=0, groups_per_batch=2, max_steps=9, max_async_level=1)
+    assert fill(ledger, version=3)[:4] == [0, 1, 2, 3]
+    for index, version in enumerate([1, 2, 1, 3]):
+        ledger.finish(a_group(index, version=version))
+    assert [group.index for group in ledger.take() or []] == [1, 3]
+    assert ledger.num_dropped == 2
+
+
+def test_the_wait_for_a_policy_is_named() -> None:
+    assert describe_policy_wait(7, 6, 1000.0, 1047.0) == "policy version 7 (have 6), trainer last updated 40 s ago"
+    assert describe_policy_wait(7, 6, 1000.0, 1003.0).endswith("trainer last updated under 10 s ago")
+    assert describe_policy_wait(1, 0, None, 5.0) == "policy version 1 (have 0), trainer has not updated yet"
+
+
+# -- where a run goes on ----
+
+
+def ready_run(tmp_path: Path) -> RunDir:
+    run = make_run(tmp_path)
+    for folder in (run.rollouts, run.checkpoints, run.metrics):
+        folder.mkdir()
+    return run
+
+
+def write_step(run: RunDir, step: int, next_index: int, *, checkpoint: bool = False) -> None:
+    batch = assemble_batch("run_a", step, [a_group(next_index - 1)], advantage=AdvantageConfig(), temperature=1.0)
+    if checkpoint:
+        save_state(run, batch)
+    publish_batch(run, batch)
+
+
+def test_a_new_run_starts_at_the_beginning(tmp_path: Path) -> None:
+    assert find_progress(make_run(tmp_path)) == Progress(0, 0)
+
+
+def test_goes_on_after_the_newest_batch(tmp_path: Path) -> None:
+    run = ready_run(tmp_path)
+    write_step(run, 1, 2)
+    write_step(run, 2, 5)
+    run.rollout_dir(3).mkdir()  # made, not filled
+    assert find_progress(run) == Progress(2, 5)
+
+
+def test_goes_on_after_a_stable_checkpoint_whose_batches_are_gone(tmp_path: Path) -> None:
+    run = ready_run(tmp_path)
+    write_step(run, 4, 9, checkpoint=True)
+    run.rollout_file(4).unlink()
+    mark_stable(run.checkpoint_dir(4))
+    assert find_progress(run) == Progress(4, 9)
+
+
+def test_a_checkpoint_without_stable_says_nothing(tmp_path: Path) -> None:
+    run = ready_run(tmp_path)
+    write_step(run, 3, 6)
+    write_step(run, 4, 9, checkpoint=True)
+    run.rollout_file(4).unlink()  # killed between the state file and the batch file
+    assert find_progress(run) == Progress(3, 6)
+
+
+@pytest.mark.parametrize("text", ["", "{}", '{"version": 99, "step": 4, "sampler_state": {"next_index": 1}}'])
+def test_a_damaged_state_is_an_error_that_names_the_file(tmp_path: Path, text: str) -> None:
+    run = ready_run(tmp_path)
+    write_step(run, 4, 9, checkpoint=True)
+    run.rollout_file(4).unlink()
+    mark_stable(run.checkpoint_dir(4))
+    (run.orchestrator_checkpoint(4) / "state.json").write_text(text)
+    with pytest.raises(CheckpointError, match=r"state\.json"):
+        find_progress(run)
+
+
+def test_a_damaged_batch_is_an_error_that_names_the_file(tmp_path: Path) -> None:
+    run = ready_run(tmp_path)
+    run.rollout_dir(1).mkdir()
+    run.rollout_file(1).write_bytes(b"\x93")
+    with pytest.raises(BadBatchError, match=r"rollouts\.msgpack"):
+        find_progress(run)
+
+
+def test_checkpoints_are_due_at_the_interval_and_at_the_end() -> None:
+    config = CkptConfig(interval=4)
+    assert [step for step in range(1, 11) if checkpoint_is_due(step, config, 10)] == [4, 8, 10]
+
+
+# -- figures ----
+
+
+def test_metrics_of_a_batch() -> None:
+    groups = [a_group(0, [0.0, 1.0], version=1, env="x"), a_group(1, [1.0, 1.0], version=2, env="y")]
+    time_s = {"generate": 3.0, "wait_for_policy": 1.0, "wait_for_inference": 0.0}
+    values = batch_metrics(3, groups, time_s, num_dropped=2, num_tokens=80)
+    assert values["reward/mean"] == 0.75
+    assert values["reward/std"] == pytest.approx(np.std([0, 1, 1, 1]))
+    assert (values["reward/x"], values["reward/y"]) == (0.5, 1.0)
+    assert values["env/x/exact_match"] == 0.5
+    assert (values["async_level/max"], values["async_level/mean"]) == (1, 0.5)
+    assert (values["completion_len/mean"], values["prompt_len/mean"], values["truncated/mean"]) == (2, 3, 0)
+    assert (values["time/step"], values["tokens_per_s"], values["groups_dropped"]) == (4.0, 20.0, 2)
+
+
+def test_phases_add_up_and_begin_anew_after_a_lap() -> None:
+    now = [0.0]
+    clock = PhaseClock(lambda: now[0])
+    for phase, until_s in (("wait_for_policy", 2.0), ("generate", 5.0)):
+        now[0] = until_s
+        clock.switch(phase)  # type: ignore[arg-type]
+    now[0] = 6.0
+    assert clock.lap() == {"generate": 3.0, "wait_for_policy": 3.0, "wait_for_inference": 0.0}
+    now[0] = 6.5
+    assert clock.lap() == {"generate": 0.5, "wait_for_policy": 0.0, "wait_for_inference": 0.0}
+
+
+def test_metrics_lines_are_json_and_the_newest_evaluation_is_found(tmp_path: Path) -> None:
+    path = tmp_path / "metrics" / "orchestrator.jsonl"
+    assert last_eval_step(path) is None
+    write_metrics(path, 5, {"eval/talk/reward": 0.5}, now=1.0)
+    write_metrics(path, 6, {"reward/mean": float("nan")}, now=2.0)
+    assert last_eval_step(path) == 5
+    assert json.loads(path.read_text().splitlines()[1]) == {"step": 6, "time": 2.0, "reward/mean": None}
+
+
+def test_evaluations_are_due_at_zero_at_the_interval_and_at_the_end() -> None:
+    due = [next_due(None, 4, 10)]
+    while due[-1] < 10:
+        due.append(next_due(due[-1], 4, 10))
+    assert due == [0, 4, 8, 10]
+    assert next_due(5, 4, 10) == 8  # version 4 was skipped, 5 made up for it
