@@ -196,7 +196,7 @@ class HouseReader:
         return RunView(
             run_id=run.run_id,
             state=state,
-            step=slot.step if slot else published,
+            step=max(slot.step if slot else 0, published),
             max_steps=facts.max_steps,
             reward=word.reward if word else None,
             reason=reason,

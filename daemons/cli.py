@@ -1,0 +1,74 @@
+"""`prl`: the one command. Registers the commands and turns errors into one line and an exit code.
+
+Exit codes: 0 done, 1 failed, 2 wrong use, 130 ended by Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+from daemons.actions import ActionError
+from daemons.commands import house, parts
+from daemons.commands.common import UsageError, complain
+from daemons.commands.runs import runs_app
+from daemons.launch import LaunchError
+from prime_rl.configs.base import ConfigError
+from prime_rl.contract.layout import LayoutError
+
+app = typer.Typer(
+    name="prl",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    help="Train many RL runs on one model from one terminal. Start with: prl demo",
+)
+house.register(app)
+app.add_typer(runs_app, name="runs")
+parts.register(app)
+
+
+@app.callback()
+def _root(debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False) -> None:
+    """Train many RL runs on one model from one terminal. Start with: prl demo"""
+
+
+def run(argv: Sequence[str]) -> int:
+    """Run one command; returns the exit code."""
+    debug = "--debug" in argv
+    try:
+        app(args=[arg for arg in argv if arg != "--debug"], prog_name="prl")
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else 1
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # the reader of our output (head, less) has enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except (ActionError, LaunchError, UsageError) as error:
+        return _fail(error, error.exit_code, debug)
+    except (ConfigError, LayoutError) as error:
+        return _fail(error, 2, debug)
+    except (OSError, RuntimeError) as error:
+        return _fail(error, 1, debug)
+    return 0
+
+
+def _fail(error: Exception, exit_code: int, debug: bool) -> int:
+    if debug:
+        raise error
+    complain(str(error))
+    return exit_code
+
+
+def main() -> None:
+    sys.exit(run(sys.argv[1:]))
+
+
+if __name__ == "__main__":
+    main()

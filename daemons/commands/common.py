@@ -1,0 +1,110 @@
+"""What all commands share: options, the choice of the output directory, JSON, tables, a watch loop.
+
+Text from runs is untrusted: it goes through `clean_text` and into `rich.text.Text`, which reads no markup.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from prime_rl.contract.layout import OutputDir
+from prime_rl.utils.text import clean_text, one_line
+
+JSON_VERSION = 1
+DEFAULT_OUTPUT_DIR = Path("outputs")
+WATCH_EVERY_S = 1.0
+# Lets "@ file.toml" and "--a.b value" through to the config parser.
+EXTRA = {"allow_extra_args": True, "ignore_unknown_options": True}
+
+OutputDirOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--output-dir",
+        help="The house. Else PRL_OUTPUT_DIR, else the system file's, else 'outputs'.",
+        show_default=False,
+    ),
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON with a stable form instead of a table.")]
+WatchOption = Annotated[bool, typer.Option("--watch", help="Print again every second until Ctrl-C.")]
+
+
+class UsageError(RuntimeError):
+    """Wrong use of a command: one line, exit code 2."""
+
+    exit_code = 2
+
+
+def choose_output_dir(option: Path | None) -> Path:
+    """--output-dir, else PRL_OUTPUT_DIR, else "outputs"."""
+    return option or Path(os.environ.get("PRL_OUTPUT_DIR") or DEFAULT_OUTPUT_DIR)
+
+
+def choose_output(option: Path | None) -> OutputDir:
+    return OutputDir(choose_output_dir(option))
+
+
+def say(message: str) -> None:
+    """One line of plain text, with nothing in it that a terminal obeys."""
+    print(clean_text(message), flush=True)
+
+
+def complain(message: str) -> None:
+    print(f"prl: {clean_text(message)}", file=sys.stderr, flush=True)
+
+
+def print_json(payload: dict[str, Any]) -> None:
+    print(json.dumps({"version": JSON_VERSION, **payload}, indent=2, default=str), flush=True)
+
+
+def console() -> Console:
+    """A terminal, or a file as wide as its longest line (so nothing is cut off for grep)."""
+    screen = Console(highlight=False, markup=False, emoji=False)
+    return screen if screen.is_terminal else Console(highlight=False, markup=False, emoji=False, width=240)
+
+
+def cell(value: object, limit: int = 160) -> Text:
+    """A table cell of untrusted text; empty for None."""
+    return Text("" if value is None else one_line(str(value), limit))
+
+
+def make_table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> Table:
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for column in columns:
+        table.add_column(
+            column, no_wrap=column != columns[-1], overflow="fold" if column == columns[-1] else "ellipsis"
+        )
+    for row in rows:
+        table.add_row(*[value if isinstance(value, Text) else cell(value) for value in row])
+    return table
+
+
+def number(value: float | None, digits: int = 3) -> str:
+    return "" if value is None else f"{value:.{digits}f}"
+
+
+def watch(render: Callable[[], Any]) -> None:
+    """Show `render()` again and again until Ctrl-C: in place on a terminal, one after another elsewhere."""
+    screen = console()
+    with contextlib.suppress(KeyboardInterrupt):
+        if not screen.is_terminal:
+            while True:
+                screen.print(render())
+                sys.stdout.flush()
+                time.sleep(WATCH_EVERY_S)
+        with Live(render(), console=screen, auto_refresh=False) as live:
+            while True:
+                time.sleep(WATCH_EVERY_S)
+                live.update(render(), refresh=True)

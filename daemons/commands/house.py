@@ -1,0 +1,235 @@
+"""`prl up`, `down`, `status`, `logs`, `restart`: the house as a whole."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.live import Live
+
+from daemons.actions import ActionError
+from daemons.client import House, HouseReader, read_house
+from daemons.commands.common import (
+    EXTRA,
+    JsonOption,
+    OutputDirOption,
+    UsageError,
+    WatchOption,
+    choose_output,
+    console,
+    print_json,
+    say,
+    watch,
+)
+from daemons.commands.views import house_json, house_view
+from prime_rl.contract.files import WaitTimeout, wait_for, write_atomic
+from prime_rl.contract.layout import LayoutError, OutputDir
+from prime_rl.utils.text import clean_text
+
+RESTART_WAIT_S = 60.0
+FOLLOW_EVERY_S = 0.25
+_CHUNK_BYTES = 1_000_000
+
+
+def up(
+    context: typer.Context,
+    output_dir: OutputDirOption = None,
+    foreground: Annotated[bool, typer.Option("--foreground", help="Supervise here until Ctrl-C; no daemon.")] = False,
+) -> None:
+    """Start trainer, inference and the orchestrators of all runs, and keep them alive.
+
+    Example: prl up @ configs/demo/system.toml --inference.port 8001
+    """
+    from daemons import launch, supervisor
+    from daemons.specs import without_nulls
+    from prime_rl.configs.base import build, merge, parse_argv
+    from prime_rl.configs.system import SystemConfig
+    from prime_rl.utils.signals import StopFlag
+
+    stop = StopFlag().install()
+    system = parse_argv(SystemConfig, context.args)
+    chosen = output_dir or (Path(os.environ["PRL_OUTPUT_DIR"]) if os.environ.get("PRL_OUTPUT_DIR") else None)
+    if chosen is not None:
+        place = {"output_dir": str(chosen)}
+        data = without_nulls(system.model_dump(mode="json"))
+        system = build(SystemConfig, merge(data, {**place, "trainer": place, "inference": place}), "command line")
+    output = OutputDir(system.output_dir)
+    lock = launch.prepare(system, output, say)
+    if foreground:
+        raise typer.Exit(supervisor.supervise(output, lock, stop))
+    child = launch.start_supervisor(output, lock)
+    try:
+        with _progress() as look:
+            ready = launch.wait_until_ready(system, output, child, stop=stop, on_look=look)
+    except launch.LaunchError:
+        launch.down(output, timeout_s=_down_timeout_s(system.supervisor.grace_s), say=say, supervisor=child)
+        raise
+    if not ready:
+        launch.down(output, timeout_s=_down_timeout_s(system.supervisor.grace_s), say=say, supervisor=child)
+        raise typer.Exit(130)
+    house = read_house(output.path)
+    url = house.inference.base_url if house.inference else ""
+    say(f"up: {output.path}, {house.max_runs} slots, inference at {url}; prl status shows it, prl down stops it")
+
+
+def _down_timeout_s(grace_s: float) -> float:
+    """Three groups of parts, one after another, and a margin."""
+    return 3 * grace_s + 15.0
+
+
+class _progress:
+    """Shows the wait for readiness: one live line a part on a terminal, a line at each change elsewhere."""
+
+    def __enter__(self) -> Callable[[House], None]:
+        screen = console()
+        self._live = Live(console=screen, auto_refresh=False) if screen.is_terminal else None
+        self._said: list[str] = []
+        if self._live is not None:
+            self._live.start()
+        return self._look
+
+    def __exit__(self, *exc: object) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    def _look(self, house: House) -> None:
+        from rich.text import Text
+
+        from daemons.launch import waits
+
+        lines = [clean_text(line) for line in waits(house)]
+        if self._live is not None:
+            self._live.update(Text("\n".join(lines)), refresh=True)
+        else:
+            for line in lines:
+                if line not in self._said:
+                    say(line)
+            self._said = lines
+
+
+def down(
+    output_dir: OutputDirOption = None,
+    timeout: Annotated[float, typer.Option(help="Seconds a living supervisor may take before it is killed.")] = 90.0,
+) -> None:
+    """Stop everything of a house, and prove that nothing is left.
+
+    Example: prl down --output-dir outputs/demo
+    """
+    from daemons import launch
+
+    output = choose_output(output_dir)
+    was_running = launch.down(output, timeout_s=timeout, say=say)
+    say(f"{output.path}: stopped, nothing is left" if was_running else f"{output.path}: nothing is running")
+
+
+def status(output_dir: OutputDirOption = None, as_json: JsonOption = False, watching: WatchOption = False) -> None:
+    """Show the daemons, the slots, the runs, and what holds them up.
+
+    Example: prl status --watch
+    """
+    reader = HouseReader(choose_output(output_dir).path)
+    if as_json:
+        print_json(house_json(reader.read()))
+    elif watching:
+        watch(lambda: house_view(reader.read()))
+    else:
+        console().print(house_view(reader.read()))
+
+
+def logs(
+    name: Annotated[str, typer.Argument(help="supervisor, trainer, inference, or a run.")],
+    output_dir: OutputDirOption = None,
+    follow: Annotated[bool, typer.Option("-f", "--follow", help="Go on as the log grows, until Ctrl-C.")] = False,
+    num_lines: Annotated[int, typer.Option("-n", "--lines", min=0, help="How many of the last lines.")] = 50,
+) -> None:
+    """Print the log of a daemon or of a run's orchestrator.
+
+    Example: prl logs run_reverse -f
+    """
+    from daemons.process import log_tail
+
+    path = _log_path(choose_output(output_dir), name)
+    if not path.exists() and not follow:
+        raise ActionError(f"{path} is not there: {name} has not been started yet")
+    size = path.stat().st_size if path.exists() else 0
+    for line in log_tail(path, num_lines, limit=max(64_000, num_lines * 1_000), this_start_only=False):
+        say(line)
+    if follow:
+        with contextlib.suppress(KeyboardInterrupt):
+            _follow(path, size)
+
+
+def _log_path(output: OutputDir, name: str) -> Path:
+    if name in ("supervisor", "trainer", "inference"):
+        return output.log(name)
+    try:
+        run = output.run(name)
+    except LayoutError as error:
+        raise UsageError(f"no daemon or run {name!r}: {error}") from error
+    if not run.path.is_dir():
+        raise ActionError(f"no run {name!r} in {output.path}: prl runs list shows what is there")
+    return run.log
+
+
+def _follow(path: Path, position: int) -> None:
+    rest = b""
+    while True:
+        try:
+            size = path.stat().st_size
+        except OSError:
+            size = 0
+        if size < position:
+            position, rest = 0, b""
+        if size > position:
+            with path.open("rb") as file:
+                file.seek(position)
+                data = file.read(_CHUNK_BYTES)
+            position += len(data)
+            *lines, rest = (rest + data).split(b"\n")
+            for line in lines:
+                say(line.decode(errors="replace"))
+        else:
+            time.sleep(FOLLOW_EVERY_S)
+
+
+def restart(
+    name: Annotated[str, typer.Argument(help="trainer, inference, or a run (its orchestrator).")],
+    output_dir: OutputDirOption = None,
+) -> None:
+    """End one part and start it again.
+
+    Example: prl restart inference
+    """
+    output = choose_output(output_dir)
+    reader = HouseReader(output.path)
+    house = reader.read()
+    part = house.daemon(name)
+    if not house.supervisor_alive:
+        raise ActionError(f"nothing is running in {output.path}: prl up starts the house")
+    if part is None or name == "supervisor":
+        known = ", ".join(each.name for each in house.daemons if each.name != "supervisor")
+        raise UsageError(f"no part {name!r} to restart; there are: {known}")
+    if part.state == "done":
+        raise ActionError(f"{name} is done ({part.reason}): prl runs readmit {name} lets it train again")
+    write_atomic(output.start_request(name), "restart")
+
+    def new() -> bool:
+        now = reader.read().daemon(name)
+        return now is not None and now.pid not in (None, part.pid) and now.state in ("starting", "running")
+
+    try:
+        wait_for(new, f"{name} to be started again", timeout_s=RESTART_WAIT_S)
+    except WaitTimeout as error:
+        raise ActionError(f"{name}: {error}; prl status shows what holds it up") from error
+    say(f"{name} is started again")
+
+
+def register(app: typer.Typer) -> None:
+    app.command(context_settings=EXTRA)(up)
+    for command in (down, status, logs, restart):
+        app.command()(command)

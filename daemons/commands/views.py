@@ -1,0 +1,116 @@
+"""How a `House` is printed: tables for people, plain data for `--json`. It reads no file."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from daemons.client import DaemonView, House, RunView
+from daemons.commands.common import cell, make_table, number
+from prime_rl.contract.status import RunState
+
+_STYLES = {
+    RunState.ACTIVE: "green",
+    RunState.WAITING: "yellow",
+    RunState.FINISHED: "cyan",
+    RunState.FAILED: "red",
+    RunState.INVALID: "red",
+    RunState.EVICTED: "magenta",
+    RunState.STOPPED: "dim",
+}
+_DAEMON_STYLES = {"running": "green", "done": "cyan", "failed": "red", "lost": "red", "stalled": "yellow"}
+
+
+def run_json(run: RunView) -> dict[str, Any]:
+    return {**asdict(run), "state": str(run.state)}
+
+
+def daemon_json(daemon: DaemonView) -> dict[str, Any]:
+    return asdict(daemon)
+
+
+def house_json(house: House) -> dict[str, Any]:
+    """The payload of `prl status --json`."""
+    return {
+        "output_dir": str(house.output_dir),
+        "supervisor_alive": house.supervisor_alive,
+        "daemons": [daemon_json(daemon) for daemon in house.daemons],
+        "slots": slots(house),
+        "runs": [run_json(run) for run in house.runs],
+        "refused": [asdict(each) for each in house.refused],
+        "bottleneck": house.bottleneck,
+    }
+
+
+def slots(house: House) -> list[dict[str, Any]]:
+    """One entry a slot, also for the empty ones."""
+    held = {slot.run_idx: run_id for run_id, slot in (house.trainer.runs if house.trainer else {}).items()}
+    return [{"run_idx": run_idx, "run_id": held.get(run_idx)} for run_idx in range(house.max_runs)]
+
+
+def runs_table(runs: Sequence[RunView]) -> RenderableType:
+    if not runs:
+        return Text("no runs: prl runs add FILE.toml adds one")
+    rows = [
+        [
+            cell(run.run_id, 70),
+            Text(str(run.state), style=_STYLES[run.state]),
+            _place(run),
+            f"{run.step}/{run.max_steps if run.max_steps is not None else '?'}",
+            number(run.reward),
+            number(run.tokens_per_s, 0),
+            cell(run.reason or (f"waits for {run.waiting_on}" if run.waiting_on else None)),
+        ]
+        for run in runs
+    ]
+    return make_table(["run", "state", "slot", "step", "reward", "tokens/s", "why"], rows)
+
+
+def _place(run: RunView) -> str:
+    if run.run_idx is not None:
+        return str(run.run_idx)
+    return f"queue {run.queue_position}" if run.queue_position is not None else ""
+
+
+def daemons_table(daemons: Sequence[DaemonView]) -> RenderableType:
+    rows = [
+        [
+            cell(daemon.name, 70),
+            Text(daemon.state, style=_DAEMON_STYLES.get(daemon.state, "")),
+            daemon.pid or "",
+            daemon.num_restarts or "",
+            cell(daemon.reason or (f"waits for {daemon.waiting_on}" if daemon.waiting_on else None)),
+        ]
+        for daemon in daemons
+    ]
+    return make_table(["daemon", "state", "pid", "restarts", "why"], rows)
+
+
+def house_view(house: House) -> RenderableType:
+    """What `prl status` prints."""
+    parts: list[RenderableType] = []
+    if house.daemons:
+        parts += [daemons_table(house.daemons), Text("")]
+    else:
+        parts.append(Text("nothing is running: prl up starts the house"))
+    used = f"{house.num_used} of {house.max_runs} slots in use" if house.max_runs else "slots unknown: no trainer lives"
+    parts += [Text(f"{house.output_dir}: {used}"), runs_table(house.runs)]
+    parts += [Text(f"refused: {each.name}: ").append_text(cell(each.reason, 300)) for each in house.refused]
+    if house.bottleneck:
+        parts.append(Text("bottleneck: ").append_text(cell(house.bottleneck, 300)))
+    return Group(*parts)
+
+
+def run_details(run: RunView) -> RenderableType:
+    """What `prl runs show` prints."""
+    rows = []
+    for name, value in run_json(run).items():
+        if name == "updated_at" and isinstance(value, float):
+            value = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(value))
+        rows.append([name, cell(value, 2_000)])
+    return make_table(["", ""], rows)

@@ -1,0 +1,290 @@
+"""Starting and stopping a house: checks first, one supervisor, proof at the end. Used by `prl up`, `down` and `demo`.
+
+A supervisor that was killed leaves its parts running. They are found again by what it wrote down (pid and start time)
+and by their marks, and they are ended before anything new is started, so a house never has twins.
+"""
+
+from __future__ import annotations
+
+import http.client
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from daemons.client import SUPERVISOR, House, HouseReader
+from daemons.pidfile import SupervisorLock, read_info
+from daemons.process import Identity, end_parts, find_members, kill_all, log_tail, python_module, spawn
+from daemons.specs import INFERENCE, TRAINER, write_component_configs
+from prime_rl.configs.system import SupervisorConfig, SystemConfig
+from prime_rl.contract.files import WaitTimeout, wait_for, write_atomic
+from prime_rl.contract.layout import OutputDir
+from prime_rl.contract.status import DaemonStatus, read_status
+from prime_rl.utils.text import clean_text
+
+Say = Callable[[str], None]
+Look = Callable[[House], None]
+
+NUM_LOG_LINES = 20
+LOOK_EVERY_S = 0.25
+_HEALTH_TIMEOUT_S = 2.0
+# First folder of a model's name that is never the name of an owner on the hub.
+_FOLDERS = (".", "..", "models", "outputs")
+
+
+class LaunchError(RuntimeError):
+    """A house that cannot be started or stopped. The first line says what, where and what to do; a log may follow."""
+
+    exit_code = 1
+
+
+def prepare(system: SystemConfig, output: OutputDir, say: Say) -> SupervisorLock:
+    """Check that the house can be started, end what an earlier supervisor left, write the configs; returns the lock.
+
+    Raises LaunchError.
+    """
+    _check_writable(output)
+    lock = SupervisorLock.acquire(output)
+    if lock is None:
+        info = read_info(output)
+        raise LaunchError(f"already running: {info or f'somebody holds {output.supervisor_lock}'}; prl down to stop it")
+    try:
+        lock.write_info(time.time())
+        _check_model(system.model.name)
+        left = end_leftovers(output, system.supervisor.grace_s, say)
+        if left:
+            raise LaunchError(f"processes {left} of an earlier start cannot be ended: end them, then try again")
+        _check_port(system.inference.host, system.inference.port)
+        for stale in output.daemons.glob("*.json"):
+            stale.unlink()
+        write_component_configs(system, output)
+        output.logs.mkdir(exist_ok=True)
+    except BaseException:
+        lock.release()
+        raise
+    return lock
+
+
+def start_supervisor(output: OutputDir, lock: SupervisorLock) -> subprocess.Popen[bytes]:
+    """Start the supervisor in a session of its own and give it the lock."""
+    argv = python_module("daemons.supervisor", str(output.path.resolve()), str(lock.fd))
+    try:
+        child = spawn(argv, output.log(SUPERVISOR), output.path, SUPERVISOR, pass_fds=[lock.fd])
+    finally:
+        lock.hand_over()
+    return child
+
+
+def wait_until_ready(
+    system: SystemConfig,
+    output: OutputDir,
+    supervisor: subprocess.Popen[bytes],
+    *,
+    stop: Callable[[], bool],
+    on_look: Look,
+) -> bool:
+    """Wait until inference answers and the trainer waits or trains; false when `stop()` came first.
+
+    Raises LaunchError with the log's last lines when a part or the supervisor fails.
+    """
+    reader = HouseReader(output.path)
+    limits = system.supervisor
+    deadline = time.monotonic() + limits.start_timeout_s + limits.grace_s + 30.0
+    while not stop():
+        house = reader.read()
+        on_look(house)
+        if supervisor.poll() is not None:
+            raise LaunchError(_with_log(f"the supervisor ended with code {supervisor.returncode}", output, SUPERVISOR))
+        for name in (INFERENCE, TRAINER):
+            part = house.daemon(name)
+            if part is not None and part.state in ("backoff", "failed"):
+                raise LaunchError(_with_log(f"{name} did not start: {part.reason}", output, name))
+        if is_ready(house):
+            return True
+        if time.monotonic() > deadline:
+            raise LaunchError(f"not ready in time; {' '.join(waits(house))}: see prl logs trainer, prl logs inference")
+        time.sleep(LOOK_EVERY_S)
+    return False
+
+
+def is_ready(house: House) -> bool:
+    """Whether the trainer waits or trains and inference really answers."""
+    return (
+        house.trainer is not None
+        and house.trainer.state in ("waiting", "training")
+        and house.inference is not None
+        and house.inference.state == "serving"
+        and answers(house.inference.base_url)
+    )
+
+
+def answers(base_url: str) -> bool:
+    """Whether the server's `/health` says 200."""
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        with opener.open(base_url.removesuffix("/v1") + "/health", timeout=_HEALTH_TIMEOUT_S) as reply:
+            return bool(reply.status == 200)
+    except (OSError, http.client.HTTPException, ValueError):
+        return False
+
+
+def waits(house: House) -> list[str]:
+    """One sentence for each service: what it is doing and what it waits for."""
+    words = []
+    for name in (INFERENCE, TRAINER):
+        part = house.daemon(name)
+        state = part.state if part else "not started yet"
+        what = part.waiting_on or part.reason if part else None
+        words.append(f"{name}: {state}" + (f" ({what})" if what else ""))
+    return words
+
+
+def down(output: OutputDir, *, timeout_s: float, say: Say, supervisor: subprocess.Popen[bytes] | None = None) -> bool:
+    """Stop everything of a house and prove it; false when nothing was running. Raises LaunchError.
+
+    Args:
+        timeout_s: how long a living supervisor may take; then it is killed and its parts are ended from here.
+        supervisor: our own child, if it is one, to be reaped.
+    """
+    if not output.daemons.is_dir():
+        return False
+    lock = SupervisorLock.acquire(output)
+    was_running = lock is None
+    if lock is None:
+        lock = _stop_supervisor(output, timeout_s, say, supervisor)
+    try:
+        grace_s = min(SupervisorConfig().grace_s, timeout_s)
+        count = _count_living(output)
+        left = end_leftovers(output, grace_s, say)
+        if left:
+            raise LaunchError(f"processes {left} cannot be ended (SIGKILL was sent): they hang in the kernel")
+        return was_running or count > 0
+    finally:
+        lock.release()
+
+
+def _stop_supervisor(
+    output: OutputDir, timeout_s: float, say: Say, child: subprocess.Popen[bytes] | None
+) -> SupervisorLock:
+    taken: list[SupervisorLock] = []
+
+    def free() -> bool:
+        if child is not None:
+            child.poll()
+        lock = SupervisorLock.acquire(output)
+        taken.extend([lock] if lock else [])
+        return lock is not None
+
+    info = read_info(output)
+    if info is None:
+        raise LaunchError(f"somebody holds {output.supervisor_lock} but says not who: fuser {output.supervisor_lock}")
+    if not info.lives_here():
+        raise LaunchError(f"the supervisor runs elsewhere or is unknown ({info}): stop it there")
+    say(f"stopping the supervisor (pid {info.pid})")
+    info.identity.send(signal.SIGTERM)
+    try:
+        wait_for(free, "the supervisor to stop", timeout_s=timeout_s)
+    except WaitTimeout:
+        say(f"it did not stop within {timeout_s:g} s: SIGKILL")
+        info.identity.send(signal.SIGKILL)
+
+    def gone() -> bool:
+        return bool(taken or free()) and not info.identity.lives() and (child is None or child.poll() is not None)
+
+    try:
+        wait_for(gone, "the supervisor to be gone", timeout_s=10.0)
+    except WaitTimeout as error:
+        for lock in taken:
+            lock.release()
+        raise LaunchError(f"the supervisor (pid {info.pid}) cannot be ended: {error}") from error
+    return taken[0]
+
+
+def end_leftovers(output: OutputDir, grace_s: float, say: Say) -> list[int]:
+    """End what a supervisor that is gone left running; returns the pids that could not be ended. Needs the lock."""
+    left: set[Identity] = set()
+    recorded = _recorded(output)
+    services = (TRAINER, INFERENCE)
+    for group in (set(recorded) - set(services), {TRAINER}, {INFERENCE}):
+        parts = [(name, recorded[name]) for name in sorted(group & set(recorded)) if recorded[name].lives()]
+        if parts:
+            say("ending " + ", ".join(f"{name} (pid {each.pid})" for name, each in parts))
+            left |= end_parts(output.path, parts, grace_s)
+    strays = find_members(output.path, [], None)
+    if strays:
+        say(f"ending processes {sorted(each.pid for each in strays)} that outlived their parts")
+        left |= kill_all(strays)
+    _write_stopped(output)
+    return sorted(each.pid for each in left)
+
+
+def _recorded(output: OutputDir) -> dict[str, Identity]:
+    """Processes of parts as the last supervisor wrote them down."""
+    found = {}
+    for path in output.daemons.glob("*.json"):
+        status = read_status(path, DaemonStatus)
+        if status is not None and status.child_pid is not None:
+            found[path.stem] = Identity(status.child_pid, status.child_create_time or 0.0)
+    return found
+
+
+def _count_living(output: OutputDir) -> int:
+    return len(find_members(output.path, [each for each in _recorded(output).values() if each.lives()], None))
+
+
+def _write_stopped(output: OutputDir) -> None:
+    """Nobody watches the parts any more and none lives: say so, in the place of the supervisor that died."""
+    for path in output.daemons.glob("*.json"):
+        status = read_status(path, DaemonStatus)
+        if status is not None and status.state not in ("stopped", "failed", "done"):
+            status.state, status.child_pid, status.waiting_on = "stopped", None, None
+            status.updated_at = time.time()
+            write_atomic(path, msgspec.json.encode(status))
+
+
+def _with_log(message: str, output: OutputDir, name: str) -> str:
+    tail = [clean_text(line) for line in log_tail(output.log(name), NUM_LOG_LINES)]
+    where = f"{output.log(name)}"
+    return "\n".join([f"{message}; last lines of {where}:", *tail]) if tail else f"{message}; {where} is empty"
+
+
+def _check_writable(output: OutputDir) -> None:
+    try:
+        output.path.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=output.path):
+            pass
+    except OSError as error:
+        raise LaunchError(
+            f"output_dir {output.path} cannot be written: {error.strerror}; choose another with --output-dir"
+        ) from error
+
+
+def _check_model(name: str) -> None:
+    """A model that is meant as a folder must be one; other names are left to the hub's cache."""
+    path = Path(name)
+    means_folder = path.is_absolute() or path.parts[:1] == () or path.parts[0] in _FOLDERS or path.parent.exists()
+    if means_folder and not (path / "config.json").exists():
+        raise LaunchError(
+            f"model {name!r}: no config.json in this folder; make a small base model with: prl make-base --out {name}"
+        )
+
+
+def _check_port(host: str, port: int) -> None:
+    if port == 0:
+        return
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise LaunchError(
+                f"inference cannot listen on {host}:{port}: {error.strerror}; choose another with --inference.port N "
+                "(0 takes a free one)"
+            ) from error

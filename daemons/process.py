@@ -1,0 +1,212 @@
+"""Starting a part in a session of its own, and ending all of it: also what it started, also after its parent died.
+
+A part is known by pid and start time, never by pid alone. What belongs to it is found three ways: same session,
+descendants, and the marks `PRL_OUTPUT_DIR` and `PRL_PART` in the environment, which children inherit. It knows nothing
+of why a part is started or ended (`decide` does).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from prime_rl.contract.files import DEFAULT_POLL_S, WaitTimeout, wait_for
+from prime_rl.utils.process import process_create_time, same_process
+
+HOUSE_MARK = "PRL_OUTPUT_DIR"
+PART_MARK = "PRL_PART"
+# After SIGKILL the kernel needs moments; more means a process that hangs in the kernel (a dead file server).
+KILL_WAIT_S = 10.0
+
+
+@dataclass(frozen=True)
+class Identity:
+    """One process for good: pids are used again, a pid with its start time (Unix seconds) is not."""
+
+    pid: int
+    create_time: float
+
+    @classmethod
+    def of(cls, pid: int) -> Identity:
+        return cls(pid, process_create_time(pid))
+
+    def lives(self) -> bool:
+        return same_process(self.pid, self.create_time)
+
+    def send(self, signum: signal.Signals) -> None:
+        """Send a signal if this process still is that process."""
+        if self.lives():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signum)
+
+
+def part_environment(output_dir: Path, name: str) -> dict[str, str]:
+    """Environment of a part: ours and the marks. SPT_NOENV: a changed process title must not overwrite the marks."""
+    marks = {HOUSE_MARK: str(output_dir.resolve()), PART_MARK: name}
+    return {**os.environ, **marks, "SPT_NOENV": "1", "PYTHONUNBUFFERED": "1"}
+
+
+def spawn(
+    argv: Sequence[str], log: Path, output_dir: Path, name: str, *, pass_fds: Collection[int] = ()
+) -> subprocess.Popen[bytes]:
+    """Start `argv` in a new session, without a terminal, with its output appended to `log`.
+
+    Raises OSError; the log's folder is made but not its parents, so the folder of a deleted run is not made again.
+    """
+    log.parent.mkdir(exist_ok=True)
+    with log.open("ab") as output:
+        output.write(log_header(name, argv).encode())
+        output.flush()
+        return subprocess.Popen(
+            argv,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            env=part_environment(output_dir, name),
+            pass_fds=tuple(pass_fds),
+        )
+
+
+_HEADER = "=== start of "
+
+
+def log_header(name: str, argv: Sequence[str]) -> str:
+    return f"{_HEADER}{name} at {time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime())}: {' '.join(argv)}\n"
+
+
+def log_tail(log: Path, num_lines: int = 20, *, limit: int = 64_000, this_start_only: bool = True) -> list[str]:
+    """The last lines of a log, of its last start only; [] when there is none. Reads at most `limit` bytes."""
+    try:
+        with log.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - limit))
+            lines = file.read().decode(errors="replace").splitlines()
+    except OSError:
+        return []
+    if this_start_only:
+        starts = [number for number, line in enumerate(lines) if line.startswith(_HEADER)]
+        lines = lines[starts[-1] + 1 :] if starts else lines
+    return lines[-num_lines:] if num_lines else []
+
+
+@dataclass(frozen=True)
+class _Row:
+    identity: Identity
+    parent: int
+    session: int
+    house: str | None
+    part: str | None
+
+
+def find_members(
+    output_dir: Path, leaders: Iterable[Identity], names: Collection[str] | None, *, trust_sessions: bool = False
+) -> set[Identity]:
+    """All living processes that belong to parts.
+
+    Args:
+        leaders: the processes that the supervisor started. The session of one that lives is all its own.
+        names: parts whose marks count; None: any mark of this house.
+        trust_sessions: a leader died under our eyes, so its session number cannot have been used again yet.
+    """
+    rows = list(_process_table())
+    alive = {leader.pid for leader in leaders if leader.lives()}
+    sessions = alive | ({leader.pid for leader in leaders} if trust_sessions else set())
+    house = str(output_dir.resolve())
+    found = set()
+    for row in rows:
+        marked = row.house == house and row.part is not None and (names is None or row.part in names)
+        if row.identity.pid in alive or row.session in sessions or marked:
+            found.add(row.identity)
+    found |= _descendants(rows, {each.pid for each in found})
+    own = _own_line()
+    return {identity for identity in found if identity.pid not in own}
+
+
+def _descendants(rows: Sequence[_Row], roots: set[int]) -> set[Identity]:
+    found: set[Identity] = set()
+    known = set(roots)
+    while new := {row.identity for row in rows if row.parent in known and row.identity.pid not in known}:
+        found |= new
+        known |= {identity.pid for identity in new}
+    return found
+
+
+def _own_line() -> set[int]:
+    """This process and its ancestors: a command typed in a part's own shell must not end itself."""
+    me = psutil.Process()
+    return {process.pid for process in [me, *me.parents()]}
+
+
+def _process_table() -> Iterable[_Row]:
+    for pid in psutil.pids():
+        try:
+            process = psutil.Process(pid)
+            if process.status() == psutil.STATUS_ZOMBIE:
+                continue
+            identity = Identity(pid, process.create_time())
+            parent, session = process.ppid(), os.getsid(pid)
+        except (psutil.Error, OSError):
+            continue
+        try:
+            environ = process.environ()
+        except (psutil.Error, OSError):
+            environ = {}
+        yield _Row(identity, parent, session, environ.get(HOUSE_MARK), environ.get(PART_MARK))
+
+
+def kill_all(members: Iterable[Identity], *, reap: Callable[[], None] = lambda: None) -> set[Identity]:
+    """SIGKILL all of them and wait until they are gone; returns those that are not."""
+    targets = set(members)
+    for identity in targets:
+        with contextlib.suppress(PermissionError):
+            identity.send(signal.SIGKILL)
+
+    def gone() -> bool:
+        reap()
+        return not any(identity.lives() for identity in targets)
+
+    with contextlib.suppress(WaitTimeout):
+        wait_for(gone, "killed processes to be gone", timeout_s=KILL_WAIT_S)
+    return {identity for identity in targets if identity.lives()}
+
+
+def end_parts(
+    output_dir: Path,
+    parts: Sequence[tuple[str, Identity]],
+    grace_s: float,
+    *,
+    tick: Callable[[], None] = lambda: None,
+    trust_sessions: bool = False,
+) -> set[Identity]:
+    """End parts side by side: SIGTERM to each, `grace_s` to end by itself, SIGKILL to all that belongs to any of them.
+
+    `tick` is called while it waits (to reap children and keep status files fresh). Returns what could not be ended.
+    """
+    leaders = [leader for _, leader in parts]
+    names = {name for name, _ in parts}
+    members = find_members(output_dir, leaders, names, trust_sessions=trust_sessions)
+    for leader in leaders:
+        leader.send(signal.SIGTERM)
+
+    def ended() -> bool:
+        tick()
+        return not any(leader.lives() for leader in leaders)
+
+    with contextlib.suppress(WaitTimeout):
+        wait_for(ended, "parts to end after SIGTERM", timeout_s=grace_s, poll_s=DEFAULT_POLL_S)
+    members |= find_members(output_dir, leaders, names, trust_sessions=trust_sessions)
+    return kill_all((member for member in members if member.lives()), reap=tick)
+
+
+def python_module(module: str, *args: str) -> list[str]:
+    """argv of `python -m module args`, with this very interpreter."""
+    return [sys.executable, "-m", module, *args]

@@ -1,0 +1,114 @@
+"""Which parts a house wants now, and how each is started: pure, from the system's config and what is on disk.
+
+Trainer and inference are always wanted; an orchestrator is wanted for each run that the trainer holds in a slot, unless
+its last word says that it has no more to do. It starts nothing (`supervisor` does).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+
+from daemons.process import python_module
+from prime_rl.configs.system import SystemConfig
+from prime_rl.contract.files import write_atomic
+from prime_rl.contract.layout import OutputDir, RunDir
+from prime_rl.contract.status import RunStatus
+
+TRAINER = "trainer"
+INFERENCE = "inference"
+ORCHESTRATOR = "orchestrator"
+SYSTEM = "system"
+_MODULES = {
+    TRAINER: "prime_rl.trainer.train",
+    INFERENCE: "prime_rl.inference.server",
+    ORCHESTRATOR: "prime_rl.orchestrator.orchestrator",
+}
+MAKE_BASE_MODULE = "prime_rl.trainer.make_base"
+# "trainer=my.trainer,inference=my.server": other programs for the parts, for tests and for one's own engines.
+MODULES_VARIABLE = "PRL_MODULES"
+
+
+@dataclass(frozen=True)
+class PartSpec:
+    """How one part is started. `run_id` is set for an orchestrator, whose name it is."""
+
+    name: str
+    argv: tuple[str, ...]
+    log: Path
+    run_id: str | None = None
+
+
+@dataclass(frozen=True)
+class RunNow:
+    """What of a run decides about its orchestrator. `max_steps` is None when its config cannot be read."""
+
+    run_id: str
+    in_slot: bool
+    evicted: bool
+    gone: bool
+    word: RunStatus | None
+    max_steps: int | None
+
+
+def module_of(part: str) -> str:
+    """The module that `python -m` runs for trainer, inference or orchestrator."""
+    own = dict(item.partition("=")[::2] for item in os.environ.get(MODULES_VARIABLE, "").split(",") if item)
+    return own.get(part, _MODULES[part])
+
+
+def service_specs(output: OutputDir) -> list[PartSpec]:
+    """Inference and trainer, in the order in which they are started."""
+    return [
+        PartSpec(name, tuple(python_module(module_of(name), "@", str(output.component_config(name)))), output.log(name))
+        for name in (INFERENCE, TRAINER)
+    ]
+
+
+def orchestrator_spec(run: RunDir) -> PartSpec:
+    argv = python_module(module_of(ORCHESTRATOR), "@", str(run.orch_toml))
+    return PartSpec(run.run_id, tuple(argv), run.log, run.run_id)
+
+
+def wants_orchestrator(run: RunNow) -> bool:
+    """Whether a run's orchestrator should live: its run has a slot, and its last word does not end it."""
+    if not run.in_slot or run.evicted or run.gone:
+        return False
+    if run.word is None:
+        return True
+    if run.word.state == "finished":  # raised since then: there is more to do
+        return run.max_steps is not None and 0 < run.word.max_steps < run.max_steps
+    return run.word.state != "failed"
+
+
+def wanted(output: OutputDir, runs: Iterable[RunNow]) -> Mapping[str, PartSpec]:
+    """All parts that should live now, by name."""
+    specs = service_specs(output) + [
+        orchestrator_spec(RunDir(output.path / run.run_id)) for run in runs if wants_orchestrator(run)
+    ]
+    return {spec.name: spec for spec in specs}
+
+
+def write_component_configs(system: SystemConfig, output: OutputDir) -> None:
+    """Write what each part is started with, with nothing left to defaults of another day or folder."""
+    path = str(output.path.resolve())
+    configs = {
+        TRAINER: system.trainer.model_dump(mode="json") | {"output_dir": path},
+        INFERENCE: system.inference.model_dump(mode="json") | {"output_dir": path},
+        SYSTEM: system.model_dump(mode="json") | {"output_dir": path},
+    }
+    output.component_config(SYSTEM).parent.mkdir(parents=True, exist_ok=True)
+    for name, config in configs.items():
+        write_atomic(output.component_config(name), tomli_w.dumps(without_nulls(config)))
+
+
+def without_nulls(value: Any) -> Any:
+    """TOML has no null; every field that may be null is null by default, so leaving it out says the same."""
+    if isinstance(value, dict):
+        return {key: without_nulls(item) for key, item in value.items() if item is not None}
+    return [without_nulls(item) for item in value] if isinstance(value, list) else value

@@ -1,0 +1,238 @@
+"""Small real parts for tests of the daemons: processes that keep the status files of the contract and do no learning.
+
+`fake_house` writes them as modules into a folder and returns a `Prl` that runs the real `prl` with them. What a part
+should do wrong is said by files in the house: `crash_<part>` ends it at its start, `stubborn_<part>` ignores SIGTERM.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from prime_rl.contract.files import wait_for
+
+ROOT = Path(__file__).resolve().parents[1]
+RUN_TOML = """\
+# kept as it is
+batch_size = 8
+rollouts_per_example = 4
+max_steps = {max_steps}
+[model]
+name = "{model}"
+[[env]]
+id = "reverse-text"
+"""
+
+COMMON = '''
+import os, signal, sys
+from pathlib import Path
+from prime_rl.configs.base import parse_argv
+from prime_rl.utils.signals import StopFlag
+
+def begin(part, output_dir):
+    """The stop flag, after doing what the house says about this part."""
+    stop = StopFlag().install()
+    if (output_dir / f"stubborn_{part}").exists():
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    print("begin", part, os.getpid(), flush=True)
+    if (output_dir / f"crash_{part}").exists():
+        print("fatal: told to crash \\x1b[31mred", flush=True)
+        sys.exit(3)
+    return stop
+'''
+
+TRAINER = """
+import sys
+from fake_common import *
+from prime_rl.configs.trainer import TrainerConfig
+from prime_rl.configs.validate import load_run_config
+from prime_rl.contract.layout import OutputDir, list_rollout_steps, list_steps, scan_runs
+from prime_rl.contract.status import StatusWriter, TrainerRunStatus, TrainerStatus
+
+config = parse_argv(TrainerConfig, sys.argv[1:])
+house = OutputDir(config.output_dir)
+stop = begin("trainer", house.path)
+status = StatusWriter(house.trainer_status, TrainerStatus(
+    state="waiting", model=config.model.name, max_runs=config.max_concurrent_runs, max_seq_len=config.seq_len,
+    max_rank=config.model.lora.rank))
+slots = {}
+while not stop():
+    runs = {run.run_id: run for run in scan_runs(house.path)[0] if run.orch_toml.exists() and not run.evicted.exists()}
+    configs = {run_id: load_run_config(run.orch_toml) for run_id, run in runs.items()}
+    step = lambda run: max(list_steps(run.broadcast, stable_only=True), default=0)
+    runs = {run_id: run for run_id, run in runs.items() if step(run) < configs[run_id].max_steps}
+    slots = {run_id: idx for run_id, idx in slots.items() if run_id in runs}
+    queue = sorted((run for run in runs if run not in slots), key=lambda run: runs[run].orch_toml.stat().st_mtime_ns)
+    free = [idx for idx in range(config.max_concurrent_runs) if idx not in slots.values()]
+    slots |= dict(zip(queue, free))
+    for run_id in slots:
+        for done in list_rollout_steps(runs[run_id]):
+            folder = runs[run_id].broadcast_dir(done)
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / "STABLE").touch()
+    status.update(waiting=[run for run in queue if run not in slots], runs={
+        run_id: TrainerRunStatus(run_idx=idx, step=step(runs[run_id]), max_steps=configs[run_id].max_steps)
+        for run_id, idx in slots.items()})
+    stop.wait(0.05)
+status.close(state="stopped", runs={}, waiting=[])
+"""
+
+INFERENCE = """
+import http.server, subprocess, sys, threading
+from fake_common import *
+from prime_rl.configs.inference import InferenceConfig
+from prime_rl.contract.layout import OutputDir
+from prime_rl.contract.status import InferenceStatus, StatusWriter
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+    def log_message(self, *args):
+        pass
+
+config = parse_argv(InferenceConfig, sys.argv[1:])
+house = OutputDir(config.output_dir)
+stop = begin("inference", house.path)
+worker = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+(house.path / "worker.pid").write_text(str(worker.pid))
+server = http.server.ThreadingHTTPServer((config.host, config.port), Handler)
+threading.Thread(target=server.serve_forever, daemon=True).start()
+url = f"http://{config.host}:{server.server_port}/v1"
+status = StatusWriter(house.inference_status, InferenceStatus(state="serving", base_url=url, engine=config.engine))
+while not stop.wait(0.1):
+    pass
+server.shutdown()
+status.close(state="stopped")
+# The worker is left behind on purpose: the supervisor has to find it.
+"""
+
+ORCHESTRATOR = """
+import sys, time
+from fake_common import *
+from prime_rl.configs.validate import load_run_config
+from prime_rl.contract.layout import OutputDir, RunDir, list_rollout_steps
+from prime_rl.contract.status import RunStatus, StatusWriter
+
+path = Path(sys.argv[2])
+run = RunDir(path.parent.parent)
+stop = begin(run.run_id, run.path.parent)
+config = load_run_config(path)
+status = StatusWriter(run.status, RunStatus(run_id=run.run_id, state="running", max_steps=config.max_steps))
+step = max(list_rollout_steps(run), default=0)
+state, reason = "finished", None
+while step < config.max_steps:
+    if run.evicted.exists():
+        state, reason = "evicted", run.evicted.read_text()
+        break
+    if (run.path.parent / f"fail_{run.run_id}").exists():
+        state, reason = "failed", "told to fail"
+        break
+    if stop.wait(0.1):
+        state = "stopped"
+        break
+    if (run.path.parent / f"pause_{run.run_id}").exists():
+        continue
+    step += 1
+    folder = run.rollout_dir(step)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "rollouts.msgpack").write_bytes(b"")
+    status.update(step=step, reward=step / config.max_steps, tokens_per_s=10.0)
+status.close(state=state, reason=reason)
+sys.exit(0 if state in ("finished", "stopped") else 1)
+"""
+
+
+@dataclass(frozen=True)
+class Prl:
+    """The real `prl` on one house, with the fake parts."""
+
+    output_dir: Path
+    model: Path
+    env: dict[str, str]
+
+    def start(self, *args: str) -> subprocess.Popen[str]:
+        command = [sys.executable, "-m", "daemons.cli", *args, "--output-dir", str(self.output_dir)]
+        return subprocess.Popen(
+            command, env=self.env, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        )
+
+    def __call__(self, *args: str, exit_code: int | None = 0) -> subprocess.CompletedProcess[str]:
+        with self.start(*args) as child:
+            out, err = child.communicate(timeout=60)
+        done = subprocess.CompletedProcess(child.args, child.returncode, out, err)
+        assert exit_code is None or done.returncode == exit_code, (args, done.returncode, out, err)
+        return done
+
+    def json(self, *args: str) -> Any:
+        return json.loads(self(*args, "--json").stdout)
+
+    def up_args(self, *more: str) -> list[str]:
+        return [
+            *("up", "--model.name", str(self.model), "--max_concurrent_runs", "2", "--inference.port", "0"),
+            *("--supervisor.grace_s", "2", "--supervisor.backoff_s", "0.1", "--supervisor.max_backoff_s", "0.2"),
+            *more,
+        ]
+
+    def up(self, *more: str) -> None:
+        self(*self.up_args(*more))
+
+    def run_file(self, name: str = "reverse", max_steps: int = 3) -> Path:
+        path = self.output_dir.parent / f"{name}.toml"
+        path.write_text(RUN_TOML.format(max_steps=max_steps, model=self.model))
+        return path
+
+    def members(self) -> list[psutil.Process]:
+        """All living processes that carry this house's mark as a part."""
+        found = []
+        for process in psutil.process_iter():
+            try:
+                environ = process.environ()
+                alive = process.status() != psutil.STATUS_ZOMBIE
+            except psutil.Error:
+                continue
+            if alive and environ.get("PRL_OUTPUT_DIR") == str(self.output_dir.resolve()) and "PRL_PART" in environ:
+                found.append(process)
+        return found
+
+    def wait_state(self, name: str, *states: str, timeout_s: float = 30.0) -> dict[str, Any]:
+        """Wait until a run or a daemon is in one of `states`; returns its JSON."""
+        seen: dict[str, Any] = {}
+
+        def there() -> bool:
+            status = self.json("status")
+            seen.clear()
+            for each in [*status["daemons"], *status["runs"]]:
+                if name == each.get("run_id", each.get("name")) and each["state"] in states:
+                    seen.update(each)
+            return bool(seen)
+
+        wait_for(there, f"{name} to be {' or '.join(states)}", timeout_s=timeout_s)
+        return seen
+
+
+def fake_house(tmp_path: Path) -> Prl:
+    """A house in `tmp_path/out` whose parts are the small processes of this module."""
+    modules = tmp_path / "modules"
+    modules.mkdir()
+    for name, text in {
+        "common": COMMON,
+        "trainer": TRAINER,
+        "inference": INFERENCE,
+        "orchestrator": ORCHESTRATOR,
+    }.items():
+        (modules / f"fake_{name}.py").write_text(text)
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    env = {key: value for key, value in os.environ.items() if key not in ("PRL_OUTPUT_DIR", "PRL_PART")}
+    env["PYTHONPATH"] = f"{modules}{os.pathsep}{ROOT}"
+    env["PRL_MODULES"] = "trainer=fake_trainer,inference=fake_inference,orchestrator=fake_orchestrator"
+    return Prl(tmp_path / "out", model, env)
