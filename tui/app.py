@@ -21,7 +21,7 @@ from textual.screen import Screen
 
 from tui.messages import ActionChanged, HouseChanged
 from tui.palette import DARK, LIGHT
-from tui.screens.base import Setting, ShowsAction, ShowsHouse
+from tui.screens.base import KEY_ORDER, MORE_COMMANDS, Setting, ShowsAction, ShowsHouse
 from tui.screens.runs import RunsScreen
 from tui.watcher import HouseWatcher
 
@@ -76,7 +76,7 @@ class PrlApp(App[None]):
         """Everything that a key does here, by name, then the jump to each run."""
         for active in screen.active_bindings.values():
             binding = active.binding
-            if binding.description and active.enabled and not binding.system:
+            if binding.action in (*KEY_ORDER, *MORE_COMMANDS) and active.enabled:
                 key = self.get_key_display(binding)
                 yield SystemCommand(binding.description, f"key {key}", self._runner(screen, binding.action))
         if isinstance(screen, RunsScreen) and screen.snapshot:

@@ -97,7 +97,7 @@ def make_palette(variables: Mapping[str, str]) -> Palette:
     text, background = get("foreground"), get("background")
     return Palette(
         text=text.hex6,
-        muted=text.blend(background, 0.42).hex6,
+        muted=text.blend(background, 0.36).hex6,
         faint=text.blend(background, 0.72).hex6,
         accent=get("accent").hex6,
         primary=get("primary").hex6,

@@ -8,10 +8,12 @@ It knows no widget, no colour and no file.
 from __future__ import annotations
 
 import enum
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from daemons.client import DaemonView, House, RunView
+from prime_rl.configs.validate import PARSE_ERROR_PREFIX
 from prime_rl.contract.status import LOST_AFTER_S, RunState, Status
 from prime_rl.utils.text import clean_text, one_line
 from tui import fmt
@@ -31,6 +33,8 @@ class Level(enum.IntEnum):
 
 
 LOST = "lost"
+# How a validation error begins: which file it is about is clear from the row.
+_CONFIG_FILE = re.compile(rf"^(?:{PARSE_ERROR_PREFIX}: )?\S*orch\.toml: ")
 # State in words -> (symbol, level). The symbols differ in shape, so that no state needs colour to be read.
 STATES: Mapping[str, tuple[str, Level]] = {
     RunState.ACTIVE: ("●", Level.GOOD),
@@ -213,7 +217,7 @@ def _note(run: RunView, state: str, reason: str | None, now: float) -> str:
         silent = f"no sign of life for {fmt.age(now - (run.updated_at or now))}"
         return f"{silent}; waits for {one_line(run.waiting_on)}" if run.waiting_on else silent
     if reason:
-        return one_line(fmt.first_line(reason).replace(f"{run.run_id}/control/", ""))
+        return one_line(_CONFIG_FILE.sub("", fmt.first_line(reason), count=1))
     if run.waiting_on:
         return f"waits for {one_line(run.waiting_on)}"
     if run.bottleneck:

@@ -19,6 +19,7 @@ from textual.widgets.option_list import Option
 from daemons.actions import ActionError
 from tui.dialogs.draft import Check, Template, add_command, add_draft, check_draft, find_templates, read_draft
 from tui.dialogs.job import Job, JobDialog, Perform
+from tui.widgets.toml_area import TomlArea
 
 DEBOUNCE_S = 0.25
 MAX_SHOWN_PROBLEMS = 3
@@ -31,12 +32,12 @@ class AddDialog(JobDialog):
     AddDialog {
         & .box { width: 110; height: 94%; max-height: 44; padding: 0 1; }
         & .body { height: 1fr; }
-        & OptionList { width: 26; height: 1fr; border: none; padding: 0; background: $surface; margin-right: 1; }
+        & OptionList { width: 26; height: 1fr; background: $surface; margin-right: 1; }
         & .right { width: 1fr; height: 1fr; }
         & .field { height: 1; }
         & .field Static { width: 6; color: $foreground 60%; }
         & .field Input { width: 1fr; }
-        & TextArea { height: 1fr; border: none; padding: 0; background: $background; margin: 1 0; }
+        & TextArea { height: 1fr; background: $background; margin: 1 0; scrollbar-size-vertical: 1; }
         & #check { height: auto; max-height: 4; color: $foreground 60%; }
         & #check.-ok { color: $text-success; }
         & #check.-bad { color: $text-error; }
@@ -85,20 +86,25 @@ class AddDialog(JobDialog):
             box.border_title = "add a run"
             box.border_subtitle = "ctrl+s starts · tab moves · esc cancels"
             with Horizontal(classes="body"):
-                yield OptionList(id="templates", markup=False)
+                yield OptionList(id="templates", markup=False, compact=True)
                 with Vertical(classes="right"):
                     with Horizontal(classes="field"):
                         yield Static("file", markup=False)
-                        yield Input(id="path", placeholder="a TOML file; enter reads it")
+                        yield Input(id="path", placeholder="a TOML file; enter reads it", compact=True)
                     with Horizontal(classes="field"):
                         yield Static("id", markup=False)
-                        yield Input(id="run-id", placeholder="run_...  (empty: from the file's name)", max_length=68)
-                    yield TextArea(id="text", show_line_numbers=True, tab_behavior="focus")
+                        yield Input(
+                            id="run-id",
+                            placeholder="run_...  (empty: from the file's name)",
+                            max_length=68,
+                            compact=True,
+                        )
+                    yield TomlArea(id="text", show_line_numbers=True, tab_behavior="focus", compact=True)
             yield Static("choose a file on the left, or type a path", id="check", markup=False)
             yield Static(id="outcome", markup=False)
             with Horizontal(classes="buttons"):
-                yield Button("Cancel", id="cancel")
-                yield Button("Start", id="start", variant="success", disabled=True)
+                yield Button("Cancel", id="cancel", compact=True)
+                yield Button("Start", id="start", variant="success", disabled=True, compact=True)
 
     def on_mount(self) -> None:
         self.query_one("#templates").focus()
@@ -142,7 +148,7 @@ class AddDialog(JobDialog):
             return
         self.say("")
         self._source = message.path
-        area = self.query_one("#text", TextArea)
+        area = self.query_one("#text", TomlArea)
         area.load_text(message.text)
         area.focus()
         self._check_soon()
@@ -198,4 +204,4 @@ class AddDialog(JobDialog):
         self.start(Job(add_command(output_dir, text, run_id, source), work))
 
     def _draft(self) -> tuple[str, str]:
-        return self.query_one("#text", TextArea).text, self.query_one("#run-id", Input).value.strip()
+        return self.query_one("#text", TomlArea).text, self.query_one("#run-id", Input).value.strip()

@@ -60,11 +60,11 @@ class DeleteDialog(JobDialog):
             yield Static(self._facts("..."), id="facts", markup=False)
             if self._is_live:
                 yield Static("it is live: it will be evicted first. Type its name:", classes="label", markup=False)
-                yield Input(id="name", placeholder=self._run_id)
+                yield Input(id="name", placeholder=self._run_id, compact=True)
             yield Static(id="outcome", markup=False)
             with Horizontal(classes="buttons"):
-                yield Button("Cancel", id="cancel")
-                yield Button("Delete", id="delete", variant="error", disabled=self._is_live)
+                yield Button("Cancel", id="cancel", compact=True)
+                yield Button("Delete", id="delete", variant="error", disabled=self._is_live, compact=True)
 
     def on_mount(self) -> None:
         self.query_one("#name" if self._is_live else "#delete").focus()

@@ -27,7 +27,7 @@ class EvictDialog(JobDialog):
 
     DEFAULT_CSS = """
     EvictDialog {
-        & OptionList { height: 6; border: none; background: $surface; padding: 0; }
+        & OptionList { height: 5; background: $surface; }
     }
     """
 
@@ -42,13 +42,13 @@ class EvictDialog(JobDialog):
             box.border_subtitle = "esc cancels"
             yield Static("It leaves its slot; its weights and checkpoints stay. r readmits it.", markup=False)
             yield Static("reason (required)", classes="label", markup=False)
-            yield Input(id="reason", placeholder="why; the run's owner reads this")
+            yield Input(id="reason", placeholder="why; the run's owner reads this", compact=True)
             yield Static("or one of these", classes="label", markup=False)
-            yield OptionList(*SUGGESTIONS, id="suggestions", markup=False)
+            yield OptionList(*SUGGESTIONS, id="suggestions", markup=False, compact=True)
             yield Static(id="outcome", markup=False)
             with Horizontal(classes="buttons"):
-                yield Button("Cancel", id="cancel")
-                yield Button("Evict", id="evict", variant="warning")
+                yield Button("Cancel", id="cancel", compact=True)
+                yield Button("Evict", id="evict", variant="warning", compact=True)
 
     def on_mount(self) -> None:
         self.query_one("#reason").focus()

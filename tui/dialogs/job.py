@@ -53,9 +53,9 @@ class JobDialog(ModalScreen[None]):
         & #outcome.-shown { display: block; }
         & #outcome.-failed { color: $text-error; }
         & .buttons { height: auto; margin-top: 1; align-horizontal: right; }
-        & .buttons Button { margin-left: 2; min-width: 12; height: 1; border: none; }
-        & Input { border: none; height: 1; padding: 0 1; background: $panel; }
-        & Input:focus { background: $primary 25%; }
+        & .buttons Button { margin-left: 2; min-width: 12; }
+        & Input { padding: 0 1; background: $panel; }
+        & Input:focus { background: $primary 25%; background-tint: transparent 0%; }
         & .label { color: $foreground 60%; height: 1; margin-top: 1; }
     }
     """
@@ -67,11 +67,11 @@ class JobDialog(ModalScreen[None]):
         self._serial: int | None = None
 
     @property
-    def is_running(self) -> bool:
+    def is_busy(self) -> bool:
         return self._serial is not None
 
     def start(self, job: Job) -> None:
-        if not self.is_running:
+        if not self.is_busy:
             self.say("...")
             self._serial = self._perform(job)
 

@@ -7,11 +7,30 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Protocol, runtime_checkable
 
-from textual.binding import Binding, BindingType
+from textual.binding import ActiveBinding, Binding, BindingType
 from textual.screen import Screen
 
 from tui.messages import ActionEntry
 from tui.snapshot import RunRow, Snapshot
+
+# How the keys stand in the footer, by action; the others follow.
+KEY_ORDER = (
+    "select_cursor",
+    "app.pop_screen",
+    "next_tab(1)",
+    "filter",
+    "add",
+    "evict",
+    "readmit",
+    "delete",
+    "sort",
+    "parts",
+    "follow",
+    "help",
+    "app.quit",
+)
+# What has a key but no place in the footer, and still a name in the command palette.
+MORE_COMMANDS = ("undo_delete", "clear_filter", *(f"tab({index})" for index in range(4)))
 
 
 @dataclass(frozen=True)
@@ -49,6 +68,14 @@ class HouseScreen(Screen[None]):
         self.setting = setting
         self.snapshot: Snapshot | None = None
         self.entry: ActionEntry | None = None
+
+    @property
+    def active_bindings(self) -> dict[str, ActiveBinding]:
+        def place(item: tuple[str, ActiveBinding]) -> int:
+            action = item[1].binding.action
+            return KEY_ORDER.index(action) if action in KEY_ORDER else len(KEY_ORDER)
+
+        return dict(sorted(super().active_bindings.items(), key=place))
 
     def target_row(self) -> RunRow | None:
         """The run that actions are about: the selected one, or the one that is open."""

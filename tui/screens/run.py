@@ -11,10 +11,11 @@ from textual.content import Content
 from textual.widget import Widget
 from textual.widgets import Footer, Static, TabbedContent, TabPane
 
+from prime_rl.contract.status import RunState
 from tui.messages import ActionEntry, RunChanged
 from tui.run_detail import CHARTS, RunDetailReader
 from tui.screens.base import HouseScreen, Setting
-from tui.snapshot import RunRow, Snapshot
+from tui.snapshot import LOST, RunRow, Snapshot
 from tui.watcher import RunWatcher
 from tui.widgets.charts import ChartGrid
 from tui.widgets.command_line import CommandLine
@@ -109,6 +110,7 @@ class RunScreen(HouseScreen):
     @on(TabbedContent.TabActivated)
     def _tab_activated(self, event: TabbedContent.TabActivated) -> None:
         self._focus_tab()
+        self._show()
 
     def action_tab(self, index: int) -> None:
         self.query_one(TabbedContent).active = _TABS[index]
@@ -123,14 +125,20 @@ class RunScreen(HouseScreen):
         if active in kinds:
             self.query_one(kinds[active]).focus()
 
+    def _banner(self, row: RunRow | None) -> str:
+        if row is None:
+            return f"{self.run_id} is not in the house any more; esc goes back"
+        if row.state == RunState.INVALID:
+            # The config tab says it in full, beside the line.
+            return "" if self.query_one(TabbedContent).active == "tab-config" else row.note
+        return row.note if row.state == LOST else row.reason or row.note
+
     def _show(self) -> None:
         row = self.target_row()
         header = self.query_one(RunHeader)
         header.row, header.now = row, self.setting.clock()
         banner = self.query_one("#banner", Static)
-        text = (row.reason or row.note) if row else "this run's folder is gone; esc goes back"
-        if row and row.state == "lost":
-            text = row.note
+        text = self._banner(row)
         banner.set_class(bool(text), "-shown")
         banner.set_class(row is None or row.is_problem, "-bad")
         banner.set_class(row is not None and not row.is_problem, "-note")

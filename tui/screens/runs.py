@@ -30,7 +30,7 @@ class RunsScreen(HouseScreen):
 
     DEFAULT_CSS = """
     RunsScreen {
-        & > #filter { display: none; height: 1; border: none; padding: 0 1; background: $panel; }
+        & > #filter { display: none; padding: 0 1; background: $panel; }
         &.-filtering > #filter { display: block; }
         & > #empty { display: none; }
         &.-empty > #empty { display: block; }
@@ -38,7 +38,6 @@ class RunsScreen(HouseScreen):
     }
     """
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("enter", "open", "Open", key_display="⏎"),
         Binding("slash", "filter", "Filter", key_display="/"),
         Binding("s", "sort", "Sort"),
         Binding("p", "parts", "Parts"),
@@ -54,7 +53,7 @@ class RunsScreen(HouseScreen):
 
     def compose(self) -> ComposeResult:
         yield HouseHeader(read_only=self.setting.read_only)
-        yield Input(placeholder="filter by id, state or note", id="filter", select_on_focus=False)
+        yield Input(placeholder="filter by id, state or note", id="filter", select_on_focus=False, compact=True)
         yield RunsTable()
         yield EmptyState(read_only=self.setting.read_only)
         yield Preview()

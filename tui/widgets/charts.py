@@ -31,10 +31,10 @@ class Chart(Vertical):
     Chart {
         border: round $border;
         border-title-color: $foreground;
-        border-subtitle-color: $foreground 60%;
         padding: 0 1 0 0;
         height: 1fr;
-        & > PlotextPlot { display: none; background: $background; }
+        background: $surface;
+        & > PlotextPlot { display: none; background: $surface; }
         & > .none { width: 1fr; height: 1fr; content-align: center middle; color: $foreground 35%; }
         &.-drawn > PlotextPlot { display: block; }
         &.-drawn > .none { display: none; }
@@ -67,7 +67,6 @@ class Chart(Vertical):
         data = self._data
         self.set_class(bool(data.steps), "-drawn")
         self.border_title = self._heading(data)
-        self.border_subtitle = f"step {data.steps[-1]:.0f}" if data.steps else ""
         if not data.steps:
             return
         plot = self.query_one(PlotextPlot)
@@ -95,10 +94,10 @@ class Chart(Vertical):
         num = max(min(height // 3, 6), 2)
         ticks = [low + (high - low) * index / (num - 1) for index in range(num)]
         plt.ylim(low, high)  # type: ignore[attr-defined]
-        plt.yticks(ticks, [f"{fmt.number(tick):>7}" for tick in ticks])  # type: ignore[attr-defined]
+        plt.yticks(ticks, [f"{fmt.number(tick):>7} " for tick in ticks])  # type: ignore[attr-defined]
         first, last = data.steps[0], data.steps[-1]
         marks = sorted({first, last} if width < 50 else {first, (first + last) // 2, last})
-        plt.xticks(marks, [f"{mark:.0f}" for mark in marks])  # type: ignore[attr-defined]
+        plt.xticks(marks, [f"step {mark:.0f}" if mark == first else f"{mark:.0f}" for mark in marks])  # type: ignore[attr-defined]
 
     def _heading(self, data: ChartData) -> Content:
         palette = make_palette(self.app.theme_variables)

@@ -46,7 +46,7 @@ def house_lines(snapshot: Snapshot, width: int, palette: Palette, read_only: boo
         name.append("  read-only", palette.warning)
     parts = [part for part in snapshot.parts if part.name in MAIN_PARTS]
     words = width >= 100
-    first = spread(name, join([_part(part, palette, words) for part in parts], "   ", width - 12), width)
+    first = spread(name, join([_part(part, palette, words) for part in parts], "   ", width - 12), width - 1)
     alert = _problems(len(snapshot.problems), palette)
     facts = join([_slots(snapshot, palette), *_throughput(snapshot, palette)], "   ", width - alert.cell_len - 2)
     facts.pad_left(1)

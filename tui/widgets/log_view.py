@@ -36,6 +36,7 @@ class LogView(RichLog):
 
     DEFAULT_CSS = """
     LogView { background: $background; padding: 0 1; scrollbar-size-vertical: 1; overflow-x: hidden; }
+    LogView:focus { background-tint: transparent 0%; }
     """
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("j", "scroll_down", "Down", show=False),

@@ -11,7 +11,7 @@ from tui import fmt
 from tui.palette import Palette, make_palette
 from tui.run_detail import ChartData
 from tui.series import change
-from tui.snapshot import STATE_WORDS, RunRow
+from tui.snapshot import LOST, STATE_WORDS, RunRow
 from tui.widgets.charts import Chart
 
 
@@ -21,7 +21,7 @@ def describe(row: RunRow, palette: Palette, now: float) -> Text:
     text = Text.assemble((row.run_id, "bold"), "  ", (f"{row.symbol} {row.state}", colour))
     text.append(f"  {STATE_WORDS[row.state]}", palette.muted)
     body = row.reason or row.note
-    if row.state == "lost":
+    if row.state == LOST:
         body = row.note
     if body:
         text.append("\n")
@@ -55,7 +55,7 @@ class Preview(Vertical):
         background: $background;
         & > Static { height: auto; max-height: 3; padding: 0 1; }
         & > Horizontal { height: 0; }
-        &.-tall { height: 19; }
+        &.-tall { height: 45%; }
         &.-tall > Horizontal { height: 1fr; }
     }
     """

@@ -41,14 +41,16 @@ class RunsTable(DataTable[Text]):
         background: $background;
         scrollbar-size-vertical: 1;
         overflow-x: hidden;
+        &:focus { background-tint: transparent 0%; }
         & > .datatable--header { background: $background; color: $foreground 45%; text-style: none; }
         & > .datatable--header-hover { background: $background; }
-        & > .datatable--cursor { background: $primary 18%; text-style: none; }
+        & > .datatable--cursor { background: $primary 18%; color: $foreground; text-style: none; }
         & > .datatable--hover { background: $primary 8%; }
-        &:focus > .datatable--cursor { background: $primary 26%; }
+        &:focus > .datatable--cursor { background: $primary 26%; color: $foreground; text-style: none; }
     }
     """
     BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("enter", "select_cursor", "Open", key_display="⏎"),
         Binding("j", "cursor_down", "Down", show=False),
         Binding("k", "cursor_up", "Up", show=False),
         Binding("g,home", "scroll_top", "First run", show=False),
