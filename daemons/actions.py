@@ -168,7 +168,7 @@ def delete_run(
         if holders and not force:
             raise ActionError(
                 f"{run_id} is in use by {' and '.join(holders)}: evict it first (prl runs evict {run_id} "
-                "--reason ...), or force the deletion"
+                "--reason ...), or delete it all the same (prl runs delete --yes)"
             )
         if not run.evicted.exists() and run.control.exists():
             write_atomic(run.evicted, DELETED_NOTE)
@@ -177,6 +177,13 @@ def delete_run(
         output.start_request(run_id).unlink(missing_ok=True)
         _audit(output, "delete", run_id, f"to {lies.name}")
         return lies
+
+
+def users_of_run(output_dir: Path, run_id: str) -> list[str]:
+    """Who uses a run now, such as "the trainer (slot 1)"; while anybody does, deleting it needs `force`."""
+    output = OutputDir(Path(output_dir))
+    with _one_line_errors(f"looking at {run_id}"):
+        return _holders(output, output.run(run_id))
 
 
 def undelete_run(output_dir: Path, run_id: str) -> bool:

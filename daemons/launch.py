@@ -265,11 +265,14 @@ def _check_writable(output: OutputDir) -> None:
         ) from error
 
 
+def means_folder(model_name: str) -> bool:
+    """Whether a model's name is meant as a folder; all other names are left to the hub's cache."""
+    path = Path(model_name)
+    return path.is_absolute() or path.parts[:1] in ((), *((each,) for each in _FOLDERS)) or path.parent.exists()
+
+
 def _check_model(name: str) -> None:
-    """A model that is meant as a folder must be one; other names are left to the hub's cache."""
-    path = Path(name)
-    means_folder = path.is_absolute() or path.parts[:1] == () or path.parts[0] in _FOLDERS or path.parent.exists()
-    if means_folder and not (path / "config.json").exists():
+    if means_folder(name) and not (Path(name) / "config.json").exists():
         raise LaunchError(
             f"model {name!r}: no config.json in this folder; make a small base model with: prl make-base --out {name}"
         )

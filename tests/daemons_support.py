@@ -115,9 +115,10 @@ status.close(state="stopped")
 """
 
 ORCHESTRATOR = """
-import sys, time
+import json, sys, time
 from fake_common import *
 from prime_rl.configs.validate import load_run_config
+from prime_rl.contract.files import append_line
 from prime_rl.contract.layout import OutputDir, RunDir, list_rollout_steps
 from prime_rl.contract.status import RunStatus, StatusWriter
 
@@ -144,7 +145,13 @@ while step < config.max_steps:
     folder = run.rollout_dir(step)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "rollouts.msgpack").write_bytes(b"")
+    run.metrics.mkdir(exist_ok=True)
+    record = {"step": step, "time": time.time(), "reward/mean": step / config.max_steps, "tokens_per_s": 10.0}
+    append_line(run.orchestrator_metrics, json.dumps(record))
     status.update(step=step, reward=step / config.max_steps, tokens_per_s=10.0)
+while state == "finished" and not (run.broadcast_dir(config.max_steps) / "STABLE").exists():
+    if run.evicted.exists() or stop.wait(0.05):
+        state = "stopped"
 status.close(state=state, reason=reason)
 sys.exit(0 if state in ("finished", "stopped") else 1)
 """

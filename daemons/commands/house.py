@@ -46,25 +46,24 @@ def up(
     Example: prl up @ configs/demo/system.toml --inference.port 8001
     """
     from daemons import launch, supervisor
-    from daemons.specs import without_nulls
-    from prime_rl.configs.base import build, merge, parse_argv
+    from prime_rl.configs.base import build, merge, read_argv
     from prime_rl.configs.system import SystemConfig
     from prime_rl.utils.signals import StopFlag
 
     stop = StopFlag().install()
-    system = parse_argv(SystemConfig, context.args)
-    chosen = output_dir or (Path(os.environ["PRL_OUTPUT_DIR"]) if os.environ.get("PRL_OUTPUT_DIR") else None)
-    if chosen is not None:
+    data, source = read_argv(context.args)
+    chosen = output_dir or os.environ.get("PRL_OUTPUT_DIR")
+    if chosen:
         place = {"output_dir": str(chosen)}
-        data = without_nulls(system.model_dump(mode="json"))
-        system = build(SystemConfig, merge(data, {**place, "trainer": place, "inference": place}), "command line")
+        data = merge(data, {**place, "trainer": place, "inference": place})
+    system = build(SystemConfig, data, source)
     output = OutputDir(system.output_dir)
     lock = launch.prepare(system, output, say)
     if foreground:
         raise typer.Exit(supervisor.supervise(output, lock, stop))
     child = launch.start_supervisor(output, lock)
     try:
-        with _progress() as look:
+        with Progress() as look:
             ready = launch.wait_until_ready(system, output, child, stop=stop, on_look=look)
     except launch.LaunchError:
         launch.down(output, timeout_s=_down_timeout_s(system.supervisor.grace_s), say=say, supervisor=child)
@@ -82,7 +81,7 @@ def _down_timeout_s(grace_s: float) -> float:
     return 3 * grace_s + 15.0
 
 
-class _progress:
+class Progress:
     """Shows the wait for readiness: one live line a part on a terminal, a line at each change elsewhere."""
 
     def __enter__(self) -> Callable[[House], None]:

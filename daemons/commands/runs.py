@@ -142,15 +142,16 @@ def readmit(run_id: RunIdArgument, output_dir: OutputDirOption = None) -> None:
 def delete(
     run_id: RunIdArgument,
     output_dir: OutputDirOption = None,
-    yes: YesOption = False,
-    force: Annotated[bool, typer.Option(help="Also when it trains: evict it first and wait.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask; a run in use is evicted first.")] = False,
     wait: Annotated[float, typer.Option(help="Seconds to wait until a run in use is let go.")] = 60.0,
 ) -> None:
-    """Move a run to the trash.
+    """Move a run to the trash. A run in use is refused without --yes.
 
     Example: prl runs delete run_reverse --yes
     """
-    _confirm(f"move {run_id} to the trash?", yes)
+    place = choose_output_dir(output_dir)
+    if not actions.users_of_run(place, run_id):
+        _confirm(f"move {run_id} to the trash?", yes)
     said: set[str] = set()
 
     def progress(message: str) -> None:
@@ -158,7 +159,7 @@ def delete(
             said.add(message)
             say(message)
 
-    lies = actions.delete_run(choose_output_dir(output_dir), run_id, force=force, wait_s=wait, on_progress=progress)
+    lies = actions.delete_run(place, run_id, force=yes, wait_s=wait, on_progress=progress)
     say(f"{run_id} lies in {lies}; prl runs undelete {run_id} brings it back")
 
 

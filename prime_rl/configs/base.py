@@ -92,6 +92,11 @@ def load_config(cls: type[ConfigT], path: Path, overrides: Mapping[str, Any] | N
 
 def parse_argv(cls: type[ConfigT], argv: Sequence[str]) -> ConfigT:
     """Load `cls` from `[@ FILE.toml] [--a.b value | --a.b=value]...`; a later item wins over an earlier one."""
+    return build(cls, *read_argv(argv))
+
+
+def read_argv(argv: Sequence[str]) -> tuple[dict[str, Any], str]:
+    """What `parse_argv` builds from: the merged values, and the name of their source."""
     data: dict[str, Any] = {}
     source = "command line"
     rest = list(argv)
@@ -113,7 +118,7 @@ def parse_argv(cls: type[ConfigT], argv: Sequence[str]) -> ConfigT:
             raise ConfigError(
                 source, [ConfigProblem("", f"{token!r} is not understood: write @ FILE.toml or --a.b value")]
             )
-    return build(cls, data, source)
+    return data, source
 
 
 def parse_override(key: str, value: str) -> dict[str, Any]:

@@ -1,0 +1,77 @@
+"""`prl demo`: reads the options, prints the table; `daemons.demo` does the work."""
+
+from __future__ import annotations
+
+import enum
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import RenderableType
+
+from daemons.commands.common import EXTRA, console, make_table, number, say
+
+CONFIGS = Path(__file__).resolve().parents[2] / "configs" / "demo"
+DEFAULT_DEMO_DIR = Path("outputs/demo")
+
+
+class Engine(enum.StrEnum):
+    """Inference engines."""
+
+    EMBEDDED = "embedded"
+    VLLM = "vllm"
+
+
+def demo(
+    context: typer.Context,
+    output_dir: Annotated[
+        Path, typer.Option(help="The demo's own house; an earlier one in it is removed.")
+    ] = DEFAULT_DEMO_DIR,
+    engine: Annotated[Engine | None, typer.Option(help="Who generates; else what the system file says.")] = None,
+    configs: Annotated[Path, typer.Option(help="Folder with system.toml and the three runs.")] = CONFIGS,
+    plain: Annotated[bool, typer.Option("--plain", help="Plain lines, also on a terminal.")] = False,
+) -> None:
+    """Train three runs on two slots on this machine, from nothing to a report; stops everything it starts.
+
+    Example: prl demo --engine vllm
+    """
+    from daemons.commands.house import Progress
+    from daemons.demo import run_demo, with_settings
+    from prime_rl.configs.base import build, load_toml, merge, read_argv
+    from prime_rl.configs.system import SystemConfig
+    from prime_rl.utils.signals import StopFlag
+
+    stop = StopFlag().install()
+    source = configs / "system.toml"
+    settings = with_settings(load_toml(source), output_dir, engine)
+    data = merge(settings, read_argv(context.args)[0])
+    system = build(SystemConfig, data, str(source))
+    with_tui = sys.stdout.isatty() and sys.stdin.isatty() and not plain
+    report = run_demo(system, configs, say, stop, Progress, with_tui=with_tui)
+    if report is None:
+        say("stopped")
+        raise typer.Exit(130)
+    console().print(report_table(report))
+    say(f"{report['wall_s']:.0f} s in all; {system.output_dir / 'report.json'} has the figures")
+
+
+def report_table(report: dict[str, Any]) -> RenderableType:
+    rows = [
+        [
+            run_id,
+            run["state"],
+            run["steps"],
+            number(run["reward_first"]),
+            number(run["reward_last"]),
+            number(run["tokens_per_s"], 0),
+            number(run["wall_s"], 0),
+        ]
+        for run_id, run in report["runs"].items()
+    ]
+    columns = ["run", "state", "steps", "reward, first 5 steps", "last 5 steps", "tokens/s", "seconds"]
+    return make_table(columns, rows)
+
+
+def register(app: typer.Typer) -> None:
+    app.command(context_settings=EXTRA)(demo)

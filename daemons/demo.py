@@ -1,0 +1,267 @@
+"""`prl demo`: three runs with different tasks on two slots, from nothing to a report, and nothing left behind.
+
+Starts a fresh house as daemons, adds the runs of `configs/demo`, shows them train (in `prl-tui` on a terminal, else one
+line a step), prints a table, writes `report.json`, and stops everything. It has no way of its own to do any of this: it
+uses `launch`, `actions` and `client`, as a person would use `prl`.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from daemons import actions, launch
+from daemons.client import House, HouseReader, RunView
+from daemons.screen import TuiChild
+from daemons.specs import MAKE_BASE_MODULE
+from prime_rl.configs.base import merge
+from prime_rl.configs.system import SystemConfig
+from prime_rl.configs.validate import load_run_config
+from prime_rl.contract.files import write_atomic
+from prime_rl.contract.layout import OutputDir, RunDir
+from prime_rl.contract.status import RunState
+from prime_rl.utils.signals import StopFlag
+
+RUN_FILES = ("reverse", "sort", "upper")
+NUM_SLOTS = 2
+REPORT_VERSION = 1
+REPORT = "report.json"
+# A folder with this file in it was made by a demo, so the next demo may remove it.
+MARKER = ".prl-demo"
+# Longer than the slowest step on a loaded two-core machine by far.
+NO_PROGRESS_S = 300.0
+LOOK_EVERY_S = 0.3
+EDGE_STEPS = 5
+_BAD = (RunState.EVICTED, RunState.FAILED, RunState.INVALID)
+
+
+# Shows the wait for readiness while it is entered.
+Progress = Callable[[], AbstractContextManager[launch.Look]]
+
+
+class DemoError(RuntimeError):
+    """Why the demo cannot go on: one line (a log may follow)."""
+
+    exit_code = 1
+
+
+def demo_settings(output_dir: Path, engine: str | None) -> Mapping[str, Any]:
+    """What a demo insists on: its folder, two slots for three runs, a free port."""
+    place = {"output_dir": str(output_dir), "max_concurrent_runs": NUM_SLOTS}
+    inference = {**place, "port": 0, **({"engine": engine} if engine else {})}
+    return {**place, "trainer": place, "inference": inference}
+
+
+def make_room(output: OutputDir, say: launch.Say) -> None:
+    """Stop and remove the house of an earlier demo. Raises DemoError for a folder that no demo made."""
+    if not output.path.exists() or not any(output.path.iterdir()):
+        output.path.mkdir(parents=True, exist_ok=True)
+    elif (output.path / MARKER).exists():
+        if launch.down(output, timeout_s=90.0, say=say):
+            say("an earlier demo was still running: stopped")
+        shutil.rmtree(output.path)
+        output.path.mkdir()
+    else:
+        raise DemoError(f"{output.path} holds something that no demo made: choose another --output-dir")
+    (output.path / MARKER).touch()
+
+
+def make_base_model(name: str, stop: Callable[[], bool], say: launch.Say) -> None:
+    """Build the small base model when its folder is not there yet."""
+    if not launch.means_folder(name) or (Path(name) / "config.json").exists():
+        return
+    say(f"making a small base model in {name} (once)")
+    child = subprocess.Popen([sys.executable, "-m", MAKE_BASE_MODULE, "--out", name])
+    try:
+        while child.poll() is None and not stop():
+            time.sleep(LOOK_EVERY_S)
+    finally:
+        if child.poll() is None:
+            child.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            child.wait(timeout=10.0)
+        if child.poll() is None:
+            child.kill()
+            child.wait()
+    if not stop() and child.returncode:
+        raise DemoError(f"the base model could not be made: prl make-base --out {name} exited {child.returncode}")
+
+
+@dataclass
+class RunStory:
+    """What the demo has seen of one run. Times are of the monotonic clock."""
+
+    run_id: str
+    state: RunState | None = None
+    queue_position: int | None = None
+    active_s: float | None = None
+    finished_s: float | None = None
+    num_told: int = 0
+    metrics: list[dict[str, float]] = field(default_factory=list)
+    _position: int = 0
+
+    def read_metrics(self, run: RunDir) -> None:
+        """Take in the whole lines that were appended since the last call."""
+        with suppress(FileNotFoundError), run.orchestrator_metrics.open("rb") as file:
+            file.seek(self._position)
+            for line in file:
+                if not line.endswith(b"\n"):
+                    break
+                self._position += len(line)
+                with suppress(ValueError):
+                    self._take(json.loads(line))
+
+    def _take(self, record: object) -> None:
+        """Keep a line of a batch; a batch that was made again after a restart replaces its first line."""
+        if isinstance(record, dict) and "reward/mean" in record:
+            self.metrics = [old for old in self.metrics if old["step"] < record["step"]] + [record]
+
+    def mean_of(self, key: str, records: Sequence[Mapping[str, float]]) -> float | None:
+        values = [float(record[key]) for record in records if key in record]
+        return sum(values) / len(values) if values else None
+
+    def summary(self) -> dict[str, Any]:
+        wall_s = self.finished_s - self.active_s if self.finished_s and self.active_s else None
+        return {
+            "steps": int(self.metrics[-1]["step"]) if self.metrics else 0,
+            "reward_first": self.mean_of("reward/mean", self.metrics[:EDGE_STEPS]),
+            "reward_last": self.mean_of("reward/mean", self.metrics[-EDGE_STEPS:]),
+            "tokens_per_s": self.mean_of("tokens_per_s", self.metrics),
+            "wall_s": wall_s,
+            "state": str(self.state) if self.state else None,
+        }
+
+
+class Demo:
+    """One demo on one house that is up.
+
+    Args:
+        say: prints one line.
+        stop: true when the person had enough.
+    """
+
+    def __init__(self, output: OutputDir, run_ids: Sequence[str], say: launch.Say, stop: Callable[[], bool]) -> None:
+        self.output = output
+        self.stories = {run_id: RunStory(run_id) for run_id in run_ids}
+        self._say = say
+        self._stop = stop
+        self._progress: tuple[int, ...] = ()
+        self._progress_at = time.monotonic()
+
+    def watch(self, *, with_tui: bool) -> bool:
+        """Until all runs are finished; false when told to stop. Raises DemoError when it cannot succeed any more."""
+        reader = HouseReader(self.output.path)
+        with TuiChild(self.output.path if with_tui else None) as tui:
+            while not self._stop():
+                self.look(reader.read(), quiet=tui.lives())
+                if all(story.state is RunState.FINISHED for story in self.stories.values()):
+                    return True
+                time.sleep(LOOK_EVERY_S)
+        return False
+
+    def look(self, house: House, *, quiet: bool) -> None:
+        """Take in one snapshot; tell what is new unless `quiet`."""
+        for run_id, story in self.stories.items():
+            run = house.run(run_id)
+            if run is not None:
+                self._follow(story, run, quiet)
+        self._check(house)
+
+    def _follow(self, story: RunStory, run: RunView, quiet: bool) -> None:
+        now = time.monotonic()
+        story.read_metrics(self.output.run(run.run_id))
+        if not quiet:
+            for record in story.metrics[story.num_told :]:
+                self._say(
+                    f"{run.run_id}: step {int(record['step'])}/{run.max_steps or '?'}, "
+                    f"reward {record['reward/mean']:.3f}, {record.get('tokens_per_s', 0.0):.0f} tokens/s"
+                )
+        story.num_told = len(story.metrics)
+        if (run.state, run.queue_position) != (story.state, story.queue_position):
+            story.state, story.queue_position = run.state, run.queue_position
+            story.active_s = now if run.state is RunState.ACTIVE and story.active_s is None else story.active_s
+            story.finished_s = now if run.state is RunState.FINISHED else story.finished_s
+            slot = f" in slot {run.run_idx}" if run.state is RunState.ACTIVE else ""
+            why = run.reason or (f"waits for {run.waiting_on}" if run.waiting_on else "")
+            if not quiet:
+                self._say(f"{run.run_id}: {run.state}{slot}{f' ({why})' if why else ''}")
+
+    def _check(self, house: House) -> None:
+        for run_id, story in self.stories.items():
+            run = house.run(run_id)
+            if run is None:
+                raise DemoError(f"{run_id} is gone from {self.output.path}")
+            if story.state in _BAD:
+                raise DemoError(f"{run_id} is {story.state}: {run.reason}")
+        for daemon in house.daemons:
+            if daemon.state == "failed":
+                raise DemoError("\n".join([f"{daemon.name} has failed: {daemon.reason}", *daemon.log_tail]))
+        if not house.supervisor_alive:
+            raise DemoError(f"the supervisor is gone: prl logs supervisor --output-dir {self.output.path}")
+        progress = tuple(each for run in house.runs for each in (run.step, len(self._metrics_of(run.run_id))))
+        if progress != self._progress:
+            self._progress, self._progress_at = progress, time.monotonic()
+        elif time.monotonic() - self._progress_at > NO_PROGRESS_S:
+            waits = [f"{run.run_id}: {run.state}, waits for {run.waiting_on}" for run in house.runs]
+            raise DemoError(f"no step for {NO_PROGRESS_S:g} s; " + "; ".join([*launch.waits(house), *waits]))
+
+    def _metrics_of(self, run_id: str) -> list[dict[str, float]]:
+        return self.stories[run_id].metrics if run_id in self.stories else []
+
+    def report(self, wall_s: float) -> dict[str, Any]:
+        """Write `report.json` and return what is in it."""
+        runs = {run_id: story.summary() for run_id, story in self.stories.items()}
+        report = {"version": REPORT_VERSION, "wall_s": wall_s, "runs": runs}
+        write_atomic(self.output.path / REPORT, json.dumps(report, indent=2) + "\n")
+        return report
+
+
+def run_demo(
+    system: SystemConfig, configs: Path, say: launch.Say, stop: StopFlag, progress: Progress, *, with_tui: bool
+) -> dict[str, Any] | None:
+    """The whole demo; returns its report, or None when it was told to stop. Everything it started is stopped again.
+
+    Raises DemoError, LaunchError or ActionError.
+    """
+    started_s = time.monotonic()
+    output = OutputDir(system.output_dir)
+    make_room(output, say)
+    make_base_model(system.model.name, stop, say)
+    if stop():
+        return None
+    lock = launch.prepare(system, output, say)
+    supervisor = launch.start_supervisor(output, lock)
+    try:
+        with progress() as look:
+            ready = launch.wait_until_ready(system, output, supervisor, stop=stop, on_look=look)
+        if not ready:
+            return None
+        run_ids = [add_demo_run(output, configs / f"{name}.toml", system.model.name) for name in RUN_FILES]
+        say(f"added {', '.join(run_ids)} on {system.max_concurrent_runs} slots; prl-tui {output.path} shows them")
+        demo = Demo(output, run_ids, say, stop)
+        try:
+            finished = demo.watch(with_tui=with_tui)
+        finally:
+            report = demo.report(time.monotonic() - started_s)
+        return report if finished else None
+    finally:
+        launch.down(output, timeout_s=3 * system.supervisor.grace_s + 15.0, say=say, supervisor=supervisor)
+
+
+def add_demo_run(output: OutputDir, source: Path, model: str) -> str:
+    """Add one run, on the house's model whatever the file says."""
+    same = load_run_config(source).model.name == model
+    return actions.add_run(output.path, source, overrides=None if same else {"model": {"name": model}})
+
+
+def with_settings(system: Mapping[str, Any], output_dir: Path, engine: str | None) -> dict[str, Any]:
+    """The demo's system file with the demo's own settings on top."""
+    return merge(system, demo_settings(output_dir, engine))
