@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 import httpx
 import msgspec
-from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, wait_exponential_jitter
+from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, wait_exponential, wait_random
 
 from prime_rl.contract.layout import OutputDir
 from prime_rl.contract.status import InferenceStatus, is_alive, read_status
@@ -149,7 +149,7 @@ class InferenceClient:
         self._http = httpx.AsyncClient(headers=headers, timeout=None, limits=limits, transport=transport)
         self._retrying = AsyncRetrying(
             retry=retry_if_exception_type(InferenceUnavailable),
-            wait=wait_exponential_jitter(initial=backoff_start_s, max=BACKOFF_MAX_S, jitter=backoff_start_s),
+            wait=wait_exponential(multiplier=backoff_start_s, max=BACKOFF_MAX_S) + wait_random(0, backoff_start_s),
             before_sleep=self._note_trouble,
             reraise=True,
         )
@@ -196,7 +196,8 @@ class InferenceClient:
         await self._attempt("POST", "unload_lora_adapter", {"lora_name": name}, None)
 
     async def _retry(self, method: str, path: str, body: Any, kind: type[_AnswerT] | None) -> _AnswerT:
-        answer: _AnswerT = await self._retrying(self._attempt, method, path, body, kind)
+        retrying = self._retrying.copy()  # it keeps the state of one call
+        answer: _AnswerT = await retrying(self._attempt, method, path, body, kind)
         if self.trouble is not None:
             self.trouble = None
             self.on_change()

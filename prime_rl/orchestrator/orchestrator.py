@@ -15,6 +15,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 from prime_rl.configs.base import ConfigError, ConfigProblem, parse_argv
@@ -50,7 +51,7 @@ from prime_rl.utils.watch import Watcher
 logger = logging.getLogger("orchestrator")
 
 
-async def orchestrate(config: OrchestratorConfig, run: RunDir, reporter: Reporter) -> None:
+async def orchestrate(config: OrchestratorConfig, run: RunDir, reporter: Reporter, cleanup: AsyncExitStack) -> None:
     """Make every batch of the run, then wait until its last update is published (and evaluated, if asked for)."""
     # -- what the run needs ----
     for folder in (run.rollouts, run.broadcast, run.checkpoints, run.metrics):
@@ -62,14 +63,11 @@ async def orchestrate(config: OrchestratorConfig, run: RunDir, reporter: Reporte
     reporter.update(step=progress.step)
 
     # -- who does what ----
-    client = InferenceClient(
-        Endpoint(run.path.parent, config.client.base_url),
-        api_key=os.environ.get(config.client.api_key_var),
-        timeout_s=config.client.timeout_s,
-        max_concurrent_requests=config.client.max_concurrent_requests,
-    )
+    client = connect(config, run)
+    cleanup.push_async_callback(client.close)
     reporter.waiting_on = lambda now: client.trouble
     policy = PolicyVersions(client, run, await base_model(client, config.model.name))
+    cleanup.push_async_callback(policy.close)
     worker = RolloutWorker(
         client,
         policy,
@@ -88,9 +86,12 @@ async def orchestrate(config: OrchestratorConfig, run: RunDir, reporter: Reporte
         max_steps=config.max_steps,
         max_async_level=config.max_async_level,
     )
-    max_groups = max(1, config.client.max_concurrent_requests // config.rollouts_per_example)
     watcher = Watcher([run.broadcast], rescan_s=config.watch.rescan_s, kind=config.watch.kind)
+    cleanup.callback(watcher.close)
+    cleanup.callback(watcher.wake)  # a thread waits in it
+    max_groups = max(1, config.client.max_concurrent_requests // config.rollouts_per_example)
     scheduler = Scheduler(run, ledger, worker.group, client, policy, watcher, max_groups=max_groups)
+    cleanup.push_async_callback(scheduler.close)
     evaluator = Evaluator(config, run, worker, policy, envs) if config.eval else None
     reporter.waiting_on = scheduler.waiting_on
     reporter.figures = lambda: {"policy_version": policy.version, "num_in_flight": ledger.num_in_flight}
@@ -116,15 +117,17 @@ async def orchestrate(config: OrchestratorConfig, run: RunDir, reporter: Reporte
             reporter.waiting_on = lambda now: client.trouble or f"the evaluation of policy version {config.max_steps}"
             await evaluator.done.wait()
 
-    try:
-        loops = [scheduler.watch_loop(), scheduler.update_policy_loop()] + ([evaluator.loop()] if evaluator else [])
-        await run_beside(make_batches(), *loops)
-    finally:
-        await scheduler.close()
-        watcher.wake()  # a thread waits in it
-        watcher.close()
-        await policy.close()
-        await client.close()
+    loops = [scheduler.watch_loop(), scheduler.update_policy_loop()] + ([evaluator.loop()] if evaluator else [])
+    await run_beside(make_batches(), *loops)
+
+
+def connect(config: OrchestratorConfig, run: RunDir) -> InferenceClient:
+    return InferenceClient(
+        Endpoint(run.path.parent, config.client.base_url),
+        api_key=os.environ.get(config.client.api_key_var),
+        timeout_s=config.client.timeout_s,
+        max_concurrent_requests=config.client.max_concurrent_requests,
+    )
 
 
 def load_envs(config: OrchestratorConfig) -> dict[str, Environment]:
@@ -159,7 +162,8 @@ async def run_to_the_end(config: OrchestratorConfig, run: RunDir, stop: Callable
     reporter = Reporter(writer)
     last_word: dict[str, object] = {}
     try:
-        await run_beside(orchestrate(config, run, reporter), guard(run, stop, reporter.tick))
+        async with AsyncExitStack() as cleanup:
+            await run_beside(orchestrate(config, run, reporter, cleanup), guard(run, stop, reporter.tick))
         last_word = {"state": "finished"}
         logger.info("finished: %d steps", config.max_steps)
     except StopRequested:

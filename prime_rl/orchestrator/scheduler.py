@@ -73,6 +73,7 @@ class Scheduler:
         self._refusal: str | None = None
         self._final_version: int | None = None
         self._serve_final = False
+        self._closed = False
         client.on_change = self.note_phase
 
     async def start(self) -> None:
@@ -153,16 +154,20 @@ class Scheduler:
 
     async def close(self) -> None:
         """Stop all generation."""
+        self._closed = True  # a group that fails just now starts no other in its place
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def _fill(self) -> None:
-        while self.ledger.num_in_flight < self._max_groups and self.ledger.may_start(self._policy.version):
+        while not self._closed and self._may_start():
             task = asyncio.get_running_loop().create_task(self._run_group(self.ledger.start()))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
         self.note_phase()
+
+    def _may_start(self) -> bool:
+        return self.ledger.num_in_flight < self._max_groups and self.ledger.may_start(self._policy.version)
 
     async def _run_group(self, index: int) -> None:
         try:

@@ -1,0 +1,274 @@
+"""The whole orchestrator over real HTTP, with a stand-in trainer and a server that can be broken."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prime_rl.contract.layout import RunDir, list_rollout_steps
+from prime_rl.contract.status import RunStatus, read_status
+from prime_rl.contract.types import read_batch
+from prime_rl.orchestrator.orchestrator import run_to_the_end
+from tests.orchestrator_support import (
+    FakeInference,
+    make_model,
+    make_run,
+    publish,
+    run_config,
+    serving,
+    stand_in_trainer,
+    until,
+)
+
+
+@dataclass
+class House:
+    run: RunDir
+    model: Path
+    fake: FakeInference
+    url: str
+    stopped: bool = False
+
+    def start(self, **over: Any) -> asyncio.Task[int]:
+        over = {"client": {"base_url": self.url, **over.pop("client", {})}, **over}
+        config = run_config(self.model, **over)
+        self.stopped = False
+        return asyncio.create_task(run_to_the_end(config, self.run, lambda: self.stopped))
+
+    async def run_to_the_end(self, **over: Any) -> int:
+        async with trainer(self.run):
+            return await asyncio.wait_for(self.start(**over), 30)
+
+    @property
+    def status(self) -> RunStatus:
+        status = read_status(self.run.status, RunStatus)
+        assert status is not None
+        return status
+
+    async def until_waiting_on(self, text: str) -> None:
+        def waits() -> bool:
+            status = read_status(self.run.status, RunStatus)
+            return status is not None and text in (status.waiting_on or "")
+
+        await until(waits, f"waiting_on {text!r}")
+
+
+@pytest.fixture
+async def house(tmp_path: Path) -> AsyncIterator[House]:
+    model = make_model(tmp_path / "model")
+    fake = FakeInference(model)
+    async with serving(fake) as url:
+        yield House(make_run(tmp_path), model, fake, url)
+
+
+@asynccontextmanager
+async def trainer(run: RunDir) -> AsyncIterator[None]:
+    task = asyncio.create_task(stand_in_trainer(run))
+    yield
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+def lines(run: RunDir) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in run.orchestrator_metrics.read_text().splitlines()]
+
+
+def example_ids(run: RunDir, steps: range) -> list[str]:
+    return [sample.example_id for step in steps for sample in read_batch(run.rollout_file(step)).samples]
+
+
+async def test_a_run_from_its_first_batch_to_its_last_update(house: House) -> None:
+    code = await house.run_to_the_end(max_steps=4, max_async_level=1, ckpt={"interval": 3})
+    assert (code, house.status.state, house.status.step) == (0, "finished", 4)
+    assert (house.status.waiting_on, house.status.reason) == (None, None)
+    assert list_rollout_steps(house.run) == [1, 2, 3, 4]
+    for step in range(1, 5):
+        batch = read_batch(house.run.rollout_file(step))
+        assert len(batch.samples) == 4
+        assert all(sample.policy_version >= step - 2 for sample in batch.samples)
+        assert all(sample.example_id.startswith("reverse-text/train-") for sample in batch.samples)
+    assert [line["step"] for line in lines(house.run)] == [1, 2, 3, 4]
+    wanted = {"time", "reward/mean", "reward/std", "reward/reverse-text", "env/reverse-text/exact_match"}
+    wanted |= {"tokens_per_s", "async_level/max", "groups_dropped", "time/generate", "time/wait_for_policy"}
+    assert wanted <= set(lines(house.run)[0])
+    states = sorted(house.run.checkpoints.glob("step_*/orchestrator/state.json"))
+    assert [json.loads(path.read_text())["sampler_state"] for path in states] == [
+        read_batch(house.run.rollout_file(step)).sampler_state for step in (3, 4)
+    ]
+    assert house.fake.adapters == {}, "all adapters of the run are unloaded"
+
+
+async def test_two_runs_of_the_same_seed_are_the_same(house: House, tmp_path: Path) -> None:
+    await house.run_to_the_end(max_async_level=0)
+    first = [read_batch(house.run.rollout_file(step)) for step in (1, 2, 3)]
+    shutil.rmtree(house.run.path)
+    house.run.control.mkdir(parents=True)
+    await house.run_to_the_end(max_async_level=0)
+    assert [read_batch(house.run.rollout_file(step)) for step in (1, 2, 3)] == first
+
+
+async def test_a_stopped_run_goes_on_at_the_next_example(house: House, tmp_path: Path) -> None:
+    task = house.start(max_steps=6, max_async_level=1)
+    publish(house.run, 1)
+    await house.until_waiting_on("policy version 2 (have 1)")
+    house.stopped = True
+    assert await asyncio.wait_for(task, 30) == 0
+    assert house.status.state == "stopped" and house.fake.adapters == {}
+    done = list_rollout_steps(house.run)
+    assert done == [1, 2, 3]
+    before = {step: house.run.rollout_file(step).stat().st_mtime_ns for step in done}
+    assert await house.run_to_the_end(max_steps=6) == 0
+    assert {step: house.run.rollout_file(step).stat().st_mtime_ns for step in done} == before, "none is rewritten"
+    twin = House(make_run(tmp_path / "twin"), house.model, house.fake, house.url)
+    await twin.run_to_the_end(max_steps=6)
+    assert example_ids(house.run, range(1, 7)) == example_ids(twin.run, range(1, 7))
+
+
+async def test_a_finished_run_that_is_started_again_finishes_without_generating(house: House) -> None:
+    await house.run_to_the_end()
+    num_requests = len(house.fake.requests)
+    assert await house.run_to_the_end() == 0
+    assert {path for path, _ in house.fake.requests[num_requests:]} == {"/v1/models"}
+
+
+async def test_waits_for_the_trainer_by_name_also_after_the_last_batch(house: House) -> None:
+    task = house.start(max_steps=2, max_async_level=0)
+    await house.until_waiting_on("policy version 1 (have 0), trainer has not updated yet")
+    assert list_rollout_steps(house.run) == [1]
+    publish(house.run, 1)
+    await house.until_waiting_on("policy version 2 (have 1), trainer last updated under 10 s ago")
+    assert list_rollout_steps(house.run) == [1, 2]
+    loads = house.fake.num_loads
+    publish(house.run, 2)
+    assert await asyncio.wait_for(task, 30) == 0
+    assert house.fake.num_loads == loads == 1, "the last version is not needed for generation"
+
+
+@pytest.mark.parametrize("when", ["before", "waiting for the trainer", "waiting for inference"])
+async def test_eviction_ends_every_wait_with_its_reason(
+    house: House, when: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if when == "before":
+        house.run.evicted.write_text("too\nloud")
+    if when == "waiting for inference":
+        house.fake.fault = lambda path, body: 503
+    task = house.start(max_async_level=0)
+    if when == "waiting for the trainer":
+        await house.until_waiting_on("policy version 1")
+    elif when == "waiting for inference":
+        await house.until_waiting_on("503 injected")
+    house.run.evicted.write_text("too\nloud")
+    assert await asyncio.wait_for(task, 30) == 1
+    assert (house.status.state, house.status.reason) == ("evicted", "too loud")
+    assert capsys.readouterr().err.strip().splitlines()[-1] == "run_a evicted: too loud"
+
+
+async def test_a_deleted_run_ends_quietly_and_is_not_made_again(house: House) -> None:
+    task = house.start(max_async_level=0)
+    await house.until_waiting_on("policy version 1")
+    house.run.path.rename(house.run.path.with_name("elsewhere"))
+    assert await asyncio.wait_for(task, 30) == 0
+    assert not house.run.path.exists()
+
+
+async def test_inference_that_comes_back_without_its_adapters_costs_no_step(house: House) -> None:
+    async with trainer(house.run):
+        task = house.start(max_steps=8)
+        await until(lambda: bool(house.fake.adapters), "a first adapter")
+        house.fake.fault = lambda path, body: 500
+        await house.until_waiting_on("500 injected")
+        house.fake.adapters.clear()
+        house.fake.fault = lambda path, body: None
+        assert await asyncio.wait_for(task, 30) == 0
+    assert list_rollout_steps(house.run) == list(range(1, 9))
+    assert [line["groups_dropped"] for line in lines(house.run)] == [0] * 8
+    assert max(line["time/wait_for_inference"] for line in lines(house.run)) > 0
+
+
+async def test_a_run_whose_groups_mostly_fail_is_failed_with_the_last_error(
+    house: House, capsys: pytest.CaptureFixture[str]
+) -> None:
+    house.fake.fault = lambda path, body: 400 if path == "/v1/completions" else None
+    assert await house.run_to_the_end() == 1
+    assert house.status.state == "failed"
+    assert "11 of the last 11 groups failed" in str(house.status.reason)
+    assert "400 injected 400" in str(house.status.reason)
+    assert capsys.readouterr().err.count("run_a failed: ") == 1
+
+
+async def test_single_failures_are_dropped_counted_and_survived(house: House) -> None:
+    bad = iter([True, False, False, False, False] * 100)
+    house.fake.fault = lambda path, body: 400 if path == "/v1/completions" and next(bad) else None
+    assert await house.run_to_the_end(client={"max_concurrent_requests": 2}) == 0
+    assert lines(house.run)[-1]["groups_dropped"] > 0
+    assert house.status.reason is None
+
+
+@pytest.mark.parametrize(
+    ("over", "prepare", "reason"),
+    [
+        ({}, lambda fake: setattr(fake, "api_key", "secret"), "401 invalid API key"),
+        ({}, lambda fake: setattr(fake, "model", "another"), "inference serves ['another'], and this run trains"),
+        (
+            {"env": [{"id": "reverse-text", "args": {"num_examples": 0}}]},
+            lambda fake: None,
+            "num_examples",
+        ),
+    ],
+)
+async def test_what_no_retry_can_mend_fails_the_run(
+    house: House, over: dict[str, Any], prepare: Callable[[FakeInference], None], reason: str
+) -> None:
+    prepare(house.fake)
+    assert await house.run_to_the_end(**over) == 1
+    assert house.status.state == "failed" and reason in str(house.status.reason)
+
+
+async def test_a_crash_leaves_no_last_word_so_that_it_is_started_again(house: House) -> None:
+    house.run.rollouts.mkdir()
+    house.run.rollout_dir(1).write_text("in the way")
+    assert await house.run_to_the_end() == 1
+    assert house.status.state == "running"
+    assert "step_1" in str(house.status.reason)
+
+
+async def test_seq_len_comes_from_the_trainer_when_the_run_sets_none(house: House) -> None:
+    from prime_rl.contract.layout import OutputDir
+    from prime_rl.contract.status import StatusWriter, TrainerStatus
+
+    task = house.start(seq_len=None)
+    await house.until_waiting_on("trainer/status.json (to know the trainer's seq_len)")
+    path = OutputDir(house.run.path.parent).trainer_status
+    StatusWriter(path, TrainerStatus(state="waiting", max_seq_len=77)).close()
+    async with trainer(house.run):
+        assert await asyncio.wait_for(task, 30) == 0
+    bodies = [body for path, body in house.fake.requests if path == "/v1/completions"]
+    assert all(len(body["prompt"]) + body["max_tokens"] <= 77 for body in bodies)
+
+
+async def test_evaluation_of_the_first_the_due_and_the_last_version(house: House) -> None:
+    code = await house.run_to_the_end(max_steps=5, eval={"interval": 2, "num_examples": 3, "rollouts_per_example": 2})
+    assert code == 0
+    evals = [line for line in lines(house.run) if "eval/reverse-text/reward" in line]
+    steps = [line["step"] for line in evals]
+    assert steps[0] == 0 and steps[-1] == 5 and steps == sorted(set(steps))
+    assert all(0 <= line["eval/reverse-text/exact_match"] <= 1 for line in evals)
+    assert {line["eval/reverse-text/num_failed"] for line in evals} == {0}
+    assert house.fake.adapters == {}
+
+
+async def test_several_environments_share_the_batches(house: House) -> None:
+    env = [{"id": "reverse-text", "name": "easy", "args": {"max_len": 3}}, {"id": "sort-letters"}]
+    assert await house.run_to_the_end(env=env) == 0
+    for line in lines(house.run):
+        assert {"reward/easy", "reward/sort-letters", "env/easy/exact_match"} <= set(line)
+    ids = example_ids(house.run, range(1, 4))
+    assert sum(i.startswith("easy/") for i in ids) == sum(i.startswith("sort-letters/") for i in ids) == 6
