@@ -1,0 +1,131 @@
+"""The DataLoader: brings the next pass to each rank, and with it every change of the runs.
+
+Rank 0 looks for runs and batches; the others wait for its messages. Between two looks rank 0 waits on the file watcher,
+but never long: new batches are found by one `stat` for each run.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+from prime_rl.contract.types import MicroBatch
+from prime_rl.trainer.metrics import StatusReporter
+from prime_rl.trainer.packer import Packer
+from prime_rl.trainer.runs import MultiRunManager
+from prime_rl.trainer.runs.sync import PackMessage, ReadyRun, StateMessage, StopMessage
+from prime_rl.utils.watch import Watcher
+
+# How often an idle trainer looks for the next batch of its runs: unnoticed by people, microseconds of work.
+POLL_S = 0.05
+# Looking at 200 runs takes milliseconds and their status files change all the time: at most a twentieth of one core.
+LOOK_SHARE = 20
+
+
+class Scout:
+    """Rank 0: looks at the disk when there is a hint or when it is time, not more often than it can afford."""
+
+    def __init__(self, manager: MultiRunManager, watcher: Watcher, clock: Callable[[], float] = time.monotonic) -> None:
+        self._manager = manager
+        self._watcher = watcher
+        self._clock = clock
+        self._hinted = True
+        self._earliest = 0.0
+        self._latest = 0.0
+
+    def wait(self, timeout_s: float) -> None:
+        """Sleep until the watcher gives a hint, at most `timeout_s`."""
+        # A hint that may not be followed yet must not keep this loop spinning.
+        if self._hinted and timeout_s:
+            time.sleep(timeout_s)
+        elif self._watcher.wait(timeout_s):
+            self._hinted = True
+
+    def look(self) -> None:
+        """Discover runs and tell all ranks, if it is time."""
+        now = self._clock()
+        if not (self._manager.needs_discovery or (self._hinted and now >= self._earliest) or now >= self._latest):
+            return
+        self._hinted = False
+        self._manager.discover_runs()
+        if self._manager.has_changes:
+            self._manager.synchronize_state()
+        self._watcher.watch(self._manager.findings.folders)
+        done = self._clock()
+        self._earliest = done + LOOK_SHARE * (done - now)
+        self._latest = done + self._watcher.rescan_s
+
+
+class PackSource(Protocol):
+    """Where a rank's passes come from."""
+
+    def next(self) -> PackMessage | None:
+        """Wait for the next pass of this rank; None when the trainer ends."""
+
+
+class PackingSource:
+    """Rank 0: look, pack, tell the others. It decides for all when the trainer ends."""
+
+    def __init__(
+        self, manager: MultiRunManager, packer: Packer, scout: Scout, status: StatusReporter, stop: Callable[[], bool]
+    ) -> None:
+        self._manager = manager
+        self._packer = packer
+        self._scout = scout
+        self._status = status
+        self._stop = stop
+
+    def next(self) -> PackMessage | None:
+        self._scout.wait(0)
+        while not self._stop():
+            self._scout.look()
+            self._packer.poll()
+            pack = self._packer.pack()
+            if pack is not None:
+                self._status.training()
+                messages = [PackMessage(micro_batch, pack.ready) for micro_batch in pack.micro_batches]
+                self._manager.channel.send(messages)
+                return messages[0]
+            self._manager.channel.beat()
+            self._status.waiting(self._packer.waits_for())
+            self._scout.wait(POLL_S)
+        self._manager.channel.send_all(StopMessage())
+        return None
+
+
+class ReceivingSource:
+    """The other ranks: do what rank 0 says, in its order."""
+
+    def __init__(self, manager: MultiRunManager) -> None:
+        self._manager = manager
+
+    def next(self) -> PackMessage | None:
+        while isinstance(self._manager.channel.peek(), StateMessage):
+            self._manager.synchronize_state()
+        message = self._manager.channel.receive()
+        return message if isinstance(message, PackMessage) else None
+
+
+class DataLoader:
+    """`wait_for_batch` until there is one, then `get_batch`."""
+
+    def __init__(self, manager: MultiRunManager, source: PackSource) -> None:
+        self._manager = manager
+        self._source = source
+        self._message: PackMessage | None = None
+
+    def wait_for_batch(self) -> bool:
+        """Wait until this rank has something to do; false when the trainer ends. Marks the runs that get ready."""
+        self._message = self._source.next()
+        if self._message is None:
+            return False
+        for run in self._message.ready:
+            self._manager.ready_to_update[run.run_idx] = True
+        return True
+
+    def get_batch(self) -> tuple[MicroBatch | None, dict[int, ReadyRun]]:
+        """The pass of this rank (None: it only takes part in the updates), and by slot the runs to update after it."""
+        assert self._message is not None, "wait_for_batch first"
+        message, self._message = self._message, None
+        return message.micro_batch, {run.run_idx: run for run in message.ready}

@@ -1,0 +1,173 @@
+"""What the trainer tells: a line of metrics for each update of a run, and `trainer/status.json`.
+
+Both are written by rank 0 alone. A replayed update (after a restart) writes no second line of the same step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import msgspec
+
+from prime_rl.contract.files import append_line
+from prime_rl.contract.layout import RunDir
+from prime_rl.contract.status import StatusWriter, TrainerRunStatus
+from prime_rl.trainer.optim import MultiLoRAOptimizer
+from prime_rl.trainer.runs import MultiRunManager
+from prime_rl.trainer.runs.sync import ReadyRun
+from prime_rl.trainer.step import UpdateReport
+
+PHASES = ("wait", "forward_backward", "optim", "broadcast", "checkpoint")
+# A line of metrics is far shorter than this.
+TAIL_BYTES = 16_384
+
+
+@dataclass
+class PhaseTimer:
+    """Seconds by phase since the last `take`."""
+
+    clock: Callable[[], float] = time.perf_counter
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
+
+    @contextlib.contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        start = self.clock()
+        try:
+            yield
+        finally:
+            self.seconds[phase] += self.clock() - start
+
+    def take(self) -> dict[str, float]:
+        """The seconds so far; starts again at zero."""
+        seconds, self.seconds = self.seconds, dict.fromkeys(PHASES, 0.0)
+        return seconds
+
+
+class MetricsWriter:
+    """Appends to `metrics/trainer.jsonl` of each run."""
+
+    def __init__(self, manager: MultiRunManager, clock: Callable[[], float] = time.time) -> None:
+        self._manager = manager
+        self._clock = clock
+        self._last_step: dict[int, int] = {}
+
+    def discovered_hook(self, run_idx: int, run_id: str, config: object) -> None:
+        """Remember up to where the run was told already; comes after the hook that decides where it resumes."""
+        self._last_step[run_idx] = last_metrics_step(self._manager.run_dir(run_idx))
+
+    def write(self, run_idx: int, ready: ReadyRun, report: UpdateReport, seconds: dict[str, float]) -> None:
+        """One line. `seconds` has what the phases after the update took."""
+        if report.step <= self._last_step.get(run_idx, 0):
+            return
+        sums, total_s = report.sums, report.forward_backward_s + report.optim_s
+        line = {
+            "step": report.step,
+            "time": self._clock(),
+            "loss": sums.loss,
+            "entropy": sums.mean(sums.entropy),
+            "mismatch_kl": sums.mean(sums.mismatch_kl),
+            "importance_ratio/mean": sums.mean(sums.importance_ratio),
+            "clipped_fraction": sums.mean(sums.num_clipped),
+            "grad_norm": report.grad_norm,
+            "lr": report.lr,
+            "tokens": ready.num_tokens,
+            "samples": ready.num_samples,
+            "tokens_per_s": ready.num_tokens / total_s if total_s else 0.0,
+            "time/forward_backward": report.forward_backward_s,
+            "time/optim": report.optim_s,
+            **{f"time/{phase}": value for phase, value in seconds.items()},
+        }
+        append_line(self._manager.run_dir(run_idx).trainer_metrics, msgspec.json.encode(line).decode())
+        self._last_step[run_idx] = report.step
+
+
+def last_metrics_step(run: RunDir) -> int:
+    """The step of the last whole line of `metrics/trainer.jsonl`; 0 when there is none."""
+    try:
+        with run.trainer_metrics.open("rb") as file:
+            file.seek(max(0, file.seek(0, 2) - TAIL_BYTES))
+            lines = file.read().splitlines()
+    except (FileNotFoundError, NotADirectoryError):
+        return 0
+    for line in reversed(lines):
+        with contextlib.suppress(msgspec.MsgspecError, KeyError, TypeError, ValueError):
+            return int(msgspec.json.decode(line)["step"])
+    return 0
+
+
+class StatusReporter:
+    """Keeps `trainer/status.json`: what the trainer does, or what it waits for, and every slot."""
+
+    def __init__(self, writer: StatusWriter, manager: MultiRunManager, optimizer: MultiLoRAOptimizer) -> None:
+        self._writer = writer
+        self._manager = manager
+        self._optimizer = optimizer
+        self._num_updates = 0
+        self._tokens_per_s = 0.0
+        self._time_s: dict[str, float] = {}
+
+    def training(self) -> None:
+        self._update(state="training", waiting_on=None)
+
+    def waiting(self, batches: str | None) -> None:
+        """Nothing to do: `batches` says which batches are waited for, None that there is no run."""
+        self._update(state="waiting", waiting_on=batches or self._no_run())
+
+    def updated(self, time_s: dict[str, float], num_tokens: int) -> None:
+        """A run was updated. `time_s` is where the time since the last update went."""
+        self._num_updates += 1
+        self._time_s = dict(time_s)
+        total_s = sum(time_s.values())
+        self._tokens_per_s = num_tokens / total_s if total_s else 0.0
+        self.training()
+
+    def close(self) -> None:
+        self._writer.close(state="stopped", waiting_on=None, runs=self._runs())
+
+    def _update(self, state: str, waiting_on: str | None) -> None:
+        self._writer.update(
+            state=state,
+            waiting_on=waiting_on,
+            runs=self._runs(),
+            waiting=list(self._manager.waiting),
+            refused=dict(self._manager.findings.refused),
+            time_s=self._time_s,
+            num_updates=self._num_updates,
+            tokens_per_s=self._tokens_per_s,
+        )
+
+    def _runs(self) -> dict[str, TrainerRunStatus]:
+        manager = self._manager
+        return {
+            run_id: TrainerRunStatus(
+                run_idx=idx,
+                step=manager.progress[idx].step,
+                max_steps=manager.config[idx].max_steps,
+                tokens=manager.progress[idx].total_tokens,
+                samples=manager.progress[idx].total_samples,
+                ready=manager.ready_to_update[idx],
+                lr=self._optimizer.lr(idx),
+            )
+            for idx, run_id in sorted(manager.idx_2_id.items())
+        }
+
+    def _no_run(self) -> str:
+        findings = self._manager.findings
+        counts = [
+            f"{len(names)} {word}"
+            for word, names in (
+                ("finished", findings.finished),
+                ("evicted", findings.evicted),
+                ("invalid", findings.invalid),
+                ("without control/orch.toml", findings.unconfigured),
+                ("refused", findings.refused),
+            )
+            if names
+        ]
+        where = self._manager.output_dir
+        if not counts:
+            return f"a run: no run_* with control/orch.toml in {where}"
+        return f"a run: none of the run_* in {where} can train ({', '.join(counts)})"

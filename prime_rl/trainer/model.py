@@ -1,0 +1,90 @@
+"""The base model: loaded once, frozen, with an adapter slot for each run in its linear layers.
+
+Rows are padded at the right and attention is causal, so a token never sees the padding and no mask is needed. Logits
+are computed only at the positions that the caller asks for.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+from transformers.utils import logging as transformers_logging
+
+from prime_rl.configs.shared import LoRAConfig, ModelConfig
+from prime_rl.lora.inject import apply_lora_to_model
+from prime_rl.lora.linear import AdapterRouting, MultiLoRALinear
+
+logger = logging.getLogger(__name__)
+
+
+class ModelError(RuntimeError):
+    """The base model cannot be loaded; the message says which, and why, in one line."""
+
+
+@dataclass(frozen=True)
+class PolicyModel:
+    """The frozen base with its adapters.
+
+    Attributes:
+        layers: the adapted layers by their name in the base model.
+        routing: says which row uses which adapter; set it before each call.
+    """
+
+    module: nn.Module
+    layers: dict[str, MultiLoRALinear]
+    routing: AdapterRouting
+    vocab_size: int
+
+    def logits(self, token_ids_RT: Tensor, positions_K: Tensor, run_idxs: Sequence[int]) -> Tensor:
+        """Logits `[R, K, vocab]` at `positions_K` of rows that use the adapters `run_idxs`."""
+        self.routing.set_rows(run_idxs)
+        output = self.module(input_ids=token_ids_RT, use_cache=False, logits_to_keep=positions_K)
+        logits: Tensor = output.logits
+        return logits
+
+
+def load_model(config: ModelConfig, lora: LoRAConfig, n_adapters: int, device: torch.device) -> PolicyModel:
+    """Load, freeze, adapt. Raises ModelError."""
+    base = _load_base(config).to(device)
+    return adapt_model(base, lora, n_adapters)
+
+
+def adapt_model(base: nn.Module, lora: LoRAConfig, n_adapters: int) -> PolicyModel:
+    """Freeze `base` and give it adapter slots. Raises ModelError when a target module does not exist."""
+    base.requires_grad_(False)
+    # Dropout off: a run must not depend on random numbers that its neighbours draw too.
+    base.eval()
+    routing = AdapterRouting(n_adapters)
+    try:
+        layers = apply_lora_to_model(base, lora.rank, n_adapters, lora.target_modules, routing)
+    except ValueError as error:
+        raise ModelError(f"model.lora.{error}") from error
+    embeddings = base.get_input_embeddings()  # type: ignore[operator]
+    return PolicyModel(base, layers, routing, embeddings.num_embeddings)
+
+
+def _load_base(config: ModelConfig) -> nn.Module:
+    path = Path(config.name)
+    if not path.is_dir() and (path.is_absolute() or config.name.count("/") != 1 or _is_offline()):
+        raise ModelError(
+            f"model.name = {config.name!r}: there is no such folder (seen from {Path.cwd()}); "
+            "make one with python -m prime_rl.trainer.make_base --out DIR, or name another"
+        )
+    transformers_logging.disable_progress_bar()
+    try:
+        model: nn.Module = AutoModelForCausalLM.from_pretrained(config.name, dtype=getattr(torch, config.dtype))
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelError(f"model.name = {config.name!r} cannot be loaded: {' '.join(str(error).split())}") from error
+    logger.info("loaded %s: %d parameters", config.name, sum(p.numel() for p in model.parameters()))
+    return model
+
+
+def _is_offline() -> bool:
+    return os.environ.get("HF_HUB_OFFLINE", "") in ("1", "true", "yes")

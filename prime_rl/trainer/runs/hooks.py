@@ -1,0 +1,70 @@
+"""Who wants to know when runs come and go. The manager calls; the parts of the trainer register.
+
+Hooks of one kind are called in the order of registration. What happens when one fails depends on the kind: a config is
+invalid, a run that comes is evicted, a run that leaves leaves all the same.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from prime_rl.configs.orchestrator import OrchestratorConfig
+
+logger = logging.getLogger(__name__)
+
+
+class RunHook(Protocol):
+    """Called on all ranks when a run is created or deleted, and on rank 0 when it is forgotten."""
+
+    def __call__(self, run_idx: int, run_id: str, /) -> None: ...
+
+
+class DiscoveredHook(Protocol):
+    """Called on rank 0 when a run is admitted, before any rank creates it."""
+
+    def __call__(self, run_idx: int, run_id: str, config: OrchestratorConfig, /) -> None: ...
+
+
+class ConfigValidationHook(Protocol):
+    """Whether the trainer can serve a config: (True, "") or (False, what is wrong)."""
+
+    def __call__(self, config: OrchestratorConfig, /) -> tuple[bool, str]: ...
+
+
+@dataclass
+class Hooks:
+    """All hooks of one manager."""
+
+    validation: list[ConfigValidationHook] = field(default_factory=list)
+    discovered: list[DiscoveredHook] = field(default_factory=list)
+    forgotten: list[RunHook] = field(default_factory=list)
+    creation: list[RunHook] = field(default_factory=list)
+    deletion: list[RunHook] = field(default_factory=list)
+
+    def problem_of(self, config: OrchestratorConfig) -> str | None:
+        """What the first refusing validation hook says, or None. A hook that raises refuses."""
+        for hook in self.validation:
+            try:
+                valid, message = hook(config)
+            except Exception as error:
+                valid, message = False, f"the check itself failed: {in_words(error)}"
+            if not valid:
+                return message
+        return None
+
+
+def call_leaving(hooks: list[RunHook], run_idx: int, run_id: str) -> None:
+    """Hooks of a run that leaves: one that fails must not keep the others from letting go."""
+    for hook in hooks:
+        try:
+            hook(run_idx, run_id)
+        except Exception:
+            logger.exception("%s: a hook failed while the run left slot %d", run_id, run_idx)
+
+
+def in_words(error: Exception) -> str:
+    """An error as part of a sentence; the type is named unless the text was written for people."""
+    text = str(error)
+    return text if isinstance(error, ValueError | OSError) and text else f"{type(error).__name__}: {text}"

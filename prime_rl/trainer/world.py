@@ -1,0 +1,77 @@
+"""The process group of the trainer: rank, size, device, the store. Always made, also for one process alone.
+
+`torchrun` describes the group in the environment; without it this process is a group of one on a free port. Sums over
+ranks go through here. The base model is held whole by every rank.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch.distributed.rendezvous import rendezvous
+
+_TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+class WorldError(RuntimeError):
+    """The process group cannot be made; the message says why and what to do."""
+
+
+@dataclass(frozen=True)
+class World:
+    """Where this process stands among the ranks."""
+
+    rank: int
+    size: int
+    device: torch.device
+    store: Store
+
+    @property
+    def is_master(self) -> bool:
+        return self.rank == 0
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """Sum over all ranks, in place; equal to the last bit on all of them. A collective: every rank must call it."""
+        dist.all_reduce(tensor)
+        return tensor
+
+    def close(self) -> None:
+        dist.destroy_process_group()
+
+
+def setup_world(device: Literal["auto", "cpu", "cuda"], timeout_s: float, num_threads: int | None = None) -> World:
+    """Join the process group. Raises WorldError when `device` is "cuda" and there is none."""
+    if num_threads is not None:
+        torch.set_num_threads(num_threads)
+    where = _pick_device(device)
+    timeout = timedelta(seconds=timeout_s)
+    store, rank, size = _rendezvous(timeout)
+    backend = "cpu:gloo,cuda:nccl" if where.type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=PrefixStore("group", store), rank=rank, world_size=size, timeout=timeout)
+    return World(rank, size, where, PrefixStore("trainer", store))
+
+
+def _rendezvous(timeout: timedelta) -> tuple[Store, int, int]:
+    if all(name in os.environ for name in _TORCHRUN):
+        store, rank, size = next(rendezvous("env://", timeout=timeout))
+        return store, rank, size
+    # Port 0: the system picks a free one, so two trainers on one machine never meet.
+    return TCPStore("127.0.0.1", 0, 1, is_master=True, timeout=timeout), 0, 1
+
+
+def _pick_device(wanted: Literal["auto", "cpu", "cuda"]) -> torch.device:
+    has_cuda = torch.cuda.is_available()
+    if wanted == "cuda" and not has_cuda:
+        raise WorldError("device = 'cuda': this machine has no CUDA device; set device = 'cpu'")
+    if wanted == "cpu" or not has_cuda:
+        return torch.device("cpu")
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    torch.cuda.set_device(device)
+    return device

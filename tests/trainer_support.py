@@ -1,0 +1,145 @@
+"""What the trainer's tests share: a tiny random Qwen3, run folders, recorded batches, and the real trainer in-process."""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from prime_rl.configs.base import merge
+from prime_rl.configs.trainer import TrainerConfig
+from prime_rl.contract.layout import RunDir, list_steps
+from prime_rl.contract.types import TrainingBatch, TrainingSample, write_batch
+from prime_rl.lora.adapter_state import load_peft
+from prime_rl.trainer.train import train
+from prime_rl.trainer.world import World
+
+VOCAB = 48
+TIMEOUT_S = 90.0
+
+
+def tiny_model(seed: int = 0) -> Qwen3ForCausalLM:
+    """Random weights, two layers of width 32; large enough weights that adapters matter."""
+    torch.manual_seed(seed)
+    config = Qwen3Config(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=256,
+        tie_word_embeddings=True,
+        initializer_range=0.2,
+    )
+    return Qwen3ForCausalLM(config).eval()
+
+
+def write_model(folder: Path) -> Path:
+    tiny_model().save_pretrained(folder)
+    return folder
+
+
+def write_run(house: Path, run_id: str, base: Path, **changes: Any) -> RunDir:
+    """A run folder with a valid `control/orch.toml`."""
+    run = RunDir(house / run_id)
+    run.control.mkdir(parents=True)
+    run.rollouts.mkdir()
+    write_config(run, base, **changes)
+    return run
+
+
+def write_config(run: RunDir, base: Path, **changes: Any) -> None:
+    config: dict[str, Any] = {
+        "batch_size": 8,
+        "rollouts_per_example": 4,
+        "max_steps": 100,
+        "model": {"name": str(base)},
+        "optim": {"lr": 1e-2},
+        "sampling": {"max_tokens": 16},
+        "ckpt": {"interval": 100},
+        "env": [{"id": "reverse-text"}],
+    }
+    (run.control / "orch.toml").write_text(tomli_w.dumps(merge(config, changes)))
+
+
+def sample(rng: random.Random, *, num_tokens: int = 12, advantage: float | None = None) -> TrainingSample:
+    """Prompt of four tokens, then a completion; mu is near a uniform distribution."""
+    mask = [at >= 4 for at in range(num_tokens)]
+    return TrainingSample(
+        token_ids=[rng.randrange(VOCAB) for _ in range(num_tokens)],
+        loss_mask=mask,
+        logprobs=[-math.log(VOCAB) + rng.gauss(0, 0.5) if on else 0.0 for on in mask],
+        advantage=rng.choice([-1.0, 1.0]) * rng.uniform(0.5, 1.5) if advantage is None else advantage,
+        reward=0.5,
+        temperature=1.0,
+        policy_version=0,
+        example_id="reverse-text/0",
+    )
+
+
+def make_batch(
+    run_id: str, step: int, *, num_samples: int = 8, seed: int = 0, advantage: float | None = None
+) -> TrainingBatch:
+    """A recorded batch: the same arguments give the same batch. Rows have 6 to 24 tokens."""
+    rng = random.Random(f"{seed}/{step}")
+    samples = [sample(rng, num_tokens=rng.randrange(6, 25), advantage=advantage) for _ in range(num_samples)]
+    return TrainingBatch(run_id, step, samples, {"position": step})
+
+
+def put_batch(run: RunDir, batch: TrainingBatch) -> None:
+    write_batch(run.rollout_file(batch.step), batch)
+
+
+def put_batches(run: RunDir, num_steps: int, **arguments: Any) -> None:
+    for step in range(1, num_steps + 1):
+        put_batch(run, make_batch(run.run_id, step, **arguments))
+
+
+def trainer_config(house: Path, base: Path, **changes: Any) -> TrainerConfig:
+    config = {
+        "output_dir": house,
+        "model": {"name": str(base), "lora": {"rank": 16, "alpha": 32}},
+        "seq_len": 64,
+        "max_tokens_per_micro_batch": 256,
+        "device": "cpu",
+        "watch": {"rescan_s": 0.2},
+    }
+    return TrainerConfig.model_validate(merge(config, changes))
+
+
+def train_until(world: World, config: TrainerConfig, done: Callable[[], bool], timeout_s: float = TIMEOUT_S) -> None:
+    """The real training loop in this process, until `done()` holds."""
+    deadline = time.monotonic() + timeout_s
+
+    def stop() -> bool:
+        assert time.monotonic() < deadline, "the trainer did not get there"
+        return done()
+
+    assert config.model.lora is not None
+    train(config, config.model.lora, world, stop)
+
+
+def published(run: RunDir) -> int:
+    """The newest complete version."""
+    return max(list_steps(run.broadcast, stable_only=True), default=0)
+
+
+def adapter(run: RunDir, step: int) -> dict[str, torch.Tensor]:
+    return load_peft(run.broadcast_dir(step))[0]
+
+
+def relative_difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
+    """Norm of the difference over the norm, of the whole adapter."""
+    assert one.keys() == other.keys()
+    difference = sum(float((one[name] - other[name]).double().square().sum()) for name in one)
+    norm = sum(float(tensor.double().square().sum()) for tensor in other.values())
+    return math.sqrt(difference / norm)
