@@ -172,12 +172,13 @@ def build_house(path: Path, *, living: bool = True) -> OutputDir:
     (path / "run_bad name").mkdir()
     _add_parts(output, living)
     audit = [
-        {"time": NOW - 5000, "who": "mia@gpu1", "action": "add", "run_id": "run_reverse-lr1e-3", "reason": "from reverse.toml"},
-        {"time": NOW - 3000, "who": "mia@gpu1", "action": "evict", "run_id": "run_collapsed", "reason": "the reward collapsed"},
-        {"time": NOW - 2000, "who": "tom@gpu1", "action": "readmit", "run_id": "run_reverse-lr1e-3", "reason": ""},
+        (NOW - 5000, "mia@gpu1", "add", "run_reverse-lr1e-3", "from reverse.toml"),
+        (NOW - 3000, "mia@gpu1", "evict", "run_collapsed", "the reward collapsed"),
+        (NOW - 2000, "tom@gpu1", "readmit", "run_reverse-lr1e-3", ""),
     ]
     output.logs.mkdir(exist_ok=True)
-    output.audit.write_text("".join(json.dumps(line) + "\n" for line in audit))
+    keys = ("time", "who", "action", "run_id", "reason")
+    output.audit.write_text("".join(json.dumps(dict(zip(keys, line, strict=True))) + "\n" for line in audit))
     for file in path.rglob("*.txt"):
         os.utime(file, (NOW - 2900, NOW - 2900))
     return output
@@ -230,9 +231,9 @@ def _add_others(output: OutputDir) -> None:
 
 def _add_parts(output: OutputDir, living: bool) -> None:
     slots = {
-        "run_reverse-lr1e-3": TrainerRunStatus(run_idx=0, step=42, max_steps=100, tokens=1_100_000, lr=7.1e-4, ready=True),
-        "run_sort-rank16": TrainerRunStatus(run_idx=1, step=87, max_steps=100, tokens=2_400_000, lr=1.2e-4),
-        "run_upper": TrainerRunStatus(run_idx=2, step=9, max_steps=500, tokens=90_000, lr=1e-3),
+        "run_reverse-lr1e-3": TrainerRunStatus(run_idx=0, step=42, max_steps=100, lr=7.1e-4, ready=True),
+        "run_sort-rank16": TrainerRunStatus(run_idx=1, step=87, max_steps=100, lr=1.2e-4),
+        "run_upper": TrainerRunStatus(run_idx=2, step=9, max_steps=500, lr=1e-3),
     }
     trainer = TrainerStatus(
         state="training" if living else "stopped",

@@ -16,7 +16,8 @@ def number(value: float | None) -> str:
     if size == 0:
         return "0"
     if size < 1e-3 or size >= 1e5:
-        mantissa, _, exponent = f"{value:.1e}".partition("e")
+        digits = 1 if 1e-99 < size < 1e99 else 0
+        mantissa, _, exponent = f"{value:.{digits}e}".partition("e")
         return f"{mantissa}e{int(exponent)}"
     if size < 10:
         return f"{value:.3f}"

@@ -1,0 +1,193 @@
+"""The readers of growing files: nothing lost, nothing twice, nothing that a file does stops them."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import tempfile
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tui.readers import MAX_LINE_BYTES, MAX_LOG_LINES, FileTail, LogReader, MetricsReader, parse_metrics
+
+# Lines without the newline byte; the text around chunk ends is where a reader breaks.
+LINES = st.lists(st.binary(max_size=40).map(lambda data: data.replace(b"\n", b"?")), max_size=30)
+
+
+def drain(tail: FileTail) -> tuple[list[bytes], bool]:
+    lines: list[bytes] = []
+    reset = False
+    while True:
+        read = tail.read()
+        reset |= read.reset
+        lines += read.lines
+        if not read.more:
+            return lines, reset
+
+
+@settings(max_examples=80, deadline=None)
+@given(lines=LINES, cuts=st.lists(st.integers(0, 1300), max_size=8), chunk=st.integers(1, 64))
+def test_whole_lines_come_once_and_in_order_however_the_file_grows(
+    lines: list[bytes], cuts: list[int], chunk: int
+) -> None:
+    data = b"".join(line + b"\n" for line in lines)
+    bounds = sorted({0, len(data), *(cut for cut in cuts if cut <= len(data))})
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "file"
+        tail = FileTail(path, chunk_bytes=chunk)
+        found: list[bytes] = []
+        for start, end in itertools.pairwise(bounds):
+            with path.open("ab") as file:
+                file.write(data[start:end])
+            new, reset = drain(tail)
+            assert not reset
+            found += new
+            assert b"".join(line + b"\n" for line in found) == data[: data.rfind(b"\n", 0, end) + 1]
+    assert found == lines
+
+
+@settings(max_examples=80, deadline=None)
+@given(before=LINES, after=LINES, in_place=st.booleans())
+def test_another_file_under_the_name_is_read_from_its_start(
+    before: list[bytes], after: list[bytes], in_place: bool
+) -> None:
+    first = b"".join(b"a" + line + b"\n" for line in before)
+    second = b"".join(b"b" + line + b"\n" for line in after)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "file"
+        path.write_bytes(first)
+        tail = FileTail(path)
+        drain(tail)
+        if in_place:  # cut and grown again, also past the old size: the inode stays
+            path.write_bytes(second)
+        else:
+            other = Path(folder) / "other"
+            other.write_bytes(second)
+            os.replace(other, path)
+        lines, reset = drain(tail)
+    assert lines == [b"b" + line for line in after]
+    assert reset == (not in_place or bool(first))
+
+
+def test_an_unfinished_last_line_waits_for_its_end(tmp_path: Path) -> None:
+    path = tmp_path / "f"
+    path.write_bytes(b"one\ntw")
+    tail = FileTail(path)
+    assert tail.read().lines == [b"one"]
+    assert tail.read().lines == []
+    with path.open("ab") as file:
+        file.write(b"o\n")
+    assert tail.read().lines == [b"two"]
+
+
+def test_a_file_that_goes_and_comes_back(tmp_path: Path) -> None:
+    path = tmp_path / "f"
+    tail = FileTail(path)
+    assert tail.read().lines == [] and not tail.read().reset
+    path.write_bytes(b"one\n")
+    assert tail.read().lines == [b"one"]
+    path.unlink()
+    assert tail.read().reset
+    assert not tail.read().reset
+    path.write_bytes(b"two\n")
+    assert tail.read().lines == [b"two"]
+
+
+def test_a_folder_or_an_unreadable_path_is_no_file(tmp_path: Path) -> None:
+    assert FileTail(tmp_path).read().lines == []
+    assert FileTail(tmp_path / "none" / "f").read().lines == []
+
+
+def test_a_line_without_end_is_dropped_and_memory_stays_bounded(tmp_path: Path) -> None:
+    path = tmp_path / "f"
+    path.write_bytes(b"x" * (3 * MAX_LINE_BYTES) + b"\nshort\n")
+    tail = FileTail(path, chunk_bytes=64 * 1024)
+    lines = []
+    for _ in range(100):
+        read = tail.read()
+        lines += read.lines
+        assert len(tail._partial) <= MAX_LINE_BYTES
+        if not read.more:
+            break
+    assert lines == [b"short"]
+
+
+def test_a_long_file_is_shown_from_near_its_end(tmp_path: Path) -> None:
+    path = tmp_path / "f"
+    path.write_bytes(b"".join(b"line %06d\n" % number for number in range(1000)))
+    assert drain(FileTail(path, start_bytes=25))[0] == [b"line 000998", b"line 000999"]
+    assert drain(FileTail(path, start_bytes=24))[0] == [b"line 000998", b"line 000999"]
+    assert len(drain(FileTail(path, start_bytes=10**6))[0]) == 1000
+
+
+@pytest.mark.parametrize(
+    "line",
+    [b"", b"{", b"null", b"[1]", b'"step"', b'{"loss": 1}', b'{"step": "3"}', b'{"step": true}', b'{"step": -1}',
+     b"\xff\xfe", b"[" * 100_000, b'{"step": 1e400}', b'{"step": NaN}'],
+)  # fmt: skip
+def test_what_is_no_metrics_line_is_none(line: bytes) -> None:
+    assert parse_metrics(line) is None
+
+
+def test_a_metrics_line_keeps_its_finite_numbers() -> None:
+    assert parse_metrics(b'{"step": 3, "loss": 0.5, "n": 2, "s": "x", "b": true, "l": [1]}') == (
+        3,
+        {"loss": 0.5, "n": 2},
+    )
+    assert parse_metrics(b'{"step": 3, "loss": NaN, "lr": 0.1}') == (3, {"lr": 0.1})
+    assert parse_metrics(b'{"step": 3, "loss": 1%s}' % (b"0" * 400)) == (3, {})
+
+
+def test_metrics_of_both_files_by_name(tmp_path: Path) -> None:
+    one, two = tmp_path / "o.jsonl", tmp_path / "t.jsonl"
+    one.write_text('{"step": 1, "reward/mean": 0.5, "other": 1}\nbroken {\n{"step": 2, "reward/mean": 0.75}\n')
+    two.write_text('{"step": 1, "loss": 0.1}\n')
+    reader = MetricsReader([one, two], ["reward/mean", "loss"], capacity=16)
+    assert reader.update() == (True, False)
+    reward, loss = reader.series("reward/mean"), reader.series("loss")
+    assert reward is not None and loss is not None
+    assert reward.points() == ([1, 2], [0.5, 0.75])
+    assert loss.points() == ([1], [0.1])
+    assert reader.series("other") is None
+    assert reader.update() == (False, False)
+
+
+def test_a_replaced_metrics_file_starts_its_series_anew(tmp_path: Path) -> None:
+    path = tmp_path / "m.jsonl"
+    path.write_text("".join(json.dumps({"step": step, "loss": 1.0}) + "\n" for step in range(1, 9)))
+    reader = MetricsReader([path], ["loss"], capacity=16)
+    reader.update()
+    path.write_text('{"step": 1, "loss": 3.0}\n')
+    reader.update()
+    series = reader.series("loss")
+    assert series is not None and series.points() == ([1], [3.0])
+
+
+def test_a_log_is_cleaned_and_bounded(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    path.write_bytes(b"\x1b]2;owned\x07hello \x1b[31mred\x1b[0m\n" + b"x" * 10_000 + b"\n" + b"\xff\n")
+    reader = LogReader(path)
+    assert reader.update() == (True, False)
+    first, second, third = reader.lines()
+    assert first == "hello red"
+    assert len(second) == 2_000
+    assert third == "�"
+    with path.open("ab") as file:
+        file.write(b"line\n" * (MAX_LOG_LINES + 10))
+    reader.update()
+    assert len(reader.lines()) == MAX_LOG_LINES
+    assert reader.num_read == MAX_LOG_LINES + 13
+
+
+def test_a_rotated_log_voids_earlier_lines(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    path.write_text("old\n")
+    reader = LogReader(path)
+    reader.update()
+    path.write_text("new\n")
+    assert reader.update() == (True, False)
+    assert (reader.lines(), reader.num_read, reader.generation) == (["new"], 1, 1)

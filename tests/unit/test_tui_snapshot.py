@@ -1,0 +1,194 @@
+"""From the disk to rows in words: every state, honest ages, no text that a terminal obeys."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rich.cells import cell_len
+
+from daemons.client import HouseReader
+from prime_rl.contract.layout import OutputDir, RunDir
+from prime_rl.contract.status import LOST_AFTER_S, DaemonStatus
+from tests.tui_support import HOSTILE, NOW, build_house, write_status
+from tui.palette import Palette, make_palette
+from tui.run_detail import find_error_lines, parse_audit
+from tui.snapshot import STATES, RunRow, Snapshot, make_snapshot
+from tui.watcher import HouseMetrics
+from tui.widgets.columns import PADDING, choose_columns, make_cells
+from tui.widgets.header import house_lines, run_lines
+from tui.widgets.runs_table import SORTS, select_rows
+
+ESSENTIAL = {"state", "run", "progress", "reward", "note"}
+
+
+@pytest.fixture
+def house(tmp_path: Path) -> OutputDir:
+    return build_house(tmp_path / "house")
+
+
+def look(output: OutputDir, now: float = NOW) -> Snapshot:
+    found = HouseReader(output.path).read(now=now)
+    return make_snapshot(found, HouseMetrics(output.path).update(found), now)
+
+
+def a_palette() -> Palette:
+    names = ("foreground", "background", "accent", "primary", "secondary", "success", "warning", "error")
+    return make_palette({name: f"#0000{index}0" for index, name in enumerate(names)})
+
+
+def test_every_state_is_told_apart(house: OutputDir) -> None:
+    states = {row.run_id: row.state for row in look(house).rows}
+    assert states == {
+        "run_reverse-lr1e-3": "active",
+        "run_sort-rank16": "active",
+        "run_upper": "lost",
+        "run_queued-a": "waiting",
+        "run_queued-b": "waiting",
+        "run_collapsed": "evicted",
+        "run_crashed": "failed",
+        "run_done": "finished",
+        "run_typo": "invalid",
+    }
+    symbols = [symbol for symbol, _ in STATES.values()]
+    assert len(set(symbols)) == len(symbols), "a state must be readable without colour"
+
+
+def test_a_run_that_gives_no_sign_of_life_is_lost_and_says_since_when(house: OutputDir) -> None:
+    row = look(house).row("run_upper")
+    assert row is not None and row.is_problem
+    assert row.note.startswith("no sign of life for 1m")
+    later = look(house, NOW + LOST_AFTER_S - 2).row("run_reverse-lr1e-3")
+    assert later is not None and later.state == "active"
+    assert look(house, NOW + LOST_AFTER_S + 1).house.trainer is None
+
+
+def test_rows_carry_the_newest_metrics(house: OutputDir) -> None:
+    row = look(house).row("run_reverse-lr1e-3")
+    assert row is not None
+    assert len(row.tail.rewards) == 42
+    assert row.reward == row.tail.rewards[-1]
+    assert row.loss is not None and row.reward_change is not None
+
+
+def test_notes_say_what_is_waited_for_or_wrong_on_one_line(house: OutputDir) -> None:
+    notes = {row.run_id: row.note for row in look(house).rows}
+    assert notes["run_reverse-lr1e-3"] == "waits for 64 rollouts of step 43 (51 done)"
+    assert notes["run_queued-b"] == "waits for a free slot (2. in the queue)"
+    assert notes["run_collapsed"] == "the reward collapsed"
+    assert notes["run_typo"].startswith("learning_rate: is not a known key")
+    assert notes["run_sort-rank16"] == "held up by the trainer (step 86)"
+
+
+def test_problems_are_named(house: OutputDir) -> None:
+    write_status(house.daemon_status("inference"), DaemonStatus(name="inference", state="backoff", reason="exit 1"))
+    snapshot = look(house)
+    assert [problem.name for problem in snapshot.problems] == [
+        "run_upper",
+        "run_crashed",
+        "run_typo",
+        "inference",
+        "run_bad name",
+    ]
+    assert "exit 1" in snapshot.problems[3].text
+
+
+def test_parts_of_a_house_that_is_down(tmp_path: Path) -> None:
+    snapshot = look(build_house(tmp_path / "house", living=False))
+    assert {part.name: part.state for part in snapshot.parts} == {
+        "trainer": "stopped",
+        "inference": "stopped",
+        "supervisor": "stopped",
+    }
+    assert {row.state for row in snapshot.rows} == {"stopped", "evicted", "failed", "finished", "invalid"}
+
+
+def test_an_empty_folder_is_an_empty_house(tmp_path: Path) -> None:
+    snapshot = look(OutputDir(tmp_path))
+    assert snapshot.rows == () and snapshot.problems == ()
+    assert [part.state for part in snapshot.parts] == ["down", "down", "down"]
+
+
+def test_hostile_text_is_clean_in_every_row_and_problem(house: OutputDir) -> None:
+    RunDir(house.path / "run_collapsed").evicted.write_text(HOSTILE)
+    RunDir(house.path / "run_typo").config_error.write_text(HOSTILE * 2)
+    write_status(
+        house.daemon_status("trainer"), DaemonStatus(name="trainer", state="failed", reason=HOSTILE, log_tail=[HOSTILE])
+    )
+    snapshot = look(house)
+    texts = [text for row in snapshot.rows for text in (row.note, row.reason or "")]
+    texts += [problem.text for problem in snapshot.problems]
+    texts += [text for part in snapshot.parts for text in (part.detail, *part.log_tail)]
+    assert any("[bold]not bold[/]" in text for text in texts), "text is kept, only what a terminal obeys goes"
+    for text in texts:
+        assert not set(text) & {"\x1b", "\x07", "\u202e", "\x9b"}
+        assert "owned" not in text
+
+
+@settings(max_examples=40, deadline=None)
+@given(width=st.integers(80, 260), longest=st.integers(5, 68))
+def test_the_columns_fit_and_hold_the_essential(width: int, longest: int) -> None:
+    columns = choose_columns(width, longest)
+    assert sum(column.width + 2 * PADDING for column in columns) <= width
+    assert {column.key for column in columns} >= ESSENTIAL
+    if width >= 200:
+        assert len(columns) == 12
+
+
+def test_cells_are_never_wider_than_their_column(house: OutputDir) -> None:
+    for width in (79, 119, 199):
+        columns = choose_columns(width, 18)
+        for row in look(house).rows:
+            cells = make_cells(row, columns, a_palette(), NOW)
+            assert {key: cell.cell_len for key, cell in cells.items() if cell.cell_len > _width(columns, key)} == {}
+
+
+def _width(columns: object, key: str) -> int:
+    return next(column.width for column in columns if column.key == key)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("width", [80, 120, 200])
+def test_headers_fit_their_width(house: OutputDir, width: int) -> None:
+    snapshot = look(house)
+    lines = [*house_lines(snapshot, width, a_palette(), True)]
+    for row in snapshot.rows:
+        lines += run_lines(row, width, a_palette(), NOW)
+    assert all(cell_len(line.plain) <= width for line in lines), [line.plain for line in lines]
+
+
+def test_sorting_and_filtering(house: OutputDir) -> None:
+    rows = look(house).rows
+
+    def ids(needle: str, sort: str) -> list[str]:
+        return [row.run_id for row in select_rows(rows, needle, sort)]
+
+    assert ids("", "slot") == [row.run_id for row in rows]
+    assert ids("", "name") == sorted(row.run_id for row in rows)
+    assert ids("QUEUE", "slot") == ["run_queued-a", "run_queued-b"]
+    assert ids("waiting queued-b", "slot") == ["run_queued-b"]
+    assert ids("no such run", "slot") == []
+    assert {"run_upper", "run_crashed", "run_typo"} == set(ids("", "problems")[:3])
+    rewards: list[RunRow] = select_rows(rows, "", "reward")
+    assert [row.reward for row in rewards[:3]] == sorted((r.reward for r in rewards if r.reward), reverse=True)[:3]
+    assert set(SORTS) == {"slot", "name", "reward", "progress", "problems"}
+
+
+def test_error_lines_are_found_by_number_and_by_key() -> None:
+    config = "a = 1\n[model]\nname = 'x'\n[model.lora]\nrank = 99\n[[env]]\nid = 'q'\n[[env]]\nid = 'r'\n"
+    assert find_error_lines(config, "f.toml: model.lora.rank: found 99") == (5,)
+    assert find_error_lines(config, "f.toml: env.1.id: found 'r'") == (9,)
+    assert find_error_lines(config, "f.toml: line 2: not valid TOML") == (2,)
+    assert find_error_lines(config, "f.toml: line 2000: not valid TOML") == ()
+    assert find_error_lines("", "") == ()
+
+
+def test_audit_lines_of_other_runs_and_no_lines_are_left_out() -> None:
+    good = b'{"time": 5, "who": "me", "action": "evict", "run_id": "run_a", "reason": "why\\u001b[31m"}'
+    event = parse_audit(good, "run_a")
+    assert event is not None and (event.time, event.kind, event.text, event.who) == (5, "evict", "why", "me")
+    for line in (b"", b"[]", b"{", b'{"run_id": "run_b"}', b"[" * 100_000):
+        assert parse_audit(line, "run_a") is None
+    odd = parse_audit(b'{"run_id": "run_a", "time": "soon", "reason": 7}', "run_a")
+    assert odd is not None and (odd.time, odd.text) == (None, "7")

@@ -1,0 +1,51 @@
+"""Starting: what is imported, what is said when the folder is not there."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+HEAVY = ("torch", "vllm", "transformers", "peft", "fastapi")
+
+
+def run_python(code: str, cwd: Path | None = None) -> str:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=cwd)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_importing_loads_nothing_heavy() -> None:
+    code = "import sys, tui, tui.app, tui.acting; print([name for name in {!r} if name in sys.modules])"
+    assert run_python(code.format(HEAVY)) == "[]"
+
+
+def test_read_only_never_imports_what_acts(tmp_path: Path) -> None:
+    code = f"""
+import asyncio, pathlib, sys
+from tui.app import PrlApp
+async def go():
+    app = PrlApp(pathlib.Path({str(tmp_path)!r}), read_only=True)
+    async with app.run_test() as pilot:
+        await pilot.pause()
+        for key in "aerdu":
+            await pilot.press(key)
+asyncio.run(go())
+print([name for name in sys.modules if name in ("daemons.actions", "tui.acting") or name.startswith("tui.dialogs")])
+"""
+    assert run_python(code) == "[]"
+
+
+def test_a_missing_folder_is_wrong_use_in_one_line(tmp_path: Path) -> None:
+    missing = tmp_path / "nowhere"
+    done = subprocess.run([sys.executable, "-m", "tui.app", str(missing)], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.count("\n") == 1 and str(missing) in done.stderr
+
+
+def test_the_folder_comes_from_the_environment(tmp_path: Path) -> None:
+    env = {**os.environ, "PRL_OUTPUT_DIR": str(tmp_path / "from-env")}
+    done = subprocess.run([sys.executable, "-m", "tui.app"], capture_output=True, text=True, timeout=60, env=env)
+    assert done.returncode == 2 and "from-env" in done.stderr
