@@ -102,30 +102,39 @@ class RunningServer:
     base_url: str
     model: str
     log: Path
+    api_key: str | None = None
 
     @property
     def root_url(self) -> str:
         return self.base_url.removesuffix("/v1")
 
     def openai(self, **kwargs: Any) -> OpenAI:
-        return OpenAI(**{"base_url": self.base_url, "api_key": "none", "max_retries": 0, "timeout": 60.0} | kwargs)
+        key = self.api_key or "none"
+        return OpenAI(**{"base_url": self.base_url, "api_key": key, "max_retries": 0, "timeout": 60.0} | kwargs)
 
     def http(self, **kwargs: Any) -> httpx.Client:
-        return httpx.Client(**{"base_url": self.root_url, "timeout": 60.0} | kwargs)
+        headers = {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
+        return httpx.Client(**{"base_url": self.root_url, "timeout": 60.0, "headers": headers} | kwargs)
+
+    def post(self, route: str, **body: Any) -> httpx.Response:
+        with self.http() as client:
+            return client.post(route, json=body)
 
     def load(self, name: str, path: Path) -> None:
-        with self.http() as client:
-            response = client.post("/v1/load_lora_adapter", json={"lora_name": name, "lora_path": str(path)})
-            assert response.status_code == 200, response.text
+        response = self.post("/v1/load_lora_adapter", lora_name=name, lora_path=str(path))
+        assert response.status_code == 200, response.text
+
+    def unload(self, name: str) -> None:
+        response = self.post("/v1/unload_lora_adapter", lora_name=name)
+        assert response.status_code == 200, response.text
 
     def complete(self, prompt: Sequence[int] | str, **fields: Any) -> dict[str, Any]:
         """One /v1/completions request; returns the body."""
         body = {"model": self.model, "prompt": prompt, "logprobs": 1, "return_token_ids": True, **fields}
-        with self.http() as client:
-            response = client.post("/v1/completions", json=body)
-            assert response.status_code == 200, response.text
-            result: dict[str, Any] = response.json()
-            return result
+        response = self.post("/v1/completions", **body)
+        assert response.status_code == 200, response.text
+        result: dict[str, Any] = response.json()
+        return result
 
     def stop(self) -> int:
         self.process.terminate()
@@ -181,4 +190,4 @@ def start(
         raise
     status = read_status(status_file, InferenceStatus)
     assert status is not None
-    return RunningServer(process, output_dir, status.base_url, str(model), log)
+    return RunningServer(process, output_dir, status.base_url, str(model), log, (env or {}).get("PRL_API_KEY"))

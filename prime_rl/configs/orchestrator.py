@@ -88,7 +88,7 @@ class AdvantageConfig(BaseConfig):
 class SamplingConfig(BaseConfig):
     """How completions are sampled."""
 
-    temperature: float = Field(1.0, gt=0, le=5)
+    temperature: float = Field(1.0, gt=0, le=2)
     """Logits are divided by this. Above zero: greedy rollouts carry no gradient."""
 
     max_tokens: int = Field(64, ge=1)

@@ -48,6 +48,8 @@ def main(argv: Sequence[str]) -> int:
 
 def _run_engine(context: ServerContext) -> None:
     """Serve until the stop flag is set. The imports take seconds, so they come after every check."""
+    # Threads of OpenMP that wait must not spin: beside a trainer on the same cores a step takes up to 50 times as long.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     if context.config.engine == "vllm":
         from prime_rl.inference.vllm.server import run
     else:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -71,8 +72,8 @@ class Api:
     async def chat(self, body: ChatRequest, request: Request) -> Response:
         messages = [message.for_template() for message in body.messages]
         prompt = await asyncio.to_thread(self._text.render_chat, messages, body.chat_template_kwargs)
-        room = self._max_model_len - len(prompt)
-        params = body.sampling(body.max_completion_tokens or body.max_tokens or max(room, 1), body.top_logprobs or 0)
+        max_tokens = body.max_completion_tokens or body.max_tokens or self._max_model_len
+        params = body.sampling(max_tokens, body.top_logprobs or 0)
         finished = await self._generate([prompt], params, body, request)
         return _json(
             chat_response(
@@ -130,13 +131,13 @@ class Api:
         body: CompletionRequest | ChatRequest,
         request: Request,
     ) -> list[Finished]:
-        for prompt in prompts:
-            self._check_length(len(prompt), params.max_tokens)
+        rooms = [self._room(len(prompt)) for prompt in prompts]
         adapter = None if body.model in (None, self._model) else body.model
         jobs: list[Job] = []
         try:
-            for prompt in prompts:
-                job = self._engine.submit(prompt, params, adapter=adapter, num_choices=body.n, seed=body.seed)
+            for prompt, room in zip(prompts, rooms, strict=True):
+                fitting = replace(params, max_tokens=min(params.max_tokens, room))
+                job = self._engine.submit(prompt, fitting, adapter=adapter, num_choices=body.n, seed=body.seed)
                 jobs.append(job)
             results = await _unless_disconnected(jobs, request)
         except BaseException:
@@ -145,16 +146,18 @@ class Api:
             raise
         return [Finished(job.prompt_ids, completions) for job, completions in zip(jobs, results, strict=True)]
 
-    def _check_length(self, num_prompt: int, max_tokens: int) -> None:
+    def _room(self, num_prompt: int) -> int:
+        """How many tokens may follow the prompt; as in vLLM, a larger max_tokens is cut to it."""
         if num_prompt == 0:
             raise ApiError(400, "The prompt is empty.", param="prompt")
-        if num_prompt + max_tokens > self._max_model_len:
+        if num_prompt >= self._max_model_len:
             raise ApiError(
                 400,
-                f"The prompt has {num_prompt} tokens and max_tokens is {max_tokens}: together more than the "
-                f"{self._max_model_len} tokens of max_model_len.",
-                param="max_tokens" if num_prompt < self._max_model_len else "prompt",
+                f"The prompt has {num_prompt} tokens: with one more it would exceed the {self._max_model_len} tokens "
+                "of max_model_len.",
+                param="prompt",
             )
+        return self._max_model_len - num_prompt
 
     def _card(self, name: str, *, root: str, parent: str | None = None) -> dict[str, Any]:
         return {

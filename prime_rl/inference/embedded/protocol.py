@@ -82,7 +82,8 @@ class _Generation(BaseModel):
     model: str | None = None
     n: int = Field(1, ge=1, le=MAX_CHOICES)
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
-    temperature: float | None = Field(None, ge=0, le=1000)
+    # The range of OpenAI and vLLM.
+    temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)
     stop: str | list[str] | None = None
     ignore_eos: bool = False
@@ -131,7 +132,7 @@ class CompletionRequest(_Generation):
 
     @property
     def prompts(self) -> list[Prompt]:
-        if isinstance(self.prompt, str) or (self.prompt and isinstance(self.prompt[0], int)):
+        if isinstance(self.prompt, str) or not self.prompt or isinstance(self.prompt[0], int):
             return [self.prompt]
         return cast(list[Prompt], self.prompt)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import os
 import signal
@@ -56,6 +57,9 @@ def run(context: ServerContext) -> None:
             raise StartError(f"vLLM did not start: {error}") from error
     finally:
         end_children(CHILDREN_GRACE_S)
+        # vLLM's objects clean up when they are dropped, which must not be left to the end of the interpreter.
+        gc.unfreeze()
+        gc.collect()
 
 
 async def _serve(context: ServerContext, arguments: dict[str, Any], started: contextlib.ExitStack) -> None:
@@ -129,11 +133,14 @@ def _interruptible(context: ServerContext) -> Iterator[contextlib.ExitStack]:
 
 
 def end_children(grace_s: float) -> None:
-    """End every process below this one: wait, then SIGTERM, then SIGKILL. Engine workers hold memory and devices."""
-    children = psutil.Process().children(recursive=True)
-    for child in children:
+    """End every process below this one: SIGTERM, then SIGKILL. Engine workers hold memory and devices."""
+    children = []
+    for child in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):
-            child.terminate()
+            # Python's resource tracker takes no SIGTERM; it ends with this process.
+            if not any("resource_tracker" in part for part in child.cmdline()):
+                child.terminate()
+                children.append(child)
     _, alive = psutil.wait_procs(children, timeout=grace_s)
     for child in alive:
         logger.warning("process %d of vLLM did not end by itself: killing it", child.pid)

@@ -1,0 +1,379 @@
+"""What both engines must do alike, asked of real servers over HTTP and held against transformers and peft."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import openai
+import psutil
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from prime_rl.contract.files import wait_for
+from prime_rl.contract.layout import OutputDir
+from prime_rl.contract.status import InferenceStatus, is_alive, read_status
+from tests.inference_support import EOS, RunningServer, make_adapter, make_model, start
+
+KEY = "not-a-secret"
+A, B = "run_a@v1", "run_b@v1"
+PROMPTS = [[9, 6, 13, 13, 16], [20, 3], [40, 41, 42, 43, 44, 45, 46, 47, 48, 49, 50, 51], [7, 30, 7]]
+NUM_TOKENS = 24
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("model") / "base")
+
+
+@pytest.fixture(scope="module", params=["embedded", pytest.param("vllm", marks=pytest.mark.vllm)])
+def server(
+    request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[RunningServer]:
+    """A server with two adapters loaded."""
+    output_dir = tmp_path_factory.mktemp(request.param)
+    running = start(request.param, model, output_dir, env={"PRL_API_KEY": KEY})
+    try:
+        for seed, name in enumerate((A, B)):
+            running.load(name, make_adapter(adapter_dir(running, name), model, seed=seed, rank=4 * (seed + 1)))
+        yield running
+    finally:
+        if running.process.poll() is None:
+            running.stop()
+
+
+def adapter_dir(server: RunningServer, name: str) -> Path:
+    run_id, _, version = name.partition("@v")
+    return server.output_dir / run_id / "broadcast" / f"step_{version}"
+
+
+@pytest.fixture(scope="module")
+def references(server: RunningServer, model: Path) -> dict[str, PreTrainedModel]:
+    """The base model in transformers and both adapters in peft, by the names the server knows them under."""
+
+    def base() -> Any:
+        return AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+
+    adapted = {name: PeftModel.from_pretrained(base(), adapter_dir(server, name)).eval() for name in (A, B)}
+    return {server.model: base().eval(), **adapted}
+
+
+def greedy(model: PreTrainedModel, prompt: list[int], num_tokens: int) -> list[int]:
+    ids = torch.tensor([prompt])
+    out = model.generate(
+        input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=num_tokens, do_sample=False, pad_token_id=0
+    )
+    return out[0, len(prompt) :].tolist()
+
+
+def reference_logprobs(
+    model: PreTrainedModel, prompt: list[int], generated: list[int], temperature: float
+) -> list[float]:
+    with torch.no_grad():
+        logits = model(torch.tensor([prompt + generated])).logits[0, len(prompt) - 1 : -1] / temperature
+    return logits.log_softmax(-1).gather(1, torch.tensor(generated)[:, None])[:, 0].tolist()
+
+
+def token_ids(body: dict[str, Any]) -> list[list[int]]:
+    return [choice["token_ids"] for choice in body["choices"]]
+
+
+def error_of(response: Any) -> str:
+    """The message of an error in OpenAI's shape."""
+    error = response.json()["error"]
+    assert error["code"] == response.status_code
+    assert "Traceback" not in error["message"]
+    return str(error["message"])
+
+
+def test_openai_completions(server: RunningServer) -> None:
+    with server.openai() as client:
+        result = client.completions.create(
+            model=server.model, prompt="hello", max_tokens=6, n=3, seed=5, temperature=0.9, logprobs=2
+        )
+    assert [choice.index for choice in result.choices] == [0, 1, 2]
+    assert len({choice.text for choice in result.choices}) > 1
+    assert result.usage is not None and result.usage.prompt_tokens == 5
+    for choice in result.choices:
+        logprobs = choice.logprobs
+        assert logprobs is not None and logprobs.tokens is not None and logprobs.top_logprobs is not None
+        assert choice.finish_reason == "stop" or len(logprobs.tokens) == 6
+        for token, value, top in zip(
+            logprobs.tokens, logprobs.token_logprobs or [], logprobs.top_logprobs, strict=True
+        ):
+            assert top[token] == pytest.approx(value, abs=1e-4) and len(top) in (2, 3)
+
+
+def test_openai_chat(server: RunningServer, model: Path) -> None:
+    messages = [{"role": "user", "content": "hi there"}]
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    prompt = tokenizer.encode("user: hi there! assistant: ")
+    with server.openai() as client:
+        result = client.chat.completions.create(
+            model=A,
+            messages=messages,  # type: ignore[arg-type]
+            max_tokens=8,
+            temperature=0,
+            logprobs=True,
+            top_logprobs=1,
+            extra_body={"return_token_ids": True},
+        )
+    choice = result.choices[0]
+    assert result.prompt_token_ids == prompt  # type: ignore[attr-defined]
+    assert [choice.token_ids] == token_ids(server.complete(prompt, model=A, max_tokens=8, temperature=0))  # type: ignore[attr-defined]
+    assert choice.message.content == tokenizer.decode(choice.token_ids, skip_special_tokens=True)  # type: ignore[attr-defined]
+    assert choice.logprobs is not None and choice.logprobs.content is not None
+    for entry in choice.logprobs.content:
+        assert entry.top_logprobs[0].token == entry.token
+
+
+def test_prompts_of_all_kinds(server: RunningServer, model: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    texts = ["abc", "hello world"]
+    ids = [tokenizer.encode(text) for text in texts]
+    settings: dict[str, Any] = {"max_tokens": 5, "temperature": 0}
+    alone = [token_ids(server.complete(text, **settings))[0] for text in texts]
+    assert token_ids(server.complete(ids[0], **settings)) == alone[:1]
+    assert token_ids(server.complete(texts, **settings)) == alone  # type: ignore[arg-type]
+    assert token_ids(server.complete(ids, **settings)) == alone  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("which", [0, 1, 2])
+def test_greedy_equals_transformers_and_peft(
+    server: RunningServer, references: dict[str, PreTrainedModel], which: int
+) -> None:
+    name = [server.model, A, B][which]
+    for prompt in PROMPTS:
+        body = server.complete(prompt, model=name, max_tokens=NUM_TOKENS, temperature=0)
+        assert token_ids(body) == [greedy(references[name], prompt, NUM_TOKENS)]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
+def test_logprobs_are_those_of_the_distribution_sampled_from(
+    server: RunningServer, references: dict[str, PreTrainedModel], temperature: float
+) -> None:
+    for name in (server.model, A):
+        body = server.complete(PROMPTS[0], model=name, max_tokens=NUM_TOKENS, temperature=temperature, seed=1)
+        choice = body["choices"][0]
+        assert choice["prompt_token_ids"] == PROMPTS[0]
+        expected = reference_logprobs(references[name], PROMPTS[0], choice["token_ids"], temperature or 1.0)
+        assert choice["logprobs"]["token_logprobs"] == pytest.approx(expected, abs=1e-3)
+
+
+def test_mixed_requests_equal_their_solo_outputs(server: RunningServer) -> None:
+    """Base and two adapters, greedy and seeded, prompts of different lengths: all at the same time and one by one."""
+    requests = [
+        {"model": name, "prompt": prompt, "max_tokens": 4 + 5 * idx, "temperature": temperature, "seed": 11}
+        for idx, prompt in enumerate(PROMPTS)
+        for name in (server.model, A, B)
+        for temperature in (0.0, 1.0)
+    ]
+    solo = [token_ids(server.complete(**request)) for request in requests]
+    with ThreadPoolExecutor(len(requests)) as pool:
+        mixed = [token_ids(body) for body in pool.map(lambda request: server.complete(**request), requests)]
+    assert mixed == solo
+    assert len({tuple(ids[0]) for ids in solo}) > len(requests) // 2
+
+
+def test_choices_of_a_seeded_request_differ_and_come_again(server: RunningServer) -> None:
+    settings: dict[str, Any] = {"max_tokens": 12, "temperature": 1.0, "seed": 3, "n": 4}
+    first, second = (token_ids(server.complete(PROMPTS[0], **settings)) for _ in range(2))
+    assert first == second
+    assert len({tuple(ids) for ids in first}) == 4
+
+
+def test_end_of_sequence_is_part_of_the_token_ids(server: RunningServer, model: Path) -> None:
+    eos = AutoTokenizer.from_pretrained(model).convert_tokens_to_ids(EOS)
+    body = server.complete(PROMPTS[0], max_tokens=200, temperature=2.0, seed=1, n=8)
+    stopped = [choice for choice in body["choices"] if choice["finish_reason"] == "stop"]
+    assert stopped
+    for choice in body["choices"]:
+        assert (choice["token_ids"][-1] == eos) == (choice["finish_reason"] == "stop")
+        assert eos not in choice["token_ids"][:-1] and EOS not in choice["text"]
+        assert len(choice["token_ids"]) == len(choice["logprobs"]["token_logprobs"]) <= 200
+
+
+def test_max_tokens_are_cut_to_the_room_that_is_left(server: RunningServer) -> None:
+    body = server.complete([5] * 250, max_tokens=7, temperature=0, ignore_eos=True)
+    assert [len(ids) for ids in token_ids(body)] == [6]
+    assert body["choices"][0]["finish_reason"] == "length"
+
+
+def test_stop_string_ends_the_text(server: RunningServer) -> None:
+    whole = server.complete(PROMPTS[0], max_tokens=NUM_TOKENS, temperature=0)["choices"][0]["text"]
+    stop = whole[6:8]
+    choice = server.complete(PROMPTS[0], max_tokens=NUM_TOKENS, temperature=0, stop=[stop])["choices"][0]
+    assert choice["text"] == whole[: whole.index(stop)]
+    assert choice["finish_reason"] == "stop" and choice["stop_reason"] == stop
+
+
+def test_top_p_leaves_only_the_likely_tokens(server: RunningServer, references: dict[str, PreTrainedModel]) -> None:
+    choice = server.complete(PROMPTS[0], max_tokens=NUM_TOKENS, temperature=1.0, top_p=0.01, seed=2)["choices"][0]
+    assert choice["token_ids"] == greedy(references[server.model], PROMPTS[0], NUM_TOKENS)
+    assert choice["logprobs"]["token_logprobs"] == pytest.approx([0.0] * len(choice["token_ids"]), abs=1e-4)
+
+
+def test_models_are_listed_and_unloaded_ones_are_gone(server: RunningServer, model: Path) -> None:
+    folder = make_adapter(adapter_dir(server, "run_c@v2"), model, seed=9)
+    server.load("run_c@v2", folder)
+    with server.openai() as client:
+        assert {entry.id for entry in client.models.list()} == {server.model, A, B, "run_c@v2"}
+        server.unload("run_c@v2")
+        assert {entry.id for entry in client.models.list()} == {server.model, A, B}
+        with pytest.raises(openai.NotFoundError):
+            client.completions.create(model="run_c@v2", prompt="x", max_tokens=1)
+    assert server.post("/v1/unload_lora_adapter", lora_name="run_c@v2").status_code == 404
+
+
+def test_a_name_loaded_again_serves_the_new_weights(server: RunningServer, model: Path) -> None:
+    """A run that was set back publishes other weights under a version and a path that were served before."""
+    folder = make_adapter(adapter_dir(server, "run_again@v1"), model, seed=20)
+    newer = make_adapter(server.output_dir / "elsewhere", model, seed=21)
+    settings: dict[str, Any] = {"model": "run_again@v1", "max_tokens": NUM_TOKENS, "temperature": 0}
+    prompt = PROMPTS[2] * 12  # long enough to fill blocks of a prefix cache
+    server.load("run_again@v1", folder)
+    before = token_ids(server.complete(prompt, **settings))
+    server.unload("run_again@v1")
+    (newer / "adapter_model.safetensors").replace(folder / "adapter_model.safetensors")
+    server.load("run_again@v1", folder)
+    after = token_ids(server.complete(prompt, **settings))
+    server.unload("run_again@v1")
+    reference = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model), folder).eval()
+    assert after == [greedy(reference, prompt, NUM_TOKENS)] != before
+
+
+def test_loading_what_does_not_fit_is_refused(server: RunningServer, model: Path) -> None:
+    load = "/v1/load_lora_adapter"
+    assert "already" in error_of(server.post(load, lora_name=A, lora_path=str(adapter_dir(server, A))))
+
+    wide = make_adapter(server.output_dir / "wide", model, seed=3, rank=16)
+    assert "rank 16" in error_of(server.post(load, lora_name="run_w@v1", lora_path=str(wide)))
+
+    renamed = make_adapter(server.output_dir / "renamed", model, seed=3)
+    weights = renamed / "adapter_model.safetensors"
+    tensors = load_file(weights)
+    save_file({name.replace("q_proj", "query"): tensor for name, tensor in tensors.items()}, weights)
+    message = error_of(server.post(load, lora_name="run_r@v1", lora_path=str(renamed)))
+    assert "lora_A.weight is" in message
+
+    weights.write_bytes(b"no safetensors")
+    assert server.post(load, lora_name="run_r@v1", lora_path=str(renamed)).status_code == 400
+    assert server.post(load, lora_name="../up", lora_path=str(renamed)).status_code == 400
+    assert server.post(load, lora_name="run_r@v1").status_code == 400
+    with server.openai() as client:
+        assert {entry.id for entry in client.models.list()} == {server.model, A, B}
+
+
+def test_adapters_come_from_below_output_dir_only(server: RunningServer, model: Path, tmp_path: Path) -> None:
+    load = "/v1/load_lora_adapter"
+    outside = make_adapter(tmp_path / "outside", model, seed=4)
+    link = server.output_dir / "link"
+    link.symlink_to(outside)
+    half = server.output_dir / "half"
+    half.mkdir()
+    (half / "adapter_config.json").symlink_to(outside / "adapter_config.json")
+    (half / "adapter_model.safetensors").symlink_to(outside / "adapter_model.safetensors")
+    for path in (outside, link, half, server.output_dir / "run_a" / ".." / ".." / outside.name, Path("/etc")):
+        response = server.post(load, lora_name="run_x@v1", lora_path=str(path))
+        assert response.status_code == 403 and "outside" in error_of(response), path
+    assert server.post(load, lora_name="run_x@v1", lora_path=str(server.output_dir / "none")).status_code == 400
+
+
+def test_no_more_adapters_than_slots(server: RunningServer, model: Path) -> None:
+    """Four slots (2 runs of 2 versions), two of them taken by the fixture."""
+    folder = make_adapter(server.output_dir / "many", model, seed=5)
+    names = ["run_m@v1", "run_m@v2"]
+    for name in names:
+        server.load(name, folder)
+    response = server.post("/v1/load_lora_adapter", lora_name="run_m@v3", lora_path=str(folder))
+    assert response.status_code == 400 and "slots" in error_of(response)
+    for name in names:
+        server.unload(name)
+    server.load("run_m@v3", folder)
+    server.unload("run_m@v3")
+
+
+def test_bad_requests_are_refused_in_openais_shape(server: RunningServer) -> None:
+    def status(**body: Any) -> int:
+        response = server.post("/v1/completions", **{"model": server.model, "prompt": "x", "max_tokens": 1, **body})
+        error_of(response)
+        return response.status_code
+
+    def chat_status(**body: Any) -> int:
+        response = server.post("/v1/chat/completions", **{"model": server.model, "max_tokens": 1, **body})
+        error_of(response)
+        return response.status_code
+
+    assert status(model="run_nobody@v1") == 404
+    assert chat_status(model="run_nobody@v1", messages=[{"role": "user", "content": "x"}]) == 404
+    assert status(prompt=[5] * 300) == 400
+    assert status(prompt=[5] * 256) == 400
+    assert status(prompt=[5, 100_000]) == 400
+    assert status(prompt=[]) == 400
+    assert status(temperature=-1) == 400
+    assert status(temperature=2.5) == 400
+    assert status(n=0) == 400
+    assert chat_status(messages="hello") == 400
+    with server.http() as client:
+        assert (
+            client.post("/v1/completions", content=b"{", headers={"content-type": "application/json"}).status_code
+            == 400
+        )
+        assert client.get("/v1/completions").status_code == 405
+        assert client.get("/docs").status_code == 404
+        assert client.post("/v1/completions", content=b"x" * (17 * 2**20)).status_code == 413
+
+
+def test_key_is_needed_everywhere_but_for_health(server: RunningServer) -> None:
+    with server.http(headers={}) as client:
+        assert client.get("/health").status_code == 200
+        for route in ("/v1/models", "/metrics", "/nowhere"):
+            assert client.get(route).status_code == 401
+        body = {"model": server.model, "prompt": "x", "max_tokens": 1}
+        for header in (
+            {},
+            {"Authorization": "Bearer wrong"},
+            {"Authorization": KEY},
+            {"Authorization": f"Basic {KEY}"},
+        ):
+            response = client.post("/v1/completions", json=body, headers=header)
+            assert response.status_code == 401
+            error_of(response)
+    with pytest.raises(openai.AuthenticationError), server.openai(api_key="wrong") as client:
+        client.models.list()
+
+
+def test_metrics_and_status_tell_the_truth(server: RunningServer) -> None:
+    def status() -> InferenceStatus:
+        found = read_status(OutputDir(server.output_dir).inference_status, InferenceStatus)
+        assert found is not None
+        return found
+
+    wait_for(lambda: status().adapters == [A, B], "the status to list both adapters", timeout_s=10)
+    assert status().state == "serving" and status().pid == server.process.pid and is_alive(status(), time.time())
+    assert status().model == server.model and status().base_url == server.base_url
+    settings: dict[str, Any] = {"max_tokens": 200, "ignore_eos": True, "n": 8, "temperature": 1.0}
+    with ThreadPoolExecutor(1) as pool:
+        pending = pool.submit(server.complete, PROMPTS[0], **settings)
+        wait_for(lambda: status().tokens_per_s > 0, "the status to show tokens per second", timeout_s=20)
+        assert len(pending.result()["choices"]) == 8
+    wait_for(lambda: status().num_running == 0, "the status to show that nothing runs", timeout_s=10)
+    with server.http() as client:
+        text = client.get("/metrics").text
+    assert "requests_running" in text and "tokens_total" in text
+
+
+def test_sigterm_ends_every_process(server: RunningServer) -> None:
+    """Last in the module: it stops the server."""
+    family = [psutil.Process(server.process.pid), *psutil.Process(server.process.pid).children(recursive=True)]
+    assert server.stop() == 0, server.log.read_text()[-3000:]
+    _, alive = psutil.wait_procs(family, timeout=5)
+    assert alive == []
+    status = read_status(OutputDir(server.output_dir).inference_status, InferenceStatus)
+    assert status is not None and status.state == "stopped" and status.adapters == []
