@@ -1,7 +1,9 @@
-"""What the trainer's tests share: a tiny random Qwen3, run folders, recorded batches, and the real trainer in-process."""
+"""What the trainer's tests share: a tiny random Qwen3, run folders, recorded batches, the real loop in this process."""
 
 from __future__ import annotations
 
+import atexit
+import functools
 import math
 import random
 import time
@@ -19,7 +21,7 @@ from prime_rl.contract.layout import RunDir, list_steps
 from prime_rl.contract.types import TrainingBatch, TrainingSample, write_batch
 from prime_rl.lora.adapter_state import load_peft
 from prime_rl.trainer.train import train
-from prime_rl.trainer.world import World
+from prime_rl.trainer.world import World, setup_world
 
 VOCAB = 48
 TIMEOUT_S = 90.0
@@ -116,7 +118,15 @@ def trainer_config(house: Path, base: Path, **changes: Any) -> TrainerConfig:
     return TrainerConfig.model_validate(merge(config, changes))
 
 
-def train_until(world: World, config: TrainerConfig, done: Callable[[], bool], timeout_s: float = TIMEOUT_S) -> None:
+@functools.cache
+def solo_world() -> World:
+    """The process group of one that all tests of this process share."""
+    world = setup_world("cpu", TIMEOUT_S, num_threads=1)
+    atexit.register(world.close)
+    return world
+
+
+def train_until(config: TrainerConfig, done: Callable[[], bool], timeout_s: float = TIMEOUT_S) -> None:
     """The real training loop in this process, until `done()` holds."""
     deadline = time.monotonic() + timeout_s
 
@@ -125,7 +135,7 @@ def train_until(world: World, config: TrainerConfig, done: Callable[[], bool], t
         return done()
 
     assert config.model.lora is not None
-    train(config, config.model.lora, world, stop)
+    train(config, config.model.lora, solo_world(), stop)
 
 
 def published(run: RunDir) -> int:

@@ -83,8 +83,8 @@ def load_adapter(layers: Mapping[str, MultiLoRALinear], idx: int, tensors: Mappi
     Raises ValueError, before anything is changed, when a name is missing or unknown or a shape is wrong.
     """
     expected = _expected_shapes(layers, rank)
-    problems = [f"{name} is missing" for name in expected.keys() - tensors.keys()]
-    problems += [f"{name} is not in the model" for name in tensors.keys() - expected.keys()]
+    problems = [f"{name} is not in the model" for name in sorted(tensors.keys() - expected.keys())]
+    problems += [f"{name} is missing" for name in sorted(expected.keys() - tensors.keys())]
     problems += [
         f"{name} has shape {list(tensors[name].shape)}, expected {list(shape)}"
         for name, shape in expected.items()
@@ -92,7 +92,7 @@ def load_adapter(layers: Mapping[str, MultiLoRALinear], idx: int, tensors: Mappi
     ]
     if problems:
         more = f" (and {len(problems) - 3} more)" if len(problems) > 3 else ""
-        raise ValueError(f"adapter does not fit the model: {'; '.join(sorted(problems)[:3])}{more}")
+        raise ValueError(f"adapter does not fit the model: {'; '.join(problems[:3])}{more}")
     for name, layer in layers.items():
         lora_A, lora_B = layer.parameters_of(idx)
         name_A, name_B = peft_names(name)

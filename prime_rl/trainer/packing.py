@@ -1,13 +1,15 @@
 """Which rows go into the next forward/backward pass. Pure: no files, no tensors, no clock.
 
-Runs take turns by deficit round robin, counted in tokens, so a run with a large batch cannot hold up one with a small
-batch. Rows of one pass have similar length (the shortest is more than half of the longest), so little is padding. A
-batch may be spread over any number of passes: each row carries the scale of its run's whole batch.
+Runs take turns row by row: next is always the run with the largest deficit, the one that had the fewest tokens. So a
+run with a large batch cannot hold up one with a small batch. Rows of one pass have similar length (the shortest is more
+than half of the longest), so little is padding. A batch may be spread over any number of passes: each row carries the
+scale of its run's whole batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import bisect
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from prime_rl.contract.types import MicroBatch, TrainingSample
@@ -52,7 +54,7 @@ def to_micro_batch(rows: Sequence[Row]) -> MicroBatch:
 
 @dataclass
 class RowQueue:
-    """The rows that wait, by run, and whose turn it is.
+    """The rows that wait, by run, shortest first, and how many tokens each run had.
 
     Attributes:
         max_tokens: token positions (rows x longest row) of one pass; a single row may be longer.
@@ -60,8 +62,7 @@ class RowQueue:
 
     max_tokens: int
     _rows: dict[int, list[Row]] = field(default_factory=dict)
-    _deficits: dict[int, int] = field(default_factory=dict)
-    _turns: list[int] = field(default_factory=list)
+    _served: dict[int, int] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
         return bool(self._rows)
@@ -69,65 +70,48 @@ class RowQueue:
     def add(self, run_idx: int, rows: Sequence[Row]) -> None:
         """Queue a whole batch, shortest row first (as `rows_of` gives it)."""
         assert rows and run_idx not in self._rows, "a run queues one batch at a time, and not an empty one"
+        # Who comes starts level with whoever had least: waiting for its own rollouts earns a run no right to block.
+        self._served[run_idx] = min(self._served.values(), default=0)
         self._rows[run_idx] = list(rows)
-        self._deficits[run_idx] = 0
-        self._turns.append(run_idx)
 
     def drop(self, run_idx: int) -> None:
         """Forget a run's rows: it was evicted or deleted."""
-        if run_idx in self._rows:
-            del self._rows[run_idx], self._deficits[run_idx]
-            self._turns.remove(run_idx)
+        self._rows.pop(run_idx, None)
+        self._served.pop(run_idx, None)
 
     def num_waiting(self, run_idx: int) -> int:
         """Rows of the run that were not handed out yet."""
         return len(self._rows.get(run_idx, ()))
 
     def next_rows(self) -> list[Row]:
-        """Rows of the next pass; [] when none wait. The run whose turn it is gives the length."""
-        if not self._turns:
+        """Rows of the next pass; [] when none wait. The run that had least gives the length, its longest row."""
+        if not self._rows:
             return []
-        longest = self._rows[self._turns[0]][-1].num_tokens
+        longest = self._rows[self._least_served(self._rows)][-1].num_tokens
         max_rows = max(1, self.max_tokens // longest)
-        quantum = max(longest, self.max_tokens // len(self._turns))
         taken: list[Row] = []
-        before = -1
-        while before < len(taken) < max_rows:
-            before = len(taken)
-            for run_idx in self._turns:
-                taken += self._serve(run_idx, longest, quantum, max_rows - len(taken))
-        self._end_turn()
-        return taken
-
-    def _serve(self, run_idx: int, longest: int, quantum: int, max_rows: int) -> list[Row]:
-        """Up to a quantum of tokens of one run, its longest fitting rows first."""
-        rows = self._rows[run_idx]
-        taken: list[Row] = []
-        at = _last_fitting(rows, longest)
-        if at < 0 or not max_rows:
-            return taken
-        # What was saved up is limited to one quantum, or a run could later block the others for long.
-        self._deficits[run_idx] = min(self._deficits[run_idx], quantum) + quantum
-        while at >= 0 and len(taken) < max_rows and _fits(rows[at], longest, self._deficits[run_idx]):
-            row = rows.pop(at)
-            self._deficits[run_idx] -= row.num_tokens
+        fitting = {run_idx: at for run_idx, rows in self._rows.items() if (at := _longest_fitting(rows, longest)) >= 0}
+        while fitting and len(taken) < max_rows:
+            run_idx = self._least_served(fitting)
+            row = self._rows[run_idx].pop(fitting[run_idx])
+            self._served[run_idx] += row.num_tokens
             taken.append(row)
-            at -= 1
+            fitting[run_idx] -= 1
+            if fitting[run_idx] < 0 or not _is_similar(self._rows[run_idx][fitting[run_idx]], longest):
+                del fitting[run_idx]
+        for run_idx in [idx for idx, rows in self._rows.items() if not rows]:
+            self.drop(run_idx)
         return taken
 
-    def _end_turn(self) -> None:
-        self._turns.append(self._turns.pop(0))
-        for run_idx in [idx for idx in self._turns if not self._rows[idx]]:
-            self.drop(run_idx)
+    def _least_served(self, run_idxs: Iterable[int]) -> int:
+        return min(run_idxs, key=lambda run_idx: (self._served[run_idx], run_idx))
 
 
-def _last_fitting(rows: Sequence[Row], longest: int) -> int:
-    """Index of the longest row that is at most `longest` and more than half of it; -1 when there is none."""
-    at = len(rows) - 1
-    while at >= 0 and rows[at].num_tokens > longest:
-        at -= 1
-    return at if at >= 0 and 2 * rows[at].num_tokens > longest else -1
+def _longest_fitting(rows: Sequence[Row], longest: int) -> int:
+    """Index of the longest row that goes into a pass of rows of `longest` tokens; -1 when there is none."""
+    at = bisect.bisect_right(rows, longest, key=lambda row: row.num_tokens) - 1
+    return at if at >= 0 and _is_similar(rows[at], longest) else -1
 
 
-def _fits(row: Row, longest: int, deficit: int) -> bool:
-    return 2 * row.num_tokens > longest and row.num_tokens <= deficit
+def _is_similar(row: Row, longest: int) -> bool:
+    return 2 * row.num_tokens > longest

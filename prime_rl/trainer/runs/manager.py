@@ -237,13 +237,14 @@ class MultiRunManager:
         self._check_master("discover_runs")
         self._write_evictions()
         ids = self._slots.idx_2_id
-        self.findings = self._discovery.scan({ids[idx]: seen.inode for idx, seen in self._admitted.items()})
-        gone = {**self.findings.gone, **{ids[idx]: reason for idx, reason in self._leaving.items()}}
-        for run_id, reason in sorted(gone.items()):
+        leaving = {ids[idx]: reason for idx, reason in self._leaving.items()}
+        staying = {ids[idx]: seen.inode for idx, seen in self._admitted.items() if idx not in self._leaving}
+        self.findings = self._discovery.scan(staying)
+        for run_id, reason in sorted({**self.findings.gone, **leaving}.items()):
             self._forget(self._slots.id_2_idx[run_id], run_id, reason)
         self.waiting = []
         for candidate in self.findings.candidates:
-            if candidate.run.run_id in gone or candidate.run.run_id in self._unwritten:
+            if candidate.run.run_id in self._unwritten:
                 continue
             if self.unused_idxs:
                 self._admit(candidate)

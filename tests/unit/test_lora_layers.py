@@ -1,0 +1,182 @@
+"""Many adapters in one pass against one adapter at a time, and against the peft library."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch import Tensor, nn
+
+from prime_rl.lora.adapter_state import export_adapter, load_adapter, load_peft, reset_adapter, save_peft
+from prime_rl.lora.inject import apply_lora_to_model
+from prime_rl.lora.linear import AdapterRouting, MultiLoRALinear
+from tests.trainer_support import VOCAB, tiny_model
+
+TARGETS = ("q_proj", "v_proj", "up_proj", "down_proj")
+
+
+def one_layer(n_adapters: int = 3, rank: int = 2) -> MultiLoRALinear:
+    torch.manual_seed(0)
+    routing = AdapterRouting(n_adapters)
+    layer = MultiLoRALinear(nn.Linear(5, 7), rank, n_adapters, routing)
+    layer.base_layer.requires_grad_(False)
+    for parameter in [*layer.lora_A, *layer.lora_B]:
+        nn.init.normal_(parameter)
+    routing.scaling = [1.0, 2.0, 0.5][:n_adapters]
+    return layer
+
+
+def row_by_row(layer: MultiLoRALinear, x_RTI: Tensor, idxs: list[int | None]) -> Tensor:
+    rows = []
+    for x_TI, idx in zip(x_RTI, idxs, strict=True):
+        out_TO = layer.base_layer(x_TI)
+        if idx is not None:
+            out_TO = out_TO + layer.routing.scaling[idx] * (x_TI @ layer.lora_A[idx].T) @ layer.lora_B[idx].T
+        rows.append(out_TO)
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 3])
+@pytest.mark.parametrize(
+    "idxs",
+    [[0, 0, 1, 1], [0, 1, 1, 2], [None, 1, None, 0], [2, 0, 2, 0], [1, 1, 1, 1], [None] * 4, [0, 0, None, None]],
+    ids=str,
+)
+def test_rows_use_their_own_adapter(idxs: list[int | None], num_tokens: int) -> None:
+    layer = one_layer()
+    x_RTI = torch.randn(4, num_tokens, 5)
+    layer.routing.set_rows(idxs)
+    expected = row_by_row(layer, x_RTI, idxs)
+    torch.testing.assert_close(layer(x_RTI), expected)
+    with torch.inference_mode():
+        torch.testing.assert_close(layer(x_RTI), expected)
+
+
+def test_gradients_reach_only_the_adapters_in_use() -> None:
+    layer = one_layer()
+    for idxs in ([0, 0, 2, 2], [0, 2, 2, 2]):
+        layer.zero_grad()
+        x_RTI = torch.randn(4, 3, 5)
+        layer.routing.set_rows(idxs)
+        weight = torch.randn(4, 3, 7)
+        (layer(x_RTI) * weight).sum().backward()
+        together = {name: p.grad.clone() for name, p in layer.named_parameters() if p.grad is not None}
+        assert set(together) == {"lora_A.0", "lora_A.2", "lora_B.0", "lora_B.2"}
+        layer.zero_grad()
+        (row_by_row(layer, x_RTI, idxs) * weight).sum().backward()
+        for name, grad in together.items():
+            torch.testing.assert_close(grad, layer.get_parameter(name).grad)
+
+
+def test_a_wrong_number_of_rows_is_an_error() -> None:
+    layer = one_layer()
+    layer.routing.set_rows([0, 1])
+    with pytest.raises(ValueError, match="3 rows, the routing was set for 2"):
+        layer(torch.randn(3, 1, 5))
+    with pytest.raises(ValueError, match="adapter 3 does not exist"):
+        layer.routing.set_rows([3])
+
+
+def test_a_target_that_matches_nothing_is_named() -> None:
+    with pytest.raises(ValueError, match=r"\['c_attn'\] match no linear layer"):
+        apply_lora_to_model(tiny_model(), 4, 2, ["q_proj", "c_attn"], AdapterRouting(2))
+
+
+def adapted() -> tuple[nn.Module, dict[str, MultiLoRALinear], AdapterRouting]:
+    """The tiny model with three slots of rank 8; slot 1 has an adapter of rank 4 with B that is not zero."""
+    model = tiny_model().requires_grad_(False)
+    routing = AdapterRouting(3)
+    layers = apply_lora_to_model(model, 8, 3, TARGETS, routing)
+    generator = torch.Generator().manual_seed(1)
+    reset_adapter(layers, 1, generator, rank=4)
+    with torch.no_grad():
+        for layer in layers.values():
+            layer.lora_B[1][:, :4] = torch.randn(layer.base_layer.out_features, 4, generator=generator) * 0.1
+    routing.scaling[1] = 16 / 4
+    return model, layers, routing
+
+
+def export_to(folder: Path, layers: dict[str, MultiLoRALinear]) -> Path:
+    save_peft(folder, export_adapter(layers, 1, 4), rank=4, alpha=16, target_modules=TARGETS, base_model="models/base")
+    return folder
+
+
+def test_the_peft_library_reads_what_we_publish_and_agrees(tmp_path: Path) -> None:
+    model, layers, routing = adapted()
+    token_ids = torch.randint(0, VOCAB, (2, 9))
+    routing.set_rows([1, 1])
+    ours = model(input_ids=token_ids).logits
+    routing.set_rows([None, None])
+    base = model(input_ids=token_ids).logits
+    theirs = PeftModel.from_pretrained(tiny_model(), export_to(tmp_path, layers))(input_ids=token_ids).logits
+    assert (ours - theirs).abs().max() < 1e-4
+    assert (ours - base).abs().max() > 1e-2, "the adapter must matter for this test to mean anything"
+
+
+def test_gradients_equal_those_of_one_peft_adapter(tmp_path: Path) -> None:
+    model, layers, routing = adapted()
+    token_ids = torch.randint(0, VOCAB, (3, 9))
+    weight = torch.randn(2, 9, VOCAB)
+    routing.set_rows([1, 1, 2])
+    (model(input_ids=token_ids).logits[:2] * weight).sum().backward()
+    peft = get_peft_model(
+        tiny_model(), LoraConfig(r=4, lora_alpha=16, target_modules=list(TARGETS), task_type="CAUSAL_LM")
+    )
+    for name, tensor in export_adapter(layers, 1, 4).items():
+        peft.get_parameter(name.replace(".weight", ".default.weight")).data.copy_(tensor)
+    (peft(input_ids=token_ids[:2]).logits * weight).sum().backward()
+    for name, layer in layers.items():
+        theirs_A = peft.get_parameter(f"base_model.model.{name}.lora_A.default.weight").grad
+        theirs_B = peft.get_parameter(f"base_model.model.{name}.lora_B.default.weight").grad
+        torch.testing.assert_close(layer.lora_A[1].grad[:4], theirs_A, rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(layer.lora_B[1].grad[:, :4], theirs_B, rtol=1e-3, atol=1e-4)
+        assert not layer.lora_A[1].grad[4:].any() and not layer.lora_B[1].grad[:, 4:].any()
+
+
+def test_an_adapter_comes_back_from_its_files(tmp_path: Path) -> None:
+    _, layers, _ = adapted()
+    tensors, config = load_peft(export_to(tmp_path, layers))
+    assert (config.rank, config.alpha, config.scaling, config.base_model) == (4, 16.0, 4.0, "models/base")
+    load_adapter(layers, 2, tensors, 4)
+    for layer in layers.values():
+        assert torch.equal(layer.lora_A[1], layer.lora_A[2]) and torch.equal(layer.lora_B[1], layer.lora_B[2])
+
+
+def test_an_adapter_that_does_not_fit_is_refused_whole() -> None:
+    _, layers, _ = adapted()
+    good = export_adapter(layers, 1, 4)
+    name = next(iter(good))
+    wrong = {key.replace("layers.0", "layers.7"): value for key, value in good.items()}
+    with pytest.raises(ValueError, match=r"layers\.7.* is not in the model"):
+        load_adapter(layers, 2, wrong, 4)
+    with pytest.raises(ValueError, match="is missing"):
+        load_adapter(layers, 2, {key: value for key, value in good.items() if key != name}, 4)
+    with pytest.raises(ValueError, match=r"has shape \[3, 32\], expected \[4, 32\]"):
+        load_adapter(layers, 2, {**good, name: good[name][:3]}, 4)
+    with pytest.raises(ValueError, match="rank 9, the model makes room for 8"):
+        load_adapter(layers, 2, good, 9)
+    assert not any(layer.lora_B[2].any() for layer in layers.values())
+
+
+def test_a_damaged_adapter_is_a_value_error(tmp_path: Path) -> None:
+    _, layers, _ = adapted()
+    folder = export_to(tmp_path, layers)
+    (folder / "adapter_model.safetensors").write_bytes(b"junk")
+    with pytest.raises(ValueError, match="not an adapter"):
+        load_peft(folder)
+    (folder / "adapter_config.json").write_text('{"r": 4}')
+    with pytest.raises(ValueError, match=r"not an adapter|lora_alpha"):
+        load_peft(folder)
+
+
+def test_start_values_depend_on_seed_and_rank_not_on_the_slot() -> None:
+    _, layers, _ = adapted()
+    for idx in (0, 2):
+        reset_adapter(layers, idx, torch.Generator().manual_seed(7), rank=4)
+    for layer in layers.values():
+        assert torch.equal(layer.lora_A[0], layer.lora_A[2])
+        assert layer.lora_A[0][:4].any() and not layer.lora_A[0][4:].any() and not layer.lora_B[0].any()
+        bound = 1 / layer.base_layer.in_features**0.5
+        assert layer.lora_A[0].abs().max() <= bound

@@ -1,0 +1,108 @@
+"""Packing: every row once, bounded, in turn."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from prime_rl.contract.types import TrainingSample
+from prime_rl.trainer.packing import Row, RowQueue, rows_of, to_micro_batch
+from tests.trainer_support import sample
+
+
+def batch(lengths: list[int], seed: int = 0) -> list[TrainingSample]:
+    rng = random.Random(seed)
+    return [sample(rng, num_tokens=length) for length in lengths]
+
+
+def drain(queue: RowQueue, limit: int = 10_000) -> list[list[Row]]:
+    passes = []
+    while queue:
+        passes.append(queue.next_rows())
+        assert passes[-1] and len(passes) < limit
+    assert queue.next_rows() == []
+    return passes
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    runs=st.lists(st.lists(st.integers(6, 60), min_size=1, max_size=12), min_size=1, max_size=5),
+    max_tokens=st.sampled_from([8, 40, 200, 5_000]),
+)
+def test_every_row_is_handed_out_once_within_the_limit(runs: list[list[int]], max_tokens: int) -> None:
+    queue = RowQueue(max_tokens)
+    for run_idx, lengths in enumerate(runs):
+        queue.add(run_idx, rows_of(run_idx, batch(lengths)))
+    passes = drain(queue)
+    seen = Counter((row.run_idx, row.order) for rows in passes for row in rows)
+    assert seen == Counter((idx, order) for idx, lengths in enumerate(runs) for order in range(len(lengths)))
+    for rows in passes:
+        longest = max(row.num_tokens for row in rows)
+        assert len(rows) == 1 or longest * len(rows) <= max_tokens
+        assert all(2 * row.num_tokens > longest for row in rows), "more than half of a row may not be padding"
+
+
+def test_the_scale_is_that_of_the_whole_batch() -> None:
+    rows = rows_of(3, batch([10, 14, 8]))
+    assert [row.num_tokens for row in rows] == [8, 10, 14]
+    assert {row.loss_scale for row in rows} == {1 / (6 + 10 + 4)}
+
+
+def test_rows_end_with_their_last_loss_token_and_rows_without_one_are_left_out() -> None:
+    full = sample(random.Random(0), num_tokens=10)
+    tail = TrainingSample(**{**_fields(full), "loss_mask": [False] * 4 + [True] * 3 + [False] * 3})
+    none = TrainingSample(**{**_fields(full), "loss_mask": [False] * 10})
+    rows = rows_of(0, [none, tail, full])
+    assert [(row.order, row.num_tokens) for row in rows] == [(1, 7), (2, 10)]
+    micro_batch = to_micro_batch(rows)
+    assert micro_batch.num_tokens == 10
+    assert [len(ids) for ids in micro_batch.token_ids] == [7, 10]
+
+
+def _fields(one: TrainingSample) -> dict[str, object]:
+    return {name: getattr(one, name) for name in one.__struct_fields__}
+
+
+def test_micro_batches_are_sorted_by_slot() -> None:
+    rows = [*rows_of(2, batch([10, 10])), *rows_of(0, batch([10])), *rows_of(1, batch([10]))]
+    assert to_micro_batch(rows).run_idxs == [0, 1, 2, 2]
+
+
+def test_a_small_batch_is_not_held_up_by_a_large_one() -> None:
+    queue = RowQueue(max_tokens=400)
+    queue.add(0, rows_of(0, batch([10] * 2_000)))
+    queue.add(1, rows_of(1, batch([10] * 40)))
+    passes = 0
+    while queue.num_waiting(1):
+        queue.next_rows()
+        passes += 1
+    assert passes == 2, "half of each pass belongs to each of two runs"
+    assert queue.num_waiting(0) == 2_000 - 40
+
+
+@pytest.mark.parametrize("lengths", [(60, 10), (60, 40), (25, 24)])
+def test_runs_share_in_tokens_whatever_their_rows_are(lengths: tuple[int, int]) -> None:
+    queue = RowQueue(max_tokens=240)
+    for run_idx, length in enumerate(lengths):
+        queue.add(run_idx, rows_of(run_idx, batch([length] * (24_000 // length))))
+    tokens = Counter[int]()
+    for _ in range(60):
+        for row in queue.next_rows():
+            tokens[row.run_idx] += row.num_tokens
+    assert abs(tokens[0] - tokens[1]) <= 2 * 240
+
+
+def test_a_dropped_run_leaves_nothing_behind() -> None:
+    queue = RowQueue(max_tokens=40)
+    queue.add(0, rows_of(0, batch([10] * 8)))
+    queue.add(1, rows_of(1, batch([10] * 8)))
+    queue.next_rows()
+    queue.drop(0)
+    queue.drop(0)
+    assert {row.run_idx for rows in drain(queue) for row in rows} == {1}
+    queue.add(0, rows_of(0, batch([10])))
+    assert len(drain(queue)) == 1

@@ -1,0 +1,386 @@
+"""MultiRunManager: discovery, admission, eviction, hooks, and ranks that follow rank 0."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import nn
+from torch._C._distributed_c10d import HashStore
+
+from prime_rl.configs.orchestrator import OrchestratorConfig
+from prime_rl.configs.validate import PARSE_ERROR_PREFIX, TrainerLimits
+from prime_rl.contract.files import WaitTimeout
+from prime_rl.contract.layout import RunDir
+from prime_rl.lora.linear import AdapterRouting, MultiLoRALinear
+from prime_rl.trainer import runs as runs_module
+from prime_rl.trainer.runs import MultiRunManager
+from prime_rl.trainer.runs.sync import Channel, PackMessage, SlotState, StopMessage, slot_changes
+from tests.trainer_support import write_config, write_run
+
+BASE = Path("some/model")
+
+
+def manager_of(house: Path, max_runs: int = 2, channel: Channel | None = None) -> MultiRunManager:
+    limits = TrainerLimits(str(BASE), max_seq_len=64, max_rank=16, alpha=32)
+    manager = MultiRunManager(house, max_runs, limits=limits, channel=channel)
+    layer = MultiLoRALinear(nn.Linear(6, 4), 16, max_runs, AdapterRouting(max_runs))
+    layer.register_with_runs(manager, "layer")
+    return manager
+
+
+def look(manager: MultiRunManager) -> MultiRunManager:
+    manager.discover_runs()
+    manager.synchronize_state()
+    return manager
+
+
+def add(house: Path, run_id: str, landed: int = 0, **changes: Any) -> RunDir:
+    run = write_run(house, run_id, BASE, **changes)
+    if landed:
+        os.utime(run.orch_toml, ns=(landed * 10**9, landed * 10**9))
+    return run
+
+
+def test_runs_get_the_lowest_free_slot_in_the_order_in_which_they_landed(tmp_path: Path) -> None:
+    for run_id, landed in (("run_a", 3), ("run_b", 1), ("run_c", 4), ("run_d", 2)):
+        add(tmp_path, run_id, landed)
+    manager = look(manager_of(tmp_path))
+    assert manager.idx_2_id == {0: "run_b", 1: "run_d"} and manager.id_2_idx == {"run_b": 0, "run_d": 1}
+    assert manager.waiting == ["run_a", "run_c"]
+    assert manager.used_idxs == {0, 1} and manager.unused_idxs == set()
+    assert manager.get_run_dir(1) == tmp_path / "run_d"
+    shutil.rmtree(tmp_path / "run_b")
+    look(manager)
+    assert manager.idx_2_id == {0: "run_a", 1: "run_d"} and manager.waiting == ["run_c"]
+
+
+def test_a_config_is_resolved_and_scales_its_slot(tmp_path: Path) -> None:
+    add(tmp_path, "run_a", model={"lora": {"rank": 8, "alpha": 4}})
+    add(tmp_path, "run_b")
+    manager = look(manager_of(tmp_path))
+    assert manager.scaling_factors == [0.5, 2.0]
+    assert (manager.rank_of(0), manager.rank_of(1)) == (8, 16)
+    assert manager.config[1].seq_len == 64
+    assert manager.get_state_dict_for_run(0)["base_model.model.layer.lora_A.weight"].shape == (8, 6)
+
+
+def test_an_invalid_config_is_explained_once_and_a_mended_one_is_taken_at_once(tmp_path: Path) -> None:
+    run = add(tmp_path, "run_a", optim={"lr": "fast"})
+    manager = look(manager_of(tmp_path))
+    assert manager.used_idxs == set() and manager.findings.invalid == ["run_a"]
+    text = run.config_error.read_text()
+    assert text.startswith(PARSE_ERROR_PREFIX) and "optim.lr" in text and "'fast'" in text
+    written = run.config_error.stat().st_mtime_ns
+    look(manager)
+    assert run.config_error.stat().st_mtime_ns == written, "an unchanged file is not judged again"
+    write_config(run, BASE)
+    look(manager)
+    assert manager.id_2_idx == {"run_a": 0} and not run.config_error.exists()
+
+
+def test_an_unchanged_bad_file_is_parsed_once(tmp_path: Path) -> None:
+    add(tmp_path, "run_a")
+    manager = manager_of(tmp_path)
+    calls = []
+
+    def refuse(config: OrchestratorConfig) -> tuple[bool, str]:
+        calls.append(config)
+        return False, "not today"
+
+    manager.register_config_validation_hook(refuse)
+    for _ in range(3):
+        look(manager)
+    assert len(calls) == 1
+    assert RunDir(tmp_path / "run_a").config_error.read_text().strip().endswith("not today")
+
+
+def test_what_the_trainer_cannot_serve_is_a_config_error(tmp_path: Path) -> None:
+    run = add(tmp_path, "run_a", model={"name": "other", "lora": {"rank": 32}}, seq_len=128)
+    look(manager_of(tmp_path))
+    text = run.config_error.read_text()
+    assert text.startswith(PARSE_ERROR_PREFIX)
+    for part in ("model.name", "model.lora.rank: found 32", "at most 16", "seq_len: found 128"):
+        assert part in text
+
+
+def test_a_half_written_file_is_read_again_when_it_is_whole(tmp_path: Path) -> None:
+    run = add(tmp_path, "run_a")
+    whole = run.orch_toml.read_text()
+    run.orch_toml.write_text(whole[: len(whole) // 2])
+    manager = look(manager_of(tmp_path))
+    assert manager.used_idxs == set()
+    run.orch_toml.write_text(whole)
+    assert look(manager).id_2_idx == {"run_a": 0}
+
+
+def test_links_and_bad_names_are_refused_with_a_reason(tmp_path: Path) -> None:
+    house, outside = tmp_path / "house", tmp_path / "outside"
+    house.mkdir()
+    add(outside, "run_real")
+    (house / "run_link").symlink_to(outside / "run_real")
+    (house / "run_bad name").mkdir()
+    (house / "run_.5").mkdir()
+    run = add(house, "run_a")
+    run.rollouts.rmdir()
+    run.rollouts.symlink_to(outside)
+    manager = look(manager_of(house))
+    assert manager.used_idxs == set()
+    assert "symbolic link" in manager.findings.refused["run_link"]
+    assert "is refused" in manager.findings.refused["run_bad name"]
+    assert "rollouts is a symbolic link" in manager.findings.refused["run_a"]
+    assert manager.findings.unconfigured == ["run_.5"]
+
+
+def test_the_older_place_of_the_config_is_read(tmp_path: Path) -> None:
+    run = add(tmp_path, "run_a")
+    (run.path / "configs").mkdir()
+    run.orch_toml.rename(run.path / "configs" / "orch.toml")
+    assert look(manager_of(tmp_path)).id_2_idx == {"run_a": 0}
+
+
+def test_evict_and_readmit(tmp_path: Path) -> None:
+    run = add(tmp_path, "run_a", landed=5)
+    manager = look(manager_of(tmp_path, max_runs=1))
+    manager.evict_run(0, "used too\nmuch memory")
+    assert run.evicted.read_text() == "used too much memory\n"
+    assert manager.used_idxs == {0} and manager.active_idxs == [] and manager.needs_discovery
+    add(tmp_path, "run_b", landed=6)
+    look(manager)
+    assert manager.id_2_idx == {"run_b": 0} and manager.findings.evicted == ["run_a"] and not manager.needs_discovery
+    run.evicted.unlink()
+    look(manager)
+    assert manager.waiting == ["run_a"]
+
+
+def test_a_finished_run_leaves_and_does_not_come_back(tmp_path: Path) -> None:
+    run = add(tmp_path, "run_a", max_steps=3)
+    manager = look(manager_of(tmp_path))
+    run.broadcast_dir(3).mkdir(parents=True)
+    (run.broadcast_dir(3) / "STABLE").touch()
+    manager.finish_run(0)
+    look(manager)
+    assert manager.used_idxs == set() and manager.findings.finished == ["run_a"]
+    write_config(run, BASE, max_steps=4)
+    assert look(manager).id_2_idx == {"run_a": 0}
+
+
+def test_a_folder_that_was_replaced_is_another_run(tmp_path: Path) -> None:
+    add(tmp_path, "run_a")
+    manager = look(manager_of(tmp_path))
+    deleted: list[str] = []
+    manager.register_deletion_hook(lambda idx, run_id: deleted.append(run_id))
+    (tmp_path / "run_a").rename(tmp_path / "old")
+    add(tmp_path, "run_a")
+    look(manager)
+    assert deleted == ["run_a"] and manager.id_2_idx == {"run_a": 0}
+
+
+def test_hooks_are_called_in_order_and_deletion_comes_before_creation(tmp_path: Path) -> None:
+    add(tmp_path, "run_a", landed=1)
+    manager = manager_of(tmp_path, max_runs=1)
+    calls: list[tuple[Any, ...]] = []
+
+    def record(kind: str) -> Callable[..., None]:
+        return lambda run_idx, run_id, *rest: calls.append((kind, run_idx, run_id))
+
+    manager.register_creation_hook(record("creation 1"))
+    manager.register_creation_hook(record("creation 2"))
+    manager.register_deletion_hook(record("deletion 1"))
+    manager.register_deletion_hook(record("deletion 2"))
+    manager.register_discovered_hook(record("discovered"))
+    manager.register_forgotten_hook(record("forgotten"))
+    look(manager)
+    assert calls == [("discovered", 0, "run_a"), ("creation 1", 0, "run_a"), ("creation 2", 0, "run_a")]
+    calls.clear()
+    add(tmp_path, "run_b", landed=2)
+    manager.evict_run(0, "test")
+    look(manager)
+    assert calls == [
+        ("forgotten", 0, "run_a"),
+        ("discovered", 0, "run_b"),
+        ("deletion 1", 0, "run_a"),
+        ("deletion 2", 0, "run_a"),
+        ("creation 1", 0, "run_b"),
+        ("creation 2", 0, "run_b"),
+    ]
+
+
+@pytest.mark.parametrize("kind", ["discovered", "creation"])
+def test_a_hook_that_raises_evicts_that_run_only(tmp_path: Path, kind: str) -> None:
+    bad, good = add(tmp_path, "run_a", landed=1), add(tmp_path, "run_b", landed=2)
+    manager = manager_of(tmp_path)
+    deleted: list[str] = []
+
+    def hook(run_idx: int, run_id: str, *config: object) -> None:
+        if run_id == "run_a":
+            raise KeyError("no such thing")
+
+    manager.register_deletion_hook(lambda idx, run_id: deleted.append(run_id))
+    {"discovered": manager.register_discovered_hook, "creation": manager.register_creation_hook}[kind](hook)
+    look(manager)
+    assert set(manager.id_2_idx) == {"run_b"} and "KeyError: 'no such thing'" in bad.evicted.read_text()
+    assert not good.evicted.exists()
+    assert deleted == ([] if kind == "discovered" else ["run_a"])
+    assert not manager.has_changes
+
+
+def test_a_slot_starts_anew_for_the_next_run(tmp_path: Path) -> None:
+    add(tmp_path, "run_a", landed=1)
+    manager = look(manager_of(tmp_path, max_runs=1))
+    fresh = manager.get_state_dict_for_run(0)
+    for _, parameter in manager.get_named_parameters_for_run(0):
+        nn.init.constant_(parameter, 7.0)
+        parameter.grad = parameter.detach().clone()
+    manager.progress[0].step = 5
+    manager.ready_to_update[0] = True
+    shutil.rmtree(tmp_path / "run_a")
+    add(tmp_path, "run_b", landed=2)
+    look(manager)
+    assert manager.id_2_idx == {"run_b": 0} and manager.progress[0].step == 0 and not manager.ready_to_update_idxs
+    for name, tensor in manager.get_state_dict_for_run(0).items():
+        assert (tensor == fresh[name]).all(), "same seed, same start"
+    assert all(parameter.grad is None for _, parameter in manager.get_named_parameters_for_run(0))
+
+
+def test_a_fault_inside_a_boundary_evicts_and_a_deleted_folder_is_not_made_again(tmp_path: Path) -> None:
+    run = add(tmp_path, "run_a", landed=1)
+    add(tmp_path, "run_b", landed=2)
+    manager = look(manager_of(tmp_path))
+    with manager.run_boundary(0, "publishing version 1"):
+        raise OSError(28, "No space left on device", "x")
+    assert "publishing version 1 failed" in run.evicted.read_text() and "No space left" in run.evicted.read_text()
+    shutil.rmtree(tmp_path / "run_b")
+    with manager.run_boundary(1, "publishing version 1"):
+        raise FileNotFoundError("gone")
+    assert not (tmp_path / "run_b").exists()
+    assert look(manager).used_idxs == set()
+
+
+def test_an_eviction_whose_reason_cannot_be_written_holds_all_the_same(tmp_path: Path) -> None:
+    run = add(tmp_path, "run_a")
+    manager = look(manager_of(tmp_path))
+    shutil.rmtree(run.control)
+    run.control.write_text("a file in the place of the folder")
+    manager.evict_run(0, "bad batch")
+    look(manager)
+    assert manager.used_idxs == set() and manager.needs_discovery
+    run.control.unlink()
+    run.control.mkdir()
+    write_config(run, BASE)
+    look(manager)
+    assert manager.used_idxs == set() and run.evicted.read_text() == "bad batch\n"
+
+
+def test_only_rank_0_discovers(tmp_path: Path) -> None:
+    manager = manager_of(tmp_path, channel=Channel(HashStore(), rank=1, size=2))
+    with pytest.raises(RuntimeError, match="rank 0 alone"):
+        manager.discover_runs()
+    with pytest.raises(RuntimeError, match="rank 0 alone"):
+        manager.evict_run(0, "x")
+
+
+@pytest.fixture
+def two_ranks(tmp_path: Path) -> Iterator[tuple[MultiRunManager, MultiRunManager]]:
+    store = HashStore()
+    channels = [Channel(store, rank, 2, timeout_s=20) for rank in range(2)]
+    yield manager_of(tmp_path, channel=channels[0]), manager_of(tmp_path, channel=channels[1])
+
+
+def both(managers: tuple[MultiRunManager, MultiRunManager]) -> None:
+    managers[0].discover_runs()
+    threads = [threading.Thread(target=manager.synchronize_state) for manager in managers]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+        assert not thread.is_alive()
+
+
+def test_other_ranks_follow_rank_0(tmp_path: Path, two_ranks: tuple[MultiRunManager, MultiRunManager]) -> None:
+    add(tmp_path, "run_a", landed=1, model={"lora": {"rank": 4}})
+    add(tmp_path, "run_b", landed=2, seed=7)
+    both(two_ranks)
+    master, other = two_ranks
+    assert other.idx_2_id == master.idx_2_id == {0: "run_a", 1: "run_b"}
+    assert other.config == master.config and other.scaling_factors == master.scaling_factors
+    for idx in (0, 1):
+        ours, theirs = master.get_state_dict_for_run(idx), other.get_state_dict_for_run(idx)
+        assert all((ours[name] == theirs[name]).all() for name in ours)
+    calls: list[tuple[str, str]] = []
+    other.register_deletion_hook(lambda idx, run_id: calls.append(("deletion", run_id)))
+    other.register_creation_hook(lambda idx, run_id: calls.append(("creation", run_id)))
+    master.evict_run(0, "test")
+    add(tmp_path, "run_c", landed=3)
+    both(two_ranks)
+    assert calls == [("deletion", "run_a"), ("creation", "run_c")]
+    assert other.idx_2_id == master.idx_2_id == {0: "run_c", 1: "run_b"}
+
+
+def test_a_hook_that_fails_on_one_rank_drops_the_run_on_all(
+    tmp_path: Path, two_ranks: tuple[MultiRunManager, MultiRunManager]
+) -> None:
+    run = add(tmp_path, "run_a", landed=1)
+    add(tmp_path, "run_b", landed=2)
+    master, other = two_ranks
+
+    def hook(run_idx: int, run_id: str) -> None:
+        if run_id == "run_a":
+            raise ValueError("rank 1 has no room")
+
+    other.register_creation_hook(hook)
+    both(two_ranks)
+    assert master.idx_2_id == other.idx_2_id == {1: "run_b"}
+    assert "rank 1 has no room" in run.evicted.read_text()
+
+
+def test_messages_come_in_order_and_each_once() -> None:
+    store = HashStore()
+    sender, receiver = (Channel(store, rank, 2, timeout_s=5) for rank in range(2))
+    sender.send([PackMessage(None, []), PackMessage(None, [])])
+    sender.send_all(StopMessage())
+    assert receiver.peek() == receiver.peek() == PackMessage(None, [])
+    assert receiver.receive() == PackMessage(None, []) and receiver.receive() == StopMessage()
+
+
+def test_a_silent_rank_0_is_named_and_a_beating_one_is_waited_for() -> None:
+    store = HashStore()
+    now = [0.0]
+
+    class Waiting(Channel):
+        """Time passes by ten seconds at each slice; rank 0 beats until second 100."""
+
+        def _wait_slice(self, key: str) -> bool:
+            now[0] += 10.0
+            if now[0] <= 100.0:
+                store.add("beat", 1)
+            return False
+
+    channel = Waiting(store, 1, 2, timeout_s=30.0, clock=lambda: now[0])
+    with pytest.raises(
+        WaitTimeout, match="no sign of life for 30 s while waiting for rank 1: rank 0 to send message 1"
+    ):
+        channel.receive()
+    assert now[0] == 130.0
+
+
+def test_slot_changes_are_by_admission() -> None:
+    old = [SlotState(0, "run_a", 1, "", 0), SlotState(1, "run_b", 2, "", 0)]
+    new = [SlotState(0, "run_a", 3, "", 4), SlotState(1, "run_b", 2, "", 9)]
+    assert slot_changes(old, new) == ([old[0]], [new[0]])
+
+
+def test_names_of_all_versions_of_the_interface(tmp_path: Path) -> None:
+    manager = runs_module.setup_runs(tmp_path, 3)
+    assert runs_module.get_multi_run_manager() is runs_module.get_runs() is manager
+    assert isinstance(manager, runs_module.Runs) and manager.max_runs == 3
+    manager.check_for_changes()
+    manager.sync_runs()
+    runs_module.check_for_changes()
+    runs_module.sync_runs()
+    assert manager.run_dirs() == []
