@@ -5,7 +5,6 @@ Exit codes: 0 done, 1 failed, 2 wrong use, 130 ended by Ctrl-C.
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Sequence
 from typing import Annotated
@@ -48,9 +47,6 @@ def run(argv: Sequence[str]) -> int:
         return end.code if isinstance(end.code, int) else 1
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # the reader of our output (head, less) has enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
     except (ActionError, LaunchError, UsageError) as error:
         return _fail(error, error.exit_code, debug)
     except (ConfigError, LayoutError) as error:

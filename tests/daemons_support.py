@@ -16,6 +16,7 @@ from typing import Any
 
 import psutil
 
+from daemons.client import DaemonView, HouseReader, RunView
 from prime_rl.contract.files import wait_for
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -209,20 +210,19 @@ class Prl:
                 found.append(process)
         return found
 
-    def wait_state(self, name: str, *states: str, timeout_s: float = 30.0) -> dict[str, Any]:
-        """Wait until a run or a daemon is in one of `states`; returns its JSON."""
-        seen: dict[str, Any] = {}
+    def wait_state(self, name: str, *states: str, timeout_s: float = 30.0) -> RunView | DaemonView:
+        """Wait until a run, or a daemon that is no orchestrator, is in one of `states`."""
+        reader = HouseReader(self.output_dir)
+        seen: list[RunView | DaemonView | None] = [None]
 
         def there() -> bool:
-            status = self.json("status")
-            seen.clear()
-            for each in [*status["daemons"], *status["runs"]]:
-                if name == each.get("run_id", each.get("name")) and each["state"] in states:
-                    seen.update(each)
-            return bool(seen)
+            house = reader.read()
+            seen[0] = house.run(name) if name.startswith("run_") else house.daemon(name)
+            return seen[0] is not None and seen[0].state in states
 
         wait_for(there, f"{name} to be {' or '.join(states)}", timeout_s=timeout_s)
-        return seen
+        assert seen[0] is not None
+        return seen[0]
 
 
 def fake_house(tmp_path: Path) -> Prl:

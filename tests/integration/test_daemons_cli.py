@@ -1,0 +1,221 @@
+"""`prl` as a person types it: exit codes, one-line errors, stable JSON; mostly with the daemons down."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from prime_rl.contract.files import append_line, wait_for
+from tests.daemons_support import ROOT, RUN_TOML, Prl, fake_house
+
+
+@pytest.fixture
+def prl(tmp_path: Path) -> Prl:
+    return fake_house(tmp_path)
+
+
+def test_the_life_of_a_run_with_the_daemons_down(prl: Prl) -> None:
+    file = str(prl.run_file())
+    assert prl("runs", "validate", file).stdout == f"{file}: valid\n"
+    assert "would add run_reverse" in prl("runs", "add", file, "--dry-run").stdout
+    assert prl("runs", "add", file).stdout == f"added run_reverse to {prl.output_dir}\n"
+    prl("runs", "add", file, "--id", "run_b", "--set", "max_steps=7", "--set", "model.lora.rank=4")
+    prl("runs", "evict", "run_b", "--reason", "no [bold]more[/bold]\x1b[31m")
+    runs = {run["run_id"]: run for run in prl.json("runs", "list")["runs"]}
+    assert {run_id: (run["state"], run["max_steps"]) for run_id, run in runs.items()} == {
+        "run_reverse": ("stopped", 3),
+        "run_b": ("evicted", 7),
+    }
+    assert "no [bold]more[/bold]\n" in prl("runs", "list").stdout.replace("  ", "").replace(" \n", "\n")
+    assert "run_b" not in prl("runs", "list", "--state", "stopped").stdout
+    prl("runs", "readmit", "run_b")
+    assert prl.json("runs", "show", "run_b")["run"]["state"] == "stopped"
+    prl("runs", "delete", "run_b", "--yes")
+    prl("runs", "undelete", "run_b")
+    prl("runs", "delete", "run_b", "--yes")
+    assert prl("runs", "purge", "--yes").stdout == "1 removed\n"
+    audit = (prl.output_dir / "logs" / "audit.jsonl").read_text().splitlines()
+    assert [json.loads(line)["action"] for line in audit] == [
+        *("add", "add", "evict", "readmit", "delete", "undelete", "delete", "purge")
+    ]
+
+
+def test_json_is_stable(prl: Prl) -> None:
+    prl("runs", "add", str(prl.run_file()))
+    listed = prl.json("runs", "list")
+    assert listed["version"] == 1
+    assert list(listed["runs"][0]) == [
+        *("run_id", "state", "step", "max_steps", "reward", "reason", "waiting_on", "updated_at", "run_idx"),
+        *("queue_position", "tokens_per_s", "async_level", "policy_version", "lr", "bottleneck", "model"),
+        *("batch_size", "num_restarts"),
+    ]
+    assert list(prl.json("status")) == [
+        *("version", "output_dir", "supervisor_alive", "daemons", "slots", "runs", "refused", "bottleneck")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "message"),
+    [
+        (("runs", "add", "none.toml"), 1, "none.toml: cannot be read"),
+        (("runs", "add", "{file}", "--id", "run_a/../../x"), 2, "run id 'run_a/../../x' is refused"),
+        (("runs", "add", "{file}", "--id", ".."), 2, "run id '..' is refused"),
+        (("runs", "add", "{file}", "--set", "max_steps"), 2, "'max_steps' must be KEY=VALUE"),
+        (("runs", "add", "{file}", "--set", "optim.rl=1"), 1, "optim.rl: is not a known key; did you mean 'lr'?"),
+        (("runs", "show", "run_none"), 1, "no run 'run_none'"),
+        (("runs", "show", "../etc"), 2, "is refused"),
+        (("runs", "evict", "run_none", "--reason", "x"), 1, "no run 'run_none'"),
+        (("runs", "delete", "run_none", "--yes"), 1, "no run 'run_none'"),
+        (("runs", "undelete", "run_none"), 1, "nothing to bring back"),
+        (("logs", "nothing"), 2, "no daemon or run 'nothing'"),
+        (("logs", "trainer"), 1, "trainer has not been started yet"),
+        (("restart", "trainer"), 1, "prl up starts the house"),
+        (("up", "--nothing.known", "1"), 2, "is not a known key"),
+        (("up", "stray"), 2, "'stray' is not understood"),
+    ],
+)
+def test_errors_are_one_line_with_the_right_exit_code(prl: Prl, args: tuple[str, ...], code: int, message: str) -> None:
+    file = prl.run_file()
+    done = prl(*[arg.replace("{file}", str(file)) for arg in args], exit_code=code)
+    assert done.stderr.startswith("prl: ") and message in done.stderr
+    assert done.stderr.count("\n") == 1 and done.stdout == ""
+
+
+@pytest.mark.parametrize("args", [("runs", "evict", "run_a"), ("nonsense",), ("runs", "list", "--state", "odd"), ()])
+def test_wrong_use_exits_2(prl: Prl, args: tuple[str, ...]) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "daemons.cli", *args], capture_output=True, text=True, env=prl.env, cwd=ROOT
+    )
+    assert done.returncode == 2
+
+
+def test_a_question_that_nobody_can_answer_is_wrong_use(prl: Prl) -> None:
+    prl("runs", "add", str(prl.run_file()))
+    command = [sys.executable, "-m", "daemons.cli", "runs", "delete", "run_reverse"]
+    done = subprocess.run(
+        [*command, "--output-dir", str(prl.output_dir)],
+        capture_output=True,
+        text=True,
+        env=prl.env,
+        cwd=ROOT,
+        stdin=subprocess.DEVNULL,
+    )
+    assert (done.returncode, "add --yes" in done.stderr) == (2, True)
+    assert prl.json("runs", "list")["runs"] != []
+
+
+def test_a_traceback_only_with_debug(prl: Prl) -> None:
+    assert "Traceback" not in prl("runs", "show", "run_none", exit_code=1).stderr
+    assert "Traceback" in prl("--debug", "runs", "show", "run_none", exit_code=1).stderr
+
+
+def test_the_output_dir_comes_from_the_option_else_the_environment(prl: Prl, tmp_path: Path) -> None:
+    env = {**prl.env, "PRL_OUTPUT_DIR": str(tmp_path / "from_env")}
+    command = [sys.executable, "-m", "daemons.cli", "status", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=tmp_path, check=True)
+    assert json.loads(done.stdout)["output_dir"] == str(tmp_path / "from_env")
+    done = subprocess.run(command, capture_output=True, text=True, env=prl.env, cwd=tmp_path, check=True)
+    assert json.loads(done.stdout)["output_dir"] == "outputs"
+    assert not (tmp_path / "outputs").exists() and not (tmp_path / "from_env").exists(), "looking makes no folders"
+
+
+def test_logs_are_shown_without_what_a_terminal_obeys_and_followed(prl: Prl) -> None:
+    prl("runs", "add", str(prl.run_file()))
+    log = prl.output_dir / "run_reverse" / "logs" / "orchestrator.log"
+    for number in range(100):
+        append_line(log, f"line {number} \x1b]2;title\x07")
+    assert prl("logs", "run_reverse", "-n", "2").stdout == "line 98 \nline 99 \n"
+    child = prl.start("logs", "run_reverse", "-f", "-n", "1")
+    assert child.stdout is not None
+    assert child.stdout.readline() == "line 99 \n"
+    append_line(log, "new")
+    assert child.stdout.readline() == "new\n"
+    log.write_text("")
+    append_line(log, "after truncation")
+    assert child.stdout.readline() == "after truncation\n"
+    child.send_signal(signal.SIGINT)
+    child.communicate(timeout=20)
+    assert child.returncode == 0
+
+
+def test_output_into_a_closed_pipe_makes_no_noise(prl: Prl) -> None:
+    prl("runs", "add", str(prl.run_file()))
+    log = prl.output_dir / "run_reverse" / "logs" / "orchestrator.log"
+    log.parent.mkdir()
+    log.write_text("x" * 100 + "\n" + "y\n" * 50_000)
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "daemons.cli", "logs", "run_reverse", "-n", "50000"]
+    done = subprocess.run(
+        [*command, "--output-dir", str(prl.output_dir)], stdout=writer, stderr=subprocess.PIPE, env=prl.env, cwd=ROOT
+    )
+    os.close(writer)
+    assert done.stderr == b""
+
+
+def test_a_component_runs_in_place_of_prl(prl: Prl) -> None:
+    command = [sys.executable, "-m", "daemons.cli", "trainer", "--output_dir", str(prl.output_dir)]
+    prl.output_dir.mkdir()
+    with subprocess.Popen(command, env=prl.env, cwd=ROOT, stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == f"begin trainer {child.pid}\n"
+        child.terminate()
+        child.communicate(timeout=20)
+    assert child.returncode == 0
+
+
+def demo_configs(prl: Prl, max_steps: int = 6) -> str:
+    configs = prl.output_dir.parent / "configs"
+    configs.mkdir()
+    (configs / "system.toml").write_text(f'[model]\nname = "{prl.model}"\n[supervisor]\ngrace_s = 2\n')
+    for name in ("reverse", "sort", "upper"):
+        (configs / f"{name}.toml").write_text(RUN_TOML.format(max_steps=max_steps, model="models/base"))
+    return str(configs)
+
+
+def test_demo_trains_three_runs_on_two_slots_and_leaves_nothing(prl: Prl) -> None:
+    configs = demo_configs(prl)
+    for _ in range(2):  # the second removes what the first left
+        done = prl("demo", "--configs", configs)
+    assert "run_upper: waiting" in done.stdout and "run_upper: active in slot" in done.stdout
+    for name in ("reverse", "sort", "upper"):
+        steps = [line for line in done.stdout.splitlines() if line.startswith(f"run_{name}: step ")]
+        assert len(steps) == 6, done.stdout
+    report = json.loads((prl.output_dir / "report.json").read_text())
+    assert report["version"] == 1 and report["wall_s"] > 0
+    for run in report["runs"].values():
+        assert (run["steps"], run["state"]) == (6, "finished")
+        assert (run["reward_first"], run["reward_last"]) == (pytest.approx(0.5), pytest.approx(4 / 6))
+    assert prl.members() == []
+
+
+def test_demo_ends_with_the_reason_when_a_run_fails(prl: Prl) -> None:
+    configs = demo_configs(prl, max_steps=200)
+    child = prl.start("demo", "--configs", configs)
+    wait_for((prl.output_dir / "run_sort").exists, "the demo to add its runs", timeout_s=30)
+    (prl.output_dir / "fail_run_sort").touch()
+    _, err = child.communicate(timeout=60)
+    assert (child.returncode, err) == (1, "prl: run_sort is failed: told to fail\n")
+    assert json.loads((prl.output_dir / "report.json").read_text())["runs"]["run_sort"]["state"] == "failed"
+    assert prl.members() == []
+
+
+def test_ctrl_c_ends_the_demo_and_everything_it_started(prl: Prl) -> None:
+    child = prl.start("demo", "--configs", demo_configs(prl, max_steps=200))
+    wait_for((prl.output_dir / "run_sort").exists, "the demo to add its runs", timeout_s=30)
+    child.send_signal(signal.SIGINT)
+    child.communicate(timeout=60)
+    assert child.returncode == 130
+    assert prl.members() == []
+
+
+def test_demo_removes_no_folder_that_it_did_not_make(prl: Prl) -> None:
+    prl("runs", "add", str(prl.run_file()))
+    assert "no demo made" in prl("demo", "--configs", demo_configs(prl), exit_code=1).stderr
+    assert len(prl.json("runs", "list")["runs"]) == 1

@@ -1,0 +1,306 @@
+"""Real supervisors over small real parts: starting, crashing, stopping, and never a process left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+
+from daemons.client import DaemonView, read_house
+from daemons.pidfile import SupervisorLock
+from daemons.process import Identity, end_parts, find_members, log_tail, spawn
+from prime_rl.contract.files import wait_for
+from prime_rl.contract.layout import OutputDir
+from prime_rl.utils.process import same_process
+from tests.daemons_support import Prl, fake_house
+
+
+@pytest.fixture
+def prl(tmp_path: Path) -> Iterator[Prl]:
+    """A house that is stopped after the test, whatever happened; the test fails if anything is left."""
+    house = fake_house(tmp_path)
+    house.output_dir.mkdir()
+    yield house
+    house("down", "--timeout", "10", exit_code=None)
+    left = house.members()
+    for process in left:
+        process.kill()
+    assert left == []
+
+
+def daemon(prl: Prl, name: str) -> DaemonView:
+    found = read_house(prl.output_dir).daemon(name)
+    assert found is not None, f"no daemon {name}"
+    return found
+
+
+def runs_on(prl: Prl, name: str) -> bool:
+    found = read_house(prl.output_dir).daemon(name)
+    return found is not None and found.state == "running"
+
+
+def kill(pid: int) -> None:
+    identity = Identity.of(pid)
+    os.kill(pid, signal.SIGKILL)
+    wait_for(lambda: not identity.lives(), f"pid {pid} to be gone", timeout_s=10)
+
+
+def test_three_runs_on_two_slots_then_down(prl: Prl) -> None:
+    prl.up()
+    for name in ("a", "b", "c"):
+        prl("runs", "add", str(prl.run_file(name, max_steps=8)))
+    prl.wait_state("run_c", "waiting", "active")
+    for name in ("a", "b", "c"):
+        prl.wait_state(f"run_{name}", "finished")
+        assert prl.wait_state(f"run_{name}", "finished").reason is None
+    assert (prl.output_dir / "run_a" / "logs" / "orchestrator.log").read_text().count("begin run_a") == 1
+    done = prl("down")
+    assert "nothing is left" in done.stdout
+    assert prl.members() == []
+    assert {each.name: each.state for each in read_house(prl.output_dir).daemons} == {
+        **dict.fromkeys(["supervisor", "trainer", "inference"], "stopped"),
+        **dict.fromkeys(["run_a", "run_b", "run_c"], "done"),
+    }
+    assert "nothing is running" in prl("down").stdout
+
+
+def test_a_killed_part_is_restarted_and_what_it_left_behind_is_ended(prl: Prl) -> None:
+    prl.up("--supervisor.early_crash_s", "0")
+    old = daemon(prl, "inference")
+    worker = int((prl.output_dir / "worker.pid").read_text())
+    worker_started = psutil.Process(worker).create_time()
+    os.kill(old.pid, signal.SIGKILL)
+
+    def new() -> bool:
+        now = daemon(prl, "inference")
+        return now.state == "running" and now.pid != old.pid
+
+    wait_for(new, "inference to be started again", timeout_s=20)
+    now = daemon(prl, "inference")
+    assert (now.num_restarts, now.log_tail) == (1, (f"begin inference {old.pid}",))
+    assert not same_process(worker, worker_started), "the grandchild of the killed part is gone"
+
+
+def test_a_part_that_cannot_start_stops_the_rest_and_shows_its_log(prl: Prl) -> None:
+    (prl.output_dir / "crash_trainer").touch()
+    done = prl(*prl.up_args(), exit_code=1)
+    first, *log = done.stderr.splitlines()
+    assert first.startswith("prl: trainer did not start: exit code 3; last lines of ")
+    assert log[-1] == "fatal: told to crash red", "and the escape sequence is gone"
+    assert prl.members() == []
+
+
+def test_a_part_that_keeps_crashing_fails_until_a_person_asks(prl: Prl) -> None:
+    prl.up()
+    (prl.output_dir / "crash_run_a").touch()
+    prl("runs", "add", str(prl.run_file("a", max_steps=4)))
+    failed = prl.wait_state("run_a", "failed")
+    assert failed.reason == "3 early crashes in a row, the last: exit code 3"
+    assert daemon(prl, "run_a").log_tail[-1] == "fatal: told to crash red"
+    assert {daemon(prl, name).state for name in ("trainer", "inference")} == {"running"}
+    (prl.output_dir / "crash_run_a").unlink()
+    prl("runs", "readmit", "run_a")
+    prl.wait_state("run_a", "finished")
+
+
+def test_last_words_and_readmission(prl: Prl) -> None:
+    prl.up()
+    (prl.output_dir / "pause_run_a").touch()
+    prl("runs", "add", str(prl.run_file("a", max_steps=4)))
+    prl.wait_state("run_a", "active")
+    wait_for(lambda: runs_on(prl, "run_a"), "the orchestrator to run", timeout_s=20)
+    prl("runs", "evict", "run_a", "--reason", "makes room")
+    wait_for(lambda: daemon(prl, "run_a").state == "done", "the orchestrator to end", timeout_s=20)
+    assert prl.wait_state("run_a", "evicted").reason == "makes room"
+    (prl.output_dir / "pause_run_a").unlink()
+    prl("runs", "readmit", "run_a")
+    prl.wait_state("run_a", "finished")
+    assert "neither evicted nor failed" in prl("runs", "readmit", "run_a").stdout
+
+
+def test_delete_of_a_run_that_trains(prl: Prl) -> None:
+    prl.up()
+    (prl.output_dir / "pause_run_a").touch()
+    prl("runs", "add", str(prl.run_file("a")))
+    wait_for(lambda: runs_on(prl, "run_a"), "the orchestrator to run", timeout_s=20)
+    assert "in use by the trainer (slot 0)" in prl("runs", "delete", "run_a", exit_code=1).stderr
+    prl("runs", "delete", "run_a", "--yes")
+    assert read_house(prl.output_dir).runs == ()
+    wait_for(lambda: read_house(prl.output_dir).daemon("run_a") is None, "the supervisor to forget it", timeout_s=20)
+    (prl.output_dir / "pause_run_a").unlink()
+    prl("runs", "undelete", "run_a")
+    prl.wait_state("run_a", "finished")
+
+
+def test_restart_of_a_part(prl: Prl) -> None:
+    prl.up()
+    before = daemon(prl, "trainer").pid
+    prl("restart", "trainer")
+    after = prl.wait_state("trainer", "running")
+    assert after.pid != before and after.reason is None
+    assert "no part 'run_x'" in prl("restart", "run_x", exit_code=2).stderr
+
+
+def test_down_after_a_killed_supervisor_leaves_nothing(prl: Prl) -> None:
+    prl.up()
+    (prl.output_dir / "pause_run_a").touch()
+    prl("runs", "add", str(prl.run_file("a")))
+    wait_for(lambda: runs_on(prl, "run_a"), "the orchestrator to run", timeout_s=20)
+    kill(daemon(prl, "supervisor").pid)
+    parts = {each.environ()["PRL_PART"] for each in prl.members()}
+    assert parts == {"trainer", "inference", "run_a"}, "parts outlive a killed supervisor"
+    lost = daemon(prl, "trainer")
+    assert lost.state == "lost" and "runs on: prl down ends it" in (lost.reason or "")
+    prl("down")
+    assert prl.members() == []
+    assert daemon(prl, "trainer").state == "stopped"
+    assert "nothing is running" in prl("down").stdout
+
+
+def test_down_finds_a_worker_whose_parents_are_all_dead(prl: Prl) -> None:
+    prl.up()
+    kill(daemon(prl, "supervisor").pid)
+    kill(daemon(prl, "inference").pid)
+    worker = int((prl.output_dir / "worker.pid").read_text())
+    assert worker in [each.pid for each in prl.members()]
+    assert "nothing is left" in prl("down").stdout
+    assert prl.members() == []
+
+
+def test_up_after_a_killed_supervisor_makes_no_twins(prl: Prl) -> None:
+    prl.up()
+    old = {each.pid for each in prl.members()}
+    kill(daemon(prl, "supervisor").pid)
+    prl.up()
+    new = [each.environ()["PRL_PART"] for each in prl.members()]
+    assert sorted(new) == ["inference", "inference", "supervisor", "trainer"], "the second is inference's worker"
+    assert old.isdisjoint(each.pid for each in prl.members())
+
+
+def test_a_stubborn_part_is_killed_after_the_grace(prl: Prl) -> None:
+    (prl.output_dir / "stubborn_trainer").touch()
+    prl.up("--supervisor.grace_s", "0.5")
+    assert "nothing is left" in prl("down").stdout
+    assert prl.members() == []
+
+
+def test_one_of_two_ups_wins(prl: Prl) -> None:
+    both = [prl.start(*prl.up_args()) for _ in range(2)]
+    ends = [(*child.communicate(timeout=60), child.returncode) for child in both]
+    assert sorted(code for *_, code in ends) == [0, 1]
+    loser = next(err for _, err, code in ends if code == 1)
+    assert loser.startswith("prl: already running: ") and loser.count("\n") == 1
+    third = prl(*prl.up_args(), exit_code=1).stderr
+    assert f"pid {daemon(prl, 'supervisor').pid} since" in third and "prl down to stop it" in third
+    assert sorted(each.environ()["PRL_PART"] for each in prl.members()).count("trainer") == 1
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_during_up_stops_everything(prl: Prl, signum: signal.Signals) -> None:
+    prl.env["PRL_MODULES"] = prl.env["PRL_MODULES"].replace("inference=fake_inference", "inference=slow_start")
+    (prl.output_dir.parent / "modules" / "slow_start.py").write_text(
+        "import time\nprint('loading', flush=True)\ntime.sleep(600)\n"
+    )
+    child = prl.start(*prl.up_args())
+    log = prl.output_dir / "logs" / "inference.log"
+    wait_for(lambda: log.exists() and "loading" in log.read_text(), "inference to be loading", timeout_s=20)
+    child.send_signal(signum)
+    child.communicate(timeout=30)
+    assert child.returncode == 130
+    assert prl.members() == []
+
+
+def test_up_in_the_foreground_is_the_supervisor(prl: Prl) -> None:
+    child = prl.start(*prl.up_args("--foreground"))
+    prl.wait_state("trainer", "running")
+    assert daemon(prl, "supervisor").pid == child.pid
+    child.send_signal(signal.SIGINT)
+    child.communicate(timeout=30)
+    assert child.returncode == 0
+    assert prl.members() == []
+
+
+def test_a_house_that_is_removed_takes_its_daemons_with_it(prl: Prl) -> None:
+    prl.up()
+    os.rename(prl.output_dir, prl.output_dir.with_name("moved"))
+    wait_for(lambda: prl.members() == [], "the daemons to end", timeout_s=20)
+
+
+def test_a_busy_port_and_a_missing_model_are_named(prl: Prl) -> None:
+    with socket.socket() as busy:
+        busy.bind(("127.0.0.1", 0))
+        busy.listen()
+        port = busy.getsockname()[1]
+        done = prl(*prl.up_args("--inference.port", str(port)), exit_code=1)
+    assert f"127.0.0.1:{port}: Address already in use" in done.stderr
+    missing = prl("up", "--model.name", str(prl.output_dir / "none"), exit_code=1).stderr
+    assert f"prl make-base --out {prl.output_dir / 'none'}" in missing
+    assert (missing.count("\n"), prl.members()) == (1, [])
+
+
+def test_an_output_dir_that_cannot_be_written(prl: Prl) -> None:
+    (prl.output_dir / "file").touch()
+    below_a_file = replace(prl, output_dir=prl.output_dir / "file" / "house")
+    done = below_a_file(*prl.up_args(), exit_code=1)
+    assert done.stderr.startswith(f"prl: output_dir {below_a_file.output_dir} cannot be written: Not a directory")
+    assert done.stderr.count("\n") == 1
+
+
+def test_wrong_settings_are_wrong_use(prl: Prl) -> None:
+    done = prl("up", "--trainer.modle.name", "x", exit_code=2)
+    assert "trainer.modle: is not a known key; did you mean 'model'?" in done.stderr
+    assert "cannot be read" in prl("up", "@", "none.toml", exit_code=2).stderr
+
+
+def test_the_lock_is_free_when_its_holder_is_dead_whatever_the_pid_file_says(tmp_path: Path) -> None:
+    output = OutputDir(tmp_path)
+    lock = SupervisorLock.acquire(output)
+    assert lock is not None
+    lock.write_info(0.0)
+    assert SupervisorLock.acquire(output) is None
+    os.close(lock.fd)  # as the kernel does for a dead process
+    again = SupervisorLock.acquire(output)
+    assert again is not None
+    again.release()
+    assert not output.supervisor_pidfile.exists()
+
+
+FAMILY = """
+import os, subprocess, sys, time
+inner = "import os, time; os.setsid(); print('ready', flush=True); time.sleep(600)"
+subprocess.Popen([sys.executable, "-c", inner], start_new_session=True)
+subprocess.Popen(["env", "-i", sys.executable, "-c", "import time; print('ready', flush=True); time.sleep(600)"])
+time.sleep(600)
+"""
+
+
+def test_a_part_is_ended_with_children_of_other_sessions_and_environments(tmp_path: Path) -> None:
+    import sys
+
+    log = tmp_path / "part.log"
+    with spawn([sys.executable, "-c", FAMILY.replace("os.setsid(); ", "")], log, tmp_path, "part") as child:
+        wait_for(lambda: log_tail(log).count("ready") == 2, "the family to be complete", timeout_s=20)
+        leader = Identity.of(child.pid)
+        family = find_members(tmp_path, [leader], {"part"})
+        assert len(family) == 3
+        assert find_members(tmp_path, [], {"other"}) == set()
+        left = end_parts(tmp_path, [("part", leader)], 5.0, tick=lambda: (child.poll(), None)[1])
+    assert left == set()
+    assert [each for each in family if each.lives()] == []
+
+
+def test_a_recycled_pid_is_left_alone(tmp_path: Path) -> None:
+    import sys
+
+    with spawn([sys.executable, "-c", "import time; time.sleep(600)"], tmp_path / "x.log", tmp_path, "other") as child:
+        stranger = Identity.of(child.pid)
+        recorded = Identity(child.pid, stranger.create_time - 1000)
+        assert end_parts(tmp_path, [("part", recorded)], 0.2) == set()
+        assert stranger.lives()
+        child.kill()

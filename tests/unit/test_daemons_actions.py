@@ -1,0 +1,272 @@
+"""What people do to runs, with no daemon anywhere."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from daemons import actions
+from daemons.actions import ActionError, WrongUseError
+from daemons.client import read_house
+from prime_rl.configs.validate import load_run_config
+from prime_rl.contract.layout import OutputDir
+from prime_rl.contract.status import RunStatus, StatusWriter, TrainerRunStatus, TrainerStatus
+from prime_rl.utils.process import process_create_time
+from tests.daemons_support import RUN_TOML
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    path = tmp_path / "reverse.toml"
+    path.write_text(RUN_TOML.format(max_steps=3, model="m"))
+    return path
+
+
+@pytest.fixture
+def house(tmp_path: Path) -> Path:
+    return tmp_path / "house"
+
+
+def state(house: Path, run_id: str) -> tuple[str, str | None]:
+    run = read_house(house).run(run_id)
+    assert run is not None
+    return str(run.state), run.reason
+
+
+@pytest.fixture
+def trainer(house: Path) -> Iterator[StatusWriter]:
+    """A living trainer that holds nothing and has the limits of a small one."""
+    house.mkdir()
+    status = TrainerStatus(state="waiting", model="m", max_rank=8, max_seq_len=64, max_runs=2)
+    writer = StatusWriter(OutputDir(house).trainer_status, status)
+    yield writer
+    writer.close(state="stopped")
+
+
+def test_add_names_the_run_after_its_file_and_keeps_the_text(house: Path, source: Path) -> None:
+    assert actions.add_run(house, source) == "run_reverse"
+    assert actions.add_run(house, str(source)) == "run_reverse-2"
+    assert (house / "run_reverse" / "control" / "orch.toml").read_text() == source.read_text()
+    assert sorted(entry.name for entry in house.iterdir()) == ["logs", "run_reverse", "run_reverse-2"]
+
+
+@pytest.mark.parametrize(
+    ("name", "run_id"),
+    [("run_x.toml", "run_x"), ("a b/ü.toml", "run_-"), ("1.5.toml", "run_1.5"), ("n" * 90, "run_" + "n" * 58)],
+)
+def test_any_file_name_gives_an_id(house: Path, source: Path, name: str, run_id: str) -> None:
+    path = source.parent / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(source.read_text())
+    assert actions.add_run(house, path) == run_id
+
+
+def test_add_twice_with_an_id_is_one_run(house: Path, source: Path) -> None:
+    assert [actions.add_run(house, source, run_id="run_a") for _ in range(2)] == ["run_a", "run_a"]
+    with pytest.raises(ActionError, match="run 'run_a' exists already"):
+        actions.add_run(house, source, run_id="run_a", overrides={"seed": 7})
+    assert len(audit(house)) == 1
+
+
+def test_overrides_are_written_and_checked(house: Path, source: Path) -> None:
+    run_id = actions.add_run(house, source, overrides={"optim": {"lr": 0.5}, "max_steps": 9})
+    config = load_run_config(OutputDir(house).run(run_id).orch_toml)
+    assert (config.optim.lr, config.max_steps, config.batch_size) == (0.5, 9, 8)
+    with pytest.raises(ActionError, match=r"optim\.lr"):
+        actions.add_run(house, source, overrides={"optim": {"lr": -1}})
+
+
+def test_a_dry_run_changes_nothing(house: Path, source: Path) -> None:
+    assert actions.add_run(house, source, dry_run=True) == "run_reverse"
+    assert not house.exists()
+
+
+def test_twenty_adds_at_once_are_twenty_runs(house: Path, source: Path) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        ids = list(pool.map(lambda _: actions.add_run(house, source), range(20)))
+    assert len(set(ids)) == 20
+    assert len(read_house(house).runs) == 20
+    assert len(audit(house)) == 20
+
+
+@pytest.mark.parametrize("run_id", ["run_a/../../b", "..", "run_", "a", "run_" + "x" * 65, "run_a\nb", ""])
+def test_bad_ids_are_wrong_use_and_leave_nothing(house: Path, source: Path, run_id: str) -> None:
+    with pytest.raises(WrongUseError) as error:
+        actions.add_run(house, source, run_id=run_id)
+    assert "\n" not in str(error.value)
+    assert not house.exists()
+    with pytest.raises(WrongUseError):
+        actions.evict_run(house, run_id, "x")
+
+
+def test_a_linked_run_is_never_written_to(house: Path, source: Path, tmp_path: Path) -> None:
+    outside = tmp_path / "outside"
+    (outside / "control").mkdir(parents=True)
+    house.mkdir()
+    (house / "run_a").symlink_to(outside)
+    for act in (
+        lambda: actions.add_run(house, source, run_id="run_a"),
+        lambda: actions.evict_run(house, "run_a", "x"),
+        lambda: actions.readmit_run(house, "run_a"),
+        lambda: actions.delete_run(house, "run_a", force=True),
+    ):
+        with pytest.raises(ActionError, match="symbolic link"):
+            act()
+    assert list(outside.rglob("*")) == [outside / "control"]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("batch_size = [", "line 1: not valid TOML"),
+        ("batch_siz = 8", "did you mean 'batch_size'?"),
+        (RUN_TOML.format(max_steps=0, model="m"), "max_steps: found 0"),
+        (RUN_TOML.format(max_steps=1, model="m").replace("= 8", "= 7"), "multiple of rollouts_per_example = 4"),
+    ],
+)
+def test_an_invalid_file_is_refused_with_the_place(house: Path, source: Path, text: str, message: str) -> None:
+    source.write_text(text)
+    with pytest.raises(ActionError) as error:
+        actions.add_run(house, source)
+    assert str(source) in str(error.value) and message in str(error.value) and "\n" not in str(error.value)
+    assert not house.exists()
+
+
+def test_a_missing_file_is_named(house: Path, tmp_path: Path) -> None:
+    with pytest.raises(ActionError, match=r"none\.toml: cannot be read: No such file"):
+        actions.add_run(house, tmp_path / "none.toml")
+
+
+def test_the_living_trainers_limits_hold(house: Path, source: Path, trainer: StatusWriter) -> None:
+    with pytest.raises(ActionError, match=r"model\.lora\.rank: found 16: the trainer allows at most 8"):
+        actions.add_run(house, source, overrides={"model": {"lora": {"rank": 16}}, "sampling": {"max_tokens": 8}})
+    with pytest.raises(ActionError, match=r"model\.name: found 'other': the trainer holds 'm', and only that"):
+        actions.validate_file(house, source, overrides={"model": {"name": "other"}, "sampling": {"max_tokens": 8}})
+
+
+def test_without_a_trainer_its_last_config_holds(house: Path, source: Path) -> None:
+    path = OutputDir(house).component_config("trainer")
+    path.parent.mkdir(parents=True)
+    path.write_text('seq_len = 100\n[model]\nname = "m"\n[model.lora]\nrank = 4\n')
+    with pytest.raises(ActionError, match="the trainer allows at most 4"):
+        actions.validate_file(house, source, overrides={"model": {"lora": {"rank": 5}}})
+    actions.validate_file(house, source, overrides={"model": {"lora": {"rank": 4}}})
+
+
+def test_evict_and_readmit(house: Path, source: Path) -> None:
+    run_id = actions.add_run(house, source)
+    assert actions.evict_run(house, run_id, "too slow")
+    assert not actions.evict_run(house, run_id, "another reason")
+    assert state(house, run_id) == ("evicted", "too slow")
+    assert actions.readmit_run(house, run_id)
+    assert not actions.readmit_run(house, run_id)
+    assert state(house, run_id) == ("stopped", None)
+    with pytest.raises(ActionError, match="no run 'run_none'"):
+        actions.evict_run(house, "run_none", "x")
+    assert [(line["action"], line["run_id"], line["reason"]) for line in audit(house)][1:] == [
+        ("evict", run_id, "too slow"),
+        ("readmit", run_id, ""),
+    ]
+
+
+def test_readmit_takes_away_the_last_word_of_a_failed_run(house: Path, source: Path) -> None:
+    run = OutputDir(house).run(actions.add_run(house, source))
+    run.status.write_bytes(msgspec.json.encode(RunStatus(run_id=run.run_id, state="failed", reason="no key")))
+    assert state(house, run.run_id) == ("failed", "no key")
+    assert actions.readmit_run(house, run.run_id)
+    assert state(house, run.run_id) == ("stopped", None)
+
+
+def test_delete_and_undelete(house: Path, source: Path) -> None:
+    run_id = actions.add_run(house, source)
+    text = (house / run_id / "control" / "orch.toml").read_text()
+    lies = actions.delete_run(house, run_id)
+    assert actions.delete_run(house, run_id) == lies
+    assert lies.parent == OutputDir(house).trash and read_house(house).runs == ()
+    assert actions.undelete_run(house, run_id)
+    assert not actions.undelete_run(house, run_id)
+    assert state(house, run_id) == ("stopped", None), "deletion leaves no eviction behind"
+    assert (house / run_id / "control" / "orch.toml").read_text() == text
+
+
+def test_undelete_keeps_an_eviction_that_was_there_before(house: Path, source: Path) -> None:
+    run_id = actions.add_run(house, source)
+    actions.evict_run(house, run_id, "too slow")
+    actions.delete_run(house, run_id)
+    actions.undelete_run(house, run_id)
+    assert state(house, run_id) == ("evicted", "too slow")
+
+
+def test_the_newest_of_several_deleted_runs_comes_back(house: Path, source: Path) -> None:
+    for seed in (1, 2, 3):
+        actions.add_run(house, source, run_id="run_a", overrides={"seed": seed})
+        actions.delete_run(house, "run_a")
+    actions.undelete_run(house, "run_a")
+    assert load_run_config(OutputDir(house).run("run_a").orch_toml).seed == 3
+    with pytest.raises(ActionError, match="run_a exists"):
+        actions.undelete_run(house, "run_a")
+    assert actions.purge_trash(house) == 2
+    assert actions.purge_trash(house) == 0
+    with pytest.raises(ActionError, match="nothing to bring back"):
+        actions.undelete_run(house, "run_b")
+
+
+def test_purge_follows_no_links(house: Path, source: Path, tmp_path: Path) -> None:
+    (tmp_path / "precious").mkdir()
+    actions.delete_run(house, actions.add_run(house, source))
+    (house / ".trash" / "link").symlink_to(tmp_path / "precious")
+    assert actions.purge_trash(house) == 2
+    assert (tmp_path / "precious").is_dir()
+
+
+def test_a_run_that_trains_is_deleted_by_force_only_and_after_it_is_let_go(
+    house: Path, source: Path, trainer: StatusWriter
+) -> None:
+    run_id = actions.add_run(house, source, overrides={"sampling": {"max_tokens": 8}})
+    trainer.update(runs={run_id: TrainerRunStatus(run_idx=1)}, state="training")
+    with pytest.raises(ActionError, match=r"in use by the trainer \(slot 1\)"):
+        actions.delete_run(house, run_id)
+    assert not OutputDir(house).run(run_id).evicted.exists()
+    with pytest.raises(ActionError, match=r"did not let go within 0\.5 s; it stays evicted"):
+        actions.delete_run(house, run_id, force=True, wait_s=0.5)
+    said: list[str] = []
+
+    def let_go(message: str) -> None:
+        said.append(message)
+        trainer.update(runs={}, state="waiting")
+
+    actions.delete_run(house, run_id, force=True, wait_s=20, on_progress=let_go)
+    assert said == [f"waiting for the trainer (slot 1) to let go of {run_id}"]
+    assert read_house(house).runs == ()
+
+
+def test_a_run_whose_orchestrator_lives_is_in_use(house: Path, source: Path) -> None:
+    run = OutputDir(house).run(actions.add_run(house, source))
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+        status = RunStatus(run_id=run.run_id, state="running")
+        status.pid, status.pid_create_time = child.pid, process_create_time(child.pid)
+        run.status.write_bytes(msgspec.json.encode(status))
+        with pytest.raises(ActionError, match=rf"its orchestrator \(pid {child.pid}\)"):
+            actions.delete_run(house, run.run_id)
+        child.communicate(b"\n")
+    actions.delete_run(house, run.run_id)
+
+
+def test_an_output_dir_that_cannot_be_written_is_one_line(source: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ActionError, match=r"adding .*reverse\.toml failed: .*Not a directory"):
+        actions.add_run(tmp_path / "file" / "house", source)
+
+
+def audit(house: Path) -> list[dict[str, object]]:
+    lines = [json.loads(line) for line in OutputDir(house).audit.read_text().splitlines()]
+    assert all(line["who"] and line["time"] > os.stat(house).st_ctime - 3600 for line in lines)
+    return lines

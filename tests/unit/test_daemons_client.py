@@ -1,0 +1,236 @@
+"""One look at a house: right facts, also with the daemons down, with damaged files, and on a copy."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from daemons.client import MAX_FILE_BYTES, House, HouseReader, read_house
+from prime_rl.contract.files import write_atomic
+from prime_rl.contract.layout import OutputDir, RunDir
+from prime_rl.contract.status import (
+    LOST_AFTER_S,
+    DaemonStatus,
+    InferenceStatus,
+    RunState,
+    RunStatus,
+    Status,
+    TrainerRunStatus,
+    TrainerStatus,
+)
+from prime_rl.utils.process import process_create_time
+from prime_rl.utils.text import clean_text, one_line
+from tests.daemons_support import RUN_TOML
+
+NOW = time.time()
+
+
+def put(path: Path, status: Status, *, alive: bool = True, age_s: float = 0.0) -> None:
+    """Write a status as a living process (this one) or a dead one would have."""
+    status.pid = os.getpid() if alive else 2**22 + 1
+    status.pid_create_time = process_create_time(os.getpid())
+    status.updated_at = NOW - age_s
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(path, msgspec.json.encode(status))
+
+
+def make_run(house: Path, run_id: str, *, max_steps: int = 10, published: int = 0) -> RunDir:
+    run = RunDir(house / run_id)
+    run.control.mkdir(parents=True)
+    run.orch_toml.write_text(RUN_TOML.format(max_steps=max_steps, model="m"))
+    if published:
+        run.broadcast_dir(published).mkdir(parents=True)
+        (run.broadcast_dir(published) / "STABLE").touch()
+    return run
+
+
+def put_trainer(house: Path, runs: dict[str, int], waiting: list[str], *, state: str = "training") -> None:
+    slots = {run_id: TrainerRunStatus(run_idx=idx, step=2, lr=0.5) for run_id, idx in runs.items()}
+    put(
+        OutputDir(house).trainer_status,
+        TrainerStatus(state=state, max_runs=2, runs=slots, waiting=waiting, refused={"run_link": "a link"}),
+    )
+
+
+def states(house: House) -> dict[str, str]:
+    return {run.run_id: str(run.state) for run in house.runs}
+
+
+def test_runs_in_every_state_in_the_order_of_importance(tmp_path: Path) -> None:
+    for run_id in ("run_waits1", "run_waits2", "run_b", "run_a"):
+        make_run(tmp_path, run_id)
+    make_run(tmp_path, "run_done", published=10)
+    put(make_run(tmp_path, "run_failed").status, RunStatus(run_id="run_failed", state="failed", reason="no key"))
+    make_run(tmp_path, "run_evicted").evicted.write_text("too slow\n")
+    make_run(tmp_path, "run_invalid").config_error.write_text("bad lr")
+    put_trainer(tmp_path, {"run_b": 0, "run_a": 1}, ["run_waits2", "run_waits1"])
+    house = read_house(tmp_path, now=NOW)
+    assert list(states(house).items()) == [
+        ("run_b", "active"),
+        ("run_a", "active"),
+        ("run_waits2", "waiting"),
+        ("run_waits1", "waiting"),
+        ("run_done", "finished"),
+        ("run_evicted", "evicted"),
+        ("run_failed", "failed"),
+        ("run_invalid", "invalid"),
+    ]
+    assert [run.queue_position for run in house.runs[:4]] == [None, None, 1, 2]
+    assert [run.reason for run in house.runs[5:]] == ["too slow", "no key", "bad lr"]
+    assert (house.max_runs, house.num_used) == (2, 2)
+    run = house.runs[0]
+    assert (run.run_idx, run.step, run.max_steps, run.lr, run.model, run.batch_size) == (0, 2, 10, 0.5, "m", 8)
+    assert [(each.name, each.reason) for each in house.refused] == [("run_link", "a link")]
+
+
+def test_a_copied_house_shows_what_was_and_claims_no_life(tmp_path: Path) -> None:
+    house = tmp_path / "house"
+    put(make_run(house, "run_a", published=3).status, RunStatus(run_id="run_a", state="running", reward=0.5))
+    put_trainer(house, {"run_a": 0}, [])
+    put(OutputDir(house).daemon_status("trainer"), DaemonStatus(name="trainer", state="running", child_pid=1))
+    put(OutputDir(house).daemon_status("supervisor"), DaemonStatus(name="supervisor", state="running"))
+    shutil.copytree(house, tmp_path / "copy")
+    later = read_house(tmp_path / "copy", now=NOW + LOST_AFTER_S + 1)
+    assert states(later) == {"run_a": "stopped"}
+    assert (later.runs[0].step, later.runs[0].reward) == (3, 0.5)
+    assert (later.trainer, later.inference, later.supervisor_alive, later.bottleneck) == (None, None, False, None)
+    assert [(daemon.name, daemon.state) for daemon in later.daemons] == [("supervisor", "lost"), ("trainer", "lost")]
+
+
+def test_a_dead_writer_is_lost_at_once(tmp_path: Path) -> None:
+    put(OutputDir(tmp_path).trainer_status, TrainerStatus(state="training", max_runs=2), alive=False)
+    put(OutputDir(tmp_path).daemon_status("trainer"), DaemonStatus(name="trainer", state="running"), alive=False)
+    house = read_house(tmp_path, now=NOW)
+    assert house.trainer is None
+    assert house.daemons[0].state == "lost"
+
+
+def _truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:20])
+
+
+def _fill(path: Path) -> None:
+    with path.open("wb") as file:
+        file.truncate(MAX_FILE_BYTES + 1)
+
+
+def _become_fifo(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def _become_folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+def _nest(path: Path) -> None:
+    path.write_text("[" * 100_000)
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("damage", [_truncate, _fill, _become_fifo, _become_folder, _nest, os.unlink])
+def test_a_damaged_file_costs_its_own_facts_only(tmp_path: Path, damage: Callable[[Path], None]) -> None:
+    good = make_run(tmp_path, "run_good")
+    bad = make_run(tmp_path, "run_bad")
+    put(good.status, RunStatus(run_id="run_good", state="running", reward=0.25))
+    put(bad.status, RunStatus(run_id="run_bad", state="running"))
+    put_trainer(tmp_path, {"run_good": 0}, [])
+    put(OutputDir(tmp_path).inference_status, InferenceStatus(state="serving"))
+    put(OutputDir(tmp_path).daemon_status("trainer"), DaemonStatus(name="trainer", state="running"))
+    for path in (bad.status, bad.orch_toml, OutputDir(tmp_path).inference_status):
+        damage(path)
+    damage(OutputDir(tmp_path).daemon_status("trainer"))
+    house = read_house(tmp_path, now=NOW)
+    assert house.run("run_good") is not None
+    assert house.run("run_good").reward == 0.25  # type: ignore[union-attr]
+    assert house.inference is None
+    assert house.daemons == ()
+    told = [run.reason for run in house.runs if run.state is RunState.INVALID] + [each.reason for each in house.refused]
+    assert any("run_bad" in (reason or "") for reason in told)
+
+
+def test_no_house_is_an_empty_house(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for path in (tmp_path / "none", tmp_path / "file", tmp_path / "file" / "below"):
+        assert read_house(path).runs == ()
+
+
+def test_refused_entries_are_shown_with_the_reason(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "run_link").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "run_empty").mkdir()
+    (tmp_path / "run_a b").mkdir()
+    reasons = {each.name: each.reason for each in read_house(tmp_path).refused}
+    assert "symbolic link" in reasons["run_link"]
+    assert "orch.toml is not there" in reasons["run_empty"]
+    assert "letters" in reasons["run_a b"]
+
+
+def test_a_reader_sees_changes_and_forgets_what_is_gone(tmp_path: Path) -> None:
+    run = make_run(tmp_path, "run_a", max_steps=10)
+    reader = HouseReader(tmp_path)
+    assert reader.read(now=NOW).runs[0].max_steps == 10
+    write_atomic(run.orch_toml, RUN_TOML.format(max_steps=77, model="m"))
+    assert reader.read(now=NOW).runs[0].max_steps == 77
+    shutil.rmtree(run.path)
+    assert reader.read(now=NOW).runs == ()
+    assert (reader._configs, [path for path in reader._statuses if run.path in path.parents]) == ({}, [])
+
+
+def test_unchanged_configs_are_parsed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number in range(5):
+        make_run(tmp_path, f"run_{number}")
+    reader = HouseReader(tmp_path)
+    reader.read(now=NOW)
+    monkeypatch.setattr("daemons.client.load_run_config", lambda path: pytest.fail(f"parsed {path} again"))
+    assert len(reader.read(now=NOW).runs) == 5
+
+
+def test_a_run_that_the_supervisor_gave_up_has_failed_with_its_reason(tmp_path: Path) -> None:
+    make_run(tmp_path, "run_a")
+    put_trainer(tmp_path, {"run_a": 0}, [])
+    path = OutputDir(tmp_path).daemon_status("run_a")
+    put(path, DaemonStatus(name="run_a", state="failed", reason="3 early crashes", num_restarts=2, log_tail=["oh"]))
+    house = read_house(tmp_path, now=NOW)
+    assert (house.runs[0].state, house.runs[0].reason, house.runs[0].num_restarts) == ("failed", "3 early crashes", 2)
+    assert house.daemons[0].log_tail == ("oh",)
+
+
+def test_the_bottleneck_is_named(tmp_path: Path) -> None:
+    put(make_run(tmp_path, "run_a").status, RunStatus(run_id="run_a", state="running", bottleneck="inference"))
+    put_trainer(tmp_path, {"run_a": 0}, [])
+    assert read_house(tmp_path, now=NOW).bottleneck == "run_a: inference does not live"
+    put(OutputDir(tmp_path).inference_status, InferenceStatus(state="serving"))
+    assert read_house(tmp_path, now=NOW).bottleneck == "run_a waits for inference"
+    put_trainer(tmp_path, {"run_a": 0}, [], state="waiting")
+    assert read_house(tmp_path, now=NOW).bottleneck == "the trainer waits for run_a"
+
+
+@pytest.mark.parametrize(
+    ("raw", "clean"),
+    [
+        ("\x1b[31mred\x1b[0m", "red"),
+        ("a\x1b]2;title\x07b\x1b]8;;http://x\x1b\\c", "abc"),
+        ("a\x9b31mb\x9d0;t\x9cc", "abc"),
+        ("\x1bPq#0\x1b\\x\x1b_apc\x1b\\y\x1b^pm\x1b\\z\x1bXsos\x1b\\.", "xyz."),
+        ("never closed \x1b]0;evil\nnext", "never closed \nnext"),
+        ("\x1b\x1b[m[1m", "[1m"),
+        ("tab\tline\nnul\x00bell\x07del\x7fback\x08cr\r.", "tab\tline\nnulbelldelbackcr."),
+        ("\u202eright\u2066to\u200fleft", "righttoleft"),
+        ("half \udc80 pair", "half \N{REPLACEMENT CHARACTER} pair"),
+        ("[bold]markup[/bold] é 漢", "[bold]markup[/bold] é 漢"),
+    ],
+)
+def test_what_a_terminal_obeys_is_stripped(raw: str, clean: str) -> None:
+    assert clean_text(raw) == clean
+
+
+def test_one_line_is_one_short_line() -> None:
+    assert one_line("a\n\tb  c" + "x" * 300, 6) == "a b cx"[:5] + "…"

@@ -1,0 +1,239 @@
+"""The supervisor's decisions, replayed with a clock of our own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from daemons.decide import Action, Do, Part, Seen, Snapshot, State, decide
+from daemons.process import Identity
+from daemons.specs import PartSpec, RunNow, wants_orchestrator
+from prime_rl.configs.system import SupervisorConfig
+from prime_rl.contract.status import LOST_AFTER_S, RunStatus
+
+TRAINER = PartSpec("trainer", ("t",), Path("t.log"))
+RUN = PartSpec("run_a", ("o",), Path("o.log"), "run_a")
+CONFIG = SupervisorConfig(
+    start_timeout_s=100, grace_s=10, backoff_s=1, max_backoff_s=8, early_crash_s=10, max_early_crashes=3
+)
+READY = Seen(lives=True, ready=True, heartbeat_age_s=0.0)
+
+
+@dataclass
+class History:
+    """One part over time: `see` says what is seen, and what is decided is carried out in memory."""
+
+    spec: PartSpec = TRAINER
+    wanted: bool = True
+    now: float = 1000.0
+    parts: dict[str, Part] = field(default_factory=dict)
+
+    def see(
+        self, seen: Seen | None = None, *, after_s: float = 0.0, asked: bool = False, config: SupervisorConfig = CONFIG
+    ) -> list[Do]:
+        self.now += after_s
+        name = self.spec.name
+        snapshot = Snapshot(
+            wanted={name: self.spec} if self.wanted else {},
+            parts=dict(self.parts),
+            seen={name: seen} if seen else {},
+            requests=frozenset({name} if asked else ()),
+            config=config,
+        )
+        actions = decide(snapshot, self.now)
+        for action in actions:
+            self._apply(action)
+        return [action.do for action in actions]
+
+    def _apply(self, action: Action) -> None:
+        if action.do is Do.FORGET:
+            del self.parts[self.spec.name]
+            return
+        started = action.do is Do.START
+        self.parts[self.spec.name] = replace(action.part, process=Identity(1, self.now)) if started else action.part
+
+    @property
+    def part(self) -> Part:
+        return self.parts[self.spec.name]
+
+    def crash(self, *, after_s: float, exit_code: int = 1, config: SupervisorConfig = CONFIG) -> list[Do]:
+        return self.see(Seen(exit_code=exit_code), after_s=after_s, config=config)
+
+
+def running(spec: PartSpec = TRAINER) -> History:
+    history = History(spec)
+    assert history.see() == [Do.START]
+    history.see(READY)
+    assert history.part.state is State.RUNNING
+    return history
+
+
+def test_a_wanted_part_is_started_once_and_becomes_running_when_it_is_ready() -> None:
+    history = History()
+    assert history.see() == [Do.START]
+    assert history.see(Seen(lives=True, waiting_on="the model to load"), after_s=5) == [Do.NOTE]
+    assert (history.part.state, history.part.waiting_on) == (State.STARTING, "the model to load")
+    assert history.see(READY, after_s=5) == [Do.NOTE]
+    assert history.part.state is State.RUNNING
+    assert history.see(READY, after_s=5) == []
+
+
+def test_crashes_are_restarted_after_waits_that_double_up_to_their_limit() -> None:
+    history = running()
+    waits = []
+    config = CONFIG.replace(early_crash_s=0.5)
+    for _ in range(6):
+        history.crash(after_s=1, config=config)
+        assert history.part.state is State.BACKOFF
+        waits.append(history.part.retry_at - history.now)
+        assert Do.START not in history.see(after_s=waits[-1] - 0.1)
+        assert history.see(after_s=0.1) == [Do.START]
+        history.see(READY)
+    assert waits == [1, 2, 4, 8, 8, 8]
+    assert history.part.num_restarts == 6
+
+
+def test_a_part_that_ran_well_for_long_starts_again_with_the_shortest_wait() -> None:
+    history = running()
+    for _ in range(5):
+        history.crash(after_s=1000)
+        assert history.part.retry_at - history.now == CONFIG.backoff_s
+        history.see(after_s=CONFIG.backoff_s)
+        history.see(READY)
+
+
+def test_early_crashes_in_a_row_fail_and_only_a_person_starts_it_again() -> None:
+    history = History()
+    history.see()
+    for _ in range(CONFIG.max_early_crashes - 1):
+        assert history.crash(after_s=1) == [Do.CLEAN]
+        assert history.part.state is State.BACKOFF
+        assert history.see(after_s=CONFIG.max_backoff_s) == [Do.START]
+    history.crash(after_s=1, exit_code=-9)
+    assert history.part.state is State.FAILED
+    assert history.part.reason == "3 early crashes in a row, the last: killed by signal 9"
+    assert history.see(after_s=10_000) == []
+    assert history.see(asked=True) == [Do.START]
+    assert history.part.num_early_crashes == 0
+
+
+def test_a_good_while_between_two_early_crashes_forgives_the_first() -> None:
+    history = running()
+    history.crash(after_s=1)
+    history.see(after_s=8)
+    history.see(READY)
+    assert history.part.num_early_crashes == 1
+    history.crash(after_s=CONFIG.early_crash_s + 1)
+    assert history.part.num_early_crashes == 0
+
+
+def test_a_slow_start_that_ends_before_it_is_ready_counts_as_early() -> None:
+    history = History()
+    history.see()
+    history.see(Seen(lives=True), after_s=50)
+    history.crash(after_s=1)
+    assert history.part.num_early_crashes == 1
+
+
+def test_a_refused_config_fails_at_once() -> None:
+    history = History()
+    history.see()
+    history.crash(after_s=1, exit_code=2)
+    assert history.part.state is State.FAILED
+    assert "config" in (history.part.reason or "")
+
+
+def test_a_part_that_is_not_ready_in_time_is_ended_and_counts_as_crashed() -> None:
+    history = History()
+    history.see()
+    assert history.see(Seen(lives=True, waiting_on="a port"), after_s=100) == [Do.TERM]
+    assert history.see(Seen(exit_code=0), after_s=1) == [Do.CLEAN]
+    assert history.part.state is State.BACKOFF
+    assert history.part.reason == "not ready within 100 s (it waits for a port)"
+    assert history.part.num_early_crashes == 1
+
+
+def test_term_then_kill_after_the_grace() -> None:
+    history = running()
+    assert history.see(READY, asked=True) == [Do.TERM]
+    assert history.see(READY, after_s=CONFIG.grace_s - 1) == []
+    assert history.see(READY, after_s=1) == [Do.KILL]
+    assert history.see(Seen(exit_code=-9)) == [Do.CLEAN]
+    assert history.see() == [Do.START]
+    assert (history.part.num_restarts, history.part.num_early_crashes) == (1, 0)
+
+
+def test_a_silent_part_is_stalled_until_it_beats_again() -> None:
+    history = running()
+    history.see(replace(READY, heartbeat_age_s=LOST_AFTER_S + 1))
+    assert history.part.state is State.STALLED
+    history.see(READY)
+    assert (history.part.state, history.part.reason) == (State.RUNNING, None)
+
+
+def test_a_last_word_ends_an_orchestrator_for_good() -> None:
+    for word in ("finished", "evicted", "failed"):
+        history = running(RUN)
+        history.wanted = False
+        assert history.see(Seen(exit_code=1, last_word=word)) == [Do.CLEAN]
+        assert (history.part.state, history.part.reason) == (State.DONE, word)
+        assert history.see(after_s=1000) == []
+
+
+def test_a_readmitted_run_gets_its_orchestrator_again() -> None:
+    history = running(RUN)
+    history.wanted = False
+    history.see(Seen(exit_code=1, last_word="evicted", evicted=True))
+    assert history.see(Seen(evicted=True), after_s=5) == []
+    history.wanted = True
+    assert history.see(after_s=5) == [Do.START]
+
+
+def test_a_crashed_orchestrator_waits_for_the_trainer_to_hold_its_run() -> None:
+    history = running(RUN)
+    history.crash(after_s=60)
+    history.wanted = False
+    history.see(after_s=60)
+    assert (history.part.state, history.part.waiting_on) == (State.BACKOFF, "the trainer to hold its run in a slot")
+    history.wanted = True
+    assert history.see() == [Do.START]
+
+
+def test_an_orchestrator_outlives_a_trainer_that_lists_no_runs() -> None:
+    history = running(RUN)
+    history.wanted = False
+    assert history.see(READY, after_s=1000) == []
+
+
+def test_an_orchestrator_that_does_not_heed_its_eviction_is_ended() -> None:
+    history = running(RUN)
+    history.wanted = False
+    assert history.see(replace(READY, evicted=True)) == [Do.NOTE]
+    assert history.see(replace(READY, evicted=True), after_s=CONFIG.grace_s) == [Do.TERM]
+    assert history.see(Seen(exit_code=-15, evicted=True)) == [Do.CLEAN]
+    assert history.part.state is State.DONE
+
+
+def test_a_deleted_run_is_ended_and_forgotten() -> None:
+    history = running(RUN)
+    history.wanted = False
+    assert history.see(replace(READY, gone=True)) == [Do.TERM]
+    assert history.see(Seen(exit_code=0, gone=True)) == [Do.CLEAN]
+    assert history.see(Seen(gone=True)) == [Do.FORGET]
+    assert history.parts == {}
+
+
+def word(state: str, max_steps: int = 10) -> RunStatus:
+    return RunStatus(run_id="run_a", state=state, max_steps=max_steps)
+
+
+def test_which_runs_want_an_orchestrator() -> None:
+    run = RunNow("run_a", in_slot=True, evicted=False, gone=False, word=None, max_steps=None)
+    assert wants_orchestrator(run)
+    assert wants_orchestrator(replace(run, word=word("evicted")))  # and evicted.txt is gone: readmitted
+    assert wants_orchestrator(replace(run, word=word("finished"), max_steps=20))  # raised since
+    assert not wants_orchestrator(replace(run, word=word("finished"), max_steps=10))
+    assert not wants_orchestrator(replace(run, word=word("failed")))
+    assert not wants_orchestrator(replace(run, in_slot=False))
+    assert not wants_orchestrator(replace(run, evicted=True))
+    assert not wants_orchestrator(replace(run, gone=True))
