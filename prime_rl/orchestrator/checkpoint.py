@@ -8,7 +8,9 @@ written before its batch.
 from __future__ import annotations
 
 import json
+import logging
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -17,6 +19,8 @@ from prime_rl.configs.orchestrator import CkptConfig
 from prime_rl.contract.files import write_atomic
 from prime_rl.contract.layout import RunDir, list_rollout_steps, list_steps
 from prime_rl.contract.types import TrainingBatch, read_batch
+
+logger = logging.getLogger(__name__)
 
 STATE_FORMAT_VERSION = 1
 
@@ -54,23 +58,30 @@ def save_state(run: RunDir, batch: TrainingBatch) -> None:
     write_atomic(run.orchestrator_checkpoint(batch.step) / "state.json", json.dumps(state))
 
 
-def find_progress(run: RunDir) -> Progress:
-    """Where to go on: after the newest batch file or STABLE checkpoint. Raises CheckpointError or BadBatchError."""
+def find_progress(run: RunDir, groups_per_batch: int) -> Progress:
+    """Where to go on: after the newest batch file or STABLE checkpoint. Raises CheckpointError or BadBatchError.
+
+    A trainer that stops saves itself at any step, so a checkpoint may lack our part. Its batch file is then still
+    there, unless the run was sent back from a later one: the example order goes on as if no group had been dropped.
+    """
     newest_batch = max(list_rollout_steps(run), default=0)
     newest_checkpoint = max(list_steps(run.checkpoints, stable_only=True), default=0)
     if newest_batch == newest_checkpoint == 0:
         return Progress(0, 0)
     if newest_batch >= newest_checkpoint:
         return Progress(newest_batch, _next_index(read_batch(run.rollout_file(newest_batch)).sampler_state))
-    return Progress(newest_checkpoint, _next_index(_load_state(run, newest_checkpoint).sampler_state))
+    path = run.orchestrator_checkpoint(newest_checkpoint) / "state.json"
+    if not path.exists():
+        logger.warning("%s is not there: the example order goes on as if no group had been dropped", path)
+        return Progress(newest_checkpoint, newest_checkpoint * groups_per_batch)
+    return Progress(newest_checkpoint, _next_index(_load_state(path).sampler_state))
 
 
-def _load_state(run: RunDir, step: int) -> _State:
-    path = run.orchestrator_checkpoint(step) / "state.json"
+def _load_state(path: Path) -> _State:
     try:
         state = msgspec.json.decode(path.read_bytes(), type=_State)
     except (OSError, msgspec.MsgspecError) as error:
-        raise CheckpointError(f"{path}: cannot go on from checkpoint {step}: {error}") from error
+        raise CheckpointError(f"{path}: cannot go on from this checkpoint: {error}") from error
     if state.version != STATE_FORMAT_VERSION:
         raise CheckpointError(f"{path}: format version {state.version}, this program reads {STATE_FORMAT_VERSION}")
     return state

@@ -10,6 +10,7 @@ failed or stopped; a crash leaves none, and whoever keeps the process alive may 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import os
 import sys
@@ -59,7 +60,8 @@ async def orchestrate(config: OrchestratorConfig, run: RunDir, reporter: Reporte
     seq_len = config.seq_len or await trainer_seq_len(run, reporter)
     tokenizer = ChatTokenizer.load(config.model.name)
     envs = load_envs(config)
-    progress = find_progress(run)
+    groups_per_batch = config.batch_size // config.rollouts_per_example
+    progress = find_progress(run, groups_per_batch)
     reporter.update(step=progress.step)
 
     # -- who does what ----
@@ -82,7 +84,7 @@ async def orchestrate(config: OrchestratorConfig, run: RunDir, reporter: Reporte
     ledger = GroupLedger(
         step=progress.step + 1,
         next_index=progress.next_index,
-        groups_per_batch=config.batch_size // config.rollouts_per_example,
+        groups_per_batch=groups_per_batch,
         max_steps=config.max_steps,
         max_async_level=config.max_async_level,
     )
@@ -191,7 +193,7 @@ async def run_to_the_end(config: OrchestratorConfig, run: RunDir, stop: Callable
 
 def find_run(argv: Sequence[str]) -> RunDir:
     """The run whose `control/orch.toml` the command line names. Raises ConfigError or LayoutError."""
-    for token, after in zip(argv, [*argv[1:], ""], strict=True):
+    for token, after in itertools.pairwise([*argv, ""]):
         name = after if token == "@" else token[1:] if token.startswith("@") else ""
         if name:
             run_path = Path(name).absolute().parent.parent

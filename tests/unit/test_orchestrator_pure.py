@@ -209,7 +209,7 @@ def write_step(run: RunDir, step: int, next_index: int, *, checkpoint: bool = Fa
 
 
 def test_a_new_run_starts_at_the_beginning(tmp_path: Path) -> None:
-    assert find_progress(make_run(tmp_path)) == Progress(0, 0)
+    assert find_progress(make_run(tmp_path), 2) == Progress(0, 0)
 
 
 def test_goes_on_after_the_newest_batch(tmp_path: Path) -> None:
@@ -217,7 +217,7 @@ def test_goes_on_after_the_newest_batch(tmp_path: Path) -> None:
     write_step(run, 1, 2)
     write_step(run, 2, 5)
     run.rollout_dir(3).mkdir()  # made, not filled
-    assert find_progress(run) == Progress(2, 5)
+    assert find_progress(run, 2) == Progress(2, 5)
 
 
 def test_goes_on_after_a_stable_checkpoint_whose_batches_are_gone(tmp_path: Path) -> None:
@@ -225,7 +225,7 @@ def test_goes_on_after_a_stable_checkpoint_whose_batches_are_gone(tmp_path: Path
     write_step(run, 4, 9, checkpoint=True)
     run.rollout_file(4).unlink()
     mark_stable(run.checkpoint_dir(4))
-    assert find_progress(run) == Progress(4, 9)
+    assert find_progress(run, 2) == Progress(4, 9)
 
 
 def test_a_checkpoint_without_stable_says_nothing(tmp_path: Path) -> None:
@@ -233,7 +233,7 @@ def test_a_checkpoint_without_stable_says_nothing(tmp_path: Path) -> None:
     write_step(run, 3, 6)
     write_step(run, 4, 9, checkpoint=True)
     run.rollout_file(4).unlink()  # killed between the state file and the batch file
-    assert find_progress(run) == Progress(3, 6)
+    assert find_progress(run, 2) == Progress(3, 6)
 
 
 @pytest.mark.parametrize("text", ["", "{}", '{"version": 99, "step": 4, "sampler_state": {"next_index": 1}}'])
@@ -244,7 +244,16 @@ def test_a_damaged_state_is_an_error_that_names_the_file(tmp_path: Path, text: s
     mark_stable(run.checkpoint_dir(4))
     (run.orchestrator_checkpoint(4) / "state.json").write_text(text)
     with pytest.raises(CheckpointError, match=r"state\.json"):
-        find_progress(run)
+        find_progress(run, 2)
+
+
+def test_goes_on_from_a_checkpoint_that_only_the_trainer_wrote(tmp_path: Path) -> None:
+    run = ready_run(tmp_path)
+    run.checkpoint_dir(3).mkdir()
+    mark_stable(run.checkpoint_dir(3))
+    assert find_progress(run, groups_per_batch=2) == Progress(3, 6)
+    write_step(run, 3, 7)  # with its batch file there, that one knows better
+    assert find_progress(run, groups_per_batch=2) == Progress(3, 7)
 
 
 def test_a_damaged_batch_is_an_error_that_names_the_file(tmp_path: Path) -> None:
@@ -252,7 +261,7 @@ def test_a_damaged_batch_is_an_error_that_names_the_file(tmp_path: Path) -> None
     run.rollout_dir(1).mkdir()
     run.rollout_file(1).write_bytes(b"\x93")
     with pytest.raises(BadBatchError, match=r"rollouts\.msgpack"):
-        find_progress(run)
+        find_progress(run, 2)
 
 
 def test_checkpoints_are_due_at_the_interval_and_at_the_end() -> None:

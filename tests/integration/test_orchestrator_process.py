@@ -1,0 +1,161 @@
+"""The orchestrator as the supervisor starts it: a real process, its memory, its signals, its exit codes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from prime_rl.contract.layout import RunDir, list_rollout_steps
+from prime_rl.contract.status import RunStatus, read_status
+from tests.orchestrator_support import (
+    FakeInference,
+    config_data,
+    make_model,
+    make_run,
+    serving,
+    stand_in_trainer,
+    until,
+    write_toml,
+)
+
+ROOT = Path(__file__).parents[2]
+MAX_RESIDENT_BYTES = 120e6
+START_S = 60.0
+
+
+@contextlib.asynccontextmanager
+async def orchestrator(toml: Path, *args: str) -> AsyncIterator[asyncio.subprocess.Process]:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        "prime_rl.orchestrator.orchestrator",
+        "@",
+        str(toml),
+        *args,
+        cwd=ROOT,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    try:
+        yield process
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.communicate()
+
+
+def prepared(tmp_path: Path, **over: Any) -> tuple[RunDir, FakeInference, dict[str, Any]]:
+    model = make_model(tmp_path / "model")
+    return make_run(tmp_path / "house"), FakeInference(model), config_data(model, **over)
+
+
+async def first_batch(process: asyncio.subprocess.Process, run: RunDir) -> None:
+    await until(lambda: process.returncode is not None or list_rollout_steps(run) == [1], "the first batch", START_S)
+    assert process.returncode is None, f"the orchestrator ended with {process.returncode}"
+
+
+def state(run: RunDir) -> str | None:
+    status = read_status(run.status, RunStatus)
+    return status and status.state
+
+
+async def test_a_whole_run_stays_below_its_memory_without_torch(tmp_path: Path) -> None:
+    """Groups of 16 long rollouts, 64 requests in flight: what a run on a large model holds in memory."""
+    run, fake, data = prepared(
+        tmp_path, batch_size=128, rollouts_per_example=16, max_steps=12, seq_len=2048, eval={"interval": 4}
+    )
+    async with serving(fake) as url:
+        toml = write_toml(run, {**data, "client": {"base_url": url}})
+        trainer = asyncio.create_task(stand_in_trainer(run))
+        async with orchestrator(toml) as process:
+            watched = psutil.Process(process.pid)
+            resident, mapped = 0, ""
+            while process.returncode is None and len(list_rollout_steps(run)) < 12:
+                with contextlib.suppress(psutil.NoSuchProcess, FileNotFoundError):
+                    resident = max(resident, watched.memory_info().rss)
+                    mapped = Path(f"/proc/{process.pid}/maps").read_text() or mapped
+                await asyncio.sleep(0.05)
+            code = await asyncio.wait_for(process.wait(), START_S)
+        trainer.cancel()
+    assert (code, state(run)) == (0, "finished")
+    assert 10e6 < resident < MAX_RESIDENT_BYTES
+    assert "tokenizers" in mapped and "torch" not in mapped
+
+
+def test_importing_it_loads_neither_torch_nor_transformers() -> None:
+    code = (
+        "import sys, prime_rl.orchestrator.orchestrator as o; print({'torch', 'transformers', 'vllm'} & {*sys.modules})"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"
+
+
+@pytest.mark.parametrize("signal_number", [signal.SIGTERM, signal.SIGINT])
+async def test_a_signal_stops_it_cleanly_in_any_wait(tmp_path: Path, signal_number: int) -> None:
+    run, fake, data = prepared(tmp_path, max_async_level=0)
+    async with serving(fake) as url:
+        toml = write_toml(run, {**data, "client": {"base_url": url}})
+        async with orchestrator(toml) as process:
+            await first_batch(process, run)
+            process.send_signal(signal_number)
+            assert await asyncio.wait_for(process.wait(), START_S) == 0
+    assert state(run) == "stopped"
+
+
+async def test_waiting_for_a_server_that_is_not_there_is_stopped_too(tmp_path: Path) -> None:
+    run, _, data = prepared(tmp_path)
+    async with orchestrator(write_toml(run, data)) as process:
+
+        def names_it() -> bool:
+            status = read_status(run.status, RunStatus)
+            return status is not None and "inference/status.json" in (status.waiting_on or "")
+
+        await until(names_it, "the missing server to be named", START_S)
+        process.terminate()
+        assert await asyncio.wait_for(process.wait(), START_S) == 0
+    assert state(run) == "stopped"
+
+
+async def test_a_second_orchestrator_of_a_run_is_refused(tmp_path: Path) -> None:
+    run, fake, data = prepared(tmp_path, max_async_level=0)
+    async with serving(fake) as url:
+        toml = write_toml(run, {**data, "client": {"base_url": url}})
+        async with orchestrator(toml) as first:
+            await first_batch(first, run)
+            async with orchestrator(toml) as second:
+                _, stderr = await asyncio.wait_for(second.communicate(), START_S)
+            assert second.returncode == 1
+            assert f"run_a has one already (pid {first.pid})" in stderr.decode()
+    assert state(run) == "running"  # the first one's file was left alone
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ([], "write @ OUTPUT_DIR/run_<id>/control/orch.toml"),
+        (["@", "run_a/control/orch.toml", "--batch_size", "3"], "batch_size: found 3, must be a multiple"),
+        (["@", "else/control/orch.toml"], "run id 'else' is refused"),
+    ],
+)
+def test_wrong_use_is_one_line_and_exit_code_2(tmp_path: Path, argv: list[str], message: str) -> None:
+    run = make_run(tmp_path)
+    write_toml(run, config_data(tmp_path))
+    done = subprocess.run(
+        [sys.executable, "-m", "prime_rl.orchestrator.orchestrator", *argv],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2
+    assert message in done.stderr and len(done.stderr.splitlines()) == 1
+    assert not run.status.exists()
