@@ -14,9 +14,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD, AdamW, Muon, Optimizer
+from torch.optim import SGD, AdamW, Optimizer
 
 from prime_rl.configs.orchestrator import OptimConfig
+from prime_rl.trainer.muon import Muon
 from prime_rl.trainer.runs import MultiRunManager
 from prime_rl.trainer.world import World
 
