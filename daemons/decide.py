@@ -159,7 +159,7 @@ def _alive(part: Part, seen: Seen, asked: bool, config: SupervisorConfig, now: f
         if now - part.started_at >= config.start_timeout_s:
             what = f" (it waits for {seen.waiting_on})" if seen.waiting_on else ""
             return _stop(part, f"not ready within {config.start_timeout_s:g} s{what}", now, After.CRASH)
-        return Action(Do.NOTE, replace(part, waiting_on=seen.waiting_on or "it to be ready"))
+        return Action(Do.NOTE, replace(part, waiting_on=seen.waiting_on))
     if seen.heartbeat_age_s is not None and seen.heartbeat_age_s > LOST_AFTER_S:
         word = "lives, but its status file has not been written for more than three heartbeats"
         return Action(Do.NOTE, replace(part, state=State.STALLED, waiting_on=seen.waiting_on, reason=word))

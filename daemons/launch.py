@@ -140,7 +140,7 @@ def waits(house: House) -> list[str]:
     for name in (INFERENCE, TRAINER):
         part = house.daemon(name)
         state = part.state if part else "not started yet"
-        what = part.waiting_on or part.reason if part else None
+        what = (f"waits for {part.waiting_on}" if part.waiting_on else part.reason) if part else None
         words.append(f"{name}: {state}" + (f" ({what})" if what else ""))
     return words
 

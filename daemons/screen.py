@@ -46,9 +46,11 @@ class TuiChild:
         self._restore()
 
     def _restore(self) -> None:
+        quit_by_itself = self._child is not None and self._child.returncode == 0
         self._child = None
-        sys.stdout.write(_RESET)
-        sys.stdout.flush()
+        if not quit_by_itself:
+            sys.stdout.write(_RESET)
+            sys.stdout.flush()
         if self._settings is not None:
             with suppress(termios.error):
                 termios.tcsetattr(sys.stdin.fileno(), termios.TCSADRAIN, self._settings)  # type: ignore[arg-type]

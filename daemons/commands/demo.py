@@ -69,7 +69,7 @@ def report_table(report: dict[str, Any]) -> RenderableType:
         ]
         for run_id, run in report["runs"].items()
     ]
-    columns = ["run", "state", "steps", "reward, first 5 steps", "last 5 steps", "tokens/s", "seconds"]
+    columns = ["run", "state", "steps", "reward: first 5", "last 5", "tokens/s", "wall s"]
     return make_table(columns, rows)
 
 
