@@ -5,7 +5,10 @@ from __future__ import annotations
 import atexit
 import functools
 import math
+import os
 import random
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -136,6 +139,17 @@ def train_until(config: TrainerConfig, done: Callable[[], bool], timeout_s: floa
 
     assert config.model.lora is not None
     train(config, config.model.lora, solo_world(), stop)
+
+
+def start_trainer(config: TrainerConfig, folder: Path, *, num_ranks: int = 1) -> subprocess.Popen[bytes]:
+    """The real process (or torchrun with several), with its output in `folder/log`."""
+    file = folder / "trainer.toml"
+    file.write_text(tomli_w.dumps(config.model_dump(mode="json", exclude_none=True, exclude_unset=True)))
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
+    command = [sys.executable, *(torchrun if num_ranks > 1 else []), "-m", "prime_rl.trainer.train", "@", str(file)]
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    with (folder / "log").open("ab") as log:
+        return subprocess.Popen(command, stdout=log, stderr=log, env=environment)
 
 
 def published(run: RunDir) -> int:

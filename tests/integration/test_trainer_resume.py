@@ -1,0 +1,226 @@
+"""A trainer that was stopped or killed goes on as if nothing had happened, to the last bit."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from prime_rl.contract.files import wait_for
+from prime_rl.contract.layout import RunDir, list_rollout_steps, list_steps
+from prime_rl.contract.status import TrainerStatus, read_status
+from tests.trainer_support import (
+    adapter,
+    make_batch,
+    published,
+    put_batch,
+    put_batches,
+    start_trainer,
+    train_until,
+    trainer_config,
+    write_config,
+    write_model,
+    write_run,
+)
+
+NUM_STEPS = 8
+CHANGES: dict[str, Any] = {
+    "max_steps": NUM_STEPS,
+    "ckpt": {"interval": 3},
+    "optim": {"lr": 1e-2},
+    "scheduler": {"type": "cosine", "warmup_steps": 2},
+    "model": {"lora": {"rank": 4}},
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
+    house = tmp_path_factory.mktemp("uninterrupted")
+    run = make_run(house, model)
+    train_until(trainer_config(house, model, num_threads=1), lambda: published(run) == NUM_STEPS)
+    return adapter(run, NUM_STEPS)
+
+
+def make_run(house: Path, model: Path, **changes: Any) -> RunDir:
+    run = write_run(house, "run_a", model, **{**CHANGES, **changes})
+    put_batches(run, NUM_STEPS)
+    for step in range(1, NUM_STEPS + 1):
+        state = run.orchestrator_checkpoint(step)
+        state.mkdir(parents=True)
+        (state / "state.json").write_text("{}")
+    return run
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def until(run: RunDir, step: int) -> Callable[[], bool]:
+    return lambda: published(run) >= step
+
+
+def metrics_steps(run: RunDir) -> list[int]:
+    return [msgspec.json.decode(line)["step"] for line in run.trainer_metrics.read_text().splitlines()]
+
+
+def test_a_stop_between_checkpoints_loses_nothing(
+    uninterrupted: dict[str, torch.Tensor], model: Path, tmp_path: Path
+) -> None:
+    run = make_run(tmp_path, model)
+    config = trainer_config(tmp_path, model)
+    train_until(config, until(run, 4))
+    assert list_steps(run.checkpoints, stable_only=True) == [3, 4], "the stop saved step 4"
+    assert list_rollout_steps(run)[0] == 4, "step 3 is covered by a checkpoint of both parts"
+    train_until(config, until(run, NUM_STEPS))
+    assert same(adapter(run, NUM_STEPS), uninterrupted)
+    assert metrics_steps(run) == list(range(1, NUM_STEPS + 1))
+
+
+def test_a_replay_from_the_last_checkpoint_reaches_the_same_bits(
+    uninterrupted: dict[str, torch.Tensor], model: Path, tmp_path: Path
+) -> None:
+    """Stopped at step 5 with only the checkpoint of step 3: rollouts 4 and 5 are trained on again."""
+    run = make_run(tmp_path, model)
+    config = trainer_config(tmp_path, model)
+    train_until(config, until(run, 5))
+    (run.checkpoint_dir(5) / "STABLE").unlink()
+    train_until(config, until(run, NUM_STEPS))
+    assert same(adapter(run, NUM_STEPS), uninterrupted)
+    assert metrics_steps(run) == list(range(1, NUM_STEPS + 1)), "a replayed step is told once"
+
+
+def test_without_any_checkpoint_all_is_replayed(
+    uninterrupted: dict[str, torch.Tensor], model: Path, tmp_path: Path
+) -> None:
+    run = make_run(tmp_path, model)
+    config = trainer_config(tmp_path, model)
+    train_until(config, until(run, 2))
+    (run.checkpoint_dir(2) / "STABLE").unlink()
+    first = adapter(run, 1)
+    train_until(config, until(run, NUM_STEPS))
+    assert same(adapter(run, NUM_STEPS), uninterrupted) and not same(first, uninterrupted)
+
+
+def test_an_evicted_run_goes_on_after_it_is_readmitted(
+    uninterrupted: dict[str, torch.Tensor], model: Path, tmp_path: Path
+) -> None:
+    run = make_run(tmp_path, model)
+    states = []
+
+    def done() -> bool:
+        status = read_status(tmp_path / "trainer" / "status.json", TrainerStatus)
+        if published(run) == 4 and not states:
+            run.evicted.write_text("a break")
+            states.append("evicted")
+        elif states == ["evicted"] and status is not None and "run_a" not in status.runs:
+            run.evicted.unlink()
+            states.append("readmitted")
+        return published(run) == NUM_STEPS
+
+    train_until(trainer_config(tmp_path, model), done)
+    assert states == ["evicted", "readmitted"]
+    assert same(adapter(run, NUM_STEPS), uninterrupted)
+
+
+def test_resume_step_goes_back_once(uninterrupted: dict[str, torch.Tensor], model: Path, tmp_path: Path) -> None:
+    run = make_run(tmp_path, model, ckpt={"interval": 2, "keep_last": 9})
+    config = trainer_config(tmp_path, model)
+    train_until(config, until(run, NUM_STEPS))
+    assert same(adapter(run, NUM_STEPS), uninterrupted), "checkpoints change no result"
+    write_config(run, model, **{**CHANGES, "ckpt": {"interval": 2, "keep_last": 9, "resume_step": 4}})
+    train_until(config, lambda: published(run) == 4 and (run.control / "resumed.json").exists())
+    assert list_steps(run.checkpoints, stable_only=True) == [2, 4] and list_rollout_steps(run) == []
+    put_batches_from(run, 5)
+    train_until(config, until(run, NUM_STEPS))
+    assert same(adapter(run, NUM_STEPS), uninterrupted)
+    train_until(config, finished_is_seen(tmp_path))
+    assert published(run) == NUM_STEPS, "the same text is not carried out twice"
+
+
+def put_batches_from(run: RunDir, first: int) -> None:
+    for step in range(first, NUM_STEPS + 1):
+        put_batch(run, make_batch(run.run_id, step))
+
+
+def finished_is_seen(house: Path) -> Callable[[], bool]:
+    def seen() -> bool:
+        status = read_status(house / "trainer" / "status.json", TrainerStatus)
+        return status is not None and status.state == "waiting" and "1 finished" in (status.waiting_on or "")
+
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"ckpt": {"interval": 3, "resume_step": 1}}, "ckpt.resume_step = 1: there is no complete checkpoint"),
+        ({"optim": {"type": "sgd"}}, "state of 'adamw', the config asks for optim.type = 'sgd'"),
+        ({"model": {"lora": {"rank": 8}}}, "has rank 4, the config asks for model.lora.rank = 8"),
+    ],
+)
+def test_a_resume_that_cannot_be_is_explained(
+    model: Path, tmp_path: Path, changes: dict[str, Any], reason: str
+) -> None:
+    run = make_run(tmp_path, model)
+    config = trainer_config(tmp_path, model)
+    train_until(config, until(run, 4))
+    write_config(run, model, **{**CHANGES, **changes})
+    train_until(config, run.evicted.exists)
+    assert reason in run.evicted.read_text()
+
+
+@pytest.mark.parametrize("name", ["adapter_model.safetensors", "optimizer.pt", "progress.json", "adapter_config.json"])
+def test_a_damaged_checkpoint_evicts_with_the_reason(model: Path, tmp_path: Path, name: str) -> None:
+    run = make_run(tmp_path, model)
+    config = trainer_config(tmp_path, model)
+    train_until(config, until(run, 4))
+    (run.trainer_checkpoint(4) / name).write_bytes(b"\x80junk")
+    train_until(config, run.evicted.exists)
+    assert "it cannot be started" in run.evicted.read_text()
+
+
+def test_a_missing_rollout_file_is_named_instead_of_waited_for(model: Path, tmp_path: Path) -> None:
+    run = make_run(tmp_path, model)
+    run.rollout_file(1).unlink()
+    train_until(trainer_config(tmp_path, model), run.evicted.exists)
+    assert "step_1/rollouts.msgpack is missing while step 8 is there" in run.evicted.read_text()
+
+
+@pytest.mark.slow
+def test_a_killed_process_is_started_again_and_reaches_the_same_bits(
+    uninterrupted: dict[str, torch.Tensor], model: Path, tmp_path: Path
+) -> None:
+    house = tmp_path / "house"
+    house.mkdir()
+    run = make_run(house, model)
+    config = trainer_config(house, model, num_threads=1)
+    for step in range(6, NUM_STEPS + 1):
+        run.rollout_file(step).rename(tmp_path / f"batch_{step}")
+    process = start_trainer(config, tmp_path)
+    try:
+        wait_for(until(run, 5), "version 5", timeout_s=90)
+        process.send_signal(signal.SIGKILL)
+        process.wait(30)
+        assert list_steps(run.checkpoints, stable_only=True) == [3]
+        process = start_trainer(config, tmp_path)
+        for step in range(6, NUM_STEPS + 1):
+            (tmp_path / f"batch_{step}").rename(run.rollout_file(step))
+        wait_for(until(run, NUM_STEPS), f"version {NUM_STEPS}", timeout_s=90)
+        assert same(adapter(run, NUM_STEPS), uninterrupted)
+        process.terminate()
+        assert process.wait(30) == 0, (tmp_path / "log").read_text()
+        status = read_status(house / "trainer" / "status.json", TrainerStatus)
+        assert status is not None and status.state == "stopped" and status.pid == process.pid
+    finally:
+        process.kill()
+        process.wait(30)

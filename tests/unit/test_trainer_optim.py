@@ -1,0 +1,163 @@
+"""Learning rates, clipping, Muon, and an optimizer's state on the run's own rank."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from prime_rl.configs.orchestrator import OptimConfig, SchedulerConfig
+from prime_rl.configs.validate import TrainerLimits
+from prime_rl.lora.linear import AdapterRouting, MultiLoRALinear
+from prime_rl.trainer.muon import Muon, orthogonalized
+from prime_rl.trainer.optim import MultiLoRAOptimizer, make_optimizer
+from prime_rl.trainer.runs import MultiRunManager
+from prime_rl.trainer.scheduler import MultiLoRAScheduler, lr_factor
+from tests.trainer_support import solo_world, write_run
+
+BASE = Path("some/model")
+
+
+def with_runs(house: Path, *runs: dict[str, Any]) -> tuple[MultiRunManager, MultiLoRAOptimizer]:
+    """A manager with one adapted layer of 6 inputs and 4 outputs in slots of rank 8; the runs take slots 0, 1, ..."""
+    manager = MultiRunManager(house, 4, limits=TrainerLimits(str(BASE), 64, 8, 16.0))
+    MultiLoRALinear(nn.Linear(6, 4), 8, 4, AdapterRouting(4)).register_with_runs(manager, "layer")
+    optimizer = MultiLoRAOptimizer(manager, solo_world())
+    scheduler = MultiLoRAScheduler(manager, optimizer)
+    manager.register_deletion_hook(optimizer.deletion_hook)
+    manager.register_creation_hook(optimizer.creation_hook)
+    manager.register_creation_hook(scheduler.creation_hook)
+    for number, changes in enumerate(runs):
+        write_run(house, f"run_{number}", BASE, **changes)
+    manager.discover_runs()
+    manager.synchronize_state()
+    assert len(manager.used_idxs) == len(runs)
+    return manager, optimizer
+
+
+def set_gradients(manager: MultiRunManager, run_idx: int, rank: int, scale: float = 1.0) -> None:
+    """Gradients as backward leaves them: zero outside the run's own rank."""
+    for name, leaf in manager.get_named_parameters_for_run(run_idx):
+        leaf.grad = torch.zeros_like(leaf)
+        own = leaf.grad[:rank] if name.endswith("A") else leaf.grad[:, :rank]
+        own.copy_(torch.randn(own.shape, generator=torch.Generator().manual_seed(3)) * scale)
+
+
+def test_the_rate_follows_the_schedule() -> None:
+    constant = SchedulerConfig(warmup_steps=3)
+    assert [lr_factor(constant, 10, step) for step in range(5)] == [0.25, 0.5, 0.75, 1.0, 1.0]
+    linear = SchedulerConfig(type="linear", min_lr_ratio=0.2)
+    assert [lr_factor(linear, 4, step) for step in (0, 2, 4, 9)] == pytest.approx([1.0, 0.6, 0.2, 0.2])
+    cosine = SchedulerConfig(type="cosine", warmup_steps=2)
+    assert [lr_factor(cosine, 10, step) for step in (2, 6, 10)] == pytest.approx([1.0, 0.5, 0.0])
+    assert lr_factor(SchedulerConfig(type="cosine", warmup_steps=10), 10, 10) == 1.0
+
+
+def test_each_run_has_its_own_rate(tmp_path: Path) -> None:
+    manager, optimizer = with_runs(
+        tmp_path, {"optim": {"lr": 0.1}, "scheduler": {"warmup_steps": 1}}, {"optim": {"lr": 0.3}}
+    )
+    assert [optimizer.lr(0), optimizer.lr(1)] == pytest.approx([0.05, 0.3])
+    MultiLoRAScheduler(manager, optimizer).step(0)
+    assert [optimizer.lr(0), optimizer.lr(1)] == pytest.approx([0.1, 0.3])
+
+
+def test_a_gradient_is_clipped_by_the_limit_of_its_own_run(tmp_path: Path) -> None:
+    sgd = {"type": "sgd", "lr": 1.0, "betas": [0.0, 0.0]}
+    manager, optimizer = with_runs(tmp_path, {"optim": {**sgd, "max_norm": 0.5}}, {"optim": {**sgd, "max_norm": 1e9}})
+    moved = []
+    for idx in (0, 1):
+        set_gradients(manager, idx, rank=8, scale=5.0)
+        before = manager.get_state_dict_for_run(idx)
+        norm = optimizer.reduce_gradients(idx)
+        expected = math.sqrt(sum(float(p.grad.square().sum()) for _, p in manager.get_named_parameters_for_run(idx)))
+        assert norm == pytest.approx(expected)
+        optimizer.step(idx, norm)
+        after = manager.get_state_dict_for_run(idx)
+        moved.append(math.sqrt(sum(float((after[k] - before[k]).square().sum()) for k in before)))
+        assert all(p.grad is None for _, p in manager.get_named_parameters_for_run(idx))
+    assert moved == pytest.approx([0.5, norm], rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["adamw", "sgd", "muon"])
+def test_weight_decay_is_decoupled(tmp_path: Path, kind: str) -> None:
+    """With a zero gradient, weights shrink by exactly lr x weight_decay."""
+    manager, optimizer = with_runs(tmp_path, {"optim": {"type": kind, "lr": 0.1, "weight_decay": 0.5}})
+    before = manager.get_state_dict_for_run(0)
+    optimizer.step(0, optimizer.reduce_gradients(0))
+    for name, tensor in manager.get_state_dict_for_run(0).items():
+        torch.testing.assert_close(tensor, before[name] * 0.95)
+
+
+@pytest.mark.parametrize("kind", ["adamw", "sgd", "muon"])
+def test_a_run_of_lower_rank_touches_only_its_part_and_keeps_only_its_state(tmp_path: Path, kind: str) -> None:
+    manager, optimizer = with_runs(tmp_path, {"optim": {"type": kind, "lr": 0.1}, "model": {"lora": {"rank": 2}}})
+    for _ in range(3):
+        set_gradients(manager, 0, rank=2)
+        optimizer.step(0, optimizer.reduce_gradients(0))
+    (_, lora_A), (_, lora_B) = manager.get_named_parameters_for_run(0)
+    assert lora_A[:2].all() and not lora_A[2:].any() and lora_B[:, :2].all() and not lora_B[:, 2:].any()
+    shapes = {tuple(t.shape) for s in optimizer.state_dict(0)["state"].values() for t in s.values() if t.dim()}
+    assert shapes == {(2, 6), (4, 2)}
+
+
+@pytest.mark.parametrize("kind", ["adamw", "sgd", "muon"])
+def test_a_saved_state_goes_on_to_the_last_bit(tmp_path: Path, kind: str) -> None:
+    changes = {"optim": {"type": kind, "lr": 0.1}, "model": {"lora": {"rank": 2}}}
+    manager, optimizer = with_runs(tmp_path, changes, changes)
+    set_gradients(manager, 0, rank=2)
+    optimizer.step(0, optimizer.reduce_gradients(0))
+    saved = tmp_path / "state.pt"
+    torch.save(optimizer.state_dict(0), saved)
+    manager.load_state_dict_for_run(1, manager.get_state_dict_for_run(0))
+    optimizer.load_state_dict(1, torch.load(saved, weights_only=True))
+    for idx in (0, 1):
+        set_gradients(manager, idx, rank=2, scale=0.3)
+        optimizer.step(idx, optimizer.reduce_gradients(idx))
+    one, other = manager.get_state_dict_for_run(0), manager.get_state_dict_for_run(1)
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_a_state_of_another_optimizer_is_refused(tmp_path: Path) -> None:
+    _, optimizer = with_runs(tmp_path, {"optim": {"type": "sgd"}}, {"optim": {"type": "adamw"}})
+    with pytest.raises(ValueError, match=r"state of 'sgd', the config asks for optim.type = 'adamw'"):
+        optimizer.load_state_dict(1, optimizer.state_dict(0))
+
+
+def test_a_neighbour_of_a_deleted_run_keeps_its_gradients(tmp_path: Path) -> None:
+    manager, _ = with_runs(tmp_path, {}, {})
+    for idx in (0, 1):
+        set_gradients(manager, idx, rank=8)
+    manager.evict_run(0, "test")
+    manager.discover_runs()
+    manager.synchronize_state()
+    (_, mine), (_, neighbours) = (manager.get_named_parameters_for_run(idx)[0] for idx in (0, 1))
+    assert mine.grad is None and neighbours.grad is not None and neighbours.grad.any()
+
+
+def test_muon_takes_the_steps_of_torchs_own_but_in_full_precision() -> None:
+    torch.manual_seed(0)
+    start, grads = torch.randn(12, 5), [torch.randn(12, 5) for _ in range(3)]
+    ours, theirs = nn.Parameter(start.clone()), nn.Parameter(start.clone())
+    config = OptimConfig(type="muon", lr=0.1, betas=(0.9, 0.999), weight_decay=0.2)
+    mine = make_optimizer(config, [ours])
+    reference = torch.optim.Muon([theirs], lr=0.1, momentum=0.9, weight_decay=0.2)
+    for grad in grads:
+        ours.grad, theirs.grad = grad.clone(), grad.clone()
+        mine.step()
+        reference.step()
+    assert isinstance(mine, Muon)
+    moved = (theirs - start).norm()
+    assert (ours - theirs).norm() < 0.03 * moved, "torch rounds to bfloat16, which has less than three digits"
+
+
+@pytest.mark.parametrize("shape", [(4, 20), (20, 4), (6, 6)])
+def test_orthogonalized_matrices_have_singular_values_near_one(shape: tuple[int, int]) -> None:
+    torch.manual_seed(1)
+    values = torch.linalg.svdvals(orthogonalized(torch.randn(shape) * 100))
+    assert values.min() > 0.3 and values.max() < 1.3
+    assert not orthogonalized(torch.zeros(shape)).any()
