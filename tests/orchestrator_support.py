@@ -28,6 +28,7 @@ from prime_rl.orchestrator.policy import PolicyVersions
 from prime_rl.orchestrator.rollout import RolloutWorker
 from prime_rl.orchestrator.sampler import ExampleSampler
 from prime_rl.orchestrator.tokenizer import ChatTokenizer
+from prime_rl.orchestrator.turn import TurnSampler
 
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content | trim }}<|im_end|>\n{% endfor %}"
@@ -172,21 +173,24 @@ class FakeInference:
             await self.gate(body)
         if not self._knows(name):  # unloaded while in use
             return 404, _error(f"The model {name!r} does not exist.")
-        token_ids = [version_token(name), FIRST_BYTE + 65 + body["seed"] % 26, IM_END]
-        token_ids = token_ids[: body["max_tokens"]]
-        choice = {
-            "token_ids": token_ids,
-            "logprobs": {"token_logprobs": [-0.5] * len(token_ids)},
-            "finish_reason": "stop" if token_ids[-1] == IM_END else "length",
-            "text": "",
-        }
-        return 200, {"choices": [choice] * body["n"]}
+        return 200, {"choices": [_choice(name, body, number) for number in range(body["n"])]}
 
     def _knows(self, name: str) -> bool:
         if name == self.model or name in self.adapters:
             return True
         self.num_unknown += 1
         return False
+
+
+def _choice(model: str, body: dict[str, Any], number: int) -> dict[str, Any]:
+    letter = FIRST_BYTE + 65 + (body["seed"] + number) % 26
+    token_ids = [version_token(model), letter, IM_END][: body["max_tokens"]]
+    return {
+        "token_ids": token_ids,
+        "logprobs": {"token_logprobs": [-0.5] * len(token_ids)},
+        "finish_reason": "stop" if token_ids[-1] == IM_END else "length",
+        "text": "",
+    }
 
 
 def version_token(model: str) -> int:
@@ -263,13 +267,12 @@ def make_client(url: str, output_dir: Path, **over: Any) -> InferenceClient:
 def make_worker(
     client: InferenceClient, policy: PolicyVersions, model: Path, envs: Mapping[str, Environment], **over: Any
 ) -> RolloutWorker:
-    settings = {"seq_len": 256, "rollouts_per_example": 2, "seed": 1, **over}
+    settings = {"seq_len": 256, "max_tokens": 8, "rollouts_per_example": 2, "seed": 1, **over}
+    sampling = SamplingConfig(max_tokens=settings.pop("max_tokens"))
     return RolloutWorker(
-        client,
-        policy,
+        TurnSampler(client, policy, sampling, seq_len=settings.pop("seq_len")),
         ChatTokenizer.load(str(model)),
         envs,
         ExampleSampler(envs, settings["seed"]),
-        SamplingConfig(max_tokens=8),
         **settings,
     )

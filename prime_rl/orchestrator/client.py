@@ -165,23 +165,32 @@ class InferenceClient:
         return any(model.id == name for model in await self.list_models())
 
     async def complete(
-        self, model: str, prompt: Sequence[int], *, max_tokens: int, temperature: float, seed: int
-    ) -> Completion:
-        """Sample one completion of `prompt` (token ids). Call it while holding one of `slots`."""
+        self,
+        model: str,
+        prompt: Sequence[int],
+        *,
+        max_tokens: int,
+        temperature: float,
+        seed: int,
+        num_choices: int = 1,
+    ) -> list[Completion]:
+        """Sample `num_choices` completions of `prompt` (token ids). Call it while holding one of `slots`."""
         body = {
             "model": model,
             "prompt": list(prompt),
             "max_tokens": max_tokens,
             "temperature": temperature,
             "seed": seed,
-            "n": 1,
+            "n": num_choices,
             "logprobs": 1,
             "return_token_ids": True,
         }
         answer = await self._retry("POST", "completions", body, _Completions)
-        completion = _checked(answer)
-        self.num_sampled_tokens += len(completion.token_ids)
-        return completion
+        if len(answer.choices) != num_choices:
+            raise InferenceError(f"inference gave {len(answer.choices)} completions instead of {num_choices}")
+        completions = [_checked(choice) for choice in answer.choices]
+        self.num_sampled_tokens += sum(len(completion.token_ids) for completion in completions)
+        return completions
 
     async def load_adapter(self, name: str, path: Path) -> None:
         """Load the PEFT folder `path` under `name`. That it is loaded already is no error: names are never reused."""
@@ -228,10 +237,7 @@ class InferenceClient:
             self.on_change()
 
 
-def _checked(answer: _Completions) -> Completion:
-    if len(answer.choices) != 1:
-        raise InferenceError(f"inference gave {len(answer.choices)} completions instead of one")
-    choice = answer.choices[0]
+def _checked(choice: _Choice) -> Completion:
     logprobs = choice.logprobs.token_logprobs
     if not choice.token_ids or len(choice.token_ids) != len(logprobs):
         raise InferenceError(f"inference gave {len(choice.token_ids)} tokens with {len(logprobs)} logprobs")

@@ -45,6 +45,7 @@ from prime_rl.orchestrator.rollout import RolloutWorker
 from prime_rl.orchestrator.sampler import ExampleSampler
 from prime_rl.orchestrator.scheduler import RunFailed, Scheduler
 from prime_rl.orchestrator.tokenizer import ChatTokenizer, TokenizerError
+from prime_rl.orchestrator.turn import TurnSampler
 from prime_rl.utils.logger import setup_logger
 from prime_rl.utils.signals import StopFlag
 from prime_rl.utils.watch import Watcher
@@ -71,13 +72,10 @@ async def orchestrate(config: OrchestratorConfig, run: RunDir, reporter: Reporte
     policy = PolicyVersions(client, run, await base_model(client, config.model.name))
     cleanup.push_async_callback(policy.close)
     worker = RolloutWorker(
-        client,
-        policy,
+        TurnSampler(client, policy, config.sampling, seq_len=seq_len),
         tokenizer,
         envs,
         ExampleSampler(envs, config.seed),
-        config.sampling,
-        seq_len=seq_len,
         rollouts_per_example=config.rollouts_per_example,
         seed=config.seed,
     )

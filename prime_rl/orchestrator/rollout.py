@@ -11,27 +11,21 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import itertools
 from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from prime_rl.configs.orchestrator import SamplingConfig
-from prime_rl.orchestrator.client import AccessDenied, Completion, InferenceClient, UnknownModel
-from prime_rl.orchestrator.envs.base import Environment, Example, Message, Outcome
-from prime_rl.orchestrator.policy import PolicyVersions
+from prime_rl.orchestrator.client import AccessDenied, Completion
+from prime_rl.orchestrator.envs.base import Environment, Message, Outcome
 from prime_rl.orchestrator.sampler import ExampleSampler, Pick
 from prime_rl.orchestrator.tokenizer import ChatTokenizer
+from prime_rl.orchestrator.turn import RolloutError, SharedFirstTurn, TurnSampler
 
 # A server that says again and again that it does not have what it has just loaded is broken, not restarted.
 MAX_RESTORES = 5
 
 
 ResultT = TypeVar("ResultT")
-
-
-class RolloutError(RuntimeError):
-    """A rollout that came to nothing; the message says why."""
 
 
 class GroupFailed(RuntimeError):
@@ -76,26 +70,25 @@ class PolicySession:
     Args:
         seed: of this rollout; every turn derives its own.
         version: the policy version for all turns; None takes the current one at each turn.
+        first_turn: shared with the other rollouts of the group, of which this is number `number`.
     """
 
     def __init__(
         self,
-        client: InferenceClient,
-        policy: PolicyVersions,
+        turns: TurnSampler,
         tokenizer: ChatTokenizer,
-        sampling: SamplingConfig,
         *,
-        seq_len: int,
         seed: int,
         version: int | None = None,
+        first_turn: SharedFirstTurn | None = None,
+        number: int = 0,
     ) -> None:
-        self._client = client
-        self._policy = policy
+        self._turns = turns
         self._tokenizer = tokenizer
-        self._sampling = sampling
-        self._seq_len = seq_len
         self._seed = seed
         self._version = version
+        self._first_turn = first_turn
+        self._number = number
         self._seen: list[Message] = []
         self._stopped_by_eos = False
         self._num_turns = 0
@@ -109,11 +102,7 @@ class PolicySession:
     async def complete(self, messages: Sequence[Message]) -> str:
         """One assistant turn that follows `messages`, which must begin with the conversation so far."""
         new_ids = self._new_tokens(messages)
-        prompt_ids = self._token_ids_T + new_ids
-        max_tokens = min(self._sampling.max_tokens, self._seq_len - len(prompt_ids))
-        if max_tokens < 1:
-            raise RolloutError(f"{len(prompt_ids)} prompt tokens leave no room in seq_len = {self._seq_len}")
-        version, completion = await self._sample(prompt_ids, max_tokens)
+        version, completion = await self._sample(self._token_ids_T + new_ids)
         self._append(new_ids)
         text = self._tokenizer.decode(completion.token_ids)
         self._record(completion, version)
@@ -150,23 +139,18 @@ class PolicySession:
         sampled_end = self._stopped_by_eos and token_ids[:1] == self._token_ids_T[-1:]
         return token_ids[1:] if sampled_end else token_ids
 
-    async def _sample(self, prompt_ids: list[int], max_tokens: int) -> tuple[int, Completion]:
-        """One completion, and the version that made it. What a restarted server has lost is loaded again."""
+    async def _sample(self, prompt_ids: list[int]) -> tuple[int, Completion]:
         seed = derive_seed(self._seed, self._num_turns)
-        temperature = self._sampling.temperature
-        async with self._client.slots:
-            for attempt in itertools.count():
-                with self._policy.use(self._version) as (version, model):
-                    try:
-                        completion = await self._client.complete(
-                            model, prompt_ids, max_tokens=max_tokens, temperature=temperature, seed=seed
-                        )
-                        return version, completion
-                    except UnknownModel:
-                        if attempt == MAX_RESTORES:
-                            raise
-                    await self._policy.restore(self._version)
-        raise AssertionError("unreachable")
+
+        async def sample(num_choices: int) -> tuple[int, list[Completion]]:
+            return await self._turns.sample(prompt_ids, seed=seed, num_choices=num_choices, version=self._version)
+
+        if self._first_turn is not None and not self._num_turns:
+            shared = await self._first_turn.take(self._number, prompt_ids, sample)
+            if shared is not None:
+                return shared
+        version, completions = await sample(1)
+        return version, completions[0]
 
     def _append(self, token_ids: list[int]) -> None:
         self._token_ids_T += token_ids
@@ -188,33 +172,37 @@ class RolloutWorker:
 
     def __init__(
         self,
-        client: InferenceClient,
-        policy: PolicyVersions,
+        turns: TurnSampler,
         tokenizer: ChatTokenizer,
         envs: Mapping[str, Environment],
         sampler: ExampleSampler,
-        sampling: SamplingConfig,
         *,
-        seq_len: int,
         rollouts_per_example: int,
         seed: int,
     ) -> None:
-        self._client = client
-        self._policy = policy
+        self._turns = turns
         self._tokenizer = tokenizer
         self._envs = envs
         self._sampler = sampler
-        self._sampling = sampling
-        self._seq_len = seq_len
         self._rollouts_per_example = rollouts_per_example
         self._seed = seed
 
     async def group(self, index: int) -> Group:
         """All rollouts of the example at `index`. Raises GroupFailed when one fails: half a group has no baseline."""
         pick = self._sampler.pick(index)
-        seeds = [derive_seed(self._seed, "train", index, number) for number in range(self._rollouts_per_example)]
+        first_turn = SharedFirstTurn(self._rollouts_per_example)
+        sessions = [
+            PolicySession(
+                self._turns,
+                self._tokenizer,
+                seed=derive_seed(self._seed, "train", index, number),
+                first_turn=first_turn,
+                number=number,
+            )
+            for number in range(self._rollouts_per_example)
+        ]
         try:
-            rollouts = await together(self.rollout(pick, seed) for seed in seeds)
+            rollouts = await together(self._run(pick, session) for session in sessions)
         except AccessDenied:
             raise
         except Exception as error:  # whatever an environment raises is its own affair
@@ -223,19 +211,10 @@ class RolloutWorker:
 
     async def rollout(self, pick: Pick, seed: int, version: int | None = None) -> Rollout:
         """One rollout of one example; see `PolicySession` for `seed` and `version`."""
-        session = PolicySession(
-            self._client,
-            self._policy,
-            self._tokenizer,
-            self._sampling,
-            seq_len=self._seq_len,
-            seed=seed,
-            version=version,
-        )
-        return session.finish(await self._run_env(pick.env_name, pick.example, session))
+        return await self._run(pick, PolicySession(self._turns, self._tokenizer, seed=seed, version=version))
 
-    async def _run_env(self, env_name: str, example: Example, session: PolicySession) -> Outcome:
-        return await self._envs[env_name].rollout(example, session)
+    async def _run(self, pick: Pick, session: PolicySession) -> Rollout:
+        return session.finish(await self._envs[pick.env_name].rollout(pick.example, session))
 
 
 async def together(parts: Iterable[Coroutine[Any, Any, ResultT]]) -> list[ResultT]:

@@ -20,6 +20,7 @@ from prime_rl.orchestrator.client import (
     ServedModel,
     UnknownModel,
 )
+from prime_rl.orchestrator.envs.base import Example, Outcome, Policy
 from prime_rl.orchestrator.policy import PolicyVersions, find_base_model
 from prime_rl.orchestrator.rollout import GroupFailed
 from prime_rl.orchestrator.sampler import Pick
@@ -90,7 +91,7 @@ def test_a_model_without_a_tokenizer_is_named(tmp_path: Path) -> None:
 
 
 async def sample(client: InferenceClient, model: str, seed: int = 3) -> list[int]:
-    completion = await client.complete(model, [5, 6], max_tokens=8, temperature=1.0, seed=seed)
+    (completion,) = await client.complete(model, [5, 6], max_tokens=8, temperature=1.0, seed=seed)
     return completion.token_ids
 
 
@@ -279,8 +280,7 @@ async def test_a_turn_that_was_cut_gets_its_end_appended_but_not_learned(model: 
     async with serving(fake) as url:
         client = make_client(url, tmp_path)
         policy = PolicyVersions(client, make_run(tmp_path), str(model))
-        worker = make_worker(client, policy, model, {"talk": env})
-        worker._sampling = worker._sampling.replace(max_tokens=2)
+        worker = make_worker(client, policy, model, {"talk": env}, max_tokens=2)
         rollout = await worker.rollout(Pick("talk", env.examples("train")[0]), seed=1)
         await client.close()
     n = rollout.num_prompt_tokens
@@ -290,7 +290,7 @@ async def test_a_turn_that_was_cut_gets_its_end_appended_but_not_learned(model: 
 
 async def test_rollouts_are_reproducible_and_differ_within_a_group(model: Path, tmp_path: Path) -> None:
     fake = FakeInference(model)
-    env = TalkEnv()
+    env = TalkEnv(num_turns=2)
     async with serving(fake) as url:
         client = make_client(url, tmp_path)
         policy = PolicyVersions(client, make_run(tmp_path), str(model))
@@ -298,8 +298,32 @@ async def test_rollouts_are_reproducible_and_differ_within_a_group(model: Path, 
         groups = [await worker.group(5) for worker in workers]
         await client.close()
     assert groups[0] == groups[1]
-    seeds = [body["seed"] for path, body in fake.requests if path == "/v1/completions"]
-    assert len(set(seeds)) == 3 and seeds[:3] == seeds[3:]
+    assert len({tuple(rollout.token_ids_T) for rollout in groups[0].rollouts_G}) == 3
+    # The shared first turn is one request for all, later turns are one each.
+    bodies = [(body["n"], body["seed"]) for path, body in fake.requests if path == "/v1/completions"]
+    assert [n for n, _ in bodies] == [3, 1, 1, 1] * 2
+    assert len({seed for _, seed in bodies}) == 4
+
+
+async def test_rollouts_whose_first_prompts_differ_do_not_share_a_request(model: Path, tmp_path: Path) -> None:
+    class Moody(TalkEnv):
+        async def rollout(self, example: Example, policy: Policy) -> Outcome:
+            self.answers.append("")
+            mood = {"role": "system", "content": f"mood {len(self.answers)}"}
+            await policy.complete([mood, *example.messages])  # type: ignore[list-item]
+            return Outcome(0.0)
+
+    fake = FakeInference(model)
+    async with serving(fake) as url:
+        client = make_client(url, tmp_path)
+        policy = PolicyVersions(client, make_run(tmp_path), str(model))
+        worker = make_worker(client, policy, model, {"talk": Moody()}, rollouts_per_example=3)
+        group = await worker.group(0)
+        await client.close()
+    bodies = [body for path, body in fake.requests if path == "/v1/completions"]
+    prompts = [rollout.token_ids_T[: rollout.num_prompt_tokens] for rollout in group.rollouts_G]
+    assert sorted(prompts) == sorted(body["prompt"] for body in bodies)
+    assert len(bodies) == 3
 
 
 @pytest.mark.parametrize(
@@ -330,12 +354,12 @@ async def test_adapters_that_a_restarted_server_lost_are_loaded_again(model: Pat
         policy = PolicyVersions(client, run, str(model))
         await policy.switch_to(1)
         fake.adapters.clear()
-        worker = make_worker(client, policy, model, {"talk": TalkEnv()}, rollouts_per_example=8)
-        group = await worker.group(0)
+        worker = make_worker(client, policy, model, {"talk": TalkEnv()})
+        groups = await asyncio.gather(*(worker.group(index) for index in range(8)))
         await policy.close()
         await client.close()
-    assert group.oldest_version == 1
-    assert fake.num_loads == 2  # eight requests missed it, one load brought it back
+    assert {group.oldest_version for group in groups} == {1}
+    assert fake.num_unknown > 1 and fake.num_loads == 2  # several requests missed it, one load brought it back
 
 
 async def test_a_server_that_never_has_the_model_fails_the_group(model: Path, tmp_path: Path) -> None:
