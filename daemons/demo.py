@@ -124,17 +124,24 @@ class RunStory:
         if isinstance(record, dict) and "reward/mean" in record:
             self.metrics = [old for old in self.metrics if old["step"] < record["step"]] + [record]
 
-    def mean_of(self, key: str, records: Sequence[Mapping[str, float]]) -> float | None:
-        values = [float(record[key]) for record in records if key in record]
-        return sum(values) / len(values) if values else None
+    def mean_reward(self, records: Sequence[Mapping[str, float]]) -> float | None:
+        return sum(record["reward/mean"] for record in records) / len(records) if records else None
+
+    def tokens_per_s(self) -> float | None:
+        """All tokens over all time: a batch that lay ready has a rate that says nothing."""
+        times_s = [record.get("time/step", 1.0) for record in self.metrics]
+        num_tokens = sum(
+            record.get("tokens_per_s", 0.0) * time_s for record, time_s in zip(self.metrics, times_s, strict=True)
+        )
+        return num_tokens / sum(times_s) if sum(times_s) else None
 
     def summary(self) -> dict[str, Any]:
         wall_s = self.finished_s - self.active_s if self.finished_s and self.active_s else None
         return {
             "steps": int(self.metrics[-1]["step"]) if self.metrics else 0,
-            "reward_first": self.mean_of("reward/mean", self.metrics[:EDGE_STEPS]),
-            "reward_last": self.mean_of("reward/mean", self.metrics[-EDGE_STEPS:]),
-            "tokens_per_s": self.mean_of("tokens_per_s", self.metrics),
+            "reward_first": self.mean_reward(self.metrics[:EDGE_STEPS]),
+            "reward_last": self.mean_reward(self.metrics[-EDGE_STEPS:]),
+            "tokens_per_s": self.tokens_per_s(),
             "wall_s": wall_s,
             "state": str(self.state) if self.state else None,
         }
