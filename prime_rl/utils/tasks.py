@@ -1,7 +1,7 @@
 """Small text tasks over generated words: what the built-in environments ask and what the base model was taught.
 
 Both sides import this module, so a base model meets in training exactly the instructions that it was taught. Pure
-functions over a `random.Random`; rewards are in `orchestrator.envs`, the teaching in `trainer.base_model`.
+functions over a `random.Random`. Conversations are `orchestrator.envs`' business, teaching is `trainer.base_model`'s.
 """
 
 from __future__ import annotations
@@ -53,6 +53,14 @@ def split_of(word: str) -> Literal["train", "eval"]:
     return "eval" if zlib.crc32(word.encode()) % EVAL_SHARE == 0 else "train"
 
 
+def make_train_word(rng: random.Random, min_len: int, max_len: int) -> str:
+    """A word of the train split."""
+    word = make_word(rng, min_len, max_len)
+    while split_of(word) != "train":
+        word = make_word(rng, min_len, max_len)
+    return word
+
+
 def make_words(
     rng: random.Random, count: int, min_len: int, max_len: int, split: Literal["train", "eval"]
 ) -> list[str]:
@@ -70,3 +78,24 @@ def make_words(
         f"found only {len(words)} different words of {min_len} to {max_len} letters for the {split} split, "
         f"wanted {count}: ask for fewer examples or for longer words"
     )
+
+
+def normalise(text: str) -> str:
+    """White space at the ends goes, and between words counts as one blank. Case is part of an answer and stays."""
+    return " ".join(text.split())
+
+
+def similarity(answer: str, wanted: str) -> float:
+    """1 - edit distance / length of the longer text: 1.0 for equal texts, 0.0 for texts that share nothing."""
+    longest = max(len(answer), len(wanted))
+    return 1.0 - edit_distance(answer, wanted) / longest if longest else 1.0
+
+
+def edit_distance(a: str, b: str) -> int:
+    """Fewest insertions, deletions and substitutions that make `b` of `a` (Levenshtein), row by row."""
+    row = list(range(len(b) + 1))
+    for i, char_a in enumerate(a, 1):
+        diagonal, row[0] = row[0], i
+        for j, char_b in enumerate(b, 1):
+            diagonal, row[j] = row[j], min(row[j] + 1, row[j - 1] + 1, diagonal + (char_a != char_b))
+    return row[-1]

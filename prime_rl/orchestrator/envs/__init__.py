@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from prime_rl.configs.base import build
+from prime_rl.configs.base import ConfigError, ConfigProblem, build
 from prime_rl.configs.orchestrator import EnvConfig
 from prime_rl.orchestrator.envs.base import Environment, Example, Message, Outcome, Policy, Split
 from prime_rl.orchestrator.envs.text import TEXT_TASKS, TextArgs, TextEnvironment
@@ -15,5 +15,9 @@ def load_environment(config: EnvConfig, seed: int) -> Environment:
 
     Raises ConfigError (a ValueError) that names the environment, each wrong argument and what is allowed.
     """
-    task = TEXT_TASKS[config.id]
-    return TextEnvironment(task, build(TextArgs, config.args, f"env {config.id!r}, args"), seed)
+    source = f"env {config.id!r}, args"
+    args = build(TextArgs, config.args, source)
+    try:
+        return TextEnvironment(TEXT_TASKS[config.id], args, seed)
+    except ValueError as error:
+        raise ConfigError(source, [ConfigProblem("", str(error))]) from error

@@ -15,7 +15,17 @@ from pydantic import Field, model_validator
 
 from prime_rl.configs.base import BaseConfig
 from prime_rl.orchestrator.envs.base import Example, Outcome, Policy, Split
-from prime_rl.utils.tasks import MAX_WORD_LEN, MIN_WORD_LEN, REVERSE, SORT, UPPER, TextTask, make_words
+from prime_rl.utils.tasks import (
+    MAX_WORD_LEN,
+    MIN_WORD_LEN,
+    REVERSE,
+    SORT,
+    UPPER,
+    TextTask,
+    make_words,
+    normalise,
+    similarity,
+)
 
 TEXT_TASKS = {task.id: task for task in (REVERSE, SORT, UPPER)}
 
@@ -72,24 +82,3 @@ class TextEnvironment:
     def _example(self, example_id: str, word: str) -> Example:
         prompt = self._task.prompt(word)
         return Example(example_id, [{"role": "user", "content": prompt}], self._task.solve(word), {"text": word})
-
-
-def normalise(text: str) -> str:
-    """White space at the ends goes, and between words counts as one blank. Case is part of an answer and stays."""
-    return " ".join(text.split())
-
-
-def similarity(answer: str, wanted: str) -> float:
-    """1 - edit distance / length of the longer text: 1.0 for equal texts, 0.0 for texts that share nothing."""
-    longest = max(len(answer), len(wanted))
-    return 1.0 - edit_distance(answer, wanted) / longest if longest else 1.0
-
-
-def edit_distance(a: str, b: str) -> int:
-    """Fewest insertions, deletions and substitutions that make `b` of `a` (Levenshtein), row by row."""
-    row = list(range(len(b) + 1))
-    for i, char_a in enumerate(a, 1):
-        diagonal, row[0] = row[0], i
-        for j, char_b in enumerate(b, 1):
-            diagonal, row[j] = row[j], min(row[j] + 1, row[j - 1] + 1, diagonal + (char_a != char_b))
-    return row[-1]

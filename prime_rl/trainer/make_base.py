@@ -1,0 +1,142 @@
+"""Make a small base model to train on a CPU: `python -m prime_rl.trainer.make_base --out models/base [--seed 0]`.
+
+A Qwen3 of some 360,000 parameters with one token a byte, taught from scratch on generated instructions (reverse, sort,
+upper-case, copy) until it is half good at them. The same settings make the same bits; a folder that holds them already
+is left alone. The folder appears at once when all is done: Ctrl-C leaves nothing. How it is taught is in `base_model`.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field
+
+from prime_rl.configs.base import BaseConfig, ConfigError, help_text, parse_argv
+from prime_rl.trainer.base_model.recipe import Recipe
+from prime_rl.trainer.base_model.store import StoreError, check_writable, is_up_to_date, save
+from prime_rl.utils.signals import StopFlag
+
+# Without a terminal: a line at the start and at each of so many equal parts.
+NUM_PROGRESS_LINES = 5
+
+
+class MakeBaseConfig(BaseConfig):
+    """`prl make-base`."""
+
+    out: Path
+    """Folder of the model. It is made; an older base model in it is replaced."""
+
+    seed: int = Field(0, ge=0)
+    """Seed of weights and demonstrations."""
+
+    steps: int = Field(Recipe.num_steps, ge=1)
+    """Steps of supervised learning; fewer make a worse model."""
+
+    num_threads: int = Field(Recipe.num_threads, ge=1)
+    """Threads of torch; part of the recipe, because the bits depend on it."""
+
+
+class Interrupted(RuntimeError):
+    """A signal asked to stop."""
+
+
+def main(argv: Sequence[str]) -> int:
+    if {"-h", "--help"} & set(argv):
+        print(f"usage: prl make-base --out DIR [--key value]...\n\n{help_text(MakeBaseConfig)}")
+        return 0
+    stop = StopFlag().install()
+    try:
+        config = parse_argv(MakeBaseConfig, argv)
+        recipe = Recipe(seed=config.seed, num_steps=config.steps, num_threads=config.num_threads)
+        if is_up_to_date(config.out, recipe):
+            print(f"{config.out} is up to date")
+            return 0
+        check_writable(config.out)
+        make(config.out, recipe, stop)
+    except ConfigError as error:
+        print(f"make-base: {error}", file=sys.stderr)
+        return 2
+    except StoreError as error:
+        print(f"make-base: {error}", file=sys.stderr)
+        return 1
+    except Interrupted:
+        print(f"make-base: stopped by {stop.signal_name}; nothing was written to {config.out}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def make(out: Path, recipe: Recipe, stop: Callable[[], bool]) -> None:
+    """Build, teach, measure, save, tell. Raises Interrupted or StoreError."""
+    # torch and transformers take seconds to import: not before it is known that there is work.
+    from transformers.utils import logging as transformers_logging
+
+    from prime_rl.trainer.base_model.measure import measure
+    from prime_rl.trainer.base_model.teach import be_reproducible, build_model, teach
+    from prime_rl.trainer.base_model.tokenizer import PromptEncoder, build_tokenizer
+
+    transformers_logging.disable_progress_bar()
+    started_s = time.monotonic()
+    be_reproducible(recipe)
+    tokenizer = build_tokenizer(recipe.max_positions)
+    encoder = PromptEncoder(tokenizer)
+    model = build_model(recipe, tokenizer)
+    num_parameters = sum(p.numel() for p in model.parameters())
+    with Progress(recipe.num_steps, stop) as progress:
+        teach(model, recipe, encoder, progress)
+    seconds = time.monotonic() - started_s
+    skills = measure(model, tokenizer, encoder, recipe)
+
+    def fill(folder: Path) -> None:
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+
+    if stop():
+        raise Interrupted
+    rewards = {task: {"greedy": skill.greedy, "sampled": skill.sampled} for task, skill in skills.items()}
+    save(out, recipe, {"num_parameters": num_parameters, "rewards": rewards}, fill)
+    print(f"{out}: a base model of {num_parameters:,} parameters, taught in {seconds:.0f} s")
+    for task, skill in skills.items():
+        print(f"  {task:<13} reward {skill.greedy:.2f} greedy, {skill.sampled:.2f} sampled")
+
+
+class Progress:
+    """Shows each step: a bar on a terminal, else a few lines. Raises Interrupted at the first step after a signal."""
+
+    def __init__(self, num_steps: int, stop: Callable[[], bool]) -> None:
+        self._num_steps = num_steps
+        self._stop = stop
+        self._every = max(1, num_steps // NUM_PROGRESS_LINES)
+        self._bar: Any = None
+
+    def __enter__(self) -> Progress:
+        if sys.stderr.isatty():
+            from tqdm import tqdm
+
+            self._bar = tqdm(total=self._num_steps, desc="teaching", unit="step", leave=False, dynamic_ncols=True)
+        else:
+            self._tell("teaching a base model")
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+    def __call__(self, step: int, loss: float) -> None:
+        if self._stop():
+            raise Interrupted
+        if self._bar is not None:
+            self._bar.set_postfix(loss=f"{loss:.2f}", refresh=False)
+            self._bar.update()
+        elif step % self._every == 0:
+            self._tell(f"step {step}/{self._num_steps}, loss {loss:.2f}")
+
+    def _tell(self, text: str) -> None:
+        print(f"make-base: {text}", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
