@@ -24,9 +24,9 @@ from tui.series import Series
 CHUNK_BYTES = 1 << 20
 # A line longer than this is no metrics line and no log line that a person reads; it is dropped, not kept in memory.
 MAX_LINE_BYTES = 1 << 18
-# A log is shown from this far before its end: about 3,000 lines.
+# A log is shown from this far before its end: about 2,500 lines.
 LOG_TAIL_BYTES = 1 << 18
-MAX_LOG_LINES = 5_000
+MAX_LOG_LINES = 2_000
 MAX_LOG_LINE_CHARS = 2_000
 # So many bytes before the offset are compared at each look: a file that was cut and grew again past the offset is
 # then noticed, though its size and inode say nothing.

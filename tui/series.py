@@ -84,16 +84,19 @@ def _pair_sums(values: array[float], even: int) -> array[float]:
 
 
 def downsample(steps: Sequence[float], values: Sequence[float], limit: int) -> tuple[list[float], list[float]]:
-    """At most `limit` points: the least and the greatest value of each of limit / 2 buckets, so peaks stay visible."""
-    if len(steps) <= limit or limit < 2:
+    """At most `limit` points (4 or more): both ends, and the least and the greatest value of each of equal buckets."""
+    if limit < 4:
+        raise ValueError(f"limit {limit} is too small: at least 4")
+    if len(steps) <= limit:
         return list(steps), list(values)
-    num_buckets = limit // 2
-    kept: list[int] = []
+    num_buckets, num_inner = (limit - 2) // 2, len(steps) - 2
+    kept = [0]
     for bucket in range(num_buckets):
-        start, end = bucket * len(steps) // num_buckets, (bucket + 1) * len(steps) // num_buckets
+        start, end = 1 + bucket * num_inner // num_buckets, 1 + (bucket + 1) * num_inner // num_buckets
         low = min(range(start, end), key=values.__getitem__)
         high = max(range(start, end), key=values.__getitem__)
         kept.extend(sorted({low, high}))
+    kept.append(len(steps) - 1)
     return [steps[i] for i in kept], [values[i] for i in kept]
 
 

@@ -46,7 +46,8 @@ def find_templates(output_dir: Path, run_ids: Sequence[str], configs: Path = Pat
     """Run configs below `configs`, then the configs of the runs that are there."""
     found = []
     for path in sorted(configs.rglob("*.toml"))[: 10 * MAX_TEMPLATES]:
-        if looks_like_run(path):
+        # A name with an escape in it would be shown where it can be edited, so it is not offered.
+        if clean_text(str(path)) == str(path) and looks_like_run(path):
             found.append(Template(one_line(str(path.relative_to(configs)), 80), path))
     output = OutputDir(output_dir)
     for run_id in run_ids:

@@ -76,10 +76,10 @@ class JobDialog(ModalScreen[None]):
             self._serial = self._perform(job)
 
     def say(self, text: str, *, failed: bool = False) -> None:
-        outcome = self.query_one("#outcome", Static)
-        outcome.update(Content(text))
-        outcome.set_class(bool(text), "-shown")
-        outcome.set_class(failed, "-failed")
+        for outcome in self.query("#outcome").results(Static):  # none while the app ends
+            outcome.update(Content(text))
+            outcome.set_class(bool(text), "-shown")
+            outcome.set_class(failed, "-failed")
 
     def show_action(self, entry: ActionEntry) -> None:
         if self._serial is None or entry.serial != self._serial:

@@ -68,6 +68,13 @@ class HouseScreen(Screen[None]):
         self.setting = setting
         self.snapshot: Snapshot | None = None
         self.entry: ActionEntry | None = None
+        self._is_ready = False
+        self._keys_for: str | None = None
+
+    @property
+    def can_show(self) -> bool:
+        """Whether the widgets can be filled: not before they are mounted."""
+        return self._is_ready
 
     @property
     def active_bindings(self) -> dict[str, ActiveBinding]:
@@ -76,6 +83,14 @@ class HouseScreen(Screen[None]):
             return KEY_ORDER.index(action) if action in KEY_ORDER else len(KEY_ORDER)
 
         return dict(sorted(super().active_bindings.items(), key=place))
+
+    def show_keys(self) -> None:
+        """Let the footer grey out and bring back keys; costly, so only when the run in question can do other things."""
+        row = self.target_row()
+        state = row.state if row else None
+        if state != self._keys_for:
+            self._keys_for = state
+            self.refresh_bindings()
 
     def target_row(self) -> RunRow | None:
         """The run that actions are about: the selected one, or the one that is open."""

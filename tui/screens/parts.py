@@ -68,19 +68,20 @@ class PartsScreen(ModalScreen[None]):
     def __init__(self, snapshot: Snapshot) -> None:
         super().__init__()
         self._snapshot = snapshot
+        self._text = Static(markup=False)
 
     def compose(self) -> ComposeResult:
         with VerticalScroll() as box:
             box.border_title = "parts and problems"
             box.border_subtitle = "esc closes"
-            yield Static(markup=False)
+            yield self._text
 
     def on_mount(self) -> None:
         self.show_house(self._snapshot)
 
     def show_house(self, snapshot: Snapshot) -> None:
         self._snapshot = snapshot
-        self.query_one(Static).update(describe(snapshot, make_palette(self.app.theme_variables)))
+        self._text.update(describe(snapshot, make_palette(self.app.theme_variables)))
 
     def action_scroll(self, direction: int) -> None:
         self.query_one(VerticalScroll).scroll_relative(y=direction, animate=False)

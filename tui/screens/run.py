@@ -8,7 +8,6 @@ from textual import on
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.content import Content
-from textual.widget import Widget
 from textual.widgets import Footer, Static, TabbedContent, TabPane
 
 from prime_rl.contract.status import RunState
@@ -56,28 +55,43 @@ class RunScreen(HouseScreen):
     def __init__(self, setting: Setting, run_id: str) -> None:
         super().__init__(setting)
         self.run_id = run_id
+        self._banner_text = ""
+        # Held, not looked up: a message may arrive while the app ends and takes its widgets away.
+        self.header = RunHeader()
+        self.banner = Static(id="banner", markup=False)
+        self.tabs = TabbedContent()
+        self.charts = ChartGrid(CHARTS, _COLOURS)
+        self.config = ConfigView()
+        self.log_view = LogView()
+        self.events = EventsView()
+        self.command_line = CommandLine()
         self._watcher = RunWatcher(RunDetailReader(setting.output_dir, run_id), self.post_message)
 
     def compose(self) -> ComposeResult:
-        yield RunHeader()
-        yield Static(id="banner", markup=False)
-        with TabbedContent():
+        yield self.header
+        yield self.banner
+        with self.tabs:
             with TabPane("1 Charts", id="tab-charts"):
-                yield ChartGrid(CHARTS, _COLOURS)
+                yield self.charts
             with TabPane("2 Config", id="tab-config"):
-                yield ConfigView()
+                yield self.config
             with TabPane("3 Logs", id="tab-logs"):
-                yield LogView()
+                yield self.log_view
             with TabPane("4 Events", id="tab-events"):
-                yield EventsView()
-        yield CommandLine()
+                yield self.events
+        yield self.command_line
         yield Footer(compact=True, show_command_palette=False)
 
     def on_mount(self) -> None:
-        self.app.theme_changed_signal.subscribe(self, lambda _: self.query_one(LogView).redraw())
-        self.query_one(ChartGrid).focus()
+        # The panes of the tabs are made after the screen itself.
+        self.call_after_refresh(self._start)
+
+    def _start(self) -> None:
+        self._is_ready = True
+        self.app.theme_changed_signal.subscribe(self, lambda _: self.log_view.redraw())
+        self.command_line.entry = self.entry
+        self._focus_tab()
         self._show()
-        self.query_one(CommandLine).entry = self.entry
         self.run_worker(self._watcher.run, thread=True, name=f"read {self.run_id}")
 
     def on_unmount(self) -> None:
@@ -88,19 +102,22 @@ class RunScreen(HouseScreen):
 
     def show_house(self, snapshot: Snapshot) -> None:
         super().show_house(snapshot)
-        if self.is_mounted:
+        if self.can_show:
             self._show()
 
     def show_action(self, entry: ActionEntry) -> None:
         super().show_action(entry)
-        self.query_one(CommandLine).entry = entry
+        if self.can_show:
+            self.command_line.entry = entry
 
     def on_run_changed(self, message: RunChanged) -> None:
+        if not self.can_show:
+            return
         detail = message.detail
-        self.query_one(ChartGrid).show(detail.charts)
-        self.query_one(ConfigView).show(detail.config, detail.config_error, detail.error_lines)
-        self.query_one(LogView).show(detail.log_lines, detail.log_num_read, detail.log_generation)
-        self.query_one(EventsView).show(detail.events)
+        self.charts.show(detail.charts)
+        self.config.show(detail.config, detail.config_error, detail.error_lines)
+        self.log_view.show(detail.log_lines, detail.log_num_read, detail.log_generation)
+        self.events.show(detail.events)
 
     @on(ChartGrid.Resized)
     def _charts_resized(self, message: ChartGrid.Resized) -> None:
@@ -109,38 +126,37 @@ class RunScreen(HouseScreen):
 
     @on(TabbedContent.TabActivated)
     def _tab_activated(self, event: TabbedContent.TabActivated) -> None:
-        self._focus_tab()
-        self._show()
+        if self.can_show:
+            self._focus_tab()
+            self._show()
 
     def action_tab(self, index: int) -> None:
-        self.query_one(TabbedContent).active = _TABS[index]
+        self.tabs.active = _TABS[index]
 
     def action_next_tab(self, direction: int) -> None:
-        tabs = self.query_one(TabbedContent)
-        tabs.active = _TABS[(_TABS.index(tabs.active) + direction) % len(_TABS)]
+        self.tabs.active = _TABS[(_TABS.index(self.tabs.active) + direction) % len(_TABS)]
 
     def _focus_tab(self) -> None:
-        kinds: dict[str, type[Widget]] = dict(zip(_TABS, (ChartGrid, ConfigView, LogView, EventsView), strict=True))
-        active = self.query_one(TabbedContent).active
-        if active in kinds:
-            self.query_one(kinds[active]).focus()
+        views = dict(zip(_TABS, (self.charts, self.config, self.log_view, self.events), strict=True))
+        if self.tabs.active in views:
+            views[self.tabs.active].focus()
 
     def _banner(self, row: RunRow | None) -> str:
         if row is None:
             return f"{self.run_id} is not in the house any more; esc goes back"
         if row.state == RunState.INVALID:
             # The config tab says it in full, beside the line.
-            return "" if self.query_one(TabbedContent).active == "tab-config" else row.note
+            return "" if self.tabs.active == "tab-config" else row.note
         return row.note if row.state == LOST else row.reason or row.note
 
     def _show(self) -> None:
         row = self.target_row()
-        header = self.query_one(RunHeader)
-        header.row, header.now = row, self.setting.clock()
-        banner = self.query_one("#banner", Static)
+        self.header.row, self.header.now = row, self.setting.clock()
         text = self._banner(row)
-        banner.set_class(bool(text), "-shown")
-        banner.set_class(row is None or row.is_problem, "-bad")
-        banner.set_class(row is not None and not row.is_problem, "-note")
-        banner.update(Content(text))
-        self.refresh_bindings()
+        self.banner.set_class(bool(text), "-shown")
+        self.banner.set_class(row is None or row.is_problem, "-bad")
+        self.banner.set_class(row is not None and not row.is_problem, "-note")
+        if text != self._banner_text:
+            self._banner_text = text
+            self.banner.update(Content(text))
+        self.show_keys()

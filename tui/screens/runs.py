@@ -50,37 +50,46 @@ class RunsScreen(HouseScreen):
         super().__init__(setting)
         self.needle = ""
         self.sort = next(iter(SORTS))
+        # Held, not looked up: a look at the house may arrive while the app ends and takes its widgets away.
+        self.header = HouseHeader(read_only=setting.read_only)
+        self.filter = Input(placeholder="filter by id, state or note", id="filter", select_on_focus=False, compact=True)
+        self.table = RunsTable()
+        self.empty = EmptyState(read_only=setting.read_only)
+        self.preview = Preview()
+        self.command_line = CommandLine()
 
     def compose(self) -> ComposeResult:
-        yield HouseHeader(read_only=self.setting.read_only)
-        yield Input(placeholder="filter by id, state or note", id="filter", select_on_focus=False, compact=True)
-        yield RunsTable()
-        yield EmptyState(read_only=self.setting.read_only)
-        yield Preview()
-        yield CommandLine()
+        yield self.header
+        yield self.filter
+        yield self.table
+        yield self.empty
+        yield self.preview
+        yield self.command_line
         yield Footer(compact=True, show_command_palette=False)
 
     def on_mount(self) -> None:
-        self.query_one(Preview).display = False
-        self.query_one(RunsTable).focus()
+        self._is_ready = True
+        self.preview.display = False
+        self.table.focus()
         self.app.theme_changed_signal.subscribe(self, lambda _: self.call_after_refresh(self._recolour))
 
     def on_resize(self, event: Resize) -> None:
-        self.query_one(Preview).set_class(event.size.height >= TALL, "-tall")
+        self.preview.set_class(event.size.height >= TALL, "-tall")
 
     def target_row(self) -> RunRow | None:
-        run_id = self.query_one(RunsTable).selected_id
+        run_id = self.table.selected_id
         return self.snapshot.row(run_id) if self.snapshot and run_id else None
 
     def show_house(self, snapshot: Snapshot) -> None:
         super().show_house(snapshot)
-        if self.is_mounted:
-            self.query_one(HouseHeader).snapshot = snapshot
+        if self.can_show:
+            self.header.snapshot = snapshot
             self._refill()
 
     def show_action(self, entry: ActionEntry) -> None:
         super().show_action(entry)
-        self.query_one(CommandLine).entry = entry
+        if self.can_show:
+            self.command_line.entry = entry
 
     def action_open(self) -> None:
         row = self.target_row()
@@ -94,12 +103,12 @@ class RunsScreen(HouseScreen):
 
     def action_filter(self) -> None:
         self.add_class("-filtering")
-        self.query_one("#filter", Input).focus()
+        self.filter.focus()
 
     def action_clear_filter(self) -> None:
-        self.query_one("#filter", Input).value = ""
+        self.filter.value = ""
         self.remove_class("-filtering")
-        self.query_one(RunsTable).focus()
+        self.table.focus()
 
     def action_sort(self) -> None:
         names = list(SORTS)
@@ -118,7 +127,7 @@ class RunsScreen(HouseScreen):
 
     @on(Input.Submitted, "#filter")
     def _filter_done(self) -> None:
-        self.query_one(RunsTable).focus()
+        self.table.focus()
         if not self.needle:
             self.remove_class("-filtering")
 
@@ -134,19 +143,21 @@ class RunsScreen(HouseScreen):
 
     def _refill(self) -> None:
         snapshot = self.snapshot
-        if snapshot is None:
+        if snapshot is None or not self.can_show:
             return
         rows = select_rows(snapshot.rows, self.needle, self.sort)
         self.set_class(not rows, "-empty")
-        self.query_one(EmptyState).show(self.needle, snapshot.house.trainer is not None)
-        self.query_one(RunsTable).show(rows, self.setting.clock())
+        self.empty.show(self.needle, snapshot.house.trainer is not None)
+        self.table.show(rows, self.setting.clock())
         self._show_selected()
 
     def _show_selected(self) -> None:
+        if not self.can_show:
+            return
         row = self.target_row()
-        self.query_one(Preview).show(row, self.setting.clock())
-        self.refresh_bindings()
+        self.preview.show(row, self.setting.clock())
+        self.show_keys()
 
     def _recolour(self) -> None:
-        self.query_one(RunsTable).redraw()
+        self.table.redraw()
         self._show_selected()

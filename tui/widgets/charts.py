@@ -41,15 +41,16 @@ class Chart(Vertical):
     }
     """
 
-    def __init__(self, title: str, *, colour: str = "primary", id: str | None = None) -> None:
-        super().__init__(id=id)
+    def __init__(self, title: str, *, colour: str = "primary") -> None:
+        super().__init__()
         self._title = title
         self._colour = colour
         self._data = ChartData()
+        self._plot = PlotextPlot()
         self.border_title = Content(title)
 
     def compose(self) -> ComposeResult:
-        yield PlotextPlot()
+        yield self._plot
         yield Static("no values yet", classes="none", markup=False)
 
     def on_mount(self) -> None:
@@ -69,8 +70,7 @@ class Chart(Vertical):
         self.border_title = self._heading(data)
         if not data.steps:
             return
-        plot = self.query_one(PlotextPlot)
-        plt = plot.plt
+        plt = self._plot.plt
         plt.clear_figure()
         palette = make_palette(self.app.theme_variables)
         plt.plot(
@@ -83,7 +83,7 @@ class Chart(Vertical):
         plt.xaxes(False, False)
         plt.yaxes(False, False)
         self._ticks(plt, data)
-        plot.refresh()
+        self._plot.refresh()
 
     def _ticks(self, plt: object, data: ChartData) -> None:
         height, width = max(self.size.height, 3), max(self.size.width, 20)
@@ -134,21 +134,19 @@ class ChartGrid(VerticalScroll):
 
     def __init__(self, specs: Sequence[ChartSpec], colours: Sequence[str]) -> None:
         super().__init__(id="charts")
-        self._specs = specs
-        self._colours = colours
         self._row_height = MIN_CHART_HEIGHT
+        self._charts = [Chart(spec.title, colour=colours[index % len(colours)]) for index, spec in enumerate(specs)]
 
     def compose(self) -> ComposeResult:
-        for index, spec in enumerate(self._specs):
-            yield Chart(spec.title, colour=self._colours[index % len(self._colours)])
+        yield from self._charts
 
     def show(self, charts: Sequence[ChartData]) -> None:
-        for chart, data in zip(self.query(Chart), charts, strict=True):
+        for chart, data in zip(self._charts, charts, strict=True):
             chart.show(data)
 
     def on_resize(self, event: Resize) -> None:
         width, height = self.size
-        columns, rows = fit_charts(width, height, len(self._specs))
+        columns, rows = fit_charts(width, height, len(self._charts))
         self._row_height = max(height // rows, 3)
         self.styles.grid_size_columns = columns
         self.styles.grid_rows = f"{self._row_height}"

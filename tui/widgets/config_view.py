@@ -52,17 +52,19 @@ class ConfigView(VerticalScroll):
 
     def __init__(self) -> None:
         super().__init__(id="config")
+        self._error = Static(id="config-error", markup=False)
+        self._text = Static(id="config-text", markup=False)
         self._shown: tuple[str, str | None, tuple[int, ...]] | None = None
 
     def compose(self) -> ComposeResult:
-        yield Static(id="config-error", markup=False)
-        yield Static(id="config-text", markup=False)
+        yield self._error
+        yield self._text
 
     def show(self, config: str, error: str | None, error_lines: tuple[int, ...]) -> None:
         if (config, error, error_lines) == self._shown:
             return
         self._shown = (config, error, error_lines)
         self.set_class(error is not None, "-invalid")
-        self.query_one("#config-error", Static).update(Content(error or ""))
+        self._error.update(Content(error or ""))
         text = numbered(config, error_lines) if config.strip() else Content("orch.toml is empty or not there")
-        self.query_one("#config-text", Static).update(text)
+        self._text.update(text)

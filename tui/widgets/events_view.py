@@ -49,9 +49,10 @@ class EventsView(VerticalScroll):
 
     def __init__(self) -> None:
         super().__init__(id="events")
+        self._text = Static(markup=False)
 
     def compose(self) -> ComposeResult:
-        yield Static(markup=False)
+        yield self._text
 
     def show(self, events: Sequence[Event]) -> None:
-        self.query_one(Static).update(describe(events, make_palette(self.app.theme_variables)))
+        self._text.update(describe(events, make_palette(self.app.theme_variables)))

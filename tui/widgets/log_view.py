@@ -8,6 +8,7 @@ from typing import ClassVar
 
 from rich.text import Text
 from textual.binding import Binding, BindingType
+from textual.events import Resize
 from textual.widgets import RichLog
 
 from tui.palette import Palette, make_palette
@@ -50,11 +51,15 @@ class LogView(RichLog):
         super().__init__(max_lines=MAX_LOG_LINES, wrap=True, markup=False, highlight=False, auto_scroll=True, id="log")
         self._num_written = 0
         self._generation = -1
+        self._width = 0
         self._last: tuple[Sequence[str], int, int] | None = None
 
     def show(self, lines: Sequence[str], num_read: int, generation: int) -> None:
         """`lines` are the newest of `num_read` since `generation` began; only new ones are written."""
         self._last = (lines, num_read, generation)
+        width = self.scrollable_content_region.width
+        if width <= 0:  # on a tab that was not opened yet
+            return
         if generation != self._generation:
             self.clear()
             self._num_written, self._generation = 0, generation
@@ -62,11 +67,17 @@ class LogView(RichLog):
         palette = make_palette(self.app.theme_variables)
         follows = self.auto_scroll and self.is_vertical_scroll_end
         for line in lines[len(lines) - num_new :]:
-            self.write(paint(line, palette), scroll_end=follows)
+            self.write(paint(line, palette), width=width, scroll_end=follows)
         self._num_written = num_read
 
+    def on_resize(self, event: Resize) -> None:
+        width = self.scrollable_content_region.width
+        if width != self._width:
+            self._width = width
+            self.redraw()
+
     def redraw(self) -> None:
-        """Write everything again: the theme changed."""
+        """Write everything again: the theme or the width changed."""
         if self._last is not None:
             self._generation = -1
             self.show(*self._last)

@@ -50,10 +50,10 @@ class Preview(Vertical):
 
     DEFAULT_CSS = """
     Preview {
-        height: auto;
+        height: 4;
         border-top: solid $border;
         background: $background;
-        & > Static { height: auto; max-height: 3; padding: 0 1; }
+        & > Static { height: 3; padding: 0 1; }
         & > Horizontal { height: 0; }
         &.-tall { height: 45%; }
         &.-tall > Horizontal { height: 1fr; }
@@ -62,20 +62,21 @@ class Preview(Vertical):
 
     def __init__(self) -> None:
         super().__init__(id="preview")
+        self._text = Static(markup=False)
+        self._reward = Chart("reward", colour="secondary")
+        self._loss = Chart("loss", colour="accent")
 
     def compose(self) -> ComposeResult:
-        yield Static(markup=False)
+        yield self._text
         with Horizontal():
-            yield Chart("reward", colour="secondary", id="preview-reward")
-            yield Chart("loss", colour="accent", id="preview-loss")
+            yield self._reward
+            yield self._loss
 
     def show(self, row: RunRow | None, now: float) -> None:
         self.display = row is not None
         if row is None:
             return
-        self.query_one(Static).update(describe(row, make_palette(self.app.theme_variables), now))
+        self._text.update(describe(row, make_palette(self.app.theme_variables), now), layout=False)
         rewards, tail = row.tail.rewards, row.tail
-        self.query_one("#preview-reward", Chart).show(
-            ChartData(*tail.reward_curve, last=rewards[-1] if rewards else None, change=change(rewards))
-        )
-        self.query_one("#preview-loss", Chart).show(ChartData(*tail.loss_curve, last=tail.loss))
+        self._reward.show(ChartData(*tail.reward_curve, last=rewards[-1] if rewards else None, change=change(rewards)))
+        self._loss.show(ChartData(*tail.loss_curve, last=tail.loss))

@@ -1,0 +1,340 @@
+"""Every action of the TUI, done with keys in a real app, and looked up on disk."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+from textual.pilot import Pilot
+from textual.widgets import Button, Input, OptionList, Static
+
+from prime_rl.contract.layout import OutputDir, RunDir
+from prime_rl.contract.status import RunStatus, read_status
+from tests.tui_support import add_run, build_house, orch_toml, until
+from tui.acting import ActsOnRuns
+from tui.app import PrlApp
+from tui.dialogs.add import AddDialog
+from tui.dialogs.delete import DeleteDialog
+from tui.dialogs.evict import SUGGESTIONS, EvictDialog
+from tui.dialogs.job import Job
+from tui.messages import ActionEntry
+from tui.screens.runs import RunsScreen
+from tui.widgets.command_line import CommandLine
+from tui.widgets.runs_table import RunsTable
+from tui.widgets.toml_area import TomlArea
+
+
+@pytest.fixture
+def house(tmp_path: Path) -> OutputDir:
+    return build_house(tmp_path / "house")
+
+
+@pytest.fixture
+def configs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder to work in, with one template of a run and one TOML file that is none."""
+    work = tmp_path / "work"
+    (work / "configs" / "demo").mkdir(parents=True)
+    (work / "configs" / "demo" / "fresh.toml").write_text(orch_toml())
+    (work / "configs" / "demo" / "system.toml").write_text("max_concurrent_runs = 4\n")
+    monkeypatch.chdir(work)
+    return work / "configs"
+
+
+@asynccontextmanager
+async def opened(path: Path) -> AsyncIterator[tuple[PrlApp, Pilot[None]]]:
+    """With the real clock, as the actions have it: the parts of the fixture count as gone, so nothing holds a run."""
+    app = PrlApp(path)
+    app.animation_level = "none"
+    async with app.run_test(size=(100, 30)) as pilot:
+        await until(pilot, lambda: isinstance(app.screen, RunsScreen) and app.screen.snapshot is not None, "a look")
+        await pilot.pause()
+        yield app, pilot
+
+
+def entry_of(app: PrlApp) -> ActionEntry | None:
+    return app.screen_stack[1].query_one(CommandLine).entry
+
+
+async def outcome(app: PrlApp, pilot: Pilot[None], state: str = "done") -> ActionEntry:
+    def there() -> bool:
+        entry = entry_of(app)
+        return entry is not None and entry.state == state
+
+    await until(pilot, there, f"an action that is {state} (now {entry_of(app)})")
+    entry = entry_of(app)
+    assert entry is not None
+    return entry
+
+
+async def select(app: PrlApp, pilot: Pilot[None], run_id: str) -> None:
+    table = app.screen.query_one(RunsTable)
+    app.call_next(lambda: table.move_cursor(row=table.get_row_index(run_id)))
+    await until(pilot, lambda: table.selected_id == run_id, f"the cursor on {run_id}")
+    await pilot.pause()
+
+
+def audit(house: OutputDir) -> list[tuple[str, str]]:
+    lines = [json.loads(line) for line in house.audit.read_text().splitlines()]
+    return [(line["action"], line["run_id"]) for line in lines][3:]
+
+
+async def test_evict_needs_a_reason_and_writes_it(house: OutputDir) -> None:
+    async with opened(house.path) as (app, pilot):
+        await select(app, pilot, "run_queued-a")
+        await pilot.press("e")
+        assert isinstance(app.screen, EvictDialog)
+        await pilot.press("enter")
+        assert "write a reason" in str(app.screen.query_one("#outcome", Static).render())
+        assert not RunDir(house.path / "run_queued-a").evicted.exists()
+        await pilot.press(*"too slow", "enter")
+        entry = await outcome(app, pilot)
+        assert RunDir(house.path / "run_queued-a").evicted.read_text() == "too slow"
+        assert entry.command.startswith("prl runs evict run_queued-a --reason 'too slow'")
+        await until(pilot, lambda: isinstance(app.screen, RunsScreen), "home")
+        table = app.screen.query_one(RunsTable)
+        await until(pilot, lambda: "evicted" in str(table.get_cell("run_queued-a", "state")), "the new state")
+    assert audit(house) == [("evict", "run_queued-a")]
+
+
+async def test_evict_with_a_suggestion_and_cancel(house: OutputDir) -> None:
+    async with opened(house.path) as (app, pilot):
+        await select(app, pilot, "run_queued-a")
+        await pilot.press("e", "escape")
+        assert isinstance(app.screen, RunsScreen) and entry_of(app) is None
+        await pilot.press("e", "tab", "down", "enter")
+        await outcome(app, pilot)
+    assert RunDir(house.path / "run_queued-a").evicted.read_text() == SUGGESTIONS[1]
+
+
+async def test_readmit_an_evicted_and_a_failed_run(house: OutputDir) -> None:
+    async with opened(house.path) as (app, pilot):
+        await select(app, pilot, "run_collapsed")
+        await pilot.press("r")
+        assert (await outcome(app, pilot)).text == "run_collapsed is readmitted"
+        assert not RunDir(house.path / "run_collapsed").evicted.exists()
+        await select(app, pilot, "run_crashed")
+        await pilot.press("r")
+        await until(pilot, lambda: "run_crashed" in getattr(entry_of(app), "text", ""), "the second readmission")
+        word = read_status(RunDir(house.path / "run_crashed").status, RunStatus)
+        assert word is None or word.state != "failed"
+
+
+async def test_readmit_is_grey_for_a_run_that_is_neither(house: OutputDir) -> None:
+    async with opened(house.path) as (app, pilot):
+        await select(app, pilot, "run_done")
+        assert not app.screen.active_bindings["r"].enabled
+        await pilot.press("r")
+        await select(app, pilot, "run_collapsed")
+        assert app.screen.active_bindings["r"].enabled
+        assert not app.screen.active_bindings["e"].enabled
+        assert entry_of(app) is None
+
+
+async def test_delete_says_what_goes_and_undo_brings_it_back(house: OutputDir) -> None:
+    # The fixture's statuses name this very process, which would hold the run.
+    RunDir(house.path / "run_done").status.unlink()
+    async with opened(house.path) as (app, pilot):
+        await select(app, pilot, "run_done")
+        await pilot.press("d")
+        dialog = app.screen
+        assert isinstance(dialog, DeleteDialog)
+        facts = dialog.query_one("#facts", Static)
+        await until(pilot, lambda: "KiB on disk" in str(facts.render()), "the size")
+        assert "60 steps" in str(facts.render())
+        await pilot.press("enter")
+        entry = await outcome(app, pilot)
+        assert not (house.path / "run_done").exists()
+        assert entry.command.startswith("prl runs delete run_done")
+        table = app.screen_stack[1].query_one(RunsTable)
+        await until(
+            pilot, lambda: "run_done" not in [str(row.key.value) for row in table.ordered_rows], "the row to go"
+        )
+        await pilot.press("u")
+        await until(pilot, lambda: (house.path / "run_done").exists(), "the run to come back")
+        assert "undelete run_done" in (await outcome(app, pilot)).command
+    assert audit(house) == [("delete", "run_done"), ("undelete", "run_done")]
+
+
+async def test_undo_with_an_empty_trash_says_so(house: OutputDir) -> None:
+    async with opened(house.path) as (app, pilot):
+        await pilot.press("u")
+        await pilot.pause()
+        assert any("nothing to bring back" in notice.message for notice in app._notifications)
+
+
+async def test_a_live_run_is_deleted_only_with_its_name_and_the_wait_is_shown(house: OutputDir) -> None:
+    holder = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE)
+    try:
+        run = add_run(house, "run_live", step=3)
+        hold(run, holder.pid)
+        async with opened(house.path) as (app, pilot):
+            dialog = DeleteDialog(house.path, "run_live", step=3, is_live=True, perform=acting(app).perform)
+            app.call_next(app.push_screen, dialog)
+            await until(pilot, lambda: app.screen is dialog and dialog.query("#name"), "the dialog")
+            await pilot.press(*"run_liv", "enter")
+            assert dialog.query_one("#delete", Button).disabled and run.path.exists()
+            await pilot.press("e", "enter")
+            words = dialog.query_one("#outcome", Static)
+            await until(pilot, lambda: "waiting for its orchestrator" in str(words.render()), "what it waits for")
+            assert run.evicted.exists(), "it is evicted first"
+            await pilot.press("x")  # the screen still answers
+            assert holder.stdin is not None
+            holder.stdin.close()
+            await asyncio.to_thread(holder.wait)
+            assert (await outcome(app, pilot)).text.startswith("run_live lies in")
+            assert not run.path.exists()
+    finally:
+        holder.kill()
+        holder.wait()
+
+
+def hold(run: RunDir, pid: int) -> None:
+    """Make process `pid` look like the run's orchestrator."""
+    from prime_rl.utils.process import process_create_time
+
+    status = {"run_id": run.run_id, "pid": pid, "pid_create_time": process_create_time(pid), "state": "running"}
+    run.status.write_text(json.dumps(status))
+
+
+def acting(app: PrlApp) -> ActsOnRuns:
+    screen = app.screen_stack[1]
+    assert isinstance(screen, ActsOnRuns)
+    return screen
+
+
+async def test_a_failed_action_is_readable_and_can_be_tried_again(house: OutputDir) -> None:
+    async with opened(house.path) as (app, pilot):
+        await select(app, pilot, "run_queued-b")
+        await pilot.press("e", *"why")
+        dialog = app.screen
+        control = RunDir(house.path / "run_queued-b").control
+        control.rename(control.with_name("control.away"))
+        control.write_text("in the way")
+        await pilot.press("enter")
+        entry = await outcome(app, pilot, "failed")
+        assert app.screen is dialog, "the dialog stays, so that nothing typed is lost"
+        assert entry.text in str(dialog.query_one("#outcome", Static).render())
+        control.unlink()
+        control.with_name("control.away").rename(control)
+        await pilot.press("enter")
+        await outcome(app, pilot)
+        assert RunDir(house.path / "run_queued-b").evicted.read_text() == "why"
+
+
+async def test_an_action_never_blocks_the_screen(house: OutputDir) -> None:
+    release = threading.Event()
+
+    def work(progress: Callable[[str], None]) -> str:
+        progress("half way")
+        release.wait(20)
+        return "all done"
+
+    async with opened(house.path) as (app, pilot):
+        app.call_next(acting(app).perform, Job("prl slow", work))
+        await until(pilot, lambda: getattr(entry_of(app), "text", "") == "half way", "the progress")
+        await pilot.press("j", "j")
+        assert app.screen.query_one(RunsTable).cursor_row == 2
+        release.set()
+        assert (await outcome(app, pilot)).text == "all done"
+
+
+async def add_dialog(app: PrlApp, pilot: Pilot[None]) -> AddDialog:
+    await pilot.press("a")
+    dialog = app.screen
+    assert isinstance(dialog, AddDialog)
+    await until(pilot, lambda: dialog.query_one("#templates", OptionList).option_count > 0, "the templates")
+    return dialog
+
+
+def verdict(dialog: AddDialog) -> str:
+    return str(dialog.query_one("#check", Static).render())
+
+
+async def test_add_an_unchanged_template(house: OutputDir, configs: Path) -> None:
+    async with opened(house.path) as (app, pilot):
+        dialog = await add_dialog(app, pilot)
+        assert [template.label for template in dialog._templates][:2] == ["demo/fresh.toml", "run_collapsed"]
+        await pilot.press("enter")
+        await until(pilot, lambda: verdict(dialog).startswith("✔ valid"), "the verdict")
+        await pilot.press("ctrl+s")
+        entry = await outcome(app, pilot)
+        assert entry.text == "run_fresh is added"
+        assert entry.command.startswith("prl runs add configs/demo/fresh.toml")
+    assert RunDir(house.path / "run_fresh").orch_toml.read_text() == orch_toml()
+    assert audit(house) == [("add", "run_fresh")]
+
+
+async def test_add_checks_as_you_type_and_takes_the_edited_text(house: OutputDir, configs: Path) -> None:
+    async with opened(house.path) as (app, pilot):
+        dialog = await add_dialog(app, pilot)
+        await pilot.press("enter")
+        await until(pilot, lambda: verdict(dialog).startswith("✔ valid"), "the verdict")
+        area = dialog.query_one(TomlArea)
+        await until(pilot, lambda: area.has_focus, "the editor")
+        await pilot.press(*"nonsense = 1", "enter")
+        await until(pilot, lambda: "nonsense: is not a known key" in verdict(dialog), "the problem")
+        assert dialog.query_one("#start", Button).disabled
+        await pilot.press("ctrl+s")
+        assert not (house.path / "run_mine").exists()
+        await pilot.press("up", *"#")
+        await until(pilot, lambda: verdict(dialog).startswith("✔ valid"), "the mended text")
+        dialog.query_one("#run-id", Input).focus()
+        await pilot.press(*"mine")
+        await until(pilot, lambda: "run id 'mine' is refused" in verdict(dialog), "the bad id")
+        await pilot.press("home", *"run_")
+        await until(pilot, lambda: verdict(dialog).startswith("✔ valid"), "the good id")
+        await pilot.press("ctrl+s")
+        assert (await outcome(app, pilot)).text == "run_mine is added"
+    assert RunDir(house.path / "run_mine").orch_toml.read_text().startswith("#nonsense = 1\n")
+
+
+async def test_add_says_when_the_text_is_no_toml_or_the_trainer_cannot_hold_it(house: OutputDir, configs: Path) -> None:
+    house.component_config("trainer").parent.mkdir(parents=True)
+    house.component_config("trainer").write_text('[model]\nname = "models/base"\n[model.lora]\nrank = 4\n')
+    async with opened(house.path) as (app, pilot):
+        dialog = await add_dialog(app, pilot)
+        await pilot.press("enter")
+        await until(pilot, lambda: "the trainer allows at most 4" in verdict(dialog), "the trainer's limit")
+        app.call_next(dialog.query_one(TomlArea).load_text, "a = [1\nb")
+        await until(pilot, lambda: "line 2" in verdict(dialog), "the line of the error")
+
+
+async def test_add_from_a_typed_path(house: OutputDir, configs: Path, tmp_path: Path) -> None:
+    other = tmp_path / "elsewhere.toml"
+    other.write_text(orch_toml(max_steps=7))
+    async with opened(house.path) as (app, pilot):
+        dialog = await add_dialog(app, pilot)
+        path = dialog.query_one("#path", Input)
+        path.focus()
+        await pilot.press(*str(tmp_path / "none.toml"), "enter")
+        await until(pilot, lambda: "cannot be read" in str(dialog.query_one("#outcome").render()), "what is wrong")
+        path.value = str(other)
+        await pilot.press("enter")
+        await until(pilot, lambda: "7 steps" in verdict(dialog), "the other file")
+        await pilot.press("ctrl+s")
+        assert (await outcome(app, pilot)).text == "run_elsewhere is added"
+
+
+async def test_an_id_that_is_taken_is_a_problem(house: OutputDir, configs: Path) -> None:
+    async with opened(house.path) as (app, pilot):
+        dialog = await add_dialog(app, pilot)
+        await pilot.press("enter")
+        dialog.query_one("#run-id", Input).value = "run_done"
+        await until(pilot, lambda: "run_done exists already" in verdict(dialog), "the taken id")
+        await pilot.press("escape")
+        assert isinstance(app.screen, RunsScreen)
+
+
+async def test_acting_on_the_open_run(house: OutputDir) -> None:
+    async with opened(house.path) as (app, pilot):
+        await select(app, pilot, "run_queued-a")
+        await pilot.press("enter", "e", *"no need", "enter")
+        await until(pilot, RunDir(house.path / "run_queued-a").evicted.exists, "the eviction")
+        await until(pilot, lambda: app.screen.query(CommandLine).first().entry is not None, "its command")

@@ -1,0 +1,118 @@
+"""Text from runs is shown as text: no escape sequence reaches the terminal, no markup is parsed, nothing crashes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+from textual.pilot import Pilot
+
+from prime_rl.contract.layout import OutputDir
+from prime_rl.contract.status import DaemonStatus
+from tests.tui_support import NOW, add_run, build_house, frozen_clock, orch_toml, until, write_status
+from tui.app import PrlApp
+from tui.screens.runs import RunsScreen
+
+ATTACKS = [
+    "\x1b]2;owned\x07 title",
+    "\x1b[2J\x1b[31m csi",
+    "\x9b31m c1",
+    "\x1bP+q544e\x1b\\ dcs",
+    "\x1b_apc\x1b\\ \x1b^pm\x1b\\",
+    "[bold]open [/] [/bold] [/nothing] [@click=app.quit]click[/]",
+    "[red",
+    "[link=file:///etc/passwd]x[/link]",
+    "\\[escaped] $variable {brace} %s",
+    "\u202e right to left \u2066",
+    "\x00\x07\x08\x7f control",
+]
+# What has to be readable still: markup of a toolkit is plain text here.
+KEPT = ["[bold]open [/] [/bold] [/nothing] [@click=app.quit]click[/]", "[red", "[link=file:///etc/passwd]x[/link]"]
+CONTROL = (*range(0x0A), *range(0x0B, 0x20), *range(0x7F, 0xA0))
+FORBIDDEN = {chr(code) for code in CONTROL} | set("\u202e\u2066")
+
+
+def screen_text(app: PrlApp) -> str:
+    """What is drawn, without the styles: exactly what reaches the terminal between its own style codes."""
+    strips = app.screen._compositor.render_strips()
+    return "\n".join("".join(segment.text for segment in strip) for strip in strips)
+
+
+@asynccontextmanager
+async def opened(house: OutputDir) -> AsyncIterator[tuple[PrlApp, Pilot[None]]]:
+    app = PrlApp(house.path, clock=frozen_clock)
+    app.animation_level = "none"
+    async with app.run_test(size=(200, 100)) as pilot:
+        await until(pilot, lambda: isinstance(app.screen, RunsScreen) and app.screen.snapshot is not None, "a look")
+        yield app, pilot
+
+
+async def check(app: PrlApp, pilot: Pilot[None], *seen: str) -> None:
+    for words in seen:
+        await until(pilot, lambda words=words: words in screen_text(app), f"{words!r} on the screen")
+    await pilot.pause()
+    assert not FORBIDDEN & set(screen_text(app))
+
+
+async def test_hostile_text_in_every_row_of_the_home_screen(tmp_path: Path) -> None:
+    house = build_house(tmp_path / "house")
+    for number, attack in enumerate(ATTACKS):
+        word: dict[str, object] = {"state": "failed", "reason": attack, "waiting_on": attack, "bottleneck": attack}
+        add_run(house, f"run_hostile-{number}", word=word)
+        (house.path / f"run_{attack.replace('/', '').replace(chr(0), '')[:40]}").mkdir()
+        status = DaemonStatus(name=f"run_hostile-{number}", state="failed", reason=attack, log_tail=[attack])
+        write_status(house.daemon_status(status.name), status)
+    async with opened(house) as (app, pilot):
+        await check(app, pilot, *(f"run_hostile-{number}" for number in range(len(ATTACKS))), *KEPT[1:])
+        await pilot.press("slash", *"hostile", "enter")
+        for _ in ATTACKS:
+            await check(app, pilot, "run_hostile-")
+            await pilot.press("j")
+        await pilot.press("p")
+        await check(app, pilot, "parts and problems", *KEPT)
+        for _ in range(3):
+            await pilot.press("pagedown")
+            await check(app, pilot)
+
+
+async def test_hostile_text_in_every_file_of_a_run(tmp_path: Path) -> None:
+    house = build_house(tmp_path / "house")
+    lines = "\n".join(ATTACKS)
+    toml = orch_toml() + "".join(f"# {attack}\n" for attack in ATTACKS)
+    run = add_run(house, "run_hostile", step=3, toml=toml)
+    run.log.write_text("".join(f"2026-09-21T14:00:01Z ERROR {attack}\n" for attack in ATTACKS) + "after\n")
+    run.orchestrator_metrics.write_text(json.dumps({"step": 1, lines: 1.0, "reward/mean": 0.25}) + "\n")
+    run.evicted.write_text(lines)
+    run.config_error.write_text(lines)
+    with house.audit.open("a") as file:
+        for attack in ATTACKS:
+            record = {"time": NOW, "who": attack, "action": attack, "run_id": "run_hostile", "reason": attack}
+            file.write(json.dumps(record) + "\n")
+    async with opened(house) as (app, pilot):
+        await pilot.press("slash", *"run_hostile", "enter", "enter")
+        for key, seen in (("1", ["reward"]), ("2", ["batch_size", *KEPT]), ("3", ["after", *KEPT]), ("4", KEPT)):
+            await pilot.press(key)
+            await check(app, pilot, *seen)
+        await pilot.press("d")
+        await check(app, pilot, "delete run_hostile")
+
+
+async def test_hostile_text_in_a_template_and_in_what_an_action_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    house = build_house(tmp_path / "house")
+    for name in ("[bold]", "\x1b]2;owned\x07"):
+        folder = tmp_path / "work" / "configs" / name
+        folder.mkdir(parents=True)
+        (folder / "x.toml").write_text("[[env]]\n" + "".join(f"# {attack}\n" for attack in ATTACKS))
+    monkeypatch.chdir(tmp_path / "work")
+    async with opened(house) as (app, pilot):
+        await pilot.press("a")
+        await check(app, pilot, "[bold]/x.toml")
+        await pilot.press("enter")
+        await check(app, pilot, "is missing", *KEPT)
+        await pilot.press("escape", "e", *"[/] [red", "enter")
+        await check(app, pilot, "[/] [red", "is evicted")

@@ -1,0 +1,375 @@
+"""Every key of the home screen and the run screen, pressed in a real app over a house on disk."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+from textual.pilot import Pilot
+from textual.widgets import Input, Static, TabbedContent
+
+from prime_rl.contract.layout import OutputDir, RunDir
+from tests.tui_support import NOW, Ticker, add_run, build_house, frozen_clock, metrics_lines, orch_toml, until
+from tui.app import PrlApp
+from tui.screens.help import HelpScreen
+from tui.screens.parts import PartsScreen
+from tui.screens.run import RunScreen
+from tui.screens.runs import RunsScreen
+from tui.widgets.charts import Chart, ChartGrid
+from tui.widgets.config_view import ConfigView
+from tui.widgets.events_view import EventsView
+from tui.widgets.log_view import LogView
+from tui.widgets.runs_table import SORTS, RunsTable
+
+SIZE = (100, 30)
+
+
+@pytest.fixture
+def house(tmp_path: Path) -> OutputDir:
+    return build_house(tmp_path / "house")
+
+
+@asynccontextmanager
+async def opened(
+    path: Path, *, size: tuple[int, int] = SIZE, clock: Ticker | None = None, read_only: bool = False
+) -> AsyncIterator[tuple[PrlApp, Pilot[None]]]:
+    app = PrlApp(path, clock=clock or frozen_clock, read_only=read_only)
+    app.animation_level = "none"
+    async with app.run_test(size=size) as pilot:
+        await until(pilot, lambda: isinstance(app.screen, RunsScreen) and app.screen.snapshot is not None, "a look")
+        await pilot.pause()
+        yield app, pilot
+
+
+def home(app: PrlApp) -> RunsScreen:
+    screen = app.screen
+    assert isinstance(screen, RunsScreen)
+    return screen
+
+
+def table(app: PrlApp) -> RunsTable:
+    return app.screen.query_one(RunsTable)
+
+
+def shown_ids(app: PrlApp) -> list[str]:
+    return [str(row.key.value) for row in table(app).ordered_rows]
+
+
+async def open_run(app: PrlApp, pilot: Pilot[None], run_id: str) -> RunScreen:
+    app.call_next(home(app).open_run, run_id)  # a screen must be made in the app's own context
+    await until(pilot, lambda: isinstance(app.screen, RunScreen), "the run screen")
+    screen = app.screen
+    assert isinstance(screen, RunScreen)
+    await until(pilot, lambda: screen.query_one(ConfigView)._shown is not None, "the run's files")
+    return screen
+
+
+async def test_moving_with_letters_and_arrows(house: OutputDir) -> None:
+    async with opened(house.path) as (app, pilot):
+        ids = shown_ids(app)
+        assert len(ids) == 9
+        for key, place in [("j", 1), ("down", 2), ("k", 1), ("up", 0), ("G", 8), ("g", 0), ("end", 8), ("home", 0)]:
+            await pilot.press(key)
+            assert table(app).selected_id == ids[place], key
+
+
+async def test_enter_opens_and_esc_and_q_go_back(house: OutputDir) -> None:
+    async with opened(house.path) as (app, pilot):
+        for back in ("escape", "q"):
+            await pilot.press("j", "enter")
+            await until(pilot, lambda: isinstance(app.screen, RunScreen), "the run screen")
+            assert isinstance(app.screen, RunScreen) and app.screen.run_id == table_id(app)
+            await pilot.press(back)
+            await until(pilot, lambda: isinstance(app.screen, RunsScreen), "home")
+
+
+def table_id(app: PrlApp) -> str | None:
+    return app.screen_stack[-2].query_one(RunsTable).selected_id
+
+
+async def test_filter_narrows_and_esc_shows_all_again(house: OutputDir) -> None:
+    async with opened(house.path) as (app, pilot):
+        await pilot.press("slash", *"queued")
+        assert shown_ids(app) == ["run_queued-a", "run_queued-b"]
+        await pilot.press("enter")
+        assert table(app).has_focus
+        await pilot.press("j")
+        assert table(app).selected_id == "run_queued-b"
+        await pilot.press("escape")
+        assert len(shown_ids(app)) == 9
+        assert table(app).selected_id == "run_queued-b"
+        await pilot.press("slash", *"nothing")
+        assert app.screen.has_class("-empty")
+        await pilot.press("escape")
+        assert not app.screen.has_class("-empty") and app.screen.query_one("#filter", Input).value == ""
+
+
+async def test_sort_cycles_and_the_cursor_stays_on_its_run(house: OutputDir) -> None:
+    async with opened(house.path) as (app, pilot):
+        await pilot.press("j", "j")
+        chosen = table(app).selected_id
+        orders = set()
+        for sort in [*list(SORTS)[1:], "slot"]:
+            await pilot.press("s")
+            assert home(app).sort == sort
+            assert table(app).selected_id == chosen
+            orders.add(tuple(shown_ids(app)))
+        assert len(orders) == len(SORTS)
+        await pilot.press("s")
+        assert shown_ids(app) == sorted(shown_ids(app))
+
+
+async def test_the_cursor_stays_on_its_run_when_others_come_and_go(house: OutputDir) -> None:
+    async with opened(house.path) as (app, pilot):
+        await pilot.press("j", "j", "j")
+        chosen = table(app).selected_id
+        add_run(house, "run_a-new", toml=orch_toml())
+        os.rename(house.path / "run_sort-rank16", house.path / ".gone")
+        await until(pilot, lambda: "run_a-new" in shown_ids(app), "the new run")
+        await until(pilot, lambda: "run_sort-rank16" not in shown_ids(app), "the other to go")
+        assert table(app).selected_id == chosen
+
+
+async def test_new_metrics_change_the_row(house: OutputDir) -> None:
+    async with opened(house.path, size=(160, 30)) as (app, pilot):
+        before = str(table(app).get_cell("run_reverse-lr1e-3", "reward"))
+        with RunDir(house.path / "run_reverse-lr1e-3").orchestrator_metrics.open("a") as file:
+            file.write('{"step": 43, "reward/mean": 0.111}\n')
+        await until(
+            pilot, lambda: "0.111" in str(table(app).get_cell("run_reverse-lr1e-3", "reward")), "the new reward"
+        )
+        assert "0.111" not in before
+
+
+async def test_a_run_becomes_lost_as_time_passes(house: OutputDir) -> None:
+    clock = Ticker()
+    async with opened(house.path, clock=clock) as (app, pilot):
+        assert "active" in str(table(app).get_cell("run_reverse-lr1e-3", "state"))
+        clock.now = NOW + 14.5  # the trainer wrote one second before NOW, the run as well
+        RunDir(house.path / "run_reverse-lr1e-3").status.touch()
+        clock.now = NOW + 30
+        await until(
+            pilot, lambda: "active" not in str(table(app).get_cell("run_reverse-lr1e-3", "state")), "the loss of life"
+        )
+
+
+async def test_help_and_parts_open_scroll_and_close(house: OutputDir) -> None:
+    async with opened(house.path, size=(80, 24)) as (app, pilot):
+        for key, screen in (("question_mark", HelpScreen), ("p", PartsScreen)):
+            await pilot.press(key)
+            assert isinstance(app.screen, screen)
+            await pilot.press("j", "k", key)
+            assert isinstance(app.screen, RunsScreen)
+        await pilot.press("p")
+        words = str(app.screen.query_one(Static).render())
+        assert "run_crashed" in words and "trainer" in words and "4711" in words
+
+
+async def test_columns_follow_the_width(house: OutputDir) -> None:
+    async with opened(house.path, size=(80, 24)) as (app, pilot):
+        assert [str(key.value) for key in table(app).columns] == ["state", "run", "progress", "reward", "note"]
+        await pilot.press("j")
+        chosen = table(app).selected_id
+        assert table(app).virtual_size.width <= 80
+        await pilot.resize_terminal(200, 50)
+        await until(pilot, lambda: len(table(app).columns) == 12, "all columns")
+        assert table(app).selected_id == chosen
+        assert table(app).virtual_size.width <= 200
+
+
+async def test_the_palette_knows_every_key_and_every_run(house: OutputDir) -> None:
+    async with opened(house.path) as (app, pilot):
+        titles = {command.title for command in app.get_system_commands(app.screen)}
+        assert titles >= {"Open", "Filter", "Add", "Evict", "Delete", "Undo delete", "Sort", "Parts", "Help", "Quit"}
+        assert "Open run_done" in titles and "Readmit" not in titles, "what would do nothing is left out"
+        await pilot.press("ctrl+p", *"open run_done", "enter")
+        await until(pilot, lambda: isinstance(app.screen, RunScreen), "the run from the palette")
+        assert isinstance(app.screen, RunScreen) and app.screen.run_id == "run_done"
+
+
+async def test_a_command_of_the_palette_acts_like_its_key(house: OutputDir) -> None:
+    async with opened(house.path) as (app, pilot):
+        await pilot.press("ctrl+p", *"parts", "enter")
+        await until(pilot, lambda: isinstance(app.screen, PartsScreen), "parts from the palette")
+
+
+async def test_q_quits(house: OutputDir) -> None:
+    async with opened(house.path) as (app, pilot):
+        await pilot.press("q")
+        await until(pilot, lambda: not app.is_running, "the end")
+        assert app.return_code == 0
+
+
+async def test_an_empty_house_says_what_to_do(tmp_path: Path) -> None:
+    async with opened(tmp_path) as (app, pilot):
+        assert app.screen.has_class("-empty")
+        words = str(app.screen.query_one("#empty").render())
+        assert "prl up" in words and "add a run" in words
+        add_run(OutputDir(tmp_path), "run_first")
+        await until(pilot, lambda: not app.screen.has_class("-empty"), "the first run")
+
+
+async def test_tabs_by_number_letter_and_arrow(house: OutputDir) -> None:
+    async with opened(house.path) as (app, pilot):
+        screen = await open_run(app, pilot, "run_reverse-lr1e-3")
+        tabs = screen.query_one(TabbedContent)
+        steps = [("2", "config"), ("3", "logs"), ("4", "events"), ("1", "charts"), ("l", "config"), ("h", "charts"),
+                 ("right", "config"), ("left", "charts"), ("right_square_bracket", "config")]  # fmt: skip
+        for key, tab in steps:
+            await pilot.press(key)
+            await pilot.pause()
+            assert tabs.active == f"tab-{tab}", key
+
+
+async def test_charts_show_six_metrics(house: OutputDir) -> None:
+    async with opened(house.path, size=(200, 50)) as (app, pilot):
+        screen = await open_run(app, pilot, "run_reverse-lr1e-3")
+        charts = list(screen.query(Chart))
+        await until(pilot, lambda: all(chart.has_class("-drawn") for chart in charts), "six curves")
+        assert [chart._title for chart in charts] == [
+            "reward", "loss", "entropy", "mismatch KL", "grad norm", "learning rate",
+        ]  # fmt: skip
+        assert len({chart.region.y for chart in charts}) == 2, "two rows of three"
+        assert all(screen.query_one(ChartGrid).region.contains_region(chart.region) for chart in charts)
+
+
+async def test_charts_on_a_small_screen_come_two_at_a_time(house: OutputDir) -> None:
+    async with opened(house.path, size=(80, 24)) as (app, pilot):
+        screen = await open_run(app, pilot, "run_reverse-lr1e-3")
+        grid = screen.query_one(ChartGrid)
+        charts = list(screen.query(Chart))
+
+        def seen() -> list[int]:
+            return [i for i, chart in enumerate(charts) if grid.region.contains_region(chart.region)]
+
+        await until(pilot, lambda: seen() == [0, 1], "the first two")
+        await pilot.press("j")
+        await until(pilot, lambda: seen() == [2, 3], "the next two")
+        await pilot.press("k")
+        await until(pilot, lambda: seen() == [0, 1], "the first two again")
+
+
+async def test_charts_grow_while_open(house: OutputDir) -> None:
+    async with opened(house.path) as (app, pilot):
+        screen = await open_run(app, pilot, "run_reverse-lr1e-3")
+        reward = screen.query(Chart).first()
+        with RunDir(house.path / "run_reverse-lr1e-3").orchestrator_metrics.open("a") as file:
+            file.write('{"step": 43, "reward/mean": 0.123}\n')
+        await until(pilot, lambda: "0.123" in str(reward.border_title), "the new point")
+
+
+async def test_the_log_is_followed_unless_scrolled_away(house: OutputDir) -> None:
+    run = RunDir(house.path / "run_reverse-lr1e-3")
+    with run.log.open("a") as file:
+        file.write("".join(f"line {number}\n" for number in range(200)))
+    async with opened(house.path) as (app, pilot):
+        screen = await open_run(app, pilot, run.run_id)
+        await pilot.press("3")
+        log = screen.query_one(LogView)
+        await until(pilot, lambda: log._num_written == 206 and log.is_vertical_scroll_end, "the end of the log")
+        with run.log.open("a") as file:
+            file.write("newest\n")
+        await until(pilot, lambda: log._num_written == 207 and log.is_vertical_scroll_end, "the newest line")
+        await pilot.press("g")
+        await until(pilot, lambda: log.scroll_y == 0, "the start of the log")
+        with run.log.open("a") as file:
+            file.write("newer\n")
+        await until(pilot, lambda: log._num_written == 208, "the line that is not looked at")
+        assert log.scroll_y == 0
+        await pilot.press("f")
+        await until(pilot, lambda: log.is_vertical_scroll_end, "the end again")
+        run.log.write_text("after rotation\n")
+        await until(pilot, lambda: [line.text for line in log.lines] == ["after rotation"], "the new log")
+
+
+async def test_an_invalid_run_shows_its_error_at_its_line(house: OutputDir) -> None:
+    async with opened(house.path) as (app, pilot):
+        screen = await open_run(app, pilot, "run_typo")
+        await pilot.press("2")
+        view = screen.query_one(ConfigView)
+        assert view.has_class("-invalid")
+        assert "is not a known key" in str(view.query_one("#config-error", Static).render())
+        text = str(view.query_one("#config-text", Static).render())
+        marked = [line for line in text.splitlines() if line.startswith("▶")]
+        assert len(marked) == 1 and "learning_rate" in marked[0]
+
+
+async def test_events_tell_who_did_what(house: OutputDir) -> None:
+    async with opened(house.path) as (app, pilot):
+        screen = await open_run(app, pilot, "run_collapsed")
+        await pilot.press("4")
+        words = str(screen.query_one(EventsView).query_one(Static).render())
+        assert "mia@gpu1" in words and "the reward collapsed" in words and "readmit" not in words
+
+
+async def test_the_run_that_is_open_may_vanish(house: OutputDir) -> None:
+    async with opened(house.path) as (app, pilot):
+        screen = await open_run(app, pilot, "run_done")
+        os.rename(house.path / "run_done", house.path / ".gone")
+        banner = screen.query_one("#banner", Static)
+        await until(pilot, lambda: "not in the house any more" in str(banner.render()), "the banner")
+        await pilot.press("1", "2", "3", "4", "escape")
+        await until(pilot, lambda: isinstance(app.screen, RunsScreen), "home")
+
+
+async def test_bad_files_do_not_stop_it(house: OutputDir) -> None:
+    run = add_run(house, "run_bad", step=3, word={"state": "running"})
+    run.orchestrator_metrics.write_bytes(b"\xff\x00" * 1000 + b"\n{}\n[]\n" + b'{"step": 4, "reward/mean": 0.4')
+    run.status.write_bytes(b"")
+    run.orch_toml.write_bytes(b"\x80\x81 = [")
+    run.log.unlink()
+    run.log.mkdir()
+    house.trainer_status.write_text("{")
+    async with opened(house.path) as (app, pilot):
+        await open_run(app, pilot, "run_bad")
+        await pilot.press("1", "2", "3", "4")
+        with run.orchestrator_metrics.open("a") as file:
+            file.write("}\n")
+        await pilot.press("escape")
+        await until(pilot, lambda: "0.400" in str(table(app).get_cell("run_bad", "reward")), "the completed line")
+
+
+async def test_a_long_history_is_thinned_not_lost(house: OutputDir) -> None:
+    run = RunDir(house.path / "run_reverse-lr1e-3")
+    lines, _ = metrics_lines(20_000, seed=1)
+    run.orchestrator_metrics.write_text("\n".join(lines) + "\n")
+    async with opened(house.path) as (app, pilot):
+        screen = await open_run(app, pilot, run.run_id)
+        reward = screen.query(Chart).first()
+        await until(pilot, lambda: bool(reward._data.steps) and reward._data.steps[-1] == 20_000, "all steps")
+        assert len(reward._data.steps) <= 2 * SIZE[0]
+
+
+@pytest.mark.parametrize("theme", ["house-light", "textual-light", "nord"])
+async def test_other_themes(house: OutputDir, theme: str) -> None:
+    async with opened(house.path, size=(120, 40)) as (app, pilot):
+        app.theme = theme
+        await pilot.pause()
+        await open_run(app, pilot, "run_reverse-lr1e-3")
+        await pilot.press("2", "3", "4", "1")
+
+
+async def test_no_color_still_draws(house: OutputDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NO_COLOR", "1")
+    async with opened(house.path) as (app, _):
+        assert app.no_color
+        svg = app.export_screenshot()
+        assert "active" in svg and "run_done" in svg
+
+
+async def test_read_only_has_no_key_that_acts(house: OutputDir) -> None:
+    before = sorted(str(path) for path in house.path.rglob("*"))
+    async with opened(house.path, read_only=True) as (app, pilot):
+        titles = {command.title for command in app.get_system_commands(app.screen)}
+        assert not titles & {"Add", "Evict", "Readmit", "Delete", "Undo delete"}
+        assert not set("aerdu") & set(app.screen.active_bindings)
+        await pilot.press("a", "e", "r", "d", "u")
+        assert isinstance(app.screen, RunsScreen) and len(app.screen_stack) == 2
+        screen = await open_run(app, pilot, "run_reverse-lr1e-3")
+        assert not set("erdu") & set(screen.active_bindings)
+        await pilot.press("e", "r", "d", "u")
+        assert app.screen is screen
+    assert sorted(str(path) for path in house.path.rglob("*")) == before
