@@ -181,29 +181,35 @@ def _stop_supervisor(
         taken.extend([lock] if lock else [])
         return lock is not None
 
-    info = read_info(output)
-    if info is None:
-        raise LaunchError(f"somebody holds {output.supervisor_lock} but says not who: fuser {output.supervisor_lock}")
-    if not info.lives_here():
-        raise LaunchError(f"the supervisor runs elsewhere or is unknown ({info}): stop it there")
-    say(f"stopping the supervisor (pid {info.pid})")
-    info.identity.send(signal.SIGTERM)
+    holder = Identity.of(child.pid) if child is not None else _holder(output)
+    say(f"stopping the supervisor (pid {holder.pid})")
+    holder.send(signal.SIGTERM)
     try:
         wait_for(free, "the supervisor to stop", timeout_s=timeout_s)
     except WaitTimeout:
         say(f"it did not stop within {timeout_s:g} s: SIGKILL")
-        info.identity.send(signal.SIGKILL)
+        holder.send(signal.SIGKILL)
 
     def gone() -> bool:
-        return bool(taken or free()) and not info.identity.lives() and (child is None or child.poll() is not None)
+        return bool(taken or free()) and not holder.lives() and (child is None or child.poll() is not None)
 
     try:
         wait_for(gone, "the supervisor to be gone", timeout_s=10.0)
     except WaitTimeout as error:
         for lock in taken:
             lock.release()
-        raise LaunchError(f"the supervisor (pid {info.pid}) cannot be ended: {error}") from error
+        raise LaunchError(f"the supervisor (pid {holder.pid}) cannot be ended: {error}") from error
     return taken[0]
+
+
+def _holder(output: OutputDir) -> Identity:
+    """The supervisor as its pid file names it, if it can be ended from here."""
+    info = read_info(output)
+    if info is None:
+        raise LaunchError(f"somebody holds {output.supervisor_lock} but says not who: fuser {output.supervisor_lock}")
+    if not info.lives_here():
+        raise LaunchError(f"the supervisor runs elsewhere or is unknown ({info}): stop it there")
+    return info.identity
 
 
 def end_leftovers(output: OutputDir, grace_s: float, say: Say) -> list[int]:

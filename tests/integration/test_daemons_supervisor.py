@@ -45,6 +45,11 @@ def runs_on(prl: Prl, name: str) -> bool:
     return found is not None and found.state == "running"
 
 
+def waits_first(prl: Prl, run_id: str) -> bool:
+    run = read_house(prl.output_dir).run(run_id)
+    return run is not None and run.waiting_on == "a free slot (1. in the queue)"
+
+
 def kill(pid: int) -> None:
     identity = Identity.of(pid)
     os.kill(pid, signal.SIGKILL)
@@ -53,11 +58,14 @@ def kill(pid: int) -> None:
 
 def test_three_runs_on_two_slots_then_down(prl: Prl) -> None:
     prl.up()
+    for name in ("a", "b"):
+        (prl.output_dir / f"pause_run_{name}").touch()
     for name in ("a", "b", "c"):
-        prl("runs", "add", str(prl.run_file(name, max_steps=8)))
-    prl.wait_state("run_c", "waiting", "active")
+        prl("runs", "add", str(prl.run_file(name)))
+    wait_for(lambda: waits_first(prl, "run_c"), "run_c to be the first in the queue", timeout_s=20)
+    for name in ("a", "b"):
+        (prl.output_dir / f"pause_run_{name}").unlink()
     for name in ("a", "b", "c"):
-        prl.wait_state(f"run_{name}", "finished")
         assert prl.wait_state(f"run_{name}", "finished").reason is None
     assert (prl.output_dir / "run_a" / "logs" / "orchestrator.log").read_text().count("begin run_a") == 1
     done = prl("down")
@@ -211,6 +219,16 @@ def test_ctrl_c_during_up_stops_everything(prl: Prl, signum: signal.Signals) -> 
     log = prl.output_dir / "logs" / "inference.log"
     wait_for(lambda: log.exists() and "loading" in log.read_text(), "inference to be loading", timeout_s=20)
     child.send_signal(signum)
+    child.communicate(timeout=30)
+    assert child.returncode == 130
+    assert prl.members() == []
+
+
+def test_ctrl_c_before_the_supervisor_has_said_who_it_is(prl: Prl) -> None:
+    child = prl.start(*prl.up_args())
+    log = prl.output_dir / "logs" / "supervisor.log"
+    wait_for(log.exists, "the supervisor to be started", timeout_s=20, poll_s=0.002)
+    child.send_signal(signal.SIGINT)
     child.communicate(timeout=30)
     assert child.returncode == 130
     assert prl.members() == []
