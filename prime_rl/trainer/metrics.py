@@ -17,6 +17,7 @@ from prime_rl.contract.layout import RunDir
 from prime_rl.contract.status import StatusWriter, TrainerRunStatus
 from prime_rl.trainer.optim import MultiLoRAOptimizer
 from prime_rl.trainer.runs import MultiRunManager
+from prime_rl.trainer.runs.hooks import printable
 from prime_rl.trainer.runs.sync import ReadyRun
 from prime_rl.trainer.step import UpdateReport
 
@@ -133,7 +134,7 @@ class StatusReporter:
             waiting_on=waiting_on,
             runs=self._runs(),
             waiting=list(self._manager.waiting),
-            refused=dict(self._manager.findings.refused),
+            refused={printable(name): printable(why) for name, why in self._manager.findings.refused.items()},
             time_s=self._time_s,
             num_updates=self._num_updates,
             tokens_per_s=self._tokens_per_s,

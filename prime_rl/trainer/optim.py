@@ -88,6 +88,10 @@ class MultiLoRAOptimizer:
         run.optimizer.step()
         self._drop_gradients(run)
 
+    def is_finite(self, run_idx: int) -> bool:
+        """Whether all weights of the run are numbers."""
+        return all(bool(torch.isfinite(view).all()) for view in self._runs[run_idx].views)
+
     def drop_gradients(self, run_idx: int) -> None:
         """Forget what was accumulated for the run."""
         self._drop_gradients(self._runs[run_idx])

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from stat import S_ISREG
 
 from prime_rl.contract.layout import list_rollout_steps
 from prime_rl.contract.types import BadBatchError, MicroBatch, TrainingBatch, TrainingSample, read_batch
@@ -115,11 +116,12 @@ class Packer:
         path = run.rollout_file(step)
         with self._manager.run_boundary(run_idx, f"reading rollouts/step_{step}"):
             try:
-                num_bytes = path.stat().st_size
+                stat = path.stat()
             except (FileNotFoundError, NotADirectoryError):
                 return
-            if num_bytes > MAX_BATCH_BYTES:
-                raise BadBatchError(f"{path} has {num_bytes} bytes, allowed are {MAX_BATCH_BYTES}")
+            # A pipe would hold up the whole trainer.
+            if not S_ISREG(stat.st_mode) or stat.st_size > MAX_BATCH_BYTES:
+                raise BadBatchError(f"{path} must be a file of at most {MAX_BATCH_BYTES} bytes, not {stat.st_size}")
             batch = read_batch(path)
             seq_len = self._manager.config[run_idx].seq_len
             assert seq_len is not None, "the config in a slot is resolved"

@@ -147,15 +147,20 @@ class TrainStep:
         lr = self._optimizer.lr(run_idx)
         step = self._manager.progress[run_idx].step + 1
         problem = None
-        if math.isfinite(sums.loss) and math.isfinite(grad_norm):
+        is_finite = math.isfinite(sums.loss) and math.isfinite(grad_norm)
+        if is_finite:
             self._optimizer.step(run_idx, grad_norm)
+        if is_finite and self._optimizer.is_finite(run_idx):
             self._scheduler.step(run_idx)
             progress = self._manager.progress[run_idx]
             progress.step = step
             progress.total_tokens += ready.num_tokens
             progress.total_samples += ready.num_samples
         else:
-            problem = f"update {step} is not finite: loss {sums.loss:g}, gradient norm {grad_norm:g}, lr {lr:g}"
+            what = "the weights after it" if is_finite else "its loss or gradient"
+            problem = (
+                f"update {step}: {what} are not finite: loss {sums.loss:g}, gradient norm {grad_norm:g}, lr {lr:g}"
+            )
             self._optimizer.drop_gradients(run_idx)
         self._manager.ready_to_update[run_idx] = False
         seconds = time.perf_counter() - start

@@ -20,6 +20,7 @@ from prime_rl.contract.layout import RunDir
 from prime_rl.lora.linear import AdapterRouting, MultiLoRALinear
 from prime_rl.trainer import runs as runs_module
 from prime_rl.trainer.runs import MultiRunManager
+from prime_rl.trainer.runs.hooks import printable
 from prime_rl.trainer.runs.sync import Channel, PackMessage, SlotState, StopMessage, slot_changes
 from tests.trainer_support import write_config, write_run
 
@@ -384,3 +385,27 @@ def test_names_of_all_versions_of_the_interface(tmp_path: Path) -> None:
     runs_module.check_for_changes()
     runs_module.sync_runs()
     assert manager.run_dirs() == []
+
+
+@pytest.mark.parametrize(
+    "text", ["x = " + "[" * 20_000, "batch_size = " + "9" * 5_000, "#" * (2 << 20)], ids=["nested", "digits", "large"]
+)
+def test_a_hostile_config_is_invalid_and_harms_nobody(tmp_path: Path, text: str) -> None:
+    run = add(tmp_path, "run_a")
+    add(tmp_path, "run_b")
+    run.orch_toml.write_text(text)
+    manager = look(manager_of(tmp_path))
+    assert set(manager.id_2_idx) == {"run_b"} and manager.findings.invalid == ["run_a"]
+    assert run.config_error.read_text().startswith(PARSE_ERROR_PREFIX)
+
+
+def test_a_name_that_is_no_text_can_be_told(tmp_path: Path) -> None:
+    (tmp_path / os.fsdecode(b"run_\xff")).mkdir()
+    manager = look(manager_of(tmp_path))
+    assert [printable(name) for name in manager.findings.refused] == ["run_\\udcff"]
+
+
+def test_a_reason_is_one_line_of_bounded_length(tmp_path: Path) -> None:
+    run = add(tmp_path, "run_a")
+    look(manager_of(tmp_path)).evict_run(0, "bad\n\udcff " + "x" * 10_000)
+    assert run.evicted.read_text().startswith("bad \\udcff xxx") and len(run.evicted.read_text()) == 2_001

@@ -11,14 +11,19 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from prime_rl.configs.base import ConfigError
+from prime_rl.configs.base import ConfigError, ConfigProblem
 from prime_rl.configs.orchestrator import OrchestratorConfig
 from prime_rl.configs.validate import PARSE_ERROR_PREFIX, explain, load_run_config
 from prime_rl.contract.files import read_text, write_atomic
 from prime_rl.contract.layout import RunDir, list_steps, scan_runs
+from prime_rl.trainer.runs.hooks import in_words, printable
 from prime_rl.trainer.runs.resume import pending_request
 
 logger = logging.getLogger(__name__)
+
+# Thousands of times what a config needs; a larger file is no config, and parsing it would hold up everybody.
+MAX_CONFIG_BYTES = 1 << 20
+MAX_ERROR_CHARS = 20_000
 
 # Null when the config is good, else what is wrong with it.
 Validate = Callable[[OrchestratorConfig], str | None]
@@ -129,13 +134,18 @@ class Discovery:
 
     def _parse(self, run: RunDir, path: Path) -> OrchestratorConfig | None:
         try:
+            if path.stat().st_size > MAX_CONFIG_BYTES:
+                raise ConfigError(str(path), [ConfigProblem("", f"has more than {MAX_CONFIG_BYTES} bytes")])
             config = load_run_config(path)
             problem = self._validate(config)
             text = f"{PARSE_ERROR_PREFIX}: {path}: {problem}" if problem else None
         except ConfigError as error:
             text = explain(error)
+        except Exception as error:  # what a hostile file makes a parser do (nesting without end) is its own fault
+            text = f"{PARSE_ERROR_PREFIX}: {path}: {in_words(error)}"
         if text is None:
             return config
+        text = printable(text)[:MAX_ERROR_CHARS]
         logger.warning("%s: %s", run.run_id, text)
         if read_text(run.config_error) != text + "\n":
             write_atomic(run.config_error, text + "\n")

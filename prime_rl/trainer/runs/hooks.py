@@ -64,6 +64,11 @@ def call_leaving(hooks: list[RunHook], run_idx: int, run_id: str) -> None:
             logger.exception("%s: a hook failed while the run left slot %d", run_id, run_idx)
 
 
+def printable(text: str) -> str:
+    """`text` with what cannot be encoded (bytes of a file name that are no UTF-8) written as escapes."""
+    return text.encode(errors="backslashreplace").decode()
+
+
 def in_words(error: Exception) -> str:
     """An error as part of a sentence; the type is named unless the text was written for people."""
     text = str(error)

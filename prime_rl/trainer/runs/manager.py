@@ -21,7 +21,7 @@ from prime_rl.configs.orchestrator import OrchestratorConfig
 from prime_rl.configs.trainer import TrainerConfig
 from prime_rl.configs.validate import TrainerLimits, check_against_trainer, resolve
 from prime_rl.contract.files import write_atomic
-from prime_rl.contract.layout import OutputDir, RunDir
+from prime_rl.contract.layout import RunDir
 from prime_rl.lora.adapter_state import export_adapter, load_adapter, reset_adapter
 from prime_rl.lora.linear import MultiLoRALinear
 from prime_rl.trainer.runs.discovery import Candidate, Discovery, Findings
@@ -32,11 +32,15 @@ from prime_rl.trainer.runs.hooks import (
     RunHook,
     call_leaving,
     in_words,
+    printable,
 )
 from prime_rl.trainer.runs.slots import Progress, Slots
 from prime_rl.trainer.runs.sync import Channel, SlotState, StateMessage, slot_changes
 
 logger = logging.getLogger(__name__)
+
+# A reason may quote what a run wrote; people read one line.
+MAX_REASON_CHARS = 2_000
 
 
 @dataclass(frozen=True)
@@ -121,8 +125,8 @@ class MultiRunManager:
         return self.run_dir(run_idx).path
 
     def run_dir(self, run_idx: int) -> RunDir:
-        """The paths of the run in slot `run_idx`."""
-        return OutputDir(self.output_dir).run(self._slots.idx_2_id[run_idx])
+        """The paths of the run in slot `run_idx`; its id and its folder were checked when it was admitted."""
+        return RunDir(self.output_dir / self._slots.idx_2_id[run_idx])
 
     def run_dirs(self) -> list[Path]:
         return [self.get_run_dir(idx) for idx in sorted(self.used_idxs)]
@@ -203,8 +207,8 @@ class MultiRunManager:
             self.evict_run(run_idx, reason)
 
     def _evict(self, run_id: str, reason: str) -> None:
-        logger.warning("evicting %s: %s", run_id, reason)
-        self._unwritten[run_id] = " ".join(reason.split())
+        self._unwritten[run_id] = printable(" ".join(reason.split()))[:MAX_REASON_CHARS]
+        logger.warning("evicting %s: %s", run_id, self._unwritten[run_id])
         self._write_evictions()
 
     def _write_evictions(self) -> None:
