@@ -5,6 +5,7 @@ All status files name the test's own process, so that they count as alive as lon
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 import os
@@ -13,6 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
+from textual.app import App
+from textual.pilot import Pilot
 
 from prime_rl.contract.files import write_atomic
 from prime_rl.contract.layout import OutputDir, RunDir, stable_marker
@@ -216,7 +219,7 @@ def _add_others(output: OutputDir) -> None:
     evicted.evicted.write_text("the reward collapsed\nafter step 25; see the curves")
     invalid = add_run(output, "run_typo", toml=orch_toml(extra='learning_rate = "high"'))
     invalid.config_error.write_text(
-        f"Error parsing orchestrator config: {invalid.orch_toml}: learning_rate: is not a known key; "
+        "Error parsing orchestrator config: lab/run_typo/control/orch.toml: learning_rate: is not a known key; "
         "valid here: advantage, batch_size, ckpt, client, env"
     )
     add_run(
@@ -272,12 +275,27 @@ class Ticker:
         return self.now
 
 
-async def until(pilot: object, condition: Callable[[], bool], what: str, *, timeout_s: float = 20.0) -> None:
-    """Let the app work until `condition()`; fails naming `what`."""
-    import asyncio
+def screen_text(app: App[None]) -> str:
+    """What is drawn, without the styles: exactly what reaches the terminal between its own style codes."""
+    strips = app.screen._compositor.render_strips()
+    return "\n".join("".join(segment.text for segment in strip) for strip in strips)
 
+
+async def settled(pilot: Pilot[None], *, num_same: int = 5) -> None:
+    """Let the app work until it has drawn the same `num_same` times in a row."""
+    seen: list[str] = []
+
+    def same() -> bool:
+        seen.append(screen_text(pilot.app))
+        return len(seen) >= num_same and len(set(seen[-num_same:])) == 1
+
+    await until(pilot, same, "a picture that stays")
+
+
+async def until(pilot: Pilot[None], condition: Callable[[], bool], what: str, *, timeout_s: float = 20.0) -> None:
+    """Let the app work until `condition()`; fails naming `what`."""
     loop = asyncio.get_running_loop()
     deadline = loop.time() + timeout_s
     while not condition():
         assert loop.time() < deadline, f"waited {timeout_s} s in vain for {what}"
-        await pilot.pause(0.02)  # type: ignore[attr-defined]
+        await pilot.pause(0.02)

@@ -12,7 +12,7 @@ from textual.pilot import Pilot
 
 from prime_rl.contract.layout import OutputDir
 from prime_rl.contract.status import DaemonStatus
-from tests.tui_support import NOW, add_run, build_house, frozen_clock, orch_toml, until, write_status
+from tests.tui_support import NOW, add_run, build_house, frozen_clock, orch_toml, screen_text, until, write_status
 from tui.app import PrlApp
 from tui.screens.runs import RunsScreen
 
@@ -33,12 +33,6 @@ ATTACKS = [
 KEPT = ["[bold]open [/] [/bold] [/nothing] [@click=app.quit]click[/]", "[red", "[link=file:///etc/passwd]x[/link]"]
 CONTROL = (*range(0x0A), *range(0x0B, 0x20), *range(0x7F, 0xA0))
 FORBIDDEN = {chr(code) for code in CONTROL} | set("\u202e\u2066")
-
-
-def screen_text(app: PrlApp) -> str:
-    """What is drawn, without the styles: exactly what reaches the terminal between its own style codes."""
-    strips = app.screen._compositor.render_strips()
-    return "\n".join("".join(segment.text for segment in strip) for strip in strips)
 
 
 @asynccontextmanager

@@ -1,0 +1,91 @@
+"""Pictures of the screens, with frozen clocks. `--snapshot-update` takes new ones; look at them before committing."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+from textual.pilot import Pilot
+
+from tests.tui_support import build_house, frozen_clock, settled, until
+from tui.app import PrlApp
+from tui.screens.run import RunScreen
+from tui.screens.runs import RunsScreen
+from tui.widgets.charts import Chart
+from tui.widgets.config_view import ConfigView
+
+SMALL, LARGE = (80, 24), (200, 50)
+Compare = Callable[..., bool]
+Steps = Callable[[Pilot[None]], Awaitable[None]]
+
+
+@pytest.fixture
+def app(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PrlApp:
+    """Over a house whose pictures hold no path, pid or time of this machine."""
+    monkeypatch.setenv("TZ", "UTC")
+    build_house(tmp_path / "lab")
+    app = PrlApp(tmp_path / "lab", clock=frozen_clock)
+    app.animation_level = "none"
+    return app
+
+
+def looked(*keys: str) -> Steps:
+    """Wait for the first look, press `keys`, wait until what they open has read its files."""
+
+    async def run(pilot: Pilot[None]) -> None:
+        app = pilot.app
+        await until(pilot, lambda: isinstance(app.screen, RunsScreen) and app.screen.snapshot is not None, "a look")
+        await pilot.pause()
+        for key in keys:
+            await pilot.press(key)
+            screen = app.screen
+            if isinstance(screen, RunScreen):
+                view = screen.query_one(ConfigView)
+                await until(pilot, lambda view=view: view._shown is not None, "the run's files")
+                if screen.tabs.active == "tab-charts" and screen.target_row().step:
+                    charts = list(screen.query(Chart))
+                    await until(pilot, lambda c=charts: all(chart.has_class("-drawn") for chart in c), "curves")
+        await settled(pilot)
+
+    return run
+
+
+@pytest.mark.parametrize("size", [SMALL, LARGE], ids=["80x24", "200x50"])
+@pytest.mark.parametrize(
+    ("name", "keys"),
+    [
+        ("home", ()),
+        ("run", ("enter",)),
+        ("run-config-invalid", ("end", "enter", "2")),
+        ("run-logs", ("enter", "3")),
+        ("run-events", ("j", "j", "j", "j", "j", "enter", "4")),
+        ("help", ("question_mark",)),
+        ("evict", ("e",)),
+    ],
+)
+def test_screen(snap_compare: Compare, app: PrlApp, size: tuple[int, int], name: str, keys: tuple[str, ...]) -> None:
+    assert snap_compare(app, terminal_size=size, run_before=looked(*keys))
+
+
+def test_home_in_the_light_theme(snap_compare: Compare, app: PrlApp) -> None:
+    async def steps(pilot: Pilot[None]) -> None:
+        await looked()(pilot)
+        pilot.app.theme = "house-light"
+        await settled(pilot)
+
+    assert snap_compare(app, terminal_size=(120, 32), run_before=steps)
+
+
+def test_read_only_home(snap_compare: Compare, tmp_path: Path) -> None:
+    build_house(tmp_path / "lab")
+    app = PrlApp(tmp_path / "lab", clock=frozen_clock, read_only=True)
+    app.animation_level = "none"
+    assert snap_compare(app, terminal_size=SMALL, run_before=looked())
+
+
+def test_empty_home(snap_compare: Compare, tmp_path: Path) -> None:
+    (tmp_path / "lab").mkdir()
+    app = PrlApp(tmp_path / "lab", clock=frozen_clock)
+    app.animation_level = "none"
+    assert snap_compare(app, terminal_size=SMALL, run_before=looked())
