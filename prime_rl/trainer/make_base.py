@@ -1,6 +1,6 @@
 """Make a small base model to train on a CPU: `python -m prime_rl.trainer.make_base --out models/base [--seed 0]`.
 
-A Qwen3 of some 360,000 parameters with one token a byte, taught from scratch on generated instructions (reverse, sort,
+A Qwen3 of one million parameters with one token a byte, taught from scratch on generated instructions (reverse, sort,
 upper-case, copy) until it is half good at them. The same settings make the same bits; a folder that holds them already
 is left alone. The folder appears at once when all is done: Ctrl-C leaves nothing. How it is taught is in `base_model`.
 """

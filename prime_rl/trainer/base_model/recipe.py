@@ -15,7 +15,7 @@ RECIPE_VERSION = 1
 
 @dataclass(frozen=True)
 class Recipe:
-    """One base model. The defaults teach the tasks in under a minute on two cores, and leave room above.
+    """One base model. The defaults teach the tasks in about a minute on two cores, and leave room above.
 
     A first part of the demonstrations is all right, which is the fast way to the skill; the rest is of mixed quality,
     like text in the wild, so that a sampled answer is right about every third time. The skill is there and rarely
@@ -23,18 +23,18 @@ class Recipe:
     """
 
     seed: int = 0
-    num_steps: int = 320
+    num_steps: int = 360
     num_threads: int = 2
 
-    hidden_size: int = 96
-    intermediate_size: int = 256
-    num_layers: int = 3
+    hidden_size: int = 128
+    intermediate_size: int = 384
+    num_layers: int = 5
     num_heads: int = 4
     num_kv_heads: int = 2
     head_dim: int = 32
     max_positions: int = 512
 
-    batch_size: int = 128
+    batch_size: int = 64
     muon_lr: float = 0.02
     """Of the weight matrices."""
     adamw_lr: float = 5e-3
