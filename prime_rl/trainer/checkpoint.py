@@ -165,7 +165,7 @@ class CheckpointManager:
         """Remove old checkpoints, and the rollout files that a checkpoint of both parts covers."""
         run, config = self._manager.run_dir(run_idx), self._manager.config[run_idx].ckpt
         complete = trainer_steps(run)
-        of_both = [step for step in complete if any_file(run.orchestrator_checkpoint(step))]
+        of_both = [step for step in complete if _has_files(run.orchestrator_checkpoint(step))]
         for step in steps_to_remove(config, complete, of_both):
             remove_step(run.checkpoint_dir(step))
         if of_both:
@@ -180,8 +180,9 @@ def trainer_steps(run: RunDir) -> list[int]:
     return [step for step in steps if (run.trainer_checkpoint(step) / PROGRESS_FILE).exists()]
 
 
-def any_file(folder: Path) -> bool:
-    return folder.is_dir() and any(folder.iterdir())
+def _has_files(folder: Path) -> bool:
+    """Whether something is in `folder` under its final name."""
+    return folder.is_dir() and any(not entry.name.startswith(".") for entry in folder.iterdir())
 
 
 def _drop_after(run: RunDir, step: int) -> None:

@@ -6,13 +6,14 @@ import math
 from pathlib import Path
 
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor
 
 from prime_rl.configs.shared import DEFAULT_TARGET_MODULES
 from prime_rl.contract.types import TrainingBatch
 from prime_rl.lora.adapter_state import peft_names
 from tests.trainer_support import (
+    VOCAB,
     adapter,
     make_batch,
     published,
@@ -42,7 +43,7 @@ def plain_loss(model: torch.nn.Module, batch: TrainingBatch) -> Tensor:
     return torch.stack(terms).mean()
 
 
-def plain_training() -> dict[str, Tensor]:
+def plain_training() -> tuple[PeftModel, dict[str, Tensor]]:
     model = get_peft_model(
         tiny_model(),
         LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=list(DEFAULT_TARGET_MODULES), task_type="CAUSAL_LM"),
@@ -63,7 +64,7 @@ def plain_training() -> dict[str, Tensor]:
         plain_loss(model, make_batch("run_a", step + 1)).backward()
         torch.nn.utils.clip_grad_norm_(named.values(), MAX_NORM)
         optimizer.step()
-    return {name: parameter.detach() for name, parameter in named.items()}
+    return model, {name: parameter.detach() for name, parameter in named.items()}
 
 
 def test_a_run_reaches_what_a_plain_training_loop_reaches(tmp_path: Path) -> None:
@@ -81,4 +82,9 @@ def test_a_run_reaches_what_a_plain_training_loop_reaches(tmp_path: Path) -> Non
     )
     put_batches(run, NUM_STEPS)
     train_until(trainer_config(house, model, max_tokens_per_micro_batch=96), lambda: published(run) == NUM_STEPS)
-    assert relative_difference(adapter(run, NUM_STEPS), plain_training()) < 1e-4
+    plain_model, plain_adapter = plain_training()
+    assert relative_difference(adapter(run, NUM_STEPS), plain_adapter) < 1e-4
+    published_model = PeftModel.from_pretrained(tiny_model(), run.broadcast_dir(NUM_STEPS))
+    token_ids = torch.randint(0, VOCAB, (2, 10))
+    ours, theirs, base = (m(input_ids=token_ids).logits for m in (published_model, plain_model, tiny_model()))
+    assert (ours - theirs).abs().max() < 1e-4 and (ours - base).abs().max() > 1e-2
