@@ -25,6 +25,8 @@ AdapterCheck = Callable[[str, Path], str]
 
 # A thousand prompts of 2,000 tokens, as text.
 MAX_BODY_BYTES = 16 * 2**20
+# Beyond this the connection is closed in the middle of the body.
+MAX_DISCARDED_BYTES = 16 * MAX_BODY_BYTES
 ROUTES = {
     "/health": "GET",
     "/metrics": "GET",
@@ -69,7 +71,7 @@ class Guard:
             return
         try:
             self._check_request(scope)
-            body = await _read_body(scope, receive)
+            body = await _read_body(receive)
             if scope["path"] == "/v1/load_lora_adapter":
                 body = self._checked_load(body)
         except ApiError as error:
@@ -130,21 +132,25 @@ def confined_adapter(output_dir: Path, given: str) -> Path:
     return folder
 
 
-async def _read_body(scope: MutableMapping[str, Any], receive: Receive) -> bytes:
-    declared = dict(scope["headers"]).get(b"content-length", b"0")
-    if not declared.isdigit() or int(declared) > MAX_BODY_BYTES:
-        raise ApiError(413, f"The body is larger than {MAX_BODY_BYTES} bytes.")
-    chunks, size = [], 0
+async def _read_body(receive: Receive) -> bytes:
+    """The whole body. What is too large is read to its end without being kept, so that the client hears why."""
+    chunks: list[bytes] = []
+    size = 0
     while True:
         message = await receive()
         if message["type"] == "http.disconnect":
             raise ApiError(400, "The client has closed the connection.")
-        chunks.append(message.get("body", b""))
-        size += len(chunks[-1])
-        if size > MAX_BODY_BYTES:
-            raise ApiError(413, f"The body is larger than {MAX_BODY_BYTES} bytes.")
-        if not message.get("more_body", False):
-            return b"".join(chunks)
+        chunk = message.get("body", b"")
+        size += len(chunk)
+        if size <= MAX_BODY_BYTES:
+            chunks.append(chunk)
+        else:
+            chunks.clear()
+        if size > MAX_DISCARDED_BYTES or not message.get("more_body", False):
+            break
+    if size > MAX_BODY_BYTES:
+        raise ApiError(413, f"The body is larger than {MAX_BODY_BYTES} bytes.")
+    return b"".join(chunks)
 
 
 def _with_length(scope: MutableMapping[str, Any], body: bytes) -> MutableMapping[str, Any]:

@@ -6,7 +6,7 @@ a client must never believe that a setting took effect when it did not.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Self, cast
+from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -132,9 +132,8 @@ class CompletionRequest(_Generation):
 
     @property
     def prompts(self) -> list[Prompt]:
-        if isinstance(self.prompt, str) or not self.prompt or isinstance(self.prompt[0], int):
-            return [self.prompt]
-        return cast(list[Prompt], self.prompt)
+        given: Any = self.prompt
+        return [given] if isinstance(given, str) or not given or isinstance(given[0], int) else given
 
 
 class TextPart(BaseModel):

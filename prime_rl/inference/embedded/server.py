@@ -16,6 +16,7 @@ from prime_rl.inference.embedded.metrics import EngineMetrics
 from prime_rl.inference.embedded.model import ModelError, Served, load_model
 from prime_rl.inference.embedded.text import Text
 from prime_rl.inference.guard import Guard
+from prime_rl.inference.limits import max_model_len
 from prime_rl.inference.reporting import Reporter, Snapshot
 from prime_rl.inference.serve import EngineFailed, serve
 
@@ -32,7 +33,7 @@ def run(context: ServerContext) -> None:
         torch.set_num_threads(config.num_threads)
     served, text = _load(context)
     engine = Engine(served, text.decode, max_num_seqs=config.max_num_seqs)
-    api = Api(engine, text, model=config.model.name, max_model_len=config.model.max_model_len, created=int(time.time()))
+    api = Api(engine, text, model=config.model.name, max_model_len=max_model_len(config), created=int(time.time()))
     app = Guard(build_app(api, EngineMetrics(engine)), api_key=context.api_key, output_dir=config.output_dir)
     engine.start()
     try:

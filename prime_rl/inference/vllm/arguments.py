@@ -30,13 +30,13 @@ def environment(config: InferenceConfig) -> dict[str, str]:
     return env
 
 
-def server_arguments(config: InferenceConfig, *, on_cpu: bool) -> dict[str, Any]:
+def server_arguments(config: InferenceConfig, *, max_model_len: int, on_cpu: bool) -> dict[str, Any]:
     """Arguments of vLLM's server by their names there."""
     arguments: dict[str, Any] = {
         "model": config.model.name,
         "served_model_name": config.model.name,
         "dtype": config.model.dtype,
-        "max_model_len": config.model.max_model_len,
+        "max_model_len": max_model_len,
         "max_num_seqs": config.max_num_seqs,
         "enforce_eager": config.vllm.enforce_eager,
         # Rollouts need the logprobs of the distribution that was sampled from.

@@ -23,6 +23,7 @@ import torch
 from prime_rl.inference.checks import StartError
 from prime_rl.inference.context import ServerContext
 from prime_rl.inference.guard import Guard
+from prime_rl.inference.limits import max_model_len
 from prime_rl.inference.reporting import Reporter, Snapshot
 from prime_rl.inference.serve import EngineFailed, serve
 from prime_rl.inference.vllm.adapters import AdapterGate
@@ -44,9 +45,9 @@ def run(context: ServerContext) -> None:
     config = context.config
     on_cpu = config.device == "cpu" or (config.device == "auto" and not torch.cuda.is_available())
     os.environ.update(environment(config))
-    arguments = server_arguments(config, on_cpu=on_cpu)
     try:
         with _interruptible(context) as started:
+            arguments = server_arguments(config, max_model_len=max_model_len(config), on_cpu=on_cpu)
             asyncio.run(_serve(context, arguments, started))
     except _Interrupted:
         logger.info("stopped while vLLM was starting")

@@ -1,0 +1,175 @@
+"""The server as a process: what it refuses to start with, how it ends, and a client that goes away."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from prime_rl.contract.files import wait_for
+from prime_rl.contract.layout import OutputDir
+from prime_rl.contract.status import InferenceStatus, read_status
+from tests.inference_support import STOP_TIMEOUT_S, RunningServer, make_model, spawn, start, write_config
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("model") / "base")
+
+
+@pytest.fixture(scope="module")
+def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    running = start("embedded", model, tmp_path_factory.mktemp("house"), max_num_seqs=4)
+    try:
+        yield running
+    finally:
+        running.stop()
+
+
+def run_to_end(config: Path, env: dict[str, str] | None = None) -> tuple[int, str]:
+    """Exit code and standard error of a server that does not come up."""
+    command = [sys.executable, "-m", "prime_rl.inference.server", "@", str(config)]
+    done = subprocess.run(command, env={**os.environ, **(env or {})}, capture_output=True, text=True, timeout=60)
+    assert done.stdout == ""
+    return done.returncode, done.stderr
+
+
+@pytest.mark.parametrize("engine", ["embedded", "vllm"])
+def test_a_busy_port_is_refused_before_the_model_is_loaded(engine: str, model: Path, tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        config = write_config(
+            tmp_path / "i.toml", output_dir=str(tmp_path / "o"), port=port, engine=engine, model={"name": str(model)}
+        )
+        code, stderr = run_to_end(config)
+    assert code == 1
+    assert stderr == (
+        f"inference: port {port} on 127.0.0.1 is in use: stop the other server or set another `port` (0: a free one)\n"
+    )
+    assert not (tmp_path / "o").exists()
+
+
+def test_wrong_use_is_one_line_and_exit_code_2(model: Path, tmp_path: Path) -> None:
+    open_host = write_config(tmp_path / "a.toml", host="0.0.0.0", port=0, model={"name": str(model)})
+    code, stderr = run_to_end(open_host)
+    assert code == 2 and "PRL_API_KEY" in stderr and stderr.count("\n") == 1
+    unknown = write_config(tmp_path / "b.toml", prot=1)
+    code, stderr = run_to_end(unknown)
+    assert code == 2 and "'port'" in stderr and stderr.count("\n") == 1
+
+
+def test_a_missing_model_is_one_line(tmp_path: Path) -> None:
+    config = write_config(tmp_path / "a.toml", port=0, model={"name": str(tmp_path / "none")})
+    code, stderr = run_to_end(config)
+    assert code == 1 and str(tmp_path / "none") in stderr and "make_base" in stderr and stderr.count("\n") == 1
+
+
+def test_only_the_chosen_engine_is_imported(model: Path, tmp_path: Path) -> None:
+    """And neither torch nor an engine before the checks are done."""
+    script = (
+        "import sys, prime_rl.inference.server\n"
+        "heavy = {'torch', 'transformers', 'vllm', 'fastapi', 'uvicorn'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+        "import prime_rl.inference.embedded.server\n"
+        "assert 'vllm' not in sys.modules\n"
+    )
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", script], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_while_the_model_is_loaded_ends_the_server(signum: int, model: Path, tmp_path: Path) -> None:
+    config = write_config(
+        tmp_path / "i.toml", output_dir=str(tmp_path), port=0, model={"name": str(model)}, num_threads=1
+    )
+    process = spawn(config, tmp_path / "log")
+    try:
+        wait_for(OutputDir(tmp_path).inference_status.exists, "the server to say that it starts", timeout_s=60)
+        status = read_status(OutputDir(tmp_path).inference_status, InferenceStatus)
+        assert status is not None and status.state == "starting" and status.waiting_on == "the model to be loaded"
+        process.send_signal(signum)
+        assert process.wait(STOP_TIMEOUT_S) == 0
+    finally:
+        process.kill()
+        process.wait()
+    status = read_status(OutputDir(tmp_path).inference_status, InferenceStatus)
+    assert status is not None and status.state == "stopped" and status.waiting_on is None
+    assert "Traceback" not in (tmp_path / "log").read_text()
+
+
+@pytest.mark.vllm
+def test_a_signal_while_vllm_starts_leaves_no_process(model: Path, tmp_path: Path) -> None:
+    import psutil
+
+    config = write_config(
+        tmp_path / "i.toml", output_dir=str(tmp_path), port=0, engine="vllm", model={"name": str(model)}
+    )
+    process = spawn(config, tmp_path / "log")
+    family = psutil.Process(process.pid)
+    try:
+        wait_for(
+            lambda: process.poll() is not None or any("spawn_main" in " ".join(c.cmdline()) for c in family.children()),
+            "vLLM to start its engine process",
+            timeout_s=120,
+        )
+        children = family.children(recursive=True)
+        process.terminate()
+        assert process.wait(STOP_TIMEOUT_S) == 0, (tmp_path / "log").read_text()[-3000:]
+        _, alive = psutil.wait_procs(children, timeout=10)
+        assert alive == []
+    finally:
+        for each in [*family.children(recursive=True), family] if family.is_running() else []:
+            each.kill()
+        process.wait()
+
+
+def test_a_client_that_goes_away_frees_its_rows(server: RunningServer) -> None:
+    def running() -> int:
+        with server.http() as client:
+            lines = client.get("/metrics").text.splitlines()
+        return int(float(next(line.split()[1] for line in lines if line.startswith("prl_requests_running "))))
+
+    body = {"prompt": [5], "max_tokens": 250, "n": 200, "ignore_eos": True}
+    with pytest.raises(httpx.ReadTimeout), server.http(timeout=1.0) as client:
+        client.post("/v1/completions", json=body)
+    wait_for(lambda: running() == 0, "the rows of the client that went away to be free", timeout_s=20)
+    assert len(server.complete([5], max_tokens=3, ignore_eos=True)["choices"][0]["token_ids"]) == 3
+
+
+def test_streaming_is_refused_with_a_reason(server: RunningServer) -> None:
+    response = server.post("/v1/completions", prompt="x", max_tokens=1, stream=True)
+    assert response.status_code == 400 and "'stream' is not supported" in response.json()["error"]["message"]
+
+
+def test_health_answers_while_requests_run(server: RunningServer) -> None:
+    with server.http() as client:
+        assert client.get("/health").status_code == 200
+
+
+def test_status_shows_rows_that_run_and_wait(server: RunningServer) -> None:
+    def status() -> InferenceStatus:
+        found = read_status(OutputDir(server.output_dir).inference_status, InferenceStatus)
+        assert found is not None
+        return found
+
+    with socket.create_connection((httpx.URL(server.root_url).host, httpx.URL(server.root_url).port or 0)) as client:
+        body = json.dumps({"prompt": [5], "max_tokens": 250, "n": 200, "ignore_eos": True}).encode()
+        client.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+            + f"content-length: {len(body)}\r\n\r\n".encode()
+            + body
+        )
+        wait_for(
+            lambda: status().num_running == 4 and status().num_waiting > 0, "the status to show rows", timeout_s=20
+        )
+    wait_for(lambda: status().num_running == 0 == status().num_waiting, "the rows to be free", timeout_s=20)

@@ -1,0 +1,246 @@
+"""Continuous batching: whatever joins and leaves, every row gets what it would get alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    GemmaConfig,
+    GPT2Config,
+    LlamaConfig,
+    MambaConfig,
+    MistralConfig,
+    PreTrainedConfig,
+    Qwen3Config,
+)
+
+from prime_rl.configs.inference import InferenceConfig
+from prime_rl.inference.embedded.batch import MAX_PREFILL_TOKENS, Batch, _by_prompt, _chunks
+from prime_rl.inference.embedded.kv import SPARE_COLUMNS
+from prime_rl.inference.embedded.model import ModelError, Served, load_model
+from prime_rl.inference.embedded.request import Job, Row
+from prime_rl.inference.embedded.sampling import SamplingParams
+from prime_rl.inference.limits import max_model_len
+from prime_rl.lora.adapter_state import load_adapter
+from tests.inference_support import adapter_tensors, linear_shapes, make_model
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "initializer_range": 0.3,
+    "eos_token_id": None,
+    "bos_token_id": None,
+    "pad_token_id": 0,
+}
+ARCHITECTURES: dict[str, PreTrainedConfig] = {
+    "qwen3": Qwen3Config(**SIZES),
+    "llama": LlamaConfig(**SIZES),
+    "mistral with a window of 6": MistralConfig(**SIZES, sliding_window=6),
+    "qwen3 with a window in half of its layers": Qwen3Config(
+        **SIZES, use_sliding_window=True, sliding_window=5, max_window_layers=1
+    ),
+    "gemma": GemmaConfig(**SIZES),
+    "gpt2": GPT2Config(
+        vocab_size=64, n_embd=32, n_layer=2, n_head=4, n_positions=256, bos_token_id=None, eos_token_id=None
+    ),
+}
+
+
+def serve(folder: Path, *, with_lora: bool = True) -> Served:
+    lora = {"rank": 4} if with_lora else None
+    return load_model(
+        InferenceConfig.model_validate({"model": {"name": str(folder), "lora": lora}, "max_concurrent_runs": 1})
+    )
+
+
+def save(config: PreTrainedConfig, folder: Path) -> Path:
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return folder
+
+
+def job(prompt: list[int], max_tokens: int, slot: int | None = None, *, num_choices: int = 1, **params: Any) -> Job:
+    sampling = SamplingParams(**{"temperature": 0.0, "max_tokens": max_tokens, **params})
+    return Job(tuple(prompt), sampling, num_choices=num_choices, seed=len(prompt), slot=slot)
+
+
+def new_batch(served: Served) -> Batch:
+    return Batch(served.runner, served.eos_ids, lambda ids: "".join(chr(ord("a") + i % 26) for i in ids))
+
+
+def run_out(batch: Batch) -> None:
+    while batch.num_rows:
+        batch.step()
+
+
+def outputs(jobs: list[Job]) -> list[list[list[int]]]:
+    return [[row.completion.token_ids for row in each.rows] for each in jobs]
+
+
+def staggered(served: Served, jobs: list[Job]) -> list[list[list[int]]]:
+    """All jobs together; a new one joins at every second step."""
+    batch = new_batch(served)
+    for each in jobs:
+        batch.add(each.rows)
+        batch.step()
+        batch.step()
+    run_out(batch)
+    return outputs(jobs)
+
+
+def alone(served: Served, each: Job) -> list[list[int]]:
+    batch = new_batch(served)
+    batch.add(each.rows)
+    run_out(batch)
+    return outputs([each])[0]
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Served:
+    folder = make_model(tmp_path_factory.mktemp("batching") / "model")
+    served = serve(folder)
+    for slot in range(3):
+        load_adapter(served.layers, slot, adapter_tensors(linear_shapes(folder), seed=slot, rank=3), 3)
+        served.routing.scaling[slot] = 1.0 + slot
+    return served
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_staggered_rows_equal_transformers_generate(name: str, tmp_path: Path) -> None:
+    folder = save(ARCHITECTURES[name], tmp_path / "model")
+    reference = AutoModelForCausalLM.from_pretrained(folder).eval()
+    served = serve(folder, with_lora=False)
+    generator = torch.Generator().manual_seed(1)
+    prompts = [torch.randint(1, 64, (n,), generator=generator).tolist() for n in (3, 17, 1, 9)]
+    jobs = [job(prompt, 8 + 5 * idx) for idx, prompt in enumerate(prompts)]
+    found = staggered(served, jobs)
+    for prompt, each, ids in zip(prompts, jobs, found, strict=True):
+        whole = reference.generate(
+            input_ids=torch.tensor([prompt]),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+            max_new_tokens=each.params.max_tokens,
+            do_sample=False,
+            pad_token_id=0,
+        )
+        assert ids == [whole[0, len(prompt) :].tolist()]
+
+
+def test_adapters_and_sampling_are_the_same_alone_and_staggered(served: Served) -> None:
+    def jobs() -> list[Job]:
+        return [
+            job([5, 6, 7], 30, slot=1),
+            job([9] * 20, 6, slot=None, temperature=1.0, num_choices=3),
+            job([11, 12], 25, slot=0, temperature=0.8, top_p=0.9),
+            job([5, 6, 7], 12, slot=2, num_choices=2, temperature=1.3),
+            job([30, 31, 32, 33], 3, slot=1, temperature=1.0),
+            job([1, 2], 18, slot=None),
+        ]
+
+    together = staggered(served, jobs())
+    assert together == [alone(served, each) for each in jobs()]
+    assert together[1][0] != together[1][1]
+    assert together[0][0][:12] != alone(served, job([5, 6, 7], 30))[0][:12]
+
+
+def test_logprobs_do_not_depend_on_the_batch(served: Served) -> None:
+    single, crowd = job([5, 6, 7], 10, slot=1, temperature=1.0), job([5, 6, 7], 10, slot=1, temperature=1.0)
+    alone(served, single)
+    staggered(served, [job([4] * 30, 40), crowd, job([2], 9, slot=0)])
+    assert crowd.rows[0].completion.logprobs == pytest.approx(single.rows[0].completion.logprobs, abs=1e-4)
+
+
+def test_a_row_may_outgrow_its_room_many_times(served: Served) -> None:
+    long = 2 * SPARE_COLUMNS + 10
+    whole = alone(served, job([3, 4, 5], long, ignore_eos=True))[0]
+    assert len(whole) == long
+    assert staggered(served, [job([8], 5), job([3, 4, 5], long, ignore_eos=True)])[1] == [whole]
+
+
+def test_rows_that_end_leave_room_and_are_reported_once(served: Served) -> None:
+    batch = new_batch(served)
+    jobs = [job([idx + 1], idx + 1, ignore_eos=True) for idx in range(10)]
+    ended = batch.add([row for each in jobs for row in each.rows])
+    counts = [batch.num_rows]
+    while batch.num_rows:
+        ended += batch.step()
+        counts.append(batch.num_rows)
+    assert counts == list(range(9, -1, -1))
+    assert ended == [row for each in jobs for row in each.rows]
+    assert batch.num_generated_tokens == 55
+
+
+def test_cancelled_rows_leave_and_the_others_go_on(served: Served) -> None:
+    batch = new_batch(served)
+    stays, goes = job([5, 6, 7], 20, slot=1), job([9, 9], 20, slot=0, num_choices=3)
+    batch.add([*stays.rows, *goes.rows])
+    batch.step()
+    goes.cancelled = True
+    assert set(batch.drop_cancelled()) == set(goes.rows)
+    assert batch.num_rows == 1
+    run_out(batch)
+    assert outputs([stays])[0] == alone(served, job([5, 6, 7], 20, slot=1))
+
+
+def test_stop_strings_end_a_row_where_they_are_complete(served: Served) -> None:
+    whole = alone(served, job([5, 6, 7], 20, ignore_eos=True))[0]
+    letters = "".join(chr(ord("a") + i % 26) for i in whole)
+    stopped = job([5, 6, 7], 20, ignore_eos=True, stop=(letters[9:12],))
+    ids = alone(served, stopped)[0]
+    at = letters.index(letters[9:12])
+    completion = stopped.rows[0].completion
+    assert ids == whole[: at + 3] and completion.stop_at == at and completion.finish_reason == "stop"
+
+
+def test_end_of_sequence_ends_a_row(served: Served) -> None:
+    whole = alone(served, job([5, 6, 7], 20, ignore_eos=True))[0]
+    batch = Batch(served.runner, frozenset({whole[4]}), lambda ids: "")
+    each = job([5, 6, 7], 20)
+    batch.add(each.rows)
+    run_out(batch)
+    completion = each.rows[0].completion
+    assert completion.token_ids == whole[: whole.index(whole[4]) + 1] and completion.finish_reason == "stop"
+
+
+def test_equal_prompts_of_one_adapter_share_a_prefill() -> None:
+    rows = [row for slot in (None, 1, None) for row in job([1, 2], 4, slot=slot, num_choices=2).rows]
+    groups = _by_prompt(rows)
+    assert [(key, len(same)) for key, same in groups] == [((-1, (1, 2)), 4), ((1, (1, 2)), 2)]
+
+
+def test_prefill_is_cut_into_pieces_of_bounded_size() -> None:
+    def group(length: int) -> tuple[tuple[int, tuple[int, ...]], list[Row]]:
+        return ((-1, tuple(range(length))), [])
+
+    lengths = [10] * 3000 + [MAX_PREFILL_TOKENS + 5, 1, 1]
+    chunks = _chunks([group(n) for n in lengths])
+    assert [len(key[1]) for chunk in chunks for key, _ in chunk] == lengths
+    for chunk in chunks:
+        assert len(chunk) == 1 or len(chunk) * max(len(key[1]) for key, _ in chunk) <= MAX_PREFILL_TOKENS
+
+
+def test_models_with_a_recurrent_state_are_refused(tmp_path: Path) -> None:
+    config = MambaConfig(vocab_size=64, hidden_size=16, num_hidden_layers=1, state_size=4, pad_token_id=0)
+    folder = save(config, tmp_path / "mamba")
+    assert AutoConfig.from_pretrained(folder).model_type == "mamba"
+    with pytest.raises(ModelError, match=r"recurrent.*vllm"):
+        serve(folder, with_lora=False)
+
+
+def test_no_more_positions_than_the_model_has(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = make_model(tmp_path / "model")
+
+    def limit(wanted: int) -> int:
+        return max_model_len(InferenceConfig.model_validate({"model": {"name": str(folder), "max_model_len": wanted}}))
+
+    assert (limit(100), limit(512), limit(2048)) == (100, 512, 512)
+    assert "2048 is cut to the 512 positions" in caplog.text

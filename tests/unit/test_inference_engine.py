@@ -1,0 +1,173 @@
+"""The engine's thread: jobs, adapters in their slots, clients that go away, and an end that everybody hears of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prime_rl.configs.inference import InferenceConfig
+from prime_rl.contract.files import wait_for
+from prime_rl.inference.embedded.engine import Engine, EngineDead
+from prime_rl.inference.embedded.model import Served, load_model
+from prime_rl.inference.embedded.request import Completion
+from prime_rl.inference.embedded.sampling import SamplingParams
+from prime_rl.inference.errors import ApiError
+from tests.inference_support import make_adapter, make_model
+
+PROMPT = [5, 6, 7]
+LONG = 400
+TIMEOUT_S = 60.0
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("engine") / "model")
+
+
+@pytest.fixture
+def served(folder: Path) -> Served:
+    config = {"model": {"name": str(folder), "lora": {"rank": 8}}, "max_concurrent_runs": 2, "max_versions_per_run": 1}
+    return load_model(InferenceConfig.model_validate(config))
+
+
+@pytest.fixture
+def engine(served: Served) -> Iterator[Engine]:
+    """An engine with two slots for adapters and four rows."""
+    running = Engine(served, lambda ids: "", max_num_seqs=4)
+    running.start()
+    yield running
+    running.stop(TIMEOUT_S)
+    assert not running.alive
+
+
+def params(max_tokens: int) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+
+
+def generate(engine: Engine, max_tokens: int = 12, **kwargs: Any) -> list[Completion]:
+    return engine.submit(PROMPT, params(max_tokens), **kwargs).future.result(TIMEOUT_S)
+
+
+def tokens(engine: Engine, **kwargs: Any) -> list[int]:
+    return generate(engine, **kwargs)[0].token_ids
+
+
+def test_more_choices_than_rows_wait_for_room(engine: Engine) -> None:
+    completions = generate(engine, num_choices=11)
+    assert [completion.token_ids for completion in completions] == [completions[0].token_ids] * 11
+    wait_for(lambda: engine.stats().num_running == 0, "the rows to leave", timeout_s=TIMEOUT_S)
+    stats = engine.stats()
+    assert (stats.num_waiting, stats.num_prompt_tokens, stats.num_generated_tokens) == (0, 3, 11 * 12)
+
+
+def test_unloading_never_changes_what_a_running_request_gets(engine: Engine, folder: Path, tmp_path: Path) -> None:
+    first = make_adapter(tmp_path / "first", folder, seed=1)
+    other = make_adapter(tmp_path / "other", folder, seed=2)
+    engine.adapters.load("run_a@v1", first)
+    expected = tokens(engine, adapter="run_a@v1", max_tokens=LONG)
+    pending = engine.submit(PROMPT, params(LONG), adapter="run_a@v1")
+    engine.adapters.unload("run_a@v1")
+    engine.adapters.load("run_b@v1", other)
+    assert engine.adapters.loaded() == {"run_b@v1": str(other)}
+    with pytest.raises(ApiError, match="does not exist"):
+        engine.submit(PROMPT, params(1), adapter="run_a@v1")
+    b_tokens = tokens(engine, adapter="run_b@v1", max_tokens=LONG)
+    assert pending.future.result(TIMEOUT_S)[0].token_ids == expected != b_tokens
+
+
+def test_a_slot_is_free_when_its_last_request_has_ended(engine: Engine, folder: Path, tmp_path: Path) -> None:
+    path = make_adapter(tmp_path / "adapter", folder, seed=1)
+    engine.adapters.load("run_a@v1", path)
+    engine.adapters.load("run_b@v1", path)
+    pending = engine.submit(PROMPT, params(LONG), adapter="run_a@v1", num_choices=8)
+    engine.adapters.unload("run_a@v1")
+    with pytest.raises(ApiError, match=r"slots are taken, 1 of them unloaded but still in use"):
+        engine.adapters.load("run_c@v1", path)
+    pending.future.result(TIMEOUT_S)
+    engine.adapters.load("run_c@v1", path)
+    assert sorted(engine.adapters.loaded()) == ["run_b@v1", "run_c@v1"]
+
+
+def test_a_refused_adapter_leaves_its_slot_free(engine: Engine, folder: Path, tmp_path: Path) -> None:
+    wide = make_adapter(tmp_path / "wide", folder, seed=1, rank=16)
+    for _ in range(3):
+        with pytest.raises(ApiError, match="rank 16"):
+            engine.adapters.load("run_a@v1", wide)
+    with pytest.raises(ApiError, match="refused"):
+        engine.adapters.load("run_a@v1", tmp_path / "nowhere")
+    good = make_adapter(tmp_path / "good", folder, seed=1)
+    engine.adapters.load("run_a@v1", good)
+    engine.adapters.load("run_b@v1", good)
+    assert tokens(engine, adapter="run_a@v1") == tokens(engine, adapter="run_b@v1") != tokens(engine)
+
+
+def test_an_adapter_of_lower_rank_after_one_of_higher_rank_is_itself(
+    engine: Engine, folder: Path, tmp_path: Path
+) -> None:
+    high, low = (make_adapter(tmp_path / f"rank{rank}", folder, seed=rank, rank=rank) for rank in (8, 2))
+    engine.adapters.load("run_low@v1", low)
+    expected = tokens(engine, adapter="run_low@v1")
+    engine.adapters.unload("run_low@v1")
+    for name in ("run_high@v1", "run_high@v2"):  # both slots have held the higher rank
+        engine.adapters.load(name, high)
+    engine.adapters.unload("run_high@v1")
+    engine.adapters.unload("run_high@v2")
+    engine.adapters.load("run_low@v2", low)
+    assert tokens(engine, adapter="run_low@v2") == expected
+
+
+def test_a_cancelled_job_frees_rows_and_slot(engine: Engine, folder: Path, tmp_path: Path) -> None:
+    path = make_adapter(tmp_path / "adapter", folder, seed=1)
+    engine.adapters.load("run_a@v1", path)
+    endless = engine.submit(PROMPT, params(10**9), adapter="run_a@v1", num_choices=6)
+    wait_for(lambda: engine.stats().num_running == 4, "the endless job to run", timeout_s=TIMEOUT_S)
+    assert engine.stats().num_waiting == 2
+    engine.cancel(endless)
+    endless.future.result(TIMEOUT_S)
+    assert len(tokens(engine)) == 12
+    wait_for(lambda: engine.stats().num_running == 0, "the rows to be free", timeout_s=TIMEOUT_S)
+    engine.adapters.unload("run_a@v1")
+    for name in ("run_b@v1", "run_c@v1"):
+        engine.adapters.load(name, path)
+
+
+def test_stopping_tells_everybody_who_waits(served: Served) -> None:
+    engine = Engine(served, lambda ids: "", max_num_seqs=1)
+    engine.start()
+    endless = [engine.submit(PROMPT, params(10**9)) for _ in range(3)]
+    engine.stop(TIMEOUT_S)
+    for job in endless:
+        with pytest.raises(EngineDead, match="shutdown"):
+            job.future.result(TIMEOUT_S)
+    with pytest.raises(EngineDead):
+        engine.submit(PROMPT, params(1))
+    with pytest.raises(EngineDead):
+        engine.run_between_steps(lambda: None)
+
+
+def test_a_failure_in_the_engine_is_said_to_everybody_and_shows(
+    served: Served, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*args: object) -> None:
+        raise MemoryError("no room for activations")
+
+    monkeypatch.setattr(served.runner, "decode", broken)
+    engine = Engine(served, lambda ids: "", max_num_seqs=1)
+    engine.start()
+    jobs = [engine.submit(PROMPT, params(5)) for _ in range(2)]
+    for job in jobs:
+        with pytest.raises(EngineDead, match="no room for activations"):
+            job.future.result(TIMEOUT_S)
+    wait_for(lambda: not engine.alive, "the engine to be dead", timeout_s=TIMEOUT_S)
+    assert "the engine has failed" in caplog.text
+    engine.stop(TIMEOUT_S)
+
+
+def test_a_server_without_adapters_says_so(folder: Path, tmp_path: Path) -> None:
+    config = InferenceConfig.model_validate({"model": {"name": str(folder), "lora": None}})
+    engine = Engine(load_model(config), lambda ids: "", max_num_seqs=1)
+    with pytest.raises(ApiError, match="no room for adapters"):
+        engine.adapters.load("run_a@v1", tmp_path)

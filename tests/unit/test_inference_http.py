@@ -1,0 +1,259 @@
+"""What is decided before an engine is asked: guard, protocol, start checks, and the rate in the status file."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import MutableMapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from prime_rl.configs.inference import InferenceConfig
+from prime_rl.contract.layout import OutputDir
+from prime_rl.contract.status import InferenceStatus, StatusWriter, read_status
+from prime_rl.inference.checks import StartError, base_url, bind, check_model, is_loopback, read_api_key
+from prime_rl.inference.embedded.protocol import ChatRequest, CompletionRequest
+from prime_rl.inference.errors import ApiError
+from prime_rl.inference.guard import MAX_BODY_BYTES, Guard, confined_adapter
+from prime_rl.inference.reporting import WINDOW_S, Reporter, Snapshot
+from prime_rl.inference.vllm.arguments import command_line, environment, round_rank, server_arguments
+
+
+async def ask(
+    guard: Guard, path: str, *chunks: bytes, method: str = "POST", headers: dict[str, str] | None = None
+) -> tuple[int, dict[str, Any]]:
+    """Send one request; returns status and body."""
+    incoming = [{"type": "http.request", "body": c, "more_body": True} for c in chunks]
+    incoming.append({"type": "http.request", "body": b"", "more_body": False})
+    sent: list[MutableMapping[str, Any]] = []
+
+    async def receive() -> MutableMapping[str, Any]:
+        return incoming.pop(0)
+
+    async def send(message: MutableMapping[str, Any]) -> None:
+        sent.append(message)
+
+    raw = [(name.lower().encode(), value.encode()) for name, value in (headers or {}).items()]
+    await guard({"type": "http", "path": path, "method": method, "headers": raw}, receive, send)
+    return sent[0]["status"], json.loads(sent[1]["body"])
+
+
+async def echo(scope: MutableMapping[str, Any], receive: Any, send: Any) -> None:
+    """An application that says what reached it."""
+    message = await receive()
+    assert not message["more_body"]
+    assert dict(scope["headers"])[b"content-length"] == str(len(message["body"])).encode()
+    body = json.dumps({"path": scope["path"], "body": message["body"].decode()}).encode()
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    await send({"type": "http.response.body", "body": body})
+
+
+def adapter(folder: Path) -> Path:
+    folder.mkdir(parents=True)
+    (folder / "adapter_config.json").write_text("{}")
+    (folder / "adapter_model.safetensors").write_bytes(b"")
+    return folder
+
+
+async def test_guard_hands_a_body_on_whole(tmp_path: Path) -> None:
+    guard = Guard(echo, api_key=None, output_dir=tmp_path)
+    status, body = await ask(guard, "/v1/completions", b"one ", b"two", headers={"Transfer-Encoding": "chunked"})
+    assert (status, body["body"]) == (200, "one two")
+
+
+async def test_guard_asks_for_the_key_except_for_health(tmp_path: Path) -> None:
+    guard = Guard(echo, api_key="secret", output_dir=tmp_path)
+    assert (await ask(guard, "/health", method="GET"))[0] == 200
+    assert (await ask(guard, "/v1/models", method="GET", headers={"authorization": "Bearer secret"}))[0] == 200
+    for header in ({}, {"authorization": "Bearer secre"}, {"authorization": "secret"}, {"x-api-key": "secret"}):
+        status, body = await ask(guard, "/v1/models", method="GET", headers=header)
+        assert status == 401 and body["error"]["code"] == 401 and "secret" not in str(body)
+
+
+async def test_guard_knows_its_routes_only(tmp_path: Path) -> None:
+    guard = Guard(echo, api_key=None, output_dir=tmp_path)
+    for path in ("/adapters", "/v1/load_lora_adapter/", "/invocations", "/v1/../metrics", "/sleep"):
+        assert (await ask(guard, path))[0] == 404
+    assert (await ask(guard, "/v1/completions", method="GET"))[0] == 405
+
+
+async def test_guard_bounds_the_body_whatever_the_header_says(tmp_path: Path) -> None:
+    guard = Guard(echo, api_key=None, output_dir=tmp_path)
+    piece = b"x" * (MAX_BODY_BYTES // 2)
+    assert (await ask(guard, "/v1/completions", piece, piece))[0] == 200
+    status, body = await ask(guard, "/v1/completions", piece, piece, b"x", headers={"content-length": "3"})
+    assert status == 413 and "larger" in body["error"]["message"]
+
+
+async def test_guard_hands_on_the_resolved_path(tmp_path: Path) -> None:
+    folder = adapter(tmp_path / "run_a" / "broadcast" / "step_1")
+    (tmp_path / "newest").symlink_to(folder)
+    seen = []
+
+    def check(name: str, path: Path) -> str:
+        seen.append((name, path))
+        return "elsewhere"
+
+    body = json.dumps({"lora_name": "run_a@v1", "lora_path": str(tmp_path / "newest")}).encode()
+    guard = Guard(echo, api_key=None, output_dir=tmp_path)
+    _, answer = await ask(guard, "/v1/load_lora_adapter", body)
+    assert json.loads(answer["body"]) == {"lora_name": "run_a@v1", "lora_path": str(folder)}
+    guard = Guard(echo, api_key=None, output_dir=tmp_path, check_adapter=check)
+    _, answer = await ask(guard, "/v1/load_lora_adapter", body)
+    assert json.loads(answer["body"])["lora_path"] == "elsewhere" and seen == [("run_a@v1", folder)]
+    in_place = json.dumps({"lora_name": "run_a@v1", "lora_path": str(folder), "load_inplace": True}).encode()
+    assert (await ask(guard, "/v1/load_lora_adapter", in_place))[0] == 400
+
+
+def test_adapters_outside_are_refused_by_any_way(tmp_path: Path) -> None:
+    house = tmp_path / "house"
+    outside = adapter(tmp_path / "house2" / "a")
+    inside = adapter(house / "a")
+    assert confined_adapter(house, str(inside)) == inside
+    (house / "loop").symlink_to(house / "loop")
+    (house / "out").symlink_to(outside)
+    for path, status in (
+        (outside, 403),
+        (house / "out", 403),
+        (house / ".." / "house2" / "a", 403),
+        (house, 400),
+        (house / "none", 400),
+        (house / "loop", 400),
+        (house / ("a" * 5000), 400),
+        ("x\0y", 400),
+        ("", 400),
+    ):
+        with pytest.raises(ApiError) as caught:
+            confined_adapter(house, str(path))
+        assert caught.value.status == status, str(path)[:200]
+
+
+def test_fields_without_effect_are_accepted_at_neutral_values_only() -> None:
+    CompletionRequest.model_validate({"prompt": "x", "top_k": -1, "frequency_penalty": 0.0, "user": "me", "echo": None})
+    for name, value in (("top_k", 5), ("stream", True), ("echo", True), ("logit_bias", {"1": 2}), ("temprature", 1)):
+        with pytest.raises(ValidationError, match=name):
+            CompletionRequest.model_validate({"prompt": "x", name: value})
+    with pytest.raises(ValidationError, match="tools"):
+        ChatRequest.model_validate({"messages": [{"role": "user", "content": "x"}], "tools": [{}]})
+
+
+def test_prompts_are_told_apart() -> None:
+    def prompts(prompt: object) -> list[Any]:
+        return CompletionRequest.model_validate({"prompt": prompt}).prompts
+
+    assert prompts("ab") == ["ab"] and prompts([1, 2]) == [[1, 2]] and prompts([]) == [[]]
+    assert prompts(["a", "b"]) == ["a", "b"] and prompts([[1], "b"]) == [[1], "b"]
+    for bad in ([-1], [1.5], [True], {}, None, [[["a"]]]):
+        with pytest.raises(ValidationError):
+            prompts(bad)
+
+
+def test_chat_messages_are_text() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    request = ChatRequest.model_validate({"messages": [{"role": "user", "content": parts}]})
+    assert request.messages[0].for_template() == {"role": "user", "content": "ab"}
+    image = [{"type": "image_url", "image_url": {"url": "x"}}]
+    for message in ({"role": "user", "content": image}, {"role": "assistant", "tool_calls": []}):
+        with pytest.raises(ValidationError):
+            ChatRequest.model_validate({"messages": [message]})
+
+
+def test_beyond_loopback_a_key_is_needed() -> None:
+    assert all(map(is_loopback, ("127.0.0.1", "127.9.9.9", "::1", "localhost")))
+    assert not any(map(is_loopback, ("0.0.0.0", "::", "10.0.0.1", "example.org")))
+    config = InferenceConfig(host="0.0.0.0", api_key_var="KEY")
+    assert read_api_key(config, {"KEY": "k"}) == "k"
+    for environ in ({}, {"KEY": ""}, {"PRL_API_KEY": "k"}):
+        with pytest.raises(StartError, match="KEY") as caught:
+            read_api_key(config, environ)
+        assert caught.value.exit_code == 2
+    assert read_api_key(InferenceConfig(), {}) is None
+
+
+def test_a_model_that_is_not_there_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    for name in (str(tmp_path / "none"), str(tmp_path), "owner/name"):
+        with pytest.raises(StartError, match=name):
+            check_model(name)
+    (tmp_path / "hf" / "hub" / "models--owner--name").mkdir(parents=True)
+    check_model("owner/name")
+    (tmp_path / "config.json").write_text("{}")
+    check_model(str(tmp_path))
+
+
+def test_a_taken_port_is_one_clear_line() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(StartError, match=f"port {port} on 127.0.0.1 is in use"):
+            bind("127.0.0.1", port)
+    with bind("127.0.0.1", 0) as free:
+        assert free.getsockname()[1] > 0
+    with pytest.raises(StartError, match=r"cannot listen on 203\.0\.113\.1"):
+        bind("203.0.113.1", 0)
+
+
+def test_base_url_is_one_that_can_be_reached() -> None:
+    assert base_url("127.0.0.1", 8000) == "http://127.0.0.1:8000/v1"
+    assert base_url("0.0.0.0", 8000) == "http://127.0.0.1:8000/v1"
+    assert base_url("::", 8000) == "http://[::1]:8000/v1"
+
+
+def test_tokens_per_second_are_those_of_the_last_seconds(tmp_path: Path) -> None:
+    writer = StatusWriter(OutputDir(tmp_path).inference_status, InferenceStatus())
+    snapshots = [Snapshot(num_tokens=n, adapters=["run_a@v1"], num_running=3, num_waiting=1) for n in (0, 100, 300)]
+    times = [0.0, 1.0, 2.0]
+    reporter = Reporter(writer, lambda: snapshots.pop(0), clock=lambda: times.pop(0))
+    rates = []
+    for _ in range(3):
+        reporter.tick()
+        rates.append(writer.status.tokens_per_s)  # type: ignore[attr-defined]
+    assert rates == [0.0, 100.0, 150.0]
+    for second in range(1, 8):
+        snapshots.append(Snapshot(num_tokens=300))
+        times.append(2.0 + second * WINDOW_S / 5)
+        reporter.tick()
+    writer.close(state="stopped")
+    status = read_status(writer.path, InferenceStatus)
+    assert status is not None and status.tokens_per_s == 0.0 and status.adapters == []
+
+
+def test_vllm_gets_our_config_in_its_words() -> None:
+    data = {
+        "engine": "vllm",
+        "num_threads": 3,
+        "max_concurrent_runs": 3,
+        "max_versions_per_run": 2,
+        "model": {"name": "models/x", "dtype": "bfloat16", "max_model_len": 64, "lora": {"rank": 12}},
+        "vllm": {"kv_cache_gb": 0.5, "extra_args": {"seed": 4, "enable_prefix_caching": False}},
+    }
+    config = InferenceConfig.model_validate(data)
+    line = command_line(server_arguments(config, max_model_len=64, on_cpu=True))
+    for flag, value in (
+        ("--model", "models/x"),
+        ("--served-model-name", "models/x"),
+        ("--dtype", "bfloat16"),
+        ("--max-model-len", "64"),
+        ("--max-loras", "6"),
+        ("--max-lora-rank", "16"),
+        ("--logprobs-mode", "processed_logprobs"),
+        ("--kv-cache-memory-bytes", str(2**29)),
+        ("--seed", "4"),
+    ):
+        assert line[line.index(flag) + 1] == value
+    assert {"--enable-lora", "--enforce-eager", "--no-enable-prefix-caching"} <= set(line)
+    assert "--gpu-memory-utilization" in command_line(server_arguments(config, max_model_len=64, on_cpu=False))
+    assert environment(config)["OMP_NUM_THREADS"] == "3"
+    assert "OMP_NUM_THREADS" not in environment(InferenceConfig())
+    assert [round_rank(rank) for rank in (1, 2, 16, 17, 512)] == [1, 8, 16, 32, 512]
+
+
+def test_what_the_config_itself_sets_cannot_be_set_twice() -> None:
+    config = InferenceConfig.model_validate({"vllm": {"extra_args": {"max_loras": 1, "port": 1}}})
+    with pytest.raises(StartError, match="max_loras, port"):
+        server_arguments(config, max_model_len=64, on_cpu=True)

@@ -1,0 +1,118 @@
+"""Sampling: the right distribution, the right logprobs, and streams that depend on nothing else in the batch."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from prime_rl.inference.embedded.sampling import (
+    BatchParams,
+    SamplingParams,
+    _draw,
+    find_stop,
+    sample,
+    stream_key,
+    uniforms,
+)
+
+CPU = torch.device("cpu")
+
+
+def positions(*values: int) -> np.ndarray:
+    return np.array(values, dtype=np.uint64)
+
+
+def batch(*params: SamplingParams, seeds: list[int] | None = None) -> BatchParams:
+    seeds = seeds or list(range(len(params)))
+    return BatchParams.of(params, [stream_key(seed, 0) for seed in seeds], CPU)
+
+
+def test_greedy_takes_the_most_likely_and_reports_unscaled_logprobs() -> None:
+    logits = torch.tensor([[0.0, 2.0, 1.0], [3.0, 0.0, 0.0]])
+    sampled = sample(
+        logits, batch(SamplingParams(temperature=0, top_p=0.1), SamplingParams(temperature=0)), positions(0, 0)
+    )
+    assert sampled.token_ids_R.tolist() == [1, 0]
+    assert sampled.logprobs_R.tolist() == pytest.approx(logits.log_softmax(-1).amax(-1).tolist())
+
+
+def test_frequencies_are_the_probabilities_after_temperature() -> None:
+    num_draws, temperature = 40_000, 0.7
+    logits = torch.tensor([0.0, 1.0, -1.0, 2.0, 0.5])
+    params = batch(*[SamplingParams(temperature=temperature)] * num_draws)
+    sampled = sample(logits.expand(num_draws, -1), params, positions(*[3] * num_draws))
+    expected = (logits / temperature).softmax(-1)
+    found = torch.bincount(sampled.token_ids_R, minlength=5) / num_draws
+    sigma = (expected * (1 - expected) / num_draws).sqrt()
+    assert ((found - expected).abs() < 4.5 * sigma).all()
+    assert torch.allclose(sampled.logprobs_R, expected.log()[sampled.token_ids_R], atol=1e-5)
+
+
+def test_uniforms_are_uniform_along_and_across_streams() -> None:
+    key = np.array([stream_key(7, 0)], dtype=np.uint64)
+    along = uniforms(np.repeat(key, 20_000), np.arange(20_000, dtype=np.uint64))
+    across = uniforms(
+        np.array([stream_key(seed, 0) for seed in range(20_000)], dtype=np.uint64), positions(*[0] * 20_000)
+    )
+    for values in (along, across):
+        assert values.min() >= 0 and values.max() < 1
+        counts, _ = np.histogram(values, bins=20, range=(0, 1))
+        # chi-square with 19 degrees of freedom: beyond 50 once in 10,000 fair draws
+        assert ((counts - 1000) ** 2 / 1000).sum() < 50
+        assert abs(np.corrcoef(values[:-1], values[1:])[0, 1]) < 0.03
+
+
+def test_a_row_draws_the_same_whatever_else_is_in_the_batch() -> None:
+    logits = torch.randn(6, 50, generator=torch.Generator().manual_seed(0))
+    params = [SamplingParams(temperature=1.0 + idx / 10) for idx in range(6)]
+    together = sample(logits, batch(*params), positions(*range(6))).token_ids_R
+    for idx in (0, 3, 5):
+        alone = sample(logits[idx : idx + 1], batch(params[idx], seeds=[idx]), positions(idx)).token_ids_R
+        assert alone[0] == together[idx]
+
+
+def test_streams_differ_by_seed_choice_and_position() -> None:
+    keys = {stream_key(seed, choice) for seed in (-1, 0, 1, 2**63 - 1) for choice in range(4)}
+    assert len(keys) == 16 and all(0 <= key < 2**64 for key in keys)
+    key = np.array([stream_key(0, 0)] * 3, dtype=np.uint64)
+    assert len(set(uniforms(key, positions(0, 1, 2)).tolist())) == 3
+
+
+def test_what_has_no_probability_is_never_drawn() -> None:
+    logprobs = torch.tensor([[float("-inf"), 0.5, 0.5, float("-inf")]]).log_softmax(-1)
+    for value, expected in ((0.0, 1), (0.4999, 1), (0.5001, 2), (1 - 2.0**-52, 2)):
+        assert _draw(logprobs, np.array([value])).item() == expected
+
+
+def test_top_p_keeps_the_smallest_set_that_is_large_enough() -> None:
+    logits = torch.tensor([0.5, 0.3, 0.15, 0.05]).log()
+    wanted = {0.4: {0}, 0.5: {0}, 0.6: {0, 1}, 0.9: {0, 1, 2}, 1.0: {0, 1, 2, 3}}
+    for top_p, kept in wanted.items():
+        params = batch(*[SamplingParams(top_p=top_p)] * 400)
+        sampled = sample(logits.expand(400, -1), params, positions(*range(400)))
+        assert set(sampled.token_ids_R.tolist()) == kept, top_p
+        total = logits.exp()[sorted(kept)].sum()
+        expected = logits[sampled.token_ids_R] - total.log()
+        assert torch.allclose(sampled.logprobs_R, expected, atol=1e-5)
+
+
+def test_top_p_of_one_row_leaves_the_others_alone() -> None:
+    logits = torch.randn(1, 30, generator=torch.Generator().manual_seed(1)).expand(2, -1)
+    mixed = sample(logits, batch(SamplingParams(), SamplingParams(top_p=0.01)), positions(0, 0))
+    alone = sample(logits[:1], batch(SamplingParams()), positions(0))
+    assert mixed.token_ids_R[0] == alone.token_ids_R[0]
+    assert mixed.logprobs_R[0] == pytest.approx(alone.logprobs_R[0].item(), abs=1e-6)
+    assert mixed.token_ids_R[1] == logits[0].argmax()
+
+
+def test_top_logprobs_are_sorted_and_bounded_by_the_vocabulary() -> None:
+    logits = torch.tensor([[1.0, 3.0, 2.0]])
+    sampled = sample(logits, batch(SamplingParams(num_top_logprobs=20)), positions(0))
+    assert sampled.top_ids_RK is not None and sampled.top_ids_RK.tolist() == [[1, 2, 0]]
+    assert sample(logits, batch(SamplingParams()), positions(0)).top_ids_RK is None
+
+
+def test_the_earliest_stop_string_counts() -> None:
+    assert find_stop("one two three", ["three", "two"]) == (4, "two")
+    assert find_stop("one", ["two"]) is None
