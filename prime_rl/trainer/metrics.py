@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from prime_rl.contract.files import append_line
-from prime_rl.contract.layout import RunDir
+from prime_rl.contract.layout import RunDir, list_steps
 from prime_rl.contract.status import StatusWriter, TrainerRunStatus
 from prime_rl.trainer.optim import MultiLoRAOptimizer
 from prime_rl.trainer.runs import MultiRunManager
@@ -56,8 +56,14 @@ class MetricsWriter:
         self._last_step: dict[int, int] = {}
 
     def discovered_hook(self, run_idx: int, run_id: str, config: object) -> None:
-        """Remember up to where the run was told already; comes after the hook that decides where it resumes."""
-        self._last_step[run_idx] = last_metrics_step(self._manager.run_dir(run_idx))
+        """Remember up to where the run was told already.
+
+        Comes after the hook that decides where the run resumes: a run that was sent back has lost its later versions,
+        and is told again from there.
+        """
+        run = self._manager.run_dir(run_idx)
+        published = max(list_steps(run.broadcast, stable_only=True), default=0)
+        self._last_step[run_idx] = min(last_metrics_step(run), published)
 
     def write(self, run_idx: int, ready: ReadyRun, report: UpdateReport, seconds: dict[str, float]) -> None:
         """One line. `seconds` has what the phases after the update took."""

@@ -143,6 +143,7 @@ def test_resume_step_goes_back_once(uninterrupted: dict[str, torch.Tensor], mode
     put_batches_from(run, 5)
     train_until(config, until(run, NUM_STEPS))
     assert same(adapter(run, NUM_STEPS), uninterrupted)
+    assert metrics_steps(run) == [1, 2, 3, 4, 5, 6, 7, 8, 5, 6, 7, 8]
     train_until(config, finished_is_seen(tmp_path))
     assert published(run) == NUM_STEPS, "the same text is not carried out twice"
 
