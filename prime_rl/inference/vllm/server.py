@@ -12,9 +12,8 @@ import gc
 import logging
 import os
 import signal
+import threading
 from argparse import Namespace
-from collections.abc import Iterator
-from types import FrameType
 from typing import Any
 
 import psutil
@@ -25,9 +24,10 @@ from prime_rl.inference.context import ServerContext
 from prime_rl.inference.guard import Guard
 from prime_rl.inference.limits import max_model_len
 from prime_rl.inference.reporting import Reporter, Snapshot
-from prime_rl.inference.serve import EngineFailed, serve
+from prime_rl.inference.serve import POLL_S, EngineFailed, serve
 from prime_rl.inference.vllm.adapters import AdapterGate
 from prime_rl.inference.vllm.arguments import command_line, environment, server_arguments
+from prime_rl.utils.signals import StopFlag
 
 logger = logging.getLogger(__name__)
 
@@ -36,46 +36,58 @@ CHILDREN_GRACE_S = 8.0
 _METRICS = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:generation_tokens_total")
 
 
-class _Interrupted(KeyboardInterrupt):
-    """A stop was asked for while vLLM started."""
-
-
 def run(context: ServerContext) -> None:
     """Start vLLM, serve, end every process it made. Raises StartError."""
     config = context.config
     on_cpu = config.device == "cpu" or (config.device == "auto" and not torch.cuda.is_available())
     os.environ.update(environment(config))
+    started = threading.Event()
+    threading.Thread(target=_break_off, args=(context.stop, started), name="break off", daemon=True).start()
     try:
-        with _interruptible(context) as started:
-            arguments = server_arguments(config, max_model_len=max_model_len(config), on_cpu=on_cpu)
-            asyncio.run(_serve(context, arguments, started))
-    except _Interrupted:
-        logger.info("stopped while vLLM was starting")
+        arguments = server_arguments(config, max_model_len=max_model_len(config), on_cpu=on_cpu)
+        asyncio.run(_serve(context, arguments, started))
     except EngineFailed as error:
         raise StartError(str(error)) from error
-    except (RuntimeError, ValueError, OSError) as error:
+    except Exception as error:
+        # Whatever vLLM raises while it starts: the boundary to a foreign program, so nothing narrower is known.
+        if isinstance(error, StartError):
+            raise
         if not context.stop():
-            raise StartError(f"vLLM did not start: {error}") from error
+            logger.exception("vLLM has failed")
+            raise StartError(f"vLLM has failed: {error}") from error
     finally:
+        started.set()
         end_children(CHILDREN_GRACE_S)
         # vLLM's objects clean up when they are dropped, which must not be left to the end of the interpreter.
         gc.unfreeze()
         gc.collect()
 
 
-async def _serve(context: ServerContext, arguments: dict[str, Any], started: contextlib.ExitStack) -> None:
+def _break_off(stop: StopFlag, started: threading.Event) -> None:
+    """When a stop is asked for before `started`, end vLLM's processes: its start then fails at once.
+
+    vLLM starts them in one call of half a minute, which looks at no flag.
+    """
+    while not started.wait(POLL_S):
+        if stop():
+            signal_children(signal.SIGTERM)
+
+
+async def _serve(context: ServerContext, arguments: dict[str, Any], started: threading.Event) -> None:
     from vllm.entrypoints.launchers.api_server.app_state import init_app_state
     from vllm.entrypoints.launchers.api_server.entry import build_async_engine_client
     from vllm.entrypoints.launchers.app import build_app
 
     args = _parse(arguments)
+    if context.stop():
+        return
     async with build_async_engine_client(args) as engine:
         tasks = await engine.get_supported_tasks()
         app = build_app(args, tasks, engine.model_config)
         await init_app_state(engine, app.state, args, tasks)
         adapters = app.state.openai_serving_models.lora_requests
         gate = AdapterGate(context.config, lambda: adapters.keys())
-        started.close()
+        started.set()
         await serve(
             Guard(app, api_key=context.api_key, output_dir=context.config.output_dir, check_adapter=gate),
             context.sock,
@@ -112,39 +124,22 @@ def _snapshot(adapters: list[str]) -> Snapshot:
     return Snapshot(adapters=adapters, num_running=running, num_waiting=waiting, num_tokens=tokens)
 
 
-@contextlib.contextmanager
-def _interruptible(context: ServerContext) -> Iterator[contextlib.ExitStack]:
-    """Until the stack is closed, SIGTERM and SIGINT also break off what runs.
-
-    vLLM starts its processes in one call of half a minute that looks at no flag, so here a signal must do more than set
-    one; vLLM's own clean-up runs on the way out.
-    """
-
-    def interrupt(signum: int, frame: FrameType | None) -> None:
-        context.stop.signal_name = signal.Signals(signum).name
-        context.stop.set()
-        raise _Interrupted
-
-    with contextlib.ExitStack() as stack:
-        for signum in (signal.SIGTERM, signal.SIGINT):
-            stack.callback(signal.signal, signum, signal.signal(signum, interrupt))
-        if context.stop():
-            raise _Interrupted
-        yield stack
-
-
 def end_children(grace_s: float) -> None:
     """End every process below this one: SIGTERM, then SIGKILL. Engine workers hold memory and devices."""
+    children = signal_children(signal.SIGTERM)
+    _, alive = psutil.wait_procs(children, timeout=grace_s)
+    for child in alive:
+        logger.warning("process %d of vLLM did not end by itself: killing it", child.pid)
+    psutil.wait_procs(signal_children(signal.SIGKILL), timeout=grace_s)
+
+
+def signal_children(signum: signal.Signals) -> list[psutil.Process]:
+    """Send `signum` to every process below this one; returns them."""
     children = []
     for child in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):
             # Python's resource tracker takes no SIGTERM; it ends with this process.
             if not any("resource_tracker" in part for part in child.cmdline()):
-                child.terminate()
+                child.send_signal(signum)
                 children.append(child)
-    _, alive = psutil.wait_procs(children, timeout=grace_s)
-    for child in alive:
-        logger.warning("process %d of vLLM did not end by itself: killing it", child.pid)
-        with contextlib.suppress(psutil.NoSuchProcess):
-            child.kill()
-    psutil.wait_procs(alive, timeout=grace_s)
+    return children
