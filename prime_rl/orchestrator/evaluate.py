@@ -29,7 +29,11 @@ def next_due(after: int | None, interval: int, max_steps: int) -> int:
 
 
 class Evaluator:
-    """Evaluates the run's policy when it is due. `done` is set when version `max_steps` has been evaluated."""
+    """Evaluates the run's policy when it is due. `done` is set when version `max_steps` has been evaluated.
+
+    Args:
+        step: where the run goes on; evaluations of later versions are void.
+    """
 
     def __init__(
         self,
@@ -38,6 +42,8 @@ class Evaluator:
         worker: RolloutWorker,
         policy: PolicyVersions,
         envs: Mapping[str, Environment],
+        *,
+        step: int,
     ) -> None:
         self.done = asyncio.Event()
         self._config = config.eval or EvalConfig()
@@ -47,7 +53,7 @@ class Evaluator:
         self._envs = envs
         self._seed = config.seed
         self._max_steps = config.max_steps
-        self._last_step = last_eval_step(run.orchestrator_metrics)
+        self._last_step = last_eval_step(run.orchestrator_metrics, at_most=step)
 
     async def loop(self) -> None:
         """Until the last version has been evaluated."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -18,8 +19,8 @@ from prime_rl.orchestrator.rollout import Group, Rollout
 
 Phase = Literal["generate", "wait_for_policy", "wait_for_inference"]
 PHASES: tuple[Phase, ...] = get_args(Phase)
-# A batch that lay ready takes no time; rates are taken over at least this.
-MIN_STEP_S = 1e-3
+# Several batches may lie ready at once and then none for long: the token rate is taken over at least this.
+RATE_WINDOW_S = 10.0
 # The end of the metrics file in which the newest evaluation is looked for.
 TAIL_BYTES = 1_000_000
 
@@ -45,24 +46,34 @@ class PhaseClock:
         return spent_s
 
 
+class TokenRate:
+    """Tokens per second over the last RATE_WINDOW_S or longer, from a running total."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._seen = deque([(clock(), 0)])
+
+    def per_s(self, total: int) -> float:
+        now_s = self._clock()
+        while len(self._seen) > 1 and now_s - self._seen[1][0] >= RATE_WINDOW_S:
+            self._seen.popleft()
+        since_s, before = self._seen[0]
+        self._seen.append((now_s, total))
+        return (total - before) / (now_s - since_s) if now_s > since_s else 0.0
+
+
 def bottleneck(time_s: Mapping[Phase, float]) -> Phase:
     """The phase that took longest."""
     return max(PHASES, key=lambda phase: time_s[phase])
 
 
 def batch_metrics(
-    step: int, groups: Sequence[Group], time_s: Mapping[Phase, float], num_dropped: int, num_tokens: int
+    step: int, groups: Sequence[Group], time_s: Mapping[Phase, float], num_dropped: int
 ) -> dict[str, float]:
-    """The figures of one batch.
-
-    Args:
-        num_dropped: groups dropped since the start of this process.
-        num_tokens: tokens sampled since the last batch, for whatever batch.
-    """
+    """The figures of one batch. `num_dropped` counts groups since the start of this process."""
     rollouts = [rollout for group in groups for rollout in group.rollouts_G]
     rewards = [rollout.reward for rollout in rollouts]
     levels = [step - 1 - rollout.oldest_version for rollout in rollouts]
-    step_s = max(sum(time_s.values()), MIN_STEP_S)
     return {
         "reward/mean": mean(rewards),
         "reward/std": math.sqrt(max(0.0, mean([r * r for r in rewards]) - mean(rewards) ** 2)),
@@ -73,9 +84,8 @@ def batch_metrics(
         "async_level/max": max(levels),
         "async_level/mean": mean(levels),
         "groups_dropped": num_dropped,
-        "tokens_per_s": num_tokens / step_s,
         **{f"time/{phase}": seconds for phase, seconds in time_s.items()},
-        "time/step": step_s,
+        "time/step": math.fsum(time_s.values()),
     }
 
 
@@ -91,8 +101,11 @@ def write_metrics(path: Path, step: int, values: Mapping[str, float], now: float
     append_line(path, json.dumps({"step": step, "time": now, **finite}, allow_nan=False))
 
 
-def last_eval_step(path: Path) -> int | None:
-    """The step of the newest evaluation in the file's last megabyte, or None."""
+def last_eval_step(path: Path, *, at_most: int) -> int | None:
+    """The step of the newest evaluation in the file's last megabyte, or None.
+
+    A run that was sent back to an earlier step has evaluations of later ones; those are void.
+    """
     try:
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - TAIL_BYTES))
@@ -101,7 +114,7 @@ def last_eval_step(path: Path) -> int | None:
         return None
     for line in reversed(lines):
         record = _record(line)
-        if any(name.startswith("eval/") for name in record):
+        if any(name.startswith("eval/") for name in record) and record["step"] <= at_most:
             return int(record["step"])
     return None
 

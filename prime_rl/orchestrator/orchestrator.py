@@ -25,7 +25,13 @@ from prime_rl.contract.layout import LayoutError, OutputDir, RunDir
 from prime_rl.contract.status import RunStatus, StatusWriter, TrainerStatus, is_alive, read_status
 from prime_rl.contract.types import BadBatchError
 from prime_rl.orchestrator.batch import assemble_batch, publish_batch
-from prime_rl.orchestrator.checkpoint import CheckpointError, checkpoint_is_due, find_progress, save_state
+from prime_rl.orchestrator.checkpoint import (
+    CheckpointError,
+    checkpoint_is_due,
+    find_progress,
+    resume_is_pending,
+    save_state,
+)
 from prime_rl.orchestrator.client import AccessDenied, Endpoint, InferenceClient
 from prime_rl.orchestrator.envs import Environment, load_environment
 from prime_rl.orchestrator.evaluate import Evaluator
@@ -40,7 +46,7 @@ from prime_rl.orchestrator.guard import (
 )
 from prime_rl.orchestrator.ledger import GroupLedger
 from prime_rl.orchestrator.policy import PolicyVersions, find_base_model
-from prime_rl.orchestrator.report import Reporter, report_batch
+from prime_rl.orchestrator.report import BatchReporter, Reporter
 from prime_rl.orchestrator.rollout import RolloutWorker
 from prime_rl.orchestrator.sampler import ExampleSampler
 from prime_rl.orchestrator.scheduler import RunFailed, Scheduler
@@ -58,6 +64,7 @@ async def orchestrate(config: OrchestratorConfig, run: RunDir, reporter: Reporte
     # -- what the run needs ----
     for folder in (run.rollouts, run.broadcast, run.checkpoints, run.metrics):
         folder.mkdir(exist_ok=True)  # not their parents: a deleted run is not made again
+    await resume_done(run, config, reporter)
     seq_len = config.seq_len or await trainer_seq_len(run, reporter)
     tokenizer = ChatTokenizer.load(config.model.name)
     envs = load_envs(config)
@@ -92,7 +99,8 @@ async def orchestrate(config: OrchestratorConfig, run: RunDir, reporter: Reporte
     max_groups = max(1, config.client.max_concurrent_requests // config.rollouts_per_example)
     scheduler = Scheduler(run, ledger, worker.group, client, policy, watcher, max_groups=max_groups)
     cleanup.push_async_callback(scheduler.close)
-    evaluator = Evaluator(config, run, worker, policy, envs) if config.eval else None
+    evaluator = Evaluator(config, run, worker, policy, envs, step=progress.step) if config.eval else None
+    batches = BatchReporter(run, scheduler, client, reporter)
     reporter.waiting_on = scheduler.waiting_on
     reporter.figures = lambda: {"policy_version": policy.version, "num_in_flight": ledger.num_in_flight}
 
@@ -111,7 +119,7 @@ async def orchestrate(config: OrchestratorConfig, run: RunDir, reporter: Reporte
             if checkpoint_is_due(step, config.ckpt, config.max_steps):
                 save_state(run, batch)
             publish_batch(run, batch)
-            report_batch(run, step, groups, scheduler, client, reporter)
+            batches.report(step, groups)
         await scheduler.wait_for_version(config.max_steps, serve=evaluator is not None)
         if evaluator is not None:
             reporter.waiting_on = lambda now: client.trouble or f"the evaluation of policy version {config.max_steps}"
@@ -145,6 +153,14 @@ async def base_model(client: InferenceClient, wanted: str) -> str:
     if name is None:
         raise RunFailed(f"inference serves {[model.id for model in served]}, and this run trains {wanted!r}")
     return name
+
+
+async def resume_done(run: RunDir, config: OrchestratorConfig, reporter: Reporter) -> None:
+    """Wait until the trainer has gone back to `ckpt.resume_step`, if the run asks for that."""
+    while resume_is_pending(run, config.ckpt):
+        reporter.waiting_on = lambda now: f"the trainer to go back to ckpt.resume_step = {config.ckpt.resume_step}"
+        await asyncio.sleep(GUARD_POLL_S)
+    reporter.waiting_on = lambda now: None
 
 
 async def trainer_seq_len(run: RunDir, reporter: Reporter) -> int:

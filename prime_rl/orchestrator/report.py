@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from prime_rl.contract.layout import RunDir
 from prime_rl.contract.status import StatusWriter
 from prime_rl.orchestrator.client import InferenceClient
-from prime_rl.orchestrator.metrics import batch_metrics, bottleneck, write_metrics
+from prime_rl.orchestrator.metrics import TokenRate, batch_metrics, bottleneck, write_metrics
 from prime_rl.orchestrator.rollout import Group
 from prime_rl.orchestrator.scheduler import Scheduler
 
@@ -42,26 +42,33 @@ class Reporter:
             self.update()
 
 
-def report_batch(
-    run: RunDir, step: int, groups: Sequence[Group], scheduler: Scheduler, client: InferenceClient, reporter: Reporter
-) -> None:
-    """One line of metrics, one line of log, and the status file."""
-    time_s = scheduler.phases.lap()
-    num_tokens, client.num_sampled_tokens = client.num_sampled_tokens, 0
-    metrics = batch_metrics(step, groups, time_s, scheduler.ledger.num_dropped, num_tokens)
-    write_metrics(run.orchestrator_metrics, step, metrics, time.time())
-    reporter.update(
-        step=step,
-        reward=metrics["reward/mean"],
-        tokens_per_s=metrics["tokens_per_s"],
-        async_level=int(metrics["async_level/max"]),
-        bottleneck=bottleneck(time_s),
-    )
-    logger.info(
-        "step %d: reward %.4f, async level %d, %.1f s, %.0f tokens/s",
-        step,
-        metrics["reward/mean"],
-        metrics["async_level/max"],
-        metrics["time/step"],
-        metrics["tokens_per_s"],
-    )
+class BatchReporter:
+    """After each batch: one line of metrics, one line of log, and the status file."""
+
+    def __init__(self, run: RunDir, scheduler: Scheduler, client: InferenceClient, reporter: Reporter) -> None:
+        self._run = run
+        self._scheduler = scheduler
+        self._client = client
+        self._reporter = reporter
+        self._rate = TokenRate()
+
+    def report(self, step: int, groups: Sequence[Group]) -> None:
+        time_s = self._scheduler.phases.lap()
+        values = batch_metrics(step, groups, time_s, self._scheduler.ledger.num_dropped)
+        values["tokens_per_s"] = self._rate.per_s(self._client.num_sampled_tokens)
+        write_metrics(self._run.orchestrator_metrics, step, values, time.time())
+        self._reporter.update(
+            step=step,
+            reward=values["reward/mean"],
+            tokens_per_s=values["tokens_per_s"],
+            async_level=int(values["async_level/max"]),
+            bottleneck=bottleneck(time_s),
+        )
+        logger.info(
+            "step %d: reward %.4f, async level %d, %.1f s, %.0f tokens/s",
+            step,
+            values["reward/mean"],
+            values["async_level/max"],
+            values["time/step"],
+            values["tokens_per_s"],
+        )

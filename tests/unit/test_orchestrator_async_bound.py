@@ -71,6 +71,7 @@ class Played:
     batches: list[list[Group]] = field(default_factory=list)
     published_at: list[int] = field(default_factory=list)
     waits: list[str] = field(default_factory=list)
+    num_dropped: int = 0
     num_unknown: int = 0
     adapters_left: int = 0
 
@@ -106,6 +107,7 @@ async def play(case: Case, choose: Callable[[int], int], folder: Path) -> Played
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             await client.close()
+    played.num_dropped = ledger.num_dropped
     played.num_unknown, played.adapters_left = fake.num_unknown, len(fake.adapters)
     return played
 
@@ -172,6 +174,8 @@ def check_bound(case: Case, played: Played) -> None:
             assert len(versions) == case.num_turns
             assert min(versions) == rollout.oldest_version >= max(0, step - 1 - case.k)
             assert max(versions) <= step - 1
+    if not case.failing:
+        assert played.num_dropped == 0, "fresh enough by the way it was started, not by throwing away"
     assert played.num_unknown == 0, "no version was unloaded while a request used it"
     assert played.adapters_left == 0
 

@@ -25,7 +25,7 @@ from prime_rl.orchestrator.checkpoint import (
 )
 from prime_rl.orchestrator.evaluate import next_due
 from prime_rl.orchestrator.ledger import GroupLedger
-from prime_rl.orchestrator.metrics import PhaseClock, batch_metrics, last_eval_step, write_metrics
+from prime_rl.orchestrator.metrics import PhaseClock, TokenRate, batch_metrics, last_eval_step, write_metrics
 from prime_rl.orchestrator.rollout import Group, Rollout, derive_seed
 from prime_rl.orchestrator.sampler import ExampleSampler
 from prime_rl.orchestrator.scheduler import describe_policy_wait
@@ -275,14 +275,22 @@ def test_checkpoints_are_due_at_the_interval_and_at_the_end() -> None:
 def test_metrics_of_a_batch() -> None:
     groups = [a_group(0, [0.0, 1.0], version=1, env="x"), a_group(1, [1.0, 1.0], version=2, env="y")]
     time_s = {"generate": 3.0, "wait_for_policy": 1.0, "wait_for_inference": 0.0}
-    values = batch_metrics(3, groups, time_s, num_dropped=2, num_tokens=80)
+    values = batch_metrics(3, groups, time_s, num_dropped=2)
     assert values["reward/mean"] == 0.75
     assert values["reward/std"] == pytest.approx(np.std([0, 1, 1, 1]))
     assert (values["reward/x"], values["reward/y"]) == (0.5, 1.0)
     assert values["env/x/exact_match"] == 0.5
     assert (values["async_level/max"], values["async_level/mean"]) == (1, 0.5)
     assert (values["completion_len/mean"], values["prompt_len/mean"], values["truncated/mean"]) == (2, 3, 0)
-    assert (values["time/step"], values["tokens_per_s"], values["groups_dropped"]) == (4.0, 20.0, 2)
+    assert (values["time/step"], values["time/wait_for_policy"], values["groups_dropped"]) == (4.0, 1.0, 2)
+
+
+def test_the_token_rate_is_taken_over_a_window_of_batches() -> None:
+    now = [0.0]
+    rate = TokenRate(lambda: now[0])
+    assert rate.per_s(50) == 0.0  # no time has passed
+    for now[0], total, expected in ((2.0, 100, 50), (2.0, 100, 50), (12.0, 600, 50), (22.0, 600, 0)):
+        assert rate.per_s(total) == expected
 
 
 def test_phases_add_up_and_begin_anew_after_a_lap() -> None:
@@ -299,10 +307,11 @@ def test_phases_add_up_and_begin_anew_after_a_lap() -> None:
 
 def test_metrics_lines_are_json_and_the_newest_evaluation_is_found(tmp_path: Path) -> None:
     path = tmp_path / "metrics" / "orchestrator.jsonl"
-    assert last_eval_step(path) is None
+    assert last_eval_step(path, at_most=9) is None
     write_metrics(path, 5, {"eval/talk/reward": 0.5}, now=1.0)
     write_metrics(path, 6, {"reward/mean": float("nan")}, now=2.0)
-    assert last_eval_step(path) == 5
+    assert last_eval_step(path, at_most=9) == 5
+    assert last_eval_step(path, at_most=4) is None
     assert json.loads(path.read_text().splitlines()[1]) == {"step": 6, "time": 2.0, "reward/mean": None}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import shutil
 from collections.abc import AsyncIterator, Callable
@@ -19,6 +20,7 @@ from prime_rl.contract.types import read_batch
 from prime_rl.orchestrator.orchestrator import run_to_the_end
 from tests.orchestrator_support import (
     FakeInference,
+    config_data,
     make_model,
     make_run,
     publish,
@@ -26,6 +28,7 @@ from tests.orchestrator_support import (
     serving,
     stand_in_trainer,
     until,
+    write_toml,
 )
 
 
@@ -252,6 +255,24 @@ async def test_seq_len_comes_from_the_trainer_when_the_run_sets_none(house: Hous
         assert await asyncio.wait_for(task, 30) == 0
     bodies = [body for path, body in house.fake.requests if path == "/v1/completions"]
     assert all(len(body["prompt"]) + body["max_tokens"] <= 77 for body in bodies)
+
+
+async def test_a_run_that_is_sent_back_waits_until_the_trainer_has_gone_back(house: House) -> None:
+    await house.run_to_the_end(max_steps=4)
+    toml = write_toml(house.run, config_data(house.model, max_steps=4, ckpt={"resume_step": 1}))
+    task = house.start(max_steps=4, ckpt={"resume_step": 1})
+    await house.until_waiting_on("the trainer to go back to ckpt.resume_step = 1")
+    kept = read_batch(house.run.rollout_file(1))
+    for folder in [house.run.rollout_dir(step) for step in (2, 3, 4)]:
+        shutil.rmtree(folder)
+    for folder in [house.run.broadcast_dir(step) for step in (2, 3, 4)]:
+        shutil.rmtree(folder)
+    digest = hashlib.sha256(toml.read_bytes()).hexdigest()
+    house.run.resumed.write_text(json.dumps({"resume_step": 1, "config_sha256": digest, "version": 1}))
+    async with trainer(house.run):
+        assert await asyncio.wait_for(task, 30) == 0
+    assert list_rollout_steps(house.run) == [1, 2, 3, 4]
+    assert read_batch(house.run.rollout_file(1)) == kept
 
 
 async def test_evaluation_of_the_first_the_due_and_the_last_version(house: House) -> None:
