@@ -275,6 +275,12 @@ class Ticker:
         return self.now
 
 
+def has_looked(app: App[None]) -> bool:
+    """Whether the home screen is there and shows the house with its curves, if it has any."""
+    snapshot = getattr(app.screen, "snapshot", None)
+    return snapshot is not None and (not snapshot.rows or any(row.tail.rewards for row in snapshot.rows))
+
+
 def screen_text(app: App[None]) -> str:
     """What is drawn, without the styles: exactly what reaches the terminal between its own style codes."""
     strips = app.screen._compositor.render_strips()

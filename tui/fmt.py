@@ -15,7 +15,7 @@ def number(value: float | None) -> str:
     size = abs(value)
     if size == 0:
         return "0"
-    if size < 1e-3 or size >= 1e5:
+    if size < 1e-2 or size >= 1e5:
         digits = 1 if 1e-99 < size < 1e99 else 0
         mantissa, _, exponent = f"{value:.{digits}e}".partition("e")
         return f"{mantissa}e{int(exponent)}"
@@ -24,11 +24,18 @@ def number(value: float | None) -> str:
     return f"{value:.1f}" if size < 1000 else f"{value:.0f}"
 
 
-def signed(value: float | None) -> str:
-    """A change: `+0.120`, `-3.1`."""
+def fixed(value: float | None) -> str:
+    """Three digits after the point where there is room, for what stands in a column: `0.812`, `0.004`, `12.3`."""
     if value is None or not math.isfinite(value):
         return DASH
-    if abs(value) < 0.0005:
+    return f"{value:.3f}" if abs(value) < 10 else number(value)
+
+
+def signed(value: float | None, *, least: float = 0.0) -> str:
+    """A change: `+0.120`, `-1.2e-5`; `±0` below `least`."""
+    if value is None or not math.isfinite(value):
+        return DASH
+    if value == 0 or abs(value) < least:
         return "±0"
     return f"{'+' if value > 0 else '-'}{number(abs(value))}"
 

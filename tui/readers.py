@@ -146,10 +146,15 @@ def _number(value: object) -> float | None:
 
 
 class MetricsReader:
-    """The series of some metrics of one run, from its metrics files, kept up to date by `update`."""
+    """The series of some metrics of one run, from its metrics files, kept up to date by `update`.
 
-    def __init__(self, paths: Sequence[Path], keys: Iterable[str], *, capacity: int) -> None:
-        self._tails = [FileTail(path) for path in paths]
+    `start_bytes` as in `FileTail`: with it only the newest steps are read.
+    """
+
+    def __init__(
+        self, paths: Sequence[Path], keys: Iterable[str], *, capacity: int, start_bytes: int | None = None
+    ) -> None:
+        self._tails = [FileTail(path, start_bytes=start_bytes) for path in paths]
         self._keys = frozenset(keys)
         self._capacity = capacity
         self._by_tail: list[dict[str, Series]] = [{} for _ in paths]

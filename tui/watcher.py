@@ -24,11 +24,15 @@ from tui.snapshot import RunTail, make_snapshot
 Post = Callable[[Message], object]
 # Two looks are at least this far apart: status files change at most twice a second each, a person reads no faster.
 MIN_INTERVAL_S = 0.3
-RESCAN_S = 1.0
+RESCAN_S = 2.0
 RUN_INTERVAL_S = 0.4
 # The home screen draws at most this many points of a curve.
 HOME_POINTS = 240
+HOME_KEYS = ("reward/mean", "loss")
 HOME_CAPACITY = 512
+# Of each metrics file the home screen reads this much from the end, about 200 steps: a house of 200 long runs is then
+# listed at once. The run screen reads all.
+HOME_TAIL_BYTES = 1 << 15
 
 
 class HouseMetrics:
@@ -55,7 +59,7 @@ class HouseMetrics:
         if run_id not in self._readers:
             run = RunDir(self._output.path / run_id)
             paths = [run.orchestrator_metrics, run.trainer_metrics]
-            self._readers[run_id] = MetricsReader(paths, ("reward/mean", "loss"), capacity=HOME_CAPACITY)
+            self._readers[run_id] = MetricsReader(paths, HOME_KEYS, capacity=HOME_CAPACITY, start_bytes=HOME_TAIL_BYTES)
         changed, more = self._readers[run_id].update()
         while more and not stop():
             _, more = self._readers[run_id].update()
@@ -93,6 +97,9 @@ class HouseWatcher:
         metrics = HouseMetrics(self._output.path)
         with Watcher(self._folders(), rescan_s=RESCAN_S) as watcher:
             self._watcher = watcher
+            # Names and states at once, curves when they are read.
+            house = reader.read()
+            self._post(HouseChanged(make_snapshot(house, {}, house.read_at)))
             while not self._stopped.is_set():
                 house = reader.read()
                 tails = metrics.update(house, self._stopped.is_set)

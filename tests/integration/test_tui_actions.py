@@ -17,7 +17,7 @@ from textual.widgets import Button, Input, OptionList, Static
 
 from prime_rl.contract.layout import OutputDir, RunDir
 from prime_rl.contract.status import RunStatus, read_status
-from tests.tui_support import add_run, build_house, orch_toml, until
+from tests.tui_support import add_run, build_house, has_looked, orch_toml, until
 from tui.acting import ActsOnRuns
 from tui.app import PrlApp
 from tui.dialogs.add import AddDialog
@@ -53,7 +53,7 @@ async def opened(path: Path) -> AsyncIterator[tuple[PrlApp, Pilot[None]]]:
     app = PrlApp(path)
     app.animation_level = "none"
     async with app.run_test(size=(100, 30)) as pilot:
-        await until(pilot, lambda: isinstance(app.screen, RunsScreen) and app.screen.snapshot is not None, "a look")
+        await until(pilot, lambda: has_looked(app), "a look")
         await pilot.pause()
         yield app, pilot
 

@@ -12,9 +12,18 @@ from textual.pilot import Pilot
 
 from prime_rl.contract.layout import OutputDir
 from prime_rl.contract.status import DaemonStatus
-from tests.tui_support import NOW, add_run, build_house, frozen_clock, orch_toml, screen_text, until, write_status
+from tests.tui_support import (
+    NOW,
+    add_run,
+    build_house,
+    frozen_clock,
+    has_looked,
+    orch_toml,
+    screen_text,
+    until,
+    write_status,
+)
 from tui.app import PrlApp
-from tui.screens.runs import RunsScreen
 
 ATTACKS = [
     "\x1b]2;owned\x07 title",
@@ -40,7 +49,7 @@ async def opened(house: OutputDir) -> AsyncIterator[tuple[PrlApp, Pilot[None]]]:
     app = PrlApp(house.path, clock=frozen_clock)
     app.animation_level = "none"
     async with app.run_test(size=(200, 100)) as pilot:
-        await until(pilot, lambda: isinstance(app.screen, RunsScreen) and app.screen.snapshot is not None, "a look")
+        await until(pilot, lambda: has_looked(app), "a look")
         yield app, pilot
 
 

@@ -12,7 +12,17 @@ from textual.pilot import Pilot
 from textual.widgets import Input, Static, TabbedContent
 
 from prime_rl.contract.layout import OutputDir, RunDir
-from tests.tui_support import NOW, Ticker, add_run, build_house, frozen_clock, metrics_lines, orch_toml, until
+from tests.tui_support import (
+    NOW,
+    Ticker,
+    add_run,
+    build_house,
+    frozen_clock,
+    has_looked,
+    metrics_lines,
+    orch_toml,
+    until,
+)
 from tui.app import PrlApp
 from tui.screens.help import HelpScreen
 from tui.screens.parts import PartsScreen
@@ -39,7 +49,7 @@ async def opened(
     app = PrlApp(path, clock=clock or frozen_clock, read_only=read_only)
     app.animation_level = "none"
     async with app.run_test(size=size) as pilot:
-        await until(pilot, lambda: isinstance(app.screen, RunsScreen) and app.screen.snapshot is not None, "a look")
+        await until(pilot, lambda: has_looked(app), "a look")
         await pilot.pause()
         yield app, pilot
 

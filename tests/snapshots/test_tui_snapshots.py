@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 from textual.pilot import Pilot
 
-from tests.tui_support import build_house, frozen_clock, settled, until
+from tests.tui_support import build_house, frozen_clock, has_looked, settled, until
 from tui.app import PrlApp
 from tui.screens.run import RunScreen
-from tui.screens.runs import RunsScreen
 from tui.widgets.charts import Chart
 from tui.widgets.config_view import ConfigView
 
@@ -35,7 +34,7 @@ def looked(*keys: str) -> Steps:
 
     async def run(pilot: Pilot[None]) -> None:
         app = pilot.app
-        await until(pilot, lambda: isinstance(app.screen, RunsScreen) and app.screen.snapshot is not None, "a look")
+        await until(pilot, lambda: has_looked(app), "a look")
         await pilot.pause()
         for key in keys:
             await pilot.press(key)

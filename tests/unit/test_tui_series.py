@@ -51,11 +51,12 @@ def test_a_series_needs_room() -> None:
         Series(1)
 
 
-@given(values=st.lists(FLOATS, max_size=200), limit=st.integers(2, 60))
+@given(values=st.lists(FLOATS, max_size=200), limit=st.integers(4, 60))
 def test_thinning_keeps_order_limit_and_peaks(values: list[float], limit: int) -> None:
     steps = [float(step) for step in range(len(values))]
     kept_steps, kept = downsample(steps, values, limit)
-    assert len(kept) <= max(limit, 2)
+    assert len(kept) <= limit
+    assert (kept_steps[:1], kept_steps[-1:]) == (steps[:1], steps[-1:])
     assert kept_steps == sorted(kept_steps)
     assert all(values[int(step)] == value for step, value in zip(kept_steps, kept, strict=True))
     if values:
@@ -89,7 +90,9 @@ def test_numbers_stay_in_their_width(value: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "text"), [(0, "0"), (0.8123, "0.812"), (12.34, "12.3"), (1234.5, "1234"), (1.2e-5, "1.2e-5"), (None, "·"),
+    ("value", "text"),
+    [(0, "0"), (0.8123, "0.812"), (0.0012, "1.2e-3"), (12.34, "12.3"), (1234.5, "1234"), (1.2e-5, "1.2e-5"),
+                        (None, "·"),
                         (math.nan, "·"), (-0.05, "-0.050"), (123456.0, "1.2e5")],
 )  # fmt: skip
 def test_number(value: float | None, text: str) -> None:
@@ -126,4 +129,9 @@ def test_short_texts() -> None:
     assert fmt.first_line("\n\n two\nthree") == "two"
     assert fmt.first_line(None) == ""
     assert [fmt.size(number) for number in (512, 2048, 5 * 1024**3)] == ["512 B", "2.0 KiB", "5.0 GiB"]
-    assert fmt.signed(0.12) == "+0.120" and fmt.signed(-0.0001) == "±0" and fmt.signed(None) == "·"
+    assert (
+        fmt.signed(0.12) == "+0.120"
+        and fmt.signed(-0.0001, least=0.001) == "±0"
+        and fmt.fixed(0.0042) == "0.004"
+        and fmt.signed(None) == "·"
+    )

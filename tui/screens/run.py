@@ -37,6 +37,7 @@ class RunScreen(HouseScreen):
         & > #banner.-bad { color: $text-error; border-left: outer $error; }
         & > #banner.-note { color: $foreground 75%; border-left: outer $secondary; }
         & > TabbedContent { height: 1fr; }
+        background: $surface;
         Tabs { height: 2; }
         TabPane { padding: 0; height: 1fr; }
         ContentSwitcher { height: 1fr; }

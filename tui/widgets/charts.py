@@ -82,6 +82,7 @@ class Chart(Vertical):
         plt.frame(False)
         plt.xaxes(False, False)
         plt.yaxes(False, False)
+        plt.ticks_color(Color.parse(palette.muted).rgb)
         self._ticks(plt, data)
         self._plot.refresh()
 

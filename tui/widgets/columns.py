@@ -16,6 +16,7 @@ PADDING = 1  # cells on each side of a column
 MIN_NOTE = 12
 MIN_ID = 10
 MAX_ID = 28
+LEAST_CHANGE = 0.0005  # rewards are in [0, 1]; a smaller change is none that a person looks for
 
 
 @dataclass(frozen=True)
@@ -114,14 +115,17 @@ def _progress(row: RunRow, width: int, palette: Palette) -> Text:
 def _reward(row: RunRow, width: int, palette: Palette) -> Text:
     if row.reward is None:
         return Text(f"{fmt.DASH:>5}", style=palette.faint)
-    curve = sparkline(row.tail.rewards, width - 6)
-    return Text.assemble((f"{fmt.number(row.reward):>5} ", "bold"), (curve, palette.secondary), no_wrap=True, end="")
+    figure = f"{fmt.fixed(row.reward):>5} "
+    curve = sparkline(row.tail.rewards, width - len(figure))
+    return Text.assemble((figure, "bold"), (curve, palette.secondary), no_wrap=True, end="")
 
 
 def _change(row: RunRow, palette: Palette) -> Text:
-    text = fmt.signed(row.reward_change)
+    text = fmt.fixed(row.reward_change)
+    if row.reward_change is not None:
+        text = f"{'+' if row.reward_change > 0 else ''}{text}" if abs(row.reward_change) >= LEAST_CHANGE else "±0"
     colour = palette.muted
-    if row.reward_change is not None and abs(row.reward_change) >= 0.0005:
+    if row.reward_change is not None and abs(row.reward_change) >= LEAST_CHANGE:
         colour = palette.success if row.reward_change > 0 else palette.error
     return _right(text, palette.faint if text == fmt.DASH else colour)
 

@@ -34,7 +34,7 @@ class ConfigView(VerticalScroll):
 
     DEFAULT_CSS = """
     ConfigView {
-        background: $background;
+        background: $surface;
         scrollbar-size-vertical: 1;
         & > #config-error {
             display: none; margin: 0 1 1 1; padding: 0 1; color: $text-error; border-left: outer $error; height: auto;

@@ -40,7 +40,7 @@ class EventsView(VerticalScroll):
     """Scrolls; shows text only."""
 
     DEFAULT_CSS = """
-    EventsView { background: $background; scrollbar-size-vertical: 1; & > Static { padding: 0 1; height: auto; } }
+    EventsView { background: $surface; scrollbar-size-vertical: 1; & > Static { padding: 0 1; height: auto; } }
     """
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("j", "scroll_down", "Down", show=False),

@@ -36,7 +36,7 @@ class LogView(RichLog):
     """The tail of one log."""
 
     DEFAULT_CSS = """
-    LogView { background: $background; padding: 0 1; scrollbar-size-vertical: 1; overflow-x: hidden; }
+    LogView { background: $surface; padding: 0 1; scrollbar-size-vertical: 1; overflow-x: hidden; }
     LogView:focus { background-tint: transparent 0%; }
     """
     BINDINGS: ClassVar[list[BindingType]] = [

@@ -26,9 +26,8 @@ def describe(row: RunRow, palette: Palette, now: float) -> Text:
     if body:
         text.append("\n")
         text.append(body, palette.error if row.is_problem else palette.text)
-    else:
-        text.append("\n")
-        text.append(_figures(row, now), palette.muted)
+    text.append("\n")
+    text.append(_figures(row, now), palette.muted)
     return text
 
 
@@ -52,7 +51,7 @@ class Preview(Vertical):
     Preview {
         height: 4;
         border-top: solid $border;
-        background: $background;
+        background: $surface;
         & > Static { height: 3; padding: 0 1; }
         & > Horizontal { height: 0; }
         &.-tall { height: 45%; }
