@@ -20,6 +20,8 @@ from daemons.client import DaemonView, HouseReader, RunView
 from prime_rl.contract.files import wait_for
 
 ROOT = Path(__file__).resolve().parents[1]
+# Enough for a machine with ten times more to do than it can; what reaches it has failed.
+PATIENCE_S = 120.0
 RUN_TOML = """\
 # kept as it is
 batch_size = 8
@@ -174,7 +176,7 @@ class Prl:
 
     def __call__(self, *args: str, exit_code: int | None = 0) -> subprocess.CompletedProcess[str]:
         with self.start(*args) as child:
-            out, err = child.communicate(timeout=60)
+            out, err = child.communicate(timeout=PATIENCE_S)
         done = subprocess.CompletedProcess(child.args, child.returncode, out, err)
         assert exit_code is None or done.returncode == exit_code, (args, done.returncode, out, err)
         return done
@@ -210,7 +212,7 @@ class Prl:
                 found.append(process)
         return found
 
-    def wait_state(self, name: str, *states: str, timeout_s: float = 30.0) -> RunView | DaemonView:
+    def wait_state(self, name: str, *states: str, timeout_s: float = PATIENCE_S) -> RunView | DaemonView:
         """Wait until a run, or a daemon that is no orchestrator, is in one of `states`."""
         reader = HouseReader(self.output_dir)
         seen: list[RunView | DaemonView | None] = [None]

@@ -16,7 +16,7 @@ import pytest
 
 from daemons.cli import run
 from prime_rl.contract.files import append_line, wait_for
-from tests.daemons_support import ROOT, RUN_TOML, Prl, fake_house
+from tests.daemons_support import PATIENCE_S, ROOT, RUN_TOML, Prl, fake_house
 
 
 @pytest.fixture
@@ -176,7 +176,7 @@ def test_logs_are_shown_without_what_a_terminal_obeys_and_followed(prl: Prl) -> 
     append_line(log, "after truncation")
     assert child.stdout.readline() == "after truncation\n"
     child.send_signal(signal.SIGINT)
-    child.communicate(timeout=20)
+    child.communicate(timeout=PATIENCE_S)
     assert child.returncode == 0
 
 
@@ -202,7 +202,7 @@ def test_a_component_runs_in_place_of_prl(prl: Prl) -> None:
         assert child.stdout is not None
         assert child.stdout.readline() == f"begin trainer {child.pid}\n"
         child.terminate()
-        child.communicate(timeout=20)
+        child.communicate(timeout=PATIENCE_S)
     assert child.returncode == 0
 
 
@@ -234,9 +234,9 @@ def test_demo_trains_three_runs_on_two_slots_and_leaves_nothing(prl: Prl) -> Non
 def test_demo_ends_with_the_reason_when_a_run_fails(prl: Prl) -> None:
     configs = demo_configs(prl, max_steps=200)
     child = prl.start("demo", "--configs", configs)
-    wait_for((prl.output_dir / "run_sort").exists, "the demo to add its runs", timeout_s=30)
+    wait_for((prl.output_dir / "run_sort").exists, "the demo to add its runs", timeout_s=PATIENCE_S)
     (prl.output_dir / "fail_run_sort").touch()
-    _, err = child.communicate(timeout=60)
+    _, err = child.communicate(timeout=PATIENCE_S)
     assert (child.returncode, err) == (1, "prl: run_sort is failed: told to fail\n")
     assert json.loads((prl.output_dir / "report.json").read_text())["runs"]["run_sort"]["state"] == "failed"
     assert prl.members() == []
@@ -244,9 +244,9 @@ def test_demo_ends_with_the_reason_when_a_run_fails(prl: Prl) -> None:
 
 def test_ctrl_c_ends_the_demo_and_everything_it_started(prl: Prl) -> None:
     child = prl.start("demo", "--configs", demo_configs(prl, max_steps=200))
-    wait_for((prl.output_dir / "run_sort").exists, "the demo to add its runs", timeout_s=30)
+    wait_for((prl.output_dir / "run_sort").exists, "the demo to add its runs", timeout_s=PATIENCE_S)
     child.send_signal(signal.SIGINT)
-    child.communicate(timeout=60)
+    child.communicate(timeout=PATIENCE_S)
     assert child.returncode == 130
     assert prl.members() == []
 

@@ -18,7 +18,7 @@ from daemons.process import Identity, end_parts, find_members, log_tail, spawn
 from prime_rl.contract.files import wait_for
 from prime_rl.contract.layout import OutputDir
 from prime_rl.utils.process import same_process
-from tests.daemons_support import Prl, fake_house
+from tests.daemons_support import PATIENCE_S, Prl, fake_house
 
 
 @pytest.fixture
@@ -62,7 +62,7 @@ def test_three_runs_on_two_slots_then_down(prl: Prl) -> None:
         (prl.output_dir / f"pause_run_{name}").touch()
     for name in ("a", "b", "c"):
         prl("runs", "add", str(prl.run_file(name)))
-    wait_for(lambda: waits_first(prl, "run_c"), "run_c to be the first in the queue", timeout_s=20)
+    wait_for(lambda: waits_first(prl, "run_c"), "run_c to be the first in the queue", timeout_s=PATIENCE_S)
     for name in ("a", "b"):
         (prl.output_dir / f"pause_run_{name}").unlink()
     for name in ("a", "b", "c"):
@@ -89,7 +89,7 @@ def test_a_killed_part_is_restarted_and_what_it_left_behind_is_ended(prl: Prl) -
         now = daemon(prl, "inference")
         return now.state == "running" and now.pid != old.pid
 
-    wait_for(new, "inference to be started again", timeout_s=20)
+    wait_for(new, "inference to be started again", timeout_s=PATIENCE_S)
     now = daemon(prl, "inference")
     assert (now.num_restarts, now.log_tail) == (1, (f"begin inference {old.pid}",))
     assert not same_process(worker, worker_started), "the grandchild of the killed part is gone"
@@ -122,9 +122,9 @@ def test_last_words_and_readmission(prl: Prl) -> None:
     (prl.output_dir / "pause_run_a").touch()
     prl("runs", "add", str(prl.run_file("a", max_steps=4)))
     prl.wait_state("run_a", "active")
-    wait_for(lambda: runs_on(prl, "run_a"), "the orchestrator to run", timeout_s=20)
+    wait_for(lambda: runs_on(prl, "run_a"), "the orchestrator to run", timeout_s=PATIENCE_S)
     prl("runs", "evict", "run_a", "--reason", "makes room")
-    wait_for(lambda: daemon(prl, "run_a").state == "done", "the orchestrator to end", timeout_s=20)
+    wait_for(lambda: daemon(prl, "run_a").state == "done", "the orchestrator to end", timeout_s=PATIENCE_S)
     assert prl.wait_state("run_a", "evicted").reason == "makes room"
     (prl.output_dir / "pause_run_a").unlink()
     prl("runs", "readmit", "run_a")
@@ -136,11 +136,13 @@ def test_delete_of_a_run_that_trains(prl: Prl) -> None:
     prl.up()
     (prl.output_dir / "pause_run_a").touch()
     prl("runs", "add", str(prl.run_file("a")))
-    wait_for(lambda: runs_on(prl, "run_a"), "the orchestrator to run", timeout_s=20)
+    wait_for(lambda: runs_on(prl, "run_a"), "the orchestrator to run", timeout_s=PATIENCE_S)
     assert "in use by the trainer (slot 0)" in prl("runs", "delete", "run_a", exit_code=1).stderr
     prl("runs", "delete", "run_a", "--yes")
     assert read_house(prl.output_dir).runs == ()
-    wait_for(lambda: read_house(prl.output_dir).daemon("run_a") is None, "the supervisor to forget it", timeout_s=20)
+    wait_for(
+        lambda: read_house(prl.output_dir).daemon("run_a") is None, "the supervisor to forget it", timeout_s=PATIENCE_S
+    )
     (prl.output_dir / "pause_run_a").unlink()
     prl("runs", "undelete", "run_a")
     prl.wait_state("run_a", "finished")
@@ -159,7 +161,7 @@ def test_down_after_a_killed_supervisor_leaves_nothing(prl: Prl) -> None:
     prl.up()
     (prl.output_dir / "pause_run_a").touch()
     prl("runs", "add", str(prl.run_file("a")))
-    wait_for(lambda: runs_on(prl, "run_a"), "the orchestrator to run", timeout_s=20)
+    wait_for(lambda: runs_on(prl, "run_a"), "the orchestrator to run", timeout_s=PATIENCE_S)
     kill(daemon(prl, "supervisor").pid)
     parts = {each.environ()["PRL_PART"] for each in prl.members()}
     assert parts == {"trainer", "inference", "run_a"}, "parts outlive a killed supervisor"
@@ -200,7 +202,7 @@ def test_a_stubborn_part_is_killed_after_the_grace(prl: Prl) -> None:
 
 def test_one_of_two_ups_wins(prl: Prl) -> None:
     both = [prl.start(*prl.up_args()) for _ in range(2)]
-    ends = [(*child.communicate(timeout=60), child.returncode) for child in both]
+    ends = [(*child.communicate(timeout=PATIENCE_S), child.returncode) for child in both]
     assert sorted(code for *_, code in ends) == [0, 1]
     loser = next(err for _, err, code in ends if code == 1)
     assert loser.startswith("prl: already running: ") and loser.count("\n") == 1
@@ -217,9 +219,9 @@ def test_ctrl_c_during_up_stops_everything(prl: Prl, signum: signal.Signals) -> 
     )
     child = prl.start(*prl.up_args())
     log = prl.output_dir / "logs" / "inference.log"
-    wait_for(lambda: log.exists() and "loading" in log.read_text(), "inference to be loading", timeout_s=20)
+    wait_for(lambda: log.exists() and "loading" in log.read_text(), "inference to be loading", timeout_s=PATIENCE_S)
     child.send_signal(signum)
-    child.communicate(timeout=30)
+    child.communicate(timeout=PATIENCE_S)
     assert child.returncode == 130
     assert prl.members() == []
 
@@ -227,9 +229,9 @@ def test_ctrl_c_during_up_stops_everything(prl: Prl, signum: signal.Signals) -> 
 def test_ctrl_c_before_the_supervisor_has_said_who_it_is(prl: Prl) -> None:
     child = prl.start(*prl.up_args())
     log = prl.output_dir / "logs" / "supervisor.log"
-    wait_for(log.exists, "the supervisor to be started", timeout_s=20, poll_s=0.002)
+    wait_for(log.exists, "the supervisor to be started", timeout_s=PATIENCE_S, poll_s=0.002)
     child.send_signal(signal.SIGINT)
-    child.communicate(timeout=30)
+    child.communicate(timeout=PATIENCE_S)
     assert child.returncode == 130
     assert prl.members() == []
 
@@ -239,7 +241,7 @@ def test_up_in_the_foreground_is_the_supervisor(prl: Prl) -> None:
     prl.wait_state("trainer", "running")
     assert daemon(prl, "supervisor").pid == child.pid
     child.send_signal(signal.SIGINT)
-    child.communicate(timeout=30)
+    child.communicate(timeout=PATIENCE_S)
     assert child.returncode == 0
     assert prl.members() == []
 
@@ -247,7 +249,7 @@ def test_up_in_the_foreground_is_the_supervisor(prl: Prl) -> None:
 def test_a_house_that_is_removed_takes_its_daemons_with_it(prl: Prl) -> None:
     prl.up()
     os.rename(prl.output_dir, prl.output_dir.with_name("moved"))
-    wait_for(lambda: prl.members() == [], "the daemons to end", timeout_s=20)
+    wait_for(lambda: prl.members() == [], "the daemons to end", timeout_s=PATIENCE_S)
 
 
 def test_a_busy_port_and_a_missing_model_are_named(prl: Prl) -> None:
@@ -303,7 +305,7 @@ def test_a_part_is_ended_with_children_of_other_sessions_and_environments(tmp_pa
 
     log = tmp_path / "part.log"
     with spawn([sys.executable, "-c", FAMILY.replace("os.setsid(); ", "")], log, tmp_path, "part") as child:
-        wait_for(lambda: log_tail(log).count("ready") == 2, "the family to be complete", timeout_s=20)
+        wait_for(lambda: log_tail(log).count("ready") == 2, "the family to be complete", timeout_s=PATIENCE_S)
         leader = Identity.of(child.pid)
         family = find_members(tmp_path, [leader], {"part"})
         assert len(family) == 3
