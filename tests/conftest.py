@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import uuid
 from collections.abc import Iterator
 
 import psutil
@@ -13,18 +14,23 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 for _name in ("PRL_OUTPUT_DIR", "PRL_API_KEY"):
     os.environ.pop(_name, None)
 
-OUR_MODULES = ("prime_rl.trainer", "prime_rl.inference", "prime_rl.orchestrator", "daemons.", "tui.app")
+# Inherited by every process that these tests start, also by those that leave their session and their parent.
+_MARK = "PRL_TEST_SESSION"
+os.environ.setdefault(_MARK, uuid.uuid4().hex)
 
 
-def our_processes() -> list[psutil.Process]:
-    """Processes of this project, other than those that run the tests, that were started below this session."""
+def processes_of_this_session() -> list[psutil.Process]:
+    """Living processes with the mark, other than those that run the tests."""
     me = psutil.Process()
-    mine = {me.pid, *(parent.pid for parent in me.parents())}
+    testers = {me.pid, *(parent.pid for parent in me.parents())}
     found = []
-    for process in psutil.process_iter(["pid", "cmdline", "create_time"]):
-        command = " ".join(process.info["cmdline"] or [])
-        late = (process.info["create_time"] or 0) >= me.create_time()
-        if process.pid not in mine and late and any(f"-m {name}" in command for name in OUR_MODULES):
+    for process in psutil.process_iter():
+        try:
+            marked = process.environ().get(_MARK) == os.environ[_MARK]
+            command = process.cmdline()
+        except psutil.Error:
+            continue
+        if marked and process.pid not in testers and not any("resource_tracker" in word for word in command):
             found.append(process)
     return found
 
@@ -34,7 +40,7 @@ def no_process_left() -> Iterator[None]:
     yield
     if "PYTEST_XDIST_WORKER" in os.environ:
         return
-    left = our_processes()
+    left = processes_of_this_session()
     commands = [" ".join(process.cmdline()) for process in left]
     for process in left:
         process.kill()
