@@ -19,7 +19,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "prime_rl/utils": (*LAYER_0, "msgspec", "watchdog", "psutil"),
     "prime_rl/configs": (*LAYER_1, "pydantic", "tomli"),
     "prime_rl/lora": ("prime_rl.lora", "torch", "safetensors"),
-    "prime_rl/trainer": (*LAYER_1, "prime_rl.lora", "prime_rl.trainer", "torch", "transformers"),
+    "prime_rl/trainer": (*LAYER_1, "prime_rl.lora", "prime_rl.trainer", "torch", "transformers", "tokenizers"),
     "prime_rl/inference": (
         *LAYER_1,
         "prime_rl.lora",

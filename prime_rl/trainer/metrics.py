@@ -168,6 +168,7 @@ class StatusReporter:
             for word, names in (
                 ("finished", findings.finished),
                 ("evicted", findings.evicted),
+                ("failed", findings.failed),
                 ("invalid", findings.invalid),
                 ("without control/orch.toml", findings.unconfigured),
                 ("refused", findings.refused),

@@ -78,7 +78,7 @@ def test_nothing_survives_a_killed_supervisor_and_down(house: House) -> None:
 
 def test_a_killed_trainer_comes_back_and_the_run_goes_on(house: House) -> None:
     house.up()
-    house.prl("runs", "add", str(house.write_run("a", max_steps=8)))
+    house.prl("runs", "add", str(house.write_run("a", max_steps=40)))
     house.wait(lambda: (house.runs()["run_a"]["step"] or 0) >= 3, "run_a to train")
     trainer = read_status(house.paths.trainer_status, TrainerStatus)
     assert trainer is not None
@@ -86,7 +86,7 @@ def test_a_killed_trainer_comes_back_and_the_run_goes_on(house: House) -> None:
     house.wait(lambda: house.state("run_a") == "finished", "run_a to finish after the trainer was killed")
     daemon = read_status(house.paths.daemon_status("trainer"), DaemonStatus)
     assert daemon is not None and daemon.num_restarts == 1
-    assert list_steps(house.run_dir("run_a").broadcast, stable_only=True)[-1] == 8
+    assert list_steps(house.run_dir("run_a").broadcast, stable_only=True)[-1] == 40
 
 
 def test_a_second_up_says_who_holds_the_house(house: House) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from torch import nn
 from torch._C._distributed_c10d import HashStore
@@ -16,7 +17,8 @@ from torch._C._distributed_c10d import HashStore
 from prime_rl.configs.orchestrator import OrchestratorConfig
 from prime_rl.configs.validate import PARSE_ERROR_PREFIX, TrainerLimits
 from prime_rl.contract.files import WaitTimeout
-from prime_rl.contract.layout import RunDir
+from prime_rl.contract.layout import OutputDir, RunDir
+from prime_rl.contract.status import DaemonStatus, RunStatus, Status
 from prime_rl.lora.linear import AdapterRouting, MultiLoRALinear
 from prime_rl.trainer import runs as runs_module
 from prime_rl.trainer.runs import MultiRunManager
@@ -157,6 +159,23 @@ def test_evict_and_readmit(tmp_path: Path) -> None:
     run.evicted.unlink()
     look(manager)
     assert manager.waiting == ["run_a"]
+
+
+@pytest.mark.parametrize("who", ["orchestrator", "supervisor"])
+def test_a_failed_run_leaves_its_slot_to_the_next_one_until_it_is_readmitted(tmp_path: Path, who: str) -> None:
+    run = add(tmp_path, "run_a", 1)
+    add(tmp_path, "run_b", 2)
+    manager = look(manager_of(tmp_path, max_runs=1))
+    path = run.status if who == "orchestrator" else OutputDir(tmp_path).daemon_status("run_a")
+    path.parent.mkdir(exist_ok=True)
+    word: Status = RunStatus(run_id="run_a", state="failed", reason="the environment broke")
+    if who == "supervisor":
+        word = DaemonStatus(name="run_a", state="failed", reason="3 early crashes")
+    path.write_bytes(msgspec.json.encode(word))
+    assert look(manager).idx_2_id == {0: "run_b"}
+    assert manager.findings.failed == ["run_a"] and manager.waiting == []
+    path.unlink()
+    assert look(manager).waiting == ["run_a"]
 
 
 def test_a_finished_run_leaves_and_does_not_come_back(tmp_path: Path) -> None:

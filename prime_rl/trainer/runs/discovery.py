@@ -15,7 +15,8 @@ from prime_rl.configs.base import ConfigError, ConfigProblem
 from prime_rl.configs.orchestrator import OrchestratorConfig
 from prime_rl.configs.validate import PARSE_ERROR_PREFIX, explain, load_run_config
 from prime_rl.contract.files import read_text, write_atomic
-from prime_rl.contract.layout import RunDir, list_steps, scan_runs
+from prime_rl.contract.layout import OutputDir, RunDir, list_steps, scan_runs
+from prime_rl.contract.status import DaemonStatus, RunStatus, read_status
 from prime_rl.trainer.runs.hooks import in_words, printable
 from prime_rl.trainer.runs.resume import pending_request
 
@@ -49,7 +50,7 @@ class Findings:
         gone: active runs that must leave their slot, with the reason.
         candidates: runs that may have a slot, in admission order; active ones are not among them.
         refused: `run_*` entries that may not be used, with the reason.
-        invalid, evicted, finished, unconfigured: run ids that have no slot for that reason.
+        invalid, evicted, failed, finished, unconfigured: run ids that have no slot for that reason.
         folders: what to watch.
     """
 
@@ -58,6 +59,7 @@ class Findings:
     refused: dict[str, str] = field(default_factory=dict)
     invalid: list[str] = field(default_factory=list)
     evicted: list[str] = field(default_factory=list)
+    failed: list[str] = field(default_factory=list)
     finished: list[str] = field(default_factory=list)
     unconfigured: list[str] = field(default_factory=list)
     folders: list[Path] = field(default_factory=list)
@@ -100,11 +102,15 @@ class Discovery:
             found.gone[run.run_id] = "its folder was replaced by another"
         elif run.evicted.exists():
             found.gone[run.run_id] = "it was evicted"
+        elif reason := given_up(run):
+            found.gone[run.run_id] = reason
         return run.run_id not in found.gone
 
     def _judge(self, run: RunDir, inode: int, found: Findings) -> None:
         if run.evicted.exists():
             found.evicted.append(run.run_id)
+        elif given_up(run):
+            found.failed.append(run.run_id)
         elif link := _linked_part(run):
             found.refused[run.run_id] = f"{link} is a symbolic link: the folders of a run must be real ones"
         elif not run.orch_toml.is_file():
@@ -160,6 +166,20 @@ def is_finished(run: RunDir, config: OrchestratorConfig) -> bool:
     """Whether the newest published version is the last one that the run asked for, and it does not ask to go back."""
     published = list_steps(run.broadcast, stable_only=True)
     return bool(published) and published[-1] >= config.max_steps and pending_request(run, config) is None
+
+
+def given_up(run: RunDir) -> str | None:
+    """Why nobody makes batches for the run any more: its orchestrator's last word, or the supervisor's; else None.
+
+    A run without batches would hold its slot for ever while others wait.
+    """
+    word = read_status(run.status, RunStatus)
+    if word is not None and word.state == "failed":
+        return f"its orchestrator failed: {word.reason}"
+    daemon = read_status(OutputDir(run.path.parent).daemon_status(run.run_id), DaemonStatus)
+    if daemon is not None and daemon.state == "failed":
+        return f"its orchestrator is not started again: {daemon.reason}"
+    return None
 
 
 def _linked_part(run: RunDir) -> Path | None:
