@@ -61,15 +61,9 @@ class PrlApp(App[None]):
         for screen in self.screen_stack:
             if isinstance(screen, ShowsAction):
                 screen.show_action(entry)
+        if entry.state == "failed":
+            self.notify(entry.text, title=f"$ {entry.command}", severity="error", timeout=10, markup=False)
         if entry.state != "running":
-            failed = entry.state == "failed"
-            self.notify(
-                entry.text,
-                title=f"$ {entry.command}",
-                severity="error" if failed else "information",
-                timeout=10 if failed else 4,
-                markup=False,
-            )
             self.watcher.wake()
 
     def get_system_commands(self, screen: Screen[object]) -> Iterable[SystemCommand]:

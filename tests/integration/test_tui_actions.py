@@ -313,13 +313,29 @@ async def test_add_from_a_typed_path(house: OutputDir, configs: Path, tmp_path: 
         dialog = await add_dialog(app, pilot)
         path = dialog.query_one("#path", Input)
         path.focus()
-        await pilot.press(*str(tmp_path / "none.toml"), "enter")
+        path.value = str(tmp_path / "none.toml")
+        await pilot.press("enter")
         await until(pilot, lambda: "cannot be read" in str(dialog.query_one("#outcome").render()), "what is wrong")
         path.value = str(other)
         await pilot.press("enter")
         await until(pilot, lambda: "7 steps" in verdict(dialog), "the other file")
         await pilot.press("ctrl+s")
         assert (await outcome(app, pilot)).text == "run_elsewhere is added"
+
+
+async def test_the_first_run_of_an_empty_house(tmp_path: Path, configs: Path) -> None:
+    (tmp_path / "new").mkdir()
+    async with opened(tmp_path / "new") as (app, pilot):
+        await add_dialog(app, pilot)
+        await pilot.press("escape", "x", "y")
+        assert not isinstance(app.screen.focused, Input), "no hidden field takes the keys"
+        dialog = await add_dialog(app, pilot)
+        await pilot.press("enter")
+        await until(pilot, lambda: verdict(dialog).startswith("✔ valid"), "the verdict")
+        await pilot.press("ctrl+s")
+        await outcome(app, pilot)
+        await until(pilot, lambda: app.screen.focused is app.screen.query_one(RunsTable), "the table")
+        assert app.screen.query_one(RunsTable).selected_id == "run_fresh"
 
 
 async def test_an_id_that_is_taken_is_a_problem(house: OutputDir, configs: Path) -> None:

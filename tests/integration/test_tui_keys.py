@@ -353,7 +353,7 @@ async def test_a_long_history_is_thinned_not_lost(house: OutputDir) -> None:
         assert len(reward._data.steps) <= 2 * SIZE[0]
 
 
-@pytest.mark.parametrize("theme", ["house-light", "textual-light", "nord"])
+@pytest.mark.parametrize("theme", ["house-light", "nord"])
 async def test_other_themes(house: OutputDir, theme: str) -> None:
     async with opened(house.path, size=(120, 40)) as (app, pilot):
         app.theme = theme

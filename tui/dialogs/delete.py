@@ -16,6 +16,7 @@ from textual.widgets import Button, Input, Static
 from daemons import actions
 from tui import fmt
 from tui.dialogs.job import Job, JobDialog, Perform, prl_command
+from tui.messages import ActionEntry
 
 # Counting further would keep a thread busy long after the person has decided.
 MAX_FILES = 100_000
@@ -39,6 +40,15 @@ def size_on_disk(folder: Path, stop: Callable[[], bool] = lambda: False) -> tupl
 class DeleteDialog(JobDialog):
     """A live run is deleted only after its name was typed."""
 
+    DEFAULT_CSS = """
+    DeleteDialog {
+        & .label { display: none; }
+        & #name { display: none; }
+        &.-live .label { display: block; }
+        &.-live #name { display: block; }
+    }
+    """
+
     class Measured(Message):
         """How large the run is."""
 
@@ -58,17 +68,29 @@ class DeleteDialog(JobDialog):
             box.border_title = Content(f"delete {self._run_id}")
             box.border_subtitle = "esc cancels"
             yield Static(self._facts("..."), id="facts", markup=False)
-            if self._is_live:
-                yield Static("it is live: it will be evicted first. Type its name:", classes="label", markup=False)
-                yield Input(id="name", placeholder=self._run_id, compact=True)
+            yield Static("it is in use: it will be evicted first. Type its name:", classes="label", markup=False)
+            yield Input(id="name", placeholder=self._run_id, compact=True)
             yield Static(id="outcome", markup=False)
             with Horizontal(classes="buttons"):
                 yield Button("Cancel", id="cancel", compact=True)
-                yield Button("Delete", id="delete", variant="error", disabled=self._is_live, compact=True)
+                yield Button("Delete", id="delete", variant="error", compact=True)
 
     def on_mount(self) -> None:
-        self.query_one("#name" if self._is_live else "#delete").focus()
+        self._ask()
         self.run_worker(self._measure, thread=True, name=f"size of {self._run_id}")
+
+    def show_action(self, entry: ActionEntry) -> None:
+        is_ours = entry.serial == self._serial
+        super().show_action(entry)
+        if is_ours and entry.state == "failed" and not self._is_live:
+            # Its processes were at work after all: it can be forced, like a live one.
+            self._is_live = True
+            self._ask()
+
+    def _ask(self) -> None:
+        self.set_class(self._is_live, "-live")
+        self.query_one("#delete", Button).disabled = self._is_live
+        self.query_one("#name" if self._is_live else "#delete").focus()
 
     def _facts(self, size: str) -> Content:
         steps = f"{self._step} step{'' if self._step == 1 else 's'}"

@@ -44,6 +44,7 @@ class RunsScreen(HouseScreen):
         Binding("escape", "clear_filter", "Clear the filter", show=False),
         Binding("q", "app.quit", "Quit"),
     ]
+    AUTO_FOCUS = "RunsTable"
     run_screen: ClassVar[type[RunScreen]] = RunScreen
 
     def __init__(self, setting: Setting) -> None:
@@ -70,6 +71,7 @@ class RunsScreen(HouseScreen):
     def on_mount(self) -> None:
         self._is_ready = True
         self.preview.display = False
+        self.filter.can_focus = False  # or it takes the keys when the table of an empty house cannot
         self.table.focus()
         self.app.theme_changed_signal.subscribe(self, lambda _: self.call_after_refresh(self._recolour))
 
@@ -103,11 +105,12 @@ class RunsScreen(HouseScreen):
 
     def action_filter(self) -> None:
         self.add_class("-filtering")
+        self.filter.can_focus = True
         self.filter.focus()
 
     def action_clear_filter(self) -> None:
         self.filter.value = ""
-        self.remove_class("-filtering")
+        self._close_filter()
         self.table.focus()
 
     def action_sort(self) -> None:
@@ -129,7 +132,7 @@ class RunsScreen(HouseScreen):
     def _filter_done(self) -> None:
         self.table.focus()
         if not self.needle:
-            self.remove_class("-filtering")
+            self._close_filter()
 
     @on(DataTable.RowSelected)
     def _row_selected(self, event: DataTable.RowSelected) -> None:
@@ -141,12 +144,18 @@ class RunsScreen(HouseScreen):
         event.stop()
         self._show_selected()
 
+    def _close_filter(self) -> None:
+        self.remove_class("-filtering")
+        self.filter.can_focus = False
+
     def _refill(self) -> None:
         snapshot = self.snapshot
         if snapshot is None or not self.can_show:
             return
         rows = select_rows(snapshot.rows, self.needle, self.sort)
         self.set_class(not rows, "-empty")
+        if rows and self.focused is None:
+            self.table.focus()
         self.empty.show(self.needle, snapshot.house.trainer is not None)
         self.table.show(rows, self.setting.clock())
         self._show_selected()
