@@ -60,7 +60,17 @@ num_threads = 1
 
 def build_base_model(folder: Path, num_steps: int = 30) -> Path:
     """A base model as `prl make-base` makes it, trained for a few steps only."""
-    command = [sys.executable, "-m", "prime_rl.trainer.make_base", "--out", str(folder), "--steps", str(num_steps)]
+    command = [
+        sys.executable,
+        "-m",
+        "prime_rl.trainer.make_base",
+        "--out",
+        str(folder),
+        "--steps",
+        str(num_steps),
+        "--num-threads",
+        "1",
+    ]
     subprocess.run(command, check=True, cwd=ROOT, capture_output=True, text=True)
     return folder
 
