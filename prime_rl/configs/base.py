@@ -82,7 +82,7 @@ def build(cls: type[ConfigT], data: Mapping[str, Any], source: str) -> ConfigT:
     try:
         return cls.model_validate(data)
     except ValidationError as error:
-        raise ConfigError(source, list(_problems(cls, error))) from error
+        raise ConfigError(source, _without_echoes(list(_problems(cls, error)))) from error
 
 
 def load_config(cls: type[ConfigT], path: Path, overrides: Mapping[str, Any] | None = None) -> ConfigT:
@@ -190,6 +190,11 @@ def _problems(cls: type[BaseModel], error: ValidationError) -> Iterator[ConfigPr
             yield ConfigProblem(key, str(item["ctx"]["error"]))
         else:
             yield ConfigProblem(key, f"found {found}: {item['msg'][0].lower()}{item['msg'][1:]}")
+
+
+def _without_echoes(problems: list[ConfigProblem]) -> list[ConfigProblem]:
+    """A table that is said once and copied into parts is wrong once: `lora.rnk`, not also `trainer.model.lora.rnk`."""
+    return [p for p in problems if not any(p.key.endswith(f".{q.key}") and p.message == q.message for q in problems)]
 
 
 def _is_tag(part: object) -> bool:

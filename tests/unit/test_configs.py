@@ -175,6 +175,12 @@ def test_a_system_says_things_once(tmp_path: Path) -> None:
     assert system.trainer.max_concurrent_runs == system.inference.max_concurrent_runs == 2
 
 
+def test_a_mistake_in_what_is_said_once_is_told_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        build(SystemConfig, {"lora": {"rnk": 4, "rank": 0}}, "system.toml")
+    assert sorted(problem.key for problem in caught.value.problems) == ["lora.rank", "lora.rnk"]
+
+
 def test_help_names_every_field_with_its_docstring() -> None:
     text = help_text(OrchestratorConfig)
     for key in ("--batch_size int (required)", "--model.lora.rank", "--optim.lr", "--eval.interval"):
