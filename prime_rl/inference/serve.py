@@ -18,6 +18,8 @@ from prime_rl.inference.reporting import Reporter
 
 # How long requests in flight may still take after a stop was asked for; below the supervisor's grace.
 DRAIN_S = 5
+# And how long their answers may take after they were aborted, before the connections are cut.
+CUT_S = 2
 POLL_S = 0.1
 REPORT_EVERY_S = 0.5
 BACKLOG = 2048
@@ -41,10 +43,11 @@ async def serve(
     engine_alive: Callable[[], bool],
     status: StatusWriter,
     reporter: Reporter,
+    abort: Callable[[], None] = lambda: None,
 ) -> None:
-    """Serve until `stop()`; then let requests in flight finish for DRAIN_S. Raises EngineFailed."""
+    """Serve until `stop()`; let requests in flight finish for DRAIN_S, then `abort()` them. Raises EngineFailed."""
     config = uvicorn.Config(
-        app, log_config=None, access_log=False, timeout_graceful_shutdown=DRAIN_S, backlog=BACKLOG, ws="none"
+        app, log_config=None, access_log=False, timeout_graceful_shutdown=DRAIN_S + CUT_S, backlog=BACKLOG, ws="none"
     )
     server = _Server(config)
     task = asyncio.create_task(server.serve(sockets=[sock]))
@@ -54,6 +57,9 @@ async def serve(
             await asyncio.sleep(POLL_S)
         failed = not task.done() and not stop()
         server.should_exit = True
+        _, late = await asyncio.wait({task}, timeout=DRAIN_S)
+        if late:
+            await asyncio.to_thread(abort)
         await task
     finally:
         beat.cancel()

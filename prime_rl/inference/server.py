@@ -15,6 +15,7 @@ from prime_rl.configs.inference import InferenceConfig
 from prime_rl.contract.layout import OutputDir
 from prime_rl.contract.status import InferenceStatus, StatusWriter
 from prime_rl.inference.checks import StartError, base_url, bind, check_model, read_api_key
+from prime_rl.inference.children import die_with_parent
 from prime_rl.inference.context import ServerContext
 from prime_rl.utils.logger import setup_logger
 from prime_rl.utils.signals import StopFlag
@@ -71,5 +72,8 @@ def _fail(message: str, exit_code: int) -> int:
     return exit_code
 
 
+if __name__ == "__mp_main__":
+    # A process that vLLM spawned from here: Python imports this file in it first, under this name.
+    die_with_parent()
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

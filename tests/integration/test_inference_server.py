@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -9,9 +10,11 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
+import psutil
 import pytest
 
 from prime_rl.contract.files import wait_for
@@ -109,8 +112,6 @@ def test_a_signal_while_the_model_is_loaded_ends_the_server(signum: int, model: 
 
 @pytest.mark.vllm
 def test_a_signal_while_vllm_starts_leaves_no_process(model: Path, tmp_path: Path) -> None:
-    import psutil
-
     config = write_config(
         tmp_path / "i.toml", output_dir=str(tmp_path), port=0, engine="vllm", model={"name": str(model)}
     )
@@ -133,16 +134,45 @@ def test_a_signal_while_vllm_starts_leaves_no_process(model: Path, tmp_path: Pat
         process.wait()
 
 
-def test_a_client_that_goes_away_frees_its_rows(server: RunningServer) -> None:
-    def running() -> int:
-        with server.http() as client:
-            lines = client.get("/metrics").text.splitlines()
-        return int(float(next(line.split()[1] for line in lines if line.startswith("prl_requests_running "))))
+@pytest.mark.vllm
+def test_vllm_dies_with_a_server_that_is_killed(model: Path, tmp_path: Path) -> None:
+    server = start("vllm", model, tmp_path)
+    children = psutil.Process(server.process.pid).children(recursive=True)
+    try:
+        assert len(children) >= 2
+        server.process.kill()
+        server.process.wait()
+        _, alive = psutil.wait_procs(children, timeout=20)
+        assert alive == []
+    finally:
+        for child in children:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                child.kill()
 
+
+def num_running(server: RunningServer) -> int:
+    with server.http() as client:
+        lines = client.get("/metrics").text.splitlines()
+    return int(float(next(line.split()[1] for line in lines if line.startswith("prl_requests_running "))))
+
+
+def test_requests_in_flight_end_with_an_error_that_says_why(model: Path, tmp_path: Path) -> None:
+    server = start("embedded", model, tmp_path)
+    body = {"prompt": [[5]] * 32, "max_tokens": 250, "n": 256, "ignore_eos": True}  # minutes of work
+    with ThreadPoolExecutor(1) as pool:
+        pending = pool.submit(server.post, "/v1/completions", **body)
+        wait_for(lambda: num_running(server) > 0, "the request to run", timeout_s=20)
+        assert server.stop() == 0
+        response = pending.result()
+    assert response.status_code == 503 and "shutdown" in response.json()["error"]["message"]
+    assert "Traceback" not in server.log.read_text()
+
+
+def test_a_client_that_goes_away_frees_its_rows(server: RunningServer) -> None:
     body = {"prompt": [5], "max_tokens": 250, "n": 200, "ignore_eos": True}
     with pytest.raises(httpx.ReadTimeout), server.http(timeout=1.0) as client:
         client.post("/v1/completions", json=body)
-    wait_for(lambda: running() == 0, "the rows of the client that went away to be free", timeout_s=20)
+    wait_for(lambda: num_running(server) == 0, "the rows of the client that went away to be free", timeout_s=20)
     assert len(server.complete([5], max_tokens=3, ignore_eos=True)["choices"][0]["token_ids"]) == 3
 
 

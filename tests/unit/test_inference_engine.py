@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,20 @@ def test_more_choices_than_rows_wait_for_room(engine: Engine) -> None:
     wait_for(lambda: engine.stats().num_running == 0, "the rows to leave", timeout_s=TIMEOUT_S)
     stats = engine.stats()
     assert (stats.num_waiting, stats.num_prompt_tokens, stats.num_generated_tokens) == (0, 3, 11 * 12)
+
+
+def test_rows_wait_when_the_cache_could_not_hold_them(served: Served) -> None:
+    """Room for 100 tokens: three rows of at most 33, or one of 403."""
+    small = replace(served, cache_tokens=100)
+    engine = Engine(small, lambda ids: "", max_num_seqs=64)
+    short = [engine.submit(PROMPT, params(30)) for _ in range(5)]
+    engine.submit(PROMPT, params(LONG))
+    assert [row.job for row in engine._take_fitting()] == short[:3]
+    engine = Engine(small, lambda ids: "", max_num_seqs=64)
+    endless = engine.submit(PROMPT, params(LONG))
+    engine.submit(PROMPT, params(1))
+    assert [row.job for row in engine._take_fitting()] == [endless]
+    assert served.cache_tokens > 10**6
 
 
 def test_unloading_never_changes_what_a_running_request_gets(engine: Engine, folder: Path, tmp_path: Path) -> None:
@@ -122,7 +137,7 @@ def test_an_adapter_of_lower_rank_after_one_of_higher_rank_is_itself(
 def test_a_cancelled_job_frees_rows_and_slot(engine: Engine, folder: Path, tmp_path: Path) -> None:
     path = make_adapter(tmp_path / "adapter", folder, seed=1)
     engine.adapters.load("run_a@v1", path)
-    endless = engine.submit(PROMPT, params(10**9), adapter="run_a@v1", num_choices=6)
+    endless = engine.submit(PROMPT, params(10**5), adapter="run_a@v1", num_choices=6)
     wait_for(lambda: engine.stats().num_running == 4, "the endless job to run", timeout_s=TIMEOUT_S)
     assert engine.stats().num_waiting == 2
     engine.cancel(endless)

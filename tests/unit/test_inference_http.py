@@ -19,6 +19,7 @@ from prime_rl.inference.embedded.protocol import ChatRequest, CompletionRequest
 from prime_rl.inference.errors import ApiError
 from prime_rl.inference.guard import MAX_BODY_BYTES, Guard, confined_adapter
 from prime_rl.inference.reporting import WINDOW_S, Reporter, Snapshot
+from prime_rl.inference.serve import EngineFailed, serve
 from prime_rl.inference.vllm.arguments import command_line, environment, round_rank, server_arguments
 
 
@@ -221,6 +222,22 @@ def test_tokens_per_second_are_those_of_the_last_seconds(tmp_path: Path) -> None
     writer.close(state="stopped")
     status = read_status(writer.path, InferenceStatus)
     assert status is not None and status.tokens_per_s == 0.0 and status.adapters == []
+
+
+async def test_a_dead_engine_ends_the_server(tmp_path: Path) -> None:
+    writer = StatusWriter(OutputDir(tmp_path).inference_status, InferenceStatus())
+    alive = [True, True, False]
+    with bind("127.0.0.1", 0) as sock, pytest.raises(EngineFailed):
+        await serve(
+            Guard(echo, api_key=None, output_dir=tmp_path),
+            sock,
+            stop=lambda: False,
+            engine_alive=lambda: alive.pop(0),
+            status=writer,
+            reporter=Reporter(writer, Snapshot),
+        )
+    assert alive == []
+    writer.close()
 
 
 def test_vllm_gets_our_config_in_its_words() -> None:

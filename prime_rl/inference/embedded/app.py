@@ -174,6 +174,7 @@ async def _unless_disconnected(jobs: Sequence[Job], request: Request) -> list[An
     """Wait for all jobs; raises ApiError when the client goes away first (nobody reads that error)."""
     done = asyncio.gather(*(asyncio.wrap_future(job.future) for job in jobs))
     gone = asyncio.ensure_future(_disconnected(request))
+    done.add_done_callback(lambda future: future.cancelled() or future.exception())  # heard, even if nobody waits
     either: set[asyncio.Future[Any]] = {done, gone}
     try:
         await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)

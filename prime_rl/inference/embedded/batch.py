@@ -93,6 +93,11 @@ class Batch:
     def num_rows(self) -> int:
         return sum(row is not None for row in self._rows)
 
+    @property
+    def longest(self) -> int:
+        """Tokens that the longest row may come to."""
+        return max((row.max_length for row in self._rows if row is not None), default=0)
+
     def add(self, rows: Sequence[Row]) -> list[Row]:
         """Prefill `rows`, give each its first token, and let them join. Returns those that are finished already."""
         finished: list[Row] = []

@@ -141,8 +141,7 @@ class Engine:
             if any_cancelled:
                 gone = [row for row in self._waiting if row.job.cancelled]
                 self._waiting = deque(row for row in self._waiting if not row.job.cancelled)
-            num_free = self._max_num_seqs - self._batch.num_rows
-            joining = [self._waiting.popleft() for _ in range(min(num_free, len(self._waiting)))]
+            joining = self._take_fitting()
         _run(commands)
         if any_cancelled:
             self._end(gone + self._batch.drop_cancelled())
@@ -153,6 +152,19 @@ class Engine:
         with self._wake:
             self._num_running = self._batch.num_rows
         return True
+
+    def _take_fitting(self) -> list[Row]:
+        """Waiting rows that may join, in the order they came: by number, and by what the cache may grow to."""
+        joining: list[Row] = []
+        num_rows, longest = self._batch.num_rows, self._batch.longest if self._waiting else 0
+        while self._waiting and num_rows < self._max_num_seqs:
+            longest = max(longest, self._waiting[0].max_length)
+            # A row that is alone always runs: max_model_len bounds it.
+            if num_rows and (num_rows + 1) * longest > self.served.cache_tokens:
+                break
+            joining.append(self._waiting.popleft())
+            num_rows += 1
+        return joining
 
     def _busy(self) -> bool:
         return bool(self._stopping or self._commands or self._any_cancelled or self._waiting or self._batch.num_rows)

@@ -74,6 +74,12 @@ class RowCache(Cache):  # type: ignore[misc]
     def num_columns(self) -> int:
         return int(self.layers[0].num_columns) if self.layers else 0
 
+    @property
+    def bytes_per_token(self) -> int:
+        """Keys and values of one token of one row, in all layers."""
+        tensors = [tensor for layer in self.layers for tensor in (layer.keys, layer.values)]
+        return sum(int(t.shape[1] * t.shape[3] * t.element_size()) for t in tensors)
+
 
 @dataclass(frozen=True)
 class Part:

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import psutil
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -24,6 +25,8 @@ from prime_rl.lora.inject import apply_lora_to_model
 from prime_rl.lora.linear import AdapterRouting, MultiLoRALinear
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+# Of the memory that is free after loading: the cache is copied when the batch changes, and others live here too.
+CACHE_SHARE = 0.25
 # Layer kinds whose whole memory is keys and values, masked by column.
 _KV_LAYERS = frozenset({"full_attention", "sliding_attention"})
 
@@ -34,13 +37,17 @@ class ModelError(ValueError):
 
 @dataclass(frozen=True)
 class Served:
-    """A loaded model with room for adapters. `layers` is empty when adapters are switched off."""
+    """A loaded model with room for adapters. `layers` is empty when adapters are switched off.
+
+    `cache_tokens` is how many tokens of all rows together, padding included, the KV cache may hold.
+    """
 
     runner: ModelRunner
     layers: Mapping[str, MultiLoRALinear]
     routing: AdapterRouting
     vocab_size: int
     eos_ids: frozenset[int]
+    cache_tokens: int
 
 
 def load_model(config: InferenceConfig) -> Served:
@@ -57,7 +64,14 @@ def load_model(config: InferenceConfig) -> Served:
         layers = apply_lora_to_model(model, lora.rank, config.max_loras, lora.target_modules, routing)
         model.requires_grad_(False)
     vocab_size = model.get_input_embeddings().num_embeddings
-    return Served(ModelRunner(model, routing), layers, routing, vocab_size, _eos_ids(model))
+    runner = ModelRunner(model, routing)
+    cache, _ = runner.prefill([[0]], [None])
+    cache_tokens = int(_free_bytes(device) * CACHE_SHARE / cache.bytes_per_token)
+    return Served(runner, layers, routing, vocab_size, _eos_ids(model), cache_tokens)
+
+
+def _free_bytes(device: torch.device) -> int:
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
 
 
 def pick_device(name: str) -> torch.device:

@@ -55,6 +55,10 @@ class Row:
     completion: Completion = field(default_factory=Completion)
 
     @property
+    def max_length(self) -> int:
+        return len(self.job.prompt_ids) + self.job.params.max_tokens
+
+    @property
     def slot_order(self) -> int:
         """Sort key that puts rows of one adapter together, rows of the base model first."""
         return -1 if self.job.slot is None else self.job.slot

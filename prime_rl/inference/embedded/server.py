@@ -45,6 +45,7 @@ def run(context: ServerContext) -> None:
                 engine_alive=lambda: engine.alive,
                 status=context.status,
                 reporter=Reporter(context.status, lambda: snapshot(engine)),
+                abort=lambda: engine.stop(STOP_TIMEOUT_S),
             )
         )
     except EngineFailed as error:

@@ -44,7 +44,7 @@ def server_arguments(config: InferenceConfig, *, max_model_len: int, on_cpu: boo
         # Else top_k, top_p and temperature of the model's own generation config would apply unasked.
         "generation_config": "vllm",
         # Let its processes end by themselves: killed ones leave shared memory behind.
-        "shutdown_timeout": 5,
+        "shutdown_timeout": 2,
     }
     if on_cpu:
         arguments["kv_cache_memory_bytes"] = int(config.vllm.kv_cache_gb * 2**30)

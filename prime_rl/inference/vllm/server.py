@@ -7,7 +7,6 @@ ours. The `vllm` command is not used: it asks for a distribution of that name, w
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import gc
 import logging
 import os
@@ -16,10 +15,10 @@ import threading
 from argparse import Namespace
 from typing import Any
 
-import psutil
 import torch
 
 from prime_rl.inference.checks import StartError
+from prime_rl.inference.children import end_children, signal_children
 from prime_rl.inference.context import ServerContext
 from prime_rl.inference.guard import Guard
 from prime_rl.inference.limits import max_model_len
@@ -122,24 +121,3 @@ def _snapshot(adapters: list[str]) -> Snapshot:
                 values[sample.name] += sample.value
     running, waiting, tokens = (int(values[name]) for name in _METRICS)
     return Snapshot(adapters=adapters, num_running=running, num_waiting=waiting, num_tokens=tokens)
-
-
-def end_children(grace_s: float) -> None:
-    """End every process below this one: SIGTERM, then SIGKILL. Engine workers hold memory and devices."""
-    children = signal_children(signal.SIGTERM)
-    _, alive = psutil.wait_procs(children, timeout=grace_s)
-    for child in alive:
-        logger.warning("process %d of vLLM did not end by itself: killing it", child.pid)
-    psutil.wait_procs(signal_children(signal.SIGKILL), timeout=grace_s)
-
-
-def signal_children(signum: signal.Signals) -> list[psutil.Process]:
-    """Send `signum` to every process below this one; returns them."""
-    children = []
-    for child in psutil.Process().children(recursive=True):
-        with contextlib.suppress(psutil.NoSuchProcess):
-            # Python's resource tracker takes no SIGTERM; it ends with this process.
-            if not any("resource_tracker" in part for part in child.cmdline()):
-                child.send_signal(signum)
-                children.append(child)
-    return children
