@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
+from transformers import DynamicCache, PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 from prime_rl.trainer.base_model.recipe import Recipe
 from prime_rl.trainer.base_model.tokenizer import PromptEncoder
@@ -61,19 +61,22 @@ def _answer(
     model: Qwen3ForCausalLM, prompts: list[list[int]], generator: torch.Generator, greedy: bool, recipe: Recipe
 ) -> list[list[int]]:
     """Token ids up to the end of the turn. All prompts must have one length, so that nothing needs a mask."""
-    token_ids_BT = torch.tensor(prompts)
-    prompt_len = token_ids_BT.shape[1]
+    end_id = model.config.eos_token_id
     ended_B = torch.zeros(len(prompts), dtype=torch.bool)
+    answer_BT = torch.empty(len(prompts), 0, dtype=torch.long)
+    unread_BT, cache = torch.tensor(prompts), DynamicCache(config=model.config)
     for _ in range(recipe.max_len + NUM_SPARE_TOKENS):
-        logits_BV: Tensor = model(input_ids=token_ids_BT, use_cache=False, logits_to_keep=1).logits[:, -1]
+        output = model(input_ids=unread_BT, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        logits_BV: Tensor = output.logits[:, -1]
         if greedy:
             next_B = logits_BV.argmax(dim=-1)
         else:
             next_B = torch.multinomial(logits_BV.softmax(dim=-1), 1, generator=generator)[:, 0]
-        next_B = next_B.where(~ended_B, model.config.eos_token_id)
-        token_ids_BT = torch.cat([token_ids_BT, next_B[:, None]], dim=1)
-        ended_B |= next_B == model.config.eos_token_id
+        next_B = next_B.where(~ended_B, end_id)
+        unread_BT = next_B[:, None]
+        answer_BT = torch.cat([answer_BT, unread_BT], dim=1)
+        ended_B |= next_B == end_id
         if ended_B.all():
             break
-    answers: list[list[int]] = token_ids_BT[:, prompt_len:].tolist()
+    answers: list[list[int]] = answer_BT.tolist()
     return answers
