@@ -82,7 +82,6 @@ class Chart(Vertical):
         plt.frame(False)
         plt.xaxes(False, False)
         plt.yaxes(False, False)
-        plt.ticks_color(Color.parse(palette.muted).rgb)
         self._ticks(plt, data)
         self._plot.refresh()
 
@@ -111,7 +110,7 @@ class Chart(Vertical):
 
 
 class ChartGrid(VerticalScroll):
-    """Charts in as many columns as fit; what does not fit in height is scrolled to, a row at a time."""
+    """Charts in as many columns as fit; what does not fit in height is scrolled to, a page at a time."""
 
     DEFAULT_CSS = """
     ChartGrid {
@@ -122,8 +121,8 @@ class ChartGrid(VerticalScroll):
     }
     """
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("j,down", "row(1)", "Next charts", show=False),
-        Binding("k,up", "row(-1)", "Previous charts", show=False),
+        Binding("j,down,space", "page(1)", "Next charts", show=False),
+        Binding("k,up", "page(-1)", "Previous charts", show=False),
     ]
 
     class Resized(Message):
@@ -135,7 +134,6 @@ class ChartGrid(VerticalScroll):
 
     def __init__(self, specs: Sequence[ChartSpec], colours: Sequence[str]) -> None:
         super().__init__(id="charts")
-        self._row_height = MIN_CHART_HEIGHT
         self._charts = [Chart(spec.title, colour=colours[index % len(colours)]) for index, spec in enumerate(specs)]
 
     def compose(self) -> ComposeResult:
@@ -148,14 +146,19 @@ class ChartGrid(VerticalScroll):
     def on_resize(self, event: Resize) -> None:
         width, height = self.size
         columns, rows = fit_charts(width, height, len(self._charts))
-        self._row_height = max(height // rows, 3)
         self.styles.grid_size_columns = columns
-        self.styles.grid_rows = f"{self._row_height}"
+        # The rows that are seen together fill the height to the last line; the pattern repeats for the others.
+        self.styles.grid_rows = " ".join(str(max(part, 3)) for part in share_out(height, rows))
         # A braille cell is two dots wide; a line through more points than dots looks the same.
         self.post_message(self.Resized(2 * max(width // columns - 10, 10)))
 
-    def action_row(self, direction: int) -> None:
-        self.scroll_relative(y=direction * self._row_height, animate=False)
+    def action_page(self, direction: int) -> None:
+        self.scroll_relative(y=direction * self.size.height, animate=False)
+
+
+def share_out(total: int, num: int) -> list[int]:
+    """`num` whole parts of `total`, as equal as can be, the larger ones first."""
+    return [total // num + (index < total % num) for index in range(num)]
 
 
 def fit_charts(width: int, height: int, num: int) -> tuple[int, int]:
