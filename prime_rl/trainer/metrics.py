@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
@@ -24,6 +25,8 @@ from prime_rl.trainer.step import UpdateReport
 PHASES = ("wait", "forward_backward", "optim", "broadcast", "checkpoint")
 # A line of metrics is far shorter than this.
 TAIL_BYTES = 16_384
+# Updates come in bursts, one a run; a rate over less than this would jump.
+RATE_WINDOW_S = 30.0
 
 
 @dataclass
@@ -105,6 +108,25 @@ def last_metrics_step(run: RunDir) -> int:
     return 0
 
 
+class TokenRate:
+    """Tokens per second of wall time over the last RATE_WINDOW_S, waits included."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._began = clock()
+        self._updates: deque[tuple[float, int]] = deque()
+
+    def add(self, num_tokens: int) -> None:
+        self._updates.append((self._clock(), num_tokens))
+
+    def per_s(self) -> float:
+        now = self._clock()
+        while self._updates and self._updates[0][0] < now - RATE_WINDOW_S:
+            self._updates.popleft()
+        seconds = min(RATE_WINDOW_S, now - self._began)
+        return sum(num_tokens for _, num_tokens in self._updates) / seconds if seconds else 0.0
+
+
 class StatusReporter:
     """Keeps `trainer/status.json`: what the trainer does, or what it waits for, and every slot."""
 
@@ -113,7 +135,7 @@ class StatusReporter:
         self._manager = manager
         self._optimizer = optimizer
         self._num_updates = 0
-        self._tokens_per_s = 0.0
+        self._rate = TokenRate()
         self._time_s: dict[str, float] = {}
 
     def training(self) -> None:
@@ -127,8 +149,7 @@ class StatusReporter:
         """A run was updated. `time_s` is where the time since the last update went."""
         self._num_updates += 1
         self._time_s = dict(time_s)
-        total_s = sum(time_s.values())
-        self._tokens_per_s = num_tokens / total_s if total_s else 0.0
+        self._rate.add(num_tokens)
         self.training()
 
     def close(self) -> None:
@@ -143,7 +164,7 @@ class StatusReporter:
             refused={printable(name): printable(why) for name, why in self._manager.findings.refused.items()},
             time_s=self._time_s,
             num_updates=self._num_updates,
-            tokens_per_s=self._tokens_per_s,
+            tokens_per_s=self._rate.per_s(),
         )
 
     def _runs(self) -> dict[str, TrainerRunStatus]:
