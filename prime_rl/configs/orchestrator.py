@@ -1,7 +1,8 @@
 """Config of one run: what stands in its `control/orch.toml`. Read by its orchestrator and by the trainer.
 
 Only `[[env]]`, `batch_size`, `rollouts_per_example` and `model.name` have no default. What the trainer decides (rank,
-alpha, seq_len) is null by default and resolved by `validate.resolve`.
+alpha, seq_len) is taken from it when it is left out: `validate.resolve`. TOML has no null: "null" in a help text below
+means that the key is left out.
 """
 
 from __future__ import annotations
@@ -51,8 +52,8 @@ class OptimConfig(BaseConfig):
     weight_decay: float = Field(0.0, ge=0)
     """Decoupled weight decay."""
 
-    max_norm: float | None = Field(1.0, gt=0)
-    """The run's gradient is scaled down to this norm; null: never."""
+    max_norm: float = Field(1.0, ge=0)
+    """The run's gradient is scaled down to this norm; 0: never."""
 
 
 class SchedulerConfig(BaseConfig):

@@ -79,7 +79,7 @@ class MultiLoRAOptimizer:
         """Clip to the run's own `max_norm`, update, drop the gradients."""
         run = self._runs[run_idx]
         limit = run.config.max_norm
-        if limit is not None and grad_norm > limit:
+        if 0 < limit < grad_norm:
             for view in run.views:
                 assert view.grad is not None
                 view.grad.mul_(limit / grad_norm)
