@@ -1,6 +1,12 @@
 # The commands people use daily. `make` alone lists them.
 PYTHON ?= python3
 BIN := .venv/bin
+# Checked here, in words that every Python understands: an old one could not even read the install script.
+define CHECK_PYTHON
+@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
+	echo "install: Python 3.11 or newer is needed, found: $$($(PYTHON) --version 2>&1 | tail -n 1);" \
+	"name one with make PYTHON=/path/to/python3.11" >&2; exit 1; }
+endef
 
 .DEFAULT_GOAL := help
 .PHONY: help install install-test install-gpu demo test check format bench docs-check clean
@@ -9,12 +15,15 @@ help: ## list the commands
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
 
 install: ## .venv with what a run on this machine's CPU needs
+	$(CHECK_PYTHON)
 	@$(PYTHON) scripts/install.py core
 
 install-test: ## the same, and vLLM for the CPU and the test tools
+	$(CHECK_PYTHON)
 	@$(PYTHON) scripts/install.py test
 
 install-gpu: ## .venv for a machine with NVIDIA GPUs: PyPI's vLLM and its torch
+	$(CHECK_PYTHON)
 	@$(PYTHON) scripts/install.py gpu
 
 demo: install ## three runs on two slots, on this machine, from nothing to a report

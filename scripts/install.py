@@ -1,7 +1,8 @@
 """Make `.venv` and install the project into it: `python3 scripts/install.py core|test|gpu`.
 
-Runs with the system's Python and the standard library alone. Every step is stamped with a hash of the files that decide
-it, so a second call does nothing. Versions come from constraints.txt. An error is one line: what, why, what to do.
+Runs with the system's Python (the Makefile checks its version) and the standard library alone. Every step is stamped
+with a hash of the files that decide it, so a second call does nothing. Versions come from constraints.txt. An error is
+one line: what, why, what to do.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
 PIP_LOG = VENV / "install.log"
-MIN_PYTHON = (3, 11)
 # The CPU build of torch is not on PyPI for Linux; this is where its makers publish it. A mirror can be set instead.
 TORCH_CPU_INDEX = os.environ.get("TORCH_CPU_INDEX", "https://download.pytorch.org/whl/cpu")
 # Measured size of .venv after each step, with a margin for pip's own temporary files.
@@ -43,11 +43,6 @@ def main() -> int:
     }
     if wanted not in steps:
         return fail("usage: python3 scripts/install.py core|test|gpu", code=2)
-    if sys.version_info < MIN_PYTHON:
-        return fail(
-            f"Python {platform.python_version()} at {sys.executable} is too old: "
-            f"3.11 or newer is needed; name one with `make PYTHON=/path/to/python3.11`"
-        )
     if all(stamp(step.__name__).exists() for step in steps[wanted]):
         return 0
     free_gb = shutil.disk_usage(ROOT).free / 1e9
