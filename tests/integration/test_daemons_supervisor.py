@@ -68,6 +68,7 @@ def test_three_runs_on_two_slots_then_down(prl: Prl) -> None:
     for name in ("a", "b", "c"):
         assert prl.wait_state(f"run_{name}", "finished").reason is None
     assert (prl.output_dir / "run_a" / "logs" / "orchestrator.log").read_text().count("begin run_a") == 1
+    wait_for(lambda: daemon(prl, "run_c").state == "done", "the last orchestrator to end", timeout_s=PATIENCE_S)
     done = prl("down")
     assert "nothing is left" in done.stdout
     assert prl.members() == []

@@ -335,7 +335,7 @@ async def test_the_first_run_of_an_empty_house(tmp_path: Path, configs: Path) ->
         await pilot.press("ctrl+s")
         await outcome(app, pilot)
         await until(pilot, lambda: app.screen.focused is app.screen.query_one(RunsTable), "the table")
-        assert app.screen.query_one(RunsTable).selected_id == "run_fresh"
+        await until(pilot, lambda: app.screen.query_one(RunsTable).selected_id == "run_fresh", "the new run's row")
 
 
 async def test_an_id_that_is_taken_is_a_problem(house: OutputDir, configs: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -166,13 +167,17 @@ def test_stopping_tells_everybody_who_waits(served: Served) -> None:
 def test_a_failure_in_the_engine_is_said_to_everybody_and_shows(
     served: Served, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    both_wait = threading.Event()
+
     def broken(*args: object) -> None:
+        assert both_wait.wait(TIMEOUT_S)
         raise MemoryError("no room for activations")
 
     monkeypatch.setattr(served.runner, "decode", broken)
     engine = Engine(served, lambda ids: "", max_num_seqs=1)
     engine.start()
     jobs = [engine.submit(PROMPT, params(5)) for _ in range(2)]
+    both_wait.set()
     for job in jobs:
         with pytest.raises(EngineDead, match="no room for activations"):
             job.future.result(TIMEOUT_S)
