@@ -56,7 +56,6 @@ STATE_WORDS: Mapping[str, str] = {
     RunState.FAILED: "its orchestrator gave up",
     LOST: f"no sign of life for more than {LOST_AFTER_S:.0f} s",
 }
-_WAIT = re.compile(r"\bwait_for_([a-z_]+)\b")
 _PART_LEVELS = {
     "running": Level.GOOD,
     "serving": Level.GOOD,
@@ -176,7 +175,7 @@ def make_snapshot(house: House, tails: Mapping[str, RunTail], now: float) -> Sna
         max_runs=house.max_runs,
         num_waiting=sum(row.state == RunState.WAITING for row in rows),
         tokens_per_s=house.trainer.tokens_per_s if house.trainer else None,
-        bottleneck=_cause(house.bottleneck) if house.bottleneck else None,
+        bottleneck=one_line(house.bottleneck) if house.bottleneck else None,
         house=house,
     )
 
@@ -222,7 +221,7 @@ def _note(run: RunView, state: str, reason: str | None, now: float) -> str:
     if run.waiting_on:
         return f"waits for {one_line(run.waiting_on)}"
     if run.bottleneck:
-        return f"held up by {_cause(run.bottleneck)}"
+        return f"held up by {one_line(run.bottleneck)}"
     return ""
 
 
@@ -237,11 +236,6 @@ def _parts(house: House) -> tuple[Part, ...]:
     known = {part.name for part in found}
     others = [_part(each.name, None, None, each) for each in house.daemons if each.name not in known]
     return (*found, *others)
-
-
-def _cause(bottleneck: str) -> str:
-    """`wait_for_policy`, the name of a time in the metrics, in words."""
-    return _WAIT.sub(lambda match: match[1].replace("_", " "), one_line(bottleneck))
 
 
 def _word(status: Status | None) -> tuple[str | None, str | None]:

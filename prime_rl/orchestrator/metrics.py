@@ -19,6 +19,12 @@ from prime_rl.orchestrator.rollout import Group, Rollout
 
 Phase = Literal["generate", "wait_for_policy", "wait_for_inference"]
 PHASES: tuple[Phase, ...] = get_args(Phase)
+# Who is waited for in each phase, in the words of the status file.
+_HOLDERS: dict[Phase, str] = {
+    "generate": "generation",
+    "wait_for_policy": "the trainer",
+    "wait_for_inference": "inference",
+}
 # Several batches may lie ready at once and then none for long: the token rate is taken over at least this.
 RATE_WINDOW_S = 10.0
 # The end of the metrics file in which the newest evaluation is looked for.
@@ -62,9 +68,9 @@ class TokenRate:
         return (total - before) / (now_s - since_s) if now_s > since_s else 0.0
 
 
-def bottleneck(time_s: Mapping[Phase, float]) -> Phase:
-    """The phase that took longest."""
-    return max(PHASES, key=lambda phase: time_s[phase])
+def bottleneck(time_s: Mapping[Phase, float]) -> str:
+    """Who holds the run up: where most of the time since the last batch went."""
+    return _HOLDERS[max(PHASES, key=lambda phase: time_s[phase])]
 
 
 def batch_metrics(

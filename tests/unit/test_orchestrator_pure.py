@@ -25,7 +25,16 @@ from prime_rl.orchestrator.checkpoint import (
 )
 from prime_rl.orchestrator.evaluate import next_due
 from prime_rl.orchestrator.ledger import GroupLedger
-from prime_rl.orchestrator.metrics import PhaseClock, TokenRate, batch_metrics, last_eval_step, write_metrics
+from prime_rl.orchestrator.metrics import (
+    PHASES,
+    Phase,
+    PhaseClock,
+    TokenRate,
+    batch_metrics,
+    bottleneck,
+    last_eval_step,
+    write_metrics,
+)
 from prime_rl.orchestrator.rollout import Group, Rollout, derive_seed
 from prime_rl.orchestrator.sampler import ExampleSampler
 from prime_rl.orchestrator.scheduler import describe_policy_wait
@@ -321,3 +330,11 @@ def test_evaluations_are_due_at_zero_at_the_interval_and_at_the_end() -> None:
         due.append(next_due(due[-1], 4, 10))
     assert due == [0, 4, 8, 10]
     assert next_due(5, 4, 10) == 8  # version 4 was skipped, 5 made up for it
+
+
+@pytest.mark.parametrize(
+    ("longest", "holder"),
+    [("generate", "generation"), ("wait_for_policy", "the trainer"), ("wait_for_inference", "inference")],
+)
+def test_the_bottleneck_is_who_is_waited_for_longest(longest: Phase, holder: str) -> None:
+    assert bottleneck({**dict.fromkeys(PHASES, 1.0), longest: 2.0}) == holder
