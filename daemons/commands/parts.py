@@ -21,7 +21,7 @@ def _become(module: str, args: Sequence[str]) -> None:
 def trainer(context: typer.Context) -> None:
     """Run the trainer here, until Ctrl-C.
 
-    Example: prl trainer @ configs/demo/trainer.toml --max_concurrent_runs 2
+    Example: prl trainer @ configs/reverse_text/trainer.toml --max_concurrent_runs 2
     """
     _become(module_of(TRAINER), context.args)
 
@@ -37,7 +37,7 @@ def orchestrator(context: typer.Context) -> None:
 def inference(context: typer.Context) -> None:
     """Run the inference server here, until Ctrl-C.
 
-    Example: prl inference @ configs/demo/inference.toml --port 8001
+    Example: prl inference @ configs/reverse_text/inference.toml --port 8001
     """
     _become(module_of(INFERENCE), context.args)
 

@@ -7,7 +7,6 @@ written before its batch.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 from dataclasses import dataclass
@@ -44,11 +43,6 @@ class _State(msgspec.Struct, forbid_unknown_fields=True):
     sampler_state: dict[str, Any]
 
 
-class _Resumed(msgspec.Struct):
-    resume_step: int
-    config_sha256: str
-
-
 def sampler_state(next_index: int) -> dict[str, Any]:
     return {"next_index": next_index}
 
@@ -62,21 +56,6 @@ def save_state(run: RunDir, batch: TrainingBatch) -> None:
     state = {"version": STATE_FORMAT_VERSION, "step": batch.step, "sampler_state": batch.sampler_state}
     run.checkpoint_dir(batch.step).mkdir(exist_ok=True)
     write_atomic(run.orchestrator_checkpoint(batch.step) / "state.json", json.dumps(state))
-
-
-def resume_is_pending(run: RunDir, config: CkptConfig) -> bool:
-    """Whether the config asks for a step to go back to and the trainer has not gone back yet.
-
-    What is on disk until then is void. The trainer notes in `control/resumed.json` for which text of the config it did.
-    """
-    if config.resume_step < 0:
-        return False
-    try:
-        done = msgspec.json.decode(run.resumed.read_bytes(), type=_Resumed)
-        wanted = _Resumed(config.resume_step, hashlib.sha256(run.orch_toml.read_bytes()).hexdigest())
-    except (OSError, msgspec.MsgspecError):
-        return True
-    return done != wanted
 
 
 def find_progress(run: RunDir, groups_per_batch: int) -> Progress:

@@ -22,6 +22,7 @@ from pathlib import Path
 from prime_rl.configs.base import ConfigError, ConfigProblem, parse_argv
 from prime_rl.configs.orchestrator import OrchestratorConfig
 from prime_rl.contract.layout import LayoutError, OutputDir, RunDir
+from prime_rl.contract.resume import pending_request
 from prime_rl.contract.status import RunStatus, StatusWriter, TrainerStatus, is_alive, read_status
 from prime_rl.contract.types import BadBatchError
 from prime_rl.orchestrator.batch import assemble_batch, publish_batch
@@ -29,7 +30,6 @@ from prime_rl.orchestrator.checkpoint import (
     CheckpointError,
     checkpoint_is_due,
     find_progress,
-    resume_is_pending,
     save_state,
 )
 from prime_rl.orchestrator.client import AccessDenied, Endpoint, InferenceClient
@@ -157,7 +157,7 @@ async def base_model(client: InferenceClient, wanted: str) -> str:
 
 async def resume_done(run: RunDir, config: OrchestratorConfig, reporter: Reporter) -> None:
     """Wait until the trainer has gone back to `ckpt.resume_step`, if the run asks for that."""
-    while resume_is_pending(run, config.ckpt):
+    while pending_request(run, config.ckpt.resume_step):
         reporter.waiting_on = lambda now: f"the trainer to go back to ckpt.resume_step = {config.ckpt.resume_step}"
         await asyncio.sleep(GUARD_POLL_S)
     reporter.waiting_on = lambda now: None

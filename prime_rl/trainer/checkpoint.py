@@ -22,10 +22,10 @@ from prime_rl.configs.orchestrator import CkptConfig, OrchestratorConfig
 from prime_rl.configs.shared import LoRAConfig
 from prime_rl.contract.files import mark_stable, staged_dir, write_atomic
 from prime_rl.contract.layout import RunDir, list_steps, stable_marker, step_name
+from prime_rl.contract.resume import pending_request
 from prime_rl.lora.adapter_state import load_peft, save_peft
 from prime_rl.trainer.optim import MultiLoRAOptimizer
 from prime_rl.trainer.runs import MultiRunManager
-from prime_rl.trainer.runs.resume import pending_request
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +83,7 @@ class CheckpointManager:
         run = self._manager.run_dir(run_idx)
         _sweep(run)
         complete = trainer_steps(run)
-        request = pending_request(run, config)
+        request = pending_request(run, config.ckpt.resume_step)
         if request is None:
             step = complete[-1] if complete else 0
         else:

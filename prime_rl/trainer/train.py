@@ -9,6 +9,7 @@ packs, and writes. Left to other processes: making rollouts, loading adapters in
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
@@ -39,6 +40,8 @@ def main(argv: Sequence[str]) -> int:
         print("model.lora is null: the trainer trains adapters only; leave model.lora out", file=sys.stderr)
         return 2
     logger = setup_logger("trainer", config.log.level)
+    # Before torch is loaded: threads that spin while they wait take the cores away from inference.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
     from prime_rl.trainer.model import ModelError
     from prime_rl.trainer.world import WorldError, setup_world

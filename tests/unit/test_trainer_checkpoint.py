@@ -8,9 +8,9 @@ import pytest
 
 from prime_rl.configs.orchestrator import CkptConfig, OrchestratorConfig
 from prime_rl.contract.layout import RunDir
+from prime_rl.contract.resume import ResumeRequest, pending_request
 from prime_rl.trainer.checkpoint import is_due, steps_to_remove
 from prime_rl.trainer.metrics import last_metrics_step
-from prime_rl.trainer.runs.resume import ResumeRequest, pending_request
 from tests.trainer_support import write_config, write_run
 
 
@@ -49,13 +49,13 @@ def test_old_checkpoints_go_but_never_the_last_one_of_both_parts(
 def test_an_explicit_resume_is_pending_until_it_was_carried_out_for_this_text(tmp_path: Path) -> None:
     run = write_run(tmp_path, "run_a", Path("m"), ckpt={"resume_step": 4})
     asked = config(ckpt={"resume_step": 4})
-    request = pending_request(run, asked)
+    request = pending_request(run, asked.ckpt.resume_step)
     assert request is not None and request.resume_step == 4
     run.resumed.write_text(f'{{"resume_step":4,"config_sha256":"{request.config_sha256}","version":1}}')
-    assert pending_request(run, asked) is None
+    assert pending_request(run, asked.ckpt.resume_step) is None
     write_config(run, Path("m"), ckpt={"resume_step": 4}, seed=1)
-    assert isinstance(pending_request(run, asked), ResumeRequest)
-    assert pending_request(run, config()) is None
+    assert isinstance(pending_request(run, asked.ckpt.resume_step), ResumeRequest)
+    assert pending_request(run, config().ckpt.resume_step) is None
 
 
 def test_the_last_step_of_a_metrics_file_is_found_also_when_the_last_line_is_torn(tmp_path: Path) -> None:

@@ -12,6 +12,8 @@ from prime_rl.inference.checks import StartError
 # Adapters stay in vLLM's host memory after they were unloaded, until newer ones push them out. Twice the room keeps
 # those that are loaded from being pushed out by those that were unloaded.
 CPU_LORAS_PER_LORA = 2
+# Room for the prompts of many requests in one pass on a CPU.
+MIN_BATCHED_TOKENS = 8192
 
 
 def environment(config: InferenceConfig) -> dict[str, str]:
@@ -47,7 +49,13 @@ def server_arguments(config: InferenceConfig, *, max_model_len: int, on_cpu: boo
         "shutdown_timeout": 2,
     }
     if on_cpu:
-        arguments["kv_cache_memory_bytes"] = int(config.vllm.kv_cache_gb * 2**30)
+        arguments |= {
+            "kv_cache_memory_bytes": int(config.vllm.kv_cache_gb * 2**30),
+            # The first token of a seeded request whose prompt came in chunks ends vLLM on a CPU: its random generator
+            # cannot be set back there. Prompts come whole instead.
+            "enable_chunked_prefill": False,
+            "max_num_batched_tokens": max(MIN_BATCHED_TOKENS, max_model_len),
+        }
     else:
         arguments["gpu_memory_utilization"] = config.vllm.gpu_memory_utilization
     if config.model.lora is not None:

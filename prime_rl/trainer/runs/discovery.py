@@ -16,9 +16,9 @@ from prime_rl.configs.orchestrator import OrchestratorConfig
 from prime_rl.configs.validate import PARSE_ERROR_PREFIX, explain, load_run_config
 from prime_rl.contract.files import read_text, write_atomic
 from prime_rl.contract.layout import OutputDir, RunDir, list_steps, scan_runs
+from prime_rl.contract.resume import pending_request
 from prime_rl.contract.status import DaemonStatus, RunStatus, read_status
 from prime_rl.trainer.runs.hooks import in_words, printable
-from prime_rl.trainer.runs.resume import pending_request
 
 logger = logging.getLogger(__name__)
 
@@ -165,7 +165,9 @@ class Discovery:
 def is_finished(run: RunDir, config: OrchestratorConfig) -> bool:
     """Whether the newest published version is the last one that the run asked for, and it does not ask to go back."""
     published = list_steps(run.broadcast, stable_only=True)
-    return bool(published) and published[-1] >= config.max_steps and pending_request(run, config) is None
+    return (
+        bool(published) and published[-1] >= config.max_steps and pending_request(run, config.ckpt.resume_step) is None
+    )
 
 
 def given_up(run: RunDir) -> str | None:

@@ -1,4 +1,7 @@
-"""An explicit `ckpt.resume_step`: asked for in `orch.toml`, carried out once, remembered in `control/resumed.json`."""
+"""An explicit `ckpt.resume_step`: asked for in `orch.toml`, carried out once, remembered in `control/resumed.json`.
+
+The trainer carries it out and writes the file. The orchestrator waits for that: what is on disk until then is void.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,6 @@ import hashlib
 
 import msgspec
 
-from prime_rl.configs.orchestrator import OrchestratorConfig
 from prime_rl.contract.layout import RunDir
 
 RESUMED_VERSION = 1
@@ -20,12 +22,11 @@ class ResumeRequest(msgspec.Struct, frozen=True):
     version: int = RESUMED_VERSION
 
 
-def pending_request(run: RunDir, config: OrchestratorConfig) -> ResumeRequest | None:
-    """The explicit request of the config, or None when there is none or it was carried out already."""
-    if config.ckpt.resume_step < 0:
+def pending_request(run: RunDir, resume_step: int) -> ResumeRequest | None:
+    """The explicit request of the config, or None when there is none (-1) or it was carried out already."""
+    if resume_step < 0:
         return None
-    digest = hashlib.sha256(run.orch_toml.read_bytes()).hexdigest()
-    request = ResumeRequest(config.ckpt.resume_step, digest)
+    request = ResumeRequest(resume_step, hashlib.sha256(run.orch_toml.read_bytes()).hexdigest())
     try:
         done = msgspec.json.decode(run.resumed.read_bytes(), type=ResumeRequest)
     except (FileNotFoundError, msgspec.MsgspecError):
