@@ -115,6 +115,9 @@ def test_an_evicted_run_goes_on_after_it_is_readmitted(
     uninterrupted: dict[str, torch.Tensor], model: Path, tmp_path: Path
 ) -> None:
     run = make_run(tmp_path, model)
+    later = {step: run.rollout_file(step).read_bytes() for step in range(5, NUM_STEPS + 1)}
+    for step in later:  # or the run could be finished before anybody looks for the eviction
+        run.rollout_file(step).unlink()
     states = []
 
     def done() -> bool:
@@ -123,6 +126,8 @@ def test_an_evicted_run_goes_on_after_it_is_readmitted(
             run.evicted.write_text("a break")
             states.append("evicted")
         elif states == ["evicted"] and status is not None and "run_a" not in status.runs:
+            for step, batch in later.items():
+                run.rollout_file(step).write_bytes(batch)
             run.evicted.unlink()
             states.append("readmitted")
         return published(run) == NUM_STEPS
