@@ -169,6 +169,8 @@ class Demo:
         with TuiChild(self.output.path if with_tui else None) as tui:
             while not self._stop():
                 self.look(reader.read(), quiet=tui.lives())
+                if tui.interrupted:
+                    return False
                 if all(story.state is RunState.FINISHED for story in self.stories.values()):
                     return True
                 time.sleep(LOOK_EVERY_S)

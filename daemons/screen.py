@@ -11,13 +11,18 @@ from pathlib import Path
 # Leave the alternate screen; show the cursor; no mouse, focus or paste reports; no key protocol; plain colours.
 _RESET = "\x1b[?1049l\x1b[?25h\x1b[?1000l\x1b[?1003l\x1b[?1015l\x1b[?1006l\x1b[?1004l\x1b[?2004l\x1b[<u\x1b[0m"
 _END_S = 5.0
+EXIT_INTERRUPTED = 130
 
 
 class TuiChild:
-    """Shows a house until it is closed or the person quits it. With None it shows nothing."""
+    """Shows a house until it is closed or the person quits it. With None it shows nothing.
+
+    `interrupted` says that the person left it with Ctrl-C, which it gets as a key: the terminal is in raw mode.
+    """
 
     def __init__(self, output_dir: Path | None) -> None:
         self._output_dir = output_dir
+        self.interrupted = False
         self._child: subprocess.Popen[bytes] | None = None
         self._settings: list[object] | None = None
 
@@ -46,7 +51,9 @@ class TuiChild:
         self._restore()
 
     def _restore(self) -> None:
-        quit_by_itself = self._child is not None and self._child.returncode == 0
+        code = self._child.returncode if self._child is not None else None
+        self.interrupted = code == EXIT_INTERRUPTED
+        quit_by_itself = code in (0, EXIT_INTERRUPTED)
         self._child = None
         if not quit_by_itself:
             sys.stdout.write(_RESET)

@@ -25,13 +25,18 @@ from tui.screens.base import KEY_ORDER, MORE_COMMANDS, Setting, ShowsAction, Sho
 from tui.screens.runs import RunsScreen
 from tui.watcher import HouseWatcher
 
+EXIT_INTERRUPTED = 130
+
 
 class PrlApp(App[None]):
     """The terminal view of one house."""
 
     TITLE = "prl"
     ENABLE_COMMAND_PALETTE = True
-    BINDINGS: ClassVar[list[BindingType]] = [Binding("ctrl+q,ctrl+c", "quit", "Quit", show=False, priority=True)]
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("ctrl+q", "quit", "Quit", show=False, priority=True),
+        Binding("ctrl+c", "interrupt", "Quit", show=False, priority=True),
+    ]
 
     def __init__(
         self, output_dir: Path, *, read_only: bool = False, clock: Callable[[], float] = time.time, watch: bool = True
@@ -50,6 +55,10 @@ class PrlApp(App[None]):
 
     def on_unmount(self) -> None:
         self.watcher.stop()
+
+    def action_interrupt(self) -> None:
+        """Quit as Ctrl-C does everywhere: whoever waits for this program is told by its exit code."""
+        self.exit(return_code=EXIT_INTERRUPTED)
 
     def on_house_changed(self, message: HouseChanged) -> None:
         for screen in self.screen_stack:
@@ -93,7 +102,7 @@ class PrlApp(App[None]):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry of `prl-tui`: 0 after a quit, 2 for wrong use."""
+    """Entry of `prl-tui`: 0 after a quit, 130 after Ctrl-C, 2 for wrong use."""
     parser = argparse.ArgumentParser(prog="prl-tui", description="See all runs of a house, and act on them.")
     parser.add_argument("output_dir", nargs="?", default=os.environ.get("PRL_OUTPUT_DIR") or "outputs", type=Path)
     parser.add_argument("--read-only", action="store_true", help="see everything, change nothing")
@@ -104,8 +113,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 2
-    PrlApp(args.output_dir, read_only=args.read_only).run()
-    return 0
+    app = PrlApp(args.output_dir, read_only=args.read_only)
+    app.run()
+    return app.return_code or 0
 
 
 if __name__ == "__main__":

@@ -206,6 +206,13 @@ async def test_a_command_of_the_palette_acts_like_its_key(house: OutputDir) -> N
         await until(pilot, lambda: isinstance(app.screen, PartsScreen), "parts from the palette")
 
 
+async def test_ctrl_c_quits_and_says_so(house: OutputDir) -> None:
+    async with opened(house.path) as (app, pilot):
+        await pilot.press("ctrl+c")
+        await until(pilot, lambda: not app.is_running, "the end")
+        assert app.return_code == 130
+
+
 async def test_q_quits(house: OutputDir) -> None:
     async with opened(house.path) as (app, pilot):
         await pilot.press("q")
