@@ -249,8 +249,9 @@ async def test_charts_show_six_metrics(house: OutputDir) -> None:
         assert [chart._title for chart in charts] == [
             "reward", "loss", "entropy", "mismatch KL", "grad norm", "learning rate",
         ]  # fmt: skip
-        assert len({chart.region.y for chart in charts}) == 2, "two rows of three"
-        assert all(screen.query_one(ChartGrid).region.contains_region(chart.region) for chart in charts)
+        grid = screen.query_one(ChartGrid)
+        await until(pilot, lambda: len({chart.region.y for chart in charts}) == 2, "two rows of three")
+        await until(pilot, lambda: all(grid.region.contains_region(chart.region) for chart in charts), "room for all")
 
 
 async def test_charts_on_a_small_screen_come_two_at_a_time(house: OutputDir) -> None:
