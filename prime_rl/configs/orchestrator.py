@@ -15,6 +15,7 @@ from prime_rl.configs.base import BaseConfig
 from prime_rl.configs.shared import LogConfig, WatchConfig
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
+Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 class RunLoRAConfig(BaseConfig):
@@ -25,6 +26,10 @@ class RunLoRAConfig(BaseConfig):
 
     alpha: float | None = Field(None, gt=0)
     """LoRA alpha; null takes the trainer's."""
+
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of the run's weights and of the adapter that is published. bfloat16: rounded after every update; gradients
+    and the optimizer's moments stay in float32."""
 
 
 class RunModelConfig(BaseConfig):
@@ -40,17 +45,18 @@ class RunModelConfig(BaseConfig):
 class OptimConfig(BaseConfig):
     """The run's optimizer."""
 
-    type: Literal["adamw", "sgd", "muon"] = "adamw"
-    """Which of torch's optimizers."""
+    type: Literal["adamw", "adam", "nadam", "radam", "adamax", "rmsprop", "adagrad", "sgd", "muon"] = "adamw"
+    """Which optimizer: torch's own, or Muon in float32. adam is adamw: the decay is decoupled in all of them."""
 
-    lr: float = Field(1e-4, gt=0)
+    lr: float = Field(1e-4, gt=0, allow_inf_nan=False)
     """Peak learning rate."""
 
-    betas: tuple[float, float] = (0.9, 0.999)
-    """AdamW: decay of the running mean and of the running square. SGD and Muon: the first is the momentum."""
+    betas: tuple[Beta, Beta] = (0.9, 0.999)
+    """Decay of the running mean and of the running square (adamax: of the running maximum). sgd and muon: the first is
+    the momentum. rmsprop: the second is its alpha, and there is no momentum. adagrad sums, and uses neither."""
 
-    weight_decay: float = Field(0.0, ge=0)
-    """Decoupled weight decay."""
+    weight_decay: float = Field(0.0, ge=0, allow_inf_nan=False)
+    """Decoupled weight decay: before each update the weights shrink by lr x weight_decay, whatever the type."""
 
     max_norm: float = Field(1.0, ge=0)
     """The run's gradient is scaled down to this norm; 0: never."""

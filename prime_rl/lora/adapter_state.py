@@ -47,12 +47,16 @@ def peft_names(layer_name: str) -> tuple[str, str]:
 
 @torch.no_grad()
 def reset_adapter(
-    layers: Mapping[str, MultiLoRALinear], idx: int, generator: torch.Generator, rank: int | None = None
+    layers: Mapping[str, MultiLoRALinear],
+    idx: int,
+    generator: torch.Generator,
+    rank: int | None = None,
+    dtype: torch.dtype = torch.float32,
 ) -> None:
     """Start values of adapter `idx`: A Kaiming uniform in its first `rank` rows (null: all), the rest and B zero.
 
-    The values depend on the generator (on the CPU), the layers and `rank` alone, not on the slot. Gradients are
-    dropped.
+    The values depend on the generator (on the CPU), the layers and `rank` alone, not on the slot, and are rounded to
+    `dtype`. Gradients are dropped.
     """
     for layer in layers.values():
         lora_A, lora_B = layer.parameters_of(idx)
@@ -60,7 +64,7 @@ def reset_adapter(
         # Kaiming uniform with a = sqrt(5), as nn.Linear and PEFT start theirs: bound 1 / sqrt(fan_in).
         start = torch.rand(rank or layer.rank, num_in, generator=generator) * 2 - 1
         lora_A.zero_()
-        lora_A[: start.shape[0]].copy_(start / math.sqrt(num_in))
+        lora_A[: start.shape[0]].copy_((start / math.sqrt(num_in)).to(dtype))
         lora_B.zero_()
         lora_A.grad = lora_B.grad = None
 

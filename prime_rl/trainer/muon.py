@@ -22,15 +22,10 @@ _EPS = 1e-7
 
 
 class Muon(Optimizer):
-    """Nesterov momentum, orthogonalized; the rate grows with sqrt(rows / columns) of a tall matrix.
+    """Nesterov momentum, orthogonalized; the rate grows with sqrt(rows / columns) of a tall matrix. Takes matrices."""
 
-    Args:
-        params: matrices.
-        weight_decay: decoupled.
-    """
-
-    def __init__(self, params: Iterable[nn.Parameter], *, lr: float, momentum: float, weight_decay: float) -> None:
-        super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
+    def __init__(self, params: Iterable[nn.Parameter], *, lr: float, momentum: float) -> None:
+        super().__init__(params, {"lr": lr, "momentum": momentum})
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -53,7 +48,6 @@ class Muon(Optimizer):
             state["momentum_buffer"] = torch.zeros_like(grad)
         running = state["momentum_buffer"].lerp_(grad, 1 - momentum)
         direction = orthogonalized(grad.lerp(running, momentum))
-        param.mul_(1 - lr * group["weight_decay"])
         param.sub_(direction, alpha=lr * math.sqrt(max(1.0, param.shape[0] / param.shape[1])))
 
 

@@ -4,22 +4,29 @@ A run of a lower rank than the slots' uses the first rows of A and columns of B;
 optimizer works on views of that part, so its moments, its gradient norm and (for Muon) the shapes are those of its own
 rank, and its state fits a trainer with larger slots.
 
-Gradients stay in the slots' leaf parameters, where backward puts them, until the run's batch is complete.
+Gradients stay in the slots' leaf parameters, where backward puts them, until the run's batch is complete. Which class
+of optimizer a run gets is decided in `optimizers`, its learning rate in `scheduler`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD, AdamW, Optimizer
+from torch.optim import Optimizer
 
 from prime_rl.configs.orchestrator import OptimConfig
-from prime_rl.trainer.muon import Muon
+from prime_rl.trainer.optimizers import make_optimizer
 from prime_rl.trainer.runs import MultiRunManager
 from prime_rl.trainer.world import World
+
+
+class PostCreationCallback(Protocol):
+    """Called on all ranks with each new optimizer and its slot."""
+
+    def __call__(self, optimizer: Optimizer, run_idx: int, /) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -34,22 +41,37 @@ class _RunOptimizer:
 
 
 class MultiLoRAOptimizer:
-    """The optimizers of all slots; made and dropped with their runs."""
+    """The optimizers of all slots; made and dropped with their runs.
+
+    Attributes:
+        optimizers: by slot; None where no run is.
+    """
 
     def __init__(self, manager: MultiRunManager, world: World) -> None:
+        self.optimizers: list[Optimizer | None] = [None] * manager.max_runs
         self._manager = manager
         self._world = world
         self._runs: dict[int, _RunOptimizer] = {}
+        self._post_creation: list[PostCreationCallback] = []
+
+    def register_post_creation_callback(self, callback: PostCreationCallback) -> None:
+        """`callback` gets every optimizer that is made from now on, in the order of registration."""
+        self._post_creation.append(callback)
 
     def creation_hook(self, run_idx: int, run_id: str) -> None:
         config, rank = self._manager.config[run_idx].optim, self._manager.rank_of(run_idx)
         named = self._manager.get_named_parameters_for_run(run_idx)
         views = [_view(name, leaf, rank) for name, leaf in named]
+        optimizer = make_optimizer(config, views, self._manager.dtype_of(run_idx))
         self._runs[run_idx] = _RunOptimizer(
-            config, make_optimizer(config, views), [name for name, _ in named], [leaf for _, leaf in named], views
+            config, optimizer, [name for name, _ in named], [leaf for _, leaf in named], views
         )
+        self.optimizers[run_idx] = optimizer
+        for callback in self._post_creation:
+            callback(optimizer, run_idx)
 
     def deletion_hook(self, run_idx: int, run_id: str) -> None:
+        self.optimizers[run_idx] = None
         run = self._runs.pop(run_idx, None)
         if run is not None:
             self._drop_gradients(run)
@@ -57,9 +79,10 @@ class MultiLoRAOptimizer:
     def lr(self, run_idx: int) -> float:
         return float(self._runs[run_idx].optimizer.param_groups[0]["lr"])
 
-    def set_lr(self, run_idx: int, lr: float) -> None:
-        for group in self._runs[run_idx].optimizer.param_groups:
-            group["lr"] = lr
+    def step(self) -> None:
+        """Update every run that is ready from the gradients of all ranks. A collective."""
+        for run_idx in self._manager.ready_to_update_idxs:
+            self.step_run(run_idx, self.reduce_gradients(run_idx))
 
     def reduce_gradients(self, run_idx: int) -> float:
         """Sum the run's gradients over ranks and return their norm. A collective.
@@ -75,7 +98,7 @@ class MultiLoRAOptimizer:
             view.grad = values.view(view.shape)
         return float(torch.linalg.vector_norm(flat))
 
-    def step(self, run_idx: int, grad_norm: float) -> None:
+    def step_run(self, run_idx: int, grad_norm: float) -> None:
         """Clip to the run's own `max_norm`, update, drop the gradients."""
         run = self._runs[run_idx]
         limit = run.config.max_norm
@@ -83,8 +106,6 @@ class MultiLoRAOptimizer:
             for view in run.views:
                 assert view.grad is not None
                 view.grad.mul_(limit / grad_norm)
-        if isinstance(run.optimizer, SGD):
-            _decay(run.views, self.lr(run_idx) * run.config.weight_decay)
         run.optimizer.step()
         self._drop_gradients(run)
 
@@ -120,16 +141,6 @@ class MultiLoRAOptimizer:
             leaf.grad = view.grad = None
 
 
-def make_optimizer(config: OptimConfig, params: list[nn.Parameter]) -> Optimizer:
-    """The run's optimizer. Weight decay is decoupled in all three; for SGD, whose own is not, `step` does it."""
-    momentum = config.betas[0]
-    if config.type == "adamw":
-        return AdamW(params, lr=config.lr, betas=config.betas, weight_decay=config.weight_decay)
-    if config.type == "muon":
-        return Muon(params, lr=config.lr, momentum=momentum, weight_decay=config.weight_decay)
-    return SGD(params, lr=config.lr, momentum=momentum)
-
-
 def _view(name: str, leaf: nn.Parameter, rank: int) -> nn.Parameter:
     """The run's own part of a slot's parameter, on the same memory."""
     return nn.Parameter(leaf.detach()[:rank] if name.endswith(".lora_A") else leaf.detach()[:, :rank])
@@ -141,10 +152,3 @@ def _cut(grad: Tensor, view: Tensor) -> Tensor:
 
 def _pairs(run: _RunOptimizer) -> list[tuple[nn.Parameter, nn.Parameter]]:
     return list(zip(run.leaves, run.views, strict=True))
-
-
-@torch.no_grad()
-def _decay(params: list[nn.Parameter], amount: float) -> None:
-    if amount:
-        for param in params:
-            param.mul_(1.0 - amount)

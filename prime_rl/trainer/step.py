@@ -149,9 +149,9 @@ class TrainStep:
         problem = None
         is_finite = math.isfinite(sums.loss) and math.isfinite(grad_norm)
         if is_finite:
-            self._optimizer.step(run_idx, grad_norm)
+            self._optimizer.step_run(run_idx, grad_norm)
         if is_finite and self._optimizer.is_finite(run_idx):
-            self._scheduler.step(run_idx)
+            self._scheduler.step_run(run_idx)
             progress = self._manager.progress[run_idx]
             progress.step = step
             progress.total_tokens += ready.num_tokens

@@ -91,14 +91,15 @@ def train(config: TrainerConfig, lora: LoRAConfig, world: World, stop: Callable[
 
     # What every rank has for each run. Hooks are called in this order.
     optimizer = MultiLoRAOptimizer(manager, world)
-    scheduler = MultiLoRAScheduler(manager, optimizer)
+    scheduler = MultiLoRAScheduler(manager)
+    optimizer.register_post_creation_callback(scheduler.scheduler_creation_hook)
     checkpoints = CheckpointManager(manager, optimizer, config.model.name, lora)
     step = TrainStep(model, manager, optimizer, scheduler, world)
     manager.register_deletion_hook(step.deletion_hook)
     manager.register_deletion_hook(optimizer.deletion_hook)
+    manager.register_deletion_hook(scheduler.deletion_hook)
     manager.register_creation_hook(optimizer.creation_hook)
     manager.register_creation_hook(checkpoints.creation_hook)
-    manager.register_creation_hook(scheduler.creation_hook)
 
     # What rank 0 has besides: finding, packing, publishing, reporting.
     watcher = Watcher(rescan_s=config.watch.rescan_s, kind=config.watch.kind)

@@ -142,6 +142,10 @@ class MultiRunManager:
         assert rank is not None, "the config in a slot is resolved"
         return rank
 
+    def dtype_of(self, run_idx: int) -> torch.dtype:
+        """What the run's weights are rounded to, and published in; in memory all are float32."""
+        return torch.bfloat16 if self.config[run_idx].model.lora.dtype == "bfloat16" else torch.float32
+
     def get_named_parameters_for_run(self, run_idx: int) -> list[tuple[str, nn.Parameter]]:
         """The adapter's own leaf parameters, at the largest rank, by layer name."""
         named = []
@@ -151,17 +155,20 @@ class MultiRunManager:
         return named
 
     def get_state_dict_for_run(self, run_idx: int) -> dict[str, Tensor]:
-        """The adapter under PEFT names, at the run's own rank; copies on the CPU."""
-        return export_adapter(self.layers, run_idx, self.rank_of(run_idx))
+        """The adapter under PEFT names, at the run's own rank and type; copies on the CPU."""
+        tensors, dtype = export_adapter(self.layers, run_idx, self.rank_of(run_idx)), self.dtype_of(run_idx)
+        return {name: tensor.to(dtype) for name, tensor in tensors.items()}
 
     def load_state_dict_for_run(self, run_idx: int, tensors: dict[str, Tensor]) -> None:
         """Put an adapter of the run's own rank into its slot; ValueError when it does not fit."""
-        load_adapter(self.layers, run_idx, tensors, self.rank_of(run_idx))
+        dtype = self.dtype_of(run_idx)
+        rounded = {name: tensor.to(dtype) for name, tensor in tensors.items()}
+        load_adapter(self.layers, run_idx, rounded, self.rank_of(run_idx))
 
     def reset_run_parameters(self, run_idx: int) -> None:
         """Start values from the run's own seed: neither slot nor neighbours matter. Drops gradients."""
         generator = torch.Generator().manual_seed(self.config[run_idx].seed)
-        reset_adapter(self.layers, run_idx, generator, self.rank_of(run_idx))
+        reset_adapter(self.layers, run_idx, generator, self.rank_of(run_idx), self.dtype_of(run_idx))
 
     # Hooks
 

@@ -1,0 +1,57 @@
+"""Which optimizer a run's config asks for, and what all of them have in common. Knows nothing of runs or slots.
+
+Weight decay is decoupled in all types, and weights that are kept in bfloat16 are rounded after every update. Both hang
+on the optimizer itself, so whoever calls its `step` gets the whole update.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import SGD, Adagrad, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop
+
+from prime_rl.configs.orchestrator import OptimConfig
+from prime_rl.trainer.muon import Muon
+
+Params = list[nn.Parameter]
+
+# Decay is zero here: `make_optimizer` does it for all alike. With no decay Adam is AdamW.
+_MAKERS: dict[str, Callable[[Params, OptimConfig], Optimizer]] = {
+    "adamw": lambda params, config: AdamW(params, config.lr, config.betas, weight_decay=0.0),
+    "adam": lambda params, config: AdamW(params, config.lr, config.betas, weight_decay=0.0),
+    "nadam": lambda params, config: NAdam(params, config.lr, config.betas),
+    "radam": lambda params, config: RAdam(params, config.lr, config.betas),
+    "adamax": lambda params, config: Adamax(params, config.lr, config.betas),
+    "rmsprop": lambda params, config: RMSprop(params, config.lr, config.betas[1]),
+    "adagrad": lambda params, config: Adagrad(params, config.lr),
+    "sgd": lambda params, config: SGD(params, config.lr, config.betas[0]),
+    "muon": lambda params, config: Muon(params, lr=config.lr, momentum=config.betas[0]),
+}
+
+
+def make_optimizer(config: OptimConfig, params: Params, dtype: torch.dtype = torch.float32) -> Optimizer:
+    """The optimizer of a run whose weights are kept in `dtype` (the parameters themselves are float32)."""
+    optimizer = _MAKERS[config.type](params, config)
+    if config.weight_decay:
+        optimizer.register_step_pre_hook(lambda opt, args, kwargs: _decay(opt, config.weight_decay))
+    if dtype != torch.float32:
+        optimizer.register_step_post_hook(lambda opt, args, kwargs: round_to(dtype, params))
+    return optimizer
+
+
+@torch.no_grad()
+def round_to(dtype: torch.dtype, params: Params) -> None:
+    """Round values to what `dtype` can hold; the parameters keep their own type."""
+    for param in params:
+        param.copy_(param.to(dtype))
+
+
+@torch.no_grad()
+def _decay(optimizer: Optimizer, weight_decay: float) -> None:
+    groups: list[dict[str, Any]] = optimizer.param_groups
+    for group in groups:
+        for param in group["params"]:
+            param.mul_(1.0 - group["lr"] * weight_decay)
