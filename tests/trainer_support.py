@@ -76,7 +76,9 @@ def write_config(run: RunDir, base: Path, **changes: Any) -> None:
     (run.control / "orch.toml").write_text(tomli_w.dumps(merge(config, changes)))
 
 
-def sample(rng: random.Random, *, num_tokens: int = 12, advantage: float | None = None) -> TrainingSample:
+def sample(
+    rng: random.Random, *, num_tokens: int = 12, advantage: float | None = None, policy_version: int = 0
+) -> TrainingSample:
     """Prompt of four tokens, then a completion; mu is near a uniform distribution."""
     mask = [at >= 4 for at in range(num_tokens)]
     return TrainingSample(
@@ -86,7 +88,7 @@ def sample(rng: random.Random, *, num_tokens: int = 12, advantage: float | None 
         advantage=rng.choice([-1.0, 1.0]) * rng.uniform(0.5, 1.5) if advantage is None else advantage,
         reward=0.5,
         temperature=1.0,
-        policy_version=0,
+        policy_version=policy_version,
         example_id="reverse-text/0",
     )
 
@@ -96,7 +98,10 @@ def make_batch(
 ) -> TrainingBatch:
     """A recorded batch: the same arguments give the same batch. Rows have 6 to 24 tokens."""
     rng = random.Random(f"{seed}/{step}")
-    samples = [sample(rng, num_tokens=rng.randrange(6, 25), advantage=advantage) for _ in range(num_samples)]
+    samples = [
+        sample(rng, num_tokens=rng.randrange(6, 25), advantage=advantage, policy_version=step - 1)
+        for _ in range(num_samples)
+    ]
     return TrainingBatch(run_id, step, samples, {"position": step})
 
 

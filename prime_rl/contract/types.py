@@ -76,12 +76,27 @@ class MicroBatch(msgspec.Struct, frozen=True):
     num_tokens: int
 
 
+def oldest_allowed(step: int, max_async_level: int) -> int:
+    """The oldest policy version that any token of batch `step` (from 1) may come from; the newest is `step` - 1.
+
+    The orchestrator keeps to it, the trainer checks it.
+    """
+    return max(0, step - 1 - max_async_level)
+
+
 _batch_encoder = msgspec.msgpack.Encoder()
 _batch_decoder = msgspec.msgpack.Decoder(TrainingBatch)
+_sample_decoder = msgspec.msgpack.Decoder(TrainingSample)
 
 
 class BadBatchError(ValueError):
     """A batch file that cannot be used; the message says which file and why."""
+
+
+class _RawSamples(msgspec.Struct):
+    """A batch of which only the samples matter, undecoded."""
+
+    samples: list[msgspec.Raw]
 
 
 def write_batch(path: Path, batch: TrainingBatch) -> None:
@@ -91,11 +106,31 @@ def write_batch(path: Path, batch: TrainingBatch) -> None:
 
 def read_batch(path: Path) -> TrainingBatch:
     """Read a batch file. Raises BadBatchError when it is not one, FileNotFoundError when it is gone."""
-    data = path.read_bytes()
+    return decode_batch(path.read_bytes(), str(path))
+
+
+def decode_batch(data: bytes, source: str) -> TrainingBatch:
+    """The content of a batch file; `source` names it in messages. Raises BadBatchError when it is none."""
     try:
         batch = _batch_decoder.decode(data)
-    except msgspec.MsgspecError as error:
-        raise BadBatchError(f"{path}: not a batch file: {error}") from error
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise BadBatchError(f"{source}: not a batch file: {_bad_sample(data) or error}") from error
     if batch.version != BATCH_FORMAT_VERSION:
-        raise BadBatchError(f"{path}: format version {batch.version}, this program reads {BATCH_FORMAT_VERSION}")
+        raise BadBatchError(f"{source}: format version {batch.version}, this program reads {BATCH_FORMAT_VERSION}")
     return batch
+
+
+def _bad_sample(data: bytes) -> str | None:
+    """The first sample that cannot be decoded, by its number, and why; None when the fault lies elsewhere.
+
+    msgspec names the field and not the place in the list.
+    """
+    try:
+        for index, raw in enumerate(msgspec.msgpack.decode(data, type=_RawSamples).samples):
+            try:
+                _sample_decoder.decode(raw)
+            except (msgspec.MsgspecError, RecursionError) as error:
+                return f"sample {index}: {error}"
+    except (msgspec.MsgspecError, RecursionError):
+        pass
+    return None

@@ -10,12 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from prime_rl.contract.types import oldest_allowed
 from prime_rl.orchestrator.rollout import Group
-
-
-def oldest_allowed(step: int, max_async_level: int) -> int:
-    """The oldest policy version that batch `step` (from 1) may contain."""
-    return max(0, step - 1 - max_async_level)
 
 
 class GroupLedger:

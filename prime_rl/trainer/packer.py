@@ -1,34 +1,20 @@
-"""Rank 0: find the next batch file of each run, check it, queue its rows, hand out passes.
+"""Rank 0: find the next batch file of each run, queue its rows, hand out passes.
 
 A run trains on `rollouts/step_{progress.step + 1}` and on nothing else, so one batch of a run is in work at a time. A
-batch that cannot be trained on evicts its run, with the sample, the field and the numbers. Which rows go together is
-decided in `packing`.
+batch that cannot be trained on (`intake` judges it) evicts its run, with the sample, the field and the numbers. Which
+rows go together is decided in `packing`.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
-from stat import S_ISREG
 
 from prime_rl.contract.layout import list_rollout_steps
-from prime_rl.contract.types import BadBatchError, MicroBatch, TrainingBatch, TrainingSample, read_batch
+from prime_rl.contract.types import MicroBatch
+from prime_rl.trainer.intake import BatchLimits, take_batch
 from prime_rl.trainer.packing import RowQueue, rows_of, to_micro_batch
 from prime_rl.trainer.runs import MultiRunManager
 from prime_rl.trainer.runs.sync import ReadyRun
-
-# A batch of 4,096 samples of 32,768 tokens is about this large; what is larger is no batch, and would fill the memory.
-MAX_BATCH_BYTES = 2 << 30
-
-
-@dataclass(frozen=True)
-class BatchLimits:
-    """What a batch must fit into."""
-
-    run_id: str
-    step: int
-    seq_len: int
-    vocab_size: int
 
 
 @dataclass(frozen=True)
@@ -37,42 +23,6 @@ class Pack:
 
     micro_batches: list[MicroBatch | None]
     ready: list[ReadyRun]
-
-
-def check_batch(batch: TrainingBatch, limits: BatchLimits) -> None:
-    """Raises BadBatchError with sample, field and numbers when the batch cannot be trained on."""
-    if batch.run_id != limits.run_id:
-        raise BadBatchError(f"run_id is {batch.run_id!r}, expected {limits.run_id!r}")
-    if batch.step != limits.step:
-        raise BadBatchError(f"step is {batch.step}, expected {limits.step}")
-    if not batch.samples:
-        raise BadBatchError("it has no samples")
-    for index, sample in enumerate(batch.samples):
-        if problem := _sample_problem(sample, limits):
-            raise BadBatchError(f"sample {index}: {problem}")
-    if not any(any(sample.loss_mask) for sample in batch.samples):
-        raise BadBatchError(f"loss_mask is false everywhere: none of the {len(batch.samples)} samples trains a token")
-
-
-def _sample_problem(sample: TrainingSample, limits: BatchLimits) -> str | None:
-    ids, mask, logprobs = sample.token_ids, sample.loss_mask, sample.logprobs
-    if not len(ids) == len(mask) == len(logprobs):
-        return f"token_ids has {len(ids)} entries, loss_mask {len(mask)}, logprobs {len(logprobs)}"
-    if not 2 <= len(ids) <= limits.seq_len:
-        return f"token_ids has {len(ids)} entries, allowed are 2 to seq_len = {limits.seq_len}"
-    if min(ids) < 0 or max(ids) >= limits.vocab_size:
-        at, bad = next((i, t) for i, t in enumerate(ids) if not 0 <= t < limits.vocab_size)
-        return f"token_ids[{at}] is {bad}, the vocabulary has {limits.vocab_size}"
-    if mask[0]:
-        return "loss_mask[0] is true, but nothing predicts the first token"
-    if not all(map(math.isfinite, logprobs)):
-        at, value = next((i, p) for i, p in enumerate(logprobs) if not math.isfinite(p))
-        return f"logprobs[{at}] is {value}"
-    if not math.isfinite(sample.advantage):
-        return f"advantage is {sample.advantage}"
-    if not (math.isfinite(sample.temperature) and sample.temperature > 0):
-        return f"temperature is {sample.temperature}, must be above 0"
-    return None
 
 
 class Packer:
@@ -106,26 +56,18 @@ class Packer:
         self._in_work.pop(run_idx, None)
 
     def poll(self) -> None:
-        """Take in the next batch of each run that has none in work. One `stat` a run when there is none."""
+        """Take in the next batch of each run that has none in work. One failed `open` a run when there is none."""
         for run_idx in self._manager.active_idxs:
             if run_idx not in self._in_work:
                 self._take_in(run_idx)
 
     def _take_in(self, run_idx: int) -> None:
         run, step = self._manager.run_dir(run_idx), self._manager.progress[run_idx].step + 1
-        path = run.rollout_file(step)
+        path, config = run.rollout_file(step), self._manager.config[run_idx]
         with self._manager.run_boundary(run_idx, f"reading rollouts/step_{step}"):
-            try:
-                stat = path.stat()
-            except (FileNotFoundError, NotADirectoryError):
+            batch = take_batch(path, BatchLimits.of(config, run.run_id, step, self._vocab_size))
+            if batch is None:
                 return
-            # A pipe would hold up the whole trainer.
-            if not S_ISREG(stat.st_mode) or stat.st_size > MAX_BATCH_BYTES:
-                raise BadBatchError(f"{path} must be a file of at most {MAX_BATCH_BYTES} bytes, not {stat.st_size}")
-            batch = read_batch(path)
-            seq_len = self._manager.config[run_idx].seq_len
-            assert seq_len is not None, "the config in a slot is resolved"
-            check_batch(batch, BatchLimits(run.run_id, step, seq_len, self._vocab_size))
             num_tokens = sum(len(sample.token_ids) for sample in batch.samples)
             self._queue.add(run_idx, rows_of(run_idx, batch.samples))
             self._in_work[run_idx] = ReadyRun(run_idx, num_tokens, len(batch.samples))

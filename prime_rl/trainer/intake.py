@@ -1,0 +1,134 @@
+"""Read one batch file of a run, and check it: every sample, before any of it comes near a tensor.
+
+Whatever a run left in the place of the file is judged without trusting it: nothing is followed, waited for, or read
+beyond what the run's own config allows. When to look, and what becomes of the samples, is the packer's.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from stat import S_ISREG
+
+from prime_rl.configs.orchestrator import OrchestratorConfig
+from prime_rl.contract.types import BadBatchError, TrainingBatch, TrainingSample, decode_batch, oldest_allowed
+
+# No batch is larger: 4,096 samples of 32,768 tokens take about this much.
+MAX_BATCH_BYTES = 2 << 30
+# A token is an id (5 bytes), a flag (1) and a logprob (9); a sample has names and numbers besides, a batch the state of
+# the example sampler.
+BYTES_A_TOKEN = 16
+BYTES_A_SAMPLE = 4 << 10
+BYTES_BESIDES = 1 << 20
+# Numbers become float32, which has no place for others.
+MAX_FLOAT = 3.4e38
+MIN_TEMPERATURE = 1e-6
+
+
+@dataclass(frozen=True)
+class BatchLimits:
+    """What a batch must fit into."""
+
+    run_id: str
+    step: int
+    seq_len: int
+    vocab_size: int
+    max_async_level: int
+    max_bytes: int = MAX_BATCH_BYTES
+
+    @classmethod
+    def of(cls, config: OrchestratorConfig, run_id: str, step: int, vocab_size: int) -> BatchLimits:
+        """The limits of batch `step` of a run with this (resolved) config."""
+        assert config.seq_len is not None, "the config in a slot is resolved"
+        max_bytes = BYTES_BESIDES + config.batch_size * (BYTES_A_SAMPLE + config.seq_len * BYTES_A_TOKEN)
+        return cls(run_id, step, config.seq_len, vocab_size, config.max_async_level, min(max_bytes, MAX_BATCH_BYTES))
+
+
+def take_batch(path: Path, limits: BatchLimits) -> TrainingBatch | None:
+    """The checked batch in `path`, or None when there is nothing yet. Raises BadBatchError or OSError."""
+    data = read_limited(path, limits.max_bytes)
+    if data is None:
+        return None
+    batch = decode_batch(data, str(path))
+    check_batch(batch, limits)
+    return batch
+
+
+def read_limited(path: Path, max_bytes: int) -> bytes | None:
+    """The bytes of a regular file of at most `max_bytes`; None when it is not there.
+
+    The file is opened once and judged as it was opened, so replacing it meanwhile changes nothing. A link is not
+    followed, and a pipe, which would hold up the whole trainer, is not waited for.
+    """
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        raise BadBatchError(f"{path} must be a file of its own: {error.strerror}") from error
+    try:
+        stat = os.fstat(fd)
+        if not S_ISREG(stat.st_mode):
+            raise BadBatchError(f"{path} must be a file, it is none")
+        with os.fdopen(fd, "rb", closefd=False) as file:
+            # One byte more than allowed: a file that grows under our eyes is found too large, not read for ever.
+            data = file.read(max_bytes + 1)
+    finally:
+        os.close(fd)
+    if len(data) > max_bytes:
+        num_bytes = max(stat.st_size, len(data))
+        raise BadBatchError(f"{path} has {num_bytes} bytes, allowed are {max_bytes} for its batch_size and seq_len")
+    return data
+
+
+def check_batch(batch: TrainingBatch, limits: BatchLimits) -> None:
+    """Raises BadBatchError with sample, field and numbers when the batch cannot be trained on."""
+    if batch.run_id != limits.run_id:
+        raise BadBatchError(f"run_id is {batch.run_id!r}, expected {limits.run_id!r}")
+    if batch.step != limits.step:
+        raise BadBatchError(f"step is {batch.step}, expected {limits.step}")
+    if not batch.samples:
+        raise BadBatchError("it has no samples")
+    for index, sample in enumerate(batch.samples):
+        if problem := _token_problem(sample, limits) or _number_problem(sample, limits):
+            raise BadBatchError(f"sample {index}: {problem}")
+    if not any(any(sample.loss_mask) for sample in batch.samples):
+        raise BadBatchError(f"loss_mask is false everywhere: none of the {len(batch.samples)} samples trains a token")
+
+
+def _token_problem(sample: TrainingSample, limits: BatchLimits) -> str | None:
+    ids, mask, logprobs = sample.token_ids, sample.loss_mask, sample.logprobs
+    if not len(ids) == len(mask) == len(logprobs):
+        return f"token_ids has {len(ids)} entries, loss_mask {len(mask)}, logprobs {len(logprobs)}"
+    if not 2 <= len(ids) <= limits.seq_len:
+        return f"token_ids has {len(ids)} entries, allowed are 2 to seq_len = {limits.seq_len}"
+    if min(ids) < 0 or max(ids) >= limits.vocab_size:
+        at, bad = next((i, t) for i, t in enumerate(ids) if not 0 <= t < limits.vocab_size)
+        return f"token_ids[{at}] is {bad}, the vocabulary has {limits.vocab_size}"
+    if mask[0]:
+        return "loss_mask[0] is true, but nothing predicts the first token"
+    return None
+
+
+def _number_problem(sample: TrainingSample, limits: BatchLimits) -> str | None:
+    if not all(map(_fits, sample.logprobs)):
+        at, value = next((i, p) for i, p in enumerate(sample.logprobs) if not _fits(p))
+        return f"logprobs[{at}] is {value}"
+    if not _fits(sample.advantage):
+        return f"advantage is {sample.advantage}"
+    if not (_fits(sample.temperature) and sample.temperature >= MIN_TEMPERATURE):
+        return f"temperature is {sample.temperature}, must be at least {MIN_TEMPERATURE}"
+    oldest, newest = oldest_allowed(limits.step, limits.max_async_level), limits.step - 1
+    if not oldest <= sample.policy_version <= newest:
+        return (
+            f"policy_version is {sample.policy_version}, batch {limits.step} may hold versions {oldest} to {newest} "
+            f"with max_async_level = {limits.max_async_level}"
+        )
+    return None
+
+
+def _fits(value: float) -> bool:
+    """Whether float32 has a place for `value`. False for nan."""
+    return math.fabs(value) <= MAX_FLOAT
