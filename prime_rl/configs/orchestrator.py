@@ -140,6 +140,10 @@ class CkptConfig(BaseConfig):
     keep_interval: int | None = Field(None, ge=1)
     """Checkpoints at multiples of this are kept for ever."""
 
+    keep_rollouts: bool = False
+    """Rollout files are kept for replay (`python -m prime_rl.trainer.selfcheck`); else those that a checkpoint covers
+    are removed."""
+
     resume_step: int = Field(-1, ge=-1)
     """Where to start: -1 takes the newest complete checkpoint if there is one; 0 starts anew; N takes step N. What was
     made after that step is dropped, once for each change of the file."""

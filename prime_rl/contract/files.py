@@ -61,10 +61,17 @@ def read_text(path: Path, *, limit: int = 1_000_000) -> str | None:
 
 
 def append_line(path: Path, line: str) -> None:
-    """Append one line in a single write. The file must have one writer. Makes the parent folder, not its parents."""
+    """Append one line in a single write. The file must have one writer. Makes the parent folder, not its parents.
+
+    A part of a line that a killed writer left is ended first, so it never spoils the next. Raises OSError.
+    """
     path.parent.mkdir(exist_ok=True)
-    with path.open("ab", buffering=0) as file:
-        file.write(line.encode() + b"\n")
+    with path.open("a+b", buffering=0) as file:
+        is_torn = file.seek(0, os.SEEK_END) > 0 and os.pread(file.fileno(), 1, file.tell() - 1) != b"\n"
+        data = b"\n" * is_torn + line.encode() + b"\n"
+        # A disk that gets full takes a part and says so only the next time.
+        while data:
+            data = data[file.write(data) :]
 
 
 @contextlib.contextmanager
@@ -81,6 +88,7 @@ def staged_dir(final: Path) -> Iterator[Path]:
         for file in tmp.rglob("*"):
             if file.is_file():
                 _sync(file)
+        _sync(tmp)
         if final.exists():
             shutil.rmtree(final)
         os.rename(tmp, final)

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 from torch import Tensor
 
 from prime_rl.lora.linear import MultiLoRALinear
@@ -119,7 +119,7 @@ def _expected_shapes(layers: Mapping[str, MultiLoRALinear], rank: int) -> dict[s
 def save_peft(
     folder: Path, tensors: dict[str, Tensor], *, rank: int, alpha: float, target_modules: Sequence[str], base_model: str
 ) -> None:
-    """Write the two files of the PEFT format into `folder`, which must exist."""
+    """Write the two files of the PEFT format into `folder`, which must exist. Raises OSError."""
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -135,7 +135,8 @@ def save_peft(
         "use_dora": False,
         "modules_to_save": None,
     }
-    save_file(tensors, folder / ADAPTER_FILE, metadata={"format": "pt"})
+    # Not `save_file`: its error for a full disk is no OSError and names no path.
+    (folder / ADAPTER_FILE).write_bytes(save(tensors, metadata={"format": "pt"}))
     (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n")
 
 

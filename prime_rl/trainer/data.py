@@ -65,15 +65,25 @@ class PackSource(Protocol):
 
 
 class PackingSource:
-    """Rank 0: look, pack, tell the others. It decides for all when the trainer ends."""
+    """Rank 0: look, pack, tell the others. It decides for all when the trainer ends.
+
+    `behind` says what the disk must take before more is trained (null: it keeps up).
+    """
 
     def __init__(
-        self, manager: MultiRunManager, packer: Packer, scout: Scout, status: StatusReporter, stop: Callable[[], bool]
+        self,
+        manager: MultiRunManager,
+        packer: Packer,
+        scout: Scout,
+        status: StatusReporter,
+        behind: Callable[[], str | None],
+        stop: Callable[[], bool],
     ) -> None:
         self._manager = manager
         self._packer = packer
         self._scout = scout
         self._status = status
+        self._behind = behind
         self._stop = stop
 
     def next(self) -> PackMessage | None:
@@ -81,14 +91,15 @@ class PackingSource:
         while not self._stop():
             self._scout.look()
             self._packer.poll()
-            pack = self._packer.pack()
+            behind = self._behind()
+            pack = self._packer.pack() if behind is None else None
             if pack is not None:
                 self._status.training()
                 messages = [PackMessage(micro_batch, pack.ready) for micro_batch in pack.micro_batches]
                 self._manager.channel.send(messages)
                 return messages[0]
             self._manager.channel.beat()
-            self._status.waiting(self._packer.waits_for())
+            self._status.waiting(behind or self._packer.waits_for())
             self._scout.wait(POLL_S)
         self._manager.channel.send_all(StopMessage())
         return None

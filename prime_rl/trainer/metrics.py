@@ -9,7 +9,7 @@ import contextlib
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import msgspec
 
@@ -17,7 +17,7 @@ from prime_rl.contract.files import append_line
 from prime_rl.contract.layout import RunDir, list_steps
 from prime_rl.contract.status import StatusWriter, TrainerRunStatus
 from prime_rl.trainer.optim import MultiLoRAOptimizer
-from prime_rl.trainer.runs import MultiRunManager
+from prime_rl.trainer.runs import MultiRunManager, Progress
 from prime_rl.trainer.runs.hooks import printable
 from prime_rl.trainer.runs.sync import ReadyRun
 from prime_rl.trainer.step import UpdateReport
@@ -56,7 +56,7 @@ class MetricsWriter:
     def __init__(self, manager: MultiRunManager, clock: Callable[[], float] = time.time) -> None:
         self._manager = manager
         self._clock = clock
-        self._last_step: dict[int, int] = {}
+        self._last_step: dict[str, int] = {}
 
     def discovered_hook(self, run_idx: int, run_id: str, config: object) -> None:
         """Remember up to where the run was told already.
@@ -66,11 +66,11 @@ class MetricsWriter:
         """
         run = self._manager.run_dir(run_idx)
         published = max(list_steps(run.broadcast, stable_only=True), default=0)
-        self._last_step[run_idx] = min(last_metrics_step(run), published)
+        self._last_step[run_id] = min(last_metrics_step(run), published)
 
-    def write(self, run_idx: int, ready: ReadyRun, report: UpdateReport, seconds: dict[str, float]) -> None:
-        """One line. `seconds` has what the phases after the update took."""
-        if report.step <= self._last_step.get(run_idx, 0):
+    def write(self, run: RunDir, ready: ReadyRun, report: UpdateReport, seconds: dict[str, float]) -> None:
+        """One line, from any thread. `seconds` has what the phases after the update took. Raises OSError."""
+        if report.step <= self._last_step.get(run.run_id, 0):
             return
         sums, total_s = report.sums, report.forward_backward_s + report.optim_s
         line = {
@@ -90,8 +90,8 @@ class MetricsWriter:
             "time/optim": report.optim_s,
             **{f"time/{phase}": value for phase, value in seconds.items()},
         }
-        append_line(self._manager.run_dir(run_idx).trainer_metrics, msgspec.json.encode(line).decode())
-        self._last_step[run_idx] = report.step
+        append_line(run.trainer_metrics, msgspec.json.encode(line).decode())
+        self._last_step[run.run_id] = report.step
 
 
 def last_metrics_step(run: RunDir) -> int:
@@ -137,6 +137,15 @@ class StatusReporter:
         self._num_updates = 0
         self._rate = TokenRate()
         self._time_s: dict[str, float] = {}
+        self._published: dict[int, Progress] = {}
+
+    def creation_hook(self, run_idx: int, run_id: str) -> None:
+        """Where a run resumes is published already."""
+        self.published(run_idx, replace(self._manager.progress[run_idx]))
+
+    def published(self, run_idx: int, progress: Progress) -> None:
+        """What a run did up to here is on disk, and may be told."""
+        self._published[run_idx] = progress
 
     def training(self) -> None:
         self._update(state="training", waiting_on=None)
@@ -172,14 +181,15 @@ class StatusReporter:
         return {
             run_id: TrainerRunStatus(
                 run_idx=idx,
-                step=manager.progress[idx].step,
+                step=progress.step,
                 max_steps=manager.config[idx].max_steps,
-                tokens=manager.progress[idx].total_tokens,
-                samples=manager.progress[idx].total_samples,
+                tokens=progress.total_tokens,
+                samples=progress.total_samples,
                 ready=manager.ready_to_update[idx],
                 lr=self._optimizer.lr(idx),
             )
             for idx, run_id in sorted(manager.idx_2_id.items())
+            if (progress := self._published.get(idx)) is not None
         }
 
     def _no_run(self) -> str:

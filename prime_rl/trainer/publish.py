@@ -1,17 +1,28 @@
-"""Rank 0, after an update of a run: publish, checkpoint, metrics, prune, status, always in this order.
+"""What follows an update of a run: publish, checkpoint, metrics, prune, always in this order, off the critical path.
 
-Whatever fails here on behalf of one run (its disk is full, its folder is gone) evicts that run and no other. Holds no
+The main thread takes a snapshot and hands it to the background writer; it goes on training while the disk works.
+Whatever fails there on behalf of one run (its disk is full, its folder is gone) evicts that run and no other. A run's
+work is done before its slot is given away, so a run that comes back finds all that it made. Rank 0 only; holds no
 collective, so it may catch.
 """
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
 from prime_rl.trainer.broadcast import FileSystemWeightBroadcast
-from prime_rl.trainer.checkpoint import CheckpointManager
+from prime_rl.trainer.checkpoint import CheckpointManager, is_due
 from prime_rl.trainer.metrics import MetricsWriter, PhaseTimer, StatusReporter
+from prime_rl.trainer.retention import prune
 from prime_rl.trainer.runs import MultiRunManager
+from prime_rl.trainer.runs.hooks import in_words
 from prime_rl.trainer.runs.sync import ReadyRun
+from prime_rl.trainer.snapshot import RunSnapshot, Snapshots
 from prime_rl.trainer.step import UpdateReport
+from prime_rl.trainer.writer import BackgroundWriter, FolderGone, Piece, WriteError
 
 
 class Publisher:
@@ -20,41 +31,125 @@ class Publisher:
     def __init__(
         self,
         manager: MultiRunManager,
+        snapshots: Snapshots,
         broadcast: FileSystemWeightBroadcast,
         checkpoints: CheckpointManager,
         metrics: MetricsWriter,
         status: StatusReporter,
+        writer: BackgroundWriter,
     ) -> None:
         self._manager = manager
+        self._snapshots = snapshots
         self._broadcast = broadcast
         self._checkpoints = checkpoints
         self._metrics = metrics
         self._status = status
+        self._writer = writer
 
     def after_update(self, run_idx: int, ready: ReadyRun, report: UpdateReport, timer: PhaseTimer) -> None:
         """Make the update known. `timer` has the phases since the last update of any run, and is emptied."""
         if report.problem is not None:
             self._manager.evict_run(run_idx, report.problem)
         else:
-            with self._manager.run_boundary(run_idx, f"publishing version {report.step}"):
-                self._publish(run_idx, ready, report, timer)
+            with self._manager.run_boundary(run_idx, f"handing over version {report.step}"):
+                self._hand_over(run_idx, ready, report, timer)
             if report.step >= self._manager.config[run_idx].max_steps:
-                self._manager.finish_run(run_idx)
+                self._finish(run_idx)
         self._status.updated(timer.take(), ready.num_tokens)
 
-    def _publish(self, run_idx: int, ready: ReadyRun, report: UpdateReport, timer: PhaseTimer) -> None:
-        before = dict(timer.seconds)
+    def _hand_over(self, run_idx: int, ready: ReadyRun, report: UpdateReport, timer: PhaseTimer) -> None:
         with timer("broadcast"):
-            self._broadcast.broadcast_weights(run_idx)
+            adapter = self._snapshots.adapter(run_idx)
         with timer("checkpoint"):
-            self._checkpoints.save_if_due(run_idx)
-        own_s = {phase: timer.seconds[phase] - before[phase] for phase in ("broadcast", "checkpoint")}
-        self._metrics.write(run_idx, ready, report, own_s)
-        self._checkpoints.prune(run_idx)
+            due = is_due(self._manager.config[run_idx], report.step)
+            snapshot = self._snapshots.of(run_idx, adapter, self._snapshots.state(run_idx) if due else None)
+        self._writer.submit(
+            Piece(
+                snapshot.run.run_id,
+                f"version {report.step} of {snapshot.run.run_id}",
+                partial(self._write, snapshot, ready, report),
+                partial(self._status.published, run_idx, snapshot.progress),
+            )
+        )
+
+    def _finish(self, run_idx: int) -> None:
+        """A finished run is known by its last version, so that must be there before anybody looks."""
+        self._writer.finish(self._manager.idx_2_id[run_idx], self._idle)
+        self.collect()
+        if run_idx in self._manager.active_idxs:
+            self._manager.finish_run(run_idx)
+
+    def behind(self) -> str | None:
+        """Takes in what the writer did; returns what it must do before more is trained, in words."""
+        self.collect()
+        return self._writer.behind()
+
+    def collect(self) -> None:
+        """Take in what the writer did: tell what was published, evict what could not be."""
+        for result in self._writer.take_results():
+            run_idx = self._manager.id_2_idx.get(result.piece.run_id)
+            if result.problem is None:
+                result.piece.then()
+            elif result.problem and run_idx is not None and run_idx in self._manager.active_idxs:
+                self._manager.evict_run(run_idx, result.problem)
+
+    def forgotten_hook(self, run_idx: int, run_id: str) -> None:
+        """The slot is about to be free: what the run made is written first."""
+        try:
+            self._writer.finish(run_id, self._idle)
+        finally:
+            self._writer.forget(run_id)
 
     def before_exit(self) -> None:
         """Save every run after its last complete update, so that a stop loses nothing that was done."""
+        self._writer.finish(idle=self._idle)
+        self.collect()
         for run_idx in self._manager.active_idxs:
-            with self._manager.run_boundary(run_idx, "saving the last checkpoint"):
-                self._checkpoints.save(run_idx)
+            snapshot = self._snapshots.whole(run_idx)
+            what = f"the last checkpoint of {snapshot.run.run_id}"
+            self._writer.submit(
+                Piece(snapshot.run.run_id, what, partial(self._write_checkpoint, snapshot), lambda: None)
+            )
+            # One at a time, so that not all of them are in memory twice.
+            self._writer.finish(idle=self._idle)
+        self.collect()
+        self._writer.close()
         self._status.close()
+
+    def _idle(self, what: str) -> None:
+        self._manager.channel.beat()
+        self._status.waiting(what)
+
+    # The writer's thread
+
+    def _write(self, snapshot: RunSnapshot, ready: ReadyRun, report: UpdateReport) -> None:
+        run, step = snapshot.run, snapshot.progress.step
+        timer = PhaseTimer()
+        with timer("broadcast"), _blamed(snapshot, f"publishing version {step}", run.broadcast_dir(step)):
+            self._broadcast.publish(snapshot)
+        if snapshot.state is not None:
+            with timer("checkpoint"):
+                self._write_checkpoint(snapshot)
+        own_s = {phase: timer.seconds[phase] for phase in ("broadcast", "checkpoint")}
+        with _blamed(snapshot, f"telling of step {step}", run.trainer_metrics):
+            self._metrics.write(run, ready, report, own_s)
+        with _blamed(snapshot, "removing what is old", run.path):
+            prune(run, snapshot.config.ckpt)
+
+    def _write_checkpoint(self, snapshot: RunSnapshot) -> None:
+        run, step = snapshot.run, snapshot.progress.step
+        with _blamed(snapshot, f"saving step {step}", run.checkpoint_dir(step)):
+            self._checkpoints.save(snapshot)
+
+
+@contextlib.contextmanager
+def _blamed(snapshot: RunSnapshot, what: str, path: Path) -> Iterator[None]:
+    """Say what failed, where and why. Raises WriteError, or FolderGone, which is nobody's fault."""
+    if not snapshot.is_at_home():
+        raise FolderGone(snapshot.run.run_id)
+    try:
+        yield
+    except Exception as error:
+        if not snapshot.is_at_home():
+            raise FolderGone(snapshot.run.run_id) from error
+        raise WriteError(f"{what} failed: {path}: {in_words(error)}") from error

@@ -72,7 +72,9 @@ def train(config: TrainerConfig, lora: LoRAConfig, world: World, stop: Callable[
     from prime_rl.trainer.runs import setup_multi_run_manager
     from prime_rl.trainer.runs.sync import Channel
     from prime_rl.trainer.scheduler import MultiLoRAScheduler
+    from prime_rl.trainer.snapshot import Snapshots
     from prime_rl.trainer.step import TrainStep
+    from prime_rl.trainer.writer import BackgroundWriter
     from prime_rl.utils.watch import Watcher
 
     # The base model, frozen, and the runs that will share it.
@@ -93,7 +95,8 @@ def train(config: TrainerConfig, lora: LoRAConfig, world: World, stop: Callable[
     optimizer = MultiLoRAOptimizer(manager, world)
     scheduler = MultiLoRAScheduler(manager)
     optimizer.register_post_creation_callback(scheduler.scheduler_creation_hook)
-    checkpoints = CheckpointManager(manager, optimizer, config.model.name, lora)
+    snapshots = Snapshots(manager, optimizer, scheduler, config.model.name, lora)
+    checkpoints = CheckpointManager(manager, snapshots)
     step = TrainStep(model, manager, optimizer, scheduler, world)
     manager.register_deletion_hook(step.deletion_hook)
     manager.register_deletion_hook(optimizer.deletion_hook)
@@ -106,7 +109,7 @@ def train(config: TrainerConfig, lora: LoRAConfig, world: World, stop: Callable[
     publisher: Publisher | None = None
     source: PackSource = ReceivingSource(manager)
     if writer is not None:
-        broadcast = FileSystemWeightBroadcast(manager, config.model.name, lora)
+        broadcast = FileSystemWeightBroadcast(manager, snapshots)
         metrics = MetricsWriter(manager)
         status = StatusReporter(writer, manager, optimizer)
         packer = Packer(manager, model.vocab_size, config.max_tokens_per_micro_batch, num_ranks=world.size)
@@ -115,8 +118,10 @@ def train(config: TrainerConfig, lora: LoRAConfig, world: World, stop: Callable[
         manager.register_discovered_hook(metrics.discovered_hook)
         manager.register_forgotten_hook(packer.forgotten_hook)
         manager.register_creation_hook(broadcast.creation_hook)
-        publisher = Publisher(manager, broadcast, checkpoints, metrics, status)
-        source = PackingSource(manager, packer, Scout(manager, watcher), status, stop)
+        manager.register_creation_hook(status.creation_hook)
+        publisher = Publisher(manager, snapshots, broadcast, checkpoints, metrics, status, BackgroundWriter())
+        manager.register_forgotten_hook(publisher.forgotten_hook)
+        source = PackingSource(manager, packer, Scout(manager, watcher), status, publisher.behind, stop)
 
     # The loop: one pass over rows of many runs, then an update of each run whose batch is complete.
     loader = DataLoader(manager, source)

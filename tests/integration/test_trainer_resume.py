@@ -185,7 +185,9 @@ def test_a_resume_that_cannot_be_is_explained(
     assert reason in run.evicted.read_text()
 
 
-@pytest.mark.parametrize("name", ["adapter_model.safetensors", "optimizer.pt", "progress.json", "adapter_config.json"])
+@pytest.mark.parametrize(
+    "name", ["adapter_model.safetensors", "state.safetensors", "progress.json", "adapter_config.json"]
+)
 def test_a_damaged_checkpoint_evicts_with_the_reason(model: Path, tmp_path: Path, name: str) -> None:
     run = make_run(tmp_path, model)
     config = trainer_config(tmp_path, model)

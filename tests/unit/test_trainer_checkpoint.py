@@ -9,8 +9,9 @@ import pytest
 from prime_rl.configs.orchestrator import CkptConfig, OrchestratorConfig
 from prime_rl.contract.layout import RunDir
 from prime_rl.contract.resume import ResumeRequest, pending_request
-from prime_rl.trainer.checkpoint import is_due, steps_to_remove
+from prime_rl.trainer.checkpoint import is_due
 from prime_rl.trainer.metrics import last_metrics_step
+from prime_rl.trainer.retention import steps_to_remove
 from tests.trainer_support import write_config, write_run
 
 

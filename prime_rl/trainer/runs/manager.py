@@ -56,6 +56,7 @@ class MultiRunManager:
 
     Attributes:
         progress, config, scaling_factors, ready_to_update: by slot. A config is resolved: it has rank, alpha, seq_len.
+        generators: by slot, the run's own random numbers, a part of its checkpoints.
         layers: the adapted layers, by their name in the base model.
         findings: what the last look at the disk found (rank 0).
         waiting: ids of the runs for which there was no slot, in admission order (rank 0).
@@ -77,6 +78,7 @@ class MultiRunManager:
         self.ready_to_update = [False] * max_runs
         self.scaling_factors = [1.0] * max_runs
         self.config: dict[int, OrchestratorConfig] = {}
+        self.generators: dict[int, torch.Generator] = {}
         self.layers: dict[str, MultiLoRALinear] = {}
         self.findings = Findings()
         self.waiting: list[str] = []
@@ -128,6 +130,10 @@ class MultiRunManager:
         """The paths of the run in slot `run_idx`; its id and its folder were checked when it was admitted."""
         return RunDir(self.output_dir / self._slots.idx_2_id[run_idx])
 
+    def inode_of(self, run_idx: int) -> int:
+        """The folder of the run as it was admitted: another folder of the same name is another run (rank 0)."""
+        return self._admitted[run_idx].inode
+
     def run_dirs(self) -> list[Path]:
         return [self.get_run_dir(idx) for idx in sorted(self.used_idxs)]
 
@@ -167,7 +173,7 @@ class MultiRunManager:
 
     def reset_run_parameters(self, run_idx: int) -> None:
         """Start values from the run's own seed: neither slot nor neighbours matter. Drops gradients."""
-        generator = torch.Generator().manual_seed(self.config[run_idx].seed)
+        generator = self.generators[run_idx] = torch.Generator().manual_seed(self.config[run_idx].seed)
         reset_adapter(self.layers, run_idx, generator, self.rank_of(run_idx), self.dtype_of(run_idx))
 
     # Hooks
@@ -361,6 +367,7 @@ class MultiRunManager:
     def _delete_run_data(self, run_idx: int) -> None:
         self._slots.release(run_idx)
         self.config.pop(run_idx, None)
+        self.generators.pop(run_idx, None)
         self._leaving.pop(run_idx, None)
         self.ready_to_update[run_idx] = False
 

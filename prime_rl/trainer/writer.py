@@ -1,0 +1,160 @@
+"""One thread that writes for the trainer, in the order in which work is handed to it, while the main thread trains.
+
+Work belongs to a run. When a piece fails, what the same run still has in the queue is dropped and nothing more of it is
+taken; the others go on. The main thread learns of each end in `take_results`, so every decision stays with it. Knows no
+files and no tensors.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from prime_rl.contract.files import DEFAULT_POLL_S, WaitTimeout, wait_for
+from prime_rl.trainer.runs.hooks import in_words
+
+logger = logging.getLogger(__name__)
+
+# Pieces of one run that may wait: one is being written, one is next. More would only be memory that waits for a disk.
+MAX_WAITING_PER_RUN = 2
+# A disk that takes nothing for so long (a network that is gone) holds up what needs it, with a message.
+DISK_TIMEOUT_S = 300.0
+
+
+class WriteError(RuntimeError):
+    """Something could not be written; the message says what, where and why."""
+
+
+class FolderGone(RuntimeError):
+    """The run was deleted or replaced: nothing more is written for it, and it is no fault."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Work for one run. `what` names it in messages, `then` is for the main thread once it is done."""
+
+    run_id: str
+    what: str
+    job: Callable[[], None]
+    then: Callable[[], None]
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a piece ended: `problem` says what went wrong, "" that the run is gone; null when it was done."""
+
+    piece: Piece
+    problem: str | None
+
+
+class BackgroundWriter:
+    """See the module. All methods are for the main thread."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._queue: deque[Piece] = deque()
+        self._current: Piece | None = None
+        self._results: list[Result] = []
+        self._failed: set[str] = set()
+        self._closed = False
+        self._thread = threading.Thread(target=self._write, name="writer", daemon=True)
+        self._thread.start()
+
+    def submit(self, piece: Piece) -> None:
+        """Queue a piece; nothing happens when an earlier one of the run failed."""
+        with self._changed:
+            assert not self._closed, "the writer is closed"
+            if piece.run_id not in self._failed:
+                self._queue.append(piece)
+                self._changed.notify_all()
+
+    def behind(self) -> str | None:
+        """What is waited for before any run may hand over more, in words; None when the disk keeps up."""
+        with self._changed:
+            waiting = [piece.run_id for piece in self._unfinished()]
+            full = sorted(run_id for run_id in set(waiting) if waiting.count(run_id) >= MAX_WAITING_PER_RUN)
+            return f"the disk to take {self._unfinished()[0].what}" if full else None
+
+    def take_results(self) -> list[Result]:
+        """What ended since the last call, in order."""
+        with self._changed:
+            results, self._results = self._results, []
+            return results
+
+    def finish(self, run_id: str | None = None, idle: Callable[[str], None] = lambda what: None) -> None:
+        """Wait until everything (of one run) is done. `idle` is called meanwhile with what is waited for.
+
+        Raises WaitTimeout after DISK_TIMEOUT_S; what has not begun by then is dropped.
+        """
+
+        def is_done() -> bool:
+            with self._changed:
+                if self._of(run_id):
+                    self._changed.wait(DEFAULT_POLL_S)
+                left = self._of(run_id)
+            if left:
+                idle(f"the disk to take {left[0].what}")
+            return not left
+
+        what = f"the disk to take what {run_id or 'the runs'} made"
+        try:
+            wait_for(is_done, what, timeout_s=DISK_TIMEOUT_S, sleep=lambda poll_s: None)
+        except WaitTimeout:
+            with self._changed:
+                self._drop(run_id)
+            raise
+
+    def forget(self, run_id: str) -> None:
+        """The run left: how its work ended is of no interest any more, and it may come back."""
+        with self._changed:
+            self._failed.discard(run_id)
+            self._results = [result for result in self._results if result.piece.run_id != run_id]
+
+    def close(self) -> None:
+        """Finish the queue and end the thread."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        self._thread.join()
+
+    def _unfinished(self) -> list[Piece]:
+        return [*([self._current] if self._current else []), *self._queue]
+
+    def _of(self, run_id: str | None) -> list[Piece]:
+        return [piece for piece in self._unfinished() if run_id in (None, piece.run_id)]
+
+    def _drop(self, run_id: str | None) -> None:
+        self._queue = deque(piece for piece in self._queue if run_id not in (None, piece.run_id))
+
+    # The thread
+
+    def _write(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._queue or self._closed)
+                if not self._queue:
+                    return
+                piece = self._current = self._queue.popleft()
+            problem = self._do(piece)
+            with self._changed:
+                if problem is not None:
+                    self._failed.add(piece.run_id)
+                    self._drop(piece.run_id)
+                self._results.append(Result(piece, problem))
+                self._current = None
+                self._changed.notify_all()
+
+    @staticmethod
+    def _do(piece: Piece) -> str | None:
+        try:
+            piece.job()
+        except FolderGone:
+            logger.info("%s: the folder of the run went away", piece.what)
+            return ""
+        except Exception as error:  # the boundary of a run: the main thread evicts it with these words
+            logger.debug("%s failed", piece.what, exc_info=True)
+            return str(error) if isinstance(error, WriteError) else f"{piece.what}: {in_words(error)}"
+        return None
