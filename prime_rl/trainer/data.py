@@ -135,8 +135,8 @@ class DataLoader:
             self._manager.ready_to_update[run.run_idx] = True
         return True
 
-    def get_batch(self) -> tuple[MicroBatch | None, dict[int, ReadyRun]]:
-        """The pass of this rank (None: it only takes part in the updates), and by slot the runs to update after it."""
+    def get_batch(self) -> tuple[MicroBatch, dict[int, ReadyRun]]:
+        """The pass of this rank, and by slot the runs to update after it."""
         assert self._message is not None, "wait_for_batch first"
         message, self._message = self._message, None
         return message.micro_batch, {run.run_idx: run for run in message.ready}

@@ -1,5 +1,7 @@
 """The base model: loaded once, frozen, with an adapter slot for each run in its linear layers.
 
+With several ranks each holds a shard of the base model and all of the adapters.
+
 Rows are padded at the right and attention is causal, so a token never sees the padding and no mask is needed. Logits
 are computed only at the positions that the caller asks for.
 """
@@ -20,6 +22,8 @@ from transformers.utils import logging as transformers_logging
 from prime_rl.configs.shared import LoRAConfig, ModelConfig
 from prime_rl.lora.inject import apply_lora_to_model
 from prime_rl.lora.linear import AdapterRouting, MultiLoRALinear
+from prime_rl.trainer.sharding import shard_model
+from prime_rl.trainer.world import World
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +46,10 @@ class PolicyModel:
     routing: AdapterRouting
     vocab_size: int
 
+    def adapters(self) -> list[nn.Parameter]:
+        """The parameters of all slots."""
+        return [parameter for layer in self.layers.values() for parameter in (*layer.lora_A, *layer.lora_B)]
+
     def logits(self, token_ids_RT: Tensor, positions_K: Tensor, run_idxs: Sequence[int]) -> Tensor:
         """Logits `[R, K, vocab]` at `positions_K` of rows that use the adapters `run_idxs`."""
         self.routing.set_rows(run_idxs)
@@ -50,10 +58,11 @@ class PolicyModel:
         return logits
 
 
-def load_model(config: ModelConfig, lora: LoRAConfig, n_adapters: int, device: torch.device) -> PolicyModel:
-    """Load, freeze, adapt. Raises ModelError."""
-    base = _load_base(config).to(device)
-    return adapt_model(base, lora, n_adapters)
+def load_model(config: ModelConfig, lora: LoRAConfig, n_adapters: int, world: World) -> PolicyModel:
+    """Load, freeze, adapt, lay over the ranks. Raises ModelError."""
+    model = adapt_model(_load_base(config), lora, n_adapters)
+    shard_model(model.module, world, replicated=model.adapters())
+    return model
 
 
 def adapt_model(base: nn.Module, lora: LoRAConfig, n_adapters: int) -> PolicyModel:

@@ -12,16 +12,16 @@ from dataclasses import dataclass
 from prime_rl.contract.layout import list_rollout_steps
 from prime_rl.contract.types import MicroBatch
 from prime_rl.trainer.intake import BatchLimits, take_batch
-from prime_rl.trainer.packing import RowQueue, rows_of, to_micro_batch
+from prime_rl.trainer.packing import RowQueue, blank_micro_batch, rows_of, to_micro_batch
 from prime_rl.trainer.runs import MultiRunManager
 from prime_rl.trainer.runs.sync import ReadyRun
 
 
 @dataclass(frozen=True)
 class Pack:
-    """One pass for each rank (null: none for it), and the runs whose batch is complete with it."""
+    """One pass for each rank, and the runs whose batch is complete with it."""
 
-    micro_batches: list[MicroBatch | None]
+    micro_batches: list[MicroBatch]
     ready: list[ReadyRun]
 
 
@@ -78,14 +78,11 @@ class Packer:
             self._queue.drop(run_idx)
         if not self._queue:
             return None
-        micro_batches = []
-        touched: set[int] = set()
-        for _ in range(self._num_ranks):
-            rows = self._queue.next_rows()
-            touched.update(row.run_idx for row in rows)
-            micro_batches.append(to_micro_batch(rows) if rows else None)
-        done = [idx for idx in sorted(touched) if not self._queue.num_waiting(idx)]
-        return Pack(micro_batches, [self._in_work.pop(idx) for idx in done])
+        hands = self._queue.next_pack(self._num_ranks)
+        rows = [row for hand in hands for row in hand]
+        blanks = [blank_micro_batch(rows) for _ in range(self._num_ranks - len(hands))]
+        done = [idx for idx in sorted({row.run_idx for row in rows}) if not self._queue.num_waiting(idx)]
+        return Pack([*map(to_micro_batch, hands), *blanks], [self._in_work.pop(idx) for idx in done])
 
     def waits_for(self) -> str | None:
         """What the trainer waits for when nothing is in work, in words; None when rows wait."""

@@ -4,6 +4,9 @@ Runs take turns row by row: next is always the run with the largest deficit, the
 run with a large batch cannot hold up one with a small batch. Rows of one pass have similar length (the shortest is more
 than half of the longest), so little is padding. A batch may be spread over any number of passes: each row carries the
 scale of its run's whole batch.
+
+With several ranks a pack has one pass for each. The ranks share the base model, so every rank takes part in every pack:
+rows are dealt evenly, and a rank for which there is none goes through a blank row, which has no loss token.
 """
 
 from __future__ import annotations
@@ -11,6 +14,8 @@ from __future__ import annotations
 import bisect
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+
+import msgspec
 
 from prime_rl.contract.types import MicroBatch, TrainingSample
 
@@ -52,6 +57,24 @@ def to_micro_batch(rows: Sequence[Row]) -> MicroBatch:
     )
 
 
+def blank_micro_batch(rows: Sequence[Row]) -> MicroBatch:
+    """A pass for a rank without rows: the shortest of `rows` without its loss tokens. It adds zero to its own run."""
+    row = min(rows, key=lambda row: row.num_tokens)
+    micro_batch = to_micro_batch([row])
+    return msgspec.structs.replace(micro_batch, loss_mask=[[False] * row.num_tokens], loss_scales=[0.0])
+
+
+def deal(rows: Sequence[Row], num_ranks: int) -> list[list[Row]]:
+    """Rows by rank: as many for each, up to one, and nearly as many tokens. There must be one for each rank."""
+    assert len(rows) >= num_ranks
+    most = -(-len(rows) // num_ranks)
+    hands: list[list[Row]] = [[] for _ in range(num_ranks)]
+    for row in sorted(rows, key=lambda row: (-row.num_tokens, row.run_idx, row.order)):
+        open_hands = [hand for hand in hands if len(hand) < most]
+        min(open_hands, key=lambda hand: sum(held.num_tokens for held in hand)).append(row)
+    return hands
+
+
 @dataclass
 class RowQueue:
     """The rows that wait, by run, shortest first, and how many tokens each run had.
@@ -83,12 +106,24 @@ class RowQueue:
         """Rows of the run that were not handed out yet."""
         return len(self._rows.get(run_idx, ()))
 
-    def next_rows(self) -> list[Row]:
-        """Rows of the next pass; [] when none wait. The run that had least gives the length, its longest row."""
+    def next_pack(self, num_ranks: int) -> list[list[Row]]:
+        """Rows of the next pass of each rank; less than `num_ranks` passes when fewer rows wait."""
+        hands: list[list[Row]] = []
+        while self and len(hands) < num_ranks:
+            num_open = num_ranks - len(hands)
+            rows = self.next_rows(num_open)
+            hands += deal(rows, min(num_open, len(rows)))
+        return hands
+
+    def next_rows(self, num_ranks: int = 1) -> list[Row]:
+        """Rows of similar length for up to `num_ranks` passes; [] when none wait.
+
+        The run that had least gives the length, its longest row.
+        """
         if not self._rows:
             return []
         longest = self._rows[self._least_served(self._rows)][-1].num_tokens
-        max_rows = max(1, self.max_tokens // longest)
+        max_rows = num_ranks * max(1, self.max_tokens // longest)
         taken: list[Row] = []
         fitting = {run_idx: at for run_idx, rows in self._rows.items() if (at := _longest_fitting(rows, longest)) >= 0}
         while fitting and len(taken) < max_rows:

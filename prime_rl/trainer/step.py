@@ -113,12 +113,17 @@ class TrainStep:
         self._sums.pop(run_idx, None)
         self._pass_s.pop(run_idx, None)
 
-    def forward_backward(self, batch: MicroBatch | None) -> float:
-        """One pass; adds to the gradients and sums of the runs in `batch`. Returns the seconds it took."""
-        if batch is None:
-            return 0.0
+    def forward_backward(self, batch: MicroBatch) -> float:
+        """One pass; adds to the gradients and sums of the runs in `batch`. Returns the seconds it took.
+
+        A collective when the base model is sharded: every rank makes a pass for each pack, if only a blank one.
+        """
         start = time.perf_counter()
         rows = to_tensors(batch, self._world.device)
+        if not rows.positions_K.numel():
+            # A sum over no position: it goes through all layers, for the other ranks, and its gradients are zero.
+            torch.autograd.backward(self._model.logits(rows.token_ids_RT, rows.positions_K, batch.run_idxs).sum())
+            return time.perf_counter() - start
         deltas_R = torch.tensor(
             [self._manager.config[idx].loss.delta for idx in batch.run_idxs], device=self._world.device
         )

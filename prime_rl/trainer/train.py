@@ -48,8 +48,9 @@ def main(argv: Sequence[str]) -> int:
 
     try:
         config.output_dir.mkdir(parents=True, exist_ok=True)
-        world = setup_world(config.device, config.dist_timeout_s, config.num_threads)
-        train(config, config.model.lora, world, stop)
+        world = setup_world(config.device, config.dist_timeout_s, config.num_threads, stop)
+        with world.guarded():
+            train(config, config.model.lora, world, stop)
         world.close()
     except (ModelError, WorldError, OSError) as error:
         logger.debug("the trainer failed", exc_info=True)
@@ -79,7 +80,7 @@ def train(config: TrainerConfig, lora: LoRAConfig, world: World, stop: Callable[
 
     # The base model, frozen, and the runs that will share it.
     writer = _status_writer(config, lora) if world.is_master else None
-    model = load_model(config.model, lora, config.max_concurrent_runs, world.device)
+    model = load_model(config.model, lora, config.max_concurrent_runs, world)
     manager = setup_multi_run_manager(
         config.output_dir,
         config.max_concurrent_runs,

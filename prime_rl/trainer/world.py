@@ -1,12 +1,15 @@
 """The process group of the trainer: rank, size, device, the store. Always made, also for one process alone.
 
 `torchrun` describes the group in the environment; without it this process is a group of one on a free port. Sums over
-ranks go through here. The base model is held whole by every rank.
+ranks go through here. How the model is laid over the ranks is in `sharding`, how a lost rank is found in `liveness`.
 """
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Literal
@@ -17,11 +20,15 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed.rendezvous import rendezvous
 
+from prime_rl.trainer.liveness import Liveness
+
+logger = logging.getLogger(__name__)
+
 _TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 class WorldError(RuntimeError):
-    """The process group cannot be made; the message says why and what to do."""
+    """The process group cannot be made, or lost a rank; the message says why, or which."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +39,7 @@ class World:
     size: int
     device: torch.device
     store: Store
+    liveness: Liveness
 
     @property
     def is_master(self) -> bool:
@@ -42,20 +50,44 @@ class World:
         dist.all_reduce(tensor)
         return tensor
 
+    @contextlib.contextmanager
+    def guarded(self) -> Iterator[None]:
+        """What fails in here because another rank is gone raises WorldError with the number of that rank."""
+        try:
+            yield
+        except (RuntimeError, TimeoutError) as error:
+            logger.debug("rank %d failed; are all ranks there?", self.rank, exc_info=True)
+            if verdict := self.liveness.explain():
+                raise WorldError(verdict) from error
+            raise
+
     def close(self) -> None:
+        """Leave the group. Raises WorldError when a rank is missing at the end; never waits for it without limit."""
         dist.destroy_process_group()
+        if verdict := self.liveness.leave():
+            raise WorldError(verdict)
 
 
-def setup_world(device: Literal["auto", "cpu", "cuda"], timeout_s: float, num_threads: int | None = None) -> World:
-    """Join the process group. Raises WorldError when `device` is "cuda" and there is none."""
+def setup_world(
+    device: Literal["auto", "cpu", "cuda"],
+    timeout_s: float,
+    num_threads: int | None = None,
+    stop: Callable[[], bool] = lambda: False,
+) -> World:
+    """Join the process group. Raises WorldError when `device` is "cuda" and there is none, or a rank does not come."""
     if num_threads is not None:
         torch.set_num_threads(num_threads)
     where = _pick_device(device)
     timeout = timedelta(seconds=timeout_s)
     store, rank, size = _rendezvous(timeout)
+    liveness = Liveness(PrefixStore("liveness", store), rank, size, timeout_s=timeout_s, stop=stop)
     backend = "cpu:gloo,cuda:nccl" if where.type == "cuda" else "gloo"
-    dist.init_process_group(backend, store=PrefixStore("group", store), rank=rank, world_size=size, timeout=timeout)
-    return World(rank, size, where, PrefixStore("trainer", store))
+    try:
+        dist.init_process_group(backend, store=PrefixStore("group", store), rank=rank, world_size=size, timeout=timeout)
+    except RuntimeError as error:
+        raise WorldError(f"rank {rank} of {size} cannot join the others: {str(error).splitlines()[0]}") from error
+    liveness.start()
+    return World(rank, size, where, PrefixStore("trainer", store), liveness)
 
 
 def _rendezvous(timeout: timedelta) -> tuple[Store, int, int]:

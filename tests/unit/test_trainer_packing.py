@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prime_rl.contract.types import TrainingSample
-from prime_rl.trainer.packing import Row, RowQueue, rows_of, to_micro_batch
+from prime_rl.trainer.packing import Row, RowQueue, blank_micro_batch, deal, rows_of, to_micro_batch
 from tests.trainer_support import sample
 
 
@@ -106,3 +106,37 @@ def test_a_dropped_run_leaves_nothing_behind() -> None:
     assert {row.run_idx for rows in drain(queue) for row in rows} == {1}
     queue.add(0, rows_of(0, batch([10])))
     assert len(drain(queue)) == 1
+
+
+@settings(max_examples=25, deadline=None)
+@given(lengths=st.lists(st.integers(20, 39), min_size=1, max_size=40), num_ranks=st.integers(1, 8))
+def test_rows_are_dealt_evenly(lengths: list[int], num_ranks: int) -> None:
+    rows = rows_of(0, batch(lengths))
+    num_ranks = min(num_ranks, len(rows))
+    hands = deal(rows, num_ranks)
+    assert sorted(row.order for hand in hands for row in hand) == list(range(len(rows)))
+    counts, tokens = [len(hand) for hand in hands], [sum(row.num_tokens for row in hand) for hand in hands]
+    assert len(hands) == num_ranks and max(counts) - min(counts) <= 1
+    assert max(tokens) - min(tokens) <= 2 * max(lengths)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_a_pack_has_rows_for_every_rank_while_there_are_as_many(num_ranks: int) -> None:
+    """Also when one row is far longer than all others."""
+    queue = RowQueue(max_tokens=60)
+    queue.add(0, rows_of(0, batch([60])))
+    queue.add(1, rows_of(1, batch([10] * 29)))
+    seen = 0
+    while queue:
+        left = queue.num_waiting(0) + queue.num_waiting(1)
+        hands = queue.next_pack(num_ranks)
+        assert len(hands) == min(num_ranks, left) and all(hands)
+        assert all(len(hand) == 1 or len(hand) * hand[0].num_tokens <= 60 for hand in hands)
+        seen += sum(map(len, hands))
+    assert seen == 30 and queue.next_pack(num_ranks) == []
+
+
+def test_a_blank_row_trains_nothing() -> None:
+    blank = blank_micro_batch([*rows_of(2, batch([30, 12])), *rows_of(5, batch([20]))])
+    assert (blank.run_idxs, blank.num_tokens, blank.loss_scales) == ([2], 12, [0.0])
+    assert len(blank.token_ids[0]) == 12 and not any(blank.loss_mask[0])

@@ -10,9 +10,11 @@ import pytest
 from torch._C._distributed_c10d import HashStore
 
 from prime_rl.contract.files import WaitTimeout
+from prime_rl.trainer.packing import rows_of, to_micro_batch
 from prime_rl.trainer.runs import MultiRunManager
 from prime_rl.trainer.runs.sync import Channel, PackMessage, SlotState, StopMessage, slot_changes
 from tests.runs_support import add, manager_of
+from tests.trainer_support import make_batch
 
 
 def test_only_rank_0_discovers(tmp_path: Path) -> None:
@@ -80,10 +82,11 @@ def test_a_hook_that_fails_on_one_rank_drops_the_run_on_all(
 def test_messages_come_in_order_and_each_once() -> None:
     store = HashStore()
     sender, receiver = (Channel(store, rank, 2, timeout_s=5) for rank in range(2))
-    sender.send([PackMessage(None, []), PackMessage(None, [])])
+    packs = [PackMessage(to_micro_batch(rows_of(idx, make_batch("run_a", 1).samples)), []) for idx in range(2)]
+    sender.send(packs)
     sender.send_all(StopMessage())
-    assert receiver.peek() == receiver.peek() == PackMessage(None, [])
-    assert receiver.receive() == PackMessage(None, []) and receiver.receive() == StopMessage()
+    assert receiver.peek() == receiver.peek() == packs[1]
+    assert receiver.receive() == packs[1] and receiver.receive() == StopMessage()
 
 
 def test_a_silent_rank_0_is_named_and_a_beating_one_is_waited_for() -> None:

@@ -1,10 +1,13 @@
-"""The process group of one, and a device that is not there."""
+"""The process group of one, a device that is not there, and how a silent rank is found."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from torch._C._distributed_c10d import HashStore
 
+from prime_rl.contract.files import wait_for
+from prime_rl.trainer.liveness import LEFT, Liveness, Pulse
 from prime_rl.trainer.world import WorldError, setup_world
 from tests.trainer_support import solo_world
 
@@ -21,3 +24,34 @@ def test_a_process_alone_is_a_group_of_one() -> None:
 def test_a_missing_device_is_named() -> None:
     with pytest.raises(WorldError, match="no CUDA device; set device = 'cpu'"):
         setup_world("cuda", 1.0)
+
+
+def test_the_silent_are_lost_and_who_left_is_not() -> None:
+    now = [0.0]
+    pulse = Pulse(4, clock=lambda: now[0])
+    pulse.hear(["1", "1", "1", "1"])
+    now[0] = 6.0
+    pulse.hear(["2", "1", LEFT, "2"])
+    assert pulse.lost(10.0) == [] and pulse.lost(6.0) == [1]
+    now[0] = 12.0
+    pulse.hear(["3", "1", LEFT, "2"])
+    assert pulse.lost(10.0) == [1] and pulse.lost(6.0) == [1, 3] and not pulse.all_left
+    pulse.hear([LEFT, LEFT, LEFT, LEFT])
+    now[0] = 99.0
+    assert pulse.all_left and pulse.lost(1.0) == []
+
+
+def test_a_rank_that_is_missed_ends_the_process_and_one_that_leaves_does_not() -> None:
+    store = HashStore()
+    ends: list[str] = []
+
+    def rank(number: int) -> Liveness:
+        return Liveness(store, number, 3, timeout_s=2.5, stop=lambda: False, end=ends.append)
+
+    here, leaving, _dead = rank(0), rank(1), rank(2)
+    here.start()
+    leaving.start()
+    assert leaving.leave() is None
+    wait_for(lambda: bool(ends), "rank 2 to be missed", timeout_s=30.0)
+    assert ends == ["no sign of life from rank 2 of 3 for 2.5 s"]
+    assert here.explain() == here.leave() == ends[0]

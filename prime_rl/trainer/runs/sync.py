@@ -48,9 +48,9 @@ class ReadyRun(msgspec.Struct, frozen=True):
 
 
 class PackMessage(msgspec.Struct, frozen=True, tag="pack"):
-    """One forward/backward pass of this rank (null: nothing to do), and the runs to update after it."""
+    """One forward/backward pass of this rank, and the runs to update after it."""
 
-    micro_batch: MicroBatch | None
+    micro_batch: MicroBatch
     ready: list[ReadyRun]
 
 

@@ -1,0 +1,104 @@
+"""Several ranks as one trainer: same adapters as one rank, equal on all ranks, and nobody waits for a dead one."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from prime_rl.contract.layout import RunDir
+from tests.ranks_main import NUM_STEPS, RUNS, SHORT_TIMEOUT_S, put_run, tight_config
+from tests.trainer_support import adapter, published, relative_difference, train_until
+
+TOLERANCE = 1e-4
+Adapters = dict[str, dict[str, torch.Tensor]]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """All groups of ranks went through their scenarios in here."""
+    folder = tmp_path_factory.mktemp("ranks")
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "tests.ranks_main", str(folder)]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=False)
+    assert result.returncode == 0, f"{result.stderr}\n{logs(folder)}"
+    return folder
+
+
+def logs(folder: Path) -> str:
+    return "\n".join(f"{path}:\n{path.read_text()}" for path in sorted(folder.rglob("*_[0-9].log")))
+
+
+def codes(folder: Path, name: str) -> list[int]:
+    result: list[int] = json.loads((folder / "codes.json").read_text())[name]
+    return result
+
+
+@pytest.fixture(scope="module")
+def alone(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Adapters:
+    """The last adapter of each run when it had a trainer of one rank for itself."""
+    adapters = {}
+    for run_id in RUNS:
+        house = tmp_path_factory.mktemp(run_id)
+        run = put_run(house, folder / "model", run_id)
+        train_until(tight_config(house, folder / "model"), lambda run=run: published(run) == NUM_STEPS)
+        adapters[run_id] = adapter(run, NUM_STEPS)
+    return adapters
+
+
+def check(house: Path, alone: Adapters, run_ids: list[str]) -> None:
+    for run_id in run_ids:
+        assert relative_difference(adapter(RunDir(house / run_id), NUM_STEPS), alone[run_id]) <= TOLERANCE, run_id
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_group_ends_as_it_should(folder: Path, size: int) -> None:
+    assert codes(folder, str(size)) == [0] * size, logs(folder)
+    assert "Warning" not in logs(folder)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 4])
+def test_many_ranks_reach_what_one_rank_and_one_run_reach(folder: Path, alone: Adapters, size: int) -> None:
+    check(folder / f"together_{size}", alone, list(RUNS))
+
+
+def test_an_eviction_in_the_middle_of_a_batch_and_a_reused_slot_harm_nobody(folder: Path, alone: Adapters) -> None:
+    house = folder / "evicted_2"
+    check(house, alone, ["run_adamw", "run_muon"])
+    assert 1 <= published(RunDir(house / "run_0")) < 30
+
+
+@pytest.mark.parametrize(("scenario", "size"), [("together", 2), ("together", 4), ("evicted", 2), ("half", 4)])
+def test_adapters_are_equal_on_all_ranks_and_the_base_is_shared_out(folder: Path, scenario: str, size: int) -> None:
+    holdings = [json.loads(path.read_text()) for path in (folder / f"{scenario}_{size}").glob("rank_*.json")]
+    assert len(holdings) == size
+    assert len({rank["adapters"] for rank in holdings}) == 1
+    assert {rank["base_all"] for rank in holdings} == {rank["base_here"] * size for rank in holdings}
+
+
+def test_what_two_ranks_saved_is_gone_on_with_by_four_and_by_one(folder: Path, alone: Adapters) -> None:
+    check(folder / "half_4", alone, list(RUNS))
+    house = folder / "half_1"
+    runs = [RunDir(house / run_id) for run_id in RUNS]
+    assert {published(run) for run in runs} == {NUM_STEPS // 2}
+    train_until(tight_config(house, folder / "model"), lambda: all(published(run) == NUM_STEPS for run in runs))
+    check(house, alone, list(RUNS))
+
+
+@pytest.mark.parametrize(("name", "size", "victim"), [("busy", 4, 2), ("idle", 2, 0)])
+def test_a_rank_that_is_killed_is_named_by_the_others_and_they_end(
+    folder: Path, name: str, size: int, victim: int
+) -> None:
+    expected = [1] * size
+    expected[victim] = -9
+    assert codes(folder, name) == expected, logs(folder / name)
+    for rank in set(range(size)) - {victim}:
+        told = (folder / name / f"rank_{rank}.log").read_text()
+        sentence = f"trainer: no sign of life from rank {victim} of {size} for {SHORT_TIMEOUT_S:g} s\n"
+        assert sentence in told and "Traceback" not in told, told

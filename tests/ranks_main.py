@@ -1,0 +1,253 @@
+"""Groups of trainer ranks for tests, as torchrun would start them.
+
+    python -m tests.ranks_main FOLDER
+
+This process imports torch once and forks the ranks, because an import in each would take most of the time. A group goes
+through its scenarios one after another, in one process group; each writes what it found under FOLDER. The store of a
+group is in this process, as it is in torchrun's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import os
+import shutil
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+import torch
+from torch._C._distributed_c10d import PrefixStore, TCPStore
+
+from prime_rl.configs.trainer import TrainerConfig
+from prime_rl.contract.files import wait_for
+from prime_rl.contract.layout import RunDir
+from prime_rl.trainer import train as trainer
+from prime_rl.trainer.runs import get_multi_run_manager
+from prime_rl.trainer.world import World, setup_world
+from tests.trainer_support import (
+    published,
+    put_batches,
+    trainer_config,
+    write_model,
+    write_run,
+)
+
+NUM_STEPS = 4
+TIMEOUT_S = 60.0
+# Where a rank that is silent is missed soon.
+SHORT_TIMEOUT_S = 4.0
+RUNS: dict[str, dict[str, Any]] = {
+    "run_adamw": {
+        "seed": 1,
+        "model": {"lora": {"rank": 4, "alpha": 16}},
+        "optim": {"type": "adamw", "lr": 2e-3, "weight_decay": 0.1, "max_norm": 0.5},
+        "scheduler": {"type": "cosine", "warmup_steps": 2},
+    },
+    "run_sgd": {"seed": 2, "model": {"lora": {"rank": 8, "alpha": 8}}, "optim": {"type": "sgd", "lr": 5e-2}},
+    "run_muon": {"seed": 3, "optim": {"type": "muon", "lr": 1e-2, "betas": [0.8, 0.999]}},
+}
+# One has fewer samples than there are ranks.
+NUM_SAMPLES = {"run_adamw": 3, "run_sgd": 12, "run_muon": 8}
+
+
+def put_run(house: Path, model: Path, run_id: str, num_steps: int = NUM_STEPS) -> RunDir:
+    run = write_run(house, run_id, model, max_steps=NUM_STEPS, **RUNS[run_id])
+    put_batches(run, num_steps, num_samples=NUM_SAMPLES[run_id], seed=len(run_id))
+    return run
+
+
+def tight_config(house: Path, model: Path, **changes: Any) -> TrainerConfig:
+    """Tiny passes: a batch takes several."""
+    changes = {"max_tokens_per_micro_batch": 48, "num_threads": 1, **changes}
+    return trainer_config(house, model, **changes)
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """What the ranks of one process group do it with."""
+
+    folder: Path
+    model: Path
+    world: World
+
+    def house(self, name: str) -> Path:
+        house = self.folder / f"{name}_{self.world.size}"
+        house.mkdir(exist_ok=True)
+        return house
+
+    def train(self, name: str, done: Callable[[], bool], **changes: Any) -> None:
+        """The real loop on all ranks, until rank 0 finds that it is `done`; then each rank reports what it holds."""
+        config = tight_config(self.house(name), self.model, **changes)
+        assert config.model.lora is not None
+        # Each loop numbers its messages from one.
+        world = dataclasses.replace(self.world, store=PrefixStore(name, self.world.store))
+        trainer.train(config, config.model.lora, world, done)
+        (self.house(name) / f"rank_{self.world.rank}.json").write_text(json.dumps(holdings()))
+
+
+def holdings() -> dict[str, Any]:
+    """A digest of the adapters of all slots on this rank, and how much of the base model is here."""
+    digest, num_here, num_all = hashlib.sha256(), 0, 0
+    for layer in get_multi_run_manager().layers.values():
+        for parameter in (*layer.lora_A, *layer.lora_B):
+            digest.update(parameter.detach().numpy().tobytes())
+        weight = layer.base_layer.weight
+        num_all += weight.numel()
+        num_here += getattr(weight, "_local_tensor", weight).numel()
+    return {"adapters": digest.hexdigest(), "base_here": num_here, "base_all": num_all}
+
+
+def scenario_together(group: Group) -> None:
+    """Three runs with different settings on two slots."""
+    house = group.house("together")
+    runs = [RunDir(house / run_id) for run_id in RUNS]
+    if group.world.is_master:
+        runs = [put_run(house, group.model, run_id) for run_id in RUNS]
+    group.train("together", lambda: all(published(run) == NUM_STEPS for run in runs), max_concurrent_runs=2)
+
+
+def scenario_evicted(group: Group) -> None:
+    """A run is evicted in the middle of its batch, the next one takes its slot."""
+    house = group.house("evicted")
+    first, run, late = (RunDir(house / name) for name in ("run_0", "run_adamw", "run_muon"))
+    if group.world.is_master:
+        write_run(house, "run_0", group.model, optim={"lr": 1.0})
+        put_batches(first, 30, num_samples=24, seed=5)
+        put_run(house, group.model, "run_adamw")
+    looks = 0
+
+    def done() -> bool:
+        nonlocal looks
+        looks += published(first) >= 1
+        if looks == 3:
+            first.evicted.write_text("enough")
+            put_run(house, group.model, "run_muon")
+        return published(run) == NUM_STEPS and published(late) == NUM_STEPS
+
+    group.train("evicted", done, max_concurrent_runs=2)
+
+
+def scenario_half(group: Group) -> None:
+    """The first half of each run, to be gone on with by another number of ranks."""
+    house = group.house("half")
+    runs = [RunDir(house / run_id) for run_id in RUNS]
+    if group.world.is_master:
+        runs = [put_run(house, group.model, run_id, NUM_STEPS // 2) for run_id in RUNS]
+    group.train("half", lambda: all(published(run) == NUM_STEPS // 2 for run in runs))
+
+
+def scenario_other_half(group: Group) -> None:
+    house = group.house("half")
+    runs = [RunDir(house / run_id) for run_id in RUNS]
+    group.train("half", lambda: all(published(run) == NUM_STEPS for run in runs))
+
+
+SCENARIOS = {
+    2: [scenario_together, scenario_evicted, scenario_half],
+    4: [scenario_together, scenario_other_half],
+}
+
+
+def go_on(folder: Path, num_ranks: int) -> None:
+    """What two ranks left of `half`, with the other batches, for a trainer of `num_ranks`."""
+    house = folder / f"half_{num_ranks}"
+    shutil.copytree(folder / "half_2", house)
+    for run_id in RUNS:
+        put_batches(RunDir(house / run_id), NUM_STEPS, num_samples=NUM_SAMPLES[run_id], seed=len(run_id))
+
+
+def run_scenarios(folder: Path, size: int) -> int:
+    world = setup_world("cpu", TIMEOUT_S, num_threads=1)
+    group = Group(folder, folder / "model", world)
+    for scenario in SCENARIOS[size]:
+        scenario(group)
+    world.close()
+    return 0
+
+
+def run_entry(house: Path, name: str) -> int:
+    """The trainer's own entry, with a house of its own."""
+    return trainer.main(["@", str(house / f"{name}.toml")])
+
+
+class Ranks:
+    """The processes of one group."""
+
+    def __init__(self, size: int, log: Path, work: Callable[[], int]) -> None:
+        read_end, write_end = os.pipe()
+        self.pids = [self._fork(rank, size, log, work, read_end) for rank in range(size)]
+        # After the forks: it has a thread.
+        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        os.write(write_end, f"{self._store.port:5}".encode() * size)
+
+    @staticmethod
+    def _fork(rank: int, size: int, log: Path, work: Callable[[], int], read_end: int) -> int:
+        pid = os.fork()
+        if pid:
+            return pid
+        code = 70
+        try:
+            signal.alarm(int(2 * TIMEOUT_S))
+            descriptor = os.open(f"{log}_{rank}.log", os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
+            os.dup2(descriptor, 1)
+            os.dup2(descriptor, 2)
+            os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)}
+            os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": os.read(read_end, 5).decode().strip()}
+            os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+            code = work()
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            with contextlib.suppress(Exception):
+                sys.stdout.flush()
+                sys.stderr.flush()
+            os._exit(code)
+
+    def wait(self) -> list[int]:
+        """Exit codes by rank; a signal is negative."""
+        return [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in self.pids]
+
+
+def lose_a_rank(folder: Path, name: str, size: int, victim: int, *, busy: bool) -> list[int]:
+    """Start the trainer's entry on `size` ranks, kill one of them with -9, and see how the others end."""
+    house, model = folder / name, folder / "model"
+    run = write_run(house, "run_a", model)
+    put_batches(run, 60 if busy else 1)
+    config = tight_config(house, model, dist_timeout_s=SHORT_TIMEOUT_S)
+    (house / f"{name}.toml").write_text(tomli_w.dumps(config.model_dump(mode="json", exclude_unset=True)))
+    ranks = Ranks(size, folder / name / "rank", lambda: run_entry(house, name))
+    wait_for(lambda: published(run) >= 1, f"{name}: version 1", timeout_s=TIMEOUT_S)
+    os.kill(ranks.pids[victim], signal.SIGKILL)
+    return ranks.wait()
+
+
+def main(folder: Path) -> None:
+    torch.set_num_threads(1)
+    write_model(folder / "model")
+    codes: dict[str, list[int]] = {}
+
+    def note(name: str, work: Callable[[], list[int]]) -> None:
+        codes[name] = work()
+        (folder / "codes.json").write_text(json.dumps(codes))
+
+    for size in SCENARIOS:
+        note(str(size), Ranks(size, folder / f"scenarios_{size}", lambda size=size: run_scenarios(folder, size)).wait)
+        go_on(folder, 4 if size == 2 else 1)
+    # Mostly waiting, so both at once.
+    idle = threading.Thread(target=note, args=("idle", lambda: lose_a_rank(folder, "idle", 2, 0, busy=False)))
+    idle.start()
+    note("busy", lambda: lose_a_rank(folder, "busy", 4, 2, busy=True))
+    idle.join()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
