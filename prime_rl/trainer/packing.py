@@ -1,9 +1,10 @@
 """Which rows go into the next forward/backward pass. Pure: no files, no tensors, no clock.
 
 Runs take turns row by row: next is always the run with the largest deficit, the one that had the fewest tokens. So a
-run with a large batch cannot hold up one with a small batch. Rows of one pass have similar length (the shortest is more
-than half of the longest), so little is padding. A batch may be spread over any number of passes: each row carries the
-scale of its run's whole batch.
+run with a large batch cannot hold up one with a small batch. A pass ends early rather than take others beyond what a
+run has had whose batch is complete with it: that run's next batch is on its way. Rows of one pass have similar length
+(the shortest is more than half of the longest), so little is padding. A batch may be spread over any number of passes:
+each row carries the scale of its run's whole batch.
 
 With several ranks a pack has one pass for each. The ranks share the base model, so every rank takes part in every pack:
 rows are dealt evenly, and a rank for which there is none goes through a blank row, which has no loss token.
@@ -12,12 +13,19 @@ rows are dealt evenly, and a rank for which there is none goes through a blank r
 from __future__ import annotations
 
 import bisect
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
 
 from prime_rl.contract.types import MicroBatch, TrainingSample
+
+# A pass may be cut short for fairness or for padding, but not below this part (an eighth) of the tokens it may have:
+# smaller ones hardly cost less.
+SMALLEST_SHARE = 8
+# At most this part (a fifth) of a larger pass is padding.
+MAX_PADDING_SHARE = 5
 
 
 @dataclass(frozen=True)
@@ -85,7 +93,10 @@ class RowQueue:
 
     max_tokens: int
     _rows: dict[int, list[Row]] = field(default_factory=dict)
+    # Also of the runs whose next batch is not there yet.
     _served: dict[int, int] = field(default_factory=dict)
+    # What the run that had least had when the last pass began.
+    _level: int = 0
 
     def __bool__(self) -> bool:
         return bool(self._rows)
@@ -93,12 +104,13 @@ class RowQueue:
     def add(self, run_idx: int, rows: Sequence[Row]) -> None:
         """Queue a whole batch, shortest row first (as `rows_of` gives it)."""
         assert rows and run_idx not in self._rows, "a run queues one batch at a time, and not an empty one"
-        # Who comes starts level with whoever had least: waiting for its own rollouts earns a run no right to block.
-        self._served[run_idx] = min(self._served.values(), default=0)
+        # Waiting for its own rollouts earns a run no right to block, so it is level with whoever had least; what it had
+        # beyond that in its last batch is not forgotten.
+        self._served[run_idx] = max(self._served.get(run_idx, 0), self._level)
         self._rows[run_idx] = list(rows)
 
     def drop(self, run_idx: int) -> None:
-        """Forget a run's rows: it was evicted or deleted."""
+        """Forget a run: it was evicted or deleted."""
         self._rows.pop(run_idx, None)
         self._served.pop(run_idx, None)
 
@@ -122,31 +134,64 @@ class RowQueue:
         """
         if not self._rows:
             return []
-        longest = self._rows[self._least_served(self._rows)][-1].num_tokens
-        max_rows = num_ranks * max(1, self.max_tokens // longest)
-        taken: list[Row] = []
-        fitting = {run_idx: at for run_idx, rows in self._rows.items() if (at := _longest_fitting(rows, longest)) >= 0}
-        while fitting and len(taken) < max_rows:
+        leader = self._least_served(self._rows)
+        self._level = self._served[leader]
+        longest = self._rows[leader][-1].num_tokens
+        taken = _Taken(longest, num_ranks * max(1, self.max_tokens // longest))
+        fitting = {idx: at for idx, rows in self._rows.items() if (at := _last_fitting(rows, longest)) >= 0}
+        # What the run had whose batch is complete: its next one comes after this pass, and must not find others ahead.
+        ahead = math.inf
+        while fitting and not taken.is_full:
             run_idx = self._least_served(fitting)
-            row = self._rows[run_idx].pop(fitting[run_idx])
-            self._served[run_idx] += row.num_tokens
-            taken.append(row)
-            fitting[run_idx] -= 1
-            if fitting[run_idx] < 0 or not _is_similar(self._rows[run_idx][fitting[run_idx]], longest):
-                del fitting[run_idx]
-        for run_idx in [idx for idx, rows in self._rows.items() if not rows]:
-            self.drop(run_idx)
-        return taken
+            rows, at = self._rows[run_idx], fitting.pop(run_idx)
+            if self._served[run_idx] > ahead and not taken.is_small:
+                break
+            if not taken.takes(rows[at]):
+                continue
+            self._served[run_idx] += taken.add(rows.pop(at))
+            if not rows:
+                ahead = min(ahead, self._served[run_idx])
+            elif at:
+                fitting[run_idx] = at - 1
+        self._rows = {run_idx: rows for run_idx, rows in self._rows.items() if rows}
+        return taken.rows
 
     def _least_served(self, run_idxs: Iterable[int]) -> int:
         return min(run_idxs, key=lambda run_idx: (self._served[run_idx], run_idx))
 
 
-def _longest_fitting(rows: Sequence[Row], longest: int) -> int:
-    """Index of the longest row that goes into a pass of rows of `longest` tokens; -1 when there is none."""
-    at = bisect.bisect_right(rows, longest, key=lambda row: row.num_tokens) - 1
-    return at if at >= 0 and _is_similar(rows[at], longest) else -1
+@dataclass
+class _Taken:
+    """Rows of at most `longest` tokens, taken one by one for a pass (or several, one a rank)."""
+
+    longest: int
+    max_rows: int
+    rows: list[Row] = field(default_factory=list)
+    num_tokens: int = 0
+
+    def add(self, row: Row) -> int:
+        """Returns the tokens that were added."""
+        self.rows.append(row)
+        self.num_tokens += row.num_tokens
+        return row.num_tokens
+
+    @property
+    def is_full(self) -> bool:
+        return len(self.rows) >= self.max_rows
+
+    @property
+    def is_small(self) -> bool:
+        """Too small to be quicker than a larger pass."""
+        return len(self.rows) * SMALLEST_SHARE < self.max_rows
+
+    def takes(self, row: Row) -> bool:
+        """Whether `row` would not make too much of the pass padding."""
+        if 2 * row.num_tokens <= self.longest:
+            return False
+        positions = (len(self.rows) + 1) * self.longest
+        return self.is_small or MAX_PADDING_SHARE * (positions - self.num_tokens - row.num_tokens) <= positions
 
 
-def _is_similar(row: Row, longest: int) -> bool:
-    return 2 * row.num_tokens > longest
+def _last_fitting(rows: Sequence[Row], longest: int) -> int:
+    """Index of the longest row of at most `longest` tokens; -1 when there is none."""
+    return bisect.bisect_right(rows, longest, key=lambda row: row.num_tokens) - 1
