@@ -74,16 +74,18 @@ class MultiLoRALinear(nn.Module):
         rank: the largest rank; an adapter of a lower one leaves the rest of A and B at zero, which adds nothing to
             outputs or gradients.
         n_adapters: slots.
-        routing: shared by all layers of the model.
+        routing: shared by all layers of the model; without, the layer has one of its own.
 
     The adapters are kept in float32 and used in the type of the activations.
     """
 
-    def __init__(self, base_layer: nn.Linear, rank: int, n_adapters: int, routing: AdapterRouting) -> None:
+    def __init__(
+        self, base_layer: nn.Linear, rank: int, n_adapters: int, routing: AdapterRouting | None = None
+    ) -> None:
         super().__init__()
         self.base_layer = base_layer
         self.rank = rank
-        self.routing = routing
+        self.routing = routing or AdapterRouting(n_adapters)
         device = base_layer.weight.device
         num_in, num_out = base_layer.in_features, base_layer.out_features
         self.lora_A = nn.ParameterList([torch.zeros(rank, num_in, device=device) for _ in range(n_adapters)])

@@ -82,12 +82,10 @@ class Snapshots:
 
     def adapter(self, run_idx: int) -> AdapterSnapshot:
         """The adapter of a slot as it stands."""
-        alpha = self._manager.config[run_idx].model.lora.alpha
-        assert alpha is not None, "the config in a slot is resolved"
         return AdapterSnapshot(
             self._manager.get_state_dict_for_run(run_idx),
             self._manager.rank_of(run_idx),
-            alpha,
+            self._manager.alpha_of(run_idx),
             self._lora.target_modules,
             self._base_model,
         )

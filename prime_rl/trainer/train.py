@@ -89,8 +89,6 @@ def train(config: TrainerConfig, lora: LoRAConfig, world: World, stop: Callable[
     )
     for name, layer in model.layers.items():
         layer.register_with_runs(manager, name)
-    # One list: the scale of a slot reaches every layer.
-    model.routing.scaling = manager.scaling_factors
 
     # What every rank has for each run. Hooks are called in this order.
     optimizer = MultiLoRAOptimizer(manager, world)

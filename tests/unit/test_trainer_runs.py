@@ -123,7 +123,7 @@ def test_evict_and_readmit(tmp_path: Path) -> None:
     run = add(tmp_path, "run_a", landed=5)
     manager = look(manager_of(tmp_path, max_runs=1))
     manager.evict_run(0, "used too\nmuch memory")
-    assert run.evicted.read_text() == "used too much memory\n"
+    assert run.evicted.read_text() == "used too much memory"
     assert manager.used_idxs == {0} and manager.active_idxs == [] and manager.needs_discovery
     add(tmp_path, "run_b", landed=6)
     look(manager)
@@ -266,7 +266,7 @@ def test_an_eviction_whose_reason_cannot_be_written_holds_all_the_same(tmp_path:
     run.control.mkdir()
     write_config(run, BASE)
     look(manager)
-    assert manager.used_idxs == set() and run.evicted.read_text() == "bad batch\n"
+    assert manager.used_idxs == set() and run.evicted.read_text() == "bad batch"
 
 
 def test_names_of_all_versions_of_the_interface(tmp_path: Path) -> None:
@@ -301,4 +301,4 @@ def test_a_name_that_is_no_text_can_be_told(tmp_path: Path) -> None:
 def test_a_reason_is_one_line_of_bounded_length(tmp_path: Path) -> None:
     run = add(tmp_path, "run_a")
     look(manager_of(tmp_path)).evict_run(0, "bad\n\udcff " + "x" * 10_000)
-    assert run.evicted.read_text().startswith("bad \\udcff xxx") and len(run.evicted.read_text()) == 2_001
+    assert run.evicted.read_text().startswith("bad \\udcff xxx") and len(run.evicted.read_text()) == 2_000

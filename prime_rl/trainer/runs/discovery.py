@@ -1,13 +1,16 @@
 """Look at the disk: which runs are there, which may have a slot, and why the others may not.
 
-`Discovery.scan` reads, and writes nothing but `config_validation_error.txt` (written when a config is bad, removed when
-it is mended). An unchanged file is parsed once, not at every look. It decides nothing about slots: the manager does.
+`Discovery.scan` says who must leave, `Discovery.judge` who may come; between the two the manager forgets who leaves.
+Both read, and write nothing but `config_validation_error.txt`: written when a config is bad, removed when it is mended.
+An unchanged file is parsed once, not at every look; one that was in a slot is judged anew when it wants one again.
+Nothing is decided about slots: the manager does that.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -52,6 +55,7 @@ class Findings:
         refused: `run_*` entries that may not be used, with the reason.
         invalid, evicted, failed, finished, unconfigured: run ids that have no slot for that reason.
         folders: what to watch.
+        newcomers: runs without a slot, with the inode of their folder: to be judged.
     """
 
     gone: dict[str, str] = field(default_factory=dict)
@@ -63,6 +67,7 @@ class Findings:
     finished: list[str] = field(default_factory=list)
     unconfigured: list[str] = field(default_factory=list)
     folders: list[Path] = field(default_factory=list)
+    newcomers: list[tuple[RunDir, int]] = field(default_factory=list)
 
 
 class Discovery:
@@ -74,26 +79,38 @@ class Discovery:
         self._parsed: dict[str, tuple[Signature, OrchestratorConfig | None]] = {}
 
     def scan(self, active: Mapping[str, int]) -> Findings:
-        """Look. `active` maps the id of each run in a slot to the inode its folder had when it was admitted."""
+        """Look who is there, and who must leave.
+
+        `active` maps the id of each run in a slot to the inode its folder had when it was admitted.
+        """
         found = Findings(folders=[self._output_dir])
         runs, refused = scan_runs(self._output_dir)
         found.refused = {entry.name: entry.reason for entry in refused}
         seen = set()
         for run in runs:
             found.folders.append(run.control)
-            try:
+            with _lost_under_our_eyes(run):
                 inode = run.path.stat().st_ino
                 if self._stays(run, inode, active, found):
                     seen.add(run.run_id)
-                if run.run_id not in seen:
-                    self._judge(run, inode, found)
-            except OSError as error:  # deleted under our eyes, or unreadable: looked at again next time
-                logger.debug("looking at %s failed: %s", run.run_id, error)
+                else:
+                    found.newcomers.append((run, inode))
         for run_id in active.keys() - seen:
             found.gone.setdefault(run_id, found.refused.get(run_id, "its folder is gone"))
-        found.candidates.sort(key=lambda candidate: (candidate.landed_ns, candidate.run.run_id))
+            self._parsed.pop(run_id, None)
         self._forget_except({run.run_id for run in runs})
         return found
+
+    def judge(self, found: Findings) -> None:
+        """Say of each newcomer whether it may have a slot, or why not."""
+        for run, inode in found.newcomers:
+            with _lost_under_our_eyes(run):
+                self._judge(run, inode, found)
+        found.candidates.sort(key=lambda candidate: (candidate.landed_ns, candidate.run.run_id))
+
+    def forget_verdicts(self) -> None:
+        """Judge every config anew."""
+        self._parsed.clear()
 
     def _stays(self, run: RunDir, inode: int, active: Mapping[str, int], found: Findings) -> bool:
         if run.run_id not in active:
@@ -109,8 +126,10 @@ class Discovery:
     def _judge(self, run: RunDir, inode: int, found: Findings) -> None:
         if run.evicted.exists():
             found.evicted.append(run.run_id)
+            self._parsed.pop(run.run_id, None)
         elif given_up(run):
             found.failed.append(run.run_id)
+            self._parsed.pop(run.run_id, None)
         elif link := _linked_part(run):
             found.refused[run.run_id] = f"{link} is a symbolic link: the folders of a run must be real ones"
         elif not run.orch_toml.is_file():
@@ -160,6 +179,15 @@ class Discovery:
     def _forget_except(self, run_ids: set[str]) -> None:
         for run_id in self._parsed.keys() - run_ids:
             del self._parsed[run_id]
+
+
+@contextlib.contextmanager
+def _lost_under_our_eyes(run: RunDir) -> Iterator[None]:
+    """A folder that was deleted meanwhile, or cannot be read, is looked at again next time."""
+    try:
+        yield
+    except OSError as error:
+        logger.debug("looking at %s failed: %s", run.run_id, error)
 
 
 def is_finished(run: RunDir, config: OrchestratorConfig) -> bool:

@@ -1,16 +1,20 @@
 """Who wants to know when runs come and go. The manager calls; the parts of the trainer register.
 
 Hooks of one kind are called in the order of registration. What happens when one fails depends on the kind: a config is
-invalid, a run that comes is evicted, a run that leaves leaves all the same.
+invalid, a run that comes is evicted, a run that leaves leaves all the same. When hooks are called is the manager's
+business; their names stand in the reasons that people read.
 """
 
 from __future__ import annotations
 
 import logging
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from prime_rl.configs.orchestrator import OrchestratorConfig
+from prime_rl.trainer.runs.sync import Channel, HookWord
 
 logger = logging.getLogger(__name__)
 
@@ -49,10 +53,34 @@ class Hooks:
             try:
                 valid, message = hook(config)
             except Exception as error:
-                valid, message = False, f"the check itself failed: {in_words(error)}"
+                valid, message = False, f"the check itself failed: {hook_failure(hook, error)}"
             if not valid:
                 return message
         return None
+
+
+def call_coming(
+    channel: Channel, hooks: Sequence[RunHook], run_idx: int, run_id: str, fault: str | None = None
+) -> str | None:
+    """Hooks of a run that comes, on all ranks; returns what failed, or None.
+
+    After each hook the ranks agree on whether it failed anywhere. Then all of them leave out the rest for this run
+    together, so a collective in a later hook, or for the next run, still meets its counterparts. `fault` is what failed
+    on this rank before any hook. A rank with fewer hooks waits for those that have more.
+    """
+    rest = deque(hooks)
+    while True:
+        if fault is None and rest:
+            hook = rest.popleft()
+            try:
+                hook(run_idx, run_id)
+            except Exception as error:
+                logger.debug("creating %s failed", run_id, exc_info=True)
+                fault = hook_failure(hook, error)
+        words = channel.gather(HookWord(fault, bool(rest)))
+        fault = next((word.fault for word in words if word.fault is not None), None)
+        if fault is not None or not any(word.has_more for word in words):
+            return fault
 
 
 def call_leaving(hooks: list[RunHook], run_idx: int, run_id: str) -> None:
@@ -61,7 +89,17 @@ def call_leaving(hooks: list[RunHook], run_idx: int, run_id: str) -> None:
         try:
             hook(run_idx, run_id)
         except Exception:
-            logger.exception("%s: a hook failed while the run left slot %d", run_id, run_idx)
+            logger.exception("%s: %s failed while the run left slot %d", run_id, hook_name(hook), run_idx)
+
+
+def hook_name(hook: object) -> str:
+    """`Packer.discovered_hook`."""
+    return str(getattr(hook, "__qualname__", type(hook).__qualname__))
+
+
+def hook_failure(hook: object, error: Exception) -> str:
+    """Which hook failed, and why."""
+    return f"{hook_name(hook)}: {in_words(error)}"
 
 
 def printable(text: str) -> str:

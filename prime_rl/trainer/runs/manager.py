@@ -1,9 +1,16 @@
 """MultiRunManager: the runs of one trainer process, their slots, and who is told when they come and go.
 
-Rank 0 looks at the disk (`discover_runs`); all ranks then take over what it found (`synchronize_state`), all deletions
-before all creations. What belongs to one run may fail: the run is evicted with the reason written down and the others
-go on. The manager holds no optimizer and reads no batches; those parts register hooks. It knows the adapters only
-through the layers that registered themselves.
+Rank 0 looks at the disk (`discover_runs`); all ranks then take over what it found (`synchronize_state`). The hooks of
+one look are called in this order:
+
+    rank 0      forgotten (every run that leaves), config validation (every config that is new), discovered
+    all ranks   deletion (every run that left), creation (every run that came)
+
+each kind in the order of registration. What belongs to one run may fail: the run is evicted with the reason written
+down and the others go on.
+
+The manager holds no optimizer and reads no batches; those parts register hooks. It knows the adapters only through the
+layers that registered themselves.
 """
 
 from __future__ import annotations
@@ -18,29 +25,27 @@ import torch
 from torch import Tensor, nn
 
 from prime_rl.configs.orchestrator import OrchestratorConfig
-from prime_rl.configs.trainer import TrainerConfig
-from prime_rl.configs.validate import TrainerLimits, check_against_trainer, resolve
-from prime_rl.contract.files import write_atomic
+from prime_rl.configs.validate import TrainerLimits
 from prime_rl.contract.layout import RunDir
-from prime_rl.lora.adapter_state import export_adapter, load_adapter, reset_adapter
 from prime_rl.lora.linear import MultiLoRALinear
+from prime_rl.trainer.runs.adapters import SlotAdapters, dtype_of, rank_of, scale_of
+from prime_rl.trainer.runs.admission import AdmissionRules
 from prime_rl.trainer.runs.discovery import Candidate, Discovery, Findings
+from prime_rl.trainer.runs.evictions import Evictions
 from prime_rl.trainer.runs.hooks import (
     ConfigValidationHook,
     DiscoveredHook,
     Hooks,
     RunHook,
+    call_coming,
     call_leaving,
+    hook_failure,
     in_words,
-    printable,
 )
 from prime_rl.trainer.runs.slots import Progress, Slots
 from prime_rl.trainer.runs.sync import Channel, SlotState, StateMessage, slot_changes
 
 logger = logging.getLogger(__name__)
-
-# A reason may quote what a run wrote; people read one line.
-MAX_REASON_CHARS = 2_000
 
 
 @dataclass(frozen=True)
@@ -54,10 +59,17 @@ class _Admitted:
 class MultiRunManager:
     """See the module. Per-slot lists have `max_runs` entries; those of a free slot mean nothing.
 
+    Args:
+        output_dir: where `run_*` folders are looked for.
+        max_runs: slots.
+        limits: what a run must fit into; without, only the registered layers limit its rank.
+        channel: how rank 0 reaches the other ranks; without, over the store of the default process group, or to nobody
+            when there is no group.
+
     Attributes:
         progress, config, scaling_factors, ready_to_update: by slot. A config is resolved: it has rank, alpha, seq_len.
+            What rank 0 sets before `synchronize_state` reaches all ranks with it.
         generators: by slot, the run's own random numbers, a part of its checkpoints.
-        layers: the adapted layers, by their name in the base model.
         findings: what the last look at the disk found (rank 0).
         waiting: ids of the runs for which there was no slot, in admission order (rank 0).
     """
@@ -70,27 +82,25 @@ class MultiRunManager:
         limits: TrainerLimits | None = None,
         channel: Channel | None = None,
     ) -> None:
-        self.output_dir = output_dir
+        self.output_dir = Path(output_dir)
         self.max_runs = max_runs
-        self.limits = limits or TrainerLimits.of(TrainerConfig())
-        self.channel = channel or Channel()
+        self.channel = channel or Channel.of_default_group()
         self.progress = [Progress() for _ in range(max_runs)]
         self.ready_to_update = [False] * max_runs
-        self.scaling_factors = [1.0] * max_runs
         self.config: dict[int, OrchestratorConfig] = {}
         self.generators: dict[int, torch.Generator] = {}
-        self.layers: dict[str, MultiLoRALinear] = {}
         self.findings = Findings()
         self.waiting: list[str] = []
+        self._adapters = SlotAdapters(max_runs)
+        self._rules = AdmissionRules(limits, self._adapters)
         self._slots = Slots(max_runs)
-        self._hooks = Hooks()
+        self._hooks = Hooks(validation=[self._rules.check])
+        self._discovery = Discovery(self.output_dir, self._hooks.problem_of)
         self._admitted: dict[int, _Admitted] = {}
         self._num_admissions = 0
         self._synced: list[SlotState] = []
         self._leaving: dict[int, str] = {}
-        self._unwritten: dict[str, str] = {}
-        self._discovery = Discovery(output_dir, self._hooks.problem_of)
-        self.register_config_validation_hook(self._fits_this_trainer)
+        self._evictions = Evictions(self.output_dir)
 
     # Slots
 
@@ -123,12 +133,12 @@ class MultiRunManager:
     def ready_to_update_idxs(self) -> list[int]:
         return [idx for idx in sorted(self.used_idxs) if self.ready_to_update[idx]]
 
-    def get_run_dir(self, run_idx: int) -> Path:
-        return self.run_dir(run_idx).path
+    def get_run_dir(self, idx: int) -> Path:
+        return self.run_dir(idx).path
 
     def run_dir(self, run_idx: int) -> RunDir:
         """The paths of the run in slot `run_idx`; its id and its folder were checked when it was admitted."""
-        return RunDir(self.output_dir / self._slots.idx_2_id[run_idx])
+        return RunDir(self.output_dir / self._slots.run_in(run_idx))
 
     def inode_of(self, run_idx: int) -> int:
         """The folder of the run as it was admitted: another folder of the same name is another run (rank 0)."""
@@ -139,67 +149,86 @@ class MultiRunManager:
 
     # Adapters
 
+    @property
+    def layers(self) -> dict[str, MultiLoRALinear]:
+        """The adapted layers, by their name in the base model."""
+        return self._adapters.layers
+
+    @property
+    def scaling_factors(self) -> list[float]:
+        """By slot, alpha / rank unless a hook sets another value; the layers use this list itself."""
+        return self._adapters.scaling
+
     def register_module(self, name: str, module: MultiLoRALinear) -> None:
         """Called by `MultiLoRALinear.register_with_runs`."""
-        self.layers[name] = module
+        self._adapters.register(name, module)
 
     def rank_of(self, run_idx: int) -> int:
-        rank = self.config[run_idx].model.lora.rank
-        assert rank is not None, "the config in a slot is resolved"
-        return rank
+        return rank_of(self._config_of(run_idx).model.lora)
 
     def dtype_of(self, run_idx: int) -> torch.dtype:
         """What the run's weights are rounded to, and published in; in memory all are float32."""
-        return torch.bfloat16 if self.config[run_idx].model.lora.dtype == "bfloat16" else torch.float32
+        return dtype_of(self._config_of(run_idx).model.lora)
 
-    def get_named_parameters_for_run(self, run_idx: int) -> list[tuple[str, nn.Parameter]]:
+    def alpha_of(self, run_idx: int) -> float:
+        """The alpha that stands for the scale that the run is trained with: the config's, unless a hook changed it."""
+        return self._adapters.alpha_of(run_idx, self._config_of(run_idx).model.lora)
+
+    def get_named_parameters_for_run(self, idx: int) -> list[tuple[str, nn.Parameter]]:
         """The adapter's own leaf parameters, at the largest rank, by layer name."""
-        named = []
-        for name, layer in self.layers.items():
-            lora_A, lora_B = layer.parameters_of(run_idx)
-            named += [(f"{name}.lora_A", lora_A), (f"{name}.lora_B", lora_B)]
-        return named
+        return self._adapters.named_parameters(idx)
 
-    def get_state_dict_for_run(self, run_idx: int) -> dict[str, Tensor]:
+    def get_state_dict_for_run(self, idx: int) -> dict[str, Tensor]:
         """The adapter under PEFT names, at the run's own rank and type; copies on the CPU."""
-        tensors, dtype = export_adapter(self.layers, run_idx, self.rank_of(run_idx)), self.dtype_of(run_idx)
-        return {name: tensor.to(dtype) for name, tensor in tensors.items()}
+        return self._adapters.export(idx, self._config_of(idx).model.lora)
 
-    def load_state_dict_for_run(self, run_idx: int, tensors: dict[str, Tensor]) -> None:
+    def load_state_dict_for_run(self, idx: int, tensors: dict[str, Tensor]) -> None:
         """Put an adapter of the run's own rank into its slot; ValueError when it does not fit."""
-        dtype = self.dtype_of(run_idx)
-        rounded = {name: tensor.to(dtype) for name, tensor in tensors.items()}
-        load_adapter(self.layers, run_idx, rounded, self.rank_of(run_idx))
+        self._adapters.load(idx, tensors, self._config_of(idx).model.lora)
 
-    def reset_run_parameters(self, run_idx: int) -> None:
+    def reset_run_parameters(self, idx: int) -> None:
         """Start values from the run's own seed: neither slot nor neighbours matter. Drops gradients."""
-        generator = self.generators[run_idx] = torch.Generator().manual_seed(self.config[run_idx].seed)
-        reset_adapter(self.layers, run_idx, generator, self.rank_of(run_idx), self.dtype_of(run_idx))
+        config = self._config_of(idx)
+        generator = self.generators[idx] = torch.Generator().manual_seed(config.seed)
+        self._adapters.reset(idx, generator, config.model.lora)
+
+    def _config_of(self, run_idx: int) -> OrchestratorConfig:
+        self._slots.run_in(run_idx)
+        return self.config[run_idx]
 
     # Hooks
 
-    def register_discovered_hook(self, hook: DiscoveredHook) -> None:
-        self._hooks.discovered.append(hook)
+    def register_discovered_hook(self, callback: DiscoveredHook) -> None:
+        """Rank 0: called when a run gets a slot, before any rank creates it."""
+        self._check_master("register_discovered_hook")
+        self._hooks.discovered.append(callback)
 
-    def register_forgotten_hook(self, hook: RunHook) -> None:
-        self._hooks.forgotten.append(hook)
+    def register_forgotten_hook(self, callback: RunHook) -> None:
+        """Rank 0: called when a run loses its slot, while its data is still there."""
+        self._check_master("register_forgotten_hook")
+        self._hooks.forgotten.append(callback)
 
-    def register_creation_hook(self, hook: RunHook) -> None:
-        self._hooks.creation.append(hook)
+    def register_config_validation_hook(self, callback: ConfigValidationHook) -> None:
+        """Rank 0: may refuse a config. Configs that wait for a slot are judged again, with the new hook."""
+        self._check_master("register_config_validation_hook")
+        self._hooks.validation.append(callback)
+        self._discovery.forget_verdicts()
 
-    def register_deletion_hook(self, hook: RunHook) -> None:
-        self._hooks.deletion.append(hook)
+    def register_creation_hook(self, callback: RunHook) -> None:
+        """All ranks, in one order: called for each run that came, after its parameters were reset."""
+        self._hooks.creation.append(callback)
 
-    def register_config_validation_hook(self, hook: ConfigValidationHook) -> None:
-        self._hooks.validation.append(hook)
+    def register_deletion_hook(self, callback: RunHook) -> None:
+        """All ranks, in one order: called for each run that left, after its data is gone."""
+        self._hooks.deletion.append(callback)
 
     # Eviction
 
-    def evict_run(self, run_idx: int, reason: str) -> None:
+    def evict_run(self, idx: int, reason: str) -> None:
         """Write the reason down (rank 0). The run leaves its slot at the next `discover_runs` and idles until then."""
         self._check_master("evict_run")
-        self._leaving[run_idx] = reason
-        self._evict(self._slots.idx_2_id[run_idx], reason)
+        self._evictions.add(self._slots.run_in(idx), reason)
+        self._leaving[idx] = reason
 
     def finish_run(self, run_idx: int) -> None:
         """The run reached `max_steps` (rank 0): it leaves its slot at the next `discover_runs`."""
@@ -219,49 +248,33 @@ class MultiRunManager:
             logger.debug("%s", reason, exc_info=True)
             self.evict_run(run_idx, reason)
 
-    def _evict(self, run_id: str, reason: str) -> None:
-        self._unwritten[run_id] = printable(" ".join(reason.split()))[:MAX_REASON_CHARS]
-        logger.warning("evicting %s: %s", run_id, self._unwritten[run_id])
-        self._write_evictions()
-
-    def _write_evictions(self) -> None:
-        """A reason that cannot be written (disk full) still counts here, and is tried again at every look."""
-        for run_id, reason in list(self._unwritten.items()):
-            run = RunDir(self.output_dir / run_id)
-            try:
-                if run.path.is_dir():
-                    write_atomic(run.evicted, reason + "\n")
-            except OSError as error:
-                logger.error("%s: the reason of its eviction cannot be written: %s", run_id, error)
-                continue
-            del self._unwritten[run_id]
-
     # Discovery (rank 0)
 
     @property
     def needs_discovery(self) -> bool:
         """Whether a run is to leave its slot, whatever the disk says."""
-        return bool(self._leaving or self._unwritten)
+        return bool(self._leaving or self._evictions)
 
     @property
     def has_changes(self) -> bool:
-        """Whether `synchronize_state` has something to tell."""
+        """Whether `synchronize_state` has runs that came or left to tell."""
         admitted = {(idx, seen.admission) for idx, seen in self._admitted.items()}
         return admitted != {(slot.run_idx, slot.admission) for slot in self._synced}
 
     def discover_runs(self) -> None:
         """Look at the disk: remove what is gone, evicted or finished, then admit what waits (rank 0)."""
         self._check_master("discover_runs")
-        self._write_evictions()
+        self._evictions.write()
         ids = self._slots.idx_2_id
         leaving = {ids[idx]: reason for idx, reason in self._leaving.items()}
         staying = {ids[idx]: seen.inode for idx, seen in self._admitted.items() if idx not in self._leaving}
         self.findings = self._discovery.scan(staying)
         for run_id, reason in sorted({**self.findings.gone, **leaving}.items()):
             self._forget(self._slots.id_2_idx[run_id], run_id, reason)
+        self._discovery.judge(self.findings)
         self.waiting = []
         for candidate in self.findings.candidates:
-            if candidate.run.run_id in self._unwritten:
+            if candidate.run.run_id in self._evictions:
                 continue
             if self.unused_idxs:
                 self._admit(candidate)
@@ -275,94 +288,94 @@ class MultiRunManager:
         self._delete_run_data(run_idx)
 
     def _admit(self, candidate: Candidate) -> None:
-        run_id, config = candidate.run.run_id, resolve(candidate.config, self.limits)
+        run_id, config = candidate.run.run_id, self._rules.resolve(candidate.config)
         run_idx = self._slots.take(run_id)
         self._num_admissions += 1
         self._admitted[run_idx] = _Admitted(self._num_admissions, candidate.inode)
         self._create_run_data(run_idx, config)
-        try:
-            for hook in self._hooks.discovered:
+        for hook in self._hooks.discovered:
+            try:
                 hook(run_idx, run_id, config)
-        except Exception as error:
-            self._evict(run_id, f"it cannot be admitted: {in_words(error)}")
-            self._forget(run_idx, run_id, "a hook refused it")
-            return
+            except Exception as error:
+                self._evictions.add(run_id, f"it cannot be admitted: {hook_failure(hook, error)}")
+                self._forget(run_idx, run_id, "a hook refused it")
+                return
         logger.info("%s takes slot %d at step %d", run_id, run_idx, self.progress[run_idx].step)
-
-    def _fits_this_trainer(self, config: OrchestratorConfig) -> tuple[bool, str]:
-        problems = check_against_trainer(config, self.limits)
-        return not problems, "; ".join(str(problem) for problem in problems)
 
     # Synchronization (all ranks)
 
     def synchronize_state(self) -> None:
-        """Take over what rank 0 discovered: deletion hooks, then creation hooks, then agree on which runs failed."""
-        if self.is_master:
-            state = self._state()
-            self.channel.send_all(state)
-        else:
-            message = self.channel.receive()
-            assert isinstance(message, StateMessage), f"expected the state of the runs, got {type(message).__name__}"
-            state = message
+        """Take over what rank 0 has: the data of all slots, then deletion hooks, then creation hooks."""
+        state = self._exchange_state()
         left, came = slot_changes(self._synced, state.slots)
-        for slot in left:
-            if not self.is_master:
-                self._delete_run_data(slot.run_idx)
-            call_leaving(self._hooks.deletion, slot.run_idx, slot.run_id)
-        failures = {slot.run_idx: reason for slot in came if (reason := self._create(slot)) is not None}
         self._synced = state.slots
-        self._drop_failed(came, self.channel.gather(failures))
+        faults = {} if self.is_master else self._catch_up(left, came, state.slots)
+        for slot in left:
+            call_leaving(self._hooks.deletion, slot.run_idx, slot.run_id)
+        for slot in came:
+            hooks = [self._reset, *self._hooks.creation]
+            fault = call_coming(self.channel, hooks, slot.run_idx, slot.run_id, faults.get(slot.run_idx))
+            if fault is not None:
+                self._drop(slot, fault)
 
-    def _state(self) -> StateMessage:
-        return StateMessage(
-            [
-                SlotState(
-                    idx,
-                    self._slots.idx_2_id[idx],
-                    self._admitted[idx].admission,
-                    self.config[idx].model_dump_json(),
-                    self.progress[idx].step,
-                )
-                for idx in sorted(self._admitted)
-            ]
+    def _exchange_state(self) -> StateMessage:
+        if self.is_master:
+            state = StateMessage([self._state_of(idx) for idx in sorted(self._admitted)])
+            self.channel.send_all(state)
+            return state
+        message = self.channel.receive()
+        assert isinstance(message, StateMessage), f"expected the state of the runs, got {type(message).__name__}"
+        return message
+
+    def _state_of(self, run_idx: int) -> SlotState:
+        progress = self.progress[run_idx]
+        return SlotState(
+            run_idx,
+            self._slots.idx_2_id[run_idx],
+            self._admitted[run_idx].admission,
+            self.config[run_idx].model_dump_json(),
+            progress.step,
+            progress.total_tokens,
+            progress.total_samples,
+            self.ready_to_update[run_idx],
+            self.scaling_factors[run_idx],
         )
 
-    def _create(self, slot: SlotState) -> str | None:
-        """Make a run on this rank; returns why it failed."""
-        try:
-            if not self.is_master:
-                self._slots.take(slot.run_id, slot.run_idx)
-                self._create_run_data(slot.run_idx, OrchestratorConfig.model_validate_json(slot.config_json))
-                self.progress[slot.run_idx].step = slot.step
-            self.reset_run_parameters(slot.run_idx)
-            for hook in self._hooks.creation:
-                hook(slot.run_idx, slot.run_id)
-        except Exception as error:
-            logger.debug("creating %s failed", slot.run_id, exc_info=True)
-            return in_words(error)
-        return None
-
-    def _drop_failed(self, came: list[SlotState], failures_by_rank: list[dict[int, str]]) -> None:
-        """A run that failed on any rank is dropped by all."""
-        failures = {idx: reason for failures in reversed(failures_by_rank) for idx, reason in failures.items()}
+    def _catch_up(self, left: list[SlotState], came: list[SlotState], slots: list[SlotState]) -> dict[int, str]:
+        """Other ranks: have the same runs and values as rank 0. Returns what failed, by slot."""
+        faults = {}
+        for slot in left:
+            self._delete_run_data(slot.run_idx)
         for slot in came:
-            if slot.run_idx not in failures:
-                continue
-            call_leaving(self._hooks.deletion, slot.run_idx, slot.run_id)
-            if self.is_master:
-                self._evict(slot.run_id, f"it cannot be started: {failures[slot.run_idx]}")
-                self._forget(slot.run_idx, slot.run_id, "a hook failed")
-            else:
-                self._delete_run_data(slot.run_idx)
-        self._synced = [slot for slot in self._synced if slot.run_idx not in failures]
+            self._slots.take(slot.run_id, slot.run_idx)
+            try:
+                self._create_run_data(slot.run_idx, OrchestratorConfig.model_validate_json(slot.config_json))
+            except Exception as error:
+                faults[slot.run_idx] = f"its config does not reach rank {self.channel.rank}: {in_words(error)}"
+        for slot in slots:
+            self.progress[slot.run_idx] = Progress(slot.step, slot.total_tokens, slot.total_samples)
+            self.ready_to_update[slot.run_idx] = slot.ready
+            self.scaling_factors[slot.run_idx] = slot.scaling
+        return faults
+
+    def _reset(self, run_idx: int, run_id: str) -> None:
+        self.reset_run_parameters(run_idx)
+
+    def _drop(self, slot: SlotState, fault: str) -> None:
+        """All ranks: let go of a run that could not be created."""
+        self._synced = [other for other in self._synced if other is not slot]
+        if self.is_master:
+            self._evictions.add(slot.run_id, f"it cannot be started: {fault}")
+            self._forget(slot.run_idx, slot.run_id, "a hook failed")
+        else:
+            self._delete_run_data(slot.run_idx)
+        call_leaving(self._hooks.deletion, slot.run_idx, slot.run_id)
 
     def _create_run_data(self, run_idx: int, config: OrchestratorConfig) -> None:
-        lora = config.model.lora
-        assert lora.rank is not None and lora.alpha is not None, "the config is resolved"
         self.config[run_idx] = config
         self.progress[run_idx] = Progress()
         self.ready_to_update[run_idx] = False
-        self.scaling_factors[run_idx] = lora.alpha / lora.rank
+        self.scaling_factors[run_idx] = scale_of(config.model.lora)
 
     def _delete_run_data(self, run_idx: int) -> None:
         self._slots.release(run_idx)

@@ -30,6 +30,12 @@ class Slots:
     def unused_idxs(self) -> set[int]:
         return set(range(self.max_runs)) - set(self.idx_2_id)
 
+    def run_in(self, run_idx: int) -> str:
+        """The id of the run in a slot. Raises KeyError in words when there is none."""
+        if run_idx not in self.idx_2_id:
+            raise KeyError(f"there is no run in slot {run_idx}; slots in use: {sorted(self.idx_2_id)}")
+        return self.idx_2_id[run_idx]
+
     def take(self, run_id: str, run_idx: int | None = None) -> int:
         """Give `run_id` a slot (the lowest free one, or `run_idx`) and return it."""
         assert run_id not in self.id_2_idx, f"{run_id} has a slot already"

@@ -2,7 +2,7 @@
 
 Rank 0 alone looks at the disk. What it finds reaches the others as messages, each under a key with its own number, so a
 late rank can never read the next one by mistake. A waiting rank renews its deadline as long as rank 0 beats, so an idle
-trainer lives for ever and a dead rank 0 is named. `gather` lets all ranks agree on which runs failed in a hook.
+trainer lives for ever and a dead rank 0 is named. `gather` lets all ranks agree on whether a hook failed.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 import msgspec
-from torch._C._distributed_c10d import HashStore, Store
-from torch.distributed import DistStoreError
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store
+from torch.distributed import DistStoreError, distributed_c10d
 
 from prime_rl.contract.files import WaitTimeout
 from prime_rl.contract.types import MicroBatch
@@ -30,7 +31,11 @@ class SlotState(msgspec.Struct, frozen=True):
     run_id: str
     admission: int
     config_json: str
-    step: int
+    step: int = 0
+    total_tokens: int = 0
+    total_samples: int = 0
+    ready: bool = False
+    scaling: float = 1.0
 
 
 class StateMessage(msgspec.Struct, frozen=True, tag="state"):
@@ -58,10 +63,17 @@ class StopMessage(msgspec.Struct, frozen=True, tag="stop"):
     """The trainer ends."""
 
 
+class HookWord(msgspec.Struct, frozen=True):
+    """What one rank says after its next hook for one run: what failed, and whether it has more hooks to call."""
+
+    fault: str | None
+    has_more: bool
+
+
 Message = StateMessage | PackMessage | StopMessage
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
-_failures_decoder = msgspec.msgpack.Decoder(dict[int, str])
+_word_decoder = msgspec.msgpack.Decoder(HookWord)
 
 
 def slot_changes(old: Sequence[SlotState], new: Sequence[SlotState]) -> tuple[list[SlotState], list[SlotState]]:
@@ -100,6 +112,19 @@ class Channel:
         self._peeked: Message | None = None
         self._last_beat = 0.0
 
+    @classmethod
+    def of_default_group(cls) -> Channel:
+        """Among the ranks of the default process group; of one rank when there is no group.
+
+        Each call makes a channel of its own. All ranks must make theirs in the same order: the n-th of one rank meets
+        the n-th of the others. The count is kept in the store, so a new group starts anew.
+        """
+        if not dist.is_initialized():
+            return cls()
+        store, rank = distributed_c10d._get_default_store(), dist.get_rank()
+        number = store.add(f"multi_run_channels/{rank}", 1)
+        return cls(PrefixStore(f"multi_run_channel/{number}", store), rank, dist.get_world_size())
+
     @property
     def is_master(self) -> bool:
         return self.rank == 0
@@ -136,16 +161,18 @@ class Channel:
         self._peeked = None
         return message
 
-    def gather(self, mine: dict[int, str]) -> list[dict[int, str]]:
+    def gather(self, mine: HookWord) -> list[HookWord]:
         """All ranks: everybody's `mine`, by rank. All ranks must call it the same number of times."""
+        if self.size == 1:
+            return [mine]
         self._gather_number += 1
         number = self._gather_number
         self._set(f"gather/{number}/{self.rank}", _encoder.encode(mine))
         values = []
         for rank in range(self.size):
             key = f"gather/{number}/{rank}"
-            self._wait(key, f"rank {self.rank}: rank {rank} to finish the hooks of change {number}")
-            values.append(_failures_decoder.decode(self._store.get(key)))
+            self._wait(key, f"rank {self.rank}: rank {rank} to finish hook call {number}")
+            values.append(_word_decoder.decode(self._store.get(key)))
         if number > 2:
             # Whoever is here has been through number - 1, for which all ranks had to be through number - 2.
             self._store.delete_key(f"gather/{number - 2}/{self.rank}")
