@@ -12,7 +12,7 @@ import types
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Self, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Self, TypeVar, Union, get_args, get_origin
 
 import tomli
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -29,6 +29,8 @@ class BaseConfig(BaseModel):
 
 
 ConfigT = TypeVar("ConfigT", bound=BaseConfig)
+# Dotted key, type, default, docstring.
+HelpLine = tuple[str, str, str, str]
 
 
 @dataclass(frozen=True)
@@ -162,34 +164,50 @@ def help_text(cls: type[BaseConfig]) -> str:
     return "\n".join(lines)
 
 
-def _walk(cls: type[BaseConfig], prefix: str = "") -> Iterator[tuple[str, str, str, str]]:
+def _walk(cls: type[BaseConfig], prefix: str = "") -> Iterator[HelpLine]:
     for name, field in cls.model_fields.items():
-        nested = [m for m in _models_in(field.annotation) if get_origin(field.annotation) is not list]
-        if nested:
-            for model in nested:
-                yield from _walk(model, f"{prefix}{name}.")
+        if get_origin(field.annotation) is not list and (nested := _models_in(field.annotation)):
+            members = [list(_walk(model, f"{prefix}{name}.")) for model in nested]
+            # What all members of a union have is said once.
+            shared = [line for line in members[0] if all(line in lines for lines in members)]
+            yield from shared
+            yield from (line for lines in members for line in lines if line not in shared)
             continue
-        annotation = getattr(field.annotation, "__name__", None) or str(field.annotation)
+        annotation = _type_name(field.annotation)
         default = (
             " (required)" if field.is_required() else f" (default {field.get_default(call_default_factory=True)!r})"
         )
         yield f"{prefix}{name}", annotation, default, " ".join((field.description or "").split())
 
 
+def _type_name(annotation: Any) -> str:
+    if get_origin(annotation) is Literal:
+        return " | ".join(map(repr, get_args(annotation)))
+    return getattr(annotation, "__name__", None) or str(annotation)
+
+
 def _problems(cls: type[BaseModel], error: ValidationError) -> Iterator[ConfigProblem]:
     for item in error.errors(include_url=False):
-        loc = [part for part in item["loc"] if not _is_tag(part)]
-        key = ".".join(str(part) for part in loc)
-        found = repr(item.get("input"))
-        found = found if len(found) <= 80 else found[:77] + "..."
+        place = _place(cls, item["loc"])
+        key = place.key
         if item["type"] == "extra_forbidden":
-            yield ConfigProblem(key, _unknown_key(cls, loc))
+            yield ConfigProblem(key, _unknown_key(place))
         elif item["type"] == "missing":
             yield ConfigProblem(key, "is missing and has no default")
         elif item["type"] == "value_error":
             yield ConfigProblem(key, str(item["ctx"]["error"]))
+        elif item["type"] == "union_tag_invalid":
+            tag = item["ctx"]["discriminator"].strip("'")
+            found = _shown(item["input"].get(tag))
+            yield ConfigProblem(f"{key}.{tag}", f"found {found}: allowed are {item['ctx']['expected_tags']}")
         else:
+            found = _shown(item.get("input"))
             yield ConfigProblem(key, f"found {found}: {item['msg'][0].lower()}{item['msg'][1:]}")
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
 
 
 def _without_echoes(problems: list[ConfigProblem]) -> list[ConfigProblem]:
@@ -197,27 +215,53 @@ def _without_echoes(problems: list[ConfigProblem]) -> list[ConfigProblem]:
     return [p for p in problems if not any(p.key.endswith(f".{q.key}") and p.message == q.message for q in problems)]
 
 
-def _is_tag(part: object) -> bool:
-    """pydantic puts the name of a union's member into the path; it is no key of the file."""
-    return isinstance(part, str) and (part.startswith("function-") or "[" in part or part.endswith("Config"))
+@dataclass(frozen=True)
+class _Place:
+    """Where a problem is: the dotted key, the models that could stand around it, and the tag that chose among them."""
+
+    key: str
+    models: Sequence[type[BaseModel]]
+    tag: str | None
 
 
-def _unknown_key(cls: type[BaseModel], loc: Sequence[object]) -> str:
+def _place(cls: type[BaseModel], loc: Sequence[int | str]) -> _Place:
+    """Follow pydantic's path. It has names of union members too, which are no keys of the file."""
+    keys: list[str] = []
     models: Sequence[type[BaseModel]] = [cls]
-    for part in loc[:-1]:
-        if isinstance(part, int):
-            continue
-        inner = [
-            m
-            for model in models
-            if part in model.model_fields
-            for m in _models_in(model.model_fields[str(part)].annotation)
-        ]
-        models = inner or models
-    valid = sorted({name for model in models for name in model.model_fields})
-    near = difflib.get_close_matches(str(loc[-1]), valid, n=1, cutoff=0.5)
+    tag = None
+    for part in loc:
+        tagged = [m for m in models if len(models) > 1 and _literal_of(m) == part]
+        if tagged:
+            models, tag = tagged, str(part)
+        elif isinstance(part, int) or not _names_a_member(part):
+            keys.append(str(part))
+            inner = [m for model in models for m in _models_at(model, part)]
+            if inner:
+                models, tag = inner, None
+    return _Place(".".join(keys), models, tag)
+
+
+def _names_a_member(part: str) -> bool:
+    return part.startswith("function-") or "[" in part or part.endswith("Config")
+
+
+def _literal_of(model: type[BaseModel]) -> object:
+    """What the model's `type` must be, when it is one of a union that `type` chooses from."""
+    values = get_args(model.model_fields["type"].annotation) if "type" in model.model_fields else ()
+    return values[0] if len(values) == 1 else None
+
+
+def _models_at(model: type[BaseModel], part: int | str) -> list[type[BaseConfig]]:
+    field = model.model_fields.get(str(part))
+    return _models_in(field.annotation) if field else []
+
+
+def _unknown_key(place: _Place) -> str:
+    valid = sorted({name for model in place.models for name in model.model_fields})
+    near = difflib.get_close_matches(place.key.rpartition(".")[2], valid, n=1, cutoff=0.5)
+    what = f"is not a key of type = {place.tag!r}" if place.tag else "is not a known key"
     hint = f"did you mean {near[0]!r}?" if near else ""
-    return f"is not a known key; {hint} valid here: {', '.join(valid)}".replace(";  ", "; ")
+    return f"{what}; {hint} valid here: {', '.join(valid)}".replace(";  ", "; ")
 
 
 def _models_in(annotation: Any) -> list[type[BaseConfig]]:

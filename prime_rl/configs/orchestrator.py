@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, model_validator
 
 from prime_rl.configs.base import BaseConfig
+from prime_rl.configs.losses import AipoLossConfig, DrGrpoLossConfig, LossConfig
 from prime_rl.configs.shared import LogConfig, WatchConfig
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
@@ -73,16 +74,6 @@ class SchedulerConfig(BaseConfig):
 
     min_lr_ratio: float = Field(0.0, ge=0, le=1)
     """Last learning rate over the peak."""
-
-
-class LossConfig(BaseConfig):
-    """The run's loss."""
-
-    type: Literal["aipo"] = "aipo"
-    """aipo: mean over loss tokens of -min(r, delta) * A * log pi, r held constant (LlamaRL, arXiv 2505.24034)."""
-
-    delta: float = Field(8.0, gt=0)
-    """Upper limit of the importance ratio."""
 
 
 class AdvantageConfig(BaseConfig):
@@ -195,7 +186,7 @@ class OrchestratorConfig(BaseConfig):
     scheduler: SchedulerConfig = SchedulerConfig()
     """Learning rate schedule."""
 
-    loss: LossConfig = LossConfig()
+    loss: LossConfig = AipoLossConfig()
     """Loss and its constants."""
 
     advantage: AdvantageConfig = AdvantageConfig()
@@ -221,6 +212,12 @@ class OrchestratorConfig(BaseConfig):
 
     log: LogConfig = LogConfig()
     """Logging."""
+
+    @property
+    def loss_length(self) -> int:
+        """What stands for the length of a sample in a loss that divides by a constant, in tokens."""
+        chosen = self.loss.length if isinstance(self.loss, DrGrpoLossConfig) else None
+        return chosen or self.sampling.max_tokens
 
     @model_validator(mode="after")
     def _groups_fill_the_batch(self) -> Self:

@@ -51,6 +51,13 @@ def check_against_trainer(config: OrchestratorConfig, limits: TrainerLimits) -> 
     rank = config.model.lora.rank
     if rank is not None and limits.max_rank is not None and rank > limits.max_rank:
         problems.append(ConfigProblem("model.lora.rank", f"found {rank}: the trainer allows at most {limits.max_rank}"))
+    if config.loss.kl_coef and limits.max_rank is None:
+        problems.append(
+            ConfigProblem(
+                "loss.kl_coef",
+                f"found {config.loss.kl_coef:g}: the trainer trains the whole model and holds no base to compare with",
+            )
+        )
     if config.seq_len is not None and config.seq_len > limits.max_seq_len:
         problems.append(
             ConfigProblem("seq_len", f"found {config.seq_len}: the trainer allows at most {limits.max_seq_len}")

@@ -62,8 +62,8 @@ class MicroBatch(msgspec.Struct, frozen=True):
         run_idxs: R slot numbers, ascending.
         token_ids, loss_mask, logprobs: R lists of at most T entries; `num_tokens` is T, the length to pad to.
         advantages, temperatures: R numbers.
-        loss_scales: R numbers, 1 / (loss tokens of that run's whole batch), so the loss of a run does not depend on its
-            neighbours or on how its batch was split.
+        loss_scales: R numbers, what makes the sum over the loss tokens of a row its share of the mean over that run's
+            whole batch, so the loss of a run does not depend on its neighbours or on how its batch was split.
     """
 
     run_idxs: list[int]

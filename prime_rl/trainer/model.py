@@ -50,8 +50,8 @@ class PolicyModel:
         """The parameters of all slots."""
         return [parameter for layer in self.layers.values() for parameter in (*layer.lora_A, *layer.lora_B)]
 
-    def logits(self, token_ids_RT: Tensor, positions_K: Tensor, run_idxs: Sequence[int]) -> Tensor:
-        """Logits `[R, K, vocab]` at `positions_K` of rows that use the adapters `run_idxs`."""
+    def logits(self, token_ids_RT: Tensor, positions_K: Tensor, run_idxs: Sequence[int | None]) -> Tensor:
+        """Logits `[R, K, vocab]` at `positions_K` of rows that use the adapters `run_idxs`; None: the base alone."""
         self.routing.set_rows(run_idxs)
         output = self.module(input_ids=token_ids_RT, use_cache=False, logits_to_keep=positions_K)
         logits: Tensor = output.logits

@@ -69,7 +69,7 @@ class Packer:
             if batch is None:
                 return
             num_tokens = sum(len(sample.token_ids) for sample in batch.samples)
-            self._queue.add(run_idx, rows_of(run_idx, batch.samples))
+            self._queue.add(run_idx, rows_of(run_idx, batch.samples, config.loss.mean, config.loss_length))
             self._in_work[run_idx] = ReadyRun(run_idx, num_tokens, len(batch.samples))
 
     def pack(self) -> Pack | None:

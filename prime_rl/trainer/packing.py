@@ -4,7 +4,7 @@ Runs take turns row by row: next is always the run with the largest deficit, the
 run with a large batch cannot hold up one with a small batch. A pass ends early rather than take others beyond what a
 run has had whose batch is complete with it: that run's next batch is on its way. Rows of one pass have similar length
 (the shortest is more than half of the longest), so little is padding. A batch may be spread over any number of passes:
-each row carries the scale of its run's whole batch.
+each row carries the scale that makes the sum over all of them the mean over its run's whole batch.
 
 With several ranks a pack has one pass for each. The ranks share the base model, so every rank takes part in every pack:
 rows are dealt evenly, and a rank for which there is none goes through a blank row, which has no loss token.
@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from prime_rl.configs.losses import LossMean
 from prime_rl.contract.types import MicroBatch, TrainingSample
 
 # A pass may be cut short for fairness or for padding, but not below this part (an eighth) of the tokens it may have:
@@ -39,15 +40,36 @@ class Row:
     loss_scale: float
 
 
-def rows_of(run_idx: int, samples: Sequence[TrainingSample]) -> list[Row]:
-    """The rows of a batch, shortest first. Samples without a loss token train nothing and make no row."""
-    num_loss_tokens = sum(sum(sample.loss_mask) for sample in samples)
+def rows_of(
+    run_idx: int, samples: Sequence[TrainingSample], mean: LossMean = "token", length: int | None = None
+) -> list[Row]:
+    """The rows of a batch, shortest first. Samples without a loss token train nothing and make no row.
+
+    Args:
+        mean: what the run's loss is divided by; `length` is the constant of "constant".
+    """
+    num_loss_tokens = [sum(sample.loss_mask) for sample in samples]
+    scales = loss_scales(num_loss_tokens, mean, length)
     rows = []
-    for order, sample in enumerate(samples):
-        if any(sample.loss_mask):
+    for order, (sample, scale) in enumerate(zip(samples, scales, strict=True)):
+        if num_loss_tokens[order]:
             num_tokens = len(sample.loss_mask) - sample.loss_mask[::-1].index(True)
-            rows.append(Row(run_idx, order, sample, num_tokens, 1.0 / num_loss_tokens))
+            rows.append(Row(run_idx, order, sample, num_tokens, scale))
     return sorted(rows, key=lambda row: (row.num_tokens, row.order))
+
+
+def loss_scales(num_loss_tokens: Sequence[int], mean: LossMean, length: int | None) -> list[float]:
+    """For each sample of a batch, what its token losses are multiplied by, so that the sum over the batch is the mean.
+
+    Samples without a loss token count as samples.
+    """
+    num_samples = len(num_loss_tokens)
+    if mean == "token":
+        return [1.0 / max(1, sum(num_loss_tokens))] * num_samples
+    if mean == "sequence":
+        return [1.0 / (num_samples * max(1, count)) for count in num_loss_tokens]
+    assert length, "a constant mean needs its length"
+    return [1.0 / (num_samples * length)] * num_samples
 
 
 def to_micro_batch(rows: Sequence[Row]) -> MicroBatch:

@@ -14,6 +14,7 @@ import time
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,8 @@ import torch
 from torch import Tensor
 
 from prime_rl.contract.types import MicroBatch
-from prime_rl.trainer.loss import LossSums, aipo_loss, row_statistics, token_logprobs
+from prime_rl.trainer.loss import LossInputs, compute_losses, token_logprobs
+from prime_rl.trainer.loss_report import LossSums, row_statistics, sums_by_run
 from prime_rl.trainer.model import PolicyModel
 from prime_rl.trainer.optim import MultiLoRAOptimizer
 from prime_rl.trainer.runs import MultiRunManager
@@ -124,25 +126,37 @@ class TrainStep:
             # A sum over no position: it goes through all layers, for the other ranks, and its gradients are zero.
             torch.autograd.backward(self._model.logits(rows.token_ids_RT, rows.positions_K, batch.run_idxs).sum())
             return time.perf_counter() - start
-        deltas_R = torch.tensor(
-            [self._manager.config[idx].loss.delta for idx in batch.run_idxs], device=self._world.device
-        )
+        configs_R = [self._manager.config[run_idx].loss for run_idx in batch.run_idxs]
+        # Before the pass with gradients: the adapters that it says are in use must stay those until its end.
+        base_logprobs_RK = self._base_logprobs(rows, [config.kl_coef > 0 for config in configs_R])
         logits_RKV = self._model.logits(rows.token_ids_RT, rows.positions_K, batch.run_idxs)
         logprobs_RK, entropy_RK = token_logprobs(logits_RKV, rows.targets_RK, rows.temperatures_R)
-        loss_R = aipo_loss(
-            logprobs_RK, rows.sampled_logprobs_RK, rows.advantages_R, rows.mask_RK, rows.scales_R, deltas_R
+        inputs = LossInputs(
+            logprobs_RK, rows.sampled_logprobs_RK, rows.advantages_R, rows.mask_RK, rows.scales_R, base_logprobs_RK
         )
+        losses = compute_losses(configs_R, inputs)
         # The sum mixes no gradients: each row reaches the adapter of its own run alone.
-        torch.autograd.backward(loss_R.sum())
-        statistics_RS = row_statistics(
-            loss_R, logprobs_RK, rows.sampled_logprobs_RK, entropy_RK, rows.mask_RK, deltas_R
-        )
-        for run_idx, statistics in zip(batch.run_idxs, statistics_RS.tolist(), strict=True):
-            self._sums[run_idx].add(LossSums(*statistics))
+        torch.autograd.backward(losses.loss_R.sum())
+        num_rows = {run_idx: len(list(same)) for run_idx, same in groupby(batch.run_idxs)}
+        sums = sums_by_run(row_statistics(inputs, losses, entropy_RK), list(num_rows.values()))
         seconds = time.perf_counter() - start
-        for run_idx in set(batch.run_idxs):
+        for run_idx, sums_of_run in zip(num_rows, sums, strict=True):
+            self._sums[run_idx].add(sums_of_run)
             self._pass_s[run_idx] += seconds
         return seconds
+
+    @torch.no_grad()
+    def _base_logprobs(self, rows: RowTensors, wanted_R: list[bool]) -> Tensor | None:
+        """What the base model says of the rows whose loss compares with it, zero in the others; None: no row does."""
+        if not any(wanted_R):
+            return None
+        rows_of_base = torch.tensor(wanted_R, device=self._world.device).nonzero().squeeze(-1)
+        token_ids_RT, targets_RK, temperatures_R = (
+            tensor[rows_of_base] for tensor in (rows.token_ids_RT, rows.targets_RK, rows.temperatures_R)
+        )
+        logits_RKV = self._model.logits(token_ids_RT, rows.positions_K, [None] * len(rows_of_base))
+        logprobs_RK, _ = token_logprobs(logits_RKV, targets_RK, temperatures_R)
+        return torch.zeros_like(rows.sampled_logprobs_RK).index_copy(0, rows_of_base, logprobs_RK)
 
     def update(self, run_idx: int, ready: ReadyRun) -> UpdateReport:
         """Update one run from what was collected. A collective: all ranks call it, for the same runs in one order."""

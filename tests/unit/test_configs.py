@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from prime_rl.configs.base import ConfigError, ConfigParseError, build, help_text, merge, parse_argv, parse_set
+from prime_rl.configs.losses import AipoLossConfig, TisLossConfig
 from prime_rl.configs.orchestrator import OrchestratorConfig
 from prime_rl.configs.system import SystemConfig
 from prime_rl.configs.trainer import TrainerConfig
@@ -51,14 +53,28 @@ def test_each_of_them_is_missed_by_name(tmp_path: Path, key: str) -> None:
         ("[optim]\nlr = -1", "optim.lr", "greater than 0"),
         ("[[env]]\nid = 'chess'", "env.1.id", "reverse-text"),
         ("[sampling]\ntemperature = 0", "sampling.temperature", "greater than 0"),
-        ("[loss]\ntype = 'ppo'", "loss.type", "aipo"),
+        ("[loss]\ntype = 'ppo'", "loss.type", "found 'ppo': allowed are 'aipo', 'tis'"),
+        ("[loss]\ntype = 3", "loss.type", "found 3: allowed are 'aipo'"),
+        ("[loss]\ndetla = 3", "loss.detla", "is not a key of type = 'aipo'; did you mean 'delta'?"),
+        ("[loss]\ntype = 'gspo'\ndelta = 8", "loss.delta", "is not a key of type = 'gspo'; valid here: clip_high"),
+        ("[loss]\ntype = 'tis'\nlevel = 'word'", "loss.level", "'token' or 'sequence'"),
+        ("[loss]\ntype = 'tis'\ncap = 0", "loss.cap", "greater than 0"),
+        ("[loss]\ntype = 'icepop'\nalpha = 6", "loss", "alpha: found 6, must be at most beta = 5"),
+        ("[loss]\ntype = 'mis'\nlow = 1.5", "loss", "low: found 1.5, must be at most high = 1.01"),
+        ("[loss]\ntype = 'cispo'\nlower = 6", "loss", "lower: found 6, must be at most upper = 5"),
+        ("[loss]\ntype = 'dppo'\nlow = 1.5", "loss.low", "less than or equal to 1"),
+        ("[loss]\ntype = 'dapo'\nclip_low = -0.1", "loss.clip_low", "greater than or equal to 0"),
+        ("[loss]\ntype = 'dr_grpo'\nlength = 0", "loss.length", "greater than or equal to 1"),
+        ("[loss]\nkl_coef = inf", "loss.kl_coef", "finite"),
+        ("[loss]\ndelta = nan", "loss.delta", "greater than 0"),
+        ("loss = 3", "loss", "found 3"),
     ],
 )
 def test_each_error_says_key_found_and_allowed(tmp_path: Path, extra: str, key: str, words: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        load_run_config(run_toml(tmp_path, f"{MINIMAL}{extra}\n"))
+        load_run_config(run_toml(tmp_path, MINIMAL + extra if extra.startswith("[") else f"{extra}\n{MINIMAL}"))
     (problem,) = caught.value.problems
-    assert problem.key == key and words in problem.message
+    assert problem.key == key and words in problem.message and "\n" not in problem.message
     assert explain(caught.value).startswith("Error parsing orchestrator config")
     assert str(tmp_path) in explain(caught.value)
 
@@ -181,8 +197,45 @@ def test_a_mistake_in_what_is_said_once_is_told_once() -> None:
     assert sorted(problem.key for problem in caught.value.problems) == ["lora.rank", "lora.rnk"]
 
 
+def test_a_loss_is_chosen_by_its_type_with_its_own_constants(tmp_path: Path) -> None:
+    path = run_toml(tmp_path, MINIMAL + "[loss]\ndelta = 3\n")
+    config = load_run_config(path)
+    assert config.loss == AipoLossConfig(delta=3)
+    assert parse_argv(OrchestratorConfig, ["@", str(path), "--loss.delta", "2"]).loss == AipoLossConfig(delta=2)
+    tis = load_run_config(run_toml(tmp_path, MINIMAL), {"loss": {"type": "tis", "level": "sequence"}})
+    assert isinstance(tis.loss, TisLossConfig) and tis.loss.limit == 5
+    assert tis.replace(max_steps=3).loss == tis.loss
+    with pytest.raises(ConfigError, match="delta: is not a key of type = 'gspo'"):
+        parse_argv(
+            OrchestratorConfig,
+            ["@", str(run_toml(tmp_path, path.read_text() + "[loss]\ndelta = 3\n")), "--loss.type", "gspo"],
+        )
+
+
+def test_what_stands_for_the_length_of_a_sample(tmp_path: Path) -> None:
+    path = run_toml(tmp_path, MINIMAL)
+    loss = {"type": "dr_grpo"}
+    config = load_run_config(path, {"loss": loss, "sampling": {"max_tokens": 48}})
+    assert config.loss_length == 48
+    assert load_run_config(path, {"loss": {**loss, "length": 100}}).loss_length == 100
+
+
+def test_a_whole_model_has_no_base_to_compare_with(tmp_path: Path) -> None:
+    config = load_run_config(run_toml(tmp_path, MINIMAL), {"loss": {"kl_coef": 0.1}, "sampling": {"max_tokens": 8}})
+    assert check_against_trainer(config, LIMITS) == []
+    (problem,) = check_against_trainer(config, replace(LIMITS, max_rank=None))
+    assert problem.key == "loss.kl_coef" and "no base" in problem.message
+
+
 def test_help_names_every_field_with_its_docstring() -> None:
     text = help_text(OrchestratorConfig)
     for key in ("--batch_size int (required)", "--model.lora.rank", "--optim.lr", "--eval.interval"):
         assert key in text
     assert "a multiple of `rollouts_per_example`" in text
+    for line in (
+        "--loss.type 'gspo' (required)",
+        "--loss.delta float (default 8.0)",
+        "--loss.level 'token' | 'sequence'",
+    ):
+        assert line in text
+    assert text.count("--loss.kl_coef") == 1, "what all losses share is said once"

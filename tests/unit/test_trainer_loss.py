@@ -1,15 +1,20 @@
-"""The loss against a plain NumPy reference."""
+"""What every loss goes through: logprobs, masks, scales, runs side by side, and the sums that are reported."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
 
-from prime_rl.trainer.loss import LossSums, aipo_loss, row_statistics, token_logprobs
+from prime_rl.configs.losses import AipoLossConfig, DapoLossConfig, GspoLossConfig, LossConfig, TisLossConfig
+from prime_rl.trainer.loss import LossInputs, compute_loss, compute_losses, token_logprobs
+from prime_rl.trainer.loss_report import LossSums, row_statistics, sums_by_run
+from tests.loss_support import EVERY_LOSS, inputs_of, name_of
 
-R, K, V = 3, 5, 11
+V = 11
 Array = npt.NDArray[np.float64]
 
 
@@ -21,88 +26,102 @@ def reference_logprobs(logits: Array, targets: npt.NDArray[np.int64], temperatur
     return np.log(chosen), -(probs * np.log(probs)).sum(-1)
 
 
-def case(seed: int = 0) -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return {
-        "logits": torch.randn(R, K, V, generator=generator) * 3,
-        "targets": torch.randint(0, V, (R, K), generator=generator),
-        "mu": -torch.rand(R, K, generator=generator) * 5,
-        "advantages": torch.tensor([1.5, -0.5, 0.25]),
-        "mask": torch.rand(R, K, generator=generator) > 0.4,
-        "scales": torch.tensor([0.1, 0.2, 0.05]),
-        "deltas": torch.tensor([8.0, 1.1, 0.5]),
-        "temperatures": torch.tensor([1.0, 0.7, 1.3]),
-    }
-
-
 def test_logprobs_and_entropy_are_those_after_temperature() -> None:
-    c = case()
-    logprobs, entropy = token_logprobs(c["logits"], c["targets"], c["temperatures"])
-    expected = reference_logprobs(
-        *(c[k].double().numpy() if k != "targets" else c[k].numpy() for k in ("logits", "targets", "temperatures"))
-    )
+    generator = torch.Generator().manual_seed(0)
+    logits, targets = torch.randn(3, 5, V, generator=generator) * 3, torch.randint(0, V, (3, 5), generator=generator)
+    temperatures = torch.tensor([1.0, 0.7, 1.3])
+    logprobs, entropy = token_logprobs(logits, targets, temperatures)
+    expected = reference_logprobs(logits.double().numpy(), targets.numpy(), temperatures.double().numpy())
     np.testing.assert_allclose(logprobs.numpy(), expected[0], rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(entropy.numpy(), expected[1], rtol=1e-5, atol=1e-5)
 
 
-def test_loss_and_gradient_equal_the_reference() -> None:
-    c = case()
-    logprobs = token_logprobs(c["logits"], c["targets"], c["temperatures"])[0].requires_grad_()
-    loss_R = aipo_loss(logprobs, c["mu"], c["advantages"], c["mask"], c["scales"], c["deltas"])
+def gradient(config: LossConfig, inputs: LossInputs) -> tuple[torch.Tensor, torch.Tensor]:
+    """(loss_R, gradient of their sum)"""
+    logprobs = inputs.logprobs_RK.detach().clone().requires_grad_()
+    loss_R = compute_loss(config, replace(inputs, logprobs_RK=logprobs)).loss_R
     loss_R.sum().backward()
-    expected = np.zeros(R)
-    gradient = np.zeros((R, K))
-    for row in range(R):
-        for k in range(K):
-            if c["mask"][row, k]:
-                log_pi, log_mu = float(logprobs.detach()[row, k]), float(c["mu"][row, k])
-                ratio = min(np.exp(log_pi - log_mu), float(c["deltas"][row]))
-                gradient[row, k] = -ratio * float(c["advantages"][row]) * float(c["scales"][row])
-                expected[row] += gradient[row, k] * log_pi
-    assert (np.exp(logprobs.detach().numpy() - c["mu"].numpy()) > c["deltas"].numpy()[:, None]).any()
-    np.testing.assert_allclose(loss_R.detach().numpy(), expected, rtol=1e-5)
-    np.testing.assert_allclose(logprobs.grad.numpy(), gradient, rtol=1e-5)
+    assert logprobs.grad is not None
+    return loss_R.detach(), logprobs.grad
 
 
-def test_what_is_masked_may_be_anything() -> None:
-    c = case()
-    logprobs = torch.full((R, K), -1.0, requires_grad=True)
-    mu = torch.where(c["mask"], c["mu"], torch.tensor(float("-inf")))
-    loss_R = aipo_loss(logprobs, mu, c["advantages"], c["mask"], c["scales"], c["deltas"])
-    loss_R.sum().backward()
-    assert torch.isfinite(loss_R).all() and torch.isfinite(logprobs.grad).all()
-    assert not logprobs.grad[~c["mask"]].any()
+@pytest.mark.parametrize("config", EVERY_LOSS, ids=name_of)
+@pytest.mark.parametrize("junk", [float("inf"), float("-inf"), float("nan")])
+def test_what_is_masked_may_be_anything(config: LossConfig, junk: float) -> None:
+    clean = inputs_of()
+    assert clean.base_logprobs_RK is not None
+    dirty = replace(
+        clean,
+        logprobs_RK=clean.logprobs_RK.masked_fill(~clean.mask_RK, junk),
+        sampled_logprobs_RK=clean.sampled_logprobs_RK.masked_fill(~clean.mask_RK, -junk),
+        base_logprobs_RK=clean.base_logprobs_RK.masked_fill(~clean.mask_RK, junk),
+    )
+    loss_R, grad_RK = gradient(config, dirty)
+    expected_R, expected_RK = gradient(config, clean)
+    assert torch.equal(loss_R, expected_R) and torch.equal(grad_RK, expected_RK)
+    assert torch.isfinite(loss_R).all() and grad_RK[clean.mask_RK].any() and not grad_RK[~clean.mask_RK].any()
 
 
-def test_a_row_that_is_not_finite_leaves_the_others_their_gradients() -> None:
-    c = case()
-    logprobs = torch.full((R, K), -1.0, requires_grad=True)
-    advantages = torch.tensor([float("nan"), 1.0, 1.0])
-    aipo_loss(logprobs, c["mu"], advantages, c["mask"], c["scales"], c["deltas"]).sum().backward()
-    assert torch.isfinite(logprobs.grad[1:]).all()
+@pytest.mark.parametrize("config", EVERY_LOSS, ids=name_of)
+def test_a_row_that_is_not_finite_leaves_the_others_their_gradients(config: LossConfig) -> None:
+    inputs = inputs_of()
+    spoiled = replace(inputs, advantages_R=inputs.advantages_R.index_fill(0, torch.tensor([1]), float("nan")))
+    loss_R, grad_RK = gradient(config, spoiled)
+    _, expected_RK = gradient(config, inputs)
+    assert loss_R.isnan().tolist() == [row == 1 for row in range(6)]
+    others = [row for row in range(6) if row != 1]
+    assert torch.equal(grad_RK[others], expected_RK[others])
 
 
-def test_statistics_are_sums_over_loss_tokens() -> None:
-    c = case()
-    logprobs, entropy = token_logprobs(c["logits"], c["targets"], c["temperatures"])
-    loss_R = aipo_loss(logprobs, c["mu"], c["advantages"], c["mask"], c["scales"], c["deltas"])
-    stats = row_statistics(loss_R, logprobs, c["mu"], entropy, c["mask"], c["deltas"])
-    sums = LossSums()
-    for row in stats.tolist():
-        sums.add(LossSums(*row))
-    mask, ratio = c["mask"].numpy(), np.exp((logprobs - c["mu"]).double().numpy())
-    assert sums.num_loss_tokens == mask.sum()
-    assert sums.num_clipped == (mask & (ratio > c["deltas"].numpy()[:, None])).sum() > 0
-    assert sums.loss == pytest.approx(float(loss_R.sum()), rel=1e-5)
-    assert sums.mean(sums.importance_ratio) == pytest.approx(ratio[mask].mean(), rel=1e-4)
-    assert sums.mean(sums.mismatch_kl) == pytest.approx((ratio - 1 - np.log(ratio))[mask].mean(), rel=1e-4)
-    assert sums.mean(sums.entropy) == pytest.approx(entropy.numpy()[mask].mean(), rel=1e-5)
+@pytest.mark.parametrize("config", EVERY_LOSS, ids=name_of)
+def test_a_far_ratio_gives_numbers(config: LossConfig) -> None:
+    inputs = inputs_of()
+    for far in (-200.0, 200.0):
+        loss_R, grad_RK = gradient(config, replace(inputs, sampled_logprobs_RK=inputs.logprobs_RK - far))
+        assert torch.isfinite(loss_R).all() and torch.isfinite(grad_RK).all()
+
+
+def test_runs_with_different_losses_in_one_pass_get_what_they_get_alone() -> None:
+    inputs = inputs_of()
+    tis, gspo = TisLossConfig(type="tis", kl_coef=0.3), GspoLossConfig(type="gspo")
+    by_row: list[LossConfig] = [tis, tis, tis, gspo, gspo, AipoLossConfig()]
+    together = compute_losses(by_row, inputs)
+    for row, config in enumerate(by_row):
+        alone = compute_loss(config, inputs.split([1] * len(by_row))[row])
+        torch.testing.assert_close(together.loss_R[row : row + 1], alone.loss_R)
+        assert torch.equal(together.clipped_RK[row : row + 1], alone.clipped_RK)
+        torch.testing.assert_close(together.kl_base_RK[row : row + 1], alone.kl_base_RK)
+    assert together.kl_base_RK[:3].any() and not together.kl_base_RK[3:].any()
+
+
+def test_statistics_are_sums_over_the_loss_tokens_of_each_run() -> None:
+    inputs, entropy = inputs_of(), torch.rand(6, 8, dtype=torch.float64)
+    config = TisLossConfig(type="tis", cap=1.1, kl_coef=0.5)
+    losses = compute_loss(config, inputs)
+    by_run = sums_by_run(row_statistics(inputs, losses, entropy), [2, 4])
+    for sums, rows in zip(by_run, (slice(0, 2), slice(2, 6)), strict=True):
+        mask = inputs.mask_RK[rows].numpy()
+        log_pi, log_mu = inputs.logprobs_RK[rows].numpy(), inputs.sampled_logprobs_RK[rows].numpy()
+        ratio = np.exp(log_pi - log_mu)[mask]
+        assert inputs.base_logprobs_RK is not None
+        base = np.exp(inputs.base_logprobs_RK[rows].numpy() - log_pi)[mask]
+        assert sums.num_loss_tokens == mask.sum()
+        assert sums.num_clipped == (ratio > 1.1).sum() > 0
+        assert sums.loss == pytest.approx(float(losses.loss_R[rows].sum()))
+        assert sums.mean(sums.importance_ratio) == pytest.approx(ratio.mean())
+        assert sums.mean(sums.mismatch_kl) == pytest.approx((ratio - 1 - np.log(ratio)).mean())
+        assert sums.mean(sums.kl_base) == pytest.approx((base - 1 - np.log(base)).mean())
+        assert sums.mean(sums.entropy) == pytest.approx(entropy[rows].numpy()[mask].mean())
+    total = LossSums()
+    for sums in by_run:
+        total.add(sums)
+    assert total.num_loss_tokens == inputs.mask_RK.sum()
 
 
 def test_on_policy_tokens_have_ratio_one_and_no_mismatch() -> None:
-    c = case()
-    logprobs, entropy = token_logprobs(c["logits"], c["targets"], c["temperatures"])
-    stats = row_statistics(torch.zeros(R), logprobs, logprobs, entropy, c["mask"], c["deltas"].clamp(min=1.0))
-    assert stats[:, 2].abs().max() < 1e-5
-    torch.testing.assert_close(stats[:, 3], c["mask"].sum(-1).float())
-    assert not stats[:, 4].any()
+    inputs = inputs_of()
+    on_policy = replace(inputs, sampled_logprobs_RK=inputs.logprobs_RK)
+    losses = compute_loss(DapoLossConfig(type="dapo"), on_policy)
+    (sums,) = sums_by_run(row_statistics(on_policy, losses, torch.zeros(6, 8)), [6])
+    assert sums.mean(sums.importance_ratio) == pytest.approx(1.0)
+    assert sums.mismatch_kl == pytest.approx(0.0, abs=1e-9) and sums.num_clipped == 0

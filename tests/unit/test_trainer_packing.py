@@ -6,11 +6,16 @@ import random
 from collections import Counter
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from prime_rl.configs.losses import LossConfig, LossMean
 from prime_rl.contract.types import TrainingSample
+from prime_rl.trainer.loss import LossInputs, compute_loss
 from prime_rl.trainer.packing import Row, RowQueue, blank_micro_batch, deal, rows_of, to_micro_batch
+from prime_rl.trainer.step import to_tensors
+from tests.loss_support import EVERY_LOSS, name_of
 from tests.trainer_support import sample
 
 
@@ -50,6 +55,43 @@ def test_the_scale_is_that_of_the_whole_batch() -> None:
     rows = rows_of(3, batch([10, 14, 8]))
     assert [row.num_tokens for row in rows] == [8, 10, 14]
     assert {row.loss_scale for row in rows} == {1 / (6 + 10 + 4)}
+
+
+@pytest.mark.parametrize(
+    ("mean", "scales"),
+    [
+        ("token", [1 / 20, 1 / 20, 1 / 20]),
+        ("sequence", [1 / (4 * 4), 1 / (4 * 6), 1 / (4 * 10)]),
+        ("constant", [1 / (4 * 32)] * 3),
+    ],
+)
+def test_each_mean_has_its_scale_and_a_sample_without_loss_tokens_is_a_sample(
+    mean: LossMean, scales: list[float]
+) -> None:
+    """Loss tokens by sample, shortest first: none, 4, 6, 10."""
+    none = TrainingSample(**{**_fields(sample(random.Random(0), num_tokens=9)), "loss_mask": [False] * 9})
+    rows = rows_of(0, [*batch([10, 14, 8]), none], mean, length=32)
+    assert [row.loss_scale for row in rows] == pytest.approx(scales)
+
+
+def loss_of_pass(config: LossConfig, rows: list[Row]) -> float:
+    """The model is left out: pi is mu and a little that depends on the token alone."""
+    tensors = to_tensors(to_micro_batch(rows), torch.device("cpu"))
+    mu_RK = tensors.sampled_logprobs_RK.double()
+    log_pi_RK = mu_RK + 0.4 * tensors.targets_RK.double().sin()
+    inputs = LossInputs(log_pi_RK, mu_RK, tensors.advantages_R, tensors.mask_RK, tensors.scales_R, mu_RK)
+    return float(compute_loss(config, inputs).loss_R.sum())
+
+
+@pytest.mark.parametrize("max_tokens", [16, 60])
+@pytest.mark.parametrize("config", EVERY_LOSS, ids=name_of)
+def test_any_split_of_a_batch_over_passes_sums_to_one_loss(config: LossConfig, max_tokens: int) -> None:
+    rows = rows_of(0, batch([6, 20, 9, 15, 7, 24, 11, 8]), config.mean, length=16)
+    queue = RowQueue(max_tokens)
+    queue.add(0, rows)
+    passes = drain(queue)
+    assert len(passes) > 2
+    assert sum(loss_of_pass(config, taken) for taken in passes) == pytest.approx(loss_of_pass(config, rows)) != 0
 
 
 def test_rows_end_with_their_last_loss_token_and_rows_without_one_are_left_out() -> None:

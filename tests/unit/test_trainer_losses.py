@@ -1,0 +1,175 @@
+"""Each loss against its formula, written out a second time token by token, and its gradient against differences."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import get_args
+
+import pytest
+import torch
+from torch import Tensor
+
+from prime_rl.configs.losses import (
+    AipoLossConfig,
+    BaseLossConfig,
+    CispoLossConfig,
+    DppoLossConfig,
+    IcePopLossConfig,
+    LossConfig,
+    MisLossConfig,
+)
+from prime_rl.trainer.loss import LossInputs, compute_loss
+from tests.loss_support import EVERY_LOSS, inputs_of, name_of
+
+# One row: log pi that gradients go through, log pi that is held constant, log mu, A -> by token the loss, and whether a
+# limit bound. Python floats, no tensors.
+Row = list[float]
+Reference = Callable[[Row, Row, Row, float], tuple[Row, list[bool]]]
+
+
+def reference(config: LossConfig) -> Reference:
+    """The formula of `config.type`."""
+    c = config
+
+    def ratios(log_pi: Row, log_mu: Row) -> Row:
+        return [math.exp(p - m) for p, m in zip(log_pi, log_mu, strict=True)]
+
+    def token_weights(held: Row, mu: Row) -> tuple[Row, list[bool]]:
+        r = ratios(held, mu)
+        if c.type == "aipo":
+            return [min(x, c.delta) for x in r], [x > c.delta for x in r]
+        if c.type == "cispo":
+            return [max(c.lower, min(x, c.upper)) for x in r], [not c.lower <= x <= c.upper for x in r]
+        if c.type == "icepop":
+            return [x if c.alpha <= x <= c.beta else 0.0 for x in r], [not c.alpha <= x <= c.beta for x in r]
+        if c.type == "tis" and c.level == "token":
+            return [min(x, c.cap) for x in r], [x > c.cap for x in r]
+        if c.type == "tis":
+            return [min(math.prod(r), c.cap)] * len(r), [math.prod(r) > c.cap] * len(r)
+        assert c.type == "mis"
+        s = math.prod(r) ** (1 / len(r)) if c.ratio == "geometric" else math.prod(r)
+        keep = c.low <= s <= c.high and min(r) >= c.veto
+        return [s if keep else 0.0] * len(r), [not keep] * len(r)
+
+    def policy_gradient(live: Row, held: Row, mu: Row, advantage: float) -> tuple[Row, list[bool]]:
+        weights, bound = token_weights(held, mu)
+        return [-w * advantage * p for w, p in zip(weights, live, strict=True)], bound
+
+    def ppo(live: Row, held: Row, mu: Row, advantage: float) -> tuple[Row, list[bool]]:
+        r = ratios(live, mu)
+        if c.type == "gspo":
+            r = [math.exp(sum(map(math.log, r)) / len(r))] * len(r)
+        clipped = [max(1 - c.clip_low, min(x, 1 + c.clip_high)) for x in r]
+        values = [min(x * advantage, y * advantage) for x, y in zip(r, clipped, strict=True)]
+        return [-v for v in values], [v != x * advantage for v, x in zip(values, r, strict=True)]
+
+    def dppo(live: Row, held: Row, mu: Row, advantage: float) -> tuple[Row, list[bool]]:
+        losses, bound = [], []
+        for p, h, m in zip(live, held, mu, strict=True):
+            moved = math.exp(h) - math.exp(m)
+            drop = moved > c.high if advantage > 0 else moved < -c.low
+            losses.append(c.tau * (p - m) ** 2 - (0.0 if drop else advantage * math.exp(p - m)))
+            bound.append(drop)
+        return losses, bound
+
+    return dppo if c.type == "dppo" else ppo if c.type in ("gspo", "dapo", "dr_grpo") else policy_gradient
+
+
+def row_loss(config: LossConfig, inputs: LossInputs, row: int, live: Tensor | None = None) -> tuple[float, list[bool]]:
+    """Scaled loss of a row, and at each of its loss tokens whether a limit bound."""
+    at = inputs.mask_RK[row]
+    held, mu = inputs.logprobs_RK[row][at].tolist(), inputs.sampled_logprobs_RK[row][at].tolist()
+    moving = held if live is None else live[row][at].tolist()
+    losses, bound = reference(config)(moving, held, mu, float(inputs.advantages_R[row]))
+    if config.kl_coef:
+        assert inputs.base_logprobs_RK is not None
+        logs = [b - p for b, p in zip(inputs.base_logprobs_RK[row][at].tolist(), moving, strict=True)]
+        losses = [x + config.kl_coef * (math.exp(q) - 1 - q) for x, q in zip(losses, logs, strict=True)]
+    return sum(losses) * float(inputs.scales_R[row]), bound
+
+
+def test_every_type_is_here() -> None:
+    union = get_args(get_args(LossConfig)[0])
+    assert {type(config) for config in EVERY_LOSS} == set(union) and set(union) <= set(BaseLossConfig.__subclasses__())
+
+
+@pytest.mark.parametrize("config", EVERY_LOSS, ids=name_of)
+def test_loss_and_limits_are_those_of_the_formula(config: LossConfig) -> None:
+    inputs = inputs_of()
+    losses = compute_loss(config, inputs)
+    seen = set()
+    for row in range(6):
+        expected, bound = row_loss(config, inputs, row)
+        assert float(losses.loss_R[row]) == pytest.approx(expected, rel=1e-9)
+        assert losses.clipped_RK[row][inputs.mask_RK[row]].tolist() == bound
+        seen.update(bound)
+    assert seen == {True, False} or config.kl_coef, "the rows must lie on both sides of the limits"
+
+
+@pytest.mark.parametrize("config", EVERY_LOSS, ids=name_of)
+def test_gradient_is_that_of_the_formula(config: LossConfig) -> None:
+    """Central differences of the formula, with what it holds constant held constant."""
+    inputs = inputs_of()
+    logprobs = inputs.logprobs_RK.clone().requires_grad_()
+    compute_loss(config, replace(inputs, logprobs_RK=logprobs)).loss_R.sum().backward()
+    assert logprobs.grad is not None
+    eps = 1e-6
+    for row, k in inputs.mask_RK.nonzero().tolist():
+        step = torch.zeros_like(inputs.logprobs_RK)
+        step[row, k] = eps
+        up, down = (row_loss(config, inputs, row, inputs.logprobs_RK + s)[0] for s in (step, -step))
+        assert float(logprobs.grad[row, k]) == pytest.approx((up - down) / (2 * eps), rel=1e-6, abs=1e-8)
+    assert not logprobs.grad[~inputs.mask_RK].any()
+
+
+@pytest.mark.parametrize("config", EVERY_LOSS, ids=name_of)
+def test_autograd_agrees_with_itself(config: LossConfig) -> None:
+    """torch's own check. mu moves along with pi where the ratio is held constant: then the ratio stays as it is."""
+    inputs = inputs_of()
+    is_held = config.type in ("aipo", "tis", "icepop", "mis", "cispo")
+
+    def loss(logprobs_RK: Tensor) -> Tensor:
+        moved_RK = logprobs_RK.detach() - inputs.logprobs_RK if is_held else 0.0
+        mu_RK = inputs.sampled_logprobs_RK + moved_RK
+        return compute_loss(config, replace(inputs, logprobs_RK=logprobs_RK, sampled_logprobs_RK=mu_RK)).loss_R
+
+    assert torch.autograd.gradcheck(loss, (inputs.logprobs_RK.clone().requires_grad_(),))
+
+
+REJECTING: list[LossConfig] = [
+    IcePopLossConfig(type="icepop", alpha=90, beta=91),
+    MisLossConfig(type="mis", low=90, high=91),
+    MisLossConfig(type="mis", veto=0.999),
+    DppoLossConfig(type="dppo", low=0, high=0, tau=0),
+    CispoLossConfig(type="cispo", lower=0, upper=1e-300),
+]
+
+
+@pytest.mark.parametrize("config", REJECTING, ids=name_of)
+def test_a_batch_of_which_nothing_is_kept_has_no_loss_and_no_gradient(config: LossConfig) -> None:
+    inputs = inputs_of()
+    # Every token moved the way its advantage pulls, none of them by nothing.
+    towards_RK = inputs.advantages_R.sign()[:, None] * 0.1
+    if config.type == "mis":
+        towards_RK = -torch.ones_like(towards_RK) * 0.1
+    logprobs = inputs.logprobs_RK.clone().requires_grad_()
+    losses = compute_loss(
+        config, replace(inputs, logprobs_RK=logprobs, sampled_logprobs_RK=inputs.logprobs_RK - towards_RK)
+    )
+    losses.loss_R.sum().backward()
+    assert losses.clipped_RK[inputs.mask_RK].all()
+    assert logprobs.grad is not None
+    torch.testing.assert_close(losses.loss_R, torch.zeros_like(losses.loss_R))
+    assert float(logprobs.grad.abs().max()) < 1e-200
+
+
+def test_a_policy_that_is_the_base_has_no_kl_and_no_gradient_of_it() -> None:
+    inputs = inputs_of()
+    logprobs = inputs.logprobs_RK.clone().requires_grad_()
+    quiet = replace(inputs, logprobs_RK=logprobs, base_logprobs_RK=inputs.logprobs_RK, advantages_R=torch.zeros(6))
+    losses = compute_loss(AipoLossConfig(kl_coef=5.0), quiet)
+    losses.loss_R.sum().backward()
+    assert not losses.loss_R.any() and not losses.kl_base_RK.any()
+    assert logprobs.grad is not None and not logprobs.grad.any()
