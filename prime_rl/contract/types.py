@@ -64,6 +64,8 @@ class MicroBatch(msgspec.Struct, frozen=True):
         advantages, temperatures: R numbers.
         loss_scales: R numbers, what makes the sum over the loss tokens of a row its share of the mean over that run's
             whole batch, so the loss of a run does not depend on its neighbours or on how its batch was split.
+        base_pass: the base model alone is asked first, for rows whose loss compares with it. Equal on all ranks of a
+            pack: ranks that share a model go through it together.
     """
 
     run_idxs: list[int]
@@ -74,6 +76,7 @@ class MicroBatch(msgspec.Struct, frozen=True):
     temperatures: list[float]
     loss_scales: list[float]
     num_tokens: int
+    base_pass: bool = False
 
 
 def oldest_allowed(step: int, max_async_level: int) -> int:

@@ -73,7 +73,6 @@ class MetricsWriter:
         if report.step <= self._last_step.get(run.run_id, 0):
             return
         sums, total_s = report.sums, report.forward_backward_s + report.optim_s
-        compares = self._manager.config[run_idx].loss.kl_coef > 0
         line = {
             "step": report.step,
             "time": self._clock(),
@@ -82,7 +81,7 @@ class MetricsWriter:
             "mismatch_kl": sums.mean(sums.mismatch_kl),
             "importance_ratio/mean": sums.mean(sums.importance_ratio),
             "clipped_fraction": sums.mean(sums.num_clipped),
-            **({"kl_base": sums.mean(sums.kl_base)} if compares else {}),
+            **({"kl_base": sums.mean(sums.kl_base)} if report.compares_with_base else {}),
             "grad_norm": report.grad_norm,
             "lr": report.lr,
             "tokens": ready.num_tokens,

@@ -80,9 +80,11 @@ class Packer:
             return None
         hands = self._queue.next_pack(self._num_ranks)
         rows = [row for hand in hands for row in hand]
-        blanks = [blank_micro_batch(rows) for _ in range(self._num_ranks - len(hands))]
+        base_pass = any(self._manager.config[row.run_idx].loss.kl_coef for row in rows)
+        blanks = [blank_micro_batch(rows, base_pass) for _ in range(self._num_ranks - len(hands))]
         done = [idx for idx in sorted({row.run_idx for row in rows}) if not self._queue.num_waiting(idx)]
-        return Pack([*map(to_micro_batch, hands), *blanks], [self._in_work.pop(idx) for idx in done])
+        micro_batches = [to_micro_batch(hand, base_pass) for hand in hands]
+        return Pack([*micro_batches, *blanks], [self._in_work.pop(idx) for idx in done])
 
     def waits_for(self) -> str | None:
         """What the trainer waits for when nothing is in work, in words; None when rows wait."""

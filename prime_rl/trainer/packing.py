@@ -72,7 +72,7 @@ def loss_scales(num_loss_tokens: Sequence[int], mean: LossMean, length: int | No
     return [1.0 / (num_samples * length)] * num_samples
 
 
-def to_micro_batch(rows: Sequence[Row]) -> MicroBatch:
+def to_micro_batch(rows: Sequence[Row], base_pass: bool = False) -> MicroBatch:
     """Rows as the wire type, sorted by slot."""
     ordered = sorted(rows, key=lambda row: (row.run_idx, row.order))
     return MicroBatch(
@@ -84,13 +84,14 @@ def to_micro_batch(rows: Sequence[Row]) -> MicroBatch:
         temperatures=[row.sample.temperature for row in ordered],
         loss_scales=[row.loss_scale for row in ordered],
         num_tokens=max(row.num_tokens for row in ordered),
+        base_pass=base_pass,
     )
 
 
-def blank_micro_batch(rows: Sequence[Row]) -> MicroBatch:
+def blank_micro_batch(rows: Sequence[Row], base_pass: bool = False) -> MicroBatch:
     """A pass for a rank without rows: the shortest of `rows` without its loss tokens. It adds zero to its own run."""
     row = min(rows, key=lambda row: row.num_tokens)
-    micro_batch = to_micro_batch([row])
+    micro_batch = to_micro_batch([row], base_pass)
     return msgspec.structs.replace(micro_batch, loss_mask=[[False] * row.num_tokens], loss_scales=[0.0])
 
 

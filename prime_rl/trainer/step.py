@@ -81,7 +81,10 @@ def _padded(rows: Sequence[Sequence[float]], width: int, dtype: type) -> npt.NDA
 
 @dataclass(frozen=True)
 class UpdateReport:
-    """What one update of a run did. `problem` is set when it was not done, with the numbers."""
+    """What one update of a run did. `problem` is set when it was not done, with the numbers.
+
+    `compares_with_base`: the loss has a KL to the base model, and `sums.kl_base` is it.
+    """
 
     step: int
     sums: LossSums
@@ -90,6 +93,7 @@ class UpdateReport:
     optim_s: float
     forward_backward_s: float
     problem: str | None = None
+    compares_with_base: bool = False
 
 
 class TrainStep:
@@ -122,14 +126,15 @@ class TrainStep:
         """
         start = time.perf_counter()
         rows = to_tensors(batch, self._world.device)
-        if not rows.positions_K.numel():
-            # A sum over no position: it goes through all layers, for the other ranks, and its gradients are zero.
-            torch.autograd.backward(self._model.logits(rows.token_ids_RT, rows.positions_K, batch.run_idxs).sum())
-            return time.perf_counter() - start
         configs_R = [self._manager.config[run_idx].loss for run_idx in batch.run_idxs]
         # Before the pass with gradients: the adapters that it says are in use must stay those until its end.
-        base_logprobs_RK = self._base_logprobs(rows, [config.kl_coef > 0 for config in configs_R])
+        compares_R = [config.kl_coef > 0 for config in configs_R]
+        base_logprobs_RK = self._base_logprobs(rows, compares_R) if batch.base_pass else None
         logits_RKV = self._model.logits(rows.token_ids_RT, rows.positions_K, batch.run_idxs)
+        if not rows.positions_K.numel():
+            # A sum over no position: it goes through all layers, for the other ranks, and its gradients are zero.
+            torch.autograd.backward(logits_RKV.sum())
+            return time.perf_counter() - start
         logprobs_RK, entropy_RK = token_logprobs(logits_RKV, rows.targets_RK, rows.temperatures_R)
         inputs = LossInputs(
             logprobs_RK, rows.sampled_logprobs_RK, rows.advantages_R, rows.mask_RK, rows.scales_R, base_logprobs_RK
@@ -146,17 +151,16 @@ class TrainStep:
         return seconds
 
     @torch.no_grad()
-    def _base_logprobs(self, rows: RowTensors, wanted_R: list[bool]) -> Tensor | None:
-        """What the base model says of the rows whose loss compares with it, zero in the others; None: no row does."""
-        if not any(wanted_R):
-            return None
-        rows_of_base = torch.tensor(wanted_R, device=self._world.device).nonzero().squeeze(-1)
-        token_ids_RT, targets_RK, temperatures_R = (
-            tensor[rows_of_base] for tensor in (rows.token_ids_RT, rows.targets_RK, rows.temperatures_R)
-        )
-        logits_RKV = self._model.logits(token_ids_RT, rows.positions_K, [None] * len(rows_of_base))
-        logprobs_RK, _ = token_logprobs(logits_RKV, targets_RK, temperatures_R)
-        return torch.zeros_like(rows.sampled_logprobs_RK).index_copy(0, rows_of_base, logprobs_RK)
+    def _base_logprobs(self, rows: RowTensors, wanted_R: list[bool]) -> Tensor:
+        """What the base model says of the rows whose loss compares with it, and zero in the others.
+
+        A collective like the pass that follows: a rank that wants no row goes through one all the same.
+        """
+        chosen = [row for row, is_wanted in enumerate(wanted_R) if is_wanted] or [0]
+        chosen_R = torch.tensor(chosen, device=self._world.device)
+        logits_RKV = self._model.logits(rows.token_ids_RT[chosen_R], rows.positions_K, [None] * len(chosen))
+        logprobs_RK, _ = token_logprobs(logits_RKV, rows.targets_RK[chosen_R], rows.temperatures_R[chosen_R])
+        return torch.zeros_like(rows.sampled_logprobs_RK).index_copy(0, chosen_R, logprobs_RK)
 
     def update(self, run_idx: int, ready: ReadyRun) -> UpdateReport:
         """Update one run from what was collected. A collective: all ranks call it, for the same runs in one order."""
@@ -183,7 +187,8 @@ class TrainStep:
             self._optimizer.drop_gradients(run_idx)
         self._manager.ready_to_update[run_idx] = False
         seconds = time.perf_counter() - start
-        return UpdateReport(step, sums, grad_norm, lr, seconds, self._pass_s.pop(run_idx, 0.0), problem)
+        pass_s, compares = self._pass_s.pop(run_idx, 0.0), self._manager.config[run_idx].loss.kl_coef > 0
+        return UpdateReport(step, sums, grad_norm, lr, seconds, pass_s, problem, compares)
 
     def _reduced_sums(self, run_idx: int) -> LossSums:
         mine = self._sums.pop(run_idx, LossSums())

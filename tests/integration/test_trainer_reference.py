@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import msgspec
+import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor
 
 from prime_rl.configs.shared import DEFAULT_TARGET_MODULES
-from prime_rl.contract.types import TrainingBatch
+from prime_rl.contract.layout import RunDir
+from prime_rl.contract.types import TrainingBatch, TrainingSample
 from prime_rl.lora.adapter_state import peft_names
 from tests.trainer_support import (
     VOCAB,
@@ -29,21 +34,68 @@ from tests.trainer_support import (
 NUM_STEPS, WARMUP, RANK, ALPHA, LR, DECAY, MAX_NORM, DELTA, SEED = 5, 2, 4, 16.0, 3e-3, 0.1, 0.7, 2.0, 11
 
 
-def plain_loss(model: torch.nn.Module, batch: TrainingBatch) -> Tensor:
-    """One sample at a time, no padding: the mean over all loss tokens of -min(r, delta) * A * log pi."""
-    terms = []
+# Log pi of the loss tokens of a sample, log mu, log-probabilities of the base, A -> the loss of each token.
+SampleLoss = Callable[[Tensor, Tensor, Tensor, float], Tensor]
+# The losses of tokens by sample -> the loss of the batch.
+Mean = Callable[[list[Tensor]], Tensor]
+
+
+def token_mean(losses: list[Tensor]) -> Tensor:
+    return torch.cat(losses).mean()
+
+
+def aipo(log_pi: Tensor, log_mu: Tensor, log_base: Tensor, advantage: float) -> Tensor:
+    ratios = [min(math.exp(p - m), DELTA) for p, m in zip(log_pi.tolist(), log_mu.tolist(), strict=True)]
+    return -torch.tensor(ratios) * advantage * log_pi
+
+
+def aipo_near_the_base(log_pi: Tensor, log_mu: Tensor, log_base: Tensor, advantage: float) -> Tensor:
+    log_q = log_base - log_pi
+    return aipo(log_pi, log_mu, log_base, advantage) + 2.0 * (log_q.exp() - 1 - log_q)
+
+
+def gspo(log_pi: Tensor, log_mu: Tensor, log_base: Tensor, advantage: float) -> Tensor:
+    s = (log_pi - log_mu).mean().exp()
+    return -torch.minimum(s * advantage, s.clip(1 - 0.3, 1 + 0.5) * advantage).expand(len(log_pi))
+
+
+def dr_grpo(log_pi: Tensor, log_mu: Tensor, log_base: Tensor, advantage: float) -> Tensor:
+    r = (log_pi - log_mu).exp()
+    return -torch.minimum(r * advantage, r.clip(0.8, 1.2) * advantage)
+
+
+LOSSES: dict[str, tuple[dict[str, Any], SampleLoss, Mean]] = {
+    "run_aipo": ({"delta": DELTA}, aipo, token_mean),
+    "run_kl": ({"delta": DELTA, "kl_coef": 2.0}, aipo_near_the_base, token_mean),
+    "run_gspo": (
+        {"type": "gspo", "clip_low": 0.3, "clip_high": 0.5},
+        gspo,
+        lambda losses: torch.stack([loss.mean() for loss in losses]).mean(),
+    ),
+    # 16 is sampling.max_tokens of the run.
+    "run_dr_grpo": ({"type": "dr_grpo"}, dr_grpo, lambda losses: torch.cat(losses).sum() / (len(losses) * 16)),
+}
+
+
+def loss_token_logprobs(model: torch.nn.Module, sample: TrainingSample) -> Tensor:
+    """One sample at a time, no padding."""
+    logits = model(input_ids=torch.tensor([sample.token_ids])).logits[0]
+    logprobs = torch.log_softmax(logits[:-1] / sample.temperature, dim=-1)
+    places = [at for at in range(1, len(sample.token_ids)) if sample.loss_mask[at]]
+    return torch.stack([logprobs[at - 1, sample.token_ids[at]] for at in places])
+
+
+def plain_loss(model: PeftModel, batch: TrainingBatch, sample_loss: SampleLoss, mean: Mean) -> Tensor:
+    losses = []
     for sample in batch.samples:
-        logits = model(input_ids=torch.tensor([sample.token_ids])).logits[0]
-        logprobs = torch.log_softmax(logits[:-1] / sample.temperature, dim=-1)
-        for at in range(1, len(sample.token_ids)):
-            if sample.loss_mask[at]:
-                log_pi = logprobs[at - 1, sample.token_ids[at]]
-                ratio = min(math.exp(log_pi.item() - sample.logprobs[at]), DELTA)
-                terms.append(-ratio * sample.advantage * log_pi)
-    return torch.stack(terms).mean()
+        log_mu = torch.tensor([p for p, on in zip(sample.logprobs, sample.loss_mask, strict=True) if on])
+        with model.disable_adapter(), torch.no_grad():
+            log_base = loss_token_logprobs(model, sample)
+        losses.append(sample_loss(loss_token_logprobs(model, sample), log_mu, log_base, sample.advantage))
+    return mean(losses)
 
 
-def plain_training() -> tuple[PeftModel, dict[str, Tensor]]:
+def plain_training(sample_loss: SampleLoss = aipo, mean: Mean = token_mean) -> tuple[PeftModel, dict[str, Tensor]]:
     model = get_peft_model(
         tiny_model(),
         LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=list(DEFAULT_TARGET_MODULES), task_type="CAUSAL_LM"),
@@ -61,26 +113,31 @@ def plain_training() -> tuple[PeftModel, dict[str, Tensor]]:
         rate = LR * ((step + 1) / (WARMUP + 1) if step < WARMUP else 1 - (step - WARMUP) / (NUM_STEPS - WARMUP))
         optimizer.param_groups[0]["lr"] = rate
         optimizer.zero_grad()
-        plain_loss(model, make_batch("run_a", step + 1)).backward()
+        plain_loss(model, make_batch("run_a", step + 1), sample_loss, mean).backward()
         torch.nn.utils.clip_grad_norm_(named.values(), MAX_NORM)
         optimizer.step()
     return model, {name: parameter.detach() for name, parameter in named.items()}
 
 
-def test_a_run_reaches_what_a_plain_training_loop_reaches(tmp_path: Path) -> None:
-    model, house = write_model(tmp_path / "model"), tmp_path / "house"
+def run_with_loss(house: Path, run_id: str, model: Path, loss: dict[str, Any]) -> RunDir:
     run = write_run(
         house,
-        "run_a",
+        run_id,
         model,
         max_steps=NUM_STEPS,
         seed=SEED,
         model={"lora": {"rank": RANK, "alpha": ALPHA}},
         optim={"lr": LR, "weight_decay": DECAY, "max_norm": MAX_NORM},
         scheduler={"type": "linear", "warmup_steps": WARMUP},
-        loss={"delta": DELTA},
+        loss=loss,
     )
     put_batches(run, NUM_STEPS)
+    return run
+
+
+def test_a_run_reaches_what_a_plain_training_loop_reaches(tmp_path: Path) -> None:
+    model, house = write_model(tmp_path / "model"), tmp_path / "house"
+    run = run_with_loss(house, "run_a", model, {"delta": DELTA})
     train_until(trainer_config(house, model, max_tokens_per_micro_batch=96), lambda: published(run) == NUM_STEPS)
     plain_model, plain_adapter = plain_training()
     assert relative_difference(adapter(run, NUM_STEPS), plain_adapter) < 1e-4
@@ -88,3 +145,40 @@ def test_a_run_reaches_what_a_plain_training_loop_reaches(tmp_path: Path) -> Non
     token_ids = torch.randint(0, VOCAB, (2, 10))
     ours, theirs, base = (m(input_ids=token_ids).logits for m in (published_model, plain_model, tiny_model()))
     assert (ours - theirs).abs().max() < 1e-4 and (ours - base).abs().max() > 1e-2
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, RunDir]:
+    """Four losses, three means and a KL to the base in the same passes, batches split over several of them."""
+    folder = tmp_path_factory.mktemp("losses")
+    model, house = write_model(folder / "model"), folder / "house"
+    runs = {run_id: run_with_loss(house, run_id, model, config) for run_id, (config, _, _) in LOSSES.items()}
+    config = trainer_config(house, model, max_tokens_per_micro_batch=96)
+    train_until(config, lambda: all(published(run) == NUM_STEPS for run in runs.values()))
+    return runs
+
+
+@pytest.mark.parametrize("run_id", LOSSES)
+def test_each_of_several_runs_reaches_what_a_plain_loop_with_its_loss_reaches(
+    runs: dict[str, RunDir], run_id: str
+) -> None:
+    _, sample_loss, mean = LOSSES[run_id]
+    reached = adapter(runs[run_id], NUM_STEPS)
+    assert relative_difference(reached, plain_training(sample_loss, mean)[1]) < 1e-4
+    others = [adapter(runs[other], NUM_STEPS) for other in LOSSES if other != run_id]
+    assert all(relative_difference(reached, other) > 1e-3 for other in others), "the losses must differ"
+
+
+def test_metrics_of_a_run_tell_its_kl_to_the_base_when_it_asks(runs: dict[str, RunDir]) -> None:
+    """Version 0 is the base itself."""
+    lines = {
+        run_id: [msgspec.json.decode(line) for line in run.trainer_metrics.read_text().splitlines()]
+        for run_id, run in runs.items()
+    }
+    assert lines["run_kl"][0]["kl_base"] == pytest.approx(0, abs=1e-6) and lines["run_kl"][-1]["kl_base"] > 1e-4
+    for run_id in LOSSES:
+        assert [line["step"] for line in lines[run_id]] == list(range(1, NUM_STEPS + 1))
+        assert all(("kl_base" in line) == (run_id == "run_kl") for line in lines[run_id])
+        for name in ("importance_ratio/mean", "clipped_fraction", "mismatch_kl", "entropy", "grad_norm", "loss"):
+            assert all(math.isfinite(line[name]) for line in lines[run_id]), name
+        assert any(line["clipped_fraction"] > 0 for line in lines[run_id])
