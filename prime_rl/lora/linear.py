@@ -2,10 +2,9 @@
 
 Every adapter has its own leaf parameters, so gradients of different runs cannot mix and a slot that no row uses takes
 part in nothing. Which rows belong to whom is said once for all layers (`AdapterRouting.set_rows`), before the model is
-called. This module knows nothing of runs, files or models.
+called. This module knows nothing of runs, files or models; the products are in `grouped`.
 
-Dimensions: R rows (sequences), T tokens of a row, I inputs, O outputs, K rank, G groups (neighbouring rows of one
-adapter), N tokens of a group.
+Dimensions: R rows (sequences), T tokens of a row, N tokens of all rows, I inputs, O outputs.
 """
 
 from __future__ import annotations
@@ -17,6 +16,8 @@ from typing import Protocol
 
 import torch
 from torch import Tensor, nn
+
+from prime_rl.lora.grouped import TokenGroup, grouped_lora
 
 
 @dataclass(frozen=True)
@@ -52,12 +53,15 @@ class AdapterRouting:
     def all_base(self) -> bool:
         return all(group.adapter is None for group in self.groups)
 
-    @property
-    def stackable(self) -> list[int] | None:
-        """The adapters when all groups have one and the same size, else None."""
-        adapters = [group.adapter for group in self.groups if group.adapter is not None]
-        sizes = {group.num_rows for group in self.groups}
-        return adapters if len(sizes) == 1 and len(adapters) == len(self.groups) else None
+    def token_groups(self, num_tokens: int) -> list[TokenGroup]:
+        """The groups that use an adapter, in tokens of rows of `num_tokens`."""
+        groups, start = [], 0
+        for group in self.groups:
+            stop = start + group.num_rows * num_tokens
+            if group.adapter is not None:
+                groups.append(TokenGroup(group.adapter, start, stop, self.scaling[group.adapter]))
+            start = stop
+        return groups
 
 
 class LayerRegistry(Protocol):
@@ -102,33 +106,12 @@ class MultiLoRALinear(nn.Module):
         routing = self.routing
         if x_RTI.shape[0] != routing.num_rows:
             raise ValueError(f"activations have {x_RTI.shape[0]} rows, the routing was set for {routing.num_rows}")
-        base_RTO: Tensor = self.base_layer(x_RTI)
         if routing.all_base:
+            base_RTO: Tensor = self.base_layer(x_RTI)
             return base_RTO
-        adapters = routing.stackable
-        # Padding unequal groups to one size was measured slower than the loop for every shape with more than one token.
-        delta_RTO = self._stacked(adapters, x_RTI) if adapters and len(adapters) > 1 else self._looped(x_RTI)
-        return base_RTO + delta_RTO
-
-    def _stacked(self, adapters: list[int], x_RTI: Tensor) -> Tensor:
-        """Groups of equal size: two batched products for all. Only adapters in use are stacked."""
-        x_GNI = x_RTI.reshape(len(adapters), -1, x_RTI.shape[-1])
-        A_GKI = torch.stack([self.lora_A[idx] for idx in adapters]).to(x_RTI.dtype)
-        # The scale goes onto B, which is smaller than any activation.
-        B_GOK = torch.stack([self.lora_B[idx] * self.routing.scaling[idx] for idx in adapters]).to(x_RTI.dtype)
-        delta_GNO = torch.bmm(torch.bmm(x_GNI, A_GKI.transpose(1, 2)), B_GOK.transpose(1, 2))
-        return delta_GNO.reshape(*x_RTI.shape[:-1], -1)
-
-    def _looped(self, x_RTI: Tensor) -> Tensor:
-        """Groups of any size: one pair of products each."""
-        groups = self.routing.groups
-        parts = torch.split(x_RTI, [group.num_rows for group in groups])
-        deltas = [self._one(group.adapter, part) for group, part in zip(groups, parts, strict=True)]
-        return torch.cat(deltas) if len(deltas) > 1 else deltas[0]
-
-    def _one(self, idx: int | None, x_RTI: Tensor) -> Tensor:
-        if idx is None:
-            return x_RTI.new_zeros(*x_RTI.shape[:-1], self.base_layer.out_features)
-        lora_A, lora_B = self.parameters_of(idx)
-        scaled_B = (lora_B * self.routing.scaling[idx]).to(x_RTI.dtype)
-        return x_RTI @ lora_A.to(x_RTI.dtype).T @ scaled_B.T
+        groups = routing.token_groups(x_RTI.shape[1])
+        leaves = [leaf for group in groups for leaf in self.parameters_of(group.adapter)]
+        out_NO: Tensor = grouped_lora(
+            x_RTI.reshape(-1, x_RTI.shape[-1]), self.base_layer.weight, self.base_layer.bias, groups, leaves
+        )
+        return out_NO.reshape(*x_RTI.shape[:-1], -1)

@@ -1,11 +1,8 @@
 """One torch optimizer for each run: its own type, rate, moments, clipping. Nothing is shared between slots.
 
-A run of a lower rank than the slots' uses the first rows of A and columns of B; the rest is zero and stays so. Its
-optimizer works on views of that part, so its moments, its gradient norm and (for Muon) the shapes are those of its own
-rank, and its state fits a trainer with larger slots.
-
-Gradients stay in the slots' leaf parameters, where backward puts them, until the run's batch is complete. Which class
-of optimizer a run gets is decided in `optimizers`, its learning rate in `scheduler`.
+Gradients stay in the slots' leaf parameters, where backward puts them, until the run's batch is complete. The update
+itself works on the run's own part of the slot as one vector (`flat`). Which class of optimizer a run gets is decided in
+`optimizers`, its learning rate in `scheduler`.
 """
 
 from __future__ import annotations
@@ -14,11 +11,11 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from prime_rl.configs.orchestrator import OptimConfig
-from prime_rl.trainer.optimizers import make_optimizer
+from prime_rl.trainer.flat import FlatWeights
+from prime_rl.trainer.optimizers import NEEDS_MATRICES, make_optimizer
 from prime_rl.trainer.runs import MultiRunManager
 from prime_rl.trainer.world import World
 
@@ -31,13 +28,9 @@ class PostCreationCallback(Protocol):
 
 @dataclass(frozen=True)
 class _RunOptimizer:
-    """`leaves` are the slot's parameters, `views` the run's own part of each, in the same order."""
-
     config: OptimConfig
     optimizer: Optimizer
-    names: list[str]
-    leaves: list[nn.Parameter]
-    views: list[nn.Parameter]
+    weights: FlatWeights
 
 
 class MultiLoRAOptimizer:
@@ -60,12 +53,10 @@ class MultiLoRAOptimizer:
 
     def creation_hook(self, run_idx: int, run_id: str) -> None:
         config, rank = self._manager.config[run_idx].optim, self._manager.rank_of(run_idx)
-        named = self._manager.get_named_parameters_for_run(run_idx)
-        views = [_view(name, leaf, rank) for name, leaf in named]
-        optimizer = make_optimizer(config, views, self._manager.dtype_of(run_idx))
-        self._runs[run_idx] = _RunOptimizer(
-            config, optimizer, [name for name, _ in named], [leaf for _, leaf in named], views
-        )
+        weights = FlatWeights(self._manager.get_named_parameters_for_run(run_idx), rank)
+        params = weights.matrices if config.type in NEEDS_MATRICES else [weights.values_P]
+        optimizer = make_optimizer(config, params, self._manager.dtype_of(run_idx))
+        self._runs[run_idx] = _RunOptimizer(config, optimizer, weights)
         self.optimizers[run_idx] = optimizer
         for callback in self._post_creation:
             callback(optimizer, run_idx)
@@ -74,7 +65,7 @@ class MultiLoRAOptimizer:
         self.optimizers[run_idx] = None
         run = self._runs.pop(run_idx, None)
         if run is not None:
-            self._drop_gradients(run)
+            run.weights.drop_gradients()
 
     def lr(self, run_idx: int) -> float:
         return float(self._runs[run_idx].optimizer.param_groups[0]["lr"])
@@ -89,38 +80,39 @@ class MultiLoRAOptimizer:
 
         A rank that had no row of the run adds zeros. The result is the same to the last bit on all ranks.
         """
-        run = self._runs[run_idx]
-        parts = [
-            (_cut(leaf.grad, view) if leaf.grad is not None else torch.zeros_like(view)) for leaf, view in _pairs(run)
-        ]
-        flat = self._world.sum(torch.cat([part.reshape(-1) for part in parts]))
-        for view, values in zip(run.views, torch.split(flat, [view.numel() for view in run.views]), strict=True):
-            view.grad = values.view(view.shape)
-        return float(torch.linalg.vector_norm(flat))
+        weights = self._runs[run_idx].weights
+        gradients_P = self._world.sum(weights.gradients())
+        weights.begin(gradients_P)
+        return float(torch.linalg.vector_norm(gradients_P))
 
     def step_run(self, run_idx: int, grad_norm: float) -> None:
         """Clip to the run's own `max_norm`, update, drop the gradients."""
         run = self._runs[run_idx]
         limit = run.config.max_norm
         if 0 < limit < grad_norm:
-            for view in run.views:
-                assert view.grad is not None
-                view.grad.mul_(limit / grad_norm)
+            assert run.weights.values_P.grad is not None, "reduce_gradients first"
+            run.weights.values_P.grad.mul_(limit / grad_norm)
         run.optimizer.step()
-        self._drop_gradients(run)
+        run.weights.finish()
+        run.weights.drop_gradients()
 
     def is_finite(self, run_idx: int) -> bool:
-        """Whether all weights of the run are numbers."""
-        return all(bool(torch.isfinite(view).all()) for view in self._runs[run_idx].views)
+        """Whether all weights of the run are numbers after its update."""
+        return self._runs[run_idx].weights.is_finite()
 
     def drop_gradients(self, run_idx: int) -> None:
         """Forget what was accumulated for the run."""
-        self._drop_gradients(self._runs[run_idx])
+        self._runs[run_idx].weights.drop_gradients()
 
     def state_dict(self, run_idx: int) -> dict[str, Any]:
         """Moments of the run's optimizer, with the names they belong to. Tensors and plain values only."""
         run = self._runs[run_idx]
-        return {"type": run.config.type, "names": run.names, "state": run.optimizer.state_dict()["state"]}
+        return {
+            "type": run.config.type,
+            "names": run.weights.names,
+            "num_weights": run.weights.num_weights,
+            "state": run.optimizer.state_dict()["state"],
+        }
 
     def load_state_dict(self, run_idx: int, saved: dict[str, Any]) -> None:
         """Take over saved moments; rates and constants stay those of the run's config. Raises ValueError."""
@@ -130,25 +122,11 @@ class MultiLoRAOptimizer:
                 f"the checkpoint has the state of {saved['type']!r}, the config asks for optim.type = "
                 f"{run.config.type!r}; change it back, or start anew with ckpt.resume_step = 0"
             )
-        if saved["names"] != run.names:
+        if saved["names"] != run.weights.names:
             raise ValueError("the checkpoint is of a model with other target modules")
+        if saved["num_weights"] != run.weights.num_weights:
+            raise ValueError(
+                f"the checkpoint is of {saved['num_weights']} weights, the run has {run.weights.num_weights}"
+            )
         groups = run.optimizer.state_dict()["param_groups"]
         run.optimizer.load_state_dict({"state": saved["state"], "param_groups": groups})
-
-    @staticmethod
-    def _drop_gradients(run: _RunOptimizer) -> None:
-        for leaf, view in _pairs(run):
-            leaf.grad = view.grad = None
-
-
-def _view(name: str, leaf: nn.Parameter, rank: int) -> nn.Parameter:
-    """The run's own part of a slot's parameter, on the same memory."""
-    return nn.Parameter(leaf.detach()[:rank] if name.endswith(".lora_A") else leaf.detach()[:, :rank])
-
-
-def _cut(grad: Tensor, view: Tensor) -> Tensor:
-    return grad[: view.shape[0], : view.shape[1]]
-
-
-def _pairs(run: _RunOptimizer) -> list[tuple[nn.Parameter, nn.Parameter]]:
-    return list(zip(run.leaves, run.views, strict=True))

@@ -18,10 +18,13 @@ from prime_rl.trainer.muon import Muon
 
 Params = list[nn.Parameter]
 
+# Look at the shape of each weight matrix; the others take all weights of a run as one vector.
+NEEDS_MATRICES = ("muon",)
+
 # Decay is zero here: `make_optimizer` does it for all alike. With no decay Adam is AdamW.
 _MAKERS: dict[str, Callable[[Params, OptimConfig], Optimizer]] = {
-    "adamw": lambda params, config: AdamW(params, config.lr, config.betas, weight_decay=0.0),
-    "adam": lambda params, config: AdamW(params, config.lr, config.betas, weight_decay=0.0),
+    "adamw": lambda params, config: AdamW(params, config.lr, config.betas, weight_decay=0.0, fused=True),
+    "adam": lambda params, config: AdamW(params, config.lr, config.betas, weight_decay=0.0, fused=True),
     "nadam": lambda params, config: NAdam(params, config.lr, config.betas),
     "radam": lambda params, config: RAdam(params, config.lr, config.betas),
     "adamax": lambda params, config: Adamax(params, config.lr, config.betas),

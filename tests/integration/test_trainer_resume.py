@@ -11,6 +11,7 @@ import msgspec
 import pytest
 import torch
 
+from prime_rl.configs.trainer import TrainerConfig
 from prime_rl.contract.files import wait_for
 from prime_rl.contract.layout import RunDir, list_rollout_steps, list_steps
 from prime_rl.contract.status import TrainerStatus, read_status
@@ -69,6 +70,17 @@ def until(run: RunDir, step: int) -> Callable[[], bool]:
     return lambda: published(run) >= step
 
 
+def train_to(config: TrainerConfig, run: RunDir, step: int) -> None:
+    """Train to exactly `step`: later batches come afterwards."""
+    later = {number: run.rollout_file(number) for number in list_rollout_steps(run) if number > step}
+    batches = {path: path.read_bytes() for path in later.values()}
+    for path in batches:
+        path.unlink()
+    train_until(config, until(run, step))
+    for path, batch in batches.items():
+        path.write_bytes(batch)
+
+
 def metrics_steps(run: RunDir) -> list[int]:
     return [msgspec.json.decode(line)["step"] for line in run.trainer_metrics.read_text().splitlines()]
 
@@ -78,7 +90,7 @@ def test_a_stop_between_checkpoints_loses_nothing(
 ) -> None:
     run = make_run(tmp_path, model)
     config = trainer_config(tmp_path, model)
-    train_until(config, until(run, 4))
+    train_to(config, run, 4)
     assert list_steps(run.checkpoints, stable_only=True) == [3, 4], "the stop saved step 4"
     assert list_rollout_steps(run)[0] == 4, "step 3 is covered by a checkpoint of both parts"
     train_until(config, until(run, NUM_STEPS))
@@ -92,7 +104,7 @@ def test_a_replay_from_the_last_checkpoint_reaches_the_same_bits(
     """Stopped at step 5 with only the checkpoint of step 3: rollouts 4 and 5 are trained on again."""
     run = make_run(tmp_path, model)
     config = trainer_config(tmp_path, model)
-    train_until(config, until(run, 5))
+    train_to(config, run, 5)
     (run.checkpoint_dir(5) / "STABLE").unlink()
     train_until(config, until(run, NUM_STEPS))
     assert same(adapter(run, NUM_STEPS), uninterrupted)
@@ -104,7 +116,7 @@ def test_without_any_checkpoint_all_is_replayed(
 ) -> None:
     run = make_run(tmp_path, model)
     config = trainer_config(tmp_path, model)
-    train_until(config, until(run, 2))
+    train_to(config, run, 2)
     (run.checkpoint_dir(2) / "STABLE").unlink()
     first = adapter(run, 1)
     train_until(config, until(run, NUM_STEPS))
@@ -179,7 +191,7 @@ def test_a_resume_that_cannot_be_is_explained(
 ) -> None:
     run = make_run(tmp_path, model)
     config = trainer_config(tmp_path, model)
-    train_until(config, until(run, 4))
+    train_to(config, run, 4)
     write_config(run, model, **{**CHANGES, **changes})
     train_until(config, run.evicted.exists)
     assert reason in run.evicted.read_text()
@@ -191,7 +203,7 @@ def test_a_resume_that_cannot_be_is_explained(
 def test_a_damaged_checkpoint_evicts_with_the_reason(model: Path, tmp_path: Path, name: str) -> None:
     run = make_run(tmp_path, model)
     config = trainer_config(tmp_path, model)
-    train_until(config, until(run, 4))
+    train_to(config, run, 4)
     (run.trainer_checkpoint(4) / name).write_bytes(b"\x80junk")
     train_until(config, run.evicted.exists)
     assert "it cannot be started" in run.evicted.read_text()

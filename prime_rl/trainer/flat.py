@@ -1,0 +1,79 @@
+"""The run's own part of its slot as one vector: gradients of all layers in one sum, one norm, one optimizer step.
+
+An adapter has hundreds of small matrices, and on each of them an update costs more in calls than in numbers. A run of a
+lower rank than the slots' uses the first rows of A and columns of B; the rest is zero, stays so, and is not in here. So
+moments, gradient norm and (for Muon) shapes are those of the run's own rank. The slot's parameters stay the one home of
+the weights: they are gathered before an update and written back after it.
+
+Dimensions: P numbers of the run's own part, in the order of its parameters.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+
+class FlatWeights:
+    """`named` are the slot's parameters, A `[K, in]` under a name that ends in `.lora_A`, B `[out, K]` in `.lora_B`.
+
+    Attributes:
+        values_P: what the optimizer updates.
+        matrices: views of it by parameter, for an optimizer that looks at shapes.
+    """
+
+    def __init__(self, named: Sequence[tuple[str, nn.Parameter]], rank: int) -> None:
+        self.names = [name for name, _ in named]
+        self._leaves = [leaf for _, leaf in named]
+        self._own = [_own(name, leaf.detach(), rank) for name, leaf in named]
+        self._sizes = [own.numel() for own in self._own]
+        self._rank = rank
+        self.values_P = nn.Parameter(self._gathered(self._own))
+        parts = torch.split(self.values_P.detach(), self._sizes)
+        self.matrices = [nn.Parameter(part.view(own.shape)) for part, own in zip(parts, self._own, strict=True)]
+
+    @property
+    def num_weights(self) -> int:
+        return self.values_P.numel()
+
+    def gradients(self) -> Tensor:
+        """What backward left in the slot, `[P]`; zeros where it left nothing."""
+        return self._gathered(
+            [
+                torch.zeros_like(own) if leaf.grad is None else _own(name, leaf.grad, self._rank)
+                for name, leaf, own in zip(self.names, self._leaves, self._own, strict=True)
+            ]
+        )
+
+    @torch.no_grad()
+    def begin(self, gradients_P: Tensor) -> None:
+        """Take the weights from the slot, and give the optimizer its gradients."""
+        self.values_P.copy_(self._gathered(self._own))
+        self.values_P.grad = gradients_P
+        for matrix, part in zip(self.matrices, torch.split(gradients_P, self._sizes), strict=True):
+            matrix.grad = part.view(matrix.shape)
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Put the updated weights into the slot."""
+        torch._foreach_copy_(self._own, [matrix.detach() for matrix in self.matrices])
+
+    def drop_gradients(self) -> None:
+        for parameter in (*self._leaves, self.values_P, *self.matrices):
+            parameter.grad = None
+
+    def is_finite(self) -> bool:
+        """Whether all updated weights are numbers."""
+        # The sum of squares is infinite or no number when one of them is; one pass, and no table of flags.
+        return math.isfinite(float(torch.linalg.vector_norm(self.values_P.detach(), dtype=torch.float64)))
+
+    @staticmethod
+    def _gathered(parts: Sequence[Tensor]) -> Tensor:
+        return torch.cat([part.reshape(-1) for part in parts])
+
+
+def _own(name: str, tensor: Tensor, rank: int) -> Tensor:
+    return tensor[:rank] if name.endswith(".lora_A") else tensor[:, :rank]
