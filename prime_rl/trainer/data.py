@@ -90,7 +90,6 @@ class PackingSource:
         self._scout.wait(0)
         while not self._stop():
             self._scout.look()
-            self._packer.poll()
             behind = self._behind()
             pack = self._packer.pack() if behind is None else None
             if pack is not None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from prime_rl.contract.layout import list_rollout_steps
-from prime_rl.contract.types import MicroBatch
+from prime_rl.contract.types import MicroBatch, TrainingBatch
 from prime_rl.trainer.intake import BatchLimits, take_batch
 from prime_rl.trainer.packing import RowQueue, blank_micro_batch, rows_of, to_micro_batch
 from prime_rl.trainer.runs import MultiRunManager
@@ -55,25 +55,32 @@ class Packer:
         self._queue.drop(run_idx)
         self._in_work.pop(run_idx, None)
 
-    def poll(self) -> None:
-        """Take in the next batch of each run that has none in work. One failed `open` a run when there is none."""
-        for run_idx in self._manager.active_idxs:
-            if run_idx not in self._in_work:
-                self._take_in(run_idx)
+    def get_batch(self) -> dict[int, TrainingBatch]:
+        """Take in the next batch of each run that has none in work: by slot, those that came.
 
-    def _take_in(self, run_idx: int) -> None:
+        Costs one failed `open` for each run that has no batch.
+        """
+        batches = {}
+        for run_idx in self._manager.active_idxs:
+            if run_idx not in self._in_work and (batch := self._take_in(run_idx)) is not None:
+                batches[run_idx] = batch
+        return batches
+
+    def _take_in(self, run_idx: int) -> TrainingBatch | None:
         run, step = self._manager.run_dir(run_idx), self._manager.progress[run_idx].step + 1
         path, config = run.rollout_file(step), self._manager.config[run_idx]
+        batch: TrainingBatch | None = None
         with self._manager.run_boundary(run_idx, f"reading rollouts/step_{step}"):
             batch = take_batch(path, BatchLimits.of(config, run.run_id, step, self._vocab_size))
-            if batch is None:
-                return
-            num_tokens = sum(len(sample.token_ids) for sample in batch.samples)
-            self._queue.add(run_idx, rows_of(run_idx, batch.samples, config.loss.mean, config.loss_length))
-            self._in_work[run_idx] = ReadyRun(run_idx, num_tokens, len(batch.samples))
+            if batch is not None:
+                num_tokens = sum(len(sample.token_ids) for sample in batch.samples)
+                self._queue.add(run_idx, rows_of(run_idx, batch.samples, config.loss.mean, config.loss_length))
+                self._in_work[run_idx] = ReadyRun(run_idx, num_tokens, len(batch.samples))
+        return batch
 
     def pack(self) -> Pack | None:
-        """The next pass of each rank, or None when no rows wait."""
+        """Take in what came; the next pass of each rank, or None when no rows wait."""
+        self.get_batch()
         for run_idx in set(self._in_work) - set(self._manager.active_idxs):
             self._queue.drop(run_idx)
         if not self._queue:
