@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from msgspec.structs import replace
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor
 
@@ -22,7 +23,7 @@ from tests.trainer_support import (
     adapter,
     make_batch,
     published,
-    put_batches,
+    put_batch,
     relative_difference,
     tiny_model,
     train_until,
@@ -77,6 +78,13 @@ LOSSES: dict[str, tuple[dict[str, Any], SampleLoss, Mean]] = {
 }
 
 
+def batch_of(run_id: str, step: int) -> TrainingBatch:
+    """A recorded batch, sampled at several temperatures."""
+    batch = make_batch(run_id, step)
+    samples = [replace(sample, temperature=(1.0, 0.7, 1.3)[i % 3]) for i, sample in enumerate(batch.samples)]
+    return replace(batch, samples=samples)
+
+
 def loss_token_logprobs(model: torch.nn.Module, sample: TrainingSample) -> Tensor:
     """One sample at a time, no padding."""
     logits = model(input_ids=torch.tensor([sample.token_ids])).logits[0]
@@ -113,7 +121,7 @@ def plain_training(sample_loss: SampleLoss = aipo, mean: Mean = token_mean) -> t
         rate = LR * ((step + 1) / (WARMUP + 1) if step < WARMUP else 1 - (step - WARMUP) / (NUM_STEPS - WARMUP))
         optimizer.param_groups[0]["lr"] = rate
         optimizer.zero_grad()
-        plain_loss(model, make_batch("run_a", step + 1), sample_loss, mean).backward()
+        plain_loss(model, batch_of("run_a", step + 1), sample_loss, mean).backward()
         torch.nn.utils.clip_grad_norm_(named.values(), MAX_NORM)
         optimizer.step()
     return model, {name: parameter.detach() for name, parameter in named.items()}
@@ -131,7 +139,8 @@ def run_with_loss(house: Path, run_id: str, model: Path, loss: dict[str, Any]) -
         scheduler={"type": "linear", "warmup_steps": WARMUP},
         loss=loss,
     )
-    put_batches(run, NUM_STEPS)
+    for step in range(1, NUM_STEPS + 1):
+        put_batch(run, batch_of(run_id, step))
     return run
 
 

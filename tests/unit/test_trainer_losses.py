@@ -19,6 +19,7 @@ from prime_rl.configs.losses import (
     IcePopLossConfig,
     LossConfig,
     MisLossConfig,
+    TisLossConfig,
 )
 from prime_rl.trainer.loss import LossInputs, compute_loss
 from tests.loss_support import EVERY_LOSS, inputs_of, name_of
@@ -136,6 +137,27 @@ def test_autograd_agrees_with_itself(config: LossConfig) -> None:
         return compute_loss(config, replace(inputs, logprobs_RK=logprobs_RK, sampled_logprobs_RK=mu_RK)).loss_R
 
     assert torch.autograd.gradcheck(loss, (inputs.logprobs_RK.clone().requires_grad_(),))
+
+
+@pytest.mark.parametrize(
+    ("left_out", "said"),
+    [
+        (TisLossConfig(type="tis"), TisLossConfig(type="tis", cap=2)),
+        (TisLossConfig(type="tis", level="sequence"), TisLossConfig(type="tis", level="sequence", cap=5)),
+        (MisLossConfig(type="mis"), MisLossConfig(type="mis", low=0.99, high=1.01)),
+        (MisLossConfig(type="mis", ratio="product"), MisLossConfig(type="mis", ratio="product", low=0.5, high=2)),
+    ],
+    ids=repr,
+)
+def test_constants_that_are_left_out_take_what_belongs_to_the_choice(left_out: LossConfig, said: LossConfig) -> None:
+    inputs = inputs_of()
+    # Far enough from the policy for a cap of 5, near enough for a mean of 1.01.
+    mu_RK = inputs.logprobs_RK + torch.tensor([-3.0, 0.001, -0.004, -1.0, 0.2, 0.05])[:, None]
+    spread = replace(inputs, sampled_logprobs_RK=mu_RK)
+    losses = compute_loss(left_out, spread)
+    assert torch.equal(losses.loss_R, compute_loss(said, spread).loss_R)
+    clipped = {bool(row[mask].any()) for row, mask in zip(losses.clipped_RK, inputs.mask_RK, strict=True)}
+    assert clipped == {True, False}
 
 
 REJECTING: list[LossConfig] = [
