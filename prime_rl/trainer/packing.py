@@ -1,10 +1,10 @@
 """Which rows go into the next forward/backward pass. Pure: no files, no tensors, no clock.
 
 Runs take turns row by row: next is always the run with the largest deficit, the one that had the fewest tokens. So a
-run with a large batch cannot hold up one with a small batch. A pass ends early rather than take others beyond what a
-run has had whose batch is complete with it: that run's next batch is on its way. Rows of one pass have similar length
-(the shortest is more than half of the longest), so little is padding. A batch may be spread over any number of passes:
-each row carries the scale that makes the sum over all of them the mean over its run's whole batch.
+run with a large batch cannot hold up one with a small batch. A pass ends early rather than take others far beyond what
+a run has had that has no more rows for it. Rows of one pass have similar length (the shortest is more than half of the
+longest), so little is padding. A batch may be spread over any number of passes: each row carries the scale that makes
+the sum over all of them the mean over its run's whole batch.
 
 With several ranks a pack has one pass for each. The ranks share the base model, so every rank takes part in every pack:
 rows are dealt evenly, and a rank for which there is none goes through a blank row, which has no loss token.
@@ -162,20 +162,22 @@ class RowQueue:
         longest = self._rows[leader][-1].num_tokens
         taken = _Taken(longest, num_ranks * max(1, self.max_tokens // longest))
         fitting = {idx: at for idx, rows in self._rows.items() if (at := _last_fitting(rows, longest)) >= 0}
-        # What the run had whose batch is complete: its next one comes after this pass, and must not find others ahead.
-        ahead = math.inf
+        # What a run had that is in this pass and can take no further part in it. It waits for the next pass, or for its
+        # next batch, which comes after this pass; neither must find others far ahead.
+        limit = math.inf
+        part_of_it: set[int] = set()
         while fitting and not taken.is_full:
             run_idx = self._least_served(fitting)
             rows, at = self._rows[run_idx], fitting.pop(run_idx)
-            if self._served[run_idx] > ahead and not taken.is_small:
+            if self._served[run_idx] > limit and not taken.is_small:
                 break
-            if not taken.takes(rows[at]):
-                continue
-            self._served[run_idx] += taken.add(rows.pop(at))
-            if not rows:
-                ahead = min(ahead, self._served[run_idx])
-            elif at:
-                fitting[run_idx] = at - 1
+            if taken.takes(rows[at]):
+                self._served[run_idx] += taken.add(rows.pop(at))
+                part_of_it.add(run_idx)
+                if at:
+                    fitting[run_idx] = at - 1
+            if run_idx in part_of_it and run_idx not in fitting:
+                limit = min(limit, self._served[run_idx])
         self._rows = {run_idx: rows for run_idx, rows in self._rows.items() if rows}
         return taken.rows
 

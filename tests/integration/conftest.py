@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -29,3 +30,19 @@ def house(tmp_path: Path, base_model: Path) -> Iterator[House]:
 @pytest.fixture
 def vllm_house(tmp_path: Path, base_model: Path) -> Iterator[House]:
     yield from _closed(make_house(tmp_path, base_model, engine="vllm"))
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The trainer tests' random model of two layers."""
+    from tests.trainer_support import write_model  # torch, which most of the tests here do without
+
+    return write_model(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="session")
+def alone(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The last adapter of each of the isolation tests' runs when it had the trainer for itself."""
+    from tests.isolation_support import RUNS, train_alone
+
+    return {run_id: train_alone(tmp_path_factory.mktemp(run_id), tiny, run_id) for run_id in RUNS}

@@ -114,6 +114,7 @@ MIXES: dict[str, list[Tenant]] = {
     "rows 20x longer, 7 others": [Tenant((1000,) * 20), *[SMALL] * 7],
     "20x more rows, 20x shorter": [Tenant((20,) * 4000), Tenant((400,) * 10)],
     "rows of all lengths": [Tenant(mixed(1, 320, 10, 400)), *[Tenant(mixed(n, 16, 10, 400)) for n in range(2, 5)]],
+    "few rows of all lengths": [Tenant(mixed(1, 160, 10, 100)), *[Tenant(mixed(n, 8, 10, 100)) for n in range(2, 4)]],
     "rows just above half as long": [Tenant((51,) * 400), Tenant((100,) * 10)],
     "rows just below twice as long": [Tenant((100,) * 200), Tenant((51,) * 20)],
     "batches take time to make": [HOG, Tenant((50,) * 20, think=3_000), Tenant((50,) * 20, think=1_500)],

@@ -1,0 +1,124 @@
+"""What a run chooses for itself works, and touches nobody else; and how the real loop shares its time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prime_rl.configs.base import merge
+from prime_rl.contract.layout import RunDir, list_steps
+from prime_rl.lora.adapter_state import load_peft
+from prime_rl.trainer.runs import get_multi_run_manager
+from tests.isolation_support import TOLERANCE, Adapter
+from tests.trainer_support import (
+    adapter,
+    published,
+    put_batches,
+    relative_difference,
+    train_until,
+    trainer_config,
+    write_run,
+)
+
+NUM_STEPS = 4
+# An optimizer in which everything counts: AdamW, for one, does not feel the size of a gradient.
+PLAIN: dict[str, Any] = {"optim": {"type": "sgd", "lr": 0.05, "max_norm": 1e9}, "model": {"lora": {"rank": 8}}}
+CHOICES: dict[str, dict[str, Any]] = {
+    "clip norm": {"optim": {"max_norm": 1e-3}},
+    "optimizer": {"optim": {"type": "adamw", "lr": 1e-3}},
+    "rate": {"optim": {"lr": 0.5}},
+    "momentum": {"optim": {"betas": [0.0, 0.0]}},
+    "decay": {"optim": {"weight_decay": 1.0}},
+    "schedule": {"scheduler": {"type": "linear"}},
+    "warm-up": {"scheduler": {"warmup_steps": 3}},
+    "alpha": {"model": {"lora": {"alpha": 1.0}}},
+    "rank": {"model": {"lora": {"rank": 2}}},
+    "loss": {"loss": {"type": "gspo", "clip_low": 0.9, "clip_high": 9.0}},
+    "constant of the loss": {"loss": {"delta": 0.5}},
+    "seed": {"seed": 5},
+}
+
+
+def merged(changes: dict[str, Any]) -> dict[str, Any]:
+    return merge(PLAIN, changes)
+
+
+@pytest.fixture(scope="module")
+def plain(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Adapter:
+    """What a run without choices reaches alone."""
+    house = tmp_path_factory.mktemp("plain")
+    run = write_run(house, "run_plain", tiny, max_steps=NUM_STEPS, **PLAIN)
+    put_batches(run, NUM_STEPS)
+    train_until(trainer_config(house, tiny), lambda: published(run) == NUM_STEPS)
+    return adapter(run, NUM_STEPS)
+
+
+def test_every_choice_changes_its_own_run_and_no_other(plain: Adapter, tiny: Path, tmp_path: Path) -> None:
+    """All runs train on the same batches side by side; they differ in one choice each."""
+    unmoved = write_run(tmp_path, "run_plain", tiny, max_steps=NUM_STEPS, **PLAIN)
+    chosen = {
+        name: write_run(tmp_path, f"run_{number}", tiny, max_steps=NUM_STEPS, **merged(changes))
+        for number, (name, changes) in enumerate(CHOICES.items())
+    }
+    for run in (unmoved, *chosen.values()):
+        put_batches(run, NUM_STEPS)
+    config = trainer_config(tmp_path, tiny, max_concurrent_runs=16, max_tokens_per_micro_batch=1024)
+    train_until(config, lambda: all(published(run) == NUM_STEPS for run in (unmoved, *chosen.values())))
+    assert relative_difference(adapter(unmoved, NUM_STEPS), plain) <= TOLERANCE
+    for name, run in chosen.items():
+        reached = adapter(run, NUM_STEPS)
+        if name == "rank":
+            assert {min(tensor.shape) for tensor in reached.values()} == {2}
+        elif name != "alpha":  # which scales what an adapter does
+            assert relative_difference(reached, plain) > 10 * TOLERANCE, name
+    alphas = {name: load_peft(chosen[name].broadcast_dir(NUM_STEPS))[1].alpha for name in ("alpha", "rank")}
+    assert alphas == {"alpha": 1.0, "rank": 32.0}
+
+
+def test_steps_checkpoints_and_versions_are_kept_as_each_run_asks(plain: Adapter, tiny: Path, tmp_path: Path) -> None:
+    asked: dict[str, tuple[int, dict[str, Any], list[int]]] = {
+        "run_often": (9, {"ckpt": {"interval": 1, "keep_last": 3}}, [7, 8, 9]),
+        "run_seldom": (9, {"ckpt": {"interval": 5, "keep_last": 9}}, [5, 9]),
+        "run_some": (9, {"ckpt": {"interval": 2, "keep_last": 1, "keep_interval": 4}}, [4, 8, 9]),
+        "run_short": (2, {"ckpt": {"interval": 100}}, [2]),
+    }
+    for run_id, (max_steps, changes, _) in asked.items():
+        run = write_run(tmp_path, run_id, tiny, max_steps=max_steps, max_async_level=1, **merged(changes))
+        put_batches(run, 9)
+    unmoved = write_run(tmp_path, "run_plain", tiny, max_steps=NUM_STEPS, **PLAIN)
+    put_batches(unmoved, NUM_STEPS)
+    runs = [RunDir(tmp_path / run_id) for run_id in asked]
+    config = trainer_config(tmp_path, tiny, max_concurrent_runs=8)
+    train_until(config, lambda: [published(run) for run in [*runs, unmoved]] == [9, 9, 9, 2, NUM_STEPS])
+    for run in runs:
+        assert list_steps(run.checkpoints, stable_only=True) == asked[run.run_id][2], run.run_id
+        last = asked[run.run_id][0]
+        assert list_steps(run.broadcast) == list(range(max(1, last - 3), last + 1))
+    assert relative_difference(adapter(unmoved, NUM_STEPS), plain) <= TOLERANCE
+
+
+def test_the_real_loop_shares_its_time_by_tokens(tiny: Path, tmp_path: Path) -> None:
+    """A run whose batches are 20x larger and always there: between two of its updates each other run has its 20.
+
+    Counted in updates of runs that send equal batches, so in tokens; no clock is looked at.
+    """
+    hog = write_run(tmp_path, "run_hog", tiny, batch_size=120, max_async_level=16)
+    small = [write_run(tmp_path, f"run_small_{number}", tiny, max_async_level=16) for number in range(2)]
+    put_batches(hog, 4, num_samples=120)
+    for number, run in enumerate(small):
+        put_batches(run, 100, num_samples=6, seed=number + 1)
+    at_update: dict[int, list[int]] = {}
+
+    def done() -> bool:
+        manager = get_multi_run_manager()
+        steps = {run_id: manager.progress[run_idx].step for run_id, run_idx in manager.id_2_idx.items()}
+        if steps.get("run_hog"):
+            at_update.setdefault(steps["run_hog"], [steps[run.run_id] for run in small])
+        return len(at_update) == 3
+
+    train_until(trainer_config(tmp_path, tiny, max_tokens_per_micro_batch=512), done)
+    for number in range(2):
+        between = [at_update[step + 1][number] - at_update[step][number] for step in (1, 2)]
+        assert all(0.8 * 20 <= updates <= 20 / 0.8 for updates in between), at_update
