@@ -93,7 +93,26 @@ def test_each_look_calls_forgotten_then_validation_then_discovered(tmp_path: Pat
     assert calls == [*in_order, ("creation", "run_3"), ("creation", "run_4")]
 
 
-def test_a_run_that_comes_back_is_judged_again_and_so_is_who_waits_when_there_is_a_new_rule(tmp_path: Path) -> None:
+def test_a_run_that_comes_back_is_judged_again(tmp_path: Path) -> None:
+    run = add(tmp_path, "run_a", seed=1)
+    manager, _ = with_layer(tmp_path)
+    seen: list[int] = []
+
+    def accept(config: OrchestratorConfig) -> tuple[bool, str]:
+        seen.append(config.seed)
+        return True, ""
+
+    manager.register_config_validation_hook(accept)
+    for _ in range(2):
+        look(manager)
+        look(manager)
+        manager.evict_run(idx=0, reason="test")
+        look(manager)
+        run.evicted.unlink()
+    assert seen == [1, 1]
+
+
+def test_who_waits_is_judged_again_when_there_is_a_new_rule(tmp_path: Path) -> None:
     first, second = add(tmp_path, "run_a", 1, seed=1), add(tmp_path, "run_b", 2, seed=2)
     manager, _ = with_layer(tmp_path, max_runs=1)
     assert look(manager).waiting == ["run_b"]

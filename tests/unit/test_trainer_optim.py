@@ -202,10 +202,10 @@ def test_weights_in_bfloat16_are_rounded_after_every_update_and_the_moments_are_
         assert all(
             t.dtype == torch.float32 and not torch.equal(t, t.bfloat16().float()) for t in state.values() if t.dim()
         )
-    # A float32 adapter that is loaded into such a run is rounded too; half of a bfloat16's precision is left.
+    # A float32 adapter that is loaded into such a run is rounded too.
     manager.load_state_dict_for_run(0, manager.get_state_dict_for_run(1))
-    for name, tensor in manager.get_state_dict_for_run(1).items():
-        assert torch.equal(manager.get_state_dict_for_run(0)[name], tensor.bfloat16())
+    pairs = zip(*(manager.get_named_parameters_for_run(idx) for idx in (0, 1)), strict=True)
+    assert all(torch.equal(rounded, exact.bfloat16().float()) for (_, rounded), (_, exact) in pairs)
 
 
 def test_a_state_of_another_optimizer_is_refused(tmp_path: Path) -> None:

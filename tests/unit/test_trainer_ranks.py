@@ -62,6 +62,14 @@ def test_other_ranks_follow_rank_0(tmp_path: Path, two_ranks: tuple[MultiRunMana
     assert other.idx_2_id == master.idx_2_id == {0: "run_c", 1: "run_b"}
 
 
+def test_a_look_is_a_sign_of_life(tmp_path: Path) -> None:
+    store = HashStore()
+    manager = manager_of(tmp_path, channel=Channel(store, rank=0, size=2))
+    assert store.add("beat", 0) == 0
+    manager.discover_runs()
+    assert store.add("beat", 0) == 1
+
+
 def test_a_hook_that_fails_on_one_rank_drops_the_run_on_all(
     tmp_path: Path, two_ranks: tuple[MultiRunManager, MultiRunManager]
 ) -> None:

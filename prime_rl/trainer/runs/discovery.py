@@ -97,7 +97,6 @@ class Discovery:
                     found.newcomers.append((run, inode))
         for run_id in active.keys() - seen:
             found.gone.setdefault(run_id, found.refused.get(run_id, "its folder is gone"))
-            self._parsed.pop(run_id, None)
         self._forget_except({run.run_id for run in runs})
         return found
 

@@ -264,6 +264,8 @@ class MultiRunManager:
     def discover_runs(self) -> None:
         """Look at the disk: remove what is gone, evicted or finished, then admit what waits (rank 0)."""
         self._check_master("discover_runs")
+        # Who looks and finds nothing new says at least that he is alive.
+        self.channel.beat()
         self._evictions.write()
         ids = self._slots.idx_2_id
         leaving = {ids[idx]: reason for idx, reason in self._leaving.items()}
