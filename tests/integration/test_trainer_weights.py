@@ -32,8 +32,7 @@ def train_to(run: RunDir, model: Path, step: int) -> dict[str, torch.Tensor]:
     return adapter(run, step)
 
 
-@pytest.mark.parametrize("kind", ["adamw", "nadam", "adagrad"])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize(("kind", "dtype"), [("adamw", "bfloat16"), ("muon", "bfloat16"), ("nadam", "float32")])
 def test_a_run_goes_on_to_the_last_bit(model: Path, tmp_path: Path, kind: str, dtype: str) -> None:
     changes: dict[str, Any] = {
         "max_steps": NUM_STEPS,
