@@ -16,7 +16,7 @@ import torch
 from openai import OpenAI
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from prime_rl.contract.files import wait_for
 from prime_rl.contract.layout import OutputDir
@@ -193,3 +193,31 @@ def start(
     status = read_status(status_file, InferenceStatus)
     assert status is not None
     return RunningServer(process, output_dir, status.base_url, str(model), log, (env or {}).get("PRL_API_KEY"))
+
+
+def greedy(model: PreTrainedModel, prompt: list[int], num_tokens: int) -> list[int]:
+    ids = torch.tensor([prompt])
+    out = model.generate(
+        input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=num_tokens, do_sample=False, pad_token_id=0
+    )
+    return out[0, len(prompt) :].tolist()
+
+
+def reference_logprobs(
+    model: PreTrainedModel, prompt: list[int], generated: list[int], temperature: float
+) -> list[float]:
+    with torch.no_grad():
+        logits = model(torch.tensor([prompt + generated])).logits[0, len(prompt) - 1 : -1] / temperature
+    return logits.log_softmax(-1).gather(1, torch.tensor(generated)[:, None])[:, 0].tolist()
+
+
+def token_ids(body: dict[str, Any]) -> list[list[int]]:
+    return [choice["token_ids"] for choice in body["choices"]]
+
+
+def error_of(response: Any) -> str:
+    """The message of an error in OpenAI's shape."""
+    error = response.json()["error"]
+    assert error["code"] == response.status_code
+    assert "Traceback" not in error["message"]
+    return str(error["message"])

@@ -24,6 +24,16 @@ from prime_rl.lora.linear import MultiLoRALinear
 ADAPTER_FILE = "adapter_model.safetensors"
 CONFIG_FILE = "adapter_config.json"
 PEFT_PREFIX = "base_model.model."
+# Each changes what an adapter does; ignored, it would be served as something that was never trained.
+NOT_PLAIN = (
+    "use_rslora",
+    "use_dora",
+    "lora_bias",
+    "fan_in_fan_out",
+    "rank_pattern",
+    "alpha_pattern",
+    "modules_to_save",
+)
 
 
 @dataclass(frozen=True)
@@ -105,6 +115,31 @@ def load_adapter(layers: Mapping[str, MultiLoRALinear], idx: int, tensors: Mappi
         lora_A.grad = lora_B.grad = None
 
 
+@torch.no_grad()
+def load_served_adapter(
+    layers: Mapping[str, MultiLoRALinear], idx: int, tensors: Mapping[str, Tensor], config: AdapterConfig
+) -> None:
+    """Put an adapter that may have fewer target modules than `layers` into slot `idx`; the other layers become zero.
+
+    Raises ValueError, before anything is changed, when it targets what takes no adapter here, or when its tensors are
+    not exactly those that it says it has.
+    """
+    targeted = {name: layer for name, layer in layers.items() if _is_target(name, config.target_modules)}
+    idle = [target for target in config.target_modules if not any(_is_target(name, [target]) for name in layers)]
+    if idle or not targeted:
+        takes = sorted({name.rpartition(".")[2] for name in layers})
+        raise ValueError(f"its target_modules are {sorted(config.target_modules)}, adapters are taken in {takes} only")
+    load_adapter(targeted, idx, tensors, config.rank)
+    for name in layers.keys() - targeted.keys():
+        for parameter in layers[name].parameters_of(idx):
+            parameter.zero_()
+
+
+def _is_target(layer_name: str, targets: Sequence[str]) -> bool:
+    """As in PEFT: a target is the whole name of a layer, or its end after a dot."""
+    return any(layer_name == target or layer_name.endswith(f".{target}") for target in targets)
+
+
 def _expected_shapes(layers: Mapping[str, MultiLoRALinear], rank: int) -> dict[str, tuple[int, int]]:
     shapes: dict[str, tuple[int, int]] = {}
     for name, layer in layers.items():
@@ -151,16 +186,18 @@ def load_peft(folder: Path) -> tuple[dict[str, Tensor], AdapterConfig]:
 
 
 def _adapter_config(folder: Path, data: Any) -> AdapterConfig:
+    if not isinstance(data, dict) or not isinstance(data.get("target_modules"), list):
+        raise ValueError(f"{folder / CONFIG_FILE}: target_modules must be a list of names")
     try:
         config = AdapterConfig(
             rank=int(data["r"]),
             alpha=float(data["lora_alpha"]),
-            target_modules=tuple(data["target_modules"]),
+            target_modules=tuple(str(name) for name in data["target_modules"]),
             base_model=str(data["base_model_name_or_path"]),
         )
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{folder / CONFIG_FILE}: {type(error).__name__}: {error}") from error
-    if data.get("peft_type") != "LORA" or data.get("use_rslora") or data.get("use_dora"):
+    if data.get("peft_type") != "LORA" or any(data.get(name) for name in NOT_PLAIN):
         raise ValueError(f"{folder / CONFIG_FILE}: only plain LoRA adapters can be loaded")
     if config.rank < 1:
         raise ValueError(f"{folder / CONFIG_FILE}: r is {config.rank}, must be at least 1")

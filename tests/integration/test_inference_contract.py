@@ -19,7 +19,18 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from prime_rl.contract.files import wait_for
 from prime_rl.contract.layout import OutputDir
 from prime_rl.contract.status import InferenceStatus, is_alive, read_status
-from tests.inference_support import EOS, RunningServer, make_adapter, make_model, start
+from tests.adapter_sets import TARGET_SETS, TrainedAdapter
+from tests.inference_support import (
+    EOS,
+    RunningServer,
+    error_of,
+    greedy,
+    make_adapter,
+    make_model,
+    reference_logprobs,
+    start,
+    token_ids,
+)
 
 KEY = "not-a-secret"
 A, B = "run_a@v1", "run_b@v1"
@@ -64,34 +75,6 @@ def references(server: RunningServer, model: Path) -> dict[str, PreTrainedModel]
     return {server.model: base().eval(), **adapted}
 
 
-def greedy(model: PreTrainedModel, prompt: list[int], num_tokens: int) -> list[int]:
-    ids = torch.tensor([prompt])
-    out = model.generate(
-        input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=num_tokens, do_sample=False, pad_token_id=0
-    )
-    return out[0, len(prompt) :].tolist()
-
-
-def reference_logprobs(
-    model: PreTrainedModel, prompt: list[int], generated: list[int], temperature: float
-) -> list[float]:
-    with torch.no_grad():
-        logits = model(torch.tensor([prompt + generated])).logits[0, len(prompt) - 1 : -1] / temperature
-    return logits.log_softmax(-1).gather(1, torch.tensor(generated)[:, None])[:, 0].tolist()
-
-
-def token_ids(body: dict[str, Any]) -> list[list[int]]:
-    return [choice["token_ids"] for choice in body["choices"]]
-
-
-def error_of(response: Any) -> str:
-    """The message of an error in OpenAI's shape."""
-    error = response.json()["error"]
-    assert error["code"] == response.status_code
-    assert "Traceback" not in error["message"]
-    return str(error["message"])
-
-
 def test_openai_completions(server: RunningServer) -> None:
     with server.openai() as client:
         result = client.completions.create(
@@ -131,6 +114,29 @@ def test_openai_chat(server: RunningServer, model: Path) -> None:
     assert choice.logprobs is not None and choice.logprobs.content is not None
     for entry in choice.logprobs.content:
         assert entry.top_logprobs[0].token == entry.token
+
+
+def test_adapters_on_every_set_of_target_modules_say_what_the_trainer_says(server: RunningServer, model: Path) -> None:
+    """Two at a time beside the two of the fixture; logprobs in float32 against the trainer's own forward."""
+    base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    settings: dict[str, Any] = {"prompt": PROMPTS[0], "max_tokens": 8, "temperature": 1.0, "ignore_eos": True}
+    worst = {}
+    for at in range(0, len(TARGET_SETS), 2):
+        adapters = {}
+        for seed, (name, targets) in enumerate(list(TARGET_SETS.items())[at : at + 2]):
+            adapters[f"run_{name.replace(' ', '_')}@v1"] = TrainedAdapter.on(base, targets, seed=seed)
+        for name, adapter in adapters.items():
+            server.load(name, adapter.publish(adapter_dir(server, name), str(model)))
+        with ThreadPoolExecutor(len(adapters)) as pool:
+            bodies = list(pool.map(lambda name: server.complete(model=name, seed=1, **settings), adapters))
+        for (name, adapter), body in zip(adapters.items(), bodies, strict=True):
+            choice = body["choices"][0]
+            said, generated = torch.tensor(choice["logprobs"]["token_logprobs"]), choice["token_ids"]
+            ours, plain = (torch.tensor(adapter.logprobs(PROMPTS[0], generated, adapted=on)) for on in (True, False))
+            worst[name] = float((said - ours).abs().max())
+            assert (said - plain).abs().max() > 1e-2, f"{name} was served as the base model"
+            server.unload(name)
+    assert max(worst.values()) <= 1e-4, worst
 
 
 def test_prompts_of_all_kinds(server: RunningServer, model: Path) -> None:
@@ -261,6 +267,17 @@ def test_loading_what_does_not_fit_is_refused(server: RunningServer, model: Path
     save_file({name.replace("q_proj", "query"): tensor for name, tensor in tensors.items()}, weights)
     message = error_of(server.post(load, lora_name="run_r@v1", lora_path=str(renamed)))
     assert "lora_A.weight is" in message
+
+    fewer = TrainedAdapter.on(AutoModelForCausalLM.from_pretrained(model), ["q_proj"], seed=3)
+    partial = fewer.publish(server.output_dir / "partial")
+    config = partial / "adapter_config.json"
+    config.write_text(config.read_text().replace('"q_proj"', '"q_proj", "v_proj"'))
+    assert "v_proj.lora_A.weight is missing" in error_of(
+        server.post(load, lora_name="run_p@v1", lora_path=str(partial))
+    )
+    config.write_text(config.read_text().replace('"v_proj"', '"lm_head"'))
+    message = error_of(server.post(load, lora_name="run_p@v1", lora_path=str(partial)))
+    assert "its target_modules are ['lm_head', 'q_proj'], adapters are taken in ['down_proj'," in message
 
     weights.write_bytes(b"no safetensors")
     assert server.post(load, lora_name="run_r@v1", lora_path=str(renamed)).status_code == 400

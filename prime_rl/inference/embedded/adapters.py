@@ -16,7 +16,7 @@ from pathlib import Path
 from torch import Tensor
 
 from prime_rl.inference.errors import ApiError
-from prime_rl.lora.adapter_state import AdapterConfig, load_adapter, load_peft
+from prime_rl.lora.adapter_state import AdapterConfig, load_peft, load_served_adapter
 from prime_rl.lora.linear import AdapterRouting, MultiLoRALinear
 
 RunBetweenSteps = Callable[[Callable[[], None]], "Future[None]"]
@@ -110,5 +110,5 @@ class AdapterStore:
             self._slots[idx] = _Slot()
 
     def _apply(self, idx: int, tensors: Mapping[str, Tensor], config: AdapterConfig) -> None:
-        load_adapter(self._layers, idx, tensors, config.rank)
+        load_served_adapter(self._layers, idx, tensors, config)
         self._routing.scaling[idx] = config.scaling

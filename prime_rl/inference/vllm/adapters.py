@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from prime_rl.configs.inference import InferenceConfig
 from prime_rl.inference.errors import ApiError
-from prime_rl.lora.adapter_state import load_adapter, load_peft
+from prime_rl.lora.adapter_state import load_peft, load_served_adapter
 from prime_rl.lora.inject import apply_lora_to_model
 from prime_rl.lora.linear import AdapterRouting
 
@@ -51,7 +51,7 @@ class AdapterGate:
             )
         try:
             tensors, config = load_peft(folder)
-            load_adapter(self._layers, 0, {key: tensor.to("meta") for key, tensor in tensors.items()}, config.rank)
+            load_served_adapter(self._layers, 0, {key: t.to("meta") for key, t in tensors.items()}, config)
         except (ValueError, OSError) as error:
             raise ApiError(400, f"adapter {name!r} is refused: {error}", param="lora_path") from error
         return self._fresh_path(name, folder)
