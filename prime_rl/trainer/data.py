@@ -99,7 +99,8 @@ class PackingSource:
                 return messages[0]
             self._manager.channel.beat()
             self._status.waiting(behind or self._packer.waits_for())
-            self._scout.wait(POLL_S)
+            # `behind` has waited already when the disk is what is waited for.
+            self._scout.wait(POLL_S if behind is None else 0)
         self._manager.channel.send_all(StopMessage())
         return None
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -72,11 +72,13 @@ class BackgroundWriter:
                 self._changed.notify_all()
 
     def behind(self) -> str | None:
-        """What is waited for before any run may hand over more, in words; None when the disk keeps up."""
+        """What is waited for before any run may hand over more, in words; None when the disk keeps up.
+
+        Gives a disk that does not keep up a moment before it says so.
+        """
         with self._changed:
-            waiting = [piece.run_id for piece in self._unfinished()]
-            full = sorted(run_id for run_id in set(waiting) if waiting.count(run_id) >= MAX_WAITING_PER_RUN)
-            return f"the disk to take {self._unfinished()[0].what}" if full else None
+            self._changed.wait_for(lambda: not self._is_full(), DEFAULT_POLL_S)
+            return f"the disk to take {self._unfinished()[0].what}" if self._is_full() else None
 
     def take_results(self) -> list[Result]:
         """What ended since the last call, in order."""
@@ -119,6 +121,10 @@ class BackgroundWriter:
             self._closed = True
             self._changed.notify_all()
         self._thread.join()
+
+    def _is_full(self) -> bool:
+        waiting = Counter(piece.run_id for piece in self._unfinished())
+        return any(num_pieces >= MAX_WAITING_PER_RUN for num_pieces in waiting.values())
 
     def _unfinished(self) -> list[Piece]:
         return [*([self._current] if self._current else []), *self._queue]

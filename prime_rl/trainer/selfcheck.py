@@ -1,0 +1,216 @@
+"""Whether runs can tell that they have neighbours, on the batches that a house has recorded.
+
+    python -m prime_rl.trainer.selfcheck HOUSE [--json] [--tolerance 1e-4] [--run ID]...
+
+Each run is trained again by itself, then together with all others: in other slots, in small and in large packs. A line
+a run says by how much its adapter differs, relative to its size. The house is only read. How a recording is replayed is
+in `replay`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from prime_rl.configs.base import ConfigError
+from prime_rl.contract.layout import LayoutError, OutputDir, RunDir, scan_runs
+from prime_rl.utils.text import one_line
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from prime_rl.configs.trainer import TrainerConfig
+    from prime_rl.trainer.replay import Recording
+    from prime_rl.trainer.world import World
+
+JSON_VERSION = 1
+MAX_ERROR_CHARS = 1000
+# Replays with neighbours: one in small packs, one in large.
+NUM_TOGETHER = 2
+
+
+class WrongUse(RuntimeError):
+    """The command cannot mean anything; the message says why and what to do."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """`difference` is the norm of the difference over the norm, of the whole adapter; the worst of all replays."""
+
+    run_id: str
+    num_steps: int
+    difference: float
+    ok: bool
+
+
+def main(argv: Sequence[str]) -> int:
+    """Returns the exit code: 0 no run can tell, 1 one can or a replay failed, 2 wrong use."""
+    arguments = _parse(argv)
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    try:
+        runs = _runs(arguments.house, arguments.run)
+        # From here on torch is loaded, which takes seconds.
+        recordings = _recordings(runs, bool(arguments.run))
+        verdicts = _checked(arguments.house, recordings, arguments.tolerance)
+    except (WrongUse, ConfigError) as error:
+        print(f"selfcheck: {one_line(str(error), MAX_ERROR_CHARS)}", file=sys.stderr)
+        return 2
+    except RuntimeError as error:
+        print(f"selfcheck: {one_line(str(error), MAX_ERROR_CHARS)}", file=sys.stderr)
+        return 1
+    _print(verdicts, arguments.tolerance, as_json=arguments.json)
+    return 0 if all(verdict.ok for verdict in verdicts) else 1
+
+
+def check(
+    config: TrainerConfig, world: World, recordings: Sequence[Recording], tolerance: float, progress: Progress
+) -> list[Verdict]:
+    """Replay all recordings alone and together, and compare. Raises ReplayError, ModelError, OSError."""
+    from prime_rl.trainer.replay import Setting, replay
+
+    budget, num_slots = config.max_tokens_per_micro_batch, len(recordings)
+    small = max((recording.config.seq_len or config.seq_len) for recording in recordings)
+    together = [
+        (list(recordings), Setting(small, num_slots)),
+        (list(reversed(recordings)), Setting(8 * budget, num_slots)),
+    ]
+    alone: dict[str, dict[str, Tensor]] = {}
+    for recording in recordings:
+        alone |= replay(config, world, [recording], Setting(budget, 1), progress.part("alone"))
+    others = [replay(config, world, some, setting, progress.part("together")) for some, setting in together]
+    verdicts = []
+    for recording in recordings:
+        run_id = recording.run.run_id
+        found = [relative_difference(other[run_id], alone[run_id]) for other in others]
+        # max() forgets a nan that does not come first.
+        worst = math.nan if any(map(math.isnan, found)) else max(found)
+        verdicts.append(Verdict(run_id, recording.num_steps, worst, worst <= tolerance))
+    return verdicts
+
+
+def relative_difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
+    """Norm of the difference over the norm of `other`, of the whole adapter."""
+    assert one.keys() == other.keys()
+    difference = sum(float((one[name].double() - other[name].double()).square().sum()) for name in one)
+    return math.sqrt(difference / sum(float(tensor.double().square().sum()) for tensor in other.values()))
+
+
+class Progress:
+    """One line that is written over, on standard error, when that is a terminal."""
+
+    def __init__(self, num_steps: int) -> None:
+        self._num_steps = num_steps
+        self._num_before = 0
+        self._num_now = 0
+        self._is_shown = sys.stderr.isatty()
+
+    def part(self, what: str) -> Callable[[int], None]:
+        """For the next replay: called with the steps that it has done."""
+        self._num_before += self._num_now
+        self._num_now = 0
+        return partial(self._show, what)
+
+    def _show(self, what: str, num_steps: int) -> None:
+        self._num_now = num_steps
+        if self._is_shown:
+            done = self._num_before + num_steps
+            print(f"\r\033[Kreplaying {what}: step {done} of {self._num_steps}", end="", file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        if self._is_shown:
+            print("\r\033[K", end="", file=sys.stderr, flush=True)
+
+
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m prime_rl.trainer.selfcheck",
+        description="Train recorded batches again, alone and together, and compare the adapters. HOUSE is only read.",
+    )
+    parser.add_argument("house", metavar="HOUSE", type=Path, help="the output_dir of the runs")
+    parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
+    parser.add_argument("--tolerance", type=float, default=1e-4, help="largest relative difference (default: 1e-4)")
+    parser.add_argument("--run", metavar="ID", action="append", default=[], help="only this run; may be repeated")
+    arguments = parser.parse_args(argv)
+    if not arguments.tolerance >= 0:
+        parser.error(f"--tolerance {arguments.tolerance:g}: must be 0 or more")
+    return arguments
+
+
+def _runs(house: Path, run_ids: Sequence[str]) -> list[RunDir]:
+    if not house.is_dir():
+        raise WrongUse(f"{house}: there is no such folder")
+    try:
+        runs = [OutputDir(house).run(run_id) for run_id in dict.fromkeys(run_ids)] or scan_runs(house)[0]
+    except LayoutError as error:
+        raise WrongUse(str(error)) from error
+    for run in runs:
+        if not run.path.is_dir():
+            raise WrongUse(f"{run.run_id}: there is no such run in {house}")
+    if not runs:
+        raise WrongUse(f"{house} has no runs: give the output_dir of a trainer")
+    return runs
+
+
+def _checked(house: Path, recordings: Sequence[Recording], tolerance: float) -> list[Verdict]:
+    """`check` with a process group of its own; every failure is a RuntimeError with one line."""
+    from prime_rl.trainer.replay import trainer_config
+    from prime_rl.trainer.world import setup_world
+
+    config = trainer_config(house, recordings)
+    world = setup_world(config.device, config.dist_timeout_s, config.num_threads)
+    progress = Progress((1 + NUM_TOGETHER) * sum(recording.num_steps for recording in recordings))
+    try:
+        return check(config, world, recordings, tolerance, progress)
+    except OSError as error:
+        raise RuntimeError(str(error)) from error
+    finally:
+        progress.close()
+        world.close()
+
+
+def _recordings(runs: Sequence[RunDir], were_named: bool) -> list[Recording]:
+    """What can be replayed; a run that was asked for by name must be."""
+    from prime_rl.trainer.replay import ReplayError, find_recording
+
+    recordings = []
+    for run in runs:
+        try:
+            recordings.append(find_recording(run))
+        except ReplayError as error:
+            if were_named or len(runs) == 1:
+                raise WrongUse(one_line(str(error), MAX_ERROR_CHARS)) from error
+            print(f"selfcheck: left out: {one_line(str(error), MAX_ERROR_CHARS)}", file=sys.stderr)
+    if not recordings:
+        raise WrongUse("no run has recorded batches: set ckpt.keep_rollouts = true in control/orch.toml")
+    return recordings
+
+
+def _print(verdicts: Sequence[Verdict], tolerance: float, *, as_json: bool) -> None:
+    if as_json:
+        runs = [
+            {
+                "run_id": verdict.run_id,
+                "num_steps": verdict.num_steps,
+                "difference": verdict.difference if math.isfinite(verdict.difference) else None,
+                "ok": verdict.ok,
+            }
+            for verdict in verdicts
+        ]
+        print(json.dumps({"version": JSON_VERSION, "tolerance": tolerance, "runs": runs}))
+        return
+    for verdict in verdicts:
+        word = "ok" if verdict.ok else f"FAILED (allowed are {tolerance:g})"
+        steps = "step" if verdict.num_steps == 1 else "steps"
+        print(f"{verdict.run_id}: {verdict.num_steps} {steps}, relative difference {verdict.difference:.2g}: {word}")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

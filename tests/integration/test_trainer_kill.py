@@ -1,0 +1,169 @@
+"""kill -9 of the trainer at named points: nothing is lost, nothing is applied twice, the adapters are the same bits."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from prime_rl.contract.layout import RunDir
+from prime_rl.trainer.metrics import last_metrics_step
+from tests.fork_runner import Runner, runner
+from tests.kill_points import LOADING, POINTS, KillPoint
+from tests.trainer_support import (
+    adapter,
+    make_batch,
+    published,
+    put_batch,
+    put_batches,
+    relative_difference,
+    trainer_config,
+    write_model,
+    write_run,
+)
+
+NUM_STEPS = 6
+CHANGES: dict[str, Any] = {
+    "max_steps": NUM_STEPS,
+    "max_async_level": 0,
+    "ckpt": {"interval": 2, "keep_last": 1},
+    "optim": {"lr": 1e-2},
+    "scheduler": {"type": "cosine", "warmup_steps": 2},
+    "model": {"lora": {"rank": 4}},
+}
+# Together with another run the rows of a batch may be packed otherwise after a restart.
+TOLERANCE = 1e-6
+
+
+@pytest.fixture(scope="module")
+def lives() -> Iterator[Runner]:
+    with runner() as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("model"))
+
+
+class House:
+    """A house with recorded batches, and the trainers that live in it one after the other."""
+
+    def __init__(self, lives: Runner, path: Path, model: Path, run_ids: list[str]) -> None:
+        self.path = path / "house"
+        self.path.mkdir()
+        self.log = path / "log"
+        self._lives = lives
+        # A batch takes several passes, or there would be no middle of it.
+        config = trainer_config(self.path, model, max_tokens_per_micro_batch=64, max_concurrent_runs=2)
+        self._config = config.model_dump(mode="json")
+        self.runs = [self._add(run_id, model) for run_id in run_ids]
+
+    def _add(self, run_id: str, model: Path) -> RunDir:
+        run = write_run(self.path, run_id, model, **CHANGES)
+        put_batches(run, NUM_STEPS, seed=len(run_id))
+        for step in range(1, NUM_STEPS + 1):
+            run.orchestrator_checkpoint(step).mkdir(parents=True)
+            (run.orchestrator_checkpoint(step) / "state.json").write_text("{}")
+        return run
+
+    def live(self, step: int = NUM_STEPS, *, point: KillPoint | None = None, **more: Any) -> dict[str, Any]:
+        until = {run.run_id: step for run in self.runs}
+        name = point.name if point else None
+        return self._lives.run(config=self._config, until=until, point=name, log=str(self.log), **more)
+
+    def live_to_the_end(self, **more: Any) -> None:
+        answer = self.live(**more)
+        assert answer == {"exits": [0], "point": ""}, self.log.read_text()
+
+    def is_killed(self, point: KillPoint, **more: Any) -> None:
+        answer = self.live(point=point, **more)
+        assert answer == {"exits": [-signal.SIGKILL], "point": point.name}, self.log.read_text()
+        assert point.seen(self.runs[0]), f"not seen on disk: {point.name}"
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(
+    lives: Runner, model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, dict[str, torch.Tensor]]:
+    """The last adapters of a run alone, and of the same run with another, when nobody killed the trainer."""
+    alone = House(lives, tmp_path_factory.mktemp("alone"), model, ["run_a"])
+    together = House(lives, tmp_path_factory.mktemp("together"), model, ["run_a", "run_other"])
+    alone.live_to_the_end()
+    together.live_to_the_end()
+    last = {run.run_id: adapter(run, NUM_STEPS) for run in together.runs}
+    return {"alone": adapter(alone.runs[0], NUM_STEPS), **last}
+
+
+def check_the_end(run: RunDir) -> None:
+    """All that a run leaves behind but its weights."""
+    steps = []
+    for line in run.trainer_metrics.read_bytes().splitlines():
+        try:
+            steps.append(msgspec.json.decode(line)["step"])
+        except msgspec.DecodeError:
+            continue
+    assert steps == sorted(set(steps)), "no step is told twice"
+    assert set(range(1, NUM_STEPS + 1)) - set(steps) <= {4}, "only a kill right before its line may cost one"
+    assert last_metrics_step(run) == NUM_STEPS
+    assert sorted(path.name for path in run.checkpoints.iterdir()) == [f"step_{NUM_STEPS}"]
+    assert sorted(path.name for path in run.broadcast.iterdir()) == [f"step_{step}" for step in (4, 5, 6)]
+    assert list(run.rollouts.iterdir()) == [], "all are covered"
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize("point", POINTS, ids=lambda point: point.name)
+def test_a_kill_costs_nothing(
+    point: KillPoint,
+    lives: Runner,
+    uninterrupted: dict[str, dict[str, torch.Tensor]],
+    model: Path,
+    tmp_path: Path,
+) -> None:
+    house = House(lives, tmp_path, model, ["run_a"])
+    more: dict[str, Any] = {}
+    if "eviction" in point.name or "slot" in point.name:
+        bad = write_run(house.path, "run_bad", model)
+        put_batch(bad, make_batch("run_of_somebody_else", 1))
+        more["evicted"] = ["run_bad"]
+    house.is_killed(point, step=3 if "stop" in point.name else NUM_STEPS, **more)
+    house.live_to_the_end(**more)
+    assert same(adapter(house.runs[0], NUM_STEPS), uninterrupted["alone"])
+    check_the_end(house.runs[0])
+    if more:
+        assert "run_of_somebody_else" in bad.evicted.read_text()
+
+
+def test_a_kill_while_it_recovers_from_a_kill_costs_nothing(
+    lives: Runner, uninterrupted: dict[str, dict[str, torch.Tensor]], model: Path, tmp_path: Path
+) -> None:
+    house = House(lives, tmp_path, model, ["run_a"])
+    for point in (POINTS[8], LOADING, LOADING, POINTS[3]):
+        house.is_killed(point)
+    house.live_to_the_end()
+    assert same(adapter(house.runs[0], NUM_STEPS), uninterrupted["alone"])
+    check_the_end(house.runs[0])
+
+
+@pytest.mark.parametrize("point", [POINTS[at] for at in (1, 4, 7, 9)], ids=lambda point: point.name)
+def test_two_runs_survive_a_kill_together(
+    point: KillPoint,
+    lives: Runner,
+    uninterrupted: dict[str, dict[str, torch.Tensor]],
+    model: Path,
+    tmp_path: Path,
+) -> None:
+    house = House(lives, tmp_path, model, ["run_a", "run_other"])
+    house.is_killed(point)
+    house.live_to_the_end()
+    for run in house.runs:
+        assert published(run) == NUM_STEPS
+        assert relative_difference(adapter(run, NUM_STEPS), uninterrupted[run.run_id]) <= TOLERANCE

@@ -1,0 +1,160 @@
+"""The selfcheck replays what a house has recorded, says who can tell that it has neighbours, and touches nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tomli_w
+
+from prime_rl.configs.trainer import TrainerConfig
+from prime_rl.contract.layout import OutputDir, RunDir, list_rollout_steps
+from prime_rl.lora import linear
+from prime_rl.trainer.replay import ReplayError, Setting, find_recording, replay
+from prime_rl.trainer.selfcheck import Progress, check
+from prime_rl.trainer.selfcheck import main as selfcheck
+from tests.trainer_support import (
+    adapter,
+    published,
+    put_batches,
+    relative_difference,
+    solo_world,
+    train_until,
+    trainer_config,
+    write_model,
+    write_run,
+)
+
+NUM_STEPS = 4
+RUNS: dict[str, dict[str, Any]] = {
+    "run_a": {"model": {"lora": {"rank": 4}}, "scheduler": {"type": "cosine"}},
+    "run_b": {"optim": {"type": "sgd", "lr": 1e-2}, "ckpt": {"interval": 2, "keep_last": 3}},
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def config(model: Path, tmp_path_factory: pytest.TempPathFactory) -> TrainerConfig:
+    """A house in which both runs were trained, run_a with all its rollouts kept and run_b with those after step 2."""
+    house = tmp_path_factory.mktemp("house")
+    config = trainer_config(house, model, num_threads=1)
+    runs = []
+    for run_id, changes in RUNS.items():
+        run = write_run(house, run_id, model, max_steps=NUM_STEPS, **{"ckpt": {"keep_rollouts": True}, **changes})
+        put_batches(run, NUM_STEPS, num_samples=4, seed=len(run_id))
+        runs.append(run)
+    for step in (2, NUM_STEPS):
+        runs[0].orchestrator_checkpoint(step).mkdir(parents=True)
+        (runs[0].orchestrator_checkpoint(step) / "state.json").write_text("{}")
+    runs[1].orchestrator_checkpoint(2).mkdir(parents=True)
+    (runs[1].orchestrator_checkpoint(2) / "state.json").write_text("{}")
+    train_until(config, lambda: all(published(run) == NUM_STEPS for run in runs))
+    assert list_rollout_steps(runs[0]) == [1, 2, 3, 4] and list_rollout_steps(runs[1]) == [3, 4]
+    path = OutputDir(house).component_config("trainer")
+    path.parent.mkdir(parents=True)
+    path.write_text(tomli_w.dumps(config.model_dump(mode="json", exclude_none=True, exclude_unset=True)))
+    return config
+
+
+def listing(house: Path) -> list[tuple[str, int, int]]:
+    return [(str(path), path.stat().st_mtime_ns, path.stat().st_size) for path in sorted(house.rglob("*"))]
+
+
+def run_of(config: TrainerConfig, run_id: str) -> RunDir:
+    return RunDir(config.output_dir / run_id)
+
+
+def test_a_recording_begins_at_step_0_or_at_a_checkpoint(config: TrainerConfig, tmp_path: Path) -> None:
+    whole, part = (find_recording(run_of(config, run_id)) for run_id in RUNS)
+    assert (whole.start, whole.last, part.start, part.last) == (0, 4, 2, 4)
+    shutil.copytree(part.run.path, tmp_path / "run_b")
+    shutil.rmtree(tmp_path / "run_b" / "checkpoints" / "step_2")
+    with pytest.raises(ReplayError, match=r"set ckpt.keep_rollouts = true in its control/orch.toml"):
+        find_recording(RunDir(tmp_path / "run_b"))
+
+
+def test_a_replay_reaches_what_the_house_reached(config: TrainerConfig) -> None:
+    recordings = [find_recording(run_of(config, run_id)) for run_id in RUNS]
+    again = replay(config, solo_world(), recordings, Setting(config.max_tokens_per_micro_batch, 2))
+    for recording in recordings:
+        published_adapter = adapter(recording.run, NUM_STEPS)
+        assert relative_difference(again[recording.run.run_id], published_adapter) <= 1e-4
+
+
+def test_neighbours_that_leak_are_found(config: TrainerConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The adapter of slot 1 acts on rows of slot 0 a little: only together, and only for that run."""
+    recordings = [find_recording(run_of(config, run_id)) for run_id in RUNS]
+    fine = check(config, solo_world(), recordings, 1e-4, Progress(0))
+    assert [(verdict.run_id, verdict.num_steps, verdict.ok) for verdict in fine] == [
+        ("run_a", 4, True),
+        ("run_b", 2, True),
+    ]
+    assert max(verdict.difference for verdict in fine) < 1e-5
+    real = linear.AdapterRouting.set_rows
+
+    def leaking(self: linear.AdapterRouting, adapter_idxs: Any) -> None:
+        taken = [
+            1 if idx == 0 and len(set(adapter_idxs)) > 1 and row == 0 else idx for row, idx in enumerate(adapter_idxs)
+        ]
+        real(self, taken)
+
+    monkeypatch.setattr(linear.AdapterRouting, "set_rows", leaking)
+    assert not any(verdict.ok for verdict in check(config, solo_world(), recordings, 1e-4, Progress(0)))
+
+
+@pytest.mark.slow
+def test_the_command_says_ok_or_failed_and_only_reads(config: TrainerConfig) -> None:
+    house = config.output_dir
+    before = listing(house)
+    done = run_command(str(house), "--json", "--tolerance", "0")
+    assert done.returncode == 1, done.stderr
+    told = json.loads(done.stdout)
+    assert told["version"] == 1 and [run["run_id"] for run in told["runs"]] == list(RUNS)
+    assert all(0 < run["difference"] < 1e-4 and not run["ok"] for run in told["runs"]), "packs differ, so bits do"
+    assert done.stderr == "", "no progress without a terminal"
+    assert listing(house) == before
+
+
+@pytest.mark.slow
+def test_the_command_in_words(config: TrainerConfig) -> None:
+    done = run_command(str(config.output_dir), "--run", "run_b")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("run_b: 2 steps, relative difference ") and done.stdout.endswith(": ok\n")
+    assert done.stdout.count("\n") == 1
+
+
+def run_command(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "prime_rl.trainer.selfcheck", *arguments]
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, capture_output=True, text=True, timeout=90, check=False, env=environment)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["{house}/none"], "there is no such folder"),
+        (["{house}/run_a"], "has no runs: give the output_dir of a trainer"),
+        (["{house}", "--run", "run_c"], "run_c: there is no such run"),
+        (["{house}", "--run", "../x"], "is refused"),
+        (["{empty}", "--run", "run_new"], "set ckpt.keep_rollouts = true"),
+        (["{empty}"], "set ckpt.keep_rollouts = true"),
+    ],
+)
+def test_wrong_use_is_one_line(
+    config: TrainerConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], words: str
+) -> None:
+    write_run(tmp_path, "run_new", Path("m"))
+    places = {"house": config.output_dir, "empty": tmp_path}
+    assert selfcheck([argument.format(**places) for argument in arguments]) == 2
+    shown = capsys.readouterr()
+    assert words in shown.err and shown.err.count("\n") == 1 and not shown.out
