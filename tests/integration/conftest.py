@@ -6,12 +6,20 @@ from typing import Any
 
 import pytest
 
+from tests.fork_runner import Runner, runner
 from tests.system_support import House, build_base_model, make_house
 
 
 @pytest.fixture(scope="session")
 def base_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_base_model(tmp_path_factory.mktemp("models") / "base")
+
+
+@pytest.fixture(scope="session")
+def lives() -> Iterator[Runner]:
+    """Trainers in children that cost a moment each and may be killed."""
+    with runner() as started:
+        yield started
 
 
 def _closed(house: House) -> Iterator[House]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import torch
 
 from prime_rl.contract.layout import RunDir
 from prime_rl.trainer.metrics import last_metrics_step
-from tests.fork_runner import Runner, runner
+from tests.fork_runner import Runner
 from tests.kill_points import LOADING, POINTS, KillPoint
 from tests.trainer_support import (
     adapter,
@@ -38,12 +37,6 @@ CHANGES: dict[str, Any] = {
 }
 # Together with another run the rows of a batch may be packed otherwise after a restart.
 TOLERANCE = 1e-6
-
-
-@pytest.fixture(scope="module")
-def lives() -> Iterator[Runner]:
-    with runner() as started:
-        yield started
 
 
 @pytest.fixture(scope="module")
