@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from prime_rl.contract.layout import RunDir, list_steps, stable_marker
+from prime_rl.contract.layout import STABLE, RunDir, list_steps, stable_marker
 
 Matches = Callable[..., bool]
 # Called instead of the function that is wrapped: gets the real one, `die`, and the arguments.
@@ -58,10 +58,9 @@ def half_a_line(real: Any, die: Callable[[], None], path: Path, line: str) -> No
 
 
 def half_a_folder(real: Any, die: Callable[[], None], folder: Path, **kwargs: Any) -> None:
-    """Everything but what comes last."""
-    files = sorted(path for path in Path(folder).rglob("*") if path.is_file())
-    for file in files[:-1] if len(files) > 1 else files:
-        file.unlink()
+    """A file is gone. Should the marker still be there, it is not that one."""
+    files = sorted(path for path in Path(folder).rglob("*") if path.is_file() and path.name != STABLE)
+    files[0].unlink()
     die()
 
 

@@ -63,6 +63,14 @@ def test_commands_exist() -> None:
             assert "prl" in (command.help or "") + (command.epilog or ""), f"prl{words} --help has no example"
 
 
+def test_kill_points_are_those_that_are_tested() -> None:
+    """Read from the source: the table itself loads torch."""
+    tested = re.findall(r'KillPoint\(\s*"([^"]+)"', (ROOT / "tests" / "kill_points.py").read_text())
+    section = TEXT[ROOT / "docs" / "durability.md"].partition("## A kill at each point\n")[2].partition("\n## ")[0]
+    told = re.findall(r"^\| ([^|]+) \|", section, re.MULTILINE)[1:]
+    assert len(tested) >= 14 and [name for name in told if name != "---"] == tested
+
+
 def test_console_scripts_start() -> None:
     for module in ("daemons.cli", "tui.app"):
         done = subprocess.run([sys.executable, "-m", module, "--help"], capture_output=True, text=True, cwd=ROOT)

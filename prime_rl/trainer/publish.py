@@ -73,7 +73,7 @@ class Publisher:
         )
 
     def _finish(self, run_idx: int) -> None:
-        """A finished run is known by its last version, so that must be there before anybody looks."""
+        """A run that is finished is never written again: what happens to its last version is waited for."""
         self._writer.finish(self._manager.idx_2_id[run_idx], self._idle)
         self.collect()
         if run_idx in self._manager.active_idxs:

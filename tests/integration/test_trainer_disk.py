@@ -51,12 +51,6 @@ def put_run(house: Path, base: Path, run_id: str, num_batches: int = NUM_STEPS, 
     return run
 
 
-def status_of(house: Path) -> TrainerStatus:
-    status = read_status(house / "trainer" / "status.json", TrainerStatus)
-    assert status is not None
-    return status
-
-
 class SlowDisk:
     """Holds up the version `step` of every run until it is let go."""
 
@@ -121,6 +115,23 @@ def test_a_slot_is_given_away_when_its_run_is_on_disk(
 
     train_until(trainer_config(tmp_path, model), done)
     assert seen[:2] == ["leaves with version 1", "left with version 2, checkpoints [2]"]
+
+
+def test_a_last_version_that_cannot_be_written_evicts_instead_of_finishing(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or the run would leave, come back for its last step, and so on for ever."""
+    run = put_run(tmp_path, model, "run_a")
+    real = FileSystemWeightBroadcast.publish
+
+    def publish(broadcast: FileSystemWeightBroadcast, snapshot: RunSnapshot) -> Path:
+        if snapshot.progress.step == NUM_STEPS:
+            raise OSError(28, "No space left on device")
+        return real(broadcast, snapshot)
+
+    monkeypatch.setattr(FileSystemWeightBroadcast, "publish", publish)
+    train_until(trainer_config(tmp_path, model), run.evicted.exists, timeout_s=30)
+    assert f"publishing version {NUM_STEPS} failed: {run.broadcast_dir(NUM_STEPS)}" in run.evicted.read_text()
 
 
 @pytest.mark.parametrize("how", ["deleted", "moved to the trash", "replaced"])
