@@ -89,7 +89,10 @@ class CheckpointManager:
         saved, adapter, state = self._read(folder, self._manager.rank_of(run_idx))
         if saved.step != step:
             raise ValueError(f"{folder / PROGRESS_FILE} is of step {saved.step}, expected {step}")
-        self._snapshots.restore(run_idx, adapter, state)
+        try:
+            self._snapshots.restore(run_idx, adapter, state)
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"{folder} is damaged: {type(error).__name__}: {error}") from error
         progress = self._manager.progress[run_idx]
         progress.step, progress.total_tokens, progress.total_samples = step, saved.total_tokens, saved.total_samples
 

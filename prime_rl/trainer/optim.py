@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from prime_rl.configs.orchestrator import OptimConfig
 from prime_rl.trainer.flat import FlatWeights
-from prime_rl.trainer.optimizers import NEEDS_MATRICES, make_optimizer
+from prime_rl.trainer.optimizers import NEEDS_MATRICES, check_state, make_optimizer
 from prime_rl.trainer.runs import MultiRunManager
 from prime_rl.trainer.world import World
 
@@ -129,4 +129,5 @@ class MultiLoRAOptimizer:
                 f"the checkpoint is of {saved['num_weights']} weights, the run has {run.weights.num_weights}"
             )
         groups = run.optimizer.state_dict()["param_groups"]
+        check_state(run.config, run.optimizer.param_groups[0]["params"], saved["state"])
         run.optimizer.load_state_dict({"state": saved["state"], "param_groups": groups})

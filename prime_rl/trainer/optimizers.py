@@ -45,6 +45,33 @@ def make_optimizer(config: OptimConfig, params: Params, dtype: torch.dtype = tor
     return optimizer
 
 
+def check_state(config: OptimConfig, params: Params, state: dict[Any, Any]) -> None:
+    """Raises ValueError when `state` (by number of the parameter) is not what this optimizer has after a step.
+
+    torch takes any state and fails at the next update, where one run's damaged file would stop them all.
+    """
+    probe = nn.Parameter(torch.zeros(1, 1))
+    probe.grad = torch.zeros(1, 1)
+    optimizer = _MAKERS[config.type]([probe], config)
+    optimizer.step()
+    for number, values in state.items():
+        if number not in range(len(params)) or not isinstance(values, dict):
+            raise ValueError(f"the checkpoint has moments of parameter {number!r}, the run has {len(params)}")
+        for key in optimizer.state[probe].keys() | values.keys():
+            found, expected = _kind(values.get(key), 1), _kind(optimizer.state[probe].get(key), params[number].numel())
+            if found != expected:
+                raise ValueError(f"the checkpoint has {found} for {key!r} of parameter {number}, not {expected}")
+
+
+def _kind(value: Any, num_weights: int) -> str:
+    """What a part of a state is, in words; `num_weights` stand for each number that is not a mere count."""
+    if not isinstance(value, torch.Tensor):
+        return type(value).__name__
+    return (
+        f"{value.dtype} of {value.numel() * num_weights} numbers" if value.dim() else f"{value.dtype} of no dimension"
+    )
+
+
 @torch.no_grad()
 def round_to(dtype: torch.dtype, params: Params) -> None:
     """Round values to what `dtype` can hold; the parameters keep their own type."""

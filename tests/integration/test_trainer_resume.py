@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from prime_rl.configs.trainer import TrainerConfig
 from prime_rl.contract.files import wait_for
@@ -207,6 +208,51 @@ def test_a_damaged_checkpoint_evicts_with_the_reason(model: Path, tmp_path: Path
     (run.trainer_checkpoint(4) / name).write_bytes(b"\x80junk")
     train_until(config, run.evicted.exists)
     assert "it cannot be started" in run.evicted.read_text()
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"version": 1}, "has checkpoint format 1, this program reads 2"),
+        ({"step": 3}, "is of step 3, expected 4"),
+        ({"state": {}}, "is damaged: KeyError: 'optimizer'"),
+        ({"state": [[]]}, "is damaged"),
+    ],
+)
+def test_progress_of_another_kind_is_explained(
+    model: Path, tmp_path: Path, change: dict[str, Any], reason: str
+) -> None:
+    run = make_run(tmp_path, model)
+    config = trainer_config(tmp_path, model)
+    train_to(config, run, 4)
+    path = run.trainer_checkpoint(4) / "progress.json"
+    path.write_bytes(msgspec.json.encode({**msgspec.json.decode(path.read_bytes()), **change}))
+    train_until(config, run.evicted.exists)
+    assert reason in run.evicted.read_text()
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "reason"),
+    [
+        ("exp_avg", torch.zeros(3), "has torch.float32 of 3 numbers for 'exp_avg'"),
+        ("exp_avg_sq", None, "there is no tensor 'optimizer/state/0/exp_avg_sq'"),
+        ("step", torch.zeros(2), "has torch.float32 of 2 numbers for 'step'"),
+    ],
+)
+def test_moments_that_do_not_fit_evict_before_they_meet_an_update(
+    model: Path, tmp_path: Path, key: str, value: torch.Tensor | None, reason: str
+) -> None:
+    """torch would take them and fail in the middle of the next update, with all other runs."""
+    run = make_run(tmp_path, model)
+    config = trainer_config(tmp_path, model)
+    train_to(config, run, 4)
+    path = run.trainer_checkpoint(4) / "state.safetensors"
+    tensors = load_file(path)
+    name = f"optimizer/state/0/{key}"
+    assert tensors.pop(name) is not None
+    save_file({**tensors, **({} if value is None else {name: value})}, path)
+    train_until(config, run.evicted.exists)
+    assert reason in run.evicted.read_text()
 
 
 def test_a_missing_rollout_file_is_named_instead_of_waited_for(model: Path, tmp_path: Path) -> None:

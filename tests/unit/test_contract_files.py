@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import threading
 from pathlib import Path
 
@@ -92,6 +93,31 @@ def test_read_text_of_odd_files(tmp_path: Path) -> None:
     path.write_bytes(b"ab\xff" + b"c" * 10)
     assert read_text(path, limit=4) == "ab\ufffdc"
     assert read_text(path / "below") is None
+
+
+def test_a_torn_line_is_ended_before_the_next_one(tmp_path: Path) -> None:
+    path = tmp_path / "metrics" / "trainer.jsonl"
+    append_line(path, "one")
+    with path.open("a") as file:
+        file.write('{"step": 2, "lo')
+    append_line(path, "two")
+    append_line(path, "three")
+    assert path.read_text().splitlines() == ["one", '{"step": 2, "lo', "two", "three"]
+
+
+def test_a_line_that_finds_no_room_is_an_error(tmp_path: Path) -> None:
+    """A limit of the kernel stands for the end of the disk: it takes a part of the line, and says so afterwards."""
+    path = tmp_path / "trainer.jsonl"
+    append_line(path, "one")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10, limits[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            append_line(path, "a line that is too long")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    append_line(path, "two")
+    assert path.read_text().splitlines() == ["one", "a line", "two"]
 
 
 def test_wait_for_names_what_is_missing() -> None:

@@ -1,0 +1,86 @@
+"""A run that is saved and loaded is the same run: weights, moments, rate, random numbers, for every optimizer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import torch
+
+from prime_rl.configs.orchestrator import OptimConfig
+from prime_rl.configs.shared import LoRAConfig
+from prime_rl.trainer.checkpoint import CheckpointManager
+from prime_rl.trainer.optim import MultiLoRAOptimizer
+from prime_rl.trainer.runs import MultiRunManager
+from prime_rl.trainer.scheduler import MultiLoRAScheduler
+from prime_rl.trainer.snapshot import Snapshots
+from tests.runs_support import add, look, manager_of
+from tests.trainer_support import solo_world
+
+TYPES = get_args(OptimConfig.model_fields["type"].annotation)
+LORA = LoRAConfig(rank=16, target_modules=("layer",))
+
+
+class Trainer:
+    """What a trainer has for its runs, without the model."""
+
+    def __init__(self, house: Path) -> None:
+        self.manager: MultiRunManager = manager_of(house)
+        self.optimizer = MultiLoRAOptimizer(self.manager, solo_world())
+        self.scheduler = MultiLoRAScheduler(self.manager)
+        self.optimizer.register_post_creation_callback(self.scheduler.scheduler_creation_hook)
+        self.snapshots = Snapshots(self.manager, self.optimizer, self.scheduler, "some/model", LORA)
+        self.checkpoints = CheckpointManager(self.manager, self.snapshots)
+        self.manager.register_discovered_hook(self.checkpoints.discovered_hook)
+        self.manager.register_creation_hook(self.optimizer.creation_hook)
+        self.manager.register_creation_hook(self.checkpoints.creation_hook)
+        look(self.manager)
+
+    def update(self) -> torch.Tensor:
+        """A step along random numbers of the run's own."""
+        for _, leaf in self.manager.get_named_parameters_for_run(0):
+            leaf.grad = torch.rand(leaf.shape, generator=self.manager.generators[0]) - 0.3
+        self.optimizer.step_run(0, self.optimizer.reduce_gradients(0))
+        self.scheduler.step_run(0)
+        self.manager.progress[0].step += 1
+        self.manager.progress[0].total_tokens += 100
+        return self.weights()
+
+    def weights(self) -> torch.Tensor:
+        return torch.cat([tensor.float().reshape(-1) for tensor in self.manager.get_state_dict_for_run(0).values()])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", TYPES)
+def test_a_saved_run_goes_on_to_the_same_bits(tmp_path: Path, kind: str, dtype: str) -> None:
+    changes: dict[str, Any] = {
+        "optim": {"type": kind, "lr": 1e-2, "weight_decay": 0.1},
+        "scheduler": {"type": "cosine", "warmup_steps": 3},
+        "model": {"lora": {"rank": 4, "dtype": dtype}},
+        "max_steps": 20,
+    }
+    add(tmp_path, "run_a", **changes)
+    one = Trainer(tmp_path)
+    for _ in range(4):
+        one.update()
+    one.checkpoints.save(one.snapshots.whole(0))
+    other = Trainer(tmp_path)
+    assert other.manager.progress[0] == one.manager.progress[0] and other.manager.progress[0].step == 4
+    assert torch.equal(other.weights(), one.weights())
+    for _ in range(3):
+        assert other.optimizer.lr(0) == one.optimizer.lr(0)
+        assert torch.equal(other.update(), one.update())
+
+
+def test_a_snapshot_stays_as_it_was_taken(tmp_path: Path) -> None:
+    run = add(tmp_path, "run_a")
+    trainer = Trainer(tmp_path)
+    trainer.update()
+    taken = trainer.snapshots.whole(0)
+    trainer.update()
+    trainer.checkpoints.save(taken)
+    assert taken.progress.step == 1 and run.trainer_checkpoint(1).is_dir()
+    again = Trainer(tmp_path)
+    assert not torch.equal(again.weights(), trainer.weights())
+    assert torch.equal(again.update(), trainer.weights())
