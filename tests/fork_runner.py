@@ -101,9 +101,8 @@ def _live(request: Request, rank: int, port: int, tell: Callable[[str], None]) -
     if "done" in request:
         module, _, name = request["done"].partition(":")
         done = getattr(importlib.import_module(module), name)(house)
-    assert config.model.lora is not None
     world = setup_world("cpu", CHILD_TIMEOUT_S, num_threads=1)
-    train(config, config.model.lora, world, done)
+    train(config, world, done)
     world.close()
 
 

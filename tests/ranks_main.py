@@ -32,11 +32,13 @@ from prime_rl.contract.files import wait_for
 from prime_rl.contract.layout import RunDir
 from prime_rl.trainer import train as trainer
 from prime_rl.trainer.runs import get_multi_run_manager
+from prime_rl.trainer.sharding import part_here
 from prime_rl.trainer.world import World, setup_world
 from tests.trainer_support import (
     published,
     put_batches,
     trainer_config,
+    whole_config,
     write_model,
     write_run,
 )
@@ -45,6 +47,8 @@ NUM_STEPS = 4
 TIMEOUT_S = 60.0
 # Where a rank that is silent is missed soon.
 SHORT_TIMEOUT_S = 4.0
+# Tiny passes: a batch takes several.
+TIGHT = {"max_tokens_per_micro_batch": 48, "num_threads": 1}
 RUNS: dict[str, dict[str, Any]] = {
     "run_adamw": {
         "seed": 1,
@@ -74,10 +78,14 @@ def put_run(house: Path, model: Path, run_id: str, num_steps: int = NUM_STEPS) -
     return run
 
 
+def put_whole_run(house: Path, model: Path, num_steps: int = NUM_STEPS) -> RunDir:
+    run = write_run(house, "run_a", model, max_steps=NUM_STEPS, optim={"lr": 3e-3, "max_norm": 0.7})
+    put_batches(run, num_steps, num_samples=5)
+    return run
+
+
 def tight_config(house: Path, model: Path, **changes: Any) -> TrainerConfig:
-    """Tiny passes: a batch takes several."""
-    changes = {"max_tokens_per_micro_batch": 48, "num_threads": 1, **changes}
-    return trainer_config(house, model, **changes)
+    return trainer_config(house, model, **{**TIGHT, **changes})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,25 +101,34 @@ class Group:
         house.mkdir(exist_ok=True)
         return house
 
-    def train(self, name: str, done: Callable[[], bool], **changes: Any) -> None:
+    def train(
+        self,
+        name: str,
+        done: Callable[[], bool],
+        config_of: Callable[..., TrainerConfig] = trainer_config,
+        **changes: Any,
+    ) -> None:
         """The real loop on all ranks, until rank 0 finds that it is `done`; then each rank reports what it holds."""
-        config = tight_config(self.house(name), self.model, **changes)
-        assert config.model.lora is not None
+        config = config_of(self.house(name), self.model, **{**TIGHT, **changes})
         # Each loop numbers its messages from one.
         world = dataclasses.replace(self.world, store=PrefixStore(name, self.world.store))
-        trainer.train(config, config.model.lora, world, done)
+        trainer.train(config, world, done)
         (self.house(name) / f"rank_{self.world.rank}.json").write_text(json.dumps(holdings()))
 
 
 def holdings() -> dict[str, Any]:
-    """A digest of the adapters of all slots on this rank, and how much of the base model is here."""
+    """A digest of the adapters of all slots on this rank, and how much of the sharded weights is here."""
     digest, num_here, num_all = hashlib.sha256(), 0, 0
-    for layer in get_multi_run_manager().layers.values():
+    manager = get_multi_run_manager()
+    sharded = [layer.base_layer.weight for layer in manager.layers.values()]
+    for layer in manager.layers.values():
         for parameter in (*layer.lora_A, *layer.lora_B):
             digest.update(parameter.detach().numpy().tobytes())
-        weight = layer.base_layer.weight
+    if not manager.layers:
+        sharded = [parameter for _, parameter in manager.get_named_parameters_for_run(0)]
+    for weight in sharded:
         num_all += weight.numel()
-        num_here += getattr(weight, "_local_tensor", weight).numel()
+        num_here += part_here(weight).numel()
     return {"adapters": digest.hexdigest(), "base_here": num_here, "base_all": num_all}
 
 
@@ -145,6 +162,26 @@ def scenario_evicted(group: Group) -> None:
     group.train("evicted", done, max_concurrent_runs=2)
 
 
+def scenario_whole(group: Group) -> None:
+    """The whole model, for one run."""
+    run = RunDir(group.house("whole") / "run_a")
+    if group.world.is_master:
+        run = put_whole_run(group.house("whole"), group.model)
+    group.train("whole", lambda: published(run) == NUM_STEPS, config_of=whole_config)
+
+
+def scenario_whole_half(group: Group) -> None:
+    run = RunDir(group.house("whole_half") / "run_a")
+    if group.world.is_master:
+        run = put_whole_run(group.house("whole_half"), group.model, NUM_STEPS // 2)
+    group.train("whole_half", lambda: published(run) == NUM_STEPS // 2, config_of=whole_config)
+
+
+def scenario_whole_other_half(group: Group) -> None:
+    run = RunDir(group.house("whole_half") / "run_a")
+    group.train("whole_half", lambda: published(run) == NUM_STEPS, config_of=whole_config)
+
+
 def scenario_half(group: Group) -> None:
     """The first half of each run, to be gone on with by another number of ranks."""
     house = group.house("half")
@@ -161,17 +198,24 @@ def scenario_other_half(group: Group) -> None:
 
 
 SCENARIOS = {
-    2: [scenario_together, scenario_evicted, scenario_half],
-    4: [scenario_together, scenario_other_half],
+    2: [scenario_together, scenario_evicted, scenario_half, scenario_whole, scenario_whole_half],
+    4: [scenario_together, scenario_other_half, scenario_whole_other_half],
 }
 
 
 def go_on(folder: Path, num_ranks: int) -> None:
-    """What two ranks left of `half`, with the other batches, for a trainer of `num_ranks`."""
+    """What two ranks left half done, with the other batches, for a trainer of `num_ranks`.
+
+    A version that is saved but was not published (a kill in between) is published by whoever goes on.
+    """
     house = folder / f"half_{num_ranks}"
     shutil.copytree(folder / "half_2", house)
     for run_id in RUNS:
         put_batches(RunDir(house / run_id), NUM_STEPS, num_samples=NUM_SAMPLES[run_id], seed=len(run_id))
+    whole = RunDir(folder / f"whole_half_{num_ranks}" / "run_a")
+    shutil.copytree(folder / "whole_half_2", whole.path.parent)
+    put_batches(whole, NUM_STEPS, num_samples=5)
+    (whole.broadcast_dir(NUM_STEPS // 2) / "STABLE").unlink()
 
 
 def run_scenarios(folder: Path, size: int) -> int:

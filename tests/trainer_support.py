@@ -126,6 +126,13 @@ def trainer_config(house: Path, base: Path, **changes: Any) -> TrainerConfig:
     return TrainerConfig.model_validate(merge(config, changes))
 
 
+def whole_config(house: Path, base: Path, **changes: Any) -> TrainerConfig:
+    """The same trainer for one run that has the whole model."""
+    config = trainer_config(house, base, **merge({"max_concurrent_runs": 1, "num_threads": 1}, changes)).model_dump()
+    del config["model"]["lora"]
+    return TrainerConfig.model_validate(config)
+
+
 @functools.cache
 def solo_world() -> World:
     """The process group of one that all tests of this process share."""
@@ -142,8 +149,7 @@ def train_until(config: TrainerConfig, done: Callable[[], bool], timeout_s: floa
         assert time.monotonic() < deadline, "the trainer did not get there"
         return done()
 
-    assert config.model.lora is not None
-    train(config, config.model.lora, solo_world(), stop)
+    train(config, solo_world(), stop)
 
 
 def start_trainer(config: TrainerConfig, folder: Path, *, num_ranks: int = 1) -> subprocess.Popen[bytes]:

@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 from prime_rl.configs.base import BaseConfig, merge
 from prime_rl.configs.inference import InferenceConfig
 from prime_rl.configs.shared import LoRAConfig, ModelConfig
-from prime_rl.configs.trainer import TrainerConfig
+from prime_rl.configs.trainer import TrainerConfig, TrainerModelConfig
 
 
 class SupervisorConfig(BaseConfig):
@@ -49,7 +49,7 @@ class SystemConfig(BaseConfig):
     """Base model of trainer and inference."""
 
     lora: LoRAConfig | None = LoRAConfig()
-    """Adapters of trainer and inference."""
+    """Adapters of trainer and inference. A house has adapters also without this table."""
 
     max_concurrent_runs: int = Field(4, ge=1, le=1024)
     """Slots of the trainer, tenants of the inference server."""
@@ -57,7 +57,7 @@ class SystemConfig(BaseConfig):
     seq_len: int = Field(2048, ge=8)
     """Longest sample of the trainer, longest sequence of the inference server."""
 
-    trainer: TrainerConfig = TrainerConfig()
+    trainer: TrainerConfig = TrainerConfig(model=TrainerModelConfig(lora=LoRAConfig()))
     """The trainer's own settings."""
 
     inference: InferenceConfig = InferenceConfig()
@@ -73,7 +73,7 @@ class SystemConfig(BaseConfig):
         if not isinstance(data, dict):
             return data
         model = data.get("model", {})
-        lora = {"lora": data["lora"]} if "lora" in data else {}
+        lora = {"lora": data.get("lora", {})}
         common = {key: data[key] for key in ("output_dir", "max_concurrent_runs") if key in data}
         seq_len = data.get("seq_len")
         trainer: dict[str, Any] = {**common}

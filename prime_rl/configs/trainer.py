@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from prime_rl.configs.base import BaseConfig
 from prime_rl.configs.shared import LogConfig, LoRAConfig, ModelConfig, WatchConfig
@@ -14,8 +14,9 @@ from prime_rl.configs.shared import LogConfig, LoRAConfig, ModelConfig, WatchCon
 class TrainerModelConfig(ModelConfig):
     """The base model as the trainer holds it."""
 
-    lora: LoRAConfig | None = LoRAConfig()
-    """Adapters, one slot a run."""
+    lora: LoRAConfig | None = None
+    """Adapters, one slot a run; an empty `[model.lora]` table takes the defaults. Without the table the whole model is
+    fine-tuned, for one run at a time."""
 
 
 class TrainerConfig(BaseConfig):
@@ -50,3 +51,12 @@ class TrainerConfig(BaseConfig):
 
     log: LogConfig = LogConfig()
     """Logging."""
+
+    @model_validator(mode="after")
+    def _one_run_has_the_whole_model(self) -> Self:
+        if self.model.lora is None and self.max_concurrent_runs != 1:
+            raise ValueError(
+                f"max_concurrent_runs = {self.max_concurrent_runs}: without [model.lora] the trainer fine-tunes the "
+                "whole model, for one run at a time; set it to 1, or add [model.lora]"
+            )
+        return self

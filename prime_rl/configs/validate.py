@@ -48,16 +48,7 @@ def check_against_trainer(config: OrchestratorConfig, limits: TrainerLimits) -> 
                 "model.name", f"found {config.model.name!r}: the trainer holds {limits.model!r}, and only that"
             )
         )
-    rank = config.model.lora.rank
-    if rank is not None and limits.max_rank is not None and rank > limits.max_rank:
-        problems.append(ConfigProblem("model.lora.rank", f"found {rank}: the trainer allows at most {limits.max_rank}"))
-    if config.loss.kl_coef and limits.max_rank is None:
-        problems.append(
-            ConfigProblem(
-                "loss.kl_coef",
-                f"found {config.loss.kl_coef:g}: the trainer trains the whole model and holds no base to compare with",
-            )
-        )
+    problems += _adapter_problems(config, limits)
     if config.seq_len is not None and config.seq_len > limits.max_seq_len:
         problems.append(
             ConfigProblem("seq_len", f"found {config.seq_len}: the trainer allows at most {limits.max_seq_len}")
@@ -67,6 +58,29 @@ def check_against_trainer(config: OrchestratorConfig, limits: TrainerLimits) -> 
         problems.append(
             ConfigProblem(
                 "sampling.max_tokens", f"found {config.sampling.max_tokens}: must be below seq_len = {seq_len}"
+            )
+        )
+    return problems
+
+
+def _adapter_problems(config: OrchestratorConfig, limits: TrainerLimits) -> list[ConfigProblem]:
+    lora, max_rank = config.model.lora, limits.max_rank
+    if max_rank is not None:
+        found = f"found {lora.rank}: the trainer allows at most {max_rank}"
+        return [ConfigProblem("model.lora.rank", found)] if lora.rank is not None and lora.rank > max_rank else []
+    problems = [
+        ConfigProblem(f"model.lora.{name}", "the trainer fine-tunes the whole model, without adapters: leave it out")
+        for name in sorted(lora.model_fields_set)
+    ]
+    if config.optim.type == "muon":
+        problems.append(
+            ConfigProblem("optim.type", "found 'muon': it is for adapters, the trainer fine-tunes the whole model")
+        )
+    if config.loss.kl_coef:
+        found = f"found {config.loss.kl_coef:g}"
+        problems.append(
+            ConfigProblem(
+                "loss.kl_coef", f"{found}: the trainer trains the whole model and holds no base to compare with"
             )
         )
     return problems

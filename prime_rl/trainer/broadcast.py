@@ -1,4 +1,4 @@
-"""Publish a run's new policy version as a PEFT folder that appears complete at once.
+"""Publish a run's new policy version as a folder that appears complete at once: PEFT for an adapter, or a whole model.
 
 Versions that no orchestrator can ask for any more are removed. A version that was published once is not written again:
 inference may serve it under a name that stands for exactly these weights.
@@ -12,7 +12,7 @@ from prime_rl.contract.files import mark_stable, staged_dir
 from prime_rl.contract.layout import RunDir, list_steps, stable_marker
 from prime_rl.trainer.retention import remove_step
 from prime_rl.trainer.runs import MultiRunManager
-from prime_rl.trainer.snapshot import AdapterSnapshot, RunSnapshot, Snapshots
+from prime_rl.trainer.snapshot import RunSnapshot, Snapshots, WeightsSnapshot
 
 # Beside the versions that rollouts may still lag behind by: the newest, the one that is being loaded, and one to spare.
 NUM_SPARE_VERSIONS = 3
@@ -34,14 +34,14 @@ class FileSystemWeightBroadcast:
             self._manager.finish_run(run_idx)
 
     def broadcast_weights(self, run_idx: int) -> Path:
-        """Publish the adapter as it stands as version `progress.step`; returns the folder. Raises OSError."""
-        return self.publish(self._snapshots.of(run_idx, self._snapshots.adapter(run_idx), state=None))
+        """Publish the weights as they stand as version `progress.step`; returns the folder. Raises OSError."""
+        return self.publish(self._snapshots.of(run_idx, self._snapshots.weights(run_idx), state=None))
 
     def publish(self, snapshot: RunSnapshot) -> Path:
         """Publish what was taken, from any thread; returns the folder. Raises OSError."""
         run, target = snapshot.run, snapshot.run.broadcast_dir(snapshot.progress.step)
         if not stable_marker(target).exists():
-            _write(target, snapshot.adapter)
+            _write(target, snapshot.weights.published())
         self._prune(run, keep=snapshot.config.max_async_level + NUM_SPARE_VERSIONS)
         return target
 
@@ -51,8 +51,8 @@ class FileSystemWeightBroadcast:
             remove_step(run.broadcast_dir(old))
 
 
-def _write(target: Path, adapter: AdapterSnapshot) -> None:
+def _write(target: Path, weights: WeightsSnapshot) -> None:
     target.parent.mkdir(exist_ok=True)
     with staged_dir(target) as folder:
-        adapter.save(folder)
+        weights.save(folder)
         mark_stable(folder)

@@ -1,9 +1,9 @@
 """Save a run, and resume a run.
 
-`checkpoints/step_N/trainer/` holds the adapter (PEFT), the rest of the state (optimizer, scheduler, random numbers) and
-the progress; the orchestrator's part stands beside it; `STABLE` comes last. All ranks hold the same adapters, so a
-checkpoint fits any number of them. What may be removed is decided in `retention`. Nothing here executes what it reads:
-safetensors and JSON.
+`checkpoints/step_N/trainer/` holds the weights (an adapter in PEFT format, or the whole model), the rest of the state
+(optimizer, scheduler, random numbers) and the progress; the orchestrator's part stands beside it; `STABLE` comes last.
+Nothing in it depends on the number of ranks. What may be removed is decided in `retention`. Nothing here executes what
+it reads: safetensors and JSON.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from torch import Tensor
 from prime_rl.configs.orchestrator import OrchestratorConfig
 from prime_rl.contract.files import mark_stable, staged_dir, write_atomic
 from prime_rl.contract.resume import pending_request
-from prime_rl.lora.adapter_state import load_peft
 from prime_rl.trainer.retention import PROGRESS_FILE, drop_after, sweep, trainer_steps
 from prime_rl.trainer.runs import MultiRunManager
 from prime_rl.trainer.snapshot import RunSnapshot, Snapshots
@@ -86,18 +85,17 @@ class CheckpointManager:
     def load(self, run_idx: int, step: int) -> None:
         """Put a checkpoint into the slot. ValueError or OSError when it is damaged or does not fit the config."""
         folder = self._manager.run_dir(run_idx).trainer_checkpoint(step)
-        saved, adapter, state = self._read(folder, self._manager.rank_of(run_idx))
+        saved, weights, state = self._read(run_idx, folder)
         if saved.step != step:
             raise ValueError(f"{folder / PROGRESS_FILE} is of step {saved.step}, expected {step}")
         try:
-            self._snapshots.restore(run_idx, adapter, state)
+            self._snapshots.restore(run_idx, weights, state)
         except (KeyError, TypeError) as error:
             raise ValueError(f"{folder} is damaged: {type(error).__name__}: {error}") from error
         progress = self._manager.progress[run_idx]
         progress.step, progress.total_tokens, progress.total_samples = step, saved.total_tokens, saved.total_samples
 
-    @staticmethod
-    def _read(folder: Path, rank: int) -> tuple[SavedProgress, dict[str, Tensor], dict[str, Any]]:
+    def _read(self, run_idx: int, folder: Path) -> tuple[SavedProgress, dict[str, Tensor], dict[str, Any]]:
         try:
             progress = (folder / PROGRESS_FILE).read_bytes()
             version = msgspec.json.decode(progress, type=_Version).version
@@ -107,15 +105,10 @@ class CheckpointManager:
                     "the program that wrote it, or start anew with ckpt.resume_step = 0"
                 )
             saved = msgspec.json.decode(progress, type=SavedProgress)
-            tensors, config = load_peft(folder)
+            tensors = self._snapshots.read(run_idx, folder)
             state = join_tensors(saved.state, load_tensors(folder / STATE_FILE))
         except msgspec.MsgspecError as error:
             raise ValueError(f"{folder} is damaged: {' '.join(str(error).split())}") from error
-        if config.rank != rank:
-            raise ValueError(
-                f"{folder} has rank {config.rank}, the config asks for model.lora.rank = {rank}; "
-                "change it back, or start anew with ckpt.resume_step = 0"
-            )
         return saved, tensors, state
 
     # Save
@@ -135,7 +128,7 @@ class CheckpointManager:
 
 def _write(folder: Path, snapshot: RunSnapshot) -> None:
     plain, tensors = split_tensors(snapshot.state)
-    snapshot.adapter.save(folder)
+    snapshot.weights.save(folder)
     save_tensors(folder / STATE_FILE, tensors)
     now = snapshot.progress
     saved = SavedProgress(now.step, now.total_tokens, now.total_samples, plain)

@@ -12,16 +12,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from prime_rl.trainer.world import World
+
+# An optimizer's state: by number of the parameter, its own names and values.
+Moments = dict[int, dict[str, Any]]
 
 
 class FlatWeights:
     """`named` are the slot's parameters, A `[K, in]` under a name that ends in `.lora_A`, B `[out, K]` in `.lora_B`.
 
     Attributes:
-        values_P: what the optimizer updates.
+        values_P: what the optimizer updates; `vectors` is the list of it.
         matrices: views of it by parameter, for an optimizer that looks at shapes.
     """
 
@@ -32,6 +38,7 @@ class FlatWeights:
         self._sizes = [own.numel() for own in self._own]
         self._rank = rank
         self.values_P = nn.Parameter(self._gathered(self._own))
+        self.vectors = [self.values_P]
         parts = torch.split(self.values_P.detach(), self._sizes)
         self.matrices = [nn.Parameter(part.view(own.shape)) for part, own in zip(parts, self._own, strict=True)]
 
@@ -49,12 +56,21 @@ class FlatWeights:
         )
 
     @torch.no_grad()
-    def begin(self, gradients_P: Tensor) -> None:
-        """Take the weights from the slot, and give the optimizer its gradients."""
+    def begin(self, world: World) -> float:
+        """Take the weights from the slot, and give the optimizer the sum of all ranks' gradients; returns its norm.
+
+        A rank that had no row of the run adds zeros. A collective.
+        """
+        gradients_P = world.sum(self.gradients())
         self.values_P.copy_(self._gathered(self._own))
         self.values_P.grad = gradients_P
         for matrix, part in zip(self.matrices, torch.split(gradients_P, self._sizes), strict=True):
             matrix.grad = part.view(matrix.shape)
+        return float(torch.linalg.vector_norm(gradients_P))
+
+    def scale_gradients(self, factor: float) -> None:
+        assert self.values_P.grad is not None, "begin comes first"
+        self.values_P.grad.mul_(factor)
 
     @torch.no_grad()
     def finish(self) -> None:
@@ -65,10 +81,16 @@ class FlatWeights:
         for parameter in (*self._leaves, self.values_P, *self.matrices):
             parameter.grad = None
 
-    def is_finite(self) -> bool:
-        """Whether all updated weights are numbers."""
+    def is_finite(self, world: World) -> bool:
+        """Whether all updated weights are numbers. All ranks have the same."""
         # The sum of squares is infinite or no number when one of them is; one pass, and no table of flags.
         return math.isfinite(float(torch.linalg.vector_norm(self.values_P.detach(), dtype=torch.float64)))
+
+    def join_state(self, state: Moments, world: World) -> Moments:
+        return state
+
+    def cut_state(self, state: Moments) -> Moments:
+        return state
 
     @staticmethod
     def _gathered(parts: Sequence[Tensor]) -> Tensor:

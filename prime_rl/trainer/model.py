@@ -22,7 +22,7 @@ from transformers.utils import logging as transformers_logging
 from prime_rl.configs.shared import LoRAConfig, ModelConfig
 from prime_rl.lora.inject import apply_lora_to_model
 from prime_rl.lora.linear import AdapterRouting, MultiLoRALinear
-from prime_rl.trainer.sharding import shard_model
+from prime_rl.trainer.sharding import shard_model, shard_trainable
 from prime_rl.trainer.world import World
 
 logger = logging.getLogger(__name__)
@@ -58,11 +58,23 @@ class PolicyModel:
         return logits
 
 
-def load_model(config: ModelConfig, lora: LoRAConfig, n_adapters: int, world: World) -> PolicyModel:
-    """Load, freeze, adapt, lay over the ranks. Raises ModelError."""
-    model = adapt_model(_load_base(config), lora, n_adapters)
+def load_model(config: ModelConfig, lora: LoRAConfig | None, n_adapters: int, world: World) -> PolicyModel:
+    """Load, freeze, adapt, lay over the ranks; without `lora` all weights are to be trained. Raises ModelError."""
+    if lora is None:
+        return _load_trainable(config, world)
+    model = adapt_model(_load_base(config.name, getattr(torch, config.dtype)), lora, n_adapters)
     shard_model(model.module, world, replicated=model.adapters())
     return model
+
+
+def _load_trainable(config: ModelConfig, world: World) -> PolicyModel:
+    """The masters are in float32 whatever the model computes in: small updates must not be rounded away."""
+    base = _load_base(config.name, torch.float32)
+    base.requires_grad_(True)
+    base.eval()
+    vocab_size = base.get_input_embeddings().num_embeddings  # type: ignore[operator]
+    shard_trainable(base, world, getattr(torch, config.dtype))
+    return PolicyModel(base, {}, AdapterRouting(1), vocab_size)
 
 
 def adapt_model(base: nn.Module, lora: LoRAConfig, n_adapters: int) -> PolicyModel:
@@ -79,19 +91,19 @@ def adapt_model(base: nn.Module, lora: LoRAConfig, n_adapters: int) -> PolicyMod
     return PolicyModel(base, layers, routing, embeddings.num_embeddings)
 
 
-def _load_base(config: ModelConfig) -> nn.Module:
-    path = Path(config.name)
-    if not path.is_dir() and (path.is_absolute() or config.name.count("/") != 1 or _is_offline()):
+def _load_base(name: str, dtype: torch.dtype) -> nn.Module:
+    path = Path(name)
+    if not path.is_dir() and (path.is_absolute() or name.count("/") != 1 or _is_offline()):
         raise ModelError(
-            f"model.name = {config.name!r}: there is no such folder (seen from {Path.cwd()}); "
+            f"model.name = {name!r}: there is no such folder (seen from {Path.cwd()}); "
             "make one with python -m prime_rl.trainer.make_base --out DIR, or name another"
         )
     transformers_logging.disable_progress_bar()
     try:
-        model: nn.Module = AutoModelForCausalLM.from_pretrained(config.name, dtype=getattr(torch, config.dtype))
+        model: nn.Module = AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
     except (OSError, ValueError, KeyError) as error:
-        raise ModelError(f"model.name = {config.name!r} cannot be loaded: {' '.join(str(error).split())}") from error
-    logger.info("loaded %s: %d parameters", config.name, sum(p.numel() for p in model.parameters()))
+        raise ModelError(f"model.name = {name!r} cannot be loaded: {' '.join(str(error).split())}") from error
+    logger.info("loaded %s: %d parameters", name, sum(p.numel() for p in model.parameters()))
     return model
 
 

@@ -10,11 +10,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import torch
+from torch import nn
 from torch.optim import Optimizer
 
 from prime_rl.configs.orchestrator import OptimConfig
-from prime_rl.trainer.flat import FlatWeights
+from prime_rl.trainer.flat import FlatWeights, Moments
 from prime_rl.trainer.optimizers import NEEDS_MATRICES, check_state, make_optimizer
 from prime_rl.trainer.runs import MultiRunManager
 from prime_rl.trainer.world import World
@@ -26,11 +26,43 @@ class PostCreationCallback(Protocol):
     def __call__(self, optimizer: Optimizer, run_idx: int, /) -> None: ...
 
 
+class RunWeights(Protocol):
+    """What a run's optimizer works on: `vectors`, or `matrices` where it looks at shapes. `names` are the slot's."""
+
+    @property
+    def names(self) -> list[str]: ...
+    @property
+    def num_weights(self) -> int: ...
+    @property
+    def vectors(self) -> list[nn.Parameter]: ...
+    @property
+    def matrices(self) -> list[nn.Parameter]: ...
+
+    def begin(self, world: World) -> float:
+        """Give the optimizer weights and gradients, summed over ranks; returns the norm of these. A collective."""
+
+    def scale_gradients(self, factor: float) -> None: ...
+
+    def finish(self) -> None:
+        """Put the updated weights into the slot."""
+
+    def drop_gradients(self) -> None: ...
+
+    def is_finite(self, world: World) -> bool:
+        """Whether all updated weights are numbers; the same on all ranks."""
+
+    def join_state(self, state: Moments, world: World) -> Moments:
+        """An optimizer's state as one rank alone would have it."""
+
+    def cut_state(self, state: Moments) -> Moments:
+        """The reverse."""
+
+
 @dataclass(frozen=True)
 class _RunOptimizer:
     config: OptimConfig
     optimizer: Optimizer
-    weights: FlatWeights
+    weights: RunWeights
 
 
 class MultiLoRAOptimizer:
@@ -52,9 +84,8 @@ class MultiLoRAOptimizer:
         self._post_creation.append(callback)
 
     def creation_hook(self, run_idx: int, run_id: str) -> None:
-        config, rank = self._manager.config[run_idx].optim, self._manager.rank_of(run_idx)
-        weights = FlatWeights(self._manager.get_named_parameters_for_run(run_idx), rank)
-        params = weights.matrices if config.type in NEEDS_MATRICES else [weights.values_P]
+        config, weights = self._manager.config[run_idx].optim, self._weights_of(run_idx)
+        params = weights.matrices if config.type in NEEDS_MATRICES else weights.vectors
         optimizer = make_optimizer(config, params, self._manager.dtype_of(run_idx))
         self._runs[run_idx] = _RunOptimizer(config, optimizer, weights)
         self.optimizers[run_idx] = optimizer
@@ -80,38 +111,37 @@ class MultiLoRAOptimizer:
 
         A rank that had no row of the run adds zeros. The result is the same to the last bit on all ranks.
         """
-        weights = self._runs[run_idx].weights
-        gradients_P = self._world.sum(weights.gradients())
-        weights.begin(gradients_P)
-        return float(torch.linalg.vector_norm(gradients_P))
+        return self._runs[run_idx].weights.begin(self._world)
 
     def step_run(self, run_idx: int, grad_norm: float) -> None:
         """Clip to the run's own `max_norm`, update, drop the gradients."""
         run = self._runs[run_idx]
         limit = run.config.max_norm
         if 0 < limit < grad_norm:
-            assert run.weights.values_P.grad is not None, "reduce_gradients first"
-            run.weights.values_P.grad.mul_(limit / grad_norm)
+            run.weights.scale_gradients(limit / grad_norm)
         run.optimizer.step()
         run.weights.finish()
         run.weights.drop_gradients()
 
     def is_finite(self, run_idx: int) -> bool:
-        """Whether all weights of the run are numbers after its update."""
-        return self._runs[run_idx].weights.is_finite()
+        """Whether all weights of the run are numbers after its update. A collective where they lie over the ranks."""
+        return self._runs[run_idx].weights.is_finite(self._world)
 
     def drop_gradients(self, run_idx: int) -> None:
         """Forget what was accumulated for the run."""
         self._runs[run_idx].weights.drop_gradients()
 
     def state_dict(self, run_idx: int) -> dict[str, Any]:
-        """Moments of the run's optimizer, with the names they belong to. Tensors and plain values only."""
+        """Moments of the run's optimizer, with the names they belong to. Tensors and plain values only.
+
+        A collective where the weights lie over the ranks; rank 0 alone has the whole then.
+        """
         run = self._runs[run_idx]
         return {
             "type": run.config.type,
             "names": run.weights.names,
             "num_weights": run.weights.num_weights,
-            "state": run.optimizer.state_dict()["state"],
+            "state": run.weights.join_state(run.optimizer.state_dict()["state"], self._world),
         }
 
     def load_state_dict(self, run_idx: int, saved: dict[str, Any]) -> None:
@@ -129,5 +159,9 @@ class MultiLoRAOptimizer:
                 f"the checkpoint is of {saved['num_weights']} weights, the run has {run.weights.num_weights}"
             )
         groups = run.optimizer.state_dict()["param_groups"]
-        check_state(run.config, run.optimizer.param_groups[0]["params"], saved["state"])
-        run.optimizer.load_state_dict({"state": saved["state"], "param_groups": groups})
+        state = run.weights.cut_state(saved["state"])
+        check_state(run.config, run.optimizer.param_groups[0]["params"], state)
+        run.optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+    def _weights_of(self, run_idx: int) -> RunWeights:
+        return FlatWeights(self._manager.get_named_parameters_for_run(run_idx), self._manager.rank_of(run_idx))

@@ -59,10 +59,10 @@ class Publisher:
 
     def _hand_over(self, run_idx: int, ready: ReadyRun, report: UpdateReport, timer: PhaseTimer) -> None:
         with timer("broadcast"):
-            adapter = self._snapshots.adapter(run_idx)
+            weights = self._snapshots.weights(run_idx)
         with timer("checkpoint"):
             due = is_due(self._manager.config[run_idx], report.step)
-            snapshot = self._snapshots.of(run_idx, adapter, self._snapshots.state(run_idx) if due else None)
+            snapshot = self._snapshots.of(run_idx, weights, self._snapshots.state(run_idx) if due else None)
         self._writer.submit(
             Piece(
                 snapshot.run.run_id,

@@ -84,11 +84,13 @@ def trainer_config(house: Path, recordings: Sequence[Recording]) -> TrainerConfi
     if path.exists():
         config = load_config(TrainerConfig, path)
         if config.model.lora is None:
-            raise ReplayError(f"{path}: the trainer of this house has no adapters (model.lora is null)")
+            raise ReplayError(
+                f"{path}: the trainer of this house has the whole model for one run, which has no neighbours"
+            )
         return config
-    model = {"name": recordings[0].config.model.name}
+    name = recordings[0].config.model.name
     rank = max((recording.config.model.lora.rank or 0) for recording in recordings)
-    return TrainerConfig.model_validate({"model": {**model, **({"lora": {"rank": rank}} if rank else {})}})
+    return TrainerConfig.model_validate({"model": {"name": name, "lora": {"rank": rank} if rank else {}}})
 
 
 def replay(
@@ -102,7 +104,6 @@ def replay(
 
     Raises ReplayError when a run is refused or evicted, with its reason, and WaitTimeout when nothing moves.
     """
-    assert config.model.lora is not None
     with tempfile.TemporaryDirectory(prefix="replay-") as folder:
         house = Path(folder)
         copies = {_copy(recording, house, place): recording for place, recording in enumerate(recordings)}
@@ -111,7 +112,7 @@ def replay(
             "max_concurrent_runs": setting.num_slots,
             "max_tokens_per_micro_batch": setting.max_tokens_per_micro_batch,
         }
-        train(config.model_copy(update=changes), config.model.lora, world, _Watch(copies, tell))
+        train(config.model_copy(update=changes), world, _Watch(copies, tell))
         return {run.run_id: load_peft(run.broadcast_dir(recording.last))[0] for run, recording in copies.items()}
 
 

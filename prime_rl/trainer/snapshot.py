@@ -1,25 +1,36 @@
 """A run at one moment, as copies on the CPU: taken between two updates, written to disk later by another thread.
 
 Nothing in a snapshot changes any more or leads back to the slot, so training goes on while it is written. What has
-been trained (the adapter) is in each one; what else is needed to go on from there (`state`) only where a checkpoint is
-due. Where snapshots are written is up to `broadcast` and `checkpoint`.
+been trained (the weights: an adapter, or the whole model of `whole_run`) is in each one; what else is needed to go on
+from there (`state`) only where a checkpoint is due. Where snapshots are written is up to `broadcast` and `checkpoint`.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 
 from prime_rl.configs.orchestrator import OrchestratorConfig
 from prime_rl.configs.shared import LoRAConfig
 from prime_rl.contract.layout import RunDir
-from prime_rl.lora.adapter_state import save_peft
+from prime_rl.lora.adapter_state import load_peft, save_peft
 from prime_rl.trainer.optim import MultiLoRAOptimizer
 from prime_rl.trainer.runs import MultiRunManager, Progress
 from prime_rl.trainer.scheduler import MultiLoRAScheduler
+
+
+class WeightsSnapshot(Protocol):
+    """What a run has trained."""
+
+    def published(self) -> WeightsSnapshot:
+        """What inference gets of it."""
+
+    def save(self, folder: Path) -> None:
+        """Write its files into `folder`, which must exist. Raises OSError."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +42,9 @@ class AdapterSnapshot:
     alpha: float
     target_modules: tuple[str, ...]
     base_model: str
+
+    def published(self) -> AdapterSnapshot:
+        return self
 
     def save(self, folder: Path) -> None:
         """Write the files of the PEFT format into `folder`. Raises OSError."""
@@ -52,7 +66,7 @@ class RunSnapshot:
     inode: int
     config: OrchestratorConfig
     progress: Progress
-    adapter: AdapterSnapshot
+    weights: WeightsSnapshot
     state: dict[str, Any] | None
 
     def is_at_home(self) -> bool:
@@ -63,32 +77,25 @@ class RunSnapshot:
             return False
 
 
-class Snapshots:
+class Snapshots(ABC):
     """Takes them. For the thread that trains."""
 
-    def __init__(
-        self,
-        manager: MultiRunManager,
-        optimizer: MultiLoRAOptimizer,
-        scheduler: MultiLoRAScheduler,
-        base_model: str,
-        lora: LoRAConfig,
-    ) -> None:
+    def __init__(self, manager: MultiRunManager, optimizer: MultiLoRAOptimizer, scheduler: MultiLoRAScheduler) -> None:
         self._manager = manager
         self._optimizer = optimizer
         self._scheduler = scheduler
-        self._base_model = base_model
-        self._lora = lora
 
-    def adapter(self, run_idx: int) -> AdapterSnapshot:
-        """The adapter of a slot as it stands."""
-        return AdapterSnapshot(
-            self._manager.get_state_dict_for_run(run_idx),
-            self._manager.rank_of(run_idx),
-            self._manager.alpha_of(run_idx),
-            self._lora.target_modules,
-            self._base_model,
-        )
+    @abstractmethod
+    def collect(self, run_idx: int, *, with_state: bool) -> None:
+        """All ranks, after an update: put together on rank 0 what lies over the ranks. A collective."""
+
+    @abstractmethod
+    def weights(self, run_idx: int) -> WeightsSnapshot:
+        """The weights of a slot as they stand."""
+
+    @abstractmethod
+    def read(self, run_idx: int, folder: Path) -> dict[str, Tensor]:
+        """What the weights' `save` wrote. ValueError or OSError when it is damaged or does not fit the run's config."""
 
     def state(self, run_idx: int) -> dict[str, Any]:
         """What a run needs besides its adapter to go on to the last bit: moments, schedule, random numbers."""
@@ -100,7 +107,7 @@ class Snapshots:
         copied: dict[str, Any] = copy_to_cpu(live)
         return copied
 
-    def of(self, run_idx: int, adapter: AdapterSnapshot, state: dict[str, Any] | None) -> RunSnapshot:
+    def of(self, run_idx: int, weights: WeightsSnapshot, state: dict[str, Any] | None) -> RunSnapshot:
         """The parts together, with the progress of this moment."""
         manager = self._manager
         return RunSnapshot(
@@ -108,20 +115,58 @@ class Snapshots:
             manager.inode_of(run_idx),
             manager.config[run_idx],
             replace(manager.progress[run_idx]),
-            adapter,
+            weights,
             state,
         )
 
     def whole(self, run_idx: int) -> RunSnapshot:
         """All of a run, for a checkpoint."""
-        return self.of(run_idx, self.adapter(run_idx), self.state(run_idx))
+        return self.of(run_idx, self.weights(run_idx), self.state(run_idx))
 
-    def restore(self, run_idx: int, adapter: dict[str, Tensor], state: dict[str, Any]) -> None:
+    def restore(self, run_idx: int, weights: dict[str, Tensor], state: dict[str, Any]) -> None:
         """Put what `whole` took back into a slot. Raises ValueError when it does not fit the run's config."""
-        self._manager.load_state_dict_for_run(run_idx, adapter)
+        self._manager.load_state_dict_for_run(run_idx, weights)
         self._optimizer.load_state_dict(run_idx, state["optimizer"])
         self._scheduler.load_state_dict(run_idx, state["scheduler"])
         self._manager.generators[run_idx].set_state(state["generator"])
+
+
+class AdapterSnapshots(Snapshots):
+    """Snapshots of adapters, which are whole on every rank."""
+
+    def __init__(
+        self,
+        manager: MultiRunManager,
+        optimizer: MultiLoRAOptimizer,
+        scheduler: MultiLoRAScheduler,
+        base_model: str,
+        lora: LoRAConfig,
+    ) -> None:
+        super().__init__(manager, optimizer, scheduler)
+        self._base_model = base_model
+        self._lora = lora
+
+    def collect(self, run_idx: int, *, with_state: bool) -> None:
+        """There is nothing to put together."""
+
+    def weights(self, run_idx: int) -> AdapterSnapshot:
+        return AdapterSnapshot(
+            self._manager.get_state_dict_for_run(run_idx),
+            self._manager.rank_of(run_idx),
+            self._manager.alpha_of(run_idx),
+            self._lora.target_modules,
+            self._base_model,
+        )
+
+    def read(self, run_idx: int, folder: Path) -> dict[str, Tensor]:
+        tensors, config = load_peft(folder)
+        rank = self._manager.rank_of(run_idx)
+        if config.rank != rank:
+            raise ValueError(
+                f"{folder} has rank {config.rank}, the config asks for model.lora.rank = {rank}; "
+                "change it back, or start anew with ckpt.resume_step = 0"
+            )
+        return tensors
 
 
 def copy_to_cpu(value: Any) -> Any:

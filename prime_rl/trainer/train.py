@@ -15,7 +15,6 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from prime_rl.configs.base import ConfigError, parse_argv
-from prime_rl.configs.shared import LoRAConfig
 from prime_rl.configs.trainer import TrainerConfig
 from prime_rl.configs.validate import TrainerLimits
 from prime_rl.contract.layout import OutputDir
@@ -36,9 +35,6 @@ def main(argv: Sequence[str]) -> int:
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2
-    if config.model.lora is None:
-        print("model.lora is null: the trainer trains adapters only; leave model.lora out", file=sys.stderr)
-        return 2
     logger = setup_logger("trainer", config.log.level)
     # Before torch is loaded: threads that spin while they wait take the cores away from inference.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -50,7 +46,7 @@ def main(argv: Sequence[str]) -> int:
         config.output_dir.mkdir(parents=True, exist_ok=True)
         world = setup_world(config.device, config.dist_timeout_s, config.num_threads, stop)
         with world.guarded():
-            train(config, config.model.lora, world, stop)
+            train(config, world, stop)
         world.close()
     except (ModelError, WorldError, OSError) as error:
         logger.debug("the trainer failed", exc_info=True)
@@ -60,41 +56,37 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def train(config: TrainerConfig, lora: LoRAConfig, world: World, stop: Callable[[], bool]) -> None:
+def train(config: TrainerConfig, world: World, stop: Callable[[], bool]) -> None:
     """Train every run that comes, until `stop`."""
     from prime_rl.trainer.broadcast import FileSystemWeightBroadcast
-    from prime_rl.trainer.checkpoint import CheckpointManager
+    from prime_rl.trainer.checkpoint import CheckpointManager, is_due
     from prime_rl.trainer.data import DataLoader, PackingSource, PackSource, ReceivingSource, Scout
     from prime_rl.trainer.metrics import MetricsWriter, PhaseTimer, StatusReporter
     from prime_rl.trainer.model import load_model
-    from prime_rl.trainer.optim import MultiLoRAOptimizer
     from prime_rl.trainer.packer import Packer
     from prime_rl.trainer.publish import Publisher
     from prime_rl.trainer.runs import setup_multi_run_manager
     from prime_rl.trainer.runs.sync import Channel
     from prime_rl.trainer.scheduler import MultiLoRAScheduler
-    from prime_rl.trainer.snapshot import Snapshots
     from prime_rl.trainer.step import TrainStep
+    from prime_rl.trainer.tenancy import set_up_weights
     from prime_rl.trainer.writer import BackgroundWriter
     from prime_rl.utils.watch import Watcher
 
-    # The base model, frozen, and the runs that will share it.
-    writer = _status_writer(config, lora) if world.is_master else None
-    model = load_model(config.model, lora, config.max_concurrent_runs, world)
+    # The base model, and the runs that will share it (or, without adapters, the one that will change it).
+    writer = _status_writer(config) if world.is_master else None
+    model = load_model(config.model, config.model.lora, config.max_concurrent_runs, world)
     manager = setup_multi_run_manager(
         config.output_dir,
         config.max_concurrent_runs,
         limits=TrainerLimits.of(config),
         channel=Channel(world.store, world.rank, world.size, timeout_s=config.dist_timeout_s),
     )
-    for name, layer in model.layers.items():
-        layer.register_with_runs(manager, name)
 
     # What every rank has for each run. Hooks are called in this order.
-    optimizer = MultiLoRAOptimizer(manager, world)
     scheduler = MultiLoRAScheduler(manager)
+    optimizer, snapshots = set_up_weights(config.model, model, manager, scheduler, world)
     optimizer.register_post_creation_callback(scheduler.scheduler_creation_hook)
-    snapshots = Snapshots(manager, optimizer, scheduler, config.model.name, lora)
     checkpoints = CheckpointManager(manager, snapshots)
     step = TrainStep(model, manager, optimizer, scheduler, world)
     manager.register_deletion_hook(step.deletion_hook)
@@ -135,21 +127,26 @@ def train(config: TrainerConfig, lora: LoRAConfig, world: World, stop: Callable[
         for run_idx in manager.ready_to_update_idxs:
             with timer("optim"):
                 report = step.update(run_idx, ready[run_idx])
+            if report.problem is None:
+                with timer("broadcast"):
+                    snapshots.collect(run_idx, with_state=is_due(manager.config[run_idx], report.step))
             if publisher is not None:
                 publisher.after_update(run_idx, ready[run_idx], report, timer)
 
     # Only complete updates are saved; a batch that was cut short is trained on again.
+    for run_idx in sorted(manager.used_idxs):
+        snapshots.collect(run_idx, with_state=True)
     if publisher is not None:
         publisher.before_exit()
     watcher.close()
 
 
-def _status_writer(config: TrainerConfig, lora: LoRAConfig) -> StatusWriter:
+def _status_writer(config: TrainerConfig) -> StatusWriter:
     status = TrainerStatus(
         waiting_on=f"the base model {config.model.name} to be loaded",
         max_runs=config.max_concurrent_runs,
         model=config.model.name,
-        max_rank=lora.rank,
+        max_rank=config.model.lora.rank if config.model.lora else None,
         max_seq_len=config.seq_len,
     )
     return StatusWriter(OutputDir(config.output_dir).trainer_status, status)

@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from prime_rl.contract.layout import RunDir
-from tests.ranks_main import NUM_STEPS, RUNS, SHORT_TIMEOUT_S, put_run, tight_config
-from tests.trainer_support import adapter, published, relative_difference, train_until
+from tests.ranks_main import NUM_STEPS, RUNS, SHORT_TIMEOUT_S, TIGHT, put_run, put_whole_run, tight_config
+from tests.trainer_support import adapter, published, relative_difference, tiny_model, train_until, whole_config
 
 TOLERANCE = 1e-4
 Adapters = dict[str, dict[str, torch.Tensor]]
@@ -74,7 +75,9 @@ def test_an_eviction_in_the_middle_of_a_batch_and_a_reused_slot_harm_nobody(fold
     assert 1 <= published(RunDir(house / "run_0")) < 30
 
 
-@pytest.mark.parametrize(("scenario", "size"), [("together", 2), ("together", 4), ("evicted", 2), ("half", 4)])
+@pytest.mark.parametrize(
+    ("scenario", "size"), [("together", 2), ("together", 4), ("evicted", 2), ("half", 4), ("whole", 2)]
+)
 def test_adapters_are_equal_on_all_ranks_and_the_base_is_shared_out(folder: Path, scenario: str, size: int) -> None:
     holdings = [json.loads(path.read_text()) for path in (folder / f"{scenario}_{size}").glob("rank_*.json")]
     assert len(holdings) == size
@@ -89,6 +92,23 @@ def test_what_two_ranks_saved_is_gone_on_with_by_four_and_by_one(folder: Path, a
     assert {published(run) for run in runs} == {NUM_STEPS // 2}
     train_until(tight_config(house, folder / "model"), lambda: all(published(run) == NUM_STEPS for run in runs))
     check(house, alone, list(RUNS))
+
+
+def test_the_whole_model_is_trained_by_many_ranks_as_by_one(folder: Path, tmp_path: Path) -> None:
+    """Also when four or one go on with what two saved."""
+    model = folder / "model"
+    run = put_whole_run(tmp_path, model)
+    train_until(whole_config(tmp_path, model, **TIGHT), lambda: published(run) == NUM_STEPS)
+    alone = load_file(run.broadcast_dir(NUM_STEPS) / "model.safetensors")
+    gone_on = RunDir(folder / "whole_half_1" / "run_a")
+    train_until(whole_config(gone_on.path.parent, model, **TIGHT), lambda: published(gone_on) == NUM_STEPS)
+    for name in ("whole_2", "whole_half_4", "whole_half_1"):
+        house = RunDir(folder / name / "run_a")
+        ours = load_file(house.broadcast_dir(NUM_STEPS) / "model.safetensors")
+        assert relative_difference(ours, alone) <= TOLERANCE, name
+        assert (house.broadcast_dir(NUM_STEPS // 2) / "STABLE").exists(), name
+    base = dict(tiny_model().named_parameters())
+    assert relative_difference(alone, {name: base[name].detach() for name in alone}) > 1e-2
 
 
 @pytest.mark.parametrize(("name", "size", "victim"), [("busy", 4, 2), ("idle", 2, 0)])

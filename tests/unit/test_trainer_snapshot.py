@@ -14,7 +14,7 @@ from prime_rl.trainer.checkpoint import CheckpointManager
 from prime_rl.trainer.optim import MultiLoRAOptimizer
 from prime_rl.trainer.runs import MultiRunManager
 from prime_rl.trainer.scheduler import MultiLoRAScheduler
-from prime_rl.trainer.snapshot import Snapshots
+from prime_rl.trainer.snapshot import AdapterSnapshots
 from tests.runs_support import add, look, manager_of
 from tests.trainer_support import solo_world
 
@@ -30,7 +30,7 @@ class Trainer:
         self.optimizer = MultiLoRAOptimizer(self.manager, solo_world())
         self.scheduler = MultiLoRAScheduler(self.manager)
         self.optimizer.register_post_creation_callback(self.scheduler.scheduler_creation_hook)
-        self.snapshots = Snapshots(self.manager, self.optimizer, self.scheduler, "some/model", LORA)
+        self.snapshots = AdapterSnapshots(self.manager, self.optimizer, self.scheduler, "some/model", LORA)
         self.checkpoints = CheckpointManager(self.manager, self.snapshots)
         self.manager.register_discovered_hook(self.checkpoints.discovered_hook)
         self.manager.register_creation_hook(self.optimizer.creation_hook)

@@ -1,9 +1,12 @@
 """The adapters behind the slots: the layers that registered themselves, and one run's part of them.
 
-Everything here is by slot; which run sits in it, and with which rank, is told by the caller.
+Everything here is by slot; which run sits in it, and with which rank, is told by the caller. `SlotWeights` is what the
+manager needs of them; a trainer without adapters has the whole model in their place.
 """
 
 from __future__ import annotations
+
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +14,25 @@ from torch import Tensor, nn
 from prime_rl.configs.orchestrator import RunLoRAConfig
 from prime_rl.lora.adapter_state import export_adapter, load_adapter, reset_adapter
 from prime_rl.lora.linear import MultiLoRALinear
+
+
+class SlotWeights(Protocol):
+    """What the runs train, by slot."""
+
+    def named_parameters(self, run_idx: int) -> list[tuple[str, nn.Parameter]]:
+        """The leaves that gradients collect in."""
+
+    def export(self, run_idx: int, lora: RunLoRAConfig) -> dict[str, Tensor]:
+        """What the run publishes, as copies on the CPU."""
+
+    def load(self, run_idx: int, tensors: dict[str, Tensor], lora: RunLoRAConfig) -> None:
+        """The reverse of `export`; ValueError, and nothing changed, when a name or a shape does not fit."""
+
+    def reset(self, run_idx: int, generator: torch.Generator, lora: RunLoRAConfig) -> None:
+        """Start values; gradients are dropped."""
+
+    def scale_of(self, lora: RunLoRAConfig) -> float:
+        """What the run's weights are multiplied by in the model."""
 
 
 class SlotAdapters:
@@ -63,6 +85,9 @@ class SlotAdapters:
     def reset(self, run_idx: int, generator: torch.Generator, lora: RunLoRAConfig) -> None:
         """Start values; gradients are dropped."""
         reset_adapter(self.layers, run_idx, generator, rank_of(lora), dtype_of(lora))
+
+    def scale_of(self, lora: RunLoRAConfig) -> float:
+        return scale_of(lora)
 
 
 def rank_of(lora: RunLoRAConfig) -> int:

@@ -42,5 +42,5 @@ class AdmissionRules:
         return [ConfigProblem("model.lora.rank", f"found {rank}: the registered layers hold at most {room}")]
 
     def _limits_of_layers(self, model: str) -> TrainerLimits:
-        lora, seq_len = LoRAConfig(), TrainerConfig().seq_len
+        lora, seq_len = LoRAConfig(), TrainerConfig(max_concurrent_runs=1).seq_len
         return TrainerLimits(model, seq_len, self.adapters.max_rank or lora.rank, lora.alpha)

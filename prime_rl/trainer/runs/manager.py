@@ -10,7 +10,7 @@ each kind in the order of registration. What belongs to one run may fail: the ru
 down and the others go on.
 
 The manager holds no optimizer and reads no batches; those parts register hooks. It knows the adapters only through the
-layers that registered themselves.
+layers that registered themselves, and the whole model, where that is what the one run trains, as their stand-in.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from prime_rl.configs.orchestrator import OrchestratorConfig
 from prime_rl.configs.validate import TrainerLimits
 from prime_rl.contract.layout import RunDir
 from prime_rl.lora.linear import MultiLoRALinear
-from prime_rl.trainer.runs.adapters import SlotAdapters, dtype_of, rank_of, scale_of
+from prime_rl.trainer.runs.adapters import SlotAdapters, SlotWeights, dtype_of, rank_of
 from prime_rl.trainer.runs.admission import AdmissionRules
 from prime_rl.trainer.runs.discovery import Candidate, Discovery, Findings
 from prime_rl.trainer.runs.evictions import Evictions
@@ -92,6 +92,7 @@ class MultiRunManager:
         self.findings = Findings()
         self.waiting: list[str] = []
         self._adapters = SlotAdapters(max_runs)
+        self._weights: SlotWeights = self._adapters
         self._rules = AdmissionRules(limits, self._adapters)
         self._slots = Slots(max_runs)
         self._hooks = Hooks(validation=[self._rules.check])
@@ -147,7 +148,7 @@ class MultiRunManager:
     def run_dirs(self) -> list[Path]:
         return [self.get_run_dir(idx) for idx in sorted(self.used_idxs)]
 
-    # Adapters
+    # Weights
 
     @property
     def layers(self) -> dict[str, MultiLoRALinear]:
@@ -163,6 +164,10 @@ class MultiRunManager:
         """Called by `MultiLoRALinear.register_with_runs`."""
         self._adapters.register(name, module)
 
+    def register_model(self, weights: SlotWeights) -> None:
+        """The runs train this instead of adapters."""
+        self._weights = weights
+
     def rank_of(self, run_idx: int) -> int:
         return rank_of(self._config_of(run_idx).model.lora)
 
@@ -175,22 +180,28 @@ class MultiRunManager:
         return self._adapters.alpha_of(run_idx, self._config_of(run_idx).model.lora)
 
     def get_named_parameters_for_run(self, idx: int) -> list[tuple[str, nn.Parameter]]:
-        """The adapter's own leaf parameters, at the largest rank, by layer name."""
-        return self._adapters.named_parameters(idx)
+        """The adapter's own leaf parameters, at the largest rank, by layer name; or those of the whole model."""
+        return self._weights.named_parameters(idx)
 
     def get_state_dict_for_run(self, idx: int) -> dict[str, Tensor]:
-        """The adapter under PEFT names, at the run's own rank and type; copies on the CPU."""
-        return self._adapters.export(idx, self._config_of(idx).model.lora)
+        """The adapter under PEFT names, at the run's own rank and type; copies on the CPU.
+
+        The whole model under its own names: a collective then, and all of it reaches rank 0 alone.
+        """
+        return self._weights.export(idx, self._config_of(idx).model.lora)
 
     def load_state_dict_for_run(self, idx: int, tensors: dict[str, Tensor]) -> None:
-        """Put an adapter of the run's own rank into its slot; ValueError when it does not fit."""
-        self._adapters.load(idx, tensors, self._config_of(idx).model.lora)
+        """Put an adapter of the run's own rank into its slot, or a whole model; ValueError when it does not fit."""
+        self._weights.load(idx, tensors, self._config_of(idx).model.lora)
 
     def reset_run_parameters(self, idx: int) -> None:
-        """Start values from the run's own seed: neither slot nor neighbours matter. Drops gradients."""
+        """Start values from the run's own seed: neither slot nor neighbours matter. Drops gradients.
+
+        The whole model starts as the base model, as an adapter does whose B is zero.
+        """
         config = self._config_of(idx)
         generator = self.generators[idx] = torch.Generator().manual_seed(config.seed)
-        self._adapters.reset(idx, generator, config.model.lora)
+        self._weights.reset(idx, generator, config.model.lora)
 
     def _config_of(self, run_idx: int) -> OrchestratorConfig:
         self._slots.run_in(run_idx)
@@ -377,7 +388,7 @@ class MultiRunManager:
         self.config[run_idx] = config
         self.progress[run_idx] = Progress()
         self.ready_to_update[run_idx] = False
-        self.scaling_factors[run_idx] = scale_of(config.model.lora)
+        self.scaling_factors[run_idx] = self._weights.scale_of(config.model.lora)
 
     def _delete_run_data(self, run_idx: int) -> None:
         self._slots.release(run_idx)

@@ -1,0 +1,148 @@
+"""The whole model as what the one run trains, where `model.lora` is unset: in the place of adapters.
+
+`WholeModel` stands behind the manager's slot; `ModelSnapshot` is what is published and saved: a folder that
+`AutoModelForCausalLM.from_pretrained` loads. How parameters are cut over ranks is in `sharding`.
+"""
+
+from __future__ import annotations
+
+import copy
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers.utils.hub import cached_file
+
+from prime_rl.configs.orchestrator import RunLoRAConfig
+from prime_rl.trainer.sharding import cut, join, part_here
+
+WEIGHTS_FILE = "model.safetensors"
+CONFIG_FILE = "config.json"
+# What a model folder has besides weights and config. A tokenizer needs some of them, and which depends on its kind.
+COMPANIONS = (
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    "chat_template.jinja",
+)
+
+
+class WholeModel:
+    """The parameters of a model, of which each rank may hold a part. There is one slot.
+
+    Names are those of the model's own weight files; a tied weight is there once.
+    """
+
+    def __init__(self, module: nn.Module, *, keeps: bool) -> None:
+        self._keeps = keeps
+        self._named = list(module.named_parameters())
+        # A run that starts anew gets the base model back; each rank keeps its own part, in the memory of its host.
+        self._base = [part_here(parameter).detach().to("cpu", copy=True) for _, parameter in self._named]
+
+    def named_parameters(self, run_idx: int) -> list[tuple[str, nn.Parameter]]:
+        return list(self._named)
+
+    def export(self, run_idx: int, lora: RunLoRAConfig) -> dict[str, Tensor]:
+        """The whole weights on rank 0 (`keeps`), {} on the others. A collective."""
+        tensors = {}
+        for name, parameter in self._named:
+            whole = join(part_here(parameter).detach(), parameter)
+            if self._keeps:
+                tensors[name] = whole.to("cpu", copy=True)
+        return tensors
+
+    @torch.no_grad()
+    def load(self, run_idx: int, tensors: dict[str, Tensor], lora: RunLoRAConfig) -> None:
+        """Take over whole weights, which every rank has. ValueError, and nothing changed, when they do not fit."""
+        check_fit(tensors, {name: tuple(parameter.shape) for name, parameter in self._named})
+        for name, parameter in self._named:
+            part_here(parameter).copy_(cut(tensors[name], parameter))
+            parameter.grad = None
+
+    @torch.no_grad()
+    def reset(self, run_idx: int, generator: torch.Generator, lora: RunLoRAConfig) -> None:
+        for (_, parameter), base in zip(self._named, self._base, strict=True):
+            part_here(parameter).copy_(base)
+            parameter.grad = None
+
+    def scale_of(self, lora: RunLoRAConfig) -> float:
+        return 1.0
+
+
+def check_fit(tensors: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Raises ValueError unless names and shapes are exactly these."""
+    problems = [f"{name} is not in the model" for name in sorted(tensors.keys() - shapes.keys())]
+    problems += [f"{name} is missing" for name in sorted(shapes.keys() - tensors.keys())]
+    problems += [
+        f"{name} has shape {list(tensors[name].shape)}, expected {list(shape)}"
+        for name, shape in shapes.items()
+        if name in tensors and tuple(tensors[name].shape) != shape
+    ]
+    if problems:
+        more = f" (and {len(problems) - 3} more)" if len(problems) > 3 else ""
+        raise ValueError(f"the weights do not fit the model: {'; '.join(problems[:3])}{more}")
+
+
+@dataclass(frozen=True)
+class ModelFiles:
+    """What a model folder has besides the weights. `dtype` is what the weights are published in."""
+
+    config_json: str
+    companions: tuple[Path, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, name: str, config: Any, dtype: torch.dtype) -> ModelFiles:
+        """Those of the base model `name`, whose loaded `config` this is."""
+        config = copy.deepcopy(config)
+        config.dtype = dtype
+        found = [
+            cached_file(
+                name,
+                file,
+                _raise_exceptions_for_missing_entries=False,
+                _raise_exceptions_for_gated_repo=False,
+                _raise_exceptions_for_connection_errors=False,
+            )
+            for file in COMPANIONS
+        ]
+        return cls(config.to_json_string(use_diff=True), tuple(Path(path) for path in found if path), dtype)
+
+
+@dataclass(frozen=True)
+class ModelSnapshot:
+    """A whole model at one moment."""
+
+    tensors: dict[str, Tensor]
+    files: ModelFiles
+
+    def published(self) -> ModelSnapshot:
+        """What inference gets: in the type that the model computes in."""
+        return replace(self, tensors={name: tensor.to(self.files.dtype) for name, tensor in self.tensors.items()})
+
+    def save(self, folder: Path) -> None:
+        """Write a model folder into `folder`, which must exist. Raises OSError."""
+        save_file(self.tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
+        (folder / CONFIG_FILE).write_text(self.files.config_json)
+        for path in self.files.companions:
+            shutil.copyfile(path, folder / path.name)
+
+
+def load_weights(folder: Path) -> dict[str, Tensor]:
+    """What `ModelSnapshot.save` wrote. Raises OSError, or ValueError when the file is damaged."""
+    try:
+        tensors: dict[str, Tensor] = load_file(folder / WEIGHTS_FILE)
+    except SafetensorError as error:
+        raise ValueError(f"{folder / WEIGHTS_FILE}: {error}") from error
+    return tensors

@@ -1,0 +1,143 @@
+"""What differs for the one run that trains the whole model: its optimizer's state and its snapshots lie over the ranks.
+
+Putting them together is a collective, which must not stand under a handler that belongs to one run. So all ranks do it
+in `ModelSnapshots.collect`, right after an update; what rank 0 publishes and saves later, it takes from there.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from prime_rl.trainer.flat import Moments
+from prime_rl.trainer.optim import MultiLoRAOptimizer
+from prime_rl.trainer.runs import MultiRunManager
+from prime_rl.trainer.scheduler import MultiLoRAScheduler
+from prime_rl.trainer.sharding import cut, join, part_here
+from prime_rl.trainer.snapshot import Snapshots
+from prime_rl.trainer.whole_model import ModelFiles, ModelSnapshot, load_weights
+from prime_rl.trainer.world import World
+
+
+class ShardedWeights:
+    """This rank's part of every parameter; nearly all optimizers look at one number at a time, so a part is enough.
+
+    Attributes:
+        vectors: on the memory of the parameters themselves: there is no second copy of the model.
+    """
+
+    def __init__(self, named: Sequence[tuple[str, nn.Parameter]]) -> None:
+        self.names = [name for name, _ in named]
+        self.num_weights = sum(leaf.numel() for _, leaf in named)
+        self.vectors = [nn.Parameter(part_here(leaf.detach())) for _, leaf in named]
+        self._leaves = [leaf for _, leaf in named]
+
+    @property
+    def matrices(self) -> list[nn.Parameter]:
+        raise ValueError("an optimizer that looks at whole matrices is for adapters")
+
+    def begin(self, world: World) -> float:
+        """FSDP summed the gradients over ranks in every pass. Returns the norm over all parts. A collective."""
+        square = torch.zeros((), device=world.device)
+        for leaf, part in zip(self._leaves, self.vectors, strict=True):
+            part.grad = part_here(leaf.grad) if leaf.grad is not None else torch.zeros_like(part)
+            square += part.grad.square().sum()
+        return math.sqrt(float(world.sum(square)))
+
+    def scale_gradients(self, factor: float) -> None:
+        for part in self.vectors:
+            assert part.grad is not None, "begin comes first"
+            part.grad.mul_(factor)
+
+    def finish(self) -> None:
+        """The optimizer worked in place."""
+
+    def drop_gradients(self) -> None:
+        for parameter in (*self._leaves, *self.vectors):
+            parameter.grad = None
+
+    def is_finite(self, world: World) -> bool:
+        """A collective: what one rank finds in its part, all must know."""
+        bad = sum(int(not torch.isfinite(part).all()) for part in self.vectors)
+        return not world.sum(torch.tensor(float(bad), device=world.device))
+
+    def join_state(self, state: Moments, world: World) -> Moments:
+        """On the CPU of rank 0, one tensor after another; the others keep nothing. A collective."""
+
+        def to_rank_0(part: Tensor, leaf: Tensor) -> Tensor:
+            whole = join(part, leaf)
+            return whole.to("cpu") if world.is_master else whole[:0]
+
+        return self._each(state, to_rank_0)
+
+    def cut_state(self, state: Moments) -> Moments:
+        """Every rank has all of `state` and takes its part."""
+        return self._each(state, cut)
+
+    def _each(self, state: Moments, turn: Callable[[Tensor, Tensor], Tensor]) -> Moments:
+        """`turn` what has a number for each weight; counters stay."""
+        return {
+            at: {
+                key: turn(value, self._leaves[at]) if isinstance(value, Tensor) and value.dim() else value
+                for key, value in sorted(moments.items())
+            }
+            for at, moments in sorted(state.items())
+        }
+
+
+class WholeModelOptimizer(MultiLoRAOptimizer):
+    """The optimizer of the one slot, whose weights lie over the ranks."""
+
+    def _weights_of(self, run_idx: int) -> ShardedWeights:
+        return ShardedWeights(self._manager.get_named_parameters_for_run(run_idx))
+
+
+class ModelSnapshots(Snapshots):
+    """Snapshots of the whole model, from what `collect` put together last. There is one slot."""
+
+    def __init__(
+        self,
+        manager: MultiRunManager,
+        optimizer: MultiLoRAOptimizer,
+        scheduler: MultiLoRAScheduler,
+        files: ModelFiles,
+    ) -> None:
+        super().__init__(manager, optimizer, scheduler)
+        self._files = files
+        self._step: int | None = None
+        self._tensors: dict[str, Tensor] = {}
+        self._state: dict[str, Any] | None = None
+
+    def collect(self, run_idx: int, *, with_state: bool) -> None:
+        """Put the run together on rank 0 as it stands. A collective; nothing is done twice."""
+        step = self._manager.progress[run_idx].step
+        if self._step != step:
+            self._tensors = {}  # the old ones go before the new ones come
+            self._tensors = self._manager.get_state_dict_for_run(run_idx)
+            self._step, self._state = step, None
+        if with_state and self._state is None:
+            self._state = super().state(run_idx)
+
+    def weights(self, run_idx: int) -> ModelSnapshot:
+        assert self._step == self._manager.progress[run_idx].step, "collect comes first"
+        return ModelSnapshot(self._tensors, self._files)
+
+    def state(self, run_idx: int) -> dict[str, Any]:
+        assert self._state is not None and self._step == self._manager.progress[run_idx].step, "collect comes first"
+        return self._state
+
+    def read(self, run_idx: int, folder: Path) -> dict[str, Tensor]:
+        return load_weights(folder)
+
+    def restore(self, run_idx: int, weights: dict[str, Tensor], state: dict[str, Any]) -> None:
+        super().restore(run_idx, weights, state)
+        self._step, self._state = self._manager.progress[run_idx].step, None
+        self._tensors = weights if self._manager.is_master else {}
+
+    def deletion_hook(self, run_idx: int, run_id: str) -> None:
+        self._step, self._tensors, self._state = None, {}, None
