@@ -18,6 +18,7 @@ DOCUMENTS = [ROOT / name for name in ("README.md", "AGENTS.md", "CHANGELOG.md")]
 TEXT = {path: path.read_text() for path in DOCUMENTS}
 # A path in backticks is one of ours when it begins like this.
 OUR_PATH = re.compile(r"`((?:prime_rl|daemons|tui|tests|configs|scripts|benchmarks|docs|requirements)/[\w./-]*)`")
+TEST_NAME = re.compile(r"`(tests/[\w/]+\.py)::(\w+)`")
 LINK = re.compile(r"\]\((?!https?:|#)([^)#\s]+)[^)]*\)")
 COMMAND = re.compile(r"(?:^|[`\s(/])prl((?: [a-z][a-z-]+)+)(?=[\s`),.:;]|$)", re.MULTILINE)
 MAKE = re.compile(r"(?:^|`)make ([a-z-]+)", re.MULTILINE)
@@ -36,6 +37,14 @@ def test_paths_exist(document: str, path: str) -> None:
 def test_links_lead_somewhere(document: str, link: str) -> None:
     folder = ROOT if (ROOT / document).exists() else ROOT / "docs"
     assert (folder / link).exists(), f"{document} links to {link}"
+
+
+@pytest.mark.parametrize(
+    ("document", "path", "name"),
+    [(p.name, *found) for p in DOCUMENTS for found in sorted(set(TEST_NAME.findall(TEXT[p])))],
+)
+def test_tests_exist(document: str, path: str, name: str) -> None:
+    assert re.search(rf"^(async )?def {name}\(", (ROOT / path).read_text(), re.MULTILINE), f"{document}: {path}::{name}"
 
 
 def test_make_targets_exist() -> None:

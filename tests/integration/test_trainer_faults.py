@@ -232,3 +232,17 @@ def test_nothing_that_a_run_left_in_a_checkpoint_is_executed(
     train_until(trainer_config(house, tiny), all_done([run]))
     check([run], alone)
     assert not proof.exists()
+
+
+def test_a_checkpoint_on_other_target_modules_is_refused(tiny: Path, tmp_path: Path) -> None:
+    """The house came back with a trainer that adapts other layers: a part of the run would be the base model."""
+    run = write_run(tmp_path, "run_a", tiny, ckpt={"interval": 1})
+    put_batches(run, 1)
+    config = trainer_config(tmp_path, tiny)
+    train_until(config, lambda: published(run) == 1)
+    for targets in (["q_proj", "v_proj"], ["gate_proj"]):
+        changed = trainer_config(tmp_path, tiny, model={"lora": {"target_modules": targets}})
+        train_until(changed, run.evicted.exists)
+        assert "adapter does not fit the model" in run.evicted.read_text()
+        assert "is not in the model" in run.evicted.read_text()
+        run.evicted.unlink()
