@@ -93,7 +93,7 @@ def in_the_middle_of_batch_3(step: Any, *args: Any) -> bool:
 
 
 def of_step(step: int) -> Matches:
-    return lambda self, snapshot: snapshot.progress.step == step
+    return lambda self, snapshot: snapshot.progress.step == step and snapshot.run.run_id == "run_a"
 
 
 def is_odd_step(self: Any, snapshot: Any) -> bool:

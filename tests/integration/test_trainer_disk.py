@@ -201,19 +201,25 @@ def test_a_full_disk_evicts_the_run_that_found_it_full(lives: Runner, model: Pat
 def test_a_reason_that_finds_no_room_is_written_when_there_is_some(lives: Runner, model: Path, tmp_path: Path) -> None:
     house = tmp_path / "house"
     house.mkdir()
-    run = put_run(house, model, "run_a")
+    run = put_run(house, model, "run_a", num_batches=1)
+    run.rollout_file(1).rename(later(run))
     answer = lives.run(
         config=trainer_config(house, model).model_dump(mode="json"),
         done="tests.integration.test_trainer_disk:no_room_until_the_run_has_left",
         log=str(tmp_path / "log"),
     )
     assert answer["exits"] == [0], (tmp_path / "log").read_text()
-    assert "publishing version" in run.evicted.read_text() and "File too large" in run.evicted.read_text()
+    assert "publishing version 1 failed" in run.evicted.read_text() and "File too large" in run.evicted.read_text()
     assert not list(run.control.glob(".*.tmp"))
 
 
+def later(run: RunDir) -> Path:
+    """The first batch, before its time."""
+    return run.rollout_file(1).with_suffix(".later")
+
+
 def no_room_until_the_run_has_left(house: Path) -> Callable[[], bool]:
-    """In the child: once version 1 is there no file may grow, until the run has lost its slot all the same."""
+    """In the child: once the run has a slot no file may grow, until it has lost the slot all the same."""
     run = RunDir(house / "run_a")
     phases = ["there is room"]
 
@@ -221,8 +227,9 @@ def no_room_until_the_run_has_left(house: Path) -> Callable[[], bool]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, resource.RLIM_INFINITY))
 
     def done() -> bool:
-        if phases[-1] == "there is room" and published(run) >= 1:
+        if phases[-1] == "there is room" and get_multi_run_manager().used_idxs:
             allow(0)
+            later(run).rename(run.rollout_file(1))
             phases.append("there is none")
         elif phases[-1] == "there is none" and not get_multi_run_manager().used_idxs:
             assert not run.evicted.exists() and get_multi_run_manager().needs_discovery

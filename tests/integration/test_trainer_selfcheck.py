@@ -13,10 +13,12 @@ from typing import Any
 import pytest
 import tomli_w
 
+from prime_rl.configs.base import ConfigError
 from prime_rl.configs.trainer import TrainerConfig
 from prime_rl.contract.layout import OutputDir, RunDir, list_rollout_steps
 from prime_rl.lora import linear
 from prime_rl.trainer.replay import ReplayError, Setting, find_recording, replay
+from prime_rl.trainer.replay import trainer_config as config_of_trainer
 from prime_rl.trainer.selfcheck import Progress, check
 from prime_rl.trainer.selfcheck import main as selfcheck
 from tests.trainer_support import (
@@ -81,6 +83,40 @@ def test_a_recording_begins_at_step_0_or_at_a_checkpoint(config: TrainerConfig, 
     shutil.rmtree(tmp_path / "run_b" / "checkpoints" / "step_2")
     with pytest.raises(ReplayError, match=r"set ckpt.keep_rollouts = true in its control/orch.toml"):
         find_recording(RunDir(tmp_path / "run_b"))
+
+
+def test_the_trainer_is_set_up_as_it_was_or_with_room_for_all(config: TrainerConfig, tmp_path: Path) -> None:
+    recordings = [find_recording(run_of(config, run_id)) for run_id in RUNS]
+    as_it_was = config_of_trainer(config.output_dir, recordings)
+    assert (as_it_was.model, as_it_was.seq_len) == (config.model, config.seq_len)
+    guessed = config_of_trainer(tmp_path, recordings)
+    assert guessed.model.name == config.model.name and guessed.model.lora is not None
+    assert guessed.model.lora.rank == 4, "what the runs ask for"
+    path = OutputDir(tmp_path).component_config("trainer")
+    path.parent.mkdir(parents=True)
+    path.write_text("max_concurrent_runs = 0\n")
+    with pytest.raises(ConfigError, match="max_concurrent_runs"):
+        config_of_trainer(tmp_path, recordings)
+
+
+def test_progress_is_one_line_on_a_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    progress = Progress(8)
+    progress.part("alone")(4)
+    progress.part("together")(2)
+    progress.close()
+    shown = capsys.readouterr().err
+    assert "replaying alone: step 4 of 8" in shown and "replaying together: step 6 of 8" in shown
+    assert "\n" not in shown and shown.endswith("\r\033[K")
+
+
+def test_a_replay_that_is_refused_says_why(config: TrainerConfig) -> None:
+    recording = find_recording(run_of(config, "run_a"))
+    other = config.model_copy(update={"seq_len": 8})
+    with pytest.raises(ReplayError, match=r"run_a cannot be replayed: .*sampling.max_tokens"):
+        replay(other, solo_world(), [recording], Setting(64, 1))
 
 
 def test_a_replay_reaches_what_the_house_reached(config: TrainerConfig) -> None:
