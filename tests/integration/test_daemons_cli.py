@@ -197,6 +197,7 @@ def test_output_into_a_closed_pipe_makes_no_noise(prl: Prl) -> None:
 
 def test_a_component_runs_in_place_of_prl(prl: Prl) -> None:
     command = [sys.executable, "-m", "daemons.cli", "trainer", "--output_dir", str(prl.output_dir)]
+    command += ["--model.lora.rank", "8"]
     prl.output_dir.mkdir()
     with subprocess.Popen(command, env=prl.env, cwd=ROOT, stdout=subprocess.PIPE, text=True) as child:
         assert child.stdout is not None

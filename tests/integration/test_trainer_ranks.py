@@ -94,6 +94,10 @@ def test_what_two_ranks_saved_is_gone_on_with_by_four_and_by_one(folder: Path, a
     check(house, alone, list(RUNS))
 
 
+def grad_norms(run: RunDir) -> list[float]:
+    return [json.loads(line)["grad_norm"] for line in run.trainer_metrics.read_text().splitlines()]
+
+
 def test_the_whole_model_is_trained_by_many_ranks_as_by_one(folder: Path, tmp_path: Path) -> None:
     """Also when four or one go on with what two saved."""
     model = folder / "model"
@@ -107,6 +111,8 @@ def test_the_whole_model_is_trained_by_many_ranks_as_by_one(folder: Path, tmp_pa
         ours = load_file(house.broadcast_dir(NUM_STEPS) / "model.safetensors")
         assert relative_difference(ours, alone) <= TOLERANCE, name
         assert (house.broadcast_dir(NUM_STEPS // 2) / "STABLE").exists(), name
+        # Neither Adam nor clipping would show a gradient that is a mean over ranks instead of a sum.
+        assert grad_norms(house) == pytest.approx(grad_norms(run), rel=TOLERANCE), name
     base = dict(tiny_model().named_parameters())
     assert relative_difference(alone, {name: base[name].detach() for name in alone}) > 1e-2
 
