@@ -59,7 +59,7 @@ def main(argv: Sequence[str]) -> int:
         runs = _runs(arguments.house, arguments.run)
         # From here on torch is loaded, which takes seconds.
         recordings = _recordings(runs, bool(arguments.run))
-        verdicts = _checked(arguments.house, recordings, arguments.tolerance)
+        verdicts = _checked(_trainer(arguments.house, recordings), recordings, arguments.tolerance)
     except (WrongUse, ConfigError) as error:
         print(f"selfcheck: {one_line(str(error), MAX_ERROR_CHARS)}", file=sys.stderr)
         return 2
@@ -159,12 +159,19 @@ def _runs(house: Path, run_ids: Sequence[str]) -> list[RunDir]:
     return runs
 
 
-def _checked(house: Path, recordings: Sequence[Recording], tolerance: float) -> list[Verdict]:
+def _trainer(house: Path, recordings: Sequence[Recording]) -> TrainerConfig:
+    from prime_rl.trainer.replay import ReplayError, trainer_config
+
+    try:
+        return trainer_config(house, recordings)
+    except ReplayError as error:
+        raise WrongUse(str(error)) from error
+
+
+def _checked(config: TrainerConfig, recordings: Sequence[Recording], tolerance: float) -> list[Verdict]:
     """`check` with a process group of its own; every failure is a RuntimeError with one line."""
-    from prime_rl.trainer.replay import trainer_config
     from prime_rl.trainer.world import setup_world
 
-    config = trainer_config(house, recordings)
     world = setup_world(config.device, config.dist_timeout_s, config.num_threads)
     progress = Progress((1 + NUM_TOGETHER) * sum(recording.num_steps for recording in recordings))
     try:

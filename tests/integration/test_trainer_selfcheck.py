@@ -99,6 +99,18 @@ def test_the_trainer_is_set_up_as_it_was_or_with_room_for_all(config: TrainerCon
         config_of_trainer(tmp_path, recordings)
 
 
+def test_a_house_of_one_whole_model_has_no_neighbours(
+    config: TrainerConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(config.output_dir / "run_a", tmp_path / "run_a")
+    path = OutputDir(tmp_path).component_config("trainer")
+    path.parent.mkdir(parents=True)
+    whole = {"max_concurrent_runs": 1, "model": {"name": config.model.name}}
+    path.write_text(tomli_w.dumps(whole))
+    assert selfcheck([str(tmp_path)]) == 2
+    assert "the whole model for one run" in capsys.readouterr().err
+
+
 def test_progress_is_one_line_on_a_terminal(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
