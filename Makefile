@@ -9,7 +9,7 @@ define CHECK_PYTHON
 endef
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-test install-gpu demo test check format bench docs-check clean
+.PHONY: help install install-test install-gpu demo test check format bench bench-trainer docs-check clean
 
 help: ## list the commands
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -44,6 +44,9 @@ format: install-test ## format and sort imports
 
 bench: install-test ## every benchmark in benchmarks/; results in benchmarks/results/
 	@$(BIN)/python -m benchmarks.run
+
+bench-trainer: install-test ## the trainer's step, memory and publishing against the peft library
+	@$(BIN)/python -m benchmarks.run trainer
 
 docs-check: install-test ## the commands and names that the documents mention are real
 	@$(BIN)/python -m pytest -q tests/test_docs.py

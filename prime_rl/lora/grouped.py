@@ -10,9 +10,9 @@ of a group.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -34,24 +34,51 @@ class TokenGroup:
         return slice(self.start, self.stop)
 
 
+class Plan(Protocol):
+    """How the low-rank products of the groups are computed; made once for all layers of a pass."""
+
+    @property
+    def adapters(self) -> list[int]:
+        """The adapter of each group."""
+
+    def add(self, out_NO: Tensor, x_NI: Tensor, A_GKI: Tensor, B_GOK: Tensor) -> Tensor:
+        """Add `scale * (x A^T) B^T` to `out_NO`, in place. Returns `scale * (x A^T)`, which backward needs."""
+
+    def differentiate(
+        self, grad_NO: Tensor, grad_x_NI: Tensor | None, x_NI: Tensor, h: Tensor, A_GKI: Tensor, B_GOK: Tensor
+    ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        """Add to `grad_x_NI`, in place, and return the gradients of each A and of each B."""
+
+
+def make_plan(groups: Sequence[TokenGroup], num_tokens: int) -> Plan:
+    """Groups of one size that leave no token out go through batched products, others one by one.
+
+    Padding uneven groups to one size was measured slower than the loop.
+    """
+    size = groups[0].stop - groups[0].start
+    is_even = len(groups) * size == num_tokens and all(group.stop - group.start == size for group in groups)
+    return BatchedPlan(groups) if is_even and len(groups) > 1 else LoopedPlan(groups)
+
+
 def grouped_lora(
-    x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, groups: Sequence[TokenGroup], leaves: Sequence[Tensor]
+    x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, plan: Plan, A_G: Sequence[Tensor], B_G: Sequence[Tensor]
 ) -> Tensor:
     """`x W^T + bias`, and for the tokens of each group `+ scale * (x A^T) B^T`. Returns `[N, O]`.
 
     Args:
-        groups: ascending, without overlap; tokens of no group get the frozen layer alone.
-        leaves: A `[K, I]` and B `[O, K]` of each group in turn, in any floating type; they are used in that of `x_NI`.
-            Gradients reach these and `x_NI`, never the frozen layer.
+        A_G, B_G: A `[K, I]` and B `[O, K]` of each group, in any floating type; they are used in that of `x_NI`.
+            Backward adds their gradients to their own `.grad`; the frozen layer gets none.
     """
     out_NO: Tensor = _GroupedLoRA.apply(  # type: ignore[no-untyped-call]
-        x_NI, weight_OI, bias_O, groups, *leaves
+        x_NI, weight_OI, bias_O, plan, [*A_G, *B_G], A_G[0]
     )
     return out_NO
 
 
 class _GroupedLoRA(torch.autograd.Function):
-    """Groups of one size go through batched products; others one by one."""
+    """`anchor` is one of the leaves: it makes autograd come by. The others are not handed to it, and none comes back to
+    it: for the hundreds of small leaves of a pass, its bookkeeping was measured to take a twentieth of a short step.
+    """
 
     @staticmethod
     def forward(
@@ -59,91 +86,82 @@ class _GroupedLoRA(torch.autograd.Function):
         x_NI: Tensor,
         weight_OI: Tensor,
         bias_O: Tensor | None,
-        groups: Sequence[TokenGroup],
-        *leaves: Tensor,
+        plan: Plan,
+        leaves: Sequence[Tensor],
+        anchor: Tensor,
     ) -> Tensor:
+        num = len(leaves) // 2
         out_NO = linear(x_NI, weight_OI, bias_O)
-        A_GKI = torch.stack(list(leaves[0::2])).to(x_NI.dtype)
-        B_GOK = torch.stack(list(leaves[1::2])).to(x_NI.dtype)
-        parts = _Batched(groups, len(x_NI)) if _is_even(groups, len(x_NI)) else _Looped(groups)
-        h_NK = parts.add(out_NO, x_NI, A_GKI, B_GOK)
-        ctx.parts, ctx.leaf_dtype = parts, leaves[0].dtype
-        ctx.save_for_backward(x_NI, weight_OI, h_NK, A_GKI, B_GOK)
+        A_GKI, B_GOK = (torch.stack(list(part)).to(x_NI.dtype) for part in (leaves[:num], leaves[num:]))
+        h = plan.add(out_NO, x_NI, A_GKI, B_GOK)
+        ctx.plan, ctx.leaves = plan, leaves
+        ctx.save_for_backward(x_NI, weight_OI, h, A_GKI, B_GOK)
         return out_NO
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_NO: Tensor) -> tuple[Tensor | None, ...]:
-        x_NI, weight_OI, h_NK, A_GKI, B_GOK = ctx.saved_tensors
+        x_NI, weight_OI, h, A_GKI, B_GOK = ctx.saved_tensors
         grad_x_NI = grad_NO @ weight_OI if ctx.needs_input_grad[0] else None
-        grads = ctx.parts.differentiate(grad_NO, grad_x_NI, x_NI, h_NK, A_GKI, B_GOK)
-        return grad_x_NI, None, None, None, *(grad.to(ctx.leaf_dtype) for pair in grads for grad in pair)
+        grads_A, grads_B = ctx.plan.differentiate(grad_NO, grad_x_NI, x_NI, h, A_GKI, B_GOK)
+        for leaf, grad in zip(ctx.leaves, (*grads_A, *grads_B), strict=True):
+            grad = grad.to(leaf.dtype)
+            leaf.grad = grad if leaf.grad is None else leaf.grad + grad
+        return grad_x_NI, None, None, None, None, None
 
 
-def _is_even(groups: Sequence[TokenGroup], num_tokens: int) -> bool:
-    """Whether the groups are more than one, have one size, and leave no token out."""
-    size = groups[0].stop - groups[0].start
-    return len(groups) > 1 and len(groups) * size == num_tokens and all(g.stop - g.start == size for g in groups)
+class BatchedPlan:
+    """All groups in one batched product each time. `h` is `[G, M, K]`."""
 
-
-class _Batched:
-    """All groups in one batched product each time."""
-
-    def __init__(self, groups: Sequence[TokenGroup], num_tokens: int) -> None:
-        self._shape = len(groups), num_tokens // len(groups), -1
-        self._scales = [group.scale for group in groups]
+    def __init__(self, groups: Sequence[TokenGroup]) -> None:
+        self.adapters = [group.adapter for group in groups]
+        self._shape = len(groups), groups[0].stop - groups[0].start, -1
+        self._scales_G11 = torch.tensor([group.scale for group in groups]).view(-1, 1, 1)
 
     def add(self, out_NO: Tensor, x_NI: Tensor, A_GKI: Tensor, B_GOK: Tensor) -> Tensor:
-        h_GMK = torch.bmm(x_NI.view(self._shape), A_GKI.transpose(1, 2)).mul_(self._scales_of(x_NI))
-        out_NO.view(self._shape).baddbmm_(h_GMK, B_GOK.transpose(1, 2))
+        h_GMK = torch.bmm(x_NI.view(self._shape), A_GKI.mT).mul_(self._scales_like(x_NI))
+        out_NO.view(self._shape).baddbmm_(h_GMK, B_GOK.mT)
         return h_GMK
 
     def differentiate(
-        self,
-        grad_NO: Tensor,
-        grad_x_NI: Tensor | None,
-        x_NI: Tensor,
-        h_GMK: Tensor,
-        A_GKI: Tensor,
-        B_GOK: Tensor,
-    ) -> Iterable[tuple[Tensor, Tensor]]:
+        self, grad_NO: Tensor, grad_x_NI: Tensor | None, x_NI: Tensor, h: Tensor, A_GKI: Tensor, B_GOK: Tensor
+    ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
         grad_GMO = grad_NO.reshape(self._shape)
-        grad_h_GMK = torch.bmm(grad_GMO, B_GOK).mul_(self._scales_of(x_NI))
+        grad_h_GMK = torch.bmm(grad_GMO, B_GOK).mul_(self._scales_like(x_NI))
         if grad_x_NI is not None:
             grad_x_NI.view(self._shape).baddbmm_(grad_h_GMK, A_GKI)
-        grad_A_GKI = torch.bmm(grad_h_GMK.transpose(1, 2), x_NI.view(self._shape))
-        grad_B_GOK = torch.bmm(grad_GMO.transpose(1, 2), h_GMK)
-        return zip(grad_A_GKI.unbind(), grad_B_GOK.unbind(), strict=True)
+        grad_A_GKI = torch.bmm(grad_h_GMK.mT, x_NI.view(self._shape))
+        return grad_A_GKI.unbind(), torch.bmm(grad_GMO.mT, h).unbind()
 
-    def _scales_of(self, like: Tensor) -> Tensor:
-        return like.new_tensor(self._scales).view(-1, 1, 1)
+    def _scales_like(self, x_NI: Tensor) -> Tensor:
+        if self._scales_G11.dtype != x_NI.dtype or self._scales_G11.device != x_NI.device:
+            self._scales_G11 = self._scales_G11.to(x_NI)
+        return self._scales_G11
 
 
-class _Looped:
-    """Each group by itself."""
+class LoopedPlan:
+    """Each group by itself. `h` is `[N, K]`."""
 
     def __init__(self, groups: Sequence[TokenGroup]) -> None:
+        self.adapters = [group.adapter for group in groups]
         self._groups = groups
 
     def add(self, out_NO: Tensor, x_NI: Tensor, A_GKI: Tensor, B_GOK: Tensor) -> Tensor:
         h_NK = x_NI.new_empty(len(x_NI), A_GKI.shape[1])
-        for group, A_KI, B_OK in zip(self._groups, A_GKI, B_GOK, strict=True):
+        for group, A_KI, B_OK in zip(self._groups, A_GKI.unbind(), B_GOK.unbind(), strict=True):
             h_MK = torch.mm(x_NI[group.tokens], A_KI.T, out=h_NK[group.tokens]).mul_(group.scale)
             out_NO[group.tokens].addmm_(h_MK, B_OK.T)
         return h_NK
 
     def differentiate(
-        self,
-        grad_NO: Tensor,
-        grad_x_NI: Tensor | None,
-        x_NI: Tensor,
-        h_NK: Tensor,
-        A_GKI: Tensor,
-        B_GOK: Tensor,
-    ) -> Iterable[tuple[Tensor, Tensor]]:
-        for group, A_KI, B_OK in zip(self._groups, A_GKI, B_GOK, strict=True):
+        self, grad_NO: Tensor, grad_x_NI: Tensor | None, x_NI: Tensor, h: Tensor, A_GKI: Tensor, B_GOK: Tensor
+    ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        grads_A, grads_B = [], []
+        for group, A_KI, B_OK in zip(self._groups, A_GKI.unbind(), B_GOK.unbind(), strict=True):
             grad_MO = grad_NO[group.tokens]
             grad_h_MK = (grad_MO @ B_OK).mul_(group.scale)
             if grad_x_NI is not None:
                 grad_x_NI[group.tokens].addmm_(grad_h_MK, A_KI)
-            yield grad_h_MK.T @ x_NI[group.tokens], grad_MO.T @ h_NK[group.tokens]
+            grads_A.append(grad_h_MK.T @ x_NI[group.tokens])
+            grads_B.append(grad_MO.T @ h[group.tokens])
+        return grads_A, grads_B

@@ -17,7 +17,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from prime_rl.lora.grouped import TokenGroup, grouped_lora
+from prime_rl.lora.grouped import Plan, TokenGroup, grouped_lora, make_plan
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,7 @@ class AdapterRouting:
         self.scaling: list[float] = [1.0] * n_adapters
         self.groups: list[RowGroup] = []
         self.num_rows = 0
+        self._plan: tuple[int, Plan] | None = None
 
     def set_rows(self, adapter_idxs: Sequence[int | None]) -> None:
         """Say for each row of dim 0 of the next activations which adapter it uses; None is the base model alone."""
@@ -48,13 +49,19 @@ class AdapterRouting:
                 raise ValueError(f"adapter {idx} does not exist: there are {len(self.scaling)}")
         self.groups = [RowGroup(idx, len(list(rows))) for idx, rows in groupby(adapter_idxs)]
         self.num_rows = len(adapter_idxs)
+        self._plan = None
 
     @property
     def all_base(self) -> bool:
         return all(group.adapter is None for group in self.groups)
 
-    def token_groups(self, num_tokens: int) -> list[TokenGroup]:
-        """The groups that use an adapter, in tokens of rows of `num_tokens`."""
+    def plan(self, num_tokens: int) -> Plan:
+        """How the products of rows of `num_tokens` are computed: worked out once, and the same for all layers."""
+        if self._plan is None or self._plan[0] != num_tokens:
+            self._plan = num_tokens, make_plan(self._token_groups(num_tokens), self.num_rows * num_tokens)
+        return self._plan[1]
+
+    def _token_groups(self, num_tokens: int) -> list[TokenGroup]:
         groups, start = [], 0
         for group in self.groups:
             stop = start + group.num_rows * num_tokens
@@ -109,9 +116,8 @@ class MultiLoRALinear(nn.Module):
         if routing.all_base:
             base_RTO: Tensor = self.base_layer(x_RTI)
             return base_RTO
-        groups = routing.token_groups(x_RTI.shape[1])
-        leaves = [leaf for group in groups for leaf in self.parameters_of(group.adapter)]
-        out_NO: Tensor = grouped_lora(
-            x_RTI.reshape(-1, x_RTI.shape[-1]), self.base_layer.weight, self.base_layer.bias, groups, leaves
-        )
+        plan = routing.plan(x_RTI.shape[1])
+        A_G, B_G = ([leaves[idx] for idx in plan.adapters] for leaves in (self.lora_A, self.lora_B))
+        x_NI = x_RTI.reshape(-1, x_RTI.shape[-1])
+        out_NO = grouped_lora(x_NI, self.base_layer.weight, self.base_layer.bias, plan, A_G, B_G)
         return out_NO.reshape(*x_RTI.shape[:-1], -1)

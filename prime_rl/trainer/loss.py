@@ -3,7 +3,7 @@
 The formulas are in `losses`, the sums for reports in `loss_report`. A row comes with the scale that makes the sum over
 any split of its run's batch the mean over that batch: it is made where the whole batch is known, in `packing`.
 
-Dimensions: R rows, K positions, V vocabulary.
+Dimensions: R rows, K positions.
 """
 
 from __future__ import annotations
@@ -70,20 +70,6 @@ class RowLosses:
     loss_R: Tensor
     clipped_RK: Tensor
     kl_base_RK: Tensor
-
-
-def token_logprobs(logits_RKV: Tensor, targets_RK: Tensor, temperatures_R: Tensor) -> tuple[Tensor, Tensor]:
-    """(log pi of the targets, entropy), both `[R, K]` in float32, of the distribution after temperature.
-
-    The entropy carries no gradient: it is reported, not trained.
-    """
-    scaled_RKV = logits_RKV.float() / temperatures_R[:, None, None]
-    log_z_RK = scaled_RKV.logsumexp(-1)
-    logprobs_RK = scaled_RKV.gather(-1, targets_RK[..., None]).squeeze(-1) - log_z_RK
-    with torch.no_grad():
-        probs_RKV = (scaled_RKV - log_z_RK[..., None]).exp()
-        entropy_RK = log_z_RK - (probs_RKV * scaled_RKV).sum(-1)
-    return logprobs_RK, entropy_RK
 
 
 def compute_losses(configs_R: Sequence[LossConfig], inputs: LossInputs) -> RowLosses:

@@ -22,6 +22,7 @@ from transformers.utils import logging as transformers_logging
 from prime_rl.configs.shared import LoRAConfig, ModelConfig
 from prime_rl.lora.inject import apply_lora_to_model
 from prime_rl.lora.linear import AdapterRouting, MultiLoRALinear
+from prime_rl.trainer.frozen_norm import fuse_norms
 from prime_rl.trainer.sharding import shard_model, shard_trainable
 from prime_rl.trainer.world import World
 
@@ -82,6 +83,7 @@ def adapt_model(base: nn.Module, lora: LoRAConfig, n_adapters: int) -> PolicyMod
     base.requires_grad_(False)
     # Dropout off: a run must not depend on random numbers that its neighbours draw too.
     base.eval()
+    fuse_norms(base)
     routing = AdapterRouting(n_adapters)
     try:
         layers = apply_lora_to_model(base, lora.rank, n_adapters, lora.target_modules, routing)

@@ -23,7 +23,8 @@ import torch
 from torch import Tensor
 
 from prime_rl.contract.types import MicroBatch
-from prime_rl.trainer.loss import LossInputs, compute_losses, token_logprobs
+from prime_rl.trainer.logprobs import token_logprobs
+from prime_rl.trainer.loss import LossInputs, compute_losses
 from prime_rl.trainer.loss_report import LossSums, row_statistics, sums_by_run
 from prime_rl.trainer.model import PolicyModel
 from prime_rl.trainer.optim import MultiLoRAOptimizer

@@ -70,6 +70,30 @@ def test_gradients_reach_only_the_adapters_in_use() -> None:
             torch.testing.assert_close(grad, layer.get_parameter(name).grad)
 
 
+@pytest.mark.parametrize("idxs", [[0, 0, 1, 1], [0, 1, 1, 1]], ids=["even", "uneven"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_of_two_passes_add_up_in_the_type_of_the_adapter(idxs: list[int | None], dtype: torch.dtype) -> None:
+    layer = one_layer()
+    layer.base_layer.to(dtype)
+    layer.routing.set_rows(idxs)
+    passes = [torch.randn(4, 3, 5, dtype=dtype) for _ in range(2)]
+    inputs = [x.clone().requires_grad_() for x in passes]
+    for x in inputs:
+        layer(x).sum().backward()
+    ours = {name: p.grad.clone() for name, p in layer.named_parameters() if p.grad is not None}
+    layer.zero_grad()
+    layer.base_layer.float()
+    plain = [x.float().requires_grad_() for x in passes]
+    for x in plain:
+        row_by_row(layer, x, idxs).sum().backward()
+    close = {"rtol": 3e-2, "atol": 3e-1} if dtype == torch.bfloat16 else {"rtol": 1e-5, "atol": 1e-5}
+    for name, grad in ours.items():
+        assert grad.dtype == torch.float32
+        torch.testing.assert_close(grad, layer.get_parameter(name).grad, **close)
+    for x, expected in zip(inputs, plain, strict=True):
+        torch.testing.assert_close(x.grad.float(), expected.grad, **close)
+
+
 def test_a_wrong_number_of_rows_is_an_error() -> None:
     layer = one_layer()
     layer.routing.set_rows([0, 1])

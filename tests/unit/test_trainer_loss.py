@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from prime_rl.configs.losses import AipoLossConfig, DapoLossConfig, GspoLossConfig, LossConfig, TisLossConfig
-from prime_rl.trainer.loss import LossInputs, compute_loss, compute_losses, token_logprobs
+from prime_rl.trainer.logprobs import token_logprobs
+from prime_rl.trainer.loss import LossInputs, compute_loss, compute_losses
 from prime_rl.trainer.loss_report import LossSums, row_statistics, sums_by_run
 from tests.loss_support import EVERY_LOSS, inputs_of, name_of
 
@@ -34,6 +35,32 @@ def test_logprobs_and_entropy_are_those_after_temperature() -> None:
     expected = reference_logprobs(logits.double().numpy(), targets.numpy(), temperatures.double().numpy())
     np.testing.assert_allclose(logprobs.numpy(), expected[0], rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(entropy.numpy(), expected[1], rtol=1e-5, atol=1e-5)
+
+
+def test_the_gradient_of_logprobs_is_that_of_a_plain_log_softmax() -> None:
+    generator = torch.Generator().manual_seed(0)
+    targets = torch.randint(0, V, (2, 4), generator=generator)
+    temperatures = torch.tensor([1.0, 0.6])
+    logits = torch.randn(2, 4, V, generator=generator) * 3
+    weight = torch.randn(2, 4, generator=generator)
+    grads = []
+    for dtype in (torch.float64, torch.float32, torch.bfloat16):
+        narrow = logits.clone().to(dtype).detach().requires_grad_()
+        (token_logprobs(narrow, targets, temperatures)[0] * weight).sum().backward()
+        plain = narrow.detach().double().requires_grad_()
+        logprobs = torch.log_softmax(plain / temperatures[:, None, None], -1)
+        (logprobs.gather(-1, targets[..., None]).squeeze(-1) * weight).sum().backward()
+        assert narrow.grad is not None and narrow.grad.dtype == dtype
+        torch.testing.assert_close(narrow.grad, plain.grad.to(dtype))  # type: ignore[union-attr]
+        grads.append(narrow.grad)
+    assert all(grad.any() for grad in grads)
+
+
+def test_logits_of_any_size_overflow_nowhere() -> None:
+    logits = torch.tensor([[[1e30, -1e30, 0.0]]], requires_grad=True)
+    logprobs, entropy = token_logprobs(logits, torch.tensor([[0]]), torch.ones(1))
+    logprobs.sum().backward()
+    assert logprobs.item() == 0 and entropy.item() == 0 and logits.grad is not None and not logits.grad.any()
 
 
 def gradient(config: LossConfig, inputs: LossInputs) -> tuple[torch.Tensor, torch.Tensor]:

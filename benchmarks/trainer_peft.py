@@ -1,0 +1,74 @@
+"""What one would write with the peft library: one base model, adapters that are switched, a loop of torch's own parts.
+
+It gets every advantage that costs its author nothing: rows of one length (no padding), logits of the loss tokens alone,
+the same size of passes. Loss (AIPO), reports, clipping and AdamW are those of our runs, in torch's own operations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from peft import LoraConfig, get_peft_model
+
+from benchmarks.trainer_step import ALPHA, LR, MAX_NORM, MAX_TOKENS, RANK, bench_model
+from prime_rl.configs.shared import DEFAULT_TARGET_MODULES
+from prime_rl.contract.types import TrainingSample
+from prime_rl.trainer.packing import Row, rows_of, to_micro_batch
+from prime_rl.trainer.step import to_tensors
+
+CPU, DELTA = torch.device("cpu"), 8.0
+
+
+class PeftTrainer:
+    """`num_adapters` peft adapters over one base, each with its AdamW."""
+
+    def __init__(self, num_adapters: int) -> None:
+        config = LoraConfig(
+            r=RANK, lora_alpha=ALPHA, target_modules=list(DEFAULT_TARGET_MODULES), task_type="CAUSAL_LM"
+        )
+        self._model = get_peft_model(bench_model(), config, adapter_name="0")
+        for number in range(1, num_adapters):
+            self._model.add_adapter(str(number), config)
+        self._params = []
+        for number in range(num_adapters):
+            named = [p for name, p in self._model.named_parameters() if f".{number}." in name.partition("lora_")[2]]
+            self._params.append(named)
+        self._optimizers = [torch.optim.AdamW(params, lr=LR, weight_decay=0.0) for params in self._params]
+
+    def step_one(self, batches: Sequence[Sequence[TrainingSample]]) -> None:
+        """All samples on the first adapter."""
+        self._step(0, [sample for samples in batches for sample in samples])
+
+    def step_sequential(self, batches: Sequence[Sequence[TrainingSample]]) -> None:
+        """Each batch on its own adapter, one after another."""
+        for number, samples in enumerate(batches):
+            self._step(number, samples)
+
+    def _step(self, number: int, samples: Sequence[TrainingSample]) -> None:
+        self._model.set_adapter(str(number))
+        rows = rows_of(0, samples)
+        per_pass = max(1, MAX_TOKENS // rows[0].num_tokens)
+        for start in range(0, len(rows), per_pass):
+            self._pass(rows[start : start + per_pass])
+        torch.nn.utils.clip_grad_norm_(self._params[number], MAX_NORM)
+        self._optimizers[number].step()
+        self._optimizers[number].zero_grad()
+
+    def _pass(self, rows: Sequence[Row]) -> None:
+        batch = to_tensors(to_micro_batch(rows), CPU)
+        logits_RKV = self._model(input_ids=batch.token_ids_RT, use_cache=False, logits_to_keep=batch.positions_K).logits
+        all_logprobs_RKV = torch.log_softmax(logits_RKV.float() / batch.temperatures_R[:, None, None], dim=-1)
+        logprobs_RK = all_logprobs_RKV.gather(-1, batch.targets_RK[..., None]).squeeze(-1)
+        ratio_RK = (logprobs_RK.detach() - batch.sampled_logprobs_RK).exp()
+        weight_RK = ratio_RK.clamp(max=DELTA) * (batch.advantages_R * batch.scales_R)[:, None] * batch.mask_RK
+        loss = -(weight_RK * logprobs_RK).sum()
+        loss.backward()
+        with torch.no_grad():
+            entropy_RK = -(all_logprobs_RKV.exp() * all_logprobs_RKV).sum(-1)
+            mismatch_RK = ratio_RK - 1 - ratio_RK.log()
+            reports = [
+                loss,
+                *((x * batch.mask_RK).sum() for x in (ratio_RK, entropy_RK, mismatch_RK, ratio_RK > DELTA)),
+            ]
+            self.last_reports = [float(report) for report in reports]

@@ -1,0 +1,121 @@
+"""The trainer's own step on recorded batches, without a house full of processes: real slots, optimizers and passes."""
+
+from __future__ import annotations
+
+import functools
+import math
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import tomli_w
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from prime_rl.configs.shared import LoRAConfig
+from prime_rl.configs.validate import TrainerLimits
+from prime_rl.contract.layout import RunDir
+from prime_rl.contract.types import TrainingSample
+from prime_rl.trainer.model import adapt_model
+from prime_rl.trainer.optim import MultiLoRAOptimizer
+from prime_rl.trainer.packing import RowQueue, rows_of, to_micro_batch
+from prime_rl.trainer.runs import MultiRunManager
+from prime_rl.trainer.runs.sync import ReadyRun
+from prime_rl.trainer.scheduler import MultiLoRAScheduler
+from prime_rl.trainer.step import TrainStep
+from prime_rl.trainer.world import World, setup_world
+
+VOCAB, RANK, ALPHA, LR, MAX_NORM = 4096, 8, 16.0, 1e-4, 1.0
+# As the trainer has it by default.
+MAX_TOKENS = 8192
+
+
+def bench_model() -> Qwen3ForCausalLM:
+    """5.8 M parameters: six layers of width 256; random weights."""
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=VOCAB,
+        hidden_size=256,
+        intermediate_size=768,
+        num_hidden_layers=6,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        max_position_embeddings=2048,
+        tie_word_embeddings=True,
+    )
+    return Qwen3ForCausalLM(config).eval()
+
+
+def bench_sample(rng: random.Random, num_tokens: int) -> TrainingSample:
+    """A quarter of it is prompt."""
+    mask = [at >= num_tokens // 4 for at in range(num_tokens)]
+    return TrainingSample(
+        token_ids=[rng.randrange(VOCAB) for _ in mask],
+        loss_mask=mask,
+        logprobs=[-math.log(VOCAB) * on for on in mask],
+        advantage=rng.choice([-1.0, 1.0]),
+        reward=0.5,
+        temperature=1.0,
+        policy_version=0,
+        example_id="reverse-text/0",
+    )
+
+
+@functools.cache
+def world() -> World:
+    return setup_world("cpu", timeout_s=600)
+
+
+class Tenants:
+    """`num_runs` runs in a trainer of `num_slots`."""
+
+    def __init__(self, house: Path, num_slots: int, num_runs: int) -> None:
+        model = adapt_model(bench_model(), LoRAConfig(rank=RANK, alpha=ALPHA), num_slots)
+        limits = TrainerLimits("bench", max_seq_len=2048, max_rank=RANK, alpha=ALPHA)
+        self.manager = manager = MultiRunManager(house, num_slots, limits=limits)
+        for name, layer in model.layers.items():
+            layer.register_with_runs(manager, name)
+        optimizer = MultiLoRAOptimizer(manager, world())
+        scheduler = MultiLoRAScheduler(manager)
+        optimizer.register_post_creation_callback(scheduler.scheduler_creation_hook)
+        self._step = TrainStep(model, manager, optimizer, scheduler, world())
+        manager.register_creation_hook(optimizer.creation_hook)
+        for number in range(num_runs):
+            _write_config(house, f"run_{number}")
+        manager.discover_runs()
+        manager.synchronize_state()
+        assert len(manager.used_idxs) == num_runs
+
+    def step_of(self, batches: Sequence[Sequence[TrainingSample]]) -> Callable[[], None]:
+        """A call that trains every run on its batch: all passes, then all updates."""
+        ready = [
+            ReadyRun(idx, sum(len(sample.token_ids) for sample in samples), len(samples))
+            for idx, samples in enumerate(batches)
+        ]
+
+        def step() -> None:
+            queue = RowQueue(MAX_TOKENS)
+            for idx, samples in enumerate(batches):
+                queue.add(idx, rows_of(idx, samples))
+            while queue:
+                self._step.forward_backward(to_micro_batch(queue.next_rows()))
+            for run in ready:
+                report = self._step.update(run.run_idx, run)
+                assert report.problem is None, report.problem
+
+        return step
+
+
+def _write_config(house: Path, run_id: str) -> None:
+    run = RunDir(house / run_id)
+    run.control.mkdir(parents=True)
+    config = {
+        "batch_size": 2,
+        "rollouts_per_example": 2,
+        "max_steps": 1_000_000,
+        "model": {"name": "bench"},
+        "optim": {"type": "adamw", "lr": LR, "max_norm": MAX_NORM},
+        "env": [{"id": "reverse-text"}],
+    }
+    run.orch_toml.write_text(tomli_w.dumps(config))
