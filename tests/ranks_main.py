@@ -35,7 +35,9 @@ from prime_rl.trainer.runs import get_multi_run_manager
 from prime_rl.trainer.sharding import part_here
 from prime_rl.trainer.world import World, setup_world
 from tests.trainer_support import (
+    make_batch,
     published,
+    put_batch,
     put_batches,
     trainer_config,
     whole_config,
@@ -235,12 +237,12 @@ def run_entry(house: Path, name: str) -> int:
 class Ranks:
     """The processes of one group."""
 
-    def __init__(self, size: int, log: Path, work: Callable[[], int]) -> None:
+    def __init__(self, size: int, log: Path, work: Callable[[], int], store: TCPStore | None = None) -> None:
         read_end, write_end = os.pipe()
         self.pids = [self._fork(rank, size, log, work, read_end) for rank in range(size)]
         # After the forks: it has a thread.
-        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        os.write(write_end, f"{self._store.port:5}".encode() * size)
+        self.store = store or TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        os.write(write_end, f"{self.store.port:5}".encode() * size)
 
     @staticmethod
     def _fork(rank: int, size: int, log: Path, work: Callable[[], int], read_end: int) -> int:
@@ -280,6 +282,18 @@ def lose_a_rank(folder: Path, name: str, size: int, victim: int, *, busy: bool) 
     ranks = Ranks(size, folder / name / "rank", lambda: run_entry(house, name))
     wait_for(lambda: published(run) >= 1, f"{name}: version 1", timeout_s=TIMEOUT_S)
     os.kill(ranks.pids[victim], signal.SIGKILL)
+    codes = ranks.wait()
+    return codes if busy else codes + start_again(house, name, ranks, run)
+
+
+def start_again(house: Path, name: str, dead: Ranks, run: RunDir) -> list[int]:
+    """As torchrun does, which keeps its store: the same ranks once more, until they trained one more batch."""
+    before = published(run)
+    put_batch(run, make_batch(run.run_id, before + 1))
+    ranks = Ranks(len(dead.pids), house / "again", lambda: run_entry(house, name), dead.store)
+    wait_for(lambda: published(run) == before + 1, f"{name}: the next version", timeout_s=TIMEOUT_S)
+    for pid in ranks.pids:
+        os.kill(pid, signal.SIGTERM)
     return ranks.wait()
 
 

@@ -78,6 +78,8 @@ class Liveness:
         self._keys = [f"beat/{other}" for other in range(size)]
         self._timeout_s = timeout_s
         self._suspicious_s = min(SUSPICIOUS_S, timeout_s)
+        # Several beats in the shortest silence that counts.
+        self._beat_s = min(BEAT_S, timeout_s / 8)
         self._stop = stop
         self._end = end or _end_process
         self._number = 0
@@ -98,7 +100,7 @@ class Liveness:
         """After a failed collective: which rank is lost, or None when all live. Takes a few beats to find out."""
         if self._thread.is_alive():
             self._suspects = True
-            self._heard.wait(self._suspicious_s + 5 * BEAT_S)
+            self._heard.wait(self._suspicious_s + 5 * self._beat_s)
         return self._verdict
 
     def leave(self) -> str | None:
@@ -118,7 +120,7 @@ class Liveness:
 
     def _watch(self) -> None:
         try:
-            while not self._closing.wait(BEAT_S):
+            while not self._closing.wait(self._beat_s):
                 self._beat()
                 self._pulse.hear(self._others())
                 limit_s = self._suspicious_s if self._suspects or self._stop() else self._timeout_s

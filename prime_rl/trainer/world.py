@@ -20,6 +20,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed.rendezvous import rendezvous
 
+from prime_rl.trainer.gathering import MissingRanks, name_of_this_start
 from prime_rl.trainer.liveness import Liveness
 
 logger = logging.getLogger(__name__)
@@ -80,6 +81,10 @@ def setup_world(
     where = _pick_device(device)
     timeout = timedelta(seconds=timeout_s)
     store, rank, size = _rendezvous(timeout)
+    try:
+        store = PrefixStore(name_of_this_start(store, rank, size, timeout_s), store)
+    except MissingRanks as error:
+        raise WorldError(str(error)) from error
     liveness = Liveness(PrefixStore("liveness", store), rank, size, timeout_s=timeout_s, stop=stop)
     backend = "cpu:gloo,cuda:nccl" if where.type == "cuda" else "gloo"
     try:

@@ -123,8 +123,13 @@ def test_a_rank_that_is_killed_is_named_by_the_others_and_they_end(
 ) -> None:
     expected = [1] * size
     expected[victim] = -9
-    assert codes(folder, name) == expected, logs(folder / name)
+    assert codes(folder, name)[:size] == expected, logs(folder / name)
     for rank in set(range(size)) - {victim}:
         told = (folder / name / f"rank_{rank}.log").read_text()
         sentence = f"trainer: no sign of life from rank {victim} of {size} for {SHORT_TIMEOUT_S:g} s\n"
         assert sentence in told and "Traceback" not in told, told
+
+
+def test_ranks_that_are_started_again_in_the_same_store_train_on(folder: Path) -> None:
+    assert codes(folder, "idle")[2:] == [0, 0], logs(folder / "idle")
+    assert published(RunDir(folder / "idle" / "run_a")) == 2

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 from torch._C._distributed_c10d import HashStore
 
 from prime_rl.contract.files import wait_for
+from prime_rl.trainer.gathering import MissingRanks, name_of_this_start
 from prime_rl.trainer.liveness import LEFT, Liveness, Pulse
 from prime_rl.trainer.world import WorldError, setup_world
 from tests.trainer_support import solo_world
@@ -46,12 +49,41 @@ def test_a_rank_that_is_missed_ends_the_process_and_one_that_leaves_does_not() -
     ends: list[str] = []
 
     def rank(number: int) -> Liveness:
-        return Liveness(store, number, 3, timeout_s=2.5, stop=lambda: False, end=ends.append)
+        return Liveness(store, number, 3, timeout_s=1.5, stop=lambda: False, end=ends.append)
 
     here, leaving, _dead = rank(0), rank(1), rank(2)
     here.start()
     leaving.start()
     assert leaving.leave() is None
     wait_for(lambda: bool(ends), "rank 2 to be missed", timeout_s=30.0)
-    assert ends == ["no sign of life from rank 2 of 3 for 2.5 s"]
+    assert ends == ["no sign of life from rank 2 of 3 for 1.5 s"]
     assert here.explain() == here.leave() == ends[0]
+
+
+def test_every_start_has_a_name_of_its_own_in_one_store() -> None:
+    """Each start finds the words of the one before it."""
+    store = HashStore()
+    starts: list[set[str]] = []
+    for _ in range(3):
+        names: list[str] = []
+
+        def join(rank: int, names: list[str] = names) -> None:
+            names.append(name_of_this_start(store, rank, 3, 20.0))
+
+        threads = [threading.Thread(target=join, args=(rank,)) for rank in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
+        assert len(names) == 3 and len(set(names)) == 1
+        starts.append(set(names))
+    assert len(set.union(*starts)) == 3
+
+
+def test_a_rank_that_does_not_come_is_named() -> None:
+    store = HashStore()
+    store.set("word/2", "what an earlier start left")
+    with pytest.raises(MissingRanks, match=r"rank 1 and 2 of 3 did not come within 0\.2 s"):
+        name_of_this_start(store, 0, 3, 0.2)
+    with pytest.raises(MissingRanks, match=r"rank 0 did not come within 0\.2 s, which rank 1 waits for"):
+        name_of_this_start(store, 1, 3, 0.2)

@@ -1,0 +1,58 @@
+"""How the ranks of one start find each other in a store that may hold what an earlier start left behind.
+
+torchrun keeps its store when it starts the workers again, and counts restarts on each machine for itself. So rank 0
+gives every start a name of its own, and each rank asks for that name under a word that only it can know.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable
+from datetime import timedelta
+
+from torch._C._distributed_c10d import Store
+from torch.distributed import DistStoreError
+
+# An unnoticed wait, and a store that is asked 20 times a second.
+POLL_S = 0.05
+
+
+class MissingRanks(RuntimeError):
+    """Ranks that did not come; the message says which."""
+
+
+def name_of_this_start(
+    store: Store, rank: int, size: int, timeout_s: float, clock: Callable[[], float] = time.monotonic
+) -> str:
+    """A name that all ranks of this start have and no earlier one had. Waits for all; raises MissingRanks."""
+    return _welcome_all(store, size, timeout_s, clock) if rank == 0 else _ask(store, rank, timeout_s)
+
+
+def _welcome_all(store: Store, size: int, timeout_s: float, clock: Callable[[], float]) -> str:
+    name, deadline = secrets.token_hex(8), clock() + timeout_s
+    missing = list(range(1, size))
+    while missing:
+        if clock() >= deadline:
+            who = " and ".join(map(str, missing))
+            raise MissingRanks(f"rank {who} of {size} did not come within {timeout_s:g} s")
+        for rank in missing:
+            # The word may be that of a process which is gone: it is asked for again until the rank itself answers.
+            if store.check([f"word/{rank}"]):
+                store.set(f"start/{store.get(f'word/{rank}').decode()}", name)
+        missing = [rank for rank in missing if not store.check([f"here/{name}/{rank}"])]
+        if missing:
+            time.sleep(POLL_S)
+    return name
+
+
+def _ask(store: Store, rank: int, timeout_s: float) -> str:
+    word = secrets.token_hex(8)
+    store.set(f"word/{rank}", word)
+    try:
+        store.wait([f"start/{word}"], timedelta(seconds=timeout_s))
+    except DistStoreError as error:
+        raise MissingRanks(f"rank 0 did not come within {timeout_s:g} s, which rank {rank} waits for") from error
+    name = store.get(f"start/{word}").decode()
+    store.set(f"here/{name}/{rank}", "")
+    return name
