@@ -9,8 +9,8 @@ one look are called in this order:
 each kind in the order of registration. What belongs to one run may fail: the run is evicted with the reason written
 down and the others go on.
 
-The manager holds no optimizer and reads no batches; those parts register hooks. It knows the adapters only through the
-layers that registered themselves, and the whole model, where that is what the one run trains, as their stand-in.
+The manager holds no optimizer and reads no batches; those parts register hooks. It knows adapters only through layers
+that registered themselves, and a whole model, where that is trained, as their stand-in.
 """
 
 from __future__ import annotations
@@ -184,10 +184,7 @@ class MultiRunManager:
         return self._weights.named_parameters(idx)
 
     def get_state_dict_for_run(self, idx: int) -> dict[str, Tensor]:
-        """The adapter under PEFT names, at the run's own rank and type; copies on the CPU.
-
-        The whole model under its own names: a collective then, and all of it reaches rank 0 alone.
-        """
+        """What is published (PEFT names, own rank and type); copies on the CPU. A collective for a whole model."""
         return self._weights.export(idx, self._config_of(idx).model.lora)
 
     def load_state_dict_for_run(self, idx: int, tensors: dict[str, Tensor]) -> None:
@@ -195,10 +192,7 @@ class MultiRunManager:
         self._weights.load(idx, tensors, self._config_of(idx).model.lora)
 
     def reset_run_parameters(self, idx: int) -> None:
-        """Start values from the run's own seed: neither slot nor neighbours matter. Drops gradients.
-
-        The whole model starts as the base model, as an adapter does whose B is zero.
-        """
+        """Start values from the run's own seed: neither slot nor neighbours matter. Drops gradients."""
         config = self._config_of(idx)
         generator = self.generators[idx] = torch.Generator().manual_seed(config.seed)
         self._weights.reset(idx, generator, config.model.lora)
