@@ -172,8 +172,14 @@ def test_logprobs_are_those_of_the_distribution_sampled_from(
         assert choice["logprobs"]["token_logprobs"] == pytest.approx(expected, abs=1e-3)
 
 
-def test_mixed_requests_equal_their_solo_outputs(server: RunningServer) -> None:
+def test_mixed_requests_equal_their_solo_outputs(server: RunningServer, model: Path) -> None:
     """Base and two adapters, greedy and seeded, prompts of different lengths: all at the same time and one by one."""
+    others = ["run_f@v1", "run_f@v2"]  # every slot has held weights: what is left must not reach rows of the base
+    for name in others:
+        server.load(name, make_adapter(adapter_dir(server, name), model, seed=30))
+        server.complete(PROMPTS[0], model=name, max_tokens=1)
+    for name in others:
+        server.unload(name)
     requests = [
         {"model": name, "prompt": prompt, "max_tokens": 4 + 5 * idx, "temperature": temperature, "seed": 11}
         for idx, prompt in enumerate(PROMPTS)

@@ -12,6 +12,8 @@ from prime_rl.inference.checks import StartError
 # Adapters stay in vLLM's host memory after they were unloaded, until newer ones push them out. Twice the room keeps
 # those that are loaded from being pushed out by those that were unloaded.
 CPU_LORAS_PER_LORA = 2
+# By name: it is imported by vLLM's workers, and must not be imported here, before vLLM's environment is set.
+CPU_WORKER_EXTENSION = "prime_rl.inference.vllm.worker.WorkerExtension"
 # Room for the prompts of many requests in one pass on a CPU.
 MIN_BATCHED_TOKENS = 8192
 
@@ -65,6 +67,8 @@ def server_arguments(config: InferenceConfig, *, max_model_len: int, on_cpu: boo
             "max_cpu_loras": CPU_LORAS_PER_LORA * config.max_loras,
             "max_lora_rank": round_rank(config.model.lora.rank),
         }
+        if on_cpu:
+            arguments["worker_extension_cls"] = CPU_WORKER_EXTENSION
     return arguments | _extra(config, arguments)
 
 
