@@ -101,13 +101,15 @@ class MultiLoRALinear(nn.Module):
         num_in, num_out = base_layer.in_features, base_layer.out_features
         self.lora_A = nn.ParameterList([torch.zeros(rank, num_in, device=device) for _ in range(n_adapters)])
         self.lora_B = nn.ParameterList([torch.zeros(num_out, rank, device=device) for _ in range(n_adapters)])
+        # The same parameters once more: looking one up in a ParameterList costs more than a small product.
+        self._pairs = list(zip(self.lora_A, self.lora_B, strict=True))
 
     def register_with_runs(self, manager: LayerRegistry, name: str) -> None:
         manager.register_module(name, self)
 
     def parameters_of(self, idx: int) -> tuple[nn.Parameter, nn.Parameter]:
         """A `[rank, in]` and B `[out, rank]` of adapter `idx`."""
-        return self.lora_A[idx], self.lora_B[idx]
+        return self._pairs[idx]
 
     def forward(self, x_RTI: Tensor) -> Tensor:
         routing = self.routing
@@ -117,7 +119,7 @@ class MultiLoRALinear(nn.Module):
             base_RTO: Tensor = self.base_layer(x_RTI)
             return base_RTO
         plan = routing.plan(x_RTI.shape[1])
-        A_G, B_G = ([leaves[idx] for idx in plan.adapters] for leaves in (self.lora_A, self.lora_B))
+        A_G, B_G = zip(*(self._pairs[idx] for idx in plan.adapters), strict=True)
         x_NI = x_RTI.reshape(-1, x_RTI.shape[-1])
         out_NO = grouped_lora(x_NI, self.base_layer.weight, self.base_layer.bias, plan, A_G, B_G)
         return out_NO.reshape(*x_RTI.shape[:-1], -1)

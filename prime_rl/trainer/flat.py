@@ -60,12 +60,13 @@ class FlatWeights:
         A rank that had no row of the run adds zeros. A collective.
         """
         self._copy_apart(self._values, self._own)
-        self._gradients_P.zero_()
         parts, grads = [], []
         for name, leaf, part in zip(self.names, self._leaves, self._gradients, strict=True):
             if leaf.grad is not None:
                 parts.append(part)
                 grads.append(leaf.grad if leaf.grad.shape == part.shape else _own(name, leaf.grad, self._rank))
+        if len(grads) < len(self._leaves):
+            self._gradients_P.zero_()
         if grads:
             torch._foreach_copy_(parts, grads)
         return float(torch.linalg.vector_norm(world.sum(self._gradients_P)))
