@@ -13,6 +13,7 @@ from typing import get_args
 import pytest
 
 from prime_rl.configs.losses import BaseLossConfig, LossConfig, MisLossConfig, TisLossConfig
+from prime_rl.configs.orchestrator import AdvantageConfig, AdvantageType
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [ROOT / name for name in ("README.md", "AGENTS.md", "CHANGELOG.md")] + sorted((ROOT / "docs").glob("*.md"))
@@ -122,6 +123,14 @@ def test_losses_and_their_defaults_are_those_of_the_config() -> None:
                 chosen = {{"tis": "level", "mis": "ratio"}[name]: choice} if choice else {}
                 in_effect = defaults_of(config.model_validate({"type": name, **chosen}))[key]
                 assert default == (f"{in_effect:g}" if isinstance(in_effect, float) else str(in_effect)), (name, key)
+
+
+def test_advantages_are_those_of_the_config() -> None:
+    text = TEXT[ROOT / "docs" / "advantages.md"]
+    assert re.findall(r"^\| (\w+) \|", text, re.MULTILINE)[1:] == list(get_args(AdvantageType))
+    assert re.findall(r"^\| (\w+) \|.*\| the default:", text, re.MULTILINE) == [AdvantageConfig().type]
+    assert re.findall(r"^`(\w+)` = coef \(default 0,", text, re.MULTILINE) == ["length_penalty"]
+    assert set(AdvantageConfig.model_fields) == {"type", "length_penalty"}
 
 
 def defaults_of(config: BaseLossConfig) -> dict[str, object]:

@@ -165,7 +165,7 @@ class DapoLossConfig(BaseLossConfig):
 
 
 class DrGrpoLossConfig(BaseLossConfig):
-    """PPO's clipping, no sample divided by its own length. `advantage.type = "mean"` belongs to it."""
+    """PPO's clipping, no sample divided by its own length. `advantage.type = "dr_grpo"` belongs to it."""
 
     mean: ClassVar[LossMean] = "constant"
 

@@ -17,6 +17,7 @@ from prime_rl.configs.shared import LogConfig, WatchConfig
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
 Beta = Annotated[float, Field(ge=0, lt=1)]
+AdvantageType = Literal["mean", "grpo", "rloo", "dr_grpo", "maxrl"]
 
 
 class RunLoRAConfig(BaseConfig):
@@ -79,8 +80,13 @@ class SchedulerConfig(BaseConfig):
 class AdvantageConfig(BaseConfig):
     """Advantages from the rewards of one group (all rollouts of one example)."""
 
-    type: Literal["mean", "grpo"] = "grpo"
-    """mean: A = R - mean. grpo: (R - mean) / (std + 1e-6)."""
+    type: AdvantageType = "grpo"
+    """mean and dr_grpo: A = R - mean. grpo: (R - mean) / (std + 1e-6). rloo: R - mean of the others. maxrl: (R - mean)
+    / mean. See `docs/advantages.md`."""
+
+    length_penalty: float = Field(0.0, ge=0, lt=1)
+    """Share of its reward that a right answer loses for being long, compared with the right answers of its group;
+    0: none. The reward in metrics and batches stays as it is."""
 
 
 class SamplingConfig(BaseConfig):

@@ -33,7 +33,9 @@ def publish_batch(run: RunDir, batch: TrainingBatch) -> None:
 
 
 def _samples(group: Group, advantage: AdvantageConfig, temperature: float) -> list[TrainingSample]:
-    advantages_G = compute_advantages([rollout.reward for rollout in group.rollouts_G], advantage)
+    rewards_G = [rollout.reward for rollout in group.rollouts_G]
+    lengths_G = [rollout.num_completion_tokens for rollout in group.rollouts_G]
+    advantages_G = compute_advantages(rewards_G, lengths_G, advantage)
     return [
         TrainingSample(
             token_ids=rollout.token_ids_T,

@@ -7,14 +7,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from prime_rl.configs.orchestrator import AdvantageConfig, CkptConfig
 from prime_rl.contract.files import mark_stable
 from prime_rl.contract.layout import RunDir
 from prime_rl.contract.types import BadBatchError, read_batch
-from prime_rl.orchestrator.advantage import EPSILON, compute_advantages
 from prime_rl.orchestrator.batch import assemble_batch, publish_batch
 from prime_rl.orchestrator.checkpoint import (
     CheckpointError,
@@ -40,8 +37,6 @@ from prime_rl.orchestrator.sampler import ExampleSampler
 from prime_rl.orchestrator.scheduler import describe_policy_wait
 from tests.orchestrator_support import TalkEnv, make_run
 
-REWARDS = st.lists(st.floats(0, 1), min_size=1, max_size=16)
-
 
 def a_rollout(reward: float = 0.5, version: int = 0, num_completion: int = 2) -> Rollout:
     return Rollout(
@@ -58,24 +53,6 @@ def a_rollout(reward: float = 0.5, version: int = 0, num_completion: int = 2) ->
 
 def a_group(index: int, rewards: list[float] | None = None, version: int = 0, env: str = "talk") -> Group:
     return Group(index, env, f"{env}/e{index}", [a_rollout(r, version) for r in rewards or [0.0, 1.0]])
-
-
-@given(REWARDS)
-def test_grpo_advantages_equal_numpy(rewards: list[float]) -> None:
-    array = np.array(rewards)
-    expected = (array - array.mean()) / (array.std() + EPSILON)
-    np.testing.assert_allclose(compute_advantages(rewards, AdvantageConfig(type="grpo")), expected, atol=1e-6)
-
-
-@given(REWARDS)
-def test_mean_advantages_equal_numpy_and_sum_to_zero(rewards: list[float]) -> None:
-    advantages = compute_advantages(rewards, AdvantageConfig(type="mean"))
-    np.testing.assert_allclose(advantages, np.array(rewards) - np.mean(rewards), atol=1e-12)
-    assert abs(sum(advantages)) < 1e-9
-
-
-def test_equal_rewards_give_zero_not_nan() -> None:
-    assert compute_advantages([0.3] * 4, AdvantageConfig(type="grpo")) == pytest.approx([0.0] * 4, abs=1e-9)
 
 
 def test_each_epoch_has_every_example_once_and_its_own_order() -> None:
