@@ -22,9 +22,10 @@ from prime_rl.configs.base import build, merge
 from prime_rl.configs.orchestrator import OrchestratorConfig, SamplingConfig
 from prime_rl.contract.files import mark_stable, staged_dir
 from prime_rl.contract.layout import RunDir, list_rollout_steps, list_steps, parse_adapter_name
-from prime_rl.orchestrator.client import Endpoint, InferenceClient
+from prime_rl.orchestrator.client import Endpoint
 from prime_rl.orchestrator.envs.base import Environment, Example, Outcome, Policy, Split
 from prime_rl.orchestrator.policy import PolicyVersions
+from prime_rl.orchestrator.pool import InferenceClient
 from prime_rl.orchestrator.rollout import RolloutWorker
 from prime_rl.orchestrator.sampler import ExampleSampler
 from prime_rl.orchestrator.tokenizer import ChatTokenizer
@@ -120,6 +121,7 @@ class FakeInference:
         self.num_loads = 0
         self.gate: Callable[[dict[str, Any]], Awaitable[None]] | None = None
         self.fault: Callable[[str, dict[str, Any]], int | None] = lambda path, body: None
+        self.retry_after_s: int | None = None  # what an injected fault asks for
         self.api_key: str | None = None
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -137,6 +139,8 @@ class FakeInference:
         status, answer = await self._answer(path, body, dict(scope["headers"]))
         payload = json.dumps(answer).encode()
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(payload)).encode())]
+        if self.retry_after_s is not None and status >= 500:
+            headers.append((b"retry-after", str(self.retry_after_s).encode()))
         await send({"type": "http.response.start", "status": status, "headers": headers})
         await send({"type": "http.response.body", "body": payload})
 
@@ -260,8 +264,10 @@ class TalkEnv:
         return Outcome(0.5, {"turns": float(self._num_turns)})
 
 
-def make_client(url: str, output_dir: Path, **over: Any) -> InferenceClient:
-    return InferenceClient(Endpoint(output_dir, url), backoff_start_s=0.01, **over)
+def make_client(urls: str | Sequence[str], output_dir: Path, **over: Any) -> InferenceClient:
+    """A client of one server or several, which does not wait long before it looks again."""
+    endpoints = [Endpoint(output_dir, url) for url in ([urls] if isinstance(urls, str) else urls)]
+    return InferenceClient(endpoints, **{"backoff_start_s": 0.01, **over})
 
 
 def make_worker(

@@ -16,6 +16,7 @@ from prime_rl.configs.losses import AipoLossConfig, DrGrpoLossConfig, LossConfig
 from prime_rl.configs.shared import LogConfig, WatchConfig
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
+ServerUrl = Annotated[str, Field(pattern=r"^https?://[^/\s]+(/\S*)?$")]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 AdvantageType = Literal["mean", "grpo", "rloo", "dr_grpo", "maxrl"]
 
@@ -147,10 +148,11 @@ class CkptConfig(BaseConfig):
 
 
 class ClientConfig(BaseConfig):
-    """The inference server as the orchestrator reaches it."""
+    """Inference as the orchestrator reaches it."""
 
-    base_url: str | None = None
-    """URL that ends in /v1; null takes the one in `inference/status.json`."""
+    base_url: ServerUrl | Annotated[list[ServerUrl], Field(min_length=1, max_length=64)] | None = None
+    """URL that ends in /v1, or a list of them: requests are spread over all that answer. null takes the one in
+    `inference/status.json`."""
 
     api_key_var: str = "PRL_API_KEY"
     """Name of the environment variable that holds the API key."""
@@ -159,7 +161,18 @@ class ClientConfig(BaseConfig):
     """Deadline of one request."""
 
     max_concurrent_requests: int = Field(64, ge=1)
-    """Requests of this run that may be in flight at one time."""
+    """Requests of this run that may be in flight at one time, on all servers together."""
+
+    @property
+    def urls(self) -> list[str | None]:
+        """One a server; None stands for the one in the status file."""
+        return list(self.base_url) if isinstance(self.base_url, list) else [self.base_url]
+
+    @model_validator(mode="after")
+    def _no_server_twice(self) -> Self:
+        if len({url.rstrip("/") for url in self.urls if url}) < len([url for url in self.urls if url]):
+            raise ValueError("base_url: one of the servers is named twice")
+        return self
 
 
 class OrchestratorConfig(BaseConfig):

@@ -1,10 +1,8 @@
-"""HTTP to the inference server: completions, adapters in and out, and what went wrong in words.
+"""HTTP to one inference server: completions, adapters in and out, and what went wrong in words.
 
-Every request has a deadline. What may pass (no connection, no answer in time, 429, 5xx) is tried again with back-off
-for as long as the caller waits, and `trouble` says meanwhile what is missing. What will not pass is raised. The server
-may come back at another address: without a fixed `base_url` its status file is read again after each failure.
-
-Which version a request asks for, and loading what a restarted server has lost, is the business of `policy`.
+Every request is one attempt with a deadline. The server may come back at another address: without a fixed `base_url`
+its status file is read again after each lost connection. Trying again, and which of several servers is asked, is the
+business of `pool`.
 """
 
 from __future__ import annotations
@@ -12,22 +10,20 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import httpx
 import msgspec
-from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, wait_exponential, wait_random
 
 from prime_rl.contract.layout import OutputDir
 from prime_rl.contract.status import InferenceStatus, is_alive, read_status
 
-# Short enough that a restarted server is found at once, long enough that 200 runs do not storm one that comes up.
-BACKOFF_START_S = 0.2
-BACKOFF_MAX_S = 5.0
 MAX_ERROR_TEXT = 500
+# Whatever a server asks for, it is looked at again after this.
+MAX_RETRY_AFTER_S = 60.0
 # A sure token's logprob may come out of rounding a little above zero.
 LOGPROB_SLACK = 1e-3
 
@@ -37,7 +33,18 @@ class InferenceError(RuntimeError):
 
 
 class InferenceUnavailable(InferenceError):
-    """The server cannot be reached or is not able to answer now; trying again helps."""
+    """The server is not able to answer this request now; trying again helps.
+
+    `retry_after_s` is how long the server asks to be left alone, where it says so.
+    """
+
+    def __init__(self, message: str, retry_after_s: float | None = None) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class ServerDown(InferenceUnavailable):
+    """Nobody answers at the server's address, or nobody who could: it is gone, starting, or stuck."""
 
 
 class AccessDenied(InferenceError):
@@ -59,6 +66,35 @@ class Completion:
     token_ids: list[int]
     logprobs: list[float]
     finish_reason: str
+
+
+@dataclass(frozen=True)
+class CompletionRequest:
+    """`num_choices` completions of `prompt` (token ids), all from one seed."""
+
+    model: str
+    prompt: Sequence[int]
+    max_tokens: int
+    temperature: float
+    seed: int
+    num_choices: int = 1
+
+    @property
+    def num_tokens(self) -> int:
+        """What the server may have to read and generate for it."""
+        return len(self.prompt) + self.max_tokens * self.num_choices
+
+    def body(self) -> dict[str, Any]:
+        return {
+            "model": self.model,
+            "prompt": list(self.prompt),
+            "max_tokens": self.max_tokens,
+            "temperature": self.temperature,
+            "seed": self.seed,
+            "n": self.num_choices,
+            "logprobs": 1,
+            "return_token_ids": True,
+        }
 
 
 class _Logprobs(msgspec.Struct):
@@ -98,7 +134,7 @@ class Endpoint:
         self._found: str | None = None
 
     def url(self) -> str:
-        """The URL that ends in /v1; raises InferenceUnavailable that names what is missing."""
+        """The URL that ends in /v1; raises ServerDown that names what is missing."""
         if self._fixed:
             return self._fixed
         if self._found is None:
@@ -112,129 +148,63 @@ class Endpoint:
     def _look(self) -> str:
         status = read_status(self._status_path, InferenceStatus)
         if status is None:
-            raise InferenceUnavailable(f"{self._status_path} (not there yet: is inference started?)")
+            raise ServerDown(f"{self._status_path} (not there yet: is inference started?)")
         if not is_alive(status, time.time()) or not status.base_url:
-            raise InferenceUnavailable(f"{self._status_path} (says {status.state!r}, and no such server runs)")
+            raise ServerDown(f"{self._status_path} (says {status.state!r}, and no such server runs)")
         if status.state != "serving":
-            raise InferenceUnavailable(f"the inference server to be ready (it is {status.state})")
+            raise ServerDown(f"the inference server to be ready (it is {status.state})")
         return status.base_url.rstrip("/")
 
 
-class InferenceClient:
-    """One run's connection to the inference server.
+class ServerClient:
+    """One inference server, one attempt a call: what fails is raised as one of the errors above.
 
     Args:
-        on_change: called when `trouble` comes or goes.
-        transport: of httpx, for tests.
+        http: shared by all servers of a run; carries the API key.
     """
 
-    def __init__(
-        self,
-        endpoint: Endpoint,
-        *,
-        api_key: str | None = None,
-        timeout_s: float = 120.0,
-        max_concurrent_requests: int = 64,
-        backoff_start_s: float = BACKOFF_START_S,
-        transport: httpx.AsyncBaseTransport | None = None,
-    ) -> None:
+    def __init__(self, endpoint: Endpoint, http: httpx.AsyncClient, *, timeout_s: float) -> None:
         self._endpoint = endpoint
+        self._http = http
         self._timeout_s = timeout_s
-        self.slots = asyncio.Semaphore(max_concurrent_requests)
-        self.trouble: str | None = None
-        self.on_change: Callable[[], None] = lambda: None
-        self.num_sampled_tokens = 0
-        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=max_concurrent_requests)
-        self._http = httpx.AsyncClient(headers=headers, timeout=None, limits=limits, transport=transport)
-        self._retrying = AsyncRetrying(
-            retry=retry_if_exception_type(InferenceUnavailable),
-            wait=wait_exponential(multiplier=backoff_start_s, max=BACKOFF_MAX_S) + wait_random(0, backoff_start_s),
-            before_sleep=self._note_trouble,
-            reraise=True,
-        )
-
-    async def close(self) -> None:
-        await self._http.aclose()
 
     async def list_models(self) -> list[ServedModel]:
         """The base model and all loaded adapters, also those of other runs."""
-        return (await self._retry("GET", "models", None, _Models)).data
+        return (await self._ask("GET", "models", None, _Models)).data
 
-    async def serves(self, name: str) -> bool:
-        return any(model.id == name for model in await self.list_models())
-
-    async def complete(
-        self,
-        model: str,
-        prompt: Sequence[int],
-        *,
-        max_tokens: int,
-        temperature: float,
-        seed: int,
-        num_choices: int = 1,
-    ) -> list[Completion]:
-        """Sample `num_choices` completions of `prompt` (token ids). Call it while holding one of `slots`."""
-        body = {
-            "model": model,
-            "prompt": list(prompt),
-            "max_tokens": max_tokens,
-            "temperature": temperature,
-            "seed": seed,
-            "n": num_choices,
-            "logprobs": 1,
-            "return_token_ids": True,
-        }
-        answer = await self._retry("POST", "completions", body, _Completions)
-        if len(answer.choices) != num_choices:
-            raise InferenceError(f"inference gave {len(answer.choices)} completions instead of {num_choices}")
-        completions = [_checked(choice) for choice in answer.choices]
-        self.num_sampled_tokens += sum(len(completion.token_ids) for completion in completions)
-        return completions
+    async def complete(self, request: CompletionRequest) -> list[Completion]:
+        answer = await self._ask("POST", "completions", request.body(), _Completions)
+        if len(answer.choices) != request.num_choices:
+            raise InferenceError(f"inference gave {len(answer.choices)} completions instead of {request.num_choices}")
+        return [_checked(choice) for choice in answer.choices]
 
     async def load_adapter(self, name: str, path: Path) -> None:
         """Load the PEFT folder `path` under `name`. That it is loaded already is no error: names are never reused."""
         try:
-            await self._retry("POST", "load_lora_adapter", {"lora_name": name, "lora_path": str(path)}, None)
+            await self._ask("POST", "load_lora_adapter", {"lora_name": name, "lora_path": str(path)}, None)
         except RequestRefused:
-            if not await self.serves(name):
+            if not any(model.id == name for model in await self.list_models()):
                 raise
 
     async def unload_adapter(self, name: str) -> None:
-        """Unload `name`, in one attempt: what stays behind after a failure is found and unloaded at the next start."""
-        await self._attempt("POST", "unload_lora_adapter", {"lora_name": name}, None)
+        await self._ask("POST", "unload_lora_adapter", {"lora_name": name}, None)
 
-    async def _retry(self, method: str, path: str, body: Any, kind: type[_AnswerT] | None) -> _AnswerT:
-        retrying = self._retrying.copy()  # it keeps the state of one call
-        answer: _AnswerT = await retrying(self._attempt, method, path, body, kind)
-        if self.trouble is not None:
-            self.trouble = None
-            self.on_change()
-        return answer
-
-    async def _attempt(self, method: str, path: str, body: Any, kind: type[_AnswerT] | None) -> _AnswerT | None:
+    async def _ask(self, method: str, path: str, body: Any, kind: type[_AnswerT] | None) -> _AnswerT:
+        """One request. With a `kind` of None the answer is not read, and must not be used."""
         url = self._endpoint.url()
         try:
             async with asyncio.timeout(self._timeout_s):
                 response = await self._http.request(method, f"{url}/{path}", json=body)
         except TimeoutError:
-            raise InferenceUnavailable(f"inference at {url} (no answer in {self._timeout_s:g} s)") from None
+            raise ServerDown(f"inference at {url} (no answer in {self._timeout_s:g} s)") from None
         except httpx.TransportError as error:
             self._endpoint.forget()
-            raise InferenceUnavailable(f"inference at {url} ({_reason(error)})") from error
+            raise ServerDown(f"inference at {url} ({_reason(error)})") from error
         _raise_for(response, url)
-        if kind is None:
-            return None
         try:
-            return msgspec.json.decode(response.content, type=kind)
+            return msgspec.json.decode(response.content, type=kind) if kind is not None else cast("_AnswerT", None)
         except msgspec.MsgspecError as error:
             raise InferenceError(f"inference at {url}: {path} has an answer of another form: {error}") from error
-
-    def _note_trouble(self, state: RetryCallState) -> None:
-        error = state.outcome.exception() if state.outcome else None
-        if str(error) != self.trouble:
-            self.trouble = str(error)
-            self.on_change()
 
 
 def _checked(choice: _Choice) -> Completion:
@@ -253,9 +223,17 @@ def _raise_for(response: httpx.Response, url: str) -> None:
     message = f"inference at {url}: {code} {_error_text(response)}"
     if code in (401, 403):
         raise AccessDenied(f"{message} (set the API key in the variable that client.api_key_var names)")
-    if code in (408, 429) or code >= 500:
-        raise InferenceUnavailable(message)
+    if code in (408, 429, 500) or "retry-after" in response.headers:
+        raise InferenceUnavailable(message, _retry_after_s(response))
+    if code > 500:
+        raise ServerDown(message)
     raise UnknownModel(message) if code == 404 else RequestRefused(message)
+
+
+def _retry_after_s(response: httpx.Response) -> float | None:
+    """Seconds that the server asks for; None when it names none, or a date."""
+    text = response.headers.get("retry-after", "")
+    return min(float(text), MAX_RETRY_AFTER_S) if text.isascii() and text.isdigit() else None
 
 
 def _error_text(response: httpx.Response) -> str:

@@ -32,7 +32,7 @@ from prime_rl.orchestrator.checkpoint import (
     find_progress,
     save_state,
 )
-from prime_rl.orchestrator.client import AccessDenied, Endpoint, InferenceClient
+from prime_rl.orchestrator.client import AccessDenied, Endpoint
 from prime_rl.orchestrator.envs import Environment, load_environment
 from prime_rl.orchestrator.evaluate import Evaluator
 from prime_rl.orchestrator.guard import (
@@ -46,6 +46,7 @@ from prime_rl.orchestrator.guard import (
 )
 from prime_rl.orchestrator.ledger import GroupLedger
 from prime_rl.orchestrator.policy import PolicyVersions, find_base_model
+from prime_rl.orchestrator.pool import InferenceClient
 from prime_rl.orchestrator.report import BatchReporter, Reporter
 from prime_rl.orchestrator.rollout import RolloutWorker
 from prime_rl.orchestrator.sampler import ExampleSampler
@@ -131,7 +132,7 @@ async def orchestrate(config: OrchestratorConfig, run: RunDir, reporter: Reporte
 
 def connect(config: OrchestratorConfig, run: RunDir) -> InferenceClient:
     return InferenceClient(
-        Endpoint(run.path.parent, config.client.base_url),
+        [Endpoint(run.path.parent, url) for url in config.client.urls],
         api_key=os.environ.get(config.client.api_key_var),
         timeout_s=config.client.timeout_s,
         max_concurrent_requests=config.client.max_concurrent_requests,

@@ -15,7 +15,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from prime_rl.contract.layout import RunDir, adapter_name, parse_adapter_name
-from prime_rl.orchestrator.client import InferenceClient, InferenceError, ServedModel, UnknownModel
+from prime_rl.orchestrator.client import InferenceError, ServedModel, UnknownModel
+from prime_rl.orchestrator.pool import InferenceClient
 
 logger = logging.getLogger(__name__)
 

@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 
 from prime_rl.contract.layout import RunDir
 from prime_rl.contract.status import StatusWriter
-from prime_rl.orchestrator.client import InferenceClient
 from prime_rl.orchestrator.metrics import TokenRate, batch_metrics, bottleneck, write_metrics
+from prime_rl.orchestrator.pool import InferenceClient
 from prime_rl.orchestrator.rollout import Group
 from prime_rl.orchestrator.scheduler import Scheduler
 
@@ -56,6 +56,7 @@ class BatchReporter:
         time_s = self._scheduler.phases.lap()
         values = batch_metrics(step, groups, time_s, self._scheduler.ledger.num_dropped)
         values["tokens_per_s"] = self._rate.per_s(self._client.num_sampled_tokens)
+        values |= self._client.metrics()
         write_metrics(self._run.orchestrator_metrics, step, values, time.time())
         self._reporter.update(
             step=step,

@@ -15,10 +15,11 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from prime_rl.contract.layout import RunDir, list_steps, stable_marker
-from prime_rl.orchestrator.client import InferenceClient, RequestRefused
+from prime_rl.orchestrator.client import RequestRefused
 from prime_rl.orchestrator.ledger import GroupLedger
 from prime_rl.orchestrator.metrics import Phase, PhaseClock
 from prime_rl.orchestrator.policy import PolicyVersions
+from prime_rl.orchestrator.pool import InferenceClient
 from prime_rl.orchestrator.rollout import Group, GroupFailed
 from prime_rl.utils.watch import Watcher
 

@@ -11,8 +11,9 @@ import itertools
 from collections.abc import Awaitable, Callable, Sequence
 
 from prime_rl.configs.orchestrator import SamplingConfig
-from prime_rl.orchestrator.client import Completion, InferenceClient, UnknownModel
+from prime_rl.orchestrator.client import Completion, UnknownModel
 from prime_rl.orchestrator.policy import PolicyVersions
+from prime_rl.orchestrator.pool import InferenceClient
 
 # A server that says again and again that it does not have what it has just loaded is broken, not restarted.
 MAX_RESTORES = 5

@@ -18,10 +18,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from prime_rl.contract.layout import RunDir
-from prime_rl.orchestrator.client import Endpoint, InferenceClient
+from prime_rl.orchestrator.client import Endpoint
 from prime_rl.orchestrator.envs.base import Example
 from prime_rl.orchestrator.ledger import GroupLedger
 from prime_rl.orchestrator.policy import PolicyVersions
+from prime_rl.orchestrator.pool import InferenceClient
 from prime_rl.orchestrator.rollout import Group
 from prime_rl.orchestrator.scheduler import Scheduler
 from prime_rl.utils.watch import Watcher
@@ -81,7 +82,7 @@ async def play(case: Case, choose: Callable[[int], int], folder: Path) -> Played
     run, model = make_run(folder), make_model(folder / "model")
     fake, gate, played = FakeInference(model), Gate(), Played()
     fake.gate = gate
-    client = InferenceClient(Endpoint(folder, "http://fake/v1"), transport=httpx.ASGITransport(app=fake))
+    client = InferenceClient([Endpoint(folder, "http://fake/v1")], transport=httpx.ASGITransport(app=fake))
     policy = PolicyVersions(client, run, str(model))
     env = TalkEnv(num_examples=10, num_turns=case.num_turns, on_rollout=failing(case.failing))
     worker = make_worker(client, policy, model, {"talk": env})

@@ -14,7 +14,6 @@ from prime_rl.contract.status import InferenceStatus, StatusWriter
 from prime_rl.orchestrator.client import (
     AccessDenied,
     Endpoint,
-    InferenceClient,
     InferenceUnavailable,
     RequestRefused,
     ServedModel,
@@ -22,6 +21,7 @@ from prime_rl.orchestrator.client import (
 )
 from prime_rl.orchestrator.envs.base import Example, Outcome, Policy
 from prime_rl.orchestrator.policy import PolicyVersions, find_base_model
+from prime_rl.orchestrator.pool import InferenceClient
 from prime_rl.orchestrator.rollout import GroupFailed
 from prime_rl.orchestrator.sampler import Pick
 from prime_rl.orchestrator.tokenizer import ChatTokenizer, TokenizerError
@@ -98,7 +98,7 @@ async def sample(client: InferenceClient, model: str, seed: int = 3) -> list[int
 async def test_server_errors_are_tried_again_and_named_meanwhile(model: Path, tmp_path: Path) -> None:
     fake = FakeInference(model)
     statuses = [500, 503, 429]
-    fake.fault = lambda path, body: statuses.pop(0) if statuses else None
+    fake.fault = lambda path, body: statuses.pop(0) if statuses and path == "/v1/completions" else None
     async with serving(fake) as url:
         client = make_client(url, tmp_path)
         troubles: list[str | None] = []
@@ -111,7 +111,8 @@ async def test_server_errors_are_tried_again_and_named_meanwhile(model: Path, tm
         "429 injected 429",
         None,
     ]
-    assert len({json.dumps(body, sort_keys=True) for _, body in fake.requests}) == 1  # the same request, seed and all
+    sent = {json.dumps(body, sort_keys=True) for path, body in fake.requests if path == "/v1/completions"}
+    assert len(sent) == 1  # the same request, seed and all
 
 
 @pytest.mark.parametrize(("status", "kind"), [(400, RequestRefused), (404, UnknownModel), (401, AccessDenied)])
@@ -162,7 +163,7 @@ async def test_the_key_is_sent(model: Path, tmp_path: Path) -> None:
 
 async def test_without_a_base_url_the_server_is_found_again_at_its_new_address(model: Path, tmp_path: Path) -> None:
     fake = FakeInference(model)
-    client = InferenceClient(Endpoint(tmp_path, None), backoff_start_s=0.01)
+    client = InferenceClient([Endpoint(tmp_path, None)], backoff_start_s=0.01)
     waiting = asyncio.create_task(client.list_models())
     await until(lambda: client.trouble is not None, "the missing status file to be named")
     assert "inference/status.json (not there yet" in str(client.trouble)

@@ -1,0 +1,310 @@
+"""A run's connection to inference: one server or several, which of them is asked, and trying again.
+
+A request goes to the living server with the fewest outstanding tokens. A server that does not answer is taken out and
+looked at with back-off; before it is asked again it gets the adapters that are in use. One that answers "not now" is
+left alone for a while. A request is tried again, with the same seed, until some server has answered it; as long as none
+can, `trouble` says what is missing. What will not pass is raised.
+
+Which version a request asks for is the business of `policy`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import random
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar
+
+import httpx
+
+from prime_rl.orchestrator.client import (
+    AccessDenied,
+    Completion,
+    CompletionRequest,
+    Endpoint,
+    InferenceError,
+    InferenceUnavailable,
+    RequestRefused,
+    ServedModel,
+    ServerClient,
+    ServerDown,
+    UnknownModel,
+)
+
+logger = logging.getLogger(__name__)
+
+# Short enough that a restarted server is found at once, long enough that 200 runs do not storm one that comes up.
+BACKOFF_START_S = 0.2
+BACKOFF_MAX_S = 5.0
+
+ResultT = TypeVar("ResultT")
+
+
+@dataclass(eq=False)
+class Server:
+    """One server as the run sees it.
+
+    Attributes:
+        living: whether it is asked. One that is not is looked at by a task of its own.
+        error: what it last failed with, for `trouble`.
+        not_before_s: it asked to be left alone until then, in the event loop's time.
+        num_refused: failures since it last answered.
+        stale: adapters that were unloaded while it was away, and that it may still have.
+    """
+
+    number: int
+    client: ServerClient
+    living: bool = True
+    error: str = ""
+    not_before_s: float = 0.0
+    num_refused: int = 0
+    outstanding_tokens: int = 0
+    num_requests: int = 0
+    num_failures: int = 0
+    num_sampled_tokens: int = 0
+    stale: set[str] = field(default_factory=set)
+
+    def metrics(self) -> dict[str, float]:
+        prefix = f"inference/{self.number}"
+        return {
+            f"{prefix}/living": float(self.living),
+            f"{prefix}/outstanding_tokens": self.outstanding_tokens,
+            f"{prefix}/requests": self.num_requests,
+            f"{prefix}/failures": self.num_failures,
+            f"{prefix}/sampled_tokens": self.num_sampled_tokens,
+        }
+
+
+class InferenceClient:
+    """All servers of one run. Every one of them serves the same base model and gets the same adapters.
+
+    Args:
+        on_change: called when `trouble` comes or goes.
+        transport: of httpx, for tests.
+    """
+
+    def __init__(
+        self,
+        endpoints: Sequence[Endpoint],
+        *,
+        api_key: str | None = None,
+        timeout_s: float = 120.0,
+        max_concurrent_requests: int = 64,
+        backoff_start_s: float = BACKOFF_START_S,
+        transport: httpx.AsyncBaseTransport | None = None,
+    ) -> None:
+        self.slots = asyncio.Semaphore(max_concurrent_requests)
+        self.trouble: str | None = None
+        self.on_change: Callable[[], None] = lambda: None
+        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=max_concurrent_requests)
+        self._http = httpx.AsyncClient(headers=headers, timeout=None, limits=limits, transport=transport)
+        self._servers = [
+            Server(number, ServerClient(endpoint, self._http, timeout_s=timeout_s))
+            for number, endpoint in enumerate(endpoints)
+        ]
+        self._backoff_start_s = backoff_start_s
+        self._adapters: dict[str, Path] = {}  # what every living server has
+        self._changed = asyncio.Event()
+        self._returning: set[asyncio.Task[None]] = set()
+
+    async def close(self) -> None:
+        for task in self._returning:
+            task.cancel()
+        await asyncio.gather(*self._returning, return_exceptions=True)
+        await self._http.aclose()
+
+    @property
+    def num_sampled_tokens(self) -> int:
+        return sum(server.num_sampled_tokens for server in self._servers)
+
+    def metrics(self) -> dict[str, float]:
+        """Figures of each server by its number in `client.base_url`; counts are since the start."""
+        return {name: value for server in self._servers for name, value in server.metrics().items()}
+
+    # -- requests ----
+
+    async def complete(
+        self,
+        model: str,
+        prompt: Sequence[int],
+        *,
+        max_tokens: int,
+        temperature: float,
+        seed: int,
+        num_choices: int = 1,
+    ) -> list[Completion]:
+        """Sample `num_choices` completions of `prompt` (token ids). Call it while holding one of `slots`."""
+        request = CompletionRequest(model, prompt, max_tokens, temperature, seed, num_choices)
+        while True:
+            server = await self._pick()
+            server.num_requests += 1
+            server.outstanding_tokens += request.num_tokens
+            try:
+                completions = await server.client.complete(request)
+            except InferenceUnavailable as error:
+                self._note_failure(server, error)
+                continue
+            finally:
+                server.outstanding_tokens -= request.num_tokens
+            server.num_refused = 0
+            server.num_sampled_tokens += sum(len(completion.token_ids) for completion in completions)
+            self._set_trouble(None)
+            return completions
+
+    async def list_models(self) -> list[ServedModel]:
+        """The base model and all adapters that some living server has, also those of other runs."""
+        found = await self._everywhere(lambda client: client.list_models())
+        return list({model.id: model for models in found for model in models}.values())
+
+    async def serves(self, name: str) -> bool:
+        """Whether every living server has `name`."""
+        found = await self._everywhere(lambda client: client.list_models())
+        return all(any(model.id == name for model in models) for models in found)
+
+    async def load_adapter(self, name: str, path: Path) -> None:
+        """Load the PEFT folder `path` under `name` on every living server; one that comes back later gets it first."""
+        self._adapters[name] = path
+        for server in self._servers:
+            server.stale.discard(name)
+        try:
+            await self._everywhere(lambda client: client.load_adapter(name, path))
+        except BaseException:
+            self._adapters.pop(name, None)
+            raise
+
+    async def unload_adapter(self, name: str) -> None:
+        """Unload `name` everywhere, in one attempt: what stays behind is found and unloaded at the next start.
+
+        Raises UnknownModel when no server has it.
+        """
+        self._adapters.pop(name, None)
+        for server in self._servers:
+            if not server.living:
+                server.stale.add(name)
+        living = [server for server in self._servers if server.living]
+        results = await asyncio.gather(*(s.client.unload_adapter(name) for s in living), return_exceptions=True)
+        errors = [result for result in results if isinstance(result, BaseException)]
+        worst = [error for error in errors if not isinstance(error, UnknownModel)]
+        if worst or (errors and len(errors) == len(living)):
+            raise (worst or errors)[0]
+
+    # -- servers ----
+
+    async def _pick(self) -> Server:
+        """The server to ask next; waits as long as there is none."""
+        while True:
+            now_s = asyncio.get_running_loop().time()
+            living = [server for server in self._servers if server.living]
+            ready = [server for server in living if server.not_before_s <= now_s]
+            if ready:
+                return min(ready, key=lambda server: (server.outstanding_tokens, server.num_requests))
+            self._set_trouble(self._describe_trouble())
+            self._changed.clear()
+            soonest_s = min((server.not_before_s for server in living), default=None)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout_at(soonest_s):
+                    await self._changed.wait()
+
+    async def _everywhere(self, ask: Callable[[ServerClient], Awaitable[ResultT]]) -> list[ResultT]:
+        """The answers of all living servers, at least one. Who does not answer is taken out; a refusal is raised."""
+        while True:
+            living = [server for server in self._servers if server.living]
+            results = await asyncio.gather(*(ask(server.client) for server in living), return_exceptions=True)
+            answers: list[ResultT] = []
+            for server, result in zip(living, results, strict=True):
+                if isinstance(result, InferenceUnavailable):
+                    self._take_out(server, result)
+                elif isinstance(result, BaseException):
+                    raise result
+                else:
+                    answers.append(result)
+            if answers:
+                self._set_trouble(None)
+                return answers
+            await self._pick()
+
+    def _note_failure(self, server: Server, error: InferenceUnavailable) -> None:
+        """Take it out when it is down, else leave it alone for a while."""
+        server.num_failures += 1
+        if isinstance(error, ServerDown):
+            self._take_out(server, error)
+            return
+        server.error = str(error)
+        now_s = asyncio.get_running_loop().time()
+        if server.not_before_s <= now_s:  # of many requests that fail together one counts
+            delay_s = error.retry_after_s if error.retry_after_s is not None else self._backoff_s(server.num_refused)
+            server.not_before_s = now_s + delay_s
+            server.num_refused += 1
+
+    def _take_out(self, server: Server, error: InferenceUnavailable) -> None:
+        server.error = str(error)
+        if not server.living:
+            return
+        server.living = False
+        logger.warning("not asked any more until it answers: %s", error)
+        task = asyncio.get_running_loop().create_task(self._bring_back(server))
+        self._returning.add(task)
+        task.add_done_callback(self._returning.discard)
+
+    async def _bring_back(self, server: Server) -> None:
+        """Look at a server that was taken out until it answers and has every adapter; then it is asked again."""
+        attempt = 0
+        while True:
+            await asyncio.sleep(self._backoff_s(attempt))
+            attempt += 1
+            try:
+                await self._equip(server)
+                break
+            except AccessDenied:
+                break  # whoever asks it next hears that
+            except InferenceError as error:
+                server.error = str(error)
+                if self.trouble is not None:
+                    self._set_trouble(self._describe_trouble())
+        logger.info("inference server %d answers again", server.number)
+        server.living, server.not_before_s, server.num_refused = True, 0.0, 0
+        self._changed.set()
+
+    async def _equip(self, server: Server) -> None:
+        """Give the server every adapter of the run, and take from it what was unloaded meanwhile."""
+        has = {model.id for model in await server.client.list_models()}
+        tried: set[str] = set()
+        # Again after every answer: the run may have loaded or unloaded another meanwhile.
+        while True:
+            if stale := sorted(server.stale & has):
+                has.discard(stale[0])
+                await server.client.unload_adapter(stale[0])
+            elif missing := sorted(self._adapters.keys() - has - tried):
+                tried.add(missing[0])
+                await self._equip_one(server, missing[0])
+                has.add(missing[0])
+            else:
+                break
+        server.stale.clear()
+
+    async def _equip_one(self, server: Server, name: str) -> None:
+        try:
+            await server.client.load_adapter(name, self._adapters[name])
+        except RequestRefused as error:  # who asks for this one hears that; the others must not wait for it
+            logger.warning("inference server %d does not take %s: %s", server.number, name, error)
+
+    def _backoff_s(self, attempt: int) -> float:
+        # 2.0 ** 1024 is no float any more.
+        exponential_s = self._backoff_start_s * 2.0 ** min(attempt, 32)
+        return min(BACKOFF_MAX_S, exponential_s) + random.uniform(0, self._backoff_start_s)
+
+    # -- trouble ----
+
+    def _describe_trouble(self) -> str:
+        errors = [server.error for server in self._servers]
+        return errors[0] if len(errors) == 1 else f"one of {len(errors)} inference servers: {'; '.join(errors)}"
+
+    def _set_trouble(self, trouble: str | None) -> None:
+        if trouble != self.trouble:
+            self.trouble = trouble
+            self.on_change()

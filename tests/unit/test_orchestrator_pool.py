@@ -1,0 +1,167 @@
+"""Several inference servers behind one client, over real HTTP: who is asked, who is left out, who comes back."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prime_rl.configs.base import ConfigError
+from prime_rl.orchestrator.client import RequestRefused, UnknownModel
+from prime_rl.orchestrator.pool import InferenceClient
+from tests.orchestrator_support import (
+    IM_END,
+    FakeInference,
+    make_client,
+    make_model,
+    run_config,
+    serving,
+    until,
+)
+
+# Nobody listens there.
+NOWHERE = "http://127.0.0.1:9/v1"
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    (tmp_path / "STABLE").touch()  # the folder that all adapters are loaded from
+    return make_model(tmp_path / "model")
+
+
+async def sample(client: InferenceClient, model: Any, *, max_tokens: int = 8, seed: int = 3) -> list[int]:
+    (completion,) = await client.complete(str(model), [5, 6], max_tokens=max_tokens, temperature=1.0, seed=seed)
+    return completion.token_ids
+
+
+def completions(fake: FakeInference) -> list[dict[str, Any]]:
+    return [body for path, body in fake.requests if path == "/v1/completions"]
+
+
+def paths(fake: FakeInference) -> list[str]:
+    return [path.removeprefix("/v1/") for path, _ in fake.requests]
+
+
+def port_of(url: str) -> int:
+    return int(url.rpartition(":")[2].partition("/")[0])
+
+
+async def test_requests_go_where_the_fewest_tokens_are_outstanding(model: Path, tmp_path: Path) -> None:
+    fakes = [FakeInference(model) for _ in range(2)]
+    go = asyncio.Event()
+
+    async def wait(body: dict[str, Any]) -> None:
+        await go.wait()
+
+    for fake in fakes:
+        fake.gate = wait
+    async with serving(fakes[0]) as first, serving(fakes[1]) as second:
+        client = make_client([first, second], tmp_path)
+        pending = [asyncio.create_task(sample(client, model, max_tokens=100))]
+        await until(lambda: len(completions(fakes[0])) == 1, "the long request")
+        for number in range(1, 10):  # 10 tokens each: nine of them are less than the long one
+            pending.append(asyncio.create_task(sample(client, model, seed=number)))
+            await until(lambda n=number: len(completions(fakes[1])) == n, "a short request at the other server")
+        assert client.metrics()["inference/0/outstanding_tokens"] == 102
+        assert client.metrics()["inference/1/outstanding_tokens"] == 90
+        go.set()
+        await asyncio.gather(*pending)
+        for number in range(4):  # nothing outstanding: in turn
+            await sample(client, model, seed=number)
+        metrics = client.metrics()
+        await client.close()
+    assert [metrics[f"inference/{n}/outstanding_tokens"] for n in (0, 1)] == [0, 0]
+    assert [metrics[f"inference/{n}/requests"] for n in (0, 1)] == [len(completions(fake)) for fake in fakes]
+    assert sum(metrics[f"inference/{n}/sampled_tokens"] for n in (0, 1)) == client.num_sampled_tokens == 3 * 14
+
+
+async def test_a_dead_server_is_taken_out_in_silence_and_comes_back_with_its_adapters(
+    model: Path, tmp_path: Path
+) -> None:
+    fakes = [FakeInference(model) for _ in range(3)]
+    async with serving(fakes[0]) as first:
+        async with serving(fakes[1]) as second:
+            client = make_client([first, second], tmp_path)
+            troubles: list[str | None] = []
+            client.on_change = lambda: troubles.append(client.trouble)
+            for version in (1, 2):
+                await client.load_adapter(f"run_a@v{version}", tmp_path)
+        for seed in range(6):
+            assert (await sample(client, "run_a@v2", seed=seed))[-1] == IM_END
+        await client.load_adapter("run_a@v3", tmp_path)
+        await client.unload_adapter("run_a@v1")
+        assert await client.serves("run_a@v3") and not await client.serves("run_a@v1")
+        assert client.metrics()["inference/1/living"] == 0 and client.metrics()["inference/1/failures"] == 1
+        fakes[2].adapters = {"run_a@v1": "loaded before it was cut off", "run_b@v1": "another run's"}
+        async with serving(fakes[2], port_of(second)):
+            await until(lambda: bool(client.metrics()["inference/1/living"]), "the server to be asked again")
+            assert set(fakes[2].adapters) == {"run_a@v2", "run_a@v3", "run_b@v1"}
+            assert Counter(paths(fakes[2])) == {"models": 1, "load_lora_adapter": 2, "unload_lora_adapter": 1}
+            await asyncio.gather(*(sample(client, "run_a@v3", seed=seed) for seed in range(6)))
+        await client.close()
+    assert len(completions(fakes[2])) == 3
+    assert troubles == []
+
+
+async def test_only_when_none_is_left_is_that_waited_for(model: Path, tmp_path: Path) -> None:
+    fake = FakeInference(model)
+    async with serving(fake) as url:
+        client = make_client([NOWHERE, url], tmp_path)
+        await client.load_adapter("run_a@v1", tmp_path)
+        assert client.trouble is None
+    waiting = asyncio.create_task(sample(client, "run_a@v1"))
+    await until(lambda: client.trouble is not None, "the loss to be said")
+    assert str(client.trouble).startswith("one of 2 inference servers: ")
+    assert NOWHERE in str(client.trouble) and url in str(client.trouble)
+    back = FakeInference(model)
+    async with serving(back, port_of(url)):
+        assert (await waiting)[-1] == IM_END
+        assert client.trouble is None and set(back.adapters) == {"run_a@v1"}
+        await client.close()
+
+
+async def test_a_version_is_loaded_when_every_living_server_has_it(model: Path, tmp_path: Path) -> None:
+    fakes = [FakeInference(model) for _ in range(2)]
+    async with serving(fakes[0]) as first, serving(fakes[1]) as second:
+        client = make_client([first, NOWHERE, second], tmp_path)
+        await client.load_adapter("run_a@v1", tmp_path)
+        assert [set(fake.adapters) for fake in fakes] == [{"run_a@v1"}] * 2
+        fakes[1].adapters.clear()  # restarted so fast that nobody noticed
+        assert not await client.serves("run_a@v1")
+        await client.load_adapter("run_a@v1", tmp_path)
+        assert await client.serves("run_a@v1")
+        fakes[1].fault = lambda path, body: 400 if path == "/v1/load_lora_adapter" else None
+        with pytest.raises(RequestRefused):
+            await client.load_adapter("run_a@v2", tmp_path)
+        await client.unload_adapter("run_a@v2")  # only one has it
+        with pytest.raises(UnknownModel):
+            await client.unload_adapter("run_a@v2")
+        assert {entry.id for entry in await client.list_models()} == {str(model), "run_a@v1"}
+        await client.close()
+
+
+async def test_a_full_server_is_left_alone_for_as_long_as_it_asks(model: Path, tmp_path: Path) -> None:
+    fakes = [FakeInference(model) for _ in range(2)]
+    fakes[0].retry_after_s = 60
+    fakes[0].fault = lambda path, body: 503 if path == "/v1/completions" else None
+    async with serving(fakes[0]) as first, serving(fakes[1]) as second:
+        client = make_client([first, second], tmp_path)
+        for seed in range(5):
+            assert (await sample(client, model, seed=seed))[-1] == IM_END
+        metrics = client.metrics()
+        assert client.trouble is None and metrics["inference/0/living"] == 1  # full, not dead
+        await client.close()
+    assert paths(fakes[0]) == ["completions"] and len(completions(fakes[1])) == 5
+
+
+def test_servers_are_named_once_and_by_url(model: Path) -> None:
+    config = run_config(model, client={"base_url": ["http://a/v1", "http://b:1/v1"]})
+    assert config.client.urls == ["http://a/v1", "http://b:1/v1"]
+    assert run_config(model, client={"base_url": "http://a/v1"}).client.urls == ["http://a/v1"]
+    assert run_config(model).client.urls == [None]
+    for wrong in (["http://a/v1", "http://a/v1/"], [], "a:8000", "ftp://a/v1", ["http://a b/v1"]):
+        with pytest.raises(ConfigError, match="base_url"):
+            run_config(model, client={"base_url": wrong})
