@@ -7,9 +7,12 @@ means that the key is left out.
 
 from __future__ import annotations
 
+import difflib
+import math
+import re
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from prime_rl.configs.base import BaseConfig
 from prime_rl.configs.losses import AipoLossConfig, DrGrpoLossConfig, LossConfig
@@ -17,6 +20,9 @@ from prime_rl.configs.shared import LogConfig, WatchConfig
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
 ServerUrl = Annotated[str, Field(pattern=r"^https?://[^/\s]+(/\S*)?$")]
+# Environments that need nothing but this project, and the form of all others: who provides it, and its name there.
+BUILT_IN_ENVS = ("reverse-text", "sort-letters", "upper-case", "arithmetic", "guess-number")
+PLUGGED_ENV = re.compile(r"(?:verifiers|plugin):[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 Beta = Annotated[float, Field(ge=0, lt=1)]
 AdvantageType = Literal["mean", "grpo", "rloo", "dr_grpo", "maxrl"]
 
@@ -103,14 +109,44 @@ class SamplingConfig(BaseConfig):
 class EnvConfig(BaseConfig):
     """One environment of the run; several are sampled in equal parts."""
 
-    id: Literal["reverse-text", "sort-letters", "upper-case"]
-    """Which environment."""
+    id: str
+    """Which environment: a built-in one, "verifiers:TASKSET", or "plugin:NAME" (docs/environments.md)."""
 
     name: Name | None = None
-    """Name in metrics; null takes the id."""
+    """Name in metrics; null takes what the id ends in."""
 
     args: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the environment."""
+
+    timeout_s: float = Field(60.0, gt=0, allow_inf_nan=False)
+    """Deadline of each step that the environment takes between two answers of the policy. Waiting for the policy does
+    not count. A rollout that misses it is dropped."""
+
+    reward_range: tuple[float, float] = (0.0, 1.0)
+    """Lowest and highest reward of the environment. A rollout with a reward outside of it is dropped."""
+
+    @property
+    def label(self) -> str:
+        """The environment's name in metrics."""
+        return self.name or self.id.rpartition(":")[2]
+
+    @field_validator("id")
+    @classmethod
+    def _is_known(cls, env_id: str) -> str:
+        if env_id in BUILT_IN_ENVS or PLUGGED_ENV.fullmatch(env_id):
+            return env_id
+        near = difflib.get_close_matches(env_id, BUILT_IN_ENVS, n=1)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise ValueError(
+            f"found {env_id!r}; {hint}allowed are {', '.join(BUILT_IN_ENVS)}, verifiers:TASKSET and plugin:NAME"
+        )
+
+    @model_validator(mode="after")
+    def _range_has_a_length(self) -> Self:
+        low, high = self.reward_range
+        if not (math.isfinite(low) and math.isfinite(high) and low < high):
+            raise ValueError(f"reward_range: found [{low}, {high}], must be two numbers, the lower one first")
+        return self
 
 
 class EvalConfig(BaseConfig):
@@ -217,6 +253,9 @@ class OrchestratorConfig(BaseConfig):
     env: list[EnvConfig] = Field(min_length=1)
     """Environments, one `[[env]]` each."""
 
+    max_env_failure_share: float = Field(0.5, ge=0, le=1)
+    """Share of the newest rollouts of an environment that may be dropped for its faults; above it the run fails."""
+
     eval: EvalConfig | None = None
     """Evaluation; null: none."""
 
@@ -245,7 +284,7 @@ class OrchestratorConfig(BaseConfig):
                 f"batch_size: found {self.batch_size}, must be a multiple of "
                 f"rollouts_per_example = {self.rollouts_per_example}"
             )
-        names = [env.name or env.id for env in self.env]
+        names = [env.label for env in self.env]
         if len(set(names)) != len(names):
             raise ValueError(f"env: the names {names} are not distinct; set `name` in each [[env]]")
         return self

@@ -15,6 +15,7 @@ from prime_rl.configs.orchestrator import EvalConfig, OrchestratorConfig
 from prime_rl.contract.layout import RunDir
 from prime_rl.orchestrator.client import AccessDenied
 from prime_rl.orchestrator.envs.base import Environment
+from prime_rl.orchestrator.envs.checked import EnvironmentBroken
 from prime_rl.orchestrator.metrics import last_eval_step, mean, outcome_metrics, write_metrics
 from prime_rl.orchestrator.policy import PolicyVersions
 from prime_rl.orchestrator.rollout import Rollout, RolloutWorker, derive_seed, together
@@ -98,7 +99,7 @@ class Evaluator:
         seed = derive_seed(self._seed, "eval", pick.env_name, pick.example.id, number)
         try:
             return await self._worker.rollout(pick, seed, version)
-        except AccessDenied:
+        except (AccessDenied, EnvironmentBroken):
             raise
         except Exception as error:  # whatever an environment raises is its own affair
             logger.warning("eval of version %d, %s: %s", version, pick.example.id, error)

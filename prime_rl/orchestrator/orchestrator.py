@@ -33,7 +33,8 @@ from prime_rl.orchestrator.checkpoint import (
     save_state,
 )
 from prime_rl.orchestrator.client import AccessDenied, Endpoint
-from prime_rl.orchestrator.envs import Environment, load_environment
+from prime_rl.orchestrator.envs import load_environment
+from prime_rl.orchestrator.envs.checked import CheckedEnvironment, EnvironmentBroken
 from prime_rl.orchestrator.evaluate import Evaluator
 from prime_rl.orchestrator.guard import (
     GUARD_POLL_S,
@@ -101,7 +102,7 @@ async def orchestrate(config: OrchestratorConfig, run: RunDir, reporter: Reporte
     scheduler = Scheduler(run, ledger, worker.group, client, policy, watcher, max_groups=max_groups)
     cleanup.push_async_callback(scheduler.close)
     evaluator = Evaluator(config, run, worker, policy, envs, step=progress.step) if config.eval else None
-    batches = BatchReporter(run, scheduler, client, reporter)
+    batches = BatchReporter(run, scheduler, client, reporter, envs)
     reporter.waiting_on = scheduler.waiting_on
     reporter.figures = lambda: {"policy_version": policy.version, "num_in_flight": ledger.num_in_flight}
 
@@ -139,10 +140,14 @@ def connect(config: OrchestratorConfig, run: RunDir) -> InferenceClient:
     )
 
 
-def load_envs(config: OrchestratorConfig) -> dict[str, Environment]:
+def load_envs(config: OrchestratorConfig) -> dict[str, CheckedEnvironment]:
     """The run's environments by their names in metrics. Raises RunFailed."""
+    share = config.max_env_failure_share
     try:
-        return {env.name or env.id: load_environment(env, config.seed) for env in config.env}
+        return {
+            env.label: CheckedEnvironment(load_environment(env, config.seed), env, max_failure_share=share)
+            for env in config.env
+        }
     except ValueError as error:
         raise RunFailed(str(error)) from error
 
@@ -188,7 +193,7 @@ async def run_to_the_end(config: OrchestratorConfig, run: RunDir, stop: Callable
         logger.info("stopped as asked")
     except RunEvicted as error:
         last_word = {"state": "evicted", "reason": str(error)}
-    except (RunFailed, AccessDenied, TokenizerError, CheckpointError, BadBatchError) as error:
+    except (RunFailed, EnvironmentBroken, AccessDenied, TokenizerError, CheckpointError, BadBatchError) as error:
         last_word = {"state": "failed", "reason": str(error)}
     except RunGone as error:
         logger.info("%s: nothing left to do", error)

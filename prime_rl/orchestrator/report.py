@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from prime_rl.contract.layout import RunDir
 from prime_rl.contract.status import StatusWriter
+from prime_rl.orchestrator.envs.checked import CheckedEnvironment
 from prime_rl.orchestrator.metrics import TokenRate, batch_metrics, bottleneck, write_metrics
 from prime_rl.orchestrator.pool import InferenceClient
 from prime_rl.orchestrator.rollout import Group
@@ -45,8 +46,16 @@ class Reporter:
 class BatchReporter:
     """After each batch: one line of metrics, one line of log, and the status file."""
 
-    def __init__(self, run: RunDir, scheduler: Scheduler, client: InferenceClient, reporter: Reporter) -> None:
+    def __init__(
+        self,
+        run: RunDir,
+        scheduler: Scheduler,
+        client: InferenceClient,
+        reporter: Reporter,
+        envs: Mapping[str, CheckedEnvironment],
+    ) -> None:
         self._run = run
+        self._envs = envs
         self._scheduler = scheduler
         self._client = client
         self._reporter = reporter
@@ -55,6 +64,7 @@ class BatchReporter:
     def report(self, step: int, groups: Sequence[Group]) -> None:
         time_s = self._scheduler.phases.lap()
         values = batch_metrics(step, groups, time_s, self._scheduler.ledger.num_dropped)
+        values |= {f"env/{name}/dropped": env.num_dropped for name, env in self._envs.items()}
         values["tokens_per_s"] = self._rate.per_s(self._client.num_sampled_tokens)
         values |= self._client.metrics()
         write_metrics(self._run.orchestrator_metrics, step, values, time.time())

@@ -11,19 +11,24 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import itertools
+import logging
 from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from prime_rl.orchestrator.client import AccessDenied, Completion
 from prime_rl.orchestrator.envs.base import Environment, Message, Outcome
+from prime_rl.orchestrator.envs.checked import EnvironmentBroken, EnvironmentFault, Interrupted
 from prime_rl.orchestrator.sampler import ExampleSampler, Pick
 from prime_rl.orchestrator.tokenizer import ChatTokenizer
 from prime_rl.orchestrator.turn import RolloutError, SharedFirstTurn, TurnSampler
 
-# A server that says again and again that it does not have what it has just loaded is broken, not restarted.
-MAX_RESTORES = 5
+logger = logging.getLogger(__name__)
 
+# How often one rollout of a group is replaced after a fault of its environment. An example on which that always fails
+# must end; of an environment that fails on every second rollout, one group of eight in nine is lost.
+MAX_REPLACEMENTS = 5
 
 ResultT = TypeVar("ResultT")
 
@@ -113,8 +118,6 @@ class PolicySession:
         """The rollout with its score. Raises RolloutError when it cannot be trained on."""
         if self._oldest_version is None:
             raise RolloutError("the environment ended without asking the policy")
-        if not 0 <= outcome.reward <= 1:
-            raise RolloutError(f"reward {outcome.reward!r} is not within 0 and 1")
         return Rollout(
             token_ids_T=self._token_ids_T,
             loss_mask_T=self._loss_mask_T,
@@ -188,22 +191,18 @@ class RolloutWorker:
         self._seed = seed
 
     async def group(self, index: int) -> Group:
-        """All rollouts of the example at `index`. Raises GroupFailed when one fails: half a group has no baseline."""
+        """All rollouts of the example at `index`.
+
+        A rollout that the environment loses is replaced by a new one: half a group has no baseline, and dropping the
+        whole group would throw away every good rollout in it. Raises GroupFailed when one cannot be had at all.
+        """
         pick = self._sampler.pick(index)
         first_turn = SharedFirstTurn(self._rollouts_per_example)
-        sessions = [
-            PolicySession(
-                self._turns,
-                self._tokenizer,
-                seed=derive_seed(self._seed, "train", index, number),
-                first_turn=first_turn,
-                number=number,
-            )
-            for number in range(self._rollouts_per_example)
-        ]
         try:
-            rollouts = await together(self._run(pick, session) for session in sessions)
-        except AccessDenied:
+            rollouts = await together(
+                self._member(pick, index, number, first_turn) for number in range(self._rollouts_per_example)
+            )
+        except (AccessDenied, EnvironmentBroken):
             raise
         except Exception as error:  # whatever an environment raises is its own affair
             raise GroupFailed(f"env {pick.env_name}: {type(error).__name__}: {error}") from error
@@ -213,18 +212,39 @@ class RolloutWorker:
         """One rollout of one example; see `PolicySession` for `seed` and `version`."""
         return await self._run(pick, PolicySession(self._turns, self._tokenizer, seed=seed, version=version))
 
+    async def _member(self, pick: Pick, index: int, number: int, first_turn: SharedFirstTurn) -> Rollout:
+        """Rollout `number` of a group, or what replaces it: sampled with a seed of its own from its first turn on."""
+        num_faults = 0
+        for attempt in itertools.count():
+            parts = (index, number, attempt) if attempt else (index, number)
+            session = PolicySession(
+                self._turns,
+                self._tokenizer,
+                seed=derive_seed(self._seed, "train", *parts),
+                first_turn=None if attempt else first_turn,
+                number=number,
+            )
+            try:
+                return await self._run(pick, session)
+            except EnvironmentFault as fault:
+                num_faults += not isinstance(fault, Interrupted)
+                if num_faults > MAX_REPLACEMENTS:
+                    raise
+                logger.warning("env %s, %s: rollout dropped: %s", pick.env_name, pick.example.id, fault)
+        raise AssertionError("unreachable")
+
     async def _run(self, pick: Pick, session: PolicySession) -> Rollout:
         return session.finish(await self._envs[pick.env_name].rollout(pick.example, session))
 
 
 async def together(parts: Iterable[Coroutine[Any, Any, ResultT]]) -> list[ResultT]:
-    """Run all of `parts` at once. The first error cancels the rest; a refused key goes before any other error."""
+    """Run all of `parts` at once. The first error cancels the rest; one that ends the run goes before any other."""
     try:
         async with asyncio.TaskGroup() as tasks:
             running = [tasks.create_task(part) for part in parts]
     except ExceptionGroup as errors:
-        denied = [error for error in errors.exceptions if isinstance(error, AccessDenied)]
-        raise (denied or errors.exceptions)[0] from None
+        fatal = [error for error in errors.exceptions if isinstance(error, AccessDenied | EnvironmentBroken)]
+        raise (fatal or errors.exceptions)[0] from None
     return [task.result() for task in running]
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import psutil
 
 # psutil derives the start from the boot time, which moves when the clock is set; pids do not come round this fast.
@@ -26,3 +28,15 @@ def same_process(pid: int, create_time: float) -> bool:
         )
     except (psutil.Error, ValueError):
         return False
+
+
+def kill_tree(pid: int) -> None:
+    """SIGKILL process `pid` and all below it, whatever sessions those are in."""
+    try:
+        root = psutil.Process(pid)
+        victims = [root, *root.children(recursive=True)]
+    except psutil.Error:
+        return
+    for victim in victims:
+        with contextlib.suppress(psutil.Error):
+            victim.kill()

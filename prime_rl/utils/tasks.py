@@ -65,19 +65,27 @@ def make_words(
     rng: random.Random, count: int, min_len: int, max_len: int, split: Literal["train", "eval"]
 ) -> list[str]:
     """`count` different words of `split`. Raises ValueError when there are not that many of these lengths."""
-    # Ten times the draws that are expected when hardly any word comes twice, and room for small counts.
-    max_draws = 10 * EVAL_SHARE * count + 1000
-    words: dict[str, None] = {}
-    for _ in range(max_draws):
-        word = make_word(rng, min_len, max_len)
-        if split_of(word) == split:
-            words[word] = None
-            if len(words) == count:
-                return list(words)
+    words = draw_distinct(lambda: make_word(rng, min_len, max_len), count, split)
+    if len(words) == count:
+        return words
     raise ValueError(
         f"found only {len(words)} different words of {min_len} to {max_len} letters for the {split} split, "
         f"wanted {count}: ask for fewer examples or for longer words"
     )
+
+
+def draw_distinct(draw: Callable[[], str], count: int, split: Literal["train", "eval"]) -> list[str]:
+    """Up to `count` different texts of `split` from `draw`; fewer when hardly any new one comes any more."""
+    # Ten times the draws that are expected when hardly any text comes twice, and room for small counts.
+    max_draws = 10 * EVAL_SHARE * count + 1000
+    texts: dict[str, None] = {}
+    for _ in range(max_draws):
+        text = draw()
+        if split_of(text) == split:
+            texts[text] = None
+            if len(texts) == count:
+                break
+    return list(texts)
 
 
 def normalise(text: str) -> str:

@@ -1,0 +1,235 @@
+"""Faults of environment code: what is dropped, what replaces it, and when a run gives up."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prime_rl.configs.orchestrator import EnvConfig
+from prime_rl.orchestrator.client import AccessDenied, InferenceClient
+from prime_rl.orchestrator.envs.base import Environment, Example, Outcome, Policy
+from prime_rl.orchestrator.envs.checked import MIN_ROLLOUTS, CheckedEnvironment, EnvironmentBroken, EnvironmentFault
+from prime_rl.orchestrator.policy import PolicyVersions
+from prime_rl.orchestrator.rollout import MAX_REPLACEMENTS, GroupFailed, RolloutWorker
+from tests.orchestrator_support import FakeInference, TalkEnv, make_client, make_model, make_run, make_worker, serving
+
+EXAMPLE = Example("e", [{"role": "user", "content": "q"}], "")
+
+
+class Says:
+    """A policy that answers after `delay_s`, or raises."""
+
+    def __init__(self, delay_s: float = 0.0, error: Exception | None = None) -> None:
+        self._delay_s = delay_s
+        self._error = error
+
+    async def complete(self, messages: Any) -> str:
+        await asyncio.sleep(self._delay_s)
+        if self._error is not None:
+            raise self._error
+        return "hello"
+
+
+class Does(TalkEnv):
+    """An environment whose rollout is a function."""
+
+    def __init__(self, does: Callable[[Policy], Awaitable[Any]]) -> None:
+        super().__init__(num_examples=4)
+        self._does = does
+
+    async def rollout(self, example: Example, policy: Policy) -> Outcome:
+        outcome: Outcome = await self._does(policy)
+        return outcome
+
+
+def checked(env: Environment, share: float = 1.0, **config: Any) -> CheckedEnvironment:
+    return CheckedEnvironment(env, EnvConfig.model_validate({"id": "plugin:talk", **config}), max_failure_share=share)
+
+
+async def returns(outcome: Any, **config: Any) -> Outcome:
+    async def does(policy: Policy) -> Any:
+        return outcome
+
+    return await checked(Does(does), **config).rollout(EXAMPLE, Says())
+
+
+@pytest.mark.parametrize(
+    ("outcome", "message"),
+    [
+        (Outcome(float("nan")), "the reward is nan"),
+        (Outcome(float("inf")), "the reward is inf"),
+        (Outcome(1.5), r"the reward is 1.5, not within reward_range = \[0, 1\]"),
+        (Outcome(-0.1), "not within reward_range"),
+        (Outcome("1"), "the reward is str instead of a number"),  # type: ignore[arg-type]
+        (Outcome(None), "the reward is NoneType"),  # type: ignore[arg-type]
+        (0.5, "returned float instead of an Outcome"),
+        (None, "returned NoneType"),
+        (Outcome(0.5, {"a": float("nan")}), "a is nan"),
+        (Outcome(0.5, {"a": "b"}), "a is str"),  # type: ignore[dict-item]
+        (Outcome(0.5, {"\x1b[2J": 1.0}), "is no name of a metric"),
+        (Outcome(0.5, [1.0]), "the metrics are list"),  # type: ignore[arg-type]
+    ],
+)
+async def test_what_is_no_outcome_is_dropped(outcome: Any, message: str) -> None:
+    with pytest.raises(EnvironmentFault, match=message):
+        await returns(outcome)
+
+
+async def test_numbers_of_every_kind_are_outcomes() -> None:
+    import numpy as np
+
+    assert await returns(Outcome(True, {"n": np.float32(2)})) == Outcome(1.0, {"n": 2.0})
+    assert await returns(Outcome(-3), reward_range=[-5, 5]) == Outcome(-3.0)
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (KeyError("no such word"), "KeyError: 'no such word'"),
+        (TimeoutError("its own"), "TimeoutError: its own"),
+        (asyncio.CancelledError(), "CancelledError"),
+        (SystemExit(3), "SystemExit: 3"),
+        (RuntimeError("\x1b]0;title\x07red\nlines"), "RuntimeError: red lines"),
+    ],
+)
+async def test_what_an_environment_raises_is_dropped(error: BaseException, message: str) -> None:
+    async def does(policy: Policy) -> None:
+        raise error
+
+    env = checked(Does(does))
+    with pytest.raises(EnvironmentFault, match=message):
+        await env.rollout(EXAMPLE, Says())
+    assert env.num_dropped == 1
+
+
+async def test_a_step_has_a_deadline_and_the_policy_has_none() -> None:
+    async def hangs(policy: Policy) -> None:
+        await policy.complete([])
+        await asyncio.Event().wait()
+
+    async def waits(policy: Policy) -> Outcome:
+        await policy.complete([])
+        return Outcome(1.0)
+
+    with pytest.raises(EnvironmentFault, match=r"a step took longer than timeout_s = 0.05"):
+        await checked(Does(hangs), timeout_s=0.05).rollout(EXAMPLE, Says())
+    assert (await checked(Does(waits), timeout_s=0.05).rollout(EXAMPLE, Says(delay_s=0.2))).reward == 1.0
+
+
+async def test_what_the_policy_raises_is_not_the_environments_fault() -> None:
+    async def hides(policy: Policy) -> Outcome:
+        try:
+            await policy.complete([])
+        except AccessDenied:
+            raise ValueError("hidden") from None
+        raise AssertionError
+
+    env = checked(Does(hides))
+    with pytest.raises(AccessDenied):
+        await env.rollout(EXAMPLE, Says(error=AccessDenied("no key")))
+    assert env.num_dropped == 0
+
+
+async def test_a_cancelled_rollout_is_cancelled() -> None:
+    async def hangs(policy: Policy) -> None:
+        await asyncio.Event().wait()
+
+    env = checked(Does(hangs))
+    task = asyncio.create_task(env.rollout(EXAMPLE, Says()))
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert env.num_dropped == 0
+
+
+async def test_too_large_a_share_of_faults_is_the_end() -> None:
+    fails = iter([False] * 8 + [True] * 100)
+
+    async def does(policy: Policy) -> Outcome:
+        if next(fails):
+            raise ValueError("boom")
+        return Outcome(1.0)
+
+    env = checked(Does(does), share=0.5, name="talk")
+    for number in range(16):
+        if number < 8:
+            await env.rollout(EXAMPLE, Says())
+        else:
+            with pytest.raises(EnvironmentFault):
+                await env.rollout(EXAMPLE, Says())
+    with pytest.raises(
+        EnvironmentBroken, match=r"env talk: 9 of its newest 17 .* = 0.5 of them; last: ValueError: boom"
+    ):
+        await env.rollout(EXAMPLE, Says())
+
+
+@pytest.fixture
+def house(tmp_path: Path) -> tuple[Path, Path]:
+    return make_model(tmp_path / "model"), tmp_path / "out"
+
+
+@pytest.fixture
+async def client(house: tuple[Path, Path]) -> AsyncIterator[InferenceClient]:
+    model, output_dir = house
+    async with serving(FakeInference(model)) as url:
+        client = make_client(url, output_dir)
+        yield client
+        await client.close()
+
+
+def worker_of(house: tuple[Path, Path], client: InferenceClient, env: Environment, share: float) -> RolloutWorker:
+    model, output_dir = house
+    policy = PolicyVersions(client, make_run(output_dir), str(model))
+    return make_worker(client, policy, model, {"talk": checked(env, share)}, rollouts_per_example=4)
+
+
+async def test_a_dropped_rollout_is_replaced_by_one_of_another_seed(
+    house: tuple[Path, Path], client: InferenceClient
+) -> None:
+    fates = iter([False, True, False, True, True] + [False] * 100)
+    calls = 0
+
+    def on_rollout(example: Example) -> None:
+        nonlocal calls
+        calls += 1
+
+    env = TalkEnv(num_turns=2, on_rollout=on_rollout)
+    talk = env.rollout
+
+    async def rollout(example: Example, policy: Policy) -> Outcome:
+        outcome = await talk(example, policy)
+        if next(fates):
+            raise ValueError("boom")
+        return outcome
+
+    env.rollout = rollout  # type: ignore[method-assign]
+    group = await worker_of(house, client, env, share=1.0).group(0)
+    assert len(group.rollouts_G) == 4 and calls == 4 + 3
+    answers = [tuple(rollout.token_ids_T) for rollout in group.rollouts_G]
+    assert len(set(answers)) > 1
+
+
+async def test_an_example_that_always_fails_loses_its_group(house: tuple[Path, Path], client: InferenceClient) -> None:
+    async def does(policy: Policy) -> Outcome:
+        nonlocal calls
+        calls += 1
+        raise ValueError("boom")
+
+    calls = 0
+    with pytest.raises(GroupFailed, match="env talk: EnvironmentFault: ValueError: boom"):
+        await worker_of(house, client, Does(does), share=1.0).group(0)
+    assert calls > MAX_REPLACEMENTS
+
+
+async def test_a_broken_environment_ends_more_than_its_group(house: tuple[Path, Path], client: InferenceClient) -> None:
+    async def does(policy: Policy) -> Outcome:
+        await policy.complete([{"role": "user", "content": "q"}])
+        return Outcome(float("nan"))
+
+    with pytest.raises(EnvironmentBroken, match=f"{MIN_ROLLOUTS} of its newest {MIN_ROLLOUTS} rollouts .* is nan"):
+        await worker_of(house, client, Does(does), share=0.5).group(0)
