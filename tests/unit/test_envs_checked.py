@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 
 from prime_rl.configs.orchestrator import EnvConfig
-from prime_rl.orchestrator.client import AccessDenied, InferenceClient
+from prime_rl.orchestrator.client import AccessDenied
 from prime_rl.orchestrator.envs.base import Environment, Example, Outcome, Policy
 from prime_rl.orchestrator.envs.checked import MIN_ROLLOUTS, CheckedEnvironment, EnvironmentBroken, EnvironmentFault
 from prime_rl.orchestrator.policy import PolicyVersions
+from prime_rl.orchestrator.pool import InferenceClient
 from prime_rl.orchestrator.rollout import MAX_REPLACEMENTS, GroupFailed, RolloutWorker
 from tests.orchestrator_support import FakeInference, TalkEnv, make_client, make_model, make_run, make_worker, serving
 
