@@ -37,6 +37,13 @@ class VllmConfig(BaseConfig):
     """Further arguments of vLLM's own server, by their names there (`{"tensor_parallel_size": 2}`)."""
 
 
+class EmbeddedConfig(BaseConfig):
+    """What only the embedded engine reads."""
+
+    max_waiting: int = Field(16_384, ge=1)
+    """Choices that may wait for a place; a request beyond it is answered 503 with `Retry-After`."""
+
+
 class InferenceConfig(BaseConfig):
     """`prl inference @ inference.toml`."""
 
@@ -72,6 +79,9 @@ class InferenceConfig(BaseConfig):
 
     num_threads: int | None = Field(None, ge=1)
     """Threads of torch on the CPU; null leaves it to torch."""
+
+    embedded: EmbeddedConfig = EmbeddedConfig()
+    """The embedded engine's own settings."""
 
     vllm: VllmConfig = VllmConfig()
     """The vLLM engine's own settings."""

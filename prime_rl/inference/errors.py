@@ -18,13 +18,17 @@ _TYPES = {
 
 
 class ApiError(Exception):
-    """A request that is refused. `status` is the HTTP status, `param` the field that is wrong, where there is one."""
+    """A request that is refused. `status` is the HTTP status, `param` the field that is wrong, where there is one;
+    `retry_after_s` is when the same request may be taken."""
 
-    def __init__(self, status: int, message: str, *, param: str | None = None) -> None:
+    def __init__(
+        self, status: int, message: str, *, param: str | None = None, retry_after_s: int | None = None
+    ) -> None:
         super().__init__(message)
         self.status = status
         self.message = " ".join(message.split())
         self.param = param
+        self.retry_after_s = retry_after_s
 
     def body(self) -> dict[str, Any]:
         return error_body(self.status, self.message, param=self.param)

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import httpx
 import psutil
@@ -20,7 +21,9 @@ import pytest
 from prime_rl.contract.files import wait_for
 from prime_rl.contract.layout import OutputDir
 from prime_rl.contract.status import InferenceStatus, read_status
-from tests.inference_support import STOP_TIMEOUT_S, RunningServer, make_model, spawn, start, write_config
+from tests.inference_support import STOP_TIMEOUT_S, RunningServer, error_of, make_model, spawn, start, write_config
+
+MAX_WAITING = 256
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +33,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    running = start("embedded", model, tmp_path_factory.mktemp("house"), max_num_seqs=4)
+    running = start(
+        "embedded", model, tmp_path_factory.mktemp("house"), max_num_seqs=4, embedded={"max_waiting": MAX_WAITING}
+    )
     try:
         yield running
     finally:
@@ -176,6 +181,44 @@ def test_a_client_that_goes_away_frees_its_rows(server: RunningServer) -> None:
     assert len(server.complete([5], max_tokens=3, ignore_eos=True)["choices"][0]["token_ids"]) == 3
 
 
+@contextlib.contextmanager
+def unread_request(server: RunningServer, **fields: Any) -> Iterator[None]:
+    """A client that asks, reads nothing, and goes away at the end of the block."""
+    body = json.dumps(fields).encode()
+    url = httpx.URL(server.root_url)
+    with socket.create_connection((url.host, url.port or 0)) as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+            + f"content-length: {len(body)}\r\n\r\n".encode()
+            + body
+        )
+        yield
+
+
+def test_a_slow_reader_does_not_hold_the_engine(server: RunningServer) -> None:
+    """Its answer of some megabytes is more than the buffers of the connection take."""
+    with unread_request(server, prompt=[5], max_tokens=32, n=128, logprobs=20, ignore_eos=True):
+        wait_for(lambda: num_running(server) > 0, "the request to run", timeout_s=20)
+        wait_for(lambda: num_running(server) == 0, "the request to be done", timeout_s=20)
+        assert len(server.complete([5], max_tokens=3, ignore_eos=True)["choices"][0]["token_ids"]) == 3
+
+
+def test_a_full_queue_is_said_together_with_when_to_come_again(server: RunningServer) -> None:
+    def ask(num_choices: int) -> httpx.Response:
+        return server.post("/v1/completions", prompt=[5], max_tokens=1, n=num_choices)
+
+    with unread_request(server, prompt=[5], max_tokens=250, n=200, ignore_eos=True):
+        wait_for(lambda: num_running(server) == 4, "rows to run", timeout_s=20)
+        response = ask(100)
+        assert response.status_code == 503 and response.headers["retry-after"] == "1"
+        assert "196 choices wait already, 256 may" in error_of(response)
+    wait_for(lambda: num_running(server) == 0, "the rows to be free", timeout_s=20)
+    assert ask(100).status_code == 200
+    response = server.post("/v1/completions", prompt=[[5]] * 3, max_tokens=1, n=100)
+    assert response.status_code == 400 and "300 choices (at most 256)" in error_of(response)
+
+
 def test_streaming_is_refused_with_a_reason(server: RunningServer) -> None:
     response = server.post("/v1/completions", prompt="x", max_tokens=1, stream=True)
     assert response.status_code == 400 and "'stream' is not supported" in response.json()["error"]["message"]
@@ -192,13 +235,7 @@ def test_status_shows_rows_that_run_and_wait(server: RunningServer) -> None:
         assert found is not None
         return found
 
-    with socket.create_connection((httpx.URL(server.root_url).host, httpx.URL(server.root_url).port or 0)) as client:
-        body = json.dumps({"prompt": [5], "max_tokens": 250, "n": 200, "ignore_eos": True}).encode()
-        client.sendall(
-            b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
-            + f"content-length: {len(body)}\r\n\r\n".encode()
-            + body
-        )
+    with unread_request(server, prompt=[5], max_tokens=250, n=200, ignore_eos=True):
         wait_for(
             lambda: status().num_running == 4 and status().num_waiting > 0, "the status to show rows", timeout_s=20
         )

@@ -36,6 +36,10 @@ DEFAULT_MAX_TOKENS = 16
 # Longer texts are tokenised beside the event loop.
 LONG_TEXT_CHARS = 20_000
 HEALTH_TIMEOUT_S = 10.0
+# Tokens and logprobs of one answer: it is put together in memory, some 20 bytes each.
+MAX_ANSWER_SIZE = 4_000_000
+# A full queue moves on within a second or so.
+RETRY_AFTER_S = 1
 
 
 class Api:
@@ -44,13 +48,17 @@ class Api:
     Args:
         model: the name under which the base model is served.
         max_model_len: longest prompt and completion together, in tokens.
+        max_waiting: choices that may wait for a place.
     """
 
-    def __init__(self, engine: Engine, text: Text, *, model: str, max_model_len: int, created: int) -> None:
+    def __init__(
+        self, engine: Engine, text: Text, *, model: str, max_model_len: int, max_waiting: int, created: int
+    ) -> None:
         self._engine = engine
         self._text = text
         self._model = model
         self._max_model_len = max_model_len
+        self._max_waiting = max_waiting
         self._created = created
 
     async def completions(self, body: CompletionRequest, request: Request) -> Response:
@@ -133,6 +141,7 @@ class Api:
     ) -> list[Finished]:
         rooms = [self._room(len(prompt)) for prompt in prompts]
         adapter = None if body.model in (None, self._model) else body.model
+        self._check_size(body.n * len(prompts), params)
         jobs: list[Job] = []
         try:
             for prompt, room in zip(prompts, rooms, strict=True):
@@ -145,6 +154,20 @@ class Api:
                 self._engine.cancel(job)
             raise
         return [Finished(job.prompt_ids, completions) for job, completions in zip(jobs, results, strict=True)]
+
+    def _check_size(self, num_choices: int, params: SamplingParams) -> None:
+        """Raises ApiError: 400 for what is too much at any time, 503 for what is too much now."""
+        size = num_choices * min(params.max_tokens, self._max_model_len) * (1 + params.num_top_logprobs)
+        if num_choices > self._max_waiting or size > MAX_ANSWER_SIZE:
+            raise ApiError(
+                400,
+                f"The request is too large: {num_choices} choices (at most {self._max_waiting}) with up to {size} "
+                f"tokens and logprobs (at most {MAX_ANSWER_SIZE}). Ask for fewer prompts or choices at a time.",
+            )
+        num_waiting = self._engine.stats().num_waiting
+        if num_waiting + num_choices > self._max_waiting:
+            message = f"{num_waiting} choices wait already, {self._max_waiting} may."
+            raise ApiError(503, message, retry_after_s=RETRY_AFTER_S)
 
     def _room(self, num_prompt: int) -> int:
         """How many tokens may follow the prompt; as in vLLM, a larger max_tokens is cut to it."""
@@ -214,7 +237,10 @@ def _json(body: Any, status: int = 200) -> Response:
 
 def _api_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
-    return _json(error.body(), error.status)
+    response = _json(error.body(), error.status)
+    if error.retry_after_s is not None:
+        response.headers["retry-after"] = str(error.retry_after_s)
+    return response
 
 
 def _engine_dead(request: Request, error: Exception) -> Response:

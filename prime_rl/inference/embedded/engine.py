@@ -105,6 +105,7 @@ class Engine:
     def run_between_steps(self, action: Callable[[], None]) -> Future[None]:
         """Run `action` in the engine's thread while no forward runs; its exception is the future's."""
         future: Future[None] = Future()
+        future.set_running_or_notify_cancel()  # a caller that goes away must not take it from the engine
         with self._wake:
             if self._stopping or self.error is not None:
                 raise EngineDead(f"the engine has stopped: {self.error or 'shutdown'}")

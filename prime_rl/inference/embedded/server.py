@@ -33,7 +33,14 @@ def run(context: ServerContext) -> None:
         torch.set_num_threads(config.num_threads)
     served, text = _load(context)
     engine = Engine(served, text.decode, max_num_seqs=config.max_num_seqs)
-    api = Api(engine, text, model=config.model.name, max_model_len=max_model_len(config), created=int(time.time()))
+    api = Api(
+        engine,
+        text,
+        model=config.model.name,
+        max_model_len=max_model_len(config),
+        max_waiting=config.embedded.max_waiting,
+        created=int(time.time()),
+    )
     app = Guard(build_app(api, EngineMetrics(engine)), api_key=context.api_key, output_dir=config.output_dir)
     engine.start()
     try:
