@@ -229,6 +229,18 @@ class OrchestratorConfig(BaseConfig):
     max_async_level: int = Field(2, ge=0, le=16)
     """How many versions a rollout may lag behind the policy that it trains; 0 is strictly on-policy."""
 
+    max_off_policy_steps: int | None = Field(None, ge=0)
+    """Versions that a group may fall behind the newest while it is being generated: then it is cancelled and started
+    again. At most `max_async_level`; null: the same, which never cancels what was started for its own batch."""
+
+    oversampling_factor: float = Field(1.0, ge=1, le=4)
+    """Groups in flight beyond those that the batches need, as a multiple of a batch: they stand in for groups that are
+    dropped. What is not needed and gets too old is started again."""
+
+    filter_zero_advantage: bool = False
+    """Groups whose advantages are all zero are dropped and replaced. After four batches of them in one step they are
+    taken all the same, and the log says so."""
+
     seed: int = Field(42, ge=0)
     """Seed of the example order and of the adapter's start."""
 
@@ -278,11 +290,16 @@ class OrchestratorConfig(BaseConfig):
         return chosen or self.sampling.max_tokens
 
     @model_validator(mode="after")
-    def _groups_fill_the_batch(self) -> Self:
+    def _fits_together(self) -> Self:
         if self.batch_size % self.rollouts_per_example:
             raise ValueError(
                 f"batch_size: found {self.batch_size}, must be a multiple of "
                 f"rollouts_per_example = {self.rollouts_per_example}"
+            )
+        if self.max_off_policy_steps is not None and self.max_off_policy_steps > self.max_async_level:
+            raise ValueError(
+                f"max_off_policy_steps: found {self.max_off_policy_steps}, must be at most "
+                f"max_async_level = {self.max_async_level}"
             )
         names = [env.label for env in self.env]
         if len(set(names)) != len(names):

@@ -29,6 +29,7 @@ class TrainingSample(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         temperature: what the logits were divided by when sampling.
         policy_version: the oldest policy version that any token of the sample came from.
         example_id: which example of which environment, e.g. "reverse-text/17".
+        turn_versions: the policy version of each turn; [] where it was not recorded.
     """
 
     token_ids: list[int]
@@ -39,6 +40,7 @@ class TrainingSample(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     temperature: float
     policy_version: int
     example_id: str
+    turn_versions: list[int] = []
 
 
 class TrainingBatch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

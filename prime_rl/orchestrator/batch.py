@@ -17,10 +17,15 @@ def assemble_batch(
 ) -> TrainingBatch:
     """The batch of update `step`: all rollouts of `groups`, in example order.
 
-    A group whose rewards are all equal stays in: its advantage is zero, and it counts in the loss's mean.
+    A group whose rewards are all equal may be among them: its advantage is zero, and it counts in the loss's mean.
     """
     samples = [sample for group in groups for sample in _samples(group, advantage, temperature)]
     return TrainingBatch(run_id, step, samples, sampler_state(groups[-1].index + 1))
+
+
+def has_signal(group: Group, advantage: AdvantageConfig) -> bool:
+    """Whether any of the group's advantages is not zero."""
+    return any(_advantages(group, advantage))
 
 
 def publish_batch(run: RunDir, batch: TrainingBatch) -> None:
@@ -33,9 +38,6 @@ def publish_batch(run: RunDir, batch: TrainingBatch) -> None:
 
 
 def _samples(group: Group, advantage: AdvantageConfig, temperature: float) -> list[TrainingSample]:
-    rewards_G = [rollout.reward for rollout in group.rollouts_G]
-    lengths_G = [rollout.num_completion_tokens for rollout in group.rollouts_G]
-    advantages_G = compute_advantages(rewards_G, lengths_G, advantage)
     return [
         TrainingSample(
             token_ids=rollout.token_ids_T,
@@ -46,6 +48,13 @@ def _samples(group: Group, advantage: AdvantageConfig, temperature: float) -> li
             temperature=temperature,
             policy_version=rollout.oldest_version,
             example_id=group.example_id,
+            turn_versions=rollout.turn_versions,
         )
-        for rollout, value in zip(group.rollouts_G, advantages_G, strict=True)
+        for rollout, value in zip(group.rollouts_G, _advantages(group, advantage), strict=True)
     ]
+
+
+def _advantages(group: Group, advantage: AdvantageConfig) -> list[float]:
+    rewards_G = [rollout.reward for rollout in group.rollouts_G]
+    lengths_G = [rollout.num_completion_tokens for rollout in group.rollouts_G]
+    return compute_advantages(rewards_G, lengths_G, advantage)

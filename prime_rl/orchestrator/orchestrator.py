@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import math
 import os
 import sys
 import time
@@ -25,7 +26,7 @@ from prime_rl.contract.layout import LayoutError, OutputDir, RunDir
 from prime_rl.contract.resume import pending_request
 from prime_rl.contract.status import RunStatus, StatusWriter, TrainerStatus, is_alive, read_status
 from prime_rl.contract.types import BadBatchError
-from prime_rl.orchestrator.batch import assemble_batch, publish_batch
+from prime_rl.orchestrator.batch import assemble_batch, has_signal, publish_batch
 from prime_rl.orchestrator.checkpoint import (
     CheckpointError,
     checkpoint_is_due,
@@ -94,12 +95,23 @@ async def orchestrate(config: OrchestratorConfig, run: RunDir, reporter: Reporte
         groups_per_batch=groups_per_batch,
         max_steps=config.max_steps,
         max_async_level=config.max_async_level,
+        max_off_policy_steps=config.max_off_policy_steps,
+        num_spare=math.ceil((config.oversampling_factor - 1) * groups_per_batch),
     )
     watcher = Watcher([run.broadcast], rescan_s=config.watch.rescan_s, kind=config.watch.kind)
     cleanup.callback(watcher.close)
     cleanup.callback(watcher.wake)  # a thread waits in it
     max_groups = max(1, config.client.max_concurrent_requests // config.rollouts_per_example)
-    scheduler = Scheduler(run, ledger, worker.group, client, policy, watcher, max_groups=max_groups)
+    scheduler = Scheduler(
+        run,
+        ledger,
+        worker.group,
+        client,
+        policy,
+        watcher,
+        max_groups=max_groups,
+        has_signal=lambda group: not config.filter_zero_advantage or has_signal(group, config.advantage),
+    )
     cleanup.push_async_callback(scheduler.close)
     evaluator = Evaluator(config, run, worker, policy, envs, step=progress.step) if config.eval else None
     batches = BatchReporter(run, scheduler, client, reporter, envs)

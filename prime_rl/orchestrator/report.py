@@ -62,8 +62,9 @@ class BatchReporter:
         self._rate = TokenRate()
 
     def report(self, step: int, groups: Sequence[Group]) -> None:
-        time_s = self._scheduler.phases.lap()
-        values = batch_metrics(step, groups, time_s, self._scheduler.ledger.num_dropped)
+        time_s, ledger = self._scheduler.phases.lap(), self._scheduler.ledger
+        values = batch_metrics(step, groups, time_s, ledger.num_dropped)
+        values |= {"groups_filtered": ledger.num_filtered, "groups_too_old": ledger.num_too_old}
         values |= {f"env/{name}/dropped": env.num_dropped for name, env in self._envs.items()}
         values["tokens_per_s"] = self._rate.per_s(self._client.num_sampled_tokens)
         values |= self._client.metrics()

@@ -13,8 +13,8 @@ import asyncio
 import hashlib
 import itertools
 import logging
-from collections.abc import Coroutine, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from prime_rl.orchestrator.client import AccessDenied, Completion
@@ -39,7 +39,7 @@ class GroupFailed(RuntimeError):
 
 @dataclass(frozen=True)
 class Rollout:
-    """One finished conversation. The lists over T have equal length."""
+    """One finished conversation. The lists over T have equal length; `turn_versions` has one policy version a turn."""
 
     token_ids_T: list[int]
     loss_mask_T: list[bool]
@@ -49,6 +49,7 @@ class Rollout:
     oldest_version: int
     num_prompt_tokens: int
     truncated: bool
+    turn_versions: list[int] = field(default_factory=list)
 
     @property
     def num_completion_tokens(self) -> int:
@@ -76,6 +77,7 @@ class PolicySession:
         seed: of this rollout; every turn derives its own.
         version: the policy version for all turns; None takes the current one at each turn.
         first_turn: shared with the other rollouts of the group, of which this is number `number`.
+        note_version: told the version of each request before it goes out.
     """
 
     def __init__(
@@ -87,6 +89,7 @@ class PolicySession:
         version: int | None = None,
         first_turn: SharedFirstTurn | None = None,
         number: int = 0,
+        note_version: Callable[[int], None] = lambda version: None,
     ) -> None:
         self._turns = turns
         self._tokenizer = tokenizer
@@ -94,13 +97,13 @@ class PolicySession:
         self._version = version
         self._first_turn = first_turn
         self._number = number
+        self._note_version = note_version
         self._seen: list[Message] = []
         self._stopped_by_eos = False
-        self._num_turns = 0
         self._token_ids_T: list[int] = []
         self._loss_mask_T: list[bool] = []
         self._logprobs_T: list[float] = []
-        self._oldest_version: int | None = None
+        self._turn_versions: list[int] = []
         self._num_prompt_tokens = 0
         self._truncated = False
 
@@ -116,7 +119,7 @@ class PolicySession:
 
     def finish(self, outcome: Outcome) -> Rollout:
         """The rollout with its score. Raises RolloutError when it cannot be trained on."""
-        if self._oldest_version is None:
+        if not self._turn_versions:
             raise RolloutError("the environment ended without asking the policy")
         return Rollout(
             token_ids_T=self._token_ids_T,
@@ -124,9 +127,10 @@ class PolicySession:
             logprobs_T=self._logprobs_T,
             reward=outcome.reward,
             metrics=outcome.metrics,
-            oldest_version=self._oldest_version,
+            oldest_version=min(self._turn_versions),
             num_prompt_tokens=self._num_prompt_tokens,
             truncated=self._truncated,
+            turn_versions=self._turn_versions,
         )
 
     def _new_tokens(self, messages: Sequence[Message]) -> list[int]:
@@ -143,12 +147,18 @@ class PolicySession:
         return token_ids[1:] if sampled_end else token_ids
 
     async def _sample(self, prompt_ids: list[int]) -> tuple[int, Completion]:
-        seed = derive_seed(self._seed, self._num_turns)
+        seed = derive_seed(self._seed, len(self._turn_versions))
 
         async def sample(num_choices: int) -> tuple[int, list[Completion]]:
-            return await self._turns.sample(prompt_ids, seed=seed, num_choices=num_choices, version=self._version)
+            return await self._turns.sample(
+                prompt_ids,
+                seed=seed,
+                num_choices=num_choices,
+                version=self._version,
+                note_version=self._note_version,
+            )
 
-        if self._first_turn is not None and not self._num_turns:
+        if self._first_turn is not None and not self._turn_versions:
             shared = await self._first_turn.take(self._number, prompt_ids, sample)
             if shared is not None:
                 return shared
@@ -164,10 +174,9 @@ class PolicySession:
         self._token_ids_T += completion.token_ids
         self._loss_mask_T += [True] * len(completion.token_ids)
         self._logprobs_T += completion.logprobs
-        self._oldest_version = version if self._oldest_version is None else min(self._oldest_version, version)
+        self._turn_versions.append(version)
         self._stopped_by_eos = completion.finish_reason == "stop"
         self._truncated = self._truncated or not self._stopped_by_eos
-        self._num_turns += 1
 
 
 class RolloutWorker:
@@ -190,8 +199,8 @@ class RolloutWorker:
         self._rollouts_per_example = rollouts_per_example
         self._seed = seed
 
-    async def group(self, index: int) -> Group:
-        """All rollouts of the example at `index`.
+    async def group(self, index: int, note_version: Callable[[int], None] = lambda version: None) -> Group:
+        """All rollouts of the example at `index`; `note_version` is told the version of each request beforehand.
 
         A rollout that the environment loses is replaced by a new one: half a group has no baseline, and dropping the
         whole group would throw away every good rollout in it. Raises GroupFailed when one cannot be had at all.
@@ -200,7 +209,8 @@ class RolloutWorker:
         first_turn = SharedFirstTurn(self._rollouts_per_example)
         try:
             rollouts = await together(
-                self._member(pick, index, number, first_turn) for number in range(self._rollouts_per_example)
+                self._member(pick, index, number, first_turn, note_version)
+                for number in range(self._rollouts_per_example)
             )
         except (AccessDenied, EnvironmentBroken):
             raise
@@ -212,7 +222,14 @@ class RolloutWorker:
         """One rollout of one example; see `PolicySession` for `seed` and `version`."""
         return await self._run(pick, PolicySession(self._turns, self._tokenizer, seed=seed, version=version))
 
-    async def _member(self, pick: Pick, index: int, number: int, first_turn: SharedFirstTurn) -> Rollout:
+    async def _member(
+        self,
+        pick: Pick,
+        index: int,
+        number: int,
+        first_turn: SharedFirstTurn,
+        note_version: Callable[[int], None],
+    ) -> Rollout:
         """Rollout `number` of a group, or what replaces it: sampled with a seed of its own from its first turn on."""
         num_faults = 0
         for attempt in itertools.count():
@@ -223,6 +240,7 @@ class RolloutWorker:
                 seed=derive_seed(self._seed, "train", *parts),
                 first_turn=None if attempt else first_turn,
                 number=number,
+                note_version=note_version,
             )
             try:
                 return await self._run(pick, session)

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from prime_rl.contract.layout import RunDir, list_steps, stable_marker
 from prime_rl.orchestrator.client import RequestRefused
-from prime_rl.orchestrator.ledger import GroupLedger
+from prime_rl.orchestrator.ledger import Flight, GroupLedger
 from prime_rl.orchestrator.metrics import Phase, PhaseClock
 from prime_rl.orchestrator.policy import PolicyVersions
 from prime_rl.orchestrator.pool import InferenceClient
@@ -40,20 +40,22 @@ class Scheduler:
     """The run's groups from start to batch, and its policy version.
 
     Args:
-        make_group: makes the group of one index; raises GroupFailed.
+        make_group: makes the group of one index, and notes the version of each of its requests; raises GroupFailed.
         max_groups: groups in flight at one time.
+        has_signal: whether a group is worth training on.
     """
 
     def __init__(
         self,
         run: RunDir,
         ledger: GroupLedger,
-        make_group: Callable[[int], Awaitable[Group]],
+        make_group: Callable[[int, Callable[[int], None]], Awaitable[Group]],
         client: InferenceClient,
         policy: PolicyVersions,
         watcher: Watcher,
         *,
         max_groups: int,
+        has_signal: Callable[[Group], bool] = lambda group: True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.ledger = ledger
@@ -65,8 +67,10 @@ class Scheduler:
         self._policy = policy
         self._watcher = watcher
         self._max_groups = max_groups
+        self._has_signal = has_signal
         self._clock = clock
         self._tasks: set[asyncio.Task[None]] = set()
+        self._task_of: dict[int, asyncio.Task[None]] = {}
         self._outcomes: deque[bool] = deque(maxlen=FAILURE_WINDOW)
         self._failure: BaseException | None = None
         self._changed = asyncio.Condition()
@@ -115,6 +119,7 @@ class Scheduler:
             await asyncio.sleep(LOAD_RETRY_S)
             return
         self._refused_since = self._refusal = None
+        self._stop_too_old()
         self._fill()
         await self._notify()
 
@@ -150,6 +155,7 @@ class Scheduler:
                     raise self._failure
                 self._fill()  # a group may have been dropped
                 await self._changed.wait()
+        self._stop_too_old()
         self._fill()
         return groups
 
@@ -162,24 +168,50 @@ class Scheduler:
 
     def _fill(self) -> None:
         while not self._closed and self._may_start():
-            task = asyncio.get_running_loop().create_task(self._run_group(self.ledger.start()))
+            flight = self.ledger.start()
+            task = asyncio.get_running_loop().create_task(self._run_group(flight))
             self._tasks.add(task)
+            self._task_of[flight.index] = task
             task.add_done_callback(self._tasks.discard)
         self.note_phase()
+
+    def _stop_too_old(self) -> None:
+        """Stop the generation of groups that no batch could take any more; they are started again by `_fill`."""
+        for index in self.ledger.restart_too_old(self._policy.version):
+            logger.info("group %d is too old for policy version %d: started again", index, self._policy.version)
+            if task := self._task_of.pop(index, None):
+                task.cancel()
 
     def _may_start(self) -> bool:
         return self.ledger.num_in_flight < self._max_groups and self.ledger.may_start(self._policy.version)
 
-    async def _run_group(self, index: int) -> None:
+    async def _run_group(self, flight: Flight) -> None:
+        result: Group | Exception
         try:
-            self.ledger.finish(await self._make_group(index))
-            self._outcomes.append(True)
-        except GroupFailed as error:
-            self._drop_failed(index, error)
-        except Exception as error:  # handed to whoever waits for a batch: a task has no caller
-            self._failure = error
+            result = await self._make_group(flight.index, flight.note)
+        except Exception as error:  # a task has no caller: it is judged below
+            result = error
+        if self._task_of.get(flight.index) is not asyncio.current_task():
+            return  # it was stopped, and what it waited on swallowed that
+        del self._task_of[flight.index]
+        if isinstance(result, Group):
+            self._finish(result)
+        elif isinstance(result, GroupFailed):
+            self._drop_failed(flight.index, result)
+        else:
+            self._failure = result
         self._fill()
         await self._notify()
+
+    def _finish(self, group: Group) -> None:
+        self._outcomes.append(True)
+        has_signal = self._has_signal(group)
+        if self.ledger.finish(group, has_signal=has_signal) and not has_signal:
+            logger.warning(
+                "batch %d: too many groups had advantages of zero, so %s is taken all the same",
+                self.ledger.step,
+                group.example_id,
+            )
 
     def _drop_failed(self, index: int, error: GroupFailed) -> None:
         logger.warning("group %d dropped: %s", index, error)

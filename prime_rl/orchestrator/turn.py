@@ -35,11 +35,18 @@ class TurnSampler:
         self._seq_len = seq_len
 
     async def sample(
-        self, prompt_ids: Sequence[int], *, seed: int, num_choices: int = 1, version: int | None = None
+        self,
+        prompt_ids: Sequence[int],
+        *,
+        seed: int,
+        num_choices: int = 1,
+        version: int | None = None,
+        note_version: Callable[[int], None] = lambda version: None,
     ) -> tuple[int, list[Completion]]:
         """The version that answered (default: the current one) and its completions, from one seed.
 
-        What a restarted server has lost is loaded again. Raises RolloutError when the prompt fills `seq_len`.
+        `note_version` is told which version is asked, before it is asked. What a restarted server has lost is loaded
+        again. Raises RolloutError when the prompt fills `seq_len`.
         """
         max_tokens = min(self._sampling.max_tokens, self._seq_len - len(prompt_ids))
         if max_tokens < 1:
@@ -47,6 +54,7 @@ class TurnSampler:
         async with self._client.slots:
             for attempt in itertools.count():
                 with self._policy.use(version) as (used, model):
+                    note_version(used)
                     try:
                         return used, await self._client.complete(
                             model,

@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -26,7 +27,16 @@ from prime_rl.orchestrator.pool import InferenceClient
 from prime_rl.orchestrator.rollout import Group
 from prime_rl.orchestrator.scheduler import Scheduler
 from prime_rl.utils.watch import Watcher
-from tests.orchestrator_support import FIRST_BYTE, FakeInference, TalkEnv, make_model, make_run, make_worker, publish
+from tests.orchestrator_support import (
+    FIRST_BYTE,
+    FakeInference,
+    TalkEnv,
+    make_model,
+    make_run,
+    make_worker,
+    publish,
+    version_token,
+)
 
 
 @dataclass(frozen=True)
@@ -37,6 +47,13 @@ class Case:
     max_groups: int
     num_turns: int
     failing: frozenset[int]  # examples whose environment raises
+    num_spare: int = 0
+    max_off_policy: int | None = None
+
+    @property
+    def behind(self) -> int:
+        """Versions that a request under way may fall behind."""
+        return self.k if self.max_off_policy is None else min(self.k, self.max_off_policy)
 
 
 CASES = st.builds(
@@ -47,6 +64,8 @@ CASES = st.builds(
     max_groups=st.integers(1, 8),
     num_turns=st.integers(1, 2),
     failing=st.frozensets(st.integers(0, 9), max_size=2),
+    num_spare=st.integers(0, 4),
+    max_off_policy=st.none() | st.integers(0, 2),
 )
 
 
@@ -55,14 +74,21 @@ class Gate:
     """Holds every completion until the test lets it go."""
 
     waiting: list[asyncio.Future[None]] = field(default_factory=list)
+    versions: dict[asyncio.Future[None], int] = field(default_factory=dict)
 
-    async def __call__(self, body: object) -> None:
+    async def __call__(self, body: dict[str, Any]) -> None:
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.waiting.append(future)
+        self.versions[future] = version_token(body["model"]) - FIRST_BYTE
         try:
             await future
         finally:
             self.waiting.remove(future)
+
+    @property
+    def oldest(self) -> int | None:
+        """The oldest version that a waiting request has asked."""
+        return min((self.versions[future] for future in self.waiting), default=None)
 
 
 @dataclass
@@ -73,6 +99,7 @@ class Played:
     published_at: list[int] = field(default_factory=list)
     waits: list[str] = field(default_factory=list)
     num_dropped: int = 0
+    num_too_old: int = 0
     num_unknown: int = 0
     adapters_left: int = 0
 
@@ -92,6 +119,8 @@ async def play(case: Case, choose: Callable[[int], int], folder: Path) -> Played
         groups_per_batch=case.groups_per_batch,
         max_steps=case.max_steps,
         max_async_level=case.k,
+        max_off_policy_steps=case.behind,
+        num_spare=case.num_spare,
     )
     with Watcher(rescan_s=60.0) as watcher:
         scheduler = Scheduler(run, ledger, worker.group, client, policy, watcher, max_groups=case.max_groups)
@@ -100,7 +129,7 @@ async def play(case: Case, choose: Callable[[int], int], folder: Path) -> Played
             asyncio.create_task(scheduler.update_policy_loop()),
         ]
         try:
-            await drive(tasks, scheduler, run, gate, played, choose)
+            await drive(tasks, scheduler, policy, case, run, gate, played, choose)
             await scheduler.close()
             await policy.close()
         finally:
@@ -108,7 +137,7 @@ async def play(case: Case, choose: Callable[[int], int], folder: Path) -> Played
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             await client.close()
-    played.num_dropped = ledger.num_dropped
+    played.num_dropped, played.num_too_old = ledger.num_dropped, ledger.num_too_old
     played.num_unknown, played.adapters_left = fake.num_unknown, len(fake.adapters)
     return played
 
@@ -130,6 +159,8 @@ async def take_batches(scheduler: Scheduler, max_steps: int, played: Played) -> 
 async def drive(
     tasks: list[asyncio.Task[None]],
     scheduler: Scheduler,
+    policy: PolicyVersions,
+    case: Case,
     run: RunDir,
     gate: Gate,
     played: Played,
@@ -142,6 +173,8 @@ async def drive(
                 task.result()
         if tasks[0].done():
             return
+        if gate.oldest is not None:
+            assert gate.oldest >= policy.version - case.behind, "what is too old is not generated to its end"
         # The trainer publishes one version a batch, in order and never before the batch.
         may_publish = scheduler.published < len(played.batches)
         assert gate.waiting or may_publish, f"deadlock: {scheduler.waiting_on(0.0)}"
@@ -173,10 +206,14 @@ def check_bound(case: Case, played: Played) -> None:
         for rollout in (rollout for group in batch for rollout in group.rollouts_G):
             versions = versions_in(rollout.token_ids_T, rollout.loss_mask_T)
             assert len(versions) == case.num_turns
+            assert versions == rollout.turn_versions
             assert min(versions) == rollout.oldest_version >= max(0, step - 1 - case.k)
             assert max(versions) <= step - 1
     if not case.failing:
-        assert played.num_dropped == 0, "fresh enough by the way it was started, not by throwing away"
+        assert played.num_dropped == 0
+        assert indexes == list(range(len(indexes))), "what was started again has kept its place"
+    if case.behind == case.k and not case.num_spare:
+        assert played.num_too_old == 0, "fresh enough by the way it was started, not by throwing away"
     assert played.num_unknown == 0, "no version was unloaded while a request used it"
     assert played.adapters_left == 0
 

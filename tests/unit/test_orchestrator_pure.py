@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,7 +22,7 @@ from prime_rl.orchestrator.checkpoint import (
     save_state,
 )
 from prime_rl.orchestrator.evaluate import next_due
-from prime_rl.orchestrator.ledger import GroupLedger
+from prime_rl.orchestrator.ledger import MAX_FILTERED_BATCHES, GroupLedger
 from prime_rl.orchestrator.metrics import (
     PHASES,
     Phase,
@@ -114,14 +115,15 @@ def test_a_batch_is_never_written_twice(tmp_path: Path) -> None:
 # -- the ledger: which group goes into which batch, which may start ----
 
 
-def a_ledger(k: int = 0, groups_per_batch: int = 2, max_steps: int = 3) -> GroupLedger:
-    return GroupLedger(step=1, next_index=0, groups_per_batch=groups_per_batch, max_steps=max_steps, max_async_level=k)
+def a_ledger(k: int = 0, groups_per_batch: int = 2, max_steps: int = 3, **over: Any) -> GroupLedger:
+    settings = {"step": 1, "next_index": 0, "groups_per_batch": groups_per_batch, "max_steps": max_steps, **over}
+    return GroupLedger(max_async_level=k, **settings)
 
 
 def fill(ledger: GroupLedger, version: int) -> list[int]:
     started = []
     while ledger.may_start(version):
-        started.append(ledger.start())
+        started.append(ledger.start().index)
     return started
 
 
@@ -136,7 +138,7 @@ def test_no_more_than_k_plus_one_batches_are_started_ahead(k: int) -> None:
 def test_nothing_is_started_for_batches_beyond_the_last_and_no_version_is_needed_for_them() -> None:
     ledger = a_ledger(k=9, groups_per_batch=2, max_steps=3)
     assert len(fill(ledger, version=0)) == 6
-    assert ledger.all_started and ledger.version_needed is None
+    assert ledger.version_needed is None and not ledger.may_start(9)
 
 
 def test_batches_take_groups_in_example_order_whoever_finishes_first() -> None:
@@ -162,13 +164,69 @@ def test_a_dropped_group_is_replaced_by_a_later_one() -> None:
     assert ledger.num_dropped == 1
 
 
-def test_stale_groups_are_dropped_and_counted_never_put_into_a_batch() -> None:
-    ledger = GroupLedger(step=4, next_index=0, groups_per_batch=2, max_steps=9, max_async_level=1)
+def test_what_no_batch_can_take_any_more_is_started_again_never_put_into_a_batch() -> None:
+    ledger = a_ledger(k=1, step=4, max_steps=9)
     assert fill(ledger, version=3)[:4] == [0, 1, 2, 3]
     for index, version in enumerate([1, 2, 1, 3]):
         ledger.finish(a_group(index, version=version))
-    assert [group.index for group in ledger.take() or []] == [1, 3]
-    assert ledger.num_dropped == 2
+    assert ledger.take() is None and ledger.num_too_old == 1
+    assert fill(ledger, version=3) == [0]
+    ledger.finish(a_group(0, version=3))
+    assert [group.index for group in ledger.take() or []] == [0, 1]
+    assert ledger.restart_too_old(policy_version=3) == [2]
+    assert (ledger.num_too_old, ledger.num_dropped) == (2, 0)
+
+
+def test_what_falls_too_far_behind_under_way_is_started_again_under_its_number() -> None:
+    ledger = a_ledger(k=3, groups_per_batch=2, max_steps=2, max_off_policy_steps=1)
+    flights = [ledger.start() for _ in range(4)]
+    for flight, version in zip(flights, [0, 1, 2], strict=False):
+        flight.note(2)
+        flight.note(version)
+    assert [flight.oldest_version for flight in flights] == [0, 1, 2, None]  # the last has not asked yet
+    ledger.finish(a_group(0, version=0))
+    assert ledger.restart_too_old(policy_version=2) == [], "what is finished is fresh enough for its batch"
+    assert ledger.restart_too_old(policy_version=3) == [1]
+    assert (ledger.num_in_flight, ledger.num_too_old) == (2, 1)
+    assert fill(ledger, version=3) == [1]
+    for index in (1, 2, 3):
+        ledger.finish(a_group(index, version=3))
+    assert [[group.index for group in ledger.take() or []] for _ in range(2)] == [[0, 1], [2, 3]]
+
+
+def test_nothing_is_too_old_by_default_as_long_as_the_trainer_only_takes_what_is_there() -> None:
+    ledger = a_ledger(k=2, groups_per_batch=1, max_steps=9)
+    for step in range(1, 9):
+        version = step - 1  # all batches so far are trained
+        while ledger.may_start(version):
+            ledger.start().note(version)
+        assert ledger.restart_too_old(version) == []
+        ledger.finish(a_group(step - 1, version=max(0, step - 3)))
+        assert ledger.take() is not None
+
+
+def test_spares_are_started_beyond_the_batches_and_stand_in_for_dropped_groups() -> None:
+    ledger = a_ledger(k=0, groups_per_batch=2, max_steps=2, num_spare=3)
+    assert fill(ledger, version=0) == [0, 1, 2, 3, 4]
+    ledger.drop(1)
+    for index in (0, 2, 3):
+        ledger.finish(a_group(index))
+    assert [group.index for group in ledger.take() or []] == [0, 2]
+    ledger.start().note(0)
+    assert ledger.restart_too_old(0) == [3, 5], "the rest is too old for the next batch, or has not asked yet"
+    assert ledger.version_needed == 1
+    assert fill(ledger, version=1) == [3, 5, 6, 7], "in example order, under their own numbers; none for a batch 3"
+
+
+def test_groups_without_signal_are_dropped_up_to_a_bound_for_each_batch() -> None:
+    ledger = a_ledger(k=0, groups_per_batch=2, max_steps=2)
+    taken = []
+    while ledger.take() is None:
+        taken += [ledger.finish(a_group(index), has_signal=False) for index in fill(ledger, 0)]
+    assert taken == [False] * 2 * MAX_FILTERED_BATCHES + [True, True]
+    assert (ledger.num_filtered, ledger.num_dropped, ledger.num_in_flight) == (2 * MAX_FILTERED_BATCHES, 0, 0)
+    fill(ledger, 1)
+    assert not ledger.finish(a_group(ledger.next_index - 1), has_signal=False), "the next batch has its own"
 
 
 def test_the_wait_for_a_policy_is_named() -> None:
