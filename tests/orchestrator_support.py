@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +110,8 @@ class FakeInference:
 
     Attributes:
         gate: awaited by every completion with its request body; a test lets it go when it likes.
+        letter: what every completion says; None: a letter by its seed.
+        num_cancelled: requests whose client hung up before the gate let them go.
         faults: for each coming request (path, body) -> HTTP status to answer with, or None to answer properly.
     """
 
@@ -119,6 +121,8 @@ class FakeInference:
         self.requests: list[tuple[str, dict[str, Any]]] = []
         self.num_unknown = 0
         self.num_loads = 0
+        self.num_cancelled = 0
+        self.letter: int | None = None
         self.gate: Callable[[dict[str, Any]], Awaitable[None]] | None = None
         self.fault: Callable[[str, dict[str, Any]], int | None] = lambda path, body: None
         self.retry_after_s: int | None = None  # what an injected fault asks for
@@ -136,13 +140,31 @@ class FakeInference:
         body = json.loads(data) if data else {}
         path = scope["path"]
         self.requests.append((path, body))
-        status, answer = await self._answer(path, body, dict(scope["headers"]))
+        answering = self._answer(path, body, dict(scope["headers"]))
+        answered = await answering if self.gate is None else await self._unless_hung_up(answering, receive())
+        if answered is None:
+            return
+        status, answer = answered
         payload = json.dumps(answer).encode()
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(payload)).encode())]
         if self.retry_after_s is not None and status >= 500:
             headers.append((b"retry-after", str(self.retry_after_s).encode()))
         await send({"type": "http.response.start", "status": status, "headers": headers})
         await send({"type": "http.response.body", "body": payload})
+
+    async def _unless_hung_up(
+        self, answering: Coroutine[Any, Any, tuple[int, Any]], hanging_up: Coroutine[Any, Any, Any]
+    ) -> tuple[int, Any] | None:
+        answer, hang_up = asyncio.ensure_future(answering), asyncio.ensure_future(hanging_up)
+        try:
+            await asyncio.wait({answer, hang_up}, return_when=asyncio.FIRST_COMPLETED)
+            if answer.done():
+                return answer.result()
+            self.num_cancelled += 1
+            return None
+        finally:
+            answer.cancel()
+            hang_up.cancel()
 
     async def _answer(self, path: str, body: dict[str, Any], headers: dict[bytes, bytes]) -> tuple[int, Any]:
         if self.api_key is not None and headers.get(b"authorization") != f"Bearer {self.api_key}".encode():
@@ -177,7 +199,7 @@ class FakeInference:
             await self.gate(body)
         if not self._knows(name):  # unloaded while in use
             return 404, _error(f"The model {name!r} does not exist.")
-        return 200, {"choices": [_choice(name, body, number) for number in range(body["n"])]}
+        return 200, {"choices": [self._choice(name, body, number) for number in range(body["n"])]}
 
     def _knows(self, name: str) -> bool:
         if name == self.model or name in self.adapters:
@@ -185,16 +207,15 @@ class FakeInference:
         self.num_unknown += 1
         return False
 
-
-def _choice(model: str, body: dict[str, Any], number: int) -> dict[str, Any]:
-    letter = FIRST_BYTE + 65 + (body["seed"] + number) % 26
-    token_ids = [version_token(model), letter, IM_END][: body["max_tokens"]]
-    return {
-        "token_ids": token_ids,
-        "logprobs": {"token_logprobs": [-0.5] * len(token_ids)},
-        "finish_reason": "stop" if token_ids[-1] == IM_END else "length",
-        "text": "",
-    }
+    def _choice(self, model: str, body: dict[str, Any], number: int) -> dict[str, Any]:
+        letter = self.letter or 65 + (body["seed"] + number) % 26
+        token_ids = [version_token(model), FIRST_BYTE + letter, IM_END][: body["max_tokens"]]
+        return {
+            "token_ids": token_ids,
+            "logprobs": {"token_logprobs": [-0.5] * len(token_ids)},
+            "finish_reason": "stop" if token_ids[-1] == IM_END else "length",
+            "text": "",
+        }
 
 
 def version_token(model: str) -> int:

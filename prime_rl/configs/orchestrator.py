@@ -149,6 +149,16 @@ class EnvConfig(BaseConfig):
         return self
 
 
+class EvalSamplingConfig(BaseConfig):
+    """How completions are sampled in evaluations; what is left out is as in `[sampling]`."""
+
+    temperature: float | None = Field(None, ge=0, le=2)
+    """Logits are divided by this; 0 always takes the most likely token; null: that of `[sampling]`."""
+
+    max_tokens: int | None = Field(None, ge=1)
+    """Longest completion of one turn, in tokens; null: that of `[sampling]`."""
+
+
 class EvalConfig(BaseConfig):
     """Evaluation while the run trains."""
 
@@ -160,6 +170,12 @@ class EvalConfig(BaseConfig):
 
     rollouts_per_example: int = Field(1, ge=1)
     """Rollouts for each of them."""
+
+    sampling: EvalSamplingConfig = EvalSamplingConfig()
+    """Sampling of evaluations."""
+
+    env: list[EnvConfig] | None = Field(None, min_length=1)
+    """Environments of evaluations, one `[[eval.env]]` each; null: those of the run, on their eval split."""
 
 
 class CkptConfig(BaseConfig):
@@ -284,6 +300,17 @@ class OrchestratorConfig(BaseConfig):
     """Logging."""
 
     @property
+    def eval_envs(self) -> list[EnvConfig]:
+        """The environments of evaluations; [] without evaluation."""
+        return (self.eval.env or self.env) if self.eval else []
+
+    @property
+    def eval_sampling(self) -> SamplingConfig:
+        """The sampling of evaluations. Its temperature may be 0."""
+        own = self.eval.sampling.model_dump(exclude_none=True) if self.eval else {}
+        return self.sampling.model_copy(update=own)
+
+    @property
     def loss_length(self) -> int:
         """What stands for the length of a sample in a loss that divides by a constant, in tokens."""
         chosen = self.loss.length if isinstance(self.loss, DrGrpoLossConfig) else None
@@ -301,7 +328,8 @@ class OrchestratorConfig(BaseConfig):
                 f"max_off_policy_steps: found {self.max_off_policy_steps}, must be at most "
                 f"max_async_level = {self.max_async_level}"
             )
-        names = [env.label for env in self.env]
-        if len(set(names)) != len(names):
-            raise ValueError(f"env: the names {names} are not distinct; set `name` in each [[env]]")
+        for table, envs in (("env", self.env), ("eval.env", (self.eval and self.eval.env) or [])):
+            names = [env.label for env in envs]
+            if len(set(names)) != len(names):
+                raise ValueError(f"{table}: the names {names} are not distinct; set `name` in each [[{table}]]")
         return self

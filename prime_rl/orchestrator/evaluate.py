@@ -1,7 +1,8 @@
 """Evaluation beside generation: the eval split, one policy version at a time, pinned for as long as it takes.
 
-Versions 0, `interval`, 2 `interval`, ... and `max_steps` are due. A due version that was skipped, or that came while an
-evaluation ran, is made up for by the version that is current then. Evaluation shares the run's request limit.
+It has its own sampling, and may have its own environments. Versions 0, `interval`, 2 `interval`, ... and `max_steps`
+are due. A due version that was skipped, or that came while an evaluation ran, is made up for by the version that is
+current then. Evaluation shares the limit of requests of the run.
 """
 
 from __future__ import annotations
@@ -18,8 +19,10 @@ from prime_rl.orchestrator.envs.base import Environment
 from prime_rl.orchestrator.envs.checked import EnvironmentBroken
 from prime_rl.orchestrator.metrics import last_eval_step, mean, outcome_metrics, write_metrics
 from prime_rl.orchestrator.policy import PolicyVersions
-from prime_rl.orchestrator.rollout import Rollout, RolloutWorker, derive_seed, together
+from prime_rl.orchestrator.rollout import PolicySession, Rollout, derive_seed, together
 from prime_rl.orchestrator.sampler import Pick
+from prime_rl.orchestrator.tokenizer import ChatTokenizer
+from prime_rl.orchestrator.turn import TurnSampler
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +36,8 @@ class Evaluator:
     """Evaluates the run's policy when it is due. `done` is set when version `max_steps` has been evaluated.
 
     Args:
+        turns: samples as evaluations do.
+        envs: of evaluations.
         step: where the run goes on; evaluations of later versions are void.
     """
 
@@ -40,7 +45,8 @@ class Evaluator:
         self,
         config: OrchestratorConfig,
         run: RunDir,
-        worker: RolloutWorker,
+        turns: TurnSampler,
+        tokenizer: ChatTokenizer,
         policy: PolicyVersions,
         envs: Mapping[str, Environment],
         *,
@@ -49,7 +55,8 @@ class Evaluator:
         self.done = asyncio.Event()
         self._config = config.eval or EvalConfig()
         self._run = run
-        self._worker = worker
+        self._turns = turns
+        self._tokenizer = tokenizer
         self._policy = policy
         self._envs = envs
         self._seed = config.seed
@@ -98,7 +105,8 @@ class Evaluator:
         """One rollout, with the same seed at every version; None when it failed, which the run survives."""
         seed = derive_seed(self._seed, "eval", pick.env_name, pick.example.id, number)
         try:
-            return await self._worker.rollout(pick, seed, version)
+            session = PolicySession(self._turns, self._tokenizer, seed=seed, version=version)
+            return session.finish(await self._envs[pick.env_name].rollout(pick.example, session))
         except (AccessDenied, EnvironmentBroken):
             raise
         except Exception as error:  # whatever an environment raises is its own affair

@@ -2,8 +2,8 @@
 
     python -m prime_rl.orchestrator.orchestrator @ OUTPUT_DIR/run_a/control/orch.toml [--a.b value]
 
-`orchestrate` is the run's whole life. Around it a guard looks five times a second whether the run was evicted, deleted
-or told to stop, so no wait outlasts that. The last word is the `state` in `control/status.json`: finished, evicted,
+`orchestrate` is the run's whole life. Around it a guard looks whether the run was evicted, deleted or told to
+stop, so no wait outlasts that. The last word is the `state` in `control/status.json`: finished, evicted,
 failed or stopped; a crash leaves none, and whoever keeps the process alive may start it again.
 """
 
@@ -21,7 +21,7 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 
 from prime_rl.configs.base import ConfigError, ConfigProblem, parse_argv
-from prime_rl.configs.orchestrator import OrchestratorConfig
+from prime_rl.configs.orchestrator import EnvConfig, OrchestratorConfig
 from prime_rl.contract.layout import LayoutError, OutputDir, RunDir
 from prime_rl.contract.resume import pending_request
 from prime_rl.contract.status import RunStatus, StatusWriter, TrainerStatus, is_alive, read_status
@@ -38,13 +38,15 @@ from prime_rl.orchestrator.envs import load_environment
 from prime_rl.orchestrator.envs.checked import CheckedEnvironment, EnvironmentBroken
 from prime_rl.orchestrator.evaluate import Evaluator
 from prime_rl.orchestrator.guard import (
-    GUARD_POLL_S,
+    MAX_LOOK_S,
     RunEvicted,
     RunGone,
     StopRequested,
+    Wake,
     check_run,
     guard,
     run_beside,
+    woken_by_signals,
 )
 from prime_rl.orchestrator.ledger import GroupLedger
 from prime_rl.orchestrator.policy import PolicyVersions, find_base_model
@@ -62,7 +64,9 @@ from prime_rl.utils.watch import Watcher
 logger = logging.getLogger("orchestrator")
 
 
-async def orchestrate(config: OrchestratorConfig, run: RunDir, reporter: Reporter, cleanup: AsyncExitStack) -> None:
+async def orchestrate(
+    config: OrchestratorConfig, run: RunDir, reporter: Reporter, wake: Wake, cleanup: AsyncExitStack
+) -> None:
     """Make every batch of the run, then wait until its last update is published (and evaluated, if asked for)."""
     # -- what the run needs ----
     for folder in (run.rollouts, run.broadcast, run.checkpoints, run.metrics):
@@ -70,7 +74,7 @@ async def orchestrate(config: OrchestratorConfig, run: RunDir, reporter: Reporte
     await resume_done(run, config, reporter)
     seq_len = config.seq_len or await trainer_seq_len(run, reporter)
     tokenizer = ChatTokenizer.load(config.model.name)
-    envs = load_envs(config)
+    envs, eval_envs = load_envs(config, config.env), load_envs(config, config.eval_envs)
     groups_per_batch = config.batch_size // config.rollouts_per_example
     progress = find_progress(run, groups_per_batch)
     reporter.update(step=progress.step)
@@ -78,7 +82,7 @@ async def orchestrate(config: OrchestratorConfig, run: RunDir, reporter: Reporte
     # -- who does what ----
     client = connect(config, run)
     cleanup.push_async_callback(client.close)
-    reporter.waiting_on = lambda now: client.trouble
+    reporter.waiting_on, client.on_change = lambda now: client.trouble, wake.set
     policy = PolicyVersions(client, run, await base_model(client, config.model.name))
     cleanup.push_async_callback(policy.close)
     worker = RolloutWorker(
@@ -98,7 +102,7 @@ async def orchestrate(config: OrchestratorConfig, run: RunDir, reporter: Reporte
         max_off_policy_steps=config.max_off_policy_steps,
         num_spare=math.ceil((config.oversampling_factor - 1) * groups_per_batch),
     )
-    watcher = Watcher([run.broadcast], rescan_s=config.watch.rescan_s, kind=config.watch.kind)
+    watcher = Watcher([run.broadcast, run.control], rescan_s=config.watch.rescan_s, kind=config.watch.kind)
     cleanup.callback(watcher.close)
     cleanup.callback(watcher.wake)  # a thread waits in it
     max_groups = max(1, config.client.max_concurrent_requests // config.rollouts_per_example)
@@ -111,9 +115,13 @@ async def orchestrate(config: OrchestratorConfig, run: RunDir, reporter: Reporte
         watcher,
         max_groups=max_groups,
         has_signal=lambda group: not config.filter_zero_advantage or has_signal(group, config.advantage),
+        on_phase=wake.set,
     )
     cleanup.push_async_callback(scheduler.close)
-    evaluator = Evaluator(config, run, worker, policy, envs, step=progress.step) if config.eval else None
+    eval_turns = TurnSampler(client, policy, config.eval_sampling, seq_len=seq_len)
+    evaluator = (
+        Evaluator(config, run, eval_turns, tokenizer, policy, eval_envs, step=progress.step) if config.eval else None
+    )
     batches = BatchReporter(run, scheduler, client, reporter, envs)
     reporter.waiting_on = scheduler.waiting_on
     reporter.figures = lambda: {"policy_version": policy.version, "num_in_flight": ledger.num_in_flight}
@@ -152,13 +160,13 @@ def connect(config: OrchestratorConfig, run: RunDir) -> InferenceClient:
     )
 
 
-def load_envs(config: OrchestratorConfig) -> dict[str, CheckedEnvironment]:
-    """The run's environments by their names in metrics. Raises RunFailed."""
+def load_envs(config: OrchestratorConfig, envs: Sequence[EnvConfig]) -> dict[str, CheckedEnvironment]:
+    """Environments by their names in metrics. Raises RunFailed."""
     share = config.max_env_failure_share
     try:
         return {
             env.label: CheckedEnvironment(load_environment(env, config.seed), env, max_failure_share=share)
-            for env in config.env
+            for env in envs
         }
     except ValueError as error:
         raise RunFailed(str(error)) from error
@@ -177,7 +185,7 @@ async def resume_done(run: RunDir, config: OrchestratorConfig, reporter: Reporte
     """Wait until the trainer has gone back to `ckpt.resume_step`, if the run asks for that."""
     while pending_request(run, config.ckpt.resume_step):
         reporter.waiting_on = lambda now: f"the trainer to go back to ckpt.resume_step = {config.ckpt.resume_step}"
-        await asyncio.sleep(GUARD_POLL_S)
+        await asyncio.sleep(MAX_LOOK_S)
     reporter.waiting_on = lambda now: None
 
 
@@ -186,7 +194,7 @@ async def trainer_seq_len(run: RunDir, reporter: Reporter) -> int:
     path = OutputDir(run.path.parent).trainer_status
     while (status := read_status(path, TrainerStatus)) is None or not status.max_seq_len:
         reporter.waiting_on = lambda now: f"{path} (to know the trainer's seq_len)"
-        await asyncio.sleep(GUARD_POLL_S)
+        await asyncio.sleep(MAX_LOOK_S)
     return status.max_seq_len
 
 
@@ -197,7 +205,9 @@ async def run_to_the_end(config: OrchestratorConfig, run: RunDir, stop: Callable
     last_word: dict[str, object] = {}
     try:
         async with AsyncExitStack() as cleanup:
-            await run_beside(orchestrate(config, run, reporter, cleanup), guard(run, stop, reporter.tick))
+            wake = Wake()
+            cleanup.enter_context(woken_by_signals(wake))
+            await run_beside(orchestrate(config, run, reporter, wake, cleanup), guard(run, stop, reporter.tick, wake))
         last_word = {"state": "finished"}
         logger.info("finished: %d steps", config.max_steps)
     except StopRequested:

@@ -16,22 +16,24 @@ from prime_rl.orchestrator.scheduler import Scheduler
 
 logger = logging.getLogger("orchestrator")
 
-# How often the status file follows figures that always change; a new wait is written at once.
+# How often the status file follows figures that change all the time; a new wait is written at once.
 REPORT_S = 2.0
 
 
 class Reporter:
-    """Keeps `control/status.json` true: a new wait at once, changing figures every REPORT_S."""
+    """Keeps `control/status.json` true: a new wait at once, figures that changed every REPORT_S, nothing else."""
 
     def __init__(self, writer: StatusWriter) -> None:
         self.waiting_on: Callable[[float], str | None] = lambda now: None
         self.figures: Callable[[], dict[str, object]] = dict
         self._writer = writer
         self._written_s = 0.0
+        self._written: dict[str, object] = {}
 
     def update(self, **fields: object) -> None:
         self._written_s = time.monotonic()
-        self._writer.update(waiting_on=self.waiting_on(time.time()), **self.figures(), **fields)
+        self._written = self.figures()
+        self._writer.update(waiting_on=self.waiting_on(time.time()), **self._written, **fields)
 
     def tick(self) -> None:
         sentence = self.waiting_on(time.time())
@@ -39,7 +41,7 @@ class Reporter:
             if sentence:
                 logger.info("waiting for %s", sentence)
             self.update()
-        elif time.monotonic() - self._written_s >= REPORT_S:
+        elif time.monotonic() - self._written_s >= REPORT_S and self.figures() != self._written:
             self.update()
 
 

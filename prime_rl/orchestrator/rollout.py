@@ -180,7 +180,7 @@ class PolicySession:
 
 
 class RolloutWorker:
-    """Makes rollouts: single ones for evaluation, whole groups for training."""
+    """Makes the groups that a run trains on."""
 
     def __init__(
         self,
@@ -217,10 +217,6 @@ class RolloutWorker:
         except Exception as error:  # whatever an environment raises is its own affair
             raise GroupFailed(f"env {pick.env_name}: {type(error).__name__}: {error}") from error
         return Group(index, pick.env_name, f"{pick.env_name}/{pick.example.id}", rollouts)
-
-    async def rollout(self, pick: Pick, seed: int, version: int | None = None) -> Rollout:
-        """One rollout of one example; see `PolicySession` for `seed` and `version`."""
-        return await self._run(pick, PolicySession(self._turns, self._tokenizer, seed=seed, version=version))
 
     async def _member(
         self,

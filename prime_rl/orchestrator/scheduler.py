@@ -43,6 +43,7 @@ class Scheduler:
         make_group: makes the group of one index, and notes the version of each of its requests; raises GroupFailed.
         max_groups: groups in flight at one time.
         has_signal: whether a group is worth training on.
+        on_phase: called when something else is waited for than before.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class Scheduler:
         *,
         max_groups: int,
         has_signal: Callable[[Group], bool] = lambda group: True,
+        on_phase: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.ledger = ledger
@@ -68,6 +70,8 @@ class Scheduler:
         self._watcher = watcher
         self._max_groups = max_groups
         self._has_signal = has_signal
+        self._on_phase = on_phase
+        self._noted: tuple[Phase, str | None] | None = None
         self._clock = clock
         self._tasks: set[asyncio.Task[None]] = set()
         self._task_of: dict[int, asyncio.Task[None]] = {}
@@ -94,6 +98,7 @@ class Scheduler:
         while True:
             await self.notice_published()
             await asyncio.to_thread(self._watcher.wait)
+            self._on_phase()  # the hint may have come from control/
 
     async def notice_published(self) -> None:
         """Look once which version the trainer has published."""
@@ -236,7 +241,11 @@ class Scheduler:
         return "wait_for_inference" if self._refusal else "wait_for_policy"
 
     def note_phase(self) -> None:
-        self.phases.switch(self.phase)
+        phase = self.phase
+        self.phases.switch(phase)
+        if self._noted != (phase, self._client.trouble):
+            self._noted = (phase, self._client.trouble)
+            self._on_phase()
 
     def waiting_on(self, now: float) -> str | None:
         """The sentence for the status file; None while groups are being made. `now` is Unix seconds."""

@@ -23,7 +23,6 @@ from prime_rl.orchestrator.envs.base import Example, Outcome, Policy
 from prime_rl.orchestrator.policy import PolicyVersions, find_base_model
 from prime_rl.orchestrator.pool import InferenceClient
 from prime_rl.orchestrator.rollout import GroupFailed
-from prime_rl.orchestrator.sampler import Pick
 from prime_rl.orchestrator.tokenizer import ChatTokenizer, TokenizerError
 from tests.orchestrator_support import (
     FIRST_BYTE,
@@ -250,7 +249,7 @@ async def test_turns_continue_the_same_tokens_and_only_sampled_ones_count(model:
     async with serving(fake) as url:
         client = make_client(url, tmp_path)
         policy = PolicyVersions(client, run, str(model))
-        worker = make_worker(client, policy, model, {"talk": env})
+        worker = make_worker(client, policy, model, {"talk": env}, rollouts_per_example=1)
 
         async def switch_after_the_first(body: object) -> None:
             if policy.version == 0 and len(fake.requests) == 1:
@@ -258,7 +257,7 @@ async def test_turns_continue_the_same_tokens_and_only_sampled_ones_count(model:
                 await until(lambda: policy.version == 1, "the switch")
 
         fake.gate = switch_after_the_first
-        rollout = await worker.rollout(Pick("talk", env.examples("train")[0]), seed=1)
+        (rollout,) = (await worker.group(0)).rollouts_G
         await policy.close()
         await client.close()
     first, second = (body for path, body in fake.requests if path == "/v1/completions")
@@ -272,7 +271,7 @@ async def test_turns_continue_the_same_tokens_and_only_sampled_ones_count(model:
     assert [i for i, loss in enumerate(mask) if loss] == [n, n + 1, n + 2, *range(len(ids) - 3, len(ids))]
     assert [p for p, loss in zip(rollout.logprobs_T, mask, strict=True) if loss] == [-0.5] * 6
     assert {p for p, loss in zip(rollout.logprobs_T, mask, strict=True) if not loss} == {0.0}
-    assert (rollout.oldest_version, rollout.num_prompt_tokens, rollout.truncated) == (0, n, False)
+    assert (rollout.turn_versions, rollout.num_prompt_tokens, rollout.truncated) == ([0, 1], n, False)
 
 
 async def test_a_turn_that_was_cut_gets_its_end_appended_but_not_learned(model: Path, tmp_path: Path) -> None:
@@ -281,8 +280,8 @@ async def test_a_turn_that_was_cut_gets_its_end_appended_but_not_learned(model: 
     async with serving(fake) as url:
         client = make_client(url, tmp_path)
         policy = PolicyVersions(client, make_run(tmp_path), str(model))
-        worker = make_worker(client, policy, model, {"talk": env}, max_tokens=2)
-        rollout = await worker.rollout(Pick("talk", env.examples("train")[0]), seed=1)
+        worker = make_worker(client, policy, model, {"talk": env}, rollouts_per_example=1, max_tokens=2)
+        (rollout,) = (await worker.group(0)).rollouts_G
         await client.close()
     n = rollout.num_prompt_tokens
     assert rollout.token_ids_T[n + 2] == IM_END and not rollout.loss_mask_T[n + 2]

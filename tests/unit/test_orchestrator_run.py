@@ -19,6 +19,7 @@ from prime_rl.contract.status import RunStatus, read_status
 from prime_rl.contract.types import read_batch
 from prime_rl.orchestrator.orchestrator import run_to_the_end
 from tests.orchestrator_support import (
+    FIRST_BYTE,
     FakeInference,
     config_data,
     make_model,
@@ -28,6 +29,7 @@ from tests.orchestrator_support import (
     serving,
     stand_in_trainer,
     until,
+    version_token,
     write_toml,
 )
 
@@ -49,6 +51,11 @@ class House:
     async def run_to_the_end(self, **over: Any) -> int:
         async with trainer(self.run):
             return await asyncio.wait_for(self.start(**over), 30)
+
+    @property
+    def completions(self) -> list[dict[str, Any]]:
+        """The requests for completions so far."""
+        return [body for path, body in self.fake.requests if path == "/v1/completions"]
 
     @property
     def status(self) -> RunStatus:
@@ -196,6 +203,60 @@ async def test_inference_that_comes_back_without_its_adapters_costs_no_step(hous
     assert max(line["time/wait_for_inference"] for line in lines(house.run)) > 0
 
 
+async def test_what_gets_too_old_is_cancelled_on_the_server_and_made_again(house: House) -> None:
+    async def hold_all_but_the_first_of_version_0(body: dict[str, Any]) -> None:
+        if version_token(body["model"]) == FIRST_BYTE and len(house.completions) > 1:
+            await asyncio.Event().wait()
+
+    house.fake.gate = hold_all_but_the_first_of_version_0
+    over = {"batch_size": 2, "max_async_level": 2, "max_off_policy_steps": 0}
+    async with trainer(house.run):
+        assert await asyncio.wait_for(house.start(max_steps=4, **over), 30) == 0
+    assert house.fake.num_cancelled == 2
+    assert lines(house.run)[-1]["groups_too_old"] == 2 and lines(house.run)[-1]["groups_dropped"] == 0
+    held, again = house.completions[1:3], house.completions[3:5]
+    assert [body["prompt"] for body in again] == [body["prompt"] for body in held], "the same examples"
+    versions = [sample.turn_versions for sample in read_batch(house.run.rollout_file(2)).samples]
+    assert versions == [[1], [1]]
+
+
+async def test_a_server_that_hangs_is_named_at_the_deadline(house: House) -> None:
+    async def hang(body: dict[str, Any]) -> None:
+        await asyncio.Event().wait()
+
+    house.fake.gate = hang
+    task = house.start(client={"timeout_s": 0.3})
+    await house.until_waiting_on(f"inference at {house.url} (no answer in 0.3 s)")
+    house.fake.gate = None
+    async with trainer(house.run):
+        assert await asyncio.wait_for(task, 30) == 0
+
+
+async def test_groups_without_signal_are_replaced_and_a_run_that_has_no_others_goes_on(
+    house: House, caplog: pytest.LogCaptureFixture
+) -> None:
+    house.fake.letter = 65  # all answers are the same, so all rewards of a group are
+    over = {"filter_zero_advantage": True, "oversampling_factor": 2.0, "max_async_level": 1}
+    assert await house.run_to_the_end(**over) == 0
+    filtered = [line["groups_filtered"] for line in lines(house.run)]
+    assert filtered[0] >= 4 * 2 and filtered == sorted(filtered)
+    assert "too many groups had advantages of zero" in caplog.text
+    ids = example_ids(house.run, range(1, 4))
+    assert len(set(ids)) == 6 and max(int(i.rpartition("-")[2]) for i in ids) < 20
+
+
+async def test_the_trainer_that_starts_again_finds_each_batch_once(house: House) -> None:
+    task = house.start(max_steps=6)
+    async with trainer(house.run):
+        await until(lambda: 4 in list_rollout_steps(house.run), "batch 4")
+    written = {step: house.run.rollout_file(step).stat().st_mtime_ns for step in list_rollout_steps(house.run)}
+    async with trainer(house.run):
+        assert await asyncio.wait_for(task, 30) == 0
+    assert {step: house.run.rollout_file(step).stat().st_mtime_ns for step in written} == written
+    ids = example_ids(house.run, range(1, 7))
+    assert len(set(ids)) == len(ids) / 2
+
+
 async def test_a_run_whose_groups_mostly_fail_is_failed_with_the_last_error(
     house: House, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -284,6 +345,23 @@ async def test_evaluation_of_the_first_the_due_and_the_last_version(house: House
     assert all(0 <= line["eval/reverse-text/exact_match"] <= 1 for line in evals)
     assert {line["eval/reverse-text/num_failed"] for line in evals} == {0}
     assert house.fake.adapters == {}
+
+
+async def test_evaluation_has_its_own_environments_and_sampling_and_stops_nothing(house: House) -> None:
+    async def hold_evaluations(body: dict[str, Any]) -> None:
+        if body["temperature"] == 0:
+            await until(lambda: 3 in list_rollout_steps(house.run), "training to go on meanwhile")
+
+    house.fake.gate = hold_evaluations
+    env = [{"id": "sort-letters", "name": "hard", "args": {"num_eval_examples": 2}}]
+    own = {"interval": 9, "sampling": {"temperature": 0, "max_tokens": 3}, "env": env}
+    assert await house.run_to_the_end(max_steps=3, eval=own) == 0
+    bodies = [body for body in house.completions if body["temperature"] == 0]
+    assert len(bodies) == 2 * 2 and {body["max_tokens"] for body in bodies} == {3}
+    assert {body["max_tokens"] for body in house.completions if body["temperature"]} == {16}
+    evals = [line for line in lines(house.run) if "eval/hard/reward" in line]
+    assert [line["step"] for line in evals] == [0, 3] and not any("eval/reverse-text/reward" in line for line in evals)
+    assert all("reward/reverse-text" in line for line in lines(house.run) if "reward/mean" in line)
 
 
 async def test_several_environments_share_the_batches(house: House) -> None:
