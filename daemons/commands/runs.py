@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from typing import Annotated
 
+import msgspec
 import typer
 
 from daemons import actions
@@ -21,9 +22,10 @@ from daemons.commands.common import (
     say,
     watch,
 )
-from daemons.commands.views import run_details, run_json, runs_table
+from daemons.commands.views import run_details, run_json, runs_table, sample_view
 from prime_rl.configs.base import ConfigError, parse_set
-from prime_rl.contract.layout import LayoutError, check_run_id
+from prime_rl.contract.layout import LayoutError, OutputDir, check_run_id
+from prime_rl.contract.samples import read_samples
 from prime_rl.contract.status import RunState
 
 runs_app = typer.Typer(no_args_is_help=True, help="Add, list, evict, delete runs.", rich_markup_mode=None)
@@ -85,6 +87,34 @@ def show(run_id: RunIdArgument, output_dir: OutputDirOption = None, as_json: Jso
     console().print(run_details(run))
     for line in tail:
         say(f"  {line}")
+
+
+@runs_app.command()
+def samples(
+    run_id: RunIdArgument,
+    output_dir: OutputDirOption = None,
+    as_json: JsonOption = False,
+    number: Annotated[int, typer.Option("-n", min=1, help="How many, the newest last.")] = 4,
+) -> None:
+    """Show the newest rollouts of a run: prompt, completion, reward, advantage, policy version.
+
+    Example: prl runs samples run_reverse -n 8
+    """
+    place = choose_output_dir(output_dir)
+    try:
+        run = OutputDir(place).run(run_id)
+    except LayoutError as error:
+        raise UsageError(str(error)) from error
+    if not run.path.is_dir():
+        raise actions.ActionError(f"no run {run_id!r} in {place}: prl runs list shows what is there")
+    found = read_samples(run.samples, number)
+    if as_json:
+        print_json({"samples": msgspec.to_builtins(found)})
+        return
+    for sample in found:
+        say(sample_view(sample))
+    if not found:
+        say(f"{run_id} has no rollouts yet: each of its batches adds some, unless samples.per_step is 0")
 
 
 @runs_app.command()

@@ -12,7 +12,9 @@ from rich.text import Text
 
 from daemons.client import DaemonView, House, RunView
 from daemons.commands.common import cell, make_table, number
+from prime_rl.contract.samples import Sample
 from prime_rl.contract.status import RunState
+from prime_rl.utils.text import one_line
 
 _STYLES = {
     RunState.ACTIVE: "green",
@@ -114,3 +116,15 @@ def run_details(run: RunView) -> RenderableType:
             value = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(value))
         rows.append([name, cell(value, 2_000)])
     return make_table(["", ""], rows)
+
+
+def sample_view(sample: Sample) -> str:
+    """What `prl runs samples` prints of one rollout; whoever prints it cleans it. Text of the rollout is indented."""
+    versions = ", ".join(map(str, sample.policy_versions))
+    lines = [
+        f"step {sample.step}  {one_line(sample.example_id)}  reward {sample.reward:.3f}  advantage "
+        f"{sample.advantage:+.3f}  policy version {versions}  {sample.num_completion_tokens} tokens"
+    ]
+    for title, text in (("prompt", sample.prompt), ("completion", sample.completion)):
+        lines += [f"  {title}:", *(f"    {line}" for line in text.splitlines() or [""])]
+    return "\n".join(lines)

@@ -16,6 +16,7 @@ from pydantic import Field, field_validator, model_validator
 
 from prime_rl.configs.base import BaseConfig
 from prime_rl.configs.losses import AipoLossConfig, DrGrpoLossConfig, LossConfig
+from prime_rl.configs.monitors import MonitorConfig, SamplesConfig
 from prime_rl.configs.shared import LogConfig, WatchConfig
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
@@ -299,6 +300,12 @@ class OrchestratorConfig(BaseConfig):
     log: LogConfig = LogConfig()
     """Logging."""
 
+    monitor: MonitorConfig = MonitorConfig()
+    """Where metrics go beside `metrics/*.jsonl`."""
+
+    samples: SamplesConfig = SamplesConfig()
+    """Rollouts kept as text."""
+
     @property
     def eval_envs(self) -> list[EnvConfig]:
         """The environments of evaluations; [] without evaluation."""
@@ -328,8 +335,15 @@ class OrchestratorConfig(BaseConfig):
                 f"max_off_policy_steps: found {self.max_off_policy_steps}, must be at most "
                 f"max_async_level = {self.max_async_level}"
             )
+        lows = [env.reward_range[0] for env in self.env]
+        if self.advantage.type == "maxrl" and min(lows) < 0:
+            raise ValueError(
+                "advantage.type: found 'maxrl', which needs a reward_range from 0 upwards in every [[env]]"
+            )
         for table, envs in (("env", self.env), ("eval.env", (self.eval and self.eval.env) or [])):
             names = [env.label for env in envs]
             if len(set(names)) != len(names):
                 raise ValueError(f"{table}: the names {names} are not distinct; set `name` in each [[{table}]]")
+            if taken := {"mean", "std"} & set(names):
+                raise ValueError(f"{table}: the name {min(taken)!r} is taken: reward/mean and reward/std are metrics")
         return self

@@ -9,7 +9,8 @@ below `output_dir`. It only computes and validates paths; reading and writing is
         checkpoints/step_N/  trainer/  orchestrator/  STABLE
         rollouts/step_N/     rollouts.msgpack
         broadcast/step_N/    adapter_model.safetensors  adapter_config.json  STABLE
-        metrics/     trainer.jsonl  orchestrator.jsonl
+        metrics/     trainer.jsonl  orchestrator.jsonl  samples.jsonl (the newest rollouts, for people)
+        monitors/    tensorboard/  wandb/  state.json (only with [monitor])
         logs/        orchestrator.log
       trainer/status.json   inference/status.json   daemons/<name>.json   logs/<name>.log
       multinode/   .trash/
@@ -129,6 +130,16 @@ class RunDir:
     @property
     def orchestrator_metrics(self) -> Path:
         return self.metrics / "orchestrator.jsonl"
+
+    @property
+    def samples(self) -> Path:
+        """Some of the newest rollouts as text, for people (`contract.samples`). Nothing depends on it."""
+        return self.metrics / "samples.jsonl"
+
+    @property
+    def monitors(self) -> Path:
+        """What the run's monitors write; nothing of ours reads it."""
+        return self.path / "monitors"
 
     @property
     def log(self) -> Path:

@@ -1,7 +1,7 @@
 """What a run says about itself: one flat JSON line a step, and where its time went.
 
-Names are dotted with "/": `reward/mean`, `env/<env name>/<metric>`, `time/<phase>`. Reading and drawing is done
-elsewhere.
+Names are dotted with "/": `reward/mean`, `env/<env name>/<metric>`, `time/<phase>`; all of them are in
+`docs/metrics.md`. Reading, drawing and passing on (`monitors/`) is done elsewhere.
 """
 
 from __future__ import annotations
@@ -17,39 +17,89 @@ from typing import Any, Literal, get_args
 from prime_rl.contract.files import append_line
 from prime_rl.orchestrator.rollout import Group, Rollout
 
-Phase = Literal["generate", "wait_for_policy", "wait_for_inference"]
+Phase = Literal["generate", "environment", "wait_for_policy", "wait_for_inference"]
 PHASES: tuple[Phase, ...] = get_args(Phase)
-# Who is waited for in each phase, in the words of the status file.
+# Who is behind each phase, by the name in `bottleneck`.
 _HOLDERS: dict[Phase, str] = {
-    "generate": "generation",
-    "wait_for_policy": "the trainer",
+    "generate": "inference",
+    "environment": "environment",
+    "wait_for_policy": "trainer",
     "wait_for_inference": "inference",
 }
+# A trainer that always has a batch to work on holds the run up once it is waited for this share of the time.
+TRAINER_SHARE = 0.1
 # Several batches may lie ready at once and then none for long: the token rate is taken over at least this.
 RATE_WINDOW_S = 10.0
 # The end of the metrics file in which the newest evaluation is looked for.
 TAIL_BYTES = 1_000_000
 
 
+class RolloutMeter:
+    """How many rollouts are in the code of an environment and how many are in a turn of the policy, at this moment.
+
+    `on_change` is called before a number changes.
+    """
+
+    def __init__(self) -> None:
+        self.num_in_environment = 0
+        self.num_in_turn = 0
+        self.on_change: Callable[[], None] = lambda: None
+
+    def enter_environment(self) -> None:
+        self._add(1, 0)
+
+    def leave_environment(self) -> None:
+        self._add(-1, 0)
+
+    def begin_turn(self) -> None:
+        self._add(-1, 1)
+
+    def end_turn(self) -> None:
+        self._add(1, -1)
+
+    def _add(self, in_environment: int, in_turn: int) -> None:
+        self.on_change()
+        self.num_in_environment += in_environment
+        self.num_in_turn += in_turn
+
+
 class PhaseClock:
-    """Adds up how long each phase lasted since the last `lap`."""
+    """Adds up how long each phase lasted since the last `lap`.
+
+    Of the time in which groups are made ("generate"), the share of the rollouts that are in the code of their
+    environment goes to "environment", once it is known from a meter (`follow`).
+    """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._phase: Phase = "generate"
         self._since_s = clock()
         self._spent_s: dict[Phase, float] = dict.fromkeys(PHASES, 0.0)
+        self._meter = RolloutMeter()
+
+    def follow(self, meter: RolloutMeter) -> None:
+        self._meter = meter
+        meter.on_change = self._settle
 
     def switch(self, phase: Phase) -> None:
-        now_s = self._clock()
-        self._spent_s[self._phase] += now_s - self._since_s
-        self._phase, self._since_s = phase, now_s
+        self._settle()
+        self._phase = phase
 
     def lap(self) -> dict[Phase, float]:
         """Seconds of each phase since the last call."""
-        self.switch(self._phase)
+        self._settle()
         spent_s, self._spent_s = self._spent_s, dict.fromkeys(PHASES, 0.0)
         return spent_s
+
+    def _settle(self) -> None:
+        now_s = self._clock()
+        passed_s, self._since_s = now_s - self._since_s, now_s
+        meter = self._meter
+        if self._phase == "generate" and meter.num_in_environment:
+            share = meter.num_in_environment / (meter.num_in_environment + meter.num_in_turn)
+            self._spent_s["environment"] += share * passed_s
+            passed_s *= 1 - share
+        self._spent_s[self._phase] += passed_s
 
 
 class TokenRate:
@@ -68,9 +118,19 @@ class TokenRate:
         return (total - before) / (now_s - since_s) if now_s > since_s else 0.0
 
 
-def bottleneck(time_s: Mapping[Phase, float]) -> str:
-    """Who holds the run up: where most of the time since the last batch went."""
-    return _HOLDERS[max(PHASES, key=lambda phase: time_s[phase])]
+def bottleneck(time_s: Mapping[Phase, float], num_ahead: int) -> str | None:
+    """Who holds the run up: "trainer", "inference", "environment", or None when nobody waits for anybody.
+
+    `time_s` is where the time since the last batch went, `num_ahead` how many batches the trainer had not yet trained
+    on when this one came. With none left it waited for this one, so it is whoever took most of the time. With some
+    left generation kept up, and the trainer holds the run up if it was waited for.
+    """
+    if num_ahead:
+        return "trainer" if time_s["wait_for_policy"] > TRAINER_SHARE * math.fsum(time_s.values()) else None
+    held_s = dict.fromkeys(_HOLDERS.values(), 0.0)
+    for phase, holder in _HOLDERS.items():
+        held_s[holder] += time_s[phase]
+    return max(held_s, key=lambda holder: held_s[holder])
 
 
 def batch_metrics(
@@ -80,12 +140,16 @@ def batch_metrics(
     rollouts = [rollout for group in groups for rollout in group.rollouts_G]
     rewards = [rollout.reward for rollout in rollouts]
     levels = [step - 1 - rollout.oldest_version for rollout in rollouts]
+    completion_lens = [rollout.num_completion_tokens for rollout in rollouts]
+    prompt_lens = [rollout.num_prompt_tokens for rollout in rollouts]
     return {
         "reward/mean": mean(rewards),
-        "reward/std": math.sqrt(max(0.0, mean([r * r for r in rewards]) - mean(rewards) ** 2)),
+        "reward/std": std(rewards),
         **_by_env(groups),
-        "completion_len/mean": mean([rollout.num_completion_tokens for rollout in rollouts]),
-        "prompt_len/mean": mean([rollout.num_prompt_tokens for rollout in rollouts]),
+        "completion_len/mean": mean(completion_lens),
+        "completion_len/max": max(completion_lens),
+        "prompt_len/mean": mean(prompt_lens),
+        "prompt_len/max": max(prompt_lens),
         "truncated/mean": mean([float(rollout.truncated) for rollout in rollouts]),
         "async_level/max": max(levels),
         "async_level/mean": mean(levels),
@@ -101,9 +165,9 @@ def outcome_metrics(prefix: str, rollouts: Sequence[Rollout]) -> dict[str, float
     return {f"{prefix}/{n}": mean([r.metrics[n] for r in rollouts if n in r.metrics]) for n in names}
 
 
-def write_metrics(path: Path, step: int, values: Mapping[str, float], now: float) -> None:
+def write_metrics(path: Path, step: int, values: Mapping[str, float | str], now: float) -> None:
     """Append one line. JSON has no infinity and no NaN: such a value is null."""
-    finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
+    finite = {name: value if isinstance(value, str) or math.isfinite(value) else None for name, value in values.items()}
     append_line(path, json.dumps({"step": step, "time": now, **finite}, allow_nan=False))
 
 
@@ -130,11 +194,19 @@ def mean(values: Iterable[float]) -> float:
     return math.fsum(values) / len(values)
 
 
+def std(values: Sequence[float]) -> float:
+    """Of the population, so 0 for a single value."""
+    middle = mean(values)
+    return math.sqrt(mean([(value - middle) ** 2 for value in values]))
+
+
 def _by_env(groups: Sequence[Group]) -> dict[str, float]:
     figures: dict[str, float] = {}
     for env_name in sorted({group.env_name for group in groups}):
         rollouts = [rollout for group in groups if group.env_name == env_name for rollout in group.rollouts_G]
-        figures[f"reward/{env_name}"] = mean([rollout.reward for rollout in rollouts])
+        rewards = [rollout.reward for rollout in rollouts]
+        figures[f"reward/{env_name}"] = mean(rewards)
+        figures[f"reward_std/{env_name}"] = std(rewards)
         figures |= outcome_metrics(f"env/{env_name}", rollouts)
     return figures
 

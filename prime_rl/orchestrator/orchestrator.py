@@ -36,6 +36,7 @@ from prime_rl.orchestrator.checkpoint import (
 from prime_rl.orchestrator.client import AccessDenied, Endpoint
 from prime_rl.orchestrator.envs import load_environment
 from prime_rl.orchestrator.envs.checked import CheckedEnvironment, EnvironmentBroken
+from prime_rl.orchestrator.envs.metered import MeteredEnvironment
 from prime_rl.orchestrator.evaluate import Evaluator
 from prime_rl.orchestrator.guard import (
     MAX_LOOK_S,
@@ -49,11 +50,14 @@ from prime_rl.orchestrator.guard import (
     woken_by_signals,
 )
 from prime_rl.orchestrator.ledger import GroupLedger
+from prime_rl.orchestrator.metrics import RolloutMeter
+from prime_rl.orchestrator.monitors.process import MonitorProcess
 from prime_rl.orchestrator.policy import PolicyVersions, find_base_model
 from prime_rl.orchestrator.pool import InferenceClient
 from prime_rl.orchestrator.report import BatchReporter, Reporter
 from prime_rl.orchestrator.rollout import RolloutWorker
 from prime_rl.orchestrator.sampler import ExampleSampler
+from prime_rl.orchestrator.samples import SampleKeeper
 from prime_rl.orchestrator.scheduler import RunFailed, Scheduler
 from prime_rl.orchestrator.tokenizer import ChatTokenizer, TokenizerError
 from prime_rl.orchestrator.turn import TurnSampler
@@ -71,10 +75,13 @@ async def orchestrate(
     # -- what the run needs ----
     for folder in (run.rollouts, run.broadcast, run.checkpoints, run.metrics):
         folder.mkdir(exist_ok=True)  # not their parents: a deleted run is not made again
+    monitors = MonitorProcess(config, run)
+    cleanup.push_async_callback(asyncio.to_thread, monitors.close)
     await resume_done(run, config, reporter)
     seq_len = config.seq_len or await trainer_seq_len(run, reporter)
     tokenizer = ChatTokenizer.load(config.model.name)
-    envs, eval_envs = load_envs(config, config.env), load_envs(config, config.eval_envs)
+    meter = RolloutMeter()
+    envs, eval_envs = load_envs(config, config.env, meter), load_envs(config, config.eval_envs, RolloutMeter())
     groups_per_batch = config.batch_size // config.rollouts_per_example
     progress = find_progress(run, groups_per_batch)
     reporter.update(step=progress.step)
@@ -118,11 +125,13 @@ async def orchestrate(
         on_phase=wake.set,
     )
     cleanup.push_async_callback(scheduler.close)
+    scheduler.phases.follow(meter)
     eval_turns = TurnSampler(client, policy, config.eval_sampling, seq_len=seq_len)
     evaluator = (
         Evaluator(config, run, eval_turns, tokenizer, policy, eval_envs, step=progress.step) if config.eval else None
     )
     batches = BatchReporter(run, scheduler, client, reporter, envs)
+    samples = SampleKeeper(run, config.samples, tokenizer.decode)
     reporter.waiting_on = scheduler.waiting_on
     reporter.figures = lambda: {"policy_version": policy.version, "num_in_flight": ledger.num_in_flight}
 
@@ -142,6 +151,7 @@ async def orchestrate(
                 save_state(run, batch)
             publish_batch(run, batch)
             batches.report(step, groups)
+            samples.keep(groups, batch)
         await scheduler.wait_for_version(config.max_steps, serve=evaluator is not None)
         if evaluator is not None:
             reporter.waiting_on = lambda now: client.trouble or f"the evaluation of policy version {config.max_steps}"
@@ -160,14 +170,18 @@ def connect(config: OrchestratorConfig, run: RunDir) -> InferenceClient:
     )
 
 
-def load_envs(config: OrchestratorConfig, envs: Sequence[EnvConfig]) -> dict[str, CheckedEnvironment]:
+def load_envs(
+    config: OrchestratorConfig, envs: Sequence[EnvConfig], meter: RolloutMeter
+) -> dict[str, CheckedEnvironment]:
     """Environments by their names in metrics. Raises RunFailed."""
     share = config.max_env_failure_share
+
+    def load(env: EnvConfig) -> CheckedEnvironment:
+        inner = MeteredEnvironment(load_environment(env, config.seed), meter)
+        return CheckedEnvironment(inner, env, max_failure_share=share)
+
     try:
-        return {
-            env.label: CheckedEnvironment(load_environment(env, config.seed), env, max_failure_share=share)
-            for env in envs
-        }
+        return {env.label: load(env) for env in envs}
     except ValueError as error:
         raise RunFailed(str(error)) from error
 

@@ -65,18 +65,20 @@ class BatchReporter:
 
     def report(self, step: int, groups: Sequence[Group]) -> None:
         time_s, ledger = self._scheduler.phases.lap(), self._scheduler.ledger
+        held_by = bottleneck(time_s, num_ahead=step - 1 - self._scheduler.published)
         values = batch_metrics(step, groups, time_s, ledger.num_dropped)
         values |= {"groups_filtered": ledger.num_filtered, "groups_too_old": ledger.num_too_old}
         values |= {f"env/{name}/dropped": env.num_dropped for name, env in self._envs.items()}
         values["tokens_per_s"] = self._rate.per_s(self._client.num_sampled_tokens)
         values |= self._client.metrics()
-        write_metrics(self._run.orchestrator_metrics, step, values, time.time())
+        line: dict[str, float | str] = {**values, "bottleneck": held_by or "none"}
+        write_metrics(self._run.orchestrator_metrics, step, line, time.time())
         self._reporter.update(
             step=step,
             reward=values["reward/mean"],
             tokens_per_s=values["tokens_per_s"],
             async_level=int(values["async_level/max"]),
-            bottleneck=bottleneck(time_s),
+            bottleneck=held_by,
         )
         logger.info(
             "step %d: reward %.4f, async level %d, %.1f s, %.0f tokens/s",

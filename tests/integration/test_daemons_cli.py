@@ -16,6 +16,8 @@ import pytest
 
 from daemons.cli import run
 from prime_rl.contract.files import append_line, wait_for
+from prime_rl.contract.layout import OutputDir
+from prime_rl.contract.samples import Sample, SampleFile
 from tests.daemons_support import PATIENCE_S, ROOT, RUN_TOML, Prl, fake_house
 
 
@@ -256,3 +258,26 @@ def test_demo_removes_no_folder_that_it_did_not_make(prl: Prl) -> None:
     prl("runs", "add", str(prl.run_file()))
     assert "no demo made" in prl("demo", "--configs", demo_configs(prl), exit_code=1).stderr
     assert len(prl.json("runs", "list")["runs"]) == 1
+
+
+def test_rollouts_are_shown_cleaned(inline: Inline) -> None:
+    inline("runs", "add", str(inline.prl.run_file()))
+    assert "has no rollouts yet" in inline("runs", "samples", "run_reverse").stdout
+    text = "[bold]x[/bold]\x1b]2;owned\x07\nsecond line"
+    run = OutputDir(inline.prl.output_dir).run("run_reverse")
+    file = SampleFile(run.samples, keep=9)
+    file.append([Sample(s, "reverse", "reverse/e1", "say x", text, 0.5, 0.25, [s - 1], 9, 4) for s in (1, 2, 3)])
+    shown = inline("runs", "samples", "run_reverse", "-n", "2").stdout
+    assert "step 1 " not in shown and "\x1b" not in shown and "owned" not in shown
+    assert shown.splitlines()[-6:] == [
+        "step 3  reverse/e1  reward 0.500  advantage +0.250  policy version 2  4 tokens",
+        "  prompt:",
+        "    say x",
+        "  completion:",
+        "    [bold]x[/bold]",
+        "    second line",
+    ]
+    listed = inline.json("runs", "samples", "run_reverse")
+    assert listed["version"] == 1 and [sample["completion"] for sample in listed["samples"]] == [text] * 3
+    assert "no run 'run_x'" in inline("runs", "samples", "run_x", exit_code=1).stderr
+    assert inline("runs", "samples", "../x", exit_code=2).stderr.count("\n") == 1

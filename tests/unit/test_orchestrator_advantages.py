@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from prime_rl.configs.base import ConfigError, build
-from prime_rl.configs.orchestrator import AdvantageConfig, AdvantageType
+from prime_rl.configs.orchestrator import AdvantageConfig, AdvantageType, OrchestratorConfig
 from prime_rl.orchestrator.advantage import EPSILON, compute_advantages
 
 TYPES: tuple[AdvantageType, ...] = get_args(AdvantageType)
@@ -94,3 +94,15 @@ def test_only_long_right_answers_pay() -> None:
 def test_what_is_no_advantage_is_refused_by_its_key(bad: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match=next(iter(bad))):
         build(AdvantageConfig, bad, "test")
+
+
+def test_maxrl_is_refused_where_rewards_may_be_negative() -> None:
+    data = {
+        **{"batch_size": 4, "rollouts_per_example": 2, "model": {"name": "m"}, "advantage": {"type": "maxrl"}},
+        "env": [{"id": "reverse-text"}, {"id": "sort-letters", "reward_range": [-1, 1]}],
+    }
+    with pytest.raises(ConfigError, match=r"maxrl.*reward_range"):
+        build(OrchestratorConfig, data, "test")
+    data["env"] = [{"id": "reverse-text", "name": "mean"}]
+    with pytest.raises(ConfigError, match=r"'mean' is taken"):
+        build(OrchestratorConfig, data, "test")

@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from prime_rl.configs.orchestrator import AdvantageConfig, CkptConfig
@@ -23,16 +22,7 @@ from prime_rl.orchestrator.checkpoint import (
 )
 from prime_rl.orchestrator.evaluate import next_due
 from prime_rl.orchestrator.ledger import MAX_FILTERED_BATCHES, GroupLedger
-from prime_rl.orchestrator.metrics import (
-    PHASES,
-    Phase,
-    PhaseClock,
-    TokenRate,
-    batch_metrics,
-    bottleneck,
-    last_eval_step,
-    write_metrics,
-)
+from prime_rl.orchestrator.metrics import TokenRate, last_eval_step, write_metrics
 from prime_rl.orchestrator.rollout import Group, Rollout, derive_seed
 from prime_rl.orchestrator.sampler import ExampleSampler
 from prime_rl.orchestrator.scheduler import describe_policy_wait
@@ -316,37 +306,12 @@ def test_checkpoints_are_due_at_the_interval_and_at_the_end() -> None:
 # -- figures ----
 
 
-def test_metrics_of_a_batch() -> None:
-    groups = [a_group(0, [0.0, 1.0], version=1, env="x"), a_group(1, [1.0, 1.0], version=2, env="y")]
-    time_s = {"generate": 3.0, "wait_for_policy": 1.0, "wait_for_inference": 0.0}
-    values = batch_metrics(3, groups, time_s, num_dropped=2)
-    assert values["reward/mean"] == 0.75
-    assert values["reward/std"] == pytest.approx(np.std([0, 1, 1, 1]))
-    assert (values["reward/x"], values["reward/y"]) == (0.5, 1.0)
-    assert values["env/x/exact_match"] == 0.5
-    assert (values["async_level/max"], values["async_level/mean"]) == (1, 0.5)
-    assert (values["completion_len/mean"], values["prompt_len/mean"], values["truncated/mean"]) == (2, 3, 0)
-    assert (values["time/step"], values["time/wait_for_policy"], values["groups_dropped"]) == (4.0, 1.0, 2)
-
-
 def test_the_token_rate_is_taken_over_a_window_of_batches() -> None:
     now = [0.0]
     rate = TokenRate(lambda: now[0])
     assert rate.per_s(50) == 0.0  # no time has passed
     for now[0], total, expected in ((2.0, 100, 50), (2.0, 100, 50), (12.0, 600, 50), (22.0, 600, 0)):
         assert rate.per_s(total) == expected
-
-
-def test_phases_add_up_and_begin_anew_after_a_lap() -> None:
-    now = [0.0]
-    clock = PhaseClock(lambda: now[0])
-    for phase, until_s in (("wait_for_policy", 2.0), ("generate", 5.0)):
-        now[0] = until_s
-        clock.switch(phase)  # type: ignore[arg-type]
-    now[0] = 6.0
-    assert clock.lap() == {"generate": 3.0, "wait_for_policy": 3.0, "wait_for_inference": 0.0}
-    now[0] = 6.5
-    assert clock.lap() == {"generate": 0.5, "wait_for_policy": 0.0, "wait_for_inference": 0.0}
 
 
 def test_metrics_lines_are_json_and_the_newest_evaluation_is_found(tmp_path: Path) -> None:
@@ -365,11 +330,3 @@ def test_evaluations_are_due_at_zero_at_the_interval_and_at_the_end() -> None:
         due.append(next_due(due[-1], 4, 10))
     assert due == [0, 4, 8, 10]
     assert next_due(5, 4, 10) == 8  # version 4 was skipped, 5 made up for it
-
-
-@pytest.mark.parametrize(
-    ("longest", "holder"),
-    [("generate", "generation"), ("wait_for_policy", "the trainer"), ("wait_for_inference", "inference")],
-)
-def test_the_bottleneck_is_who_is_waited_for_longest(longest: Phase, holder: str) -> None:
-    assert bottleneck({**dict.fromkeys(PHASES, 1.0), longest: 2.0}) == holder

@@ -1,0 +1,89 @@
+"""`metrics/samples.jsonl`: some of a run's newest rollouts as text, for people. One writer, bounded, append-only.
+
+The text is what environment and policy said, so it is untrusted: stored as it is (JSON in ASCII), cleaned by whoever
+shows it (`utils.text.clean_text`). A reader sees whole lines only; when the file gets too long the writer replaces it
+by one with the newest lines.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import msgspec
+
+from prime_rl.contract.files import append_line, write_atomic
+
+# However long the texts are that a run asks to keep.
+MAX_FILE_BYTES = 16_000_000
+
+
+class Sample(msgspec.Struct, frozen=True):
+    """One rollout. `prompt` and `completion` may be cut in their middle; `num_tokens` counts the whole sequence.
+
+    Attributes:
+        step: the batch that it is in.
+        policy_versions: those that its turns were sampled from, each once, ascending.
+        num_completion_tokens: what the policy sampled, over all turns.
+    """
+
+    step: int
+    env: str
+    example_id: str
+    prompt: str
+    completion: str
+    reward: float
+    advantage: float
+    policy_versions: list[int]
+    num_tokens: int
+    num_completion_tokens: int
+
+
+class SampleFile:
+    """The one writer of a samples file, which holds the newest `keep` to 2 x `keep` samples. Raises OSError."""
+
+    def __init__(self, path: Path, keep: int, max_bytes: int = MAX_FILE_BYTES) -> None:
+        self._path = path
+        self._keep = keep
+        self._max_bytes = max_bytes
+        self._num_lines: int | None = None  # not counted yet
+
+    def append(self, samples: list[Sample]) -> None:
+        """Add samples, the newest last; then drop old ones if there are too many."""
+        if not samples:
+            return
+        if self._num_lines is None:
+            self._num_lines = len(_tail_lines(self._path, self._max_bytes))
+        for sample in samples:
+            append_line(self._path, json.dumps(msgspec.to_builtins(sample)))
+        self._num_lines += len(samples)
+        if self._num_lines > 2 * self._keep or self._path.stat().st_size > self._max_bytes:
+            lines = _tail_lines(self._path, self._max_bytes // 2)[-self._keep :]
+            write_atomic(self._path, b"".join(line + b"\n" for line in lines))
+            self._num_lines = len(lines)
+
+
+def read_samples(path: Path, limit: int) -> list[Sample]:
+    """The newest `limit` samples, the newest last. What is no sample is skipped; [] when there is no file."""
+    samples: list[Sample] = []
+    for line in reversed(_tail_lines(path, MAX_FILE_BYTES)):
+        if len(samples) == limit:
+            break
+        try:
+            samples.append(msgspec.json.decode(line, type=Sample))
+        except (msgspec.MsgspecError, RecursionError):
+            continue
+    return samples[::-1]
+
+
+def _tail_lines(path: Path, max_bytes: int) -> list[bytes]:
+    """The whole lines within the last `max_bytes` of a file; [] when it is not there."""
+    try:
+        with path.open("rb") as file:
+            start = max(0, file.seek(0, os.SEEK_END) - max_bytes)
+            file.seek(start)
+            *lines, _unfinished = file.read(max_bytes).split(b"\n")
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    return lines[1:] if start else lines

@@ -1,0 +1,99 @@
+"""Feeds monitors from a run's metrics files, `orchestrator.jsonl` and `trainer.jsonl`: every whole line, once.
+
+How far each file was passed on is kept in `monitors/state.json`, so an orchestrator that starts again repeats nothing
+and leaves nothing out; only a kill between passing on and keeping may repeat the last lines.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from prime_rl.contract.files import read_text, write_atomic
+from prime_rl.contract.layout import RunDir, list_steps
+from prime_rl.contract.metrics import parse_metrics
+from prime_rl.orchestrator.monitors.base import Monitor
+from prime_rl.utils.tail import FileTail
+
+logger = logging.getLogger("monitors")
+
+
+class MonitorFeed:
+    """Passes lines on. A monitor that raises is logged, once, and left out from there on; the others go on."""
+
+    def __init__(self, run: RunDir, monitors: Sequence[Monitor]) -> None:
+        self._run = run
+        self._monitors = list(monitors)
+        self._started: list[Monitor] = []
+        self._state = run.monitors / "state.json"
+        self._positions = _read_positions(self._state)
+        files = {"orchestrator": run.orchestrator_metrics, "trainer": run.trainer_metrics}
+        self._tails = {
+            writer: FileTail(path, position=self._positions.get(writer, 0)) for writer, path in files.items()
+        }
+        self._trainer_step = 0
+
+    def start(self, config: Mapping[str, Any]) -> None:
+        self._run.monitors.mkdir(exist_ok=True)
+        self._started = list(self._monitors)
+        self._each(lambda monitor: monitor.start(self._run.run_id, config))
+
+    def forward(self) -> None:
+        """Pass on what is new."""
+        for writer, tail in self._tails.items():
+            more = True
+            while more:
+                read = tail.read()
+                more = read.more
+                for line in read.lines:
+                    self._pass_on(writer, line)
+        self._keep_positions()
+
+    @property
+    def is_behind_trainer(self) -> bool:
+        """Whether the trainer has published an update of which it has yet to write the line."""
+        return max(list_steps(self._run.broadcast, stable_only=True), default=0) > self._trainer_step
+
+    def close(self) -> None:
+        self._monitors, monitors = [], self._started
+        for monitor in monitors:
+            _guarded(monitor, monitor.close)
+
+    def _pass_on(self, writer: str, line: bytes) -> None:
+        parsed = parse_metrics(line)
+        if parsed is None:
+            return
+        step, values = parsed
+        values.pop("time", None)
+        if writer == "trainer":
+            self._trainer_step = step
+        self._each(lambda monitor: monitor.log(step, {f"{writer}/{name}": value for name, value in values.items()}))
+
+    def _each(self, call: Callable[[Monitor], None]) -> None:
+        self._monitors = [m for m in self._monitors if _guarded(m, lambda m=m: call(m))]  # type: ignore[misc]
+
+    def _keep_positions(self) -> None:
+        positions = {writer: tail.position for writer, tail in self._tails.items()}
+        if positions != self._positions:
+            self._positions = positions
+            write_atomic(self._state, json.dumps(positions))
+
+
+def _guarded(monitor: Monitor, call: Callable[[], None]) -> bool:
+    """Whether `call` went well. Whatever a library raises here must not cost the other monitors anything."""
+    try:
+        call()
+    except Exception as error:
+        logger.warning("%s is left out: %s", monitor.name, " ".join(f"{type(error).__name__}: {error}".split()))
+        return False
+    return True
+
+
+def _read_positions(path: Any) -> dict[str, int]:
+    try:
+        found = json.loads(read_text(path) or "{}")
+    except ValueError:
+        return {}
+    return {k: v for k, v in found.items() if isinstance(v, int) and v >= 0} if isinstance(found, dict) else {}

@@ -1,0 +1,41 @@
+"""TensorBoard event files, by the `tensorboard` package alone: no torch, no TensorFlow."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from prime_rl.configs.monitors import TensorBoardConfig
+from prime_rl.orchestrator.monitors.base import missing_package
+
+
+class TensorBoardMonitor:
+    """Scalars in `{folder}/tensorboard`; every start of the orchestrator adds a file to those that are read as one."""
+
+    name = "tensorboard"
+
+    def __init__(self, config: TensorBoardConfig, folder: Path) -> None:
+        self._config = config
+        self._folder = folder / "tensorboard"
+        self._writer: Any = None
+
+    def start(self, run_id: str, config: Mapping[str, Any]) -> None:
+        try:
+            from tensorboard.compat.proto import event_pb2, summary_pb2
+            from tensorboard.summary.writer.event_file_writer import EventFileWriter
+        except ImportError as error:
+            raise missing_package("tensorboard") from error
+        self._event, self._summary = event_pb2.Event, summary_pb2.Summary
+        self._writer = EventFileWriter(str(self._folder), flush_secs=self._config.flush_s)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        values = [self._summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
+        self._writer.add_event(
+            self._event(wall_time=time.time(), step=step, summary=self._summary(value=values))  # Unix seconds
+        )
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()

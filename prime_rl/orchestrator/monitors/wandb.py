@@ -1,0 +1,69 @@
+"""Weights & Biases. One W&B run for the life of a run, however often its orchestrator starts again."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from prime_rl.configs.monitors import WandbConfig
+from prime_rl.contract.files import read_text, write_atomic
+from prime_rl.orchestrator.monitors.base import missing_package
+
+# Without a network, or without a key, W&B must give up rather than wait for a person.
+INIT_TIMEOUT_S = 60.0
+
+
+class WandbMonitor:
+    """Figures over `step`, as trainer and orchestrator are at different steps at the same time."""
+
+    name = "wandb"
+
+    def __init__(self, config: WandbConfig, folder: Path) -> None:
+        self._config = config
+        self._folder = folder
+        self._run: Any = None
+
+    def start(self, run_id: str, config: Mapping[str, Any]) -> None:
+        try:
+            import wandb
+        except ImportError as error:
+            raise missing_package("wandb") from error
+        (self._folder / "wandb").mkdir(parents=True, exist_ok=True)  # else W&B takes the system's temporary folder
+        self._run = wandb.init(
+            project=self._config.project,
+            entity=self._config.entity,
+            mode=self._config.mode,
+            dir=str(self._folder),
+            id=self._wandb_id(),
+            name=run_id,
+            config=dict(config),
+            resume="allow" if self._config.mode == "online" else None,
+            settings=wandb.Settings(
+                silent=True,
+                console="off",
+                disable_git=True,
+                save_code=False,
+                x_disable_stats=True,
+                init_timeout=INIT_TIMEOUT_S,
+            ),
+        )
+        self._run.define_metric("step", hidden=True)
+        self._run.define_metric("*", step_metric="step")
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._run.log({"step": step, **metrics})
+
+    def close(self) -> None:
+        if self._run is not None:
+            self._run.finish()
+
+    def _wandb_id(self) -> str:
+        path = self._folder / "wandb_id.txt"
+        known = read_text(path)
+        if known:
+            return known.strip()
+        new = secrets.token_hex(8)
+        write_atomic(path, new)
+        return new

@@ -1,0 +1,149 @@
+"""The figures of a batch, where its time went, who held it up; and that `docs/metrics.md` tells of every figure."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from prime_rl.orchestrator.envs.base import Message
+from prime_rl.orchestrator.envs.metered import MeteredEnvironment
+from prime_rl.orchestrator.metrics import PHASES, Phase, PhaseClock, RolloutMeter, batch_metrics, bottleneck
+from tests.metrics_support import documented, undocumented
+from tests.orchestrator_support import TalkEnv
+from tests.unit.test_orchestrator_pure import a_group
+from tests.unit.test_orchestrator_run import House, house, lines, publish  # noqa: F401
+
+NO_TIME: dict[Phase, float] = dict.fromkeys(PHASES, 0.0)
+
+
+def test_metrics_of_a_batch() -> None:
+    groups = [a_group(0, [0.0, 1.0], version=1, env="x"), a_group(1, [1.0, 1.0], version=2, env="y")]
+    values = batch_metrics(3, groups, {**NO_TIME, "generate": 3.0, "wait_for_policy": 1.0}, num_dropped=2)
+    assert values["reward/mean"] == 0.75
+    assert values["reward/std"] == pytest.approx(np.std([0, 1, 1, 1]))
+    assert (values["reward/x"], values["reward/y"]) == (0.5, 1.0)
+    assert (values["reward_std/x"], values["reward_std/y"]) == (0.5, 0.0)
+    assert values["env/x/exact_match"] == 0.5
+    assert (values["async_level/max"], values["async_level/mean"]) == (1, 0.5)
+    assert (values["completion_len/mean"], values["prompt_len/mean"], values["truncated/mean"]) == (2, 3, 0)
+    assert (values["completion_len/max"], values["prompt_len/max"]) == (2, 3)
+    assert (values["time/step"], values["time/wait_for_policy"], values["groups_dropped"]) == (4.0, 1.0, 2)
+
+
+def test_phases_add_up_and_begin_anew_after_a_lap() -> None:
+    now = [0.0]
+    clock = PhaseClock(lambda: now[0])
+    phases: list[tuple[Phase, float]] = [("wait_for_policy", 2.0), ("generate", 5.0)]
+    for phase, until_s in phases:
+        now[0] = until_s
+        clock.switch(phase)
+    now[0] = 6.0
+    assert clock.lap() == {**NO_TIME, "generate": 3.0, "wait_for_policy": 3.0}
+    now[0] = 6.5
+    assert clock.lap() == {**NO_TIME, "generate": 0.5}
+
+
+def test_time_goes_to_the_environment_by_the_share_of_rollouts_in_its_code() -> None:
+    now = [0.0]
+    clock, meter = PhaseClock(lambda: now[0]), RolloutMeter()
+    clock.follow(meter)
+    meter.enter_environment()
+    meter.enter_environment()
+    now[0] = 1.0  # both in the environment: all of it
+    meter.begin_turn()
+    now[0] = 5.0  # one in each: half of it
+    meter.begin_turn()
+    now[0] = 7.0  # both generate
+    clock.switch("wait_for_inference")
+    meter.end_turn()
+    now[0] = 9.0  # nothing is generated, so it is inference that is waited for, whoever works meanwhile
+    assert clock.lap() == {**NO_TIME, "environment": 3.0, "generate": 4.0, "wait_for_inference": 2.0}
+
+
+async def test_an_environment_is_metered_also_when_it_or_the_policy_fails() -> None:
+    meter = RolloutMeter()
+    seen: list[tuple[int, int]] = []
+    meter.on_change = lambda: seen.append((meter.num_in_environment, meter.num_in_turn))
+
+    class Echo:
+        fails = False
+
+        async def complete(self, messages: Sequence[Message]) -> str:
+            assert (meter.num_in_environment, meter.num_in_turn) == (0, 1)
+            if self.fails:
+                raise RuntimeError("no answer")
+            return "hi"
+
+    env = MeteredEnvironment(TalkEnv(num_turns=2), meter)
+    assert (await env.rollout(env.examples("train")[0], Echo())).reward == 0.5
+    assert seen == [(0, 0), (1, 0), (0, 1), (1, 0), (0, 1), (1, 0)]
+    Echo.fails = True
+    with pytest.raises(RuntimeError, match="no answer"):
+        await env.rollout(env.examples("train")[0], Echo())
+    assert (meter.num_in_environment, meter.num_in_turn) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("time_s", "num_ahead", "holder"),
+    [
+        ({"generate": 2.0, "wait_for_policy": 1.0}, 0, "inference"),
+        ({"wait_for_inference": 2.0, "wait_for_policy": 1.0}, 0, "inference"),
+        ({"generate": 1.0, "wait_for_inference": 1.0, "wait_for_policy": 1.5}, 0, "inference"),
+        ({"generate": 1.0, "environment": 2.0, "wait_for_policy": 1.0}, 0, "environment"),
+        ({"generate": 1.0, "wait_for_policy": 2.0}, 0, "trainer"),  # on-policy: both in turn, and training takes longer
+        ({"generate": 4.0, "wait_for_policy": 1.0}, 1, "trainer"),  # it always had work, and was waited for
+        ({"generate": 4.0, "wait_for_policy": 0.1}, 1, None),  # nobody waited
+    ],
+)
+def test_the_bottleneck_is_who_is_waited_for(time_s: dict[Phase, float], num_ahead: int, holder: str | None) -> None:
+    assert bottleneck({**NO_TIME, **time_s}, num_ahead) == holder
+
+
+# -- what is documented is what is written ----
+
+
+async def test_every_figure_of_a_run_is_documented_and_every_documented_one_is_written(house: House) -> None:  # noqa: F811
+    code = await house.run_to_the_end(
+        max_steps=4,
+        env=[{"id": "reverse-text", "name": "easy", "args": {"max_len": 3}}, {"id": "sort-letters"}],
+        eval={"interval": 2, "num_examples": 1},
+    )
+    assert code == 0
+    assert undocumented("orchestrator", lines(house.run)) == set()
+    written = set(itertools.chain.from_iterable(lines(house.run)))
+    never = {name for name, pattern in documented("orchestrator").items() if not any(map(pattern.fullmatch, written))}
+    assert never == set()
+    assert {line["bottleneck"] for line in lines(house.run) if "bottleneck" in line} <= {
+        *("inference", "environment", "trainer", "none")
+    }
+
+
+def test_an_undocumented_figure_is_noticed() -> None:
+    assert undocumented("orchestrator", [{"step": 1, "reward/mean": 0.5, "reward/mood": 1, "mystery": 2}]) == {
+        "mystery"
+    }
+    assert undocumented("trainer", [{"step": 1, "loss": 0.5, "reward/mean": 1}]) == {"reward/mean"}
+
+
+async def test_a_stopped_and_a_killed_run_repeat_no_step_and_tear_no_line(house: House) -> None:  # noqa: F811
+    for stop_at in (2, 4):
+        task = house.start(max_steps=6, max_async_level=0)
+        for version in range(stop_at - 1, stop_at + 1):
+            publish(house.run, version)
+            await house.until_waiting_on(f"policy version {version + 1}")
+        if stop_at == 2:
+            house.stopped = True
+            await task
+        else:  # as a kill in the middle of a write leaves it
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            with house.run.orchestrator_metrics.open("a") as file:
+                file.write('{"step": 6, "ti')
+    assert await house.run_to_the_end(max_steps=6) == 0
+    text = house.run.orchestrator_metrics.read_text().replace('{"step": 6, "ti\n', "")
+    house.run.orchestrator_metrics.write_text(text)
+    assert [line["step"] for line in lines(house.run)] == [1, 2, 3, 4, 5, 6]
