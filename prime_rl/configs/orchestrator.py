@@ -214,7 +214,8 @@ class ClientConfig(BaseConfig):
     """Deadline of one request."""
 
     max_concurrent_requests: int = Field(64, ge=1)
-    """Requests of this run that may be in flight at one time, on all servers together."""
+    """Rollouts of this run that may be sampled at one time, on all servers together. A run begins with few, takes more
+    as long as that brings more tokens a second, and half as many when inference is overloaded."""
 
     @property
     def urls(self) -> list[str | None]:

@@ -35,12 +35,14 @@ class InferenceError(RuntimeError):
 class InferenceUnavailable(InferenceError):
     """The server is not able to answer this request now; trying again helps.
 
-    `retry_after_s` is how long the server asks to be left alone, where it says so.
+    `retry_after_s` is how long the server asks to be left alone, where it says so; `is_overload` says that it has too
+    much to do.
     """
 
-    def __init__(self, message: str, retry_after_s: float | None = None) -> None:
+    def __init__(self, message: str, retry_after_s: float | None = None, *, is_overload: bool = False) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
+        self.is_overload = is_overload
 
 
 class ServerDown(InferenceUnavailable):
@@ -196,7 +198,7 @@ class ServerClient:
             async with asyncio.timeout(self._timeout_s):
                 response = await self._http.request(method, f"{url}/{path}", json=body)
         except TimeoutError:
-            raise ServerDown(f"inference at {url} (no answer in {self._timeout_s:g} s)") from None
+            raise ServerDown(f"inference at {url} (no answer in {self._timeout_s:g} s)", is_overload=True) from None
         except httpx.TransportError as error:
             self._endpoint.forget()
             raise ServerDown(f"inference at {url} ({_reason(error)})") from error
@@ -224,9 +226,9 @@ def _raise_for(response: httpx.Response, url: str) -> None:
     if code in (401, 403):
         raise AccessDenied(f"{message} (set the API key in the variable that client.api_key_var names)")
     if code in (408, 429, 500) or "retry-after" in response.headers:
-        raise InferenceUnavailable(message, _retry_after_s(response))
+        raise InferenceUnavailable(message, _retry_after_s(response), is_overload=code in (429, 503))
     if code > 500:
-        raise ServerDown(message)
+        raise ServerDown(message, is_overload=code == 503)
     raise UnknownModel(message) if code == 404 else RequestRefused(message)
 
 

@@ -14,6 +14,7 @@ import asyncio
 import contextlib
 import logging
 import random
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,6 +35,7 @@ from prime_rl.orchestrator.client import (
     ServerDown,
     UnknownModel,
 )
+from prime_rl.orchestrator.concurrency import Places
 
 logger = logging.getLogger(__name__)
 
@@ -97,7 +99,7 @@ class InferenceClient:
         backoff_start_s: float = BACKOFF_START_S,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
-        self.slots = asyncio.Semaphore(max_concurrent_requests)
+        self.places = Places(max_concurrent_requests)
         self.trouble: str | None = None
         self.on_change: Callable[[], None] = lambda: None
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
@@ -124,7 +126,8 @@ class InferenceClient:
 
     def metrics(self) -> dict[str, float]:
         """Figures of each server by its number in `client.base_url`; counts are since the start."""
-        return {name: value for server in self._servers for name, value in server.metrics().items()}
+        figures = {name: value for server in self._servers for name, value in server.metrics().items()}
+        return {**figures, "inference/max_in_flight": self.places.control.limit}
 
     # -- requests ----
 
@@ -138,21 +141,26 @@ class InferenceClient:
         seed: int,
         num_choices: int = 1,
     ) -> list[Completion]:
-        """Sample `num_choices` completions of `prompt` (token ids). Call it while holding one of `slots`."""
+        """Sample `num_choices` completions of `prompt` (token ids). Call it while holding `places`."""
         request = CompletionRequest(model, prompt, max_tokens, temperature, seed, num_choices)
         while True:
             server = await self._pick()
+            epoch, start_s = self.places.control.epoch, time.monotonic()
             server.num_requests += 1
             server.outstanding_tokens += request.num_tokens
             try:
                 completions = await server.client.complete(request)
             except InferenceUnavailable as error:
+                if error.is_overload:
+                    self.places.note_overload(epoch)
                 self._note_failure(server, error)
                 continue
             finally:
                 server.outstanding_tokens -= request.num_tokens
             server.num_refused = 0
-            server.num_sampled_tokens += sum(len(completion.token_ids) for completion in completions)
+            num_tokens = sum(len(completion.token_ids) for completion in completions)
+            server.num_sampled_tokens += num_tokens
+            self.places.note_answer(num_choices, num_tokens, time.monotonic() - start_s)
             self._set_trouble(None)
             return completions
 

@@ -10,6 +10,7 @@ Legend: T = tokens of the whole sequence, G = rollouts of one example.
 from __future__ import annotations
 
 import asyncio
+import functools
 import hashlib
 import itertools
 import logging
@@ -65,7 +66,7 @@ class Group:
     example_id: str
     rollouts_G: list[Rollout]
 
-    @property
+    @functools.cached_property
     def oldest_version(self) -> int:
         return min(rollout.oldest_version for rollout in self.rollouts_G)
 

@@ -20,6 +20,9 @@ from tokenizers import Tokenizer
 
 from prime_rl.orchestrator.envs.base import Message
 
+# All rollouts of a group ask for the same prompt, one after the other; rendering it is a fifth of what a rollout costs.
+NUM_PROMPTS_KEPT = 32
+
 
 class TokenizerError(ValueError):
     """A model folder without a usable tokenizer or chat template, or a conversation that the template refuses."""
@@ -31,6 +34,7 @@ class ChatTokenizer:
     def __init__(self, tokenizer: Tokenizer, template: str, special: dict[str, str]) -> None:
         self._tokenizer = tokenizer
         self._special = special
+        self._prompts: dict[tuple[tuple[str, str], ...], list[int]] = {}
         # Stands in for what the policy said where only the text behind it is wanted. Random, so that no message
         # can contain it by intent.
         self._stand_in = f"assistant-turn-{secrets.token_hex(16)}"
@@ -60,7 +64,12 @@ class ChatTokenizer:
 
     def prompt(self, messages: Sequence[Message]) -> list[int]:
         """Token ids of a conversation, ready for the assistant's next turn."""
-        return self._encode(self._render(messages))
+        key = tuple((message["role"], message["content"]) for message in messages)
+        if key not in self._prompts:
+            if len(self._prompts) == NUM_PROMPTS_KEPT:
+                self._prompts.clear()
+            self._prompts[key] = self._encode(self._render(messages))
+        return list(self._prompts[key])
 
     def continuation(self, messages: Sequence[Message], num_seen: int) -> list[int]:
         """Token ids that follow the assistant turn `messages[num_seen - 1]`, up to the assistant's next turn.

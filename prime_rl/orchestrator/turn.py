@@ -51,7 +51,7 @@ class TurnSampler:
         max_tokens = min(self._sampling.max_tokens, self._seq_len - len(prompt_ids))
         if max_tokens < 1:
             raise RolloutError(f"{len(prompt_ids)} prompt tokens leave no room in seq_len = {self._seq_len}")
-        async with self._client.slots:
+        async with self._client.places.hold(num_choices):
             for attempt in itertools.count():
                 with self._policy.use(version) as (used, model):
                     note_version(used)

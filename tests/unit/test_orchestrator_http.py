@@ -19,6 +19,7 @@ from prime_rl.orchestrator.client import (
     ServedModel,
     UnknownModel,
 )
+from prime_rl.orchestrator.concurrency import START_LIMIT
 from prime_rl.orchestrator.envs.base import Example, Outcome, Policy
 from prime_rl.orchestrator.policy import PolicyVersions, find_base_model
 from prime_rl.orchestrator.pool import InferenceClient
@@ -104,6 +105,7 @@ async def test_server_errors_are_tried_again_and_named_meanwhile(model: Path, tm
         client.on_change = lambda: troubles.append(client.trouble)
         assert (await sample(client, str(model)))[-1] == IM_END
         await client.close()
+    assert client.places.control.limit == START_LIMIT // 4, "halved at 503 and at 429"
     assert [trouble and trouble.split(": ")[1] for trouble in troubles] == [
         "500 injected 500",
         "503 injected 503",
@@ -145,6 +147,7 @@ async def test_a_request_without_answer_is_given_up_at_its_deadline_and_tried_ag
         assert await sample(client, str(model))
         await client.close()
     assert troubles[0] is not None and "no answer in 0.2 s" in troubles[0] and troubles[-1] is None
+    assert client.places.control.limit == START_LIMIT // 2
 
 
 async def test_the_key_is_sent(model: Path, tmp_path: Path) -> None:
