@@ -122,6 +122,10 @@ class RunningServer:
         with self.http() as client:
             return client.post(route, json=body)
 
+    def get(self, route: str) -> httpx.Response:
+        with self.http() as client:
+            return client.get(route)
+
     def load(self, name: str, path: Path) -> None:
         response = self.post("/v1/load_lora_adapter", lora_name=name, lora_path=str(path))
         assert response.status_code == 200, response.text
@@ -141,6 +145,12 @@ class RunningServer:
     def stop(self) -> int:
         self.process.terminate()
         return self.process.wait(STOP_TIMEOUT_S)
+
+
+def adapter_dir(server: RunningServer, name: str) -> Path:
+    """The folder in which a trainer would publish the adapter."""
+    run_id, _, version = name.partition("@v")
+    return server.output_dir / run_id / "broadcast" / f"step_{version}"
 
 
 def write_config(path: Path, **config: Any) -> Path:

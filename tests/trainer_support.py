@@ -126,11 +126,11 @@ def trainer_config(house: Path, base: Path, **changes: Any) -> TrainerConfig:
     return TrainerConfig.model_validate(merge(config, changes))
 
 
-def whole_config(house: Path, base: Path, **changes: Any) -> TrainerConfig:
+def whole_config(house: Path, base: Path, *, broadcast: dict[str, Any] | None = None, **changes: Any) -> TrainerConfig:
     """The same trainer for one run that has the whole model."""
     config = trainer_config(house, base, **merge({"max_concurrent_runs": 1, "num_threads": 1}, changes)).model_dump()
     del config["model"]["lora"]
-    return TrainerConfig.model_validate(config)
+    return TrainerConfig.model_validate(config | {"broadcast": broadcast or {}})
 
 
 @functools.cache

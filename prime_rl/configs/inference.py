@@ -8,7 +8,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from prime_rl.configs.base import BaseConfig
-from prime_rl.configs.shared import LogConfig, LoRAConfig, ModelConfig
+from prime_rl.configs.shared import BroadcastConfig, LogConfig, LoRAConfig, ModelConfig
 
 
 class InferenceModelConfig(ModelConfig):
@@ -82,6 +82,9 @@ class InferenceConfig(BaseConfig):
 
     embedded: EmbeddedConfig = EmbeddedConfig()
     """The embedded engine's own settings."""
+
+    broadcast: BroadcastConfig = BroadcastConfig()
+    """How whole weights come: the trainer's `[broadcast]`."""
 
     vllm: VllmConfig = VllmConfig()
     """The vLLM engine's own settings."""

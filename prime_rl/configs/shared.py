@@ -44,6 +44,22 @@ class WatchConfig(BaseConfig):
     """Longest time between two looks at the disk when no event came."""
 
 
+class BroadcastConfig(BaseConfig):
+    """How the whole model's new weights get from trainer to inference. Adapters always go through the disk."""
+
+    type: Literal["filesystem", "nccl"] = "filesystem"
+    """`filesystem`: a model folder. `nccl`: from memory to memory, over gloo between CPUs. The same on both sides."""
+
+    host: str = "127.0.0.1"
+    """`nccl`: address of the trainer, which listens there. Whoever reaches it can have the weights."""
+
+    port: int = Field(29650, ge=1, le=65535)
+    """`nccl`: port that the trainer listens on."""
+
+    timeout_s: float = Field(60.0, gt=0)
+    """`nccl`: how long one side waits for the other."""
+
+
 class LogConfig(BaseConfig):
     """Logging of one process."""
 

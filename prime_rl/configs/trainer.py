@@ -8,7 +8,7 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from prime_rl.configs.base import BaseConfig
-from prime_rl.configs.shared import LogConfig, LoRAConfig, ModelConfig, WatchConfig
+from prime_rl.configs.shared import BroadcastConfig, LogConfig, LoRAConfig, ModelConfig, WatchConfig
 
 
 class TrainerModelConfig(ModelConfig):
@@ -46,6 +46,9 @@ class TrainerConfig(BaseConfig):
     dist_timeout_s: float = Field(600.0, gt=0)
     """How long ranks wait for each other before a missing one is named."""
 
+    broadcast: BroadcastConfig = BroadcastConfig()
+    """How the whole model's new weights go to inference."""
+
     watch: WatchConfig = WatchConfig()
     """How new runs and batches are noticed."""
 
@@ -58,5 +61,14 @@ class TrainerConfig(BaseConfig):
             raise ValueError(
                 f"max_concurrent_runs = {self.max_concurrent_runs}: without [model.lora] the trainer fine-tunes the "
                 "whole model, for one run at a time; set it to 1, or add [model.lora]"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _adapters_go_through_the_disk(self) -> Self:
+        if self.broadcast.type == "nccl" and self.model.lora is not None:
+            raise ValueError(
+                "broadcast.type = 'nccl' is for the whole model; adapters go through the disk: leave it out, or leave "
+                "out [model.lora]"
             )
         return self

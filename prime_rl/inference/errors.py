@@ -12,6 +12,7 @@ _TYPES = {
     401: "AuthenticationError",
     403: "PermissionDeniedError",
     404: "NotFoundError",
+    409: "ConflictError",
     413: "RequestTooLargeError",
     503: "ServiceUnavailableError",
 }

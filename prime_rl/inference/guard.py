@@ -35,6 +35,8 @@ ROUTES = {
     "/v1/chat/completions": "POST",
     "/v1/load_lora_adapter": "POST",
     "/v1/unload_lora_adapter": "POST",
+    "/update_weights": "POST",
+    "/reload_weights": "POST",
 }
 # The supervisor must be able to see whether the server lives without knowing the key.
 OPEN_ROUTES = frozenset({"/health"})
@@ -75,9 +77,10 @@ class Guard:
             if scope["path"] == "/v1/load_lora_adapter":
                 body = self._checked_load(body)
         except ApiError as error:
-            await _refuse(send, error)
+            await refuse(send, error)
             return
-        await self._app(_with_length(scope, body), _replay(body, receive), send)
+        whole = {"type": "http.request", "body": body, "more_body": False}
+        await self._app(_with_length(scope, body), replay(whole, receive), send)
 
     def _check_request(self, scope: MutableMapping[str, Any]) -> None:
         path, method = scope["path"], scope["method"]
@@ -158,8 +161,9 @@ def _with_length(scope: MutableMapping[str, Any], body: bytes) -> MutableMapping
     return {**scope, "headers": [*headers, (b"content-length", str(len(body)).encode())]}
 
 
-def _replay(body: bytes, receive: Receive) -> Receive:
-    pending: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+def replay(message: Message, receive: Receive) -> Receive:
+    """What gives `message` first, then what comes after it."""
+    pending = [message]
 
     async def replayed() -> Message:
         return pending.pop() if pending else await receive()
@@ -167,10 +171,16 @@ def _replay(body: bytes, receive: Receive) -> Receive:
     return replayed
 
 
-async def _refuse(send: Send, error: ApiError) -> None:
-    body = msgspec.json.encode(error.body())
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    if error.status == 413:
-        headers.append((b"connection", b"close"))  # the rest of the body is not read
-    await send({"type": "http.response.start", "status": error.status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
+async def refuse(send: Send, error: ApiError) -> None:
+    # The rest of a body that is too large is not read.
+    await answer(send, error.status, error.body(), close=error.status == 413)
+
+
+async def answer(send: Send, status: int, body: Any, *, close: bool = False) -> None:
+    """Send `body` as JSON."""
+    data = msgspec.json.encode(body)
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(data)).encode())]
+    if close:
+        headers.append((b"connection", b"close"))
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": data})

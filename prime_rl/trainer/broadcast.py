@@ -6,6 +6,7 @@ inference may serve it under a name that stands for exactly these weights.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 from prime_rl.contract.files import mark_stable, staged_dir
@@ -40,10 +41,16 @@ class FileSystemWeightBroadcast:
     def publish(self, snapshot: RunSnapshot) -> Path:
         """Publish what was taken, from any thread; returns the folder. Raises OSError."""
         run, target = snapshot.run, snapshot.run.broadcast_dir(snapshot.progress.step)
-        if not stable_marker(target).exists():
-            _write(target, snapshot.weights.published())
+        self._put(target, snapshot.weights)
         self._prune(run, keep=snapshot.config.max_async_level + NUM_SPARE_VERSIONS)
         return target
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+    def _put(self, target: Path, weights: WeightsSnapshot) -> None:
+        if not stable_marker(target).exists():
+            write_version(target, weights.published().save)
 
     @staticmethod
     def _prune(run: RunDir, keep: int) -> None:
@@ -51,8 +58,9 @@ class FileSystemWeightBroadcast:
             remove_step(run.broadcast_dir(old))
 
 
-def _write(target: Path, weights: WeightsSnapshot) -> None:
+def write_version(target: Path, save: Callable[[Path], None]) -> None:
+    """Let `save` fill a folder that then appears as `target`, complete at once. Raises OSError."""
     target.parent.mkdir(exist_ok=True)
     with staged_dir(target) as folder:
-        weights.save(folder)
+        save(folder)
         mark_stable(folder)

@@ -114,6 +114,7 @@ class Publisher:
             self._writer.finish(idle=self._idle)
         self.collect()
         self._writer.close()
+        self._broadcast.close()
         self._status.close()
 
     def _idle(self, what: str) -> None:

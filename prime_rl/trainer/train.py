@@ -58,11 +58,11 @@ def main(argv: Sequence[str]) -> int:
 
 def train(config: TrainerConfig, world: World, stop: Callable[[], bool]) -> None:
     """Train every run that comes, until `stop`."""
-    from prime_rl.trainer.broadcast import FileSystemWeightBroadcast
     from prime_rl.trainer.checkpoint import CheckpointManager, is_due
     from prime_rl.trainer.data import DataLoader, PackingSource, PackSource, ReceivingSource, Scout
     from prime_rl.trainer.metrics import MetricsWriter, PhaseTimer, StatusReporter
     from prime_rl.trainer.model import load_model
+    from prime_rl.trainer.nccl_broadcast import open_broadcast
     from prime_rl.trainer.packer import Packer
     from prime_rl.trainer.publish import Publisher
     from prime_rl.trainer.runs import setup_multi_run_manager
@@ -100,7 +100,7 @@ def train(config: TrainerConfig, world: World, stop: Callable[[], bool]) -> None
     publisher: Publisher | None = None
     source: PackSource = ReceivingSource(manager)
     if writer is not None:
-        broadcast = FileSystemWeightBroadcast(manager, snapshots)
+        broadcast = open_broadcast(config.broadcast, manager, snapshots)
         metrics = MetricsWriter(manager)
         status = StatusReporter(writer, manager, optimizer)
         packer = Packer(manager, model.vocab_size, config.max_tokens_per_micro_batch, num_ranks=world.size)

@@ -119,6 +119,12 @@ class ModelFiles:
         ]
         return cls(config.to_json_string(use_diff=True), tuple(Path(path) for path in found if path), dtype)
 
+    def save(self, folder: Path) -> None:
+        """Write them into `folder`, which must exist. Raises OSError."""
+        (folder / CONFIG_FILE).write_text(self.config_json)
+        for path in self.companions:
+            shutil.copyfile(path, folder / path.name)
+
 
 @dataclass(frozen=True)
 class ModelSnapshot:
@@ -134,9 +140,7 @@ class ModelSnapshot:
     def save(self, folder: Path) -> None:
         """Write a model folder into `folder`, which must exist. Raises OSError."""
         save_file(self.tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
-        (folder / CONFIG_FILE).write_text(self.files.config_json)
-        for path in self.files.companions:
-            shutil.copyfile(path, folder / path.name)
+        self.files.save(folder)
 
 
 def load_weights(folder: Path) -> dict[str, Tensor]:

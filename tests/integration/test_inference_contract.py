@@ -23,6 +23,7 @@ from tests.adapter_sets import TARGET_SETS, TrainedAdapter
 from tests.inference_support import (
     EOS,
     RunningServer,
+    adapter_dir,
     error_of,
     greedy,
     make_adapter,
@@ -30,6 +31,15 @@ from tests.inference_support import (
     reference_logprobs,
     start,
     token_ids,
+)
+from tests.weights_contract import (  # noqa: F401
+    fronted,
+    test_a_request_is_answered_by_one_set_of_weights_which_its_answer_names,
+    test_adapters_and_other_weights_do_not_meet,
+    test_health_costs_next_to_nothing_and_needs_no_key,
+    test_weights_that_cannot_be_taken_are_refused_in_one_line,
+    test_whole_weights_are_taken_over_and_given_back,
+    unladen,
 )
 
 KEY = "not-a-secret"
@@ -57,11 +67,6 @@ def server(
     finally:
         if running.process.poll() is None:
             running.stop()
-
-
-def adapter_dir(server: RunningServer, name: str) -> Path:
-    run_id, _, version = name.partition("@v")
-    return server.output_dir / run_id / "broadcast" / f"step_{version}"
 
 
 @pytest.fixture(scope="module")
@@ -194,8 +199,7 @@ def test_mixed_requests_equal_their_solo_outputs(server: RunningServer, model: P
 
 
 def test_choices_of_a_seeded_request_differ_and_come_again(server: RunningServer) -> None:
-    settings: dict[str, Any] = {"max_tokens": 12, "temperature": 1.0, "seed": 3, "n": 4}
-    first, second = (token_ids(server.complete(PROMPTS[0], **settings)) for _ in range(2))
+    first, second = (token_ids(server.complete(PROMPTS[0], max_tokens=12, seed=3, n=4)) for _ in range(2))
     assert first == second
     assert len({tuple(ids) for ids in first}) == 4
 
@@ -341,11 +345,9 @@ def test_bad_requests_are_refused_in_openais_shape(server: RunningServer) -> Non
     assert status(temperature=2.5) == 400
     assert status(n=0) == 400
     assert chat_status(messages="hello") == 400
+    json_type = {"content-type": "application/json"}
     with server.http() as client:
-        assert (
-            client.post("/v1/completions", content=b"{", headers={"content-type": "application/json"}).status_code
-            == 400
-        )
+        assert client.post("/v1/completions", content=b"{", headers=json_type).status_code == 400
         assert client.get("/v1/completions").status_code == 405
         assert client.get("/docs").status_code == 404
         assert client.post("/v1/completions", content=b"x" * (17 * 2**20)).status_code == 413
@@ -356,13 +358,9 @@ def test_key_is_needed_everywhere_but_for_health(server: RunningServer) -> None:
         assert client.get("/health").status_code == 200
         for route in ("/v1/models", "/metrics", "/nowhere"):
             assert client.get(route).status_code == 401
+        assert {client.post(f"/{name}_weights").status_code for name in ("update", "reload")} == {401}
         body = {"model": server.model, "prompt": "x", "max_tokens": 1}
-        for header in (
-            {},
-            {"Authorization": "Bearer wrong"},
-            {"Authorization": KEY},
-            {"Authorization": f"Basic {KEY}"},
-        ):
+        for header in ({}, *({"Authorization": value} for value in ("Bearer wrong", KEY, f"Basic {KEY}"))):
             response = client.post("/v1/completions", json=body, headers=header)
             assert response.status_code == 401
             error_of(response)
@@ -385,8 +383,7 @@ def test_metrics_and_status_tell_the_truth(server: RunningServer) -> None:
         wait_for(lambda: status().tokens_per_s > 0, "the status to show tokens per second", timeout_s=20)
         assert len(pending.result()["choices"]) == 8
     wait_for(lambda: status().num_running == 0, "the status to show that nothing runs", timeout_s=10)
-    with server.http() as client:
-        text = client.get("/metrics").text
+    text = server.get("/metrics").text
     assert "requests_running" in text and "tokens_total" in text
 
 

@@ -265,8 +265,9 @@ def test_vllm_gets_our_config_in_its_words() -> None:
         assert line[line.index(flag) + 1] == value
     assert {"--enable-lora", "--enforce-eager", "--no-enable-prefix-caching"} <= set(line)
     assert "--gpu-memory-utilization" in command_line(server_arguments(config, max_model_len=64, on_cpu=False))
-    assert environment(config)["OMP_NUM_THREADS"] == "3"
-    assert "OMP_NUM_THREADS" not in environment(InferenceConfig())
+    assert environment(config, Path("/tmp/x"))["OMP_NUM_THREADS"] == "3"
+    assert environment(config, Path("/tmp/x"))["VLLM_RPC_BASE_PATH"] == "/tmp/x"
+    assert "OMP_NUM_THREADS" not in environment(InferenceConfig(), Path("/tmp/x"))
     assert [round_rank(rank) for rank in (1, 2, 16, 17, 512)] == [1, 8, 16, 32, 512]
 
 

@@ -1,23 +1,46 @@
 """What vLLM does not check of an adapter: that every tensor belongs to the model, and that there is room.
 
 vLLM serves an adapter whose names match nothing as the base model, and beyond its limit drops the adapter used least.
-Both are refused here, before vLLM sees the request, with the words of the embedded engine.
+Both are refused here, before vLLM sees the request, with the words of the embedded engine. And after it has loaded an
+adapter, what its layers hold is measured against the file: an adapter that it ignored or cut is not served.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
 import torch
+from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from prime_rl.configs.inference import InferenceConfig
 from prime_rl.inference.errors import ApiError
-from prime_rl.lora.adapter_state import load_peft, load_served_adapter
+from prime_rl.lora.adapter_state import AdapterConfig, load_peft, load_served_adapter
 from prime_rl.lora.inject import apply_lora_to_model
 from prime_rl.lora.linear import AdapterRouting
+
+# Sum of squares of all A and of all scaled B.
+AdapterSize = tuple[float, float]
+# Rounding to bfloat16 changes the sum of many squares by far less; a layer that is missing by more.
+SIZE_TOLERANCE = 5e-4
+
+
+def _size(tensors: Mapping[str, Tensor], config: AdapterConfig) -> AdapterSize:
+    def squares(kind: str) -> float:
+        return math.fsum(float(t.double().square().sum()) for key, t in tensors.items() if f".{kind}." in key)
+
+    return squares("lora_A"), squares("lora_B") * (config.alpha / config.rank) ** 2
+
+
+def _is_close(found: float, expected: float) -> bool:
+    return math.isclose(found, expected, rel_tol=SIZE_TOLERANCE)
+
+
+def _is_there(found: float, expected: float) -> bool:
+    return math.isfinite(found) and (found > 0) == (expected > 0)
 
 
 class AdapterGate:
@@ -31,6 +54,7 @@ class AdapterGate:
         self._loaded = loaded
         self._max_loras = config.max_loras
         self._num_loads: Counter[str] = Counter()
+        self._sizes: dict[str, AdapterSize] = {}
         self._layers = None
         if config.model.lora is not None:
             # A model without weights, only to know the names and shapes of its layers.
@@ -54,7 +78,18 @@ class AdapterGate:
             load_served_adapter(self._layers, 0, {key: t.to("meta") for key, t in tensors.items()}, config)
         except (ValueError, OSError) as error:
             raise ApiError(400, f"adapter {name!r} is refused: {error}", param="lora_path") from error
+        self._sizes = {key: size for key, size in self._sizes.items() if key in loaded}
+        self._sizes[name] = _size(tensors, config)
         return self._fresh_path(name, folder)
+
+    def check_sizes(self, name: str, found: Sequence[AdapterSize | None]) -> None:
+        """Raises ValueError unless vLLM's layers, on each of its workers, hold what the adapter's file holds."""
+        expected = self._sizes[name]
+        for size in found:
+            # How layers are cut over several workers is vLLM's to know: each must hold something where there is some.
+            fits = _is_close if len(found) == 1 else _is_there
+            if size is None or not all(fits(one, other) for one, other in zip(size, expected, strict=True)):
+                raise ValueError(f"its layers hold {size}, the file holds {expected}")
 
     def _fresh_path(self, name: str, folder: Path) -> str:
         """The same folder, spelled differently every time a name is loaded again.

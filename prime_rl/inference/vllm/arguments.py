@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from prime_rl.configs.inference import InferenceConfig
@@ -12,17 +13,22 @@ from prime_rl.inference.checks import StartError
 # Adapters stay in vLLM's host memory after they were unloaded, until newer ones push them out. Twice the room keeps
 # those that are loaded from being pushed out by those that were unloaded.
 CPU_LORAS_PER_LORA = 2
-# By name: it is imported by vLLM's workers, and must not be imported here, before vLLM's environment is set.
-CPU_WORKER_EXTENSION = "prime_rl.inference.vllm.worker.WorkerExtension"
+# What vLLM mixes into its workers, by `broadcast.type`. By name: the workers import it, and it must not be imported
+# here, before vLLM's environment is set.
+WORKER_EXTENSION_CLS = {
+    "filesystem": "prime_rl.inference.vllm.worker.FileSystemWeightUpdateWorker",
+    "nccl": "prime_rl.inference.vllm.worker.NCCLWeightUpdateWorker",
+}
 # Room for the prompts of many requests in one pass on a CPU.
 MIN_BATCHED_TOKENS = 8192
 
 
-def environment(config: InferenceConfig) -> dict[str, str]:
-    """Environment variables of vLLM for this config."""
+def environment(config: InferenceConfig, tmp: Path) -> dict[str, str]:
+    """Environment variables of vLLM for this config; its sockets lie in `tmp`."""
     env = {
         "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True",
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+        "VLLM_RPC_BASE_PATH": str(tmp),
         # No report of what is served leaves the machine.
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
@@ -49,6 +55,7 @@ def server_arguments(config: InferenceConfig, *, max_model_len: int, on_cpu: boo
         "generation_config": "vllm",
         # Let its processes end by themselves: killed ones leave shared memory behind.
         "shutdown_timeout": 2,
+        "worker_extension_cls": WORKER_EXTENSION_CLS[config.broadcast.type],
     }
     if on_cpu:
         arguments |= {
@@ -67,8 +74,6 @@ def server_arguments(config: InferenceConfig, *, max_model_len: int, on_cpu: boo
             "max_cpu_loras": CPU_LORAS_PER_LORA * config.max_loras,
             "max_lora_rank": round_rank(config.model.lora.rank),
         }
-        if on_cpu:
-            arguments["worker_extension_cls"] = CPU_WORKER_EXTENSION
     return arguments | _extra(config, arguments)
 
 

@@ -20,26 +20,35 @@ import torch
 from prime_rl.inference.checks import StartError
 from prime_rl.inference.children import end_children, signal_children
 from prime_rl.inference.context import ServerContext
+from prime_rl.inference.front import Front
 from prime_rl.inference.guard import Guard
 from prime_rl.inference.limits import max_model_len
+from prime_rl.inference.private_tmp import private_tmp
 from prime_rl.inference.reporting import Reporter, Snapshot
 from prime_rl.inference.serve import POLL_S, EngineFailed, serve
 from prime_rl.inference.vllm.adapters import AdapterGate
 from prime_rl.inference.vllm.arguments import command_line, environment, server_arguments
+from prime_rl.inference.vllm.control import VllmControl
 from prime_rl.utils.signals import StopFlag
 
 logger = logging.getLogger(__name__)
 
 # vLLM ends its processes in about two seconds; what is left after this is killed.
 CHILDREN_GRACE_S = 8.0
-_METRICS = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:generation_tokens_total")
+_RUNNING, _WAITING, _TOKENS = "vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:generation_tokens_total"
 
 
 def run(context: ServerContext) -> None:
     """Start vLLM, serve, end every process it made. Raises StartError."""
     config = context.config
+    with private_tmp() as folder:
+        os.environ.update(environment(config, folder))
+        _run(context)
+
+
+def _run(context: ServerContext) -> None:
+    config = context.config
     on_cpu = config.device == "cpu" or (config.device == "auto" and not torch.cuda.is_available())
-    os.environ.update(environment(config))
     started = threading.Event()
     threading.Thread(target=_break_off, args=(context.stop, started), name="break off", daemon=True).start()
     try:
@@ -85,13 +94,16 @@ async def _serve(context: ServerContext, arguments: dict[str, Any], started: thr
         app = build_app(args, tasks, engine.model_config)
         await init_app_state(engine, app.state, args, tasks)
         adapters = app.state.openai_serving_models.lora_requests
-        gate = AdapterGate(context.config, lambda: adapters.keys())
+        config = context.config
+        gate = AdapterGate(config, adapters.keys)
+        control = VllmControl(config, engine, adapters, gate, _num_tokens)
+        front = Front(app, control, config)
         started.set()
         await serve(
-            Guard(app, api_key=context.api_key, output_dir=context.config.output_dir, check_adapter=gate),
+            Guard(front, api_key=context.api_key, output_dir=config.output_dir, check_adapter=gate),
             context.sock,
             stop=context.stop,
-            engine_alive=lambda: not engine.errored,
+            engine_alive=lambda: not (engine.errored or control.failed),
             status=context.status,
             reporter=Reporter(context.status, lambda: _snapshot(sorted(adapters))),
         )
@@ -111,13 +123,21 @@ def _parse(arguments: dict[str, Any]) -> Namespace:
 
 
 def _snapshot(adapters: list[str]) -> Snapshot:
+    running, waiting, tokens = _counted(_RUNNING, _WAITING, _TOKENS)
+    return Snapshot(adapters=adapters, num_running=running, num_waiting=waiting, num_tokens=tokens)
+
+
+def _num_tokens() -> int:
+    return _counted(_TOKENS)[0]
+
+
+def _counted(*names: str) -> list[int]:
     """vLLM counts for its /metrics, in this process's registry."""
     from prometheus_client import REGISTRY
 
-    values = dict.fromkeys(_METRICS, 0.0)
-    for metric in REGISTRY.restricted_registry(_METRICS).collect():
+    values = dict.fromkeys(names, 0.0)
+    for metric in REGISTRY.restricted_registry(names).collect():
         for sample in metric.samples:
             if sample.name in values:
                 values[sample.name] += sample.value
-    running, waiting, tokens = (int(values[name]) for name in _METRICS)
-    return Snapshot(adapters=adapters, num_running=running, num_waiting=waiting, num_tokens=tokens)
+    return [int(value) for value in values.values()]

@@ -1,0 +1,58 @@
+"""Requests that generate go through together; a change of the weights goes through alone. For one event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Iterator
+
+
+class StillInUse(RuntimeError):
+    """Requests did not end in time; `num_users` of them are left."""
+
+    def __init__(self, num_users: int) -> None:
+        super().__init__(f"{num_users} still in use")
+        self.num_users = num_users
+
+
+class Turnstile:
+    """While somebody is `alone`, or waits for it, nobody new comes in: a stream of requests cannot hold up a change."""
+
+    def __init__(self) -> None:
+        self._num_users = 0
+        self._open = asyncio.Event()
+        self._open.set()
+        self._empty = asyncio.Event()
+        self._empty.set()
+        self._one_at_a_time = asyncio.Lock()
+
+    async def enter(self) -> contextlib.AbstractContextManager[None]:
+        """Wait until the way is free; what is returned is to be entered at once, without waiting in between."""
+        while not self._open.is_set():
+            await self._open.wait()
+        return self._inside()
+
+    @contextlib.contextmanager
+    def _inside(self) -> Iterator[None]:
+        self._num_users += 1
+        self._empty.clear()
+        try:
+            yield
+        finally:
+            self._num_users -= 1
+            if not self._num_users:
+                self._empty.set()
+
+    @contextlib.asynccontextmanager
+    async def alone(self, timeout_s: float) -> AsyncIterator[None]:
+        """Let nobody in, wait until everybody is out. Raises StillInUse after `timeout_s`."""
+        async with self._one_at_a_time:
+            self._open.clear()
+            try:
+                try:
+                    await asyncio.wait_for(self._empty.wait(), timeout_s)
+                except TimeoutError:
+                    raise StillInUse(self._num_users) from None
+                yield
+            finally:
+                self._open.set()

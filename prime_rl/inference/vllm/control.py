@@ -1,0 +1,127 @@
+"""What the front asks of vLLM: a token, the adapters it has, other weights for all of its workers."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import uuid
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from prime_rl.configs.inference import InferenceConfig
+from prime_rl.inference.errors import ApiError
+from prime_rl.inference.vllm.adapters import AdapterGate
+from prime_rl.inference.weight_files import check_weight_file, misfit, model_shapes
+
+if TYPE_CHECKING:
+    from prime_rl.inference.vllm.worker import Staged
+
+logger = logging.getLogger(__name__)
+
+# The front has let all requests end: what vLLM may still have is a probe of its health or a client that went away.
+PAUSE_TIMEOUT_S = 30.0
+PROBE_PROMPT = [0]
+
+
+class VllmControl:
+    """See the module. `failed` says that the weights are in no known state: the server must not serve on.
+
+    Args:
+        engine: vLLM's engine client.
+        requests: vLLM's own table of loaded adapters, by name.
+    """
+
+    def __init__(
+        self,
+        config: InferenceConfig,
+        engine: Any,
+        requests: dict[str, Any],
+        gate: AdapterGate,
+        num_tokens: Callable[[], int],
+    ) -> None:
+        self._engine = engine
+        self._requests = requests
+        self._gate = gate
+        self._output_dir = config.output_dir.resolve()
+        self._broadcast = config.broadcast
+        self._shapes = model_shapes(config.model.name)
+        self.adapters = requests.keys
+        self.num_tokens = num_tokens
+        self.failed = False
+
+    async def generate_one(self) -> None:
+        from vllm import SamplingParams
+
+        params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
+        async for _ in self._engine.generate({"prompt_token_ids": PROBE_PROMPT}, params, f"health-{uuid.uuid4()}"):
+            pass
+
+    async def verify_adapter(self, name: str) -> None:
+        request = self._requests[name]
+        found = await self._engine.collective_rpc("prl_adapter_size", args=(request.lora_int_id,))
+        try:
+            self._gate.check_sizes(name, found)
+        except ValueError as error:
+            del self._requests[name]
+            await self._engine.remove_lora(request.lora_int_id)
+            logger.error("adapter %s has no effect in vLLM: %s", name, error)
+            raise ApiError(
+                500, f"vLLM does not serve adapter {name!r} as it is: {error}.", param="lora_name"
+            ) from error
+
+    async def load_weights(self, folder: Path) -> None:
+        source = await self._source(folder)
+        async with self._paused():
+            await self._stage(*source)
+            await self._apply()
+
+    async def _source(self, folder: Path) -> tuple[Any, ...]:
+        """What the workers are told: the folder, or where the trainer is that published it."""
+        broadcast = self._broadcast
+        if broadcast.type == "filesystem":
+            await asyncio.to_thread(check_weight_file, folder, self._shapes)
+            return (str(folder),)
+        label = folder.relative_to(self._output_dir).as_posix()
+        num_workers = self._engine.vllm_config.parallel_config.world_size
+        return (broadcast.host, broadcast.port, label, uuid.uuid4().hex, num_workers, broadcast.timeout_s)
+
+    async def load_base(self) -> None:
+        async with self._paused():
+            await self._apply()
+
+    async def _stage(self, *source: Any) -> None:
+        answers: list[Staged] = await self._engine.collective_rpc("prl_stage_weights", args=source)
+        if problem := next((problem for problem in map(self._problem, answers) if problem), None):
+            await self._engine.collective_rpc("prl_drop_weights")
+            raise ApiError(400, f"The weights stay as they are: {problem}", param="weight_dir")
+
+    def _problem(self, staged: Staged) -> str | None:
+        if isinstance(staged, str):
+            return staged
+        return misfit({name: tuple(shape) for name, shape in staged.items()}, self._shapes)
+
+    async def _apply(self) -> None:
+        try:
+            await self._engine.collective_rpc("prl_apply_weights")
+        except BaseException:
+            self.failed = True
+            raise
+
+    @contextlib.asynccontextmanager
+    async def _paused(self) -> AsyncIterator[None]:
+        """Nothing runs inside, and what was computed before is forgotten: vLLM's prefix cache too."""
+        try:
+            await self._come_to_rest()
+            yield
+        finally:
+            await self._engine.resume_generation()
+
+    async def _come_to_rest(self) -> None:
+        try:
+            async with asyncio.timeout(PAUSE_TIMEOUT_S):
+                await self._engine.pause_generation(mode="wait", clear_cache=True)
+        except TimeoutError as error:
+            message = f"vLLM did not come to rest in {PAUSE_TIMEOUT_S:g} s: the weights stay as they are."
+            raise ApiError(503, message) from error

@@ -1,0 +1,71 @@
+"""Which folder whole weights may come from, and whether they fit the model: checked before an engine sees them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from prime_rl.contract.layout import stable_marker
+from prime_rl.inference.errors import ApiError
+
+WEIGHTS_FILE = "model.safetensors"
+Shapes = Mapping[str, tuple[int, ...]]
+_MAX_PROBLEMS = 3
+
+
+def model_shapes(name: str) -> Shapes:
+    """Names and shapes of a model's weights as a model folder has them; a tied weight is there once."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(name))
+    return {key: tuple(parameter.shape) for key, parameter in model.named_parameters()}
+
+
+def confined_folder(output_dir: Path, given: str) -> Path:
+    """The folder `given` with all links resolved. Raises ApiError: 403 outside `output_dir`, 400 when it is none."""
+    if "\0" in given or not given:
+        raise ApiError(400, "weight_dir is empty or contains a NUL.", param="weight_dir")
+    try:
+        folder = Path(given).resolve()
+        inside = all(path.resolve().is_relative_to(output_dir.resolve()) for path in (folder, folder / WEIGHTS_FILE))
+        is_folder = inside and folder.is_dir()
+        complete = is_folder and stable_marker(folder).is_file()
+    except (OSError, RuntimeError) as error:  # a name that is too long, a loop of links
+        raise ApiError(400, f"weight_dir {given[:200]!r} cannot be read: {error}", param="weight_dir") from error
+    if not inside:
+        raise ApiError(403, f"weight_dir {given[:200]!r} lies outside {output_dir}.", param="weight_dir")
+    if not is_folder:
+        raise ApiError(400, f"weight_dir {given[:200]!r} is no folder.", param="weight_dir")
+    if not complete:
+        raise ApiError(400, f"weight_dir {given[:200]!r} is not complete: it has no STABLE.", param="weight_dir")
+    return folder
+
+
+def check_weight_file(folder: Path, shapes: Shapes) -> None:
+    """Raises ApiError (400) unless the weight file of `folder` holds exactly these names and shapes."""
+    path = folder / WEIGHTS_FILE
+    if not path.is_file():
+        raise ApiError(400, f"{path} is missing.", param="weight_dir")
+    try:
+        with safe_open(path, framework="pt") as file:
+            found = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError) as error:
+        raise ApiError(400, f"{path} cannot be read: {error}", param="weight_dir") from error
+    if problem := misfit(found, shapes):
+        raise ApiError(400, f"{path} does not fit the model: {problem}.", param="weight_dir")
+
+
+def misfit(found: Shapes, shapes: Shapes) -> str | None:
+    """What is wrong with these names and shapes, the first few of it; None when they are as they should be."""
+    problems = [f"{name[:200]} is not in the model" for name in sorted(found.keys() - shapes.keys())]
+    problems += [f"{name} is missing" for name in sorted(shapes.keys() - found.keys())]
+    problems += [
+        f"{name} has shape {list(found[name])}, expected {list(shape)}"
+        for name, shape in shapes.items()
+        if name in found and found[name] != shape
+    ]
+    more = f" (and {len(problems) - _MAX_PROBLEMS} more)" if len(problems) > _MAX_PROBLEMS else ""
+    return "; ".join(problems[:_MAX_PROBLEMS]) + more if problems else None

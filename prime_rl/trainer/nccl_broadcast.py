@@ -1,0 +1,58 @@
+"""Publish a new version of the whole model from memory: the folder says that it is there, not what its weights are.
+
+Inference sees the folder appear as always, and asks the sender for the weights that it stands for. They are kept until
+the next version, so a server that starts again, or a second one, gets them as often as it asks.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from prime_rl.configs.shared import BroadcastConfig
+from prime_rl.contract.layout import stable_marker
+from prime_rl.trainer.broadcast import FileSystemWeightBroadcast, write_version
+from prime_rl.trainer.runs import MultiRunManager
+from prime_rl.trainer.snapshot import Snapshots, WeightsSnapshot
+from prime_rl.trainer.whole_model import ModelSnapshot
+from prime_rl.transfer import WeightSender
+
+
+class BroadcastError(OSError):
+    """The sender cannot be opened; the message says where and why."""
+
+
+def open_broadcast(
+    config: BroadcastConfig, manager: MultiRunManager, snapshots: Snapshots
+) -> FileSystemWeightBroadcast:
+    """What `config.type` names (rank 0). Raises BroadcastError."""
+    if config.type == "filesystem":
+        return FileSystemWeightBroadcast(manager, snapshots)
+    try:
+        sender = WeightSender(config.host, config.port, timeout_s=config.timeout_s)
+    except (OSError, RuntimeError) as error:
+        raise BroadcastError(f"broadcast: cannot listen on {config.host} port {config.port}: {error}") from error
+    return NCCLWeightBroadcast(manager, snapshots, sender)
+
+
+class NCCLWeightBroadcast(FileSystemWeightBroadcast):
+    """Offers a version through `sender` instead of writing its weights (rank 0)."""
+
+    def __init__(self, manager: MultiRunManager, snapshots: Snapshots, sender: WeightSender) -> None:
+        super().__init__(manager, snapshots)
+        self._sender = sender
+
+    def close(self) -> None:
+        self._sender.close()
+
+    def _put(self, target: Path, weights: WeightsSnapshot) -> None:
+        published = weights.published()
+        assert isinstance(published, ModelSnapshot), "adapters go through the disk: the config says so"
+        # Also when the folder is there already, from before a restart of the trainer: what it stands for was lost.
+        self._sender.offer(label_of(target), published.tensors)
+        if not stable_marker(target).exists():
+            write_version(target, published.files.save)
+
+
+def label_of(folder: Path) -> str:
+    """What both sides call the version in `output_dir/run_X/broadcast/step_N`: the path below `output_dir`."""
+    return folder.relative_to(folder.parent.parent.parent).as_posix()

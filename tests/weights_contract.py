@@ -1,0 +1,189 @@
+"""The part of the inference contract about whole weights and health; collected by `test_inference_contract`.
+
+`server` and `model` are that module's fixtures: a process of each engine, and the model that it was started with.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from tests.inference_support import (
+    RunningServer,
+    adapter_dir,
+    error_of,
+    make_adapter,
+    make_model,
+    reference_logprobs,
+    token_ids,
+)
+
+PROMPT = [9, 6, 13, 13, 16] * 10  # long enough to fill blocks of a prefix cache
+SETTINGS: dict[str, Any] = {"max_tokens": 12, "temperature": 1.0, "seed": 3, "ignore_eos": True}
+NUM_POLLS = 40
+
+
+def publish(server: RunningServer, name: str, *, seed: int, **config: Any) -> Path:
+    """Other whole weights, in the folder in which a trainer would publish them."""
+    folder = make_model(server.output_dir / "run_w" / "broadcast" / name, seed=seed, **config)
+    (folder / "STABLE").touch()
+    return folder
+
+
+def reference(folder: Path) -> PreTrainedModel:
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    return model
+
+
+def update(server: RunningServer, folder: Path) -> None:
+    response = server.post("/update_weights", weight_dir=str(folder))
+    assert response.status_code == 200, response.text
+
+
+def reload(server: RunningServer) -> None:
+    response = server.post("/reload_weights")
+    assert (response.status_code, response.json()) == (200, {"weights": "base"}), response.text
+
+
+def difference(server: RunningServer, model: PreTrainedModel) -> float:
+    """How far what the server says of its own tokens is from what `model` says of them."""
+    choice = server.complete(PROMPT, **SETTINGS)["choices"][0]
+    expected = torch.tensor(reference_logprobs(model, PROMPT, choice["token_ids"], 1.0))
+    return float((torch.tensor(choice["logprobs"]["token_logprobs"]) - expected).abs().max())
+
+
+@pytest.fixture
+def fronted(server: RunningServer) -> RunningServer:
+    if server.post("/update_weights").status_code == 404:
+        pytest.skip("the embedded engine has no front yet")
+    return server
+
+
+@pytest.fixture
+def unladen(fronted: RunningServer) -> Iterator[RunningServer]:
+    """The server without adapters; afterwards as it was."""
+    server = fronted
+    with server.openai() as client:
+        loaded = {entry.id: entry.root for entry in client.models.list() if "@" in entry.id}  # type: ignore[attr-defined]
+    for name in loaded:
+        server.unload(name)
+    yield server
+    reload(server)
+    for name, path in loaded.items():
+        server.load(name, Path(path))
+
+
+def test_whole_weights_are_taken_over_and_given_back(unladen: RunningServer, model: Path) -> None:
+    base, folders = reference(model), [publish(unladen, f"step_{seed}", seed=seed) for seed in (1, 2)]
+    assert difference(unladen, base) <= 1e-4
+    for folder in folders:
+        update(unladen, folder)
+        assert difference(unladen, reference(folder)) <= 1e-4
+        assert difference(unladen, base) > 0.1
+    reload(unladen)
+    assert difference(unladen, base) <= 1e-4
+
+
+def test_a_request_is_answered_by_one_set_of_weights_which_its_answer_names(unladen: RunningServer) -> None:
+    folder = publish(unladen, "step_5", seed=5)
+    names = ["base", "run_w/broadcast/step_5"]
+    body = {"model": unladen.model, "prompt": [PROMPT, PROMPT[:20]], "max_tokens": 40, "temperature": 0}
+    body |= {"ignore_eos": True, "return_token_ids": True}
+
+    def ask(_: Any = None) -> tuple[str, list[list[int]]]:
+        response = unladen.post("/v1/completions", **body)
+        assert response.status_code == 200, response.text
+        return response.headers["x-weights"], token_ids(response.json())
+
+    expected = dict([ask()])
+    update(unladen, folder)
+    expected |= dict([ask()])
+    reload(unladen)
+    assert list(expected) == names and expected[names[0]] != expected[names[1]]
+    with ThreadPoolExecutor(8) as pool:
+        pending = [pool.submit(ask) for _ in range(24)]
+        for change in range(4):
+            next(answer for answer in pending[change * 3 :]).result()
+            reload(unladen) if change % 2 else update(unladen, folder)
+        answers = [answer.result() for answer in pending]
+    assert {weights for weights, _ in answers} == set(names), "the weights changed before or after everything"
+    assert all(expected[weights] == ids for weights, ids in answers)
+
+
+def test_weights_that_cannot_be_taken_are_refused_in_one_line(
+    unladen: RunningServer, model: Path, tmp_path: Path
+) -> None:
+    outside = make_model(tmp_path / "outside")
+    (outside / "STABLE").touch()
+    link = unladen.output_dir / "whole_link"
+    link.symlink_to(outside)
+    half = unladen.output_dir / "whole_half"
+    half.mkdir()
+    (half / "STABLE").touch()
+    (half / "model.safetensors").symlink_to(outside / "model.safetensors")
+    wide, odd, cut, early = (publish(unladen, f"step_{step}", seed=step) for step in (11, 12, 13, 14))
+    shutil.rmtree(wide)
+    wide = publish(unladen, "step_11", seed=11, hidden=32)
+    tensors = load_file(odd / "model.safetensors")
+    save_file({k.replace("q_proj", "query"): v for k, v in tensors.items()}, odd / "model.safetensors")
+    (cut / "model.safetensors").write_bytes((cut / "model.safetensors").read_bytes()[:-100])
+    (early / "STABLE").unlink()
+    empty = unladen.output_dir / "run_w" / "broadcast" / "step_15"
+    empty.mkdir()
+    (empty / "STABLE").touch()
+    for folder, status, words in (
+        (outside, 403, "outside"),
+        (link, 403, "outside"),
+        (half, 403, "outside"),
+        (unladen.output_dir / "none", 400, "no folder"),
+        (early, 400, "STABLE"),
+        (empty, 400, "missing"),
+        (cut, 400, "cannot be read"),
+        (odd, 400, "query.weight is not in the model"),
+        (wide, 400, "has shape"),
+    ):
+        response = unladen.post("/update_weights", weight_dir=str(folder))
+        message = error_of(response)
+        assert response.status_code == status and words in message and "\n" not in message, (folder, message)
+    for body in ({}, {"weight_dir": 1}, {"weight_dir": ""}, {"weight_dir": "a\0b"}, {"weight_dir": "x", "y": 1}):
+        assert unladen.post("/update_weights", **body).status_code == 400
+    assert difference(unladen, reference(model)) <= 1e-4
+
+
+def test_adapters_and_other_weights_do_not_meet(unladen: RunningServer, model: Path) -> None:
+    update(unladen, publish(unladen, "step_21", seed=21))
+    name = "run_late@v1"
+    adapter = make_adapter(adapter_dir(unladen, name), model, seed=1)
+    response = unladen.post("/v1/load_lora_adapter", lora_name=name, lora_path=str(adapter))
+    assert response.status_code == 409 and "reload_weights first" in error_of(response)
+    reload(unladen)
+    unladen.load(name, adapter)
+    for refused in (
+        unladen.post("/update_weights", weight_dir=str(unladen.output_dir / "run_w" / "broadcast" / "step_21")),
+        unladen.post("/reload_weights"),
+    ):
+        assert refused.status_code == 409 and f"({name}): unload them first" in error_of(refused)
+    unladen.unload(name)
+    assert difference(unladen, reference(model)) <= 1e-4
+
+
+def test_health_costs_next_to_nothing_and_needs_no_key(fronted: RunningServer) -> None:
+    def num_tokens() -> float:
+        lines = fronted.get("/metrics").text.splitlines()
+        names = ("vllm:generation_tokens_total", "prl_generated_tokens_total")
+        return sum(float(line.split()[-1]) for line in lines if line.startswith(names))
+
+    before = num_tokens()
+    with ThreadPoolExecutor(8) as pool:
+        codes = set(pool.map(lambda _: httpx.get(f"{fronted.root_url}/health").status_code, range(NUM_POLLS)))
+    assert codes == {200}
+    assert 1 <= num_tokens() - before < NUM_POLLS / 2
