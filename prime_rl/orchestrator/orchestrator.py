@@ -21,7 +21,7 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 
 from prime_rl.configs.base import ConfigError, ConfigProblem, parse_argv
-from prime_rl.configs.orchestrator import EnvConfig, OrchestratorConfig
+from prime_rl.configs.orchestrator import OrchestratorConfig
 from prime_rl.contract.layout import LayoutError, OutputDir, RunDir
 from prime_rl.contract.resume import pending_request
 from prime_rl.contract.status import RunStatus, StatusWriter, TrainerStatus, is_alive, read_status
@@ -34,9 +34,8 @@ from prime_rl.orchestrator.checkpoint import (
     save_state,
 )
 from prime_rl.orchestrator.client import AccessDenied, Endpoint
-from prime_rl.orchestrator.envs import load_environment
-from prime_rl.orchestrator.envs.checked import CheckedEnvironment, EnvironmentBroken
-from prime_rl.orchestrator.envs.metered import MeteredEnvironment
+from prime_rl.orchestrator.envs.checked import EnvironmentBroken
+from prime_rl.orchestrator.envs.loading import load_environments
 from prime_rl.orchestrator.evaluate import Evaluator
 from prime_rl.orchestrator.guard import (
     MAX_LOOK_S,
@@ -67,6 +66,9 @@ from prime_rl.utils.watch import Watcher
 
 logger = logging.getLogger("orchestrator")
 
+# What no second start of the orchestrator would mend.
+FINAL = (RunFailed, ConfigError, EnvironmentBroken, AccessDenied, TokenizerError, CheckpointError, BadBatchError)
+
 
 async def orchestrate(
     config: OrchestratorConfig, run: RunDir, reporter: Reporter, wake: Wake, cleanup: AsyncExitStack
@@ -81,7 +83,7 @@ async def orchestrate(
     seq_len = config.seq_len or await trainer_seq_len(run, reporter)
     tokenizer = ChatTokenizer.load(config.model.name)
     meter = RolloutMeter()
-    envs, eval_envs = load_envs(config, config.env, meter), load_envs(config, config.eval_envs, RolloutMeter())
+    envs, eval_envs = await load_environments(config, meter, cleanup, reporter.wait_for)
     groups_per_batch = config.batch_size // config.rollouts_per_example
     progress = find_progress(run, groups_per_batch)
     reporter.update(step=progress.step)
@@ -170,22 +172,6 @@ def connect(config: OrchestratorConfig, run: RunDir) -> InferenceClient:
     )
 
 
-def load_envs(
-    config: OrchestratorConfig, envs: Sequence[EnvConfig], meter: RolloutMeter
-) -> dict[str, CheckedEnvironment]:
-    """Environments by their names in metrics. Raises RunFailed."""
-    share = config.max_env_failure_share
-
-    def load(env: EnvConfig) -> CheckedEnvironment:
-        inner = MeteredEnvironment(load_environment(env, config.seed), meter)
-        return CheckedEnvironment(inner, env, max_failure_share=share)
-
-    try:
-        return {env.label: load(env) for env in envs}
-    except ValueError as error:
-        raise RunFailed(str(error)) from error
-
-
 async def base_model(client: InferenceClient, wanted: str) -> str:
     """The name under which inference serves the run's base model; waits until inference answers."""
     served = await client.list_models()
@@ -229,7 +215,7 @@ async def run_to_the_end(config: OrchestratorConfig, run: RunDir, stop: Callable
         logger.info("stopped as asked")
     except RunEvicted as error:
         last_word = {"state": "evicted", "reason": str(error)}
-    except (RunFailed, EnvironmentBroken, AccessDenied, TokenizerError, CheckpointError, BadBatchError) as error:
+    except FINAL as error:
         last_word = {"state": "failed", "reason": str(error)}
     except RunGone as error:
         logger.info("%s: nothing left to do", error)

@@ -30,6 +30,11 @@ class Reporter:
         self._written_s = 0.0
         self._written: dict[str, object] = {}
 
+    def wait_for(self, sentence: str | None) -> None:
+        """What is waited for from now on, written at once."""
+        self.waiting_on = lambda now: sentence
+        self.tick()
+
     def update(self, **fields: object) -> None:
         self._written_s = time.monotonic()
         self._written = self.figures()

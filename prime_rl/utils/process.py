@@ -31,10 +31,10 @@ def same_process(pid: int, create_time: float) -> bool:
 
 
 def kill_tree(pid: int) -> None:
-    """SIGKILL process `pid` and all below it, whatever sessions those are in."""
+    """SIGKILL all below process `pid`, whatever sessions those are in, and then itself: it may be this process."""
     try:
         root = psutil.Process(pid)
-        victims = [root, *root.children(recursive=True)]
+        victims = [*root.children(recursive=True), root]
     except psutil.Error:
         return
     for victim in victims:

@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from prime_rl.configs.base import BaseConfig, ConfigError, ConfigProblem, build
 from prime_rl.configs.orchestrator import EnvConfig
 from prime_rl.orchestrator.envs.arithmetic import ArithmeticArgs, ArithmeticEnvironment
 from prime_rl.orchestrator.envs.base import Environment, Example, Message, Outcome, Policy, Split
 from prime_rl.orchestrator.envs.guess import GuessNumberArgs, GuessNumberEnvironment
+from prime_rl.orchestrator.envs.process import ProcessEnvironment
 from prime_rl.orchestrator.envs.text import TEXT_TASKS, TextArgs, TextEnvironment
 
-__all__ = ["BUILT_IN_ARGS", "Environment", "Example", "Message", "Outcome", "Policy", "Split", "load_environment"]
+__all__ = [
+    "BUILT_IN_ARGS",
+    "Environment",
+    "Example",
+    "Message",
+    "Outcome",
+    "Policy",
+    "ProcessEnvironment",
+    "Split",
+    "load_environment",
+]
 
 # The arguments of each built-in environment.
 BUILT_IN_ARGS: dict[str, type[BaseConfig]] = {
@@ -21,11 +32,16 @@ BUILT_IN_ARGS: dict[str, type[BaseConfig]] = {
 }
 
 
-def load_environment(config: EnvConfig, seed: int) -> Environment:
-    """The built-in environment of one `[[env]]`.
+def load_environment(config: EnvConfig, seed: int, hidden: Sequence[str] = ()) -> Environment:
+    """The environment of one `[[env]]`; one in a process of its own has yet to be started.
 
     Raises ConfigError (a ValueError) that names the environment, each wrong argument and what is allowed.
+
+    Args:
+        hidden: as for ProcessEnvironment.
     """
+    if config.id not in BUILT_IN_ARGS:
+        return ProcessEnvironment(config, seed, hidden=hidden)
     source = f"env {config.id!r}, args"
     args = build(BUILT_IN_ARGS[config.id], config.args, source)
     try:

@@ -1,0 +1,218 @@
+"""The process of an environment that is not ours: loads it, runs its rollouts, asks the orchestrator for each turn.
+
+    python -m prime_rl.orchestrator.envs.child      (started by `process.ProcessEnvironment`, spoken to in `frames`)
+
+Standard input and output carry the messages; what environment code prints goes to standard error. The process ends when
+its input ends, which also happens when the orchestrator is killed: in good order if the environment lets it, else by
+killing itself and all that it started.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib.metadata
+import logging
+import os
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, BinaryIO, Never
+
+from prime_rl.orchestrator.envs import Environment, Example, Message, Split
+from prime_rl.orchestrator.envs.checked import EnvironmentFault, check_outcome
+from prime_rl.orchestrator.envs.frames import (
+    HEADER_BYTES,
+    Answer,
+    Ask,
+    Beat,
+    Cancel,
+    Done,
+    Ended,
+    Load,
+    Lost,
+    Ready,
+    Refused,
+    Report,
+    Request,
+    Start,
+    decode_request,
+    frame,
+    payload_len,
+)
+from prime_rl.utils.process import kill_tree
+from prime_rl.utils.text import one_line
+
+# How long an environment may take to put its things away.
+EXIT_GRACE_S = 5.0
+# Installed packages name their environments under this group: NAME = "module:factory", called with (args, seed).
+PLUGIN_GROUP = "prime_rl.environments"
+SPLITS: tuple[Split, ...] = ("train", "eval")
+
+
+class RemotePolicy:
+    """The orchestrator's policy, for one rollout."""
+
+    def __init__(self, key: int, send: Callable[[Report], None]) -> None:
+        self._key = key
+        self._send = send
+        self._turn = asyncio.Lock()
+        self._answer: asyncio.Future[str] | None = None
+
+    async def complete(self, messages: Sequence[Message]) -> str:
+        async with self._turn:
+            self._answer = asyncio.get_running_loop().create_future()
+            self._send(Ask(self._key, [{"role": m["role"], "content": m["content"]} for m in messages]))
+            return await self._answer
+
+    def answer(self, text: str) -> None:
+        if self._answer is not None and not self._answer.done():
+            self._answer.set_result(text)
+
+
+class Host:
+    """Runs the rollouts of one environment."""
+
+    def __init__(self, env: Environment, send: Callable[[Report], None]) -> None:
+        self._env = env
+        self._send = send
+        self._examples: dict[tuple[str, str], Example] = {
+            (split, example.id): example for split in SPLITS for example in env.examples(split)
+        }
+        self._policies: dict[int, RemotePolicy] = {}
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+
+    def ready(self) -> Ready:
+        train, held = ([example_id for of, example_id in self._examples if of == split] for split in SPLITS)
+        return Ready(train, held)
+
+    def take(self, request: Request) -> None:
+        if isinstance(request, Start):
+            self._policies[request.key] = RemotePolicy(request.key, self._send)
+            task = self._tasks[request.key] = asyncio.get_running_loop().create_task(self._run(request))
+            task.add_done_callback(lambda _: self._forget(request.key))
+        elif isinstance(request, Answer) and request.key in self._policies:
+            self._policies[request.key].answer(request.text)
+        elif isinstance(request, Cancel):
+            self._cancel(request.key)
+
+    async def close(self) -> None:
+        for task in self._tasks.values():
+            task.cancel()
+        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+
+    def _cancel(self, key: int) -> None:
+        if task := self._tasks.get(key):
+            task.add_done_callback(lambda _: self._send(Ended(key)))
+            task.cancel()
+        else:
+            self._send(Ended(key))
+
+    def _forget(self, key: int) -> None:
+        del self._policies[key], self._tasks[key]
+
+    async def _run(self, start: Start) -> None:
+        key = start.key
+        try:
+            outcome = await self._env.rollout(self._examples[start.split, start.example_id], self._policies[key])
+            outcome = check_outcome(outcome, (-float("inf"), float("inf")))
+            self._send(Done(key, outcome.reward, outcome.metrics))
+        except EnvironmentFault as fault:
+            self._send(Lost(key, str(fault)))
+        except (Exception, SystemExit) as error:  # the environment's own affair; told to whoever waits
+            self._send(Lost(key, one_line(f"{type(error).__name__}: {error}", 1000)))
+        except asyncio.CancelledError:
+            self._send(Lost(key, "it was cancelled"))
+
+
+async def load(request: Load, stack: contextlib.AsyncExitStack) -> Environment:
+    """The environment, ready to run. Raises what is wrong with it."""
+    if request.provider == "verifiers":
+        from prime_rl.orchestrator.envs.verifiers_env import VerifiersEnvironment  # takes seconds
+
+        env = VerifiersEnvironment(request.name, request.args, request.seed)
+        await stack.enter_async_context(env.serving())
+        return env
+    found = list(importlib.metadata.entry_points(group=PLUGIN_GROUP, name=request.name))
+    if not found:
+        known = sorted(point.name for point in importlib.metadata.entry_points(group=PLUGIN_GROUP))
+        raise LookupError(
+            f"no installed package has an environment {request.name!r} (entry points of the group {PLUGIN_GROUP!r}: "
+            f"{', '.join(known) or 'none'})"
+        )
+    make: Callable[[dict[str, Any], int], Environment] = found[0].load()
+    return make(request.args, request.seed)
+
+
+async def beat(interval_s: float, send: Callable[[Report], None]) -> Never:
+    while True:
+        send(Beat())
+        await asyncio.sleep(interval_s)
+
+
+async def serve(requests: asyncio.Queue[Request | None], send: Callable[[Report], None]) -> None:
+    """Until the requests end."""
+    async with contextlib.AsyncExitStack() as stack:
+        first = await requests.get()
+        if not isinstance(first, Load):
+            return
+        try:
+            host = Host(await load(first, stack), send)
+            send(host.ready())
+        except (Exception, SystemExit) as error:
+            send(Refused(one_line(f"{type(error).__name__}: {error}", 2000)))
+            logging.exception("%s:%s cannot be loaded", first.provider, first.name)
+            return
+        stack.push_async_callback(host.close)
+        beating = asyncio.get_running_loop().create_task(beat(first.beat_s, send))
+        stack.callback(beating.cancel)
+        while (request := await requests.get()) is not None:
+            host.take(request)
+
+
+def read_requests(stream: BinaryIO, post: Callable[[Request | None], None]) -> None:
+    """In a thread of its own, so that the end of the input is seen while environment code holds the event loop."""
+    while header := stream.read(HEADER_BYTES):
+        if len(header) < HEADER_BYTES:
+            break
+        length = payload_len(header)
+        payload = stream.read(length)
+        if len(payload) < length:
+            break
+        post(decode_request(payload))
+    post(None)
+    threading.Event().wait(EXIT_GRACE_S)
+    kill_tree(os.getpid())
+
+
+async def run(stream_in: BinaryIO, stream_out: BinaryIO) -> None:
+    loop = asyncio.get_running_loop()
+    requests: asyncio.Queue[Request | None] = asyncio.Queue()
+
+    def post(request: Request | None) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop has ended already
+            loop.call_soon_threadsafe(requests.put_nowait, request)
+
+    def send(report: Report) -> None:
+        stream_out.write(frame(report))
+        stream_out.flush()
+
+    threading.Thread(target=read_requests, args=(stream_in, post), daemon=True).start()
+    await serve(requests, send)
+
+
+def main() -> None:
+    logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
+    stream_in, stream_out = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    with open(os.devnull, "rb") as nothing:
+        os.dup2(nothing.fileno(), 0)
+    os.dup2(2, 1)
+    with contextlib.suppress(BrokenPipeError, KeyboardInterrupt):
+        asyncio.run(run(stream_in, stream_out))
+    # Whatever environment code has left behind goes, its threads and exit handlers too.
+    sys.stderr.flush()
+    kill_tree(os.getpid())
+
+
+if __name__ == "__main__":
+    main()

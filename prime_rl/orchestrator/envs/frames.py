@@ -1,0 +1,113 @@
+"""What the orchestrator and the process of an environment say to each other: msgpack, each message behind its length.
+
+To the process: a `Load` first, then `Start`, `Answer` and `Cancel`. From it: `Ready` or `Refused` first, then `Ask`,
+`Done`, `Lost` and `Ended`, and all the time `Beat`. `key` is a rollout. No pickle: what a message can be stands here.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+# Far above any conversation; a message that claims to be longer is a stream out of step.
+MAX_FRAME_BYTES = 256 * 2**20
+HEADER_BYTES = 4
+
+
+class Load(msgspec.Struct, tag=True):
+    """Which environment to make (`provider` is "verifiers" or "plugin"), and how often to send a `Beat`."""
+
+    provider: str
+    name: str
+    args: dict[str, Any]
+    seed: int
+    beat_s: float
+
+
+class Start(msgspec.Struct, tag=True):
+    """Begin a rollout of one example."""
+
+    key: int
+    split: str
+    example_id: str
+
+
+class Answer(msgspec.Struct, tag=True):
+    """What the policy said."""
+
+    key: int
+    text: str
+
+
+class Cancel(msgspec.Struct, tag=True):
+    """Nobody waits for the rollout any more."""
+
+    key: int
+
+
+class Ready(msgspec.Struct, tag=True):
+    """The environment is there, with the ids of its examples."""
+
+    train: list[str]
+    eval: list[str]
+
+
+class Refused(msgspec.Struct, tag=True):
+    """There is no such environment, or not with these arguments."""
+
+    reason: str
+
+
+class Ask(msgspec.Struct, tag=True):
+    """The environment wants the policy's next turn."""
+
+    key: int
+    messages: list[dict[str, str]]
+
+
+class Done(msgspec.Struct, tag=True):
+    """The rollout has its score."""
+
+    key: int
+    reward: float
+    metrics: dict[str, float]
+
+
+class Lost(msgspec.Struct, tag=True):
+    """The environment's code failed."""
+
+    key: int
+    reason: str
+
+
+class Ended(msgspec.Struct, tag=True):
+    """A cancelled rollout has let go."""
+
+    key: int
+
+
+class Beat(msgspec.Struct, tag=True):
+    """The event loop of the process still turns."""
+
+
+Request = Load | Start | Answer | Cancel
+Report = Ready | Refused | Ask | Done | Lost | Ended | Beat
+
+_encoder = msgspec.msgpack.Encoder()
+decode_request = msgspec.msgpack.Decoder(Request).decode
+decode_report = msgspec.msgpack.Decoder(Report).decode
+
+
+def frame(message: Request | Report) -> bytes:
+    """The bytes of one message."""
+    payload = _encoder.encode(message)
+    return len(payload).to_bytes(HEADER_BYTES) + payload
+
+
+def payload_len(header: bytes) -> int:
+    """How many bytes follow `header`. Raises ValueError for more than a message can have."""
+    length = int.from_bytes(header)
+    if length > MAX_FRAME_BYTES:
+        raise ValueError(f"a message of {length} bytes")
+    return length

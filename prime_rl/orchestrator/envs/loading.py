@@ -1,0 +1,55 @@
+"""All environments of a run, from its config: each loaded once, those in processes of their own started and closed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+
+from prime_rl.configs.orchestrator import EnvConfig, OrchestratorConfig
+from prime_rl.orchestrator.envs import Environment, ProcessEnvironment, load_environment
+from prime_rl.orchestrator.envs.checked import CheckedEnvironment
+from prime_rl.orchestrator.envs.metered import MeteredEnvironment
+from prime_rl.orchestrator.metrics import RolloutMeter
+
+Environments = dict[str, CheckedEnvironment]
+
+
+async def load_environments(
+    config: OrchestratorConfig, meter: RolloutMeter, cleanup: AsyncExitStack, say: Callable[[str | None], None]
+) -> tuple[Environments, Environments]:
+    """The environments to train on and those to evaluate on, by their names in metrics. Raises ConfigError.
+
+    An `[[env]]` that is both is one environment with two counts of faults; what evaluation does stays out of `meter`.
+    `say` is told what is waited for.
+    """
+    loaded: dict[str, Environment] = {}
+    for env in [*config.env, *config.eval_envs]:
+        if _key(env) not in loaded:
+            loaded[_key(env)] = await _load(env, config, cleanup, say)
+    say(None)
+
+    def use(env: EnvConfig, meter: RolloutMeter) -> CheckedEnvironment:
+        metered = MeteredEnvironment(loaded[_key(env)], meter)
+        return CheckedEnvironment(metered, env, max_failure_share=config.max_env_failure_share)
+
+    eval_meter = RolloutMeter()
+    return (
+        {env.label: use(env, meter) for env in config.env},
+        {env.label: use(env, eval_meter) for env in config.eval_envs},
+    )
+
+
+async def _load(
+    env: EnvConfig, config: OrchestratorConfig, cleanup: AsyncExitStack, say: Callable[[str | None], None]
+) -> Environment:
+    # The key of inference is not for code that is not ours.
+    made = load_environment(env, config.seed, hidden=[config.client.api_key_var])
+    if isinstance(made, ProcessEnvironment):
+        say(f"env {env.label} (loading {env.id}, takes seconds)")
+        cleanup.push_async_callback(made.close)
+        await made.start()
+    return made
+
+
+def _key(env: EnvConfig) -> str:
+    return env.model_dump_json()

@@ -1,0 +1,270 @@
+"""An environment that runs in a process of its own: `verifiers:TASKSET` and `plugin:NAME`.
+
+A process and not threads: code that hangs can be killed with all that it started, code that crashes takes nothing with
+it, a heavy library (verifiers: seconds and hundreds of megabytes) is not loaded into the orchestrator, and the API key
+of inference is not in its environment. One process runs all rollouts of the environment side by side, as they mostly
+wait for the policy. When one of them holds up the event loop of the process for half of `timeout_s`, or does not let go
+after it was cancelled, or the process dies, a new process is started. Such a death counts as one dropped rollout; the
+others in the process are lost without fault of theirs (`Interrupted`), and made again.
+
+The built-in environments are ours and quick: they run inside the orchestrator.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import itertools
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from prime_rl.configs.base import ConfigError, ConfigProblem
+from prime_rl.configs.orchestrator import EnvConfig
+from prime_rl.orchestrator.envs.base import Example, Outcome, Policy, Split
+from prime_rl.orchestrator.envs.checked import EnvironmentFault, Interrupted
+from prime_rl.orchestrator.envs.frames import (
+    HEADER_BYTES,
+    Answer,
+    Ask,
+    Beat,
+    Cancel,
+    Done,
+    Ended,
+    Load,
+    Lost,
+    Ready,
+    Refused,
+    Report,
+    Request,
+    Start,
+    decode_report,
+    frame,
+    payload_len,
+)
+from prime_rl.utils.process import kill_tree
+
+logger = logging.getLogger("orchestrator")
+
+# How long a cancelled rollout may take to let go, which may mean to end what it started.
+CANCEL_GRACE_S = 15.0
+# A process that sends no beat over so many looks, together half of `timeout_s`, hangs.
+MAX_MISSED_LOOKS = 4
+# More often than this nobody needs to know.
+MAX_BEAT_S = 1.0
+# How long the process may take to put its things away when the run ends; it kills itself after five seconds.
+EXIT_GRACE_S = 6.0
+# What must be installed for a provider, and the extra that installs it.
+EXTRAS = {"verifiers": "verifiers"}
+
+
+class _Child:
+    """One process, and the rollouts in it. `ready` has the examples, or why there are none."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self.ready: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
+        self.inboxes: dict[int, asyncio.Queue[Report | Exception]] = {}
+        self.ending: dict[int, asyncio.Event] = {}
+        self.dead = False
+        self.num_reports = 0
+        self._process = process
+        self._death: str | None = None
+
+    def send(self, request: Request) -> None:
+        assert self._process.stdin is not None
+        if not self._process.stdin.is_closing():
+            self._process.stdin.write(frame(request))
+
+    async def read(self) -> None:
+        """Hand out what the process reports, until it ends."""
+        stream = self._process.stdout
+        assert stream is not None
+        try:
+            while True:
+                header = await stream.readexactly(HEADER_BYTES)
+                self._take(decode_report(await stream.readexactly(payload_len(header))))
+        except asyncio.IncompleteReadError:
+            pass
+        except ValueError as error:
+            logger.warning("the environment's process says what cannot be read: %s", error)
+            self.kill()
+        code = await self._process.wait()
+        self._end(self._death or f"its process ended with exit code {code}")
+
+    def kill(self) -> None:
+        self.dead = True
+        kill_tree(self._process.pid)
+
+    async def close(self) -> None:
+        """End the process in good order, or not in good order."""
+        self.dead = True
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        try:
+            async with asyncio.timeout(EXIT_GRACE_S):
+                await self._process.wait()
+        except TimeoutError:
+            self.kill()
+            await self._process.wait()
+
+    async def watch(self, hang_s: float) -> None:
+        """Kill the process when it hangs for `hang_s`, once it is ready."""
+        await asyncio.wait([self.ready])
+        num_missed = seen = 0
+        while not self.dead and num_missed < MAX_MISSED_LOOKS:
+            await asyncio.sleep(hang_s / MAX_MISSED_LOOKS)
+            num_missed = num_missed + 1 if self.num_reports == seen else 0
+            seen = self.num_reports
+        if not self.dead:
+            self._death = f"its code held up its process for {hang_s:g} s, half of timeout_s, and it was killed"
+            kill_tree(self._process.pid)
+
+    def _take(self, report: Report) -> None:
+        self.num_reports += 1
+        if isinstance(report, Ready):
+            self.ready.set_result(report)
+        elif isinstance(report, Refused):
+            self.ready.set_exception(EnvironmentFault(report.reason))
+        elif isinstance(report, Ended):
+            if event := self.ending.pop(report.key, None):
+                event.set()
+        elif not isinstance(report, Beat) and (inbox := self.inboxes.get(report.key)):
+            inbox.put_nowait(report)
+
+    def _end(self, reason: str) -> None:
+        """Tell everybody. A death that nobody asked for counts once, so that one that comes again ends the run."""
+        culprit = EnvironmentFault if not self.dead else Interrupted
+        self.dead = True
+        if not self.ready.done():
+            self.ready.set_exception(EnvironmentFault(reason))
+        for inbox in self.inboxes.values():
+            inbox.put_nowait(culprit(reason))
+            culprit = Interrupted
+        for event in self.ending.values():
+            event.set()
+
+
+class ProcessEnvironment:
+    """`[[env]]` with an id of the form PROVIDER:NAME. `start` it first, `close` it at the end.
+
+    Args:
+        hidden: names of environment variables that the process must not see.
+    """
+
+    def __init__(self, config: EnvConfig, seed: int, *, hidden: Sequence[str] = ()) -> None:
+        self.provider, _, name = config.id.partition(":")
+        self._id = config.id
+        self._hang_s = config.timeout_s / 2
+        beat_s = min(MAX_BEAT_S, self._hang_s / MAX_MISSED_LOOKS / 2)
+        self._load = Load(self.provider, name, config.args, seed, beat_s)
+        self._hidden = set(hidden)
+        self._examples: dict[Split, list[Example]] = {}
+        self._child: _Child | None = None
+        self._starting = asyncio.Lock()
+        self._keys = itertools.count()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    @property
+    def id(self) -> str:
+        return self._id
+
+    def examples(self, split: Split) -> Sequence[Example]:
+        """The examples by their ids; what they say is known in the process only."""
+        return self._examples[split]
+
+    async def start(self) -> None:
+        """Start the process and wait until it has the environment. Raises ConfigError."""
+        source = f"env {self._id!r}"
+        if (extra := EXTRAS.get(self.provider)) and importlib.util.find_spec(extra) is None:
+            message = f"{self.provider} is not installed: pip install 'prime-rl-house[{extra}]'"
+            raise ConfigError(source, [ConfigProblem("", message)])
+        try:
+            child = await self._living()
+        except EnvironmentFault as fault:
+            raise ConfigError(source, [ConfigProblem("", str(fault))]) from fault
+        ready = child.ready.result()
+        ids: dict[Split, list[str]] = {"train": ready.train, "eval": ready.eval}
+        self._examples = {
+            split: [Example(example_id, [], "", {"split": split}) for example_id in ids[split]] for split in ids
+        }
+
+    async def rollout(self, example: Example, policy: Policy) -> Outcome:
+        """The environment's rollout, in its process. Raises EnvironmentFault, and what the policy raises."""
+        child = await self._living()
+        if child.dead:
+            raise Interrupted("its process has just ended")
+        key = next(self._keys)
+        inbox = child.inboxes[key] = asyncio.Queue()
+        child.send(Start(key, example.info["split"], example.id))
+        try:
+            while True:
+                report = await inbox.get()
+                if isinstance(report, Done):
+                    return Outcome(report.reward, report.metrics)
+                if isinstance(report, Lost):
+                    raise EnvironmentFault(report.reason)
+                if isinstance(report, Exception):
+                    raise report
+                if isinstance(report, Ask):
+                    text = await policy.complete(report.messages)  # type: ignore[arg-type]
+                    child.send(Answer(key, text))
+        except EnvironmentFault:
+            raise
+        except BaseException:  # cancelled, too slow, or what the policy raises: the process must let go of it
+            self._cancel(child, key)
+            raise
+        finally:
+            del child.inboxes[key]
+
+    async def close(self) -> None:
+        child, self._child = self._child, None
+        if child is not None:
+            await child.close()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _living(self) -> _Child:
+        """The process, started (again) where there is none. Raises EnvironmentFault when it cannot be had."""
+        async with self._starting:
+            if self._child is None or self._child.dead:
+                self._child = _Child(await self._spawn())
+                self._child.send(self._load)
+                self._beside(self._child.read())
+                self._beside(self._child.watch(self._hang_s))
+        child = self._child
+        await asyncio.shield(child.ready)
+        return child
+
+    async def _spawn(self) -> asyncio.subprocess.Process:
+        logger.info("env %s: loading %s, takes seconds", self._id, self.provider)
+        return await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "prime_rl.orchestrator.envs.child"),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            env={name: value for name, value in os.environ.items() if name not in self._hidden},
+            start_new_session=True,  # Ctrl-C is for the orchestrator, who ends it in good order
+        )
+
+    def _cancel(self, child: _Child, key: int) -> None:
+        if child.dead:
+            return
+        let_go = child.ending[key] = asyncio.Event()
+        child.send(Cancel(key))
+        self._beside(self._kill_unless(let_go, child))
+
+    async def _kill_unless(self, let_go: asyncio.Event, child: _Child) -> None:
+        try:
+            async with asyncio.timeout(CANCEL_GRACE_S):
+                await let_go.wait()
+        except TimeoutError:
+            if not child.dead:
+                logger.warning("env %s: a rollout does not let go: its process is started again", self._id)
+                child.kill()
+
+    def _beside(self, work: Any) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)

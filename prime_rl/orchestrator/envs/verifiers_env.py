@@ -1,0 +1,122 @@
+"""Any taskset of `verifiers` as an `Environment`. Imported only in the process of such an environment (`child`).
+
+verifiers runs the whole episode: it starts tool servers, lets a harness talk to the model, and scores. The model that
+it talks to is `PolicyProxy`, which hands each turn to our `Policy`; so the tokens that are trained on are recorded
+where all tokens are, and verifiers sees text. A role that names no harness of its own is played by `verifiers_chat`
+inside this process, as the chat program that verifiers would start for each rollout takes seconds to start. The reward
+is the weighted sum that verifiers makes of its rewards; each of them and each metric becomes a metric of ours.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+import os
+import re
+import secrets
+import sys
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Any
+
+import verifiers.v1 as vf
+from pydantic import Field
+from verifiers.v1.configs.agent import agent_config_fields
+
+from prime_rl.configs.base import BaseConfig, build
+from prime_rl.orchestrator.envs import verifiers_chat
+from prime_rl.orchestrator.envs.base import Example, Outcome, Policy, Split
+from prime_rl.orchestrator.envs.verifiers_proxy import PolicyProxy
+
+# verifiers finds a harness by the name of one top-level module, so ours gets such a name.
+HARNESS_ID = "prime_rl_chat"
+# What verifiers takes when nobody says otherwise: its own chat program, and a rented sandbox.
+DEFAULT_HARNESS_ID = "bash"
+# verifiers reads the key of an endpoint from a variable, and does not hand on those that have API_KEY in their names.
+KEY_VAR = "PRL_PROXY_API_KEY"
+
+
+class VerifiersArgs(BaseConfig):
+    """`[env.args]` of `verifiers:TASKSET`."""
+
+    taskset: dict[str, Any] = Field(default_factory=dict)
+    """The taskset's own settings."""
+
+    env: dict[str, Any] = Field(default_factory=dict)
+    """Further settings of verifiers' environment, for example `agent = {max_turns = 4}`."""
+
+    num_examples: int = Field(1000, ge=1, le=1_000_000)
+    """Most examples to train on: the tasks after those of the evaluation."""
+
+    num_eval_examples: int = Field(16, ge=0, le=1_000_000)
+    """Examples to evaluate on: the first tasks of the taskset."""
+
+
+class VerifiersEnvironment:
+    """One taskset. Raises what verifiers raises for an unknown one or for settings that it does not have."""
+
+    def __init__(self, name: str, args: dict[str, Any], seed: int) -> None:
+        config = build(VerifiersArgs, args, f"env 'verifiers:{name}', args")
+        sys.modules.setdefault(HARNESS_ID, verifiers_chat)
+        self.id = f"verifiers:{name}"
+        self._env = vf.load_environment(_env_config({**config.env, "taskset": {**config.taskset, "id": name}}))
+        num_eval = config.num_eval_examples
+        tasks = list(itertools.islice(iter(self._env.taskset), num_eval + config.num_examples))
+        self._tasks = {f"task-{number}": task for number, task in enumerate(tasks)}
+        self._splits: dict[Split, list[Example]] = {
+            "eval": [_example(task_id) for task_id in list(self._tasks)[:num_eval]],
+            "train": [_example(task_id) for task_id in list(self._tasks)[num_eval:]],
+        }
+        if not self._splits["train"]:
+            raise ValueError(f"the taskset has {len(tasks)} tasks, and num_eval_examples = {num_eval} takes them all")
+
+    def examples(self, split: Split) -> Sequence[Example]:
+        return self._splits[split]
+
+    @contextlib.asynccontextmanager
+    async def serving(self) -> AsyncIterator[None]:
+        """What lasts as long as the process: the tool servers that rollouts share, the proxy."""
+        os.environ[KEY_VAR] = key = secrets.token_urlsafe(24)
+        async with PolicyProxy(key) as self._proxy, self._env.serving():
+            self._client = vf.EvalClientConfig(base_url=self._proxy.base_url, api_key_var=KEY_VAR)
+            yield
+
+    async def rollout(self, example: Example, policy: Policy) -> Outcome:
+        """One episode of verifiers. Raises the first error in it."""
+        with self._proxy.conversation(policy) as (model, conversation):
+            context = vf.ModelContext(model=model, client=self._client)
+            episode = await self._env.run_episode(self._tasks[example.id], context)
+        if conversation.error is not None:
+            raise conversation.error
+        traces = [trace for trace in episode.traces if trace.agent and trace.agent.config.model == model]
+        errors = [*episode.errors, *(error for trace in traces for error in trace.errors)]
+        if errors or len(traces) != 1:
+            reason = f"{errors[0].type}: {errors[0].message}" if errors else f"{len(traces)} roles asked the policy"
+            raise RuntimeError(reason)
+        return Outcome(traces[0].reward, _metrics(traces[0]))
+
+
+def _example(task_id: str) -> Example:
+    return Example(task_id, [], "")
+
+
+def _env_config(data: dict[str, Any]) -> vf.EnvConfig:
+    """The config of verifiers, with roles that run here where nothing else is asked for."""
+    taskset_id = data["taskset"]["id"]
+    ours: dict[str, Any] = {"runtime": {"type": "subprocess"}}
+    if vf.default_harness_id(taskset_id) == DEFAULT_HARNESS_ID:
+        ours["harness"] = {"id": HARNESS_ID}
+    for role in agent_config_fields(vf.resolve_env_config(dict(data))):
+        data[role] = {**ours, **data.get(role, {})}
+    return vf.resolve_env_config(data)
+
+
+def _metrics(trace: vf.Trace) -> dict[str, float]:
+    """Scores of each reward, the metrics, and the turns, under names that ours may have. What has no value has none."""
+    scores = {name: reward.score for name, reward in trace.rewards.items() if reward is not None}
+    values: Mapping[str, float | None] = {**scores, **trace.metrics, "turns": trace.num_turns}
+    return {
+        re.sub(r"[^A-Za-z0-9._-]", "_", name)[:60].lstrip("._-") or "unnamed": float(value)
+        for name, value in values.items()
+        if value is not None and math.isfinite(value)
+    }

@@ -1,0 +1,210 @@
+"""Environments in a process of their own: what they may do wrong there, and that nothing of them stays behind."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from prime_rl.configs.base import ConfigError
+from prime_rl.configs.orchestrator import EnvConfig
+from prime_rl.orchestrator.envs import Example, Message, ProcessEnvironment
+from prime_rl.orchestrator.envs.checked import CheckedEnvironment, EnvironmentFault, Interrupted
+from tests.orchestrator_support import until
+
+# An environment as somebody else would write it; what it does stands in the word of its example.
+MODULE = """
+import asyncio, os, subprocess, sys, time
+
+from prime_rl.orchestrator.envs.base import Example, Outcome
+
+WORDS = ["good", "raise", "nan", "text", "hang", "exit", "slow", "deaf", "key"]
+
+
+class Env:
+    id = "somebody's"
+
+    def __init__(self, args, seed):
+        if args.get("refuse"):
+            raise ValueError("no such args")
+        if args.get("child"):
+            subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+        print("printed to nobody's stream")
+        self.args = args
+
+    def examples(self, split):
+        return [Example(word, [{"role": "user", "content": word}], word) for word in WORDS]
+
+    async def rollout(self, example, policy):
+        first = await policy.complete(example.messages)
+        messages = [*example.messages, {"role": "assistant", "content": first}, {"role": "user", "content": "again"}]
+        await policy.complete(messages)
+        word = example.id
+        if word == "raise":
+            raise RuntimeError("\\x1b[31mred")
+        if word == "hang":
+            time.sleep(600)
+        if word == "exit":
+            os._exit(7)
+        if word == "slow":
+            await asyncio.sleep(600)
+        if word == "deaf":
+            while True:
+                try:
+                    await asyncio.sleep(600)
+                except asyncio.CancelledError:
+                    pass
+        reward = {"nan": float("nan"), "text": "much"}.get(word, 0.5)
+        return Outcome(reward, {"key_seen": float("SECRET_KEY" in os.environ)})
+"""
+
+
+@pytest.fixture(autouse=True)
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A package with an entry point, as pip leaves it."""
+    (tmp_path / "somebodys_envs.py").write_text(MODULE)
+    info = tmp_path / "somebodys_envs-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: somebodys-envs\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[prime_rl.environments]\nwords = somebodys_envs:Env\n")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', os.getcwd())}")
+    monkeypatch.setenv("SECRET_KEY", "secret")
+
+
+@contextlib.asynccontextmanager
+async def running(name: str = "words", timeout_s: float = 60.0, **args: Any) -> AsyncIterator[CheckedEnvironment]:
+    config = EnvConfig.model_validate({"id": f"plugin:{name}", "args": args, "timeout_s": timeout_s})
+    env = ProcessEnvironment(config, seed=1, hidden=["SECRET_KEY"])
+    try:
+        await env.start()
+        yield CheckedEnvironment(env, config, max_failure_share=1.0)
+    finally:
+        await env.close()
+
+
+class Says:
+    """A policy that answers at once, and remembers; `gate` holds it up."""
+
+    def __init__(self) -> None:
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.seen: list[Sequence[Message]] = []
+
+    async def complete(self, messages: Sequence[Message]) -> str:
+        self.seen.append(messages)
+        await self.gate.wait()
+        return f"answer {len(messages)}"
+
+
+def example_of(env: CheckedEnvironment, word: str) -> Example:
+    return next(example for example in env.examples("train") if example.id == word)
+
+
+async def test_rollouts_of_several_turns_and_every_fault_but_a_hang() -> None:
+    async with running() as env:
+        policy = Says()
+        good = await env.rollout(example_of(env, "good"), policy)
+        assert (good.reward, good.metrics) == (0.5, {"key_seen": 0.0})
+        assert json.loads(json.dumps(policy.seen)) == [
+            [{"role": "user", "content": "good"}],
+            [
+                {"role": "user", "content": "good"},
+                {"role": "assistant", "content": "answer 1"},
+                {"role": "user", "content": "again"},
+            ],
+        ]
+        for word, message in [
+            ("raise", "RuntimeError: red"),
+            ("nan", "reward is nan"),
+            ("text", "is str instead of a num"),
+        ]:
+            with pytest.raises(EnvironmentFault, match=message):
+                await env.rollout(example_of(env, word), Says())
+        # A process that dies: one rollout pays for it, the other is lost without fault, and then there is a new one.
+        waits = Says()
+        waits.gate.clear()
+        beside = asyncio.create_task(env.rollout(example_of(env, "good"), waits))
+        await until(lambda: bool(waits.seen), "the rollout beside")
+        results = await asyncio.gather(
+            env.rollout(example_of(env, "exit"), Says()),
+            env.rollout(example_of(env, "exit"), Says()),
+            return_exceptions=True,
+        )
+        waits.gate.set()
+        results += await asyncio.gather(beside, return_exceptions=True)
+        assert sorted(type(result).__name__ for result in results) == ["EnvironmentFault", "Interrupted", "Interrupted"]
+        assert "its process ended with exit code 7" in str(results[0])
+        assert (await env.rollout(example_of(env, "good"), Says())).reward == 0.5
+        assert env.num_dropped == 4
+
+
+def processes() -> set[psutil.Process]:
+    return {p for p in psutil.Process().children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE}
+
+
+async def ended(of: set[psutil.Process]) -> None:
+    """Those that an environment starts in a session of their own are nobody's children when their parent is gone."""
+    await until(
+        lambda: not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in of), "the processes to end"
+    )
+
+
+async def test_code_that_hangs_is_killed_with_all_that_it_started() -> None:
+    before = processes()
+    async with running(timeout_s=2.0, child=True) as env:
+        started = processes() - before
+        assert len(started) == 2
+        with pytest.raises(EnvironmentFault, match=r"held up its process for 1 s"):
+            await env.rollout(example_of(env, "hang"), Says())
+        await ended(started)
+        assert (await env.rollout(example_of(env, "good"), Says())).reward == 0.5
+        started = processes() - before
+        assert len(started) == 2
+    await ended(started)
+
+
+async def test_a_rollout_that_lets_go_costs_nobody_anything_and_one_that_does_not_costs_its_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("prime_rl.orchestrator.envs.process.CANCEL_GRACE_S", 0.3)
+    before = processes()
+    async with running(timeout_s=1.0) as env:
+        started = processes() - before
+        waits = Says()
+        waits.gate.clear()
+        beside = asyncio.create_task(env.rollout(example_of(env, "good"), waits))
+        await until(lambda: bool(waits.seen), "the rollout beside")
+        with pytest.raises(EnvironmentFault, match=r"a step took longer than timeout_s = 1"):
+            await env.rollout(example_of(env, "slow"), Says())
+        waits.gate.set()
+        assert (await beside).reward == 0.5
+
+        waits.gate.clear()
+        beside = asyncio.create_task(env.rollout(example_of(env, "good"), waits))
+        with pytest.raises(EnvironmentFault, match=r"a step took longer than timeout_s = 1"):
+            await env.rollout(example_of(env, "deaf"), Says())
+        await ended(started)
+        waits.gate.set()
+        with pytest.raises(Interrupted):
+            await beside
+        assert env.num_dropped == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "message"),
+    [
+        ("words", {"refuse": True}, "env 'plugin:words': ValueError: no such args"),
+        ("letters", {}, r"no installed package has an environment 'letters' .*: words\)"),
+    ],
+)
+async def test_what_cannot_be_loaded_says_why(name: str, args: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        async with running(name, **args):
+            raise AssertionError
