@@ -154,3 +154,56 @@ def test_benchmark_figures_are_those_that_were_measured() -> None:
         assert set(rows) == set(figures), path.stem
         for name, value in figures.items():
             assert float(rows[name]) == pytest.approx(value, rel=0.05, abs=0.006), f"{path.stem}: {name}"
+
+
+def test_environments_and_their_arguments_are_those_of_the_code() -> None:
+    """docs/environments.md has every built-in environment, its arguments and their defaults."""
+    import json
+
+    from prime_rl.configs.orchestrator import BUILT_IN_ENVS, EnvConfig, OrchestratorConfig
+    from prime_rl.orchestrator.envs import BUILT_IN_ARGS
+    from prime_rl.orchestrator.envs.checked import FAILURE_WINDOW, MIN_ROLLOUTS
+    from prime_rl.orchestrator.envs.child import PLUGIN_GROUP
+    from prime_rl.orchestrator.rollout import MAX_REPLACEMENTS
+
+    text = TEXT[ROOT / "docs" / "environments.md"]
+    section = text.partition("## Built in\n")[2].partition("\n## ")[0]
+    common = set(re.findall(r"`(num_\w+)` \(", section))
+    rows = dict(re.findall(r"^\| ([\w-]+) \| [^|]+ \| ([^|]+) \|", section, re.MULTILINE))
+    assert set(rows) - {"id"} == set(BUILT_IN_ARGS) == set(BUILT_IN_ENVS)
+    for env_id, args in BUILT_IN_ARGS.items():
+        said = {name: json.loads(value) for name, value in re.findall(r"`(\w+)` = (\[.*?\]|\d+)", rows[env_id])}
+        defaults = {name: field.get_default() for name, field in args.model_fields.items() if name not in common}
+        assert said == defaults and common <= set(args.model_fields), env_id
+    env = EnvConfig(id="upper-case")
+    assert f"timeout_s = {env.timeout_s} " in text and f"reward_range = {list(env.reward_range)}" in text
+    share = OrchestratorConfig.model_fields["max_env_failure_share"].default
+    assert f"`max_env_failure_share` (default {share}) of the newest {FAILURE_WINDOW} rollouts" in text
+    assert f"at least {MIN_ROLLOUTS}\n" in text and {5: "up to five times"}[MAX_REPLACEMENTS] in text
+    assert f'[project.entry-points."{PLUGIN_GROUP}"]' in text
+
+
+async def test_the_environment_of_the_document_works() -> None:
+    from prime_rl.orchestrator.envs.checked import check_outcome
+
+    code = re.findall(r"```python\n(.*?)```", TEXT[ROOT / "docs" / "environments.md"], re.DOTALL)[0]
+    names: dict[str, type] = {}
+    exec(code, names)
+    env = names["Echo"]({}, 0)
+
+    class Yes:
+        async def complete(self, messages: object) -> str:
+            return "no"
+
+    (example,) = env.examples("train")
+    assert check_outcome(await env.rollout(example, Yes()), (0, 1)).reward == 1.0
+
+
+def test_arguments_of_verifiers_are_those_of_the_code() -> None:
+    """Read from the source: to import it takes seconds."""
+
+    source = (ROOT / "prime_rl" / "orchestrator" / "envs" / "verifiers_env.py").read_text()
+    fields = set(re.findall(r"^    (\w+): \S+.* = Field\(", source, re.MULTILINE))
+    blocks = re.findall(r"```toml\n(.*?)```", TEXT[ROOT / "docs" / "environments.md"], re.DOTALL)
+    (args,) = [e["args"] for b in blocks for e in tomllib.loads(b).get("env", []) if e["id"].startswith("verifiers:")]
+    assert set(args) == fields

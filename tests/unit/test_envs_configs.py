@@ -16,7 +16,7 @@ from prime_rl.orchestrator.envs import load_environment
 CONFIGS = Path(__file__).parents[2] / "configs"
 # By the name of the file; every other one is a run.
 PROCESSES = {"system": SystemConfig, "trainer": TrainerConfig, "inference": InferenceConfig}
-SINGLE_HOUSE = ("demo", "reverse_text", "multi_tenant")
+SINGLE_HOUSE = ("demo", "reverse_text", "multi_tenant", "multi_turn")
 RUNS = sorted(path for house in SINGLE_HOUSE for path in (CONFIGS / house).glob("*.toml") if path.stem not in PROCESSES)
 
 
