@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoModelForCausalLM
 
 from prime_rl.configs.inference import InferenceConfig
 from prime_rl.contract.files import wait_for
@@ -17,7 +18,8 @@ from prime_rl.inference.embedded.model import Served, load_model
 from prime_rl.inference.embedded.request import Completion
 from prime_rl.inference.embedded.sampling import SamplingParams
 from prime_rl.inference.errors import ApiError
-from tests.inference_support import make_adapter, make_model
+from prime_rl.inference.weight_files import model_shapes
+from tests.inference_support import greedy, make_adapter, make_model
 
 PROMPT = [5, 6, 7]
 LONG = 400
@@ -184,6 +186,30 @@ def test_a_failure_in_the_engine_is_said_to_everybody_and_shows(
     wait_for(lambda: not engine.alive, "the engine to be dead", timeout_s=TIMEOUT_S)
     assert "the engine has failed" in caplog.text
     engine.stop(TIMEOUT_S)
+
+
+def test_a_caller_that_goes_away_takes_nothing_from_the_engine(engine: Engine) -> None:
+    """A command whose future was cancelled used to end the thread."""
+    done = threading.Event()
+    endless = engine.submit(PROMPT, params(10**5))
+    assert not engine.run_between_steps(done.set).cancel()
+    assert done.wait(TIMEOUT_S)
+    engine.cancel(endless)
+    assert len(tokens(engine)) == 12 and engine.alive
+
+
+def test_whole_weights_reach_every_layer_below_its_adapters(
+    engine: Engine, served: Served, folder: Path, tmp_path: Path
+) -> None:
+    assert served.weights.shapes == model_shapes(str(folder))
+    newer = make_model(tmp_path / "newer", seed=1)
+    expected = greedy(AutoModelForCausalLM.from_pretrained(newer), PROMPT, 12)
+    before = tokens(engine)
+    read = served.weights.read(newer)
+    for apply, after in ((lambda: served.weights.apply(read), expected), (served.weights.apply_base, before)):
+        engine.run_between_steps(apply).result(TIMEOUT_S)
+        assert tokens(engine) == after
+    assert before != expected
 
 
 def test_a_server_without_adapters_says_so(folder: Path, tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """The HTTP routes of the embedded engine. Checks, waits, and says what went wrong in OpenAI's words.
 
 Collaborators: `Engine` generates, `Text` turns text into ids and back. Keys, body sizes and adapter paths were checked
-by the guard before a request comes here.
+by the guard before a request comes here; health and whole weights are the front's.
 """
 
 from __future__ import annotations
@@ -35,7 +35,6 @@ from prime_rl.inference.errors import ApiError, error_body
 DEFAULT_MAX_TOKENS = 16
 # Longer texts are tokenised beside the event loop.
 LONG_TEXT_CHARS = 20_000
-HEALTH_TIMEOUT_S = 10.0
 # Tokens and logprobs of one answer: it is put together in memory, some 20 bytes each.
 MAX_ANSWER_SIZE = 4_000_000
 # A full queue moves on within a second or so.
@@ -110,15 +109,6 @@ class Api:
     async def unload_adapter(self, body: UnloadAdapterRequest) -> Response:
         self._engine.adapters.unload(body.lora_name)
         return Response(f"Success: LoRA adapter '{body.lora_name}' removed successfully.", media_type="text/plain")
-
-    async def health(self) -> Response:
-        """200 only when the engine's thread lives and comes round within HEALTH_TIMEOUT_S."""
-        future = self._engine.run_between_steps(lambda: None)
-        try:
-            await asyncio.wait_for(asyncio.wrap_future(future), HEALTH_TIMEOUT_S)
-        except TimeoutError as error:
-            raise EngineDead(f"the engine has not answered for {HEALTH_TIMEOUT_S:g} s") from error
-        return Response()
 
     async def _prompt_ids(self, prompt: Prompt, body: CompletionRequest) -> Sequence[int]:
         if isinstance(prompt, str):
@@ -222,7 +212,6 @@ def build_app(api: Api, metrics: EngineMetrics) -> FastAPI:
     app.get("/v1/models")(api.models)
     app.post("/v1/load_lora_adapter")(api.load_adapter)
     app.post("/v1/unload_lora_adapter")(api.unload_adapter)
-    app.get("/health")(api.health)
     app.get("/metrics")(metrics.response)
     app.add_exception_handler(ApiError, _api_error)
     app.add_exception_handler(RequestValidationError, _validation_error)

@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from prime_rl.configs.inference import InferenceConfig
 from prime_rl.inference.embedded.attention import use_grouped_attention
 from prime_rl.inference.embedded.kv import RowCache
+from prime_rl.inference.embedded.weights import WholeWeights
 from prime_rl.lora.inject import apply_lora_to_model
 from prime_rl.lora.linear import AdapterRouting, MultiLoRALinear
 
@@ -37,7 +38,7 @@ class ModelError(ValueError):
 
 @dataclass(frozen=True)
 class Served:
-    """A loaded model with room for adapters. `layers` is empty when adapters are switched off.
+    """A loaded model with room for adapters. `layers` is empty when adapters are switched off; `weights` are its own.
 
     `cache_tokens` is how many tokens of all rows together, padding included, the KV cache may hold.
     """
@@ -45,6 +46,7 @@ class Served:
     runner: ModelRunner
     layers: Mapping[str, MultiLoRALinear]
     routing: AdapterRouting
+    weights: WholeWeights
     vocab_size: int
     eos_ids: frozenset[int]
     cache_tokens: int
@@ -67,7 +69,7 @@ def load_model(config: InferenceConfig) -> Served:
     runner = ModelRunner(model, routing)
     cache, _ = runner.prefill([[0]], [None])
     cache_tokens = int(_free_bytes(device) * CACHE_SHARE / cache.bytes_per_token)
-    return Served(runner, layers, routing, vocab_size, _eos_ids(model), cache_tokens)
+    return Served(runner, layers, routing, WholeWeights(model), vocab_size, _eos_ids(model), cache_tokens)
 
 
 def _free_bytes(device: torch.device) -> int:

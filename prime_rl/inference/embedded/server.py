@@ -11,10 +11,12 @@ import torch
 from prime_rl.inference.checks import StartError
 from prime_rl.inference.context import ServerContext
 from prime_rl.inference.embedded.app import Api, build_app
+from prime_rl.inference.embedded.control import EmbeddedControl
 from prime_rl.inference.embedded.engine import Engine
 from prime_rl.inference.embedded.metrics import EngineMetrics
 from prime_rl.inference.embedded.model import ModelError, Served, load_model
 from prime_rl.inference.embedded.text import Text
+from prime_rl.inference.front import Front
 from prime_rl.inference.guard import Guard
 from prime_rl.inference.limits import max_model_len
 from prime_rl.inference.reporting import Reporter, Snapshot
@@ -29,6 +31,12 @@ STOP_TIMEOUT_S = 10.0
 def run(context: ServerContext) -> None:
     """Load the model, serve, clean up. Raises StartError."""
     config = context.config
+    if config.broadcast.type != "filesystem":
+        raise StartError(
+            f"broadcast.type: found {config.broadcast.type!r}: the embedded engine reads weights from files; set "
+            '"filesystem", or engine = "vllm"',
+            exit_code=2,
+        )
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
     served, text = _load(context)
@@ -41,7 +49,8 @@ def run(context: ServerContext) -> None:
         max_waiting=config.embedded.max_waiting,
         created=int(time.time()),
     )
-    app = Guard(build_app(api, EngineMetrics(engine)), api_key=context.api_key, output_dir=config.output_dir)
+    front = Front(build_app(api, EngineMetrics(engine)), EmbeddedControl(engine, served.weights), config)
+    app = Guard(front, api_key=context.api_key, output_dir=config.output_dir)
     engine.start()
     try:
         asyncio.run(

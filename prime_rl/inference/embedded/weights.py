@@ -1,0 +1,54 @@
+"""Whole weights for the model that the embedded engine holds: checked and read first, then put in place at once.
+
+Knows the model's parameters by the names that a model folder has for them, whatever adapters were put around its
+layers. When it is safe to change them is the caller's business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from prime_rl.inference.weight_files import WEIGHTS_FILE, Shapes, check_weight_file
+
+_ADAPTERS = (".lora_A.", ".lora_B.")
+
+
+class WholeWeights:
+    """The parameters of `model`. `shapes` are those that a weight file must have; a tied weight is there once."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._parameters = {
+            name.replace(".base_layer.", "."): parameter
+            for name, parameter in model.named_parameters()
+            if not any(part in name for part in _ADAPTERS)
+        }
+        self.shapes: Shapes = {name: tuple(parameter.shape) for name, parameter in self._parameters.items()}
+        self._base: dict[str, Tensor] | None = None  # made when it is first needed: adapters alone never do
+
+    def read(self, folder: Path) -> dict[str, Tensor]:
+        """The weights in `folder`. Raises ApiError (400) when they do not fit the model. Changes nothing."""
+        check_weight_file(folder, self.shapes)
+        tensors: dict[str, Tensor] = load_file(folder / WEIGHTS_FILE)
+        return tensors
+
+    @torch.no_grad()
+    def apply(self, tensors: Mapping[str, Tensor]) -> None:
+        """Put what `read` returned in place. No forward may run meanwhile."""
+        if self._base is None:
+            self._base = {name: parameter.to("cpu", copy=True) for name, parameter in self._parameters.items()}
+        self._copy(tensors)
+
+    @torch.no_grad()
+    def apply_base(self) -> None:
+        """Back to the weights that the model was loaded with."""
+        if self._base is not None:
+            self._copy(self._base)
+
+    def _copy(self, tensors: Mapping[str, Tensor]) -> None:
+        for name, parameter in self._parameters.items():
+            parameter.copy_(tensors[name])
