@@ -8,7 +8,7 @@ import sys
 import tomllib
 from itertools import chain
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 
@@ -80,6 +80,23 @@ def test_kill_points_are_those_that_are_tested() -> None:
     section = TEXT[ROOT / "docs" / "durability.md"].partition("## A kill at each point\n")[2].partition("\n## ")[0]
     told = re.findall(r"^\| ([^|]+) \|", section, re.MULTILINE)[1:]
     assert len(tested) >= 14 and [name for name in told if name != "---"] == tested
+
+
+def test_endpoints_are_those_of_the_server() -> None:
+    """The table of docs/inference.md, what the guard lets through, and who answers it: the engine or the front."""
+    from fastapi.routing import APIRoute
+
+    from prime_rl.inference.embedded.app import Api, build_app
+    from prime_rl.inference.embedded.metrics import EngineMetrics
+    from prime_rl.inference.guard import ROUTES
+
+    told = re.findall(r"^\| `(/[\w/]+)` \| (GET|POST) \|", TEXT[ROOT / "docs" / "inference.md"], re.MULTILINE)
+    assert len(told) == len(ROUTES) and dict(told) == ROUTES
+    nothing: Any = None  # routes are declared before anything is asked of an engine
+    app = build_app(Api(nothing, nothing, model="m", max_model_len=8, max_waiting=1, created=0), EngineMetrics(nothing))
+    engine = {route.path: method for route in app.routes if isinstance(route, APIRoute) for method in route.methods}
+    front = {"/health": "GET", "/update_weights": "POST", "/reload_weights": "POST"}
+    assert engine | front == ROUTES and not engine.keys() & front.keys()
 
 
 def test_console_scripts_start() -> None:
