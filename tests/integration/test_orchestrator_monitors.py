@@ -40,6 +40,10 @@ def living(processes: list[psutil.Process]) -> list[psutil.Process]:
 def update(run: RunDir, step: int) -> None:
     """What the trainer does: the version first, and then the line."""
     publish(run, step)
+    write_line(run, step)
+
+
+def write_line(run: RunDir, step: int) -> None:
     append_line(run.trainer_metrics, json.dumps({"step": step, "time": 1.0, "loss": step / 10}))
 
 
@@ -86,7 +90,9 @@ async def test_all_monitors_get_every_line_and_end_with_the_orchestrator(
     assert "wandb-core" in {process.name() for process in started_processes}
     (monitors,) = [process for process in started_processes if process.ppid() == os.getpid()]
     assert not any("libtorch" in mapped.path for mapped in monitors.memory_maps())
-    update(house.run, 2)
+    publish(house.run, 2)
+    await until(lambda: house.fake.adapters == {}, "the run to be over but for its monitors")
+    write_line(house.run, 2)
     assert await asyncio.wait_for(task, 30) == 0
     assert living(started_processes) == []
 

@@ -10,6 +10,7 @@ import pytest
 
 from prime_rl.contract.layout import list_steps
 from prime_rl.contract.status import DaemonStatus, TrainerStatus, read_status
+from tests.metrics_support import undocumented
 from tests.system_support import House, read_metrics
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -40,6 +41,8 @@ def test_three_runs_on_two_slots_one_evicted_one_deleted(house: House) -> None:
 
     lines = read_metrics(house.run_dir("run_a").trainer_metrics)
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
+    assert undocumented("trainer", lines) == set()
+    assert undocumented("orchestrator", read_metrics(house.run_dir("run_a").orchestrator_metrics)) == set()
     assert list_steps(house.run_dir("run_a").checkpoints, stable_only=True)[-1] == 6
     status = read_status(house.paths.trainer_status, TrainerStatus)
     assert status is not None and status.runs == {}

@@ -7,6 +7,7 @@ import logging
 import socket
 import sys
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -140,6 +141,19 @@ def test_the_trainers_last_line_is_known_to_be_missing(run: RunDir) -> None:
     write(run, "trainer", 2, x=1)
     feed.forward()
     assert not feed.is_behind_trainer
+    assert not fed(run, Recorder()).is_behind_trainer, "also after a start that finds no new line"
+
+
+def test_a_port_is_waited_for_until_the_monitors_of_a_killed_orchestrator_are_gone(run: RunDir) -> None:
+    taken = socket.create_server(("127.0.0.1", 0))
+    port = taken.getsockname()[1]
+    with ThreadPoolExecutor() as threads:
+        started = threads.submit(fed, run, PrometheusMonitor(PrometheusConfig(port=port)))
+        assert not wait([started], timeout=0.3).done
+        taken.close()
+        feed = started.result(timeout=20)
+    assert httpx.get(f"http://127.0.0.1:{port}/metrics").status_code == 200
+    feed.close()
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:tensorboard")
@@ -184,7 +198,7 @@ def test_a_port_in_use_leaves_prometheus_out_and_nothing_else(run: RunDir, caplo
     with socket.create_server(("127.0.0.1", 0)) as taken:
         write(run, "trainer", 1, x=1)
         other = Recorder()
-        feed = fed(run, PrometheusMonitor(PrometheusConfig(port=taken.getsockname()[1])), other)
+        feed = fed(run, PrometheusMonitor(PrometheusConfig(port=taken.getsockname()[1]), patience_s=0), other)
         feed.close()
     assert other.calls[1:] == [(1, {"trainer/x": 1}), "close"]
     assert caplog.messages == ["prometheus is left out: OSError: [Errno 98] Address already in use"]

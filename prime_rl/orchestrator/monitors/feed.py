@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from prime_rl.contract.files import read_text, write_atomic
@@ -28,12 +29,10 @@ class MonitorFeed:
         self._monitors = list(monitors)
         self._started: list[Monitor] = []
         self._state = run.monitors / "state.json"
-        self._positions = _read_positions(self._state)
+        self._kept = _read_state(self._state)
         files = {"orchestrator": run.orchestrator_metrics, "trainer": run.trainer_metrics}
-        self._tails = {
-            writer: FileTail(path, position=self._positions.get(writer, 0)) for writer, path in files.items()
-        }
-        self._trainer_step = 0
+        self._tails = {writer: FileTail(path, position=self._kept.get(writer, 0)) for writer, path in files.items()}
+        self._trainer_step = self._kept.get("trainer_step", 0)
 
     def start(self, config: Mapping[str, Any]) -> None:
         self._run.monitors.mkdir(exist_ok=True)
@@ -49,7 +48,7 @@ class MonitorFeed:
                 more = read.more
                 for line in read.lines:
                     self._pass_on(writer, line)
-        self._keep_positions()
+        self._keep_state()
 
     @property
     def is_behind_trainer(self) -> bool:
@@ -58,7 +57,7 @@ class MonitorFeed:
 
     def close(self) -> None:
         self._monitors, monitors = [], self._started
-        for monitor in monitors:
+        for monitor in reversed(monitors):
             _guarded(monitor, monitor.close)
 
     def _pass_on(self, writer: str, line: bytes) -> None:
@@ -74,11 +73,11 @@ class MonitorFeed:
     def _each(self, call: Callable[[Monitor], None]) -> None:
         self._monitors = [m for m in self._monitors if _guarded(m, lambda m=m: call(m))]  # type: ignore[misc]
 
-    def _keep_positions(self) -> None:
-        positions = {writer: tail.position for writer, tail in self._tails.items()}
-        if positions != self._positions:
-            self._positions = positions
-            write_atomic(self._state, json.dumps(positions))
+    def _keep_state(self) -> None:
+        state = {writer: tail.position for writer, tail in self._tails.items()} | {"trainer_step": self._trainer_step}
+        if state != self._kept:
+            self._kept = state
+            write_atomic(self._state, json.dumps(state))
 
 
 def _guarded(monitor: Monitor, call: Callable[[], None]) -> bool:
@@ -91,7 +90,7 @@ def _guarded(monitor: Monitor, call: Callable[[], None]) -> bool:
     return True
 
 
-def _read_positions(path: Any) -> dict[str, int]:
+def _read_state(path: Path) -> dict[str, int]:
     try:
         found = json.loads(read_text(path) or "{}")
     except ValueError:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import re
+import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -13,6 +15,9 @@ from prime_rl.orchestrator.monitors.base import missing_package
 logger = logging.getLogger("monitors")
 
 LOOPBACK = "127.0.0.1"
+# The monitors of an orchestrator that was killed may hold the port until they have passed on what they had.
+PORT_PATIENCE_S = 8.0
+RETRY_S = 0.2
 
 
 class PrometheusMonitor:
@@ -23,14 +28,15 @@ class PrometheusMonitor:
 
     name = "prometheus"
 
-    def __init__(self, config: PrometheusConfig) -> None:
+    def __init__(self, config: PrometheusConfig, patience_s: float = PORT_PATIENCE_S) -> None:
         self._config = config
+        self._patience_s = patience_s
         self._gauges: dict[str, float] = {}
         self._server: Any = None
 
     def start(self, run_id: str, config: Mapping[str, Any]) -> None:
         try:
-            from prometheus_client import CollectorRegistry, start_http_server
+            from prometheus_client import CollectorRegistry
             from prometheus_client.metrics_core import GaugeMetricFamily
         except ImportError as error:
             raise missing_package("prometheus-client") from error
@@ -38,8 +44,20 @@ class PrometheusMonitor:
         self._gauge = GaugeMetricFamily
         registry = CollectorRegistry(auto_describe=False)
         registry.register(self)
-        self._server, self._thread = start_http_server(self._config.port, LOOPBACK, registry)
+        self._server, self._thread = self._serve(registry)
         logger.info("prometheus: http://%s:%d/metrics", LOOPBACK, self._server.server_port)
+
+    def _serve(self, registry: Any) -> tuple[Any, Any]:
+        from prometheus_client import start_http_server
+
+        deadline = time.monotonic() + self._patience_s
+        while True:
+            try:
+                return start_http_server(self._config.port, LOOPBACK, registry)
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE or time.monotonic() > deadline:
+                    raise
+            time.sleep(RETRY_S)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         writers = {name.partition("/")[0] for name in metrics}
