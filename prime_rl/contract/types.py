@@ -25,7 +25,7 @@ class TrainingSample(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         loss_mask: T flags; true where the policy sampled the token, so prompts and tool outputs are false.
         logprobs: T log-probabilities under the policy that sampled (mu); 0.0 where `loss_mask` is false.
         advantage: one number for all loss tokens of the sample.
-        reward: in [0, 1], for reports only.
+        reward: as the environment gave it, for reports only.
         temperature: what the logits were divided by when sampling.
         policy_version: the oldest policy version that any token of the sample came from.
         example_id: which example of which environment, e.g. "reverse-text/17".

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import os
+import sys
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -195,6 +196,31 @@ async def test_a_rollout_that_lets_go_costs_nobody_anything_and_one_that_does_no
         with pytest.raises(Interrupted):
             await beside
         assert env.num_dropped == 2
+
+
+HOST = """
+import asyncio
+from prime_rl.configs.orchestrator import EnvConfig
+from prime_rl.orchestrator.envs import ProcessEnvironment
+
+async def main():
+    env = ProcessEnvironment(EnvConfig(id="plugin:words", args={"child": True}), seed=1)
+    await env.start()
+    print("ready", flush=True)
+    await asyncio.Event().wait()
+
+asyncio.run(main())
+"""
+
+
+async def test_nothing_outlives_an_orchestrator_that_is_killed() -> None:
+    host = await asyncio.create_subprocess_exec(sys.executable, "-c", HOST, stdout=asyncio.subprocess.PIPE)
+    assert host.stdout is not None and await host.stdout.readline() == b"ready\n"
+    started = set(psutil.Process(host.pid).children(recursive=True))
+    assert len(started) == 2
+    host.kill()
+    await host.wait()
+    await ended(started)
 
 
 @pytest.mark.parametrize(

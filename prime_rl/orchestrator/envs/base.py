@@ -33,7 +33,7 @@ class Example:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a rollout went: `reward` in [0, 1], and named figures that are averaged into the run's metrics."""
+    """How a rollout went: `reward` within `reward_range`, and named figures that are averaged into the run's metrics."""
 
     reward: float
     metrics: dict[str, float] = field(default_factory=dict)

@@ -21,6 +21,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
+
 from prime_rl.configs.base import ConfigError, ConfigProblem
 from prime_rl.configs.orchestrator import EnvConfig
 from prime_rl.orchestrator.envs.base import Example, Outcome, Policy, Split
@@ -87,9 +89,9 @@ class _Child:
                 self._take(decode_report(await stream.readexactly(payload_len(header))))
         except asyncio.IncompleteReadError:
             pass
-        except ValueError as error:
-            logger.warning("the environment's process says what cannot be read: %s", error)
-            self.kill()
+        except (ValueError, msgspec.MsgspecError) as error:
+            self._death = f"its process says what cannot be read: {error}"
+            kill_tree(self._process.pid)
         code = await self._process.wait()
         self._end(self._death or f"its process ended with exit code {code}")
 
@@ -123,10 +125,13 @@ class _Child:
 
     def _take(self, report: Report) -> None:
         self.num_reports += 1
-        if isinstance(report, Ready):
-            self.ready.set_result(report)
-        elif isinstance(report, Refused):
-            self.ready.set_exception(EnvironmentFault(report.reason))
+        if isinstance(report, Ready | Refused):
+            if self.ready.done():
+                raise ValueError("it is ready a second time")
+            if isinstance(report, Ready):
+                self.ready.set_result(report)
+            else:
+                self.ready.set_exception(EnvironmentFault(report.reason))
         elif isinstance(report, Ended):
             if event := self.ending.pop(report.key, None):
                 event.set()
