@@ -33,7 +33,7 @@ class Example:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a rollout went: `reward` within `reward_range`, and named figures that are averaged into the run's metrics."""
+    """How a rollout went: `reward` within `reward_range`, and named figures, averaged into the metrics of the run."""
 
     reward: float
     metrics: dict[str, float] = field(default_factory=dict)
