@@ -47,7 +47,8 @@ class RunStatus(Status, kw_only=True):
     """`control/status.json`, written by the run's orchestrator.
 
     `state`: starting, running, finished, failed, evicted, stopped. `step` is the last batch written, `policy_version`
-    the version that generates now, `reward` the mean of the last batch, `reason` why it ended.
+    the version that generates now, `reward` the mean of the last batch, `reason` why it ended. `bottleneck` is who held
+    the last batch up: trainer, inference or environment; null for nobody.
     """
 
     run_id: str

@@ -130,6 +130,17 @@ def test_a_monitor_that_fails_is_named_once_and_the_others_go_on(run: RunDir, ca
     assert sum("late" in line for line in said) == 1
 
 
+def test_a_disk_that_does_not_take_the_state_costs_no_figure(run: RunDir, caplog: pytest.LogCaptureFixture) -> None:
+    (run.monitors / "state.json" / "in the way").mkdir(parents=True)
+    monitor = Recorder()
+    feed = fed(run, monitor)
+    for step in (1, 2):
+        write(run, "trainer", step, x=step)
+        feed.forward()
+    assert monitor.calls[1:] == [(1, {"trainer/x": 1}), (2, {"trainer/x": 2})]
+    assert len(caplog.messages) == 1 and "may repeat lines" in caplog.messages[0]
+
+
 def test_the_trainers_last_line_is_known_to_be_missing(run: RunDir) -> None:
     write(run, "trainer", 1, x=1)
     run.broadcast.mkdir()

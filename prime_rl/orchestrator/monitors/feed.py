@@ -33,6 +33,7 @@ class MonitorFeed:
         files = {"orchestrator": run.orchestrator_metrics, "trainer": run.trainer_metrics}
         self._tails = {writer: FileTail(path, position=self._kept.get(writer, 0)) for writer, path in files.items()}
         self._trainer_step = self._kept.get("trainer_step", 0)
+        self._failed_to_keep = False
 
     def start(self, config: Mapping[str, Any]) -> None:
         self._run.monitors.mkdir(exist_ok=True)
@@ -77,7 +78,12 @@ class MonitorFeed:
         state = {writer: tail.position for writer, tail in self._tails.items()} | {"trainer_step": self._trainer_step}
         if state != self._kept:
             self._kept = state
-            write_atomic(self._state, json.dumps(state))
+            try:
+                write_atomic(self._state, json.dumps(state))
+            except OSError as error:  # a full disk passes, and so may what it costs
+                if not self._failed_to_keep:
+                    logger.warning("a restart may repeat lines to the monitors: %s", error)
+                self._failed_to_keep = True
 
 
 def _guarded(monitor: Monitor, call: Callable[[], None]) -> bool:
@@ -93,6 +99,6 @@ def _guarded(monitor: Monitor, call: Callable[[], None]) -> bool:
 def _read_state(path: Path) -> dict[str, int]:
     try:
         found = json.loads(read_text(path) or "{}")
-    except ValueError:
+    except (OSError, ValueError):
         return {}
     return {k: v for k, v in found.items() if isinstance(v, int) and v >= 0} if isinstance(found, dict) else {}
