@@ -213,7 +213,7 @@ def _checked(choice: _Choice) -> Completion:
     logprobs = choice.logprobs.token_logprobs
     if not choice.token_ids or len(choice.token_ids) != len(logprobs):
         raise InferenceError(f"inference gave {len(choice.token_ids)} tokens with {len(logprobs)} logprobs")
-    if not all(math.isfinite(value) and value <= LOGPROB_SLACK for value in logprobs):
+    if not (max(logprobs) <= LOGPROB_SLACK and math.isfinite(sum(logprobs))):  # a NaN in it makes the sum one
         raise InferenceError("inference gave a logprob that is none: it must be finite and at most 0")
     return Completion(choice.token_ids, logprobs, choice.finish_reason)
 

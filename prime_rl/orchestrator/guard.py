@@ -1,7 +1,8 @@
 """What ends a run from outside, and how its parts run beside each other.
 
-The guard looks at the disk when something woke it (a file event, a signal, a change of what is waited for), at most
-five times a second, and once a second whatever happens: fifty runs that wait cost next to nothing.
+The guard looks at the disk once a second, and at most five times a second when something wakes it (a signal, a change
+of what is waited for), so that fifty runs that wait cost next to nothing. It does not watch `control/`: the status file
+is there too, and the events of the heartbeat of the run itself cost more than the looks.
 """
 
 from __future__ import annotations
@@ -51,12 +52,14 @@ class Wake:
     def set(self) -> None:
         self._event.set()
 
-    async def wait(self, timeout_s: float) -> None:
-        """Until it is set, or `timeout_s` have passed; then it is not set any more."""
+    async def wait(self, timeout_s: float) -> bool:
+        """Until it is set, or `timeout_s` have passed; then it is not set any more. True when it was."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self._event.wait()
+        was_set = self._event.is_set()
         self._event.clear()
+        return was_set
 
 
 async def guard(run: RunDir, stop: Callable[[], bool], tick: Callable[[], None], wake: Wake) -> Never:
@@ -66,8 +69,8 @@ async def guard(run: RunDir, stop: Callable[[], bool], tick: Callable[[], None],
             raise StopRequested
         check_run(run)
         tick()
-        await asyncio.sleep(MIN_LOOK_S)
-        await wake.wait(MAX_LOOK_S - MIN_LOOK_S)
+        if await wake.wait(MAX_LOOK_S):
+            await asyncio.sleep(MIN_LOOK_S)
 
 
 @contextlib.contextmanager

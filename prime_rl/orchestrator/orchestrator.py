@@ -111,7 +111,7 @@ async def orchestrate(
         max_off_policy_steps=config.max_off_policy_steps,
         num_spare=math.ceil((config.oversampling_factor - 1) * groups_per_batch),
     )
-    watcher = Watcher([run.broadcast, run.control], rescan_s=config.watch.rescan_s, kind=config.watch.kind)
+    watcher = Watcher([run.broadcast], rescan_s=config.watch.rescan_s, kind=config.watch.kind)
     cleanup.callback(watcher.close)
     cleanup.callback(watcher.wake)  # a thread waits in it
     max_groups = max(1, config.client.max_concurrent_requests // config.rollouts_per_example)

@@ -98,7 +98,6 @@ class Scheduler:
         while True:
             await self.notice_published()
             await asyncio.to_thread(self._watcher.wait)
-            self._on_phase()  # the hint may have come from control/
 
     async def notice_published(self) -> None:
         """Look once which version the trainer has published."""
