@@ -15,7 +15,7 @@ import pytest
 from prime_rl.contract.layout import RunDir, list_rollout_steps
 from prime_rl.contract.status import RunStatus, read_status
 from prime_rl.contract.types import read_batch
-from prime_rl.orchestrator.orchestrator import load_envs
+from prime_rl.orchestrator.envs import load_environment
 from prime_rl.orchestrator.sampler import ExampleSampler
 from tests.orchestrator_lives import POINTS, Lives, lives
 from tests.orchestrator_support import (
@@ -44,7 +44,7 @@ def parent() -> Iterator[Lives]:
 def expected_ids(model: Path) -> list[str]:
     """The example of each sample, had the run never been killed."""
     config = run_config(model, **OVER)
-    sampler = ExampleSampler(load_envs(config, config.env), config.seed)
+    sampler = ExampleSampler({env.label: load_environment(env, config.seed) for env in config.env}, config.seed)
     picks = [sampler.pick(index) for index in range(2 * MAX_STEPS)]
     return [f"{pick.env_name}/{pick.example.id}" for pick in picks for _ in range(2)]
 
