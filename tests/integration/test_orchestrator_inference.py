@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 import subprocess
 import sys
@@ -121,6 +122,12 @@ def samples(run: RunDir, num_steps: int) -> list[tuple[int, TrainingSample]]:
     return [(step, s) for step in range(1, num_steps + 1) for s in read_batch(run.rollout_file(step)).samples]
 
 
+def turns_of(sample: TrainingSample) -> list[list[float]]:
+    """The logprobs of each turn of the policy."""
+    marked = zip(sample.loss_mask, sample.logprobs, strict=True)
+    return [[p for _, p in group] for is_ours, group in itertools.groupby(marked, lambda item: item[0]) if is_ours]
+
+
 def recomputed(model: Path, run: RunDir, sample: TrainingSample, version: int) -> torch.Tensor:
     """Logprobs of the sampled tokens under `version`."""
     policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
@@ -159,6 +166,7 @@ async def test_samples_come_from_the_version_that_they_name(model: Path, tmp_pat
             max_steps=6,
             max_async_level=2,
             sampling={"max_tokens": 12, "temperature": TEMPERATURE},
+            env=[{"id": "reverse-text"}, {"id": "guess-number", "args": {"max_turns": 3}}],
             eval={"interval": 3, "num_examples": 2},
             ckpt={"interval": 2},
         )
@@ -171,10 +179,18 @@ async def test_samples_come_from_the_version_that_they_name(model: Path, tmp_pat
     assert len({sample.policy_version for _, sample in samples(run, 6)}) > 1
     for step, sample in samples(run, 6):
         assert max(0, step - 3) <= sample.policy_version <= step - 1
-        logprobs = torch.tensor([p for p, loss in zip(sample.logprobs, sample.loss_mask, strict=True) if loss])
-        own = recomputed(model, run, sample, sample.policy_version)
-        torch.testing.assert_close(logprobs, own, atol=1e-3, rtol=1e-3)
-        other = recomputed(model, run, sample, sample.policy_version + 1)
+        turns = turns_of(sample)
+        num_turns = 3 if sample.example_id.startswith("guess-number/") else 1
+        assert (
+            len(turns) == len(sample.turn_versions) == num_turns and min(sample.turn_versions) == sample.policy_version
+        )
+        by_version = {version: recomputed(model, run, sample, version) for version in set(sample.turn_versions)}
+        starts = itertools.accumulate((len(turn) for turn in turns), initial=0)
+        for turn, start, version in zip(turns, starts, sample.turn_versions, strict=False):
+            own = by_version[version][start : start + len(turn)]
+            torch.testing.assert_close(torch.tensor(turn), own, atol=1e-3, rtol=1e-3)
+        logprobs = torch.tensor([logprob for turn in turns for logprob in turn])
+        other = recomputed(model, run, sample, max(sample.turn_versions) + 1)
         assert not torch.allclose(logprobs, other, atol=1e-1), "another version would have been noticed"
 
 

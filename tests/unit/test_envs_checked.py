@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,28 @@ import pytest
 from prime_rl.configs.orchestrator import EnvConfig
 from prime_rl.orchestrator.client import AccessDenied
 from prime_rl.orchestrator.envs.base import Environment, Example, Outcome, Policy
-from prime_rl.orchestrator.envs.checked import MIN_ROLLOUTS, CheckedEnvironment, EnvironmentBroken, EnvironmentFault
+from prime_rl.orchestrator.envs.checked import (
+    MIN_ROLLOUTS,
+    CheckedEnvironment,
+    EnvironmentBroken,
+    EnvironmentFault,
+    Interrupted,
+)
+from prime_rl.orchestrator.envs.loading import load_environments
+from prime_rl.orchestrator.metrics import RolloutMeter
 from prime_rl.orchestrator.policy import PolicyVersions
 from prime_rl.orchestrator.pool import InferenceClient
 from prime_rl.orchestrator.rollout import MAX_REPLACEMENTS, GroupFailed, RolloutWorker
-from tests.orchestrator_support import FakeInference, TalkEnv, make_client, make_model, make_run, make_worker, serving
+from tests.orchestrator_support import (
+    FakeInference,
+    TalkEnv,
+    make_client,
+    make_model,
+    make_run,
+    make_worker,
+    run_config,
+    serving,
+)
 
 EXAMPLE = Example("e", [{"role": "user", "content": "q"}], "")
 
@@ -213,6 +231,33 @@ async def test_a_dropped_rollout_is_replaced_by_one_of_another_seed(
     assert len(group.rollouts_G) == 4 and calls == 4 + 3
     answers = [tuple(rollout.token_ids_T) for rollout in group.rollouts_G]
     assert len(set(answers)) > 1
+
+
+async def test_rollouts_lost_through_others_are_made_again_and_count_for_nothing(
+    house: tuple[Path, Path], client: InferenceClient
+) -> None:
+    fates = iter([True] * (4 * MAX_REPLACEMENTS + 8) + [False] * 4)
+
+    async def does(policy: Policy) -> Outcome:
+        await policy.complete([{"role": "user", "content": "q"}])
+        if next(fates):
+            raise Interrupted("its process was started again")
+        return Outcome(1.0)
+
+    group = await worker_of(house, client, Does(does), share=0.0).group(0)
+    assert len(group.rollouts_G) == 4
+
+
+async def test_an_environment_to_train_and_to_evaluate_on_is_loaded_once(house: tuple[Path, Path]) -> None:
+    said: list[str | None] = []
+    config = run_config(
+        house[0], env=[{"id": "arithmetic"}, {"id": "upper-case"}], eval={"env": [{"id": "arithmetic"}]}
+    )
+    async with AsyncExitStack() as cleanup:
+        envs, eval_envs = await load_environments(config, RolloutMeter(), cleanup, said.append)
+    assert (list(envs), list(eval_envs), said) == (["arithmetic", "upper-case"], ["arithmetic"], [None])
+    assert envs["arithmetic"].examples("eval") is eval_envs["arithmetic"].examples("eval")
+    assert envs["arithmetic"] is not eval_envs["arithmetic"], "each has its own count of faults"
 
 
 async def test_an_example_that_always_fails_loses_its_group(house: tuple[Path, Path], client: InferenceClient) -> None:
