@@ -288,7 +288,7 @@ class TalkEnv:
 def make_client(urls: str | Sequence[str], output_dir: Path, **over: Any) -> InferenceClient:
     """A client of one server or several, which does not wait long before it looks again."""
     endpoints = [Endpoint(output_dir, url) for url in ([urls] if isinstance(urls, str) else urls)]
-    return InferenceClient(endpoints, **{"backoff_start_s": 0.01, **over})
+    return InferenceClient(endpoints, "run_a", **{"backoff_start_s": 0.01, **over})
 
 
 def make_worker(

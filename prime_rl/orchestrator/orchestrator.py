@@ -166,6 +166,7 @@ async def orchestrate(
 def connect(config: OrchestratorConfig, run: RunDir) -> InferenceClient:
     return InferenceClient(
         [Endpoint(run.path.parent, url) for url in config.client.urls],
+        run.run_id,
         api_key=os.environ.get(config.client.api_key_var),
         timeout_s=config.client.timeout_s,
         max_concurrent_requests=config.client.max_concurrent_requests,

@@ -16,12 +16,13 @@ import logging
 import random
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
 import httpx
 
+from prime_rl.contract.layout import parse_adapter_name
 from prime_rl.orchestrator.client import (
     AccessDenied,
     Completion,
@@ -55,7 +56,6 @@ class Server:
         error: what it last failed with, for `trouble`.
         not_before_s: it asked to be left alone until then, in the event loop's time.
         num_refused: failures since it last answered.
-        stale: adapters that were unloaded while it was away, and that it may still have.
     """
 
     number: int
@@ -68,7 +68,6 @@ class Server:
     num_requests: int = 0
     num_failures: int = 0
     num_sampled_tokens: int = 0
-    stale: set[str] = field(default_factory=set)
 
     def metrics(self) -> dict[str, float]:
         prefix = f"inference/{self.number}"
@@ -92,6 +91,7 @@ class InferenceClient:
     def __init__(
         self,
         endpoints: Sequence[Endpoint],
+        run_id: str,
         *,
         api_key: str | None = None,
         timeout_s: float = 120.0,
@@ -100,6 +100,7 @@ class InferenceClient:
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         self.places = Places(max_concurrent_requests)
+        self._run_id = run_id
         self.trouble: str | None = None
         self.on_change: Callable[[], None] = lambda: None
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
@@ -177,8 +178,6 @@ class InferenceClient:
     async def load_adapter(self, name: str, path: Path) -> None:
         """Load the PEFT folder `path` under `name` on every living server; one that comes back later gets it first."""
         self._adapters[name] = path
-        for server in self._servers:
-            server.stale.discard(name)
         try:
             await self._everywhere(lambda client: client.load_adapter(name, path))
         except BaseException:
@@ -191,9 +190,6 @@ class InferenceClient:
         Raises UnknownModel when no server has it.
         """
         self._adapters.pop(name, None)
-        for server in self._servers:
-            if not server.living:
-                server.stale.add(name)
         living = [server for server in self._servers if server.living]
         results = await asyncio.gather(*(s.client.unload_adapter(name) for s in living), return_exceptions=True)
         errors = [result for result in results if isinstance(result, BaseException)]
@@ -279,12 +275,14 @@ class InferenceClient:
         self._changed.set()
 
     async def _equip(self, server: Server) -> None:
-        """Give the server every adapter of the run, and take from it what was unloaded meanwhile."""
+        """Give the server every adapter of the run, and take from it those of this run that are not in use any more:
+        they were unloaded while it was away, or an earlier orchestrator left them.
+        """
         has = {model.id for model in await server.client.list_models()}
         tried: set[str] = set()
         # Again after every answer: the run may have loaded or unloaded another meanwhile.
         while True:
-            if stale := sorted(server.stale & has):
+            if stale := sorted(name for name in has - self._adapters.keys() if self._is_own(name)):
                 has.discard(stale[0])
                 await server.client.unload_adapter(stale[0])
             elif missing := sorted(self._adapters.keys() - has - tried):
@@ -293,7 +291,10 @@ class InferenceClient:
                 has.add(missing[0])
             else:
                 break
-        server.stale.clear()
+
+    def _is_own(self, name: str) -> bool:
+        parsed = parse_adapter_name(name)
+        return parsed is not None and parsed[0] == self._run_id
 
     async def _equip_one(self, server: Server, name: str) -> None:
         try:

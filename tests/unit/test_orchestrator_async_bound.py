@@ -109,7 +109,7 @@ async def play(case: Case, choose: Callable[[int], int], folder: Path) -> Played
     run, model = make_run(folder), make_model(folder / "model")
     fake, gate, played = FakeInference(model), Gate(), Played()
     fake.gate = gate
-    client = InferenceClient([Endpoint(folder, "http://fake/v1")], transport=httpx.ASGITransport(app=fake))
+    client = InferenceClient([Endpoint(folder, "http://fake/v1")], "run_a", transport=httpx.ASGITransport(app=fake))
     policy = PolicyVersions(client, run, str(model))
     env = TalkEnv(num_examples=10, num_turns=case.num_turns, on_rollout=failing(case.failing))
     worker = make_worker(client, policy, model, {"talk": env})

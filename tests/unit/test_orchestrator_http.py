@@ -165,7 +165,7 @@ async def test_the_key_is_sent(model: Path, tmp_path: Path) -> None:
 
 async def test_without_a_base_url_the_server_is_found_again_at_its_new_address(model: Path, tmp_path: Path) -> None:
     fake = FakeInference(model)
-    client = InferenceClient([Endpoint(tmp_path, None)], backoff_start_s=0.01)
+    client = InferenceClient([Endpoint(tmp_path, None)], "run_a", backoff_start_s=0.01)
     waiting = asyncio.create_task(client.list_models())
     await until(lambda: client.trouble is not None, "the missing status file to be named")
     assert "inference/status.json (not there yet" in str(client.trouble)
