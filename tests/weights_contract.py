@@ -62,16 +62,8 @@ def difference(server: RunningServer, model: PreTrainedModel) -> float:
 
 
 @pytest.fixture
-def fronted(server: RunningServer) -> RunningServer:
-    if server.post("/update_weights").status_code == 404:
-        pytest.skip("the embedded engine has no front yet")
-    return server
-
-
-@pytest.fixture
-def unladen(fronted: RunningServer) -> Iterator[RunningServer]:
+def unladen(server: RunningServer) -> Iterator[RunningServer]:
     """The server without adapters; afterwards as it was."""
-    server = fronted
     with server.openai() as client:
         loaded = {entry.id: entry.root for entry in client.models.list() if "@" in entry.id}  # type: ignore[attr-defined]
     for name in loaded:
@@ -176,14 +168,14 @@ def test_adapters_and_other_weights_do_not_meet(unladen: RunningServer, model: P
     assert difference(unladen, reference(model)) <= 1e-4
 
 
-def test_health_costs_next_to_nothing_and_needs_no_key(fronted: RunningServer) -> None:
+def test_health_costs_next_to_nothing_and_needs_no_key(server: RunningServer) -> None:
     def num_tokens() -> float:
-        lines = fronted.get("/metrics").text.splitlines()
+        lines = server.get("/metrics").text.splitlines()
         names = ("vllm:generation_tokens_total", "prl_generated_tokens_total")
         return sum(float(line.split()[-1]) for line in lines if line.startswith(names))
 
     before = num_tokens()
     with ThreadPoolExecutor(8) as pool:
-        codes = set(pool.map(lambda _: httpx.get(f"{fronted.root_url}/health").status_code, range(NUM_POLLS)))
+        codes = set(pool.map(lambda _: httpx.get(f"{server.root_url}/health").status_code, range(NUM_POLLS)))
     assert codes == {200}
     assert 1 <= num_tokens() - before < NUM_POLLS / 2

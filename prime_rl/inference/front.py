@@ -103,12 +103,8 @@ class Front:
     async def _reply(self, handler: Callable[[bytes], Awaitable[None]], receive: Receive, send: Send) -> None:
         try:
             await handler((await receive()).get("body", b""))
-        except ApiError as error:
-            await refuse(send, error)
         except Exception as error:
-            # Whatever the engine raises: the client hears that it failed, the log why.
-            logger.exception("the server failed on a request")
-            await refuse(send, ApiError(500, f"The server failed on this request: {type(error).__name__}."))
+            await refuse(send, _told(error))
         else:
             await answer(send, 200, {"weights": self._weights})
 
@@ -125,8 +121,8 @@ class Front:
             await self._app(scope, replay(message, receive), hold)
             if held and held[0].get("status") == 200:
                 await self._engine.verify_adapter(name)
-        except ApiError as error:
-            await refuse(send, error)
+        except Exception as error:
+            await refuse(send, _told(error))
             return
         for message in held:
             await send(message)
@@ -174,6 +170,14 @@ class Front:
         except StillInUse as error:
             message = f"{error.num_users} requests still run after {self._drain_s:g} s: the weights stay as they are."
             raise ApiError(503, message) from error
+
+
+def _told(error: Exception) -> ApiError:
+    """Whatever an engine raises: the client hears that it failed, the log hears why."""
+    if isinstance(error, ApiError):
+        return error
+    logger.error("the server failed on a request", exc_info=error)
+    return ApiError(500, f"The server failed on this request: {type(error).__name__}.")
 
 
 def _named(send: Send, weights: str) -> Send:

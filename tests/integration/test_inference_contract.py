@@ -33,7 +33,6 @@ from tests.inference_support import (
     token_ids,
 )
 from tests.weights_contract import (  # noqa: F401
-    fronted,
     test_a_request_is_answered_by_one_set_of_weights_which_its_answer_names,
     test_adapters_and_other_weights_do_not_meet,
     test_health_costs_next_to_nothing_and_needs_no_key,

@@ -78,13 +78,12 @@ class AdapterGate:
             load_served_adapter(self._layers, 0, {key: t.to("meta") for key, t in tensors.items()}, config)
         except (ValueError, OSError) as error:
             raise ApiError(400, f"adapter {name!r} is refused: {error}", param="lora_path") from error
-        self._sizes = {key: size for key, size in self._sizes.items() if key in loaded}
         self._sizes[name] = _size(tensors, config)
         return self._fresh_path(name, folder)
 
     def check_sizes(self, name: str, found: Sequence[AdapterSize | None]) -> None:
         """Raises ValueError unless vLLM's layers, on each of its workers, hold what the adapter's file holds."""
-        expected = self._sizes[name]
+        expected = self._sizes.pop(name)
         for size in found:
             # How layers are cut over several workers is vLLM's to know: each must hold something where there is some.
             fits = _is_close if len(found) == 1 else _is_there

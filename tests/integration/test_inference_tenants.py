@@ -1,0 +1,214 @@
+"""Many tenants on one server, whose versions change while they ask; and whole weights from a living trainer."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import tomllib
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from prime_rl.contract.layout import RunDir
+from tests.inference_support import (
+    RunningServer,
+    adapter_dir,
+    error_of,
+    greedy,
+    make_adapter,
+    make_model,
+    start,
+    token_ids,
+)
+from tests.trainer_support import published, put_batches, train_until, whole_config, write_run
+from tests.weights_contract import difference, reference, reload
+
+TENANTS = [f"run_{letter}" for letter in "abcdefgh"]
+VERSIONS = (1, 2, 3)
+PROMPT = [9, 6, 13, 13, 16]
+NUM_TOKENS, NUM_REQUESTS = 10, 4
+NUM_UPDATES = 3
+TIMEOUT_S = 5.0
+VLLM = [pytest.param("vllm", marks=pytest.mark.vllm)]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("model") / "base")
+
+
+@pytest.fixture(scope="module", params=["embedded", *VLLM])
+def server(
+    request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[RunningServer]:
+    """Room for two versions of each tenant; vLLM's whole weights come from a trainer's memory."""
+    nccl = {"type": "nccl", "port": free_port(), "timeout_s": TIMEOUT_S}
+    running = start(
+        request.param,
+        model,
+        tmp_path_factory.mktemp(request.param),
+        max_concurrent_runs=len(TENANTS),
+        max_versions_per_run=2,
+        broadcast=nccl if request.param == "vllm" else {},
+    )
+    try:
+        yield running
+    finally:
+        running.stop()
+
+
+def with_adapter(model: PreTrainedModel, folder: Path) -> dict[str, torch.Tensor]:
+    """What the model's weights are with the adapter merged into them: no library's idea of what an adapter does."""
+    tensors, weights = load_file(folder / "adapter_model.safetensors"), dict(model.state_dict())
+    for key, tensor_A in tensors.items():
+        if ".lora_A." in key:
+            name = key.removeprefix("base_model.model.").replace(".lora_A.", ".")
+            weights[name] = weights[name] + 2.0 * tensors[key.replace(".lora_A.", ".lora_B.")] @ tensor_A
+    return weights
+
+
+@pytest.fixture(scope="module")
+def answers(server: RunningServer, model: Path) -> dict[str, list[int]]:
+    """Each tenant's and version's greedy answer; no two are alike, so an answer tells whose adapter gave it."""
+    base = reference(model)
+    told = {}
+    for seed, name in enumerate(f"{run_id}@v{version}" for run_id in TENANTS for version in VERSIONS):
+        folder = make_adapter(adapter_dir(server, name), model, seed=seed)
+        merged = AutoModelForCausalLM.from_config(base.config).eval()
+        merged.load_state_dict(with_adapter(base, folder))
+        told[name] = greedy(merged, PROMPT, NUM_TOKENS)
+    assert len({tuple(ids) for ids in told.values()}) == len(told)
+    return told
+
+
+def test_nobody_gets_an_answer_of_anybody_elses_adapter(server: RunningServer, answers: dict[str, list[int]]) -> None:
+    """Each tenant goes through its versions at its own pace; the next is loaded while the last is asked."""
+    together = threading.Barrier(len(TENANTS))
+
+    def ask(name: str) -> None:
+        body = server.complete(PROMPT, model=name, max_tokens=NUM_TOKENS, temperature=0)
+        assert token_ids(body) == [answers[name]], f"{name} was answered by {whose(token_ids(body)[0], answers)}"
+
+    def live(run_id: str) -> None:
+        with ThreadPoolExecutor(NUM_REQUESTS) as pool:
+            together.wait(30)
+            asked: list[list[object]] = []
+            for version in VERSIONS:
+                name = f"{run_id}@v{version}"
+                server.load(name, adapter_dir(server, name))
+                pending = [pool.submit(ask, name) for _ in range(NUM_REQUESTS)]
+                if version > 1:
+                    for each in asked.pop():
+                        each.result()  # type: ignore[attr-defined]
+                    server.unload(f"{run_id}@v{version - 1}")
+                asked.append(list(pending))
+            for each in asked.pop():
+                each.result()  # type: ignore[attr-defined]
+            server.unload(f"{run_id}@v{VERSIONS[-1]}")
+
+    with ThreadPoolExecutor(len(TENANTS)) as pool:
+        lives = [pool.submit(live, run_id) for run_id in TENANTS]
+    for life in lives:
+        life.result()
+
+
+def whose(ids: list[int], answers: dict[str, list[int]]) -> str:
+    return next((name for name, told in answers.items() if told == ids), "nobody's adapter")
+
+
+def test_a_tenant_takes_no_more_than_its_share(server: RunningServer, answers: dict[str, list[int]]) -> None:
+    def load(name: str) -> int:
+        response = server.post("/v1/load_lora_adapter", lora_name=name, lora_path=str(adapter_dir(server, name)))
+        if response.status_code == 400:
+            assert "run_a holds its 2 adapter slots" in error_of(response)
+        return response.status_code
+
+    assert [load(f"run_a@v{version}") for version in VERSIONS] == [200, 200, 400]
+    assert load("run_b@v1") == 200
+    for name in ("run_a@v1", "run_a@v2", "run_b@v1"):
+        server.unload(name)
+
+
+@pytest.mark.parametrize("server", VLLM, indirect=True)
+def test_whole_weights_come_from_the_memory_of_a_living_trainer(server: RunningServer, model: Path) -> None:
+    """A full fine-tune, fetched while the trainer runs; what the server then says is held against its checkpoint."""
+    run = write_run(server.output_dir, "run_whole", model, max_steps=NUM_UPDATES, ckpt={"interval": 1})
+    port = read_port(server)
+    config = whole_config(server.output_dir, model, broadcast={"type": "nccl", "port": port, "timeout_s": TIMEOUT_S})
+    put_batches(run, NUM_UPDATES)
+    worst: dict[str, float] = {}
+
+    def fetched() -> bool:
+        if published(run) == NUM_UPDATES:
+            fetch(server, run, worst)
+        return bool(worst)
+
+    missing = server.post("/update_weights", weight_dir=str(unknown(server)))
+    assert missing.status_code == 400 and f"127.0.0.1:{port} cannot be reached within {TIMEOUT_S:g} s" in error_of(
+        missing
+    )
+    train_until(config, fetched)
+    assert worst["trained"] <= 1e-4 < 0.01 < worst["base"], worst
+    assert not (run.broadcast_dir(NUM_UPDATES) / "model.safetensors").exists(), "they went through the disk"
+    reload(server)
+    assert difference(server, reference(model)) <= 1e-4
+
+
+def read_port(server: RunningServer) -> int:
+    return int(tomllib.loads((server.output_dir / "inference.toml").read_text())["broadcast"]["port"])
+
+
+def unknown(server: RunningServer) -> Path:
+    """A version that no trainer has."""
+    folder = server.output_dir / "elsewhere" / "step_99"
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "STABLE").touch()
+    return folder
+
+
+def fetch(server: RunningServer, run: RunDir, worst: dict[str, float]) -> None:
+    refused = server.post("/update_weights", weight_dir=str(unknown(server)))
+    assert refused.status_code == 400
+    assert f"the trainer holds run_whole/broadcast/step_{NUM_UPDATES}, not elsewhere/step_99" in error_of(refused)
+    assert difference(server, reference(Path(server.model))) <= 1e-4
+    folder = run.broadcast_dir(NUM_UPDATES)
+    for _ in range(2):  # as a server that was started again would
+        response = server.post("/update_weights", weight_dir=str(folder))
+        assert response.status_code == 200, response.text
+    worst["base"] = difference(server, reference(Path(server.model)))
+    worst["trained"] = difference(server, trained(run, Path(server.model)))
+
+
+def trained(run: RunDir, model: Path) -> PreTrainedModel:
+    """The trainer's own weights, as its checkpoint has them."""
+    policy = reference(model)
+    policy.load_state_dict(load_file(run.trainer_checkpoint(NUM_UPDATES) / "model.safetensors"), strict=False)
+    return policy
+
+
+def test_nothing_is_left_of_sockets_and_processes(server: RunningServer) -> None:
+    """Last in the module: it stops the server."""
+    family = psutil.Process(server.process.pid).children(recursive=True)
+    before = sockets_of(server.process.pid)
+    assert server.stop() == 0
+    assert psutil.wait_procs(family, timeout=10)[1] == []
+    assert not any(path.parent.exists() for path in before if path.parent != Path("/tmp"))
+    assert not any(path.exists() for path in before)
+
+
+def sockets_of(pid: int) -> list[Path]:
+    """The files of the unix sockets that a process has open."""
+    connections = psutil.Process(pid).net_connections(kind="unix")
+    return [Path(each.laddr) for each in connections if each.laddr and str(each.laddr).startswith("/")]
