@@ -9,7 +9,7 @@ define CHECK_PYTHON
 endef
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-test install-gpu demo test check format bench bench-trainer docs-check clean
+.PHONY: help install install-test install-gpu demo test check format bench bench-trainer bench-loop docs-check clean
 
 help: ## list the commands
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -47,6 +47,9 @@ bench: install-test ## every benchmark in benchmarks/; results in benchmarks/res
 
 bench-trainer: install-test ## the trainer's step, memory and publishing against the peft library
 	@$(BIN)/python -m benchmarks.run trainer
+
+bench-loop: install-test ## the asynchronous loop: what the orchestrator costs
+	@$(BIN)/python -m benchmarks.run loop
 
 docs-check: install-test ## the commands and names that the documents mention are real
 	@$(BIN)/python -m pytest -q tests/test_docs.py

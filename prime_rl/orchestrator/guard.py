@@ -1,8 +1,8 @@
 """What ends a run from outside, and how its parts run beside each other.
 
-The guard looks at the disk once a second, and at most five times a second when something wakes it (a signal, a change
-of what is waited for), so that fifty runs that wait cost next to nothing. It does not watch `control/`: the status file
-is there too, and the events of the heartbeat of the run itself cost more than the looks.
+The guard looks at the disk every other second, and up to five times a second when something wakes it (a signal, a
+change of what is waited for), so that fifty runs that wait cost next to nothing. It does not watch `control/`: the
+status file is there too, and the events of the heartbeat of the run itself cost more than the looks.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from prime_rl.contract.layout import RunDir
 
 # Between two looks: at least, whatever wakes it, and at most.
 MIN_LOOK_S = 0.2
-MAX_LOOK_S = 1.0
+MAX_LOOK_S = 2.0
 
 
 class RunEvicted(RuntimeError):

@@ -1,0 +1,12 @@
+"""The asynchronous loop: what the orchestrator itself costs."""
+
+from __future__ import annotations
+
+from benchmarks.loop_orchestrator import idle_50_orchestrators_cpu, rollouts_per_s
+
+
+def run() -> dict[str, float]:
+    return {
+        "rollouts_per_s": rollouts_per_s(),
+        "idle_50_orchestrators_cpu": idle_50_orchestrators_cpu(),
+    }
