@@ -68,8 +68,9 @@ class InferenceConfig(BaseConfig):
     max_concurrent_runs: int = Field(4, ge=1, le=1024)
     """Tenants to make room for: the trainer's slots. Waiting and ending runs are served from the base model."""
 
-    max_versions_per_run: int = Field(3, ge=1, le=16)
-    """Policy versions of one run that may be loaded at one time."""
+    max_versions_per_run: int = Field(4, ge=1, le=18)
+    """Policy versions of one run that may be loaded at one time: no more than 2 above its `max_async_level` are ever of
+    use. A run that needs more at a moment waits for its own."""
 
     max_num_seqs: int = Field(64, ge=1)
     """Sequences that are decoded together."""

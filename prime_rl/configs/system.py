@@ -12,6 +12,9 @@ from prime_rl.configs.inference import InferenceConfig
 from prime_rl.configs.shared import LoRAConfig, ModelConfig
 from prime_rl.configs.trainer import TrainerConfig, TrainerModelConfig
 
+# Versions that rollouts lag behind by, and besides the newest one and the one that is being loaded.
+SPARE_VERSIONS = 2
+
 
 class SupervisorConfig(BaseConfig):
     """How the supervisor treats its parts."""
@@ -38,8 +41,8 @@ class SupervisorConfig(BaseConfig):
 class SystemConfig(BaseConfig):
     """One house: trainer, inference, and how they are kept alive.
 
-    `model` , `lora`, `max_concurrent_runs` and `seq_len` are said once here and reach both parts, unless a part sets
-    its own.
+    `model` , `lora`, `max_concurrent_runs`, `max_async_level` and `seq_len` are said once here and reach the parts,
+    unless a part sets its own.
     """
 
     output_dir: Path = Path("outputs")
@@ -53,6 +56,9 @@ class SystemConfig(BaseConfig):
 
     max_concurrent_runs: int = Field(4, ge=1, le=1024)
     """Slots of the trainer, tenants of the inference server."""
+
+    max_async_level: int = Field(2, ge=0, le=16)
+    """Largest `max_async_level` of the runs that inference has room for: it sizes `inference.max_versions_per_run`."""
 
     seq_len: int = Field(2048, ge=8)
     """Longest sample of the trainer, longest sequence of the inference server."""
@@ -81,6 +87,8 @@ class SystemConfig(BaseConfig):
         if isinstance(model, dict):
             trainer["model"] = {**model, **lora}
             inference["model"] = {**model, **lora}
+        if isinstance(level := data.get("max_async_level"), int):
+            inference["max_versions_per_run"] = level + SPARE_VERSIONS
         if seq_len is not None:
             trainer["seq_len"] = seq_len
             inference.setdefault("model", {})["max_model_len"] = seq_len

@@ -12,10 +12,13 @@ from pathlib import Path
 import pytest
 
 from prime_rl.configs.inference import InferenceConfig
+from prime_rl.configs.system import SPARE_VERSIONS, SystemConfig
+from prime_rl.inference.checks import StartError
 from prime_rl.inference.errors import ApiError
 from prime_rl.inference.front import Front
 from prime_rl.inference.guard import Guard
 from prime_rl.inference.health import FRESH_S, HealthProbe
+from prime_rl.inference.limits import adapter_bytes, check_adapter_room
 from prime_rl.inference.private_tmp import PREFIX, private_tmp
 from prime_rl.inference.turnstile import StillInUse, Turnstile
 from tests.unit.test_inference_http import ask
@@ -183,3 +186,22 @@ def test_a_private_folder_goes_with_its_process_or_at_the_next_start(tmp: Path) 
     assert held.exists() and held.name.startswith(PREFIX)
     with private_tmp() as folder:
         assert set(tmp.iterdir()) == {folder, tmp / "other"}
+
+
+def test_adapters_that_cannot_fit_are_refused_with_what_to_lower() -> None:
+    data = {"max_concurrent_runs": 1024, "max_versions_per_run": 4, "model": {"lora": {"rank": 512}}}
+    config = InferenceConfig.model_validate(data)
+    shapes = {"layers.0.q_proj.weight": (64, 32), "layers.0.norm.weight": (64,), "layers.0.other.weight": (9, 9)}
+    assert adapter_bytes(config, shapes) == 512 * (64 + 32) * 4
+    check_adapter_room(config, 2**20, 3, 12 * 2**30)
+    with pytest.raises(StartError, match=r"need 12\.00 GiB .*rank 512, 11\.00 GiB are free: lower max_conc") as caught:
+        check_adapter_room(config, 2**20, 3, 11 * 2**30)
+    assert caught.value.exit_code == 2
+
+
+def test_a_house_sizes_inference_for_its_runs_and_their_async_level() -> None:
+    house = SystemConfig.model_validate({"max_concurrent_runs": 3, "max_async_level": 5})
+    assert house.inference.max_versions_per_run == 7 and house.inference.max_loras == 21
+    assert SystemConfig().inference.max_versions_per_run == SystemConfig().max_async_level + SPARE_VERSIONS
+    own = SystemConfig.model_validate({"max_async_level": 5, "inference": {"max_versions_per_run": 2}})
+    assert own.inference.max_versions_per_run == 2

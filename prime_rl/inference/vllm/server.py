@@ -15,20 +15,23 @@ import threading
 from argparse import Namespace
 from typing import Any
 
+import psutil
 import torch
 
+from prime_rl.configs.inference import InferenceConfig
 from prime_rl.inference.checks import StartError
 from prime_rl.inference.children import end_children, signal_children
 from prime_rl.inference.context import ServerContext
 from prime_rl.inference.front import Front
 from prime_rl.inference.guard import Guard
-from prime_rl.inference.limits import max_model_len
+from prime_rl.inference.limits import adapter_bytes, check_adapter_room, max_model_len
 from prime_rl.inference.private_tmp import private_tmp
 from prime_rl.inference.reporting import Reporter, Snapshot
 from prime_rl.inference.serve import POLL_S, EngineFailed, serve
 from prime_rl.inference.vllm.adapters import AdapterGate
-from prime_rl.inference.vllm.arguments import command_line, environment, server_arguments
+from prime_rl.inference.vllm.arguments import CPU_LORAS_PER_LORA, command_line, environment, server_arguments
 from prime_rl.inference.vllm.control import VllmControl
+from prime_rl.inference.weight_files import model_shapes
 from prime_rl.utils.signals import StopFlag
 
 logger = logging.getLogger(__name__)
@@ -52,6 +55,7 @@ def _run(context: ServerContext) -> None:
     started = threading.Event()
     threading.Thread(target=_break_off, args=(context.stop, started), name="break off", daemon=True).start()
     try:
+        _check_room(config, on_cpu)
         arguments = server_arguments(config, max_model_len=max_model_len(config), on_cpu=on_cpu)
         asyncio.run(_serve(context, arguments, started))
     except EngineFailed as error:
@@ -69,6 +73,12 @@ def _run(context: ServerContext) -> None:
         # vLLM's objects clean up when they are dropped, which must not be left to the end of the interpreter.
         gc.unfreeze()
         gc.collect()
+
+
+def _check_room(config: InferenceConfig, on_cpu: bool) -> None:
+    """vLLM keeps adapters in its host's memory, and another copy in its layers, which on a CPU lie there too."""
+    each = adapter_bytes(config, model_shapes(config.model.name))
+    check_adapter_room(config, each, CPU_LORAS_PER_LORA + on_cpu, psutil.virtual_memory().available)
 
 
 def _break_off(stop: StopFlag, started: threading.Event) -> None:
