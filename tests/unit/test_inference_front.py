@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 
 from prime_rl.configs.inference import InferenceConfig
 from prime_rl.configs.system import SPARE_VERSIONS, SystemConfig
@@ -21,6 +22,8 @@ from prime_rl.inference.health import FRESH_S, HealthProbe
 from prime_rl.inference.limits import adapter_bytes, check_adapter_room
 from prime_rl.inference.private_tmp import PREFIX, private_tmp
 from prime_rl.inference.turnstile import StillInUse, Turnstile
+from prime_rl.inference.vllm.adapters import AdapterGate
+from tests.inference_support import make_adapter, make_model
 from tests.unit.test_inference_http import ask
 
 
@@ -205,3 +208,23 @@ def test_a_house_sizes_inference_for_its_runs_and_their_async_level() -> None:
     assert SystemConfig().inference.max_versions_per_run == SystemConfig().max_async_level + SPARE_VERSIONS
     own = SystemConfig.model_validate({"max_async_level": 5, "inference": {"max_versions_per_run": 2}})
     assert own.inference.max_versions_per_run == 2
+
+
+def test_an_adapter_that_vllm_ignored_or_cut_is_seen(tmp_path: Path) -> None:
+    """What vLLM's layers hold is said here; that they hold it is in the contract, where every load is measured."""
+    model = make_model(tmp_path / "base")
+    folder = make_adapter(tmp_path / "run_a", model, seed=1)
+    tensors = load_file(folder / "adapter_model.safetensors")
+    size_A, size_B = (
+        sum(float(t.double().square().sum()) for name, t in tensors.items() if kind in name)
+        for kind in ("lora_A", "lora_B")
+    )
+    config = InferenceConfig.model_validate({"model": {"name": str(model), "lora": {"rank": 8}}})
+    whole = (size_A, 4 * size_B)  # alpha is twice the rank
+    gate = AdapterGate(config, list)
+    gate("run_a@v1", folder)
+    gate.check_sizes("run_a@v1", [whole])
+    for held in ([None], [(0.0, 0.0)], [(size_A, size_B)], [(0.99 * size_A, 4 * size_B)], [whole, (size_A, 0.0)]):
+        gate("run_a@v1", folder)
+        with pytest.raises(ValueError, match="its layers hold"):
+            gate.check_sizes("run_a@v1", held)
