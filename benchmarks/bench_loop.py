@@ -1,7 +1,8 @@
-"""The asynchronous loop: what the orchestrator itself costs."""
+"""The asynchronous loop: what the orchestrator itself costs, and the embedded engine against vLLM."""
 
 from __future__ import annotations
 
+from benchmarks.loop_engines import embedded_vs_vllm_tokens_per_s
 from benchmarks.loop_orchestrator import idle_50_orchestrators_cpu, rollouts_per_s
 
 
@@ -9,4 +10,5 @@ def run() -> dict[str, float]:
     return {
         "rollouts_per_s": rollouts_per_s(),
         "idle_50_orchestrators_cpu": idle_50_orchestrators_cpu(),
+        **embedded_vs_vllm_tokens_per_s(),
     }

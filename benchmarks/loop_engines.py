@@ -47,7 +47,9 @@ def embedded_vs_vllm_tokens_per_s() -> dict[str, float]:
 
 
 async def _ratio(urls: list[str], model: str) -> float:
-    async with httpx.AsyncClient(timeout=300.0, limits=httpx.Limits(max_connections=None)) as http:
+    async with httpx.AsyncClient(
+        timeout=300.0, limits=httpx.Limits(max_connections=None, keepalive_expiry=1.0)
+    ) as http:
         times_s = [[await round_s(http, url, model, number) for url in urls] for number in range(NUM_PAIRS + 1)]
     # The first pair is the warm-up.
     return statistics.median(vllm_s / embedded_s for embedded_s, vllm_s in times_s[1:])

@@ -43,6 +43,8 @@ logger = logging.getLogger(__name__)
 # Short enough that a restarted server is found at once, long enough that 200 runs do not storm one that comes up.
 BACKOFF_START_S = 0.2
 BACKOFF_MAX_S = 5.0
+# Below the servers' five seconds: a connection that they are about to close must not be used again.
+KEEPALIVE_S = 2.0
 
 ResultT = TypeVar("ResultT")
 
@@ -104,7 +106,9 @@ class InferenceClient:
         self.trouble: str | None = None
         self.on_change: Callable[[], None] = lambda: None
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=max_concurrent_requests)
+        limits = httpx.Limits(
+            max_connections=None, max_keepalive_connections=max_concurrent_requests, keepalive_expiry=KEEPALIVE_S
+        )
         self._http = httpx.AsyncClient(headers=headers, timeout=None, limits=limits, transport=transport)
         self._servers = [
             Server(number, ServerClient(endpoint, self._http, timeout_s=timeout_s))
