@@ -207,6 +207,8 @@ async def test_what_gets_too_old_is_cancelled_on_the_server_and_made_again(house
     async def hold_all_but_the_first_of_version_0(body: dict[str, Any]) -> None:
         if version_token(body["model"]) == FIRST_BYTE and len(house.completions) > 1:
             await asyncio.Event().wait()
+        if version_token(body["model"]) > FIRST_BYTE:
+            await until(lambda: house.fake.num_cancelled == 2, "the requests of version 0 to be cancelled")
 
     house.fake.gate = hold_all_but_the_first_of_version_0
     over = {"batch_size": 2, "max_async_level": 2, "max_off_policy_steps": 0}
