@@ -1,0 +1,131 @@
+"""What asynchrony is worth: the same run with `max_async_level` 2 and 0, in one real house, one after the other.
+
+Trainer and embedded engine have one core each; passes and samples are chosen so that making a batch and training on it
+take about as long. A run's wall time is that from its first update to its last.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from prime_rl.contract.files import wait_for
+from prime_rl.contract.layout import RunDir, list_steps
+
+SEEDS, LEVELS, NUM_STEPS = (1, 2, 3), (0, 2), 32
+TIMEOUT_S = 900.0
+MODEL = Path("models/base")
+SYSTEM = """
+output_dir = "{house}"
+max_concurrent_runs = 1
+seq_len = 96
+[model]
+name = "{model}"
+[lora]
+rank = 16
+alpha = 32.0
+[trainer]
+num_threads = 1
+max_tokens_per_micro_batch = 4096
+[inference]
+engine = "embedded"
+port = 0
+num_threads = 1
+max_num_seqs = 48
+"""
+RUN = """
+batch_size = 128
+rollouts_per_example = 8
+max_steps = {num_steps}
+max_async_level = {level}
+seed = {seed}
+[model]
+name = "{model}"
+[model.lora]
+rank = 8
+alpha = 16.0
+[optim]
+lr = 1.5e-3
+[sampling]
+max_tokens = 12
+[client]
+max_concurrent_requests = 256
+[[env]]
+id = "reverse-text"
+[ckpt]
+interval = 100
+"""
+
+
+def async_figures() -> dict[str, float]:
+    """Ratio of wall times (median over seeds), and the difference of last rewards with its noise over seeds."""
+    if not MODEL.is_dir():
+        raise SystemExit(f"bench: {MODEL} is not there: make it with `.venv/bin/prl make-base` or `make demo`")
+    with tempfile.TemporaryDirectory() as folder, _house(Path(folder)) as house:
+        for seed in SEEDS:
+            for level in LEVELS:
+                _add(Path(folder), house, level, seed)
+        runs = {(seed, level): RunDir(house / f"run_s{seed}_k{level}") for seed in SEEDS for level in LEVELS}
+        wait_for(lambda: all(_is_done(run) for run in runs.values()), "all runs of the bench", timeout_s=TIMEOUT_S)
+        walls = {key: _wall_s(run) for key, run in runs.items()}
+        rewards = {key: _last_reward(run) for key, run in runs.items()}
+        shares = [_train_share(runs[seed, 0]) for seed in SEEDS]
+    return {
+        "async2_vs_sync": statistics.median(walls[seed, 2] / walls[seed, 0] for seed in SEEDS),
+        "sync_training_share": statistics.median(shares),
+        "async2_reward": statistics.mean(rewards[seed, 2] for seed in SEEDS),
+        "sync_reward": statistics.mean(rewards[seed, 0] for seed in SEEDS),
+        "reward_noise": statistics.stdev(rewards[seed, 0] for seed in SEEDS),
+    }
+
+
+@contextmanager
+def _house(folder: Path) -> Iterator[Path]:
+    house, system = folder / "house", folder / "system.toml"
+    system.write_text(SYSTEM.format(house=house, model=MODEL.resolve()))
+    _prl("up", "@", str(system))
+    try:
+        yield house
+    finally:
+        _prl("down", "--output-dir", str(house))
+
+
+def _add(folder: Path, house: Path, level: int, seed: int) -> None:
+    file = folder / f"s{seed}_k{level}.toml"
+    file.write_text(RUN.format(num_steps=NUM_STEPS, level=level, seed=seed, model=MODEL.resolve()))
+    _prl("runs", "add", str(file), "--id", f"run_{file.stem}", "--output-dir", str(house))
+
+
+def _prl(*arguments: str) -> None:
+    command = [sys.executable, "-m", "daemons.cli", *arguments]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, timeout=TIMEOUT_S)
+
+
+def _is_done(run: RunDir) -> bool:
+    assert not run.evicted.exists(), run.evicted.read_text()
+    return NUM_STEPS in list_steps(run.broadcast, stable_only=True)
+
+
+def _lines(path: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def _wall_s(run: RunDir) -> float:
+    times = [line["time"] for line in _lines(run.trainer_metrics)]
+    return times[-1] - times[0]
+
+
+def _last_reward(run: RunDir) -> float:
+    return statistics.mean(line["reward/mean"] for line in _lines(run.orchestrator_metrics)[-5:])
+
+
+def _train_share(run: RunDir) -> float:
+    """Of a synchronous run: seconds of training over wall time."""
+    lines = _lines(run.trainer_metrics)[1:]
+    return sum(line["time/forward_backward"] + line["time/optim"] for line in lines) / _wall_s(run)
