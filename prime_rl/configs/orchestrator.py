@@ -308,6 +308,10 @@ class OrchestratorConfig(BaseConfig):
     """Rollouts kept as text."""
 
     @property
+    def groups_per_batch(self) -> int:
+        return self.batch_size // self.rollouts_per_example
+
+    @property
     def eval_envs(self) -> list[EnvConfig]:
         """The environments of evaluations; [] without evaluation."""
         return (self.eval.env or self.env) if self.eval else []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -11,17 +10,16 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from prime_rl.contract.layout import stable_marker
 from prime_rl.inference.errors import ApiError
+from prime_rl.lora.misfit import Shapes, misfit, shapes_of
 
 WEIGHTS_FILE = "model.safetensors"
-Shapes = Mapping[str, tuple[int, ...]]
-_MAX_PROBLEMS = 3
 
 
 def model_shapes(name: str) -> Shapes:
     """Names and shapes of a model's weights as a model folder has them; a tied weight is there once."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(name))
-    return {key: tuple(parameter.shape) for key, parameter in model.named_parameters()}
+    return shapes_of(dict(model.named_parameters()))
 
 
 def confined_folder(output_dir: Path, given: str) -> Path:
@@ -56,16 +54,3 @@ def check_weight_file(folder: Path, shapes: Shapes) -> None:
         raise ApiError(400, f"{path} cannot be read: {error}", param="weight_dir") from error
     if problem := misfit(found, shapes):
         raise ApiError(400, f"{path} does not fit the model: {problem}.", param="weight_dir")
-
-
-def misfit(found: Shapes, shapes: Shapes) -> str | None:
-    """What is wrong with these names and shapes, the first few of it; None when they are as they should be."""
-    problems = [f"{name[:200]} is not in the model" for name in sorted(found.keys() - shapes.keys())]
-    problems += [f"{name} is missing" for name in sorted(shapes.keys() - found.keys())]
-    problems += [
-        f"{name} has shape {list(found[name])}, expected {list(shape)}"
-        for name, shape in shapes.items()
-        if name in found and found[name] != shape
-    ]
-    more = f" (and {len(problems) - _MAX_PROBLEMS} more)" if len(problems) > _MAX_PROBLEMS else ""
-    return "; ".join(problems[:_MAX_PROBLEMS]) + more if problems else None

@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save
 from torch import Tensor
 
 from prime_rl.lora.linear import MultiLoRALinear
+from prime_rl.lora.misfit import misfit, shapes_of
 
 ADAPTER_FILE = "adapter_model.safetensors"
 CONFIG_FILE = "adapter_config.json"
@@ -96,17 +97,9 @@ def load_adapter(layers: Mapping[str, MultiLoRALinear], idx: int, tensors: Mappi
 
     Raises ValueError, before anything is changed, when a name is missing or unknown or a shape is wrong.
     """
-    expected = _expected_shapes(layers, rank)
-    problems = [f"{name} is not in the model" for name in sorted(tensors.keys() - expected.keys())]
-    problems += [f"{name} is missing" for name in sorted(expected.keys() - tensors.keys())]
-    problems += [
-        f"{name} has shape {list(tensors[name].shape)}, expected {list(shape)}"
-        for name, shape in expected.items()
-        if name in tensors and tuple(tensors[name].shape) != shape
-    ]
-    if problems:
-        more = f" (and {len(problems) - 3} more)" if len(problems) > 3 else ""
-        raise ValueError(f"adapter does not fit the model: {'; '.join(problems[:3])}{more}")
+    problem = misfit(shapes_of(tensors), _expected_shapes(layers, rank))
+    if problem:
+        raise ValueError(f"adapter does not fit the model: {problem}")
     for name, layer in layers.items():
         lora_A, lora_B = layer.parameters_of(idx)
         name_A, name_B = peft_names(name)

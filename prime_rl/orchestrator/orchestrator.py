@@ -29,6 +29,7 @@ from prime_rl.contract.types import BadBatchError
 from prime_rl.orchestrator.batch import assemble_batch, has_signal, publish_batch
 from prime_rl.orchestrator.checkpoint import (
     CheckpointError,
+    Progress,
     checkpoint_is_due,
     find_progress,
     save_state,
@@ -84,8 +85,7 @@ async def orchestrate(
     tokenizer = ChatTokenizer.load(config.model.name)
     meter = RolloutMeter()
     envs, eval_envs = await load_environments(config, meter, cleanup, reporter.wait_for)
-    groups_per_batch = config.batch_size // config.rollouts_per_example
-    progress = find_progress(run, groups_per_batch)
+    progress = find_progress(run, config.groups_per_batch)
     reporter.update(step=progress.step)
 
     # -- who does what ----
@@ -102,15 +102,7 @@ async def orchestrate(
         rollouts_per_example=config.rollouts_per_example,
         seed=config.seed,
     )
-    ledger = GroupLedger(
-        step=progress.step + 1,
-        next_index=progress.next_index,
-        groups_per_batch=groups_per_batch,
-        max_steps=config.max_steps,
-        max_async_level=config.max_async_level,
-        max_off_policy_steps=config.max_off_policy_steps,
-        num_spare=math.ceil((config.oversampling_factor - 1) * groups_per_batch),
-    )
+    ledger = make_ledger(config, progress)
     watcher = Watcher([run.broadcast], rescan_s=config.watch.rescan_s, kind=config.watch.kind)
     cleanup.callback(watcher.close)
     cleanup.callback(watcher.wake)  # a thread waits in it
@@ -161,6 +153,19 @@ async def orchestrate(
 
     loops = [scheduler.watch_loop(), scheduler.update_policy_loop()] + ([evaluator.loop()] if evaluator else [])
     await run_beside(make_batches(), *loops)
+
+
+def make_ledger(config: OrchestratorConfig, progress: Progress) -> GroupLedger:
+    """The groups that are still to be made."""
+    return GroupLedger(
+        step=progress.step + 1,
+        next_index=progress.next_index,
+        groups_per_batch=config.groups_per_batch,
+        max_steps=config.max_steps,
+        max_async_level=config.max_async_level,
+        max_off_policy_steps=config.max_off_policy_steps,
+        num_spare=math.ceil((config.oversampling_factor - 1) * config.groups_per_batch),
+    )
 
 
 def connect(config: OrchestratorConfig, run: RunDir) -> InferenceClient:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import shutil
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from torch import Tensor, nn
 from transformers.utils.hub import cached_file
 
 from prime_rl.configs.orchestrator import RunLoRAConfig
+from prime_rl.lora.misfit import misfit, shapes_of
 from prime_rl.trainer.sharding import cut, join, part_here
 
 WEIGHTS_FILE = "model.safetensors"
@@ -65,7 +65,8 @@ class WholeModel:
     @torch.no_grad()
     def load(self, run_idx: int, tensors: dict[str, Tensor], lora: RunLoRAConfig) -> None:
         """Take over whole weights, which every rank has. ValueError, and nothing changed, when they do not fit."""
-        check_fit(tensors, {name: tuple(parameter.shape) for name, parameter in self._named})
+        if problem := misfit(shapes_of(tensors), shapes_of(dict(self._named))):
+            raise ValueError(f"the weights do not fit the model: {problem}")
         for name, parameter in self._named:
             part_here(parameter).copy_(cut(tensors[name], parameter))
             parameter.grad = None
@@ -78,20 +79,6 @@ class WholeModel:
 
     def scale_of(self, lora: RunLoRAConfig) -> float:
         return 1.0
-
-
-def check_fit(tensors: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Raises ValueError unless names and shapes are exactly these."""
-    problems = [f"{name} is not in the model" for name in sorted(tensors.keys() - shapes.keys())]
-    problems += [f"{name} is missing" for name in sorted(shapes.keys() - tensors.keys())]
-    problems += [
-        f"{name} has shape {list(tensors[name].shape)}, expected {list(shape)}"
-        for name, shape in shapes.items()
-        if name in tensors and tuple(tensors[name].shape) != shape
-    ]
-    if problems:
-        more = f" (and {len(problems) - 3} more)" if len(problems) > 3 else ""
-        raise ValueError(f"the weights do not fit the model: {'; '.join(problems[:3])}{more}")
 
 
 @dataclass(frozen=True)

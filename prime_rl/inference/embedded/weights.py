@@ -13,7 +13,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from prime_rl.inference.weight_files import WEIGHTS_FILE, Shapes, check_weight_file
+from prime_rl.inference.weight_files import WEIGHTS_FILE, check_weight_file
+from prime_rl.lora.misfit import shapes_of
 
 _ADAPTERS = (".lora_A.", ".lora_B.")
 
@@ -27,7 +28,7 @@ class WholeWeights:
             for name, parameter in model.named_parameters()
             if not any(part in name for part in _ADAPTERS)
         }
-        self.shapes: Shapes = {name: tuple(parameter.shape) for name, parameter in self._parameters.items()}
+        self.shapes = shapes_of(self._parameters)
         self._base: dict[str, Tensor] | None = None  # made when it is first needed: adapters alone never do
 
     def read(self, folder: Path) -> dict[str, Tensor]:

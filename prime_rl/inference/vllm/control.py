@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 from prime_rl.configs.inference import InferenceConfig
 from prime_rl.inference.errors import ApiError
 from prime_rl.inference.vllm.adapters import AdapterGate
-from prime_rl.inference.weight_files import check_weight_file, misfit, model_shapes
+from prime_rl.inference.weight_files import check_weight_file, model_shapes
+from prime_rl.lora.misfit import misfit
 
 if TYPE_CHECKING:
     from prime_rl.inference.vllm.worker import Staged

@@ -1,0 +1,34 @@
+"""Whether tensors are those that a model wants, by name and shape alone. Pure; knows no files.
+
+A name that does not match would leave a part of the model as it was, and nobody would see it: so all of them are
+compared before any is taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+# A foreign file is wrong in every name, and may be made of long ones: the first few say what it is.
+MAX_PROBLEMS = 3
+MAX_NAME_CHARS = 200
+
+
+def shapes_of(tensors: Mapping[str, Tensor]) -> Shapes:
+    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+
+
+def misfit(found: Shapes, wanted: Shapes) -> str | None:
+    """What is wrong with `found`, the first few of it; None when names and shapes are exactly the wanted ones."""
+    problems = [f"{name[:MAX_NAME_CHARS]} is not in the model" for name in sorted(found.keys() - wanted.keys())]
+    problems += [f"{name} is missing" for name in sorted(wanted.keys() - found.keys())]
+    problems += [
+        f"{name} has shape {list(found[name])}, expected {list(shape)}"
+        for name, shape in wanted.items()
+        if name in found and found[name] != shape
+    ]
+    more = f" (and {len(problems) - MAX_PROBLEMS} more)" if len(problems) > MAX_PROBLEMS else ""
+    return "; ".join(problems[:MAX_PROBLEMS]) + more if problems else None
