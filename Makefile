@@ -1,6 +1,8 @@
 # The commands people use daily. `make` alone lists them.
 PYTHON ?= python3
 BIN := .venv/bin
+# Processes that run the tests side by side; 0 runs them one after another.
+WORKERS ?= 2
 # Checked here, in words that every Python understands: an old one could not even read the install script.
 define CHECK_PYTHON
 @$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
@@ -30,7 +32,7 @@ demo: install ## three runs on two slots, on this machine, from nothing to a rep
 	@$(BIN)/prl demo
 
 test: install-test ## every test (real processes, real vLLM on the CPU)
-	@HF_HUB_OFFLINE=1 $(BIN)/python -m pytest
+	@HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
 check: install-test ## lint, format, types, import layers
 	@$(BIN)/ruff check .

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import os
+import signal
 import uuid
-from collections.abc import Iterator
 
 import psutil
 import pytest
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
+# Workers share the cores: threads that wait for each other across processes cost more than they bring.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+# A shell starts its background jobs with Ctrl-C ignored, and every process that is tested would inherit that.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 for _name in ("PRL_OUTPUT_DIR", "PRL_API_KEY"):
     os.environ.pop(_name, None)
 
@@ -35,13 +40,15 @@ def processes_of_this_session() -> list[psutil.Process]:
     return found
 
 
-@pytest.fixture(scope="session", autouse=True)
-def no_process_left() -> Iterator[None]:
-    yield
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """The main process looks, after its workers have ended."""
     if "PYTEST_XDIST_WORKER" in os.environ:
         return
     left = processes_of_this_session()
     commands = [" ".join(process.cmdline()) for process in left]
     for process in left:
         process.kill()
-    assert not left, f"tests left these processes: {commands}"
+    if left:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+        print(f"\ntests left these processes: {commands}")

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import fcntl
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,12 @@ from tests.system_support import House, build_base_model, make_house
 
 @pytest.fixture(scope="session")
 def base_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_base_model(tmp_path_factory.mktemp("models") / "base")
+    """One for all workers: the first that needs it makes it, the others wait for that."""
+    place = tmp_path_factory.getbasetemp()
+    folder = (place.parent if "PYTEST_XDIST_WORKER" in os.environ else place) / "base"
+    with folder.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        return folder if (folder / "config.json").exists() else build_base_model(folder)
 
 
 @pytest.fixture(scope="session")
