@@ -58,7 +58,7 @@ def trainer_limits(output_dir: Path) -> TrainerLimits | None:
     output = OutputDir(output_dir)
     status = read_status(output.trainer_status, TrainerStatus)
     if status is not None and status.model and is_alive(status, time.time()):
-        return TrainerLimits(status.model, status.max_seq_len, status.max_rank)
+        return TrainerLimits(status.model, status.max_seq_len, status.max_rank, max_async_level=status.max_async_level)
     try:
         return TrainerLimits.of(load_config(TrainerConfig, output.component_config("trainer")))
     except ConfigError:

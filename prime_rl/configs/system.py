@@ -14,6 +14,8 @@ from prime_rl.configs.trainer import TrainerConfig, TrainerModelConfig
 
 # Versions that rollouts lag behind by, and besides the newest one and the one that is being loaded.
 SPARE_VERSIONS = 2
+# That of a run which does not say its own, and the largest that one may say.
+DEFAULT_MAX_ASYNC_LEVEL, MAX_ASYNC_LEVEL = 2, 16
 
 
 class SupervisorConfig(BaseConfig):
@@ -57,8 +59,9 @@ class SystemConfig(BaseConfig):
     max_concurrent_runs: int = Field(4, ge=1, le=1024)
     """Slots of the trainer, tenants of the inference server."""
 
-    max_async_level: int = Field(2, ge=0, le=16)
-    """Largest `max_async_level` of the runs that inference has room for: it sizes `inference.max_versions_per_run`."""
+    max_async_level: int = Field(DEFAULT_MAX_ASYNC_LEVEL, ge=0, le=MAX_ASYNC_LEVEL)
+    """Largest `max_async_level` of the runs: it sizes `inference.max_versions_per_run`, and a run that asks for more is
+    refused."""
 
     seq_len: int = Field(2048, ge=8)
     """Longest sample of the trainer, longest sequence of the inference server."""
@@ -87,7 +90,9 @@ class SystemConfig(BaseConfig):
         if isinstance(model, dict):
             trainer["model"] = {**model, **lora}
             inference["model"] = {**model, **lora}
-        if isinstance(level := data.get("max_async_level"), int):
+        level = data.get("max_async_level", DEFAULT_MAX_ASYNC_LEVEL)
+        if isinstance(level, int) and 0 <= level <= MAX_ASYNC_LEVEL:
+            trainer["max_async_level"] = level
             inference["max_versions_per_run"] = level + SPARE_VERSIONS
         if seq_len is not None:
             trainer["seq_len"] = seq_len

@@ -34,6 +34,10 @@ class TrainerConfig(BaseConfig):
     seq_len: int = Field(2048, ge=8)
     """Longest sample in tokens that the trainer takes."""
 
+    max_async_level: int | None = Field(None, ge=0, le=16)
+    """Largest `max_async_level` that a run may ask for; null: any. In a house: the house's, as inference
+    has room for the policy versions of so many, and a run that used more would wait for ever."""
+
     max_tokens_per_micro_batch: int = Field(8192, ge=8)
     """Token positions (rows x padded length) of one forward/backward pass; bounds memory, changes no result."""
 

@@ -20,18 +20,23 @@ PARSE_ERROR_PREFIX = "Error parsing orchestrator config"
 
 @dataclass(frozen=True)
 class TrainerLimits:
-    """What a run must fit into. `max_rank` and `alpha` are None when the trainer trains the whole model."""
+    """What a run must fit into. `max_rank` and `alpha` are None when the trainer trains the whole model.
+
+    `max_async_level` is the house's, None where there is no house to say it.
+    """
 
     model: str
     max_seq_len: int
     max_rank: int | None
     alpha: float | None = None
+    max_async_level: int | None = None
 
     @classmethod
     def of(cls, trainer: TrainerConfig) -> TrainerLimits:
         """The limits that a trainer with this config will have."""
         lora = trainer.model.lora
-        return cls(trainer.model.name, trainer.seq_len, lora.rank if lora else None, lora.alpha if lora else None)
+        rank, alpha = (lora.rank, lora.alpha) if lora else (None, None)
+        return cls(trainer.model.name, trainer.seq_len, rank, alpha, trainer.max_async_level)
 
 
 def load_run_config(path: Path, overrides: Mapping[str, Any] | None = None) -> OrchestratorConfig:
@@ -53,6 +58,10 @@ def check_against_trainer(config: OrchestratorConfig, limits: TrainerLimits) -> 
         problems.append(
             ConfigProblem("seq_len", f"found {config.seq_len}: the trainer allows at most {limits.max_seq_len}")
         )
+    level, room = config.max_async_level, limits.max_async_level
+    if room is not None and level > room:
+        found = f"found {level}: this house has room for the policy versions of at most {room}"
+        problems.append(ConfigProblem("max_async_level", f"{found} (max_async_level in its system file)"))
     seq_len = min(config.seq_len or limits.max_seq_len, limits.max_seq_len)
     if config.sampling.max_tokens >= seq_len:
         problems.append(

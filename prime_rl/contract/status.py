@@ -82,6 +82,7 @@ class TrainerStatus(Status, kw_only=True):
     model: str = ""
     max_rank: int | None = None
     max_seq_len: int = 0
+    max_async_level: int | None = None
     runs: dict[str, TrainerRunStatus] = {}
     waiting: list[str] = []
     refused: dict[str, str] = {}

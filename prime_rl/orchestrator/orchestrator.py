@@ -60,6 +60,7 @@ from prime_rl.orchestrator.sampler import ExampleSampler
 from prime_rl.orchestrator.samples import SampleKeeper
 from prime_rl.orchestrator.scheduler import RunFailed, Scheduler
 from prime_rl.orchestrator.tokenizer import ChatTokenizer, TokenizerError
+from prime_rl.orchestrator.trainer_watch import TrainerWatch
 from prime_rl.orchestrator.turn import TurnSampler
 from prime_rl.utils.logger import setup_logger
 from prime_rl.utils.signals import StopFlag
@@ -81,6 +82,7 @@ async def orchestrate(
     monitors = MonitorProcess(config, run)
     cleanup.push_async_callback(asyncio.to_thread, monitors.close)
     await resume_done(run, config, reporter)
+    trainer = TrainerWatch(OutputDir(run.path.parent).trainer_status)
     seq_len = config.seq_len or await trainer_seq_len(run, reporter)
     tokenizer = ChatTokenizer.load(config.model.name)
     meter = RolloutMeter()
@@ -114,6 +116,7 @@ async def orchestrate(
         client,
         policy,
         watcher,
+        trainer,
         max_groups=max_groups,
         has_signal=lambda group: not config.filter_zero_advantage or has_signal(group, config.advantage),
         on_phase=wake.set,

@@ -21,6 +21,7 @@ from prime_rl.orchestrator.metrics import Phase, PhaseClock
 from prime_rl.orchestrator.policy import PolicyVersions
 from prime_rl.orchestrator.pool import InferenceClient
 from prime_rl.orchestrator.rollout import Group, GroupFailed
+from prime_rl.orchestrator.trainer_watch import TrainerWatch, describe_policy_wait
 from prime_rl.utils.watch import Watcher
 
 logger = logging.getLogger(__name__)
@@ -54,6 +55,7 @@ class Scheduler:
         client: InferenceClient,
         policy: PolicyVersions,
         watcher: Watcher,
+        trainer: TrainerWatch,
         *,
         max_groups: int,
         has_signal: Callable[[Group], bool] = lambda group: True,
@@ -68,6 +70,7 @@ class Scheduler:
         self._client = client
         self._policy = policy
         self._watcher = watcher
+        self._trainer = trainer
         self._max_groups = max_groups
         self._has_signal = has_signal
         self._on_phase = on_phase
@@ -257,17 +260,14 @@ class Scheduler:
         needed = self._final_version or self.ledger.version_needed
         if needed is None or needed <= self.published:
             return None
-        return describe_policy_wait(needed, self.published, _published_at(self._run.broadcast_dir(self.published)), now)
-
-
-def describe_policy_wait(needed: int, have: int, published_at: float | None, now: float) -> str:
-    """E.g. "policy version 7 (have 6), trainer last updated 40 s ago". Coarse, as every new sentence is a write."""
-    sentence = f"policy version {needed} (have {have})"
-    if published_at is None:
-        return f"{sentence}, trainer has not updated yet"
-    age_s = max(0, int(now - published_at))
-    age = "under 10 s" if age_s < 10 else f"{age_s // 10 * 10} s"
-    return f"{sentence}, trainer last updated {age} ago"
+        return describe_policy_wait(
+            needed,
+            self.published,
+            _published_at(self._run.broadcast_dir(self.published)),
+            now,
+            self._trainer.trouble(now),
+            started=self._trainer.is_known(),
+        )
 
 
 def _published_at(step_dir: Path) -> float | None:

@@ -148,6 +148,7 @@ def _status_writer(config: TrainerConfig) -> StatusWriter:
         model=config.model.name,
         max_rank=config.model.lora.rank if config.model.lora else None,
         max_seq_len=config.seq_len,
+        max_async_level=config.max_async_level,
     )
     return StatusWriter(OutputDir(config.output_dir).trainer_status, status)
 

@@ -124,6 +124,22 @@ def test_what_the_trainer_cannot_serve(tmp_path: Path, extra: str, key: str, wor
     assert problem.key == key and words in problem.message
 
 
+def test_a_house_refuses_a_run_for_whose_versions_it_has_no_room(tmp_path: Path) -> None:
+    for said, allowed in (({}, 2), ({"max_async_level": 4}, 4), ({"trainer": {"max_async_level": 1}}, 1)):
+        limits = TrainerLimits.of(
+            build(SystemConfig, {"model": {"name": "models/base"}, **said}, "system.toml").trainer
+        )
+        fits = load_run_config(run_toml(tmp_path, MINIMAL), {"max_async_level": allowed})
+        assert check_against_trainer(fits, limits) == []
+        (problem,) = check_against_trainer(fits.model_copy(update={"max_async_level": allowed + 1}), limits)
+        assert str(problem) == (
+            f"max_async_level: found {allowed + 1}: this house has room for the policy versions of at most {allowed} "
+            "(max_async_level in its system file)"
+        )
+    without_a_house = load_run_config(run_toml(tmp_path, MINIMAL), {"max_async_level": 16})
+    assert check_against_trainer(without_a_house, LIMITS) == []
+
+
 def test_another_model_or_longer_samples_are_refused(tmp_path: Path) -> None:
     config = load_run_config(run_toml(tmp_path, MINIMAL), {"seq_len": 129, "model": {"name": "other"}})
     assert [problem.key for problem in check_against_trainer(config, LIMITS)] == ["model.name", "seq_len"]
@@ -193,8 +209,8 @@ def test_a_system_says_things_once(tmp_path: Path) -> None:
 
 def test_a_mistake_in_what_is_said_once_is_told_once() -> None:
     with pytest.raises(ConfigError) as caught:
-        build(SystemConfig, {"lora": {"rnk": 4, "rank": 0}}, "system.toml")
-    assert sorted(problem.key for problem in caught.value.problems) == ["lora.rank", "lora.rnk"]
+        build(SystemConfig, {"lora": {"rnk": 4, "rank": 0}, "max_async_level": 17}, "system.toml")
+    assert sorted(problem.key for problem in caught.value.problems) == ["lora.rank", "lora.rnk", "max_async_level"]
 
 
 def test_a_loss_is_chosen_by_its_type_with_its_own_constants(tmp_path: Path) -> None:

@@ -45,7 +45,7 @@ def state(house: Path, run_id: str) -> tuple[str, str | None]:
 def trainer(house: Path) -> Iterator[StatusWriter]:
     """A living trainer that holds nothing and has the limits of a small one."""
     house.mkdir()
-    status = TrainerStatus(state="waiting", model="m", max_rank=8, max_seq_len=64, max_runs=2)
+    status = TrainerStatus(state="waiting", model="m", max_rank=8, max_seq_len=64, max_runs=2, max_async_level=3)
     writer = StatusWriter(OutputDir(house).trainer_status, status)
     yield writer
     writer.close(state="stopped")
@@ -150,6 +150,8 @@ def test_the_living_trainers_limits_hold(house: Path, source: Path, trainer: Sta
         actions.add_run(house, source, overrides={"model": {"lora": {"rank": 16}}, "sampling": {"max_tokens": 8}})
     with pytest.raises(ActionError, match=r"model\.name: found 'other': the trainer holds 'm', and only that"):
         actions.validate_file(house, source, overrides={"model": {"name": "other"}, "sampling": {"max_tokens": 8}})
+    with pytest.raises(ActionError, match=r"max_async_level: found 4: this house has room for .* at most 3"):
+        actions.add_run(house, source, overrides={"max_async_level": 4, "sampling": {"max_tokens": 8}})
 
 
 def test_without_a_trainer_its_last_config_holds(house: Path, source: Path) -> None:

@@ -26,6 +26,7 @@ from prime_rl.orchestrator.policy import PolicyVersions
 from prime_rl.orchestrator.pool import InferenceClient
 from prime_rl.orchestrator.rollout import Group
 from prime_rl.orchestrator.scheduler import Scheduler
+from prime_rl.orchestrator.trainer_watch import TrainerWatch
 from prime_rl.utils.watch import Watcher
 from tests.orchestrator_support import (
     FIRST_BYTE,
@@ -123,7 +124,8 @@ async def play(case: Case, choose: Callable[[int], int], folder: Path) -> Played
         num_spare=case.num_spare,
     )
     with Watcher(rescan_s=60.0) as watcher:
-        scheduler = Scheduler(run, ledger, worker.group, client, policy, watcher, max_groups=case.max_groups)
+        trainer = TrainerWatch(folder / "no-trainer")
+        scheduler = Scheduler(run, ledger, worker.group, client, policy, watcher, trainer, max_groups=case.max_groups)
         tasks = [
             asyncio.create_task(take_batches(scheduler, case.max_steps, played)),
             asyncio.create_task(scheduler.update_policy_loop()),

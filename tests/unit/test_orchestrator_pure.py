@@ -25,7 +25,6 @@ from prime_rl.orchestrator.ledger import MAX_FILTERED_BATCHES, GroupLedger
 from prime_rl.orchestrator.metrics import TokenRate, last_eval_step, write_metrics
 from prime_rl.orchestrator.rollout import Group, Rollout, derive_seed
 from prime_rl.orchestrator.sampler import ExampleSampler
-from prime_rl.orchestrator.scheduler import describe_policy_wait
 from tests.orchestrator_support import TalkEnv, make_run
 
 
@@ -217,12 +216,6 @@ def test_groups_without_signal_are_dropped_up_to_a_bound_for_each_batch() -> Non
     assert (ledger.num_filtered, ledger.num_dropped, ledger.num_in_flight) == (2 * MAX_FILTERED_BATCHES, 0, 0)
     fill(ledger, 1)
     assert not ledger.finish(a_group(ledger.next_index - 1), has_signal=False), "the next batch has its own"
-
-
-def test_the_wait_for_a_policy_is_named() -> None:
-    assert describe_policy_wait(7, 6, 1000.0, 1047.0) == "policy version 7 (have 6), trainer last updated 40 s ago"
-    assert describe_policy_wait(7, 6, 1000.0, 1003.0).endswith("trainer last updated under 10 s ago")
-    assert describe_policy_wait(1, 0, None, 5.0) == "policy version 1 (have 0), trainer has not updated yet"
 
 
 # -- where a run goes on ----

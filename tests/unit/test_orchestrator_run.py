@@ -151,7 +151,7 @@ async def test_a_finished_run_that_is_started_again_finishes_without_generating(
 
 async def test_waits_for_the_trainer_by_name_also_after_the_last_batch(house: House) -> None:
     task = house.start(max_steps=2, max_async_level=0)
-    await house.until_waiting_on("policy version 1 (have 0), trainer has not updated yet")
+    await house.until_waiting_on("policy version 1 (have 0), trainer has not started yet")
     assert list_rollout_steps(house.run) == [1]
     publish(house.run, 1)
     await house.until_waiting_on("policy version 2 (have 1), trainer last updated under 10 s ago")

@@ -1,0 +1,73 @@
+"""Whether the trainer lives, as far as its status file tells, and the sentence for who waits for a policy of it.
+
+A look costs one `stat` as long as the heartbeat comes: fifty runs that wait look several times a second. The file is
+read when it changed, and the process is looked for only when a heartbeat is late. Knows nothing of versions beyond the
+numbers it is given, and starts nothing: whoever keeps the trainer alive does that.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from prime_rl.contract.status import HEARTBEAT_S, TrainerStatus, is_alive, read_status
+
+# A heartbeat that is later than this is looked into; below it the writer lived a moment ago.
+LATE_AFTER_S = HEARTBEAT_S + 1.0
+
+
+class TrainerWatch:
+    """Watches one `trainer/status.json`."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._mtime_ns: int | None = None
+        self._status: TrainerStatus | None = None
+
+    def is_known(self) -> bool:
+        """Whether a trainer ever started in this house."""
+        return self._read() is not None
+
+    def trouble(self, now: float) -> str | None:
+        """Why no update is to be expected, e.g. "the trainer is down: it stopped 40 s ago"; None while it lives.
+
+        `now` is Unix seconds. A house without a status file has no trainer that could be down.
+        """
+        status = self._read()
+        if status is None:
+            return None
+        age_s = now - status.updated_at
+        if status.state == "stopped":
+            return f"the trainer is down: it stopped {ago(age_s)}"
+        if age_s <= LATE_AFTER_S or is_alive(status, now):
+            return None
+        return f"the trainer is down: process {status.pid} gave its last sign of life {ago(age_s)}"
+
+    def _read(self) -> TrainerStatus | None:
+        try:
+            mtime_ns = self._path.stat().st_mtime_ns
+        except OSError:
+            self._mtime_ns = self._status = None
+            return None
+        if mtime_ns != self._mtime_ns:
+            self._status = read_status(self._path, TrainerStatus) or self._status  # another version says nothing
+            self._mtime_ns = mtime_ns
+        return self._status
+
+
+def describe_policy_wait(
+    needed: int, have: int, published_at: float | None, now: float, trouble: str | None = None, *, started: bool = True
+) -> str:
+    """E.g. "policy version 7 (have 6), trainer last updated 40 s ago"; `trouble` is what `TrainerWatch` says."""
+    sentence = f"policy version {needed} (have {have})"
+    if trouble is not None:
+        return f"{sentence}; {trouble}"
+    if published_at is None:
+        return f"{sentence}, trainer has not {'updated' if started else 'started'} yet"
+    return f"{sentence}, trainer last updated {ago(now - published_at)}"
+
+
+def ago(age_s: float) -> str:
+    """Coarse, and coarser the longer it is, as every new sentence is a write and a line of log."""
+    if age_s < 10:
+        return "under 10 s ago"
+    return f"{int(age_s) // 10 * 10} s ago" if age_s < 120 else f"{int(age_s) // 60} min ago"
