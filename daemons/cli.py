@@ -12,30 +12,45 @@ from typing import Annotated
 import typer
 
 from daemons.actions import ActionError
-from daemons.commands import demo, house, parts
+from daemons.commands import acts, demo, house, parts
 from daemons.commands.common import UsageError, complain
 from daemons.commands.runs import runs_app
 from daemons.launch import LaunchError
+from prime_rl import __version__
 from prime_rl.configs.base import ConfigError
 from prime_rl.contract.layout import LayoutError
 
 app = typer.Typer(
     name="prl",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     help="Train many RL runs on one model from one terminal. Start with: prl demo",
 )
 demo.register(app)
 house.register(app)
+acts.register(runs_app)
 app.add_typer(runs_app, name="runs")
 parts.register(app)
 
 
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"prl {__version__}")
+        raise typer.Exit()
+
+
 @app.callback()
-def _root(debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False) -> None:
-    """Train many RL runs on one model from one terminal. Start with: prl demo"""
+def _root(
+    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """Train many RL runs on one model from one terminal. Start with: prl demo
+
+    TAB completes commands, runs and parts after: prl --install-completion
+    """
 
 
 def run(argv: Sequence[str]) -> int:

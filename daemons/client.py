@@ -15,6 +15,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+from daemons.house import (
+    SUPERVISOR,
+    DaemonView,
+    House,
+    RefusedView,
+    RunView,
+    by_importance,
+    daemon_view,
+    find_bottleneck,
+    waits_for,
+)
 from prime_rl.configs.base import ConfigError
 from prime_rl.configs.orchestrator import OrchestratorConfig
 from prime_rl.configs.validate import explain, load_run_config
@@ -27,90 +38,19 @@ from prime_rl.contract.status import (
     RunState,
     RunStatus,
     Status,
-    TrainerRunStatus,
     TrainerStatus,
     is_alive,
     read_status,
     run_state,
 )
-from prime_rl.utils.process import same_process
+
+__all__ = ["SUPERVISOR", "DaemonView", "House", "HouseReader", "RefusedView", "RunView", "read_house"]
 
 # Ten times the largest that a part writes with 1,024 runs; what is larger was not written by a part.
 MAX_FILE_BYTES = 4_000_000
 MAX_REASON_BYTES = 10_000
-_FINAL = ("failed", "stopped", "done")
-SUPERVISOR = "supervisor"
 
 StatusT = TypeVar("StatusT", bound=Status)
-
-
-@dataclass(frozen=True)
-class RunView:
-    """One run as people see it. `step` counts updates done; `run_idx` is its slot, `queue_position` counts from 1."""
-
-    run_id: str
-    state: RunState
-    step: int
-    max_steps: int | None
-    reward: float | None
-    reason: str | None
-    waiting_on: str | None
-    updated_at: float | None
-    run_idx: int | None
-    queue_position: int | None
-    tokens_per_s: float | None
-    async_level: int | None
-    policy_version: int | None
-    lr: float | None
-    bottleneck: str | None
-    model: str | None
-    batch_size: int | None
-    num_restarts: int
-
-
-@dataclass(frozen=True)
-class DaemonView:
-    """One part. `state`: starting, running, stalled, backoff, failed, stopped, done, or lost (nobody watches it)."""
-
-    name: str
-    state: str
-    pid: int | None
-    waiting_on: str | None
-    reason: str | None
-    log_tail: tuple[str, ...]
-    updated_at: float
-    num_restarts: int
-
-
-@dataclass(frozen=True)
-class RefusedView:
-    """A `run_*` entry that is no run, and why."""
-
-    name: str
-    reason: str
-
-
-@dataclass(frozen=True)
-class House:
-    """One look at a house. `trainer` and `inference` are None when they do not live; `max_runs` is 0 when unknown."""
-
-    output_dir: Path
-    runs: tuple[RunView, ...]
-    refused: tuple[RefusedView, ...]
-    daemons: tuple[DaemonView, ...]
-    max_runs: int
-    num_used: int
-    trainer: TrainerStatus | None
-    inference: InferenceStatus | None
-    supervisor_alive: bool
-    bottleneck: str | None
-    read_at: float
-
-    def run(self, run_id: str) -> RunView | None:
-        return next((run for run in self.runs if run.run_id == run_id), None)
-
-    def daemon(self, name: str) -> DaemonView | None:
-        return next((daemon for daemon in self.daemons if daemon.name == name), None)
 
 
 def read_house(output_dir: Path, *, now: float | None = None) -> House:
@@ -159,7 +99,7 @@ class HouseReader:
         self._forget({run.path for run in found})
         return House(
             output_dir=self.output.path,
-            runs=tuple(sorted(runs, key=_by_importance)),
+            runs=tuple(sorted(runs, key=by_importance)),
             refused=tuple(RefusedView(name, reason) for name, reason in sorted(reasons.items())),
             daemons=tuple(daemons.values()),
             max_runs=trainer.max_runs if trainer else 0,
@@ -200,7 +140,7 @@ class HouseReader:
             max_steps=facts.max_steps,
             reward=word.reward if word else None,
             reason=reason,
-            waiting_on=_waits_for(state, word if lives else None, slot, position, daemon),
+            waiting_on=waits_for(state, word if lives else None, slot, position, daemon),
             updated_at=word.updated_at if word else None,
             run_idx=slot.run_idx if slot else None,
             queue_position=position,
@@ -212,6 +152,7 @@ class HouseReader:
             model=config.model.name if config else None,
             batch_size=config.batch_size if config else None,
             num_restarts=daemon.num_restarts if daemon else 0,
+            added_at=_stamp(run.orch_toml).mtime_ns / 1e9 or None,
         )
 
     def _daemons(self, now: float) -> dict[str, DaemonView]:
@@ -225,7 +166,7 @@ class HouseReader:
         for path in sorted(paths, key=lambda path: (order.get(path.stem, 3), path.name)):
             status = self._status(path, DaemonStatus)
             if status is not None and path.name == f"{status.name}.json":
-                views[status.name] = _daemon_view(status, now)
+                views[status.name] = daemon_view(status, now)
         return views
 
     def _config(self, path: Path) -> _Config:
@@ -262,27 +203,6 @@ class HouseReader:
             for path, value in self._statuses.items()
             if path.parent.parent in run_paths or (path.parent in own and value[0].readable)
         }
-
-
-def find_bottleneck(
-    runs: list[RunView], trainer: TrainerStatus | None, inference: InferenceStatus | None
-) -> str | None:
-    """Who holds up whom, by name, or None when nothing is under way."""
-    active = [run for run in runs if run.state is RunState.ACTIVE]
-    if trainer is None:
-        return None
-    if active and inference is None:
-        return f"{_names(active)}: inference does not live"
-    slow = [run for run in active if not trainer.runs[run.run_id].ready]
-    if trainer.state == "waiting" and slow:
-        last = min(slow, key=lambda run: (run.step, run.run_id))
-        return f"the trainer waits for {last.run_id}" + (
-            f", which waits for {last.waiting_on}" if last.waiting_on else ""
-        )
-    held = [run for run in active if run.bottleneck]
-    if held:
-        return f"{held[0].run_id} waits for {held[0].bottleneck}"
-    return f"{_names(active)}: the trainer" if active and len(slow) < len(active) else None
 
 
 @dataclass(frozen=True)
@@ -330,54 +250,3 @@ def _exists(path: Path) -> bool:
         return stat.S_ISREG(path.stat().st_mode)
     except OSError:
         return False
-
-
-def _waits_for(
-    state: RunState,
-    word: RunStatus | None,
-    slot: TrainerRunStatus | None,
-    position: int | None,
-    daemon: DaemonView | None,
-) -> str | None:
-    if state is RunState.WAITING:
-        return f"a free slot ({position}. in the queue)" if position else "the trainer to look at it"
-    if state is not RunState.ACTIVE:
-        return None
-    if word is not None:
-        return word.waiting_on
-    if daemon is not None and daemon.state in ("backoff", "lost"):
-        return f"its orchestrator ({daemon.waiting_on or daemon.reason or daemon.state})"
-    return "its orchestrator to start" if slot and not slot.ready else None
-
-
-def _daemon_view(status: DaemonStatus, now: float) -> DaemonView:
-    state, reason = status.state, status.reason
-    pid = status.pid if status.name == SUPERVISOR else status.child_pid
-    if state not in _FINAL and not is_alive(status, now):
-        runs_on = status.child_pid is not None and same_process(status.child_pid, status.child_create_time or 0.0)
-        state = "lost"
-        reason = "its supervisor is gone" + (f"; process {pid} runs on: prl down ends it" if runs_on else "")
-    return DaemonView(
-        name=status.name,
-        state=state,
-        pid=pid if state not in _FINAL else None,
-        waiting_on=status.waiting_on if state != "lost" else None,
-        reason=reason,
-        log_tail=tuple(status.log_tail),
-        updated_at=status.updated_at,
-        num_restarts=status.num_restarts,
-    )
-
-
-_ORDER = {state: order for order, state in enumerate([RunState.ACTIVE, RunState.WAITING])}
-
-
-def _by_importance(run: RunView) -> tuple[int, int, str]:
-    """Active runs by slot, waiting ones in the order of admission, then all others by name."""
-    place = run.run_idx if run.state is RunState.ACTIVE else run.queue_position
-    return (_ORDER.get(run.state, 2), place if place is not None else 10**9, run.run_id)
-
-
-def _names(runs: list[RunView]) -> str:
-    ids = sorted(run.run_id for run in runs)
-    return ids[0] if len(ids) == 1 else f"{ids[0]} and {len(ids) - 1} more"

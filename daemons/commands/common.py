@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -39,6 +40,10 @@ OutputDirOption = Annotated[
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON with a stable form instead of a table.")]
 WatchOption = Annotated[bool, typer.Option("--watch", help="Print again every second until Ctrl-C.")]
+
+
+_UNIT_S = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0, "w": 7 * 86400.0}
+_DURATION = re.compile(r"(\d+(?:\.\d+)?)([smhdw]?)")
 
 
 class UsageError(RuntimeError):
@@ -93,6 +98,22 @@ def make_table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> Tabl
 
 def number(value: float | None, digits: int = 3) -> str:
     return "" if value is None else f"{value:.{digits}f}"
+
+
+def parse_duration(text: str) -> float:
+    """ "7d", "12h", "30m", "45s" or plain seconds -> seconds. Raises UsageError."""
+    match = _DURATION.fullmatch(text.strip().lower())
+    if match is None:
+        raise UsageError(f"{text!r} is no length of time: write a number and s, m, h, d or w, such as 7d")
+    return float(match[1]) * _UNIT_S[match[2] or "s"]
+
+
+def short_time(seconds: float | None) -> str:
+    """45 s -> "45s", 4000 -> "1h", 10**6 -> "11d"; empty for None."""
+    if seconds is None:
+        return ""
+    unit = max((each for each in "smhd" if seconds >= _UNIT_S[each]), key=_UNIT_S.__getitem__, default="s")
+    return f"{max(seconds, 0.0) / _UNIT_S[unit]:.0f}{unit}"
 
 
 def watch(render: Callable[[], Any]) -> None:

@@ -14,6 +14,7 @@ from rich.live import Live
 
 from daemons.actions import ActionError
 from daemons.client import House, HouseReader, read_house
+from daemons.commands import complete
 from daemons.commands.common import (
     EXTRA,
     JsonOption,
@@ -141,7 +142,10 @@ def status(output_dir: OutputDirOption = None, as_json: JsonOption = False, watc
 
 
 def logs(
-    name: Annotated[str, typer.Argument(help="supervisor, trainer, inference, or a run.")],
+    name: Annotated[
+        str,
+        typer.Argument(help="supervisor, trainer, inference, or a run.", autocompletion=complete.log_names),
+    ],
     output_dir: OutputDirOption = None,
     follow: Annotated[bool, typer.Option("-f", "--follow", help="Go on as the log grows, until Ctrl-C.")] = False,
     num_lines: Annotated[int, typer.Option("-n", "--lines", min=0, help="How many of the last lines.")] = 50,
@@ -197,7 +201,10 @@ def _follow(path: Path, position: int) -> None:
 
 
 def restart(
-    name: Annotated[str, typer.Argument(help="trainer, inference, or a run (its orchestrator).")],
+    name: Annotated[
+        str,
+        typer.Argument(help="trainer, inference, or a run (its orchestrator).", autocompletion=complete.part_names),
+    ],
     output_dir: OutputDirOption = None,
 ) -> None:
     """End one part and start it again.

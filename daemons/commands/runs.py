@@ -1,8 +1,7 @@
-"""`prl runs ...`: what people do to runs. Works with the daemons down."""
+"""`prl runs list|show|samples|validate|add`: what looks at runs, and adds them. Works with the daemons down."""
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -11,48 +10,60 @@ import typer
 
 from daemons import actions
 from daemons.client import HouseReader, RunView
+from daemons.commands import complete
 from daemons.commands.common import (
     JsonOption,
     OutputDirOption,
     UsageError,
     WatchOption,
     choose_output_dir,
+    complain,
     console,
     print_json,
     say,
     watch,
 )
-from daemons.commands.views import run_details, run_json, runs_table, sample_view
+from daemons.commands.views import problem_json, run_details, run_json, runs_table, sample_view
 from prime_rl.configs.base import ConfigError, parse_set
 from prime_rl.contract.layout import LayoutError, OutputDir, check_run_id
 from prime_rl.contract.samples import read_samples
 from prime_rl.contract.status import RunState
+from prime_rl.utils.text import one_line
 
 runs_app = typer.Typer(no_args_is_help=True, help="Add, list, evict, delete runs.", rich_markup_mode=None)
 
-RunIdArgument = Annotated[str, typer.Argument(help="Such as run_reverse.")]
+RunIdArgument = Annotated[
+    str, typer.Argument(metavar="ID", help="Such as run_reverse.", autocompletion=complete.run_ids)
+]
 FileArgument = Annotated[Path, typer.Argument(help="The run's TOML file.")]
 SetOption = Annotated[
     list[str] | None, typer.Option("--set", help="Change a value: --set optim.lr=1e-3. May be repeated.")
 ]
-YesOption = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
 
 
 @runs_app.command("list")
 def list_runs(
     output_dir: OutputDirOption = None,
     as_json: JsonOption = False,
-    state: Annotated[list[RunState] | None, typer.Option(help="Only runs in this state. May be repeated.")] = None,
+    state: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="STATE,...",
+            help="Only runs in these states: " + ", ".join(RunState) + ".",
+            autocompletion=complete.states,
+        ),
+    ] = None,
     watching: WatchOption = False,
 ) -> None:
     """List the runs: active ones by slot, waiting ones in the order of admission, then all others.
 
-    Example: prl runs list --state active --state waiting
+    Example: prl runs list --state active,waiting --watch
     """
+    states = _states(state)
     reader = HouseReader(choose_output_dir(output_dir))
 
     def chosen() -> list[RunView]:
-        return [run for run in reader.read().runs if not state or run.state in state]
+        return [run for run in reader.read().runs if not states or run.state in states]
 
     if as_json:
         print_json({"runs": [run_json(run) for run in chosen()]})
@@ -118,13 +129,29 @@ def samples(
 
 
 @runs_app.command()
-def validate(file: FileArgument, output_dir: OutputDirOption = None, changes: SetOption = None) -> None:
-    """Check a run's TOML file as the trainer would.
+def validate(
+    file: FileArgument, output_dir: OutputDirOption = None, changes: SetOption = None, as_json: JsonOption = False
+) -> None:
+    """Check a run's TOML file as the trainer would, and print all that is wrong with it.
 
     Example: prl runs validate configs/demo/reverse.toml
     """
-    actions.validate_file(choose_output_dir(output_dir), file, overrides=_overrides(changes))
-    say(f"{file}: valid")
+    place = choose_output_dir(output_dir)
+    changed = _overrides(changes)
+    problems = actions.check_file(place, file, overrides=changed)
+    limits = actions.trainer_limits(place)
+    if as_json:
+        rows = [problem_json(file, problem, changed) for problem in problems]
+        checked = None if limits is None else {"model": limits.model, "seq_len": limits.max_seq_len}
+        print_json({"file": str(file), "valid": not problems, "problems": rows, "trainer": checked})
+    else:
+        for problem in problems:
+            complain(f"{file}: {one_line(str(problem), 2_000)}")
+    if problems:
+        raise typer.Exit(1)
+    if not as_json:
+        alone = f"; no trainer is known in {place}, so its model and limits were not compared" if not limits else ""
+        say(f"{file}: valid{alone}")
 
 
 @runs_app.command()
@@ -144,78 +171,12 @@ def add(
     say(f"{'would add' if dry_run else 'added'} {added} to {place}")
 
 
-@runs_app.command()
-def evict(
-    run_id: RunIdArgument,
-    reason: Annotated[str, typer.Option(help="Why; shown wherever the run is.")],
-    output_dir: OutputDirOption = None,
-) -> None:
-    """Take a run out of training. Its files stay; readmit lets it go on.
-
-    Example: prl runs evict run_reverse --reason "reward does not rise"
-    """
-    new = actions.evict_run(choose_output_dir(output_dir), run_id, reason)
-    say(f"{run_id} is evicted" if new else f"{run_id} was evicted already")
-
-
-@runs_app.command()
-def readmit(run_id: RunIdArgument, output_dir: OutputDirOption = None) -> None:
-    """Let an evicted or failed run train again, from where it stood.
-
-    Example: prl runs readmit run_reverse
-    """
-    new = actions.readmit_run(choose_output_dir(output_dir), run_id)
-    say(f"{run_id} is readmitted" if new else f"{run_id} is neither evicted nor failed: nothing to do")
-
-
-@runs_app.command()
-def delete(
-    run_id: RunIdArgument,
-    output_dir: OutputDirOption = None,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask; a run in use is evicted first.")] = False,
-    wait: Annotated[float, typer.Option(help="Seconds to wait until a run in use is let go.")] = 60.0,
-) -> None:
-    """Move a run to the trash. A run in use is refused without --yes.
-
-    Example: prl runs delete run_reverse --yes
-    """
-    place = choose_output_dir(output_dir)
-    if not actions.users_of_run(place, run_id):
-        _confirm(f"move {run_id} to the trash?", yes)
-    said: set[str] = set()
-
-    def progress(message: str) -> None:
-        if message not in said:
-            said.add(message)
-            say(message)
-
-    lies = actions.delete_run(place, run_id, force=yes, wait_s=wait, on_progress=progress)
-    say(f"{run_id} lies in {lies}; prl runs undelete {run_id} brings it back")
-
-
-@runs_app.command()
-def undelete(run_id: RunIdArgument, output_dir: OutputDirOption = None) -> None:
-    """Bring back a deleted run.
-
-    Example: prl runs undelete run_reverse
-    """
-    new = actions.undelete_run(choose_output_dir(output_dir), run_id)
-    say(f"{run_id} is back" if new else f"{run_id} is there already")
-
-
-@runs_app.command()
-def purge(output_dir: OutputDirOption = None, yes: YesOption = False) -> None:
-    """Remove the deleted runs for good.
-
-    Example: prl runs purge --yes
-    """
-    place = choose_output_dir(output_dir)
-    trash = actions.list_trash(place)
-    if trash:
-        _confirm(
-            f"remove {len(trash)} deleted runs for good ({', '.join(run_id for run_id, _ in trash[:5])} ...)?", yes
-        )
-    say(f"{actions.purge_trash(place)} removed")
+def _states(words: list[str] | None) -> set[RunState]:
+    """`--state active,waiting --state failed` -> three states."""
+    names = [name.strip() for word in words or [] for name in word.split(",") if name.strip()]
+    if odd := [name for name in names if name not in list(RunState)]:
+        raise UsageError(f"--state: found {odd[0]!r}: allowed are {', '.join(RunState)}")
+    return {RunState(name) for name in names}
 
 
 def _overrides(changes: list[str] | None) -> dict[str, object] | None:
@@ -223,12 +184,3 @@ def _overrides(changes: list[str] | None) -> dict[str, object] | None:
         return parse_set(changes) if changes else None
     except ConfigError as error:
         raise UsageError(str(error)) from error
-
-
-def _confirm(question: str, yes: bool) -> None:
-    """Ask on a terminal; elsewhere nobody can answer, so `--yes` is needed."""
-    if yes:
-        return
-    if not sys.stdin.isatty():
-        raise UsageError(f"{question} Nobody can answer here: add --yes")
-    typer.confirm(question, abort=True)

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import re
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.text import Text
 
 from daemons.client import DaemonView, House, RunView
-from daemons.commands.common import cell, make_table, number
+from daemons.commands.common import cell, make_table, number, short_time
+from prime_rl.configs.base import ConfigError, ConfigProblem, load_toml, merge
+from prime_rl.configs.validate import key_of
 from prime_rl.contract.samples import Sample
 from prime_rl.contract.status import RunState
 from prime_rl.utils.text import one_line
@@ -30,6 +34,30 @@ _DAEMON_STYLES = {"running": "green", "done": "cyan", "failed": "red", "lost": "
 
 def run_json(run: RunView) -> dict[str, Any]:
     return {**asdict(run), "state": str(run.state)}
+
+
+def problem_json(file: Path, problem: ConfigProblem, overrides: Mapping[str, Any] | None) -> dict[str, Any]:
+    """One problem of a run's config: `found` is the value in the file (with the changes), null when there is none."""
+    key = key_of(problem)
+    try:
+        found: Any = merge(load_toml(file), overrides or {})
+    except ConfigError:
+        found = None
+    for part in key.split("."):
+        try:
+            found = found[int(part)] if isinstance(found, list) else found[part] if isinstance(found, dict) else None
+        except (KeyError, IndexError, ValueError):
+            found = None
+    words = problem.message.removeprefix(f"{key.rpartition('.')[2]}: ").removeprefix(f"{key}: ")
+    allowed = re.sub(r"^found .*?[:,] (?=\S)", "", words, count=1) if words.startswith("found ") else words
+    return {
+        "file": str(file),
+        "line": problem.line,
+        "key": key or None,
+        "found": found if key else None,
+        "allowed": allowed,
+        "message": str(problem),
+    }
 
 
 def daemon_json(daemon: DaemonView) -> dict[str, Any]:
@@ -55,7 +83,8 @@ def slots(house: House) -> list[dict[str, Any]]:
     return [{"run_idx": run_idx, "run_id": held.get(run_idx)} for run_idx in range(house.max_runs)]
 
 
-def runs_table(runs: Sequence[RunView]) -> RenderableType:
+def runs_table(runs: Sequence[RunView], now: float | None = None) -> RenderableType:
+    now = time.time() if now is None else now
     if not runs:
         return Text("no runs: prl runs add FILE.toml adds one")
     rows = [
@@ -66,11 +95,13 @@ def runs_table(runs: Sequence[RunView]) -> RenderableType:
             f"{run.step}/{run.max_steps if run.max_steps is not None else '?'}",
             number(run.reward),
             number(run.tokens_per_s, 0),
+            "" if run.async_level is None else run.async_level,
+            short_time(None if run.added_at is None else now - run.added_at),
             cell(run.reason or (f"waits for {run.waiting_on}" if run.waiting_on else None)),
         ]
         for run in runs
     ]
-    return make_table(["run", "state", "slot", "step", "reward", "tokens/s", "why"], rows)
+    return make_table(["run", "state", "slot", "step", "reward", "tokens/s", "lag", "age", "why"], rows)
 
 
 def _place(run: RunView) -> str:
@@ -112,7 +143,7 @@ def run_details(run: RunView) -> RenderableType:
     """What `prl runs show` prints."""
     rows = []
     for name, value in run_json(run).items():
-        if name == "updated_at" and isinstance(value, float):
+        if name in ("updated_at", "added_at") and isinstance(value, float):
             value = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(value))
         rows.append([name, cell(value, 2_000)])
     return make_table(["", ""], rows)

@@ -33,6 +33,10 @@ ConfigT = TypeVar("ConfigT", bound=BaseConfig)
 HelpLine = tuple[str, str, str, str]
 
 
+# No config of ours has a hundredth of it. What is larger (a device, a log) is never read to its end.
+MAX_TOML_BYTES = 1 << 20
+
+
 @dataclass(frozen=True)
 class ConfigProblem:
     """One thing that is wrong. `key` is dotted ("model.lora.rank", "env.0.id"), or "" for the whole file."""
@@ -66,12 +70,18 @@ def parse_toml(text: str, source: str) -> dict[str, Any]:
     except tomli.TOMLDecodeError as error:
         problem = ConfigProblem("", f"not valid TOML: {error.msg} (column {error.colno})", error.lineno)
         raise ConfigParseError(source, [problem]) from error
+    except RecursionError as error:
+        raise ConfigParseError(source, [ConfigProblem("", "not valid TOML: nested too deeply")]) from error
 
 
 def load_toml(path: Path) -> dict[str, Any]:
-    """Read and parse a TOML file; raises ConfigError when it is missing, unreadable, or not TOML."""
+    """Read and parse a TOML file; raises ConfigError when it is missing, unreadable, too large, or not TOML."""
     try:
-        text = path.read_bytes().decode()
+        with path.open("rb") as file:
+            data = file.read(MAX_TOML_BYTES + 1)
+        if len(data) > MAX_TOML_BYTES:
+            raise ConfigError(str(path), [ConfigProblem("", f"has more than {MAX_TOML_BYTES} bytes")])
+        text = data.decode()
     except UnicodeDecodeError as error:
         raise ConfigParseError(str(path), [ConfigProblem("", f"not UTF-8 text (byte {error.start})")]) from error
     except OSError as error:

@@ -1,11 +1,12 @@
 """The rules between a run and its trainer: pure, and the same in the trainer, in `prl` and in the TUI.
 
 A run is checked twice: on its own (is the text TOML, are keys and values allowed: `load_run_config`) and against what
-the trainer can hold (`check_against_trainer`). Both say every problem at once.
+the trainer can hold (`check_against_trainer`). Both say every problem at once; `find_problems` joins them for people.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,14 @@ from prime_rl.configs.orchestrator import OrchestratorConfig
 from prime_rl.configs.trainer import TrainerConfig
 
 PARSE_ERROR_PREFIX = "Error parsing orchestrator config"
+# Stand in for what is wrong and has no default, so that the rest can be looked at. Two that depend on each other go
+# together.
+_STAND_INS: dict[str, dict[str, Any]] = {
+    "batch_size": {"batch_size": 1, "rollouts_per_example": 1},
+    "rollouts_per_example": {"batch_size": 1, "rollouts_per_example": 1},
+    "env": {"env": [{"id": "upper-case"}]},
+}
+_MAX_LOOKS = 4
 
 
 @dataclass(frozen=True)
@@ -70,6 +79,50 @@ def check_against_trainer(config: OrchestratorConfig, limits: TrainerLimits) -> 
             )
         )
     return problems
+
+
+def find_problems(data: Mapping[str, Any], source: str, limits: TrainerLimits | None) -> list[ConfigProblem]:
+    """Every problem of a run's config, also those that others hide: what is wrong is left out, and the rest looked at.
+
+    The words are those of `load_run_config` and `check_against_trainer`. `limits` is None when no trainer is known.
+    """
+    problems: list[ConfigProblem] = []
+    for _ in range(_MAX_LOOKS):
+        try:
+            config = build(OrchestratorConfig, data, source)
+        except ConfigError as error:
+            new = [problem for problem in error.problems if problem not in problems]
+            problems += new
+            data = _left_out(data, [key_of(problem) for problem in new], limits)
+        else:
+            keys = {key_of(problem) for problem in problems}
+            more = check_against_trainer(config, limits) if limits else []
+            return problems + [problem for problem in more if problem.key not in keys]
+    return problems
+
+
+def key_of(problem: ConfigProblem) -> str:
+    """The full dotted key, also of a rule between several fields, whose message begins with the key it is about."""
+    head, _, rest = problem.message.partition(": ")
+    inner = head if rest and all(part.isidentifier() for part in head.split(".")) else ""
+    return ".".join(part for part in (problem.key, inner) if part)
+
+
+def _left_out(data: Mapping[str, Any], keys: list[str], limits: TrainerLimits | None) -> dict[str, Any]:
+    rest = copy.deepcopy(dict(data))
+    for key in keys:
+        first, *inner = key.split(".")
+        table: Any = rest
+        for part in [first, *inner][:-1]:
+            table = table.get(part) if isinstance(table, dict) else None
+        if isinstance(table, dict) and first not in _STAND_INS:
+            table.pop([first, *inner][-1], None)
+        rest |= _STAND_INS.get(first, {})
+    model = rest.get("model")
+    named = isinstance(model, dict) and isinstance(model.get("name"), str)
+    if not named:
+        rest["model"] = {**(model if isinstance(model, dict) else {}), "name": limits.model if limits else "none"}
+    return rest
 
 
 def _adapter_problems(config: OrchestratorConfig, limits: TrainerLimits) -> list[ConfigProblem]:

@@ -52,7 +52,7 @@ def test_the_life_of_a_run_with_the_daemons_down(inline: Inline) -> None:
     prl = inline
     house = inline.prl.output_dir
     file = str(inline.prl.run_file())
-    assert prl("runs", "validate", file).stdout == f"{file}: valid\n"
+    assert prl("runs", "validate", file).stdout.startswith(f"{file}: valid; no trainer is known in {house}")
     assert "would add run_reverse" in prl("runs", "add", file, "--dry-run").stdout
     assert prl("runs", "add", file).stdout == f"added run_reverse to {house}\n"
     prl("runs", "add", file, "--id", "run_b", "--set", "max_steps=7", "--set", "model.lora.rank=4")
@@ -76,6 +76,47 @@ def test_the_life_of_a_run_with_the_daemons_down(inline: Inline) -> None:
     ]
 
 
+def test_validate_prints_every_problem_with_its_place(inline: Inline) -> None:
+    file = inline.prl.run_file(max_steps=0)
+    file.write_text(file.read_text().replace("= 4", "= 3") + "[optim]\nrl = 1\n")
+    lines = inline("runs", "validate", str(file), exit_code=1).stderr.splitlines()
+    assert lines == [
+        f"prl: {file}: max_steps: found 0: input should be greater than or equal to 1",
+        f"prl: {file}: optim.rl: is not a known key; did you mean 'lr'? valid here: betas, lr, max_norm, type, "
+        "weight_decay",
+        f"prl: {file}: batch_size: found 8, must be a multiple of rollouts_per_example = 3",
+    ]
+    args = ("runs", "validate", str(file), "--set", "max_steps=x", "--json")
+    report = json.loads(inline(*args, exit_code=1).stdout)
+    assert (report["version"], report["valid"], report["trainer"]) == (1, False, None)
+    assert [(each["key"], each["found"], each["line"]) for each in report["problems"]] == [
+        *(("max_steps", "x", None), ("optim.rl", 1, None), ("batch_size", 8, None))
+    ]
+    assert report["problems"][2]["allowed"] == "must be a multiple of rollouts_per_example = 3"
+    file.write_text("a = 1\nb = \n")
+    (torn,) = json.loads(inline("runs", "validate", str(file), "--json", exit_code=1).stdout)["problems"]
+    assert (torn["line"], torn["key"]) == (2, None)
+
+
+def test_several_runs_in_one_command(inline: Inline) -> None:
+    prl, file = inline, str(inline.prl.run_file())
+    for name in ("run_a", "run_b"):
+        prl("runs", "add", file, "--id", name)
+    done = prl("runs", "evict", "run_a", "run_none", "run_b", "--reason", "x", exit_code=1)
+    assert (done.stdout, done.stderr.count("\n")) == ("run_a is evicted\nrun_b is evicted\n", 1)
+    assert "no run 'run_none'" in done.stderr
+    assert prl("runs", "readmit", "run_a", "a/b", "run_b", exit_code=2).stdout.count("is readmitted") == 2
+    assert prl("runs", "delete", "run_a", "run_b", "run_a", "--yes", "--reason", "old").stdout.count("lies in") == 2
+    prl("runs", "undelete", "run_b", "run_a")
+    assert {run["run_id"] for run in prl.json("runs", "list", "--state", "stopped,active")["runs"]} == {
+        "run_a",
+        "run_b",
+    }
+    prl("runs", "delete", "run_a", "--yes")
+    assert prl("runs", "purge", "--older-than", "7d").stdout == "0 removed\n"
+    assert "no length of time" in prl("runs", "purge", "--older-than", "soon", exit_code=2).stderr
+
+
 def test_json_is_stable(inline: Inline) -> None:
     prl = inline
     prl("runs", "add", str(inline.prl.run_file()))
@@ -84,7 +125,7 @@ def test_json_is_stable(inline: Inline) -> None:
     assert list(listed["runs"][0]) == [
         *("run_id", "state", "step", "max_steps", "reward", "reason", "waiting_on", "updated_at", "run_idx"),
         *("queue_position", "tokens_per_s", "async_level", "policy_version", "lr", "bottleneck", "model"),
-        *("batch_size", "num_restarts"),
+        *("batch_size", "num_restarts", "added_at"),
     ]
     assert list(prl.json("status")) == [
         *("version", "output_dir", "supervisor_alive", "daemons", "slots", "runs", "refused", "bottleneck")
@@ -104,6 +145,7 @@ def test_json_is_stable(inline: Inline) -> None:
         (("runs", "evict", "run_none", "--reason", "x"), 1, "no run 'run_none'"),
         (("runs", "delete", "run_none", "--yes"), 1, "no run 'run_none'"),
         (("runs", "undelete", "run_none"), 1, "nothing to bring back"),
+        (("runs", "list", "--state", "active,odd"), 2, "'odd': allowed are invalid, waiting, active"),
         (("logs", "nothing"), 2, "no daemon or run 'nothing'"),
         (("logs", "trainer"), 1, "trainer has not been started yet"),
         (("restart", "trainer"), 1, "prl up starts the house"),

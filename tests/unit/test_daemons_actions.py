@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import calendar
 import json
 import os
+import stat
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,7 +18,7 @@ import pytest
 from daemons import actions
 from daemons.actions import ActionError, WrongUseError
 from daemons.client import read_house
-from prime_rl.configs.validate import load_run_config
+from prime_rl.configs.validate import key_of, load_run_config
 from prime_rl.contract.layout import OutputDir
 from prime_rl.contract.status import RunStatus, StatusWriter, TrainerRunStatus, TrainerStatus
 from prime_rl.utils.process import process_create_time
@@ -227,6 +229,113 @@ def test_purge_follows_no_links(house: Path, source: Path, tmp_path: Path) -> No
     (house / ".trash" / "link").symlink_to(tmp_path / "precious")
     assert actions.purge_trash(house) == 2
     assert (tmp_path / "precious").is_dir()
+
+
+def test_what_was_deleted_long_ago_is_purged(house: Path, source: Path) -> None:
+    for name in ("run_old", "run_new"):
+        actions.delete_run(house, actions.add_run(house, source, run_id=name))
+    trash = OutputDir(house).trash
+    (new,) = trash.glob("run_new.*")
+    os.rename(next(trash.glob("run_old.*")), trash / "run_old.20260101T000000Z-002")
+    (trash / "stray").touch()
+    day_s = 86_400.0
+    now = calendar.timegm((2026, 1, 8, 0, 0, 1)) + 0.0
+    os.rename(new, trash / "run_new.20260107T000000Z")
+    assert actions.list_trash(house, older_than_s=7 * day_s, now=now) == [("run_old", "20260101T000000Z-002")]
+    assert actions.purge_trash(house, older_than_s=8 * day_s, now=now) == 0
+    assert actions.purge_trash(house, older_than_s=7 * day_s, now=now, reason="full") == 1
+    assert sorted(entry.name for entry in trash.iterdir()) == ["run_new.20260107T000000Z", "stray"]
+    assert (audit(house)[-1]["reason"], audit(house)[-1]["detail"]) == ("full", "run_old.20260101T000000Z-002")
+
+
+def test_links_inside_a_deleted_run_lead_nowhere(house: Path, source: Path, tmp_path: Path) -> None:
+    precious = tmp_path / "precious"
+    precious.mkdir()
+    (precious / "file").touch()
+    run = OutputDir(house).run(actions.add_run(house, source))
+    (run.path / "rollouts").symlink_to(precious)
+    (run.control / "link").symlink_to(precious / "file")
+    actions.delete_run(house, run.run_id)
+    assert actions.purge_trash(house) == 1
+    assert (precious / "file").exists()
+
+
+def test_a_run_that_becomes_a_link_while_it_is_deleted_stays(
+    house: Path, source: Path, trainer: StatusWriter, tmp_path: Path
+) -> None:
+    """While the delete waits for the trainer, somebody puts a link to a folder outside in the run's place."""
+    precious = tmp_path / "precious"
+    (precious / "control").mkdir(parents=True)
+    run_id = actions.add_run(house, source, overrides={"sampling": {"max_tokens": 8}})
+    trainer.update(runs={run_id: TrainerRunStatus(run_idx=1)}, state="training")
+
+    def swap(message: str) -> None:
+        os.rename(house / run_id, tmp_path / "aside")
+        (house / run_id).symlink_to(precious)
+        trainer.update(runs={}, state="waiting")
+
+    with pytest.raises(WrongUseError, match="symbolic link"):
+        actions.delete_run(house, run_id, force=True, wait_s=20, on_progress=swap)
+    assert (house / run_id).is_symlink() and list(OutputDir(house).trash.iterdir()) == []
+    assert [entry.name for entry in precious.rglob("*")] == ["control"]
+
+
+@pytest.mark.parametrize("act", ["delete", "undelete", "purge"])
+def test_a_trash_that_is_a_link_is_refused(house: Path, source: Path, tmp_path: Path, act: str) -> None:
+    run_id = actions.add_run(house, source)
+    if act != "delete":
+        actions.delete_run(house, run_id)
+        os.rename(house / ".trash", tmp_path / "outside")
+    (tmp_path / "outside").mkdir(exist_ok=True)
+    (house / ".trash").symlink_to(tmp_path / "outside")
+    before = sorted(tmp_path.rglob("*"))
+    call = {
+        "delete": actions.delete_run,
+        "undelete": actions.undelete_run,
+        "purge": lambda h, _: actions.purge_trash(h),
+    }
+    with pytest.raises(ActionError, match="is a symbolic link: remove the link"):
+        call[act](house, run_id)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_private_file_stays_private(house: Path, source: Path) -> None:
+    source.chmod(0o600)
+    run = OutputDir(house).run(actions.add_run(house, source))
+    changed = OutputDir(house).run(actions.add_run(house, source, overrides={"seed": 3}))
+    assert [stat.S_IMODE(each.orch_toml.stat().st_mode) for each in (run, changed)] == [0o600, 0o600]
+    source.chmod(0o640)
+    public = OutputDir(house).run(actions.add_run(house, source))
+    assert stat.S_IMODE(public.orch_toml.stat().st_mode) == 0o644
+
+
+def test_every_problem_is_found_also_those_that_others_hide(house: Path, source: Path, trainer: StatusWriter) -> None:
+    text = RUN_TOML.format(max_steps=0, model="other").replace("rollouts_per_example = 4", "rollouts_per_example = 3")
+    source.write_text(text + "odd = 1\n[optim]\nlr = -1\n[model.lora]\nrank = 9\n[sampling]\nmax_tokens = 80\n")
+    found = {key_of(problem): problem.message for problem in actions.check_file(house, source)}
+    assert set(found) == {
+        *("max_steps", "optim.lr", "env.0.odd", "batch_size", "model.name", "model.lora.rank", "sampling.max_tokens")
+    }
+    assert found["model.lora.rank"] == "found 9: the trainer allows at most 8", "the trainer's own words"
+
+
+@pytest.mark.parametrize(
+    "missing", ["batch_size = 8\n", "rollouts_per_example = 4\n", '[[env]]\nid = "reverse-text"\n']
+)
+def test_what_is_missing_hides_nothing(house: Path, source: Path, trainer: StatusWriter, missing: str) -> None:
+    text = RUN_TOML.format(max_steps=1, model="m").replace(missing, "")
+    source.write_text(text + "[sampling]\nmax_tokens = 64\n")
+    found = [key_of(problem) for problem in actions.check_file(house, source)]
+    assert found == [missing.split()[0].strip("[]"), "sampling.max_tokens"]
+
+
+def test_a_done_action_that_cannot_be_noted_says_both(house: Path, source: Path) -> None:
+    run_id = actions.add_run(house, source)
+    OutputDir(house).audit.unlink()
+    OutputDir(house).audit.mkdir()
+    with pytest.raises(ActionError, match=f"evict {run_id} is done, but it could not be noted in .*Is a directory"):
+        actions.evict_run(house, run_id, "x")
+    assert state(house, run_id) == ("evicted", "x")
 
 
 def test_a_run_that_trains_is_deleted_by_force_only_and_after_it_is_let_go(

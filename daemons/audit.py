@@ -1,0 +1,35 @@
+"""`logs/audit.jsonl`: who did what to which run, when and why. One line an action, appended after it was done."""
+
+from __future__ import annotations
+
+import getpass
+import json
+import os
+import socket
+import time
+
+from daemons.errors import ActionError
+from prime_rl.contract.files import append_line
+from prime_rl.contract.layout import OutputDir
+
+
+def record(output: OutputDir, action: str, run_id: str | None, *, reason: str = "", detail: str = "") -> None:
+    """Append one line. `reason` is the person's own, `detail` says what was done exactly.
+
+    Raises ActionError when the line cannot be written: the action is done then, and the message says so.
+    """
+    line = {"time": time.time(), "who": _who(), "action": action, "run_id": run_id, "reason": reason, "detail": detail}
+    try:
+        append_line(output.audit, json.dumps(line))
+    except OSError as error:
+        raise ActionError(
+            f"{action} {run_id or ''} is done, but it could not be noted in {output.audit}: {error.strerror}"
+        ) from error
+
+
+def _who() -> str:
+    try:
+        user = getpass.getuser()
+    except (OSError, KeyError):
+        user = str(os.getuid())
+    return f"{user}@{socket.gethostname()}"

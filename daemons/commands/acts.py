@@ -1,0 +1,147 @@
+"""`prl runs evict|readmit|delete|undelete|purge`: what changes runs. All of it works with the daemons down."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Annotated
+
+import typer
+
+from daemons import actions
+from daemons.commands import complete
+from daemons.commands.common import OutputDirOption, UsageError, choose_output_dir, complain, parse_duration, say
+
+RunIdsArgument = Annotated[
+    list[str],
+    typer.Argument(metavar="ID...", help="Such as run_reverse; may be several.", autocompletion=complete.run_ids),
+]
+DeletedIdsArgument = Annotated[
+    list[str], typer.Argument(metavar="ID...", help="Deleted runs.", autocompletion=complete.deleted_ids)
+]
+ReasonOption = Annotated[str, typer.Option(help="Why; noted in logs/audit.jsonl.")]
+
+
+def evict(
+    run_ids: RunIdsArgument,
+    reason: Annotated[str, typer.Option(help="Why; shown wherever the run is.")],
+    output_dir: OutputDirOption = None,
+) -> None:
+    """Take runs out of training. Their files stay; readmit lets them go on.
+
+    Example: prl runs evict run_reverse --reason "reward does not rise"
+    """
+    place = choose_output_dir(output_dir)
+
+    def act(run_id: str) -> str:
+        new = actions.evict_run(place, run_id, reason)
+        return f"{run_id} is evicted" if new else f"{run_id} was evicted already"
+
+    _each(run_ids, act)
+
+
+def readmit(run_ids: RunIdsArgument, output_dir: OutputDirOption = None, reason: ReasonOption = "") -> None:
+    """Let evicted or failed runs train again, from where they stood.
+
+    Example: prl runs readmit run_reverse
+    """
+    place = choose_output_dir(output_dir)
+
+    def act(run_id: str) -> str:
+        new = actions.readmit_run(place, run_id, reason=reason)
+        return f"{run_id} is readmitted" if new else f"{run_id} is neither evicted nor failed: nothing to do"
+
+    _each(run_ids, act)
+
+
+def delete(
+    run_ids: RunIdsArgument,
+    output_dir: OutputDirOption = None,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask; a run in use is evicted first.")] = False,
+    wait: Annotated[float, typer.Option(min=0, help="Seconds to wait until a run in use is let go.")] = 60.0,
+    reason: ReasonOption = "",
+) -> None:
+    """Move runs to the trash. A run in use is refused without --yes.
+
+    Example: prl runs delete run_reverse --yes
+    """
+    place = choose_output_dir(output_dir)
+    said: set[str] = set()
+
+    def progress(message: str) -> None:
+        if message not in said:
+            said.add(message)
+            say(message)
+
+    def act(run_id: str) -> str:
+        if not actions.users_of_run(place, run_id):
+            _confirm(f"move {run_id} to the trash?", yes)
+        lies = actions.delete_run(place, run_id, force=yes, wait_s=wait, on_progress=progress, reason=reason)
+        return f"{run_id} lies in {lies}; prl runs undelete {run_id} brings it back"
+
+    _each(run_ids, act)
+
+
+def undelete(run_ids: DeletedIdsArgument, output_dir: OutputDirOption = None) -> None:
+    """Bring back deleted runs; of several with one id the newest.
+
+    Example: prl runs undelete run_reverse
+    """
+    place = choose_output_dir(output_dir)
+
+    def act(run_id: str) -> str:
+        return f"{run_id} is back" if actions.undelete_run(place, run_id) else f"{run_id} is there already"
+
+    _each(run_ids, act)
+
+
+def purge(
+    output_dir: OutputDirOption = None,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    older_than: Annotated[
+        str, typer.Option(metavar="TIME", help="Only what was deleted longer ago: 7d, 12h, 30m, 45s.")
+    ] = "0",
+    reason: ReasonOption = "",
+) -> None:
+    """Remove deleted runs for good.
+
+    Example: prl runs purge --older-than 7d --yes
+    """
+    place = choose_output_dir(output_dir)
+    older_than_s = parse_duration(older_than)
+    doomed = actions.list_trash(place, older_than_s=older_than_s)
+    if doomed:
+        names = ", ".join(run_id for run_id, _ in doomed[:5]) + (", ..." if len(doomed) > 5 else "")
+        _confirm(f"remove {len(doomed)} deleted runs for good ({names})?", yes)
+    say(f"{actions.purge_trash(place, older_than_s=older_than_s, reason=reason)} removed")
+
+
+def _each(run_ids: list[str], act: Callable[[str], str]) -> None:
+    """Do it to each run, also after one failed; then exits with the worst code. One alone just raises."""
+    wanted = list(dict.fromkeys(run_ids))
+    if len(wanted) == 1:
+        say(act(wanted[0]))
+        return
+    worst = 0
+    for run_id in wanted:
+        try:
+            say(act(run_id))
+        except actions.ActionError as error:
+            complain(str(error))
+            worst = max(worst, error.exit_code)
+    if worst:
+        raise typer.Exit(worst)
+
+
+def _confirm(question: str, yes: bool) -> None:
+    """Ask on a terminal; elsewhere nobody can answer, so `--yes` is needed."""
+    if yes:
+        return
+    if not sys.stdin.isatty():
+        raise UsageError(f"{question} Nobody can answer here: add --yes")
+    typer.confirm(question, abort=True)
+
+
+def register(app: typer.Typer) -> None:
+    for command in (evict, readmit, delete, undelete, purge):
+        app.command()(command)

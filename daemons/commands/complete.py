@@ -1,0 +1,57 @@
+"""What the shell offers after TAB: ids of runs, names of parts, states. Looks at names on disk only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import typer
+
+from daemons.actions import list_trash
+from daemons.commands.common import choose_output
+from daemons.specs import INFERENCE, TRAINER
+from prime_rl.contract.layout import OutputDir, scan_runs
+from prime_rl.contract.status import RunState
+
+
+def run_ids(context: typer.Context, incomplete: str) -> list[str]:
+    """Runs of the house that the command line names."""
+    return _starting(incomplete, _runs(_house(context)))
+
+
+def deleted_ids(context: typer.Context, incomplete: str) -> list[str]:
+    """Runs in the trash."""
+    try:
+        return _starting(incomplete, sorted({run_id for run_id, _ in list_trash(_house(context).path)}))
+    except OSError:
+        return []
+
+
+def log_names(context: typer.Context, incomplete: str) -> list[str]:
+    """Everything that has a log."""
+    return _starting(incomplete, ["supervisor", TRAINER, INFERENCE, *_runs(_house(context))])
+
+
+def part_names(context: typer.Context, incomplete: str) -> list[str]:
+    """Everything that can be restarted."""
+    return _starting(incomplete, [TRAINER, INFERENCE, *_runs(_house(context))])
+
+
+def states(incomplete: str) -> list[str]:
+    """States, the last one of a list with commas."""
+    before, comma, last = incomplete.rpartition(",")
+    return [f"{before}{comma}{state}" for state in _starting(last, [str(state) for state in RunState])]
+
+
+def _house(context: typer.Context) -> OutputDir:
+    return choose_output(context.params.get("output_dir"))
+
+
+def _runs(output: OutputDir) -> list[str]:
+    try:
+        return [run.run_id for run in scan_runs(output.path)[0]]
+    except OSError:
+        return []
+
+
+def _starting(incomplete: str, names: Iterable[str]) -> list[str]:
+    return [name for name in names if name.startswith(incomplete)]

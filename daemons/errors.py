@@ -1,0 +1,35 @@
+"""Why an action was refused or failed, in one line. Used by everything that acts on a house for a person."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+from prime_rl.contract.layout import LayoutError
+
+
+class ActionError(RuntimeError):
+    """An action that was refused or failed. The message is one line: what, where, what to do."""
+
+    exit_code = 1
+
+
+class WrongUseError(ActionError):
+    """Asked for something that cannot be meant, such as a run id with a slash in it."""
+
+    exit_code = 2
+
+
+@contextlib.contextmanager
+def one_line_errors(what: str) -> Iterator[None]:
+    """Errors of the system inside become ActionErrors that begin with `what`."""
+    try:
+        yield
+    except LayoutError as error:
+        raise WrongUseError(in_one_line(str(error))) from error
+    except (OSError, UnicodeError) as error:
+        raise ActionError(in_one_line(f"{what} failed: {error}")) from error
+
+
+def in_one_line(text: str) -> str:
+    return " ".join(text.split())

@@ -1,0 +1,168 @@
+"""The frozen views of a house that `client` reads, and what is derived from them: who waits for whom, in which order.
+
+Pure but for a look at the process table. It reads no file.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from prime_rl.contract.status import (
+    DaemonStatus,
+    InferenceStatus,
+    RunState,
+    RunStatus,
+    TrainerRunStatus,
+    TrainerStatus,
+    is_alive,
+)
+from prime_rl.utils.process import same_process
+
+SUPERVISOR = "supervisor"
+_FINAL = ("failed", "stopped", "done")
+
+
+@dataclass(frozen=True)
+class RunView:
+    """One run as people see it. `step` counts updates done; `run_idx` is its slot, `queue_position` counts from 1.
+
+    `updated_at` and `added_at` (when its config landed) are Unix seconds; `async_level` is the lag of its last batch.
+    """
+
+    run_id: str
+    state: RunState
+    step: int
+    max_steps: int | None
+    reward: float | None
+    reason: str | None
+    waiting_on: str | None
+    updated_at: float | None
+    run_idx: int | None
+    queue_position: int | None
+    tokens_per_s: float | None
+    async_level: int | None
+    policy_version: int | None
+    lr: float | None
+    bottleneck: str | None
+    model: str | None
+    batch_size: int | None
+    num_restarts: int
+    added_at: float | None
+
+
+@dataclass(frozen=True)
+class DaemonView:
+    """One part. `state`: starting, running, stalled, backoff, failed, stopped, done, or lost (nobody watches it)."""
+
+    name: str
+    state: str
+    pid: int | None
+    waiting_on: str | None
+    reason: str | None
+    log_tail: tuple[str, ...]
+    updated_at: float
+    num_restarts: int
+
+
+@dataclass(frozen=True)
+class RefusedView:
+    """A `run_*` entry that is no run, and why."""
+
+    name: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class House:
+    """One look at a house. `trainer` and `inference` are None when they do not live; `max_runs` is 0 when unknown."""
+
+    output_dir: Path
+    runs: tuple[RunView, ...]
+    refused: tuple[RefusedView, ...]
+    daemons: tuple[DaemonView, ...]
+    max_runs: int
+    num_used: int
+    trainer: TrainerStatus | None
+    inference: InferenceStatus | None
+    supervisor_alive: bool
+    bottleneck: str | None
+    read_at: float
+
+    def run(self, run_id: str) -> RunView | None:
+        return next((run for run in self.runs if run.run_id == run_id), None)
+
+    def daemon(self, name: str) -> DaemonView | None:
+        return next((daemon for daemon in self.daemons if daemon.name == name), None)
+
+
+def find_bottleneck(
+    runs: list[RunView], trainer: TrainerStatus | None, inference: InferenceStatus | None
+) -> str | None:
+    """Who holds up whom, by name, or None when nothing is under way."""
+    active = [run for run in runs if run.state is RunState.ACTIVE]
+    if trainer is None:
+        return None
+    if active and inference is None:
+        return f"{_names(active)}: inference does not live"
+    slow = [run for run in active if not trainer.runs[run.run_id].ready]
+    if trainer.state == "waiting" and slow:
+        last = min(slow, key=lambda run: (run.step, run.run_id))
+        return f"the trainer waits for {last.run_id}" + (
+            f", which waits for {last.waiting_on}" if last.waiting_on else ""
+        )
+    held = [run for run in active if run.bottleneck]
+    if held:
+        return f"{held[0].run_id} waits for {held[0].bottleneck}"
+    return f"{_names(active)}: the trainer" if active and len(slow) < len(active) else None
+
+
+def waits_for(
+    state: RunState,
+    word: RunStatus | None,
+    slot: TrainerRunStatus | None,
+    position: int | None,
+    daemon: DaemonView | None,
+) -> str | None:
+    if state is RunState.WAITING:
+        return f"a free slot ({position}. in the queue)" if position else "the trainer to look at it"
+    if state is not RunState.ACTIVE:
+        return None
+    if word is not None:
+        return word.waiting_on
+    if daemon is not None and daemon.state in ("backoff", "lost"):
+        return f"its orchestrator ({daemon.waiting_on or daemon.reason or daemon.state})"
+    return "its orchestrator to start" if slot and not slot.ready else None
+
+
+def daemon_view(status: DaemonStatus, now: float) -> DaemonView:
+    state, reason = status.state, status.reason
+    pid = status.pid if status.name == SUPERVISOR else status.child_pid
+    if state not in _FINAL and not is_alive(status, now):
+        runs_on = status.child_pid is not None and same_process(status.child_pid, status.child_create_time or 0.0)
+        state = "lost"
+        reason = "its supervisor is gone" + (f"; process {pid} runs on: prl down ends it" if runs_on else "")
+    return DaemonView(
+        name=status.name,
+        state=state,
+        pid=pid if state not in _FINAL else None,
+        waiting_on=status.waiting_on if state != "lost" else None,
+        reason=reason,
+        log_tail=tuple(status.log_tail),
+        updated_at=status.updated_at,
+        num_restarts=status.num_restarts,
+    )
+
+
+_ORDER = {state: order for order, state in enumerate([RunState.ACTIVE, RunState.WAITING])}
+
+
+def by_importance(run: RunView) -> tuple[int, int, str]:
+    """Active runs by slot, waiting ones in the order of admission, then all others by name."""
+    place = run.run_idx if run.state is RunState.ACTIVE else run.queue_position
+    return (_ORDER.get(run.state, 2), place if place is not None else 10**9, run.run_id)
+
+
+def _names(runs: list[RunView]) -> str:
+    ids = sorted(run.run_id for run in runs)
+    return ids[0] if len(ids) == 1 else f"{ids[0]} and {len(ids) - 1} more"

@@ -1,0 +1,259 @@
+"""Deleting runs: into `.trash/`, back from it, and away for good. Used through `actions`.
+
+A deleted run is renamed, so deleting costs nothing and can be undone. Links are never followed: folders are opened
+once, without following, and everything below is named relative to what was opened, so nothing that is swapped in
+between can lead outside. It waits for those who use a run and ends none of them.
+"""
+
+from __future__ import annotations
+
+import calendar
+import contextlib
+import errno
+import os
+import re
+import shutil
+import stat
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from daemons import audit
+from daemons.errors import ActionError, one_line_errors
+from prime_rl.contract.files import WaitTimeout, read_text, wait_for, write_atomic
+from prime_rl.contract.layout import LayoutError, OutputDir, RunDir, parse_trashed, refusal
+from prime_rl.contract.status import DaemonStatus, RunStatus, TrainerStatus, is_alive, read_status
+from prime_rl.utils.process import same_process
+
+# The note in `evicted.txt` of a deleted run; undelete takes away this one and leaves any other.
+DELETED_NOTE = "deleted with prl; prl runs undelete brings it back"
+# Begins the stamp of a deleted run: UTC.
+_STAMP_FORMAT = "%Y%m%dT%H%M%SZ"
+_STAMP = re.compile(r"(\d{8}T\d{6}Z)(-\d+)?")
+
+Progress = Callable[[str], None]
+
+
+def delete_run(
+    output_dir: Path,
+    run_id: str,
+    *,
+    force: bool = False,
+    wait_s: float = 60.0,
+    on_progress: Progress = lambda message: None,
+    reason: str = "",
+) -> Path:
+    """Move a run to the trash and return where it lies there; `undelete_run` brings it back.
+
+    A run that trains, or whose orchestrator lives, is refused unless `force`: then it is evicted, and the move waits up
+    to `wait_s` seconds until trainer and orchestrator have let go.
+    """
+    output = OutputDir(Path(output_dir))
+    with one_line_errors(f"deleting {run_id}"):
+        if not output.run(run_id).path.exists() and (lies := _in_trash(output, run_id)):
+            return lies
+        run = existing_run(output, run_id)
+        holders = _holders(output, run)
+        if holders and not force:
+            raise ActionError(
+                f"{run_id} is in use by {' and '.join(holders)}: evict it first (prl runs evict {run_id} "
+                "--reason ...), or delete it all the same (prl runs delete --yes)"
+            )
+        with contextlib.suppress(FileExistsError):
+            output.trash.mkdir()
+        with _house_and_trash(output):  # refused here, the run is not evicted for nothing
+            pass
+        if not run.evicted.exists() and run.control.exists():
+            write_atomic(run.evicted, DELETED_NOTE)
+        _wait_until_let_go(output, run, wait_s, on_progress)
+        lies = _move_to_trash(output, run)
+        output.start_request(run_id).unlink(missing_ok=True)
+        audit.record(output, "delete", run_id, reason=reason, detail=f"to {lies.name}")
+        return lies
+
+
+def users_of_run(output_dir: Path, run_id: str) -> list[str]:
+    """Who uses a run now, such as "the trainer (slot 1)"; while anybody does, deleting it needs `force`."""
+    output = OutputDir(Path(output_dir))
+    with one_line_errors(f"looking at {run_id}"):
+        return _holders(output, output.run(run_id))
+
+
+def undelete_run(output_dir: Path, run_id: str) -> bool:
+    """Bring back the newest deleted run of this id; false when the run is there already."""
+    output = OutputDir(Path(output_dir))
+    with one_line_errors(f"undeleting {run_id}"):
+        run = output.run(run_id)
+        lies = _in_trash(output, run_id)
+        if run.path.exists():
+            if lies is None:
+                return False
+            raise ActionError(
+                f"{run_id} exists in {output.path}: delete or move it before an older one is brought back"
+            )
+        if lies is None:
+            raise ActionError(f"{run_id} is not in {output.trash}: nothing to bring back")
+        with _house_and_trash(output) as (house, trash):
+            if refused := refusal(output.trash, lies):
+                raise LayoutError(refused)
+            if read_text(RunDir(lies).evicted) == DELETED_NOTE:
+                RunDir(lies).evicted.unlink()
+            os.rename(lies.name, run_id, src_dir_fd=trash, dst_dir_fd=house)
+        audit.record(output, "undelete", run_id, detail=f"from {lies.name}")
+        return True
+
+
+def list_trash(output_dir: Path, *, older_than_s: float = 0.0, now: float | None = None) -> list[tuple[str, str]]:
+    """(run id, time of deletion) of the runs in the trash that were deleted at least that long ago, oldest first."""
+    trash = OutputDir(Path(output_dir)).trash
+    now = time.time() if now is None else now
+    names = [entry.name for entry in trash.iterdir()] if trash.is_dir() else []
+    return sorted(
+        (parsed for name in names if (parsed := parse_trashed(name)) and _is_due(name, older_than_s, now)),
+        key=lambda each: each[1],
+    )
+
+
+def deleted_at(stamp: str) -> float | None:
+    """Unix seconds of a time of deletion as `list_trash` tells it; None for one that `prl` did not write."""
+    match = _STAMP.fullmatch(stamp)
+    if match is None:
+        return None
+    with contextlib.suppress(ValueError):
+        return float(calendar.timegm(time.strptime(match[1], _STAMP_FORMAT)))
+    return None
+
+
+def purge_trash(output_dir: Path, *, older_than_s: float = 0.0, now: float | None = None, reason: str = "") -> int:
+    """Remove the runs that were deleted at least `older_than_s` ago, for good; returns how many.
+
+    What lies in the trash and is no deleted run goes too, when everything goes (`older_than_s` = 0).
+    """
+    output = OutputDir(Path(output_dir))
+    now = time.time() if now is None else now
+    with one_line_errors(f"purging {output.trash}"):
+        if not output.trash.is_symlink() and not output.trash.exists():
+            return 0
+        removed = []
+        with _opened(output.trash, follow=False) as trash:
+            for name in sorted(os.listdir(trash)):
+                if _is_due(name, older_than_s, now):
+                    _remove(name, trash)
+                    removed.append(name)
+        if removed:
+            audit.record(output, "purge", None, reason=reason, detail=", ".join(removed))
+        return len(removed)
+
+
+def existing_run(output: OutputDir, run_id: str) -> RunDir:
+    """The run's folder. Raises ActionError when there is none and LayoutError for an id that is refused."""
+    run = output.run(run_id)
+    if not run.path.is_dir():
+        raise ActionError(f"no run {run_id!r} in {output.path}: prl runs list shows what is there")
+    return run
+
+
+def _is_due(name: str, older_than_s: float, now: float) -> bool:
+    """Whether an entry of the trash is old enough. Of what is no deleted run the age is not known."""
+    if older_than_s <= 0:
+        return True
+    parsed = parse_trashed(name)
+    at = deleted_at(parsed[1]) if parsed else None
+    return at is not None and now - at >= older_than_s
+
+
+@contextlib.contextmanager
+def _opened(path: Path, *, follow: bool) -> Iterator[int]:
+    """An open folder, by its descriptor; without `follow` a link in its place is refused."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | (0 if follow else os.O_NOFOLLOW))
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENOTDIR) and path.is_symlink():
+            raise ActionError(f"{path} is a symbolic link: remove the link; nothing was changed") from error
+        raise
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+@contextlib.contextmanager
+def _house_and_trash(output: OutputDir) -> Iterator[tuple[int, int]]:
+    """Both folders, open; they are on one file system, so a rename between them moves no data."""
+    with _opened(output.path, follow=True) as house, _opened(output.trash, follow=False) as trash:
+        if os.fstat(house).st_dev != os.fstat(trash).st_dev:
+            raise ActionError(
+                f"{output.trash} is on another file system than {output.path}: nothing was changed; move it away or "
+                "unmount it"
+            )
+        yield house, trash
+
+
+def _remove(name: str, folder: int) -> None:
+    """Remove an entry of an open folder. `rmtree` follows no link, also when one is swapped in meanwhile."""
+    if _is_folder(name, folder):
+        shutil.rmtree(name, dir_fd=folder)
+    else:
+        os.unlink(name, dir_fd=folder)
+
+
+def _is_folder(name: str, folder: int) -> bool:
+    return stat.S_ISDIR(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode)
+
+
+def _move_to_trash(output: OutputDir, run: RunDir) -> Path:
+    stamp = time.strftime(_STAMP_FORMAT, time.gmtime())
+    lies, number = output.trashed(run.run_id, stamp), 1
+    with _house_and_trash(output) as (house, trash):
+        if reason := refusal(output.path, run.path):
+            raise LayoutError(reason)  # it changed while its users let go of it
+        while os.path.lexists(lies):
+            number += 1
+            lies = output.trashed(run.run_id, f"{stamp}-{number:03}")
+        os.rename(run.run_id, lies.name, src_dir_fd=house, dst_dir_fd=trash)
+        if not _is_folder(lies.name, trash):
+            os.rename(lies.name, run.run_id, src_dir_fd=trash, dst_dir_fd=house)
+            raise ActionError(f"{run.path} is no folder any more: nothing was deleted")
+    return lies
+
+
+def _in_trash(output: OutputDir, run_id: str) -> Path | None:
+    stamps = [stamp for name, stamp in list_trash(output.path) if name == run_id]
+    return output.trashed(run_id, stamps[-1]) if stamps else None
+
+
+def _holders(output: OutputDir, run: RunDir) -> list[str]:
+    """Who must let go of a run before its folder may move."""
+    now = time.time()
+    holders = []
+    trainer = read_status(output.trainer_status, TrainerStatus)
+    if trainer is not None and is_alive(trainer, now):
+        if run.run_id in trainer.runs:
+            holders.append(f"the trainer (slot {trainer.runs[run.run_id].run_idx})")
+        elif run.run_id in trainer.waiting and run.evicted.exists():
+            holders.append("the trainer (its queue)")
+    word = read_status(run.status, RunStatus)
+    daemon = read_status(output.daemon_status(run.run_id), DaemonStatus)
+    if word is not None and same_process(word.pid, word.pid_create_time):
+        holders.append(f"its orchestrator (pid {word.pid})")
+    elif daemon is not None and daemon.child_pid and same_process(daemon.child_pid, daemon.child_create_time or 0.0):
+        holders.append(f"its orchestrator (pid {daemon.child_pid})")
+    return holders
+
+
+def _wait_until_let_go(output: OutputDir, run: RunDir, wait_s: float, on_progress: Progress) -> None:
+    said: list[str] = []
+
+    def free() -> bool:
+        said[:] = _holders(output, run)
+        if said:
+            on_progress(f"waiting for {' and '.join(said)} to let go of {run.run_id}")
+        return not said
+
+    try:
+        wait_for(free, f"{run.run_id} to be let go", timeout_s=wait_s, poll_s=0.2)
+    except WaitTimeout as error:
+        raise ActionError(
+            f"{run.run_id} was not deleted: {' and '.join(said)} did not let go within {wait_s:g} s; "
+            "it stays evicted, try again"
+        ) from error

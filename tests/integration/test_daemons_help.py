@@ -1,0 +1,77 @@
+"""What `prl` offers before it does anything: help with examples, version, completion."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.main import get_command
+
+from daemons import actions
+from daemons.cli import app, run
+from prime_rl import __version__
+from tests.daemons_support import ROOT, RUN_TOML
+
+
+def leaves(command: Any, words: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    inner = getattr(command, "commands", None)
+    if inner is None:
+        yield words, command
+        return
+    for name, each in inner.items():
+        yield from leaves(each, (*words, name))
+
+
+COMMANDS = dict(leaves(get_command(app)))
+
+
+@pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
+def test_every_command_has_help_with_an_example_that_is_one(words: tuple[str, ...], capsys: Any) -> None:
+    assert run([*words, "--help"]) == 0
+    shown = capsys.readouterr().out
+    begin = f"Example: prl {' '.join(words)}"
+    assert begin in shown, shown
+    (example,) = [line.strip() for line in (COMMANDS[words].help or "").splitlines() if "Example: " in line]
+    for word in example.split():
+        assert not word.startswith("configs/") or (ROOT / word).exists(), f"{example}: there is no {word}"
+        known = {name for each in COMMANDS[words].params for name in (*each.opts, *each.secondary_opts)}
+        passes_on = COMMANDS[words].context_settings.get("ignore_unknown_options")
+        assert passes_on or not word.startswith("-") or word in known, f"{example}: there is no {word}"
+
+
+def test_the_groups_are_walked() -> None:
+    assert {("up",), ("runs", "add"), ("runs", "purge")} <= set(COMMANDS)
+
+
+def test_version(capsys: Any) -> None:
+    assert run(["--version"]) == 0
+    assert capsys.readouterr().out == f"prl {__version__}\n"
+
+
+def complete(house: Path, line: str) -> list[str]:
+    words = line.split(" ")
+    env = {**os.environ, "PRL_OUTPUT_DIR": str(house), "_PRL_COMPLETE": "complete_bash"}
+    env |= {"COMP_WORDS": line, "COMP_CWORD": str(len(words) - 1)}
+    done = subprocess.run([sys.executable, "-m", "daemons.cli"], capture_output=True, text=True, env=env, cwd=ROOT)
+    assert done.stderr == ""
+    return done.stdout.split()
+
+
+def test_the_shell_completes_runs_parts_and_states(tmp_path: Path) -> None:
+    house, source = tmp_path / "house", tmp_path / "x.toml"
+    source.write_text(RUN_TOML.format(max_steps=1, model="m"))
+    for run_id in ("run_a", "run_b", "run_gone"):
+        actions.add_run(house, source, run_id=run_id)
+    actions.delete_run(house, "run_gone")
+    assert complete(house, "prl runs show ") == ["run_a", "run_b"]
+    assert complete(tmp_path / "none", f"prl runs evict --output-dir {house} run_a run_b") == ["run_b"]
+    assert complete(house, "prl runs undelete run_") == ["run_gone"]
+    assert complete(house, "prl logs ") == ["supervisor", "trainer", "inference", "run_a", "run_b"]
+    assert complete(house, "prl restart ru") == ["run_a", "run_b"]
+    assert complete(house, "prl runs list --state active,f") == ["active,finished", "active,failed"]
+    assert complete(tmp_path / "none", "prl runs show ") == []
