@@ -3,123 +3,48 @@
     start -> starting -> running <-> stalled
                  \\-> crash -> backoff -> start ... or failed;  an orchestrator's last word -> done
 
-A part that crashes early several times in a row, never becomes ready, or refuses its config (exit code 2) has failed
-and is left alone until a person asks for it. It reads no file and sends no signal: `supervisor` does both.
+A start that ends by itself before the part is ready is no crash, and is told apart from one. Either way a part that
+ends early several times in a row has failed and is left alone until a person asks for it; so has one that refuses its
+config (exit code 2). A part that lives but gets nowhere is stalled: that is told, and ended only where the config says
+so. It reads no file and sends no signal: `supervisor` does both.
 """
 
 from __future__ import annotations
 
-import enum
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from daemons.process import Identity
+from daemons.parts import LIVE, Action, After, Do, Part, Seen, Snapshot, State
 from daemons.specs import PartSpec
 from prime_rl.configs.system import SupervisorConfig
-from prime_rl.contract.status import LOST_AFTER_S
+from prime_rl.contract.status import LOST_AFTER_S, Crash
 
 EXIT_WRONG_USE = 2
-
-
-class State(enum.StrEnum):
-    """The supervisor's word for a part, as in `daemons/<name>.json` (STOPPING is written as running)."""
-
-    STARTING = "starting"
-    RUNNING = "running"
-    STALLED = "stalled"
-    STOPPING = "stopping"
-    BACKOFF = "backoff"
-    FAILED = "failed"
-    DONE = "done"
-
-
-class After(enum.StrEnum):
-    """What follows once a part that was told to stop has stopped."""
-
-    END = "end"
-    RESTART = "restart"
-    CRASH = "crash"
-
-
-LIVE = frozenset({State.STARTING, State.RUNNING, State.STALLED, State.STOPPING})
-
-
-@dataclass(frozen=True)
-class Part:
-    """What the supervisor remembers of one part. Times are Unix seconds; counters are of crashes in a row."""
-
-    spec: PartSpec
-    state: State
-    process: Identity | None = None
-    started_at: float = 0.0
-    stop_at: float = 0.0
-    retry_at: float = 0.0
-    evicted_at: float | None = None
-    after_stop: After = After.END
-    num_restarts: int = 0
-    num_crashes: int = 0
-    num_early_crashes: int = 0
-    exit_code: int | None = None
-    reason: str | None = None
-    waiting_on: str | None = None
-
-
-@dataclass(frozen=True)
-class Seen:
-    """What is seen of one part now. `last_word` is the final state that an orchestrator wrote since this start."""
-
-    lives: bool = False
-    exit_code: int | None = None
-    ready: bool = False
-    waiting_on: str | None = None
-    heartbeat_age_s: float | None = None
-    last_word: str | None = None
-    last_reason: str | None = None
-    evicted: bool = False
-    gone: bool = False
-
-
-@dataclass(frozen=True)
-class Snapshot:
-    """All that `decide` may know."""
-
-    wanted: Mapping[str, PartSpec]
-    parts: Mapping[str, Part]
-    seen: Mapping[str, Seen]
-    requests: frozenset[str]
-    config: SupervisorConfig
-
-
-class Do(enum.StrEnum):
-    """What the executor does before it stores the part."""
-
-    START = "start"
-    TERM = "term"
-    KILL = "kill"
-    CLEAN = "clean"
-    NOTE = "note"
-    FORGET = "forget"
-
-
-@dataclass(frozen=True)
-class Action:
-    """`part` is what the part is after the action. CLEAN kills what a dead part left behind."""
-
-    do: Do
-    part: Part
+# Enough to see a pattern; the log has them all.
+MAX_CRASHES_KEPT = 10
+_SILENT = "lives, but its status file has not been written for more than three heartbeats"
 
 
 def decide(snapshot: Snapshot, now: float) -> list[Action]:
     """One action at most for each part, in the order in which parts are wanted."""
     names = list(snapshot.wanted) + [name for name in snapshot.parts if name not in snapshot.wanted]
+    room = snapshot.config.max_starting - sum(_starts(part) for part in snapshot.parts.values())
     actions = []
     for name in names:
         part, spec = snapshot.parts.get(name), snapshot.wanted.get(name)
         seen = snapshot.seen.get(name, Seen())
         action = _decide_one(part, spec, seen, name in snapshot.requests, snapshot.config, now)
-        if action is not None and (action.do is not Do.NOTE or action.part != part):
-            actions.append(action)
+        if action is None or (action.do is Do.NOTE and action.part == part):
+            continue
+        if action.do is Do.START and action.part.spec.run_id:
+            if room <= 0 and name not in snapshot.requests:
+                continue  # a thousand interpreters that start at once would only keep each other waiting
+            room -= 1
+        actions.append(action)
     return actions
+
+
+def _starts(part: Part) -> bool:
+    return part.state is State.STARTING and part.spec.run_id is not None
 
 
 def _decide_one(
@@ -132,7 +57,7 @@ def _decide_one(
     if seen.gone:
         return Action(Do.FORGET, part)
     if asked and part.state is not State.BACKOFF:
-        part = replace(part, state=State.BACKOFF, retry_at=now, num_crashes=0, num_early_crashes=0, reason=None)
+        part = replace(part, state=State.BACKOFF, retry_at=now, num_crashes=0, num_early_ends=0, reason=None)
     if part.state is State.BACKOFF:
         return _backoff(part, spec, seen, now, asked)
     if part.state is State.DONE and spec is not None:
@@ -142,8 +67,7 @@ def _decide_one(
 
 def _alive(part: Part, seen: Seen, asked: bool, config: SupervisorConfig, now: float) -> Action:
     if part.state is State.STOPPING:
-        overdue = now - part.stop_at >= config.grace_s
-        return Action(Do.KILL if overdue else Do.NOTE, part)
+        return Action(Do.KILL if now - part.stop_at >= _patience_s(part, config) else Do.NOTE, part)
     if seen.gone:
         return _stop(part, "its run folder is gone", now)
     if asked:
@@ -158,18 +82,41 @@ def _alive(part: Part, seen: Seen, asked: bool, config: SupervisorConfig, now: f
     if part.state is State.STARTING and not seen.ready:
         if now - part.started_at >= config.start_timeout_s:
             what = f" (it waits for {seen.waiting_on})" if seen.waiting_on else ""
-            return _stop(part, f"not ready within {config.start_timeout_s:g} s{what}", now, After.CRASH)
+            return _stop(part, f"not ready within {config.start_timeout_s:g} s{what}", now, After.NOT_READY)
         return Action(Do.NOTE, replace(part, waiting_on=seen.waiting_on))
-    if seen.heartbeat_age_s is not None and seen.heartbeat_age_s > LOST_AFTER_S:
-        word = "lives, but its status file has not been written for more than three heartbeats"
-        return Action(Do.NOTE, replace(part, state=State.STALLED, waiting_on=seen.waiting_on, reason=word))
-    return Action(Do.NOTE, replace(part, state=State.RUNNING, waiting_on=seen.waiting_on, reason=None))
+    return _judged(part, seen, config, now)
+
+
+def _patience_s(part: Part, config: SupervisorConfig) -> float:
+    """Whoever works may finish and save; whoever is stuck has nothing to finish."""
+    return config.drain_s if part.after_stop in (After.END, After.RESTART) else config.grace_s
+
+
+def _judged(part: Part, seen: Seen, config: SupervisorConfig, now: float) -> Action:
+    """A part that is up: running, or stalled. Whoever names what he waits for is never ended for it."""
+    limit = config.stall.of(part.spec.kind)
+    silent_s = seen.heartbeat_age_s if seen.heartbeat_age_s is not None else 0.0
+    still_s = seen.still_s if seen.still_s is not None else 0.0
+    if silent_s > LOST_AFTER_S:
+        why, age_s, stuck = _SILENT, silent_s, silent_s >= limit.limit_s
+    elif still_s >= limit.limit_s:
+        why, age_s, stuck = f"no progress for {limit.limit_s:g} s", still_s, seen.waiting_on is None
+    else:
+        fine = replace(part, state=State.RUNNING, waiting_on=seen.waiting_on, reason=None, stalled_since=None)
+        return Action(Do.NOTE, fine)
+    if stuck and limit.restart:
+        return _stop(part, why, now, After.STALL)
+    since = part.stalled_since if part.state is State.STALLED else now - age_s
+    return Action(
+        Do.NOTE, replace(part, state=State.STALLED, waiting_on=seen.waiting_on, reason=why, stalled_since=since)
+    )
 
 
 def _ended(part: Part, seen: Seen, config: SupervisorConfig, now: float) -> Action:
     """The process is gone: by our order, by its own last word, or by a crash."""
-    part = replace(part, process=None, exit_code=seen.exit_code, waiting_on=None, evicted_at=None)
-    stopped = part.state is State.STOPPING
+    before = part.state
+    part = replace(part, process=None, exit_code=seen.exit_code, waiting_on=None, evicted_at=None, stalled_since=None)
+    stopped = before is State.STOPPING
     if stopped and part.after_stop is After.END:
         return Action(Do.CLEAN, replace(part, state=State.DONE))
     if seen.last_word is not None:
@@ -178,21 +125,32 @@ def _ended(part: Part, seen: Seen, config: SupervisorConfig, now: float) -> Acti
         return Action(Do.CLEAN, replace(part, state=State.DONE, reason="its run is evicted or gone"))
     if stopped and part.after_stop is After.RESTART:
         return Action(Do.CLEAN, replace(part, state=State.BACKOFF, retry_at=now))
-    return Action(Do.CLEAN, _crashed(part, config, now, was_ready=part.state in (State.RUNNING, State.STALLED)))
+    return Action(Do.CLEAN, _after_crash(part, _crash(part, before, now), before, config, now))
 
 
-def _crashed(part: Part, config: SupervisorConfig, now: float, *, was_ready: bool) -> Part:
-    uptime_s = now - part.started_at
-    why = part.reason if part.state is State.STOPPING else _exit_words(part.exit_code)
-    if part.exit_code == EXIT_WRONG_USE and not was_ready:
-        return replace(part, state=State.FAILED, reason=f"it refused its config ({why})")
-    early = part.num_early_crashes + 1 if uptime_s < config.early_crash_s or not was_ready else 0
-    crashes = part.num_crashes + 1 if uptime_s < config.max_backoff_s else 1
-    part = replace(part, num_early_crashes=early, num_crashes=crashes)
+def _crash(part: Part, before: State, now: float) -> Crash:
+    """How it ended. A process that leaves by itself before it is ready has not crashed: it did not start."""
+    kind, why = "crash", _exit_words(part.exit_code)
+    if before is State.STOPPING:
+        kind, why = ("stall" if part.after_stop is After.STALL else "start"), part.reason or why
+    elif before is State.STARTING and part.exit_code is not None and part.exit_code >= 0:
+        kind = "start"
+    return Crash(at=now, kind=kind, reason=why, exit_code=part.exit_code, uptime_s=now - part.started_at)
+
+
+def _after_crash(part: Part, crash: Crash, before: State, config: SupervisorConfig, now: float) -> Part:
+    part = replace(part, crashes=(*part.crashes, crash)[-MAX_CRASHES_KEPT:])
+    if crash.kind == "start" and part.exit_code == EXIT_WRONG_USE:
+        return replace(part, state=State.FAILED, reason=f"it refused its config ({crash.reason})")
+    is_early = crash.kind == "start" or before is State.STARTING or crash.uptime_s < config.early_crash_s
+    early = part.num_early_ends + 1 if is_early and crash.kind != "stall" else 0
+    crashes = part.num_crashes + 1 if crash.uptime_s < config.max_backoff_s else 1
+    part = replace(part, num_early_ends=early, num_crashes=crashes)
     if early >= config.max_early_crashes:
-        return replace(part, state=State.FAILED, reason=f"{early} early crashes in a row, the last: {why}")
+        what = "starts that failed" if crash.kind == "start" else "early crashes"
+        return replace(part, state=State.FAILED, reason=f"{early} {what} in a row, the last: {crash.reason}")
     wait_s = min(config.backoff_s * 2.0 ** min(crashes - 1, 30), config.max_backoff_s)
-    return replace(part, state=State.BACKOFF, retry_at=now + wait_s, reason=why)
+    return replace(part, state=State.BACKOFF, retry_at=now + wait_s, reason=crash.reason)
 
 
 def _exit_words(code: int | None) -> str:

@@ -43,6 +43,10 @@ class PartSpec:
     log: Path
     run_id: str | None = None
 
+    @property
+    def kind(self) -> str:
+        return ORCHESTRATOR if self.run_id else self.name
+
 
 @dataclass(frozen=True)
 class RunNow:

@@ -18,14 +18,44 @@ SPARE_VERSIONS = 2
 DEFAULT_MAX_ASYNC_LEVEL, MAX_ASYNC_LEVEL = 2, 16
 
 
+class StallConfig(BaseConfig):
+    """When a part that lives counts as stalled, and what follows."""
+
+    limit_s: float = Field(1800.0, gt=0)
+    """So long may its progress stand still while it has work."""
+
+    restart: bool = False
+    """End it and start it again then, unless it names somebody whom it waits for. Else it is only told."""
+
+
+class StallConfigs(BaseConfig):
+    """Stalls, for each kind of part."""
+
+    trainer: StallConfig = StallConfig()
+    """Its progress: passes, updates, published versions. It has work while a run is in a slot."""
+
+    inference: StallConfig = StallConfig()
+    """Its progress: generated tokens. It has work while a request is open."""
+
+    orchestrator: StallConfig = StallConfig()
+    """Its progress: sampled tokens, batches, policy versions. It has work until its last word."""
+
+    def of(self, kind: str) -> StallConfig:
+        """The settings of "trainer", "inference" or "orchestrator"."""
+        return {"trainer": self.trainer, "inference": self.inference}.get(kind, self.orchestrator)
+
+
 class SupervisorConfig(BaseConfig):
     """How the supervisor treats its parts."""
 
     start_timeout_s: float = Field(300.0, gt=0)
     """A part that is not ready by then has failed to start."""
 
+    drain_s: float = Field(120.0, ge=0)
+    """How long an orchestrator may finish its batch, the trainer its step and its saving, before it is forced."""
+
     grace_s: float = Field(20.0, ge=0)
-    """Between SIGTERM and SIGKILL."""
+    """Between SIGTERM and SIGKILL of what is left then, or has nothing to finish."""
 
     backoff_s: float = Field(1.0, gt=0)
     """Wait before the first restart; doubles with each further crash."""
@@ -37,7 +67,13 @@ class SupervisorConfig(BaseConfig):
     """A crash this soon after the start counts as early."""
 
     max_early_crashes: int = Field(3, ge=1)
-    """So many early crashes in a row and the part has failed."""
+    """So many early crashes or failed starts in a row and the part has failed."""
+
+    max_starting: int = Field(8, ge=1)
+    """So many orchestrators may be starting at one time; the others wait for their turn."""
+
+    stall: StallConfigs = StallConfigs()
+    """When a living part counts as stalled."""
 
 
 class SystemConfig(BaseConfig):

@@ -28,8 +28,10 @@ class WaitStopped(RuntimeError):
     """A wait that was told to stop; the message names what was waited for."""
 
 
-def write_atomic(path: Path, data: bytes | str, *, mode: int = 0o644) -> None:
+def write_atomic(path: Path, data: bytes | str, *, mode: int = 0o644, durable: bool = True) -> None:
     """Write `data` to `path` so that no reader ever sees a part of it.
+
+    `durable` waits until the disk has it; without that a power cut may leave an empty file.
 
     Makes the parent folder but not its parents, so a run folder that was deleted meanwhile is not made again.
     Raises OSError (disk full, no permission, folder gone); the old content is then still in place and no temporary
@@ -41,8 +43,9 @@ def write_atomic(path: Path, data: bytes | str, *, mode: int = 0o644) -> None:
     try:
         with os.fdopen(fd, "wb") as file:
             file.write(payload)
-            file.flush()
-            os.fsync(file.fileno())
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
         os.chmod(tmp, mode)
         os.rename(tmp, path)
     except BaseException:

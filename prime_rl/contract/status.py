@@ -32,7 +32,8 @@ class Status(msgspec.Struct, kw_only=True):
     """What every status file has.
 
     `state` is the writer's own word, `waiting_on` a sentence that names what is waited for (or null), `updated_at`
-    Unix seconds.
+    Unix seconds. `progress` grows with whatever the writer gets done since its start (null: it counts nothing): one
+    that stands still while there is work tells a part that is stuck from a part that is busy.
     """
 
     version: int = STATUS_FORMAT_VERSION
@@ -41,6 +42,7 @@ class Status(msgspec.Struct, kw_only=True):
     state: str = "starting"
     waiting_on: str | None = None
     updated_at: float = 0.0
+    progress: int | None = None
 
 
 class RunStatus(Status, kw_only=True):
@@ -103,11 +105,26 @@ class InferenceStatus(Status, kw_only=True):
     tokens_per_s: float = 0.0
 
 
+class Crash(msgspec.Struct, frozen=True, kw_only=True):
+    """One end of a part that nobody asked for.
+
+    `kind`: crash; start (it ended by itself, or was not ready in time: no crash); stall (ended because it got nowhere).
+    `at` in Unix seconds; `exit_code` is null when it is not known, negative for a signal.
+    """
+
+    at: float
+    kind: str
+    reason: str
+    exit_code: int | None = None
+    uptime_s: float = 0.0
+
+
 class DaemonStatus(Status, kw_only=True):
     """`daemons/<name>.json`, written by the supervisor about one part (or about itself, `supervisor`).
 
     `state`: starting, running, stalled, backoff, failed, stopped, done. `child_pid` and `child_create_time` identify
-    the part; `pid` is the supervisor's, who writes the file.
+    the part on the machine `host` since its boot `boot_id`; `pid` is the supervisor's, who writes the file. `log_tail`
+    are the last lines before the newest of `crashes` (oldest first); `stalled_since` when its progress last moved.
     """
 
     name: str
@@ -119,6 +136,10 @@ class DaemonStatus(Status, kw_only=True):
     reason: str | None = None
     log_tail: list[str] = []
     started_at: float | None = None
+    stalled_since: float | None = None
+    crashes: list[Crash] = []
+    host: str = ""
+    boot_id: str = ""
 
 
 StatusT = TypeVar("StatusT", bound=Status)

@@ -40,6 +40,7 @@ class Reporter:
             adapters=list(snapshot.adapters),
             num_running=snapshot.num_running,
             num_waiting=snapshot.num_waiting,
+            progress=snapshot.num_tokens,
             tokens_per_s=round(self._rate(snapshot.num_tokens), 1),
         )
 

@@ -130,7 +130,11 @@ async def orchestrate(
     batches = BatchReporter(run, scheduler, client, reporter, envs)
     samples = SampleKeeper(run, config.samples, tokenizer.decode)
     reporter.waiting_on = scheduler.waiting_on
-    reporter.figures = lambda: {"policy_version": policy.version, "num_in_flight": ledger.num_in_flight}
+    reporter.figures = lambda: {
+        "policy_version": policy.version,
+        "num_in_flight": ledger.num_in_flight,
+        "progress": client.num_sampled_tokens + policy.version + ledger.step,
+    }
 
     # -- the run ----
     async def make_batches() -> None:

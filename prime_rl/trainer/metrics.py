@@ -136,6 +136,7 @@ class StatusReporter:
         self._manager = manager
         self._optimizer = optimizer
         self._num_updates = 0
+        self._progress = 0
         self._rate = TokenRate()
         self._time_s: dict[str, float] = {}
         self._published: dict[int, Progress] = {}
@@ -146,9 +147,12 @@ class StatusReporter:
 
     def published(self, run_idx: int, progress: Progress) -> None:
         """What a run did up to here is on disk, and may be told."""
+        self._progress += 1
         self._published[run_idx] = progress
 
     def training(self) -> None:
+        """A pass begins, or an update is done."""
+        self._progress += 1
         self._update(state="training", waiting_on=None)
 
     def waiting(self, batches: str | None) -> None:
@@ -169,6 +173,7 @@ class StatusReporter:
         self._writer.update(
             state=state,
             waiting_on=waiting_on,
+            progress=self._progress,
             runs=self._runs(),
             waiting=list(self._manager.waiting),
             refused={printable(name): printable(why) for name, why in self._manager.findings.refused.items()},

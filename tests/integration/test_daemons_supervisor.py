@@ -110,7 +110,7 @@ def test_a_part_that_keeps_crashing_fails_until_a_person_asks(prl: Prl) -> None:
     (prl.output_dir / "crash_run_a").touch()
     prl("runs", "add", str(prl.run_file("a", max_steps=4)))
     failed = prl.wait_state("run_a", "failed")
-    assert failed.reason == "3 early crashes in a row, the last: exit code 3"
+    assert failed.reason == "3 starts that failed in a row, the last: exit code 3"
     assert daemon(prl, "run_a").log_tail[-1] == "fatal: told to crash red"
     assert {daemon(prl, name).state for name in ("trainer", "inference")} == {"running"}
     (prl.output_dir / "crash_run_a").unlink()

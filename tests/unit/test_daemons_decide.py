@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from daemons.decide import Action, Do, Part, Seen, Snapshot, State, decide
+from daemons.decide import MAX_CRASHES_KEPT, decide
+from daemons.parts import Action, Do, Part, Seen, Snapshot, State
 from daemons.process import Identity
 from daemons.specs import PartSpec, RunNow, wants_orchestrator
 from prime_rl.configs.system import SupervisorConfig
@@ -114,7 +116,7 @@ def test_early_crashes_in_a_row_fail_and_only_a_person_starts_it_again() -> None
     assert history.part.reason == "3 early crashes in a row, the last: killed by signal 9"
     assert history.see(after_s=10_000) == []
     assert history.see(asked=True) == [Do.START]
-    assert history.part.num_early_crashes == 0
+    assert history.part.num_early_ends == 0
 
 
 def test_a_good_while_between_two_early_crashes_forgives_the_first() -> None:
@@ -122,17 +124,42 @@ def test_a_good_while_between_two_early_crashes_forgives_the_first() -> None:
     history.crash(after_s=1)
     history.see(after_s=8)
     history.see(READY)
-    assert history.part.num_early_crashes == 1
+    assert history.part.num_early_ends == 1
     history.crash(after_s=CONFIG.early_crash_s + 1)
-    assert history.part.num_early_crashes == 0
+    assert history.part.num_early_ends == 0
 
 
-def test_a_slow_start_that_ends_before_it_is_ready_counts_as_early() -> None:
+def test_a_start_that_fails_by_itself_is_no_crash() -> None:
+    history = History()
+    history.see()
+    for _ in range(CONFIG.max_early_crashes):
+        history.see(Seen(lives=True), after_s=50)
+        history.crash(after_s=1)
+        history.see(after_s=CONFIG.max_backoff_s)
+    assert history.part.state is State.FAILED
+    assert history.part.reason == "3 starts that failed in a row, the last: exit code 1"
+    assert [crash.kind for crash in history.part.crashes] == ["start"] * 3
+
+
+def test_a_part_that_is_killed_while_it_starts_has_crashed_early() -> None:
     history = History()
     history.see()
     history.see(Seen(lives=True), after_s=50)
-    history.crash(after_s=1)
-    assert history.part.num_early_crashes == 1
+    history.crash(after_s=1, exit_code=-9)
+    assert (history.part.num_early_ends, history.part.crashes[-1].kind) == (1, "crash")
+
+
+def test_the_newest_crashes_are_kept_with_their_times() -> None:
+    history = running()
+    for _ in range(MAX_CRASHES_KEPT + 2):
+        history.crash(after_s=1000, exit_code=-11)
+        history.see(after_s=CONFIG.max_backoff_s)
+        history.see(READY)
+    crashes = history.part.crashes
+    assert len(crashes) == MAX_CRASHES_KEPT and history.part.state is State.RUNNING
+    assert crashes[-1].at == history.now - CONFIG.max_backoff_s
+    assert (crashes[-1].reason, crashes[-1].exit_code) == ("killed by signal 11", -11)
+    assert [round(b.at - a.at) for a, b in itertools.pairwise(crashes)] == [1008] * (MAX_CRASHES_KEPT - 1)
 
 
 def test_a_refused_config_fails_at_once() -> None:
@@ -150,25 +177,85 @@ def test_a_part_that_is_not_ready_in_time_is_ended_and_counts_as_crashed() -> No
     assert history.see(Seen(exit_code=0), after_s=1) == [Do.CLEAN]
     assert history.part.state is State.BACKOFF
     assert history.part.reason == "not ready within 100 s (it waits for a port)"
-    assert history.part.num_early_crashes == 1
+    assert history.part.num_early_ends == 1
 
 
-def test_term_then_kill_after_the_grace() -> None:
+def test_a_part_that_works_may_finish_before_it_is_killed() -> None:
     history = running()
     assert history.see(READY, asked=True) == [Do.TERM]
-    assert history.see(READY, after_s=CONFIG.grace_s - 1) == []
+    assert history.see(READY, after_s=CONFIG.drain_s - 1) == []
     assert history.see(READY, after_s=1) == [Do.KILL]
     assert history.see(Seen(exit_code=-9)) == [Do.CLEAN]
     assert history.see() == [Do.START]
-    assert (history.part.num_restarts, history.part.num_early_crashes) == (1, 0)
+    assert (history.part.num_restarts, history.part.num_early_ends, history.part.crashes) == (1, 0, ())
 
 
 def test_a_silent_part_is_stalled_until_it_beats_again() -> None:
     history = running()
     history.see(replace(READY, heartbeat_age_s=LOST_AFTER_S + 1))
     assert history.part.state is State.STALLED
+    assert history.part.stalled_since == history.now - LOST_AFTER_S - 1
     history.see(READY)
-    assert (history.part.state, history.part.reason) == (State.RUNNING, None)
+    assert (history.part.state, history.part.reason, history.part.stalled_since) == (State.RUNNING, None, None)
+
+
+def stalling(restart: bool) -> SupervisorConfig:
+    return CONFIG.replace(stall={"trainer": {"limit_s": 60, "restart": restart}})
+
+
+def test_a_part_without_progress_is_stalled_since_it_stands_still_and_told_only_once() -> None:
+    history, config = running(), stalling(restart=False)
+    assert history.see(replace(READY, still_s=59), after_s=59, config=config) == []
+    still_since = history.now - 59
+    assert history.see(replace(READY, still_s=60), after_s=1, config=config) == [Do.NOTE]
+    assert (history.part.state, history.part.stalled_since) == (State.STALLED, still_since)
+    assert history.see(replace(READY, still_s=100_000), after_s=99_940, config=config) == [], "nor is it ended"
+    history.see(READY, config=config)
+    assert (history.part.state, history.part.crashes) == (State.RUNNING, ())
+
+
+def test_a_stalled_part_is_started_again_where_that_is_configured() -> None:
+    history, config = running(), stalling(restart=True)
+    assert history.see(replace(READY, still_s=61), after_s=100, config=config) == [Do.TERM]
+    assert history.see(READY, after_s=CONFIG.grace_s, config=config) == [Do.KILL]
+    assert history.crash(after_s=0, exit_code=-9, config=config) == [Do.CLEAN]
+    assert (history.part.state, history.part.num_early_ends) == (State.BACKOFF, 0)
+    assert [(crash.kind, crash.reason) for crash in history.part.crashes] == [("stall", "no progress for 60 s")]
+    assert history.see(after_s=CONFIG.backoff_s, config=config) == [Do.START]
+
+
+def test_a_part_that_waits_for_another_is_told_and_never_ended_for_it() -> None:
+    history, config = running(), stalling(restart=True)
+    waits = replace(READY, still_s=61, waiting_on="rollouts of run_a")
+    assert history.see(waits, after_s=100, config=config) == [Do.NOTE]
+    assert (history.part.state, history.part.waiting_on) == (State.STALLED, "rollouts of run_a")
+    assert history.see(replace(waits, still_s=10_000), after_s=9_939, config=config) == []
+
+
+def test_a_frozen_part_is_ended_where_that_is_configured_whatever_it_said_last() -> None:
+    history, config = running(), stalling(restart=True)
+    frozen = replace(READY, heartbeat_age_s=59.0, waiting_on="rollouts of run_a")
+    assert history.see(frozen, after_s=59, config=config) == [Do.NOTE]
+    assert history.part.state is State.STALLED
+    assert history.see(replace(frozen, heartbeat_age_s=60.0), after_s=1, config=config) == [Do.TERM]
+
+
+def test_only_so_many_orchestrators_start_at_one_time() -> None:
+    specs = {f"run_{n}": PartSpec(f"run_{n}", ("o",), Path("o.log"), f"run_{n}") for n in range(60)}
+    services = {"trainer": TRAINER}
+    config = CONFIG.replace(max_starting=5)
+    parts: dict[str, Part] = {}
+    seen: dict[str, Seen] = {}
+    num_looks = 0
+    while len(parts) < 61 or any(part.state is State.STARTING for part in parts.values()):
+        for action in decide(Snapshot({**services, **specs}, parts, seen, frozenset(), config), 1000.0 + num_looks):
+            parts[action.part.spec.name] = action.part
+        starting = [name for name, part in parts.items() if part.state is State.STARTING and part.spec.run_id]
+        assert len(starting) <= 5
+        assert "trainer" in parts, "services do not wait for their turn"
+        seen = dict.fromkeys(parts, READY)
+        num_looks += 1
+        assert num_looks < 60
 
 
 def test_a_last_word_ends_an_orchestrator_for_good() -> None:

@@ -1,0 +1,89 @@
+"""The processes of the parts as the supervisor holds them: its own children, and those that it adopted.
+
+An adopted part was started by a supervisor that is gone. It is no child of ours, so the kernel tells its end (through a
+pidfd, where there are any) but not its exit code. It starts, signals and kills nothing (`process` and `supervisor` do).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import subprocess
+from collections.abc import Mapping
+from typing import Protocol
+
+from daemons.process import Identity
+
+
+class Child(Protocol):
+    """One part's process."""
+
+    @property
+    def exit_code(self) -> int | None: ...
+
+    def lives(self) -> bool: ...
+
+    def close(self) -> None: ...
+
+
+class OwnChild:
+    """A process that this one has started. Asking whether it lives also reaps it."""
+
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        self._process = process
+
+    @property
+    def exit_code(self) -> int | None:
+        return self._process.returncode
+
+    def lives(self) -> bool:
+        return self._process.poll() is None
+
+    def close(self) -> None:
+        pass
+
+
+class AdoptedChild:
+    """A process that an earlier supervisor has started."""
+
+    exit_code: int | None = None
+
+    def __init__(self, identity: Identity) -> None:
+        self._identity = identity
+        self._poll = select.poll()
+        self._fd: int | None = None
+        with contextlib.suppress(AttributeError, OSError):  # an old kernel, or too many open files
+            self._fd = os.pidfd_open(identity.pid)
+            self._poll.register(self._fd, select.POLLIN)
+        if not identity.lives():  # its number may have gone to another before the pidfd was there
+            self.close()
+
+    def lives(self) -> bool:
+        return not self._poll.poll(0) if self._fd is not None else self._identity.lives()
+
+    def close(self) -> None:
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
+
+
+def any_ended(children: Mapping[str, Child], own_pids: frozenset[int]) -> bool:
+    """Whether one of `children` has ended, in one system call for all of our own.
+
+    Reaps what is no part of ours: as the first process of a container this one inherits every orphan.
+    """
+    while (ended := _ended_child()) is not None:
+        if ended in own_pids:
+            return True
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(ended, os.WNOHANG)
+    return any(isinstance(child, AdoptedChild) and not child.lives() for child in children.values())
+
+
+def _ended_child() -> int | None:
+    try:
+        found = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return None
+    return found.si_pid if found is not None else None

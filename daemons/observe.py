@@ -1,0 +1,203 @@
+"""What the supervisor sees: the status files of the parts, the state of the runs, the requests of people.
+
+A file is parsed again only when its stamp (time, size, inode) has changed, so that looking at hundreds of idle runs
+costs a few `stat` each. It judges nothing (`decide` does) and changes nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from daemons.children import Child
+from daemons.parts import Part, Seen
+from daemons.process import Identity
+from daemons.specs import INFERENCE, TRAINER, RunNow
+from prime_rl.configs.base import ConfigError
+from prime_rl.configs.validate import load_run_config
+from prime_rl.contract.layout import LayoutError, OutputDir, RunDir
+from prime_rl.contract.status import InferenceStatus, RunStatus, Status, TrainerStatus, is_alive, read_status
+
+_READY = {TRAINER: ("waiting", "training"), INFERENCE: ("serving",)}
+_LAST_WORDS = ("finished", "evicted", "failed")
+StatusT = TypeVar("StatusT", bound=Status)
+Stamp = tuple[int, int, int]
+
+
+def stamp(path: Path) -> Stamp | None:
+    """What tells whether a file or folder has changed; None when it is not there."""
+    try:
+        info = os.stat(path)
+    except OSError:
+        return None
+    return info.st_mtime_ns, info.st_size, info.st_ino
+
+
+@dataclass(frozen=True)
+class _Progress:
+    """Where a start of a part stood, and since when."""
+
+    pid: int
+    count: int
+    since: float
+
+
+class Eyes:
+    """Looks at one house again and again.
+
+    Args:
+        complain: told once why a run in a slot can have no orchestrator.
+    """
+
+    def __init__(self, output: OutputDir, complain: Callable[[str], None] = lambda why: None) -> None:
+        self.output = output
+        self._complain = complain
+        self._statuses: dict[Path, tuple[Stamp | None, Status | None]] = {}
+        self._runs: dict[str, tuple[tuple[int, ...], RunDir]] = {}
+        self._progress: dict[str, _Progress] = {}
+        self._refused: dict[str, str] = {}
+        self._held: frozenset[str] = frozenset()
+
+    def has_news(self) -> bool:
+        """Whether runs got or lost a slot, or a person asked for something. Costs two looks at stamps."""
+        return bool(self.requests()) or self._trainer_runs() != self._held
+
+    def requests(self) -> frozenset[str]:
+        """Names of parts that people want to be started anew."""
+        try:
+            with os.scandir(self.output.start_request("x").parent) as entries:
+                return frozenset(each.name for each in entries if each.is_file() and not each.name.startswith("."))
+        except FileNotFoundError:
+            return frozenset()
+
+    def runs(self, known: Iterable[str], now: float) -> dict[str, RunNow]:
+        """Runs that hold a slot of a living trainer, and the `known` ones."""
+        trainer = self._read(self.output.trainer_status, TrainerStatus)
+        self._held = self._trainer_runs()
+        held = self._held if is_alive(trainer, now) else frozenset()
+        found = {run_id: self._run(run_id, run_id in held) for run_id in sorted(held | set(known))}
+        return {run_id: run for run_id, run in found.items() if run is not None}
+
+    def see(self, part: Part, child: Child | None, run: RunNow | None, now: float) -> Seen:
+        own = self._own_status(part, run)
+        word = run.word if run and run.word and run.word.updated_at >= part.started_at else None
+        last = word.state if word and word.state in _LAST_WORDS else None
+        lives = child is not None and child.lives()
+        return Seen(
+            lives=lives,
+            exit_code=child.exit_code if child else None,
+            ready=own is not None and own.state in _READY.get(part.spec.name, ("running", *_LAST_WORDS)),
+            waiting_on=own.waiting_on if own else None,
+            heartbeat_age_s=now - own.updated_at if own else None,
+            still_s=self._still_s(part.spec.name, own, now),
+            last_word=last,
+            last_reason=word.reason if word and last else None,
+            evicted=run.evicted if run else False,
+            gone=run.gone if run else False,
+        )
+
+    def forget(self, name: str) -> None:
+        """Drop what is kept about a part and its run."""
+        for table in (self._progress, self._runs, self._refused):
+            table.pop(name, None)
+        self._statuses.pop(RunDir(self.output.path / name).status, None)
+
+    def _still_s(self, name: str, own: Status | None, now: float) -> float | None:
+        if own is None or own.progress is None or not has_work(own):
+            self._progress.pop(name, None)
+            return None
+        last = self._progress.get(name)
+        if last is None or (last.pid, last.count) != (own.pid, own.progress):
+            last = self._progress[name] = _Progress(own.pid, own.progress, now)
+        return now - last.since
+
+    def _own_status(self, part: Part, run: RunNow | None) -> Status | None:
+        """The part's own status file, if this very start of it wrote it."""
+        status: Status | None
+        if part.spec.name == TRAINER:
+            status = self._read(self.output.trainer_status, TrainerStatus)
+        elif part.spec.name == INFERENCE:
+            status = self._read(self.output.inference_status, InferenceStatus)
+        else:
+            status = run.word if run else None
+        return status if status and part.process and _wrote(part.process, status) else None
+
+    def _trainer_runs(self) -> frozenset[str]:
+        trainer = self._read(self.output.trainer_status, TrainerStatus)
+        return frozenset(trainer.runs) if trainer is not None else frozenset()
+
+    def _run(self, run_id: str, in_slot: bool) -> RunNow | None:
+        try:
+            run = self._checked(run_id)
+        except LayoutError as error:
+            if self._refused.get(run_id) != str(error):
+                self._refused[run_id] = str(error)
+                self._complain(f"no orchestrator for {run_id}: {error}")
+            return None
+        word = self._read(run.status, RunStatus)
+        max_steps = _max_steps(run) if in_slot and word is not None and word.state == "finished" else None
+        return RunNow(run_id, in_slot, run.evicted.exists(), run_id not in self._runs, word, max_steps)
+
+    def _checked(self, run_id: str) -> RunDir:
+        """The folder of a run, checked again when it or its `control/` is another than before."""
+        path = self.output.path / run_id
+        print_now = tuple(each for folder in (path, path / "control") for each in _kind(folder))
+        known = self._runs.get(run_id)
+        if known is not None and known[0] == print_now:
+            return known[1]
+        self._runs.pop(run_id, None)
+        run = self.output.run(run_id)
+        if path.is_dir():
+            self._runs[run_id] = (print_now, run)
+        return run
+
+    def _read(self, path: Path, kind: type[StatusT]) -> StatusT | None:
+        now = stamp(path)
+        known = self._statuses.get(path)
+        if known is None or known[0] != now:
+            known = self._statuses[path] = (now, read_status(path, kind) if now is not None else None)
+        return known[1] if isinstance(known[1], kind) else None
+
+
+def has_work(status: Status) -> bool:
+    """Whether the part that wrote `status` has something to get done."""
+    if isinstance(status, TrainerStatus):
+        return bool(status.runs)
+    if isinstance(status, InferenceStatus):
+        return status.num_running + status.num_waiting > 0
+    return status.state not in _LAST_WORDS
+
+
+def held_runs(parts: Mapping[str, Part]) -> set[str]:
+    """The runs whose orchestrators are known."""
+    return {name for name, part in parts.items() if part.spec.run_id}
+
+
+def _kind(path: Path) -> tuple[int, int]:
+    """What a folder is, links not followed; zeros when it is not there."""
+    try:
+        info = os.lstat(path)
+    except OSError:
+        return 0, 0
+    return info.st_ino, stat.S_IFMT(info.st_mode)
+
+
+def _wrote(process: Identity, status: Status) -> bool:
+    """Whether `status` was written by `process` or a process of its session."""
+    if status.pid == process.pid:
+        return True
+    try:
+        return os.getsid(status.pid) == process.pid
+    except (OSError, OverflowError):
+        return False
+
+
+def _max_steps(run: RunDir) -> int | None:
+    try:
+        return load_run_config(run.orch_toml).max_steps
+    except ConfigError:
+        return None

@@ -1,0 +1,116 @@
+"""What the supervisor knows of a part, and what it sees of it: plain values for `decide` and for who carries it out.
+
+They hold no process and no file. Times are Unix seconds of the supervisor's own clock.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from daemons.process import Identity
+from daemons.specs import PartSpec
+from prime_rl.configs.system import SupervisorConfig
+from prime_rl.contract.status import Crash
+
+
+class State(enum.StrEnum):
+    """The supervisor's word for a part, as in `daemons/<name>.json` (STOPPING is written as running)."""
+
+    STARTING = "starting"
+    RUNNING = "running"
+    STALLED = "stalled"
+    STOPPING = "stopping"
+    BACKOFF = "backoff"
+    FAILED = "failed"
+    DONE = "done"
+
+
+class After(enum.StrEnum):
+    """What follows once a part that was told to stop has stopped."""
+
+    END = "end"
+    RESTART = "restart"
+    NOT_READY = "not ready"
+    STALL = "stall"
+
+
+LIVE = frozenset({State.STARTING, State.RUNNING, State.STALLED, State.STOPPING})
+
+
+@dataclass(frozen=True)
+class Part:
+    """What the supervisor remembers of one part.
+
+    `num_crashes` counts in a row, for the wait before the next start; `num_early_ends` counts starts in a row that
+    ended before the part was ready or soon after; `crashes` are the newest, whatever came between.
+    """
+
+    spec: PartSpec
+    state: State
+    process: Identity | None = None
+    started_at: float = 0.0
+    stop_at: float = 0.0
+    retry_at: float = 0.0
+    evicted_at: float | None = None
+    stalled_since: float | None = None
+    after_stop: After = After.END
+    num_restarts: int = 0
+    num_crashes: int = 0
+    num_early_ends: int = 0
+    exit_code: int | None = None
+    reason: str | None = None
+    waiting_on: str | None = None
+    crashes: tuple[Crash, ...] = ()
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What is seen of one part now.
+
+    `exit_code` is None while it lives, and of a process that is no child of ours. `still_s` says how long its progress
+    has stood still though it had work; None: it has none, or counts none. `last_word` is the final state that an
+    orchestrator wrote since this start.
+    """
+
+    lives: bool = False
+    exit_code: int | None = None
+    ready: bool = False
+    waiting_on: str | None = None
+    heartbeat_age_s: float | None = None
+    still_s: float | None = None
+    last_word: str | None = None
+    last_reason: str | None = None
+    evicted: bool = False
+    gone: bool = False
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """All that `decide` may know."""
+
+    wanted: Mapping[str, PartSpec]
+    parts: Mapping[str, Part]
+    seen: Mapping[str, Seen]
+    requests: frozenset[str]
+    config: SupervisorConfig
+
+
+class Do(enum.StrEnum):
+    """What the executor does before it stores the part."""
+
+    START = "start"
+    TERM = "term"
+    KILL = "kill"
+    CLEAN = "clean"
+    NOTE = "note"
+    FORGET = "forget"
+
+
+@dataclass(frozen=True)
+class Action:
+    """`part` is what the part is after the action. CLEAN kills what a dead part left behind."""
+
+    do: Do
+    part: Part
