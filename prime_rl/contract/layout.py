@@ -13,7 +13,8 @@ below `output_dir`. It only computes and validates paths; reading and writing is
         monitors/    tensorboard/  wandb/  state.json (only with [monitor])
         logs/        orchestrator.log
       trainer/status.json   inference/status.json   daemons/<name>.json   logs/<name>.log
-      multinode/   .trash/
+      multinode/   node_<rank>.json (one a node of a multi-node group)
+      .trash/
 
 `step` counts optimizer updates done. `rollouts/step_N` (N from 1) feeds the N-th update, which makes policy version N,
 published at `broadcast/step_N` and saved at `checkpoints/step_N`. Version 0 is the untouched adapter.
@@ -31,6 +32,7 @@ STABLE = "STABLE"
 # 1 to 64 characters after the prefix: short enough for any file system, and free of separators and shell characters.
 _RUN_ID = re.compile(r"run_[A-Za-z0-9._-]{1,64}")
 _STEP = re.compile(r"step_(0|[1-9][0-9]{0,9})")
+_NODE = re.compile(r"node_(0|[1-9][0-9]{0,4})\.json")
 _ADAPTER = re.compile(r"(run_[A-Za-z0-9._-]{1,64})@v(0|[1-9][0-9]{0,9})")
 
 
@@ -242,6 +244,18 @@ class OutputDir:
     @property
     def multinode(self) -> Path:
         return self.path / "multinode"
+
+    def node_status(self, rank: int) -> Path:
+        """Written by the node of that rank only."""
+        return self.multinode / f"node_{rank}.json"
+
+    def list_nodes(self) -> list[int]:
+        """The ranks that have a status file, ascending; [] when there is no group."""
+        try:
+            names = [entry.name for entry in self.multinode.iterdir()]
+        except OSError:
+            return []
+        return sorted(int(match[1]) for name in names if (match := _NODE.fullmatch(name)))
 
     @property
     def trash(self) -> Path:

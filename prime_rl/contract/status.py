@@ -142,6 +142,44 @@ class DaemonStatus(Status, kw_only=True):
     boot_id: str = ""
 
 
+class PhaseTime(msgspec.Struct, frozen=True, kw_only=True):
+    """One phase that a node went through: how long it worked on its own part, then waited for the others."""
+
+    iteration: int
+    phase: int
+    work_s: float
+    wait_s: float = 0.0
+
+
+class NodeStatus(Status, kw_only=True):
+    """`multinode/node_<rank>.json`, written by one node of a multi-node group at every beat.
+
+    `state`: starting, working, waiting (it has `arrived` at the end of `phase` and others have not), stopped, done,
+    failed. `seq` grows by one at every beat, every `heartbeat_s`: readers judge life by it (`contract.nodes`), for
+    clocks differ. So times are durations by the node's own clock: `phase_s` since the phase began, `waited_s` since it
+    arrived. `progress` grows within the phase's work. `epoch` grows at every restart of the group. `history` holds the
+    newest phases, oldest first; `weight` is its share of the tasks; `reason` why it ended.
+    """
+
+    rank: int
+    num_nodes: int = 1
+    weight: float = 1.0
+    host: str = ""
+    rl_phase: str = "both"
+    epoch: int = 0
+    seq: int = 0
+    heartbeat_s: float = HEARTBEAT_S
+    iteration: int = 0
+    phase: int = 0
+    phase_name: str = ""
+    arrived: bool = False
+    phase_s: float = 0.0
+    waited_s: float = 0.0
+    started_at: float = 0.0
+    history: list[PhaseTime] = []
+    reason: str | None = None
+
+
 StatusT = TypeVar("StatusT", bound=Status)
 
 
