@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from daemons.actions import ActionError
-from daemons.commands import acts, demo, house, parts
+from daemons.commands import acts, demo, house, parts, up
 from daemons.commands.common import UsageError, complain
 from daemons.commands.runs import runs_app
 from daemons.launch import LaunchError
@@ -28,6 +28,7 @@ app = typer.Typer(
     help="Train many RL runs on one model from one terminal. Start with: prl demo",
 )
 demo.register(app)
+up.register(app)
 house.register(app)
 acts.register(runs_app)
 app.add_typer(runs_app, name="runs")

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
@@ -19,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from daemons import actions, launch
+from daemons.base_model import make_base_model
 from daemons.client import House, HouseReader, RunView
 from daemons.screen import TuiChild
-from daemons.specs import MAKE_BASE_MODULE
 from prime_rl.configs.base import merge
 from prime_rl.configs.system import SystemConfig
 from prime_rl.configs.validate import load_run_config
@@ -72,27 +70,6 @@ def make_room(output: OutputDir, say: launch.Say) -> None:
     else:
         raise DemoError(f"{output.path} holds something that no demo made: choose another --output-dir")
     (output.path / MARKER).touch()
-
-
-def make_base_model(name: str, stop: Callable[[], bool], say: launch.Say) -> None:
-    """Build the small base model when its folder is not there yet."""
-    if not launch.means_folder(name) or (Path(name) / "config.json").exists():
-        return
-    say(f"making a small base model in {name} (once)")
-    child = subprocess.Popen([sys.executable, "-m", MAKE_BASE_MODULE, "--out", name])
-    try:
-        while child.poll() is None and not stop():
-            time.sleep(LOOK_EVERY_S)
-    finally:
-        if child.poll() is None:
-            child.terminate()
-        with suppress(subprocess.TimeoutExpired):
-            child.wait(timeout=10.0)
-        if child.poll() is None:
-            child.kill()
-            child.wait()
-    if not stop() and child.returncode:
-        raise DemoError(f"the base model could not be made: prl make-base --out {name} exited {child.returncode}")
 
 
 @dataclass

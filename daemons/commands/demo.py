@@ -36,7 +36,7 @@ def demo(
 
     Example: prl demo --engine vllm
     """
-    from daemons.commands.house import Progress
+    from daemons.commands.up import Progress
     from daemons.demo import run_demo, with_settings
     from prime_rl.configs.base import build, load_toml, merge, read_argv
     from prime_rl.configs.system import SystemConfig

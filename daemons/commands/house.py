@@ -1,22 +1,18 @@
-"""`prl up`, `down`, `status`, `logs`, `restart`: the house as a whole."""
+"""`prl down`, `status`, `logs`, `restart`: the house as a whole."""
 
 from __future__ import annotations
 
 import contextlib
-import os
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.live import Live
 
 from daemons.actions import ActionError
-from daemons.client import House, HouseReader, read_house
+from daemons.client import HouseReader
 from daemons.commands import complete
 from daemons.commands.common import (
-    EXTRA,
     JsonOption,
     OutputDirOption,
     UsageError,
@@ -30,86 +26,10 @@ from daemons.commands.common import (
 from daemons.commands.views import house_json, house_view
 from prime_rl.contract.files import WaitTimeout, wait_for, write_atomic
 from prime_rl.contract.layout import LayoutError, OutputDir
-from prime_rl.utils.text import clean_text
 
 RESTART_WAIT_S = 60.0
 FOLLOW_EVERY_S = 0.25
 _CHUNK_BYTES = 1_000_000
-
-
-def up(
-    context: typer.Context,
-    output_dir: OutputDirOption = None,
-    foreground: Annotated[bool, typer.Option("--foreground", help="Supervise here until Ctrl-C; no daemon.")] = False,
-) -> None:
-    """Start trainer, inference and the orchestrators of all runs, and keep them alive.
-
-    Example: prl up @ configs/demo/system.toml --inference.port 8001
-    """
-    from daemons import launch, supervisor
-    from prime_rl.configs.base import build, merge, read_argv
-    from prime_rl.configs.system import SystemConfig
-    from prime_rl.utils.signals import StopFlag
-
-    stop = StopFlag().install()
-    data, source = read_argv(context.args)
-    chosen = output_dir or os.environ.get("PRL_OUTPUT_DIR")
-    if chosen:
-        place = {"output_dir": str(chosen)}
-        data = merge(data, {**place, "trainer": place, "inference": place})
-    system = build(SystemConfig, data, source)
-    output = OutputDir(system.output_dir)
-    lock = launch.prepare(system, output, say)
-    if foreground:
-        raise typer.Exit(supervisor.supervise(output, lock, stop))
-    child = launch.start_supervisor(output, lock)
-    try:
-        with Progress() as look:
-            ready = launch.wait_until_ready(system, output, child, stop=stop, on_look=look)
-    except launch.LaunchError:
-        launch.down(output, timeout_s=_down_timeout_s(system.supervisor.grace_s), say=say, supervisor=child)
-        raise
-    if not ready:
-        launch.down(output, timeout_s=_down_timeout_s(system.supervisor.grace_s), say=say, supervisor=child)
-        raise typer.Exit(130)
-    house = read_house(output.path)
-    url = house.inference.base_url if house.inference else ""
-    say(f"up: {output.path}, {house.max_runs} slots, inference at {url}; prl status shows it, prl down stops it")
-
-
-def _down_timeout_s(grace_s: float) -> float:
-    """Three groups of parts, one after another, and a margin."""
-    return 3 * grace_s + 15.0
-
-
-class Progress:
-    """Shows the wait for readiness: one live line a part on a terminal, a line at each change elsewhere."""
-
-    def __enter__(self) -> Callable[[House], None]:
-        screen = console()
-        self._live = Live(console=screen, auto_refresh=False) if screen.is_terminal else None
-        self._said: list[str] = []
-        if self._live is not None:
-            self._live.start()
-        return self._look
-
-    def __exit__(self, *exc: object) -> None:
-        if self._live is not None:
-            self._live.stop()
-
-    def _look(self, house: House) -> None:
-        from rich.text import Text
-
-        from daemons.launch import waits
-
-        lines = [clean_text(line) for line in waits(house)]
-        if self._live is not None:
-            self._live.update(Text("\n".join(lines)), refresh=True)
-        else:
-            for line in lines:
-                if line not in self._said:
-                    say(line)
-            self._said = lines
 
 
 def down(
@@ -236,6 +156,5 @@ def restart(
 
 
 def register(app: typer.Typer) -> None:
-    app.command(context_settings=EXTRA)(up)
     for command in (down, status, logs, restart):
         app.command()(command)

@@ -60,7 +60,8 @@ class InferenceConfig(BaseConfig):
     """Port to listen on; 0 takes a free one and writes it to the status file."""
 
     api_key_var: str = "PRL_API_KEY"
-    """Name of the environment variable that holds the API key. Requests need it when it is set."""
+    """Name of the environment variable that holds the API key; the same name with `_FILE` may name a file instead that
+    only its owner can read. Requests need the key when there is one."""
 
     model: InferenceModelConfig = InferenceModelConfig()
     """Base model and adapters."""

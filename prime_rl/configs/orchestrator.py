@@ -200,6 +200,10 @@ class CkptConfig(BaseConfig):
     made after that step is dropped, once for each change of the file."""
 
 
+def _items(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
 class ClientConfig(BaseConfig):
     """Inference as the orchestrator reaches it."""
 
@@ -208,7 +212,8 @@ class ClientConfig(BaseConfig):
     `inference/status.json`."""
 
     api_key_var: str = "PRL_API_KEY"
-    """Name of the environment variable that holds the API key."""
+    """Name of the environment variable that holds the API key; the same name with `_FILE` may name a file instead that
+    only its owner can read."""
 
     timeout_s: float = Field(120.0, gt=0)
     """Deadline of one request."""
@@ -221,6 +226,14 @@ class ClientConfig(BaseConfig):
     def urls(self) -> list[str | None]:
         """One a server; None stands for the one in the status file."""
         return list(self.base_url) if isinstance(self.base_url, list) else [self.base_url]
+
+    @field_validator("base_url", mode="before")
+    @classmethod
+    def _no_password(cls, value: Any) -> Any:
+        """First of all checks, and without the URL in its message: URLs are shown in logs and status files."""
+        if any("@" in str(url).partition("://")[2].partition("/")[0] for url in [value, *_items(value)]):
+            raise ValueError("a URL with a user or a password in it is shown in logs: use api_key_var for a key")
+        return value
 
     @model_validator(mode="after")
     def _no_server_twice(self) -> Self:

@@ -10,6 +10,7 @@ import socket
 from pathlib import Path
 
 from prime_rl.configs.inference import InferenceConfig
+from prime_rl.utils.secrets import SecretError, read_secret
 
 # `owner/name`, as on the Hugging Face hub.
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
@@ -25,11 +26,14 @@ class StartError(RuntimeError):
 
 def read_api_key(config: InferenceConfig, environ: dict[str, str]) -> str | None:
     """The API key, or None. Raises StartError when the server would listen beyond this machine without one."""
-    key = environ.get(config.api_key_var) or None
+    try:
+        key = read_secret(config.api_key_var, environ)
+    except SecretError as error:
+        raise StartError(str(error), exit_code=2) from error
     if key is None and not is_loopback(config.host):
         raise StartError(
             f"host: {config.host} can be reached from other machines and no API key is set: set the environment "
-            f"variable {config.api_key_var}, or listen on 127.0.0.1",
+            f"variable {config.api_key_var}, or {config.api_key_var}_FILE for a file with it, or listen on 127.0.0.1",
             exit_code=2,
         )
     return key

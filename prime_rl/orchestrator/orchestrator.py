@@ -63,6 +63,7 @@ from prime_rl.orchestrator.tokenizer import ChatTokenizer, TokenizerError
 from prime_rl.orchestrator.trainer_watch import TrainerWatch
 from prime_rl.orchestrator.turn import TurnSampler
 from prime_rl.utils.logger import setup_logger
+from prime_rl.utils.secrets import SecretError, read_secret
 from prime_rl.utils.signals import StopFlag
 from prime_rl.utils.watch import Watcher
 
@@ -176,10 +177,14 @@ def make_ledger(config: OrchestratorConfig, progress: Progress) -> GroupLedger:
 
 
 def connect(config: OrchestratorConfig, run: RunDir) -> InferenceClient:
+    try:
+        api_key = read_secret(config.client.api_key_var, os.environ)
+    except SecretError as error:
+        raise RunFailed(str(error)) from error
     return InferenceClient(
         [Endpoint(run.path.parent, url) for url in config.client.urls],
         run.run_id,
-        api_key=os.environ.get(config.client.api_key_var),
+        api_key=api_key,
         timeout_s=config.client.timeout_s,
         max_concurrent_requests=config.client.max_concurrent_requests,
     )

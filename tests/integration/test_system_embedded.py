@@ -4,20 +4,35 @@ from __future__ import annotations
 
 import os
 import signal
+from pathlib import Path
 
+import httpx
 import psutil
 import pytest
 
 from prime_rl.contract.layout import list_steps
-from prime_rl.contract.status import DaemonStatus, TrainerStatus, read_status
+from prime_rl.contract.status import DaemonStatus, InferenceStatus, TrainerStatus, read_status
 from tests.metrics_support import undocumented
 from tests.system_support import House, read_metrics
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
-def test_three_runs_on_two_slots_one_evicted_one_deleted(house: House) -> None:
+CANARY = "sk-canary-that-nobody-may-see"
+
+
+def test_three_runs_on_two_slots_one_evicted_one_deleted(
+    house: House, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With an API key from a file, which is asked for and is seen nowhere."""
+    key = tmp_path / "api.key"
+    key.write_text(CANARY + "\n")
+    key.chmod(0o600)
+    monkeypatch.setenv("PRL_API_KEY_FILE", str(key))
     house.up()
+    inference = read_status(house.paths.inference_status, InferenceStatus)
+    assert inference is not None
+    assert httpx.get(f"{inference.base_url}/models", trust_env=False).status_code == 401
     house.prl("runs", "add", str(house.write_run("a", max_steps=6)))
     house.wait(lambda: house.state("run_a") == "active", "run_a to be admitted")
     house.prl("runs", "add", str(house.write_run("b", max_steps=1000, env="sort-letters", rank=4)))
@@ -47,7 +62,12 @@ def test_three_runs_on_two_slots_one_evicted_one_deleted(house: House) -> None:
     status = read_status(house.paths.trainer_status, TrainerStatus)
     assert status is not None and status.runs == {}
 
+    told = [house.prl(*words, "--json").stdout for words in (("status",), ("runs", "list"), ("runs", "show", "run_a"))]
+    assert told and not any(CANARY in text for text in told)
+    assert not [p.pid for p in psutil.process_iter(["cmdline"]) if CANARY in " ".join(p.info["cmdline"] or [])]
     house.prl("down")
+    files = [path for path in house.output_dir.rglob("*") if path.is_file()]
+    assert len(files) > 30 and not [path for path in files if CANARY.encode() in path.read_bytes()]
     assert house.processes() == []
     assert house.json("status")["daemons"] != []
     assert house.prl("down").returncode == 0, "down is idempotent"

@@ -10,6 +10,7 @@ from prime_rl.orchestrator.envs import Environment, ProcessEnvironment, load_env
 from prime_rl.orchestrator.envs.checked import CheckedEnvironment
 from prime_rl.orchestrator.envs.metered import MeteredEnvironment
 from prime_rl.orchestrator.metrics import RolloutMeter
+from prime_rl.utils.secrets import names_of
 
 Environments = dict[str, CheckedEnvironment]
 
@@ -43,7 +44,7 @@ async def _load(
     env: EnvConfig, config: OrchestratorConfig, cleanup: AsyncExitStack, say: Callable[[str | None], None]
 ) -> Environment:
     # The key of inference is not for code that is not ours.
-    made = load_environment(env, config.seed, hidden=[config.client.api_key_var])
+    made = load_environment(env, config.seed, hidden=names_of(config.client.api_key_var))
     if isinstance(made, ProcessEnvironment):
         say(f"env {env.label} (loading {env.id}, takes seconds)")
         cleanup.push_async_callback(made.close)

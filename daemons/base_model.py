@@ -1,0 +1,38 @@
+"""The small base model of the demo and of a house without a system file: made by a child process when it is missing."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from daemons import launch
+from daemons.specs import MAKE_BASE_MODULE
+
+LOOK_EVERY_S = 0.25
+
+
+def make_base_model(name: str, stop: Callable[[], bool], say: launch.Say) -> None:
+    """Build the small base model when its folder is not there yet; its progress is printed. Raises LaunchError."""
+    if not launch.means_folder(name) or (Path(name) / "config.json").exists():
+        return
+    say(f"making a small base model in {name} (once, one to three minutes)")
+    child = subprocess.Popen([sys.executable, "-m", MAKE_BASE_MODULE, "--out", name])
+    try:
+        while child.poll() is None and not stop():
+            time.sleep(LOOK_EVERY_S)
+    finally:
+        if child.poll() is None:
+            child.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            child.wait(timeout=10.0)
+        if child.poll() is None:
+            child.kill()
+            child.wait()
+    if not stop() and child.returncode:
+        raise launch.LaunchError(
+            f"the base model could not be made: prl make-base --out {name} exited {child.returncode}"
+        )

@@ -1,0 +1,63 @@
+"""Which house `prl up` means."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import tomli_w
+
+from daemons.commands.up import UP, choose_system
+from prime_rl.configs.base import ConfigError
+from prime_rl.contract.layout import OutputDir
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("PRL_OUTPUT_DIR", raising=False)
+
+
+def test_without_a_file_it_is_the_small_house_in_the_default_place(capsys: pytest.CaptureFixture[str]) -> None:
+    wanted = choose_system(["--inference.num_threads", "2"], None)
+    system = wanted.system
+    assert wanted.is_small and "no system file: a small house" in capsys.readouterr().out
+    assert (system.output_dir, system.trainer.output_dir, system.inference.output_dir) == (Path("outputs"),) * 3
+    assert (system.model.name, system.inference.port, system.inference.num_threads) == ("models/base", 0, 2)
+
+
+def test_a_named_file_or_model_is_just_that(tmp_path: Path) -> None:
+    (tmp_path / "s.toml").write_text('output_dir = "there"\n[model]\nname = "m"\n')
+    wanted = choose_system(["@", "s.toml"], None)
+    assert (wanted.is_small, wanted.system.output_dir, wanted.system.seq_len) == (False, Path("there"), 2048)
+    wanted = choose_system(["--model.name", "m"], None)
+    assert (wanted.is_small, wanted.system.model.name, wanted.system.inference.port) == (False, "m", 8000)
+
+
+def test_a_house_is_started_as_it_was_last_started(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said = choose_system(["--model.name", "mine", "--seq_len", "128", "--lora.rank", "4"], tmp_path / "h").said
+    place = OutputDir(tmp_path / "h").component_config(UP)
+    place.parent.mkdir(parents=True)
+    place.write_text(tomli_w.dumps(said))
+    wanted = choose_system(["--seq_len", "256"], tmp_path / "h")
+    assert "as it was last started" in capsys.readouterr().out
+    trainer = wanted.system.trainer
+    assert (trainer.model.name, trainer.seq_len, wanted.is_small) == ("mine", 256, False)
+    assert wanted.system.inference.model.max_model_len == 256, "what is said once reaches both parts"
+    assert trainer.model.lora is not None and trainer.model.lora.rank == 4
+    place.write_text("seq_len = [")
+    with pytest.raises(ConfigError, match=r"up\.toml"):
+        choose_system([], tmp_path / "h")
+
+
+def test_the_place_comes_from_the_option_else_the_environment_else_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "s.toml").write_text('output_dir = "file"\n[trainer]\noutput_dir = "file"\n')
+    monkeypatch.setenv("PRL_OUTPUT_DIR", "environment")
+    for option, place in ((Path("option"), "option"), (None, "environment")):
+        system = choose_system(["@s.toml"], option).system
+        assert {system.output_dir, system.trainer.output_dir, system.inference.output_dir} == {Path(place)}
+    monkeypatch.delenv("PRL_OUTPUT_DIR")
+    assert choose_system(["@s.toml"], None).system.output_dir == Path("file")
+    assert choose_system(["--output_dir", "argument"], None).system.output_dir == Path("argument")
