@@ -28,6 +28,7 @@ from prime_rl.contract.status import (
     TrainerStatus,
 )
 from prime_rl.utils.process import process_create_time
+from tui.snapshot import Disk
 
 NOW = 1_790_000_000.0
 MODEL = "models/base"
@@ -36,6 +37,11 @@ HOSTILE = "\x1b]2;owned\x07\x1b[31mred [bold]not bold[/] [/] \u202eevil"
 
 def frozen_clock() -> float:
     return NOW
+
+
+def roomy_disk(path: Path) -> Disk:
+    """In place of this machine's disk, which may be as full as it likes."""
+    return Disk(free_bytes=400 << 30, total_bytes=1 << 40)
 
 
 def orch_toml(*, max_steps: int = 100, lr: float = 1e-3, env: str = "reverse-text", extra: str = "") -> str:

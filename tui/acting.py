@@ -6,10 +6,11 @@ and is shown together with the command that does the same in a shell.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 
 from textual.binding import Binding, BindingType
 
@@ -22,8 +23,9 @@ from tui.dialogs.evict import EvictDialog
 from tui.dialogs.job import Job, prl_command
 from tui.messages import ActionChanged, ActionEntry, ActionState
 from tui.screens.base import HouseScreen
-from tui.screens.run import RunScreen
 from tui.screens.runs import RunsScreen
+
+ScreenT = TypeVar("ScreenT", bound=HouseScreen)
 
 _serials = itertools.count(1)
 _CAN_READMIT = (RunState.EVICTED, RunState.FAILED)
@@ -117,16 +119,18 @@ class _Worker:
         self.post(ActionChanged(ActionEntry(self.serial, self.job.command, state, one_line(text, 400))))
 
 
-class ActingRunScreen(RunScreen, ActsOnRuns):
-    """One run, with the keys that act on it."""
-
-
-class ActingRunsScreen(RunsScreen, ActsOnRuns):
-    """Home, with the keys that act."""
+class ActsOnHouse(ActsOnRuns):
+    """The keys of home."""
 
     BINDINGS: ClassVar[list[BindingType]] = [Binding("a", "add", "Add")]
-    run_screen: ClassVar[type[RunScreen]] = ActingRunScreen
 
     def action_add(self) -> None:
         run_ids = [row.run_id for row in self.snapshot.rows] if self.snapshot else []
         self.app.push_screen(AddDialog(self.setting.output_dir, run_ids, self.perform))
+
+
+@functools.cache
+def acting(screen: type[ScreenT]) -> type[ScreenT]:
+    """`screen` with the keys that act; home has more of them."""
+    mixin = ActsOnHouse if issubclass(screen, RunsScreen) else ActsOnRuns
+    return type(f"Acting{screen.__name__}", (screen, mixin), {})

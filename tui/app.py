@@ -21,9 +21,10 @@ from textual.screen import Screen
 
 from tui.messages import ActionChanged, HouseChanged
 from tui.palette import DARK, LIGHT
-from tui.screens.base import KEY_ORDER, MORE_COMMANDS, Setting, ShowsAction, ShowsHouse
-from tui.screens.runs import RunsScreen
-from tui.watcher import HouseWatcher
+from tui.screens.base import KEY_ORDER, MORE_COMMANDS, HouseScreen, Setting, ShowsAction, ShowsHouse
+from tui.screens.places import HOME, PLACES, make_screen
+from tui.screens.run import RunScreen
+from tui.watcher import HouseWatcher, ReadDisk
 
 EXIT_INTERRUPTED = 130
 
@@ -39,18 +40,22 @@ class PrlApp(App[None]):
     ]
 
     def __init__(
-        self, output_dir: Path, *, read_only: bool = False, clock: Callable[[], float] = time.time, watch: bool = True
+        self,
+        output_dir: Path,
+        *,
+        read_only: bool = False,
+        clock: Callable[[], float] = time.time,
+        read_disk: ReadDisk | None = None,
     ) -> None:
         super().__init__()
         self.setting = Setting(output_dir, clock, read_only)
-        self.watcher = HouseWatcher(output_dir, self.post_message, clock)
-        self._watch = watch
+        self.watcher = HouseWatcher(output_dir, self.post_message, clock, read_disk)
 
     def on_mount(self) -> None:
         self.register_theme(DARK)
         self.register_theme(LIGHT)
         self.theme = DARK.name
-        self.push_screen(self._home())
+        self.push_screen(make_screen(HOME, self.setting))
         self.run_worker(self.watcher.run, thread=True, name="watch the house")
 
     def on_unmount(self) -> None:
@@ -82,9 +87,11 @@ class PrlApp(App[None]):
             if binding.action in (*KEY_ORDER, *MORE_COMMANDS) and active.enabled:
                 key = self.get_key_display(binding)
                 yield SystemCommand(binding.description, f"key {key}", self._runner(screen, binding.action))
-        if isinstance(screen, RunsScreen) and screen.snapshot:
+        for place in PLACES:
+            yield SystemCommand(place.title, f"key {place.key}", lambda name=place.name: self.go(name))
+        if isinstance(screen, HouseScreen) and screen.snapshot:
             for row in screen.snapshot.rows:
-                yield SystemCommand(f"Open {row.run_id}", row.state, lambda run_id=row.run_id: screen.open_run(run_id))
+                yield SystemCommand(f"Open {row.run_id}", row.state, lambda run_id=row.run_id: self.open_run(run_id))
         yield SystemCommand("Theme", "dark, light and many others", self.action_change_theme)
 
     def _runner(self, screen: Screen[object], action: str) -> Callable[[], None]:
@@ -93,12 +100,31 @@ class PrlApp(App[None]):
 
         return lambda: self.call_next(run)
 
-    def _home(self) -> RunsScreen:
-        if self.setting.read_only:
-            return RunsScreen(self.setting)
-        from tui.acting import ActingRunsScreen
+    def go(self, name: str) -> None:
+        """Show the place of that name. Home stays below all others, so that esc leads back to it."""
+        while len(self.screen_stack) > 2:
+            self.pop_screen()
+        if name != HOME:
+            self._push(make_screen(name, self.setting))
 
-        return ActingRunsScreen(self.setting)
+    def go_number(self, number: int) -> None:
+        for place in PLACES:
+            if place.key == str(number):
+                self.go(place.name)
+
+    def open_run(self, run_id: str) -> None:
+        if self.setting.read_only:
+            self._push(RunScreen(self.setting, run_id))
+            return
+        from tui.acting import acting
+
+        self._push(acting(RunScreen)(self.setting, run_id))
+
+    def _push(self, screen: HouseScreen) -> None:
+        home = self.screen_stack[1]
+        if isinstance(home, HouseScreen):
+            screen.snapshot, screen.entry = home.snapshot, home.entry
+        self.push_screen(screen)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,16 +1,17 @@
 """From what the disk says to what the screen says: pure.
 
-`make_snapshot` takes one look at the house (`daemons.client.House`) and the newest metrics of each run, and gives rows,
-parts and problems in words. All text that came from disk is cleaned here, so widgets never meet an escape sequence.
-It knows no widget, no colour and no file.
+`make_snapshot` takes one look at the house (`daemons.client.House`), the newest metrics of each run and the room on
+the disk, and gives rows, parts and problems in words. What counts as a problem is said once, in `find_problems`. All
+text that came from disk is cleaned here, so widgets never meet an escape sequence. It knows no widget, colour or file.
 """
 
 from __future__ import annotations
 
 import enum
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 from daemons.client import DaemonView, House, RunView
 from prime_rl.configs.validate import PARSE_ERROR_PREFIX
@@ -20,6 +21,12 @@ from tui import fmt
 from tui.series import change
 
 MAX_REASON_CHARS = 4_000
+# A run stalls when no step ends for this many of its usual step times, and for this long at least.
+STALL_STEPS = 10
+STALL_MIN_S = 300.0
+# Checkpoints and batches of a small house fit into this; what is full takes every run down with it.
+LOW_DISK_BYTES = 2 * 1024**3
+LOW_DISK_SHARE = 0.02
 
 
 class Level(enum.IntEnum):
@@ -33,6 +40,7 @@ class Level(enum.IntEnum):
 
 
 LOST = "lost"
+STALLED = "stalled"
 # How a validation error begins: which file it is about is clear from the row.
 _CONFIG_FILE = re.compile(rf"^(?:{PARSE_ERROR_PREFIX}: )?\S*orch\.toml: ")
 # State in words -> (symbol, level). The symbols differ in shape, so that no state needs colour to be read.
@@ -41,6 +49,7 @@ STATES: Mapping[str, tuple[str, Level]] = {
     RunState.WAITING: ("◌", Level.BUSY),
     RunState.FINISHED: ("✔", Level.QUIET),
     RunState.STOPPED: ("■", Level.QUIET),
+    STALLED: ("▲", Level.WARN),
     RunState.EVICTED: ("⊘", Level.WARN),
     RunState.INVALID: ("!", Level.BAD),
     RunState.FAILED: ("✖", Level.BAD),
@@ -51,6 +60,7 @@ STATE_WORDS: Mapping[str, str] = {
     RunState.WAITING: "valid, waits for a free slot",
     RunState.FINISHED: "reached max_steps",
     RunState.STOPPED: "the trainer is down",
+    STALLED: f"alive, but no step ends: {STALL_STEPS} times as long as usual",
     RunState.EVICTED: "out of its slot, reason kept; r readmits it",
     RunState.INVALID: "its orch.toml has errors; edit it and it is looked at again",
     RunState.FAILED: "its orchestrator gave up",
@@ -75,12 +85,18 @@ PART_SYMBOLS = {Level.QUIET: "■", Level.GOOD: "●", Level.BUSY: "◌", Level.
 
 @dataclass(frozen=True)
 class RunTail:
-    """The newest metrics of one run: `rewards` as they came, newest last; the curves thinned out."""
+    """The newest metrics of one run: `rewards` as they came, newest last; the curves thinned out.
+
+    `last_step_at` is when the newest step ended, on the clock of the run's machine (Unix seconds); `step_s` the usual
+    time between steps.
+    """
 
     rewards: tuple[float, ...] = ()
     loss: float | None = None
     reward_curve: tuple[tuple[float, ...], tuple[float, ...]] = ((), ())
     loss_curve: tuple[tuple[float, ...], tuple[float, ...]] = ((), ())
+    last_step_at: float | None = None
+    step_s: float | None = None
 
 
 NO_TAIL = RunTail()
@@ -136,11 +152,29 @@ class Part:
 
 
 @dataclass(frozen=True)
+class Disk:
+    """Room on the disk that holds the house."""
+
+    free_bytes: int
+    total_bytes: int
+
+    @property
+    def is_low(self) -> bool:
+        return self.free_bytes < max(LOW_DISK_BYTES, LOW_DISK_SHARE * self.total_bytes)
+
+
+@dataclass(frozen=True)
 class Problem:
-    """Something that a person should look at: what has it, and what is wrong."""
+    """Something that a person should look at: what has it, what is wrong, and since when (Unix seconds, if known).
+
+    `target` says what `name` names: a run that can be opened, a part, an entry that is no run, or the house itself.
+    """
 
     name: str
     text: str
+    target: Literal["run", "part", "entry", "house"] = "run"
+    level: Level = Level.BAD
+    since: float | None = None
 
 
 @dataclass(frozen=True)
@@ -156,38 +190,59 @@ class Snapshot:
     num_waiting: int
     tokens_per_s: float | None
     bottleneck: str | None
+    disk: Disk | None
     house: House
 
     def row(self, run_id: str) -> RunRow | None:
         return next((row for row in self.rows if row.run_id == run_id), None)
 
 
-def make_snapshot(house: House, tails: Mapping[str, RunTail], now: float) -> Snapshot:
-    """`now` in Unix seconds."""
+def make_snapshot(
+    house: House,
+    tails: Mapping[str, RunTail],
+    now: float,
+    *,
+    disk: Disk | None = None,
+    since: Mapping[str, float] | None = None,
+) -> Snapshot:
+    """`now` in Unix seconds; `since` says of evicted and invalid runs when they became so."""
     rows = tuple(_row(order, run, tails.get(run.run_id, NO_TAIL), now) for order, run in enumerate(house.runs))
     parts = _parts(house)
     return Snapshot(
         name=one_line(house.output_dir.resolve().name or str(house.output_dir), 60),
         rows=rows,
         parts=parts,
-        problems=tuple(_problems(house, rows, parts)),
+        problems=find_problems(house, rows, parts, disk=disk, since=since or {}),
         num_used=house.num_used,
         max_runs=house.max_runs,
         num_waiting=sum(row.state == RunState.WAITING for row in rows),
         tokens_per_s=house.trainer.tokens_per_s if house.trainer else None,
         bottleneck=one_line(house.bottleneck) if house.bottleneck else None,
+        disk=disk,
         house=house,
     )
 
 
-def display_state(run: RunView, now: float) -> str:
-    """The run's state; `lost` for one that should work and gives no sign of life."""
-    stale = run.updated_at is not None and now - run.updated_at > LOST_AFTER_S
-    return LOST if run.state is RunState.ACTIVE and stale else str(run.state)
+def display_state(run: RunView, now: float, tail: RunTail = NO_TAIL) -> str:
+    """The run's state; `lost` for one that should work and gives no sign of life, `stalled` for one whose steps do not
+    go on."""
+    if run.state is not RunState.ACTIVE:
+        return str(run.state)
+    if run.updated_at is not None and now - run.updated_at > LOST_AFTER_S:
+        return LOST
+    return STALLED if stalled_s(run, tail) is not None else str(run.state)
+
+
+def stalled_s(run: RunView, tail: RunTail) -> float | None:
+    """For how long no step has ended, when that is too long. Both times are of the run's own clock: no skew counts."""
+    if run.updated_at is None or tail.last_step_at is None:
+        return None
+    silent_s = run.updated_at - tail.last_step_at
+    return silent_s if silent_s > max(STALL_MIN_S, STALL_STEPS * (tail.step_s or 0.0)) else None
 
 
 def _row(order: int, run: RunView, tail: RunTail, now: float) -> RunRow:
-    state = display_state(run, now)
+    state = display_state(run, now, tail)
     symbol, level = STATES[state]
     reason = clean_text(run.reason)[:MAX_REASON_CHARS].strip() if run.reason else None
     return RunRow(
@@ -203,7 +258,7 @@ def _row(order: int, run: RunView, tail: RunTail, now: float) -> RunRow:
         loss=tail.loss,
         tokens_per_s=run.tokens_per_s,
         lag=run.async_level,
-        note=_note(run, state, reason, now),
+        note=_note(run, state, reason, now, tail),
         reason=reason,
         updated_at=run.updated_at,
         view=run,
@@ -211,10 +266,12 @@ def _row(order: int, run: RunView, tail: RunTail, now: float) -> RunRow:
     )
 
 
-def _note(run: RunView, state: str, reason: str | None, now: float) -> str:
+def _note(run: RunView, state: str, reason: str | None, now: float, tail: RunTail) -> str:
     """What it waits for, or why it is as it is, on one line."""
-    if state == LOST:
+    if state in (LOST, STALLED):
         silent = f"no sign of life for {fmt.age(now - (run.updated_at or now))}"
+        if state == STALLED:
+            silent = f"no step for {fmt.age(stalled_s(run, tail))}"
         return f"{silent}; waits for {one_line(run.waiting_on)}" if run.waiting_on else silent
     if reason:
         return one_line(_CONFIG_FILE.sub("", fmt.first_line(reason), count=1))
@@ -261,15 +318,28 @@ def _part(name: str, own_word: str | None, waiting_on: str | None, daemon: Daemo
     )
 
 
-def _problems(house: House, rows: tuple[RunRow, ...], parts: tuple[Part, ...]) -> list[Problem]:
-    found = [
-        Problem(row.run_id, f"{row.state}: {row.note}" if row.note else row.state) for row in rows if row.is_problem
-    ]
+def find_problems(
+    house: House, rows: Iterable[RunRow], parts: Iterable[Part], *, disk: Disk | None, since: Mapping[str, float]
+) -> tuple[Problem, ...]:
+    """Everything that needs a person, newest first; what has no known time comes last, in the order of the house."""
+    found = [_run_problem(row, since.get(row.run_id)) for row in rows if row.level >= Level.WARN]
     named = {problem.name for problem in found}
-    found += [
-        Problem(part.name, f"{part.state}: {part.detail}" if part.detail else part.state)
-        for part in parts
-        if part.level >= Level.WARN and part.name not in named
-    ]
-    found += [Problem(one_line(each.name, 80), f"refused: {one_line(each.reason)}") for each in house.refused]
-    return found
+    found += [_part_problem(part, house) for part in parts if part.level >= Level.WARN and part.name not in named]
+    found += [Problem(one_line(each.name, 80), f"refused: {one_line(each.reason)}", "entry") for each in house.refused]
+    if disk is not None and disk.is_low:
+        room = f"{fmt.size(disk.free_bytes)} of {fmt.size(disk.total_bytes)} are free"
+        found.append(Problem("disk", f"{room}: prl runs purge removes deleted runs for good", "house"))
+    return tuple(sorted(found, key=lambda problem: -(problem.since or 0.0)))
+
+
+def _run_problem(row: RunRow, since: float | None) -> Problem:
+    if row.state == STALLED:
+        since = row.tail.last_step_at
+    text = f"{row.state}: {row.note}" if row.note else row.state
+    return Problem(row.run_id, text, "run", row.level, since if since is not None else row.updated_at)
+
+
+def _part_problem(part: Part, house: House) -> Problem:
+    daemon = house.daemon(part.name)
+    text = f"{part.state}: {part.detail}" if part.detail else part.state
+    return Problem(part.name, text, "part", part.level, daemon.updated_at if daemon else None)

@@ -6,6 +6,10 @@ within one wait after `stop`.
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+import shutil
+import statistics
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -14,21 +18,23 @@ from textual.message import Message
 
 from daemons.client import House, HouseReader
 from prime_rl.contract.layout import OutputDir, RunDir
+from prime_rl.contract.status import RunState
 from prime_rl.utils.watch import Watcher
 from tui.messages import HouseChanged, RunChanged
 from tui.readers import MetricsReader
 from tui.run_detail import RunDetailReader
 from tui.series import downsample
-from tui.snapshot import RunTail, make_snapshot
+from tui.snapshot import Disk, RunTail, Snapshot, make_snapshot
 
 Post = Callable[[Message], object]
+ReadDisk = Callable[[Path], Disk | None]
 # Two looks are at least this far apart: status files change at most twice a second each, a person reads no faster.
 MIN_INTERVAL_S = 0.3
 RESCAN_S = 2.0
 RUN_INTERVAL_S = 0.4
 # The home screen draws at most this many points of a curve.
 HOME_POINTS = 240
-HOME_KEYS = ("reward/mean", "loss")
+HOME_KEYS = ("reward/mean", "loss", "time")
 HOME_CAPACITY = 512
 # Of each metrics file the home screen reads this much from the end, about 200 steps: a house of 200 long runs is then
 # listed at once. The run screen reads all.
@@ -74,7 +80,13 @@ def _tail(reader: MetricsReader) -> RunTail:
         steps, values = downsample(*series.points(), HOME_POINTS) if series else ([], [])
         return tuple(steps), tuple(values)
 
+    times = reader.series("time")
+    ended = times.recent(12) if times else []
+    steps_s = [later - sooner for sooner, later in itertools.pairwise(ended)]
+
     return RunTail(
+        last_step_at=ended[-1] if ended else None,
+        step_s=statistics.median(steps_s) if steps_s else None,
         rewards=tuple(rewards.recent(64)) if rewards else (),
         loss=losses.last if losses else None,
         reward_curve=curve("reward/mean"),
@@ -82,13 +94,37 @@ def _tail(reader: MetricsReader) -> RunTail:
     )
 
 
+def disk_of(path: Path) -> Disk | None:
+    """Room where `path` lies; None when the system does not say."""
+    try:
+        usage = shutil.disk_usage(path)
+    except OSError:
+        return None
+    return Disk(usage.free, usage.total)
+
+
+def state_times(output: OutputDir, house: House) -> dict[str, float]:
+    """When evicted and invalid runs became so: the time of the file that says it."""
+    found = {}
+    for view in house.runs:
+        if view.state in (RunState.EVICTED, RunState.INVALID):
+            run = RunDir(output.path / view.run_id)
+            path = run.evicted if view.state is RunState.EVICTED else run.config_error
+            with contextlib.suppress(OSError):
+                found[view.run_id] = path.stat().st_mtime
+    return found
+
+
 class HouseWatcher:
     """Posts a `HouseChanged` at every change, and once every RESCAN_S."""
 
-    def __init__(self, output_dir: Path, post: Post, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, output_dir: Path, post: Post, clock: Callable[[], float], read_disk: ReadDisk | None = None
+    ) -> None:
         self._output = OutputDir(output_dir)
         self._post = post
         self._clock = clock
+        self._read_disk = read_disk or disk_of
         self._stopped = threading.Event()
         self._watcher: Watcher | None = None
 
@@ -99,14 +135,18 @@ class HouseWatcher:
             self._watcher = watcher
             # Names and states at once, curves when they are read.
             house = reader.read()
-            self._post(HouseChanged(make_snapshot(house, {}, house.read_at)))
+            self._post(HouseChanged(self._snapshot(house, {})))
             while not self._stopped.is_set():
                 house = reader.read()
                 tails = metrics.update(house, self._stopped.is_set)
-                self._post(HouseChanged(make_snapshot(house, tails, house.read_at)))
+                self._post(HouseChanged(self._snapshot(house, tails)))
                 self._stopped.wait(MIN_INTERVAL_S)
                 watcher.watch(self._folders())
                 watcher.wait()
+
+    def _snapshot(self, house: House, tails: dict[str, RunTail]) -> Snapshot:
+        disk = self._read_disk(self._output.path)
+        return make_snapshot(house, tails, house.read_at, disk=disk, since=state_times(self._output, house))
 
     def wake(self) -> None:
         """Look again now."""

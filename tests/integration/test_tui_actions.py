@@ -17,7 +17,7 @@ from textual.widgets import Button, Input, OptionList, Static
 
 from prime_rl.contract.layout import OutputDir, RunDir
 from prime_rl.contract.status import RunStatus, read_status
-from tests.tui_support import add_run, build_house, has_looked, orch_toml, until
+from tests.tui_support import add_run, build_house, has_looked, orch_toml, roomy_disk, until
 from tui.acting import ActsOnRuns
 from tui.app import PrlApp
 from tui.dialogs.add import AddDialog
@@ -50,7 +50,7 @@ def configs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @asynccontextmanager
 async def opened(path: Path) -> AsyncIterator[tuple[PrlApp, Pilot[None]]]:
     """With the real clock, as the actions have it: the parts of the fixture count as gone, so nothing holds a run."""
-    app = PrlApp(path)
+    app = PrlApp(path, read_disk=roomy_disk)
     app.animation_level = "none"
     async with app.run_test(size=(100, 30)) as pilot:
         await until(pilot, lambda: has_looked(app), "a look")

@@ -19,6 +19,7 @@ from tests.tui_support import (
     frozen_clock,
     has_looked,
     orch_toml,
+    roomy_disk,
     screen_text,
     until,
     write_status,
@@ -46,7 +47,7 @@ FORBIDDEN = {chr(code) for code in CONTROL} | set("\u202e\u2066")
 
 @asynccontextmanager
 async def opened(house: OutputDir) -> AsyncIterator[tuple[PrlApp, Pilot[None]]]:
-    app = PrlApp(house.path, clock=frozen_clock)
+    app = PrlApp(house.path, clock=frozen_clock, read_disk=roomy_disk)
     app.animation_level = "none"
     async with app.run_test(size=(200, 100)) as pilot:
         await until(pilot, lambda: has_looked(app), "a look")

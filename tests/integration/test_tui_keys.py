@@ -21,6 +21,7 @@ from tests.tui_support import (
     has_looked,
     metrics_lines,
     orch_toml,
+    roomy_disk,
     until,
 )
 from tui.app import PrlApp
@@ -46,7 +47,7 @@ def house(tmp_path: Path) -> OutputDir:
 async def opened(
     path: Path, *, size: tuple[int, int] = SIZE, clock: Ticker | None = None, read_only: bool = False
 ) -> AsyncIterator[tuple[PrlApp, Pilot[None]]]:
-    app = PrlApp(path, clock=clock or frozen_clock, read_only=read_only)
+    app = PrlApp(path, clock=clock or frozen_clock, read_only=read_only, read_disk=roomy_disk)
     app.animation_level = "none"
     async with app.run_test(size=size) as pilot:
         await until(pilot, lambda: has_looked(app), "a look")
@@ -69,7 +70,7 @@ def shown_ids(app: PrlApp) -> list[str]:
 
 
 async def open_run(app: PrlApp, pilot: Pilot[None], run_id: str) -> RunScreen:
-    app.call_next(home(app).open_run, run_id)  # a screen must be made in the app's own context
+    app.call_next(app.open_run, run_id)  # a screen must be made in the app's own context
     await until(pilot, lambda: isinstance(app.screen, RunScreen), "the run screen")
     screen = app.screen
     assert isinstance(screen, RunScreen)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from textual.pilot import Pilot
 
-from tests.tui_support import build_house, frozen_clock, has_looked, settled, until
+from tests.tui_support import build_house, frozen_clock, has_looked, roomy_disk, settled, until
 from tui.app import PrlApp
 from tui.screens.run import RunScreen
 from tui.widgets.charts import Chart
@@ -24,7 +24,7 @@ def app(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PrlApp:
     """Over a house whose pictures hold no path, pid or time of this machine."""
     monkeypatch.setenv("TZ", "UTC")
     build_house(tmp_path / "lab")
-    app = PrlApp(tmp_path / "lab", clock=frozen_clock)
+    app = PrlApp(tmp_path / "lab", clock=frozen_clock, read_disk=roomy_disk)
     app.animation_level = "none"
     return app
 
@@ -76,13 +76,13 @@ def test_home_in_the_light_theme(snap_compare: Compare, app: PrlApp) -> None:
 
 def test_read_only_home(snap_compare: Compare, tmp_path: Path) -> None:
     build_house(tmp_path / "lab")
-    app = PrlApp(tmp_path / "lab", clock=frozen_clock, read_only=True)
+    app = PrlApp(tmp_path / "lab", clock=frozen_clock, read_only=True, read_disk=roomy_disk)
     app.animation_level = "none"
     assert snap_compare(app, terminal_size=SMALL, run_before=looked())
 
 
 def test_empty_home(snap_compare: Compare, tmp_path: Path) -> None:
     (tmp_path / "lab").mkdir()
-    app = PrlApp(tmp_path / "lab", clock=frozen_clock)
+    app = PrlApp(tmp_path / "lab", clock=frozen_clock, read_disk=roomy_disk)
     app.animation_level = "none"
     assert snap_compare(app, terminal_size=SMALL, run_before=looked())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,8 +16,8 @@ from prime_rl.contract.status import LOST_AFTER_S, DaemonStatus
 from tests.tui_support import HOSTILE, NOW, build_house, write_status
 from tui.palette import Palette, make_palette
 from tui.run_detail import find_error_lines, parse_audit
-from tui.snapshot import STATES, RunRow, Snapshot, make_snapshot
-from tui.watcher import HouseMetrics
+from tui.snapshot import STALL_MIN_S, STATES, Disk, RunRow, Snapshot, make_snapshot
+from tui.watcher import HouseMetrics, state_times
 from tui.widgets.columns import PADDING, choose_columns, make_cells
 from tui.widgets.header import house_lines, run_lines
 from tui.widgets.runs_table import SORTS, select_rows
@@ -31,7 +32,7 @@ def house(tmp_path: Path) -> OutputDir:
 
 def look(output: OutputDir, now: float = NOW) -> Snapshot:
     found = HouseReader(output.path).read(now=now)
-    return make_snapshot(found, HouseMetrics(output.path).update(found), now)
+    return make_snapshot(found, HouseMetrics(output.path).update(found), now, since=state_times(output, found))
 
 
 def a_palette() -> Palette:
@@ -86,13 +87,44 @@ def test_problems_are_named(house: OutputDir) -> None:
     write_status(house.daemon_status("inference"), DaemonStatus(name="inference", state="backoff", reason="exit 1"))
     snapshot = look(house)
     assert [problem.name for problem in snapshot.problems] == [
+        "inference",
         "run_upper",
         "run_crashed",
+        "run_collapsed",
         "run_typo",
-        "inference",
         "run_bad name",
     ]
-    assert "exit 1" in snapshot.problems[3].text
+    assert "exit 1" in snapshot.problems[0].text
+    assert [problem.target for problem in snapshot.problems] == ["part", "run", "run", "run", "run", "entry"]
+    assert snapshot.problems[3].since == NOW - 2900, "an eviction counts from when it was written down"
+
+
+def test_a_full_disk_is_a_problem(house: OutputDir) -> None:
+    found = HouseReader(house.path).read(now=NOW)
+    for free, total, is_low in ((1 << 30, 1 << 40, True), (30 << 30, 1 << 40, False), (3 << 30, 4 << 30, False)):
+        problems = make_snapshot(found, {}, NOW, disk=Disk(free, total)).problems
+        assert ("house" in [problem.target for problem in problems]) is is_low
+        assert not is_low or "1.0 GiB of 1.0 TiB are free" in problems[-1].text
+
+
+def test_a_run_whose_steps_stop_is_stalled_and_says_since_when(house: OutputDir) -> None:
+    found = HouseReader(house.path).read(now=NOW)
+    usual = HouseMetrics(house.path).update(found)
+
+    def row(silent_s: float) -> RunRow:
+        tail = replace(usual["run_sort-rank16"], last_step_at=NOW - 1 - silent_s)
+        made = make_snapshot(found, usual | {"run_sort-rank16": tail}, NOW).row("run_sort-rank16")
+        assert made is not None
+        return made
+
+    assert usual["run_sort-rank16"].step_s == 12.0
+    assert row(STALL_MIN_S - 1).state == "active"
+    stalled = row(STALL_MIN_S + 61)
+    assert (stalled.state, stalled.note) == ("stalled", "no step for 6m")
+    slow = replace(usual["run_sort-rank16"], step_s=200.0, last_step_at=NOW - 1 - 1000)
+    assert make_snapshot(found, {"run_sort-rank16": slow}, NOW).row("run_sort-rank16").state == "active"  # type: ignore[union-attr]
+    problems = make_snapshot(found, usual | {"run_sort-rank16": stalled.tail}, NOW).problems
+    assert problems[1].text == "stalled: no step for 6m" and problems[1].since == NOW - 1 - STALL_MIN_S - 61
 
 
 def test_parts_of_a_house_that_is_down(tmp_path: Path) -> None:

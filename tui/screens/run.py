@@ -153,6 +153,7 @@ class RunScreen(HouseScreen):
     def _show(self) -> None:
         row = self.target_row()
         self.header.row, self.header.now = row, self.setting.clock()
+        self.header.num_problems = len(self.snapshot.problems) if self.snapshot else 0
         text = self._banner(row)
         self.banner.set_class(bool(text), "-shown")
         self.banner.set_class(row is None or row.is_problem, "-bad")

@@ -8,16 +8,12 @@ from textual import on
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.events import Resize
-from textual.widgets import DataTable, Footer, Input
+from textual.widgets import DataTable, Input
 
-from tui.messages import ActionEntry
-from tui.screens.base import HouseScreen, Setting
+from tui.screens.base import PlaceScreen, Setting
 from tui.screens.parts import PartsScreen
-from tui.screens.run import RunScreen
 from tui.snapshot import RunRow, Snapshot
-from tui.widgets.command_line import CommandLine
 from tui.widgets.empty import EmptyState
-from tui.widgets.header import HouseHeader
 from tui.widgets.preview import Preview
 from tui.widgets.runs_table import SORTS, RunsTable, select_rows
 
@@ -25,7 +21,7 @@ from tui.widgets.runs_table import SORTS, RunsTable, select_rows
 TALL = 38
 
 
-class RunsScreen(HouseScreen):
+class RunsScreen(PlaceScreen):
     """Reads only; `acting.ActingRunsScreen` adds what acts."""
 
     DEFAULT_CSS = """
@@ -45,31 +41,24 @@ class RunsScreen(HouseScreen):
         Binding("q", "app.quit", "Quit"),
     ]
     AUTO_FOCUS = "RunsTable"
-    run_screen: ClassVar[type[RunScreen]] = RunScreen
 
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting)
         self.needle = ""
         self.sort = next(iter(SORTS))
-        # Held, not looked up: a look at the house may arrive while the app ends and takes its widgets away.
-        self.header = HouseHeader(read_only=setting.read_only)
         self.filter = Input(placeholder="filter by id, state or note", id="filter", select_on_focus=False, compact=True)
         self.table = RunsTable()
         self.empty = EmptyState(read_only=setting.read_only)
         self.preview = Preview()
-        self.command_line = CommandLine()
 
-    def compose(self) -> ComposeResult:
-        yield self.header
+    def compose_body(self) -> ComposeResult:
         yield self.filter
         yield self.table
         yield self.empty
         yield self.preview
-        yield self.command_line
-        yield Footer(compact=True, show_command_palette=False)
 
     def on_mount(self) -> None:
-        self._is_ready = True
+        super().on_mount()
         self.preview.display = False
         self.filter.can_focus = False  # or it takes the keys when the table of an empty house cannot
         self.table.focus()
@@ -82,26 +71,19 @@ class RunsScreen(HouseScreen):
         run_id = self.table.selected_id
         return self.snapshot.row(run_id) if self.snapshot and run_id else None
 
-    def show_house(self, snapshot: Snapshot) -> None:
-        super().show_house(snapshot)
-        if self.can_show:
-            self.header.snapshot = snapshot
-            self._refill()
-
-    def show_action(self, entry: ActionEntry) -> None:
-        super().show_action(entry)
-        if self.can_show:
-            self.command_line.entry = entry
+    def refill(self, snapshot: Snapshot) -> None:
+        rows = select_rows(snapshot.rows, self.needle, self.sort)
+        self.set_class(not rows, "-empty")
+        if rows and self.focused is None:
+            self.table.focus()
+        self.empty.show(self.needle, snapshot.house.trainer is not None)
+        self.table.show(rows, self.setting.clock())
+        self._show_selected()
 
     def action_open(self) -> None:
         row = self.target_row()
         if row is not None:
-            self.open_run(row.run_id)
-
-    def open_run(self, run_id: str) -> None:
-        screen = self.run_screen(self.setting, run_id)
-        screen.snapshot, screen.entry = self.snapshot, self.entry
-        self.app.push_screen(screen)
+            self.guide.open_run(row.run_id)
 
     def action_filter(self) -> None:
         self.add_class("-filtering")
@@ -149,16 +131,8 @@ class RunsScreen(HouseScreen):
         self.filter.can_focus = False
 
     def _refill(self) -> None:
-        snapshot = self.snapshot
-        if snapshot is None or not self.can_show:
-            return
-        rows = select_rows(snapshot.rows, self.needle, self.sort)
-        self.set_class(not rows, "-empty")
-        if rows and self.focused is None:
-            self.table.focus()
-        self.empty.show(self.needle, snapshot.house.trainer is not None)
-        self.table.show(rows, self.setting.clock())
-        self._show_selected()
+        if self.snapshot is not None and self.can_show:
+            self.refill(self.snapshot)
 
     def _show_selected(self) -> None:
         if not self.can_show:

@@ -92,8 +92,10 @@ def _problems(num: int, palette: Palette) -> Text:
     return Text.assemble((f"▲ {num} problem{'s' if num > 1 else ''} ", f"bold {palette.error}"))
 
 
-def run_lines(row: RunRow, width: int, palette: Palette, now: float) -> tuple[Text, Text]:
-    """Which run, how it is, how far it is; then its figures, as many as fit."""
+def run_lines(
+    row: RunRow, width: int, palette: Palette, now: float, num_problems: int | None = None
+) -> tuple[Text, Text]:
+    """Which run, how it is, how far it is; then its figures, as many as fit, and the problems of the whole house."""
     colour = palette.level(row.level)
     left = Text.assemble(
         (" prl ", f"bold {palette.primary} reverse"),
@@ -126,9 +128,10 @@ def run_lines(row: RunRow, width: int, palette: Palette, now: float) -> tuple[Te
         ("model", fmt.shorten_middle(view.model, 40) if view.model else None),
     ]
     pieces = [Text.assemble((f"{name} ", palette.muted), value) for name, value in facts if value is not None]
-    second = join(pieces, "   ", width - 1)
+    alert = _problems(num_problems, palette) if num_problems is not None else Text()
+    second = join(pieces, "   ", width - alert.cell_len - 2)
     second.pad_left(1)
-    return spread(left, progress, width), second
+    return spread(left, progress, width), spread(second, alert, width)
 
 
 class HouseHeader(Widget):
@@ -159,9 +162,10 @@ class RunHeader(Widget):
     """
     row: reactive[RunRow | None] = reactive(None)
     now: reactive[float] = reactive(0.0)
+    num_problems: reactive[int] = reactive(0)
 
     def render(self) -> RenderResult:
         palette = make_palette(self.app.theme_variables)
         if self.row is None:
             return Text("this run is gone", style=palette.warning)
-        return Text("\n").join(run_lines(self.row, self.size.width, palette, self.now))
+        return Text("\n").join(run_lines(self.row, self.size.width, palette, self.now, self.num_problems))

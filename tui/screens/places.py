@@ -1,0 +1,39 @@
+"""The screens that stand side by side: each has a number, a name for the command line, and a class, imported late.
+
+A new screen is one line in `PLACES`. `make_screen` builds it for a person who may act or only look; what acts is
+imported only for the first.
+"""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+
+from tui.screens.base import HouseScreen, Setting
+
+HOME = "runs"
+
+
+@dataclass(frozen=True)
+class Place:
+    """`key` opens it from every place; `module` and `class_name` say what it is."""
+
+    name: str
+    key: str
+    title: str
+    module: str
+    class_name: str
+
+
+PLACES = (Place(HOME, "1", "Runs", "tui.screens.runs", "RunsScreen"),)
+
+
+def make_screen(name: str, setting: Setting) -> HouseScreen:
+    """The screen of that name. Raises KeyError for a name that is none."""
+    place = {each.name: each for each in PLACES}[name]
+    screen: type[HouseScreen] = getattr(importlib.import_module(place.module), place.class_name)
+    if not setting.read_only:
+        from tui.acting import acting
+
+        screen = acting(screen)
+    return screen(setting)
