@@ -21,7 +21,16 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from prime_rl.configs.base import build, merge
 from prime_rl.configs.orchestrator import OrchestratorConfig, SamplingConfig
 from prime_rl.contract.files import mark_stable, staged_dir
-from prime_rl.contract.layout import RunDir, list_rollout_steps, list_steps, parse_adapter_name
+from prime_rl.contract.layout import (
+    BASE_WEIGHTS,
+    WEIGHTS_HEADER,
+    RunDir,
+    list_rollout_steps,
+    list_steps,
+    parse_adapter_name,
+)
+from prime_rl.inference.turnstile import Turnstile
+from prime_rl.orchestrator.adapters import AdapterPublication
 from prime_rl.orchestrator.client import Endpoint
 from prime_rl.orchestrator.envs.base import Environment, Example, Outcome, Policy, Split
 from prime_rl.orchestrator.policy import PolicyVersions
@@ -30,6 +39,7 @@ from prime_rl.orchestrator.rollout import RolloutWorker
 from prime_rl.orchestrator.sampler import ExampleSampler
 from prime_rl.orchestrator.tokenizer import ChatTokenizer
 from prime_rl.orchestrator.turn import TurnSampler
+from prime_rl.orchestrator.whole_weights import WholeWeights
 
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content | trim }}<|im_end|>\n{% endfor %}"
@@ -67,7 +77,7 @@ def config_data(model: Path, **over: Any) -> dict[str, Any]:
         "rollouts_per_example": 2,
         "seq_len": 256,
         "max_steps": 3,
-        "model": {"name": str(model)},
+        "model": {"name": str(model), "full_finetune": False},
         "sampling": {"max_tokens": 16},
         "env": [{"id": "reverse-text", "args": {"num_examples": 20, "num_eval_examples": 4}}],
         "watch": {"rescan_s": 0.2},
@@ -111,6 +121,7 @@ class FakeInference:
     Attributes:
         gate: awaited by every completion with its request body; a test lets it go when it likes.
         letter: what every completion says; None: a letter by its seed.
+        weights: the whole weights in force, by the name that its answers give them; they change between requests.
         num_cancelled: requests whose client hung up before the gate let them go.
         faults: for each coming request (path, body) -> HTTP status to answer with, or None to answer properly.
     """
@@ -118,6 +129,8 @@ class FakeInference:
     def __init__(self, model: Path) -> None:
         self.model = str(model)
         self.adapters: dict[str, str] = {}
+        self.weights = BASE_WEIGHTS
+        self._turnstile = Turnstile()
         self.requests: list[tuple[str, dict[str, Any]]] = []
         self.num_unknown = 0
         self.num_loads = 0
@@ -145,8 +158,11 @@ class FakeInference:
         if answered is None:
             return
         status, answer = answered
+        weights = answer.pop(WEIGHTS_HEADER, None) if isinstance(answer, dict) else None
         payload = json.dumps(answer).encode()
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(payload)).encode())]
+        if weights is not None:
+            headers.append((WEIGHTS_HEADER.encode(), weights.encode()))
         if self.retry_after_s is not None and status >= 500:
             headers.append((b"retry-after", str(self.retry_after_s).encode()))
         await send({"type": "http.response.start", "status": status, "headers": headers})
@@ -178,8 +194,19 @@ class FakeInference:
         if path == "/v1/unload_lora_adapter":
             return (200, "ok") if self.adapters.pop(body["lora_name"], None) else (404, _error("no such adapter"))
         if path == "/v1/completions":
-            return await self._complete(body)
+            with await self._turnstile.enter():
+                return await self._complete(body)
+        if path in ("/update_weights", "/reload_weights"):
+            return await self._change_weights(Path(body["weight_dir"]) if body else None)
         return 404, _error("no such route")
+
+    async def _change_weights(self, folder: Path | None) -> tuple[int, Any]:
+        if folder is not None and not (folder / "STABLE").exists():
+            return 400, _error(f"{folder} is not complete")
+        async with self._turnstile.alone(DEADLINE_S):
+            self.num_loads += 1
+            self.weights = "/".join(folder.parts[-3:]) if folder is not None else BASE_WEIGHTS
+        return 200, {"weights": self.weights}
 
     def _load(self, body: dict[str, Any]) -> tuple[int, Any]:
         name, path = body["lora_name"], body["lora_path"]
@@ -199,7 +226,13 @@ class FakeInference:
             await self.gate(body)
         if not self._knows(name):  # unloaded while in use
             return 404, _error(f"The model {name!r} does not exist.")
-        return 200, {"choices": [self._choice(name, body, number) for number in range(body["n"])]}
+        choices = [self._choice(name, body, number) for number in range(body["n"])]
+        return 200, {"choices": choices, WEIGHTS_HEADER: self.weights}
+
+    def version_of(self, name: str) -> int:
+        """The policy version that answers now to a request for `name`."""
+        parsed = parse_adapter_name(name)
+        return parsed[1] if parsed else int(self.weights.rpartition("_")[2]) if "/" in self.weights else 0
 
     def _knows(self, name: str) -> bool:
         if name == self.model or name in self.adapters:
@@ -209,7 +242,7 @@ class FakeInference:
 
     def _choice(self, model: str, body: dict[str, Any], number: int) -> dict[str, Any]:
         letter = self.letter or 65 + (body["seed"] + number) % 26
-        token_ids = [version_token(model), FIRST_BYTE + letter, IM_END][: body["max_tokens"]]
+        token_ids = [FIRST_BYTE + self.version_of(model), FIRST_BYTE + letter, IM_END][: body["max_tokens"]]
         return {
             "token_ids": token_ids,
             "logprobs": {"token_logprobs": [-0.5] * len(token_ids)},
@@ -288,7 +321,17 @@ class TalkEnv:
 def make_client(urls: str | Sequence[str], output_dir: Path, **over: Any) -> InferenceClient:
     """A client of one server or several, which does not wait long before it looks again."""
     endpoints = [Endpoint(output_dir, url) for url in ([urls] if isinstance(urls, str) else urls)]
-    return InferenceClient(endpoints, "run_a", **{"backoff_start_s": 0.01, **over})
+    return InferenceClient(endpoints, **{"backoff_start_s": 0.01, **over})
+
+
+def make_policy(client: InferenceClient, run: RunDir, model: Path) -> PolicyVersions:
+    """The versions of a run that trains an adapter."""
+    return PolicyVersions(AdapterPublication(client, run, str(model)))
+
+
+def make_whole_policy(client: InferenceClient, run: RunDir, model: Path) -> PolicyVersions:
+    """The versions of a run that trains the whole model."""
+    return PolicyVersions(WholeWeights(client, run, str(model)))
 
 
 def make_worker(

@@ -9,6 +9,7 @@ below `output_dir`. It only computes and validates paths; reading and writing is
         checkpoints/step_N/  trainer/  orchestrator/  STABLE
         rollouts/step_N/     rollouts.msgpack
         broadcast/step_N/    adapter_model.safetensors  adapter_config.json  STABLE
+                             (full fine-tune: model.safetensors  config.json  tokenizer files  STABLE)
         metrics/     trainer.jsonl  orchestrator.jsonl  samples.jsonl (the newest rollouts, for people)
         monitors/    tensorboard/  wandb/  state.json (only with [monitor])
         logs/        orchestrator.log
@@ -17,7 +18,7 @@ below `output_dir`. It only computes and validates paths; reading and writing is
       .trash/
 
 `step` counts optimizer updates done. `rollouts/step_N` (N from 1) feeds the N-th update, which makes policy version N,
-published at `broadcast/step_N` and saved at `checkpoints/step_N`. Version 0 is the untouched adapter.
+published at `broadcast/step_N` and saved at `checkpoints/step_N`. Version 0 is the untouched adapter, or model.
 """
 
 from __future__ import annotations
@@ -34,6 +35,10 @@ _RUN_ID = re.compile(r"run_[A-Za-z0-9._-]{1,64}")
 _STEP = re.compile(r"step_(0|[1-9][0-9]{0,9})")
 _NODE = re.compile(r"node_(0|[1-9][0-9]{0,4})\.json")
 _ADAPTER = re.compile(r"(run_[A-Za-z0-9._-]{1,64})@v(0|[1-9][0-9]{0,9})")
+# In this header every answer of inference names the whole weights that it comes from: a broadcast folder below
+# `output_dir`, or the base model.
+WEIGHTS_HEADER = "x-weights"
+BASE_WEIGHTS = "base"
 
 
 class LayoutError(ValueError):
@@ -68,6 +73,20 @@ def parse_adapter_name(name: str) -> tuple[str, int] | None:
     """`run_a@v3` -> ("run_a", 3); anything else -> None."""
     match = _ADAPTER.fullmatch(name)
     return (match[1], int(match[2])) if match else None
+
+
+def weights_name(run_id: str, policy_version: int) -> str:
+    """What inference calls the whole weights of one published version; version 0 is the base model."""
+    return f"{run_id}/broadcast/{step_name(policy_version)}" if policy_version else BASE_WEIGHTS
+
+
+def parse_weights_name(run_id: str, name: str) -> int | None:
+    """The version of `run_id` that `weights_name` gave this name; None for what is not of this run."""
+    if name == BASE_WEIGHTS:
+        return 0
+    folder, _, last = name.rpartition("/")
+    version = parse_step(last)
+    return version if version and folder == f"{run_id}/broadcast" else None
 
 
 @dataclass(frozen=True, order=True)
@@ -206,6 +225,11 @@ class OutputDir:
     @property
     def inference_status(self) -> Path:
         return self.path / "inference" / "status.json"
+
+    @property
+    def weights_lock(self) -> Path:
+        """Held by the orchestrator whose run's whole weights the inference servers have."""
+        return self.path / "inference" / "weights.lock"
 
     @property
     def daemons(self) -> Path:

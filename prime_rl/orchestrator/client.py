@@ -1,4 +1,4 @@
-"""HTTP to one inference server: completions, adapters in and out, and what went wrong in words.
+"""HTTP to one inference server: completions, adapters and weights in and out, and what went wrong in words.
 
 Every request is one attempt with a deadline. The server may come back at another address: without a fixed `base_url`
 its status file is read again after each lost connection. Trying again, and which of several servers is asked, is the
@@ -13,12 +13,12 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import httpx
 import msgspec
 
-from prime_rl.contract.layout import OutputDir
+from prime_rl.contract.layout import WEIGHTS_HEADER, OutputDir
 from prime_rl.contract.status import InferenceStatus, is_alive, read_status
 
 MAX_ERROR_TEXT = 500
@@ -63,11 +63,15 @@ class UnknownModel(RequestRefused):
 
 @dataclass(frozen=True)
 class Completion:
-    """One sampled turn. `logprobs` are those of the distribution that was sampled, one a token."""
+    """One sampled turn. `logprobs` are those of the distribution that was sampled, one a token.
+
+    `weights` are the whole weights that the server says it was sampled from; None when it does not say.
+    """
 
     token_ids: list[int]
     logprobs: list[float]
     finish_reason: str
+    weights: str | None = None
 
 
 @dataclass(frozen=True)
@@ -111,6 +115,10 @@ class _Choice(msgspec.Struct):
 
 class _Completions(msgspec.Struct):
     choices: list[_Choice]
+
+
+class _Weights(msgspec.Struct):
+    weights: str
 
 
 class ServedModel(msgspec.Struct, frozen=True):
@@ -163,59 +171,79 @@ class ServerClient:
 
     Args:
         http: shared by all servers of a run; carries the API key.
+
+    Attributes:
+        weights: the whole weights that it answered with last; None before it has said so.
     """
 
     def __init__(self, endpoint: Endpoint, http: httpx.AsyncClient, *, timeout_s: float) -> None:
         self._endpoint = endpoint
         self._http = http
         self._timeout_s = timeout_s
+        self.weights: str | None = None
 
     async def list_models(self) -> list[ServedModel]:
         """The base model and all loaded adapters, also those of other runs."""
-        return (await self._ask("GET", "models", None, _Models)).data
+        response, url = await self._request("GET", "models", None)
+        return _decoded(response, url, _Models).data
 
     async def complete(self, request: CompletionRequest) -> list[Completion]:
-        answer = await self._ask("POST", "completions", request.body(), _Completions)
+        response, url = await self._request("POST", "completions", request.body())
+        answer = _decoded(response, url, _Completions)
         if len(answer.choices) != request.num_choices:
             raise InferenceError(f"inference gave {len(answer.choices)} completions instead of {request.num_choices}")
-        return [_checked(choice) for choice in answer.choices]
+        self.weights = response.headers.get(WEIGHTS_HEADER)
+        return [_checked(choice, self.weights) for choice in answer.choices]
 
     async def load_adapter(self, name: str, path: Path) -> None:
         """Load the PEFT folder `path` under `name`. That it is loaded already is no error: names are never reused."""
         try:
-            await self._ask("POST", "load_lora_adapter", {"lora_name": name, "lora_path": str(path)}, None)
+            await self._request("POST", "load_lora_adapter", {"lora_name": name, "lora_path": str(path)})
         except RequestRefused:
             if not any(model.id == name for model in await self.list_models()):
                 raise
 
     async def unload_adapter(self, name: str) -> None:
-        await self._ask("POST", "unload_lora_adapter", {"lora_name": name}, None)
+        await self._request("POST", "unload_lora_adapter", {"lora_name": name})
 
-    async def _ask(self, method: str, path: str, body: Any, kind: type[_AnswerT] | None) -> _AnswerT:
-        """One request. With a `kind` of None the answer is not read, and must not be used."""
+    async def load_weights(self, folder: Path | None) -> None:
+        """Take over the whole weights of a broadcast folder, with None those that the server was started with."""
+        path, body = ("/update_weights", {"weight_dir": str(folder)}) if folder else ("/reload_weights", {})
+        self.weights = None  # whatever comes of it
+        response, url = await self._request("POST", path, body)
+        self.weights = _decoded(response, url, _Weights).weights
+
+    async def _request(self, method: str, path: str, body: Any) -> tuple[httpx.Response, str]:
+        """The answer, and the URL that gave it. A `path` from / on is that of the server, any other follows /v1."""
         url = self._endpoint.url()
+        whole_url = url.removesuffix("/v1") + path if path.startswith("/") else f"{url}/{path}"
         try:
             async with asyncio.timeout(self._timeout_s):
-                response = await self._http.request(method, f"{url}/{path}", json=body)
+                response = await self._http.request(method, whole_url, json=body)
         except TimeoutError:
             raise ServerDown(f"inference at {url} (no answer in {self._timeout_s:g} s)", is_overload=True) from None
         except httpx.TransportError as error:
             self._endpoint.forget()
             raise ServerDown(f"inference at {url} ({_reason(error)})") from error
         _raise_for(response, url)
-        try:
-            return msgspec.json.decode(response.content, type=kind) if kind is not None else cast("_AnswerT", None)
-        except msgspec.MsgspecError as error:
-            raise InferenceError(f"inference at {url}: {path} has an answer of another form: {error}") from error
+        return response, url
 
 
-def _checked(choice: _Choice) -> Completion:
+def _decoded(response: httpx.Response, url: str, kind: type[_AnswerT]) -> _AnswerT:
+    try:
+        return msgspec.json.decode(response.content, type=kind)
+    except msgspec.MsgspecError as error:
+        path = response.request.url.path
+        raise InferenceError(f"inference at {url}: {path} has an answer of another form: {error}") from error
+
+
+def _checked(choice: _Choice, weights: str | None) -> Completion:
     logprobs = choice.logprobs.token_logprobs
     if not choice.token_ids or len(choice.token_ids) != len(logprobs):
         raise InferenceError(f"inference gave {len(choice.token_ids)} tokens with {len(logprobs)} logprobs")
     if not (max(logprobs) <= LOGPROB_SLACK and math.isfinite(sum(logprobs))):  # a NaN in it makes the sum one
         raise InferenceError("inference gave a logprob that is none: it must be finite and at most 0")
-    return Completion(choice.token_ids, logprobs, choice.finish_reason)
+    return Completion(choice.token_ids, logprobs, choice.finish_reason, weights)
 
 
 def _raise_for(response: httpx.Response, url: str) -> None:

@@ -2,7 +2,8 @@
 
 It has its own sampling, and may have its own environments. Versions 0, `interval`, 2 `interval`, ... and `max_steps`
 are due. A due version that was skipped, or that came while an evaluation ran, is made up for by the version that is
-current then. Evaluation shares the limit of requests of the run.
+current then. Where a new version would take the place of the pinned one (the run trains the whole model), it comes when
+the evaluation is done. Evaluation shares the limit of requests of the run.
 """
 
 from __future__ import annotations
@@ -66,18 +67,18 @@ class Evaluator:
     async def loop(self) -> None:
         """Until the last version has been evaluated."""
         while self._last_step is None or self._last_step < self._max_steps:
-            version = await self._policy.reach(next_due(self._last_step, self._config.interval, self._max_steps))
-            await self.evaluate(version)
+            due = next_due(self._last_step, self._config.interval, self._max_steps)
+            async with self._policy.pin(due) as version:
+                await self.evaluate(version)
             self._last_step = version
         self.done.set()
 
     async def evaluate(self, version: int) -> None:
-        """Evaluate `version` in all environments and write one line of metrics."""
+        """Evaluate `version`, which is pinned, in all environments and write one line of metrics."""
         values: dict[str, float] = {}
         start_s = time.monotonic()
-        with self._policy.use(version):
-            for env_name in self._envs:
-                values |= await self._evaluate_env(env_name, version)
+        for env_name in self._envs:
+            values |= await self._evaluate_env(env_name, version)
         if values:
             logger.info("eval of version %d: %s", version, {name: round(value, 4) for name, value in values.items()})
             values["time/eval"] = time.monotonic() - start_s

@@ -24,7 +24,7 @@ from prime_rl.configs.base import ConfigError, ConfigProblem, parse_argv
 from prime_rl.configs.orchestrator import OrchestratorConfig
 from prime_rl.contract.layout import LayoutError, OutputDir, RunDir
 from prime_rl.contract.resume import pending_request
-from prime_rl.contract.status import RunStatus, StatusWriter, TrainerStatus, is_alive, read_status
+from prime_rl.contract.status import RunStatus, StatusWriter, is_alive, read_status
 from prime_rl.contract.types import BadBatchError
 from prime_rl.orchestrator.batch import assemble_batch, has_signal, publish_batch
 from prime_rl.orchestrator.checkpoint import (
@@ -52,13 +52,14 @@ from prime_rl.orchestrator.guard import (
 from prime_rl.orchestrator.ledger import GroupLedger
 from prime_rl.orchestrator.metrics import RolloutMeter
 from prime_rl.orchestrator.monitors.process import MonitorProcess
-from prime_rl.orchestrator.policy import PolicyVersions, find_base_model
+from prime_rl.orchestrator.policy import find_base_model
 from prime_rl.orchestrator.pool import InferenceClient
 from prime_rl.orchestrator.report import BatchReporter, Reporter
 from prime_rl.orchestrator.rollout import RolloutWorker
 from prime_rl.orchestrator.sampler import ExampleSampler
 from prime_rl.orchestrator.samples import SampleKeeper
 from prime_rl.orchestrator.scheduler import RunFailed, Scheduler
+from prime_rl.orchestrator.tenancy import set_up_versions, trainer_says
 from prime_rl.orchestrator.tokenizer import ChatTokenizer, TokenizerError
 from prime_rl.orchestrator.trainer_watch import TrainerWatch
 from prime_rl.orchestrator.turn import TurnSampler
@@ -84,7 +85,7 @@ async def orchestrate(
     cleanup.push_async_callback(asyncio.to_thread, monitors.close)
     await resume_done(run, config, reporter)
     trainer = TrainerWatch(OutputDir(run.path.parent).trainer_status)
-    seq_len = config.seq_len or await trainer_seq_len(run, reporter)
+    seq_len = config.seq_len or (await trainer_says(run, reporter, "the trainer's seq_len")).max_seq_len
     tokenizer = ChatTokenizer.load(config.model.name)
     meter = RolloutMeter()
     envs, eval_envs = await load_environments(config, meter, cleanup, reporter.wait_for)
@@ -95,8 +96,8 @@ async def orchestrate(
     client = connect(config, run)
     cleanup.push_async_callback(client.close)
     reporter.waiting_on, client.on_change = lambda now: client.trouble, wake.set
-    policy = PolicyVersions(client, run, await base_model(client, config.model.name))
-    cleanup.push_async_callback(policy.close)
+    base = await base_model(client, config.model.name)
+    policy = await set_up_versions(config, run, client, base, reporter, cleanup)
     worker = RolloutWorker(
         TurnSampler(client, policy, config.sampling, seq_len=seq_len),
         tokenizer,
@@ -139,7 +140,7 @@ async def orchestrate(
 
     # -- the run ----
     async def make_batches() -> None:
-        await policy.forget_leftovers()
+        await policy.begin()
         await scheduler.start()
         reporter.update(state="running")
         while ledger.step <= config.max_steps:
@@ -183,7 +184,6 @@ def connect(config: OrchestratorConfig, run: RunDir) -> InferenceClient:
         raise RunFailed(str(error)) from error
     return InferenceClient(
         [Endpoint(run.path.parent, url) for url in config.client.urls],
-        run.run_id,
         api_key=api_key,
         timeout_s=config.client.timeout_s,
         max_concurrent_requests=config.client.max_concurrent_requests,
@@ -205,15 +205,6 @@ async def resume_done(run: RunDir, config: OrchestratorConfig, reporter: Reporte
         reporter.waiting_on = lambda now: f"the trainer to go back to ckpt.resume_step = {config.ckpt.resume_step}"
         await asyncio.sleep(MAX_LOOK_S)
     reporter.waiting_on = lambda now: None
-
-
-async def trainer_seq_len(run: RunDir, reporter: Reporter) -> int:
-    """What the trainer decides when the run does not; waits until the trainer has said it."""
-    path = OutputDir(run.path.parent).trainer_status
-    while (status := read_status(path, TrainerStatus)) is None or not status.max_seq_len:
-        reporter.waiting_on = lambda now: f"{path} (to know the trainer's seq_len)"
-        await asyncio.sleep(MAX_LOOK_S)
-    return status.max_seq_len
 
 
 async def run_to_the_end(config: OrchestratorConfig, run: RunDir, stop: Callable[[], bool]) -> int:

@@ -1,8 +1,8 @@
-"""The policy versions of one run that inference holds: load, switch, load again, unload.
+"""The policy versions of one run that inference serves: which is current, who uses which, what is restored.
 
-Version 0 is the base model. Every later version is an adapter of its own name, so a request is answered by the version
-it asked for or not at all. A version stays loaded while a request of ours uses it, and goes when it is neither current
-nor in use. When to switch is decided by the scheduler.
+Version 0 is the base model. How a version gets to the servers, and which version an answer comes from, is told by a
+`Publication`: `adapters`, or `whole_weights` where the run trains the whole model. When to switch is decided by the
+scheduler.
 """
 
 from __future__ import annotations
@@ -11,17 +11,22 @@ import asyncio
 import contextlib
 import logging
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
+from typing import Protocol
 
-from prime_rl.contract.layout import RunDir, adapter_name, parse_adapter_name
-from prime_rl.orchestrator.client import InferenceError, ServedModel, UnknownModel
-from prime_rl.orchestrator.pool import InferenceClient
+from prime_rl.contract.layout import parse_adapter_name
+from prime_rl.orchestrator.client import RequestRefused, ServedModel
 
 logger = logging.getLogger(__name__)
 
-# All adapters of a run are unloaded within this when the orchestrator ends; well below the supervisor's grace.
+# What a run leaves on the servers is taken back within this when the orchestrator ends; well below the supervisor's
+# grace.
 CLOSE_TIMEOUT_S = 5.0
+# A current version that is refused may be had a moment later, or a newer one is: for so long requests wait for that.
+RESTORE_LIMIT_S = 120.0
+RESTORE_RETRY_S = 1.0
 
 
 def find_base_model(wanted: str, served: Sequence[ServedModel]) -> str | None:
@@ -36,104 +41,119 @@ def find_base_model(wanted: str, served: Sequence[ServedModel]) -> str | None:
     return None
 
 
+class Publication(Protocol):
+    """How the versions of one run get to the servers."""
+
+    async def begin(self) -> None:
+        """Take away what an earlier orchestrator of the run left; afterwards version 0 is served."""
+
+    async def publish(self, version: int) -> None:
+        """Have every living server serve `version`, and each that comes back. Raises RequestRefused."""
+
+    async def restore(self, version: int) -> None:
+        """Give `version` again to the servers that have lost it. Raises RequestRefused."""
+
+    def retain(self, is_needed: Callable[[int], bool]) -> None:
+        """Let go of the versions that are not needed."""
+
+    async def withdraw(self) -> None:
+        """Leave the servers as they were before the run."""
+
+    def unchanged(self) -> AbstractAsyncContextManager[object]:
+        """Inside, the current version is not replaced, where a new one would take its place."""
+
+    def model_name(self, version: int) -> str:
+        """What a request for `version` names."""
+
+    def label(self, version: int) -> str:
+        """What people and logs call `version`."""
+
+    def answered_by(self, asked: int, weights: str | None, *, exactly: bool) -> int:
+        """The version behind an answer to a request for `asked`: that one, or unless `exactly` a newer one.
+
+        `weights` is what the server says of it. Raises UnknownModel when it is neither: the server has lost it.
+        """
+
+
 class PolicyVersions:
-    """What inference serves of this run. `version` is what new requests use.
+    """What inference serves of this run. `version` is what new requests use."""
 
-    Args:
-        base_model: the name under which inference serves version 0.
-    """
-
-    def __init__(self, client: InferenceClient, run: RunDir, base_model: str) -> None:
-        self._client = client
-        self._run = run
-        self._base_model = base_model
+    def __init__(self, publication: Publication) -> None:
+        self._publication = publication
         self.version = 0
-        self._loaded: set[int] = set()  # adapters that may be loaded, also while a load is under way
-        self._unloading: set[int] = set()
         self._users: Counter[int] = Counter()
-        self._restoring = asyncio.Lock()
         self._switched = asyncio.Condition()
-        self._tasks: set[asyncio.Task[None]] = set()
 
-    async def forget_leftovers(self) -> None:
-        """Unload what an earlier orchestrator of this run left behind (it was killed)."""
-        for model in await self._client.list_models():
-            parsed = parse_adapter_name(model.id)
-            if parsed and parsed[0] == self._run.run_id:
-                await self._unload(parsed[1])
+    async def begin(self) -> None:
+        """Before the first request: what an earlier orchestrator of this run left (it was killed) goes."""
+        await self._publication.begin()
 
     async def switch_to(self, version: int) -> None:
-        """Load `version` and use it for all new requests. Requests under way go on. Raises RequestRefused."""
-        await self._load(version)
-        before, self.version = self.version, version
+        """Have `version` served and use it for all new requests. Requests under way go on. Raises RequestRefused."""
+        async with self._publication.unchanged():
+            await self._publication.publish(version)
+            before, self.version = self.version, version
         logger.info("policy version %d (before: %d)", version, before)
         self._sweep()
         async with self._switched:
             self._switched.notify_all()
 
-    async def reach(self, version: int) -> int:
-        """Wait until new requests use `version` or a newer one; returns which."""
+    @contextlib.asynccontextmanager
+    async def pin(self, at_least: int) -> AsyncIterator[int]:
+        """Wait until new requests use `at_least` or a newer version, and have that one until the end of the block."""
         async with self._switched:
-            await self._switched.wait_for(lambda: self.version >= version)
-        return self.version
+            await self._switched.wait_for(lambda: self.version >= at_least)
+        async with self._publication.unchanged():
+            with self.use() as (version, _):
+                yield version
 
     @contextlib.contextmanager
     def use(self, version: int | None = None) -> Iterator[tuple[int, str]]:
-        """Keep a version (default: the current one) loaded for as long as the block runs: (version, model name)."""
+        """Keep a version (default: the current one) for as long as the block runs: (version, model name)."""
         held = self.version if version is None else version
         self._users[held] += 1
         try:
-            yield held, self.model_name(held)
+            yield held, self._publication.model_name(held)
         finally:
             self._users[held] -= 1
             self._sweep()
 
-    async def restore(self, version: int | None = None) -> None:
-        """Load a version (default: the current one) that inference has lost; several callers cause one load.
+    def answered_by(self, asked: int, weights: str | None, *, exactly: bool) -> int:
+        """The version that an answer comes from; see `Publication.answered_by`."""
+        return self._publication.answered_by(asked, weights, exactly=exactly)
 
-        Raises InferenceError when it cannot be loaded, for example because its broadcast folder is gone.
+    async def restore(self, version: int | None = None) -> None:
+        """Give a version (default: the current one) to the servers that have lost it.
+
+        Raises InferenceError when that cannot be had, for example because its broadcast folder is gone. The current one
+        is tried for a while: a switch to a newer one mends it too.
         """
-        async with self._restoring:
-            lost = self.version if version is None else version
-            if lost and not await self._client.serves(self.model_name(lost)):
-                logger.warning("inference has lost %s: loading it again", self.model_name(lost))
-                await self._load(lost)
+        if version is not None:
+            await self._publication.restore(version)
+            return
+        give_up_s = asyncio.get_running_loop().time() + RESTORE_LIMIT_S
+        while True:
+            try:
+                await self._publication.restore(self.version)
+                return
+            except RequestRefused as error:
+                if asyncio.get_running_loop().time() > give_up_s:
+                    raise
+                logger.warning("%s is lost for now: %s", self.label(self.version), error)
+            await asyncio.sleep(RESTORE_RETRY_S)
 
     async def close(self) -> None:
-        """Unload all of this run's adapters, as far as inference answers in time."""
-        for task in self._tasks:
-            task.cancel()
+        """Leave the servers as they were before the run, as far as they answer in time."""
         try:
             async with asyncio.timeout(CLOSE_TIMEOUT_S):
-                for version in sorted(self._loaded):
-                    await self._unload(version)
+                await self._publication.withdraw()
         except TimeoutError:
-            logger.warning("inference did not take back the adapters of %s in time", self._run.run_id)
+            logger.warning("inference did not take back %s in time", self.label(self.version))
 
-    def model_name(self, version: int) -> str:
-        return adapter_name(self._run.run_id, version) if version else self._base_model
-
-    async def _load(self, version: int) -> None:
-        self._loaded.add(version)
-        await self._client.load_adapter(self.model_name(version), self._run.broadcast_dir(version).resolve())
+    def label(self, version: int) -> str:
+        """What people and logs call `version`."""
+        return self._publication.label(version)
 
     def _sweep(self) -> None:
-        """Unload what is older than the current version and not in use."""
-        for version in list(self._loaded - self._unloading):
-            if version < self.version and not self._users[version]:
-                self._unloading.add(version)
-                task = asyncio.get_running_loop().create_task(self._unload(version))
-                self._tasks.add(task)
-                task.add_done_callback(self._tasks.discard)
-
-    async def _unload(self, version: int) -> None:
-        try:
-            await self._client.unload_adapter(self.model_name(version))
-        except UnknownModel:
-            pass
-        except InferenceError as error:
-            logger.warning("%s stays loaded for now: %s", self.model_name(version), error)
-            return
-        finally:
-            self._unloading.discard(version)
-        self._loaded.discard(version)
+        """Let go of what is older than the current version and not in use."""
+        self._publication.retain(lambda version: version >= self.version or self._users[version] > 0)

@@ -1,11 +1,11 @@
 """A run's connection to inference: one server or several, which of them is asked, and trying again.
 
 A request goes to the living server with the fewest outstanding tokens. A server that does not answer is taken out and
-looked at with back-off; before it is asked again it gets the adapters that are in use. One that answers "not now" is
-left alone for a while. A request is tried again, with the same seed, until some server has answered it; as long as none
-can, `trouble` says what is missing. What will not pass is raised.
+looked at with back-off; before it is asked again it gets the policy versions that are in use. One that answers "not
+now" is left alone for a while. A request is tried again, with the same seed, until some server has answered it; as long
+as none can, `trouble` says what is missing. What will not pass is raised.
 
-Which version a request asks for is the business of `policy`.
+Which version a request asks for is the business of `policy`, and how the servers get it that of a `Publication`.
 """
 
 from __future__ import annotations
@@ -17,12 +17,10 @@ import random
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TypeVar
 
 import httpx
 
-from prime_rl.contract.layout import parse_adapter_name
 from prime_rl.orchestrator.client import (
     AccessDenied,
     Completion,
@@ -30,11 +28,9 @@ from prime_rl.orchestrator.client import (
     Endpoint,
     InferenceError,
     InferenceUnavailable,
-    RequestRefused,
     ServedModel,
     ServerClient,
     ServerDown,
-    UnknownModel,
 )
 from prime_rl.orchestrator.concurrency import Places
 
@@ -83,17 +79,20 @@ class Server:
 
 
 class InferenceClient:
-    """All servers of one run. Every one of them serves the same base model and gets the same adapters.
+    """All servers of one run. Every one of them serves the same base model and gets the same policy versions.
+
+    Attributes:
+        on_change: called when `trouble` comes or goes.
+        equip: gives a server that comes back what it needs before it is asked again. Once it returns, whoever wants
+            more of the servers finds this one among the living.
 
     Args:
-        on_change: called when `trouble` comes or goes.
         transport: of httpx, for tests.
     """
 
     def __init__(
         self,
         endpoints: Sequence[Endpoint],
-        run_id: str,
         *,
         api_key: str | None = None,
         timeout_s: float = 120.0,
@@ -102,9 +101,9 @@ class InferenceClient:
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         self.places = Places(max_concurrent_requests)
-        self._run_id = run_id
         self.trouble: str | None = None
         self.on_change: Callable[[], None] = lambda: None
+        self.equip: Callable[[ServerClient], Awaitable[None]] = _nothing
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         limits = httpx.Limits(
             max_connections=None, max_keepalive_connections=max_concurrent_requests, keepalive_expiry=KEEPALIVE_S
@@ -115,7 +114,6 @@ class InferenceClient:
             for number, endpoint in enumerate(endpoints)
         ]
         self._backoff_start_s = backoff_start_s
-        self._adapters: dict[str, Path] = {}  # what every living server has
         self._changed = asyncio.Event()
         self._returning: set[asyncio.Task[None]] = set()
 
@@ -171,35 +169,32 @@ class InferenceClient:
 
     async def list_models(self) -> list[ServedModel]:
         """The base model and all adapters that some living server has, also those of other runs."""
-        found = await self._everywhere(lambda client: client.list_models())
+        found = await self.everywhere(lambda server: server.list_models())
         return list({model.id: model for models in found for model in models}.values())
 
-    async def serves(self, name: str) -> bool:
-        """Whether every living server has `name`."""
-        found = await self._everywhere(lambda client: client.list_models())
-        return all(any(model.id == name for model in models) for models in found)
+    async def everywhere(self, ask: Callable[[ServerClient], Awaitable[ResultT]]) -> list[ResultT]:
+        """The answers of all living servers, at least one. Who does not answer is taken out; a refusal is raised."""
+        while True:
+            living = [server for server in self._servers if server.living]
+            results = await asyncio.gather(*(ask(server.client) for server in living), return_exceptions=True)
+            answers: list[ResultT] = []
+            for server, result in zip(living, results, strict=True):
+                if isinstance(result, InferenceUnavailable):
+                    self._take_out(server, result)
+                elif isinstance(result, BaseException):
+                    raise result
+                else:
+                    answers.append(result)
+            if answers:
+                self._set_trouble(None)
+                return answers
+            await self._pick()
 
-    async def load_adapter(self, name: str, path: Path) -> None:
-        """Load the PEFT folder `path` under `name` on every living server; one that comes back later gets it first."""
-        self._adapters[name] = path
-        try:
-            await self._everywhere(lambda client: client.load_adapter(name, path))
-        except BaseException:
-            self._adapters.pop(name, None)
-            raise
-
-    async def unload_adapter(self, name: str) -> None:
-        """Unload `name` everywhere, in one attempt: what stays behind is found and unloaded at the next start.
-
-        Raises UnknownModel when no server has it.
-        """
-        self._adapters.pop(name, None)
+    async def once_everywhere(self, ask: Callable[[ServerClient], Awaitable[object]]) -> list[BaseException | None]:
+        """Ask all living servers once; for each its error or None. Nobody is taken out, nothing is tried again."""
         living = [server for server in self._servers if server.living]
-        results = await asyncio.gather(*(s.client.unload_adapter(name) for s in living), return_exceptions=True)
-        errors = [result for result in results if isinstance(result, BaseException)]
-        worst = [error for error in errors if not isinstance(error, UnknownModel)]
-        if worst or (errors and len(errors) == len(living)):
-            raise (worst or errors)[0]
+        results = await asyncio.gather(*(ask(server.client) for server in living), return_exceptions=True)
+        return [result if isinstance(result, BaseException) else None for result in results]
 
     # -- servers ----
 
@@ -217,24 +212,6 @@ class InferenceClient:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout_at(soonest_s):
                     await self._changed.wait()
-
-    async def _everywhere(self, ask: Callable[[ServerClient], Awaitable[ResultT]]) -> list[ResultT]:
-        """The answers of all living servers, at least one. Who does not answer is taken out; a refusal is raised."""
-        while True:
-            living = [server for server in self._servers if server.living]
-            results = await asyncio.gather(*(ask(server.client) for server in living), return_exceptions=True)
-            answers: list[ResultT] = []
-            for server, result in zip(living, results, strict=True):
-                if isinstance(result, InferenceUnavailable):
-                    self._take_out(server, result)
-                elif isinstance(result, BaseException):
-                    raise result
-                else:
-                    answers.append(result)
-            if answers:
-                self._set_trouble(None)
-                return answers
-            await self._pick()
 
     def _note_failure(self, server: Server, error: InferenceUnavailable) -> None:
         """Take it out when it is down, else leave it alone for a while."""
@@ -260,13 +237,13 @@ class InferenceClient:
         task.add_done_callback(self._returning.discard)
 
     async def _bring_back(self, server: Server) -> None:
-        """Look at a server that was taken out until it answers and has every adapter; then it is asked again."""
+        """Look at a server that was taken out until it answers and is equipped; then it is asked again."""
         attempt = 0
         while True:
             await asyncio.sleep(self._backoff_s(attempt))
             attempt += 1
             try:
-                await self._equip(server)
+                await self.equip(server.client)
                 break
             except AccessDenied:
                 break  # whoever asks it next hears that
@@ -277,34 +254,6 @@ class InferenceClient:
         logger.info("inference server %d answers again", server.number)
         server.living, server.not_before_s, server.num_refused = True, 0.0, 0
         self._changed.set()
-
-    async def _equip(self, server: Server) -> None:
-        """Give the server every adapter of the run, and take from it those of this run that are not in use any more:
-        they were unloaded while it was away, or an earlier orchestrator left them.
-        """
-        has = {model.id for model in await server.client.list_models()}
-        tried: set[str] = set()
-        # Again after every answer: the run may have loaded or unloaded another meanwhile.
-        while True:
-            if stale := sorted(name for name in has - self._adapters.keys() if self._is_own(name)):
-                has.discard(stale[0])
-                await server.client.unload_adapter(stale[0])
-            elif missing := sorted(self._adapters.keys() - has - tried):
-                tried.add(missing[0])
-                await self._equip_one(server, missing[0])
-                has.add(missing[0])
-            else:
-                break
-
-    def _is_own(self, name: str) -> bool:
-        parsed = parse_adapter_name(name)
-        return parsed is not None and parsed[0] == self._run_id
-
-    async def _equip_one(self, server: Server, name: str) -> None:
-        try:
-            await server.client.load_adapter(name, self._adapters[name])
-        except RequestRefused as error:  # who asks for this one hears that; the others must not wait for it
-            logger.warning("inference server %d does not take %s: %s", server.number, name, error)
 
     def _backoff_s(self, attempt: int) -> float:
         # 2.0 ** 1024 is no float any more.
@@ -321,3 +270,8 @@ class InferenceClient:
         if trouble != self.trouble:
             self.trouble = trouble
             self.on_change()
+
+
+async def _nothing(server: ServerClient) -> None:
+    """There is no version but the base model: that it answers is enough."""
+    await server.list_models()

@@ -145,7 +145,7 @@ class Scheduler:
 
     def _note_refusal(self, version: int, error: str) -> None:
         self._refused_since = self._refused_since or self._clock()
-        self._refusal = f"inference to take {self._policy.model_name(version)} ({error})"
+        self._refusal = f"inference to take {self._policy.label(version)} ({error})"
         if self._clock() - self._refused_since > LOAD_REFUSED_LIMIT_S:
             raise RunFailed(f"waited {LOAD_REFUSED_LIMIT_S:g} s in vain for {self._refusal}")
         logger.warning("waiting for %s", self._refusal)

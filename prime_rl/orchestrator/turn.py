@@ -45,8 +45,8 @@ class TurnSampler:
     ) -> tuple[int, list[Completion]]:
         """The version that answered (default: the current one) and its completions, from one seed.
 
-        `note_version` is told which version is asked, before it is asked. What a restarted server has lost is loaded
-        again. Raises RolloutError when the prompt fills `seq_len`.
+        `note_version` is told which version is asked, before it is asked; who answers may be newer, unless it was
+        given. What a restarted server has lost is loaded again. Raises RolloutError when the prompt fills `seq_len`.
         """
         max_tokens = min(self._sampling.max_tokens, self._seq_len - len(prompt_ids))
         if max_tokens < 1:
@@ -56,7 +56,7 @@ class TurnSampler:
                 with self._policy.use(version) as (used, model):
                     note_version(used)
                     try:
-                        return used, await self._client.complete(
+                        completions = await self._client.complete(
                             model,
                             prompt_ids,
                             max_tokens=max_tokens,
@@ -64,6 +64,8 @@ class TurnSampler:
                             seed=seed,
                             num_choices=num_choices,
                         )
+                        exactly = version is not None
+                        return self._policy.answered_by(used, completions[0].weights, exactly=exactly), completions
                     except UnknownModel:
                         if attempt == MAX_RESTORES:
                             raise

@@ -22,7 +22,6 @@ from prime_rl.orchestrator.envs.checked import (
 )
 from prime_rl.orchestrator.envs.loading import load_environments
 from prime_rl.orchestrator.metrics import RolloutMeter
-from prime_rl.orchestrator.policy import PolicyVersions
 from prime_rl.orchestrator.pool import InferenceClient
 from prime_rl.orchestrator.rollout import MAX_REPLACEMENTS, GroupFailed, RolloutWorker
 from tests.orchestrator_support import (
@@ -30,6 +29,7 @@ from tests.orchestrator_support import (
     TalkEnv,
     make_client,
     make_model,
+    make_policy,
     make_run,
     make_worker,
     run_config,
@@ -203,7 +203,7 @@ async def client(house: tuple[Path, Path]) -> AsyncIterator[InferenceClient]:
 
 def worker_of(house: tuple[Path, Path], client: InferenceClient, env: Environment, share: float) -> RolloutWorker:
     model, output_dir = house
-    policy = PolicyVersions(client, make_run(output_dir), str(model))
+    policy = make_policy(client, make_run(output_dir), model)
     return make_worker(client, policy, model, {"talk": checked(env, share)}, rollouts_per_example=4)
 
 

@@ -33,10 +33,11 @@ from tests.orchestrator_support import (
     FakeInference,
     TalkEnv,
     make_model,
+    make_policy,
     make_run,
+    make_whole_policy,
     make_worker,
     publish,
-    version_token,
 )
 
 
@@ -50,6 +51,7 @@ class Case:
     failing: frozenset[int]  # examples whose environment raises
     num_spare: int = 0
     max_off_policy: int | None = None
+    whole: bool = False  # the run trains the whole model: a server has one version at a time
 
     @property
     def behind(self) -> int:
@@ -67,6 +69,7 @@ CASES = st.builds(
     failing=st.frozensets(st.integers(0, 9), max_size=2),
     num_spare=st.integers(0, 4),
     max_off_policy=st.none() | st.integers(0, 2),
+    whole=st.booleans(),
 )
 
 
@@ -74,13 +77,14 @@ CASES = st.builds(
 class Gate:
     """Holds every completion until the test lets it go."""
 
+    version_of: Callable[[str], int]
     waiting: list[asyncio.Future[None]] = field(default_factory=list)
     versions: dict[asyncio.Future[None], int] = field(default_factory=dict)
 
     async def __call__(self, body: dict[str, Any]) -> None:
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.waiting.append(future)
-        self.versions[future] = version_token(body["model"]) - FIRST_BYTE
+        self.versions[future] = self.version_of(body["model"])
         try:
             await future
         finally:
@@ -108,10 +112,10 @@ class Played:
 async def play(case: Case, choose: Callable[[int], int], folder: Path) -> Played:
     """Run `case`; `choose(n)` picks which of n things happens next: an answer comes, or a version."""
     run, model = make_run(folder), make_model(folder / "model")
-    fake, gate, played = FakeInference(model), Gate(), Played()
-    fake.gate = gate
-    client = InferenceClient([Endpoint(folder, "http://fake/v1")], "run_a", transport=httpx.ASGITransport(app=fake))
-    policy = PolicyVersions(client, run, str(model))
+    fake, played = FakeInference(model), Played()
+    fake.gate = gate = Gate(fake.version_of)
+    client = InferenceClient([Endpoint(folder, "http://fake/v1")], transport=httpx.ASGITransport(app=fake))
+    policy = (make_whole_policy if case.whole else make_policy)(client, run, model)
     env = TalkEnv(num_examples=10, num_turns=case.num_turns, on_rollout=failing(case.failing))
     worker = make_worker(client, policy, model, {"talk": env})
     ledger = GroupLedger(
@@ -140,7 +144,7 @@ async def play(case: Case, choose: Callable[[int], int], folder: Path) -> Played
             await asyncio.gather(*tasks, return_exceptions=True)
             await client.close()
     played.num_dropped, played.num_too_old = ledger.num_dropped, ledger.num_too_old
-    played.num_unknown, played.adapters_left = fake.num_unknown, len(fake.adapters)
+    played.num_unknown, played.adapters_left = fake.num_unknown, len(fake.adapters) + (fake.weights != "base")
     return played
 
 

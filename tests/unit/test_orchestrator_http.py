@@ -21,7 +21,7 @@ from prime_rl.orchestrator.client import (
 )
 from prime_rl.orchestrator.concurrency import START_LIMIT
 from prime_rl.orchestrator.envs.base import Example, Outcome, Policy
-from prime_rl.orchestrator.policy import PolicyVersions, find_base_model
+from prime_rl.orchestrator.policy import find_base_model
 from prime_rl.orchestrator.pool import InferenceClient
 from prime_rl.orchestrator.rollout import GroupFailed
 from prime_rl.orchestrator.tokenizer import ChatTokenizer, TokenizerError
@@ -32,6 +32,7 @@ from tests.orchestrator_support import (
     TalkEnv,
     make_client,
     make_model,
+    make_policy,
     make_run,
     make_worker,
     publish,
@@ -165,7 +166,7 @@ async def test_the_key_is_sent(model: Path, tmp_path: Path) -> None:
 
 async def test_without_a_base_url_the_server_is_found_again_at_its_new_address(model: Path, tmp_path: Path) -> None:
     fake = FakeInference(model)
-    client = InferenceClient([Endpoint(tmp_path, None)], "run_a", backoff_start_s=0.01)
+    client = InferenceClient([Endpoint(tmp_path, None)], backoff_start_s=0.01)
     waiting = asyncio.create_task(client.list_models())
     await until(lambda: client.trouble is not None, "the missing status file to be named")
     assert "inference/status.json (not there yet" in str(client.trouble)
@@ -214,7 +215,7 @@ async def test_a_version_goes_when_it_is_neither_current_nor_in_use(model: Path,
         publish(run, version)
     async with serving(fake) as url:
         client = make_client(url, tmp_path)
-        policy = PolicyVersions(client, run, str(model))
+        policy = make_policy(client, run, model)
         await policy.switch_to(1)
         with policy.use() as (version, name):
             assert (version, name) == (1, "run_a@v1")
@@ -236,7 +237,7 @@ async def test_leftovers_of_a_killed_orchestrator_go_and_those_of_others_stay(mo
     fake.adapters = {"run_a@v4": "x", "run_ab@v4": "y"}
     async with serving(fake) as url:
         client = make_client(url, tmp_path)
-        await PolicyVersions(client, run, str(model)).forget_leftovers()
+        await make_policy(client, run, model).begin()
         await client.close()
     assert set(fake.adapters) == {"run_ab@v4"}
 
@@ -251,7 +252,7 @@ async def test_turns_continue_the_same_tokens_and_only_sampled_ones_count(model:
     env = TalkEnv(num_turns=2)
     async with serving(fake) as url:
         client = make_client(url, tmp_path)
-        policy = PolicyVersions(client, run, str(model))
+        policy = make_policy(client, run, model)
         worker = make_worker(client, policy, model, {"talk": env}, rollouts_per_example=1)
 
         async def switch_after_the_first(body: object) -> None:
@@ -282,7 +283,7 @@ async def test_a_turn_that_was_cut_gets_its_end_appended_but_not_learned(model: 
     env = TalkEnv(num_turns=2)
     async with serving(fake) as url:
         client = make_client(url, tmp_path)
-        policy = PolicyVersions(client, make_run(tmp_path), str(model))
+        policy = make_policy(client, make_run(tmp_path), model)
         worker = make_worker(client, policy, model, {"talk": env}, rollouts_per_example=1, max_tokens=2)
         (rollout,) = (await worker.group(0)).rollouts_G
         await client.close()
@@ -296,7 +297,7 @@ async def test_rollouts_are_reproducible_and_differ_within_a_group(model: Path, 
     env = TalkEnv(num_turns=2)
     async with serving(fake) as url:
         client = make_client(url, tmp_path)
-        policy = PolicyVersions(client, make_run(tmp_path), str(model))
+        policy = make_policy(client, make_run(tmp_path), model)
         workers = [make_worker(client, policy, model, {"talk": env}, rollouts_per_example=3) for _ in range(2)]
         groups = [await worker.group(5) for worker in workers]
         await client.close()
@@ -319,7 +320,7 @@ async def test_rollouts_whose_first_prompts_differ_do_not_share_a_request(model:
     fake = FakeInference(model)
     async with serving(fake) as url:
         client = make_client(url, tmp_path)
-        policy = PolicyVersions(client, make_run(tmp_path), str(model))
+        policy = make_policy(client, make_run(tmp_path), model)
         worker = make_worker(client, policy, model, {"talk": Moody()}, rollouts_per_example=3)
         group = await worker.group(0)
         await client.close()
@@ -342,7 +343,7 @@ async def test_a_rollout_that_comes_to_nothing_fails_its_group(
 ) -> None:
     async with serving(FakeInference(model)) as url:
         client = make_client(url, tmp_path)
-        policy = PolicyVersions(client, make_run(tmp_path), str(model))
+        policy = make_policy(client, make_run(tmp_path), model)
         with pytest.raises(GroupFailed, match=message):
             await make_worker(client, policy, model, {"talk": env}, seq_len=seq_len).group(0)
         await client.close()
@@ -354,7 +355,7 @@ async def test_adapters_that_a_restarted_server_lost_are_loaded_again(model: Pat
     fake = FakeInference(model)
     async with serving(fake) as url:
         client = make_client(url, tmp_path)
-        policy = PolicyVersions(client, run, str(model))
+        policy = make_policy(client, run, model)
         await policy.switch_to(1)
         fake.adapters.clear()
         worker = make_worker(client, policy, model, {"talk": TalkEnv()})
@@ -370,7 +371,7 @@ async def test_a_server_that_never_has_the_model_fails_the_group(model: Path, tm
     fake.fault = lambda path, body: 404 if path == "/v1/completions" else None
     async with serving(fake) as url:
         client = make_client(url, tmp_path)
-        policy = PolicyVersions(client, make_run(tmp_path), str(model))
+        policy = make_policy(client, make_run(tmp_path), model)
         with pytest.raises(GroupFailed, match="injected 404"):
             await make_worker(client, policy, model, {"talk": TalkEnv()}).group(0)
         await client.close()

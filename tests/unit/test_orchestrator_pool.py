@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from prime_rl.configs.base import ConfigError
+from prime_rl.orchestrator.adapters import AdapterSet
 from prime_rl.orchestrator.client import RequestRefused, UnknownModel
 from prime_rl.orchestrator.pool import InferenceClient
 from tests.orchestrator_support import (
@@ -85,15 +86,16 @@ async def test_a_dead_server_is_taken_out_in_silence_and_comes_back_with_its_ada
     async with serving(fakes[0]) as first:
         async with serving(fakes[1]) as second:
             client = make_client([first, second], tmp_path)
+            adapters = AdapterSet(client, "run_a")
             troubles: list[str | None] = []
             client.on_change = lambda: troubles.append(client.trouble)
             for version in (1, 2):
-                await client.load_adapter(f"run_a@v{version}", tmp_path)
+                await adapters.load(f"run_a@v{version}", tmp_path)
         for seed in range(6):
             assert (await sample(client, "run_a@v2", seed=seed))[-1] == IM_END
-        await client.load_adapter("run_a@v3", tmp_path)
-        await client.unload_adapter("run_a@v1")
-        assert await client.serves("run_a@v3") and not await client.serves("run_a@v1")
+        await adapters.load("run_a@v3", tmp_path)
+        await adapters.unload("run_a@v1")
+        assert await adapters.serves("run_a@v3") and not await adapters.serves("run_a@v1")
         assert client.metrics()["inference/1/living"] == 0 and client.metrics()["inference/1/failures"] == 1
         fakes[2].adapters = dict.fromkeys(("run_a@v1", "run_a@v9", "run_b@v1"), "before it was cut off")
         async with serving(fakes[2], port_of(second)):
@@ -110,7 +112,8 @@ async def test_only_when_none_is_left_is_that_waited_for(model: Path, tmp_path: 
     fake = FakeInference(model)
     async with serving(fake) as url:
         client = make_client([NOWHERE, url], tmp_path)
-        await client.load_adapter("run_a@v1", tmp_path)
+        adapters = AdapterSet(client, "run_a")
+        await adapters.load("run_a@v1", tmp_path)
         assert client.trouble is None
     waiting = asyncio.create_task(sample(client, "run_a@v1"))
     await until(lambda: client.trouble is not None, "the loss to be said")
@@ -127,18 +130,19 @@ async def test_a_version_is_loaded_when_every_living_server_has_it(model: Path, 
     fakes = [FakeInference(model) for _ in range(2)]
     async with serving(fakes[0]) as first, serving(fakes[1]) as second:
         client = make_client([first, NOWHERE, second], tmp_path)
-        await client.load_adapter("run_a@v1", tmp_path)
+        adapters = AdapterSet(client, "run_a")
+        await adapters.load("run_a@v1", tmp_path)
         assert [set(fake.adapters) for fake in fakes] == [{"run_a@v1"}] * 2
         fakes[1].adapters.clear()  # restarted so fast that nobody noticed
-        assert not await client.serves("run_a@v1")
-        await client.load_adapter("run_a@v1", tmp_path)
-        assert await client.serves("run_a@v1")
+        assert not await adapters.serves("run_a@v1")
+        await adapters.load("run_a@v1", tmp_path)
+        assert await adapters.serves("run_a@v1")
         fakes[1].fault = lambda path, body: 400 if path == "/v1/load_lora_adapter" else None
         with pytest.raises(RequestRefused):
-            await client.load_adapter("run_a@v2", tmp_path)
-        await client.unload_adapter("run_a@v2")  # only one has it
+            await adapters.load("run_a@v2", tmp_path)
+        await adapters.unload("run_a@v2")  # only one has it
         with pytest.raises(UnknownModel):
-            await client.unload_adapter("run_a@v2")
+            await adapters.unload("run_a@v2")
         assert {entry.id for entry in await client.list_models()} == {str(model), "run_a@v1"}
         await client.close()
 

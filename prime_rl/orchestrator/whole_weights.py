@@ -1,0 +1,112 @@
+"""Publication of a run that trains the whole model: a server has one version at a time, and its answers name it.
+
+A request goes to the base model's name and is answered by the weights that are in force when its turn comes, so its
+version is known from the answer alone. It may be newer than the one that was asked; older, or of another run, it is not
+taken: that server was restarted, or somebody else has changed its weights. While `lease` is held nobody else of this
+house does that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import logging
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+from prime_rl.contract.layout import RunDir, parse_weights_name, weights_name
+from prime_rl.orchestrator.client import InferenceError, RequestRefused, ServerClient, UnknownModel
+from prime_rl.orchestrator.pool import InferenceClient
+
+logger = logging.getLogger(__name__)
+
+LEASE_POLL_S = 0.3
+
+
+@contextlib.asynccontextmanager
+async def lease(path: Path, tell: Callable[[str | None], None]) -> AsyncIterator[None]:
+    """Have the weights of the house's servers for this process; waits, and says so, while another run has them."""
+    path.parent.mkdir(exist_ok=True)
+    with path.open("a") as file:  # the kernel gives the lock back however this process ends
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                tell("another run to give back the weights of inference: one at a time trains the whole model")
+                await asyncio.sleep(LEASE_POLL_S)
+        tell(None)
+        yield
+
+
+class WholeWeights:
+    """See the module. `base_model` is the name under which inference serves whatever weights it has."""
+
+    def __init__(self, client: InferenceClient, run: RunDir, base_model: str) -> None:
+        self._client = client
+        self._run = run
+        self._base_model = base_model
+        self._wanted = 0  # what every living server has, or is being given
+        self._giving = asyncio.Lock()
+        self._pinned = asyncio.Lock()
+        client.equip = self._equip
+
+    async def begin(self) -> None:
+        """Back to the base model: a version of an earlier life may have been taken back and made anew since."""
+        await self.publish(0)
+
+    async def publish(self, version: int) -> None:
+        async with self._giving:
+            before, self._wanted = self._wanted, version
+            try:
+                await self._client.everywhere(self._give)
+            except BaseException:
+                self._wanted = before
+                raise
+
+    async def restore(self, version: int) -> None:
+        """Give back what is wanted now, which is `version` or newer, to who has lost it."""
+        async with self._giving:
+            await self._client.everywhere(self._give)
+
+    def retain(self, is_needed: Callable[[int], bool]) -> None:
+        """The one version that a server has goes when the next one comes."""
+
+    async def withdraw(self) -> None:
+        """Whoever asks next for the base model gets it."""
+        self._wanted = 0
+        for error in await self._client.once_everywhere(self._give):
+            if isinstance(error, InferenceError):
+                logger.warning("a server keeps the weights of %s: %s", self._run.run_id, error)
+
+    def unchanged(self) -> contextlib.AbstractAsyncContextManager[object]:
+        return self._pinned
+
+    def model_name(self, version: int) -> str:
+        return self._base_model
+
+    def label(self, version: int) -> str:
+        return weights_name(self._run.run_id, version)
+
+    def answered_by(self, asked: int, weights: str | None, *, exactly: bool) -> int:
+        version = parse_weights_name(self._run.run_id, weights or "")
+        if version is None or version < asked or (exactly and version > asked):
+            raise UnknownModel(f"inference answered with the weights {weights!r} instead of {self.label(asked)!r}")
+        return version
+
+    async def _give(self, server: ServerClient) -> None:
+        # Again after every answer: another version may be wanted meanwhile.
+        while server.weights != (label := self.label(self._wanted)):
+            await server.load_weights(self._run.broadcast_dir(self._wanted).resolve() if self._wanted else None)
+            if label != self.label(self._wanted):
+                continue
+            if server.weights != label:
+                raise RequestRefused(f"inference calls its weights {server.weights!r} instead of {label!r}")
+
+    async def _equip(self, server: ServerClient) -> None:
+        server.weights = None  # whatever it had, it may have lost
+        try:
+            await self._give(server)
+        except RequestRefused as error:  # its answers will not be taken, and the next version is given to it again
+            logger.warning("a server that came back does not take %s: %s", self.label(self._wanted), error)
