@@ -1,74 +1,94 @@
 """The one file watcher: the system's events where they come, polling where they do not, a slow rescan always.
 
 Events are hints. `Watcher.wait` returns when something may have changed or when the rescan is due; the caller then
-looks at the disk itself. So a lost event costs at most `rescan_s`, never a run. Only the output directory and the
-`control/` folders (or other folders that the caller names) are watched; step folders are scanned.
+looks at the disk itself, at the folders that `take_changed` names or at all. So a lost event costs at most `rescan_s`,
+never a run. The trainer watches the output directory and the `control/` folders, the others a few folders each; step
+folders are scanned by who needs them.
 """
 
 from __future__ import annotations
 
+import errno
 import logging
-import sys
 import threading
-import warnings
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Literal
 
-from watchdog.events import FileSystemEvent, FileSystemEventHandler
-from watchdog.observers import Observer
-from watchdog.observers.api import BaseObserver, ObservedWatch
-from watchdog.observers.polling import PollingObserver
+from prime_rl.utils.mounts import MOUNT_TABLE, events_come
+from prime_rl.utils.watch_backends import POLL_S, Backend, OnChange, PollingEvents, native_events
 
 logger = logging.getLogger(__name__)
 
 ObserverKind = Literal["auto", "native", "polling"]
-POLL_S = 1.0
-# A reader's own open and close of a file are events too; they must not wake it.
-_CHANGES = frozenset({"created", "deleted", "modified", "moved", "closed"})
-# File systems on which inotify tells nothing of what other machines write.
-_NO_EVENTS = ("nfs", "cifs", "smb", "lustre", "fuse", "9p", "ceph", "gpfs", "beegfs", "afs")
-
-
-class _Hint(FileSystemEventHandler):
-    def __init__(self, event: threading.Event) -> None:
-        self._event = event
-
-    def on_any_event(self, event: FileSystemEvent) -> None:
-        if event.event_type in _CHANGES:
-            self._event.set()
+_CURES = {
+    errno.ENOSPC: "sudo sysctl fs.inotify.max_user_watches=1048576",
+    errno.EMFILE: "sudo sysctl fs.inotify.max_user_instances=1024, or a higher ulimit -n",
+}
 
 
 class Watcher:
-    """Watch a changing set of folders (not recursive).
+    """Watch a changing set of folders (not recursive). One thread calls it; any may call `wake`.
 
     Args:
         rescan_s: longest time between two looks at the disk, whatever the events say.
-        kind: "native", "polling", or "auto" (by the mount table, with a fall-back to polling when the system's limit
-            of watches is reached).
+        kind: "native", "polling", or "auto" (by the mount table). Where the system gives no more events both fall back
+            to polling, with one warning.
+        poll_s: time between two looks of the polling.
+        make_native: makes the source of events.
     """
 
-    def __init__(self, folders: Iterable[Path] = (), *, rescan_s: float = 5.0, kind: ObserverKind = "auto") -> None:
+    def __init__(
+        self,
+        folders: Iterable[Path] = (),
+        *,
+        rescan_s: float = 5.0,
+        kind: ObserverKind = "auto",
+        poll_s: float = POLL_S,
+        mount_table: Path = MOUNT_TABLE,
+        make_native: Callable[[OnChange], Backend] = native_events,
+    ) -> None:
         self.rescan_s = rescan_s
         self._kind = kind
+        self._poll_s = poll_s
+        self._mount_table = mount_table
+        self._make_native = make_native
         self._event = threading.Event()
-        self._observer: BaseObserver | None = None
-        self._watches: dict[Path, ObservedWatch] = {}
+        self._lock = threading.Lock()
+        self._backend: Backend | None = None
+        # With the inode: a folder that was replaced by another is watched anew.
+        self._watched: dict[Path, int] = {}
+        self._changed: set[Path] = set()
+        self._all_changed = False
+        # Names that came or went in a watched folder: a folder of that name, or in it, may be another one now.
+        self._suspects: set[Path] = set()
+        self._verified_at = time.monotonic()
         self.watch(folders)
+
+    @property
+    def is_polling(self) -> bool:
+        return isinstance(self._backend, PollingEvents)
+
+    @property
+    def folders(self) -> frozenset[Path]:
+        """What is watched now."""
+        return frozenset(self._watched)
 
     def watch(self, folders: Iterable[Path]) -> None:
         """Watch exactly `folders` from now on; those that do not exist (yet) are left out until the next call."""
-        wanted = {folder for folder in folders if folder.is_dir()}
-        gone = set(self._watches) - wanted
-        new = wanted - set(self._watches)
-        for folder in gone:
-            watch = self._watches.pop(folder)
-            if self._observer is not None:
-                self._observer.unschedule(watch)
-        for folder in sorted(new):
-            self._schedule(folder)
-        if new:
-            self._event.set()  # what landed before the watch was set is found by a look
+        wanted = set(folders)
+        self._check_backend()
+        with self._lock:
+            suspects, self._suspects = self._suspects, set()
+        for folder in self._watched.keys() - wanted:
+            del self._watched[folder]
+            if self._backend is not None:
+                self._backend.remove(folder)
+        stale = {folder for folder in wanted if folder in suspects or folder.parent in suspects} if suspects else set()
+        for folder in sorted((wanted - self._watched.keys()) | stale | self._replaced()):
+            if self._add(folder):
+                self._on_change(folder, "")  # what landed before the watch was set is found by a look
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait for a hint, the rescan or `timeout_s`; true when it was a hint. Also returns after `wake`."""
@@ -77,16 +97,22 @@ class Watcher:
         self._event.clear()
         return hinted
 
+    def take_changed(self) -> frozenset[Path] | None:
+        """Watched folders with a hint since the last call; None when events were lost and any may have changed."""
+        with self._lock:
+            changed, self._changed = frozenset(self._changed), set()
+            everything, self._all_changed = self._all_changed, False
+        return None if everything else changed
+
     def wake(self) -> None:
         """Make the current or next `wait` return at once (from a signal handler or another thread)."""
         self._event.set()
 
     def close(self) -> None:
-        if self._observer is not None and self._observer.is_alive():
-            self._observer.stop()
-            self._observer.join()
-        self._observer = None
-        self._watches.clear()
+        if self._backend is not None:
+            self._backend.close()
+        self._backend = None
+        self._watched.clear()
 
     def __enter__(self) -> Watcher:
         return self
@@ -94,61 +120,74 @@ class Watcher:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def _schedule(self, folder: Path) -> None:
-        observer = self._observer or self._start(folder)
+    def _on_change(self, folder: Path | None, name: str) -> None:
+        """From a thread of the backend."""
+        with self._lock:
+            if folder is None:
+                self._all_changed = True
+            else:
+                self._changed.add(folder)
+                self._suspects.add(folder / name if name else folder)
+        self._event.set()
+
+    def _add(self, folder: Path) -> bool:
+        backend = self._backend or self._start(folder)
         try:
-            self._watches[folder] = observer.schedule(_Hint(self._event), str(folder), recursive=False)
-        except FileNotFoundError:
-            return
+            added = backend.add(folder)
         except OSError as error:  # ENOSPC, EMFILE: no more watches
-            if self._kind == "polling" or isinstance(observer, PollingObserver):
-                raise
-            logger.warning("watching %s failed (%s): polling every %g s from now on", folder, error, POLL_S)
-            self._fall_back(folder)
+            self._fall_back(error)
+            return folder in self._watched or self._add(folder)
+        if added:
+            self._watched[folder] = _inode(folder)
+        else:
+            self._watched.pop(folder, None)
+        return added
 
-    def _start(self, folder: Path) -> BaseObserver:
-        polling = self._kind == "polling" or (self._kind == "auto" and not events_come(folder))
+    def _replaced(self) -> set[Path]:
+        """Folders that became others without an event that tells it, at every rescan."""
+        now = time.monotonic()
+        if now - self._verified_at < self.rescan_s:
+            return set()
+        self._verified_at = now
+        return {folder for folder, inode in self._watched.items() if _inode(folder) != inode}
+
+    def _start(self, folder: Path) -> Backend:
+        if self._kind == "auto" and not events_come(folder, self._mount_table):
+            self._kind = "polling"
         try:
-            observer: BaseObserver = PollingObserver(timeout=POLL_S) if polling else Observer()
-            observer.start()
+            self._backend = self._make_native(self._on_change) if self._kind != "polling" else self._polling()
         except OSError as error:
-            logger.warning("no file events (%s): polling every %g s", error, POLL_S)
-            observer = PollingObserver(timeout=POLL_S)
-            observer.start()
-        self._observer = observer
-        return observer
+            self._fall_back(error)
+        assert self._backend is not None
+        return self._backend
 
-    def _fall_back(self, folder: Path) -> None:
-        folders = [*self._watches, folder]
+    def _check_backend(self) -> None:
+        if self._backend is not None and not self._backend.lives():
+            self._fall_back(OSError("the thread that reads events has ended"))
+
+    def _fall_back(self, error: OSError) -> None:
+        """From events to polling, for good."""
+        cure = _CURES.get(error.errno or 0)
+        logger.warning(
+            "no more file events (%s): the folders are looked at every %g s from now on%s",
+            error,
+            self._poll_s,
+            f"; for events again: {cure}, and start anew" if cure else "",
+        )
+        folders = list(self._watched)
         self.close()
         self._kind = "polling"
-        for each in folders:
-            self._schedule(each)
+        self._backend = self._polling()
+        for folder in folders:
+            self._add(folder)
+        self._on_change(None, "")
+
+    def _polling(self) -> PollingEvents:
+        return PollingEvents(self._on_change, self._poll_s)
 
 
-def events_come(folder: Path, mountinfo: Path = Path("/proc/self/mountinfo")) -> bool:
-    """Whether the file system of `folder` delivers events for writes of other processes and machines."""
-    kind = file_system_type(folder, mountinfo)
-    return kind is None or not kind.startswith(_NO_EVENTS)
-
-
-def file_system_type(folder: Path, mountinfo: Path = Path("/proc/self/mountinfo")) -> str | None:
-    """Type of the file system that holds `folder` (e.g. "ext4"), from the mount table; None where there is none."""
-    if sys.platform != "linux":
-        return None
+def _inode(folder: Path) -> int:
     try:
-        lines = mountinfo.read_text().splitlines()
+        return folder.stat().st_ino
     except OSError:
-        return None
-    target = folder.resolve()
-    best: tuple[int, str | None] = (-1, None)
-    for line in lines:
-        before, _, after = line.partition(" - ")
-        mount = Path(before.split()[4].replace("\\040", " "))
-        if (target == mount or mount in target.parents) and len(mount.parts) >= best[0]:
-            best = (len(mount.parts), after.split()[0])
-    return best[1]
-
-
-# watchdog 7 warns once a thread for every burst of events it joins; the warning carries nothing to act on.
-warnings.filterwarnings("ignore", category=RuntimeWarning, module=r"watchdog(\..*)?")
+        return 0

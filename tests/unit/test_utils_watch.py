@@ -1,98 +1,260 @@
+"""The watcher: hints for every kind of change, in both ways of watching, and what it does at the limits of a system."""
+
 from __future__ import annotations
 
 import errno
 import logging
+import shutil
+import threading
+import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from watchdog.observers.inotify import InotifyObserver
-from watchdog.observers.polling import PollingObserver
 
-from prime_rl.contract.files import write_atomic
-from prime_rl.utils.watch import Watcher, events_come, file_system_type
+from prime_rl.contract.files import wait_for, write_atomic
+from prime_rl.utils.watch import ObserverKind, Watcher
+from prime_rl.utils.watch_backends import Backend, NativeEvents, OnChange
 
 # Far above any delay of the system: a test that needs it fails, it does not pass slowly.
 LONG_S = 60.0
-MOUNTS = """\
-22 1 254:0 / / rw - ext4 /dev/root rw
-40 22 0:35 / /data rw,relatime shared:1 - nfs4 server:/x rw
-41 40 0:36 / /data/fast\\040disk rw - xfs /dev/sdb rw
-42 22 0:37 / /blob rw - fuse.blobfuse2 blob rw
-"""
+POLL_S = 0.02
+KINDS: list[ObserverKind] = ["native", "polling"]
 
 
-@pytest.mark.parametrize("kind", ["native", "polling"])
-def test_a_change_wakes_the_waiter(tmp_path: Path, kind: str) -> None:
-    with Watcher([tmp_path], rescan_s=LONG_S, kind=kind) as watcher:  # type: ignore[arg-type]
-        assert watcher.wait(), "a folder that is new to the watcher is looked at once"
-        write_atomic(tmp_path / "orch.toml", "x")
-        assert watcher.wait()
+def watcher_of(*folders: Path, kind: ObserverKind = "native", **arguments: object) -> Watcher:
+    return Watcher(folders, **{"rescan_s": LONG_S, "kind": kind, "poll_s": POLL_S} | arguments)  # type: ignore[arg-type]
 
 
-def test_reading_a_file_is_no_change(tmp_path: Path) -> None:
+def quiet(watcher: Watcher) -> None:
+    """Take in all hints that are under way: one write is several events."""
+    while watcher.wait(4 * POLL_S):
+        pass
+    watcher.take_changed()
+
+
+def hinted(watcher: Watcher, folder: Path) -> bool:
+    """Whether a hint about `folder` comes."""
+    seen: set[Path] = set()
+
+    def look() -> bool:
+        seen.update(watcher.take_changed() or ())
+        return folder in seen
+
+    wait_for(look, f"a hint about {folder}", timeout_s=LONG_S)
+    return True
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_new_folder_is_looked_at_and_every_change_in_it_is_told(tmp_path: Path, kind: ObserverKind) -> None:
+    file = tmp_path / "orch.toml"
+    changes: list[Callable[[], object]] = [
+        lambda: write_atomic(file, "x"),
+        lambda: file.write_text("in place"),
+        lambda: file.rename(tmp_path / "other"),
+        lambda: (tmp_path / "other").unlink(),
+        lambda: (tmp_path / "folder").mkdir(),
+        lambda: (tmp_path / "folder").rmdir(),
+    ]
+    with watcher_of(tmp_path, kind=kind) as watcher:
+        assert watcher.wait() and watcher.take_changed() == {tmp_path}, "what landed before is found by a look"
+        for change in changes:
+            quiet(watcher)
+            change()
+            assert watcher.wait() and hinted(watcher, tmp_path)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_read_or_hidden_or_below_is_no_change(tmp_path: Path, kind: ObserverKind) -> None:
     write_atomic(tmp_path / "f", "x")
-    with Watcher([tmp_path], rescan_s=0.3, kind="native") as watcher:
-        watcher.wait()
+    (tmp_path / "below").mkdir()
+    with watcher_of(tmp_path, kind=kind) as watcher:
+        quiet(watcher)
         (tmp_path / "f").read_text()
-        assert not watcher.wait()
+        (tmp_path / ".f.tmp").write_text("x")
+        (tmp_path / "below" / "g").write_text("x")
+        assert not watcher.wait(4 * POLL_S) and watcher.take_changed() == frozenset()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_folder_that_changed_is_named(tmp_path: Path, kind: ObserverKind) -> None:
+    folders = [tmp_path / str(number) for number in range(20)]
+    for folder in folders:
+        folder.mkdir()
+    with watcher_of(*folders, kind=kind) as watcher:
+        quiet(watcher)
+        write_atomic(folders[7] / "x", "1")
+        assert watcher.wait() and hinted(watcher, folders[7])
+        assert not (watcher.take_changed() or frozenset()) - {folders[7]}
 
 
 def test_the_rescan_comes_without_events(tmp_path: Path) -> None:
-    with Watcher([tmp_path], rescan_s=0.05) as watcher:
-        watcher.wait()
+    with watcher_of(tmp_path, rescan_s=0.05) as watcher:
+        quiet(watcher)
         assert not watcher.wait()
 
 
-def test_folders_come_and_go(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_folders_come_and_go(tmp_path: Path, kind: ObserverKind) -> None:
     first, second = tmp_path / "a", tmp_path / "b"
     first.mkdir()
-    with Watcher([first, second], rescan_s=LONG_S, kind="native") as watcher:
-        watcher.wait()
+    with watcher_of(first, second, kind=kind) as watcher:
+        quiet(watcher)
+        assert watcher.folders == {first}
         second.mkdir()
         watcher.watch([second])
-        assert watcher.wait()
+        assert watcher.wait() and watcher.take_changed() == {second} and watcher.folders == {second}
         write_atomic(second / "x", "1")
         assert watcher.wait()
-        watcher.watch([second])
-        while watcher.wait(0.2):  # one write is several events
-            pass
+        quiet(watcher)
         write_atomic(first / "x", "1")
-        assert not watcher.wait(0.2)
+        assert not watcher.wait(4 * POLL_S)
 
 
-def test_out_of_watches_falls_back_to_polling(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def full(*args: object, **kwargs: object) -> None:
-        raise OSError(errno.ENOSPC, "inotify watch limit reached")
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("how", ["deleted", "moved", "parent_moved"])
+def test_a_folder_that_was_replaced_is_watched_anew(tmp_path: Path, kind: ObserverKind, how: str) -> None:
+    control = tmp_path / "run_a" / "control"
+    control.mkdir(parents=True)
+    with watcher_of(tmp_path, control, kind=kind) as watcher:
+        quiet(watcher)
+        if how == "deleted":
+            shutil.rmtree(control)
+        elif how == "moved":
+            control.rename(tmp_path / "run_a" / "old")
+        else:
+            control.parent.rename(tmp_path / ".old")
+        control.mkdir(parents=True)
+        quiet(watcher)
+        watcher.watch([tmp_path, control])
+        quiet(watcher)
+        write_atomic(control / "orch.toml", "x")
+        assert watcher.wait() and hinted(watcher, control)
 
-    monkeypatch.setattr(InotifyObserver, "schedule", full)
-    with caplog.at_level(logging.WARNING), Watcher([tmp_path], rescan_s=LONG_S, kind="native") as watcher:
-        watcher.wait()
-        assert isinstance(watcher._observer, PollingObserver)
+
+def test_a_replacement_that_no_event_tells_is_found_at_the_rescan(tmp_path: Path) -> None:
+    control = tmp_path / "run_a" / "control"
+    control.mkdir(parents=True)
+    with watcher_of(control, rescan_s=0.05) as watcher:
+        control.parent.rename(tmp_path / "old")
+        control.mkdir(parents=True)
+
+        def found() -> bool:
+            watcher.watch([control])
+            return control in (watcher.take_changed() or ())
+
+        watcher.take_changed()
+        wait_for(found, "the folder to be watched anew", timeout_s=LONG_S)
+
+
+class Limited(NativeEvents):
+    """Real events, until the system's limit is reached."""
+
+    num_watches = 0
+
+    def __init__(self, on_change: OnChange) -> None:
+        if self.num_watches < 0:
+            raise OSError(errno.EMFILE, "inotify instance limit reached")
+        super().__init__(on_change)
+
+    def add(self, folder: Path) -> bool:
+        if len(self._watches) >= self.num_watches:
+            raise OSError(errno.ENOSPC, "inotify watch limit reached")
+        return super().add(folder)
+
+
+@pytest.mark.parametrize(("limit", "cure"), [(-1, "max_user_instances"), (0, "max_user_watches")])
+def test_no_events_from_the_start(tmp_path: Path, caplog: pytest.LogCaptureFixture, limit: int, cure: str) -> None:
+    assert_polls_with_one_warning(tmp_path, caplog, limit, cure)
+
+
+def test_out_of_watches_later(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert_polls_with_one_warning(tmp_path, caplog, 2, "max_user_watches")
+
+
+def assert_polls_with_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture, limit: int, cure: str) -> None:
+    folders = [tmp_path / str(number) for number in range(4)]
+    for folder in folders:
+        folder.mkdir()
+
+    class Full(Limited):
+        num_watches = limit
+
+    with caplog.at_level(logging.WARNING), watcher_of(folders[0], make_native=Full) as watcher:
+        for upto in range(2, 5):
+            watcher.watch(folders[:upto])
+        assert watcher.is_polling and watcher.folders == set(folders)
+        assert watcher.take_changed() is None, "what was lost meanwhile is found by a look at everything"
+        quiet(watcher)
+        for folder in folders:
+            write_atomic(folder / "x", "1")
+            assert watcher.wait() and hinted(watcher, folder)
+    messages = [record.getMessage() for record in caplog.records]
+    assert len(messages) == 1 and cure in messages[0] and "sysctl" in messages[0]
+
+
+def test_a_dead_reader_is_noticed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    backends: list[NativeEvents] = []
+
+    def make(on_change: OnChange) -> Backend:
+        backends.append(NativeEvents(on_change))
+        return backends[0]
+
+    with watcher_of(tmp_path, make_native=make) as watcher:
+        quiet(watcher)
+        backends[0].close()
+        watcher.watch([tmp_path])
+        quiet(watcher)
         write_atomic(tmp_path / "x", "1")
-        assert watcher.wait()
-    assert len([r for r in caplog.records if "polling" in r.message]) == 1
+        assert watcher.wait() and hinted(watcher, tmp_path)
 
 
-def test_wake_ends_a_wait(tmp_path: Path) -> None:
-    with Watcher([], rescan_s=LONG_S) as watcher:
+def test_lost_events_are_told_as_a_change_of_everything(tmp_path: Path) -> None:
+    backends: list[NativeEvents] = []
+
+    def make(on_change: OnChange) -> Backend:
+        backends.append(NativeEvents(on_change))
+        return backends[0]
+
+    with watcher_of(tmp_path, make_native=make) as watcher:
+        quiet(watcher)
+        backends[0].on_queue_overflow()
+        assert watcher.wait() and watcher.take_changed() is None and watcher.take_changed() == frozenset()
+
+
+@pytest.mark.parametrize(("type_", "polls"), [("ext4", False), ("nfs4", True), ("fuse.sshfs", True)])
+def test_the_mount_table_decides(tmp_path: Path, type_: str, polls: bool) -> None:
+    table = tmp_path / "mountinfo"
+    table.write_text(f"1 0 8:1 / / rw - {type_} /dev/a rw\n")
+    with watcher_of(tmp_path, kind="auto", mount_table=table) as watcher:
+        assert watcher.is_polling is polls
+
+
+def test_wake_ends_a_wait() -> None:
+    with watcher_of() as watcher:
         watcher.wake()
         assert watcher.wait()
 
 
-@pytest.mark.parametrize(
-    ("folder", "kind", "events"),
-    [
-        ("/home", "ext4", True),
-        ("/data/x", "nfs4", False),
-        ("/data/fast disk/x", "xfs", True),
-        ("/blob/x", "fuse.blobfuse2", False),
-        ("/database", "ext4", True),
-    ],
-)
-def test_the_mount_table_decides(tmp_path: Path, folder: str, kind: str, events: bool) -> None:
-    table = tmp_path / "mountinfo"
-    table.write_text(MOUNTS)
-    assert file_system_type(Path(folder), table) == kind
-    assert events_come(Path(folder), table) is events
+def test_one_thread_and_no_warning_for_a_thousand_folders(tmp_path: Path) -> None:
+    folders = [tmp_path / f"{number}" for number in range(1000)]
+    for folder in folders:
+        folder.mkdir()
+    before = threading.active_count()
+    with warnings.catch_warnings(), watcher_of(*folders) as watcher:
+        warnings.simplefilter("error")
+        assert threading.active_count() == before + 1
+        quiet(watcher)
+        for folder in folders:
+            (folder / "x").write_text("1")
+        seen: set[Path] = set()
+
+        def all_told() -> bool:
+            seen.update(watcher.take_changed() or ())
+            return seen == set(folders)
+
+        wait_for(all_told, "a hint about every folder", timeout_s=LONG_S)
+        for folder in folders:
+            shutil.rmtree(folder)
+        watcher.watch([])
+        assert not watcher.folders

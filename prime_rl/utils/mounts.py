@@ -1,0 +1,76 @@
+"""Which file system holds a folder, from the mount table, and whether it tells of what other machines write.
+
+Reads `/proc/self/mountinfo` and nothing else; where there is no such table nothing is known and events are believed in.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+MOUNT_TABLE = Path("/proc/self/mountinfo")
+# Shared or served by a process: inotify tells only what this machine's kernel itself was asked to write.
+_NO_EVENTS = (
+    "nfs",
+    "cifs",
+    "smb",
+    "ncpfs",
+    "afs",
+    "coda",
+    "9p",
+    "virtiofs",
+    "vboxsf",
+    "vmhgfs",
+    "prl_fs",
+    "fuse",
+    "davfs",
+    "lustre",
+    "ceph",
+    "gpfs",
+    "beegfs",
+    "glusterfs",
+    "orangefs",
+    "pvfs2",
+    "panfs",
+    "wekafs",
+    "gfs2",
+    "ocfs2",
+)
+_ESCAPE = re.compile(r"\\([0-7]{3})")
+
+
+def events_come(folder: Path, table: Path = MOUNT_TABLE) -> bool:
+    """Whether the file system of `folder` delivers events for writes of other processes and machines."""
+    kind = file_system_type(folder, table)
+    return kind is None or not kind.startswith(_NO_EVENTS)
+
+
+def file_system_type(folder: Path, table: Path = MOUNT_TABLE) -> str | None:
+    """Type of the file system that holds `folder` (e.g. "ext4"); None where the table does not say it."""
+    try:
+        text = table.read_text(errors="surrogateescape")
+    except OSError:
+        return None
+    target = folder.resolve()
+    found, depth = None, 0
+    for mount, kind in parse_mounts(text):
+        # Of several mounts over one place the last one is what is seen.
+        if target.is_relative_to(mount) and len(mount.parts) >= depth:
+            found, depth = kind, len(mount.parts)
+    return found
+
+
+def parse_mounts(text: str) -> list[tuple[Path, str]]:
+    """(mount point, file system type) of every whole line, in the order of the table."""
+    mounts = []
+    for line in text.splitlines():
+        before, _, after = line.partition(" - ")
+        fields, kind = before.split(" "), after.split(" ")[0]
+        if len(fields) >= 6 and kind:
+            mounts.append((Path(_unescape(fields[4])), kind))
+    return mounts
+
+
+def _unescape(text: str) -> str:
+    """Space, tab, newline and backslash are written in octal."""
+    return _ESCAPE.sub(lambda match: chr(int(match[1], 8)), text)
