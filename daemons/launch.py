@@ -1,7 +1,6 @@
 """Starting and stopping a house: checks first, one supervisor, proof at the end. Used by `prl up`, `down` and `demo`.
 
-A supervisor that was killed leaves its parts running. They are found again by what it wrote down (pid and start time)
-and by their marks, and they are ended before anything new is started, so a house never has twins.
+A supervisor that was killed leaves its parts running; `leftovers` says which of them the next one may keep.
 """
 
 from __future__ import annotations
@@ -16,16 +15,15 @@ import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 
-import msgspec
-
 from daemons.client import SUPERVISOR, House, HouseReader
-from daemons.pidfile import SupervisorLock, read_info
-from daemons.process import Identity, end_parts, find_members, kill_all, log_tail, python_module, spawn
-from daemons.specs import INFERENCE, TRAINER, write_component_configs
+from daemons.leftovers import adoptable, count_living, end_leftovers, forget_endings
+from daemons.pidfile import SupervisorLock, find_rival, read_info
+from daemons.process import Identity, log_tail, python_module, spawn
+from daemons.specs import INFERENCE, SYSTEM, TRAINER, write_component_configs
+from prime_rl.configs.base import ConfigError, load_config
 from prime_rl.configs.system import SupervisorConfig, SystemConfig
-from prime_rl.contract.files import WaitTimeout, wait_for, write_atomic
+from prime_rl.contract.files import WaitTimeout, wait_for
 from prime_rl.contract.layout import OutputDir
-from prime_rl.contract.status import DaemonStatus, read_status
 from prime_rl.utils.text import clean_text
 
 Say = Callable[[str], None]
@@ -55,20 +53,30 @@ def prepare(system: SystemConfig, output: OutputDir, say: Say) -> SupervisorLock
         info = read_info(output)
         raise LaunchError(f"already running: {info or f'somebody holds {output.supervisor_lock}'}; prl down to stop it")
     try:
+        _refuse_rival(output)
         lock.write_info(time.time())
         _check_model(system.model.name)
-        left = end_leftovers(output, system.supervisor.grace_s, say)
+        keep = adoptable(output, system)
+        left = end_leftovers(output, system.supervisor, say, keep)
         if left:
             raise LaunchError(f"processes {left} of an earlier start cannot be ended: end them, then try again")
-        _check_port(system.inference.host, system.inference.port)
-        for stale in output.daemons.glob("*.json"):
-            stale.unlink()
+        if keep:
+            say(f"keeping {', '.join(sorted(keep))}: running since before this start, with the same config")
+        if INFERENCE not in keep:
+            _check_port(system.inference.host, system.inference.port)
+        forget_endings(output, keep)
         write_component_configs(system, output)
         output.logs.mkdir(exist_ok=True)
     except BaseException:
         lock.release()
         raise
     return lock
+
+
+def _refuse_rival(output: OutputDir) -> None:
+    rival = find_rival(output)
+    if rival is not None:
+        raise LaunchError(f"already running: {rival}; prl down on {rival.host} stops it")
 
 
 def start_supervisor(output: OutputDir, lock: SupervisorLock) -> subprocess.Popen[bytes]:
@@ -114,9 +122,10 @@ def wait_until_ready(
 
 
 def is_ready(house: House) -> bool:
-    """Whether the trainer waits or trains and inference really answers."""
+    """Whether the supervisor watches, the trainer waits or trains, and inference really answers."""
     return (
-        house.trainer is not None
+        house.supervisor_alive
+        and house.trainer is not None
         and house.trainer.state in ("waiting", "training")
         and house.inference is not None
         and house.inference.state == "serving"
@@ -145,28 +154,49 @@ def waits(house: House) -> list[str]:
     return words
 
 
-def down(output: OutputDir, *, timeout_s: float, say: Say, supervisor: subprocess.Popen[bytes] | None = None) -> bool:
+def down(
+    output: OutputDir, *, timeout_s: float | None, say: Say, supervisor: subprocess.Popen[bytes] | None = None
+) -> bool:
     """Stop everything of a house and prove it; false when nothing was running. Raises LaunchError.
 
     Args:
-        timeout_s: how long a living supervisor may take; then it is killed and its parts are ended from here.
+        timeout_s: how long a living supervisor may take; then it is killed and its parts are ended from here. None:
+            as long as the house's own limits allow its parts.
         supervisor: our own child, if it is one, to be reaped.
     """
     if not output.daemons.is_dir():
         return False
+    limits = _limits(output)
     lock = SupervisorLock.acquire(output)
     was_running = lock is None
     if lock is None:
-        lock = _stop_supervisor(output, timeout_s, say, supervisor)
+        lock = _stop_supervisor(output, down_timeout_s(limits) if timeout_s is None else timeout_s, say, supervisor)
     try:
-        grace_s = min(SupervisorConfig().grace_s, timeout_s)
-        count = _count_living(output)
-        left = end_leftovers(output, grace_s, say)
+        _refuse_rival(output)
+        lock.claim()
+        if timeout_s is not None:
+            drain_s, grace_s = min(limits.drain_s, timeout_s), min(limits.grace_s, timeout_s)
+            limits = limits.replace(drain_s=drain_s, grace_s=grace_s)
+        count = count_living(output)
+        left = end_leftovers(output, limits, say)
         if left:
             raise LaunchError(f"processes {left} cannot be ended (SIGKILL was sent): they hang in the kernel")
         return was_running or count > 0
     finally:
         lock.release()
+
+
+def down_timeout_s(limits: SupervisorConfig) -> float:
+    """Orchestrators and trainer may finish, all may need the grace, and a margin."""
+    return 2 * limits.drain_s + 4 * limits.grace_s + 15.0
+
+
+def _limits(output: OutputDir) -> SupervisorConfig:
+    """The limits that the house was started with."""
+    try:
+        return load_config(SystemConfig, output.component_config(SYSTEM)).supervisor
+    except ConfigError:  # never started, or of another version
+        return SupervisorConfig()
 
 
 def _stop_supervisor(
@@ -210,48 +240,6 @@ def _holder(output: OutputDir) -> Identity:
     if not info.lives_here():
         raise LaunchError(f"the supervisor runs elsewhere or is unknown ({info}): stop it there")
     return info.identity
-
-
-def end_leftovers(output: OutputDir, grace_s: float, say: Say) -> list[int]:
-    """End what a supervisor that is gone left running; returns the pids that could not be ended. Needs the lock."""
-    left: set[Identity] = set()
-    recorded = _recorded(output)
-    services = (TRAINER, INFERENCE)
-    for group in (set(recorded) - set(services), {TRAINER}, {INFERENCE}):
-        parts = [(name, recorded[name]) for name in sorted(group & set(recorded)) if recorded[name].lives()]
-        if parts:
-            say("ending " + ", ".join(f"{name} (pid {each.pid})" for name, each in parts))
-            left |= end_parts(output.path, parts, grace_s)
-    strays = find_members(output.path, [], None)
-    if strays:
-        say(f"ending processes {sorted(each.pid for each in strays)} that outlived their parts")
-        left |= kill_all(strays)
-    _write_stopped(output)
-    return sorted(each.pid for each in left)
-
-
-def _recorded(output: OutputDir) -> dict[str, Identity]:
-    """Processes of parts as the last supervisor wrote them down."""
-    found = {}
-    for path in output.daemons.glob("*.json"):
-        status = read_status(path, DaemonStatus)
-        if status is not None and status.child_pid is not None:
-            found[path.stem] = Identity(status.child_pid, status.child_create_time or 0.0)
-    return found
-
-
-def _count_living(output: OutputDir) -> int:
-    return len(find_members(output.path, [each for each in _recorded(output).values() if each.lives()], None))
-
-
-def _write_stopped(output: OutputDir) -> None:
-    """Nobody watches the parts any more and none lives: say so, in the place of the supervisor that died."""
-    for path in output.daemons.glob("*.json"):
-        status = read_status(path, DaemonStatus)
-        if status is not None and status.state not in ("stopped", "failed", "done"):
-            status.state, status.child_pid, status.waiting_on = "stopped", None, None
-            status.updated_at = time.time()
-            write_atomic(path, msgspec.json.encode(status))
 
 
 def _with_log(message: str, output: OutputDir, name: str) -> str:

@@ -2,6 +2,10 @@
 
 The kernel frees the lock when its holder dies, however it dies, so a stale pid file never blocks a start. The lock is
 handed from `prl up` to the supervisor as an open file, without a moment in which nobody holds it.
+
+On a folder that several machines share the lock may hold on each machine by itself. So a pid file that names another
+machine is believed while that supervisor's heartbeat moves, judged by the time that passes here and by no clock of the
+other; and a holder whose pid file now names another has lost the house.
 """
 
 from __future__ import annotations
@@ -12,14 +16,19 @@ import os
 import socket
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 
 from daemons.process import Identity
-from prime_rl.contract.files import write_atomic
+from prime_rl.contract.files import WaitTimeout, read_text, wait_for, write_atomic
 from prime_rl.contract.layout import OutputDir
+from prime_rl.contract.status import HEARTBEAT_S
 from prime_rl.utils.process import process_create_time
+
+# Two heartbeats, and the time that a shared folder may take to show one.
+RIVAL_S = 2.5 * HEARTBEAT_S
 
 
 class SupervisorInfo(msgspec.Struct, kw_only=True):
@@ -38,7 +47,7 @@ class SupervisorInfo(msgspec.Struct, kw_only=True):
         return Identity(self.pid, self.create_time)
 
     def lives_here(self) -> bool:
-        return self.host == socket.gethostname() and self.boot_id == boot_id() and self.identity.lives()
+        return is_this_boot(self.host, self.boot_id) and self.identity.lives()
 
     def __str__(self) -> str:
         since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(self.started_at))
@@ -53,12 +62,50 @@ def boot_id() -> str:
     return ""
 
 
+def is_this_boot(host: str, boot: str) -> bool:
+    """Whether pids that were written down on `host` since its boot `boot` can be those of processes here."""
+    return host == socket.gethostname() and boot == boot_id()
+
+
+def find_rival(
+    output: OutputDir,
+    *,
+    patience_s: float = RIVAL_S,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> SupervisorInfo | None:
+    """The supervisor of another machine that has this house and lives; None when there is none.
+
+    Only when the pid file names another machine does this take time: until its heartbeat moves, or `patience_s`.
+    """
+    info = read_info(output)
+    if info is None or info.host == socket.gethostname():
+        return None
+    path = output.daemon_status("supervisor")
+    before = read_text(path)
+    try:
+        wait_for(
+            lambda: read_text(path) != before,
+            f"a heartbeat of the supervisor on {info.host}",
+            timeout_s=patience_s,
+            poll_s=0.25,
+            clock=clock,
+            sleep=sleep,
+        )
+    except WaitTimeout:
+        return None
+    return read_info(output)
+
+
 class SupervisorLock:
     """The lock of one house, held until `release` or the end of every process that has it open."""
 
     def __init__(self, output: OutputDir, fd: int) -> None:
         self.output = output
         self.fd = fd
+        self._is_claimed = False
+        self._info: SupervisorInfo | None = None
+        self._info_stat: os.stat_result | None = None
 
     @classmethod
     def acquire(cls, output: OutputDir) -> SupervisorLock | None:
@@ -91,20 +138,44 @@ class SupervisorLock:
             started_at=started_at,
         )
         write_atomic(self.output.supervisor_pidfile, msgspec.json.encode(info))
+        self._info, self._info_stat = info, None
+        self.claim()
+
+    def claim(self) -> None:
+        """The pid file is ours to remove: nobody else has this house."""
+        self._is_claimed = True
 
     def is_in_place(self) -> bool:
-        """Whether the lock file is still the one we hold; a house that was removed and made anew has another."""
+        """Whether the house is still ours: the lock file is the one we hold, and nobody else signed the pid file.
+
+        A house that was removed and made anew has another lock file.
+        """
         try:
-            return os.path.samestat(os.fstat(self.fd), self.output.supervisor_lock.stat())
+            same = os.path.samestat(os.fstat(self.fd), self.output.supervisor_lock.stat())
         except OSError:
             return False
+        return same and self._is_signed()
+
+    def _is_signed(self) -> bool:
+        """Whether the pid file, if there is one, is what we wrote. It is read only when it has changed."""
+        try:
+            now = self.output.supervisor_pidfile.stat()
+        except OSError:
+            return True
+        if self._info is None or (self._info_stat is not None and os.path.samestat(now, self._info_stat)):
+            return True
+        found = read_info(self.output)
+        if found is not None and found != self._info:
+            return False
+        self._info_stat = now
+        return True
 
     def hand_over(self) -> None:
         """Close our copy; the process that inherited the lock keeps it."""
         os.close(self.fd)
 
     def release(self) -> None:
-        if self.is_in_place():
+        if self._is_claimed and self.is_in_place():
             self.output.supervisor_pidfile.unlink(missing_ok=True)
         fcntl.flock(self.fd, fcntl.LOCK_UN)
         os.close(self.fd)

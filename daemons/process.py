@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -108,22 +109,29 @@ class _Row:
 
 
 def find_members(
-    output_dir: Path, leaders: Iterable[Identity], names: Collection[str] | None, *, trust_sessions: bool = False
+    output_dir: Path,
+    leaders: Iterable[Identity],
+    names: Collection[str] | None,
+    *,
+    but: Collection[str] = (),
+    trust_sessions: bool = False,
 ) -> set[Identity]:
     """All living processes that belong to parts.
 
     Args:
         leaders: the processes that the supervisor started. The session of one that lives is all its own.
-        names: parts whose marks count; None: any mark of this house.
+        names: parts whose marks count; None: any mark of this house, except those of the parts in `but`.
         trust_sessions: a leader died under our eyes, so its session number cannot have been used again yet.
     """
     rows = list(_process_table())
+    leaders = list(leaders)
     alive = {leader.pid for leader in leaders if leader.lives()}
     sessions = alive | ({leader.pid for leader in leaders} if trust_sessions else set())
     house = str(output_dir.resolve())
     found = set()
     for row in rows:
-        marked = row.house == house and row.part is not None and (names is None or row.part in names)
+        counts = row.part not in but if names is None else row.part in names
+        marked = row.house == house and row.part is not None and counts
         if row.identity.pid in alive or row.session in sessions or marked:
             found.add(row.identity)
     found |= _descendants(rows, {each.pid for each in found})
@@ -184,27 +192,71 @@ def end_parts(
     parts: Sequence[tuple[str, Identity]],
     grace_s: float,
     *,
+    drain_s: float | None = None,
     tick: Callable[[], None] = lambda: None,
     trust_sessions: bool = False,
 ) -> set[Identity]:
-    """End parts side by side: SIGTERM to each, `grace_s` to end by itself, SIGKILL to all that belongs to any of them.
+    """End parts side by side, and prove it.
 
-    `tick` is called while it waits (to reap children and keep status files fresh). Returns what could not be ended.
+    SIGTERM to each: it may finish what it does and save, for `drain_s` at most (None: `grace_s`). Then SIGTERM to all
+    that belongs to any of them, `grace_s` to end, SIGKILL. Returns what could not be ended or still holds memory of a
+    GPU. `tick` is called while it waits (to reap children and keep status files fresh).
     """
     leaders = [leader for _, leader in parts]
     names = {name for name, _ in parts}
     members = find_members(output_dir, leaders, names, trust_sessions=trust_sessions)
     for leader in leaders:
         leader.send(signal.SIGTERM)
+    _wait_until_gone(leaders, grace_s if drain_s is None else drain_s, tick)
+    members |= find_members(output_dir, leaders, names, trust_sessions=trust_sessions)
+    rest = [member for member in members if member.lives()]
+    for member in rest:
+        with contextlib.suppress(PermissionError):
+            member.send(signal.SIGTERM)
+    _wait_until_gone(rest, grace_s, tick)
+    members |= find_members(output_dir, leaders, names, trust_sessions=trust_sessions)
+    left = kill_all((member for member in members if member.lives()), reap=tick)
+    return left | wait_for_gpus(members, tick)
 
-    def ended() -> bool:
+
+def _wait_until_gone(processes: Iterable[Identity], timeout_s: float, tick: Callable[[], None]) -> None:
+    waiting = list(processes)
+
+    def gone() -> bool:
         tick()
-        return not any(leader.lives() for leader in leaders)
+        return not any(process.lives() for process in waiting)
 
     with contextlib.suppress(WaitTimeout):
-        wait_for(ended, "parts to end after SIGTERM", timeout_s=grace_s, poll_s=DEFAULT_POLL_S)
-    members |= find_members(output_dir, leaders, names, trust_sessions=trust_sessions)
-    return kill_all((member for member in members if member.lives()), reap=tick)
+        wait_for(gone, "processes to end after SIGTERM", timeout_s=timeout_s, poll_s=DEFAULT_POLL_S)
+
+
+def wait_for_gpus(members: Collection[Identity], tick: Callable[[], None] = lambda: None) -> set[Identity]:
+    """Wait until no GPU's memory is held by one of `members`, which have ended; returns those that still hold some."""
+    pids = {member.pid for member in members}
+    holders: set[int] = set()
+
+    def free() -> bool:
+        tick()
+        holders.clear()
+        holders.update(pids & gpu_processes())
+        return not holders
+
+    with contextlib.suppress(WaitTimeout):
+        wait_for(free, "memory of the GPUs to be given back", timeout_s=KILL_WAIT_S, poll_s=1.0)
+    return {member for member in members if member.pid in holders}
+
+
+def gpu_processes() -> set[int]:
+    """Pids that hold memory of a GPU, as the driver's own tool lists them; none where there is no such tool."""
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return set()
+    command = [tool, "--query-compute-apps=pid", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=KILL_WAIT_S, stdin=subprocess.DEVNULL)
+    except (OSError, subprocess.SubprocessError):
+        return set()
+    return {int(line) for line in done.stdout.split() if line.isdigit()}
 
 
 def python_module(module: str, *args: str) -> list[str]:

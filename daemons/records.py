@@ -19,8 +19,6 @@ from prime_rl.contract.files import write_atomic
 from prime_rl.contract.layout import OutputDir
 from prime_rl.contract.status import HEARTBEAT_S, DaemonStatus
 
-SUPERVISOR = "supervisor"
-
 
 class Records:
     """Writes the files of one supervisor's parts."""

@@ -98,17 +98,21 @@ def wanted(output: OutputDir, runs: Iterable[RunNow]) -> Mapping[str, PartSpec]:
     return {spec.name: spec for spec in specs}
 
 
-def write_component_configs(system: SystemConfig, output: OutputDir) -> None:
-    """Write what each part is started with, with nothing left to defaults of another day or folder."""
+def component_texts(system: SystemConfig, output: OutputDir) -> dict[str, str]:
+    """What each part is started with, with nothing left to defaults of another day or folder."""
     path = str(output.path.resolve())
     configs = {
         TRAINER: system.trainer.model_dump(mode="json") | {"output_dir": path},
         INFERENCE: system.inference.model_dump(mode="json") | {"output_dir": path},
         SYSTEM: system.model_dump(mode="json") | {"output_dir": path},
     }
+    return {name: tomli_w.dumps(without_nulls(config)) for name, config in configs.items()}
+
+
+def write_component_configs(system: SystemConfig, output: OutputDir) -> None:
     output.component_config(SYSTEM).parent.mkdir(parents=True, exist_ok=True)
-    for name, config in configs.items():
-        write_atomic(output.component_config(name), tomli_w.dumps(without_nulls(config)))
+    for name, text in component_texts(system, output).items():
+        write_atomic(output.component_config(name), text)
 
 
 def without_nulls(value: Any) -> Any:

@@ -17,13 +17,17 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 
-from daemons.children import Child, OwnChild, any_ended
+from daemons.children import AdoptedChild, Child, OwnChild, any_ended
+from daemons.client import SUPERVISOR
 from daemons.decide import decide
+from daemons.leftovers import Past, adopt
 from daemons.observe import Eyes, held_runs
 from daemons.parts import LIVE, Action, Do, Part, Snapshot, State
 from daemons.pidfile import SupervisorLock
 from daemons.process import Identity, end_parts, find_members, kill_all, log_tail, spawn
-from daemons.records import SUPERVISOR, Records
+from daemons.records import Records
+from daemons.relay import LogRelay
+from daemons.rotation import rotate
 from daemons.specs import INFERENCE, SYSTEM, TRAINER, wanted
 from prime_rl.configs.base import load_config
 from prime_rl.configs.system import SupervisorConfig, SystemConfig
@@ -39,6 +43,7 @@ logger = logging.getLogger("supervisor")
 TICK_S = 0.25
 # Between two looks at everything while nothing happens: half a heartbeat. A look costs milliseconds for 200 runs.
 IDLE_S = 2.5
+LOOK_AT_LOGS_S = 10.0
 _TAIL_LINE_CHARS = 500
 
 
@@ -48,6 +53,7 @@ class Supervisor:
     Args:
         lock: the house's lock, held until the end of `run`.
         stop: asked at every tick; true ends everything in order: orchestrators, trainer, inference.
+        relay: where the parts' logs go besides; with it a service that cannot start ends everything too.
     """
 
     def __init__(
@@ -57,6 +63,7 @@ class Supervisor:
         lock: SupervisorLock,
         stop: StopFlag,
         *,
+        relay: LogRelay | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self.output = output
@@ -68,7 +75,12 @@ class Supervisor:
         self._children: dict[str, Child] = {}
         self._eyes = Eyes(output, logger.error)
         self._records = Records(output, clock)
+        self._relay = relay
         self._next_look_s = 0.0
+        self._next_rotation_s = 0.0
+        self._pasts: dict[str, Past] = {}
+        self._was_up = False
+        self.start_failure: str | None = None
 
     def run(self) -> set[Identity]:
         """Supervise until told to stop, then end everything; returns the processes that could not be ended."""
@@ -77,11 +89,13 @@ class Supervisor:
             DaemonStatus(name=SUPERVISOR, state="running", argv=sys.argv, started_at=self._clock()),
         )
         logger.info("supervising %s", self.output.path)
+        self.adopt()
         said: str | None = None
-        while not self._stop() and self._lock.is_in_place():
+        while not self._stop() and self._lock.is_in_place() and self.start_failure is None:
             try:
                 if self.is_due():
                     self.tick()
+                self._look_at_logs()
                 trouble = None
             except Exception as error:  # one bad tick must not end the parts of everybody
                 logger.exception("a look at the house failed; the next is in %g s", TICK_S)
@@ -90,12 +104,22 @@ class Supervisor:
                 status.update(reason=trouble)
                 said = trouble
             self._stop.wait(TICK_S)
-        logger.info("stopping: %s", self._stop.signal_name or "the house is gone")
-        status.update(waiting_on="its parts to end")
+        logger.info("stopping: %s", self.start_failure or self._stop.signal_name or "the house is gone or another's")
+        status.update(waiting_on="its parts to finish what they do, to save and to end")
         left = self._end_all()
         word = f"could not end {sorted(each.pid for each in left)}" if left else None
         status.close(state="stopped", waiting_on=None, reason=word)
         return left
+
+    def adopt(self) -> None:
+        """Take over the parts that outlived an earlier supervisor."""
+        self._parts, self._pasts = adopt(self.output)
+        for name, part in self._parts.items():
+            if part.process:
+                logger.info("%s: adopted, pid %d", name, part.process.pid)
+                self._children[name] = AdoptedChild(part.process)
+                self._records.keep_tail(name, self._pasts.pop(name).log_tail)
+                self._follow(name, part.spec.log)
 
     def is_due(self) -> bool:
         """Whether it is time for a look at everything, or something has happened."""
@@ -117,6 +141,8 @@ class Supervisor:
         for name in requests:
             self.output.start_request(name).unlink(missing_ok=True)
         self._records.write(self._parts)
+        if self._relay is not None and not self._was_up:
+            self._judge_start()
         self._next_look_s = time.monotonic() + self._rest_s(now)
 
     def _rest_s(self, now: float) -> float:
@@ -126,6 +152,33 @@ class Supervisor:
             return 0.0
         retries = [part.retry_at - now for part in parts if part.state is State.BACKOFF]
         return min([IDLE_S, *(wait_s for wait_s in retries if wait_s > 0)])
+
+    def _judge_start(self) -> None:
+        """In the foreground nobody else looks whether the services come up."""
+        services = [part for name, part in self._parts.items() if name in (TRAINER, INFERENCE)]
+        self._was_up = len(services) == 2 and all(part.state is State.RUNNING for part in services)
+        for part in services:
+            if part.state in (State.BACKOFF, State.FAILED):
+                self.start_failure = f"{part.spec.name} did not start: {part.reason}"
+
+    def _look_at_logs(self) -> None:
+        """Pass on what was logged; put aside what has become too large."""
+        if self._relay is not None:
+            self._relay.pump()
+        if time.monotonic() < self._next_rotation_s:
+            return
+        self._next_rotation_s = time.monotonic() + LOOK_AT_LOGS_S
+        logs = {part.spec.log for part in self._parts.values() if part.state in LIVE}
+        for log in sorted(logs | {self.output.log(SUPERVISOR)}):
+            try:
+                if rotate(log, self.config.max_log_bytes, self.config.num_old_logs):
+                    logger.info("%s was put aside and begun anew", log)
+            except OSError as error:  # the run may be on its way into the trash; or the disk is full
+                logger.warning("%s cannot be put aside: %s", log, error)
+
+    def _follow(self, name: str, log: Path) -> None:
+        if self._relay is not None:
+            self._relay.follow(name, log)
 
     def _act(self, action: Action) -> None:
         part, name = action.part, action.part.spec.name
@@ -148,6 +201,10 @@ class Supervisor:
 
     def _start(self, part: Part) -> Part:
         spec = part.spec
+        if past := self._pasts.pop(spec.name, None):
+            part = replace(part, crashes=part.crashes or past.crashes)
+            self._records.keep_tail(spec.name, past.log_tail)
+        self._follow(spec.name, spec.log)
         try:
             child = spawn(spec.argv, spec.log, self.output.path, spec.name)
         except OSError as error:
@@ -174,24 +231,36 @@ class Supervisor:
     def _forget(self, name: str) -> None:
         self._parts.pop(name, None)
         self._children.pop(name, None)
+        self._pasts.pop(name, None)
         self._eyes.forget(name)
         self._records.forget(name)
 
     def _end_all(self) -> set[Identity]:
         def tick() -> None:
             self._reap()
+            if self._relay is not None:
+                self._relay.pump()
             self._try_write_statuses()
 
         left: set[Identity] = set()
         living = [part for part in self._parts.values() if part.process and part.state in LIVE]
         for group in shutdown_order(living):
-            names = [(part.spec.name, part.process) for part in group if part.process]
-            logger.info("ending %s", ", ".join(name for name, _ in names))
-            left |= end_parts(self.output.path, names, self.config.grace_s, tick=tick, trust_sessions=True)
+            left |= self._end_group(group, tick)
         if self._lock.is_in_place():  # else the marks may be those of another house at the same path
             left |= kill_all(find_members(self.output.path, [], None), reap=self._reap)
         self._try_write_statuses(stopped=True)
         return {each for each in left if each.lives()}
+
+    def _end_group(self, group: list[Part], tick: Callable[[], None]) -> set[Identity]:
+        """A part that still starts, and inference, have nothing to save."""
+        names = [(part.spec.name, part.process) for part in group if part.process]
+        works = any(part.state is not State.STARTING and part.spec.name != INFERENCE for part in group)
+        is_own = all(isinstance(self._children.get(name), OwnChild) for name, _ in names)
+        logger.info("ending %s", ", ".join(name for name, _ in names))
+        drain_s = self.config.drain_s if works else self.config.grace_s
+        return end_parts(
+            self.output.path, names, self.config.grace_s, drain_s=drain_s, tick=tick, trust_sessions=is_own
+        )
 
     def _try_write_statuses(self, *, stopped: bool = False) -> None:
         try:
@@ -215,23 +284,30 @@ def shutdown_order(parts: Iterable[Part]) -> list[list[Part]]:
     return [group for group in groups if group]
 
 
-def supervise(output: OutputDir, lock: SupervisorLock, stop: StopFlag) -> int:
-    """Supervise a house whose lock is held and whose configs are written; returns the exit code."""
+def supervise(output: OutputDir, lock: SupervisorLock, stop: StopFlag, *, foreground: bool = True) -> int:
+    """Supervise a house whose lock is held and whose configs are written; returns the exit code.
+
+    In the foreground all logs go to standard output too, and a service that cannot start ends it with 1.
+    """
     signal.signal(signal.SIGHUP, lambda signum, frame: stop.set())
-    setup_logger("supervisor")
+    setup_logger("supervisor", stream=sys.stdout if foreground else None)
     try:
         system = load_config(SystemConfig, output.component_config(SYSTEM))
         lock.write_info(time.time())
-        left = Supervisor(output, system.supervisor, lock, stop).run()
+        relay = LogRelay(sys.stdout) if foreground else None
+        supervisor = Supervisor(output, system.supervisor, lock, stop, relay=relay)
+        left = supervisor.run()
     finally:
         lock.release()
-    return 1 if left else 0
+    if supervisor.start_failure:
+        print(f"prl: {supervisor.start_failure}", file=sys.stderr)
+    return 1 if left or supervisor.start_failure else 0
 
 
 def main() -> int:
     stop = StopFlag().install()
     output = OutputDir(Path(sys.argv[1]))
-    return supervise(output, SupervisorLock.inherit(output, int(sys.argv[2])), stop)
+    return supervise(output, SupervisorLock.inherit(output, int(sys.argv[2])), stop, foreground=False)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """Small real parts for tests of the daemons: processes that keep the status files of the contract and do no learning.
 
 `fake_house` writes them as modules into a folder and returns a `Prl` that runs the real `prl` with them. What a part
-should do wrong is said by files in the house: `crash_<part>` ends it at its start, `stubborn_<part>` ignores SIGTERM.
+should do wrong is said by files in the house: `crash_<part>` ends it at its start, `stubborn_<part>` ignores SIGTERM,
+`stuck_trainer` gets nowhere, `saving_trainer` takes a while to save at its end.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ def begin(part, output_dir):
 '''
 
 TRAINER = """
-import sys
+import sys, time
 from fake_common import *
 from prime_rl.configs.trainer import TrainerConfig
 from prime_rl.configs.validate import load_run_config
@@ -65,8 +66,12 @@ stop = begin("trainer", house.path)
 status = StatusWriter(house.trainer_status, TrainerStatus(
     state="waiting", model=config.model.name, max_runs=config.max_concurrent_runs, max_seq_len=config.seq_len,
     max_rank=config.model.lora.rank))
-slots = {}
+slots, progress = {}, 0
 while not stop():
+    if (house.path / "stuck_trainer").exists():
+        stop.wait(0.05)
+        continue
+    progress += 1
     runs = {run.run_id: run for run in scan_runs(house.path)[0] if run.orch_toml.exists() and not run.evicted.exists()}
     configs = {run_id: load_run_config(run.orch_toml) for run_id, run in runs.items()}
     step = lambda run: max(list_steps(run.broadcast, stable_only=True), default=0)
@@ -80,10 +85,13 @@ while not stop():
             folder = runs[run_id].broadcast_dir(done)
             folder.mkdir(parents=True, exist_ok=True)
             (folder / "STABLE").touch()
-    status.update(waiting=[run for run in queue if run not in slots], runs={
+    status.update(progress=progress, waiting=[run for run in queue if run not in slots], runs={
         run_id: TrainerRunStatus(run_idx=idx, step=step(runs[run_id]), max_steps=configs[run_id].max_steps)
         for run_id, idx in slots.items()})
     stop.wait(0.05)
+if (house.path / "saving_trainer").exists():
+    time.sleep(1.0)
+    (house.path / "saved").touch()
 status.close(state="stopped", runs={}, waiting=[])
 """
 
@@ -188,6 +196,7 @@ class Prl:
         return [
             *("up", "--model.name", str(self.model), "--max_concurrent_runs", "2", "--inference.port", "0"),
             *("--supervisor.grace_s", "2", "--supervisor.backoff_s", "0.1", "--supervisor.max_backoff_s", "0.2"),
+            *("--supervisor.drain_s", "5"),
             *more,
         ]
 

@@ -72,6 +72,12 @@ class SupervisorConfig(BaseConfig):
     max_starting: int = Field(8, ge=1)
     """So many orchestrators may be starting at one time; the others wait for their turn."""
 
+    max_log_bytes: int = Field(50_000_000, ge=10_000)
+    """A log that is larger is put aside and begun anew."""
+
+    num_old_logs: int = Field(3, ge=1)
+    """So many logs that were put aside are kept of each part."""
+
     stall: StallConfigs = StallConfigs()
     """When a living part counts as stalled."""
 

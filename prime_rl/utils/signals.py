@@ -1,9 +1,14 @@
-"""Signals set flags, nothing else: the loop of an entry file looks at the flag and cleans up itself."""
+"""Signals set flags, nothing else: the loop of an entry file looks at the flag and cleans up itself.
+
+A handler runs in the middle of whatever the main thread does, also of a wait on the flag itself. So the flag is woken
+through a queue that may be entered again, not through a lock that its own waiter may hold.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import queue
 import signal
-import threading
 from types import FrameType
 
 
@@ -11,18 +16,24 @@ class StopFlag:
     """Set by SIGTERM or SIGINT. Calling it tells whether the process was asked to stop."""
 
     def __init__(self) -> None:
-        self._event = threading.Event()
+        self._is_set = False
+        self._wakes: queue.SimpleQueue[None] = queue.SimpleQueue()
         self.signal_name: str | None = None
 
     def __call__(self) -> bool:
-        return self._event.is_set()
+        return self._is_set
 
     def set(self) -> None:
-        self._event.set()
+        self._is_set = True
+        self._wakes.put(None)
 
     def wait(self, timeout_s: float) -> bool:
         """Sleep up to `timeout_s`; true as soon as a stop was asked for."""
-        return self._event.wait(timeout_s)
+        if not self._is_set:
+            with contextlib.suppress(queue.Empty):
+                self._wakes.get(timeout=timeout_s)
+                self._wakes.put(None)  # for whoever else waits
+        return self._is_set
 
     def install(self) -> StopFlag:
         """Catch SIGTERM and SIGINT. Call it first thing in an entry file, before slow imports."""
@@ -32,4 +43,4 @@ class StopFlag:
 
     def _on_signal(self, signum: int, frame: FrameType | None) -> None:
         self.signal_name = signal.Signals(signum).name
-        self._event.set()
+        self.set()

@@ -1,7 +1,8 @@
 """Whole lines of a file that another process appends to, again and again. No threads: one thread calls one tail.
 
 It keeps a byte offset and reads only what is new. It survives what files do: a last line that is still being written,
-truncation, rotation, deletion while open, lines without an end. Memory is bounded, whatever the file holds.
+truncation, rotation, deletion while open, lines without an end. When `x.log` was put aside as `x.log.1` it first reads
+the rest of that, so no line is missed. Memory is bounded, whatever the file holds.
 """
 
 from __future__ import annotations
@@ -73,6 +74,10 @@ class FileTail:
         stat = os.fstat(fd)
         identity = (stat.st_dev, stat.st_ino)
         reset = self._identity is not None and not self._continues(fd, identity, stat.st_size)
+        if reset and (rest := self._rest_put_aside()) is not None:
+            lines = self._split(rest)
+            self._offset, self._identity, self._mark = 0, identity, b""
+            return TailRead(lines, more=True)
         if reset or self._identity is None:
             self._forget()
             self._identity = identity
@@ -81,6 +86,18 @@ class FileTail:
         self._offset += len(data)
         self._mark = (self._mark + data)[-_MARK_BYTES:]
         return TailRead(self._split(data), reset, more=len(data) == self._chunk_bytes)
+
+    def _rest_put_aside(self) -> bytes | None:
+        """What we have not read of the file that was put aside; None when there is none, or it is another file."""
+        try:
+            with self.path.with_name(f"{self.path.name}.1").open("rb", buffering=0) as file:
+                fd = file.fileno()
+                size = os.fstat(fd).st_size
+                marked = os.pread(fd, len(self._mark), self._offset - len(self._mark)) == self._mark
+                fits = self._offset <= size <= self._offset + self._chunk_bytes
+                return os.pread(fd, self._chunk_bytes, self._offset) if self._mark and marked and fits else None
+        except OSError:
+            return None
 
     def _continues(self, fd: int, identity: tuple[int, int], size: int) -> bool:
         if identity != self._identity or size < self._offset:

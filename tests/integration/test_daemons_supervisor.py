@@ -17,6 +17,7 @@ from daemons.pidfile import SupervisorLock
 from daemons.process import Identity, end_parts, find_members, log_tail, spawn
 from prime_rl.contract.files import wait_for
 from prime_rl.contract.layout import OutputDir
+from prime_rl.contract.status import DaemonStatus, read_status
 from prime_rl.utils.process import same_process
 from tests.daemons_support import PATIENCE_S, Prl, fake_house
 
@@ -184,19 +185,68 @@ def test_down_finds_a_worker_whose_parents_are_all_dead(prl: Prl) -> None:
     assert prl.members() == []
 
 
-def test_up_after_a_killed_supervisor_makes_no_twins(prl: Prl) -> None:
+def test_up_after_a_killed_supervisor_adopts_what_lives(prl: Prl) -> None:
+    prl.up("--supervisor.early_crash_s", "0")
+    (prl.output_dir / "pause_run_a").touch()
+    prl("runs", "add", str(prl.run_file("a")))
+    wait_for(lambda: runs_on(prl, "run_a"), "the orchestrator to run", timeout_s=PATIENCE_S)
+    names = ("trainer", "inference", "run_a")
+    old = {name: daemon(prl, name).pid for name in names}
+    supervisor = daemon(prl, "supervisor").pid
+    kill(supervisor)
+    kill(old["run_a"])
+    done = prl(*prl.up_args("--supervisor.early_crash_s", "0"))
+    assert "keeping inference, trainer: running since before this start" in done.stdout + done.stderr
+    wait_for(lambda: runs_on(prl, "run_a"), "the dead orchestrator to be started again", timeout_s=PATIENCE_S)
+    new = {name: daemon(prl, name).pid for name in names}
+    assert {name: new[name] == old[name] for name in names} == {"trainer": True, "inference": True, "run_a": False}
+    assert daemon(prl, "supervisor").pid != supervisor
+    kill(old["trainer"])
+    wait_for(
+        lambda: runs_on(prl, "trainer") and daemon(prl, "trainer").pid != old["trainer"],
+        "the adopted trainer to be started again after its death",
+        timeout_s=PATIENCE_S,
+    )
+    status = read_status(OutputDir(prl.output_dir).daemon_status("trainer"), DaemonStatus)
+    assert status is not None and [crash.reason for crash in status.crashes] == ["it ended"]
+    assert status.log_tail == [f"begin trainer {old['trainer']}"]
+    prl("down")
+    assert prl.members() == []
+
+
+def test_up_with_another_config_ends_what_an_earlier_supervisor_left(prl: Prl) -> None:
     prl.up()
     old = {each.pid for each in prl.members()}
     kill(daemon(prl, "supervisor").pid)
-    prl.up()
+    prl.up("--seq_len", "64")
     new = [each.environ()["PRL_PART"] for each in prl.members()]
     assert sorted(new) == ["inference", "inference", "supervisor", "trainer"], "the second is inference's worker"
     assert old.isdisjoint(each.pid for each in prl.members())
 
 
+def test_down_lets_the_trainer_save_however_short_the_grace_is(prl: Prl) -> None:
+    (prl.output_dir / "saving_trainer").touch()
+    prl.up("--supervisor.grace_s", "0.1")
+    prl("down")
+    assert (prl.output_dir / "saved").exists()
+
+
+def test_a_trainer_that_gets_nowhere_is_told_and_not_ended(prl: Prl) -> None:
+    prl.up("--supervisor.stall.trainer.limit_s", "0.5")
+    pid = daemon(prl, "trainer").pid
+    (prl.output_dir / "pause_run_a").touch()
+    prl("runs", "add", str(prl.run_file("a")))
+    wait_for(lambda: runs_on(prl, "run_a"), "the orchestrator to run", timeout_s=PATIENCE_S)
+    (prl.output_dir / "stuck_trainer").touch()
+    assert prl.wait_state("trainer", "stalled").reason == "no progress for 0.5 s"
+    (prl.output_dir / "stuck_trainer").unlink()
+    prl.wait_state("trainer", "running")
+    assert (daemon(prl, "trainer").pid, daemon(prl, "trainer").num_restarts) == (pid, 0)
+
+
 def test_a_stubborn_part_is_killed_after_the_grace(prl: Prl) -> None:
     (prl.output_dir / "stubborn_trainer").touch()
-    prl.up("--supervisor.grace_s", "0.5")
+    prl.up("--supervisor.grace_s", "0.5", "--supervisor.drain_s", "0.5")
     assert "nothing is left" in prl("down").stdout
     assert prl.members() == []
 
@@ -237,13 +287,24 @@ def test_ctrl_c_before_the_supervisor_has_said_who_it_is(prl: Prl) -> None:
     assert prl.members() == []
 
 
-def test_up_in_the_foreground_is_the_supervisor(prl: Prl) -> None:
+def test_up_in_the_foreground_is_the_supervisor_and_shows_all_logs(prl: Prl) -> None:
     child = prl.start(*prl.up_args("--foreground"))
     prl.wait_state("trainer", "running")
+    trainer = daemon(prl, "trainer").pid
     assert daemon(prl, "supervisor").pid == child.pid
-    child.send_signal(signal.SIGINT)
-    child.communicate(timeout=PATIENCE_S)
+    child.send_signal(signal.SIGTERM)
+    out, _ = child.communicate(timeout=PATIENCE_S)
     assert child.returncode == 0
+    assert f"trainer | begin trainer {trainer}" in out.splitlines()
+    assert any("stopping: SIGTERM" in line for line in out.splitlines())
+    assert prl.members() == []
+
+
+def test_up_in_the_foreground_ends_with_1_when_a_part_cannot_start(prl: Prl) -> None:
+    (prl.output_dir / "crash_trainer").touch()
+    done = prl(*prl.up_args("--foreground"), exit_code=1)
+    assert "trainer | fatal: told to crash red" in done.stdout.splitlines()
+    assert done.stderr.splitlines()[-1] == "prl: trainer did not start: exit code 3"
     assert prl.members() == []
 
 
@@ -288,6 +349,7 @@ def test_the_lock_is_free_when_its_holder_is_dead_whatever_the_pid_file_says(tmp
     os.close(lock.fd)  # as the kernel does for a dead process
     again = SupervisorLock.acquire(output)
     assert again is not None
+    again.claim()
     again.release()
     assert not output.supervisor_pidfile.exists()
 

@@ -1,0 +1,155 @@
+"""What a supervisor that is gone left running: found by what it wrote down and by the marks, kept or ended.
+
+A part is trusted to be ours only on this machine, in this boot, with this pid and start time. One that lives, and would
+be started today with the same command and the same config, is kept: the next supervisor adopts it, so that weeks of
+training do not end because their supervisor did. All others are ended before anything new is started, so a house never
+has twins. Needs the house's lock; starts nothing.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+
+import msgspec
+
+from daemons.client import SUPERVISOR
+from daemons.parts import Part, State
+from daemons.pidfile import is_this_boot
+from daemons.process import Identity, end_parts, find_members, kill_all
+from daemons.specs import INFERENCE, TRAINER, PartSpec, component_texts, orchestrator_spec, service_specs
+from prime_rl.configs.system import SupervisorConfig, SystemConfig
+from prime_rl.contract.files import read_text, write_atomic
+from prime_rl.contract.layout import LayoutError, OutputDir
+from prime_rl.contract.status import Crash, DaemonStatus, read_status
+
+_ADOPTED_AS = {"starting": State.STARTING, "running": State.RUNNING, "stalled": State.RUNNING}
+
+
+@dataclass(frozen=True)
+class Past:
+    """What an earlier supervisor knew of a part."""
+
+    crashes: tuple[Crash, ...]
+    log_tail: list[str]
+
+
+def recorded(output: OutputDir) -> dict[str, DaemonStatus]:
+    """The parts as the last supervisor wrote them down, by name."""
+    found = {}
+    for path in sorted(output.daemons.glob("*.json")):
+        status = read_status(path, DaemonStatus)
+        if status is not None and path.stem == status.name and status.name != SUPERVISOR:
+            found[status.name] = status
+    return found
+
+
+def identity(status: DaemonStatus) -> Identity | None:
+    """The part's process, if that lives and is certainly the one that was recorded."""
+    if status.child_pid is None or not is_this_boot(status.host, status.boot_id):
+        return None
+    process = Identity(status.child_pid, status.child_create_time or 0.0)
+    return process if process.lives() else None
+
+
+def living(output: OutputDir) -> dict[str, Identity]:
+    """Processes of parts that live, by name of the part."""
+    return {name: process for name, status in recorded(output).items() if (process := identity(status))}
+
+
+def adoptable(output: OutputDir, system: SystemConfig) -> set[str]:
+    """Parts that live and would be started today just as they were."""
+    changed = {
+        name
+        for name, text in component_texts(system, output).items()
+        if read_text(output.component_config(name)) != text
+    }
+    statuses = recorded(output)
+    return {
+        name
+        for name in living(output)
+        if name not in changed
+        and statuses[name].state in _ADOPTED_AS
+        and (spec := _spec(output, name)) is not None
+        and list(spec.argv) == statuses[name].argv
+    }
+
+
+def adopt(output: OutputDir) -> tuple[dict[str, Part], dict[str, Past]]:
+    """For a new supervisor: the parts that live, and what is remembered of all."""
+    parts, pasts = {}, {}
+    for name, status in recorded(output).items():
+        pasts[name] = Past(tuple(status.crashes), status.log_tail)
+        process, spec = identity(status), _spec(output, name)
+        if process is not None and spec is not None and status.state in _ADOPTED_AS:
+            parts[name] = Part(
+                spec,
+                _ADOPTED_AS[status.state],
+                process,
+                started_at=status.started_at or process.create_time,
+                num_restarts=status.num_restarts,
+                crashes=tuple(status.crashes),
+            )
+    return parts, pasts
+
+
+def end_leftovers(
+    output: OutputDir, limits: SupervisorConfig, say: Callable[[str], None], keep: Collection[str] = ()
+) -> list[int]:
+    """End all parts but those to `keep`, in order; returns the pids that could not be ended."""
+    left: set[Identity] = set()
+    alive = {name: process for name, process in living(output).items() if name not in keep}
+    services = (TRAINER, INFERENCE)
+    for group in (set(alive) - set(services), {TRAINER}, {INFERENCE}):
+        parts = [(name, alive[name]) for name in sorted(group & set(alive))]
+        if parts:
+            say("ending " + ", ".join(f"{name} (pid {each.pid})" for name, each in parts))
+            drain_s = limits.grace_s if group == {INFERENCE} else limits.drain_s
+            left |= end_parts(output.path, parts, limits.grace_s, drain_s=drain_s)
+    strays = find_members(output.path, [], None, but=keep)
+    if strays:
+        say(f"ending processes {sorted(each.pid for each in strays)} that outlived their parts")
+        left |= kill_all(strays)
+    _write_stopped(output, recorded(output), keep)
+    return sorted(each.pid for each in left)
+
+
+def count_living(output: OutputDir) -> int:
+    return len(find_members(output.path, list(living(output).values()), None))
+
+
+def _write_stopped(output: OutputDir, statuses: Mapping[str, DaemonStatus], keep: Collection[str]) -> None:
+    """Nobody watches the parts any more and none lives: say so, in the place of the supervisor that died."""
+    supervisor = read_status(output.daemon_status(SUPERVISOR), DaemonStatus)
+    everybody = [*statuses.values(), *([supervisor] if supervisor else [])]
+    for status in everybody:
+        if status.name not in keep and status.state not in ("stopped", "failed", "done"):
+            status.state, status.child_pid, status.waiting_on = "stopped", None, None
+            status.updated_at = time.time()
+            write_atomic(output.daemon_status(status.name), msgspec.json.encode(status))
+
+
+def forget_endings(output: OutputDir, keep: Collection[str]) -> None:
+    """Before a start: what has failed or is done gets a new chance; what is remembered of crashes stays."""
+    for path in output.daemons.glob("*.json"):
+        status = read_status(path, DaemonStatus)
+        if path.stem in keep:
+            continue
+        if status is None or status.name == SUPERVISOR or _spec(output, status.name) is None or not status.crashes:
+            path.unlink(missing_ok=True)
+        else:
+            status.state, status.reason = "stopped", None
+            write_atomic(path, msgspec.json.encode(status))
+
+
+def _spec(output: OutputDir, name: str) -> PartSpec | None:
+    """How the part is started, or None for what is no part (any more)."""
+    for spec in service_specs(output):
+        if spec.name == name:
+            return spec
+    try:
+        run = output.run(name)
+    except LayoutError:
+        return None
+    return orchestrator_spec(run) if run.path.is_dir() else None

@@ -1,0 +1,48 @@
+"""The logs of all parts as one stream of lines, for `prl up --foreground`: a container's logs, systemd's journal.
+
+It reads the same files that everybody reads, from where they stood when it first saw them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+from typing import TextIO
+
+from prime_rl.utils.tail import FileTail
+from prime_rl.utils.text import clean_text
+
+
+class LogRelay:
+    """Writes `name | line` for each new line of each part's log."""
+
+    def __init__(self, out: TextIO) -> None:
+        self._out = out
+        self._tails: dict[str, tuple[FileTail, int]] = {}
+
+    def follow(self, name: str, log: Path) -> None:
+        """From now on also this one. Call it before the part is started."""
+        if name not in self._tails:
+            self._tails[name] = (FileTail(log, position=_size(log)), _size(log))
+
+    def pump(self) -> None:
+        """Write what is new."""
+        for name, (tail, size) in self._tails.items():
+            now = _size(tail.path)
+            if now == size:
+                continue
+            self._tails[name] = (tail, now)
+            more = True
+            while more:
+                read = tail.read()
+                more = read.more
+                for line in read.lines:
+                    self._out.write(f"{name} | {clean_text(line.decode(errors='replace'))}\n")
+        self._out.flush()
+
+
+def _size(path: Path) -> int:
+    with contextlib.suppress(OSError):
+        return os.stat(path).st_size
+    return 0

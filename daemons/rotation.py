@@ -1,0 +1,57 @@
+"""Logs that stay bounded: a part's log that grew too large is copied aside and cut, without touching the part.
+
+A part and all that it starts write to one open file (appending), so that the last words of a crash in native code are
+kept too; nobody can be asked to open another. So the supervisor, and nobody else, copies `x.log` to `x.log.1` and cuts
+it. What is written between the last copied byte and the cut, some microseconds, is lost. Readers follow it: see
+`prime_rl.utils.tail`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+_CHUNK_BYTES = 1 << 20
+
+
+def old_log(log: Path, number: int) -> Path:
+    """`x.log.1` is the newest of the old ones."""
+    return log.with_name(f"{log.name}.{number}")
+
+
+def rotate(log: Path, max_bytes: int, num_old: int) -> bool:
+    """Rotate `log` if it is larger than `max_bytes`; `num_old` old ones are kept. Raises OSError."""
+    try:
+        if os.stat(log, follow_symlinks=False).st_size <= max_bytes:
+            return False
+    except FileNotFoundError:
+        return False
+    for number in range(num_old, 1, -1):
+        with contextlib.suppress(FileNotFoundError):
+            os.rename(old_log(log, number - 1), old_log(log, number))
+    newest = old_log(log, 1)
+    staged = log.with_name(f".{log.name}.tmp")
+    with _opened(log, os.O_RDWR) as source, _opened(staged, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) as copy:
+        _copy_rest(source, copy)
+        os.rename(staged, newest)  # before the cut: a kill in between leaves the lines twice, never not at all
+        _copy_rest(source, copy)
+        os.ftruncate(source, 0)
+    return True
+
+
+def _copy_rest(source: int, copy: int) -> None:
+    """From where `source` stands to its end."""
+    while data := os.read(source, _CHUNK_BYTES):
+        while data:
+            data = data[os.write(copy, data) :]
+
+
+@contextlib.contextmanager
+def _opened(path: Path, flags: int) -> Iterator[int]:
+    fd = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+    try:
+        yield fd
+    finally:
+        os.close(fd)

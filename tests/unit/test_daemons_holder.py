@@ -1,0 +1,165 @@
+"""Whose house it is: other machines on a shared folder, other boots of this one, and pids that went to strangers."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from daemons import leftovers
+from daemons.launch import LaunchError, down, prepare
+from daemons.pidfile import SupervisorInfo, SupervisorLock, boot_id, find_rival, read_info
+from daemons.process import Identity
+from daemons.specs import service_specs, write_component_configs
+from prime_rl.configs.system import SupervisorConfig, SystemConfig
+from prime_rl.contract.files import write_atomic
+from prime_rl.contract.layout import OutputDir
+from prime_rl.contract.status import Crash, DaemonStatus, read_status
+
+HERE = socket.gethostname()
+LIMITS = SupervisorConfig(drain_s=0.3, grace_s=0.3)
+
+
+@pytest.fixture
+def output(tmp_path: Path) -> OutputDir:
+    house = OutputDir(tmp_path / "house")
+    house.daemons.mkdir(parents=True)
+    return house
+
+
+@pytest.fixture
+def stranger() -> Iterator[Identity]:
+    """A process of somebody else, whose pid will be found written down."""
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True) as child:
+        yield Identity.of(child.pid)
+        child.kill()
+
+
+def sign(output: OutputDir, host: str, pid: int = 4711) -> None:
+    info = SupervisorInfo(
+        pid=pid, create_time=1.0, boot_id="of another", host=host, argv=[], output_dir="x", started_at=0.0
+    )
+    write_atomic(output.supervisor_pidfile, msgspec.json.encode(info))
+
+
+def record(output: OutputDir, name: str, process: Identity, *, host: str = HERE, boot: str | None = None) -> None:
+    spec = next(spec for spec in service_specs(output) if spec.name == name)
+    status = DaemonStatus(
+        name=name,
+        state="running",
+        child_pid=process.pid,
+        child_create_time=process.create_time,
+        argv=list(spec.argv),
+        host=host,
+        boot_id=boot_id() if boot is None else boot,
+        crashes=[Crash(at=1.0, kind="crash", reason="killed by signal 9", exit_code=-9)],
+        log_tail=["last words"],
+        num_restarts=1,
+    )
+    write_atomic(output.daemon_status(name), msgspec.json.encode(status))
+
+
+def beat(output: OutputDir, number: int) -> None:
+    status = DaemonStatus(name="supervisor", state="running", updated_at=float(number))
+    write_atomic(output.daemon_status("supervisor"), msgspec.json.encode(status))
+
+
+def test_after_a_reboot_a_stranger_with_the_recorded_pid_is_left_alone(output: OutputDir, stranger: Identity) -> None:
+    record(output, "trainer", stranger, boot="before the reboot")
+    record(output, "inference", Identity(stranger.pid, stranger.create_time - 1000))
+    assert leftovers.living(output) == {}
+    assert leftovers.end_leftovers(output, LIMITS, print) == []
+    assert down(output, timeout_s=1.0, say=print) is False
+    assert stranger.lives()
+    status = read_status(output.daemon_status("trainer"), DaemonStatus)
+    assert status is not None and (status.state, status.child_pid) == ("stopped", None)
+
+
+def test_pids_of_another_machine_mean_nothing_here(output: OutputDir, stranger: Identity) -> None:
+    record(output, "trainer", stranger, host="elsewhere")
+    assert leftovers.end_leftovers(output, LIMITS, print) == []
+    assert stranger.lives()
+
+
+def test_the_very_process_that_was_recorded_is_ended(output: OutputDir, stranger: Identity) -> None:
+    record(output, "trainer", stranger)
+    assert leftovers.end_leftovers(output, LIMITS, print) == []
+    assert not stranger.lives()
+
+
+def test_a_part_is_adopted_with_its_history_unless_its_config_or_command_changed(
+    output: OutputDir, stranger: Identity
+) -> None:
+    system = SystemConfig()
+    write_component_configs(system, output)
+    record(output, "trainer", stranger)
+    assert leftovers.adoptable(output, system) == {"trainer"}
+    assert leftovers.adoptable(output, SystemConfig.model_validate({"seq_len": 64})) == set()
+    parts, pasts = leftovers.adopt(output)
+    assert parts["trainer"].process == stranger
+    assert [crash.exit_code for crash in parts["trainer"].crashes] == [-9]
+    assert (parts["trainer"].num_restarts, pasts["trainer"].log_tail) == (1, ["last words"])
+
+
+def test_a_house_whose_supervisor_on_another_machine_beats_is_refused(output: OutputDir) -> None:
+    sign(output, "elsewhere")
+    beat(output, 0)
+    done = threading.Event()
+
+    def go_on() -> None:
+        number = 0
+        while not done.wait(0.05):
+            number += 1
+            beat(output, number)
+
+    beats = threading.Thread(target=go_on)
+    beats.start()
+    try:
+        for attempt in (lambda: prepare(SystemConfig(), output, print), lambda: down(output, timeout_s=1.0, say=print)):
+            with pytest.raises(LaunchError, match=r"pid 4711 on elsewhere since .*prl down on elsewhere stops it"):
+                attempt()
+    finally:
+        done.set()
+        beats.join()
+    info = read_info(output)
+    assert info is not None and info.host == "elsewhere", "its pid file stays"
+
+
+def test_a_house_whose_supervisor_on_another_machine_is_silent_is_taken_over(output: OutputDir) -> None:
+    sign(output, "elsewhere")
+    beat(output, int(time.time() + 1e6))  # its clock says nothing here
+    now = [0.0]
+
+    def sleep(seconds: float) -> None:
+        now[0] += seconds
+
+    assert find_rival(output, clock=lambda: now[0], sleep=sleep) is None
+    assert 10.0 <= now[0] <= 15.0, "it was watched for two heartbeats"
+
+
+def test_after_a_reboot_nobody_is_waited_for(output: OutputDir) -> None:
+    sign(output, HERE)
+
+    def sleep(seconds: float) -> None:
+        raise AssertionError("this took time")
+
+    assert find_rival(output, sleep=sleep) is None
+
+
+def test_a_holder_notices_that_another_machine_took_its_house(output: OutputDir) -> None:
+    lock = SupervisorLock.acquire(output)
+    assert lock is not None
+    lock.write_info(0.0)
+    assert lock.is_in_place() and lock.is_in_place()
+    sign(output, "elsewhere")
+    assert not lock.is_in_place()
+    lock.release()
+    info = read_info(output)
+    assert info is not None and info.host == "elsewhere", "and leaves it what is its own now"
