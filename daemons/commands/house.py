@@ -34,7 +34,10 @@ _CHUNK_BYTES = 1_000_000
 
 def down(
     output_dir: OutputDirOption = None,
-    timeout: Annotated[float, typer.Option(help="Seconds a living supervisor may take before it is killed.")] = 90.0,
+    timeout: Annotated[
+        float | None,
+        typer.Option(help="Seconds a living supervisor may take before it is killed. Default: what its limits add to."),
+    ] = None,
 ) -> None:
     """Stop everything of a house, and prove that nothing is left.
 

@@ -71,10 +71,10 @@ def up(
         with Progress() as look:
             ready = launch.wait_until_ready(system, output, child, stop=stop, on_look=look)
     except launch.LaunchError:
-        launch.down(output, timeout_s=_down_timeout_s(system.supervisor.grace_s), say=say, supervisor=child)
+        launch.down(output, timeout_s=None, say=say, supervisor=child)
         raise
     if not ready:
-        launch.down(output, timeout_s=_down_timeout_s(system.supervisor.grace_s), say=say, supervisor=child)
+        launch.down(output, timeout_s=None, say=say, supervisor=child)
         raise typer.Exit(130)
     house = read_house(output.path)
     url = house.inference.base_url if house.inference else ""
@@ -126,11 +126,6 @@ def _is_held(output: OutputDir) -> bool:
     if lock is not None:
         os.close(lock.fd)
     return lock is None
-
-
-def _down_timeout_s(grace_s: float) -> float:
-    """Three groups of parts, one after another, and a margin."""
-    return 3 * grace_s + 15.0
 
 
 class Progress:
