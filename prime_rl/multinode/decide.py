@@ -1,0 +1,321 @@
+"""What a node and the master of a group do next: pure functions of what is seen on disk and the reader's own clock.
+
+The master alone moves the group: it gathers the nodes, releases phase after phase when all members have arrived, gives
+up on the dead, and ends the group with a reason and an exit code. A worker follows the newest word of a master that is
+alive, and leaves when that word says so or does not come any more. `claim` decides who may speak for a rank. Nothing
+here reads a file, sleeps, or knows what the work of a phase is.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from prime_rl.multinode.heartbeat import SUSPECT_AFTER_BEATS, Health, Sighting, health
+from prime_rl.multinode.phases import Position, first_position, next_position
+from prime_rl.multinode.records import (
+    EXIT_DONE,
+    EXIT_INTERRUPTED,
+    EXIT_REFUSED,
+    EXIT_TRY_AGAIN,
+    GroupRecord,
+    GroupSetting,
+    GroupWord,
+    NodeRecord,
+    NodeWord,
+)
+
+MASTER_RANK = 0
+
+
+@dataclass(frozen=True)
+class View:
+    """What one node sees now. `now` is its own monotonic clock; `since` is when what it waits for began."""
+
+    now: float
+    since: float
+    nodes: Mapping[int, NodeRecord]
+    sightings: Mapping[int, Sighting]
+    group: GroupRecord | None = None
+    group_sighting: Sighting | None = None
+
+
+@dataclass(frozen=True)
+class Exit:
+    """The end of a node: its exit code and why."""
+
+    code: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a node does next. `work` is the position whose work it starts now (an earlier one is given up)."""
+
+    word: NodeWord
+    epoch: str
+    work: Position | None = None
+    exit: Exit | None = None
+    waiting_on: str | None = None
+
+
+# -- the rank ----
+
+
+class Claim(enum.Enum):
+    """Whether a starting node may speak for its rank."""
+
+    OURS = "ours"
+    UNKNOWN = "unknown"
+    TAKEN = "taken"
+
+
+def claim(setting: GroupSetting, own: NodeRecord, found: NodeRecord | None, view: View) -> Claim:
+    """A rank is ours when nobody has it, or who had it stands still; it is taken when a record of it keeps moving.
+
+    A move that is seen soon after the start proves nothing: a cache may show late what a dead node wrote.
+    """
+    if found is None or found.word.is_final or found.incarnation == own.incarnation:
+        return Claim.OURS
+    if view.sightings[own.rank].age_s(view.now) > SUSPECT_AFTER_BEATS * setting.heartbeat_s:
+        return Claim.OURS
+    return Claim.TAKEN if view.now - view.since > setting.dead_after_s else Claim.UNKNOWN
+
+
+def yields_to(own: NodeRecord, rival: NodeRecord) -> bool:
+    """Which of two living nodes of one rank goes: the one that is not at work yet, else the larger word."""
+    mine, other = own.word is NodeWord.RUNNING, rival.word is NodeWord.RUNNING
+    return other if mine != other else rival.incarnation < own.incarnation
+
+
+# -- the master ----
+
+
+def decide_master(
+    setting: GroupSetting, own: NodeRecord, group: GroupRecord, view: View, resume: Position
+) -> GroupRecord:
+    """The master's next word. `resume` is where the proofs on disk say that the group goes on."""
+    if group.word is GroupWord.ENDING:
+        return group
+    if own.word.is_final:
+        code = EXIT_INTERRUPTED if own.word is NodeWord.LEFT else EXIT_TRY_AGAIN
+        return _end(group, code, _last_word(own))
+    for rank, node in sorted(view.nodes.items()):
+        if rank != own.rank and node.epoch == group.epoch and node.word in (NodeWord.FAILED, NodeWord.LEFT):
+            code = EXIT_INTERRUPTED if node.word is NodeWord.LEFT else EXIT_TRY_AGAIN
+            if code == EXIT_INTERRUPTED or not _may_lose(setting, rank):
+                return _end(group, code, _last_word(node))
+    if group.word is GroupWord.GATHERING:
+        return _gather(setting, own, group, view, resume)
+    return _lead(setting, group, view, resume)
+
+
+def _gather(setting: GroupSetting, own: NodeRecord, group: GroupRecord, view: View, resume: Position) -> GroupRecord:
+    members = {own.rank: own.incarnation}
+    for rank, node in sorted(view.nodes.items()):
+        if rank == own.rank or not _is_living(setting, view, rank) or node.word.is_final:
+            continue
+        if words := differences(setting.fingerprint, node.fingerprint):
+            return _end(group, EXIT_REFUSED, f"{node} was started with {words}")
+        if node.epoch == group.epoch:
+            members[rank] = node.incarnation
+    missing = [rank for rank in range(setting.num_nodes) if rank not in members]
+    if not missing:
+        # Nothing is done in an epoch before all its members have met at its first barrier, so no epoch can split.
+        opening = first_position(setting.rl_phase, resume.iteration)
+        return replace(group, word=GroupWord.RUNNING, members=members, position=opening, awaited=())
+    awaited = tuple(f"node {rank} to join" for rank in missing)
+    if view.now - view.since > setting.gather_timeout_s:
+        return _end(group, EXIT_TRY_AGAIN, f"waited {setting.gather_timeout_s:g} s in vain for {', '.join(awaited)}")
+    return replace(group, awaited=awaited)
+
+
+def _lead(setting: GroupSetting, group: GroupRecord, view: View, resume: Position) -> GroupRecord:
+    lost = {rank: why for rank in sorted(group.members) if (why := _why_lost(setting, group, view, rank))}
+    if lost:
+        return _without(setting, group, lost)
+    late = [rank for rank in sorted(group.members) if not _has_arrived(group, view.nodes[rank])]
+    if not late:
+        return _release(setting, group, view, resume)
+    awaited = tuple(_describe(setting, view, rank) for rank in late)
+    if view.now - view.since > setting.barrier_timeout_s:
+        words = f"waited {setting.barrier_timeout_s:g} s in vain at {group.position} for {'; '.join(awaited)}"
+        return _end(group, EXIT_TRY_AGAIN, words)
+    return replace(group, awaited=awaited)
+
+
+def _release(setting: GroupSetting, group: GroupRecord, view: View, resume: Position) -> GroupRecord:
+    assert group.position is not None
+    following = max(next_position(group.position, setting.rl_phase), resume)
+    if setting.max_iterations is not None and following.iteration > setting.max_iterations:
+        return _end(group, EXIT_DONE, f"done: {setting.max_iterations} iterations")
+    members = dict(group.members)
+    if setting.elastic and following == first_position(setting.rl_phase, following.iteration):
+        members |= _returning(setting, group, view)
+    return replace(group, members=members, position=following, awaited=())
+
+
+def _returning(setting: GroupSetting, group: GroupRecord, view: View) -> dict[int, str]:
+    """Nodes that wait to be let in again: only at the start of an iteration."""
+    return {
+        rank: node.incarnation
+        for rank, node in view.nodes.items()
+        if rank not in group.members
+        and rank < setting.num_nodes
+        and node.word is NodeWord.JOINING
+        and node.epoch == group.epoch
+        and not differences(setting.fingerprint, node.fingerprint)
+        and _is_living(setting, view, rank)
+    }
+
+
+def _without(setting: GroupSetting, group: GroupRecord, lost: Mapping[int, str]) -> GroupRecord:
+    """Go on without the lost nodes where that is allowed, in a new round of the same phase; else end the group."""
+    assert group.position is not None
+    if not all(_may_lose(setting, rank) for rank in lost):
+        return _end(group, EXIT_TRY_AGAIN, "; ".join(lost.values()))
+    members = {rank: word for rank, word in group.members.items() if rank not in lost}
+    position = group.position._replace(round=group.position.round + 1)
+    return replace(group, members=members, position=position, awaited=(), reason="; ".join(lost.values()))
+
+
+def _may_lose(setting: GroupSetting, rank: int) -> bool:
+    """The master's own death ends every group: nobody else may speak for it."""
+    return setting.elastic and rank != MASTER_RANK
+
+
+def _why_lost(setting: GroupSetting, group: GroupRecord, view: View, rank: int) -> str | None:
+    if rank == setting.rank:
+        return None
+    node, sighting = view.nodes[rank], view.sightings[rank]
+    if node.incarnation != group.members[rank]:
+        return f"{node} was started again while the group was at {group.position}"
+    if node.epoch != group.epoch:
+        return f"{node} went to the group of epoch {node.epoch or 'none'}"
+    if node.word.is_final:
+        return _last_word(node)
+    if _health(setting, sighting, view.now) is Health.DEAD:
+        where = node.position or "no phase yet"
+        return f"{node} is dead: no sign of life for {sighting.age_s(view.now):.1f} s, last in {where}"
+    return None
+
+
+def _has_arrived(group: GroupRecord, node: NodeRecord) -> bool:
+    return node.arrived and node.position == group.position and node.epoch == group.epoch
+
+
+def _end(group: GroupRecord, code: int, reason: str) -> GroupRecord:
+    return replace(group, word=GroupWord.ENDING, exit_code=code, reason=reason, awaited=())
+
+
+def may_leave(setting: GroupSetting, group: GroupRecord, view: View) -> bool:
+    """Whether the master of an ending group may go: all members have had their last word, or had the time for it."""
+    if view.now - view.since > setting.dead_after_s:
+        return True
+    others = [view.nodes[rank] for rank in group.members if rank != setting.rank]
+    return all(node.word.is_final or _is_dead(setting, view, node.rank) for node in others)
+
+
+# -- every node ----
+
+
+def decide_node(setting: GroupSetting, own: NodeRecord, view: View) -> Step:
+    """A node's next step; the master's own node follows the group's record like all others."""
+    if own.word is NodeWord.JOINING:
+        return _join(setting, own, view)
+    group = view.group
+    assert group is not None and view.group_sighting is not None, "a node that runs has seen its group"
+    if group.epoch != own.epoch:
+        return _leave(own, EXIT_TRY_AGAIN, f"another master took over with epoch {group.epoch}")
+    if group.word is GroupWord.ENDING:
+        return _leave(own, group.exit_code, group.reason or "the group ended")
+    if _health(setting, view.group_sighting, view.now) is Health.DEAD:
+        return _leave(own, EXIT_TRY_AGAIN, _master_is_dead(view, group))
+    if group.members.get(own.rank) != own.incarnation:
+        return _leave(own, EXIT_TRY_AGAIN, f"this node was given up as lost: {group.reason}")
+    if group.position != own.position:
+        return Step(NodeWord.RUNNING, own.epoch, work=group.position)
+    if not own.arrived:
+        return Step(NodeWord.RUNNING, own.epoch)
+    waiting_on = f"{group.position}: " + ("; ".join(group.awaited) or "the master's release")
+    # The master judges first; this is for one that beats and does not lead any more.
+    if view.now - view.since > setting.barrier_timeout_s + setting.dead_after_s:
+        return _leave(own, EXIT_TRY_AGAIN, f"waited {setting.barrier_timeout_s:g} s in vain for {waiting_on}")
+    return Step(NodeWord.RUNNING, own.epoch, waiting_on=waiting_on)
+
+
+def _join(setting: GroupSetting, own: NodeRecord, view: View) -> Step:
+    master = view.nodes.get(MASTER_RANK)
+    is_led = master is not None and own.rank != MASTER_RANK and _is_living(setting, view, MASTER_RANK)
+    if master is not None and is_led and (words := differences(setting.fingerprint, master.fingerprint)):
+        return _leave(own, EXIT_REFUSED, f"the master, {master}, was started with {words}")
+    group, sighting = view.group, view.group_sighting
+    leads = sighting is not None and sighting.has_moved and _health(setting, sighting, view.now) is not Health.DEAD
+    if group is not None and leads:
+        if group.word is GroupWord.ENDING and own.epoch == group.epoch:
+            return _leave(own, group.exit_code, group.reason or "the group ended")
+        if group.word is GroupWord.GATHERING:
+            return _wait(setting, own, view, group.epoch, ", ".join(group.awaited) or "the master to begin")
+        if group.word is GroupWord.RUNNING:
+            if group.members.get(own.rank) == own.incarnation and own.epoch == group.epoch:
+                return Step(NodeWord.RUNNING, own.epoch, work=group.position)
+            epoch = group.epoch if setting.elastic else own.epoch
+            return _wait(setting, own, view, epoch, f"the group at {group.position} to let this node in")
+    return _wait(setting, own, view, own.epoch, "the master (node 0) to start a group")
+
+
+def _wait(setting: GroupSetting, own: NodeRecord, view: View, epoch: str, waiting_on: str) -> Step:
+    if view.now - view.since > setting.gather_timeout_s + setting.dead_after_s:
+        return _leave(own, EXIT_TRY_AGAIN, f"waited {setting.gather_timeout_s:g} s in vain for {waiting_on}")
+    return Step(NodeWord.JOINING, epoch, waiting_on=waiting_on)
+
+
+def _leave(own: NodeRecord, code: int, reason: str) -> Step:
+    return Step(NodeWord.ENDED, own.epoch, exit=Exit(code, reason))
+
+
+def differences(ours: Mapping[str, str], theirs: Mapping[str, str]) -> str | None:
+    """What two nodes were started with that has to be equal and is not, in words; None when all is."""
+    keys = [key for key in sorted({*ours, *theirs}) if ours.get(key) != theirs.get(key)]
+    return "; ".join(f"{key} {theirs.get(key, 'unset')} (here: {ours.get(key, 'unset')})" for key in keys) or None
+
+
+# -- life ----
+
+
+def _health(setting: GroupSetting, sighting: Sighting, now: float) -> Health:
+    return health(
+        sighting, now, heartbeat_s=setting.heartbeat_s, dead_after_s=setting.dead_after_s, stall_s=setting.stall_s
+    )
+
+
+def _is_dead(setting: GroupSetting, view: View, rank: int) -> bool:
+    return _health(setting, view.sightings[rank], view.now) is Health.DEAD
+
+
+def _is_living(setting: GroupSetting, view: View, rank: int) -> bool:
+    sighting = view.sightings.get(rank)
+    return sighting is not None and sighting.has_moved and _health(setting, sighting, view.now) is not Health.DEAD
+
+
+def _describe(setting: GroupSetting, view: View, rank: int) -> str:
+    node, sighting = view.nodes[rank], view.sightings[rank]
+    words = {
+        Health.SUSPECT: f", suspect: no beat for {sighting.age_s(view.now):.0f} s",
+        Health.STALLED: f", stalled: no progress for {view.now - sighting.progressed_at:.0f} s",
+    }
+    return f"{node}" + ("" if rank == setting.rank else words.get(_health(setting, sighting, view.now), ""))
+
+
+def _last_word(node: NodeRecord) -> str:
+    where = f" in {node.position}" if node.position else ""
+    verb = {NodeWord.LEFT: "left", NodeWord.FAILED: "failed"}.get(node.word, "ended")
+    return f"{node} {verb}{where}" + (f": {node.reason}" if node.reason else "")
+
+
+def _master_is_dead(view: View, group: GroupRecord) -> str:
+    assert view.group_sighting is not None
+    age_s = view.group_sighting.age_s(view.now)
+    name = view.nodes.get(MASTER_RANK) or "node 0"
+    return f"{name}, the master, is dead: no sign of life for {age_s:.1f} s, last at {group.position or 'the start'}"

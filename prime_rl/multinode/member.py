@@ -1,0 +1,281 @@
+"""One node of a group as it lives: look, decide, act, say so. `node` drives it for real, a simulation in the tests.
+
+`tick` never blocks: work runs elsewhere and is looked at. The member writes its own record, and the group's when it is
+the master, at every change and every heartbeat. It decides nothing itself (`decide` does).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from prime_rl.multinode.decide import (
+    MASTER_RANK,
+    Claim,
+    Exit,
+    Step,
+    View,
+    claim,
+    decide_master,
+    decide_node,
+    may_leave,
+    yields_to,
+)
+from prime_rl.multinode.heartbeat import Sighting, sight
+from prime_rl.multinode.phases import Position
+from prime_rl.multinode.records import (
+    EXIT_DONE,
+    EXIT_INTERRUPTED,
+    EXIT_REFUSED,
+    EXIT_TRY_AGAIN,
+    GroupRecord,
+    GroupSetting,
+    GroupWord,
+    NodeRecord,
+    NodeWord,
+)
+
+EXIT_FAILED = 1
+
+
+class Store(Protocol):
+    """The shared folder. What a reader sees of others may be old; what it wrote itself it sees at once."""
+
+    def read_nodes(self) -> Mapping[int, NodeRecord]: ...
+
+    def read_group(self) -> GroupRecord | None: ...
+
+    def write_node(self, record: NodeRecord) -> None: ...
+
+    def write_group(self, record: GroupRecord) -> None: ...
+
+
+@dataclass(frozen=True)
+class Report:
+    """How the work of a position goes: `progress` grows, `error` ends it.
+
+    `is_shared` says that a peer may be to blame for the error.
+    """
+
+    progress: int = 0
+    done: bool = False
+    error: str | None = None
+    is_shared: bool = False
+
+
+class Work(Protocol):
+    """The work of the phases. One position at a time; `begin` gives up what was under way."""
+
+    def begin(self, position: Position, group: GroupRecord) -> None: ...
+
+    def look(self) -> Report: ...
+
+    def stop(self) -> None: ...
+
+
+class Member:
+    """A node from its claim to its exit.
+
+    Args:
+        resume: where the proofs on disk say that a new epoch goes on.
+    """
+
+    def __init__(
+        self,
+        setting: GroupSetting,
+        own: NodeRecord,
+        store: Store,
+        work: Work,
+        *,
+        resume: Callable[[], Position],
+        clock: Callable[[], float],
+    ) -> None:
+        self.setting = setting
+        self.own = own
+        self.group: GroupRecord | None = None
+        self.waiting_on: str | None = None
+        self._store = store
+        self._work = work
+        self._resume = resume
+        self._resume_at: Position | None = None
+        self._clock = clock
+        self._started_at = clock()
+        self._since = self._started_at
+        self._sightings: dict[int, Sighting] = {}
+        self._group_sighting: Sighting | None = None
+        self._written: tuple[float, NodeRecord] | None = None
+        self._group_written: tuple[float, GroupRecord] | None = None
+        self._epoch_numbers: set[int] = {0}
+        self._failed_at: float | None = None
+        self._failed_code = EXIT_FAILED
+        self._claimed = False
+        self._next_proof_look = self._started_at
+
+    def leave(self, reason: str) -> None:
+        """Somebody asked this node to end (Ctrl-C)."""
+        if not self.own.word.is_final:
+            self.own = replace(self.own, word=NodeWord.LEFT, reason=reason)
+
+    def tick(self) -> Exit | None:
+        """One look and what follows from it; an Exit when this node is done."""
+        now = self._clock()
+        nodes = self._look(now)
+        if not self._claimed:
+            verdict = self._claim(nodes, now)
+            if verdict is not Claim.OURS:
+                taken = Exit(EXIT_REFUSED, f"rank {self.own.rank} is taken by {nodes[self.own.rank]}")
+                return self._end(taken, say=False) if verdict is Claim.TAKEN else None
+            nodes[self.own.rank] = self.own
+        rival = nodes.get(self.own.rank, self.own)
+        is_rival = rival.incarnation != self.own.incarnation and not rival.word.is_final
+        if is_rival and yields_to(self.own, rival):
+            return self._end(Exit(EXIT_REFUSED, f"rank {rival.rank} is taken by {rival}"), say=False)
+        nodes = {**nodes, self.own.rank: self.own}
+        if self._nothing_is_left(now):
+            return self._end(Exit(EXIT_DONE, f"done: {self.setting.max_iterations} iterations"))
+        self._look_at_work(now)
+        if self.own.rank == MASTER_RANK:
+            self._lead(nodes, now)
+        exit = self._follow(nodes, now)
+        if exit is None:
+            self._say(now)
+        return exit
+
+    # -- looking ----
+
+    def _look(self, now: float) -> dict[int, NodeRecord]:
+        nodes = dict(self._store.read_nodes())
+        for rank, node in nodes.items():
+            self._sightings[rank] = sight(self._sightings.get(rank), node.incarnation, node.seq, node.progress, now)
+            self._epoch_numbers.add(_number_of(node.epoch))
+        group = self._store.read_group()
+        if group is not None and (self.own.rank != MASTER_RANK or self.group is None):
+            self._group_sighting = sight(self._group_sighting, group.incarnation, group.seq, 0, now)
+            self._epoch_numbers.add(group.epoch_number)
+            if self.own.rank != MASTER_RANK:
+                self._note_change(group, now)
+        return nodes
+
+    def _note_change(self, group: GroupRecord, now: float) -> None:
+        before, self.group = self.group, group
+        if before is None or (before.epoch, before.word, before.position) != (group.epoch, group.word, group.position):
+            self._since = now
+
+    def _look_at_work(self, now: float) -> None:
+        own = self.own
+        is_ending = self.group is not None and self.group.word is GroupWord.ENDING
+        if own.word is not NodeWord.RUNNING or own.arrived or own.position is None or is_ending:
+            return
+        report = self._work.look()
+        self.own = replace(own, progress=max(own.progress, report.progress), arrived=report.done)
+        if report.error is None:
+            self._failed_at = None
+            return
+        # A dead neighbour makes others fail first: give the master the time to find who is to blame.
+        self._failed_at = self._failed_at or now
+        self.own = replace(self.own, reason=report.error)
+        if now - self._failed_at > 2 * self.setting.dead_after_s:
+            self._failed_code = EXIT_TRY_AGAIN if report.is_shared else EXIT_FAILED
+            self.own = replace(self.own, word=NodeWord.FAILED)
+
+    # -- deciding ----
+
+    def _claim(self, nodes: Mapping[int, NodeRecord], now: float) -> Claim:
+        view = View(now, self._started_at, nodes, self._sightings)
+        verdict = claim(self.setting, self.own, nodes.get(self.own.rank), view)
+        if verdict is Claim.OURS:
+            self._claimed = True
+            self._since = now
+            self._say(now)
+        else:
+            self.waiting_on = f"a sign of life of {nodes[self.own.rank]}, who had this rank before"
+        return verdict
+
+    def _nothing_is_left(self, now: float) -> bool:
+        """A node that comes when all is done must not wait for the others, who have left."""
+        limit = self.setting.max_iterations
+        if limit is None or self.own.word is not NodeWord.JOINING or now < self._next_proof_look:
+            return False
+        self._next_proof_look = now + self.setting.heartbeat_s
+        return self._resume().iteration > limit
+
+    def _lead(self, nodes: Mapping[int, NodeRecord], now: float) -> None:
+        if self.group is None:
+            self._resume_at = self._resume()
+            number = max(self._epoch_numbers) + 1
+            self._note_change(GroupRecord(number, self.own.incarnation, seq=1), now)
+        assert self.group is not None and self._resume_at is not None
+        view = View(now, self._since, nodes, self._sightings, self.group, self._group_sighting)
+        self._note_change(decide_master(self.setting, self.own, self.group, view, self._resume_at), now)
+        self._group_sighting = Sighting(self.own.incarnation, self.group.seq, now, has_moved=True)
+        self._say_group(now)
+
+    def _follow(self, nodes: Mapping[int, NodeRecord], now: float) -> Exit | None:
+        if self.own.word.is_final and self.own.rank != MASTER_RANK:
+            return self._last(self.own)
+        view = View(now, self._since, nodes, self._sightings, self.group, self._group_sighting)
+        if self.own.rank == MASTER_RANK and self.group is not None and self.group.word is GroupWord.ENDING:
+            self._work.stop()
+            self.waiting_on = "the members to leave"
+            if not may_leave(self.setting, self.group, view):
+                return None
+            if self.own.word.is_final:
+                return self._last(self.own)
+            return self._end(Exit(self.group.exit_code, self.group.reason or ""))
+        step = decide_node(self.setting, self.own, view)
+        if step.exit is not None:
+            return self._end(step.exit)
+        self._take(step, now)
+        return None
+
+    def _take(self, step: Step, now: float) -> None:
+        self.waiting_on = step.waiting_on
+        self.own = replace(self.own, word=step.word, epoch=step.epoch)
+        if step.work is not None and self.group is not None:
+            self._since, self._failed_at = now, None
+            self.own = replace(self.own, position=step.work, arrived=False, reason=None, progress=self.own.progress + 1)
+            self._work.begin(step.work, self.group)
+
+    def _last(self, own: NodeRecord) -> Exit:
+        code = EXIT_INTERRUPTED if own.word is NodeWord.LEFT else self._failed_code
+        return self._end(Exit(code, own.reason or str(own.word)), keep_word=True)
+
+    def _end(self, exit: Exit, *, say: bool = True, keep_word: bool = False) -> Exit:
+        """`say` is false for a node that does not own its rank: the record is another's."""
+        self._work.stop()
+        if say:
+            word = self.own.word if keep_word else NodeWord.ENDED
+            self.own = replace(self.own, word=word, reason=exit.reason)
+            self._write(self._clock())
+        return exit
+
+    # -- saying ----
+
+    def _say(self, now: float) -> None:
+        due = self._written is None or now - self._written[0] >= self.setting.heartbeat_s
+        if (
+            due
+            or self._written is None
+            or replace(self._written[1], seq=self.own.seq, progress=self.own.progress) != self.own
+        ):
+            self._write(now)
+
+    def _write(self, now: float) -> None:
+        self.own = replace(self.own, seq=self.own.seq + 1)
+        self._store.write_node(self.own)
+        self._written = (now, self.own)
+
+    def _say_group(self, now: float) -> None:
+        assert self.group is not None
+        last = self._group_written
+        due = last is None or now - last[0] >= self.setting.heartbeat_s
+        if due or last is None or replace(last[1], seq=self.group.seq) != self.group:
+            self.group = replace(self.group, seq=self.group.seq + 1)
+            self._store.write_group(self.group)
+            self._group_written = (now, self.group)
+
+
+def _number_of(epoch: str) -> int:
+    number = epoch.partition("-")[0]
+    return int(number) if number.isdigit() else 0

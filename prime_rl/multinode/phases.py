@@ -1,0 +1,109 @@
+"""The fourteen phases of one iteration: who does what, who waits for whom, and which file proves that it was done.
+
+A node works in one phase at a time, says in its own record that it is done, and goes on when the master has released
+the next. So every phase ends in a barrier, also those in which only one side has work. Pure: `node` does the work,
+`decide` moves the group from phase to phase.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+class Phase(enum.IntEnum):
+    """The phases of seed `--rl-phase both`; `rollout` ends with EVAL_AGGREGATE, `update` begins with STOP_INFERENCE."""
+
+    START = 0
+    TRAIN_ROLLOUT = 1
+    ROLLOUT_DONE = 2
+    FILES_READY = 3
+    AGGREGATE = 4
+    EVAL_ROLLOUT = 5
+    EVAL_AGGREGATE = 6
+    STOP_INFERENCE = 7
+    PREPARE = 8
+    CONFIG_READY = 9
+    TRAIN = 10
+    COPY_CHECKPOINT = 11
+    RESTART_INFERENCE = 12
+    FINAL = 13
+
+
+class RlPhase(enum.StrEnum):
+    """What `--rl-phase` names: the whole loop or one half of it."""
+
+    BOTH = "both"
+    ROLLOUT = "rollout"
+    UPDATE = "update"
+
+
+@dataclass(frozen=True)
+class PhaseRule:
+    """One row of the protocol's table. `proof` is a file below `multinode/` ({} is the iteration), or None."""
+
+    master: str
+    worker: str
+    proof: str | None = None
+
+
+RULES: Mapping[Phase, PhaseRule] = {
+    Phase.START: PhaseRule("starts its inference server", "starts its inference server"),
+    Phase.TRAIN_ROLLOUT: PhaseRule("makes its part of the rollouts", "makes its part of the rollouts"),
+    Phase.ROLLOUT_DONE: PhaseRule("closes its rank file", "closes its rank file", "iteration_{}/train_rank_*"),
+    Phase.FILES_READY: PhaseRule("checks every rank file", "says digest and size of its rank file"),
+    Phase.AGGREGATE: PhaseRule("joins the rank files, each task once", "waits", "iteration_{}/train.json"),
+    Phase.EVAL_ROLLOUT: PhaseRule("decides on evaluation, makes its part", "reads the decision, makes its part"),
+    Phase.EVAL_AGGREGATE: PhaseRule("joins the evaluation's rank files", "waits", "iteration_{}/eval.json"),
+    Phase.STOP_INFERENCE: PhaseRule("stops its inference server", "stops its inference server"),
+    Phase.PREPARE: PhaseRule("writes the batch and the trainer's config", "waits", "iteration_{}/update.json"),
+    Phase.CONFIG_READY: PhaseRule("checks what it wrote", "reads the trainer's config"),
+    Phase.TRAIN: PhaseRule("trains with all nodes (torchrun)", "trains with all nodes (torchrun)"),
+    Phase.COPY_CHECKPOINT: PhaseRule("copies the checkpoint", "waits", "iteration_{}/checkpoint.json"),
+    Phase.RESTART_INFERENCE: PhaseRule(
+        "starts inference with the new weights", "starts inference with the new weights"
+    ),
+    Phase.FINAL: PhaseRule("notes the end of the iteration", "waits", "iteration_{}/done.json"),
+}
+
+_RANGES: Mapping[RlPhase, tuple[Phase, Phase]] = {
+    RlPhase.BOTH: (Phase.START, Phase.FINAL),
+    RlPhase.ROLLOUT: (Phase.START, Phase.EVAL_AGGREGATE),
+    RlPhase.UPDATE: (Phase.STOP_INFERENCE, Phase.FINAL),
+}
+
+
+class Position(NamedTuple):
+    """Where a group is. `round` counts, within a phase, how often work was divided anew after a node was lost."""
+
+    iteration: int
+    phase: Phase
+    round: int = 0
+
+    def __str__(self) -> str:
+        again = f", round {self.round}" if self.round else ""
+        return f"iteration {self.iteration}, phase {int(self.phase)} ({self.phase.name.lower()}){again}"
+
+
+def phases_of(rl_phase: RlPhase) -> Sequence[Phase]:
+    """The phases that a mode goes through, in order."""
+    first, last = _RANGES[rl_phase]
+    return [phase for phase in Phase if first <= phase <= last]
+
+
+def first_position(rl_phase: RlPhase, iteration: int) -> Position:
+    return Position(iteration, phases_of(rl_phase)[0])
+
+
+def next_position(position: Position, rl_phase: RlPhase) -> Position:
+    """What follows when all nodes are done with `position`; after the mode's last phase the next iteration begins."""
+    if position.phase is phases_of(rl_phase)[-1]:
+        return first_position(rl_phase, position.iteration + 1)
+    return Position(position.iteration, Phase(position.phase + 1))
+
+
+def eval_is_due(iteration: int, interval: int | None) -> bool:
+    """Whether iteration N (from 1) is evaluated: every `interval` iterations, beginning with the first."""
+    return interval is not None and iteration % interval == 1 % interval

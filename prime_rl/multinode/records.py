@@ -1,0 +1,123 @@
+"""What the nodes of a group say of themselves and what the master says of the group, as the decisions see it.
+
+Every record has one writer: a node writes `node_<rank>.json`, the master also `group.json`. A flag is a field of such a
+record together with the epoch that it was said in, so what an older epoch wrote is never mistaken for news, and nothing
+has to be deleted. Pure data; `store` reads and writes the files.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from prime_rl.multinode.phases import Position, RlPhase
+
+EXIT_DONE = 0
+EXIT_REFUSED = 2
+# EX_TEMPFAIL of sysexits.h: start the same command again.
+EXIT_TRY_AGAIN = 75
+EXIT_INTERRUPTED = 130
+
+
+class NodeWord(enum.StrEnum):
+    """A node's own word about itself. The last three are final."""
+
+    JOINING = "joining"
+    RUNNING = "running"
+    FAILED = "failed"
+    LEFT = "left"
+    ENDED = "ended"
+
+    @property
+    def is_final(self) -> bool:
+        return self in (NodeWord.FAILED, NodeWord.LEFT, NodeWord.ENDED)
+
+
+class GroupWord(enum.StrEnum):
+    """The master's word about the group. ENDING is final: it carries the reason and the exit code of everybody."""
+
+    GATHERING = "gathering"
+    RUNNING = "running"
+    ENDING = "ending"
+
+
+@dataclass(frozen=True)
+class NodeRecord:
+    """One node.
+
+    Attributes:
+        incarnation: a new random word for each start of the process; a rank that starts again is another incarnation.
+        seq: grows with every write; that it moves is the only proof of life.
+        fingerprint: what must be equal on all nodes (number of nodes, weights, code version, ...).
+        epoch: of the group that it has joined; "" before.
+        arrived: its work in `position` is done.
+        progress: grows while it works; one that stands still while `seq` moves tells a stall.
+        reason: why its word is final, or what it waits for.
+    """
+
+    rank: int
+    incarnation: str
+    seq: int
+    word: NodeWord = NodeWord.JOINING
+    fingerprint: Mapping[str, str] = field(default_factory=dict)
+    epoch: str = ""
+    position: Position | None = None
+    arrived: bool = False
+    progress: int = 0
+    reason: str | None = None
+    host: str = ""
+    pid: int = 0
+
+    def __str__(self) -> str:
+        return f"node {self.rank} ({self.host}, pid {self.pid})"
+
+
+@dataclass(frozen=True)
+class GroupRecord:
+    """The group, in the words of its master.
+
+    Attributes:
+        epoch: number and incarnation of the master, so that two masters never speak of the same epoch.
+        members: rank -> incarnation; empty while it gathers.
+        position: what the members work on now; its release is the end of the barrier before it.
+        awaited: who holds the group up now, one sentence each.
+    """
+
+    epoch_number: int
+    incarnation: str
+    seq: int
+    word: GroupWord = GroupWord.GATHERING
+    members: Mapping[int, str] = field(default_factory=dict)
+    position: Position | None = None
+    awaited: tuple[str, ...] = ()
+    exit_code: int = EXIT_DONE
+    reason: str | None = None
+
+    @property
+    def epoch(self) -> str:
+        return f"{self.epoch_number}-{self.incarnation}"
+
+
+@dataclass(frozen=True)
+class GroupSetting:
+    """What one node was started with, as far as decisions need it. Times are seconds of the reader's own clock.
+
+    Attributes:
+        dead_after_s: without a beat for so long a node is dead.
+        barrier_timeout_s: longest wait at one barrier.
+        gather_timeout_s: longest wait for all nodes to be there.
+        stall_s: a node that beats without progress for so long is called stalled.
+    """
+
+    rank: int
+    num_nodes: int
+    rl_phase: RlPhase
+    fingerprint: Mapping[str, str]
+    elastic: bool = False
+    max_iterations: int | None = None
+    heartbeat_s: float = 2.0
+    dead_after_s: float = 8.0
+    barrier_timeout_s: float = 3600.0
+    gather_timeout_s: float = 600.0
+    stall_s: float = 60.0
