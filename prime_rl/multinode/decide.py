@@ -114,11 +114,11 @@ def decide_master(
 def _gather(setting: GroupSetting, own: NodeRecord, group: GroupRecord, view: View, resume: Position) -> GroupRecord:
     members = {own.rank: own.incarnation}
     for rank, node in sorted(view.nodes.items()):
-        if rank == own.rank or not _is_living(setting, view, rank) or node.word.is_final:
+        if rank == own.rank or not _is_living(setting, view, rank):
             continue
         if words := differences(setting.fingerprint, node.fingerprint):
             return _end(group, EXIT_REFUSED, f"{node} was started with {words}")
-        if node.epoch == group.epoch:
+        if node.epoch == group.epoch and not node.word.is_final:
             members[rank] = node.incarnation
     missing = [rank for rank in range(setting.num_nodes) if rank not in members]
     if not missing:
@@ -253,7 +253,8 @@ def _join(setting: GroupSetting, own: NodeRecord, view: View) -> Step:
     group, sighting = view.group, view.group_sighting
     leads = sighting is not None and sighting.has_moved and _health(setting, sighting, view.now) is not Health.DEAD
     if group is not None and leads:
-        if group.word is GroupWord.ENDING and own.epoch == group.epoch:
+        is_ours = own.epoch == group.epoch or group.exit_code == EXIT_REFUSED
+        if group.word is GroupWord.ENDING and is_ours:
             return _leave(own, group.exit_code, group.reason or "the group ended")
         if group.word is GroupWord.GATHERING:
             return _wait(setting, own, view, group.epoch, ", ".join(group.awaited) or "the master to begin")

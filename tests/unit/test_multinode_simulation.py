@@ -1,0 +1,164 @@
+"""Whole lives of groups in a simulated world: no hang, no split, no task lost or counted twice, everybody ends."""
+
+from __future__ import annotations
+
+import os
+import random
+
+import pytest
+
+from prime_rl.multinode.decide import Exit
+from prime_rl.multinode.phases import Phase
+from prime_rl.multinode.records import EXIT_INTERRUPTED, EXIT_REFUSED, EXIT_TRY_AGAIN, GroupSetting
+from tests.multinode_sim import MAX_LAG_S, POLL_S, Node, World, check_finished, expected_effects
+
+# Each block is one test of 40 random histories; PRL_SIMULATIONS=1000 makes ten thousand of them.
+NUM_BLOCKS = 10
+NUM_HISTORIES = int(os.environ.get("PRL_SIMULATIONS", "20"))
+LIMIT_S = 3000.0
+LIMITS = GroupSetting.__dataclass_fields__
+DEAD_AFTER_S = float(LIMITS["dead_after_s"].default)
+HEARTBEAT_S = float(LIMITS["heartbeat_s"].default)
+
+
+def random_world(seed: int) -> World:
+    rng = random.Random(seed)
+    return World(
+        seed,
+        num_nodes=rng.choice([2, 3, 3, 4, 5, 8]),
+        elastic=rng.random() < 0.5,
+        num_kills=rng.choice([0, 1, 2, 4, 8]),
+    )
+
+
+@pytest.mark.parametrize("block", range(NUM_BLOCKS))
+def test_every_random_history_ends_well(block: int) -> None:
+    for number in range(NUM_HISTORIES):
+        world = random_world(block * 1_000_000 + number)
+        world.run(LIMIT_S)
+        check_finished(world)
+
+
+@pytest.mark.parametrize("num_nodes", [16, 64])
+@pytest.mark.parametrize("elastic", [False, True])
+def test_large_groups(num_nodes: int, elastic: bool) -> None:
+    world = World(5, num_nodes, num_iterations=1, elastic=elastic, num_kills=3, num_tasks=2 * num_nodes, speed=4)
+    world.run(LIMIT_S)
+    check_finished(world)
+
+
+@pytest.mark.parametrize("phase", list(Phase))
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_death_ends_all_others_in_time_with_its_name(phase: Phase, rank: int) -> None:
+    world = World(int(phase), 3, restarts=False, kill_at=(rank, phase), chaos_until_s=0.0, max_lag_s=0.5)
+    world.run(LIMIT_S)
+    (killed_at, _), *_ = world.killed
+    assert sorted(other for _, other, _ in world.exits) == sorted({0, 1, 2} - {rank})
+    for at, _, exit in world.exits:
+        assert exit.code == EXIT_TRY_AGAIN
+        assert f"node {rank}" in exit.reason and "no sign of life" in exit.reason
+        assert phase.name.lower() in exit.reason or phase > 0
+        # The master itself stays until it has seen that the others have left.
+        assert at - killed_at <= HEARTBEAT_S * 3 + 5 + 2 * MAX_LAG_S
+    assert world.effects == [effect for effect in world.effects if effect[0] <= killed_at + DEAD_AFTER_S]
+
+
+@pytest.mark.parametrize("phase", list(Phase))
+@pytest.mark.parametrize("elastic", [False, True])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_kill_at_each_phase_costs_nothing(phase: Phase, elastic: bool, rank: int) -> None:
+    world = World(100 + int(phase), 3, elastic=elastic, kill_at=(rank, phase), chaos_until_s=0.0)
+    world.run(LIMIT_S)
+    assert len(world.killed) == 1
+    check_finished(world)
+
+
+def test_survivors_of_an_elastic_group_go_on_alone() -> None:
+    world = World(3, 4, elastic=True, restarts=False, kill_at=(2, Phase.TRAIN_ROLLOUT), chaos_until_s=0.0)
+    world.run(LIMIT_S)
+    assert {rank: exit.code for _, rank, exit in world.exits} == {0: 0, 1: 0, 3: 0}
+    assert [name for _, _, name in world.effects] == expected_effects(world.num_iterations)
+
+
+def play_with(world: World, *, after_s: float, start: int, **changes: object) -> Node:
+    """One more process of rank `start`, with a setting of its own."""
+    extra: list[Node] = []
+
+    def join() -> None:
+        node = Node(world, start)
+        if changes:
+            node.member.setting = GroupSetting(**{**vars(node.member.setting), **changes})  # type: ignore[arg-type]
+            node.member.own = type(node.member.own)(
+                **{**vars(node.member.own), "fingerprint": node.member.setting.fingerprint}
+            )
+        extra.append(node)
+        world.at(world.now, node.wake)
+
+    world.at(after_s, join)
+    world.run(LIMIT_S)
+    return extra[0]
+
+
+def exits_of(world: World, rank: int) -> list[Exit]:
+    return [exit for _, other, exit in world.exits if other == rank]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("after_s", [0.5, 12.0])
+def test_a_second_process_of_a_rank_is_refused_and_disturbs_nobody_at_work(rank: int, after_s: float) -> None:
+    world = World(11, 3, chaos_until_s=0.0)
+    play_with(world, after_s=after_s, start=rank)
+    refused = [exit for exit in exits_of(world, rank) if exit.code == EXIT_REFUSED]
+    assert len(refused) == 1 and refused[0].reason.startswith(f"rank {rank} is taken by node {rank} (host{rank}")
+    assert [name for _, _, name in world.effects] == expected_effects(world.num_iterations)
+
+
+def test_nodes_that_were_started_differently_are_refused_by_name() -> None:
+    world = World(12, 3, restarts=False, chaos_until_s=0.0)
+    for rank in range(3):
+        world.nodes[rank] = None
+    world._events.clear()
+    world.at(0.0, lambda: world.start(0))
+    world.at(0.0, lambda: world.start(1))
+    play_with(world, after_s=1.0, start=2, fingerprint={"--num-nodes": "4"})
+    assert {exit.code for _, _, exit in world.exits} == {EXIT_REFUSED}
+    assert any(
+        "node 2 (host2, pid 1002) was started with --num-nodes 4 (here: 3)" in e.reason for _, _, e in world.exits
+    )
+    assert world.effects == []
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_one_that_leaves_ends_the_group_and_all_say_who(rank: int) -> None:
+    world = World(13, 3, restarts=False, chaos_until_s=0.0)
+
+    def leave() -> None:
+        node = world.nodes[rank]
+        assert node is not None
+        node.member.leave("Ctrl-C")
+
+    world.at(15.0, leave)
+    world.run(LIMIT_S)
+    assert {exit.code for _, _, exit in world.exits} == {EXIT_INTERRUPTED}
+    assert len(world.exits) == 3
+    for other in {0, 1, 2} - {rank}:
+        assert exits_of(world, other)[0].reason.startswith(
+            f"node {rank} (host{rank}, pid {1000 + rank}) left in iteration"
+        )
+
+
+def test_a_node_that_never_comes_is_waited_for_by_name_and_not_for_ever() -> None:
+    world = World(14, 3, restarts=False, chaos_until_s=0.0)
+    world._events.clear()
+    world.at(0.0, lambda: world.start(0))
+    world.at(0.0, lambda: world.start(1))
+    world.run(LIMIT_S)
+    assert [exit.code for _, _, exit in world.exits] == [EXIT_TRY_AGAIN] * 2
+    assert all("in vain for node 2 to join" in exit.reason for _, _, exit in world.exits)
+
+
+def test_no_node_is_woken_more_often_than_it_polls() -> None:
+    """The simulation's own clock: a life of a minute is some hundred looks, not some million."""
+    world = World(15, 2, chaos_until_s=0.0)
+    world.run(LIMIT_S)
+    assert world._number < 2 * world.now / (0.4 * POLL_S) + 100
