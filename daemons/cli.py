@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from daemons.actions import ActionError
-from daemons.commands import acts, demo, house, parts, up
+from daemons.commands import acts, demo, doctor, house, parts, up
 from daemons.commands.common import UsageError, complain
 from daemons.commands.runs import runs_app
 from daemons.launch import LaunchError
@@ -30,6 +30,7 @@ app = typer.Typer(
 demo.register(app)
 up.register(app)
 house.register(app)
+doctor.register(app)
 acts.register(runs_app)
 app.add_typer(runs_app, name="runs")
 parts.register(app)

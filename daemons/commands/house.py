@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -24,12 +26,15 @@ from daemons.commands.common import (
     watch,
 )
 from daemons.commands.views import house_json, house_view
+from daemons.disk import DiskReader
+from daemons.logs import end_of_lines, last_lines
 from prime_rl.contract.files import WaitTimeout, wait_for, write_atomic
 from prime_rl.contract.layout import LayoutError, OutputDir
+from prime_rl.utils.tail import FileTail
+from prime_rl.utils.text import clean_text
 
 RESTART_WAIT_S = 60.0
 FOLLOW_EVERY_S = 0.25
-_CHUNK_BYTES = 1_000_000
 
 
 def down(
@@ -51,17 +56,18 @@ def down(
 
 
 def status(output_dir: OutputDirOption = None, as_json: JsonOption = False, watching: WatchOption = False) -> None:
-    """Show the daemons, the slots, the runs, and what holds them up.
+    """Show the daemons, the slots, the runs, the disk, and what holds them up.
 
     Example: prl status --watch
     """
-    reader = HouseReader(choose_output(output_dir).path)
+    path = choose_output(output_dir).path
+    reader, disk = HouseReader(path), DiskReader(path)
     if as_json:
-        print_json(house_json(reader.read()))
+        print_json(house_json(reader.read(), disk.read()))
     elif watching:
-        watch(lambda: house_view(reader.read()))
+        watch(lambda: house_view(reader.read(), disk.read()))
     else:
-        console().print(house_view(reader.read()))
+        console().print(house_view(reader.read(), disk.read()))
 
 
 def logs(
@@ -72,22 +78,48 @@ def logs(
     output_dir: OutputDirOption = None,
     follow: Annotated[bool, typer.Option("-f", "--follow", help="Go on as the log grows, until Ctrl-C.")] = False,
     num_lines: Annotated[int, typer.Option("-n", "--lines", min=0, help="How many of the last lines.")] = 50,
+    grep: Annotated[
+        str | None, typer.Option(metavar="RE", help="Only lines in which this regular expression is found.")
+    ] = None,
 ) -> None:
-    """Print the log of a daemon or of a run's orchestrator.
+    """Print the log of a daemon or of a run's orchestrator; older files of a rotated log too.
 
-    Example: prl logs run_reverse -f
+    Example: prl logs run_reverse -f --grep "WARNING|ERROR"
     """
-    from daemons.process import log_tail
-
     path = _log_path(choose_output(output_dir), name)
+    wanted = _line_filter(grep)
     if not path.exists() and not follow:
         raise ActionError(f"{path} is not there: {name} has not been started yet")
-    size = path.stat().st_size if path.exists() else 0
-    for line in log_tail(path, num_lines, limit=max(64_000, num_lines * 1_000), this_start_only=False):
+    end = end_of_lines(path) if follow else None
+    tail = FileTail(path, position=end or 0)
+    begun = tail.read().lines if follow else []  # from here nothing is missed, whatever happens to the file
+    for line in last_lines(path, num_lines, wanted, end=end):
         say(line)
     if follow:
         with contextlib.suppress(KeyboardInterrupt):
-            _follow(path, size)
+            _follow(tail, begun, wanted)
+
+
+def _follow(tail: FileTail, lines: list[bytes], wanted: Callable[[str], bool]) -> None:
+    more = False
+    while True:
+        for line in filter(wanted, (line.decode(errors="replace") for line in lines)):
+            say(line)
+        if not lines and not more:
+            time.sleep(FOLLOW_EVERY_S)
+        found = tail.read()
+        lines, more = found.lines, found.more
+
+
+def _line_filter(pattern: str | None) -> Callable[[str], bool]:
+    """Looks at a line as it is shown, without what a terminal obeys."""
+    if pattern is None:
+        return lambda line: True
+    try:
+        search = re.compile(pattern).search
+    except re.error as error:
+        raise UsageError(f"--grep {pattern!r} is no regular expression: {error}") from error
+    return lambda line: search(clean_text(line)) is not None
 
 
 def _log_path(output: OutputDir, name: str) -> Path:
@@ -100,27 +132,6 @@ def _log_path(output: OutputDir, name: str) -> Path:
     if not run.path.is_dir():
         raise ActionError(f"no run {name!r} in {output.path}: prl runs list shows what is there")
     return run.log
-
-
-def _follow(path: Path, position: int) -> None:
-    rest = b""
-    while True:
-        try:
-            size = path.stat().st_size
-        except OSError:
-            size = 0
-        if size < position:
-            position, rest = 0, b""
-        if size > position:
-            with path.open("rb") as file:
-                file.seek(position)
-                data = file.read(_CHUNK_BYTES)
-            position += len(data)
-            *lines, rest = (rest + data).split(b"\n")
-            for line in lines:
-                say(line.decode(errors="replace"))
-        else:
-            time.sleep(FOLLOW_EVERY_S)
 
 
 def restart(

@@ -23,7 +23,9 @@ from daemons.commands.common import (
     say,
     watch,
 )
-from daemons.commands.views import problem_json, run_details, run_json, runs_table, sample_view
+from daemons.commands.detail_views import details_json, details_view, sample_view
+from daemons.commands.views import problem_json, run_json, runs_table
+from daemons.details import read_details
 from prime_rl.configs.base import ConfigError, parse_set
 from prime_rl.contract.layout import LayoutError, OutputDir, check_run_id
 from prime_rl.contract.samples import read_samples
@@ -75,7 +77,7 @@ def list_runs(
 
 @runs_app.command()
 def show(run_id: RunIdArgument, output_dir: OutputDirOption = None, as_json: JsonOption = False) -> None:
-    """Show all that is known about one run.
+    """Show all that is known about one run: config, status, last metrics and errors, checkpoints, disk use.
 
     Example: prl runs show run_reverse --json
     """
@@ -90,14 +92,11 @@ def show(run_id: RunIdArgument, output_dir: OutputDirOption = None, as_json: Jso
         raise actions.ActionError(
             reason or f"no run {run_id!r} in {house.output_dir}: prl runs list shows what is there"
         )
-    daemon = house.daemon(run_id)
-    tail = list(daemon.log_tail) if daemon else []
+    details = read_details(OutputDir(house.output_dir).run(run_id), run, house.daemon(run_id))
     if as_json:
-        print_json({"run": {**run_json(run), "log_tail": tail}})
-        return
-    console().print(run_details(run))
-    for line in tail:
-        say(f"  {line}")
+        print_json(details_json(details))
+    else:
+        console().print(details_view(details))
 
 
 @runs_app.command()

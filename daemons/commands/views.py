@@ -13,12 +13,11 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from daemons.client import DaemonView, House, RunView
-from daemons.commands.common import cell, make_table, number, short_time
+from daemons.commands.common import cell, make_table, number, short_time, size
+from daemons.disk import DiskView
 from prime_rl.configs.base import ConfigError, ConfigProblem, load_toml, merge
 from prime_rl.configs.validate import key_of
-from prime_rl.contract.samples import Sample
 from prime_rl.contract.status import RunState
-from prime_rl.utils.text import one_line
 
 _STYLES = {
     RunState.ACTIVE: "green",
@@ -64,7 +63,7 @@ def daemon_json(daemon: DaemonView) -> dict[str, Any]:
     return asdict(daemon)
 
 
-def house_json(house: House) -> dict[str, Any]:
+def house_json(house: House, disk: DiskView | None) -> dict[str, Any]:
     """The payload of `prl status --json`."""
     return {
         "output_dir": str(house.output_dir),
@@ -73,6 +72,7 @@ def house_json(house: House) -> dict[str, Any]:
         "slots": slots(house),
         "runs": [run_json(run) for run in house.runs],
         "refused": [asdict(each) for each in house.refused],
+        "disk": asdict(disk) if disk else None,
         "bottleneck": house.bottleneck,
     }
 
@@ -124,7 +124,15 @@ def daemons_table(daemons: Sequence[DaemonView]) -> RenderableType:
     return make_table(["daemon", "state", "pid", "restarts", "why"], rows)
 
 
-def house_view(house: House) -> RenderableType:
+def disk_words(disk: DiskView) -> str:
+    """Such as "the house takes 1.2 GB, 30 GB of 80 GB are free (ext4)"."""
+    least = "" if disk.house_complete else "at least "
+    words = f"the house takes {least}{size(disk.house_bytes)}, {size(disk.free_bytes)} of {size(disk.total_bytes)} free"
+    words += f" ({disk.file_system})" if disk.file_system else ""
+    return words + (f", full in {short_time(disk.full_in_s)} at this pace" if disk.full_in_s else "")
+
+
+def house_view(house: House, disk: DiskView | None) -> RenderableType:
     """What `prl status` prints."""
     parts: list[RenderableType] = []
     if house.daemons:
@@ -134,28 +142,8 @@ def house_view(house: House) -> RenderableType:
     used = f"{house.num_used} of {house.max_runs} slots in use" if house.max_runs else "slots unknown: no trainer lives"
     parts += [Text(f"{house.output_dir}: {used}"), runs_table(house.runs)]
     parts += [Text(f"refused: {each.name}: ").append_text(cell(each.reason, 300)) for each in house.refused]
+    if disk is not None:
+        parts.append(Text(f"disk: {disk_words(disk)}"))
     if house.bottleneck:
         parts.append(Text("bottleneck: ").append_text(cell(house.bottleneck, 300)))
     return Group(*parts)
-
-
-def run_details(run: RunView) -> RenderableType:
-    """What `prl runs show` prints."""
-    rows = []
-    for name, value in run_json(run).items():
-        if name in ("updated_at", "added_at") and isinstance(value, float):
-            value = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(value))
-        rows.append([name, cell(value, 2_000)])
-    return make_table(["", ""], rows)
-
-
-def sample_view(sample: Sample) -> str:
-    """What `prl runs samples` prints of one rollout; whoever prints it cleans it. Text of the rollout is indented."""
-    versions = ", ".join(map(str, sample.policy_versions))
-    lines = [
-        f"step {sample.step}  {one_line(sample.example_id)}  reward {sample.reward:.3f}  advantage "
-        f"{sample.advantage:+.3f}  policy version {versions}  {sample.num_completion_tokens} tokens"
-    ]
-    for title, text in (("prompt", sample.prompt), ("completion", sample.completion)):
-        lines += [f"  {title}:", *(f"    {line}" for line in text.splitlines() or [""])]
-    return "\n".join(lines)

@@ -82,6 +82,8 @@ class FileTail:
             self._forget()
             self._identity = identity
             self._start(fd, stat.st_size)
+            before = min(_MARK_BYTES, self._offset)
+            self._mark = os.pread(fd, before, self._offset - before)
         data = os.pread(fd, self._chunk_bytes, self._offset)
         self._offset += len(data)
         self._mark = (self._mark + data)[-_MARK_BYTES:]

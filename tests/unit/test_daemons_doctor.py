@@ -1,0 +1,133 @@
+"""What the doctor says of each fact, and that it looks at all of them."""
+
+from __future__ import annotations
+
+import socket
+import sys
+from pathlib import Path
+
+import pytest
+
+from daemons import checks
+from daemons.disk import DiskView
+from daemons.doctor import examine, probe
+
+MOUNTS = """\
+21 1 8:1 / / rw - ext4 /dev/sda1 rw
+22 21 0:40 / /srv/nfs rw - nfs4 server:/x rw
+23 21 0:41 / /run/mem rw - tmpfs tmpfs rw
+"""
+
+
+def test_python_and_packages() -> None:
+    assert checks.check_python((3, 10, 4), "/p").level == "broken"
+    assert checks.check_python(sys.version_info[:3], "/p").level == "ok"
+    assert checks.check_package("torch", None, needed=True).level == "broken"
+    assert checks.check_package("vllm", None, needed=False).level == "ok"
+    assert checks.check_package("vllm", None, needed=True).advice
+    damaged = checks.check_package("torch", "2.9", needed=True, error="libfoo.so: not found")
+    assert (damaged.level, "libfoo.so" in damaged.message) == ("broken", True)
+    assert checks.check_package("vllm", "0.32", needed=False, error="x").level == "warning"
+
+
+def test_a_gpu_that_torch_does_not_see_is_a_warning() -> None:
+    levels = [
+        checks.check_gpu(d, driver_sees_some=s, threads=2).level for d, s in (([], True), ([], False), (["H"], True))
+    ]
+    assert levels == ["warning", "ok", "ok"]
+
+
+@pytest.mark.parametrize(
+    ("place", "level", "word"),
+    [("/srv/nfs/a", "warning", "nfs4"), ("/run/mem", "warning", "reboot"), ("/a", "ok", "ext4")],
+)
+def test_what_the_file_system_means(tmp_path: Path, place: str, level: str, word: str) -> None:
+    mounts = tmp_path / "mountinfo"
+    root = tmp_path / "root"
+    (root / place[1:]).mkdir(parents=True)
+    mounts.write_text(MOUNTS.replace(" / /srv", f" / {root}/srv").replace(" / /run", f" / {root}/run"))
+    check = checks.check_file_system(root / place[1:], mounts)
+    assert (check.level, word in check.message) == (level, True), check
+
+
+@pytest.mark.parametrize(("free_gb", "level"), [(0.1, "broken"), (2, "warning"), (50, "ok")])
+def test_free_disk(free_gb: float, level: str) -> None:
+    view = DiskView(int(free_gb * 1e9), 100 * 10**9, 0, True, "ext4", None)
+    assert checks.check_disk(view).level == level
+
+
+def test_inotify_limits_are_compared_with_the_runs() -> None:
+    limits = {"max_user_instances": 128, "max_user_watches": 8192}
+    assert checks.check_inotify(100, limits).level == "ok"
+    short = checks.check_inotify(200, limits)
+    assert short.level == "warning" and short.advice == "sysctl -w fs.inotify.max_user_instances=416"
+    assert checks.check_inotify(10**6, {}).level == "ok", "a system without them"
+
+
+def test_a_taken_port_is_broken_unless_this_house_has_it() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        assert checks.check_port("127.0.0.1", port, served_by_house=False).level == "broken"
+        assert checks.check_port("127.0.0.1", port, served_by_house=True).level == "ok"
+    assert checks.check_port("127.0.0.1", 0, served_by_house=False).level == "ok"
+
+
+@pytest.mark.parametrize(("skew_s", "level"), [(0.0, "ok"), (2.0, "warning"), (-2.0, "warning"), (9.0, "broken")])
+def test_clock_skew_of_the_disk(tmp_path: Path, skew_s: float, level: str) -> None:
+    (tmp_path / "x").touch()
+    now = (tmp_path / "x").stat().st_mtime
+    check = checks.check_clock(tmp_path, {}, now - skew_s)
+    assert check.level == level and (level == "ok" or "NTP" in check.advice)
+
+
+def test_clock_skew_of_another_machine(tmp_path: Path) -> None:
+    (tmp_path / "x").touch()
+    now = (tmp_path / "x").stat().st_mtime
+    check = checks.check_clock(tmp_path, {"run_a": now - 60, "supervisor": now + 3}, now)
+    assert check.level == "warning" and "supervisor" in check.message
+
+
+def test_descriptors_shm_lingering_and_parts() -> None:
+    assert [checks.check_descriptors(soft, 8).level for soft in (1024, 1023, -1)] == ["ok", "warning", "ok"]
+    assert [checks.check_shm(free).level for free in (64 << 20, 1 << 30, None)] == ["warning", "ok", "ok"]
+    lingers = [checks.check_lingering(has_systemd=s, lingers=x, user="u").level for s, x in ((1, 0), (1, 1), (0, 0))]
+    assert lingers == ["warning", "ok", "ok"]
+    assert checks.check_parts({"trainer": "running", "run_a": "failed"}).advice == "prl status, then prl logs run_a"
+    assert checks.check_parts({}).level == "ok"
+
+
+def test_the_house_must_be_a_folder_that_can_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    assert checks.check_output_dir(tmp_path / "file").level == "broken"
+    assert checks.check_output_dir(tmp_path / "file" / "x").level == "broken"
+    assert checks.check_output_dir(tmp_path / "new" / "er").level == "ok"
+    tmp_path.chmod(0o777)
+    assert checks.check_output_dir(tmp_path).advice == f"chmod o-w {tmp_path}"
+
+
+def test_a_key_is_judged_and_not_shown(tmp_path: Path) -> None:
+    file = tmp_path / "key"
+    file.write_text("canary")
+    file.chmod(0o644)
+    found = [checks.check_key("K", env) for env in ({"K_FILE": str(file)}, {"K": "canary"}, {})]
+    assert [check.level for check in found] == ["broken", "ok", "ok"] and "canary" not in str(found)
+
+
+def test_a_library_that_cannot_be_imported_is_found_by_importing_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "torch.py").write_text("raise ImportError('libcudart.so.12: cannot open shared object file')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    assert probe("torch") == ({}, "ImportError: libcudart.so.12: cannot open shared object file")
+    assert "more than 0.01 s" in str(probe("torch", timeout_s=0.01)[1])
+
+
+def test_everything_is_looked_at_without_changing_anything(tmp_path: Path) -> None:
+    found = list(examine(tmp_path / "none", say=lambda message: None, import_libraries=False))
+    assert [check.name for check in found] == [
+        *("python", "torch", "transformers", "vllm", "output_dir", "file system", "disk", "inotify", "port", "clock"),
+        *("descriptors", "/dev/shm", "lingering", "api key", "parts"),
+    ]
+    assert all(check.advice for check in found if check.level != "ok") and list(tmp_path.iterdir()) == []
