@@ -8,12 +8,10 @@ costs its own facts and nothing else. A run's state comes from `contract.status.
 
 from __future__ import annotations
 
-import stat
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Set
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from daemons.house import (
     SUPERVISOR,
@@ -26,29 +24,21 @@ from daemons.house import (
     find_bottleneck,
     waits_for,
 )
-from prime_rl.configs.base import ConfigError
-from prime_rl.configs.orchestrator import OrchestratorConfig
-from prime_rl.configs.validate import explain, load_run_config
-from prime_rl.contract.files import read_text
-from prime_rl.contract.layout import OutputDir, RunDir, list_steps, scan_runs
+from daemons.run_files import MAX_FILE_BYTES, NOT_PARSED, RunFiles, RunRecord, Stamp, read_status_file, stamp_of
+from prime_rl.contract.layout import OutputDir, scan_runs
 from prime_rl.contract.status import (
     DaemonStatus,
     InferenceStatus,
     RunFacts,
     RunState,
-    RunStatus,
     Status,
+    TrainerRunStatus,
     TrainerStatus,
     is_alive,
-    read_status,
     run_state,
 )
 
-__all__ = ["SUPERVISOR", "DaemonView", "House", "HouseReader", "RefusedView", "RunView", "read_house"]
-
-# Ten times the largest that a part writes with 1,024 runs; what is larger was not written by a part.
-MAX_FILE_BYTES = 4_000_000
-MAX_REASON_BYTES = 10_000
+__all__ = ["MAX_FILE_BYTES", "SUPERVISOR", "DaemonView", "House", "HouseReader", "RefusedView", "RunView", "read_house"]
 
 StatusT = TypeVar("StatusT", bound=Status)
 
@@ -58,23 +48,21 @@ def read_house(output_dir: Path, *, now: float | None = None) -> House:
     return HouseReader(output_dir).read(now=now)
 
 
-@dataclass(frozen=True)
-class _Config:
-    config: OrchestratorConfig | None
-    error: str | None
-
-
 class HouseReader:
     """Reads one house again and again; files that did not change are not parsed again."""
 
     def __init__(self, output_dir: Path, *, clock: Callable[[], float] = time.time) -> None:
         self.output = OutputDir(Path(output_dir))
         self._clock = clock
-        self._configs: dict[Path, tuple[_Stamp, _Config]] = {}
-        self._statuses: dict[Path, tuple[_Stamp, Status | None]] = {}
+        self._files: dict[str, RunFiles] = {}
+        self._views: dict[str, tuple[_Facts, RunView]] = {}
+        self._statuses: dict[Path, tuple[Stamp, Status | None]] = {}
 
-    def read(self, *, now: float | None = None) -> House:
-        """A new snapshot. Never raises for what is in the folder; an unreadable folder is an empty house."""
+    def read(self, *, now: float | None = None, with_configs: bool = True) -> House:
+        """A new snapshot. Never raises for what is in the folder; an unreadable folder is an empty house.
+
+        `with_configs` false is for the first look of who is in a hurry: what only configs tell is left out.
+        """
         now = self._clock() if now is None else now
         trainer = self._living(self.output.trainer_status, TrainerStatus, now)
         inference = self._living(self.output.inference_status, InferenceStatus, now)
@@ -85,18 +73,28 @@ class HouseReader:
         except OSError:
             found, refused = [], []
         reasons = {each.name: each.reason for each in refused} | (trainer.refused if trainer else {})
+        places = {run_id: place for place, run_id in enumerate(trainer.waiting if trainer else [], start=1)}
+        by_id = {run.run_id: run for run in found}
         runs = []
-        for run in found:
-            if run.run_id in reasons:
+        for run_id, run in by_id.items():
+            if run_id in reasons:
                 continue
+            files = self._files.get(run_id)
+            if files is None:
+                files = self._files[run_id] = RunFiles(run)
+            slot = trainer.runs.get(run_id) if trainer else None
             try:
-                if _exists(run.orch_toml):
-                    runs.append(self._run(run, trainer, daemons.get(run.run_id), now))
-                else:
-                    reasons[run.run_id] = f"{run.control / 'orch.toml'} is not there: without it this is not a run"
+                record = files.read(is_busy=slot is not None, with_config=with_configs)
             except OSError as error:
-                reasons[run.run_id] = f"cannot be read: {error}"
-        self._forget({run.path for run in found})
+                reasons[run_id] = f"cannot be read: {error}"
+                continue
+            if record.toml is None:
+                reasons[run_id] = f"{run.control / 'orch.toml'} is not there: without it this is not a run"
+                continue
+            lives = is_alive(record.word, now)
+            facts = _Facts(record, slot, places.get(run_id), daemons.get(run_id), trainer is not None, lives)
+            runs.append(self._view(run_id, facts))
+        self._forget(by_id.keys())
         return House(
             output_dir=self.output.path,
             runs=tuple(sorted(runs, key=by_importance)),
@@ -111,49 +109,12 @@ class HouseReader:
             read_at=now,
         )
 
-    def _run(self, run: RunDir, trainer: TrainerStatus | None, daemon: DaemonView | None, now: float) -> RunView:
-        parsed = self._config(run.orch_toml)
-        config = parsed.config
-        word = self._status(run.status, RunStatus)
-        slot = trainer.runs.get(run.run_id) if trainer else None
-        published = max(list_steps(run.broadcast, stable_only=True), default=0)
-        error = _note(run.config_error) or (None if slot else parsed.error)
-        gave_up = daemon.reason or "its orchestrator failed" if daemon and daemon.state == "failed" else None
-        facts = RunFacts(
-            evicted=_note(run.evicted, empty="no reason was given"),
-            config_error=error,
-            max_steps=config.max_steps if config else None,
-            published_step=published,
-            orchestrator=word,
-            trainer_alive=trainer is not None,
-            in_slot=slot is not None,
-            supervisor_gave_up=gave_up,
-        )
-        state, reason = run_state(facts)
-        lives = is_alive(word, now)
-        queue = trainer.waiting if trainer and state is RunState.WAITING else []
-        position = queue.index(run.run_id) + 1 if run.run_id in queue else None
-        return RunView(
-            run_id=run.run_id,
-            state=state,
-            step=max(slot.step if slot else 0, published),
-            max_steps=facts.max_steps,
-            reward=word.reward if word else None,
-            reason=reason,
-            waiting_on=waits_for(state, word if lives else None, slot, position, daemon),
-            updated_at=word.updated_at if word else None,
-            run_idx=slot.run_idx if slot else None,
-            queue_position=position,
-            tokens_per_s=word.tokens_per_s if word and lives else None,
-            async_level=word.async_level if word else None,
-            policy_version=word.policy_version if word else None,
-            lr=slot.lr if slot else (config.optim.lr if config else None),
-            bottleneck=word.bottleneck if word and lives else None,
-            model=config.model.name if config else None,
-            batch_size=config.batch_size if config else None,
-            num_restarts=daemon.num_restarts if daemon else 0,
-            added_at=_stamp(run.orch_toml).mtime_ns / 1e9 or None,
-        )
+    def _view(self, run_id: str, facts: _Facts) -> RunView:
+        """What follows from `facts`; the same object as long as they are the same."""
+        known = self._views.get(run_id)
+        if known is None or known[0] != facts:
+            known = self._views[run_id] = (facts, _make_view(facts))
+        return known[1]
 
     def _daemons(self, now: float) -> dict[str, DaemonView]:
         """Views by name: supervisor, trainer, inference, then the orchestrators."""
@@ -169,24 +130,12 @@ class HouseReader:
                 views[status.name] = daemon_view(status, now)
         return views
 
-    def _config(self, path: Path) -> _Config:
-        stamp = _stamp(path)
-        known = self._configs.get(path)
-        if known and known[0] == stamp:
-            return known[1]
-        parsed = _parse(path, stamp)
-        self._configs[path] = (stamp, parsed)
-        return parsed
-
     def _status(self, path: Path, kind: type[StatusT]) -> StatusT | None:
-        stamp = _stamp(path)
+        stamp = stamp_of(path)
         known = self._statuses.get(path)
         if known and known[0] == stamp:
             return known[1] if isinstance(known[1], kind) else None
-        try:
-            status = read_status(path, kind) if stamp.readable else None
-        except RecursionError:
-            status = None
+        status = read_status_file(path, stamp, kind)
         self._statuses[path] = (stamp, status)
         return status
 
@@ -194,59 +143,68 @@ class HouseReader:
         status = self._status(path, kind)
         return status if is_alive(status, now) else None
 
-    def _forget(self, run_paths: set[Path]) -> None:
-        """Drop what is kept about runs that are gone, so that a reader of months does not grow."""
-        self._configs = {p: v for p, v in self._configs.items() if p.parent.parent in run_paths}
-        own = (self.output.daemons, self.output.trainer_status.parent, self.output.inference_status.parent)
-        self._statuses = {
-            path: value
-            for path, value in self._statuses.items()
-            if path.parent.parent in run_paths or (path.parent in own and value[0].readable)
-        }
+    def _forget(self, run_ids: Set[str]) -> None:
+        """Drop what is kept about runs and parts that are gone, so that a reader of months does not grow."""
+        self._files = {run_id: files for run_id, files in self._files.items() if run_id in run_ids}
+        self._views = {run_id: view for run_id, view in self._views.items() if run_id in run_ids}
+        self._statuses = {path: value for path, value in self._statuses.items() if value[0].readable}
 
 
-@dataclass(frozen=True)
-class _Stamp:
-    """What tells whether a file changed; all zero when it is not there."""
+class _Facts(NamedTuple):
+    """All that a run's view is made of. `place` is its place in the trainer's queue, `lives` its orchestrator's."""
 
-    mtime_ns: int = 0
-    size: int = 0
-    inode: int = 0
-    readable: bool = False
-
-
-def _stamp(path: Path) -> _Stamp:
-    try:
-        info = path.stat()
-    except OSError:
-        return _Stamp()
-    readable = stat.S_ISREG(info.st_mode) and info.st_size <= MAX_FILE_BYTES
-    return _Stamp(info.st_mtime_ns, info.st_size, info.st_ino, readable)
+    record: RunRecord
+    slot: TrainerRunStatus | None
+    place: int | None
+    daemon: DaemonView | None
+    trainer_lives: bool
+    lives: bool
 
 
-def _parse(path: Path, stamp: _Stamp) -> _Config:
-    if not stamp.readable:
-        return _Config(None, f"{path}: not a file of at most {MAX_FILE_BYTES // 1_000_000} MB")
-    try:
-        return _Config(load_run_config(path), None)
-    except ConfigError as error:
-        return _Config(None, explain(error))
-    except RecursionError:
-        return _Config(None, f"{path}: nested too deeply")
+def _make_view(facts: _Facts) -> RunView:
+    record, slot, daemon, word = facts.record, facts.slot, facts.daemon, facts.record.word
+    config, max_steps = record.parsed.config, _max_steps(record)
+    state, reason = run_state(
+        RunFacts(
+            evicted=record.evicted,
+            config_error=record.config_error or (None if slot else record.parsed.error),
+            max_steps=max_steps,
+            published_step=record.published,
+            orchestrator=word,
+            trainer_alive=facts.trainer_lives,
+            in_slot=slot is not None,
+            supervisor_gave_up=daemon.reason or "its orchestrator failed"
+            if daemon and daemon.state == "failed"
+            else None,
+        )
+    )
+    position = facts.place if state is RunState.WAITING else None
+    living = word if facts.lives else None
+    return RunView(
+        run_id=record.run.run_id,
+        state=state,
+        step=max(slot.step if slot else 0, record.published),
+        max_steps=max_steps,
+        reward=word.reward if word else None,
+        reason=reason,
+        waiting_on=waits_for(state, living, slot, position, daemon),
+        updated_at=word.updated_at if word else None,
+        run_idx=slot.run_idx if slot else None,
+        queue_position=position,
+        tokens_per_s=living.tokens_per_s if living else None,
+        async_level=word.async_level if word else None,
+        policy_version=word.policy_version if word else None,
+        lr=slot.lr if slot else (config.optim.lr if config else None),
+        bottleneck=living.bottleneck if living else None,
+        model=config.model.name if config else None,
+        batch_size=config.batch_size if config else None,
+        num_restarts=daemon.num_restarts if daemon else 0,
+        added_at=record.added_at,
+    )
 
 
-def _note(path: Path, empty: str | None = None) -> str | None:
-    """Text of a note file (`evicted.txt`); `empty` when it is there without words."""
-    if not _exists(path):
-        return None
-    try:
-        return (read_text(path, limit=MAX_REASON_BYTES) or "").strip() or empty
-    except OSError as error:
-        return f"{path} cannot be read: {error.strerror}"
-
-
-def _exists(path: Path) -> bool:
-    try:
-        return stat.S_ISREG(path.stat().st_mode)
-    except OSError:
-        return False
+def _max_steps(record: RunRecord) -> int | None:
+    """From the config; while that was not read, what the run's own orchestrator says."""
+    if record.parsed.config is not None:
+        return record.parsed.config.max_steps
+    return record.word.max_steps or None if record.parsed is NOT_PARSED and record.word else None

@@ -23,8 +23,8 @@ published at `broadcast/step_N` and saved at `checkpoints/step_N`. Version 0 is 
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -48,10 +48,12 @@ class LayoutError(ValueError):
 def check_run_id(run_id: str) -> str:
     """Return `run_id` when it is one, else raise LayoutError."""
     if not _RUN_ID.fullmatch(run_id):
-        raise LayoutError(
-            f"run id {run_id!r} is refused: it must be 'run_' and then 1 to 64 of letters, digits, '.', '_' and '-'"
-        )
+        raise LayoutError(_bad_id(run_id))
     return run_id
+
+
+def _bad_id(run_id: str) -> str:
+    return f"run id {run_id!r} is refused: it must be 'run_' and then 1 to 64 of letters, digits, '.', '_' and '-'"
 
 
 def step_name(step: int) -> str:
@@ -323,20 +325,25 @@ def scan_runs(output_dir: Path) -> tuple[list[RunDir], list[RefusedRun]]:
     runs: list[RunDir] = []
     refused: list[RefusedRun] = []
     for entry in _entries(output_dir):
-        try:
-            check_run_id(entry.name)
-        except LayoutError as error:
-            refused.append(RefusedRun(entry.name, str(error)))
-            continue
-        if reason := refusal(output_dir, entry):
+        path = output_dir / entry.name
+        if not _RUN_ID.fullmatch(entry.name):
+            refused.append(RefusedRun(entry.name, _bad_id(entry.name)))
+        # A folder that is no link lies where it is listed; the costly part of `refusal` is for all others.
+        elif not _is_plain(entry) and (reason := refusal(output_dir, path)):
             refused.append(RefusedRun(entry.name, reason))
         else:
-            runs.append(RunDir(entry))
+            runs.append(RunDir(path))
     return runs, refused
 
 
-def _entries(output_dir: Path) -> Iterator[Path]:
+def _is_plain(entry: os.DirEntry[str]) -> bool:
+    """Whether it is a real folder whose `control` is no link."""
+    return entry.is_dir(follow_symlinks=False) and not os.path.islink(os.path.join(entry.path, "control"))
+
+
+def _entries(output_dir: Path) -> list[os.DirEntry[str]]:
     try:
-        yield from sorted(e for e in output_dir.iterdir() if e.name.startswith(RUN_PREFIX))
+        with os.scandir(output_dir) as entries:
+            return sorted((e for e in entries if e.name.startswith(RUN_PREFIX)), key=lambda entry: entry.name)
     except FileNotFoundError:
-        return
+        return []

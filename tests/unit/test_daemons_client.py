@@ -181,7 +181,7 @@ def test_a_reader_sees_changes_and_forgets_what_is_gone(tmp_path: Path) -> None:
     assert reader.read(now=NOW).runs[0].max_steps == 77
     shutil.rmtree(run.path)
     assert reader.read(now=NOW).runs == ()
-    assert (reader._configs, [path for path in reader._statuses if run.path in path.parents]) == ({}, [])
+    assert (reader._files, reader._views) == ({}, {})
 
 
 def test_unchanged_configs_are_parsed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,8 +189,45 @@ def test_unchanged_configs_are_parsed_once(tmp_path: Path, monkeypatch: pytest.M
         make_run(tmp_path, f"run_{number}")
     reader = HouseReader(tmp_path)
     reader.read(now=NOW)
-    monkeypatch.setattr("daemons.client.load_run_config", lambda path: pytest.fail(f"parsed {path} again"))
+    monkeypatch.setattr("prime_rl.configs.validate.load_run_config", lambda path: pytest.fail(f"parsed {path} again"))
     assert len(reader.read(now=NOW).runs) == 5
+
+
+def test_the_first_look_may_leave_configs_unread_and_the_next_reads_them(tmp_path: Path) -> None:
+    run = make_run(tmp_path, "run_a", max_steps=77)
+    put(run.status, RunStatus(run_id="run_a", state="running", max_steps=50))
+    make_run(tmp_path, "run_b", max_steps=5)
+    (tmp_path / "run_b" / "control" / "orch.toml").write_text("batch_size = 'many'")
+    put_trainer(tmp_path, {}, [])
+    reader = HouseReader(tmp_path)
+    first = reader.read(now=NOW, with_configs=False)
+    assert [(view.run_id, view.state, view.max_steps) for view in first.runs] == [
+        ("run_a", RunState.WAITING, 50),
+        ("run_b", RunState.WAITING, None),
+    ]
+    second = reader.read(now=NOW)
+    assert [(view.run_id, view.state, view.max_steps) for view in second.runs] == [
+        ("run_a", RunState.WAITING, 77),
+        ("run_b", RunState.INVALID, None),
+    ]
+    assert reader.read(now=NOW, with_configs=False).runs == second.runs
+
+
+def test_what_did_not_change_is_the_same_view(tmp_path: Path) -> None:
+    run = make_run(tmp_path, "run_a", published=3)
+    put_trainer(tmp_path, {"run_a": 0}, [])
+    reader = HouseReader(tmp_path)
+    view = reader.read(now=NOW).runs[0]
+    assert view.step == 3 and reader.read(now=NOW).runs[0] is view
+    # A folder of a step that is filled in is seen while the run is in a slot: its parent does not change.
+    run.broadcast_dir(4).mkdir()
+    assert reader.read(now=NOW).runs[0].step == 3
+    (run.broadcast_dir(4) / "STABLE").touch()
+    assert reader.read(now=NOW).runs[0].step == 4
+    run.evicted.write_text("one")
+    assert reader.read(now=NOW).runs[0].reason == "one"
+    run.evicted.write_text("three")
+    assert reader.read(now=NOW).runs[0].reason == "three"
 
 
 def test_a_run_that_the_supervisor_gave_up_has_failed_with_its_reason(tmp_path: Path) -> None:

@@ -1,0 +1,168 @@
+"""What the own files of a run say, read again only when one of them changed.
+
+`client` keeps one `RunFiles` a run. A thousand runs at rest cost a few system calls each a look. It knows nothing of
+other parts and derives no state.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
+
+from prime_rl.contract.files import read_text
+from prime_rl.contract.layout import RunDir, list_steps
+from prime_rl.contract.status import RunStatus, Status, read_status
+
+if TYPE_CHECKING:
+    from prime_rl.configs.orchestrator import OrchestratorConfig
+
+# Ten times the largest that a part writes with 1,024 runs; what is larger was not written by a part.
+MAX_FILE_BYTES = 4_000_000
+MAX_REASON_BYTES = 10_000
+
+StatusT = TypeVar("StatusT", bound=Status)
+
+
+class Stamp(NamedTuple):
+    """What tells whether a file changed; all zero when it is not there."""
+
+    mtime_ns: int = 0
+    size: int = 0
+    inode: int = 0
+    is_file: bool = False
+
+    @property
+    def readable(self) -> bool:
+        return self.is_file and self.size <= MAX_FILE_BYTES
+
+
+NO_FILE = Stamp()
+
+
+def stamp_of(path: Path | str) -> Stamp:
+    try:
+        info = os.stat(path)
+    except (OSError, ValueError):
+        return NO_FILE
+    return Stamp(info.st_mtime_ns, info.st_size, info.st_ino, stat.S_ISREG(info.st_mode))
+
+
+def read_status_file(path: Path, stamp: Stamp, kind: type[StatusT]) -> StatusT | None:
+    """The status in a file of that stamp; None when it is too large, damaged or not there."""
+    try:
+        return read_status(path, kind) if stamp.readable else None
+    except RecursionError:
+        return None
+
+
+@dataclass(frozen=True)
+class ParsedConfig:
+    """A run's config, or why it is none; both None while nobody has read it."""
+
+    config: OrchestratorConfig | None = None
+    error: str | None = None
+
+
+NOT_PARSED = ParsedConfig()
+
+
+@dataclass(frozen=True, eq=False)
+class RunRecord:
+    """All that a run's own files say. `published` is its newest STABLE broadcast, 0 when none.
+
+    `toml` is the path of its config, None when it has none; `added_at` when that landed (Unix seconds).
+    """
+
+    run: RunDir
+    toml: Path | None
+    added_at: float | None
+    parsed: ParsedConfig
+    word: RunStatus | None
+    evicted: str | None
+    config_error: str | None
+    published: int
+
+
+class RunFiles:
+    """The files of one run. Raises OSError for a broadcast folder that cannot be listed."""
+
+    def __init__(self, run: RunDir) -> None:
+        self.run = run
+        # Looked at again and again, in a house of a thousand: joining paths would cost more than the system calls.
+        folder, control = str(run.path), str(run.control)
+        self._tomls = (f"{control}/orch.toml", f"{folder}/configs/orch.toml")
+        self._notes = (f"{control}/status.json", f"{control}/evicted.txt", f"{control}/config_validation_error.txt")
+        self._broadcast = f"{folder}/broadcast"
+        self._names = (*self._tomls, *self._notes, self._broadcast)
+        self._stamps: list[Stamp] = []
+        self._record: RunRecord | None = None
+
+    def read(self, *, is_busy: bool, with_config: bool = True) -> RunRecord:
+        """The record; the same object as long as nothing changed.
+
+        Args:
+            is_busy: it publishes, so look for what was completed inside its folders too.
+            with_config: false leaves a config unread that was not read before.
+        """
+        stamps = [stamp_of(name) for name in self._names]
+        known = self._record
+        same = known is not None and stamps == self._stamps
+        if known is not None and same and not (with_config and known.toml and known.parsed is NOT_PARSED):
+            published = self._published() if is_busy else known.published
+            if published == known.published:
+                return known
+        self._record, self._stamps = self._read(stamps, with_config), stamps
+        return self._record
+
+    def _read(self, stamps: list[Stamp], with_config: bool) -> RunRecord:
+        known, old = self._record, self._stamps
+        index = next((i for i in (0, 1) if stamps[i] is not NO_FILE), 0)
+        toml = Path(self._tomls[index]) if stamps[index].is_file else None
+        parsed = NOT_PARSED
+        if toml is not None:
+            if known is not None and known.toml == toml and old[index] == stamps[index]:
+                parsed = known.parsed
+            if with_config and parsed is NOT_PARSED:
+                parsed = _parse(toml, stamps[index])
+        same_word = known is not None and old[2] == stamps[2]
+        return RunRecord(
+            run=self.run,
+            toml=toml,
+            added_at=stamps[index].mtime_ns / 1e9 if toml else None,
+            parsed=parsed,
+            word=known.word if known and same_word else read_status_file(self.run.status, stamps[2], RunStatus),
+            evicted=_note(self._notes[1], stamps[3], empty="no reason was given"),
+            config_error=_note(self._notes[2], stamps[4]),
+            published=self._published() if stamps[5] is not NO_FILE else 0,
+        )
+
+    def _published(self) -> int:
+        return max(list_steps(self.run.broadcast, stable_only=True), default=0)
+
+
+def _parse(path: Path, stamp: Stamp) -> ParsedConfig:
+    # Imported late: the rules of configs take longer to import than a look at a house takes.
+    from prime_rl.configs.base import ConfigError
+    from prime_rl.configs.validate import explain, load_run_config
+
+    if not stamp.readable:
+        return ParsedConfig(error=f"{path}: not a file of at most {MAX_FILE_BYTES // 1_000_000} MB")
+    try:
+        return ParsedConfig(load_run_config(path))
+    except ConfigError as error:
+        return ParsedConfig(error=explain(error))
+    except RecursionError:
+        return ParsedConfig(error=f"{path}: nested too deeply")
+
+
+def _note(path: str, stamp: Stamp, empty: str | None = None) -> str | None:
+    """Text of a note file (`evicted.txt`); `empty` when it is there without words."""
+    if not stamp.is_file:
+        return None
+    try:
+        return (read_text(Path(path), limit=MAX_REASON_BYTES) or "").strip() or empty
+    except OSError as error:
+        return f"{path} cannot be read: {error.strerror}"
