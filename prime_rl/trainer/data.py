@@ -19,42 +19,61 @@ from prime_rl.utils.watch import Watcher
 
 # How often an idle trainer looks for the next batch of its runs: unnoticed by people, microseconds of work.
 POLL_S = 0.05
-# Looking at 200 runs takes milliseconds and their status files change all the time: at most a twentieth of one core.
+# Looks that find nothing new take at most a twentieth of one core: the status files of many runs change all the time.
 LOOK_SHARE = 20
+# A config that is bad is reported when it has stayed so for this long: an editor may be about to write the rest.
+SETTLE_S = 0.5
 
 
 class Scout:
-    """Rank 0: looks at the disk when there is a hint or when it is time, not more often than it can afford."""
+    """Rank 0: looks at the disk when there is a hint or when it is time, not more often than it can afford.
+
+    A hint is followed by a look at the folders that it names. The slow rescan looks at everything.
+    """
 
     def __init__(self, manager: MultiRunManager, watcher: Watcher, clock: Callable[[], float] = time.monotonic) -> None:
         self._manager = manager
         self._watcher = watcher
         self._clock = clock
-        self._hinted = True
+        self._hinted = False
         self._earliest = 0.0
-        self._latest = 0.0
+        self._rescan_at = 0.0
 
     def wait(self, timeout_s: float) -> None:
-        """Sleep until the watcher gives a hint, at most `timeout_s`."""
+        """Sleep until there is something to look at, at most `timeout_s`."""
+        now = self._clock()
+        due = min([self._rescan_at, *self._due()])
         # A hint that may not be followed yet must not keep this loop spinning.
         if self._hinted and timeout_s:
-            time.sleep(timeout_s)
-        elif self._watcher.wait(timeout_s):
+            time.sleep(max(0.0, min(timeout_s, self._earliest - now, due - now)))
+        elif self._watcher.wait(max(0.0, min(timeout_s, due - now))):
             self._hinted = True
 
     def look(self) -> None:
         """Discover runs and tell all ranks, if it is time."""
         now = self._clock()
-        if not (self._manager.needs_discovery or (self._hinted and now >= self._earliest) or now >= self._latest):
+        everything = now >= self._rescan_at
+        hinted = self._hinted and now >= self._earliest
+        settled = any(now >= due for due in self._due())
+        if not (everything or hinted or settled or self._manager.needs_discovery):
             return
         self._hinted = False
-        self._manager.discover_runs()
+        changed = self._watcher.take_changed()
+        everything |= changed is None
+        self._manager.discover_runs(None if everything else changed)
+        done = self._clock()
         if self._manager.has_changes:
             self._manager.synchronize_state()
+        else:
+            self._earliest = done + LOOK_SHARE * (done - now) * (not everything)
         self._watcher.watch(self._manager.findings.folders)
-        done = self._clock()
-        self._earliest = done + LOOK_SHARE * (done - now)
-        self._latest = done + self._watcher.rescan_s
+        if everything:
+            self._rescan_at = done + max(self._watcher.rescan_s, LOOK_SHARE * (done - now))
+
+    def _due(self) -> list[float]:
+        """When a config is to be looked at again that had not come to rest."""
+        due = self._manager.findings.due
+        return [] if due is None else [due]
 
 
 class PackSource(Protocol):

@@ -208,6 +208,7 @@ class StatusReporter:
                 ("failed", findings.failed),
                 ("invalid", findings.invalid),
                 ("without control/orch.toml", findings.unconfigured),
+                ("still being written", findings.settling),
                 ("refused", findings.refused),
             )
             if names

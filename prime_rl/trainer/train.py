@@ -59,7 +59,7 @@ def main(argv: Sequence[str]) -> int:
 def train(config: TrainerConfig, world: World, stop: Callable[[], bool]) -> None:
     """Train every run that comes, until `stop`."""
     from prime_rl.trainer.checkpoint import CheckpointManager, is_due
-    from prime_rl.trainer.data import DataLoader, PackingSource, PackSource, ReceivingSource, Scout
+    from prime_rl.trainer.data import SETTLE_S, DataLoader, PackingSource, PackSource, ReceivingSource, Scout
     from prime_rl.trainer.metrics import MetricsWriter, PhaseTimer, StatusReporter
     from prime_rl.trainer.model import load_model
     from prime_rl.trainer.nccl_broadcast import open_broadcast
@@ -81,6 +81,7 @@ def train(config: TrainerConfig, world: World, stop: Callable[[], bool]) -> None
         config.max_concurrent_runs,
         limits=TrainerLimits.of(config),
         channel=Channel(world.store, world.rank, world.size, timeout_s=config.dist_timeout_s),
+        settle_s=SETTLE_S,
     )
 
     # What every rank has for each run. Hooks are called in this order.

@@ -35,10 +35,11 @@ def setup_multi_run_manager(
     *,
     limits: TrainerLimits | None = None,
     channel: Channel | None = None,
+    settle_s: float = 0.0,
 ) -> MultiRunManager:
     """Make the manager of this process; a second call replaces it."""
     global _manager
-    _manager = MultiRunManager(output_dir, max_runs, limits=limits, channel=channel)
+    _manager = MultiRunManager(output_dir, max_runs, limits=limits, channel=channel, settle_s=settle_s)
     return _manager
 
 

@@ -1,38 +1,27 @@
 """Look at the disk: which runs are there, which may have a slot, and why the others may not.
 
 `Discovery.scan` says who must leave, `Discovery.judge` who may come; between the two the manager forgets who leaves.
-Both read, and write nothing but `config_validation_error.txt`: written when a config is bad, removed when it is mended.
-An unchanged file is parsed once, not at every look; one that was in a slot is judged anew when it wants one again.
-Nothing is decided about slots: the manager does that.
+A verdict stands until something of the run changes (`presence`); configs are read by `config_file`. A run that was in a
+slot is judged anew when it wants one again. Nothing is decided about slots: the manager does that.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator, Mapping
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from prime_rl.configs.base import ConfigError, ConfigProblem
 from prime_rl.configs.orchestrator import OrchestratorConfig
-from prime_rl.configs.validate import PARSE_ERROR_PREFIX, explain, load_run_config
-from prime_rl.contract.files import read_text, write_atomic
-from prime_rl.contract.layout import OutputDir, RunDir, list_steps, scan_runs
+from prime_rl.contract.layout import OutputDir, RunDir, list_steps
 from prime_rl.contract.resume import pending_request
 from prime_rl.contract.status import DaemonStatus, RunStatus, read_status
-from prime_rl.trainer.runs.hooks import in_words, printable
+from prime_rl.trainer.runs.config_file import ConfigFiles, Validate
+from prime_rl.trainer.runs.presence import Entry, Presence
 
 logger = logging.getLogger(__name__)
-
-# Thousands of times what a config needs; a larger file is no config, and parsing it would hold up everybody.
-MAX_CONFIG_BYTES = 1 << 20
-MAX_ERROR_CHARS = 20_000
-
-# Null when the config is good, else what is wrong with it.
-Validate = Callable[[OrchestratorConfig], str | None]
-# Changes with every write, rename and change of permissions.
-Signature = tuple[str, int, int, int, int]
 
 
 @dataclass(frozen=True)
@@ -53,9 +42,11 @@ class Findings:
         gone: active runs that must leave their slot, with the reason.
         candidates: runs that may have a slot, in admission order; active ones are not among them.
         refused: `run_*` entries that may not be used, with the reason.
-        invalid, evicted, failed, finished, unconfigured: run ids that have no slot for that reason.
+        invalid, evicted, failed, finished, unconfigured, settling: run ids that have no slot for that reason; the last
+            are those whose config has not come to rest.
+        due: when to look again at those that settle (seconds of the clock), else None.
         folders: what to watch.
-        newcomers: runs without a slot, with the inode of their folder: to be judged.
+        newcomers: runs without a slot: to be judged.
     """
 
     gone: dict[str, str] = field(default_factory=dict)
@@ -66,118 +57,147 @@ class Findings:
     failed: list[str] = field(default_factory=list)
     finished: list[str] = field(default_factory=list)
     unconfigured: list[str] = field(default_factory=list)
+    settling: list[str] = field(default_factory=list)
+    due: float | None = None
     folders: list[Path] = field(default_factory=list)
-    newcomers: list[tuple[RunDir, int]] = field(default_factory=list)
+    newcomers: list[Entry] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class _Verdict:
+    """Into which of the lists of `Findings` a run goes, and what belongs to it there."""
+
+    word: str
+    candidate: Candidate | None = None
+    refusal: str = ""
+    due: float | None = None
 
 
 class Discovery:
-    """Looks at one output directory, and remembers what it parsed."""
+    """Looks at one output directory, and remembers what it found.
 
-    def __init__(self, output_dir: Path, validate: Validate) -> None:
+    Args:
+        settle_s: how long a bad config must stay as it is before that is reported.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        output_dir: Path,
+        validate: Validate,
+        settle_s: float = 0.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._output_dir = output_dir
-        self._validate = validate
-        self._parsed: dict[str, tuple[Signature, OrchestratorConfig | None]] = {}
+        self._presence = Presence(output_dir)
+        self._configs = ConfigFiles(validate, settle_s, clock)
+        self._verdicts: dict[str, _Verdict] = {}
+        # Active runs that had a look since something of theirs changed.
+        self._checked: set[str] = set()
 
-    def scan(self, active: Mapping[str, int]) -> Findings:
+    def scan(self, active: Mapping[str, int], changed: Collection[Path] | None = None) -> Findings:
         """Look who is there, and who must leave.
 
-        `active` maps the id of each run in a slot to the inode its folder had when it was admitted.
+        `active` maps the id of each run in a slot to the inode its folder had when it was admitted. `changed` are the
+        watched folders with a hint; None looks at everything.
         """
+        for run_id in self._presence.look(changed):
+            self.suspect(run_id)
         found = Findings(folders=[self._output_dir])
-        runs, refused = scan_runs(self._output_dir)
-        found.refused = {entry.name: entry.reason for entry in refused}
-        seen = set()
-        for run in runs:
-            found.folders.append(run.control)
-            with _lost_under_our_eyes(run):
-                inode = run.path.stat().st_ino
-                if self._stays(run, inode, active, found):
-                    seen.add(run.run_id)
-                else:
-                    found.newcomers.append((run, inode))
-        for run_id in active.keys() - seen:
+        for run_id, entry in self._presence.entries.items():
+            if entry.refusal is not None:
+                found.refused[run_id] = entry.refusal
+                continue
+            found.folders.append(entry.folder)
+            if run_id not in active:
+                found.newcomers.append(entry)
+            elif not self._stays(entry, active[run_id], found):
+                self.suspect(run_id)
+                found.newcomers.append(entry)
+        for run_id in active.keys() - self._presence.entries.keys() | active.keys() & found.refused.keys():
             found.gone.setdefault(run_id, found.refused.get(run_id, "its folder is gone"))
-        self._forget_except({run.run_id for run in runs})
+        self._forget_except(self._presence.entries.keys())
         return found
 
     def judge(self, found: Findings) -> None:
         """Say of each newcomer whether it may have a slot, or why not."""
-        for run, inode in found.newcomers:
-            with _lost_under_our_eyes(run):
-                self._judge(run, inode, found)
+        for entry in found.newcomers:
+            run_id = entry.run.run_id
+            self._checked.discard(run_id)
+            verdict = self._verdicts.get(run_id)
+            if verdict is None or verdict.word == "settling":
+                with _lost_under_our_eyes(entry.run):
+                    verdict = self._verdicts[run_id] = self._judge(entry)
+            if verdict is not None:
+                _tell(verdict, run_id, found)
         found.candidates.sort(key=lambda candidate: (candidate.landed_ns, candidate.run.run_id))
+
+    def suspect(self, run_id: str) -> None:
+        """What was found about a run may not hold any more."""
+        self._verdicts.pop(run_id, None)
+        self._checked.discard(run_id)
 
     def forget_verdicts(self) -> None:
         """Judge every config anew."""
-        self._parsed.clear()
+        self._configs.forget_all()
+        self._verdicts.clear()
 
-    def _stays(self, run: RunDir, inode: int, active: Mapping[str, int], found: Findings) -> bool:
-        if run.run_id not in active:
-            return False
-        if active[run.run_id] != inode:
-            found.gone[run.run_id] = "its folder was replaced by another"
-        elif run.evicted.exists():
-            found.gone[run.run_id] = "it was evicted"
-        elif reason := given_up(run):
-            found.gone[run.run_id] = reason
-        return run.run_id not in found.gone
+    def _stays(self, entry: Entry, inode: int, found: Findings) -> bool:
+        run_id = entry.run.run_id
+        self._verdicts.pop(run_id, None)
+        if run_id in self._checked and inode == entry.inode:
+            return True
+        if inode != entry.inode:
+            found.gone[run_id] = "its folder was replaced by another"
+        elif entry.run.evicted.exists():
+            found.gone[run_id] = "it was evicted"
+        elif reason := given_up(entry.run):
+            found.gone[run_id] = reason
+        else:
+            self._checked.add(run_id)
+            if self._configs.has_changed(entry.run):
+                logger.info(
+                    "%s: orch.toml has changed; in its slot the run goes on with what it was admitted with", run_id
+                )
+        return run_id not in found.gone
 
-    def _judge(self, run: RunDir, inode: int, found: Findings) -> None:
+    def _judge(self, entry: Entry) -> _Verdict:
+        run = entry.run
         if run.evicted.exists():
-            found.evicted.append(run.run_id)
-            self._parsed.pop(run.run_id, None)
-        elif given_up(run):
-            found.failed.append(run.run_id)
-            self._parsed.pop(run.run_id, None)
-        elif link := _linked_part(run):
-            found.refused[run.run_id] = f"{link} is a symbolic link: the folders of a run must be real ones"
-        elif not run.orch_toml.is_file():
-            found.unconfigured.append(run.run_id)
-        else:
-            config, landed_ns = self._read(run)
-            if config is None:
-                found.invalid.append(run.run_id)
-            elif is_finished(run, config):
-                found.finished.append(run.run_id)
-            else:
-                found.candidates.append(Candidate(run, config, landed_ns, inode))
+            self._configs.forget(run.run_id)
+            return _Verdict("evicted")
+        if given_up(run):
+            self._configs.forget(run.run_id)
+            return _Verdict("failed")
+        if link := _linked_part(run):
+            return _Verdict("refused", refusal=f"{link} is a symbolic link: the folders of a run must be real ones")
+        if not run.orch_toml.is_file():
+            return _Verdict("unconfigured")
+        reading = self._configs.read(run)
+        if reading.due is not None:
+            return _Verdict("settling", due=reading.due)
+        if reading.config is None:
+            return _Verdict("invalid")
+        if is_finished(run, reading.config):
+            return _Verdict("finished")
+        return _Verdict("candidates", Candidate(run, reading.config, reading.landed_ns, entry.inode))
 
-    def _read(self, run: RunDir) -> tuple[OrchestratorConfig | None, int]:
-        path = run.orch_toml
-        stat = path.stat()
-        signature = (str(path), stat.st_ino, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_size)
-        known = self._parsed.get(run.run_id)
-        if known and known[0] == signature and (known[1] is not None or run.config_error.exists()):
-            config = known[1]
-        else:
-            config = self._parse(run, path)
-            self._parsed[run.run_id] = (signature, config)
-        if config is not None:
-            run.config_error.unlink(missing_ok=True)
-        return config, stat.st_mtime_ns
+    def _forget_except(self, run_ids: Collection[str]) -> None:
+        for run_id in self._verdicts.keys() - run_ids:
+            del self._verdicts[run_id]
+        self._checked.intersection_update(run_ids)
+        self._configs.forget_except(run_ids)
 
-    def _parse(self, run: RunDir, path: Path) -> OrchestratorConfig | None:
-        try:
-            if path.stat().st_size > MAX_CONFIG_BYTES:
-                raise ConfigError(str(path), [ConfigProblem("", f"has more than {MAX_CONFIG_BYTES} bytes")])
-            config = load_run_config(path)
-            problem = self._validate(config)
-            text = f"{PARSE_ERROR_PREFIX}: {path}: {problem}" if problem else None
-        except ConfigError as error:
-            text = explain(error)
-        except Exception as error:  # what a hostile file makes a parser do (nesting without end) is its own fault
-            text = f"{PARSE_ERROR_PREFIX}: {path}: {in_words(error)}"
-        if text is None:
-            return config
-        text = printable(text)[:MAX_ERROR_CHARS]
-        logger.warning("%s: %s", run.run_id, text)
-        if read_text(run.config_error) != text + "\n":
-            write_atomic(run.config_error, text + "\n")
-        return None
 
-    def _forget_except(self, run_ids: set[str]) -> None:
-        for run_id in self._parsed.keys() - run_ids:
-            del self._parsed[run_id]
+def _tell(verdict: _Verdict, run_id: str, found: Findings) -> None:
+    if verdict.candidate is not None:
+        found.candidates.append(verdict.candidate)
+    elif verdict.word == "refused":
+        found.refused[run_id] = verdict.refusal
+    else:
+        getattr(found, verdict.word).append(run_id)
+    if verdict.due is not None:
+        found.due = min(verdict.due, found.due or verdict.due)
 
 
 @contextlib.contextmanager

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -49,9 +49,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class _Admitted:
-    """What rank 0 remembers of a run in a slot."""
-
+class _Admitted:  # what rank 0 remembers of a run in a slot
     admission: int
     inode: int
 
@@ -63,8 +61,8 @@ class MultiRunManager:
         output_dir: where `run_*` folders are looked for.
         max_runs: slots.
         limits: what a run must fit into; without, only the registered layers limit its rank.
-        channel: how rank 0 reaches the other ranks; without, over the store of the default process group, or to nobody
-            when there is no group.
+        channel: how rank 0 reaches the others; without, over the default process group's store, or to nobody.
+        settle_s: how long a config may be half written before it is reported as bad.
 
     Attributes:
         progress, config, scaling_factors, ready_to_update: by slot. A config is resolved: it has rank, alpha, seq_len.
@@ -81,6 +79,7 @@ class MultiRunManager:
         *,
         limits: TrainerLimits | None = None,
         channel: Channel | None = None,
+        settle_s: float = 0.0,
     ) -> None:
         self.output_dir = Path(output_dir)
         self.max_runs = max_runs
@@ -96,7 +95,7 @@ class MultiRunManager:
         self._rules = AdmissionRules(limits, self._adapters)
         self._slots = Slots(max_runs)
         self._hooks = Hooks(validation=[self._rules.check])
-        self._discovery = Discovery(self.output_dir, self._hooks.problem_of)
+        self._discovery = Discovery(self.output_dir, self._hooks.problem_of, settle_s)
         self._admitted: dict[int, _Admitted] = {}
         self._num_admissions = 0
         self._synced: list[SlotState] = []
@@ -266,8 +265,8 @@ class MultiRunManager:
         admitted = {(idx, seen.admission) for idx, seen in self._admitted.items()}
         return admitted != {(slot.run_idx, slot.admission) for slot in self._synced}
 
-    def discover_runs(self) -> None:
-        """Look at the disk: remove what is gone, evicted or finished, then admit what waits (rank 0)."""
+    def discover_runs(self, changed: Collection[Path] | None = None) -> None:
+        """Look at the disk, or only at `changed` of `findings.folders`: remove what is gone, then admit (rank 0)."""
         self._check_master("discover_runs")
         # Who looks and finds nothing new says at least that he is alive.
         self.channel.beat()
@@ -275,7 +274,7 @@ class MultiRunManager:
         ids = self._slots.idx_2_id
         leaving = {ids[idx]: reason for idx, reason in self._leaving.items()}
         staying = {ids[idx]: seen.inode for idx, seen in self._admitted.items() if idx not in self._leaving}
-        self.findings = self._discovery.scan(staying)
+        self.findings = self._discovery.scan(staying, changed)
         for run_id, reason in sorted({**self.findings.gone, **leaving}.items()):
             self._forget(self._slots.id_2_idx[run_id], run_id, reason)
         self._discovery.judge(self.findings)
@@ -292,6 +291,7 @@ class MultiRunManager:
         logger.info("%s leaves slot %d: %s", run_id, run_idx, reason)
         call_leaving(self._hooks.forgotten, run_idx, run_id)
         self._admitted.pop(run_idx)
+        self._discovery.suspect(run_id)
         self._delete_run_data(run_idx)
 
     def _admit(self, candidate: Candidate) -> None:
