@@ -14,7 +14,7 @@ below `output_dir`. It only computes and validates paths; reading and writing is
         monitors/    tensorboard/  wandb/  state.json (only with [monitor])
         logs/        orchestrator.log
       trainer/status.json   inference/status.json   daemons/<name>.json   logs/<name>.log
-      multinode/   node_<rank>.json (one a node of a multi-node group)
+      multinode/   node_<rank>.json (one a node of a multi-node group)  group/group.json  iteration_N/
       .trash/
 
 `step` counts optimizer updates done. `rollouts/step_N` (N from 1) feeds the N-th update, which makes policy version N,
@@ -274,6 +274,15 @@ class OutputDir:
     def node_status(self, rank: int) -> Path:
         """Written by the node of that rank only."""
         return self.multinode / f"node_{rank}.json"
+
+    @property
+    def group_status(self) -> Path:
+        """Written by the master of a multi-node group only, in a folder of its own: all others watch it."""
+        return self.multinode / "group" / "group.json"
+
+    def iteration_dir(self, iteration: int) -> Path:
+        """What a multi-node iteration leaves: plans, rank files, and the proofs of its phases."""
+        return self.multinode / f"iteration_{iteration}"
 
     def list_nodes(self) -> list[int]:
         """The ranks that have a status file, ascending; [] when there is no group."""

@@ -158,10 +158,17 @@ class NodeStatus(Status, kw_only=True):
     failed. `seq` grows by one at every beat, every `heartbeat_s`: readers judge life by it (`contract.nodes`), for
     clocks differ. So times are durations by the node's own clock: `phase_s` since the phase began, `waited_s` since it
     arrived. `progress` grows within the phase's work. `epoch` grows at every restart of the group. `history` holds the
-    newest phases, oldest first; `weight` is its share of the tasks; `reason` why it ended.
+    newest phases, oldest first; `weight` is its share of the tasks; `reason` why it ended. `incarnation` is a new word
+    for each start of the node's process, `group` names the epoch that it has joined ("" before), `fingerprint` is what
+    has to be equal on all nodes, `word` is the state in the words of the group's own decisions.
     """
 
     rank: int
+    word: str = ""
+    incarnation: str = ""
+    group: str = ""
+    fingerprint: dict[str, str] = {}
+    round: int = 0
     num_nodes: int = 1
     weight: float = 1.0
     host: str = ""
@@ -177,6 +184,27 @@ class NodeStatus(Status, kw_only=True):
     waited_s: float = 0.0
     started_at: float = 0.0
     history: list[PhaseTime] = []
+    reason: str | None = None
+
+
+class GroupStatus(Status, kw_only=True):
+    """`multinode/group/group.json`, written by the master of a multi-node group at every beat and every change.
+
+    `state`: gathering, running, ending. `group` names the epoch: its number and the master's incarnation. `members` is
+    rank to incarnation. All members work in `iteration` and `phase` (-1 while they gather); `awaited` has a sentence
+    for each that holds the others up. `exit_code` and `reason` are those of the end.
+    """
+
+    incarnation: str
+    group: str = ""
+    epoch: int = 0
+    seq: int = 0
+    members: dict[int, str] = {}
+    iteration: int = 0
+    phase: int = -1
+    round: int = 0
+    awaited: list[str] = []
+    exit_code: int = 0
     reason: str | None = None
 
 

@@ -9,8 +9,10 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, replace
 
-# So many beats may be missed before a node is suspected.
-SUSPECT_AFTER_BEATS = 3
+from prime_rl.contract.nodes import LIMITS
+
+# The same for the nodes themselves as for everybody who looks at them.
+SUSPECT_AFTER_BEATS = LIMITS.suspect_after_beats
 
 
 class Health(enum.StrEnum):

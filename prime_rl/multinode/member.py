@@ -34,6 +34,7 @@ from prime_rl.multinode.records import (
     GroupWord,
     NodeRecord,
     NodeWord,
+    epoch_number,
 )
 
 EXIT_FAILED = 1
@@ -148,7 +149,7 @@ class Member:
         nodes = dict(self._store.read_nodes())
         for rank, node in nodes.items():
             self._sightings[rank] = sight(self._sightings.get(rank), node.incarnation, node.seq, node.progress, now)
-            self._epoch_numbers.add(_number_of(node.epoch))
+            self._epoch_numbers.add(epoch_number(node.epoch))
         group = self._store.read_group()
         if group is not None and (self.own.rank != MASTER_RANK or self.group is None):
             self._group_sighting = sight(self._group_sighting, group.incarnation, group.seq, 0, now)
@@ -236,6 +237,7 @@ class Member:
             self._since, self._failed_at = now, None
             self.own = replace(self.own, position=step.work, arrived=False, reason=None, progress=self.own.progress + 1)
             self._work.begin(step.work, self.group)
+            self._look_at_work(now)
 
     def _last(self, own: NodeRecord) -> Exit:
         code = EXIT_INTERRUPTED if own.word is NodeWord.LEFT else self._failed_code
@@ -246,7 +248,7 @@ class Member:
         self._work.stop()
         if say:
             word = self.own.word if keep_word else NodeWord.ENDED
-            self.own = replace(self.own, word=word, reason=exit.reason)
+            self.own = replace(self.own, word=word, reason=exit.reason, exit_code=exit.code)
             self._write(self._clock())
         return exit
 
@@ -274,8 +276,3 @@ class Member:
             self.group = replace(self.group, seq=self.group.seq + 1)
             self._store.write_group(self.group)
             self._group_written = (now, self.group)
-
-
-def _number_of(epoch: str) -> int:
-    number = epoch.partition("-")[0]
-    return int(number) if number.isdigit() else 0

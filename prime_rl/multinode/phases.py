@@ -12,6 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from prime_rl.contract.nodes import PHASE_NAMES, RL_PHASES
+
 
 class Phase(enum.IntEnum):
     """The phases of seed `--rl-phase both`; `rollout` ends with EVAL_AGGREGATE, `update` begins with STOP_INFERENCE."""
@@ -30,6 +32,11 @@ class Phase(enum.IntEnum):
     COPY_CHECKPOINT = 11
     RESTART_INFERENCE = 12
     FINAL = 13
+
+    @property
+    def label(self) -> str:
+        """As people see it."""
+        return PHASE_NAMES[self]
 
 
 class RlPhase(enum.StrEnum):
@@ -68,12 +75,6 @@ RULES: Mapping[Phase, PhaseRule] = {
     Phase.FINAL: PhaseRule("notes the end of the iteration", "waits", "iteration_{}/done.json"),
 }
 
-_RANGES: Mapping[RlPhase, tuple[Phase, Phase]] = {
-    RlPhase.BOTH: (Phase.START, Phase.FINAL),
-    RlPhase.ROLLOUT: (Phase.START, Phase.EVAL_AGGREGATE),
-    RlPhase.UPDATE: (Phase.STOP_INFERENCE, Phase.FINAL),
-}
-
 
 class Position(NamedTuple):
     """Where a group is. `round` counts, within a phase, how often work was divided anew after a node was lost."""
@@ -84,13 +85,12 @@ class Position(NamedTuple):
 
     def __str__(self) -> str:
         again = f", round {self.round}" if self.round else ""
-        return f"iteration {self.iteration}, phase {int(self.phase)} ({self.phase.name.lower()}){again}"
+        return f"iteration {self.iteration}, phase {int(self.phase)} ({self.phase.label}){again}"
 
 
 def phases_of(rl_phase: RlPhase) -> Sequence[Phase]:
     """The phases that a mode goes through, in order."""
-    first, last = _RANGES[rl_phase]
-    return [phase for phase in Phase if first <= phase <= last]
+    return [Phase(number) for number in RL_PHASES[rl_phase]]
 
 
 def first_position(rl_phase: RlPhase, iteration: int) -> Position:

@@ -11,6 +11,7 @@ import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from prime_rl.contract.nodes import LIMITS
 from prime_rl.multinode.phases import Position, RlPhase
 
 EXIT_DONE = 0
@@ -66,6 +67,7 @@ class NodeRecord:
     arrived: bool = False
     progress: int = 0
     reason: str | None = None
+    exit_code: int | None = None
     host: str = ""
     pid: int = 0
 
@@ -103,11 +105,11 @@ class GroupRecord:
 class GroupSetting:
     """What one node was started with, as far as decisions need it. Times are seconds of the reader's own clock.
 
+    Without a beat for `dead_after_s` a node is dead; one that beats without progress for `stall_s` is called stalled.
+
     Attributes:
-        dead_after_s: without a beat for so long a node is dead.
         barrier_timeout_s: longest wait at one barrier.
         gather_timeout_s: longest wait for all nodes to be there.
-        stall_s: a node that beats without progress for so long is called stalled.
     """
 
     rank: int
@@ -117,7 +119,19 @@ class GroupSetting:
     elastic: bool = False
     max_iterations: int | None = None
     heartbeat_s: float = 2.0
-    dead_after_s: float = 8.0
     barrier_timeout_s: float = 3600.0
     gather_timeout_s: float = 600.0
-    stall_s: float = 60.0
+
+    @property
+    def dead_after_s(self) -> float:
+        return LIMITS.suspect_after_beats * self.heartbeat_s + LIMITS.dead_grace_s
+
+    @property
+    def stall_s(self) -> float:
+        return LIMITS.stalled_after_s
+
+
+def epoch_number(epoch: str) -> int:
+    """ "3-9f2c" -> 3; anything else -> 0."""
+    number = epoch.partition("-")[0]
+    return int(number) if number.isdecimal() else 0

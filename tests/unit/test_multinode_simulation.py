@@ -8,17 +8,16 @@ import random
 import pytest
 
 from prime_rl.multinode.decide import Exit
-from prime_rl.multinode.phases import Phase
+from prime_rl.multinode.phases import Phase, RlPhase
 from prime_rl.multinode.records import EXIT_INTERRUPTED, EXIT_REFUSED, EXIT_TRY_AGAIN, GroupSetting
 from tests.multinode_sim import MAX_LAG_S, POLL_S, Node, World, check_finished, expected_effects
 
-# Each block is one test of 40 random histories; PRL_SIMULATIONS=1000 makes ten thousand of them.
+# So many random histories a test; PRL_SIMULATIONS=1000 makes ten thousand of them.
 NUM_BLOCKS = 10
-NUM_HISTORIES = int(os.environ.get("PRL_SIMULATIONS", "20"))
+NUM_HISTORIES = int(os.environ.get("PRL_SIMULATIONS", "10"))
 LIMIT_S = 3000.0
-LIMITS = GroupSetting.__dataclass_fields__
-DEAD_AFTER_S = float(LIMITS["dead_after_s"].default)
-HEARTBEAT_S = float(LIMITS["heartbeat_s"].default)
+SETTING = GroupSetting(0, 1, RlPhase.BOTH, {})
+DEAD_AFTER_S, HEARTBEAT_S = SETTING.dead_after_s, SETTING.heartbeat_s
 
 
 def random_world(seed: int) -> World:
@@ -57,7 +56,7 @@ def test_a_death_ends_all_others_in_time_with_its_name(phase: Phase, rank: int) 
     for at, _, exit in world.exits:
         assert exit.code == EXIT_TRY_AGAIN
         assert f"node {rank}" in exit.reason and "no sign of life" in exit.reason
-        assert phase.name.lower() in exit.reason or phase > 0
+        assert "phase" in exit.reason
         # The master itself stays until it has seen that the others have left.
         assert at - killed_at <= HEARTBEAT_S * 3 + 5 + 2 * MAX_LAG_S
     assert world.effects == [effect for effect in world.effects if effect[0] <= killed_at + DEAD_AFTER_S]

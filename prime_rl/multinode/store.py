@@ -1,0 +1,221 @@
+"""A group's records on the shared folder: `node_<rank>.json` and `group/group.json`, one writer each.
+
+Only the atomicity of rename is relied on. A file is read again when its stamp changed; one that cannot be read (half
+shown by a cache, damaged, gone for a moment) counts as what it was before. Beside what decisions need, a node's record
+tells people where it is and for how long (`PhaseLog`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from prime_rl.contract.files import write_atomic
+from prime_rl.contract.layout import OutputDir
+from prime_rl.contract.status import GroupStatus, NodeStatus, PhaseTime, Status, read_status
+from prime_rl.multinode.phases import Phase, Position
+from prime_rl.multinode.records import GroupRecord, GroupWord, NodeRecord, NodeWord, epoch_number
+from prime_rl.utils.process import process_create_time
+
+HISTORY = 64
+_STATES = {NodeWord.JOINING: "starting", NodeWord.FAILED: "failed", NodeWord.LEFT: "stopped"}
+StatusT = TypeVar("StatusT", bound=Status)
+
+
+@dataclass(frozen=True)
+class NodeFacts:
+    """What a node's record says to people beside what decisions need."""
+
+    num_nodes: int
+    weight: float
+    rl_phase: str
+    heartbeat_s: float
+
+
+class PhaseLog:
+    """Where a node is and since when, and how long the phases before took. Seconds of the node's own clock."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self.history: deque[PhaseTime] = deque(maxlen=HISTORY)
+        self._clock = clock
+        self._position: Position | None = None
+        self._began_at = clock()
+        self._arrived_at: float | None = None
+
+    def note(self, position: Position | None, arrived: bool) -> None:
+        now = self._clock()
+        if position != self._position:
+            self._close(now)
+            self._position, self._began_at, self._arrived_at = position, now, None
+        if arrived and self._arrived_at is None:
+            self._arrived_at = now
+
+    @property
+    def phase_s(self) -> float:
+        return self._clock() - self._began_at
+
+    @property
+    def waited_s(self) -> float:
+        return self._clock() - self._arrived_at if self._arrived_at is not None else 0.0
+
+    def _close(self, now: float) -> None:
+        if self._position is None:
+            return
+        arrived_at = now if self._arrived_at is None else self._arrived_at
+        iteration, phase, _ = self._position
+        times = PhaseTime(iteration=iteration, phase=phase, work_s=arrived_at - self._began_at, wait_s=now - arrived_at)
+        self.history.append(times)
+
+
+class DiskStore:
+    """The shared folder as one node sees it.
+
+    Args:
+        ranks: whose records it reads; None: of all that are there.
+    """
+
+    def __init__(
+        self,
+        output: OutputDir,
+        facts: NodeFacts,
+        *,
+        ranks: frozenset[int] | None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.output = output
+        self.waiting_on: Callable[[], str | None] = lambda: None
+        self._facts = facts
+        self._ranks = ranks
+        self._log = PhaseLog(clock)
+        self._started_at = time.time()
+        self._known: dict[Path, tuple[tuple[int, int, int], Status]] = {}
+        output.group_status.parent.mkdir(parents=True, exist_ok=True)
+
+    def read_nodes(self) -> Mapping[int, NodeRecord]:
+        found = {}
+        for rank in self.output.list_nodes() if self._ranks is None else sorted(self._ranks):
+            status = self._read(self.output.node_status(rank), NodeStatus)
+            if status is not None and status.rank == rank:
+                found[rank] = _record(status)
+        return found
+
+    def read_group(self) -> GroupRecord | None:
+        status = self._read(self.output.group_status, GroupStatus)
+        return _group_record(status) if status is not None else None
+
+    def write_node(self, record: NodeRecord) -> None:
+        self._log.note(record.position, record.arrived)
+        write_atomic(self.output.node_status(record.rank), msgspec.json.encode(self._status(record)))
+
+    def write_group(self, record: GroupRecord) -> None:
+        write_atomic(self.output.group_status, msgspec.json.encode(_group_status(record)))
+
+    def _read(self, path: Path, kind: type[StatusT]) -> StatusT | None:
+        known = self._known.get(path)
+        try:
+            info = path.stat()
+            stamp = (info.st_mtime_ns, info.st_ino, info.st_size)
+            if known is None or known[0] != stamp:
+                status = read_status(path, kind)
+                if status is not None:
+                    known = self._known[path] = (stamp, status)
+        except OSError:
+            pass
+        return known[1] if known is not None and isinstance(known[1], kind) else None
+
+    def _status(self, record: NodeRecord) -> NodeStatus:
+        position = record.position
+        ended = "stopped" if record.exit_code else "done"
+        working = "waiting" if record.arrived else "working"
+        state = {NodeWord.RUNNING: working, NodeWord.ENDED: ended}.get(record.word) or _STATES[record.word]
+        return NodeStatus(
+            pid=record.pid,
+            pid_create_time=process_create_time(record.pid),
+            state=state,
+            waiting_on=self.waiting_on(),
+            updated_at=time.time(),
+            progress=record.progress,
+            rank=record.rank,
+            word=str(record.word),
+            incarnation=record.incarnation,
+            group=record.epoch,
+            fingerprint=dict(record.fingerprint),
+            num_nodes=self._facts.num_nodes,
+            weight=self._facts.weight,
+            host=record.host,
+            rl_phase=self._facts.rl_phase,
+            epoch=epoch_number(record.epoch),
+            seq=record.seq,
+            heartbeat_s=self._facts.heartbeat_s,
+            iteration=position.iteration if position else 0,
+            phase=int(position.phase) if position else -1,
+            phase_name=position.phase.label if position else "",
+            round=position.round if position else 0,
+            arrived=record.arrived,
+            phase_s=self._log.phase_s,
+            waited_s=self._log.waited_s,
+            started_at=self._started_at,
+            history=list(self._log.history),
+            reason=record.reason,
+        )
+
+
+def _position(iteration: int, phase: int, round: int) -> Position | None:
+    return Position(iteration, Phase(phase), round) if 0 <= phase < len(Phase) else None
+
+
+def _record(status: NodeStatus) -> NodeRecord:
+    return NodeRecord(
+        rank=status.rank,
+        incarnation=status.incarnation,
+        seq=status.seq,
+        word=NodeWord(status.word) if status.word in list(NodeWord) else NodeWord.ENDED,
+        fingerprint=status.fingerprint,
+        epoch=status.group,
+        position=_position(status.iteration, status.phase, status.round),
+        arrived=status.arrived,
+        progress=status.progress or 0,
+        reason=status.reason,
+        host=status.host,
+        pid=status.pid,
+    )
+
+
+def _group_record(status: GroupStatus) -> GroupRecord:
+    return GroupRecord(
+        epoch_number=status.epoch,
+        incarnation=status.incarnation,
+        seq=status.seq,
+        word=GroupWord(status.state) if status.state in list(GroupWord) else GroupWord.ENDING,
+        members=status.members,
+        position=_position(status.iteration, status.phase, status.round),
+        awaited=tuple(status.awaited),
+        exit_code=status.exit_code,
+        reason=status.reason,
+    )
+
+
+def _group_status(record: GroupRecord) -> GroupStatus:
+    position = record.position
+    return GroupStatus(
+        state=str(record.word),
+        updated_at=time.time(),
+        waiting_on="; ".join(record.awaited) or None,
+        incarnation=record.incarnation,
+        group=record.epoch,
+        epoch=record.epoch_number,
+        seq=record.seq,
+        members=dict(record.members),
+        iteration=position.iteration if position else 0,
+        phase=int(position.phase) if position else -1,
+        round=position.round if position else 0,
+        awaited=list(record.awaited),
+        exit_code=record.exit_code,
+        reason=record.reason,
+    )
