@@ -1,7 +1,7 @@
 """Drives a member for real: looks as often as something happens, rarely when nothing does, and says whom it waits for.
 
-The folder's events are hints where they come; in between the pause grows from milliseconds to half a second with jitter,
-so an idle node costs next to nothing and a hundred nodes do not look at the same instant.
+The folder's events are hints where they come; in between the pause grows from milliseconds to half a second with
+jitter, so an idle node costs next to nothing and a hundred nodes do not look at the same instant.
 """
 
 from __future__ import annotations
