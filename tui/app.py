@@ -17,11 +17,14 @@ from typing import ClassVar
 
 from textual.app import App, SystemCommand
 from textual.binding import Binding, BindingType
+from textual.dom import DOMNode
 from textual.screen import Screen
+from textual.theme import Theme
 
+from tui.memory import Memory, default_path
 from tui.messages import ActionChanged, HouseChanged
 from tui.palette import DARK, LIGHT
-from tui.screens.base import KEY_ORDER, MORE_COMMANDS, HouseScreen, Setting, ShowsAction, ShowsHouse
+from tui.screens.base import MOVES, HouseScreen, Place, Setting, ShowsAction, ShowsHouse
 from tui.screens.places import HOME, PLACES, make_screen
 from tui.screens.run import RunScreen
 from tui.watcher import HouseWatcher, ReadDisk
@@ -46,15 +49,18 @@ class PrlApp(App[None]):
         read_only: bool = False,
         clock: Callable[[], float] = time.time,
         read_disk: ReadDisk | None = None,
+        memory_path: Path | None = None,
     ) -> None:
         super().__init__()
-        self.setting = Setting(output_dir, clock, read_only)
+        self.setting = Setting(output_dir, clock, read_only, Memory(output_dir, memory_path))
         self.watcher = HouseWatcher(output_dir, self.post_message, clock, read_disk)
 
     def on_mount(self) -> None:
         self.register_theme(DARK)
         self.register_theme(LIGHT)
-        self.theme = DARK.name
+        known = self.setting.memory.theme
+        self.theme = known if known in self.available_themes else DARK.name
+        self.theme_changed_signal.subscribe(self, self._remember_theme)
         self.push_screen(make_screen(HOME, self.setting))
         self.run_worker(self.watcher.run, thread=True, name="watch the house")
 
@@ -84,9 +90,11 @@ class PrlApp(App[None]):
         """Everything that a key does here, by name, then the jump to each run."""
         for active in screen.active_bindings.values():
             binding = active.binding
-            if binding.action in (*KEY_ORDER, *MORE_COMMANDS) and active.enabled:
+            name = binding.action.rpartition(".")[2].partition("(")[0]
+            is_command = binding.description and active.enabled and not binding.system
+            if is_command and name not in (*MOVES, "command_palette"):
                 key = self.get_key_display(binding)
-                yield SystemCommand(binding.description, f"key {key}", self._runner(screen, binding.action))
+                yield SystemCommand(binding.description, f"key {key}", self._runner(active.node, binding.action))
         for place in PLACES:
             yield SystemCommand(place.title, f"key {place.key}", lambda name=place.name: self.go(name))
         if isinstance(screen, HouseScreen) and screen.snapshot:
@@ -94,11 +102,24 @@ class PrlApp(App[None]):
                 yield SystemCommand(f"Open {row.run_id}", row.state, lambda run_id=row.run_id: self.open_run(run_id))
         yield SystemCommand("Theme", "dark, light and many others", self.action_change_theme)
 
-    def _runner(self, screen: Screen[object], action: str) -> Callable[[], None]:
+    def _runner(self, owner: DOMNode, action: str) -> Callable[[], None]:
         async def run() -> None:
-            await self.run_action(action, default_namespace=screen)
+            await self.run_action(action, default_namespace=owner)
 
         return lambda: self.call_next(run)
+
+    @property
+    def places(self) -> Sequence[Place]:
+        return PLACES
+
+    def save_memory(self) -> None:
+        """In a thread: a home on a slow disk must not hold up the keys."""
+        self.run_worker(self.setting.memory.save, thread=True, group="memory", name="remember")
+
+    def _remember_theme(self, theme: Theme) -> None:
+        if theme.name != self.setting.memory.theme:
+            self.setting.memory.theme = theme.name
+            self.save_memory()
 
     def go(self, name: str) -> None:
         """Show the place of that name. Home stays below all others, so that esc leads back to it."""
@@ -139,7 +160,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 2
-    app = PrlApp(args.output_dir, read_only=args.read_only)
+    app = PrlApp(args.output_dir, read_only=args.read_only, memory_path=default_path())
     app.run()
     return app.return_code or 0
 

@@ -153,9 +153,7 @@ async def test_delete_says_what_goes_and_undo_brings_it_back(house: OutputDir) -
         assert not (house.path / "run_done").exists()
         assert entry.command.startswith("prl runs delete run_done")
         table = app.screen_stack[1].query_one(RunsTable)
-        await until(
-            pilot, lambda: "run_done" not in [str(row.key.value) for row in table.ordered_rows], "the row to go"
-        )
+        await until(pilot, lambda: "run_done" not in table.run_ids, "the row to go")
         await pilot.press("u")
         await until(pilot, lambda: (house.path / "run_done").exists(), "the run to come back")
         assert "undelete run_done" in (await outcome(app, pilot)).command
@@ -240,7 +238,7 @@ async def test_an_action_never_blocks_the_screen(house: OutputDir) -> None:
         app.call_next(acting(app).perform, Job("prl slow", work))
         await until(pilot, lambda: getattr(entry_of(app), "text", "") == "half way", "the progress")
         await pilot.press("j", "j")
-        assert app.screen.query_one(RunsTable).cursor_row == 2
+        assert app.screen.query_one(RunsTable).cursor == 2
         release.set()
         assert (await outcome(app, pilot)).text == "all done"
 

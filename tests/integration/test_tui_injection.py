@@ -75,7 +75,7 @@ async def test_hostile_text_in_every_row_of_the_home_screen(tmp_path: Path) -> N
         for _ in ATTACKS:
             await check(app, pilot, "run_hostile-")
             await pilot.press("j")
-        await pilot.press("p")
+        await pilot.press("P")
         await check(app, pilot, "parts and problems", *KEPT)
         for _ in range(3):
             await pilot.press("pagedown")

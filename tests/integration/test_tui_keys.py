@@ -29,11 +29,12 @@ from tui.screens.help import HelpScreen
 from tui.screens.parts import PartsScreen
 from tui.screens.run import RunScreen
 from tui.screens.runs import RunsScreen
+from tui.sorting import SORTS
 from tui.widgets.charts import Chart, ChartGrid
 from tui.widgets.config_view import ConfigView
 from tui.widgets.events_view import EventsView
 from tui.widgets.log_view import LogView
-from tui.widgets.runs_table import SORTS, RunsTable
+from tui.widgets.runs_table import RunsTable
 
 SIZE = (100, 30)
 
@@ -66,7 +67,7 @@ def table(app: PrlApp) -> RunsTable:
 
 
 def shown_ids(app: PrlApp) -> list[str]:
-    return [str(row.key.value) for row in table(app).ordered_rows]
+    return table(app).run_ids
 
 
 async def open_run(app: PrlApp, pilot: Pilot[None], run_id: str) -> RunScreen:
@@ -118,18 +119,20 @@ async def test_filter_narrows_and_esc_shows_all_again(house: OutputDir) -> None:
         assert not app.screen.has_class("-empty") and app.screen.query_one("#filter", Input).value == ""
 
 
-async def test_sort_cycles_and_the_cursor_stays_on_its_run(house: OutputDir) -> None:
+async def test_sort_goes_through_every_column_both_ways_and_the_cursor_stays_on_its_run(house: OutputDir) -> None:
     async with opened(house.path) as (app, pilot):
         await pilot.press("j", "j")
         chosen = table(app).selected_id
-        orders = set()
+        memory = home(app).memory
         for sort in [*list(SORTS)[1:], "slot"]:
             await pilot.press("s")
-            assert home(app).sort == sort
+            assert memory.house.sort == sort
+            one_way = shown_ids(app)
+            await pilot.press("S")
+            assert memory.house.descending is not SORTS[sort].descending
             assert table(app).selected_id == chosen
-            orders.add(tuple(shown_ids(app)))
-        assert len(orders) == len(SORTS)
-        await pilot.press("s")
+            assert sorted(one_way) == sorted(shown_ids(app))
+        await pilot.press("s", "s")
         assert shown_ids(app) == sorted(shown_ids(app))
 
 
@@ -169,24 +172,24 @@ async def test_a_run_becomes_lost_as_time_passes(house: OutputDir) -> None:
 
 async def test_help_and_parts_open_scroll_and_close(house: OutputDir) -> None:
     async with opened(house.path, size=(80, 24)) as (app, pilot):
-        for key, screen in (("question_mark", HelpScreen), ("p", PartsScreen)):
+        for key, screen in (("question_mark", HelpScreen), ("P", PartsScreen)):
             await pilot.press(key)
             assert isinstance(app.screen, screen)
             await pilot.press("j", "k", key)
             assert isinstance(app.screen, RunsScreen)
-        await pilot.press("p")
+        await pilot.press("P")
         words = str(app.screen.query_one(Static).render())
         assert "run_crashed" in words and "trainer" in words and "4711" in words
 
 
 async def test_columns_follow_the_width(house: OutputDir) -> None:
     async with opened(house.path, size=(80, 24)) as (app, pilot):
-        assert [str(key.value) for key in table(app).columns] == ["state", "run", "progress", "reward", "note"]
+        assert table(app).columns == ["state", "run", "progress", "reward", "note"]
         await pilot.press("j")
         chosen = table(app).selected_id
         assert table(app).virtual_size.width <= 80
         await pilot.resize_terminal(200, 50)
-        await until(pilot, lambda: len(table(app).columns) == 12, "all columns")
+        await until(pilot, lambda: len(table(app).columns) == 13, "all columns")
         assert table(app).selected_id == chosen
         assert table(app).virtual_size.width <= 200
 
@@ -194,7 +197,19 @@ async def test_columns_follow_the_width(house: OutputDir) -> None:
 async def test_the_palette_knows_every_key_and_every_run(house: OutputDir) -> None:
     async with opened(house.path) as (app, pilot):
         titles = {command.title for command in app.get_system_commands(app.screen)}
-        assert titles >= {"Open", "Filter", "Add", "Evict", "Delete", "Undo delete", "Sort", "Parts", "Help", "Quit"}
+        assert titles >= {
+            "Open",
+            "Filter",
+            "Add",
+            "Evict",
+            "Delete",
+            "Undo delete",
+            "Sort",
+            "Parts",
+            "Pin",
+            "Help",
+            "Quit",
+        }
         assert "Open run_done" in titles and "Readmit" not in titles, "what would do nothing is left out"
         await pilot.press("ctrl+p", *"open run_done", "enter")
         await until(pilot, lambda: isinstance(app.screen, RunScreen), "the run from the palette")

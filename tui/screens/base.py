@@ -6,7 +6,7 @@ header on top, and a number key leads from each to each.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Protocol, runtime_checkable
@@ -16,6 +16,8 @@ from textual.binding import ActiveBinding, Binding, BindingType
 from textual.screen import Screen
 from textual.widgets import Footer
 
+from tui.commands import Command, CommandError
+from tui.memory import Memory
 from tui.messages import ActionEntry
 from tui.snapshot import RunRow, Snapshot
 from tui.widgets.command_line import CommandLine
@@ -23,22 +25,34 @@ from tui.widgets.header import HouseHeader
 
 # How the keys stand in the footer, by action; the others follow.
 KEY_ORDER = (
-    "select_cursor",
+    "open",
     "app.pop_screen",
     "next_tab(1)",
     "filter",
+    "mark",
     "add",
     "evict",
     "readmit",
     "delete",
-    "sort",
-    "parts",
+    "next_sort(1)",
     "follow",
+    "command",
     "help",
     "app.quit",
 )
-# What has a key but no place in the footer, and still a name in the command palette.
-MORE_COMMANDS = ("undo_delete", "clear_filter", *(f"tab({index})" for index in range(4)))
+# Keys that only move are no commands: everything else that has a name stands in the command palette.
+MOVES = ("move", "page", "end", "scroll", "cursor", "extend", "go", "next_tab", "focus", "copy_text")
+
+
+@dataclass(frozen=True)
+class Place:
+    """A screen beside others. `key` opens it from every place; `module` and `class_name` say what it is."""
+
+    name: str
+    key: str
+    title: str
+    module: str
+    class_name: str
 
 
 @dataclass(frozen=True)
@@ -48,6 +62,7 @@ class Setting:
     output_dir: Path
     clock: Callable[[], float]
     read_only: bool
+    memory: Memory
 
 
 @runtime_checkable
@@ -68,17 +83,23 @@ class ShowsAction(Protocol):
 class Guide(Protocol):
     """The app, as screens know it: who leads from one to another."""
 
+    @property
+    def places(self) -> Sequence[Place]: ...
+
     def go(self, name: str) -> None: ...
 
     def go_number(self, number: int) -> None: ...
 
     def open_run(self, run_id: str) -> None: ...
 
+    def save_memory(self) -> None: ...
+
 
 class HouseScreen(Screen[None]):
     """Base of all screens but the dialogs."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("colon", "command", "Command", key_display=":"),
         Binding("question_mark", "help", "Help", key_display="?"),
     ]
 
@@ -121,6 +142,11 @@ class HouseScreen(Screen[None]):
         """The run that actions are about: the selected one, or the one that is open; None where there is none."""
         return None
 
+    def target_rows(self) -> list[RunRow]:
+        """All runs that actions are about."""
+        row = self.target_row()
+        return [row] if row else []
+
     def target_part(self) -> str | None:
         """The part that actions are about, by name; None where there is none."""
         row = self.target_row()
@@ -131,6 +157,50 @@ class HouseScreen(Screen[None]):
 
     def show_action(self, entry: ActionEntry) -> None:
         self.entry = entry
+
+    def run_ids(self) -> list[str]:
+        return [row.run_id for row in self.snapshot.rows] if self.snapshot else []
+
+    def commands(self) -> Mapping[str, Command]:
+        """What `:` understands here, by name."""
+        guide = self.guide
+        return {
+            **{place.name: self.go_command(place.name, place.title) for place in guide.places},
+            "open": Command("open RUN", "look into a run", self._command_open, self.run_ids),
+            "theme": Command("theme NAME", "colours", self._command_theme, lambda: sorted(self.app.available_themes)),
+            "help": self.simple_command("help", "keys and symbols", "help"),
+            "quit": self.simple_command("quit", "leave; the daemons go on", "app.quit"),
+        }
+
+    def go_command(self, name: str, title: str) -> Command:
+        return Command(name, f"the screen {title}", lambda words: self.guide.go(name))
+
+    def simple_command(self, name: str, help_text: str, action: str) -> Command:
+        """A command without words that does what a key does."""
+        return Command(name, help_text, lambda words: self.run_named(action))
+
+    def run_named(self, action: str) -> None:
+        """Run an action of this screen by name."""
+
+        async def run() -> None:
+            await self.app.run_action(action, default_namespace=self)
+
+        self.app.call_next(run)
+
+    def _command_open(self, words: str) -> None:
+        if words not in self.run_ids():
+            raise CommandError(f"no run {words!r} here")
+        self.guide.open_run(words)
+
+    def _command_theme(self, words: str) -> None:
+        if words not in self.app.available_themes:
+            raise CommandError(f"no theme {words!r}; there are {', '.join(sorted(self.app.available_themes))}")
+        self.app.theme = words
+
+    def action_command(self) -> None:
+        from tui.screens.command import CommandScreen
+
+        self.app.push_screen(CommandScreen(self.commands()))
 
     def action_help(self) -> None:
         from tui.screens.help import HelpScreen

@@ -60,7 +60,7 @@ class PartsScreen(ModalScreen[None]):
     }
     """
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("escape,q,p", "dismiss", "Close"),
+        Binding("escape,q,P", "dismiss", "Close"),
         Binding("j", "scroll(1)", show=False),
         Binding("k", "scroll(-1)", show=False),
     ]

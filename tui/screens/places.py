@@ -7,22 +7,10 @@ imported only for the first.
 from __future__ import annotations
 
 import importlib
-from dataclasses import dataclass
 
-from tui.screens.base import HouseScreen, Setting
+from tui.screens.base import HouseScreen, Place, Setting
 
 HOME = "runs"
-
-
-@dataclass(frozen=True)
-class Place:
-    """`key` opens it from every place; `module` and `class_name` say what it is."""
-
-    name: str
-    key: str
-    title: str
-    module: str
-    class_name: str
 
 
 PLACES = (Place(HOME, "1", "Runs", "tui.screens.runs", "RunsScreen"),)

@@ -1,33 +1,39 @@
-"""Home: all runs of the house, the selected one in short, and the keys to everything else."""
+"""Home: all runs of the house, the selected one in short, and the keys to everything else.
+
+What it remembers (order, filter, pins) is in `memory`, the orders are in `sorting`, the filter language in `query`.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import ClassVar
 
+import msgspec
 from textual import on
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.events import Resize
-from textual.widgets import DataTable, Input
+from textual.widgets import Input
 
+from tui.commands import Command, CommandError
+from tui.query import Subject
 from tui.screens.base import PlaceScreen, Setting
-from tui.screens.parts import PartsScreen
 from tui.snapshot import RunRow, Snapshot
+from tui.sorting import DEFAULT_SORT, SORTS, sort_rows
 from tui.widgets.empty import EmptyState
+from tui.widgets.filter_bar import FilterBar
 from tui.widgets.preview import Preview
-from tui.widgets.runs_table import SORTS, RunsTable, select_rows
+from tui.widgets.runs_table import RunsTable
 
 # From this height on the selected run's curves have room under the table.
 TALL = 38
 
 
 class RunsScreen(PlaceScreen):
-    """Reads only; `acting.ActingRunsScreen` adds what acts."""
+    """Reads only; `acting` adds what acts."""
 
     DEFAULT_CSS = """
     RunsScreen {
-        & > #filter { display: none; padding: 0 1; background: $panel; }
-        &.-filtering > #filter { display: block; }
         & > #empty { display: none; }
         &.-empty > #empty { display: block; }
         &.-empty > RunsTable { display: none; }
@@ -35,33 +41,40 @@ class RunsScreen(PlaceScreen):
     """
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("slash", "filter", "Filter", key_display="/"),
-        Binding("s", "sort", "Sort"),
-        Binding("p", "parts", "Parts"),
-        Binding("escape", "clear_filter", "Clear the filter", show=False),
+        Binding("s", "next_sort(1)", "Sort"),
+        Binding("S", "reverse_sort", "Reverse the order", show=False),
+        Binding("p", "pin", "Pin", show=False),
+        Binding("P", "parts", "Parts", show=False),
+        Binding("escape", "clear", "Clear the marks, then the filter", show=False),
         Binding("q", "app.quit", "Quit"),
     ]
     AUTO_FOCUS = "RunsTable"
 
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting)
-        self.needle = ""
-        self.sort = next(iter(SORTS))
-        self.filter = Input(placeholder="filter by id, state or note", id="filter", select_on_focus=False, compact=True)
+        self.memory = setting.memory
         self.table = RunsTable()
+        self.filter_bar = FilterBar(lambda: self.run_ids())
         self.empty = EmptyState(read_only=setting.read_only)
         self.preview = Preview()
+        if self.memory.house.sort not in SORTS:
+            self.memory.house = msgspec.structs.replace(self.memory.house, sort=DEFAULT_SORT, descending=False)
 
     def compose_body(self) -> ComposeResult:
-        yield self.filter
+        yield self.filter_bar
         yield self.table
         yield self.empty
         yield self.preview
 
     def on_mount(self) -> None:
-        super().on_mount()
         self.preview.display = False
-        self.filter.can_focus = False  # or it takes the keys when the table of an empty house cannot
         self.table.focus()
+        if self.memory.house.filter:
+            self.filter_bar.open()
+            self.filter_bar.input.value = self.memory.house.filter
+            self.filter_bar.take(self.memory.house.filter)
+            self.table.focus()
+        super().on_mount()
         self.app.theme_changed_signal.subscribe(self, lambda _: self.call_after_refresh(self._recolour))
 
     def on_resize(self, event: Resize) -> None:
@@ -71,64 +84,122 @@ class RunsScreen(PlaceScreen):
         run_id = self.table.selected_id
         return self.snapshot.row(run_id) if self.snapshot and run_id else None
 
+    def target_rows(self) -> list[RunRow]:
+        """The marked runs, in the order in which they stand; without marks the one under the cursor."""
+        if not self.table.marks:
+            return super().target_rows()
+        rows = self.snapshot.rows if self.snapshot else ()
+        marked = {row.run_id: row for row in rows if row.run_id in self.table.marks}
+        shown = [marked.pop(run_id) for run_id in self.table.run_ids if run_id in marked]
+        return [*shown, *marked.values()]
+
+    def commands(self) -> Mapping[str, Command]:
+        return {
+            **super().commands(),
+            "sort": Command("sort COLUMN [asc|desc]", "order the runs", self._command_sort, lambda: list(SORTS)),
+            "filter": Command("filter TERMS", "show some of the runs", self.set_filter),
+        }
+
     def refill(self, snapshot: Snapshot) -> None:
-        rows = select_rows(snapshot.rows, self.needle, self.sort)
+        house, now = self.memory.house, self.setting.clock()
+        self.table.forget_marks({row.run_id for row in snapshot.rows})
+        pins = frozenset(house.pins)
+        found = [
+            row
+            for row in snapshot.rows
+            if self.filter_bar.parsed.matches(Subject(row, now, row.run_id in pins, row.run_id in self.table.marks))
+        ]
+        rows = sort_rows(found, house.sort, house.descending, pins)
         self.set_class(not rows, "-empty")
         if rows and self.focused is None:
             self.table.focus()
-        self.empty.show(self.needle, snapshot.house.trainer is not None)
-        self.table.show(rows, self.setting.clock())
+        self.empty.show(house.filter, snapshot.house.trainer is not None)
+        self.filter_bar.say_count(len(rows), len(snapshot.rows))
+        self.table.show(rows, now, pins=pins, sort=(house.sort, house.descending))
         self._show_selected()
 
-    def action_open(self) -> None:
-        row = self.target_row()
-        if row is not None:
-            self.guide.open_run(row.run_id)
-
     def action_filter(self) -> None:
-        self.add_class("-filtering")
-        self.filter.can_focus = True
-        self.filter.focus()
+        self.filter_bar.open()
 
-    def action_clear_filter(self) -> None:
-        self.filter.value = ""
-        self._close_filter()
+    def action_clear(self) -> None:
+        if self.table.marks and not self.filter_bar.input.has_focus:
+            self.table.clear_marks()
+            return
+        self.set_filter("")
         self.table.focus()
 
-    def action_sort(self) -> None:
+    def set_filter(self, text: str) -> None:
+        if self.filter_bar.input.value != text:
+            self.filter_bar.input.value = text
+        if text:
+            self.filter_bar.add_class("-open")
+        else:
+            self.filter_bar.close()
+        self._take_filter(text)
+
+    def action_next_sort(self, step: int) -> None:
         names = list(SORTS)
-        self.sort = names[(names.index(self.sort) + 1) % len(names)]
-        self._refill()
-        self.notify(f"sorted by {self.sort}", timeout=2, markup=False)
+        self.sort_by(names[(names.index(self.memory.house.sort) + step) % len(names)])
+
+    def action_reverse_sort(self) -> None:
+        self.sort_by(self.memory.house.sort, not self.memory.house.descending)
+
+    def sort_by(self, column: str, descending: bool | None = None) -> None:
+        """Order by a column, in the way that people want first unless it is said."""
+        down = SORTS[column].descending if descending is None else descending
+        self._remember(sort=column, descending=down)
+        self.notify(f"sorted by {SORTS[column].title} {'▼' if down else '▲'}", timeout=2, markup=False)
+
+    def action_pin(self) -> None:
+        """Pin the chosen runs; when all of them are pinned, let them go."""
+        chosen, pins = [row.run_id for row in self.target_rows()], self.memory.house.pins
+        others = [run_id for run_id in pins if run_id not in chosen]
+        self._remember(pins=others if set(chosen) <= set(pins) else [*others, *chosen])
 
     def action_parts(self) -> None:
+        from tui.screens.parts import PartsScreen
+
         if self.snapshot is not None:
             self.app.push_screen(PartsScreen(self.snapshot))
 
+    def _remember(self, **changes: object) -> None:
+        self.memory.house = msgspec.structs.replace(self.memory.house, **changes)
+        self.guide.save_memory()
+        self._refill()
+
+    def _command_sort(self, words: str) -> None:
+        column, _, way = words.partition(" ")
+        if column not in SORTS or way.strip() not in ("", "asc", "desc"):
+            raise CommandError(f"sort COLUMN [asc|desc]; columns: {', '.join(SORTS)}")
+        self.sort_by(column, {"asc": False, "desc": True}.get(way.strip()))
+
     @on(Input.Changed, "#filter")
     def _filter_changed(self, event: Input.Changed) -> None:
-        self.needle = event.value
-        self._refill()
+        if event.value != self.memory.house.filter:
+            self._take_filter(event.value)
+
+    def _take_filter(self, text: str) -> None:
+        self.filter_bar.take(text)
+        self._remember(filter=text)
 
     @on(Input.Submitted, "#filter")
     def _filter_done(self) -> None:
         self.table.focus()
-        if not self.needle:
-            self._close_filter()
+        if not self.memory.house.filter:
+            self.filter_bar.close()
 
-    @on(DataTable.RowSelected)
-    def _row_selected(self, event: DataTable.RowSelected) -> None:
-        event.stop()
-        self.action_open()
+    @on(RunsTable.Opened)
+    def _opened(self, message: RunsTable.Opened) -> None:
+        self.guide.open_run(message.run_id)
 
-    @on(DataTable.RowHighlighted)
-    def _row_highlighted(self, event: DataTable.RowHighlighted) -> None:
-        event.stop()
+    @on(RunsTable.SortAsked)
+    def _sort_asked(self, message: RunsTable.SortAsked) -> None:
+        house = self.memory.house
+        self.sort_by(message.column, not house.descending if message.column == house.sort else None)
+
+    @on(RunsTable.Moved)
+    def _moved(self) -> None:
         self._show_selected()
-
-    def _close_filter(self) -> None:
-        self.remove_class("-filtering")
-        self.filter.can_focus = False
 
     def _refill(self) -> None:
         if self.snapshot is not None and self.can_show:
@@ -137,8 +208,7 @@ class RunsScreen(PlaceScreen):
     def _show_selected(self) -> None:
         if not self.can_show:
             return
-        row = self.target_row()
-        self.preview.show(row, self.setting.clock())
+        self.preview.show(self.target_row(), self.setting.clock(), len(self.table.marks))
         self.show_keys()
 
     def _recolour(self) -> None:

@@ -11,7 +11,10 @@ from tui import fmt
 from tui.palette import Palette
 from tui.series import sparkline
 from tui.snapshot import LOST, RunRow
+from tui.sorting import age_s
 
+_FIRST = ("state", "run", "progress", "reward", "change", "loss", "tokens", "lag", "version", "lr", "note")
+ORDER = (*_FIRST, "seen", "age")
 PADDING = 1  # cells on each side of a column
 MIN_NOTE = 12
 MIN_ID = 10
@@ -52,6 +55,7 @@ def choose_columns(width: int, longest_id: int) -> tuple[Column, ...]:
         Column("lag", "LAG", 3, True),
         Column("version", "VERSION", 7, True),
         Column("lr", "LR", 7, True),
+        Column("age", "AGE", 4, True),
     ]
     for column in extras:
         # The note is what people read most, so further columns come only when it has more than its least.
@@ -60,16 +64,16 @@ def choose_columns(width: int, longest_id: int) -> tuple[Column, ...]:
             wanted[column.key] = column
             room -= column.width + 2 * PADDING
     wanted["note"] = Column("note", "NOTE", MIN_NOTE + max(room, 0))
-    order = ("state", "run", "progress", "reward", "change", "loss", "tokens", "lag", "version", "lr", "note", "seen")
-    return tuple(wanted[key] for key in order if key in wanted)
+    return tuple(wanted[key] for key in ORDER if key in wanted)
 
 
 def make_cells(row: RunRow, columns: Sequence[Column], palette: Palette, now: float) -> dict[str, Text]:
     """Column key -> what stands there, at most as wide as the column."""
-    return {column.key: _cell(column, row, palette, now) for column in columns}
+    return {column.key: make_cell(column, row, palette, now) for column in columns}
 
 
-def _cell(column: Column, row: RunRow, palette: Palette, now: float) -> Text:
+def make_cell(column: Column, row: RunRow, palette: Palette, now: float) -> Text:
+    """What stands in one column of one run. `now` in Unix seconds."""
     colour = palette.level(row.level)
     match column.key:
         case "state":
@@ -87,7 +91,9 @@ def _cell(column: Column, row: RunRow, palette: Palette, now: float) -> Text:
             note.truncate(column.width, overflow="ellipsis")
             return note
         case "seen":
-            return _right(_seen(row, now), palette.error if row.state == LOST else palette.muted)
+            return _right(seen_age(row, now), palette.error if row.state == LOST else palette.muted)
+        case "age":
+            return _right(fmt.age(age_s(row, now)), palette.muted)
     figures = {
         "loss": fmt.number(row.loss),
         "tokens": fmt.count(row.tokens_per_s),
@@ -99,7 +105,13 @@ def _cell(column: Column, row: RunRow, palette: Palette, now: float) -> Text:
     return _right(text, palette.faint if text == fmt.DASH else palette.text)
 
 
-def _seen(row: RunRow, now: float) -> str:
+def ages(row: RunRow, now: float) -> tuple[str, str]:
+    """All that changes by itself as time passes."""
+    return seen_age(row, now), fmt.age(age_s(row, now))
+
+
+def seen_age(row: RunRow, now: float) -> str:
+    """Since the last sign of life."""
     return fmt.age(now - row.updated_at) if row.updated_at is not None else fmt.DASH
 
 

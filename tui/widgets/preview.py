@@ -15,11 +15,13 @@ from tui.snapshot import LOST, STATE_WORDS, RunRow
 from tui.widgets.charts import Chart
 
 
-def describe(row: RunRow, palette: Palette, now: float) -> Text:
+def describe(row: RunRow, palette: Palette, now: float, num_marked: int = 0) -> Text:
     """A few sentences about one run; the first lines are the ones that matter."""
     colour = palette.level(row.level)
     text = Text.assemble((row.run_id, "bold"), "  ", (f"{row.symbol} {row.state}", colour))
     text.append(f"  {STATE_WORDS[row.state]}", palette.muted)
+    if num_marked:
+        text.append(f"  ✓ {num_marked} marked: keys act on them, esc lets go", palette.accent)
     body = row.reason or row.note
     if row.state == LOST:
         body = row.note
@@ -71,11 +73,11 @@ class Preview(Vertical):
             yield self._reward
             yield self._loss
 
-    def show(self, row: RunRow | None, now: float) -> None:
+    def show(self, row: RunRow | None, now: float, num_marked: int = 0) -> None:
         self.display = row is not None
         if row is None:
             return
-        self._text.update(describe(row, make_palette(self.app.theme_variables), now), layout=False)
+        self._text.update(describe(row, make_palette(self.app.theme_variables), now, num_marked), layout=False)
         rewards, tail = row.tail.rewards, row.tail
         self._reward.show(ChartData(*tail.reward_curve, last=rewards[-1] if rewards else None, change=change(rewards)))
         self._loss.show(ChartData(*tail.loss_curve, last=tail.loss))

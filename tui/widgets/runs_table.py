@@ -1,39 +1,47 @@
-"""The table of runs: stable keys, changed cells only, and a cursor that stays on its run whatever moves around it."""
+"""The table of runs: draws only the lines that are on the screen, so a thousand runs cost what fifty do.
+
+`show` hands it rows in the order in which they stand; the cursor stays on its run whatever moves around it. It knows
+marks (the runs that actions are about) and says what a person did in messages. Sorting, filtering and acting are the
+screen's.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import ClassVar
 
+from rich.segment import Segment
+from rich.style import Style
 from rich.text import Text
+from textual import events
 from textual.binding import Binding, BindingType
-from textual.widgets import DataTable
+from textual.geometry import Region, Size
+from textual.message import Message
+from textual.reactive import reactive
+from textual.scroll_view import ScrollView
+from textual.strip import Strip
 
-from tui.palette import make_palette
-from tui.snapshot import STATES, RunRow
-from tui.widgets.columns import PADDING, Column, choose_columns, make_cells
+from tui.palette import Palette, make_palette
+from tui.snapshot import RunRow
+from tui.widgets.columns import PADDING, Column, ages, choose_columns, make_cell
 
-_STATE_ORDER = {state: order for order, state in enumerate(STATES)}
-_LAST = float("inf")
-# Name -> key. Ties are broken by the house's own order, so that a sort never flickers.
-SORTS: dict[str, Callable[[RunRow], object]] = {
-    "slot": lambda row: 0,
-    "name": lambda row: row.run_id,
-    "reward": lambda row: _LAST if row.reward is None else -row.reward,
-    "progress": lambda row: -(row.step / row.max_steps) if row.max_steps else _LAST,
-    "problems": lambda row: (-int(row.level), _STATE_ORDER[row.state]),
-}
+GUTTER = 2  # cells before the first column: whether the run is marked, whether it is pinned
+HEADER = 1  # lines above the rows that do not scroll
+MARK, PIN = "✓", "★"
 
 
-def select_rows(rows: Sequence[RunRow], needle: str, sort: str) -> list[RunRow]:
-    """The rows in which every word of `needle` occurs (id, state or note), in the order of `sort`."""
-    words = needle.lower().split()
-    shown = [row for row in rows if all(word in f"{row.run_id} {row.state} {row.note}".lower() for word in words)]
-    return sorted(shown, key=lambda row: (SORTS[sort](row), row.order))
+@dataclass(frozen=True)
+class _Drawn:
+    """A line as it was last drawn, and all that it was drawn from."""
+
+    row: RunRow
+    look: tuple[object, ...]
+    strip: Strip
 
 
-class RunsTable(DataTable[Text]):
-    """Shows rows in the order it is given them."""
+class RunsTable(ScrollView, can_focus=True):
+    """`selected_id` is the run under the cursor, `marks` the runs that are chosen for an action."""
 
     DEFAULT_CSS = """
     RunsTable {
@@ -41,100 +49,309 @@ class RunsTable(DataTable[Text]):
         background: $background;
         scrollbar-size-vertical: 1;
         overflow-x: hidden;
-        &:focus { background-tint: transparent 0%; }
-        & > .datatable--header { background: $background; color: $foreground 45%; text-style: none; }
-        & > .datatable--header-hover { background: $background; }
-        & > .datatable--cursor { background: $primary 18%; color: $foreground; text-style: none; }
-        & > .datatable--hover { background: $primary 8%; }
-        &:focus > .datatable--cursor { background: $primary 26%; color: $foreground; text-style: none; }
+        & > .runs--header { color: $foreground 45%; }
+        & > .runs--sorted { color: $primary; }
+        & > .runs--cursor { background: $primary 18%; }
+        & > .runs--hover { background: $primary 8%; }
+        & > .runs--marked { background: $accent 16%; }
+        &:focus > .runs--cursor { background: $primary 28%; }
     }
     """
+    COMPONENT_CLASSES: ClassVar[set[str]] = {
+        "runs--header",
+        "runs--sorted",
+        "runs--cursor",
+        "runs--hover",
+        "runs--marked",
+    }
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("enter", "select_cursor", "Open", key_display="⏎"),
-        Binding("j", "cursor_down", "Down", show=False),
-        Binding("k", "cursor_up", "Up", show=False),
-        Binding("g,home", "scroll_top", "First run", show=False),
-        Binding("G,end", "scroll_bottom", "Last run", show=False),
+        Binding("enter", "open", "Open", key_display="⏎"),
+        Binding("down,j", "move(1)", "Down", show=False),
+        Binding("up,k", "move(-1)", "Up", show=False),
+        Binding("pagedown,ctrl+f", "page(1)", "Page down", show=False),
+        Binding("pageup,ctrl+b", "page(-1)", "Page up", show=False),
+        Binding("g,home", "end(-1)", "First run", show=False),
+        Binding("G,end", "end(1)", "Last run", show=False),
+        Binding("space", "mark", "Mark", key_display="space"),
+        Binding("shift+down,J", "extend(1)", "Mark downwards", show=False),
+        Binding("shift+up,K", "extend(-1)", "Mark upwards", show=False),
+        Binding("v", "mark_range", "Mark up to here", show=False),
+        Binding("asterisk,ctrl+a", "mark_all", "Mark all", show=False, key_display="*"),
+        Binding("i", "invert_marks", "Invert the marks", show=False),
     ]
+    cursor: reactive[int] = reactive(0, repaint=False)
+    hover: reactive[int | None] = reactive(None, repaint=False)
+
+    class Opened(Message):
+        """A run is to be opened."""
+
+        def __init__(self, run_id: str) -> None:
+            super().__init__()
+            self.run_id = run_id
+
+    class Moved(Message):
+        """Another run is under the cursor, or other runs are marked."""
+
+    class SortAsked(Message):
+        """The head of a column was clicked."""
+
+        def __init__(self, column: str) -> None:
+            super().__init__()
+            self.column = column
 
     def __init__(self) -> None:
-        super().__init__(
-            cursor_type="row",
-            cursor_foreground_priority="renderable",
-            cell_padding=PADDING,
-            zebra_stripes=False,
-            id="runs",
-        )
+        super().__init__(id="runs")
+        self.marks: set[str] = set()
         self._rows: list[RunRow] = []
+        self._index: dict[str, int] = {}
         self._layout: tuple[Column, ...] = ()
-        self._cells: dict[str, dict[str, Text]] = {}
+        self._drawn: dict[str, _Drawn] = {}
+        self._pins: frozenset[str] = frozenset()
+        self._sort: tuple[str, bool] = ("", False)
+        self._anchor: str | None = None
         self._now = 0.0
 
     @property
     def selected_id(self) -> str | None:
         """The run under the cursor."""
-        if not 0 <= self.cursor_row < len(self._rows):
-            return None
-        return str(self.coordinate_to_cell_key(self.cursor_coordinate).row_key.value)
+        return self._rows[self.cursor].run_id if 0 <= self.cursor < len(self._rows) else None
 
-    def show(self, rows: Sequence[RunRow], now: float) -> None:
-        """Show exactly `rows`, in this order; the cursor stays on its run."""
+    @property
+    def run_ids(self) -> list[str]:
+        """The runs in the order in which they stand."""
+        return [row.run_id for row in self._rows]
+
+    @property
+    def columns(self) -> list[str]:
+        return [column.key for column in self._layout]
+
+    def get_cell(self, run_id: str, column: str) -> Text:
+        """What stands in a column of a run. Raises KeyError for a run or column that is not shown."""
+        shown = {each.key: each for each in self._layout}[column]
+        return make_cell(shown, self._rows[self._index[run_id]], make_palette(self.app.theme_variables), self._now)
+
+    def get_row_index(self, run_id: str) -> int:
+        return self._index[run_id]
+
+    def show(
+        self,
+        rows: Sequence[RunRow],
+        now: float,
+        *,
+        pins: frozenset[str] = frozenset(),
+        sort: tuple[str, bool] = ("", False),
+    ) -> None:
+        """Show exactly `rows`, in this order; `sort` is (column, descending) for the head."""
         selected = self.selected_id
-        self._now = now
-        self._fit(rows)
-        cells = self._make(rows)
-        for run_id in [run_id for run_id in self._cells if run_id not in cells]:
-            self.remove_row(run_id)
-            del self._cells[run_id]
-        for run_id, row_cells in cells.items():
-            self._put(run_id, row_cells)
-        if [row.run_id for row in rows] != [row.run_id for row in self._rows]:
-            self._reorder([row.run_id for row in rows])
-        self._rows = list(rows)
-        if selected in cells and selected != self.selected_id:
-            self.move_cursor(row=self.get_row_index(selected))
+        longest = max((len(row.run_id) for row in rows), default=0)
+        self._rows, self._now, self._pins, self._sort = list(rows), now, pins, sort
+        self._index = {row.run_id: index for index, row in enumerate(rows)}
+        self._drawn = {run_id: line for run_id, line in self._drawn.items() if run_id in self._index}
+        self._fit(longest)
+        self.virtual_size = Size(self.size.width, len(rows) + HEADER)
+        place = self._index.get(selected) if selected else None
+        self.cursor = place if place is not None else max(min(self.cursor, len(rows) - 1), 0)
+        self.refresh()
+
+    def forget_marks(self, run_ids: set[str]) -> None:
+        """Marks of runs that are gone from the house go too."""
+        if gone := self.marks - run_ids:
+            self.marks -= gone
+            self.refresh()
+
+    def move_cursor(self, *, row: int) -> None:
+        self.cursor = max(min(row, len(self._rows) - 1), 0)
+        self.scroll_to_region(Region(0, self.cursor, 1, HEADER + 1), animate=False, force=True)
 
     def redraw(self) -> None:
-        """Make everything anew: the theme or the width changed."""
-        selected, rows = self.selected_id, self._rows
-        self._layout = ()
-        self.show(rows, self._now)
-        if selected in self._cells:
-            self.move_cursor(row=self.get_row_index(selected))
+        """Make everything anew: the theme changed."""
+        self._drawn = {}
+        self.refresh()
 
     def on_resize(self) -> None:
-        self.redraw()
+        self.show(self._rows, self._now, pins=self._pins, sort=self._sort)
 
-    def _make(self, rows: Sequence[RunRow]) -> dict[str, dict[str, Text]]:
-        palette = make_palette(self.app.theme_variables)
-        return {row.run_id: make_cells(row, self._layout, palette, self._now) for row in rows}
-
-    def _fit(self, rows: Sequence[RunRow]) -> None:
+    def _fit(self, longest: int) -> None:
         """Choose the columns anew when the width or the longest id calls for others."""
-        width = self.size.width - self.styles.scrollbar_size_vertical
-        layout = choose_columns(width, max((len(row.run_id) for row in rows), default=0))
-        if layout == self._layout:
+        width = self.size.width - self.styles.scrollbar_size_vertical - GUTTER
+        layout = choose_columns(width, longest)
+        if layout != self._layout:
+            self._layout, self._drawn = layout, {}
+
+    # Drawing
+
+    def render_line(self, y: int) -> Strip:
+        width = self.size.width
+        if y < HEADER:
+            return self._head(width)
+        index = y - HEADER + self.scroll_offset.y
+        if not 0 <= index < len(self._rows):
+            return Strip.blank(width, self.rich_style)
+        return self._line(index, width)
+
+    def _head(self, width: int) -> Strip:
+        plain, chosen = self.get_component_rich_style("runs--header"), self.get_component_rich_style("runs--sorted")
+        segments = [Segment(" " * GUTTER, plain)]
+        for column in self._layout:
+            is_sorted = column.key == self._sort[0]
+            arrow = ("▼" if self._sort[1] else "▲") if is_sorted else ""
+            label = column.label[: column.width - len(arrow)] + arrow
+            label = label.rjust(column.width) if column.is_figure else label.ljust(column.width)
+            pad = " " * PADDING
+            segments.append(Segment(f"{pad}{label}{pad}", chosen if is_sorted else plain))
+        return Strip(segments).adjust_cell_length(width, plain)
+
+    def _line(self, index: int, width: int) -> Strip:
+        row = self._rows[index]
+        is_marked, is_pinned = row.run_id in self.marks, row.run_id in self._pins
+        kind = "cursor" if index == self.cursor else "marked" if is_marked else "hover" if index == self.hover else ""
+        look = (kind, is_marked, is_pinned, width, ages(row, self._now), self.has_focus)
+        known = self._drawn.get(row.run_id)
+        if known is not None and known.row is row and known.look == look:
+            return known.strip
+        strip = self._draw(row, is_marked, is_pinned, width, self._background(kind))
+        self._drawn[row.run_id] = _Drawn(row, look, strip)
+        return strip
+
+    def _background(self, kind: str) -> Style:
+        style = self.get_component_rich_style(f"runs--{kind}") if kind else self.rich_style
+        # Without colours a line is told by this alone.
+        return Style(bgcolor=style.bgcolor, reverse=(kind == "cursor" and self.app.no_color) or None)
+
+    def _draw(self, row: RunRow, is_marked: bool, is_pinned: bool, width: int, background: Style) -> Strip:
+        palette = make_palette(self.app.theme_variables)
+        strips = [_gutter(is_marked, is_pinned, palette)]
+        pad = Strip([Segment(" " * PADDING)])
+        for column in self._layout:
+            cell = make_cell(column, row, palette, self._now)
+            cell.truncate(column.width, overflow="ellipsis")
+            if cell.justify == "right":
+                cell.pad_left(column.width - cell.cell_len)
+            cell.end = ""
+            # A text draws its spans but leaves its own style to whoever prints it.
+            drawn = Strip(cell.render(self.app.console)).apply_style(self.app.console.get_style(cell.style))
+            strips += [pad, drawn.adjust_cell_length(column.width), pad]
+        return Strip.join(strips).adjust_cell_length(width).apply_style(self.rich_style + background)
+
+    # What a person does
+
+    def watch_cursor(self, before: int, now: int) -> None:
+        for index in (before, now):
+            self.refresh_line(index + HEADER)
+        self.post_message(self.Moved())
+
+    def watch_hover(self, before: int | None, now: int | None) -> None:
+        for index in (before, now):
+            if index is not None:
+                self.refresh_line(index + HEADER)
+
+    def on_focus(self) -> None:
+        self.refresh()
+
+    def on_blur(self) -> None:
+        self.refresh()
+
+    def on_mouse_move(self, event: events.MouseMove) -> None:
+        self.hover = self._row_at(event.y)
+
+    def on_leave(self) -> None:
+        self.hover = None
+
+    def on_click(self, event: events.Click) -> None:
+        index = self._row_at(event.y)
+        if event.y < HEADER:
+            column = self._column_at(event.x)
+            if column is not None:
+                self.post_message(self.SortAsked(column.key))
+        elif index is not None:
+            self._clicked(index, event)
+
+    def _clicked(self, index: int, event: events.Click) -> None:
+        """A click chooses, on the chosen one it opens; with ctrl or at the edge it marks, with shift up to here."""
+        was = self.cursor
+        self.move_cursor(row=index)
+        if event.shift:
+            self.action_mark_range()
+        elif event.ctrl or event.x < GUTTER:
+            self._toggle(self._rows[index].run_id)
+        elif index == was:
+            self.action_open()
+
+    def _row_at(self, y: int) -> int | None:
+        index = y - HEADER + self.scroll_offset.y
+        return index if y >= HEADER and index < len(self._rows) else None
+
+    def _column_at(self, x: int) -> Column | None:
+        left = GUTTER
+        for column in self._layout:
+            if left <= x < left + column.width + 2 * PADDING:
+                return column
+            left += column.width + 2 * PADDING
+        return None
+
+    def action_open(self) -> None:
+        if self.selected_id is not None:
+            self.post_message(self.Opened(self.selected_id))
+
+    def action_move(self, by: int) -> None:
+        self.move_cursor(row=self.cursor + by)
+
+    def action_page(self, direction: int) -> None:
+        self.move_cursor(row=self.cursor + direction * max(self.size.height - HEADER - 1, 1))
+
+    def action_end(self, direction: int) -> None:
+        self.move_cursor(row=0 if direction < 0 else len(self._rows) - 1)
+
+    def action_mark(self) -> None:
+        if self.selected_id is not None:
+            self._toggle(self.selected_id)
+            self.action_move(1)
+
+    def action_extend(self, by: int) -> None:
+        """Mark this run and the next one in that direction."""
+        if self.selected_id is not None:
+            self.marks.add(self.selected_id)
+            self.action_move(by)
+            self._mark({self.selected_id or ""} & set(self._index))
+
+    def action_mark_range(self) -> None:
+        """Mark everything between the run that was marked last and this one."""
+        if self.selected_id is None:
             return
-        self.clear(columns=True)
-        self._cells, self._rows, self._layout = {}, [], layout
-        for column in layout:
-            self.add_column(
-                Text(column.label, justify="right" if column.is_figure else "left"), key=column.key, width=column.width
-            )
+        start = self._index.get(self._anchor, self.cursor) if self._anchor else self.cursor
+        low, high = sorted((start, self.cursor))
+        self._mark({row.run_id for row in self._rows[low : high + 1]})
 
-    def _put(self, run_id: str, cells: dict[str, Text]) -> None:
-        known = self._cells.get(run_id)
-        if known is None:
-            self.add_row(*cells.values(), key=run_id)
-        else:
-            for key, cell in cells.items():
-                if known[key] != cell or known[key].style != cell.style:
-                    self.update_cell(run_id, key, cell)
-        self._cells[run_id] = cells
+    def action_mark_all(self) -> None:
+        self._mark(set(self._index))
 
-    def _reorder(self, run_ids: list[str]) -> None:
-        # `sort` hands over cells only; the cell of the first column leads back to its run.
-        stored = {run_id: self.get_cell(run_id, self._layout[0].key) for run_id in run_ids}
-        owner = {id(cell): run_id for run_id, cell in stored.items()}
-        place = {run_id: index for index, run_id in enumerate(run_ids)}
-        self.sort(self._layout[0].key, key=lambda cell: place[owner[id(cell)]])
+    def action_invert_marks(self) -> None:
+        self.marks ^= set(self._index)
+        self._marks_changed()
+
+    def clear_marks(self) -> None:
+        self.marks.clear()
+        self._marks_changed()
+
+    def _toggle(self, run_id: str) -> None:
+        self.marks ^= {run_id}
+        self._anchor = run_id
+        self._marks_changed()
+
+    def _mark(self, run_ids: set[str]) -> None:
+        self.marks |= run_ids
+        self._anchor = self.selected_id
+        self._marks_changed()
+
+    def _marks_changed(self) -> None:
+        self.refresh()
+        self.post_message(self.Moved())
+
+
+def _gutter(is_marked: bool, is_pinned: bool, palette: Palette) -> Strip:
+    return Strip(
+        [
+            Segment(MARK if is_marked else " ", Style.parse(f"bold {palette.accent}")),
+            Segment(PIN if is_pinned else " ", Style.parse(palette.warning)),
+        ]
+    )

@@ -1,0 +1,148 @@
+"""The filter language and the orders of the home screen."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from daemons.client import HouseReader
+from tests.tui_support import NOW, build_house
+from tui.query import FIELDS, FLAGS, NUMBERS, Subject, complete, parse
+from tui.snapshot import STATES, RunRow, make_snapshot
+from tui.sorting import SORTS, sort_rows
+from tui.watcher import HouseMetrics
+
+WORDS = ["state:active", "state:wai,fin", "!state:invalid", "reward>0.5", "reward>=50%", "lag<2", "tokens>1k", "name~q",
+         "note!=x", "is:problem", "!is:pinned", "seen<5m", "step!=42", '"waits for"', "run_"]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunRow, ...]:
+    house = build_house(tmp_path_factory.mktemp("query") / "house")
+    found = HouseReader(house.path).read(now=NOW)
+    return make_snapshot(found, HouseMetrics(house.path).update(found), NOW).rows
+
+
+def ids(rows: tuple[RunRow, ...], text: str, *, pins: frozenset[str] = frozenset()) -> set[str]:
+    query = parse(text)
+    assert query.errors == ()
+    return {row.run_id.removeprefix("run_") for row in rows if query.matches(Subject(row, NOW, row.run_id in pins))}
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("", None),
+        ("QUEUE", {"queued-a", "queued-b"}),
+        ("waiting queued-b", {"queued-b"}),
+        ("state:active", {"reverse-lr1e-3", "sort-rank16"}),
+        ("state:act,evi", {"reverse-lr1e-3", "sort-rank16", "collapsed"}),
+        ("state!=active,waiting reward>0.4", {"crashed", "done"}),
+        ("reward>80%", {"reverse-lr1e-3", "done"}),
+        ("reward<0.2", {"collapsed"}),
+        ("step=42", {"reverse-lr1e-3"}),
+        ("step:9", {"upper"}),
+        ("progress>=100%", {"done"}),
+        ("tokens>1.5k", {"reverse-lr1e-3"}),
+        ("seen>1h", {"done"}),
+        ("seen>40m seen<1h", {"collapsed"}),
+        ("name~queued !name~-b", {"queued-a"}),
+        ("name:run_done", {"done"}),
+        ('note~"free slot"', {"queued-a", "queued-b"}),
+        ('"rank 64 is more"', {"crashed"}),
+        ("is:problem", {"upper", "crashed", "typo"}),
+        ("is:pinned", {"done"}),
+        ("is!=pinned name~done", set()),
+        ("slot>=0", {"reverse-lr1e-3", "sort-rank16", "upper"}),
+    ],
+)
+def test_what_matches(rows: tuple[RunRow, ...], text: str, expected: set[str] | None) -> None:
+    everything = {row.run_id.removeprefix("run_") for row in rows}
+    assert ids(rows, text, pins=frozenset({"run_done"})) == (everything if expected is None else expected)
+
+
+@pytest.mark.parametrize(
+    ("text", "wrong", "message"),
+    [
+        ("reward>", "reward>", "a value is missing"),
+        ("queued reward>fast", "reward>fast", "'fast' is no number"),
+        ("reward>5h", "reward>5h", "'5h' is no number"),
+        ("seen<5q queued", "seen<5q", "one of s, m, h, d"),
+        ("reward~5", "reward~5", "reward is a number"),
+        ("name>5", "name>5", "name is a text"),
+        ("state:sleepy", "state:sleepy", "no state 'sleepy'"),
+        ("is:red", "is:red", "no 'red' after is"),
+        ("a !colour=red b", "!colour=red", "no field 'colour'"),
+        ('name~"open', 'name~"open', "a quote is not closed"),
+    ],
+)
+def test_errors_stand_at_their_term_and_the_other_terms_still_count(
+    rows: tuple[RunRow, ...], text: str, wrong: str, message: str
+) -> None:
+    query = parse(text)
+    (error,) = query.errors
+    assert text[error.start : error.end] == wrong
+    assert message in error.message
+    others = [word for word in text.replace(wrong, "").split() if word]
+    assert len(query.tests) == len(others)
+
+
+@given(text=st.text(st.characters(codec="utf-8"), max_size=40) | st.lists(st.sampled_from(WORDS)).map(" ".join))
+def test_any_text_is_a_filter_or_says_where_it_is_wrong(text: str) -> None:
+    query = parse(text)
+    ends = 0
+    for error in query.errors:
+        assert ends <= error.start < error.end <= len(text) and error.message
+        ends = error.end
+    completed = complete(text, ["run_a"])
+    assert completed is None or (len(completed) > len(text) and completed.startswith(text[: text.rfind(" ") + 1]))
+
+
+@given(terms=st.lists(st.sampled_from(WORDS), max_size=6), extra=st.sampled_from(WORDS))
+def test_a_term_more_never_shows_more_and_their_order_does_not_count(
+    rows: tuple[RunRow, ...], terms: list[str], extra: str
+) -> None:
+    some = ids(rows, " ".join(terms))
+    assert ids(rows, " ".join([*terms, extra])) <= some
+    assert ids(rows, "  ".join(reversed(terms))) == some
+    assert ids(rows, extra) | ids(rows, f"!{extra.removeprefix('!')}") >= some & ids(rows, extra)
+
+
+def test_completion() -> None:
+    assert complete("rew") == "reward"
+    assert complete("sta") == "state:"
+    assert complete("state:ac") == "state:active"
+    assert complete("state:active,wa") == "state:active,waiting"
+    assert complete("lag>1 !is:pi") == "lag>1 !is:pinned"
+    assert complete("name:run_x", ["run_xyz"]) == "name:run_xyz"
+    assert complete("") is None and complete("lag>1 ") is None and complete("nothing") is None
+    for field in FIELDS:
+        assert parse(f"{field}{'>1' if field in NUMBERS else ':' + next(iter(FLAGS if field == 'is' else STATES))}")
+
+
+def test_every_order_both_ways(rows: tuple[RunRow, ...]) -> None:
+    def order(column: str, descending: bool = False, pins: tuple[str, ...] = ()) -> list[str]:
+        return [row.run_id.removeprefix("run_") for row in sort_rows(rows, column, descending, pins)]
+
+    assert order("slot") == [row.run_id.removeprefix("run_") for row in rows]
+    assert order("run") == sorted(order("slot"))
+    assert order("reward", True)[:3] == ["done", "reverse-lr1e-3", "sort-rank16"]
+    assert order("reward")[:1] == ["collapsed"]
+    assert set(order("problems", True)[:3]) == {"upper", "crashed", "typo"}
+    assert order("seen", True)[0] == "reverse-lr1e-3"
+    for column, sort in SORTS.items():
+        for descending in (False, True):
+            found = order(column, descending)
+            assert sorted(found) == sorted(order("slot"))
+            values = [sort.key(row) for row in sort_rows(rows, column, descending)]
+            known = [value for value in values if value is not None]
+            assert values[: len(known)] == known, "what has no value stands last, whichever way"
+            assert known == sorted(known, reverse=descending)  # type: ignore[type-var]
+
+
+def test_waiting_runs_stand_in_the_order_of_admission_and_pins_on_top(rows: tuple[RunRow, ...]) -> None:
+    states = [row.run_id for row in sort_rows(rows, "state", False)]
+    assert states.index("run_queued-a") < states.index("run_queued-b")
+    pinned = sort_rows(rows, "reward", True, {"run_collapsed", "run_done"})
+    assert [row.run_id for row in pinned[:2]] == ["run_done", "run_collapsed"]
