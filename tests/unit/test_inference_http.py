@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 from collections.abc import MutableMapping
@@ -197,6 +198,24 @@ def test_a_taken_port_is_one_clear_line() -> None:
         assert free.getsockname()[1] > 0
     with pytest.raises(StartError, match=r"cannot listen on 203\.0\.113\.1"):
         bind("203.0.113.1", 0)
+
+
+async def test_answers_on_a_kept_connection_are_not_held_back() -> None:
+    """Nagle's delay and the delayed acknowledgement of the client together are 40 ms."""
+    is_nodelay: list[int] = []
+
+    def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        sock = writer.get_extra_info("socket")
+        is_nodelay.append(sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+        writer.close()
+
+    server = await asyncio.start_server(connected, sock=bind("127.0.0.1", 0))
+    async with server:
+        reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
+        await reader.read()
+        writer.close()
+        await writer.wait_closed()
+    assert is_nodelay == [1]
 
 
 def test_base_url_is_one_that_can_be_reached() -> None:
