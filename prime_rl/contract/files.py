@@ -88,9 +88,10 @@ def staged_dir(final: Path) -> Iterator[Path]:
     tmp.chmod(0o755)
     try:
         yield tmp
-        for file in tmp.rglob("*"):
-            if file.is_file():
-                _sync(file)
+        for folder, _, names in os.walk(tmp):
+            for path in (Path(folder, name) for name in names):
+                if path.stat().st_size:  # an empty file is nothing but its name, which the folder holds
+                    _sync(path)
         _sync(tmp)
         if final.exists():
             shutil.rmtree(final)
@@ -101,11 +102,12 @@ def staged_dir(final: Path) -> Iterator[Path]:
         raise
 
 
-def mark_stable(step_dir: Path) -> None:
-    """Write the `STABLE` marker: the folder is complete from now on."""
+def mark_stable(step_dir: Path, *, sync: bool = True) -> None:
+    """Write the `STABLE` marker: the folder is complete from now on. `staged_dir` syncs it by itself."""
     marker = stable_marker(step_dir)
     marker.touch()
-    _sync(step_dir)
+    if sync:
+        _sync(step_dir)
 
 
 def _sync(path: Path) -> None:

@@ -63,4 +63,4 @@ def write_version(target: Path, save: Callable[[Path], None]) -> None:
     target.parent.mkdir(exist_ok=True)
     with staged_dir(target) as folder:
         save(folder)
-        mark_stable(folder)
+        mark_stable(folder, sync=False)
