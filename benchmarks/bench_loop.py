@@ -1,15 +1,17 @@
-"""The asynchronous loop: what it saves, what the orchestrator itself costs, and the embedded engine against vLLM."""
+"""The asynchronous loop: what it saves, how soon new weights speak, what it costs; the embedded engine against vLLM."""
 
 from __future__ import annotations
 
 from benchmarks.loop_async import async_figures
 from benchmarks.loop_engines import embedded_vs_vllm_tokens_per_s
 from benchmarks.loop_orchestrator import idle_50_orchestrators_cpu, rollouts_per_s
+from benchmarks.loop_publish import publish_figures
 
 
 def run() -> dict[str, float]:
     return {
         **async_figures(),
+        **publish_figures(),
         "rollouts_per_s": rollouts_per_s(),
         "idle_50_orchestrators_cpu": idle_50_orchestrators_cpu(),
         **embedded_vs_vllm_tokens_per_s(),

@@ -1,12 +1,14 @@
 """What asynchrony is worth: the same run with `max_async_level` 2 and 0, in one real house, one after the other.
 
 Trainer and embedded engine have one core each; passes and samples are chosen so that making a batch and training on it
-take about as long. A run's wall time is that from its first update to its last.
+take about as long. A run's wall time is that from its first update to its last. What it learned is measured afterwards:
+its last policy answers one and the same set of examples.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import statistics
 import subprocess
 import sys
@@ -15,10 +17,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from benchmarks.loop_reward import reward_of
 from prime_rl.contract.files import wait_for
 from prime_rl.contract.layout import RunDir, list_steps
 
-SEEDS, LEVELS, NUM_STEPS = (1, 2, 3), (0, 2), 32
+SEEDS, LEVELS, NUM_STEPS = (1, 2, 3), (0, 2), 48
 TIMEOUT_S = 900.0
 MODEL = Path("models/base")
 SYSTEM = """
@@ -64,7 +67,11 @@ interval = 100
 
 
 def async_figures() -> dict[str, float]:
-    """Ratio of wall times (median over seeds), and the difference of last rewards with its noise over seeds."""
+    """Ratio of wall times (median over seeds), and the rewards of the last policies with the noise of their difference.
+
+    The noise is the standard error of the difference of the two means, from the spread over the seeds of either arm:
+    that of the training and that of the sampling of the evaluation are both in it.
+    """
     if not MODEL.is_dir():
         raise SystemExit(f"bench: {MODEL} is not there: make it with `.venv/bin/prl make-base` or `make demo`")
     with tempfile.TemporaryDirectory() as folder, _house(Path(folder)) as house:
@@ -74,14 +81,15 @@ def async_figures() -> dict[str, float]:
         runs = {(seed, level): RunDir(house / f"run_s{seed}_k{level}") for seed in SEEDS for level in LEVELS}
         wait_for(lambda: all(_is_done(run) for run in runs.values()), "all runs of the bench", timeout_s=TIMEOUT_S)
         walls = {key: _wall_s(run) for key, run in runs.items()}
-        rewards = {key: _last_reward(run) for key, run in runs.items()}
+        rewards = {key: reward_of(run, NUM_STEPS) for key, run in runs.items()}
         shares = [_train_share(runs[seed, 0]) for seed in SEEDS]
+    arms = {level: [rewards[seed, level] for seed in SEEDS] for level in LEVELS}
     return {
         "async2_vs_sync": statistics.median(walls[seed, 2] / walls[seed, 0] for seed in SEEDS),
         "sync_training_share": statistics.median(shares),
-        "async2_reward": statistics.mean(rewards[seed, 2] for seed in SEEDS),
-        "sync_reward": statistics.mean(rewards[seed, 0] for seed in SEEDS),
-        "reward_noise": statistics.stdev(rewards[seed, 0] for seed in SEEDS),
+        "async2_reward": statistics.mean(arms[2]),
+        "sync_reward": statistics.mean(arms[0]),
+        "reward_noise": math.sqrt(sum(statistics.variance(arm) / len(arm) for arm in arms.values())),
     }
 
 
@@ -119,10 +127,6 @@ def _lines(path: Path) -> list[dict[str, float]]:
 def _wall_s(run: RunDir) -> float:
     times = [line["time"] for line in _lines(run.trainer_metrics)]
     return times[-1] - times[0]
-
-
-def _last_reward(run: RunDir) -> float:
-    return statistics.mean(line["reward/mean"] for line in _lines(run.orchestrator_metrics)[-5:])
 
 
 def _train_share(run: RunDir) -> float:

@@ -1,0 +1,76 @@
+"""Starts a part of the house as it is and notes what happens when: `python -m benchmarks.loop_marks PART FILE ARG...`.
+
+PART is `trainer` or `orchestrator`; each line of FILE is {"what", "version", "at_s"} in the machine's
+monotonic time, which is the same for all of its processes. Nothing of the part is changed but that it is listened to.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+from prime_rl.contract.layout import parse_adapter_name
+
+
+class Marks:
+    """Lines of one process; a note costs microseconds."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("a", buffering=1)
+
+    def note(self, what: str, version: int) -> None:
+        self._file.write(json.dumps({"what": what, "version": version, "at_s": time.monotonic()}) + "\n")
+
+
+def listen_to_trainer(marks: Marks) -> None:
+    """`updated`: an optimizer step has ended."""
+    from prime_rl.trainer.step import TrainStep
+
+    update = TrainStep.update
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        report = update(*args, **kwargs)
+        marks.note("updated", report.step)
+        return report
+
+    TrainStep.update = noted  # type: ignore[method-assign]
+
+
+def listen_to_orchestrator(marks: Marks) -> None:
+    """`loading` and `loaded`: the load call of a version; `asking` and `answered`: a request to it."""
+    from prime_rl.orchestrator.pool import InferenceClient
+
+    def noted(call: Callable[..., Awaitable[Any]], before: str, after: str) -> Callable[..., Awaitable[Any]]:
+        @functools.wraps(call)
+        async def wrapped(self: Any, model: str, *args: Any, **kwargs: Any) -> Any:
+            version = (parse_adapter_name(model) or ("", 0))[1]
+            marks.note(before, version)
+            answer = await call(self, model, *args, **kwargs)
+            marks.note(after, version)
+            return answer
+
+        return wrapped
+
+    InferenceClient.load_adapter = noted(InferenceClient.load_adapter, "loading", "loaded")  # type: ignore[method-assign]
+    InferenceClient.complete = noted(InferenceClient.complete, "asking", "answered")  # type: ignore[method-assign]
+
+
+def main(part: str, path: str, argv: list[str]) -> int:
+    if part == "trainer":
+        from prime_rl.trainer.train import main as run
+
+        listen_to_trainer(Marks(Path(path)))
+    else:
+        from prime_rl.orchestrator.orchestrator import main as run
+
+        listen_to_orchestrator(Marks(Path(path)))
+    return run(argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], sys.argv[2], sys.argv[3:]))
