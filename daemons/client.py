@@ -24,8 +24,17 @@ from daemons.house import (
     find_bottleneck,
     waits_for,
 )
-from daemons.run_files import MAX_FILE_BYTES, NOT_PARSED, RunFiles, RunRecord, Stamp, read_status_file, stamp_of
-from prime_rl.contract.layout import OutputDir, scan_runs
+from daemons.run_files import (
+    MAX_FILE_BYTES,
+    NO_FILE,
+    NOT_PARSED,
+    RunFiles,
+    RunRecord,
+    Stamp,
+    read_status_file,
+    stamp_of,
+)
+from prime_rl.contract.layout import OutputDir, RefusedRun, RunDir, scan_runs
 from prime_rl.contract.status import (
     DaemonStatus,
     InferenceStatus,
@@ -57,21 +66,22 @@ class HouseReader:
         self._files: dict[str, RunFiles] = {}
         self._views: dict[str, tuple[_Facts, RunView]] = {}
         self._statuses: dict[Path, tuple[Stamp, Status | None]] = {}
+        self._scanned: tuple[Stamp, list[RunDir], list[RefusedRun]] = (NO_FILE, [], [])
 
-    def read(self, *, now: float | None = None, with_configs: bool = True) -> House:
+    def read(self, *, now: float | None = None, with_configs: bool = True, at_rest: bool = True) -> House:
         """A new snapshot. Never raises for what is in the folder; an unreadable folder is an empty house.
 
-        `with_configs` false is for the first look of who is in a hurry: what only configs tell is left out.
+        Args:
+            with_configs: false for the first look of who is in a hurry: what only configs tell is left out.
+            at_rest: false leaves runs as they were at which nothing works and of which trainer and supervisor say
+                nothing new: most of a large house.
         """
         now = self._clock() if now is None else now
         trainer = self._living(self.output.trainer_status, TrainerStatus, now)
         inference = self._living(self.output.inference_status, InferenceStatus, now)
         supervisor = self._living(self.output.daemon_status(SUPERVISOR), DaemonStatus, now)
         daemons = self._daemons(now)
-        try:
-            found, refused = scan_runs(self.output.path)
-        except OSError:
-            found, refused = [], []
+        found, refused = self._scan(at_rest)
         reasons = {each.name: each.reason for each in refused} | (trainer.refused if trainer else {})
         places = {run_id: place for place, run_id in enumerate(trainer.waiting if trainer else [], start=1)}
         by_id = {run.run_id: run for run in found}
@@ -83,6 +93,11 @@ class HouseReader:
             if files is None:
                 files = self._files[run_id] = RunFiles(run)
             slot = trainer.runs.get(run_id) if trainer else None
+            known = self._views.get(run_id)
+            others = (slot, places.get(run_id), daemons.get(run_id), trainer is not None, False)
+            if not at_rest and known is not None and slot is None and known[0][1:] == others:
+                runs.append(known[1])
+                continue
             try:
                 record = files.read(is_busy=slot is not None, with_config=with_configs)
             except OSError as error:
@@ -91,9 +106,7 @@ class HouseReader:
             if record.toml is None:
                 reasons[run_id] = f"{run.control / 'orch.toml'} is not there: without it this is not a run"
                 continue
-            lives = is_alive(record.word, now)
-            facts = _Facts(record, slot, places.get(run_id), daemons.get(run_id), trainer is not None, lives)
-            runs.append(self._view(run_id, facts))
+            runs.append(self._view(run_id, _Facts(record, *others[:-1], is_alive(record.word, now))))
         self._forget(by_id.keys())
         return House(
             output_dir=self.output.path,
@@ -108,6 +121,15 @@ class HouseReader:
             bottleneck=find_bottleneck(runs, trainer, inference),
             read_at=now,
         )
+
+    def _scan(self, anew: bool) -> tuple[list[RunDir], list[RefusedRun]]:
+        stamp = stamp_of(self.output.path)
+        if anew or stamp != self._scanned[0]:
+            try:
+                self._scanned = (stamp, *scan_runs(self.output.path))
+            except OSError:
+                self._scanned = (stamp, [], [])
+        return self._scanned[1:]
 
     def _view(self, run_id: str, facts: _Facts) -> RunView:
         """What follows from `facts`; the same object as long as they are the same."""

@@ -6,6 +6,8 @@ is the mean of twice as many steps. The newest values are kept as they came too,
 
 from __future__ import annotations
 
+import itertools
+import operator
 from array import array
 from collections import deque
 from collections.abc import Sequence
@@ -51,6 +53,19 @@ class Series:
         self._steps.append(step)
         self._sums.append(value)
         self._counts.append(1)
+
+    def extend(self, steps: Sequence[int], values: Sequence[float]) -> None:
+        """`append` for each; much faster where nothing has to be merged or replaced."""
+        first = (self.last_step is None or steps[0] > self.last_step) if steps else False
+        fits = self._stride == 1 and len(self._steps) + len(steps) <= self._capacity
+        if first and fits and all(map(operator.lt, steps, itertools.islice(steps, 1, None))):
+            self._steps.extend(steps)
+            self._sums.extend(values)
+            self._counts.extend(itertools.repeat(1, len(steps)))
+            self._recent.extend(zip(steps[-NUM_RECENT:], values[-NUM_RECENT:], strict=True))
+            return
+        for step, value in zip(steps, values, strict=True):
+            self.append(step, value)
 
     def _is_open(self) -> bool:
         """Whether the newest point has room for one more value."""

@@ -204,9 +204,15 @@ def make_snapshot(
     *,
     disk: Disk | None = None,
     since: Mapping[str, float] | None = None,
+    before: Snapshot | None = None,
 ) -> Snapshot:
-    """`now` in Unix seconds; `since` says of evicted and invalid runs when they became so."""
-    rows = tuple(_row(order, run, tails.get(run.run_id, NO_TAIL), now) for order, run in enumerate(house.runs))
+    """`now` in Unix seconds; `since` says of evicted and invalid runs when they became so.
+
+    A row that is as in `before` is the same object, so that who draws it can tell without looking.
+    """
+    made = (_row(order, run, tails.get(run.run_id, NO_TAIL), now) for order, run in enumerate(house.runs))
+    old = {row.run_id: row for row in before.rows} if before else {}
+    rows = tuple(known if (known := old.get(row.run_id)) == row else row for row in made)
     parts = _parts(house)
     return Snapshot(
         name=one_line(house.output_dir.resolve().name or str(house.output_dir), 60),

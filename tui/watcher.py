@@ -7,11 +7,10 @@ within one wait after `stop`.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import shutil
-import statistics
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from textual.message import Message
@@ -20,11 +19,10 @@ from daemons.client import House, HouseReader
 from prime_rl.contract.layout import OutputDir, RunDir
 from prime_rl.contract.status import RunState
 from prime_rl.utils.watch import Watcher
+from tui.house_metrics import HouseMetrics
 from tui.messages import HouseChanged, RunChanged
-from tui.readers import MetricsReader
 from tui.run_detail import RunDetailReader
-from tui.series import downsample
-from tui.snapshot import Disk, RunTail, Snapshot, make_snapshot
+from tui.snapshot import Disk, Snapshot, make_snapshot
 
 Post = Callable[[Message], object]
 ReadDisk = Callable[[Path], Disk | None]
@@ -32,66 +30,11 @@ ReadDisk = Callable[[Path], Disk | None]
 MIN_INTERVAL_S = 0.3
 RESCAN_S = 2.0
 RUN_INTERVAL_S = 0.4
-# The home screen draws at most this many points of a curve.
-HOME_POINTS = 240
-HOME_KEYS = ("reward/mean", "loss", "time")
-HOME_CAPACITY = 512
-# Of each metrics file the home screen reads this much from the end, about 200 steps: a house of 200 long runs is then
-# listed at once. The run screen reads all.
-HOME_TAIL_BYTES = 1 << 15
-
-
-class HouseMetrics:
-    """The newest rewards and losses of every run of a house."""
-
-    def __init__(self, output_dir: Path) -> None:
-        self._output = OutputDir(output_dir)
-        self._readers: dict[str, MetricsReader] = {}
-        self._tails: dict[str, RunTail] = {}
-
-    def update(self, house: House, stop: Callable[[], bool] = lambda: False) -> dict[str, RunTail]:
-        """Read what is new. Ends early, with what it has, when `stop()`."""
-        run_ids = {run.run_id for run in house.runs}
-        self._readers = {run_id: reader for run_id, reader in self._readers.items() if run_id in run_ids}
-        self._tails = {run_id: tail for run_id, tail in self._tails.items() if run_id in run_ids}
-        for run_id in run_ids:
-            if stop():
-                break
-            if self._update_one(run_id, stop):
-                self._tails[run_id] = _tail(self._readers[run_id])
-        return dict(self._tails)
-
-    def _update_one(self, run_id: str, stop: Callable[[], bool]) -> bool:
-        if run_id not in self._readers:
-            run = RunDir(self._output.path / run_id)
-            paths = [run.orchestrator_metrics, run.trainer_metrics]
-            self._readers[run_id] = MetricsReader(paths, HOME_KEYS, capacity=HOME_CAPACITY, start_bytes=HOME_TAIL_BYTES)
-        changed, more = self._readers[run_id].update()
-        while more and not stop():
-            _, more = self._readers[run_id].update()
-        return changed
-
-
-def _tail(reader: MetricsReader) -> RunTail:
-    rewards, losses = reader.series("reward/mean"), reader.series("loss")
-
-    def curve(key: str) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        series = reader.series(key)
-        steps, values = downsample(*series.points(), HOME_POINTS) if series else ([], [])
-        return tuple(steps), tuple(values)
-
-    times = reader.series("time")
-    ended = times.recent(12) if times else []
-    steps_s = [later - sooner for sooner, later in itertools.pairwise(ended)]
-
-    return RunTail(
-        last_step_at=ended[-1] if ended else None,
-        step_s=statistics.median(steps_s) if steps_s else None,
-        rewards=tuple(rewards.recent(64)) if rewards else (),
-        loss=losses.last if losses else None,
-        reward_curve=curve("reward/mean"),
-        loss_curve=curve("loss"),
-    )
+# Runs at which nothing works are looked at this seldom, unless trainer or supervisor say something new of them.
+REST_S = 5.0
+# The first screenful of figures is on the screen after the first slice; a person who acts meanwhile waits for no more.
+FIRST_SLICE_S = 0.08
+SLICE_S = 0.3
 
 
 def disk_of(path: Path) -> Disk | None:
@@ -123,33 +66,51 @@ class HouseWatcher:
     ) -> None:
         self._output = OutputDir(output_dir)
         self._post = post
-        self._clock = clock
         self._read_disk = read_disk or disk_of
+        self._reader = HouseReader(output_dir, clock=clock)
+        self._metrics = HouseMetrics(output_dir)
+        self._shown: Snapshot | None = None
         self._stopped = threading.Event()
+        self._woken = False
         self._watcher: Watcher | None = None
 
     def run(self) -> None:
-        reader = HouseReader(self._output.path, clock=self._clock)
-        metrics = HouseMetrics(self._output.path)
-        with Watcher(self._folders(), rescan_s=RESCAN_S) as watcher:
+        with Watcher(self._folders(()), rescan_s=RESCAN_S) as watcher:
             self._watcher = watcher
-            # Names and states at once, curves when they are read.
-            house = reader.read()
-            self._post(HouseChanged(self._snapshot(house, {})))
+            # In this order: names and states, the first screenful of figures, then what takes longer.
+            house = self._look(with_configs=False)
+            self._metrics.read_slice(house, self._stopped.is_set, FIRST_SLICE_S)
+            self._show(house)
+            rested_at = -REST_S
             while not self._stopped.is_set():
-                house = reader.read()
-                tails = metrics.update(house, self._stopped.is_set)
-                self._post(HouseChanged(self._snapshot(house, tails)))
+                at_rest = time.monotonic() - rested_at >= REST_S or self._woken
+                self._woken = False
+                house = self._look(at_rest=at_rest)
+                if at_rest:
+                    rested_at = time.monotonic()
+                while self._metrics.read_slice(house, self._stopped.is_set, SLICE_S):
+                    self._show(house)
+                self._show(house)
+                watcher.watch(self._folders(run.run_id for run in house.runs if run.state is RunState.ACTIVE))
                 self._stopped.wait(MIN_INTERVAL_S)
-                watcher.watch(self._folders())
                 watcher.wait()
 
-    def _snapshot(self, house: House, tails: dict[str, RunTail]) -> Snapshot:
+    def _look(self, *, with_configs: bool = True, at_rest: bool = True) -> House:
+        house = self._reader.read(with_configs=with_configs, at_rest=at_rest)
+        if not with_configs:
+            self._show(house)
+        return house
+
+    def _show(self, house: House) -> None:
         disk = self._read_disk(self._output.path)
-        return make_snapshot(house, tails, house.read_at, disk=disk, since=state_times(self._output, house))
+        since = state_times(self._output, house)
+        tails = self._metrics.tails
+        self._shown = make_snapshot(house, tails, house.read_at, disk=disk, since=since, before=self._shown)
+        self._post(HouseChanged(self._shown))
 
     def wake(self) -> None:
-        """Look again now."""
+        """Look again now, at everything."""
+        self._woken = True
         if self._watcher is not None:
             self._watcher.wake()
 
@@ -157,10 +118,11 @@ class HouseWatcher:
         self._stopped.set()
         self.wake()
 
-    def _folders(self) -> list[Path]:
-        """Few folders: the status of trainer, inference and daemons changes whenever anything does."""
+    def _folders(self, working: Iterable[str]) -> list[Path]:
+        """The status of trainer, inference and daemons changes whenever anything does; a step is seen at once."""
         output = self._output
-        return [output.path, output.trainer_status.parent, output.inference_status.parent, output.daemons]
+        steps = (RunDir(output.path / run_id).metrics for run_id in working)
+        return [output.path, output.trainer_status.parent, output.inference_status.parent, output.daemons, *steps]
 
 
 class RunWatcher:

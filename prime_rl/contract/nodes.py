@@ -20,14 +20,14 @@ PHASE_NAMES = (
     "rollout done",
     "files ready",
     "aggregate",
-    "decide eval",
-    "eval",
+    "eval rollout",
+    "eval aggregate",
     "stop inference",
     "prepare data",
     "config ready",
     "train",
     "copy checkpoint",
-    "start inference",
+    "restart inference",
     "final sync",
 )
 NUM_PHASES = len(PHASE_NAMES)

@@ -1,0 +1,100 @@
+"""The newest rewards and losses of all runs of a house, read a slice at a time: the first screenful is there at once.
+
+Called by the watcher's thread only. Runs at which nothing works are looked at rarely.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from daemons.client import House, RunView
+from prime_rl.contract.layout import OutputDir, RunDir
+from prime_rl.contract.status import RunState
+from tui.readers import MetricsReader
+from tui.series import downsample
+from tui.snapshot import RunTail
+
+# The home screen draws at most this many points of a curve.
+HOME_POINTS = 240
+HOME_KEYS = ("reward/mean", "loss", "time")
+HOME_CAPACITY = 512
+# Of each metrics file the home screen reads this much from the end, 60 to 100 steps: more than a sparkline draws. The
+# run screen reads all.
+HOME_TAIL_BYTES = 1 << 14
+# Metrics of a run at which nothing works change only when a person copies files.
+REST_S = 10.0
+
+
+class HouseMetrics:
+    """Keeps up with the metrics of every run. `tails` holds what was read so far."""
+
+    def __init__(self, output_dir: Path, clock: Callable[[], float] = time.monotonic) -> None:
+        self._output = OutputDir(output_dir)
+        self._clock = clock
+        self._readers: dict[str, MetricsReader] = {}
+        self._read_at: dict[str, tuple[RunView, float]] = {}
+        self.tails: dict[str, RunTail] = {}
+
+    def update(
+        self, house: House, stop: Callable[[], bool] = lambda: False, *, slice_s: float | None = None
+    ) -> dict[str, RunTail]:
+        """Read all that is new, or what can be read within `slice_s`; ends early when `stop()`."""
+        self.read_slice(house, stop, slice_s)
+        return self.tails
+
+    def read_slice(self, house: House, stop: Callable[[], bool], slice_s: float | None) -> bool:
+        """Read in the order of the house; true when time was up before the end. `tails` is another dict afterwards."""
+        run_ids = {run.run_id for run in house.runs}
+        if self._readers.keys() - run_ids:
+            self._readers = {run_id: reader for run_id, reader in self._readers.items() if run_id in run_ids}
+            self._read_at = {run_id: known for run_id, known in self._read_at.items() if run_id in run_ids}
+        self.tails = {run_id: tail for run_id, tail in self.tails.items() if run_id in run_ids}
+        now = self._clock()
+        for run in house.runs:
+            if not self._is_due(run, now):
+                continue
+            if stop() or (slice_s is not None and self._clock() - now > slice_s):
+                return not stop()
+            if self._update_one(run.run_id, stop):
+                self.tails[run.run_id] = _tail(self._readers[run.run_id])
+            self._read_at[run.run_id] = (run, self._clock())
+        return False
+
+    def _is_due(self, run: RunView, now: float) -> bool:
+        known = self._read_at.get(run.run_id)
+        return known is None or run.state is RunState.ACTIVE or known[0] is not run or now - known[1] >= REST_S
+
+    def _update_one(self, run_id: str, stop: Callable[[], bool]) -> bool:
+        if run_id not in self._readers:
+            run = RunDir(self._output.path / run_id)
+            paths = [run.orchestrator_metrics, run.trainer_metrics]
+            self._readers[run_id] = MetricsReader(paths, HOME_KEYS, capacity=HOME_CAPACITY, start_bytes=HOME_TAIL_BYTES)
+        changed, more = self._readers[run_id].update()
+        while more and not stop():
+            _, more = self._readers[run_id].update()
+        return changed
+
+
+def _tail(reader: MetricsReader) -> RunTail:
+    rewards, losses = reader.series("reward/mean"), reader.series("loss")
+
+    def curve(key: str) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        series = reader.series(key)
+        steps, values = downsample(*series.points(), HOME_POINTS) if series else ([], [])
+        return tuple(steps), tuple(values)
+
+    times = reader.series("time")
+    ended = times.recent(12) if times else []
+    steps_s = [later - sooner for sooner, later in itertools.pairwise(ended)]
+    return RunTail(
+        last_step_at=ended[-1] if ended else None,
+        step_s=statistics.median(steps_s) if steps_s else None,
+        rewards=tuple(rewards.recent(64)) if rewards else (),
+        loss=losses.last if losses else None,
+        reward_curve=curve("reward/mean"),
+        loss_curve=curve("loss"),
+    )
