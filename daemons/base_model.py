@@ -15,12 +15,17 @@ from daemons.specs import MAKE_BASE_MODULE
 LOOK_EVERY_S = 0.25
 
 
-def make_base_model(name: str, stop: Callable[[], bool], say: launch.Say) -> None:
-    """Build the small base model when its folder is not there yet; its progress is printed. Raises LaunchError."""
+def make_base_model(name: str, stop: Callable[[], bool], say: launch.Say, *, is_quiet: bool = False) -> None:
+    """Build the small base model when its folder is not there yet; its progress is printed unless `is_quiet`.
+
+    Raises LaunchError.
+    """
     if not launch.means_folder(name) or (Path(name) / "config.json").exists():
         return
     say(f"making a small base model in {name} (once, one to three minutes)")
-    child = subprocess.Popen([sys.executable, "-m", MAKE_BASE_MODULE, "--out", name])
+    out = subprocess.DEVNULL if is_quiet else None
+    argv = [sys.executable, "-m", MAKE_BASE_MODULE, "--out", name]
+    child = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=out, stderr=out)
     try:
         while child.poll() is None and not stop():
             time.sleep(LOOK_EVERY_S)

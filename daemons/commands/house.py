@@ -28,7 +28,6 @@ from daemons.commands.common import (
 from daemons.commands.views import house_json, house_view
 from daemons.disk import DiskReader
 from daemons.logs import end_of_lines, last_lines
-from prime_rl.contract.files import WaitTimeout, wait_for, write_atomic
 from prime_rl.contract.layout import LayoutError, OutputDir
 from prime_rl.utils.tail import FileTail
 from prime_rl.utils.text import clean_text
@@ -145,27 +144,9 @@ def restart(
 
     Example: prl restart inference
     """
-    output = choose_output(output_dir)
-    reader = HouseReader(output.path)
-    house = reader.read()
-    part = house.daemon(name)
-    if not house.supervisor_alive:
-        raise ActionError(f"nothing is running in {output.path}: prl up starts the house")
-    if part is None or name == "supervisor":
-        known = ", ".join(each.name for each in house.daemons if each.name != "supervisor")
-        raise UsageError(f"no part {name!r} to restart; there are: {known}")
-    if part.state == "done":
-        raise ActionError(f"{name} is done ({part.reason}): prl runs readmit {name} lets it train again")
-    write_atomic(output.start_request(name), "restart")
+    from daemons import running
 
-    def new() -> bool:
-        now = reader.read().daemon(name)
-        return now is not None and now.pid not in (None, part.pid) and now.state in ("starting", "running")
-
-    try:
-        wait_for(new, f"{name} to be started again", timeout_s=RESTART_WAIT_S)
-    except WaitTimeout as error:
-        raise ActionError(f"{name}: {error}; prl status shows what holds it up") from error
+    running.restart_part(choose_output(output_dir).path, name)
     say(f"{name} is started again")
 
 

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import tomli_w
 
-from daemons.commands.up import UP, choose_system
+from daemons.commands.up import choose_system
+from daemons.running import UP
 from prime_rl.configs.base import ConfigError
 from prime_rl.contract.layout import OutputDir
 

@@ -1,0 +1,179 @@
+"""Starting a house, stopping it, starting one part anew: what `prl up`, `down` and `restart` do, and `prl-tui` alike.
+
+`choose_system` says which house is meant, `start_house` starts it and waits until everything answers, `stop_house` and
+`restart_part` name themselves. What they do comes in words through `say`; nothing here prints. `launch` does the work.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+
+from daemons import launch
+from daemons.client import House, HouseReader, read_house
+from daemons.errors import ActionError, WrongUseError
+from daemons.pidfile import SupervisorLock
+from prime_rl.configs.base import ConfigError, build, load_toml, merge, read_argv
+from prime_rl.configs.system import SystemConfig
+from prime_rl.contract.files import WaitTimeout, wait_for, write_atomic
+from prime_rl.contract.layout import OutputDir
+
+UP = "up"
+CONFIGS = Path(__file__).resolve().parents[1] / "configs" / "demo"
+RESTART_WAIT_S = 60.0
+
+Say = Callable[[str], None]
+Look = Callable[[House], None]
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What `prl up` was asked for. `said` is kept for the next time; `is_small`: nobody named a file or a model."""
+
+    system: SystemConfig
+    said: Mapping[str, Any]
+    is_small: bool
+
+
+def choose_system(
+    args: Sequence[str], output_dir: Path | None, *, say: Say, default: Callable[[], Path] = Path.cwd
+) -> Wanted:
+    """The system that a command line means; `default()` is the house when nobody names one. Raises ConfigError."""
+    data, source = read_argv(args)
+    chosen = output_dir or os.environ.get("PRL_OUTPUT_DIR")
+    small = False
+    if not any(arg.startswith("@") for arg in args) and "model" not in data:
+        chosen = chosen or data.get("output_dir") or default()
+        base, source, small = _without_a_file(Path(str(chosen)), say)
+        data = merge(base, data)
+    if chosen:
+        place = {"output_dir": str(chosen)}
+        data = merge(data, {**place, "trainer": place, "inference": place})
+    return Wanted(build(SystemConfig, data, source), data, small)
+
+
+def start_house(
+    wanted: Wanted, *, stop: Callable[[], bool], say: Say, on_look: Look, is_quiet: bool = False
+) -> House | None:
+    """Start it as daemons and wait until everything answers; None when `stop()` came first, and all is ended again.
+
+    `is_quiet`: a child that would print its progress on our terminal does not. Raises LaunchError.
+    """
+    output = OutputDir(wanted.system.output_dir)
+    if not make_model(wanted, output, stop=stop, say=say, is_quiet=is_quiet):
+        return None
+    child = launch.start_supervisor(output, take_house(wanted, output, say))
+    try:
+        ready = launch.wait_until_ready(wanted.system, output, child, stop=stop, on_look=on_look)
+    except launch.LaunchError:
+        launch.down(output, timeout_s=None, say=say, supervisor=child)
+        raise
+    if not ready:
+        launch.down(output, timeout_s=None, say=say, supervisor=child)
+        return None
+    _reap(child)
+    return read_house(output.path)
+
+
+def make_model(wanted: Wanted, output: OutputDir, *, stop: Callable[[], bool], say: Say, is_quiet: bool) -> bool:
+    """Make the small house's base model when it is missing; false when `stop()` came first."""
+    if wanted.is_small and not _is_held(output):
+        from daemons.base_model import make_base_model
+
+        make_base_model(wanted.system.model.name, stop, say, is_quiet=is_quiet)
+    return not (wanted.is_small and stop())
+
+
+def take_house(wanted: Wanted, output: OutputDir, say: Say) -> SupervisorLock:
+    """Check and prepare the house, and keep what was asked for; returns its lock. Raises LaunchError."""
+    lock = launch.prepare(wanted.system, output, say)
+    write_atomic(output.component_config(UP), tomli_w.dumps(wanted.said))
+    return lock
+
+
+def stop_house(output_dir: Path, *, timeout_s: float | None = None, say: Say) -> bool:
+    """Stop everything and prove it; false when nothing was running. Raises LaunchError."""
+    return launch.down(OutputDir(output_dir), timeout_s=timeout_s, say=say)
+
+
+def restart_part(output_dir: Path, name: str, *, wait_s: float = RESTART_WAIT_S) -> None:
+    """End one part and wait until the supervisor has started it again. Raises ActionError."""
+    output = OutputDir(output_dir)
+    reader = HouseReader(output.path)
+    house = reader.read()
+    part = house.daemon(name)
+    if not house.supervisor_alive:
+        raise ActionError(f"nothing is running in {output.path}: prl up starts the house")
+    if part is None or name == "supervisor":
+        known = ", ".join(each.name for each in house.daemons if each.name != "supervisor")
+        raise WrongUseError(f"no part {name!r} to restart; there are: {known}")
+    if part.state == "done":
+        raise ActionError(f"{name} is done ({part.reason}): prl runs readmit {name} lets it train again")
+    write_atomic(output.start_request(name), "restart")
+
+    def new() -> bool:
+        now = reader.read().daemon(name)
+        return now is not None and now.pid not in (None, part.pid) and now.state in ("starting", "running")
+
+    try:
+        wait_for(new, f"{name} to be started again", timeout_s=wait_s)
+    except WaitTimeout as error:
+        raise ActionError(f"{name}: {error}; prl status shows what holds it up") from error
+
+
+def last_start(output_dir: Path) -> Path | None:
+    """The file that says how the house was last started, if it ever was."""
+    path = OutputDir(output_dir).component_config(UP)
+    return path if path.is_file() else None
+
+
+def _without_a_file(output_dir: Path, say: Say) -> tuple[dict[str, Any], str, bool]:
+    """(values, their source, whether it is the small house)."""
+    last = last_start(output_dir)
+    if last is not None:
+        say(f"no system file: {output_dir} as it was last started ({last})")
+        return load_toml(last), str(last), False
+    small = CONFIGS / "system.toml"
+    if small.is_file():
+        say(f"no system file: a small house for this machine's CPU, as in {_short(small)}")
+        return load_toml(small), str(small), True
+    return {}, "command line", False
+
+
+def _short(path: Path) -> Path:
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+
+
+def _is_held(output: OutputDir) -> bool:
+    """Whether a supervisor has this house: then nothing is made for it, and `launch.prepare` says who it is."""
+    if not output.supervisor_lock.exists():
+        return False
+    lock = SupervisorLock.acquire(output)
+    if lock is not None:
+        os.close(lock.fd)
+    return lock is None
+
+
+def _reap(child: subprocess.Popen[bytes]) -> None:
+    """The supervisor outlives us; should it end first, it must not stay behind as our dead child."""
+    threading.Thread(target=child.wait, name="reap the supervisor", daemon=True).start()
+
+
+__all__ = [
+    "UP",
+    "ConfigError",
+    "House",
+    "Wanted",
+    "choose_system",
+    "last_start",
+    "restart_part",
+    "start_house",
+    "stop_house",
+]
