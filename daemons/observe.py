@@ -21,6 +21,7 @@ from prime_rl.configs.base import ConfigError
 from prime_rl.configs.validate import load_run_config
 from prime_rl.contract.layout import LayoutError, OutputDir, RunDir
 from prime_rl.contract.status import InferenceStatus, RunStatus, Status, TrainerStatus, is_alive, read_status
+from prime_rl.utils.process import is_below
 
 _READY = {TRAINER: ("waiting", "training"), INFERENCE: ("serving",)}
 _LAST_WORDS = ("finished", "evicted", "failed")
@@ -187,11 +188,12 @@ def _kind(path: Path) -> tuple[int, int]:
 
 
 def _wrote(process: Identity, status: Status) -> bool:
-    """Whether `status` was written by `process` or a process of its session."""
+    """Whether `status` was written by `process`, a process of its session, or one that it started (torchrun's ranks
+    have sessions of their own)."""
     if status.pid == process.pid:
         return True
     try:
-        return os.getsid(status.pid) == process.pid
+        return os.getsid(status.pid) == process.pid or is_below(status.pid, process.pid)
     except (OSError, OverflowError):
         return False
 

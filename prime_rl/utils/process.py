@@ -30,6 +30,14 @@ def same_process(pid: int, create_time: float) -> bool:
         return False
 
 
+def is_below(pid: int, ancestor: int) -> bool:
+    """Whether process `pid` was started by `ancestor` or by one that it started."""
+    try:
+        return ancestor in [parent.pid for parent in psutil.Process(pid).parents()]
+    except (psutil.Error, ValueError):
+        return False
+
+
 def kill_tree(pid: int) -> None:
     """SIGKILL all below process `pid`, whatever sessions those are in, and then itself: it may be this process."""
     try:

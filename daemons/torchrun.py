@@ -1,0 +1,37 @@
+"""Stands in for the trainer's module where the trainer is several ranks: becomes `torchrun`, which starts them.
+
+    PRL_MODULES=trainer=daemons.torchrun PRL_TORCHRUN="--standalone --nproc-per-node 4" prl up @ system.toml
+
+The supervisor then keeps torchrun alive as it keeps the trainer, and ends it with all its ranks. Rank 0 must be on this
+machine, for the supervisor looks at its process. `PRL_TRAINER_GPUS` ("0,1,2,3") leaves the other GPUs to inference.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+
+TRAINER_MODULE = "prime_rl.trainer.train"
+OPTIONS_VARIABLE = "PRL_TORCHRUN"
+GPUS_VARIABLE = "PRL_TRAINER_GPUS"
+DEFAULT_OPTIONS = "--standalone --nproc-per-node gpu"
+
+
+def command(arguments: Sequence[str], environ: Mapping[str, str]) -> list[str]:
+    """argv of torchrun with the trainer's own arguments."""
+    options = shlex.split(environ.get(OPTIONS_VARIABLE, DEFAULT_OPTIONS))
+    return [sys.executable, "-m", "torch.distributed.run", *options, "-m", TRAINER_MODULE, *arguments]
+
+
+def main() -> None:
+    # Ranks wait for work by asking the store again and again; torch would warn of each time that none came.
+    environ = {"TORCH_CPP_LOG_LEVEL": "ERROR", **os.environ}
+    if GPUS_VARIABLE in environ:
+        environ["CUDA_VISIBLE_DEVICES"] = environ[GPUS_VARIABLE]
+    os.execve(sys.executable, command(sys.argv[1:], environ), environ)
+
+
+if __name__ == "__main__":
+    main()
