@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -47,6 +48,26 @@ name = "{model}"
 [lora]
 rank = 8
 alpha = 16
+[trainer]
+num_threads = 1
+[trainer.watch]
+rescan_s = 1.0
+[inference]
+port = 0
+engine = "{engine}"
+num_threads = 1
+"""
+
+
+WHOLE_SYSTEM_TOML = """\
+output_dir = "{output_dir}"
+full_finetune = true
+seq_len = 96
+[model]
+name = "{model}"
+[broadcast]
+type = "{broadcast}"
+port = {port}
 [trainer]
 num_threads = 1
 [trainer.watch]
@@ -160,6 +181,22 @@ def make_house(tmp_path: Path, model: Path, *, slots: int = 2, engine: str = "em
     values = {"output_dir": output_dir, "model": model, "slots": slots, "engine": engine}
     system_toml.write_text(SYSTEM_TOML.format(**values))
     return House(output_dir, system_toml, model)
+
+
+def make_whole_house(tmp_path: Path, model: Path, *, engine: str, broadcast: str) -> House:
+    """A house without adapters."""
+    output_dir = tmp_path / "house"
+    output_dir.mkdir()
+    system_toml = tmp_path / "system.toml"
+    values = {"output_dir": output_dir, "model": model, "engine": engine, "broadcast": broadcast, "port": free_port()}
+    system_toml.write_text(WHOLE_SYSTEM_TOML.format(**values))
+    return House(output_dir, system_toml, model)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

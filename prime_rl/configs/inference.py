@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from prime_rl.configs.base import BaseConfig
 from prime_rl.configs.shared import BroadcastConfig, LogConfig, LoRAConfig, ModelConfig
@@ -18,7 +18,7 @@ class InferenceModelConfig(ModelConfig):
     """Longest sequence (prompt and completion) in tokens."""
 
     lora: LoRAConfig | None = LoRAConfig()
-    """Largest rank and target modules of the adapters that will be loaded: the trainer's."""
+    """Largest rank and target modules of the adapters that will be loaded: the trainer's. Null with `full_finetune`."""
 
 
 class VllmConfig(BaseConfig):
@@ -66,6 +66,9 @@ class InferenceConfig(BaseConfig):
     model: InferenceModelConfig = InferenceModelConfig()
     """Base model and adapters."""
 
+    full_finetune: bool = False
+    """The trainer fine-tunes the whole model (it has no `[model.lora]`): no room is made for adapters."""
+
     max_concurrent_runs: int = Field(4, ge=1, le=1024)
     """Tenants to make room for: the trainer's slots. Waiting and ending runs are served from the base model."""
 
@@ -93,6 +96,19 @@ class InferenceConfig(BaseConfig):
 
     log: LogConfig = LogConfig()
     """Logging."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _no_adapters_with_the_whole_model(cls, data: Any) -> Any:
+        """TOML has no null for `model.lora`."""
+        if not isinstance(data, dict) or data.get("full_finetune") is not True:
+            return data
+        model = data.get("model", {})
+        if not isinstance(model, dict):
+            return data
+        if model.get("lora") is not None:
+            raise ValueError("full_finetune: the whole model has no adapters: leave out [model.lora]")
+        return {**data, "model": {**model, "lora": None}}
 
     @property
     def max_loras(self) -> int:

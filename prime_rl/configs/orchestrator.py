@@ -49,21 +49,20 @@ class RunModelConfig(BaseConfig):
     """The base model; must be the trainer's."""
 
     lora: RunLoRAConfig = RunLoRAConfig()
-    """The run's adapter. A house that fine-tunes the whole model refuses this table."""
+    """The run's adapter. A trainer that fine-tunes the whole model refuses this table."""
 
     full_finetune: bool | None = None
-    """Whether the run trains the whole model; null takes what the trainer does, and any other value than that is
-    refused."""
+    """Whether the run trains the whole model; null takes what the trainer does, any other value must be that."""
 
     @property
     def trains_whole_model(self) -> bool | None:
         """What this config says of it; None when that is left to the trainer."""
-        return False if "lora" in self.model_fields_set else self.full_finetune
+        return False if self.full_finetune is None and "lora" in self.model_fields_set else self.full_finetune
 
     @model_validator(mode="after")
     def _one_of_two(self) -> Self:
         if self.full_finetune and "lora" in self.model_fields_set:
-            raise ValueError("model.full_finetune: the whole model has no adapter: leave out [model.lora]")
+            raise ValueError("full_finetune: the whole model has no adapter: leave out [model.lora]")
         return self
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from pydantic import Field, model_validator
 
 from prime_rl.configs.base import BaseConfig, merge
 from prime_rl.configs.inference import InferenceConfig
-from prime_rl.configs.shared import LoRAConfig, ModelConfig
+from prime_rl.configs.shared import BroadcastConfig, LoRAConfig, ModelConfig
 from prime_rl.configs.trainer import TrainerConfig, TrainerModelConfig
 
 # Versions that rollouts lag behind by, and besides the newest one and the one that is being loaded.
@@ -85,8 +85,8 @@ class SupervisorConfig(BaseConfig):
 class SystemConfig(BaseConfig):
     """One house: trainer, inference, and how they are kept alive.
 
-    `model` , `lora`, `max_concurrent_runs`, `max_async_level` and `seq_len` are said once here and reach the parts,
-    unless a part sets its own.
+    `model`, `lora` or `full_finetune`, `broadcast`, `max_concurrent_runs`, `max_async_level` and `seq_len` are said
+    once here and reach the parts, unless a part sets its own.
     """
 
     output_dir: Path = Path("outputs")
@@ -98,8 +98,14 @@ class SystemConfig(BaseConfig):
     lora: LoRAConfig | None = LoRAConfig()
     """Adapters of trainer and inference. A house has adapters also without this table."""
 
+    full_finetune: bool = False
+    """The house has no adapters: its runs, one at a time, fine-tune the whole model."""
+
+    broadcast: BroadcastConfig = BroadcastConfig()
+    """How the whole model's new weights get from trainer to inference."""
+
     max_concurrent_runs: int = Field(4, ge=1, le=1024)
-    """Slots of the trainer, tenants of the inference server."""
+    """Slots of the trainer, tenants of the inference server. 1, also by default, with `full_finetune`."""
 
     max_async_level: int = Field(DEFAULT_MAX_ASYNC_LEVEL, ge=0, le=MAX_ASYNC_LEVEL)
     """Largest `max_async_level` of the runs: it sizes `inference.max_versions_per_run`, and a run that asks for more is
@@ -123,12 +129,14 @@ class SystemConfig(BaseConfig):
         """Copy what is said once into both parts. Unknown keys and wrong types are left for the strict models."""
         if not isinstance(data, dict):
             return data
+        whole = data.get("full_finetune") is True
+        data = _for_the_whole_model(data) if whole else _for_adapters(data)
         model = data.get("model", {})
-        lora = {"lora": data.get("lora", {})}
-        common = {key: data[key] for key in ("output_dir", "max_concurrent_runs") if key in data}
+        lora = {"lora": None if whole else data.get("lora", {})}
+        common = {key: data[key] for key in ("output_dir", "max_concurrent_runs", "broadcast") if key in data}
         seq_len = data.get("seq_len")
         trainer: dict[str, Any] = {**common}
-        inference: dict[str, Any] = {**common}
+        inference: dict[str, Any] = {**common, **({"full_finetune": True} if whole else {})}
         if isinstance(model, dict):
             trainer["model"] = {**model, **lora}
             inference["model"] = {**model, **lora}
@@ -144,3 +152,37 @@ class SystemConfig(BaseConfig):
         if not all(isinstance(value, dict) for value in own.values()):
             return data
         return {**data, **{name: merge(parts[name], own[name]) for name in parts}}
+
+    @model_validator(mode="after")
+    def _parts_agree(self) -> Self:
+        whole = self.full_finetune
+        if (self.trainer.model.lora is None, self.inference.full_finetune) != (whole, whole):
+            raise ValueError(
+                "full_finetune is for trainer and inference together: leave it out of [trainer], [inference]"
+            )
+        if self.trainer.broadcast.type != self.inference.broadcast.type:
+            raise ValueError("broadcast.type is for trainer and inference together: say it in [broadcast] only")
+        return self
+
+
+def _for_adapters(data: dict[str, Any]) -> dict[str, Any]:
+    """Raises ValueError for what goes with `full_finetune` only."""
+    broadcast = data.get("broadcast")
+    if isinstance(broadcast, dict) and broadcast.get("type") == "nccl":
+        raise ValueError(
+            "broadcast.type = 'nccl' is for the whole model, adapters go through the disk: leave it out, or set "
+            "full_finetune = true"
+        )
+    return data
+
+
+def _for_the_whole_model(data: dict[str, Any]) -> dict[str, Any]:
+    """Raises ValueError for what does not go with `full_finetune`."""
+    if data.get("lora") is not None:
+        raise ValueError("full_finetune: the whole model has no adapters: leave out [lora]")
+    if (slots := data.get("max_concurrent_runs", 1)) != 1:
+        raise ValueError(
+            f"max_concurrent_runs = {slots}: with full_finetune one run at a time trains the whole model; set it to 1, "
+            "or leave it out"
+        )
+    return {**data, "max_concurrent_runs": 1, "lora": None}

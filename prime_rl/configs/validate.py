@@ -25,6 +25,12 @@ _STAND_INS: dict[str, dict[str, Any]] = {
     "env": {"env": [{"id": "upper-case"}]},
 }
 _MAX_LOOKS = 4
+_WRONG_HOUSE_FOR_LORA = (
+    "the trainer fine-tunes the whole model, without adapters: leave it out, or add the run to a house with adapters"
+)
+_WRONG_HOUSE_FOR_WHOLE = (
+    "the trainer trains adapters: leave it out, or add the run to a house with full_finetune = true in its system file"
+)
 
 
 @dataclass(frozen=True)
@@ -128,12 +134,18 @@ def _left_out(data: Mapping[str, Any], keys: list[str], limits: TrainerLimits | 
 def _adapter_problems(config: OrchestratorConfig, limits: TrainerLimits) -> list[ConfigProblem]:
     lora, max_rank = config.model.lora, limits.max_rank
     if max_rank is not None:
-        found = f"found {lora.rank}: the trainer allows at most {max_rank}"
-        return [ConfigProblem("model.lora.rank", found)] if lora.rank is not None and lora.rank > max_rank else []
-    problems = [
-        ConfigProblem(f"model.lora.{name}", "the trainer fine-tunes the whole model, without adapters: leave it out")
-        for name in sorted(lora.model_fields_set)
-    ]
+        problems = []
+        if config.model.full_finetune:
+            problems.append(ConfigProblem("model.full_finetune", f"found true: {_WRONG_HOUSE_FOR_WHOLE}"))
+        if lora.rank is not None and lora.rank > max_rank:
+            found = f"found {lora.rank}: the trainer allows at most {max_rank}"
+            problems.append(ConfigProblem("model.lora.rank", found))
+        return problems
+    tables = [f"model.lora.{name}" for name in sorted(lora.model_fields_set)] or ["model.lora"]
+    has_table = "lora" in config.model.model_fields_set
+    problems = [ConfigProblem(key, _WRONG_HOUSE_FOR_LORA) for key in tables if has_table]
+    if config.model.full_finetune is False:
+        problems.append(ConfigProblem("model.full_finetune", f"found false: {_WRONG_HOUSE_FOR_LORA}"))
     if config.optim.type == "muon":
         problems.append(
             ConfigProblem("optim.type", "found 'muon': it is for adapters, the trainer fine-tunes the whole model")
@@ -149,14 +161,14 @@ def _adapter_problems(config: OrchestratorConfig, limits: TrainerLimits) -> list
 
 
 def resolve(config: OrchestratorConfig, limits: TrainerLimits) -> OrchestratorConfig:
-    """Fill in what the trainer decides: rank, alpha, seq_len. Call it for a config without problems."""
+    """Fill in what the trainer decides: full_finetune, rank, alpha, seq_len. Call it for a config without problems."""
     lora = config.model.lora.model_copy(
         update={
             "rank": config.model.lora.rank or limits.max_rank,
             "alpha": config.model.lora.alpha or limits.alpha,
         }
     )
-    model = config.model.model_copy(update={"lora": lora})
+    model = config.model.model_copy(update={"lora": lora, "full_finetune": limits.max_rank is None})
     return config.model_copy(update={"model": model, "seq_len": config.seq_len or limits.max_seq_len})
 
 

@@ -18,19 +18,17 @@ from urllib.parse import quote
 import msgspec
 
 from prime_rl.configs.inference import InferenceConfig
-from prime_rl.contract.layout import parse_adapter_name
+from prime_rl.contract.layout import BASE_WEIGHTS, WEIGHTS_HEADER, parse_adapter_name
 from prime_rl.inference.errors import ApiError
 from prime_rl.inference.guard import AsgiApp, Message, Receive, Send, answer, refuse, replay
 from prime_rl.inference.health import HealthProbe
 from prime_rl.inference.turnstile import StillInUse, Turnstile
-from prime_rl.inference.weight_files import confined_folder
+from prime_rl.inference.weight_files import confined_folder, weights_label
 
 logger = logging.getLogger(__name__)
 
 # How long requests under way may hold up new weights. Shorter than what a client waits for an answer.
 DRAIN_S = 60.0
-BASE = "base"
-HEADER = b"x-weights"
 LOAD_ADAPTER = "/v1/load_lora_adapter"
 GENERATING = frozenset({"/v1/completions", "/v1/chat/completions"})
 
@@ -80,7 +78,7 @@ class Front:
         self._drain_s = drain_s
         self._health = HealthProbe(engine.generate_one, engine.num_tokens)
         self._turnstile = Turnstile()
-        self._weights = BASE
+        self._weights = BASE_WEIGHTS
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
         path = scope.get("path")
@@ -128,7 +126,7 @@ class Front:
             await send(message)
 
     def _check_share(self, name: str) -> None:
-        if self._weights != BASE:
+        if self._weights != BASE_WEIGHTS:
             message = f"Adapters belong to the base model, and {self._weights} is in force: reload_weights first."
             raise ApiError(409, message)
         if parsed := parse_adapter_name(name):
@@ -151,13 +149,13 @@ class Front:
         async with self._alone():
             await self._engine.load_weights(folder)
             # It goes into a header, where not every character of a file name may stand.
-            self._weights = quote(folder.relative_to(self._output_dir.resolve()).as_posix())
+            self._weights = quote(weights_label(self._output_dir.resolve(), folder))
         logger.info("the weights are now those of %s", folder)
 
     async def _reload(self, body: bytes) -> None:
         async with self._alone():
             await self._engine.load_base()
-            self._weights = BASE
+            self._weights = BASE_WEIGHTS
         logger.info("the weights are now those of the base model")
 
     @contextlib.asynccontextmanager
@@ -183,7 +181,7 @@ def _told(error: Exception) -> ApiError:
 def _named(send: Send, weights: str) -> Send:
     async def with_header(message: Message) -> None:
         if message["type"] == "http.response.start":
-            message = {**message, "headers": [*message.get("headers", ()), (HEADER, weights.encode())]}
+            message = {**message, "headers": [*message.get("headers", ()), (WEIGHTS_HEADER.encode(), weights.encode())]}
         await send(message)
 
     return with_header

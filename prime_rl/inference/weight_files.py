@@ -42,6 +42,11 @@ def confined_folder(output_dir: Path, given: str) -> Path:
     return folder
 
 
+def weights_label(output_dir: Path, folder: Path) -> str:
+    """What trainer, servers and orchestrators call the weights in `folder`; both without links."""
+    return folder.relative_to(output_dir).as_posix()
+
+
 def check_weight_file(folder: Path, shapes: Shapes) -> None:
     """Raises ApiError (400) unless the weight file of `folder` holds exactly these names and shapes."""
     path = folder / WEIGHTS_FILE

@@ -9,17 +9,28 @@ from typing import Any
 import pytest
 
 from tests.fork_runner import Runner, runner
-from tests.system_support import House, build_base_model, make_house
+from tests.system_support import House, build_base_model, make_house, make_whole_house
+
+
+def _built_once(tmp_path_factory: pytest.TempPathFactory, name: str, num_steps: int) -> Path:
+    """One for all workers: the first that needs it makes it, the others wait for that."""
+    place = tmp_path_factory.getbasetemp()
+    folder = (place.parent if "PYTEST_XDIST_WORKER" in os.environ else place) / name
+    with folder.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        return folder if (folder / "config.json").exists() else build_base_model(folder, num_steps)
 
 
 @pytest.fixture(scope="session")
 def base_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One for all workers: the first that needs it makes it, the others wait for that."""
-    place = tmp_path_factory.getbasetemp()
-    folder = (place.parent if "PYTEST_XDIST_WORKER" in os.environ else place) / "base"
-    with folder.with_suffix(".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        return folder if (folder / "config.json").exists() else build_base_model(folder)
+    """Knows the form of the tasks."""
+    return _built_once(tmp_path_factory, "base", 30)
+
+
+@pytest.fixture(scope="session")
+def able_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Knows the tasks in part, so that a few updates show in the reward."""
+    return _built_once(tmp_path_factory, "able", 120)
 
 
 @pytest.fixture(scope="session")
@@ -45,6 +56,13 @@ def house(tmp_path: Path, base_model: Path) -> Iterator[House]:
 @pytest.fixture
 def vllm_house(tmp_path: Path, base_model: Path) -> Iterator[House]:
     yield from _closed(make_house(tmp_path, base_model, engine="vllm"))
+
+
+@pytest.fixture
+def whole_house(request: pytest.FixtureRequest, tmp_path: Path, able_model: Path) -> Iterator[House]:
+    """A house that fine-tunes the whole model; its parameter is (engine, broadcast.type)."""
+    engine, broadcast = request.param
+    yield from _closed(make_whole_house(tmp_path, able_model, engine=engine, broadcast=broadcast))
 
 
 @pytest.fixture(scope="session")

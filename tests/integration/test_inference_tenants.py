@@ -53,7 +53,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def server(
     request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[RunningServer]:
-    """Room for two versions of each tenant; vLLM's whole weights come from a trainer's memory."""
+    """Room for two versions of each tenant; whole weights come from a trainer's memory."""
     nccl = {"type": "nccl", "port": free_port(), "timeout_s": TIMEOUT_S}
     running = start(
         request.param,
@@ -61,7 +61,7 @@ def server(
         tmp_path_factory.mktemp(request.param),
         max_concurrent_runs=len(TENANTS),
         max_versions_per_run=2,
-        broadcast=nccl if request.param == "vllm" else {},
+        broadcast=nccl,
     )
     try:
         yield running
@@ -141,7 +141,6 @@ def test_a_tenant_takes_no_more_than_its_share(server: RunningServer, answers: d
         server.unload(name)
 
 
-@pytest.mark.parametrize("server", VLLM, indirect=True)
 def test_whole_weights_come_from_the_memory_of_a_living_trainer(server: RunningServer, model: Path) -> None:
     """A full fine-tune, fetched while the trainer runs; what the server then says is held against its checkpoint."""
     run = write_run(server.output_dir, "run_whole", model, max_steps=NUM_UPDATES, ckpt={"interval": 1})

@@ -2,15 +2,27 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from prime_rl.configs.base import ConfigError, ConfigParseError, build, help_text, merge, parse_argv, parse_set
+from daemons.specs import write_component_configs
+from prime_rl.configs.base import (
+    ConfigError,
+    ConfigParseError,
+    build,
+    help_text,
+    load_toml,
+    merge,
+    parse_argv,
+    parse_set,
+)
 from prime_rl.configs.losses import AipoLossConfig, TisLossConfig
 from prime_rl.configs.orchestrator import OrchestratorConfig
 from prime_rl.configs.system import SystemConfig
 from prime_rl.configs.trainer import TrainerConfig
 from prime_rl.configs.validate import TrainerLimits, check_against_trainer, explain, load_run_config, resolve
+from prime_rl.contract.layout import OutputDir
 
 MINIMAL = """\
 batch_size = 8
@@ -255,3 +267,63 @@ def test_help_names_every_field_with_its_docstring() -> None:
     ):
         assert line in text
     assert text.count("--loss.kl_coef") == 1, "what all losses share is said once"
+
+
+def test_a_house_of_the_whole_model_says_that_to_both_parts_and_reads_itself_again(tmp_path: Path) -> None:
+    data = {"full_finetune": True, "broadcast": {"type": "nccl", "port": 5000}, "output_dir": str(tmp_path)}
+    system = build(SystemConfig, data, "system.toml")
+    assert system.max_concurrent_runs == system.trainer.max_concurrent_runs == 1
+    assert system.lora is system.trainer.model.lora is system.inference.model.lora is None
+    assert system.trainer.broadcast == system.inference.broadcast == system.broadcast and system.broadcast.port == 5000
+    write_component_configs(system, OutputDir(tmp_path))  # TOML has no null
+    for name, part in (("system", system), ("trainer", system.trainer), ("inference", system.inference)):
+        written = load_toml(OutputDir(tmp_path).component_config(name)) | {"output_dir": str(tmp_path)}
+        assert build(type(part), written, name) == part
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        ({"full_finetune": True, "lora": {"rank": 4}}, "leave out [lora]"),
+        ({"full_finetune": True, "max_concurrent_runs": 2}, "set it to 1, or leave it out"),
+        ({"broadcast": {"type": "nccl"}}, "set full_finetune = true"),
+        ({"full_finetune": True, "trainer": {"model": {"lora": {}}}}, "leave it out of [trainer], [inference]"),
+        ({"inference": {"full_finetune": True, "model": {"lora": None}}}, "leave it out of [trainer], [inference]"),
+        ({"full_finetune": True, "inference": {"broadcast": {"type": "nccl"}}}, "say it in [broadcast] only"),
+        ({"full_finetune": "perhaps"}, "full_finetune"),
+    ],
+)
+def test_what_does_not_go_with_the_whole_model_is_one_line(data: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        build(SystemConfig, data, "system.toml")
+    (problem,) = caught.value.problems
+    assert words in f"{problem.key}: {problem.message}" and "\n" not in problem.message
+
+
+@pytest.mark.parametrize(
+    ("model", "max_rank", "words"),
+    [
+        ({"lora": {}}, None, "model.lora: the trainer fine-tunes the whole model, without adapters: leave it out"),
+        ({"lora": {"rank": 4}}, None, "model.lora.rank: the trainer fine-tunes"),
+        ({"full_finetune": False}, None, "model.full_finetune: found false: the trainer fine-tunes"),
+        ({"full_finetune": True}, 8, "a house with full_finetune = true in its system file"),
+    ],
+)
+def test_a_run_that_is_in_the_wrong_house_hears_what_to_do(
+    tmp_path: Path, model: dict[str, Any], max_rank: int | None, words: str
+) -> None:
+    config = load_run_config(run_toml(tmp_path, MINIMAL), {"model": model, "sampling": {"max_tokens": 8}})
+    (problem,) = check_against_trainer(config, replace(LIMITS, max_rank=max_rank))
+    assert words in str(problem)
+
+
+def test_a_run_says_what_it_trains_or_leaves_that_to_the_trainer(tmp_path: Path) -> None:
+    def says(model: dict[str, Any]) -> bool | None:
+        return load_run_config(run_toml(tmp_path, MINIMAL), {"model": model}).model.trains_whole_model
+
+    assert [says({}), says({"full_finetune": True}), says({"lora": {}})] == [None, True, False]
+    with pytest.raises(ConfigError, match=r"the whole model has no adapter: leave out \[model\.lora\]"):
+        says({"full_finetune": True, "lora": {"rank": 4}})
+    config = load_run_config(run_toml(tmp_path, MINIMAL))
+    assert resolve(config, replace(LIMITS, max_rank=None)).model.trains_whole_model is True
+    assert resolve(config, LIMITS).model.trains_whole_model is False

@@ -10,9 +10,13 @@ import asyncio
 from collections.abc import Callable, Collection
 from pathlib import Path
 
+from torch import Tensor
+
+from prime_rl.configs.inference import InferenceConfig
 from prime_rl.inference.embedded.engine import Engine
 from prime_rl.inference.embedded.sampling import SamplingParams
 from prime_rl.inference.embedded.weights import WholeWeights
+from prime_rl.inference.weight_files import weights_label
 
 PROBE_PROMPT = (0,)
 _PROBE = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
@@ -21,9 +25,11 @@ _PROBE = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
 class EmbeddedControl:
     """See the module."""
 
-    def __init__(self, engine: Engine, weights: WholeWeights) -> None:
+    def __init__(self, engine: Engine, weights: WholeWeights, config: InferenceConfig) -> None:
         self._engine = engine
         self._weights = weights
+        self._output_dir = config.output_dir.resolve()
+        self._broadcast = config.broadcast
 
     def adapters(self) -> Collection[str]:
         return self._engine.adapters.loaded().keys()
@@ -43,11 +49,17 @@ class EmbeddedControl:
             raise
 
     async def load_weights(self, folder: Path) -> None:
-        tensors = await asyncio.to_thread(self._weights.read, folder)
+        tensors = await asyncio.to_thread(self._read, folder)
         await self._between_steps(lambda: self._weights.apply(tensors))
 
     async def load_base(self) -> None:
         await self._between_steps(self._weights.apply_base)
+
+    def _read(self, folder: Path) -> dict[str, Tensor]:
+        """From the folder itself, or from the trainer that published it."""
+        if self._broadcast.type == "filesystem":
+            return self._weights.read(folder)
+        return self._weights.fetch(self._broadcast, weights_label(self._output_dir, folder))
 
     async def _between_steps(self, action: Callable[[], None]) -> None:
         await asyncio.wrap_future(self._engine.run_between_steps(action))

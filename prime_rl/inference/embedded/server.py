@@ -31,12 +31,6 @@ STOP_TIMEOUT_S = 10.0
 def run(context: ServerContext) -> None:
     """Load the model, serve, clean up. Raises StartError."""
     config = context.config
-    if config.broadcast.type != "filesystem":
-        raise StartError(
-            f"broadcast.type: found {config.broadcast.type!r}: the embedded engine reads weights from files; set "
-            '"filesystem", or engine = "vllm"',
-            exit_code=2,
-        )
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
     served, text = _load(context)
@@ -49,7 +43,7 @@ def run(context: ServerContext) -> None:
         max_waiting=config.embedded.max_waiting,
         created=int(time.time()),
     )
-    front = Front(build_app(api, EngineMetrics(engine)), EmbeddedControl(engine, served.weights), config)
+    front = Front(build_app(api, EngineMetrics(engine)), EmbeddedControl(engine, served.weights, config), config)
     app = Guard(front, api_key=context.api_key, output_dir=config.output_dir)
     engine.start()
     try:

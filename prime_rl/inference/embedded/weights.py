@@ -6,6 +6,7 @@ layers. When it is safe to change them is the caller's business.
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -13,8 +14,11 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from prime_rl.configs.shared import BroadcastConfig
+from prime_rl.inference.errors import ApiError
 from prime_rl.inference.weight_files import WEIGHTS_FILE, check_weight_file
-from prime_rl.lora.misfit import shapes_of
+from prime_rl.lora.misfit import misfit, shapes_of
+from prime_rl.transfer import TransferError, receive
 
 _ADAPTERS = (".lora_A.", ".lora_B.")
 
@@ -37,6 +41,24 @@ class WholeWeights:
         tensors: dict[str, Tensor] = load_file(folder / WEIGHTS_FILE)
         return tensors
 
+    def fetch(self, broadcast: BroadcastConfig, label: str) -> dict[str, Tensor]:
+        """The weights that the trainer calls `label`, from its memory. Raises ApiError (400) as `read` does."""
+        try:
+            tensors = receive(
+                broadcast.host,
+                broadcast.port,
+                label=label,
+                ticket=uuid.uuid4().hex,
+                rank=1,
+                num_receivers=1,
+                timeout_s=broadcast.timeout_s,
+            )
+        except TransferError as error:
+            raise _not_taken(str(error)) from error
+        if problem := misfit(shapes_of(tensors), self.shapes):
+            raise _not_taken(problem)
+        return tensors
+
     @torch.no_grad()
     def apply(self, tensors: Mapping[str, Tensor]) -> None:
         """Put what `read` returned in place. No forward may run meanwhile."""
@@ -53,3 +75,7 @@ class WholeWeights:
     def _copy(self, tensors: Mapping[str, Tensor]) -> None:
         for name, parameter in self._parameters.items():
             parameter.copy_(tensors[name])
+
+
+def _not_taken(problem: str) -> ApiError:
+    return ApiError(400, f"The weights stay as they are: {problem}", param="weight_dir")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from prime_rl.configs.inference import InferenceConfig
 from prime_rl.inference.errors import ApiError
 from prime_rl.inference.vllm.adapters import AdapterGate
-from prime_rl.inference.weight_files import check_weight_file, model_shapes
+from prime_rl.inference.weight_files import check_weight_file, model_shapes, weights_label
 from prime_rl.lora.misfit import misfit
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ class VllmControl:
         if broadcast.type == "filesystem":
             await asyncio.to_thread(check_weight_file, folder, self._shapes)
             return (str(folder),)
-        label = folder.relative_to(self._output_dir).as_posix()
+        label = weights_label(self._output_dir, folder)
         num_workers = self._engine.vllm_config.parallel_config.world_size
         return (broadcast.host, broadcast.port, label, uuid.uuid4().hex, num_workers, broadcast.timeout_s)
 

@@ -1,0 +1,113 @@
+"""A house that fine-tunes the whole model: daemons, `/update_weights`, both engines, both broadcast types."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from pathlib import Path
+
+import httpx
+import pytest
+
+from prime_rl.contract.layout import list_steps
+from prime_rl.contract.status import DaemonStatus, InferenceStatus, read_status
+from tests.metrics_support import undocumented
+from tests.system_support import House, read_metrics
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+WEIGHTS_FILE = "model.safetensors"
+NUM_STEPS, KILL_AT = 12, 4
+# In the mean of three steps; with these settings three times as much.
+RISE = 0.1
+RUN_TOML = """\
+batch_size = 64
+rollouts_per_example = 16
+max_steps = {max_steps}
+max_async_level = 1
+seed = 1
+[model]
+name = "{model}"
+[optim]
+lr = 1e-3
+[sampling]
+max_tokens = 12
+[[env]]
+id = "reverse-text"
+args = {{ num_examples = 4, num_eval_examples = 2, min_len = 2, max_len = 3 }}
+[eval]
+interval = {max_steps}
+"""
+
+
+def write_run(house: House) -> Path:
+    path = house.output_dir.parent / "a.toml"
+    path.write_text(RUN_TOML.format(max_steps=NUM_STEPS, model=house.model))
+    return path
+
+
+def inference(house: House) -> InferenceStatus:
+    status = read_status(house.paths.inference_status, InferenceStatus)
+    assert status is not None
+    return status
+
+
+def given(house: House) -> list[list[str]]:
+    """What each life of the inference server was given, in order: the last part of the folder, or "model" (base)."""
+    lives = house.paths.log("inference").read_text().split("inference: starting the")[1:]
+    return [re.findall(r"the weights are now those of .*?(step_[0-9]+|model)$", life, re.MULTILINE) for life in lives]
+
+
+def check_reward_and_end(house: House) -> None:
+    """The reward has risen, every version was evaluated as itself, and inference serves the base model again."""
+    lines = read_metrics(house.run_dir("run_a").orchestrator_metrics)
+    assert undocumented("orchestrator", lines) == set()
+    rewards = [line["reward/mean"] for line in lines if "reward/mean" in line]
+    assert len(rewards) == NUM_STEPS and sum(rewards[-3:]) / 3 >= sum(rewards[:3]) / 3 + RISE, rewards
+    assert max(line["async_level/max"] for line in lines if "async_level/max" in line) <= 1
+    evaluated = {line["step"]: line for line in lines if "eval/reverse-text/reward" in line}
+    assert evaluated.keys() == {0, NUM_STEPS}, "the first and the last version"
+    assert all(line["eval/reverse-text/num_failed"] == 0 for line in evaluated.values())
+    body = {"model": str(house.model), "prompt": [5, 6], "max_tokens": 1}
+    answer = httpx.post(f"{inference(house).base_url}/completions", json=body, timeout=60)
+    assert (answer.status_code, answer.headers["x-weights"]) == (200, "base")
+
+
+@pytest.mark.parametrize("whole_house", [("embedded", "filesystem")], indirect=True)
+def test_the_reward_rises_and_a_killed_server_gets_the_newest_weights_again(whole_house: House) -> None:
+    house = whole_house
+    house.up()
+    source = write_run(house)
+    wrong = house.prl("runs", "add", str(source), "--set", "model.lora.rank=4", check=False)
+    assert wrong.returncode == 1 and "add the run to a house with adapters" in wrong.stderr
+    house.prl("runs", "add", str(source))
+    house.wait(lambda: (house.runs()["run_a"]["step"] or 0) >= KILL_AT, "run_a to train")
+    os.kill(inference(house).pid, signal.SIGKILL)
+    house.wait(lambda: house.state("run_a") == "finished", "run_a to finish after inference was killed")
+    check_reward_and_end(house)
+    assert (house.run_dir("run_a").broadcast_dir(NUM_STEPS) / WEIGHTS_FILE).is_file()
+    daemon = read_status(house.paths.daemon_status("inference"), DaemonStatus)
+    assert daemon is not None and daemon.num_restarts == 1
+    first, second = given(house)
+    assert first[:2] == ["model", "step_1"] and second[-2:] == [f"step_{NUM_STEPS}", "model"]
+    assert int(second[0].removeprefix("step_")) >= int(first[-1].removeprefix("step_")), "nothing was asked of the base"
+    house.prl("down")
+    assert house.processes() == []
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("whole_house", [("vllm", "nccl")], indirect=True)
+def test_the_reward_rises_on_vllm_with_weights_from_the_trainers_memory(whole_house: House) -> None:
+    house = whole_house
+    house.up()
+    house.prl("runs", "add", str(write_run(house)))
+    house.wait(lambda: house.state("run_a") == "finished", "run_a to finish on vLLM")
+    check_reward_and_end(house)
+    run = house.run_dir("run_a")
+    versions = list_steps(run.broadcast, stable_only=True)
+    assert versions[-1] == NUM_STEPS
+    assert not any((run.broadcast_dir(version) / WEIGHTS_FILE).exists() for version in versions), "through the disk"
+    (life,) = given(house)
+    assert life[0] == life[-1] == "model" and f"step_{NUM_STEPS}" in life
+    house.prl("down")
+    assert house.processes() == []
