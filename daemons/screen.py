@@ -30,7 +30,7 @@ class TuiChild:
         if self._output_dir is not None:
             with suppress(termios.error):
                 self._settings = termios.tcgetattr(sys.stdin.fileno())
-            self._child = subprocess.Popen([sys.executable, "-m", "tui.app", str(self._output_dir)])
+            self._child = subprocess.Popen([sys.executable, "-m", "tui", str(self._output_dir)])
         return self
 
     def lives(self) -> bool:

@@ -100,7 +100,7 @@ def test_endpoints_are_those_of_the_server() -> None:
 
 
 def test_console_scripts_start() -> None:
-    for module in ("daemons.cli", "tui.app"):
+    for module in ("daemons.cli", "tui"):
         done = subprocess.run([sys.executable, "-m", module, "--help"], capture_output=True, text=True, cwd=ROOT)
         assert done.returncode == 0, done.stderr
 

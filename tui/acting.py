@@ -1,7 +1,7 @@
 """The screens that act: what `screens` shows, with the keys that add, evict, readmit, delete and undelete runs.
 
 Not imported when the app is read-only. Every action runs in a thread through `daemons.actions`, the very code of `prl`,
-and is shown together with the command that does the same in a shell.
+and is shown together with the command that does the same in a shell. What an action needs is imported with its key.
 """
 
 from __future__ import annotations
@@ -14,12 +14,8 @@ from typing import ClassVar, TypeVar
 
 from textual.binding import Binding, BindingType
 
-from daemons import actions
 from prime_rl.contract.status import RunState
 from prime_rl.utils.text import one_line
-from tui.dialogs.add import AddDialog
-from tui.dialogs.delete import DeleteDialog
-from tui.dialogs.evict import EvictDialog
 from tui.dialogs.job import Job, prl_command
 from tui.messages import ActionChanged, ActionEntry, ActionState
 from tui.screens.base import HouseScreen
@@ -54,11 +50,15 @@ class ActsOnRuns(HouseScreen):
         return True
 
     def action_evict(self) -> None:
+        from tui.dialogs.evict import EvictDialog
+
         row = self.target_row()
         if row is not None:
             self.app.push_screen(EvictDialog(self.setting.output_dir, row.run_id, self.perform))
 
     def action_readmit(self) -> None:
+        from daemons import actions
+
         row = self.target_row()
         if row is None:
             return
@@ -71,6 +71,8 @@ class ActsOnRuns(HouseScreen):
         self.perform(Job(prl_command(output_dir, "runs", "readmit", run_id), work))
 
     def action_delete(self) -> None:
+        from tui.dialogs.delete import DeleteDialog
+
         row = self.target_row()
         if row is not None:
             self.app.push_screen(
@@ -80,6 +82,8 @@ class ActsOnRuns(HouseScreen):
             )
 
     def action_undo_delete(self) -> None:
+        from daemons import actions
+
         trash = actions.list_trash(self.setting.output_dir)
         if not trash:
             self.notify("the trash is empty: nothing to bring back", markup=False)
@@ -107,10 +111,12 @@ class _Worker:
     post: Callable[[ActionChanged], object]
 
     def run(self) -> None:
+        from daemons.actions import ActionError
+
         self._say("running", "...")
         try:
             text = self.job.work(lambda progress: self._say("running", progress))
-        except (actions.ActionError, OSError, ValueError) as error:
+        except (ActionError, OSError, ValueError) as error:
             self._say("failed", str(error))
         else:
             self._say("done", text)
@@ -125,6 +131,8 @@ class ActsOnHouse(ActsOnRuns):
     BINDINGS: ClassVar[list[BindingType]] = [Binding("a", "add", "Add")]
 
     def action_add(self) -> None:
+        from tui.dialogs.add import AddDialog
+
         run_ids = [row.run_id for row in self.snapshot.rows] if self.snapshot else []
         self.app.push_screen(AddDialog(self.setting.output_dir, run_ids, self.perform))
 

@@ -7,8 +7,7 @@ are imported only when it may act. Closing it ends nothing: the daemons go on.
 
 from __future__ import annotations
 
-import argparse
-import os
+import gc
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -21,12 +20,11 @@ from textual.dom import DOMNode
 from textual.screen import Screen
 from textual.theme import Theme
 
-from tui.memory import Memory, default_path
+from tui.memory import Memory
 from tui.messages import ActionChanged, HouseChanged
 from tui.palette import DARK, LIGHT
 from tui.screens.base import MOVES, HouseScreen, Place, Setting, ShowsAction, ShowsHouse
 from tui.screens.places import HOME, PLACES, make_screen
-from tui.screens.run import RunScreen
 from tui.watcher import HouseWatcher, ReadDisk
 
 EXIT_INTERRUPTED = 130
@@ -75,6 +73,8 @@ class PrlApp(App[None]):
         for screen in self.screen_stack:
             if isinstance(screen, ShowsHouse):
                 screen.show_house(message.snapshot)
+        if not gc.isenabled():
+            self.call_after_refresh(_collect_garbage)
 
     def on_action_changed(self, message: ActionChanged) -> None:
         entry = message.entry
@@ -134,6 +134,8 @@ class PrlApp(App[None]):
                 self.go(place.name)
 
     def open_run(self, run_id: str) -> None:
+        from tui.screens.run import RunScreen
+
         if self.setting.read_only:
             self._push(RunScreen(self.setting, run_id))
             return
@@ -148,21 +150,17 @@ class PrlApp(App[None]):
         self.push_screen(screen)
 
 
+def _collect_garbage() -> None:
+    """From the first picture on, and not what the start has made: `cli` has put it off."""
+    gc.freeze()
+    gc.enable()
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry of `prl-tui`: 0 after a quit, 130 after Ctrl-C, 2 for wrong use."""
-    parser = argparse.ArgumentParser(prog="prl-tui", description="See all runs of a house, and act on them.")
-    parser.add_argument("output_dir", nargs="?", default=os.environ.get("PRL_OUTPUT_DIR") or "outputs", type=Path)
-    parser.add_argument("--read-only", action="store_true", help="see everything, change nothing")
-    args = parser.parse_args(argv)
-    if not args.output_dir.is_dir():
-        print(
-            f"prl-tui: no folder {args.output_dir}: name the output directory, or start a house with prl up",
-            file=sys.stderr,
-        )
-        return 2
-    app = PrlApp(args.output_dir, read_only=args.read_only, memory_path=default_path())
-    app.run()
-    return app.return_code or 0
+    """`prl-tui`, for who has this module already."""
+    from tui.cli import main
+
+    return main(argv)
 
 
 if __name__ == "__main__":

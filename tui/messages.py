@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from textual.message import Message
 
-from tui.run_detail import RunDetail
-from tui.snapshot import Snapshot
+if TYPE_CHECKING:
+    from tui.run_detail import RunDetail
+    from tui.snapshot import Snapshot
 
 
 class HouseChanged(Message):

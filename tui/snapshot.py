@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from daemons.client import DaemonView, House, RunView
-from prime_rl.configs.validate import PARSE_ERROR_PREFIX
+from prime_rl.contract.layout import CONFIG_ERROR_PREFIX
 from prime_rl.contract.status import LOST_AFTER_S, RunState, Status
 from prime_rl.utils.text import clean_text, one_line
 from tui import fmt
@@ -42,7 +42,7 @@ class Level(enum.IntEnum):
 LOST = "lost"
 STALLED = "stalled"
 # How a validation error begins: which file it is about is clear from the row.
-_CONFIG_FILE = re.compile(rf"^(?:{PARSE_ERROR_PREFIX}: )?\S*orch\.toml: ")
+_CONFIG_FILE = re.compile(rf"^(?:{CONFIG_ERROR_PREFIX}: )?\S*orch\.toml: ")
 # State in words -> (symbol, level). The symbols differ in shape, so that no state needs colour to be read.
 STATES: Mapping[str, tuple[str, Level]] = {
     RunState.ACTIVE: ("●", Level.GOOD),

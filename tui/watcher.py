@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from textual.message import Message
 
@@ -21,8 +22,10 @@ from prime_rl.contract.status import RunState
 from prime_rl.utils.watch import Watcher
 from tui.house_metrics import HouseMetrics
 from tui.messages import HouseChanged, RunChanged
-from tui.run_detail import RunDetailReader
 from tui.snapshot import Disk, Snapshot, make_snapshot
+
+if TYPE_CHECKING:
+    from tui.run_detail import RunDetailReader
 
 Post = Callable[[Message], object]
 ReadDisk = Callable[[Path], Disk | None]

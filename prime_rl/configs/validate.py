@@ -15,8 +15,9 @@ from typing import Any
 from prime_rl.configs.base import ConfigError, ConfigProblem, build, load_toml, merge
 from prime_rl.configs.orchestrator import OrchestratorConfig
 from prime_rl.configs.trainer import TrainerConfig
+from prime_rl.contract.layout import CONFIG_ERROR_PREFIX
 
-PARSE_ERROR_PREFIX = "Error parsing orchestrator config"
+PARSE_ERROR_PREFIX = CONFIG_ERROR_PREFIX
 # Stand in for what is wrong and has no default, so that the rest can be looked at. Two that depend on each other go
 # together.
 _STAND_INS: dict[str, dict[str, Any]] = {

@@ -30,6 +30,8 @@ from pathlib import Path
 
 RUN_PREFIX = "run_"
 STABLE = "STABLE"
+# How `config_validation_error.txt` begins.
+CONFIG_ERROR_PREFIX = "Error parsing orchestrator config"
 # 1 to 64 characters after the prefix: short enough for any file system, and free of separators and shell characters.
 _RUN_ID = re.compile(r"run_[A-Za-z0-9._-]{1,64}")
 _STEP = re.compile(r"step_(0|[1-9][0-9]{0,9})")

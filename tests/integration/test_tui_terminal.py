@@ -19,7 +19,7 @@ TIMEOUT_S = 60.0
 @pytest.mark.parametrize(("key", "code"), [(b"\x03", 130), (b"q", 0)])
 def test_how_it_is_left_is_its_exit_code(tmp_path: Path, key: bytes, code: int) -> None:
     ours, theirs = pty.openpty()
-    command = [sys.executable, "-m", "tui.app", str(tmp_path)]
+    command = [sys.executable, "-m", "tui", str(tmp_path)]
     child = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True)
     os.close(theirs)
     shown = bytearray()

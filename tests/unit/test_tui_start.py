@@ -39,7 +39,7 @@ print([name for name in sys.modules if name in ("daemons.actions", "tui.acting")
 
 def test_a_missing_folder_is_wrong_use_in_one_line(tmp_path: Path) -> None:
     missing = tmp_path / "nowhere"
-    done = subprocess.run([sys.executable, "-m", "tui.app", str(missing)], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-m", "tui", str(missing)], capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
     assert done.stdout == ""
     assert done.stderr.count("\n") == 1 and str(missing) in done.stderr
@@ -47,5 +47,5 @@ def test_a_missing_folder_is_wrong_use_in_one_line(tmp_path: Path) -> None:
 
 def test_the_folder_comes_from_the_environment(tmp_path: Path) -> None:
     env = {**os.environ, "PRL_OUTPUT_DIR": str(tmp_path / "from-env")}
-    done = subprocess.run([sys.executable, "-m", "tui.app"], capture_output=True, text=True, timeout=60, env=env)
+    done = subprocess.run([sys.executable, "-m", "tui"], capture_output=True, text=True, timeout=60, env=env)
     assert done.returncode == 2 and "from-env" in done.stderr
