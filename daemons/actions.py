@@ -22,7 +22,7 @@ import tomli_w
 
 from daemons import audit
 from daemons.client import HouseReader, RunView
-from daemons.errors import ActionError, WrongUseError, in_one_line, one_line_errors
+from daemons.errors import ActionError, WrongUseError, in_one_line, one_line_errors, printable
 from daemons.trash import (
     DELETED_NOTE,
     delete_run,
@@ -154,7 +154,7 @@ def evict_run(output_dir: Path, run_id: str, reason: str) -> bool:
         run = existing_run(output, run_id)
         if run.evicted.exists():
             return False
-        write_atomic(run.evicted, reason.strip() or "no reason was given")
+        write_atomic(run.evicted, printable(reason).strip() or "no reason was given")
         audit.record(output, "evict", run_id, reason=reason)
         return True
 

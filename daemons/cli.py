@@ -5,6 +5,7 @@ Exit codes: 0 done, 1 failed, 2 wrong use, 130 ended by Ctrl-C.
 
 from __future__ import annotations
 
+import io
 import sys
 from collections.abc import Sequence
 from typing import Annotated
@@ -19,6 +20,7 @@ from daemons.launch import LaunchError
 from prime_rl import __version__
 from prime_rl.configs.base import ConfigError
 from prime_rl.contract.layout import LayoutError
+from prime_rl.utils.text import one_line
 
 app = typer.Typer(
     name="prl",
@@ -70,6 +72,11 @@ def run(argv: Sequence[str]) -> int:
         return _fail(error, 2, debug)
     except (OSError, RuntimeError) as error:
         return _fail(error, 1, debug)
+    except Exception as error:  # a defect of ours, at the one boundary above all commands
+        if debug:
+            raise
+        complain(one_line(f"unexpected {type(error).__name__}: {error}; --debug shows where"))
+        return 1
     return 0
 
 
@@ -81,6 +88,9 @@ def _fail(error: Exception, exit_code: int, debug: bool) -> int:
 
 
 def main() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a terminal that has no sign for a letter shows "?"
+            stream.reconfigure(errors="replace")
     sys.exit(run(sys.argv[1:]))
 
 

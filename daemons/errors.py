@@ -33,3 +33,8 @@ def one_line_errors(what: str) -> Iterator[None]:
 
 def in_one_line(text: str) -> str:
     return " ".join(text.split())
+
+
+def printable(text: str) -> str:
+    """What a person typed in a terminal whose bytes Python could not decode, as UTF-8 where it is that."""
+    return text.encode(errors="surrogateescape").decode(errors="replace")

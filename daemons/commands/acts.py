@@ -76,7 +76,11 @@ def delete(
     def act(run_id: str) -> str:
         if not actions.users_of_run(place, run_id):
             _confirm(f"move {run_id} to the trash?", yes)
-        lies = actions.delete_run(place, run_id, force=yes, wait_s=wait, on_progress=progress, reason=reason)
+        try:
+            lies = actions.delete_run(place, run_id, force=yes, wait_s=wait, on_progress=progress, reason=reason)
+        except KeyboardInterrupt:
+            complain(f"{run_id} was not deleted and stays evicted: delete it again, or prl runs readmit {run_id}")
+            raise
         return f"{run_id} lies in {lies}; prl runs undelete {run_id} brings it back"
 
     _each(run_ids, act)

@@ -16,17 +16,19 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderResult
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from daemons.errors import ActionError
 from prime_rl.contract.layout import OutputDir
 from prime_rl.utils.text import clean_text, one_line
 
 JSON_VERSION = 1
 DEFAULT_OUTPUT_DIR = Path("outputs")
 WATCH_EVERY_S = 1.0
+MIN_LAST_COLUMN_CHARS = 16
 # Lets "@ file.toml" and "--a.b value" through to the config parser.
 EXTRA = {"allow_extra_args": True, "ignore_unknown_options": True}
 
@@ -61,6 +63,17 @@ def choose_output(option: Path | None) -> OutputDir:
     return OutputDir(choose_output_dir(option))
 
 
+def check_readable(path: Path) -> Path:
+    """A house that is not there yet is an empty one; one that cannot be read is an error. Raises ActionError."""
+    try:
+        with os.scandir(path):
+            return path
+    except FileNotFoundError:
+        return path
+    except OSError as error:
+        raise ActionError(f"{path} cannot be read: {error.strerror}; choose another with --output-dir") from error
+
+
 def say(message: str) -> None:
     """One line of plain text, with nothing in it that a terminal obeys."""
     print(clean_text(message), flush=True)
@@ -86,7 +99,7 @@ def cell(value: object, limit: int = 160) -> Text:
 
 
 def make_table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> Table:
-    table = Table(box=None, header_style="bold", pad_edge=False)
+    table = Table(box=None, header_style="bold", pad_edge=False, show_header=any(columns))
     for column in columns:
         table.add_column(
             column, no_wrap=column != columns[-1], overflow="fold" if column == columns[-1] else "ellipsis"
@@ -94,6 +107,32 @@ def make_table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> Tabl
     for row in rows:
         table.add_row(*[value if isinstance(value, Text) else cell(value) for value in row])
     return table
+
+
+class FittingTable:
+    """A table that leaves out columns, the first of `droppable` first, until the terminal is wide enough for the rest.
+
+    The last column may always be folded into what is left.
+    """
+
+    def __init__(self, columns: Sequence[str], rows: Sequence[Sequence[object]], droppable: Sequence[str]) -> None:
+        self._columns = list(columns)
+        self._rows = [[value if isinstance(value, Text) else cell(value) for value in row] for row in rows]
+        self._droppable = droppable
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        columns = list(enumerate(self._columns))
+        for name in self._droppable:
+            if self._width(columns) <= options.max_width:
+                break
+            columns = [(place, each) for place, each in columns if each != name]
+        places = [place for place, _ in columns]
+        yield make_table([each for _, each in columns], [[row[place] for place in places] for row in self._rows])
+
+    def _width(self, columns: Sequence[tuple[int, str]]) -> int:
+        """With two blanks after each column, and at least a few words in the last."""
+        widths = [max([len(name), *(row[place].cell_len for row in self._rows)]) + 2 for place, name in columns]
+        return sum(widths[:-1]) + min(widths[-1], MIN_LAST_COLUMN_CHARS)
 
 
 def number(value: float | None, digits: int = 3) -> str:

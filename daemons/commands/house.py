@@ -19,6 +19,7 @@ from daemons.commands.common import (
     OutputDirOption,
     UsageError,
     WatchOption,
+    check_readable,
     choose_output,
     console,
     print_json,
@@ -59,7 +60,7 @@ def status(output_dir: OutputDirOption = None, as_json: JsonOption = False, watc
 
     Example: prl status --watch
     """
-    path = choose_output(output_dir).path
+    path = check_readable(choose_output(output_dir).path)
     reader, disk = HouseReader(path), DiskReader(path)
     if as_json:
         print_json(house_json(reader.read(), disk.read()))

@@ -16,6 +16,7 @@ from daemons.commands.common import (
     OutputDirOption,
     UsageError,
     WatchOption,
+    check_readable,
     choose_output_dir,
     complain,
     console,
@@ -62,7 +63,7 @@ def list_runs(
     Example: prl runs list --state active,waiting --watch
     """
     states = _states(state)
-    reader = HouseReader(choose_output_dir(output_dir))
+    reader = HouseReader(check_readable(choose_output_dir(output_dir)))
 
     def chosen() -> list[RunView]:
         return [run for run in reader.read().runs if not states or run.state in states]
@@ -85,7 +86,7 @@ def show(run_id: RunIdArgument, output_dir: OutputDirOption = None, as_json: Jso
         check_run_id(run_id)
     except LayoutError as error:
         raise UsageError(str(error)) from error
-    house = HouseReader(choose_output_dir(output_dir)).read()
+    house = HouseReader(check_readable(choose_output_dir(output_dir))).read()
     run = house.run(run_id)
     if run is None:
         reason = next((each.reason for each in house.refused if each.name == run_id), None)

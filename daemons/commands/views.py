@@ -13,7 +13,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from daemons.client import DaemonView, House, RunView
-from daemons.commands.common import cell, make_table, number, short_time, size
+from daemons.commands.common import FittingTable, cell, number, short_time, size
 from daemons.disk import DiskView
 from prime_rl.configs.base import ConfigError, ConfigProblem, load_toml, merge
 from prime_rl.configs.validate import key_of
@@ -101,7 +101,8 @@ def runs_table(runs: Sequence[RunView], now: float | None = None) -> RenderableT
         ]
         for run in runs
     ]
-    return make_table(["run", "state", "slot", "step", "reward", "tokens/s", "lag", "age", "why"], rows)
+    columns = ["run", "state", "slot", "step", "reward", "tokens/s", "lag", "age", "why"]
+    return FittingTable(columns, rows, ("lag", "age", "tokens/s", "slot", "reward", "why"))
 
 
 def _place(run: RunView) -> str:
@@ -121,7 +122,7 @@ def daemons_table(daemons: Sequence[DaemonView]) -> RenderableType:
         ]
         for daemon in daemons
     ]
-    return make_table(["daemon", "state", "pid", "restarts", "why"], rows)
+    return FittingTable(["daemon", "state", "pid", "restarts", "why"], rows, ("restarts", "pid", "why"))
 
 
 def disk_words(disk: DiskView) -> str:

@@ -1,0 +1,108 @@
+"""`prl` on terminals and places that are not as one would wish: narrow, of another alphabet, closed, interrupted."""
+
+from __future__ import annotations
+
+import io
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+import pytest
+from rich.console import Console
+
+from daemons import actions
+from daemons.cli import run
+from daemons.client import read_house
+from daemons.commands.views import runs_table
+from prime_rl.contract.layout import OutputDir
+from prime_rl.contract.status import RunStatus
+from prime_rl.utils.process import process_create_time
+from tests.daemons_support import PATIENCE_S, Prl, fake_house
+
+
+@pytest.fixture
+def prl(tmp_path: Path) -> Prl:
+    made = fake_house(tmp_path)
+    actions.add_run(made.output_dir, made.run_file(), run_id="run_a")
+    return made
+
+
+def test_a_narrow_terminal_shows_fewer_columns_and_whole_words(prl: Prl) -> None:
+    actions.evict_run(prl.output_dir, "run_a", "because it is much too slow")
+    heads = {}
+    for width in (120, 60, 40, 24):
+        screen = Console(file=io.StringIO(), width=width)
+        screen.print(runs_table(read_house(prl.output_dir).runs, now=time.time()))
+        text = screen.file.getvalue()  # type: ignore[attr-defined]
+        assert "run_a" in text and "evicted" in text and "…" not in text and max(map(len, text.splitlines())) <= width
+        heads[width] = text.splitlines()[0].split()
+    assert heads[120] == ["run", "state", "slot", "step", "reward", "tokens/s", "lag", "age", "why"]
+    assert len(heads[60]) > len(heads[40]) > len(heads[24]) and heads[24] == ["run", "state", "step"]
+
+
+@pytest.mark.parametrize("coding", ["ascii", "latin-1"])
+def test_what_a_terminal_cannot_show_is_a_question_mark(prl: Prl, coding: str) -> None:
+    prl.env["PYTHONIOENCODING"] = coding
+    command = [sys.executable, "-m", "daemons.cli", "--debug", "runs", "list", "--output-dir", str(prl.output_dir)]
+    actions.evict_run(prl.output_dir, "run_a", "zu früh 木")
+    done = subprocess.run(command, capture_output=True, env=prl.env, check=True)
+    assert ("zu fr?h ?" if coding == "ascii" else "zu früh ?") in done.stdout.decode(coding)
+
+
+def test_what_python_cannot_read_from_the_terminal_is_read_as_utf_8(prl: Prl) -> None:
+    actions.evict_run(
+        prl.output_dir, "run_a", os.fsdecode("zu früh".encode()).encode().decode("ascii", "surrogateescape")
+    )
+    view = read_house(prl.output_dir).run("run_a")
+    assert view is not None and view.reason == "zu früh"
+
+
+@pytest.mark.parametrize("words", [("status",), ("runs", "list"), ("runs", "show", "run_a"), ("status", "--json")])
+def test_a_house_that_cannot_be_read_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: tuple[str, ...]
+) -> None:
+    (tmp_path / "file").touch()
+    assert run([*words, "--output-dir", str(tmp_path / "file")]) == 1
+    out, err = capsys.readouterr()
+    assert (out, err) == (
+        "",
+        f"prl: {tmp_path / 'file'} cannot be read: Not a directory; choose another with --output-dir\n",
+    )
+
+
+def test_what_nobody_foresaw_is_one_line_and_a_traceback_with_debug(
+    prl: Prl, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = OutputDir(prl.output_dir).run("run_a").log
+    log.parent.mkdir()
+    log.touch()
+    words = ["logs", "run_a", "-n", str(10**30), "--output-dir", str(prl.output_dir)]
+    assert run(words) == 1
+    err = capsys.readouterr().err
+    assert err.startswith("prl: unexpected ValueError: ") and err.endswith("--debug shows where\n")
+    assert err.count("\n") == 1
+    with pytest.raises(ValueError, match="maxsize"):
+        run(["--debug", *words])
+
+
+def test_ctrl_c_while_a_delete_waits_says_how_things_stand(prl: Prl) -> None:
+    holder = OutputDir(prl.output_dir).run("run_a")
+    status = RunStatus(run_id="run_a", state="running")
+    status.pid, status.pid_create_time = os.getpid(), process_create_time(os.getpid())
+    holder.status.write_bytes(msgspec.json.encode(status))
+    child = prl.start("runs", "delete", "run_a", "--yes")
+    assert child.stdout is not None
+    assert "waiting for its orchestrator" in child.stdout.readline()
+    child.send_signal(signal.SIGINT)
+    _, err = child.communicate(timeout=PATIENCE_S)
+    assert (child.returncode, err.count("\n")) == (130, 1) and "stays evicted" in err
+
+
+def test_the_head_of_a_list_is_enough(prl: Prl) -> None:
+    command = f"{sys.executable} -m daemons.cli runs list --watch --output-dir {prl.output_dir} | head -n 1"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, env=prl.env, timeout=PATIENCE_S)
+    assert (done.stdout.count("\n"), done.stderr) == (1, "")
