@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Literal
 from textual.message import Message
 
 if TYPE_CHECKING:
-    from tui.run_detail import RunDetail
     from tui.snapshot import Snapshot
+    from tui.tabs import Part
 
 
 class HouseChanged(Message):
@@ -24,14 +24,16 @@ class HouseChanged(Message):
 
 
 class RunChanged(Message):
-    """A new look at the files of the run that is open."""
+    """A new look at what one tab shows of the run that is open."""
 
-    def __init__(self, detail: RunDetail) -> None:
+    def __init__(self, part: Part) -> None:
         super().__init__()
-        self.detail = detail
+        self.part = part
 
     def can_replace(self, message: Message) -> bool:
-        return isinstance(message, RunChanged) and message.detail.run_id == self.detail.run_id
+        if not isinstance(message, RunChanged) or type(message.part) is not type(self.part):
+            return False
+        return self.part.replaces and message.part.run_id == self.part.run_id
 
 
 ActionState = Literal["running", "done", "failed"]

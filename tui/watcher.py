@@ -25,7 +25,7 @@ from tui.messages import HouseChanged, RunChanged
 from tui.snapshot import Disk, Snapshot, make_snapshot
 
 if TYPE_CHECKING:
-    from tui.run_detail import RunDetailReader
+    from tui.run_reader import RunReader
 
 Post = Callable[[Message], object]
 ReadDisk = Callable[[Path], Disk | None]
@@ -129,9 +129,9 @@ class HouseWatcher:
 
 
 class RunWatcher:
-    """Posts a `RunChanged` whenever the files of one run changed."""
+    """Posts a `RunChanged` whenever what the open tab shows of one run changed."""
 
-    def __init__(self, reader: RunDetailReader, post: Post) -> None:
+    def __init__(self, reader: RunReader, post: Post) -> None:
         self.reader = reader
         self._post = post
         self._stopped = threading.Event()
@@ -139,14 +139,15 @@ class RunWatcher:
 
     def run(self) -> None:
         while not self._stopped.is_set():
-            detail, more = self.reader.read()
-            if detail is not None:
-                self._post(RunChanged(detail))
+            part, more = self.reader.read()
+            if part is not None:
+                self._post(RunChanged(part))
             if not more:
                 self._woken.wait(RUN_INTERVAL_S)
                 self._woken.clear()
 
     def wake(self) -> None:
+        """Look now: something else is wanted."""
         self._woken.set()
 
     def stop(self) -> None:

@@ -19,13 +19,21 @@ from prime_rl.contract.files import append_line, write_atomic
 MAX_FILE_BYTES = 16_000_000
 
 
-class Sample(msgspec.Struct, frozen=True):
+class SampleTurn(msgspec.Struct, frozen=True):
+    """What the policy, or the environment, said in one piece. It may be cut in its middle."""
+
+    by_policy: bool
+    text: str
+
+
+class Sample(msgspec.Struct, frozen=True, omit_defaults=True):
     """One rollout. `prompt` and `completion` may be cut in their middle; `num_tokens` counts the whole sequence.
 
     Attributes:
         step: the batch that it is in.
         policy_versions: those that its turns were sampled from, each once, ascending.
         num_completion_tokens: what the policy sampled, over all turns.
+        turns: after the prompt, when the policy spoke more than once; else empty.
     """
 
     step: int
@@ -38,6 +46,7 @@ class Sample(msgspec.Struct, frozen=True):
     policy_versions: list[int]
     num_tokens: int
     num_completion_tokens: int
+    turns: list[SampleTurn] = []
 
 
 class SampleFile:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable, Sequence
 
 from prime_rl.configs.monitors import SamplesConfig
 from prime_rl.contract.layout import RunDir
-from prime_rl.contract.samples import Sample, SampleFile
+from prime_rl.contract.samples import Sample, SampleFile, SampleTurn
 from prime_rl.contract.types import TrainingBatch
 from prime_rl.orchestrator.rollout import Group, Rollout
 
 logger = logging.getLogger(__name__)
+
+MAX_TURNS = 64
+MIN_TURN_CHARS = 80
 
 
 class SampleKeeper:
@@ -52,7 +56,21 @@ class SampleKeeper:
             policy_versions=sorted({rollout.oldest_version, *rollout.turn_versions}),
             num_tokens=len(token_ids),
             num_completion_tokens=rollout.num_completion_tokens,
+            turns=self._turns(rollout),
         )
+
+    def _turns(self, rollout: Rollout) -> list[SampleTurn]:
+        """What was said after the prompt, piece by piece; [] when the policy spoke once."""
+        start, spans = rollout.num_prompt_tokens, []
+        for by_policy, mask in itertools.groupby(rollout.loss_mask_T[start:]):
+            end = start + len(list(mask))
+            spans.append((by_policy, rollout.token_ids_T[start:end]))
+            start = end
+        if sum(by_policy for by_policy, _ in spans) < 2:
+            return []
+        # All turns together may be as long as one completion; what is left of each must still be readable.
+        limit = max(self._config.max_chars // len(spans), MIN_TURN_CHARS)
+        return [SampleTurn(by_policy, shorten(self._decode(ids), limit)) for by_policy, ids in spans[:MAX_TURNS]]
 
 
 def spread(rewards: Sequence[float], count: int) -> list[int]:

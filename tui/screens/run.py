@@ -1,34 +1,51 @@
-"""One run: curves, config, log and events, each on its tab, with what it waits for or died of on top."""
+"""One run, tab by tab: charts, rollouts, config, log, checkpoints, events; with what it waits for or died of on top.
+
+Only the tab that is open is read (`run_reader`), in a thread; what it finds comes back as a `RunChanged`.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import ClassVar
 
 from textual import on
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.content import Content
+from textual.widget import Widget
 from textual.widgets import Footer, Static, TabbedContent, TabPane
 
 from prime_rl.contract.status import RunState
+from tui.charts_reader import MAX_COMPARED
+from tui.checkpoints import CheckpointsPart
+from tui.curves import CHARTS, ChartsPart
+from tui.log_reader import LogPart
 from tui.messages import ActionEntry, RunChanged
-from tui.run_detail import CHARTS, RunDetailReader
+from tui.rollouts import RolloutsPart
+from tui.run_config import ConfigPart
+from tui.run_events import EventsPart
+from tui.run_reader import RunReader
 from tui.screens.base import HouseScreen, Setting
+from tui.screens.pick_runs import PickRuns
 from tui.snapshot import LOST, RunRow, Snapshot
+from tui.tabs import CONFIG, TABS
 from tui.watcher import RunWatcher
-from tui.widgets.charts import ChartGrid
+from tui.widgets.charts import ChartsView
+from tui.widgets.checkpoints_view import CheckpointsView
 from tui.widgets.command_line import CommandLine
 from tui.widgets.config_view import ConfigView
 from tui.widgets.events_view import EventsView
 from tui.widgets.header import RunHeader
 from tui.widgets.log_view import LogView
-
-_COLOURS = ("secondary", "accent", "success", "warning", "error", "primary")
-_TABS = ("tab-charts", "tab-config", "tab-logs", "tab-events")
+from tui.widgets.rollouts_view import RolloutsView
 
 
 class RunScreen(HouseScreen):
-    """Reads only; `acting.ActingRunScreen` adds what acts. Owns the thread that reads the run's files."""
+    """Reads only; `acting.ActingRunScreen` adds what acts. Owns the thread that reads the run's files.
+
+    Args:
+        compare: runs whose curves are drawn beside this one's.
+    """
 
     DEFAULT_CSS = """
     RunScreen {
@@ -45,15 +62,12 @@ class RunScreen(HouseScreen):
     """
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("escape,q", "app.pop_screen", "Back", key_display="esc"),
-        Binding("1", "tab(0)", "Charts", show=False),
-        Binding("2", "tab(1)", "Config", show=False),
-        Binding("3", "tab(2)", "Logs", show=False),
-        Binding("4", "tab(3)", "Events", show=False),
-        Binding("l,right,right_square_bracket", "next_tab(1)", "Next tab", key_display="→"),
-        Binding("h,left,left_square_bracket", "next_tab(-1)", "Previous tab", show=False),
+        *(Binding(str(i + 1), f"tab({i})", name.capitalize(), show=False) for i, name in enumerate(TABS)),
+        Binding("tab,right_square_bracket", "next_tab(1)", "Next tab", key_display="tab"),
+        Binding("shift+tab,left_square_bracket", "next_tab(-1)", "Previous tab", show=False),
     ]
 
-    def __init__(self, setting: Setting, run_id: str) -> None:
+    def __init__(self, setting: Setting, run_id: str, compare: tuple[str, ...] = ()) -> None:
         super().__init__(setting)
         self.run_id = run_id
         self._banner_text = ""
@@ -61,25 +75,29 @@ class RunScreen(HouseScreen):
         self.header = RunHeader()
         self.banner = Static(id="banner", markup=False)
         self.tabs = TabbedContent()
-        self.charts = ChartGrid(CHARTS, _COLOURS)
+        self.charts = ChartsView(CHARTS, tuple(each for each in compare if each != run_id))
+        self.rollouts = RolloutsView()
         self.config = ConfigView()
         self.log_view = LogView()
+        self.checkpoints = CheckpointsView(setting.clock)
         self.events = EventsView()
         self.command_line = CommandLine()
-        self._watcher = RunWatcher(RunDetailReader(setting.output_dir, run_id), self.post_message)
+        self.reader = RunReader(setting.output_dir, run_id)
+        self.reader.charts.view = self.charts.view
+        self._watcher = RunWatcher(self.reader, self.post_message)
+
+    @property
+    def views(self) -> tuple[Widget, ...]:
+        """In the order of TABS."""
+        return (self.charts, self.rollouts, self.config, self.log_view, self.checkpoints, self.events)
 
     def compose(self) -> ComposeResult:
         yield self.header
         yield self.banner
         with self.tabs:
-            with TabPane("1 Charts", id="tab-charts"):
-                yield self.charts
-            with TabPane("2 Config", id="tab-config"):
-                yield self.config
-            with TabPane("3 Logs", id="tab-logs"):
-                yield self.log_view
-            with TabPane("4 Events", id="tab-events"):
-                yield self.events
+            for number, (name, view) in enumerate(zip(TABS, self.views, strict=True), start=1):
+                with TabPane(f"{number} {name.capitalize()}", id=f"tab-{name}"):
+                    yield view
         yield self.command_line
         yield Footer(compact=True, show_command_palette=False)
 
@@ -91,7 +109,7 @@ class RunScreen(HouseScreen):
         self._is_ready = True
         self.app.theme_changed_signal.subscribe(self, lambda _: self.log_view.redraw())
         self.command_line.entry = self.entry
-        self._focus_tab()
+        self._open_tab()
         self._show()
         self.run_worker(self._watcher.run, thread=True, name=f"read {self.run_id}")
 
@@ -112,42 +130,85 @@ class RunScreen(HouseScreen):
             self.command_line.entry = entry
 
     def on_run_changed(self, message: RunChanged) -> None:
+        part = message.part
         if not self.can_show:
             return
-        detail = message.detail
-        self.charts.show(detail.charts)
-        self.config.show(detail.config, detail.config_error, detail.error_lines)
-        self.log_view.show(detail.log_lines, detail.log_num_read, detail.log_generation)
-        self.events.show(detail.events)
+        if isinstance(part, ChartsPart):
+            self.charts.show(part)
+        elif isinstance(part, RolloutsPart):
+            self.rollouts.show(part)
+        elif isinstance(part, ConfigPart):
+            self.config.show(part)
+        elif isinstance(part, LogPart):
+            self.log_view.show(part.lines, part.num_read, part.generation)
+        elif isinstance(part, CheckpointsPart):
+            self.checkpoints.show(part)
+        elif isinstance(part, EventsPart):
+            self.events.show(part)
 
-    @on(ChartGrid.Resized)
-    def _charts_resized(self, message: ChartGrid.Resized) -> None:
-        self._watcher.reader.limit = message.limit
+    @on(ChartsView.Wanted)
+    def _charts_wanted(self, message: ChartsView.Wanted) -> None:
+        self.reader.charts.view = message.view
         self._watcher.wake()
+
+    @on(ChartsView.Compare)
+    def _compare_charts(self) -> None:
+        def take(run_ids: tuple[str, ...] | None) -> None:
+            if run_ids is not None:
+                self.charts.compare_with(run_ids)
+
+        self._pick(self.charts.view.compare, MAX_COMPARED, take)
+
+    @on(ConfigView.Wanted)
+    def _config_wanted(self, message: ConfigView.Wanted) -> None:
+        self.reader.config.wants_all, self.reader.config.other = message.wants_all, message.other
+        self._watcher.wake()
+
+    @on(ConfigView.Compare)
+    def _compare_config(self) -> None:
+        def take(run_ids: tuple[str, ...] | None) -> None:
+            if run_ids:
+                self.config.compare_with(run_ids[0])
+
+        self._pick((), 1, take)
+
+    def _pick(self, chosen: tuple[str, ...], limit: int, take: Callable[[tuple[str, ...] | None], None]) -> None:
+        rows = self.snapshot.rows if self.snapshot else ()
+        others = [row.run_id for row in rows if row.run_id != self.run_id]
+        self.app.push_screen(PickRuns(others, chosen, limit=limit), take)
 
     @on(TabbedContent.TabActivated)
     def _tab_activated(self, event: TabbedContent.TabActivated) -> None:
         if self.can_show:
-            self._focus_tab()
+            self._open_tab()
             self._show()
 
     def action_tab(self, index: int) -> None:
-        self.tabs.active = _TABS[index]
+        self.tabs.active = f"tab-{TABS[index]}"
 
     def action_next_tab(self, direction: int) -> None:
-        self.tabs.active = _TABS[(_TABS.index(self.tabs.active) + direction) % len(_TABS)]
+        self.action_tab((TABS.index(self.tab) + direction) % len(TABS))
 
-    def _focus_tab(self) -> None:
-        views = dict(zip(_TABS, (self.charts, self.config, self.log_view, self.events), strict=True))
-        if self.tabs.active in views:
-            views[self.tabs.active].focus()
+    @property
+    def tab(self) -> str:
+        """The open tab, one of TABS."""
+        return self.tabs.active.removeprefix("tab-") or TABS[0]
+
+    def _open_tab(self) -> None:
+        self.reader.tab = self.tab
+        self._watcher.wake()
+        view = self.views[TABS.index(self.tab)]
+        if isinstance(view, RolloutsView | CheckpointsView):
+            view.list.focus()
+        else:
+            view.focus()
 
     def _banner(self, row: RunRow | None) -> str:
         if row is None:
             return f"{self.run_id} is not in the house any more; esc goes back"
         if row.state == RunState.INVALID:
             # The config tab says it in full, beside the line.
-            return "" if self.tabs.active == "tab-config" else row.note
+            return "" if self.tab == CONFIG else row.note
         return row.note if row.state == LOST else row.reason or row.note
 
     def _show(self) -> None:

@@ -1,159 +1,246 @@
-"""Curves: one chart with its title and newest value, and the grid of them that adapts to the space there is."""
+"""The charts of a run in a grid that adapts to the space there is, with one cursor, zoom and scale for all of them.
+
+It asks for what it wants to show (`Wanted`) and is told when that was made; it reads nothing itself.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import ClassVar
 
+from rich.text import Text
+from textual import on
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
-from textual.color import Color
 from textual.containers import Vertical, VerticalScroll
-from textual.content import Content
-from textual.events import Resize
+from textual.events import MouseScrollDown, MouseScrollUp, Resize
 from textual.message import Message
 from textual.widgets import Static
-from textual_plotext import PlotextPlot
 
-from tui import fmt
+from tui.curves import SMOOTHINGS, ChartsPart, ChartSpec, ChartView, window
 from tui.palette import make_palette
-from tui.run_detail import ChartData, ChartSpec
+from tui.widgets.chart import COLOURS, LABEL_WIDTH, Chart
 
 MIN_CHART_WIDTH = 38
-MIN_CHART_HEIGHT = 10
+MIN_CHART_HEIGHT = 8
 MAX_COLUMNS = 3
+ZOOM = 2.0
+PAN = 0.25
 
 
-class Chart(Vertical):
-    """One curve over steps. Empty until `show`."""
+class ChartGrid(VerticalScroll, can_focus=False):
+    """Only the place of the charts. What does not fit in height is scrolled to, a page at a time."""
 
     DEFAULT_CSS = """
-    Chart {
-        border: round $border;
-        border-title-color: $foreground;
-        padding: 0 1 0 0;
-        height: 1fr;
-        background: $surface;
-        & > PlotextPlot { display: none; background: $surface; }
-        & > .none { width: 1fr; height: 1fr; content-align: center middle; color: $foreground 35%; }
-        &.-drawn > PlotextPlot { display: block; }
-        &.-drawn > .none { display: none; }
-    }
+    ChartGrid { layout: grid; grid-gutter: 0 1; scrollbar-size-vertical: 1; height: 1fr; }
     """
 
-    def __init__(self, title: str, *, colour: str = "primary") -> None:
-        super().__init__()
-        self._title = title
-        self._colour = colour
-        self._data = ChartData()
-        self._plot = PlotextPlot()
-        self.border_title = Content(title)
 
-    def compose(self) -> ComposeResult:
-        yield self._plot
-        yield Static("no values yet", classes="none", markup=False)
-
-    def on_mount(self) -> None:
-        self.app.theme_changed_signal.subscribe(self, lambda _: self._draw())
-
-    def show(self, data: ChartData) -> None:
-        if data != self._data:
-            self._data = data
-            self._draw()
-
-    def on_resize(self) -> None:
-        self._draw()
-
-    def _draw(self) -> None:
-        data = self._data
-        self.set_class(bool(data.steps), "-drawn")
-        self.border_title = self._heading(data)
-        if not data.steps:
-            return
-        plt = self._plot.plt
-        plt.clear_figure()
-        palette = make_palette(self.app.theme_variables)
-        plt.plot(
-            list(data.steps),
-            list(data.values),
-            marker="braille" if len(data.steps) > 1 else "dot",
-            color=Color.parse(getattr(palette, self._colour)).rgb,
-        )
-        plt.frame(False)
-        plt.xaxes(False, False)
-        plt.yaxes(False, False)
-        self._ticks(plt, data)
-        self._plot.refresh()
-
-    def _ticks(self, plt: object, data: ChartData) -> None:
-        height, width = max(self.size.height, 3), max(self.size.width, 20)
-        low, high = min(data.values), max(data.values)
-        if high <= low:
-            pad = abs(low) * 0.1 or 0.1
-            low, high = low - pad, high + pad
-        num = max(min(height // 3, 6), 2)
-        ticks = [low + (high - low) * index / (num - 1) for index in range(num)]
-        plt.ylim(low, high)  # type: ignore[attr-defined]
-        plt.yticks(ticks, [f"{fmt.number(tick):>7} " for tick in ticks])  # type: ignore[attr-defined]
-        first, last = data.steps[0], data.steps[-1]
-        marks = sorted({first, last} if width < 50 else {first, (first + last) // 2, last})
-        plt.xticks(marks, [f"step {mark:.0f}" if mark == first else f"{mark:.0f}" for mark in marks])  # type: ignore[attr-defined]
-
-    def _heading(self, data: ChartData) -> Content:
-        palette = make_palette(self.app.theme_variables)
-        parts: list[str | tuple[str, str]] = [(self._title, "bold")]
-        if data.last is not None:
-            parts += ["  ", (fmt.number(data.last), getattr(palette, self._colour))]
-        if data.change is not None:
-            parts += ["  ", (fmt.signed(data.change), palette.muted)]
-        return Content.assemble(*parts)
-
-
-class ChartGrid(VerticalScroll):
-    """Charts in as many columns as fit; what does not fit in height is scrolled to, a page at a time."""
+class ChartsView(Vertical, can_focus=True):
+    """Has the keys. `view` is what it wants to be shown."""
 
     DEFAULT_CSS = """
-    ChartGrid {
-        layout: grid;
-        grid-gutter: 0 1;
-        scrollbar-size-vertical: 1;
-        padding: 0;
-    }
+    ChartsView { background: $surface; }
+    ChartsView > #looking { height: 1; padding: 0 1; }
     """
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("j,down,space", "page(1)", "Next charts", show=False),
-        Binding("k,up", "page(-1)", "Previous charts", show=False),
+        Binding("j,down", "choose(1)", "Next chart", show=False),
+        Binding("k,up", "choose(-1)", "Previous chart", show=False),
+        Binding("pagedown,space", "page(1)", "Next charts", show=False),
+        Binding("pageup", "page(-1)", "Previous charts", show=False),
+        Binding("h,left", "point(-1)", "Cursor left", show=False),
+        Binding("l,right", "point(1)", "Values", key_display="← →"),
+        Binding("H,shift+left", "point(-10)", "Cursor far left", show=False),
+        Binding("L,shift+right", "point(10)", "Cursor far right", show=False),
+        Binding("m,enter", "maximise", "Maximise", key_display="m"),
+        Binding("plus,equals_sign", "zoom(1)", "Zoom", key_display="+ -"),
+        Binding("minus", "zoom(-1)", "Zoom out", show=False),
+        Binding("less_than_sign,comma", "pan(-1)", "Earlier steps", show=False),
+        Binding("greater_than_sign,full_stop", "pan(1)", "Later steps", show=False),
+        Binding("0", "all_steps", "All steps", show=False),
+        Binding("y", "log", "Log"),
+        Binding("s", "smooth", "Smooth"),
+        Binding("c", "compare", "Compare"),
+        Binding("t", "stack", "Stacked or lines", show=False),
+        Binding("escape", "leave", "Back", show=False),
     ]
 
-    class Resized(Message):
-        """How many points a chart can show now."""
+    class Wanted(Message):
+        """It wants to show another view."""
 
-        def __init__(self, limit: int) -> None:
+        def __init__(self, view: ChartView) -> None:
             super().__init__()
-            self.limit = limit
+            self.view = view
 
-    def __init__(self, specs: Sequence[ChartSpec], colours: Sequence[str]) -> None:
+    class Compare(Message):
+        """The person wants to choose the runs to compare with."""
+
+    def __init__(self, specs: Sequence[ChartSpec], compare: tuple[str, ...] = ()) -> None:
         super().__init__(id="charts")
-        self._charts = [Chart(spec.title, colour=colours[index % len(colours)]) for index, spec in enumerate(specs)]
+        self.charts = [Chart(spec.title) for spec in specs]
+        self.grid = ChartGrid()
+        self.view = ChartView(compare=compare)
+        self.cursor: float | None = None
+        self.chosen = 0
+        self.is_maximised = False
+        self._looking = Static(id="looking", markup=False)
+        self._part: ChartsPart | None = None
 
     def compose(self) -> ComposeResult:
-        yield from self._charts
+        yield self._looking
+        with self.grid:
+            yield from self.charts
 
-    def show(self, charts: Sequence[ChartData]) -> None:
-        for chart, data in zip(self._charts, charts, strict=True):
+    def on_mount(self) -> None:
+        self.app.theme_changed_signal.subscribe(self, lambda _: self._say())
+        self._mark()
+
+    def show(self, part: ChartsPart) -> None:
+        self._part = part
+        for chart, data in zip(self.charts, part.charts, strict=True):
             chart.show(data)
+        self._say()
+
+    def compare_with(self, run_ids: tuple[str, ...]) -> None:
+        self._want(replace(self.view, compare=run_ids))
 
     def on_resize(self, event: Resize) -> None:
-        width, height = self.size
-        columns, rows = fit_charts(width, height, len(self._charts))
-        self.styles.grid_size_columns = columns
-        # The rows that are seen together fill the height to the last line; the pattern repeats for the others.
-        self.styles.grid_rows = " ".join(str(max(part, 3)) for part in share_out(height, rows))
-        # A braille cell is two dots wide; a line through more points than dots looks the same.
-        self.post_message(self.Resized(2 * max(width // columns - 10, 10)))
+        self._arrange()
+
+    def action_choose(self, direction: int) -> None:
+        self.chosen = (self.chosen + direction) % len(self.charts)
+        self._mark()
+        if self.is_maximised:
+            self._arrange()
+        else:
+            self.charts[self.chosen].scroll_visible(animate=False)
 
     def action_page(self, direction: int) -> None:
-        self.scroll_relative(y=direction * self.size.height, animate=False)
+        if self.is_maximised:
+            self.action_choose(direction)
+        else:
+            self.grid.scroll_relative(y=direction * self.grid.size.height, animate=False)
+
+    def action_maximise(self) -> None:
+        self.is_maximised = not self.is_maximised
+        self._arrange()
+        if not self.is_maximised:
+            self.call_after_refresh(self.charts[self.chosen].scroll_visible, animate=False)
+
+    def action_leave(self) -> None:
+        """Undo what is in the way, one thing at a time; then leave."""
+        if self.cursor is not None:
+            self._point(None)
+        elif self.is_maximised:
+            self.action_maximise()
+        else:
+            self.app.pop_screen()
+
+    def action_point(self, num: int) -> None:
+        """Move the cursor by `num` points of the chosen chart."""
+        curve = next((each for each in self.charts[self.chosen].data.curves if each.steps), None)
+        if curve is None:
+            return
+        place = (len(curve.steps) - 1 if num < 0 else 0) if self.cursor is None else (curve.at(self.cursor) or 0) + num
+        if self._part is not None and not 0 <= place < len(curve.steps) and self.view.span is not None:
+            self.action_pan(1 if num > 0 else -1)
+        self._point(curve.steps[min(max(place, 0), len(curve.steps) - 1)])
+
+    def action_zoom(self, direction: int) -> None:
+        if self._part is not None:
+            factor = 1 / ZOOM if direction > 0 else ZOOM
+            self._want(self.view.zoomed(factor, self._part.newest, self.cursor))
+
+    def action_pan(self, direction: int) -> None:
+        if self._part is not None:
+            self._want(self.view.panned(direction * PAN, self._part.newest))
+
+    def action_all_steps(self) -> None:
+        self._want(replace(self.view, span=None, end=None))
+
+    def action_log(self) -> None:
+        self._want(replace(self.view, is_log=not self.view.is_log))
+
+    def action_smooth(self) -> None:
+        place = (SMOOTHINGS.index(self.view.smoothing) + 1) % len(SMOOTHINGS)
+        self._want(replace(self.view, smoothing=SMOOTHINGS[place]))
+
+    def action_stack(self) -> None:
+        self._want(replace(self.view, is_stacked=not self.view.is_stacked))
+
+    def action_compare(self) -> None:
+        self.post_message(self.Compare())
+
+    @on(Chart.Pointed)
+    def _pointed(self, event: Chart.Pointed) -> None:
+        event.stop()
+        if event.num_clicks:
+            self.chosen = self.charts.index(event.chart)
+            self._mark()
+            if event.num_clicks == 2:
+                self.action_maximise()
+        self._point(event.step)
+
+    def on_mouse_scroll_up(self, event: MouseScrollUp) -> None:
+        if self.is_maximised or event.ctrl:
+            event.stop()
+            self.action_zoom(1)
+
+    def on_mouse_scroll_down(self, event: MouseScrollDown) -> None:
+        if self.is_maximised or event.ctrl:
+            event.stop()
+            self.action_zoom(-1)
+
+    def _want(self, view: ChartView) -> None:
+        if view != self.view:
+            self.view = view
+            self.post_message(self.Wanted(view))
+            self._say()
+
+    def _point(self, step: float | None) -> None:
+        self.cursor = step
+        for chart in self.charts:
+            chart.point_at(step)
+        self._say()
+
+    def _mark(self) -> None:
+        for index, chart in enumerate(self.charts):
+            chart.set_class(index == self.chosen, "-chosen")
+
+    def _arrange(self) -> None:
+        width, height = self.size.width, max(self.size.height - 1, 1)
+        shown = 1 if self.is_maximised else len(self.charts)
+        for index, chart in enumerate(self.charts):
+            chart.display = not self.is_maximised or index == self.chosen
+        columns, rows = fit_charts(width, height, shown)
+        self.grid.styles.grid_size_columns = columns
+        # The rows that are seen together fill the height to the last line; the pattern repeats for the others.
+        self.grid.styles.grid_rows = " ".join(str(max(part, 3)) for part in share_out(height, rows))
+        # A braille cell is two dots wide; a line through more points than dots looks the same.
+        num_columns = 2 * max(width // columns - LABEL_WIDTH - 3, 10)
+        self._want(replace(self.view, num_columns=num_columns))
+
+    def _say(self) -> None:
+        """The line above the charts: what is looked at."""
+        if self._part is None:
+            return
+        palette, view, part = make_palette(self.app.theme_variables), self.view, self._part
+        first, last = window(view, part.newest)
+        which = "all steps" if view.span is None else f"steps {first:.0f} to {last:.0f}"
+        if view.span is not None and view.end is None:
+            which += ", following"
+        pieces = [which, "log" if view.is_log else "linear"]
+        pieces.append(f"smoothed, EMA {view.smoothing:g}" if view.smoothing else "as it is")
+        if self.cursor is not None:
+            pieces.append(f"at step {self.cursor:.0f}")
+        if part.is_reading:
+            pieces.append("reading …")
+        text = Text(" · ".join(pieces), palette.muted, no_wrap=True, overflow="ellipsis")
+        if len(part.run_ids) > 1:
+            for index, run_id in enumerate(part.run_ids):
+                text.append("   ━ ", getattr(palette, COLOURS[index % len(COLOURS)])).append(run_id)
+        self._looking.update(text)
 
 
 def share_out(total: int, num: int) -> list[int]:

@@ -1,18 +1,26 @@
-"""A run's `orch.toml`, highlighted and numbered, with what is wrong with it on top and marked at its line."""
+"""A run's `orch.toml`: highlighted and numbered, what is wrong with it on top and at its line; or all its values with
+their defaults; or its differences to another run."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import ClassVar
 
+from rich.text import Text
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import VerticalScroll
 from textual.content import Content
 from textual.highlight import highlight
+from textual.message import Message
 from textual.widgets import Static
 
+from tui import fmt
+from tui.palette import Palette, make_palette
+from tui.run_config import ConfigPart, Difference, Value
+
 MAX_LINES = 2_000
+MAX_KEY_WIDTH = 36
 
 
 def numbered(config: str, error_lines: Sequence[int]) -> Content:
@@ -29,8 +37,40 @@ def numbered(config: str, error_lines: Sequence[int]) -> Content:
     return Content("\n").join(built)
 
 
+def describe_values(values: Sequence[Value], palette: Palette) -> Text:
+    """Every key; what the file does not say is dimmed and marked."""
+    width = min(max((len(value.key) for value in values), default=0), MAX_KEY_WIDTH)
+    num_said = sum(not value.is_default for value in values)
+    text = Text.assemble(
+        (f"{num_said} of {len(values)} keys are set in orch.toml (●), the others have their default\n\n", palette.muted)
+    )
+    for value in values:
+        text.append("  " if value.is_default else "● ", palette.success)
+        text.append(f"{fmt.shorten_middle(value.key, width):<{width}}  ", "" if not value.is_default else palette.muted)
+        text.append(f"{value.text}\n", palette.muted if value.is_default else palette.accent)
+    return text
+
+
+def describe_differences(
+    mine: str, other: str, differences: Sequence[Difference], palette: Palette, width: int
+) -> Text:
+    """Key by key: this run's value, the other's."""
+    if not differences:
+        return Text(f"{mine} and {other} want the same, key by key", palette.muted)
+    key_width = min(max(len(each.key) for each in differences), MAX_KEY_WIDTH)
+    column = max((width - key_width - 8) // 2, 10)
+    cut = fmt.shorten_middle
+    text = Text(f"{len(differences)} keys differ; a default counts like a value\n\n", palette.muted)
+    text.append(f"{'key':<{key_width}}  {cut(mine, column):<{column}}  {cut(other, column)}\n", "bold")
+    for each in differences:
+        text.append(f"{cut(each.key, key_width):<{key_width}}  ", palette.primary)
+        text.append(f"{fmt.shorten(each.mine, column):<{column}}  ", palette.accent)
+        text.append(f"{fmt.shorten(each.other, column)}\n", palette.secondary)
+    return text
+
+
 class ConfigView(VerticalScroll):
-    """Scrolls; shows text only."""
+    """Scrolls; shows text only. Asks for another run to compare with by a message."""
 
     DEFAULT_CSS = """
     ConfigView {
@@ -48,23 +88,83 @@ class ConfigView(VerticalScroll):
         Binding("k", "scroll_up", "Up", show=False),
         Binding("g", "scroll_home", "Start", show=False),
         Binding("G", "scroll_end", "End", show=False),
+        Binding("v", "values", "Defaults"),
+        Binding("c", "compare", "Compare"),
+        Binding("escape", "leave", "Back", show=False),
     ]
+
+    class Wanted(Message):
+        """It wants to show all values, or the file again."""
+
+        def __init__(self, wants_all: bool, other: str | None) -> None:
+            super().__init__()
+            self.wants_all, self.other = wants_all, other
+
+    class Compare(Message):
+        """The person wants to choose the run to compare with."""
 
     def __init__(self) -> None:
         super().__init__(id="config")
         self._error = Static(id="config-error", markup=False)
         self._text = Static(id="config-text", markup=False)
-        self._shown: tuple[str, str | None, tuple[int, ...]] | None = None
+        self.part: ConfigPart | None = None
+        self.wants_all = False
+        self.other: str | None = None
 
     def compose(self) -> ComposeResult:
         yield self._error
         yield self._text
 
-    def show(self, config: str, error: str | None, error_lines: tuple[int, ...]) -> None:
-        if (config, error, error_lines) == self._shown:
+    def on_mount(self) -> None:
+        self.app.theme_changed_signal.subscribe(self, lambda _: self._draw())
+
+    def show(self, part: ConfigPart) -> None:
+        self.part = part
+        self._draw()
+
+    def on_resize(self) -> None:
+        if self.part is not None and self.part.other_id:
+            self._draw()
+
+    def action_values(self) -> None:
+        self._want(not self.wants_all, None)
+
+    def action_compare(self) -> None:
+        if self.other is not None:
+            self._want(False, None)
+        else:
+            self.post_message(self.Compare())
+
+    def action_leave(self) -> None:
+        if self.other is not None or self.wants_all:
+            self._want(False, None)
+        else:
+            self.app.pop_screen()
+
+    def compare_with(self, other: str) -> None:
+        self._want(False, other)
+
+    def _want(self, wants_all: bool, other: str | None) -> None:
+        self.wants_all, self.other = wants_all, other
+        self.scroll_home(animate=False)
+        self.post_message(self.Wanted(wants_all, other))
+
+    def _draw(self) -> None:
+        part = self.part
+        if part is None:
             return
-        self._shown = (config, error, error_lines)
+        error = part.problem or part.error
         self.set_class(error is not None, "-invalid")
         self._error.update(Content(error or ""))
-        text = numbered(config, error_lines) if config.strip() else Content("orch.toml is empty or not there")
-        self._text.update(text)
+        self._text.update(self._content(part))
+
+    def _content(self, part: ConfigPart) -> Content | Text:
+        palette = make_palette(self.app.theme_variables)
+        if part.other_id is not None and part.problem is None:
+            width = max(self.size.width - 3, 40)
+            return describe_differences(part.run_id, part.other_id, part.differences, palette, width)
+        if part.values is not None:
+            return describe_values(part.values, palette)
+        if not part.text.strip():
+            return Content("orch.toml is empty or not there")
+        return numbered(part.text, part.error_lines)

@@ -1,7 +1,8 @@
-"""What happened to a run, newest last: actions of people, validation errors, eviction. Plain text."""
+"""What happened to a run, newest last: what people did and why, admission, restarts, evictions. Plain text."""
 
 from __future__ import annotations
 
+import textwrap
 import time
 from collections.abc import Sequence
 from typing import ClassVar
@@ -13,31 +14,45 @@ from textual.containers import VerticalScroll
 from textual.widgets import Static
 
 from tui.palette import Palette, make_palette
-from tui.run_detail import Event
+from tui.run_events import Event, EventsPart
+
+_INDENT = 32
+MAX_LINES_EACH = 40
 
 
-def describe(events: Sequence[Event], palette: Palette) -> Text:
+def describe(events: Sequence[Event], palette: Palette, width: int) -> Text:
+    """One event a paragraph: time (UTC), kind, words, who; wrapped under the words."""
     if not events:
-        return Text("nothing happened to this run yet: actions, evictions and config errors show here", palette.muted)
-    lines = []
+        return Text(
+            "nothing happened to this run yet: actions, admission, restarts, evictions show here", palette.muted
+        )
+    text = Text()
+    room = max(width - _INDENT, 20)
     for event in events:
         when = "?" * 19 if event.time is None else time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(event.time))
-        line = Text.assemble((f"{when}Z  ", palette.muted), (f"{event.kind:<9}", f"bold {_colour(event, palette)}"))
-        line.append("  ")
-        line.append((event.text or "-").replace("\n", "\n" + " " * 33))
-        if event.who:
-            line.append(f"  ({event.who})", palette.muted)
-        lines.append(line)
-    return Text("\n").join(lines)
+        text.append(f"{when}Z ", palette.muted).append(f"{event.kind:<10} ", f"bold {_colour(event, palette)}")
+        pieces = [piece for line in event.text.splitlines() for piece in textwrap.wrap(line, room) or [""]]
+        by = f"by {event.who}" if event.who else ""
+        if pieces and len(pieces[-1]) + len(by) + 2 <= room:
+            text.append(f"\n{' ' * _INDENT}".join(pieces[:MAX_LINES_EACH])).append(f"  {by}\n", palette.muted)
+        else:
+            text.append("".join(f"{piece}\n{' ' * _INDENT}" for piece in pieces[:MAX_LINES_EACH]))
+            text.append(f"{by}\n", palette.muted)
+    text.rstrip()
+    return text
 
 
 def _colour(event: Event, palette: Palette) -> str:
-    colours = {"invalid": palette.error, "evict": palette.warning, "evicted": palette.warning, "add": palette.success}
+    colours = {
+        **dict.fromkeys(("invalid", "failed", "error"), palette.error),
+        **dict.fromkeys(("evict", "evicted", "restart", "stalled", "warning", "left", "delete"), palette.warning),
+        **dict.fromkeys(("add", "admitted", "readmit", "finished", "done"), palette.success),
+    }
     return colours.get(event.kind, palette.secondary)
 
 
 class EventsView(VerticalScroll):
-    """Scrolls; shows text only."""
+    """Scrolls; shows text only. Stays at the newest event unless scrolled away."""
 
     DEFAULT_CSS = """
     EventsView { background: $surface; scrollbar-size-vertical: 1; & > Static { padding: 0 1; height: auto; } }
@@ -45,14 +60,32 @@ class EventsView(VerticalScroll):
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("j", "scroll_down", "Down", show=False),
         Binding("k", "scroll_up", "Up", show=False),
+        Binding("g", "scroll_home", "Oldest", show=False),
+        Binding("G", "scroll_end", "Newest", show=False),
     ]
 
     def __init__(self) -> None:
         super().__init__(id="events")
         self._text = Static(markup=False)
+        self._part: EventsPart | None = None
 
     def compose(self) -> ComposeResult:
         yield self._text
 
-    def show(self, events: Sequence[Event]) -> None:
-        self._text.update(describe(events, make_palette(self.app.theme_variables)))
+    def on_mount(self) -> None:
+        self.app.theme_changed_signal.subscribe(self, lambda _: self._draw())
+
+    def on_resize(self) -> None:
+        self._draw()
+
+    def show(self, part: EventsPart) -> None:
+        follows = self._part is None or self.is_vertical_scroll_end
+        self._part = part
+        self._draw()
+        if follows:
+            self.call_after_refresh(self.scroll_end, animate=False)
+
+    def _draw(self) -> None:
+        if self._part is not None:
+            palette = make_palette(self.app.theme_variables)
+            self._text.update(describe(self._part.events, palette, max(self.size.width - 3, 40)))

@@ -8,11 +8,11 @@ from textual.containers import Horizontal, Vertical
 from textual.widgets import Static
 
 from tui import fmt
+from tui.curves import simple_chart
 from tui.palette import Palette, make_palette
-from tui.run_detail import ChartData
 from tui.series import change
 from tui.snapshot import LOST, STATE_WORDS, RunRow
-from tui.widgets.charts import Chart
+from tui.widgets.chart import Chart
 
 
 def describe(row: RunRow, palette: Palette, now: float, num_marked: int = 0) -> Text:
@@ -79,5 +79,7 @@ class Preview(Vertical):
             return
         self._text.update(describe(row, make_palette(self.app.theme_variables), now, num_marked), layout=False)
         rewards, tail = row.tail.rewards, row.tail
-        self._reward.show(ChartData(*tail.reward_curve, last=rewards[-1] if rewards else None, change=change(rewards)))
-        self._loss.show(ChartData(*tail.loss_curve, last=tail.loss))
+        self._reward.show(
+            simple_chart(*tail.reward_curve, last=rewards[-1] if rewards else None, change=change(rewards))
+        )
+        self._loss.show(simple_chart(*tail.loss_curve, last=tail.loss))

@@ -1,0 +1,86 @@
+"""What the rollouts tab shows: the samples that a run keeps of its batches, ordered, and one of them turn by turn.
+
+The texts are what environment and policy said: untrusted. They are cleaned when one is described. No widgets here.
+"""
+
+from __future__ import annotations
+
+import stat
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from prime_rl.contract.layout import RunDir
+from prime_rl.contract.samples import Sample, read_samples
+from prime_rl.utils.text import clean_text
+from tui.run_config import file_stamp
+from tui.tabs import ROLLOUTS, Part
+
+# The list shows at most so many of the newest; the file itself is bounded by its writer.
+MAX_SAMPLES = 2_000
+ORDERS = ("newest", "highest reward", "lowest reward", "highest advantage", "lowest advantage")
+
+
+@dataclass(frozen=True)
+class RolloutsPart(Part):
+    """One look: the newest samples, oldest first. `is_on` is false when the run keeps none (`samples.per_step = 0`)."""
+
+    samples: tuple[Sample, ...] = ()
+
+
+@dataclass(frozen=True)
+class Turn:
+    """Who spoke ("prompt", "policy", "environment") and what, clean."""
+
+    speaker: str
+    text: str
+
+
+class RolloutsReader:
+    """Reads the samples file again whenever it changed."""
+
+    tab = ROLLOUTS
+
+    def __init__(self, output_dir: Path, run_id: str) -> None:
+        self._run = RunDir(output_dir / run_id)
+        self._shown: object = None
+
+    def read(self) -> tuple[RolloutsPart | None, bool]:
+        stamp = file_stamp(self._run.samples)
+        if stamp == self._shown:
+            return None, False
+        self._shown = stamp
+        return RolloutsPart(self._run.run_id, tuple(self._samples())), False
+
+    def _samples(self) -> Sequence[Sample]:
+        path = self._run.samples
+        try:
+            return read_samples(path, MAX_SAMPLES) if stat.S_ISREG(path.stat().st_mode) else []
+        except OSError:
+            return []
+
+
+def arrange(samples: Sequence[Sample], order: str) -> list[Sample]:
+    """In one of ORDERS; equals stay newest first."""
+    newest_first = list(reversed(samples))
+    if order == "newest":
+        return newest_first
+    sign = -1.0 if order.startswith("highest") else 1.0
+    if order.endswith("reward"):
+        return sorted(newest_first, key=lambda sample: sign * sample.reward)
+    return sorted(newest_first, key=lambda sample: sign * sample.advantage)
+
+
+def turns(sample: Sample) -> list[Turn]:
+    """The conversation in order."""
+    found = [Turn("prompt", clean_text(sample.prompt).strip("\n"))]
+    if not sample.turns:
+        return [*found, Turn("policy", clean_text(sample.completion))]
+    return found + [
+        Turn("policy" if turn.by_policy else "environment", clean_text(turn.text).strip("\n")) for turn in sample.turns
+    ]
+
+
+def versions(sample: Sample) -> str:
+    """`v41`, or `v40 v41` when its turns came from several."""
+    return " ".join(f"v{version}" for version in sample.policy_versions) or "-"

@@ -1,0 +1,199 @@
+"""What the config tab shows of a run: its `orch.toml`, what is wrong with it, all values, differences. No widgets.
+
+`ConfigReader` is called by one thread; the screen sets what it wants (`other`, `wants_all`) from another.
+"""
+
+from __future__ import annotations
+
+import re
+import stat
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from prime_rl.configs.base import ConfigError, build, parse_toml
+from prime_rl.configs.orchestrator import OrchestratorConfig
+from prime_rl.contract.layout import RunDir
+from prime_rl.utils.text import clean_text, one_line
+from tui.tabs import CONFIG, Part
+
+MAX_CONFIG_BYTES = 256 * 1024
+MAX_VALUE_CHARS = 200
+MISSING = "-"
+_LINE = re.compile(r"\bline (\d+)\b")
+
+
+@dataclass(frozen=True)
+class Value:
+    """One key with its value in words. `is_default`: the file does not set it."""
+
+    key: str
+    text: str
+    is_default: bool
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One key whose value differs. `MISSING` where a side has none."""
+
+    key: str
+    mine: str
+    other: str
+
+
+@dataclass(frozen=True)
+class ConfigPart(Part):
+    """One look. `values` are all keys when they were asked for, `differences` to `other_id` when there is one.
+
+    `problem` says why values or differences cannot be made.
+    """
+
+    text: str = ""
+    error: str | None = None
+    error_lines: tuple[int, ...] = ()
+    values: tuple[Value, ...] | None = None
+    other_id: str | None = None
+    differences: tuple[Difference, ...] = ()
+    problem: str | None = None
+
+
+class ConfigReader:
+    """Reads again when a file changed, or when something else is wanted."""
+
+    tab = CONFIG
+
+    def __init__(self, output_dir: Path, run_id: str) -> None:
+        self._output_dir = output_dir
+        self._run = RunDir(output_dir / run_id)
+        self.other: str | None = None
+        self.wants_all = False
+        self._shown: object = None
+
+    def read(self) -> tuple[ConfigPart | None, bool]:
+        other, wants_all = self.other, self.wants_all
+        paths = [self._run.orch_toml, self._run.config_error]
+        if other is not None:
+            paths.append(RunDir(self._output_dir / other).orch_toml)
+        shown = (other, wants_all, *map(file_stamp, paths))
+        if shown == self._shown:
+            return None, False
+        self._shown = shown
+        return self._look(other, wants_all), False
+
+    def _look(self, other: str | None, wants_all: bool) -> ConfigPart:
+        text = read_clean(self._run.orch_toml) or ""
+        error = read_clean(self._run.config_error)
+        part = ConfigPart(self._run.run_id, text, error, find_error_lines(text, error or ""))
+        try:
+            if other is not None:
+                theirs = read_clean(RunDir(self._output_dir / other).orch_toml) or ""
+                return _replace(part, other_id=other, differences=find_differences(text, theirs))
+            return _replace(part, values=all_values(text)) if wants_all else part
+        except ConfigError as problem:
+            return _replace(part, other_id=other, problem=clean_text(str(problem)))
+
+
+def _replace(part: ConfigPart, **changes: Any) -> ConfigPart:
+    return ConfigPart(**{**part.__dict__, **changes})
+
+
+def all_values(text: str) -> tuple[Value, ...]:
+    """Every key of a run's config in the order of the schema, with its default where the text says nothing.
+
+    Raises ConfigError when the text is no config.
+    """
+    said = dict(flatten(parse_toml(text, "orch.toml")))
+    config = build(OrchestratorConfig, parse_toml(text, "orch.toml"), "orch.toml").model_dump(mode="json")
+    return tuple(Value(key, in_words(value), key not in said) for key, value in flatten(config))
+
+
+def find_differences(mine: str, other: str) -> tuple[Difference, ...]:
+    """Keys whose values differ, by what counts: a default and the same value said in the file are equal.
+
+    Where one of the texts is no valid config, what the files say is compared. Raises ConfigError when one is no TOML.
+    """
+    try:
+        sides = [{value.key: value.text for value in all_values(text)} for text in (mine, other)]
+    except ConfigError:
+        sides = [
+            {key: in_words(value) for key, value in flatten(parse_toml(text, source))}
+            for text, source in ((mine, "this orch.toml"), (other, "the other orch.toml"))
+        ]
+    keys = dict.fromkeys([*sides[0], *sides[1]])
+    pairs = ((key, sides[0].get(key, MISSING), sides[1].get(key, MISSING)) for key in keys)
+    return tuple(Difference(*pair) for pair in pairs if pair[1] != pair[2])
+
+
+def flatten(data: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Nested tables as ("model.lora.rank", 8); tables in a list get their number: ("env.0.id", ...)."""
+    for name, value in data.items():
+        key = one_line(f"{prefix}{name}", MAX_VALUE_CHARS)
+        if isinstance(value, Mapping) and value:
+            yield from flatten(value, f"{key}.")
+        elif isinstance(value, list) and value and all(isinstance(each, Mapping) for each in value):
+            for number, each in enumerate(value):
+                yield from flatten(each, f"{key}.{number}.")
+        else:
+            yield key, value
+
+
+def in_words(value: Any) -> str:
+    """As TOML says it, on one line; null for what TOML cannot say."""
+    if value is None:
+        return "none"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str):
+        return one_line(f'"{value}"', MAX_VALUE_CHARS)
+    return one_line(str(value), MAX_VALUE_CHARS)
+
+
+def read_clean(path: Path, limit: int = MAX_CONFIG_BYTES) -> str | None:
+    """At most `limit` bytes of a regular file, fit for the screen; None when it is not there or cannot be read."""
+    try:
+        if not stat.S_ISREG(path.stat().st_mode):
+            return None
+        with path.open("rb") as file:
+            data = file.read(limit + 1)
+    except OSError:
+        return None
+    text = clean_text(data[:limit].decode(errors="replace")).expandtabs(4)
+    return text + "\n# ... (the rest is not shown)" if len(data) > limit else text
+
+
+def find_error_lines(config: str, error: str) -> tuple[int, ...]:
+    """Line numbers (from 1) of `config` that `error` speaks of: said as "line N", or the line that sets a named key."""
+    lines = config.splitlines()
+    named = {int(number) for number in _LINE.findall(error) if 1 <= int(number) <= len(lines)}
+    return tuple(sorted(named | {number for key, number in key_lines(lines).items() if f": {key}: " in f": {error}"}))
+
+
+def key_lines(lines: Sequence[str]) -> dict[str, int]:
+    """Dotted key ("model.lora.rank", "env.0.id") -> line (from 1) that sets it; tables too. Simple TOML only."""
+    found: dict[str, int] = {}
+    counts: dict[str, int] = {}
+    table = ""
+    for number, line in enumerate(lines, start=1):
+        text = line.split("#", 1)[0].strip()
+        if text.startswith("[[") and text.endswith("]]"):
+            name = text[2:-2].strip()
+            table = f"{name}.{counts.get(name, 0)}"
+            counts[name] = counts.get(name, 0) + 1
+            found.setdefault(table, number)
+        elif text.startswith("[") and text.endswith("]"):
+            table = text[1:-1].strip()
+            found.setdefault(table, number)
+        elif "=" in text:
+            key = text.split("=", 1)[0].strip().strip("\"'")
+            found.setdefault(f"{table}.{key}" if table else key, number)
+    return found
+
+
+def file_stamp(path: Path) -> tuple[int, int, int]:
+    """Changes whenever the file does; zeros when it is not there."""
+    try:
+        info = path.stat()
+    except OSError:
+        return (0, 0, 0)
+    return (info.st_mtime_ns, info.st_size, info.st_ino)

@@ -1,0 +1,250 @@
+"""One chart: curves over steps, its newest values or those under the cursor in its frame."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+from rich.segment import Segment
+from rich.style import Style
+from textual.content import Content
+from textual.events import Click, Leave, MouseMove
+from textual.geometry import Size
+from textual.message import Message
+from textual.strip import Strip
+from textual.widget import Widget
+
+from tui import fmt
+from tui.curves import ChartData, Curve
+from tui.palette import Palette, make_palette
+from tui.widgets.canvas import NOTHING, SHADES, Canvas, Cell, draw_curve, draw_stack
+
+LABEL_WIDTH = 8
+# Added to the colour of a curve that is drawn faint; the colour of labels.
+_FAINT, _LABEL = 100, -2
+COLOURS = ("secondary", "accent", "success", "warning", "error", "primary", "muted", "text")
+
+
+class Chart(Widget):
+    """Empty until `show`. Knows no files; tells where the mouse is."""
+
+    DEFAULT_CSS = """
+    Chart {
+        border: round $border;
+        border-title-color: $foreground;
+        border-subtitle-color: $foreground 60%;
+        border-subtitle-align: left;
+        height: 1fr;
+        background: $surface;
+    }
+    Chart.-chosen { border: round $primary; }
+    """
+
+    class Pointed(Message):
+        """The mouse is over `step` (None: it left), or `is_click`ed there."""
+
+        def __init__(self, chart: Chart, step: float | None, num_clicks: int = 0) -> None:
+            super().__init__()
+            self.chart = chart
+            self.step = step
+            self.num_clicks = num_clicks
+
+    def __init__(self, title: str, *, colour: str = "secondary") -> None:
+        super().__init__()
+        self._title = title
+        self._first_colour = COLOURS.index(colour)
+        self._data = ChartData()
+        self._cursor: float | None = None
+        self._rows: list[list[Cell]] | None = None
+        self._ticks: list[str] = []
+        self._styles: dict[int, Style] = {}
+        self.border_title = Content(title)
+
+    @property
+    def data(self) -> ChartData:
+        return self._data
+
+    def on_mount(self) -> None:
+        self.app.theme_changed_signal.subscribe(self, lambda _: self._redraw())
+
+    def show(self, data: ChartData) -> None:
+        if data != self._data:
+            self._data = data
+            self.set_class(data.has_values, "-drawn")
+            self._redraw()
+
+    def point_at(self, step: float | None) -> None:
+        """Show the values at `step`; None: the newest."""
+        if step != self._cursor:
+            self._cursor = step
+            self._head()
+            self.refresh()
+
+    def on_resize(self) -> None:
+        self._redraw()
+
+    def on_mouse_move(self, event: MouseMove) -> None:
+        self.post_message(self.Pointed(self, self._step_at(event.get_content_offset_capture(self).x)))
+
+    def on_leave(self, event: Leave) -> None:
+        self.post_message(self.Pointed(self, None))
+
+    def on_click(self, event: Click) -> None:
+        step = self._step_at(event.get_content_offset_capture(self).x)
+        self.post_message(self.Pointed(self, step, num_clicks=event.chain))
+
+    def render_line(self, y: int) -> Strip:
+        if self._rows is None:
+            self._rows = self._draw()
+        width = self.size.width
+        base = self.rich_style
+        if not self._data.has_values:
+            words = "no values yet" if y == self.size.height // 2 else ""
+            return Strip([Segment(words.center(width), base + self._style(_LABEL))], width)
+        if y >= len(self._rows):
+            return Strip([Segment(self._axis(width), base + self._style(_LABEL))], width)
+        cursor = self._cursor_column()
+        segments = [Segment(self._ticks[y], base + self._style(_LABEL))]
+        for x, (char, colour) in enumerate(self._rows[y]):
+            if x == cursor:
+                segments.append(Segment("│" if char == " " else char, base + self._style(colour, under_cursor=True)))
+            else:
+                segments.append(Segment(char, base + self._style(colour) if colour != NOTHING else base))
+        return Strip(segments).simplify().adjust_cell_length(width, base)
+
+    def _redraw(self) -> None:
+        self._rows = None
+        self._styles.clear()
+        self._head()
+        self.refresh()
+
+    def _plot_size(self) -> Size:
+        return Size(max(self.size.width - LABEL_WIDTH, 1), max(self.size.height - 1, 1))
+
+    def _draw(self) -> list[list[Cell]]:
+        size, data = self._plot_size(), self._data
+        canvas = Canvas(size.width, size.height)
+        self._ticks = [" " * LABEL_WIDTH] * size.height
+        if not data.has_values:
+            return canvas.rows()
+        curves = [_logarithm(curve) for curve in data.curves] if data.is_log else list(data.curves)
+        low, high = (0.0, _stack_height(data)) if data.is_stacked else _range(curves)
+        if data.is_stacked:
+            draw_stack(canvas, curves, data.num_columns, high)
+        else:
+            for curve in sorted(curves, key=lambda each: not each.is_faint):
+                shade = replace(curve, colour=curve.colour + _FAINT * curve.is_faint)
+                draw_curve(canvas, shade, data.num_columns, low, high)
+        self._mark_ticks(low, high, (lambda value: 10.0**value) if data.is_log else float)
+        return canvas.rows()
+
+    def _mark_ticks(self, low: float, high: float, meaning: Callable[[float], float]) -> None:
+        height = len(self._ticks)
+        num = max(min(height // 3 + 1, 6), 2) if height > 1 else 1
+        for index in range(num):
+            row = round(index * (height - 1) / max(num - 1, 1))
+            value = high - (high - low) * row / max(height - 1, 1)
+            self._ticks[row] = f"{fmt.number(meaning(value)):>{LABEL_WIDTH - 1}} "
+
+    def _axis(self, width: int) -> str:
+        first, last = self._data.window
+        left, right = f"step {first:.0f}", f"{last:.0f}"
+        return " " * LABEL_WIDTH + left + right.rjust(max(width - LABEL_WIDTH - len(left), 0))
+
+    def _step_at(self, x: int) -> float | None:
+        """The step under column `x` of the widget."""
+        width, column = self._plot_size().width, x - LABEL_WIDTH
+        if not self._data.has_values or not 0 <= column < width:
+            return None
+        first, last = self._data.window
+        return first + (last - first) * (column + 0.5) / width
+
+    def _cursor_column(self) -> int | None:
+        if self._cursor is None:
+            return None
+        first, last = self._data.window
+        share = (self._cursor - first) / max(last - first, 1e-9)
+        if not 0 <= share <= 1:
+            return None
+        # As the dots are placed: the first step on the first dot, the last on the last.
+        return round(share * (self._plot_size().width * 2 - 1)) // 2
+
+    def _head(self) -> None:
+        """The frame: title with the value, and the names of several curves below."""
+        palette = make_palette(self.app.theme_variables)
+        curves = [curve for curve in self._data.curves if not curve.is_faint]
+        title: list[str | tuple[str, str]] = [(self._title, "bold")]
+        legend: list[str | tuple[str, str]] = []
+        for index, curve in enumerate(curves):
+            words = fmt.number(self._value(curve))
+            colour = self._colour(palette, curve.colour)
+            if len(curves) == 1 and not curve.name:
+                title += ["  ", (words, colour)]
+            else:
+                mark = SHADES[index % len(SHADES)] if self._data.is_stacked else "━"
+                legend += ["  " if index else "", (f"{mark} ", colour), f"{curve.name} ", (words, colour)]
+        if self._cursor is not None and (step := self._step_of(curves)) is not None:
+            title.append((f"  at {step:.0f}", palette.muted))
+        elif self._data.change is not None:
+            title += ["  ", (fmt.signed(self._data.change), palette.muted)]
+        self.border_title = Content.assemble(*title)
+        self.border_subtitle = Content.assemble(*legend)
+
+    def _value(self, curve: Curve) -> float | None:
+        if self._cursor is None:
+            return curve.last
+        index = curve.at(self._cursor)
+        return None if index is None else curve.values[index]
+
+    def _step_of(self, curves: list[Curve]) -> float | None:
+        cursor = self._cursor or 0.0
+        found = [curve.steps[index] for curve in curves if (index := curve.at(cursor)) is not None]
+        return min(found, key=lambda step: abs(step - cursor), default=None)
+
+    def _colour(self, palette: Palette, colour: int) -> str:
+        return str(getattr(palette, COLOURS[(colour + self._first_colour) % len(COLOURS)]))
+
+    def _style(self, colour: int, *, under_cursor: bool = False) -> Style:
+        key = colour + 1000 * under_cursor
+        if key not in self._styles:
+            palette = make_palette(self.app.theme_variables)
+            word = palette.muted if colour < 0 else palette.faint if colour >= _FAINT else self._colour(palette, colour)
+            self._styles[key] = Style.parse(word)
+        return self._styles[key]
+
+
+def _range(curves: list[Curve]) -> tuple[float, float]:
+    """What the height shows: from the least to the greatest value, never nothing."""
+    low = min((min(curve.lows) for curve in curves if curve.lows), default=0.0)
+    high = max((max(curve.highs) for curve in curves if curve.highs), default=1.0)
+    if high - low <= 1e-9 * max(abs(low), abs(high)):
+        pad = abs(low) * 0.1 or 0.1
+        return low - pad, high + pad
+    return low, high
+
+
+def _stack_height(data: ChartData) -> float:
+    totals: dict[int, float] = {}
+    for curve in data.curves:
+        for x, value in zip(curve.xs, curve.values, strict=True):
+            totals[x] = totals.get(x, 0.0) + max(value, 0.0)
+    return max(totals.values(), default=0.0) or 1.0
+
+
+def _logarithm(curve: Curve) -> Curve:
+    """Without what has no logarithm; the least of a column is then that of its positive values, or its newest."""
+    kept = [index for index, value in enumerate(curve.values) if value > 0]
+    log = math.log10
+
+    def pick(values: tuple[float, ...]) -> tuple[float, ...]:
+        return tuple(log(values[index] if values[index] > 0 else curve.values[index]) for index in kept)
+
+    return replace(
+        curve,
+        xs=tuple(curve.xs[index] for index in kept),
+        steps=tuple(curve.steps[index] for index in kept),
+        values=pick(curve.values),
+        lows=pick(curve.lows),
+        highs=pick(curve.highs),
+    )
