@@ -19,7 +19,7 @@ from tui.app import PrlApp
 from tui.screens.run import RunScreen
 from tui.screens.runs import RunsScreen
 from tui.snapshot import RunRow
-from tui.widgets.charts import Chart
+from tui.widgets.chart import Chart
 
 SIZE = (120, 32)
 TIMEOUT_S = 30.0

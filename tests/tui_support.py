@@ -19,6 +19,7 @@ from textual.pilot import Pilot
 
 from prime_rl.contract.files import write_atomic
 from prime_rl.contract.layout import OutputDir, RunDir, stable_marker
+from prime_rl.contract.samples import Sample, SampleFile, SampleTurn
 from prime_rl.contract.status import (
     DaemonStatus,
     InferenceStatus,
@@ -106,7 +107,15 @@ def metrics_lines(num: int, *, seed: int, best: float = 0.9, lr: float = 1e-3) -
                     "reward/mean": reward,
                     "reward/std": 0.2 * (1 - share) + 0.05,
                     "async_level/max": rng.choice([0, 1, 1, 2]),
-                    "time/wait_for_policy": 0.3,
+                    "async_level/mean": 1.0,
+                    "completion_len/mean": 40 + 12 * share,
+                    "prompt_len/mean": 31.5,
+                    "tokens_per_s": 1500 + 200 * share,
+                    "time/generate": 6.0 + 2 * math.sin(step / 5),
+                    "time/environment": 0.9,
+                    "time/wait_for_policy": 3.0 - 2 * math.sin(step / 5),
+                    "time/wait_for_inference": 0.3 if step % 17 == 0 else 0.0,
+                    "time/step": 10.0,
                 }
             )
         )
@@ -121,6 +130,10 @@ def metrics_lines(num: int, *, seed: int, best: float = 0.9, lr: float = 1e-3) -
                     "grad_norm": abs(rng.gauss(0.8, 0.12)) * (1.6 - share),
                     "lr": lr * min(step / 5, 0.5 * (1 + math.cos(math.pi * step / 100))),
                     "tokens_per_s": rng.uniform(1500, 1900),
+                    "time/forward_backward": 5.0 + math.cos(step / 7),
+                    "time/optim": 0.2,
+                    "time/broadcast": 0.8,
+                    "time/checkpoint": 1.5 if step % 10 == 0 else 0.0,
                 }
             )
         )
@@ -271,6 +284,55 @@ def _add_parts(output: OutputDir, living: bool) -> None:
     for name, child in (("supervisor", None), ("trainer", 4711), ("inference", 4712)):
         state = "running" if living else "stopped"
         write_status(output.daemon_status(name), DaemonStatus(name=name, state=state, child_pid=child))
+
+
+def add_samples(run: RunDir, num_steps: int) -> None:
+    """Two rollouts of each batch, one of them a game over several turns."""
+    samples = SampleFile(run.samples, keep=10_000)
+    for step in range(1, num_steps + 1):
+        asked = f"user\nReverse: word{step}\nassistant\n"
+        good = Sample(
+            step, "reverse-text", f"reverse-text/train-{step}", asked, f"{step}drow", 1.0, 0.75, [step - 1], 39, 6
+        )
+        turns = [SampleTurn(True, "is it 5?"), SampleTurn(False, "user\nlower\nassistant\n"), SampleTurn(True, "3!")]
+        said = "".join(turn.text for turn in turns)
+        reward = (step % 10) / 20
+        versions = [max(step - 2, 0), step - 1]
+        game = Sample(step, "guess", f"guess/{step}", "Guess.", said, reward, reward - 0.75, versions, 60, 9, turns)
+        samples.append([game, good])
+
+
+def add_checkpoint(run: RunDir, step: int, *, stable: bool = True, num_bytes: int = 3_000_000) -> None:
+    """`checkpoints/step_N`, saved an hour before NOW less its step in minutes."""
+    for part in (run.trainer_checkpoint(step), run.orchestrator_checkpoint(step)):
+        part.mkdir(parents=True)
+    with (run.trainer_checkpoint(step) / "state.safetensors").open("wb") as file:
+        file.truncate(num_bytes + step * 1000)
+    marker = stable_marker(run.checkpoint_dir(step))
+    if stable:
+        marker.touch()
+    saved_at = NOW - 3600 + step * 60
+    os.utime(marker if stable else run.checkpoint_dir(step), (saved_at, saved_at))
+
+
+def add_history(house: OutputDir, run_id: str) -> RunDir:
+    """Rollouts, checkpoints, and what trainer and supervisor did, for a run of the house that trains."""
+    run = RunDir(house.path / run_id)
+    add_samples(run, 30)
+    for step in (10, 20, 30):
+        add_checkpoint(run, step)
+    add_checkpoint(run, 40, stable=False)
+    house.log("trainer").write_text(
+        f"2026-09-21T12:36:49Z INFO    prime_rl.trainer.runs.manager: {run_id} takes slot 0 at step 0\n"
+        f"2026-09-21T12:40:00Z INFO    prime_rl.trainer.checkpoint: {run_id}: checkpoint of step 10 is complete\n"
+    )
+    house.log("supervisor").write_text(
+        f"2026-09-21T12:36:50Z INFO    supervisor: {run_id}: pid 4713\n"
+        f"2026-09-21T12:36:50Z INFO    supervisor: {run_id}: starting\n"
+        f"2026-09-21T12:50:11Z INFO    supervisor: {run_id}: backoff (killed by SIGKILL, exit code -9)\n"
+        f"2026-09-21T12:50:13Z INFO    supervisor: {run_id}: pid 4720\n"
+    )
+    return run
 
 
 class Ticker:

@@ -35,6 +35,7 @@ class Checkpoint:
 class CheckpointsPart(Part):
     """One look, ascending by step. `resumes_at` is where a restart goes on."""
 
+    tab = CHECKPOINTS
     checkpoints: tuple[Checkpoint, ...] = ()
 
     @property

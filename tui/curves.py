@@ -10,8 +10,10 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from prime_rl.utils.text import one_line
 from tui.history import EVAL_PREFIX, EVAL_SUFFIX, History
 from tui.series import change
+from tui.tabs import CHARTS as CHARTS_TAB
 from tui.tabs import Part
 
 SMOOTHINGS = (0.0, 0.6, 0.9, 0.97)
@@ -139,6 +141,7 @@ class ChartData:
 class ChartsPart(Part):
     """One look at all charts. `newest` are the first and the last step that there are; `run_ids` by colour."""
 
+    tab = CHARTS_TAB
     charts: tuple[ChartData, ...]
     view: ChartView
     newest: tuple[float, float] = (0.0, 0.0)
@@ -224,7 +227,7 @@ def _chosen(
     keys = spec.keys
     if keys == (EVAL_PREFIX,):
         keys = tuple(sorted({key for run in runs for key in run if key.startswith(EVAL_PREFIX)}))
-        labels = [key.removeprefix(EVAL_PREFIX).removesuffix(EVAL_SUFFIX) for key in keys]
+        labels = [one_line(key.removeprefix(EVAL_PREFIX).removesuffix(EVAL_SUFFIX), 40) for key in keys]
     else:
         labels = list(spec.names or ("",) * len(keys))
     if len(runs) == 1:

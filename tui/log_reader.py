@@ -14,6 +14,7 @@ from tui.tabs import LOGS, Part
 class LogPart(Part):
     """Newest lines."""
 
+    tab = LOGS
     lines: tuple[str, ...] = ()
     num_read: int = 0
     generation: int = 0

@@ -25,6 +25,7 @@ ORDERS = ("newest", "highest reward", "lowest reward", "highest advantage", "low
 class RolloutsPart(Part):
     """One look: the newest samples, oldest first. `is_on` is false when the run keeps none (`samples.per_step = 0`)."""
 
+    tab = ROLLOUTS
     samples: tuple[Sample, ...] = ()
 
 

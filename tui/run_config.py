@@ -49,6 +49,7 @@ class ConfigPart(Part):
     `problem` says why values or differences cannot be made.
     """
 
+    tab = CONFIG
     text: str = ""
     error: str | None = None
     error_lines: tuple[int, ...] = ()

@@ -58,6 +58,7 @@ class Event:
 class EventsPart(Part):
     """One look, oldest first."""
 
+    tab = EVENTS
     events: tuple[Event, ...] = ()
 
 

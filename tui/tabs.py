@@ -6,7 +6,7 @@ Each tab has a reader (`run_config`, `run_events`, ...) and a widget; only the r
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 CHARTS, ROLLOUTS, CONFIG, LOGS, CHECKPOINTS, EVENTS = "charts", "rollouts", "config", "logs", "checkpoints", "events"
 TABS = (CHARTS, ROLLOUTS, CONFIG, LOGS, CHECKPOINTS, EVENTS)
@@ -16,6 +16,7 @@ TABS = (CHARTS, ROLLOUTS, CONFIG, LOGS, CHECKPOINTS, EVENTS)
 class Part:
     """One look at what one tab shows of one run."""
 
+    tab: ClassVar[str]
     run_id: str
 
     @property

@@ -11,6 +11,7 @@ import pytest
 from textual.pilot import Pilot
 
 from prime_rl.contract.layout import OutputDir
+from prime_rl.contract.samples import Sample, SampleFile, SampleTurn
 from prime_rl.contract.status import DaemonStatus
 from tests.tui_support import (
     NOW,
@@ -88,7 +89,10 @@ async def test_hostile_text_in_every_file_of_a_run(tmp_path: Path) -> None:
     toml = orch_toml() + "".join(f"# {attack}\n" for attack in ATTACKS)
     run = add_run(house, "run_hostile", step=3, toml=toml)
     run.log.write_text("".join(f"2026-09-21T14:00:01Z ERROR {attack}\n" for attack in ATTACKS) + "after\n")
-    run.orchestrator_metrics.write_text(json.dumps({"step": 1, lines: 1.0, "reward/mean": 0.25}) + "\n")
+    evals = {f"eval/{attack}/reward": 0.5 for attack in ATTACKS[-5:]}
+    run.orchestrator_metrics.write_text(json.dumps({"step": 1, lines: 1.0, "reward/mean": 0.25, **evals}) + "\n")
+    turns = [SampleTurn(number % 2 == 0, attack) for number, attack in enumerate(ATTACKS)]
+    SampleFile(run.samples, keep=9).append([Sample(1, lines, lines, lines, lines, 1.0, 0.0, [0], 9, 9, turns)])
     run.evicted.write_text(lines)
     run.config_error.write_text(lines)
     with house.audit.open("a") as file:
@@ -97,8 +101,9 @@ async def test_hostile_text_in_every_file_of_a_run(tmp_path: Path) -> None:
             file.write(json.dumps(record) + "\n")
     async with opened(house) as (app, pilot):
         await pilot.press("slash", *"run_hostile", "enter", "enter")
-        for key, seen in (("1", ["reward"]), ("2", ["batch_size", *KEPT]), ("3", ["after", *KEPT]), ("4", KEPT)):
-            await pilot.press(key)
+        tabs = ["reward", *KEPT[2:]], KEPT, ["batch_size", *KEPT], ["after", *KEPT], ["no checkpoints yet"], KEPT
+        for key, seen in enumerate(tabs, start=1):
+            await pilot.press(str(key))
             await check(app, pilot, *seen)
         await pilot.press("d")
         await check(app, pilot, "delete run_hostile")

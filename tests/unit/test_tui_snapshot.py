@@ -16,7 +16,8 @@ from prime_rl.contract.status import LOST_AFTER_S, DaemonStatus
 from tests.tui_support import HOSTILE, NOW, build_house, write_status
 from tui.house_metrics import HouseMetrics
 from tui.palette import Palette, make_palette
-from tui.run_detail import find_error_lines, parse_audit
+from tui.run_config import find_error_lines
+from tui.run_events import parse_audit
 from tui.snapshot import STALL_MIN_S, STATES, Disk, RunRow, Snapshot, make_snapshot
 from tui.watcher import state_times
 from tui.widgets.columns import PADDING, choose_columns, make_cells

@@ -6,7 +6,7 @@ Only the tab that is open is read (`run_reader`), in a thread; what it finds com
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from textual import on
 from textual.app import ComposeResult
@@ -28,7 +28,7 @@ from tui.run_reader import RunReader
 from tui.screens.base import HouseScreen, Setting
 from tui.screens.pick_runs import PickRuns
 from tui.snapshot import LOST, RunRow, Snapshot
-from tui.tabs import CONFIG, TABS
+from tui.tabs import CONFIG, TABS, Part
 from tui.watcher import RunWatcher
 from tui.widgets.charts import ChartsView
 from tui.widgets.checkpoints_view import CheckpointsView
@@ -82,6 +82,16 @@ class RunScreen(HouseScreen):
         self.checkpoints = CheckpointsView(setting.clock)
         self.events = EventsView()
         self.command_line = CommandLine()
+        self._shows: dict[type[Part], Callable[[Any], None]] = {
+            ChartsPart: self.charts.show,
+            RolloutsPart: self.rollouts.show,
+            ConfigPart: self.config.show,
+            LogPart: self.log_view.show,
+            CheckpointsPart: self.checkpoints.show,
+            EventsPart: self.events.show,
+        }
+        self.shown: set[str] = set()
+        """The tabs that have shown something."""
         self.reader = RunReader(setting.output_dir, run_id)
         self.reader.charts.view = self.charts.view
         self._watcher = RunWatcher(self.reader, self.post_message)
@@ -130,21 +140,9 @@ class RunScreen(HouseScreen):
             self.command_line.entry = entry
 
     def on_run_changed(self, message: RunChanged) -> None:
-        part = message.part
-        if not self.can_show:
-            return
-        if isinstance(part, ChartsPart):
-            self.charts.show(part)
-        elif isinstance(part, RolloutsPart):
-            self.rollouts.show(part)
-        elif isinstance(part, ConfigPart):
-            self.config.show(part)
-        elif isinstance(part, LogPart):
-            self.log_view.show(part.lines, part.num_read, part.generation)
-        elif isinstance(part, CheckpointsPart):
-            self.checkpoints.show(part)
-        elif isinstance(part, EventsPart):
-            self.events.show(part)
+        if self.can_show:
+            self._shows[type(message.part)](message.part)
+            self.shown.add(message.part.tab)
 
     @on(ChartsView.Wanted)
     def _charts_wanted(self, message: ChartsView.Wanted) -> None:

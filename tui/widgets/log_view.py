@@ -11,6 +11,7 @@ from textual.binding import Binding, BindingType
 from textual.events import Resize
 from textual.widgets import RichLog
 
+from tui.log_reader import LogPart
 from tui.palette import Palette, make_palette
 from tui.readers import MAX_LOG_LINES
 
@@ -54,7 +55,10 @@ class LogView(RichLog):
         self._width = 0
         self._last: tuple[Sequence[str], int, int] | None = None
 
-    def show(self, lines: Sequence[str], num_read: int, generation: int) -> None:
+    def show(self, part: LogPart) -> None:
+        self._show(part.lines, part.num_read, part.generation)
+
+    def _show(self, lines: Sequence[str], num_read: int, generation: int) -> None:
         """`lines` are the newest of `num_read` since `generation` began; only new ones are written."""
         self._last = (lines, num_read, generation)
         width = self.scrollable_content_region.width
@@ -80,7 +84,7 @@ class LogView(RichLog):
         """Write everything again: the theme or the width changed."""
         if self._last is not None:
             self._generation = -1
-            self.show(*self._last)
+            self._show(*self._last)
 
     def action_follow(self) -> None:
         self.scroll_end(animate=False)

@@ -1,0 +1,334 @@
+"""The run screen in a real app over a house on disk: tabs, charts, and what a file may do meanwhile."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from textual.content import Content
+from textual.events import MouseScrollDown, MouseScrollUp
+from textual.widgets import Static
+
+from prime_rl.contract.layout import OutputDir, RunDir
+from tests.tui_run_support import RUN, SIZE, Opened, opened_run
+from tests.tui_support import add_history, build_house, metrics_lines, screen_text
+from tui.curves import SMOOTHINGS
+from tui.screens.pick_runs import PickRuns
+from tui.screens.runs import RunsScreen
+from tui.tabs import TABS
+from tui.widgets.chart import Chart
+
+
+@pytest.fixture
+def house(tmp_path: Path) -> OutputDir:
+    return build_house(tmp_path / "house")
+
+
+def drawn(chart: Chart) -> str:
+    """What is in the frame of a chart, without colours."""
+    return "\n".join(chart.render_line(y).text for y in range(chart.size.height))
+
+
+def title(chart: Chart) -> str:
+    return Content.from_markup(str(chart.border_title)).plain
+
+
+async def test_tabs_by_number_letter_and_arrow(house: OutputDir) -> None:
+    async with opened_run(house.path) as o:
+        for number, name in enumerate(TABS, start=1):
+            await o.press(str(number))
+            assert o.screen.tab == name
+        for key, name in (
+            ("tab", "charts"), ("shift+tab", "events"), ("left_square_bracket", "checkpoints"),
+            ("right_square_bracket", "events"), ("tab", "charts"),
+        ):  # fmt: skip
+            await o.press(key)
+            assert o.screen.tab == name, key
+        assert o.screen.charts.has_focus
+
+
+async def test_only_the_open_tab_is_read(house: OutputDir) -> None:
+    async with opened_run(house.path) as o:
+        assert o.screen.shown == {"charts"}
+        await o.tab("config")
+        assert o.screen.shown == {"charts", "config"}
+
+
+async def test_escape_and_q_lead_back(house: OutputDir) -> None:
+    for key in ("escape", "q"):
+        async with opened_run(house.path) as o:
+            await o.press(key)
+            await o.until(lambda o=o: isinstance(o.app.screen, RunsScreen), "home")
+
+
+async def test_all_charts_have_room_on_a_large_screen(house: OutputDir) -> None:
+    async with opened_run(house.path, size=(200, 50)) as o:
+        charts, grid = o.screen.charts.charts, o.screen.charts.grid
+        with_values = [title(chart).split("  ")[0] for chart in charts if chart.data.has_values]
+        assert with_values == [
+            "reward", "loss", "entropy", "mismatch KL", "grad norm", "learning rate", "lengths", "lag", "step time, s",
+            "trainer time, s", "tokens/s",
+        ]  # fmt: skip
+        await o.until(lambda: len({chart.region.y for chart in charts}) == 4, "four rows of three")
+        await o.until(lambda: all(grid.region.contains_region(chart.region) for chart in charts), "room for all")
+
+
+async def test_charts_on_a_small_screen_come_four_at_a_time(house: OutputDir) -> None:
+    async with opened_run(house.path, size=(80, 24)) as o:
+        view = o.screen.charts
+
+        def seen() -> list[int]:
+            return [i for i, chart in enumerate(view.charts) if view.grid.region.contains_region(chart.region)]
+
+        await o.until(lambda: seen() == [0, 1, 2, 3], "the first four")
+        await o.press("space")
+        await o.until(lambda: seen() == [4, 5, 6, 7], "the next four")
+        await o.press("pageup")
+        await o.until(lambda: seen() == [0, 1, 2, 3], "the first four again")
+        await o.press(*"jjjjj")
+        await o.until(lambda: view.chosen == 5 and 5 in seen(), "the sixth, chosen and in sight")
+        await o.press("k", "up", "down")
+        assert view.chosen == 4
+
+
+async def test_charts_grow_while_open(house: OutputDir) -> None:
+    async with opened_run(house.path) as o:
+        with RunDir(house.path / RUN).orchestrator_metrics.open("a") as file:
+            file.write('{"step": 43, "reward/mean": 0.123}\n')
+        await o.until(lambda: "0.123" in title(o.screen.charts.charts[0]), "the new point")
+
+
+async def test_the_cursor_shows_the_values_of_one_step_in_every_chart(house: OutputDir) -> None:
+    async with opened_run(house.path, size=(200, 50)) as o:
+        view = o.screen.charts
+        reward, loss = view.charts[:2]
+        await o.press("l")
+        assert "at 1" in title(reward) and "at 1" in title(loss)
+        assert "│" in drawn(reward)
+        await o.press("right", "l", "L", "left", "H", "shift+right", "shift+left")
+        assert view.cursor == 2
+        curve = reward.data.curves[0]
+        step = curve.at(2)
+        assert step is not None and f"{curve.values[step]:.3f}" in title(reward)
+        await o.sees("at step 2")
+        await o.press("escape")
+        assert view.cursor is None and "at" not in title(reward) and o.app.screen is o.screen
+        await o.press("h")
+        assert view.cursor == 42, "from the right end"
+
+
+async def test_the_mouse_points_chooses_and_maximises(house: OutputDir) -> None:
+    async with opened_run(house.path, size=(200, 50)) as o:
+        view = o.screen.charts
+        chart = view.charts[1]
+        await o.pilot.hover(chart, offset=(40, 5))
+        await o.until(lambda: view.cursor is not None, "the cursor under the mouse")
+        assert "at " in title(view.charts[0])
+        await o.pilot.click(chart, offset=(40, 5))
+        assert view.chosen == 1 and chart.has_class("-chosen")
+        await o.pilot.click(chart, offset=(40, 5), times=2)
+        await o.until(lambda: view.is_maximised, "the chart maximised")
+        assert [each for each in view.charts if each.display] == [chart]
+
+
+async def test_one_chart_is_maximised_and_finer(house: OutputDir) -> None:
+    async with opened_run(house.path, size=(120, 40)) as o:
+        view = o.screen.charts
+        await o.press("m")
+        await o.until(lambda: view.charts[0].data.num_columns > 200, "a curve for the whole width")
+        assert view.charts[0].size.width > 110
+        await o.press("j")
+        assert [chart.display for chart in view.charts[:2]] == [False, True]
+        await o.press("enter")
+        assert all(chart.display for chart in view.charts) and not view.is_maximised
+        await o.press("m", "escape")
+        assert not view.is_maximised and o.app.screen is o.screen
+
+
+async def test_zoom_pan_and_following(house: OutputDir) -> None:
+    async with opened_run(house.path) as o:
+        view, reward = o.screen.charts, o.screen.charts.charts[0]
+
+        async def shows(first: float, last: float) -> None:
+            await o.until(lambda: reward.data.window == (first, last), f"steps {first} to {last}")
+
+        await shows(1, 42)
+        await o.press("plus")
+        await shows(21.5, 42)
+        await o.sees("following")
+        with RunDir(house.path / RUN).orchestrator_metrics.open("a") as file:
+            file.write('{"step": 46, "reward/mean": 0.5}\n')
+        await shows(25.5, 46)
+        await o.press("less_than_sign", "comma")
+        await shows(15.25, 35.75)
+        await o.press("greater_than_sign")
+        await shows(20.375, 40.875)
+        await o.press("full_stop", "full_stop")
+        await shows(25.5, 46)
+        assert view.view.end is None
+        await o.press("minus")
+        await shows(5, 46)
+        await o.press("minus")
+        await shows(1, 46)
+        await o.press("equals_sign", "0")
+        await shows(1, 46)
+        await o.press("m")
+        await o.pilot.hover(reward, offset=(30, 5))
+        reward.post_message(MouseScrollUp(reward, 30, 5, 0, -1, 0, False, False, False))
+        await o.until(lambda: reward.data.window[1] - reward.data.window[0] == 22.5, "a zoom around the cursor")
+        reward.post_message(MouseScrollDown(reward, 30, 5, 0, 1, 0, False, False, False))
+        await shows(1, 46)
+
+
+async def test_scale_smoothing_and_stacks(house: OutputDir) -> None:
+    async with opened_run(house.path, size=(200, 50)) as o:
+        charts = o.screen.charts.charts
+        reward, split = charts[0], charts[8]
+        linear = drawn(reward)
+        await o.press("y")
+        await o.until(lambda: reward.data.is_log and drawn(reward) != linear, "a logarithmic scale")
+        await o.sees("log · as it is")
+        await o.press("y")
+        for factor in (*SMOOTHINGS[1:], 0.0):
+            await o.press("s")
+            await o.until(lambda f=factor: len(reward.data.curves) == (2 if f else 1), f"smoothing {factor}")
+            await o.sees(f"EMA {factor:g}" if factor else "linear · as it is")
+        assert any(shade in drawn(split) for shade in "█▓")
+        await o.press("t")
+        await o.until(lambda: not split.data.is_stacked, "lines")
+        assert not any(shade in drawn(split) for shade in "█▓▒")
+
+
+async def test_other_runs_in_the_same_charts(house: OutputDir) -> None:
+    async with opened_run(house.path, size=(200, 50)) as o:
+        view = o.screen.charts
+        await o.press("c")
+        await o.until(lambda: isinstance(o.app.screen, PickRuns), "the picker")
+        await o.press(*"run_", "down", "up", "tab", "tab", "enter")
+        await o.until(lambda: len(view.charts[0].data.curves) == 3, "three curves")
+        assert [curve.name for curve in view.charts[0].data.curves] == [RUN, *view.view.compare]
+        await o.sees(*view.view.compare)
+        assert len({curve.colour for curve in view.charts[0].data.curves}) == 3
+        await o.press("c", "tab")
+        await o.press("up", "up")
+        await o.press("escape")
+        assert len(view.view.compare) == 2, "escape changes nothing"
+        await o.press("c", *view.view.compare[0], "tab", "enter")
+        await o.until(lambda: len(view.charts[0].data.curves) == 2, "two curves")
+        await o.press("c", *view.view.compare[0], "tab", "enter")
+        await o.until(lambda: len(view.charts[0].data.curves) == 1, "its own curve only")
+        await o.press("c", *"sort", "enter")
+        await o.until(lambda: view.view.compare == ("run_sort-rank16",), "the one under the cursor")
+
+
+async def test_a_long_history_is_thinned_and_its_spikes_stay(house: OutputDir) -> None:
+    lines, _ = metrics_lines(20_000, seed=1)
+    lines[12_345] = '{"step": 12346, "reward/mean": 9.5}'
+    RunDir(house.path / RUN).orchestrator_metrics.write_text("\n".join(lines) + "\n")
+    async with opened_run(house.path) as o:
+        reward = o.screen.charts.charts[0]
+        await o.until(lambda: reward.data.window[1] == 20_000, "all steps")
+        curve = reward.data.curves[0]
+        assert len(curve.xs) <= reward.data.num_columns <= 2 * SIZE[0]
+        assert max(curve.highs) == 9.5
+
+
+async def test_the_run_that_is_open_may_vanish(house: OutputDir) -> None:
+    async with opened_run(house.path, "run_done") as o:
+        os.rename(house.path / "run_done", house.path / ".gone")
+        banner = o.screen.query_one("#banner", Static)
+        await o.until(lambda: "not in the house any more" in str(banner.render()), "the banner")
+        await o.press(*"123456", "escape")
+        await o.until(lambda: isinstance(o.app.screen, RunsScreen), "home")
+
+
+async def see(o: Opened, tab: str, *words: str) -> None:
+    await o.tab(tab)
+    await o.sees(*words)
+
+
+async def test_an_invalid_run_shows_its_error_at_its_line(house: OutputDir) -> None:
+    async with opened_run(house.path, "run_typo") as o:
+        await see(o, "config", "learning_rate")
+        error = o.screen.config.query_one("#config-error", Static)
+        assert "is not a known key" in str(error.render()) and o.screen.config.has_class("-invalid")
+        text = str(o.screen.config.query_one("#config-text", Static).render())
+        marked = [line for line in text.splitlines() if line.startswith("▶")]
+        assert len(marked) == 1 and "learning_rate" in marked[0]
+
+
+async def test_config_with_defaults_and_differences(house: OutputDir) -> None:
+    async with opened_run(house.path, size=(120, 40)) as o:
+        await see(o, "config", "batch_size = 64")
+        await o.press("v")
+        await o.sees("keys are set in orch.toml", "max_async_level", "filter_zero_advantage")
+        await o.press("escape")
+        await o.sees("batch_size = 64")
+        await o.press("c", *"upper", "enter")
+        await o.sees("keys differ", "max_steps", "100", "500", "upper-case")
+        assert "batch_size" not in screen_text(o.app)
+        await o.press("c")
+        await o.sees("batch_size = 64")
+        await o.press("c", *"typo", "enter")
+        await o.sees("learning_rate", '"high"')
+        await o.press("escape", "escape")
+        await o.until(lambda: isinstance(o.app.screen, RunsScreen), "home")
+
+
+async def test_rollouts_in_every_order_turn_by_turn(house: OutputDir) -> None:
+    add_history(house, RUN)
+    async with opened_run(house.path) as o:
+        await see(o, "rollouts", "60, newest first", "Reverse: word30", "30drow", "reverse-text/train-30")
+        view = o.screen.rollouts
+        await o.press("n")
+        await o.sees("policy 1 of 3", "is it 5?", "environment 2 of 3", "lower", "policy 3 of 3", "v28 v29")
+        await o.press("N", "j", "p", "G")
+        assert view.selected is not None and view.selected.step == 1
+        await o.press("g", "o")
+        await o.sees("highest reward first")
+        assert view.selected.reward == 1.0
+        await o.press("o")
+        assert view.selected.reward == 0.0
+        await o.press("o")
+        assert view.selected.advantage == 0.75
+        await o.press("o", "end")
+        assert view.selected.advantage == 0.75
+        await o.press("home", "pagedown", "pageup", "space", "b")
+        assert view.selected.advantage == -0.75
+
+
+async def test_new_rollouts_come_in_while_one_is_read(house: OutputDir) -> None:
+    run = add_history(house, RUN)
+    async with opened_run(house.path) as o:
+        await see(o, "rollouts", "60, newest first")
+        await o.press("j", "j")
+        reading = o.screen.rollouts.selected
+        with run.samples.open("a") as file:
+            file.write(run.samples.read_text().splitlines()[-1].replace('"step": 30', '"step": 31') + "\n")
+        await o.sees("61, newest first")
+        assert o.screen.rollouts.selected == reading
+
+
+async def test_checkpoints_newest_first(house: OutputDir) -> None:
+    add_history(house, RUN)
+    async with opened_run(house.path, size=(120, 30)) as o:
+        await see(o, "checkpoints", "4 checkpoints, 11.5 MiB", "◌ partial", "✔ STABLE", "orchestrator trainer")
+        assert o.screen.checkpoints.selected is not None and o.screen.checkpoints.selected.step == 40
+        (line,) = [line for line in screen_text(o.app).splitlines() if "a restart goes on here" in line]
+        assert " 30 " in line and "30m" in line
+        await o.press("j")
+        assert o.screen.checkpoints.selected.step == 30
+
+
+async def test_events_tell_who_did_what_and_why(house: OutputDir) -> None:
+    add_history(house, RUN)
+    async with opened_run(house.path) as o:
+        await see(
+            o, "events", "add", "from reverse.toml", "mia@gpu1", "readmit", "tom@gpu1", "admitted", "takes slot 0",
+            "restart", "killed by SIGKILL", "started", "pid 4720", "running",
+        )  # fmt: skip
+        assert "checkpoint of step" not in screen_text(o.app) and "collapsed" not in screen_text(o.app)
+        await o.press("g", "G", "j", "k")
+    async with opened_run(house.path, "run_collapsed") as o:
+        await see(o, "events", "the reward collapsed", "after step 25; see the curves", "evicted")
