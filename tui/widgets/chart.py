@@ -35,6 +35,7 @@ class Chart(Widget):
         border-title-color: $foreground;
         border-subtitle-color: $foreground 60%;
         border-subtitle-align: left;
+        width: 1fr;
         height: 1fr;
         background: $surface;
     }
