@@ -107,15 +107,13 @@ def metrics_lines(num: int, *, seed: int, best: float = 0.9, lr: float = 1e-3) -
                     "reward/mean": reward,
                     "reward/std": 0.2 * (1 - share) + 0.05,
                     "async_level/max": rng.choice([0, 1, 1, 2]),
-                    "async_level/mean": 1.0,
-                    "completion_len/mean": 40 + 12 * share,
+                    "completion_len/mean": round(40 + 12 * share, 1),
                     "prompt_len/mean": 31.5,
-                    "tokens_per_s": 1500 + 200 * share,
-                    "time/generate": 6.0 + 2 * math.sin(step / 5),
+                    "tokens_per_s": round(1500 + 200 * share),
+                    "time/generate": round(6 + 2 * math.sin(step / 5), 1),
                     "time/environment": 0.9,
-                    "time/wait_for_policy": 3.0 - 2 * math.sin(step / 5),
+                    "time/wait_for_policy": round(3 - 2 * math.sin(step / 5), 1),
                     "time/wait_for_inference": 0.3 if step % 17 == 0 else 0.0,
-                    "time/step": 10.0,
                 }
             )
         )
@@ -130,7 +128,7 @@ def metrics_lines(num: int, *, seed: int, best: float = 0.9, lr: float = 1e-3) -
                     "grad_norm": abs(rng.gauss(0.8, 0.12)) * (1.6 - share),
                     "lr": lr * min(step / 5, 0.5 * (1 + math.cos(math.pi * step / 100))),
                     "tokens_per_s": rng.uniform(1500, 1900),
-                    "time/forward_backward": 5.0 + math.cos(step / 7),
+                    "time/forward_backward": round(5 + math.cos(step / 7), 1),
                     "time/optim": 0.2,
                     "time/broadcast": 0.8,
                     "time/checkpoint": 1.5 if step % 10 == 0 else 0.0,
