@@ -15,6 +15,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,9 @@ def examine(output_dir: Path, *, say: Say, import_libraries: bool = True) -> Ite
     yield checks.check_inotify(max(len(house.runs), num_slots), _inotify_limits())
     url = house.inference.base_url if house.inference else ""
     port = system.inference.port
-    yield checks.check_port(system.inference.host, port, served_by_house=f":{port}/" in url)
+    port_check = checks.check_port(system.inference.host, port, served_by_house=f":{port}/" in url)
+    is_known = output.component_config(SYSTEM).exists()  # else nobody has chosen this port yet
+    yield port_check if is_known or port_check.level == "ok" else replace(port_check, level="warning")
     times = {daemon.name: daemon.updated_at for daemon in house.daemons if daemon.name == SUPERVISOR}
     times |= {run.run_id: run.updated_at for run in house.runs if run.updated_at}
     yield checks.check_clock(output_dir, times)

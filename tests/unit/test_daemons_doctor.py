@@ -11,6 +11,7 @@ import pytest
 from daemons import checks
 from daemons.disk import DiskView
 from daemons.doctor import examine, probe
+from prime_rl.contract.layout import OutputDir
 
 MOUNTS = """\
 21 1 8:1 / / rw - ext4 /dev/sda1 rw
@@ -131,3 +132,17 @@ def test_everything_is_looked_at_without_changing_anything(tmp_path: Path) -> No
         *("descriptors", "/dev/shm", "lingering", "api key", "parts"),
     ]
     assert all(check.advice for check in found if check.level != "ok") and list(tmp_path.iterdir()) == []
+
+
+def test_a_taken_port_that_nobody_has_chosen_is_only_a_warning(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        config = OutputDir(tmp_path / "house").component_config("system")
+        config.parent.mkdir(parents=True)
+        config.write_text(f"[inference]\nport = {port}\n")
+        found = {check.name: check for check in examine(tmp_path / "house", say=print, import_libraries=False)}
+        assert found["port"].level == "broken" and str(port) in found["port"].message
+    found = {check.name: check for check in examine(tmp_path, say=print, import_libraries=False)}
+    assert found["port"].level in ("ok", "warning"), "the default port, which may be taken here"
