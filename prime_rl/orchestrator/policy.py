@@ -83,6 +83,7 @@ class PolicyVersions:
         self.version = 0
         self._users: Counter[int] = Counter()
         self._switched = asyncio.Condition()
+        self._refusal = ""
 
     async def begin(self) -> None:
         """Before the first request: what an earlier orchestrator of this run left (it was killed) goes."""
@@ -139,7 +140,7 @@ class PolicyVersions:
             except RequestRefused as error:
                 if asyncio.get_running_loop().time() > give_up_s:
                     raise
-                logger.warning("%s is lost for now: %s", self.label(self.version), error)
+                logger.log(self._level_of(str(error)), "%s is lost for now: %s", self.label(self.version), error)
             await asyncio.sleep(RESTORE_RETRY_S)
 
     async def close(self) -> None:
@@ -153,6 +154,11 @@ class PolicyVersions:
     def label(self, version: int) -> str:
         """What people and logs call `version`."""
         return self._publication.label(version)
+
+    def _level_of(self, refusal: str) -> int:
+        """Many requests hear the same refusal many times: it is a warning once."""
+        known, self._refusal = self._refusal == refusal, refusal
+        return logging.DEBUG if known else logging.WARNING
 
     def _sweep(self) -> None:
         """Let go of what is older than the current version and not in use."""

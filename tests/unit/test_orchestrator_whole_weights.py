@@ -129,7 +129,8 @@ async def test_a_pinned_version_stays_until_it_is_let_go(model: Path, run: RunDi
         async with policy.pin(1) as version:
             switching = asyncio.create_task(policy.switch_to(2))
             worker = make_worker(client, policy, model, {"talk": TalkEnv()})
-            await worker.group(0)
+            for index in range(5):  # far longer than the switch would take
+                await worker.group(index)
             assert (version, policy.version, fake.weights) == (1, 1, "run_a/broadcast/step_1")
             assert not switching.done()
         await switching
