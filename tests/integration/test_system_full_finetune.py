@@ -9,9 +9,13 @@ from pathlib import Path
 
 import httpx
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 from prime_rl.contract.layout import list_steps
 from prime_rl.contract.status import DaemonStatus, InferenceStatus, read_status
+from prime_rl.contract.types import read_batch
+from tests.integration.test_system_vllm import Recorder, worst_difference
 from tests.metrics_support import undocumented
 from tests.system_support import House, read_metrics
 
@@ -29,7 +33,7 @@ seed = 1
 [model]
 name = "{model}"
 [optim]
-lr = 1e-3
+lr = 5e-4
 [sampling]
 max_tokens = 12
 [[env]]
@@ -73,18 +77,39 @@ def check_reward_and_end(house: House) -> None:
     assert (answer.status_code, answer.headers["x-weights"]) == (200, "base")
 
 
+def check_versions(recorder: Recorder, base: Path) -> None:
+    """Each sample was sampled from the weights of the version that it names, and from no other."""
+    batches = recorder.batches("run_a")
+    assert sorted(batches) == list(range(1, NUM_STEPS + 1))
+    folders = {0: base} | {version: recorder.adapter("run_a", version) for version in range(1, NUM_STEPS)}
+    models = {v: AutoModelForCausalLM.from_pretrained(f, dtype=torch.float32) for v, f in folders.items()}
+    for step, path in batches.items():
+        for sample in read_batch(path).samples[::16]:
+            version = sample.policy_version
+            assert max(0, step - 2) <= version <= step - 1
+            assert worst_difference(models[version], sample) < 2e-3, f"step {step}: not sampled from v{version}"
+            others = [worst_difference(model, sample) for other, model in models.items() if other != version]
+            assert min(others) > 1e-3, "another version would have passed unseen"
+
+
 @pytest.mark.parametrize("whole_house", [("embedded", "filesystem")], indirect=True)
-def test_the_reward_rises_and_a_killed_server_gets_the_newest_weights_again(whole_house: House) -> None:
+def test_the_reward_rises_and_a_killed_server_gets_the_newest_weights_again(
+    whole_house: House, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
     house = whole_house
     house.up()
     source = write_run(house)
+    recorder = Recorder([house.run_dir("run_a")], tmp_path / "recorded")
     wrong = house.prl("runs", "add", str(source), "--set", "model.lora.rank=4", check=False)
     assert wrong.returncode == 1 and "add the run to a house with adapters" in wrong.stderr
+    request.addfinalizer(recorder.stop)
     house.prl("runs", "add", str(source))
     house.wait(lambda: (house.runs()["run_a"]["step"] or 0) >= KILL_AT, "run_a to train")
     os.kill(inference(house).pid, signal.SIGKILL)
     house.wait(lambda: house.state("run_a") == "finished", "run_a to finish after inference was killed")
+    recorder.stop()
     check_reward_and_end(house)
+    check_versions(recorder, house.model)
     assert (house.run_dir("run_a").broadcast_dir(NUM_STEPS) / WEIGHTS_FILE).is_file()
     daemon = read_status(house.paths.daemon_status("inference"), DaemonStatus)
     assert daemon is not None and daemon.num_restarts == 1
