@@ -43,6 +43,7 @@ def listen_to_trainer(marks: Marks) -> None:
 
 def listen_to_orchestrator(marks: Marks) -> None:
     """`loading` and `loaded`: the load call of a version; `asking` and `answered`: a request to it."""
+    from prime_rl.orchestrator.adapters import AdapterSet
     from prime_rl.orchestrator.pool import InferenceClient
 
     def noted(call: Callable[..., Awaitable[Any]], before: str, after: str) -> Callable[..., Awaitable[Any]]:
@@ -56,7 +57,7 @@ def listen_to_orchestrator(marks: Marks) -> None:
 
         return wrapped
 
-    InferenceClient.load_adapter = noted(InferenceClient.load_adapter, "loading", "loaded")  # type: ignore[method-assign]
+    AdapterSet.load = noted(AdapterSet.load, "loading", "loaded")  # type: ignore[method-assign]
     InferenceClient.complete = noted(InferenceClient.complete, "asking", "answered")  # type: ignore[method-assign]
 
 

@@ -131,8 +131,8 @@ def _orchestrate(run: RunDir) -> None:
     """The run's orchestrator from beginning to end."""
     marks = run.path / "marks"
     argv = [sys.executable, "-m", "benchmarks.loop_marks", "orchestrator", str(marks), "@", str(run.orch_toml)]
-    with (run.path / "log").open("wb") as stream:
-        subprocess.run(argv, check=True, timeout=TIMEOUT_S, stdout=stream, stderr=stream)
+    done = subprocess.run(argv, timeout=TIMEOUT_S, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert done.returncode == 0, done.stdout[-2000:]
 
 
 def _times(run: RunDir, trainer_marks: Path) -> dict[tuple[str, int], float]:

@@ -13,6 +13,7 @@ from contextlib import AsyncExitStack
 from prime_rl.configs.orchestrator import EnvConfig, EvalConfig
 from prime_rl.configs.validate import load_run_config
 from prime_rl.contract.layout import RunDir
+from prime_rl.orchestrator.adapters import AdapterPublication
 from prime_rl.orchestrator.envs.loading import load_environments
 from prime_rl.orchestrator.evaluate import Evaluator
 from prime_rl.orchestrator.metrics import RolloutMeter
@@ -39,7 +40,7 @@ async def _reward_of(run: RunDir, version: int) -> float:
         _, envs = await load_environments(config, RolloutMeter(), cleanup, lambda sentence: None)
         client = connect(config, run)
         cleanup.push_async_callback(client.close)
-        policy = PolicyVersions(client, run, await base_model(client, config.model.name))
+        policy = PolicyVersions(AdapterPublication(client, run, await base_model(client, config.model.name)))
         cleanup.push_async_callback(policy.close)
         turns = TurnSampler(client, policy, config.sampling, seq_len=SEQ_LEN)
         tokenizer = ChatTokenizer.load(config.model.name)
