@@ -11,6 +11,7 @@ so. It reads no file and sends no signal: `supervisor` does both.
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 
 from daemons.parts import LIVE, Action, After, Do, Part, Seen, Snapshot, State
@@ -100,15 +101,18 @@ def _judged(part: Part, seen: Seen, config: SupervisorConfig, now: float) -> Act
     if silent_s > LOST_AFTER_S:
         why, age_s, stuck = _SILENT, silent_s, silent_s >= limit.limit_s
     elif still_s >= limit.limit_s:
-        why, age_s, stuck = f"no progress for {limit.limit_s:g} s", still_s, seen.waiting_on is None
+        since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(now - still_s))
+        why, age_s, stuck = f"no progress for {limit.limit_s:g} s, since {since}", still_s, seen.waiting_on is None
     else:
         fine = replace(part, state=State.RUNNING, waiting_on=seen.waiting_on, reason=None, stalled_since=None)
         return Action(Do.NOTE, fine)
     if stuck and limit.restart:
         return _stop(part, why, now, After.STALL)
-    since = part.stalled_since if part.state is State.STALLED else now - age_s
+    if part.state is State.STALLED:  # told already
+        return Action(Do.NOTE, replace(part, waiting_on=seen.waiting_on))
+    since_s = now - age_s
     return Action(
-        Do.NOTE, replace(part, state=State.STALLED, waiting_on=seen.waiting_on, reason=why, stalled_since=since)
+        Do.NOTE, replace(part, state=State.STALLED, waiting_on=seen.waiting_on, reason=why, stalled_since=since_s)
     )
 
 

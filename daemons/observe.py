@@ -47,6 +47,22 @@ class _Progress:
     since: float
 
 
+@dataclass(frozen=True)
+class _Folder:
+    """A run's folder as it was when it was checked. Its paths are kept: to join them again costs more than to look."""
+
+    checked: tuple[int, ...]
+    run: RunDir
+    path: str
+    control: str
+    status: Path
+    evicted: str
+
+    @classmethod
+    def of(cls, checked: tuple[int, ...], run: RunDir) -> _Folder:
+        return cls(checked, run, str(run.path), str(run.control), run.status, str(run.evicted))
+
+
 class Eyes:
     """Looks at one house again and again.
 
@@ -58,7 +74,7 @@ class Eyes:
         self.output = output
         self._complain = complain
         self._statuses: dict[Path, tuple[Stamp | None, Status | None]] = {}
-        self._runs: dict[str, tuple[tuple[int, ...], RunDir]] = {}
+        self._runs: dict[str, _Folder] = {}
         self._progress: dict[str, _Progress] = {}
         self._refused: dict[str, str] = {}
         self._held: frozenset[str] = frozenset()
@@ -133,28 +149,28 @@ class Eyes:
 
     def _run(self, run_id: str, in_slot: bool) -> RunNow | None:
         try:
-            run = self._checked(run_id)
+            folder = self._checked(run_id)
         except LayoutError as error:
             if self._refused.get(run_id) != str(error):
                 self._refused[run_id] = str(error)
                 self._complain(f"no orchestrator for {run_id}: {error}")
             return None
-        word = self._read(run.status, RunStatus)
-        max_steps = _max_steps(run) if in_slot and word is not None and word.state == "finished" else None
-        return RunNow(run_id, in_slot, run.evicted.exists(), run_id not in self._runs, word, max_steps)
+        if folder is None:
+            return RunNow(run_id, in_slot, evicted=False, gone=True, word=None, max_steps=None)
+        word = self._read(folder.status, RunStatus)
+        max_steps = _max_steps(folder.run) if in_slot and word is not None and word.state == "finished" else None
+        return RunNow(run_id, in_slot, os.path.exists(folder.evicted), False, word, max_steps)
 
-    def _checked(self, run_id: str) -> RunDir:
-        """The folder of a run, checked again when it or its `control/` is another than before."""
-        path = self.output.path / run_id
-        print_now = tuple(each for folder in (path, path / "control") for each in _kind(folder))
-        known = self._runs.get(run_id)
-        if known is not None and known[0] == print_now:
-            return known[1]
-        self._runs.pop(run_id, None)
-        run = self.output.run(run_id)
-        if path.is_dir():
-            self._runs[run_id] = (print_now, run)
-        return run
+    def _checked(self, run_id: str) -> _Folder | None:
+        """The folder of a run, checked again when it or its `control/` is another than before; None when it is gone."""
+        known = self._runs.pop(run_id, None)
+        if known is None or known.checked != _what(known.path) + _what(known.control):
+            run = self.output.run(run_id)
+            known = _Folder.of(_what(str(run.path)) + _what(str(run.control)), run)
+            if not run.path.is_dir():
+                return None
+        self._runs[run_id] = known
+        return known
 
     def _read(self, path: Path, kind: type[StatusT]) -> StatusT | None:
         now = stamp(path)
@@ -178,7 +194,7 @@ def held_runs(parts: Mapping[str, Part]) -> set[str]:
     return {name for name, part in parts.items() if part.spec.run_id}
 
 
-def _kind(path: Path) -> tuple[int, int]:
+def _what(path: str) -> tuple[int, ...]:
     """What a folder is, links not followed; zeros when it is not there."""
     try:
         info = os.lstat(path)

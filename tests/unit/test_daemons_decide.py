@@ -220,7 +220,9 @@ def test_a_stalled_part_is_started_again_where_that_is_configured() -> None:
     assert history.see(READY, after_s=CONFIG.grace_s, config=config) == [Do.KILL]
     assert history.crash(after_s=0, exit_code=-9, config=config) == [Do.CLEAN]
     assert (history.part.state, history.part.num_early_ends) == (State.BACKOFF, 0)
-    assert [(crash.kind, crash.reason) for crash in history.part.crashes] == [("stall", "no progress for 60 s")]
+    assert [(crash.kind, crash.reason) for crash in history.part.crashes] == [
+        ("stall", "no progress for 60 s, since 1970-01-01 00:17:19 UTC")
+    ]
     assert history.see(after_s=CONFIG.backoff_s, config=config) == [Do.START]
 
 

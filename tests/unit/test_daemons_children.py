@@ -1,0 +1,74 @@
+"""Processes as the supervisor holds them: adopted ones, inherited orphans, memory of GPUs that is given back late."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from daemons.children import AdoptedChild
+from daemons.process import Identity, gpu_processes, wait_for_gpus
+from prime_rl.contract.files import wait_for
+
+# As the first process of a container: it gets a child that it did not start as a part, and one that is a part.
+FIRST_PROCESS = """
+import os, subprocess, sys, time
+from daemons.children import OwnChild, any_ended
+orphan = subprocess.Popen(["true"])
+part = subprocess.Popen(["sleep", "600"])
+children, own = {"part": OwnChild(part)}, frozenset({part.pid})
+while os.path.exists(f"/proc/{orphan.pid}"):
+    assert not any_ended(children, own), "an orphan is no part"
+    time.sleep(0.01)
+part.kill()
+while not any_ended(children, own):
+    time.sleep(0.01)
+assert not children["part"].lives() and children["part"].exit_code == -9
+assert not any_ended(children, own)
+"""
+
+
+@pytest.fixture
+def sleeper() -> Iterator[subprocess.Popen[bytes]]:
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]) as child:
+        yield child
+        child.kill()
+
+
+def test_an_adopted_part_lives_until_it_dies_whoever_reaps_it(sleeper: subprocess.Popen[bytes]) -> None:
+    adopted = AdoptedChild(Identity.of(sleeper.pid))
+    assert adopted.lives() and adopted.exit_code is None
+    os.kill(sleeper.pid, signal.SIGKILL)
+    wait_for(lambda: not adopted.lives(), "the end to be seen before it is reaped", timeout_s=30)
+    sleeper.wait()
+    assert not adopted.lives() and adopted.exit_code is None
+    adopted.close()
+
+
+def test_a_stranger_with_the_pid_of_an_adopted_part_is_not_that_part(sleeper: subprocess.Popen[bytes]) -> None:
+    real = Identity.of(sleeper.pid)
+    assert not AdoptedChild(Identity(real.pid, real.create_time - 1000)).lives()
+
+
+def test_inherited_orphans_are_reaped_and_parts_are_noticed() -> None:
+    done = subprocess.run([sys.executable, "-c", FIRST_PROCESS], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_memory_of_a_gpu_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    held = tmp_path / "held"
+    held.write_text("4711\n12\n[N/A]\n")
+    tool = tmp_path / "nvidia-smi"
+    # Asked a second time, the driver has given the memory back.
+    tool.write_text(f'#!/bin/sh\ncat "{held}"; echo 12 > "{held}"\n')
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    looks: list[int] = []
+    assert wait_for_gpus({Identity(4711, 1.0)}, lambda: looks.append(1)) == set()
+    assert len(looks) == 2
+    assert gpu_processes() == {12}
