@@ -12,7 +12,7 @@ import subprocess
 import tempfile
 import time
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from daemons.client import SUPERVISOR, House, HouseReader
@@ -112,7 +112,7 @@ def wait_until_ready(
         for name in (INFERENCE, TRAINER):
             part = house.daemon(name)
             if part is not None and part.state in ("backoff", "failed"):
-                raise LaunchError(_with_log(f"{name} did not start: {part.reason}", output, name))
+                raise LaunchError(_with_log(f"{name} did not start: {part.reason}", output, name, part.log_tail))
         if is_ready(house):
             return True
         if time.monotonic() > deadline:
@@ -242,8 +242,9 @@ def _holder(output: OutputDir) -> Identity:
     return info.identity
 
 
-def _with_log(message: str, output: OutputDir, name: str) -> str:
-    tail = [clean_text(line) for line in log_tail(output.log(name), NUM_LOG_LINES)]
+def _with_log(message: str, output: OutputDir, name: str, kept: Sequence[str] = ()) -> str:
+    """`kept` are the last lines of a start that ended; the log itself may be that of the next one by now."""
+    tail = [clean_text(line) for line in kept or log_tail(output.log(name), NUM_LOG_LINES)]
     where = f"{output.log(name)}"
     return "\n".join([f"{message}; last lines of {where}:", *tail]) if tail else f"{message}; {where} is empty"
 
