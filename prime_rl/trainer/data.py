@@ -31,10 +31,17 @@ class Scout:
     A hint is followed by a look at the folders that it names. The slow rescan looks at everything.
     """
 
-    def __init__(self, manager: MultiRunManager, watcher: Watcher, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        manager: MultiRunManager,
+        watcher: Watcher,
+        clock: Callable[[], float] = time.monotonic,
+        cpu_clock: Callable[[], float] = time.thread_time,
+    ) -> None:
         self._manager = manager
         self._watcher = watcher
         self._clock = clock
+        self._cpu_clock = cpu_clock
         self._hinted = False
         self._earliest = 0.0
         self._rescan_at = 0.0
@@ -58,17 +65,20 @@ class Scout:
         if not (everything or hinted or settled or self._manager.needs_discovery):
             return
         self._hinted = False
+        start_s = self._cpu_clock()
         changed = self._watcher.take_changed()
         everything |= changed is None
         self._manager.discover_runs(None if everything else changed)
+        self._watcher.watch(self._manager.findings.folders)
+        # Of this thread alone: on a machine with other work to do a look takes long and costs the same.
+        rest_s = LOOK_SHARE * (self._cpu_clock() - start_s)
         done = self._clock()
+        if everything:
+            self._rescan_at = done + max(self._watcher.rescan_s, rest_s)
         if self._manager.has_changes:
             self._manager.synchronize_state()
-        else:
-            self._earliest = done + LOOK_SHARE * (done - now) * (not everything)
-        self._watcher.watch(self._manager.findings.folders)
-        if everything:
-            self._rescan_at = done + max(self._watcher.rescan_s, LOOK_SHARE * (done - now))
+        elif not everything:
+            self._earliest = done + rest_s
 
     def _due(self) -> list[float]:
         """When a config is to be looked at again that had not come to rest."""

@@ -61,6 +61,8 @@ class Watcher:
         self._watched: dict[Path, int] = {}
         self._changed: set[Path] = set()
         self._all_changed = False
+        self._listed: list[Path] = []
+        self._parents: set[Path] = set()
         # Names that came or went in a watched folder: a folder of that name, or in it, may be another one now.
         self._suspects: set[Path] = set()
         self._verified_at = time.monotonic()
@@ -77,10 +79,17 @@ class Watcher:
 
     def watch(self, folders: Iterable[Path]) -> None:
         """Watch exactly `folders` from now on; those that do not exist (yet) are left out until the next call."""
-        wanted = set(folders)
+        listed = list(folders)
         self._check_backend()
         with self._lock:
             suspects, self._suspects = self._suspects, set()
+        concerned = any(path in self._watched or path in self._parents for path in suspects)
+        is_due = time.monotonic() - self._verified_at >= self.rescan_s
+        # Thousands of folders, the same ones as at the last call: the rule while runs write into their folders.
+        if listed == self._listed and len(listed) == len(self._watched) and not (concerned or is_due):
+            return
+        wanted, self._listed = set(listed), listed
+        self._parents = {folder.parent for folder in wanted}
         for folder in self._watched.keys() - wanted:
             del self._watched[folder]
             if self._backend is not None:

@@ -1,0 +1,72 @@
+"""Any part of a house while it has nothing to do: a status file every heartbeat. Standard library alone, to start fast.
+
+The supervisor starts it as trainer, inference or orchestrator, and says which by the marks in its environment.
+"""
+
+from __future__ import annotations
+
+import http.server
+import json
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+HEARTBEAT_S = 5.0
+
+
+def status_of(part: str, house: Path, port: int) -> tuple[Path, dict[str, object]]:
+    """Where the status file of `part` is, and what it says besides who writes it."""
+    if part == "trainer":
+        runs = sorted(path.name for path in house.glob("run_*"))
+        slots = {run_id: {"run_idx": run_idx, "max_steps": 100} for run_idx, run_id in enumerate(runs)}
+        return house / "trainer", {"state": "waiting", "max_runs": len(runs), "runs": slots}
+    if part == "inference":
+        url = f"http://127.0.0.1:{port}/v1"
+        return house / "inference", {"state": "serving", "base_url": url, "engine": "embedded"}
+    return house / part / "control", {"state": "running", "run_id": part, "max_steps": 100}
+
+
+def create_time() -> float:
+    """Start of this process in Unix seconds, as the kernel counts it."""
+    ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    boot = next(line for line in Path("/proc/stat").read_text().splitlines() if line.startswith("btime"))
+    return int(boot.split()[1]) + ticks / os.sysconf("SC_CLK_TCK")
+
+
+class Answer(http.server.BaseHTTPRequestHandler):
+    """200 to everything."""
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+def main() -> None:
+    part, house = os.environ["PRL_PART"], Path(os.environ["PRL_OUTPUT_DIR"])
+    stopped = threading.Event()
+    signal.signal(signal.SIGTERM, lambda signum, frame: stopped.set())
+    port = 0
+    if part == "inference":
+        server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Answer)
+        port = server.server_port
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+    folder, words = status_of(part, house, port)
+    folder.mkdir(parents=True, exist_ok=True)
+    own = {"version": 1, "pid": os.getpid(), "pid_create_time": create_time(), **words}
+    while True:
+        last = {"state": "stopped"} if stopped.is_set() else {}
+        staged = folder / ".status.json.new"
+        staged.write_text(json.dumps(own | {"updated_at": time.time()} | last))
+        staged.rename(folder / "status.json")
+        if last:
+            return
+        stopped.wait(HEARTBEAT_S)
+
+
+if __name__ == "__main__":
+    main()
