@@ -11,7 +11,7 @@ define CHECK_PYTHON
 endef
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-test install-gpu demo test check format bench bench-trainer bench-loop docs-check clean
+.PHONY: help install install-test install-gpu demo test check format bench bench-trainer bench-loop bench-discovery docs-check clean
 
 help: ## list the commands
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -52,6 +52,9 @@ bench-trainer: install-test ## the trainer's step, memory and publishing against
 
 bench-loop: install-test ## the asynchronous loop: what the orchestrator costs
 	@$(BIN)/python -m benchmarks.run loop
+
+bench-discovery: install-test ## how soon the trainer sees a new run; the idle supervisor
+	@$(BIN)/python -m benchmarks.run discovery
 
 docs-check: install-test ## the commands and names that the documents mention are real
 	@$(BIN)/python -m pytest -q tests/test_docs.py

@@ -21,6 +21,8 @@ from prime_rl.utils.watch import Watcher
 POLL_S = 0.05
 # Looks that find nothing new take at most a twentieth of one core: the status files of many runs change all the time.
 LOOK_SHARE = 20
+# But one look at a thousand new runs must not keep the next run waiting.
+MAX_REST_S = 0.25
 # A config that is bad is reported when it has stayed so for this long: an editor may be about to write the rest.
 SETTLE_S = 0.5
 
@@ -78,7 +80,7 @@ class Scout:
         if self._manager.has_changes:
             self._manager.synchronize_state()
         elif not everything:
-            self._earliest = done + rest_s
+            self._earliest = done + min(rest_s, MAX_REST_S)
 
     def _due(self) -> list[float]:
         """When a config is to be looked at again that had not come to rest."""

@@ -97,7 +97,7 @@ class Watcher:
         stale = {folder for folder in wanted if folder in suspects or folder.parent in suspects} if suspects else set()
         for folder in sorted((wanted - self._watched.keys()) | stale | self._replaced()):
             if self._add(folder):
-                self._on_change(folder, "")  # what landed before the watch was set is found by a look
+                self._hint(folder)  # what landed before the watch was set is found by a look
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait for a hint, the rescan or `timeout_s`; true when it was a hint. Also returns after `wake`."""
@@ -131,12 +131,17 @@ class Watcher:
 
     def _on_change(self, folder: Path | None, name: str) -> None:
         """From a thread of the backend."""
+        if folder is not None:
+            with self._lock:
+                self._suspects.add(folder / name if name else folder)
+        self._hint(folder)
+
+    def _hint(self, folder: Path | None) -> None:
         with self._lock:
             if folder is None:
                 self._all_changed = True
             else:
                 self._changed.add(folder)
-                self._suspects.add(folder / name if name else folder)
         self._event.set()
 
     def _add(self, folder: Path) -> bool:

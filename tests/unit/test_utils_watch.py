@@ -230,6 +230,19 @@ def test_the_mount_table_decides(tmp_path: Path, type_: str, polls: bool) -> Non
         assert watcher.is_polling is polls
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_folders_that_are_watched_already_give_no_hint(tmp_path: Path, kind: ObserverKind) -> None:
+    folders = [tmp_path / name for name in "abc"]
+    for folder in folders:
+        folder.mkdir()
+    with watcher_of(*folders, kind=kind, rescan_s=0.01) as watcher:
+        quiet(watcher)
+        for _ in range(3):
+            watcher.watch(folders)
+            watcher.watch(reversed(folders))
+        assert watcher.take_changed() == frozenset()
+
+
 def test_wake_ends_a_wait() -> None:
     with watcher_of() as watcher:
         watcher.wake()
