@@ -1,0 +1,91 @@
+"""The environments with numbers end to end: a real house, conversations of two turns, and a reward that rises."""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import mean
+
+import pytest
+
+from prime_rl.contract.types import TrainingSample, read_batch
+from tests.number_model import MAX_OPERAND, NUM_NUMBERS
+from tests.system_support import ROOT, House, make_house, read_metrics
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+NUM_STEPS, MAX_TURNS = 14, 2
+RUN = """\
+batch_size = 48
+rollouts_per_example = 16
+max_steps = {num_steps}
+max_async_level = 1
+[model]
+name = "{model}"
+[optim]
+lr = 0.0015
+[sampling]
+max_tokens = 8
+[[env]]
+id = "{env}"
+args = {args}
+[ckpt]
+interval = 100
+keep_rollouts = true
+"""
+ARGS = {
+    "guess-number": f"{{ num_numbers = {NUM_NUMBERS}, max_turns = {MAX_TURNS} }}",
+    "arithmetic": f'{{ max_operand = {MAX_OPERAND}, operations = ["+"], num_examples = 12, num_eval_examples = 1 }}',
+}
+
+
+@pytest.fixture
+def numbers_house(tmp_path: Path, base_model: Path) -> Iterator[House]:
+    """A house with a slot for each of the two, and a base model that can say numbers."""
+    model = tmp_path / "numbers"
+    subprocess.run([sys.executable, "-m", "tests.number_model", base_model, model], check=True, cwd=ROOT)
+    house = make_house(tmp_path, model)
+    text = house.system_toml.read_text()
+    house.system_toml.write_text(text.replace("seq_len = 96", "seq_len = 192"))
+    yield house
+    house.prl("down", check=False)
+    for process in house.processes():
+        process.kill()
+
+
+def turns_of(sample: TrainingSample) -> list[int]:
+    """Lengths of the stretches of tokens that are trained on."""
+    return [len(list(group)) for is_ours, group in itertools.groupby(sample.loss_mask) if is_ours]
+
+
+def test_the_reward_of_sums_and_of_guesses_over_two_turns_rises(numbers_house: House) -> None:
+    house = numbers_house
+    house.up()
+    for env, args in ARGS.items():
+        path = house.output_dir.parent / f"{env}.toml"
+        path.write_text(RUN.format(num_steps=NUM_STEPS, model=house.model, env=env, args=args))
+        house.prl("runs", "add", str(path), "--id", f"run_{env}")
+    for env in ARGS:
+        house.wait(lambda env=env: house.state(f"run_{env}") == "finished", f"{env} to finish")
+    house.prl("down")
+
+    for env in ARGS:
+        run = house.run_dir(f"run_{env}")
+        lines = [line for line in read_metrics(run.orchestrator_metrics) if "reward/mean" in line]
+        rewards = [line["reward/mean"] for line in lines]
+        assert mean(rewards[-4:]) > mean(rewards[:3]), rewards
+        samples = [
+            (step, each) for step in range(1, NUM_STEPS + 1) for each in read_batch(run.rollout_file(step)).samples
+        ]
+        for step, sample in samples:
+            turns = turns_of(sample)
+            assert len(turns) == len(sample.turn_versions) == (MAX_TURNS if env == "guess-number" else 1)
+            assert min(sample.turn_versions) == sample.policy_version >= max(0, step - 2)
+            assert max(sample.turn_versions) <= step - 1 and max(turns) <= 8
+            said = [logprob != 0.0 for logprob in sample.logprobs]
+            assert all(ours or not logprob for ours, logprob in zip(sample.loss_mask, said, strict=True))
+        name, least_rise = {"guess-number": ("valid_share", 0.2), "arithmetic": ("exact_match", 0.02)}[env]
+        values = [line[f"env/{env}/{name}"] for line in lines]
+        assert mean(values[-4:]) > mean(values[:3]) + least_rise, values
