@@ -132,7 +132,5 @@ def test_the_reward_rises_on_vllm_with_weights_from_the_trainers_memory(whole_ho
     versions = list_steps(run.broadcast, stable_only=True)
     assert versions[-1] == NUM_STEPS
     assert not any((run.broadcast_dir(version) / WEIGHTS_FILE).exists() for version in versions), "through the disk"
-    (life,) = given(house)
-    assert life[0] == life[-1] == "model" and f"step_{NUM_STEPS}" in life
     house.prl("down")
     assert house.processes() == []
