@@ -19,6 +19,7 @@ import tomli_w
 from daemons import launch
 from daemons.client import House, HouseReader, read_house
 from daemons.errors import ActionError, WrongUseError
+from daemons.launch import LaunchError, waits
 from daemons.pidfile import SupervisorLock
 from prime_rl.configs.base import ConfigError, build, load_toml, merge, read_argv
 from prime_rl.configs.system import SystemConfig
@@ -170,10 +171,12 @@ __all__ = [
     "UP",
     "ConfigError",
     "House",
+    "LaunchError",
     "Wanted",
     "choose_system",
     "last_start",
     "restart_part",
     "start_house",
     "stop_house",
+    "waits",
 ]

@@ -1,144 +1,257 @@
-"""The screens that act: what `screens` shows, with the keys that add, evict, readmit, delete and undelete runs.
+"""The screens that act: what `screens` shows, with the keys that change runs, parts and the house.
 
-Not imported when the app is read-only. Every action runs in a thread through `daemons.actions`, the very code of `prl`,
-and is shown together with the command that does the same in a shell. What an action needs is imported with its key.
+Not imported when the app is read-only. Every action runs in a thread through `daemons.actions` or `daemons.running`,
+the very code of `prl`, and is shown together with the command that does the same in a shell. What an action needs is
+imported with its key: the first picture waits for none of it.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import ClassVar, TypeVar
 
+from textual import on
 from textual.binding import Binding, BindingType
 
+from prime_rl.contract.layout import LayoutError, OutputDir
 from prime_rl.contract.status import RunState
-from prime_rl.utils.text import one_line
-from tui.dialogs.job import Job, prl_command
-from tui.messages import ActionChanged, ActionEntry, ActionState
-from tui.screens.base import HouseScreen
-from tui.screens.runs import RunsScreen
+from tui.commands import Command, CommandError
+from tui.jobs import Job, Progress, each, name_runs, prl_command
+from tui.screens.base import HouseScreen, PlaceScreen
+from tui.snapshot import RunRow
+from tui.widgets.command_line import CommandLine
+from tui.worker import JobWorker
 
 ScreenT = TypeVar("ScreenT", bound=HouseScreen)
 
 _serials = itertools.count(1)
 _CAN_READMIT = (RunState.EVICTED, RunState.FAILED)
-_CANNOT_EVICT = (RunState.EVICTED,)
 
 
 class ActsOnRuns(HouseScreen):
-    """The keys that act on `target_row()`. Stands second among the bases: Textual takes the CSS along the first."""
+    """The keys that act on `target_rows()`. Stands second among the bases: Textual takes the CSS along the first."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("e", "evict", "Evict"),
         Binding("r", "readmit", "Readmit"),
         Binding("d", "delete", "Delete"),
         Binding("u", "undo_delete", "Undo delete", show=False),
+        Binding("c", "clone", "Clone", show=False),
+        Binding("x", "restart", "Restart a part", show=False),
+        Binding("L", "action_log", "Actions done here", show=False),
     ]
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
-        """Grey out what would do nothing for the run in question."""
-        row = self.target_row()
+        """Grey out what would do nothing; leave out what has no run to act on."""
+        rows = self.target_rows()
+        if action in ("evict", "readmit", "delete", "clone") and not rows:
+            return False
         if action == "readmit":
-            return True if row and row.state in _CAN_READMIT else None
+            return True if any(row.state in _CAN_READMIT for row in rows) else None
         if action == "evict":
-            return True if row and row.state not in _CANNOT_EVICT else None
-        if action == "delete":
-            return True if row else None
-        return True
+            return True if any(row.state != RunState.EVICTED for row in rows) else None
+        if action == "restart":
+            return True if self.snapshot and self.snapshot.house.supervisor_alive else None
+        return super().check_action(action, parameters)
+
+    def commands(self) -> Mapping[str, Command]:
+        names = {
+            "evict": "take the chosen runs out of training",
+            "readmit": "let them train again",
+            "delete": "move them to the trash",
+            "clone": "add a copy of the chosen run",
+        }
+        return {
+            **super().commands(),
+            **{name: self.simple_command(name, words, name) for name, words in names.items()},
+            "undo": self.simple_command("undo", "bring back what was deleted last", "undo_delete"),
+            "restart": Command("restart PART", "start a part anew", self._command_restart, self._part_names),
+            "log": self.simple_command("log", "what was done here", "action_log"),
+        }
 
     def action_evict(self) -> None:
         from tui.dialogs.evict import EvictDialog
+        from tui.suggest import suggest
 
-        row = self.target_row()
-        if row is not None:
-            self.app.push_screen(EvictDialog(self.setting.output_dir, row.run_id, self.perform))
+        rows = [row for row in self.target_rows() if row.state != RunState.EVICTED]
+        if rows:
+            reasons = suggest(rows, self.snapshot.rows if self.snapshot else ())
+            self.app.push_screen(EvictDialog(self.output_dir, _ids(rows), reasons, self.perform))
 
     def action_readmit(self) -> None:
         from daemons import actions
 
-        row = self.target_row()
-        if row is None:
-            return
-        run_id, output_dir = row.run_id, self.setting.output_dir
+        run_ids = _ids([row for row in self.target_rows() if row.state in _CAN_READMIT])
+        output_dir = self.output_dir
 
-        def work(progress: Callable[[str], None]) -> str:
+        def act(run_id: str, progress: Progress) -> str:
             done = actions.readmit_run(output_dir, run_id)
             return f"{run_id} is readmitted" if done else f"{run_id} was neither evicted nor failed"
 
-        self.perform(Job(prl_command(output_dir, "runs", "readmit", run_id), work))
+        if run_ids:
+            job = Job(prl_command(output_dir, "runs", "readmit", *run_ids), each(run_ids, "readmitted", act))
+            words = "They train again from where they stood."
+            self._ask_for_many(f"readmit {name_runs(run_ids)}", run_ids, words, "Readmit", job)
 
     def action_delete(self) -> None:
         from tui.dialogs.delete import DeleteDialog
 
-        row = self.target_row()
-        if row is not None:
-            self.app.push_screen(
-                DeleteDialog(
-                    self.setting.output_dir, row.run_id, step=row.step, is_live=row.is_live, perform=self.perform
-                )
-            )
+        rows = self.target_rows()
+        if rows:
+            self.app.push_screen(DeleteDialog(self.output_dir, rows, self._remember_deleted, self.perform))
 
     def action_undo_delete(self) -> None:
+        """Bring back what was deleted here last; else the newest run in the trash."""
         from daemons import actions
 
-        trash = actions.list_trash(self.setting.output_dir)
+        trash = [run_id for run_id, _ in actions.list_trash(self.output_dir)]
         if not trash:
             self.notify("the trash is empty: nothing to bring back", markup=False)
             return
-        run_id, output_dir = trash[-1][0], self.setting.output_dir
+        output_dir, deleted = self.output_dir, self.setting.deleted
+        last = [run_id for run_id in deleted.pop() if run_id in trash] if deleted else []
+        run_ids = last or [trash[-1]]
 
-        def work(progress: Callable[[str], None]) -> str:
+        def act(run_id: str, progress: Progress) -> str:
             done = actions.undelete_run(output_dir, run_id)
             return f"{run_id} is back" if done else f"{run_id} was there already"
 
-        self.perform(Job(prl_command(output_dir, "runs", "undelete", run_id), work))
+        self.perform(Job(prl_command(output_dir, "runs", "undelete", *run_ids), each(run_ids, "back", act)))
+
+    def action_clone(self) -> None:
+        from tui.dialogs.draft import free_id
+
+        rows = self.target_rows()
+        if not rows:
+            return
+        run_id = rows[0].run_id
+        try:
+            source = OutputDir(self.output_dir).run(run_id).orch_toml
+        except LayoutError as error:
+            self.notify(str(error), severity="error", markup=False)
+            return
+        self.open_add(source, free_id(run_id, self.run_ids()))
+
+    def open_add(self, source: Path | None = None, run_id: str = "") -> None:
+        from tui.dialogs.add import AddDialog
+
+        self.app.push_screen(AddDialog(self.output_dir, self.run_ids(), self.perform, source=source, run_id=run_id))
+
+    def action_restart(self) -> None:
+        names = self._part_names()
+        if not names:
+            self.notify("no part is there to be started again", markup=False)
+            return
+        chosen = self.target_part()
+        first = names.index(chosen) if chosen in names else 0
+        from tui.dialogs.choose import Choice, ChooseDialog
+        from tui.house_jobs import restart_job
+
+        choices = [Choice(name, functools.partial(restart_job, self.output_dir, name)) for name in names]
+        words = "The part is ended and started again; what it wrote down stays."
+        self.app.push_screen(ChooseDialog("restart a part", words, choices, self.perform, first=first))
+
+    @on(CommandLine.Asked)
+    def action_action_log(self) -> None:
+        from tui.screens.action_log import ActionLogScreen
+
+        self.app.push_screen(ActionLogScreen(self.guide.entries))
+
+    @property
+    def output_dir(self) -> Path:
+        return self.setting.output_dir
 
     def perform(self, job: Job) -> int:
         """Start `job` in a thread of the app, so that it goes on whatever screen is open; returns its serial."""
         serial = next(_serials)
-        worker = _Worker(serial, job, self.app.post_message)
+        worker = JobWorker(serial, job, self.app.post_message, self.setting.clock)
         self.app.run_worker(worker.run, thread=True, name=job.command)
         return serial
 
+    def _ask_for_many(self, title: str, run_ids: Sequence[str], words: str, verb: str, job: Job) -> None:
+        """One confirmation for several runs; one run needs none, for what is done can be undone."""
+        if len(run_ids) == 1:
+            self.perform(job)
+            return
+        from tui.dialogs.confirm import ConfirmDialog
 
-@dataclass
-class _Worker:
-    serial: int
-    job: Job
-    post: Callable[[ActionChanged], object]
+        lines = [f"· {run_id}" for run_id in run_ids]
+        self.app.push_screen(ConfirmDialog(title, lines, words, verb, job, self.perform))
 
-    def run(self) -> None:
-        from daemons.actions import ActionError
+    def _remember_deleted(self, run_ids: Sequence[str]) -> None:
+        if run_ids:
+            self.setting.deleted.append(tuple(run_ids))
 
-        self._say("running", "...")
-        try:
-            text = self.job.work(lambda progress: self._say("running", progress))
-        except (ActionError, OSError, ValueError) as error:
-            self._say("failed", str(error))
-        else:
-            self._say("done", text)
+    def _part_names(self) -> list[str]:
+        daemons = self.snapshot.house.daemons if self.snapshot else ()
+        return [daemon.name for daemon in daemons if daemon.name != "supervisor" and daemon.state != "done"]
 
-    def _say(self, state: ActionState, text: str) -> None:
-        self.post(ActionChanged(ActionEntry(self.serial, self.job.command, state, one_line(text, 400))))
+    def _command_restart(self, words: str) -> None:
+        if words not in self._part_names():
+            raise CommandError(f"no part {words!r}; there are {', '.join(self._part_names()) or 'none'}")
+        from tui.house_jobs import restart_job
+
+        self.perform(restart_job(self.output_dir, words))
 
 
 class ActsOnHouse(ActsOnRuns):
-    """The keys of home."""
+    """The keys of home and the screens beside it: the house itself too."""
 
-    BINDINGS: ClassVar[list[BindingType]] = [Binding("a", "add", "Add")]
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("a", "add", "Add"),
+        Binding("U", "up", "Start the house", show=False),
+        Binding("D", "down", "Stop the house", show=False),
+    ]
+
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        lives = self.snapshot is not None and self.snapshot.house.supervisor_alive
+        if action == "up":
+            return None if lives else True
+        return super().check_action(action, parameters)
+
+    def commands(self) -> Mapping[str, Command]:
+        return {
+            **super().commands(),
+            "add": Command("add [FILE]", "add a run", self._command_add),
+            "up": self.simple_command("up", "start the house", "up"),
+            "down": self.simple_command("down", "stop the house", "down"),
+        }
 
     def action_add(self) -> None:
-        from tui.dialogs.add import AddDialog
+        self.open_add()
 
-        run_ids = [row.run_id for row in self.snapshot.rows] if self.snapshot else []
-        self.app.push_screen(AddDialog(self.setting.output_dir, run_ids, self.perform))
+    def _command_add(self, words: str) -> None:
+        self.open_add(Path(words).expanduser() if words else None)
+
+    def action_up(self) -> None:
+        from tui.dialogs.choose import Choice, ChooseDialog
+        from tui.house_jobs import up_choices
+
+        words = "Trainer, inference and the orchestrators of all runs start as daemons; quitting ends none of them."
+        choices = [Choice(label, job) for label, job in up_choices(self.output_dir)]
+        self.app.push_screen(ChooseDialog("start the house", words, choices, self.perform))
+
+    def action_down(self) -> None:
+        from tui.dialogs.confirm import ConfirmDialog
+        from tui.house_jobs import down_job
+
+        daemons = self.snapshot.house.daemons if self.snapshot else ()
+        living = [f"· {daemon.name}  {daemon.state}" for daemon in daemons if daemon.pid is not None]
+        lines = living or ["· nothing is running"]
+        words = "Everything of this house is ended; runs go on from where they stand when it is started again."
+        job = down_job(self.output_dir)
+        self.app.push_screen(ConfirmDialog("stop the house", lines, words, "Stop", job, self.perform))
 
 
 @functools.cache
 def acting(screen: type[ScreenT]) -> type[ScreenT]:
-    """`screen` with the keys that act; home has more of them."""
-    mixin = ActsOnHouse if issubclass(screen, RunsScreen) else ActsOnRuns
+    """`screen` with the keys that act."""
+    mixin = ActsOnHouse if issubclass(screen, PlaceScreen) else ActsOnRuns
     return type(f"Acting{screen.__name__}", (screen, mixin), {})
+
+
+def _ids(rows: Sequence[RunRow]) -> list[str]:
+    return [row.run_id for row in rows]

@@ -21,13 +21,14 @@ from textual.screen import Screen
 from textual.theme import Theme
 
 from tui.memory import Memory
-from tui.messages import ActionChanged, HouseChanged
+from tui.messages import ActionChanged, ActionEntry, HouseChanged
 from tui.palette import DARK, LIGHT
 from tui.screens.base import MOVES, HouseScreen, Place, Setting, ShowsAction, ShowsHouse
 from tui.screens.places import HOME, PLACES, make_screen
 from tui.watcher import HouseWatcher, ReadDisk
 
 EXIT_INTERRUPTED = 130
+MAX_ENTRIES = 500
 
 
 class PrlApp(App[None]):
@@ -51,6 +52,7 @@ class PrlApp(App[None]):
     ) -> None:
         super().__init__()
         self.setting = Setting(output_dir, clock, read_only, Memory(output_dir, memory_path))
+        self._entries: dict[int, ActionEntry] = {}
         self.watcher = HouseWatcher(output_dir, self.post_message, clock, read_disk)
 
     def on_mount(self) -> None:
@@ -76,8 +78,14 @@ class PrlApp(App[None]):
         if not gc.isenabled():
             self.call_after_refresh(_collect_garbage)
 
+    def entries(self) -> Sequence[ActionEntry]:
+        return list(self._entries.values())
+
     def on_action_changed(self, message: ActionChanged) -> None:
         entry = message.entry
+        self._entries[entry.serial] = entry
+        for serial in list(self._entries)[:-MAX_ENTRIES]:
+            del self._entries[serial]
         for screen in self.screen_stack:
             if isinstance(screen, ShowsAction):
                 screen.show_action(entry)
@@ -133,15 +141,15 @@ class PrlApp(App[None]):
             if place.key == str(number):
                 self.go(place.name)
 
-    def open_run(self, run_id: str) -> None:
+    def open_run(self, run_id: str, compare: tuple[str, ...] = ()) -> None:
         from tui.screens.run import RunScreen
 
-        if self.setting.read_only:
-            self._push(RunScreen(self.setting, run_id))
-            return
-        from tui.acting import acting
+        kind = RunScreen
+        if not self.setting.read_only:
+            from tui.acting import acting
 
-        self._push(acting(RunScreen)(self.setting, run_id))
+            kind = acting(RunScreen)
+        self._push(kind(self.setting, run_id, compare))
 
     def _push(self, screen: HouseScreen) -> None:
         home = self.screen_stack[1]

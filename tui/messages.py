@@ -41,12 +41,17 @@ ActionState = Literal["running", "done", "failed"]
 
 @dataclass(frozen=True)
 class ActionEntry:
-    """One thing that a person did here. `command` is what would have done the same in a shell."""
+    """One thing that a person did here. `command` is what would have done the same in a shell.
+
+    `text` is how it goes in one line, `detail` in full; `at` is when that was said (Unix seconds).
+    """
 
     serial: int
     command: str
     state: ActionState
     text: str
+    detail: str = ""
+    at: float = 0.0
 
 
 class ActionChanged(Message):

@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,10 +23,11 @@ from tui.acting import ActsOnRuns
 from tui.app import PrlApp
 from tui.dialogs.add import AddDialog
 from tui.dialogs.delete import DeleteDialog
-from tui.dialogs.evict import SUGGESTIONS, EvictDialog
-from tui.dialogs.job import Job
+from tui.dialogs.evict import EvictDialog
+from tui.jobs import Job
 from tui.messages import ActionEntry
 from tui.screens.runs import RunsScreen
+from tui.suggest import ALWAYS
 from tui.widgets.command_line import CommandLine
 from tui.widgets.runs_table import RunsTable
 from tui.widgets.toml_area import TomlArea
@@ -110,7 +112,7 @@ async def test_evict_with_a_suggestion_and_cancel(house: OutputDir) -> None:
         assert isinstance(app.screen, RunsScreen) and entry_of(app) is None
         await pilot.press("e", "tab", "down", "enter")
         await outcome(app, pilot)
-    assert RunDir(house.path / "run_queued-a").evicted.read_text() == SUGGESTIONS[1]
+    assert RunDir(house.path / "run_queued-a").evicted.read_text() == ALWAYS[1]
 
 
 async def test_readmit_an_evicted_and_a_failed_run(house: OutputDir) -> None:
@@ -173,7 +175,8 @@ async def test_a_live_run_is_deleted_only_with_its_name_and_the_wait_is_shown(ho
         run = add_run(house, "run_live", step=3)
         hold(run, holder.pid)
         async with opened(house.path) as (app, pilot):
-            dialog = DeleteDialog(house.path, "run_live", step=3, is_live=True, perform=acting(app).perform)
+            row = acting(app).snapshot.row("run_live")
+            dialog = DeleteDialog(house.path, [replace(row, state="active")], lambda ids: None, acting(app).perform)
             app.call_next(app.push_screen, dialog)
             await until(pilot, lambda: app.screen is dialog and dialog.query("#name"), "the dialog")
             await pilot.press(*"run_liv", "enter")

@@ -1,4 +1,5 @@
-"""Add a run: choose a TOML file or type its path, change the text, see at once what the rules say, start it."""
+"""Add a run: choose a TOML file, type its path or begin with a run that is there; change the text, see at once what the
+rules say at the line that they are about, name it, start it."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ from textual.widgets.option_list import Option
 
 from daemons.actions import ActionError
 from tui.dialogs.draft import Check, Template, add_command, add_draft, check_draft, find_templates, read_draft
-from tui.dialogs.job import Job, JobDialog, Perform
+from tui.dialogs.job import JobDialog
+from tui.jobs import Job, Perform
 from tui.widgets.toml_area import TomlArea
 
 DEBOUNCE_S = 0.25
@@ -69,9 +71,18 @@ class AddDialog(JobDialog):
             self.serial, self.check = serial, check
 
     def __init__(
-        self, output_dir: Path, run_ids: Sequence[str], perform: Perform, *, configs: Path = Path("configs")
+        self,
+        output_dir: Path,
+        run_ids: Sequence[str],
+        perform: Perform,
+        *,
+        configs: Path = Path("configs"),
+        source: Path | None = None,
+        run_id: str = "",
     ) -> None:
+        """`source` and `run_id` are what to begin with."""
         super().__init__(perform)
+        self._first = (source, run_id)
         self._output_dir = output_dir
         self._run_ids = run_ids
         self._configs = configs
@@ -99,7 +110,9 @@ class AddDialog(JobDialog):
                             max_length=68,
                             compact=True,
                         )
-                    yield TomlArea(id="text", show_line_numbers=True, tab_behavior="focus", compact=True)
+                    yield TomlArea(
+                        id="text", show_line_numbers=True, soft_wrap=False, tab_behavior="focus", compact=True
+                    )
             yield Static("choose a file on the left, or type a path", id="check", markup=False)
             yield Static(id="outcome", markup=False)
             with Horizontal(classes="buttons"):
@@ -107,6 +120,11 @@ class AddDialog(JobDialog):
                 yield Button("Start", id="start", variant="success", disabled=True, compact=True)
 
     def on_mount(self) -> None:
+        source, run_id = self._first
+        self.query_one("#run-id", Input).value = run_id
+        if source is not None:
+            self.query_one("#path", Input).value = str(source)
+            self._load(source)
         self.query_one("#templates").focus()
         self.run_worker(self._find, thread=True, name="find templates")
 
@@ -119,7 +137,7 @@ class AddDialog(JobDialog):
         options.add_options([Option(Content(template.label)) for template in self._templates])
         if self._templates:
             options.highlighted = 0
-        else:
+        elif self._source is None:
             self.query_one("#path").focus()
 
     @on(OptionList.OptionSelected, "#templates")
@@ -178,6 +196,7 @@ class AddDialog(JobDialog):
         if message.serial != self._serial_of_draft:
             return
         self._check = check = message.check
+        self.query_one("#text", TomlArea).show_problems({p.line: p.text for p in check.problems if p.line})
         line = self.query_one("#check", Static)
         line.set_class(check.ok, "-ok")
         line.set_class(not check.ok, "-bad")

@@ -1,9 +1,9 @@
-"""Delete a run: says what would go, asks for the name when it is live, and shows what it waits for."""
+"""Delete runs: says what would go, asks for the name when one is live, and shows what it waits for."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from textual import on
@@ -15,8 +15,11 @@ from textual.widgets import Button, Input, Static
 
 from daemons import actions
 from tui import fmt
-from tui.dialogs.job import Job, JobDialog, Perform, prl_command
+from tui.dialogs.job import JobDialog
+from tui.dialogs.listing import Listing
+from tui.jobs import Job, Perform, Progress, each, name_runs, prl_command
 from tui.messages import ActionEntry
+from tui.snapshot import RunRow
 
 # Counting further would keep a thread busy long after the person has decided.
 MAX_FILES = 100_000
@@ -38,7 +41,10 @@ def size_on_disk(folder: Path, stop: Callable[[], bool] = lambda: False) -> tupl
 
 
 class DeleteDialog(JobDialog):
-    """A live run is deleted only after its name was typed."""
+    """Live runs are deleted only after a name was typed: the run's, or for several "delete" and how many.
+
+    `deleted` gets the ids of what was deleted, for undo.
+    """
 
     DEFAULT_CSS = """
     DeleteDialog {
@@ -50,40 +56,50 @@ class DeleteDialog(JobDialog):
     """
 
     class Measured(Message):
-        """How large the run is."""
+        """How large each run is, as far as it is known, and together."""
 
-        def __init__(self, text: str) -> None:
+        def __init__(self, sizes: dict[str, str], total: str) -> None:
             super().__init__()
-            self.text = text
+            self.sizes, self.total = sizes, total
 
-    def __init__(self, output_dir: Path, run_id: str, *, step: int, is_live: bool, perform: Perform) -> None:
+    def __init__(
+        self, output_dir: Path, rows: Sequence[RunRow], deleted: Callable[[Sequence[str]], None], perform: Perform
+    ) -> None:
         super().__init__(perform)
         self._output_dir = output_dir
-        self._run_id = run_id
-        self._step = step
-        self._is_live = is_live
+        self._rows = list(rows)
+        self._run_ids = [row.run_id for row in rows]
+        self._deleted = deleted
+        self._is_live = any(row.is_live for row in rows)
+
+    @property
+    def wanted(self) -> str:
+        """What has to be typed when a run is live."""
+        return self._run_ids[0] if len(self._run_ids) == 1 else f"delete {len(self._run_ids)}"
 
     def compose(self) -> ComposeResult:
         with Vertical(classes="box") as box:
-            box.border_title = Content(f"delete {self._run_id}")
+            box.border_title = Content(f"delete {name_runs(self._run_ids)}")
             box.border_subtitle = "esc cancels"
+            yield Listing(self._lines({}))
             yield Static(self._facts("..."), id="facts", markup=False)
-            yield Static("it is in use: it will be evicted first. Type its name:", classes="label", markup=False)
-            yield Input(id="name", placeholder=self._run_id, compact=True)
+            yield Static(self._warning(), classes="label", markup=False)
+            yield Input(id="name", placeholder=self.wanted, compact=True)
             yield Static(id="outcome", markup=False)
             with Horizontal(classes="buttons"):
                 yield Button("Cancel", id="cancel", compact=True)
                 yield Button("Delete", id="delete", variant="error", compact=True)
 
     def on_mount(self) -> None:
+        self.query_one(Listing).display = len(self._rows) > 1
         self._ask()
-        self.run_worker(self._measure, thread=True, name=f"size of {self._run_id}")
+        self.run_worker(self._measure, thread=True, name=f"size of {name_runs(self._run_ids)}")
 
     def show_action(self, entry: ActionEntry) -> None:
         is_ours = entry.serial == self._serial
         super().show_action(entry)
         if is_ours and entry.state == "failed" and not self._is_live:
-            # Its processes were at work after all: it can be forced, like a live one.
+            # Processes were at work after all: it can be forced, like a live one.
             self._is_live = True
             self._ask()
 
@@ -92,23 +108,39 @@ class DeleteDialog(JobDialog):
         self.query_one("#delete", Button).disabled = self._is_live
         self.query_one("#name" if self._is_live else "#delete").focus()
 
+    def _warning(self) -> Content:
+        if len(self._rows) == 1:
+            return Content("it is in use: it will be evicted first. Type its name:")
+        return Content(f"some are in use and will be evicted first. Type {self.wanted}:")
+
+    def _lines(self, sizes: dict[str, str]) -> list[str]:
+        return [
+            f"· {row.run_id}  {row.symbol} {row.state}  {steps(row)}  {sizes.get(row.run_id, '...')}"
+            for row in self._rows
+        ]
+
     def _facts(self, size: str) -> Content:
-        steps = f"{self._step} step{'' if self._step == 1 else 's'}"
+        what = steps(self._rows[0]) if len(self._rows) == 1 else f"{len(self._rows)} runs"
         return Content.assemble(
-            (f"{steps} of training, {size} on disk", "bold"),
-            "\nIt moves to the trash; u brings it back until prl runs purge.",
+            (f"{what} of training, {size} on disk", "bold"),
+            f"\nIt moves to the trash; u brings {'it' if len(self._rows) == 1 else 'all'} back until prl runs purge.",
         )
 
     def _measure(self) -> None:
-        total, complete = size_on_disk(self._output_dir / self._run_id)
-        self.post_message(self.Measured(fmt.size(total) if complete else f"more than {fmt.size(total)}"))
+        sizes, total, complete = {}, 0, True
+        for run_id in self._run_ids:
+            size, whole = size_on_disk(self._output_dir / run_id, lambda: not self.is_running)
+            total, complete = total + size, complete and whole
+            sizes[run_id] = _said(size, whole)
+        self.post_message(self.Measured(sizes, _said(total, complete)))
 
     def on_delete_dialog_measured(self, message: Measured) -> None:
-        self.query_one("#facts", Static).update(self._facts(message.text))
+        self.query_one("#facts", Static).update(self._facts(message.total))
+        self.query_one(Listing).show(self._lines(message.sizes))
 
     @on(Input.Changed, "#name")
     def _name_changed(self, event: Input.Changed) -> None:
-        self.query_one("#delete", Button).disabled = event.value.strip() != self._run_id
+        self.query_one("#delete", Button).disabled = event.value.strip() != self.wanted
 
     @on(Button.Pressed, "#cancel")
     def _cancel(self) -> None:
@@ -117,14 +149,30 @@ class DeleteDialog(JobDialog):
     @on(Button.Pressed, "#delete")
     @on(Input.Submitted, "#name")
     def _delete(self) -> None:
-        if self._is_live and self.query_one("#name", Input).value.strip() != self._run_id:
-            self.say(f"type {self._run_id} to delete it", failed=True)
+        if self._is_live and self.query_one("#name", Input).value.strip() != self.wanted:
+            self.say(f"type {self.wanted} to delete", failed=True)
             return
-        output_dir, run_id, force = self._output_dir, self._run_id, self._is_live
+        output_dir, run_ids, force = self._output_dir, self._run_ids, self._is_live
+        gone: list[str] = []
 
-        def work(progress: Callable[[str], None]) -> str:
+        def act(run_id: str, progress: Progress) -> str:
             lies = actions.delete_run(output_dir, run_id, force=force, on_progress=progress)
+            gone.append(run_id)
             return f"{run_id} lies in {lies.parent.name}; u brings it back"
 
-        yes = ["--yes"] if force else []
-        self.start(Job(prl_command(output_dir, "runs", "delete", run_id, *yes), work))
+        def work(progress: Progress) -> str:
+            try:
+                return each(run_ids, "in the trash; u brings them back", act)(progress)
+            finally:
+                self._deleted(gone)
+
+        yes = ["--yes"] if force or len(run_ids) > 1 else []
+        self.start(Job(prl_command(output_dir, "runs", "delete", *run_ids, *yes), work))
+
+
+def steps(row: RunRow) -> str:
+    return f"{row.step} step{'' if row.step == 1 else 's'}"
+
+
+def _said(size: int, complete: bool) -> str:
+    return fmt.size(size) if complete else f"more than {fmt.size(size)}"

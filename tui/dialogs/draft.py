@@ -7,18 +7,22 @@ folder, so that dialog, command line and trainer never disagree.
 from __future__ import annotations
 
 import contextlib
+import itertools
+import re
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from daemons import actions
-from prime_rl.configs.base import ConfigError
 from prime_rl.contract.layout import LayoutError, OutputDir
 from prime_rl.utils.text import clean_text, one_line
-from tui.dialogs.job import prl_command
+from tui.jobs import prl_command
+from tui.run_config import key_lines
 
 MAX_TEMPLATES = 200
+# Of the 68 of an id; the rest is for the number.
+MAX_STEM_CHARS = 60
 MAX_DRAFT_BYTES = 256 * 1024
 
 
@@ -31,10 +35,21 @@ class Template:
 
 
 @dataclass(frozen=True)
-class Check:
-    """What the rules say of a draft. `problems` are sentences with their line where it is known."""
+class DraftProblem:
+    """One thing that is wrong: a sentence, and the line of the text (from 1) that it is about, if it is about one."""
 
-    problems: tuple[str, ...]
+    text: str
+    line: int | None = None
+
+    def __str__(self) -> str:
+        return f"line {self.line}: {self.text}" if self.line else self.text
+
+
+@dataclass(frozen=True)
+class Check:
+    """What the rules say of a draft."""
+
+    problems: tuple[DraftProblem, ...]
     summary: str = ""
 
     @property
@@ -92,19 +107,40 @@ def check_draft(output_dir: Path, text: str, run_id: str) -> Check:
     if run_id:
         try:
             if OutputDir(output_dir).run(run_id).orch_toml.exists():
-                problems.append(f"{run_id} exists already: choose another id")
+                problems.append(DraftProblem(f"{run_id} exists already: choose another id"))
         except LayoutError as error:
-            problems.append(str(error))
+            problems.append(DraftProblem(one_line(str(error), 300)))
     summary = ""
     with draft_file(text, "draft") as path:
-        try:
+        found = actions.check_file(output_dir, path)
+        if not found:
             config = actions.validate_file(output_dir, path)
             envs = ", ".join(env.name or env.id for env in config.env)
             summary = f"{envs} · {config.max_steps} steps of {config.batch_size} samples · lr {config.optim.lr:g}"
-        except actions.ActionError as error:
-            cause = error.__cause__
-            problems += [str(each) for each in cause.problems] if isinstance(cause, ConfigError) else [str(error)]
-    return Check(tuple(one_line(problem, 300) for problem in problems), summary)
+    lines = key_lines(text.splitlines())
+    problems += [
+        DraftProblem(
+            one_line(f"{each.key}: {each.message}" if each.key else each.message, 300),
+            each.line or line_of(each.key, lines),
+        )
+        for each in found
+    ]
+    return Check(tuple(problems), one_line(summary, 300))
+
+
+def line_of(key: str, lines: Mapping[str, int]) -> int | None:
+    """The line that sets `key`, else that of the innermost table around it which stands in the text."""
+    while key:
+        if key in lines:
+            return lines[key]
+        key = key.rpartition(".")[0]
+    return None
+
+
+def free_id(run_id: str, taken: Collection[str]) -> str:
+    """`run_a-2` for a copy of `run_a`, or the next number that is free."""
+    stem = re.sub(r"-\d+$", "", run_id)[:MAX_STEM_CHARS]
+    return next(name for number in itertools.count(2) if (name := f"{stem}-{number}") not in taken)
 
 
 def add_draft(output_dir: Path, text: str, run_id: str, source: Path | None) -> str:

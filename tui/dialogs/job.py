@@ -1,12 +1,7 @@
-"""What a dialog asks to be done, and the base of the dialogs: they start a job and stay until it is done or failed."""
+"""The base of the dialogs that act: they start a job and stay until it is done or failed."""
 
 from __future__ import annotations
 
-import os
-import shlex
-from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
 from typing import ClassVar
 
 from textual.binding import Binding, BindingType
@@ -14,28 +9,8 @@ from textual.content import Content
 from textual.screen import ModalScreen
 from textual.widgets import Static
 
-from prime_rl.utils.text import one_line
+from tui.jobs import Job, Perform
 from tui.messages import ActionEntry
-
-Work = Callable[[Callable[[str], None]], str]
-
-
-@dataclass(frozen=True)
-class Job:
-    """`work(progress)` runs in a thread and returns what it did in words; `command` does the same in a shell."""
-
-    command: str
-    work: Work
-
-
-Perform = Callable[[Job], int]
-
-
-def prl_command(output_dir: Path, *words: str) -> str:
-    """The shell's words for an action; they name the house unless `prl` would find it by itself."""
-    default = Path(os.environ.get("PRL_OUTPUT_DIR") or "outputs")
-    where = [] if output_dir.resolve() == default.resolve() else ["--output-dir", str(output_dir)]
-    return one_line(shlex.join(("prl", *words, *where)), 1000)
 
 
 class JobDialog(ModalScreen[None]):

@@ -7,7 +7,7 @@ header on top, and a number key leads from each to each.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar, Protocol, runtime_checkable
 
@@ -63,6 +63,8 @@ class Setting:
     clock: Callable[[], float]
     read_only: bool
     memory: Memory
+    # Runs that were deleted from here, newest last: what undo brings back.
+    deleted: list[tuple[str, ...]] = field(default_factory=list)
 
 
 @runtime_checkable
@@ -90,16 +92,18 @@ class Guide(Protocol):
 
     def go_number(self, number: int) -> None: ...
 
-    def open_run(self, run_id: str) -> None: ...
+    def open_run(self, run_id: str, compare: tuple[str, ...] = ()) -> None: ...
 
     def save_memory(self) -> None: ...
+
+    def entries(self) -> Sequence[ActionEntry]: ...
 
 
 class HouseScreen(Screen[None]):
     """Base of all screens but the dialogs."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("colon", "command", "Command", key_display=":"),
+        Binding("colon", "command", "Command", key_display=":", show=False),
         Binding("question_mark", "help", "Help", key_display="?"),
     ]
 

@@ -16,28 +16,41 @@ from tui.snapshot import STATE_WORDS, STATES
 
 Keys = tuple[tuple[str, str], ...]
 HOME: Keys = (
-    ("j k ↓ ↑", "move"),
-    ("g G", "first, last run"),
-    ("enter", "open the run"),
-    ("/", "filter by id, state or note; esc clears"),
-    ("s", "sort by slot, name, reward, progress, problems"),
-    ("p", "parts and problems"),
+    ("j k ↓ ↑", "move; g G first and last, pgup pgdn a page"),
+    ("enter", "open the run; marked runs are drawn beside it"),
+    ("space", "mark; v up to here, J K on the way, * all, i invert"),
+    ("p", "pin to the top, or let go"),
+    ("s S", "sort by the next column, the other way round"),
+    ("/", "filter; tab completes"),
+    ("esc", "let go of the marks, then of the filter"),
+    ("mouse", "head sorts, edge marks, click chooses, again opens"),
+)
+FILTER: Keys = (
+    ("math", "in the id, state or note"),
+    ("state:", "state:active,waiting; is:pinned, marked, problem, live"),
+    ("reward>0.5", "> >= < <= = !=, 10k, 50%, seen<5m; !TERM is not"),
+    ("name~lr", "contains; also note, reason, model"),
 )
 RUN: Keys = (
-    ("1 2 3 4", "charts, config, logs, events"),
-    ("h l ← →", "previous, next tab"),
-    ("j k", "scroll"),
-    ("f", "follow the log"),
+    ("1 ... 6", "charts, rollouts, config, log, checkpoints, events"),
+    ("tab", "next tab"),
+    ("← → + -", "charts: values, zoom; y log, s smooth, c compare, m one"),
+    ("o n N", "rollouts: order, next, previous"),
+    ("f", "log: follow"),
     ("esc q", "back"),
 )
 ACT: Keys = (
-    ("a", "add a run"),
+    ("a c", "add a run, clone this one"),
     ("e", "evict: out of its slot, with a reason"),
-    ("r", "readmit an evicted or failed run"),
-    ("d", "delete: into the trash"),
-    ("u", "undo the newest delete"),
+    ("r", "readmit evicted or failed runs"),
+    ("d u", "delete: into the trash; undo brings it back"),
+    ("x", "start a part anew"),
+    ("U D", "start the house, stop it"),
+    ("L", "what was done here, and its commands to copy"),
 )
 ALWAYS: Keys = (
+    ("1 2 3 4", "runs, system, nodes, problems"),
+    (":", "command line: sort reward, open RUN, theme NAME ..."),
     ("ctrl+p", "all commands, themes"),
     ("?", "this help"),
     ("q", "quit; the daemons go on"),
@@ -46,11 +59,17 @@ ALWAYS: Keys = (
 
 def describe(read_only: bool, palette: Palette) -> Text:
     text = Text()
-    groups = [("Runs", HOME), ("One run", RUN), *([] if read_only else [("Act", ACT)]), ("Always", ALWAYS)]
+    groups = [
+        ("Runs", HOME),
+        ("Filter", FILTER),
+        ("One run", RUN),
+        *([] if read_only else [("Act", ACT)]),
+        ("Always", ALWAYS),
+    ]
     for title, keys in groups:
         text.append(f"{title}\n", f"bold {palette.primary}")
         for key, words in keys:
-            text.append(f"  {key:<10}", palette.accent).append(f"{words}\n")
+            text.append(f"  {key:<11}", palette.accent).append(f"{words}\n")
         text.append("\n")
     text.append("States\n", f"bold {palette.primary}")
     for state, (symbol, level) in STATES.items():

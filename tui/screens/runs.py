@@ -190,7 +190,9 @@ class RunsScreen(PlaceScreen):
 
     @on(RunsTable.Opened)
     def _opened(self, message: RunsTable.Opened) -> None:
-        self.guide.open_run(message.run_id)
+        """With runs marked their curves are drawn beside it."""
+        marked = [row.run_id for row in self.target_rows()] if self.table.marks else []
+        self.guide.open_run(message.run_id, tuple(each for each in marked if each != message.run_id))
 
     @on(RunsTable.SortAsked)
     def _sort_asked(self, message: RunsTable.SortAsked) -> None:

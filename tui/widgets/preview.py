@@ -21,7 +21,7 @@ def describe(row: RunRow, palette: Palette, now: float, num_marked: int = 0) -> 
     text = Text.assemble((row.run_id, "bold"), "  ", (f"{row.symbol} {row.state}", colour))
     text.append(f"  {STATE_WORDS[row.state]}", palette.muted)
     if num_marked:
-        text.append(f"  ✓ {num_marked} marked: keys act on them, esc lets go", palette.accent)
+        text.append(f"  ✓ {num_marked} marked", palette.accent)
     body = row.reason or row.note
     if row.state == LOST:
         body = row.note

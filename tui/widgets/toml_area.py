@@ -1,10 +1,18 @@
-"""An editor for TOML: Textual's text area with the colours of the theme, without a parser of its own."""
+"""An editor for TOML: Textual's text area with the colours of the theme, and what is wrong at the end of its line.
+
+It has no parser of its own: who checks the text tells it (`show_problems`).
+"""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 
+from rich.cells import cell_len
+from rich.segment import Segment
+from rich.style import Style
 from rich.text import Text
+from textual.strip import Strip
 from textual.widgets import TextArea
 
 from tui.palette import Palette, make_palette
@@ -37,8 +45,35 @@ def paint(line: Text, palette: Palette) -> Text:
     return line
 
 
+MIN_MESSAGE = 16  # cells that a message needs to be worth reading; on a longer line it covers the line's end
+
+
 class TomlArea(TextArea):
-    """`TextArea` that paints each line as it is drawn."""
+    """`TextArea` that paints each line as it is drawn. Made with `soft_wrap=False`: a line is a line of the screen."""
+
+    _problems: Mapping[int, str] = {}
+
+    def show_problems(self, problems: Mapping[int, str]) -> None:
+        """`problems` by line, from 1."""
+        if problems != self._problems:
+            self._problems = dict(problems)
+            self.refresh()
 
     def get_line(self, line_index: int) -> Text:
         return paint(super().get_line(line_index), make_palette(self.app.theme_variables))
+
+    def render_line(self, y: int) -> Strip:
+        strip = super().render_line(y)
+        number = self.scroll_offset.y + y + 1
+        message = self._problems.get(number)
+        if message is None or number > self.document.line_count:
+            return strip
+        width = self.size.width
+        text = self.document.get_line(number - 1).expandtabs(self.indent_width)
+        end = self.gutter_width + cell_len(text) - self.scroll_offset.x + 2
+        place = max(min(end, width - MIN_MESSAGE), 0)
+        error = make_palette(self.app.theme_variables).error
+        style = Style.parse(f"italic {error}") + Style(bgcolor=self.rich_style.bgcolor)
+        mark = Segment("✖", Style.parse(f"bold {error}") + Style(bgcolor=self.rich_style.bgcolor))
+        said = Strip([Segment(f"◀ {message}", style)]).adjust_cell_length(width - place, style)
+        return Strip.join([Strip([mark]), strip.crop(1, place), said])

@@ -1,0 +1,63 @@
+"""The jobs that start and stop the house and its parts, as `prl up`, `down` and `restart` do them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+
+from daemons import running
+from daemons.client import House
+from prime_rl.utils.text import clean_text, one_line
+from tui.jobs import Job, Progress, prl_command
+
+MAX_SYSTEMS = 20
+
+
+def restart_job(output_dir: Path, name: str) -> Job:
+    def work(progress: Progress) -> str:
+        progress(f"waiting for {name} to be started again")
+        running.restart_part(output_dir, name)
+        return f"{name} is started again"
+
+    return Job(prl_command(output_dir, "restart", name), work)
+
+
+def down_job(output_dir: Path) -> Job:
+    def work(progress: Progress) -> str:
+        was_running = running.stop_house(output_dir, say=progress)
+        return "stopped, nothing is left" if was_running else "nothing was running"
+
+    return Job(prl_command(output_dir, "down"), work)
+
+
+def up_job(output_dir: Path, system: Path | None) -> Job:
+    """Start the house as it was last started, or as the file says."""
+    words = ["@", str(system)] if system else []
+
+    def work(progress: Progress) -> str:
+        wanted = running.choose_system(words, output_dir, say=progress)
+        said: list[str] = []
+
+        def look(house: House) -> None:
+            line = " · ".join(running.waits(house))
+            if [line] != said:
+                said[:] = [line]
+                progress(line)
+
+        house = running.start_house(wanted, stop=lambda: False, say=progress, on_look=look, is_quiet=True)
+        url = house.inference.base_url if house and house.inference else "?"
+        return f"up: {house.max_runs if house else 0} slots, inference at {url}"
+
+    return Job(prl_command(output_dir, "up", *words), work)
+
+
+def up_choices(output_dir: Path, configs: Path = Path("configs")) -> list[tuple[str, Callable[[], Job]]]:
+    """(label, job) of each way to start the house, the likeliest first."""
+    last = running.last_start(output_dir)
+    first = "as it was last started" if last else "a small house for this machine's CPU"
+    found: list[tuple[str, Callable[[], Job]]] = [(first, functools.partial(up_job, output_dir, None))]
+    for path in sorted(configs.glob("*/system.toml"))[:MAX_SYSTEMS]:
+        if clean_text(str(path)) == str(path):
+            found.append((one_line(f"as in {path}", 100), functools.partial(up_job, output_dir, path)))
+    return found

@@ -1,0 +1,71 @@
+"""What a person asks to be done: a piece of work for a thread, and the shell's words for it. No user interface here."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from prime_rl.utils.text import one_line
+
+Progress = Callable[[str], None]
+Work = Callable[[Progress], str]
+# Deletions wait for the trainer; done side by side they wait together.
+NUM_AT_ONCE = 8
+MAX_NAMED = 3
+
+
+@dataclass(frozen=True)
+class Job:
+    """`work(progress)` runs in a thread and returns what it did in words; `command` does the same in a shell."""
+
+    command: str
+    work: Work
+
+
+Perform = Callable[[Job], int]
+
+
+def prl_command(output_dir: Path, *words: str) -> str:
+    """The shell's words for an action; they name the house unless `prl` would find it by itself."""
+    default = Path(os.environ.get("PRL_OUTPUT_DIR") or "outputs")
+    where = [] if output_dir.resolve() == default.resolve() else ["--output-dir", str(output_dir)]
+    return one_line(shlex.join(("prl", *words, *where)), 4000)
+
+
+def name_runs(run_ids: Sequence[str]) -> str:
+    """`run_a`, or `7 runs`."""
+    return run_ids[0] if len(run_ids) == 1 else f"{len(run_ids)} runs"
+
+
+def each(run_ids: Sequence[str], done: str, act: Callable[[str, Progress], str]) -> Work:
+    """Work that does `act` to every run, also after one failed; raises ActionError that names the failed ones.
+
+    One alone says its own words; several are counted: "3 runs are `done`".
+    """
+
+    def work(progress: Progress) -> str:
+        if len(run_ids) == 1:
+            return act(run_ids[0], progress)
+        failed: list[str] = []
+
+        def one(run_id: str) -> None:
+            try:
+                act(run_id, lambda words: progress(words))
+            except (RuntimeError, OSError) as error:  # an ActionError is a RuntimeError
+                failed.append(f"{run_id}: {error}")
+
+        with ThreadPoolExecutor(NUM_AT_ONCE) as pool:
+            for number, _ in enumerate(pool.map(one, run_ids), start=1):
+                progress(f"{number} of {len(run_ids)}")
+        if failed:
+            from daemons.actions import ActionError
+
+            more = f"; and {len(failed) - MAX_NAMED} more" if len(failed) > MAX_NAMED else ""
+            raise ActionError(f"{len(failed)} of {len(run_ids)} failed: {'; '.join(failed[:MAX_NAMED])}{more}")
+        return f"{len(run_ids)} runs are {done}"
+
+    return work
