@@ -66,7 +66,8 @@ class World:
         if do is Do.TERM and not event.asked and not event.seen.evicted and not event.seen.gone:
             assert before is not None
             stalled = self.config.stall.of(self.spec.kind).restart
-            assert stalled or before.state is State.STARTING, "a stall ends a part only where that is configured"
+            never_ready = before.state is State.STARTING and not event.seen.ready
+            assert stalled or never_ready, "a stall ends a part only where that is configured"
         if after.state is State.BACKOFF and do is Do.CLEAN:
             assert 0 <= after.retry_at - self.now <= self.config.max_backoff_s
         assert after.num_early_ends < self.config.max_early_crashes or after.state is State.FAILED
