@@ -13,6 +13,7 @@ from collections.abc import Callable, Set
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
+from daemons.disk import DiskReader, DiskView
 from daemons.house import (
     SUPERVISOR,
     DaemonView,
@@ -24,6 +25,7 @@ from daemons.house import (
     find_bottleneck,
     waits_for,
 )
+from daemons.machine import GpuView, MachineReader, MachineView, PartUse
 from daemons.run_files import (
     MAX_FILE_BYTES,
     NO_FILE,
@@ -47,7 +49,22 @@ from prime_rl.contract.status import (
     run_state,
 )
 
-__all__ = ["MAX_FILE_BYTES", "SUPERVISOR", "DaemonView", "House", "HouseReader", "RefusedView", "RunView", "read_house"]
+__all__ = [
+    "MAX_FILE_BYTES",
+    "SUPERVISOR",
+    "DaemonView",
+    "DiskReader",
+    "DiskView",
+    "GpuView",
+    "House",
+    "HouseReader",
+    "MachineReader",
+    "MachineView",
+    "PartUse",
+    "RefusedView",
+    "RunView",
+    "read_house",
+]
 
 StatusT = TypeVar("StatusT", bound=Status)
 

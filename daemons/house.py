@@ -63,6 +63,7 @@ class DaemonView:
     log_tail: tuple[str, ...]
     updated_at: float
     num_restarts: int
+    pid_create_time: float | None = None
 
 
 @dataclass(frozen=True)
@@ -138,6 +139,7 @@ def waits_for(
 def daemon_view(status: DaemonStatus, now: float) -> DaemonView:
     state, reason = status.state, status.reason
     pid = status.pid if status.name == SUPERVISOR else status.child_pid
+    create_time = status.pid_create_time if status.name == SUPERVISOR else status.child_create_time
     if state not in _FINAL and not is_alive(status, now):
         runs_on = status.child_pid is not None and same_process(status.child_pid, status.child_create_time or 0.0)
         state = "lost"
@@ -151,6 +153,7 @@ def daemon_view(status: DaemonStatus, now: float) -> DaemonView:
         log_tail=tuple(status.log_tail),
         updated_at=status.updated_at,
         num_restarts=status.num_restarts,
+        pid_create_time=create_time,
     )
 
 

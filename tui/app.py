@@ -23,7 +23,7 @@ from textual.theme import Theme
 from tui.memory import Memory
 from tui.messages import ActionChanged, ActionEntry, HouseChanged
 from tui.palette import DARK, LIGHT
-from tui.screens.base import MOVES, HouseScreen, Place, Setting, ShowsAction, ShowsHouse
+from tui.screens.base import MOVES, HouseScreen, Place, ProbeMaker, Setting, ShowsAction, ShowsHouse
 from tui.screens.places import HOME, PLACES, make_screen
 from tui.watcher import HouseWatcher, ReadDisk
 
@@ -49,11 +49,13 @@ class PrlApp(App[None]):
         clock: Callable[[], float] = time.time,
         read_disk: ReadDisk | None = None,
         memory_path: Path | None = None,
+        monotonic: Callable[[], float] = time.monotonic,
+        make_probe: ProbeMaker | None = None,
     ) -> None:
         super().__init__()
-        self.setting = Setting(output_dir, clock, read_only, Memory(output_dir, memory_path))
+        self.setting = Setting(output_dir, clock, read_only, Memory(output_dir, memory_path), make_probe)
         self._entries: dict[int, ActionEntry] = {}
-        self.watcher = HouseWatcher(output_dir, self.post_message, clock, read_disk)
+        self.watcher = HouseWatcher(output_dir, self.post_message, clock, read_disk, monotonic)
 
     def on_mount(self) -> None:
         self.register_theme(DARK)
@@ -119,6 +121,10 @@ class PrlApp(App[None]):
     @property
     def places(self) -> Sequence[Place]:
         return PLACES
+
+    def look_closely(self, closely: bool) -> None:
+        self.watcher.is_watched_closely = closely
+        self.watcher.wake()
 
     def save_memory(self) -> None:
         """In a thread: a home on a slow disk must not hold up the keys."""

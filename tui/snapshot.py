@@ -11,7 +11,7 @@ import enum
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from daemons.client import DaemonView, House, RunView
 from prime_rl.contract.layout import CONFIG_ERROR_PREFIX
@@ -19,6 +19,9 @@ from prime_rl.contract.status import LOST_AFTER_S, RunState, Status
 from prime_rl.utils.text import clean_text, one_line
 from tui import fmt
 from tui.series import change
+
+if TYPE_CHECKING:
+    from tui.nodes import Group
 
 MAX_REASON_CHARS = 4_000
 # A run stalls when no step ends for this many of its usual step times, and for this long at least.
@@ -167,12 +170,13 @@ class Disk:
 class Problem:
     """Something that a person should look at: what has it, what is wrong, and since when (Unix seconds, if known).
 
-    `target` says what `name` names: a run that can be opened, a part, an entry that is no run, or the house itself.
+    `target` says what `name` names: a run that can be opened, a part, an entry that is no run, the house itself, or a
+    node of a multi-node group.
     """
 
     name: str
     text: str
-    target: Literal["run", "part", "entry", "house"] = "run"
+    target: Literal["run", "part", "entry", "house", "node"] = "run"
     level: Level = Level.BAD
     since: float | None = None
 
@@ -192,6 +196,7 @@ class Snapshot:
     bottleneck: str | None
     disk: Disk | None
     house: House
+    group: Group | None = None
 
     def row(self, run_id: str) -> RunRow | None:
         return next((row for row in self.rows if row.run_id == run_id), None)
@@ -205,6 +210,8 @@ def make_snapshot(
     disk: Disk | None = None,
     since: Mapping[str, float] | None = None,
     before: Snapshot | None = None,
+    group: Group | None = None,
+    group_problems: Iterable[Problem] = (),
 ) -> Snapshot:
     """`now` in Unix seconds; `since` says of evicted and invalid runs when they became so.
 
@@ -218,7 +225,7 @@ def make_snapshot(
         name=one_line(house.output_dir.resolve().name or str(house.output_dir), 60),
         rows=rows,
         parts=parts,
-        problems=find_problems(house, rows, parts, disk=disk, since=since or {}),
+        problems=find_problems(house, rows, parts, disk=disk, since=since or {}, others=group_problems),
         num_used=house.num_used,
         max_runs=house.max_runs,
         num_waiting=sum(row.state == RunState.WAITING for row in rows),
@@ -226,6 +233,7 @@ def make_snapshot(
         bottleneck=one_line(house.bottleneck) if house.bottleneck else None,
         disk=disk,
         house=house,
+        group=group,
     )
 
 
@@ -325,7 +333,13 @@ def _part(name: str, own_word: str | None, waiting_on: str | None, daemon: Daemo
 
 
 def find_problems(
-    house: House, rows: Iterable[RunRow], parts: Iterable[Part], *, disk: Disk | None, since: Mapping[str, float]
+    house: House,
+    rows: Iterable[RunRow],
+    parts: Iterable[Part],
+    *,
+    disk: Disk | None,
+    since: Mapping[str, float],
+    others: Iterable[Problem] = (),
 ) -> tuple[Problem, ...]:
     """Everything that needs a person, newest first; what has no known time comes last, in the order of the house."""
     found = [_run_problem(row, since.get(row.run_id)) for row in rows if row.level >= Level.WARN]
@@ -335,6 +349,7 @@ def find_problems(
     if disk is not None and disk.is_low:
         room = f"{fmt.size(disk.free_bytes)} of {fmt.size(disk.total_bytes)} are free"
         found.append(Problem("disk", f"{room}: prl runs purge removes deleted runs for good", "house"))
+    found += others
     return tuple(sorted(found, key=lambda problem: -(problem.since or 0.0)))
 
 

@@ -22,6 +22,8 @@ from prime_rl.contract.status import RunState
 from prime_rl.utils.watch import Watcher
 from tui.house_metrics import HouseMetrics
 from tui.messages import HouseChanged, RunChanged
+from tui.node_watch import NodeReader
+from tui.nodes import make_group, node_problems
 from tui.snapshot import Disk, Snapshot, make_snapshot
 
 if TYPE_CHECKING:
@@ -32,6 +34,7 @@ ReadDisk = Callable[[Path], Disk | None]
 # Two looks are at least this far apart: status files change at most twice a second each, a person reads no faster.
 MIN_INTERVAL_S = 0.3
 RESCAN_S = 2.0
+CLOSE_LOOK_S = 0.4
 RUN_INTERVAL_S = 0.4
 # Runs at which nothing works are looked at this seldom, unless trainer or supervisor say something new of them.
 REST_S = 5.0
@@ -65,13 +68,21 @@ class HouseWatcher:
     """Posts a `HouseChanged` at every change, and once every RESCAN_S."""
 
     def __init__(
-        self, output_dir: Path, post: Post, clock: Callable[[], float], read_disk: ReadDisk | None = None
+        self,
+        output_dir: Path,
+        post: Post,
+        clock: Callable[[], float],
+        read_disk: ReadDisk | None = None,
+        monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         self._output = OutputDir(output_dir)
         self._post = post
         self._read_disk = read_disk or disk_of
         self._reader = HouseReader(output_dir, clock=clock)
         self._metrics = HouseMetrics(output_dir)
+        self._nodes = NodeReader(output_dir, monotonic)
+        # Set by a screen on which things move fast, while a person looks at it.
+        self.is_watched_closely = False
         self._shown: Snapshot | None = None
         self._stopped = threading.Event()
         self._woken = False
@@ -96,7 +107,7 @@ class HouseWatcher:
                 self._show(house)
                 watcher.watch(self._folders(run.run_id for run in house.runs if run.state is RunState.ACTIVE))
                 self._stopped.wait(MIN_INTERVAL_S)
-                watcher.wait()
+                watcher.wait(CLOSE_LOOK_S if self.is_watched_closely else None)
 
     def _look(self, *, with_configs: bool = True, at_rest: bool = True) -> House:
         house = self._reader.read(with_configs=with_configs, at_rest=at_rest)
@@ -107,8 +118,17 @@ class HouseWatcher:
     def _show(self, house: House) -> None:
         disk = self._read_disk(self._output.path)
         since = state_times(self._output, house)
-        tails = self._metrics.tails
-        self._shown = make_snapshot(house, tails, house.read_at, disk=disk, since=since, before=self._shown)
+        group = make_group(self._nodes.read())
+        self._shown = make_snapshot(
+            house,
+            self._metrics.tails,
+            house.read_at,
+            disk=disk,
+            since=since,
+            before=self._shown,
+            group=group,
+            group_problems=node_problems(group, house.read_at),
+        )
         self._post(HouseChanged(self._shown))
 
     def wake(self) -> None:

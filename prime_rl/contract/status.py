@@ -94,7 +94,11 @@ class TrainerStatus(Status, kw_only=True):
 
 
 class InferenceStatus(Status, kw_only=True):
-    """`inference/status.json`. `state`: starting, serving, stopped. `base_url` ends in `/v1`."""
+    """`inference/status.json`. `state`: starting, serving, stopped. `base_url` ends in `/v1`.
+
+    `kv_use` is the share of the room for running requests that is taken (vLLM: blocks of its KV cache; embedded: rows
+    of its batch), null when the engine does not say.
+    """
 
     base_url: str = ""
     engine: str = ""
@@ -103,6 +107,7 @@ class InferenceStatus(Status, kw_only=True):
     num_running: int = 0
     num_waiting: int = 0
     tokens_per_s: float = 0.0
+    kv_use: float | None = None
 
 
 class Crash(msgspec.Struct, frozen=True, kw_only=True):

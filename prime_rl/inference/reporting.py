@@ -15,12 +15,13 @@ WINDOW_S = 5.0
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What an engine says of itself. `num_tokens` counts generated tokens since the start."""
+    """What an engine says of itself. `num_tokens` counts generated tokens since the start; `kv_use` is from 0 to 1."""
 
     adapters: Sequence[str] = ()
     num_running: int = 0
     num_waiting: int = 0
     num_tokens: int = 0
+    kv_use: float | None = None
 
 
 class Reporter:
@@ -41,6 +42,7 @@ class Reporter:
             num_running=snapshot.num_running,
             num_waiting=snapshot.num_waiting,
             progress=snapshot.num_tokens,
+            kv_use=None if snapshot.kv_use is None else round(snapshot.kv_use, 4),
             tokens_per_s=round(self._rate(snapshot.num_tokens), 1),
         )
 

@@ -77,7 +77,12 @@ async def test_hostile_text_in_every_row_of_the_home_screen(tmp_path: Path) -> N
             await check(app, pilot, "run_hostile-")
             await pilot.press("j")
         await pilot.press("P")
-        await check(app, pilot, "parts and problems", *KEPT)
+        await check(app, pilot, "MEMORY", *KEPT)
+        for _ in range(3):
+            await pilot.press("pagedown")
+            await check(app, pilot)
+        await pilot.press("5")
+        await check(app, pilot, "WHAT", *KEPT)
         for _ in range(3):
             await pilot.press("pagedown")
             await check(app, pilot)

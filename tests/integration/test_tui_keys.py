@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from textual.pilot import Pilot
-from textual.widgets import Input, Static
+from textual.widgets import Input
 
 from prime_rl.contract.layout import OutputDir, RunDir
 from tests.tui_support import (
@@ -25,9 +25,9 @@ from tests.tui_support import (
 )
 from tui.app import PrlApp
 from tui.screens.help import HelpScreen
-from tui.screens.parts import PartsScreen
 from tui.screens.run import RunScreen
 from tui.screens.runs import RunsScreen
+from tui.screens.system import SystemScreen
 from tui.sorting import SORTS
 from tui.widgets.runs_table import RunsTable
 
@@ -167,14 +167,11 @@ async def test_a_run_becomes_lost_as_time_passes(house: OutputDir) -> None:
 
 async def test_help_and_parts_open_scroll_and_close(house: OutputDir) -> None:
     async with opened(house.path, size=(80, 24)) as (app, pilot):
-        for key, screen in (("question_mark", HelpScreen), ("P", PartsScreen)):
+        for key, screen in (("question_mark", HelpScreen), ("P", SystemScreen)):
             await pilot.press(key)
             assert isinstance(app.screen, screen)
             await pilot.press("j", "k", key)
             assert isinstance(app.screen, RunsScreen)
-        await pilot.press("P")
-        words = str(app.screen.query_one(Static).render())
-        assert "run_crashed" in words and "trainer" in words and "4711" in words
 
 
 async def test_columns_follow_the_width(house: OutputDir) -> None:
@@ -214,7 +211,7 @@ async def test_the_palette_knows_every_key_and_every_run(house: OutputDir) -> No
 async def test_a_command_of_the_palette_acts_like_its_key(house: OutputDir) -> None:
     async with opened(house.path) as (app, pilot):
         await pilot.press("ctrl+p", *"parts", "enter")
-        await until(pilot, lambda: isinstance(app.screen, PartsScreen), "parts from the palette")
+        await until(pilot, lambda: isinstance(app.screen, SystemScreen), "parts from the palette")
 
 
 async def test_ctrl_c_quits_and_says_so(house: OutputDir) -> None:

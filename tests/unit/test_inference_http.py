@@ -6,6 +6,7 @@ import asyncio
 import json
 import socket
 from collections.abc import MutableMapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -226,7 +227,8 @@ def test_base_url_is_one_that_can_be_reached() -> None:
 
 def test_tokens_per_second_are_those_of_the_last_seconds(tmp_path: Path) -> None:
     writer = StatusWriter(OutputDir(tmp_path).inference_status, InferenceStatus())
-    snapshots = [Snapshot(num_tokens=n, adapters=["run_a@v1"], num_running=3, num_waiting=1) for n in (0, 100, 300)]
+    first = Snapshot(adapters=["run_a@v1"], num_running=3, num_waiting=1, kv_use=0.25)
+    snapshots = [replace(first, num_tokens=n) for n in (0, 100, 300)]
     times = [0.0, 1.0, 2.0]
     reporter = Reporter(writer, lambda: snapshots.pop(0), clock=lambda: times.pop(0))
     rates = []
@@ -234,6 +236,7 @@ def test_tokens_per_second_are_those_of_the_last_seconds(tmp_path: Path) -> None
         reporter.tick()
         rates.append(writer.status.tokens_per_s)  # type: ignore[attr-defined]
     assert rates == [0.0, 100.0, 150.0]
+    assert read_status(writer.path, InferenceStatus) is not None and writer.status.kv_use == 0.25  # type: ignore[attr-defined]
     for second in range(1, 8):
         snapshots.append(Snapshot(num_tokens=300))
         times.append(2.0 + second * WINDOW_S / 5)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, ClassVar, Protocol, TypeAlias, runtime_checkable
 
 from textual.app import ComposeResult
 from textual.binding import ActiveBinding, Binding, BindingType
@@ -22,6 +22,9 @@ from tui.messages import ActionEntry
 from tui.snapshot import RunRow, Snapshot
 from tui.widgets.command_line import CommandLine
 from tui.widgets.header import HouseHeader
+
+if TYPE_CHECKING:
+    from tui.system_watch import Probe
 
 # How the keys stand in the footer, by action; the others follow.
 KEY_ORDER = (
@@ -55,9 +58,13 @@ class Place:
     class_name: str
 
 
+# From the house's folder to what asks the machine: `system_watch.SystemProbe` in real life.
+ProbeMaker: TypeAlias = "Callable[[Path], Probe]"
+
+
 @dataclass(frozen=True)
 class Setting:
-    """What every screen is given. `clock` gives Unix seconds."""
+    """What every screen is given. `clock` gives Unix seconds; `make_probe` takes the place of the real machine."""
 
     output_dir: Path
     clock: Callable[[], float]
@@ -65,6 +72,7 @@ class Setting:
     memory: Memory
     # Runs that were deleted from here, newest last: what undo brings back.
     deleted: list[tuple[str, ...]] = field(default_factory=list)
+    make_probe: ProbeMaker | None = None
 
 
 @runtime_checkable
@@ -97,6 +105,8 @@ class Guide(Protocol):
     def save_memory(self) -> None: ...
 
     def entries(self) -> Sequence[ActionEntry]: ...
+
+    def look_closely(self, closely: bool) -> None: ...
 
 
 class HouseScreen(Screen[None]):

@@ -13,7 +13,12 @@ from tui.screens.base import HouseScreen, Place, Setting
 HOME = "runs"
 
 
-PLACES = (Place(HOME, "1", "Runs", "tui.screens.runs", "RunsScreen"),)
+PLACES = (
+    Place(HOME, "1", "Runs", "tui.screens.runs", "RunsScreen"),
+    Place("system", "3", "System", "tui.screens.system", "SystemScreen"),
+    Place("nodes", "4", "Nodes", "tui.screens.nodes", "NodesScreen"),
+    Place("problems", "5", "Problems", "tui.screens.problems", "ProblemsScreen"),
+)
 
 
 def make_screen(name: str, setting: Setting) -> HouseScreen:

@@ -157,10 +157,7 @@ class RunsScreen(PlaceScreen):
         self._remember(pins=others if set(chosen) <= set(pins) else [*others, *chosen])
 
     def action_parts(self) -> None:
-        from tui.screens.parts import PartsScreen
-
-        if self.snapshot is not None:
-            self.app.push_screen(PartsScreen(self.snapshot))
+        self.guide.go("system")
 
     def _remember(self, **changes: object) -> None:
         self.memory.house = msgspec.structs.replace(self.memory.house, **changes)

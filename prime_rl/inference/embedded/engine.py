@@ -46,7 +46,7 @@ class Engine:
         self.adapters = AdapterStore(served.layers, served.routing, self.run_between_steps)
         self.error: BaseException | None = None
         self._batch = Batch(served.runner, served.eos_ids, decode)
-        self._max_num_seqs = max_num_seqs
+        self.max_num_seqs = max_num_seqs
         self._wake = threading.Condition()
         self._waiting: deque[Row] = deque()
         self._commands: deque[tuple[Callable[[], None], Future[None]]] = deque()
@@ -158,7 +158,7 @@ class Engine:
         """Waiting rows that may join, in the order they came: by number, and by what the cache may grow to."""
         joining: list[Row] = []
         num_rows, longest = self._batch.num_rows, self._batch.longest if self._waiting else 0
-        while self._waiting and num_rows < self._max_num_seqs:
+        while self._waiting and num_rows < self.max_num_seqs:
             longest = max(longest, self._waiting[0].max_length)
             # A row that is alone always runs: max_model_len bounds it.
             if num_rows and (num_rows + 1) * longest > self.served.cache_tokens:

@@ -83,4 +83,5 @@ def snapshot(engine: Engine) -> Snapshot:
         num_running=stats.num_running,
         num_waiting=stats.num_waiting,
         num_tokens=stats.num_generated_tokens,
+        kv_use=stats.num_running / engine.max_num_seqs,
     )

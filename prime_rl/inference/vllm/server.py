@@ -39,6 +39,7 @@ logger = logging.getLogger(__name__)
 # vLLM ends its processes in about two seconds; what is left after this is killed.
 CHILDREN_GRACE_S = 8.0
 _RUNNING, _WAITING, _TOKENS = "vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:generation_tokens_total"
+_KV_USE = "vllm:kv_cache_usage_perc"  # a share, not a percentage, whatever the name says
 
 
 def run(context: ServerContext) -> None:
@@ -133,16 +134,22 @@ def _parse(arguments: dict[str, Any]) -> Namespace:
 
 
 def _snapshot(adapters: list[str]) -> Snapshot:
-    running, waiting, tokens = _counted(_RUNNING, _WAITING, _TOKENS)
-    return Snapshot(adapters=adapters, num_running=running, num_waiting=waiting, num_tokens=tokens)
+    running, waiting, tokens, kv_use = _measured(_RUNNING, _WAITING, _TOKENS, _KV_USE)
+    return Snapshot(
+        adapters=adapters,
+        num_running=int(running),
+        num_waiting=int(waiting),
+        num_tokens=int(tokens),
+        kv_use=min(kv_use, 1.0),
+    )
 
 
 def _num_tokens() -> int:
-    return _counted(_TOKENS)[0]
+    return int(_measured(_TOKENS)[0])
 
 
-def _counted(*names: str) -> list[int]:
-    """vLLM counts for its /metrics, in this process's registry."""
+def _measured(*names: str) -> list[float]:
+    """vLLM measures for its /metrics, in this process's registry."""
     from prometheus_client import REGISTRY
 
     values = dict.fromkeys(names, 0.0)
@@ -150,4 +157,4 @@ def _counted(*names: str) -> list[int]:
         for sample in metric.samples:
             if sample.name in values:
                 values[sample.name] += sample.value
-    return [int(value) for value in values.values()]
+    return list(values.values())

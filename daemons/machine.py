@@ -1,0 +1,164 @@
+"""What the parts of a house take of this machine, and what is left: processor, memory, GPUs.
+
+Counts a part together with all processes below it. One look walks the process table once, however many parts there are.
+GPUs are seen where NVIDIA's Python bindings are installed; nothing asks for them. It reads no file of the house.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import ModuleType
+
+import psutil
+
+
+@dataclass(frozen=True)
+class PartUse:
+    """One part with all its processes. `cores` is in processor cores (1.5: one and a half), null at the first look."""
+
+    cores: float | None
+    rss_bytes: int
+    num_processes: int
+    started_at: float
+
+
+@dataclass(frozen=True)
+class GpuView:
+    """`busy` from 0 to 1."""
+
+    name: str
+    busy: float
+    used_bytes: int
+    total_bytes: int
+
+
+@dataclass(frozen=True)
+class MachineView:
+    """One look. `busy` is the share of all cores since the look before (null at the first)."""
+
+    busy: float | None
+    num_cores: int
+    load_1m: float
+    used_bytes: int
+    total_bytes: int
+    gpus: tuple[GpuView, ...]
+    parts: Mapping[str, PartUse]
+
+
+class MachineReader:
+    """Looks at this machine again and again. One thread calls it."""
+
+    def __init__(self) -> None:
+        self._cores_s: dict[tuple[int, float], float] = {}
+        self._machine_s: tuple[float, float] | None = None
+        self._nvml = _load_nvml()
+
+    def read(self, pids: Mapping[str, tuple[int, float]]) -> MachineView:
+        """`pids` says of each part its pid and when that process started (Unix seconds), so that no stranger counts."""
+        busy_s, all_s = _machine_seconds()
+        before = self._machine_s
+        passed_s = all_s - before[1] if before else 0.0
+        self._machine_s = (busy_s, all_s)
+        num_cores = psutil.cpu_count() or 1
+        children = _children()
+        seen: dict[tuple[int, float], float] = {}
+        parts = {}
+        for name, (pid, create_time) in pids.items():
+            use = self._part(pid, create_time, children, seen, passed_s / num_cores)
+            if use is not None:
+                parts[name] = use
+        self._cores_s = seen
+        memory = psutil.virtual_memory()
+        return MachineView(
+            busy=(busy_s - before[0]) / passed_s if before and passed_s > 0 else None,
+            num_cores=num_cores,
+            load_1m=psutil.getloadavg()[0],
+            used_bytes=memory.total - memory.available,
+            total_bytes=memory.total,
+            gpus=_gpus(self._nvml),
+            parts=parts,
+        )
+
+    def _part(
+        self,
+        pid: int,
+        create_time: float,
+        children: Mapping[int, list[int]],
+        seen: dict[tuple[int, float], float],
+        wall_s: float,
+    ) -> PartUse | None:
+        todo, rss_bytes, num, cores, known = [pid], 0, 0, 0.0, False
+        started_at = 0.0
+        while todo:
+            each = todo.pop()
+            with contextlib.suppress(psutil.Error):
+                process = psutil.Process(each)
+                with process.oneshot():
+                    born = process.create_time()
+                    if each == pid and abs(born - create_time) > 2.0:
+                        return None
+                    used = process.cpu_times()
+                    rss_bytes += process.memory_info().rss
+                num += 1
+                started_at = born if each == pid else started_at
+                key, total_s = (each, born), used.user + used.system
+                seen[key] = total_s
+                if key in self._cores_s and wall_s > 0:
+                    known = True
+                    cores += max(total_s - self._cores_s[key], 0.0) / wall_s
+            todo += children.get(each, [])
+        return PartUse(cores if known else None, rss_bytes, num, started_at) if num else None
+
+
+def _machine_seconds() -> tuple[float, float]:
+    """(seconds of all cores that were busy, all their seconds) since boot."""
+    times = psutil.cpu_times()
+    idle_s = times.idle + getattr(times, "iowait", 0.0)
+    all_s = sum(times) - getattr(times, "guest", 0.0) - getattr(times, "guest_nice", 0.0)
+    return all_s - idle_s, all_s
+
+
+def _children() -> dict[int, list[int]]:
+    """pid -> pids of its children."""
+    found: dict[int, list[int]] = {}
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            found.setdefault(process.ppid(), []).append(process.pid)
+    return found
+
+
+def _load_nvml() -> ModuleType | None:
+    """NVIDIA's bindings, started; None where there is no GPU, driver or binding."""
+    try:
+        nvml = importlib.import_module("pynvml")
+        nvml.nvmlInit()
+    except Exception:  # the bindings have an error class of their own for each cause, and any means: no GPU to show
+        return None
+    return nvml
+
+
+def _gpus(nvml: ModuleType | None) -> tuple[GpuView, ...]:
+    if nvml is None:
+        return ()
+    found = []
+    try:
+        for index in range(nvml.nvmlDeviceGetCount()):
+            handle = nvml.nvmlDeviceGetHandleByIndex(index)
+            name = nvml.nvmlDeviceGetName(handle)
+            memory = nvml.nvmlDeviceGetMemoryInfo(handle)
+            busy = _gpu_busy(nvml, handle)
+            text = name.decode(errors="replace") if isinstance(name, bytes) else str(name)
+            found.append(GpuView(text, busy, int(memory.used), int(memory.total)))
+    except Exception:  # a GPU that fell off the bus is no reason to show nothing else
+        return tuple(found)
+    return tuple(found)
+
+
+def _gpu_busy(nvml: ModuleType, handle: object) -> float:
+    try:
+        return float(nvml.nvmlDeviceGetUtilizationRates(handle).gpu) / 100
+    except Exception:  # not told for a slice of a GPU
+        return 0.0

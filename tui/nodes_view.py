@@ -1,0 +1,153 @@
+"""The Nodes screen as lines of text: pure. Takes a `Group` and a palette; knows no widget and no file."""
+
+from __future__ import annotations
+
+import statistics
+
+from rich.text import Text
+
+from prime_rl.contract.nodes import NUM_PHASES, NodeHealth
+from tui import fmt
+from tui.nodes import HEALTH, Cell, Group, NodeRow, describe, phase_name
+from tui.palette import Palette
+from tui.series import sparkline
+from tui.snapshot import Level
+
+# Each cell differs in shape, not only in colour.
+CELLS = {Cell.OFF: " ", Cell.PAST: "■", Cell.WORKING: "▶", Cell.ARRIVED: "◆", Cell.AHEAD: "·"}
+LEGEND = f"{CELLS[Cell.PAST]} past  {CELLS[Cell.WORKING]} works  {CELLS[Cell.ARRIVED]} has arrived, waits"
+SHORT = (
+    "sync",
+    "rollout",
+    "done",
+    "ready",
+    "join",
+    "eval",
+    "evjoin",
+    "stop",
+    "prepare",
+    "config",
+    "train",
+    "copy",
+    "restart",
+    "final",
+)
+_MIDDLE, _WIDE, _HUGE = 110, 140, 170
+
+
+def _cell_width(width: int) -> int:
+    return 8 if width >= _HUGE else 4 if width >= _WIDE else 3
+
+
+def _host_width(width: int) -> int:
+    return 24 if width >= _WIDE else 16 if width >= _MIDDLE else 0
+
+
+def group_line(group: Group, palette: Palette) -> Text:
+    """Where the group is and who holds it up, in two lines."""
+    text = Text.assemble(
+        ("iteration ", palette.muted),
+        (str(group.iteration), "bold"),
+        ("   phase ", palette.muted),
+        (f"{group.phase} {phase_name(group.phase)}", "bold"),
+        (f"   epoch {group.epoch}   {group.num_nodes} nodes   {group.rl_phase}", palette.muted),
+        "\n",
+    )
+    if not group.waited_for:
+        return text.append("nobody waits" if group.rows else "", palette.muted)
+    names = [f"node {rank}" for rank in group.waited_for[:6]]
+    more = f" and {len(group.waited_for) - 6} more" if len(group.waited_for) > 6 else ""
+    worst = max((row for row in group.rows if row.is_waited_for), key=lambda row: row.level)
+    text.append("waits for ", palette.muted).append(", ".join(names) + more, f"bold {palette.level(worst.level)}")
+    text.append(f" for {fmt.age(group.waited_s)}", palette.warning)
+    return text.append(f"   node {worst.rank} is {describe(worst)}", palette.level(worst.level))
+
+
+def grid_heading(width: int) -> list[Text]:
+    cell, host = _cell_width(width), _host_width(width)
+    numbers = "".join(f"{number:<{cell}}" for number in range(NUM_PHASES))
+    left = f"  {'NODE':<5}{'HOST':<{host}}" if host else f"  {'NODE':<5}"
+    right = f"{'IN IT':>6}{'BEAT':>6}{'ITER':>7}  NOTE" if width >= _MIDDLE else f"{'IN IT':>6}{'BEAT':>6}  NOTE"
+    lines = [Text(f"{left}{'STATE':<12}{numbers}{right}")]
+    if cell == 8:
+        lines.append(Text(" " * len(left) + " " * 12 + "".join(f"{name:<{cell}}" for name in SHORT)))
+    return lines
+
+
+def node_line(row: NodeRow, width: int, palette: Palette) -> Text:
+    cell, host = _cell_width(width), _host_width(width)
+    colour = palette.level(row.level)
+    stands_out = f"bold {colour}" if row.level >= Level.WARN else colour
+    line = Text.assemble("  ", (f"{row.rank:<5}", "bold"))
+    if host:
+        line.append(f"{fmt.shorten_middle(row.host, host - 1):<{host}}", palette.muted)
+    line.append(f"{row.symbol} {row.word:<10}", stands_out)
+    for index, kind in enumerate(row.cells):
+        line.append(f"{CELLS[kind]:<{cell}}", _cell_style(row, index, kind, palette))
+    silent = fmt.age(row.silent_s)
+    line.append(f"{fmt.age(row.phase_s):>6}", palette.warning if row.is_waited_for else palette.text)
+    line.append(f"{silent:>6}", stands_out if row.word in (NodeHealth.DEAD, NodeHealth.SUSPECT) else palette.muted)
+    if width >= _MIDDLE:
+        line.append(f"{fmt.DASH if row.iteration is None else row.iteration:>7}", palette.muted)
+    return line.append(f"  {row.note}", palette.text if row.level >= Level.WARN else palette.muted)
+
+
+def _cell_style(row: NodeRow, index: int, kind: Cell, palette: Palette) -> str:
+    if kind is Cell.WORKING:
+        return f"bold {palette.level(row.level)}"
+    if kind is Cell.ARRIVED:
+        return f"bold {palette.secondary}"
+    return palette.muted if kind is Cell.PAST else palette.faint
+
+
+def phase_lines(group: Group, width: int, palette: Palette, limit: int) -> list[Text]:
+    """The history: what each phase takes, who takes longest, and how it went over the last iterations."""
+    if not group.phases:
+        return [Text("no phase has ended yet", palette.muted)]
+    lines = [Text(f"{'PHASE':<22}{'USUAL':>8}{'SLOWEST':>9}  {'NODE':<8}LAST ITERATIONS", palette.muted)]
+    order = sorted(group.phases, key=lambda stat: -stat.slowest_s)[: max(limit - 1, 1)]
+    for stat in sorted(order, key=lambda stat: stat.phase):
+        is_uneven = stat.slowest_s > 2 * stat.usual_s and stat.slowest_s > 1.0
+        lines.append(
+            Text.assemble(
+                (
+                    f"{stat.phase:>2} {phase_name(stat.phase):<19}",
+                    "bold" if stat.phase == group.phase else palette.text,
+                ),
+                f"{seconds(stat.usual_s):>8}",
+                (f"{seconds(stat.slowest_s):>9}  ", palette.warning if is_uneven else palette.muted),
+                (f"{stat.slowest_rank:<8}", palette.warning if is_uneven else palette.muted),
+                (sparkline(stat.recent_s, max(min(width - 52, 40), 4)), palette.secondary),
+            )
+        )
+    return lines
+
+
+def node_detail(row: NodeRow, width: int, palette: Palette) -> list[Text]:
+    """All about one node: how it is, its share, and how much of its time it waits for others."""
+    symbol, level = HEALTH[row.word]
+    lines = [
+        Text.assemble(
+            (f"{symbol} node {row.rank} ", f"bold {palette.level(level)}"), (row.host, "bold"), f"  {describe(row)}"
+        )
+    ]
+    facts = [
+        f"weight {row.weight:g}" if row.weight is not None else None,
+        f"progress {row.progress}" if row.progress is not None else None,
+        f"waits {fmt.age(row.waited_s)}" if row.waited_s else None,
+    ]
+    if row.history:
+        work, wait = sum(past.work_s for past in row.history), sum(past.wait_s for past in row.history)
+        if work + wait > 0:
+            facts.append(f"waited {100 * wait / (work + wait):.0f} % of its last {len(row.history)} phases")
+        facts.append(f"a phase takes {seconds(statistics.median(past.work_s for past in row.history))}")
+    lines.append(Text("  ".join(fact for fact in facts if fact) or LEGEND, palette.muted))
+    lines.append(Text(LEGEND, palette.faint))
+    return lines
+
+
+def seconds(value: float) -> str:
+    """`0.21s`, `4.2s`, `71s`, `12m`."""
+    if value < 10:
+        return f"{value:.2g}s"
+    return f"{value:.0f}s" if value < 600 else fmt.age(value)

@@ -1,0 +1,107 @@
+"""The barrier of a multi-node group: which node is in which of the 14 phases, and who holds up all others."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from rich.text import Text
+from textual import on
+from textual.app import ComposeResult
+from textual.binding import Binding, BindingType
+from textual.widgets import Static
+
+from tui.nodes_view import grid_heading, group_line, node_detail, node_line, phase_lines
+from tui.palette import make_palette
+from tui.screens.base import PlaceScreen, Setting
+from tui.snapshot import Snapshot
+from tui.widgets.line_list import LineList, joined
+
+START = "prl multinode --num-nodes 3 --rank-weights 1,1,1 --rl-phase both --log-path HOUSE --data-path DATA --master"
+# Header, group, headings, margins, the node, the keys.
+NUM_OTHER_LINES = 14
+
+
+class NodesScreen(PlaceScreen):
+    """Asks the app to look more often while it is open."""
+
+    DEFAULT_CSS = """
+    NodesScreen {
+        & > Static { text-wrap: nowrap; text-overflow: ellipsis; }
+        & > #group { height: auto; padding: 0 1; }
+        & > #nodes { height: auto; max-height: 60%; margin-top: 1; }
+        & > #phases { height: 1fr; padding: 1 1 0 1; }
+        & > #node { height: auto; padding: 0 1; background: $panel; }
+        & > #none { text-wrap: wrap; height: 1fr; width: 1fr; content-align: center middle; }
+    }
+    """
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("escape,q", "app.pop_screen", "Back", key_display="esc"),
+    ]
+    AUTO_FOCUS = "#nodes"
+
+    def __init__(self, setting: Setting) -> None:
+        super().__init__(setting)
+        self.group = Static(id="group", markup=False)
+        self.nodes = LineList(id="nodes", opens=False)
+        self.phases = Static(id="phases", markup=False)
+        self.node = Static(id="node", markup=False)
+        self.nothing = Static(id="none", markup=False)
+
+    def compose_body(self) -> ComposeResult:
+        yield self.group
+        yield self.nodes
+        yield self.phases
+        yield self.node
+        yield self.nothing
+
+    def on_mount(self) -> None:
+        super().on_mount()
+        self.app.theme_changed_signal.subscribe(self, lambda _: self._redraw())
+        self.guide.look_closely(True)
+
+    def on_unmount(self) -> None:
+        self.guide.look_closely(False)
+
+    def on_resize(self) -> None:
+        self._redraw()
+
+    def refill(self, snapshot: Snapshot) -> None:
+        self._redraw()
+
+    @on(LineList.Moved)
+    def _moved(self) -> None:
+        self._show_node()
+
+    def _redraw(self) -> None:
+        if self.snapshot is None or not self.can_show:
+            return
+        group, palette = self.snapshot.group, make_palette(self.app.theme_variables)
+        for widget in (self.group, self.nodes, self.phases, self.node):
+            widget.display = group is not None
+        self.nothing.display = group is None
+        if group is None:
+            self.nothing.update(
+                Text.assemble(
+                    ("no multi-node group works in this house\n\n", f"bold {palette.primary}"),
+                    ("on the master, and on each other node with --worker RANK for --master:\n", palette.muted),
+                    (START, palette.accent),
+                    justify="center",
+                )
+            )
+            return
+        width = self.size.width
+        self.group.update(group_line(group, palette))
+        lines = [(str(row.rank), node_line(row, width, palette)) for row in group.rows]
+        self.nodes.show(lines, grid_heading(width))
+        room = self.size.height - len(lines) - NUM_OTHER_LINES
+        self.phases.display = room >= 3
+        self.phases.update(joined(phase_lines(group, width, palette, max(room, 3))))
+        self._show_node()
+
+    def _show_node(self) -> None:
+        group = self.snapshot.group if self.snapshot else None
+        row = group.row(int(self.nodes.selected)) if group and self.nodes.selected else None
+        self.node.display = row is not None
+        if row is not None:
+            lines = node_detail(row, self.size.width, make_palette(self.app.theme_variables))
+            self.node.update(joined(lines))

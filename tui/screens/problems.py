@@ -1,0 +1,129 @@
+"""Everything that needs a person, newest first. Enter opens the run, the part or the node that has the problem."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from rich.text import Text
+from textual import on
+from textual.app import ComposeResult
+from textual.binding import Binding, BindingType
+from textual.widgets import Static
+
+from tui import fmt
+from tui.palette import Palette, make_palette
+from tui.screens.base import PlaceScreen, Setting
+from tui.snapshot import PART_SYMBOLS, Problem, RunRow, Snapshot
+from tui.widgets.line_list import Line, LineList
+
+_PLACES = {"part": "system", "house": "system", "node": "nodes"}
+
+
+def key_of(problem: Problem) -> str:
+    return f"{problem.target} {problem.name}"
+
+
+def problem_line(problem: Problem, now: float, width: int, palette: Palette) -> Text:
+    age = fmt.age(now - problem.since) if problem.since is not None else fmt.DASH
+    name_width = 22 if width < 110 else 40
+    colour = palette.level(problem.level)
+    return Text.assemble(
+        f"  {age:>4} ",
+        (f"{PART_SYMBOLS[problem.level]} ", colour),
+        (f"{fmt.shorten_middle(problem.name, name_width):<{name_width}} ", "bold"),
+        (problem.text, palette.text),
+    )
+
+
+def problem_detail(problem: Problem, row: RunRow | None, palette: Palette) -> Text:
+    """All that is known of it; of a run the whole reason."""
+    whole = row.reason if row and row.reason else problem.text
+    return Text.assemble((f"{problem.name}\n", f"bold {palette.level(problem.level)}"), whole)
+
+
+class ProblemsScreen(PlaceScreen):
+    """Reads only; what acts on runs acts on the run of the selected problem."""
+
+    DEFAULT_CSS = """
+    ProblemsScreen {
+        & > #problems { height: 1fr; }
+        & > #none { height: 1fr; width: 1fr; content-align: center middle; color: $text-success; display: none; }
+        &.-none > #none { display: block; }
+        &.-none > #problems { display: none; }
+        & > #detail { height: auto; max-height: 35%; padding: 0 1; background: $panel; }
+    }
+    """
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("escape,q", "app.pop_screen", "Back", key_display="esc"),
+    ]
+    AUTO_FOCUS = "#problems"
+
+    def __init__(self, setting: Setting) -> None:
+        super().__init__(setting)
+        self.problems = LineList(id="problems")
+        self.nothing = Static("✔ nothing needs you", id="none", markup=False)
+        self.detail = Static(id="detail", markup=False)
+
+    def compose_body(self) -> ComposeResult:
+        yield self.problems
+        yield self.nothing
+        yield self.detail
+
+    def on_mount(self) -> None:
+        super().on_mount()
+        self.app.theme_changed_signal.subscribe(self, lambda _: self._redraw())
+
+    def on_resize(self) -> None:
+        self._redraw()
+
+    def refill(self, snapshot: Snapshot) -> None:
+        self._redraw()
+
+    def target_row(self) -> RunRow | None:
+        problem = self._selected()
+        return self.snapshot.row(problem.name) if problem and self.snapshot and problem.target == "run" else None
+
+    def target_part(self) -> str | None:
+        problem = self._selected()
+        return problem.name if problem and problem.target in ("part", "run") else None
+
+    @on(LineList.Moved)
+    def _moved(self) -> None:
+        self._show_detail()
+
+    @on(LineList.Opened)
+    def _opened(self) -> None:
+        problem = self._selected()
+        if problem is None:
+            return
+        if self.target_row() is not None:
+            self.guide.open_run(problem.name)
+        elif problem.target in _PLACES:
+            self.guide.go(_PLACES[problem.target])
+        else:
+            self.notify(problem.text, title=problem.name, markup=False)
+
+    def _redraw(self) -> None:
+        snapshot = self.snapshot
+        if snapshot is None or not self.can_show:
+            return
+        palette, now = make_palette(self.app.theme_variables), self.setting.clock()
+        lines: list[Line] = [
+            (key_of(problem), problem_line(problem, now, self.size.width, palette)) for problem in snapshot.problems
+        ]
+        self.set_class(not lines, "-none")
+        self.problems.show(lines, [Text("   AGE   WHAT")])
+        if lines and self.focused is None:
+            self.problems.focus()
+        self._show_detail()
+
+    def _show_detail(self) -> None:
+        problem, palette = self._selected(), make_palette(self.app.theme_variables)
+        self.detail.display = problem is not None
+        if problem is not None:
+            self.detail.update(problem_detail(problem, self.target_row(), palette))
+        self.show_keys()
+
+    def _selected(self) -> Problem | None:
+        problems = self.snapshot.problems if self.snapshot else ()
+        return next((problem for problem in problems if key_of(problem) == self.problems.selected), None)

@@ -1,0 +1,113 @@
+"""The thread behind the System screen: asks machine and disk now and then, as long as that screen is open.
+
+The first look says no shares of processors: those are of the time between two looks.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from textual.message import Message
+
+from daemons.client import DiskReader, DiskView, House, MachineReader, MachineView
+
+INTERVAL_S = 2.0
+# The step rate is of the last so many looks, a minute.
+NUM_RATE_LOOKS = 30
+
+
+@dataclass(frozen=True)
+class SystemLook:
+    """One look. `updates_per_s` is of the trainer's last minute, null while it is not known."""
+
+    machine: MachineView
+    disk: DiskView | None
+    updates_per_s: float | None = None
+
+
+class SystemChanged(Message):
+    """A new look at the machine."""
+
+    def __init__(self, look: SystemLook) -> None:
+        super().__init__()
+        self.look = look
+
+    def can_replace(self, message: Message) -> bool:
+        return isinstance(message, SystemChanged)
+
+
+class Probe(Protocol):
+    """Asks the machine what the house takes of it."""
+
+    def read(self, house: House) -> SystemLook: ...
+
+
+class SystemProbe:
+    """Asks the real machine."""
+
+    def __init__(self, output_dir: Path, clock: Callable[[], float] = time.monotonic) -> None:
+        self._machine = MachineReader()
+        self._disk = DiskReader(output_dir)
+        self._clock = clock
+        self._updates: deque[tuple[float, int]] = deque(maxlen=NUM_RATE_LOOKS)
+
+    def read(self, house: House) -> SystemLook:
+        return SystemLook(self._machine.read(part_pids(house)), self._disk.read(), self._rate(house))
+
+    def _rate(self, house: House) -> float | None:
+        if house.trainer is None:
+            self._updates.clear()
+            return None
+        now, num = self._clock(), house.trainer.num_updates
+        if self._updates and num < self._updates[-1][1]:  # another trainer, which counts anew
+            self._updates.clear()
+        self._updates.append((now, num))
+        then, before = self._updates[0]
+        return (num - before) / (now - then) if now - then >= INTERVAL_S else None
+
+
+def part_pids(house: House) -> dict[str, tuple[int, float]]:
+    """name -> (pid, start in Unix seconds) of the parts that are known to live. Their own word is the newest."""
+    found = {
+        each.name: (each.pid, each.pid_create_time)
+        for each in house.daemons
+        if each.pid is not None and each.pid_create_time is not None
+    }
+    for name, status in (("trainer", house.trainer), ("inference", house.inference)):
+        if status is not None:
+            found.setdefault(name, (status.pid, status.pid_create_time))
+    return found
+
+
+class SystemWatcher:
+    """Posts a `SystemChanged` every INTERVAL_S. `house` is the newest look at the house; set it from any thread."""
+
+    def __init__(self, probe: Probe, post: Callable[[Message], object]) -> None:
+        self.house: House | None = None
+        self._probe = probe
+        self._post = post
+        self._woken = threading.Event()
+        self._stopped = threading.Event()
+
+    def run(self) -> None:
+        num_looks = 0
+        while not self._stopped.is_set():
+            if self.house is not None:
+                self._post(SystemChanged(self._probe.read(self.house)))
+                num_looks += 1
+            # The second look follows soon: it is the first that can tell shares.
+            self._woken.wait(0.5 if num_looks < 2 else INTERVAL_S)
+            self._woken.clear()
+
+    def wake(self) -> None:
+        self._woken.set()
+
+    def stop(self) -> None:
+        self._stopped.set()
+        self._woken.set()
