@@ -53,7 +53,7 @@ class PrlApp(App[None]):
         make_probe: ProbeMaker | None = None,
     ) -> None:
         super().__init__()
-        self.setting = Setting(output_dir, clock, read_only, Memory(output_dir, memory_path), make_probe)
+        self.setting = Setting(output_dir, clock, read_only, Memory(output_dir, memory_path), make_probe=make_probe)
         self._entries: dict[int, ActionEntry] = {}
         self.watcher = HouseWatcher(output_dir, self.post_message, clock, read_disk, monotonic)
 
