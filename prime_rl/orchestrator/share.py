@@ -1,0 +1,227 @@
+"""One node's part of an iteration: makes the groups that it is told, with one policy version, into its rank file.
+
+    python -m prime_rl.orchestrator.share make REQUEST.json      groups -> rank file, each as soon as it is finished
+    python -m prime_rl.orchestrator.share join REQUEST.json      rank files -> batch files, or the mean of an evaluation
+
+A task is a number: the index of a group in the run's example order, or of an example of the evaluation. Example, seeds
+and sampling follow from it and from the run's config, so a result does not depend on which node made it. Who makes what
+is decided elsewhere (`prime_rl.multinode`); this knows no other node.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import msgspec
+
+from prime_rl.configs.orchestrator import EvalConfig, OrchestratorConfig
+from prime_rl.configs.validate import load_run_config
+from prime_rl.contract.files import write_atomic
+from prime_rl.contract.layout import OutputDir, RunDir
+from prime_rl.contract.rank_files import RankEntry, RankFileWriter, read_rank_file
+from prime_rl.contract.shares import JoinRequest, JoinResult, MakeRequest
+from prime_rl.orchestrator.adapters import AdapterPublication
+from prime_rl.orchestrator.batch import assemble_batch, publish_batch
+from prime_rl.orchestrator.checkpoint import checkpoint_is_due, save_state
+from prime_rl.orchestrator.envs.checked import EnvironmentFault
+from prime_rl.orchestrator.envs.loading import Environments, load_environments
+from prime_rl.orchestrator.metrics import RolloutMeter, mean, write_metrics
+from prime_rl.orchestrator.orchestrator import FINAL, base_model, connect
+from prime_rl.orchestrator.policy import PolicyVersions
+from prime_rl.orchestrator.rollout import (
+    Group,
+    GroupFailed,
+    PolicySession,
+    Rollout,
+    RolloutWorker,
+    derive_seed,
+    together,
+)
+from prime_rl.orchestrator.sampler import ExampleSampler
+from prime_rl.orchestrator.tokenizer import ChatTokenizer
+from prime_rl.orchestrator.turn import TurnSampler
+from prime_rl.utils.logger import setup_logger
+
+logger = logging.getLogger("share")
+
+# An environment that fails on a task now and then is asked again; a task that fails this often never comes.
+MAX_ATTEMPTS = 3
+MakeTask = Callable[[int], Awaitable[Group]]
+
+
+async def make(request: MakeRequest, run: RunDir, config: OrchestratorConfig) -> None:
+    """Make the tasks that are not in the rank file yet. Raises GroupFailed when one cannot be had."""
+    path = Path(request.rank_file)
+    done = {entry.task for entry in read_rank_file(path)}
+    tasks = [task for task in request.tasks if task not in done]
+    if not tasks:
+        return
+    writer = RankFileWriter(path)
+    async with AsyncExitStack() as cleanup:
+        cleanup.callback(writer.close)
+        make_task = await set_up(request, run, config, cleanup)
+        places = asyncio.Semaphore(max(1, config.client.max_concurrent_requests // config.rollouts_per_example))
+
+        async def one(task: str) -> None:
+            async with places:
+                group = await attempt(make_task, task)
+            writer.append(RankEntry(task, msgspec.msgpack.encode(group)))
+            logger.info("task %s: reward %.3f", task, mean([rollout.reward for rollout in group.rollouts_G]))
+
+        await together(one(task) for task in tasks)
+
+
+async def set_up(request: MakeRequest, run: RunDir, config: OrchestratorConfig, cleanup: AsyncExitStack) -> MakeTask:
+    """What makes one task, with the requested version and nothing newer."""
+    tokenizer = ChatTokenizer.load(config.model.name)
+    envs, eval_envs = await load_environments(config, RolloutMeter(), cleanup, lambda words: None)
+    client = connect(config.replace(client={**config.client.model_dump(), "base_url": request.base_url}), run)
+    cleanup.push_async_callback(client.close)
+    policy = PolicyVersions(AdapterPublication(client, run, await base_model(client, config.model.name)))
+    cleanup.push_async_callback(policy.close)
+    await policy.begin()
+    if request.policy_version:
+        await policy.switch_to(request.policy_version)
+    sampling = config.sampling if request.split == "train" else config.eval_sampling
+    turns = TurnSampler(client, policy, sampling, seq_len=request.seq_len)
+    if request.split == "eval":
+        return EvalTasks(config, turns, tokenizer, eval_envs, request.policy_version).make
+    worker = RolloutWorker(
+        turns,
+        tokenizer,
+        envs,
+        ExampleSampler(envs, config.seed),
+        rollouts_per_example=config.rollouts_per_example,
+        seed=config.seed,
+    )
+    return worker.group
+
+
+class EvalTasks:
+    """The examples of all evaluation environments, numbered: `num_examples` an environment, also where it has fewer."""
+
+    def __init__(
+        self,
+        config: OrchestratorConfig,
+        turns: TurnSampler,
+        tokenizer: ChatTokenizer,
+        envs: Environments,
+        version: int,
+    ) -> None:
+        self._config = config.eval or EvalConfig()
+        self._seed = config.seed
+        self._turns = turns
+        self._tokenizer = tokenizer
+        self._envs = envs
+        self._version = version
+
+    async def make(self, index: int) -> Group:
+        """All rollouts of one example; none when the environment has fewer examples. Same seeds at every version."""
+        place, number = divmod(index, self._config.num_examples)
+        env_name = list(self._envs)[place]
+        examples = self._envs[env_name].examples("eval")
+        if number >= len(examples):
+            return Group(index, env_name, f"{env_name}/none", [])
+        example = examples[number]
+
+        async def rollout(number: int) -> Rollout:
+            seed = derive_seed(self._seed, "eval", env_name, example.id, number)
+            session = PolicySession(self._turns, self._tokenizer, seed=seed, version=self._version)
+            return session.finish(await self._envs[env_name].rollout(example, session))
+
+        rollouts = await together(rollout(number) for number in range(self._config.rollouts_per_example))
+        return Group(index, env_name, f"{env_name}/{example.id}", rollouts)
+
+
+async def attempt(make_task: MakeTask, task: str) -> Group:
+    """One task, tried again when its environment fails. Raises what it failed with last."""
+    for number in range(1, MAX_ATTEMPTS + 1):
+        try:
+            return await make_task(int(task))
+        except (GroupFailed, EnvironmentFault) as error:
+            if number == MAX_ATTEMPTS:
+                raise
+            logger.warning("task %s, attempt %d of %d: %s", task, number, MAX_ATTEMPTS, error)
+    raise AssertionError("unreachable")
+
+
+def join(request: JoinRequest, run: RunDir, config: OrchestratorConfig) -> JoinResult:
+    """Put the results together in the order of the tasks. Raises KeyError for a task that is not where it should be."""
+    groups = read_groups(request.sources)
+    num_rollouts = sum(len(group.rollouts_G) for group in groups)
+    rewards = _join_eval(request, run, groups) if request.split == "eval" else _join_train(request, run, config, groups)
+    return JoinResult(rewards=rewards, num_rollouts=num_rollouts)
+
+
+def read_groups(sources: Mapping[str, str]) -> list[Group]:
+    """The groups of all tasks, each from its own file, ascending by task."""
+    found = {}
+    for name in sorted(set(sources.values())):
+        for entry in read_rank_file(Path(name)):
+            if sources.get(entry.task) == name:
+                found[int(entry.task)] = msgspec.msgpack.decode(entry.result, type=Group)
+    return [found[int(task)] for task in sorted(sources, key=int)]
+
+
+def _join_train(
+    request: JoinRequest, run: RunDir, config: OrchestratorConfig, groups: Sequence[Group]
+) -> dict[str, float]:
+    size = len(groups) // len(request.steps)
+    rewards = {}
+    for number, step in enumerate(request.steps):
+        part = groups[number * size : (number + 1) * size]
+        rewards[str(step)] = mean([rollout.reward for group in part for rollout in group.rollouts_G])
+        if run.rollout_file(step).exists():  # joined before, of the same groups
+            continue
+        batch = assemble_batch(
+            run.run_id, step, part, advantage=config.advantage, temperature=config.sampling.temperature
+        )
+        if checkpoint_is_due(step, config.ckpt, config.max_steps):
+            save_state(run, batch)
+        run.rollouts.mkdir(exist_ok=True)
+        publish_batch(run, batch)
+        write_metrics(run.orchestrator_metrics, step, {"reward/mean": rewards[str(step)]}, time.time())
+    return rewards
+
+
+def _join_eval(request: JoinRequest, run: RunDir, groups: Sequence[Group]) -> dict[str, float]:
+    by_env: dict[str, list[float]] = {}
+    for group in groups:
+        by_env.setdefault(group.env_name, []).extend(rollout.reward for rollout in group.rollouts_G)
+    rewards = {name: mean(values) for name, values in sorted(by_env.items()) if values}
+    values = {f"eval/{name}/reward": reward for name, reward in rewards.items()}
+    write_metrics(run.orchestrator_metrics, request.steps[0], values, time.time())
+    return rewards
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    what, path = sys.argv[1:] if argv is None else argv
+    data = Path(path).read_bytes()
+    try:
+        if what == "make":
+            request = msgspec.json.decode(data, type=MakeRequest)
+            asyncio.run(make(request, *_load(request.run)))
+        else:
+            wanted = msgspec.json.decode(data, type=JoinRequest)
+            write_atomic(Path(wanted.result), msgspec.json.encode(join(wanted, *_load(wanted.run))))
+    except (*FINAL, GroupFailed, EnvironmentFault, OSError) as error:
+        print(f"share: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _load(path: str) -> tuple[RunDir, OrchestratorConfig]:
+    run = OutputDir(Path(path).parent).run(Path(path).name)
+    config = load_run_config(run.orch_toml)
+    setup_logger("share", config.log.level)
+    return run, config
+
+
+if __name__ == "__main__":
+    sys.exit(main())
