@@ -50,6 +50,9 @@ class TrainerConfig(BaseConfig):
     dist_timeout_s: float = Field(600.0, gt=0)
     """How long ranks wait for each other before a missing one is named."""
 
+    stop_after_step: int | None = Field(None, ge=1)
+    """End when every run in a slot has had this update, and there is one; null: go on until told to stop."""
+
     broadcast: BroadcastConfig = BroadcastConfig()
     """How the whole model's new weights go to inference."""
 

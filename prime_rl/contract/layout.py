@@ -35,6 +35,7 @@ CONFIG_ERROR_PREFIX = "Error parsing orchestrator config"
 # 1 to 64 characters after the prefix: short enough for any file system, and free of separators and shell characters.
 _RUN_ID = re.compile(r"run_[A-Za-z0-9._-]{1,64}")
 _STEP = re.compile(r"step_(0|[1-9][0-9]{0,9})")
+_ITERATION = re.compile(r"iteration_([1-9][0-9]{0,9})")
 _NODE = re.compile(r"node_(0|[1-9][0-9]{0,4})\.json")
 _ADAPTER = re.compile(r"(run_[A-Za-z0-9._-]{1,64})@v(0|[1-9][0-9]{0,9})")
 # In this header every answer of inference names the whole weights that it comes from: a broadcast folder below
@@ -210,6 +211,33 @@ def list_rollout_steps(run: RunDir) -> list[int]:
 
 
 @dataclass(frozen=True)
+class IterationDir:
+    """What one iteration of a multi-node group leaves: `multinode/iteration_N/`. `split` is "train" or "eval"."""
+
+    path: Path
+
+    def plan(self, split: str, epoch: str, round: int) -> Path:
+        """Who does what in one round of one epoch; written by the master."""
+        return self.path / f"{split}_plan_{epoch}_{round}.json"
+
+    def rank_file(self, split: str, rank: int, incarnation: str) -> Path:
+        """The finished tasks of one process of one rank. A process never writes to another's file."""
+        return self.path / f"{split}_rank_{rank}_{incarnation}.msgpack"
+
+    def rank_files(self, split: str) -> list[Path]:
+        """Those of all ranks and of all their processes."""
+        return sorted(self.path.glob(f"{split}_rank_*.msgpack"))
+
+    def request(self, what: str, rank: int) -> Path:
+        """What a node asks of a rollout worker of its own."""
+        return self.path / f"{what}_request_{rank}.json"
+
+    def proof(self, name: str) -> Path:
+        """The proof that a phase is done: train, eval, update, checkpoint, done. Written by the master, last of all."""
+        return self.path / f"{name}.json"
+
+
+@dataclass(frozen=True)
 class OutputDir:
     """The paths of one house of tenants."""
 
@@ -282,9 +310,16 @@ class OutputDir:
         """Written by the master of a multi-node group only, in a folder of its own: all others watch it."""
         return self.multinode / "group" / "group.json"
 
-    def iteration_dir(self, iteration: int) -> Path:
-        """What a multi-node iteration leaves: plans, rank files, and the proofs of its phases."""
-        return self.multinode / f"iteration_{iteration}"
+    def iteration(self, iteration: int) -> IterationDir:
+        return IterationDir(self.multinode / f"iteration_{iteration}")
+
+    def list_iterations(self) -> list[int]:
+        """The iterations of a multi-node group that have a folder, ascending."""
+        try:
+            names = [entry.name for entry in self.multinode.iterdir()]
+        except OSError:
+            return []
+        return sorted(int(match[1]) for name in names if (match := _ITERATION.fullmatch(name)))
 
     def list_nodes(self) -> list[int]:
         """The ranks that have a status file, ascending; [] when there is no group."""

@@ -64,7 +64,7 @@ def _open_status(config: InferenceConfig, url: str) -> StatusWriter:
     status = InferenceStatus(
         base_url=url, engine=config.engine, model=config.model.name, waiting_on="the model to be loaded"
     )
-    return StatusWriter(OutputDir(config.output_dir).inference_status, status)
+    return StatusWriter(config.status_file or OutputDir(config.output_dir).inference_status, status)
 
 
 def _fail(message: str, exit_code: int) -> int:

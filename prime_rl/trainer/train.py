@@ -96,6 +96,10 @@ def train(config: TrainerConfig, world: World, stop: Callable[[], bool]) -> None
     manager.register_creation_hook(optimizer.creation_hook)
     manager.register_creation_hook(checkpoints.creation_hook)
 
+    def ends() -> bool:
+        steps = [manager.progress[run_idx].step for run_idx in manager.used_idxs]
+        return stop() or (config.stop_after_step is not None and min(steps, default=0) >= config.stop_after_step)
+
     # What rank 0 has besides: finding, packing, publishing, reporting.
     watcher = Watcher(rescan_s=config.watch.rescan_s, kind=config.watch.kind)
     publisher: Publisher | None = None
@@ -113,7 +117,7 @@ def train(config: TrainerConfig, world: World, stop: Callable[[], bool]) -> None
         manager.register_creation_hook(status.creation_hook)
         publisher = Publisher(manager, snapshots, broadcast, checkpoints, metrics, status, BackgroundWriter())
         manager.register_forgotten_hook(publisher.forgotten_hook)
-        source = PackingSource(manager, packer, Scout(manager, watcher), status, publisher.behind, stop)
+        source = PackingSource(manager, packer, Scout(manager, watcher), status, publisher.behind, ends)
 
     # The loop: one pass over rows of many runs, then an update of each run whose batch is complete.
     loader = DataLoader(manager, source)

@@ -1,0 +1,124 @@
+"""Config of a multi-node group: what `prl multinode @ multinode.toml` trains, and with what patience.
+
+Said once for all nodes: model, environments, trainer, inference. What differs between nodes (rank, weights, phases) is
+said on the command line. The run itself is an ordinary run, `run_multinode`, whose `orch.toml` is written from here.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Self
+
+from pydantic import Field, model_validator
+
+from prime_rl.configs.base import BaseConfig, ConfigError, build, merge
+from prime_rl.configs.inference import InferenceConfig
+from prime_rl.configs.orchestrator import OrchestratorConfig
+from prime_rl.configs.shared import LogConfig, LoRAConfig, ModelConfig
+from prime_rl.configs.trainer import TrainerConfig
+
+RUN_ID = "run_multinode"
+# Of a loop without end; a schedule that ends somewhere needs `run.max_steps` or --max-iterations.
+ENDLESS_STEPS = 1_000_000
+_DECIDED_HERE = ("model", "batch_size", "max_steps", "max_async_level", "seq_len", "client")
+
+
+class MultinodeConfig(BaseConfig):
+    """`prl multinode @ multinode.toml`."""
+
+    model: ModelConfig = ModelConfig()
+    """Base model of trainer and inference."""
+
+    lora: LoRAConfig = LoRAConfig()
+    """The adapter that is trained."""
+
+    seq_len: int = Field(2048, ge=8)
+    """Longest sample in tokens."""
+
+    groups_per_iteration: int = Field(ge=1)
+    """Examples of one iteration: the tasks that are divided among the nodes."""
+
+    updates_per_iteration: int = Field(1, ge=1, le=16)
+    """Updates that the groups of one iteration feed, in equal parts. The later ones are off-policy by as many."""
+
+    run: dict[str, Any]
+    """The run's own settings, as in `orch.toml`: `rollouts_per_example`, `[[run.env]]`, `[run.optim]`, and others."""
+
+    trainer: dict[str, Any] = Field(default_factory=dict)
+    """The trainer's own settings, as in `trainer.toml`."""
+
+    inference: dict[str, Any] = Field(default_factory=dict)
+    """The inference servers' own settings, as in `inference.toml`."""
+
+    heartbeat_s: float = Field(2.0, gt=0, le=60)
+    """Between two signs of life of a node. One is dead after three missed ones and three seconds."""
+
+    gather_timeout_s: float = Field(600.0, gt=0)
+    """How long the nodes wait for each other at the start."""
+
+    barrier_timeout_s: float = Field(3600.0, gt=0)
+    """Longest wait at the end of one phase."""
+
+    rendezvous_port: int = Field(29400, ge=1, le=65535)
+    """Port of the master at which the ranks of the trainer meet."""
+
+    log: LogConfig = LogConfig()
+    """Logging."""
+
+    def orchestrator(self, max_iterations: int | None) -> dict[str, Any]:
+        """The run's `orch.toml`."""
+        updates = self.updates_per_iteration
+        max_steps = max_iterations * updates if max_iterations else ENDLESS_STEPS
+        rollouts = self.run.get("rollouts_per_example", 1)
+        decided = {
+            "model": {"name": self.model.name, "lora": {"rank": self.lora.rank, "alpha": self.lora.alpha}},
+            "batch_size": self.groups_per_iteration // updates * rollouts if isinstance(rollouts, int) else rollouts,
+            "max_steps": max_steps,
+            "max_async_level": updates - 1,
+            "seq_len": self.seq_len,
+        }
+        return {"ckpt": {"interval": 1}, **self.run, **decided}
+
+    def trainer_toml(self, output_dir: Path) -> dict[str, Any]:
+        """The trainer's config on all nodes."""
+        shared = {
+            "output_dir": str(output_dir),
+            "max_concurrent_runs": 1,
+            "seq_len": self.seq_len,
+            "model": {**self.model.model_dump(), "lora": self.lora.model_dump(mode="json")},
+        }
+        return merge(shared, self.trainer)
+
+    def inference_toml(self, output_dir: Path, status_file: Path) -> dict[str, Any]:
+        """The config of one node's inference server."""
+        shared = {
+            "output_dir": str(output_dir),
+            "status_file": str(status_file),
+            "port": 0,
+            "max_concurrent_runs": 1,
+            "max_versions_per_run": 2,
+            "model": {
+                **self.model.model_dump(),
+                "max_model_len": self.seq_len,
+                "lora": self.lora.model_dump(mode="json"),
+            },
+        }
+        return merge(shared, self.inference)
+
+    @model_validator(mode="after")
+    def _parts_are_whole(self) -> Self:
+        if self.groups_per_iteration % self.updates_per_iteration:
+            raise ValueError(
+                f"groups_per_iteration: found {self.groups_per_iteration}, must be a multiple of "
+                f"updates_per_iteration = {self.updates_per_iteration}"
+            )
+        if taken := sorted(set(_DECIDED_HERE) & self.run.keys()):
+            raise ValueError(f"run.{taken[0]}: is decided by the group; leave it out")
+        place = Path("outputs")
+        try:
+            build(OrchestratorConfig, self.orchestrator(1), "run")
+            build(TrainerConfig, self.trainer_toml(place), "trainer")
+            build(InferenceConfig, self.inference_toml(place, place), "inference")
+        except ConfigError as error:
+            raise ValueError(str(error)) from error
+        return self

@@ -1,0 +1,59 @@
+"""A node's own processes: rollout workers, its inference server, its rank of the trainer. Each has a keeper and a log.
+
+Knows nothing of phases (`work` does).
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from prime_rl.contract.files import wait_for
+
+# The keeper's own grace, and what a full machine takes to schedule it.
+END_TIMEOUT_S = 20.0
+TAIL_BYTES = 4_000
+NUM_TAIL_LINES = 5
+
+
+class Child:
+    """One process under a keeper. Its output goes to `log`."""
+
+    def __init__(self, name: str, argv: Sequence[str], log: Path) -> None:
+        self.name = name
+        self._log = log
+        log.parent.mkdir(exist_ok=True)
+        with log.open("ab") as output:
+            self._start = output.tell()
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "prime_rl.multinode.keeper", *argv],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                env={**os.environ, "PYTHONUNBUFFERED": "1"},
+            )
+
+    @property
+    def exit_code(self) -> int | None:
+        return self._process.poll()
+
+    def failure(self) -> str | None:
+        """Why it failed, with its last lines; None while it lives or when it ended well."""
+        code = self.exit_code
+        if code in (None, 0):
+            return None
+        with self._log.open("rb") as file:
+            file.seek(max(self._start, file.seek(0, os.SEEK_END) - TAIL_BYTES))
+            lines = file.read().decode(errors="replace").splitlines()[-NUM_TAIL_LINES:]
+        return f"{self.name} ended with code {code} ({self._log}): {' | '.join(lines)}"
+
+    def end(self) -> None:
+        """End it and everything below it. Raises WaitTimeout when the kernel does not let go of it."""
+        if self.exit_code is None:
+            self._process.send_signal(signal.SIGTERM)
+            wait_for(lambda: self.exit_code is not None, f"{self.name} to end", timeout_s=END_TIMEOUT_S)

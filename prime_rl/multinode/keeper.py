@@ -1,0 +1,88 @@
+"""Keeps one child of a node: ends all of it when told to, and when the node dies, even by SIGKILL.
+
+    python -m prime_rl.multinode.keeper COMMAND...
+
+The kernel tells this process when its parent dies (Linux), and what its child leaves behind becomes its own. So a
+killed node leaves no server, no torchrun and no rank. Knows nothing of what it runs; its exit code is the child's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from types import FrameType
+
+import psutil
+
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+GRACE_S = 5.0
+POLL_S = 0.1
+
+
+def main(argv: list[str]) -> int:
+    told: list[int] = []
+
+    def note(signum: int, frame: FrameType | None) -> None:
+        told.append(signum)
+
+    for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(signum, note)
+    _tell_of_the_parents_death()
+    child = subprocess.Popen(argv, stdin=subprocess.DEVNULL)
+    while child.poll() is None and not told:
+        time.sleep(POLL_S)
+    end_all(child)
+    code = child.poll()
+    return code if code is not None and code >= 0 else 128 - (code or -signal.SIGKILL)
+
+
+def end_all(child: subprocess.Popen[bytes], grace_s: float = GRACE_S) -> None:
+    """SIGTERM to everything below this process, then SIGKILL until nothing is there."""
+    for process in psutil.Process().children(recursive=True):
+        _send(process, signal.SIGTERM)
+    deadline = time.monotonic() + grace_s
+    while left := _living(child):
+        if time.monotonic() > deadline:
+            for process in left:
+                _send(process, signal.SIGKILL)
+        time.sleep(POLL_S)
+
+
+def _living(child: subprocess.Popen[bytes]) -> list[psutil.Process]:
+    """What lives below this process; orphans that became ours are reaped on the way."""
+    child.poll()
+    for process in psutil.Process().children():
+        if process.pid != child.pid:
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(process.pid, os.WNOHANG)
+    return [process for process in psutil.Process().children(recursive=True) if _lives(process)]
+
+
+def _lives(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.Error):
+        return process.status() != psutil.STATUS_ZOMBIE
+    return False
+
+
+def _send(process: psutil.Process, signum: signal.Signals) -> None:
+    with contextlib.suppress(psutil.Error):
+        process.send_signal(signum)
+
+
+def _tell_of_the_parents_death() -> None:
+    if sys.platform != "linux":
+        return
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    if os.getppid() == 1:  # it died before the call
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,103 @@
+"""Pieces of a phase's work that take time: looked at now and then, given up at any moment."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+from prime_rl.contract.status import InferenceStatus, read_status
+from prime_rl.multinode.children import Child
+from prime_rl.multinode.member import Report
+
+
+class Task(Protocol):
+    """Some work under way."""
+
+    def look(self) -> Report: ...
+
+    def stop(self) -> None: ...
+
+
+class Now:
+    """Work that is tried at every look until it says that it is done. It must be safe to try again."""
+
+    def __init__(self, attempt: Callable[[], bool]) -> None:
+        self._attempt = attempt
+
+    def look(self) -> Report:
+        return Report(done=self._attempt())
+
+    def stop(self) -> None:
+        """Nothing goes on between two looks."""
+
+
+class Process:
+    """Work of one process, begun as soon as `start` has what it needs (before that it gives None).
+
+    Args:
+        measure: grows as the work goes on.
+        finish: what is left to see once the process has ended well; tried until true.
+        is_shared: other nodes work on the same, so its failure may be theirs.
+    """
+
+    def __init__(
+        self,
+        start: Callable[[], Child | None],
+        *,
+        measure: Callable[[], int] = lambda: 0,
+        finish: Callable[[], bool] = lambda: True,
+        is_shared: bool = False,
+    ) -> None:
+        self._start = start
+        self._measure = measure
+        self._finish = finish
+        self._is_shared = is_shared
+        self._child: Child | None = None
+        self._failure: str | None = None
+
+    def look(self) -> Report:
+        if self._child is None:
+            self._child = self._start()
+        progress = self._measure()
+        if self._child is None or self._child.exit_code is None:
+            return Report(progress)
+        self._failure = self._failure or self._child.failure()
+        if self._failure is not None:
+            return Report(progress, error=self._failure, is_shared=self._is_shared)
+        return Report(progress, done=self._finish())
+
+    def stop(self) -> None:
+        if self._child is not None:
+            self._child.end()
+
+
+class InferenceServer:
+    """This node's own server, with a status file of its own. `url` is None until it serves."""
+
+    def __init__(self, start: Callable[[], Child], status_file: Path) -> None:
+        self._start = start
+        self._status_file = status_file
+        self._child: Child | None = None
+
+    @property
+    def url(self) -> str | None:
+        status = read_status(self._status_file, InferenceStatus)
+        is_ours = self._child is not None and self._child.exit_code is None
+        return status.base_url if is_ours and status is not None and status.state == "serving" else None
+
+    def start(self) -> None:
+        """Start it unless it runs."""
+        if self._child is None or self._child.exit_code is not None:
+            self._status_file.unlink(missing_ok=True)
+            self._child = self._start()
+
+    def look(self) -> Report:
+        if self._child is not None and (failure := self._child.failure()):
+            return Report(error=failure)
+        return Report(done=self.url is not None)
+
+    def end(self) -> None:
+        if self._child is not None:
+            self._child.end()
+        self._child = None
