@@ -69,6 +69,7 @@ class NodeRecord:
     reason: str | None = None
     exit_code: int | None = None
     host: str = ""
+    address: str = ""
     pid: int = 0
 
     def __str__(self) -> str:

@@ -149,6 +149,7 @@ class DiskStore:
             num_nodes=self._facts.num_nodes,
             weight=self._facts.weight,
             host=record.host,
+            address=record.address,
             rl_phase=self._facts.rl_phase,
             epoch=epoch_number(record.epoch),
             seq=record.seq,
@@ -183,6 +184,7 @@ def _record(status: NodeStatus) -> NodeRecord:
         progress=status.progress or 0,
         reason=status.reason,
         host=status.host,
+        address=status.address,
         pid=status.pid,
     )
 

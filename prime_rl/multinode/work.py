@@ -19,7 +19,7 @@ import tomli_w
 
 from prime_rl.configs.multinode import RUN_ID, MultinodeConfig
 from prime_rl.contract.files import staged_dir, write_atomic
-from prime_rl.contract.layout import IterationDir, OutputDir, RunDir, stable_marker
+from prime_rl.contract.layout import IterationDir, OutputDir, stable_marker
 from prime_rl.contract.rank_files import read_rank_file
 from prime_rl.contract.shares import JoinRequest, MakeRequest, Split
 from prime_rl.multinode.children import Child
@@ -44,7 +44,8 @@ class WorkSetting:
     """What one node's work needs to know beside the config.
 
     Attributes:
-        master: address of the master as the others reach it.
+        address: this node's, as the others reach it.
+        master: the master's, once it is known.
         weights: of all ranks.
         splits: which rollouts are made.
         max_iterations: None: endless.
@@ -54,6 +55,7 @@ class WorkSetting:
     incarnation: str
     rl_phase: RlPhase
     weights: tuple[float, ...]
+    address: str
     master: Callable[[], str | None]
     eval_interval: int | None
     splits: frozenset[Split]
@@ -84,7 +86,6 @@ class PhaseWork:
         self._task: Task | None = None
         self._position = Position(0, Phase.START)
         self._group: GroupRecord | None = None
-        self._num_trainers = 0
         self._server = InferenceServer(self._start_server, self._status_file)
 
     def begin(self, position: Position, group: GroupRecord) -> None:
@@ -171,7 +172,9 @@ class PhaseWork:
 
     def _write_run(self) -> None:
         text = tomli_w.dumps(self._config.orchestrator(self._setting.max_iterations))
-        self._run.control.mkdir(parents=True, exist_ok=True)
+        run = self._run
+        for folder in (run.control, run.rollouts, run.broadcast, run.checkpoints, run.metrics):
+            folder.mkdir(parents=True, exist_ok=True)
         if not self._run.orch_toml.exists() or self._run.orch_toml.read_text() != text:
             write_atomic(self._run.orch_toml, text)
 
@@ -289,7 +292,6 @@ class PhaseWork:
 
     def _train(self) -> Task:
         self._server.end()
-        self._num_trainers += 1
 
         def start() -> Child | None:
             master = self._setting.master()
@@ -307,7 +309,7 @@ class PhaseWork:
             *(sys.executable, "-m", "torch.distributed.run"),
             *("--nnodes", str(len(self._group.members)), "--nproc-per-node", "1", "--max-restarts", "0"),
             *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"{master}:{self._config.rendezvous_port}"),
-            *("--rdzv-id", name, "--rdzv-conf", conf, "--local-addr", self._local_address(master)),
+            *("--rdzv-id", name, "--rdzv-conf", conf, "--local-addr", self._setting.address),
             *("-m", "prime_rl.trainer.train", "@", str(self._trainer_toml)),
         ]
 

@@ -1,0 +1,185 @@
+"""The command line of one node: every flag that is missing, contradictory or out of range is one line.
+
+Pure: it reads no file but the TOML that it is given.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+from prime_rl.configs.base import build, merge, read_argv
+from prime_rl.configs.multinode import MultinodeConfig
+from prime_rl.contract.shares import Split
+from prime_rl.multinode.phases import RlPhase
+
+DEFAULT_TOML = Path("configs/multinode/demo.toml")
+_SPLITS: Mapping[str | None, frozenset[Split]] = {
+    None: frozenset({"train", "eval"}),
+    "train-only": frozenset({"train"}),
+    "eval-only": frozenset({"eval"}),
+}
+
+
+class FlagError(ValueError):
+    """Wrong use: which flag, and what is allowed. Exit code 2."""
+
+
+@dataclass(frozen=True)
+class NodeFlags:
+    """What one node was started with. `log_path` is the output_dir."""
+
+    data_path: Path
+    log_path: Path
+    rl_phase: RlPhase
+    rank: int
+    num_nodes: int
+    weights: tuple[float, ...]
+    eval_interval: int | None
+    splits: frozenset[Split]
+    max_iterations: int | None
+    master_addr: str | None
+    elastic: bool
+    resume: bool
+    debug: bool
+    dry_run: bool
+    config: MultinodeConfig
+
+    def fingerprint(self, code_version: str) -> dict[str, str]:
+        """What has to be equal on all nodes, by flag."""
+        weights = ",".join(f"{weight:g}" for weight in self.weights)
+        return {
+            "--num-nodes": str(self.num_nodes),
+            "--rank-weights": weights,
+            "--rl-phase": str(self.rl_phase),
+            "--eval-interval": str(self.eval_interval),
+            "--rollout-split": ",".join(sorted(self.splits)),
+            "--max-iterations": str(self.max_iterations),
+            "--elastic": str(self.elastic),
+            "the TOML": self.config.model_dump_json(),
+            "code version": code_version,
+        }
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise FlagError(message)
+
+
+def _parser() -> _Parser:
+    parser = _Parser(prog="prl multinode", add_help=False, allow_abbrev=False)
+    parser.add_argument("--data-path", type=Path)
+    parser.add_argument("--log-path", type=Path)
+    parser.add_argument("--rl-phase", default="both")
+    parser.add_argument("--eval-interval", type=int)
+    parser.add_argument("--rollout-split")
+    parser.add_argument("--num-nodes", type=int, default=1)
+    parser.add_argument("--rank-weights")
+    parser.add_argument("--master", action="store_true")
+    parser.add_argument("--worker", type=int)
+    parser.add_argument("--master-addr")
+    parser.add_argument("--max-iterations", type=int)
+    for name in ("--elastic", "--resume", "--debug-mode", "--dry-run"):
+        parser.add_argument(name, action="store_true")
+    return parser
+
+
+def parse_flags(argv: Sequence[str], environment: Mapping[str, str]) -> NodeFlags:
+    """Raises FlagError, or ConfigError for the TOML and its overrides."""
+    found, rest = _parser().parse_known_args(list(argv))
+    for word in rest:
+        key = word.removeprefix("--").partition("=")[0].partition(".")[0]
+        if word.startswith("--") and key not in MultinodeConfig.model_fields:
+            raise FlagError(f"{word}: no such flag; prl multinode --help has them all")
+    for name, path in (("--data-path", found.data_path), ("--log-path", found.log_path)):
+        if path is None:
+            raise FlagError(f"{name} is missing: name a folder that all nodes share")
+    if not found.data_path.is_dir():
+        raise FlagError(f"--data-path {found.data_path}: there is no such folder")
+    num_nodes = _at_least("--num-nodes", found.num_nodes, 1)
+    data, source = read_argv(rest)
+    if source == "command line":
+        data, source = merge(read_argv(["@", str(DEFAULT_TOML)])[0], data), str(DEFAULT_TOML)
+    return NodeFlags(
+        data_path=found.data_path.resolve(),
+        log_path=found.log_path,
+        rl_phase=_one_of("--rl-phase", found.rl_phase, RlPhase),
+        rank=_rank(found, environment, num_nodes),
+        num_nodes=num_nodes,
+        weights=_weights(found.rank_weights, num_nodes),
+        eval_interval=None if found.eval_interval is None else _at_least("--eval-interval", found.eval_interval, 1),
+        splits=_splits(found),
+        max_iterations=None if found.max_iterations is None else _at_least("--max-iterations", found.max_iterations, 1),
+        master_addr=found.master_addr,
+        elastic=found.elastic,
+        resume=found.resume,
+        debug=found.debug_mode,
+        dry_run=found.dry_run,
+        config=_with_model_of(found.data_path.resolve(), build(MultinodeConfig, data, source)),
+    )
+
+
+def _with_model_of(data_path: Path, config: MultinodeConfig) -> MultinodeConfig:
+    """A model's name that is a folder below the data path means that folder."""
+    folder = data_path / config.model.name
+    if not folder.is_dir():
+        return config
+    return config.model_copy(update={"model": config.model.model_copy(update={"name": str(folder)})})
+
+
+def _rank(found: argparse.Namespace, environment: Mapping[str, str], num_nodes: int) -> int:
+    if found.master and found.worker is not None:
+        raise FlagError("--master and --worker: a node is one of the two")
+    if found.master:
+        return 0
+    if found.worker is not None:
+        if not 1 <= found.worker < num_nodes:
+            raise FlagError(f"--worker {found.worker}: must be from 1 to {num_nodes - 1} with --num-nodes {num_nodes}")
+        return int(found.worker)
+    for name in ("RANK", "NODE_RANK"):
+        if value := environment.get(name):
+            if not value.isdecimal() or int(value) >= num_nodes:
+                raise FlagError(f"{name}={value}: must be from 0 to {num_nodes - 1} with --num-nodes {num_nodes}")
+            return int(value)
+    if num_nodes == 1:
+        return 0
+    raise FlagError("--master or --worker R is missing (or RANK or NODE_RANK in the environment)")
+
+
+def _weights(text: str | None, num_nodes: int) -> tuple[float, ...]:
+    if text is None:
+        if num_nodes == 1:
+            return (1.0,)
+        raise FlagError(f"--rank-weights is missing: {num_nodes} numbers, such as {','.join(['1'] * num_nodes)}")
+    try:
+        weights = tuple(float(part) for part in text.split(","))
+    except ValueError:
+        raise FlagError(f"--rank-weights {text}: must be numbers with commas between them") from None
+    if len(weights) != num_nodes:
+        raise FlagError(f"--rank-weights {text}: {len(weights)} numbers for --num-nodes {num_nodes}; one a node")
+    if not all(0 <= weight < float("inf") for weight in weights) or not any(weights):
+        raise FlagError(f"--rank-weights {text}: must be 0 or more, and not all 0")
+    return weights
+
+
+def _splits(found: argparse.Namespace) -> frozenset[Split]:
+    if found.rollout_split not in _SPLITS:
+        raise FlagError(f"--rollout-split {found.rollout_split}: must be train-only or eval-only, or left out for both")
+    if found.rollout_split and found.rl_phase != RlPhase.ROLLOUT:
+        raise FlagError(f"--rollout-split goes with --rl-phase rollout, not {found.rl_phase}: an update needs rollouts")
+    return _SPLITS[found.rollout_split]
+
+
+def _at_least(name: str, value: int, least: int) -> int:
+    if value < least:
+        raise FlagError(f"{name} {value}: must be {least} or more")
+    return value
+
+
+def _one_of(name: str, value: str, kinds: type[RlPhase]) -> RlPhase:
+    if value not in list(kinds):
+        raise FlagError(f"{name} {value}: must be one of {', '.join(kinds)}")
+    return kinds(value)

@@ -1,0 +1,158 @@
+"""One node of a multi-node group: `prl multinode`, or `python -m prime_rl.multinode.node`. Parse, build, drive, end.
+
+Master and workers run the same loop on the same files; rank 0 also leads. Exit codes: 0 done, 1 this node failed, 2
+wrong use or refused by the group, 75 a node died (start the same commands again), 130 somebody asked to stop.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import secrets
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+
+from prime_rl import __version__
+from prime_rl.configs.base import ConfigError
+from prime_rl.contract.layout import OutputDir
+from prime_rl.multinode.decide import MASTER_RANK
+from prime_rl.multinode.flags import FlagError, NodeFlags, parse_flags
+from prime_rl.multinode.loop import drive
+from prime_rl.multinode.member import Member
+from prime_rl.multinode.phases import RULES, phases_of
+from prime_rl.multinode.records import EXIT_REFUSED, GroupSetting, NodeRecord
+from prime_rl.multinode.store import DiskStore, NodeFacts
+from prime_rl.multinode.work import PhaseWork, WorkSetting, find_resume
+from prime_rl.utils.logger import setup_logger
+from prime_rl.utils.signals import StopFlag
+from prime_rl.utils.watch import Watcher
+
+LOOPBACK = "127.0.0.1"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    stop = StopFlag().install()
+    try:
+        flags = parse_flags(sys.argv[1:] if argv is None else argv, os.environ)
+    except (FlagError, ConfigError) as error:
+        print(f"multinode: {error}", file=sys.stderr)
+        return EXIT_REFUSED
+    if flags.dry_run:
+        print(phase_table(flags))
+        return 0
+    logger = setup_logger(f"node {flags.rank}", "debug" if flags.debug else flags.config.log.level)
+    try:
+        member, watcher = build_member(flags)
+    except OSError as error:
+        print(f"multinode: --log-path {flags.log_path} cannot be used: {error}", file=sys.stderr)
+        return EXIT_REFUSED
+    with watcher:
+        exit = drive(member, watcher, stop, say=logger.info)
+    (logger.info if exit.code == 0 else logger.error)("%s", exit.reason)
+    return exit.code
+
+
+def build_member(flags: NodeFlags) -> tuple[Member, Watcher]:
+    """This node, ready to be driven, and what tells it of changes."""
+    flags.log_path.mkdir(parents=True, exist_ok=True)
+    output = OutputDir(flags.log_path.resolve())
+    is_master = flags.rank == MASTER_RANK
+    own = NodeRecord(
+        flags.rank,
+        secrets.token_hex(8),
+        0,
+        fingerprint=flags.fingerprint(code_version()),
+        host=socket.gethostname(),
+        address=own_address(flags.master_addr if is_master else None),
+        pid=os.getpid(),
+    )
+    setting = GroupSetting(
+        flags.rank,
+        flags.num_nodes,
+        flags.rl_phase,
+        own.fingerprint,
+        elastic=flags.elastic,
+        max_iterations=flags.max_iterations,
+        heartbeat_s=flags.config.heartbeat_s,
+        barrier_timeout_s=flags.config.barrier_timeout_s,
+        gather_timeout_s=flags.config.gather_timeout_s,
+    )
+    facts = NodeFacts(flags.num_nodes, flags.weights[flags.rank], str(flags.rl_phase), flags.config.heartbeat_s)
+    # Whom a worker must know: the master and itself. The rest is told by the master.
+    store = DiskStore(output, facts, ranks=None if is_master else frozenset({MASTER_RANK, flags.rank}))
+
+    def master_address() -> str | None:
+        master = own if is_master else store.read_nodes().get(MASTER_RANK)
+        return master.address if master else None
+
+    work = PhaseWork(
+        WorkSetting(
+            rank=flags.rank,
+            incarnation=own.incarnation,
+            rl_phase=flags.rl_phase,
+            weights=flags.weights,
+            address=own.address,
+            master=master_address,
+            eval_interval=flags.eval_interval,
+            splits=flags.splits,
+            max_iterations=flags.max_iterations,
+        ),
+        flags.config,
+        output,
+    )
+    member = Member(
+        setting,
+        replace(own),
+        store,
+        work,
+        resume=lambda: find_resume(output, flags.rl_phase),
+        clock=time.monotonic,
+    )
+    store.waiting_on = lambda: member.waiting_on
+    return member, Watcher([output.multinode if is_master else output.group_status.parent], rescan_s=60.0)
+
+
+def own_address(given: str | None) -> str:
+    """Where other nodes reach this one: what was given, else the address of the interface that leads outside."""
+    if given:
+        return given
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # reserved for documents; nothing is sent
+            return str(probe.getsockname()[0])
+        except OSError:
+            pass
+    found = [address for addresses in psutil.net_if_addrs().values() for address in addresses]
+    outside = [each.address for each in found if each.family == socket.AF_INET and not each.address.startswith("127.")]
+    return min(outside, default=LOOPBACK)
+
+
+def code_version() -> str:
+    """Changes with every change of this package's code: all nodes must run the same."""
+    digest = hashlib.sha256()
+    root = Path(__file__).resolve().parent.parent
+    for path in sorted(root.rglob("*.py")):
+        digest.update(path.relative_to(root).as_posix().encode() + path.read_bytes())
+    return f"{__version__}+{digest.hexdigest()[:12]}"
+
+
+def phase_table(flags: NodeFlags) -> str:
+    """What this command would do, phase by phase."""
+    side = "master" if flags.rank == MASTER_RANK else f"worker {flags.rank}"
+    lines = [f"{side} of {flags.num_nodes} nodes, {flags.log_path}", "phase  what this node does  ->  proof"]
+    for phase in phases_of(flags.rl_phase):
+        rule = RULES[phase]
+        does = rule.master if flags.rank == MASTER_RANK else rule.worker
+        proof = f"  ->  multinode/{rule.proof.format('N')}" if rule.proof else ""
+        lines.append(f"{int(phase):5}  {phase.label}: {does}{proof}")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
