@@ -30,7 +30,7 @@ class Child:
         with log.open("ab") as output:
             self._start = output.tell()
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "prime_rl.multinode.keeper", *argv],
+                [sys.executable, "-m", "prime_rl.utils.keeper", *argv],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,

@@ -16,8 +16,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import psutil
-
 from prime_rl import __version__
 from prime_rl.configs.base import ConfigError
 from prime_rl.contract.layout import OutputDir
@@ -30,10 +28,9 @@ from prime_rl.multinode.records import EXIT_REFUSED, GroupSetting, NodeRecord
 from prime_rl.multinode.store import DiskStore, NodeFacts
 from prime_rl.multinode.work import PhaseWork, WorkSetting, find_resume
 from prime_rl.utils.logger import setup_logger
+from prime_rl.utils.network import own_address
 from prime_rl.utils.signals import StopFlag
 from prime_rl.utils.watch import Watcher
-
-LOOPBACK = "127.0.0.1"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -69,7 +66,7 @@ def build_member(flags: NodeFlags) -> tuple[Member, Watcher]:
         0,
         fingerprint=flags.fingerprint(code_version()),
         host=socket.gethostname(),
-        address=own_address(flags.master_addr if is_master else None),
+        address=(is_master and flags.master_addr) or own_address(),
         pid=os.getpid(),
     )
     setting = GroupSetting(
@@ -116,21 +113,6 @@ def build_member(flags: NodeFlags) -> tuple[Member, Watcher]:
     )
     store.waiting_on = lambda: member.waiting_on
     return member, Watcher([output.multinode if is_master else output.group_status.parent], rescan_s=60.0)
-
-
-def own_address(given: str | None) -> str:
-    """Where other nodes reach this one: what was given, else the address of the interface that leads outside."""
-    if given:
-        return given
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(("192.0.2.1", 9))  # reserved for documents; nothing is sent
-            return str(probe.getsockname()[0])
-        except OSError:
-            pass
-    found = [address for addresses in psutil.net_if_addrs().values() for address in addresses]
-    outside = [each.address for each in found if each.family == socket.AF_INET and not each.address.startswith("127.")]
-    return min(outside, default=LOOPBACK)
 
 
 def code_version() -> str:

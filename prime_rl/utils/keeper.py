@@ -1,9 +1,9 @@
-"""Keeps one child of a node: ends all of it when told to, and when the node dies, even by SIGKILL.
+"""Keeps one child of a process: ends all of it when told to, and when that process dies, even by SIGKILL.
 
-    python -m prime_rl.multinode.keeper COMMAND...
+    python -m prime_rl.utils.keeper COMMAND...
 
 The kernel tells this process when its parent dies (Linux), and what its child leaves behind becomes its own. So a
-killed node leaves no server, no torchrun and no rank. Knows nothing of what it runs; its exit code is the child's.
+killed node of a group leaves no server, no torchrun and no rank. Knows nothing of what it runs; its exit code is the child's.
 """
 
 from __future__ import annotations
