@@ -3,7 +3,7 @@
     python -m prime_rl.utils.keeper COMMAND...
 
 The kernel tells this process when its parent dies (Linux), and what its child leaves behind becomes its own. So a
-killed node of a group leaves no server, no torchrun and no rank. Knows nothing of what it runs; its exit code is the child's.
+killed node of a group leaves no server, no torchrun and no rank. Its exit code is the child's.
 """
 
 from __future__ import annotations
