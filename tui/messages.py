@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal
 from textual.message import Message
 
 if TYPE_CHECKING:
+    from tui.log_search import Found
     from tui.snapshot import Snapshot
     from tui.tabs import Part
 
@@ -34,6 +35,17 @@ class RunChanged(Message):
         if not isinstance(message, RunChanged) or type(message.part) is not type(self.part):
             return False
         return self.part.replaces and message.part.run_id == self.part.run_id
+
+
+class LogFound(Message):
+    """How a search in a log goes."""
+
+    def __init__(self, found: Found) -> None:
+        super().__init__()
+        self.found = found
+
+    def can_replace(self, message: Message) -> bool:
+        return isinstance(message, LogFound) and message.found.serial <= self.found.serial
 
 
 ActionState = Literal["running", "done", "failed"]

@@ -13,14 +13,14 @@ from tui.log_reader import LogTabReader
 from tui.rollouts import RolloutsReader
 from tui.run_config import ConfigReader
 from tui.run_events import EventsReader
-from tui.tabs import CHARTS, Part, PartReader
+from tui.tabs import CHARTS, LOGS, Part, PartReader
 
 
 class RunReader:
     """The readers of one run, by name."""
 
     def __init__(self, output_dir: Path, run_id: str) -> None:
-        self.tab = CHARTS
+        self._tab = CHARTS
         self.charts = ChartsReader(output_dir, run_id)
         self.rollouts = RolloutsReader(output_dir, run_id)
         self.config = ConfigReader(output_dir, run_id)
@@ -37,6 +37,20 @@ class RunReader:
         )
         self._readers = {reader.tab: reader for reader in readers}
 
+    @property
+    def tab(self) -> str:
+        """The open tab. Set it from any thread."""
+        return self._tab
+
+    @tab.setter
+    def tab(self, tab: str) -> None:
+        self._tab = tab
+        self.logs.is_open = tab == LOGS
+
+    def stop(self) -> None:
+        """End what takes long."""
+        self.logs.is_open = False
+
     def read(self) -> tuple[Part | None, bool]:
         """A new look at what the open tab shows, or None; and whether to look again at once."""
-        return self._readers[self.tab].read()
+        return self._readers[self._tab].read()

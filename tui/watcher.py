@@ -172,4 +172,5 @@ class RunWatcher:
 
     def stop(self) -> None:
         self._stopped.set()
+        self.reader.stop()
         self._woken.set()

@@ -20,7 +20,8 @@ from tui.charts_reader import MAX_COMPARED
 from tui.checkpoints import CheckpointsPart
 from tui.curves import CHARTS, ChartsPart
 from tui.log_reader import LogPart
-from tui.messages import ActionEntry, RunChanged
+from tui.log_search import LogSearch
+from tui.messages import ActionEntry, LogFound, RunChanged
 from tui.rollouts import RolloutsPart
 from tui.run_config import ConfigPart
 from tui.run_events import EventsPart
@@ -94,6 +95,7 @@ class RunScreen(HouseScreen):
         """The tabs that have shown something."""
         self.reader = RunReader(setting.output_dir, run_id)
         self.reader.charts.view = self.charts.view
+        self._search: LogSearch | None = None
         self._watcher = RunWatcher(self.reader, self.post_message)
 
     @property
@@ -117,7 +119,6 @@ class RunScreen(HouseScreen):
 
     def _start(self) -> None:
         self._is_ready = True
-        self.app.theme_changed_signal.subscribe(self, lambda _: self.log_view.redraw())
         self.command_line.entry = self.entry
         self._open_tab()
         self._show()
@@ -125,6 +126,8 @@ class RunScreen(HouseScreen):
 
     def on_unmount(self) -> None:
         self._watcher.stop()
+        if self._search is not None:
+            self._search.stop()
 
     def target_row(self) -> RunRow | None:
         return self.snapshot.row(self.run_id) if self.snapshot else None
@@ -170,6 +173,32 @@ class RunScreen(HouseScreen):
 
         self._pick((), 1, take)
 
+    @on(LogView.Wanted)
+    def _log_wanted(self, message: LogView.Wanted) -> None:
+        self.reader.logs.request = message.request
+        self._watcher.wake()
+
+    @on(LogView.Search)
+    def _search_log(self, message: LogView.Search) -> None:
+        if self._search is not None:
+            self._search.stop()
+            self._search = None
+        if message.words:
+            self._search = LogSearch(
+                self.reader.logs.path,
+                message.words,
+                message.offset,
+                forwards=message.forwards,
+                level=message.level,
+                serial=message.serial,
+                post=lambda found: self.post_message(LogFound(found)),
+            )
+            self.run_worker(self._search.run, thread=True, name="search the log")
+
+    def on_log_found(self, message: LogFound) -> None:
+        if self.can_show:
+            self.log_view.show_found(message.found)
+
     def _pick(self, chosen: tuple[str, ...], limit: int, take: Callable[[tuple[str, ...] | None], None]) -> None:
         rows = self.snapshot.rows if self.snapshot else ()
         others = [row.run_id for row in rows if row.run_id != self.run_id]
@@ -198,6 +227,8 @@ class RunScreen(HouseScreen):
         view = self.views[TABS.index(self.tab)]
         if isinstance(view, RolloutsView | CheckpointsView):
             view.list.focus()
+        elif isinstance(view, LogView):
+            view.rows.focus()
         else:
             view.focus()
 

@@ -1,90 +1,259 @@
-"""A growing log: only new lines are written, its end is followed until you scroll up."""
+"""A log of any size: the lines around one place, its end while it grows, words looked for, levels left out.
+
+It draws the rows that are seen, asks for other lines when it comes near the edge of those it has (`Wanted`), and for a
+search (`Search`). It reads nothing itself.
+"""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Sequence
 from typing import ClassVar
 
 from rich.text import Text
+from textual import on
+from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
-from textual.events import Resize
-from textual.widgets import RichLog
+from textual.containers import Vertical
+from textual.message import Message
+from textual.widgets import Input, Static
 
-from tui.log_reader import LogPart
-from tui.palette import Palette, make_palette
-from tui.readers import MAX_LOG_LINES
+from tui import fmt
+from tui.log_file import LEVELS
+from tui.log_reader import LogPart, LogRequest
+from tui.log_search import Found
+from tui.palette import make_palette
+from tui.widgets.log_rows import LogRows
 
-_LEVEL = re.compile(r"\b(DEBUG|INFO|WARNING|WARN|ERROR|CRITICAL|Traceback|[A-Z]\w*(?:Error|Exception))\b")
-_STAMP = re.compile(r"^\d{4}-\d\d-\d\dT[\d:.]+Z?")
-
-
-def paint(line: str, palette: Palette) -> Text:
-    """One cleaned log line with its time dimmed and its level coloured."""
-    text = Text(line, no_wrap=False)
-    if stamp := _STAMP.match(line):
-        text.stylize(palette.muted, 0, stamp.end())
-    if level := _LEVEL.search(line, 0, 200):
-        word = level[1]
-        quiet = word in ("DEBUG", "INFO")
-        warns = word in ("WARNING", "WARN")
-        colour = palette.muted if quiet else palette.warning if warns else palette.error
-        text.stylize(colour, level.start(), level.end() if quiet else len(line))
-    return text
+# With fewer lines than this to the edge of those it has, it asks for others.
+MARGIN = 100
 
 
-class LogView(RichLog):
-    """The tail of one log."""
+class LogView(Vertical, can_focus=False):
+    """The rows, where one is, and the words to look for."""
 
     DEFAULT_CSS = """
-    LogView { background: $surface; padding: 0 1; scrollbar-size-vertical: 1; overflow-x: hidden; }
-    LogView:focus { background-tint: transparent 0%; }
+    LogView {
+        background: $surface;
+        & > #where { height: 1; padding: 0 1; }
+        & > Input { display: none; height: 1; padding: 0 1; background: $panel; }
+        &.-asking > Input { display: block; }
+    }
     """
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("j", "scroll_down", "Down", show=False),
-        Binding("k", "scroll_up", "Up", show=False),
-        Binding("g", "scroll_home", "Start of the log", show=False),
-        Binding("G", "scroll_end", "End of the log", show=False),
-        Binding("f", "follow", "Follow"),
+        Binding("j,down", "rows(1)", "Down", show=False),
+        Binding("k,up", "rows(-1)", "Up", show=False),
+        Binding("space,pagedown", "page(1)", "Page down", show=False),
+        Binding("b,pageup", "page(-1)", "Page up", show=False),
+        Binding("g,home", "start", "Start of the log", show=False),
+        Binding("f,G,end", "follow", "Follow", key_display="f"),
+        Binding("slash", "ask", "Search", key_display="/"),
+        Binding("n", "again(1)", "Next match", show=False),
+        Binding("N", "again(-1)", "Previous match", show=False),
+        Binding("v", "level", "Level"),
+        Binding("escape", "leave", "Back", show=False),
     ]
 
+    class Wanted(Message):
+        """Other lines are wanted."""
+
+        def __init__(self, request: LogRequest) -> None:
+            super().__init__()
+            self.request = request
+
+    class Search(Message):
+        """Words are to be looked for from an offset on; empty words: no more."""
+
+        def __init__(self, words: str, offset: int, *, forwards: bool, level: int, serial: int) -> None:
+            super().__init__()
+            self.words, self.offset, self.forwards, self.level, self.serial = words, offset, forwards, level, serial
+
     def __init__(self) -> None:
-        super().__init__(max_lines=MAX_LOG_LINES, wrap=True, markup=False, highlight=False, auto_scroll=True, id="log")
-        self._num_written = 0
-        self._generation = -1
-        self._width = 0
-        self._last: tuple[Sequence[str], int, int] | None = None
+        super().__init__(id="log")
+        self.rows = LogRows()
+        self.input = Input(placeholder="words to look for; capitals count when there are some", compact=True)
+        self.request = LogRequest()
+        self.part: LogPart | None = None
+        self.found = Found(0, 0.0, True)
+        self._where = Static(id="where", markup=False)
+        self._go_to: int | None = None
+
+    def compose(self) -> ComposeResult:
+        yield self._where
+        yield self.rows
+        yield self.input
+
+    def on_mount(self) -> None:
+        self.input.can_focus = False
+        self.app.theme_changed_signal.subscribe(self, lambda _: self._redraw())
+
+    @property
+    def follows(self) -> bool:
+        return self.request.anchor is None
 
     def show(self, part: LogPart) -> None:
-        self._show(part.lines, part.num_read, part.generation)
+        is_other = self.part is not None and part.generation != self.part.generation
+        if is_other and not self.follows:
+            self._want(None)
+        if part.request != self.request and not is_other and not self._fits(part):
+            return  # made for what was wanted before
+        self.part = part
+        self.rows.show(part.piece.lines)
+        if self.follows:
+            self.rows.go_to_end()
+        elif self._go_to is not None:
+            self.rows.go_to(self._go_to)
+            self._go_to = None
+        self._say()
 
-    def _show(self, lines: Sequence[str], num_read: int, generation: int) -> None:
-        """`lines` are the newest of `num_read` since `generation` began; only new ones are written."""
-        self._last = (lines, num_read, generation)
-        width = self.scrollable_content_region.width
-        if width <= 0:  # on a tab that was not opened yet
+    def _fits(self, part: LogPart) -> bool:
+        """Whether lines that were wanted a moment ago hold the one that is on top now: keys may come fast."""
+        lines = part.piece.lines
+        if self.follows or self._go_to is not None or part.request.level != self.request.level or not lines:
+            return False
+        return lines[0].start <= self._top_offset() <= lines[-1].start
+
+    def show_found(self, found: Found) -> None:
+        """How the search goes."""
+        if found.serial != self.found.serial:
             return
-        if generation != self._generation:
-            self.clear()
-            self._num_written, self._generation = 0, generation
-        num_new = min(num_read - self._num_written, len(lines))
-        palette = make_palette(self.app.theme_variables)
-        follows = self.auto_scroll and self.is_vertical_scroll_end
-        for line in lines[len(lines) - num_new :]:
-            self.write(paint(line, palette), width=width, scroll_end=follows)
-        self._num_written = num_read
+        self.found = found
+        if found.start is not None:
+            self._go_to = found.start
+            self._want(found.start)
+        self._say()
 
-    def on_resize(self, event: Resize) -> None:
-        width = self.scrollable_content_region.width
-        if width != self._width:
-            self._width = width
-            self.redraw()
+    def action_rows(self, num: int) -> None:
+        self.rows.scroll_rows(num)
 
-    def redraw(self) -> None:
-        """Write everything again: the theme or the width changed."""
-        if self._last is not None:
-            self._generation = -1
-            self._show(*self._last)
+    def action_page(self, direction: int) -> None:
+        self.rows.scroll_rows(direction * max(self.rows.size.height - 1, 1))
+
+    def action_start(self) -> None:
+        self._go_to = 0
+        self._want(0)
 
     def action_follow(self) -> None:
-        self.scroll_end(animate=False)
+        self._want(None)
+        self.rows.go_to_end()
+        self._say()
+
+    def action_level(self) -> None:
+        anchor = None if self.follows else self._top_offset()
+        self._want(anchor, (self.request.level + 1) % len(LEVELS))
+        self._say()
+
+    def action_ask(self) -> None:
+        self.add_class("-asking")
+        self.input.can_focus = True
+        self.input.focus()
+
+    def action_again(self, direction: int) -> None:
+        """The next match further down, or up."""
+        if self.rows.words:
+            self._look(forwards=direction > 0)
+
+    def action_leave(self) -> None:
+        """Stop the search, close its line, forget its words; then leave."""
+        if self.has_class("-asking"):
+            self._close_input()
+        elif not self.found.is_done or self.rows.words:
+            self._search("", 0, forwards=False)
+        else:
+            self.app.pop_screen()
+
+    @on(Input.Submitted)
+    def _asked(self, event: Input.Submitted) -> None:
+        event.stop()
+        self._close_input()
+        self.rows.words = event.value
+        self.rows.redraw()
+        if event.value:
+            self._search(event.value, self._bottom_offset(), forwards=False)
+        else:
+            self._search("", 0, forwards=False)
+
+    @on(LogRows.Moved)
+    def _moved(self, event: LogRows.Moved) -> None:
+        event.stop()
+        part, rows = self.part, self.rows
+        if part is None or not rows.lines:
+            return
+        if part.piece.is_last and rows.is_at_end:
+            if not self.follows:
+                self._want(None)
+        else:
+            near_start = rows.top < MARGIN and not part.piece.is_first
+            near_end = len(rows.lines) - rows.top - rows.size.height < MARGIN and not part.piece.is_last
+            if self.follows or near_start or near_end:
+                self._want(self._top_offset())
+        self._say()
+
+    def _look(self, *, forwards: bool) -> None:
+        """From the last match on, or from what is in sight."""
+        last = self.found.start
+        if last is None:
+            last = self._bottom_offset() if not forwards else self._top_offset()
+        elif forwards:
+            last = next((line.end for line in self.rows.lines if line.start == last), last + 1)
+        self._search(self.rows.words, last, forwards=forwards)
+
+    def _search(self, words: str, offset: int, *, forwards: bool) -> None:
+        serial = self.found.serial + 1
+        self.found = Found(serial, 0.0, is_done=not words)
+        if not words:
+            self.rows.words = ""
+            self.rows.redraw()
+        self.post_message(self.Search(words, offset, forwards=forwards, level=self.request.level, serial=serial))
+        self._say()
+
+    def _want(self, anchor: int | None, level: int | None = None) -> None:
+        self.request = LogRequest(anchor, self.request.level if level is None else level)
+        self.post_message(self.Wanted(self.request))
+
+    def _top_offset(self) -> int:
+        return self.rows.lines[self.rows.top].start if self.rows.lines else 0
+
+    def _bottom_offset(self) -> int:
+        """After the last line that is in sight."""
+        lines = self.rows.lines
+        last = min(self.rows.top + self.rows.size.height, len(lines)) - 1
+        return lines[last].end if lines else 0
+
+    def _close_input(self) -> None:
+        self.remove_class("-asking")
+        self.input.can_focus = False
+        self.rows.focus()
+
+    def _redraw(self) -> None:
+        self.rows.redraw()
+        self._say()
+
+    def _say(self) -> None:
+        """The line above: where one is, what is left out, how the search goes."""
+        part, palette = self.part, make_palette(self.app.theme_variables)
+        if part is None:
+            return
+        if part.request.level != self.request.level:
+            words = f"looking for lines of level {LEVELS[self.request.level]} and above …"
+            self._where.update(Text(words, palette.secondary))
+            return
+        if not self.rows.lines:
+            words = "no log yet" if not part.size else f"no line of level {LEVELS[self.request.level]} or above"
+            self._where.update(Text(words, palette.muted))
+            return
+        share = 100 * self._bottom_offset() / max(part.size, 1)
+        text = Text(no_wrap=True, overflow="ellipsis")
+        text.append(
+            "following" if self.follows else f"{min(share, 100):.0f} %", palette.success if self.follows else ""
+        )
+        text.append(f" · {fmt.size(part.size)} · level {LEVELS[self.request.level]}", palette.muted)
+        if self.rows.words:
+            text.append(f" · /{self.rows.words}", palette.accent).append(f"  {self._found_words()}", palette.muted)
+        self._where.update(text)
+
+    def _found_words(self) -> str:
+        found = self.found
+        if not found.is_done:
+            return f"{100 * found.share:.0f} % looked through, esc stops"
+        if found.start is None:
+            return "nothing found"
+        return "found, from the other end" if found.is_around else "found"

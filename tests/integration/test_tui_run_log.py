@@ -1,0 +1,132 @@
+"""The log tab in a real app: following, scrolling far, searching, leaving out levels, rotation under one's eyes."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from prime_rl.contract.layout import OutputDir, RunDir
+from tests.tui_run_support import RUN, Opened, opened_run
+from tests.tui_support import build_house, screen_text
+from tui.screens.runs import RunsScreen
+
+NUM_LINES = 4_000
+
+
+@pytest.fixture
+def house(tmp_path: Path) -> OutputDir:
+    house = build_house(tmp_path / "house")
+    levels = ("INFO   ",) * 19 + ("WARNING",)
+    lines = [f"2026-09-21T14:00:00Z {levels[n % 20]} part: line {n:04}\n" for n in range(NUM_LINES)]
+    lines[10] = "2026-09-21T14:00:00Z ERROR   part: line 0010 broke\n  because of it\n"
+    RunDir(house.path / RUN).log.write_text("".join(lines))
+    return house
+
+
+def append(house: OutputDir, text: str) -> None:
+    with RunDir(house.path / RUN).log.open("a") as file:
+        file.write(text)
+
+
+def number(house: OutputDir, offset: int | None) -> int:
+    """The number of the line that starts at `offset`; -1 for none."""
+    if offset is None:
+        return -1
+    line = RunDir(house.path / RUN).log.read_bytes()[offset:].split(b"\n", 1)[0]
+    return int(line.split()[4])
+
+
+async def open_log(o: Opened) -> None:
+    await o.tab("logs")
+    await o.sees("following", "line 3999")
+
+
+async def test_the_end_is_followed_unless_scrolled_away(house: OutputDir) -> None:
+    async with opened_run(house.path) as o:
+        await open_log(o)
+        append(house, "newest\n")
+        await o.sees("newest")
+        await o.press("k", "up", "j", "b")
+        assert not o.screen.log_view.follows
+        append(house, "newer\n")
+        await o.until(
+            lambda: (o.screen.log_view.part or 0) and o.screen.log_view.part.piece.lines[-1].text == "newer", "it"
+        )
+        assert "newer" not in screen_text(o.app)
+        await o.press("f")
+        await o.sees("following", "newer")
+        await o.press("pageup", "pagedown")
+        assert o.screen.log_view.follows, "at the end again"
+
+
+async def test_all_of_it_can_be_reached(house: OutputDir) -> None:
+    async with opened_run(house.path) as o:
+        await open_log(o)
+        for _ in range(60):
+            await o.press("b")
+        assert not o.screen.log_view.follows
+        await o.until(lambda: o.screen.log_view.part is not None and not o.screen.log_view.part.piece.is_last, "older")
+        await o.press("g")
+        await o.sees("line 0000", "because of it")
+        while "line 12" not in screen_text(o.app):
+            await o.press("space")
+        await o.press("G")
+        await o.sees("line 3999", "following")
+
+
+async def test_words_are_found_up_and_down_and_round(house: OutputDir) -> None:
+    async with opened_run(house.path) as o:
+        await open_log(o)
+        view = o.screen.log_view
+        await o.press("slash", *"LINE", "escape")
+        assert not view.rows.words
+        await o.press("slash", *"line", "space", *"2345", "enter")
+        await o.sees("line 2345", "/line 2345", "found")
+        await o.press("slash", *("backspace",) * 20, *"warning", "enter")  # from what is in sight upwards
+        await o.until(lambda: view.found.start is not None, "a warning")
+        first = number(house, view.found.start)
+        assert first % 20 == 19 and 2300 < first < 2380
+        for key, line in (("N", first - 20), ("n", first), ("n", first + 20)):
+            await o.press(key)
+            await o.until(lambda line=line: number(house, view.found.start) == line, f"line {line}")
+            await o.sees(f"line {line}")
+        await o.press("slash", *("backspace",) * 20, *"broke", "enter")
+        await o.sees("line 0010 broke")
+        await o.press("n")
+        await o.sees("from the other end")
+        await o.press("slash", *("backspace",) * 20, *"BROKE", "enter")
+        await o.sees("nothing found")
+        await o.press("escape")
+        assert not view.rows.words and o.app.screen is o.screen
+        await o.press("escape")
+        await o.until(lambda: isinstance(o.app.screen, RunsScreen), "home")
+
+
+async def test_levels_leave_out_what_is_below(house: OutputDir) -> None:
+    async with opened_run(house.path) as o:
+        await open_log(o)
+        await o.press("v", "v")
+        await o.sees("level warning", "line 3979")
+        assert "INFO" not in screen_text(o.app)
+        await o.press("v")
+        await o.sees("level error", "line 0010 broke", "because of it")
+        assert "WARNING" not in screen_text(o.app)
+        await o.press("v")
+        await o.sees("level all", "line 3999")
+
+
+async def test_rotation_and_removal_under_ones_eyes(house: OutputDir) -> None:
+    log = RunDir(house.path / RUN).log
+    async with opened_run(house.path) as o:
+        await open_log(o)
+        await o.press("g")
+        await o.sees("line 0000")
+        os.replace(log, log.with_suffix(".1"))
+        log.write_text("after rotation\n")
+        await o.sees("after rotation", "following")
+        log.unlink()
+        await o.sees("no log yet")
+        log.write_text("a new one\n")
+        await o.sees("a new one")
