@@ -7,7 +7,6 @@ holds. No user interface here, and no threads: one thread calls one reader.
 from __future__ import annotations
 
 import functools
-from collections import deque
 from collections.abc import Iterable, Sequence
 from math import isfinite
 from pathlib import Path
@@ -17,15 +16,9 @@ import msgspec
 
 from prime_rl.contract.metrics import parse_metrics
 from prime_rl.utils.tail import MAX_LINE_BYTES, FileTail, TailRead
-from prime_rl.utils.text import clean_text
 from tui.series import Series
 
-__all__ = ["MAX_LINE_BYTES", "FileTail", "LogReader", "MetricsReader", "TailRead", "parse_metrics"]
-
-# A log is shown from this far before its end: about 2,500 lines.
-LOG_TAIL_BYTES = 1 << 18
-MAX_LOG_LINES = 2_000
-MAX_LOG_LINE_CHARS = 2_000
+__all__ = ["MAX_LINE_BYTES", "FileTail", "MetricsReader", "TailRead", "parse_metrics"]
 
 
 class MetricsReader:
@@ -96,28 +89,3 @@ def _line_decoder(keys: tuple[str, ...]) -> msgspec.json.Decoder[msgspec.Struct]
     fields: list[tuple[str, Any] | tuple[str, Any, Any]] = [("step", int)]
     fields += [(name, float | None, None) for name in names]
     return msgspec.json.Decoder(msgspec.defstruct("Line", fields, rename=names, gc=False))
-
-
-class LogReader:
-    """The last lines of a log, cleaned for the screen. `generation` changes when earlier lines are void."""
-
-    def __init__(self, path: Path) -> None:
-        self._tail = FileTail(path, start_bytes=LOG_TAIL_BYTES)
-        self._lines: deque[str] = deque(maxlen=MAX_LOG_LINES)
-        self.num_read = 0
-        self.generation = 0
-
-    def update(self) -> tuple[bool, bool]:
-        """Read what is new: (whether anything changed, whether there is more to read at once)."""
-        read = self._tail.read()
-        if read.reset:
-            self._lines.clear()
-            self.num_read = 0
-            self.generation += 1
-        for line in read.lines:
-            self._lines.append(clean_text(line.decode(errors="replace"))[:MAX_LOG_LINE_CHARS])
-            self.num_read += 1
-        return read.reset or bool(read.lines), read.more
-
-    def lines(self) -> list[str]:
-        return list(self._lines)

@@ -63,8 +63,12 @@ class FileTail:
     def read(self) -> TailRead:
         """Lines that were completed since the last call. Never raises for what a file may do."""
         try:
-            with self.path.open("rb", buffering=0) as file:
-                return self._read(file.fileno())
+            # Not waiting: a pipe in the place of the file has nobody at its other end.
+            fd = os.open(self.path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+            try:
+                return self._read(fd)
+            finally:
+                os.close(fd)
         except OSError:
             had_content = self._identity is not None
             self._forget()

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tui.readers import MAX_LINE_BYTES, MAX_LOG_LINES, FileTail, LogReader, MetricsReader, parse_metrics
+from tui.readers import MAX_LINE_BYTES, FileTail, MetricsReader, parse_metrics
 
 # Lines without the newline byte; the text around chunk ends is where a reader breaks.
 LINES = st.lists(st.binary(max_size=40).map(lambda data: data.replace(b"\n", b"?")), max_size=30)
@@ -167,27 +167,18 @@ def test_a_replaced_metrics_file_starts_its_series_anew(tmp_path: Path) -> None:
     assert series is not None and series.points() == ([1], [3.0])
 
 
-def test_a_log_is_cleaned_and_bounded(tmp_path: Path) -> None:
-    path = tmp_path / "log"
-    path.write_bytes(b"\x1b]2;owned\x07hello \x1b[31mred\x1b[0m\n" + b"x" * 10_000 + b"\n" + b"\xff\n")
-    reader = LogReader(path)
-    assert reader.update() == (True, False)
-    first, second, third = reader.lines()
-    assert first == "hello red"
-    assert len(second) == 2_000
-    assert third == "�"
+def test_two_gigabytes_of_nothing_a_megabyte_of_line_and_a_pipe(tmp_path: Path) -> None:
+    path = tmp_path / "f"
+    with path.open("wb") as file:
+        file.truncate(2 << 30)
+    tail = FileTail(path, start_bytes=1 << 20)
+    assert drain(tail) == ([], False)
+    assert len(tail._partial) <= MAX_LINE_BYTES
     with path.open("ab") as file:
-        file.write(b"line\n" * (MAX_LOG_LINES + 10))
-    reader.update()
-    assert len(reader.lines()) == MAX_LOG_LINES
-    assert reader.num_read == MAX_LOG_LINES + 13
-
-
-def test_a_rotated_log_voids_earlier_lines(tmp_path: Path) -> None:
-    path = tmp_path / "log"
-    path.write_text("old\n")
-    reader = LogReader(path)
-    reader.update()
-    path.write_text("new\n")
-    assert reader.update() == (True, False)
-    assert (reader.lines(), reader.num_read, reader.generation) == (["new"], 1, 1)
+        file.write(b"\n" + b"x" * (1 << 20) + b"\nend\n")
+    assert drain(tail) == ([b"end"], False)
+    path.write_bytes(b"")
+    assert drain(tail) == ([], True)
+    path.unlink()
+    os.mkfifo(path)
+    assert drain(tail) == ([], True), "nobody is waited for"
