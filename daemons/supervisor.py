@@ -36,6 +36,7 @@ from prime_rl.contract.status import DaemonStatus, StatusWriter
 from prime_rl.utils.logger import setup_logger
 from prime_rl.utils.signals import StopFlag
 from prime_rl.utils.text import one_line
+from prime_rl.utils.watch import Watcher
 
 logger = logging.getLogger("supervisor")
 
@@ -91,6 +92,7 @@ class Supervisor:
         logger.info("supervising %s", self.output.path)
         self.adopt()
         said: str | None = None
+        hints = Watcher(rescan_s=IDLE_S)
         while not self._stop() and self._lock.is_in_place() and self.start_failure is None:
             try:
                 if self.is_due():
@@ -103,7 +105,10 @@ class Supervisor:
             if trouble != said:
                 status.update(reason=trouble)
                 said = trouble
-            self._stop.wait(TICK_S)
+            # What the trainer and people write is seen at once; a death, or a stop, at the next tick.
+            hints.watch([self.output.trainer_status.parent, self.output.start_request("x").parent])
+            hints.wait(TICK_S)
+        hints.close()
         logger.info("stopping: %s", self.start_failure or self._stop.signal_name or "the house is gone or another's")
         status.update(waiting_on="its parts to finish what they do, to save and to end")
         left = self._end_all()
