@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 from daemons.actions import ActionError
-from daemons.commands import acts, demo, doctor, house, parts, up
+from daemons.commands import acts, demo, doctor, house, multinode, parts, up
 from daemons.commands.common import UsageError, complain
 from daemons.commands.runs import runs_app
 from daemons.launch import LaunchError
@@ -36,6 +36,7 @@ doctor.register(app)
 acts.register(runs_app)
 app.add_typer(runs_app, name="runs")
 parts.register(app)
+multinode.register(app)
 
 
 def _version(wanted: bool) -> None:

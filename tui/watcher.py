@@ -19,10 +19,10 @@ from textual.message import Message
 from daemons.client import House, HouseReader
 from prime_rl.contract.layout import OutputDir, RunDir
 from prime_rl.contract.status import RunState
+from prime_rl.utils.node_watch import NodeReader
 from prime_rl.utils.watch import Watcher
 from tui.house_metrics import HouseMetrics
 from tui.messages import HouseChanged, RunChanged
-from tui.node_watch import NodeReader
 from tui.nodes import make_group, node_problems
 from tui.snapshot import Disk, Snapshot, make_snapshot
 

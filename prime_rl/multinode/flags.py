@@ -9,23 +9,19 @@ import argparse
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
 
 from prime_rl.configs.base import build, merge, read_argv
 from prime_rl.configs.multinode import MultinodeConfig
+from prime_rl.configs.node_flags import DEFAULT_TOML, FlagError, node_parser
+from prime_rl.contract.layout import OutputDir
 from prime_rl.contract.shares import Split
 from prime_rl.multinode.phases import RlPhase
 
-DEFAULT_TOML = Path("configs/multinode/demo.toml")
 _SPLITS: Mapping[str | None, frozenset[Split]] = {
     None: frozenset({"train", "eval"}),
     "train-only": frozenset({"train"}),
     "eval-only": frozenset({"eval"}),
 }
-
-
-class FlagError(ValueError):
-    """Wrong use: which flag, and what is allowed. Exit code 2."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +39,6 @@ class NodeFlags:
     max_iterations: int | None
     master_addr: str | None
     elastic: bool
-    resume: bool
     debug: bool
     dry_run: bool
     config: MultinodeConfig
@@ -64,32 +59,9 @@ class NodeFlags:
         }
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise FlagError(message)
-
-
-def _parser() -> _Parser:
-    parser = _Parser(prog="prl multinode", add_help=False, allow_abbrev=False)
-    parser.add_argument("--data-path", type=Path)
-    parser.add_argument("--log-path", type=Path)
-    parser.add_argument("--rl-phase", default="both")
-    parser.add_argument("--eval-interval", type=int)
-    parser.add_argument("--rollout-split")
-    parser.add_argument("--num-nodes", type=int, default=1)
-    parser.add_argument("--rank-weights")
-    parser.add_argument("--master", action="store_true")
-    parser.add_argument("--worker", type=int)
-    parser.add_argument("--master-addr")
-    parser.add_argument("--max-iterations", type=int)
-    for name in ("--elastic", "--resume", "--debug-mode", "--dry-run"):
-        parser.add_argument(name, action="store_true")
-    return parser
-
-
 def parse_flags(argv: Sequence[str], environment: Mapping[str, str]) -> NodeFlags:
     """Raises FlagError, or ConfigError for the TOML and its overrides."""
-    found, rest = _parser().parse_known_args(list(argv))
+    found, rest = node_parser().parse_known_args(list(argv))
     for word in rest:
         key = word.removeprefix("--").partition("=")[0].partition(".")[0]
         if word.startswith("--") and key not in MultinodeConfig.model_fields:
@@ -100,14 +72,21 @@ def parse_flags(argv: Sequence[str], environment: Mapping[str, str]) -> NodeFlag
     if not found.data_path.is_dir():
         raise FlagError(f"--data-path {found.data_path}: there is no such folder")
     num_nodes = _at_least("--num-nodes", found.num_nodes, 1)
+    rank, rl_phase = _rank(found, environment, num_nodes), _one_of("--rl-phase", found.rl_phase, RlPhase)
+    if found.eval_interval is not None and rl_phase is RlPhase.UPDATE:
+        raise FlagError("--eval-interval goes with --rl-phase both or rollout: an update evaluates nothing")
+    if found.master_addr and rank:
+        raise FlagError(f"--master-addr goes with --master, not with rank {rank}: workers are told by the master")
+    if found.resume and not OutputDir(found.log_path).list_iterations():
+        raise FlagError(f"--resume: there is nothing to resume at {found.log_path}; leave it out to begin")
     data, source = read_argv(rest)
     if source == "command line":
         data, source = merge(read_argv(["@", str(DEFAULT_TOML)])[0], data), str(DEFAULT_TOML)
     return NodeFlags(
         data_path=found.data_path.resolve(),
         log_path=found.log_path,
-        rl_phase=_one_of("--rl-phase", found.rl_phase, RlPhase),
-        rank=_rank(found, environment, num_nodes),
+        rl_phase=rl_phase,
+        rank=rank,
         num_nodes=num_nodes,
         weights=_weights(found.rank_weights, num_nodes),
         eval_interval=None if found.eval_interval is None else _at_least("--eval-interval", found.eval_interval, 1),
@@ -115,7 +94,6 @@ def parse_flags(argv: Sequence[str], environment: Mapping[str, str]) -> NodeFlag
         max_iterations=None if found.max_iterations is None else _at_least("--max-iterations", found.max_iterations, 1),
         master_addr=found.master_addr,
         elastic=found.elastic,
-        resume=found.resume,
         debug=found.debug_mode,
         dry_run=found.dry_run,
         config=_with_model_of(found.data_path.resolve(), build(MultinodeConfig, data, source)),
@@ -136,6 +114,8 @@ def _rank(found: argparse.Namespace, environment: Mapping[str, str], num_nodes: 
     if found.master:
         return 0
     if found.worker is not None:
+        if num_nodes == 1:
+            raise FlagError(f"--worker {found.worker}: there is no worker with --num-nodes 1")
         if not 1 <= found.worker < num_nodes:
             raise FlagError(f"--worker {found.worker}: must be from 1 to {num_nodes - 1} with --num-nodes {num_nodes}")
         return int(found.worker)

@@ -18,9 +18,10 @@ from pathlib import Path
 
 from prime_rl import __version__
 from prime_rl.configs.base import ConfigError
+from prime_rl.configs.node_flags import FlagError
 from prime_rl.contract.layout import OutputDir
 from prime_rl.multinode.decide import MASTER_RANK
-from prime_rl.multinode.flags import FlagError, NodeFlags, parse_flags
+from prime_rl.multinode.flags import NodeFlags, parse_flags
 from prime_rl.multinode.loop import drive
 from prime_rl.multinode.member import Member
 from prime_rl.multinode.phases import RULES, phases_of

@@ -56,23 +56,29 @@ class PhaseRule:
     proof: str | None = None
 
 
+_WAITS = "waits"
+_SERVES = "starts its inference server"
+_STOPS = "stops its inference server"
+_TRAINS = "trains with all nodes (torchrun)"
 RULES: Mapping[Phase, PhaseRule] = {
-    Phase.START: PhaseRule("starts its inference server", "starts its inference server"),
-    Phase.TRAIN_ROLLOUT: PhaseRule("makes its part of the rollouts", "makes its part of the rollouts"),
-    Phase.ROLLOUT_DONE: PhaseRule("closes its rank file", "closes its rank file", "iteration_{}/train_rank_*"),
-    Phase.FILES_READY: PhaseRule("checks every rank file", "says digest and size of its rank file"),
-    Phase.AGGREGATE: PhaseRule("joins the rank files, each task once", "waits", "iteration_{}/train.json"),
-    Phase.EVAL_ROLLOUT: PhaseRule("decides on evaluation, makes its part", "reads the decision, makes its part"),
-    Phase.EVAL_AGGREGATE: PhaseRule("joins the evaluation's rank files", "waits", "iteration_{}/eval.json"),
-    Phase.STOP_INFERENCE: PhaseRule("stops its inference server", "stops its inference server"),
-    Phase.PREPARE: PhaseRule("writes the batch and the trainer's config", "waits", "iteration_{}/update.json"),
-    Phase.CONFIG_READY: PhaseRule("checks what it wrote", "reads the trainer's config"),
-    Phase.TRAIN: PhaseRule("trains with all nodes (torchrun)", "trains with all nodes (torchrun)"),
-    Phase.COPY_CHECKPOINT: PhaseRule("copies the checkpoint", "waits", "iteration_{}/checkpoint.json"),
-    Phase.RESTART_INFERENCE: PhaseRule(
-        "starts inference with the new weights", "starts inference with the new weights"
+    Phase.START: PhaseRule(_SERVES, _SERVES),
+    Phase.TRAIN_ROLLOUT: PhaseRule(
+        "divides the tasks, makes its part of them", "makes its part of the tasks", "iteration_{}/train_rank_*"
     ),
-    Phase.FINAL: PhaseRule("notes the end of the iteration", "waits", "iteration_{}/done.json"),
+    Phase.ROLLOUT_DONE: PhaseRule("says that its part is made", "says that its part is made"),
+    Phase.FILES_READY: PhaseRule("looks until it sees every task in the rank files", _WAITS),
+    Phase.AGGREGATE: PhaseRule("notes the file of each task, and its digest", _WAITS, "iteration_{}/train.json"),
+    Phase.EVAL_ROLLOUT: PhaseRule(
+        "decides on evaluation, makes its part of it", "makes its part, if any", "iteration_{}/eval_rank_*"
+    ),
+    Phase.EVAL_AGGREGATE: PhaseRule("takes the mean over all rank files", _WAITS, "iteration_{}/eval.json"),
+    Phase.STOP_INFERENCE: PhaseRule(_STOPS, _STOPS),
+    Phase.PREPARE: PhaseRule("writes the batches and the trainer's config", _WAITS, "iteration_{}/update.json"),
+    Phase.CONFIG_READY: PhaseRule(_WAITS, "looks until it sees the trainer's config"),
+    Phase.TRAIN: PhaseRule(_TRAINS, _TRAINS, "../run_multinode/broadcast/step_*/STABLE"),
+    Phase.COPY_CHECKPOINT: PhaseRule("copies the new weights", _WAITS, "iteration_{}/checkpoint.json"),
+    Phase.RESTART_INFERENCE: PhaseRule(_SERVES + "; it gets the new weights with the first rollouts", _SERVES),
+    Phase.FINAL: PhaseRule("notes the end of the iteration", _WAITS, "iteration_{}/done.json"),
 }
 
 

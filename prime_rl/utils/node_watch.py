@@ -1,6 +1,6 @@
 """Looks at `multinode/node_<rank>.json` again and again and remembers, by our own clock, when each last moved.
 
-Called by the watcher's thread only.
+One thread calls it. `contract.nodes` judges what it has seen.
 """
 
 from __future__ import annotations

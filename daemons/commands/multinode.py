@@ -1,0 +1,158 @@
+"""`prl multinode`: one node of a group, as a process of its own (`prime_rl.multinode`), and how all of them are."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from daemons.commands.common import (
+    EXTRA,
+    FittingTable,
+    JsonOption,
+    WatchOption,
+    check_readable,
+    choose_output_dir,
+    console,
+    make_table,
+    print_json,
+    say,
+    short_time,
+    watch,
+)
+from prime_rl.configs.node_flags import EXAMPLE, node_parser
+from prime_rl.contract.layout import OutputDir
+from prime_rl.contract.nodes import NodeHealth, Sighting, node_health, waited_for
+from prime_rl.contract.status import GroupStatus, read_status
+from prime_rl.utils.node_watch import NodeReader
+
+NODE = "prime_rl.multinode.node"
+LOOK_EVERY_S = 0.1
+DEFAULT = "start"
+
+
+class OrStart(TyperGroup):
+    """`prl multinode --flags` is `prl multinode start --flags`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        return super().parse_args(ctx, args if args and args[0] in self.commands else [DEFAULT, *args])
+
+
+multinode_app = typer.Typer(cls=OrStart, help="Rollouts and training over several nodes that share a folder.")
+
+
+def start_help() -> str:
+    """All flags, from where the node has them too. Lines after \\b are kept as they are."""
+    flags = node_parser().format_help().partition("options:\n")[2].rstrip()
+    paragraphs = flags.replace("\n\n", "\n\n\b\n")
+    return (
+        "Run one node of a group; `start` may be left out. prl multinode status shows the group.\n\n"
+        f"Example: prl multinode start {EXAMPLE}\n\n\b\n{paragraphs}"
+    )
+
+
+def start(context: typer.Context) -> None:
+    sys.stdout.flush()
+    os.execv(sys.executable, [sys.executable, "-m", NODE, *context.args])
+
+
+def status(
+    log_path: Annotated[
+        Path | None,
+        typer.Option("--log-path", "--output-dir", help="Of the group. Else PRL_OUTPUT_DIR, else 'outputs'."),
+    ] = None,
+    as_json: JsonOption = False,
+    keep: WatchOption = False,
+) -> None:
+    """Show each node of a group: its health, its phase, and who holds up the others.
+
+    Example: prl multinode status --log-path outputs/group --json
+    """
+    look = GroupLook(OutputDir(check_readable(choose_output_dir(log_path))))
+    if keep and not as_json:
+        watch(look.table)
+        return
+    look.settle()
+    if as_json:
+        print_json(look.as_json())
+    elif look.nodes:
+        console().print(look.table())
+    else:
+        say(f"no node has started at {look.output.path}; see prl multinode --help")
+
+
+class GroupLook:
+    """What is seen of a group, and has been seen to move, by this process's own clock."""
+
+    def __init__(self, output: OutputDir) -> None:
+        self.output = output
+        self.nodes: list[Sighting] = []
+        self._reader = NodeReader(output.path)
+
+    def settle(self) -> None:
+        """Look until every node that says that it runs has moved, or has had the time for it."""
+        began = time.monotonic()
+        self.look()
+        patience_s = 1.5 * max((seen.status.heartbeat_s for seen in self.nodes), default=0.0)
+        while time.monotonic() - began < patience_s and NodeHealth.UNPROVEN in map(node_health, self.nodes):
+            time.sleep(LOOK_EVERY_S)
+            self.look()
+
+    def look(self) -> None:
+        self.nodes = sorted(self._reader.read(), key=lambda seen: seen.status.rank)
+
+    def table(self) -> Any:
+        self.look()
+        awaited = set(self._awaited())
+        columns = ("NODE", "HOST", "HEALTH", "ITERATION", "PHASE", "IN IT", "BEAT", "EPOCH", "WAITS FOR")
+        rows = [self._row(seen, awaited) for seen in self.nodes]
+        return FittingTable(columns, rows, ("EPOCH", "HOST", "BEAT")) if rows else make_table([""], [["no nodes yet"]])
+
+    def _row(self, seen: Sighting, awaited: set[int]) -> list[object]:
+        node = seen.status
+        phase = f"{node.phase} {node.phase_name}" + (" (awaited)" if node.rank in awaited else "")
+        words = [node.rank, node.host, node_health(seen), node.iteration or "", phase if node.phase >= 0 else ""]
+        times = [short_time(seen.phase_s), short_time(seen.silent_s)]
+        return [*words, *times, node.epoch or "", node.reason or node.waiting_on or ""]
+
+    def _awaited(self) -> list[int]:
+        return waited_for(seen.status for seen in self.nodes)
+
+    def as_json(self) -> dict[str, Any]:
+        group = read_status(self.output.group_status, GroupStatus)
+        nodes = [
+            {
+                "rank": seen.status.rank,
+                "host": seen.status.host,
+                "address": seen.status.address,
+                "pid": seen.status.pid,
+                "health": str(node_health(seen)),
+                "state": seen.status.state,
+                "epoch": seen.status.epoch,
+                "iteration": seen.status.iteration,
+                "phase": seen.status.phase,
+                "phase_name": seen.status.phase_name,
+                "arrived": seen.status.arrived,
+                "phase_s": round(seen.phase_s, 3),
+                "silent_s": round(seen.silent_s, 3),
+                "progress": seen.status.progress,
+                "waiting_on": seen.status.waiting_on,
+                "reason": seen.status.reason,
+            }
+            for seen in self.nodes
+        ]
+        words = {"state": group.state, "reason": group.reason, "exit_code": group.exit_code} if group else None
+        return {"group": words, "waited_for": self._awaited(), "nodes": nodes}
+
+
+def register(app: typer.Typer) -> None:
+    multinode_app.command(DEFAULT, help=start_help(), context_settings={**EXTRA, "help_option_names": ["--help"]})(
+        start
+    )
+    multinode_app.command()(status)
+    app.add_typer(multinode_app, name="multinode")
