@@ -116,7 +116,7 @@ def install_torch_cpu() -> None:
 
 def install_core() -> None:
     """The project and what it needs to run."""
-    pip("--no-build-isolation", "--editable", str(ROOT))
+    pip("--no-build-isolation", "--editable", f"{ROOT}[serve]")
 
 
 def install_test() -> None:
@@ -127,7 +127,7 @@ def install_test() -> None:
 
 def install_gpu() -> None:
     """The project with PyPI's vLLM and the CUDA build of torch that it asks for."""
-    pip("--no-build-isolation", "--editable", f"{ROOT}[vllm]", constrained=False)
+    pip("--no-build-isolation", "--editable", f"{ROOT}[vllm,serve]", constrained=False)
     pip("-r", str(ROOT / "requirements" / "dev.txt"), constrained=False)
 
 

@@ -4,28 +4,61 @@ from __future__ import annotations
 
 import argparse
 import gc
+import importlib.util
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+# Beside the usual ports of inference (8000) and of other web tools.
+DEFAULT_PORT = 8765
 
 
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="prl-tui", description="See all runs of a house, and act on them.")
     parser.add_argument("output_dir", nargs="?", default=os.environ.get("PRL_OUTPUT_DIR") or "outputs", type=Path)
     parser.add_argument("--read-only", action="store_true", help="see everything, change nothing")
+    browser = parser.add_argument_group("in a browser")
+    browser.add_argument("--serve", action="store_true", help="show it in a browser on this machine, read-only")
+    browser.add_argument("--port", type=int, help=f"with --serve: where to listen ({DEFAULT_PORT}; 0: any free port)")
+    browser.add_argument("--host", help="with --serve: which loopback address to listen on (127.0.0.1)")
+    browser.add_argument("--allow-actions", action="store_true", help="with --serve: the browser may act, too")
     return parser
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """0 after a quit, 130 after Ctrl-C, 2 for wrong use."""
-    args = make_parser().parse_args(argv)
+def wrong_use(args: argparse.Namespace) -> str | None:
+    """What contradicts itself or is refused, in one line."""
     if not args.output_dir.is_dir():
-        print(
-            f"prl-tui: no folder {args.output_dir}: name the output directory, or start a house with prl up",
-            file=sys.stderr,
+        return f"no folder {args.output_dir}: name the output directory, or start a house with prl up"
+    if not args.serve:
+        given = [name for name in ("port", "host", "allow_actions") if getattr(args, name)]
+        return f"--{given[0].replace('_', '-')} goes with --serve" if given else None
+    if args.read_only and args.allow_actions:
+        return "--read-only and --allow-actions contradict each other: name one"
+    if args.host is not None and args.host not in LOOPBACK:
+        return (
+            f"--host {args.host} is refused, it asks nobody for a password: only {', '.join(LOOPBACK)}; from another "
+            f"machine: ssh -L {args.port or DEFAULT_PORT}:127.0.0.1:{args.port or DEFAULT_PORT} THIS_MACHINE"
         )
+    if args.port is not None and not 0 <= args.port <= 65535:
+        return f"--port {args.port} is none: 0 to 65535"
+    if importlib.util.find_spec("textual_serve") is None:
+        return "--serve needs the package textual-serve: make install brings it"
+    return None
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """0 after a quit, 130 after Ctrl-C, 2 for wrong use, 1 when the port cannot be had."""
+    args = make_parser().parse_args(argv)
+    if problem := wrong_use(args):
+        print(f"prl-tui: {problem}", file=sys.stderr)
         return 2
+    if args.serve:
+        from tui.serve import serve
+
+        port = DEFAULT_PORT if args.port is None else args.port
+        return serve(args.output_dir, host=args.host or LOOPBACK[0], port=port, allow_actions=args.allow_actions)
     # What is made while starting stays: looking through it again and again for garbage delays the first picture.
     gc.disable()
     from tui.app import PrlApp

@@ -7,6 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from tui.cli import main
+
 HEAVY = ("torch", "vllm", "transformers", "peft", "fastapi")
 
 
@@ -43,6 +47,24 @@ def test_a_missing_folder_is_wrong_use_in_one_line(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert done.stdout == ""
     assert done.stderr.count("\n") == 1 and str(missing) in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--port", "1"], "--port goes with --serve"),
+        (["--allow-actions"], "--allow-actions goes with --serve"),
+        (["--serve", "--read-only", "--allow-actions"], "contradict"),
+        (["--serve", "--host", "0.0.0.0"], "--host 0.0.0.0 is refused"),
+        (["--serve", "--port", "70000"], "0 to 65535"),
+    ],
+)
+def test_wrong_use_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], said: str
+) -> None:
+    assert main([*arguments, str(tmp_path)]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and said in error
 
 
 def test_the_folder_comes_from_the_environment(tmp_path: Path) -> None:

@@ -1,0 +1,96 @@
+"""`prl-tui --serve`: the same screens in a browser on this machine, by textual-serve.
+
+textual-serve starts one `prl-tui` for each browser window and asks nobody who they are. So this listens on the loopback
+address alone, is read-only unless asked otherwise, and answers only pages of its own: another site that is open in the
+same browser can reach a loopback port too, and must not drive what is behind it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import shlex
+import signal
+import socket
+import sys
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+from aiohttp import web
+from aiohttp.web_runner import GracefulExit
+from textual_serve.server import Server
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+# The page asks another company's server for a font. It has a fallback, and a house may have no way out.
+_FOREIGN_LINK = r"<link\b[^>]*\bhref=\"https?://(?!{authority}/)[^>]*>"
+
+
+def child_command(output_dir: Path, *, allow_actions: bool) -> str:
+    """What textual-serve hands to a shell for each browser window."""
+    argv = [sys.executable, "-m", "tui", *([] if allow_actions else ["--read-only"]), "--", str(output_dir)]
+    return f"exec {shlex.join(argv)}"
+
+
+class HouseServer(Server):
+    """Serves one house on a socket that is bound already."""
+
+    def __init__(self, output_dir: Path, sock: socket.socket, *, allow_actions: bool) -> None:
+        host, port = sock.getsockname()[:2]
+        name = f"[{host}]" if ":" in host else host
+        command = child_command(output_dir, allow_actions=allow_actions)
+        super().__init__(command, host=host, port=port, title="prl", public_url=f"http://{name}:{port}")
+        self._sock = sock
+        self._word = "acting" if allow_actions else "read-only"
+        self._authorities = {f"{each}:{port}" for each in ("127.0.0.1", "localhost", "[::1]")}
+
+    async def _make_app(self) -> web.Application:
+        app = await super()._make_app()
+        app.middlewares.append(self._refuse_strangers)
+        return app
+
+    @web.middleware
+    async def _refuse_strangers(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Only this address by its own name, and only pages that came from it."""
+        origin = request.headers.get("Origin")
+        if request.headers.get("Host") not in self._authorities:
+            raise web.HTTPForbidden(text="this address is not served by another name")
+        if origin is not None and origin.removeprefix("http://") not in self._authorities:
+            raise web.HTTPForbidden(text="only pages of this server are answered")
+        return await handler(request)
+
+    async def handle_index(self, request: web.Request) -> web.Response:
+        response: web.Response = await super().handle_index(request)  # type: ignore[assignment]
+        authority = request.headers["Host"]
+        # By the name that the browser knows, or it would take its own files for another site's.
+        page = (response.text or "").replace(self.public_url[len("http://") :], authority)
+        response.text = re.sub(_FOREIGN_LINK.format(authority=re.escape(authority)), "", page, flags=re.DOTALL)
+        return response
+
+    async def on_startup(self, app: web.Application) -> None:
+        print(f"prl-tui: {self.public_url} ({self._word}); Ctrl-C ends it", flush=True)
+
+    def run(self) -> None:
+        """Until SIGINT or SIGTERM."""
+        loop = asyncio.new_event_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, _end)
+        web.run_app(self._make_app(), sock=self._sock, handle_signals=False, loop=loop, print=None)
+
+
+def _end() -> None:
+    raise GracefulExit
+
+
+def serve(output_dir: Path, *, host: str, port: int, allow_actions: bool) -> int:
+    """0 after a signal, 1 when the port cannot be had."""
+    family = socket.AF_INET6 if host == "::1" else socket.AF_INET
+    with socket.socket(family) as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            sock.bind(("127.0.0.1" if host == "localhost" else host, port))
+        except OSError as error:
+            print(f"prl-tui: port {port} cannot be had ({error.strerror}): name another with --port", file=sys.stderr)
+            return 1
+        sock.listen()
+        HouseServer(output_dir, sock, allow_actions=allow_actions).run()
+    return 0
