@@ -22,9 +22,10 @@ from textual.theme import Theme
 
 from tui.memory import Memory
 from tui.messages import ActionChanged, ActionEntry, HouseChanged
-from tui.palette import DARK, LIGHT
+from tui.palette import DARK
 from tui.screens.base import MOVES, HouseScreen, Place, ProbeMaker, Setting, ShowsAction, ShowsHouse
 from tui.screens.places import HOME, PLACES, make_screen
+from tui.themes import THEMES, add_row_colours, base_name, shown_name
 from tui.watcher import HouseWatcher, ReadDisk
 
 EXIT_INTERRUPTED = 130
@@ -58,13 +59,19 @@ class PrlApp(App[None]):
         self.watcher = HouseWatcher(output_dir, self.post_message, clock, read_disk, monotonic)
 
     def on_mount(self) -> None:
-        self.register_theme(DARK)
-        self.register_theme(LIGHT)
+        for theme in THEMES:
+            self.register_theme(theme)
         known = self.setting.memory.theme
-        self.theme = known if known in self.available_themes else DARK.name
+        chosen = known if known in self.available_themes else DARK.name
+        self.theme = shown_name(chosen, self.console.color_system)
         self.theme_changed_signal.subscribe(self, self._remember_theme)
         self.push_screen(make_screen(HOME, self.setting))
         self.run_worker(self.watcher.run, thread=True, name="watch the house")
+
+    def get_css_variables(self) -> dict[str, str]:
+        variables = super().get_css_variables()
+        add_row_colours(variables)
+        return variables
 
     def on_unmount(self) -> None:
         self.watcher.stop()
@@ -131,8 +138,9 @@ class PrlApp(App[None]):
         self.run_worker(self.setting.memory.save, thread=True, group="memory", name="remember")
 
     def _remember_theme(self, theme: Theme) -> None:
-        if theme.name != self.setting.memory.theme:
-            self.setting.memory.theme = theme.name
+        chosen = base_name(theme.name)
+        if chosen != (self.setting.memory.theme or DARK.name):
+            self.setting.memory.theme = chosen
             self.save_memory()
 
     def go(self, name: str) -> None:

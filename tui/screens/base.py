@@ -20,6 +20,7 @@ from tui.commands import Command, CommandError
 from tui.memory import Memory
 from tui.messages import ActionEntry
 from tui.snapshot import RunRow, Snapshot
+from tui.themes import shown_name
 from tui.widgets.command_line import CommandLine
 from tui.widgets.header import HouseHeader
 
@@ -209,7 +210,7 @@ class HouseScreen(Screen[None]):
     def _command_theme(self, words: str) -> None:
         if words not in self.app.available_themes:
             raise CommandError(f"no theme {words!r}; there are {', '.join(sorted(self.app.available_themes))}")
-        self.app.theme = words
+        self.app.theme = shown_name(words, self.app.console.color_system)
 
     def action_command(self) -> None:
         from tui.screens.command import CommandScreen

@@ -49,12 +49,12 @@ class RunsTable(ScrollView, can_focus=True):
         background: $background;
         scrollbar-size-vertical: 1;
         overflow-x: hidden;
-        & > .runs--header { color: $foreground 45%; }
+        & > .runs--header { color: $foreground 60%; }
         & > .runs--sorted { color: $primary; }
-        & > .runs--cursor { background: $primary 18%; }
-        & > .runs--hover { background: $primary 8%; }
-        & > .runs--marked { background: $accent 16%; }
-        &:focus > .runs--cursor { background: $primary 28%; }
+        & > .runs--cursor { background: $row-blurred; }
+        & > .runs--hover { background: $row-hover; }
+        & > .runs--marked { background: $row-marked; }
+        &:focus > .runs--cursor { background: $row-cursor; }
     }
     """
     COMPONENT_CLASSES: ClassVar[set[str]] = {

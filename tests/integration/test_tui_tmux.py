@@ -1,0 +1,137 @@
+"""The real `prl-tui` in a real terminal: it starts a house, adds a run, sees it train, evicts, deletes and undoes."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from prime_rl.contract.files import wait_for
+from tests.system_support import PATIENCE_S, House
+
+
+class Terminal:
+    """A tmux server of our own with one window that runs a command; what is on it can be read and typed to."""
+
+    def __init__(self, folder: Path, command: list[str], *, width: int = 120, height: int = 32) -> None:
+        # A socket's path may have 107 bytes; a test's folder is longer than that now and then.
+        self._socket = f"prl-test-{os.getpid()}-{folder.parent.name}"
+        self._run(
+            "-f", "/dev/null", "new-session", "-d", "-x", str(width), "-y", str(height), "-c", str(folder), *command
+        )
+
+    def text(self) -> str:
+        return self._run("capture-pane", "-p", check=False)
+
+    def press(self, *keys: str) -> None:
+        """Keys by the names that tmux has for them."""
+        for key in keys:
+            self._run("send-keys", key)
+
+    def type(self, text: str) -> None:
+        self._run("send-keys", "-l", "--", text)
+
+    def wait(self, pattern: str, *, absent: bool = False) -> str:
+        """Until `pattern` stands on the screen (or does not); returns the screen."""
+        seen = ""
+
+        def there() -> bool:
+            nonlocal seen
+            seen = self.text()
+            return (re.search(pattern, seen) is None) is absent
+
+        try:
+            wait_for(there, f"{pattern!r} {'to leave' if absent else 'on'} the screen", timeout_s=90.0, poll_s=0.1)
+        except TimeoutError as error:
+            raise AssertionError(f"{error}\n{seen}") from error
+        return seen
+
+    def is_open(self) -> bool:
+        return "no server" not in self._run("list-sessions", check=False)
+
+    def close(self) -> None:
+        self._run("kill-server", check=False)
+
+    def _run(self, *words: str, check: bool = True) -> str:
+        done = subprocess.run(["tmux", "-L", self._socket, *words], capture_output=True, text=True, timeout=30)
+        assert not check or done.returncode == 0, done.stderr
+        return done.stdout + ("" if check else done.stderr)
+
+
+@pytest.fixture
+def terminal(tmp_path: Path, house: House) -> Iterator[Terminal]:
+    """prl-tui on an empty house, in a folder whose configs are the test's own."""
+    configs = tmp_path / "work" / "configs" / "mine"
+    configs.mkdir(parents=True)
+    shutil.copy(house.system_toml, configs / "system.toml")
+    house.write_run("fresh", max_steps=500).rename(configs / "fresh.toml")
+    state = f"XDG_STATE_HOME={tmp_path / 'state'}"
+    opened = Terminal(
+        configs.parents[1],
+        ["env", "-u", "COLUMNS", "-u", "LINES", state, sys.executable, "-m", "tui", str(house.output_dir)],
+    )
+    yield opened
+    opened.close()
+
+
+@pytest.mark.skipif(shutil.which("tmux") is None, reason="tmux is not installed")
+def test_a_whole_day_at_the_console(terminal: Terminal, house: House) -> None:
+    terminal.wait("no runs here yet")
+    start_the_house(terminal)
+    add_a_run(terminal)
+    terminal.wait(r"● active\s+run_fresh .* [3-9]/500")
+    evict_delete_and_undo(terminal, house)
+    terminal.press("q")
+    wait_for(lambda: not terminal.is_open(), "prl-tui to end", timeout_s=PATIENCE_S)
+    assert house.json("status")["daemons"][0]["state"] == "running", "quitting ends no daemon"
+
+
+def start_the_house(terminal: Terminal) -> None:
+    terminal.type("U")
+    terminal.wait("as in configs/mine/system.toml")
+    terminal.press("Down", "Enter")
+    terminal.wait(r"✔ up: 2 slots")
+    terminal.wait(r"● trainer waiting\s+● inference serving\s+● supervisor running")
+
+
+def add_a_run(terminal: Terminal) -> None:
+    terminal.type("a")
+    terminal.wait("mine/fresh.toml")
+    terminal.press("Enter")
+    terminal.wait("✔ valid: reverse-text")
+    terminal.press("C-s")
+    terminal.wait("run_fresh is added")
+
+
+def evict_delete_and_undo(terminal: Terminal, house: House) -> None:
+    terminal.type("e")
+    terminal.wait("reason .required.")
+    terminal.type("enough seen")
+    terminal.press("Enter")
+    terminal.wait(r"⊘ evicted\s+run_fresh .* enough seen")
+    house.wait(lambda: house.runs()["run_fresh"]["run_idx"] is None and not run_lives(house), "the run to be let go")
+    terminal.type("d")
+    terminal.wait(r"\d+ steps of training, [\d.]+ [KM]iB on disk")
+    terminal.press("Enter")
+    terminal.wait("run_fresh lies in .trash")
+    terminal.wait("no runs here yet")
+    assert not (house.output_dir / "run_fresh").exists()
+    terminal.type("u")
+    terminal.wait("run_fresh is back")
+    terminal.wait(r"⊘ evicted\s+run_fresh")
+    terminal.type("L")
+    seen = terminal.wait("what was done here")
+    for command in ("up @ configs/mine/system.toml", "runs add", "runs evict", "runs delete", "runs undelete"):
+        assert f"prl {command}" in seen
+    terminal.press("Escape")
+    terminal.wait("what was done here", absent=True)
+
+
+def run_lives(house: House) -> bool:
+    return any("run_fresh" in " ".join(process.cmdline()) for process in house.processes())
