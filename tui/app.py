@@ -63,10 +63,14 @@ class PrlApp(App[None]):
             self.register_theme(theme)
         known = self.setting.memory.theme
         chosen = known if known in self.available_themes else DARK.name
-        self.theme = shown_name(chosen, self.console.color_system)
+        self.theme = self.shown_theme(chosen)
         self.theme_changed_signal.subscribe(self, self._remember_theme)
         self.push_screen(make_screen(HOME, self.setting))
         self.run_worker(self.watcher.run, thread=True, name="watch the house")
+
+    def shown_theme(self, chosen: str) -> str:
+        """The variant of a theme that this terminal can show; without a terminal, the theme itself."""
+        return chosen if self.is_headless else shown_name(chosen, self.console.color_system)
 
     def get_css_variables(self) -> dict[str, str]:
         variables = super().get_css_variables()

@@ -20,7 +20,6 @@ from tui.commands import Command, CommandError
 from tui.memory import Memory
 from tui.messages import ActionEntry
 from tui.snapshot import RunRow, Snapshot
-from tui.themes import shown_name
 from tui.widgets.command_line import CommandLine
 from tui.widgets.header import HouseHeader
 
@@ -102,6 +101,8 @@ class Guide(Protocol):
     def go_number(self, number: int) -> None: ...
 
     def open_run(self, run_id: str, compare: tuple[str, ...] = ()) -> None: ...
+
+    def shown_theme(self, chosen: str) -> str: ...
 
     def save_memory(self) -> None: ...
 
@@ -210,7 +211,7 @@ class HouseScreen(Screen[None]):
     def _command_theme(self, words: str) -> None:
         if words not in self.app.available_themes:
             raise CommandError(f"no theme {words!r}; there are {', '.join(sorted(self.app.available_themes))}")
-        self.app.theme = shown_name(words, self.app.console.color_system)
+        self.app.theme = self.guide.shown_theme(words)
 
     def action_command(self) -> None:
         from tui.screens.command import CommandScreen
