@@ -32,7 +32,7 @@ demo: install ## three runs on two slots, on this machine, from nothing to a rep
 	@$(BIN)/prl demo
 
 test: install-test ## every test (real processes, real vLLM on the CPU)
-	@HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+	@HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 check: install-test ## lint, format, types, import layers
 	@$(BIN)/ruff check .

@@ -42,8 +42,9 @@ logger = logging.getLogger("supervisor")
 
 # A crash, a new run and a request are seen within this, at the cost of three system calls.
 TICK_S = 0.25
-# Between two looks at everything while nothing happens: half a heartbeat. A look costs milliseconds for 200 runs.
-IDLE_S = 2.5
+# Between two looks at everything while nothing happens. Below a heartbeat, so that every second look renews the parts'
+# files, well before a reader takes them for lost. A look costs milliseconds for 200 runs.
+IDLE_S = 4.0
 LOOK_AT_LOGS_S = 10.0
 _TAIL_LINE_CHARS = 500
 
