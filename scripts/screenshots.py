@@ -37,17 +37,17 @@ SIZES = {"": (132, 36), "-small": (80, 24)}
 TIMEOUT_S = 60.0
 DEMO_TIMEOUT_S = 900.0
 # The two runs in the slots have done this many steps before pictures are taken: their curves show something by then.
-NUM_STEPS = 14
+NUM_STEPS = 12
 # After the data is there: long enough for the tab's underline to be drawn.
-SETTLE_S = 1.5
-PREPARE_S = 5.0
+SETTLE_S = 0.7
+PREPARE_S = 2.0
 
 Open = Callable[[Pilot[None]], Awaitable[None]]
 
 
 @dataclass(frozen=True)
 class Picture:
-    """`open` leads from home to what is taken; `prepare` does something to the house of the demo before."""
+    """`open` leads from home to what is taken; `prepare` changes the house of the demo before."""
 
     name: str
     open: Open
@@ -91,10 +91,10 @@ def trouble(output_dir: Path) -> None:
 PICTURES = (
     Picture("home", keys()),
     Picture("run", run_tab("charts")),
-    Picture("rollouts", run_tab("rollouts")),
-    Picture("system", keys("3")),
-    Picture("nodes", keys("4")),
     Picture("problems", keys("5"), prepare=trouble),
+    Picture("system", keys("3")),
+    Picture("rollouts", run_tab("rollouts")),
+    Picture("nodes", keys("4")),
 )
 
 

@@ -224,3 +224,16 @@ def test_arguments_of_verifiers_are_those_of_the_code() -> None:
     blocks = re.findall(r"```toml\n(.*?)```", TEXT[ROOT / "docs" / "environments.md"], re.DOTALL)
     (args,) = [e["args"] for b in blocks for e in tomllib.loads(b).get("env", []) if e["id"].startswith("verifiers:")]
     assert set(args) == fields
+
+
+def test_what_the_console_understands_is_what_the_document_says() -> None:
+    """docs/tui.md has every field of the filter language, every place with its key, and every command."""
+    from tui.query import FIELDS, parse
+    from tui.screens.places import PLACES
+
+    text = TEXT[ROOT / "docs" / "tui.md"]
+    (fields,) = re.findall(r"^Fields: (.*?)\.$", text, re.MULTILINE | re.DOTALL)
+    assert re.split(r",\s+", fields) == list(FIELDS)
+    terms = re.findall(r"^\| `([^`!]+)` \|", text.partition("| term |")[2], re.MULTILINE)
+    assert len(terms) >= 5 and all(parse(term).tests and not parse(term).errors for term in terms)
+    assert dict(re.findall(r"^\| (\d) \| (\w+) \|", text, re.MULTILINE)) == {p.key: p.title for p in PLACES}
