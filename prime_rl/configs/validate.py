@@ -163,13 +163,12 @@ def _adapter_problems(config: OrchestratorConfig, limits: TrainerLimits) -> list
 
 def resolve(config: OrchestratorConfig, limits: TrainerLimits) -> OrchestratorConfig:
     """Fill in what the trainer decides: full_finetune, rank, alpha, seq_len. Call it for a config without problems."""
-    lora = config.model.lora.model_copy(
-        update={
-            "rank": config.model.lora.rank or limits.max_rank,
-            "alpha": config.model.lora.alpha or limits.alpha,
-        }
-    )
-    model = config.model.model_copy(update={"lora": lora, "full_finetune": limits.max_rank is None})
+    decided: dict[str, Any] = {"full_finetune": limits.max_rank is None}
+    if limits.max_rank is not None:
+        lora = config.model.lora
+        own = {"rank": lora.rank or limits.max_rank, "alpha": lora.alpha or limits.alpha}
+        decided["lora"] = lora.model_copy(update=own)
+    model = config.model.model_copy(update=decided)
     return config.model_copy(update={"model": model, "seq_len": config.seq_len or limits.max_seq_len})
 
 

@@ -340,7 +340,7 @@ class MultiRunManager:
             run_idx,
             self._slots.idx_2_id[run_idx],
             self._admitted[run_idx].admission,
-            self.config[run_idx].model_dump_json(),
+            self.config[run_idx].model_dump_json(exclude_unset=True),
             progress.step,
             progress.total_tokens,
             progress.total_samples,
