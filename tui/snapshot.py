@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import enum
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -86,6 +86,10 @@ _PART_LEVELS = {
 PART_SYMBOLS = {Level.QUIET: "■", Level.GOOD: "●", Level.BUSY: "◌", Level.WARN: "▲", Level.BAD: "✖"}
 
 
+# Steps and values.
+Curve = tuple[Sequence[float], Sequence[float]]
+
+
 @dataclass(frozen=True)
 class RunTail:
     """The newest metrics of one run: `rewards` as they came, newest last; the curves thinned out.
@@ -96,8 +100,8 @@ class RunTail:
 
     rewards: tuple[float, ...] = ()
     loss: float | None = None
-    reward_curve: tuple[tuple[float, ...], tuple[float, ...]] = ((), ())
-    loss_curve: tuple[tuple[float, ...], tuple[float, ...]] = ((), ())
+    reward_curve: Curve = ((), ())
+    loss_curve: Curve = ((), ())
     last_step_at: float | None = None
     step_s: float | None = None
 

@@ -1,0 +1,82 @@
+"""A machine and a group of nodes as the tests of System, Nodes and Problems need them: always the same."""
+
+from __future__ import annotations
+
+import os
+
+import msgspec
+
+from daemons.client import DiskView, GpuView, House, MachineView, PartUse
+from prime_rl.contract.files import write_atomic
+from prime_rl.contract.layout import OutputDir
+from prime_rl.contract.status import InferenceStatus, NodeStatus, PhaseTime, TrainerStatus, read_status
+from prime_rl.utils.process import process_create_time
+from tests.tui_support import NOW, write_status
+from tui.system_watch import SystemLook
+
+GIB = 1 << 30
+
+
+class FakeProbe:
+    """A machine of 32 cores with a GPU and a disk that is full in ten hours."""
+
+    def read(self, house: House) -> SystemLook:
+        parts = {
+            "trainer": PartUse(cores=1.52, rss_bytes=3 * GIB, num_processes=3, started_at=NOW - 9000),
+            "inference": PartUse(cores=0.25, rss_bytes=5 * GIB, num_processes=4, started_at=NOW - 9000),
+            "supervisor": PartUse(cores=0.002, rss_bytes=38 << 20, num_processes=1, started_at=NOW - 9100),
+        }
+        gpu = GpuView("NVIDIA H200", 0.87, 96 * GIB, 139 * GIB)
+        machine = MachineView(0.34, 32, 11.5, 61 * GIB, 128 * GIB, (gpu,), parts)
+        disk = DiskView(210 * GIB, 1000 * GIB, 42 * GIB, True, "ext4", 36_000.0)
+        return SystemLook(machine, disk, updates_per_s=0.21)
+
+
+def busy(output: OutputDir) -> None:
+    """Say more of trainer and inference than `build_house` does."""
+    trainer = read_status(output.trainer_status, TrainerStatus)
+    inference = read_status(output.inference_status, InferenceStatus)
+    assert trainer is not None and inference is not None
+    trainer.time_s = {"wait": 2.1, "forward_backward": 6.2, "optim": 0.4, "broadcast": 0.3, "checkpoint": 0.2}
+    inference.num_waiting, inference.kv_use = 7, 0.62
+    write_status(output.trainer_status, trainer)
+    write_status(output.inference_status, inference)
+
+
+def put_node(output: OutputDir, rank: int, **fields: object) -> NodeStatus:
+    """Node `rank` of five: at work in phase 4 of iteration 12, in a process that lives, on another machine."""
+    history = [
+        PhaseTime(iteration=iteration, phase=phase, work_s=work_s * (1 + 0.1 * rank), wait_s=0.2)
+        for iteration in range(8, 12)
+        for phase, work_s in enumerate(
+            [0.3, 30.0 + iteration, 0.3, 0.2, 1.1, 4.0, 0.2, 2.0, 1.0, 0.1, 60.0, 3.0, 9.0, 0.1]
+        )
+    ]
+    base: dict[str, object] = {
+        "num_nodes": 5,
+        "host": f"gpu-node-{rank}",
+        "pid": os.getpid(),
+        "pid_create_time": process_create_time(os.getpid()),
+        "state": "working",
+        "phase": 4,
+        "iteration": 12,
+        "epoch": 2,
+        "seq": 100,
+        "heartbeat_s": 2.0,
+        "phase_s": 44.0,
+        "progress": 12,
+        "weight": 2.0 if rank == 0 else 1.0,
+        "history": msgspec.to_builtins(history),
+    }
+    status = msgspec.convert({"rank": rank, **base, **fields}, NodeStatus)
+    write_atomic(output.node_status(rank), msgspec.json.encode(status))
+    return status
+
+
+def put_group(output: OutputDir, *, seq: int = 100) -> None:
+    """Nodes 0 and 1 wait at the end of phase 4, node 2 works in it, node 3 hangs in phase 3, node 4 has no file."""
+    waits = {"state": "waiting", "arrived": True, "waited_s": 41.0, "waiting_on": "node 2, node 3"}
+    put_node(output, 0, seq=seq, **waits)
+    put_node(output, 1, seq=seq, **waits)
+    put_node(output, 2, seq=seq)
+    put_node(output, 3, seq=100, phase=3)

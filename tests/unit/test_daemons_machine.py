@@ -1,0 +1,69 @@
+"""What the parts take of this machine, asked of real processes; a GPU is faked where there is none."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from types import ModuleType, SimpleNamespace
+
+import psutil
+import pytest
+
+from daemons.machine import MachineReader
+from prime_rl.contract.files import wait_for
+from prime_rl.utils.process import process_create_time
+
+BURN = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', 'while True: pass']).wait()"
+
+
+def test_a_part_counts_with_all_processes_below_it() -> None:
+    part = subprocess.Popen([sys.executable, "-c", BURN], start_new_session=True)
+    try:
+        pids = {"part": (part.pid, process_create_time(part.pid)), "gone": (2**22 + 1, 0.0)}
+        wait_for(lambda: len(psutil.Process(part.pid).children()) == 1, "the child", timeout_s=30)
+        reader = MachineReader()
+        first = reader.read(pids)
+        assert first.busy is None and first.parts["part"].cores is None, "a share needs two looks"
+        assert first.parts.keys() == {"part"} and first.parts["part"].num_processes == 2
+        assert first.parts["part"].rss_bytes > 5_000_000 and first.total_bytes > first.used_bytes > 0
+
+        def burns() -> bool:
+            look = reader.read(pids)
+            return (look.parts["part"].cores or 0.0) > 0.01 and 0.0 <= (look.busy or 0.0) <= 1.0
+
+        wait_for(burns, "the child's work to be counted", timeout_s=30)
+    finally:
+        for process in [*psutil.Process(part.pid).children(), part]:
+            process.kill()
+        part.wait()
+
+
+def test_a_stranger_with_the_pid_of_a_part_is_not_counted() -> None:
+    own = process_create_time(os.getpid())
+    pids = {"me": (os.getpid(), own), "stranger": (os.getpid(), own - 1000)}
+    assert MachineReader().read(pids).parts.keys() == {"me"}
+
+
+@pytest.mark.parametrize("slices", [False, True])
+def test_gpus_are_shown_where_the_bindings_are(monkeypatch: pytest.MonkeyPatch, slices: bool) -> None:
+    nvml = ModuleType("pynvml")
+
+    def rates(handle: int) -> SimpleNamespace:
+        if slices:
+            raise RuntimeError("not supported")
+        return SimpleNamespace(gpu=87)
+
+    calls = {
+        "nvmlInit": lambda: None,
+        "nvmlDeviceGetCount": lambda: 1,
+        "nvmlDeviceGetHandleByIndex": lambda index: index,
+        "nvmlDeviceGetName": lambda handle: b"H200",
+        "nvmlDeviceGetMemoryInfo": lambda handle: SimpleNamespace(used=1, total=2),
+        "nvmlDeviceGetUtilizationRates": rates,
+    }
+    for name, call in calls.items():
+        setattr(nvml, name, call)
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    (gpu,) = MachineReader().read({}).gpus
+    assert (gpu.name, gpu.busy, gpu.used_bytes, gpu.total_bytes) == ("H200", 0.0 if slices else 0.87, 1, 2)
