@@ -145,17 +145,15 @@ def _title(name: str, facts: str, palette: Palette) -> Text:
 
 
 def part_heading(width: int) -> Text:
-    return Text(f"  {'PART':<{_name_width(width)}} {'STATE':<11}{'CPU':>6}{'MEMORY':>11}{'PROC':>6}{'PID':>9}  NOTE")
+    return Text(f"  {'PART':<{_name_width(width)}} {'STATE':<11}{'CPU':>6}{'MEMORY':>11}{'PROC':>6}  NOTE")
 
 
 def part_line(part: Part, use: PartUse | None, width: int, palette: Palette) -> Text:
     colour = palette.level(part.level)
     name = fmt.shorten_middle(part.name, _name_width(width))
     cores = f"{100 * use.cores:.0f} %" if use and use.cores is not None else fmt.DASH
-    figures = (
-        f"{cores:>6}{fmt.size(use.rss_bytes) if use else fmt.DASH:>11}{use.num_processes if use else fmt.DASH:>6}"
-        f"{part.pid or fmt.DASH:>9}"
-    )
+    processes = str(use.num_processes) if use else fmt.DASH
+    figures = f"{cores:>6}{fmt.size(use.rss_bytes) if use else fmt.DASH:>11}{processes:>6}"
     restarts = f"{part.num_restarts} restart{'s' if part.num_restarts != 1 else ''}  " if part.num_restarts else ""
     return Text.assemble(
         " ",
@@ -173,9 +171,9 @@ def _name_width(width: int) -> int:
 
 def part_detail(part: Part, palette: Palette, num_lines: int) -> Lines:
     """Why it is as it is, and the end of its log where it has crashed."""
-    lines = []
-    if part.detail:
-        lines.append(Text.assemble((f"{part.symbol} {part.name}  ", palette.level(part.level)), part.detail))
+    facts = [f"pid {part.pid}" if part.pid else "", part.detail]
+    said = "  ".join(fact for fact in facts if fact)
+    lines = [Text.assemble((f"{part.symbol} {part.name}  ", palette.level(part.level)), said)] if said else []
     room = max(num_lines - len(lines), 0)
     log: Sequence[str] = part.log_tail[-room:] if room else ()
     return [*lines, *(Text.assemble(("│ ", palette.faint), (line, palette.muted)) for line in log)]

@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 Post = Callable[[Message], object]
 ReadDisk = Callable[[Path], Disk | None]
 # Two looks are at least this far apart: status files change at most twice a second each, a person reads no faster.
-MIN_INTERVAL_S = 0.3
-RESCAN_S = 2.0
+MIN_INTERVAL_S = 0.5
+RESCAN_S = 3.0
 CLOSE_LOOK_S = 0.4
 RUN_INTERVAL_S = 0.4
 # Runs at which nothing works are looked at this seldom, unless trainer or supervisor say something new of them.

@@ -1,0 +1,206 @@
+"""System, Nodes and Problems: every key, what stands there, and that it is true."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+from textual.pilot import Pilot
+
+from prime_rl.contract.layout import OutputDir
+from prime_rl.contract.status import DaemonStatus
+from tests.tui_places_support import FakeProbe, busy, put_group
+from tests.tui_support import (
+    NOW,
+    Ticker,
+    build_house,
+    frozen_clock,
+    has_looked,
+    roomy_disk,
+    screen_text,
+    until,
+    write_status,
+)
+from tui.app import PrlApp
+from tui.screens.nodes import NodesScreen
+from tui.screens.problems import ProblemsScreen
+from tui.screens.run import RunScreen
+from tui.screens.runs import RunsScreen
+from tui.screens.system import SystemScreen
+
+
+@pytest.fixture
+def house(tmp_path: Path) -> OutputDir:
+    output = build_house(tmp_path / "house")
+    busy(output)
+    crashed = DaemonStatus(name="run_crashed", state="failed", reason="3 early crashes", log_tail=["oh", "no"])
+    write_status(output.daemon_status("run_crashed"), crashed)
+    return output
+
+
+@asynccontextmanager
+async def opened(
+    house: OutputDir, *keys: str, size: tuple[int, int] = (120, 40), monotonic: Ticker | None = None
+) -> AsyncIterator[tuple[PrlApp, Pilot[None]]]:
+    app = PrlApp(
+        house.path,
+        clock=frozen_clock,
+        read_disk=roomy_disk,
+        monotonic=monotonic or frozen_clock,
+        make_probe=lambda path: FakeProbe(),
+    )
+    app.animation_level = "none"
+    async with app.run_test(size=size) as pilot:
+        await until(pilot, lambda: has_looked(app), "a look")
+        await pilot.press(*keys)
+        yield app, pilot
+
+
+async def sees(app: PrlApp, pilot: Pilot[None], *words: str) -> None:
+    for each in words:
+        await until(pilot, lambda each=each: each in screen_text(app), f"{each!r}")
+
+
+async def test_numbers_lead_from_each_place_to_each(house: OutputDir) -> None:
+    places = {"3": SystemScreen, "4": NodesScreen, "5": ProblemsScreen, "1": RunsScreen}
+    async with opened(house) as (app, pilot):
+        for first in places:
+            for second, kind in places.items():
+                await pilot.press(first, second)
+                assert isinstance(app.screen, kind)
+                assert len(app.screen_stack) <= 3
+        for key in ("3", "4", "5"):
+            for back in ("escape", "q"):
+                await pilot.press(key, back)
+                assert isinstance(app.screen, RunsScreen)
+        await pilot.press("P")
+        assert isinstance(app.screen, SystemScreen)
+        await pilot.press("P")
+        assert isinstance(app.screen, RunsScreen)
+
+
+async def test_system_says_what_everything_does_and_takes(house: OutputDir) -> None:
+    async with opened(house, "3") as (app, pilot):
+        await sees(app, pilot, "34 %", "61.0 GiB of 128.0 GiB", "NVIDIA H200", "87 %", "full in 10h", "210.0 GiB free")
+        await sees(app, pilot, "3/4 slots", "0.21 updates/s", "train 67 %", "wait 23 %")
+        await sees(app, pilot, "51 running", "7 waiting", "62 %", "run_sort-rank16@v86")
+        await sees(app, pilot, "152 %", "3.0 GiB", "run_crashed", "3 early crashes")
+
+
+async def test_keys_on_system(house: OutputDir) -> None:
+    async with opened(house, "3") as (app, pilot):
+        screen = app.screen
+        assert isinstance(screen, SystemScreen)
+        await until(pilot, lambda: len(screen.parts.keys) == 4, "the parts")
+        assert screen.target_part() == "trainer"
+        for key, part in (("j", "inference"), ("down", "supervisor"), ("k", "inference"), ("up", "trainer")):
+            await pilot.press(key)
+            assert screen.target_part() == part
+        for key, part in (("G", "run_crashed"), ("g", "trainer"), ("pagedown", "run_crashed"), ("pageup", "trainer")):
+            await pilot.press(key)
+            assert screen.target_part() == part
+        await pilot.press("enter")
+        assert app.screen is screen, "there is no screen of the trainer alone"
+        await pilot.press("end")
+        await sees(app, pilot, "│ no")
+        assert screen.target_row() is not None
+        await pilot.press("enter")
+        assert isinstance(app.screen, RunScreen) and app.screen.run_id == "run_crashed"
+
+
+async def test_a_click_chooses_a_part_and_a_double_click_opens_it(house: OutputDir) -> None:
+    async with opened(house, "3") as (app, pilot):
+        screen = app.screen
+        assert isinstance(screen, SystemScreen)
+        await until(pilot, lambda: len(screen.parts.keys) == 4, "the parts")
+        await pilot.click("#parts", offset=(5, 2))
+        assert screen.target_part() == "inference"
+        await pilot.click("#parts", offset=(5, 4), times=2)
+        assert isinstance(app.screen, RunScreen)
+
+
+async def test_who_asks_the_machine_ends_with_its_screen(house: OutputDir) -> None:
+    async with opened(house, "3") as (app, pilot):
+        workers = [worker for worker in app.workers if worker.name == "ask the machine"]
+        assert len(workers) == 1
+        await pilot.press("escape")
+        await until(pilot, lambda: all(worker.is_finished for worker in workers), "the end of the thread")
+
+
+async def test_nodes_show_who_holds_up_all_others(house: OutputDir) -> None:
+    clock = Ticker()
+    put_group(house, seq=100)
+    async with opened(house, "4", monotonic=clock) as (app, pilot):
+        await sees(app, pilot, "iteration 12", "waits for node 2, node 3, node 4", "unproven", "missing")
+        clock.now += 8
+        put_group(house, seq=101)
+        await sees(app, pilot, "suspect")
+        clock.now += 8
+        put_group(house, seq=102)
+        await sees(app, pilot, "node 3 is dead: no beat for 16s, in phase 3 (files ready)", "slow")
+        screen = app.screen
+        assert isinstance(screen, NodesScreen)
+        for key, rank in (("j", "1"), ("G", "4"), ("k", "3"), ("g", "0"), ("down", "1"), ("up", "0")):
+            await pilot.press(key)
+            assert screen.nodes.selected == rank
+        await pilot.press("enter")
+        assert app.screen is screen
+        await pilot.press("5")
+        await sees(app, pilot, "node 3", "dead: no beat")
+        await until(pilot, lambda: "node node 3" in keys_of(app), "the node among the problems")
+        while not str(problems(app).problems.selected).startswith("node"):
+            await pilot.press("j")
+        await pilot.press("enter")
+        assert isinstance(app.screen, NodesScreen)
+
+
+async def test_without_nodes_the_command_that_starts_them_is_shown(house: OutputDir) -> None:
+    async with opened(house, "4", size=(80, 24)) as (app, pilot):
+        await sees(app, pilot, "no multi-node group", "prl multinode --num-nodes 3", "--worker RANK")
+
+
+def problems(app: PrlApp) -> ProblemsScreen:
+    assert isinstance(app.screen, ProblemsScreen)
+    return app.screen
+
+
+def keys_of(app: PrlApp) -> list[str]:
+    return problems(app).problems.keys
+
+
+async def test_problems_newest_first_and_each_opens_what_has_it(house: OutputDir) -> None:
+    house.run("run_collapsed").evicted.write_text("the reward collapsed")
+    os.utime(house.run("run_collapsed").evicted, (NOW - 1, NOW - 1))
+    async with opened(house, "5") as (app, pilot):
+        await until(pilot, lambda: len(keys_of(app)) == 5, "the problems")
+        assert keys_of(app)[0] == "run run_collapsed" and keys_of(app)[-1] == "entry run_bad name"
+        await sees(app, pilot, "▲ 5 problems", "the reward collapsed")
+        assert problems(app).target_row() is not None and problems(app).target_part() == "run_collapsed"
+        await pilot.press("enter")
+        assert isinstance(app.screen, RunScreen) and app.screen.run_id == "run_collapsed"
+        await pilot.press("escape", "5", "G", "enter")
+        await sees(app, pilot, "letters, digits")
+        assert problems(app).target_row() is None
+        await pilot.press("g", "j", "k", "pagedown", "pageup")
+        assert problems(app).problems.selected == "run run_collapsed"
+
+
+async def test_a_part_among_the_problems_opens_system(tmp_path: Path) -> None:
+    house = build_house(tmp_path / "house")
+    write_status(house.daemon_status("inference"), DaemonStatus(name="inference", state="backoff", reason="it crashed"))
+    async with opened(house, "5") as (app, pilot):
+        await until(pilot, lambda: "part inference" in keys_of(app), "the part")
+        while problems(app).problems.selected != "part inference":
+            await pilot.press("j")
+        assert problems(app).target_part() == "inference"
+        await pilot.press("enter")
+        assert isinstance(app.screen, SystemScreen)
+
+
+async def test_no_problem_is_said_in_words(tmp_path: Path) -> None:
+    (tmp_path / "house").mkdir()
+    async with opened(OutputDir(tmp_path / "house"), "5") as (app, pilot):
+        await sees(app, pilot, "nothing needs you")

@@ -1,0 +1,58 @@
+"""Pictures of System, Nodes and Problems: small and large, dark and light, with frozen clocks and a fixed machine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from textual.pilot import Pilot
+
+from tests.tui_places_support import FakeProbe, busy, put_group
+from tests.tui_support import Ticker, build_house, frozen_clock, has_looked, roomy_disk, screen_text, settled, until
+from tui.app import PrlApp
+
+Compare = Callable[..., bool]
+
+
+@pytest.mark.parametrize("theme", ["house-dark", "house-light"])
+@pytest.mark.parametrize("size", [(80, 24), (200, 50)], ids=["80x24", "200x50"])
+@pytest.mark.parametrize(
+    ("key", "words"),
+    [("3", "87 %"), ("4", "node 3 is dead"), ("5", "dead: no beat")],
+    ids=["system", "nodes", "problems"],
+)
+def test_place(
+    snap_compare: Compare,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    key: str,
+    words: str,
+    size: tuple[int, int],
+    theme: str,
+) -> None:
+    monkeypatch.setenv("TZ", "UTC")
+    output, clock = build_house(tmp_path / "lab"), Ticker()
+    busy(output)
+    put_group(output, seq=100)
+    app = PrlApp(
+        output.path,
+        clock=frozen_clock,
+        read_disk=roomy_disk,
+        monotonic=clock,
+        make_probe=lambda path: FakeProbe(),
+    )
+    app.animation_level = "none"
+
+    async def steps(pilot: Pilot[None]) -> None:
+        await until(pilot, lambda: has_looked(app), "a look")
+        app.theme = theme
+        clock.now += 16
+        put_group(output, seq=101)
+        app.watcher.wake()
+        await until(pilot, lambda: "7 problems" in screen_text(app), "the dead node among the problems")
+        await pilot.press(key)
+        await until(pilot, lambda: words in screen_text(app), words)
+        await settled(pilot)
+
+    assert snap_compare(app, terminal_size=size, run_before=steps)
