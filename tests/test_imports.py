@@ -43,7 +43,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "prime_rl/orchestrator": (*LAYER_1, "prime_rl.orchestrator", "tokenizers", "httpx"),
     "prime_rl/multinode": (*LAYER_1, "prime_rl.multinode"),
     "daemons": (*LAYER_1, "daemons", "psutil", "typer"),
-    "tui": (*LAYER_1, "daemons.client", "daemons.actions", "daemons.running", "tui", "textual"),
+    "tui": (*LAYER_1, "daemons.client", "daemons.actions", "daemons.resume", "daemons.running", "tui", "textual"),
 }
 OURS = ("prime_rl", "daemons", "tui")
 # Libraries whose place is limited: a package that is not named with them above may not load them.

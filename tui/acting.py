@@ -249,7 +249,13 @@ class ActsOnHouse(ActsOnRuns):
 @functools.cache
 def acting(screen: type[ScreenT]) -> type[ScreenT]:
     """`screen` with the keys that act."""
-    mixin = ActsOnHouse if issubclass(screen, PlaceScreen) else ActsOnRuns
+    mixin: type[ActsOnRuns]
+    if issubclass(screen, PlaceScreen):
+        mixin = ActsOnHouse
+    else:
+        from tui.resuming import ActsOnOneRun
+
+        mixin = ActsOnOneRun
     return type(f"Acting{screen.__name__}", (screen, mixin), {})
 
 

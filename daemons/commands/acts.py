@@ -1,4 +1,4 @@
-"""`prl runs evict|readmit|delete|undelete|purge`: what changes runs. All of it works with the daemons down."""
+"""`prl runs evict|readmit|resume|delete|undelete|purge`: what changes runs. All of it works with the daemons down."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import typer
 from daemons import actions
 from daemons.commands import complete
 from daemons.commands.common import OutputDirOption, UsageError, choose_output_dir, complain, parse_duration, say
+from daemons.resume import resume_run
 
 RunIdsArgument = Annotated[
     list[str],
@@ -54,6 +55,22 @@ def readmit(run_ids: RunIdsArgument, output_dir: OutputDirOption = None, reason:
     _each(run_ids, act)
 
 
+def resume(
+    run_id: Annotated[str, typer.Argument(metavar="ID", autocompletion=complete.run_ids)],
+    step: Annotated[int, typer.Option(min=0, help="The checkpoint to go on from; 0: anew.")],
+    output_dir: OutputDirOption = None,
+    wait: Annotated[float, typer.Option(min=0, help="Seconds to wait until a run in use is let go.")] = 60.0,
+    reason: ReasonOption = "",
+) -> None:
+    """Send a run back to one of its checkpoints; what it made after that is dropped.
+
+    Example: prl runs resume run_reverse --step 40
+    """
+    place = choose_output_dir(output_dir)
+    resume_run(place, run_id, step, wait_s=wait, on_progress=_say_once(), reason=reason)
+    say(f"{run_id} goes on from step {step}")
+
+
 def delete(
     run_ids: RunIdsArgument,
     output_dir: OutputDirOption = None,
@@ -66,12 +83,7 @@ def delete(
     Example: prl runs delete run_reverse --yes
     """
     place = choose_output_dir(output_dir)
-    said: set[str] = set()
-
-    def progress(message: str) -> None:
-        if message not in said:
-            said.add(message)
-            say(message)
+    progress = _say_once()
 
     def act(run_id: str) -> str:
         if not actions.users_of_run(place, run_id):
@@ -137,6 +149,18 @@ def _each(run_ids: list[str], act: Callable[[str], str]) -> None:
         raise typer.Exit(worst)
 
 
+def _say_once() -> Callable[[str], None]:
+    """Says each message the first time."""
+    said: set[str] = set()
+
+    def progress(message: str) -> None:
+        if message not in said:
+            said.add(message)
+            say(message)
+
+    return progress
+
+
 def _confirm(question: str, yes: bool) -> None:
     """Ask on a terminal; elsewhere nobody can answer, so `--yes` is needed."""
     if yes:
@@ -147,5 +171,5 @@ def _confirm(question: str, yes: bool) -> None:
 
 
 def register(app: typer.Typer) -> None:
-    for command in (evict, readmit, delete, undelete, purge):
+    for command in (evict, readmit, resume, delete, undelete, purge):
         app.command()(command)

@@ -106,7 +106,7 @@ async def test_the_cursor_shows_the_values_of_one_step_in_every_chart(house: Out
         await o.press("l")
         assert "at 1" in title(reward) and "at 1" in title(loss)
         assert "│" in drawn(reward)
-        await o.press("right", "l", "L", "left", "H", "shift+right", "shift+left")
+        await o.press("right", "l", "shift+right", "left", "shift+left", "shift+right", "shift+left")
         assert view.cursor == 2
         curve = reward.data.curves[0]
         step = curve.at(2)
@@ -203,22 +203,22 @@ async def test_scale_smoothing_and_stacks(house: OutputDir) -> None:
 async def test_other_runs_in_the_same_charts(house: OutputDir) -> None:
     async with opened_run(house.path, size=(200, 50)) as o:
         view = o.screen.charts
-        await o.press("c")
+        await o.press("w")
         await o.until(lambda: isinstance(o.app.screen, PickRuns), "the picker")
         await o.press(*"run_", "down", "up", "tab", "tab", "enter")
         await o.until(lambda: len(view.charts[0].data.curves) == 3, "three curves")
         assert [curve.name for curve in view.charts[0].data.curves] == [RUN, *view.view.compare]
         await o.sees(*view.view.compare)
         assert len({curve.colour for curve in view.charts[0].data.curves}) == 3
-        await o.press("c", "tab")
+        await o.press("w", "tab")
         await o.press("up", "up")
         await o.press("escape")
         assert len(view.view.compare) == 2, "escape changes nothing"
-        await o.press("c", *view.view.compare[0], "tab", "enter")
+        await o.press("w", *view.view.compare[0], "tab", "enter")
         await o.until(lambda: len(view.charts[0].data.curves) == 2, "two curves")
-        await o.press("c", *view.view.compare[0], "tab", "enter")
+        await o.press("w", *view.view.compare[0], "tab", "enter")
         await o.until(lambda: len(view.charts[0].data.curves) == 1, "its own curve only")
-        await o.press("c", *"sort", "enter")
+        await o.press("w", *"sort", "enter")
         await o.until(lambda: view.view.compare == ("run_sort-rank16",), "the one under the cursor")
 
 
@@ -265,12 +265,12 @@ async def test_config_with_defaults_and_differences(house: OutputDir) -> None:
         await o.sees("keys are set in orch.toml", "max_async_level", "filter_zero_advantage")
         await o.press("escape")
         await o.sees("batch_size = 64")
-        await o.press("c", *"upper", "enter")
+        await o.press("w", *"upper", "enter")
         await o.sees("keys differ", "max_steps", "100", "500", "upper-case")
         assert "batch_size" not in screen_text(o.app)
-        await o.press("c")
+        await o.press("w")
         await o.sees("batch_size = 64")
-        await o.press("c", *"typo", "enter")
+        await o.press("w", *"typo", "enter")
         await o.sees("learning_rate", '"high"')
         await o.press("escape", "escape")
         await o.until(lambda: isinstance(o.app.screen, RunsScreen), "home")
@@ -315,7 +315,7 @@ async def test_checkpoints_newest_first(house: OutputDir) -> None:
     async with opened_run(house.path, size=(120, 30)) as o:
         await see(o, "checkpoints", "4 checkpoints, 11.5 MiB", "◌ partial", "✔ STABLE", "orchestrator trainer")
         assert o.screen.checkpoints.selected is not None and o.screen.checkpoints.selected.step == 40
-        (line,) = [line for line in screen_text(o.app).splitlines() if "a restart goes on here" in line]
+        (line,) = [line for line in screen_text(o.app).splitlines() if "restarts here" in line]
         assert " 30 " in line and "30m" in line
         await o.press("j")
         assert o.screen.checkpoints.selected.step == 30
@@ -332,3 +332,35 @@ async def test_events_tell_who_did_what_and_why(house: OutputDir) -> None:
         await o.press("g", "G", "j", "k")
     async with opened_run(house.path, "run_collapsed") as o:
         await see(o, "events", "the reward collapsed", "after step 25; see the curves", "evicted")
+
+
+async def test_a_run_goes_on_from_the_chosen_checkpoint(house: OutputDir) -> None:
+    run = add_history(house, "run_collapsed")
+    run.status.unlink()  # it names the process of this test, which lives
+    async with opened_run(house.path, "run_collapsed") as o:
+        await see(o, "checkpoints", "◌ partial")
+        assert not o.screen.check_action("resume", ()), "step 40 is not complete"
+        await o.press("enter")
+        assert o.app.screen is o.screen
+        await o.press("j", "j")
+        await o.sees("Resume from here")
+        await o.press("enter")
+        await o.sees("go on from step 20", "What it made")
+        await o.press("enter")
+        await o.sees("goes on from step 20", "prl runs resume run_collapsed --step 20")
+        assert "resume_step = 20" in run.orch_toml.read_text() and not run.evicted.exists()
+        await o.press("1")
+        assert o.screen.check_action("resume", ()) is False
+
+
+async def test_read_only_offers_no_resume(house: OutputDir) -> None:
+    add_history(house, RUN)
+    before = {path: path.read_bytes() for path in house.path.rglob("*") if path.is_file()}
+    async with opened_run(house.path, read_only=True) as o:
+        await see(o, "checkpoints", "✔ STABLE")
+        await o.press("j", "enter")
+        assert o.app.screen is o.screen and "Resume" not in screen_text(o.app)
+        for tab in TABS:
+            await o.tab(tab)
+            assert "resume" not in {each.binding.action for each in o.screen.active_bindings.values()}
+    assert {path: path.read_bytes() for path in house.path.rglob("*") if path.is_file()} == before

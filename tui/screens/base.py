@@ -112,7 +112,9 @@ class Guide(Protocol):
 
 
 class HouseScreen(Screen[None]):
-    """Base of all screens but the dialogs."""
+    """Base of all screens but the dialogs. `key_order` is the order of the keys in the footer, by action."""
+
+    key_order: ClassVar[tuple[str, ...]] = KEY_ORDER
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("colon", "command", "Command", key_display=":", show=False),
@@ -142,7 +144,8 @@ class HouseScreen(Screen[None]):
     def active_bindings(self) -> dict[str, ActiveBinding]:
         def place(item: tuple[str, ActiveBinding]) -> int:
             action = item[1].binding.action
-            return KEY_ORDER.index(action) if action in KEY_ORDER else len(KEY_ORDER)
+            order = self.key_order
+            return order.index(action) if action in order else len(order)
 
         return dict(sorted(super().active_bindings.items(), key=place))
 

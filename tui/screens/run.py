@@ -39,6 +39,13 @@ from tui.widgets.events_view import EventsView
 from tui.widgets.header import RunHeader
 from tui.widgets.log_view import LogView
 from tui.widgets.rollouts_view import RolloutsView
+from tui.widgets.row_list import RowList
+
+# In the footer the keys of the open tab come before those that act: 80 columns do not hold all.
+KEY_ORDER = (
+    *("app.pop_screen", "next_tab(1)", "help", "resume", "point(1)", "maximise", "zoom(1)", "log", "smooth", "compare"),
+    *("order", "move(1)", "move(-1)", "values", "follow", "ask", "level", "command", "evict", "readmit", "delete"),
+)
 
 
 class RunScreen(HouseScreen):
@@ -61,10 +68,11 @@ class RunScreen(HouseScreen):
         ContentSwitcher { height: 1fr; }
     }
     """
+    key_order = KEY_ORDER
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("escape,q", "app.pop_screen", "Back", key_display="esc"),
         *(Binding(str(i + 1), f"tab({i})", name.capitalize(), show=False) for i, name in enumerate(TABS)),
-        Binding("tab,right_square_bracket", "next_tab(1)", "Next tab", key_display="tab"),
+        Binding("tab,right_square_bracket", "next_tab(1)", "Tabs", key_display="tab"),
         Binding("shift+tab,left_square_bracket", "next_tab(-1)", "Previous tab", show=False),
     ]
 
@@ -146,6 +154,13 @@ class RunScreen(HouseScreen):
         if self.can_show:
             self._shows[type(message.part)](message.part)
             self.shown.add(message.part.tab)
+            if isinstance(message.part, CheckpointsPart):
+                self.refresh_bindings()
+
+    @on(RowList.Moved)
+    def _row_moved(self) -> None:
+        """What can be done may depend on the row, such as a checkpoint that is not complete."""
+        self.refresh_bindings()
 
     @on(ChartsView.Wanted)
     def _charts_wanted(self, message: ChartsView.Wanted) -> None:
@@ -224,6 +239,7 @@ class RunScreen(HouseScreen):
     def _open_tab(self) -> None:
         self.reader.tab = self.tab
         self._watcher.wake()
+        self.refresh_bindings()
         view = self.views[TABS.index(self.tab)]
         if isinstance(view, RolloutsView | CheckpointsView):
             view.list.focus()

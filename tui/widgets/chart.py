@@ -176,21 +176,29 @@ class Chart(Widget):
         palette = make_palette(self.app.theme_variables)
         curves = [curve for curve in self._data.curves if not curve.is_faint]
         title: list[str | tuple[str, str]] = [(self._title, "bold")]
-        legend: list[str | tuple[str, str]] = []
-        for index, curve in enumerate(curves):
-            words = fmt.number(self._value(curve))
-            colour = self._colour(palette, curve.colour)
-            if len(curves) == 1 and not curve.name:
-                title += ["  ", (words, colour)]
-            else:
-                mark = SHADES[index % len(SHADES)] if self._data.is_stacked else "━"
-                legend += ["  " if index else "", (f"{mark} ", colour), f"{curve.name} ", (words, colour)]
+        if len(curves) == 1 and not curves[0].name:
+            title += ["  ", (fmt.number(self._value(curves[0])), self._colour(palette, curves[0].colour))]
         if self._cursor is not None and (step := self._step_of(curves)) is not None:
             title.append((f"  at {step:.0f}", palette.muted))
         elif self._data.change is not None:
             title += ["  ", (fmt.signed(self._data.change), palette.muted)]
         self.border_title = Content.assemble(*title)
-        self.border_subtitle = Content.assemble(*legend)
+        legend = self._legend(curves, palette, with_names=True)
+        if legend.cell_length > self.size.width - 4:
+            legend = self._legend(curves, palette, with_names=False)
+        self.border_subtitle = legend
+
+    def _legend(self, curves: list[Curve], palette: Palette, *, with_names: bool) -> Content:
+        """Mark, name and value of several curves; without their names where there is no room for all of them."""
+        if len(curves) == 1 and not curves[0].name:
+            return Content("")
+        parts: list[str | tuple[str, str]] = []
+        for index, curve in enumerate(curves):
+            colour = self._colour(palette, curve.colour)
+            mark = SHADES[index % len(SHADES)] if self._data.is_stacked else "━"
+            name = f"{curve.name} " if with_names else ""
+            parts += ["  " if index else "", (f"{mark} ", colour), name, (fmt.number(self._value(curve)), colour)]
+        return Content.assemble(*parts)
 
     def _value(self, curve: Curve) -> float | None:
         if self._cursor is None:

@@ -29,10 +29,11 @@ def list_row(checkpoint: Checkpoint, palette: Palette, now: float, *, is_next: b
         (f"{'✔ STABLE' if stable else '◌ partial':<10}", palette.success if stable else palette.warning),
         f"{fmt.size(checkpoint.num_bytes):>10}  ",
         (f"{fmt.age(None if saved is None else max(now - saved, 0.0)):>5}   {when:<21}", palette.muted),
+        ("◂ restarts here  " if is_next else "", palette.accent),
         (" ".join(checkpoint.parts) or "nothing yet", palette.muted),
         no_wrap=True,
     )
-    return text.append("  ◂ a restart goes on here", palette.accent) if is_next else text
+    return text
 
 
 class CheckpointsView(Vertical, can_focus=False):

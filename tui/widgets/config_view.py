@@ -89,7 +89,7 @@ class ConfigView(VerticalScroll):
         Binding("g", "scroll_home", "Start", show=False),
         Binding("G", "scroll_end", "End", show=False),
         Binding("v", "values", "Defaults"),
-        Binding("c", "compare", "Compare"),
+        Binding("w", "compare", "Compare"),
         Binding("escape", "leave", "Back", show=False),
     ]
 

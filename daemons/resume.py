@@ -1,0 +1,123 @@
+"""Sending a run back to one of its checkpoints: `prl runs resume`, and the same in the TUI.
+
+It sets `ckpt.resume_step` in the run's `orch.toml`, the trainer does the rest (docs/durability.md). A run in use is
+evicted first and readmitted after; what was made after the step is dropped by the trainer, not here.
+"""
+
+from __future__ import annotations
+
+import re
+import stat
+import time
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+
+from daemons import audit
+from daemons.actions import readmit_run, trainer_limits, users_of_run
+from daemons.errors import ActionError, in_one_line, one_line_errors
+from daemons.trash import Progress, existing_run
+from prime_rl.configs.base import ConfigError, load_toml, merge, parse_toml
+from prime_rl.configs.validate import find_problems
+from prime_rl.contract.files import WaitTimeout, wait_for, write_atomic
+from prime_rl.contract.layout import OutputDir, RunDir, list_steps
+
+_TABLE = re.compile(r"^\s*\[\s*ckpt\s*\]\s*(?:#.*)?$", re.MULTILINE)
+_KEY = re.compile(r"^[ \t]*resume_step[ \t]*=.*$", re.MULTILINE)
+_NEXT_TABLE = re.compile(r"^\s*\[", re.MULTILINE)
+
+
+def resume_run(
+    output_dir: Path,
+    run_id: str,
+    step: int,
+    *,
+    wait_s: float = 60.0,
+    on_progress: Progress = lambda message: None,
+    reason: str = "",
+) -> None:
+    """Let a run go on from its checkpoint of `step` (0: anew). Raises ActionError when there is no such checkpoint.
+
+    Waits up to `wait_s` seconds until a run in use is let go; after that it stays evicted and the error says so.
+    """
+    output = OutputDir(Path(output_dir))
+    with one_line_errors(f"resuming {run_id}"):
+        run = existing_run(output, run_id)
+        complete = list_steps(run.checkpoints, stable_only=True)
+        if step and step not in complete:
+            known = ", ".join(map(str, complete)) or "none"
+            raise ActionError(f"{run_id} has no complete checkpoint of step {step}: there are {known}")
+        text = _checked_text(output, run, step)
+        _let_go(output, run, step, wait_s, on_progress)
+        path = run.orch_toml
+        write_atomic(path, text, mode=stat.S_IMODE(path.stat().st_mode))
+        audit.record(output, "resume", run_id, reason=reason, detail=f"from step {step}")
+        if not readmit_run(output.path, run_id, reason=f"resumes from step {step}") and output.daemons.exists():
+            write_atomic(output.start_request(run_id), "resume")
+
+
+def set_resume_step(text: str, step: int, note: str) -> str:
+    """The text of an `orch.toml` with `ckpt.resume_step = step`, all else as it was where that is possible.
+
+    `note` stands behind it as a comment: the trainer carries out each text once, so two requests must differ.
+    """
+    wanted = merge(parse_toml(text, "orch.toml"), {"ckpt": {"resume_step": step}})
+    changed = _edited(text, f"resume_step = {step}  # {note}")
+    if _parsed(changed) == wanted:
+        return changed
+    return tomli_w.dumps(wanted) + f"# {note}\n"
+
+
+def _edited(text: str, line: str) -> str:
+    table = _TABLE.search(text)
+    if table is None:
+        return f"{text.rstrip()}\n\n[ckpt]\n{line}\n"
+    end = _NEXT_TABLE.search(text, table.end())
+    stop = end.start() if end else len(text)
+    body = text[table.end() : stop]
+    if _KEY.search(body):
+        return text[: table.end()] + _KEY.sub(lambda _: line, body, count=1) + text[stop:]
+    return f"{text[: table.end()]}\n{line}{body}{text[stop:]}"
+
+
+def _parsed(text: str) -> dict[str, Any] | None:
+    try:
+        return parse_toml(text, "orch.toml")
+    except ConfigError:
+        return None
+
+
+def _checked_text(output: OutputDir, run: RunDir, step: int) -> str:
+    """The new text, which the trainer would take."""
+    try:
+        load_toml(run.orch_toml)  # says what is wrong with its size, its encoding, its syntax
+        note = f"asked for at {time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime())}"
+        text = set_resume_step(run.orch_toml.read_text(), step, note)
+        problems = find_problems(parse_toml(text, "orch.toml"), "orch.toml", trainer_limits(output.path))
+    except ConfigError as error:
+        raise ActionError(in_one_line(str(error))) from error
+    if problems:
+        raise ActionError(in_one_line(f"{run.run_id} would be invalid: {problems[0]}"))
+    return text
+
+
+def _let_go(output: OutputDir, run: RunDir, step: int, wait_s: float, on_progress: Progress) -> None:
+    if not (users := users_of_run(output.path, run.run_id)):
+        return
+    if not run.evicted.exists():
+        write_atomic(run.evicted, f"goes back to step {step}")
+
+    def free() -> bool:
+        users[:] = users_of_run(output.path, run.run_id)
+        if users:
+            on_progress(f"waiting for {' and '.join(users)} to let go of {run.run_id}")
+        return not users
+
+    try:
+        wait_for(free, f"{run.run_id} to be let go", timeout_s=wait_s, poll_s=0.2)
+    except WaitTimeout as error:
+        raise ActionError(
+            f"{run.run_id} was not sent back: {' and '.join(users)} did not let go within {wait_s:g} s; "
+            "it stays evicted, try again"
+        ) from error

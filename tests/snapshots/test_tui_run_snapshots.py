@@ -1,0 +1,88 @@
+"""Pictures of the run screen's tabs, dark and light, small and large, with a frozen clock."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+from textual.pilot import Pilot
+
+from tests.tui_run_support import RUN
+from tests.tui_support import add_history, build_house, frozen_clock, has_looked, roomy_disk, settled, until
+from tui.app import PrlApp
+from tui.screens.run import RunScreen
+from tui.tabs import CHARTS, CHECKPOINTS, CONFIG, EVENTS, LOGS, ROLLOUTS, TABS
+
+SMALL, LARGE = (80, 24), (200, 50)
+Compare = Callable[..., bool]
+Steps = Callable[[Pilot[None]], Awaitable[None]]
+
+
+@pytest.fixture
+def app(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PrlApp:
+    monkeypatch.setenv("TZ", "UTC")
+    house = build_house(tmp_path / "lab")
+    for run_id in ("run_typo", RUN):
+        add_history(house, run_id)
+    app = PrlApp(tmp_path / "lab", clock=frozen_clock, read_disk=roomy_disk)
+    app.animation_level = "none"
+    return app
+
+
+def opened(tab: str, *keys: str, run_id: str = RUN, theme: str | None = None) -> Steps:
+    """Open a run at a tab, wait until it shows its files, press `keys`."""
+
+    async def run(pilot: Pilot[None]) -> None:
+        app = pilot.app
+        assert isinstance(app, PrlApp)
+        await until(pilot, lambda: has_looked(app), "a look")
+        if theme:
+            app.theme = theme
+        app.call_next(app.open_run, run_id)
+        await until(pilot, lambda: isinstance(app.screen, RunScreen) and CHARTS in app.screen.shown, "the charts")
+        screen = app.screen
+        assert isinstance(screen, RunScreen)
+        await pilot.press(str(TABS.index(tab) + 1))
+        await until(pilot, lambda: tab in screen.shown, f"the tab {tab}")
+        for key in keys:
+            await pilot.press(key)
+            await settled(pilot)
+        await settled(pilot)
+
+    return run
+
+
+@pytest.mark.parametrize("size", [SMALL, LARGE], ids=["80x24", "200x50"])
+@pytest.mark.parametrize("tab", TABS)
+def test_tab(snap_compare: Compare, app: PrlApp, size: tuple[int, int], tab: str) -> None:
+    assert snap_compare(app, terminal_size=size, run_before=opened(tab))
+
+
+@pytest.mark.parametrize(("tab", "size"), [(CHARTS, LARGE), (ROLLOUTS, SMALL), (LOGS, SMALL), (CHECKPOINTS, SMALL)])
+def test_light(snap_compare: Compare, app: PrlApp, size: tuple[int, int], tab: str) -> None:
+    assert snap_compare(app, terminal_size=size, run_before=opened(tab, theme="house-light"))
+
+
+@pytest.mark.parametrize(
+    ("tab", "keys"),
+    [
+        (CHARTS, ("m", "s", "s", "left", "left", "left")),
+        (CHARTS, ("w", *"sort", "tab", "enter", "space", "space")),
+        (ROLLOUTS, ("n",)),
+        (CONFIG, ("v",)),
+        (CONFIG, ("w", *"upper", "enter")),
+        (LOGS, ("v", "v", "slash", *"client", "enter")),
+    ],
+    ids=["one-chart", "compared", "turns", "defaults", "differences", "warnings"],
+)
+def test_small(snap_compare: Compare, app: PrlApp, tab: str, keys: tuple[str, ...]) -> None:
+    assert snap_compare(app, terminal_size=SMALL, run_before=opened(tab, *keys))
+
+
+def test_an_invalid_config(snap_compare: Compare, app: PrlApp) -> None:
+    assert snap_compare(app, terminal_size=SMALL, run_before=opened(CONFIG, run_id="run_typo"))
+
+
+def test_events_of_an_evicted_run(snap_compare: Compare, app: PrlApp) -> None:
+    assert snap_compare(app, terminal_size=SMALL, run_before=opened(EVENTS, run_id="run_collapsed"))
