@@ -33,10 +33,13 @@ FILTER: Keys = (
 )
 RUN: Keys = (
     ("1 ... 6", "charts, rollouts, config, log, checkpoints, events"),
-    ("tab", "next tab"),
-    ("← → + -", "charts: values, zoom; y log, s smooth, c compare, m one"),
-    ("o n N", "rollouts: order, next, previous"),
-    ("f", "log: follow"),
+    ("tab", "next tab; shift+tab the one before"),
+    ("← → j k", "charts: values at a step; choose a chart; m it alone"),
+    ("+ - < > 0", "charts: zoom, earlier and later steps, all"),
+    ("y s t w", "charts: log, smooth, stacked, with other runs"),
+    ("o n N", "rollouts: order, next, previous; space reads on"),
+    ("v w", "config: all values, differences to another run"),
+    ("f / n N v", "log: follow, search, next, previous, level"),
     ("esc q", "back"),
 )
 ACT: Keys = (
@@ -44,6 +47,7 @@ ACT: Keys = (
     ("e", "evict: out of its slot, with a reason"),
     ("r", "readmit evicted or failed runs"),
     ("d u", "delete: into the trash; undo brings it back"),
+    ("enter", "on a checkpoint of a run: go on from it"),
     ("x", "start a part anew"),
     ("U D", "start the house, stop it"),
     ("L", "what was done here, and its commands to copy"),

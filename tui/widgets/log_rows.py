@@ -59,6 +59,7 @@ class LogRows(Widget, can_focus=True):
         self.top = 0
         self._row = 0
         self._rows: dict[int, list[list[Segment]]] = {}
+        self._sticks = False
         self._seen: list[list[Segment]] | None = None
 
     def show(self, lines: Sequence[LogLine]) -> None:
@@ -81,13 +82,16 @@ class LogRows(Widget, can_focus=True):
     def go_to(self, start: int) -> None:
         """Put the line that starts at `start` a few rows below the top."""
         self.top = min(bisect_left([line.start for line in self.lines], start), max(len(self.lines) - 1, 0))
-        self._row = 0
+        self._row, self._sticks = 0, False
         self._up(self.size.height // 3)
         self.refresh_rows()
 
     def go_to_end(self) -> None:
-        self.top, self._row = len(self.lines), 0
-        self._up(self.size.height)
+        """Put the last row at the bottom; it stays there when the size changes, until one moves."""
+        self._sticks = True
+        self.top = max(len(self.lines) - 1, 0)
+        self._row = len(self._rows_of(self.top)) - 1 if self.lines else 0
+        self._up(self.size.height - 1)
         self.refresh_rows()
 
     @property
@@ -101,6 +105,7 @@ class LogRows(Widget, can_focus=True):
         return True
 
     def scroll_rows(self, num: int) -> None:
+        self._sticks = False
         if num < 0:
             self._up(-num)
         else:
@@ -113,6 +118,8 @@ class LogRows(Widget, can_focus=True):
 
     def on_resize(self, event: Resize) -> None:
         self.redraw()
+        if self._sticks:
+            self.go_to_end()
 
     def on_mouse_scroll_down(self, event: MouseScrollDown) -> None:
         event.stop()
