@@ -125,6 +125,8 @@ class RowList(Widget, can_focus=True):
         if self._num and row >= 0 and index == self.cursor:
             # A mark too: without colour the cursor must be seen as well.
             text = Text.assemble("▌", text[1:] if text.plain.startswith(" ") else text)
+            # Dim text would be hard to read on it.
+            text.spans = [span for span in text.spans if span.style != palette.muted]
             base += Style(bgcolor=palette.faint, bold=self.has_focus)
         text.no_wrap = True
         segments = [Segment(seg.text, base + (seg.style or Style())) for seg in text.render(self.app.console, end="")]
