@@ -162,6 +162,8 @@ def parse_log(line: bytes, run_id: str, who: str) -> Event | None:
         when = float(calendar.timegm(time.strptime(match[1].decode(), "%Y-%m-%dT%H:%M:%S")))
     except ValueError:
         return None
+    if text.partition(" ")[0] == kind or kind == "restart":  # the word is said already
+        text = text.partition(" ")[2].removeprefix("(").removesuffix(")")
     return Event(when, kind, text, who)
 
 

@@ -94,7 +94,7 @@ async def test_hostile_text_in_every_file_of_a_run(tmp_path: Path) -> None:
     toml = orch_toml() + "".join(f"# {attack}\n" for attack in ATTACKS)
     run = add_run(house, "run_hostile", step=3, toml=toml)
     run.log.write_text("".join(f"2026-09-21T14:00:01Z ERROR {attack}\n" for attack in ATTACKS) + "after\n")
-    evals = {f"eval/{attack}/reward": 0.5 for attack in ATTACKS[-5:]}
+    evals = {f"eval/{attack}/reward": 0.5 for attack in (KEPT[2], ATTACKS[-1])}
     run.orchestrator_metrics.write_text(json.dumps({"step": 1, lines: 1.0, "reward/mean": 0.25, **evals}) + "\n")
     turns = [SampleTurn(number % 2 == 0, attack) for number, attack in enumerate(ATTACKS)]
     SampleFile(run.samples, keep=9).append([Sample(1, lines, lines, lines, lines, 1.0, 0.0, [0], 9, 9, turns)])
