@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Sequence
 from pathlib import Path
@@ -120,3 +121,20 @@ async def test_a_run_keeps_its_rollouts_in_words(house: House) -> None:  # noqa:
     batch = read_batch(house.run.rollout_file(3)).samples
     said = {decode([i for i, own in zip(one.token_ids, one.loss_mask, strict=True) if own]) for one in batch}
     assert {sample.completion for sample in samples[-2:]} <= said
+
+
+def test_a_conversation_keeps_its_turns_apart(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    group = a_group(0, [1.0], version=1)
+    (first,) = group.rollouts_G
+    mask = [False, False, True, True, False, False, False, True]
+    ids = list(range(len(mask)))
+    talk = dataclasses.replace(
+        first, token_ids_T=ids, loss_mask_T=mask, logprobs_T=[0.0] * len(ids), num_prompt_tokens=2
+    )
+    groups = [dataclasses.replace(group, rollouts_G=[talk])]
+    batch = assemble_batch("run_a", 1, groups, advantage=AdvantageConfig(type="mean"), temperature=1.0)
+    SampleKeeper(run, SamplesConfig(per_step=1), as_letters).keep(groups, batch)
+    (sample,) = read_samples(run.samples, 9)
+    assert sample.prompt == "ab"
+    assert [(turn.by_policy, turn.text) for turn in sample.turns] == [(True, "cd"), (False, "efg"), (True, "h")]
