@@ -1,8 +1,8 @@
 """Pictures of `prl-tui` over a real demo: `make screenshots`, or `scripts/screenshots.py OUTPUT_DIR --dest DIR`.
 
-Without OUTPUT_DIR it runs `prl demo` in a temporary folder and takes the pictures while the runs train. Every screen is
-taken read-only and in two sizes: NAME.svg for the documents, and NAME-small.svg of 80x24. A new screen is one line in
-`PICTURES`.
+Without OUTPUT_DIR it starts the demo's house in a temporary folder and takes the pictures while its runs train. Every
+screen is taken read-only and in two sizes: NAME.svg for the documents, and NAME-small.svg of 80x24. A new screen is one
+line in `PICTURES`.
 """
 
 from __future__ import annotations
@@ -10,8 +10,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
-import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -22,7 +20,8 @@ from pathlib import Path
 
 from textual.pilot import Pilot
 
-from daemons import actions
+from daemons import actions, running
+from daemons.base_model import make_base_model
 from daemons.client import read_house
 from prime_rl.contract.files import wait_for
 from prime_rl.contract.layout import OutputDir
@@ -36,8 +35,12 @@ ROOT = Path(__file__).resolve().parents[1]
 SIZES = {"": (132, 36), "-small": (80, 24)}
 TIMEOUT_S = 60.0
 DEMO_TIMEOUT_S = 900.0
+DEMO = ROOT / "configs" / "demo"
+RUNS = ("reverse", "sort", "upper")
+# More than the demo's own: they must not end before the last picture.
+MAX_STEPS = 200
 # The two runs in the slots have done this many steps before pictures are taken: their curves show something by then.
-NUM_STEPS = 12
+NUM_STEPS = 30
 # After the data is there: long enough for the tab's underline to be drawn.
 SETTLE_S = 0.7
 PREPARE_S = 2.0
@@ -127,25 +130,24 @@ async def take(output_dir: Path, dest: Path, picture: Picture, suffix: str, size
 
 @contextmanager
 def demo() -> Iterator[Path]:
-    """The output directory of a demo that is training; the demo is ended afterwards."""
+    """The output directory of the demo's house while it trains; it is stopped afterwards."""
+    os.chdir(ROOT)
     with tempfile.TemporaryDirectory(prefix="prl-screenshots-") as folder:
         place = Path(folder) / "demo"
-        argv = [sys.executable, "-m", "daemons.cli", "demo", "--output-dir", str(place)]
-        child = subprocess.Popen(argv, cwd=ROOT, stdout=subprocess.DEVNULL, start_new_session=True)
+        system = running.choose_system(["@", str(DEMO / "system.toml")], place, say=print)
+        make_base_model(system.system.model.name, lambda: False, print)
         try:
+            running.start_house(system, stop=lambda: False, say=print, on_look=lambda house: None)
+            for name in RUNS:
+                actions.add_run(place, DEMO / f"{name}.toml", overrides={"max_steps": MAX_STEPS})
 
             def trains() -> bool:
-                if child.poll() is not None:
-                    raise SystemExit(f"screenshots: prl demo ended with code {child.returncode}")
-                steps = sorted((run.step for run in read_house(place).runs), reverse=True)
-                return len(steps) >= 3 and steps[1] >= NUM_STEPS
+                return sum(run.step >= NUM_STEPS for run in read_house(place).runs) >= 2
 
             wait_for(trains, f"two runs of the demo at step {NUM_STEPS}", timeout_s=DEMO_TIMEOUT_S, poll_s=0.5)
             yield place
         finally:
-            if child.poll() is None:
-                os.kill(child.pid, signal.SIGINT)
-            child.wait(timeout=120)
+            running.stop_house(place, say=print)
 
 
 def take_all(output_dir: Path, dest: Path, *, is_ours: bool) -> None:

@@ -216,12 +216,18 @@ def make_snapshot(
     before: Snapshot | None = None,
     group: Group | None = None,
     group_problems: Iterable[Problem] = (),
+    heard: Mapping[str, float] | None = None,
 ) -> Snapshot:
-    """`now` in Unix seconds; `since` says of evicted and invalid runs when they became so.
+    """`now` in Unix seconds; `since` says of evicted and invalid runs when they became so, `heard` when a run gave its
+    last sign of life on our own clock (else what it wrote itself counts).
 
     A row that is as in `before` is the same object, so that who draws it can tell without looking.
     """
-    made = (_row(order, run, tails.get(run.run_id, NO_TAIL), now) for order, run in enumerate(house.runs))
+    signs = heard or {}
+    made = (
+        _row(order, run, tails.get(run.run_id, NO_TAIL), now, signs.get(run.run_id, run.updated_at))
+        for order, run in enumerate(house.runs)
+    )
     old = {row.run_id: row for row in before.rows} if before else {}
     rows = tuple(known if (known := old.get(row.run_id)) == row else row for row in made)
     parts = _parts(house)
@@ -241,12 +247,12 @@ def make_snapshot(
     )
 
 
-def display_state(run: RunView, now: float, tail: RunTail = NO_TAIL) -> str:
+def display_state(run: RunView, now: float, tail: RunTail, heard: float | None) -> str:
     """The run's state; `lost` for one that should work and gives no sign of life, `stalled` for one whose steps do not
     go on."""
     if run.state is not RunState.ACTIVE:
         return str(run.state)
-    if run.updated_at is not None and now - run.updated_at > LOST_AFTER_S:
+    if heard is not None and now - heard > LOST_AFTER_S:
         return LOST
     return STALLED if stalled_s(run, tail) is not None else str(run.state)
 
@@ -259,8 +265,8 @@ def stalled_s(run: RunView, tail: RunTail) -> float | None:
     return silent_s if silent_s > max(STALL_MIN_S, STALL_STEPS * (tail.step_s or 0.0)) else None
 
 
-def _row(order: int, run: RunView, tail: RunTail, now: float) -> RunRow:
-    state = display_state(run, now, tail)
+def _row(order: int, run: RunView, tail: RunTail, now: float, heard: float | None) -> RunRow:
+    state = display_state(run, now, tail, heard)
     symbol, level = STATES[state]
     reason = clean_text(run.reason)[:MAX_REASON_CHARS].strip() if run.reason else None
     return RunRow(
@@ -276,18 +282,18 @@ def _row(order: int, run: RunView, tail: RunTail, now: float) -> RunRow:
         loss=tail.loss,
         tokens_per_s=run.tokens_per_s,
         lag=run.async_level,
-        note=_note(run, state, reason, now, tail),
+        note=_note(run, state, reason, now, tail, heard),
         reason=reason,
-        updated_at=run.updated_at,
+        updated_at=heard,
         view=run,
         tail=tail,
     )
 
 
-def _note(run: RunView, state: str, reason: str | None, now: float, tail: RunTail) -> str:
+def _note(run: RunView, state: str, reason: str | None, now: float, tail: RunTail, heard: float | None) -> str:
     """What it waits for, or why it is as it is, on one line."""
     if state in (LOST, STALLED):
-        silent = f"no sign of life for {fmt.age(now - (run.updated_at or now))}"
+        silent = f"no sign of life for {fmt.age(now - (heard or now))}"
         if state == STALLED:
             silent = f"no step for {fmt.age(stalled_s(run, tail))}"
         return f"{silent}; waits for {one_line(run.waiting_on)}" if run.waiting_on else silent
@@ -309,7 +315,7 @@ def _parts(house: House) -> tuple[Part, ...]:
         _part("supervisor", "running" if house.supervisor_alive else None, None, supervisor),
     ]
     known = {part.name for part in found}
-    others = [_part(each.name, None, None, each) for each in house.daemons if each.name not in known]
+    others = [_part(each.name, each.state, None, each) for each in house.daemons if each.name not in known]
     return (*found, *others)
 
 

@@ -24,6 +24,7 @@ from prime_rl.utils.watch import Watcher
 from tui.house_metrics import HouseMetrics
 from tui.messages import HouseChanged, RunChanged
 from tui.nodes import make_group, node_problems
+from tui.signs import Signs
 from tui.snapshot import Disk, Snapshot, make_snapshot
 
 if TYPE_CHECKING:
@@ -84,6 +85,7 @@ class HouseWatcher:
         # Set by a screen on which things move fast, while a person looks at it.
         self.is_watched_closely = False
         self._shown: Snapshot | None = None
+        self._signs = Signs()
         self._stopped = threading.Event()
         self._woken = False
         self._watcher: Watcher | None = None
@@ -126,6 +128,7 @@ class HouseWatcher:
             disk=disk,
             since=since,
             before=self._shown,
+            heard=self._signs.heard(((run.run_id, run.updated_at) for run in house.runs), house.read_at),
             group=group,
             group_problems=node_problems(group, house.read_at),
         )

@@ -122,6 +122,12 @@ async def test_the_mouse_sorts_chooses_opens_and_marks(house: OutputDir) -> None
         await until(pilot, lambda: isinstance(home.app.screen, RunScreen), "a click on the chosen run to open it")
 
 
+async def test_a_click_on_the_count_of_problems_shows_them(house: OutputDir) -> None:
+    async with opened(house.path) as (home, _, pilot):
+        await pilot.click(offset=(115, 1))
+        await until(pilot, lambda: type(home.app.screen).__name__.endswith("ProblemsScreen"), "the problems")
+
+
 async def test_a_thousand_runs_are_drawn_only_where_they_are_seen(tmp_path: Path) -> None:
     house = OutputDir(tmp_path)
     add_run(house, "run_0000", step=3)

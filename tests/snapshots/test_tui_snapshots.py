@@ -47,20 +47,36 @@ def test_home(snap_compare: Compare, app: PrlApp, size: tuple[int, int]) -> None
 
 @pytest.mark.parametrize(
     "keys",
-    [("question_mark",), ("e",)],
-    ids=["help", "evict"],
+    [("question_mark",), ("e",), ("space", "space", "e")],
+    ids=["help", "evict", "evict-two"],
 )
 def test_small_screen(snap_compare: Compare, app: PrlApp, keys: tuple[str, ...]) -> None:
     assert snap_compare(app, terminal_size=SMALL, run_before=looked(*keys))
 
 
-def test_home_in_the_light_theme(snap_compare: Compare, app: PrlApp) -> None:
+@pytest.mark.parametrize("size", [SMALL, LARGE], ids=["80x24", "200x50"])
+def test_home_in_the_light_theme(snap_compare: Compare, app: PrlApp, size: tuple[int, int]) -> None:
     async def steps(pilot: Pilot[None]) -> None:
         await looked()(pilot)
         pilot.app.theme = "house-light"
         await settled(pilot)
 
-    assert snap_compare(app, terminal_size=(120, 32), run_before=steps)
+    assert snap_compare(app, terminal_size=size, run_before=steps)
+
+
+def test_marks_pins_an_order_and_a_filter_with_a_mistake(snap_compare: Compare, app: PrlApp) -> None:
+    pressed = ("s", "s", "s", "s", "space", "space", "p", "slash", *"step>0 lag>x", "enter")
+    assert snap_compare(app, terminal_size=(120, 32), run_before=looked(*pressed))
+
+
+@pytest.mark.parametrize("theme", ["house-dark-256", "house-dark-16", "house-light-16"])
+def test_few_colours(snap_compare: Compare, app: PrlApp, theme: str) -> None:
+    async def steps(pilot: Pilot[None]) -> None:
+        await looked("space")(pilot)
+        pilot.app.theme = theme
+        await settled(pilot)
+
+    assert snap_compare(app, terminal_size=SMALL, run_before=steps)
 
 
 def test_read_only_home(snap_compare: Compare, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Protocol, TypeAlias, runtime_checkable
 
+from textual import on
 from textual.app import ComposeResult
 from textual.binding import ActiveBinding, Binding, BindingType
 from textual.screen import Screen
@@ -272,6 +273,10 @@ class PlaceScreen(HouseScreen):
         super().show_action(entry)
         if self.can_show:
             self.command_line.entry = entry
+
+    @on(HouseHeader.ProblemsAsked)
+    def _problems_asked(self) -> None:
+        self.guide.go("problems")
 
     def action_go(self, number: int) -> None:
         """Open the place with that number; nothing for a number that has none."""

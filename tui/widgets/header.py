@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from rich.cells import cell_len
 from rich.text import Text
 from textual.app import RenderResult
+from textual.events import Click
+from textual.message import Message
 from textual.reactive import reactive
 from textual.widget import Widget
 
@@ -14,6 +16,7 @@ from tui import fmt
 from tui.palette import Palette, make_palette
 from tui.snapshot import Level, Part, RunRow, Snapshot
 
+PROBLEMS_WIDTH = 14  # cells at the right end that a click on the count of problems may hit
 MAIN_PARTS = ("trainer", "inference", "supervisor")
 
 
@@ -145,6 +148,13 @@ class HouseHeader(Widget):
     def __init__(self, *, read_only: bool) -> None:
         super().__init__()
         self._read_only = read_only
+
+    class ProblemsAsked(Message):
+        """The count of problems was clicked."""
+
+    def on_click(self, event: Click) -> None:
+        if event.y == 1 and event.x >= self.size.width - PROBLEMS_WIDTH:
+            self.post_message(self.ProblemsAsked())
 
     def render(self) -> RenderResult:
         palette = make_palette(self.app.theme_variables)

@@ -1,0 +1,42 @@
+"""When each run was heard of last, on our own clock: its machine may be ahead or behind, and skew invents no age.
+
+What a run writes as its time counts as long as we know no better. Once it has been seen to change, the moment when we
+saw that is at least as true; and a time from the future is only worth the moment when we saw it first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class _Sign:
+    said: float
+    seen_at: float
+    has_moved: bool
+
+
+class Signs:
+    """Keeps one sign a run. All times are Unix seconds."""
+
+    def __init__(self) -> None:
+        self._signs: dict[str, _Sign] = {}
+
+    def heard(self, said: Iterable[tuple[str, float | None]], now: float) -> dict[str, float]:
+        """(run id, time that it wrote) of all runs -> when each was heard of, never later than `now`."""
+        signs = {run_id: self._sign(run_id, time, now) for run_id, time in said if time is not None}
+        self._signs = signs
+        return {run_id: _heard(sign, now) for run_id, sign in signs.items()}
+
+    def _sign(self, run_id: str, said: float, now: float) -> _Sign:
+        known = self._signs.get(run_id)
+        if known is None:
+            return _Sign(said, now, False)
+        return known if known.said == said else _Sign(said, now, True)
+
+
+def _heard(sign: _Sign, now: float) -> float:
+    if sign.said > now:
+        return min(sign.seen_at, now)
+    return min(max(sign.said, sign.seen_at), now) if sign.has_moved else sign.said
