@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -88,11 +89,20 @@ class Palette:
         return colours[level]
 
 
+_NAMES = ("foreground", "background", "accent", "primary", "secondary", "success", "warning", "error")
+
+
 def make_palette(variables: Mapping[str, str]) -> Palette:
-    """From the theme's variables (`App.theme_variables`)."""
+    """From the theme's variables (`App.theme_variables`). Made once a theme: every line asks for it."""
+    return _make_palette(*(variables[name] for name in _NAMES))
+
+
+@functools.lru_cache(maxsize=8)
+def _make_palette(*colours: str) -> Palette:
+    named = dict(zip(_NAMES, colours, strict=True))
 
     def get(name: str) -> Color:
-        return Color.parse(variables[name])
+        return Color.parse(named[name])
 
     text, background = get("foreground"), get("background")
     return Palette(

@@ -219,9 +219,12 @@ class RunsTable(ScrollView, can_focus=True):
         return Style(bgcolor=style.bgcolor, reverse=(kind == "cursor" and self.app.no_color) or None)
 
     def _draw(self, row: RunRow, is_marked: bool, is_pinned: bool, width: int, background: Style) -> Strip:
-        palette = make_palette(self.app.theme_variables)
-        strips = [_gutter(is_marked, is_pinned, palette)]
-        pad = Strip([Segment(" " * PADDING)])
+        # One strip from plain segments: a line is drawn at each sign of life of its run.
+        palette, console, base = make_palette(self.app.theme_variables), self.app.console, self.rich_style + background
+        segments = [
+            Segment(part.text, base + (part.style or Style())) for part in _gutter(is_marked, is_pinned, palette)
+        ]
+        pad = Segment(" " * PADDING, base)
         for column in self._layout:
             cell = make_cell(column, row, palette, self._now)
             cell.truncate(column.width, overflow="ellipsis")
@@ -229,9 +232,11 @@ class RunsTable(ScrollView, can_focus=True):
                 cell.pad_left(column.width - cell.cell_len)
             cell.end = ""
             # A text draws its spans but leaves its own style to whoever prints it.
-            drawn = Strip(cell.render(self.app.console)).apply_style(self.app.console.get_style(cell.style))
-            strips += [pad, drawn.adjust_cell_length(column.width), pad]
-        return Strip.join(strips).adjust_cell_length(width).apply_style(self.rich_style + background)
+            own = base + console.get_style(cell.style)
+            segments.append(pad)
+            segments += [Segment(part.text, own + (part.style or Style())) for part in cell.render(console)]
+            segments.append(Segment(" " * (column.width - cell.cell_len + PADDING), base))
+        return Strip(segments).adjust_cell_length(width, base)
 
     # What a person does
 
