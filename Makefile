@@ -11,7 +11,7 @@ define CHECK_PYTHON
 endef
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-test install-gpu demo test check format bench bench-trainer bench-loop bench-discovery screenshots docs-check clean
+.PHONY: help install install-test install-gpu demo test check format bench bench-trainer bench-loop bench-discovery bench-tui screenshots docs-check clean
 
 help: ## list the commands
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -55,6 +55,9 @@ bench-loop: install-test ## the asynchronous loop: what the orchestrator costs
 
 bench-discovery: install-test ## how soon the trainer sees a new run; the idle supervisor
 	@$(BIN)/python -m benchmarks.run discovery
+
+bench-tui: install-test ## prl-tui in a pseudo terminal, beside wandb leet on the same numbers
+	@$(BIN)/python -m benchmarks.run tui
 
 screenshots: install-test ## pictures of prl-tui for the documents, from a demo that is run for them
 	@$(BIN)/python scripts/screenshots.py

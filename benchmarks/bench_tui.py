@@ -1,0 +1,249 @@
+"""`prl-tui` in a pseudo terminal, and `wandb leet` beside it on the same numbers: what one waits for, what it takes.
+
+Both are started as people start them, and timed by what is on the screen (`tui_terminal`). The clock begins before the
+process is made. Not measured of leet: what it has no counterpart for.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+
+from benchmarks.tui_house import BenchHouse, append, long_run_line, orchestrator_line, ten_metrics
+from benchmarks.tui_leet import WandbLog, history_record, make_runs, two_figures
+from benchmarks.tui_terminal import Screen, Terminal
+
+NUM_RUNS, NUM_STEPS, NUM_LIVE = 1000, 2000, 100
+LONG_STEPS = 100_000
+NUM_STARTS, NUM_KEYS, NUM_LINES = 5, 150, 8
+IDLE_S = 20.0
+Figures = dict[str, float]
+
+
+def run() -> Figures:
+    folder = Path(tempfile.mkdtemp(prefix="bench-tui-"))
+    try:
+        figures = ours(folder / "house", folder / "long")
+        leet = shutil.which("wandb", path=str(Path(sys.executable).parent))
+        if leet is not None:
+            found = leets(leet, folder / "leet" / "wandb", folder / "leet-long" / "wandb", folder)
+            figures |= {f"leet_{name}": value for name, value in found.items()}
+        return figures
+    finally:
+        shutil.rmtree(folder)
+
+
+def ours(path: Path, long_path: Path) -> Figures:
+    house = BenchHouse(path, num_runs=NUM_RUNS, num_steps=NUM_STEPS, num_live=NUM_LIVE)
+    command = [sys.executable, "-m", "tui", str(path)]
+    os.environ["XDG_STATE_HOME"] = str(path.parent / "state")
+    figures: Figures = {}
+    with going(house.beat, every_s=5.0):
+        figures["first_paint_s"] = median_start(command, _shows_live_row)
+        with Terminal(command) as terminal:
+            terminal.wait(_shows_live_row, "the first live row")
+            terminal.drain(6.0)  # until all that can be read was read
+            figures["idle_cpu"] = cpu_share(terminal)
+            figures["rss_mb"] = rss_mb(terminal)
+            figures["metric_to_screen_s"] = line_to_screen(
+                terminal, lambda step, value: append(house.run(3).orchestrator_metrics, orchestrator_line(step, value))
+            )
+    with going(house.step_all, every_s=1.0), Terminal(command) as terminal:
+        terminal.wait(_shows_curve, "the first live row")
+        terminal.drain(4.0)
+        figures["key_p95_ms"] = key_p95_ms(terminal, down="j", up="k", top=3)
+    figures["charts_100k_s"] = our_charts(long_path)
+    return figures
+
+
+def _shows_live_row(screen: Screen) -> object:
+    """The name, and a reward that stands only in its metrics file."""
+    row = screen.find("run_0000")
+    return row is not None and "0.848" in screen.text(row)
+
+
+def _shows_curve(screen: Screen) -> object:
+    row = screen.find("run_0000")
+    return row is not None and set("▂▃▄▅▆▇") & set(screen.text(row))
+
+
+def _shows_whole_curve(screen: Screen) -> object:
+    return "Checkpoints" in screen.text() and any(
+        f"{LONG_STEPS}│" in line and "step 1 " in line for line in screen.text().splitlines()
+    )
+
+
+def our_charts(path: Path) -> float:
+    """From the key that opens the run to the whole curve."""
+    house = BenchHouse(path, num_runs=1, num_steps=1, num_live=1)
+    lines = (long_run_line(step, LONG_STEPS) for step in range(1, LONG_STEPS + 1))
+    house.run(0).orchestrator_metrics.write_text("".join(lines))
+    house.step = LONG_STEPS
+    house.beat()
+    times = []
+    for _ in range(NUM_STARTS):
+        with Terminal([sys.executable, "-m", "tui", str(path)]) as terminal:
+            terminal.wait(lambda screen: screen.find("run_0000") is not None, "the run")
+            terminal.drain(1.5)
+            pressed_at = time.perf_counter()
+            terminal.press("\r")
+            times.append(terminal.wait(_shows_whole_curve, "the curve") - pressed_at)
+    return statistics.median(times)
+
+
+def leets(leet: str, path: Path, long_path: Path, home: Path) -> Figures:
+    """Offline, with settings of its own."""
+    os.environ |= {"HOME": str(home), "WANDB_MODE": "offline", "WANDB_ERROR_REPORTING": "false"}
+    records = (history_record(step, two_figures(step)) for step in range(1, NUM_STEPS + 1))
+    runs = make_runs(path, NUM_RUNS, records)
+    logs = [WandbLog(run) for run in runs[-NUM_LIVE:]]
+    step = NUM_STEPS
+
+    def step_all() -> None:
+        nonlocal step
+        step += 1
+        for log in logs:
+            log.write(history_record(step, two_figures(step)))
+            log.flush()
+
+    def first_curve(screen: Screen) -> object:
+        return screen.find(f"run{NUM_RUNS - 1:05d}") is not None and "0.848" in screen.text()
+
+    def add(number: int, value: float) -> None:
+        nonlocal step
+        step += 1
+        logs[-1].write(history_record(step, {"reward": value, "loss": 0.0, "lr": 1e-3}))
+        logs[-1].flush()
+
+    command = [leet, "leet", str(path)]
+    figures: Figures = {"first_paint_s": median_start(command, first_curve)}
+    with Terminal(command) as terminal:
+        terminal.wait(first_curve, "the first curve")
+        terminal.drain(6.0)
+        figures["idle_cpu"] = cpu_share(terminal)
+        figures["rss_mb"] = rss_mb(terminal)
+        # The newest value stands nowhere; the axis that has to hold it does.
+        measure(figures, "metric_to_screen_s", lambda: line_to_screen(terminal, add, factor=10.0))
+    with going(step_all, every_s=1.0), Terminal(command) as terminal:
+        terminal.wait(lambda screen: screen.find(f"run{NUM_RUNS - 1:05d}") is not None, "the list")
+        terminal.drain(4.0)
+        measure(figures, "key_p95_ms", lambda: key_p95_ms(terminal, down="j", up="k", top=1))
+    for log in logs:
+        log.close()
+    long_records = (history_record(step, ten_metrics(step)) for step in range(1, LONG_STEPS + 1))
+    (run,) = make_runs(long_path, 1, long_records)
+    # From the start of the process: it has no list to open a run from when it is given one.
+    figures["charts_100k_s"] = median_start([leet, "leet", str(run)], lambda screen: "100k" in screen.text())
+    return figures
+
+
+def measure(figures: Figures, name: str, take: Callable[[], float]) -> None:
+    """A figure that the other program may not be able to give: then it is left out, and said why."""
+    try:
+        figures[name] = take()
+    except (TimeoutError, RuntimeError) as error:
+        print(f"bench: leet gives no {name}: {str(error).splitlines()[0]}", file=sys.stderr)
+
+
+@contextmanager
+def going(work: Callable[[], None], *, every_s: float) -> Iterator[None]:
+    """`work` now, and every `every_s` in a thread meanwhile."""
+    stop = threading.Event()
+    work()
+
+    def repeat() -> None:
+        while not stop.wait(every_s):
+            work()
+
+    thread = threading.Thread(target=repeat)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
+
+
+def median_start(command: list[str], condition: Callable[[Screen], object]) -> float:
+    """From before the process to the condition; one start before, so that files are in the page cache."""
+    times = []
+    for _ in range(NUM_STARTS + 1):
+        with Terminal(command) as terminal:
+            times.append(terminal.wait(condition, "the first picture") - terminal.started_at)
+    return statistics.median(times[1:])
+
+
+def cpu_share(terminal: Terminal) -> float:
+    """Share of one core of the program and all that it started, while nobody touches it."""
+    before, began_at = _cpu_s(terminal), time.perf_counter()
+    terminal.drain(IDLE_S)
+    return (_cpu_s(terminal) - before) / (time.perf_counter() - began_at)
+
+
+def _processes(terminal: Terminal) -> list[psutil.Process]:
+    program = psutil.Process(terminal.process.pid)
+    return [program, *program.children(recursive=True)]
+
+
+def _cpu_s(terminal: Terminal) -> float:
+    return sum(sum(process.cpu_times()[:2]) for process in _processes(terminal))
+
+
+def rss_mb(terminal: Terminal) -> float:
+    return sum(process.memory_info().rss for process in _processes(terminal)) / 1e6
+
+
+def key_p95_ms(terminal: Terminal, *, down: str, up: str, top: int) -> float:
+    """From a key that moves the cursor to the cursor on its new line; 95th percentile."""
+    times = []
+    for number in range(NUM_KEYS):
+        at = cursor_row(terminal.screen, top)
+        forward = number // 10 % 2 == 0
+        wanted = at + (1 if forward else -1)
+        pressed_at = time.perf_counter()
+        terminal.press(down if forward else up)
+        moved_at = terminal.wait(lambda screen, row=wanted: _is_cursor(screen, row), "the cursor", timeout_s=10.0)
+        times.append(1000 * (moved_at - pressed_at))
+        # Not in step with the house's seconds.
+        terminal.drain(0.083)
+    return statistics.quantiles(times, n=20)[-1]
+
+
+def _is_cursor(screen: Screen, row: int) -> bool:
+    return screen.backs[row][3] not in (screen.backs[row - 1][3], screen.backs[row + 1][3])
+
+
+def cursor_row(screen: Screen, top: int) -> int:
+    """The first line from `top` on whose background is another than those above and below."""
+    found = next((row for row in range(top, screen.height - 2) if _is_cursor(screen, row)), None)
+    if found is None:
+        raise RuntimeError(f"no cursor to be seen:\n{screen.text()}")
+    return found
+
+
+def line_to_screen(terminal: Terminal, write: Callable[[int, float], None], *, factor: float = 1.0) -> float:
+    """From a new line in a metrics file to its figure on the screen; median over lines at uneven times."""
+    times = []
+    for number in range(NUM_LINES):
+        before = terminal.screen.text()
+        value = 0.111 + 0.1 * number if factor == 1.0 else factor ** (number + 1)
+        written_at = time.perf_counter()
+        write(NUM_STEPS + 1 + number, value)
+        words = f"{value:.3f}"
+
+        def is_there(screen: Screen, words: str = words, before: str = before) -> bool:
+            return words in screen.text() if factor == 1.0 else screen.text() != before
+
+        times.append(terminal.wait(is_there, words, timeout_s=30.0) - written_at)
+        terminal.drain(1.3 + 0.17 * number)
+    return statistics.median(times)
