@@ -20,6 +20,7 @@ from prime_rl.multinode.split import Plan, make_plan
 
 MAX_LAG_S = 2.0
 POLL_S = 0.25
+MENDED_AFTER_S = 60.0
 SYNC_PHASES = (Phase.ROLLOUT_DONE, Phase.FILES_READY, Phase.CONFIG_READY)
 
 
@@ -66,6 +67,7 @@ class World:
     restarts: bool = True
     num_tasks: int = 23
     kill_at: tuple[int, Phase] | None = None
+    cut_at: tuple[int, Phase] | None = None
     max_lag_s: float = MAX_LAG_S
     speed: float = 1.0
 
@@ -83,6 +85,7 @@ class World:
         self.nodes: dict[int, Node | None] = dict.fromkeys(range(self.num_nodes))
         self.exits: list[tuple[float, int, Exit]] = []
         self.killed: list[tuple[float, int]] = []
+        self.cut: list[tuple[float, int]] = []
         self.effects: list[tuple[float, str, str]] = []
         self.released: list[tuple[float, str, Position]] = []
         self._events: list[tuple[float, int, Callable[[], None]]] = []
@@ -152,7 +155,14 @@ class Node:
         )
         own = NodeRecord(rank, incarnation, 0, fingerprint=fingerprint, host=f"host{rank}", pid=1000 + rank)
         self.work = SimWork(self)
-        self.member = Member(setting, own, self, self.work, resume=self._resume, clock=self._clock)
+        self.member = Member(
+            setting, own, self, self.work, resume=self._resume, clock=self._clock, unreached=self._unreached
+        )
+
+    def _unreached(self) -> int:
+        """Rings at the master in vain: one a beat since this node was cut off the network."""
+        since = [at for at, rank in self.world.cut if rank == self.rank]
+        return int((self.world.now - since[0]) / self.member.setting.heartbeat_s) if since else 0
 
     def _clock(self) -> float:
         return self.world.now * self._rate + self._offset
@@ -165,7 +175,12 @@ class Node:
         own = self.member.own
         if world.kill_at and (self.rank, own.position and own.position.phase) == world.kill_at and not world.killed:
             world.kill(self.rank)
-        elif exit is not None:
+            return
+        if world.cut_at and (self.rank, own.position and own.position.phase) == world.cut_at and not world.cut:
+            world.cut.append((world.now, self.rank))
+            # Somebody mends it.
+            world.at(world.now + MENDED_AFTER_S, lambda: world.cut.__setitem__(0, (world.now, -1)))
+        if exit is not None:
             self.is_dead = True
             world.exited(self.rank, exit)
         else:
@@ -174,7 +189,9 @@ class Node:
     # -- Store ----
 
     def read_nodes(self) -> Mapping[int, NodeRecord]:
-        found = {rank: self.read(f"node_{rank}") for rank in range(self.world.num_nodes)}
+        # As for real: a worker needs the master's record and its own.
+        ranks = range(self.world.num_nodes) if self.rank == MASTER_RANK else (MASTER_RANK, self.rank)
+        found = {rank: self.read(f"node_{rank}") for rank in ranks}
         return {rank: record for rank, record in found.items() if record is not None}
 
     def read_group(self) -> GroupRecord | None:

@@ -163,10 +163,11 @@ class NodeStatus(Status, kw_only=True):
     failed. `seq` grows by one at every beat, every `heartbeat_s`: readers judge life by it (`contract.nodes`), for
     clocks differ. So times are durations by the node's own clock: `phase_s` since the phase began, `waited_s` since it
     arrived. `progress` grows within the phase's work. `epoch` grows at every restart of the group. `history` holds the
-    newest phases, oldest first; `weight` is its share of the tasks; `address` is where the others reach it; `reason`
-    why it ended. `incarnation` is a new word for each start of the node's process, `group` names the epoch that it has
-    joined ("" before), `fingerprint` is what has to be equal on all nodes, `word` is the state in the words of the
-    group's own decisions.
+    newest phases, oldest first; `weight` is its share of the tasks; `address` is where the others reach it. The master
+    answers at `port`; a worker has rung there in vain `unreached` times in a row. `reason` is why it ended.
+    `incarnation` is a new word for each start of the node's process, `group` names the epoch that it has joined (""
+    before), `fingerprint` is what has to be equal on all nodes, `word` is the state in the words of the group's own
+    decisions.
     """
 
     rank: int
@@ -179,6 +180,8 @@ class NodeStatus(Status, kw_only=True):
     weight: float = 1.0
     host: str = ""
     address: str = ""
+    port: int = 0
+    unreached: int = 0
     rl_phase: str = "both"
     epoch: int = 0
     seq: int = 0

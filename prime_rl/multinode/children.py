@@ -9,7 +9,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from prime_rl.contract.files import wait_for
@@ -21,11 +21,12 @@ NUM_TAIL_LINES = 5
 
 
 class Child:
-    """One process under a keeper. Its output goes to `log`."""
+    """One process under a keeper. Its output goes to `log`; `environment` is added to this node's."""
 
-    def __init__(self, name: str, argv: Sequence[str], log: Path) -> None:
+    def __init__(self, name: str, argv: Sequence[str], log: Path, environment: Mapping[str, str]) -> None:
         self.name = name
         self._log = log
+        self._is_asked = False
         log.parent.mkdir(exist_ok=True)
         with log.open("ab") as output:
             self._start = output.tell()
@@ -35,7 +36,7 @@ class Child:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                env={**os.environ, "PYTHONUNBUFFERED": "1"},
+                env={**os.environ, "PYTHONUNBUFFERED": "1", **environment},
             )
 
     @property
@@ -52,8 +53,13 @@ class Child:
             lines = file.read().decode(errors="replace").splitlines()[-NUM_TAIL_LINES:]
         return f"{self.name} ended with code {code} ({self._log}): {' | '.join(lines)}"
 
-    def end(self) -> None:
-        """End it and everything below it. Raises WaitTimeout when the kernel does not let go of it."""
-        if self.exit_code is None:
+    def ask_to_end(self) -> None:
+        """It and everything below it: the keeper sees to that. Returns at once; once is enough."""
+        if not self._is_asked and self.exit_code is None:
             self._process.send_signal(signal.SIGTERM)
-            wait_for(lambda: self.exit_code is not None, f"{self.name} to end", timeout_s=END_TIMEOUT_S)
+        self._is_asked = True
+
+    def end(self) -> None:
+        """Ask, and wait for it. Raises WaitTimeout when the kernel does not let go of it."""
+        self.ask_to_end()
+        wait_for(lambda: self.exit_code is not None, f"{self.name} to end", timeout_s=END_TIMEOUT_S)

@@ -27,6 +27,8 @@ from prime_rl.multinode.records import (
 )
 
 MASTER_RANK = 0
+# Rings in vain until a worker that beats counts as lost: as many as beats that are missed until one is suspect.
+CUT_OFF_AFTER_BEATS = SUSPECT_AFTER_BEATS
 
 
 @dataclass(frozen=True)
@@ -165,6 +167,7 @@ def _returning(setting: GroupSetting, group: GroupRecord, view: View) -> dict[in
         and rank < setting.num_nodes
         and node.word is NodeWord.JOINING
         and node.epoch == group.epoch
+        and node.unreached < CUT_OFF_AFTER_BEATS
         and not differences(setting.fingerprint, node.fingerprint)
         and _is_living(setting, view, rank)
     }
@@ -195,8 +198,10 @@ def _why_lost(setting: GroupSetting, group: GroupRecord, view: View, rank: int) 
         return f"{node} went to the group of epoch {node.epoch or 'none'}"
     if node.word.is_final:
         return _last_word(node)
+    where = node.position or "no phase yet"
+    if node.unreached >= CUT_OFF_AFTER_BEATS:
+        return f"{node} is cut off: it rang {node.unreached} times in vain at the master's address, last in {where}"
     if _health(setting, sighting, view.now) is Health.DEAD:
-        where = node.position or "no phase yet"
         return f"{node} is dead: no sign of life for {sighting.age_s(view.now):.1f} s, last in {where}"
     return None
 

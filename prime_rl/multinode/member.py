@@ -80,6 +80,7 @@ class Member:
 
     Args:
         resume: where the proofs on disk say that a new epoch goes on.
+        unreached: how often in a row the master did not answer over the network.
     """
 
     def __init__(
@@ -91,6 +92,7 @@ class Member:
         *,
         resume: Callable[[], Position],
         clock: Callable[[], float],
+        unreached: Callable[[], int] = lambda: 0,
     ) -> None:
         self.setting = setting
         self.own = own
@@ -101,6 +103,7 @@ class Member:
         self._resume = resume
         self._resume_at: Position | None = None
         self._clock = clock
+        self._unreached = unreached
         self._started_at = clock()
         self._since = self._started_at
         self._sightings: dict[int, Sighting] = {}
@@ -136,6 +139,7 @@ class Member:
         if self._nothing_is_left(now):
             return self._end(Exit(EXIT_DONE, f"done: {self.setting.max_iterations} iterations"))
         self._look_at_work(now)
+        self.own = replace(self.own, unreached=self._unreached())
         if self.own.rank == MASTER_RANK:
             self._lead(nodes, now)
         exit = self._follow(nodes, now)

@@ -25,9 +25,11 @@ from prime_rl.multinode.flags import NodeFlags, parse_flags
 from prime_rl.multinode.loop import drive
 from prime_rl.multinode.member import Member
 from prime_rl.multinode.phases import RULES, phases_of
+from prime_rl.multinode.reach import Doorbell, Ringer
 from prime_rl.multinode.records import EXIT_REFUSED, GroupSetting, NodeRecord
+from prime_rl.multinode.resume import find_resume
 from prime_rl.multinode.store import DiskStore, NodeFacts
-from prime_rl.multinode.work import PhaseWork, WorkSetting, find_resume
+from prime_rl.multinode.work import PhaseWork, WorkSetting
 from prime_rl.utils.logger import setup_logger
 from prime_rl.utils.network import own_address
 from prime_rl.utils.signals import StopFlag
@@ -70,6 +72,8 @@ def build_member(flags: NodeFlags) -> tuple[Member, Watcher]:
         address=(is_master and flags.master_addr) or own_address(),
         pid=os.getpid(),
     )
+    if is_master and flags.num_nodes > 1:
+        own = replace(own, port=Doorbell(own.incarnation).port)
     setting = GroupSetting(
         flags.rank,
         flags.num_nodes,
@@ -85,9 +89,12 @@ def build_member(flags: NodeFlags) -> tuple[Member, Watcher]:
     # Whom a worker must know: the master and itself. The rest is told by the master.
     store = DiskStore(output, facts, ranks=None if is_master else frozenset({MASTER_RANK, flags.rank}))
 
+    def master() -> NodeRecord | None:
+        return own if is_master else store.read_nodes().get(MASTER_RANK)
+
     def master_address() -> str | None:
-        master = own if is_master else store.read_nodes().get(MASTER_RANK)
-        return master.address if master else None
+        known = master()
+        return known.address if known else None
 
     work = PhaseWork(
         WorkSetting(
@@ -106,11 +113,12 @@ def build_member(flags: NodeFlags) -> tuple[Member, Watcher]:
     )
     member = Member(
         setting,
-        replace(own),
+        own,
         store,
         work,
         resume=lambda: find_resume(output, flags.rl_phase),
         clock=time.monotonic,
+        unreached=(lambda: 0) if is_master else Ringer(master, flags.config.heartbeat_s).count,
     )
     store.waiting_on = lambda: member.waiting_on
     return member, Watcher([output.multinode if is_master else output.group_status.parent], rescan_s=60.0)

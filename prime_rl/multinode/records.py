@@ -55,6 +55,8 @@ class NodeRecord:
         arrived: its work in `position` is done.
         progress: grows while it works; one that stands still while `seq` moves tells a stall.
         reason: why its word is final, or what it waits for.
+        port: where the master answers; 0 of a worker.
+        unreached: of a worker: beats since the master last answered it over the network.
     """
 
     rank: int
@@ -70,7 +72,9 @@ class NodeRecord:
     exit_code: int | None = None
     host: str = ""
     address: str = ""
+    port: int = 0
     pid: int = 0
+    unreached: int = 0
 
     def __str__(self) -> str:
         return f"node {self.rank} ({self.host}, pid {self.pid})"

@@ -150,6 +150,8 @@ class DiskStore:
             weight=self._facts.weight,
             host=record.host,
             address=record.address,
+            port=record.port,
+            unreached=record.unreached,
             rl_phase=self._facts.rl_phase,
             epoch=epoch_number(record.epoch),
             seq=record.seq,
@@ -185,6 +187,8 @@ def _record(status: NodeStatus) -> NodeRecord:
         reason=status.reason,
         host=status.host,
         address=status.address,
+        port=status.port,
+        unreached=status.unreached,
         pid=status.pid,
     )
 

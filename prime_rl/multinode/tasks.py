@@ -12,11 +12,16 @@ from prime_rl.multinode.member import Report
 
 
 class Task(Protocol):
-    """Some work under way."""
+    """Some work under way. None of this blocks: a node that waits for its own children would miss its beats."""
 
     def look(self) -> Report: ...
 
-    def stop(self) -> None: ...
+    def give_up(self) -> None:
+        """Ask what is under way to end."""
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether nothing of it runs any more."""
 
 
 class Now:
@@ -28,14 +33,19 @@ class Now:
     def look(self) -> Report:
         return Report(done=self._attempt())
 
-    def stop(self) -> None:
+    def give_up(self) -> None:
         """Nothing goes on between two looks."""
+
+    @property
+    def has_ended(self) -> bool:
+        return True
 
 
 class Process:
     """Work of one process, begun as soon as `start` has what it needs (before that it gives None).
 
     Args:
+        needs: why what it needs will never be there, or None.
         measure: grows as the work goes on.
         finish: what is left to see once the process has ended well; tried until true.
         is_shared: other nodes work on the same, so its failure may be theirs.
@@ -45,11 +55,13 @@ class Process:
         self,
         start: Callable[[], Child | None],
         *,
+        needs: Callable[[], str | None] = lambda: None,
         measure: Callable[[], int] = lambda: 0,
         finish: Callable[[], bool] = lambda: True,
         is_shared: bool = False,
     ) -> None:
         self._start = start
+        self._needs = needs
         self._measure = measure
         self._finish = finish
         self._is_shared = is_shared
@@ -60,16 +72,23 @@ class Process:
         if self._child is None:
             self._child = self._start()
         progress = self._measure()
-        if self._child is None or self._child.exit_code is None:
+        if self._child is None:
+            return Report(progress, error=self._needs())
+        if self._child.exit_code is None:
             return Report(progress)
         self._failure = self._failure or self._child.failure()
         if self._failure is not None:
             return Report(progress, error=self._failure, is_shared=self._is_shared)
         return Report(progress, done=self._finish())
 
-    def stop(self) -> None:
+    def give_up(self) -> None:
+        self._start = lambda: None
         if self._child is not None:
-            self._child.end()
+            self._child.ask_to_end()
+
+    @property
+    def has_ended(self) -> bool:
+        return self._child is None or self._child.exit_code is not None
 
 
 class InferenceServer:
@@ -88,16 +107,37 @@ class InferenceServer:
 
     def start(self) -> None:
         """Start it unless it runs."""
-        if self._child is None or self._child.exit_code is not None:
+        if self.has_ended:
             self._status_file.unlink(missing_ok=True)
             self._child = self._start()
 
-    def look(self) -> Report:
-        if self._child is not None and (failure := self._child.failure()):
-            return Report(error=failure)
-        return Report(done=self.url is not None)
+    def failure(self) -> str | None:
+        """Why it does not serve and never will."""
+        if self._child is None or self._child.exit_code is None:
+            return None
+        return self._child.failure() or "inference ended by itself"
 
-    def end(self) -> None:
+    def give_up(self) -> None:
         if self._child is not None:
-            self._child.end()
-        self._child = None
+            self._child.ask_to_end()
+
+    @property
+    def has_ended(self) -> bool:
+        return self._child is None or self._child.exit_code is not None
+
+
+class Serving:
+    """Waits until the server serves. The server outlives it."""
+
+    def __init__(self, server: InferenceServer) -> None:
+        self._server = server
+
+    def look(self) -> Report:
+        return Report(done=self._server.url is not None, error=self._server.failure())
+
+    def give_up(self) -> None:
+        """The server goes on."""
+
+    @property
+    def has_ended(self) -> bool:
+        return True

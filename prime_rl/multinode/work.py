@@ -8,6 +8,7 @@ which phase is not decided here (`decide`).
 from __future__ import annotations
 
 import hashlib
+import os
 import shutil
 import sys
 from collections.abc import Callable, Mapping
@@ -18,25 +19,18 @@ import msgspec
 import tomli_w
 
 from prime_rl.configs.multinode import RUN_ID, MultinodeConfig
-from prime_rl.contract.files import staged_dir, write_atomic
-from prime_rl.contract.layout import IterationDir, OutputDir, stable_marker
+from prime_rl.contract.files import staged_dir, wait_for, write_atomic
+from prime_rl.contract.layout import IterationDir, OutputDir, list_steps, stable_marker
 from prime_rl.contract.rank_files import read_rank_file
 from prime_rl.contract.shares import JoinRequest, MakeRequest, Split
-from prime_rl.multinode.children import Child
+from prime_rl.multinode.children import END_TIMEOUT_S, Child
 from prime_rl.multinode.decide import MASTER_RANK
 from prime_rl.multinode.member import Report
-from prime_rl.multinode.phases import Phase, Position, RlPhase, eval_is_due, first_position
+from prime_rl.multinode.phases import Phase, Position, RlPhase, eval_is_due
 from prime_rl.multinode.records import GroupRecord
 from prime_rl.multinode.split import Plan, make_plan
-from prime_rl.multinode.tasks import InferenceServer, Now, Process, Task
-
-# Proofs, the last first, and where a group goes on that has it and none before it in this list.
-_AFTER = (
-    ("checkpoint", Phase.RESTART_INFERENCE),
-    ("update", Phase.CONFIG_READY),
-    ("eval", Phase.STOP_INFERENCE),
-    ("train", Phase.EVAL_ROLLOUT),
-)
+from prime_rl.multinode.tasks import InferenceServer, Now, Process, Serving, Task
+from prime_rl.utils.network import interface_of
 
 
 @dataclass(frozen=True)
@@ -62,19 +56,6 @@ class WorkSetting:
     max_iterations: int | None
 
 
-def find_resume(output: OutputDir, rl_phase: RlPhase) -> Position:
-    """Where a new epoch goes on: after the last proof that is complete."""
-    iteration = 1
-    while output.iteration(iteration).proof("done").exists():
-        iteration += 1
-    folder = output.iteration(iteration)
-    opening = first_position(rl_phase, iteration)
-    for name, phase in _AFTER:
-        if folder.proof(name).exists():
-            return max(Position(iteration, phase), opening)
-    return opening
-
-
 class PhaseWork:
     """The work of one node; see `Work` in `member`."""
 
@@ -84,37 +65,49 @@ class PhaseWork:
         self._output = output
         self._run = output.run(RUN_ID)
         self._task: Task | None = None
+        self._given_up: Task | None = None
         self._position = Position(0, Phase.START)
         self._group: GroupRecord | None = None
         self._server = InferenceServer(self._start_server, self._status_file)
 
     def begin(self, position: Position, group: GroupRecord) -> None:
         if self._task is not None:
-            self._task.stop()
+            self._task.give_up()
         self._position, self._group = position, group
-        self._iteration.path.mkdir(parents=True, exist_ok=True)
-        self._task = self._make_task(position.phase)
+        self._given_up, self._task = self._task, None
 
     def look(self) -> Report:
-        assert self._task is not None
-        return self._task.look()
+        try:
+            if self._task is None:
+                if self._given_up is not None and not self._given_up.has_ended:
+                    return Report()
+                self._iteration.path.mkdir(parents=True, exist_ok=True)
+                self._task = self._make_task(self._position.phase)
+            return self._task.look()
+        except (OSError, ValueError) as error:  # a full disk, a shared folder that is gone, a damaged proof
+            return Report(error=f"{type(error).__name__}: {error}")
 
     def stop(self) -> None:
-        """End everything that this node has started."""
-        if self._task is not None:
-            self._task.stop()
-        self._server.end()
+        """End everything that this node has started, and wait for it."""
+        for task in (self._task, self._given_up, self._server):
+            if task is not None:
+                task.give_up()
+        wait_for(lambda: self._is_idle, "what this node has started to end", timeout_s=END_TIMEOUT_S)
+
+    @property
+    def _is_idle(self) -> bool:
+        return all(task is None or task.has_ended for task in (self._task, self._given_up, self._server))
 
     # -- which work ----
 
     def _make_task(self, phase: Phase) -> Task:
         works: Mapping[Phase, Callable[[], Task]] = {
-            Phase.START: self._serve,
+            Phase.START: self._begin,
             Phase.TRAIN_ROLLOUT: lambda: self._rollout("train"),
             Phase.EVAL_ROLLOUT: lambda: self._rollout("eval"),
             Phase.STOP_INFERENCE: self._stop_serving,
             Phase.TRAIN: self._train,
-            Phase.RESTART_INFERENCE: self._serve,
+            Phase.RESTART_INFERENCE: self._restart,
         }
         of_master: Mapping[Phase, Callable[[], Task]] = {
             Phase.FILES_READY: lambda: Now(lambda: self._sources("train") is not None),
@@ -146,8 +139,11 @@ class PhaseWork:
 
     @property
     def _version(self) -> int:
-        """The policy version that makes this iteration's rollouts."""
-        return self._steps[0] - 1
+        """The policy version that makes this iteration's rollouts. Where nobody trains it stays the newest there is."""
+        wanted = self._steps[0] - 1
+        if self._setting.rl_phase is not RlPhase.ROLLOUT:
+            return wanted
+        return min(wanted, max(list_steps(self._run.broadcast, stable_only=True), default=0))
 
     # -- servers ----
 
@@ -155,15 +151,22 @@ class PhaseWork:
     def _status_file(self) -> Path:
         return self._output.multinode / f"inference_{self._setting.rank}.json"
 
-    def _serve(self) -> Task:
+    def _begin(self) -> Task:
+        """The server gets ready while the group goes on; who needs it waits for it."""
         if self._is_master:
             self._write_run()
         self._server.start()
-        return _Serving(self._server)
+        return Now(lambda: True)
+
+    def _restart(self) -> Task:
+        if self._position.iteration == self._setting.max_iterations:
+            return Now(lambda: True)
+        self._server.start()
+        return Serving(self._server)
 
     def _stop_serving(self) -> Task:
-        self._server.end()
-        return Now(lambda: True)
+        self._server.give_up()
+        return Now(lambda: self._server.has_ended)
 
     def _start_server(self) -> Child:
         toml = self._output.multinode / f"inference_{self._setting.rank}.toml"
@@ -206,7 +209,7 @@ class PhaseWork:
             )
             return self._worker("make", split, request)
 
-        return Process(start, measure=lambda: _size(rank_file))
+        return Process(start, needs=self._server.failure, measure=lambda: _size(rank_file))
 
     def _write_plan(self, split: Split) -> None:
         assert self._group is not None
@@ -252,7 +255,7 @@ class PhaseWork:
         return sources if sources.keys() == set(self._tasks(split)) else None
 
     def _aggregate(self) -> bool:
-        if self._iteration.proof("train").exists():
+        if self._iteration.proof("train").exists() or not self._tasks("train"):
             return True
         sources = self._sources("train")
         if sources is None:
@@ -280,26 +283,47 @@ class PhaseWork:
         self._write_run()
         toml = self._config.trainer_toml(self._output.path) | {"stop_after_step": self._steps[-1]}
         write_atomic(self._trainer_toml, tomli_w.dumps(toml))
-        proof = msgspec.json.decode(self._iteration.proof("train").read_bytes())
+        sources = self._sources_to_train()
         return Process(
-            lambda: self._join("train", proof["sources"], self._steps, "update"),
+            lambda: self._join("train", sources, self._steps, "update"),
             finish=self._iteration.proof("update").exists,
         )
+
+    def _sources_to_train(self) -> dict[str, str]:
+        """Raises ValueError when this iteration has no rollouts that an update may learn from."""
+        path = self._iteration.proof("train")
+        if not path.exists():
+            raise ValueError(f"{path} is not there: make the rollouts first, with --rl-phase rollout")
+        proof = msgspec.json.decode(path.read_bytes())
+        if proof["policy_version"] != self._version:
+            found = f"{path}: rollouts of policy version {proof['policy_version']}"
+            raise ValueError(f"{found} cannot train version {self._steps[0]}; only those of {self._version} can")
+        return dict(proof["sources"])
 
     @property
     def _trainer_toml(self) -> Path:
         return self._iteration.path / "trainer.toml"
 
     def _train(self) -> Task:
-        self._server.end()
+        self._server.give_up()  # of a group that came here from its first phase
+        if self._is_published():  # by those who were killed right after; a trainer would wait for more to do
+            return Now(lambda: self._server.has_ended)
 
         def start() -> Child | None:
             master = self._setting.master()
-            return self._child("trainer", self._torchrun(master)) if master else None
+            if master is None or not self._server.has_ended:
+                return None
+            return self._child("trainer", self._torchrun(master), self._network())
 
         return Process(
             start, measure=lambda: _size(self._run.trainer_metrics), finish=self._is_published, is_shared=True
         )
+
+    def _network(self) -> dict[str, str]:
+        """The ranks meet on this node's interface, not on the one that its name happens to lead to (often loopback)."""
+        names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+        interface = interface_of(self._setting.address)
+        return {name: interface for name in names if interface and name not in os.environ}
 
     def _torchrun(self, master: str) -> list[str]:
         assert self._group is not None
@@ -350,21 +374,8 @@ class PhaseWork:
         argv = [sys.executable, "-m", "prime_rl.orchestrator.share", what, str(path)]
         return self._child(f"{split}_{what}", argv)
 
-    def _child(self, name: str, argv: list[str]) -> Child:
-        return Child(name, argv, self._output.log(f"node_{self._setting.rank}_{name}"))
-
-
-class _Serving:
-    """Waits until the server serves; the server outlives the phase."""
-
-    def __init__(self, server: InferenceServer) -> None:
-        self._server = server
-
-    def look(self) -> Report:
-        return self._server.look()
-
-    def stop(self) -> None:
-        """The server goes on."""
+    def _child(self, name: str, argv: list[str], environment: Mapping[str, str] | None = None) -> Child:
+        return Child(name, argv, self._output.log(f"node_{self._setting.rank}_{name}"), environment or {})
 
 
 def _size(path: Path) -> int:

@@ -20,7 +20,8 @@ from types import FrameType
 import psutil
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
-GRACE_S = 5.0
+# Nothing that is kept here needs longer: what it has written survives SIGKILL.
+GRACE_S = 1.5
 POLL_S = 0.1
 
 

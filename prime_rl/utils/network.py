@@ -12,6 +12,14 @@ LOOPBACK = "127.0.0.1"
 OUTSIDE = ("192.0.2.1", 9)
 
 
+def interface_of(address: str) -> str | None:
+    """The name of the interface that has `address`, or None when none of this machine's has."""
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(each.address == address for each in addresses):
+            return name
+    return None
+
+
 def own_address() -> str:
     """The IPv4 address of the interface that leads outside, else of any that is not the loopback, else loopback."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):

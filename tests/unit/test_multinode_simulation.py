@@ -72,6 +72,17 @@ def test_a_kill_at_each_phase_costs_nothing(phase: Phase, elastic: bool, rank: i
     check_finished(world)
 
 
+@pytest.mark.parametrize("phase", [Phase.TRAIN_ROLLOUT, Phase.TRAIN])
+@pytest.mark.parametrize("elastic", [False, True])
+def test_a_node_that_is_cut_off_is_named_and_the_group_goes_on_when_it_is_back(phase: Phase, elastic: bool) -> None:
+    world = World(7, 3, elastic=elastic, cut_at=(2, phase), chaos_until_s=0.0, max_lag_s=0.5, speed=8)
+    world.run(LIMIT_S)
+    (_, first, exit), *_ = world.exits
+    assert exit.code == EXIT_TRY_AGAIN and (first == 2 or not elastic)
+    assert "node 2 (host2, pid 1002) is cut off: it rang" in exit.reason
+    check_finished(world)
+
+
 def test_survivors_of_an_elastic_group_go_on_alone() -> None:
     world = World(3, 4, elastic=True, restarts=False, kill_at=(2, Phase.TRAIN_ROLLOUT), chaos_until_s=0.0)
     world.run(LIMIT_S)

@@ -1,0 +1,79 @@
+"""Whether a worker reaches the master over the network, which the shared folder cannot tell: one TCP greeting a beat.
+
+The master answers every connection with its incarnation, so a worker knows that it is the right one. What a worker
+finds stands in its record as `unreached`; what follows from it is decided elsewhere (`decide`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Callable
+
+from prime_rl.contract.nodes import LIMITS
+from prime_rl.multinode.records import NodeRecord
+
+BACKLOG = 1024
+ANSWER_TIMEOUT_S = 1.0
+# Three rings in vain take no longer than the silence of a node that is called dead.
+GRACE_S = LIMITS.dead_grace_s / LIMITS.suspect_after_beats
+
+
+class Doorbell:
+    """The master's side: a port of its own at which it says who it is."""
+
+    def __init__(self, incarnation: str) -> None:
+        self._word = incarnation.encode()
+        self._socket = socket.create_server(("", 0), backlog=BACKLOG)
+        self.port: int = self._socket.getsockname()[1]
+        threading.Thread(target=self._answer, name="doorbell", daemon=True).start()
+
+    def _answer(self) -> None:
+        while True:
+            try:
+                caller, _ = self._socket.accept()
+            except OSError:
+                return
+            with caller, contextlib.suppress(OSError):
+                caller.settimeout(ANSWER_TIMEOUT_S)
+                caller.sendall(self._word)
+
+
+class Ringer:
+    """A worker's side: rings once a beat in a thread of its own, and counts the misses since the last answer.
+
+    Args:
+        master: the master as it is known now.
+    """
+
+    def __init__(self, master: Callable[[], NodeRecord | None], every_s: float) -> None:
+        self._misses = 0
+        self._master = master
+        self._every_s = every_s
+        threading.Thread(target=self._ring, name="ringer", daemon=True).start()
+
+    def count(self) -> int:
+        return self._misses
+
+    def _ring(self) -> None:
+        while True:
+            began_s = time.monotonic()
+            master = self._master()
+            if master is not None and master.port and not master.word.is_final:
+                self._misses = 0 if answers(master, self._every_s + GRACE_S) else self._misses + 1
+            time.sleep(max(0.0, self._every_s - (time.monotonic() - began_s)))
+
+
+def answers(master: NodeRecord, timeout_s: float) -> bool:
+    """Whether that very master is at its address."""
+    expected = master.incarnation.encode()
+    try:
+        with socket.create_connection((master.address, master.port), timeout=timeout_s) as line:
+            found = b""
+            while len(found) < len(expected) and (more := line.recv(len(expected) - len(found))):
+                found += more
+    except OSError:
+        return False
+    return found == expected

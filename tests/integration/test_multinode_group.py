@@ -1,0 +1,126 @@
+"""Three real nodes over one folder: iterations with rollouts, evaluation and training; kills; somebody who leaves."""
+
+from __future__ import annotations
+
+import math
+import os
+import socket
+import statistics
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from prime_rl.contract.layout import list_steps
+from prime_rl.multinode.phases import Phase
+from tests.multinode_support import CONFIG, HEARTBEAT_S, Nodes, interrupt
+
+GROUPS = 32
+ROLLOUTS = 8
+UPDATES = 4
+EXAMPLES = 64
+TOLERANCE = 1e-4
+PHASES = list(Phase) if os.environ.get("PRL_ALL_PHASES") else [Phase.TRAIN_ROLLOUT, Phase.PREPARE, Phase.TRAIN]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def config(model: Path) -> str:
+    return CONFIG.format(
+        model=model,
+        groups=GROUPS,
+        rollouts=ROLLOUTS,
+        examples=EXAMPLES,
+        updates=UPDATES,
+        heartbeat_s=HEARTBEAT_S,
+        port=free_port(),
+    )
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, able_model: Path) -> Iterator[Nodes]:
+    """Two iterations, with evaluation."""
+    nodes = Nodes(tmp_path_factory.mktemp("group"), config(able_model), "--max-iterations 2 --eval-interval 1")
+    try:
+        nodes.start()
+        assert nodes.wait() == {0: 0, 1: 0, 2: 0}, nodes.last_line(0)
+        yield nodes
+    finally:
+        nodes.kill_all()
+
+
+def test_two_iterations_make_each_task_once_and_train(undisturbed: Nodes) -> None:
+    nodes = undisturbed
+    nodes.check_nothing_is_left()
+    run = nodes.output.run("run_multinode")
+    for iteration in (1, 2):
+        tasks = [str(task) for task in range((iteration - 1) * GROUPS, iteration * GROUPS)]
+        aggregate = nodes.proof(iteration, "train")
+        assert sorted(aggregate["sources"], key=int) == tasks
+        assert sorted(nodes.made(iteration), key=int) == tasks
+        assert len(set(aggregate["sources"].values())) == 3, "every node has made some"
+        assert aggregate["policy_version"] == (iteration - 1) * UPDATES
+        assert nodes.proof(iteration, "update")["num_rollouts"] == ROLLOUTS * GROUPS
+        assert (nodes.output.iteration(iteration).path / "adapter" / "adapter_model.safetensors").exists()
+        assert nodes.proof(iteration, "checkpoint")["step"] == iteration * UPDATES
+        assert nodes.proof(iteration, "eval")["num_rollouts"] == EXAMPLES
+    assert list_steps(run.broadcast, stable_only=True)[-1] == 2 * UPDATES
+    assert 2 * UPDATES in list_steps(run.checkpoints, stable_only=True)
+    rise, noise = paired(nodes.rewards(1, "eval"), nodes.rewards(2, "eval"))
+    assert rise > 2 * noise, f"{rise:.3f} beside {noise:.3f}"
+
+
+def paired(before: dict[str, float], after: dict[str, float]) -> tuple[float, float]:
+    """Mean difference of the same examples, and its standard error."""
+    differences = [after[task] - before[task] for task in before]
+    return statistics.mean(differences), statistics.stdev(differences) / math.sqrt(len(differences))
+
+
+def test_kills_cost_no_task_and_change_nothing(tmp_path: Path, able_model: Path, undisturbed: Nodes) -> None:
+    nodes = Nodes(tmp_path, config(able_model), "--max-iterations 1")
+    try:
+        for phase in PHASES:
+            victim = phase % 3
+            nodes.start(kill=(victim, phase))
+            codes = nodes.wait()
+            assert codes == {rank: -9 if rank == victim else 75 for rank in range(3)}, (phase, nodes.last_line(0))
+            for rank in {0, 1, 2} - {victim}:
+                said = nodes.last_line(rank)
+                assert f"node {victim} (" in said and "no sign of life for" in said, said
+                assert f"phase {int(phase)} (" in said, said
+            nodes.check_nothing_is_left()
+        nodes.start()
+        assert nodes.wait() == {0: 0, 1: 0, 2: 0}, nodes.last_line(0)
+        nodes.check_nothing_is_left()
+        assert nodes.made(1) == sorted(nodes.proof(1, "train")["sources"]), "no task was made twice"
+        assert nodes.results(1) == undisturbed.results(1)
+        # What is sampled is the same to the last token; the order in which ranks add up is not.
+        ours, theirs = (
+            load_file(each.output.iteration(1).path / "adapter" / "adapter_model.safetensors")
+            for each in (nodes, undisturbed)
+        )
+        for name, weight in theirs.items():
+            assert np.linalg.norm(ours[name] - weight) <= TOLERANCE * np.linalg.norm(weight), name
+    finally:
+        nodes.kill_all()
+
+
+def test_one_that_is_interrupted_ends_the_group_and_all_say_who(tmp_path: Path, able_model: Path) -> None:
+    nodes = Nodes(tmp_path, config(able_model), "--max-iterations 1")
+    try:
+        nodes.start()
+        nodes.wait_phase(1, Phase.TRAIN_ROLLOUT)
+        interrupt(nodes.running[1])
+        assert nodes.wait() == {0: 130, 1: 130, 2: 130}, nodes.last_line(0)
+        assert all(
+            "node 1 (" in nodes.last_line(rank) and "left in iteration 1" in nodes.last_line(rank) for rank in (0, 2)
+        )
+        nodes.check_nothing_is_left()
+    finally:
+        nodes.kill_all()

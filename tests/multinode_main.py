@@ -1,0 +1,53 @@
+"""A node that is killed in the phase that `PRL_TEST_KILL_AT` names, once it has said that it is there.
+
+Where the work of a phase takes time it dies half way through. In phases of an odd number all that it has started is
+killed with it, in the others only the node itself.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+
+import psutil
+
+from prime_rl.multinode import node
+from prime_rl.multinode.member import Report
+from prime_rl.multinode.phases import Phase
+from prime_rl.multinode.records import NodeRecord
+from prime_rl.multinode.store import DiskStore
+from prime_rl.multinode.work import PhaseWork
+from tests.multinode_support import KILL_AT
+
+PHASE = Phase(int(os.environ[KILL_AT]))
+IS_LONG = PHASE in (Phase.TRAIN_ROLLOUT, Phase.EVAL_ROLLOUT, Phase.TRAIN)
+
+
+def die() -> None:
+    if PHASE % 2:
+        for process in psutil.Process().children(recursive=True):
+            process.kill()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+class DoomedStore(DiskStore):
+    def write_node(self, record: NodeRecord) -> None:
+        super().write_node(record)
+        is_there = record.position is not None and record.position.phase is PHASE
+        if is_there and (record.arrived or not IS_LONG):
+            die()
+
+
+class DoomedWork(PhaseWork):
+    def look(self) -> Report:
+        report = super().look()
+        if IS_LONG and self._position.phase is PHASE and report.progress:
+            die()
+        return report
+
+
+if __name__ == "__main__":
+    node.PhaseWork = DoomedWork  # type: ignore[misc]
+    node.DiskStore = DoomedStore  # type: ignore[misc]
+    sys.exit(node.main())
