@@ -11,7 +11,7 @@ define CHECK_PYTHON
 endef
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-test install-gpu demo test check format bench bench-trainer bench-loop bench-discovery bench-tui screenshots docs-check clean
+.PHONY: help install install-test install-gpu demo test check format bench bench-trainer bench-loop bench-discovery bench-tui bench-multinode screenshots docs-check clean
 
 help: ## list the commands
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -61,6 +61,9 @@ bench-tui: install-test ## prl-tui in a pseudo terminal, beside wandb leet on th
 
 screenshots: install-test ## pictures of prl-tui for the documents, from a demo that is run for them
 	@$(BIN)/python scripts/screenshots.py
+
+bench-multinode: install-test ## a group of nodes: what barriers and waiting cost, how soon a death is seen
+	@$(BIN)/python -m benchmarks.run multinode
 
 docs-check: install-test ## the commands and names that the documents mention are real
 	@$(BIN)/python -m pytest -q tests/test_docs.py

@@ -1,0 +1,74 @@
+"""`python -m benchmarks.multinode_part RANK NUM_NODES FOLDER NUM_ITERATIONS HOLD`: one node whose work takes no time.
+
+With HOLD 1 the last rank never ends its rollouts, so all others wait for it. The master prints the seconds of each
+iteration. Also makes the members of a group that lives in one process.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import secrets
+import socket
+import sys
+import time
+from pathlib import Path
+
+from prime_rl.contract.layout import OutputDir
+from prime_rl.multinode.decide import MASTER_RANK
+from prime_rl.multinode.loop import drive
+from prime_rl.multinode.member import Member, Report
+from prime_rl.multinode.phases import Phase, Position, RlPhase, first_position
+from prime_rl.multinode.records import GroupRecord, GroupSetting, NodeRecord
+from prime_rl.multinode.store import DiskStore, NodeFacts
+from prime_rl.utils.signals import StopFlag
+from prime_rl.utils.watch import Watcher
+
+
+class NoWork:
+    """Done at once, but for the phase in which it is held."""
+
+    def __init__(self, held_in: Phase | None) -> None:
+        self._held_in = held_in
+        self._phase = Phase.START
+        self.began: dict[int, float] = {}
+
+    def begin(self, position: Position, group: GroupRecord) -> None:
+        self._phase = position.phase
+        self.began.setdefault(position.iteration, time.perf_counter())
+
+    def look(self) -> Report:
+        return Report(done=self._phase is not self._held_in)
+
+    def stop(self) -> None:
+        pass
+
+    def iterations_s(self) -> list[float]:
+        began = list(self.began.values())
+        return [after - before for before, after in itertools.pairwise(began)]
+
+
+def make_member(rank: int, num_nodes: int, output: OutputDir, num_iterations: int, work: NoWork) -> Member:
+    fingerprint = {"--num-nodes": str(num_nodes)}
+    setting = GroupSetting(rank, num_nodes, RlPhase.BOTH, fingerprint, max_iterations=num_iterations)
+    own = NodeRecord(rank, secrets.token_hex(8), 0, fingerprint=fingerprint, host=socket.gethostname(), pid=os.getpid())
+    ranks = None if rank == MASTER_RANK else frozenset({MASTER_RANK, rank})
+    store = DiskStore(output, NodeFacts(num_nodes, 1.0, "both", setting.heartbeat_s), ranks=ranks)
+    return Member(setting, own, store, work, resume=lambda: first_position(RlPhase.BOTH, 1), clock=time.monotonic)
+
+
+def main(argv: list[str]) -> int:
+    rank, num_nodes, num_iterations, hold = int(argv[0]), int(argv[1]), int(argv[3]), argv[4] == "1"
+    output = OutputDir(Path(argv[2]))
+    is_held = hold and rank == num_nodes - 1
+    work = NoWork(Phase.TRAIN_ROLLOUT if is_held else None)
+    member = make_member(rank, num_nodes, output, num_iterations, work)
+    with Watcher([output.multinode if rank == MASTER_RANK else output.group_status.parent], rescan_s=60.0) as watcher:
+        exit = drive(member, watcher, StopFlag().install(), say=lambda words: None)
+    if rank == MASTER_RANK:
+        print(*work.iterations_s())
+    return exit.code
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
