@@ -159,7 +159,7 @@ class Node:
             setting, own, self, self.work, resume=self._resume, clock=self._clock, unreached=self._unreached
         )
 
-    def _unreached(self) -> int:
+    def _unreached(self, epoch: str) -> int:
         """Rings at the master in vain: one a beat since this node was cut off the network."""
         since = [at for at, rank in self.world.cut if rank == self.rank]
         return int((self.world.now - since[0]) / self.member.setting.heartbeat_s) if since else 0

@@ -80,7 +80,7 @@ class Member:
 
     Args:
         resume: where the proofs on disk say that a new epoch goes on.
-        unreached: how often in a row the master did not answer over the network.
+        unreached: how often in a row the master of an epoch did not answer over the network.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class Member:
         *,
         resume: Callable[[], Position],
         clock: Callable[[], float],
-        unreached: Callable[[], int] = lambda: 0,
+        unreached: Callable[[str], int] = lambda epoch: 0,
     ) -> None:
         self.setting = setting
         self.own = own
@@ -139,7 +139,7 @@ class Member:
         if self._nothing_is_left(now):
             return self._end(Exit(EXIT_DONE, f"done: {self.setting.max_iterations} iterations"))
         self._look_at_work(now)
-        self.own = replace(self.own, unreached=self._unreached())
+        self.own = replace(self.own, unreached=self._unreached(self.own.epoch))
         if self.own.rank == MASTER_RANK:
             self._lead(nodes, now)
         exit = self._follow(nodes, now)

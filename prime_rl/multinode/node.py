@@ -118,7 +118,7 @@ def build_member(flags: NodeFlags) -> tuple[Member, Watcher]:
         work,
         resume=lambda: find_resume(output, flags.rl_phase),
         clock=time.monotonic,
-        unreached=(lambda: 0) if is_master else Ringer(master, flags.config.heartbeat_s).count,
+        unreached=(lambda epoch: 0) if is_master else Ringer(master, flags.config.heartbeat_s).count,
     )
     store.waiting_on = lambda: member.waiting_on
     return member, Watcher([output.multinode if is_master else output.group_status.parent], rescan_s=60.0)

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 
 from prime_rl.contract.nodes import LIMITS
-from prime_rl.multinode.records import NodeRecord
+from prime_rl.multinode.records import NodeRecord, epoch_master
 
 BACKLOG = 1024
 ANSWER_TIMEOUT_S = 1.0
@@ -49,20 +49,25 @@ class Ringer:
     """
 
     def __init__(self, master: Callable[[], NodeRecord | None], every_s: float) -> None:
-        self._misses = 0
+        # With the incarnation that was rung: misses at a dead master's door say nothing of the next one's.
+        self._misses = ("", 0)
         self._master = master
         self._every_s = every_s
         threading.Thread(target=self._ring, name="ringer", daemon=True).start()
 
-    def count(self) -> int:
-        return self._misses
+    def count(self, epoch: str) -> int:
+        """Misses at the door of that epoch's master."""
+        incarnation, misses = self._misses
+        return misses if incarnation == epoch_master(epoch) else 0
 
     def _ring(self) -> None:
         while True:
             began_s = time.monotonic()
             master = self._master()
             if master is not None and master.port and not master.word.is_final:
-                self._misses = 0 if answers(master, self._every_s + GRACE_S) else self._misses + 1
+                before = self._misses[1] if self._misses[0] == master.incarnation else 0
+                misses = 0 if answers(master, self._every_s + GRACE_S) else before + 1
+                self._misses = (master.incarnation, misses)
             time.sleep(max(0.0, self._every_s - (time.monotonic() - began_s)))
 
 

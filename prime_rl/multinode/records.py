@@ -56,7 +56,7 @@ class NodeRecord:
         progress: grows while it works; one that stands still while `seq` moves tells a stall.
         reason: why its word is final, or what it waits for.
         port: where the master answers; 0 of a worker.
-        unreached: of a worker: beats since the master last answered it over the network.
+        unreached: of a worker: beats since the master of its epoch last answered it over the network.
     """
 
     rank: int
@@ -140,3 +140,8 @@ def epoch_number(epoch: str) -> int:
     """ "3-9f2c" -> 3; anything else -> 0."""
     number = epoch.partition("-")[0]
     return int(number) if number.isdecimal() else 0
+
+
+def epoch_master(epoch: str) -> str:
+    """ "3-9f2c" -> "9f2c", the incarnation of the master of that epoch."""
+    return epoch.partition("-")[2]

@@ -64,6 +64,7 @@ def test_rings_in_vain_are_counted_until_there_is_an_answer() -> None:
     bell = Doorbell("word")
     known = [NodeRecord(0, "word", 1, address="127.0.0.1", port=1)]
     ringer = Ringer(lambda: known[0], 0.01)
-    wait_for(lambda: ringer.count() >= 3, "three rings in vain", timeout_s=30.0)
+    wait_for(lambda: ringer.count("1-word") >= 3, "three rings in vain", timeout_s=30.0)
+    assert ringer.count("2-next") == 0, "who was rung before says nothing of another"
     known[0] = NodeRecord(0, "word", 1, address="127.0.0.1", port=bell.port)
-    wait_for(lambda: ringer.count() == 0, "an answer", timeout_s=30.0)
+    wait_for(lambda: ringer.count("1-word") == 0, "an answer", timeout_s=30.0)
