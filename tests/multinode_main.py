@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from dataclasses import replace
 
 import psutil
 
@@ -33,10 +34,12 @@ def die() -> None:
 
 class DoomedStore(DiskStore):
     def write_node(self, record: NodeRecord) -> None:
-        super().write_node(record)
         is_there = record.position is not None and record.position.phase is PHASE
         if is_there and (record.arrived or not IS_LONG):
+            # It never says that it is done, so the group cannot leave the phase before its death is seen.
+            super().write_node(replace(record, arrived=False))
             die()
+        super().write_node(record)
 
 
 class DoomedWork(PhaseWork):
