@@ -78,7 +78,7 @@ def _run(path: Path, model: Path, url: str, over: dict[str, Any]) -> RunDir:
     run.control.mkdir(parents=True)
     config = {
         "seq_len": 256,
-        "model": {"name": str(model)},
+        "model": {"name": str(model), "full_finetune": False},  # else a trainer would have to say it
         "sampling": {"max_tokens": 32},
         "env": [{"id": "reverse-text"}],
         "client": {"base_url": url, "max_concurrent_requests": 256},
