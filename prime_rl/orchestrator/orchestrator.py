@@ -26,13 +26,12 @@ from prime_rl.contract.layout import LayoutError, OutputDir, RunDir
 from prime_rl.contract.resume import pending_request
 from prime_rl.contract.status import RunStatus, StatusWriter, is_alive, read_status
 from prime_rl.contract.types import BadBatchError
-from prime_rl.orchestrator.batch import assemble_batch, has_signal, publish_batch
+from prime_rl.orchestrator.batch import has_signal
+from prime_rl.orchestrator.batch_loop import BatchLoop
 from prime_rl.orchestrator.checkpoint import (
     CheckpointError,
     Progress,
-    checkpoint_is_due,
     find_progress,
-    save_state,
 )
 from prime_rl.orchestrator.client import AccessDenied, Endpoint
 from prime_rl.orchestrator.envs.checked import EnvironmentBroken
@@ -44,7 +43,6 @@ from prime_rl.orchestrator.guard import (
     RunGone,
     StopRequested,
     Wake,
-    check_run,
     guard,
     run_beside,
     woken_by_signals,
@@ -52,7 +50,7 @@ from prime_rl.orchestrator.guard import (
 from prime_rl.orchestrator.ledger import GroupLedger
 from prime_rl.orchestrator.metrics import RolloutMeter
 from prime_rl.orchestrator.monitors.process import MonitorProcess
-from prime_rl.orchestrator.policy import find_base_model
+from prime_rl.orchestrator.policy import PolicyVersions, find_base_model
 from prime_rl.orchestrator.pool import InferenceClient
 from prime_rl.orchestrator.report import BatchReporter, Reporter
 from prime_rl.orchestrator.rollout import RolloutWorker
@@ -106,24 +104,7 @@ async def orchestrate(
         rollouts_per_example=config.rollouts_per_example,
         seed=config.seed,
     )
-    ledger = make_ledger(config, progress)
-    watcher = Watcher([run.broadcast], rescan_s=config.watch.rescan_s, kind=config.watch.kind)
-    cleanup.callback(watcher.close)
-    cleanup.callback(watcher.wake)  # a thread waits in it
-    max_groups = max(1, config.client.max_concurrent_requests // config.rollouts_per_example)
-    scheduler = Scheduler(
-        run,
-        ledger,
-        worker.group,
-        client,
-        policy,
-        watcher,
-        trainer,
-        max_groups=max_groups,
-        has_signal=lambda group: not config.filter_zero_advantage or has_signal(group, config.advantage),
-        on_phase=wake.set,
-    )
-    cleanup.push_async_callback(scheduler.close)
+    scheduler = make_scheduler(config, run, progress, worker, client, policy, trainer, wake, cleanup)
     scheduler.phases.follow(meter)
     eval_turns = TurnSampler(client, policy, config.eval_sampling, seq_len=seq_len)
     evaluator = (
@@ -134,34 +115,45 @@ async def orchestrate(
     reporter.waiting_on = scheduler.waiting_on
     reporter.figures = lambda: {
         "policy_version": policy.version,
-        "num_in_flight": ledger.num_in_flight,
-        "progress": client.num_sampled_tokens + policy.version + ledger.step,
+        "num_in_flight": scheduler.ledger.num_in_flight,
+        "progress": client.num_sampled_tokens + policy.version + scheduler.ledger.step,
     }
 
     # -- the run ----
-    async def make_batches() -> None:
-        await policy.begin()
-        await scheduler.start()
-        reporter.update(state="running")
-        while ledger.step <= config.max_steps:
-            check_run(run)
-            step = ledger.step
-            groups = await scheduler.next_groups()
-            batch = assemble_batch(
-                run.run_id, step, groups, advantage=config.advantage, temperature=config.sampling.temperature
-            )
-            if checkpoint_is_due(step, config.ckpt, config.max_steps):
-                save_state(run, batch)
-            publish_batch(run, batch)
-            batches.report(step, groups)
-            samples.keep(groups, batch)
-        await scheduler.wait_for_version(config.max_steps, serve=evaluator is not None)
-        if evaluator is not None:
-            reporter.waiting_on = lambda now: client.trouble or f"the evaluation of policy version {config.max_steps}"
-            await evaluator.done.wait()
-
+    loop = BatchLoop(config, run, client, scheduler, evaluator, batches, samples, reporter)
     loops = [scheduler.watch_loop(), scheduler.update_policy_loop()] + ([evaluator.loop()] if evaluator else [])
-    await run_beside(make_batches(), *loops)
+    await run_beside(loop.make_all(), *loops)
+
+
+def make_scheduler(
+    config: OrchestratorConfig,
+    run: RunDir,
+    progress: Progress,
+    worker: RolloutWorker,
+    client: InferenceClient,
+    policy: PolicyVersions,
+    trainer: TrainerWatch,
+    wake: Wake,
+    cleanup: AsyncExitStack,
+) -> Scheduler:
+    """The scheduler of the groups that are still to be made; `cleanup` ends it, then what it watches with."""
+    watcher = Watcher([run.broadcast], rescan_s=config.watch.rescan_s, kind=config.watch.kind)
+    cleanup.callback(watcher.close)
+    cleanup.callback(watcher.wake)  # a thread waits in it
+    scheduler = Scheduler(
+        run,
+        make_ledger(config, progress),
+        worker.group,
+        client,
+        policy,
+        watcher,
+        trainer,
+        max_groups=max(1, config.client.max_concurrent_requests // config.rollouts_per_example),
+        has_signal=lambda group: not config.filter_zero_advantage or has_signal(group, config.advantage),
+        on_phase=wake.set,
+    )
+    cleanup.push_async_callback(scheduler.close)
+    return scheduler
 
 
 def make_ledger(config: OrchestratorConfig, progress: Progress) -> GroupLedger:

@@ -90,6 +90,7 @@ class Scheduler:
 
     async def start(self) -> None:
         """Begin with the newest policy that there is, not with the base model."""
+        await self._policy.begin()
         await self.notice_published()
         if self._switch_is_due():
             await self.switch_policy()
