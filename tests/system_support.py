@@ -39,15 +39,7 @@ id = "{env}"
 [ckpt]
 interval = 2
 """
-SYSTEM_TOML = """\
-output_dir = "{output_dir}"
-max_concurrent_runs = {slots}
-seq_len = 96
-[model]
-name = "{model}"
-[lora]
-rank = 8
-alpha = 16
+PARTS_TOML = """\
 [trainer]
 num_threads = 1
 [trainer.watch]
@@ -57,8 +49,16 @@ port = 0
 engine = "{engine}"
 num_threads = 1
 """
-
-
+SYSTEM_TOML = """\
+output_dir = "{output_dir}"
+max_concurrent_runs = {slots}
+seq_len = 96
+[model]
+name = "{model}"
+[lora]
+rank = 8
+alpha = 16
+"""
 WHOLE_SYSTEM_TOML = """\
 output_dir = "{output_dir}"
 full_finetune = true
@@ -68,14 +68,6 @@ name = "{model}"
 [broadcast]
 type = "{broadcast}"
 port = {port}
-[trainer]
-num_threads = 1
-[trainer.watch]
-rescan_s = 1.0
-[inference]
-port = 0
-engine = "{engine}"
-num_threads = 1
 """
 
 
@@ -179,7 +171,7 @@ def make_house(tmp_path: Path, model: Path, *, slots: int = 2, engine: str = "em
     output_dir.mkdir()
     system_toml = tmp_path / "system.toml"
     values = {"output_dir": output_dir, "model": model, "slots": slots, "engine": engine}
-    system_toml.write_text(SYSTEM_TOML.format(**values))
+    system_toml.write_text((SYSTEM_TOML + PARTS_TOML).format(**values))
     return House(output_dir, system_toml, model)
 
 
@@ -189,7 +181,7 @@ def make_whole_house(tmp_path: Path, model: Path, *, engine: str, broadcast: str
     output_dir.mkdir()
     system_toml = tmp_path / "system.toml"
     values = {"output_dir": output_dir, "model": model, "engine": engine, "broadcast": broadcast, "port": free_port()}
-    system_toml.write_text(WHOLE_SYSTEM_TOML.format(**values))
+    system_toml.write_text((WHOLE_SYSTEM_TOML + PARTS_TOML).format(**values))
     return House(output_dir, system_toml, model)
 
 

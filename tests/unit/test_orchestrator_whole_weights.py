@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ from prime_rl.contract.status import RunStatus, StatusWriter, TrainerStatus, rea
 from prime_rl.contract.types import read_batch
 from prime_rl.orchestrator.client import RequestRefused
 from prime_rl.orchestrator.orchestrator import run_to_the_end
+from prime_rl.orchestrator.policy import PolicyVersions
+from prime_rl.orchestrator.pool import InferenceClient
 from prime_rl.orchestrator.rollout import GroupFailed
 from prime_rl.orchestrator.turn import TurnSampler
 from prime_rl.orchestrator.whole_weights import lease
@@ -55,22 +58,31 @@ def changes(fake: FakeInference) -> list[str]:
     return [Path(body.get("weight_dir", "base")).name for path, body in fake.requests if path in (UPDATE, RELOAD)]
 
 
+@asynccontextmanager
+async def at_version(
+    fake: FakeInference, run: RunDir, version: int
+) -> AsyncIterator[tuple[InferenceClient, PolicyVersions]]:
+    """The run's client and its policy, whose `version` the server has."""
+    async with serving(fake) as url:
+        client = make_client(url, run.path.parent)
+        policy = make_whole_policy(client, run, Path(fake.model))
+        await policy.begin()
+        await policy.switch_to(version)
+        yield client, policy
+        await client.close()
+
+
 @pytest.mark.parametrize("other", ["base", "run_b/broadcast/step_2", "run_a/broadcast/step_1", "run_a/x/step_9", "%00"])
 async def test_an_answer_of_other_weights_is_not_taken_and_the_version_is_given_back(
     model: Path, run: RunDir, other: str
 ) -> None:
     fake = FakeInference(model)
-    async with serving(fake) as url:
-        client = make_client(url, run.path.parent)
-        policy = make_whole_policy(client, run, model)
-        await policy.begin()
-        await policy.switch_to(2)
+    async with at_version(fake, run, 2) as (client, policy):
         fake.weights = other
         worker = make_worker(client, policy, model, {"talk": TalkEnv()})
         groups = await asyncio.gather(*(worker.group(index) for index in range(8)))
         num_changes = len(changes(fake))
         await policy.close()
-        await client.close()
     rollouts = [rollout for group in groups for rollout in group.rollouts_G]
     assert {tuple(rollout.turn_versions) for rollout in rollouts} == {(2,)}
     assert {rollout.token_ids_T[rollout.num_prompt_tokens] for rollout in rollouts} == {FIRST_BYTE + 2}
@@ -80,11 +92,7 @@ async def test_an_answer_of_other_weights_is_not_taken_and_the_version_is_given_
 async def test_an_answer_of_a_newer_version_counts_as_that(model: Path, run: RunDir) -> None:
     """The request waits at the server while the weights change."""
     fake = FakeInference(model)
-    async with serving(fake) as url:
-        client = make_client(url, run.path.parent)
-        policy = make_whole_policy(client, run, model)
-        await policy.begin()
-        await policy.switch_to(1)
+    async with at_version(fake, run, 1) as (client, policy):
         worker = make_worker(client, policy, model, {"talk": TalkEnv(num_turns=2)}, rollouts_per_example=1)
         asked: list[int] = []
 
@@ -93,7 +101,6 @@ async def test_an_answer_of_a_newer_version_counts_as_that(model: Path, run: Run
             fake.weights = f"run_a/broadcast/step_{version + 1}"  # before the request gets there
 
         (rollout,) = (await worker.group(0, note)).rollouts_G
-        await client.close()
     assert asked == [1, 1] and rollout.turn_versions == [2, 2]
 
 
@@ -121,11 +128,7 @@ async def test_a_server_that_comes_back_has_the_weights_before_it_is_asked(model
 
 async def test_a_pinned_version_stays_until_it_is_let_go(model: Path, run: RunDir) -> None:
     fake = FakeInference(model)
-    async with serving(fake) as url:
-        client = make_client(url, run.path.parent)
-        policy = make_whole_policy(client, run, model)
-        await policy.begin()
-        await policy.switch_to(1)
+    async with at_version(fake, run, 1) as (client, policy):
         async with policy.pin(1) as version:
             switching = asyncio.create_task(policy.switch_to(2))
             worker = make_worker(client, policy, model, {"talk": TalkEnv()})
@@ -134,18 +137,13 @@ async def test_a_pinned_version_stays_until_it_is_let_go(model: Path, run: RunDi
             assert (version, policy.version, fake.weights) == (1, 1, "run_a/broadcast/step_1")
             assert not switching.done()
         await switching
-        await client.close()
     assert fake.weights == "run_a/broadcast/step_2"
 
 
 async def test_a_version_that_cannot_be_had_any_more_fails_who_wants_exactly_that(model: Path, run: RunDir) -> None:
     """The current version is waited for: a newer one may come. A pinned one is not, or nothing newer could come."""
     fake = FakeInference(model)
-    async with serving(fake) as url:
-        client = make_client(url, run.path.parent)
-        policy = make_whole_policy(client, run, model)
-        await policy.begin()
-        await policy.switch_to(1)
+    async with at_version(fake, run, 1) as (client, policy):
         fake.weights = "base"
         fake.fault = lambda path, body: 400 if path == UPDATE and body["weight_dir"].endswith("step_1") else None
         pinned = TurnSampler(client, policy, SamplingConfig(max_tokens=4), seq_len=64)
@@ -160,7 +158,6 @@ async def test_a_version_that_cannot_be_had_any_more_fails_who_wants_exactly_tha
         fake.fault = lambda path, body: 200 if path == UPDATE else None  # another answer than the contract's
         with pytest.raises(GroupFailed, match="another form"):
             await worker.group(1)
-        await client.close()
 
 
 async def test_one_run_at_a_time_has_the_weights(tmp_path: Path) -> None:

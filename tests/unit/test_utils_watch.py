@@ -193,16 +193,22 @@ def assert_polls_with_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     assert len(messages) == 1 and cure in messages[0] and "sysctl" in messages[0]
 
 
-def test_a_dead_reader_is_noticed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    backends: list[NativeEvents] = []
+def native_by_hand() -> tuple[Callable[[], NativeEvents], Callable[[OnChange], Backend]]:
+    """The backend that a watcher was given, and what gives it one."""
+    made: list[NativeEvents] = []
 
     def make(on_change: OnChange) -> Backend:
-        backends.append(NativeEvents(on_change))
-        return backends[0]
+        made.append(NativeEvents(on_change))
+        return made[0]
 
+    return lambda: made[0], make
+
+
+def test_a_dead_reader_is_noticed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    backend, make = native_by_hand()
     with watcher_of(tmp_path, make_native=make) as watcher:
         quiet(watcher)
-        backends[0].close()
+        backend().close()
         watcher.watch([tmp_path])
         quiet(watcher)
         write_atomic(tmp_path / "x", "1")
@@ -210,15 +216,10 @@ def test_a_dead_reader_is_noticed(tmp_path: Path, caplog: pytest.LogCaptureFixtu
 
 
 def test_lost_events_are_told_as_a_change_of_everything(tmp_path: Path) -> None:
-    backends: list[NativeEvents] = []
-
-    def make(on_change: OnChange) -> Backend:
-        backends.append(NativeEvents(on_change))
-        return backends[0]
-
+    backend, make = native_by_hand()
     with watcher_of(tmp_path, make_native=make) as watcher:
         quiet(watcher)
-        backends[0].on_queue_overflow()
+        backend().on_queue_overflow()
         assert watcher.wait() and watcher.take_changed() is None and watcher.take_changed() == frozenset()
 
 
