@@ -16,7 +16,6 @@ import msgspec
 import psutil
 
 from daemons.pidfile import SupervisorLock
-from daemons.process import Identity
 from daemons.specs import write_component_configs
 from prime_rl.configs.system import SystemConfig
 from prime_rl.contract.files import wait_for, write_atomic
@@ -30,6 +29,7 @@ from prime_rl.contract.status import (
     TrainerStatus,
     read_status,
 )
+from prime_rl.utils.process import ProcessId
 
 RUN_TOML = 'batch_size = 8\nrollouts_per_example = 4\n[model]\nname = "m"\n[[env]]\nid = "reverse-text"\n'
 # Starts each part as a sleeper: the supervisor takes the interpreter's name for its parts from here.
@@ -101,7 +101,7 @@ def idle_cpu(num_runs: int = 200, num_active: int = 8, seconds: float = 30.0) ->
 
 def _cpu_share(pid: int, house: Sleepers, seconds: float) -> float:
     process = psutil.Process(pid)
-    assert Identity.of(pid).lives()
+    assert ProcessId.of(pid).is_running()
     began, before = time.monotonic(), process.cpu_times()
     while time.monotonic() - began < seconds:
         house.beat()

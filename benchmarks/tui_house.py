@@ -24,7 +24,7 @@ from prime_rl.contract.status import (
     TrainerRunStatus,
     TrainerStatus,
 )
-from prime_rl.utils.process import process_create_time
+from prime_rl.utils.process import ProcessId
 
 ORCH_TOML = """\
 batch_size = 64
@@ -96,7 +96,7 @@ class BenchHouse:
         self.num_live = num_live
         self.step = num_steps
         self._stop = threading.Event()
-        self._create_time = process_create_time(os.getpid())
+        self._writer = ProcessId.of(os.getpid())
         self.run_ids = [f"run_{number:04d}" for number in range(num_runs)]
         steps, began_at = range(1, num_steps + 1), time.time() - num_steps
         first = "".join(orchestrator_line(step, at=began_at + step) for step in steps)
@@ -112,7 +112,8 @@ class BenchHouse:
 
     def write(self, path: Path, status: Status) -> None:
         """As `contract.files.write_atomic`, without waiting for the disk."""
-        status.pid, status.pid_create_time, status.updated_at = os.getpid(), self._create_time, time.time()
+        status.sign(self._writer)
+        status.updated_at = time.time()
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_name(f".{path.name}.bench")
         temporary.write_bytes(msgspec.json.encode(status))

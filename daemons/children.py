@@ -13,7 +13,7 @@ import subprocess
 from collections.abc import Mapping
 from typing import Protocol
 
-from daemons.process import Identity
+from prime_rl.utils.process import ProcessId
 
 
 class Child(Protocol):
@@ -49,18 +49,18 @@ class AdoptedChild:
 
     exit_code: int | None = None
 
-    def __init__(self, identity: Identity) -> None:
+    def __init__(self, identity: ProcessId) -> None:
         self._identity = identity
         self._poll = select.poll()
         self._fd: int | None = None
         with contextlib.suppress(AttributeError, OSError):  # an old kernel, or too many open files
             self._fd = os.pidfd_open(identity.pid)
             self._poll.register(self._fd, select.POLLIN)
-        if not identity.lives():  # its number may have gone to another before the pidfd was there
+        if not identity.is_running():  # its number may have gone to another before the pidfd was there
             self.close()
 
     def lives(self) -> bool:
-        return not self._poll.poll(0) if self._fd is not None else self._identity.lives()
+        return not self._poll.poll(0) if self._fd is not None else self._identity.is_running()
 
     def close(self) -> None:
         if self._fd is not None:

@@ -17,7 +17,7 @@ from prime_rl.contract.status import (
     TrainerStatus,
     is_alive,
 )
-from prime_rl.utils.process import same_process
+from prime_rl.utils.process import ProcessId
 
 SUPERVISOR = "supervisor"
 _FINAL = ("failed", "stopped", "done")
@@ -64,6 +64,11 @@ class DaemonView:
     updated_at: float
     num_restarts: int
     pid_create_time: float | None = None
+    pid_start: str = ""
+
+    @property
+    def process(self) -> ProcessId | None:
+        return ProcessId(self.pid, self.pid_create_time or 0.0, self.pid_start) if self.pid else None
 
 
 @dataclass(frozen=True)
@@ -138,22 +143,23 @@ def waits_for(
 
 def daemon_view(status: DaemonStatus, now: float) -> DaemonView:
     state, reason = status.state, status.reason
-    pid = status.pid if status.name == SUPERVISOR else status.child_pid
-    create_time = status.pid_create_time if status.name == SUPERVISOR else status.child_create_time
+    process = status.writer if status.name == SUPERVISOR else status.child
     if state not in _FINAL and not is_alive(status, now):
-        runs_on = status.child_pid is not None and same_process(status.child_pid, status.child_create_time or 0.0)
-        state = "lost"
-        reason = "its supervisor is gone" + (f"; process {pid} runs on: prl down ends it" if runs_on else "")
+        child = status.child
+        state, reason = "lost", "its supervisor is gone"
+        if child is not None and child.is_running():
+            reason += f"; process {child.pid} runs on: prl down ends it"
     return DaemonView(
         name=status.name,
         state=state,
-        pid=pid if state not in _FINAL else None,
+        pid=process.pid if process and state not in _FINAL else None,
         waiting_on=status.waiting_on if state != "lost" else None,
         reason=reason,
         log_tail=tuple(status.log_tail),
         updated_at=status.updated_at,
         num_restarts=status.num_restarts,
-        pid_create_time=create_time,
+        pid_create_time=process.create_time if process else None,
+        pid_start=process.start if process else "",
     )
 
 

@@ -18,12 +18,13 @@ from pathlib import Path
 from daemons.client import SUPERVISOR, House, HouseReader
 from daemons.leftovers import adoptable, count_living, end_leftovers, forget_endings
 from daemons.pidfile import SupervisorLock, find_rival, read_info
-from daemons.process import Identity, log_tail, python_module, spawn
+from daemons.process import log_tail, python_module, spawn
 from daemons.specs import INFERENCE, SYSTEM, TRAINER, write_component_configs
 from prime_rl.configs.base import ConfigError, load_config
 from prime_rl.configs.system import SupervisorConfig, SystemConfig
 from prime_rl.contract.files import WaitTimeout, wait_for
 from prime_rl.contract.layout import OutputDir
+from prime_rl.utils.process import ProcessId
 from prime_rl.utils.text import clean_text
 
 Say = Callable[[str], None]
@@ -211,7 +212,7 @@ def _stop_supervisor(
         taken.extend([lock] if lock else [])
         return lock is not None
 
-    holder = Identity.of(child.pid) if child is not None else _holder(output)
+    holder = ProcessId.of(child.pid) if child is not None else _holder(output)
     say(f"stopping the supervisor (pid {holder.pid})")
     holder.send(signal.SIGTERM)
     try:
@@ -221,7 +222,7 @@ def _stop_supervisor(
         holder.send(signal.SIGKILL)
 
     def gone() -> bool:
-        return bool(taken or free()) and not holder.lives() and (child is None or child.poll() is not None)
+        return bool(taken or free()) and not holder.is_running() and (child is None or child.poll() is not None)
 
     try:
         wait_for(gone, "the supervisor to be gone", timeout_s=10.0)
@@ -232,14 +233,14 @@ def _stop_supervisor(
     return taken[0]
 
 
-def _holder(output: OutputDir) -> Identity:
+def _holder(output: OutputDir) -> ProcessId:
     """The supervisor as its pid file names it, if it can be ended from here."""
     info = read_info(output)
     if info is None:
         raise LaunchError(f"somebody holds {output.supervisor_lock} but says not who: fuser {output.supervisor_lock}")
     if not info.lives_here():
         raise LaunchError(f"the supervisor runs elsewhere or is unknown ({info}): stop it there")
-    return info.identity
+    return info.process
 
 
 def _with_log(message: str, output: OutputDir, name: str, kept: Sequence[str] = ()) -> str:

@@ -17,12 +17,13 @@ import msgspec
 from daemons.client import SUPERVISOR
 from daemons.parts import Part, State
 from daemons.pidfile import is_this_boot
-from daemons.process import Identity, end_parts, find_members, kill_all
+from daemons.process import end_parts, find_members, kill_all
 from daemons.specs import INFERENCE, TRAINER, PartSpec, component_texts, orchestrator_spec, service_specs
 from prime_rl.configs.system import SupervisorConfig, SystemConfig
 from prime_rl.contract.files import read_text, write_atomic
 from prime_rl.contract.layout import LayoutError, OutputDir
 from prime_rl.contract.status import Crash, DaemonStatus, read_status
+from prime_rl.utils.process import ProcessId
 
 _ADOPTED_AS = {"starting": State.STARTING, "running": State.RUNNING, "stalled": State.RUNNING}
 
@@ -45,15 +46,13 @@ def recorded(output: OutputDir) -> dict[str, DaemonStatus]:
     return found
 
 
-def identity(status: DaemonStatus) -> Identity | None:
+def identity(status: DaemonStatus) -> ProcessId | None:
     """The part's process, if that lives and is certainly the one that was recorded."""
-    if status.child_pid is None or not is_this_boot(status.host, status.boot_id):
-        return None
-    process = Identity(status.child_pid, status.child_create_time or 0.0)
-    return process if process.lives() else None
+    is_here = is_this_boot(status.host, status.boot_id)
+    return status.child if is_here and status.child and status.child.is_running() else None
 
 
-def living(output: OutputDir) -> dict[str, Identity]:
+def living(output: OutputDir) -> dict[str, ProcessId]:
     """Processes of parts that live, by name of the part."""
     return {name: process for name, status in recorded(output).items() if (process := identity(status))}
 
@@ -98,7 +97,7 @@ def end_leftovers(
     output: OutputDir, limits: SupervisorConfig, say: Callable[[str], None], keep: Collection[str] = ()
 ) -> list[int]:
     """End all parts but those to `keep`, in order; returns the pids that could not be ended."""
-    left: set[Identity] = set()
+    left: set[ProcessId] = set()
     alive = {name: process for name, process in living(output).items() if name not in keep}
     services = (TRAINER, INFERENCE)
     for group in (set(alive) - set(services), {TRAINER}, {INFERENCE}):
@@ -125,7 +124,7 @@ def _write_stopped(output: OutputDir, statuses: Mapping[str, DaemonStatus], keep
     everybody = [*statuses.values(), *([supervisor] if supervisor else [])]
     for status in everybody:
         if status.name not in keep and status.state not in ("stopped", "failed", "done"):
-            status.state, status.child_pid, status.waiting_on = "stopped", None, None
+            status.state, status.child, status.waiting_on = "stopped", None, None
             status.updated_at = time.time()
             write_atomic(output.daemon_status(status.name), msgspec.json.encode(status))
 

@@ -14,6 +14,8 @@ from types import ModuleType
 
 import psutil
 
+from prime_rl.utils.process import ProcessId
+
 
 @dataclass(frozen=True)
 class PartUse:
@@ -52,23 +54,23 @@ class MachineReader:
     """Looks at this machine again and again. One thread calls it."""
 
     def __init__(self) -> None:
-        self._cores_s: dict[tuple[int, float], float] = {}
+        self._cores_s: dict[psutil.Process, float] = {}
         self._machine_s: tuple[float, float] | None = None
         self._nvml = _load_nvml()
 
-    def read(self, pids: Mapping[str, tuple[int, float]]) -> MachineView:
-        """`pids` says of each part its pid and when that process started (Unix seconds), so that no stranger counts."""
+    def read(self, processes: Mapping[str, ProcessId]) -> MachineView:
+        """`processes` are those of the parts by name, those that they have started left out."""
         busy_s, all_s = _machine_seconds()
         before = self._machine_s
         passed_s = all_s - before[1] if before else 0.0
         self._machine_s = (busy_s, all_s)
         num_cores = psutil.cpu_count() or 1
         children = _children()
-        seen: dict[tuple[int, float], float] = {}
+        seen: dict[psutil.Process, float] = {}
         parts = {}
-        for name, (pid, create_time) in pids.items():
-            use = self._part(pid, create_time, children, seen, passed_s / num_cores)
-            if use is not None:
+        for name, process in processes.items():
+            is_it = process.is_running()  # else its pid may be a stranger's
+            if is_it and (use := self._part(process.pid, children, seen, passed_s / num_cores)):
                 parts[name] = use
         self._cores_s = seen
         memory = psutil.virtual_memory()
@@ -85,9 +87,8 @@ class MachineReader:
     def _part(
         self,
         pid: int,
-        create_time: float,
         children: Mapping[int, list[int]],
-        seen: dict[tuple[int, float], float],
+        seen: dict[psutil.Process, float],
         wall_s: float,
     ) -> PartUse | None:
         todo, rss_bytes, num, cores, known = [pid], 0, 0, 0.0, False
@@ -97,18 +98,14 @@ class MachineReader:
             with contextlib.suppress(psutil.Error):
                 process = psutil.Process(each)
                 with process.oneshot():
-                    born = process.create_time()
-                    if each == pid and abs(born - create_time) > 2.0:
-                        return None
                     used = process.cpu_times()
                     rss_bytes += process.memory_info().rss
                 num += 1
-                started_at = born if each == pid else started_at
-                key, total_s = (each, born), used.user + used.system
-                seen[key] = total_s
-                if key in self._cores_s and wall_s > 0:
+                started_at = process.create_time() if each == pid else started_at
+                total_s = seen[process] = used.user + used.system
+                if process in self._cores_s and wall_s > 0:
                     known = True
-                    cores += max(total_s - self._cores_s[key], 0.0) / wall_s
+                    cores += max(total_s - self._cores_s[process], 0.0) / wall_s
             todo += children.get(each, [])
         return PartUse(cores if known else None, rss_bytes, num, started_at) if num else None
 

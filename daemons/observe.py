@@ -15,13 +15,12 @@ from typing import TypeVar
 
 from daemons.children import Child
 from daemons.parts import Part, Seen
-from daemons.process import Identity
 from daemons.specs import INFERENCE, TRAINER, RunNow
 from prime_rl.configs.base import ConfigError
 from prime_rl.configs.validate import load_run_config
 from prime_rl.contract.layout import LayoutError, OutputDir, RunDir
 from prime_rl.contract.status import InferenceStatus, RunStatus, Status, TrainerStatus, is_alive, read_status
-from prime_rl.utils.process import is_below
+from prime_rl.utils.process import ProcessId, is_below
 
 _READY = {TRAINER: ("waiting", "training"), INFERENCE: ("serving",)}
 _LAST_WORDS = ("finished", "evicted", "failed")
@@ -203,7 +202,7 @@ def _what(path: str) -> tuple[int, ...]:
     return info.st_ino, stat.S_IFMT(info.st_mode)
 
 
-def _wrote(process: Identity, status: Status) -> bool:
+def _wrote(process: ProcessId, status: Status) -> bool:
     """Whether `status` was written by `process`, a process of its session, or one that it started (torchrun's ranks
     have sessions of their own)."""
     if status.pid == process.pid:

@@ -9,10 +9,10 @@ import enum
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from daemons.process import Identity
 from daemons.specs import PartSpec
 from prime_rl.configs.system import SupervisorConfig
 from prime_rl.contract.status import Crash
+from prime_rl.utils.process import ProcessId
 
 
 class State(enum.StrEnum):
@@ -49,7 +49,7 @@ class Part:
 
     spec: PartSpec
     state: State
-    process: Identity | None = None
+    process: ProcessId | None = None
     started_at: float = 0.0
     stop_at: float = 0.0
     retry_at: float = 0.0

@@ -10,22 +10,19 @@ other; and a holder whose pid file now names another has lost the house.
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import os
 import socket
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import msgspec
 
-from daemons.process import Identity
 from prime_rl.contract.files import WaitTimeout, read_text, wait_for, write_atomic
 from prime_rl.contract.layout import OutputDir
 from prime_rl.contract.status import HEARTBEAT_S
-from prime_rl.utils.process import process_create_time
+from prime_rl.utils.process import ProcessId, boot_id
 
 # Two heartbeats, and the time that a shared folder may take to show one.
 RIVAL_S = 2.5 * HEARTBEAT_S
@@ -41,25 +38,19 @@ class SupervisorInfo(msgspec.Struct, kw_only=True):
     argv: list[str]
     output_dir: str
     started_at: float
+    start: str = ""
 
     @property
-    def identity(self) -> Identity:
-        return Identity(self.pid, self.create_time)
+    def process(self) -> ProcessId:
+        return ProcessId(self.pid, self.create_time, self.start)
 
     def lives_here(self) -> bool:
-        return is_this_boot(self.host, self.boot_id) and self.identity.lives()
+        return is_this_boot(self.host, self.boot_id) and self.process.is_running()
 
     def __str__(self) -> str:
         since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(self.started_at))
         where = "" if self.host == socket.gethostname() else f" on {self.host}"
         return f"pid {self.pid}{where} since {since}, output_dir {self.output_dir}"
-
-
-def boot_id() -> str:
-    """Changes with every boot of the machine; "" where the system tells none."""
-    with contextlib.suppress(OSError):
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return ""
 
 
 def is_this_boot(host: str, boot: str) -> bool:
@@ -128,9 +119,11 @@ class SupervisorLock:
 
     def write_info(self, started_at: float) -> None:
         """Say in the pid file that this process holds the lock."""
+        process = ProcessId.of(os.getpid())
         info = SupervisorInfo(
-            pid=os.getpid(),
-            create_time=process_create_time(os.getpid()),
+            pid=process.pid,
+            create_time=process.create_time,
+            start=process.start,
             boot_id=boot_id(),
             host=socket.gethostname(),
             argv=[sys.executable, *sys.argv],

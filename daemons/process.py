@@ -21,33 +21,12 @@ from pathlib import Path
 import psutil
 
 from prime_rl.contract.files import DEFAULT_POLL_S, WaitTimeout, wait_for
-from prime_rl.utils.process import process_create_time, same_process
+from prime_rl.utils.process import ProcessId
 
 HOUSE_MARK = "PRL_OUTPUT_DIR"
 PART_MARK = "PRL_PART"
 # After SIGKILL the kernel needs moments; more means a process that hangs in the kernel (a dead file server).
 KILL_WAIT_S = 10.0
-
-
-@dataclass(frozen=True)
-class Identity:
-    """One process for good: pids are used again, a pid with its start time (Unix seconds) is not."""
-
-    pid: int
-    create_time: float
-
-    @classmethod
-    def of(cls, pid: int) -> Identity:
-        return cls(pid, process_create_time(pid))
-
-    def lives(self) -> bool:
-        return same_process(self.pid, self.create_time)
-
-    def send(self, signum: signal.Signals) -> None:
-        """Send a signal if this process still is that process."""
-        if self.lives():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self.pid, signum)
 
 
 def part_environment(output_dir: Path, name: str) -> dict[str, str]:
@@ -101,7 +80,7 @@ def log_tail(log: Path, num_lines: int = 20, *, limit: int = 64_000, this_start_
 
 @dataclass(frozen=True)
 class _Row:
-    identity: Identity
+    identity: ProcessId
     parent: int
     session: int
     house: str | None
@@ -110,12 +89,12 @@ class _Row:
 
 def find_members(
     output_dir: Path,
-    leaders: Iterable[Identity],
+    leaders: Iterable[ProcessId],
     names: Collection[str] | None,
     *,
     but: Collection[str] = (),
     trust_sessions: bool = False,
-) -> set[Identity]:
+) -> set[ProcessId]:
     """All living processes that belong to parts.
 
     Args:
@@ -125,7 +104,7 @@ def find_members(
     """
     rows = list(_process_table())
     leaders = list(leaders)
-    alive = {leader.pid for leader in leaders if leader.lives()}
+    alive = {leader.pid for leader in leaders if leader.is_running()}
     sessions = alive | ({leader.pid for leader in leaders} if trust_sessions else set())
     house = str(output_dir.resolve())
     found = set()
@@ -139,8 +118,8 @@ def find_members(
     return {identity for identity in found if identity.pid not in own}
 
 
-def _descendants(rows: Sequence[_Row], roots: set[int]) -> set[Identity]:
-    found: set[Identity] = set()
+def _descendants(rows: Sequence[_Row], roots: set[int]) -> set[ProcessId]:
+    found: set[ProcessId] = set()
     known = set(roots)
     while new := {row.identity for row in rows if row.parent in known and row.identity.pid not in known}:
         found |= new
@@ -160,7 +139,7 @@ def _process_table() -> Iterable[_Row]:
             process = psutil.Process(pid)
             if process.status() == psutil.STATUS_ZOMBIE:
                 continue
-            identity = Identity(pid, process.create_time())
+            identity = ProcessId.of(pid)
             parent, session = process.ppid(), os.getsid(pid)
         except (psutil.Error, OSError):
             continue
@@ -171,7 +150,7 @@ def _process_table() -> Iterable[_Row]:
         yield _Row(identity, parent, session, environ.get(HOUSE_MARK), environ.get(PART_MARK))
 
 
-def kill_all(members: Iterable[Identity], *, reap: Callable[[], None] = lambda: None) -> set[Identity]:
+def kill_all(members: Iterable[ProcessId], *, reap: Callable[[], None] = lambda: None) -> set[ProcessId]:
     """SIGKILL all of them and wait until they are gone; returns those that are not."""
     targets = set(members)
     for identity in targets:
@@ -180,22 +159,22 @@ def kill_all(members: Iterable[Identity], *, reap: Callable[[], None] = lambda: 
 
     def gone() -> bool:
         reap()
-        return not any(identity.lives() for identity in targets)
+        return not any(identity.is_running() for identity in targets)
 
     with contextlib.suppress(WaitTimeout):
         wait_for(gone, "killed processes to be gone", timeout_s=KILL_WAIT_S)
-    return {identity for identity in targets if identity.lives()}
+    return {identity for identity in targets if identity.is_running()}
 
 
 def end_parts(
     output_dir: Path,
-    parts: Sequence[tuple[str, Identity]],
+    parts: Sequence[tuple[str, ProcessId]],
     grace_s: float,
     *,
     drain_s: float | None = None,
     tick: Callable[[], None] = lambda: None,
     trust_sessions: bool = False,
-) -> set[Identity]:
+) -> set[ProcessId]:
     """End parts side by side, and prove it.
 
     SIGTERM to each: it may finish what it does and save, for `drain_s` at most (None: `grace_s`). Then SIGTERM to all
@@ -209,28 +188,28 @@ def end_parts(
         leader.send(signal.SIGTERM)
     _wait_until_gone(leaders, grace_s if drain_s is None else drain_s, tick)
     members |= find_members(output_dir, leaders, names, trust_sessions=trust_sessions)
-    rest = [member for member in members if member.lives()]
+    rest = [member for member in members if member.is_running()]
     for member in rest:
         with contextlib.suppress(PermissionError):
             member.send(signal.SIGTERM)
     _wait_until_gone(rest, grace_s, tick)
     members |= find_members(output_dir, leaders, names, trust_sessions=trust_sessions)
-    left = kill_all((member for member in members if member.lives()), reap=tick)
+    left = kill_all((member for member in members if member.is_running()), reap=tick)
     return left | wait_for_gpus(members, tick)
 
 
-def _wait_until_gone(processes: Iterable[Identity], timeout_s: float, tick: Callable[[], None]) -> None:
+def _wait_until_gone(processes: Iterable[ProcessId], timeout_s: float, tick: Callable[[], None]) -> None:
     waiting = list(processes)
 
     def gone() -> bool:
         tick()
-        return not any(process.lives() for process in waiting)
+        return not any(process.is_running() for process in waiting)
 
     with contextlib.suppress(WaitTimeout):
         wait_for(gone, "processes to end after SIGTERM", timeout_s=timeout_s, poll_s=DEFAULT_POLL_S)
 
 
-def wait_for_gpus(members: Collection[Identity], tick: Callable[[], None] = lambda: None) -> set[Identity]:
+def wait_for_gpus(members: Collection[ProcessId], tick: Callable[[], None] = lambda: None) -> set[ProcessId]:
     """Wait until no GPU's memory is held by one of `members`, which have ended; returns those that still hold some."""
     pids = {member.pid for member in members}
     holders: set[int] = set()

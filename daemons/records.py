@@ -13,11 +13,10 @@ from collections.abc import Callable, Mapping
 import msgspec
 
 from daemons.parts import LIVE, Part, State
-from daemons.pidfile import boot_id
-from daemons.process import Identity
 from prime_rl.contract.files import write_atomic
 from prime_rl.contract.layout import OutputDir
 from prime_rl.contract.status import HEARTBEAT_S, DaemonStatus
+from prime_rl.utils.process import ProcessId, boot_id
 
 
 class Records:
@@ -28,7 +27,7 @@ class Records:
         self._clock = clock
         self._tails: dict[str, list[str]] = {}
         self._written: dict[str, tuple[float, Part]] = {}
-        self._writer = Identity.of(os.getpid())
+        self._writer = ProcessId.of(os.getpid())
         self._host, self._boot_id = socket.gethostname(), boot_id()
 
     def keep_tail(self, name: str, lines: list[str]) -> None:
@@ -50,20 +49,16 @@ class Records:
                 continue
             status = self._status(part, now)
             if stopped and (part.state in LIVE or part.state is State.BACKOFF):
-                status.state, status.child_pid, status.waiting_on, status.reason = "stopped", None, None, None
+                status.state, status.child, status.waiting_on, status.reason = "stopped", None, None, None
             write_atomic(self._output.daemon_status(name), msgspec.json.encode(status), durable=changed)
             self._written[name] = (now, part)
 
     def _status(self, part: Part, now: float) -> DaemonStatus:
-        return DaemonStatus(
+        status = DaemonStatus(
             name=part.spec.name,
             state="running" if part.state is State.STOPPING else str(part.state),
-            pid=self._writer.pid,
-            pid_create_time=self._writer.create_time,
             updated_at=now,
             waiting_on=part.waiting_on,
-            child_pid=part.process.pid if part.process else None,
-            child_create_time=part.process.create_time if part.process else None,
             argv=list(part.spec.argv),
             num_restarts=part.num_restarts,
             exit_code=part.exit_code,
@@ -75,3 +70,6 @@ class Records:
             host=self._host,
             boot_id=self._boot_id,
         )
+        status.sign(self._writer)
+        status.child = part.process
+        return status

@@ -24,7 +24,7 @@ from daemons.leftovers import Past, adopt
 from daemons.observe import Eyes, held_runs
 from daemons.parts import LIVE, Action, Do, Part, Snapshot, State
 from daemons.pidfile import SupervisorLock
-from daemons.process import Identity, end_parts, find_members, kill_all, log_tail, spawn
+from daemons.process import end_parts, find_members, kill_all, log_tail, spawn
 from daemons.records import Records
 from daemons.relay import LogRelay
 from daemons.rotation import rotate
@@ -34,6 +34,7 @@ from prime_rl.configs.system import SupervisorConfig, SystemConfig
 from prime_rl.contract.layout import OutputDir
 from prime_rl.contract.status import DaemonStatus, StatusWriter
 from prime_rl.utils.logger import setup_logger
+from prime_rl.utils.process import ProcessId
 from prime_rl.utils.signals import StopFlag
 from prime_rl.utils.text import one_line
 from prime_rl.utils.watch import Watcher
@@ -84,7 +85,7 @@ class Supervisor:
         self._was_up = False
         self.start_failure: str | None = None
 
-    def run(self) -> set[Identity]:
+    def run(self) -> set[ProcessId]:
         """Supervise until told to stop, then end everything; returns the processes that could not be ended."""
         status = StatusWriter(
             self.output.daemon_status(SUPERVISOR),
@@ -218,7 +219,7 @@ class Supervisor:
             return replace(part, state=State.BACKOFF, retry_at=retry_at, reason=f"it cannot be started: {error}")
         self._children[spec.name] = OwnChild(child)
         logger.info("%s: pid %d", spec.name, child.pid)
-        return replace(part, process=Identity.of(child.pid))
+        return replace(part, process=ProcessId.of(child.pid))
 
     def _clean(self, part: Part) -> None:
         """Kill what a dead part left behind in its session; keep the last lines of its log."""
@@ -241,23 +242,23 @@ class Supervisor:
         self._eyes.forget(name)
         self._records.forget(name)
 
-    def _end_all(self) -> set[Identity]:
+    def _end_all(self) -> set[ProcessId]:
         def tick() -> None:
             self._reap()
             if self._relay is not None:
                 self._relay.pump()
             self._try_write_statuses()
 
-        left: set[Identity] = set()
+        left: set[ProcessId] = set()
         living = [part for part in self._parts.values() if part.process and part.state in LIVE]
         for group in shutdown_order(living):
             left |= self._end_group(group, tick)
         if self._lock.is_in_place():  # else the marks may be those of another house at the same path
             left |= kill_all(find_members(self.output.path, [], None), reap=self._reap)
         self._try_write_statuses(stopped=True)
-        return {each for each in left if each.lives()}
+        return {each for each in left if each.is_running()}
 
-    def _end_group(self, group: list[Part], tick: Callable[[], None]) -> set[Identity]:
+    def _end_group(self, group: list[Part], tick: Callable[[], None]) -> set[ProcessId]:
         """A part that still starts, and inference, have nothing to save."""
         names = [(part.spec.name, part.process) for part in group if part.process]
         works = any(part.state is not State.STARTING and part.spec.name != INFERENCE for part in group)

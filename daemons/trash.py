@@ -23,7 +23,6 @@ from daemons.errors import ActionError, one_line_errors
 from prime_rl.contract.files import WaitTimeout, read_text, wait_for, write_atomic
 from prime_rl.contract.layout import LayoutError, OutputDir, RunDir, parse_trashed, refusal
 from prime_rl.contract.status import DaemonStatus, RunStatus, TrainerStatus, is_alive, read_status
-from prime_rl.utils.process import same_process
 
 # The note in `evicted.txt` of a deleted run; undelete takes away this one and leaves any other.
 DELETED_NOTE = "deleted with prl; prl runs undelete brings it back"
@@ -234,9 +233,9 @@ def _holders(output: OutputDir, run: RunDir) -> list[str]:
             holders.append("the trainer (its queue)")
     word = read_status(run.status, RunStatus)
     daemon = read_status(output.daemon_status(run.run_id), DaemonStatus)
-    if word is not None and same_process(word.pid, word.pid_create_time):
+    if word is not None and word.writer.is_running():
         holders.append(f"its orchestrator (pid {word.pid})")
-    elif daemon is not None and daemon.child_pid and same_process(daemon.child_pid, daemon.child_create_time or 0.0):
+    elif daemon is not None and daemon.child and daemon.child.is_running():
         holders.append(f"its orchestrator (pid {daemon.child_pid})")
     return holders
 

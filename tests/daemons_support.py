@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
 
 from daemons.client import DaemonView, HouseReader, RunView
 from prime_rl.contract.files import wait_for
@@ -254,3 +255,19 @@ def fake_house(tmp_path: Path) -> Prl:
     env["PYTHONPATH"] = f"{modules}{os.pathsep}{ROOT}"
     env["PRL_MODULES"] = "trainer=fake_trainer,inference=fake_inference,orchestrator=fake_orchestrator"
     return Prl(tmp_path / "out", model, env)
+
+
+def step_clock(monkeypatch: pytest.MonkeyPatch, step_s: float) -> None:
+    """As this process sees it when the machine's clock is set: the time of the boot, and so of every start, moves."""
+    boot_time = psutil.boot_time()
+    monkeypatch.setattr("psutil._pslinux.boot_time", lambda: boot_time + step_s)
+
+
+def age_records(output_dir: Path, step_s: float) -> None:
+    """What the supervisor wrote, as if the clock had been set forward since."""
+    for path in (output_dir / "daemons").glob("*.*"):
+        record = json.loads(path.read_bytes() or b"{}")
+        for name in ("updated_at", "started_at", "create_time", "pid_create_time", "child_create_time"):
+            if record.get(name) is not None:
+                record[name] -= step_s
+        path.write_text(json.dumps(record) if record else "")

@@ -10,7 +10,7 @@ from daemons.client import DiskView, GpuView, House, MachineView, PartUse
 from prime_rl.contract.files import write_atomic
 from prime_rl.contract.layout import OutputDir
 from prime_rl.contract.status import InferenceStatus, NodeStatus, PhaseTime, TrainerStatus, read_status
-from prime_rl.utils.process import process_create_time
+from prime_rl.utils.process import ProcessId
 from tests.tui_support import NOW, write_status
 from tui.system_watch import SystemLook
 
@@ -56,7 +56,7 @@ def put_node(output: OutputDir, rank: int, **fields: object) -> NodeStatus:
         "num_nodes": 5,
         "host": f"gpu-node-{rank}",
         "pid": os.getpid(),
-        "pid_create_time": process_create_time(os.getpid()),
+        "pid_create_time": ProcessId.of(os.getpid()).create_time,
         "state": "working",
         "phase": 4,
         "iteration": 12,

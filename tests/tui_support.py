@@ -28,7 +28,7 @@ from prime_rl.contract.status import (
     TrainerRunStatus,
     TrainerStatus,
 )
-from prime_rl.utils.process import process_create_time
+from prime_rl.utils.process import ProcessId
 from tui.snapshot import Disk
 
 NOW = 1_790_000_000.0
@@ -84,8 +84,7 @@ interval = 10
 
 
 def write_status(path: Path, status: Status, *, updated_at: float = NOW - 1.0) -> None:
-    status.pid = os.getpid()
-    status.pid_create_time = process_create_time(os.getpid())
+    status.sign(ProcessId.of(os.getpid()))
     status.updated_at = updated_at
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(path, msgspec.json.encode(status))

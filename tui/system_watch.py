@@ -16,6 +16,7 @@ from typing import Protocol
 from textual.message import Message
 
 from daemons.client import DiskReader, DiskView, House, MachineReader, MachineView
+from prime_rl.utils.process import ProcessId
 
 INTERVAL_S = 2.0
 # The step rate is of the last so many looks, a minute.
@@ -58,7 +59,7 @@ class SystemProbe:
         self._updates: deque[tuple[float, int]] = deque(maxlen=NUM_RATE_LOOKS)
 
     def read(self, house: House) -> SystemLook:
-        return SystemLook(self._machine.read(part_pids(house)), self._disk.read(), self._rate(house))
+        return SystemLook(self._machine.read(part_processes(house)), self._disk.read(), self._rate(house))
 
     def _rate(self, house: House) -> float | None:
         if house.trainer is None:
@@ -72,16 +73,12 @@ class SystemProbe:
         return (num - before) / (now - then) if now - then >= INTERVAL_S else None
 
 
-def part_pids(house: House) -> dict[str, tuple[int, float]]:
-    """name -> (pid, start in Unix seconds) of the parts that are known to live. Their own word is the newest."""
-    found = {
-        each.name: (each.pid, each.pid_create_time)
-        for each in house.daemons
-        if each.pid is not None and each.pid_create_time is not None
-    }
+def part_processes(house: House) -> dict[str, ProcessId]:
+    """The processes of the parts that are known to live. Their own word is the newest."""
+    found = {each.name: each.process for each in house.daemons if each.process is not None}
     for name, status in (("trainer", house.trainer), ("inference", house.inference)):
         if status is not None:
-            found.setdefault(name, (status.pid, status.pid_create_time))
+            found.setdefault(name, status.writer)
     return found
 
 

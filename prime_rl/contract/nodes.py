@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from prime_rl.contract.status import NodeStatus
+from prime_rl.utils.process import ProcessId
 
 # Phases 0 to 13 in short. `rollout` goes through 0 to 6, `update` through 7 to 13, `both` through all.
 PHASE_NAMES = (
@@ -127,7 +128,7 @@ def waited_for(statuses: Iterable[NodeStatus]) -> list[int]:
 
 @dataclass
 class _Mark:
-    identity: tuple[str, int, float]
+    identity: tuple[str, ProcessId]
     seq: tuple[int, int]
     work: tuple[int, int, int, int | None]
     seq_at: float
@@ -143,7 +144,7 @@ class BeatWatch:
 
     def see(self, status: NodeStatus, now_s: float, *, is_gone: bool = False) -> Sighting:
         """Take one look; `now_s` on any clock of the reader's that never jumps."""
-        identity = (status.host, status.pid, status.pid_create_time)
+        identity = (status.host, status.writer)
         seq = (status.epoch, status.seq)
         work = (status.epoch, status.iteration, status.phase, status.progress)
         mark = self._marks.get(status.rank)

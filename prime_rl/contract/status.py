@@ -19,7 +19,7 @@ from typing import TypeVar
 import msgspec
 
 from prime_rl.contract.files import write_atomic
-from prime_rl.utils.process import process_create_time, same_process
+from prime_rl.utils.process import ProcessId
 
 STATUS_FORMAT_VERSION = 1
 # A write costs one fsync; five seconds keep 200 runs cheap and still show a death within fifteen.
@@ -33,16 +33,25 @@ class Status(msgspec.Struct, kw_only=True):
 
     `state` is the writer's own word, `waiting_on` a sentence that names what is waited for (or null), `updated_at`
     Unix seconds. `progress` grows with whatever the writer gets done since its start (null: it counts nothing): one
-    that stands still while there is work tells a part that is stuck from a part that is busy.
+    that stands still while there is work tells a part that is stuck from a part that is busy. `pid_create_time` (Unix
+    seconds) and `pid_start` tell which process `pid` was (`utils.process`).
     """
 
     version: int = STATUS_FORMAT_VERSION
     pid: int = 0
     pid_create_time: float = 0.0
+    pid_start: str = ""
     state: str = "starting"
     waiting_on: str | None = None
     updated_at: float = 0.0
     progress: int | None = None
+
+    @property
+    def writer(self) -> ProcessId:
+        return ProcessId(self.pid, self.pid_create_time, self.pid_start)
+
+    def sign(self, writer: ProcessId) -> None:
+        self.pid, self.pid_create_time, self.pid_start = writer.pid, writer.create_time, writer.start
 
 
 class RunStatus(Status, kw_only=True):
@@ -127,14 +136,16 @@ class Crash(msgspec.Struct, frozen=True, kw_only=True):
 class DaemonStatus(Status, kw_only=True):
     """`daemons/<name>.json`, written by the supervisor about one part (or about itself, `supervisor`).
 
-    `state`: starting, running, stalled, backoff, failed, stopped, done. `child_pid` and `child_create_time` identify
-    the part on the machine `host` since its boot `boot_id`; `pid` is the supervisor's, who writes the file. `log_tail`
+    `state`: starting, running, stalled, backoff, failed, stopped, done. `child_pid`, `child_create_time`
+    and `child_start` identify the part on the machine `host` since its boot `boot_id`; `pid` is the supervisor's, who
+    writes the file. `log_tail`
     are the last lines before the newest of `crashes` (oldest first); `stalled_since` when its progress last moved.
     """
 
     name: str
     child_pid: int | None = None
     child_create_time: float | None = None
+    child_start: str = ""
     argv: list[str] = []
     num_restarts: int = 0
     exit_code: int | None = None
@@ -145,6 +156,16 @@ class DaemonStatus(Status, kw_only=True):
     crashes: list[Crash] = []
     host: str = ""
     boot_id: str = ""
+
+    @property
+    def child(self) -> ProcessId | None:
+        return ProcessId(self.child_pid, self.child_create_time or 0.0, self.child_start) if self.child_pid else None
+
+    @child.setter
+    def child(self, child: ProcessId | None) -> None:
+        self.child_pid = child.pid if child else None
+        self.child_create_time = child.create_time if child else None
+        self.child_start = child.start if child else ""
 
 
 class PhaseTime(msgspec.Struct, frozen=True, kw_only=True):
@@ -238,7 +259,7 @@ def is_alive(status: Status | None, now: float) -> bool:
         status is not None
         and status.state != "stopped"
         and now - status.updated_at <= LOST_AFTER_S
-        and same_process(status.pid, status.pid_create_time)
+        and status.writer.is_running()
     )
 
 
@@ -258,8 +279,7 @@ class StatusWriter:
         self._lock = threading.Lock()
         self._closed = threading.Event()
         self._last_write = 0.0
-        status.pid = os.getpid()
-        status.pid_create_time = process_create_time(os.getpid())
+        status.sign(ProcessId.of(os.getpid()))
         self._write()
         self._thread = threading.Thread(target=self._beat, name=f"heartbeat {path.name}", daemon=True)
         self._thread.start()

@@ -7,6 +7,7 @@ tells people where it is and for how long (`PhaseLog`).
 
 from __future__ import annotations
 
+import os
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -21,7 +22,7 @@ from prime_rl.contract.layout import OutputDir
 from prime_rl.contract.status import GroupStatus, NodeStatus, PhaseTime, Status, read_status
 from prime_rl.multinode.phases import Phase, Position
 from prime_rl.multinode.records import GroupRecord, GroupWord, NodeRecord, NodeWord, epoch_number
-from prime_rl.utils.process import process_create_time
+from prime_rl.utils.process import ProcessId
 
 HISTORY = 64
 _STATES = {NodeWord.JOINING: "starting", NodeWord.FAILED: "failed", NodeWord.LEFT: "stopped"}
@@ -94,6 +95,7 @@ class DiskStore:
         self._ranks = ranks
         self._log = PhaseLog(clock)
         self._started_at = time.time()
+        self._writer = ProcessId.of(os.getpid())
         self._known: dict[Path, tuple[tuple[int, int, int], Status]] = {}
         output.group_status.parent.mkdir(parents=True, exist_ok=True)
 
@@ -135,8 +137,9 @@ class DiskStore:
         working = "waiting" if record.arrived else "working"
         state = {NodeWord.RUNNING: working, NodeWord.ENDED: ended}.get(record.word) or _STATES[record.word]
         return NodeStatus(
-            pid=record.pid,
-            pid_create_time=process_create_time(record.pid),
+            pid=self._writer.pid,
+            pid_create_time=self._writer.create_time,
+            pid_start=self._writer.start,
             state=state,
             waiting_on=self.waiting_on(),
             updated_at=time.time(),

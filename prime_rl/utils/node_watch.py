@@ -13,7 +13,6 @@ from pathlib import Path
 from prime_rl.contract.layout import OutputDir
 from prime_rl.contract.nodes import BeatWatch, Sighting
 from prime_rl.contract.status import NodeStatus, read_status
-from prime_rl.utils.process import same_process
 
 MAX_FILE_BYTES = 1_000_000
 
@@ -51,4 +50,4 @@ class NodeReader:
 
     def _is_gone(self, status: NodeStatus) -> bool:
         """Whether it ran here and there is no such process any more: known at once, without waiting for beats."""
-        return status.host == self._host and status.pid > 0 and not same_process(status.pid, status.pid_create_time)
+        return status.host == self._host and status.pid > 0 and not status.writer.is_running()

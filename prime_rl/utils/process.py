@@ -1,33 +1,86 @@
-"""Whether a pid is still the process it was. Pids are used again, so a pid alone proves nothing."""
+"""Which process a pid means: pids are used again, and clocks are set, so neither a pid nor a time proves anything.
+
+On Linux a process is known by what never moves: the boot of the machine, and the ticks from there to its start. Where
+the system does not tell those, it is known by when it started in Unix seconds, which moves whenever the clock is set.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import os
+import signal
+from dataclasses import dataclass
 
 import psutil
 
-# psutil derives the start from the boot time, which moves when the clock is set; pids do not come round this fast.
+# Starts in Unix seconds are derived from the boot time, which is whole seconds; pids do not come round this fast.
 CREATE_TIME_TOLERANCE_S = 2.0
 
 
-def process_create_time(pid: int) -> float:
-    """Start of process `pid` in Unix seconds; 0.0 when there is none."""
-    try:
-        return psutil.Process(pid).create_time()
-    except psutil.Error:
-        return 0.0
+@dataclass(frozen=True)
+class ProcessId:
+    """One process for good. Plain values: who records a process for another writes down all three.
+
+    `create_time` is its start in Unix seconds as the clock stood when this was taken, `start` the same as the kernel
+    counts it ("" where it does not, and in what earlier versions wrote). Where both sides have `start`, that decides.
+    """
+
+    pid: int
+    create_time: float = 0.0
+    start: str = ""
+
+    @classmethod
+    def of(cls, pid: int) -> ProcessId:
+        """The process that has this pid now; one that never runs when there is none."""
+        try:
+            return cls(pid, psutil.Process(pid).create_time(), _kernel_word(pid)[1])
+        except (psutil.Error, ValueError):
+            return cls(pid)
+
+    def is_same(self, other: ProcessId) -> bool:
+        if self.pid != other.pid:
+            return False
+        if self.start and other.start:
+            return self.start == other.start
+        return abs(self.create_time - other.create_time) <= CREATE_TIME_TOLERANCE_S
+
+    def is_running(self) -> bool:
+        """Whether this very process runs, and not as a zombie."""
+        state, start = _kernel_word(self.pid)
+        if self.start and start:
+            return self.start == start and state not in "ZX"
+        try:
+            is_zombie = psutil.Process(self.pid).status() == psutil.STATUS_ZOMBIE
+        except (psutil.Error, ValueError):
+            return False
+        return not is_zombie and self.is_same(ProcessId.of(self.pid))
+
+    def send(self, signum: signal.Signals) -> None:
+        """Send a signal if this process still is that process."""
+        if self.is_running():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signum)
 
 
-def same_process(pid: int, create_time: float) -> bool:
-    """Whether `pid` runs (not as a zombie) and started at `create_time` (Unix seconds)."""
+@functools.cache
+def boot_id() -> str:
+    """Changes with every boot of the machine, never with its clock; "" where the system tells none."""
+    with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id") as file:
+        return file.read().strip()
+    return ""
+
+
+def _kernel_word(pid: int) -> tuple[str, str]:
+    """(letter of its state, boot and ticks from there to its start) of a process; empty where the system tells none."""
     try:
-        process = psutil.Process(pid)
-        return (
-            abs(process.create_time() - create_time) <= CREATE_TIME_TOLERANCE_S
-            and process.status() != psutil.STATUS_ZOMBIE
-        )
-    except (psutil.Error, ValueError):
-        return False
+        with open(f"/proc/{pid}/stat", errors="replace") as file:
+            # Its name stands in brackets before the state and may hold anything, brackets too.
+            fields = file.read().rpartition(")")[2].split()
+    except OSError:
+        return "", ""
+    boot = boot_id()
+    return (fields[0], f"{boot}/{fields[19]}") if boot and len(fields) > 19 else ("", "")
 
 
 def is_below(pid: int, ancestor: int) -> bool:

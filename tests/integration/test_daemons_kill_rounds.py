@@ -16,13 +16,13 @@ from pathlib import Path
 import pytest
 
 from daemons.client import DaemonView, HouseReader
-from daemons.process import Identity
 from prime_rl.configs.validate import load_run_config
 from prime_rl.contract.files import wait_for
 from prime_rl.contract.layout import RunDir, list_rollout_steps, list_steps
 from prime_rl.contract.types import read_batch
 from prime_rl.orchestrator.envs import load_environment
 from prime_rl.orchestrator.sampler import ExampleSampler
+from prime_rl.utils.process import ProcessId
 from tests.system_support import PATIENCE_S, House, read_metrics
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
@@ -100,10 +100,10 @@ class Rounds:
 
     def _kill(self, number: int, victim: DaemonView) -> None:
         assert victim.pid is not None
-        identity = Identity.of(victim.pid)
+        identity = ProcessId.of(victim.pid)
         identity.send(signal.SIGKILL)
         self.killed.add(victim.pid)
-        wait_for(lambda: not identity.lives(), f"{victim.name} to be gone", timeout_s=PATIENCE_S)
+        wait_for(lambda: not identity.is_running(), f"{victim.name} to be gone", timeout_s=PATIENCE_S)
         name = "orchestrator" if victim.name in ENVS else victim.name
         self.kills[name] = self.kills.get(name, 0) + 1
         print(f"round {number}: kill -9 {victim.name} (pid {victim.pid}), progress {self.progress()}", flush=True)

@@ -9,17 +9,17 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-import psutil
 import pytest
 
 from daemons.client import DaemonView, read_house
 from daemons.pidfile import SupervisorLock
-from daemons.process import Identity, end_parts, find_members, log_tail, spawn
+from daemons.process import end_parts, find_members, log_tail, spawn
+from daemons.running import stop_house
 from prime_rl.contract.files import wait_for
 from prime_rl.contract.layout import OutputDir
 from prime_rl.contract.status import DaemonStatus, read_status
-from prime_rl.utils.process import same_process
-from tests.daemons_support import PATIENCE_S, Prl, fake_house
+from prime_rl.utils.process import ProcessId, boot_id
+from tests.daemons_support import PATIENCE_S, Prl, age_records, fake_house, step_clock
 
 
 @pytest.fixture
@@ -52,9 +52,9 @@ def waits_first(prl: Prl, run_id: str) -> bool:
 
 
 def kill(pid: int) -> None:
-    identity = Identity.of(pid)
+    identity = ProcessId.of(pid)
     os.kill(pid, signal.SIGKILL)
-    wait_for(lambda: not identity.lives(), f"pid {pid} to be gone", timeout_s=10)
+    wait_for(lambda: not identity.is_running(), f"pid {pid} to be gone", timeout_s=10)
 
 
 def test_three_runs_on_two_slots_then_down(prl: Prl) -> None:
@@ -83,8 +83,7 @@ def test_three_runs_on_two_slots_then_down(prl: Prl) -> None:
 def test_a_killed_part_is_restarted_and_what_it_left_behind_is_ended(prl: Prl) -> None:
     prl.up("--supervisor.early_crash_s", "0")
     old = daemon(prl, "inference")
-    worker = int((prl.output_dir / "worker.pid").read_text())
-    worker_started = psutil.Process(worker).create_time()
+    worker = ProcessId.of(int((prl.output_dir / "worker.pid").read_text()))
     os.kill(old.pid, signal.SIGKILL)
 
     def new() -> bool:
@@ -94,7 +93,7 @@ def test_a_killed_part_is_restarted_and_what_it_left_behind_is_ended(prl: Prl) -
     wait_for(new, "inference to be started again", timeout_s=PATIENCE_S)
     now = daemon(prl, "inference")
     assert (now.num_restarts, now.log_tail) == (1, (f"begin inference {old.pid}",))
-    assert not same_process(worker, worker_started), "the grandchild of the killed part is gone"
+    assert not worker.is_running(), "the grandchild of the killed part is gone"
 
 
 def test_a_part_that_cannot_start_stops_the_rest_and_shows_its_log(prl: Prl) -> None:
@@ -185,7 +184,7 @@ def test_down_finds_a_worker_whose_parents_are_all_dead(prl: Prl) -> None:
     assert prl.members() == []
 
 
-def test_up_after_a_killed_supervisor_adopts_what_lives(prl: Prl) -> None:
+def test_up_after_a_killed_supervisor_adopts_what_lives(prl: Prl, monkeypatch: pytest.MonkeyPatch) -> None:
     prl.up("--supervisor.early_crash_s", "0")
     (prl.output_dir / "pause_run_a").touch()
     prl("runs", "add", str(prl.run_file("a")))
@@ -195,6 +194,7 @@ def test_up_after_a_killed_supervisor_adopts_what_lives(prl: Prl) -> None:
     supervisor = daemon(prl, "supervisor").pid
     kill(supervisor)
     kill(old["run_a"])
+    age_records(prl.output_dir, 3600.0)
     done = prl(*prl.up_args("--supervisor.early_crash_s", "0"))
     assert "keeping inference, trainer: running since before this start" in done.stdout + done.stderr
     wait_for(lambda: runs_on(prl, "run_a"), "the dead orchestrator to be started again", timeout_s=PATIENCE_S)
@@ -210,7 +210,8 @@ def test_up_after_a_killed_supervisor_adopts_what_lives(prl: Prl) -> None:
     status = read_status(OutputDir(prl.output_dir).daemon_status("trainer"), DaemonStatus)
     assert status is not None and [crash.reason for crash in status.crashes] == ["it ended"]
     assert status.log_tail == [f"begin trainer {old['trainer']}"]
-    prl("down")
+    step_clock(monkeypatch, 3600.0)
+    assert stop_house(prl.output_dir, say=print)
     assert prl.members() == []
 
 
@@ -369,21 +370,21 @@ def test_a_part_is_ended_with_children_of_other_sessions_and_environments(tmp_pa
     log = tmp_path / "part.log"
     with spawn([sys.executable, "-c", FAMILY.replace("os.setsid(); ", "")], log, tmp_path, "part") as child:
         wait_for(lambda: log_tail(log).count("ready") == 2, "the family to be complete", timeout_s=PATIENCE_S)
-        leader = Identity.of(child.pid)
+        leader = ProcessId.of(child.pid)
         family = find_members(tmp_path, [leader], {"part"})
         assert len(family) == 3
         assert find_members(tmp_path, [], {"other"}) == set()
         left = end_parts(tmp_path, [("part", leader)], 5.0, tick=lambda: (child.poll(), None)[1])
     assert left == set()
-    assert [each for each in family if each.lives()] == []
+    assert [each for each in family if each.is_running()] == []
 
 
 def test_a_recycled_pid_is_left_alone(tmp_path: Path) -> None:
     import sys
 
     with spawn([sys.executable, "-c", "import time; time.sleep(600)"], tmp_path / "x.log", tmp_path, "other") as child:
-        stranger = Identity.of(child.pid)
-        recorded = Identity(child.pid, stranger.create_time - 1000)
+        stranger = ProcessId.of(child.pid)
+        recorded = replace(stranger, start=f"{boot_id()}/1")
         assert end_parts(tmp_path, [("part", recorded)], 0.2) == set()
-        assert stranger.lives()
+        assert stranger.is_running()
         child.kill()

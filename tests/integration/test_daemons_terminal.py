@@ -20,7 +20,7 @@ from daemons.client import read_house
 from daemons.commands.views import runs_table
 from prime_rl.contract.layout import OutputDir
 from prime_rl.contract.status import RunStatus
-from prime_rl.utils.process import process_create_time
+from prime_rl.utils.process import ProcessId
 from tests.daemons_support import PATIENCE_S, Prl, fake_house
 
 
@@ -92,7 +92,7 @@ def test_what_nobody_foresaw_is_one_line_and_a_traceback_with_debug(
 def test_ctrl_c_while_a_delete_waits_says_how_things_stand(prl: Prl) -> None:
     holder = OutputDir(prl.output_dir).run("run_a")
     status = RunStatus(run_id="run_a", state="running")
-    status.pid, status.pid_create_time = os.getpid(), process_create_time(os.getpid())
+    status.sign(ProcessId.of(os.getpid()))
     holder.status.write_bytes(msgspec.json.encode(status))
     child = prl.start("runs", "delete", "run_a", "--yes")
     assert child.stdout is not None

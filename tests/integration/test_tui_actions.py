@@ -198,9 +198,9 @@ async def test_a_live_run_is_deleted_only_with_its_name_and_the_wait_is_shown(ho
 
 def hold(run: RunDir, pid: int) -> None:
     """Make process `pid` look like the run's orchestrator."""
-    from prime_rl.utils.process import process_create_time
+    from prime_rl.utils.process import ProcessId
 
-    status = {"run_id": run.run_id, "pid": pid, "pid_create_time": process_create_time(pid), "state": "running"}
+    status = {"run_id": run.run_id, "pid": pid, "pid_create_time": ProcessId.of(pid).create_time, "state": "running"}
     run.status.write_text(json.dumps(status))
 
 

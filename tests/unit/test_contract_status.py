@@ -20,7 +20,7 @@ from prime_rl.contract.status import (
     read_status,
     run_state,
 )
-from prime_rl.utils.process import process_create_time, same_process
+from prime_rl.utils.process import ProcessId
 
 
 def facts(**changes: object) -> RunFacts:
@@ -94,13 +94,14 @@ def test_writer_outlives_a_deleted_folder(tmp_path: Path) -> None:
 def test_alive_needs_a_fresh_file_and_that_very_process(tmp_path: Path) -> None:
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     try:
-        status = TrainerStatus(
-            state="training", pid=child.pid, pid_create_time=process_create_time(child.pid), updated_at=1000.0
-        )
+        status = TrainerStatus(state="training", updated_at=1000.0)
+        status.sign(ProcessId.of(child.pid))
         assert is_alive(status, 1000.0)
         assert is_alive(status, 900.0), "a clock that is behind invents no death"
         assert not is_alive(status, 1000.1 + LOST_AFTER_S)
-        other = msgspec.structs.replace(status, pid_create_time=status.pid_create_time - 100)
+        earlier = msgspec.structs.replace(status, pid_start="")
+        assert is_alive(earlier, 1000.0), "earlier versions did not write it"
+        other = msgspec.structs.replace(earlier, pid_create_time=status.pid_create_time - 100)
         assert not is_alive(other, 1000.0), "a recycled pid is another process"
         assert not is_alive(msgspec.structs.replace(status, state="stopped"), 1000.0)
     finally:
@@ -111,8 +112,8 @@ def test_alive_needs_a_fresh_file_and_that_very_process(tmp_path: Path) -> None:
 
 def test_a_zombie_is_not_alive() -> None:
     child = subprocess.Popen([sys.executable, "-c", ""])
-    created = process_create_time(child.pid)
-    wait_for(lambda: not same_process(child.pid, created), "the child to end", timeout_s=30)
+    process = ProcessId.of(child.pid)
+    wait_for(lambda: not process.is_running(), "the child to end", timeout_s=30)
     assert child.poll() is not None or child.wait() == 0
 
 

@@ -21,7 +21,7 @@ from daemons.client import read_house
 from prime_rl.configs.validate import key_of, load_run_config
 from prime_rl.contract.layout import OutputDir
 from prime_rl.contract.status import RunStatus, StatusWriter, TrainerRunStatus, TrainerStatus
-from prime_rl.utils.process import process_create_time
+from prime_rl.utils.process import ProcessId
 from tests.daemons_support import RUN_TOML
 
 
@@ -363,7 +363,7 @@ def test_a_run_whose_orchestrator_lives_is_in_use(house: Path, source: Path) -> 
     run = OutputDir(house).run(actions.add_run(house, source))
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
         status = RunStatus(run_id=run.run_id, state="running")
-        status.pid, status.pid_create_time = child.pid, process_create_time(child.pid)
+        status.sign(ProcessId.of(child.pid))
         run.status.write_bytes(msgspec.json.encode(status))
         with pytest.raises(ActionError, match=rf"its orchestrator \(pid {child.pid}\)"):
             actions.delete_run(house, run.run_id)

@@ -7,13 +7,15 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from daemons.children import AdoptedChild
-from daemons.process import Identity, gpu_processes, wait_for_gpus
+from daemons.process import gpu_processes, wait_for_gpus
 from prime_rl.contract.files import wait_for
+from prime_rl.utils.process import ProcessId, boot_id
 
 # As the first process of a container: it gets a child that it did not start as a part, and one that is a part.
 FIRST_PROCESS = """
@@ -41,7 +43,7 @@ def sleeper() -> Iterator[subprocess.Popen[bytes]]:
 
 
 def test_an_adopted_part_lives_until_it_dies_whoever_reaps_it(sleeper: subprocess.Popen[bytes]) -> None:
-    adopted = AdoptedChild(Identity.of(sleeper.pid))
+    adopted = AdoptedChild(ProcessId.of(sleeper.pid))
     assert adopted.lives() and adopted.exit_code is None
     os.kill(sleeper.pid, signal.SIGKILL)
     wait_for(lambda: not adopted.lives(), "the end to be seen before it is reaped", timeout_s=30)
@@ -51,8 +53,8 @@ def test_an_adopted_part_lives_until_it_dies_whoever_reaps_it(sleeper: subproces
 
 
 def test_a_stranger_with_the_pid_of_an_adopted_part_is_not_that_part(sleeper: subprocess.Popen[bytes]) -> None:
-    real = Identity.of(sleeper.pid)
-    assert not AdoptedChild(Identity(real.pid, real.create_time - 1000)).lives()
+    real = ProcessId.of(sleeper.pid)
+    assert not AdoptedChild(replace(real, start=f"{boot_id()}/1")).lives()
 
 
 def test_inherited_orphans_are_reaped_and_parts_are_noticed() -> None:
@@ -69,6 +71,6 @@ def test_memory_of_a_gpu_is_waited_for(tmp_path: Path, monkeypatch: pytest.Monke
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     looks: list[int] = []
-    assert wait_for_gpus({Identity(4711, 1.0)}, lambda: looks.append(1)) == set()
+    assert wait_for_gpus({ProcessId(4711, 1.0)}, lambda: looks.append(1)) == set()
     assert len(looks) == 2
     assert gpu_processes() == {12}

@@ -24,7 +24,7 @@ from prime_rl.contract.status import (
     TrainerRunStatus,
     TrainerStatus,
 )
-from prime_rl.utils.process import process_create_time
+from prime_rl.utils.process import ProcessId
 from prime_rl.utils.text import clean_text, one_line
 from tests.daemons_support import RUN_TOML
 
@@ -33,8 +33,7 @@ NOW = time.time()
 
 def put(path: Path, status: Status, *, alive: bool = True, age_s: float = 0.0) -> None:
     """Write a status as a living process (this one) or a dead one would have."""
-    status.pid = os.getpid() if alive else 2**22 + 1
-    status.pid_create_time = process_create_time(os.getpid())
+    status.sign(ProcessId.of(os.getpid()) if alive else ProcessId(2**22 + 1))
     status.updated_at = NOW - age_s
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(path, msgspec.json.encode(status))

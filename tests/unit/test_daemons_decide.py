@@ -8,10 +8,10 @@ from pathlib import Path
 
 from daemons.decide import MAX_CRASHES_KEPT, decide
 from daemons.parts import Action, Do, Part, Seen, Snapshot, State
-from daemons.process import Identity
 from daemons.specs import PartSpec, RunNow, wants_orchestrator
 from prime_rl.configs.system import SupervisorConfig
 from prime_rl.contract.status import LOST_AFTER_S, RunStatus
+from prime_rl.utils.process import ProcessId
 
 TRAINER = PartSpec("trainer", ("t",), Path("t.log"))
 RUN = PartSpec("run_a", ("o",), Path("o.log"), "run_a")
@@ -52,7 +52,7 @@ class History:
             del self.parts[self.spec.name]
             return
         started = action.do is Do.START
-        self.parts[self.spec.name] = replace(action.part, process=Identity(1, self.now)) if started else action.part
+        self.parts[self.spec.name] = replace(action.part, process=ProcessId(1, self.now)) if started else action.part
 
     @property
     def part(self) -> Part:

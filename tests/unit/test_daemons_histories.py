@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from daemons.decide import MAX_CRASHES_KEPT, decide
 from daemons.parts import LIVE, Do, Part, Seen, Snapshot, State
-from daemons.process import Identity
 from daemons.specs import PartSpec
 from prime_rl.configs.system import SupervisorConfig
 from prime_rl.contract.status import LOST_AFTER_S
+from prime_rl.utils.process import ProcessId
 
 CONFIG = SupervisorConfig(
     start_timeout_s=30, drain_s=20, grace_s=5, backoff_s=1, max_backoff_s=8, early_crash_s=10, max_early_crashes=3
@@ -80,7 +80,7 @@ class World:
             return
         if do is Do.START:
             self.lives, self.pid = True, self.pid + 1
-            after = replace(after, process=Identity(self.pid, self.now))
+            after = replace(after, process=ProcessId(self.pid, self.now))
         if do is Do.KILL:
             self.lives = False
         self.part = after

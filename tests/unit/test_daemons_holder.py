@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -15,13 +16,13 @@ import pytest
 
 from daemons import leftovers
 from daemons.launch import LaunchError, down, prepare
-from daemons.pidfile import SupervisorInfo, SupervisorLock, boot_id, find_rival, read_info
-from daemons.process import Identity
+from daemons.pidfile import SupervisorInfo, SupervisorLock, find_rival, read_info
 from daemons.specs import service_specs, write_component_configs
 from prime_rl.configs.system import SupervisorConfig, SystemConfig
 from prime_rl.contract.files import write_atomic
 from prime_rl.contract.layout import OutputDir
 from prime_rl.contract.status import Crash, DaemonStatus, read_status
+from prime_rl.utils.process import ProcessId, boot_id
 
 HERE = socket.gethostname()
 LIMITS = SupervisorConfig(drain_s=0.3, grace_s=0.3)
@@ -35,10 +36,10 @@ def output(tmp_path: Path) -> OutputDir:
 
 
 @pytest.fixture
-def stranger() -> Iterator[Identity]:
+def stranger() -> Iterator[ProcessId]:
     """A process of somebody else, whose pid will be found written down."""
     with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True) as child:
-        yield Identity.of(child.pid)
+        yield ProcessId.of(child.pid)
         child.kill()
 
 
@@ -49,13 +50,11 @@ def sign(output: OutputDir, host: str, pid: int = 4711) -> None:
     write_atomic(output.supervisor_pidfile, msgspec.json.encode(info))
 
 
-def record(output: OutputDir, name: str, process: Identity, *, host: str = HERE, boot: str | None = None) -> None:
+def record(output: OutputDir, name: str, process: ProcessId, *, host: str = HERE, boot: str | None = None) -> None:
     spec = next(spec for spec in service_specs(output) if spec.name == name)
     status = DaemonStatus(
         name=name,
         state="running",
-        child_pid=process.pid,
-        child_create_time=process.create_time,
         argv=list(spec.argv),
         host=host,
         boot_id=boot_id() if boot is None else boot,
@@ -63,6 +62,7 @@ def record(output: OutputDir, name: str, process: Identity, *, host: str = HERE,
         log_tail=["last words"],
         num_restarts=1,
     )
+    status.child = process
     write_atomic(output.daemon_status(name), msgspec.json.encode(status))
 
 
@@ -71,31 +71,31 @@ def beat(output: OutputDir, number: int) -> None:
     write_atomic(output.daemon_status("supervisor"), msgspec.json.encode(status))
 
 
-def test_after_a_reboot_a_stranger_with_the_recorded_pid_is_left_alone(output: OutputDir, stranger: Identity) -> None:
+def test_after_a_reboot_a_stranger_with_the_recorded_pid_is_left_alone(output: OutputDir, stranger: ProcessId) -> None:
     record(output, "trainer", stranger, boot="before the reboot")
-    record(output, "inference", Identity(stranger.pid, stranger.create_time - 1000))
+    record(output, "inference", replace(stranger, start=f"{boot_id()}/1"))
     assert leftovers.living(output) == {}
     assert leftovers.end_leftovers(output, LIMITS, print) == []
     assert down(output, timeout_s=1.0, say=print) is False
-    assert stranger.lives()
+    assert stranger.is_running()
     status = read_status(output.daemon_status("trainer"), DaemonStatus)
     assert status is not None and (status.state, status.child_pid) == ("stopped", None)
 
 
-def test_pids_of_another_machine_mean_nothing_here(output: OutputDir, stranger: Identity) -> None:
+def test_pids_of_another_machine_mean_nothing_here(output: OutputDir, stranger: ProcessId) -> None:
     record(output, "trainer", stranger, host="elsewhere")
     assert leftovers.end_leftovers(output, LIMITS, print) == []
-    assert stranger.lives()
+    assert stranger.is_running()
 
 
-def test_the_very_process_that_was_recorded_is_ended(output: OutputDir, stranger: Identity) -> None:
+def test_the_very_process_that_was_recorded_is_ended(output: OutputDir, stranger: ProcessId) -> None:
     record(output, "trainer", stranger)
     assert leftovers.end_leftovers(output, LIMITS, print) == []
-    assert not stranger.lives()
+    assert not stranger.is_running()
 
 
 def test_a_part_is_adopted_with_its_history_unless_its_config_or_command_changed(
-    output: OutputDir, stranger: Identity
+    output: OutputDir, stranger: ProcessId
 ) -> None:
     system = SystemConfig()
     write_component_configs(system, output)

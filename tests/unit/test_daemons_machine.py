@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from types import ModuleType, SimpleNamespace
 
 import psutil
@@ -12,7 +13,7 @@ import pytest
 
 from daemons.machine import MachineReader
 from prime_rl.contract.files import wait_for
-from prime_rl.utils.process import process_create_time
+from prime_rl.utils.process import ProcessId, boot_id
 
 BURN = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', 'while True: pass']).wait()"
 
@@ -20,7 +21,7 @@ BURN = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', 'while T
 def test_a_part_counts_with_all_processes_below_it() -> None:
     part = subprocess.Popen([sys.executable, "-c", BURN], start_new_session=True)
     try:
-        pids = {"part": (part.pid, process_create_time(part.pid)), "gone": (2**22 + 1, 0.0)}
+        pids = {"part": ProcessId.of(part.pid), "gone": ProcessId(2**22 + 1)}
         wait_for(lambda: len(psutil.Process(part.pid).children()) == 1, "the child", timeout_s=30)
         reader = MachineReader()
         first = reader.read(pids)
@@ -40,8 +41,8 @@ def test_a_part_counts_with_all_processes_below_it() -> None:
 
 
 def test_a_stranger_with_the_pid_of_a_part_is_not_counted() -> None:
-    own = process_create_time(os.getpid())
-    pids = {"me": (os.getpid(), own), "stranger": (os.getpid(), own - 1000)}
+    own = ProcessId.of(os.getpid())
+    pids = {"me": own, "stranger": replace(own, start=f"{boot_id()}/1")}
     assert MachineReader().read(pids).parts.keys() == {"me"}
 
 

@@ -19,7 +19,7 @@ from prime_rl.contract.status import GroupStatus, NodeStatus
 from prime_rl.multinode import node
 from prime_rl.multinode.flags import NodeFlags, parse_flags
 from prime_rl.multinode.phases import RlPhase
-from prime_rl.utils.process import process_create_time
+from prime_rl.utils.process import ProcessId
 
 GOOD = "--num-nodes 3 --rank-weights 2,1,1"
 
@@ -132,7 +132,7 @@ def write_node(output: OutputDir, rank: int, **changes: Any) -> None:
     status = NodeStatus(
         **{
             **{"rank": rank, "num_nodes": 2, "state": "working", "pid": pid, "host": socket.gethostname()},
-            **{"pid_create_time": process_create_time(pid), "heartbeat_s": 0.05, "seq": 1, "epoch": 1},
+            **{"pid_create_time": ProcessId.of(pid).create_time, "heartbeat_s": 0.05, "seq": 1, "epoch": 1},
             **{"iteration": 2, "phase": 1, "phase_name": "rollout", "updated_at": 0.0},
             **changes,
         }

@@ -14,7 +14,7 @@ from prime_rl.contract.files import write_atomic
 from prime_rl.contract.layout import OutputDir
 from prime_rl.contract.status import LOST_AFTER_S, TrainerStatus
 from prime_rl.orchestrator.trainer_watch import LATE_AFTER_S, TrainerWatch, describe_policy_wait
-from prime_rl.utils.process import process_create_time
+from prime_rl.utils.process import ProcessId
 
 NOW = 1000.0
 
@@ -29,7 +29,7 @@ def watch(tmp_path: Path) -> TrainerWatch:
 def tell(tmp_path: Path, *, pid: int | None = None, state: str = "waiting", at: float = NOW) -> None:
     """The trainer's last word, of this process unless `pid` says of which."""
     pid = pid or os.getpid()
-    status = TrainerStatus(state=state, pid=pid, pid_create_time=process_create_time(pid), updated_at=at)
+    status = TrainerStatus(state=state, pid=pid, pid_create_time=ProcessId.of(pid).create_time, updated_at=at)
     write_atomic(OutputDir(tmp_path).trainer_status, msgspec.json.encode(status))
 
 

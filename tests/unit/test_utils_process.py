@@ -1,0 +1,55 @@
+"""Which process a pid means, also after the machine's clock was set."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from prime_rl.utils.process import ProcessId, boot_id
+from tests.daemons_support import step_clock
+
+
+@pytest.fixture
+def sleeper(tmp_path: Path) -> Iterator[int]:
+    """A process whose name looks like the fields behind it: those of a zombie that started at the boot."""
+    odd = tmp_path / "x) Z 1 (y) Z 1"
+    odd.symlink_to("/bin/sleep")
+    with subprocess.Popen([str(odd), "600"]) as child:
+        yield child.pid
+        child.kill()
+
+
+@pytest.mark.parametrize("step_s", [3600.0, -3600.0])
+def test_a_process_stays_itself_when_the_clock_is_set(
+    sleeper: int, step_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = ProcessId.of(sleeper)
+    step_clock(monkeypatch, step_s)
+    after = ProcessId.of(sleeper)
+    assert after.create_time - before.create_time == pytest.approx(step_s)
+    assert before.is_running() and after.is_running() and before.is_same(after)
+
+
+def test_another_process_with_the_same_pid_is_a_stranger(sleeper: int) -> None:
+    own = ProcessId.of(sleeper)
+    later = replace(own, start=own.start + "0")
+    elsewhere = replace(own, start=own.start.replace(boot_id(), "0e5a6e4c-another-boot"))
+    for stranger in (later, elsewhere):
+        assert not stranger.is_running() and not stranger.is_same(own)
+    assert not own.is_same(ProcessId.of(os.getpid()))
+
+
+def test_where_no_start_is_known_the_time_decides(sleeper: int) -> None:
+    own = replace(ProcessId.of(sleeper), start="")
+    assert own.is_running() and own.is_same(ProcessId.of(sleeper))
+    assert not replace(own, create_time=own.create_time - 10).is_running()
+
+
+def test_nobody_has_a_pid_that_is_free_or_absurd() -> None:
+    for pid in (2**22 + 1, 2**70, -1):
+        assert not ProcessId.of(pid).is_running()
