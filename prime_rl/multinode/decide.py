@@ -152,10 +152,11 @@ def _release(setting: GroupSetting, group: GroupRecord, view: View, resume: Posi
     following = max(next_position(group.position, setting.rl_phase), resume)
     if setting.max_iterations is not None and following.iteration > setting.max_iterations:
         return _end(group, EXIT_DONE, f"done: {setting.max_iterations} iterations")
-    members = dict(group.members)
-    if setting.elastic and following == first_position(setting.rl_phase, following.iteration):
-        members |= _returning(setting, group, view)
-    return replace(group, members=members, position=following, awaited=())
+    if not setting.elastic or following != first_position(setting.rl_phase, following.iteration):
+        return replace(group, position=following, awaited=())
+    back = _returning(setting, group, view)
+    reason = f"{', '.join(str(view.nodes[rank]) for rank in sorted(back))} joined" if back else group.reason
+    return replace(group, members={**group.members, **back}, position=following, awaited=(), reason=reason)
 
 
 def _returning(setting: GroupSetting, group: GroupRecord, view: View) -> dict[int, str]:
@@ -236,14 +237,18 @@ def decide_node(setting: GroupSetting, own: NodeRecord, view: View) -> Step:
     if group.word is GroupWord.ENDING:
         return _leave(own, group.exit_code, group.reason or "the group ended")
     if _health(setting, view.group_sighting, view.now) is Health.DEAD:
-        return _leave(own, EXIT_TRY_AGAIN, _master_is_dead(view, group))
+        return _leave(own, EXIT_TRY_AGAIN, _master_is_dead(setting, view, group))
     if group.members.get(own.rank) != own.incarnation:
-        return _leave(own, EXIT_TRY_AGAIN, f"this node was given up as lost: {group.reason}")
+        # A node that slept through it may find a later reason there.
+        why = f": {group.reason}" if group.reason and str(own) in group.reason else ""
+        return _leave(own, EXIT_TRY_AGAIN, f"this node was given up as lost{why}")
     if group.position != own.position:
         return Step(NodeWord.RUNNING, own.epoch, work=group.position)
     if not own.arrived:
         return Step(NodeWord.RUNNING, own.epoch)
-    waiting_on = f"{group.position}: " + ("; ".join(group.awaited) or "the master's release")
+    # What the master waited for when it spoke last may have been ourselves.
+    others = [words for words in group.awaited if not words.startswith(str(own))]
+    waiting_on = f"{group.position}: " + ("; ".join(others) or "the master's release")
     # The master judges first; this is for one that beats and does not lead any more.
     if view.now - view.since > setting.barrier_timeout_s + setting.dead_after_s:
         return _leave(own, EXIT_TRY_AGAIN, f"waited {setting.barrier_timeout_s:g} s in vain for {waiting_on}")
@@ -320,8 +325,10 @@ def _last_word(node: NodeRecord) -> str:
     return f"{node} {verb}{where}" + (f": {node.reason}" if node.reason else "")
 
 
-def _master_is_dead(view: View, group: GroupRecord) -> str:
+def _master_is_dead(setting: GroupSetting, view: View, group: GroupRecord) -> str:
     assert view.group_sighting is not None
     age_s = view.group_sighting.age_s(view.now)
     name = view.nodes.get(MASTER_RANK) or "node 0"
-    return f"{name}, the master, is dead: no sign of life for {age_s:.1f} s, last at {group.position or 'the start'}"
+    where = group.position or "the start"
+    words = f"{name}, the master, is dead: no sign of life for {age_s:.1f} s, last at {where}"
+    return words + ("; --elastic goes on without workers, never without the master" if setting.elastic else "")

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import logging
 import random
+import time
 from collections.abc import Callable
 
 from prime_rl.multinode.decide import Exit
 from prime_rl.multinode.member import Member
+from prime_rl.multinode.records import GroupWord, NodeWord
 from prime_rl.utils.signals import StopFlag
 from prime_rl.utils.watch import Watcher
 
@@ -21,13 +23,14 @@ FIRST_PAUSE_S = 0.01
 # Where no events come (NFS, Lustre, FUSE) a barrier takes about two of these.
 MAX_PAUSE_S = 0.5
 GROWTH = 1.6
+SAY_AGAIN_S = 1.0
 
 
 def drive(member: Member, watcher: Watcher, stop: StopFlag, *, say: Callable[[str], None] = logger.info) -> Exit:
     """Tick until the member's exit. A signal makes it leave, which ends the group."""
     pause_s = FIRST_PAUSE_S
     before: object = None
-    said = ""
+    voice = Voice(member, say)
     while True:
         if stop():
             member.leave(f"{stop.signal_name or 'a signal'}")
@@ -36,13 +39,46 @@ def drive(member: Member, watcher: Watcher, stop: StopFlag, *, say: Callable[[st
         now = (member.own.word, member.own.position, member.own.arrived, member.group and member.group.position)
         pause_s = FIRST_PAUSE_S if now != before else min(pause_s * GROWTH, MAX_PAUSE_S)
         before = now
-        said = _say_new(member, said, say)
+        voice.speak()
         watcher.wait(pause_s * random.uniform(0.7, 1.0))
 
 
-def _say_new(member: Member, said: str, say: Callable[[str], None]) -> str:
-    """One line for each new thing that is waited for."""
-    words = member.waiting_on or (f"working: {member.own.position}" if member.own.position else "")
-    if words and words != said:
-        say(f"waits for {words}" if member.waiting_on else words)
-    return words
+class Voice:
+    """What a node says while it goes on: each new thing, whom it waits for again each second, who came or was lost."""
+
+    def __init__(self, member: Member, say: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
+        self._member = member
+        self._say = say
+        self._clock = clock
+        self._place: object = None
+        self._place_since = self._said_at = clock()
+        self._said = ""
+        self._news: str | None = None
+
+    def speak(self) -> None:
+        """Called after each look."""
+        member, now = self._member, self._clock()
+        place = (member.own.word, member.own.position, member.own.arrived)
+        if place != self._place:
+            self._place, self._place_since = place, now
+        self._speak_of_members()
+        words = member.waiting_on or (f"working: {member.own.position}" if member.own.position else "")
+        is_due = bool(member.waiting_on) and now - self._said_at >= SAY_AGAIN_S
+        if words and (words != self._said or is_due):
+            waited_s = now - self._place_since
+            again = f" ({waited_s:.0f} s of at most {self._limit_s:g} s)" if waited_s >= SAY_AGAIN_S else ""
+            self._say(f"waits for {words}{again}" if member.waiting_on else words)
+            self._said, self._said_at = words, now
+
+    @property
+    def _limit_s(self) -> float:
+        setting = self._member.setting
+        is_joining = self._member.own.word is NodeWord.JOINING
+        return setting.gather_timeout_s if is_joining else setting.barrier_timeout_s
+
+    def _speak_of_members(self) -> None:
+        group = self._member.group
+        if group is None or group.word is not GroupWord.RUNNING or group.reason == self._news:
+            return
+        self._news = group.reason
+        self._say(f"the group goes on with nodes {', '.join(map(str, sorted(group.members)))}: {group.reason}")

@@ -56,13 +56,16 @@ class Store(Protocol):
 class Report:
     """How the work of a position goes: `progress` grows, `error` ends it.
 
-    `is_shared` says that a peer may be to blame for the error.
+    Attributes:
+        is_shared: a peer may be to blame for the error.
+        may_heal: it is tried again at the next look, and may go well then.
     """
 
     progress: int = 0
     done: bool = False
     error: str | None = None
     is_shared: bool = False
+    may_heal: bool = False
 
 
 class Work(Protocol):
@@ -180,7 +183,8 @@ class Member:
         # A dead neighbour makes others fail first: give the master the time to find who is to blame.
         self._failed_at = self._failed_at or now
         self.own = replace(self.own, reason=report.error)
-        if now - self._failed_at > 2 * self.setting.dead_after_s:
+        patience_s = 2 * self.setting.dead_after_s if report.is_shared or report.may_heal else 0.0
+        if now - self._failed_at >= patience_s:
             self._failed_code = EXIT_TRY_AGAIN if report.is_shared else EXIT_FAILED
             self.own = replace(self.own, word=NodeWord.FAILED)
 

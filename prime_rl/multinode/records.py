@@ -89,6 +89,7 @@ class GroupRecord:
         members: rank -> incarnation; empty while it gathers.
         position: what the members work on now; its release is the end of the barrier before it.
         awaited: who holds the group up now, one sentence each.
+        reason: why it ends; before that, why its members changed last.
     """
 
     epoch_number: int

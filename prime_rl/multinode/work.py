@@ -84,8 +84,10 @@ class PhaseWork:
                 self._iteration.path.mkdir(parents=True, exist_ok=True)
                 self._task = self._make_task(self._position.phase)
             return self._task.look()
-        except (OSError, ValueError) as error:  # a full disk, a shared folder that is gone, a damaged proof
-            return Report(error=f"{type(error).__name__}: {error}")
+        except OSError as error:  # a full disk, a shared folder that is gone for a while
+            return Report(error=f"{type(error).__name__}: {error}", may_heal=True)
+        except ValueError as error:  # nothing to train on, a damaged proof, nobody left who may make rollouts
+            return Report(error=str(error))
 
     def stop(self) -> None:
         """End everything that this node has started, and wait for it."""
