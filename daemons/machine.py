@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from types import ModuleType
 
@@ -19,7 +19,7 @@ from prime_rl.utils.process import ProcessId
 
 @dataclass(frozen=True)
 class PartUse:
-    """One part with all its processes. `cores` is in processor cores (1.5: one and a half), null at the first look."""
+    """One part with all its processes, other parts below it left out. `cores` is in processor cores (1.5: one and a half), null at the first look."""
 
     cores: float | None
     rss_bytes: int
@@ -59,13 +59,13 @@ class MachineReader:
         self._nvml = _load_nvml()
 
     def read(self, processes: Mapping[str, ProcessId]) -> MachineView:
-        """`processes` are those of the parts by name, those that they have started left out."""
+        """`processes` are those of the parts, by name. What a part has started counts with it, unless a part itself."""
         busy_s, all_s = _machine_seconds()
         before = self._machine_s
         passed_s = all_s - before[1] if before else 0.0
         self._machine_s = (busy_s, all_s)
         num_cores = psutil.cpu_count() or 1
-        children = _children()
+        children = _children({process.pid for process in processes.values()})
         seen: dict[psutil.Process, float] = {}
         parts = {}
         for name, process in processes.items():
@@ -118,12 +118,13 @@ def _machine_seconds() -> tuple[float, float]:
     return all_s - idle_s, all_s
 
 
-def _children() -> dict[int, list[int]]:
-    """pid -> pids of its children."""
+def _children(parts: Container[int]) -> dict[int, list[int]]:
+    """pid -> pids of its children, those of `parts` left out."""
     found: dict[int, list[int]] = {}
     for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):
-            found.setdefault(process.ppid(), []).append(process.pid)
+        if process.pid not in parts:
+            with contextlib.suppress(psutil.Error):
+                found.setdefault(process.ppid(), []).append(process.pid)
     return found
 
 

@@ -34,6 +34,9 @@ def test_a_part_counts_with_all_processes_below_it() -> None:
             return (look.parts["part"].cores or 0.0) > 0.01 and 0.0 <= (look.busy or 0.0) <= 1.0
 
         wait_for(burns, "the child's work to be counted", timeout_s=30)
+        (child,) = psutil.Process(part.pid).children()
+        apart = reader.read({**pids, "child": ProcessId.of(child.pid)}).parts
+        assert {name: use.num_processes for name, use in apart.items()} == {"part": 1, "child": 1}, "none counts twice"
     finally:
         for process in [*psutil.Process(part.pid).children(), part]:
             process.kill()
