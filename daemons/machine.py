@@ -19,7 +19,10 @@ from prime_rl.utils.process import ProcessId
 
 @dataclass(frozen=True)
 class PartUse:
-    """One part with all its processes, other parts below it left out. `cores` is in processor cores (1.5: one and a half), null at the first look."""
+    """One part with all its processes, other parts below it left out.
+
+    `cores` is in processor cores (1.5: one and a half), null at the first look.
+    """
 
     cores: float | None
     rss_bytes: int
