@@ -86,7 +86,7 @@ def adopt(output: OutputDir) -> tuple[dict[str, Part], dict[str, Past]]:
                 spec,
                 _ADOPTED_AS[status.state],
                 process,
-                started_at=status.started_at or process.create_time,
+                started_at=ProcessId.of(process.pid).create_time,  # by the clock as it is now
                 num_restarts=status.num_restarts,
                 crashes=tuple(status.crashes),
             )

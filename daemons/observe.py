@@ -19,7 +19,7 @@ from daemons.specs import INFERENCE, TRAINER, RunNow
 from prime_rl.configs.base import ConfigError
 from prime_rl.configs.validate import load_run_config
 from prime_rl.contract.layout import LayoutError, OutputDir, RunDir
-from prime_rl.contract.status import InferenceStatus, RunStatus, Status, TrainerStatus, is_alive, read_status
+from prime_rl.contract.status import InferenceStatus, RunStatus, Status, TrainerStatus, is_there, read_status
 from prime_rl.utils.process import ProcessId, is_below
 
 _READY = {TRAINER: ("waiting", "training"), INFERENCE: ("serving",)}
@@ -35,15 +35,6 @@ def stamp(path: Path) -> Stamp | None:
     except OSError:
         return None
     return info.st_mtime_ns, info.st_size, info.st_ino
-
-
-@dataclass(frozen=True)
-class _Progress:
-    """Where a start of a part stood, and since when."""
-
-    pid: int
-    count: int
-    since: float
 
 
 @dataclass(frozen=True)
@@ -74,7 +65,7 @@ class Eyes:
         self._complain = complain
         self._statuses: dict[Path, tuple[Stamp | None, Status | None]] = {}
         self._runs: dict[str, _Folder] = {}
-        self._progress: dict[str, _Progress] = {}
+        self._unchanged: dict[tuple[str, str], tuple[object, float]] = {}
         self._refused: dict[str, str] = {}
         self._held: frozenset[str] = frozenset()
 
@@ -90,17 +81,17 @@ class Eyes:
         except FileNotFoundError:
             return frozenset()
 
-    def runs(self, known: Iterable[str], now: float) -> dict[str, RunNow]:
+    def runs(self, known: Iterable[str]) -> dict[str, RunNow]:
         """Runs that hold a slot of a living trainer, and the `known` ones."""
         trainer = self._read(self.output.trainer_status, TrainerStatus)
         self._held = self._trainer_runs()
-        held = self._held if is_alive(trainer, now) else frozenset()
+        held = self._held if trainer is not None and is_there(trainer) else frozenset()
         found = {run_id: self._run(run_id, run_id in held) for run_id in sorted(held | set(known))}
         return {run_id: run for run_id, run in found.items() if run is not None}
 
     def see(self, part: Part, child: Child | None, run: RunNow | None, now: float) -> Seen:
         own = self._own_status(part, run)
-        word = run.word if run and run.word and run.word.updated_at >= part.started_at else None
+        word = run.word if run and run.word and part.process and _wrote(part.process, run.word) else None
         last = word.state if word and word.state in _LAST_WORDS else None
         lives = child is not None and child.lives()
         return Seen(
@@ -108,7 +99,7 @@ class Eyes:
             exit_code=child.exit_code if child else None,
             ready=own is not None and own.state in _READY.get(part.spec.name, ("running", *_LAST_WORDS)),
             waiting_on=own.waiting_on if own else None,
-            heartbeat_age_s=now - own.updated_at if own else None,
+            heartbeat_age_s=self._unchanged_s(part.spec.name, "beat", (own.pid, own.updated_at), now) if own else None,
             still_s=self._still_s(part.spec.name, own, now),
             last_word=last,
             last_reason=word.reason if word and last else None,
@@ -118,18 +109,24 @@ class Eyes:
 
     def forget(self, name: str) -> None:
         """Drop what is kept about a part and its run."""
-        for table in (self._progress, self._runs, self._refused):
-            table.pop(name, None)
+        self._runs.pop(name, None)
+        self._refused.pop(name, None)
+        for what in ("beat", "progress"):
+            self._unchanged.pop((name, what), None)
         self._statuses.pop(RunDir(self.output.path / name).status, None)
 
     def _still_s(self, name: str, own: Status | None, now: float) -> float | None:
         if own is None or own.progress is None or not has_work(own):
-            self._progress.pop(name, None)
+            self._unchanged.pop((name, "progress"), None)
             return None
-        last = self._progress.get(name)
-        if last is None or (last.pid, last.count) != (own.pid, own.progress):
-            last = self._progress[name] = _Progress(own.pid, own.progress, now)
-        return now - last.since
+        return self._unchanged_s(name, "progress", (own.pid, own.progress), now)
+
+    def _unchanged_s(self, name: str, what: str, value: object, now: float) -> float:
+        """How long a part has shown the same, by our own clock: those of parts are set, and differ from ours."""
+        last = self._unchanged.get((name, what))
+        if last is None or last[0] != value:
+            last = self._unchanged[name, what] = (value, now)
+        return now - last[1]
 
     def _own_status(self, part: Part, run: RunNow | None) -> Status | None:
         """The part's own status file, if this very start of it wrote it."""
@@ -206,7 +203,7 @@ def _wrote(process: ProcessId, status: Status) -> bool:
     """Whether `status` was written by `process`, a process of its session, or one that it started (torchrun's ranks
     have sessions of their own)."""
     if status.pid == process.pid:
-        return True
+        return status.writer.is_same(process)
     try:
         return os.getsid(status.pid) == process.pid or is_below(status.pid, process.pid)
     except (OSError, OverflowError):

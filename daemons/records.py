@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import socket
+import time
 from collections.abc import Callable, Mapping
 
 import msgspec
@@ -47,17 +48,17 @@ class Records:
             changed = stopped or last is None or last[1] != part
             if not changed and last is not None and now - last[0] < HEARTBEAT_S:
                 continue
-            status = self._status(part, now)
+            status = self._status(part)
             if stopped and (part.state in LIVE or part.state is State.BACKOFF):
                 status.state, status.child, status.waiting_on, status.reason = "stopped", None, None, None
             write_atomic(self._output.daemon_status(name), msgspec.json.encode(status), durable=changed)
             self._written[name] = (now, part)
 
-    def _status(self, part: Part, now: float) -> DaemonStatus:
+    def _status(self, part: Part) -> DaemonStatus:
         status = DaemonStatus(
             name=part.spec.name,
             state="running" if part.state is State.STOPPING else str(part.state),
-            updated_at=now,
+            updated_at=time.time(),  # readers compare it with their clock
             waiting_on=part.waiting_on,
             argv=list(part.spec.argv),
             num_restarts=part.num_restarts,

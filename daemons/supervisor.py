@@ -33,6 +33,7 @@ from prime_rl.configs.base import load_config
 from prime_rl.configs.system import SupervisorConfig, SystemConfig
 from prime_rl.contract.layout import OutputDir
 from prime_rl.contract.status import DaemonStatus, StatusWriter
+from prime_rl.utils.clock import SteadyClock
 from prime_rl.utils.logger import setup_logger
 from prime_rl.utils.process import ProcessId
 from prime_rl.utils.signals import StopFlag
@@ -57,6 +58,7 @@ class Supervisor:
         lock: the house's lock, held until the end of `run`.
         stop: asked at every tick; true ends everything in order: orchestrators, trainer, inference.
         relay: where the parts' logs go besides; with it a service that cannot start ends everything too.
+        clock: by which everything is decided, in Unix seconds that never jump.
     """
 
     def __init__(
@@ -67,17 +69,17 @@ class Supervisor:
         stop: StopFlag,
         *,
         relay: LogRelay | None = None,
-        clock: Callable[[], float] = time.time,
+        clock: Callable[[], float] | None = None,
     ) -> None:
         self.output = output
         self.config = config
         self._lock = lock
         self._stop = stop
-        self._clock = clock
+        self._clock = clock or SteadyClock()
         self._parts: dict[str, Part] = {}
         self._children: dict[str, Child] = {}
         self._eyes = Eyes(output, logger.error)
-        self._records = Records(output, clock)
+        self._records = Records(output, self._clock)
         self._relay = relay
         self._next_look_s = 0.0
         self._next_rotation_s = 0.0
@@ -89,7 +91,7 @@ class Supervisor:
         """Supervise until told to stop, then end everything; returns the processes that could not be ended."""
         status = StatusWriter(
             self.output.daemon_status(SUPERVISOR),
-            DaemonStatus(name=SUPERVISOR, state="running", argv=sys.argv, started_at=self._clock()),
+            DaemonStatus(name=SUPERVISOR, state="running", argv=sys.argv, started_at=time.time()),
         )
         logger.info("supervising %s", self.output.path)
         self.adopt()
@@ -137,7 +139,7 @@ class Supervisor:
         """Look, decide, act, and say so."""
         now = self._clock()
         requests = self._eyes.requests()
-        runs = self._eyes.runs(held_runs(self._parts), now)
+        runs = self._eyes.runs(held_runs(self._parts))
         seen = {
             name: self._eyes.see(part, self._children.get(name), runs.get(name), now)
             for name, part in self._parts.items()

@@ -22,7 +22,7 @@ from daemons import audit
 from daemons.errors import ActionError, one_line_errors
 from prime_rl.contract.files import WaitTimeout, read_text, wait_for, write_atomic
 from prime_rl.contract.layout import LayoutError, OutputDir, RunDir, parse_trashed, refusal
-from prime_rl.contract.status import DaemonStatus, RunStatus, TrainerStatus, is_alive, read_status
+from prime_rl.contract.status import DaemonStatus, RunStatus, TrainerStatus, is_there, read_status
 
 # The note in `evicted.txt` of a deleted run; undelete takes away this one and leaves any other.
 DELETED_NOTE = "deleted with prl; prl runs undelete brings it back"
@@ -223,10 +223,9 @@ def _in_trash(output: OutputDir, run_id: str) -> Path | None:
 
 def _holders(output: OutputDir, run: RunDir) -> list[str]:
     """Who must let go of a run before its folder may move."""
-    now = time.time()
     holders = []
     trainer = read_status(output.trainer_status, TrainerStatus)
-    if trainer is not None and is_alive(trainer, now):
+    if trainer is not None and is_there(trainer):
         if run.run_id in trainer.runs:
             holders.append(f"the trainer (slot {trainer.runs[run.run_id].run_idx})")
         elif run.run_id in trainer.waiting and run.evicted.exists():

@@ -253,14 +253,15 @@ def read_status(path: Path, kind: type[StatusT]) -> StatusT | None:
 def is_alive(status: Status | None, now: float) -> bool:
     """Whether the writer of `status` still lives: fresh enough, and its pid is still that very process.
 
-    `now` is Unix seconds. A status from the future (clock skew) counts as fresh.
+    `now` is Unix seconds. A status from the future (clock skew) counts as fresh. When the clock was set forward, all
+    look lost until their next write: whoever starts, ends or moves something by the answer asks `is_there`.
     """
-    return (
-        status is not None
-        and status.state != "stopped"
-        and now - status.updated_at <= LOST_AFTER_S
-        and status.writer.is_running()
-    )
+    return status is not None and now - status.updated_at <= LOST_AFTER_S and is_there(status)
+
+
+def is_there(status: Status) -> bool:
+    """Whether the writer of `status` has not stopped and its process runs, however long it has said nothing."""
+    return status.state != "stopped" and status.writer.is_running()
 
 
 class StatusWriter:
@@ -290,7 +291,7 @@ class StatusWriter:
             for name, value in fields.items():
                 setattr(self.status, name, value)
             changed = (self.status.state, self.status.waiting_on) != before
-            if changed or self._clock() - self._last_write >= MIN_WRITE_INTERVAL_S:
+            if changed or not 0.0 <= self._clock() - self._last_write < MIN_WRITE_INTERVAL_S:
                 self._write()
 
     def close(self, **fields: object) -> None:

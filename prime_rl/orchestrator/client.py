@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +18,7 @@ import httpx
 import msgspec
 
 from prime_rl.contract.layout import WEIGHTS_HEADER, OutputDir
-from prime_rl.contract.status import InferenceStatus, is_alive, read_status
+from prime_rl.contract.status import InferenceStatus, is_there, read_status
 
 MAX_ERROR_TEXT = 500
 # Whatever a server asks for, it is looked at again after this.
@@ -159,7 +158,7 @@ class Endpoint:
         status = read_status(self._status_path, InferenceStatus)
         if status is None:
             raise ServerDown(f"{self._status_path} (not there yet: is inference started?)")
-        if not is_alive(status, time.time()) or not status.base_url:
+        if not is_there(status) or not status.base_url:
             raise ServerDown(f"{self._status_path} (says {status.state!r}, and no such server runs)")
         if status.state != "serving":
             raise ServerDown(f"the inference server to be ready (it is {status.state})")

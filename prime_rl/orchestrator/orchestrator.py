@@ -15,7 +15,6 @@ import logging
 import math
 import os
 import sys
-import time
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -24,7 +23,7 @@ from prime_rl.configs.base import ConfigError, ConfigProblem, parse_argv
 from prime_rl.configs.orchestrator import OrchestratorConfig
 from prime_rl.contract.layout import LayoutError, OutputDir, RunDir
 from prime_rl.contract.resume import pending_request
-from prime_rl.contract.status import RunStatus, StatusWriter, is_alive, read_status
+from prime_rl.contract.status import RunStatus, StatusWriter, is_there, read_status
 from prime_rl.contract.types import BadBatchError
 from prime_rl.orchestrator.batch import has_signal
 from prime_rl.orchestrator.batch_loop import BatchLoop
@@ -255,7 +254,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     setup_logger("orchestrator", config.log.level)
     status = read_status(run.status, RunStatus)
-    if status is not None and is_alive(status, time.time()) and status.pid != os.getpid():
+    if status is not None and is_there(status) and status.pid != os.getpid():
         print(f"orchestrator: {run.run_id} has one already (pid {status.pid}): stop that first", file=sys.stderr)
         return 1
     return asyncio.run(run_to_the_end(config, run, stop))

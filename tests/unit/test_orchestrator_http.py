@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import time
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from prime_rl.contract.layout import OutputDir
@@ -25,6 +27,7 @@ from prime_rl.orchestrator.policy import find_base_model
 from prime_rl.orchestrator.pool import InferenceClient
 from prime_rl.orchestrator.rollout import GroupFailed
 from prime_rl.orchestrator.tokenizer import ChatTokenizer, TokenizerError
+from prime_rl.utils.process import ProcessId
 from tests.orchestrator_support import (
     FIRST_BYTE,
     IM_END,
@@ -184,17 +187,18 @@ async def test_without_a_base_url_the_server_is_found_again_at_its_new_address(m
     await client.close()
 
 
-def test_a_status_of_a_dead_process_is_no_address(tmp_path: Path) -> None:
+def test_an_address_counts_as_long_as_the_process_that_wrote_it_runs(tmp_path: Path) -> None:
     path = OutputDir(tmp_path).inference_status
     path.parent.mkdir()
-    status = InferenceStatus(
-        state="serving", base_url="http://127.0.0.1:1/v1", pid=2**22, pid_create_time=1.0, updated_at=time.time()
-    )
-    import msgspec
-
+    status = InferenceStatus(state="serving", base_url="http://127.0.0.1:1/v1", updated_at=time.time())
+    status.sign(ProcessId(2**22, 1.0))
     path.write_bytes(msgspec.json.encode(status))
     with pytest.raises(InferenceUnavailable, match="no such server runs"):
         Endpoint(tmp_path, None).url()
+    status.sign(ProcessId.of(os.getpid()))
+    status.updated_at -= 3600.0  # as when the clock was set since
+    path.write_bytes(msgspec.json.encode(status))
+    assert Endpoint(tmp_path, None).url() == "http://127.0.0.1:1/v1"
 
 
 # -- policy versions ----
