@@ -23,6 +23,7 @@ import tomli_w
 from daemons import audit
 from daemons.client import HouseReader, RunView
 from daemons.errors import ActionError, WrongUseError, in_one_line, one_line_errors, printable
+from daemons.in_use import users_of_run
 from daemons.trash import (
     DELETED_NOTE,
     delete_run,
@@ -30,7 +31,6 @@ from daemons.trash import (
     list_trash,
     purge_trash,
     undelete_run,
-    users_of_run,
 )
 from prime_rl.configs.base import ConfigError, ConfigProblem, build, load_config, load_toml, merge, parse_toml
 from prime_rl.configs.orchestrator import OrchestratorConfig

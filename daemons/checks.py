@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import errno
 import os
-import socket
 import stat
 import tempfile
 import time
@@ -20,6 +19,7 @@ from typing import Literal
 from daemons.disk import DiskView
 from prime_rl.contract.status import HEARTBEAT_S
 from prime_rl.utils.mounts import events_come, file_system_type
+from prime_rl.utils.network import bound_socket
 from prime_rl.utils.secrets import SecretError, read_secret
 
 Level = Literal["ok", "warning", "broken"]
@@ -139,15 +139,12 @@ def check_port(host: str, port: int, *, served_by_house: bool) -> Check:
         return Check("port", "ok", "inference takes a free one")
     if served_by_house:
         return Check("port", "ok", f"{host}:{port} is this house's inference")
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            taken = error.errno == errno.EADDRINUSE
-            message = f"{host}:{port} {'is taken by another process' if taken else f'cannot be used: {error.strerror}'}"
-            return Check("port", "broken", message, "prl up --inference.port N (0 takes a free one)")
+    try:
+        bound_socket(host, port).close()
+    except OSError as error:
+        taken = error.errno == errno.EADDRINUSE
+        message = f"{host}:{port} {'is taken by another process' if taken else f'cannot be used: {error.strerror}'}"
+        return Check("port", "broken", message, "prl up --inference.port N (0 takes a free one)")
     return Check("port", "ok", f"{host}:{port} is free")
 
 

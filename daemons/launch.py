@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import http.client
 import signal
-import socket
 import subprocess
 import tempfile
 import time
@@ -24,6 +23,7 @@ from prime_rl.configs.base import ConfigError, load_config
 from prime_rl.configs.system import SupervisorConfig, SystemConfig
 from prime_rl.contract.files import WaitTimeout, wait_for
 from prime_rl.contract.layout import OutputDir
+from prime_rl.utils.network import bound_socket
 from prime_rl.utils.process import ProcessId
 from prime_rl.utils.text import clean_text
 
@@ -277,13 +277,10 @@ def _check_model(name: str) -> None:
 def _check_port(host: str, port: int) -> None:
     if port == 0:
         return
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            raise LaunchError(
-                f"inference cannot listen on {host}:{port}: {error.strerror}; choose another with --inference.port N "
-                "(0 takes a free one)"
-            ) from error
+    try:
+        bound_socket(host, port).close()
+    except OSError as error:
+        raise LaunchError(
+            f"inference cannot listen on {host}:{port}: {error.strerror}; choose another with --inference.port N "
+            "(0 takes a free one)"
+        ) from error

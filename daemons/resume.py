@@ -15,12 +15,13 @@ from typing import Any
 import tomli_w
 
 from daemons import audit
-from daemons.actions import readmit_run, trainer_limits, users_of_run
+from daemons.actions import readmit_run, trainer_limits
 from daemons.errors import ActionError, in_one_line, one_line_errors
-from daemons.trash import Progress, existing_run
+from daemons.in_use import Progress, users, wait_until_let_go
+from daemons.trash import existing_run
 from prime_rl.configs.base import ConfigError, load_toml, merge, parse_toml
 from prime_rl.configs.validate import find_problems
-from prime_rl.contract.files import WaitTimeout, wait_for, write_atomic
+from prime_rl.contract.files import write_atomic
 from prime_rl.contract.layout import OutputDir, RunDir, list_steps
 
 _TABLE = re.compile(r"^\s*\[\s*ckpt\s*\]\s*(?:#.*)?$", re.MULTILINE)
@@ -103,21 +104,8 @@ def _checked_text(output: OutputDir, run: RunDir, step: int) -> str:
 
 
 def _let_go(output: OutputDir, run: RunDir, step: int, wait_s: float, on_progress: Progress) -> None:
-    if not (users := users_of_run(output.path, run.run_id)):
+    if not users(output, run):
         return
     if not run.evicted.exists():
         write_atomic(run.evicted, f"goes back to step {step}")
-
-    def free() -> bool:
-        users[:] = users_of_run(output.path, run.run_id)
-        if users:
-            on_progress(f"waiting for {' and '.join(users)} to let go of {run.run_id}")
-        return not users
-
-    try:
-        wait_for(free, f"{run.run_id} to be let go", timeout_s=wait_s, poll_s=0.2)
-    except WaitTimeout as error:
-        raise ActionError(
-            f"{run.run_id} was not sent back: {' and '.join(users)} did not let go within {wait_s:g} s; "
-            "it stays evicted, try again"
-        ) from error
+    wait_until_let_go(output, run, "was not sent back", wait_s, on_progress)

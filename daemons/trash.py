@@ -15,22 +15,20 @@ import re
 import shutil
 import stat
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from daemons import audit
 from daemons.errors import ActionError, one_line_errors
-from prime_rl.contract.files import WaitTimeout, read_text, wait_for, write_atomic
+from daemons.in_use import Progress, users, wait_until_let_go
+from prime_rl.contract.files import read_text, write_atomic
 from prime_rl.contract.layout import LayoutError, OutputDir, RunDir, parse_trashed, refusal
-from prime_rl.contract.status import DaemonStatus, RunStatus, TrainerStatus, is_there, read_status
 
 # The note in `evicted.txt` of a deleted run; undelete takes away this one and leaves any other.
 DELETED_NOTE = "deleted with prl; prl runs undelete brings it back"
 # Begins the stamp of a deleted run: UTC.
 _STAMP_FORMAT = "%Y%m%dT%H%M%SZ"
 _STAMP = re.compile(r"(\d{8}T\d{6}Z)(-\d+)?")
-
-Progress = Callable[[str], None]
 
 
 def delete_run(
@@ -52,10 +50,10 @@ def delete_run(
         if not output.run(run_id).path.exists() and (lies := _in_trash(output, run_id)):
             return lies
         run = existing_run(output, run_id)
-        holders = _holders(output, run)
-        if holders and not force:
+        in_use_by = users(output, run)
+        if in_use_by and not force:
             raise ActionError(
-                f"{run_id} is in use by {' and '.join(holders)}: evict it first (prl runs evict {run_id} "
+                f"{run_id} is in use by {' and '.join(in_use_by)}: evict it first (prl runs evict {run_id} "
                 "--reason ...), or delete it all the same (prl runs delete --yes)"
             )
         with contextlib.suppress(FileExistsError):
@@ -64,18 +62,11 @@ def delete_run(
             pass
         if not run.evicted.exists() and run.control.exists():
             write_atomic(run.evicted, DELETED_NOTE)
-        _wait_until_let_go(output, run, wait_s, on_progress)
+        wait_until_let_go(output, run, "was not deleted", wait_s, on_progress)
         lies = _move_to_trash(output, run)
         output.start_request(run_id).unlink(missing_ok=True)
         audit.record(output, "delete", run_id, reason=reason, detail=f"to {lies.name}")
         return lies
-
-
-def users_of_run(output_dir: Path, run_id: str) -> list[str]:
-    """Who uses a run now, such as "the trainer (slot 1)"; while anybody does, deleting it needs `force`."""
-    output = OutputDir(Path(output_dir))
-    with one_line_errors(f"looking at {run_id}"):
-        return _holders(output, output.run(run_id))
 
 
 def undelete_run(output_dir: Path, run_id: str) -> bool:
@@ -219,39 +210,3 @@ def _move_to_trash(output: OutputDir, run: RunDir) -> Path:
 def _in_trash(output: OutputDir, run_id: str) -> Path | None:
     stamps = [stamp for name, stamp in list_trash(output.path) if name == run_id]
     return output.trashed(run_id, stamps[-1]) if stamps else None
-
-
-def _holders(output: OutputDir, run: RunDir) -> list[str]:
-    """Who must let go of a run before its folder may move."""
-    holders = []
-    trainer = read_status(output.trainer_status, TrainerStatus)
-    if trainer is not None and is_there(trainer):
-        if run.run_id in trainer.runs:
-            holders.append(f"the trainer (slot {trainer.runs[run.run_id].run_idx})")
-        elif run.run_id in trainer.waiting and run.evicted.exists():
-            holders.append("the trainer (its queue)")
-    word = read_status(run.status, RunStatus)
-    daemon = read_status(output.daemon_status(run.run_id), DaemonStatus)
-    if word is not None and word.writer.is_running():
-        holders.append(f"its orchestrator (pid {word.pid})")
-    elif daemon is not None and daemon.child and daemon.child.is_running():
-        holders.append(f"its orchestrator (pid {daemon.child_pid})")
-    return holders
-
-
-def _wait_until_let_go(output: OutputDir, run: RunDir, wait_s: float, on_progress: Progress) -> None:
-    said: list[str] = []
-
-    def free() -> bool:
-        said[:] = _holders(output, run)
-        if said:
-            on_progress(f"waiting for {' and '.join(said)} to let go of {run.run_id}")
-        return not said
-
-    try:
-        wait_for(free, f"{run.run_id} to be let go", timeout_s=wait_s, poll_s=0.2)
-    except WaitTimeout as error:
-        raise ActionError(
-            f"{run.run_id} was not deleted: {' and '.join(said)} did not let go within {wait_s:g} s; "
-            "it stays evicted, try again"
-        ) from error

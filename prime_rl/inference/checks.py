@@ -10,6 +10,7 @@ import socket
 from pathlib import Path
 
 from prime_rl.configs.inference import InferenceConfig
+from prime_rl.utils.network import bound_socket
 from prime_rl.utils.secrets import SecretError, read_secret
 
 # `owner/name`, as on the Hugging Face hub.
@@ -71,18 +72,10 @@ def _in_hub_cache(name: str) -> bool:
 
 def bind(host: str, port: int) -> socket.socket:
     """A bound socket that does not listen yet. Raises StartError when the port is taken or the address is not ours."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # The protocol is named, though there is but one: asyncio switches Nagle's delay off only where it is, and with that
-    # delay an answer on a kept connection can be 40 ms late.
-    sock = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    # Without it a restart would fail while old connections are in TIME_WAIT.
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        sock.bind((host, port))
+        return bound_socket(host, port)
     except OSError as error:
-        sock.close()
         raise address_error(host, port, error) from error
-    return sock
 
 
 def address_error(host: str, port: int, error: OSError) -> StartError:

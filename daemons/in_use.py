@@ -1,0 +1,60 @@
+"""Who uses a run, and waiting until they let go: for whoever moves its folder or sends it back (`trash`, `resume`).
+
+It evicts nobody and ends no process: trainer and orchestrator leave by themselves when their run is evicted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from daemons.errors import ActionError, one_line_errors
+from prime_rl.contract.files import WaitTimeout, wait_for
+from prime_rl.contract.layout import OutputDir, RunDir
+from prime_rl.contract.status import DaemonStatus, RunStatus, TrainerStatus, is_there, read_status
+
+Progress = Callable[[str], None]
+
+
+def users_of_run(output_dir: Path, run_id: str) -> list[str]:
+    """Who uses a run now, such as "the trainer (slot 1)"; while anybody does, deleting it needs `force`."""
+    output = OutputDir(Path(output_dir))
+    with one_line_errors(f"looking at {run_id}"):
+        return users(output, output.run(run_id))
+
+
+def users(output: OutputDir, run: RunDir) -> list[str]:
+    """Who must let go of a run before its folder may move."""
+    found = []
+    trainer = read_status(output.trainer_status, TrainerStatus)
+    if trainer is not None and is_there(trainer):
+        if run.run_id in trainer.runs:
+            found.append(f"the trainer (slot {trainer.runs[run.run_id].run_idx})")
+        elif run.run_id in trainer.waiting and run.evicted.exists():
+            found.append("the trainer (its queue)")
+    word = read_status(run.status, RunStatus)
+    daemon = read_status(output.daemon_status(run.run_id), DaemonStatus)
+    for process in (word.writer if word else None, daemon.child if daemon else None):
+        if process is not None and process.is_running():
+            found.append(f"its orchestrator (pid {process.pid})")
+            break
+    return found
+
+
+def wait_until_let_go(output: OutputDir, run: RunDir, not_done: str, wait_s: float, on_progress: Progress) -> None:
+    """Wait until nobody uses an evicted run. Raises ActionError, in which `not_done` says what did not happen to it."""
+    said: list[str] = []
+
+    def free() -> bool:
+        said[:] = users(output, run)
+        if said:
+            on_progress(f"waiting for {' and '.join(said)} to let go of {run.run_id}")
+        return not said
+
+    try:
+        wait_for(free, f"{run.run_id} to be let go", timeout_s=wait_s, poll_s=0.2)
+    except WaitTimeout as error:
+        raise ActionError(
+            f"{run.run_id} {not_done}: {' and '.join(said)} did not let go within {wait_s:g} s; "
+            "it stays evicted, try again"
+        ) from error
