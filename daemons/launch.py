@@ -167,7 +167,7 @@ def down(
     """
     if not output.daemons.is_dir():
         return False
-    limits = _limits(output)
+    limits = limits_of(output)
     lock = SupervisorLock.acquire(output)
     was_running = lock is None
     if lock is None:
@@ -192,7 +192,12 @@ def down_timeout_s(limits: SupervisorConfig) -> float:
     return 2 * limits.drain_s + 4 * limits.grace_s + 15.0
 
 
-def _limits(output: OutputDir) -> SupervisorConfig:
+def restart_timeout_s(limits: SupervisorConfig) -> float:
+    """A part may finish and save, all of it may need the grace, and a margin."""
+    return limits.drain_s + limits.grace_s + 15.0
+
+
+def limits_of(output: OutputDir) -> SupervisorConfig:
     """The limits that the house was started with."""
     try:
         return load_config(SystemConfig, output.component_config(SYSTEM)).supervisor

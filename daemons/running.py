@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import subprocess
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +20,7 @@ import tomli_w
 from daemons import launch
 from daemons.client import House, HouseReader, read_house
 from daemons.errors import ActionError, WrongUseError
-from daemons.launch import LaunchError, waits
+from daemons.launch import LOOK_EVERY_S, LaunchError, waits
 from daemons.pidfile import SupervisorLock
 from prime_rl.configs.base import ConfigError, build, load_toml, merge, read_argv
 from prime_rl.configs.system import SystemConfig
@@ -28,7 +29,6 @@ from prime_rl.contract.layout import OutputDir
 
 UP = "up"
 CONFIGS = Path(__file__).resolve().parents[1] / "configs" / "demo"
-RESTART_WAIT_S = 60.0
 
 Say = Callable[[str], None]
 Look = Callable[[House], None]
@@ -104,8 +104,15 @@ def stop_house(output_dir: Path, *, timeout_s: float | None = None, say: Say) ->
     return launch.down(OutputDir(output_dir), timeout_s=timeout_s, say=say)
 
 
-def restart_part(output_dir: Path, name: str, *, wait_s: float = RESTART_WAIT_S) -> None:
-    """End one part and wait until the supervisor has started it again. Raises ActionError."""
+def restart_part(
+    output_dir: Path,
+    name: str,
+    *,
+    say: Say,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> None:
+    """End one part and wait until the supervisor has started it again, as long as it may take. Raises ActionError."""
     output = OutputDir(output_dir)
     reader = HouseReader(output.path)
     house = reader.read()
@@ -118,15 +125,21 @@ def restart_part(output_dir: Path, name: str, *, wait_s: float = RESTART_WAIT_S)
     if part.state == "done":
         raise ActionError(f"{name} is done ({part.reason}): prl runs readmit {name} lets it train again")
     write_atomic(output.start_request(name), "restart")
+    limits = launch.limits_of(output)
+    say(f"waiting for {name} to be started again; before, it may finish and save for {limits.drain_s:g} s")
 
     def new() -> bool:
         now = reader.read().daemon(name)
         return now is not None and now.pid not in (None, part.pid) and now.state in ("starting", "running")
 
     try:
-        wait_for(new, f"{name} to be started again", timeout_s=wait_s)
+        timeout_s = launch.restart_timeout_s(limits)
+        wait_for(new, f"{name} to be started again", timeout_s=timeout_s, poll_s=LOOK_EVERY_S, clock=clock, sleep=sleep)
     except WaitTimeout as error:
-        raise ActionError(f"{name}: {error}; prl status shows what holds it up") from error
+        raise ActionError(
+            f"{error} (supervisor.drain_s = {limits.drain_s:g} to finish, grace_s = {limits.grace_s:g} to end); "
+            "prl status shows what holds it up"
+        ) from error
 
 
 def last_start(output_dir: Path) -> Path | None:

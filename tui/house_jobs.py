@@ -16,8 +16,7 @@ MAX_SYSTEMS = 20
 
 def restart_job(output_dir: Path, name: str) -> Job:
     def work(progress: Progress) -> str:
-        progress(f"waiting for {name} to be started again")
-        running.restart_part(output_dir, name)
+        running.restart_part(output_dir, name, say=progress)
         return f"{name} is started again"
 
     return Job(prl_command(output_dir, "restart", name), work)

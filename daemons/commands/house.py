@@ -33,7 +33,6 @@ from prime_rl.contract.layout import LayoutError, OutputDir
 from prime_rl.utils.tail import FileTail
 from prime_rl.utils.text import clean_text
 
-RESTART_WAIT_S = 60.0
 FOLLOW_EVERY_S = 0.25
 
 
@@ -147,7 +146,7 @@ def restart(
     """
     from daemons import running
 
-    running.restart_part(choose_output(output_dir).path, name)
+    running.restart_part(choose_output(output_dir).path, name, say=say)
     say(f"{name} is started again")
 
 
