@@ -60,17 +60,17 @@ def test_the_scale_is_that_of_the_whole_batch() -> None:
 @pytest.mark.parametrize(
     ("mean", "scales"),
     [
-        ("token", [1 / 20, 1 / 20, 1 / 20]),
-        ("sequence", [1 / (4 * 4), 1 / (4 * 6), 1 / (4 * 10)]),
+        ("token", [1 / 17, 1 / 17, 1 / 17]),
+        ("sequence", [1 / (4 * 1), 1 / (4 * 6), 1 / (4 * 10)]),
         ("constant", [1 / (4 * 32)] * 3),
     ],
 )
 def test_each_mean_has_its_scale_and_a_sample_without_loss_tokens_is_a_sample(
     mean: LossMean, scales: list[float]
 ) -> None:
-    """Loss tokens by sample, shortest first: none, 4, 6, 10."""
+    """Loss tokens by sample, shortest first: none, 1, 6, 10."""
     none = TrainingSample(**{**_fields(sample(random.Random(0), num_tokens=9)), "loss_mask": [False] * 9})
-    rows = rows_of(0, [*batch([10, 14, 8]), none], mean, length=32)
+    rows = rows_of(0, [*batch([10, 14, 5]), none], mean, length=32)
     assert [row.loss_scale for row in rows] == pytest.approx(scales)
 
 
