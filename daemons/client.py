@@ -63,7 +63,9 @@ __all__ = [
     "PartUse",
     "RefusedView",
     "RunView",
+    "Stamp",
     "read_house",
+    "stamp_of",
 ]
 
 StatusT = TypeVar("StatusT", bound=Status)
@@ -83,7 +85,7 @@ class HouseReader:
         self._files: dict[str, RunFiles] = {}
         self._views: dict[str, tuple[_Facts, RunView]] = {}
         self._statuses: dict[Path, tuple[Stamp, Status | None]] = {}
-        self._scanned: tuple[Stamp, list[RunDir], list[RefusedRun]] = (NO_FILE, [], [])
+        self._scanned: tuple[Stamp, dict[str, RunDir], list[RefusedRun]] = (NO_FILE, {}, [])
 
     def read(self, *, now: float | None = None, with_configs: bool = True, at_rest: bool = True) -> House:
         """A new snapshot. Never raises for what is in the folder; an unreadable folder is an empty house.
@@ -101,9 +103,8 @@ class HouseReader:
         found, refused = self._scan(at_rest)
         reasons = {each.name: each.reason for each in refused} | (trainer.refused if trainer else {})
         places = {run_id: place for place, run_id in enumerate(trainer.waiting if trainer else [], start=1)}
-        by_id = {run.run_id: run for run in found}
         runs = []
-        for run_id, run in by_id.items():
+        for run_id, run in found.items():
             if run_id in reasons:
                 continue
             files = self._files.get(run_id)
@@ -124,7 +125,7 @@ class HouseReader:
                 reasons[run_id] = f"{run.control / 'orch.toml'} is not there: without it this is not a run"
                 continue
             runs.append(self._view(run_id, _Facts(record, *others[:-1], is_alive(record.word, now))))
-        self._forget(by_id.keys())
+        self._forget(found.keys())
         return House(
             output_dir=self.output.path,
             runs=tuple(sorted(runs, key=by_importance)),
@@ -139,13 +140,14 @@ class HouseReader:
             read_at=now,
         )
 
-    def _scan(self, anew: bool) -> tuple[list[RunDir], list[RefusedRun]]:
+    def _scan(self, anew: bool) -> tuple[dict[str, RunDir], list[RefusedRun]]:
         stamp = stamp_of(self.output.path)
         if anew or stamp != self._scanned[0]:
             try:
-                self._scanned = (stamp, *scan_runs(self.output.path))
+                runs, refused = scan_runs(self.output.path)
             except OSError:
-                self._scanned = (stamp, [], [])
+                runs, refused = [], []
+            self._scanned = (stamp, {run.run_id: run for run in runs}, refused)
         return self._scanned[1:]
 
     def _view(self, run_id: str, facts: _Facts) -> RunView:

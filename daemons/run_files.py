@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import os
 import stat
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from prime_rl.contract.files import read_text
-from prime_rl.contract.layout import RunDir, list_steps
+from prime_rl.contract.layout import RunDir, list_steps, stable_marker
 from prime_rl.contract.status import RunStatus, Status, read_status
 
 if TYPE_CHECKING:
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 # Ten times the largest that a part writes with 1,024 runs; what is larger was not written by a part.
 MAX_FILE_BYTES = 4_000_000
 MAX_REASON_BYTES = 10_000
+# A folder that changed later than this may change again without another time on it.
+SETTLED_NS = 2 * 10**9
 
 StatusT = TypeVar("StatusT", bound=Status)
 
@@ -99,6 +102,7 @@ class RunFiles:
         self._names = (*self._tomls, *self._notes, self._broadcast)
         self._stamps: list[Stamp] = []
         self._record: RunRecord | None = None
+        self._whole: tuple[Stamp, int] = (NO_FILE, 0)
 
     def read(self, *, is_busy: bool, with_config: bool = True) -> RunRecord:
         """The record; the same object as long as nothing changed.
@@ -111,7 +115,7 @@ class RunFiles:
         known = self._record
         same = known is not None and stamps == self._stamps
         if known is not None and same and not (with_config and known.toml and known.parsed is NOT_PARSED):
-            published = self._published() if is_busy else known.published
+            published = self._published(stamps[5]) if is_busy else known.published
             if published == known.published:
                 return known
         self._record, self._stamps = self._read(stamps, with_config), stamps
@@ -136,11 +140,20 @@ class RunFiles:
             word=known.word if known and same_word else read_status_file(self.run.status, stamps[2], RunStatus),
             evicted=_note(self._notes[1], stamps[3], empty="no reason was given"),
             config_error=_note(self._notes[2], stamps[4]),
-            published=self._published() if stamps[5] is not NO_FILE else 0,
+            published=self._published(stamps[5]) if stamps[5] is not NO_FILE else 0,
         )
 
-    def _published(self) -> int:
-        return max(list_steps(self.run.broadcast, stable_only=True), default=0)
+    def _published(self, stamp: Stamp) -> int:
+        """The newest complete version. Not looked for where the folder is as it was and its newest was complete."""
+        if stamp == self._whole[0]:
+            return self._whole[1]
+        began_ns = time.time_ns()
+        steps = list_steps(self.run.broadcast)
+        complete = (step for step in reversed(steps) if stable_marker(self.run.broadcast_dir(step)).exists())
+        published = next(complete, 0)
+        if steps and published == steps[-1] and began_ns - stamp.mtime_ns > SETTLED_NS:
+            self._whole = (stamp, published)
+        return published
 
 
 def _parse(path: Path, stamp: Stamp) -> ParsedConfig:

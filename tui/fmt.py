@@ -6,6 +6,8 @@ import math
 from collections.abc import Sequence
 
 DASH = "·"
+# A part that lives gives a sign every five seconds: what is younger than two of them says nothing else.
+FRESH_S = 10.0
 
 
 def number(value: float | None) -> str:
@@ -61,6 +63,11 @@ def age(seconds: float | None) -> str:
         if seconds < size:
             return f"{int(seconds // {'s': 1, 'm': 60, 'h': 3600}[unit])}{unit}"
     return f"{min(int(seconds // 86400), 999)}d"
+
+
+def seen(seconds: float | None) -> str:
+    """The age of a sign of life: `now` as long as the next one is not overdue, so that it does not flicker."""
+    return "now" if seconds is not None and seconds < FRESH_S else age(seconds)
 
 
 def size(num_bytes: int) -> str:

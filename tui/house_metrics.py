@@ -9,10 +9,10 @@ import itertools
 import statistics
 import time
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
-from daemons.client import House, RunView
+from daemons.client import House, RunView, Stamp, stamp_of
 from prime_rl.contract.layout import OutputDir, RunDir
 from prime_rl.contract.status import RunState
 from tui.readers import MetricsReader
@@ -26,11 +26,8 @@ HOME_CAPACITY = 512
 # Of each metrics file the home screen reads this much from the end, 60 to 100 steps: more than a sparkline draws. The
 # run screen reads all.
 HOME_TAIL_BYTES = 1 << 14
-# Metrics of a run at which nothing works change only when a person copies files.
-REST_S = 10.0
 
-
-_Stamps = tuple[tuple[int, int], tuple[int, int]]
+_Stamps = tuple[Stamp, Stamp]
 
 
 class HouseMetrics:
@@ -40,8 +37,12 @@ class HouseMetrics:
         self._output = OutputDir(output_dir)
         self._clock = clock
         self._readers: dict[str, MetricsReader] = {}
+        # As text: joining paths would cost more than the system calls.
+        self._paths: dict[str, tuple[str, str]] = {}
         self._read_at: dict[str, tuple[RunView, float, _Stamps]] = {}
         self.tails: dict[str, RunTail] = {}
+        # At runs at which nothing works figures change only when a person copies files: they are looked at this seldom.
+        self.rest_s = 10.0
 
     def update(
         self, house: House, stop: Callable[[], bool] = lambda: False, *, slice_s: float | None = None
@@ -51,12 +52,13 @@ class HouseMetrics:
         return self.tails
 
     def read_slice(self, house: House, stop: Callable[[], bool], slice_s: float | None) -> bool:
-        """Read in the order of the house; true when time was up before the end. `tails` is another dict afterwards."""
+        """Read in the order of the house; true when time was up before the end."""
         run_ids = {run.run_id for run in house.runs}
         if self._read_at.keys() - run_ids:
             self._readers = {run_id: reader for run_id, reader in self._readers.items() if run_id in run_ids}
+            self._paths = {run_id: paths for run_id, paths in self._paths.items() if run_id in run_ids}
             self._read_at = {run_id: known for run_id, known in self._read_at.items() if run_id in run_ids}
-        self.tails = {run_id: tail for run_id, tail in self.tails.items() if run_id in run_ids}
+            self.tails = {run_id: tail for run_id, tail in self.tails.items() if run_id in run_ids}
         now = self._clock()
         for run in house.runs:
             if not self._is_due(run, now):
@@ -68,38 +70,31 @@ class HouseMetrics:
 
     def _read_run(self, run: RunView, stop: Callable[[], bool]) -> None:
         run_id, known = run.run_id, self._read_at.get(run.run_id)
-        paths = _paths(RunDir(self._output.path / run_id))
-        stamps = (_stamp(paths[0]), _stamp(paths[1]))
-        if known is None or run.state is RunState.ACTIVE or stamps != known[2]:
-            if self._update_one(run_id, paths, stop):
-                self.tails[run_id] = _tail(self._readers[run_id])
-            if run.state is not RunState.ACTIVE:
-                del self._readers[run_id]  # what it has read is most of what this program holds
+        paths = self._paths.get(run_id) or self._paths.setdefault(run_id, _paths(self._output, run_id))
+        stamps = (stamp_of(paths[0]), stamp_of(paths[1]))
+        if (known is None or stamps != known[2]) and self._update_one(run_id, paths, stop):
+            self.tails[run_id] = _tail(self._readers[run_id])
+        if run.state is not RunState.ACTIVE:
+            self._readers.pop(run_id, None)  # what it has read is most of what this program holds
         self._read_at[run_id] = (run, self._clock(), stamps)
 
     def _is_due(self, run: RunView, now: float) -> bool:
         known = self._read_at.get(run.run_id)
-        return known is None or run.state is RunState.ACTIVE or known[0] is not run or now - known[1] >= REST_S
+        return known is None or run.state is RunState.ACTIVE or known[0] is not run or now - known[1] >= self.rest_s
 
-    def _update_one(self, run_id: str, paths: Sequence[Path], stop: Callable[[], bool]) -> bool:
+    def _update_one(self, run_id: str, paths: tuple[str, str], stop: Callable[[], bool]) -> bool:
         if run_id not in self._readers:
-            self._readers[run_id] = MetricsReader(paths, HOME_KEYS, capacity=HOME_CAPACITY, start_bytes=HOME_TAIL_BYTES)
+            files = [Path(path) for path in paths]
+            self._readers[run_id] = MetricsReader(files, HOME_KEYS, capacity=HOME_CAPACITY, start_bytes=HOME_TAIL_BYTES)
         changed, more = self._readers[run_id].update()
         while more and not stop():
             _, more = self._readers[run_id].update()
         return changed
 
 
-def _paths(run: RunDir) -> tuple[Path, Path]:
-    return run.orchestrator_metrics, run.trainer_metrics
-
-
-def _stamp(path: Path) -> tuple[int, int]:
-    try:
-        info = path.stat()
-    except OSError:
-        return (0, 0)
-    return (info.st_mtime_ns, info.st_size)
+def _paths(output: OutputDir, run_id: str) -> tuple[str, str]:
+    run = RunDir(output.path / run_id)
+    return str(run.orchestrator_metrics), str(run.trainer_metrics)
 
 
 def _tail(reader: MetricsReader) -> RunTail:

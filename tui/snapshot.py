@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from daemons.client import DaemonView, House, RunView
@@ -224,12 +224,13 @@ def make_snapshot(
     A row that is as in `before` is the same object, so that who draws it can tell without looking.
     """
     signs = heard or {}
-    made = (
-        _row(order, run, tails.get(run.run_id, NO_TAIL), now, signs.get(run.run_id, run.updated_at))
+    old = {row.run_id: row for row in before.rows} if before else {}
+    rows = tuple(
+        _same_or_new(
+            old.get(run.run_id), order, run, tails.get(run.run_id, NO_TAIL), now, signs.get(run.run_id, run.updated_at)
+        )
         for order, run in enumerate(house.runs)
     )
-    old = {row.run_id: row for row in before.rows} if before else {}
-    rows = tuple(known if (known := old.get(row.run_id)) == row else row for row in made)
     parts = _parts(house)
     return Snapshot(
         name=one_line(house.output_dir.resolve().name or str(house.output_dir), 60),
@@ -263,6 +264,18 @@ def stalled_s(run: RunView, tail: RunTail) -> float | None:
         return None
     silent_s = run.updated_at - tail.last_step_at
     return silent_s if silent_s > max(STALL_MIN_S, STALL_STEPS * (tail.step_s or 0.0)) else None
+
+
+def _same_or_new(
+    known: RunRow | None, order: int, run: RunView, tail: RunTail, now: float, heard: float | None
+) -> RunRow:
+    """The row as it is known, when it says the same. Only what a run at work says depends on the time."""
+    if known is not None and known.view is run and known.tail is tail and run.state is not RunState.ACTIVE:
+        if known.order == order and known.updated_at == heard:
+            return known
+        return replace(known, order=order, updated_at=heard)
+    row = _row(order, run, tail, now, heard)
+    return known if known == row else row
 
 
 def _row(order: int, run: RunView, tail: RunTail, now: float, heard: float | None) -> RunRow:

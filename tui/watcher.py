@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from textual.message import Message
 
-from daemons.client import House, HouseReader
+from daemons.client import House, HouseReader, RunView
 from prime_rl.contract.layout import OutputDir, RunDir
 from prime_rl.contract.status import RunState
 from prime_rl.utils.node_watch import NodeReader
@@ -37,8 +37,12 @@ MIN_INTERVAL_S = 0.5
 RESCAN_S = 3.0
 CLOSE_LOOK_S = 0.4
 RUN_INTERVAL_S = 0.4
-# Runs at which nothing works are looked at this seldom, unless trainer or supervisor say something new of them.
-REST_S = 5.0
+# Files of one beat are written one after another: what is hinted at is looked at together.
+SETTLE_S = 0.02
+# Runs at which nothing works are looked at this seldom, unless trainer or supervisor say something new of them; and all
+# of them together take at most this share of a core.
+REST_S, REST_MOST_S = 2.0, 20.0
+REST_SHARE = 1 / 400
 # The first screenful of figures is on the screen after the first slice; a person who acts meanwhile waits for no more.
 FIRST_SLICE_S = 0.08
 SLICE_S = 0.3
@@ -53,16 +57,44 @@ def disk_of(path: Path) -> Disk | None:
     return Disk(usage.free, usage.total)
 
 
-def state_times(output: OutputDir, house: House) -> dict[str, float]:
+class StateTimes:
     """When evicted and invalid runs became so: the time of the file that says it."""
-    found = {}
-    for view in house.runs:
-        if view.state in (RunState.EVICTED, RunState.INVALID):
-            run = RunDir(output.path / view.run_id)
-            path = run.evicted if view.state is RunState.EVICTED else run.config_error
-            with contextlib.suppress(OSError):
-                found[view.run_id] = path.stat().st_mtime
-    return found
+
+    def __init__(self, output: OutputDir) -> None:
+        self._output = output
+        self._known: dict[str, tuple[RunView, float]] = {}
+
+    def read(self, house: House) -> dict[str, float]:
+        """Of all that are so now. A run of which nothing changed is not looked at again."""
+        known, self._known = self._known, {}
+        for view in house.runs:
+            if view.state in (RunState.EVICTED, RunState.INVALID):
+                before = known.get(view.run_id)
+                if before is not None and before[0] is view:
+                    self._known[view.run_id] = before
+                    continue
+                run = RunDir(self._output.path / view.run_id)
+                path = run.evicted if view.state is RunState.EVICTED else run.config_error
+                with contextlib.suppress(OSError):
+                    self._known[view.run_id] = (view, path.stat().st_mtime)
+        return {run_id: at for run_id, (_, at) in self._known.items()}
+
+
+class Rest:
+    """When runs at which nothing works are looked at again: the seldomer, the more a look at all of them takes."""
+
+    def __init__(self) -> None:
+        self._until: float | None = None
+
+    @property
+    def is_over(self) -> bool:
+        return self._until is None or time.monotonic() >= self._until
+
+    def begin(self, took_s: float) -> float:
+        """After a look that took `took_s`; returns for how long. The first one reads all configs: no measure."""
+        rest_s = REST_S if self._until is None else min(max(took_s / REST_SHARE, REST_S), REST_MOST_S)
+        self._until = time.monotonic() + rest_s
+        return rest_s
 
 
 class HouseWatcher:
@@ -86,6 +118,9 @@ class HouseWatcher:
         self.is_watched_closely = False
         self._shown: Snapshot | None = None
         self._signs = Signs()
+        self._since = StateTimes(self._output)
+        self._rest = Rest()
+        self._metrics_folders: dict[str, Path] = {}
         self._stopped = threading.Event()
         self._woken = False
         self._watcher: Watcher | None = None
@@ -97,29 +132,30 @@ class HouseWatcher:
             house = self._look(with_configs=False)
             self._metrics.read_slice(house, self._stopped.is_set, FIRST_SLICE_S)
             self._show(house)
-            rested_at = -REST_S
             while not self._stopped.is_set():
-                at_rest = time.monotonic() - rested_at >= REST_S or self._woken
-                self._woken = False
+                at_rest, self._woken = self._woken or self._rest.is_over, False
                 house = self._look(at_rest=at_rest)
-                if at_rest:
-                    rested_at = time.monotonic()
                 while self._metrics.read_slice(house, self._stopped.is_set, SLICE_S):
                     self._show(house)
                 self._show(house)
                 watcher.watch(self._folders(run.run_id for run in house.runs if run.state is RunState.ACTIVE))
                 self._stopped.wait(MIN_INTERVAL_S)
-                watcher.wait(CLOSE_LOOK_S if self.is_watched_closely else None)
+                if watcher.wait(CLOSE_LOOK_S if self.is_watched_closely else None) and not self._woken:
+                    self._stopped.wait(SETTLE_S)
+                    watcher.wait(0.0)
 
     def _look(self, *, with_configs: bool = True, at_rest: bool = True) -> House:
+        began_s = time.thread_time()
         house = self._reader.read(with_configs=with_configs, at_rest=at_rest)
         if not with_configs:
             self._show(house)
+        elif at_rest:
+            self._metrics.rest_s = self._rest.begin(time.thread_time() - began_s)
         return house
 
     def _show(self, house: House) -> None:
         disk = self._read_disk(self._output.path)
-        since = state_times(self._output, house)
+        since = self._since.read(house)
         group = make_group(self._nodes.read())
         self._shown = make_snapshot(
             house,
@@ -147,7 +183,11 @@ class HouseWatcher:
     def _folders(self, working: Iterable[str]) -> list[Path]:
         """The status of trainer, inference and daemons changes whenever anything does; a step is seen at once."""
         output = self._output
-        steps = (RunDir(output.path / run_id).metrics for run_id in working)
+        known = self._metrics_folders
+        self._metrics_folders = {
+            run_id: known.get(run_id) or RunDir(output.path / run_id).metrics for run_id in working
+        }
+        steps = self._metrics_folders.values()
         return [output.path, output.trainer_status.parent, output.inference_status.parent, output.daemons, *steps]
 
 

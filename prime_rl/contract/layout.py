@@ -198,7 +198,7 @@ def stable_marker(step_dir: Path) -> Path:
 def list_steps(parent: Path, *, stable_only: bool = False) -> list[int]:
     """Step numbers of the `step_N` folders in `parent`, ascending; [] when `parent` does not exist."""
     try:
-        names = [entry.name for entry in parent.iterdir()]
+        names = os.listdir(parent)
     except (FileNotFoundError, NotADirectoryError):
         return []
     steps = sorted(step for name in names if (step := parse_step(name)) is not None)

@@ -7,11 +7,13 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import msgspec
 import pytest
 from textual.pilot import Pilot
 from textual.widgets import Input
 
 from prime_rl.contract.layout import OutputDir, RunDir
+from prime_rl.contract.status import RunStatus
 from tests.tui_support import (
     NOW,
     Ticker,
@@ -21,7 +23,9 @@ from tests.tui_support import (
     has_looked,
     orch_toml,
     roomy_disk,
+    screen_text,
     until,
+    write_status,
 )
 from tui.app import PrlApp
 from tui.screens.help import HelpScreen
@@ -151,6 +155,31 @@ async def test_new_metrics_change_the_row(house: OutputDir) -> None:
             pilot, lambda: "0.111" in str(table(app).get_cell("run_reverse-lr1e-3", "reward")), "the new reward"
         )
         assert "0.111" not in before
+
+
+async def test_a_sign_of_life_that_changes_nothing_repaints_nothing(house: OutputDir) -> None:
+    clock, run_id = Ticker(), "run_reverse-lr1e-3"
+    async with opened(house.path, clock=clock) as (app, pilot):
+        lines = [table(app).render_line(y) for y in range(8)]
+        clock.now = NOW + 6
+        path = RunDir(house.path / run_id).status
+        word = msgspec.json.decode(path.read_bytes(), type=RunStatus)
+        write_status(path, word, updated_at=clock.now)
+        app.watcher.wake()
+        await until(pilot, lambda: heard_at(app, run_id) == clock.now, "the sign of life")
+        await pilot.pause()
+        assert all(table(app).render_line(y) is line for y, line in enumerate(lines) if y)
+        word.waiting_on = "rain"
+        write_status(path, word, updated_at=clock.now + 1)
+        app.watcher.wake()
+        await until(pilot, lambda: "waits for rain" in screen_text(app), "the new note on the screen")
+        assert [y for y, line in enumerate(lines) if y and table(app).render_line(y) is not line] == [1]
+
+
+def heard_at(app: PrlApp, run_id: str) -> float | None:
+    snapshot = home(app).snapshot
+    row = snapshot.row(run_id) if snapshot else None
+    return row.updated_at if row else None
 
 
 async def test_a_run_becomes_lost_as_time_passes(house: OutputDir) -> None:

@@ -223,6 +223,14 @@ def test_what_did_not_change_is_the_same_view(tmp_path: Path) -> None:
     assert reader.read(now=NOW).runs[0].step == 3
     (run.broadcast_dir(4) / "STABLE").touch()
     assert reader.read(now=NOW).runs[0].step == 4
+    # As well where the folder has been as it is for so long that it is not listed again.
+    os.utime(run.broadcast, (1, 1))
+    assert [reader.read(now=NOW).runs[0].step for _ in range(2)] == [4, 4]
+    run.broadcast_dir(5).mkdir()
+    os.utime(run.broadcast, (2, 2))
+    assert [reader.read(now=NOW).runs[0].step for _ in range(2)] == [4, 4]
+    (run.broadcast_dir(5) / "STABLE").touch()
+    assert reader.read(now=NOW).runs[0].step == 5
     run.evicted.write_text("one")
     assert reader.read(now=NOW).runs[0].reason == "one"
     run.evicted.write_text("three")

@@ -266,7 +266,7 @@ class PlaceScreen(HouseScreen):
     def show_house(self, snapshot: Snapshot) -> None:
         super().show_house(snapshot)
         if self.can_show:
-            self.header.snapshot = snapshot
+            self.header.show(snapshot)
             self.refill(snapshot)
 
     def show_action(self, entry: ActionEntry) -> None:

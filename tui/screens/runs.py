@@ -104,10 +104,11 @@ class RunsScreen(PlaceScreen):
         house, now = self.memory.house, self.setting.clock()
         self.table.forget_marks({row.run_id for row in snapshot.rows})
         pins = frozenset(house.pins)
+        query, marks = self.filter_bar.parsed, self.table.marks
         found = [
             row
             for row in snapshot.rows
-            if self.filter_bar.parsed.matches(Subject(row, now, row.run_id in pins, row.run_id in self.table.marks))
+            if not query.tests or query.matches(Subject(row, now, row.run_id in pins, row.run_id in marks))
         ]
         rows = sort_rows(found, house.sort, house.descending, pins)
         self.set_class(not rows, "-empty")

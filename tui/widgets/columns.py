@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rich.text import Text
+from rich.cells import cell_len, set_cell_size
 
 from tui import fmt
 from tui.palette import Palette
@@ -20,6 +20,9 @@ MIN_NOTE = 12
 MIN_ID = 10
 MAX_ID = 28
 LEAST_CHANGE = 0.0005  # rewards are in [0, 1]; a smaller change is none that a person looks for
+
+# Pieces of text with their styles, not a `Text`: a screenful of these is made at each sign of life of its runs.
+Cell = tuple[tuple[str, str], ...]
 
 
 @dataclass(frozen=True)
@@ -67,33 +70,35 @@ def choose_columns(width: int, longest_id: int) -> tuple[Column, ...]:
     return tuple(wanted[key] for key in ORDER if key in wanted)
 
 
-def make_cells(row: RunRow, columns: Sequence[Column], palette: Palette, now: float) -> dict[str, Text]:
-    """Column key -> what stands there, at most as wide as the column."""
-    return {column.key: make_cell(column, row, palette, now) for column in columns}
+def make_cells(row: RunRow, columns: Sequence[Column], palette: Palette, now: float) -> dict[str, str]:
+    """Column key -> what stands there without colours, exactly as wide as the column."""
+    return {column.key: plain(make_cell(column, row, palette, now)) for column in columns}
 
 
-def make_cell(column: Column, row: RunRow, palette: Palette, now: float) -> Text:
-    """What stands in one column of one run. `now` in Unix seconds."""
-    colour = palette.level(row.level)
+def plain(cell: Cell) -> str:
+    return "".join(text for text, _ in cell)
+
+
+def make_cell(column: Column, row: RunRow, palette: Palette, now: float) -> Cell:
+    """What stands in one column of one run, exactly as wide as the column. `now` in Unix seconds."""
+    width = column.width
     match column.key:
         case "state":
-            return Text(f"{row.symbol} {row.state}", style=colour, no_wrap=True)
+            return ((fit(f"{row.symbol} {row.state}", width), palette.level(row.level)),)
         case "run":
-            return Text(fmt.shorten_middle(row.run_id, column.width), style="bold", no_wrap=True)
+            return ((fit(fmt.shorten_middle(row.run_id, width), width), "bold"),)
         case "progress":
-            return _progress(row, column.width, palette)
+            return _progress(row, width, palette)
         case "reward":
-            return _reward(row, column.width, palette)
+            return _reward(row, width, palette)
         case "change":
-            return _change(row, palette)
+            return _change(row, width, palette)
         case "note":
-            note = Text(row.note, style=colour if row.is_problem else palette.muted, no_wrap=True)
-            note.truncate(column.width, overflow="ellipsis")
-            return note
+            return ((fit(row.note, width), palette.level(row.level) if row.is_problem else palette.muted),)
         case "seen":
-            return _right(seen_age(row, now), palette.error if row.state == LOST else palette.muted)
+            return _right(seen_age(row, now), width, palette.error if row.state == LOST else palette.muted)
         case "age":
-            return _right(fmt.age(age_s(row, now)), palette.muted)
+            return _right(fmt.age(age_s(row, now)), width, palette.muted)
     figures = {
         "loss": fmt.number(row.loss),
         "tokens": fmt.count(row.tokens_per_s),
@@ -102,7 +107,14 @@ def make_cell(column: Column, row: RunRow, palette: Palette, now: float) -> Text
         "lr": fmt.number(row.view.lr),
     }
     text = figures[column.key]
-    return _right(text, palette.faint if text == fmt.DASH else palette.text)
+    return _right(text, width, palette.faint if text == fmt.DASH else palette.text)
+
+
+def fit(text: str, width: int) -> str:
+    """`text` on exactly `width` cells: cut off with `…`, or filled up with blanks."""
+    if cell_len(text) <= width:
+        return text + " " * (width - cell_len(text))
+    return set_cell_size(text, width - 1) + "…"
 
 
 def ages(row: RunRow, now: float) -> tuple[str, str]:
@@ -112,35 +124,34 @@ def ages(row: RunRow, now: float) -> tuple[str, str]:
 
 def seen_age(row: RunRow, now: float) -> str:
     """Since the last sign of life."""
-    return fmt.age(now - row.updated_at) if row.updated_at is not None else fmt.DASH
+    return fmt.seen(now - row.updated_at) if row.updated_at is not None else fmt.DASH
 
 
-def _progress(row: RunRow, width: int, palette: Palette) -> Text:
+def _progress(row: RunRow, width: int, palette: Palette) -> Cell:
     digits = len(str(row.max_steps or "?"))
     figures = f"{row.step:>{digits}}/{row.max_steps or '?'}"
     filled, empty = fmt.bar(row.step, row.max_steps, max(width - len(figures) - 1, 3))
-    return Text.assemble(
-        (filled, palette.primary), (empty, palette.faint), " ", (figures, palette.text), no_wrap=True, end=""
-    )
+    room = width - len(filled) - len(empty)
+    return (filled, palette.primary), (empty, palette.faint), (fit(f" {figures}", room), palette.text)
 
 
-def _reward(row: RunRow, width: int, palette: Palette) -> Text:
+def _reward(row: RunRow, width: int, palette: Palette) -> Cell:
     if row.reward is None:
-        return Text(f"{fmt.DASH:>5}", style=palette.faint)
+        return ((fit(f"{fmt.DASH:>5}", width), palette.faint),)
     figure = f"{fmt.fixed(row.reward):>5} "
     curve = sparkline(row.tail.rewards, width - len(figure))
-    return Text.assemble((figure, "bold"), (curve, palette.secondary), no_wrap=True, end="")
+    return (figure, "bold"), (fit(curve, width - len(figure)), palette.secondary)
 
 
-def _change(row: RunRow, palette: Palette) -> Text:
+def _change(row: RunRow, width: int, palette: Palette) -> Cell:
     text = fmt.fixed(row.reward_change)
     if row.reward_change is not None:
         text = f"{'+' if row.reward_change > 0 else ''}{text}" if abs(row.reward_change) >= LEAST_CHANGE else "±0"
     colour = palette.muted
     if row.reward_change is not None and abs(row.reward_change) >= LEAST_CHANGE:
         colour = palette.success if row.reward_change > 0 else palette.error
-    return _right(text, palette.faint if text == fmt.DASH else colour)
+    return _right(text, width, palette.faint if text == fmt.DASH else colour)
 
 
-def _right(text: str, style: str) -> Text:
-    return Text(text, style=style, justify="right", no_wrap=True)
+def _right(text: str, width: int, style: str) -> Cell:
+    return ((text.rjust(width), style),)

@@ -45,8 +45,9 @@ class EmptyState(Widget):
         self._trainer_lives = False
 
     def show(self, needle: str, trainer_lives: bool) -> None:
-        self._needle, self._trainer_lives = needle, trainer_lives
-        self.refresh()
+        if (needle, trainer_lives) != (self._needle, self._trainer_lives):
+            self._needle, self._trainer_lives = needle, trainer_lives
+            self.refresh()
 
     def render(self) -> RenderResult:
         palette = make_palette(self.app.theme_variables)

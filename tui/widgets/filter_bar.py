@@ -70,6 +70,7 @@ class FilterBar(Horizontal):
         )
         self.parsed = Query()
         self._said = Static(id="said", markup=False)
+        self._said_now = ""
 
     def compose(self) -> ComposeResult:
         yield Static("/", id="slash", markup=False)
@@ -87,7 +88,10 @@ class FilterBar(Horizontal):
     def say_count(self, num_shown: int, num_all: int) -> None:
         """What is wrong, else how much is left."""
         errors = self.parsed.errors
-        self._said.update(Content(errors[0].message if errors else f"{num_shown} of {num_all}"))
+        said = errors[0].message if errors else f"{num_shown} of {num_all}"
+        if said != self._said_now:
+            self._said_now = said
+            self._said.update(Content(said))
 
     def open(self) -> None:
         self.add_class("-open")

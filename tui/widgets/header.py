@@ -115,7 +115,7 @@ def run_lines(
         (filled, palette.primary), (empty, palette.faint), f" {row.step}/{row.max_steps or '?'} ", no_wrap=True, end=""
     )
     view = row.view
-    seen = fmt.age(now - row.updated_at) if row.updated_at is not None else None
+    seen = fmt.seen(now - row.updated_at) if row.updated_at is not None else None
     facts = [
         ("reward", fmt.number(row.reward) if row.reward is not None else None),
         ("loss", fmt.number(row.loss) if row.loss is not None else None),
@@ -143,11 +143,17 @@ class HouseHeader(Widget):
     DEFAULT_CSS = """
     HouseHeader { height: 2; background: $panel; }
     """
-    snapshot: reactive[Snapshot | None] = reactive(None)
 
     def __init__(self, *, read_only: bool) -> None:
         super().__init__()
         self._read_only = read_only
+        self._snapshot: Snapshot | None = None
+        self._drawn: Text | None = None
+
+    def show(self, snapshot: Snapshot) -> None:
+        self._snapshot = snapshot
+        if self._drawn is None or self._lines() != self._drawn:
+            self.refresh()
 
     class ProblemsAsked(Message):
         """The count of problems was clicked."""
@@ -157,11 +163,14 @@ class HouseHeader(Widget):
             self.post_message(self.ProblemsAsked())
 
     def render(self) -> RenderResult:
+        self._drawn = self._lines()
+        return self._drawn
+
+    def _lines(self) -> Text:
         palette = make_palette(self.app.theme_variables)
-        if self.snapshot is None:
+        if self._snapshot is None:
             return Text("reading the house ...", style=palette.muted)
-        lines = house_lines(self.snapshot, self.size.width, palette, self._read_only)
-        return Text("\n").join(lines)
+        return Text("\n").join(house_lines(self._snapshot, self.size.width, palette, self._read_only))
 
 
 class RunHeader(Widget):

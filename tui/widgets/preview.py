@@ -42,7 +42,7 @@ def _figures(row: RunRow, now: float) -> str:
     if row.view.lr is not None:
         pieces.append(f"lr {fmt.number(row.view.lr)}")
     if row.updated_at is not None:
-        pieces.append(f"seen {fmt.age(now - row.updated_at)} ago".replace("now ago", "now"))
+        pieces.append(f"seen {fmt.seen(now - row.updated_at)} ago".replace("now ago", "now"))
     return " · ".join(pieces)
 
 
@@ -64,6 +64,7 @@ class Preview(Vertical):
     def __init__(self) -> None:
         super().__init__(id="preview")
         self._text = Static(markup=False)
+        self._described = Text()
         self._reward = Chart("reward", colour="secondary")
         self._loss = Chart("loss", colour="accent")
 
@@ -77,7 +78,10 @@ class Preview(Vertical):
         self.display = row is not None
         if row is None:
             return
-        self._text.update(describe(row, make_palette(self.app.theme_variables), now, num_marked), layout=False)
+        text = describe(row, make_palette(self.app.theme_variables), now, num_marked)
+        if text != self._described:
+            self._described = text
+            self._text.update(text, layout=False)
         rewards, tail = row.tail.rewards, row.tail
         self._reward.show(
             simple_chart(*tail.reward_curve, last=rewards[-1] if rewards else None, change=change(rewards))

@@ -13,7 +13,6 @@ from typing import ClassVar
 
 from rich.segment import Segment
 from rich.style import Style
-from rich.text import Text
 from textual import events
 from textual.binding import Binding, BindingType
 from textual.geometry import Region, Size
@@ -24,7 +23,7 @@ from textual.strip import Strip
 
 from tui.palette import Palette, make_palette
 from tui.snapshot import RunRow
-from tui.widgets.columns import PADDING, Column, ages, choose_columns, make_cell
+from tui.widgets.columns import PADDING, Cell, Column, ages, choose_columns, make_cell, plain
 
 GUTTER = 2  # cells before the first column: whether the run is marked, whether it is pinned
 HEADER = 1  # lines above the rows that do not scroll
@@ -109,6 +108,9 @@ class RunsTable(ScrollView, can_focus=True):
         self._pins: frozenset[str] = frozenset()
         self._sort: tuple[str, bool] = ("", False)
         self._anchor: str | None = None
+        # The lines of the screen as they were drawn last, by their place on it.
+        self._seen: dict[int, Strip] = {}
+        self._blank = Strip.blank(0)
         self._now = 0.0
 
     @property
@@ -125,10 +127,11 @@ class RunsTable(ScrollView, can_focus=True):
     def columns(self) -> list[str]:
         return [column.key for column in self._layout]
 
-    def get_cell(self, run_id: str, column: str) -> Text:
+    def get_cell(self, run_id: str, column: str) -> str:
         """What stands in a column of a run. Raises KeyError for a run or column that is not shown."""
         shown = {each.key: each for each in self._layout}[column]
-        return make_cell(shown, self._rows[self._index[run_id]], make_palette(self.app.theme_variables), self._now)
+        palette = make_palette(self.app.theme_variables)
+        return plain(make_cell(shown, self._rows[self._index[run_id]], palette, self._now)).strip()
 
     def get_row_index(self, run_id: str) -> int:
         return self._index[run_id]
@@ -142,7 +145,7 @@ class RunsTable(ScrollView, can_focus=True):
         sort: tuple[str, bool] = ("", False),
     ) -> None:
         """Show exactly `rows`, in this order; `sort` is (column, descending) for the head."""
-        selected = self.selected_id
+        selected, before = self.selected_id, (self._sort, self._layout, self.virtual_size)
         longest = max((len(row.run_id) for row in rows), default=0)
         self._rows, self._now, self._pins, self._sort = list(rows), now, pins, sort
         self._index = {row.run_id: index for index, row in enumerate(rows)}
@@ -151,7 +154,16 @@ class RunsTable(ScrollView, can_focus=True):
         self.virtual_size = Size(self.size.width, len(rows) + HEADER)
         place = self._index.get(selected) if selected else None
         self.cursor = place if place is not None else max(min(self.cursor, len(rows) - 1), 0)
-        self.refresh()
+        if before == (self._sort, self._layout, self.virtual_size):
+            self._refresh_changed()
+        else:
+            self.refresh()
+
+    def _refresh_changed(self) -> None:
+        """Draw again only the lines that look otherwise than they did."""
+        for y, strip in list(self._seen.items()):
+            if self._line_at(y) is not strip:
+                self.refresh_line(y + self.scroll_offset.y)
 
     def forget_marks(self, run_ids: set[str]) -> None:
         """Marks of runs that are gone from the house go too."""
@@ -165,11 +177,13 @@ class RunsTable(ScrollView, can_focus=True):
 
     def redraw(self) -> None:
         """Make everything anew: the theme changed."""
-        self._drawn = {}
+        self._drawn, self._blank = {}, Strip.blank(0)
         self.refresh()
 
     def on_resize(self) -> None:
         self.show(self._rows, self._now, pins=self._pins, sort=self._sort)
+        self._seen = {}
+        self.refresh()
 
     def _fit(self, longest: int) -> None:
         """Choose the columns anew when the width or the longest id calls for others."""
@@ -184,9 +198,16 @@ class RunsTable(ScrollView, can_focus=True):
         width = self.size.width
         if y < HEADER:
             return self._head(width)
-        index = y - HEADER + self.scroll_offset.y
+        strip = self._seen[y] = self._line_at(y)
+        return strip
+
+    def _line_at(self, y: int) -> Strip:
+        """The line `y` of the screen; the same object as long as it looks the same."""
+        index, width = y - HEADER + self.scroll_offset.y, self.size.width
         if not 0 <= index < len(self._rows):
-            return Strip.blank(width, self.rich_style)
+            if self._blank.cell_length != width:
+                self._blank = Strip.blank(width, self.rich_style)
+            return self._blank
         return self._line(index, width)
 
     def _head(self, width: int) -> Strip:
@@ -210,6 +231,8 @@ class RunsTable(ScrollView, can_focus=True):
         if known is not None and known.row is row and known.look == look:
             return known.strip
         strip = self._draw(row, is_marked, is_pinned, width, self._background(kind))
+        if known is not None and known.strip == strip:
+            strip = known.strip  # other facts that look the same: nothing to repaint
         self._drawn[row.run_id] = _Drawn(row, look, strip)
         return strip
 
@@ -220,22 +243,14 @@ class RunsTable(ScrollView, can_focus=True):
 
     def _draw(self, row: RunRow, is_marked: bool, is_pinned: bool, width: int, background: Style) -> Strip:
         # One strip from plain segments: a line is drawn at each sign of life of its run.
-        palette, console, base = make_palette(self.app.theme_variables), self.app.console, self.rich_style + background
-        segments = [
-            Segment(part.text, base + (part.style or Style())) for part in _gutter(is_marked, is_pinned, palette)
-        ]
+        palette, base = make_palette(self.app.theme_variables), self.rich_style + background
+        segments = [Segment(text, base + Style.parse(style)) for text, style in _gutter(is_marked, is_pinned, palette)]
         pad = Segment(" " * PADDING, base)
         for column in self._layout:
             cell = make_cell(column, row, palette, self._now)
-            cell.truncate(column.width, overflow="ellipsis")
-            if cell.justify == "right":
-                cell.pad_left(column.width - cell.cell_len)
-            cell.end = ""
-            # A text draws its spans but leaves its own style to whoever prints it.
-            own = base + console.get_style(cell.style)
             segments.append(pad)
-            segments += [Segment(part.text, own + (part.style or Style())) for part in cell.render(console)]
-            segments.append(Segment(" " * (column.width - cell.cell_len + PADDING), base))
+            segments += [Segment(text, base + Style.parse(style)) for text, style in cell]
+            segments.append(pad)
         return Strip(segments).adjust_cell_length(width, base)
 
     # What a person does
@@ -353,10 +368,5 @@ class RunsTable(ScrollView, can_focus=True):
         self.post_message(self.Moved())
 
 
-def _gutter(is_marked: bool, is_pinned: bool, palette: Palette) -> Strip:
-    return Strip(
-        [
-            Segment(MARK if is_marked else " ", Style.parse(f"bold {palette.accent}")),
-            Segment(PIN if is_pinned else " ", Style.parse(palette.warning)),
-        ]
-    )
+def _gutter(is_marked: bool, is_pinned: bool, palette: Palette) -> Cell:
+    return (MARK if is_marked else " ", f"bold {palette.accent}"), (PIN if is_pinned else " ", palette.warning)
