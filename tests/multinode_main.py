@@ -45,7 +45,7 @@ class DoomedStore(DiskStore):
 class DoomedWork(PhaseWork):
     def look(self) -> Report:
         report = super().look()
-        if IS_LONG and self._position.phase is PHASE and report.progress:
+        if IS_LONG and self.place.position.phase is PHASE and report.progress:
             die()
         return report
 

@@ -70,8 +70,12 @@ class Nodes:
         self._prefixes = prefixes
         (folder / "data").mkdir(parents=True)
         (folder / "multinode.toml").write_text(config)
-        weights = ",".join(["2", *["1"] * (num_nodes - 1)])
-        self._flags = f"--num-nodes {num_nodes} --rank-weights {weights} {flags}".split()
+        self.use(flags)
+
+    def use(self, flags: str) -> None:
+        """What the nodes are started with from now on. The master has twice the weight of each other."""
+        weights = ",".join(["2", *["1"] * (self.num_nodes - 1)])
+        self._flags = f"--num-nodes {self.num_nodes} --rank-weights {weights} {flags}".split()
 
     def start(self, *, kill: tuple[int, int] | None = None) -> None:
         """All nodes. `kill` is (rank, phase): that node ends by SIGKILL in that phase."""
@@ -107,15 +111,18 @@ class Nodes:
         wait_for(ended, "all nodes to end", timeout_s=timeout_s)
         return {rank: process.returncode for rank, process in self.running.items()}
 
-    def wait_phase(self, rank: int, phase: int) -> None:
-        wait_for(lambda: self._phase(rank) >= phase, f"node {rank} in phase {phase}", timeout_s=PATIENCE_S)
+    def wait_phase(self, rank: int, phase: int, iteration: int = 1) -> None:
+        """Until the process that runs now is there, or further."""
+        goal = (iteration, phase)
+        what = f"node {rank} in phase {phase} of iteration {iteration}"
+        wait_for(lambda: self._place(rank) >= goal, what, timeout_s=PATIENCE_S)
 
     def status(self, rank: int) -> NodeStatus | None:
         return read_status(self.output.node_status(rank), NodeStatus)
 
-    def _phase(self, rank: int) -> int:
+    def _place(self, rank: int) -> tuple[int, int]:
         status = self.status(rank)
-        return status.phase if status and status.pid == self.running[rank].pid else -1
+        return (status.iteration, status.phase) if status and status.pid == self.running[rank].pid else (0, 0)
 
     def left(self) -> list[str]:
         """What a node has started, or a node, and still runs."""
@@ -139,7 +146,8 @@ class Nodes:
         """What was sampled and its reward, of each task of the aggregate."""
         found = {}
         for task, path in self.proof(iteration, split)["sources"].items():
-            (entry,) = [entry for entry in read_rank_file(Path(path)) if entry.task == task]
+            entries = read_rank_file(self.output.iteration(iteration).path / path)
+            (entry,) = [entry for entry in entries if entry.task == task]
             group = msgspec.msgpack.decode(entry.result)
             found[task] = [(rollout["token_ids_T"], rollout["reward"]) for rollout in group["rollouts_G"]]
         return found

@@ -220,13 +220,13 @@ class IterationDir:
         """Who does what in one round of one epoch; written by the master."""
         return self.path / f"{split}_plan_{epoch}_{round}.json"
 
-    def rank_file(self, split: str, rank: int, incarnation: str) -> Path:
-        """The finished tasks of one process of one rank. A process never writes to another's file."""
-        return self.path / f"{split}_rank_{rank}_{incarnation}.msgpack"
+    def rank_file(self, split: str, rank: int, version: int, incarnation: str) -> Path:
+        """What one process of one rank has finished with one policy version. Nobody writes to another's file."""
+        return self.path / f"{split}_rank_{rank}_v{version}_{incarnation}.msgpack"
 
-    def rank_files(self, split: str) -> list[Path]:
-        """Those of all ranks and of all their processes."""
-        return sorted(self.path.glob(f"{split}_rank_*.msgpack"))
+    def rank_files(self, split: str, *, rank: int | str = "*", version: int | str = "*") -> list[Path]:
+        """Those of all processes of a rank and with a version, or of any."""
+        return sorted(self.path.glob(f"{split}_rank_{rank}_v{version}_*.msgpack"))
 
     def request(self, what: str, rank: int) -> Path:
         """What a node asks of a rollout worker of its own."""

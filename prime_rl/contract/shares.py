@@ -39,7 +39,11 @@ class JoinRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
 
 class JoinResult(msgspec.Struct, frozen=True, kw_only=True):
-    """What was joined: mean reward of each step, or of each environment, and how many rollouts there were."""
+    """What was joined: mean reward of each step, or of each environment, and how many rollouts there were.
+
+    `steps` are those of the request.
+    """
 
     rewards: dict[str, float]
     num_rollouts: int
+    steps: list[int]

@@ -6,6 +6,7 @@ Knows nothing of phases (`work` does).
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -20,6 +21,18 @@ TAIL_BYTES = 4_000
 NUM_TAIL_LINES = 5
 
 
+class Nothing:
+    """In the place of a process where there is nothing to do: it has ended well before it began."""
+
+    exit_code = 0
+
+    def failure(self) -> str | None:
+        return None
+
+    def ask_to_end(self) -> None:
+        """Nothing runs."""
+
+
 class Child:
     """One process under a keeper. Its output goes to `log`; `environment` is added to this node's."""
 
@@ -29,6 +42,8 @@ class Child:
         self._is_asked = False
         log.parent.mkdir(exist_ok=True)
         with log.open("ab") as output:
+            output.write(f"$ {shlex.join(argv)}\n".encode())
+            output.flush()
             self._start = output.tell()
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "prime_rl.utils.keeper", *argv],

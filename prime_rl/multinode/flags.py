@@ -54,9 +54,18 @@ class NodeFlags:
             "--rollout-split": ",".join(sorted(self.splits)),
             "--max-iterations": str(self.max_iterations),
             "--elastic": str(self.elastic),
-            "the TOML": self.config.model_dump_json(),
+            "--log-path": str(self.log_path.resolve()),
             "code version": code_version,
+            **flatten(self.config.model_dump(mode="json")),
         }
+
+
+def flatten(value: object, key: str = "") -> dict[str, str]:
+    """Each value of a config by its dotted key, so that a difference is said in a few words."""
+    if isinstance(value, dict) and value:
+        parts = [flatten(part, f"{key}.{name}" if key else str(name)) for name, part in value.items()]
+        return {name: text for part in parts for name, text in part.items()}
+    return {key: str(value)}
 
 
 def parse_flags(argv: Sequence[str], environment: Mapping[str, str]) -> NodeFlags:
@@ -82,6 +91,9 @@ def parse_flags(argv: Sequence[str], environment: Mapping[str, str]) -> NodeFlag
     data, source = read_argv(rest)
     if source == "command line":
         data, source = merge(read_argv(["@", str(DEFAULT_TOML)])[0], data), str(DEFAULT_TOML)
+    config = _with_model_of(found.data_path.resolve(), build(MultinodeConfig, data, source))
+    if found.eval_interval is not None and not config.run.get("eval"):
+        raise FlagError(f"--eval-interval: {source} has no [run.eval] to say what is evaluated")
     return NodeFlags(
         data_path=found.data_path.resolve(),
         log_path=found.log_path,
@@ -96,7 +108,7 @@ def parse_flags(argv: Sequence[str], environment: Mapping[str, str]) -> NodeFlag
         elastic=found.elastic,
         debug=found.debug_mode,
         dry_run=found.dry_run,
-        config=_with_model_of(found.data_path.resolve(), build(MultinodeConfig, data, source)),
+        config=config,
     )
 
 

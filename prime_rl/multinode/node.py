@@ -25,11 +25,11 @@ from prime_rl.multinode.flags import NodeFlags, parse_flags
 from prime_rl.multinode.loop import drive
 from prime_rl.multinode.member import Member
 from prime_rl.multinode.phases import RULES, phases_of
+from prime_rl.multinode.place import WorkSetting
 from prime_rl.multinode.reach import Doorbell, Ringer
 from prime_rl.multinode.records import EXIT_REFUSED, GroupSetting, NodeRecord
-from prime_rl.multinode.resume import find_resume
 from prime_rl.multinode.store import DiskStore, NodeFacts
-from prime_rl.multinode.work import PhaseWork, WorkSetting
+from prime_rl.multinode.work import PhaseWork
 from prime_rl.utils.logger import setup_logger
 from prime_rl.utils.network import own_address
 from prime_rl.utils.signals import StopFlag
@@ -116,7 +116,7 @@ def build_member(flags: NodeFlags) -> tuple[Member, Watcher]:
         own,
         store,
         work,
-        resume=lambda: find_resume(output, flags.rl_phase),
+        resume=work.place.proofs.resume,
         clock=time.monotonic,
         unreached=(lambda epoch: 0) if is_master else Ringer(master, flags.config.heartbeat_s).count,
     )

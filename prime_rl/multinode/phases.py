@@ -61,9 +61,11 @@ _SERVES = "starts its inference server"
 _STOPS = "stops its inference server"
 _TRAINS = "trains with all nodes (torchrun)"
 RULES: Mapping[Phase, PhaseRule] = {
-    Phase.START: PhaseRule(_SERVES, _SERVES),
+    Phase.START: PhaseRule("writes the run's config", _WAITS),
     Phase.TRAIN_ROLLOUT: PhaseRule(
-        "divides the tasks, makes its part of them", "makes its part of the tasks", "iteration_{}/train_rank_*"
+        f"divides the tasks, {_SERVES}, makes its part of them",
+        f"{_SERVES}, makes its part of the tasks",
+        "iteration_{}/train_rank_*",
     ),
     Phase.ROLLOUT_DONE: PhaseRule("says that its part is made", "says that its part is made"),
     Phase.FILES_READY: PhaseRule("looks until it sees every task in the rank files", _WAITS),
@@ -77,7 +79,7 @@ RULES: Mapping[Phase, PhaseRule] = {
     Phase.CONFIG_READY: PhaseRule(_WAITS, "looks until it sees the trainer's config"),
     Phase.TRAIN: PhaseRule(_TRAINS, _TRAINS, "../run_multinode/broadcast/step_*/STABLE"),
     Phase.COPY_CHECKPOINT: PhaseRule("copies the new weights", _WAITS, "iteration_{}/checkpoint.json"),
-    Phase.RESTART_INFERENCE: PhaseRule(_SERVES + "; it gets the new weights with the first rollouts", _SERVES),
+    Phase.RESTART_INFERENCE: PhaseRule(_SERVES + " if more rollouts follow", _SERVES + " if more rollouts follow"),
     Phase.FINAL: PhaseRule("notes the end of the iteration", _WAITS, "iteration_{}/done.json"),
 }
 

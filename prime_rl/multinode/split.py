@@ -51,14 +51,20 @@ class Plan:
     """Who does what in one round. `taken` names, file by file, what is finished already and counts from there.
 
     What somebody adds to a file after the plan was made does not count, so no task counts twice, whoever is late.
+    `policy_version` makes the rest.
     """
 
     taken: Mapping[str, Sequence[str]]
     parts: Mapping[int, Sequence[str]]
+    policy_version: int = 0
 
 
 def make_plan(
-    tasks: Sequence[str], finished: Mapping[str, Sequence[str]], weights: Mapping[int, float], seed: int
+    tasks: Sequence[str],
+    finished: Mapping[str, Sequence[str]],
+    weights: Mapping[int, float],
+    seed: int,
+    policy_version: int = 0,
 ) -> Plan:
     """Keep what is finished (by file name), divide the rest by weight. Each task is in exactly one place."""
     open_tasks = dict.fromkeys(tasks)
@@ -69,4 +75,5 @@ def make_plan(
             open_tasks.pop(task, None)
         if kept:
             taken[name] = list(dict.fromkeys(kept))
-    return Plan(taken, assign(list(open_tasks), weights, seed))
+    parts = assign(list(open_tasks), weights, seed) if open_tasks else {rank: [] for rank in sorted(weights)}
+    return Plan(taken, parts, policy_version)

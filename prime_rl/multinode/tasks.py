@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Protocol
 
 from prime_rl.contract.status import InferenceStatus, read_status
-from prime_rl.multinode.children import Child
+from prime_rl.multinode.children import Child, Nothing
 from prime_rl.multinode.member import Report
 
 
@@ -53,7 +53,7 @@ class Process:
 
     def __init__(
         self,
-        start: Callable[[], Child | None],
+        start: Callable[[], Child | Nothing | None],
         *,
         needs: Callable[[], str | None] = lambda: None,
         measure: Callable[[], int] = lambda: 0,
@@ -65,7 +65,7 @@ class Process:
         self._measure = measure
         self._finish = finish
         self._is_shared = is_shared
-        self._child: Child | None = None
+        self._child: Child | Nothing | None = None
         self._failure: str | None = None
 
     def look(self) -> Report:
@@ -141,3 +141,11 @@ class Serving:
     @property
     def has_ended(self) -> bool:
         return True
+
+
+def size(path: Path) -> int:
+    """In bytes, as a measure of progress; 0 when it is not there."""
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0

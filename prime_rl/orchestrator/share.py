@@ -156,7 +156,7 @@ def join(request: JoinRequest, run: RunDir, config: OrchestratorConfig) -> JoinR
     groups = read_groups(request.sources)
     num_rollouts = sum(len(group.rollouts_G) for group in groups)
     rewards = _join_eval(request, run, groups) if request.split == "eval" else _join_train(request, run, config, groups)
-    return JoinResult(rewards=rewards, num_rollouts=num_rollouts)
+    return JoinResult(rewards=rewards, num_rollouts=num_rollouts, steps=request.steps)
 
 
 def read_groups(sources: Mapping[str, str]) -> list[Group]:

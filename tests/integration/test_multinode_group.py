@@ -1,20 +1,26 @@
-"""Three real nodes over one folder: iterations with rollouts, evaluation and training; kills; somebody who leaves."""
+"""Three real nodes over one folder: iterations of rollouts, evaluation and training; kills; modes; elastic groups.
+
+Training is killed here where the group goes on without the node; test_multinode_network cuts it off where it must not.
+"""
 
 from __future__ import annotations
 
 import math
 import os
+import signal
 import socket
 import statistics
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
 from prime_rl.contract.layout import list_steps
 from prime_rl.multinode.phases import Phase
+from prime_rl.multinode.split import Plan
 from tests.multinode_support import CONFIG, HEARTBEAT_S, Nodes, interrupt
 
 GROUPS = 32
@@ -22,7 +28,7 @@ ROLLOUTS = 8
 UPDATES = 4
 EXAMPLES = 64
 TOLERANCE = 1e-4
-PHASES = list(Phase) if os.environ.get("PRL_ALL_PHASES") else [Phase.TRAIN_ROLLOUT, Phase.PREPARE, Phase.TRAIN]
+PHASES = list(Phase) if os.environ.get("PRL_ALL_PHASES") else [Phase.TRAIN_ROLLOUT, Phase.PREPARE]
 
 
 def free_port() -> int:
@@ -100,27 +106,60 @@ def test_kills_cost_no_task_and_change_nothing(tmp_path: Path, able_model: Path,
         nodes.check_nothing_is_left()
         assert nodes.made(1) == sorted(nodes.proof(1, "train")["sources"]), "no task was made twice"
         assert nodes.results(1) == undisturbed.results(1)
-        # What is sampled is the same to the last token; the order in which ranks add up is not.
-        ours, theirs = (
-            load_file(each.output.iteration(1).path / "adapter" / "adapter_model.safetensors")
-            for each in (nodes, undisturbed)
-        )
-        for name, weight in theirs.items():
-            assert np.linalg.norm(ours[name] - weight) <= TOLERANCE * np.linalg.norm(weight), name
+        check_same_adapter(nodes, undisturbed)
     finally:
         nodes.kill_all()
 
 
-def test_one_that_is_interrupted_ends_the_group_and_all_say_who(tmp_path: Path, able_model: Path) -> None:
-    nodes = Nodes(tmp_path, config(able_model), "--max-iterations 1")
+def check_same_adapter(nodes: Nodes, undisturbed: Nodes) -> None:
+    """What is sampled is the same to the last token; the order in which ranks add up is not."""
+    ours, theirs = (
+        load_file(each.output.iteration(1).path / "adapter" / "adapter_model.safetensors")
+        for each in (nodes, undisturbed)
+    )
+    for name, weight in theirs.items():
+        assert np.linalg.norm(ours[name] - weight) <= TOLERANCE * np.linalg.norm(weight), name
+
+
+@pytest.fixture(scope="module")
+def rollouts(tmp_path_factory: pytest.TempPathFactory, able_model: Path) -> Iterator[Nodes]:
+    """Rollouts alone and without end, elastic: node 2 is killed and started again at once, node 1 is interrupted."""
+    flags = "--rl-phase rollout --rollout-split train-only --elastic"
+    nodes = Nodes(tmp_path_factory.mktemp("elastic"), config(able_model), flags)
     try:
-        nodes.start()
-        nodes.wait_phase(1, Phase.TRAIN_ROLLOUT)
+        nodes.start(kill=(2, Phase.TRAIN_ROLLOUT))
+        assert nodes.running[2].wait() == -signal.SIGKILL
+        nodes.running[2] = nodes.start_one(2)
+        nodes.wait_phase(2, Phase.ROLLOUT_DONE, iteration=2)
         interrupt(nodes.running[1])
         assert nodes.wait() == {0: 130, 1: 130, 2: 130}, nodes.last_line(0)
-        assert all(
-            "node 1 (" in nodes.last_line(rank) and "left in iteration 1" in nodes.last_line(rank) for rank in (0, 2)
-        )
         nodes.check_nothing_is_left()
+        yield nodes
     finally:
         nodes.kill_all()
+
+
+def test_survivors_share_the_open_tasks_and_the_lost_node_comes_back(rollouts: Nodes, undisturbed: Nodes) -> None:
+    assert rollouts.results(1) == undisturbed.results(1), "each task once, whoever made it"
+    (path,) = rollouts.output.iteration(1).path.glob("train_plan_*_1.json")
+    plan = msgspec.json.decode(path.read_bytes(), type=Plan)
+    num_open = sum(map(len, plan.parts.values()))
+    assert plan.parts.keys() == {0, 1} and abs(len(plan.parts[0]) - 2 * num_open / 3) < 1
+    assert num_open + sum(map(len, plan.taken.values())) == GROUPS
+    assert [bool(rollouts.output.iteration(2).rank_files("train", rank=rank)) for rank in range(3)] == [True] * 3
+    for rank in (0, 1):
+        said = rollouts.log(rank).read_text()
+        assert "the group goes on with nodes 0, 1: node 2 (" in said
+        assert "the group goes on with nodes 0, 1, 2: node 2 (" in said
+    assert all("node 1 (" in rollouts.last_line(rank) and "left in" in rollouts.last_line(rank) for rank in (0, 2))
+
+
+def test_an_update_of_those_rollouts_goes_on_with_the_ranks_that_are_left(rollouts: Nodes, undisturbed: Nodes) -> None:
+    nodes = rollouts
+    nodes.use("--rl-phase update --max-iterations 1 --elastic")
+    nodes.start(kill=(1, Phase.TRAIN))
+    assert nodes.wait() == {0: 0, 1: -signal.SIGKILL, 2: 0}, nodes.last_line(0)
+    nodes.check_nothing_is_left()
+    commands = [line for line in nodes.output.log("node_0_trainer").read_text().splitlines() if line.startswith("$ ")]
+    assert ["--nnodes 3 " in commands[0], "--nnodes 2 " in commands[-1]] == [True, True], commands
+    check_same_adapter(nodes, undisturbed)

@@ -6,21 +6,36 @@ from pathlib import Path
 
 import pytest
 
-from prime_rl.contract.files import wait_for
+from prime_rl.configs.multinode import RUN_ID
+from prime_rl.contract.files import mark_stable, wait_for
 from prime_rl.contract.layout import OutputDir
+from prime_rl.contract.shares import Split
 from prime_rl.multinode.phases import Phase, Position, RlPhase
+from prime_rl.multinode.proofs import Proofs
 from prime_rl.multinode.reach import Doorbell, Ringer, answers
 from prime_rl.multinode.records import NodeRecord
-from prime_rl.multinode.resume import find_resume
 
-DONE = ("train", "eval", "update", "checkpoint", "done")
+TRAIN = b'{"policy_version": 1, "sources": {}, "sha256": {}}'
+EVAL = b'{"rewards": {}, "num_rollouts": 1, "steps": [1]}'
+PROOFS = {"train": TRAIN, "eval": EVAL, "update": b"{}", "checkpoint": b"{}", "done": b"{}"}
+BOTH: frozenset[Split] = frozenset({"train", "eval"})
 
 
-def prove(output: OutputDir, iteration: int, *names: str) -> None:
-    for name in names:
+def proofs_of(output: OutputDir, mode: RlPhase, splits: frozenset[Split] = BOTH, interval: int | None = 1) -> Proofs:
+    return Proofs(output, mode, splits, interval, 1)
+
+
+def prove(output: OutputDir, iteration: int, **content: bytes) -> None:
+    for name, data in content.items():
         path = output.iteration(iteration).proof(name)
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("{}")
+        path.write_bytes(data)
+
+
+def publish(output: OutputDir, version: int) -> None:
+    folder = output.run(RUN_ID).broadcast_dir(version)
+    folder.mkdir(parents=True)
+    mark_stable(folder)
 
 
 @pytest.mark.parametrize(
@@ -40,17 +55,49 @@ def prove(output: OutputDir, iteration: int, *names: str) -> None:
 )
 def test_a_group_goes_on_after_its_last_proof(tmp_path: Path, mode: RlPhase, proven: int, phase: Phase) -> None:
     output = OutputDir(tmp_path)
-    prove(output, 1, *DONE)
-    prove(output, 2, *DONE[:proven])
-    assert find_resume(output, mode) == Position(2, phase)
+    prove(output, 1, **PROOFS)
+    publish(output, 1)
+    prove(output, 2, **dict(list(PROOFS.items())[:proven]))
+    assert proofs_of(output, mode).resume() == Position(2, phase)
 
 
 def test_rollouts_alone_end_with_their_evaluation(tmp_path: Path) -> None:
     output = OutputDir(tmp_path)
-    prove(output, 1, "train", "eval")
-    assert find_resume(output, RlPhase.ROLLOUT) == Position(2, Phase.START)
-    assert find_resume(output, RlPhase.UPDATE) == Position(1, Phase.STOP_INFERENCE)
-    assert find_resume(output, RlPhase.BOTH) == Position(1, Phase.STOP_INFERENCE)
+    prove(output, 1, train=TRAIN.replace(b"1", b"0"), eval=EVAL.replace(b"[1]", b"[0]"))
+    assert proofs_of(output, RlPhase.ROLLOUT).resume() == Position(2, Phase.START)
+    assert proofs_of(output, RlPhase.UPDATE).resume() == Position(1, Phase.STOP_INFERENCE)
+    assert proofs_of(output, RlPhase.BOTH).resume() == Position(1, Phase.STOP_INFERENCE)
+
+
+def test_rollouts_of_a_policy_that_was_trained_since_are_made_again(tmp_path: Path) -> None:
+    """Rollouts alone, without an end, are ahead of the policy; the next update makes the later ones stale."""
+    output = OutputDir(tmp_path)
+    for iteration in (1, 2):
+        prove(output, iteration, train=TRAIN.replace(b"1", b"0"), eval=EVAL.replace(b"[1]", b"[0]"))
+    assert proofs_of(output, RlPhase.ROLLOUT).resume() == Position(3, Phase.START)
+    prove(output, 1, update=b"{}", checkpoint=b"{}", done=b"{}")
+    publish(output, 1)
+    assert proofs_of(output, RlPhase.ROLLOUT).resume() == Position(2, Phase.START)
+    assert proofs_of(output, RlPhase.BOTH).resume() == Position(2, Phase.START)
+    prove(output, 2, train=TRAIN)
+    assert proofs_of(output, RlPhase.BOTH).resume() == Position(2, Phase.EVAL_ROLLOUT)
+
+
+def test_the_two_splits_of_the_rollouts_complete_each_other(tmp_path: Path) -> None:
+    output = OutputDir(tmp_path)
+    prove(output, 1, eval=EVAL.replace(b"[1]", b"[0]"))
+    assert proofs_of(output, RlPhase.ROLLOUT, frozenset({"eval"})).resume() == Position(2, Phase.EVAL_ROLLOUT)
+    assert proofs_of(output, RlPhase.ROLLOUT, frozenset({"train"}), None).resume() == Position(1, Phase.START)
+    assert proofs_of(output, RlPhase.BOTH).resume() == Position(1, Phase.START)
+    prove(output, 1, train=TRAIN.replace(b"1", b"0"), eval=b'{"due": false}')
+    assert proofs_of(output, RlPhase.BOTH).resume() == Position(1, Phase.EVAL_ROLLOUT)
+    assert proofs_of(output, RlPhase.BOTH, interval=None).resume() == Position(1, Phase.STOP_INFERENCE)
+
+
+def test_a_damaged_proof_is_none(tmp_path: Path) -> None:
+    output = OutputDir(tmp_path)
+    prove(output, 1, train=b"{", eval=b"[]")
+    assert proofs_of(output, RlPhase.BOTH).resume() == Position(1, Phase.START)
 
 
 def test_a_worker_knows_its_master_by_its_answer() -> None:

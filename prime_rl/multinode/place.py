@@ -1,0 +1,124 @@
+"""Where a node works now: the iteration's folder, its updates, its policy version; and this node's own processes.
+
+The works of rollouts and of updates share one. It knows neither what they do nor when (`work`, `decide`).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import msgspec
+import tomli_w
+
+from prime_rl.configs.multinode import RUN_ID, MultinodeConfig
+from prime_rl.contract.files import write_atomic
+from prime_rl.contract.layout import IterationDir, OutputDir
+from prime_rl.contract.shares import JoinRequest, MakeRequest, Split
+from prime_rl.multinode.children import Child
+from prime_rl.multinode.decide import MASTER_RANK
+from prime_rl.multinode.phases import Phase, Position, RlPhase
+from prime_rl.multinode.proofs import Proofs
+from prime_rl.multinode.records import GroupRecord
+
+
+@dataclass(frozen=True)
+class WorkSetting:
+    """What one node's work needs to know beside the config.
+
+    Attributes:
+        address: this node's, as the others reach it.
+        master: the master's, once it is known.
+        weights: of all ranks.
+        splits: which rollouts are made.
+        max_iterations: None: endless.
+    """
+
+    rank: int
+    incarnation: str
+    rl_phase: RlPhase
+    weights: tuple[float, ...]
+    address: str
+    master: Callable[[], str | None]
+    eval_interval: int | None
+    splits: frozenset[Split]
+    max_iterations: int | None
+
+
+class Place:
+    """One node's; `move` takes it to where the group is."""
+
+    def __init__(self, setting: WorkSetting, config: MultinodeConfig, output: OutputDir) -> None:
+        self.setting = setting
+        self.config = config
+        self.output = output
+        self.run = output.run(RUN_ID)
+        self.proofs = Proofs(
+            output, setting.rl_phase, setting.splits, setting.eval_interval, config.updates_per_iteration
+        )
+        self.position = Position(0, Phase.START)
+        self._group: GroupRecord | None = None
+
+    def move(self, position: Position, group: GroupRecord) -> None:
+        self.position, self._group = position, group
+
+    @property
+    def group(self) -> GroupRecord:
+        assert self._group is not None, "nobody works before there is a group"
+        return self._group
+
+    @property
+    def is_master(self) -> bool:
+        return self.setting.rank == MASTER_RANK
+
+    @property
+    def iteration(self) -> IterationDir:
+        return self.output.iteration(self.position.iteration)
+
+    @property
+    def steps(self) -> list[int]:
+        """The updates of this iteration."""
+        count = self.config.updates_per_iteration
+        return [(self.position.iteration - 1) * count + number for number in range(1, count + 1)]
+
+    def is_proven(self, name: str) -> bool:
+        return self.proofs.holds(name, self.position.iteration)
+
+    def prove(self, name: str, content: Mapping[str, object]) -> bool:
+        if not self.is_proven(name):
+            write_atomic(self.iteration.proof(name), msgspec.json.encode(content))
+        return True
+
+    def write_run(self) -> None:
+        """The ordinary run that all this trains."""
+        text = tomli_w.dumps(self.config.orchestrator(self.setting.max_iterations))
+        run = self.run
+        for folder in (run.control, run.rollouts, run.broadcast, run.checkpoints, run.metrics):
+            folder.mkdir(parents=True, exist_ok=True)
+        if not run.orch_toml.exists() or run.orch_toml.read_text() != text:
+            write_atomic(run.orch_toml, text)
+
+    # -- this node's processes ----
+
+    def child(self, name: str, argv: Sequence[str], environment: Mapping[str, str] | None = None) -> Child:
+        return Child(name, argv, self.output.log(f"node_{self.setting.rank}_{name}"), environment or {})
+
+    def make(self, split: Split, request: MakeRequest) -> Child:
+        return self._share("make", split, request)
+
+    def join(self, split: Split, sources: Mapping[str, str], steps: list[int], proof: str) -> Child:
+        """Put all tasks together, each from the file of this iteration that has its name; writes the proof."""
+        request = JoinRequest(
+            run=str(self.run.path),
+            split=split,
+            sources={task: str(self.iteration.path / name) for task, name in sources.items()},
+            steps=steps,
+            result=str(self.iteration.proof(proof)),
+        )
+        return self._share("join", split, request)
+
+    def _share(self, what: str, split: Split, request: MakeRequest | JoinRequest) -> Child:
+        path = self.iteration.request(f"{split}_{what}", self.setting.rank)
+        write_atomic(path, msgspec.json.encode(request))
+        return self.child(f"{split}_{what}", [sys.executable, "-m", "prime_rl.orchestrator.share", what, str(path)])

@@ -1,0 +1,106 @@
+"""What is proven of each iteration by the files that the master wrote, and where a new epoch goes on by them.
+
+A proof that does not hold any more (rollouts of a policy that has been trained since, an evaluation that was not due
+and is now) counts as none, and is made again. Reads the proofs, writes nothing.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from prime_rl.configs.multinode import RUN_ID
+from prime_rl.contract.layout import OutputDir, list_steps
+from prime_rl.contract.shares import Split
+from prime_rl.multinode.phases import Phase, Position, RlPhase, eval_is_due, first_position
+
+KindT = TypeVar("KindT")
+
+
+class TrainProof(msgspec.Struct, frozen=True, kw_only=True):
+    """All rollouts of an iteration: the policy version that made them, the name of each task's file, their digests."""
+
+    policy_version: int
+    sources: dict[str, str]
+    sha256: dict[str, str]
+
+
+class EvalProof(msgspec.Struct, frozen=True, kw_only=True):
+    """An evaluation of a policy version (`steps` has that one), or that none was due."""
+
+    steps: list[int] = []
+    due: bool = True
+
+
+class Proofs:
+    """The proofs of one house as a group of this mode sees them. `splits`: which rollouts it makes."""
+
+    def __init__(
+        self,
+        output: OutputDir,
+        rl_phase: RlPhase,
+        splits: frozenset[Split],
+        eval_interval: int | None,
+        updates_per_iteration: int,
+    ) -> None:
+        self._output = output
+        self._rl_phase = rl_phase
+        self._splits = splits
+        self._eval_interval = eval_interval
+        self._updates = updates_per_iteration
+
+    def version(self, iteration: int) -> int:
+        """The policy version that makes an iteration's rollouts. Where nobody trains it stays the newest there is."""
+        wanted = (iteration - 1) * self._updates
+        if self._rl_phase is not RlPhase.ROLLOUT:
+            return wanted
+        return min(wanted, max(list_steps(self._output.run(RUN_ID).broadcast, stable_only=True), default=0))
+
+    def eval_is_due(self, iteration: int) -> bool:
+        return "eval" in self._splits and eval_is_due(iteration, self._eval_interval)
+
+    def train(self, iteration: int) -> TrainProof | None:
+        """The rollouts that are there, of whatever version."""
+        return read_json(self._output.iteration(iteration).proof("train"), TrainProof)
+
+    def holds(self, name: str, iteration: int) -> bool:
+        """Whether an iteration's proof of that name is there, and says what it must say now."""
+        path = self._output.iteration(iteration).proof(name)
+        if name == "train":
+            proof = self.train(iteration)
+            return proof is not None and proof.policy_version == self.version(iteration)
+        if name == "eval" and path.exists() and self.eval_is_due(iteration):
+            found = read_json(path, EvalProof)
+            return found is not None and found.due and found.steps == [self.version(iteration)]
+        return path.exists()
+
+    def resume(self) -> Position:
+        """The first position that is not proven to be done."""
+        iteration = 1
+        while self.holds("done", iteration) or (self._rl_phase is RlPhase.ROLLOUT and self._is_rolled_out(iteration)):
+            iteration += 1
+        opening = first_position(self._rl_phase, iteration)
+        return max(Position(iteration, self._phase(iteration)), opening)
+
+    def _is_rolled_out(self, iteration: int) -> bool:
+        return self.holds("eval", iteration) and ("train" not in self._splits or self.holds("train", iteration))
+
+    def _phase(self, iteration: int) -> Phase:
+        """Where an iteration that is not done goes on."""
+        if self.holds("checkpoint", iteration):
+            return Phase.RESTART_INFERENCE
+        if self.holds("update", iteration):
+            return Phase.CONFIG_READY
+        if "train" in self._splits and not self.holds("train", iteration):
+            return Phase.START
+        return Phase.STOP_INFERENCE if self.holds("eval", iteration) else Phase.EVAL_ROLLOUT
+
+
+def read_json(path: Path, kind: type[KindT]) -> KindT | None:
+    """None when it is not there, not to be seen yet, or damaged."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=kind)
+    except (OSError, msgspec.MsgspecError):
+        return None

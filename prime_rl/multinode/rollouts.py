@@ -1,0 +1,161 @@
+"""A node's rollouts: the plan that divides the tasks, its own part of them, and what the master makes of all parts.
+
+The same for training and for evaluation. A task that is in a rank file is not made again, whoever made it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import msgspec
+
+from prime_rl.contract.files import write_atomic
+from prime_rl.contract.layout import stable_marker
+from prime_rl.contract.rank_files import read_rank_file
+from prime_rl.contract.shares import MakeRequest, Split
+from prime_rl.multinode.children import Child, Nothing
+from prime_rl.multinode.phases import Phase
+from prime_rl.multinode.place import Place
+from prime_rl.multinode.proofs import read_json
+from prime_rl.multinode.split import Plan, make_plan
+from prime_rl.multinode.tasks import InferenceServer, Now, Process, Task, size
+
+_PLANNED_IN: dict[Phase, Split] = {Phase.TRAIN_ROLLOUT: "train", Phase.EVAL_ROLLOUT: "eval"}
+
+
+class Rollouts:
+    """Phases 1 to 6 of one node."""
+
+    def __init__(self, place: Place, server: InferenceServer) -> None:
+        self._place = place
+        self._server = server
+
+    # -- making ----
+
+    def make(self, split: Split) -> Task:
+        """This node's part of the newest plan. Its server is started when there is something to make."""
+        place, rank = self._place, self._place.setting.rank
+        if place.is_master:
+            self._write_plan(split)
+        path: Path | None = None
+
+        def start() -> Child | Nothing | None:
+            nonlocal path
+            plan = self._plan(split)
+            if plan is None or not self._can_be_served(plan):
+                return None
+            tasks = list(plan.parts.get(rank, ()))
+            if not tasks:
+                return Nothing()
+            if path is None:  # once: a server that ends by itself is not started again and again
+                path = place.iteration.rank_file(split, rank, plan.policy_version, place.setting.incarnation)
+                self._server.start()
+            if (url := self._server.url) is None:
+                return None
+            return place.make(split, self._request(split, plan, tasks, url, path))
+
+        return Process(start, needs=self._server.failure, measure=lambda: size(path) if path else 0)
+
+    def _can_be_served(self, plan: Plan) -> bool:
+        """Whether this node sees the run's config and the weights already, which other nodes wrote."""
+        run, version = self._place.run, plan.policy_version
+        return run.orch_toml.exists() and (not version or stable_marker(run.broadcast_dir(version)).exists())
+
+    def _request(self, split: Split, plan: Plan, tasks: list[str], url: str, path: Path) -> MakeRequest:
+        return MakeRequest(
+            run=str(self._place.run.path),
+            base_url=url,
+            policy_version=plan.policy_version,
+            seq_len=self._place.config.seq_len,
+            split=split,
+            tasks=tasks,
+            rank_file=str(path),
+        )
+
+    # -- the plan ----
+
+    def _write_plan(self, split: Split) -> None:
+        """Raises ValueError when nobody is left whose weight is above 0."""
+        place = self._place
+        number = place.position.iteration
+        version, tasks = place.proofs.version(number), self.tasks(split)
+        weights = {rank: place.setting.weights[rank] for rank in place.group.members}
+        files = place.iteration.rank_files(split, version=version) if tasks else []
+        finished = {path.name: [entry.task for entry in read_rank_file(path)] for path in files}
+        try:
+            plan = make_plan(tasks, finished, weights, number, version)
+        except ValueError as error:
+            raise ValueError(f"nodes {', '.join(map(str, sorted(weights)))} make no rollouts: {error}") from error
+        write_atomic(self._plan_path(split), msgspec.json.encode(plan))
+
+    def _plan(self, split: Split) -> Plan | None:
+        return read_json(self._plan_path(split), Plan)
+
+    def _plan_path(self, split: Split) -> Path:
+        # A round that came after the rollouts has no plan of its own.
+        place = self._place
+        rounds = range(place.position.round + 1)
+        paths = [place.iteration.plan(split, place.group.epoch, number) for number in rounds]
+        if _PLANNED_IN.get(place.position.phase) == split:
+            return paths[-1]
+        return next((path for path in reversed(paths) if path.exists()), paths[0])
+
+    def tasks(self, split: Split) -> list[str]:
+        """All of this iteration: groups of the run's example order, or examples of the evaluation."""
+        place = self._place
+        number = place.position.iteration
+        if split == "train":
+            count = place.config.groups_per_iteration
+            first = (number - 1) * count
+            return [str(first + each) for each in range(count)] if "train" in place.setting.splits else []
+        if not place.proofs.eval_is_due(number):
+            return []
+        run = place.config.run
+        num_envs = len(run["eval"].get("env", run.get("env", [])))
+        return [str(each) for each in range(num_envs * run["eval"].get("num_examples", 16))]
+
+    # -- what the master makes of it ----
+
+    def files_are_ready(self, split: Split) -> Task:
+        return Now(lambda: self._finished(split) is not None)
+
+    def _finished(self, split: Split) -> tuple[int, dict[str, str]] | None:
+        """The policy version, and the name of each task's file; None while some are not to be seen (yet)."""
+        plan = self._plan(split)
+        if plan is None:
+            return None
+        sources = {task: name for name, tasks in plan.taken.items() for task in tasks}
+        for rank, tasks in plan.parts.items():
+            mine = set(tasks)
+            for path in self._place.iteration.rank_files(split, rank=rank, version=plan.policy_version):
+                for entry in read_rank_file(path):
+                    if entry.task in mine:
+                        sources.setdefault(entry.task, path.name)
+        return (plan.policy_version, sources) if sources.keys() == set(self.tasks(split)) else None
+
+    def aggregate(self) -> Task:
+        return Now(self._aggregate)
+
+    def _aggregate(self) -> bool:
+        place = self._place
+        if place.is_proven("train") or not self.tasks("train"):
+            return True
+        finished = self._finished("train")
+        if finished is None:
+            return False
+        version, sources = finished
+        names = sorted(set(sources.values()))
+        digests = {name: hashlib.sha256((place.iteration.path / name).read_bytes()).hexdigest() for name in names}
+        return place.prove("train", {"policy_version": version, "sources": sources, "sha256": digests})
+
+    def aggregate_eval(self) -> Task:
+        place = self._place
+        if place.is_proven("eval") or not self.tasks("eval"):
+            return Now(lambda: place.prove("eval", {"due": False}))
+
+        def start() -> Child | None:
+            finished = self._finished("eval")
+            return None if finished is None else place.join("eval", finished[1], [finished[0]], "eval")
+
+        return Process(start, finish=lambda: place.is_proven("eval"))
