@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 from textual.pilot import Pilot
+from textual.screen import Screen
+from textual.widgets import Input, OptionList
 
 from prime_rl.contract.layout import OutputDir
 from prime_rl.contract.status import DaemonStatus
@@ -25,6 +27,8 @@ from tests.tui_support import (
     write_status,
 )
 from tui.app import PrlApp
+from tui.screens.command import CommandScreen
+from tui.screens.help import HelpScreen
 from tui.screens.nodes import NodesScreen
 from tui.screens.problems import ProblemsScreen
 from tui.screens.run import RunScreen
@@ -67,11 +71,10 @@ async def sees(app: PrlApp, pilot: Pilot[None], *words: str) -> None:
 async def test_numbers_lead_from_each_place_to_each(house: OutputDir) -> None:
     places = {"3": SystemScreen, "4": NodesScreen, "5": ProblemsScreen, "1": RunsScreen}
     async with opened(house) as (app, pilot):
-        for first in places:
-            for second, kind in places.items():
-                await pilot.press(first, second)
-                assert isinstance(app.screen, kind)
-                assert len(app.screen_stack) <= 3
+        for key in "3314153443545511":  # every way from one to another, and to itself
+            await pilot.press(key)
+            assert isinstance(app.screen, places[key])
+            assert len(app.screen_stack) <= 3
         for key in ("3", "4", "5"):
             for back in ("escape", "q"):
                 await pilot.press(key, back)
@@ -80,6 +83,56 @@ async def test_numbers_lead_from_each_place_to_each(house: OutputDir) -> None:
         assert isinstance(app.screen, SystemScreen)
         await pilot.press("P")
         assert isinstance(app.screen, RunsScreen)
+
+
+OF_A_RUN = ("2", "23", "24")
+
+
+@pytest.mark.parametrize("places", [("1", "3", "4", "5"), OF_A_RUN], ids=["places", "tabs"])
+async def test_command_line_help_and_palette_work_everywhere(house: OutputDir, places: tuple[str, ...]) -> None:
+    async with opened(house, size=(80, 24)) as (app, pilot):
+
+        async def comes(kind: type[Screen[object]], how: str) -> None:
+            await until(pilot, lambda: isinstance(app.screen, kind), f"{kind.__name__} by {how}")
+
+        for keys in places:
+            app.go("runs")
+            await comes(RunsScreen, "runs")
+            await pilot.press(*keys)
+            here = type(app.screen)
+            assert issubclass(here, RunScreen) is (keys in OF_A_RUN)
+            await pilot.press("question_mark")
+            await comes(HelpScreen, f"? on {keys}")
+            await pilot.press("escape", "colon")
+            await comes(CommandScreen, f": on {keys}")
+            app.screen.query_one(Input).value = "nix"
+            await pilot.press("enter")
+            await sees(app, pilot, "no command 'nix'")
+            await pilot.press("escape")
+            await comes(here, f"esc on {keys}")
+            await pilot.press("colon")
+            app.screen.query_one(Input).value = "op crashed"
+            await pilot.press("enter")
+            await until(pilot, lambda: getattr(app.screen, "run_id", None) == "run_crashed", f"the run, on {keys}")
+            await pilot.press("escape")
+            await comes(here, f"esc on {keys}")
+        await pilot.press("ctrl+p", *"nodes")
+        await until(pilot, lambda: app.screen.query_one(OptionList).option_count > 0, "what fits")
+        await pilot.press("enter")
+        await comes(NodesScreen, "the palette")
+        assert len(app.screen_stack) == 3
+
+
+async def test_numbers_on_a_run_are_its_tabs_and_esc_leads_back(house: OutputDir) -> None:
+    async with opened(house, "5", size=(80, 24)) as (app, pilot):
+        chosen = problems(app).target_row()
+        await pilot.press("2", "5", "3")
+        assert isinstance(app.screen, RunScreen) and app.screen.tab == "config"
+        assert chosen is not None and app.screen.run_id == chosen.run_id
+        await pilot.press("escape")
+        assert problems(app).target_row() is not None
+        await pilot.press("colon", *"open run_", "enter")
+        await until(pilot, lambda: any("'run_' may be" in note.message for note in app._notifications), "which ones")
 
 
 async def test_system_says_what_everything_does_and_takes(house: OutputDir) -> None:

@@ -59,6 +59,8 @@ class Place:
     class_name: str
 
 
+# Among the numbers of the places: one run.
+RUN_KEY = 2
 # From the house's folder to what asks the machine: `system_watch.SystemProbe` in real life.
 ProbeMaker: TypeAlias = "Callable[[Path], Probe]"
 
@@ -186,7 +188,9 @@ class HouseScreen(Screen[None]):
         guide = self.guide
         return {
             **{place.name: self.go_command(place.name, place.title) for place in guide.places},
-            "open": Command("open RUN", "look into a run", self._command_open, self.run_ids),
+            "open": Command(
+                "open RUN", "look into a run; a part of its name is enough", self._command_open, self.run_ids
+            ),
             "theme": Command("theme NAME", "colours", self._command_theme, lambda: sorted(self.app.available_themes)),
             "help": self.simple_command("help", "keys and symbols", "help"),
             "quit": self.simple_command("quit", "leave; the daemons go on", "app.quit"),
@@ -208,9 +212,13 @@ class HouseScreen(Screen[None]):
         self.app.call_next(run)
 
     def _command_open(self, words: str) -> None:
-        if words not in self.run_ids():
+        run_ids = self.run_ids()
+        fits = [words] if words in run_ids else [run_id for run_id in run_ids if words and words in run_id]
+        if not fits:
             raise CommandError(f"no run {words!r} here")
-        self.guide.open_run(words)
+        if len(fits) > 1:
+            raise CommandError(f"{words!r} may be {', '.join(fits[:4])}{' ...' if len(fits) > 4 else ''}")
+        self.guide.open_run(fits[0])
 
     def _command_theme(self, words: str) -> None:
         if words not in self.app.available_themes:
@@ -279,5 +287,11 @@ class PlaceScreen(HouseScreen):
         self.guide.go("problems")
 
     def action_go(self, number: int) -> None:
-        """Open the place with that number; nothing for a number that has none."""
-        self.guide.go_number(number)
+        """Open the place with that number; RUN_KEY opens the run that is chosen here, else the first of the house."""
+        if number != RUN_KEY:
+            self.guide.go_number(number)
+            return
+        row = self.target_row()
+        run_id = row.run_id if row else next(iter(self.run_ids()), None)
+        if run_id is not None:
+            self.guide.open_run(run_id)

@@ -53,7 +53,7 @@ ACT: Keys = (
     ("L", "what was done here, and its commands to copy"),
 )
 ALWAYS: Keys = (
-    ("1 3 4 5", "runs, system, nodes, problems"),
+    ("1 ... 5", "runs, the chosen run, system, nodes, problems"),
     (":", "command line: sort reward, open RUN, theme NAME ..."),
     ("ctrl+p", "all commands, themes"),
     ("?", "this help"),
