@@ -59,6 +59,7 @@ class Look:
     def __call__(self, *changed: Path, active: dict[str, int] | None = None, everything: bool = False) -> Findings:
         found = self.discovery.scan(active or {}, None if everything else set(changed))
         self.discovery.judge(found)
+        self.discovery.report(found)
         return found
 
     def all(self, **arguments: dict[str, int]) -> Findings:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from prime_rl.configs.validate import PARSE_ERROR_PREFIX
 from prime_rl.contract.layout import OutputDir, RunDir
 from prime_rl.contract.status import DaemonStatus, RunStatus, Status
 from prime_rl.trainer import runs as runs_module
+from prime_rl.trainer.runs.config_file import MIN_REPORTS
+from prime_rl.trainer.runs.discovery import Discovery, Findings
 from prime_rl.trainer.runs.hooks import printable
 from tests.runs_support import BASE, add, look, manager_of
 from tests.trainer_support import write_config
@@ -73,6 +76,42 @@ def test_an_unchanged_bad_file_is_parsed_once(tmp_path: Path) -> None:
         look(manager)
     assert len(calls) == 1
     assert RunDir(tmp_path / "run_a").config_error.read_text().strip().endswith("not today")
+
+
+def test_a_run_has_its_slot_before_others_are_told_what_is_wrong_with_them(tmp_path: Path) -> None:
+    bad = [add(tmp_path, f"run_bad{number}", number + 1, optim={"lr": "fast"}) for number in range(2)]
+    add(tmp_path, "run_good", 9)
+    manager, seen = manager_of(tmp_path), []
+    manager.register_discovered_hook(lambda *_: seen.extend(run.config_error.exists() for run in bad))
+    look(manager)
+    assert seen == [False, False] and manager.id_2_idx == {"run_good": 0}
+    assert all(run.config_error.exists() for run in bad)
+
+
+def test_many_bad_configs_are_reported_in_slices_and_none_is_forgotten(tmp_path: Path) -> None:
+    bad = [add(tmp_path, f"run_{number:03}", optim={"lr": "fast"}) for number in range(2 * MIN_REPORTS + 3)]
+    *others, mended, became_a_link, gone = bad
+    seconds = itertools.count()  # the disk is slow
+    discovery = Discovery(tmp_path, lambda config: None, clock=lambda: float(next(seconds)))
+
+    def find(changed: Collection[Path] | None) -> Findings:
+        found = discovery.scan({}, changed)
+        discovery.judge(found)
+        discovery.report(found)
+        return found
+
+    found = find(None)
+    assert len(found.invalid) == len(bad) and found.due is not None and found.due < next(seconds)
+    assert [run for run in bad if run.config_error.exists()] == bad[:MIN_REPORTS]
+    shutil.rmtree(gone.path)
+    outside = tmp_path / "outside"
+    became_a_link.path.rename(outside)
+    became_a_link.path.symlink_to(outside)
+    write_config(mended, BASE)
+    while found.due is not None:
+        found = find([mended.control])
+    assert [run for run in bad if run.config_error.exists()] == others and not RunDir(outside).config_error.exists()
+    assert [each.run for each in found.candidates] == [mended]
 
 
 def test_what_the_trainer_cannot_serve_is_a_config_error(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 An editor may empty a file and write it again, write it twice, or touch it. So a file that was written in place is left
 alone for a moment after each change, and one that is no good is reported only when it stays as it is for `settle_s`. A
 file that was renamed into place is whole at once. The same content is not judged twice.
-Writes nothing but `config_validation_error.txt`: made when a config is bad, removed when it is mended.
+Writes nothing but `config_validation_error.txt`: made by `report` when a config is bad, removed when it is mended.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from prime_rl.configs.base import ConfigError, ConfigProblem
 from prime_rl.configs.orchestrator import OrchestratorConfig
 from prime_rl.configs.validate import PARSE_ERROR_PREFIX, explain, load_run_config
 from prime_rl.contract.files import read_text, write_atomic
-from prime_rl.contract.layout import RunDir
+from prime_rl.contract.layout import RunDir, refusal
 from prime_rl.trainer.runs.hooks import in_words, printable
 
 logger = logging.getLogger(__name__)
@@ -29,6 +29,9 @@ MAX_CONFIG_BYTES = 1 << 20
 MAX_ERROR_CHARS = 20_000
 # The beginning of a file can be a valid config with other defaults. Between two writes of one save less time passes.
 QUIET_S = 0.05
+
+# So long, or so many of them, may reports hold up the other work of one look.
+REPORT_S, MIN_REPORTS = 0.1, 16
 
 # Null when the config is good, else what is wrong with it.
 Validate = Callable[[OrchestratorConfig], str | None]
@@ -74,6 +77,12 @@ class ConfigFiles:
         self._settle_s = settle_s
         self._clock = clock
         self._files: dict[str, _File] = {}
+        self._unreported: dict[str, tuple[RunDir, str]] = {}
+
+    @property
+    def has_unreported(self) -> bool:
+        """Whether `report` has more to write."""
+        return bool(self._unreported)
 
     def read(self, run: RunDir) -> Reading:
         """Look at the config of `run`. OSError when it is gone or cannot be read."""
@@ -91,8 +100,9 @@ class ConfigFiles:
         if file.problem is not None:
             if rest_s < self._settle_s:
                 return Reading(None, stat.st_mtime_ns, due=file.seen_at + self._settle_s)
-            _report(run, file.problem)
+            self._unreported[run.run_id] = (run, file.problem)
         else:
+            self._unreported.pop(run.run_id, None)
             run.config_error.unlink(missing_ok=True)
         return Reading(file.config, stat.st_mtime_ns)
 
@@ -115,13 +125,32 @@ class ConfigFiles:
     def forget(self, run_id: str) -> None:
         """Judge the run's config anew, whatever it is."""
         self._files.pop(run_id, None)
+        self._unreported.pop(run_id, None)
 
     def forget_all(self) -> None:
         self._files.clear()
+        self._unreported.clear()
 
     def forget_except(self, run_ids: Collection[str]) -> None:
         for run_id in self._files.keys() - run_ids:
-            del self._files[run_id]
+            self.forget(run_id)
+
+    def report(self) -> list[str]:
+        """Write down what is wrong with some bad configs, oldest first; the ids of the runs for which that failed.
+
+        Each is a file that the disk must take: thousands must keep neither the next run waiting nor those that train.
+        """
+        failed = []
+        end_s = self._clock() + REPORT_S
+        for number, run_id in enumerate(list(self._unreported)):
+            if number >= MIN_REPORTS and self._clock() >= end_s:
+                break
+            try:
+                _report(*self._unreported.pop(run_id))
+            except OSError as error:
+                logger.debug("what is wrong with the config of %s cannot be written: %s", run_id, error)
+                failed.append(run_id)
+        return failed
 
     def _seen(self, run_id: str, signature: Signature, now: float) -> _File:
         file = self._files.setdefault(run_id, _File(signature, now))
@@ -154,8 +183,8 @@ class ConfigFiles:
 
 
 def _report(run: RunDir, problem: str) -> None:
-    """Write it down where people look for it, once."""
-    if read_text(run.config_error) != problem + "\n":
+    """Write it down where people look for it, once; not through a link that the run has become meanwhile."""
+    if refusal(run.path.parent, run.path) is None and read_text(run.config_error) != problem + "\n":
         logger.warning("%s: %s", run.run_id, problem)
         write_atomic(run.config_error, problem + "\n")
 

@@ -1,6 +1,7 @@
 """Look at the disk: which runs are there, which may have a slot, and why the others may not.
 
 `Discovery.scan` says who must leave, `Discovery.judge` who may come; between the two the manager forgets who leaves.
+When those who came have their slots, `Discovery.report` says what is wrong with bad configs.
 A verdict stands until something of the run changes (`presence`); configs are read by `config_file`. A run that was in a
 slot is judged anew when it wants one again. Nothing is decided about slots: the manager does that.
 """
@@ -91,6 +92,7 @@ class Discovery:
         self._output_dir = output_dir
         self._presence = Presence(output_dir)
         self._configs = ConfigFiles(validate, settle_s, clock)
+        self._clock = clock
         self._verdicts: dict[str, _Verdict] = {}
         # Active runs that had a look since something of theirs changed.
         self._checked: set[str] = set()
@@ -131,6 +133,13 @@ class Discovery:
             if verdict is not None:
                 _tell(verdict, run_id, found)
         found.candidates.sort(key=lambda candidate: (candidate.landed_ns, candidate.run.run_id))
+
+    def report(self, found: Findings) -> None:
+        """Tell the owners of some bad configs what is wrong; the others at the next look, which is due at once."""
+        for run_id in self._configs.report():
+            self.suspect(run_id)
+        if self._configs.has_unreported:
+            found.due = self._clock()
 
     def suspect(self, run_id: str) -> None:
         """What was found about a run may not hold any more."""

@@ -279,13 +279,12 @@ class MultiRunManager:
             self._forget(self._slots.id_2_idx[run_id], run_id, reason)
         self._discovery.judge(self.findings)
         self.waiting = []
-        for candidate in self.findings.candidates:
-            if candidate.run.run_id in self._evictions:
-                continue
+        for candidate in [each for each in self.findings.candidates if each.run.run_id not in self._evictions]:
             if self.unused_idxs:
                 self._admit(candidate)
             else:
                 self.waiting.append(candidate.run.run_id)
+        self._discovery.report(self.findings)
 
     def _forget(self, run_idx: int, run_id: str, reason: str) -> None:
         logger.info("%s leaves slot %d: %s", run_id, run_idx, reason)
