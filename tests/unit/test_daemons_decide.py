@@ -248,16 +248,17 @@ def test_only_so_many_orchestrators_start_at_one_time() -> None:
     config = CONFIG.replace(max_starting=5)
     parts: dict[str, Part] = {}
     seen: dict[str, Seen] = {}
-    num_looks = 0
+    num_looks = most = 0
     while len(parts) < 61 or any(part.state is State.STARTING for part in parts.values()):
         for action in decide(Snapshot({**services, **specs}, parts, seen, frozenset(), config), 1000.0 + num_looks):
             parts[action.part.spec.name] = action.part
         starting = [name for name, part in parts.items() if part.state is State.STARTING and part.spec.run_id]
-        assert len(starting) <= 5
+        most = max(most, len(starting))
         assert "trainer" in parts, "services do not wait for their turn"
         seen = dict.fromkeys(parts, READY)
         num_looks += 1
         assert num_looks < 60
+    assert most == 5
 
 
 def test_a_last_word_ends_an_orchestrator_for_good() -> None:

@@ -32,6 +32,13 @@ def read_all(reader: HistoryReader) -> HistoryReader:
     return reader
 
 
+@given(steps=st.lists(st.integers(0, 50), min_size=1, unique=True).map(sorted), wanted=st.floats(-10, 60, width=32))
+def test_the_column_under_the_cursor_is_the_nearest(steps: list[int], wanted: float) -> None:
+    found = Curve("reward", steps=tuple(map(float, steps))).at(wanted)
+    assert found is not None and abs(steps[found] - wanted) == min(abs(step - wanted) for step in steps)
+    assert Curve("reward").at(wanted) is None
+
+
 @settings(max_examples=80, deadline=None)
 @given(steps=st.lists(st.integers(0, 30), max_size=60), cuts=st.lists(st.integers(0, 60), max_size=4))
 def test_a_step_seen_before_replaces_what_follows_however_the_lines_come(steps: list[int], cuts: list[int]) -> None:

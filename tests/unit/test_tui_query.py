@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -55,11 +57,39 @@ def ids(rows: tuple[RunRow, ...], text: str, *, pins: frozenset[str] = frozenset
         ("is:pinned", {"done"}),
         ("is!=pinned name~done", set()),
         ("slot>=0", {"reverse-lr1e-3", "sort-rank16", "upper"}),
+        ("step>=42 step<=42", {"reverse-lr1e-3"}),
+        ("step>42 name~reverse", set()),
+        ("step<42 name~reverse", set()),
     ],
 )
 def test_what_matches(rows: tuple[RunRow, ...], text: str, expected: set[str] | None) -> None:
     everything = {row.run_id.removeprefix("run_") for row in rows}
     assert ids(rows, text, pins=frozenset({"run_done"})) == (everything if expected is None else expected)
+
+
+@pytest.mark.parametrize(
+    ("text", "age_s"),
+    [("seen=45", 45), ("seen=90s", 90), ("seen=3m", 180), ("seen=1.5h", 5400), ("age>=0 seen=2d", 172_800)],
+)
+def test_ages_in_every_unit(rows: tuple[RunRow, ...], text: str, age_s: float) -> None:
+    query = parse(text)
+    aged = replace(rows[0], updated_at=NOW - age_s)
+    assert query.matches(Subject(aged, NOW)) and not query.matches(Subject(aged, NOW + 1)) and query.errors == ()
+
+
+@pytest.mark.parametrize(
+    ("text", "tokens_per_s"), [("tokens=7", 7), ("tokens=2k", 2e3), ("tokens=.5m", 5e5), ("tokens=1G", 1e9)]
+)
+def test_figures_in_every_unit(rows: tuple[RunRow, ...], text: str, tokens_per_s: float) -> None:
+    assert parse(text).matches(Subject(replace(rows[0], tokens_per_s=tokens_per_s)))
+    assert not parse(text).matches(Subject(replace(rows[0], tokens_per_s=tokens_per_s * 1.01)))
+
+
+def test_reason_and_model_are_texts_also_where_there_is_none(rows: tuple[RunRow, ...]) -> None:
+    nothing = replace(rows[0], reason=None, view=replace(rows[0].view, model=None))
+    said = replace(rows[0], reason="out of memory", view=replace(rows[0].view, model="models/base"))
+    for text in ("reason~memory", "model~base"):
+        assert parse(text).matches(Subject(said)) and not parse(text).matches(Subject(nothing))
 
 
 @pytest.mark.parametrize(
