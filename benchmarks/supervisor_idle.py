@@ -25,6 +25,7 @@ from prime_rl.contract.status import (
     DaemonStatus,
     InferenceStatus,
     RunStatus,
+    Status,
     TrainerRunStatus,
     TrainerStatus,
     read_status,
@@ -68,20 +69,23 @@ class Sleepers:
         daemons = {name: self._part(name) for name in ("trainer", "inference", *self.active)}
         now = time.time()
         for name, part in daemons.items():
-            if part is None or part.child_pid is None:
+            if part is None or part.child is None:
                 continue
-            pids = {"pid": part.child_pid, "pid_create_time": part.child_create_time or 0.0, "updated_at": now}
-            if name == "trainer":
-                runs = {run_id: TrainerRunStatus(run_idx=idx) for idx, run_id in enumerate(self.active)}
-                trainer = TrainerStatus(state="waiting", waiting_on="rollouts", runs=runs, waiting=self.waiting, **pids)
-                write_atomic(self.output.trainer_status, msgspec.json.encode(trainer), durable=False)
-            elif name == "inference":
-                inference = InferenceStatus(state="serving", **pids)
-                write_atomic(self.output.inference_status, msgspec.json.encode(inference), durable=False)
-            else:
-                word = RunStatus(run_id=name, state="running", waiting_on="inference", **pids)
-                write_atomic(self.output.run(name).status, msgspec.json.encode(word), durable=False)
+            path, status = self._word(name)
+            status.sign(part.child)
+            status.updated_at = now
+            write_atomic(path, msgspec.json.encode(status), durable=False)
         return all(part is not None and part.state == "running" for part in daemons.values())
+
+    def _word(self, name: str) -> tuple[Path, Status]:
+        """What the part says of itself, and where."""
+        if name == "trainer":
+            runs = {run_id: TrainerRunStatus(run_idx=idx) for idx, run_id in enumerate(self.active)}
+            status = TrainerStatus(state="waiting", waiting_on="rollouts", runs=runs, waiting=self.waiting)
+            return self.output.trainer_status, status
+        if name == "inference":
+            return self.output.inference_status, InferenceStatus(state="serving")
+        return self.output.run(name).status, RunStatus(run_id=name, state="running", waiting_on="inference")
 
     def _part(self, name: str) -> DaemonStatus | None:
         return read_status(self.output.daemon_status(name), DaemonStatus)
