@@ -12,23 +12,45 @@ _CONTROL = re.compile(
       [^\x07\x1b\x9c\n]* (?: \x07 | \x1b\\ | \x9c )?                             # ... with their string
     | \x1b [ -/]* [0-~]?                                                         # all other escapes
     | [\x00-\x08\x0b-\x1f\x7f-\x9f]                                              # C0 but tab and newline, DEL, C1
-    | [\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]                             # marks that turn the writing direction
+    """,
+    re.VERBOSE,
+)
+# What a terminal draws as nothing, or draws the rest of the line the other way round for: two names that look alike
+# would not be, and lines would not be as wide as they are counted. Joiners and variants belong to a letter or an emoji.
+_UNSEEN = re.compile(
+    r"""
+      (?P<part> (?<=[^\x00-\xa8\u2000-\u206f\ufe00-\ufe0f]) [\u200c\u200d\ufe0e\ufe0f]    # of an emoji, of a script
+              | (?<=[0-9\#*]) \ufe0f (?=\u20e3) )                                         # of a key cap
+    | (?: [\xad\u034f\u061c\u115f\u1160\u17b4\u17b5\u180b-\u180f\u200b-\u200f\u2028-\u202e\u2060-\u206f\u3164]
+        | [\ufe00-\ufe0f\ufeff\uffa0\ufff0-\ufffb\U0001bca0-\U0001bca3\U0001d173-\U0001d17a\U000e0000-\U000e0fff] )+
     """,
     re.VERBOSE,
 )
 # Half of a pair: cannot be encoded, so printing it would raise.
 _SURROGATE = re.compile("[\ud800-\udfff]")
+# For one line of `limit` characters no more than this many times as many are looked at: lines may be of megabytes.
+_LOOK = 50
 
 
 def clean_text(text: str) -> str:
-    """`text` without anything that a terminal obeys: escape sequences, control and bidi characters.
+    """`text` without anything that a terminal obeys, and with nothing that hides.
 
-    Newlines and tabs stay. Markup of a terminal toolkit stays too: show the result as plain text.
+    Escape sequences and control characters but newlines and tabs are left out. Characters that are not seen, and those
+    that turn the writing direction, stand as `<U+200B>`, many in a row as `<U+200B +7>`. Markup of a terminal toolkit
+    stays: show the result as plain text.
     """
-    return _SURROGATE.sub("\N{REPLACEMENT CHARACTER}", _CONTROL.sub("", text))
+    text = _CONTROL.sub("", text)
+    return text if text.isascii() else _SURROGATE.sub("\N{REPLACEMENT CHARACTER}", _UNSEEN.sub(_mark, text))
+
+
+def _mark(found: re.Match[str]) -> str:
+    if found["part"]:
+        return ""
+    unseen = found[0]
+    return f"<U+{ord(unseen[0]):04X}{f' +{len(unseen) - 1}' if len(unseen) > 1 else ''}>"
 
 
 def one_line(text: str, limit: int = 200) -> str:
     """`clean_text` on one line of at most `limit` characters."""
-    line = " ".join(clean_text(text).split())
-    return line if len(line) <= limit else line[: limit - 1] + "…"
+    line = " ".join(clean_text(text[: _LOOK * limit]).split())
+    return line if len(line) <= limit and len(text) <= _LOOK * limit else line[: limit - 1] + "…"

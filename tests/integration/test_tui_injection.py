@@ -38,12 +38,14 @@ ATTACKS = [
     "[link=file:///etc/passwd]x[/link]",
     "\\[escaped] $variable {brace} %s",
     "\u202e right to left \u2066",
+    "zero\u200bwidth \ufeff\u2060 joined\u200d \U000e0041 tag x\ufe0f",
     "\x00\x07\x08\x7f control",
 ]
 # What has to be readable still: markup of a toolkit is plain text here.
 KEPT = ["[bold]open [/] [/bold] [/nothing] [@click=app.quit]click[/]", "[red", "[link=file:///etc/passwd]x[/link]"]
 CONTROL = (*range(0x0A), *range(0x0B, 0x20), *range(0x7F, 0xA0))
-FORBIDDEN = {chr(code) for code in CONTROL} | set("\u202e\u2066")
+FORBIDDEN = {chr(code) for code in CONTROL} | set("\u202e\u2066\u200b\ufeff\u2060\u200d\U000e0041\ufe0f")
+SEEN = "zero<U+200B>width <U+FEFF +1> joined<U+200D> <U+E0041> tag x<U+FE0F>"
 
 
 @asynccontextmanager
@@ -82,7 +84,7 @@ async def test_hostile_text_in_every_row_of_the_home_screen(tmp_path: Path) -> N
             await pilot.press("pagedown")
             await check(app, pilot)
         await pilot.press("5")
-        await check(app, pilot, "WHAT", *KEPT)
+        await check(app, pilot, "WHAT", *KEPT, SEEN)
         for _ in range(3):
             await pilot.press("pagedown")
             await check(app, pilot)
@@ -106,7 +108,14 @@ async def test_hostile_text_in_every_file_of_a_run(tmp_path: Path) -> None:
             file.write(json.dumps(record) + "\n")
     async with opened(house) as (app, pilot):
         await pilot.press("slash", *"run_hostile", "enter", "enter")
-        tabs = ["reward", *KEPT[2:]], KEPT, ["batch_size", *KEPT], ["after", *KEPT], ["no checkpoints yet"], KEPT
+        tabs = (
+            ["reward", *KEPT[2:]],
+            [*KEPT, SEEN],
+            ["batch_size", *KEPT, SEEN],
+            ["after", *KEPT, SEEN],
+            ["no checkpoints yet"],
+            [*KEPT, SEEN],
+        )
         for key, seen in enumerate(tabs, start=1):
             await pilot.press(str(key))
             await check(app, pilot, *seen)
