@@ -74,6 +74,10 @@ def test_writer_writes_at_once_on_a_change_of_state_and_rarely_else(tmp_path: Pa
     writer.update(step=2)
     third = read_status(path, RunStatus)
     assert third is not None and third.step == 2
+    now[0] -= 3600
+    writer.update(step=3)
+    fourth = read_status(path, RunStatus)
+    assert fourth is not None and fourth.step == 3, "a clock that was set back holds nothing back"
     writer.close(state="stopped")
     last = read_status(path, RunStatus)
     assert last is not None and last.state == "stopped"
