@@ -63,7 +63,7 @@ class MultinodeConfig(BaseConfig):
     """Port of the master at which the ranks of the trainer meet."""
 
     log: LogConfig = LogConfig()
-    """Logging."""
+    """Logging of the node and of what it starts. May differ between nodes; what all share takes the master's."""
 
     def orchestrator(self, max_iterations: int | None) -> dict[str, Any]:
         """The run's `orch.toml`."""
@@ -77,7 +77,7 @@ class MultinodeConfig(BaseConfig):
             "max_async_level": updates - 1,
             "seq_len": self.seq_len,
         }
-        return {"ckpt": {"interval": 1}, **self.run, **decided}
+        return {"ckpt": {"interval": 1}, "log": self.log.model_dump(), **self.run, **decided}
 
     def trainer_toml(self, output_dir: Path) -> dict[str, Any]:
         """The trainer's config on all nodes."""
@@ -85,6 +85,7 @@ class MultinodeConfig(BaseConfig):
             "output_dir": str(output_dir),
             "max_concurrent_runs": 1,
             "seq_len": self.seq_len,
+            "log": self.log.model_dump(),
             "model": {**self.model.model_dump(), "lora": self.lora.model_dump(mode="json")},
         }
         return merge(shared, self.trainer)
@@ -97,6 +98,7 @@ class MultinodeConfig(BaseConfig):
             "port": 0,
             "max_concurrent_runs": 1,
             "max_versions_per_run": 2,
+            "log": self.log.model_dump(),
             "model": {
                 **self.model.model_dump(),
                 "max_model_len": self.seq_len,

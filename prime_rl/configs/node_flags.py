@@ -53,6 +53,6 @@ def node_parser() -> NodeParser:
     add("--max-iterations", type=int, metavar="I", help="end after iteration I (default: go on without end)")
     add("--elastic", action="store_true", help="go on without a lost worker; it may join again")
     add("--resume", action="store_true", help="refuse to begin anew: there must be something to go on from")
-    add("--debug-mode", action="store_true", help="log every detail")
+    add("--debug-mode", action="store_true", help="this node and what it starts log every detail")
     add("--dry-run", action="store_true", help="print what this command would do, phase by phase")
     return parser

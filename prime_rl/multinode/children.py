@@ -5,6 +5,7 @@ Knows nothing of phases (`work` does).
 
 from __future__ import annotations
 
+import logging
 import os
 import shlex
 import signal
@@ -19,6 +20,8 @@ from prime_rl.contract.files import wait_for
 END_TIMEOUT_S = 20.0
 TAIL_BYTES = 4_000
 NUM_TAIL_LINES = 5
+
+logger = logging.getLogger("node")
 
 
 class Nothing:
@@ -41,6 +44,7 @@ class Child:
         self._log = log
         self._is_asked = False
         log.parent.mkdir(exist_ok=True)
+        logger.debug("starts %s (%s): %s", name, log, shlex.join(argv))
         with log.open("ab") as output:
             output.write(f"$ {shlex.join(argv)}\n".encode())
             output.flush()
@@ -56,7 +60,9 @@ class Child:
 
     @property
     def exit_code(self) -> int | None:
-        return self._process.poll()
+        if self._process.returncode is None and self._process.poll() is not None:
+            logger.debug("%s ended with code %d", self.name, self._process.returncode)
+        return self._process.returncode
 
     def failure(self) -> str | None:
         """Why it failed, with its last lines; None while it lives or when it ended well."""

@@ -127,10 +127,14 @@ def _gather(setting: GroupSetting, own: NodeRecord, group: GroupRecord, view: Vi
         # Nothing is done in an epoch before all its members have met at its first barrier, so no epoch can split.
         opening = first_position(setting.rl_phase, resume.iteration)
         return replace(group, word=GroupWord.RUNNING, members=members, position=opening, awaited=())
-    awaited = tuple(f"node {rank} to join" for rank in missing)
+    awaited = tuple(map(_to_join, missing))
     if view.now - view.since > setting.gather_timeout_s:
         return _end(group, EXIT_TRY_AGAIN, f"waited {setting.gather_timeout_s:g} s in vain for {', '.join(awaited)}")
     return replace(group, awaited=awaited)
+
+
+def _to_join(rank: int) -> str:
+    return f"node {rank} to join"
 
 
 def _lead(setting: GroupSetting, group: GroupRecord, view: View, resume: Position) -> GroupRecord:
@@ -151,7 +155,7 @@ def _release(setting: GroupSetting, group: GroupRecord, view: View, resume: Posi
     assert group.position is not None
     following = max(next_position(group.position, setting.rl_phase), resume)
     if setting.max_iterations is not None and following.iteration > setting.max_iterations:
-        return _end(group, EXIT_DONE, f"done: {setting.max_iterations} iterations")
+        return _end(group, EXIT_DONE, all_done(setting))
     if not setting.elastic or following != first_position(setting.rl_phase, following.iteration):
         return replace(group, position=following, awaited=())
     back = _returning(setting, group, view)
@@ -215,6 +219,11 @@ def _end(group: GroupRecord, code: int, reason: str) -> GroupRecord:
     return replace(group, word=GroupWord.ENDING, exit_code=code, reason=reason, awaited=())
 
 
+def all_done(setting: GroupSetting) -> str:
+    """The last words of a group that has done all that it was asked for."""
+    return f"done: {setting.max_iterations} iteration{'s' * (setting.max_iterations != 1)}"
+
+
 def may_leave(setting: GroupSetting, group: GroupRecord, view: View) -> bool:
     """Whether the master of an ending group may go: all members have had their last word, or had the time for it."""
     if view.now - view.since > setting.dead_after_s:
@@ -267,10 +276,12 @@ def _join(setting: GroupSetting, own: NodeRecord, view: View) -> Step:
         if group.word is GroupWord.ENDING and is_ours:
             return _leave(own, group.exit_code, group.reason or "the group ended")
         if group.word is GroupWord.GATHERING:
-            return _wait(setting, own, view, group.epoch, ", ".join(group.awaited) or "the master to begin")
+            others = [words for words in group.awaited if words != _to_join(own.rank)]
+            return _wait(setting, own, view, group.epoch, ", ".join(others) or "the master to begin")
         if group.word is GroupWord.RUNNING:
-            if group.members.get(own.rank) == own.incarnation and own.epoch == group.epoch:
-                return Step(NodeWord.RUNNING, own.epoch, work=group.position)
+            # A group of one begins before its only node could take its epoch.
+            if group.members.get(own.rank) == own.incarnation:
+                return Step(NodeWord.RUNNING, group.epoch, work=group.position)
             epoch = group.epoch if setting.elastic else own.epoch
             return _wait(setting, own, view, epoch, f"the group at {group.position} to let this node in")
     return _wait(setting, own, view, own.epoch, "the master (node 0) to start a group")

@@ -39,7 +39,6 @@ class NodeFlags:
     max_iterations: int | None
     master_addr: str | None
     elastic: bool
-    debug: bool
     dry_run: bool
     config: MultinodeConfig
 
@@ -56,7 +55,7 @@ class NodeFlags:
             "--elastic": str(self.elastic),
             "--log-path": str(self.log_path.resolve()),
             "code version": code_version,
-            **flatten(self.config.model_dump(mode="json")),
+            **flatten(self.config.model_dump(mode="json", exclude={"log"})),
         }
 
 
@@ -90,7 +89,11 @@ def parse_flags(argv: Sequence[str], environment: Mapping[str, str]) -> NodeFlag
         raise FlagError(f"--resume: there is nothing to resume at {found.log_path}; leave it out to begin")
     data, source = read_argv(rest)
     if source == "command line":
+        if not DEFAULT_TOML.exists():
+            raise FlagError(f"@ FILE.toml is missing: the default, {DEFAULT_TOML}, is not in this folder")
         data, source = merge(read_argv(["@", str(DEFAULT_TOML)])[0], data), str(DEFAULT_TOML)
+    if found.debug_mode:
+        data = merge(data, {"log": {"level": "debug"}})
     config = _with_model_of(found.data_path.resolve(), build(MultinodeConfig, data, source))
     if found.eval_interval is not None and not config.run.get("eval"):
         raise FlagError(f"--eval-interval: {source} has no [run.eval] to say what is evaluated")
@@ -106,7 +109,6 @@ def parse_flags(argv: Sequence[str], environment: Mapping[str, str]) -> NodeFlag
         max_iterations=None if found.max_iterations is None else _at_least("--max-iterations", found.max_iterations, 1),
         master_addr=found.master_addr,
         elastic=found.elastic,
-        debug=found.debug_mode,
         dry_run=found.dry_run,
         config=config,
     )
@@ -160,6 +162,10 @@ def _weights(text: str | None, num_nodes: int) -> tuple[float, ...]:
 def _splits(found: argparse.Namespace) -> frozenset[Split]:
     if found.rollout_split not in _SPLITS:
         raise FlagError(f"--rollout-split {found.rollout_split}: must be train-only or eval-only, or left out for both")
+    if found.rollout_split == "eval-only" and found.eval_interval is None:
+        raise FlagError("--rollout-split eval-only needs --eval-interval N: without it nothing is evaluated")
+    if found.rollout_split == "train-only" and found.eval_interval is not None:
+        raise FlagError("--rollout-split train-only and --eval-interval: leave out one of the two")
     if found.rollout_split and found.rl_phase != RlPhase.ROLLOUT:
         raise FlagError(f"--rollout-split goes with --rl-phase rollout, not {found.rl_phase}: an update needs rollouts")
     return _SPLITS[found.rollout_split]

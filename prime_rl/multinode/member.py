@@ -16,6 +16,7 @@ from prime_rl.multinode.decide import (
     Exit,
     Step,
     View,
+    all_done,
     claim,
     decide_master,
     decide_node,
@@ -140,7 +141,7 @@ class Member:
             return self._end(Exit(EXIT_REFUSED, f"rank {rival.rank} is taken by {rival}"), say=False)
         nodes = {**nodes, self.own.rank: self.own}
         if self._nothing_is_left(now):
-            return self._end(Exit(EXIT_DONE, f"done: {self.setting.max_iterations} iterations"))
+            return self._end(Exit(EXIT_DONE, all_done(self.setting)))
         self._look_at_work(now)
         self.own = replace(self.own, unreached=self._unreached(self.own.epoch))
         if self.own.rank == MASTER_RANK:

@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if flags.dry_run:
         print(phase_table(flags))
         return 0
-    logger = setup_logger(f"node {flags.rank}", "debug" if flags.debug else flags.config.log.level)
+    logger = setup_logger(f"node {flags.rank}", flags.config.log.level)
     try:
         member, watcher = build_member(flags)
     except OSError as error:

@@ -71,6 +71,11 @@ def test_toml_and_overrides_reach_the_config(tmp_path: Path) -> None:
         ("--rl-phase all", "--rl-phase all: must be one of both, rollout, update"),
         ("--rollout-split some --rl-phase rollout", "--rollout-split some: must be train-only or eval-only"),
         ("--rollout-split train-only", "--rollout-split goes with --rl-phase rollout, not both"),
+        ("--rollout-split eval-only --rl-phase rollout", "--rollout-split eval-only needs --eval-interval N"),
+        (
+            "--rollout-split train-only --rl-phase rollout --eval-interval 6",
+            "--rollout-split train-only and --eval-interval: leave out one of the two",
+        ),
         ("--eval-interval 0", "--eval-interval 0: must be 1 or more"),
         ("--eval-interval 1 --rl-phase update", "--eval-interval goes with --rl-phase both or rollout"),
         ("--max-iterations 0", "--max-iterations 0: must be 1 or more"),

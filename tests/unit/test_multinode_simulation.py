@@ -83,6 +83,12 @@ def test_a_node_that_is_cut_off_is_named_and_the_group_goes_on_when_it_is_back(p
     check_finished(world)
 
 
+def test_one_node_is_a_group() -> None:
+    world = World(1, 1, num_kills=1)
+    world.run(LIMIT_S)
+    check_finished(world)
+
+
 def test_survivors_of_an_elastic_group_go_on_alone() -> None:
     world = World(3, 4, elastic=True, restarts=False, kill_at=(2, Phase.TRAIN_ROLLOUT), chaos_until_s=0.0)
     world.run(LIMIT_S)
