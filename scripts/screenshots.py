@@ -1,8 +1,8 @@
 """Pictures of `prl-tui` over a real demo: `make screenshots`, or `scripts/screenshots.py OUTPUT_DIR --dest DIR`.
 
-Without OUTPUT_DIR it starts the demo's house in a temporary folder and takes the pictures while its runs train. Every
-screen is taken read-only and in two sizes: NAME.svg for the documents, and NAME-small.svg of 80x24. A new screen is one
-line in `PICTURES`.
+Without OUTPUT_DIR it starts the demo's house in a temporary folder and takes the pictures while its runs train; then a
+group of three nodes, of which one is killed before the eyes of whoever looks. Every screen is taken read-only and in
+two sizes: NAME.svg for the documents, and NAME-small.svg of 80x24. A new screen is one line in `PICTURES`.
 """
 
 from __future__ import annotations
@@ -10,10 +10,12 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
+import signal
+import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +27,8 @@ from daemons.base_model import make_base_model
 from daemons.client import read_house
 from prime_rl.contract.files import wait_for
 from prime_rl.contract.layout import OutputDir
+from prime_rl.contract.nodes import NodeHealth
+from prime_rl.contract.status import NodeStatus, read_status
 from tui.app import PrlApp
 from tui.screens.base import HouseScreen
 from tui.screens.run import RunScreen
@@ -44,6 +48,10 @@ NUM_STEPS = 30
 # After the data is there: long enough for the tab's underline to be drawn.
 SETTLE_S = 0.7
 PREPARE_S = 2.0
+NUM_NODES, VICTIM = 3, 2
+# Times of the phases of two iterations stand in the picture, and the victim dies while it makes rollouts of the third.
+GROUP_ITERATION = 3
+WAITING_S = 3.0
 
 Open = Callable[[Pilot[None]], Awaitable[None]]
 
@@ -91,13 +99,33 @@ def trouble(output_dir: Path) -> None:
             return
 
 
+async def a_node_dies(pilot: Pilot[None]) -> None:
+    """The screen of nodes, some seconds after one was killed: the others wait and do not give up yet."""
+    app = pilot.app
+    assert isinstance(app, PrlApp)
+    output = OutputDir(app.setting.output_dir)
+
+    def words() -> dict[int, str]:
+        group = app.screen.snapshot.group if isinstance(app.screen, HouseScreen) and app.screen.snapshot else None
+        return {row.rank: row.word for row in group.rows} if group else {}
+
+    await pilot.press("4")
+    await until(pilot, lambda: set(words().values()) == {NodeHealth.ALIVE}, "three living nodes")
+    status = read_status(output.node_status(VICTIM), NodeStatus)
+    assert status is not None
+    os.kill(status.pid, signal.SIGKILL)
+    await until(pilot, lambda: words()[VICTIM] == NodeHealth.DEAD, "the death of one")
+    await pilot.pause(WAITING_S)
+
+
+NODES = Picture("nodes", keys("4"))
+NODES_OF_OURS = Picture("nodes", a_node_dies)
 PICTURES = (
     Picture("home", keys()),
     Picture("run", run_tab("charts")),
     Picture("problems", keys("5"), prepare=trouble),
     Picture("system", keys("3")),
     Picture("rollouts", run_tab("rollouts")),
-    Picture("nodes", keys("4")),
 )
 
 
@@ -113,7 +141,8 @@ async def until(pilot: Pilot[None], condition: Callable[[], bool], what: str) ->
         await pilot.pause(0.05)
 
 
-async def take(output_dir: Path, dest: Path, picture: Picture, suffix: str, size: tuple[int, int]) -> Path:
+async def take(output_dir: Path, dest: Path, picture: Picture) -> list[Path]:
+    """In all sizes."""
     app = PrlApp(output_dir, read_only=True)
     app.animation_level = "none"
 
@@ -121,11 +150,15 @@ async def take(output_dir: Path, dest: Path, picture: Picture, suffix: str, size
         snapshot = getattr(app.screen, "snapshot", None)
         return snapshot is not None and (not snapshot.rows or any(row.tail.rewards for row in snapshot.rows))
 
-    async with app.run_test(size=size) as pilot:
+    taken = []
+    async with app.run_test(size=SIZES[""]) as pilot:
         await until(pilot, has_looked, "a look at the house")
         await picture.open(pilot)
-        await pilot.pause(SETTLE_S)
-        return Path(app.save_screenshot(f"{picture.name}{suffix}.svg", path=str(dest)))
+        for suffix, size in SIZES.items():
+            await pilot.resize_terminal(*size)
+            await pilot.pause(SETTLE_S)
+            taken.append(Path(app.save_screenshot(f"{picture.name}{suffix}.svg", path=str(dest))))
+    return taken
 
 
 @contextmanager
@@ -150,29 +183,63 @@ def demo() -> Iterator[Path]:
             running.stop_house(place, say=print)
 
 
-def take_all(output_dir: Path, dest: Path, *, is_ours: bool) -> None:
-    for picture in PICTURES:
+@contextmanager
+def group() -> Iterator[Path]:
+    """The output directory of a group of nodes in its third iteration; they are stopped afterwards."""
+    os.chdir(ROOT)
+    make_base_model("models/base", lambda: False, print)
+    with tempfile.TemporaryDirectory(prefix="prl-screenshots-") as folder:
+        place = OutputDir(Path(folder) / "group")
+        command = [str(Path(sys.executable).with_name("prl")), "multinode", "--data-path", ".", "--log-path"]
+        flags = f"--num-nodes {NUM_NODES} --rank-weights 2,1,1 --eval-interval 2 @ configs/multinode/demo.toml".split()
+        nodes = []
+        with (Path(folder) / "nodes.log").open("wb") as log:
+            for rank in range(NUM_NODES):
+                who = ["--worker", str(rank)] if rank else ["--master"]
+                argv = [*command, str(place.path), *who, *flags]
+                nodes.append(subprocess.Popen(argv, stdout=log, stderr=subprocess.STDOUT))
+
+        def is_there() -> bool:
+            status = read_status(place.node_status(VICTIM), NodeStatus)
+            return status is not None and (status.iteration, status.phase) >= (GROUP_ITERATION, 2)
+
+        try:
+            wait_for(is_there, f"iteration {GROUP_ITERATION} of the group", timeout_s=DEMO_TIMEOUT_S, poll_s=0.2)
+            yield place.path
+        finally:
+            for node in nodes:
+                node.send_signal(signal.SIGINT)
+            for node in nodes:
+                node.wait(TIMEOUT_S)
+
+
+def take_all(output_dir: Path, dest: Path, pictures: Iterable[Picture], *, is_ours: bool) -> None:
+    for picture in pictures:
         if is_ours and picture.prepare is not None:
             picture.prepare(output_dir)
             time.sleep(PREPARE_S)
-        for suffix, size in SIZES.items():
-            print(asyncio.run(take(output_dir, dest, picture, suffix, size)))
+        print(*asyncio.run(take(output_dir, dest, picture)))
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Pictures of prl-tui, of a house or of a demo that is run for them.")
     parser.add_argument("output_dir", nargs="?", type=Path)
     parser.add_argument("--dest", type=Path, default=ROOT / "docs" / "images")
+    parser.add_argument("--only", choices=("demo", "group"), help="the pictures of one house only")
     args = parser.parse_args()
     args.dest.mkdir(parents=True, exist_ok=True)
     if args.output_dir is None:
-        with demo() as place:
-            take_all(place, args.dest, is_ours=True)
+        if args.only != "group":
+            with demo() as place:
+                take_all(place, args.dest, PICTURES, is_ours=True)
+        if args.only != "demo":
+            with group() as place:
+                take_all(place, args.dest, [NODES_OF_OURS], is_ours=True)
         return 0
     if not args.output_dir.is_dir():
         print(f"screenshots: no folder {args.output_dir}", file=sys.stderr)
         return 2
-    take_all(args.output_dir, args.dest, is_ours=False)
+    take_all(args.output_dir, args.dest, [*PICTURES, NODES], is_ours=False)
     return 0
 
 

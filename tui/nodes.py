@@ -7,12 +7,13 @@ from disk is cleaned here. It knows no widget, no colour and no file.
 from __future__ import annotations
 
 import enum
+import re
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from prime_rl.contract.nodes import NUM_PHASES, PHASE_NAMES, RL_PHASES, NodeHealth, Sighting, node_health, waited_for
-from prime_rl.contract.status import PhaseTime
+from prime_rl.contract.status import NodeStatus, PhaseTime
 from prime_rl.utils.text import one_line
 from tui import fmt
 from tui.snapshot import Level, Problem
@@ -21,6 +22,8 @@ from tui.snapshot import Level, Problem
 SLOW_FACTOR = 2.0
 SLOW_MIN_S = 5.0
 MISSING = "missing"
+# How a node that waits begins to say it.
+_POSITION = re.compile(r"^iteration \d+, phase \d+ \([^)]*\): ")
 SLOW = "slow"
 # Word -> (symbol, level). The symbols differ in shape, so that no word needs colour to be read.
 HEALTH: Mapping[str, tuple[str, Level]] = {
@@ -104,6 +107,16 @@ class Group:
     waited_for: tuple[int, ...]
     waited_s: float
     phases: tuple[PhaseStat, ...]
+
+    @property
+    def num_living(self) -> int:
+        gone = (NodeHealth.DEAD, NodeHealth.LEFT, NodeHealth.DONE, MISSING)
+        return sum(row.word not in gone for row in self.rows)
+
+    @property
+    def level(self) -> Level:
+        """How much the worst of them needs a person."""
+        return max(row.level for row in self.rows)
 
     def row(self, rank: int) -> NodeRow | None:
         return next((row for row in self.rows if row.rank == rank), None)
@@ -198,11 +211,18 @@ def _row(seen: Sighting, is_waited_for: bool, usual: Mapping[int, float]) -> Nod
         waited_s=seen.waited_s,
         silent_s=seen.silent_s,
         progress=status.progress,
-        note=one_line(status.reason or status.waiting_on or ""),
+        note=_note(status),
         is_waited_for=is_waited_for,
         history=tuple(status.history[-200:]),
         is_gone=seen.is_gone,
     )
+
+
+def _note(status: NodeStatus) -> str:
+    """Why it ended, or for whom it waits: where it is stands beside it already."""
+    if status.reason or not status.waiting_on:
+        return one_line(status.reason or "")
+    return f"waits for {one_line(_POSITION.sub('', status.waiting_on, count=1))}"
 
 
 def _missing(rank: int, is_waited_for: bool) -> NodeRow:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import statistics
+import re
 
 from rich.text import Text
 
@@ -33,6 +33,7 @@ SHORT = (
     "final",
 )
 _MIDDLE, _WIDE, _HUGE = 110, 140, 170
+_RANK = re.compile(r"\bnode (\d+)")
 
 
 def _cell_width(width: int) -> int:
@@ -89,7 +90,10 @@ def node_line(row: NodeRow, width: int, palette: Palette) -> Text:
     line.append(f"{silent:>6}", stands_out if row.word in (NodeHealth.DEAD, NodeHealth.SUSPECT) else palette.muted)
     if width >= _MIDDLE:
         line.append(f"{fmt.DASH if row.iteration is None else row.iteration:>7}", palette.muted)
-    return line.append(f"  {row.note}", palette.text if row.level >= Level.WARN else palette.muted)
+    note = row.note.removeprefix("waits for ")
+    if note is not row.note and width < _MIDDLE and (ranks := _RANK.findall(note)):
+        note = f"→{','.join(ranks)}"
+    return line.append(f"  {note}", palette.text if row.level >= Level.WARN else palette.muted)
 
 
 def _cell_style(row: NodeRow, index: int, kind: Cell, palette: Palette) -> str:
@@ -140,14 +144,16 @@ def node_detail(row: NodeRow, width: int, palette: Palette) -> list[Text]:
         work, wait = sum(past.work_s for past in row.history), sum(past.wait_s for past in row.history)
         if work + wait > 0:
             facts.append(f"waited {100 * wait / (work + wait):.0f} % of its last {len(row.history)} phases")
-        facts.append(f"a phase takes {seconds(statistics.median(past.work_s for past in row.history))}")
-    lines.append(Text("  ".join(fact for fact in facts if fact) or LEGEND, palette.muted))
-    lines.append(Text(LEGEND, palette.faint))
+        facts.append(f"most in a phase {seconds(max(past.work_s for past in row.history))}")
+    lines.append(Text("  ".join(fact for fact in facts if fact), palette.muted))
+    lines.append(Text(LEGEND, palette.muted))
     return lines
 
 
 def seconds(value: float) -> str:
-    """`0.21s`, `4.2s`, `71s`, `12m`."""
+    """`0.21s`, `4.2s`, `71s`, `12m`; `·` for next to nothing."""
+    if value < 0.05:
+        return fmt.DASH
     if value < 10:
         return f"{value:.2g}s"
     return f"{value:.0f}s" if value < 600 else fmt.age(value)

@@ -13,8 +13,9 @@ from textual.reactive import reactive
 from textual.widget import Widget
 
 from tui import fmt
+from tui.nodes import Group, phase_name
 from tui.palette import Palette, make_palette
-from tui.snapshot import Level, Part, RunRow, Snapshot
+from tui.snapshot import PART_SYMBOLS, Level, Part, RunRow, Snapshot
 
 PROBLEMS_WIDTH = 14  # cells at the right end that a click on the count of problems may hit
 MAIN_PARTS = ("trainer", "inference", "supervisor")
@@ -48,10 +49,13 @@ def house_lines(snapshot: Snapshot, width: int, palette: Palette, read_only: boo
     if read_only:
         name.append("  read-only", palette.warning)
     parts = [part for part in snapshot.parts if part.name in MAIN_PARTS]
+    group = snapshot.group if all(part.state == "down" for part in parts) else None
     words = width >= 100
-    first = spread(name, join([_part(part, palette, words) for part in parts], "   ", width - 12), width - 1)
+    who = [_nodes(group, palette)] if group else [_part(part, palette, words) for part in parts]
+    first = spread(name, join(who, "   ", width - 12), width - 1)
     alert = _problems(len(snapshot.problems), palette)
-    facts = join([_slots(snapshot, palette), *_throughput(snapshot, palette)], "   ", width - alert.cell_len - 2)
+    full = [_position(group, palette)] if group else [_slots(snapshot, palette), *_throughput(snapshot, palette)]
+    facts = join(full, "   ", width - alert.cell_len - 2)
     facts.pad_left(1)
     room = width - facts.cell_len - alert.cell_len - 4
     if snapshot.bottleneck and room > 20:
@@ -67,6 +71,21 @@ def _part(part: Part, palette: Palette, words: bool) -> Text:
     if words or part.level is not Level.GOOD:
         text.append(f" {part.state}", colour if part.level is not Level.GOOD else palette.muted)
     return text
+
+
+def _nodes(group: Group, palette: Palette) -> Text:
+    """A multi-node group has no parts of this house: its nodes are."""
+    colour = palette.level(group.level)
+    return Text.assemble((f"{PART_SYMBOLS[group.level]} ", colour), f"nodes {group.num_living}/{group.num_nodes} alive")
+
+
+def _position(group: Group, palette: Palette) -> Text:
+    return Text.assemble(
+        ("iteration ", palette.muted),
+        (f"{group.iteration}", "bold"),
+        (f"   phase {group.phase} ", palette.muted),
+        phase_name(group.phase),
+    )
 
 
 def _slots(snapshot: Snapshot, palette: Palette) -> Text:
