@@ -5,7 +5,7 @@ Takes a snapshot, the newest look at the machine and a palette; knows no widget 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from rich.text import Text
 
@@ -33,7 +33,7 @@ def machine_lines(look: SystemLook | None, width: int, palette: Palette) -> Line
     """Processor, memory, GPUs, disk: a bar each."""
     if look is None:
         return [Text("the machine is being asked ...", palette.muted)]
-    machine, bar = look.machine, max(min(width - 52, 40), 8)
+    machine, bar = look.machine, max(min(width - 60, 40), 8)
     load = f"load {machine.load_1m:.1f}, {machine.num_cores} core{'s' if machine.num_cores != 1 else ''}"
     lines = [
         _gauge("cpu", machine.busy, bar, _percent(machine.busy), load, palette),
@@ -51,9 +51,9 @@ def machine_lines(look: SystemLook | None, width: int, palette: Palette) -> Line
 def _disk(disk: DiskView, bar: int, palette: Palette) -> Text:
     used = disk.total_bytes - disk.free_bytes
     house = f"{'' if disk.house_complete else 'at least '}{fmt.size(disk.house_bytes)} by this house"
-    forecast = f", full in {fmt.age(disk.full_in_s)} at this rate" if disk.full_in_s is not None else ""
+    forecast = f", full in {fmt.age(disk.full_in_s)}" if disk.full_in_s is not None else ""
     share = used / disk.total_bytes if disk.total_bytes else None
-    return _gauge("disk", share, bar, f"{fmt.size(disk.free_bytes)} free", house + forecast, palette)
+    return _gauge("disk", share, bar, f"{fmt.size(disk.free_bytes)} free{forecast}", house, palette)
 
 
 def _amount(used: int, total: int, bar: int) -> tuple[float | None, int, str]:
@@ -144,20 +144,20 @@ def _title(name: str, facts: str, palette: Palette) -> Text:
     return Text.assemble((f"{name}  ", f"bold {palette.primary}"), (facts, palette.muted))
 
 
-def part_heading(width: int) -> Text:
-    return Text(f"  {'PART':<{_name_width(width)}} {'STATE':<11}{'CPU':>6}{'MEMORY':>11}{'PROC':>6}  NOTE")
+def part_heading(name_width: int) -> Text:
+    return Text(f"  {'PART':<{name_width}}  {'STATE':<11}{'CPU':>6}{'MEMORY':>11}{'PROC':>6}  NOTE")
 
 
-def part_line(part: Part, use: PartUse | None, width: int, palette: Palette) -> Text:
+def part_line(part: Part, use: PartUse | None, name_width: int, palette: Palette) -> Text:
     colour = palette.level(part.level)
-    name = fmt.shorten_middle(part.name, _name_width(width))
+    name = fmt.shorten_middle(part.name, name_width)
     cores = f"{100 * use.cores:.0f} %" if use and use.cores is not None else fmt.DASH
     processes = str(use.num_processes) if use else fmt.DASH
     figures = f"{cores:>6}{fmt.size(use.rss_bytes) if use else fmt.DASH:>11}{processes:>6}"
     restarts = f"{part.num_restarts} restart{'s' if part.num_restarts != 1 else ''}  " if part.num_restarts else ""
     return Text.assemble(
         " ",
-        (f" {name:<{_name_width(width)}} ", "bold"),
+        (f" {name:<{name_width}}  ", "bold"),
         (f"{part.symbol} {part.state:<9}", colour),
         (figures, palette.text),
         (f"  {restarts}", palette.warning),
@@ -165,8 +165,9 @@ def part_line(part: Part, use: PartUse | None, width: int, palette: Palette) -> 
     )
 
 
-def _name_width(width: int) -> int:
-    return 20 if width < 110 else 36
+def part_name_width(parts: Iterable[Part], width: int) -> int:
+    """Cells for the names of `parts`: as many as the longest takes, and not too many of `width`."""
+    return min(max((len(part.name) for part in parts), default=0), 20 if width < 110 else 36)
 
 
 def part_detail(part: Part, palette: Palette, num_lines: int) -> Lines:

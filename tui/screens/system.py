@@ -12,7 +12,15 @@ from textual.widgets import Static
 from tui.palette import make_palette
 from tui.screens.base import PlaceScreen, Setting
 from tui.snapshot import Part, RunRow, Snapshot
-from tui.system import inference_lines, machine_lines, part_detail, part_heading, part_line, trainer_lines
+from tui.system import (
+    inference_lines,
+    machine_lines,
+    part_detail,
+    part_heading,
+    part_line,
+    part_name_width,
+    trainer_lines,
+)
 from tui.system_watch import SystemChanged, SystemLook, SystemProbe, SystemWatcher
 from tui.widgets.line_list import LineList, joined
 
@@ -107,8 +115,9 @@ class SystemScreen(PlaceScreen):
         self.trainer.update(joined(trainer_lines(snapshot, self.look, width, palette)))
         self.inference.update(joined(inference_lines(snapshot, width, palette)))
         uses = self.look.machine.parts if self.look else {}
-        lines = [(part.name, part_line(part, uses.get(part.name), width, palette)) for part in snapshot.parts]
-        self.parts.show(lines, [part_heading(width)])
+        names = part_name_width(snapshot.parts, width)
+        lines = [(part.name, part_line(part, uses.get(part.name), names, palette)) for part in snapshot.parts]
+        self.parts.show(lines, [part_heading(names)])
         self._show_detail()
 
     def _show_detail(self) -> None:
