@@ -1,7 +1,8 @@
 """A node that is killed in the phase that `PRL_TEST_KILL_AT` names, once it has said that it is there.
 
 Where the work of a phase takes time it dies half way through. In phases of an odd number all that it has started is
-killed with it, in the others only the node itself.
+killed with it, in the others only the node itself. With `PRL_TEST_HOLD=1` it lives on, but never says that it is done,
+so that it can be cut off in that phase.
 """
 
 from __future__ import annotations
@@ -19,9 +20,10 @@ from prime_rl.multinode.phases import Phase
 from prime_rl.multinode.records import NodeRecord
 from prime_rl.multinode.store import DiskStore
 from prime_rl.multinode.work import PhaseWork
-from tests.multinode_support import KILL_AT
+from tests.multinode_support import HOLD, KILL_AT
 
 PHASE = Phase(int(os.environ[KILL_AT]))
+IS_HELD = os.environ[HOLD] == "1"
 IS_LONG = PHASE in (Phase.TRAIN_ROLLOUT, Phase.EVAL_ROLLOUT, Phase.TRAIN)
 
 
@@ -35,7 +37,9 @@ def die() -> None:
 class DoomedStore(DiskStore):
     def write_node(self, record: NodeRecord) -> None:
         is_there = record.position is not None and record.position.phase is PHASE
-        if is_there and (record.arrived or not IS_LONG):
+        if is_there and IS_HELD:
+            record = replace(record, arrived=False)
+        elif is_there and (record.arrived or not IS_LONG):
             # It never says that it is done, so the group cannot leave the phase before its death is seen.
             super().write_node(replace(record, arrived=False))
             die()
@@ -45,7 +49,7 @@ class DoomedStore(DiskStore):
 class DoomedWork(PhaseWork):
     def look(self) -> Report:
         report = super().look()
-        if IS_LONG and self.place.position.phase is PHASE and report.progress:
+        if IS_LONG and not IS_HELD and self.place.position.phase is PHASE and report.progress:
             die()
         return report
 

@@ -161,7 +161,7 @@ class Node:
 
     def _unreached(self, epoch: str) -> int:
         """Rings at the master in vain: one a beat since this node was cut off the network."""
-        since = [at for at, rank in self.world.cut if rank == self.rank]
+        since = [at for at, rank in self.world.cut if rank in (self.rank, MASTER_RANK)]
         return int((self.world.now - since[0]) / self.member.setting.heartbeat_s) if since else 0
 
     def _clock(self) -> float:

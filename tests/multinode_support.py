@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import psutil
+from safetensors.numpy import load_file
 
 from prime_rl.contract.files import WaitTimeout, wait_for
 from prime_rl.contract.layout import OutputDir
@@ -26,6 +28,8 @@ PATIENCE_S = 240.0
 HEARTBEAT_S = 1.0
 MARK = "PRL_TEST_GROUP"
 KILL_AT = "PRL_TEST_KILL_AT"
+HOLD = "PRL_TEST_HOLD"
+TOLERANCE = 1e-4
 CONFIG = """\
 groups_per_iteration = {groups}
 updates_per_iteration = {updates}
@@ -77,12 +81,12 @@ class Nodes:
         weights = ",".join(["2", *["1"] * (self.num_nodes - 1)])
         self._flags = f"--num-nodes {self.num_nodes} --rank-weights {weights} {flags}".split()
 
-    def start(self, *, kill: tuple[int, int] | None = None) -> None:
-        """All nodes. `kill` is (rank, phase): that node ends by SIGKILL in that phase."""
+    def start(self, *, kill: tuple[int, int] | None = None, hold: bool = False) -> None:
+        """All nodes. `kill` is (rank, phase): that node ends by SIGKILL in that phase, or is held in it."""
         for rank in range(self.num_nodes):
-            self.running[rank] = self.start_one(rank, kill_at=kill[1] if kill and kill[0] == rank else None)
+            self.running[rank] = self.start_one(rank, kill[1] if kill and kill[0] == rank else None, hold)
 
-    def start_one(self, rank: int, kill_at: int | None = None) -> subprocess.Popen[bytes]:
+    def start_one(self, rank: int, kill_at: int | None = None, hold: bool = False) -> subprocess.Popen[bytes]:
         module = "prime_rl.multinode.node" if kill_at is None else "tests.multinode_main"
         paths = ["--data-path", str(self._folder / "data"), "--log-path", str(self.output.path)]
         who = ["--master"] if rank == 0 else ["--worker", str(rank)]
@@ -93,7 +97,7 @@ class Nodes:
                 cwd=ROOT,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, MARK: self.mark, KILL_AT: str(kill_at)},
+                env={**os.environ, MARK: self.mark, KILL_AT: str(kill_at), HOLD: str(int(hold))},
             )
 
     def log(self, rank: int) -> Path:
@@ -165,6 +169,15 @@ class Nodes:
         """Every task that was made, as often as it was."""
         files = self.output.iteration(iteration).rank_files(split)
         return sorted(entry.task for path in files for entry in read_rank_file(path))
+
+
+def check_same_adapter(ours: Nodes, theirs: Nodes) -> None:
+    """Of the first iteration. What is sampled is the same to the last token; the order in which ranks add up is not."""
+    found, expected = (
+        load_file(each.output.iteration(1).path / "adapter" / "adapter_model.safetensors") for each in (ours, theirs)
+    )
+    for name, weight in expected.items():
+        assert np.linalg.norm(found[name] - weight) <= TOLERANCE * np.linalg.norm(weight), name
 
 
 def processes(mark: str) -> list[psutil.Process]:

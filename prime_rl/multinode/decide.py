@@ -139,6 +139,8 @@ def _to_join(rank: int) -> str:
 
 def _lead(setting: GroupSetting, group: GroupRecord, view: View, resume: Position) -> GroupRecord:
     lost = {rank: why for rank in sorted(group.members) if (why := _why_lost(setting, group, view, rank))}
+    if words := _own_cut(setting, group, view):
+        return _end(group, EXIT_TRY_AGAIN, words)
     if lost:
         return _without(setting, group, lost)
     late = [rank for rank in sorted(group.members) if not _has_arrived(group, view.nodes[rank])]
@@ -209,6 +211,19 @@ def _why_lost(setting: GroupSetting, group: GroupRecord, view: View, rank: int) 
     if _health(setting, sighting, view.now) is Health.DEAD:
         return f"{node} is dead: no sign of life for {sighting.age_s(view.now):.1f} s, last in {where}"
     return None
+
+
+def _own_cut(setting: GroupSetting, group: GroupRecord, view: View) -> str | None:
+    """When several workers, and all that there are, ring in vain at one time it is the master who is cut off."""
+    others = [view.nodes[rank] for rank in sorted(group.members) if rank != setting.rank]
+    misses = [node.unreached for node in others]
+    # They do not ring at the same instant: when the first gives up the others are one ring behind.
+    if len(others) < 2 or max(misses) < CUT_OFF_AFTER_BEATS or min(misses) < CUT_OFF_AFTER_BEATS - 1:
+        return None
+    callers = "; ".join(map(str, others))
+    return (
+        f"{view.nodes[setting.rank]}, the master, is cut off: all workers ring in vain ({callers}), at {group.position}"
+    )
 
 
 def _has_arrived(group: GroupRecord, node: NodeRecord) -> bool:

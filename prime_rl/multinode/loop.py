@@ -33,7 +33,7 @@ def drive(member: Member, watcher: Watcher, stop: StopFlag, *, say: Callable[[st
     voice = Voice(member, say)
     while True:
         if stop():
-            member.leave(f"{stop.signal_name or 'a signal'}")
+            member.leave(f"asked to end by {stop.signal_name or 'a signal'}")
         if (exit := member.tick()) is not None:
             return exit
         now = (member.own.word, member.own.position, member.own.arrived, member.group and member.group.position)

@@ -24,7 +24,7 @@ from prime_rl.multinode.decide import MASTER_RANK
 from prime_rl.multinode.flags import NodeFlags, parse_flags
 from prime_rl.multinode.loop import drive
 from prime_rl.multinode.member import Member
-from prime_rl.multinode.phases import RULES, phases_of
+from prime_rl.multinode.phases import RULES, RlPhase, phases_of
 from prime_rl.multinode.place import WorkSetting
 from prime_rl.multinode.reach import Doorbell, Ringer
 from prime_rl.multinode.records import EXIT_REFUSED, GroupSetting, NodeRecord
@@ -111,6 +111,7 @@ def build_member(flags: NodeFlags) -> tuple[Member, Watcher]:
         flags.config,
         output,
     )
+    needs_network = not is_master and flags.rl_phase is not RlPhase.ROLLOUT
     member = Member(
         setting,
         own,
@@ -118,7 +119,8 @@ def build_member(flags: NodeFlags) -> tuple[Member, Watcher]:
         work,
         resume=work.place.proofs.resume,
         clock=time.monotonic,
-        unreached=(lambda epoch: 0) if is_master else Ringer(master, flags.config.heartbeat_s).count,
+        # Rollouts need the folder only: a cut between the nodes is no loss there.
+        unreached=Ringer(master, flags.config.heartbeat_s).count if needs_network else lambda epoch: 0,
     )
     store.waiting_on = lambda: member.waiting_on
     return member, Watcher([output.multinode if is_master else output.group_status.parent], rescan_s=60.0)

@@ -17,8 +17,6 @@ from prime_rl.multinode.records import NodeRecord, epoch_master
 
 BACKLOG = 1024
 ANSWER_TIMEOUT_S = 1.0
-# Three rings in vain take no longer than the silence of a node that is called dead.
-GRACE_S = LIMITS.dead_grace_s / LIMITS.suspect_after_beats
 
 
 class Doorbell:
@@ -39,6 +37,12 @@ class Doorbell:
             with caller, contextlib.suppress(OSError):
                 caller.settimeout(ANSWER_TIMEOUT_S)
                 caller.sendall(self._word)
+
+
+def patience_s(every_s: float) -> float:
+    """How long one ring waits: the pause before it and three in vain take as long as a dead node is silent."""
+    silence_s = LIMITS.suspect_after_beats * every_s + LIMITS.dead_grace_s
+    return (silence_s - every_s) / LIMITS.suspect_after_beats
 
 
 class Ringer:
@@ -66,8 +70,9 @@ class Ringer:
             master = self._master()
             if master is not None and master.port and not master.word.is_final:
                 before = self._misses[1] if self._misses[0] == master.incarnation else 0
-                misses = 0 if answers(master, self._every_s + GRACE_S) else before + 1
+                misses = 0 if answers(master, patience_s(self._every_s)) else before + 1
                 self._misses = (master.incarnation, misses)
+            # After one in vain that took its time the next follows at once.
             time.sleep(max(0.0, self._every_s - (time.monotonic() - began_s)))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import socket
 import sys
 from pathlib import Path
 
@@ -68,6 +69,8 @@ class Training:
             master = self._place.setting.master()
             if master is None or not self._server.has_ended:
                 return None
+            if self._place.is_master:
+                check_free(self._place.config.rendezvous_port)
             return self._place.child("trainer", self._torchrun(master), self._network())
 
         metrics = self._place.run.trainer_metrics
@@ -107,3 +110,13 @@ class Training:
         with staged_dir(place.iteration.path / "adapter") as folder:
             shutil.copytree(place.run.broadcast_dir(step), folder, dirs_exist_ok=True)
         return place.prove("checkpoint", {"step": step})
+
+
+def check_free(port: int) -> None:
+    """Raises OSError when somebody else listens there: torchrun would say so in fifty lines."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+        except OSError as error:
+            raise OSError(f"rendezvous_port {port} of this machine is taken; all nodes need another one") from error

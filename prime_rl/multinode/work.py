@@ -52,7 +52,7 @@ class PhaseWork:
                 self._task = self._make_task(self.place.position.phase)
             return self._task.look()
         except OSError as error:  # a full disk, a shared folder that is gone for a while
-            return Report(error=f"{type(error).__name__}: {error}", may_heal=True)
+            return Report(error=str(error), may_heal=True)
         except ValueError as error:  # nothing to train on, a damaged file, nobody left who may make rollouts
             return Report(error=str(error))
 

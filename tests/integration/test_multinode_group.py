@@ -14,20 +14,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
-import numpy as np
 import pytest
-from safetensors.numpy import load_file
 
 from prime_rl.contract.layout import list_steps
 from prime_rl.multinode.phases import Phase
 from prime_rl.multinode.split import Plan
-from tests.multinode_support import CONFIG, HEARTBEAT_S, Nodes, interrupt
+from tests.multinode_support import CONFIG, HEARTBEAT_S, Nodes, check_same_adapter, interrupt
 
 GROUPS = 32
 ROLLOUTS = 8
 UPDATES = 4
 EXAMPLES = 64
-TOLERANCE = 1e-4
 PHASES = list(Phase) if os.environ.get("PRL_ALL_PHASES") else [Phase.TRAIN_ROLLOUT, Phase.PREPARE]
 
 
@@ -109,16 +106,6 @@ def test_kills_cost_no_task_and_change_nothing(tmp_path: Path, able_model: Path,
         check_same_adapter(nodes, undisturbed)
     finally:
         nodes.kill_all()
-
-
-def check_same_adapter(nodes: Nodes, undisturbed: Nodes) -> None:
-    """What is sampled is the same to the last token; the order in which ranks add up is not."""
-    ours, theirs = (
-        load_file(each.output.iteration(1).path / "adapter" / "adapter_model.safetensors")
-        for each in (nodes, undisturbed)
-    )
-    for name, weight in theirs.items():
-        assert np.linalg.norm(ours[name] - weight) <= TOLERANCE * np.linalg.norm(weight), name
 
 
 @pytest.fixture(scope="module")

@@ -1,9 +1,13 @@
-"""Three nodes with a network each (namespaces, joined by a bridge): one is cut off, and comes back. As root only."""
+"""Three nodes with a network each (namespaces, joined by a bridge): one is lost, and comes back. As root only.
+
+One is cut off while they train; with PRL_ALL_PHASES=1 one is cut off, and then one is killed, in each of the phases.
+"""
 
 from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import time
 from collections.abc import Iterator
@@ -12,12 +16,14 @@ from pathlib import Path
 import pytest
 
 from prime_rl.contract.files import wait_for
-from prime_rl.contract.status import NodeStatus, read_status
 from prime_rl.multinode.phases import Phase
-from tests.multinode_support import CONFIG, HEARTBEAT_S, Nodes
+from tests.multinode_support import CONFIG, HEARTBEAT_S, Nodes, check_same_adapter
 
 # Detection, and the end of what was under way; on a machine that other tests keep busy.
 BOUND_S = 3 * HEARTBEAT_S + 5.0
+ALL_PHASES = bool(os.environ.get("PRL_ALL_PHASES"))
+# Each node has its network for itself.
+RENDEZVOUS_PORT = 29400
 
 
 def ip(*words: str) -> None:
@@ -87,34 +93,67 @@ def networks() -> Iterator[Networks]:
         made.remove()
 
 
-def test_a_node_that_is_cut_off_is_named_in_time_and_back_again_it_trains(
-    tmp_path: Path, able_model: Path, networks: Networks
-) -> None:
-    text = CONFIG.format(
-        model=able_model, groups=4, rollouts=4, examples=4, updates=1, heartbeat_s=HEARTBEAT_S, port=29400
+def config(model: Path) -> str:
+    return CONFIG.format(
+        model=model, groups=8, rollouts=4, examples=4, updates=2, heartbeat_s=HEARTBEAT_S, port=RENDEZVOUS_PORT
     )
+
+
+@pytest.mark.parametrize("how", ["cut", "killed"] if ALL_PHASES else ["cut"])
+def test_a_node_that_is_lost_is_named_in_time_and_the_same_commands_again_end_as_undisturbed(
+    tmp_path: Path, able_model: Path, networks: Networks, how: str
+) -> None:
     prefixes = {rank: ("ip", "netns", "exec", name) for rank, name in enumerate(networks.names)}
-    nodes = Nodes(tmp_path, text, "--max-iterations 1", prefixes=prefixes)
+    nodes = Nodes(tmp_path / "lost", config(able_model), "--max-iterations 1 --eval-interval 1", prefixes=prefixes)
     try:
-        nodes.start()
-        nodes.wait_phase(2, Phase.TRAIN)
-        for rank in range(3):
-            status = read_status(nodes.output.node_status(rank), NodeStatus)
-            assert status is not None and status.address == networks.address(rank)
-        networks.plug(2, False)
-        cut_s = time.monotonic()
-        assert nodes.wait() == {0: 75, 1: 75, 2: 75}, nodes.last_line(0)
-        took_s = time.monotonic() - cut_s
-        assert took_s < BOUND_S, f"took {took_s:.1f} s"
-        for rank in range(3):
-            said = nodes.last_line(rank)
-            assert "node 2 (" in said and "is cut off" in said and "phase 10 (train)" in said, said
-        nodes.check_nothing_is_left()
-        networks.plug(2, True)
+        for phase in list(Phase) if ALL_PHASES else [Phase.TRAIN]:
+            lose(nodes, networks, phase, how)
         nodes.start()
         assert nodes.wait() == {0: 0, 1: 0, 2: 0}, nodes.last_line(0)
-        assert nodes.proof(1, "checkpoint")["step"] == 1
         nodes.check_nothing_is_left()
+        assert sorted(nodes.proof(1, "train")["sources"]) == nodes.made(1), "each task once"
+        check_same_adapter(nodes, replay(nodes, tmp_path / "replayed", able_model))
     finally:
         nodes.kill_all()
         wait_for(lambda: not nodes.left(), "all nodes to end", timeout_s=30.0)
+
+
+def lose(nodes: Nodes, networks: Networks, phase: Phase, how: str) -> None:
+    """One node is lost in that phase; the others end in time and say who it was."""
+    victim = phase % 3
+    nodes.start(kill=(victim, phase), hold=how == "cut")
+    if how == "cut":
+        nodes.wait_phase(victim, phase)
+        status = nodes.status(victim)
+        assert status is not None and status.address == networks.address(victim)
+        networks.plug(victim, False)
+    else:
+        assert nodes.running[victim].wait() == -signal.SIGKILL
+    lost_s = time.monotonic()
+    codes = nodes.wait()
+    took_s = time.monotonic() - lost_s
+    networks.plug(victim, True)
+    assert codes == {rank: -9 if how == "killed" and rank == victim else 75 for rank in range(3)}, nodes.last_line(0)
+    assert took_s < BOUND_S, f"{how} in phase {phase}: took {took_s:.1f} s"
+    for rank in {0, 1, 2} - ({victim} if how == "killed" else set()):
+        said = nodes.last_line(rank)
+        assert f"node {victim} (" in said and ("is cut off" if how == "cut" else "no sign of life") in said, said
+        assert f"phase {int(phase)} (" in said, said
+    nodes.check_nothing_is_left()
+    print(f"{how} in phase {int(phase)} ({phase.label}): all ended after {took_s:.1f} s")
+
+
+def replay(nodes: Nodes, folder: Path, model: Path) -> Nodes:
+    """One undisturbed node trains on the rollouts that they recorded."""
+    other = Nodes(folder, config(model), "--rl-phase update --max-iterations 1", num_nodes=1)
+    shutil.copytree(nodes.output.iteration(1).path, other.output.iteration(1).path, ignore=without_updates)
+    try:
+        other.start()
+        assert other.wait() == {0: 0}, other.last_line(0)
+    finally:
+        other.kill_all()
+    return other
+
+
+def without_updates(folder: str, names: list[str]) -> set[str]:
+    return {name for name in names if not name.startswith("train")} | {"trainer.toml"}

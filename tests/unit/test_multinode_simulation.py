@@ -83,6 +83,16 @@ def test_a_node_that_is_cut_off_is_named_and_the_group_goes_on_when_it_is_back(p
     check_finished(world)
 
 
+@pytest.mark.parametrize("elastic", [False, True])
+def test_a_master_that_is_cut_off_is_named_and_not_its_workers(elastic: bool) -> None:
+    world = World(8, 3, elastic=elastic, cut_at=(0, Phase.TRAIN), chaos_until_s=0.0, max_lag_s=0.5, speed=8)
+    world.run(LIMIT_S)
+    for _, _, exit in world.exits[:3]:
+        assert exit.code == EXIT_TRY_AGAIN
+        assert exit.reason.startswith("node 0 (host0, pid 1000), the master, is cut off: all workers ring in vain")
+    check_finished(world)
+
+
 def test_one_node_is_a_group() -> None:
     world = World(1, 1, num_kills=1)
     world.run(LIMIT_S)
