@@ -16,6 +16,7 @@ from tui.charts_reader import ChartsReader
 from tui.curves import CHARTS, KEYS, ChartView, Curve, build_chart, simple_chart, thin, window
 from tui.history import MAX_EVALS, History, HistoryReader
 from tui.widgets.canvas import NOTHING, SHADES, Canvas, draw_curve, draw_stack
+from tui.widgets.chart import name_letters
 
 VALUES = st.lists(st.floats(-1e6, 1e6, width=32), min_size=1, max_size=200)
 
@@ -192,3 +193,21 @@ def test_no_value_stops_a_chart(values: list[float]) -> None:
         for is_log in (False, True):
             data = build_chart(spec, runs, ["run_a"], ChartView(is_log=is_log), (1.0, float(len(values))))
             assert data.has_values or spec.title == "evaluation"
+
+
+@pytest.mark.parametrize(
+    ("names", "room", "expected"),
+    [
+        (("generate", "policy"), 16, 8),
+        (("generate", "policy"), 15, 7),
+        (("generate", "policy"), 8, 3),
+        (("generate", "policy"), 7, 0),
+        (("run_a", "run_b"), 12, 5),
+        (("run_a", "run_b"), 11, 0),
+        ((), 10, 0),
+    ],
+)
+def test_names_of_curves_are_cut_to_the_room_as_long_as_they_differ(
+    names: tuple[str, ...], room: int, expected: int
+) -> None:
+    assert name_letters(names, room) == expected

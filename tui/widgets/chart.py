@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from rich.segment import Segment
@@ -21,9 +21,19 @@ from tui.palette import Palette, make_palette
 from tui.widgets.canvas import NOTHING, SHADES, Canvas, Cell, draw_curve, draw_stack
 
 LABEL_WIDTH = 8
+# A name of a curve is told by so many letters at least.
+MIN_LETTERS = 3
 # Added to the colour of a curve that is drawn faint; the colour of labels.
 _FAINT, _LABEL = 100, -2
 COLOURS = ("secondary", "accent", "success", "warning", "error", "primary", "muted", "text")
+
+
+def name_letters(names: Sequence[str], room: int) -> int:
+    """How many first letters of each name fit into `room` cells; 0 where too few would, or names would look alike."""
+    for num in range(max(map(len, names), default=0), MIN_LETTERS - 1, -1):
+        if sum(min(len(name), num) + 1 for name in names) <= room:
+            return num if len({name[:num] for name in names}) == len(names) else 0
+    return 0
 
 
 class Chart(Widget):
@@ -183,20 +193,20 @@ class Chart(Widget):
         elif self._data.change is not None:
             title += ["  ", (fmt.signed(self._data.change), palette.muted)]
         self.border_title = Content.assemble(*title)
-        legend = self._legend(curves, palette, with_names=True)
-        if legend.cell_length > self.size.width - 4:
-            legend = self._legend(curves, palette, with_names=False)
-        self.border_subtitle = legend
+        bare = self._legend(curves, palette, 0)
+        room = self.size.width - 4 - bare.cell_length
+        letters = name_letters([curve.name for curve in curves], room)
+        self.border_subtitle = self._legend(curves, palette, letters) if letters else bare
 
-    def _legend(self, curves: list[Curve], palette: Palette, *, with_names: bool) -> Content:
-        """Mark, name and value of several curves; without their names where there is no room for all of them."""
+    def _legend(self, curves: list[Curve], palette: Palette, num_letters: int) -> Content:
+        """Mark, name (its first letters) and value of several curves."""
         if len(curves) == 1 and not curves[0].name:
             return Content("")
         parts: list[str | tuple[str, str]] = []
         for index, curve in enumerate(curves):
             colour = self._colour(palette, curve.colour)
             mark = SHADES[index % len(SHADES)] if self._data.is_stacked else "━"
-            name = f"{curve.name} " if with_names else ""
+            name = f"{curve.name[:num_letters]} " if num_letters else ""
             parts += ["  " if index else "", (f"{mark} ", colour), name, (fmt.number(self._value(curve)), colour)]
         return Content.assemble(*parts)
 
