@@ -37,9 +37,7 @@ def die() -> None:
 class DoomedStore(DiskStore):
     def write_node(self, record: NodeRecord) -> None:
         is_there = record.position is not None and record.position.phase is PHASE
-        if is_there and IS_HELD:
-            record = replace(record, arrived=False)
-        elif is_there and (record.arrived or not IS_LONG):
+        if not IS_HELD and is_there and (record.arrived or not IS_LONG):
             # It never says that it is done, so the group cannot leave the phase before its death is seen.
             super().write_node(replace(record, arrived=False))
             die()
@@ -49,9 +47,11 @@ class DoomedStore(DiskStore):
 class DoomedWork(PhaseWork):
     def look(self) -> Report:
         report = super().look()
-        if IS_LONG and not IS_HELD and self.place.position.phase is PHASE and report.progress:
+        if self.place.position.phase is not PHASE:
+            return report
+        if IS_LONG and not IS_HELD and report.progress:
             die()
-        return report
+        return replace(report, done=report.done and not IS_HELD)
 
 
 if __name__ == "__main__":
