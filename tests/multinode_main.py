@@ -1,8 +1,8 @@
 """A node that is killed in the phase that `PRL_TEST_KILL_AT` names, once it has said that it is there.
 
 Where the work of a phase takes time it dies half way through. In phases of an odd number all that it has started is
-killed with it, in the others only the node itself. With `PRL_TEST_HOLD=1` it lives on, but never says that it is done,
-so that it can be cut off in that phase.
+killed with it, and the last task of its rank file is torn; in the others only the node itself. With `PRL_TEST_HOLD=1`
+it lives on, but never says that it is done, so that it can be cut off in that phase.
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import psutil
 
@@ -27,10 +29,14 @@ IS_HELD = os.environ[HOLD] == "1"
 IS_LONG = PHASE in (Phase.TRAIN_ROLLOUT, Phase.EVAL_ROLLOUT, Phase.TRAIN)
 
 
-def die() -> None:
+def die(torn: Sequence[Path] = ()) -> None:
     if PHASE % 2:
-        for process in psutil.Process().children(recursive=True):
+        children = psutil.Process().children(recursive=True)
+        for process in children:
             process.kill()
+        psutil.wait_procs(children)
+        for path in torn:
+            os.truncate(path, path.stat().st_size - 1)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -45,12 +51,15 @@ class DoomedStore(DiskStore):
 
 
 class DoomedWork(PhaseWork):
+    def rank_files(self) -> list[Path]:
+        return self.place.iteration.rank_files("*", rank=self.place.setting.rank)
+
     def look(self) -> Report:
         report = super().look()
         if self.place.position.phase is not PHASE:
             return report
         if IS_LONG and not IS_HELD and report.progress:
-            die()
+            die(self.rank_files())
         return replace(report, done=report.done and not IS_HELD)
 
 

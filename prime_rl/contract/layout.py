@@ -220,6 +220,11 @@ class IterationDir:
         """Who does what in one round of one epoch; written by the master."""
         return self.path / f"{split}_plan_{epoch}_{round}.json"
 
+    def plans(self, split: str, epoch: str) -> list[Path]:
+        """Those of all rounds of one epoch, the last round last."""
+        found = self.path.glob(f"{split}_plan_{epoch}_*.json")
+        return sorted(found, key=lambda path: int(path.stem.rpartition("_")[2]))
+
     def rank_file(self, split: str, rank: int, version: int, incarnation: str) -> Path:
         """What one process of one rank has finished with one policy version. Nobody writes to another's file."""
         return self.path / f"{split}_rank_{rank}_v{version}_{incarnation}.msgpack"

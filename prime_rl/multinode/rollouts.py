@@ -15,13 +15,10 @@ from prime_rl.contract.layout import stable_marker
 from prime_rl.contract.rank_files import read_rank_file
 from prime_rl.contract.shares import MakeRequest, Split
 from prime_rl.multinode.children import Child, Nothing
-from prime_rl.multinode.phases import Phase
 from prime_rl.multinode.place import Place
 from prime_rl.multinode.proofs import read_json
 from prime_rl.multinode.split import Plan, make_plan
 from prime_rl.multinode.tasks import InferenceServer, Now, Process, Task, size
-
-_PLANNED_IN: dict[Phase, Split] = {Phase.TRAIN_ROLLOUT: "train", Phase.EVAL_ROLLOUT: "eval"}
 
 
 class Rollouts:
@@ -42,7 +39,7 @@ class Rollouts:
 
         def start() -> Child | Nothing | None:
             nonlocal path
-            plan = self._plan(split)
+            plan = read_json(self._plan_path(split), Plan)
             if plan is None or not self._can_be_served(plan):
                 return None
             tasks = list(plan.parts.get(rank, ()))
@@ -89,17 +86,10 @@ class Rollouts:
             raise ValueError(f"nodes {', '.join(map(str, sorted(weights)))} make no rollouts: {error}") from error
         write_atomic(self._plan_path(split), msgspec.json.encode(plan))
 
-    def _plan(self, split: Split) -> Plan | None:
-        return read_json(self._plan_path(split), Plan)
-
     def _plan_path(self, split: Split) -> Path:
-        # A round that came after the rollouts has no plan of its own.
+        """Of the round that makes rollouts now."""
         place = self._place
-        rounds = range(place.position.round + 1)
-        paths = [place.iteration.plan(split, place.group.epoch, number) for number in rounds]
-        if _PLANNED_IN.get(place.position.phase) == split:
-            return paths[-1]
-        return next((path for path in reversed(paths) if path.exists()), paths[0])
+        return place.iteration.plan(split, place.group.epoch, place.position.round)
 
     def tasks(self, split: Split) -> list[str]:
         """All of this iteration: groups of the run's example order, or examples of the evaluation."""
@@ -121,8 +111,12 @@ class Rollouts:
         return Now(lambda: self._finished(split) is not None)
 
     def _finished(self, split: Split) -> tuple[int, dict[str, str]] | None:
-        """The policy version, and the name of each task's file; None while some are not to be seen (yet)."""
-        plan = self._plan(split)
+        """The policy version, and the name of each task's file; None while some are not to be seen (yet).
+
+        The last plan of the epoch counts: rounds are numbered within a phase, and this is asked in later ones.
+        """
+        plans = self._place.iteration.plans(split, self._place.group.epoch)
+        plan = read_json(plans[-1], Plan) if plans else None
         if plan is None:
             return None
         sources = {task: name for name, tasks in plan.taken.items() for task in tasks}

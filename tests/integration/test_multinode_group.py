@@ -86,20 +86,20 @@ def paired(before: dict[str, float], after: dict[str, float]) -> tuple[float, fl
 
 
 def test_kills_cost_no_task_and_change_nothing(tmp_path: Path, able_model: Path, undisturbed: Nodes) -> None:
-    nodes = Nodes(tmp_path, config(able_model), "--max-iterations 1")
+    """Two nodes are enough here: what is made does not depend on how many there are."""
+    nodes = Nodes(tmp_path, config(able_model), "--max-iterations 1", num_nodes=2)
     try:
         for phase in PHASES:
-            victim = phase % 3
+            victim = (phase + 1) // 2 % 2
             nodes.start(kill=(victim, phase))
             codes = nodes.wait()
-            assert codes == {rank: -9 if rank == victim else 75 for rank in range(3)}, (phase, nodes.last_line(0))
-            for rank in {0, 1, 2} - {victim}:
-                said = nodes.last_line(rank)
-                assert f"node {victim} (" in said and "no sign of life for" in said, said
-                assert f"phase {int(phase)} (" in said, said
+            assert codes == {victim: -signal.SIGKILL, 1 - victim: 75}, (phase, nodes.last_line(0))
+            said = nodes.last_line(1 - victim)
+            assert f"node {victim} (" in said and "no sign of life for" in said, said
+            assert f"phase {int(phase)} (" in said, said
             nodes.check_nothing_is_left()
         nodes.start()
-        assert nodes.wait() == {0: 0, 1: 0, 2: 0}, nodes.last_line(0)
+        assert nodes.wait() == {0: 0, 1: 0}, nodes.last_line(0)
         nodes.check_nothing_is_left()
         assert nodes.made(1) == sorted(nodes.proof(1, "train")["sources"]), "no task was made twice"
         assert nodes.results(1) == undisturbed.results(1)
@@ -131,6 +131,7 @@ def test_survivors_share_the_open_tasks_and_the_lost_node_comes_back(rollouts: N
     (path,) = rollouts.output.iteration(1).path.glob("train_plan_*_1.json")
     plan = msgspec.json.decode(path.read_bytes(), type=Plan)
     num_open = sum(map(len, plan.parts.values()))
+    assert num_open, "at least the task that was torn"
     assert plan.parts.keys() == {0, 1} and abs(len(plan.parts[0]) - 2 * num_open / 3) < 1
     assert num_open + sum(map(len, plan.taken.values())) == GROUPS
     assert [bool(rollouts.output.iteration(2).rank_files("train", rank=rank)) for rank in range(3)] == [True] * 3

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
-from prime_rl.configs.multinode import RUN_ID
+from prime_rl.configs.multinode import RUN_ID, MultinodeConfig
 from prime_rl.contract.files import mark_stable, wait_for
 from prime_rl.contract.layout import OutputDir
+from prime_rl.contract.rank_files import RankEntry, RankFileWriter
 from prime_rl.contract.shares import Split
 from prime_rl.multinode.phases import Phase, Position, RlPhase
+from prime_rl.multinode.place import Place, WorkSetting
 from prime_rl.multinode.proofs import Proofs
 from prime_rl.multinode.reach import Doorbell, Ringer, answers
-from prime_rl.multinode.records import NodeRecord
+from prime_rl.multinode.records import GroupRecord, NodeRecord
+from prime_rl.multinode.rollouts import Rollouts
+from prime_rl.multinode.split import Plan
+from prime_rl.multinode.tasks import InferenceServer
 
 TRAIN = b'{"policy_version": 1, "sources": {}, "sha256": {}}'
 EVAL = b'{"rewards": {}, "num_rollouts": 1, "steps": [1]}'
@@ -115,3 +121,35 @@ def test_rings_in_vain_are_counted_until_there_is_an_answer() -> None:
     assert ringer.count("2-next") == 0, "who was rung before says nothing of another"
     known[0] = NodeRecord(0, "word", 1, address="127.0.0.1", port=bell.port)
     wait_for(lambda: ringer.count("1-word") == 0, "an answer", timeout_s=30.0)
+
+
+def test_the_files_are_ready_by_the_plan_of_the_last_round(tmp_path: Path) -> None:
+    """Node 1 was lost with its task open; the round in which node 0 made it is over when the files are looked at."""
+    output = OutputDir(tmp_path)
+    setting = WorkSetting(
+        rank=0,
+        incarnation="a",
+        rl_phase=RlPhase.BOTH,
+        weights=(1.0, 1.0),
+        address="",
+        master=lambda: None,
+        eval_interval=None,
+        splits=BOTH,
+        max_iterations=1,
+    )
+    config = MultinodeConfig(groups_per_iteration=2, run={"rollouts_per_example": 2, "env": [{"id": "reverse-text"}]})
+    place = Place(setting, config, output)
+    group = GroupRecord(1, "a", 1, members={0: "a"})
+    place.move(Position(1, Phase.FILES_READY), group)
+    place.iteration.path.mkdir(parents=True)
+    for number, plan in enumerate(
+        [Plan({}, {0: ["0"], 1: ["1"]}), Plan({"train_rank_0_v0_a.msgpack": ["0"]}, {0: ["1"]})]
+    ):
+        place.iteration.plan("train", group.epoch, number).write_bytes(msgspec.json.encode(plan))
+    ready = Rollouts(place, InferenceServer(lambda: pytest.fail("no server"), tmp_path)).files_are_ready("train")
+    writer = RankFileWriter(place.iteration.rank_file("train", 0, 0, "a"))
+    for task in ("0", "1"):
+        assert not ready.look().done
+        writer.append(RankEntry(task, b""))
+    assert ready.look().done
+    writer.close()
