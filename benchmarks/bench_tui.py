@@ -55,8 +55,10 @@ def ours(path: Path, long_path: Path) -> Figures:
             terminal.drain(6.0)  # until all that can be read was read
             figures["idle_cpu"] = cpu_share(terminal)
             figures["rss_mb"] = rss_mb(terminal)
+            values = [(0.111 + 0.1 * number, f"{0.111 + 0.1 * number:.3f}") for number in range(NUM_LINES)]
+            metrics = house.run(3).orchestrator_metrics
             figures["metric_to_screen_s"] = line_to_screen(
-                terminal, lambda step, value: append(house.run(3).orchestrator_metrics, orchestrator_line(step, value))
+                terminal, values, lambda step, value: append(metrics, orchestrator_line(step, value))
             )
     with going(house.step_all, every_s=1.0), Terminal(command) as terminal:
         terminal.wait(_shows_curve, "the first live row")
@@ -116,6 +118,10 @@ def leets(leet: str, path: Path, long_path: Path, home: Path) -> Figures:
             log.write(history_record(step, two_figures(step)))
             log.flush()
 
+    def write_reward(at_step: int, value: float) -> None:
+        logs[-1].write(history_record(at_step, two_figures(at_step) | {"reward": value}))
+        logs[-1].flush()
+
     def first_curve(screen: Screen) -> object:
         return screen.find(f"run{NUM_RUNS - 1:05d}") is not None and "0.848" in screen.text()
 
@@ -126,10 +132,13 @@ def leets(leet: str, path: Path, long_path: Path, home: Path) -> Figures:
         terminal.drain(20.0)  # it reads all runs in the background
         figures["idle_cpu"] = cpu_share(terminal)
         figures["rss_mb"] = rss_mb(terminal)
+        # Each the greatest so far of the run that is shown: then it is the label at the top of its chart.
+        values = [(1.11 * number, f"{1.11 * number:.2f}") for number in range(1, NUM_LINES + 1)]
+        measure(figures, "metric_to_screen_s", lambda: line_to_screen(terminal, values, write_reward))
     with going(step_all, every_s=1.0), Terminal(command) as terminal:
         terminal.wait(lambda screen: screen.find(f"run{NUM_RUNS - 1:05d}") is not None, "the list")
         terminal.drain(4.0)
-        measure(figures, "key_p95_ms", lambda: key_p95_ms(terminal, down="j", up="k", top=1))
+        measure(figures, "key_p95_ms", lambda: key_p95_ms(terminal, down="s", up="w", top=1))
     for log in logs:
         log.close()
     long_records = (history_record(step, ten_metrics(step)) for step in range(1, LONG_STEPS + 1))
@@ -214,26 +223,27 @@ def key_p95_ms(terminal: Terminal, *, down: str, up: str, top: int) -> float:
 
 
 def _is_cursor(screen: Screen, row: int) -> bool:
-    return screen.backs[row][3] not in (screen.backs[row - 1][3], screen.backs[row + 1][3])
+    """Its background is that of no other line: every second one of a list may have one of its own."""
+    return sum(line[3] == screen.backs[row][3] for line in screen.backs) == 1
 
 
 def cursor_row(screen: Screen, top: int) -> int:
-    """The first line from `top` on whose background is another than those above and below."""
+    """The first line from `top` on that is one."""
     found = next((row for row in range(top, screen.height - 2) if _is_cursor(screen, row)), None)
     if found is None:
         raise RuntimeError(f"no cursor to be seen:\n{screen.text()}")
     return found
 
 
-def line_to_screen(terminal: Terminal, write: Callable[[int, float], None]) -> float:
-    """From a new line in a metrics file to its figure on the screen; median over lines at uneven times."""
+def line_to_screen(terminal: Terminal, values: list[tuple[float, str]], write: Callable[[int, float], None]) -> float:
+    """From a new line in a metrics file to its figure, in these words, on the screen; median over lines at uneven
+    times."""
     times = []
-    for number in range(NUM_LINES):
-        value = 0.111 + 0.1 * number
+    for number, (value, words) in enumerate(values):
+        if words in terminal.screen.text():
+            raise RuntimeError(f"{words!r} stands there before it was written")
         written_at = time.perf_counter()
         write(NUM_STEPS + 1 + number, value)
-        words = f"{value:.3f}"
-
         times.append(terminal.wait(lambda screen, words=words: words in screen.text(), words) - written_at)
         terminal.drain(1.3 + 0.17 * number)
     return statistics.median(times)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import struct
+import time
 import zlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -69,7 +70,7 @@ def run_record(run_id: str) -> bytes:
 
     record = pb.Record(num=1)
     record.run.run_id, record.run.display_name, record.run.project = run_id, run_id, "bench"
-    record.run.start_time.GetCurrentTime()
+    record.run.start_time.FromSeconds(int(time.time()))  # without a fraction: all records are of one length
     return bytes(record.SerializeToString())
 
 
@@ -101,6 +102,7 @@ def make_runs(folder: Path, num_runs: int, records: Iterable[bytes]) -> list[Pat
 def _with_first_record(data: bytes, record: bytes) -> bytes:
     """`data` with another first record of the same length."""
     length = HEADER.unpack_from(data, 7)[1]
-    record = record[:length].ljust(length, b"\0")
+    if len(record) != length:
+        raise ValueError(f"a first record of {len(record)} bytes where one of {length} was")
     checksum = zlib.crc32(record, zlib.crc32(bytes([FULL])))
     return data[:7] + HEADER.pack(checksum, length, FULL) + record + data[7 + HEADER.size + length :]

@@ -11,22 +11,37 @@ from textual.theme import Theme
 
 from tui.snapshot import Level
 
-DARK = Theme(
-    name="house-dark",
-    primary="#7aa2f7",
-    secondary="#7dcfff",
-    accent="#ff9e64",
-    foreground="#c8d3f5",
-    background="#16161e",
-    surface="#1a1b26",
-    panel="#24283b",
-    success="#9ece6a",
-    warning="#e0af68",
-    error="#f7768e",
-    dark=True,
-    variables={
-        "footer-background": "#16161e",
-        "footer-key-foreground": "#ff9e64",
+
+def make_theme(name: str, colours: str, variables: Mapping[str, str]) -> Theme:
+    """`colours` in the order of their names below; what stands in a corner or behind a bar is background."""
+    primary, secondary, accent, foreground, background, surface, panel, success, warning, error = colours.split()
+    behind = ("background", "background-hover", "background-active", "corner-color")
+    return Theme(
+        name=name,
+        primary=primary,
+        secondary=secondary,
+        accent=accent,
+        foreground=foreground,
+        background=background,
+        surface=surface,
+        panel=panel,
+        success=success,
+        warning=warning,
+        error=error,
+        dark=Color.parse(background).brightness < 0.5,
+        variables={
+            "footer-background": background,
+            "footer-key-foreground": accent,
+            **{f"scrollbar-{part}": background for part in behind},
+            **variables,
+        },
+    )
+
+
+DARK = make_theme(
+    "house-dark",
+    "#7aa2f7 #7dcfff #ff9e64 #c8d3f5 #16161e #1a1b26 #24283b #9ece6a #e0af68 #f7768e",
+    {
         "footer-description-foreground": "#8089b3",
         "block-cursor-foreground": "#16161e",
         "block-cursor-background": "#7aa2f7",
@@ -35,37 +50,17 @@ DARK = Theme(
         "scrollbar": "#2f344d",
         "scrollbar-hover": "#3b4261",
         "scrollbar-active": "#7aa2f7",
-        "scrollbar-background": "#16161e",
-        "scrollbar-background-hover": "#16161e",
-        "scrollbar-background-active": "#16161e",
-        "scrollbar-corner-color": "#16161e",
         "input-selection-background": "#7aa2f7 35%",
     },
 )
-LIGHT = Theme(
-    name="house-light",
-    primary="#2e5aac",
-    secondary="#00708a",
-    accent="#b15c00",
-    foreground="#2b3048",
-    background="#f4f4f7",
-    surface="#fbfbfd",
-    panel="#e6e7ee",
-    success="#3d7a1f",
-    warning="#8a5a00",
-    error="#c0264b",
-    dark=False,
-    variables={
-        "footer-background": "#f4f4f7",
-        "footer-key-foreground": "#b15c00",
+LIGHT = make_theme(
+    "house-light",
+    "#2e5aac #00708a #b15c00 #2b3048 #f4f4f7 #fbfbfd #e6e7ee #3d7a1f #8a5a00 #c0264b",
+    {
         "footer-description-foreground": "#5b6180",
         "border": "#b4b9cf",
         "border-blurred": "#d3d6e3",
         "scrollbar": "#c9cddd",
-        "scrollbar-background": "#f4f4f7",
-        "scrollbar-background-hover": "#f4f4f7",
-        "scrollbar-background-active": "#f4f4f7",
-        "scrollbar-corner-color": "#f4f4f7",
     },
 )
 

@@ -8,16 +8,15 @@ They are chosen by themselves; what is remembered is the theme that a person cho
 from __future__ import annotations
 
 from textual.color import Color
-from textual.theme import Theme
 
-from tui.palette import DARK, LIGHT
+from tui.palette import DARK, LIGHT, make_theme
 
 # Backgrounds of rows: how much of a colour is mixed into the background where a theme does not say it.
 ROWS = {"row-cursor": ("primary", 0.28), "row-blurred": ("primary", 0.18), "row-hover": ("primary", 0.08)}
 ROWS["row-marked"] = ("accent", 0.16)
 
 
-def _plain(background: str, panel: str, cursor: str, marked: str, hover: str, line: str) -> dict[str, str]:
+def _plain(panel: str, cursor: str, marked: str, hover: str, line: str, muted: str) -> dict[str, str]:
     """Theme variables without a shade that is not named."""
     return {
         "row-cursor": cursor,
@@ -26,67 +25,28 @@ def _plain(background: str, panel: str, cursor: str, marked: str, hover: str, li
         "row-hover": hover,
         "border": line,
         "border-blurred": line,
-        "footer-background": background,
         "scrollbar": line,
-        "scrollbar-background": background,
-        "scrollbar-background-hover": background,
-        "scrollbar-background-active": background,
-        "scrollbar-corner-color": background,
         "block-cursor-background": cursor,
         "input-selection-background": cursor,
         "block-hover-background": panel,
+        "footer-description-foreground": muted,
     }
 
 
-DARK_256 = Theme(
-    name="house-dark-256",
-    primary="#87afff",
-    secondary="#87d7ff",
-    accent="#ffaf5f",
-    foreground="#d0d0d0",
-    background="#121212",
-    surface="#1c1c1c",
-    panel="#303030",
-    success="#87d75f",
-    warning="#d7af5f",
-    error="#ff5f87",
-    dark=True,
-    variables=_plain("#121212", "#303030", "#4e4e4e", "#303030", "#262626", "#585858")
-    | {"footer-key-foreground": "#ffaf5f", "footer-description-foreground": "#8a8a8a"},
+DARK_256 = make_theme(
+    "house-dark-256",
+    "#87afff #87d7ff #ffaf5f #d0d0d0 #121212 #1c1c1c #303030 #87d75f #d7af5f #ff5f87",
+    _plain("#303030", "#4e4e4e", "#303030", "#262626", "#585858", "#8a8a8a"),
 )
-DARK_16 = Theme(
-    name="house-dark-16",
-    primary="#55ffff",
-    secondary="#55ffff",
-    accent="#ffff55",
-    foreground="#ffffff",
-    background="#000000",
-    surface="#000000",
-    panel="#000000",
-    success="#55ff55",
-    warning="#ffff55",
-    error="#ff5555",
-    dark=True,
-    variables=_plain("#000000", "#000000", "#0000aa", "#000000", "#000000", "#aaaaaa")
-    | {"footer-key-foreground": "#ffff55", "footer-description-foreground": "#aaaaaa"}
-    | {"block-cursor-foreground": "#ffffff"},
+DARK_16 = make_theme(
+    "house-dark-16",
+    "#55ffff #55ffff #ffff55 #ffffff #000000 #000000 #000000 #55ff55 #ffff55 #ff5555",
+    _plain("#000000", "#0000aa", "#000000", "#000000", "#aaaaaa", "#aaaaaa") | {"block-cursor-foreground": "#ffffff"},
 )
-LIGHT_16 = Theme(
-    name="house-light-16",
-    primary="#0000aa",
-    secondary="#0000aa",
-    accent="#aa00aa",
-    foreground="#000000",
-    background="#ffffff",
-    surface="#ffffff",
-    panel="#ffffff",
-    success="#00aa00",
-    warning="#aa5500",
-    error="#aa0000",
-    dark=False,
-    variables=_plain("#ffffff", "#ffffff", "#aaaaaa", "#ffffff", "#ffffff", "#555555")
-    | {"footer-key-foreground": "#aa00aa", "footer-description-foreground": "#555555"}
-    | {"block-cursor-foreground": "#000000"},
+LIGHT_16 = make_theme(
+    "house-light-16",
+    "#0000aa #0000aa #aa00aa #000000 #ffffff #ffffff #ffffff #00aa00 #aa5500 #aa0000",
+    _plain("#ffffff", "#aaaaaa", "#ffffff", "#ffffff", "#555555", "#555555") | {"block-cursor-foreground": "#000000"},
 )
 THEMES = (DARK, LIGHT, DARK_256, DARK_16, LIGHT_16)
 # (theme that was chosen, colours of the terminal as Rich names them) -> the theme that is shown.

@@ -18,7 +18,7 @@ from textual.message import Message
 
 from daemons.client import House, HouseReader, RunView
 from prime_rl.contract.layout import OutputDir, RunDir
-from prime_rl.contract.status import RunState
+from prime_rl.contract.status import LOST_AFTER_S, RunState
 from prime_rl.utils.node_watch import NodeReader
 from prime_rl.utils.watch import Watcher
 from tui.house_metrics import HouseMetrics
@@ -34,7 +34,8 @@ Post = Callable[[Message], object]
 ReadDisk = Callable[[Path], Disk | None]
 # Two looks are at least this far apart: status files change at most twice a second each, a person reads no faster.
 MIN_INTERVAL_S = 0.5
-RESCAN_S = 3.0
+# Without a hint the house is looked at again after so long, a house of a thousand runs after the longer time.
+RESCAN_S, RESCAN_MOST_S = 3.0, 5.0
 CLOSE_LOOK_S = 0.4
 RUN_INTERVAL_S = 0.4
 # Files of one beat are written one after another: what is hinted at is looked at together.
@@ -85,6 +86,8 @@ class Rest:
 
     def __init__(self) -> None:
         self._until: float | None = None
+        self.look_s = RESCAN_S
+        """How long the others wait for a look without a hint."""
 
     @property
     def is_over(self) -> bool:
@@ -94,11 +97,12 @@ class Rest:
         """After a look that took `took_s`; returns for how long. The first one reads all configs: no measure."""
         rest_s = REST_S if self._until is None else min(max(took_s / REST_SHARE, REST_S), REST_MOST_S)
         self._until = time.monotonic() + rest_s
+        self.look_s = min(max(rest_s, RESCAN_S), RESCAN_MOST_S)
         return rest_s
 
 
 class HouseWatcher:
-    """Posts a `HouseChanged` at every change, and once every RESCAN_S."""
+    """Posts a `HouseChanged` at every change, and every few seconds without one."""
 
     def __init__(
         self,
@@ -126,7 +130,7 @@ class HouseWatcher:
         self._watcher: Watcher | None = None
 
     def run(self) -> None:
-        with Watcher(self._folders(()), rescan_s=RESCAN_S) as watcher:
+        with Watcher(self._folders(()), rescan_s=RESCAN_MOST_S) as watcher:
             self._watcher = watcher
             # In this order: names and states, the first screenful of figures, then what takes longer.
             house = self._look(with_configs=False)
@@ -140,9 +144,18 @@ class HouseWatcher:
                 self._show(house)
                 watcher.watch(self._folders(run.run_id for run in house.runs if run.state is RunState.ACTIVE))
                 self._stopped.wait(MIN_INTERVAL_S)
-                if watcher.wait(CLOSE_LOOK_S if self.is_watched_closely else None) and not self._woken:
+                if watcher.wait(self._pause_s(house)) and not self._woken:
                     self._stopped.wait(SETTLE_S)
                     watcher.wait(0.0)
+
+    def _pause_s(self, house: House) -> float:
+        """How long to wait for a hint. A run that is silent is looked at again in the moment in which it is lost."""
+        if self.is_watched_closely:
+            return CLOSE_LOOK_S
+        times = (run.updated_at for run in house.runs if run.state is RunState.ACTIVE)
+        left = [LOST_AFTER_S - (house.read_at - said) for said in times if said is not None]
+        until_loss_s = min((each for each in left if each > 0.0), default=RESCAN_MOST_S)
+        return min(self._rest.look_s, until_loss_s + SETTLE_S)
 
     def _look(self, *, with_configs: bool = True, at_rest: bool = True) -> House:
         began_s = time.thread_time()
