@@ -17,11 +17,13 @@ import pytest
 
 from prime_rl.contract.files import wait_for
 from prime_rl.multinode.phases import Phase
-from tests.multinode_support import CONFIG, HEARTBEAT_S, Nodes, check_same_adapter
+from tests.multinode_support import CONFIG, HEARTBEAT_S, PATIENCE_S, Nodes, check_same_adapter
 
 # Detection, and the end of what was under way; on a machine that other tests keep busy.
 BOUND_S = 3 * HEARTBEAT_S + 5.0
 ALL_PHASES = bool(os.environ.get("PRL_ALL_PHASES"))
+# The phases of an evaluation have work in them where all phases are gone through.
+EVALUATION = " --eval-interval 1" if ALL_PHASES else ""
 # Each node has its network for itself.
 RENDEZVOUS_PORT = 29400
 
@@ -99,12 +101,13 @@ def config(model: Path) -> str:
     )
 
 
+@pytest.mark.timeout(PATIENCE_S * (5 if ALL_PHASES else 1))
 @pytest.mark.parametrize("how", ["cut", "killed"] if ALL_PHASES else ["cut"])
 def test_a_node_that_is_lost_is_named_in_time_and_the_same_commands_again_end_as_undisturbed(
     tmp_path: Path, able_model: Path, networks: Networks, how: str
 ) -> None:
     prefixes = {rank: ("ip", "netns", "exec", name) for rank, name in enumerate(networks.names)}
-    nodes = Nodes(tmp_path / "lost", config(able_model), "--max-iterations 1 --eval-interval 1", prefixes=prefixes)
+    nodes = Nodes(tmp_path / "lost", config(able_model), f"--max-iterations 1{EVALUATION}", prefixes=prefixes)
     try:
         for phase in list(Phase) if ALL_PHASES else [Phase.TRAIN]:
             lose(nodes, networks, phase, how)

@@ -12,7 +12,7 @@ from prime_rl.multinode.phases import Phase, RlPhase
 from prime_rl.multinode.records import EXIT_INTERRUPTED, EXIT_REFUSED, EXIT_TRY_AGAIN, GroupSetting
 from tests.multinode_sim import MAX_LAG_S, POLL_S, Node, World, check_finished, expected_effects
 
-# So many random histories a test; PRL_SIMULATIONS=1000 makes ten thousand of them.
+# So many random histories a test, a tenth of a second each; PRL_SIMULATIONS=1000 makes ten thousand of them.
 NUM_BLOCKS = 10
 NUM_HISTORIES = int(os.environ.get("PRL_SIMULATIONS", "10"))
 LIMIT_S = 3000.0
@@ -30,6 +30,7 @@ def random_world(seed: int) -> World:
     )
 
 
+@pytest.mark.timeout(60 + NUM_HISTORIES)
 @pytest.mark.parametrize("block", range(NUM_BLOCKS))
 def test_every_random_history_ends_well(block: int) -> None:
     for number in range(NUM_HISTORIES):
