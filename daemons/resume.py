@@ -6,9 +6,13 @@ evicted first and readmitted after; what was made after the step is dropped by t
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
 import stat
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +26,7 @@ from daemons.trash import existing_run
 from prime_rl.configs.base import ConfigError, load_toml, merge, parse_toml
 from prime_rl.configs.validate import find_problems
 from prime_rl.contract.files import write_atomic
-from prime_rl.contract.layout import OutputDir, RunDir, list_steps
+from prime_rl.contract.layout import OutputDir, RunDir, list_steps, stable_marker, step_name
 
 _TABLE = re.compile(r"^\s*\[\s*ckpt\s*\]\s*(?:#.*)?$", re.MULTILINE)
 _KEY = re.compile(r"^[ \t]*resume_step[ \t]*=.*$", re.MULTILINE)
@@ -45,17 +49,51 @@ def resume_run(
     output = OutputDir(Path(output_dir))
     with one_line_errors(f"resuming {run_id}"):
         run = existing_run(output, run_id)
-        complete = list_steps(run.checkpoints, stable_only=True)
-        if step and step not in complete:
-            known = ", ".join(map(str, complete)) or "none"
-            raise ActionError(f"{run_id} has no complete checkpoint of step {step}: there are {known}")
+        _check_step(run, step)
         text = _checked_text(output, run, step)
-        _let_go(output, run, step, wait_s, on_progress)
+        if users(output, run):
+            with _kept(run, step):
+                _let_go(output, run, step, wait_s, on_progress)
         path = run.orch_toml
         write_atomic(path, text, mode=stat.S_IMODE(path.stat().st_mode))
         audit.record(output, "resume", run_id, reason=reason, detail=f"from step {step}")
         if not readmit_run(output.path, run_id, reason=f"resumes from step {step}") and output.daemons.exists():
             write_atomic(output.start_request(run_id), "resume")
+
+
+def _check_step(run: RunDir, step: int) -> None:
+    complete = list_steps(run.checkpoints, stable_only=True)
+    if step and step not in complete:
+        known = ", ".join(map(str, complete)) or "none"
+        raise ActionError(f"{run.run_id} has no complete checkpoint of step {step}: there are {known}")
+
+
+@contextmanager
+def _kept(run: RunDir, step: int) -> Iterator[None]:
+    """That checkpoint is there afterwards: a run trains on until it is let go, and its older ones are removed."""
+    if not step:
+        yield
+        return
+    folder, aside = run.checkpoint_dir(step), run.checkpoints / f".{step_name(step)}.resume"
+    shutil.rmtree(aside, ignore_errors=True)
+    try:
+        with suppress(FileNotFoundError, shutil.Error):  # removed under our hands: said by the check
+            shutil.copytree(folder, aside, copy_function=_link)
+        _check_step(run, step)  # the marker goes first, so what was copied while it stood is whole
+        yield
+    finally:
+        if not stable_marker(folder).exists() and stable_marker(aside).exists():
+            shutil.rmtree(folder, ignore_errors=True)
+            aside.rename(folder)
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def _link(source: str, target: str) -> None:
+    """No bytes are copied where the disk knows links; the files of a complete checkpoint do not change any more."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy2(source, target)
 
 
 def set_resume_step(text: str, step: int, note: str) -> str:
@@ -104,8 +142,6 @@ def _checked_text(output: OutputDir, run: RunDir, step: int) -> str:
 
 
 def _let_go(output: OutputDir, run: RunDir, step: int, wait_s: float, on_progress: Progress) -> None:
-    if not users(output, run):
-        return
     if not run.evicted.exists():
         write_atomic(run.evicted, f"goes back to step {step}")
     wait_until_let_go(output, run, "was not sent back", wait_s, on_progress)

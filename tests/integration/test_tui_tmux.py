@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from prime_rl.contract.files import wait_for
+from prime_rl.contract.layout import OutputDir
 from tests.system_support import PATIENCE_S, House
 
 
@@ -70,7 +72,8 @@ def terminal(tmp_path: Path, house: House) -> Iterator[Terminal]:
     configs = tmp_path / "work" / "configs" / "mine"
     configs.mkdir(parents=True)
     shutil.copy(house.system_toml, configs / "system.toml")
-    house.write_run("fresh", max_steps=500).rename(configs / "fresh.toml")
+    with house.write_run("fresh", max_steps=500).rename(configs / "fresh.toml").open("a") as toml:
+        toml.write("keep_last = 300\n")  # it trains on while a person looks at its checkpoints
     state = f"XDG_STATE_HOME={tmp_path / 'state'}"
     opened = Terminal(
         configs.parents[1],
@@ -86,6 +89,7 @@ def test_a_whole_day_at_the_console(terminal: Terminal, house: House) -> None:
     start_the_house(terminal)
     add_a_run(terminal)
     terminal.wait(r"● active\s+run_fresh .* [3-9]/500")
+    go_back_to_a_checkpoint(terminal, house)
     evict_delete_and_undo(terminal, house)
     terminal.press("q")
     wait_for(lambda: not terminal.is_open(), "prl-tui to end", timeout_s=PATIENCE_S)
@@ -107,6 +111,34 @@ def add_a_run(terminal: Terminal) -> None:
     terminal.wait("✔ valid: reverse-text")
     terminal.press("C-s")
     terminal.wait("run_fresh is added")
+
+
+def go_back_to_a_checkpoint(terminal: Terminal, house: House) -> None:
+    metrics = OutputDir(house.output_dir).run("run_fresh").trainer_metrics
+
+    def steps() -> list[int]:
+        return [json.loads(line)["step"] for line in metrics.read_text().split("\n")[:-1]]
+
+    terminal.press("Enter")
+    terminal.wait("5 Checkpoints")
+    terminal.type("5")
+    terminal.wait(r"✔ STABLE .*restarts here")
+    terminal.type("G")
+    terminal.press("Enter")
+    asked = re.search(r"go on from step (\d+)", terminal.wait(r"go on from step \d+"))
+    assert asked is not None
+    step = int(asked[1])
+    house.wait(lambda: steps()[-1] > step, "a step after the checkpoint")
+    terminal.press("Enter")
+    terminal.wait(f"run_fresh goes on from step {step}")
+    house.wait(lambda: steps().count(step + 1) == 2, "the step after the checkpoint once more")
+    house.wait(lambda: steps()[-1] >= step + 2 and steps().count(step + 1) == 2, "it to train on")
+    trained = steps()
+    assert trained[: step + 1] == list(range(1, step + 2)), "it had got there before"
+    back = len(trained) - 1 - trained[::-1].index(step + 1)
+    assert trained[back:] == list(range(step + 1, trained[-1] + 1)), "and goes on one by one from there"
+    terminal.press("Escape")
+    terminal.wait(r"● active\s+run_fresh")
 
 
 def evict_delete_and_undo(terminal: Terminal, house: House) -> None:

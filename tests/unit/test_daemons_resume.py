@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from daemons.client import read_house
 from daemons.resume import resume_run, set_resume_step
 from prime_rl.configs.base import merge, parse_toml
 from prime_rl.configs.validate import load_run_config
-from prime_rl.contract.layout import OutputDir, RunDir
+from prime_rl.contract.layout import OutputDir, RunDir, list_steps
 from prime_rl.contract.resume import pending_request
 from prime_rl.contract.status import RunStatus, StatusWriter
 from tests.tui_support import add_checkpoint, add_run, orch_toml
@@ -64,8 +65,13 @@ def test_evicted_and_failed_runs_train_again(run: RunDir) -> None:
     assert events[0]["detail"] == "from step 10"
 
 
+def files_of(run: RunDir, step: int) -> dict[str, int]:
+    folder = run.checkpoint_dir(step)
+    return {str(path.relative_to(folder)): path.stat().st_size for path in folder.rglob("*") if path.is_file()}
+
+
 def test_a_run_in_use_is_evicted_and_waited_for(run: RunDir) -> None:
-    before = run.orch_toml.read_text()
+    before, files = run.orch_toml.read_text(), files_of(run, 20)
     writer = StatusWriter(run.status, RunStatus(run_id="run_a", state="running"))
     try:
         with pytest.raises(ActionError, match=r"did not let go within 0\.3 s; it stays evicted"):
@@ -75,11 +81,14 @@ def test_a_run_in_use_is_evicted_and_waited_for(run: RunDir) -> None:
 
         def let_go(message: str) -> None:
             said.append(message)
+            shutil.rmtree(run.checkpoint_dir(20))  # as the trainer does when it has got so many steps further
             writer.close(state="stopped")
             run.status.unlink()
 
         resume_run(run.path.parent, "run_a", 20, wait_s=20, on_progress=let_go)
         assert "waiting for" in said[0] and not run.evicted.exists()
+        assert list_steps(run.checkpoints, stable_only=True) == [10, 20] and files_of(run, 20) == files
+        assert sorted(path.name for path in run.checkpoints.iterdir()) == ["step_10", "step_20", "step_30"]
     finally:
         writer.close()
 
