@@ -17,6 +17,7 @@ from typing import ClassVar
 from textual.app import App, SystemCommand
 from textual.binding import Binding, BindingType
 from textual.dom import DOMNode
+from textual.filter import LineFilter
 from textual.screen import Screen
 from textual.theme import Theme
 
@@ -52,8 +53,10 @@ class PrlApp(App[None]):
         memory_path: Path | None = None,
         monotonic: Callable[[], float] = time.monotonic,
         make_probe: ProbeMaker | None = None,
+        glyphs: LineFilter | None = None,
     ) -> None:
         super().__init__()
+        self._glyphs = glyphs
         self.setting = Setting(output_dir, clock, read_only, Memory(output_dir, memory_path), make_probe=make_probe)
         self._entries: dict[int, ActionEntry] = {}
         self.watcher = HouseWatcher(output_dir, self.post_message, clock, read_disk, monotonic)
@@ -71,6 +74,10 @@ class PrlApp(App[None]):
     def shown_theme(self, chosen: str) -> str:
         """The variant of a theme that this terminal can show; without a terminal, the theme itself."""
         return chosen if self.is_headless else shown_name(chosen, self.console.color_system)
+
+    def get_line_filters(self) -> Sequence[LineFilter]:
+        filters = super().get_line_filters()
+        return [*filters, self._glyphs] if self._glyphs is not None else filters
 
     def get_css_variables(self) -> dict[str, str]:
         variables = super().get_css_variables()

@@ -62,8 +62,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     # What is made while starting stays: looking through it again and again for garbage delays the first picture.
     gc.disable()
     from tui.app import PrlApp
+    from tui.glyphs import plain_glyphs
     from tui.memory import default_path
 
-    app = PrlApp(args.output_dir, read_only=args.read_only, memory_path=default_path())
+    glyphs = plain_glyphs(os.environ.get("TERM", ""), sys.stdout.encoding or "utf-8")
+    app = PrlApp(args.output_dir, read_only=args.read_only, memory_path=default_path(), glyphs=glyphs)
     app.run()
     return app.return_code or 0
