@@ -60,6 +60,7 @@ class Report:
     Attributes:
         is_shared: a peer may be to blame for the error.
         may_heal: it is tried again at the next look, and may go well then.
+        waiting_on: what this node's own work needs and does not have yet.
     """
 
     progress: int = 0
@@ -67,6 +68,7 @@ class Report:
     error: str | None = None
     is_shared: bool = False
     may_heal: bool = False
+    waiting_on: str | None = None
 
 
 class Work(Protocol):
@@ -118,6 +120,7 @@ class Member:
         self._failed_at: float | None = None
         self._failed_code = EXIT_FAILED
         self._claimed = False
+        self._work_waits_on: str | None = None
         self._next_proof_look = self._started_at
 
     def leave(self, reason: str) -> None:
@@ -178,6 +181,7 @@ class Member:
             return
         report = self._work.look()
         self.own = replace(own, progress=max(own.progress, report.progress), arrived=report.done)
+        self._work_waits_on = None if report.done else report.waiting_on
         if report.error is None:
             self._failed_at = None
             return
@@ -240,13 +244,13 @@ class Member:
         return None
 
     def _take(self, step: Step, now: float) -> None:
-        self.waiting_on = step.waiting_on
         self.own = replace(self.own, word=step.word, epoch=step.epoch)
         if step.work is not None and self.group is not None:
-            self._since, self._failed_at = now, None
+            self._since, self._failed_at, self._work_waits_on = now, None, None
             self.own = replace(self.own, position=step.work, arrived=False, reason=None, progress=self.own.progress + 1)
             self._work.begin(step.work, self.group)
             self._look_at_work(now)
+        self.waiting_on = step.waiting_on or self._work_waits_on
 
     def _last(self, own: NodeRecord) -> Exit:
         code = EXIT_INTERRUPTED if own.word is NodeWord.LEFT else self._failed_code

@@ -18,7 +18,7 @@ from prime_rl.multinode.children import Child, Nothing
 from prime_rl.multinode.place import Place
 from prime_rl.multinode.proofs import read_json
 from prime_rl.multinode.split import Plan, make_plan
-from prime_rl.multinode.tasks import InferenceServer, Now, Process, Task, size
+from prime_rl.multinode.tasks import SERVER, InferenceServer, Now, Process, Task, size
 
 
 class Rollouts:
@@ -52,7 +52,7 @@ class Rollouts:
                 return None
             return place.make(split, self._request(split, plan, tasks, url, path))
 
-        return Process(start, needs=self._server.failure, measure=lambda: size(path) if path else 0)
+        return Process(start, waiting_on=SERVER, needs=self._server.failure, measure=lambda: size(path) if path else 0)
 
     def _can_be_served(self, plan: Plan) -> bool:
         """Whether this node sees the run's config and the weights already, which other nodes wrote."""
@@ -108,7 +108,7 @@ class Rollouts:
     # -- what the master makes of it ----
 
     def files_are_ready(self, split: Split) -> Task:
-        return Now(lambda: self._finished(split) is not None)
+        return Now(lambda: self._finished(split) is not None, f"all tasks to be seen in {split}_rank_*")
 
     def _finished(self, split: Split) -> tuple[int, dict[str, str]] | None:
         """The policy version, and the name of each task's file; None while some are not to be seen (yet).

@@ -10,6 +10,8 @@ from prime_rl.contract.status import InferenceStatus, read_status
 from prime_rl.multinode.children import Child, Nothing
 from prime_rl.multinode.member import Report
 
+SERVER = "this node's inference server to serve"
+
 
 class Task(Protocol):
     """Some work under way. None of this blocks: a node that waits for its own children would miss its beats."""
@@ -25,13 +27,17 @@ class Task(Protocol):
 
 
 class Now:
-    """Work that is tried at every look until it says that it is done. It must be safe to try again."""
+    """Work that is tried at every look until it says that it is done. It must be safe to try again.
 
-    def __init__(self, attempt: Callable[[], bool]) -> None:
+    `waiting_on` names what is missing while it is not.
+    """
+
+    def __init__(self, attempt: Callable[[], bool], waiting_on: str | None = None) -> None:
         self._attempt = attempt
+        self._waiting_on = waiting_on
 
     def look(self) -> Report:
-        return Report(done=self._attempt())
+        return Report(done=self._attempt(), waiting_on=self._waiting_on)
 
     def give_up(self) -> None:
         """Nothing goes on between two looks."""
@@ -45,7 +51,8 @@ class Process:
     """Work of one process, begun as soon as `start` has what it needs (before that it gives None).
 
     Args:
-        needs: why what it needs will never be there, or None.
+        waiting_on: what it needs to begin.
+        needs: why that will never be there, or None.
         measure: grows as the work goes on.
         finish: what is left to see once the process has ended well; tried until true.
         is_shared: other nodes work on the same, so its failure may be theirs.
@@ -55,12 +62,14 @@ class Process:
         self,
         start: Callable[[], Child | Nothing | None],
         *,
+        waiting_on: str | None = None,
         needs: Callable[[], str | None] = lambda: None,
         measure: Callable[[], int] = lambda: 0,
         finish: Callable[[], bool] = lambda: True,
         is_shared: bool = False,
     ) -> None:
         self._start = start
+        self._waiting_on = waiting_on
         self._needs = needs
         self._measure = measure
         self._finish = finish
@@ -73,7 +82,7 @@ class Process:
             self._child = self._start()
         progress = self._measure()
         if self._child is None:
-            return Report(progress, error=self._needs())
+            return Report(progress, error=self._needs(), waiting_on=self._waiting_on)
         if self._child.exit_code is None:
             return Report(progress)
         self._failure = self._failure or self._child.failure()
@@ -133,7 +142,7 @@ class Serving:
         self._server = server
 
     def look(self) -> Report:
-        return Report(done=self._server.url is not None, error=self._server.failure())
+        return Report(done=self._server.url is not None, error=self._server.failure(), waiting_on=SERVER)
 
     def give_up(self) -> None:
         """The server goes on."""

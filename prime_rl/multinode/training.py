@@ -58,7 +58,7 @@ class Training:
         return self._place.iteration.path / "trainer.toml"
 
     def config_is_ready(self) -> Task:
-        return Now(lambda: self._place.is_proven("update") and self._toml.exists())
+        return Now(lambda: self._place.is_proven("update") and self._toml.exists(), f"{self._toml} to be seen")
 
     def train(self) -> Task:
         self._server.give_up()  # of a group that came here from its first phase

@@ -104,7 +104,7 @@ class PhaseWork:
 
     def _stop_serving(self) -> Task:
         self._server.give_up()
-        return Now(lambda: self._server.has_ended)
+        return Now(lambda: self._server.has_ended, "this node's inference server to end")
 
     def _restart(self) -> Task:
         """Not after the last iteration, and not where no rollouts are made."""
