@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from textual.pilot import Pilot
+from textual.widgets import Input
 
 from tests.tui_support import build_house, frozen_clock, has_looked, roomy_disk, settled, until
 from tui.app import PrlApp
@@ -35,6 +36,8 @@ def looked(*keys: str) -> Steps:
         await pilot.pause()
         for key in keys:
             await pilot.press(key)
+        for field in app.screen.query(Input):
+            field.cursor_blink = False  # seen or not, by the moment
         await settled(pilot)
 
     return run

@@ -25,8 +25,8 @@ from tui.widgets.filter_bar import FilterBar
 from tui.widgets.preview import Preview
 from tui.widgets.runs_table import RunsTable
 
-# From this height on the selected run's curves have room under the table.
-TALL = 38
+# The selected run's curves have room under the table from this height on, or where so many lines are left over.
+TALL, ALMOST_TALL, LEFT_OVER = 38, 28, 18
 
 
 class RunsScreen(PlaceScreen):
@@ -78,7 +78,12 @@ class RunsScreen(PlaceScreen):
         self.app.theme_changed_signal.subscribe(self, lambda _: self.call_after_refresh(self._recolour))
 
     def on_resize(self, event: Resize) -> None:
-        self.preview.set_class(event.size.height >= TALL, "-tall")
+        self._fit_preview(event.size.height)
+
+    def _fit_preview(self, height: int) -> None:
+        is_tall = height >= TALL or (height >= ALMOST_TALL and height - len(self.table.run_ids) >= LEFT_OVER)
+        if is_tall is not self.preview.has_class("-tall"):
+            self.preview.set_class(is_tall, "-tall")
 
     def target_row(self) -> RunRow | None:
         run_id = self.table.selected_id
@@ -117,6 +122,7 @@ class RunsScreen(PlaceScreen):
         self.empty.show(house.filter, snapshot.house.trainer is not None)
         self.filter_bar.say_count(len(rows), len(snapshot.rows))
         self.table.show(rows, now, pins=pins, sort=(house.sort, house.descending))
+        self._fit_preview(self.size.height)
         self._show_selected()
 
     def action_filter(self) -> None:
