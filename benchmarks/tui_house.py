@@ -9,7 +9,6 @@ import json
 import math
 import os
 import random
-import threading
 import time
 from pathlib import Path
 
@@ -95,7 +94,6 @@ class BenchHouse:
         self.output = OutputDir(path)
         self.num_live = num_live
         self.step = num_steps
-        self._stop = threading.Event()
         self._writer = ProcessId.of(os.getpid())
         self.run_ids = [f"run_{number:04d}" for number in range(num_runs)]
         steps, began_at = range(1, num_steps + 1), time.time() - num_steps
@@ -150,34 +148,6 @@ class BenchHouse:
             append(run.orchestrator_metrics, orchestrator_line(self.step, _RNG.random()))
             append(run.trainer_metrics, trainer_line(self.step))
         self.beat()
-
-    def keep_stepping(self, every_s: float = 1.0) -> threading.Thread:
-        """In a thread, until `stop`: every live run takes a step every `every_s`."""
-        self._stop.clear()
-
-        def work() -> None:
-            while not self._stop.wait(every_s):
-                self.step_all()
-
-        thread = threading.Thread(target=work, daemon=True)
-        thread.start()
-        return thread
-
-    def keep_beating(self, every_s: float = 5.0) -> threading.Thread:
-        """In a thread, until `stop`: heartbeats and nothing else."""
-        self._stop.clear()
-
-        def work() -> None:
-            while not self._stop.wait(every_s):
-                self.beat()
-
-        thread = threading.Thread(target=work, daemon=True)
-        thread.start()
-        return thread
-
-    def stop(self, thread: threading.Thread) -> None:
-        self._stop.set()
-        thread.join()
 
     def _make_run(self, run: RunDir, first: str, second: str, *, is_live: bool) -> None:
         for folder in (run.control, run.metrics, run.broadcast_dir(self.step)):

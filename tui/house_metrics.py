@@ -23,8 +23,8 @@ from tui.snapshot import Curve, RunTail
 HOME_POINTS = 240
 HOME_KEYS = ("reward/mean", "loss", "time")
 HOME_CAPACITY = 512
-# Of each metrics file the home screen reads this much from the end, 60 to 100 steps: more than a sparkline draws. The
-# run screen reads all.
+# Of each metrics file the home screen reads this much from the end: 20 steps of long lines, 60 of short ones. The run
+# screen reads all.
 HOME_TAIL_BYTES = 1 << 14
 
 _Stamps = tuple[Stamp, Stamp]
