@@ -1,7 +1,8 @@
 """A node that is killed in the phase that `PRL_TEST_KILL_AT` names, once it has said that it is there.
 
-Where the work of a phase takes time it dies half way through. In phases of an odd number all that it has started is
-killed with it, and the last task of its rank file is torn; in the others only the node itself. With `PRL_TEST_HOLD=1`
+Where the work of a phase takes time it dies half way through; in training as soon as that begins, for a few updates may
+be done before anybody looks. In phases of an odd number all that it has started is killed with it, and the last task of
+its rank file is torn; in the others only the node itself. With `PRL_TEST_HOLD=1`
 it lives on, but never says that it is done, so that it can be cut off in that phase.
 """
 
@@ -58,7 +59,7 @@ class DoomedWork(PhaseWork):
         report = super().look()
         if self.place.position.phase is not PHASE:
             return report
-        if IS_LONG and not IS_HELD and report.progress:
+        if IS_LONG and not IS_HELD and (report.progress or PHASE is Phase.TRAIN):
             die(self.rank_files())
         return replace(report, done=report.done and not IS_HELD)
 

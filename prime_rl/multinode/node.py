@@ -12,8 +12,7 @@ import secrets
 import socket
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from prime_rl import __version__
@@ -63,28 +62,7 @@ def build_member(flags: NodeFlags) -> tuple[Member, Watcher]:
     flags.log_path.mkdir(parents=True, exist_ok=True)
     output = OutputDir(flags.log_path.resolve())
     is_master = flags.rank == MASTER_RANK
-    own = NodeRecord(
-        flags.rank,
-        secrets.token_hex(8),
-        0,
-        fingerprint=flags.fingerprint(code_version()),
-        host=socket.gethostname(),
-        address=(is_master and flags.master_addr) or own_address(),
-        pid=os.getpid(),
-    )
-    if is_master and flags.num_nodes > 1:
-        own = replace(own, port=Doorbell(own.incarnation).port)
-    setting = GroupSetting(
-        flags.rank,
-        flags.num_nodes,
-        flags.rl_phase,
-        own.fingerprint,
-        elastic=flags.elastic,
-        max_iterations=flags.max_iterations,
-        heartbeat_s=flags.config.heartbeat_s,
-        barrier_timeout_s=flags.config.barrier_timeout_s,
-        gather_timeout_s=flags.config.gather_timeout_s,
-    )
+    own = own_record(flags)
     facts = NodeFacts(flags.num_nodes, flags.weights[flags.rank], str(flags.rl_phase), flags.config.heartbeat_s)
     # Whom a worker must know: the master and itself. The rest is told by the master.
     store = DiskStore(output, facts, ranks=None if is_master else frozenset({MASTER_RANK, flags.rank}))
@@ -113,7 +91,7 @@ def build_member(flags: NodeFlags) -> tuple[Member, Watcher]:
     )
     needs_network = not is_master and flags.rl_phase is not RlPhase.ROLLOUT
     member = Member(
-        setting,
+        group_setting(flags, own.fingerprint),
         own,
         store,
         work,
@@ -124,6 +102,37 @@ def build_member(flags: NodeFlags) -> tuple[Member, Watcher]:
     )
     store.waiting_on = lambda: member.waiting_on
     return member, Watcher([output.multinode if is_master else output.group_status.parent], rescan_s=60.0)
+
+
+def own_record(flags: NodeFlags) -> NodeRecord:
+    """What this node says of itself at first. The master of others listens from now on: they ring at its port."""
+    is_master = flags.rank == MASTER_RANK
+    incarnation = secrets.token_hex(8)
+    return NodeRecord(
+        flags.rank,
+        incarnation,
+        0,
+        fingerprint=flags.fingerprint(code_version()),
+        host=socket.gethostname(),
+        address=(is_master and flags.master_addr) or own_address(),
+        port=Doorbell(incarnation).port if is_master and flags.num_nodes > 1 else 0,
+        pid=os.getpid(),
+    )
+
+
+def group_setting(flags: NodeFlags, fingerprint: Mapping[str, str]) -> GroupSetting:
+    """What the decisions are told of the group."""
+    return GroupSetting(
+        flags.rank,
+        flags.num_nodes,
+        flags.rl_phase,
+        fingerprint,
+        elastic=flags.elastic,
+        max_iterations=flags.max_iterations,
+        heartbeat_s=flags.config.heartbeat_s,
+        barrier_timeout_s=flags.config.barrier_timeout_s,
+        gather_timeout_s=flags.config.gather_timeout_s,
+    )
 
 
 def code_version() -> str:

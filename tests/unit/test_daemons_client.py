@@ -267,7 +267,7 @@ def test_the_bottleneck_is_named(tmp_path: Path) -> None:
         ("never closed \x1b]0;evil\nnext", "never closed \nnext"),
         ("\x1b\x1b[m[1m", "[1m"),
         ("tab\tline\nnul\x00bell\x07del\x7fback\x08cr\r.", "tab\tline\nnulbelldelbackcr."),
-        ("\u202eright\u2066to\u200fleft", "righttoleft"),
+        ("\u202eright\u2066to\u200fleft", "<U+202E>right<U+2066>to<U+200F>left"),
         ("half \udc80 pair", "half \N{REPLACEMENT CHARACTER} pair"),
         ("[bold]markup[/bold] é 漢", "[bold]markup[/bold] é 漢"),
     ],

@@ -12,6 +12,7 @@ from textual import on
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.content import Content
+from textual.events import DescendantFocus
 from textual.widget import Widget
 from textual.widgets import Footer, Static, TabbedContent, TabPane
 
@@ -46,6 +47,13 @@ KEY_ORDER = (
     *("app.pop_screen", "next_tab(1)", "help", "resume", "point(1)", "maximise", "zoom(1)", "log", "smooth", "compare"),
     *("order", "move(1)", "move(-1)", "values", "follow", "ask", "level", "command", "evict", "readmit", "delete"),
 )
+
+
+class _Pane(TabPane):
+    """A tab that keys and clicks open, never a focus: one that comes late would bring back the tab before."""
+
+    def _on_descendant_focus(self, event: DescendantFocus) -> None:
+        event.prevent_default()
 
 
 class RunScreen(HouseScreen):
@@ -101,6 +109,9 @@ class RunScreen(HouseScreen):
         }
         self.shown: set[str] = set()
         """The tabs that have shown something."""
+        # A key may come before the tabs have opened the first of them, which they do by themselves and late.
+        self._has_opened = False
+        self._asked = 0
         self.reader = RunReader(setting.output_dir, run_id)
         self.reader.charts.view = self.charts.view
         self._search: LogSearch | None = None
@@ -116,7 +127,7 @@ class RunScreen(HouseScreen):
         yield self.banner
         with self.tabs:
             for number, (name, view) in enumerate(zip(TABS, self.views, strict=True), start=1):
-                with TabPane(f"{number} {name.capitalize()}", id=f"tab-{name}"):
+                with _Pane(f"{number} {name.capitalize()}", id=f"tab-{name}"):
                     yield view
         yield self.command_line
         yield Footer(compact=True, show_command_palette=False)
@@ -221,12 +232,17 @@ class RunScreen(HouseScreen):
 
     @on(TabbedContent.TabActivated)
     def _tab_activated(self, event: TabbedContent.TabActivated) -> None:
+        if not self._has_opened:
+            self._has_opened = True
+            self.action_tab(self._asked)
         if self.can_show:
             self._open_tab()
             self._show()
 
     def action_tab(self, index: int) -> None:
-        self.tabs.active = f"tab-{TABS[index]}"
+        self._asked = index
+        if self._has_opened:
+            self.tabs.active = f"tab-{TABS[index]}"
 
     def action_next_tab(self, direction: int) -> None:
         self.action_tab((TABS.index(self.tab) + direction) % len(TABS))
