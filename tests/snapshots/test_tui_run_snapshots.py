@@ -53,15 +53,11 @@ def opened(tab: str, *keys: str, run_id: str = RUN, theme: str | None = None) ->
     return run
 
 
+@pytest.mark.parametrize("theme", ["house-dark", "house-light"])
 @pytest.mark.parametrize("size", [SMALL, LARGE], ids=["80x24", "200x50"])
 @pytest.mark.parametrize("tab", TABS)
-def test_tab(snap_compare: Compare, app: PrlApp, size: tuple[int, int], tab: str) -> None:
-    assert snap_compare(app, terminal_size=size, run_before=opened(tab))
-
-
-@pytest.mark.parametrize(("tab", "size"), [(CHARTS, LARGE), (ROLLOUTS, SMALL), (LOGS, SMALL), (CHECKPOINTS, SMALL)])
-def test_light(snap_compare: Compare, app: PrlApp, size: tuple[int, int], tab: str) -> None:
-    assert snap_compare(app, terminal_size=size, run_before=opened(tab, theme="house-light"))
+def test_tab(snap_compare: Compare, app: PrlApp, size: tuple[int, int], tab: str, theme: str) -> None:
+    assert snap_compare(app, terminal_size=size, run_before=opened(tab, theme=theme))
 
 
 @pytest.mark.parametrize(
