@@ -12,7 +12,7 @@ from tests.tui_run_support import RUN
 from tests.tui_support import add_history, build_house, frozen_clock, has_looked, roomy_disk, settled, until
 from tui.app import PrlApp
 from tui.screens.run import RunScreen
-from tui.tabs import CHARTS, CHECKPOINTS, CONFIG, EVENTS, LOGS, ROLLOUTS, TABS
+from tui.tabs import CHARTS, CONFIG, EVENTS, LOGS, ROLLOUTS, TABS
 
 SMALL, LARGE = (80, 24), (200, 50)
 Compare = Callable[..., bool]

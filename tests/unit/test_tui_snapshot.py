@@ -18,7 +18,7 @@ from tui.house_metrics import HouseMetrics
 from tui.palette import Palette, make_palette
 from tui.run_config import find_error_lines
 from tui.run_events import parse_audit
-from tui.snapshot import STALL_MIN_S, STATES, Disk, RunRow, Snapshot, make_snapshot
+from tui.snapshot import STALL_MIN_S, STATES, Disk, Level, RunRow, Snapshot, make_snapshot
 from tui.watcher import StateTimes
 from tui.widgets.columns import PADDING, choose_columns, make_cells
 from tui.widgets.header import house_lines, run_lines
@@ -189,6 +189,13 @@ def test_headers_fit_their_width(house: OutputDir, width: int) -> None:
     for row in snapshot.rows:
         lines += run_lines(row, width, a_palette(), NOW)
     assert all(cell_len(line.plain) <= width for line in lines), [line.plain for line in lines]
+
+
+def test_a_small_header_of_a_house_that_is_down_says_so_and_that_it_is_read_only(house: OutputDir) -> None:
+    snapshot = look(house)
+    down = tuple(replace(part, state="stopped", level=Level.QUIET) for part in snapshot.parts)
+    first, _ = house_lines(replace(snapshot, parts=down), 80, a_palette(), True)
+    assert "read-only" in first.plain and "■ trainer, inference, supervisor stopped" in first.plain
 
 
 def test_error_lines_are_found_by_number_and_by_key() -> None:

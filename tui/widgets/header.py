@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from rich.cells import cell_len
 from rich.text import Text
@@ -51,7 +52,7 @@ def house_lines(snapshot: Snapshot, width: int, palette: Palette, read_only: boo
     parts = [part for part in snapshot.parts if part.name in MAIN_PARTS]
     group = snapshot.group if all(part.state == "down" for part in parts) else None
     words = width >= 100
-    who = [_nodes(group, palette)] if group else [_part(part, palette, words) for part in parts]
+    who = [_nodes(group, palette)] if group else _parts(parts, palette, words)
     first = spread(name, join(who, "   ", width - 12), width - 1)
     alert = _problems(len(snapshot.problems), palette)
     full = [_position(group, palette)] if group else [_slots(snapshot, palette), *_throughput(snapshot, palette)]
@@ -63,6 +64,14 @@ def house_lines(snapshot: Snapshot, width: int, palette: Palette, read_only: boo
         held.truncate(room + 3, overflow="ellipsis")
         facts.append_text(held)
     return first, spread(facts, alert, width)
+
+
+def _parts(parts: Sequence[Part], palette: Palette, words: bool) -> list[Text]:
+    """One by one; where there is little room, all that are down alike in one."""
+    alike = len({(part.state, part.level) for part in parts}) == 1
+    if alike and not words and parts[0].level is not Level.GOOD:
+        return [_part(replace(parts[0], name=", ".join(part.name for part in parts)), palette, words)]
+    return [_part(part, palette, words) for part in parts]
 
 
 def _part(part: Part, palette: Palette, words: bool) -> Text:
