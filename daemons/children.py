@@ -49,18 +49,18 @@ class AdoptedChild:
 
     exit_code: int | None = None
 
-    def __init__(self, identity: ProcessId) -> None:
-        self._identity = identity
+    def __init__(self, process: ProcessId) -> None:
+        self._process = process
         self._poll = select.poll()
         self._fd: int | None = None
         with contextlib.suppress(AttributeError, OSError):  # an old kernel, or too many open files
-            self._fd = os.pidfd_open(identity.pid)
+            self._fd = os.pidfd_open(process.pid)
             self._poll.register(self._fd, select.POLLIN)
-        if not identity.is_running():  # its number may have gone to another before the pidfd was there
+        if not process.is_running():  # its number may have gone to another before the pidfd was there
             self.close()
 
     def lives(self) -> bool:
-        return not self._poll.poll(0) if self._fd is not None else self._identity.is_running()
+        return not self._poll.poll(0) if self._fd is not None else self._process.is_running()
 
     def close(self) -> None:
         if self._fd is not None:

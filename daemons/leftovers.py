@@ -46,7 +46,7 @@ def recorded(output: OutputDir) -> dict[str, DaemonStatus]:
     return found
 
 
-def identity(status: DaemonStatus) -> ProcessId | None:
+def living_process(status: DaemonStatus) -> ProcessId | None:
     """The part's process, if that lives and is certainly the one that was recorded."""
     is_here = is_this_boot(status.host, status.boot_id)
     return status.child if is_here and status.child and status.child.is_running() else None
@@ -54,7 +54,7 @@ def identity(status: DaemonStatus) -> ProcessId | None:
 
 def living(output: OutputDir) -> dict[str, ProcessId]:
     """Processes of parts that live, by name of the part."""
-    return {name: process for name, status in recorded(output).items() if (process := identity(status))}
+    return {name: process for name, status in recorded(output).items() if (process := living_process(status))}
 
 
 def adoptable(output: OutputDir, system: SystemConfig) -> set[str]:
@@ -80,7 +80,7 @@ def adopt(output: OutputDir) -> tuple[dict[str, Part], dict[str, Past]]:
     parts, pasts = {}, {}
     for name, status in recorded(output).items():
         pasts[name] = Past(tuple(status.crashes), status.log_tail)
-        process, spec = identity(status), _spec(output, name)
+        process, spec = living_process(status), _spec(output, name)
         if process is not None and spec is not None and status.state in _ADOPTED_AS:
             parts[name] = Part(
                 spec,

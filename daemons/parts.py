@@ -1,7 +1,7 @@
 """What the supervisor knows of a part, and what it sees of it: plain values for `decide` and for who carries it out.
 
-They hold no process and no file. Times are Unix seconds of the supervisor's own clock, which
-never jumps (`prime_rl.utils.clock`).
+They hold no process and no file. Times are Unix seconds of the supervisor's own clock, which never
+jumps (`prime_rl.utils.clock`).
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 Where the work of a phase takes time it dies half way through; in training as soon as that begins, for a few updates may
 be done before anybody looks. In phases of an odd number all that it has started is killed with it, and the last task of
-its rank file is torn; in the others only the node itself. With `PRL_TEST_HOLD=1`
-it lives on, but never says that it is done, so that it can be cut off in that phase.
+its rank file is torn; in the others only the node itself. With `PRL_TEST_HOLD=1` it lives on, but never says that it is
+done, so that it can be cut off in that phase.
 """
 
 from __future__ import annotations

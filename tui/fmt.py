@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from prime_rl.contract.status import HEARTBEAT_S
+
 DASH = "·"
-# A part that lives gives a sign every five seconds: what is younger than two of them says nothing else.
-FRESH_S = 10.0
+# What is younger than two signs of life of a part that lives says nothing else.
+FRESH_S = 2 * HEARTBEAT_S
 
 
 def number(value: float | None) -> str:

@@ -138,8 +138,8 @@ class DaemonStatus(Status, kw_only=True):
 
     `state`: starting, running, stalled, backoff, failed, stopped, done. `child_pid`, `child_create_time`
     and `child_start` identify the part on the machine `host` since its boot `boot_id`; `pid` is the supervisor's, who
-    writes the file. `log_tail`
-    are the last lines before the newest of `crashes` (oldest first); `stalled_since` when its progress last moved.
+    writes the file. `log_tail` are the last lines before the newest of `crashes` (oldest first); `stalled_since` when
+    its progress last moved.
     """
 
     name: str

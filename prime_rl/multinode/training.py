@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import socket
 import sys
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from prime_rl.contract.layout import stable_marker
 from prime_rl.multinode.children import Child
 from prime_rl.multinode.place import Place
 from prime_rl.multinode.tasks import InferenceServer, Now, Process, Task, size
-from prime_rl.utils.network import interface_of
+from prime_rl.utils.network import bound_socket, interface_of
 
 # For the ranks to find each other: a node that is slower than that to start Python is found dead before.
 JOIN_TIMEOUT_S = 120
@@ -114,9 +113,7 @@ class Training:
 
 def check_free(port: int) -> None:
     """Raises OSError when somebody else listens there: torchrun would say so in fifty lines."""
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("", port))
-        except OSError as error:
-            raise OSError(f"rendezvous_port {port} of this machine is taken; all nodes need another one") from error
+    try:
+        bound_socket("", port).close()
+    except OSError as error:
+        raise OSError(f"rendezvous_port {port} of this machine is taken; all nodes need another one") from error

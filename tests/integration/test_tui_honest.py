@@ -101,8 +101,9 @@ async def test_files_that_are_damaged_while_they_are_open(tmp_path: Path, damage
         await sees(app, pilot, RUN)
         for path in files_of(house):
             damage(path)
+        before = app.watcher._shown
         app.watcher.wake()
-        await pilot.pause(0.5)
+        await until(pilot, lambda: app.watcher._shown is not before, "a look at what is left")
         for tab in "123456":
             await pilot.press(tab)
             await pilot.pause()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from textual.content import Content
-from textual.events import MouseScrollDown, MouseScrollUp
+from textual.events import DescendantFocus, MouseScrollDown, MouseScrollUp
 from textual.widgets import Static
 
 from prime_rl.contract.layout import OutputDir, RunDir
@@ -15,6 +15,7 @@ from tests.tui_run_support import RUN, SIZE, Opened, opened_run
 from tests.tui_support import add_history, build_house, metrics_lines, screen_text
 from tui.curves import SMOOTHINGS
 from tui.screens.pick_runs import PickRuns
+from tui.screens.run import RunScreen
 from tui.screens.runs import RunsScreen
 from tui.tabs import TABS
 from tui.widgets.chart import Chart
@@ -46,6 +47,27 @@ async def test_tabs_by_number_letter_and_arrow(house: OutputDir) -> None:
             await o.press(key)
             assert o.screen.tab == name, key
         assert o.screen.charts.has_focus
+
+
+async def test_a_tab_that_is_asked_for_while_they_are_made_is_opened(house: OutputDir) -> None:
+    async with opened_run(house.path) as o:
+        o.app.open_run(RUN)
+        screen = o.app.screen
+        assert isinstance(screen, RunScreen) and screen is not o.screen
+        screen.action_tab(TABS.index("checkpoints"))
+        await o.until(lambda: "checkpoints" in screen.shown, "the tab")
+        await o.pilot.pause()
+        assert screen.tab == "checkpoints" and "charts" not in screen.shown
+
+
+async def test_a_focus_that_comes_late_does_not_bring_the_tab_before_back(house: OutputDir) -> None:
+    async with opened_run(house.path) as o:
+        before = o.screen.charts
+        o.screen.action_tab(TABS.index("checkpoints"))
+        await o.until(lambda: "checkpoints" in o.screen.shown, "the tab")
+        before.post_message(DescendantFocus(before))
+        await o.pilot.pause()
+        assert o.screen.tab == "checkpoints"
 
 
 async def test_only_the_open_tab_is_read(house: OutputDir) -> None:
