@@ -6,6 +6,8 @@ said on the command line. The run itself is an ordinary run, `run_multinode`, wh
 
 from __future__ import annotations
 
+import hashlib
+import json
 from pathlib import Path
 from typing import Any, Self
 
@@ -21,6 +23,10 @@ RUN_ID = "run_multinode"
 # Of a loop without end; a schedule that ends somewhere needs `run.max_steps` or --max-iterations.
 ENDLESS_STEPS = 1_000_000
 _DECIDED_HERE = ("model", "batch_size", "max_steps", "max_async_level", "seq_len", "client")
+# Settings of the run by which no rollout is another.
+_OF_UPDATES = {"batch_size", "max_steps", "max_async_level", "optim", "scheduler", "loss", "advantage"} | {
+    "ckpt", "log", "monitor", "samples", "watch", "client"
+}  # fmt: skip
 
 
 class MultinodeConfig(BaseConfig):
@@ -106,6 +112,12 @@ class MultinodeConfig(BaseConfig):
             },
         }
         return merge(shared, self.inference)
+
+    def rollouts_key(self) -> str:
+        """Stands for all that decides a rollout beside the policy version: model, environments, sampling, seed."""
+        run = build(OrchestratorConfig, self.orchestrator(1), "run")
+        text = json.dumps(run.model_dump(mode="json", exclude=_OF_UPDATES), sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:8]
 
     @model_validator(mode="after")
     def _parts_are_whole(self) -> Self:

@@ -225,13 +225,13 @@ class IterationDir:
         found = self.path.glob(f"{split}_plan_{epoch}_*.json")
         return sorted(found, key=lambda path: int(path.stem.rpartition("_")[2]))
 
-    def rank_file(self, split: str, rank: int, version: int, incarnation: str) -> Path:
-        """What one process of one rank has finished with one policy version. Nobody writes to another's file."""
-        return self.path / f"{split}_rank_{rank}_v{version}_{incarnation}.msgpack"
+    def rank_file(self, split: str, rank: int, version: int, key: str, incarnation: str) -> Path:
+        """What one process of one rank has finished with one policy version. `key` stands for their settings."""
+        return self.path / f"{split}_rank_{rank}_v{version}_{key}_{incarnation}.msgpack"
 
-    def rank_files(self, split: str, *, rank: int | str = "*", version: int | str = "*") -> list[Path]:
-        """Those of all processes of a rank and with a version, or of any."""
-        return sorted(self.path.glob(f"{split}_rank_{rank}_v{version}_*.msgpack"))
+    def rank_files(self, split: str, *, rank: int | str = "*", version: int | str = "*", key: str = "*") -> list[Path]:
+        """Those of all processes of a rank, with a version and with settings; or of any."""
+        return sorted(self.path.glob(f"{split}_rank_{rank}_v{version}_{key}_*.msgpack"))
 
     def request(self, what: str, rank: int) -> Path:
         """What a node asks of a rollout worker of its own."""

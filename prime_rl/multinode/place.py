@@ -55,7 +55,12 @@ class Place:
         self.output = output
         self.run = output.run(RUN_ID)
         self.proofs = Proofs(
-            output, setting.rl_phase, setting.splits, setting.eval_interval, config.updates_per_iteration
+            output,
+            setting.rl_phase,
+            setting.splits,
+            setting.eval_interval,
+            config.updates_per_iteration,
+            config.rollouts_key(),
         )
         self.position = Position(0, Phase.START)
         self._group: GroupRecord | None = None

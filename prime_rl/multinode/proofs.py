@@ -1,7 +1,7 @@
 """What is proven of each iteration by the files that the master wrote, and where a new epoch goes on by them.
 
-A proof that does not hold any more (rollouts of a policy that has been trained since, an evaluation that was not due
-and is now) counts as none, and is made again. Reads the proofs, writes nothing.
+A proof that does not hold any more (rollouts with other settings or of a policy that has been trained since, an
+evaluation that was not due and is now) counts as none, and is made again. Reads the proofs, writes nothing.
 """
 
 from __future__ import annotations
@@ -20,9 +20,11 @@ KindT = TypeVar("KindT")
 
 
 class TrainProof(msgspec.Struct, frozen=True, kw_only=True):
-    """All rollouts of an iteration: the policy version that made them, the name of each task's file, their digests."""
+    """All rollouts of an iteration: the policy version and the settings (`Proofs.key`) that made them, the name of each
+    task's file, and the digests of these."""
 
     policy_version: int
+    key: str
     sources: dict[str, str]
     sha256: dict[str, str]
 
@@ -35,7 +37,10 @@ class EvalProof(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Proofs:
-    """The proofs of one house as a group of this mode sees them. `splits`: which rollouts it makes."""
+    """The proofs of one house as a group of this mode sees them.
+
+    `splits` says which rollouts it makes, `key` stands for their settings (`MultinodeConfig.rollouts_key`).
+    """
 
     def __init__(
         self,
@@ -44,12 +49,14 @@ class Proofs:
         splits: frozenset[Split],
         eval_interval: int | None,
         updates_per_iteration: int,
+        key: str,
     ) -> None:
         self._output = output
         self._rl_phase = rl_phase
         self._splits = splits
         self._eval_interval = eval_interval
         self._updates = updates_per_iteration
+        self.key = key
 
     def version(self, iteration: int) -> int:
         """The policy version that makes an iteration's rollouts. Where nobody trains it stays the newest there is."""
@@ -62,7 +69,7 @@ class Proofs:
         return "eval" in self._splits and eval_is_due(iteration, self._eval_interval)
 
     def train(self, iteration: int) -> TrainProof | None:
-        """The rollouts that are there, of whatever version."""
+        """The rollouts that are there, of whatever version and settings."""
         return read_json(self._output.iteration(iteration).proof("train"), TrainProof)
 
     def holds(self, name: str, iteration: int) -> bool:
@@ -70,7 +77,7 @@ class Proofs:
         path = self._output.iteration(iteration).proof(name)
         if name == "train":
             proof = self.train(iteration)
-            return proof is not None and proof.policy_version == self.version(iteration)
+            return proof is not None and (proof.policy_version, proof.key) == (self.version(iteration), self.key)
         if name == "eval" and path.exists() and self.eval_is_due(iteration):
             found = read_json(path, EvalProof)
             return found is not None and found.due and found.steps == [self.version(iteration)]

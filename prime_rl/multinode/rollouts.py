@@ -16,7 +16,7 @@ from prime_rl.contract.rank_files import read_rank_file
 from prime_rl.contract.shares import MakeRequest, Split
 from prime_rl.multinode.children import Child, Nothing
 from prime_rl.multinode.place import Place
-from prime_rl.multinode.proofs import read_json
+from prime_rl.multinode.proofs import TrainProof, read_json
 from prime_rl.multinode.split import Plan, make_plan
 from prime_rl.multinode.tasks import SERVER, InferenceServer, Now, Process, Task, size
 
@@ -46,7 +46,9 @@ class Rollouts:
             if not tasks:
                 return Nothing()
             if path is None:  # once: a server that ends by itself is not started again and again
-                path = place.iteration.rank_file(split, rank, plan.policy_version, place.setting.incarnation)
+                path = place.iteration.rank_file(
+                    split, rank, plan.policy_version, place.proofs.key, place.setting.incarnation
+                )
                 self._server.start()
             if (url := self._server.url) is None:
                 return None
@@ -78,7 +80,7 @@ class Rollouts:
         number = place.position.iteration
         version, tasks = place.proofs.version(number), self.tasks(split)
         weights = {rank: place.setting.weights[rank] for rank in place.group.members}
-        files = place.iteration.rank_files(split, version=version) if tasks else []
+        files = place.iteration.rank_files(split, version=version, key=place.proofs.key) if tasks else []
         finished = {path.name: [entry.task for entry in read_rank_file(path)] for path in files}
         try:
             plan = make_plan(tasks, finished, weights, number, version)
@@ -115,14 +117,16 @@ class Rollouts:
 
         The last plan of the epoch counts: rounds are numbered within a phase, and this is asked in later ones.
         """
-        plans = self._place.iteration.plans(split, self._place.group.epoch)
+        place = self._place
+        plans = place.iteration.plans(split, place.group.epoch)
         plan = read_json(plans[-1], Plan) if plans else None
         if plan is None:
             return None
         sources = {task: name for name, tasks in plan.taken.items() for task in tasks}
         for rank, tasks in plan.parts.items():
             mine = set(tasks)
-            for path in self._place.iteration.rank_files(split, rank=rank, version=plan.policy_version):
+            files = place.iteration.rank_files(split, rank=rank, version=plan.policy_version, key=place.proofs.key)
+            for path in files:
                 for entry in read_rank_file(path):
                     if entry.task in mine:
                         sources.setdefault(entry.task, path.name)
@@ -141,7 +145,8 @@ class Rollouts:
         version, sources = finished
         names = sorted(set(sources.values()))
         digests = {name: hashlib.sha256((place.iteration.path / name).read_bytes()).hexdigest() for name in names}
-        return place.prove("train", {"policy_version": version, "sources": sources, "sha256": digests})
+        proof = TrainProof(policy_version=version, key=place.proofs.key, sources=sources, sha256=digests)
+        return place.prove("train", msgspec.structs.asdict(proof))
 
     def aggregate_eval(self) -> Task:
         place = self._place

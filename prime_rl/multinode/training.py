@@ -50,6 +50,11 @@ class Training:
         if (version := place.proofs.version(number)) != proof.policy_version:
             found = f"{where} has rollouts of policy version {proof.policy_version}, and the policy is at {version} now"
             raise ValueError(f"{found}: make them anew, with --rl-phase rollout")
+        if proof.key != place.proofs.key:
+            found = f"{where} has rollouts with other settings of model, environments, sampling or seed"
+            raise ValueError(
+                f"{found}: take the TOML that they were made with, or make them anew, with --rl-phase rollout"
+            )
         return proof.sources
 
     @property

@@ -20,15 +20,40 @@ from prime_rl.multinode.records import GroupRecord, NodeRecord
 from prime_rl.multinode.rollouts import Rollouts
 from prime_rl.multinode.split import Plan
 from prime_rl.multinode.tasks import InferenceServer
+from prime_rl.multinode.training import Training
 
-TRAIN = b'{"policy_version": 1, "sources": {}, "sha256": {}}'
+KEY = "5e771465"
+TRAIN = b'{"policy_version": 1, "key": "5e771465", "sources": {}, "sha256": {}}'
 EVAL = b'{"rewards": {}, "num_rollouts": 1, "steps": [1]}'
 PROOFS = {"train": TRAIN, "eval": EVAL, "update": b"{}", "checkpoint": b"{}", "done": b"{}"}
 BOTH: frozenset[Split] = frozenset({"train", "eval"})
 
 
+RUN = {"rollouts_per_example": 2, "env": [{"id": "reverse-text"}]}
+CONFIG = MultinodeConfig(groups_per_iteration=2, run=RUN)
+NO_SERVER = InferenceServer(lambda: pytest.fail("no server"), Path())
+
+
+def place_of(output: OutputDir, mode: RlPhase) -> Place:
+    """Of node 0, in the first iteration of a group of two."""
+    setting = WorkSetting(
+        rank=0,
+        incarnation="a",
+        rl_phase=mode,
+        weights=(1.0, 1.0),
+        address="",
+        master=lambda: None,
+        eval_interval=None,
+        splits=BOTH,
+        max_iterations=1,
+    )
+    place = Place(setting, CONFIG, output)
+    place.move(Position(1, Phase.FILES_READY), GroupRecord(1, "a", 1, members={0: "a"}))
+    return place
+
+
 def proofs_of(output: OutputDir, mode: RlPhase, splits: frozenset[Split] = BOTH, interval: int | None = 1) -> Proofs:
-    return Proofs(output, mode, splits, interval, 1)
+    return Proofs(output, mode, splits, interval, 1, KEY)
 
 
 def prove(output: OutputDir, iteration: int, **content: bytes) -> None:
@@ -69,7 +94,7 @@ def test_a_group_goes_on_after_its_last_proof(tmp_path: Path, mode: RlPhase, pro
 
 def test_rollouts_alone_end_with_their_evaluation(tmp_path: Path) -> None:
     output = OutputDir(tmp_path)
-    prove(output, 1, train=TRAIN.replace(b"1", b"0"), eval=EVAL.replace(b"[1]", b"[0]"))
+    prove(output, 1, train=TRAIN.replace(b"1,", b"0,"), eval=EVAL.replace(b"[1]", b"[0]"))
     assert proofs_of(output, RlPhase.ROLLOUT).resume() == Position(2, Phase.START)
     assert proofs_of(output, RlPhase.UPDATE).resume() == Position(1, Phase.STOP_INFERENCE)
     assert proofs_of(output, RlPhase.BOTH).resume() == Position(1, Phase.STOP_INFERENCE)
@@ -79,7 +104,7 @@ def test_rollouts_of_a_policy_that_was_trained_since_are_made_again(tmp_path: Pa
     """Rollouts alone, without an end, are ahead of the policy; the next update makes the later ones stale."""
     output = OutputDir(tmp_path)
     for iteration in (1, 2):
-        prove(output, iteration, train=TRAIN.replace(b"1", b"0"), eval=EVAL.replace(b"[1]", b"[0]"))
+        prove(output, iteration, train=TRAIN.replace(b"1,", b"0,"), eval=EVAL.replace(b"[1]", b"[0]"))
     assert proofs_of(output, RlPhase.ROLLOUT).resume() == Position(3, Phase.START)
     prove(output, 1, update=b"{}", checkpoint=b"{}", done=b"{}")
     publish(output, 1)
@@ -95,7 +120,7 @@ def test_the_two_splits_of_the_rollouts_complete_each_other(tmp_path: Path) -> N
     assert proofs_of(output, RlPhase.ROLLOUT, frozenset({"eval"})).resume() == Position(2, Phase.EVAL_ROLLOUT)
     assert proofs_of(output, RlPhase.ROLLOUT, frozenset({"train"}), None).resume() == Position(1, Phase.START)
     assert proofs_of(output, RlPhase.BOTH).resume() == Position(1, Phase.START)
-    prove(output, 1, train=TRAIN.replace(b"1", b"0"), eval=b'{"due": false}')
+    prove(output, 1, train=TRAIN.replace(b"1,", b"0,"), eval=b'{"due": false}')
     assert proofs_of(output, RlPhase.BOTH).resume() == Position(1, Phase.EVAL_ROLLOUT)
     assert proofs_of(output, RlPhase.BOTH, interval=None).resume() == Position(1, Phase.STOP_INFERENCE)
 
@@ -123,31 +148,52 @@ def test_rings_in_vain_are_counted_until_there_is_an_answer() -> None:
     wait_for(lambda: ringer.count("1-word") == 0, "an answer", timeout_s=30.0)
 
 
+def test_rollouts_with_other_settings_count_as_none(tmp_path: Path) -> None:
+    output = OutputDir(tmp_path)
+    prove(
+        output, 1, train=TRAIN.replace(b"1,", b"0,").replace(KEY.encode(), b"07e3"), eval=EVAL.replace(b"[1]", b"[0]")
+    )
+    for mode in (RlPhase.BOTH, RlPhase.ROLLOUT):
+        assert proofs_of(output, mode).resume() == Position(1, Phase.START)
+    place = place_of(output, RlPhase.UPDATE)
+    with pytest.raises(ValueError, match=r"rollouts with other settings .* take the TOML that they were made with"):
+        Training(place, NO_SERVER).prepare()
+
+
+@pytest.mark.parametrize(
+    ("changed", "is_other"),
+    [
+        ({"sampling": {"temperature": 0.7}}, True),
+        ({"env": [{"id": "reverse-text", "args": {"max_len": 5}}]}, True),
+        ({"rollouts_per_example": 4}, True),
+        ({"seed": 7}, True),
+        ({"sampling": {"temperature": 1.0}}, False),
+        ({"optim": {"lr": 1e-3}, "ckpt": {"interval": 2}, "loss": {"type": "gspo"}}, False),
+    ],
+    ids=str,
+)
+def test_settings_are_other_ones_when_a_rollout_would_be(changed: dict[str, object], is_other: bool) -> None:
+    other = MultinodeConfig(groups_per_iteration=2, run={**RUN, **changed})
+    assert (other.rollouts_key() != CONFIG.rollouts_key()) == is_other
+    twice = MultinodeConfig(groups_per_iteration=4, updates_per_iteration=2, run={**RUN, **changed})
+    assert twice.rollouts_key() == other.rollouts_key(), "how many there are does not make them others"
+
+
 def test_the_files_are_ready_by_the_plan_of_the_last_round(tmp_path: Path) -> None:
     """Node 1 was lost with its task open; the round in which node 0 made it is over when the files are looked at."""
     output = OutputDir(tmp_path)
-    setting = WorkSetting(
-        rank=0,
-        incarnation="a",
-        rl_phase=RlPhase.BOTH,
-        weights=(1.0, 1.0),
-        address="",
-        master=lambda: None,
-        eval_interval=None,
-        splits=BOTH,
-        max_iterations=1,
-    )
-    config = MultinodeConfig(groups_per_iteration=2, run={"rollouts_per_example": 2, "env": [{"id": "reverse-text"}]})
-    place = Place(setting, config, output)
-    group = GroupRecord(1, "a", 1, members={0: "a"})
-    place.move(Position(1, Phase.FILES_READY), group)
+    place = place_of(output, RlPhase.BOTH)
     place.iteration.path.mkdir(parents=True)
     for number, plan in enumerate(
-        [Plan({}, {0: ["0"], 1: ["1"]}), Plan({"train_rank_0_v0_a.msgpack": ["0"]}, {0: ["1"]})]
+        [Plan({}, {0: ["0"], 1: ["1"]}), Plan({"train_rank_0_v0_k_a.msgpack": ["0"]}, {0: ["1"]})]
     ):
-        place.iteration.plan("train", group.epoch, number).write_bytes(msgspec.json.encode(plan))
-    ready = Rollouts(place, InferenceServer(lambda: pytest.fail("no server"), tmp_path)).files_are_ready("train")
-    writer = RankFileWriter(place.iteration.rank_file("train", 0, 0, "a"))
+        place.iteration.plan("train", place.group.epoch, number).write_bytes(msgspec.json.encode(plan))
+    ready = Rollouts(place, NO_SERVER).files_are_ready("train")
+    other = RankFileWriter(place.iteration.rank_file("train", 0, 0, "other", "a"))
+    for task in ("0", "1"):
+        other.append(RankEntry(task, b""))
+    other.close()
+    writer = RankFileWriter(place.iteration.rank_file("train", 0, 0, place.proofs.key, "a"))
     for task in ("0", "1"):
         assert not ready.look().done
         writer.append(RankEntry(task, b""))
