@@ -1,8 +1,8 @@
 # The commands people use daily. `make` alone lists them.
 PYTHON ?= python3
 BIN := .venv/bin
-# Processes that run the tests side by side; 0 runs them one after another.
-WORKERS ?= 2
+# Processes that run the tests side by side; 0 runs them one after another. Much of their time they wait.
+WORKERS ?= 3
 # Checked here, in words that every Python understands: an old one could not even read the install script.
 define CHECK_PYTHON
 @$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \

@@ -53,7 +53,10 @@ class DoomedStore(DiskStore):
 
 class DoomedWork(PhaseWork):
     def rank_files(self) -> list[Path]:
-        return self.place.iteration.rank_files("*", rank=self.place.setting.rank)
+        """Those that it writes to now."""
+        setting = self.place.setting
+        files = self.place.iteration.rank_files("*", rank=setting.rank)
+        return [path for path in files if path.stem.endswith(setting.incarnation)]
 
     def look(self) -> Report:
         report = super().look()

@@ -69,7 +69,7 @@ RULES: Mapping[Phase, PhaseRule] = {
     ),
     Phase.ROLLOUT_DONE: PhaseRule("says that its part is made", "says that its part is made"),
     Phase.FILES_READY: PhaseRule("looks until it sees every task in the rank files", _WAITS),
-    Phase.AGGREGATE: PhaseRule("notes the file of each task, and its digest", _WAITS, "iteration_{}/train.json"),
+    Phase.AGGREGATE: PhaseRule("notes the file of each task", _WAITS, "iteration_{}/train.json"),
     Phase.EVAL_ROLLOUT: PhaseRule(
         "decides on evaluation, makes its part of it", "makes its part, if any", "iteration_{}/eval_rank_*"
     ),

@@ -1,7 +1,7 @@
 """What is proven of each iteration by the files that the master wrote, and where a new epoch goes on by them.
 
-A proof that does not hold any more (rollouts with other settings or of a policy that has been trained since, an
-evaluation that was not due and is now) counts as none, and is made again. Reads the proofs, writes nothing.
+A proof that does not hold any more (rollouts with other settings, of a policy that has been trained since, or in a file
+that is damaged; an evaluation that was not due and is now) counts as none, and is made again. Reads, writes nothing.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import msgspec
 
 from prime_rl.configs.multinode import RUN_ID
 from prime_rl.contract.layout import OutputDir, list_steps
+from prime_rl.contract.rank_files import read_rank_file
 from prime_rl.contract.shares import Split
 from prime_rl.multinode.phases import Phase, Position, RlPhase, eval_is_due, first_position
 
@@ -20,13 +21,12 @@ KindT = TypeVar("KindT")
 
 
 class TrainProof(msgspec.Struct, frozen=True, kw_only=True):
-    """All rollouts of an iteration: the policy version and the settings (`Proofs.key`) that made them, the name of each
-    task's file, and the digests of these."""
+    """All rollouts of an iteration: the policy version and the settings (`Proofs.key`) that made them, and the name of
+    each task's file."""
 
     policy_version: int
     key: str
     sources: dict[str, str]
-    sha256: dict[str, str]
 
 
 class EvalProof(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,6 +57,7 @@ class Proofs:
         self._eval_interval = eval_interval
         self._updates = updates_per_iteration
         self.key = key
+        self._whole: set[int] = set()
 
     def version(self, iteration: int) -> int:
         """The policy version that makes an iteration's rollouts. Where nobody trains it stays the newest there is."""
@@ -72,12 +73,26 @@ class Proofs:
         """The rollouts that are there, of whatever version and settings."""
         return read_json(self._output.iteration(iteration).proof("train"), TrainProof)
 
+    def lost_task(self, iteration: int) -> str | None:
+        """A task of the rollouts that are proven, and is not in its file any more: that is damaged, or gone."""
+        proof = self.train(iteration)
+        if proof is None or iteration in self._whole:
+            return None
+        folder = self._output.iteration(iteration).path
+        found = {(entry.task, name) for name in set(proof.sources.values()) for entry in read_rank_file(folder / name)}
+        for task, name in proof.sources.items():
+            if (task, name) not in found:
+                return f"task {task} in {folder / name}"
+        self._whole.add(iteration)  # looked at once: they are only ever added to
+        return None
+
     def holds(self, name: str, iteration: int) -> bool:
         """Whether an iteration's proof of that name is there, and says what it must say now."""
         path = self._output.iteration(iteration).proof(name)
         if name == "train":
             proof = self.train(iteration)
-            return proof is not None and (proof.policy_version, proof.key) == (self.version(iteration), self.key)
+            is_ours = proof is not None and (proof.policy_version, proof.key) == (self.version(iteration), self.key)
+            return is_ours and self.lost_task(iteration) is None
         if name == "eval" and path.exists() and self.eval_is_due(iteration):
             found = read_json(path, EvalProof)
             return found is not None and found.due and found.steps == [self.version(iteration)]

@@ -5,7 +5,6 @@ The same for training and for evaluation. A task that is in a rank file is not m
 
 from __future__ import annotations
 
-import hashlib
 from pathlib import Path
 
 import msgspec
@@ -143,9 +142,7 @@ class Rollouts:
         if finished is None:
             return False
         version, sources = finished
-        names = sorted(set(sources.values()))
-        digests = {name: hashlib.sha256((place.iteration.path / name).read_bytes()).hexdigest() for name in names}
-        proof = TrainProof(policy_version=version, key=place.proofs.key, sources=sources, sha256=digests)
+        proof = TrainProof(policy_version=version, key=place.proofs.key, sources=sources)
         return place.prove("train", msgspec.structs.asdict(proof))
 
     def aggregate_eval(self) -> Task:

@@ -55,6 +55,8 @@ class Training:
             raise ValueError(
                 f"{found}: take the TOML that they were made with, or make them anew, with --rl-phase rollout"
             )
+        if (lost := place.proofs.lost_task(number)) is not None:
+            raise ValueError(f"{where} has lost {lost}: make it anew, with --rl-phase rollout")
         return proof.sources
 
     @property

@@ -14,7 +14,7 @@ from prime_rl.contract.rank_files import RankEntry, RankFileWriter
 from prime_rl.contract.shares import Split
 from prime_rl.multinode.phases import Phase, Position, RlPhase
 from prime_rl.multinode.place import Place, WorkSetting
-from prime_rl.multinode.proofs import Proofs
+from prime_rl.multinode.proofs import Proofs, TrainProof
 from prime_rl.multinode.reach import Doorbell, Ringer, answers
 from prime_rl.multinode.records import GroupRecord, NodeRecord
 from prime_rl.multinode.rollouts import Rollouts
@@ -23,7 +23,7 @@ from prime_rl.multinode.tasks import InferenceServer
 from prime_rl.multinode.training import Training
 
 KEY = "5e771465"
-TRAIN = b'{"policy_version": 1, "key": "5e771465", "sources": {}, "sha256": {}}'
+TRAIN = b'{"policy_version": 1, "key": "5e771465", "sources": {}}'
 EVAL = b'{"rewards": {}, "num_rollouts": 1, "steps": [1]}'
 PROOFS = {"train": TRAIN, "eval": EVAL, "update": b"{}", "checkpoint": b"{}", "done": b"{}"}
 BOTH: frozenset[Split] = frozenset({"train", "eval"})
@@ -158,6 +158,29 @@ def test_rollouts_with_other_settings_count_as_none(tmp_path: Path) -> None:
     place = place_of(output, RlPhase.UPDATE)
     with pytest.raises(ValueError, match=r"rollouts with other settings .* take the TOML that they were made with"):
         Training(place, NO_SERVER).prepare()
+
+
+@pytest.mark.parametrize("is_gone", [True, False])
+def test_rollouts_that_are_lost_are_made_again_and_not_trained_on(tmp_path: Path, is_gone: bool) -> None:
+    output = OutputDir(tmp_path)
+    place = place_of(output, RlPhase.UPDATE)
+    name = output.iteration(1).rank_file("train", 0, 0, place.proofs.key, "a").name
+    proof = TrainProof(policy_version=0, key=place.proofs.key, sources={"0": name, "1": name})
+    prove(output, 1, train=msgspec.json.encode(proof), eval=b'{"due": false}')
+    path = output.iteration(1).path / name
+    writer = RankFileWriter(path)
+    for task in ("0", "1", "not of this proof"):
+        writer.append(RankEntry(task, b"group"))
+    writer.close()
+    assert place.proofs.holds("train", 1) and place_of(output, RlPhase.BOTH).proofs.resume().phase > Phase.START
+    if is_gone:
+        path.unlink()
+    else:
+        path.write_bytes(path.read_bytes()[:40])
+    for mode in (RlPhase.BOTH, RlPhase.ROLLOUT):
+        assert place_of(output, mode).proofs.resume() == Position(1, Phase.START)
+    with pytest.raises(ValueError, match=f"has lost task . in .*{name}: make it anew, with --rl-phase rollout"):
+        Training(place_of(output, RlPhase.UPDATE), NO_SERVER).prepare()
 
 
 @pytest.mark.parametrize(
