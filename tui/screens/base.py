@@ -15,7 +15,6 @@ from textual import on
 from textual.app import ComposeResult
 from textual.binding import ActiveBinding, Binding, BindingType
 from textual.screen import Screen
-from textual.widgets import Footer
 
 from tui.commands import Command, CommandError
 from tui.memory import Memory
@@ -23,6 +22,7 @@ from tui.messages import ActionEntry
 from tui.snapshot import RunRow, Snapshot
 from tui.widgets.command_line import CommandLine
 from tui.widgets.header import HouseHeader
+from tui.widgets.keys import KeyFooter
 
 if TYPE_CHECKING:
     from tui.system_watch import Probe
@@ -257,7 +257,7 @@ class PlaceScreen(HouseScreen):
         yield self.header
         yield from self.compose_body()
         yield self.command_line
-        yield Footer(compact=True, show_command_palette=False)
+        yield KeyFooter()
 
     def compose_body(self) -> ComposeResult:
         raise NotImplementedError

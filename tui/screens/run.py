@@ -14,7 +14,7 @@ from textual.binding import Binding, BindingType
 from textual.content import Content
 from textual.events import DescendantFocus
 from textual.widget import Widget
-from textual.widgets import Footer, Static, TabbedContent, TabPane
+from textual.widgets import Static, TabbedContent, TabPane
 
 from prime_rl.contract.status import RunState
 from tui.charts_reader import MAX_COMPARED
@@ -38,6 +38,7 @@ from tui.widgets.command_line import CommandLine
 from tui.widgets.config_view import ConfigView
 from tui.widgets.events_view import EventsView
 from tui.widgets.header import RunHeader
+from tui.widgets.keys import KeyFooter
 from tui.widgets.log_view import LogView
 from tui.widgets.rollouts_view import RolloutsView
 from tui.widgets.row_list import RowList
@@ -130,7 +131,7 @@ class RunScreen(HouseScreen):
                 with _Pane(f"{number} {name.capitalize()}", id=f"tab-{name}"):
                     yield view
         yield self.command_line
-        yield Footer(compact=True, show_command_palette=False)
+        yield KeyFooter()
 
     def on_mount(self) -> None:
         # The panes of the tabs are made after the screen itself.
