@@ -12,10 +12,10 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import psutil
+from msgspec.structs import replace
 
 from prime_rl.multinode import node
 from prime_rl.multinode.member import Report

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+
+from msgspec.structs import replace
 
 from prime_rl.multinode.heartbeat import SUSPECT_AFTER_BEATS, Health, Sighting, health
 from prime_rl.multinode.phases import Position, first_position, next_position

@@ -7,7 +7,9 @@ Pure: who reads the records keeps the sightings.
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass, replace
+
+import msgspec
+from msgspec.structs import replace
 
 from prime_rl.contract.nodes import LIMITS
 
@@ -24,8 +26,7 @@ class Health(enum.StrEnum):
     DEAD = "dead"
 
 
-@dataclass(frozen=True)
-class Sighting:
+class Sighting(msgspec.Struct, frozen=True):
     """What one reader remembers of one record. Times are of the reader's monotonic clock.
 
     `has_moved` says that it changed under our eyes: a record that was there before us may be a dead node's last.

@@ -7,8 +7,10 @@ the master, at every change and every heartbeat. It decides nothing itself (`dec
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
 from typing import Protocol
+
+import msgspec
+from msgspec.structs import replace
 
 from prime_rl.multinode.decide import (
     MASTER_RANK,
@@ -53,8 +55,7 @@ class Store(Protocol):
     def write_group(self, record: GroupRecord) -> None: ...
 
 
-@dataclass(frozen=True)
-class Report:
+class Report(msgspec.Struct, frozen=True):
     """How the work of a position goes: `progress` grows, `error` ends it.
 
     Attributes:

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+
+import msgspec
 
 from prime_rl.contract.nodes import LIMITS
 from prime_rl.multinode.phases import Position, RlPhase
@@ -43,8 +45,7 @@ class GroupWord(enum.StrEnum):
     ENDING = "ending"
 
 
-@dataclass(frozen=True)
-class NodeRecord:
+class NodeRecord(msgspec.Struct, frozen=True):
     """One node.
 
     Attributes:
@@ -63,7 +64,7 @@ class NodeRecord:
     incarnation: str
     seq: int
     word: NodeWord = NodeWord.JOINING
-    fingerprint: Mapping[str, str] = field(default_factory=dict)
+    fingerprint: Mapping[str, str] = msgspec.field(default_factory=dict)
     epoch: str = ""
     position: Position | None = None
     arrived: bool = False
@@ -80,8 +81,7 @@ class NodeRecord:
         return f"node {self.rank} ({self.host}, pid {self.pid})"
 
 
-@dataclass(frozen=True)
-class GroupRecord:
+class GroupRecord(msgspec.Struct, frozen=True):
     """The group, in the words of its master.
 
     Attributes:
@@ -96,7 +96,7 @@ class GroupRecord:
     incarnation: str
     seq: int
     word: GroupWord = GroupWord.GATHERING
-    members: Mapping[int, str] = field(default_factory=dict)
+    members: Mapping[int, str] = msgspec.field(default_factory=dict)
     position: Position | None = None
     awaited: tuple[str, ...] = ()
     exit_code: int = EXIT_DONE

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import random
 
 import pytest
+from msgspec.structs import replace
 
 from prime_rl.multinode.decide import Exit
 from prime_rl.multinode.phases import Phase, RlPhase
 from prime_rl.multinode.records import EXIT_INTERRUPTED, EXIT_REFUSED, EXIT_TRY_AGAIN, GroupSetting
 from tests.multinode_sim import MAX_LAG_S, POLL_S, Node, World, check_finished, expected_effects
 
-# So many random histories a test, a tenth of a second each; PRL_SIMULATIONS=1000 makes ten thousand of them.
+# So many random histories a test, a twentieth of a second each; PRL_SIMULATIONS=1000 makes ten thousand of them.
 NUM_BLOCKS = 10
-NUM_HISTORIES = int(os.environ.get("PRL_SIMULATIONS", "10"))
+NUM_HISTORIES = int(os.environ.get("PRL_SIMULATIONS", "200"))
 LIMIT_S = 3000.0
 SETTING = GroupSetting(0, 1, RlPhase.BOTH, {})
 DEAD_AFTER_S, HEARTBEAT_S = SETTING.dead_after_s, SETTING.heartbeat_s
@@ -114,10 +116,8 @@ def play_with(world: World, *, after_s: float, start: int, **changes: object) ->
     def join() -> None:
         node = Node(world, start)
         if changes:
-            node.member.setting = GroupSetting(**{**vars(node.member.setting), **changes})  # type: ignore[arg-type]
-            node.member.own = type(node.member.own)(
-                **{**vars(node.member.own), "fingerprint": node.member.setting.fingerprint}
-            )
+            node.member.setting = dataclasses.replace(node.member.setting, **changes)  # type: ignore[arg-type]
+            node.member.own = replace(node.member.own, fingerprint=node.member.setting.fingerprint)
         extra.append(node)
         world.at(world.now, node.wake)
 
