@@ -24,7 +24,7 @@ from prime_rl.contract.status import NodeStatus, read_status
 
 ROOT = Path(__file__).parent.parent
 PATIENCE_S = 240.0
-# A death is seen within six seconds, and a machine that is busy with other tests takes no node for dead.
+# A death is seen within five seconds, and a machine that is busy with other tests takes no node for dead.
 HEARTBEAT_S = 1.0
 MARK = "PRL_TEST_GROUP"
 KILL_AT = "PRL_TEST_KILL_AT"

@@ -57,7 +57,7 @@ class MultinodeConfig(BaseConfig):
     """The inference servers' own settings, as in `inference.toml`."""
 
     heartbeat_s: float = Field(2.0, gt=0, le=60)
-    """Between two signs of life of a node. One is dead after three missed ones and three seconds."""
+    """Between two signs of life of a node. One is dead after three missed ones and two seconds."""
 
     gather_timeout_s: float = Field(600.0, gt=0)
     """How long the nodes wait for each other at the start."""

@@ -56,7 +56,7 @@ class HealthLimits:
 
     suspect_after_beats: int = 3
     # On top of the missed beats: what a file may take through a shared file system's attribute cache.
-    dead_grace_s: float = 3.0
+    dead_grace_s: float = 2.0
     # A phase's work that counts nothing for so long is stuck: longer than a step, a generation or a checkpoint takes.
     stalled_after_s: float = 300.0
 
