@@ -7,10 +7,13 @@ are imported only when it may act. Closing it ends nothing: the daemons go on.
 
 from __future__ import annotations
 
+import asyncio
 import gc
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
@@ -30,6 +33,7 @@ from tui.themes import THEMES, add_row_colours, base_name, shown_name
 from tui.watcher import HouseWatcher, ReadDisk
 
 EXIT_INTERRUPTED = 130
+EXIT_TERMINATED = 143
 MAX_ENTRIES = 500
 
 
@@ -62,6 +66,9 @@ class PrlApp(App[None]):
         self.watcher = HouseWatcher(output_dir, self.post_message, clock, read_disk, monotonic)
 
     def on_mount(self) -> None:
+        if not self.is_headless:  # ended by another, it gives the terminal back as it was too
+            ended = partial(self.exit, return_code=EXIT_TERMINATED)
+            asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, ended)
         for theme in THEMES:
             self.register_theme(theme)
         known = self.setting.memory.theme

@@ -1,45 +1,104 @@
-"""The real program in a real pseudo-terminal: how it is left decides what its caller does next."""
+"""The real program in a real pseudo-terminal: how it is left decides what its caller does next, and what it leaves."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pty
+import re
+import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import psutil
 import pytest
 
 from prime_rl.contract.files import wait_for
 
 TIMEOUT_S = 60.0
+# As `prl demo` shows a house; the code says whether a person has ended it with Ctrl-C.
+AS_A_CHILD = """\
+import sys, time
+from pathlib import Path
+from daemons.screen import TuiChild
+with TuiChild(Path(sys.argv[1])) as tui:
+    while tui.lives():
+        time.sleep(0.05)
+sys.exit(tui.interrupted)
+"""
 
 
-@pytest.mark.parametrize(("key", "code"), [(b"\x03", 130), (b"q", 0)])
-def test_how_it_is_left_is_its_exit_code(tmp_path: Path, key: bytes, code: int) -> None:
-    ours, theirs = pty.openpty()
-    command = [sys.executable, "-m", "tui", str(tmp_path)]
-    child = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True)
-    os.close(theirs)
-    shown = bytearray()
+class Shown:
+    """A program in a pseudo-terminal and all that it has written."""
 
-    def read() -> None:
+    def __init__(self, command: Sequence[str]) -> None:
+        self._ours, theirs = pty.openpty()
+        self.child = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True)
+        os.close(theirs)
+        self.output = bytearray()
+        self._reader = threading.Thread(target=self._read)
+        self._reader.start()
+
+    def _read(self) -> None:
         while True:
             try:
-                data = os.read(ours, 65536)
+                self.output.extend(os.read(self._ours, 65536))
             except OSError:  # the other end is closed
                 return
-            shown.extend(data)
 
-    reader = threading.Thread(target=read)
-    reader.start()
+    def press(self, key: bytes) -> None:
+        os.write(self._ours, key)
+
+    def wait(self) -> int:
+        return self.child.wait(timeout=TIMEOUT_S)
+
+    def close(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.child.pid, signal.SIGKILL)
+        self.child.wait()
+        self._reader.join()
+        os.close(self._ours)
+
+    def modes_left_changed(self) -> set[int]:
+        """Modes of the terminal that are not as they were: each is as it was before the first change."""
+        first: dict[int, bytes] = {}
+        last: dict[int, bytes] = {}
+        for mode, state in re.findall(rb"\x1b\[\?(\d+)([hl])", self.output):
+            first.setdefault(int(mode), state)
+            last[int(mode)] = state
+        assert {7, 25, 1000, 1004, 1049, 2004} <= first.keys()
+        return {mode for mode, state in last.items() if state == first[mode]}
+
+
+@contextlib.contextmanager
+def shown(*command: str) -> Iterator[Shown]:
+    """Once its foot is drawn."""
+    program = Shown([sys.executable, *command])
     try:
-        wait_for(lambda: b"Quit" in shown, "the footer to be drawn", timeout_s=TIMEOUT_S)
-        os.write(ours, key)
-        assert child.wait(timeout=TIMEOUT_S) == code
+        wait_for(lambda: b"Quit" in program.output, "the footer to be drawn", timeout_s=TIMEOUT_S)
+        yield program
     finally:
-        child.kill()
-        child.wait()
-        reader.join()
-        os.close(ours)
+        program.close()
+
+
+@pytest.mark.parametrize(("left_by", "code"), [(b"\x03", 130), (b"q", 0), (signal.SIGTERM, 143)], ids=str)
+def test_how_it_is_left_is_its_exit_code(tmp_path: Path, left_by: bytes | signal.Signals, code: int) -> None:
+    with shown("-m", "tui", str(tmp_path)) as program:
+        if isinstance(left_by, bytes):
+            program.press(left_by)
+        else:
+            program.child.send_signal(left_by)
+        assert program.wait() == code
+    assert program.modes_left_changed() == set()
+
+
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGKILL])
+def test_the_terminal_is_as_before_when_a_child_that_shows_it_is_ended(tmp_path: Path, sent: signal.Signals) -> None:
+    with shown("-c", AS_A_CHILD, str(tmp_path)) as program:
+        (tui,) = psutil.Process(program.child.pid).children()
+        tui.send_signal(sent)
+        assert program.wait() == 0
+    assert program.modes_left_changed() == set()
