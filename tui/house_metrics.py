@@ -23,9 +23,9 @@ from tui.snapshot import Curve, RunTail
 HOME_POINTS = 240
 HOME_KEYS = ("reward/mean", "loss", "time")
 HOME_CAPACITY = 512
-# Of each metrics file the home screen reads this much from the end: 20 steps of long lines, 60 of short ones. The run
+# Of each metrics file the home screen reads this much from the end: 60 steps of long lines, 200 of short ones. The run
 # screen reads all.
-HOME_TAIL_BYTES = 1 << 14
+HOME_TAIL_BYTES = 1 << 16
 
 _Stamps = tuple[Stamp, Stamp]
 
