@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -212,7 +213,9 @@ def test_a_full_queue_is_said_together_with_when_to_come_again(server: RunningSe
         wait_for(lambda: num_running(server) == 4, "rows to run", timeout_s=20)
         response = ask(100)
         assert response.status_code == 503 and response.headers["retry-after"] == "1"
-        assert "196 choices wait already, 256 may" in error_of(response)
+        said = re.fullmatch(r"(\d+) choices wait already, 256 may\.", error_of(response))
+        # Four of the 200 run; where this came late, others have run and ended before.
+        assert said is not None and 156 < int(said[1]) <= 196, error_of(response)
     wait_for(lambda: num_running(server) == 0, "the rows to be free", timeout_s=20)
     assert ask(100).status_code == 200
     response = server.post("/v1/completions", prompt=[[5]] * 3, max_tokens=1, n=100)
