@@ -8,12 +8,12 @@ import termios
 from contextlib import suppress
 from pathlib import Path
 
+from prime_rl.utils.signals import EXIT_INTERRUPTED, EXIT_TERMINATED
+
 # Leave the alternate screen; show the cursor; wrap long lines; no mouse, focus or paste reports; no key protocol; plain
 # colours.
 _RESET = "\x1b[?1049l\x1b[?25h\x1b[?7h\x1b[?1000l\x1b[?1003l\x1b[?1015l\x1b[?1006l\x1b[?1004l\x1b[?2004l\x1b[<u\x1b[0m"
 _END_S = 5.0
-EXIT_INTERRUPTED = 130
-EXIT_TERMINATED = 143
 
 
 class TuiChild:

@@ -24,6 +24,7 @@ from textual.filter import LineFilter
 from textual.screen import Screen
 from textual.theme import Theme
 
+from prime_rl.utils.signals import EXIT_INTERRUPTED, EXIT_TERMINATED
 from tui.memory import Memory
 from tui.messages import ActionChanged, ActionEntry, HouseChanged
 from tui.palette import DARK
@@ -32,8 +33,6 @@ from tui.screens.places import HOME, PLACES, make_screen
 from tui.themes import THEMES, add_row_colours, base_name, shown_name
 from tui.watcher import HouseWatcher, ReadDisk
 
-EXIT_INTERRUPTED = 130
-EXIT_TERMINATED = 143
 MAX_ENTRIES = 500
 
 

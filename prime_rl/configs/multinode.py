@@ -23,10 +23,9 @@ RUN_ID = "run_multinode"
 # Of a loop without end; a schedule that ends somewhere needs `run.max_steps` or --max-iterations.
 ENDLESS_STEPS = 1_000_000
 _DECIDED_HERE = ("model", "batch_size", "max_steps", "max_async_level", "seq_len", "client")
-# Settings of the run by which no rollout is another.
-_OF_UPDATES = {"batch_size", "max_steps", "max_async_level", "optim", "scheduler", "loss", "advantage"} | {
-    "ckpt", "log", "monitor", "samples", "watch", "client"
-}  # fmt: skip
+# By these settings of the run no rollout is another: how an update learns, how many there are; what is kept and said.
+_LEARNING = {"optim", "scheduler", "loss", "advantage", "batch_size", "max_steps", "max_async_level"}
+_SAID = {"ckpt", "log", "monitor", "samples", "watch", "client"}
 
 
 class MultinodeConfig(BaseConfig):
@@ -116,7 +115,7 @@ class MultinodeConfig(BaseConfig):
     def rollouts_key(self) -> str:
         """Stands for all that decides a rollout beside the policy version: model, environments, sampling, seed."""
         run = build(OrchestratorConfig, self.orchestrator(1), "run")
-        text = json.dumps(run.model_dump(mode="json", exclude=_OF_UPDATES), sort_keys=True)
+        text = json.dumps(run.model_dump(mode="json", exclude=_LEARNING | _SAID), sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:8]
 
     @model_validator(mode="after")

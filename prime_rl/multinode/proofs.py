@@ -73,10 +73,9 @@ class Proofs:
         """The rollouts that are there, of whatever version and settings."""
         return read_json(self._output.iteration(iteration).proof("train"), TrainProof)
 
-    def lost_task(self, iteration: int) -> str | None:
+    def lost_task(self, iteration: int, proof: TrainProof) -> str | None:
         """A task of the rollouts that are proven, and is not in its file any more: that is damaged, or gone."""
-        proof = self.train(iteration)
-        if proof is None or iteration in self._whole:
+        if iteration in self._whole:
             return None
         folder = self._output.iteration(iteration).path
         found = {(entry.task, name) for name in set(proof.sources.values()) for entry in read_rank_file(folder / name)}
@@ -91,8 +90,9 @@ class Proofs:
         path = self._output.iteration(iteration).proof(name)
         if name == "train":
             proof = self.train(iteration)
-            is_ours = proof is not None and (proof.policy_version, proof.key) == (self.version(iteration), self.key)
-            return is_ours and self.lost_task(iteration) is None
+            if proof is None or (proof.policy_version, proof.key) != (self.version(iteration), self.key):
+                return False
+            return self.lost_task(iteration, proof) is None
         if name == "eval" and path.exists() and self.eval_is_due(iteration):
             found = read_json(path, EvalProof)
             return found is not None and found.due and found.steps == [self.version(iteration)]

@@ -55,7 +55,7 @@ class Training:
             raise ValueError(
                 f"{found}: take the TOML that they were made with, or make them anew, with --rl-phase rollout"
             )
-        if (lost := place.proofs.lost_task(number)) is not None:
+        if (lost := place.proofs.lost_task(number, proof)) is not None:
             raise ValueError(f"{where} has lost {lost}: make it anew, with --rl-phase rollout")
         return proof.sources
 

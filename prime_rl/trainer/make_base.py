@@ -19,12 +19,11 @@ from pydantic import Field
 from prime_rl.configs.base import BaseConfig, ConfigError, help_text, parse_argv
 from prime_rl.trainer.base_model.recipe import Recipe
 from prime_rl.trainer.base_model.store import StoreError, check_writable, is_up_to_date, save
-from prime_rl.utils.signals import StopFlag
+from prime_rl.utils.signals import EXIT_INTERRUPTED, StopFlag
 
 # Without a terminal: a line at the start and at each of so many equal parts.
 NUM_PROGRESS_LINES = 5
 # Not 0, because there is no model: what a shell says after Ctrl-C.
-EXIT_INTERRUPTED = 130
 
 
 class MakeBaseConfig(BaseConfig):

@@ -11,6 +11,10 @@ import queue
 import signal
 from types import FrameType
 
+# What a shell makes of a process that a signal ended; ours end by themselves and say the same.
+EXIT_INTERRUPTED = 128 + signal.SIGINT
+EXIT_TERMINATED = 128 + signal.SIGTERM
+
 
 class StopFlag:
     """Set by SIGTERM or SIGINT. Calling it tells whether the process was asked to stop."""

@@ -70,20 +70,6 @@ async def test_a_focus_that_comes_late_does_not_bring_the_tab_before_back(house:
         assert o.screen.tab == "checkpoints"
 
 
-async def test_no_key_at_the_foot_is_cut(house: OutputDir) -> None:
-    async with opened_run(house.path) as o:
-        for width, last in [(80, "w Compare"), (140, "d Delete"), (44, "m Maximise"), (43, "← → Step"), (32, "? Help")]:
-            await o.pilot.resize_terminal(width, 24)
-            await o.until(lambda last=last: foot(o).endswith(last), f"{last} as the last of {width} columns")
-        await o.pilot.resize_terminal(80, 24)
-        await o.press("5")
-        await o.until(lambda: foot(o).endswith("d Delete"), "the keys of another tab")
-
-
-def foot(o: Opened) -> str:
-    return screen_text(o.app).splitlines()[-1].rstrip()
-
-
 async def test_only_the_open_tab_is_read(house: OutputDir) -> None:
     async with opened_run(house.path) as o:
         assert o.screen.shown == {"charts"}

@@ -27,8 +27,6 @@ TRAIN = b'{"policy_version": 1, "key": "5e771465", "sources": {}}'
 EVAL = b'{"rewards": {}, "num_rollouts": 1, "steps": [1]}'
 PROOFS = {"train": TRAIN, "eval": EVAL, "update": b"{}", "checkpoint": b"{}", "done": b"{}"}
 BOTH: frozenset[Split] = frozenset({"train", "eval"})
-
-
 RUN = {"rollouts_per_example": 2, "env": [{"id": "reverse-text"}]}
 CONFIG = MultinodeConfig(groups_per_iteration=2, run=RUN)
 NO_SERVER = InferenceServer(lambda: pytest.fail("no server"), Path())
