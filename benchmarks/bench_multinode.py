@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 
-from benchmarks.multinode_part import NoWork, make_member
+from benchmarks.multinode_node import NoWork, make_member
 from prime_rl.contract.files import wait_for
 from prime_rl.contract.layout import OutputDir
 from prime_rl.contract.status import NodeStatus, read_status
@@ -39,7 +39,7 @@ def run() -> dict[str, float]:
 @contextmanager
 def group(folder: Path, *, hold: bool) -> Iterator[list[subprocess.Popen[str]]]:
     words = [str(folder), str(NUM_ITERATIONS), str(int(hold))]
-    command = [sys.executable, "-m", "benchmarks.multinode_part"]
+    command = [sys.executable, "-m", "benchmarks.multinode_node"]
     nodes = [
         subprocess.Popen([*command, str(rank), str(NUM_NODES), *words], stdout=subprocess.PIPE, text=True)
         for rank in range(NUM_NODES)

@@ -4,7 +4,7 @@ The same 6 M-parameter Qwen3, the same tokens, rank 8 on every linear layer, the
 CPU. Once against one peft adapter that is trained on all the tokens (what sharing costs), once against eight peft
 adapters that are trained one after another over one base (what sharing saves). A step is forward, backward, clipping
 and the AdamW update of every adapter. Memory and the share of publishing are measured on the real trainer, in
-`trainer_house`.
+`trainer_workspace`.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from pathlib import Path
 import torch
 
 from benchmarks.frame import paired_ratio
-from benchmarks.trainer_house import memory_8_vs_1, publish_shares
 from benchmarks.trainer_peft import PeftTrainer
 from benchmarks.trainer_step import Tenants, bench_sample
+from benchmarks.trainer_workspace import memory_8_vs_1, publish_shares
 from prime_rl.contract.types import TrainingSample
 
 NUM_RUNS = 8

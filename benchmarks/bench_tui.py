@@ -19,9 +19,9 @@ from pathlib import Path
 
 import psutil
 
-from benchmarks.tui_house import BenchHouse, append, long_run_line, orchestrator_line, ten_metrics
 from benchmarks.tui_leet import WandbLog, history_record, make_runs, two_figures
 from benchmarks.tui_terminal import Screen, Terminal
+from benchmarks.tui_workspace import BenchWorkspace, append, long_run_line, orchestrator_line, ten_metrics
 
 NUM_RUNS, NUM_STEPS, NUM_LIVE = 1000, 2000, 100
 LONG_STEPS = 100_000
@@ -33,7 +33,7 @@ Figures = dict[str, float]
 def run() -> Figures:
     folder = Path(tempfile.mkdtemp(prefix="bench-tui-"))
     try:
-        figures = ours(folder / "house", folder / "long")
+        figures = ours(folder / "workspace", folder / "long")
         leet = shutil.which("wandb", path=str(Path(sys.executable).parent))
         if leet is not None:
             found = leets(leet, folder / "leet" / "wandb", folder / "leet-long" / "wandb", folder)
@@ -44,11 +44,11 @@ def run() -> Figures:
 
 
 def ours(path: Path, long_path: Path) -> Figures:
-    house = BenchHouse(path, num_runs=NUM_RUNS, num_steps=NUM_STEPS, num_live=NUM_LIVE)
+    workspace = BenchWorkspace(path, num_runs=NUM_RUNS, num_steps=NUM_STEPS, num_live=NUM_LIVE)
     command = [sys.executable, "-m", "tui", str(path)]
     os.environ["XDG_STATE_HOME"] = str(path.parent / "state")
     figures: Figures = {}
-    with going(house.beat, every_s=5.0):
+    with going(workspace.beat, every_s=5.0):
         figures["first_paint_s"] = median_start(command, _shows_live_row)
         with Terminal(command) as terminal:
             terminal.wait(_shows_live_row, "the first live row")
@@ -56,11 +56,11 @@ def ours(path: Path, long_path: Path) -> Figures:
             figures["idle_cpu"] = cpu_share(terminal)
             figures["rss_mb"] = rss_mb(terminal)
             values = [(0.111 + 0.1 * number, f"{0.111 + 0.1 * number:.3f}") for number in range(NUM_LINES)]
-            metrics = house.run(3).orchestrator_metrics
+            metrics = workspace.run(3).orchestrator_metrics
             figures["metric_to_screen_s"] = line_to_screen(
                 terminal, values, lambda step, value: append(metrics, orchestrator_line(step, value))
             )
-    with going(house.step_all, every_s=1.0), Terminal(command) as terminal:
+    with going(workspace.step_all, every_s=1.0), Terminal(command) as terminal:
         terminal.wait(_shows_curve, "the first live row")
         terminal.drain(4.0)
         figures["key_p95_ms"] = key_p95_ms(terminal, down="j", up="k", top=3)
@@ -87,11 +87,11 @@ def _shows_whole_curve(screen: Screen) -> object:
 
 def our_charts(path: Path) -> float:
     """From the key that opens the run to the whole curve."""
-    house = BenchHouse(path, num_runs=1, num_steps=1, num_live=1)
+    workspace = BenchWorkspace(path, num_runs=1, num_steps=1, num_live=1)
     lines = (long_run_line(step, LONG_STEPS) for step in range(1, LONG_STEPS + 1))
-    house.run(0).orchestrator_metrics.write_text("".join(lines))
-    house.step = LONG_STEPS
-    house.beat()
+    workspace.run(0).orchestrator_metrics.write_text("".join(lines))
+    workspace.step = LONG_STEPS
+    workspace.beat()
     times = []
     for _ in range(NUM_STARTS):
         with Terminal([sys.executable, "-m", "tui", str(path)]) as terminal:
@@ -217,7 +217,7 @@ def key_p95_ms(terminal: Terminal, *, down: str, up: str, top: int) -> float:
         terminal.press(down if forward else up)
         moved_at = terminal.wait(lambda screen, row=wanted: _is_cursor(screen, row), "the cursor", timeout_s=10.0)
         times.append(1000 * (moved_at - pressed_at))
-        # Not in step with the house's seconds.
+        # Not in step with the workspace's seconds.
         terminal.drain(0.083)
     return statistics.quantiles(times, n=20)[-1]
 

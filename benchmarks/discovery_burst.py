@@ -1,6 +1,6 @@
 """Five thousand runs that come at once: how many the trainer's manager does not discover.
 
-python -m benchmarks.discovery_burst HOUSE
+python -m benchmarks.discovery_burst WORKSPACE
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ def lost_of_5000() -> float:
 
     discovered: set[str] = set()
     with tempfile.TemporaryDirectory() as folder, Watcher() as watcher:
-        house = Path(folder)
-        manager = manager_of(house, NUM_RUNS)
+        workspace = Path(folder)
+        manager = manager_of(workspace, NUM_RUNS)
         manager.register_discovered_hook(lambda run_idx, run_id, config: discovered.add(run_id))
         scout = Scout(manager, watcher)
-        with subprocess.Popen([sys.executable, "-m", "benchmarks.discovery_burst", str(house)]) as writer:
+        with subprocess.Popen([sys.executable, "-m", "benchmarks.discovery_burst", str(workspace)]) as writer:
             quiet_since = time.monotonic()
             while writer.poll() is None or time.monotonic() - quiet_since < PATIENCE_S:
                 before = len(discovered)
@@ -50,9 +50,9 @@ def lost_of_5000() -> float:
     return NUM_RUNS - len(discovered)
 
 
-def place(house: Path) -> None:
+def place(workspace: Path) -> None:
     for number in range(NUM_RUNS):
-        run = RunDir(house / f"run_{number}")
+        run = RunDir(workspace / f"run_{number}")
         run.control.mkdir(parents=True)
         staged = run.control / ".orch.toml.new"
         staged.write_text(TEXT)

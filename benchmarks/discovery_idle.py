@@ -23,7 +23,7 @@ from prime_rl.contract.status import DaemonStatus, read_status
 NUM_RUNS = 200
 IDLE_S = 20.0
 TIMEOUT_S = 180.0
-PART = "benchmarks.discovery_part"
+DAEMON = "benchmarks.discovery_daemon"
 
 
 def idle_200_runs_cpu() -> float:
@@ -67,7 +67,7 @@ def _cpu_s(process: psutil.Process) -> float:
 
 
 def _prl(command: str, output: OutputDir, *more: str) -> None:
-    modules = ",".join(f"{part}={PART}" for part in ("trainer", "inference", "orchestrator"))
+    modules = ",".join(f"{daemon}={DAEMON}" for daemon in ("trainer", "inference", "orchestrator"))
     environment = {key: value for key, value in os.environ.items() if key != "PRL_OUTPUT_DIR"}
     subprocess.run(
         [sys.executable, "-m", "daemons.cli", command, *more, "--output-dir", str(output.path)],

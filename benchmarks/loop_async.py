@@ -1,4 +1,4 @@
-"""What asynchrony is worth: the same run with `max_async_level` 2 and 0, in one real house, one after the other.
+"""What asynchrony is worth: the same run with `max_async_level` 2 and 0, in one real workspace, one after the other.
 
 Trainer and embedded engine have one core each; passes and samples are chosen so that making a batch and training on it
 take about as long. A run's wall time is that from its first update to its last. What it learned is measured afterwards:
@@ -25,7 +25,7 @@ SEEDS, LEVELS, NUM_STEPS = (1, 2, 3), (0, 2), 48
 TIMEOUT_S = 900.0
 MODEL = Path("models/base")
 SYSTEM = """
-output_dir = "{house}"
+output_dir = "{workspace}"
 max_concurrent_runs = 1
 seq_len = 96
 [model]
@@ -74,11 +74,11 @@ def async_figures() -> dict[str, float]:
     """
     if not MODEL.is_dir():
         raise SystemExit(f"bench: {MODEL} is not there: make it with `.venv/bin/prl make-base` or `make demo`")
-    with tempfile.TemporaryDirectory() as folder, _house(Path(folder)) as house:
+    with tempfile.TemporaryDirectory() as folder, _workspace(Path(folder)) as workspace:
         for seed in SEEDS:
             for level in LEVELS:
-                _add(Path(folder), house, level, seed)
-        runs = {(seed, level): RunDir(house / f"run_s{seed}_k{level}") for seed in SEEDS for level in LEVELS}
+                _add(Path(folder), workspace, level, seed)
+        runs = {(seed, level): RunDir(workspace / f"run_s{seed}_k{level}") for seed in SEEDS for level in LEVELS}
         wait_for(lambda: all(_is_done(run) for run in runs.values()), "all runs of the bench", timeout_s=TIMEOUT_S)
         walls = {key: _wall_s(run) for key, run in runs.items()}
         rewards = {key: reward_of(run, NUM_STEPS) for key, run in runs.items()}
@@ -94,20 +94,20 @@ def async_figures() -> dict[str, float]:
 
 
 @contextmanager
-def _house(folder: Path) -> Iterator[Path]:
-    house, system = folder / "house", folder / "system.toml"
-    system.write_text(SYSTEM.format(house=house, model=MODEL.resolve()))
+def _workspace(folder: Path) -> Iterator[Path]:
+    workspace, system = folder / "workspace", folder / "system.toml"
+    system.write_text(SYSTEM.format(workspace=workspace, model=MODEL.resolve()))
     _prl("up", "@", str(system))
     try:
-        yield house
+        yield workspace
     finally:
-        _prl("down", "--output-dir", str(house))
+        _prl("down", "--output-dir", str(workspace))
 
 
-def _add(folder: Path, house: Path, level: int, seed: int) -> None:
+def _add(folder: Path, workspace: Path, level: int, seed: int) -> None:
     file = folder / f"s{seed}_k{level}.toml"
     file.write_text(RUN.format(num_steps=NUM_STEPS, level=level, seed=seed, model=MODEL.resolve()))
-    _prl("runs", "add", str(file), "--id", f"run_{file.stem}", "--output-dir", str(house))
+    _prl("runs", "add", str(file), "--id", f"run_{file.stem}", "--output-dir", str(workspace))
 
 
 def _prl(*arguments: str) -> None:

@@ -89,11 +89,11 @@ def base_model(folder: Path) -> Path:
 
 
 @contextlib.contextmanager
-def server(engine: str, model: Path, house: Path) -> Iterator[str]:
+def server(engine: str, model: Path, workspace: Path) -> Iterator[str]:
     """A server with the adapters loaded; the value is its URL."""
-    house.mkdir()
+    workspace.mkdir()
     config = {
-        "output_dir": str(house),
+        "output_dir": str(workspace),
         "engine": engine,
         "port": 0,
         "num_threads": os.cpu_count() or 1,
@@ -102,16 +102,16 @@ def server(engine: str, model: Path, house: Path) -> Iterator[str]:
         "max_versions_per_run": 1,
         "model": {"name": str(model), "max_model_len": 512, "lora": {"rank": RANK}},
     }
-    (house / "inference.toml").write_text(tomli_w.dumps(config))
-    argv = [sys.executable, "-m", "prime_rl.inference.server", "@", str(house / "inference.toml")]
-    with (house / "log").open("wb") as log:
+    (workspace / "inference.toml").write_text(tomli_w.dumps(config))
+    argv = [sys.executable, "-m", "prime_rl.inference.server", "@", str(workspace / "inference.toml")]
+    with (workspace / "log").open("wb") as log:
         process = subprocess.Popen(argv, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
     try:
-        wait_for(lambda: _url(house, process) is not None, f"the {engine} server", timeout_s=START_TIMEOUT_S)
-        url = _url(house, process)
+        wait_for(lambda: _url(workspace, process) is not None, f"the {engine} server", timeout_s=START_TIMEOUT_S)
+        url = _url(workspace, process)
         assert url is not None
         for seed, name in enumerate(ADAPTERS):
-            adapter = random_adapter(house / name, model, seed)
+            adapter = random_adapter(workspace / name, model, seed)
             answer = httpx.post(f"{url}/load_lora_adapter", json={"lora_name": name, "lora_path": str(adapter)})
             answer.raise_for_status()
         yield url
@@ -120,10 +120,10 @@ def server(engine: str, model: Path, house: Path) -> Iterator[str]:
         process.wait(STOP_TIMEOUT_S)
 
 
-def _url(house: Path, process: subprocess.Popen[bytes]) -> str | None:
+def _url(workspace: Path, process: subprocess.Popen[bytes]) -> str | None:
     if process.poll() is not None:
-        raise RuntimeError((house / "log").read_text()[-2000:])
-    status = read_status(OutputDir(house).inference_status, InferenceStatus)
+        raise RuntimeError((workspace / "log").read_text()[-2000:])
+    status = read_status(OutputDir(workspace).inference_status, InferenceStatus)
     return status.base_url if status is not None and status.state == "serving" else None
 
 

@@ -1,7 +1,7 @@
-"""Starts a part of the house as it is and notes what happens when: `python -m benchmarks.loop_marks PART FILE ARG...`.
+"""Start a daemon as it is and record what happens when: `python -m benchmarks.loop_marks DAEMON FILE ARG...`.
 
-PART is `trainer` or `orchestrator`; each line of FILE is {"what", "version", "at_s"} in the machine's
-monotonic time, which is the same for all of its processes. Nothing of the part is changed but that it is listened to.
+DAEMON is `trainer` or `orchestrator`; each line of FILE is {"what", "version", "at_s"} in the machine's
+monotonic time, which is the same for all of its processes. Nothing of the daemon is changed but that it is listened to.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ def listen_to_orchestrator(marks: Marks) -> None:
     InferenceClient.complete = noted(InferenceClient.complete, "asking", "answered")  # type: ignore[method-assign]
 
 
-def main(part: str, path: str, argv: list[str]) -> int:
-    if part == "trainer":
+def main(daemon: str, path: str, argv: list[str]) -> int:
+    if daemon == "trainer":
         from prime_rl.trainer.train import main as run
 
         listen_to_trainer(Marks(Path(path)))

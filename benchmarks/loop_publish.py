@@ -2,9 +2,9 @@
 
 A real trainer, embedded server and orchestrator, strictly on-policy, so that everybody waits for the new version and
 nothing else goes on; answers have one token and a batch is one group, so the first answer is the first token. Against
-it the bare sum on the same house, in blocks between the runs: write the tensors, one load call, one request for a token
-of the run's own prompt. In the run the server sleeps between two versions, and before each sum it sleeps as long; the
-sum in a tight loop, where every process is awake and every cache warm, is the second figure.
+it the bare sum on the same workspace, in blocks between the runs: write the tensors, one load call, one request for a
+token of the run's own prompt. In the run the server sleeps between two versions, and before each sum it sleeps as long;
+the sum in a tight loop, where every process is awake and every cache warm, is the second figure.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ def publish_figures() -> dict[str, float]:
     whole_s: list[float] = []
     cold_s: list[float] = []
     hot_s: list[float] = []
-    with tempfile.TemporaryDirectory() as folder, _house(Path(folder)) as (house, url):
+    with tempfile.TemporaryDirectory() as folder, _workspace(Path(folder)) as (workspace, url):
         for number in range(NUM_RUNS):
-            run = RunDir(house / f"run_{number}")
+            run = RunDir(workspace / f"run_{number}")
             _write_run(run, seed=number)
             _orchestrate(run)
             times = _times(run, Path(folder) / "trainer.marks")
@@ -64,17 +64,17 @@ def publish_figures() -> dict[str, float]:
 
 
 @contextlib.contextmanager
-def _house(folder: Path) -> Iterator[tuple[Path, str]]:
-    """Trainer and embedded server, one core each, as a house starts them."""
-    house = folder / "house"
-    house.mkdir()
-    common = {"output_dir": str(house), "max_concurrent_runs": 1, "num_threads": 1}
+def _workspace(folder: Path) -> Iterator[tuple[Path, str]]:
+    """Trainer and embedded server, one core each, as a workspace starts them."""
+    workspace = folder / "workspace"
+    workspace.mkdir()
+    common = {"output_dir": str(workspace), "max_concurrent_runs": 1, "num_threads": 1}
     lora = {"rank": RANK, "alpha": ALPHA}
     model = {"name": str(MODEL.resolve()), "lora": lora}
     trainer = {**common, "model": model, "seq_len": 96}
     inference = {**common, "model": {**model, "max_model_len": 96}, "engine": "embedded", "port": 0}
     marked = ["benchmarks.loop_marks", "trainer", str(folder / "trainer.marks")]
-    output = OutputDir(house)
+    output = OutputDir(workspace)
     with contextlib.ExitStack() as stack:
         stack.enter_context(_process(marked, folder / "trainer.toml", trainer))
         stack.enter_context(_process(["prime_rl.inference.server"], folder / "inference.toml", inference))
@@ -86,7 +86,7 @@ def _house(folder: Path) -> Iterator[tuple[Path, str]]:
         )
         url = _serving(output)
         assert url is not None
-        yield house, url
+        yield workspace, url
 
 
 def _serving(output: OutputDir) -> str | None:

@@ -1,7 +1,7 @@
-"""What a supervisor costs while nothing happens: the real one, over parts that only sleep and beat.
+"""What a supervisor costs while nothing happens: the real one, over daemons that only sleep and beat.
 
-The parts are `sleep` under the supervisor's own command lines; their status files are renewed from here each heartbeat,
-as the real parts do. So the figure is the supervisor's alone: looking, judging, and writing its own files.
+The daemons are `sleep` under the supervisor's own command lines; their status files are renewed from here each
+heartbeat, as the real daemons do. So the figure is the supervisor's alone: looking, judging, and writing its own files.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from prime_rl.contract.status import (
 from prime_rl.utils.process import ProcessId
 
 RUN_TOML = 'batch_size = 8\nrollouts_per_example = 4\n[model]\nname = "m"\n[[env]]\nid = "reverse-text"\n'
-# Starts each part as a sleeper: the supervisor takes the interpreter's name for its parts from here.
+# Starts each daemon as a sleeper: the supervisor takes the interpreter's name for its daemons from here.
 START = "import sys; sys.executable = sys.argv.pop(1); from daemons.supervisor import main; main()"
 PATIENCE_S = 120.0
 
 
 class Sleepers:
-    """A house of `num_runs` runs, `num_active` of them in slots, whose parts sleep."""
+    """A workspace of `num_runs` runs, `num_active` of them in slots, whose daemons sleep."""
 
     def __init__(self, folder: Path, num_runs: int, num_active: int) -> None:
-        self.output = OutputDir(folder / "house")
+        self.output = OutputDir(folder / "workspace")
         self.active = [f"run_{number:03}" for number in range(num_active)]
         self.waiting = [f"run_{number:03}" for number in range(num_active, num_runs)]
         self.sleeper = folder / "sleeper"
@@ -65,20 +65,20 @@ class Sleepers:
         return child
 
     def beat(self) -> bool:
-        """Renew the status file of each part that is there; whether all are."""
-        daemons = {name: self._part(name) for name in ("trainer", "inference", *self.active)}
+        """Renew the status file of each daemon that is there; whether all are."""
+        daemons = {name: self._daemon(name) for name in ("trainer", "inference", *self.active)}
         now = time.time()
-        for name, part in daemons.items():
-            if part is None or part.child is None:
+        for name, daemon in daemons.items():
+            if daemon is None or daemon.child is None:
                 continue
             path, status = self._word(name)
-            status.sign(part.child)
+            status.sign(daemon.child)
             status.updated_at = now
             write_atomic(path, msgspec.json.encode(status), durable=False)
-        return all(part is not None and part.state == "running" for part in daemons.values())
+        return all(daemon is not None and daemon.state == "running" for daemon in daemons.values())
 
     def _word(self, name: str) -> tuple[Path, Status]:
-        """What the part says of itself, and where."""
+        """What the daemon says of itself, and where."""
         if name == "trainer":
             runs = {run_id: TrainerRunStatus(run_idx=idx) for idx, run_id in enumerate(self.active)}
             status = TrainerStatus(state="waiting", waiting_on="rollouts", runs=runs, waiting=self.waiting)
@@ -87,28 +87,28 @@ class Sleepers:
             return self.output.inference_status, InferenceStatus(state="serving")
         return self.output.run(name).status, RunStatus(run_id=name, state="running", waiting_on="inference")
 
-    def _part(self, name: str) -> DaemonStatus | None:
+    def _daemon(self, name: str) -> DaemonStatus | None:
         return read_status(self.output.daemon_status(name), DaemonStatus)
 
 
 def idle_cpu(num_runs: int = 200, num_active: int = 8, seconds: float = 30.0) -> float:
     """Share of one core that the supervisor takes, measured over `seconds` of quiet."""
     with tempfile.TemporaryDirectory() as folder:
-        house = Sleepers(Path(folder), num_runs, num_active)
-        with house.start() as child:
+        workspace = Sleepers(Path(folder), num_runs, num_active)
+        with workspace.start() as child:
             try:
-                wait_for(house.beat, "all parts to run", timeout_s=PATIENCE_S, poll_s=0.5)
-                return _cpu_share(child.pid, house, seconds)
+                wait_for(workspace.beat, "all daemons to run", timeout_s=PATIENCE_S, poll_s=0.5)
+                return _cpu_share(child.pid, workspace, seconds)
             finally:
                 child.terminate()
 
 
-def _cpu_share(pid: int, house: Sleepers, seconds: float) -> float:
+def _cpu_share(pid: int, workspace: Sleepers, seconds: float) -> float:
     process = psutil.Process(pid)
     assert ProcessId.of(pid).is_running()
     began, before = time.monotonic(), process.cpu_times()
     while time.monotonic() - began < seconds:
-        house.beat()
+        workspace.beat()
         time.sleep(min(HEARTBEAT_S, max(0.0, seconds - (time.monotonic() - began))))
     after = process.cpu_times()
     return (after.user + after.system - before.user - before.system) / (time.monotonic() - began)

@@ -1,4 +1,4 @@
-"""The trainer's own step on recorded batches, without a house full of processes: real slots, optimizers and passes."""
+"""The trainer's own step on recorded batches, without a workspace full of processes: real slots and optimizers."""
 
 from __future__ import annotations
 
@@ -70,10 +70,10 @@ def world() -> World:
 class Tenants:
     """`num_runs` runs in a trainer of `num_slots`."""
 
-    def __init__(self, house: Path, num_slots: int, num_runs: int) -> None:
+    def __init__(self, workspace: Path, num_slots: int, num_runs: int) -> None:
         model = adapt_model(bench_model(), LoRAConfig(rank=RANK, alpha=ALPHA), num_slots)
         limits = TrainerLimits("bench", max_seq_len=2048, max_rank=RANK, alpha=ALPHA)
-        self.manager = manager = MultiRunManager(house, num_slots, limits=limits)
+        self.manager = manager = MultiRunManager(workspace, num_slots, limits=limits)
         for name, layer in model.layers.items():
             layer.register_with_runs(manager, name)
         optimizer = MultiLoRAOptimizer(manager, world())
@@ -82,7 +82,7 @@ class Tenants:
         self._step = TrainStep(model, manager, optimizer, scheduler, world())
         manager.register_creation_hook(optimizer.creation_hook)
         for number in range(num_runs):
-            _write_config(house, f"run_{number}")
+            _write_config(workspace, f"run_{number}")
         manager.discover_runs()
         manager.synchronize_state()
         assert len(manager.used_idxs) == num_runs
@@ -107,8 +107,8 @@ class Tenants:
         return step
 
 
-def _write_config(house: Path, run_id: str) -> None:
-    run = RunDir(house / run_id)
+def _write_config(workspace: Path, run_id: str) -> None:
+    run = RunDir(workspace / run_id)
     run.control.mkdir(parents=True)
     config = {
         "batch_size": 2,

@@ -1,4 +1,4 @@
-"""A folder of W&B runs for `wandb leet`, with the numbers of a `tui_house`: written as W&B's own process writes them.
+"""A folder of W&B runs for `wandb leet`, with the numbers of a `tui_workspace`, as W&B's own process writes them.
 
 A `.wandb` file is a log in LevelDB's format: blocks of 32 KiB, records with checksum, length and kind, each record a
 protocol buffer. Only what `leet` reads is written.

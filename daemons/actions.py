@@ -21,7 +21,7 @@ from typing import Any
 import tomli_w
 
 from daemons import audit
-from daemons.client import HouseReader, RunView
+from daemons.client import RunView, WorkspaceReader
 from daemons.errors import ActionError, WrongUseError, in_one_line, one_line_errors, printable
 from daemons.in_use import users_of_run
 from daemons.trash import (
@@ -183,10 +183,10 @@ def readmit_run(output_dir: Path, run_id: str, *, reason: str = "") -> bool:
 
 
 def _view(output: OutputDir, run_id: str) -> RunView:
-    house = HouseReader(output.path).read()
-    if (view := house.run(run_id)) is not None:
+    workspace = WorkspaceReader(output.path).read()
+    if (view := workspace.run(run_id)) is not None:
         return view
-    reason = next((each.reason for each in house.refused if each.name == run_id), "it is gone")
+    reason = next((each.reason for each in workspace.refused if each.name == run_id), "it is gone")
     raise ActionError(in_one_line(f"{run_id} is not a run: {reason}"))
 
 

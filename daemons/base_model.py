@@ -1,4 +1,4 @@
-"""The small base model of the demo and of a house without a system file: made by a child process when it is missing."""
+"""The small base model of the demo and of a workspace without a system file, made by a child process."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """What `prl doctor` knows to judge: one function a fact, each handed what it judges. `doctor` collects the facts.
 
 A check says what was found, and unless it is ok what to do. `warning`: it works, and something will hurt. `broken`: the
-house will not start, or will do the wrong thing.
+workspace will not start, or will do the wrong thing.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ SKEW_WARNING_S = 1.0
 # Descriptors of the inference server: its own, and the connections of each tenant.
 FDS_OWN = 512
 FDS_PER_RUN = 64
-# Parts that watch files beside the orchestrators: trainer, supervisor, and a few of prl-tui.
+# Daemons that watch files beside the orchestrators: trainer, supervisor, and a few of prl-tui.
 WATCHERS_OWN = 8
 WATCHES_PER_WATCHER = 3
 
@@ -81,7 +81,7 @@ def check_gpu(devices: Sequence[str], *, driver_sees_some: bool, threads: int) -
 
 
 def check_output_dir(path: Path) -> Check:
-    """Whether the house can be written, or made."""
+    """Whether the workspace can be written, or made."""
     place = _existing(path)
     if not place.is_dir():
         return Check("output_dir", "broken", f"{place} is not a folder", "choose another with --output-dir")
@@ -94,7 +94,7 @@ def check_output_dir(path: Path) -> Check:
 
 
 def check_file_system(path: Path, mountinfo: Path = Path("/proc/self/mountinfo")) -> Check:
-    """What the file system of the house means for the watchers and for what lies on it."""
+    """What the file system of the workspace means for the watchers and for what lies on it."""
     place = _existing(path)
     kind = file_system_type(place, mountinfo)
     if kind is None:
@@ -107,7 +107,7 @@ def check_file_system(path: Path, mountinfo: Path = Path("/proc/self/mountinfo")
             "fine for several machines; the file server must do locks (flock), and its clock must be right",
         )
     if kind in ("tmpfs", "ramfs"):
-        return Check("file system", "warning", f"{kind}: runs are gone after a reboot", "put the house on a disk")
+        return Check("file system", "warning", f"{kind}: runs are gone after a reboot", "put the workspace on a disk")
     return Check("file system", "ok", f"{kind}, local: file events are used")
 
 
@@ -134,11 +134,11 @@ def check_inotify(num_runs: int, limits: Mapping[str, int]) -> Check:
     )
 
 
-def check_port(host: str, port: int, *, served_by_house: bool) -> Check:
+def check_port(host: str, port: int, *, served_by_workspace: bool) -> Check:
     if port == 0:
         return Check("port", "ok", "inference takes a free one")
-    if served_by_house:
-        return Check("port", "ok", f"{host}:{port} is this house's inference")
+    if served_by_workspace:
+        return Check("port", "ok", f"{host}:{port} is this workspace's inference")
     try:
         bound_socket(host, port).close()
     except OSError as error:
@@ -212,13 +212,13 @@ def check_key(variable: str, environ: Mapping[str, str]) -> Check:
     return Check("api key", "ok", f"{variable} is set" if key else f"none: {variable} and {variable}_FILE are not set")
 
 
-def check_parts(states: Mapping[str, str]) -> Check:
-    """`states`: of the house's parts."""
+def check_daemons(states: Mapping[str, str]) -> Check:
+    """`states`: of the workspace's daemons."""
     bad = [f"{name} is {state}" for name, state in states.items() if state in ("failed", "lost", "stalled")]
     if bad:
-        return Check("parts", "warning", ", ".join(bad[:5]), f"prl status, then prl logs {bad[0].split()[0]}")
+        return Check("daemons", "warning", ", ".join(bad[:5]), f"prl status, then prl logs {bad[0].split()[0]}")
     running = sum(state == "running" for state in states.values())
-    return Check("parts", "ok", f"{running} running" if running else "nothing is running")
+    return Check("daemons", "ok", f"{running} running" if running else "nothing is running")
 
 
 def _existing(path: Path) -> Path:

@@ -1,7 +1,8 @@
-"""The processes of the parts as the supervisor holds them: its own children, and those that it adopted.
+"""The processes of the daemons as the supervisor holds them: its own children, and those that it adopted.
 
-An adopted part was started by a supervisor that is gone. It is no child of ours, so the kernel tells its end (through a
-pidfd, where there are any) but not its exit code. It starts, signals and kills nothing (`process` and `supervisor` do).
+An adopted daemon was started by a supervisor that is gone. It is no child of ours, so the kernel tells its end (through
+a pidfd, where there are any) but not its exit code. It starts, signals and kills nothing (`process` and `supervisor`
+do).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from prime_rl.utils.process import ProcessId
 
 
 class Child(Protocol):
-    """One part's process."""
+    """One daemon's process."""
 
     @property
     def exit_code(self) -> int | None: ...

@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 from daemons.actions import ActionError
-from daemons.commands import acts, demo, doctor, house, multinode, parts, up
+from daemons.commands import acts, demo, doctor, foreground, lifecycle, multinode, up
 from daemons.commands.common import UsageError, complain
 from daemons.commands.runs import runs_app
 from daemons.launch import LaunchError
@@ -31,11 +31,11 @@ app = typer.Typer(
 )
 demo.register(app)
 up.register(app)
-house.register(app)
+lifecycle.register(app)
 doctor.register(app)
 acts.register(runs_app)
 app.add_typer(runs_app, name="runs")
-parts.register(app)
+foreground.register(app)
 multinode.register(app)
 
 
@@ -54,7 +54,7 @@ def _root(
 ) -> None:
     """Train many RL runs on one model from one terminal. Start with: prl demo
 
-    TAB completes commands, runs and parts after: prl --install-completion
+    TAB completes commands, runs and daemons after: prl --install-completion
     """
 
 

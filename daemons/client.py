@@ -1,8 +1,8 @@
-"""What a house looks like now: one snapshot, read from disk and from nowhere else.
+"""What a workspace looks like now: one snapshot, read from disk and from nowhere else.
 
-`HouseReader.read()` returns a `House` of frozen views, for `prl`, the TUI and the supervisor. It only reads, so it also
-works with the daemons down and on a copied output directory. A file that is missing, half written, damaged or huge
-costs its own facts and nothing else. A run's state comes from `contract.status.run_state`. It changes nothing
+`WorkspaceReader.read()` returns a `Workspace` of frozen views, for `prl`, the TUI and the supervisor. It only reads, so
+it also works with the daemons down and on a copied output directory. A file that is missing, half written, damaged or
+huge costs its own facts and nothing else. A run's state comes from `contract.status.run_state`. It changes nothing
 (`actions` does) and cleans no text: who shows it does that (`utils.text.clean_text`).
 """
 
@@ -14,18 +14,7 @@ from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 from daemons.disk import DiskReader, DiskView
-from daemons.house import (
-    SUPERVISOR,
-    DaemonView,
-    House,
-    RefusedView,
-    RunView,
-    by_importance,
-    daemon_view,
-    find_bottleneck,
-    waits_for,
-)
-from daemons.machine import GpuView, MachineReader, MachineView, PartUse
+from daemons.machine import DaemonUse, GpuView, MachineReader, MachineView
 from daemons.run_files import (
     MAX_FILE_BYTES,
     NO_FILE,
@@ -35,6 +24,17 @@ from daemons.run_files import (
     Stamp,
     read_status_file,
     stamp_of,
+)
+from daemons.workspace import (
+    SUPERVISOR,
+    DaemonView,
+    RefusedView,
+    RunView,
+    Workspace,
+    by_importance,
+    daemon_view,
+    find_bottleneck,
+    waits_for,
 )
 from prime_rl.contract.layout import OutputDir, RefusedRun, RunDir, scan_runs
 from prime_rl.contract.status import (
@@ -52,32 +52,32 @@ from prime_rl.contract.status import (
 __all__ = [
     "MAX_FILE_BYTES",
     "SUPERVISOR",
+    "DaemonUse",
     "DaemonView",
     "DiskReader",
     "DiskView",
     "GpuView",
-    "House",
-    "HouseReader",
     "MachineReader",
     "MachineView",
-    "PartUse",
     "RefusedView",
     "RunView",
     "Stamp",
-    "read_house",
+    "Workspace",
+    "WorkspaceReader",
+    "read_workspace",
     "stamp_of",
 ]
 
 StatusT = TypeVar("StatusT", bound=Status)
 
 
-def read_house(output_dir: Path, *, now: float | None = None) -> House:
-    """One look at `output_dir` (`now` in Unix seconds). To look again and again keep a `HouseReader`."""
-    return HouseReader(output_dir).read(now=now)
+def read_workspace(output_dir: Path, *, now: float | None = None) -> Workspace:
+    """One look at `output_dir` (`now` in Unix seconds). To look again and again keep a `WorkspaceReader`."""
+    return WorkspaceReader(output_dir).read(now=now)
 
 
-class HouseReader:
-    """Reads one house again and again; files that did not change are not parsed again."""
+class WorkspaceReader:
+    """Reads one workspace again and again; files that did not change are not parsed again."""
 
     def __init__(self, output_dir: Path, *, clock: Callable[[], float] = time.time) -> None:
         self.output = OutputDir(Path(output_dir))
@@ -87,13 +87,13 @@ class HouseReader:
         self._statuses: dict[Path, tuple[Stamp, Status | None]] = {}
         self._scanned: tuple[Stamp, dict[str, RunDir], list[RefusedRun]] = (NO_FILE, {}, [])
 
-    def read(self, *, now: float | None = None, with_configs: bool = True, at_rest: bool = True) -> House:
-        """A new snapshot. Never raises for what is in the folder; an unreadable folder is an empty house.
+    def read(self, *, now: float | None = None, with_configs: bool = True, at_rest: bool = True) -> Workspace:
+        """A new snapshot. Never raises for what is in the folder; an unreadable folder is an empty workspace.
 
         Args:
             with_configs: false for the first look of who is in a hurry: what only configs tell is left out.
             at_rest: false leaves runs as they were at which nothing works and of which trainer and supervisor say
-                nothing new: most of a large house.
+                nothing new: most of a large workspace.
         """
         now = self._clock() if now is None else now
         trainer = self._living(self.output.trainer_status, TrainerStatus, now)
@@ -126,7 +126,7 @@ class HouseReader:
                 continue
             runs.append(self._view(run_id, _Facts(record, *others[:-1], is_alive(record.word, now))))
         self._forget(found.keys())
-        return House(
+        return Workspace(
             output_dir=self.output.path,
             runs=tuple(sorted(runs, key=by_importance)),
             refused=tuple(RefusedView(name, reason) for name, reason in sorted(reasons.items())),
@@ -185,7 +185,7 @@ class HouseReader:
         return status if is_alive(status, now) else None
 
     def _forget(self, run_ids: Set[str]) -> None:
-        """Drop what is kept about runs and parts that are gone, so that a reader of months does not grow."""
+        """Drop what is kept about runs and daemons that are gone, so that a reader of months does not grow."""
         self._files = {run_id: files for run_id, files in self._files.items() if run_id in run_ids}
         self._views = {run_id: view for run_id, view in self._views.items() if run_id in run_ids}
         self._statuses = {path: value for path, value in self._statuses.items() if value[0].readable}

@@ -5,8 +5,8 @@
 
 A start that ends by itself before the part is ready is no crash, and is told apart from one. Either way a part that
 ends early several times in a row has failed and is left alone until a person asks for it; so has one that refuses its
-config (exit code 2). A part that lives but gets nowhere is stalled: that is told, and ended only where the config says
-so. It reads no file and sends no signal: `supervisor` does both.
+config (exit code 2). A daemon that lives but gets nowhere is stalled: that is told, and ended only where the config
+says so. It reads no file and sends no signal: `supervisor` does both.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 
-from daemons.parts import LIVE, Action, After, Do, Part, Seen, Snapshot, State
-from daemons.specs import PartSpec
+from daemons.daemon import LIVE, Action, After, Daemon, Do, Seen, Snapshot, State
+from daemons.specs import DaemonSpec
 from prime_rl.configs.system import SupervisorConfig
 from prime_rl.contract.status import LOST_AFTER_S, Crash
 
@@ -26,17 +26,17 @@ _SILENT = "lives, but its status file has not been written for more than three h
 
 
 def decide(snapshot: Snapshot, now: float) -> list[Action]:
-    """One action at most for each part, in the order in which parts are wanted."""
-    names = list(snapshot.wanted) + [name for name in snapshot.parts if name not in snapshot.wanted]
-    room = snapshot.config.max_starting - sum(_starts(part) for part in snapshot.parts.values())
+    """One action at most for each daemon, in the order in which daemons are wanted."""
+    names = list(snapshot.wanted) + [name for name in snapshot.daemons if name not in snapshot.wanted]
+    room = snapshot.config.max_starting - sum(_starts(daemon) for daemon in snapshot.daemons.values())
     actions = []
     for name in names:
-        part, spec = snapshot.parts.get(name), snapshot.wanted.get(name)
+        daemon, spec = snapshot.daemons.get(name), snapshot.wanted.get(name)
         seen = snapshot.seen.get(name, Seen())
-        action = _decide_one(part, spec, seen, name in snapshot.requests, snapshot.config, now)
-        if action is None or (action.do is Do.NOTE and action.part == part):
+        action = _decide_one(daemon, spec, seen, name in snapshot.requests, snapshot.config, now)
+        if action is None or (action.do is Do.NOTE and action.daemon == daemon):
             continue
-        if action.do is Do.START and action.part.spec.run_id:
+        if action.do is Do.START and action.daemon.spec.run_id:
             if room <= 0 and name not in snapshot.requests:
                 continue  # a thousand interpreters that start at once would only keep each other waiting
             room -= 1
@@ -44,58 +44,58 @@ def decide(snapshot: Snapshot, now: float) -> list[Action]:
     return actions
 
 
-def _starts(part: Part) -> bool:
-    return part.state is State.STARTING and part.spec.run_id is not None
+def _starts(daemon: Daemon) -> bool:
+    return daemon.state is State.STARTING and daemon.spec.run_id is not None
 
 
 def _decide_one(
-    part: Part | None, spec: PartSpec | None, seen: Seen, asked: bool, config: SupervisorConfig, now: float
+    daemon: Daemon | None, spec: DaemonSpec | None, seen: Seen, asked: bool, config: SupervisorConfig, now: float
 ) -> Action | None:
-    if part is None:
-        return Action(Do.START, Part(spec, State.STARTING, started_at=now)) if spec else None
-    if part.state in LIVE:
-        return _alive(part, seen, asked, config, now) if seen.lives else _ended(part, seen, config, now)
+    if daemon is None:
+        return Action(Do.START, Daemon(spec, State.STARTING, started_at=now)) if spec else None
+    if daemon.state in LIVE:
+        return _alive(daemon, seen, asked, config, now) if seen.lives else _ended(daemon, seen, config, now)
     if seen.gone:
-        return Action(Do.FORGET, part)
-    if asked and part.state is not State.BACKOFF:
-        part = replace(part, state=State.BACKOFF, retry_at=now, num_crashes=0, num_early_ends=0, reason=None)
-    if part.state is State.BACKOFF:
-        return _backoff(part, spec, seen, now, asked)
-    if part.state is State.DONE and spec is not None:
-        return Action(Do.START, _started(part, spec, now))
+        return Action(Do.FORGET, daemon)
+    if asked and daemon.state is not State.BACKOFF:
+        daemon = replace(daemon, state=State.BACKOFF, retry_at=now, num_crashes=0, num_early_ends=0, reason=None)
+    if daemon.state is State.BACKOFF:
+        return _backoff(daemon, spec, seen, now, asked)
+    if daemon.state is State.DONE and spec is not None:
+        return Action(Do.START, _started(daemon, spec, now))
     return None
 
 
-def _alive(part: Part, seen: Seen, asked: bool, config: SupervisorConfig, now: float) -> Action:
-    if part.state is State.STOPPING:
-        return Action(Do.KILL if now - part.stop_at >= _patience_s(part, config) else Do.NOTE, part)
+def _alive(daemon: Daemon, seen: Seen, asked: bool, config: SupervisorConfig, now: float) -> Action:
+    if daemon.state is State.STOPPING:
+        return Action(Do.KILL if now - daemon.stop_at >= _patience_s(daemon, config) else Do.NOTE, daemon)
     if seen.gone:
-        return _stop(part, "its run folder is gone", now)
+        return _stop(daemon, "its run folder is gone", now)
     if asked:
-        return _stop(part, "a person asked for a restart", now, After.RESTART)
+        return _stop(daemon, "a person asked for a restart", now, After.RESTART)
     if seen.evicted:
-        since = part.evicted_at if part.evicted_at is not None else now
+        since = daemon.evicted_at if daemon.evicted_at is not None else now
         if now - since >= config.grace_s:
-            return _stop(part, "its run is evicted", now)
-        part = replace(part, evicted_at=since)
+            return _stop(daemon, "its run is evicted", now)
+        daemon = replace(daemon, evicted_at=since)
     else:
-        part = replace(part, evicted_at=None)
-    if part.state is State.STARTING and not seen.ready:
-        if now - part.started_at >= config.start_timeout_s:
+        daemon = replace(daemon, evicted_at=None)
+    if daemon.state is State.STARTING and not seen.ready:
+        if now - daemon.started_at >= config.start_timeout_s:
             what = f" (it waits for {seen.waiting_on})" if seen.waiting_on else ""
-            return _stop(part, f"not ready within {config.start_timeout_s:g} s{what}", now, After.NOT_READY)
-        return Action(Do.NOTE, replace(part, waiting_on=seen.waiting_on))
-    return _judged(part, seen, config, now)
+            return _stop(daemon, f"not ready within {config.start_timeout_s:g} s{what}", now, After.NOT_READY)
+        return Action(Do.NOTE, replace(daemon, waiting_on=seen.waiting_on))
+    return _judged(daemon, seen, config, now)
 
 
-def _patience_s(part: Part, config: SupervisorConfig) -> float:
+def _patience_s(daemon: Daemon, config: SupervisorConfig) -> float:
     """Whoever works may finish and save; whoever is stuck has nothing to finish."""
-    return config.drain_s if part.after_stop in (After.END, After.RESTART) else config.grace_s
+    return config.drain_s if daemon.after_stop in (After.END, After.RESTART) else config.grace_s
 
 
-def _judged(part: Part, seen: Seen, config: SupervisorConfig, now: float) -> Action:
-    """A part that is up: running, or stalled. Whoever names what he waits for is never ended for it."""
-    limit = config.stall.of(part.spec.kind)
+def _judged(daemon: Daemon, seen: Seen, config: SupervisorConfig, now: float) -> Action:
+    """A daemon that is up: running, or stalled. Whoever names what he waits for is never ended for it."""
+    limit = config.stall.of(daemon.spec.kind)
     silent_s = seen.heartbeat_age_s if seen.heartbeat_age_s is not None else 0.0
     still_s = seen.still_s if seen.still_s is not None else 0.0
     if silent_s > LOST_AFTER_S:
@@ -104,57 +104,59 @@ def _judged(part: Part, seen: Seen, config: SupervisorConfig, now: float) -> Act
         since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(now - still_s))
         why, age_s, stuck = f"no progress for {limit.limit_s:g} s, since {since}", still_s, seen.waiting_on is None
     else:
-        fine = replace(part, state=State.RUNNING, waiting_on=seen.waiting_on, reason=None, stalled_since=None)
+        fine = replace(daemon, state=State.RUNNING, waiting_on=seen.waiting_on, reason=None, stalled_since=None)
         return Action(Do.NOTE, fine)
     if stuck and limit.restart:
-        return _stop(part, why, now, After.STALL)
-    if part.state is State.STALLED:  # told already
-        return Action(Do.NOTE, replace(part, waiting_on=seen.waiting_on))
+        return _stop(daemon, why, now, After.STALL)
+    if daemon.state is State.STALLED:  # told already
+        return Action(Do.NOTE, replace(daemon, waiting_on=seen.waiting_on))
     since_s = now - age_s
     return Action(
-        Do.NOTE, replace(part, state=State.STALLED, waiting_on=seen.waiting_on, reason=why, stalled_since=since_s)
+        Do.NOTE, replace(daemon, state=State.STALLED, waiting_on=seen.waiting_on, reason=why, stalled_since=since_s)
     )
 
 
-def _ended(part: Part, seen: Seen, config: SupervisorConfig, now: float) -> Action:
+def _ended(daemon: Daemon, seen: Seen, config: SupervisorConfig, now: float) -> Action:
     """The process is gone: by our order, by its own last word, or by a crash."""
-    before = part.state
-    part = replace(part, process=None, exit_code=seen.exit_code, waiting_on=None, evicted_at=None, stalled_since=None)
+    before = daemon.state
+    daemon = replace(
+        daemon, process=None, exit_code=seen.exit_code, waiting_on=None, evicted_at=None, stalled_since=None
+    )
     stopped = before is State.STOPPING
-    if stopped and part.after_stop is After.END:
-        return Action(Do.CLEAN, replace(part, state=State.DONE))
+    if stopped and daemon.after_stop is After.END:
+        return Action(Do.CLEAN, replace(daemon, state=State.DONE))
     if seen.last_word is not None:
-        return Action(Do.CLEAN, replace(part, state=State.DONE, reason=seen.last_reason or seen.last_word))
+        return Action(Do.CLEAN, replace(daemon, state=State.DONE, reason=seen.last_reason or seen.last_word))
     if seen.evicted or seen.gone:
-        return Action(Do.CLEAN, replace(part, state=State.DONE, reason="its run is evicted or gone"))
-    if stopped and part.after_stop is After.RESTART:
-        return Action(Do.CLEAN, replace(part, state=State.BACKOFF, retry_at=now))
-    return Action(Do.CLEAN, _after_crash(part, _crash(part, before, now), before, config, now))
+        return Action(Do.CLEAN, replace(daemon, state=State.DONE, reason="its run is evicted or gone"))
+    if stopped and daemon.after_stop is After.RESTART:
+        return Action(Do.CLEAN, replace(daemon, state=State.BACKOFF, retry_at=now))
+    return Action(Do.CLEAN, _after_crash(daemon, _crash(daemon, before, now), before, config, now))
 
 
-def _crash(part: Part, before: State, now: float) -> Crash:
+def _crash(daemon: Daemon, before: State, now: float) -> Crash:
     """How it ended. A process that leaves by itself before it is ready has not crashed: it did not start."""
-    kind, why = "crash", _exit_words(part.exit_code)
+    kind, why = "crash", _exit_words(daemon.exit_code)
     if before is State.STOPPING:
-        kind, why = ("stall" if part.after_stop is After.STALL else "start"), part.reason or why
-    elif before is State.STARTING and part.exit_code is not None and part.exit_code >= 0:
+        kind, why = ("stall" if daemon.after_stop is After.STALL else "start"), daemon.reason or why
+    elif before is State.STARTING and daemon.exit_code is not None and daemon.exit_code >= 0:
         kind = "start"
-    return Crash(at=now, kind=kind, reason=why, exit_code=part.exit_code, uptime_s=now - part.started_at)
+    return Crash(at=now, kind=kind, reason=why, exit_code=daemon.exit_code, uptime_s=now - daemon.started_at)
 
 
-def _after_crash(part: Part, crash: Crash, before: State, config: SupervisorConfig, now: float) -> Part:
-    part = replace(part, crashes=(*part.crashes, crash)[-MAX_CRASHES_KEPT:])
-    if crash.kind == "start" and part.exit_code == EXIT_WRONG_USE:
-        return replace(part, state=State.FAILED, reason=f"it refused its config ({crash.reason})")
+def _after_crash(daemon: Daemon, crash: Crash, before: State, config: SupervisorConfig, now: float) -> Daemon:
+    daemon = replace(daemon, crashes=(*daemon.crashes, crash)[-MAX_CRASHES_KEPT:])
+    if crash.kind == "start" and daemon.exit_code == EXIT_WRONG_USE:
+        return replace(daemon, state=State.FAILED, reason=f"it refused its config ({crash.reason})")
     is_early = crash.kind == "start" or before is State.STARTING or crash.uptime_s < config.early_crash_s
-    early = part.num_early_ends + 1 if is_early and crash.kind != "stall" else 0
-    crashes = part.num_crashes + 1 if crash.uptime_s < config.max_backoff_s else 1
-    part = replace(part, num_early_ends=early, num_crashes=crashes)
+    early = daemon.num_early_ends + 1 if is_early and crash.kind != "stall" else 0
+    crashes = daemon.num_crashes + 1 if crash.uptime_s < config.max_backoff_s else 1
+    daemon = replace(daemon, num_early_ends=early, num_crashes=crashes)
     if early >= config.max_early_crashes:
         what = "starts that failed" if crash.kind == "start" else "early crashes"
-        return replace(part, state=State.FAILED, reason=f"{early} {what} in a row, the last: {crash.reason}")
+        return replace(daemon, state=State.FAILED, reason=f"{early} {what} in a row, the last: {crash.reason}")
     wait_s = min(config.backoff_s * 2.0 ** min(crashes - 1, 30), config.max_backoff_s)
-    return replace(part, state=State.BACKOFF, retry_at=now + wait_s, reason=crash.reason)
+    return replace(daemon, state=State.BACKOFF, retry_at=now + wait_s, reason=crash.reason)
 
 
 def _exit_words(code: int | None) -> str:
@@ -163,34 +165,34 @@ def _exit_words(code: int | None) -> str:
     return f"killed by signal {-code}" if code < 0 else f"exit code {code}"
 
 
-def _backoff(part: Part, spec: PartSpec | None, seen: Seen, now: float, asked: bool) -> Action:
+def _backoff(daemon: Daemon, spec: DaemonSpec | None, seen: Seen, now: float, asked: bool) -> Action:
     if seen.evicted:
-        return Action(Do.NOTE, replace(part, state=State.DONE, waiting_on=None, reason="its run is evicted"))
+        return Action(Do.NOTE, replace(daemon, state=State.DONE, waiting_on=None, reason="its run is evicted"))
     if spec is None:
-        return Action(Do.NOTE, replace(part, waiting_on="the trainer to hold its run in a slot"))
-    if asked or now >= part.retry_at:
-        return Action(Do.START, _started(part, spec, now))
-    return Action(Do.NOTE, replace(part, waiting_on=f"its restart after {part.reason}"))
+        return Action(Do.NOTE, replace(daemon, waiting_on="the trainer to hold its run in a slot"))
+    if asked or now >= daemon.retry_at:
+        return Action(Do.START, _started(daemon, spec, now))
+    return Action(Do.NOTE, replace(daemon, waiting_on=f"its restart after {daemon.reason}"))
 
 
-def _started(part: Part, spec: PartSpec, now: float) -> Part:
+def _started(daemon: Daemon, spec: DaemonSpec, now: float) -> Daemon:
     return replace(
-        part,
+        daemon,
         spec=spec,
         state=State.STARTING,
         started_at=now,
         after_stop=After.END,
-        num_restarts=part.num_restarts + 1,
+        num_restarts=daemon.num_restarts + 1,
         exit_code=None,
         waiting_on=None,
     )
 
 
-def _stop(part: Part, reason: str, now: float, after: After = After.END) -> Action:
+def _stop(daemon: Daemon, reason: str, now: float, after: After = After.END) -> Action:
     return Action(
         Do.TERM,
         replace(
-            part,
+            daemon,
             state=State.STOPPING,
             stop_at=now,
             after_stop=after,

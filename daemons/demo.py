@@ -1,8 +1,8 @@
 """`prl demo`: three runs with different tasks on two slots, from nothing to a report, and nothing left behind.
 
-Starts a fresh house as daemons, adds the runs of `configs/demo`, shows them train (in `prl-tui` on a terminal, else one
-line a step), prints a table, writes `report.json`, and stops everything. It has no way of its own to do any of this: it
-uses `launch`, `actions` and `client`, as a person would use `prl`.
+Starts a fresh workspace as daemons, adds the runs of `configs/demo`, shows them train (in `prl-tui` on a terminal, else
+one line a step), prints a table, writes `report.json`, and stops everything. It has no way of its own to do any of
+this: it uses `launch`, `actions` and `client`, as a person would use `prl`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 from daemons import actions, launch
 from daemons.base_model import make_base_model
-from daemons.client import House, HouseReader, RunView
+from daemons.client import RunView, Workspace, WorkspaceReader
 from daemons.screen import TuiChild
 from prime_rl.configs.base import merge
 from prime_rl.configs.system import SystemConfig
@@ -59,7 +59,7 @@ def demo_settings(output_dir: Path, engine: str | None) -> Mapping[str, Any]:
 
 
 def make_room(output: OutputDir, say: launch.Say) -> None:
-    """Stop and remove the house of an earlier demo. Raises DemoError for a folder that no demo made."""
+    """Stop and remove the workspace of an earlier demo. Raises DemoError for a folder that no demo made."""
     if not output.path.exists() or not any(output.path.iterdir()):
         output.path.mkdir(parents=True, exist_ok=True)
     elif (output.path / MARKER).exists():
@@ -125,7 +125,7 @@ class RunStory:
 
 
 class Demo:
-    """One demo on one house that is up.
+    """One demo on one workspace that is up.
 
     Args:
         say: prints one line.
@@ -142,7 +142,7 @@ class Demo:
 
     def watch(self, *, with_tui: bool) -> bool:
         """Until all runs are finished; false when told to stop. Raises DemoError when it cannot succeed any more."""
-        reader = HouseReader(self.output.path)
+        reader = WorkspaceReader(self.output.path)
         with TuiChild(self.output.path if with_tui else None) as tui:
             while not self._stop():
                 self.look(reader.read(), quiet=tui.lives())
@@ -153,13 +153,13 @@ class Demo:
                 time.sleep(LOOK_EVERY_S)
         return False
 
-    def look(self, house: House, *, quiet: bool) -> None:
+    def look(self, workspace: Workspace, *, quiet: bool) -> None:
         """Take in one snapshot; tell what is new unless `quiet`."""
         for run_id, story in self.stories.items():
-            run = house.run(run_id)
+            run = workspace.run(run_id)
             if run is not None:
                 self._follow(story, run, quiet)
-        self._check(house)
+        self._check(workspace)
 
     def _follow(self, story: RunStory, run: RunView, quiet: bool) -> None:
         now = time.monotonic()
@@ -180,24 +180,24 @@ class Demo:
             if not quiet:
                 self._say(f"{run.run_id}: {run.state}{slot}{f' ({why})' if why else ''}")
 
-    def _check(self, house: House) -> None:
+    def _check(self, workspace: Workspace) -> None:
         for run_id, story in self.stories.items():
-            run = house.run(run_id)
+            run = workspace.run(run_id)
             if run is None:
                 raise DemoError(f"{run_id} is gone from {self.output.path}")
             if story.state in _BAD:
                 raise DemoError(f"{run_id} is {story.state}: {run.reason}")
-        for daemon in house.daemons:
+        for daemon in workspace.daemons:
             if daemon.state == "failed":
                 raise DemoError("\n".join([f"{daemon.name} has failed: {daemon.reason}", *daemon.log_tail]))
-        if not house.supervisor_alive:
+        if not workspace.supervisor_alive:
             raise DemoError(f"the supervisor is gone: prl logs supervisor --output-dir {self.output.path}")
-        progress = tuple(each for run in house.runs for each in (run.step, len(self._metrics_of(run.run_id))))
+        progress = tuple(each for run in workspace.runs for each in (run.step, len(self._metrics_of(run.run_id))))
         if progress != self._progress:
             self._progress, self._progress_at = progress, time.monotonic()
         elif time.monotonic() - self._progress_at > NO_PROGRESS_S:
-            waits = [f"{run.run_id}: {run.state}, waits for {run.waiting_on}" for run in house.runs]
-            raise DemoError(f"no step for {NO_PROGRESS_S:g} s; " + "; ".join([*launch.waits(house), *waits]))
+            waits = [f"{run.run_id}: {run.state}, waits for {run.waiting_on}" for run in workspace.runs]
+            raise DemoError(f"no step for {NO_PROGRESS_S:g} s; " + "; ".join([*launch.waits(workspace), *waits]))
 
     def _metrics_of(self, run_id: str) -> list[dict[str, float]]:
         return self.stories[run_id].metrics if run_id in self.stories else []
@@ -243,7 +243,7 @@ def run_demo(
 
 
 def add_demo_run(output: OutputDir, source: Path, model: str) -> str:
-    """Add one run, on the house's model whatever the file says."""
+    """Add one run, on the workspace's model whatever the file says."""
     same = load_run_config(source).model.name == model
     return actions.add_run(output.path, source, overrides=None if same else {"model": {"name": model}})
 

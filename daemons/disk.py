@@ -1,7 +1,7 @@
-"""What a house takes of its disk, and what is left. Sizes are what the disk gives up (allocated), as `du` counts.
+"""What a workspace takes of its disk, and what is left. Sizes are what the disk gives up (allocated), as `du` counts.
 
-A walk of a large house on a slow file server takes its time, so it ends at a deadline and says that it is not complete;
-a `DiskReader` that looks again and again walks rarely. Links are not followed. It changes nothing.
+A walk of a large workspace on a slow file server takes its time, so it ends at a deadline and says that it is not
+complete; a `DiskReader` that looks again and again walks rarely. Links are not followed. It changes nothing.
 """
 
 from __future__ import annotations
@@ -32,13 +32,15 @@ class Use:
 
 @dataclass(frozen=True)
 class DiskView:
-    """The disk of a house. `full_in_s` is None when it cannot be told (yet): the house does not grow, or was not
-    looked at for a minute."""
+    """The disk of a workspace.
+
+    `full_in_s` is None when it cannot be told (yet): the workspace does not grow, or was not looked at for a minute.
+    """
 
     free_bytes: int
     total_bytes: int
-    house_bytes: int
-    house_complete: bool
+    workspace_bytes: int
+    workspace_complete: bool
     file_system: str | None
     full_in_s: float | None
 
@@ -71,7 +73,7 @@ def disk_use(folder: Path, *, limit_s: float = WALK_LIMIT_S, clock: Callable[[],
 
 
 class DiskReader:
-    """Looks at the disk of one house again and again."""
+    """Looks at the disk of one workspace again and again."""
 
     def __init__(self, output_dir: Path, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._output_dir = output_dir
@@ -81,7 +83,10 @@ class DiskReader:
         self._first: tuple[float, int] | None = None
 
     def read(self, *, walk: bool = True) -> DiskView | None:
-        """None when the folder is not there or its disk cannot be asked. Without `walk` nobody asks for the house."""
+        """None when the folder is not there or its disk cannot be asked.
+
+        Without `walk` nobody asks for the workspace.
+        """
         try:
             space = shutil.disk_usage(self._output_dir)
         except OSError:
@@ -95,8 +100,8 @@ class DiskReader:
         return DiskView(
             free_bytes=space.free,
             total_bytes=space.total,
-            house_bytes=self._use.num_bytes,
-            house_complete=self._use.complete,
+            workspace_bytes=self._use.num_bytes,
+            workspace_complete=self._use.complete,
             file_system=file_system_type(self._output_dir),
             full_in_s=self._forecast(now, space.free),
         )

@@ -1,4 +1,4 @@
-"""Looks at this machine and this house for everything that will hurt: collects the facts that `checks` judges.
+"""Looks at this machine and this workspace for everything that will hurt: collects the facts that `checks` judges.
 
 torch and vLLM are imported for real, in a child process: versions come from their files, but only an import tells that
 they work. It changes nothing but for a temporary file whose time is read.
@@ -21,7 +21,7 @@ from typing import Any
 
 from daemons import checks
 from daemons.checks import Check
-from daemons.client import SUPERVISOR, HouseReader
+from daemons.client import SUPERVISOR, WorkspaceReader
 from daemons.disk import DiskReader
 from daemons.specs import SYSTEM
 from prime_rl.configs.base import ConfigError, load_config
@@ -52,27 +52,27 @@ def examine(output_dir: Path, *, say: Say, import_libraries: bool = True) -> Ite
     yield checks.check_python(sys.version_info[:3], sys.executable)
     yield from _libraries(vllm, import_libraries, say)
     yield from _place(output)
-    house = HouseReader(output_dir).read()
-    states = {daemon.name: daemon.state for daemon in house.daemons}
-    num_slots = house.max_runs or system.max_concurrent_runs
-    yield checks.check_inotify(max(len(house.runs), num_slots), _inotify_limits())
-    url = house.inference.base_url if house.inference else ""
+    workspace = WorkspaceReader(output_dir).read()
+    states = {daemon.name: daemon.state for daemon in workspace.daemons}
+    num_slots = workspace.max_runs or system.max_concurrent_runs
+    yield checks.check_inotify(max(len(workspace.runs), num_slots), _inotify_limits())
+    url = workspace.inference.base_url if workspace.inference else ""
     port = system.inference.port
-    port_check = checks.check_port(system.inference.host, port, served_by_house=f":{port}/" in url)
+    port_check = checks.check_port(system.inference.host, port, served_by_workspace=f":{port}/" in url)
     is_known = output.component_config(SYSTEM).exists()  # else nobody has chosen this port yet
     yield port_check if is_known or port_check.level == "ok" else replace(port_check, level="warning")
-    times = {daemon.name: daemon.updated_at for daemon in house.daemons if daemon.name == SUPERVISOR}
-    times |= {run.run_id: run.updated_at for run in house.runs if run.updated_at}
+    times = {daemon.name: daemon.updated_at for daemon in workspace.daemons if daemon.name == SUPERVISOR}
+    times |= {run.run_id: run.updated_at for run in workspace.runs if run.updated_at}
     yield checks.check_clock(output_dir, times)
     yield checks.check_descriptors(resource.getrlimit(resource.RLIMIT_NOFILE)[0], num_slots)
     yield checks.check_shm(_free(Path("/dev/shm")))
     yield _lingering()
     yield checks.check_key(system.inference.api_key_var, os.environ)
-    yield checks.check_parts(states)
+    yield checks.check_daemons(states)
 
 
 def _system(output: OutputDir) -> SystemConfig:
-    """The house as it was last started, else the defaults."""
+    """The workspace as it was last started, else the defaults."""
     try:
         return load_config(SystemConfig, output.component_config(SYSTEM))
     except ConfigError:

@@ -1,4 +1,4 @@
-"""Why an action was refused or failed, in one line. Used by everything that acts on a house for a person."""
+"""Why an action was refused or failed, in one line. Used by everything that acts on a workspace for a person."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Starting and stopping a house: checks first, one supervisor, proof at the end. Used by `prl up`, `down` and `demo`.
+"""Starting and stopping a workspace: checks first, one supervisor, proof at the end. For `prl up`, `down`, `demo`.
 
-A supervisor that was killed leaves its parts running; `leftovers` says which of them the next one may keep.
+A supervisor that was killed leaves its daemons running; `leftovers` says which of them the next one may keep.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import urllib.request
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from daemons.client import SUPERVISOR, House, HouseReader
+from daemons.client import SUPERVISOR, Workspace, WorkspaceReader
 from daemons.leftovers import adoptable, count_living, end_leftovers, forget_endings
 from daemons.pidfile import SupervisorLock, find_rival, read_info
 from daemons.process import log_tail, python_module, spawn
@@ -28,7 +28,7 @@ from prime_rl.utils.process import ProcessId
 from prime_rl.utils.text import clean_text
 
 Say = Callable[[str], None]
-Look = Callable[[House], None]
+Look = Callable[[Workspace], None]
 
 NUM_LOG_LINES = 20
 LOOK_EVERY_S = 0.25
@@ -38,13 +38,16 @@ _FOLDERS = (".", "..", "models", "outputs")
 
 
 class LaunchError(RuntimeError):
-    """A house that cannot be started or stopped. The first line says what, where and what to do; a log may follow."""
+    """A workspace that cannot be started or stopped.
+
+    The first line says what, where and what to do; a log may follow.
+    """
 
     exit_code = 1
 
 
 def prepare(system: SystemConfig, output: OutputDir, say: Say) -> SupervisorLock:
-    """Check that the house can be started, end what an earlier supervisor left, write the configs; returns the lock.
+    """Check that the workspace can start, end what an earlier supervisor left, write the configs; returns the lock.
 
     Raises LaunchError.
     """
@@ -100,37 +103,39 @@ def wait_until_ready(
 ) -> bool:
     """Wait until inference answers and the trainer waits or trains; false when `stop()` came first.
 
-    Raises LaunchError with the log's last lines when a part or the supervisor fails.
+    Raises LaunchError with the log's last lines when a daemon or the supervisor fails.
     """
-    reader = HouseReader(output.path)
+    reader = WorkspaceReader(output.path)
     limits = system.supervisor
     deadline = time.monotonic() + limits.start_timeout_s + limits.grace_s + 30.0
     while not stop():
-        house = reader.read()
-        on_look(house)
+        workspace = reader.read()
+        on_look(workspace)
         if supervisor.poll() is not None:
             raise LaunchError(_with_log(f"the supervisor ended with code {supervisor.returncode}", output, SUPERVISOR))
         for name in (INFERENCE, TRAINER):
-            part = house.daemon(name)
-            if part is not None and part.state in ("backoff", "failed"):
-                raise LaunchError(_with_log(f"{name} did not start: {part.reason}", output, name, part.log_tail))
-        if is_ready(house):
+            daemon = workspace.daemon(name)
+            if daemon is not None and daemon.state in ("backoff", "failed"):
+                raise LaunchError(_with_log(f"{name} did not start: {daemon.reason}", output, name, daemon.log_tail))
+        if is_ready(workspace):
             return True
         if time.monotonic() > deadline:
-            raise LaunchError(f"not ready in time; {' '.join(waits(house))}: see prl logs trainer, prl logs inference")
+            raise LaunchError(
+                f"not ready in time; {' '.join(waits(workspace))}: see prl logs trainer, prl logs inference"
+            )
         time.sleep(LOOK_EVERY_S)
     return False
 
 
-def is_ready(house: House) -> bool:
+def is_ready(workspace: Workspace) -> bool:
     """Whether the supervisor watches, the trainer waits or trains, and inference really answers."""
     return (
-        house.supervisor_alive
-        and house.trainer is not None
-        and house.trainer.state in ("waiting", "training")
-        and house.inference is not None
-        and house.inference.state == "serving"
-        and answers(house.inference.base_url)
+        workspace.supervisor_alive
+        and workspace.trainer is not None
+        and workspace.trainer.state in ("waiting", "training")
+        and workspace.inference is not None
+        and workspace.inference.state == "serving"
+        and answers(workspace.inference.base_url)
     )
 
 
@@ -144,13 +149,13 @@ def answers(base_url: str) -> bool:
         return False
 
 
-def waits(house: House) -> list[str]:
+def waits(workspace: Workspace) -> list[str]:
     """One sentence for each service: what it is doing and what it waits for."""
     words = []
     for name in (INFERENCE, TRAINER):
-        part = house.daemon(name)
-        state = part.state if part else "not started yet"
-        what = (f"waits for {part.waiting_on}" if part.waiting_on else part.reason) if part else None
+        daemon = workspace.daemon(name)
+        state = daemon.state if daemon else "not started yet"
+        what = (f"waits for {daemon.waiting_on}" if daemon.waiting_on else daemon.reason) if daemon else None
         words.append(f"{name}: {state}" + (f" ({what})" if what else ""))
     return words
 
@@ -158,11 +163,11 @@ def waits(house: House) -> list[str]:
 def down(
     output: OutputDir, *, timeout_s: float | None, say: Say, supervisor: subprocess.Popen[bytes] | None = None
 ) -> bool:
-    """Stop everything of a house and prove it; false when nothing was running. Raises LaunchError.
+    """Stop everything of a workspace and prove it; false when nothing was running. Raises LaunchError.
 
     Args:
-        timeout_s: how long a living supervisor may take; then it is killed and its parts are ended from here. None:
-            as long as the house's own limits allow its parts.
+        timeout_s: how long a living supervisor may take; then it is killed and its daemons are ended from here. None:
+            as long as the workspace's own limits allow its daemons.
         supervisor: our own child, if it is one, to be reaped.
     """
     if not output.daemons.is_dir():
@@ -193,12 +198,12 @@ def down_timeout_s(limits: SupervisorConfig) -> float:
 
 
 def restart_timeout_s(limits: SupervisorConfig) -> float:
-    """A part may finish and save, all of it may need the grace, and a margin."""
+    """A daemon may finish and save, all of it may need the grace, and a margin."""
     return limits.drain_s + limits.grace_s + 15.0
 
 
 def limits_of(output: OutputDir) -> SupervisorConfig:
-    """The limits that the house was started with."""
+    """The limits that the workspace was started with."""
     try:
         return load_config(SystemConfig, output.component_config(SYSTEM)).supervisor
     except ConfigError:  # never started, or of another version

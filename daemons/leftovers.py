@@ -1,9 +1,9 @@
 """What a supervisor that is gone left running: found by what it wrote down and by the marks, kept or ended.
 
-A part is trusted to be ours only on this machine, in this boot, with this pid and start time. One that lives, and would
-be started today with the same command and the same config, is kept: the next supervisor adopts it, so that weeks of
-training do not end because their supervisor did. All others are ended before anything new is started, so a house never
-has twins. Needs the house's lock; starts nothing.
+A daemon is trusted to be ours only on this machine, in this boot, with this pid and start time. One that lives, and
+would be started today with the same command and the same config, is kept: the next supervisor adopts it, so that weeks
+of training do not end because their supervisor did. All others are ended before anything new is started, so a workspace
+never has twins. Needs the workspace's lock; starts nothing.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from dataclasses import dataclass
 import msgspec
 
 from daemons.client import SUPERVISOR
-from daemons.parts import Part, State
+from daemons.daemon import Daemon, State
 from daemons.pidfile import is_this_boot
-from daemons.process import end_parts, find_members, kill_all
-from daemons.specs import INFERENCE, TRAINER, PartSpec, component_texts, orchestrator_spec, service_specs
+from daemons.process import end_daemons, find_members, kill_all
+from daemons.specs import INFERENCE, TRAINER, DaemonSpec, component_texts, orchestrator_spec, service_specs
 from prime_rl.configs.system import SupervisorConfig, SystemConfig
 from prime_rl.contract.files import read_text, write_atomic
 from prime_rl.contract.layout import LayoutError, OutputDir
@@ -30,14 +30,14 @@ _ADOPTED_AS = {"starting": State.STARTING, "running": State.RUNNING, "stalled": 
 
 @dataclass(frozen=True)
 class Past:
-    """What an earlier supervisor knew of a part."""
+    """What an earlier supervisor knew of a daemon."""
 
     crashes: tuple[Crash, ...]
     log_tail: list[str]
 
 
 def recorded(output: OutputDir) -> dict[str, DaemonStatus]:
-    """The parts as the last supervisor wrote them down, by name."""
+    """The daemons as the last supervisor wrote them down, by name."""
     found = {}
     for path in sorted(output.daemons.glob("*.json")):
         status = read_status(path, DaemonStatus)
@@ -47,18 +47,18 @@ def recorded(output: OutputDir) -> dict[str, DaemonStatus]:
 
 
 def living_process(status: DaemonStatus) -> ProcessId | None:
-    """The part's process, if that lives and is certainly the one that was recorded."""
+    """The daemon's process, if that lives and is certainly the one that was recorded."""
     is_here = is_this_boot(status.host, status.boot_id)
     return status.child if is_here and status.child and status.child.is_running() else None
 
 
 def living(output: OutputDir) -> dict[str, ProcessId]:
-    """Processes of parts that live, by name of the part."""
+    """Processes of daemons that live, by name of the daemon."""
     return {name: process for name, status in recorded(output).items() if (process := living_process(status))}
 
 
 def adoptable(output: OutputDir, system: SystemConfig) -> set[str]:
-    """Parts that live and would be started today just as they were."""
+    """Daemons that live and would be started today just as they were."""
     changed = {
         name
         for name, text in component_texts(system, output).items()
@@ -75,14 +75,14 @@ def adoptable(output: OutputDir, system: SystemConfig) -> set[str]:
     }
 
 
-def adopt(output: OutputDir) -> tuple[dict[str, Part], dict[str, Past]]:
-    """For a new supervisor: the parts that live, and what is remembered of all."""
-    parts, pasts = {}, {}
+def adopt(output: OutputDir) -> tuple[dict[str, Daemon], dict[str, Past]]:
+    """For a new supervisor: the daemons that live, and what is remembered of all."""
+    daemons, pasts = {}, {}
     for name, status in recorded(output).items():
         pasts[name] = Past(tuple(status.crashes), status.log_tail)
         process, spec = living_process(status), _spec(output, name)
         if process is not None and spec is not None and status.state in _ADOPTED_AS:
-            parts[name] = Part(
+            daemons[name] = Daemon(
                 spec,
                 _ADOPTED_AS[status.state],
                 process,
@@ -90,22 +90,22 @@ def adopt(output: OutputDir) -> tuple[dict[str, Part], dict[str, Past]]:
                 num_restarts=status.num_restarts,
                 crashes=tuple(status.crashes),
             )
-    return parts, pasts
+    return daemons, pasts
 
 
 def end_leftovers(
     output: OutputDir, limits: SupervisorConfig, say: Callable[[str], None], keep: Collection[str] = ()
 ) -> list[int]:
-    """End all parts but those to `keep`, in order; returns the pids that could not be ended."""
+    """End all daemons but those to `keep`, in order; returns the pids that could not be ended."""
     left: set[ProcessId] = set()
     alive = {name: process for name, process in living(output).items() if name not in keep}
     services = (TRAINER, INFERENCE)
     for group in (set(alive) - set(services), {TRAINER}, {INFERENCE}):
-        parts = [(name, alive[name]) for name in sorted(group & set(alive))]
-        if parts:
-            say("ending " + ", ".join(f"{name} (pid {each.pid})" for name, each in parts))
+        daemons = [(name, alive[name]) for name in sorted(group & set(alive))]
+        if daemons:
+            say("ending " + ", ".join(f"{name} (pid {each.pid})" for name, each in daemons))
             drain_s = limits.grace_s if group == {INFERENCE} else limits.drain_s
-            left |= end_parts(output.path, parts, limits.grace_s, drain_s=drain_s)
+            left |= end_daemons(output.path, daemons, limits.grace_s, drain_s=drain_s)
     strays = find_members(output.path, [], None, but=keep)
     if strays:
         say(f"ending processes {sorted(each.pid for each in strays)} that outlived their parts")
@@ -119,7 +119,7 @@ def count_living(output: OutputDir) -> int:
 
 
 def _write_stopped(output: OutputDir, statuses: Mapping[str, DaemonStatus], keep: Collection[str]) -> None:
-    """Nobody watches the parts any more and none lives: say so, in the place of the supervisor that died."""
+    """Nobody watches the daemons any more and none lives: say so, in the place of the supervisor that died."""
     supervisor = read_status(output.daemon_status(SUPERVISOR), DaemonStatus)
     everybody = [*statuses.values(), *([supervisor] if supervisor else [])]
     for status in everybody:
@@ -142,8 +142,8 @@ def forget_endings(output: OutputDir, keep: Collection[str]) -> None:
             write_atomic(path, msgspec.json.encode(status))
 
 
-def _spec(output: OutputDir, name: str) -> PartSpec | None:
-    """How the part is started, or None for what is no part (any more)."""
+def _spec(output: OutputDir, name: str) -> DaemonSpec | None:
+    """How the daemon is started, or None for what is no daemon (any more)."""
     for spec in service_specs(output):
         if spec.name == name:
             return spec

@@ -1,7 +1,8 @@
-"""What the parts of a house take of this machine, and what is left: processor, memory, GPUs.
+"""What the daemons of a workspace take of this machine, and what is left: processor, memory, GPUs.
 
-Counts a part together with all processes below it. One look walks the process table once, however many parts there are.
-GPUs are seen where NVIDIA's Python bindings are installed; nothing asks for them. It reads no file of the house.
+Counts a daemon together with all processes below it. One look walks the process table once, however many daemons there
+are. GPUs are seen where NVIDIA's Python bindings are installed; nothing asks for them. It reads no file of the
+workspace.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from prime_rl.utils.process import ProcessId
 
 
 @dataclass(frozen=True)
-class PartUse:
-    """One part with all its processes, other parts below it left out.
+class DaemonUse:
+    """One daemon with all its processes, other daemons below it left out.
 
     `cores` is in processor cores (1.5: one and a half), null at the first look.
     """
@@ -50,7 +51,7 @@ class MachineView:
     used_bytes: int
     total_bytes: int
     gpus: tuple[GpuView, ...]
-    parts: Mapping[str, PartUse]
+    daemons: Mapping[str, DaemonUse]
 
 
 class MachineReader:
@@ -62,7 +63,10 @@ class MachineReader:
         self._nvml = _load_nvml()
 
     def read(self, processes: Mapping[str, ProcessId]) -> MachineView:
-        """`processes` are those of the parts, by name. What a part has started counts with it, unless a part itself."""
+        """`processes` are those of the daemons, by name.
+
+        What a daemon has started counts with it, unless a daemon itself.
+        """
         busy_s, all_s = _machine_seconds()
         before = self._machine_s
         passed_s = all_s - before[1] if before else 0.0
@@ -70,11 +74,11 @@ class MachineReader:
         num_cores = psutil.cpu_count() or 1
         children = _children({process.pid for process in processes.values()})
         seen: dict[psutil.Process, float] = {}
-        parts = {}
+        daemons = {}
         for name, process in processes.items():
             is_it = process.is_running()  # else its pid may be a stranger's
-            if is_it and (use := self._part(process.pid, children, seen, passed_s / num_cores)):
-                parts[name] = use
+            if is_it and (use := self._daemon(process.pid, children, seen, passed_s / num_cores)):
+                daemons[name] = use
         self._cores_s = seen
         memory = psutil.virtual_memory()
         return MachineView(
@@ -84,16 +88,16 @@ class MachineReader:
             used_bytes=memory.total - memory.available,
             total_bytes=memory.total,
             gpus=_gpus(self._nvml),
-            parts=parts,
+            daemons=daemons,
         )
 
-    def _part(
+    def _daemon(
         self,
         pid: int,
         children: Mapping[int, list[int]],
         seen: dict[psutil.Process, float],
         wall_s: float,
-    ) -> PartUse | None:
+    ) -> DaemonUse | None:
         todo, rss_bytes, num, cores, known = [pid], 0, 0, 0.0, False
         started_at = 0.0
         while todo:
@@ -110,7 +114,7 @@ class MachineReader:
                     known = True
                     cores += max(total_s - self._cores_s[process], 0.0) / wall_s
             todo += children.get(each, [])
-        return PartUse(cores if known else None, rss_bytes, num, started_at) if num else None
+        return DaemonUse(cores if known else None, rss_bytes, num, started_at) if num else None
 
 
 def _machine_seconds() -> tuple[float, float]:
@@ -121,11 +125,11 @@ def _machine_seconds() -> tuple[float, float]:
     return all_s - idle_s, all_s
 
 
-def _children(parts: Container[int]) -> dict[int, list[int]]:
-    """pid -> pids of its children, those of `parts` left out."""
+def _children(daemons: Container[int]) -> dict[int, list[int]]:
+    """pid -> pids of its children, those of `daemons` left out."""
     found: dict[int, list[int]] = {}
     for process in psutil.process_iter():
-        if process.pid not in parts:
+        if process.pid not in daemons:
             with contextlib.suppress(psutil.Error):
                 found.setdefault(process.ppid(), []).append(process.pid)
     return found

@@ -1,4 +1,4 @@
-"""What the supervisor sees: the status files of the parts, the state of the runs, the requests of people.
+"""What the supervisor sees: the status files of the daemons, the state of the runs, the requests of people.
 
 A file is parsed again only when its stamp (time, size, inode) has changed, so that looking at hundreds of idle runs
 costs a few `stat` each. It judges nothing (`decide` does) and changes nothing.
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from daemons.children import Child
-from daemons.parts import Part, Seen
+from daemons.daemon import Daemon, Seen
 from daemons.specs import INFERENCE, TRAINER, RunNow
 from prime_rl.configs.base import ConfigError
 from prime_rl.configs.validate import load_run_config
@@ -54,7 +54,7 @@ class _Folder:
 
 
 class Eyes:
-    """Looks at one house again and again.
+    """Looks at one workspace again and again.
 
     Args:
         complain: told once why a run in a slot can have no orchestrator.
@@ -74,7 +74,7 @@ class Eyes:
         return bool(self.requests()) or self._trainer_runs() != self._held
 
     def requests(self) -> frozenset[str]:
-        """Names of parts that people want to be started anew."""
+        """Names of daemons that people want to be started anew."""
         try:
             with os.scandir(self.output.start_request("x").parent) as entries:
                 return frozenset(each.name for each in entries if each.is_file() and not each.name.startswith("."))
@@ -89,18 +89,20 @@ class Eyes:
         found = {run_id: self._run(run_id, run_id in held) for run_id in sorted(held | set(known))}
         return {run_id: run for run_id, run in found.items() if run is not None}
 
-    def see(self, part: Part, child: Child | None, run: RunNow | None, now: float) -> Seen:
-        own = self._own_status(part, run)
-        word = run.word if run and run.word and part.process and _wrote(part.process, run.word) else None
+    def see(self, daemon: Daemon, child: Child | None, run: RunNow | None, now: float) -> Seen:
+        own = self._own_status(daemon, run)
+        word = run.word if run and run.word and daemon.process and _wrote(daemon.process, run.word) else None
         last = word.state if word and word.state in _LAST_WORDS else None
         lives = child is not None and child.lives()
         return Seen(
             lives=lives,
             exit_code=child.exit_code if child else None,
-            ready=own is not None and own.state in _READY.get(part.spec.name, ("running", *_LAST_WORDS)),
+            ready=own is not None and own.state in _READY.get(daemon.spec.name, ("running", *_LAST_WORDS)),
             waiting_on=own.waiting_on if own else None,
-            heartbeat_age_s=self._unchanged_s(part.spec.name, "beat", (own.pid, own.updated_at), now) if own else None,
-            still_s=self._still_s(part.spec.name, own, now),
+            heartbeat_age_s=self._unchanged_s(daemon.spec.name, "beat", (own.pid, own.updated_at), now)
+            if own
+            else None,
+            still_s=self._still_s(daemon.spec.name, own, now),
             last_word=last,
             last_reason=word.reason if word and last else None,
             evicted=run.evicted if run else False,
@@ -108,7 +110,7 @@ class Eyes:
         )
 
     def forget(self, name: str) -> None:
-        """Drop what is kept about a part and its run."""
+        """Drop what is kept about a daemon and its run."""
         self._runs.pop(name, None)
         self._refused.pop(name, None)
         for what in ("beat", "progress"):
@@ -122,22 +124,22 @@ class Eyes:
         return self._unchanged_s(name, "progress", (own.pid, own.progress), now)
 
     def _unchanged_s(self, name: str, what: str, value: object, now: float) -> float:
-        """How long a part has shown the same, by our own clock: those of parts are set, and differ from ours."""
+        """How long a daemon has shown the same, by our own clock: those of daemons are set, and differ from ours."""
         last = self._unchanged.get((name, what))
         if last is None or last[0] != value:
             last = self._unchanged[name, what] = (value, now)
         return now - last[1]
 
-    def _own_status(self, part: Part, run: RunNow | None) -> Status | None:
-        """The part's own status file, if this very start of it wrote it."""
+    def _own_status(self, daemon: Daemon, run: RunNow | None) -> Status | None:
+        """The daemon's own status file, if this very start of it wrote it."""
         status: Status | None
-        if part.spec.name == TRAINER:
+        if daemon.spec.name == TRAINER:
             status = self._read(self.output.trainer_status, TrainerStatus)
-        elif part.spec.name == INFERENCE:
+        elif daemon.spec.name == INFERENCE:
             status = self._read(self.output.inference_status, InferenceStatus)
         else:
             status = run.word if run else None
-        return status if status and part.process and _wrote(part.process, status) else None
+        return status if status and daemon.process and _wrote(daemon.process, status) else None
 
     def _trainer_runs(self) -> frozenset[str]:
         trainer = self._read(self.output.trainer_status, TrainerStatus)
@@ -177,7 +179,7 @@ class Eyes:
 
 
 def has_work(status: Status) -> bool:
-    """Whether the part that wrote `status` has something to get done."""
+    """Whether the daemon that wrote `status` has something to get done."""
     if isinstance(status, TrainerStatus):
         return bool(status.runs)
     if isinstance(status, InferenceStatus):
@@ -185,9 +187,9 @@ def has_work(status: Status) -> bool:
     return status.state not in _LAST_WORDS
 
 
-def held_runs(parts: Mapping[str, Part]) -> set[str]:
+def held_runs(daemons: Mapping[str, Daemon]) -> set[str]:
     """The runs whose orchestrators are known."""
-    return {name for name, part in parts.items() if part.spec.run_id}
+    return {name for name, daemon in daemons.items() if daemon.spec.run_id}
 
 
 def _what(path: str) -> tuple[int, ...]:

@@ -1,11 +1,11 @@
-"""One supervisor a house: a lock held for life decides, a pid file beside it informs.
+"""One supervisor a workspace: a lock held for life decides, a pid file beside it informs.
 
 The kernel frees the lock when its holder dies, however it dies, so a stale pid file never blocks a start. The lock is
 handed from `prl up` to the supervisor as an open file, without a moment in which nobody holds it.
 
 On a folder that several machines share the lock may hold on each machine by itself. So a pid file that names another
 machine is believed while that supervisor's heartbeat moves, judged by the time that passes here and by no clock of the
-other; and a holder whose pid file now names another has lost the house.
+other; and a holder whose pid file now names another has lost the workspace.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def find_rival(
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> SupervisorInfo | None:
-    """The supervisor of another machine that has this house and lives; None when there is none.
+    """The supervisor of another machine that has this workspace and lives; None when there is none.
 
     Only when the pid file names another machine does this take time: until its heartbeat moves, or `patience_s`.
     """
@@ -89,7 +89,7 @@ def find_rival(
 
 
 class SupervisorLock:
-    """The lock of one house, held until `release` or the end of every process that has it open."""
+    """The lock of one workspace, held until `release` or the end of every process that has it open."""
 
     def __init__(self, output: OutputDir, fd: int) -> None:
         self.output = output
@@ -100,7 +100,10 @@ class SupervisorLock:
 
     @classmethod
     def acquire(cls, output: OutputDir) -> SupervisorLock | None:
-        """Take the lock now, or return None when somebody holds it. Raises OSError when the house is not writable."""
+        """Take the lock now, or return None when somebody holds it.
+
+        Raises OSError when the workspace is not writable.
+        """
         output.daemons.mkdir(parents=True, exist_ok=True)
         fd = os.open(output.supervisor_lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
@@ -135,13 +138,13 @@ class SupervisorLock:
         self.claim()
 
     def claim(self) -> None:
-        """The pid file is ours to remove: nobody else has this house."""
+        """The pid file is ours to remove: nobody else has this workspace."""
         self._is_claimed = True
 
     def is_in_place(self) -> bool:
-        """Whether the house is still ours: the lock file is the one we hold, and nobody else signed the pid file.
+        """Whether the workspace is still ours: the lock file is the one we hold, and nobody else signed the pid file.
 
-        A house that was removed and made anew has another lock file.
+        A workspace that was removed and made anew has another lock file.
         """
         try:
             same = os.path.samestat(os.fstat(self.fd), self.output.supervisor_lock.stat())

@@ -1,8 +1,8 @@
-"""Starting a part in a session of its own, and ending all of it: also what it started, also after its parent died.
+"""Starting a daemon in a session of its own, and ending all of it: also what it started, also after its parent died.
 
-A part is known by pid and start time, never by pid alone. What belongs to it is found three ways: same session,
-descendants, and the marks `PRL_OUTPUT_DIR` and `PRL_PART` in the environment, which children inherit. It knows nothing
-of why a part is started or ended (`decide` does).
+A daemon is known by pid and start time, never by pid alone. What belongs to it is found three ways: same session,
+descendants, and the marks `PRL_OUTPUT_DIR` and `PRL_DAEMON` in the environment, which children inherit. It knows
+nothing of why a daemon is started or ended (`decide` does).
 """
 
 from __future__ import annotations
@@ -23,15 +23,17 @@ import psutil
 from prime_rl.contract.files import DEFAULT_POLL_S, WaitTimeout, wait_for
 from prime_rl.utils.process import ProcessId
 
-HOUSE_MARK = "PRL_OUTPUT_DIR"
-PART_MARK = "PRL_PART"
+WORKSPACE_MARK = "PRL_OUTPUT_DIR"
+DAEMON_MARK = "PRL_DAEMON"
+# The mark of the version before: an updated supervisor still finds what the old one started.
+_OLD_DAEMON_MARK = "PRL_PART"
 # After SIGKILL the kernel needs moments; more means a process that hangs in the kernel (a dead file server).
 KILL_WAIT_S = 10.0
 
 
-def part_environment(output_dir: Path, name: str) -> dict[str, str]:
-    """Environment of a part: ours and the marks. SPT_NOENV: a changed process title must not overwrite the marks."""
-    marks = {HOUSE_MARK: str(output_dir.resolve()), PART_MARK: name}
+def daemon_environment(output_dir: Path, name: str) -> dict[str, str]:
+    """Environment of a daemon: ours and the marks. SPT_NOENV: a changed process title must not overwrite the marks."""
+    marks = {WORKSPACE_MARK: str(output_dir.resolve()), DAEMON_MARK: name}
     return {**os.environ, **marks, "SPT_NOENV": "1", "PYTHONUNBUFFERED": "1"}
 
 
@@ -52,7 +54,7 @@ def spawn(
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            env=part_environment(output_dir, name),
+            env=daemon_environment(output_dir, name),
             pass_fds=tuple(pass_fds),
         )
 
@@ -83,8 +85,8 @@ class _Row:
     identity: ProcessId
     parent: int
     session: int
-    house: str | None
-    part: str | None
+    workspace: str | None
+    daemon: str | None
 
 
 def find_members(
@@ -95,22 +97,22 @@ def find_members(
     but: Collection[str] = (),
     trust_sessions: bool = False,
 ) -> set[ProcessId]:
-    """All living processes that belong to parts.
+    """All living processes that belong to daemons.
 
     Args:
         leaders: the processes that the supervisor started. The session of one that lives is all its own.
-        names: parts whose marks count; None: any mark of this house, except those of the parts in `but`.
+        names: daemons whose marks count; None: any mark of this workspace, except those of the daemons in `but`.
         trust_sessions: a leader died under our eyes, so its session number cannot have been used again yet.
     """
     rows = list(_process_table())
     leaders = list(leaders)
     alive = {leader.pid for leader in leaders if leader.is_running()}
     sessions = alive | ({leader.pid for leader in leaders} if trust_sessions else set())
-    house = str(output_dir.resolve())
+    workspace = str(output_dir.resolve())
     found = set()
     for row in rows:
-        counts = row.part not in but if names is None else row.part in names
-        marked = row.house == house and row.part is not None and counts
+        counts = row.daemon not in but if names is None else row.daemon in names
+        marked = row.workspace == workspace and row.daemon is not None and counts
         if row.identity.pid in alive or row.session in sessions or marked:
             found.add(row.identity)
     found |= _descendants(rows, {each.pid for each in found})
@@ -128,7 +130,7 @@ def _descendants(rows: Sequence[_Row], roots: set[int]) -> set[ProcessId]:
 
 
 def _own_line() -> set[int]:
-    """This process and its ancestors: a command typed in a part's own shell must not end itself."""
+    """This process and its ancestors: a command typed in a daemon's own shell must not end itself."""
     me = psutil.Process()
     return {process.pid for process in [me, *me.parents()]}
 
@@ -147,7 +149,13 @@ def _process_table() -> Iterable[_Row]:
             environ = process.environ()
         except (psutil.Error, OSError):
             environ = {}
-        yield _Row(identity, parent, session, environ.get(HOUSE_MARK), environ.get(PART_MARK))
+        yield _Row(
+            identity,
+            parent,
+            session,
+            environ.get(WORKSPACE_MARK),
+            environ.get(DAEMON_MARK, environ.get(_OLD_DAEMON_MARK)),
+        )
 
 
 def kill_all(members: Iterable[ProcessId], *, reap: Callable[[], None] = lambda: None) -> set[ProcessId]:
@@ -166,23 +174,23 @@ def kill_all(members: Iterable[ProcessId], *, reap: Callable[[], None] = lambda:
     return {identity for identity in targets if identity.is_running()}
 
 
-def end_parts(
+def end_daemons(
     output_dir: Path,
-    parts: Sequence[tuple[str, ProcessId]],
+    daemons: Sequence[tuple[str, ProcessId]],
     grace_s: float,
     *,
     drain_s: float | None = None,
     tick: Callable[[], None] = lambda: None,
     trust_sessions: bool = False,
 ) -> set[ProcessId]:
-    """End parts side by side, and prove it.
+    """End daemons side by side, and prove it.
 
     SIGTERM to each: it may finish what it does and save, for `drain_s` at most (None: `grace_s`). Then SIGTERM to all
     that belongs to any of them, `grace_s` to end, SIGKILL. Returns what could not be ended or still holds memory of a
     GPU. `tick` is called while it waits (to reap children and keep status files fresh).
     """
-    leaders = [leader for _, leader in parts]
-    names = {name for name, _ in parts}
+    leaders = [leader for _, leader in daemons]
+    names = {name for name, _ in daemons}
     members = find_members(output_dir, leaders, names, trust_sessions=trust_sessions)
     for leader in leaders:
         leader.send(signal.SIGTERM)

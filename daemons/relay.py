@@ -1,4 +1,4 @@
-"""The logs of all parts as one stream of lines, for `prl up --foreground`: a container's logs, systemd's journal.
+"""The logs of all daemons as one stream of lines, for `prl up --foreground`: a container's logs, systemd's journal.
 
 It reads the same files that everybody reads, from where they stood when it first saw them.
 """
@@ -15,14 +15,14 @@ from prime_rl.utils.text import clean_text
 
 
 class LogRelay:
-    """Writes `name | line` for each new line of each part's log."""
+    """Writes `name | line` for each new line of each daemon's log."""
 
     def __init__(self, out: TextIO) -> None:
         self._out = out
         self._tails: dict[str, tuple[FileTail, int]] = {}
 
     def follow(self, name: str, log: Path) -> None:
-        """From now on also this one. Call it before the part is started."""
+        """From now on also this one. Call it before the daemon is started."""
         if name not in self._tails:
             self._tails[name] = (FileTail(log, position=_size(log)), _size(log))
 

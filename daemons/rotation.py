@@ -1,6 +1,6 @@
-"""Logs that stay bounded: a part's log that grew too large is copied aside and cut, without touching the part.
+"""Logs that stay bounded: a daemon's log that grew too large is copied aside and cut, without touching the daemon.
 
-A part and all that it starts write to one open file (appending), so that the last words of a crash in native code are
+A daemon and all that it starts write to one open file (appending), so that the last words of a crash in native code are
 kept too; nobody can be asked to open another. So the supervisor, and nobody else, copies `x.log` to `x.log.1` and cuts
 it. What is written between the last copied byte and the cut, some microseconds, is lost. Readers follow it: see
 `prime_rl.utils.tail`.

@@ -1,7 +1,7 @@
 """What the own files of a run say, read again only when one of them changed.
 
 `client` keeps one `RunFiles` a run. A thousand runs at rest cost a few system calls each a look. It knows nothing of
-other parts and derives no state.
+other daemons and derives no state.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from prime_rl.contract.status import RunStatus, Status, read_status
 if TYPE_CHECKING:
     from prime_rl.configs.orchestrator import OrchestratorConfig
 
-# Ten times the largest that a part writes with 1,024 runs; what is larger was not written by a part.
+# Ten times the largest that a daemon writes with 1,024 runs; what is larger was not written by a daemon.
 MAX_FILE_BYTES = 4_000_000
 MAX_REASON_BYTES = 10_000
 # A folder that changed later than this may change again without another time on it.
@@ -94,7 +94,7 @@ class RunFiles:
 
     def __init__(self, run: RunDir) -> None:
         self.run = run
-        # Looked at again and again, in a house of a thousand: joining paths would cost more than the system calls.
+        # Looked at again and again, in a workspace of a thousand: joining paths would cost more than the system calls.
         folder, control = str(run.path), str(run.control)
         self._tomls = (f"{control}/orch.toml", f"{folder}/configs/orch.toml")
         self._notes = (f"{control}/status.json", f"{control}/evicted.txt", f"{control}/config_validation_error.txt")
@@ -157,7 +157,7 @@ class RunFiles:
 
 
 def _parse(path: Path, stamp: Stamp) -> ParsedConfig:
-    # Imported late: the rules of configs take longer to import than a look at a house takes.
+    # Imported late: the rules of configs take longer to import than a look at a workspace takes.
     from prime_rl.configs.base import ConfigError
     from prime_rl.configs.validate import explain, load_run_config
 

@@ -1,7 +1,8 @@
-"""Starting a house, stopping it, starting one part anew: what `prl up`, `down` and `restart` do, and `prl-tui` alike.
+"""Start a workspace, stop it, restart one daemon: what `prl up`, `down` and `restart` do, and `prl-tui` too.
 
-`choose_system` says which house is meant, `start_house` starts it and waits until everything answers, `stop_house` and
-`restart_part` name themselves. What they do comes in words through `say`; nothing here prints. `launch` does the work.
+`choose_system` says which workspace is meant, `start_workspace` starts it and waits until everything answers,
+`stop_workspace` and `restart_daemon` name themselves. What they do comes in words through `say`; nothing here prints.
+`launch` does the work.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any
 import tomli_w
 
 from daemons import launch
-from daemons.client import House, HouseReader, read_house
+from daemons.client import Workspace, WorkspaceReader, read_workspace
 from daemons.errors import ActionError, WrongUseError
 from daemons.launch import LOOK_EVERY_S, LaunchError, waits
 from daemons.pidfile import SupervisorLock
@@ -31,7 +32,7 @@ UP = "up"
 CONFIGS = Path(__file__).resolve().parents[1] / "configs" / "demo"
 
 Say = Callable[[str], None]
-Look = Callable[[House], None]
+Look = Callable[[Workspace], None]
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class Wanted:
 def choose_system(
     args: Sequence[str], output_dir: Path | None, *, say: Say, default: Callable[[], Path] = Path.cwd
 ) -> Wanted:
-    """The system that a command line means; `default()` is the house when nobody names one. Raises ConfigError."""
+    """The system that a command line means; `default()` is the workspace when nobody names one. Raises ConfigError."""
     data, source = read_argv(args)
     chosen = output_dir or os.environ.get("PRL_OUTPUT_DIR")
     small = False
@@ -60,9 +61,9 @@ def choose_system(
     return Wanted(build(SystemConfig, data, source), data, small)
 
 
-def start_house(
+def start_workspace(
     wanted: Wanted, *, stop: Callable[[], bool], say: Say, on_look: Look, is_quiet: bool = False
-) -> House | None:
+) -> Workspace | None:
     """Start it as daemons and wait until everything answers; None when `stop()` came first, and all is ended again.
 
     `is_quiet`: a child that would print its progress on our terminal does not. Raises LaunchError.
@@ -70,7 +71,7 @@ def start_house(
     output = OutputDir(wanted.system.output_dir)
     if not make_model(wanted, output, stop=stop, say=say, is_quiet=is_quiet):
         return None
-    child = launch.start_supervisor(output, take_house(wanted, output, say))
+    child = launch.start_supervisor(output, take_workspace(wanted, output, say))
     try:
         ready = launch.wait_until_ready(wanted.system, output, child, stop=stop, on_look=on_look)
     except launch.LaunchError:
@@ -80,11 +81,11 @@ def start_house(
         launch.down(output, timeout_s=None, say=say, supervisor=child)
         return None
     _reap(child)
-    return read_house(output.path)
+    return read_workspace(output.path)
 
 
 def make_model(wanted: Wanted, output: OutputDir, *, stop: Callable[[], bool], say: Say, is_quiet: bool) -> bool:
-    """Make the small house's base model when it is missing; false when `stop()` came first."""
+    """Make the small workspace's base model when it is missing; false when `stop()` came first."""
     if wanted.is_small and not _is_held(output):
         from daemons.base_model import make_base_model
 
@@ -92,19 +93,19 @@ def make_model(wanted: Wanted, output: OutputDir, *, stop: Callable[[], bool], s
     return not (wanted.is_small and stop())
 
 
-def take_house(wanted: Wanted, output: OutputDir, say: Say) -> SupervisorLock:
-    """Check and prepare the house, and keep what was asked for; returns its lock. Raises LaunchError."""
+def take_workspace(wanted: Wanted, output: OutputDir, say: Say) -> SupervisorLock:
+    """Check and prepare the workspace, and keep what was asked for; returns its lock. Raises LaunchError."""
     lock = launch.prepare(wanted.system, output, say)
     write_atomic(output.component_config(UP), tomli_w.dumps(wanted.said))
     return lock
 
 
-def stop_house(output_dir: Path, *, timeout_s: float | None = None, say: Say) -> bool:
+def stop_workspace(output_dir: Path, *, timeout_s: float | None = None, say: Say) -> bool:
     """Stop everything and prove it; false when nothing was running. Raises LaunchError."""
     return launch.down(OutputDir(output_dir), timeout_s=timeout_s, say=say)
 
 
-def restart_part(
+def restart_daemon(
     output_dir: Path,
     name: str,
     *,
@@ -112,25 +113,25 @@ def restart_part(
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> None:
-    """End one part and wait until the supervisor has started it again, as long as it may take. Raises ActionError."""
+    """End one daemon and wait until the supervisor has started it again, as long as it may take. Raises ActionError."""
     output = OutputDir(output_dir)
-    reader = HouseReader(output.path)
-    house = reader.read()
-    part = house.daemon(name)
-    if not house.supervisor_alive:
-        raise ActionError(f"nothing is running in {output.path}: prl up starts the house")
-    if part is None or name == "supervisor":
-        known = ", ".join(each.name for each in house.daemons if each.name != "supervisor")
-        raise WrongUseError(f"no part {name!r} to restart; there are: {known}")
-    if part.state == "done":
-        raise ActionError(f"{name} is done ({part.reason}): prl runs readmit {name} lets it train again")
+    reader = WorkspaceReader(output.path)
+    workspace = reader.read()
+    daemon = workspace.daemon(name)
+    if not workspace.supervisor_alive:
+        raise ActionError(f"nothing is running in {output.path}: prl up starts the workspace")
+    if daemon is None or name == "supervisor":
+        known = ", ".join(each.name for each in workspace.daemons if each.name != "supervisor")
+        raise WrongUseError(f"no daemon {name!r} to restart; there are: {known}")
+    if daemon.state == "done":
+        raise ActionError(f"{name} is done ({daemon.reason}): prl runs readmit {name} lets it train again")
     write_atomic(output.start_request(name), "restart")
     limits = launch.limits_of(output)
     say(f"waiting for {name} to be started again; before, it may finish and save for {limits.drain_s:g} s")
 
     def new() -> bool:
         now = reader.read().daemon(name)
-        return now is not None and now.pid not in (None, part.pid) and now.state in ("starting", "running")
+        return now is not None and now.pid not in (None, daemon.pid) and now.state in ("starting", "running")
 
     try:
         timeout_s = launch.restart_timeout_s(limits)
@@ -143,20 +144,20 @@ def restart_part(
 
 
 def last_start(output_dir: Path) -> Path | None:
-    """The file that says how the house was last started, if it ever was."""
+    """The file that says how the workspace was last started, if it ever was."""
     path = OutputDir(output_dir).component_config(UP)
     return path if path.is_file() else None
 
 
 def _without_a_file(output_dir: Path, say: Say) -> tuple[dict[str, Any], str, bool]:
-    """(values, their source, whether it is the small house)."""
+    """(values, their source, whether it is the small workspace)."""
     last = last_start(output_dir)
     if last is not None:
         say(f"no system file: {output_dir} as it was last started ({last})")
         return load_toml(last), str(last), False
     small = CONFIGS / "system.toml"
     if small.is_file():
-        say(f"no system file: a small house for this machine's CPU, as in {_short(small)}")
+        say(f"no system file: a small workspace for this machine's CPU, as in {_short(small)}")
         return load_toml(small), str(small), True
     return {}, "command line", False
 
@@ -166,7 +167,7 @@ def _short(path: Path) -> Path:
 
 
 def _is_held(output: OutputDir) -> bool:
-    """Whether a supervisor has this house: then nothing is made for it, and `launch.prepare` says who it is."""
+    """Whether a supervisor has this workspace: then nothing is made for it, and `launch.prepare` says who it is."""
     if not output.supervisor_lock.exists():
         return False
     lock = SupervisorLock.acquire(output)
@@ -183,13 +184,13 @@ def _reap(child: subprocess.Popen[bytes]) -> None:
 __all__ = [
     "UP",
     "ConfigError",
-    "House",
     "LaunchError",
     "Wanted",
+    "Workspace",
     "choose_system",
     "last_start",
-    "restart_part",
-    "start_house",
-    "stop_house",
+    "restart_daemon",
+    "start_workspace",
+    "stop_workspace",
     "waits",
 ]

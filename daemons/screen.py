@@ -17,7 +17,7 @@ _END_S = 5.0
 
 
 class TuiChild:
-    """Shows a house until it is closed or the person quits it. With None it shows nothing.
+    """Shows a workspace until it is closed or the person quits it. With None it shows nothing.
 
     `interrupted` says that the person left it with Ctrl-C, which it gets as a key: the terminal is in raw mode.
     """

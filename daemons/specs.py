@@ -1,4 +1,4 @@
-"""Which parts a house wants now, and how each is started: pure, from the system's config and what is on disk.
+"""Which daemons a workspace wants now, and how each is started: pure, from the system's config and what is on disk.
 
 Trainer and inference are always wanted; an orchestrator is wanted for each run that the trainer holds in a slot, unless
 its last word says that it has no more to do. It starts nothing (`supervisor` does).
@@ -30,13 +30,13 @@ _MODULES = {
     ORCHESTRATOR: "prime_rl.orchestrator.orchestrator",
 }
 MAKE_BASE_MODULE = "prime_rl.trainer.make_base"
-# "trainer=my.trainer,inference=my.server": other programs for the parts, for tests and for one's own engines.
+# "trainer=my.trainer,inference=my.server": other programs for the daemons, for tests and for one's own engines.
 MODULES_VARIABLE = "PRL_MODULES"
 
 
 @dataclass(frozen=True)
-class PartSpec:
-    """How one part is started. `run_id` is set for an orchestrator, whose name it is."""
+class DaemonSpec:
+    """How one daemon is started. `run_id` is set for an orchestrator, whose name it is."""
 
     name: str
     argv: tuple[str, ...]
@@ -60,23 +60,25 @@ class RunNow:
     max_steps: int | None
 
 
-def module_of(part: str) -> str:
+def module_of(daemon: str) -> str:
     """The module that `python -m` runs for trainer, inference or orchestrator."""
     own = dict(item.partition("=")[::2] for item in os.environ.get(MODULES_VARIABLE, "").split(",") if item)
-    return own.get(part, _MODULES[part])
+    return own.get(daemon, _MODULES[daemon])
 
 
-def service_specs(output: OutputDir) -> list[PartSpec]:
+def service_specs(output: OutputDir) -> list[DaemonSpec]:
     """Inference and trainer, in the order in which they are started."""
     return [
-        PartSpec(name, tuple(python_module(module_of(name), "@", str(output.component_config(name)))), output.log(name))
+        DaemonSpec(
+            name, tuple(python_module(module_of(name), "@", str(output.component_config(name)))), output.log(name)
+        )
         for name in (INFERENCE, TRAINER)
     ]
 
 
-def orchestrator_spec(run: RunDir) -> PartSpec:
+def orchestrator_spec(run: RunDir) -> DaemonSpec:
     argv = python_module(module_of(ORCHESTRATOR), "@", str(run.orch_toml))
-    return PartSpec(run.run_id, tuple(argv), run.log, run.run_id)
+    return DaemonSpec(run.run_id, tuple(argv), run.log, run.run_id)
 
 
 def wants_orchestrator(run: RunNow) -> bool:
@@ -90,8 +92,8 @@ def wants_orchestrator(run: RunNow) -> bool:
     return run.word.state != "failed"
 
 
-def wanted(output: OutputDir, runs: Iterable[RunNow]) -> Mapping[str, PartSpec]:
-    """All parts that should live now, by name."""
+def wanted(output: OutputDir, runs: Iterable[RunNow]) -> Mapping[str, DaemonSpec]:
+    """All daemons that should live now, by name."""
     specs = service_specs(output) + [
         orchestrator_spec(RunDir(output.path / run.run_id)) for run in runs if wants_orchestrator(run)
     ]
@@ -99,7 +101,7 @@ def wanted(output: OutputDir, runs: Iterable[RunNow]) -> Mapping[str, PartSpec]:
 
 
 def component_texts(system: SystemConfig, output: OutputDir) -> dict[str, str]:
-    """What each part is started with, with nothing left to defaults of another day or folder."""
+    """What each daemon is started with, with nothing left to defaults of another day or folder."""
     path = str(output.path.resolve())
     configs = {
         TRAINER: system.trainer.model_dump(mode="json") | {"output_dir": path},

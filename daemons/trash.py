@@ -58,7 +58,7 @@ def delete_run(
             )
         with contextlib.suppress(FileExistsError):
             output.trash.mkdir()
-        with _house_and_trash(output):  # refused here, the run is not evicted for nothing
+        with _workspace_and_trash(output):  # refused here, the run is not evicted for nothing
             pass
         if not run.evicted.exists() and run.control.exists():
             write_atomic(run.evicted, DELETED_NOTE)
@@ -83,12 +83,12 @@ def undelete_run(output_dir: Path, run_id: str) -> bool:
             )
         if lies is None:
             raise ActionError(f"{run_id} is not in {output.trash}: nothing to bring back")
-        with _house_and_trash(output) as (house, trash):
+        with _workspace_and_trash(output) as (workspace, trash):
             if refused := refusal(output.trash, lies):
                 raise LayoutError(refused)
             if read_text(RunDir(lies).evicted) == DELETED_NOTE:
                 RunDir(lies).evicted.unlink()
-            os.rename(lies.name, run_id, src_dir_fd=trash, dst_dir_fd=house)
+            os.rename(lies.name, run_id, src_dir_fd=trash, dst_dir_fd=workspace)
         audit.record(output, "undelete", run_id, detail=f"from {lies.name}")
         return True
 
@@ -168,15 +168,15 @@ def _opened(path: Path, *, follow: bool) -> Iterator[int]:
 
 
 @contextlib.contextmanager
-def _house_and_trash(output: OutputDir) -> Iterator[tuple[int, int]]:
+def _workspace_and_trash(output: OutputDir) -> Iterator[tuple[int, int]]:
     """Both folders, open; they are on one file system, so a rename between them moves no data."""
-    with _opened(output.path, follow=True) as house, _opened(output.trash, follow=False) as trash:
-        if os.fstat(house).st_dev != os.fstat(trash).st_dev:
+    with _opened(output.path, follow=True) as workspace, _opened(output.trash, follow=False) as trash:
+        if os.fstat(workspace).st_dev != os.fstat(trash).st_dev:
             raise ActionError(
                 f"{output.trash} is on another file system than {output.path}: nothing was changed; move it away or "
                 "unmount it"
             )
-        yield house, trash
+        yield workspace, trash
 
 
 def _remove(name: str, folder: int) -> None:
@@ -194,15 +194,15 @@ def _is_folder(name: str, folder: int) -> bool:
 def _move_to_trash(output: OutputDir, run: RunDir) -> Path:
     stamp = time.strftime(_STAMP_FORMAT, time.gmtime())
     lies, number = output.trashed(run.run_id, stamp), 1
-    with _house_and_trash(output) as (house, trash):
+    with _workspace_and_trash(output) as (workspace, trash):
         if reason := refusal(output.path, run.path):
             raise LayoutError(reason)  # it changed while its users let go of it
         while os.path.lexists(lies):
             number += 1
             lies = output.trashed(run.run_id, f"{stamp}-{number:03}")
-        os.rename(run.run_id, lies.name, src_dir_fd=house, dst_dir_fd=trash)
+        os.rename(run.run_id, lies.name, src_dir_fd=workspace, dst_dir_fd=trash)
         if not _is_folder(lies.name, trash):
-            os.rename(lies.name, run.run_id, src_dir_fd=trash, dst_dir_fd=house)
+            os.rename(lies.name, run.run_id, src_dir_fd=trash, dst_dir_fd=workspace)
             raise ActionError(f"{run.path} is no folder any more: nothing was deleted")
     return lies
 

@@ -1,8 +1,8 @@
 """Pictures of `prl-tui` over a real demo: `make screenshots`, or `scripts/screenshots.py OUTPUT_DIR --dest DIR`.
 
-Without OUTPUT_DIR it starts the demo's house in a temporary folder and takes the pictures while its runs train; then a
-group of three nodes, of which one is killed before the eyes of whoever looks. Every screen is taken read-only and in
-two sizes: NAME.svg for the documents, and NAME-small.svg of 80x24. A new screen is one line in `PICTURES`.
+Without OUTPUT_DIR it starts the demo's workspace in a temporary folder and takes the pictures while its runs train;
+then a group of three nodes, of which one is killed before the eyes of whoever looks. Every screen is taken read-only
+and in two sizes: NAME.svg for the documents, and NAME-small.svg of 80x24. A new screen is one line in `PICTURES`.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from textual.pilot import Pilot
 
 from daemons import actions, running
 from daemons.base_model import make_base_model
-from daemons.client import read_house
+from daemons.client import read_workspace
 from prime_rl.contract.files import wait_for
 from prime_rl.contract.layout import OutputDir
 from prime_rl.contract.nodes import NodeHealth
 from prime_rl.contract.status import NodeStatus, read_status
 from tui.app import PrlApp
-from tui.screens.base import HouseScreen
+from tui.screens.base import WorkspaceScreen
 from tui.screens.run import RunScreen
 from tui.snapshot import RunRow
 from tui.tabs import TABS
@@ -58,7 +58,7 @@ Open = Callable[[Pilot[None]], Awaitable[None]]
 
 @dataclass(frozen=True)
 class Picture:
-    """`open` leads from home to what is taken; `prepare` changes the house of the demo before."""
+    """`open` leads from home to what is taken; `prepare` changes the workspace of the demo before."""
 
     name: str
     open: Open
@@ -77,7 +77,7 @@ def run_tab(name: str) -> Open:
 
     async def go(pilot: Pilot[None]) -> None:
         app = pilot.app
-        assert isinstance(app, PrlApp) and isinstance(app.screen, HouseScreen) and app.screen.snapshot is not None
+        assert isinstance(app, PrlApp) and isinstance(app.screen, WorkspaceScreen) and app.screen.snapshot is not None
         app.call_next(app.open_run, choose(app.screen.snapshot.rows).run_id)
         await until(pilot, lambda: isinstance(app.screen, RunScreen) and app.screen.can_show, "the run screen")
         screen = app.screen
@@ -93,7 +93,7 @@ def trouble(output_dir: Path) -> None:
     broken = OutputDir(output_dir).run("run_typo")
     broken.control.mkdir(parents=True, exist_ok=True)
     broken.orch_toml.write_text('batch_size = 64\nrollouts_per_example = 8\n[optim]\nlr = "fast"\n')
-    for run in read_house(output_dir).runs:
+    for run in read_workspace(output_dir).runs:
         if run.state == "active":
             actions.evict_run(output_dir, run.run_id, "the reward does not improve")
             return
@@ -106,7 +106,7 @@ async def a_node_dies(pilot: Pilot[None]) -> None:
     output = OutputDir(app.setting.output_dir)
 
     def words() -> dict[int, str]:
-        group = app.screen.snapshot.group if isinstance(app.screen, HouseScreen) and app.screen.snapshot else None
+        group = app.screen.snapshot.group if isinstance(app.screen, WorkspaceScreen) and app.screen.snapshot else None
         return {row.rank: row.word for row in group.rows} if group else {}
 
     await pilot.press("4")
@@ -152,7 +152,7 @@ async def take(output_dir: Path, dest: Path, picture: Picture) -> list[Path]:
 
     taken = []
     async with app.run_test(size=SIZES[""]) as pilot:
-        await until(pilot, has_looked, "a look at the house")
+        await until(pilot, has_looked, "a look at the workspace")
         await picture.open(pilot)
         for suffix, size in SIZES.items():
             await pilot.resize_terminal(*size)
@@ -163,24 +163,24 @@ async def take(output_dir: Path, dest: Path, picture: Picture) -> list[Path]:
 
 @contextmanager
 def demo() -> Iterator[Path]:
-    """The output directory of the demo's house while it trains; it is stopped afterwards."""
+    """The output directory of the demo's workspace while it trains; it is stopped afterwards."""
     os.chdir(ROOT)
     with tempfile.TemporaryDirectory(prefix="prl-screenshots-") as folder:
         place = Path(folder) / "demo"
         system = running.choose_system(["@", str(DEMO / "system.toml")], place, say=print)
         make_base_model(system.system.model.name, lambda: False, print)
         try:
-            running.start_house(system, stop=lambda: False, say=print, on_look=lambda house: None)
+            running.start_workspace(system, stop=lambda: False, say=print, on_look=lambda workspace: None)
             for name in RUNS:
                 actions.add_run(place, DEMO / f"{name}.toml", overrides={"max_steps": MAX_STEPS})
 
             def trains() -> bool:
-                return sum(run.step >= NUM_STEPS for run in read_house(place).runs) >= 2
+                return sum(run.step >= NUM_STEPS for run in read_workspace(place).runs) >= 2
 
             wait_for(trains, f"two runs of the demo at step {NUM_STEPS}", timeout_s=DEMO_TIMEOUT_S, poll_s=0.5)
             yield place
         finally:
-            running.stop_house(place, say=print)
+            running.stop_workspace(place, say=print)
 
 
 @contextmanager
@@ -222,10 +222,12 @@ def take_all(output_dir: Path, dest: Path, pictures: Iterable[Picture], *, is_ou
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Pictures of prl-tui, of a house or of a demo that is run for them.")
+    parser = argparse.ArgumentParser(
+        description="Pictures of prl-tui, of a workspace or of a demo that is run for them."
+    )
     parser.add_argument("output_dir", nargs="?", type=Path)
     parser.add_argument("--dest", type=Path, default=ROOT / "docs" / "images")
-    parser.add_argument("--only", choices=("demo", "group"), help="the pictures of one house only")
+    parser.add_argument("--only", choices=("demo", "group"), help="the pictures of one workspace only")
     args = parser.parse_args()
     args.dest.mkdir(parents=True, exist_ok=True)
     if args.output_dir is None:

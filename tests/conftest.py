@@ -1,4 +1,4 @@
-"""What every test gets: no hub, no inherited house, and no process of ours left behind at the end of the session."""
+"""What every test gets: no hub, no inherited workspace, and no process left behind at the end of the session."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Small real parts for tests of the daemons: processes that keep the status files of the contract and do no learning.
+"""Small real daemons for tests of the daemons: processes that keep the status files of the contract and do no learning.
 
-`fake_house` writes them as modules into a folder and returns a `Prl` that runs the real `prl` with them. What a part
-should do wrong is said by files in the house: `crash_<part>` ends it at its start, `stubborn_<part>` ignores SIGTERM,
-`stuck_trainer` gets nowhere, `saving_trainer` takes a while to save at its end.
+`fake_workspace` writes them as modules into a folder and returns a `Prl` that runs the real `prl` with them. What a
+daemon should do wrong is said by files in the workspace: `crash_<daemon>` ends it at its start, `stubborn_<daemon>`
+ignores SIGTERM, `stuck_trainer` gets nowhere, `saving_trainer` takes a while to save at its end.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 import pytest
 
-from daemons.client import DaemonView, HouseReader, RunView
+from daemons.client import DaemonView, RunView, WorkspaceReader
 from prime_rl.contract.files import wait_for
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -41,13 +41,13 @@ from pathlib import Path
 from prime_rl.configs.base import parse_argv
 from prime_rl.utils.signals import StopFlag
 
-def begin(part, output_dir):
-    """The stop flag, after doing what the house says about this part."""
+def begin(daemon, output_dir):
+    """The stop flag, after doing what the workspace says about this daemon."""
     stop = StopFlag().install()
-    if (output_dir / f"stubborn_{part}").exists():
+    if (output_dir / f"stubborn_{daemon}").exists():
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    print("begin", part, os.getpid(), flush=True)
-    if (output_dir / f"crash_{part}").exists():
+    print("begin", daemon, os.getpid(), flush=True)
+    if (output_dir / f"crash_{daemon}").exists():
         print("fatal: told to crash \\x1b[31mred", flush=True)
         sys.exit(3)
     return stop
@@ -62,26 +62,24 @@ from prime_rl.contract.layout import OutputDir, list_rollout_steps, list_steps, 
 from prime_rl.contract.status import StatusWriter, TrainerRunStatus, TrainerStatus
 
 config = parse_argv(TrainerConfig, sys.argv[1:])
-house = OutputDir(config.output_dir)
-stop = begin("trainer", house.path)
-status = StatusWriter(house.trainer_status, TrainerStatus(
+workspace = OutputDir(config.output_dir)
+stop = begin("trainer", workspace.path)
+status = StatusWriter(workspace.trainer_status, TrainerStatus(
     state="waiting", model=config.model.name, max_runs=config.max_concurrent_runs, max_seq_len=config.seq_len,
     max_rank=config.model.lora.rank))
 slots, progress = {}, 0
 while not stop():
-    if (house.path / "stuck_trainer").exists():
+    if (workspace.path / "stuck_trainer").exists():
         stop.wait(0.05)
         continue
     progress += 1
-    runs = {run.run_id: run for run in scan_runs(house.path)[0] if run.orch_toml.exists() and not run.evicted.exists()}
-    configs = {run_id: load_run_config(run.orch_toml) for run_id, run in runs.items()}
-    step = lambda run: max(list_steps(run.broadcast, stable_only=True), default=0)
-    runs = {run_id: run for run_id, run in runs.items() if step(run) < configs[run_id].max_steps}
-    slots = {run_id: idx for run_id, idx in slots.items() if run_id in runs}
-    queue = sorted((run for run in runs if run not in slots), key=lambda run: runs[run].orch_toml.stat().st_mtime_ns)
-    free = [idx for idx in range(config.max_concurrent_runs) if idx not in slots.values()]
-    slots |= dict(zip(queue, free))
-    for run_id in slots:
+    runs = {run.run_id: run for run in scan_runs(workspace.path)[0] if run.orch_toml.exists() and not
+    run.evicted.exists()} configs = {run_id: load_run_config(run.orch_toml) for run_id, run in runs.items()} step =
+    lambda run: max(list_steps(run.broadcast, stable_only=True), default=0) runs = {run_id: run for run_id, run in
+    runs.items() if step(run) < configs[run_id].max_steps} slots = {run_id: idx for run_id, idx in slots.items() if
+    run_id in runs} queue = sorted((run for run in runs if run not in slots), key=lambda run:
+    runs[run].orch_toml.stat().st_mtime_ns) free = [idx for idx in range(config.max_concurrent_runs) if idx not in
+    slots.values()] slots |= dict(zip(queue, free)) for run_id in slots:
         for done in list_rollout_steps(runs[run_id]):
             folder = runs[run_id].broadcast_dir(done)
             folder.mkdir(parents=True, exist_ok=True)
@@ -90,9 +88,9 @@ while not stop():
         run_id: TrainerRunStatus(run_idx=idx, step=step(runs[run_id]), max_steps=configs[run_id].max_steps)
         for run_id, idx in slots.items()})
     stop.wait(0.05)
-if (house.path / "saving_trainer").exists():
+if (workspace.path / "saving_trainer").exists():
     time.sleep(1.0)
-    (house.path / "saved").touch()
+    (workspace.path / "saved").touch()
 status.close(state="stopped", runs={}, waiting=[])
 """
 
@@ -111,14 +109,14 @@ class Handler(http.server.BaseHTTPRequestHandler):
         pass
 
 config = parse_argv(InferenceConfig, sys.argv[1:])
-house = OutputDir(config.output_dir)
-stop = begin("inference", house.path)
+workspace = OutputDir(config.output_dir)
+stop = begin("inference", workspace.path)
 worker = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-(house.path / "worker.pid").write_text(str(worker.pid))
+(workspace.path / "worker.pid").write_text(str(worker.pid))
 server = http.server.ThreadingHTTPServer((config.host, config.port), Handler)
 threading.Thread(target=server.serve_forever, daemon=True).start()
 url = f"http://{config.host}:{server.server_port}/v1"
-status = StatusWriter(house.inference_status, InferenceStatus(state="serving", base_url=url, engine=config.engine))
+status = StatusWriter(workspace.inference_status, InferenceStatus(state="serving", base_url=url, engine=config.engine))
 while not stop.wait(0.1):
     pass
 server.shutdown()
@@ -171,7 +169,7 @@ sys.exit(0 if state in ("finished", "stopped") else 1)
 
 @dataclass(frozen=True)
 class Prl:
-    """The real `prl` on one house, with the fake parts."""
+    """The real `prl` on one workspace, with the fake daemons."""
 
     output_dir: Path
     model: Path
@@ -210,7 +208,7 @@ class Prl:
         return path
 
     def members(self) -> list[psutil.Process]:
-        """All living processes that carry this house's mark as a part."""
+        """All living processes that carry this workspace's mark as a daemon."""
         found = []
         for process in psutil.process_iter():
             try:
@@ -218,18 +216,18 @@ class Prl:
                 alive = process.status() != psutil.STATUS_ZOMBIE
             except psutil.Error:
                 continue
-            if alive and environ.get("PRL_OUTPUT_DIR") == str(self.output_dir.resolve()) and "PRL_PART" in environ:
+            if alive and environ.get("PRL_OUTPUT_DIR") == str(self.output_dir.resolve()) and "PRL_DAEMON" in environ:
                 found.append(process)
         return found
 
     def wait_state(self, name: str, *states: str, timeout_s: float = PATIENCE_S) -> RunView | DaemonView:
         """Wait until a run, or a daemon that is no orchestrator, is in one of `states`."""
-        reader = HouseReader(self.output_dir)
+        reader = WorkspaceReader(self.output_dir)
         seen: list[RunView | DaemonView | None] = [None]
 
         def there() -> bool:
-            house = reader.read()
-            seen[0] = house.run(name) if name.startswith("run_") else house.daemon(name)
+            workspace = reader.read()
+            seen[0] = workspace.run(name) if name.startswith("run_") else workspace.daemon(name)
             return seen[0] is not None and seen[0].state in states
 
         wait_for(there, f"{name} to be {' or '.join(states)}", timeout_s=timeout_s)
@@ -237,8 +235,8 @@ class Prl:
         return seen[0]
 
 
-def fake_house(tmp_path: Path) -> Prl:
-    """A house in `tmp_path/out` whose parts are the small processes of this module."""
+def fake_workspace(tmp_path: Path) -> Prl:
+    """A workspace in `tmp_path/out` whose daemons are the small processes of this module."""
     modules = tmp_path / "modules"
     modules.mkdir()
     for name, text in {
@@ -251,7 +249,7 @@ def fake_house(tmp_path: Path) -> Prl:
     model = tmp_path / "model"
     model.mkdir()
     (model / "config.json").write_text("{}")
-    env = {key: value for key, value in os.environ.items() if key not in ("PRL_OUTPUT_DIR", "PRL_PART")}
+    env = {key: value for key, value in os.environ.items() if key not in ("PRL_OUTPUT_DIR", "PRL_DAEMON")}
     env["PYTHONPATH"] = f"{modules}{os.pathsep}{ROOT}"
     env["PRL_MODULES"] = "trainer=fake_trainer,inference=fake_inference,orchestrator=fake_orchestrator"
     return Prl(tmp_path / "out", model, env)

@@ -30,7 +30,7 @@ class Request(dict[str, Any]):
     """What a life of the trainer is to do.
 
     config: TrainerConfig as JSON. until: run id to the version that ends it. evicted: run ids to wait for besides.
-    done: instead of both, "module:function", which gets the house and returns the condition that ends the life.
+    done: instead of both, "module:function", which gets the workspace and returns the condition that ends the life.
     point: the name of a kill point, or null. num_ranks. max_file_bytes: no file may get larger (EFBIG), or null.
     log: a file.
     """
@@ -90,17 +90,17 @@ def _live(request: Request, rank: int, port: int, tell: Callable[[str], None]) -
     if request.get("max_file_bytes") is not None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (request["max_file_bytes"], resource.RLIM_INFINITY))
     config = TrainerConfig.model_validate(request["config"])
-    house = config.output_dir
+    workspace = config.output_dir
 
     def are_there() -> bool:
-        return all(published(RunDir(house / run_id)) >= step for run_id, step in request["until"].items()) and all(
-            RunDir(house / run_id).evicted.exists() for run_id in request.get("evicted", ())
+        return all(published(RunDir(workspace / run_id)) >= step for run_id, step in request["until"].items()) and all(
+            RunDir(workspace / run_id).evicted.exists() for run_id in request.get("evicted", ())
         )
 
     done = are_there
     if "done" in request:
         module, _, name = request["done"].partition(":")
-        done = getattr(importlib.import_module(module), name)(house)
+        done = getattr(importlib.import_module(module), name)(workspace)
     world = setup_world("cpu", CHILD_TIMEOUT_S, num_threads=1)
     train(config, world, done)
     world.close()

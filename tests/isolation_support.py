@@ -49,21 +49,21 @@ RUNS: dict[str, dict[str, Any]] = {
 NUM_SAMPLES = {"run_adamw": 4, "run_sgd": 12, "run_muon": 8}
 
 
-def put_run(house: Path, model: Path, run_id: str) -> RunDir:
+def put_run(workspace: Path, model: Path, run_id: str) -> RunDir:
     """One of RUNS with all its batches."""
-    run = write_run(house, run_id, model, max_steps=NUM_STEPS, **RUNS[run_id])
+    run = write_run(workspace, run_id, model, max_steps=NUM_STEPS, **RUNS[run_id])
     put_batches(run, NUM_STEPS, num_samples=NUM_SAMPLES[run_id], seed=len(run_id))
     return run
 
 
-def put_runs(house: Path, model: Path, run_ids: Iterable[str] = RUNS) -> list[RunDir]:
-    return [put_run(house, model, run_id) for run_id in run_ids]
+def put_runs(workspace: Path, model: Path, run_ids: Iterable[str] = RUNS) -> list[RunDir]:
+    return [put_run(workspace, model, run_id) for run_id in run_ids]
 
 
-def train_alone(house: Path, model: Path, run_id: str) -> Adapter:
+def train_alone(workspace: Path, model: Path, run_id: str) -> Adapter:
     """The last adapter of a run that has the trainer for itself."""
-    run = put_run(house, model, run_id)
-    train_until(trainer_config(house, model), lambda: published(run) == NUM_STEPS)
+    run = put_run(workspace, model, run_id)
+    train_until(trainer_config(workspace, model), lambda: published(run) == NUM_STEPS)
     return adapter(run, NUM_STEPS)
 
 

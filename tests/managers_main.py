@@ -75,11 +75,11 @@ def refused_here(manager: MultiRunManager) -> list[str]:
     return refused
 
 
-def drive(house: Path) -> dict[str, Any]:
+def drive(workspace: Path) -> dict[str, Any]:
     """One manager's life on this rank, beside another manager whose messages must not mix with its own."""
     rank, is_last = dist.get_rank(), dist.get_rank() == dist.get_world_size() - 1
-    manager = MultiRunManager(output_dir=house, max_runs=3)
-    other = setup_multi_run_manager(house / "other", 1)
+    manager = MultiRunManager(output_dir=workspace, max_runs=3)
+    other = setup_multi_run_manager(workspace / "other", 1)
     layer = MultiLoRALinear(base_layer=nn.Linear(6, 4), rank=8, n_adapters=manager.max_runs)
     layer.register_with_runs(manager, "model.layer")
     facts: dict[str, Any] = {}
@@ -125,7 +125,7 @@ def drive(house: Path) -> dict[str, Any]:
     facts["told"] = state_of(manager)
     if rank == 0:
         manager.evict_run(idx=1, reason="Run exceeded memory limits")
-        add(house, "run_late", landed=9)
+        add(workspace, "run_late", landed=9)
     facts["evicted"] = state_of(manager)
     facts["last"] = look()
     facts["calls"] = calls
@@ -139,22 +139,22 @@ def drive_in_groups(folder: Path) -> int:
     for size in SIZES:
         if rank >= size:
             break
-        house = folder / f"house_{size}"
+        workspace = folder / f"workspace_{size}"
         store = f"file://{folder}/store_{size}"
         where: dict[str, Any] = {} if size == 4 else {"init_method": store, "rank": rank, "world_size": size}
         dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT_S), **where)
-        (folder / f"facts_{size}_{rank}.json").write_text(json.dumps(drive(house)))
+        (folder / f"facts_{size}_{rank}.json").write_text(json.dumps(drive(workspace)))
         dist.barrier()
         dist.destroy_process_group()
     return 0
 
 
-def idle_for_long(ranks: Ranks, house: Path) -> list[int]:
+def idle_for_long(ranks: Ranks, workspace: Path) -> list[int]:
     """Nothing to do for three times the timeout, then one batch, then a stop; the exit codes."""
-    run = write_run(house, "run_a", house.parent / "model")
+    run = write_run(workspace, "run_a", workspace.parent / "model")
 
     def waits() -> bool:
-        status = read_status(house / "trainer" / "status.json", TrainerStatus)
+        status = read_status(workspace / "trainer" / "status.json", TrainerStatus)
         return status is not None and status.waiting_on == "a batch of run_a (step 1)"
 
     wait_for(waits, "the trainer to wait for a batch", timeout_s=TIMEOUT_S)
@@ -169,17 +169,17 @@ def idle_for_long(ranks: Ranks, house: Path) -> list[int]:
 
 def main(folder: Path) -> None:
     torch.set_num_threads(1)
-    model, house = write_model(folder / "model"), folder / "idle"
+    model, workspace = write_model(folder / "model"), folder / "idle"
     for size in SIZES:
-        add(folder / f"house_{size}", "run_bad", landed=1)
-        add(folder / f"house_{size}", "run_good", landed=2, model={"lora": {"rank": 4}})
-        add(folder / f"house_{size}" / "other", "run_other")
-    house.mkdir()
-    config = tight_config(house, model, dist_timeout_s=IDLE_TIMEOUT_S)
-    (house / "idle.toml").write_text(tomli_w.dumps(config.model_dump(mode="json", exclude_unset=True)))
-    idle = Ranks(2, house / "rank", lambda: run_entry(house, "idle"))
+        add(folder / f"workspace_{size}", "run_bad", landed=1)
+        add(folder / f"workspace_{size}", "run_good", landed=2, model={"lora": {"rank": 4}})
+        add(folder / f"workspace_{size}" / "other", "run_other")
+    workspace.mkdir()
+    config = tight_config(workspace, model, dist_timeout_s=IDLE_TIMEOUT_S)
+    (workspace / "idle.toml").write_text(tomli_w.dumps(config.model_dump(mode="json", exclude_unset=True)))
+    idle = Ranks(2, workspace / "rank", lambda: run_entry(workspace, "idle"))
     codes = {"managers": Ranks(max(SIZES), folder / "managers", lambda: drive_in_groups(folder)).wait()}
-    codes["idle"] = idle_for_long(idle, house)
+    codes["idle"] = idle_for_long(idle, workspace)
     (folder / "codes.json").write_text(json.dumps(codes))
 
 

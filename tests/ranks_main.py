@@ -74,20 +74,20 @@ RUNS: dict[str, dict[str, Any]] = {
 NUM_SAMPLES = {"run_adamw": 3, "run_sgd": 12, "run_muon": 8}
 
 
-def put_run(house: Path, model: Path, run_id: str, num_steps: int = NUM_STEPS) -> RunDir:
-    run = write_run(house, run_id, model, max_steps=NUM_STEPS, **RUNS[run_id])
+def put_run(workspace: Path, model: Path, run_id: str, num_steps: int = NUM_STEPS) -> RunDir:
+    run = write_run(workspace, run_id, model, max_steps=NUM_STEPS, **RUNS[run_id])
     put_batches(run, num_steps, num_samples=NUM_SAMPLES[run_id], seed=len(run_id))
     return run
 
 
-def put_whole_run(house: Path, model: Path, num_steps: int = NUM_STEPS) -> RunDir:
-    run = write_run(house, "run_a", model, max_steps=NUM_STEPS, optim={"lr": 3e-3, "max_norm": 0.7})
+def put_whole_run(workspace: Path, model: Path, num_steps: int = NUM_STEPS) -> RunDir:
+    run = write_run(workspace, "run_a", model, max_steps=NUM_STEPS, optim={"lr": 3e-3, "max_norm": 0.7})
     put_batches(run, num_steps, num_samples=5)
     return run
 
 
-def tight_config(house: Path, model: Path, **changes: Any) -> TrainerConfig:
-    return trainer_config(house, model, **{**TIGHT, **changes})
+def tight_config(workspace: Path, model: Path, **changes: Any) -> TrainerConfig:
+    return trainer_config(workspace, model, **{**TIGHT, **changes})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,10 +98,10 @@ class Group:
     model: Path
     world: World
 
-    def house(self, name: str) -> Path:
-        house = self.folder / f"{name}_{self.world.size}"
-        house.mkdir(exist_ok=True)
-        return house
+    def workspace(self, name: str) -> Path:
+        workspace = self.folder / f"{name}_{self.world.size}"
+        workspace.mkdir(exist_ok=True)
+        return workspace
 
     def train(
         self,
@@ -111,11 +111,11 @@ class Group:
         **changes: Any,
     ) -> None:
         """The real loop on all ranks, until rank 0 finds that it is `done`; then each rank reports what it holds."""
-        config = config_of(self.house(name), self.model, **{**TIGHT, **changes})
+        config = config_of(self.workspace(name), self.model, **{**TIGHT, **changes})
         # Each loop numbers its messages from one.
         world = dataclasses.replace(self.world, store=PrefixStore(name, self.world.store))
         trainer.train(config, world, done)
-        (self.house(name) / f"rank_{self.world.rank}.json").write_text(json.dumps(holdings()))
+        (self.workspace(name) / f"rank_{self.world.rank}.json").write_text(json.dumps(holdings()))
 
 
 def holdings() -> dict[str, Any]:
@@ -136,21 +136,21 @@ def holdings() -> dict[str, Any]:
 
 def scenario_together(group: Group) -> None:
     """Three runs with different settings on two slots."""
-    house = group.house("together")
-    runs = [RunDir(house / run_id) for run_id in RUNS]
+    workspace = group.workspace("together")
+    runs = [RunDir(workspace / run_id) for run_id in RUNS]
     if group.world.is_master:
-        runs = [put_run(house, group.model, run_id) for run_id in RUNS]
+        runs = [put_run(workspace, group.model, run_id) for run_id in RUNS]
     group.train("together", lambda: all(published(run) == NUM_STEPS for run in runs), max_concurrent_runs=2)
 
 
 def scenario_evicted(group: Group) -> None:
     """A run is evicted in the middle of its batch, the next one takes its slot."""
-    house = group.house("evicted")
-    first, run, late = (RunDir(house / name) for name in ("run_0", "run_adamw", "run_muon"))
+    workspace = group.workspace("evicted")
+    first, run, late = (RunDir(workspace / name) for name in ("run_0", "run_adamw", "run_muon"))
     if group.world.is_master:
-        write_run(house, "run_0", group.model, optim={"lr": 1.0})
+        write_run(workspace, "run_0", group.model, optim={"lr": 1.0})
         put_batches(first, 30, num_samples=24, seed=5)
-        put_run(house, group.model, "run_adamw")
+        put_run(workspace, group.model, "run_adamw")
     looks = 0
 
     def done() -> bool:
@@ -158,7 +158,7 @@ def scenario_evicted(group: Group) -> None:
         looks += published(first) >= 1
         if looks == 3:
             first.evicted.write_text("enough")
-            put_run(house, group.model, "run_muon")
+            put_run(workspace, group.model, "run_muon")
         return published(run) == NUM_STEPS and published(late) == NUM_STEPS
 
     group.train("evicted", done, max_concurrent_runs=2)
@@ -166,36 +166,36 @@ def scenario_evicted(group: Group) -> None:
 
 def scenario_whole(group: Group) -> None:
     """The whole model, for one run."""
-    run = RunDir(group.house("whole") / "run_a")
+    run = RunDir(group.workspace("whole") / "run_a")
     if group.world.is_master:
-        run = put_whole_run(group.house("whole"), group.model)
+        run = put_whole_run(group.workspace("whole"), group.model)
     group.train("whole", lambda: published(run) == NUM_STEPS, config_of=whole_config)
 
 
 def scenario_whole_half(group: Group) -> None:
-    run = RunDir(group.house("whole_half") / "run_a")
+    run = RunDir(group.workspace("whole_half") / "run_a")
     if group.world.is_master:
-        run = put_whole_run(group.house("whole_half"), group.model, NUM_STEPS // 2)
+        run = put_whole_run(group.workspace("whole_half"), group.model, NUM_STEPS // 2)
     group.train("whole_half", lambda: published(run) == NUM_STEPS // 2, config_of=whole_config)
 
 
 def scenario_whole_other_half(group: Group) -> None:
-    run = RunDir(group.house("whole_half") / "run_a")
+    run = RunDir(group.workspace("whole_half") / "run_a")
     group.train("whole_half", lambda: published(run) == NUM_STEPS, config_of=whole_config)
 
 
 def scenario_half(group: Group) -> None:
     """The first half of each run, to be gone on with by another number of ranks."""
-    house = group.house("half")
-    runs = [RunDir(house / run_id) for run_id in RUNS]
+    workspace = group.workspace("half")
+    runs = [RunDir(workspace / run_id) for run_id in RUNS]
     if group.world.is_master:
-        runs = [put_run(house, group.model, run_id, NUM_STEPS // 2) for run_id in RUNS]
+        runs = [put_run(workspace, group.model, run_id, NUM_STEPS // 2) for run_id in RUNS]
     group.train("half", lambda: all(published(run) == NUM_STEPS // 2 for run in runs))
 
 
 def scenario_other_half(group: Group) -> None:
-    house = group.house("half")
-    runs = [RunDir(house / run_id) for run_id in RUNS]
+    workspace = group.workspace("half")
+    runs = [RunDir(workspace / run_id) for run_id in RUNS]
     group.train("half", lambda: all(published(run) == NUM_STEPS for run in runs))
 
 
@@ -210,10 +210,10 @@ def go_on(folder: Path, num_ranks: int) -> None:
 
     A version that is saved but was not published (a kill in between) is published by whoever goes on.
     """
-    house = folder / f"half_{num_ranks}"
-    shutil.copytree(folder / "half_2", house)
+    workspace = folder / f"half_{num_ranks}"
+    shutil.copytree(folder / "half_2", workspace)
     for run_id in RUNS:
-        put_batches(RunDir(house / run_id), NUM_STEPS, num_samples=NUM_SAMPLES[run_id], seed=len(run_id))
+        put_batches(RunDir(workspace / run_id), NUM_STEPS, num_samples=NUM_SAMPLES[run_id], seed=len(run_id))
     whole = RunDir(folder / f"whole_half_{num_ranks}" / "run_a")
     shutil.copytree(folder / "whole_half_2", whole.path.parent)
     put_batches(whole, NUM_STEPS, num_samples=5)
@@ -229,9 +229,9 @@ def run_scenarios(folder: Path, size: int) -> int:
     return 0
 
 
-def run_entry(house: Path, name: str) -> int:
-    """The trainer's own entry, with a house of its own."""
-    return trainer.main(["@", str(house / f"{name}.toml")])
+def run_entry(workspace: Path, name: str) -> int:
+    """The trainer's own entry, with a workspace of its own."""
+    return trainer.main(["@", str(workspace / f"{name}.toml")])
 
 
 class Ranks:
@@ -274,23 +274,23 @@ class Ranks:
 
 def lose_a_rank(folder: Path, name: str, size: int, victim: int, *, busy: bool) -> list[int]:
     """Start the trainer's entry on `size` ranks, kill one of them with -9, and see how the others end."""
-    house, model = folder / name, folder / "model"
-    run = write_run(house, "run_a", model)
+    workspace, model = folder / name, folder / "model"
+    run = write_run(workspace, "run_a", model)
     put_batches(run, 60 if busy else 1)
-    config = tight_config(house, model, dist_timeout_s=SHORT_TIMEOUT_S)
-    (house / f"{name}.toml").write_text(tomli_w.dumps(config.model_dump(mode="json", exclude_unset=True)))
-    ranks = Ranks(size, folder / name / "rank", lambda: run_entry(house, name))
+    config = tight_config(workspace, model, dist_timeout_s=SHORT_TIMEOUT_S)
+    (workspace / f"{name}.toml").write_text(tomli_w.dumps(config.model_dump(mode="json", exclude_unset=True)))
+    ranks = Ranks(size, folder / name / "rank", lambda: run_entry(workspace, name))
     wait_for(lambda: published(run) >= 1, f"{name}: version 1", timeout_s=TIMEOUT_S)
     os.kill(ranks.pids[victim], signal.SIGKILL)
     codes = ranks.wait()
-    return codes if busy else codes + start_again(house, name, ranks, run)
+    return codes if busy else codes + start_again(workspace, name, ranks, run)
 
 
-def start_again(house: Path, name: str, dead: Ranks, run: RunDir) -> list[int]:
+def start_again(workspace: Path, name: str, dead: Ranks, run: RunDir) -> list[int]:
     """As torchrun does, which keeps its store: the same ranks once more, until they trained one more batch."""
     before = published(run)
     put_batch(run, make_batch(run.run_id, before + 1))
-    ranks = Ranks(len(dead.pids), house / "again", lambda: run_entry(house, name), dead.store)
+    ranks = Ranks(len(dead.pids), workspace / "again", lambda: run_entry(workspace, name), dead.store)
     wait_for(lambda: published(run) == before + 1, f"{name}: the next version", timeout_s=TIMEOUT_S)
     for pid in ranks.pids:
         os.kill(pid, signal.SIGTERM)

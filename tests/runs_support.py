@@ -18,9 +18,9 @@ from tests.trainer_support import write_run
 BASE = Path("some/model")
 
 
-def manager_of(house: Path, max_runs: int = 2, channel: Channel | None = None) -> MultiRunManager:
+def manager_of(workspace: Path, max_runs: int = 2, channel: Channel | None = None) -> MultiRunManager:
     limits = TrainerLimits(str(BASE), max_seq_len=64, max_rank=16, alpha=32)
-    manager = MultiRunManager(house, max_runs, limits=limits, channel=channel)
+    manager = MultiRunManager(workspace, max_runs, limits=limits, channel=channel)
     layer = MultiLoRALinear(nn.Linear(6, 4), 16, max_runs, AdapterRouting(max_runs))
     layer.register_with_runs(manager, "layer")
     return manager
@@ -32,8 +32,8 @@ def look(manager: MultiRunManager) -> MultiRunManager:
     return manager
 
 
-def add(house: Path, run_id: str, landed: int = 0, **changes: Any) -> RunDir:
-    run = write_run(house, run_id, BASE, **changes)
+def add(workspace: Path, run_id: str, landed: int = 0, **changes: Any) -> RunDir:
+    run = write_run(workspace, run_id, BASE, **changes)
     if landed:
         os.utime(run.orch_toml, ns=(landed * 10**9, landed * 10**9))
     return run

@@ -1,4 +1,4 @@
-"""A house for the tests of the whole system: a small base model, a system file, and `prl` as a user calls it."""
+"""A workspace for the tests of the whole system: a small base model, a system file, and `prl` as a user calls it."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def build_base_model(folder: Path, num_steps: int = 30) -> Path:
 
 
 @dataclass(frozen=True)
-class House:
+class Workspace:
     """One output_dir with its system file, and `prl` on it."""
 
     output_dir: Path
@@ -125,7 +125,7 @@ class House:
         return str(self.runs()[run_id]["state"])
 
     def write_run(self, name: str, **values: Any) -> Path:
-        """A run's TOML file beside the house, to be added with `prl runs add`."""
+        """A run's TOML file beside the workspace, to be added with `prl runs add`."""
         defaults = {
             "max_steps": 6,
             "max_async_level": 1,
@@ -153,7 +153,7 @@ class House:
         return "\n".join(f"--- {p}\n" + "\n".join(p.read_text().splitlines()[-num_lines:]) for p in paths)
 
     def processes(self) -> list[psutil.Process]:
-        """Every process that has this house in its command line or environment, except the tests themselves."""
+        """Every process that has this workspace in its command line or environment, except the tests themselves."""
         found = []
         mine = {os.getpid(), *(parent.pid for parent in psutil.Process().parents())}
         for process in psutil.process_iter():
@@ -166,23 +166,23 @@ class House:
         return found
 
 
-def make_house(tmp_path: Path, model: Path, *, slots: int = 2, engine: str = "embedded") -> House:
-    output_dir = tmp_path / "house"
+def make_workspace(tmp_path: Path, model: Path, *, slots: int = 2, engine: str = "embedded") -> Workspace:
+    output_dir = tmp_path / "workspace"
     output_dir.mkdir()
     system_toml = tmp_path / "system.toml"
     values = {"output_dir": output_dir, "model": model, "slots": slots, "engine": engine}
     system_toml.write_text((SYSTEM_TOML + PARTS_TOML).format(**values))
-    return House(output_dir, system_toml, model)
+    return Workspace(output_dir, system_toml, model)
 
 
-def make_whole_house(tmp_path: Path, model: Path, *, engine: str, broadcast: str) -> House:
-    """A house without adapters."""
-    output_dir = tmp_path / "house"
+def make_whole_workspace(tmp_path: Path, model: Path, *, engine: str, broadcast: str) -> Workspace:
+    """A workspace without adapters."""
+    output_dir = tmp_path / "workspace"
     output_dir.mkdir()
     system_toml = tmp_path / "system.toml"
     values = {"output_dir": output_dir, "model": model, "engine": engine, "broadcast": broadcast, "port": free_port()}
     system_toml.write_text((WHOLE_SYSTEM_TOML + PARTS_TOML).format(**values))
-    return House(output_dir, system_toml, model)
+    return Workspace(output_dir, system_toml, model)
 
 
 def free_port() -> int:

@@ -53,9 +53,9 @@ def write_model(folder: Path) -> Path:
     return folder
 
 
-def write_run(house: Path, run_id: str, base: Path, **changes: Any) -> RunDir:
+def write_run(workspace: Path, run_id: str, base: Path, **changes: Any) -> RunDir:
     """A run folder with a valid `control/orch.toml`."""
-    run = RunDir(house / run_id)
+    run = RunDir(workspace / run_id)
     run.control.mkdir(parents=True)
     run.rollouts.mkdir()
     write_config(run, base, **changes)
@@ -114,9 +114,9 @@ def put_batches(run: RunDir, num_steps: int, **arguments: Any) -> None:
         put_batch(run, make_batch(run.run_id, step, **arguments))
 
 
-def trainer_config(house: Path, base: Path, **changes: Any) -> TrainerConfig:
+def trainer_config(workspace: Path, base: Path, **changes: Any) -> TrainerConfig:
     config = {
-        "output_dir": house,
+        "output_dir": workspace,
         "model": {"name": str(base), "lora": {"rank": 16, "alpha": 32}},
         "seq_len": 64,
         "max_tokens_per_micro_batch": 256,
@@ -126,9 +126,13 @@ def trainer_config(house: Path, base: Path, **changes: Any) -> TrainerConfig:
     return TrainerConfig.model_validate(merge(config, changes))
 
 
-def whole_config(house: Path, base: Path, *, broadcast: dict[str, Any] | None = None, **changes: Any) -> TrainerConfig:
+def whole_config(
+    workspace: Path, base: Path, *, broadcast: dict[str, Any] | None = None, **changes: Any
+) -> TrainerConfig:
     """The same trainer for one run that has the whole model."""
-    config = trainer_config(house, base, **merge({"max_concurrent_runs": 1, "num_threads": 1}, changes)).model_dump()
+    config = trainer_config(
+        workspace, base, **merge({"max_concurrent_runs": 1, "num_threads": 1}, changes)
+    ).model_dump()
     del config["model"]["lora"]
     return TrainerConfig.model_validate(config | {"broadcast": broadcast or {}})
 

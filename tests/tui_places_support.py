@@ -6,7 +6,7 @@ import os
 
 import msgspec
 
-from daemons.client import DiskView, GpuView, House, MachineView, PartUse
+from daemons.client import DaemonUse, DiskView, GpuView, MachineView, Workspace
 from prime_rl.contract.files import write_atomic
 from prime_rl.contract.layout import OutputDir
 from prime_rl.contract.status import InferenceStatus, NodeStatus, PhaseTime, TrainerStatus, read_status
@@ -20,20 +20,20 @@ GIB = 1 << 30
 class FakeProbe:
     """A machine of 32 cores with a GPU and a disk that is full in ten hours."""
 
-    def read(self, house: House) -> SystemLook:
-        parts = {
-            "trainer": PartUse(cores=1.52, rss_bytes=3 * GIB, num_processes=3, started_at=NOW - 9000),
-            "inference": PartUse(cores=0.25, rss_bytes=5 * GIB, num_processes=4, started_at=NOW - 9000),
-            "supervisor": PartUse(cores=0.002, rss_bytes=38 << 20, num_processes=1, started_at=NOW - 9100),
+    def read(self, workspace: Workspace) -> SystemLook:
+        daemons = {
+            "trainer": DaemonUse(cores=1.52, rss_bytes=3 * GIB, num_processes=3, started_at=NOW - 9000),
+            "inference": DaemonUse(cores=0.25, rss_bytes=5 * GIB, num_processes=4, started_at=NOW - 9000),
+            "supervisor": DaemonUse(cores=0.002, rss_bytes=38 << 20, num_processes=1, started_at=NOW - 9100),
         }
         gpu = GpuView("NVIDIA H200", 0.87, 96 * GIB, 139 * GIB)
-        machine = MachineView(0.34, 32, 11.5, 61 * GIB, 128 * GIB, (gpu,), parts)
+        machine = MachineView(0.34, 32, 11.5, 61 * GIB, 128 * GIB, (gpu,), daemons)
         disk = DiskView(210 * GIB, 1000 * GIB, 42 * GIB, True, "ext4", 36_000.0)
         return SystemLook(machine, disk, updates_per_s=0.21)
 
 
 def busy(output: OutputDir) -> None:
-    """Say more of trainer and inference than `build_house` does."""
+    """Say more of trainer and inference than `build_workspace` does."""
     trainer = read_status(output.trainer_status, TrainerStatus)
     inference = read_status(output.inference_status, InferenceStatus)
     assert trainer is not None and inference is not None

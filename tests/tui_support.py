@@ -1,4 +1,4 @@
-"""A house on disk as the TUI's tests need it: runs in every state, with metrics, logs and frozen times.
+"""A workspace on disk as the TUI's tests need it: runs in every state, with metrics, logs and frozen times.
 
 All status files name the test's own process, so that they count as alive as long as the clock is `NOW`.
 """
@@ -179,7 +179,7 @@ def add_run(
     return run
 
 
-def build_house(path: Path, *, living: bool = True) -> OutputDir:
+def build_workspace(path: Path, *, living: bool = True) -> OutputDir:
     """Nine runs in every state, a trainer with four slots, inference, a supervisor, a refused entry, an audit log.
 
     With `living` false the trainer, inference and supervisor have stopped.
@@ -312,18 +312,18 @@ def add_checkpoint(run: RunDir, step: int, *, stable: bool = True, num_bytes: in
     os.utime(marker if stable else run.checkpoint_dir(step), (saved_at, saved_at))
 
 
-def add_history(house: OutputDir, run_id: str) -> RunDir:
-    """Rollouts, checkpoints, and what trainer and supervisor did, for a run of the house that trains."""
-    run = RunDir(house.path / run_id)
+def add_history(workspace: OutputDir, run_id: str) -> RunDir:
+    """Rollouts, checkpoints, and what trainer and supervisor did, for a run of the workspace that trains."""
+    run = RunDir(workspace.path / run_id)
     add_samples(run, 30)
     for step in (10, 20, 30):
         add_checkpoint(run, step)
     add_checkpoint(run, 40, stable=False)
-    house.log("trainer").write_text(
+    workspace.log("trainer").write_text(
         f"2026-09-21T12:36:49Z INFO    prime_rl.trainer.runs.manager: {run_id} takes slot 0 at step 0\n"
         f"2026-09-21T12:40:00Z INFO    prime_rl.trainer.checkpoint: {run_id}: checkpoint of step 10 is complete\n"
     )
-    house.log("supervisor").write_text(
+    workspace.log("supervisor").write_text(
         f"2026-09-21T12:36:50Z INFO    supervisor: {run_id}: pid 4713\n"
         f"2026-09-21T12:36:50Z INFO    supervisor: {run_id}: starting\n"
         f"2026-09-21T12:50:11Z INFO    supervisor: {run_id}: backoff (killed by SIGKILL, exit code -9)\n"
@@ -343,7 +343,7 @@ class Ticker:
 
 
 def has_looked(app: App[None]) -> bool:
-    """Whether the home screen is there and shows the house with its curves, if it has any."""
+    """Whether the home screen is there and shows the workspace with its curves, if it has any."""
     snapshot = getattr(app.screen, "snapshot", None)
     return snapshot is not None and (not snapshot.rows or any(row.tail.rewards for row in snapshot.rows))
 

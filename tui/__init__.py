@@ -1,1 +1,4 @@
-"""The terminal view of one house of runs. Layer 4: meets the rest through files, `daemons.client` and `.actions`."""
+"""The terminal view of one workspace of runs.
+
+Layer 4: meets the rest through files, `daemons.client` and `.actions`.
+"""

@@ -1,4 +1,4 @@
-"""The screens that act: what `screens` shows, with the keys that change runs, parts and the house.
+"""The screens that act: what `screens` shows, with the keys that change runs, daemons and the workspace.
 
 Not imported when the app is read-only. Every action runs in a thread through `daemons.actions` or `daemons.running`,
 the very code of `prl`, and is shown together with the command that does the same in a shell. What an action needs is
@@ -20,18 +20,18 @@ from prime_rl.contract.layout import LayoutError, OutputDir
 from prime_rl.contract.status import RunState
 from tui.commands import Command, CommandError
 from tui.jobs import Job, Progress, each, name_runs, prl_command
-from tui.screens.base import HouseScreen, PlaceScreen
+from tui.screens.base import PlaceScreen, WorkspaceScreen
 from tui.snapshot import RunRow
 from tui.widgets.command_line import CommandLine
 from tui.worker import JobWorker
 
-ScreenT = TypeVar("ScreenT", bound=HouseScreen)
+ScreenT = TypeVar("ScreenT", bound=WorkspaceScreen)
 
 _serials = itertools.count(1)
 _CAN_READMIT = (RunState.EVICTED, RunState.FAILED)
 
 
-class ActsOnRuns(HouseScreen):
+class ActsOnRuns(WorkspaceScreen):
     """The keys that act on `target_rows()`. Stands second among the bases: Textual takes the CSS along the first."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -40,7 +40,7 @@ class ActsOnRuns(HouseScreen):
         Binding("d", "delete", "Delete"),
         Binding("u", "undo_delete", "Undo delete", show=False),
         Binding("c", "clone", "Clone", show=False),
-        Binding("x", "restart", "Restart a part", show=False),
+        Binding("x", "restart", "Restart a daemon", show=False),
         Binding("L", "action_log", "Actions done here", show=False),
     ]
 
@@ -54,7 +54,7 @@ class ActsOnRuns(HouseScreen):
         if action == "evict":
             return True if any(row.state != RunState.EVICTED for row in rows) else None
         if action == "restart":
-            return True if self.snapshot and self.snapshot.house.supervisor_alive else None
+            return True if self.snapshot and self.snapshot.workspace.supervisor_alive else None
         return super().check_action(action, parameters)
 
     def commands(self) -> Mapping[str, Command]:
@@ -68,7 +68,7 @@ class ActsOnRuns(HouseScreen):
             **super().commands(),
             **{name: self.simple_command(name, words, name) for name, words in names.items()},
             "undo": self.simple_command("undo", "bring back what was deleted last", "undo_delete"),
-            "restart": Command("restart PART", "start a part anew", self._command_restart, self._part_names),
+            "restart": Command("restart DAEMON", "start a daemon anew", self._command_restart, self._daemon_names),
             "log": self.simple_command("log", "what was done here", "action_log"),
         }
 
@@ -141,18 +141,18 @@ class ActsOnRuns(HouseScreen):
         self.app.push_screen(AddDialog(self.output_dir, self.run_ids(), self.perform, source=source, run_id=run_id))
 
     def action_restart(self) -> None:
-        names = self._part_names()
+        names = self._daemon_names()
         if not names:
-            self.notify("no part is there to be started again", markup=False)
+            self.notify("no daemon is there to be started again", markup=False)
             return
-        chosen = self.target_part()
+        chosen = self.target_daemon()
         first = names.index(chosen) if chosen in names else 0
         from tui.dialogs.choose import Choice, ChooseDialog
-        from tui.house_jobs import restart_job
+        from tui.workspace_jobs import restart_job
 
         choices = [Choice(name, functools.partial(restart_job, self.output_dir, name)) for name in names]
-        words = "The part is ended and started again; what it wrote down stays."
-        self.app.push_screen(ChooseDialog("restart a part", words, choices, self.perform, first=first))
+        words = "The daemon is ended and started again; what it wrote down stays."
+        self.app.push_screen(ChooseDialog("restart a daemon", words, choices, self.perform, first=first))
 
     @on(CommandLine.Asked)
     def action_action_log(self) -> None:
@@ -185,29 +185,29 @@ class ActsOnRuns(HouseScreen):
         if run_ids:
             self.setting.deleted.append(tuple(run_ids))
 
-    def _part_names(self) -> list[str]:
-        daemons = self.snapshot.house.daemons if self.snapshot else ()
+    def _daemon_names(self) -> list[str]:
+        daemons = self.snapshot.workspace.daemons if self.snapshot else ()
         return [daemon.name for daemon in daemons if daemon.name != "supervisor" and daemon.state != "done"]
 
     def _command_restart(self, words: str) -> None:
-        if words not in self._part_names():
-            raise CommandError(f"no part {words!r}; there are {', '.join(self._part_names()) or 'none'}")
-        from tui.house_jobs import restart_job
+        if words not in self._daemon_names():
+            raise CommandError(f"no daemon {words!r}; there are {', '.join(self._daemon_names()) or 'none'}")
+        from tui.workspace_jobs import restart_job
 
         self.perform(restart_job(self.output_dir, words))
 
 
-class ActsOnHouse(ActsOnRuns):
-    """The keys of home and the screens beside it: the house itself too."""
+class ActsOnWorkspace(ActsOnRuns):
+    """The keys of home and the screens beside it: the workspace itself too."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("a", "add", "Add"),
-        Binding("U", "up", "Start the house", show=False),
-        Binding("D", "down", "Stop the house", show=False),
+        Binding("U", "up", "Start the workspace", show=False),
+        Binding("D", "down", "Stop the workspace", show=False),
     ]
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
-        lives = self.snapshot is not None and self.snapshot.house.supervisor_alive
+        lives = self.snapshot is not None and self.snapshot.workspace.supervisor_alive
         if action == "up":
             return None if lives else True
         return super().check_action(action, parameters)
@@ -216,8 +216,8 @@ class ActsOnHouse(ActsOnRuns):
         return {
             **super().commands(),
             "add": Command("add [FILE]", "add a run", self._command_add),
-            "up": self.simple_command("up", "start the house", "up"),
-            "down": self.simple_command("down", "stop the house", "down"),
+            "up": self.simple_command("up", "start the workspace", "up"),
+            "down": self.simple_command("down", "stop the workspace", "down"),
         }
 
     def action_add(self) -> None:
@@ -228,22 +228,22 @@ class ActsOnHouse(ActsOnRuns):
 
     def action_up(self) -> None:
         from tui.dialogs.choose import Choice, ChooseDialog
-        from tui.house_jobs import up_choices
+        from tui.workspace_jobs import up_choices
 
         words = "Trainer, inference and the orchestrators of all runs start as daemons; quitting ends none of them."
         choices = [Choice(label, job) for label, job in up_choices(self.output_dir)]
-        self.app.push_screen(ChooseDialog("start the house", words, choices, self.perform))
+        self.app.push_screen(ChooseDialog("start the workspace", words, choices, self.perform))
 
     def action_down(self) -> None:
         from tui.dialogs.confirm import ConfirmDialog
-        from tui.house_jobs import down_job
+        from tui.workspace_jobs import down_job
 
-        daemons = self.snapshot.house.daemons if self.snapshot else ()
+        daemons = self.snapshot.workspace.daemons if self.snapshot else ()
         living = [f"· {daemon.name}  {daemon.state}" for daemon in daemons if daemon.pid is not None]
         lines = living or ["· nothing is running"]
-        words = "Everything of this house is ended; runs go on from where they stand when it is started again."
+        words = "Everything of this workspace is ended; runs go on from where they stand when it is started again."
         job = down_job(self.output_dir)
-        self.app.push_screen(ConfirmDialog("stop the house", lines, words, "Stop", job, self.perform))
+        self.app.push_screen(ConfirmDialog("stop the workspace", lines, words, "Stop", job, self.perform))
 
 
 @functools.cache
@@ -251,7 +251,7 @@ def acting(screen: type[ScreenT]) -> type[ScreenT]:
     """`screen` with the keys that act."""
     mixin: type[ActsOnRuns]
     if issubclass(screen, PlaceScreen):
-        mixin = ActsOnHouse
+        mixin = ActsOnWorkspace
     else:
         from tui.resuming import ActsOnOneRun
 

@@ -1,7 +1,7 @@
-"""`prl-tui [OUTPUT_DIR] [--read-only]`: see all runs of a house, and act on them.
+"""`prl-tui [OUTPUT_DIR] [--read-only]`: see all runs of a workspace, and act on them.
 
 Reading order: `watcher` (threads) -> `messages` -> this app -> `screens` -> `widgets`. The app only hands on:
-a new look at the house goes to every screen, an action's outcome too. What acts is in `acting` and `dialogs`, which
+a new look at the workspace goes to every screen, an action's outcome too. What acts is in `acting` and `dialogs`, which
 are imported only when it may act. Closing it ends nothing: the daemons go on.
 """
 
@@ -26,18 +26,18 @@ from textual.theme import Theme
 
 from prime_rl.utils.signals import EXIT_INTERRUPTED, EXIT_TERMINATED
 from tui.memory import Memory
-from tui.messages import ActionChanged, ActionEntry, HouseChanged
+from tui.messages import ActionChanged, ActionEntry, WorkspaceChanged
 from tui.palette import DARK
-from tui.screens.base import MOVES, HouseScreen, Place, ProbeMaker, Setting, ShowsAction, ShowsHouse
+from tui.screens.base import MOVES, Place, ProbeMaker, Setting, ShowsAction, ShowsWorkspace, WorkspaceScreen
 from tui.screens.places import HOME, PLACES, make_screen
 from tui.themes import THEMES, add_row_colours, base_name, shown_name
-from tui.watcher import HouseWatcher, ReadDisk
+from tui.watcher import ReadDisk, WorkspaceWatcher
 
 MAX_ENTRIES = 500
 
 
 class PrlApp(App[None]):
-    """The terminal view of one house."""
+    """The terminal view of one workspace."""
 
     TITLE = "prl"
     ENABLE_COMMAND_PALETTE = True
@@ -62,7 +62,7 @@ class PrlApp(App[None]):
         self._glyphs = glyphs
         self.setting = Setting(output_dir, clock, read_only, Memory(output_dir, memory_path), make_probe=make_probe)
         self._entries: dict[int, ActionEntry] = {}
-        self.watcher = HouseWatcher(output_dir, self.post_message, clock, read_disk, monotonic)
+        self.watcher = WorkspaceWatcher(output_dir, self.post_message, clock, read_disk, monotonic)
 
     def on_mount(self) -> None:
         if not self.is_headless:  # ended by another, it gives the terminal back as it was too
@@ -75,7 +75,7 @@ class PrlApp(App[None]):
         self.theme = self.shown_theme(chosen)
         self.theme_changed_signal.subscribe(self, self._remember_theme)
         self.push_screen(make_screen(HOME, self.setting))
-        self.run_worker(self.watcher.run, thread=True, name="watch the house")
+        self.run_worker(self.watcher.run, thread=True, name="watch the workspace")
 
     def shown_theme(self, chosen: str) -> str:
         """The variant of a theme that this terminal can show; without a terminal, the theme itself."""
@@ -97,10 +97,10 @@ class PrlApp(App[None]):
         """Quit as Ctrl-C does everywhere: whoever waits for this program is told by its exit code."""
         self.exit(return_code=EXIT_INTERRUPTED)
 
-    def on_house_changed(self, message: HouseChanged) -> None:
+    def on_workspace_changed(self, message: WorkspaceChanged) -> None:
         for screen in self.screen_stack:
-            if isinstance(screen, ShowsHouse):
-                screen.show_house(message.snapshot)
+            if isinstance(screen, ShowsWorkspace):
+                screen.show_workspace(message.snapshot)
         if not gc.isenabled():
             self.call_after_refresh(_collect_garbage)
 
@@ -131,7 +131,7 @@ class PrlApp(App[None]):
                 yield SystemCommand(binding.description, f"key {key}", self._runner(active.node, binding.action))
         for place in PLACES:
             yield SystemCommand(place.title, f"key {place.key}", lambda name=place.name: self.go(name))
-        if isinstance(screen, HouseScreen) and screen.snapshot:
+        if isinstance(screen, WorkspaceScreen) and screen.snapshot:
             for row in screen.snapshot.rows:
                 yield SystemCommand(f"Open {row.run_id}", row.state, lambda run_id=row.run_id: self.open_run(run_id))
         yield SystemCommand("Theme", "dark, light and many others", self.action_change_theme)
@@ -182,9 +182,9 @@ class PrlApp(App[None]):
             kind = acting(RunScreen)
         self._push(kind(self.setting, run_id, compare))
 
-    def _push(self, screen: HouseScreen) -> None:
+    def _push(self, screen: WorkspaceScreen) -> None:
         home = self.screen_stack[1]
-        if isinstance(home, HouseScreen):
+        if isinstance(home, WorkspaceScreen):
             screen.snapshot, screen.entry = home.snapshot, home.entry
         self.push_screen(screen)
 

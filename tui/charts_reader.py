@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from prime_rl.contract.layout import RunDir
-from tui.curves import CHARTS, KEYS, ChartsPart, ChartView, build_chart
+from tui.curves import CHARTS, KEYS, ChartsData, ChartView, build_chart
 from tui.history import CAPACITY, History, HistoryReader
 from tui.tabs import CHARTS as CHARTS_TAB
 
@@ -33,13 +33,13 @@ class ChartsReader:
         self._runs: dict[str, _RunHistories] = {}
         self._shown: ChartView | None = None
 
-    def read(self) -> tuple[ChartsPart | None, bool]:
+    def read(self) -> tuple[ChartsData | None, bool]:
         view = self.view
         changed, more = self._update((self._run_id, *view.compare[:MAX_COMPARED]))
         if not changed and view == self._shown:
             return None, more
         self._shown = view
-        return self._part(view, more), more
+        return self._data(view, more), more
 
     def _update(self, run_ids: tuple[str, ...]) -> tuple[bool, bool]:
         self._runs = {run_id: self._runs.get(run_id) or self._open(run_id) for run_id in run_ids}
@@ -56,13 +56,13 @@ class ChartsReader:
         capacity = CAPACITY if run_id == self._run_id else COMPARED_CAPACITY
         return _RunHistories(RunDir(self._output_dir / run_id), capacity)
 
-    def _part(self, view: ChartView, is_reading: bool) -> ChartsPart:
+    def _data(self, view: ChartView, is_reading: bool) -> ChartsData:
         names = tuple(self._runs)
         runs = [run.histories() for run in self._runs.values()]
         ends = [(each.steps[0], each.steps[-1]) for run in runs for each in run.values() if len(each)]
         newest = (min(first for first, _ in ends), max(last for _, last in ends)) if ends else (0.0, 0.0)
         charts = tuple(build_chart(spec, runs, names, view, newest) for spec in CHARTS)
-        return ChartsPart(self._run_id, charts, view, newest, names, is_reading)
+        return ChartsData(self._run_id, charts, view, newest, names, is_reading)
 
 
 class _RunHistories:

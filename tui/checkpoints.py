@@ -11,7 +11,7 @@ from pathlib import Path
 
 from prime_rl.contract.layout import RunDir, list_steps, stable_marker
 from prime_rl.utils.text import one_line
-from tui.tabs import CHECKPOINTS, Part
+from tui.tabs import CHECKPOINTS, TabData
 
 # One folder is measured up to so many files: a run may hold anything.
 MAX_FILES = 2_000
@@ -32,7 +32,7 @@ class Checkpoint:
 
 
 @dataclass(frozen=True)
-class CheckpointsPart(Part):
+class CheckpointsData(TabData):
     """One look, ascending by step. `resumes_at` is where a restart goes on."""
 
     tab = CHECKPOINTS
@@ -51,19 +51,19 @@ class CheckpointsReader:
     def __init__(self, output_dir: Path, run_id: str) -> None:
         self._run = RunDir(output_dir / run_id)
         self._known: dict[int, Checkpoint] = {}
-        self._shown: CheckpointsPart | None = None
+        self._shown: CheckpointsData | None = None
 
-    def read(self) -> tuple[CheckpointsPart | None, bool]:
+    def read(self) -> tuple[CheckpointsData | None, bool]:
         try:
             steps = list_steps(self._run.checkpoints)
         except OSError:
             steps = []
         self._known = {step: self._look(step) for step in steps}
-        part = CheckpointsPart(self._run.run_id, tuple(self._known[step] for step in steps))
-        if part == self._shown:
+        data = CheckpointsData(self._run.run_id, tuple(self._known[step] for step in steps))
+        if data == self._shown:
             return None, False
-        self._shown = part
-        return part, False
+        self._shown = data
+        return data, False
 
     def _look(self, step: int) -> Checkpoint:
         folder = self._run.checkpoint_dir(step)

@@ -16,7 +16,7 @@ DEFAULT_PORT = 8765
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="prl-tui", description="See all runs of a house, and act on them.")
+    parser = argparse.ArgumentParser(prog="prl-tui", description="See all runs of a workspace, and act on them.")
     parser.add_argument("output_dir", nargs="?", default=os.environ.get("PRL_OUTPUT_DIR") or "outputs", type=Path)
     parser.add_argument("--read-only", action="store_true", help="see everything, change nothing")
     browser = parser.add_argument_group("in a browser")
@@ -30,7 +30,7 @@ def make_parser() -> argparse.ArgumentParser:
 def wrong_use(args: argparse.Namespace) -> str | None:
     """What contradicts itself or is refused, in one line."""
     if not args.output_dir.is_dir():
-        return f"no folder {args.output_dir}: name the output directory, or start a house with prl up"
+        return f"no folder {args.output_dir}: name the output directory, or start a workspace with prl up"
     if not args.serve:
         given = [name for name in ("port", "host", "allow_actions") if getattr(args, name)]
         return f"--{given[0].replace('_', '-')} goes with --serve" if given else None

@@ -14,7 +14,7 @@ from prime_rl.utils.text import one_line
 from tui.history import EVAL_PREFIX, EVAL_SUFFIX, History
 from tui.series import change
 from tui.tabs import CHARTS as CHARTS_TAB
-from tui.tabs import Part
+from tui.tabs import TabData
 
 SMOOTHINGS = (0.0, 0.6, 0.9, 0.97)
 MIN_SPAN = 4.0
@@ -138,7 +138,7 @@ class ChartData:
 
 
 @dataclass(frozen=True)
-class ChartsPart(Part):
+class ChartsData(TabData):
     """One look at all charts. `newest` are the first and the last step that there are; `run_ids` by colour."""
 
     tab = CHARTS_TAB

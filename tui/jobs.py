@@ -30,7 +30,7 @@ Perform = Callable[[Job], int]
 
 
 def prl_command(output_dir: Path, *words: str) -> str:
-    """The shell's words for an action; they name the house unless `prl` would find it by itself."""
+    """The shell's words for an action; they name the workspace unless `prl` would find it by itself."""
     default = Path(os.environ.get("PRL_OUTPUT_DIR") or "outputs")
     where = [] if output_dir.resolve() == default.resolve() else ["--output-dir", str(output_dir)]
     return one_line(shlex.join(("prl", *words, *where)), 4000)

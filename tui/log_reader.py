@@ -13,7 +13,7 @@ from pathlib import Path
 
 from prime_rl.contract.layout import RunDir
 from tui.log_file import LogLine, Piece, Raw, lines_after, lines_before, open_log, read_line
-from tui.tabs import LOGS, Part
+from tui.tabs import LOGS, TabData
 
 # So many lines are around the place that is looked at: some screens in each direction.
 NUM_AROUND = 300
@@ -33,7 +33,7 @@ NOTHING = Piece((), True, True)
 
 
 @dataclass(frozen=True)
-class LogPart(Part):
+class LogData(TabData):
     """One look. `generation` changes when the file is another one than before: earlier places mean nothing then.
 
     `size` is in bytes.
@@ -70,7 +70,7 @@ class LogTabReader:
     def path(self) -> Path:
         return self._run.log
 
-    def read(self) -> tuple[LogPart | None, bool]:
+    def read(self) -> tuple[LogData | None, bool]:
         request = self.request
         try:
             fd = open_log(self.path)
@@ -81,16 +81,16 @@ class LogTabReader:
         finally:
             os.close(fd)
 
-    def _missing(self, request: LogRequest) -> LogPart | None:
+    def _missing(self, request: LogRequest) -> LogData | None:
         if self._identity is not None:
             self._forget(None)
         shown = (request, None)
         if shown == self._shown:
             return None
         self._shown = shown
-        return LogPart(self._run.run_id, request, generation=self._generation)
+        return LogData(self._run.run_id, request, generation=self._generation)
 
-    def _look(self, fd: int, request: LogRequest) -> tuple[LogPart | None, bool]:
+    def _look(self, fd: int, request: LogRequest) -> tuple[LogData | None, bool]:
         info = os.fstat(fd)
         identity = (info.st_dev, info.st_ino)
         if not self._continues(fd, identity, info.st_size):
@@ -105,7 +105,7 @@ class LogTabReader:
         if not is_done:
             self._shown = None  # whoever asked for something else stopped it
             return None, True
-        return LogPart(self._run.run_id, request, piece, info.st_size, self._generation), False
+        return LogData(self._run.run_id, request, piece, info.st_size, self._generation), False
 
     def _continues(self, fd: int, identity: tuple[int, int], size: int) -> bool:
         if identity != self._identity or size < self._size:

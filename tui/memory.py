@@ -1,7 +1,7 @@
-"""What `prl-tui` remembers between two starts: order, filter and pinned runs of each house, and the theme.
+"""What `prl-tui` remembers between two starts: order, filter and pinned runs of each workspace, and the theme.
 
-It lies in one JSON file below `$XDG_STATE_HOME`, never inside a house. A file that is missing, damaged or of another
-version is no memory, and never an error. Without a path nothing is read or written.
+It lies in one JSON file below `$XDG_STATE_HOME`, never inside a workspace. A file that is missing, damaged or of
+another version is no memory, and never an error. Without a path nothing is read or written.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import msgspec
 from prime_rl.contract.files import write_atomic
 
 VERSION = 1
-MAX_HOUSES = 50
+MAX_WORKSPACES = 50
 MAX_BYTES = 1_000_000
 
 
-class HouseMemory(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """Of one house. `sort` is a column's key."""
+class WorkspaceMemory(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """Of one workspace. `sort` is a column's key."""
 
     sort: str = "slot"
     descending: bool = False
@@ -31,7 +31,9 @@ class HouseMemory(msgspec.Struct, kw_only=True, omit_defaults=True):
 class _File(msgspec.Struct, kw_only=True):
     version: int = VERSION
     theme: str = ""
-    houses: dict[str, HouseMemory] = {}
+    workspaces: dict[str, WorkspaceMemory] = {}
+    houses: dict[str, WorkspaceMemory] | msgspec.UnsetType = msgspec.UNSET
+    """The name of `workspaces` in files of the version before; read, never written."""
 
 
 def default_path() -> Path:
@@ -42,15 +44,15 @@ def default_path() -> Path:
 
 
 class Memory:
-    """The memory for one house. Change `house` and `theme`, then `save`."""
+    """The memory for one workspace. Change `workspace` and `theme`, then `save`."""
 
     def __init__(self, output_dir: Path, path: Path | None = None) -> None:
         self._key = str(output_dir.resolve())
-        # A house is changed by its owners' processes and by actions, never by looking at it.
+        # A workspace is changed by its owners' processes and by actions, never by looking at it.
         self._path = path if path is not None and not path.resolve().is_relative_to(self._key) else None
         file = self._read()
         self.theme = file.theme
-        self.house = file.houses.get(self._key, HouseMemory())
+        self.workspace = file.workspaces.get(self._key, WorkspaceMemory())
 
     def save(self) -> None:
         """Write it down. Others may have written since, so only our own part is replaced."""
@@ -58,10 +60,10 @@ class Memory:
             return
         file = self._read()
         file.theme = self.theme
-        file.houses.pop(self._key, None)
-        file.houses[self._key] = self.house
-        for key in list(file.houses)[:-MAX_HOUSES]:
-            del file.houses[key]
+        file.workspaces.pop(self._key, None)
+        file.workspaces[self._key] = self.workspace
+        for key in list(file.workspaces)[:-MAX_WORKSPACES]:
+            del file.workspaces[key]
         with contextlib.suppress(OSError):  # a home that cannot be written is no reason to fail
             self._path.parent.mkdir(parents=True, exist_ok=True)
             write_atomic(self._path, msgspec.json.encode(file))
@@ -74,4 +76,10 @@ class Memory:
                 file = msgspec.json.decode(source.read(MAX_BYTES), type=_File)
         except (OSError, msgspec.MsgspecError, RecursionError):
             return _File()
-        return file if file.version == VERSION else _File()
+        if file.version != VERSION:
+            return _File()
+        if file.houses is not msgspec.UNSET:
+            file.workspaces = file.houses | file.workspaces
+            file.houses = msgspec.UNSET
+        file.theme = file.theme.replace("house-", "prl-", 1) if file.theme.startswith("house-") else file.theme
+        return file

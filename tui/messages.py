@@ -10,31 +10,31 @@ from textual.message import Message
 if TYPE_CHECKING:
     from tui.log_search import Found
     from tui.snapshot import Snapshot
-    from tui.tabs import Part
+    from tui.tabs import TabData
 
 
-class HouseChanged(Message):
-    """A new look at the house. A newer one makes an older one worthless."""
+class WorkspaceChanged(Message):
+    """A new look at the workspace. A newer one makes an older one worthless."""
 
     def __init__(self, snapshot: Snapshot) -> None:
         super().__init__()
         self.snapshot = snapshot
 
     def can_replace(self, message: Message) -> bool:
-        return isinstance(message, HouseChanged)
+        return isinstance(message, WorkspaceChanged)
 
 
 class RunChanged(Message):
     """A new look at what one tab shows of the run that is open."""
 
-    def __init__(self, part: Part) -> None:
+    def __init__(self, data: TabData) -> None:
         super().__init__()
-        self.part = part
+        self.data = data
 
     def can_replace(self, message: Message) -> bool:
-        if not isinstance(message, RunChanged) or type(message.part) is not type(self.part):
+        if not isinstance(message, RunChanged) or type(message.data) is not type(self.data):
             return False
-        return self.part.replaces and message.part.run_id == self.part.run_id
+        return self.data.replaces and message.data.run_id == self.data.run_id
 
 
 class LogFound(Message):

@@ -39,7 +39,7 @@ def make_theme(name: str, colours: str, variables: Mapping[str, str]) -> Theme:
 
 
 DARK = make_theme(
-    "house-dark",
+    "prl-dark",
     "#7aa2f7 #7dcfff #ff9e64 #c8d3f5 #16161e #1a1b26 #24283b #9ece6a #e0af68 #f7768e",
     {
         "footer-description-foreground": "#8089b3",
@@ -54,7 +54,7 @@ DARK = make_theme(
     },
 )
 LIGHT = make_theme(
-    "house-light",
+    "prl-light",
     "#2e5aac #00708a #b15c00 #2b3048 #f4f4f7 #fbfbfd #e6e7ee #3d7a1f #8a5a00 #c0264b",
     {
         "footer-description-foreground": "#5b6180",

@@ -14,7 +14,7 @@ from prime_rl.contract.layout import RunDir
 from prime_rl.contract.samples import Sample, read_samples
 from prime_rl.utils.text import clean_text
 from tui.run_config import file_stamp
-from tui.tabs import ROLLOUTS, Part
+from tui.tabs import ROLLOUTS, TabData
 
 # The list shows at most so many of the newest; the file itself is bounded by its writer.
 MAX_SAMPLES = 2_000
@@ -22,7 +22,7 @@ ORDERS = ("newest", "highest reward", "lowest reward", "highest advantage", "low
 
 
 @dataclass(frozen=True)
-class RolloutsPart(Part):
+class RolloutsData(TabData):
     """One look: the newest samples, oldest first. `is_on` is false when the run keeps none (`samples.per_step = 0`)."""
 
     tab = ROLLOUTS
@@ -46,12 +46,12 @@ class RolloutsReader:
         self._run = RunDir(output_dir / run_id)
         self._shown: object = None
 
-    def read(self) -> tuple[RolloutsPart | None, bool]:
+    def read(self) -> tuple[RolloutsData | None, bool]:
         stamp = file_stamp(self._run.samples)
         if stamp == self._shown:
             return None, False
         self._shown = stamp
-        return RolloutsPart(self._run.run_id, tuple(self._samples())), False
+        return RolloutsData(self._run.run_id, tuple(self._samples())), False
 
     def _samples(self) -> Sequence[Sample]:
         path = self._run.samples

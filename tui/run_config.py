@@ -16,7 +16,7 @@ from prime_rl.configs.base import ConfigError, build, parse_toml
 from prime_rl.configs.orchestrator import OrchestratorConfig
 from prime_rl.contract.layout import RunDir
 from prime_rl.utils.text import clean_text, one_line
-from tui.tabs import CONFIG, Part
+from tui.tabs import CONFIG, TabData
 
 MAX_CONFIG_BYTES = 256 * 1024
 MAX_VALUE_CHARS = 200
@@ -43,7 +43,7 @@ class Difference:
 
 
 @dataclass(frozen=True)
-class ConfigPart(Part):
+class ConfigData(TabData):
     """One look. `values` are all keys when they were asked for, `differences` to `other_id` when there is one.
 
     `problem` says why values or differences cannot be made.
@@ -71,7 +71,7 @@ class ConfigReader:
         self.wants_all = False
         self._shown: object = None
 
-    def read(self) -> tuple[ConfigPart | None, bool]:
+    def read(self) -> tuple[ConfigData | None, bool]:
         other, wants_all = self.other, self.wants_all
         paths = [self._run.orch_toml, self._run.config_error]
         if other is not None:
@@ -82,21 +82,21 @@ class ConfigReader:
         self._shown = shown
         return self._look(other, wants_all), False
 
-    def _look(self, other: str | None, wants_all: bool) -> ConfigPart:
+    def _look(self, other: str | None, wants_all: bool) -> ConfigData:
         text = read_clean(self._run.orch_toml) or ""
         error = read_clean(self._run.config_error)
-        part = ConfigPart(self._run.run_id, text, error, find_error_lines(text, error or ""))
+        data = ConfigData(self._run.run_id, text, error, find_error_lines(text, error or ""))
         try:
             if other is not None:
                 theirs = read_clean(RunDir(self._output_dir / other).orch_toml) or ""
-                return _replace(part, other_id=other, differences=find_differences(text, theirs))
-            return _replace(part, values=all_values(text)) if wants_all else part
+                return _replace(data, other_id=other, differences=find_differences(text, theirs))
+            return _replace(data, values=all_values(text)) if wants_all else data
         except ConfigError as problem:
-            return _replace(part, other_id=other, problem=clean_text(str(problem)))
+            return _replace(data, other_id=other, problem=clean_text(str(problem)))
 
 
-def _replace(part: ConfigPart, **changes: Any) -> ConfigPart:
-    return ConfigPart(**{**part.__dict__, **changes})
+def _replace(data: ConfigData, **changes: Any) -> ConfigData:
+    return ConfigData(**{**data.__dict__, **changes})
 
 
 def all_values(text: str) -> tuple[Value, ...]:

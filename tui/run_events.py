@@ -21,7 +21,7 @@ from prime_rl.contract.status import RunStatus, read_status
 from prime_rl.utils.tail import FileTail
 from prime_rl.utils.text import clean_text, one_line
 from tui.run_config import file_stamp, read_clean
-from tui.tabs import EVENTS, Part
+from tui.tabs import EVENTS, TabData
 
 MAX_EVENTS = 500
 # Of a part's log this much is looked through, from its end.
@@ -55,7 +55,7 @@ class Event:
 
 
 @dataclass(frozen=True)
-class EventsPart(Part):
+class EventsData(TabData):
     """One look, oldest first."""
 
     tab = EVENTS
@@ -79,19 +79,19 @@ class EventsReader:
         self._words: deque[Event] = deque(maxlen=MAX_EVENTS)
         self._stamps: object = None
 
-    def read(self) -> tuple[EventsPart | None, bool]:
+    def read(self) -> tuple[EventsData | None, bool]:
         looks = [tail.update() for tail in self._tails]
         own = (self._run.config_error, self._run.evicted, self._run.status)
         stamps = (*map(file_stamp, own[:2]), self._note_word())
         changed = any(each for each, _ in looks) or stamps != self._stamps
         self._stamps = stamps
         more = any(each for _, each in looks)
-        return (self._part() if changed and not more else None), more
+        return (self._data() if changed and not more else None), more
 
-    def _part(self) -> EventsPart:
+    def _data(self) -> EventsData:
         events = [*(event for tail in self._tails for event in tail.events), *self._words, *self._own()]
         events.sort(key=lambda event: event.time or 0.0)
-        return EventsPart(self._run.run_id, tuple(events[-MAX_EVENTS:]))
+        return EventsData(self._run.run_id, tuple(events[-MAX_EVENTS:]))
 
     def _own(self) -> Iterable[Event]:
         error, evicted = read_clean(self._run.config_error), read_clean(self._run.evicted)

@@ -13,7 +13,7 @@ from tui.log_reader import LogTabReader
 from tui.rollouts import RolloutsReader
 from tui.run_config import ConfigReader
 from tui.run_events import EventsReader
-from tui.tabs import CHARTS, LOGS, Part, PartReader
+from tui.tabs import CHARTS, LOGS, TabData, TabReader
 
 
 class RunReader:
@@ -27,7 +27,7 @@ class RunReader:
         self.logs = LogTabReader(output_dir, run_id)
         self.checkpoints = CheckpointsReader(output_dir, run_id)
         self.events = EventsReader(output_dir, run_id)
-        readers: tuple[PartReader, ...] = (
+        readers: tuple[TabReader, ...] = (
             self.charts,
             self.rollouts,
             self.config,
@@ -51,6 +51,6 @@ class RunReader:
         """End what takes long."""
         self.logs.is_open = False
 
-    def read(self) -> tuple[Part | None, bool]:
+    def read(self) -> tuple[TabData | None, bool]:
         """A new look at what the open tab shows, or None; and whether to look again at once."""
         return self._readers[self._tab].read()

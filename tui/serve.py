@@ -21,7 +21,7 @@ from aiohttp.web_runner import GracefulExit
 from textual_serve.server import Server
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-# The page asks another company's server for a font. It has a fallback, and a house may have no way out.
+# The page asks another company's server for a font. It has a fallback, and a workspace may have no way out.
 _FOREIGN_LINK = r"<link\b[^>]*\bhref=\"https?://(?!{authority}/)[^>]*>"
 
 
@@ -31,8 +31,8 @@ def child_command(output_dir: Path, *, allow_actions: bool) -> str:
     return f"exec {shlex.join(argv)}"
 
 
-class HouseServer(Server):
-    """Serves one house on a socket that is bound already."""
+class WorkspaceServer(Server):
+    """Serves one workspace on a socket that is bound already."""
 
     def __init__(self, output_dir: Path, sock: socket.socket, *, allow_actions: bool) -> None:
         host, port = sock.getsockname()[:2]
@@ -92,5 +92,5 @@ def serve(output_dir: Path, *, host: str, port: int, allow_actions: bool) -> int
             print(f"prl-tui: port {port} cannot be had ({error.strerror}): name another with --port", file=sys.stderr)
             return 1
         sock.listen()
-        HouseServer(output_dir, sock, allow_actions=allow_actions).run()
+        WorkspaceServer(output_dir, sock, allow_actions=allow_actions).run()
     return 0

@@ -1,8 +1,9 @@
 """From what the disk says to what the screen says: pure.
 
-`make_snapshot` takes one look at the house (`daemons.client.House`), the newest metrics of each run and the room on
-the disk, and gives rows, parts and problems in words. What counts as a problem is said once, in `find_problems`. All
-text that came from disk is cleaned here, so widgets never meet an escape sequence. It knows no widget, colour or file.
+`make_snapshot` takes one look at the workspace (`daemons.client.Workspace`), the newest metrics of each run and the
+room on the disk, and gives rows, daemons and problems in words. What counts as a problem is said once, in
+`find_problems`. All text that came from disk is cleaned here, so widgets never meet an escape sequence. It knows no
+widget, colour or file.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
-from daemons.client import DaemonView, House, RunView
+from daemons.client import DaemonView, RunView, Workspace
 from prime_rl.contract.layout import CONFIG_ERROR_PREFIX
 from prime_rl.contract.status import LOST_AFTER_S, RunState, Status
 from prime_rl.utils.text import clean_text, one_line
@@ -27,7 +28,7 @@ MAX_REASON_CHARS = 4_000
 # A run stalls when no step ends for this many of its usual step times, and for this long at least.
 STALL_STEPS = 10
 STALL_MIN_S = 300.0
-# Checkpoints and batches of a small house fit into this; what is full takes every run down with it.
+# Checkpoints and batches of a small workspace fit into this; what is full takes every run down with it.
 LOW_DISK_BYTES = 2 * 1024**3
 LOW_DISK_SHARE = 0.02
 
@@ -69,7 +70,7 @@ STATE_WORDS: Mapping[str, str] = {
     RunState.FAILED: "its orchestrator gave up",
     LOST: f"no sign of life for more than {LOST_AFTER_S:.0f} s",
 }
-_PART_LEVELS = {
+_DAEMON_LEVELS = {
     "running": Level.GOOD,
     "serving": Level.GOOD,
     "training": Level.GOOD,
@@ -83,7 +84,7 @@ _PART_LEVELS = {
     "failed": Level.BAD,
     "lost": Level.BAD,
 }
-PART_SYMBOLS = {Level.QUIET: "■", Level.GOOD: "●", Level.BUSY: "◌", Level.WARN: "▲", Level.BAD: "✖"}
+LEVEL_SYMBOLS = {Level.QUIET: "■", Level.GOOD: "●", Level.BUSY: "◌", Level.WARN: "▲", Level.BAD: "✖"}
 
 
 # Steps and values.
@@ -111,7 +112,7 @@ NO_TAIL = RunTail()
 
 @dataclass(frozen=True)
 class RunRow:
-    """One run as the table shows it. `order` is its place in the house's own order."""
+    """One run as the table shows it. `order` is its place in the workspace's own order."""
 
     run_id: str
     order: int
@@ -142,7 +143,7 @@ class RunRow:
 
 
 @dataclass(frozen=True)
-class Part:
+class DaemonRow:
     """Trainer, inference, supervisor or an orchestrator, and how it is."""
 
     name: str
@@ -155,12 +156,12 @@ class Part:
 
     @property
     def symbol(self) -> str:
-        return PART_SYMBOLS[self.level]
+        return LEVEL_SYMBOLS[self.level]
 
 
 @dataclass(frozen=True)
 class Disk:
-    """Room on the disk that holds the house."""
+    """Room on the disk that holds the workspace."""
 
     free_bytes: int
     total_bytes: int
@@ -174,13 +175,13 @@ class Disk:
 class Problem:
     """Something that a person should look at: what has it, what is wrong, and since when (Unix seconds, if known).
 
-    `target` says what `name` names: a run that can be opened, a part, an entry that is no run, the house itself, or a
-    node of a multi-node group.
+    `target` says what `name` names: a run that can be opened, a daemon, an entry that is no run, the workspace itself,
+    or a node of a multi-node group.
     """
 
     name: str
     text: str
-    target: Literal["run", "part", "entry", "house", "node"] = "run"
+    target: Literal["run", "daemon", "entry", "workspace", "node"] = "run"
     level: Level = Level.BAD
     since: float | None = None
 
@@ -191,7 +192,7 @@ class Snapshot:
 
     name: str
     rows: tuple[RunRow, ...]
-    parts: tuple[Part, ...]
+    daemons: tuple[DaemonRow, ...]
     problems: tuple[Problem, ...]
     num_used: int
     max_runs: int
@@ -199,7 +200,7 @@ class Snapshot:
     tokens_per_s: float | None
     bottleneck: str | None
     disk: Disk | None
-    house: House
+    workspace: Workspace
     group: Group | None = None
 
     def row(self, run_id: str) -> RunRow | None:
@@ -207,7 +208,7 @@ class Snapshot:
 
 
 def make_snapshot(
-    house: House,
+    workspace: Workspace,
     tails: Mapping[str, RunTail],
     now: float,
     *,
@@ -229,21 +230,21 @@ def make_snapshot(
         _same_or_new(
             old.get(run.run_id), order, run, tails.get(run.run_id, NO_TAIL), now, signs.get(run.run_id, run.updated_at)
         )
-        for order, run in enumerate(house.runs)
+        for order, run in enumerate(workspace.runs)
     )
-    parts = _parts(house)
+    daemons = _daemons(workspace)
     return Snapshot(
-        name=one_line(house.output_dir.resolve().name or str(house.output_dir), 60),
+        name=one_line(workspace.output_dir.resolve().name or str(workspace.output_dir), 60),
         rows=rows,
-        parts=parts,
-        problems=find_problems(house, rows, parts, disk=disk, since=since or {}, others=group_problems),
-        num_used=house.num_used,
-        max_runs=house.max_runs,
+        daemons=daemons,
+        problems=find_problems(workspace, rows, daemons, disk=disk, since=since or {}, others=group_problems),
+        num_used=workspace.num_used,
+        max_runs=workspace.max_runs,
         num_waiting=sum(row.state == RunState.WAITING for row in rows),
-        tokens_per_s=house.trainer.tokens_per_s if house.trainer else None,
-        bottleneck=one_line(house.bottleneck) if house.bottleneck else None,
+        tokens_per_s=workspace.trainer.tokens_per_s if workspace.trainer else None,
+        bottleneck=one_line(workspace.bottleneck) if workspace.bottleneck else None,
         disk=disk,
-        house=house,
+        workspace=workspace,
         group=group,
     )
 
@@ -319,16 +320,16 @@ def _note(run: RunView, state: str, reason: str | None, now: float, tail: RunTai
     return ""
 
 
-def _parts(house: House) -> tuple[Part, ...]:
-    trainer, inference = house.trainer, house.inference
-    supervisor = house.daemon("supervisor")
+def _daemons(workspace: Workspace) -> tuple[DaemonRow, ...]:
+    trainer, inference = workspace.trainer, workspace.inference
+    supervisor = workspace.daemon("supervisor")
     found = [
-        _part("trainer", *_word(trainer), house.daemon("trainer")),
-        _part("inference", *_word(inference), house.daemon("inference")),
-        _part("supervisor", "running" if house.supervisor_alive else None, None, supervisor),
+        _daemon("trainer", *_word(trainer), workspace.daemon("trainer")),
+        _daemon("inference", *_word(inference), workspace.daemon("inference")),
+        _daemon("supervisor", "running" if workspace.supervisor_alive else None, None, supervisor),
     ]
-    known = {part.name for part in found}
-    others = [_part(each.name, each.state, None, each) for each in house.daemons if each.name not in known]
+    known = {daemon.name for daemon in found}
+    others = [_daemon(each.name, each.state, None, each) for each in workspace.daemons if each.name not in known]
     return (*found, *others)
 
 
@@ -336,18 +337,18 @@ def _word(status: Status | None) -> tuple[str | None, str | None]:
     return (status.state, status.waiting_on) if status else (None, None)
 
 
-def _part(name: str, own_word: str | None, waiting_on: str | None, daemon: DaemonView | None) -> Part:
-    """A part's own word counts while it lives; the supervisor's counts when it does not, or when it is worse."""
+def _daemon(name: str, own_word: str | None, waiting_on: str | None, daemon: DaemonView | None) -> DaemonRow:
+    """A daemon's own word counts while it lives; the supervisor's counts when it does not, or when it is worse."""
     state = own_word or (daemon.state if daemon else "down")
     if daemon and daemon.state in ("stalled", "backoff", "failed"):
         state = daemon.state
     if own_word is None and state in ("running", "starting"):
         state = "starting"
     detail = waiting_on or (daemon and (daemon.reason or daemon.waiting_on)) or ""
-    return Part(
+    return DaemonRow(
         name=one_line(name, 80),
         state=one_line(state, 20),
-        level=_PART_LEVELS.get(state, Level.WARN),
+        level=_DAEMON_LEVELS.get(state, Level.WARN),
         detail=one_line(detail),
         pid=daemon.pid if daemon else None,
         num_restarts=daemon.num_restarts if daemon else 0,
@@ -356,22 +357,31 @@ def _part(name: str, own_word: str | None, waiting_on: str | None, daemon: Daemo
 
 
 def find_problems(
-    house: House,
+    workspace: Workspace,
     rows: Iterable[RunRow],
-    parts: Iterable[Part],
+    daemons: Iterable[DaemonRow],
     *,
     disk: Disk | None,
     since: Mapping[str, float],
     others: Iterable[Problem] = (),
 ) -> tuple[Problem, ...]:
-    """Everything that needs a person, newest first; what has no known time comes last, in the order of the house."""
+    """Everything that needs a person, newest first;
+
+    what has no known time comes last, in the order of the workspace.
+    """
     found = [_run_problem(row, since.get(row.run_id)) for row in rows if row.level >= Level.WARN]
     named = {problem.name for problem in found}
-    found += [_part_problem(part, house) for part in parts if part.level >= Level.WARN and part.name not in named]
-    found += [Problem(one_line(each.name, 80), f"refused: {one_line(each.reason)}", "entry") for each in house.refused]
+    found += [
+        _daemon_problem(daemon, workspace)
+        for daemon in daemons
+        if daemon.level >= Level.WARN and daemon.name not in named
+    ]
+    found += [
+        Problem(one_line(each.name, 80), f"refused: {one_line(each.reason)}", "entry") for each in workspace.refused
+    ]
     if disk is not None and disk.is_low:
         room = f"{fmt.size(disk.free_bytes)} of {fmt.size(disk.total_bytes)} are free"
-        found.append(Problem("disk", f"{room}: prl runs purge removes deleted runs for good", "house"))
+        found.append(Problem("disk", f"{room}: prl runs purge removes deleted runs for good", "workspace"))
     found += others
     return tuple(sorted(found, key=lambda problem: -(problem.since or 0.0)))
 
@@ -383,7 +393,7 @@ def _run_problem(row: RunRow, since: float | None) -> Problem:
     return Problem(row.run_id, text, "run", row.level, since if since is not None else row.updated_at)
 
 
-def _part_problem(part: Part, house: House) -> Problem:
-    daemon = house.daemon(part.name)
-    text = f"{part.state}: {part.detail}" if part.detail else part.state
-    return Problem(part.name, text, "part", part.level, daemon.updated_at if daemon else None)
+def _daemon_problem(daemon: DaemonRow, workspace: Workspace) -> Problem:
+    view = workspace.daemon(daemon.name)
+    text = f"{daemon.state}: {daemon.detail}" if daemon.detail else daemon.state
+    return Problem(daemon.name, text, "daemon", daemon.level, view.updated_at if view else None)

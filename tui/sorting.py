@@ -1,7 +1,7 @@
 """The orders of the runs table: by every column, both ways, pinned runs on top. Pure.
 
-Runs without a value come last both ways, and equals stand in the house's own order (slots, then waiting runs as they
-will be admitted, then the others), so that a sort never flickers.
+Runs without a value come last both ways, and equals stand in the workspace's own order (slots, then waiting runs as
+they will be admitted, then the others), so that a sort never flickers.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Sort:
     descending: bool = False
 
 
-# Column key -> how to sort by it; "slot" is the house's own order.
+# Column key -> how to sort by it; "slot" is the workspace's own order.
 SORTS: dict[str, Sort] = {
     "slot": Sort("slot", lambda row: 0),
     "state": Sort("state", lambda row: _STATE_ORDER[row.state]),
@@ -60,7 +60,7 @@ DEFAULT_SORT = "slot"
 def sort_rows(rows: Iterable[RunRow], sort: str, descending: bool, pins: Collection[str] = ()) -> list[RunRow]:
     """`rows` by that column; pinned ones first, in the same order among themselves."""
     key = SORTS[sort].key
-    # Twice: sorting is stable, so the house's order stays among equals whichever way the column goes.
+    # Twice: sorting is stable, so the workspace's order stays among equals whichever way the column goes.
     ordered = sorted(rows, key=lambda row: row.order)
     valued = [(value, row) for row in ordered if (value := key(row)) is not None]
     valued.sort(key=lambda pair: pair[0], reverse=descending)

@@ -1,4 +1,4 @@
-"""What the System screen says, as lines of text: the machine, the trainer, inference, the parts. Pure.
+"""What the System screen says, as lines of text: the machine, the trainer, inference, the daemons. Pure.
 
 Takes a snapshot, the newest look at the machine and a palette; knows no widget and no file.
 """
@@ -9,11 +9,11 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from rich.text import Text
 
-from daemons.client import DiskView, MachineView, PartUse
+from daemons.client import DaemonUse, DiskView, MachineView
 from prime_rl.utils.text import one_line
 from tui import fmt
 from tui.palette import Palette
-from tui.snapshot import Level, Part, Snapshot
+from tui.snapshot import DaemonRow, Level, Snapshot
 from tui.system_watch import SystemLook
 
 # Where the trainer's time goes, in the order of the bar: name in the status file, words, a shade that is no colour.
@@ -37,7 +37,7 @@ def machine_lines(look: SystemLook | None, width: int, palette: Palette) -> Line
     load = f"load {machine.load_1m:.1f}, {machine.num_cores} core{'s' if machine.num_cores != 1 else ''}"
     lines = [
         _gauge("cpu", machine.busy, bar, _percent(machine.busy), load, palette),
-        _gauge("memory", *_amount(machine.used_bytes, machine.total_bytes, bar), _parts_memory(machine), palette),
+        _gauge("memory", *_amount(machine.used_bytes, machine.total_bytes, bar), _daemons_memory(machine), palette),
     ]
     for index, gpu in enumerate(machine.gpus):
         name = one_line(gpu.name, 40)
@@ -50,10 +50,10 @@ def machine_lines(look: SystemLook | None, width: int, palette: Palette) -> Line
 
 def _disk(disk: DiskView, bar: int, palette: Palette) -> Text:
     used = disk.total_bytes - disk.free_bytes
-    house = f"{'' if disk.house_complete else 'at least '}{fmt.size(disk.house_bytes)} by this house"
+    workspace = f"{'' if disk.workspace_complete else 'at least '}{fmt.size(disk.workspace_bytes)} by this workspace"
     forecast = f", full in {fmt.age(disk.full_in_s)}" if disk.full_in_s is not None else ""
     share = used / disk.total_bytes if disk.total_bytes else None
-    return _gauge("disk", share, bar, f"{fmt.size(disk.free_bytes)} free{forecast}", house, palette)
+    return _gauge("disk", share, bar, f"{fmt.size(disk.free_bytes)} free{forecast}", workspace, palette)
 
 
 def _amount(used: int, total: int, bar: int) -> tuple[float | None, int, str]:
@@ -78,13 +78,13 @@ def _percent(share: float | None) -> str:
     return f"{100 * share:.0f} %" if share is not None else fmt.DASH
 
 
-def _parts_memory(machine: MachineView) -> str:
-    total = sum(use.rss_bytes for use in machine.parts.values())
-    return f"{fmt.size(total)} by this house" if total else ""
+def _daemons_memory(machine: MachineView) -> str:
+    total = sum(use.rss_bytes for use in machine.daemons.values())
+    return f"{fmt.size(total)} by this workspace" if total else ""
 
 
 def trainer_lines(snapshot: Snapshot, look: SystemLook | None, width: int, palette: Palette) -> Lines:
-    trainer = snapshot.house.trainer
+    trainer = snapshot.workspace.trainer
     if trainer is None:
         return [_title("trainer", "does not live: prl up starts it", palette)]
     facts = [
@@ -118,7 +118,7 @@ def time_split(time_s: Mapping[str, float], width: int, palette: Palette) -> Lin
 
 
 def inference_lines(snapshot: Snapshot, width: int, palette: Palette) -> Lines:
-    inference = snapshot.house.inference
+    inference = snapshot.workspace.inference
     if inference is None:
         return [_title("inference", "does not live: prl up starts it", palette)]
     facts = [one_line(inference.engine, 20), one_line(inference.model, 40), one_line(inference.base_url, 40)]
@@ -144,37 +144,39 @@ def _title(name: str, facts: str, palette: Palette) -> Text:
     return Text.assemble((f"{name}  ", f"bold {palette.primary}"), (facts, palette.muted))
 
 
-def part_heading(name_width: int) -> Text:
-    return Text(f"  {'PART':<{name_width}}  {'STATE':<11}{'CPU':>6}{'MEMORY':>11}{'PROC':>6}  NOTE")
+def daemon_heading(name_width: int) -> Text:
+    return Text(f"  {'DAEMON':<{name_width}}  {'STATE':<11}{'CPU':>6}{'MEMORY':>11}{'PROC':>6}  NOTE")
 
 
-def part_line(part: Part, use: PartUse | None, name_width: int, palette: Palette) -> Text:
-    colour = palette.level(part.level)
-    name = fmt.shorten_middle(part.name, name_width)
+def daemon_line(daemon: DaemonRow, use: DaemonUse | None, name_width: int, palette: Palette) -> Text:
+    colour = palette.level(daemon.level)
+    name = fmt.shorten_middle(daemon.name, name_width)
     cores = f"{100 * use.cores:.0f} %" if use and use.cores is not None else fmt.DASH
     processes = str(use.num_processes) if use else fmt.DASH
     figures = f"{cores:>6}{fmt.size(use.rss_bytes) if use else fmt.DASH:>11}{processes:>6}"
-    restarts = f"{part.num_restarts} restart{'s' if part.num_restarts != 1 else ''}  " if part.num_restarts else ""
+    restarts = (
+        f"{daemon.num_restarts} restart{'s' if daemon.num_restarts != 1 else ''}  " if daemon.num_restarts else ""
+    )
     return Text.assemble(
         " ",
         (f" {name:<{name_width}}  ", "bold"),
-        (f"{part.symbol} {part.state:<9}", colour),
+        (f"{daemon.symbol} {daemon.state:<9}", colour),
         (figures, palette.text),
         (f"  {restarts}", palette.warning),
-        (part.detail, palette.text if part.level >= Level.WARN else palette.muted),
+        (daemon.detail, palette.text if daemon.level >= Level.WARN else palette.muted),
     )
 
 
-def part_name_width(parts: Iterable[Part], width: int) -> int:
-    """Cells for the names of `parts`: as many as the longest takes, and not too many of `width`."""
-    return min(max((len(part.name) for part in parts), default=0), 20 if width < 110 else 36)
+def daemon_name_width(daemons: Iterable[DaemonRow], width: int) -> int:
+    """Cells for the names of `daemons`: as many as the longest takes, and not too many of `width`."""
+    return min(max((len(daemon.name) for daemon in daemons), default=0), 20 if width < 110 else 36)
 
 
-def part_detail(part: Part, palette: Palette, num_lines: int) -> Lines:
+def daemon_detail(daemon: DaemonRow, palette: Palette, num_lines: int) -> Lines:
     """Why it is as it is, and the end of its log where it has crashed."""
-    facts = [f"pid {part.pid}" if part.pid else "", part.detail]
+    facts = [f"pid {daemon.pid}" if daemon.pid else "", daemon.detail]
     said = "  ".join(fact for fact in facts if fact)
-    lines = [Text.assemble((f"{part.symbol} {part.name}  ", palette.level(part.level)), said)] if said else []
+    lines = [Text.assemble((f"{daemon.symbol} {daemon.name}  ", palette.level(daemon.level)), said)] if said else []
     room = max(num_lines - len(lines), 0)
-    log: Sequence[str] = part.log_tail[-room:] if room else ()
+    log: Sequence[str] = daemon.log_tail[-room:] if room else ()
     return [*lines, *(Text.assemble(("│ ", palette.faint), (line, palette.muted)) for line in log)]

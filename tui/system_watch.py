@@ -15,7 +15,7 @@ from typing import Protocol
 
 from textual.message import Message
 
-from daemons.client import DiskReader, DiskView, House, MachineReader, MachineView
+from daemons.client import DiskReader, DiskView, MachineReader, MachineView, Workspace
 from prime_rl.utils.process import ProcessId
 
 INTERVAL_S = 2.0
@@ -44,9 +44,9 @@ class SystemChanged(Message):
 
 
 class Probe(Protocol):
-    """Asks the machine what the house takes of it."""
+    """Asks the machine what the workspace takes of it."""
 
-    def read(self, house: House) -> SystemLook: ...
+    def read(self, workspace: Workspace) -> SystemLook: ...
 
 
 class SystemProbe:
@@ -58,14 +58,14 @@ class SystemProbe:
         self._clock = clock
         self._updates: deque[tuple[float, int]] = deque(maxlen=NUM_RATE_LOOKS)
 
-    def read(self, house: House) -> SystemLook:
-        return SystemLook(self._machine.read(part_processes(house)), self._disk.read(), self._rate(house))
+    def read(self, workspace: Workspace) -> SystemLook:
+        return SystemLook(self._machine.read(daemon_processes(workspace)), self._disk.read(), self._rate(workspace))
 
-    def _rate(self, house: House) -> float | None:
-        if house.trainer is None:
+    def _rate(self, workspace: Workspace) -> float | None:
+        if workspace.trainer is None:
             self._updates.clear()
             return None
-        now, num = self._clock(), house.trainer.num_updates
+        now, num = self._clock(), workspace.trainer.num_updates
         if self._updates and num < self._updates[-1][1]:  # another trainer, which counts anew
             self._updates.clear()
         self._updates.append((now, num))
@@ -73,20 +73,23 @@ class SystemProbe:
         return (num - before) / (now - then) if now - then >= INTERVAL_S else None
 
 
-def part_processes(house: House) -> dict[str, ProcessId]:
-    """The processes of the parts that are known to live. Their own word is the newest."""
-    found = {each.name: each.process for each in house.daemons if each.process is not None}
-    for name, status in (("trainer", house.trainer), ("inference", house.inference)):
+def daemon_processes(workspace: Workspace) -> dict[str, ProcessId]:
+    """The processes of the daemons that are known to live. Their own word is the newest."""
+    found = {each.name: each.process for each in workspace.daemons if each.process is not None}
+    for name, status in (("trainer", workspace.trainer), ("inference", workspace.inference)):
         if status is not None:
             found.setdefault(name, status.writer)
     return found
 
 
 class SystemWatcher:
-    """Posts a `SystemChanged` every INTERVAL_S. `house` is the newest look at the house; set it from any thread."""
+    """Posts a `SystemChanged` every INTERVAL_S.
+
+    `workspace` is the newest look at the workspace; set it from any thread.
+    """
 
     def __init__(self, probe: Probe, post: Callable[[Message], object]) -> None:
-        self.house: House | None = None
+        self.workspace: Workspace | None = None
         self._probe = probe
         self._post = post
         self._woken = threading.Event()
@@ -95,8 +98,8 @@ class SystemWatcher:
     def run(self) -> None:
         num_looks = 0
         while not self._stopped.is_set():
-            if self.house is not None:
-                self._post(SystemChanged(self._probe.read(self.house)))
+            if self.workspace is not None:
+                self._post(SystemChanged(self._probe.read(self.workspace)))
                 num_looks += 1
             # The second look follows soon: it is the first that can tell shares.
             self._woken.wait(0.5 if num_looks < 2 else INTERVAL_S)

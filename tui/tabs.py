@@ -13,7 +13,7 @@ TABS = (CHARTS, ROLLOUTS, CONFIG, LOGS, CHECKPOINTS, EVENTS)
 
 
 @dataclass(frozen=True)
-class Part:
+class TabData:
     """One look at what one tab shows of one run."""
 
     tab: ClassVar[str]
@@ -25,7 +25,7 @@ class Part:
         return True
 
 
-class PartReader(Protocol):
+class TabReader(Protocol):
     """Called by one thread. `read` gives a new look, or None when nothing changed, and whether to look again at once.
 
     It never raises for what a file may do.
@@ -34,4 +34,4 @@ class PartReader(Protocol):
     @property
     def tab(self) -> str: ...
 
-    def read(self) -> tuple[Part | None, bool]: ...
+    def read(self) -> tuple[TabData | None, bool]: ...

@@ -34,17 +34,17 @@ def _plain(panel: str, cursor: str, marked: str, hover: str, line: str, muted: s
 
 
 DARK_256 = make_theme(
-    "house-dark-256",
+    "prl-dark-256",
     "#87afff #87d7ff #ffaf5f #d0d0d0 #121212 #1c1c1c #303030 #87d75f #d7af5f #ff5f87",
     _plain("#303030", "#4e4e4e", "#303030", "#262626", "#585858", "#8a8a8a"),
 )
 DARK_16 = make_theme(
-    "house-dark-16",
+    "prl-dark-16",
     "#55ffff #55ffff #ffff55 #ffffff #000000 #000000 #000000 #55ff55 #ffff55 #ff5555",
     _plain("#000000", "#0000aa", "#000000", "#000000", "#aaaaaa", "#aaaaaa") | {"block-cursor-foreground": "#ffffff"},
 )
 LIGHT_16 = make_theme(
-    "house-light-16",
+    "prl-light-16",
     "#0000aa #0000aa #aa00aa #000000 #ffffff #ffffff #ffffff #00aa00 #aa5500 #aa0000",
     _plain("#ffffff", "#aaaaaa", "#ffffff", "#ffffff", "#555555", "#555555") | {"block-cursor-foreground": "#000000"},
 )

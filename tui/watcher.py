@@ -1,4 +1,4 @@
-"""The two reading threads: one looks at the house, one at the run that is open. They post messages and never draw.
+"""The two reading threads: one looks at the workspace, one at the run that is open. They post messages and never draw.
 
 Events of the file system are hints (`utils.watch`); between them a slow look finds what no event told. Both loops end
 within one wait after `stop`.
@@ -16,16 +16,16 @@ from typing import TYPE_CHECKING
 
 from textual.message import Message
 
-from daemons.client import House, HouseReader, RunView
+from daemons.client import RunView, Workspace, WorkspaceReader
 from prime_rl.contract.layout import OutputDir, RunDir
 from prime_rl.contract.status import LOST_AFTER_S, RunState
 from prime_rl.utils.node_watch import NodeReader
 from prime_rl.utils.watch import Watcher
-from tui.house_metrics import HouseMetrics
-from tui.messages import HouseChanged, RunChanged
+from tui.messages import RunChanged, WorkspaceChanged
 from tui.nodes import make_group, node_problems
 from tui.signs import Signs
 from tui.snapshot import Disk, Snapshot, make_snapshot
+from tui.workspace_metrics import WorkspaceMetrics
 
 if TYPE_CHECKING:
     from tui.run_reader import RunReader
@@ -34,7 +34,7 @@ Post = Callable[[Message], object]
 ReadDisk = Callable[[Path], Disk | None]
 # Two looks are at least this far apart: status files change at most twice a second each, a person reads no faster.
 MIN_INTERVAL_S = 0.5
-# Without a hint the house is looked at again after so long, a house of a thousand runs after the longer time.
+# Without a hint the workspace is looked at again after so long, a workspace of a thousand runs after the longer time.
 RESCAN_S, RESCAN_MOST_S = 3.0, 5.0
 CLOSE_LOOK_S = 0.4
 RUN_INTERVAL_S = 0.4
@@ -65,10 +65,10 @@ class StateTimes:
         self._output = output
         self._known: dict[str, tuple[RunView, float]] = {}
 
-    def read(self, house: House) -> dict[str, float]:
+    def read(self, workspace: Workspace) -> dict[str, float]:
         """Of all that are so now. A run of which nothing changed is not looked at again."""
         known, self._known = self._known, {}
-        for view in house.runs:
+        for view in workspace.runs:
             if view.state in (RunState.EVICTED, RunState.INVALID):
                 before = known.get(view.run_id)
                 if before is not None and before[0] is view:
@@ -101,8 +101,8 @@ class Rest:
         return rest_s
 
 
-class HouseWatcher:
-    """Posts a `HouseChanged` at every change, and every few seconds without one."""
+class WorkspaceWatcher:
+    """Posts a `WorkspaceChanged` at every change, and every few seconds without one."""
 
     def __init__(
         self,
@@ -115,8 +115,8 @@ class HouseWatcher:
         self._output = OutputDir(output_dir)
         self._post = post
         self._read_disk = read_disk or disk_of
-        self._reader = HouseReader(output_dir, clock=clock)
-        self._metrics = HouseMetrics(output_dir)
+        self._reader = WorkspaceReader(output_dir, clock=clock)
+        self._metrics = WorkspaceMetrics(output_dir)
         self._nodes = NodeReader(output_dir, monotonic)
         # Set by a screen on which things move fast, while a person looks at it.
         self.is_watched_closely = False
@@ -133,55 +133,55 @@ class HouseWatcher:
         with Watcher(self._folders(()), rescan_s=RESCAN_MOST_S) as watcher:
             self._watcher = watcher
             # In this order: names and states, the first screenful of figures, then what takes longer.
-            house = self._look(with_configs=False)
-            self._metrics.read_slice(house, self._stopped.is_set, FIRST_SLICE_S)
-            self._show(house)
+            workspace = self._look(with_configs=False)
+            self._metrics.read_slice(workspace, self._stopped.is_set, FIRST_SLICE_S)
+            self._show(workspace)
             while not self._stopped.is_set():
                 at_rest, self._woken = self._woken or self._rest.is_over, False
-                house = self._look(at_rest=at_rest)
-                while self._metrics.read_slice(house, self._stopped.is_set, SLICE_S):
-                    self._show(house)
-                self._show(house)
-                watcher.watch(self._folders(run.run_id for run in house.runs if run.state is RunState.ACTIVE))
+                workspace = self._look(at_rest=at_rest)
+                while self._metrics.read_slice(workspace, self._stopped.is_set, SLICE_S):
+                    self._show(workspace)
+                self._show(workspace)
+                watcher.watch(self._folders(run.run_id for run in workspace.runs if run.state is RunState.ACTIVE))
                 self._stopped.wait(MIN_INTERVAL_S)
-                if watcher.wait(self._pause_s(house)) and not self._woken:
+                if watcher.wait(self._pause_s(workspace)) and not self._woken:
                     self._stopped.wait(SETTLE_S)
                     watcher.wait(0.0)
 
-    def _pause_s(self, house: House) -> float:
+    def _pause_s(self, workspace: Workspace) -> float:
         """How long to wait for a hint. A run that is silent is looked at again in the moment in which it is lost."""
         if self.is_watched_closely:
             return CLOSE_LOOK_S
-        times = (run.updated_at for run in house.runs if run.state is RunState.ACTIVE)
-        left = [LOST_AFTER_S - (house.read_at - said) for said in times if said is not None]
+        times = (run.updated_at for run in workspace.runs if run.state is RunState.ACTIVE)
+        left = [LOST_AFTER_S - (workspace.read_at - said) for said in times if said is not None]
         until_loss_s = min((each for each in left if each > 0.0), default=RESCAN_MOST_S)
         return min(self._rest.look_s, until_loss_s + SETTLE_S)
 
-    def _look(self, *, with_configs: bool = True, at_rest: bool = True) -> House:
+    def _look(self, *, with_configs: bool = True, at_rest: bool = True) -> Workspace:
         began_s = time.thread_time()
-        house = self._reader.read(with_configs=with_configs, at_rest=at_rest)
+        workspace = self._reader.read(with_configs=with_configs, at_rest=at_rest)
         if not with_configs:
-            self._show(house)
+            self._show(workspace)
         elif at_rest:
             self._metrics.rest_s = self._rest.begin(time.thread_time() - began_s)
-        return house
+        return workspace
 
-    def _show(self, house: House) -> None:
+    def _show(self, workspace: Workspace) -> None:
         disk = self._read_disk(self._output.path)
-        since = self._since.read(house)
+        since = self._since.read(workspace)
         group = make_group(self._nodes.read())
         self._shown = make_snapshot(
-            house,
+            workspace,
             self._metrics.tails,
-            house.read_at,
+            workspace.read_at,
             disk=disk,
             since=since,
             before=self._shown,
-            heard=self._signs.heard(((run.run_id, run.updated_at) for run in house.runs), house.read_at),
+            heard=self._signs.heard(((run.run_id, run.updated_at) for run in workspace.runs), workspace.read_at),
             group=group,
-            group_problems=node_problems(group, house.read_at),
+            group_problems=node_problems(group, workspace.read_at),
         )
-        self._post(HouseChanged(self._shown))
+        self._post(WorkspaceChanged(self._shown))
 
     def wake(self) -> None:
         """Look again now, at everything."""
@@ -215,9 +215,9 @@ class RunWatcher:
 
     def run(self) -> None:
         while not self._stopped.is_set():
-            part, more = self.reader.read()
-            if part is not None:
-                self._post(RunChanged(part))
+            data, more = self.reader.read()
+            if data is not None:
+                self._post(RunChanged(data))
             if not more:
                 self._woken.wait(RUN_INTERVAL_S)
                 self._woken.clear()

@@ -36,7 +36,7 @@ OutputDirOption = Annotated[
     Path | None,
     typer.Option(
         "--output-dir",
-        help="The house. Else PRL_OUTPUT_DIR, else the system file's, else 'outputs'.",
+        help="The workspace. Else PRL_OUTPUT_DIR, else the system file's, else 'outputs'.",
         show_default=False,
     ),
 ]
@@ -64,7 +64,7 @@ def choose_output(option: Path | None) -> OutputDir:
 
 
 def check_readable(path: Path) -> Path:
-    """A house that is not there yet is an empty one; one that cannot be read is an error. Raises ActionError."""
+    """A workspace that is not there yet is an empty one; one that cannot be read is an error. Raises ActionError."""
     try:
         with os.scandir(path):
             return path

@@ -1,4 +1,4 @@
-"""What the shell offers after TAB: ids of runs, names of parts, states. Looks at names on disk only."""
+"""What the shell offers after TAB: ids of runs, names of daemons, states. Looks at names on disk only."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from prime_rl.contract.status import RunState
 
 
 def run_ids(context: typer.Context, incomplete: str) -> list[str]:
-    """Runs of the house that the command line names."""
-    return _starting(incomplete, _runs(_house(context)))
+    """Runs of the workspace that the command line names."""
+    return _starting(incomplete, _runs(_workspace(context)))
 
 
 def deleted_ids(context: typer.Context, incomplete: str) -> list[str]:
     """Runs in the trash."""
     try:
-        return _starting(incomplete, sorted({run_id for run_id, _ in list_trash(_house(context).path)}))
+        return _starting(incomplete, sorted({run_id for run_id, _ in list_trash(_workspace(context).path)}))
     except OSError:
         return []
 
 
 def log_names(context: typer.Context, incomplete: str) -> list[str]:
     """Everything that has a log."""
-    return _starting(incomplete, ["supervisor", TRAINER, INFERENCE, *_runs(_house(context))])
+    return _starting(incomplete, ["supervisor", TRAINER, INFERENCE, *_runs(_workspace(context))])
 
 
-def part_names(context: typer.Context, incomplete: str) -> list[str]:
+def daemon_names(context: typer.Context, incomplete: str) -> list[str]:
     """Everything that can be restarted."""
-    return _starting(incomplete, [TRAINER, INFERENCE, *_runs(_house(context))])
+    return _starting(incomplete, [TRAINER, INFERENCE, *_runs(_workspace(context))])
 
 
 def states(incomplete: str) -> list[str]:
@@ -42,7 +42,7 @@ def states(incomplete: str) -> list[str]:
     return [f"{before}{comma}{state}" for state in _starting(last, [str(state) for state in RunState])]
 
 
-def _house(context: typer.Context) -> OutputDir:
+def _workspace(context: typer.Context) -> OutputDir:
     return choose_output(context.params.get("output_dir"))
 
 

@@ -26,7 +26,7 @@ class Engine(enum.StrEnum):
 def demo(
     context: typer.Context,
     output_dir: Annotated[
-        Path, typer.Option(help="The demo's own house; an earlier one in it is removed.")
+        Path, typer.Option(help="The demo's own workspace; an earlier one in it is removed.")
     ] = DEFAULT_DEMO_DIR,
     engine: Annotated[Engine | None, typer.Option(help="Who generates; else what the system file says.")] = None,
     configs: Annotated[Path, typer.Option(help="Folder with system.toml and the three runs.")] = CONFIGS,

@@ -21,7 +21,7 @@ def doctor(
     as_json: JsonOption = False,
     quick: Annotated[bool, typer.Option("--quick", help="Do not import torch and vLLM, which takes seconds.")] = False,
 ) -> None:
-    """Look at this machine and this house for what will hurt: each line is ok, or says what to do.
+    """Look at this machine and this workspace for what will hurt: each line is ok, or says what to do.
 
     Exit code 1 when something is broken. Example: prl doctor --output-dir outputs/demo
     """

@@ -9,7 +9,7 @@ import msgspec
 import typer
 
 from daemons import actions
-from daemons.client import HouseReader, RunView
+from daemons.client import RunView, WorkspaceReader
 from daemons.commands import complete
 from daemons.commands.common import (
     JsonOption,
@@ -63,7 +63,7 @@ def list_runs(
     Example: prl runs list --state active,waiting --watch
     """
     states = _states(state)
-    reader = HouseReader(check_readable(choose_output_dir(output_dir)))
+    reader = WorkspaceReader(check_readable(choose_output_dir(output_dir)))
 
     def chosen() -> list[RunView]:
         return [run for run in reader.read().runs if not states or run.state in states]
@@ -86,14 +86,14 @@ def show(run_id: RunIdArgument, output_dir: OutputDirOption = None, as_json: Jso
         check_run_id(run_id)
     except LayoutError as error:
         raise UsageError(str(error)) from error
-    house = HouseReader(check_readable(choose_output_dir(output_dir))).read()
-    run = house.run(run_id)
+    workspace = WorkspaceReader(check_readable(choose_output_dir(output_dir))).read()
+    run = workspace.run(run_id)
     if run is None:
-        reason = next((each.reason for each in house.refused if each.name == run_id), None)
+        reason = next((each.reason for each in workspace.refused if each.name == run_id), None)
         raise actions.ActionError(
-            reason or f"no run {run_id!r} in {house.output_dir}: prl runs list shows what is there"
+            reason or f"no run {run_id!r} in {workspace.output_dir}: prl runs list shows what is there"
         )
-    details = read_details(OutputDir(house.output_dir).run(run_id), run, house.daemon(run_id))
+    details = read_details(OutputDir(workspace.output_dir).run(run_id), run, workspace.daemon(run_id))
     if as_json:
         print_json(details_json(details))
     else:

@@ -1,7 +1,7 @@
-"""`prl up`: which house it means, the base model when nobody named one, and the wait until everything answers.
+"""`prl up`: which workspace it means, the base model when nobody named one, and the wait until everything answers.
 
-Without `@ FILE` it starts the house as it was last started (`daemons/configs/up.toml` keeps what was said then), else a
-small one as in `configs/demo/system.toml`, whose base model is made when it is missing. `running` does the work.
+Without `@ FILE` it starts the workspace as it was last started (`daemons/configs/up.toml` keeps what was said then),
+else a small one as in `configs/demo/system.toml`, whose base model is made when it is missing. `running` does the work.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from rich.live import Live
 from rich.text import Text
 
 from daemons import launch, running
-from daemons.client import House
+from daemons.client import Workspace
 from daemons.commands.common import EXTRA, OutputDirOption, choose_output_dir, console, say
 from prime_rl.contract.layout import OutputDir
 from prime_rl.utils.text import clean_text
@@ -28,7 +28,7 @@ def up(
 ) -> None:
     """Start trainer, inference and the orchestrators of all runs, and keep them alive.
 
-    Without @ FILE: the house as it was last started, else a small one whose base model is made when it is missing.
+    Without @ FILE: the workspace as it was last started, else a small one whose base model is made when it is missing.
     Example: prl up @ configs/demo/system.toml --inference.port 8001
     """
     from daemons import supervisor
@@ -40,17 +40,17 @@ def up(
     if foreground:
         if not running.make_model(wanted, output, stop=stop, say=say, is_quiet=False):
             raise typer.Exit(130)
-        raise typer.Exit(supervisor.supervise(output, running.take_house(wanted, output, say), stop))
+        raise typer.Exit(supervisor.supervise(output, running.take_workspace(wanted, output, say), stop))
     with Progress() as look:
-        house = running.start_house(wanted, stop=stop, say=say, on_look=look)
-    if house is None:
+        workspace = running.start_workspace(wanted, stop=stop, say=say, on_look=look)
+    if workspace is None:
         raise typer.Exit(130)
-    url = house.inference.base_url if house.inference else ""
+    url = workspace.inference.base_url if workspace.inference else ""
     same = output.path == choose_output_dir(output_dir)
     where = "" if same else f" --output-dir {output.path}"
     say(
-        f"up: {output.path}, {house.max_runs} slots, inference at {url}; prl status{where} shows it, prl down{where} "
-        "stops it"
+        f"up: {output.path}, {workspace.max_runs} slots, inference at {url}; "
+        f"prl status{where} shows it, prl down{where} stops it"
     )
 
 
@@ -60,9 +60,9 @@ def choose_system(args: Sequence[str], output_dir: Path | None) -> running.Wante
 
 
 class Progress:
-    """Shows the wait for readiness: one live line a part on a terminal, a line at each change elsewhere."""
+    """Shows the wait for readiness: one live line a daemon on a terminal, a line at each change elsewhere."""
 
-    def __enter__(self) -> Callable[[House], None]:
+    def __enter__(self) -> Callable[[Workspace], None]:
         screen = console()
         self._live = Live(console=screen, auto_refresh=False) if screen.is_terminal else None
         self._said: list[str] = []
@@ -72,8 +72,8 @@ class Progress:
         if self._live is not None:
             self._live.stop()
 
-    def _look(self, house: House) -> None:
-        lines = [clean_text(line) for line in launch.waits(house)]
+    def _look(self, workspace: Workspace) -> None:
+        lines = [clean_text(line) for line in launch.waits(workspace)]
         if self._live is not None:
             self._live.start()  # only now: what is said before the wait stands above it
             self._live.update(Text("\n".join(lines)), refresh=True)

@@ -1,4 +1,4 @@
-"""How a `House` is printed: tables for people, plain data for `--json`. It reads no file."""
+"""How a `Workspace` is printed: tables for people, plain data for `--json`. It reads no file."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from daemons.client import DaemonView, House, RunView
+from daemons.client import DaemonView, RunView, Workspace
 from daemons.commands.common import FittingTable, cell, number, short_time, size
 from daemons.disk import DiskView
 from prime_rl.configs.base import ConfigError, ConfigProblem, load_toml, merge
@@ -63,24 +63,29 @@ def daemon_json(daemon: DaemonView) -> dict[str, Any]:
     return asdict(daemon)
 
 
-def house_json(house: House, disk: DiskView | None) -> dict[str, Any]:
+def workspace_json(workspace: Workspace, disk: DiskView | None) -> dict[str, Any]:
     """The payload of `prl status --json`."""
     return {
-        "output_dir": str(house.output_dir),
-        "supervisor_alive": house.supervisor_alive,
-        "daemons": [daemon_json(daemon) for daemon in house.daemons],
-        "slots": slots(house),
-        "runs": [run_json(run) for run in house.runs],
-        "refused": [asdict(each) for each in house.refused],
-        "disk": asdict(disk) if disk else None,
-        "bottleneck": house.bottleneck,
+        "output_dir": str(workspace.output_dir),
+        "supervisor_alive": workspace.supervisor_alive,
+        "daemons": [daemon_json(daemon) for daemon in workspace.daemons],
+        "slots": slots(workspace),
+        "runs": [run_json(run) for run in workspace.runs],
+        "refused": [asdict(each) for each in workspace.refused],
+        "disk": disk_json(disk) if disk else None,
+        "bottleneck": workspace.bottleneck,
     }
 
 
-def slots(house: House) -> list[dict[str, Any]]:
+def disk_json(disk: DiskView) -> dict[str, Any]:
+    """`house_*` are the names of the version before."""
+    return {**asdict(disk), "house_bytes": disk.workspace_bytes, "house_complete": disk.workspace_complete}
+
+
+def slots(workspace: Workspace) -> list[dict[str, Any]]:
     """One entry a slot, also for the empty ones."""
-    held = {slot.run_idx: run_id for run_id, slot in (house.trainer.runs if house.trainer else {}).items()}
-    return [{"run_idx": run_idx, "run_id": held.get(run_idx)} for run_idx in range(house.max_runs)]
+    held = {slot.run_idx: run_id for run_id, slot in (workspace.trainer.runs if workspace.trainer else {}).items()}
+    return [{"run_idx": run_idx, "run_id": held.get(run_idx)} for run_idx in range(workspace.max_runs)]
 
 
 def runs_table(runs: Sequence[RunView], now: float | None = None) -> RenderableType:
@@ -126,25 +131,30 @@ def daemons_table(daemons: Sequence[DaemonView]) -> RenderableType:
 
 
 def disk_words(disk: DiskView) -> str:
-    """Such as "the house takes 1.2 GB, 30 GB of 80 GB are free (ext4)"."""
-    least = "" if disk.house_complete else "at least "
-    words = f"the house takes {least}{size(disk.house_bytes)}, {size(disk.free_bytes)} of {size(disk.total_bytes)} free"
+    """Such as "the workspace takes 1.2 GB, 30 GB of 80 GB are free (ext4)"."""
+    least = "" if disk.workspace_complete else "at least "
+    free = f"{size(disk.free_bytes)} of {size(disk.total_bytes)} free"
+    words = f"the workspace takes {least}{size(disk.workspace_bytes)}, {free}"
     words += f" ({disk.file_system})" if disk.file_system else ""
     return words + (f", full in {short_time(disk.full_in_s)} at this pace" if disk.full_in_s else "")
 
 
-def house_view(house: House, disk: DiskView | None) -> RenderableType:
+def workspace_view(workspace: Workspace, disk: DiskView | None) -> RenderableType:
     """What `prl status` prints."""
     parts: list[RenderableType] = []
-    if house.daemons:
-        parts += [daemons_table(house.daemons), Text("")]
+    if workspace.daemons:
+        parts += [daemons_table(workspace.daemons), Text("")]
     else:
-        parts.append(Text("nothing is running: prl up starts the house"))
-    used = f"{house.num_used} of {house.max_runs} slots in use" if house.max_runs else "slots unknown: no trainer lives"
-    parts += [Text(f"{house.output_dir}: {used}"), runs_table(house.runs)]
-    parts += [Text(f"refused: {each.name}: ").append_text(cell(each.reason, 300)) for each in house.refused]
+        parts.append(Text("nothing is running: prl up starts the workspace"))
+    used = (
+        f"{workspace.num_used} of {workspace.max_runs} slots in use"
+        if workspace.max_runs
+        else "slots unknown: no trainer lives"
+    )
+    parts += [Text(f"{workspace.output_dir}: {used}"), runs_table(workspace.runs)]
+    parts += [Text(f"refused: {each.name}: ").append_text(cell(each.reason, 300)) for each in workspace.refused]
     if disk is not None:
         parts.append(Text(f"disk: {disk_words(disk)}"))
-    if house.bottleneck:
-        parts.append(Text("bottleneck: ").append_text(cell(house.bottleneck, 300)))
+    if workspace.bottleneck:
+        parts.append(Text("bottleneck: ").append_text(cell(workspace.bottleneck, 300)))
     return Group(*parts)

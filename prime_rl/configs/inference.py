@@ -48,11 +48,14 @@ class InferenceConfig(BaseConfig):
     """`prl inference @ inference.toml`."""
 
     output_dir: Path = Path("outputs")
-    """The house. Adapters are loaded from below it and from nowhere else; the status file lies in it."""
+    """The workspace. Adapters are loaded from below it and from nowhere else; the status file lies in it."""
 
     status_file: Path | None = None
-    """Where the server says how it is; null: `inference/status.json` in the house. One writer a file: a second server
-    of a house needs one of its own."""
+    """Where the server says how it is;
+
+    null: `inference/status.json` in the workspace. One writer a file: a second server of a workspace needs one of its
+    own.
+    """
 
     engine: Literal["embedded", "vllm"] = "embedded"
     """`embedded`: our own engine in one process, for small models on a CPU. `vllm`: everything else."""

@@ -13,9 +13,9 @@ Slug = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")]
 
 
 class WandbConfig(BaseConfig):
-    """Weights & Biases; needs `pip install prime-rl-house[monitors]`."""
+    """Weights & Biases; needs `pip install prl-multirun[monitors]`."""
 
-    project: Slug = "prime-rl-house"
+    project: Slug = "prl-multirun"
     """Project."""
 
     entity: Slug | None = None
@@ -26,7 +26,7 @@ class WandbConfig(BaseConfig):
 
 
 class TensorBoardConfig(BaseConfig):
-    """Event files in the run's monitors/tensorboard; needs `pip install prime-rl-house[monitors]`."""
+    """Event files in the run's monitors/tensorboard; needs `pip install prl-multirun[monitors]`."""
 
     flush_s: float = Field(5.0, gt=0)
     """Longest time until a figure is on disk."""

@@ -1,4 +1,4 @@
-"""Config of a whole house: what `prl up @ system.toml` starts."""
+"""Config of a whole workspace: what `prl up @ system.toml` starts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DEFAULT_MAX_ASYNC_LEVEL, MAX_ASYNC_LEVEL = 2, 16
 
 
 class StallConfig(BaseConfig):
-    """When a part that lives counts as stalled, and what follows."""
+    """When a daemon that lives counts as stalled, and what follows."""
 
     limit_s: float = Field(1800.0, gt=0)
     """So long may its progress stand still while it has work."""
@@ -29,7 +29,7 @@ class StallConfig(BaseConfig):
 
 
 class StallConfigs(BaseConfig):
-    """Stalls, for each kind of part."""
+    """Stalls, for each kind of daemon."""
 
     trainer: StallConfig = StallConfig()
     """Its progress: passes, updates, published versions. It has work while a run is in a slot."""
@@ -46,10 +46,10 @@ class StallConfigs(BaseConfig):
 
 
 class SupervisorConfig(BaseConfig):
-    """How the supervisor treats its parts."""
+    """How the supervisor treats its daemons."""
 
     start_timeout_s: float = Field(300.0, gt=0)
-    """A part that is not ready by then has failed to start."""
+    """A daemon that is not ready by then has failed to start."""
 
     drain_s: float = Field(120.0, ge=0)
     """How long an orchestrator may finish its batch, the trainer its step and its saving, before it is forced."""
@@ -67,7 +67,7 @@ class SupervisorConfig(BaseConfig):
     """A crash this soon after the start counts as early."""
 
     max_early_crashes: int = Field(3, ge=1)
-    """So many early crashes or failed starts in a row and the part has failed."""
+    """So many early crashes or failed starts in a row and the daemon has failed."""
 
     max_starting: int = Field(8, ge=1)
     """So many orchestrators may be starting at one time; the others wait for their turn."""
@@ -76,30 +76,30 @@ class SupervisorConfig(BaseConfig):
     """A log that is larger is put aside and begun anew."""
 
     num_old_logs: int = Field(3, ge=1)
-    """So many logs that were put aside are kept of each part."""
+    """So many logs that were put aside are kept of each daemon."""
 
     stall: StallConfigs = StallConfigs()
-    """When a living part counts as stalled."""
+    """When a living daemon counts as stalled."""
 
 
 class SystemConfig(BaseConfig):
-    """One house: trainer, inference, and how they are kept alive.
+    """One workspace: trainer, inference, and how they are kept alive.
 
     `model`, `lora` or `full_finetune`, `broadcast`, `max_concurrent_runs`, `max_async_level` and `seq_len` are said
-    once here and reach the parts, unless a part sets its own.
+    once here and reach the daemons, unless a daemon sets its own.
     """
 
     output_dir: Path = Path("outputs")
-    """The house."""
+    """The workspace."""
 
     model: ModelConfig = ModelConfig()
     """Base model of trainer and inference."""
 
     lora: LoRAConfig | None = LoRAConfig()
-    """Adapters of trainer and inference. A house has adapters also without this table."""
+    """Adapters of trainer and inference. A workspace has adapters also without this table."""
 
     full_finetune: bool = False
-    """The house has no adapters: its runs, one at a time, fine-tune the whole model."""
+    """The workspace has no adapters: its runs, one at a time, fine-tune the whole model."""
 
     broadcast: BroadcastConfig = BroadcastConfig()
     """How the whole model's new weights get from trainer to inference."""
@@ -126,7 +126,7 @@ class SystemConfig(BaseConfig):
     @model_validator(mode="before")
     @classmethod
     def _share(cls, data: Any) -> Any:
-        """Copy what is said once into both parts. Unknown keys and wrong types are left for the strict models."""
+        """Copy what is said once into both daemons. Unknown keys and wrong types are left for the strict models."""
         if not isinstance(data, dict):
             return data
         whole = data.get("full_finetune") is True
@@ -147,14 +147,14 @@ class SystemConfig(BaseConfig):
         if seq_len is not None:
             trainer["seq_len"] = seq_len
             inference.setdefault("model", {})["max_model_len"] = seq_len
-        parts = {"trainer": trainer, "inference": inference}
-        own = {name: data.get(name, {}) for name in parts}
+        daemons = {"trainer": trainer, "inference": inference}
+        own = {name: data.get(name, {}) for name in daemons}
         if not all(isinstance(value, dict) for value in own.values()):
             return data
-        return {**data, **{name: merge(parts[name], own[name]) for name in parts}}
+        return {**data, **{name: merge(daemons[name], own[name]) for name in daemons}}
 
     @model_validator(mode="after")
-    def _parts_agree(self) -> Self:
+    def _daemons_agree(self) -> Self:
         whole = self.full_finetune
         if (self.trainer.model.lora is None, self.inference.full_finetune) != (whole, whole):
             raise ValueError(

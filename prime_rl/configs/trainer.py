@@ -23,7 +23,7 @@ class TrainerConfig(BaseConfig):
     """`prl trainer @ trainer.toml`."""
 
     output_dir: Path = Path("outputs")
-    """The house: run folders are looked for here."""
+    """The workspace: run folders are looked for here."""
 
     model: TrainerModelConfig = TrainerModelConfig()
     """Base model and adapters."""
@@ -35,7 +35,7 @@ class TrainerConfig(BaseConfig):
     """Longest sample in tokens that the trainer takes."""
 
     max_async_level: int | None = Field(None, ge=0, le=16)
-    """Largest `max_async_level` that a run may ask for; null: any. In a house: the house's, as inference
+    """Largest `max_async_level` that a run may ask for; null: any. In a workspace: the workspace's, as inference
     has room for the policy versions of so many, and a run that used more would wait for ever."""
 
     max_tokens_per_micro_batch: int = Field(8192, ge=8)

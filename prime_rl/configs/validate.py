@@ -26,11 +26,13 @@ _STAND_INS: dict[str, dict[str, Any]] = {
     "env": {"env": [{"id": "upper-case"}]},
 }
 _MAX_LOOKS = 4
-_WRONG_HOUSE_FOR_LORA = (
-    "the trainer fine-tunes the whole model, without adapters: leave it out, or add the run to a house with adapters"
+_WRONG_WORKSPACE_FOR_LORA = (
+    "the trainer fine-tunes the whole model, without adapters: "
+    "leave it out, or add the run to a workspace with adapters"
 )
-_WRONG_HOUSE_FOR_WHOLE = (
-    "the trainer trains adapters: leave it out, or add the run to a house with full_finetune = true in its system file"
+_WRONG_WORKSPACE_FOR_WHOLE = (
+    "the trainer trains adapters: leave it out, "
+    "or add the run to a workspace with full_finetune = true in its system file"
 )
 
 
@@ -38,7 +40,7 @@ _WRONG_HOUSE_FOR_WHOLE = (
 class TrainerLimits:
     """What a run must fit into. `max_rank` and `alpha` are None when the trainer trains the whole model.
 
-    `max_async_level` is the house's, None where there is no house to say it.
+    `max_async_level` is the workspace's, None where there is no workspace to say it.
     """
 
     model: str
@@ -76,7 +78,7 @@ def check_against_trainer(config: OrchestratorConfig, limits: TrainerLimits) -> 
         )
     level, room = config.max_async_level, limits.max_async_level
     if room is not None and level > room:
-        found = f"found {level}: this house has room for the policy versions of at most {room}"
+        found = f"found {level}: this workspace has room for the policy versions of at most {room}"
         problems.append(ConfigProblem("max_async_level", f"{found} (max_async_level in its system file)"))
     seq_len = min(config.seq_len or limits.max_seq_len, limits.max_seq_len)
     if config.sampling.max_tokens >= seq_len:
@@ -137,16 +139,16 @@ def _adapter_problems(config: OrchestratorConfig, limits: TrainerLimits) -> list
     if max_rank is not None:
         problems = []
         if config.model.full_finetune:
-            problems.append(ConfigProblem("model.full_finetune", f"found true: {_WRONG_HOUSE_FOR_WHOLE}"))
+            problems.append(ConfigProblem("model.full_finetune", f"found true: {_WRONG_WORKSPACE_FOR_WHOLE}"))
         if lora.rank is not None and lora.rank > max_rank:
             found = f"found {lora.rank}: the trainer allows at most {max_rank}"
             problems.append(ConfigProblem("model.lora.rank", found))
         return problems
     tables = [f"model.lora.{name}" for name in sorted(lora.model_fields_set)] or ["model.lora"]
     has_table = "lora" in config.model.model_fields_set
-    problems = [ConfigProblem(key, _WRONG_HOUSE_FOR_LORA) for key in tables if has_table]
+    problems = [ConfigProblem(key, _WRONG_WORKSPACE_FOR_LORA) for key in tables if has_table]
     if config.model.full_finetune is False:
-        problems.append(ConfigProblem("model.full_finetune", f"found false: {_WRONG_HOUSE_FOR_LORA}"))
+        problems.append(ConfigProblem("model.full_finetune", f"found false: {_WRONG_WORKSPACE_FOR_LORA}"))
     if config.optim.type == "muon":
         problems.append(
             ConfigProblem("optim.type", "found 'muon': it is for adapters, the trainer fine-tunes the whole model")

@@ -244,7 +244,7 @@ class IterationDir:
 
 @dataclass(frozen=True)
 class OutputDir:
-    """The paths of one house of tenants."""
+    """The paths of one workspace of tenants."""
 
     path: Path
 
@@ -284,11 +284,11 @@ class OutputDir:
         return self.daemons / "supervisor.pid"
 
     def start_request(self, name: str) -> Path:
-        """Asks the supervisor to start a part anew; the supervisor removes it when it has read it."""
+        """Asks the supervisor to start a daemon anew; the supervisor removes it when it has read it."""
         return self.daemons / "requests" / name
 
     def component_config(self, name: str) -> Path:
-        """The resolved config that the supervisor hands to a part."""
+        """The resolved config that the supervisor hands to a daemon."""
         return self.daemons / "configs" / f"{name}.toml"
 
     @property
@@ -344,7 +344,7 @@ class OutputDir:
 
 
 def refusal(output_dir: Path, run_path: Path) -> str | None:
-    """Why a `run_*` entry may not be used, or None. Links are refused, so no run can reach outside its house."""
+    """Why a `run_*` entry may not be used, or None. Links are refused, so no run can reach outside its workspace."""
     if run_path.is_symlink():
         return f"{run_path} is a symbolic link: a run must be a real folder; move the folder itself into {output_dir}"
     if run_path.exists():

@@ -37,7 +37,7 @@ class EvalProof(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Proofs:
-    """The proofs of one house as a group of this mode sees them.
+    """The proofs of one workspace as a group of this mode sees them.
 
     `splits` says which rollouts it makes, `key` stands for their settings (`MultinodeConfig.rollouts_key`).
     """

@@ -135,7 +135,7 @@ _AnswerT = TypeVar("_AnswerT")
 
 
 class Endpoint:
-    """Where inference is: a fixed URL, or the one that the house's server wrote to its status file."""
+    """Where inference is: a fixed URL, or the one that the workspace's server wrote to its status file."""
 
     def __init__(self, output_dir: Path, base_url: str | None) -> None:
         self._status_path = OutputDir(output_dir).inference_status

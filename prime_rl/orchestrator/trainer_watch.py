@@ -24,13 +24,13 @@ class TrainerWatch:
         self._status: TrainerStatus | None = None
 
     def is_known(self) -> bool:
-        """Whether a trainer ever started in this house."""
+        """Whether a trainer ever started in this workspace."""
         return self._read() is not None
 
     def trouble(self, now: float) -> str | None:
         """Why no update is to be expected, e.g. "the trainer is down: it stopped 40 s ago"; None while it lives.
 
-        `now` is Unix seconds. A house without a status file has no trainer that could be down.
+        `now` is Unix seconds. A workspace without a status file has no trainer that could be down.
         """
         status = self._read()
         if status is None:

@@ -3,7 +3,7 @@
 A request goes to the base model's name and is answered by the weights that are in force when its turn comes, so its
 version is known from the answer alone. It may be newer than the one that was asked; older, or of another run, it is not
 taken: that server was restarted, or somebody else has changed its weights. While `lease` is held nobody else of this
-house does that.
+workspace does that.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ LEASE_POLL_S = 0.3
 
 @contextlib.asynccontextmanager
 async def lease(path: Path, tell: Callable[[str | None], None]) -> AsyncIterator[None]:
-    """Have the weights of the house's servers for this process; waits, and says so, while another run has them."""
+    """Have the weights of the workspace's servers for this process; waits, and says so, while another run has them."""
     path.parent.mkdir(exist_ok=True)
     with path.open("a") as file:  # the kernel gives the lock back however this process ends
         while True:

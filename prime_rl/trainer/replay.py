@@ -1,7 +1,7 @@
-"""Recorded batches of a house, trained on again somewhere else: find them, copy them, run the real trainer over them.
+"""Recorded batches of a workspace, trained on again elsewhere: find them, copy them, run the real trainer on them.
 
 A recording is what lies in a run's folder: the rollout files that are still there (`ckpt.keep_rollouts` keeps all) and
-the checkpoint before the first of them. Only copies in a temporary folder are trained on; the house is read, never
+the checkpoint before the first of them. Only copies in a temporary folder are trained on; the workspace is read, never
 written. What the results mean is up to `selfcheck`.
 """
 
@@ -78,14 +78,14 @@ def find_recording(run: RunDir) -> Recording:
     return Recording(run, config, start, last)
 
 
-def trainer_config(house: Path, recordings: Sequence[Recording]) -> TrainerConfig:
+def trainer_config(workspace: Path, recordings: Sequence[Recording]) -> TrainerConfig:
     """The config of the trainer that made the recordings; without one, defaults with room for all of them."""
-    path = OutputDir(house).component_config("trainer")
+    path = OutputDir(workspace).component_config("trainer")
     if path.exists():
         config = load_config(TrainerConfig, path)
         if config.model.lora is None:
             raise ReplayError(
-                f"{path}: the trainer of this house has the whole model for one run, which has no neighbours"
+                f"{path}: the trainer of this workspace has the whole model for one run, which has no neighbours"
             )
         return config
     name = recordings[0].config.model.name
@@ -105,10 +105,10 @@ def replay(
     Raises ReplayError when a run is refused or evicted, with its reason, and WaitTimeout when nothing moves.
     """
     with tempfile.TemporaryDirectory(prefix="replay-") as folder:
-        house = Path(folder)
-        copies = {_copy(recording, house, place): recording for place, recording in enumerate(recordings)}
+        workspace = Path(folder)
+        copies = {_copy(recording, workspace, place): recording for place, recording in enumerate(recordings)}
         changes = {
-            "output_dir": house,
+            "output_dir": workspace,
             "max_concurrent_runs": setting.num_slots,
             "max_tokens_per_micro_batch": setting.max_tokens_per_micro_batch,
         }
@@ -140,9 +140,9 @@ class _Watch:
         return all(versions[run] >= recording.last for run, recording in self._copies.items())
 
 
-def _copy(recording: Recording, house: Path, place: int) -> RunDir:
+def _copy(recording: Recording, workspace: Path, place: int) -> RunDir:
     """A run that starts where the recording does, and saves nothing that it need not."""
-    source, copy = recording.run, RunDir(house / recording.run.run_id)
+    source, copy = recording.run, RunDir(workspace / recording.run.run_id)
     copy.control.mkdir(parents=True)
     ckpt = {"resume_step": -1, "interval": recording.config.max_steps, "keep_rollouts": True}
     copy.orch_toml.write_text(tomli_w.dumps(merge(load_toml(source.orch_toml), {"ckpt": ckpt})))

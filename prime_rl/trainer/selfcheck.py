@@ -1,10 +1,10 @@
-"""Whether runs can tell that they have neighbours, on the batches that a house has recorded.
+"""Whether runs can tell that they have neighbours, on the batches that a workspace has recorded.
 
-    python -m prime_rl.trainer.selfcheck HOUSE [--json] [--tolerance 1e-4] [--run ID]...
+    python -m prime_rl.trainer.selfcheck WORKSPACE [--json] [--tolerance 1e-4] [--run ID]...
 
 Each run is trained again by itself, then together with all others: in other slots, in small and in large packs. A line
-a run says by how much its adapter differs, relative to its size. The house is only read. How a recording is replayed is
-in `replay`.
+a run says by how much its adapter differs, relative to its size. The workspace is only read. How a recording is
+replayed is in `replay`.
 """
 
 from __future__ import annotations
@@ -56,10 +56,10 @@ def main(argv: Sequence[str]) -> int:
     arguments = _parse(argv)
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
-        runs = _runs(arguments.house, arguments.run)
+        runs = _runs(arguments.workspace, arguments.run)
         # From here on torch is loaded, which takes seconds.
         recordings = _recordings(runs, bool(arguments.run))
-        verdicts = _checked(_trainer(arguments.house, recordings), recordings, arguments.tolerance)
+        verdicts = _checked(_trainer(arguments.workspace, recordings), recordings, arguments.tolerance)
     except (WrongUse, ConfigError) as error:
         print(f"selfcheck: {one_line(str(error), MAX_ERROR_CHARS)}", file=sys.stderr)
         return 2
@@ -132,9 +132,9 @@ class Progress:
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m prime_rl.trainer.selfcheck",
-        description="Train recorded batches again, alone and together, and compare the adapters. HOUSE is only read.",
+        description="Train recorded batches again, alone and together, and compare the adapters. Changes nothing.",
     )
-    parser.add_argument("house", metavar="HOUSE", type=Path, help="the output_dir of the runs")
+    parser.add_argument("workspace", metavar="WORKSPACE", type=Path, help="the output_dir of the runs")
     parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
     parser.add_argument("--tolerance", type=float, default=1e-4, help="largest relative difference (default: 1e-4)")
     parser.add_argument("--run", metavar="ID", action="append", default=[], help="only this run; may be repeated")
@@ -144,26 +144,26 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     return arguments
 
 
-def _runs(house: Path, run_ids: Sequence[str]) -> list[RunDir]:
-    if not house.is_dir():
-        raise WrongUse(f"{house}: there is no such folder")
+def _runs(workspace: Path, run_ids: Sequence[str]) -> list[RunDir]:
+    if not workspace.is_dir():
+        raise WrongUse(f"{workspace}: there is no such folder")
     try:
-        runs = [OutputDir(house).run(run_id) for run_id in dict.fromkeys(run_ids)] or scan_runs(house)[0]
+        runs = [OutputDir(workspace).run(run_id) for run_id in dict.fromkeys(run_ids)] or scan_runs(workspace)[0]
     except LayoutError as error:
         raise WrongUse(str(error)) from error
     for run in runs:
         if not run.path.is_dir():
-            raise WrongUse(f"{run.run_id}: there is no such run in {house}")
+            raise WrongUse(f"{run.run_id}: there is no such run in {workspace}")
     if not runs:
-        raise WrongUse(f"{house} has no runs: give the output_dir of a trainer")
+        raise WrongUse(f"{workspace} has no runs: give the output_dir of a trainer")
     return runs
 
 
-def _trainer(house: Path, recordings: Sequence[Recording]) -> TrainerConfig:
+def _trainer(workspace: Path, recordings: Sequence[Recording]) -> TrainerConfig:
     from prime_rl.trainer.replay import ReplayError, trainer_config
 
     try:
-        return trainer_config(house, recordings)
+        return trainer_config(workspace, recordings)
     except ReplayError as error:
         raise WrongUse(str(error)) from error
 

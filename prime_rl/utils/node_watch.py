@@ -18,7 +18,7 @@ MAX_FILE_BYTES = 1_000_000
 
 
 class NodeReader:
-    """The nodes of one house. `clock` is any that never jumps, in seconds."""
+    """The nodes of one workspace. `clock` is any that never jumps, in seconds."""
 
     def __init__(self, output_dir: Path, clock: Callable[[], float] = time.monotonic) -> None:
         self._output = OutputDir(output_dir)

@@ -50,8 +50,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("model"))
 
 
-def put_runs(house: Path, model: Path) -> list[RunDir]:
-    runs = [write_run(house, run_id, model, max_steps=NUM_STEPS, **changes) for run_id, changes in RUNS.items()]
+def put_runs(workspace: Path, model: Path) -> list[RunDir]:
+    runs = [write_run(workspace, run_id, model, max_steps=NUM_STEPS, **changes) for run_id, changes in RUNS.items()]
     for run in runs:
         put_batches(run, NUM_STEPS, num_samples=12)
     return runs
@@ -102,10 +102,10 @@ def test_the_whole_model_is_that_of_the_cpu(
 ) -> None:
     if num_ranks > torch.cuda.device_count():
         pytest.skip(f"there are not {num_ranks} CUDA devices")
-    house = tmp_path / "cuda"
-    run = write_run(house, "run_a", model, max_steps=NUM_STEPS, optim={"lr": 1e-3})
+    workspace = tmp_path / "cuda"
+    run = write_run(workspace, "run_a", model, max_steps=NUM_STEPS, optim={"lr": 1e-3})
     put_batches(run, NUM_STEPS)
-    train_on_gpus(whole_config(house, model, device="cuda"), tmp_path, [run], num_ranks)
+    train_on_gpus(whole_config(workspace, model, device="cuda"), tmp_path, [run], num_ranks)
     ours = load_file(run.broadcast_dir(NUM_STEPS) / "model.safetensors")
     assert relative_difference(ours, whole_on_cpu) <= TOLERANCES["float32"]
 

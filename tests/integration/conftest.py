@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.fork_runner import Runner, runner
-from tests.system_support import House, build_base_model, make_house, make_whole_house
+from tests.system_support import Workspace, build_base_model, make_whole_workspace, make_workspace
 
 
 def _built_once(tmp_path_factory: pytest.TempPathFactory, name: str, num_steps: int) -> Path:
@@ -40,29 +40,29 @@ def lives() -> Iterator[Runner]:
         yield started
 
 
-def _closed(house: House) -> Iterator[House]:
-    yield house
-    house.prl("down", check=False)
-    for process in house.processes():
+def _closed(workspace: Workspace) -> Iterator[Workspace]:
+    yield workspace
+    workspace.prl("down", check=False)
+    for process in workspace.processes():
         process.kill()
 
 
 @pytest.fixture
-def house(tmp_path: Path, base_model: Path) -> Iterator[House]:
-    """A house with two slots and the embedded engine; whatever a test leaves running is ended."""
-    yield from _closed(make_house(tmp_path, base_model))
+def workspace(tmp_path: Path, base_model: Path) -> Iterator[Workspace]:
+    """A workspace with two slots and the embedded engine; whatever a test leaves running is ended."""
+    yield from _closed(make_workspace(tmp_path, base_model))
 
 
 @pytest.fixture
-def vllm_house(tmp_path: Path, base_model: Path) -> Iterator[House]:
-    yield from _closed(make_house(tmp_path, base_model, engine="vllm"))
+def vllm_workspace(tmp_path: Path, base_model: Path) -> Iterator[Workspace]:
+    yield from _closed(make_workspace(tmp_path, base_model, engine="vllm"))
 
 
 @pytest.fixture
-def whole_house(request: pytest.FixtureRequest, tmp_path: Path, able_model: Path) -> Iterator[House]:
-    """A house that fine-tunes the whole model; its parameter is (engine, broadcast.type)."""
+def whole_workspace(request: pytest.FixtureRequest, tmp_path: Path, able_model: Path) -> Iterator[Workspace]:
+    """A workspace that fine-tunes the whole model; its parameter is (engine, broadcast.type)."""
     engine, broadcast = request.param
-    yield from _closed(make_whole_house(tmp_path, able_model, engine=engine, broadcast=broadcast))
+    yield from _closed(make_whole_workspace(tmp_path, able_model, engine=engine, broadcast=broadcast))
 
 
 @pytest.fixture(scope="session")

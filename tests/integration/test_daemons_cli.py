@@ -18,12 +18,12 @@ from daemons.cli import run
 from prime_rl.contract.files import append_line, wait_for
 from prime_rl.contract.layout import OutputDir
 from prime_rl.contract.samples import Sample, SampleFile
-from tests.daemons_support import PATIENCE_S, ROOT, RUN_TOML, Prl, fake_house
+from tests.daemons_support import PATIENCE_S, ROOT, RUN_TOML, Prl, fake_workspace
 
 
 @pytest.fixture
 def prl(tmp_path: Path) -> Prl:
-    return fake_house(tmp_path)
+    return fake_workspace(tmp_path)
 
 
 @dataclass
@@ -50,11 +50,11 @@ def inline(prl: Prl, capsys: pytest.CaptureFixture[str]) -> Inline:
 
 def test_the_life_of_a_run_with_the_daemons_down(inline: Inline) -> None:
     prl = inline
-    house = inline.prl.output_dir
+    workspace = inline.prl.output_dir
     file = str(inline.prl.run_file())
-    assert prl("runs", "validate", file).stdout.startswith(f"{file}: valid; no trainer is known in {house}")
+    assert prl("runs", "validate", file).stdout.startswith(f"{file}: valid; no trainer is known in {workspace}")
     assert "would add run_reverse" in prl("runs", "add", file, "--dry-run").stdout
-    assert prl("runs", "add", file).stdout == f"added run_reverse to {house}\n"
+    assert prl("runs", "add", file).stdout == f"added run_reverse to {workspace}\n"
     prl("runs", "add", file, "--id", "run_b", "--set", "max_steps=7", "--set", "model.lora.rank=4")
     prl("runs", "evict", "run_b", "--reason", "no [bold]more[/bold]\x1b[31m")
     runs = {run["run_id"]: run for run in prl.json("runs", "list")["runs"]}
@@ -70,7 +70,7 @@ def test_the_life_of_a_run_with_the_daemons_down(inline: Inline) -> None:
     prl("runs", "undelete", "run_b")
     prl("runs", "delete", "run_b", "--yes")
     assert prl("runs", "purge", "--yes").stdout == "1 removed\n"
-    audit = (house / "logs" / "audit.jsonl").read_text().splitlines()
+    audit = (workspace / "logs" / "audit.jsonl").read_text().splitlines()
     assert [json.loads(line)["action"] for line in audit] == [
         *("add", "add", "evict", "readmit", "delete", "undelete", "delete", "purge")
     ]
@@ -142,7 +142,7 @@ def test_show_and_status_for_people(inline: Inline) -> None:
     shown = inline("runs", "show", "run_reverse").stdout
     assert "max_steps = 3" in shown and "it went wrong" in shown and "\x1b" not in shown
     status = inline("status").stdout
-    assert "disk: the house takes " in status and "nothing is running" in status
+    assert "disk: the workspace takes " in status and "nothing is running" in status
     assert " age " in inline("runs", "list").stdout
 
 
@@ -173,7 +173,7 @@ def test_the_doctor_says_what_to_do(inline: Inline, monkeypatch: pytest.MonkeyPa
         (("logs", "nothing"), 2, "no daemon or run 'nothing'"),
         (("logs", "trainer", "--grep", "("), 2, "is no regular expression"),
         (("logs", "trainer"), 1, "trainer has not been started yet"),
-        (("restart", "trainer"), 1, "prl up starts the house"),
+        (("restart", "trainer"), 1, "prl up starts the workspace"),
     ],
 )
 def test_errors_are_one_line_with_the_right_exit_code(

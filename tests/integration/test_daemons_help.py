@@ -53,25 +53,25 @@ def test_version(capsys: Any) -> None:
     assert capsys.readouterr().out == f"prl {__version__}\n"
 
 
-def complete(house: Path, line: str) -> list[str]:
+def complete(workspace: Path, line: str) -> list[str]:
     words = line.split(" ")
-    env = {**os.environ, "PRL_OUTPUT_DIR": str(house), "_PRL_COMPLETE": "complete_bash"}
+    env = {**os.environ, "PRL_OUTPUT_DIR": str(workspace), "_PRL_COMPLETE": "complete_bash"}
     env |= {"COMP_WORDS": line, "COMP_CWORD": str(len(words) - 1)}
     done = subprocess.run([sys.executable, "-m", "daemons.cli"], capture_output=True, text=True, env=env, cwd=ROOT)
     assert done.stderr == ""
     return done.stdout.split()
 
 
-def test_the_shell_completes_runs_parts_and_states(tmp_path: Path) -> None:
-    house, source = tmp_path / "house", tmp_path / "x.toml"
+def test_the_shell_completes_runs_daemons_and_states(tmp_path: Path) -> None:
+    workspace, source = tmp_path / "workspace", tmp_path / "x.toml"
     source.write_text(RUN_TOML.format(max_steps=1, model="m"))
     for run_id in ("run_a", "run_b", "run_gone"):
-        actions.add_run(house, source, run_id=run_id)
-    actions.delete_run(house, "run_gone")
-    assert complete(house, "prl runs show ") == ["run_a", "run_b"]
-    assert complete(tmp_path / "none", f"prl runs evict --output-dir {house} run_a run_b") == ["run_b"]
-    assert complete(house, "prl runs undelete run_") == ["run_gone"]
-    assert complete(house, "prl logs ") == ["supervisor", "trainer", "inference", "run_a", "run_b"]
-    assert complete(house, "prl restart ru") == ["run_a", "run_b"]
-    assert complete(house, "prl runs list --state active,f") == ["active,finished", "active,failed"]
+        actions.add_run(workspace, source, run_id=run_id)
+    actions.delete_run(workspace, "run_gone")
+    assert complete(workspace, "prl runs show ") == ["run_a", "run_b"]
+    assert complete(tmp_path / "none", f"prl runs evict --output-dir {workspace} run_a run_b") == ["run_b"]
+    assert complete(workspace, "prl runs undelete run_") == ["run_gone"]
+    assert complete(workspace, "prl logs ") == ["supervisor", "trainer", "inference", "run_a", "run_b"]
+    assert complete(workspace, "prl restart ru") == ["run_a", "run_b"]
+    assert complete(workspace, "prl runs list --state active,f") == ["active,finished", "active,failed"]
     assert complete(tmp_path / "none", "prl runs show ") == []

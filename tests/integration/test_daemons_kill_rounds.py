@@ -1,4 +1,4 @@
-"""kill -9 of random parts of the whole system under load: every run finishes, no batch is lost or doubled.
+"""kill -9 of random daemons of the whole system under load: every run finishes, no batch is lost or doubled.
 
 `PRL_KILL_ROUNDS` says how many rounds, `PRL_KILL_SEED` which; both are printed.
 """
@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from daemons.client import DaemonView, HouseReader
+from daemons.client import DaemonView, WorkspaceReader
 from prime_rl.configs.validate import load_run_config
 from prime_rl.contract.files import wait_for
 from prime_rl.contract.layout import RunDir, list_rollout_steps, list_steps
@@ -23,7 +23,7 @@ from prime_rl.contract.types import read_batch
 from prime_rl.orchestrator.envs import load_environment
 from prime_rl.orchestrator.sampler import ExampleSampler
 from prime_rl.utils.process import ProcessId
-from tests.system_support import PATIENCE_S, House, read_metrics
+from tests.system_support import PATIENCE_S, Workspace, read_metrics
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
@@ -44,29 +44,29 @@ max_early_crashes = 20
 
 
 class Rounds:
-    """Kills parts of one house, and knows what it has seen."""
+    """Kills daemons of one workspace, and knows what it has seen."""
 
-    def __init__(self, house: House, rng: random.Random) -> None:
-        self.house = house
+    def __init__(self, workspace: Workspace, rng: random.Random) -> None:
+        self.workspace = workspace
         self.rng = rng
         self.kills: dict[str, int] = {}
         self.killed: set[int] = set()
         self.batches: dict[Path, int] = {}
-        self._reader = HouseReader(house.output_dir)
+        self._reader = WorkspaceReader(workspace.output_dir)
 
     def running(self) -> dict[str, DaemonView]:
-        """Parts that are up, by name; also the supervisor. What was killed already may still be told as running."""
+        """Daemons that are up, by name; also the supervisor. What was killed already may still be told as running."""
         daemons = self._reader.read().daemons
         return {each.name: each for each in daemons if each.state == "running" and each.pid not in (None, *self.killed)}
 
     def progress(self) -> int:
         """Batches written and versions published, of all runs."""
-        runs = [self.house.run_dir(run_id) for run_id in ENVS]
+        runs = [self.workspace.run_dir(run_id) for run_id in ENVS]
         return sum(len(list_rollout_steps(run)) + len(list_steps(run.broadcast)) for run in runs)
 
     def all_finished(self) -> bool:
         runs = self._reader.read().runs
-        assert not [run for run in runs if run.state in ("failed", "evicted", "invalid")], self.house.logs()
+        assert not [run for run in runs if run.state in ("failed", "evicted", "invalid")], self.workspace.logs()
         return len(runs) == len(ENVS) and all(run.state == "finished" for run in runs)
 
     def play(self, number: int) -> None:
@@ -79,18 +79,18 @@ class Rounds:
             victims[:] = self._victims(kind)
             return self.all_finished() or (bool(victims) and self.progress() > before)
 
-        self.house.wait(there, f"round {number}: {kind} to be up, and progress beyond {before}")
+        self.workspace.wait(there, f"round {number}: {kind} to be up, and progress beyond {before}")
         assert not self.all_finished(), f"all runs are finished before round {number}: give them more steps"
         time.sleep(self.rng.random() * 0.3)  # not a condition: a moment at random within what it does
         for victim in victims:
             self._kill(number, victim)
         self._note_batches()
         if kind == "supervisor":
-            self.house.up()
+            self.workspace.up()
 
     def _victims(self, kind: str) -> list[DaemonView]:
         up = self.running()
-        orchestrators = [part for name, part in sorted(up.items()) if name in ENVS]
+        orchestrators = [daemon for name, daemon in sorted(up.items()) if name in ENVS]
         if kind == "orchestrator":
             return [self.rng.choice(orchestrators)] if orchestrators else []
         if kind == "two":
@@ -111,7 +111,7 @@ class Rounds:
     def _note_batches(self) -> None:
         """A batch that was seen must never be written again."""
         for run_id in ENVS:
-            run = self.house.run_dir(run_id)
+            run = self.workspace.run_dir(run_id)
             for step in list_rollout_steps(run):
                 path = run.rollout_file(step)
                 written = path.stat().st_mtime_ns
@@ -144,23 +144,23 @@ def check_run(run: RunDir, max_steps: int, kills: Mapping[str, int]) -> None:
         assert len(told) >= max_steps - killed, f"{path}: a kill costs at most the line that was being written"
 
 
-def test_random_kills_of_all_parts_lose_nothing_and_double_nothing(house: House) -> None:
+def test_random_kills_of_all_daemons_lose_nothing_and_double_nothing(workspace: Workspace) -> None:
     print(f"{NUM_ROUNDS} rounds, seed {SEED}")
-    house.system_toml.write_text(house.system_toml.read_text() + SUPERVISOR_TOML)
-    house.up()
+    workspace.system_toml.write_text(workspace.system_toml.read_text() + SUPERVISOR_TOML)
+    workspace.up()
     for seed, (run_id, env) in enumerate(ENVS.items()):
-        source = house.write_run(run_id.removeprefix("run_"), max_steps=MAX_STEPS, env=env, seed=seed)
+        source = workspace.write_run(run_id.removeprefix("run_"), max_steps=MAX_STEPS, env=env, seed=seed)
         source.write_text(source.read_text() + "keep_rollouts = true\n")  # in [ckpt], the last table
-        house.prl("runs", "add", str(source))
-    rounds = Rounds(house, random.Random(SEED))
+        workspace.prl("runs", "add", str(source))
+    rounds = Rounds(workspace, random.Random(SEED))
     began = time.monotonic()
     for number in range(1, NUM_ROUNDS + 1):
         rounds.play(number)
     rounds_s = time.monotonic() - began
-    house.wait(rounds.all_finished, "all runs to finish")
+    workspace.wait(rounds.all_finished, "all runs to finish")
     print(f"kills {rounds.kills} in {rounds_s:.0f} s, all finished after {time.monotonic() - began:.0f} s")
     rounds._note_batches()
     for run_id in ENVS:
-        check_run(house.run_dir(run_id), MAX_STEPS, rounds.kills)
-    house.prl("down")
-    assert house.processes() == []
+        check_run(workspace.run_dir(run_id), MAX_STEPS, rounds.kills)
+    workspace.prl("down")
+    assert workspace.processes() == []

@@ -1,4 +1,4 @@
-"""Real supervisors over small real parts: starting, crashing, stopping, and never a process left."""
+"""Real supervisors over small real daemons: starting, crashing, stopping, and never a process left."""
 
 from __future__ import annotations
 
@@ -11,43 +11,43 @@ from pathlib import Path
 
 import pytest
 
-from daemons.client import DaemonView, read_house
+from daemons.client import DaemonView, read_workspace
 from daemons.pidfile import SupervisorLock
-from daemons.process import end_parts, find_members, log_tail, spawn
-from daemons.running import stop_house
+from daemons.process import end_daemons, find_members, log_tail, spawn
+from daemons.running import stop_workspace
 from prime_rl.contract.files import wait_for
 from prime_rl.contract.layout import OutputDir
 from prime_rl.contract.status import DaemonStatus, read_status
 from prime_rl.utils.process import ProcessId, boot_id
-from tests.daemons_support import PATIENCE_S, Prl, age_records, fake_house, step_clock
+from tests.daemons_support import PATIENCE_S, Prl, age_records, fake_workspace, step_clock
 
 
 @pytest.fixture
 def prl(tmp_path: Path) -> Iterator[Prl]:
-    """A house that is stopped after the test, whatever happened; the test fails if anything is left."""
-    house = fake_house(tmp_path)
-    house.output_dir.mkdir()
-    yield house
-    house("down", "--timeout", "10", exit_code=None)
-    left = house.members()
+    """A workspace that is stopped after the test, whatever happened; the test fails if anything is left."""
+    workspace = fake_workspace(tmp_path)
+    workspace.output_dir.mkdir()
+    yield workspace
+    workspace("down", "--timeout", "10", exit_code=None)
+    left = workspace.members()
     for process in left:
         process.kill()
     assert left == []
 
 
 def daemon(prl: Prl, name: str) -> DaemonView:
-    found = read_house(prl.output_dir).daemon(name)
+    found = read_workspace(prl.output_dir).daemon(name)
     assert found is not None, f"no daemon {name}"
     return found
 
 
 def runs_on(prl: Prl, name: str) -> bool:
-    found = read_house(prl.output_dir).daemon(name)
+    found = read_workspace(prl.output_dir).daemon(name)
     return found is not None and found.state == "running"
 
 
 def waits_first(prl: Prl, run_id: str) -> bool:
-    run = read_house(prl.output_dir).run(run_id)
+    run = read_workspace(prl.output_dir).run(run_id)
     return run is not None and run.waiting_on == "a free slot (1. in the queue)"
 
 
@@ -73,14 +73,14 @@ def test_three_runs_on_two_slots_then_down(prl: Prl) -> None:
     done = prl("down")
     assert "nothing is left" in done.stdout
     assert prl.members() == []
-    assert {each.name: each.state for each in read_house(prl.output_dir).daemons} == {
+    assert {each.name: each.state for each in read_workspace(prl.output_dir).daemons} == {
         **dict.fromkeys(["supervisor", "trainer", "inference"], "stopped"),
         **dict.fromkeys(["run_a", "run_b", "run_c"], "done"),
     }
     assert "nothing is running" in prl("down").stdout
 
 
-def test_a_killed_part_is_restarted_and_what_it_left_behind_is_ended(prl: Prl) -> None:
+def test_a_killed_daemon_is_restarted_and_what_it_left_behind_is_ended(prl: Prl) -> None:
     prl.up("--supervisor.early_crash_s", "0")
     old = daemon(prl, "inference")
     worker = ProcessId.of(int((prl.output_dir / "worker.pid").read_text()))
@@ -93,10 +93,10 @@ def test_a_killed_part_is_restarted_and_what_it_left_behind_is_ended(prl: Prl) -
     wait_for(new, "inference to be started again", timeout_s=PATIENCE_S)
     now = daemon(prl, "inference")
     assert (now.num_restarts, now.log_tail) == (1, (f"begin inference {old.pid}",))
-    assert not worker.is_running(), "the grandchild of the killed part is gone"
+    assert not worker.is_running(), "the grandchild of the killed daemon is gone"
 
 
-def test_a_part_that_cannot_start_stops_the_rest_and_shows_its_log(prl: Prl) -> None:
+def test_a_daemon_that_cannot_start_stops_the_rest_and_shows_its_log(prl: Prl) -> None:
     (prl.output_dir / "crash_trainer").touch()
     done = prl(*prl.up_args(), exit_code=1)
     first, *log = done.stderr.splitlines()
@@ -105,7 +105,7 @@ def test_a_part_that_cannot_start_stops_the_rest_and_shows_its_log(prl: Prl) -> 
     assert prl.members() == []
 
 
-def test_a_part_that_keeps_crashing_fails_until_a_person_asks(prl: Prl) -> None:
+def test_a_daemon_that_keeps_crashing_fails_until_a_person_asks(prl: Prl) -> None:
     prl.up()
     (prl.output_dir / "crash_run_a").touch()
     prl("runs", "add", str(prl.run_file("a", max_steps=4)))
@@ -140,22 +140,24 @@ def test_delete_of_a_run_that_trains(prl: Prl) -> None:
     wait_for(lambda: runs_on(prl, "run_a"), "the orchestrator to run", timeout_s=PATIENCE_S)
     assert "in use by the trainer (slot 0)" in prl("runs", "delete", "run_a", exit_code=1).stderr
     prl("runs", "delete", "run_a", "--yes")
-    assert read_house(prl.output_dir).runs == ()
+    assert read_workspace(prl.output_dir).runs == ()
     wait_for(
-        lambda: read_house(prl.output_dir).daemon("run_a") is None, "the supervisor to forget it", timeout_s=PATIENCE_S
+        lambda: read_workspace(prl.output_dir).daemon("run_a") is None,
+        "the supervisor to forget it",
+        timeout_s=PATIENCE_S,
     )
     (prl.output_dir / "pause_run_a").unlink()
     prl("runs", "undelete", "run_a")
     prl.wait_state("run_a", "finished")
 
 
-def test_restart_of_a_part(prl: Prl) -> None:
+def test_restart_of_a_daemon(prl: Prl) -> None:
     prl.up()
     before = daemon(prl, "trainer").pid
     prl("restart", "trainer")
     after = prl.wait_state("trainer", "running")
     assert after.pid != before and after.reason is None
-    assert "no part 'run_x'" in prl("restart", "run_x", exit_code=2).stderr
+    assert "no daemon 'run_x'" in prl("restart", "run_x", exit_code=2).stderr
 
 
 def test_down_after_a_killed_supervisor_leaves_nothing(prl: Prl) -> None:
@@ -164,8 +166,8 @@ def test_down_after_a_killed_supervisor_leaves_nothing(prl: Prl) -> None:
     prl("runs", "add", str(prl.run_file("a")))
     wait_for(lambda: runs_on(prl, "run_a"), "the orchestrator to run", timeout_s=PATIENCE_S)
     kill(daemon(prl, "supervisor").pid)
-    parts = {each.environ()["PRL_PART"] for each in prl.members()}
-    assert parts == {"trainer", "inference", "run_a"}, "parts outlive a killed supervisor"
+    daemons = {each.environ()["PRL_DAEMON"] for each in prl.members()}
+    assert daemons == {"trainer", "inference", "run_a"}, "daemons outlive a killed supervisor"
     lost = daemon(prl, "trainer")
     assert lost.state == "lost" and "runs on: prl down ends it" in (lost.reason or "")
     prl("down")
@@ -211,7 +213,7 @@ def test_up_after_a_killed_supervisor_adopts_what_lives(prl: Prl, monkeypatch: p
     assert status is not None and [crash.reason for crash in status.crashes] == ["it ended"]
     assert status.log_tail == [f"begin trainer {old['trainer']}"]
     step_clock(monkeypatch, 3600.0)
-    assert stop_house(prl.output_dir, say=print)
+    assert stop_workspace(prl.output_dir, say=print)
     assert prl.members() == []
 
 
@@ -220,7 +222,7 @@ def test_up_with_another_config_ends_what_an_earlier_supervisor_left(prl: Prl) -
     old = {each.pid for each in prl.members()}
     kill(daemon(prl, "supervisor").pid)
     prl.up("--seq_len", "64")
-    new = [each.environ()["PRL_PART"] for each in prl.members()]
+    new = [each.environ()["PRL_DAEMON"] for each in prl.members()]
     assert sorted(new) == ["inference", "inference", "supervisor", "trainer"], "the second is inference's worker"
     assert old.isdisjoint(each.pid for each in prl.members())
 
@@ -245,7 +247,7 @@ def test_a_trainer_that_gets_nowhere_is_told_and_not_ended(prl: Prl) -> None:
     assert (daemon(prl, "trainer").pid, daemon(prl, "trainer").num_restarts) == (pid, 0)
 
 
-def test_a_stubborn_part_is_killed_after_the_grace(prl: Prl) -> None:
+def test_a_stubborn_daemon_is_killed_after_the_grace(prl: Prl) -> None:
     (prl.output_dir / "stubborn_trainer").touch()
     prl.up("--supervisor.grace_s", "0.5", "--supervisor.drain_s", "0.5")
     assert "nothing is left" in prl("down").stdout
@@ -260,7 +262,7 @@ def test_one_of_two_ups_wins(prl: Prl) -> None:
     assert loser.startswith("prl: already running: ") and loser.count("\n") == 1
     third = prl(*prl.up_args(), exit_code=1).stderr
     assert f"pid {daemon(prl, 'supervisor').pid} since" in third and "prl down to stop it" in third
-    assert sorted(each.environ()["PRL_PART"] for each in prl.members()).count("trainer") == 1
+    assert sorted(each.environ()["PRL_DAEMON"] for each in prl.members()).count("trainer") == 1
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
@@ -301,7 +303,7 @@ def test_up_in_the_foreground_is_the_supervisor_and_shows_all_logs(prl: Prl) -> 
     assert prl.members() == []
 
 
-def test_up_in_the_foreground_ends_with_1_when_a_part_cannot_start(prl: Prl) -> None:
+def test_up_in_the_foreground_ends_with_1_when_a_daemon_cannot_start(prl: Prl) -> None:
     (prl.output_dir / "crash_trainer").touch()
     done = prl(*prl.up_args("--foreground"), exit_code=1)
     assert "trainer | fatal: told to crash red" in done.stdout.splitlines()
@@ -309,7 +311,7 @@ def test_up_in_the_foreground_ends_with_1_when_a_part_cannot_start(prl: Prl) -> 
     assert prl.members() == []
 
 
-def test_a_house_that_is_removed_takes_its_daemons_with_it(prl: Prl) -> None:
+def test_a_workspace_that_is_removed_takes_its_daemons_with_it(prl: Prl) -> None:
     prl.up()
     os.rename(prl.output_dir, prl.output_dir.with_name("moved"))
     wait_for(lambda: prl.members() == [], "the daemons to end", timeout_s=PATIENCE_S)
@@ -329,7 +331,7 @@ def test_a_busy_port_and_a_missing_model_are_named(prl: Prl) -> None:
 
 def test_an_output_dir_that_cannot_be_written(prl: Prl) -> None:
     (prl.output_dir / "file").touch()
-    below_a_file = replace(prl, output_dir=prl.output_dir / "file" / "house")
+    below_a_file = replace(prl, output_dir=prl.output_dir / "file" / "workspace")
     done = below_a_file(*prl.up_args(), exit_code=1)
     assert done.stderr.startswith(f"prl: output_dir {below_a_file.output_dir} cannot be written: Not a directory")
     assert done.stderr.count("\n") == 1
@@ -364,17 +366,17 @@ time.sleep(600)
 """
 
 
-def test_a_part_is_ended_with_children_of_other_sessions_and_environments(tmp_path: Path) -> None:
+def test_a_daemon_is_ended_with_children_of_other_sessions_and_environments(tmp_path: Path) -> None:
     import sys
 
-    log = tmp_path / "part.log"
-    with spawn([sys.executable, "-c", FAMILY.replace("os.setsid(); ", "")], log, tmp_path, "part") as child:
+    log = tmp_path / "daemon.log"
+    with spawn([sys.executable, "-c", FAMILY.replace("os.setsid(); ", "")], log, tmp_path, "daemon") as child:
         wait_for(lambda: log_tail(log).count("ready") == 2, "the family to be complete", timeout_s=PATIENCE_S)
         leader = ProcessId.of(child.pid)
-        family = find_members(tmp_path, [leader], {"part"})
+        family = find_members(tmp_path, [leader], {"daemon"})
         assert len(family) == 3
         assert find_members(tmp_path, [], {"other"}) == set()
-        left = end_parts(tmp_path, [("part", leader)], 5.0, tick=lambda: (child.poll(), None)[1])
+        left = end_daemons(tmp_path, [("daemon", leader)], 5.0, tick=lambda: (child.poll(), None)[1])
     assert left == set()
     assert [each for each in family if each.is_running()] == []
 
@@ -385,6 +387,6 @@ def test_a_recycled_pid_is_left_alone(tmp_path: Path) -> None:
     with spawn([sys.executable, "-c", "import time; time.sleep(600)"], tmp_path / "x.log", tmp_path, "other") as child:
         stranger = ProcessId.of(child.pid)
         recorded = replace(stranger, start=f"{boot_id()}/1")
-        assert end_parts(tmp_path, [("part", recorded)], 0.2) == set()
+        assert end_daemons(tmp_path, [("daemon", recorded)], 0.2) == set()
         assert stranger.is_running()
         child.kill()

@@ -16,17 +16,17 @@ from rich.console import Console
 
 from daemons import actions
 from daemons.cli import run
-from daemons.client import read_house
+from daemons.client import read_workspace
 from daemons.commands.views import runs_table
 from prime_rl.contract.layout import OutputDir
 from prime_rl.contract.status import RunStatus
 from prime_rl.utils.process import ProcessId
-from tests.daemons_support import PATIENCE_S, Prl, fake_house
+from tests.daemons_support import PATIENCE_S, Prl, fake_workspace
 
 
 @pytest.fixture
 def prl(tmp_path: Path) -> Prl:
-    made = fake_house(tmp_path)
+    made = fake_workspace(tmp_path)
     actions.add_run(made.output_dir, made.run_file(), run_id="run_a")
     return made
 
@@ -36,7 +36,7 @@ def test_a_narrow_terminal_shows_fewer_columns_and_whole_words(prl: Prl) -> None
     heads = {}
     for width in (120, 60, 40, 24):
         screen = Console(file=io.StringIO(), width=width)
-        screen.print(runs_table(read_house(prl.output_dir).runs, now=time.time()))
+        screen.print(runs_table(read_workspace(prl.output_dir).runs, now=time.time()))
         text = screen.file.getvalue()  # type: ignore[attr-defined]
         assert "run_a" in text and "evicted" in text and "…" not in text and max(map(len, text.splitlines())) <= width
         heads[width] = text.splitlines()[0].split()
@@ -57,12 +57,12 @@ def test_what_python_cannot_read_from_the_terminal_is_read_as_utf_8(prl: Prl) ->
     actions.evict_run(
         prl.output_dir, "run_a", os.fsdecode("zu früh".encode()).encode().decode("ascii", "surrogateescape")
     )
-    view = read_house(prl.output_dir).run("run_a")
+    view = read_workspace(prl.output_dir).run("run_a")
     assert view is not None and view.reason == "zu früh"
 
 
 @pytest.mark.parametrize("words", [("status",), ("runs", "list"), ("runs", "show", "run_a"), ("status", "--json")])
-def test_a_house_that_cannot_be_read_is_one_line(
+def test_a_workspace_that_cannot_be_read_is_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], words: tuple[str, ...]
 ) -> None:
     (tmp_path / "file").touch()

@@ -1,4 +1,4 @@
-"""The files in `deploy/` as far as one machine can tell, and a trainer of two ranks under torchrun in a real house."""
+"""The files in `deploy/` as far as one machine can tell, and a two-rank trainer under torchrun in a real workspace."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from daemons import torchrun
 from daemons.commands.up import choose_system
 from prime_rl.contract.status import TrainerStatus, read_status
 from tests.daemons_support import ROOT
-from tests.system_support import House
+from tests.system_support import Workspace
 
 UNIT = ROOT / "deploy" / "systemd" / "prl@.service"
-ENVIRONMENT = ROOT / "deploy" / "systemd" / "house.env.example"
-SBATCH = ROOT / "deploy" / "slurm" / "house.sbatch"
+ENVIRONMENT = ROOT / "deploy" / "systemd" / "workspace.env.example"
+SBATCH = ROOT / "deploy" / "slurm" / "prl.sbatch"
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="no systemd-analyze here")
@@ -61,10 +61,10 @@ def dry_run(tmp_path: Path, **variables: str) -> subprocess.CompletedProcess[str
     return subprocess.run([str(SBATCH), "--dry-run"], capture_output=True, text=True, env=env)
 
 
-def test_the_slurm_script_would_start_a_house_on_all_nodes(tmp_path: Path) -> None:
+def test_the_slurm_script_would_start_a_workspace_on_all_nodes(tmp_path: Path) -> None:
     assert subprocess.run(["bash", "-n", str(SBATCH)]).returncode == 0
     (tmp_path / "s.toml").write_text('[model]\nname = "m"\n')
-    names = {"PRL_SYSTEM": str(tmp_path / "s.toml"), "PRL_OUTPUT_DIR": str(tmp_path / "house")}
+    names = {"PRL_SYSTEM": str(tmp_path / "s.toml"), "PRL_OUTPUT_DIR": str(tmp_path / "workspace")}
     job = {"SLURM_JOB_NUM_NODES": "3", "SLURM_JOB_NODELIST": "n[1-3]", "TRAINER_GPUS": "2", "INFERENCE_GPUS": "6"}
     done = dry_run(tmp_path, **names, **job)
     assert done.returncode == 0, done.stderr
@@ -77,7 +77,7 @@ def test_the_slurm_script_would_start_a_house_on_all_nodes(tmp_path: Path) -> No
     rank_0 = torchrun.command(["@", "t.toml"], environ)
     assert f"{ranks} 0 -m prime_rl.trainer.train @ t.toml" in " ".join(rank_0)
     assert others[1:4] == ["--nodes=2", "--ntasks-per-node=1", "--exclude=n1"]
-    config = tmp_path / "house" / "daemons" / "configs" / "trainer.toml"
+    config = tmp_path / "workspace" / "daemons" / "configs" / "trainer.toml"
     assert f"{ranks} $((SLURM_NODEID + 1)) -m prime_rl.trainer.train @ '{config}'" in others[-1]
     assert subprocess.run(["bash", "-n", "-c", others[-1]]).returncode == 0
     alone = dry_run(tmp_path, **names, SLURM_JOB_NUM_NODES="1", SLURM_JOB_NODELIST="n1")
@@ -98,15 +98,17 @@ def test_the_slurm_script_says_what_is_missing(tmp_path: Path, variables: dict[s
 
 
 @pytest.mark.slow
-def test_a_house_whose_trainer_is_two_ranks_under_torchrun(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_workspace_whose_trainer_is_two_ranks_under_torchrun(
+    workspace: Workspace, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PRL_MODULES", "trainer=daemons.torchrun")
     monkeypatch.setenv("PRL_TORCHRUN", "--standalone --nproc-per-node 2")
-    house.prl("up", "@", str(house.system_toml), "--trainer.device", "cpu")
-    trainer = read_status(house.paths.trainer_status, TrainerStatus)
+    workspace.prl("up", "@", str(workspace.system_toml), "--trainer.device", "cpu")
+    trainer = read_status(workspace.paths.trainer_status, TrainerStatus)
     assert trainer is not None
     agent = psutil.Process(trainer.pid).parent()
     assert agent is not None and "torch.distributed.run" in agent.cmdline() and len(agent.children()) == 2
-    house.prl("runs", "add", str(house.write_run("a", max_steps=2)))
-    house.wait(lambda: house.state("run_a") == "finished", "run_a to finish")
-    house.prl("down")
-    assert house.processes() == [] and not agent.is_running()
+    workspace.prl("runs", "add", str(workspace.write_run("a", max_steps=2)))
+    workspace.wait(lambda: workspace.state("run_a") == "finished", "run_a to finish")
+    workspace.prl("down")
+    assert workspace.processes() == [] and not agent.is_running()

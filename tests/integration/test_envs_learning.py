@@ -1,4 +1,4 @@
-"""The environments with numbers end to end: a real house, conversations of two turns, and a reward that rises."""
+"""The environments with numbers end to end: a real workspace, conversations of two turns, and a reward that rises."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 from prime_rl.contract.types import TrainingSample, read_batch
 from tests.number_model import MAX_OPERAND, NUM_NUMBERS
-from tests.system_support import ROOT, House, make_house, read_metrics
+from tests.system_support import ROOT, Workspace, make_workspace, read_metrics
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 NUM_STEPS, MAX_TURNS = 14, 2
@@ -42,16 +42,16 @@ ARGS = {
 
 
 @pytest.fixture
-def numbers_house(tmp_path: Path, base_model: Path) -> Iterator[House]:
-    """A house with a slot for each of the two, and a base model that can say numbers."""
+def numbers_workspace(tmp_path: Path, base_model: Path) -> Iterator[Workspace]:
+    """A workspace with a slot for each of the two, and a base model that can say numbers."""
     model = tmp_path / "numbers"
     subprocess.run([sys.executable, "-m", "tests.number_model", base_model, model], check=True, cwd=ROOT)
-    house = make_house(tmp_path, model)
-    text = house.system_toml.read_text()
-    house.system_toml.write_text(text.replace("seq_len = 96", "seq_len = 192"))
-    yield house
-    house.prl("down", check=False)
-    for process in house.processes():
+    workspace = make_workspace(tmp_path, model)
+    text = workspace.system_toml.read_text()
+    workspace.system_toml.write_text(text.replace("seq_len = 96", "seq_len = 192"))
+    yield workspace
+    workspace.prl("down", check=False)
+    for process in workspace.processes():
         process.kill()
 
 
@@ -60,19 +60,19 @@ def turns_of(sample: TrainingSample) -> list[int]:
     return [len(list(group)) for is_ours, group in itertools.groupby(sample.loss_mask) if is_ours]
 
 
-def test_the_reward_of_sums_and_of_guesses_over_two_turns_rises(numbers_house: House) -> None:
-    house = numbers_house
-    house.up()
+def test_the_reward_of_sums_and_of_guesses_over_two_turns_rises(numbers_workspace: Workspace) -> None:
+    workspace = numbers_workspace
+    workspace.up()
     for env, args in ARGS.items():
-        path = house.output_dir.parent / f"{env}.toml"
-        path.write_text(RUN.format(num_steps=NUM_STEPS, model=house.model, env=env, args=args))
-        house.prl("runs", "add", str(path), "--id", f"run_{env}")
+        path = workspace.output_dir.parent / f"{env}.toml"
+        path.write_text(RUN.format(num_steps=NUM_STEPS, model=workspace.model, env=env, args=args))
+        workspace.prl("runs", "add", str(path), "--id", f"run_{env}")
     for env in ARGS:
-        house.wait(lambda env=env: house.state(f"run_{env}") == "finished", f"{env} to finish")
-    house.prl("down")
+        workspace.wait(lambda env=env: workspace.state(f"run_{env}") == "finished", f"{env} to finish")
+    workspace.prl("down")
 
     for env in ARGS:
-        run = house.run_dir(f"run_{env}")
+        run = workspace.run_dir(f"run_{env}")
         lines = [line for line in read_metrics(run.orchestrator_metrics) if "reward/mean" in line]
         rewards = [line["reward/mean"] for line in lines]
         assert mean(rewards[-4:]) > mean(rewards[:3]), rewards

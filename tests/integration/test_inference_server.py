@@ -35,7 +35,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     running = start(
-        "embedded", model, tmp_path_factory.mktemp("house"), max_num_seqs=4, embedded={"max_waiting": MAX_WAITING}
+        "embedded", model, tmp_path_factory.mktemp("workspace"), max_num_seqs=4, embedded={"max_waiting": MAX_WAITING}
     )
     try:
         yield running

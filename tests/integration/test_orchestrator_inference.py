@@ -78,15 +78,15 @@ def publish_random_adapter(run: RunDir, version: int) -> None:
 
 
 @contextlib.contextmanager
-def server(house: Path, model: Path) -> Iterator[subprocess.Popen[bytes]]:
-    house.mkdir(exist_ok=True)
-    toml = house.parent / f"{house.name}.toml"
+def server(workspace: Path, model: Path) -> Iterator[subprocess.Popen[bytes]]:
+    workspace.mkdir(exist_ok=True)
+    toml = workspace.parent / f"{workspace.name}.toml"
     toml.write_text(
-        f'output_dir = "{house}"\nport = 0\nnum_threads = 1\nmax_num_seqs = 16\nmax_concurrent_runs = 1\n'
+        f'output_dir = "{workspace}"\nport = 0\nnum_threads = 1\nmax_num_seqs = 16\nmax_concurrent_runs = 1\n'
         f'[model]\nname = "{model}"\nmax_model_len = 256\n'
         f'[model.lora]\nrank = {RANK}\ntarget_modules = ["q_proj", "v_proj"]\n'
     )
-    log = (house.parent / f"{house.name}.log").open("ab")
+    log = (workspace.parent / f"{workspace.name}.log").open("ab")
     process = subprocess.Popen(
         [sys.executable, "-m", "prime_rl.inference.server", "@", str(toml)], cwd=ROOT, stdout=log, stderr=log
     )
@@ -102,10 +102,10 @@ def server(house: Path, model: Path) -> Iterator[subprocess.Popen[bytes]]:
             log.close()
 
 
-def serving(house: Path, process: subprocess.Popen[bytes]) -> str | None:
+def serving(workspace: Path, process: subprocess.Popen[bytes]) -> str | None:
     """The base URL once the server of `process` answers."""
     assert process.poll() is None, f"the server ended with {process.returncode}"
-    status = read_status(OutputDir(house).inference_status, InferenceStatus)
+    status = read_status(OutputDir(workspace).inference_status, InferenceStatus)
     alive = status is not None and status.pid == process.pid and is_alive(status, status.updated_at)
     return status.base_url if status is not None and alive and status.state == "serving" else None
 
@@ -155,10 +155,10 @@ def test_prompts_are_what_transformers_makes_of_them(model: Path) -> None:
 
 
 async def test_samples_come_from_the_version_that_they_name(model: Path, tmp_path: Path) -> None:
-    house = tmp_path / "house"
-    with server(house, model) as process:
-        wait_for(lambda: bool(serving(house, process)), "the server", timeout_s=START_S)
-        run = make_run(house)
+    workspace = tmp_path / "workspace"
+    with server(workspace, model) as process:
+        wait_for(lambda: bool(serving(workspace, process)), "the server", timeout_s=START_S)
+        run = make_run(workspace)
         config = run_config(
             model,
             batch_size=8,
@@ -174,7 +174,7 @@ async def test_samples_come_from_the_version_that_they_name(model: Path, tmp_pat
             code = await asyncio.wait_for(run_to_the_end(config, run, lambda: False), START_S)
         status = read_status(run.status, RunStatus)
         assert (code, status and status.state) == (0, "finished"), status
-        served = [card["id"] for card in httpx.get(f"{serving(house, process)}/models").json()["data"]]
+        served = [card["id"] for card in httpx.get(f"{serving(workspace, process)}/models").json()["data"]]
     assert served == [str(model)], "every adapter of the run was unloaded"
     assert len({sample.policy_version for _, sample in samples(run, 6)}) > 1
     for step, sample in samples(run, 6):
@@ -195,12 +195,12 @@ async def test_samples_come_from_the_version_that_they_name(model: Path, tmp_pat
 
 
 async def test_a_killed_server_that_comes_back_elsewhere_costs_no_step(model: Path, tmp_path: Path) -> None:
-    house = tmp_path / "house"
-    run = make_run(house)
+    workspace = tmp_path / "workspace"
+    run = make_run(workspace)
     config = run_config(model, max_steps=6, max_async_level=0, sampling={"max_tokens": 12})
-    with server(house, model) as first:
+    with server(workspace, model) as first:
         running = asyncio.create_task(run_to_the_end(config, run, lambda: False))
-        await until(lambda: bool(serving(house, first)), "the server", START_S)
+        await until(lambda: bool(serving(workspace, first)), "the server", START_S)
         await until(lambda: list_rollout_steps(run) == [1], "the first batch", START_S)
         publish_random_adapter(run, 1)
         await until(lambda: list_rollout_steps(run) == [1, 2], "a batch of version 1", START_S)
@@ -213,7 +213,7 @@ async def test_a_killed_server_that_comes_back_elsewhere_costs_no_step(model: Pa
         return status is not None and "inference" in (status.waiting_on or "")
 
     await until(names_it, "the lost server to be named", START_S)
-    with server(house, model) as second:
+    with server(workspace, model) as second:
         async with trainer(run):
             assert await asyncio.wait_for(running, START_S) == 0
         assert second.poll() is None

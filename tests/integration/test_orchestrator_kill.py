@@ -62,7 +62,7 @@ def written(run: RunDir) -> dict[int, int]:
 @pytest.mark.parametrize("point", POINTS)
 async def test_a_killed_orchestrator_goes_on_at_the_next_example(tmp_path: Path, parent: Lives, point: str) -> None:
     model = make_model(tmp_path / "model")
-    run, fake = make_run(tmp_path / "house"), FakeInference(model)
+    run, fake = make_run(tmp_path / "workspace"), FakeInference(model)
     async with serving(fake) as url:
         toml = write_toml(run, config_data(model, client={"base_url": url}, **OVER))
         trainer = asyncio.create_task(stand_in_trainer(run))
@@ -84,7 +84,7 @@ async def test_a_killed_orchestrator_goes_on_at_the_next_example(tmp_path: Path,
 
 async def test_one_that_is_killed_again_and_again_never_outruns_the_trainer(tmp_path: Path, parent: Lives) -> None:
     model = make_model(tmp_path / "model")
-    run, fake = make_run(tmp_path / "house"), FakeInference(model)
+    run, fake = make_run(tmp_path / "workspace"), FakeInference(model)
     async with serving(fake) as url:
         toml = write_toml(run, config_data(model, client={"base_url": url}, oversampling_factor=2.0, **OVER))
         for _ in range(3):

@@ -18,7 +18,7 @@ import pytest
 from prime_rl.contract.files import append_line
 from prime_rl.contract.layout import RunDir
 from tests.orchestrator_support import publish, until
-from tests.unit.test_orchestrator_run import House, house  # noqa: F401
+from tests.unit.test_orchestrator_run import Workspace, workspace  # noqa: F401
 
 MONITORS = {"wandb": {"mode": "offline", "project": "tests"}, "tensorboard": {}, "prometheus": {}}
 PORT = re.compile(r"http://127\.0\.0\.1:(\d+)/metrics")
@@ -64,12 +64,12 @@ def wandb_history(run: RunDir) -> list[dict[str, float]]:
 
 
 async def test_all_monitors_get_every_line_and_end_with_the_orchestrator(
-    house: House,  # noqa: F811
+    workspace: Workspace,  # noqa: F811
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     before = children()
-    task = house.start(max_steps=2, max_async_level=0, monitor=MONITORS)
-    await house.until_waiting_on("policy version 1")
+    task = workspace.start(max_steps=2, max_async_level=0, monitor=MONITORS)
+    await workspace.until_waiting_on("policy version 1")
     said = ""
 
     def started() -> bool:
@@ -80,7 +80,7 @@ async def test_all_monitors_get_every_line_and_end_with_the_orchestrator(
     await until(started, "the monitors to start")
     port = PORT.search(said)
     assert port is not None
-    update(house.run, 1)
+    update(workspace.run, 1)
     async with httpx.AsyncClient() as http:
         page = ""
         while 'prl_orchestrator_step{run_id="run_a"} 2.0' not in page:
@@ -90,25 +90,25 @@ async def test_all_monitors_get_every_line_and_end_with_the_orchestrator(
     assert "wandb-core" in {process.name() for process in started_processes}
     (monitors,) = [process for process in started_processes if process.ppid() == os.getpid()]
     assert not any("libtorch" in mapped.path for mapped in monitors.memory_maps())
-    publish(house.run, 2)
-    await until(lambda: house.fake.adapters == {}, "the run to be over but for its monitors")
-    write_line(house.run, 2)
+    publish(workspace.run, 2)
+    await until(lambda: workspace.fake.adapters == {}, "the run to be over but for its monitors")
+    write_line(workspace.run, 2)
     assert await asyncio.wait_for(task, 30) == 0
     assert living(started_processes) == []
 
-    history = wandb_history(house.run)
+    history = wandb_history(workspace.run)
     assert [row["step"] for row in history if "trainer/loss" in row] == [1, 2]
     assert [row["trainer/loss"] for row in history if "trainer/loss" in row] == [0.1, 0.2]
     assert [row["step"] for row in history if "orchestrator/reward/mean" in row] == [1, 2]
-    assert list(house.run.monitors.glob("tensorboard/events*"))
+    assert list(workspace.run.monitors.glob("tensorboard/events*"))
 
 
 async def test_monitors_that_are_killed_take_their_children_along_and_cost_the_run_one_line(
-    house: House,  # noqa: F811
+    workspace: Workspace,  # noqa: F811
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     before = children()
-    task = house.start(max_steps=2, max_async_level=0, monitor={"wandb": {"mode": "offline"}})
+    task = workspace.start(max_steps=2, max_async_level=0, monitor={"wandb": {"mode": "offline"}})
     new = lambda: [process for process in children() if process not in before]  # noqa: E731
     await until(lambda: "wandb-core" in {process.name() for process in new()}, "W&B to start")
     processes = new()
@@ -116,8 +116,8 @@ async def test_monitors_that_are_killed_take_their_children_along_and_cost_the_r
         os.kill(next(p.pid for p in processes if p.ppid() == os.getpid()), signal.SIGKILL)
         await until(lambda: bool(caplog.messages), "the loss to be told")
         for step in (1, 2):
-            await house.until_waiting_on(f"policy version {step}")
-            update(house.run, step)
+            await workspace.until_waiting_on(f"policy version {step}")
+            update(workspace.run, step)
         assert await asyncio.wait_for(task, 30) == 0
     assert [line for line in caplog.messages if "monitors" in line] == [
         "the monitors' process ended (exit code -9): the run goes on without them"

@@ -55,7 +55,7 @@ async def orchestrator(toml: Path, *args: str) -> AsyncIterator[asyncio.subproce
 
 def prepared(tmp_path: Path, **over: Any) -> tuple[RunDir, FakeInference, dict[str, Any]]:
     model = make_model(tmp_path / "model")
-    return make_run(tmp_path / "house"), FakeInference(model), config_data(model, **over)
+    return make_run(tmp_path / "workspace"), FakeInference(model), config_data(model, **over)
 
 
 async def first_batch(process: asyncio.subprocess.Process, run: RunDir) -> None:

@@ -91,7 +91,7 @@ async def test_a_server_that_is_killed_and_comes_back_costs_no_rollout_and_doubl
     stubs: list[Stub], tmp_path: Path
 ) -> None:
     model = tmp_path / "model"
-    run, quiet = make_run(tmp_path / "house"), make_run(tmp_path / "quiet")
+    run, quiet = make_run(tmp_path / "workspace"), make_run(tmp_path / "quiet")
     waits: set[str | None] = set()
 
     def at_step(number: int) -> bool:

@@ -13,7 +13,7 @@ import pytest
 from prime_rl.contract.layout import list_steps
 from prime_rl.contract.status import DaemonStatus, InferenceStatus, TrainerStatus, read_status
 from tests.metrics_support import undocumented
-from tests.system_support import House, read_metrics
+from tests.system_support import Workspace, read_metrics
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -22,100 +22,102 @@ CANARY = "sk-canary-that-nobody-may-see"
 
 
 def test_three_runs_on_two_slots_one_evicted_one_deleted(
-    house: House, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    workspace: Workspace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With an API key from a file, which is asked for and is seen nowhere."""
     key = tmp_path / "api.key"
     key.write_text(CANARY + "\n")
     key.chmod(0o600)
     monkeypatch.setenv("PRL_API_KEY_FILE", str(key))
-    house.up()
-    inference = read_status(house.paths.inference_status, InferenceStatus)
+    workspace.up()
+    inference = read_status(workspace.paths.inference_status, InferenceStatus)
     assert inference is not None
     assert httpx.get(f"{inference.base_url}/models", trust_env=False).status_code == 401
-    house.prl("runs", "add", str(house.write_run("a", max_steps=6)))
-    house.wait(lambda: house.state("run_a") == "active", "run_a to be admitted")
-    house.prl("runs", "add", str(house.write_run("b", max_steps=1000, env="sort-letters", rank=4)))
-    house.wait(lambda: house.state("run_b") == "active", "run_b to be admitted")
-    house.prl("runs", "add", str(house.write_run("c", max_steps=1000, env="upper-case")))
-    assert house.state("run_c") in ("waiting", "active")
+    workspace.prl("runs", "add", str(workspace.write_run("a", max_steps=6)))
+    workspace.wait(lambda: workspace.state("run_a") == "active", "run_a to be admitted")
+    workspace.prl("runs", "add", str(workspace.write_run("b", max_steps=1000, env="sort-letters", rank=4)))
+    workspace.wait(lambda: workspace.state("run_b") == "active", "run_b to be admitted")
+    workspace.prl("runs", "add", str(workspace.write_run("c", max_steps=1000, env="upper-case")))
+    assert workspace.state("run_c") in ("waiting", "active")
 
-    house.wait(lambda: (house.runs()["run_b"]["step"] or 0) >= 1, "run_b to train")
-    house.prl("runs", "evict", "run_b", "--reason", "makes room for a test")
-    house.wait(lambda: house.state("run_c") == "active", "run_c to be admitted")
-    house.wait(lambda: house.state("run_a") == "finished", "run_a to finish")
-    evicted = house.runs()["run_b"]
+    workspace.wait(lambda: (workspace.runs()["run_b"]["step"] or 0) >= 1, "run_b to train")
+    workspace.prl("runs", "evict", "run_b", "--reason", "makes room for a test")
+    workspace.wait(lambda: workspace.state("run_c") == "active", "run_c to be admitted")
+    workspace.wait(lambda: workspace.state("run_a") == "finished", "run_a to finish")
+    evicted = workspace.runs()["run_b"]
     assert (evicted["state"], evicted["reason"]) == ("evicted", "makes room for a test")
 
-    house.wait(lambda: (house.runs()["run_c"]["step"] or 0) >= 1, "run_c to train")
-    refused = house.prl("runs", "delete", "run_c", check=False)
+    workspace.wait(lambda: (workspace.runs()["run_c"]["step"] or 0) >= 1, "run_c to train")
+    refused = workspace.prl("runs", "delete", "run_c", check=False)
     assert refused.returncode == 1 and "run_c" in refused.stderr
-    house.prl("runs", "delete", "run_c", "--yes")
-    assert set(house.runs()) == {"run_a", "run_b"}
-    assert not (house.output_dir / "run_c").exists()
+    workspace.prl("runs", "delete", "run_c", "--yes")
+    assert set(workspace.runs()) == {"run_a", "run_b"}
+    assert not (workspace.output_dir / "run_c").exists()
 
-    lines = read_metrics(house.run_dir("run_a").trainer_metrics)
+    lines = read_metrics(workspace.run_dir("run_a").trainer_metrics)
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
     assert undocumented("trainer", lines) == set()
-    assert undocumented("orchestrator", read_metrics(house.run_dir("run_a").orchestrator_metrics)) == set()
-    assert list_steps(house.run_dir("run_a").checkpoints, stable_only=True)[-1] == 6
-    status = read_status(house.paths.trainer_status, TrainerStatus)
+    assert undocumented("orchestrator", read_metrics(workspace.run_dir("run_a").orchestrator_metrics)) == set()
+    assert list_steps(workspace.run_dir("run_a").checkpoints, stable_only=True)[-1] == 6
+    status = read_status(workspace.paths.trainer_status, TrainerStatus)
     assert status is not None and status.runs == {}
 
-    told = [house.prl(*words, "--json").stdout for words in (("status",), ("runs", "list"), ("runs", "show", "run_a"))]
+    told = [
+        workspace.prl(*words, "--json").stdout for words in (("status",), ("runs", "list"), ("runs", "show", "run_a"))
+    ]
     assert told and not any(CANARY in text for text in told)
     assert not [p.pid for p in psutil.process_iter(["cmdline"]) if CANARY in " ".join(p.info["cmdline"] or [])]
-    house.prl("down")
-    files = [path for path in house.output_dir.rglob("*") if path.is_file()]
+    workspace.prl("down")
+    files = [path for path in workspace.output_dir.rglob("*") if path.is_file()]
     assert len(files) > 30 and not [path for path in files if CANARY.encode() in path.read_bytes()]
-    assert house.processes() == []
-    assert house.json("status")["daemons"] != []
-    assert house.prl("down").returncode == 0, "down is idempotent"
+    assert workspace.processes() == []
+    assert workspace.json("status")["daemons"] != []
+    assert workspace.prl("down").returncode == 0, "down is idempotent"
 
 
-def test_a_config_that_is_mended_is_admitted(house: House) -> None:
-    house.up()
-    good = house.write_run("a", max_steps=2).read_text()
-    run = house.run_dir("run_a")
+def test_a_config_that_is_mended_is_admitted(workspace: Workspace) -> None:
+    workspace.up()
+    good = workspace.write_run("a", max_steps=2).read_text()
+    run = workspace.run_dir("run_a")
     run.control.mkdir(parents=True)
     (run.control / "orch.toml").write_text(good.replace("batch_size = 16", "batch_size = 15"))
-    house.wait(run.config_error.exists, "the validation error of run_a")
+    workspace.wait(run.config_error.exists, "the validation error of run_a")
     assert "15" in run.config_error.read_text() and "multiple" in run.config_error.read_text()
-    assert house.state("run_a") == "invalid"
+    assert workspace.state("run_a") == "invalid"
     (run.control / "orch.toml").write_text(good)
-    house.wait(lambda: house.state("run_a") == "finished", "run_a to be admitted and to finish")
+    workspace.wait(lambda: workspace.state("run_a") == "finished", "run_a to be admitted and to finish")
     assert not run.config_error.exists()
 
 
-def test_nothing_survives_a_killed_supervisor_and_down(house: House) -> None:
-    house.up()
-    house.prl("runs", "add", str(house.write_run("a", max_steps=1000)))
-    house.wait(lambda: (house.runs()["run_a"]["step"] or 0) >= 1, "run_a to train")
-    supervisor = read_status(house.paths.daemon_status("supervisor"), DaemonStatus)
+def test_nothing_survives_a_killed_supervisor_and_down(workspace: Workspace) -> None:
+    workspace.up()
+    workspace.prl("runs", "add", str(workspace.write_run("a", max_steps=1000)))
+    workspace.wait(lambda: (workspace.runs()["run_a"]["step"] or 0) >= 1, "run_a to train")
+    supervisor = read_status(workspace.paths.daemon_status("supervisor"), DaemonStatus)
     assert supervisor is not None
     os.kill(supervisor.pid, signal.SIGKILL)
-    house.wait(lambda: not psutil.pid_exists(supervisor.pid), "the supervisor to be gone")
-    house.prl("down")
-    assert house.processes() == []
+    workspace.wait(lambda: not psutil.pid_exists(supervisor.pid), "the supervisor to be gone")
+    workspace.prl("down")
+    assert workspace.processes() == []
 
 
-def test_a_killed_trainer_comes_back_and_the_run_goes_on(house: House) -> None:
-    house.up()
-    house.prl("runs", "add", str(house.write_run("a", max_steps=40)))
-    house.wait(lambda: (house.runs()["run_a"]["step"] or 0) >= 3, "run_a to train")
-    trainer = read_status(house.paths.trainer_status, TrainerStatus)
+def test_a_killed_trainer_comes_back_and_the_run_goes_on(workspace: Workspace) -> None:
+    workspace.up()
+    workspace.prl("runs", "add", str(workspace.write_run("a", max_steps=40)))
+    workspace.wait(lambda: (workspace.runs()["run_a"]["step"] or 0) >= 3, "run_a to train")
+    trainer = read_status(workspace.paths.trainer_status, TrainerStatus)
     assert trainer is not None
     os.kill(trainer.pid, signal.SIGKILL)
-    house.wait(lambda: house.state("run_a") == "finished", "run_a to finish after the trainer was killed")
-    daemon = read_status(house.paths.daemon_status("trainer"), DaemonStatus)
+    workspace.wait(lambda: workspace.state("run_a") == "finished", "run_a to finish after the trainer was killed")
+    daemon = read_status(workspace.paths.daemon_status("trainer"), DaemonStatus)
     assert daemon is not None and daemon.num_restarts == 1
-    assert list_steps(house.run_dir("run_a").broadcast, stable_only=True)[-1] == 40
+    assert list_steps(workspace.run_dir("run_a").broadcast, stable_only=True)[-1] == 40
 
 
-def test_a_second_up_says_who_holds_the_house(house: House) -> None:
-    house.up()
-    second = house.prl("up", "@", str(house.system_toml), check=False)
+def test_a_second_up_says_who_holds_the_workspace(workspace: Workspace) -> None:
+    workspace.up()
+    second = workspace.prl("up", "@", str(workspace.system_toml), check=False)
     assert second.returncode == 1
-    supervisor = read_status(house.paths.daemon_status("supervisor"), DaemonStatus)
+    supervisor = read_status(workspace.paths.daemon_status("supervisor"), DaemonStatus)
     assert supervisor is not None and str(supervisor.pid) in second.stderr
     assert len(second.stderr.strip().splitlines()) == 1

@@ -1,4 +1,4 @@
-"""A house that fine-tunes the whole model: daemons, `/update_weights`, both engines, both broadcast types."""
+"""A workspace that fine-tunes the whole model: daemons, `/update_weights`, both engines, both broadcast types."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from prime_rl.contract.status import DaemonStatus, InferenceStatus, read_status
 from prime_rl.contract.types import read_batch
 from tests.integration.test_system_vllm import TOLERANCE, Recorder, worst_difference
 from tests.metrics_support import undocumented
-from tests.system_support import House, read_metrics
+from tests.system_support import Workspace, read_metrics
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 WEIGHTS_FILE = "model.safetensors"
@@ -44,27 +44,27 @@ interval = {max_steps}
 """
 
 
-def write_run(house: House) -> Path:
-    path = house.output_dir.parent / "a.toml"
-    path.write_text(RUN_TOML.format(max_steps=NUM_STEPS, model=house.model))
+def write_run(workspace: Workspace) -> Path:
+    path = workspace.output_dir.parent / "a.toml"
+    path.write_text(RUN_TOML.format(max_steps=NUM_STEPS, model=workspace.model))
     return path
 
 
-def inference(house: House) -> InferenceStatus:
-    status = read_status(house.paths.inference_status, InferenceStatus)
+def inference(workspace: Workspace) -> InferenceStatus:
+    status = read_status(workspace.paths.inference_status, InferenceStatus)
     assert status is not None
     return status
 
 
-def given(house: House) -> list[list[str]]:
+def given(workspace: Workspace) -> list[list[str]]:
     """What each life of the inference server was given, in order: the last part of the folder, or "model" (base)."""
-    lives = house.paths.log("inference").read_text().split("inference: starting the")[1:]
+    lives = workspace.paths.log("inference").read_text().split("inference: starting the")[1:]
     return [re.findall(r"the weights are now those of .*?(step_[0-9]+|model)$", life, re.MULTILINE) for life in lives]
 
 
-def check_reward_and_end(house: House) -> None:
+def check_reward_and_end(workspace: Workspace) -> None:
     """The reward has risen, every version was evaluated as itself, and inference serves the base model again."""
-    lines = read_metrics(house.run_dir("run_a").orchestrator_metrics)
+    lines = read_metrics(workspace.run_dir("run_a").orchestrator_metrics)
     assert undocumented("orchestrator", lines) == set()
     rewards = [line["reward/mean"] for line in lines if "reward/mean" in line]
     assert len(rewards) == NUM_STEPS and sum(rewards[-3:]) / 3 >= sum(rewards[:3]) / 3 + RISE, rewards
@@ -72,8 +72,8 @@ def check_reward_and_end(house: House) -> None:
     evaluated = {line["step"]: line for line in lines if "eval/reverse-text/reward" in line}
     assert evaluated.keys() == {0, NUM_STEPS}, "the first and the last version"
     assert all(line["eval/reverse-text/num_failed"] == 0 for line in evaluated.values())
-    body = {"model": str(house.model), "prompt": [5, 6], "max_tokens": 1}
-    answer = httpx.post(f"{inference(house).base_url}/completions", json=body, timeout=60)
+    body = {"model": str(workspace.model), "prompt": [5, 6], "max_tokens": 1}
+    answer = httpx.post(f"{inference(workspace).base_url}/completions", json=body, timeout=60)
     assert (answer.status_code, answer.headers["x-weights"]) == (200, "base")
 
 
@@ -96,45 +96,45 @@ def check_versions(recorder: Recorder, base: Path) -> None:
         assert not same or not any(difference.values()), f"v{version} would have passed as v{same}"
 
 
-@pytest.mark.parametrize("whole_house", [("embedded", "filesystem")], indirect=True)
+@pytest.mark.parametrize("whole_workspace", [("embedded", "filesystem")], indirect=True)
 def test_the_reward_rises_and_a_killed_server_gets_the_newest_weights_again(
-    whole_house: House, tmp_path: Path, request: pytest.FixtureRequest
+    whole_workspace: Workspace, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    house = whole_house
-    house.up()
-    source = write_run(house)
-    recorder = Recorder([house.run_dir("run_a")], tmp_path / "recorded")
-    wrong = house.prl("runs", "add", str(source), "--set", "model.lora.rank=4", check=False)
-    assert wrong.returncode == 1 and "add the run to a house with adapters" in wrong.stderr
+    workspace = whole_workspace
+    workspace.up()
+    source = write_run(workspace)
+    recorder = Recorder([workspace.run_dir("run_a")], tmp_path / "recorded")
+    wrong = workspace.prl("runs", "add", str(source), "--set", "model.lora.rank=4", check=False)
+    assert wrong.returncode == 1 and "add the run to a workspace with adapters" in wrong.stderr
     request.addfinalizer(recorder.stop)
-    house.prl("runs", "add", str(source))
-    house.wait(lambda: (house.runs()["run_a"]["step"] or 0) >= KILL_AT, "run_a to train")
-    os.kill(inference(house).pid, signal.SIGKILL)
-    house.wait(lambda: house.state("run_a") == "finished", "run_a to finish after inference was killed")
+    workspace.prl("runs", "add", str(source))
+    workspace.wait(lambda: (workspace.runs()["run_a"]["step"] or 0) >= KILL_AT, "run_a to train")
+    os.kill(inference(workspace).pid, signal.SIGKILL)
+    workspace.wait(lambda: workspace.state("run_a") == "finished", "run_a to finish after inference was killed")
     recorder.stop()
-    check_reward_and_end(house)
-    check_versions(recorder, house.model)
-    assert (house.run_dir("run_a").broadcast_dir(NUM_STEPS) / WEIGHTS_FILE).is_file()
-    daemon = read_status(house.paths.daemon_status("inference"), DaemonStatus)
+    check_reward_and_end(workspace)
+    check_versions(recorder, workspace.model)
+    assert (workspace.run_dir("run_a").broadcast_dir(NUM_STEPS) / WEIGHTS_FILE).is_file()
+    daemon = read_status(workspace.paths.daemon_status("inference"), DaemonStatus)
     assert daemon is not None and daemon.num_restarts == 1
-    first, second = given(house)
+    first, second = given(workspace)
     assert first[:2] == ["model", "step_1"] and second[-2:] == [f"step_{NUM_STEPS}", "model"]
     assert int(second[0].removeprefix("step_")) >= int(first[-1].removeprefix("step_")), "nothing was asked of the base"
-    house.prl("down")
-    assert house.processes() == []
+    workspace.prl("down")
+    assert workspace.processes() == []
 
 
 @pytest.mark.vllm
-@pytest.mark.parametrize("whole_house", [("vllm", "nccl")], indirect=True)
-def test_the_reward_rises_on_vllm_with_weights_from_the_trainers_memory(whole_house: House) -> None:
-    house = whole_house
-    house.up()
-    house.prl("runs", "add", str(write_run(house)))
-    house.wait(lambda: house.state("run_a") == "finished", "run_a to finish on vLLM")
-    check_reward_and_end(house)
-    run = house.run_dir("run_a")
+@pytest.mark.parametrize("whole_workspace", [("vllm", "nccl")], indirect=True)
+def test_the_reward_rises_on_vllm_with_weights_from_the_trainers_memory(whole_workspace: Workspace) -> None:
+    workspace = whole_workspace
+    workspace.up()
+    workspace.prl("runs", "add", str(write_run(workspace)))
+    workspace.wait(lambda: workspace.state("run_a") == "finished", "run_a to finish on vLLM")
+    check_reward_and_end(workspace)
+    run = workspace.run_dir("run_a")
     versions = list_steps(run.broadcast, stable_only=True)
     assert versions[-1] == NUM_STEPS
     assert not any((run.broadcast_dir(version) / WEIGHTS_FILE).exists() for version in versions), "through the disk"
-    house.prl("down")
-    assert house.processes() == []
+    workspace.prl("down")
+    assert workspace.processes() == []

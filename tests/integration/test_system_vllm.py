@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from prime_rl.contract.layout import RunDir, list_rollout_steps, list_steps, step_name
 from prime_rl.contract.types import TrainingSample, read_batch
-from tests.system_support import House
+from tests.system_support import Workspace
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
 NUM_STEPS = 4
@@ -76,28 +76,32 @@ def worst_difference(model: torch.nn.Module, sample: TrainingSample) -> float:
     return float((token_logprobs(model, sample) - recorded_T)[mask_T].abs().max())
 
 
-def test_two_runs_on_vllm_and_every_version_is_the_one_that_generated(vllm_house: House, tmp_path: Path) -> None:
-    house = vllm_house
-    house.up()
+def test_two_runs_on_vllm_and_every_version_is_the_one_that_generated(
+    vllm_workspace: Workspace, tmp_path: Path
+) -> None:
+    workspace = vllm_workspace
+    workspace.up()
     run_ids = ["run_a", "run_b"]
-    recorder = Recorder([RunDir(house.output_dir / run_id) for run_id in run_ids], tmp_path / "recorded")
+    recorder = Recorder([RunDir(workspace.output_dir / run_id) for run_id in run_ids], tmp_path / "recorded")
     try:
-        house.prl("runs", "add", str(house.write_run("a", max_steps=NUM_STEPS, max_async_level=1)))
-        house.prl(
-            "runs", "add", str(house.write_run("b", max_steps=NUM_STEPS, max_async_level=0, env="upper-case", rank=4))
+        workspace.prl("runs", "add", str(workspace.write_run("a", max_steps=NUM_STEPS, max_async_level=1)))
+        workspace.prl(
+            "runs",
+            "add",
+            str(workspace.write_run("b", max_steps=NUM_STEPS, max_async_level=0, env="upper-case", rank=4)),
         )
         for run_id in run_ids:
-            house.wait(lambda run_id=run_id: house.state(run_id) == "finished", f"{run_id} to finish on vLLM")
-        house.prl("down")
+            workspace.wait(lambda run_id=run_id: workspace.state(run_id) == "finished", f"{run_id} to finish on vLLM")
+        workspace.prl("down")
     finally:
         recorder.stop()
-    assert house.processes() == []
+    assert workspace.processes() == []
 
     for run_id, max_async_level in zip(run_ids, (1, 0), strict=True):
         batches = recorder.batches(run_id)
         assert sorted(batches) == list(range(1, NUM_STEPS + 1))
         folders = {0: None} | {version: recorder.adapter(run_id, version) for version in range(1, NUM_STEPS)}
-        policies = {version: load_policy(house.model, folder) for version, folder in folders.items()}
+        policies = {version: load_policy(workspace.model, folder) for version, folder in folders.items()}
         from_base: dict[int, float] = {}
         for step, path in batches.items():
             for sample in read_batch(path).samples[::4]:

@@ -45,8 +45,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("model"))
 
 
-def put_run(house: Path, base: Path, run_id: str, num_batches: int = NUM_STEPS, **changes: Any) -> RunDir:
-    run = write_run(house, run_id, base, **{**CHANGES, **changes})
+def put_run(workspace: Path, base: Path, run_id: str, num_batches: int = NUM_STEPS, **changes: Any) -> RunDir:
+    run = write_run(workspace, run_id, base, **{**CHANGES, **changes})
     put_batches(run, num_batches)
     return run
 
@@ -178,11 +178,11 @@ def test_a_run_that_goes_away_while_it_is_written_stays_away(
 
 def test_a_full_disk_evicts_the_run_that_found_it_full(lives: Runner, model: Path, tmp_path: Path) -> None:
     """A limit of the kernel on the size of files stands for the end of the disk: the larger adapter meets it."""
-    house = tmp_path / "house"
-    house.mkdir()
-    small = put_run(house, model, "run_small", model={"lora": {"rank": 2}})
-    large = put_run(house, model, "run_large", model={"lora": {"rank": 16}})
-    config = trainer_config(house, model).model_dump(mode="json")
+    workspace = tmp_path / "workspace"
+    workspace.mkdir()
+    small = put_run(workspace, model, "run_small", model={"lora": {"rank": 2}})
+    large = put_run(workspace, model, "run_large", model={"lora": {"rank": 16}})
+    config = trainer_config(workspace, model).model_dump(mode="json")
     answer = lives.run(
         config=config,
         until={"run_small": NUM_STEPS},
@@ -199,12 +199,12 @@ def test_a_full_disk_evicts_the_run_that_found_it_full(lives: Runner, model: Pat
 
 
 def test_a_reason_that_finds_no_room_is_written_when_there_is_some(lives: Runner, model: Path, tmp_path: Path) -> None:
-    house = tmp_path / "house"
-    house.mkdir()
-    run = put_run(house, model, "run_a", num_batches=1)
+    workspace = tmp_path / "workspace"
+    workspace.mkdir()
+    run = put_run(workspace, model, "run_a", num_batches=1)
     run.rollout_file(1).rename(later(run))
     answer = lives.run(
-        config=trainer_config(house, model).model_dump(mode="json"),
+        config=trainer_config(workspace, model).model_dump(mode="json"),
         done="tests.integration.test_trainer_disk:no_room_until_the_run_has_left",
         log=str(tmp_path / "log"),
     )
@@ -218,9 +218,9 @@ def later(run: RunDir) -> Path:
     return run.rollout_file(1).with_suffix(".later")
 
 
-def no_room_until_the_run_has_left(house: Path) -> Callable[[], bool]:
+def no_room_until_the_run_has_left(workspace: Path) -> Callable[[], bool]:
     """In the child: once the run has a slot no file may grow, until it has lost the slot all the same."""
-    run = RunDir(house / "run_a")
+    run = RunDir(workspace / "run_a")
     phases = ["there is room"]
 
     def allow(num_bytes: int) -> None:
@@ -244,20 +244,20 @@ def no_room_until_the_run_has_left(house: Path) -> Callable[[], bool]:
 def test_a_checkpoint_of_two_ranks_goes_on_with_one_and_with_four(lives: Runner, model: Path, tmp_path: Path) -> None:
     """Real ranks over gloo. The adapters agree with those of one rank that was never stopped."""
 
-    def live(house: Path, num_ranks: int, step: int) -> RunDir:
+    def live(workspace: Path, num_ranks: int, step: int) -> RunDir:
         answer = lives.run(
-            config=trainer_config(house, model, max_tokens_per_micro_batch=64).model_dump(mode="json"),
+            config=trainer_config(workspace, model, max_tokens_per_micro_batch=64).model_dump(mode="json"),
             until={"run_a": step},
             num_ranks=num_ranks,
-            log=str(tmp_path / f"log_{house.name}"),
+            log=str(tmp_path / f"log_{workspace.name}"),
         )
-        assert answer["exits"] == [0] * num_ranks, (tmp_path / f"log_{house.name}").read_text()
-        return RunDir(house / "run_a")
+        assert answer["exits"] == [0] * num_ranks, (tmp_path / f"log_{workspace.name}").read_text()
+        return RunDir(workspace / "run_a")
 
     whole, two = tmp_path / "whole", tmp_path / "two"
-    for house in (whole, two):
-        house.mkdir()
-        put_run(house, model, "run_a")
+    for workspace in (whole, two):
+        workspace.mkdir()
+        put_run(workspace, model, "run_a")
     later = {step: RunDir(two / "run_a").rollout_file(step) for step in (3, 4)}
     for path in later.values():
         path.rename(path.with_suffix(".later"))
@@ -266,6 +266,6 @@ def test_a_checkpoint_of_two_ranks_goes_on_with_one_and_with_four(lives: Runner,
         path.with_suffix(".later").rename(path)
     reference = adapter(live(whole, 1, NUM_STEPS), NUM_STEPS)
     for num_ranks in (1, 4):
-        house = shutil.copytree(two, tmp_path / f"on_{num_ranks}")
-        assert list_steps(RunDir(house / "run_a").checkpoints, stable_only=True) == [2]
-        assert relative_difference(adapter(live(house, num_ranks, NUM_STEPS), NUM_STEPS), reference) <= 1e-5
+        workspace = shutil.copytree(two, tmp_path / f"on_{num_ranks}")
+        assert list_steps(RunDir(workspace / "run_a").checkpoints, stable_only=True) == [2]
+        assert relative_difference(adapter(live(workspace, num_ranks, NUM_STEPS), NUM_STEPS), reference) <= 1e-5

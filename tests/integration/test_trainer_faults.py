@@ -212,30 +212,30 @@ def test_nothing_that_a_run_left_in_a_checkpoint_is_executed(
     alone: dict[str, Adapter], tiny: Path, tmp_path: Path
 ) -> None:
     """Every file of a checkpoint replaced by a pickle that would act, in turn."""
-    house, proof = tmp_path / "house", tmp_path / "proof"
-    house.mkdir()
-    first = write_run(house, "run_evil", tiny, ckpt={"interval": 1})
+    workspace, proof = tmp_path / "workspace", tmp_path / "proof"
+    workspace.mkdir()
+    first = write_run(workspace, "run_evil", tiny, ckpt={"interval": 1})
     put_batches(first, 1)
-    train_until(trainer_config(house, tiny), lambda: (first.checkpoint_dir(1) / "STABLE").exists())
-    run = put_run(house, tiny, "run_adamw")
+    train_until(trainer_config(workspace, tiny), lambda: (first.checkpoint_dir(1) / "STABLE").exists())
+    run = put_run(workspace, tiny, "run_adamw")
     files = [path for path in first.trainer_checkpoint(1).rglob("*") if path.is_file()]
     assert len(files) >= 3
     good = {path: path.read_bytes() for path in files}
     for number, path in enumerate(files):
         path.write_bytes(pickle.dumps(Exploit(proof)))
         train_until(
-            trainer_config(house, tiny), lambda number=number: first.evicted.exists() and published(run) > number
+            trainer_config(workspace, tiny), lambda number=number: first.evicted.exists() and published(run) > number
         )
         assert "it cannot be started" in first.evicted.read_text(), path.name
         first.evicted.unlink()
         path.write_bytes(good[path])
-    train_until(trainer_config(house, tiny), all_done([run]))
+    train_until(trainer_config(workspace, tiny), all_done([run]))
     check([run], alone)
     assert not proof.exists()
 
 
 def test_a_checkpoint_on_other_target_modules_is_refused(tiny: Path, tmp_path: Path) -> None:
-    """The house came back with a trainer that adapts other layers: a part of the run would be the base model."""
+    """The workspace came back with a trainer that adapts other layers: a part of the run would be the base model."""
     run = write_run(tmp_path, "run_a", tiny, ckpt={"interval": 1})
     put_batches(run, 1)
     config = trainer_config(tmp_path, tiny)

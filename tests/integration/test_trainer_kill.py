@@ -46,11 +46,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("model"))
 
 
-class House:
-    """A house with recorded batches, and the trainers that live in it one after the other."""
+class Workspace:
+    """A workspace with recorded batches, and the trainers that live in it one after the other."""
 
     def __init__(self, lives: Runner, path: Path, model: Path, run_ids: list[str]) -> None:
-        self.path = path / "house"
+        self.path = path / "workspace"
         self.path.mkdir()
         self.log = path / "log"
         self._lives = lives
@@ -97,8 +97,8 @@ def uninterrupted(
     lives: Runner, model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, dict[str, torch.Tensor]]:
     """The last adapters of a run alone, and of the same run with another, when nobody killed the trainer."""
-    alone = House(lives, tmp_path_factory.mktemp("alone"), model, ["run_a"])
-    together = House(lives, tmp_path_factory.mktemp("together"), model, ["run_a", "run_other"])
+    alone = Workspace(lives, tmp_path_factory.mktemp("alone"), model, ["run_a"])
+    together = Workspace(lives, tmp_path_factory.mktemp("together"), model, ["run_a", "run_other"])
     alone.live_to_the_end()
     together.live_to_the_end()
     last = {run.run_id: adapter(run, NUM_STEPS) for run in together.runs}
@@ -133,20 +133,20 @@ def test_a_kill_costs_nothing(
     model: Path,
     tmp_path: Path,
 ) -> None:
-    house = House(lives, tmp_path, model, ["run_a"])
+    workspace = Workspace(lives, tmp_path, model, ["run_a"])
     more: dict[str, Any] = {}
     if "eviction" in point.name or "slot" in point.name:
-        bad = write_run(house.path, "run_bad", model)
+        bad = write_run(workspace.path, "run_bad", model)
         put_batch(bad, make_batch("run_of_somebody_else", 1))
         more["evicted"] = ["run_bad"]
     if "stop" in point.name:
-        with house.only_batches_until(3):
-            house.is_killed(point, step=3)
+        with workspace.only_batches_until(3):
+            workspace.is_killed(point, step=3)
     else:
-        house.is_killed(point, **more)
-    house.live_to_the_end(**more)
-    assert same(adapter(house.runs[0], NUM_STEPS), uninterrupted["alone"])
-    check_the_end(house.runs[0])
+        workspace.is_killed(point, **more)
+    workspace.live_to_the_end(**more)
+    assert same(adapter(workspace.runs[0], NUM_STEPS), uninterrupted["alone"])
+    check_the_end(workspace.runs[0])
     if more:
         assert "run_of_somebody_else" in bad.evicted.read_text()
 
@@ -154,12 +154,12 @@ def test_a_kill_costs_nothing(
 def test_a_kill_while_it_recovers_from_a_kill_costs_nothing(
     lives: Runner, uninterrupted: dict[str, dict[str, torch.Tensor]], model: Path, tmp_path: Path
 ) -> None:
-    house = House(lives, tmp_path, model, ["run_a"])
+    workspace = Workspace(lives, tmp_path, model, ["run_a"])
     for point in (POINTS[8], LOADING, LOADING, POINTS[3]):
-        house.is_killed(point)
-    house.live_to_the_end()
-    assert same(adapter(house.runs[0], NUM_STEPS), uninterrupted["alone"])
-    check_the_end(house.runs[0])
+        workspace.is_killed(point)
+    workspace.live_to_the_end()
+    assert same(adapter(workspace.runs[0], NUM_STEPS), uninterrupted["alone"])
+    check_the_end(workspace.runs[0])
 
 
 @pytest.mark.parametrize("point", [POINTS[at] for at in (1, 4, 7, 9)], ids=lambda point: point.name)
@@ -170,9 +170,9 @@ def test_two_runs_survive_a_kill_together(
     model: Path,
     tmp_path: Path,
 ) -> None:
-    house = House(lives, tmp_path, model, ["run_a", "run_other"])
-    house.is_killed(point)
-    house.live_to_the_end()
-    for run in house.runs:
+    workspace = Workspace(lives, tmp_path, model, ["run_a", "run_other"])
+    workspace.is_killed(point)
+    workspace.live_to_the_end()
+    for run in workspace.runs:
         assert published(run) == NUM_STEPS
         assert relative_difference(adapter(run, NUM_STEPS), uninterrupted[run.run_id]) <= TOLERANCE

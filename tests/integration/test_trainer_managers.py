@@ -75,14 +75,14 @@ def test_barriers_in_hooks_meet_also_after_a_hook_failed_on_one_rank(folder: Pat
         "deletion run_good",
         "creation run_late",
     ]
-    house = folder / f"house_{len(facts)}"
-    reason = (house / "run_bad" / "control" / "evicted.txt").read_text()
+    workspace = folder / f"workspace_{len(facts)}"
+    reason = (workspace / "run_bad" / "control" / "evicted.txt").read_text()
     assert "it cannot be started: drive.<locals>.picky: no room here" in reason
 
 
 def test_an_evicted_run_stays_until_the_next_look(folder: Path, facts: list[dict[str, Any]]) -> None:
-    house = folder / f"house_{len(facts)}"
-    assert (house / "run_good" / "control" / "evicted.txt").read_text() == "Run exceeded memory limits"
+    workspace = folder / f"workspace_{len(facts)}"
+    assert (workspace / "run_good" / "control" / "evicted.txt").read_text() == "Run exceeded memory limits"
     assert facts[0]["evicted"]["id_2_idx"] == {"run_good": 1} and facts[0]["last"]["id_2_idx"] == {"run_late": 0}
 
 

@@ -48,10 +48,10 @@ def merged(changes: dict[str, Any]) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def plain(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Adapter:
     """What a run without choices reaches alone."""
-    house = tmp_path_factory.mktemp("plain")
-    run = write_run(house, "run_plain", tiny, max_steps=NUM_STEPS, **PLAIN)
+    workspace = tmp_path_factory.mktemp("plain")
+    run = write_run(workspace, "run_plain", tiny, max_steps=NUM_STEPS, **PLAIN)
     put_batches(run, NUM_STEPS)
-    train_until(trainer_config(house, tiny), lambda: published(run) == NUM_STEPS)
+    train_until(trainer_config(workspace, tiny), lambda: published(run) == NUM_STEPS)
     return adapter(run, NUM_STEPS)
 
 

@@ -49,54 +49,57 @@ def processes() -> Iterator[list[subprocess.Popen[bytes]]]:
         process.wait(30)
 
 
-def status_says(house: Path, check: Callable[[TrainerStatus], bool]) -> Callable[[], bool]:
+def status_says(workspace: Path, check: Callable[[TrainerStatus], bool]) -> Callable[[], bool]:
     def holds() -> bool:
-        status = read_status(house / "trainer" / "status.json", TrainerStatus)
+        status = read_status(workspace / "trainer" / "status.json", TrainerStatus)
         return status is not None and check(status)
 
     return holds
 
 
 @pytest.mark.slow
-def test_a_house_from_start_to_stop(model: Path, tmp_path: Path, processes: list[subprocess.Popen[bytes]]) -> None:
-    house = tmp_path / "house"
-    house.mkdir()
-    config = trainer_config(house, model, max_concurrent_runs=1, watch={"rescan_s": 30})
+def test_a_workspace_from_start_to_stop(model: Path, tmp_path: Path, processes: list[subprocess.Popen[bytes]]) -> None:
+    workspace = tmp_path / "workspace"
+    workspace.mkdir()
+    config = trainer_config(workspace, model, max_concurrent_runs=1, watch={"rescan_s": 30})
     process = start_trainer(config, tmp_path)
     processes.append(process)
 
     def wait(condition: Callable[[], bool], what: str) -> None:
         wait_for(condition, f"{what}; log: {read_text(tmp_path / 'log')}", timeout_s=TIMEOUT_S)
 
-    wait(status_says(house, lambda s: s.waiting_on == f"a run: no run_* with control/orch.toml in {house}"), "idle")
-    status = read_status(house / "trainer" / "status.json", TrainerStatus)
+    wait(
+        status_says(workspace, lambda s: s.waiting_on == f"a run: no run_* with control/orch.toml in {workspace}"),
+        "idle",
+    )
+    status = read_status(workspace / "trainer" / "status.json", TrainerStatus)
     assert status is not None and is_alive(status, status.updated_at) and status.pid == process.pid
     assert (status.max_runs, status.max_rank, status.max_seq_len, status.model) == (1, 16, 64, str(model))
 
     # A bad config is explained, a mended one is taken by its event: the rescan is far away.
-    run = write_run(house, "run_a", model, optim={"lr": -1})
+    run = write_run(workspace, "run_a", model, optim={"lr": -1})
     wait(run.config_error.exists, "the explanation")
     assert "optim.lr" in run.config_error.read_text()
-    wait(status_says(house, lambda s: "1 invalid" in (s.waiting_on or "")), "the status to name it")
+    wait(status_says(workspace, lambda s: "1 invalid" in (s.waiting_on or "")), "the status to name it")
     write_config(run, model, max_steps=3)
-    wait(status_says(house, lambda s: s.waiting_on == "a batch of run_a (step 1)"), "run_a to be admitted")
+    wait(status_says(workspace, lambda s: s.waiting_on == "a batch of run_a (step 1)"), "run_a to be admitted")
     assert not run.config_error.exists()
 
     # A second run waits for the slot; batches that come are trained on.
-    other = write_run(house, "run_b", model, max_steps=9)
-    wait(status_says(house, lambda s: s.waiting == ["run_b"]), "run_b to wait")
+    other = write_run(workspace, "run_b", model, max_steps=9)
+    wait(status_says(workspace, lambda s: s.waiting == ["run_b"]), "run_b to wait")
     put_batches(run, 2)
     wait(lambda: published(run) == 2, "version 2")
-    wait(status_says(house, lambda s: s.runs["run_a"].step == 2 and s.num_updates == 2), "the status of step 2")
+    wait(status_says(workspace, lambda s: s.runs["run_a"].step == 2 and s.num_updates == 2), "the status of step 2")
     put_batch(run, make_batch("run_a", 3))
-    wait(status_says(house, lambda s: list(s.runs) == ["run_b"] and not s.waiting), "the slot to go to run_b")
+    wait(status_says(workspace, lambda s: list(s.runs) == ["run_b"] and not s.waiting), "the slot to go to run_b")
     put_batches(other, 2)
     wait(lambda: published(other) == 2, "version 2 of run_b")
 
     process.terminate()
     assert process.wait(30) == 0, read_text(tmp_path / "log")
     assert (other.checkpoint_dir(2) / "STABLE").exists(), "a stop saves what was done"
-    assert status_says(house, lambda s: s.state == "stopped")()
+    assert status_says(workspace, lambda s: s.state == "stopped")()
 
 
 @pytest.mark.slow
@@ -106,19 +109,19 @@ def test_two_ranks_reach_what_one_reaches(
     """Passes alternate between the ranks, runs come, go and are evicted, and the adapters agree with one rank's."""
     one, two = tmp_path / "one", tmp_path / "two"
     lengths = {"run_a": (4, "adamw"), "run_b": (16, "muon"), "run_c": (8, "sgd")}
-    for house in (one, two):
+    for workspace in (one, two):
         for run_id, (rank, kind) in lengths.items():
             run = write_run(
-                house, run_id, model, max_steps=3, model={"lora": {"rank": rank}}, optim={"type": kind, "lr": 1e-3}
+                workspace, run_id, model, max_steps=3, model={"lora": {"rank": rank}}, optim={"type": kind, "lr": 1e-3}
             )
             put_batches(run, 3, num_samples=6)
-        bad = write_run(house, "run_bad", model)
+        bad = write_run(workspace, "run_bad", model)
         put_batch(bad, make_batch("run_other", 1))
     changes = {"max_tokens_per_micro_batch": 64, "max_concurrent_runs": 2, "dist_timeout_s": 60}
 
-    def done(house: Path) -> bool:
-        return all(published(run_at(house, run_id)) == 3 for run_id in lengths) and (
-            run_at(house, "run_bad").evicted.exists()
+    def done(workspace: Path) -> bool:
+        return all(published(run_at(workspace, run_id)) == 3 for run_id in lengths) and (
+            run_at(workspace, "run_bad").evicted.exists()
         )
 
     train_until(trainer_config(one, model, **changes), lambda: done(one))
@@ -142,8 +145,8 @@ def test_two_ranks_reach_what_one_reaches(
     assert status_says(two, lambda s: s.state == "stopped")()
 
 
-def run_at(house: Path, run_id: str) -> RunDir:
-    return RunDir(house / run_id)
+def run_at(workspace: Path, run_id: str) -> RunDir:
+    return RunDir(workspace / run_id)
 
 
 @pytest.mark.parametrize(
@@ -156,7 +159,7 @@ def run_at(house: Path, run_id: str) -> RunDir:
 def test_wrong_use_is_one_line_on_standard_error(
     model: Path, tmp_path: Path, arguments: list[str], code: int, text: str
 ) -> None:
-    command = [sys.executable, "-m", "prime_rl.trainer.train", "--output_dir", str(tmp_path / "house")]
+    command = [sys.executable, "-m", "prime_rl.trainer.train", "--output_dir", str(tmp_path / "workspace")]
     if "--model.name" not in arguments:
         command += ["--model.name", str(model)]
     result = subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
@@ -169,11 +172,11 @@ def test_a_stop_that_comes_at_once_is_not_lost(
     model: Path, tmp_path: Path, processes: list[subprocess.Popen[bytes]]
 ) -> None:
     """SIGTERM as soon as the process shows itself: while the model is loaded."""
-    house = tmp_path / "house"
-    process = start_trainer(trainer_config(house, model), tmp_path)
+    workspace = tmp_path / "workspace"
+    process = start_trainer(trainer_config(workspace, model), tmp_path)
     processes.append(process)
-    wait_for((house / "trainer" / "status.json").exists, "the first status", timeout_s=TIMEOUT_S)
+    wait_for((workspace / "trainer" / "status.json").exists, "the first status", timeout_s=TIMEOUT_S)
     process.terminate()
     assert process.wait(60) == 0, read_text(tmp_path / "log")
-    assert status_says(house, lambda s: s.state == "stopped")()
-    shutil.rmtree(house)
+    assert status_says(workspace, lambda s: s.state == "stopped")()
+    shutil.rmtree(workspace)

@@ -45,16 +45,16 @@ def alone(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Adapters:
     """The last adapter of each run when it had a trainer of one rank for itself."""
     adapters = {}
     for run_id in RUNS:
-        house = tmp_path_factory.mktemp(run_id)
-        run = put_run(house, folder / "model", run_id)
-        train_until(tight_config(house, folder / "model"), lambda run=run: published(run) == NUM_STEPS)
+        workspace = tmp_path_factory.mktemp(run_id)
+        run = put_run(workspace, folder / "model", run_id)
+        train_until(tight_config(workspace, folder / "model"), lambda run=run: published(run) == NUM_STEPS)
         adapters[run_id] = adapter(run, NUM_STEPS)
     return adapters
 
 
-def check(house: Path, alone: Adapters, run_ids: list[str]) -> None:
+def check(workspace: Path, alone: Adapters, run_ids: list[str]) -> None:
     for run_id in run_ids:
-        assert relative_difference(adapter(RunDir(house / run_id), NUM_STEPS), alone[run_id]) <= TOLERANCE, run_id
+        assert relative_difference(adapter(RunDir(workspace / run_id), NUM_STEPS), alone[run_id]) <= TOLERANCE, run_id
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -70,9 +70,9 @@ def test_many_ranks_reach_what_one_rank_and_one_run_reach(folder: Path, alone: A
 
 
 def test_an_eviction_in_the_middle_of_a_batch_and_a_reused_slot_harm_nobody(folder: Path, alone: Adapters) -> None:
-    house = folder / "evicted_2"
-    check(house, alone, ["run_adamw", "run_muon"])
-    assert 1 <= published(RunDir(house / "run_0")) < 30
+    workspace = folder / "evicted_2"
+    check(workspace, alone, ["run_adamw", "run_muon"])
+    assert 1 <= published(RunDir(workspace / "run_0")) < 30
 
 
 @pytest.mark.parametrize(
@@ -87,11 +87,11 @@ def test_adapters_are_equal_on_all_ranks_and_the_base_is_shared_out(folder: Path
 
 def test_what_two_ranks_saved_is_gone_on_with_by_four_and_by_one(folder: Path, alone: Adapters) -> None:
     check(folder / "half_4", alone, list(RUNS))
-    house = folder / "half_1"
-    runs = [RunDir(house / run_id) for run_id in RUNS]
+    workspace = folder / "half_1"
+    runs = [RunDir(workspace / run_id) for run_id in RUNS]
     assert {published(run) for run in runs} == {NUM_STEPS // 2}
-    train_until(tight_config(house, folder / "model"), lambda: all(published(run) == NUM_STEPS for run in runs))
-    check(house, alone, list(RUNS))
+    train_until(tight_config(workspace, folder / "model"), lambda: all(published(run) == NUM_STEPS for run in runs))
+    check(workspace, alone, list(RUNS))
 
 
 def grad_norms(run: RunDir) -> list[float]:
@@ -107,12 +107,12 @@ def test_the_whole_model_is_trained_by_many_ranks_as_by_one(folder: Path, tmp_pa
     gone_on = RunDir(folder / "whole_half_1" / "run_a")
     train_until(whole_config(gone_on.path.parent, model, **TIGHT), lambda: published(gone_on) == NUM_STEPS)
     for name in ("whole_2", "whole_half_4", "whole_half_1"):
-        house = RunDir(folder / name / "run_a")
-        ours = load_file(house.broadcast_dir(NUM_STEPS) / "model.safetensors")
+        workspace = RunDir(folder / name / "run_a")
+        ours = load_file(workspace.broadcast_dir(NUM_STEPS) / "model.safetensors")
         assert relative_difference(ours, alone) <= TOLERANCE, name
-        assert (house.broadcast_dir(NUM_STEPS // 2) / "STABLE").exists(), name
+        assert (workspace.broadcast_dir(NUM_STEPS // 2) / "STABLE").exists(), name
         # Neither Adam nor clipping would show a gradient that is a mean over ranks instead of a sum.
-        assert grad_norms(house) == pytest.approx(grad_norms(run), rel=TOLERANCE), name
+        assert grad_norms(workspace) == pytest.approx(grad_norms(run), rel=TOLERANCE), name
     base = dict(tiny_model().named_parameters())
     assert relative_difference(alone, {name: base[name].detach() for name in alone}) > 1e-2
 

@@ -128,9 +128,9 @@ def plain_training(sample_loss: SampleLoss = aipo, mean: Mean = token_mean) -> t
     return model, {name: parameter.detach() for name, parameter in named.items()}
 
 
-def run_with_loss(house: Path, run_id: str, model: Path, loss: dict[str, Any]) -> RunDir:
+def run_with_loss(workspace: Path, run_id: str, model: Path, loss: dict[str, Any]) -> RunDir:
     run = write_run(
-        house,
+        workspace,
         run_id,
         model,
         max_steps=NUM_STEPS,
@@ -146,9 +146,9 @@ def run_with_loss(house: Path, run_id: str, model: Path, loss: dict[str, Any]) -
 
 
 def test_a_run_reaches_what_a_plain_training_loop_reaches(tmp_path: Path) -> None:
-    model, house = write_model(tmp_path / "model"), tmp_path / "house"
-    run = run_with_loss(house, "run_a", model, {"delta": DELTA})
-    train_until(trainer_config(house, model, max_tokens_per_micro_batch=96), lambda: published(run) == NUM_STEPS)
+    model, workspace = write_model(tmp_path / "model"), tmp_path / "workspace"
+    run = run_with_loss(workspace, "run_a", model, {"delta": DELTA})
+    train_until(trainer_config(workspace, model, max_tokens_per_micro_batch=96), lambda: published(run) == NUM_STEPS)
     plain_model, plain_adapter = plain_training()
     assert relative_difference(adapter(run, NUM_STEPS), plain_adapter) < 1e-4
     published_model = PeftModel.from_pretrained(tiny_model(), run.broadcast_dir(NUM_STEPS))
@@ -161,9 +161,9 @@ def test_a_run_reaches_what_a_plain_training_loop_reaches(tmp_path: Path) -> Non
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, RunDir]:
     """Four losses, three means and a KL to the base in the same passes, batches split over several of them."""
     folder = tmp_path_factory.mktemp("losses")
-    model, house = write_model(folder / "model"), folder / "house"
-    runs = {run_id: run_with_loss(house, run_id, model, config) for run_id, (config, _, _) in LOSSES.items()}
-    config = trainer_config(house, model, max_tokens_per_micro_batch=96)
+    model, workspace = write_model(folder / "model"), folder / "workspace"
+    runs = {run_id: run_with_loss(workspace, run_id, model, config) for run_id, (config, _, _) in LOSSES.items()}
+    config = trainer_config(workspace, model, max_tokens_per_micro_batch=96)
     train_until(config, lambda: all(published(run) == NUM_STEPS for run in runs.values()))
     return runs
 

@@ -47,14 +47,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def uninterrupted(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
-    house = tmp_path_factory.mktemp("uninterrupted")
-    run = make_run(house, model)
-    train_until(trainer_config(house, model, num_threads=1), lambda: published(run) == NUM_STEPS)
+    workspace = tmp_path_factory.mktemp("uninterrupted")
+    run = make_run(workspace, model)
+    train_until(trainer_config(workspace, model, num_threads=1), lambda: published(run) == NUM_STEPS)
     return adapter(run, NUM_STEPS)
 
 
-def make_run(house: Path, model: Path, **changes: Any) -> RunDir:
-    run = write_run(house, "run_a", model, **{**CHANGES, **changes})
+def make_run(workspace: Path, model: Path, **changes: Any) -> RunDir:
+    run = write_run(workspace, "run_a", model, **{**CHANGES, **changes})
     put_batches(run, NUM_STEPS)
     for step in range(1, NUM_STEPS + 1):
         state = run.orchestrator_checkpoint(step)
@@ -171,9 +171,9 @@ def put_batches_from(run: RunDir, first: int) -> None:
         put_batch(run, make_batch(run.run_id, step))
 
 
-def finished_is_seen(house: Path) -> Callable[[], bool]:
+def finished_is_seen(workspace: Path) -> Callable[[], bool]:
     def seen() -> bool:
-        status = read_status(house / "trainer" / "status.json", TrainerStatus)
+        status = read_status(workspace / "trainer" / "status.json", TrainerStatus)
         return status is not None and status.state == "waiting" and "1 finished" in (status.waiting_on or "")
 
     return seen
@@ -266,10 +266,10 @@ def test_a_missing_rollout_file_is_named_instead_of_waited_for(model: Path, tmp_
 def test_a_killed_process_is_started_again_and_reaches_the_same_bits(
     uninterrupted: dict[str, torch.Tensor], model: Path, tmp_path: Path
 ) -> None:
-    house = tmp_path / "house"
-    house.mkdir()
-    run = make_run(house, model)
-    config = trainer_config(house, model, num_threads=1)
+    workspace = tmp_path / "workspace"
+    workspace.mkdir()
+    run = make_run(workspace, model)
+    config = trainer_config(workspace, model, num_threads=1)
     for step in range(6, NUM_STEPS + 1):
         run.rollout_file(step).rename(tmp_path / f"batch_{step}")
     process = start_trainer(config, tmp_path)
@@ -285,7 +285,7 @@ def test_a_killed_process_is_started_again_and_reaches_the_same_bits(
         assert same(adapter(run, NUM_STEPS), uninterrupted)
         process.terminate()
         assert process.wait(30) == 0, (tmp_path / "log").read_text()
-        status = read_status(house / "trainer" / "status.json", TrainerStatus)
+        status = read_status(workspace / "trainer" / "status.json", TrainerStatus)
         assert status is not None and status.state == "stopped" and status.pid == process.pid
     finally:
         process.kill()

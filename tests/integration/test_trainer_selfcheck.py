@@ -1,4 +1,4 @@
-"""The selfcheck replays what a house has recorded, says who can tell that it has neighbours, and touches nothing."""
+"""The selfcheck replays what a workspace recorded, reports runs that can tell they had neighbours, changes nothing."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def config(model: Path, tmp_path_factory: pytest.TempPathFactory) -> TrainerConfig:
-    """A house in which both runs were trained, run_a with all its rollouts kept and run_b with those after step 2."""
-    house = tmp_path_factory.mktemp("house")
-    config = trainer_config(house, model, num_threads=1)
+    """A workspace in which both runs were trained; run_a kept all its rollouts, run_b those after step 2."""
+    workspace = tmp_path_factory.mktemp("workspace")
+    config = trainer_config(workspace, model, num_threads=1)
     runs = []
     for run_id, changes in RUNS.items():
-        run = write_run(house, run_id, model, max_steps=NUM_STEPS, **{"ckpt": {"keep_rollouts": True}, **changes})
+        run = write_run(workspace, run_id, model, max_steps=NUM_STEPS, **{"ckpt": {"keep_rollouts": True}, **changes})
         put_batches(run, NUM_STEPS, num_samples=4, seed=len(run_id))
         runs.append(run)
     for step in (2, NUM_STEPS):
@@ -62,14 +62,14 @@ def config(model: Path, tmp_path_factory: pytest.TempPathFactory) -> TrainerConf
     (runs[1].orchestrator_checkpoint(2) / "state.json").write_text("{}")
     train_until(config, lambda: all(published(run) == NUM_STEPS for run in runs))
     assert list_rollout_steps(runs[0]) == [1, 2, 3, 4] and list_rollout_steps(runs[1]) == [3, 4]
-    path = OutputDir(house).component_config("trainer")
+    path = OutputDir(workspace).component_config("trainer")
     path.parent.mkdir(parents=True)
     path.write_text(tomli_w.dumps(config.model_dump(mode="json", exclude_none=True, exclude_unset=True)))
     return config
 
 
-def listing(house: Path) -> list[tuple[str, int, int]]:
-    return [(str(path), path.stat().st_mtime_ns, path.stat().st_size) for path in sorted(house.rglob("*"))]
+def listing(workspace: Path) -> list[tuple[str, int, int]]:
+    return [(str(path), path.stat().st_mtime_ns, path.stat().st_size) for path in sorted(workspace.rglob("*"))]
 
 
 def run_of(config: TrainerConfig, run_id: str) -> RunDir:
@@ -99,7 +99,7 @@ def test_the_trainer_is_set_up_as_it_was_or_with_room_for_all(config: TrainerCon
         config_of_trainer(tmp_path, recordings)
 
 
-def test_a_house_of_one_whole_model_has_no_neighbours(
+def test_a_workspace_of_one_whole_model_has_no_neighbours(
     config: TrainerConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shutil.copytree(config.output_dir / "run_a", tmp_path / "run_a")
@@ -131,7 +131,7 @@ def test_a_replay_that_is_refused_says_why(config: TrainerConfig) -> None:
         replay(other, solo_world(), [recording], Setting(64, 1))
 
 
-def test_a_replay_reaches_what_the_house_reached(config: TrainerConfig) -> None:
+def test_a_replay_reaches_what_the_workspace_reached(config: TrainerConfig) -> None:
     recordings = [find_recording(run_of(config, run_id)) for run_id in RUNS]
     again = replay(config, solo_world(), recordings, Setting(config.max_tokens_per_micro_batch, 2))
     for recording in recordings:
@@ -162,15 +162,15 @@ def test_neighbours_that_leak_are_found(config: TrainerConfig, monkeypatch: pyte
 
 @pytest.mark.slow
 def test_the_command_says_ok_or_failed_and_only_reads(config: TrainerConfig) -> None:
-    house = config.output_dir
-    before = listing(house)
-    done = run_command(str(house), "--json", "--tolerance", "0")
+    workspace = config.output_dir
+    before = listing(workspace)
+    done = run_command(str(workspace), "--json", "--tolerance", "0")
     assert done.returncode == 1, done.stderr
     told = json.loads(done.stdout)
     assert told["version"] == 1 and [run["run_id"] for run in told["runs"]] == list(RUNS)
     assert all(0 < run["difference"] < 1e-4 and not run["ok"] for run in told["runs"]), "packs differ, so bits do"
     assert done.stderr == "", "no progress without a terminal"
-    assert listing(house) == before
+    assert listing(workspace) == before
 
 
 @pytest.mark.slow
@@ -190,10 +190,10 @@ def run_command(*arguments: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["{house}/none"], "there is no such folder"),
-        (["{house}/run_a"], "has no runs: give the output_dir of a trainer"),
-        (["{house}", "--run", "run_c"], "run_c: there is no such run"),
-        (["{house}", "--run", "../x"], "is refused"),
+        (["{workspace}/none"], "there is no such folder"),
+        (["{workspace}/run_a"], "has no runs: give the output_dir of a trainer"),
+        (["{workspace}", "--run", "run_c"], "run_c: there is no such run"),
+        (["{workspace}", "--run", "../x"], "is refused"),
         (["{empty}", "--run", "run_new"], "set ckpt.keep_rollouts = true"),
         (["{empty}"], "set ckpt.keep_rollouts = true"),
     ],
@@ -202,7 +202,7 @@ def test_wrong_use_is_one_line(
     config: TrainerConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], words: str
 ) -> None:
     write_run(tmp_path, "run_new", Path("m"))
-    places = {"house": config.output_dir, "empty": tmp_path}
+    places = {"workspace": config.output_dir, "empty": tmp_path}
     assert selfcheck([argument.format(**places) for argument in arguments]) == 2
     shown = capsys.readouterr()
     assert words in shown.err and shown.err.count("\n") == 1 and not shown.out

@@ -93,7 +93,7 @@ def test_a_run_reaches_what_a_plain_loop_reaches_and_publishes_a_model(
 def test_a_run_goes_on_from_its_checkpoint_to_the_same_bits(model: Path, tmp_path: Path) -> None:
     """Stopped after every step."""
     straight, broken = tmp_path / "straight", tmp_path / "broken"
-    runs = [write_run(house, "run_a", model, **SETTINGS) for house in (straight, broken)]
+    runs = [write_run(workspace, "run_a", model, **SETTINGS) for workspace in (straight, broken)]
     put_batches(runs[0], NUM_STEPS)
     train_until(whole_config(straight, model), lambda: published(runs[0]) == NUM_STEPS)
     for step in range(1, NUM_STEPS + 1):

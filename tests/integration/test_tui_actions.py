@@ -18,7 +18,7 @@ from textual.widgets import Button, Input, OptionList, Static
 
 from prime_rl.contract.layout import OutputDir, RunDir
 from prime_rl.contract.status import RunStatus, read_status
-from tests.tui_support import add_run, build_house, has_looked, orch_toml, roomy_disk, until
+from tests.tui_support import add_run, build_workspace, has_looked, orch_toml, roomy_disk, until
 from tui.acting import ActsOnRuns
 from tui.app import PrlApp
 from tui.dialogs.add import AddDialog
@@ -34,8 +34,8 @@ from tui.widgets.toml_area import TomlArea
 
 
 @pytest.fixture
-def house(tmp_path: Path) -> OutputDir:
-    return build_house(tmp_path / "house")
+def workspace(tmp_path: Path) -> OutputDir:
+    return build_workspace(tmp_path / "workspace")
 
 
 @pytest.fixture
@@ -82,54 +82,54 @@ async def select(app: PrlApp, pilot: Pilot[None], run_id: str) -> None:
     await pilot.pause()
 
 
-def audit(house: OutputDir) -> list[tuple[str, str]]:
-    lines = [json.loads(line) for line in house.audit.read_text().splitlines()]
+def audit(workspace: OutputDir) -> list[tuple[str, str]]:
+    lines = [json.loads(line) for line in workspace.audit.read_text().splitlines()]
     return [(line["action"], line["run_id"]) for line in lines][3:]
 
 
-async def test_evict_needs_a_reason_and_writes_it(house: OutputDir) -> None:
-    async with opened(house.path) as (app, pilot):
+async def test_evict_needs_a_reason_and_writes_it(workspace: OutputDir) -> None:
+    async with opened(workspace.path) as (app, pilot):
         await select(app, pilot, "run_queued-a")
         await pilot.press("e")
         assert isinstance(app.screen, EvictDialog)
         await pilot.press("enter")
         assert "write a reason" in str(app.screen.query_one("#outcome", Static).render())
-        assert not RunDir(house.path / "run_queued-a").evicted.exists()
+        assert not RunDir(workspace.path / "run_queued-a").evicted.exists()
         await pilot.press(*"too slow", "enter")
         entry = await outcome(app, pilot)
-        assert RunDir(house.path / "run_queued-a").evicted.read_text() == "too slow"
+        assert RunDir(workspace.path / "run_queued-a").evicted.read_text() == "too slow"
         assert entry.command.startswith("prl runs evict run_queued-a --reason 'too slow'")
         await until(pilot, lambda: isinstance(app.screen, RunsScreen), "home")
         table = app.screen.query_one(RunsTable)
         await until(pilot, lambda: "evicted" in str(table.get_cell("run_queued-a", "state")), "the new state")
-    assert audit(house) == [("evict", "run_queued-a")]
+    assert audit(workspace) == [("evict", "run_queued-a")]
 
 
-async def test_evict_with_a_suggestion_and_cancel(house: OutputDir) -> None:
-    async with opened(house.path) as (app, pilot):
+async def test_evict_with_a_suggestion_and_cancel(workspace: OutputDir) -> None:
+    async with opened(workspace.path) as (app, pilot):
         await select(app, pilot, "run_queued-a")
         await pilot.press("e", "escape")
         assert isinstance(app.screen, RunsScreen) and entry_of(app) is None
         await pilot.press("e", "tab", "down", "enter")
         await outcome(app, pilot)
-    assert RunDir(house.path / "run_queued-a").evicted.read_text() == ALWAYS[1]
+    assert RunDir(workspace.path / "run_queued-a").evicted.read_text() == ALWAYS[1]
 
 
-async def test_readmit_an_evicted_and_a_failed_run(house: OutputDir) -> None:
-    async with opened(house.path) as (app, pilot):
+async def test_readmit_an_evicted_and_a_failed_run(workspace: OutputDir) -> None:
+    async with opened(workspace.path) as (app, pilot):
         await select(app, pilot, "run_collapsed")
         await pilot.press("r")
         assert (await outcome(app, pilot)).text == "run_collapsed is readmitted"
-        assert not RunDir(house.path / "run_collapsed").evicted.exists()
+        assert not RunDir(workspace.path / "run_collapsed").evicted.exists()
         await select(app, pilot, "run_crashed")
         await pilot.press("r")
         await until(pilot, lambda: "run_crashed" in getattr(entry_of(app), "text", ""), "the second readmission")
-        word = read_status(RunDir(house.path / "run_crashed").status, RunStatus)
+        word = read_status(RunDir(workspace.path / "run_crashed").status, RunStatus)
         assert word is None or word.state != "failed"
 
 
-async def test_readmit_is_grey_for_a_run_that_is_neither(house: OutputDir) -> None:
-    async with opened(house.path) as (app, pilot):
+async def test_readmit_is_grey_for_a_run_that_is_neither(workspace: OutputDir) -> None:
+    async with opened(workspace.path) as (app, pilot):
         await select(app, pilot, "run_done")
         assert not app.screen.active_bindings["r"].enabled
         await pilot.press("r")
@@ -139,10 +139,10 @@ async def test_readmit_is_grey_for_a_run_that_is_neither(house: OutputDir) -> No
         assert entry_of(app) is None
 
 
-async def test_delete_says_what_goes_and_undo_brings_it_back(house: OutputDir) -> None:
+async def test_delete_says_what_goes_and_undo_brings_it_back(workspace: OutputDir) -> None:
     # The fixture's statuses name this very process, which would hold the run.
-    RunDir(house.path / "run_done").status.unlink()
-    async with opened(house.path) as (app, pilot):
+    RunDir(workspace.path / "run_done").status.unlink()
+    async with opened(workspace.path) as (app, pilot):
         await select(app, pilot, "run_done")
         await pilot.press("d")
         dialog = app.screen
@@ -152,31 +152,31 @@ async def test_delete_says_what_goes_and_undo_brings_it_back(house: OutputDir) -
         assert "60 steps" in str(facts.render())
         await pilot.press("enter")
         entry = await outcome(app, pilot)
-        assert not (house.path / "run_done").exists()
+        assert not (workspace.path / "run_done").exists()
         assert entry.command.startswith("prl runs delete run_done")
         table = app.screen_stack[1].query_one(RunsTable)
         await until(pilot, lambda: "run_done" not in table.run_ids, "the row to go")
         await pilot.press("u")
-        await until(pilot, lambda: (house.path / "run_done").exists(), "the run to come back")
+        await until(pilot, lambda: (workspace.path / "run_done").exists(), "the run to come back")
         assert "undelete run_done" in (await outcome(app, pilot)).command
-    assert audit(house) == [("delete", "run_done"), ("undelete", "run_done")]
+    assert audit(workspace) == [("delete", "run_done"), ("undelete", "run_done")]
 
 
-async def test_undo_with_an_empty_trash_says_so(house: OutputDir) -> None:
-    async with opened(house.path) as (app, pilot):
+async def test_undo_with_an_empty_trash_says_so(workspace: OutputDir) -> None:
+    async with opened(workspace.path) as (app, pilot):
         await pilot.press("u")
         await pilot.pause()
         assert any("nothing to bring back" in notice.message for notice in app._notifications)
 
 
-async def test_a_live_run_is_deleted_only_with_its_name_and_the_wait_is_shown(house: OutputDir) -> None:
+async def test_a_live_run_is_deleted_only_with_its_name_and_the_wait_is_shown(workspace: OutputDir) -> None:
     holder = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE)
     try:
-        run = add_run(house, "run_live", step=3)
+        run = add_run(workspace, "run_live", step=3)
         hold(run, holder.pid)
-        async with opened(house.path) as (app, pilot):
+        async with opened(workspace.path) as (app, pilot):
             row = acting(app).snapshot.row("run_live")
-            dialog = DeleteDialog(house.path, [replace(row, state="active")], lambda ids: None, acting(app).perform)
+            dialog = DeleteDialog(workspace.path, [replace(row, state="active")], lambda ids: None, acting(app).perform)
             app.call_next(app.push_screen, dialog)
             await until(pilot, lambda: app.screen is dialog and dialog.query("#name"), "the dialog")
             await pilot.press(*"run_liv", "enter")
@@ -210,12 +210,12 @@ def acting(app: PrlApp) -> ActsOnRuns:
     return screen
 
 
-async def test_a_failed_action_is_readable_and_can_be_tried_again(house: OutputDir) -> None:
-    async with opened(house.path) as (app, pilot):
+async def test_a_failed_action_is_readable_and_can_be_tried_again(workspace: OutputDir) -> None:
+    async with opened(workspace.path) as (app, pilot):
         await select(app, pilot, "run_queued-b")
         await pilot.press("e", *"why")
         dialog = app.screen
-        control = RunDir(house.path / "run_queued-b").control
+        control = RunDir(workspace.path / "run_queued-b").control
         control.rename(control.with_name("control.away"))
         control.write_text("in the way")
         await pilot.press("enter")
@@ -226,10 +226,10 @@ async def test_a_failed_action_is_readable_and_can_be_tried_again(house: OutputD
         control.with_name("control.away").rename(control)
         await pilot.press("enter")
         await outcome(app, pilot)
-        assert RunDir(house.path / "run_queued-b").evicted.read_text() == "why"
+        assert RunDir(workspace.path / "run_queued-b").evicted.read_text() == "why"
 
 
-async def test_an_action_never_blocks_the_screen(house: OutputDir) -> None:
+async def test_an_action_never_blocks_the_screen(workspace: OutputDir) -> None:
     release = threading.Event()
 
     def work(progress: Callable[[str], None]) -> str:
@@ -237,7 +237,7 @@ async def test_an_action_never_blocks_the_screen(house: OutputDir) -> None:
         release.wait(20)
         return "all done"
 
-    async with opened(house.path) as (app, pilot):
+    async with opened(workspace.path) as (app, pilot):
         app.call_next(acting(app).perform, Job("prl slow", work))
         await until(pilot, lambda: getattr(entry_of(app), "text", "") == "half way", "the progress")
         await pilot.press("j", "j")
@@ -258,8 +258,8 @@ def verdict(dialog: AddDialog) -> str:
     return str(dialog.query_one("#check", Static).render())
 
 
-async def test_add_an_unchanged_template(house: OutputDir, configs: Path) -> None:
-    async with opened(house.path) as (app, pilot):
+async def test_add_an_unchanged_template(workspace: OutputDir, configs: Path) -> None:
+    async with opened(workspace.path) as (app, pilot):
         dialog = await add_dialog(app, pilot)
         assert [template.label for template in dialog._templates][:2] == ["demo/fresh.toml", "run_collapsed"]
         await pilot.press("enter")
@@ -268,12 +268,12 @@ async def test_add_an_unchanged_template(house: OutputDir, configs: Path) -> Non
         entry = await outcome(app, pilot)
         assert entry.text == "run_fresh is added"
         assert entry.command.startswith("prl runs add configs/demo/fresh.toml")
-    assert RunDir(house.path / "run_fresh").orch_toml.read_text() == orch_toml()
-    assert audit(house) == [("add", "run_fresh")]
+    assert RunDir(workspace.path / "run_fresh").orch_toml.read_text() == orch_toml()
+    assert audit(workspace) == [("add", "run_fresh")]
 
 
-async def test_add_checks_as_you_type_and_takes_the_edited_text(house: OutputDir, configs: Path) -> None:
-    async with opened(house.path) as (app, pilot):
+async def test_add_checks_as_you_type_and_takes_the_edited_text(workspace: OutputDir, configs: Path) -> None:
+    async with opened(workspace.path) as (app, pilot):
         dialog = await add_dialog(app, pilot)
         await pilot.press("enter")
         await until(pilot, lambda: verdict(dialog).startswith("✔ valid"), "the verdict")
@@ -283,7 +283,7 @@ async def test_add_checks_as_you_type_and_takes_the_edited_text(house: OutputDir
         await until(pilot, lambda: "nonsense: is not a known key" in verdict(dialog), "the problem")
         assert dialog.query_one("#start", Button).disabled
         await pilot.press("ctrl+s")
-        assert not (house.path / "run_mine").exists()
+        assert not (workspace.path / "run_mine").exists()
         await pilot.press("up", *"#")
         await until(pilot, lambda: verdict(dialog).startswith("✔ valid"), "the mended text")
         dialog.query_one("#run-id", Input).focus()
@@ -293,13 +293,15 @@ async def test_add_checks_as_you_type_and_takes_the_edited_text(house: OutputDir
         await until(pilot, lambda: verdict(dialog).startswith("✔ valid"), "the good id")
         await pilot.press("ctrl+s")
         assert (await outcome(app, pilot)).text == "run_mine is added"
-    assert RunDir(house.path / "run_mine").orch_toml.read_text().startswith("#nonsense = 1\n")
+    assert RunDir(workspace.path / "run_mine").orch_toml.read_text().startswith("#nonsense = 1\n")
 
 
-async def test_add_says_when_the_text_is_no_toml_or_the_trainer_cannot_hold_it(house: OutputDir, configs: Path) -> None:
-    house.component_config("trainer").parent.mkdir(parents=True)
-    house.component_config("trainer").write_text('[model]\nname = "models/base"\n[model.lora]\nrank = 4\n')
-    async with opened(house.path) as (app, pilot):
+async def test_add_says_when_the_text_is_no_toml_or_the_trainer_cannot_hold_it(
+    workspace: OutputDir, configs: Path
+) -> None:
+    workspace.component_config("trainer").parent.mkdir(parents=True)
+    workspace.component_config("trainer").write_text('[model]\nname = "models/base"\n[model.lora]\nrank = 4\n')
+    async with opened(workspace.path) as (app, pilot):
         dialog = await add_dialog(app, pilot)
         await pilot.press("enter")
         await until(pilot, lambda: "the trainer allows at most 4" in verdict(dialog), "the trainer's limit")
@@ -307,10 +309,10 @@ async def test_add_says_when_the_text_is_no_toml_or_the_trainer_cannot_hold_it(h
         await until(pilot, lambda: "line 2" in verdict(dialog), "the line of the error")
 
 
-async def test_add_from_a_typed_path(house: OutputDir, configs: Path, tmp_path: Path) -> None:
+async def test_add_from_a_typed_path(workspace: OutputDir, configs: Path, tmp_path: Path) -> None:
     other = tmp_path / "elsewhere.toml"
     other.write_text(orch_toml(max_steps=7))
-    async with opened(house.path) as (app, pilot):
+    async with opened(workspace.path) as (app, pilot):
         dialog = await add_dialog(app, pilot)
         path = dialog.query_one("#path", Input)
         path.focus()
@@ -324,7 +326,7 @@ async def test_add_from_a_typed_path(house: OutputDir, configs: Path, tmp_path: 
         assert (await outcome(app, pilot)).text == "run_elsewhere is added"
 
 
-async def test_the_first_run_of_an_empty_house(tmp_path: Path, configs: Path) -> None:
+async def test_the_first_run_of_an_empty_workspace(tmp_path: Path, configs: Path) -> None:
     (tmp_path / "new").mkdir()
     async with opened(tmp_path / "new") as (app, pilot):
         await add_dialog(app, pilot)
@@ -339,8 +341,8 @@ async def test_the_first_run_of_an_empty_house(tmp_path: Path, configs: Path) ->
         await until(pilot, lambda: app.screen.query_one(RunsTable).selected_id == "run_fresh", "the new run's row")
 
 
-async def test_an_id_that_is_taken_is_a_problem(house: OutputDir, configs: Path) -> None:
-    async with opened(house.path) as (app, pilot):
+async def test_an_id_that_is_taken_is_a_problem(workspace: OutputDir, configs: Path) -> None:
+    async with opened(workspace.path) as (app, pilot):
         dialog = await add_dialog(app, pilot)
         await pilot.press("enter")
         dialog.query_one("#run-id", Input).value = "run_done"
@@ -349,9 +351,9 @@ async def test_an_id_that_is_taken_is_a_problem(house: OutputDir, configs: Path)
         assert isinstance(app.screen, RunsScreen)
 
 
-async def test_acting_on_the_open_run(house: OutputDir) -> None:
-    async with opened(house.path) as (app, pilot):
+async def test_acting_on_the_open_run(workspace: OutputDir) -> None:
+    async with opened(workspace.path) as (app, pilot):
         await select(app, pilot, "run_queued-a")
         await pilot.press("enter", "e", *"no need", "enter")
-        await until(pilot, RunDir(house.path / "run_queued-a").evicted.exists, "the eviction")
+        await until(pilot, RunDir(workspace.path / "run_queued-a").evicted.exists, "the eviction")
         await until(pilot, lambda: app.screen.query(CommandLine).first().entry is not None, "its command")

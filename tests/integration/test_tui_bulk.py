@@ -1,4 +1,4 @@
-"""Acting on several runs at once, on parts and on the house; and the log of what was done."""
+"""Acting on several runs at once, on parts and on the workspace; and the log of what was done."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from textual.pilot import Pilot
 from textual.widgets import Button, Input, OptionList, Static
 
 from prime_rl.contract.layout import OutputDir, RunDir
-from tests.integration.test_tui_actions import configs, house, opened, outcome, select, verdict  # noqa: F401
+from tests.integration.test_tui_actions import configs, opened, outcome, select, verdict, workspace  # noqa: F401
 from tests.tui_support import add_run, screen_text, until
 from tui.app import PrlApp
 from tui.dialogs.add import AddDialog
@@ -37,9 +37,9 @@ async def mark(app: PrlApp, pilot: Pilot[None], *run_ids: str) -> None:
     assert home(app).table.marks == set(run_ids)
 
 
-async def test_several_runs_are_evicted_and_readmitted_with_one_confirmation_each(house: OutputDir) -> None:  # noqa: F811
+async def test_several_runs_are_evicted_and_readmitted_with_one_confirmation_each(workspace: OutputDir) -> None:  # noqa: F811
     chosen = ["run_queued-a", "run_queued-b"]
-    async with opened(house.path) as (app, pilot):
+    async with opened(workspace.path) as (app, pilot):
         await mark(app, pilot, *chosen)
         await pilot.press("e")
         assert isinstance(app.screen, EvictDialog)
@@ -49,31 +49,33 @@ async def test_several_runs_are_evicted_and_readmitted_with_one_confirmation_eac
         entry = await outcome(app, pilot)
         assert entry.text == "2 runs are evicted"
         assert entry.command.startswith("prl runs evict run_queued-a run_queued-b --reason 'no room'")
-        assert [RunDir(house.path / run_id).evicted.read_text() for run_id in chosen] == ["no room"] * 2
+        assert [RunDir(workspace.path / run_id).evicted.read_text() for run_id in chosen] == ["no room"] * 2
         await until(pilot, lambda: {row.state for row in home(app).target_rows()} == {"evicted"}, "the new states")
         await pilot.press("r")
         assert isinstance(app.screen, ConfirmDialog)
         await pilot.press("enter")
-        await until(pilot, lambda: not any(RunDir(house.path / each).evicted.exists() for each in chosen), "the return")
+        await until(
+            pilot, lambda: not any(RunDir(workspace.path / each).evicted.exists() for each in chosen), "the return"
+        )
 
 
-async def test_one_of_several_that_fails_is_named_and_the_others_are_done(house: OutputDir) -> None:  # noqa: F811
-    async with opened(house.path) as (app, pilot):
+async def test_one_of_several_that_fails_is_named_and_the_others_are_done(workspace: OutputDir) -> None:  # noqa: F811
+    async with opened(workspace.path) as (app, pilot):
         await mark(app, pilot, "run_queued-a", "run_queued-b")
-        control = RunDir(house.path / "run_queued-b").control
+        control = RunDir(workspace.path / "run_queued-b").control
         await pilot.press("e", *"why")
         control.rename(control.with_name("away"))
         control.write_text("in the way")
         await pilot.press("enter")
         entry = await outcome(app, pilot, "failed")
         assert entry.text.startswith("1 of 2 failed: run_queued-b: ")
-        assert RunDir(house.path / "run_queued-a").evicted.exists()
+        assert RunDir(workspace.path / "run_queued-a").evicted.exists()
 
 
-async def test_several_deletes_say_what_goes_and_one_undo_brings_all_back(house: OutputDir) -> None:  # noqa: F811
+async def test_several_deletes_say_what_goes_and_one_undo_brings_all_back(workspace: OutputDir) -> None:  # noqa: F811
     for run_id in ("run_a1", "run_a2"):
-        add_run(house, run_id, step=4)
-    async with opened(house.path) as (app, pilot):
+        add_run(workspace, run_id, step=4)
+    async with opened(workspace.path) as (app, pilot):
         await until(pilot, lambda: "run_a2" in home(app).table.run_ids, "the runs")
         await mark(app, pilot, "run_a1", "run_a2")
         await pilot.press("d")
@@ -83,15 +85,17 @@ async def test_several_deletes_say_what_goes_and_one_undo_brings_all_back(house:
         await pilot.press("enter")
         entry = await outcome(app, pilot)
         assert entry.command.startswith("prl runs delete run_a1 run_a2 --yes")
-        assert not (house.path / "run_a1").exists() and not (house.path / "run_a2").exists()
+        assert not (workspace.path / "run_a1").exists() and not (workspace.path / "run_a2").exists()
         await until(pilot, lambda: home(app).table.marks == set(), "the marks to go with their runs")
         await pilot.press("u")
-        await until(pilot, lambda: (house.path / "run_a1").exists() and (house.path / "run_a2").exists(), "both")
+        await until(
+            pilot, lambda: (workspace.path / "run_a1").exists() and (workspace.path / "run_a2").exists(), "both"
+        )
 
 
-async def test_several_with_a_live_one_need_words(house: OutputDir) -> None:  # noqa: F811
-    add_run(house, "run_a1")
-    async with opened(house.path) as (app, pilot):
+async def test_several_with_a_live_one_need_words(workspace: OutputDir) -> None:  # noqa: F811
+    add_run(workspace, "run_a1")
+    async with opened(workspace.path) as (app, pilot):
         await until(pilot, lambda: "run_a1" in home(app).table.run_ids, "the run")
         await mark(app, pilot, "run_a1", "run_crashed")
         # The fixture's statuses name this very process, so run_crashed turns out to be in use.
@@ -105,9 +109,9 @@ async def test_several_with_a_live_one_need_words(house: OutputDir) -> None:  # 
         assert "type delete 2" in str(dialog.query_one("#outcome", Static).render())
 
 
-async def test_clone_begins_with_the_runs_text_and_a_free_name(house: OutputDir, configs: Path) -> None:  # noqa: F811
-    add_run(house, "run_done-2")
-    async with opened(house.path) as (app, pilot):
+async def test_clone_begins_with_the_runs_text_and_a_free_name(workspace: OutputDir, configs: Path) -> None:  # noqa: F811
+    add_run(workspace, "run_done-2")
+    async with opened(workspace.path) as (app, pilot):
         await select(app, pilot, "run_done")
         await pilot.press("c")
         dialog = app.screen
@@ -116,12 +120,12 @@ async def test_clone_begins_with_the_runs_text_and_a_free_name(house: OutputDir,
         assert dialog.query_one("#run-id", Input).value == "run_done-3"
         await pilot.press("ctrl+s")
         await outcome(app, pilot)
-    text = RunDir(house.path / "run_done").orch_toml.read_text()
-    assert RunDir(house.path / "run_done-3").orch_toml.read_text() == text
+    text = RunDir(workspace.path / "run_done").orch_toml.read_text()
+    assert RunDir(workspace.path / "run_done-3").orch_toml.read_text() == text
 
 
-async def test_what_is_wrong_stands_at_its_line(house: OutputDir, configs: Path) -> None:  # noqa: F811
-    async with opened(house.path) as (app, pilot):
+async def test_what_is_wrong_stands_at_its_line(workspace: OutputDir, configs: Path) -> None:  # noqa: F811
+    async with opened(workspace.path) as (app, pilot):
         await select(app, pilot, "run_done")
         await pilot.press("c")
         dialog = app.screen
@@ -139,8 +143,8 @@ async def test_what_is_wrong_stands_at_its_line(house: OutputDir, configs: Path)
         assert "◀" in shown and "✖" in shown
 
 
-async def test_the_log_of_actions_tells_all_and_copies_the_command(house: OutputDir) -> None:  # noqa: F811
-    async with opened(house.path) as (app, pilot):
+async def test_the_log_of_actions_tells_all_and_copies_the_command(workspace: OutputDir) -> None:  # noqa: F811
+    async with opened(workspace.path) as (app, pilot):
         await select(app, pilot, "run_collapsed")
         await pilot.press("r")
         await outcome(app, pilot)
@@ -160,11 +164,14 @@ async def test_the_log_of_actions_tells_all_and_copies_the_command(house: Output
         await until(pilot, lambda: isinstance(app.screen, ActionLogScreen), "the log by a click on the line")
 
 
-async def test_starting_the_house_fails_with_a_reason_and_offers_every_way(house: OutputDir, configs: Path) -> None:  # noqa: F811
+async def test_starting_the_workspace_fails_with_a_reason_and_offers_every_way(
+    workspace: OutputDir,  # noqa: F811
+    configs: Path,  # noqa: F811
+) -> None:
     (configs / "demo" / "system.toml").write_text('[model]\nname = "models/none"\n')
-    house.daemons.joinpath("configs").mkdir(exist_ok=True)
-    house.component_config("up").write_text("max_concurrent_runs = 1\n")
-    async with opened(house.path) as (app, pilot):
+    workspace.daemons.joinpath("configs").mkdir(exist_ok=True)
+    workspace.component_config("up").write_text("max_concurrent_runs = 1\n")
+    async with opened(workspace.path) as (app, pilot):
         assert not app.screen.active_bindings["x"].enabled, "nothing runs that could be started again"
         await pilot.press("U")
         dialog = app.screen
@@ -178,10 +185,10 @@ async def test_starting_the_house_fails_with_a_reason_and_offers_every_way(house
         assert app.screen is dialog
 
 
-async def test_every_action_has_a_command_too(house: OutputDir, configs: Path) -> None:  # noqa: F811
+async def test_every_action_has_a_command_too(workspace: OutputDir, configs: Path) -> None:  # noqa: F811
     steps = {"evict": EvictDialog, "delete": DeleteDialog, "clone": AddDialog, "add": AddDialog, "up": ChooseDialog,
              "down": ConfirmDialog, "log": ActionLogScreen}  # fmt: skip
-    async with opened(house.path) as (app, pilot):
+    async with opened(workspace.path) as (app, pilot):
         await select(app, pilot, "run_done")
         for name, screen in steps.items():
             await pilot.press("colon")
@@ -196,12 +203,12 @@ async def test_every_action_has_a_command_too(house: OutputDir, configs: Path) -
         await until(pilot, lambda: any("nothing to bring back" in n.message for n in app._notifications), "the answer")
 
 
-async def test_the_audit_names_every_run_of_a_bulk_action(house: OutputDir) -> None:  # noqa: F811
-    async with opened(house.path) as (app, pilot):
+async def test_the_audit_names_every_run_of_a_bulk_action(workspace: OutputDir) -> None:  # noqa: F811
+    async with opened(workspace.path) as (app, pilot):
         await mark(app, pilot, "run_queued-a", "run_queued-b")
         await pilot.press("e", *"x", "enter")
         await outcome(app, pilot)
-    lines = [json.loads(line) for line in house.audit.read_text().splitlines()][3:]
+    lines = [json.loads(line) for line in workspace.audit.read_text().splitlines()][3:]
     assert {(line["action"], line["run_id"]) for line in lines} == {
         ("evict", "run_queued-a"),
         ("evict", "run_queued-b"),

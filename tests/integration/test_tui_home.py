@@ -11,7 +11,7 @@ from textual.pilot import Pilot
 from textual.widgets import Input
 
 from prime_rl.contract.layout import OutputDir
-from tests.tui_support import add_run, build_house, frozen_clock, has_looked, roomy_disk, screen_text, until
+from tests.tui_support import add_run, build_workspace, frozen_clock, has_looked, roomy_disk, screen_text, until
 from tui.app import PrlApp
 from tui.memory import Memory
 from tui.screens.command import CommandScreen
@@ -23,8 +23,8 @@ FIRST = ["run_reverse-lr1e-3", "run_sort-rank16", "run_upper", "run_queued-a", "
 
 
 @pytest.fixture
-def house(tmp_path: Path) -> OutputDir:
-    return build_house(tmp_path / "house")
+def workspace(tmp_path: Path) -> OutputDir:
+    return build_workspace(tmp_path / "workspace")
 
 
 @asynccontextmanager
@@ -45,8 +45,8 @@ def chosen(home: RunsScreen) -> list[str]:
     return [row.run_id for row in home.target_rows()]
 
 
-async def test_marks_by_key_range_all_none_and_invert(house: OutputDir) -> None:
-    async with opened(house.path) as (home, table, pilot):
+async def test_marks_by_key_range_all_none_and_invert(workspace: OutputDir) -> None:
+    async with opened(workspace.path) as (home, table, pilot):
         assert chosen(home) == FIRST[:1], "without marks the run under the cursor"
         await pilot.press("space", "space")
         assert chosen(home) == FIRST[:2] and table.selected_id == FIRST[2]
@@ -62,34 +62,34 @@ async def test_marks_by_key_range_all_none_and_invert(house: OutputDir) -> None:
         await pilot.press("asterisk")
         assert len(chosen(home)) == 9
         await pilot.press("slash", *"queued", "enter", "escape")
-        assert home.memory.house.filter == "queued", "esc lets the marks go first"
+        assert home.memory.workspace.filter == "queued", "esc lets the marks go first"
         await pilot.press("asterisk", "escape", "escape")
-        assert home.memory.house.filter == "" and table.marks == set()
+        assert home.memory.workspace.filter == "" and table.marks == set()
 
 
-async def test_marks_of_a_run_that_goes_away_go_too(house: OutputDir) -> None:
-    async with opened(house.path) as (home, table, pilot):
+async def test_marks_of_a_run_that_goes_away_go_too(workspace: OutputDir) -> None:
+    async with opened(workspace.path) as (home, table, pilot):
         await pilot.press("space", "space")
-        (house.path / FIRST[0]).rename(house.path / ".gone")
+        (workspace.path / FIRST[0]).rename(workspace.path / ".gone")
         await until(pilot, lambda: table.marks == {FIRST[1]}, "the mark to go")
         assert chosen(home) == [FIRST[1]]
 
 
-async def test_pins_stay_on_top_in_every_order_and_under_new_runs(house: OutputDir) -> None:
-    async with opened(house.path) as (home, table, pilot):
+async def test_pins_stay_on_top_in_every_order_and_under_new_runs(workspace: OutputDir) -> None:
+    async with opened(workspace.path) as (home, table, pilot):
         await pilot.press("G", "p")
         last = table.selected_id
         assert table.run_ids[0] == last and table.cursor == 0, "the cursor went with its run"
         await pilot.press("s", "s", "S")
-        add_run(house, "run_aaa")
+        add_run(workspace, "run_aaa")
         await until(pilot, lambda: "run_aaa" in table.run_ids, "the new run")
         assert table.run_ids[0] == last
         await pilot.press("g", "p")
-        assert home.memory.house.pins == []
+        assert home.memory.workspace.pins == []
 
 
-async def test_the_filter_line_says_what_is_wrong_where_and_completes(house: OutputDir) -> None:
-    async with opened(house.path) as (home, table, pilot):
+async def test_the_filter_line_says_what_is_wrong_where_and_completes(workspace: OutputDir) -> None:
+    async with opened(workspace.path) as (home, table, pilot):
         await pilot.press("slash", *"state:act lag>x")
         assert table.run_ids == FIRST[:2], "the term that is right counts"
         await until(pilot, lambda: "'x' is no number" in screen_text(home.app), "what is wrong")
@@ -98,19 +98,19 @@ async def test_the_filter_line_says_what_is_wrong_where_and_completes(house: Out
         await pilot.press("tab", *"ac")
         await until(pilot, lambda: home.filter_bar.input._suggestion.endswith("state:active"), "a suggestion")
         await pilot.press("tab", "enter")
-        assert home.memory.house.filter == "state:act lag>1 state:active"
+        assert home.memory.workspace.filter == "state:act lag>1 state:active"
         assert table.run_ids == ["run_sort-rank16"]
         assert "1 of 9" in screen_text(home.app)
 
 
-async def test_the_mouse_sorts_chooses_opens_and_marks(house: OutputDir) -> None:
-    async with opened(house.path) as (home, table, pilot):
+async def test_the_mouse_sorts_chooses_opens_and_marks(workspace: OutputDir) -> None:
+    async with opened(workspace.path) as (home, table, pilot):
         reward = home.app.screen.query_one(RunsTable).region.x + screen_text(home.app).splitlines()[2].index("REWARD")
         await pilot.click(offset=(reward, 2))
-        assert (home.memory.house.sort, home.memory.house.descending) == ("reward", True)
+        assert (home.memory.workspace.sort, home.memory.workspace.descending) == ("reward", True)
         assert "REWARD▼" in screen_text(home.app) and table.run_ids[0] == "run_done"
         await pilot.click(offset=(reward, 2))
-        assert not home.memory.house.descending and table.run_ids[0] == "run_collapsed"
+        assert not home.memory.workspace.descending and table.run_ids[0] == "run_collapsed"
         await pilot.click(offset=(20, 5))
         assert table.cursor == 2
         await pilot.click(offset=(0, 6))
@@ -122,20 +122,20 @@ async def test_the_mouse_sorts_chooses_opens_and_marks(house: OutputDir) -> None
         await until(pilot, lambda: isinstance(home.app.screen, RunScreen), "a click on the chosen run to open it")
 
 
-async def test_a_click_on_the_count_of_problems_shows_them(house: OutputDir) -> None:
-    async with opened(house.path) as (home, _, pilot):
+async def test_a_click_on_the_count_of_problems_shows_them(workspace: OutputDir) -> None:
+    async with opened(workspace.path) as (home, _, pilot):
         await pilot.click(offset=(115, 1))
         await until(pilot, lambda: type(home.app.screen).__name__.endswith("ProblemsScreen"), "the problems")
 
 
 async def test_a_thousand_runs_are_drawn_only_where_they_are_seen(tmp_path: Path) -> None:
-    house = OutputDir(tmp_path)
-    add_run(house, "run_0000", step=3)
+    workspace = OutputDir(tmp_path)
+    add_run(workspace, "run_0000", step=3)
     for number in range(1, 300):
         control = tmp_path / f"run_{number:04}" / "control"
         control.mkdir(parents=True)
         (control / "orch.toml").write_text("x = 1\n")
-    async with opened(house.path, size=(100, 24)) as (home, table, pilot):
+    async with opened(workspace.path, size=(100, 24)) as (home, table, pilot):
         assert len(table._drawn) <= 24
         await pilot.press("G")
         assert table.selected_id == "run_0299" and "run_0299" in screen_text(home.app)
@@ -157,16 +157,16 @@ async def command(pilot: Pilot[None], line: str) -> None:
     await pilot.pause()
 
 
-async def test_the_command_line(house: OutputDir) -> None:
-    async with opened(house.path) as (home, table, pilot):
+async def test_the_command_line(workspace: OutputDir) -> None:
+    async with opened(workspace.path) as (home, table, pilot):
         app = home.app
         await command(pilot, "sort reward asc")
-        await until(pilot, lambda: home.memory.house.sort == "reward", "the order")
-        assert not home.memory.house.descending
+        await until(pilot, lambda: home.memory.workspace.sort == "reward", "the order")
+        assert not home.memory.workspace.descending
         await command(pilot, "filter state:waiting")
         await until(pilot, lambda: table.run_ids == FIRST[3:], "the filter")
-        await command(pilot, "theme house-light")
-        await until(pilot, lambda: app.theme == "house-light", "the theme")
+        await command(pilot, "theme prl-light")
+        await until(pilot, lambda: app.theme == "prl-light", "the theme")
         await command(pilot, "op run_done")
         await until(pilot, lambda: isinstance(app.screen, RunScreen), "the run")
         await pilot.press("escape")
@@ -189,19 +189,19 @@ async def test_the_command_line(house: OutputDir) -> None:
 
 
 @pytest.mark.parametrize("read_only", [False, True])
-async def test_it_remembers_order_filter_pins_and_theme_and_the_house_stays_untouched(
-    house: OutputDir, tmp_path: Path, read_only: bool
+async def test_it_remembers_order_filter_pins_and_theme_and_the_workspace_stays_untouched(
+    workspace: OutputDir, tmp_path: Path, read_only: bool
 ) -> None:
     memory = tmp_path / "state" / "state.json"
-    before = {path: path.stat().st_mtime_ns for path in house.path.rglob("*")}
-    async with opened(house.path, memory=memory, read_only=read_only) as (home, _, pilot):
+    before = {path: path.stat().st_mtime_ns for path in workspace.path.rglob("*")}
+    async with opened(workspace.path, memory=memory, read_only=read_only) as (home, _, pilot):
         await pilot.press("s", "s", "S", "j", "p", "slash", *"is:pinned", "enter")
-        home.app.theme = "house-light"
-        await until(pilot, lambda: Memory(house.path, memory).theme == "house-light", "the memory on disk")
-        pins = home.memory.house.pins
-    async with opened(house.path, memory=memory, read_only=read_only) as (home, table, _):
-        assert (home.memory.house.sort, home.memory.house.descending) == ("run", True)
+        home.app.theme = "prl-light"
+        await until(pilot, lambda: Memory(workspace.path, memory).theme == "prl-light", "the memory on disk")
+        pins = home.memory.workspace.pins
+    async with opened(workspace.path, memory=memory, read_only=read_only) as (home, table, _):
+        assert (home.memory.workspace.sort, home.memory.workspace.descending) == ("run", True)
         assert table.run_ids == pins and len(pins) == 1
-        assert home.app.theme == "house-light"
+        assert home.app.theme == "prl-light"
         assert table.has_focus and home.filter_bar.has_class("-open")
-    assert {path: path.stat().st_mtime_ns for path in house.path.rglob("*")} == before
+    assert {path: path.stat().st_mtime_ns for path in workspace.path.rglob("*")} == before

@@ -1,4 +1,4 @@
-"""Whatever the files of a house are, every screen goes on and says nothing that is not so."""
+"""Whatever the files of a workspace are, every screen goes on and says nothing that is not so."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.tui_support import (
     NOW,
     Ticker,
     add_run,
-    build_house,
+    build_workspace,
     has_looked,
     roomy_disk,
     screen_text,
@@ -32,15 +32,19 @@ from tui.app import PrlApp
 
 RUN = "run_sort-rank16"
 # What stands on each screen, whatever happened to the files of one run.
-PLACES = {"1": "run_done", "3": "PART", "4": "iteration 12", "5": "WHAT"}
+PLACES = {"1": "run_done", "3": "DAEMON", "4": "iteration 12", "5": "WHAT"}
 
 
 @asynccontextmanager
 async def opened(
-    house: OutputDir, clock: Callable[[], float] | None = None
+    workspace: OutputDir, clock: Callable[[], float] | None = None
 ) -> AsyncIterator[tuple[PrlApp, Pilot[None]]]:
     app = PrlApp(
-        house.path, clock=clock or Ticker(), read_disk=roomy_disk, make_probe=lambda path: FakeProbe(), read_only=True
+        workspace.path,
+        clock=clock or Ticker(),
+        read_disk=roomy_disk,
+        make_probe=lambda path: FakeProbe(),
+        read_only=True,
     )
     app.animation_level = "none"
     async with app.run_test(size=(160, 50)) as pilot:
@@ -52,12 +56,17 @@ async def sees(app: PrlApp, pilot: Pilot[None], words: str) -> None:
     await until(pilot, lambda: words in screen_text(app), words)
 
 
-def files_of(house: OutputDir) -> list[Path]:
+def files_of(workspace: OutputDir) -> list[Path]:
     """All that any screen reads."""
-    run = house.run(RUN)
+    run = workspace.run(RUN)
     own = [run.orch_toml, run.status, run.orchestrator_metrics, run.trainer_metrics, run.samples, run.log]
-    parts = [house.trainer_status, house.inference_status, house.daemon_status("supervisor"), house.audit]
-    return [*own, *parts, house.node_status(2)]
+    daemons = [
+        workspace.trainer_status,
+        workspace.inference_status,
+        workspace.daemon_status("supervisor"),
+        workspace.audit,
+    ]
+    return [*own, *daemons, workspace.node_status(2)]
 
 
 def empty(path: Path) -> None:
@@ -89,17 +98,17 @@ def gone(path: Path) -> None:
 
 @pytest.mark.parametrize("damage", [empty, half, huge, folder, long_line, gone])
 async def test_files_that_are_damaged_while_they_are_open(tmp_path: Path, damage: Callable[[Path], None]) -> None:
-    house = build_house(tmp_path / "house")
-    busy(house)
-    put_group(house)
-    async with opened(house) as (app, pilot):
+    workspace = build_workspace(tmp_path / "workspace")
+    busy(workspace)
+    put_group(workspace)
+    async with opened(workspace) as (app, pilot):
         for key, words in PLACES.items():
             await pilot.press(key)
             await sees(app, pilot, words)
         await pilot.press("1")
         app.open_run(RUN)
         await sees(app, pilot, RUN)
-        for path in files_of(house):
+        for path in files_of(workspace):
             damage(path)
         before = app.watcher._shown
         app.watcher.wake()
@@ -113,17 +122,17 @@ async def test_files_that_are_damaged_while_they_are_open(tmp_path: Path, damage
             await sees(app, pilot, words)
 
 
-async def test_a_house_that_vanishes_and_comes_back(tmp_path: Path) -> None:
-    house = build_house(tmp_path / "house")
-    put_group(house)
-    async with opened(house) as (app, pilot):
-        shutil.move(house.path, tmp_path / "away")
+async def test_a_workspace_that_vanishes_and_comes_back(tmp_path: Path) -> None:
+    workspace = build_workspace(tmp_path / "workspace")
+    put_group(workspace)
+    async with opened(workspace) as (app, pilot):
+        shutil.move(workspace.path, tmp_path / "away")
         app.watcher.wake()
         await sees(app, pilot, "no runs here yet")
         for key in "345":
             await pilot.press(key)
             await pilot.pause()
-        shutil.move(tmp_path / "away", house.path)
+        shutil.move(tmp_path / "away", workspace.path)
         await pilot.press("1")
         app.watcher.wake()
         await sees(app, pilot, "run_done")
@@ -132,15 +141,15 @@ async def test_a_house_that_vanishes_and_comes_back(tmp_path: Path) -> None:
 @pytest.mark.parametrize("skew_s", [-3600.0, -5.0, 5.0, 3600.0, 1e9])
 async def test_a_clock_that_is_ahead_invents_no_age_and_no_life(tmp_path: Path, skew_s: float) -> None:
     """All that a run writes is of its own clock: from the future it is fresh, from long ago it is not alive."""
-    house = build_house(tmp_path / "house")
+    workspace = build_workspace(tmp_path / "workspace")
     for run_id in ("run_reverse-lr1e-3", RUN):
-        status = read_status(house.run(run_id).status, RunStatus)
+        status = read_status(workspace.run(run_id).status, RunStatus)
         assert status is not None
-        write_status(house.run(run_id).status, status, updated_at=NOW + skew_s)
-        for path in (house.run(run_id).orchestrator_metrics, house.run(run_id).trainer_metrics):
+        write_status(workspace.run(run_id).status, status, updated_at=NOW + skew_s)
+        for path in (workspace.run(run_id).orchestrator_metrics, workspace.run(run_id).trainer_metrics):
             lines = [json.loads(line) for line in path.read_text().splitlines()]
             path.write_text("".join(json.dumps({**line, "time": line["time"] + skew_s}) + "\n" for line in lines))
-    async with opened(house) as (app, _):
+    async with opened(workspace) as (app, _):
         row = app.watcher._shown and app.watcher._shown.row(RUN)
         assert row is not None
         assert row.state == ("lost" if skew_s < -15 else "active")
@@ -149,14 +158,14 @@ async def test_a_clock_that_is_ahead_invents_no_age_and_no_life(tmp_path: Path, 
 
 async def test_nothing_is_running_once_its_process_is_gone(tmp_path: Path) -> None:
     """A trainer that died with a fresh status: nothing trains, whatever the file says."""
-    house = build_house(tmp_path / "house")
-    busy(house)
-    for path, kind in ((house.trainer_status, TrainerStatus), (house.run(RUN).status, RunStatus)):
+    workspace = build_workspace(tmp_path / "workspace")
+    busy(workspace)
+    for path, kind in ((workspace.trainer_status, TrainerStatus), (workspace.run(RUN).status, RunStatus)):
         status = read_status(path, kind)
         assert status is not None
         status.pid, status.updated_at = 2**22 + 1, NOW
         write_atomic(path, msgspec.json.encode(status))
-    async with opened(house) as (app, pilot):
+    async with opened(workspace) as (app, pilot):
         for key in PLACES:
             await pilot.press(key)
             await pilot.pause()
@@ -167,11 +176,11 @@ async def test_nothing_is_running_once_its_process_is_gone(tmp_path: Path) -> No
 
 
 async def test_ages_of_files_from_the_future_are_none(tmp_path: Path) -> None:
-    house = build_house(tmp_path / "house")
-    run = add_run(house, "run_future", word={"state": "evicted"})
+    workspace = build_workspace(tmp_path / "workspace")
+    run = add_run(workspace, "run_future", word={"state": "evicted"})
     run.evicted.write_text("tomorrow")
     os.utime(run.evicted, (NOW + 86_400, NOW + 86_400))
-    async with opened(house) as (app, pilot):
+    async with opened(workspace) as (app, pilot):
         await pilot.press("5")
         await sees(app, pilot, "tomorrow")
         line = next(line for line in screen_text(app).splitlines() if "run_future" in line)

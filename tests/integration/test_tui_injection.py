@@ -16,7 +16,7 @@ from prime_rl.contract.status import DaemonStatus
 from tests.tui_support import (
     NOW,
     add_run,
-    build_house,
+    build_workspace,
     frozen_clock,
     has_looked,
     orch_toml,
@@ -49,8 +49,8 @@ SEEN = "zero<U+200B>width <U+FEFF +1> joined<U+200D> <U+E0041> tag x<U+FE0F>"
 
 
 @asynccontextmanager
-async def opened(house: OutputDir) -> AsyncIterator[tuple[PrlApp, Pilot[None]]]:
-    app = PrlApp(house.path, clock=frozen_clock, read_disk=roomy_disk)
+async def opened(workspace: OutputDir) -> AsyncIterator[tuple[PrlApp, Pilot[None]]]:
+    app = PrlApp(workspace.path, clock=frozen_clock, read_disk=roomy_disk)
     app.animation_level = "none"
     async with app.run_test(size=(200, 100)) as pilot:
         await until(pilot, lambda: has_looked(app), "a look")
@@ -65,14 +65,14 @@ async def check(app: PrlApp, pilot: Pilot[None], *seen: str) -> None:
 
 
 async def test_hostile_text_in_every_row_of_the_home_screen(tmp_path: Path) -> None:
-    house = build_house(tmp_path / "house")
+    workspace = build_workspace(tmp_path / "workspace")
     for number, attack in enumerate(ATTACKS):
         word: dict[str, object] = {"state": "failed", "reason": attack, "waiting_on": attack, "bottleneck": attack}
-        add_run(house, f"run_hostile-{number}", word=word)
-        (house.path / f"run_{attack.replace('/', '').replace(chr(0), '')[:40]}").mkdir()
+        add_run(workspace, f"run_hostile-{number}", word=word)
+        (workspace.path / f"run_{attack.replace('/', '').replace(chr(0), '')[:40]}").mkdir()
         status = DaemonStatus(name=f"run_hostile-{number}", state="failed", reason=attack, log_tail=[attack])
-        write_status(house.daemon_status(status.name), status)
-    async with opened(house) as (app, pilot):
+        write_status(workspace.daemon_status(status.name), status)
+    async with opened(workspace) as (app, pilot):
         await check(app, pilot, *(f"run_hostile-{number}" for number in range(len(ATTACKS))), *KEPT[1:])
         await pilot.press("slash", *"hostile", "enter")
         for _ in ATTACKS:
@@ -91,10 +91,10 @@ async def test_hostile_text_in_every_row_of_the_home_screen(tmp_path: Path) -> N
 
 
 async def test_hostile_text_in_every_file_of_a_run(tmp_path: Path) -> None:
-    house = build_house(tmp_path / "house")
+    workspace = build_workspace(tmp_path / "workspace")
     lines = "\n".join(ATTACKS)
     toml = orch_toml() + "".join(f"# {attack}\n" for attack in ATTACKS)
-    run = add_run(house, "run_hostile", step=3, toml=toml)
+    run = add_run(workspace, "run_hostile", step=3, toml=toml)
     run.log.write_text("".join(f"2026-09-21T14:00:01Z ERROR {attack}\n" for attack in ATTACKS) + "after\n")
     evals = {f"eval/{attack}/reward": 0.5 for attack in (KEPT[2], ATTACKS[-1])}
     run.orchestrator_metrics.write_text(json.dumps({"step": 1, lines: 1.0, "reward/mean": 0.25, **evals}) + "\n")
@@ -102,11 +102,11 @@ async def test_hostile_text_in_every_file_of_a_run(tmp_path: Path) -> None:
     SampleFile(run.samples, keep=9).append([Sample(1, lines, lines, lines, lines, 1.0, 0.0, [0], 9, 9, turns)])
     run.evicted.write_text(lines)
     run.config_error.write_text(lines)
-    with house.audit.open("a") as file:
+    with workspace.audit.open("a") as file:
         for attack in ATTACKS:
             record = {"time": NOW, "who": attack, "action": attack, "run_id": "run_hostile", "reason": attack}
             file.write(json.dumps(record) + "\n")
-    async with opened(house) as (app, pilot):
+    async with opened(workspace) as (app, pilot):
         await pilot.press("slash", *"run_hostile", "enter", "enter")
         tabs = (
             ["reward", *KEPT[2:]],
@@ -126,13 +126,13 @@ async def test_hostile_text_in_every_file_of_a_run(tmp_path: Path) -> None:
 async def test_hostile_text_in_a_template_and_in_what_an_action_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    house = build_house(tmp_path / "house")
+    workspace = build_workspace(tmp_path / "workspace")
     for name in ("[bold]", "\x1b]2;owned\x07"):
         folder = tmp_path / "work" / "configs" / name
         folder.mkdir(parents=True)
         (folder / "x.toml").write_text("[[env]]\n" + "".join(f"# {attack}\n" for attack in ATTACKS))
     monkeypatch.chdir(tmp_path / "work")
-    async with opened(house) as (app, pilot):
+    async with opened(workspace) as (app, pilot):
         await pilot.press("a")
         await check(app, pilot, "[bold]/x.toml")
         await pilot.press("enter")

@@ -1,4 +1,4 @@
-"""Every key of the home screen and the run screen, pressed in a real app over a house on disk."""
+"""Every key of the home screen and the run screen, pressed in a real app over a workspace on disk."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.tui_support import (
     NOW,
     Ticker,
     add_run,
-    build_house,
+    build_workspace,
     frozen_clock,
     has_looked,
     orch_toml,
@@ -39,8 +39,8 @@ SIZE = (100, 30)
 
 
 @pytest.fixture
-def house(tmp_path: Path) -> OutputDir:
-    return build_house(tmp_path / "house")
+def workspace(tmp_path: Path) -> OutputDir:
+    return build_workspace(tmp_path / "workspace")
 
 
 @asynccontextmanager
@@ -78,8 +78,8 @@ async def open_run(app: PrlApp, pilot: Pilot[None], run_id: str) -> RunScreen:
     return screen
 
 
-async def test_moving_with_letters_and_arrows(house: OutputDir) -> None:
-    async with opened(house.path) as (app, pilot):
+async def test_moving_with_letters_and_arrows(workspace: OutputDir) -> None:
+    async with opened(workspace.path) as (app, pilot):
         ids = shown_ids(app)
         assert len(ids) == 9
         for key, place in [("j", 1), ("down", 2), ("k", 1), ("up", 0), ("G", 8), ("g", 0), ("end", 8), ("home", 0)]:
@@ -87,8 +87,8 @@ async def test_moving_with_letters_and_arrows(house: OutputDir) -> None:
             assert table(app).selected_id == ids[place], key
 
 
-async def test_enter_opens_and_esc_and_q_go_back(house: OutputDir) -> None:
-    async with opened(house.path) as (app, pilot):
+async def test_enter_opens_and_esc_and_q_go_back(workspace: OutputDir) -> None:
+    async with opened(workspace.path) as (app, pilot):
         for back in ("escape", "q"):
             await pilot.press("j", "enter")
             await until(pilot, lambda: isinstance(app.screen, RunScreen), "the run screen")
@@ -101,8 +101,8 @@ def table_id(app: PrlApp) -> str | None:
     return app.screen_stack[-2].query_one(RunsTable).selected_id
 
 
-async def test_filter_narrows_and_esc_shows_all_again(house: OutputDir) -> None:
-    async with opened(house.path) as (app, pilot):
+async def test_filter_narrows_and_esc_shows_all_again(workspace: OutputDir) -> None:
+    async with opened(workspace.path) as (app, pilot):
         await pilot.press("slash", *"queued")
         assert shown_ids(app) == ["run_queued-a", "run_queued-b"]
         await pilot.press("enter")
@@ -118,38 +118,38 @@ async def test_filter_narrows_and_esc_shows_all_again(house: OutputDir) -> None:
         assert not app.screen.has_class("-empty") and app.screen.query_one("#filter", Input).value == ""
 
 
-async def test_sort_goes_through_every_column_both_ways_and_the_cursor_stays_on_its_run(house: OutputDir) -> None:
-    async with opened(house.path) as (app, pilot):
+async def test_sort_goes_through_every_column_both_ways_and_the_cursor_stays_on_its_run(workspace: OutputDir) -> None:
+    async with opened(workspace.path) as (app, pilot):
         await pilot.press("j", "j")
         chosen = table(app).selected_id
         memory = home(app).memory
         for sort in [*list(SORTS)[1:], "slot"]:
             await pilot.press("s")
-            assert memory.house.sort == sort
+            assert memory.workspace.sort == sort
             one_way = shown_ids(app)
             await pilot.press("S")
-            assert memory.house.descending is not SORTS[sort].descending
+            assert memory.workspace.descending is not SORTS[sort].descending
             assert table(app).selected_id == chosen
             assert sorted(one_way) == sorted(shown_ids(app))
         await pilot.press("s", "s")
         assert shown_ids(app) == sorted(shown_ids(app))
 
 
-async def test_the_cursor_stays_on_its_run_when_others_come_and_go(house: OutputDir) -> None:
-    async with opened(house.path) as (app, pilot):
+async def test_the_cursor_stays_on_its_run_when_others_come_and_go(workspace: OutputDir) -> None:
+    async with opened(workspace.path) as (app, pilot):
         await pilot.press("j", "j", "j")
         chosen = table(app).selected_id
-        add_run(house, "run_a-new", toml=orch_toml())
-        os.rename(house.path / "run_sort-rank16", house.path / ".gone")
+        add_run(workspace, "run_a-new", toml=orch_toml())
+        os.rename(workspace.path / "run_sort-rank16", workspace.path / ".gone")
         await until(pilot, lambda: "run_a-new" in shown_ids(app), "the new run")
         await until(pilot, lambda: "run_sort-rank16" not in shown_ids(app), "the other to go")
         assert table(app).selected_id == chosen
 
 
-async def test_new_metrics_change_the_row(house: OutputDir) -> None:
-    async with opened(house.path, size=(160, 30)) as (app, pilot):
+async def test_new_metrics_change_the_row(workspace: OutputDir) -> None:
+    async with opened(workspace.path, size=(160, 30)) as (app, pilot):
         before = str(table(app).get_cell("run_reverse-lr1e-3", "reward"))
-        with RunDir(house.path / "run_reverse-lr1e-3").orchestrator_metrics.open("a") as file:
+        with RunDir(workspace.path / "run_reverse-lr1e-3").orchestrator_metrics.open("a") as file:
             file.write('{"step": 43, "reward/mean": 0.111}\n')
         await until(
             pilot, lambda: "0.111" in str(table(app).get_cell("run_reverse-lr1e-3", "reward")), "the new reward"
@@ -157,12 +157,12 @@ async def test_new_metrics_change_the_row(house: OutputDir) -> None:
         assert "0.111" not in before
 
 
-async def test_a_sign_of_life_that_changes_nothing_repaints_nothing(house: OutputDir) -> None:
+async def test_a_sign_of_life_that_changes_nothing_repaints_nothing(workspace: OutputDir) -> None:
     clock, run_id = Ticker(), "run_reverse-lr1e-3"
-    async with opened(house.path, clock=clock) as (app, pilot):
+    async with opened(workspace.path, clock=clock) as (app, pilot):
         lines = [table(app).render_line(y) for y in range(8)]
         clock.now = NOW + 6
-        path = RunDir(house.path / run_id).status
+        path = RunDir(workspace.path / run_id).status
         word = msgspec.json.decode(path.read_bytes(), type=RunStatus)
         write_status(path, word, updated_at=clock.now)
         app.watcher.wake()
@@ -182,20 +182,20 @@ def heard_at(app: PrlApp, run_id: str) -> float | None:
     return row.updated_at if row else None
 
 
-async def test_a_run_becomes_lost_as_time_passes(house: OutputDir) -> None:
+async def test_a_run_becomes_lost_as_time_passes(workspace: OutputDir) -> None:
     clock = Ticker()
-    async with opened(house.path, clock=clock) as (app, pilot):
+    async with opened(workspace.path, clock=clock) as (app, pilot):
         assert "active" in str(table(app).get_cell("run_reverse-lr1e-3", "state"))
         clock.now = NOW + 14.5  # the trainer wrote one second before NOW, the run as well
-        RunDir(house.path / "run_reverse-lr1e-3").status.touch()
+        RunDir(workspace.path / "run_reverse-lr1e-3").status.touch()
         clock.now = NOW + 30
         await until(
             pilot, lambda: "active" not in str(table(app).get_cell("run_reverse-lr1e-3", "state")), "the loss of life"
         )
 
 
-async def test_help_and_parts_open_scroll_and_close(house: OutputDir) -> None:
-    async with opened(house.path, size=(80, 24)) as (app, pilot):
+async def test_help_and_daemons_open_scroll_and_close(workspace: OutputDir) -> None:
+    async with opened(workspace.path, size=(80, 24)) as (app, pilot):
         for key, screen in (("question_mark", HelpScreen), ("P", SystemScreen)):
             await pilot.press(key)
             assert isinstance(app.screen, screen)
@@ -203,8 +203,8 @@ async def test_help_and_parts_open_scroll_and_close(house: OutputDir) -> None:
             assert isinstance(app.screen, RunsScreen)
 
 
-async def test_columns_follow_the_width(house: OutputDir) -> None:
-    async with opened(house.path, size=(80, 24)) as (app, pilot):
+async def test_columns_follow_the_width(workspace: OutputDir) -> None:
+    async with opened(workspace.path, size=(80, 24)) as (app, pilot):
         assert table(app).columns == ["state", "run", "progress", "reward", "note"]
         await pilot.press("j")
         chosen = table(app).selected_id
@@ -215,8 +215,8 @@ async def test_columns_follow_the_width(house: OutputDir) -> None:
         assert table(app).virtual_size.width <= 200
 
 
-async def test_the_palette_knows_every_key_and_every_run(house: OutputDir) -> None:
-    async with opened(house.path) as (app, pilot):
+async def test_the_palette_knows_every_key_and_every_run(workspace: OutputDir) -> None:
+    async with opened(workspace.path) as (app, pilot):
         titles = {command.title for command in app.get_system_commands(app.screen)}
         assert titles >= {
             "Open",
@@ -226,7 +226,7 @@ async def test_the_palette_knows_every_key_and_every_run(house: OutputDir) -> No
             "Delete",
             "Undo delete",
             "Sort",
-            "Parts",
+            "Daemons",
             "Pin",
             "Help",
             "Quit",
@@ -237,27 +237,27 @@ async def test_the_palette_knows_every_key_and_every_run(house: OutputDir) -> No
         assert isinstance(app.screen, RunScreen) and app.screen.run_id == "run_done"
 
 
-async def test_a_command_of_the_palette_acts_like_its_key(house: OutputDir) -> None:
-    async with opened(house.path) as (app, pilot):
-        await pilot.press("ctrl+p", *"parts", "enter")
-        await until(pilot, lambda: isinstance(app.screen, SystemScreen), "parts from the palette")
+async def test_a_command_of_the_palette_acts_like_its_key(workspace: OutputDir) -> None:
+    async with opened(workspace.path) as (app, pilot):
+        await pilot.press("ctrl+p", *"daemons", "enter")
+        await until(pilot, lambda: isinstance(app.screen, SystemScreen), "daemons from the palette")
 
 
-async def test_ctrl_c_quits_and_says_so(house: OutputDir) -> None:
-    async with opened(house.path) as (app, pilot):
+async def test_ctrl_c_quits_and_says_so(workspace: OutputDir) -> None:
+    async with opened(workspace.path) as (app, pilot):
         await pilot.press("ctrl+c")
         await until(pilot, lambda: not app.is_running, "the end")
         assert app.return_code == 130
 
 
-async def test_q_quits(house: OutputDir) -> None:
-    async with opened(house.path) as (app, pilot):
+async def test_q_quits(workspace: OutputDir) -> None:
+    async with opened(workspace.path) as (app, pilot):
         await pilot.press("q")
         await until(pilot, lambda: not app.is_running, "the end")
         assert app.return_code == 0
 
 
-async def test_an_empty_house_says_what_to_do(tmp_path: Path) -> None:
+async def test_an_empty_workspace_says_what_to_do(tmp_path: Path) -> None:
     async with opened(tmp_path) as (app, pilot):
         assert app.screen.has_class("-empty")
         words = str(app.screen.query_one("#empty").render())
@@ -266,15 +266,15 @@ async def test_an_empty_house_says_what_to_do(tmp_path: Path) -> None:
         await until(pilot, lambda: not app.screen.has_class("-empty"), "the first run")
 
 
-async def test_bad_files_do_not_stop_it(house: OutputDir) -> None:
-    run = add_run(house, "run_bad", step=3, word={"state": "running"})
+async def test_bad_files_do_not_stop_it(workspace: OutputDir) -> None:
+    run = add_run(workspace, "run_bad", step=3, word={"state": "running"})
     run.orchestrator_metrics.write_bytes(b"\xff\x00" * 1000 + b"\n{}\n[]\n" + b'{"step": 4, "reward/mean": 0.4')
     run.status.write_bytes(b"")
     run.orch_toml.write_bytes(b"\x80\x81 = [")
     run.log.unlink()
     run.log.mkdir()
-    house.trainer_status.write_text("{")
-    async with opened(house.path) as (app, pilot):
+    workspace.trainer_status.write_text("{")
+    async with opened(workspace.path) as (app, pilot):
         await open_run(app, pilot, "run_bad")
         await pilot.press(*"123456")
         with run.orchestrator_metrics.open("a") as file:
@@ -283,26 +283,26 @@ async def test_bad_files_do_not_stop_it(house: OutputDir) -> None:
         await until(pilot, lambda: "0.400" in str(table(app).get_cell("run_bad", "reward")), "the completed line")
 
 
-@pytest.mark.parametrize("theme", ["house-light", "nord"])
-async def test_other_themes(house: OutputDir, theme: str) -> None:
-    async with opened(house.path, size=(120, 40)) as (app, pilot):
+@pytest.mark.parametrize("theme", ["prl-light", "nord"])
+async def test_other_themes(workspace: OutputDir, theme: str) -> None:
+    async with opened(workspace.path, size=(120, 40)) as (app, pilot):
         app.theme = theme
         await pilot.pause()
         await open_run(app, pilot, "run_reverse-lr1e-3")
         await pilot.press(*"6543216")
 
 
-async def test_no_color_still_draws(house: OutputDir, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_no_color_still_draws(workspace: OutputDir, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NO_COLOR", "1")
-    async with opened(house.path) as (app, _):
+    async with opened(workspace.path) as (app, _):
         assert app.no_color
         svg = app.export_screenshot()
         assert "active" in svg and "run_done" in svg
 
 
-async def test_read_only_has_no_key_that_acts(house: OutputDir) -> None:
-    before = sorted(str(path) for path in house.path.rglob("*"))
-    async with opened(house.path, read_only=True) as (app, pilot):
+async def test_read_only_has_no_key_that_acts(workspace: OutputDir) -> None:
+    before = sorted(str(path) for path in workspace.path.rglob("*"))
+    async with opened(workspace.path, read_only=True) as (app, pilot):
         titles = {command.title for command in app.get_system_commands(app.screen)}
         assert not titles & {"Add", "Evict", "Readmit", "Delete", "Undo delete"}
         assert not set("aerdu") & set(app.screen.active_bindings)
@@ -312,4 +312,4 @@ async def test_read_only_has_no_key_that_acts(house: OutputDir) -> None:
         assert not set("erdu") & set(screen.active_bindings)
         await pilot.press("e", "r", "d", "u")
         assert app.screen is screen
-    assert sorted(str(path) for path in house.path.rglob("*")) == before
+    assert sorted(str(path) for path in workspace.path.rglob("*")) == before

@@ -18,7 +18,7 @@ from tests.tui_places_support import FakeProbe, busy, put_group
 from tests.tui_support import (
     NOW,
     Ticker,
-    build_house,
+    build_workspace,
     frozen_clock,
     has_looked,
     roomy_disk,
@@ -37,8 +37,8 @@ from tui.screens.system import SystemScreen
 
 
 @pytest.fixture
-def house(tmp_path: Path) -> OutputDir:
-    output = build_house(tmp_path / "house")
+def workspace(tmp_path: Path) -> OutputDir:
+    output = build_workspace(tmp_path / "workspace")
     busy(output)
     crashed = DaemonStatus(name="run_crashed", state="failed", reason="3 early crashes", log_tail=["oh", "no"])
     write_status(output.daemon_status("run_crashed"), crashed)
@@ -47,10 +47,10 @@ def house(tmp_path: Path) -> OutputDir:
 
 @asynccontextmanager
 async def opened(
-    house: OutputDir, *keys: str, size: tuple[int, int] = (120, 40), monotonic: Ticker | None = None
+    workspace: OutputDir, *keys: str, size: tuple[int, int] = (120, 40), monotonic: Ticker | None = None
 ) -> AsyncIterator[tuple[PrlApp, Pilot[None]]]:
     app = PrlApp(
-        house.path,
+        workspace.path,
         clock=frozen_clock,
         read_disk=roomy_disk,
         monotonic=monotonic or frozen_clock,
@@ -68,9 +68,9 @@ async def sees(app: PrlApp, pilot: Pilot[None], *words: str) -> None:
         await until(pilot, lambda each=each: each in screen_text(app), f"{each!r}")
 
 
-async def test_numbers_lead_from_each_place_to_each(house: OutputDir) -> None:
+async def test_numbers_lead_from_each_place_to_each(workspace: OutputDir) -> None:
     places = {"3": SystemScreen, "4": NodesScreen, "5": ProblemsScreen, "1": RunsScreen}
-    async with opened(house) as (app, pilot):
+    async with opened(workspace) as (app, pilot):
         for key in "3314153443545511":  # every way from one to another, and to itself
             await pilot.press(key)
             assert isinstance(app.screen, places[key])
@@ -89,8 +89,8 @@ OF_A_RUN = ("2", "23", "24")
 
 
 @pytest.mark.parametrize("places", [("1", "3", "4", "5"), OF_A_RUN], ids=["places", "tabs"])
-async def test_command_line_help_and_palette_work_everywhere(house: OutputDir, places: tuple[str, ...]) -> None:
-    async with opened(house, size=(80, 24)) as (app, pilot):
+async def test_command_line_help_and_palette_work_everywhere(workspace: OutputDir, places: tuple[str, ...]) -> None:
+    async with opened(workspace, size=(80, 24)) as (app, pilot):
 
         async def comes(kind: type[Screen[object]], how: str) -> None:
             await until(pilot, lambda: isinstance(app.screen, kind), f"{kind.__name__} by {how}")
@@ -123,8 +123,8 @@ async def test_command_line_help_and_palette_work_everywhere(house: OutputDir, p
         assert len(app.screen_stack) == 3
 
 
-async def test_numbers_on_a_run_are_its_tabs_and_esc_leads_back(house: OutputDir) -> None:
-    async with opened(house, "5", size=(80, 24)) as (app, pilot):
+async def test_numbers_on_a_run_are_its_tabs_and_esc_leads_back(workspace: OutputDir) -> None:
+    async with opened(workspace, "5", size=(80, 24)) as (app, pilot):
         chosen = problems(app).target_row()
         await pilot.press("2", "5", "3")
         assert isinstance(app.screen, RunScreen) and app.screen.tab == "config"
@@ -135,26 +135,26 @@ async def test_numbers_on_a_run_are_its_tabs_and_esc_leads_back(house: OutputDir
         await until(pilot, lambda: any("'run_' may be" in note.message for note in app._notifications), "which ones")
 
 
-async def test_system_says_what_everything_does_and_takes(house: OutputDir) -> None:
-    async with opened(house, "3") as (app, pilot):
+async def test_system_says_what_everything_does_and_takes(workspace: OutputDir) -> None:
+    async with opened(workspace, "3") as (app, pilot):
         await sees(app, pilot, "34 %", "61.0 GiB of 128.0 GiB", "NVIDIA H200", "87 %", "full in 10h", "210.0 GiB free")
         await sees(app, pilot, "3/4 slots", "0.21 updates/s", "train 67 %", "wait 23 %")
         await sees(app, pilot, "51 running", "7 waiting", "62 %", "run_sort-rank16@v86")
         await sees(app, pilot, "152 %", "3.0 GiB", "run_crashed", "3 early crashes")
 
 
-async def test_keys_on_system(house: OutputDir) -> None:
-    async with opened(house, "3") as (app, pilot):
+async def test_keys_on_system(workspace: OutputDir) -> None:
+    async with opened(workspace, "3") as (app, pilot):
         screen = app.screen
         assert isinstance(screen, SystemScreen)
-        await until(pilot, lambda: len(screen.parts.keys) == 4, "the parts")
-        assert screen.target_part() == "trainer"
-        for key, part in (("j", "inference"), ("down", "supervisor"), ("k", "inference"), ("up", "trainer")):
+        await until(pilot, lambda: len(screen.daemons.keys) == 4, "the daemons")
+        assert screen.target_daemon() == "trainer"
+        for key, daemon in (("j", "inference"), ("down", "supervisor"), ("k", "inference"), ("up", "trainer")):
             await pilot.press(key)
-            assert screen.target_part() == part
-        for key, part in (("G", "run_crashed"), ("g", "trainer"), ("pagedown", "run_crashed"), ("pageup", "trainer")):
+            assert screen.target_daemon() == daemon
+        for key, daemon in (("G", "run_crashed"), ("g", "trainer"), ("pagedown", "run_crashed"), ("pageup", "trainer")):
             await pilot.press(key)
-            assert screen.target_part() == part
+            assert screen.target_daemon() == daemon
         await pilot.press("enter")
         assert app.screen is screen, "there is no screen of the trainer alone"
         await pilot.press("end")
@@ -164,35 +164,35 @@ async def test_keys_on_system(house: OutputDir) -> None:
         assert isinstance(app.screen, RunScreen) and app.screen.run_id == "run_crashed"
 
 
-async def test_a_click_chooses_a_part_and_a_double_click_opens_it(house: OutputDir) -> None:
-    async with opened(house, "3") as (app, pilot):
+async def test_a_click_chooses_a_daemon_and_a_double_click_opens_it(workspace: OutputDir) -> None:
+    async with opened(workspace, "3") as (app, pilot):
         screen = app.screen
         assert isinstance(screen, SystemScreen)
-        await until(pilot, lambda: len(screen.parts.keys) == 4, "the parts")
-        await pilot.click("#parts", offset=(5, 2))
-        assert screen.target_part() == "inference"
-        await pilot.click("#parts", offset=(5, 4), times=2)
+        await until(pilot, lambda: len(screen.daemons.keys) == 4, "the daemons")
+        await pilot.click("#daemons", offset=(5, 2))
+        assert screen.target_daemon() == "inference"
+        await pilot.click("#daemons", offset=(5, 4), times=2)
         assert isinstance(app.screen, RunScreen)
 
 
-async def test_who_asks_the_machine_ends_with_its_screen(house: OutputDir) -> None:
-    async with opened(house, "3") as (app, pilot):
+async def test_who_asks_the_machine_ends_with_its_screen(workspace: OutputDir) -> None:
+    async with opened(workspace, "3") as (app, pilot):
         workers = [worker for worker in app.workers if worker.name == "ask the machine"]
         assert len(workers) == 1
         await pilot.press("escape")
         await until(pilot, lambda: all(worker.is_finished for worker in workers), "the end of the thread")
 
 
-async def test_nodes_show_who_holds_up_all_others(house: OutputDir) -> None:
+async def test_nodes_show_who_holds_up_all_others(workspace: OutputDir) -> None:
     clock = Ticker()
-    put_group(house, seq=100)
-    async with opened(house, "4", monotonic=clock) as (app, pilot):
+    put_group(workspace, seq=100)
+    async with opened(workspace, "4", monotonic=clock) as (app, pilot):
         await sees(app, pilot, "iteration 12", "waits for node 2, node 3, node 4", "unproven", "missing")
         clock.now += 8
-        put_group(house, seq=101)
+        put_group(workspace, seq=101)
         await sees(app, pilot, "suspect")
         clock.now += 8
-        put_group(house, seq=102)
+        put_group(workspace, seq=102)
         await sees(app, pilot, "node 3 is dead: no beat for 16s, in phase 3 (files ready)", "slow")
         screen = app.screen
         assert isinstance(screen, NodesScreen)
@@ -210,8 +210,8 @@ async def test_nodes_show_who_holds_up_all_others(house: OutputDir) -> None:
         assert isinstance(app.screen, NodesScreen)
 
 
-async def test_without_nodes_the_command_that_starts_them_is_shown(house: OutputDir) -> None:
-    async with opened(house, "4", size=(80, 24)) as (app, pilot):
+async def test_without_nodes_the_command_that_starts_them_is_shown(workspace: OutputDir) -> None:
+    async with opened(workspace, "4", size=(80, 24)) as (app, pilot):
         await sees(app, pilot, "no multi-node group", "prl multinode --num-nodes 3", "--worker RANK")
 
 
@@ -224,14 +224,14 @@ def keys_of(app: PrlApp) -> list[str]:
     return problems(app).problems.keys
 
 
-async def test_problems_newest_first_and_each_opens_what_has_it(house: OutputDir) -> None:
-    house.run("run_collapsed").evicted.write_text("the reward collapsed")
-    os.utime(house.run("run_collapsed").evicted, (NOW - 1, NOW - 1))
-    async with opened(house, "5") as (app, pilot):
+async def test_problems_newest_first_and_each_opens_what_has_it(workspace: OutputDir) -> None:
+    workspace.run("run_collapsed").evicted.write_text("the reward collapsed")
+    os.utime(workspace.run("run_collapsed").evicted, (NOW - 1, NOW - 1))
+    async with opened(workspace, "5") as (app, pilot):
         await until(pilot, lambda: len(keys_of(app)) == 5, "the problems")
         assert keys_of(app)[0] == "run run_collapsed" and keys_of(app)[-1] == "entry run_bad name"
         await sees(app, pilot, "▲ 5 problems", "the reward collapsed")
-        assert problems(app).target_row() is not None and problems(app).target_part() == "run_collapsed"
+        assert problems(app).target_row() is not None and problems(app).target_daemon() == "run_collapsed"
         await pilot.press("enter")
         assert isinstance(app.screen, RunScreen) and app.screen.run_id == "run_collapsed"
         await pilot.press("escape", "5", "G", "enter")
@@ -241,19 +241,21 @@ async def test_problems_newest_first_and_each_opens_what_has_it(house: OutputDir
         assert problems(app).problems.selected == "run run_collapsed"
 
 
-async def test_a_part_among_the_problems_opens_system(tmp_path: Path) -> None:
-    house = build_house(tmp_path / "house")
-    write_status(house.daemon_status("inference"), DaemonStatus(name="inference", state="backoff", reason="it crashed"))
-    async with opened(house, "5") as (app, pilot):
-        await until(pilot, lambda: "part inference" in keys_of(app), "the part")
-        while problems(app).problems.selected != "part inference":
+async def test_a_daemon_among_the_problems_opens_system(tmp_path: Path) -> None:
+    workspace = build_workspace(tmp_path / "workspace")
+    write_status(
+        workspace.daemon_status("inference"), DaemonStatus(name="inference", state="backoff", reason="it crashed")
+    )
+    async with opened(workspace, "5") as (app, pilot):
+        await until(pilot, lambda: "daemon inference" in keys_of(app), "the daemon")
+        while problems(app).problems.selected != "daemon inference":
             await pilot.press("j")
-        assert problems(app).target_part() == "inference"
+        assert problems(app).target_daemon() == "inference"
         await pilot.press("enter")
         assert isinstance(app.screen, SystemScreen)
 
 
 async def test_no_problem_is_said_in_words(tmp_path: Path) -> None:
-    (tmp_path / "house").mkdir()
-    async with opened(OutputDir(tmp_path / "house"), "5") as (app, pilot):
+    (tmp_path / "workspace").mkdir()
+    async with opened(OutputDir(tmp_path / "workspace"), "5") as (app, pilot):
         await sees(app, pilot, "nothing needs you")

@@ -1,4 +1,4 @@
-"""`prl-tui --read-only` on a copied house whose daemons are down: every screen and tab, and not a byte changes."""
+"""`prl-tui --read-only` on a copied workspace whose daemons are down: every screen and tab, and not a byte changes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from prime_rl.contract.layout import OutputDir
 from tests.tui_places_support import FakeProbe, put_group
-from tests.tui_support import NOW, Ticker, add_history, build_house, roomy_disk, screen_text, until
+from tests.tui_support import NOW, Ticker, add_history, build_workspace, roomy_disk, screen_text, until
 from tui.app import PrlApp
 from tui.memory import Memory
 from tui.screens.run import RunScreen
@@ -31,10 +31,10 @@ def tree(folder: Path) -> dict[str, tuple[object, ...]]:
 
 @pytest.fixture
 def copied(tmp_path: Path) -> OutputDir:
-    house = build_house(tmp_path / "house")
-    add_history(house, RUN)
-    put_group(house)
-    shutil.copytree(house.path, tmp_path / "copy")
+    workspace = build_workspace(tmp_path / "workspace")
+    add_history(workspace, RUN)
+    put_group(workspace)
+    shutil.copytree(workspace.path, tmp_path / "copy")
     return OutputDir(tmp_path / "copy")
 
 
@@ -75,4 +75,4 @@ async def test_looking_at_everything_changes_no_byte(copied: OutputDir, tmp_path
         await pilot.press("a", "e", "r", "d", "u", "c", "x", "U", "D", "L", "q")
         await until(pilot, lambda: not app.is_running, "the end")
     assert tree(copied.path) == before
-    assert Memory(copied.path, tmp_path / "state" / "state.json").house.pins, "what it remembers lies elsewhere"
+    assert Memory(copied.path, tmp_path / "state" / "state.json").workspace.pins, "what it remembers lies elsewhere"

@@ -1,4 +1,4 @@
-"""The run screen in a real app over a house on disk: tabs, charts, and what a file may do meanwhile."""
+"""The run screen in a real app over a workspace on disk: tabs, charts, and what a file may do meanwhile."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from textual.widgets import Static
 
 from prime_rl.contract.layout import OutputDir, RunDir
 from tests.tui_run_support import RUN, SIZE, Opened, opened_run
-from tests.tui_support import add_history, build_house, metrics_lines, screen_text
+from tests.tui_support import add_history, build_workspace, metrics_lines, screen_text
 from tui.curves import SMOOTHINGS
 from tui.screens.pick_runs import PickRuns
 from tui.screens.run import RunScreen
@@ -22,8 +22,8 @@ from tui.widgets.chart import Chart
 
 
 @pytest.fixture
-def house(tmp_path: Path) -> OutputDir:
-    return build_house(tmp_path / "house")
+def workspace(tmp_path: Path) -> OutputDir:
+    return build_workspace(tmp_path / "workspace")
 
 
 def drawn(chart: Chart) -> str:
@@ -35,8 +35,8 @@ def title(chart: Chart) -> str:
     return Content.from_markup(str(chart.border_title)).plain
 
 
-async def test_tabs_by_number_letter_and_arrow(house: OutputDir) -> None:
-    async with opened_run(house.path) as o:
+async def test_tabs_by_number_letter_and_arrow(workspace: OutputDir) -> None:
+    async with opened_run(workspace.path) as o:
         for number, name in enumerate(TABS, start=1):
             await o.press(str(number))
             assert o.screen.tab == name
@@ -49,8 +49,8 @@ async def test_tabs_by_number_letter_and_arrow(house: OutputDir) -> None:
         assert o.screen.charts.has_focus
 
 
-async def test_a_tab_that_is_asked_for_while_they_are_made_is_opened(house: OutputDir) -> None:
-    async with opened_run(house.path) as o:
+async def test_a_tab_that_is_asked_for_while_they_are_made_is_opened(workspace: OutputDir) -> None:
+    async with opened_run(workspace.path) as o:
         o.app.open_run(RUN)
         screen = o.app.screen
         assert isinstance(screen, RunScreen) and screen is not o.screen
@@ -60,8 +60,8 @@ async def test_a_tab_that_is_asked_for_while_they_are_made_is_opened(house: Outp
         assert screen.tab == "checkpoints" and "charts" not in screen.shown
 
 
-async def test_a_focus_that_comes_late_does_not_bring_the_tab_before_back(house: OutputDir) -> None:
-    async with opened_run(house.path) as o:
+async def test_a_focus_that_comes_late_does_not_bring_the_tab_before_back(workspace: OutputDir) -> None:
+    async with opened_run(workspace.path) as o:
         before = o.screen.charts
         o.screen.action_tab(TABS.index("checkpoints"))
         await o.until(lambda: "checkpoints" in o.screen.shown, "the tab")
@@ -70,22 +70,22 @@ async def test_a_focus_that_comes_late_does_not_bring_the_tab_before_back(house:
         assert o.screen.tab == "checkpoints"
 
 
-async def test_only_the_open_tab_is_read(house: OutputDir) -> None:
-    async with opened_run(house.path) as o:
+async def test_only_the_open_tab_is_read(workspace: OutputDir) -> None:
+    async with opened_run(workspace.path) as o:
         assert o.screen.shown == {"charts"}
         await o.tab("config")
         assert o.screen.shown == {"charts", "config"}
 
 
-async def test_escape_and_q_lead_back(house: OutputDir) -> None:
+async def test_escape_and_q_lead_back(workspace: OutputDir) -> None:
     for key in ("escape", "q"):
-        async with opened_run(house.path) as o:
+        async with opened_run(workspace.path) as o:
             await o.press(key)
             await o.until(lambda o=o: isinstance(o.app.screen, RunsScreen), "home")
 
 
-async def test_all_charts_have_room_on_a_large_screen(house: OutputDir) -> None:
-    async with opened_run(house.path, size=(200, 50)) as o:
+async def test_all_charts_have_room_on_a_large_screen(workspace: OutputDir) -> None:
+    async with opened_run(workspace.path, size=(200, 50)) as o:
         charts, grid = o.screen.charts.charts, o.screen.charts.grid
         with_values = [title(chart).split("  ")[0] for chart in charts if chart.data.has_values]
         assert with_values == [
@@ -96,8 +96,8 @@ async def test_all_charts_have_room_on_a_large_screen(house: OutputDir) -> None:
         await o.until(lambda: all(grid.region.contains_region(chart.region) for chart in charts), "room for all")
 
 
-async def test_charts_on_a_small_screen_come_four_at_a_time(house: OutputDir) -> None:
-    async with opened_run(house.path, size=(80, 24)) as o:
+async def test_charts_on_a_small_screen_come_four_at_a_time(workspace: OutputDir) -> None:
+    async with opened_run(workspace.path, size=(80, 24)) as o:
         view = o.screen.charts
 
         def seen() -> list[int]:
@@ -114,15 +114,15 @@ async def test_charts_on_a_small_screen_come_four_at_a_time(house: OutputDir) ->
         assert view.chosen == 4
 
 
-async def test_charts_grow_while_open(house: OutputDir) -> None:
-    async with opened_run(house.path) as o:
-        with RunDir(house.path / RUN).orchestrator_metrics.open("a") as file:
+async def test_charts_grow_while_open(workspace: OutputDir) -> None:
+    async with opened_run(workspace.path) as o:
+        with RunDir(workspace.path / RUN).orchestrator_metrics.open("a") as file:
             file.write('{"step": 43, "reward/mean": 0.123}\n')
         await o.until(lambda: "0.123" in title(o.screen.charts.charts[0]), "the new point")
 
 
-async def test_the_cursor_shows_the_values_of_one_step_in_every_chart(house: OutputDir) -> None:
-    async with opened_run(house.path, size=(200, 50)) as o:
+async def test_the_cursor_shows_the_values_of_one_step_in_every_chart(workspace: OutputDir) -> None:
+    async with opened_run(workspace.path, size=(200, 50)) as o:
         view = o.screen.charts
         reward, loss = view.charts[:2]
         await o.press("l")
@@ -140,8 +140,8 @@ async def test_the_cursor_shows_the_values_of_one_step_in_every_chart(house: Out
         assert view.cursor == 42, "from the right end"
 
 
-async def test_the_mouse_points_chooses_and_maximises(house: OutputDir) -> None:
-    async with opened_run(house.path, size=(200, 50)) as o:
+async def test_the_mouse_points_chooses_and_maximises(workspace: OutputDir) -> None:
+    async with opened_run(workspace.path, size=(200, 50)) as o:
         view = o.screen.charts
         chart = view.charts[1]
         await o.pilot.hover(chart, offset=(40, 5))
@@ -154,8 +154,8 @@ async def test_the_mouse_points_chooses_and_maximises(house: OutputDir) -> None:
         assert [each for each in view.charts if each.display] == [chart]
 
 
-async def test_one_chart_is_maximised_and_finer(house: OutputDir) -> None:
-    async with opened_run(house.path, size=(120, 40)) as o:
+async def test_one_chart_is_maximised_and_finer(workspace: OutputDir) -> None:
+    async with opened_run(workspace.path, size=(120, 40)) as o:
         view = o.screen.charts
         await o.press("m")
         await o.until(lambda: view.charts[0].data.num_columns > 200, "a curve for the whole width")
@@ -168,8 +168,8 @@ async def test_one_chart_is_maximised_and_finer(house: OutputDir) -> None:
         assert not view.is_maximised and o.app.screen is o.screen
 
 
-async def test_zoom_pan_and_following(house: OutputDir) -> None:
-    async with opened_run(house.path) as o:
+async def test_zoom_pan_and_following(workspace: OutputDir) -> None:
+    async with opened_run(workspace.path) as o:
         view, reward = o.screen.charts, o.screen.charts.charts[0]
 
         async def shows(first: float, last: float) -> None:
@@ -179,7 +179,7 @@ async def test_zoom_pan_and_following(house: OutputDir) -> None:
         await o.press("plus")
         await shows(21.5, 42)
         await o.sees("following")
-        with RunDir(house.path / RUN).orchestrator_metrics.open("a") as file:
+        with RunDir(workspace.path / RUN).orchestrator_metrics.open("a") as file:
             file.write('{"step": 46, "reward/mean": 0.5}\n')
         await shows(25.5, 46)
         await o.press("less_than_sign", "comma")
@@ -203,8 +203,8 @@ async def test_zoom_pan_and_following(house: OutputDir) -> None:
         await shows(1, 46)
 
 
-async def test_scale_smoothing_and_stacks(house: OutputDir) -> None:
-    async with opened_run(house.path, size=(200, 50)) as o:
+async def test_scale_smoothing_and_stacks(workspace: OutputDir) -> None:
+    async with opened_run(workspace.path, size=(200, 50)) as o:
         charts = o.screen.charts.charts
         reward, split = charts[0], charts[8]
         linear = drawn(reward)
@@ -222,8 +222,8 @@ async def test_scale_smoothing_and_stacks(house: OutputDir) -> None:
         assert not any(shade in drawn(split) for shade in "█▓▒")
 
 
-async def test_other_runs_in_the_same_charts(house: OutputDir) -> None:
-    async with opened_run(house.path, size=(200, 50)) as o:
+async def test_other_runs_in_the_same_charts(workspace: OutputDir) -> None:
+    async with opened_run(workspace.path, size=(200, 50)) as o:
         view = o.screen.charts
         await o.press("w")
         await o.until(lambda: isinstance(o.app.screen, PickRuns), "the picker")
@@ -244,11 +244,11 @@ async def test_other_runs_in_the_same_charts(house: OutputDir) -> None:
         await o.until(lambda: view.view.compare == ("run_sort-rank16",), "the one under the cursor")
 
 
-async def test_a_long_history_is_thinned_and_its_spikes_stay(house: OutputDir) -> None:
+async def test_a_long_history_is_thinned_and_its_spikes_stay(workspace: OutputDir) -> None:
     lines, _ = metrics_lines(20_000, seed=1)
     lines[12_345] = '{"step": 12346, "reward/mean": 9.5}'
-    RunDir(house.path / RUN).orchestrator_metrics.write_text("\n".join(lines) + "\n")
-    async with opened_run(house.path) as o:
+    RunDir(workspace.path / RUN).orchestrator_metrics.write_text("\n".join(lines) + "\n")
+    async with opened_run(workspace.path) as o:
         reward = o.screen.charts.charts[0]
         await o.until(lambda: reward.data.window[1] == 20_000, "all steps")
         curve = reward.data.curves[0]
@@ -256,11 +256,11 @@ async def test_a_long_history_is_thinned_and_its_spikes_stay(house: OutputDir) -
         assert max(curve.highs) == 9.5
 
 
-async def test_the_run_that_is_open_may_vanish(house: OutputDir) -> None:
-    async with opened_run(house.path, "run_done") as o:
-        os.rename(house.path / "run_done", house.path / ".gone")
+async def test_the_run_that_is_open_may_vanish(workspace: OutputDir) -> None:
+    async with opened_run(workspace.path, "run_done") as o:
+        os.rename(workspace.path / "run_done", workspace.path / ".gone")
         banner = o.screen.query_one("#banner", Static)
-        await o.until(lambda: "not in the house any more" in str(banner.render()), "the banner")
+        await o.until(lambda: "not in the workspace any more" in str(banner.render()), "the banner")
         await o.press(*"123456", "escape")
         await o.until(lambda: isinstance(o.app.screen, RunsScreen), "home")
 
@@ -270,8 +270,8 @@ async def see(o: Opened, tab: str, *words: str) -> None:
     await o.sees(*words)
 
 
-async def test_an_invalid_run_shows_its_error_at_its_line(house: OutputDir) -> None:
-    async with opened_run(house.path, "run_typo") as o:
+async def test_an_invalid_run_shows_its_error_at_its_line(workspace: OutputDir) -> None:
+    async with opened_run(workspace.path, "run_typo") as o:
         await see(o, "config", "learning_rate")
         error = o.screen.config.query_one("#config-error", Static)
         assert "is not a known key" in str(error.render()) and o.screen.config.has_class("-invalid")
@@ -280,8 +280,8 @@ async def test_an_invalid_run_shows_its_error_at_its_line(house: OutputDir) -> N
         assert len(marked) == 1 and "learning_rate" in marked[0]
 
 
-async def test_config_with_defaults_and_differences(house: OutputDir) -> None:
-    async with opened_run(house.path, size=(120, 40)) as o:
+async def test_config_with_defaults_and_differences(workspace: OutputDir) -> None:
+    async with opened_run(workspace.path, size=(120, 40)) as o:
         await see(o, "config", "batch_size = 64")
         await o.press("v")
         await o.sees("keys are set in orch.toml", "max_async_level", "filter_zero_advantage")
@@ -298,9 +298,9 @@ async def test_config_with_defaults_and_differences(house: OutputDir) -> None:
         await o.until(lambda: isinstance(o.app.screen, RunsScreen), "home")
 
 
-async def test_rollouts_in_every_order_turn_by_turn(house: OutputDir) -> None:
-    add_history(house, RUN)
-    async with opened_run(house.path) as o:
+async def test_rollouts_in_every_order_turn_by_turn(workspace: OutputDir) -> None:
+    add_history(workspace, RUN)
+    async with opened_run(workspace.path) as o:
         await see(o, "rollouts", "60, newest first", "Reverse: word30", "30drow", "reverse-text/train-30")
         view = o.screen.rollouts
         await o.press("n")
@@ -320,9 +320,9 @@ async def test_rollouts_in_every_order_turn_by_turn(house: OutputDir) -> None:
         assert view.selected.advantage == -0.75
 
 
-async def test_new_rollouts_come_in_while_one_is_read(house: OutputDir) -> None:
-    run = add_history(house, RUN)
-    async with opened_run(house.path) as o:
+async def test_new_rollouts_come_in_while_one_is_read(workspace: OutputDir) -> None:
+    run = add_history(workspace, RUN)
+    async with opened_run(workspace.path) as o:
         await see(o, "rollouts", "60, newest first")
         await o.press("j", "j")
         reading = o.screen.rollouts.selected
@@ -332,9 +332,9 @@ async def test_new_rollouts_come_in_while_one_is_read(house: OutputDir) -> None:
         assert o.screen.rollouts.selected == reading
 
 
-async def test_checkpoints_newest_first(house: OutputDir) -> None:
-    add_history(house, RUN)
-    async with opened_run(house.path, size=(120, 30)) as o:
+async def test_checkpoints_newest_first(workspace: OutputDir) -> None:
+    add_history(workspace, RUN)
+    async with opened_run(workspace.path, size=(120, 30)) as o:
         await see(o, "checkpoints", "4 checkpoints, 11.5 MiB", "◌ partial", "✔ STABLE", "orchestrator trainer")
         assert o.screen.checkpoints.selected is not None and o.screen.checkpoints.selected.step == 40
         (line,) = [line for line in screen_text(o.app).splitlines() if "restarts here" in line]
@@ -343,23 +343,23 @@ async def test_checkpoints_newest_first(house: OutputDir) -> None:
         assert o.screen.checkpoints.selected.step == 30
 
 
-async def test_events_tell_who_did_what_and_why(house: OutputDir) -> None:
-    add_history(house, RUN)
-    async with opened_run(house.path) as o:
+async def test_events_tell_who_did_what_and_why(workspace: OutputDir) -> None:
+    add_history(workspace, RUN)
+    async with opened_run(workspace.path) as o:
         await see(
             o, "events", "add", "from reverse.toml", "mia@gpu1", "readmit", "tom@gpu1", "admitted", "takes slot 0",
             "restart", "killed by SIGKILL", "started", "pid 4720", "running",
         )  # fmt: skip
         assert "checkpoint of step" not in screen_text(o.app) and "collapsed" not in screen_text(o.app)
         await o.press("g", "G", "j", "k")
-    async with opened_run(house.path, "run_collapsed") as o:
+    async with opened_run(workspace.path, "run_collapsed") as o:
         await see(o, "events", "the reward collapsed", "after step 25; see the curves", "evicted")
 
 
-async def test_a_run_goes_on_from_the_chosen_checkpoint(house: OutputDir) -> None:
-    run = add_history(house, "run_collapsed")
+async def test_a_run_goes_on_from_the_chosen_checkpoint(workspace: OutputDir) -> None:
+    run = add_history(workspace, "run_collapsed")
     run.status.unlink()  # it names the process of this test, which lives
-    async with opened_run(house.path, "run_collapsed") as o:
+    async with opened_run(workspace.path, "run_collapsed") as o:
         await see(o, "checkpoints", "◌ partial")
         assert not o.screen.check_action("resume", ()), "step 40 is not complete"
         await o.press("enter")
@@ -375,14 +375,14 @@ async def test_a_run_goes_on_from_the_chosen_checkpoint(house: OutputDir) -> Non
         assert o.screen.check_action("resume", ()) is False
 
 
-async def test_read_only_offers_no_resume(house: OutputDir) -> None:
-    add_history(house, RUN)
-    before = {path: path.read_bytes() for path in house.path.rglob("*") if path.is_file()}
-    async with opened_run(house.path, read_only=True) as o:
+async def test_read_only_offers_no_resume(workspace: OutputDir) -> None:
+    add_history(workspace, RUN)
+    before = {path: path.read_bytes() for path in workspace.path.rglob("*") if path.is_file()}
+    async with opened_run(workspace.path, read_only=True) as o:
         await see(o, "checkpoints", "✔ STABLE")
         await o.press("j", "enter")
         assert o.app.screen is o.screen and "Resume" not in screen_text(o.app)
         for tab in TABS:
             await o.tab(tab)
             assert "resume" not in {each.binding.action for each in o.screen.active_bindings.values()}
-    assert {path: path.read_bytes() for path in house.path.rglob("*") if path.is_file()} == before
+    assert {path: path.read_bytes() for path in workspace.path.rglob("*") if path.is_file()} == before

@@ -9,32 +9,32 @@ import pytest
 
 from prime_rl.contract.layout import OutputDir, RunDir
 from tests.tui_run_support import RUN, Opened, opened_run
-from tests.tui_support import build_house, screen_text
+from tests.tui_support import build_workspace, screen_text
 from tui.screens.runs import RunsScreen
 
 NUM_LINES = 4_000
 
 
 @pytest.fixture
-def house(tmp_path: Path) -> OutputDir:
-    house = build_house(tmp_path / "house")
+def workspace(tmp_path: Path) -> OutputDir:
+    workspace = build_workspace(tmp_path / "workspace")
     levels = ("INFO   ",) * 19 + ("WARNING",)
-    lines = [f"2026-09-21T14:00:00Z {levels[n % 20]} part: line {n:04}\n" for n in range(NUM_LINES)]
-    lines[10] = "2026-09-21T14:00:00Z ERROR   part: line 0010 broke\n  because of it\n"
-    RunDir(house.path / RUN).log.write_text("".join(lines))
-    return house
+    lines = [f"2026-09-21T14:00:00Z {levels[n % 20]} data: line {n:04}\n" for n in range(NUM_LINES)]
+    lines[10] = "2026-09-21T14:00:00Z ERROR   data: line 0010 broke\n  because of it\n"
+    RunDir(workspace.path / RUN).log.write_text("".join(lines))
+    return workspace
 
 
-def append(house: OutputDir, text: str) -> None:
-    with RunDir(house.path / RUN).log.open("a") as file:
+def append(workspace: OutputDir, text: str) -> None:
+    with RunDir(workspace.path / RUN).log.open("a") as file:
         file.write(text)
 
 
-def number(house: OutputDir, offset: int | None) -> int:
+def number(workspace: OutputDir, offset: int | None) -> int:
     """The number of the line that starts at `offset`; -1 for none."""
     if offset is None:
         return -1
-    line = RunDir(house.path / RUN).log.read_bytes()[offset:].split(b"\n", 1)[0]
+    line = RunDir(workspace.path / RUN).log.read_bytes()[offset:].split(b"\n", 1)[0]
     return int(line.split()[4])
 
 
@@ -43,16 +43,16 @@ async def open_log(o: Opened) -> None:
     await o.sees("following", "line 3999")
 
 
-async def test_the_end_is_followed_unless_scrolled_away(house: OutputDir) -> None:
-    async with opened_run(house.path) as o:
+async def test_the_end_is_followed_unless_scrolled_away(workspace: OutputDir) -> None:
+    async with opened_run(workspace.path) as o:
         await open_log(o)
-        append(house, "newest\n")
+        append(workspace, "newest\n")
         await o.sees("newest")
         await o.press("k", "up", "j", "b")
         assert not o.screen.log_view.follows
-        append(house, "newer\n")
+        append(workspace, "newer\n")
         await o.until(
-            lambda: (o.screen.log_view.part or 0) and o.screen.log_view.part.piece.lines[-1].text == "newer", "it"
+            lambda: (o.screen.log_view.data or 0) and o.screen.log_view.data.piece.lines[-1].text == "newer", "it"
         )
         assert "newer" not in screen_text(o.app)
         await o.press("f")
@@ -61,13 +61,13 @@ async def test_the_end_is_followed_unless_scrolled_away(house: OutputDir) -> Non
         assert o.screen.log_view.follows, "at the end again"
 
 
-async def test_all_of_it_can_be_reached(house: OutputDir) -> None:
-    async with opened_run(house.path) as o:
+async def test_all_of_it_can_be_reached(workspace: OutputDir) -> None:
+    async with opened_run(workspace.path) as o:
         await open_log(o)
         for _ in range(60):
             await o.press("b")
         assert not o.screen.log_view.follows
-        await o.until(lambda: o.screen.log_view.part is not None and not o.screen.log_view.part.piece.is_last, "older")
+        await o.until(lambda: o.screen.log_view.data is not None and not o.screen.log_view.data.piece.is_last, "older")
         await o.press("g")
         await o.sees("line 0000", "because of it")
         while "line 12" not in screen_text(o.app):
@@ -76,8 +76,8 @@ async def test_all_of_it_can_be_reached(house: OutputDir) -> None:
         await o.sees("line 3999", "following")
 
 
-async def test_words_are_found_up_and_down_and_round(house: OutputDir) -> None:
-    async with opened_run(house.path) as o:
+async def test_words_are_found_up_and_down_and_round(workspace: OutputDir) -> None:
+    async with opened_run(workspace.path) as o:
         await open_log(o)
         view = o.screen.log_view
         await o.press("slash", *"LINE", "escape")
@@ -86,11 +86,11 @@ async def test_words_are_found_up_and_down_and_round(house: OutputDir) -> None:
         await o.sees("line 2345", "/line 2345", "found")
         await o.press("slash", *("backspace",) * 20, *"warning", "enter")  # from what is in sight upwards
         await o.until(lambda: view.found.start is not None, "a warning")
-        first = number(house, view.found.start)
+        first = number(workspace, view.found.start)
         assert first % 20 == 19 and 2300 < first < 2380
         for key, line in (("N", first - 20), ("n", first), ("n", first + 20)):
             await o.press(key)
-            await o.until(lambda line=line: number(house, view.found.start) == line, f"line {line}")
+            await o.until(lambda line=line: number(workspace, view.found.start) == line, f"line {line}")
             await o.sees(f"line {line}")
         await o.press("slash", *("backspace",) * 20, *"broke", "enter")
         await o.sees("line 0010 broke")
@@ -104,8 +104,8 @@ async def test_words_are_found_up_and_down_and_round(house: OutputDir) -> None:
         await o.until(lambda: isinstance(o.app.screen, RunsScreen), "home")
 
 
-async def test_levels_leave_out_what_is_below(house: OutputDir) -> None:
-    async with opened_run(house.path) as o:
+async def test_levels_leave_out_what_is_below(workspace: OutputDir) -> None:
+    async with opened_run(workspace.path) as o:
         await open_log(o)
         await o.press("v", "v")
         await o.sees("level warning", "line 3979")
@@ -117,9 +117,9 @@ async def test_levels_leave_out_what_is_below(house: OutputDir) -> None:
         await o.sees("level all", "line 3999")
 
 
-async def test_rotation_and_removal_under_ones_eyes(house: OutputDir) -> None:
-    log = RunDir(house.path / RUN).log
-    async with opened_run(house.path) as o:
+async def test_rotation_and_removal_under_ones_eyes(workspace: OutputDir) -> None:
+    log = RunDir(workspace.path / RUN).log
+    async with opened_run(workspace.path) as o:
         await open_log(o)
         await o.press("g")
         await o.sees("line 0000")

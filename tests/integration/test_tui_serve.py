@@ -26,7 +26,7 @@ from websockets.exceptions import InvalidStatus
 from websockets.sync.client import ClientConnection, connect
 
 from prime_rl.contract.files import wait_for
-from tests.tui_support import build_house
+from tests.tui_support import build_workspace
 from tui.serve import child_command
 
 TIMEOUT_S = 40.0
@@ -46,9 +46,9 @@ FLAGS = (
 
 
 @contextmanager
-def served(house: Path, log: Path, *arguments: str) -> Iterator[str]:
-    """The address at which a real server serves `house`."""
-    command = [sys.executable, "-m", "tui", "--serve", "--port", "0", *arguments, str(house)]
+def served(workspace: Path, log: Path, *arguments: str) -> Iterator[str]:
+    """The address at which a real server serves `workspace`."""
+    command = [sys.executable, "-m", "tui", "--serve", "--port", "0", *arguments, str(workspace)]
     env = {**os.environ, "PYTHONUNBUFFERED": "1"}
     with log.open("w") as out:
         server = subprocess.Popen(command, stdout=out, stderr=out, start_new_session=True, env=env)
@@ -89,8 +89,8 @@ def status_of(url: str, **headers: str) -> int:
 
 def test_only_its_own_pages_are_answered(tmp_path: Path) -> None:
     """Not another site in the same browser (its origin), nor one whose name was bent to this address (its host)."""
-    (tmp_path / "house").mkdir()
-    with served(tmp_path / "house", tmp_path / "log") as url:
+    (tmp_path / "workspace").mkdir()
+    with served(tmp_path / "workspace", tmp_path / "log") as url:
         authority = url.removeprefix("http://")
         assert "(read-only)" in (tmp_path / "log").read_text()
         assert status_of(url) == 200
@@ -190,8 +190,8 @@ def browser(profile: Path) -> Iterator[Browser]:
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine: apt-get install chromium")
 def test_in_a_browser_a_click_chooses_a_run(tmp_path: Path) -> None:
-    house = build_house(tmp_path / "house", living=False)
-    with served(house.path, tmp_path / "log") as url, browser(tmp_path / "profile") as page:
+    workspace = build_workspace(tmp_path / "workspace", living=False)
+    with served(workspace.path, tmp_path / "log") as url, browser(tmp_path / "profile") as page:
         page.open(f"{url}/?fontsize=16")
         before = page.still_picture("the runs in the browser")
         row = _cursor_row(before)

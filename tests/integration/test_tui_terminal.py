@@ -19,7 +19,7 @@ import pytest
 from prime_rl.contract.files import wait_for
 
 TIMEOUT_S = 60.0
-# As `prl demo` shows a house; the code says whether a person has ended it with Ctrl-C.
+# As `prl demo` shows a workspace; the code says whether a person has ended it with Ctrl-C.
 AS_A_CHILD = """\
 import sys, time
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The real `prl-tui` in a real terminal: it starts a house, adds a run, sees it train, evicts, deletes and undoes."""
+"""The real `prl-tui` in a real terminal: starts a workspace, adds a run, sees it train, evicts, deletes, undoes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 
 from prime_rl.contract.files import wait_for
 from prime_rl.contract.layout import OutputDir
-from tests.system_support import PATIENCE_S, House
+from tests.system_support import PATIENCE_S, Workspace
 
 
 class Terminal:
@@ -67,36 +67,36 @@ class Terminal:
 
 
 @pytest.fixture
-def terminal(tmp_path: Path, house: House) -> Iterator[Terminal]:
-    """prl-tui on an empty house, in a folder whose configs are the test's own."""
+def terminal(tmp_path: Path, workspace: Workspace) -> Iterator[Terminal]:
+    """prl-tui on an empty workspace, in a folder whose configs are the test's own."""
     configs = tmp_path / "work" / "configs" / "mine"
     configs.mkdir(parents=True)
-    shutil.copy(house.system_toml, configs / "system.toml")
-    with house.write_run("fresh", max_steps=500).rename(configs / "fresh.toml").open("a") as toml:
+    shutil.copy(workspace.system_toml, configs / "system.toml")
+    with workspace.write_run("fresh", max_steps=500).rename(configs / "fresh.toml").open("a") as toml:
         toml.write("keep_last = 300\n")  # it trains on while a person looks at its checkpoints
     state = f"XDG_STATE_HOME={tmp_path / 'state'}"
     opened = Terminal(
         configs.parents[1],
-        ["env", "-u", "COLUMNS", "-u", "LINES", state, sys.executable, "-m", "tui", str(house.output_dir)],
+        ["env", "-u", "COLUMNS", "-u", "LINES", state, sys.executable, "-m", "tui", str(workspace.output_dir)],
     )
     yield opened
     opened.close()
 
 
 @pytest.mark.skipif(shutil.which("tmux") is None, reason="tmux is not installed")
-def test_a_whole_day_at_the_console(terminal: Terminal, house: House) -> None:
+def test_a_whole_day_at_the_console(terminal: Terminal, workspace: Workspace) -> None:
     terminal.wait("no runs here yet")
-    start_the_house(terminal)
+    start_the_workspace(terminal)
     add_a_run(terminal)
     terminal.wait(r"● active\s+run_fresh .* [3-9]/500")
-    go_back_to_a_checkpoint(terminal, house)
-    evict_delete_and_undo(terminal, house)
+    go_back_to_a_checkpoint(terminal, workspace)
+    evict_delete_and_undo(terminal, workspace)
     terminal.press("q")
     wait_for(lambda: not terminal.is_open(), "prl-tui to end", timeout_s=PATIENCE_S)
-    assert house.json("status")["daemons"][0]["state"] == "running", "quitting ends no daemon"
+    assert workspace.json("status")["daemons"][0]["state"] == "running", "quitting ends no daemon"
 
 
-def start_the_house(terminal: Terminal) -> None:
+def start_the_workspace(terminal: Terminal) -> None:
     terminal.type("U")
     terminal.wait("as in configs/mine/system.toml")
     terminal.press("Down", "Enter")
@@ -113,8 +113,8 @@ def add_a_run(terminal: Terminal) -> None:
     terminal.wait("run_fresh is added")
 
 
-def go_back_to_a_checkpoint(terminal: Terminal, house: House) -> None:
-    metrics = OutputDir(house.output_dir).run("run_fresh").trainer_metrics
+def go_back_to_a_checkpoint(terminal: Terminal, workspace: Workspace) -> None:
+    metrics = OutputDir(workspace.output_dir).run("run_fresh").trainer_metrics
 
     def steps() -> list[int]:
         return [json.loads(line)["step"] for line in metrics.read_text().split("\n")[:-1]]
@@ -128,11 +128,11 @@ def go_back_to_a_checkpoint(terminal: Terminal, house: House) -> None:
     asked = re.search(r"go on from step (\d+)", terminal.wait(r"go on from step \d+"))
     assert asked is not None
     step = int(asked[1])
-    house.wait(lambda: steps()[-1] > step, "a step after the checkpoint")
+    workspace.wait(lambda: steps()[-1] > step, "a step after the checkpoint")
     terminal.press("Enter")
     terminal.wait(f"run_fresh goes on from step {step}")
-    house.wait(lambda: steps().count(step + 1) == 2, "the step after the checkpoint once more")
-    house.wait(lambda: steps()[-1] >= step + 2 and steps().count(step + 1) == 2, "it to train on")
+    workspace.wait(lambda: steps().count(step + 1) == 2, "the step after the checkpoint once more")
+    workspace.wait(lambda: steps()[-1] >= step + 2 and steps().count(step + 1) == 2, "it to train on")
     trained = steps()
     assert trained[: step + 1] == list(range(1, step + 2)), "it had got there before"
     back = len(trained) - 1 - trained[::-1].index(step + 1)
@@ -141,19 +141,21 @@ def go_back_to_a_checkpoint(terminal: Terminal, house: House) -> None:
     terminal.wait(r"● active\s+run_fresh")
 
 
-def evict_delete_and_undo(terminal: Terminal, house: House) -> None:
+def evict_delete_and_undo(terminal: Terminal, workspace: Workspace) -> None:
     terminal.type("e")
     terminal.wait("reason .required.")
     terminal.type("enough seen")
     terminal.press("Enter")
     terminal.wait(r"⊘ evicted\s+run_fresh .* enough seen")
-    house.wait(lambda: house.runs()["run_fresh"]["run_idx"] is None and not run_lives(house), "the run to be let go")
+    workspace.wait(
+        lambda: workspace.runs()["run_fresh"]["run_idx"] is None and not run_lives(workspace), "the run to be let go"
+    )
     terminal.type("d")
     terminal.wait(r"\d+ steps of training, [\d.]+ [KM]iB on disk")
     terminal.press("Enter")
     terminal.wait("run_fresh lies in .trash")
     terminal.wait("no runs here yet")
-    assert not (house.output_dir / "run_fresh").exists()
+    assert not (workspace.output_dir / "run_fresh").exists()
     terminal.type("u")
     terminal.wait("run_fresh is back")
     terminal.wait(r"⊘ evicted\s+run_fresh")
@@ -165,5 +167,5 @@ def evict_delete_and_undo(terminal: Terminal, house: House) -> None:
     terminal.wait("what was done here", absent=True)
 
 
-def run_lives(house: House) -> bool:
-    return any("run_fresh" in " ".join(process.cmdline()) for process in house.processes())
+def run_lives(workspace: Workspace) -> bool:
+    return any("run_fresh" in " ".join(process.cmdline()) for process in workspace.processes())

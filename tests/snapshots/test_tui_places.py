@@ -9,13 +9,13 @@ import pytest
 from textual.pilot import Pilot
 
 from tests.tui_places_support import FakeProbe, busy, put_group
-from tests.tui_support import Ticker, build_house, frozen_clock, has_looked, roomy_disk, screen_text, settled, until
+from tests.tui_support import Ticker, build_workspace, frozen_clock, has_looked, roomy_disk, screen_text, settled, until
 from tui.app import PrlApp
 
 Compare = Callable[..., bool]
 
 
-@pytest.mark.parametrize("theme", ["house-dark", "house-light"])
+@pytest.mark.parametrize("theme", ["prl-dark", "prl-light"])
 @pytest.mark.parametrize("size", [(80, 24), (200, 50)], ids=["80x24", "200x50"])
 @pytest.mark.parametrize(
     ("key", "words"),
@@ -32,7 +32,7 @@ def test_place(
     theme: str,
 ) -> None:
     monkeypatch.setenv("TZ", "UTC")
-    output, clock = build_house(tmp_path / "lab"), Ticker()
+    output, clock = build_workspace(tmp_path / "lab"), Ticker()
     busy(output)
     put_group(output, seq=100)
     app = PrlApp(

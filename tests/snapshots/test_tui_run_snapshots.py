@@ -9,7 +9,7 @@ import pytest
 from textual.pilot import Pilot
 
 from tests.tui_run_support import RUN
-from tests.tui_support import add_history, build_house, frozen_clock, has_looked, roomy_disk, settled, until
+from tests.tui_support import add_history, build_workspace, frozen_clock, has_looked, roomy_disk, settled, until
 from tui.app import PrlApp
 from tui.screens.run import RunScreen
 from tui.tabs import CHARTS, CONFIG, EVENTS, LOGS, ROLLOUTS, TABS
@@ -22,9 +22,9 @@ Steps = Callable[[Pilot[None]], Awaitable[None]]
 @pytest.fixture
 def app(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PrlApp:
     monkeypatch.setenv("TZ", "UTC")
-    house = build_house(tmp_path / "lab")
+    workspace = build_workspace(tmp_path / "lab")
     for run_id in ("run_typo", RUN):
-        add_history(house, run_id)
+        add_history(workspace, run_id)
     app = PrlApp(tmp_path / "lab", clock=frozen_clock, read_disk=roomy_disk)
     app.animation_level = "none"
     return app
@@ -53,7 +53,7 @@ def opened(tab: str, *keys: str, run_id: str = RUN, theme: str | None = None) ->
     return run
 
 
-@pytest.mark.parametrize("theme", ["house-dark", "house-light"])
+@pytest.mark.parametrize("theme", ["prl-dark", "prl-light"])
 @pytest.mark.parametrize("size", [SMALL, LARGE], ids=["80x24", "200x50"])
 @pytest.mark.parametrize("tab", TABS)
 def test_tab(snap_compare: Compare, app: PrlApp, size: tuple[int, int], tab: str, theme: str) -> None:

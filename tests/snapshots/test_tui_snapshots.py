@@ -9,7 +9,7 @@ import pytest
 from textual.pilot import Pilot
 from textual.widgets import Input
 
-from tests.tui_support import build_house, frozen_clock, has_looked, roomy_disk, settled, until
+from tests.tui_support import build_workspace, frozen_clock, has_looked, roomy_disk, settled, until
 from tui.app import PrlApp
 
 SMALL, LARGE = (80, 24), (200, 50)
@@ -19,9 +19,9 @@ Steps = Callable[[Pilot[None]], Awaitable[None]]
 
 @pytest.fixture
 def app(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PrlApp:
-    """Over a house whose pictures hold no path, pid or time of this machine."""
+    """Over a workspace whose pictures hold no path, pid or time of this machine."""
     monkeypatch.setenv("TZ", "UTC")
-    build_house(tmp_path / "lab")
+    build_workspace(tmp_path / "lab")
     app = PrlApp(tmp_path / "lab", clock=frozen_clock, read_disk=roomy_disk)
     app.animation_level = "none"
     return app
@@ -61,7 +61,7 @@ def test_small_screen(snap_compare: Compare, app: PrlApp, keys: tuple[str, ...])
 def test_home_in_the_light_theme(snap_compare: Compare, app: PrlApp, size: tuple[int, int]) -> None:
     async def steps(pilot: Pilot[None]) -> None:
         await looked()(pilot)
-        pilot.app.theme = "house-light"
+        pilot.app.theme = "prl-light"
         await settled(pilot)
 
     assert snap_compare(app, terminal_size=size, run_before=steps)
@@ -72,7 +72,7 @@ def test_marks_pins_an_order_and_a_filter_with_a_mistake(snap_compare: Compare, 
     assert snap_compare(app, terminal_size=(120, 32), run_before=looked(*pressed))
 
 
-@pytest.mark.parametrize("theme", ["house-dark-256", "house-dark-16", "house-light-16"])
+@pytest.mark.parametrize("theme", ["prl-dark-256", "prl-dark-16", "prl-light-16"])
 def test_few_colours(snap_compare: Compare, app: PrlApp, theme: str) -> None:
     async def steps(pilot: Pilot[None]) -> None:
         await looked("space")(pilot)
@@ -83,7 +83,7 @@ def test_few_colours(snap_compare: Compare, app: PrlApp, theme: str) -> None:
 
 
 def test_read_only_home(snap_compare: Compare, tmp_path: Path) -> None:
-    build_house(tmp_path / "lab")
+    build_workspace(tmp_path / "lab")
     app = PrlApp(tmp_path / "lab", clock=frozen_clock, read_only=True, read_disk=roomy_disk)
     app.animation_level = "none"
     assert snap_compare(app, terminal_size=SMALL, run_before=looked())

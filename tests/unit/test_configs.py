@@ -136,7 +136,7 @@ def test_what_the_trainer_cannot_serve(tmp_path: Path, extra: str, key: str, wor
     assert problem.key == key and words in problem.message
 
 
-def test_a_house_refuses_a_run_for_whose_versions_it_has_no_room(tmp_path: Path) -> None:
+def test_a_workspace_refuses_a_run_for_whose_versions_it_has_no_room(tmp_path: Path) -> None:
     for said, allowed in (({}, 2), ({"max_async_level": 4}, 4), ({"trainer": {"max_async_level": 1}}, 1)):
         limits = TrainerLimits.of(
             build(SystemConfig, {"model": {"name": "models/base"}, **said}, "system.toml").trainer
@@ -145,11 +145,11 @@ def test_a_house_refuses_a_run_for_whose_versions_it_has_no_room(tmp_path: Path)
         assert check_against_trainer(fits, limits) == []
         (problem,) = check_against_trainer(fits.model_copy(update={"max_async_level": allowed + 1}), limits)
         assert str(problem) == (
-            f"max_async_level: found {allowed + 1}: this house has room for the policy versions of at most {allowed} "
-            "(max_async_level in its system file)"
+            f"max_async_level: found {allowed + 1}: this workspace has room for the policy versions of at most "
+            f"{allowed} (max_async_level in its system file)"
         )
-    without_a_house = load_run_config(run_toml(tmp_path, MINIMAL), {"max_async_level": 16})
-    assert check_against_trainer(without_a_house, LIMITS) == []
+    without_a_workspace = load_run_config(run_toml(tmp_path, MINIMAL), {"max_async_level": 16})
+    assert check_against_trainer(without_a_workspace, LIMITS) == []
 
 
 def test_another_model_or_longer_samples_are_refused(tmp_path: Path) -> None:
@@ -269,7 +269,7 @@ def test_help_names_every_field_with_its_docstring() -> None:
     assert text.count("--loss.kl_coef") == 1, "what all losses share is said once"
 
 
-def test_a_house_of_the_whole_model_says_that_to_both_parts_and_reads_itself_again(tmp_path: Path) -> None:
+def test_a_workspace_of_the_whole_model_says_that_to_both_parts_and_reads_itself_again(tmp_path: Path) -> None:
     data = {"full_finetune": True, "broadcast": {"type": "nccl", "port": 5000}, "output_dir": str(tmp_path)}
     system = build(SystemConfig, data, "system.toml")
     assert system.max_concurrent_runs == system.trainer.max_concurrent_runs == 1
@@ -306,10 +306,10 @@ def test_what_does_not_go_with_the_whole_model_is_one_line(data: dict[str, Any],
         ({"lora": {}}, None, "model.lora: the trainer fine-tunes the whole model, without adapters: leave it out"),
         ({"lora": {"rank": 4}}, None, "model.lora.rank: the trainer fine-tunes"),
         ({"full_finetune": False}, None, "model.full_finetune: found false: the trainer fine-tunes"),
-        ({"full_finetune": True}, 8, "a house with full_finetune = true in its system file"),
+        ({"full_finetune": True}, 8, "a workspace with full_finetune = true in its system file"),
     ],
 )
-def test_a_run_that_is_in_the_wrong_house_hears_what_to_do(
+def test_a_run_that_is_in_the_wrong_workspace_hears_what_to_do(
     tmp_path: Path, model: dict[str, Any], max_rank: int | None, words: str
 ) -> None:
     config = load_run_config(run_toml(tmp_path, MINIMAL), {"model": model, "sampling": {"max_tokens": 8}})

@@ -37,13 +37,13 @@ def test_bad_run_ids_are_refused_by_name(run_id: str) -> None:
 
 
 @given(st.text(max_size=80))
-def test_no_run_id_leaves_the_house(text: str) -> None:
-    house = OutputDir(Path("/nowhere/house"))
+def test_no_run_id_leaves_the_workspace(text: str) -> None:
+    workspace = OutputDir(Path("/nowhere/workspace"))
     try:
-        path = house.run("run_" + text).path
+        path = workspace.run("run_" + text).path
     except LayoutError:
         return
-    assert path.parent == house.path and path.name == "run_" + text
+    assert path.parent == workspace.path and path.name == "run_" + text
 
 
 @given(st.integers(0, 10**10 - 1))
@@ -63,20 +63,20 @@ def test_adapter_names_round_trip() -> None:
 
 
 def test_scan_keeps_dots_in_names_and_refuses_links_and_files(tmp_path: Path) -> None:
-    house, outside = tmp_path / "house", tmp_path / "outside"
-    for folder in (house / "run_1.5" / "control", house / "run_b", house / "other", outside):
+    workspace, outside = tmp_path / "workspace", tmp_path / "outside"
+    for folder in (workspace / "run_1.5" / "control", workspace / "run_b", workspace / "other", outside):
         folder.mkdir(parents=True)
-    (house / "run_link").symlink_to(outside)
-    (house / "run_file").write_text("")
-    (house / "run_bad name").mkdir()
-    (house / "run_c").mkdir()
-    (house / "run_c" / "control").symlink_to(outside)
-    runs, refused = scan_runs(house)
+    (workspace / "run_link").symlink_to(outside)
+    (workspace / "run_file").write_text("")
+    (workspace / "run_bad name").mkdir()
+    (workspace / "run_c").mkdir()
+    (workspace / "run_c" / "control").symlink_to(outside)
+    runs, refused = scan_runs(workspace)
     assert [run.run_id for run in runs] == ["run_1.5", "run_b"]
     assert {r.name for r in refused} == {"run_link", "run_file", "run_bad name", "run_c"}
     assert "symbolic link" in next(r.reason for r in refused if r.name == "run_link")
     with pytest.raises(LayoutError, match="symbolic link"):
-        OutputDir(house).run("run_link")
+        OutputDir(workspace).run("run_link")
 
 
 def test_scan_of_a_missing_folder_is_empty(tmp_path: Path) -> None:

@@ -17,20 +17,20 @@ from daemons.process import gpu_processes, wait_for_gpus
 from prime_rl.contract.files import wait_for
 from prime_rl.utils.process import ProcessId, boot_id
 
-# As the first process of a container: it gets a child that it did not start as a part, and one that is a part.
+# As the first process of a container: it gets a child that it did not start as a daemon, and one that is a daemon.
 FIRST_PROCESS = """
 import os, subprocess, sys, time
 from daemons.children import OwnChild, any_ended
 orphan = subprocess.Popen(["true"])
-part = subprocess.Popen(["sleep", "600"])
-children, own = {"part": OwnChild(part)}, frozenset({part.pid})
+daemon = subprocess.Popen(["sleep", "600"])
+children, own = {"daemon": OwnChild(daemon)}, frozenset({daemon.pid})
 while os.path.exists(f"/proc/{orphan.pid}"):
-    assert not any_ended(children, own), "an orphan is no part"
+    assert not any_ended(children, own), "an orphan is no daemon"
     time.sleep(0.01)
-part.kill()
+daemon.kill()
 while not any_ended(children, own):
     time.sleep(0.01)
-assert not children["part"].lives() and children["part"].exit_code == -9
+assert not children["daemon"].lives() and children["daemon"].exit_code == -9
 assert not any_ended(children, own)
 """
 
@@ -42,7 +42,7 @@ def sleeper() -> Iterator[subprocess.Popen[bytes]]:
         child.kill()
 
 
-def test_an_adopted_part_lives_until_it_dies_whoever_reaps_it(sleeper: subprocess.Popen[bytes]) -> None:
+def test_an_adopted_daemon_lives_until_it_dies_whoever_reaps_it(sleeper: subprocess.Popen[bytes]) -> None:
     adopted = AdoptedChild(ProcessId.of(sleeper.pid))
     assert adopted.lives() and adopted.exit_code is None
     os.kill(sleeper.pid, signal.SIGKILL)
@@ -52,12 +52,12 @@ def test_an_adopted_part_lives_until_it_dies_whoever_reaps_it(sleeper: subproces
     adopted.close()
 
 
-def test_a_stranger_with_the_pid_of_an_adopted_part_is_not_that_part(sleeper: subprocess.Popen[bytes]) -> None:
+def test_a_stranger_with_the_pid_of_an_adopted_daemon_is_not_that_daemon(sleeper: subprocess.Popen[bytes]) -> None:
     real = ProcessId.of(sleeper.pid)
     assert not AdoptedChild(replace(real, start=f"{boot_id()}/1")).lives()
 
 
-def test_inherited_orphans_are_reaped_and_parts_are_noticed() -> None:
+def test_inherited_orphans_are_reaped_and_daemons_are_noticed() -> None:
     done = subprocess.run([sys.executable, "-c", FIRST_PROCESS], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")
 

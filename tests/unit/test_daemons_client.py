@@ -1,4 +1,4 @@
-"""One look at a house: right facts, also with the daemons down, with damaged files, and on a copy."""
+"""One look at a workspace: right facts, also with the daemons down, with damaged files, and on a copy."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from daemons.client import MAX_FILE_BYTES, House, HouseReader, read_house
+from daemons.client import MAX_FILE_BYTES, Workspace, WorkspaceReader, read_workspace
 from prime_rl.contract.files import write_atomic
 from prime_rl.contract.layout import OutputDir, RunDir
 from prime_rl.contract.status import (
@@ -39,8 +39,8 @@ def put(path: Path, status: Status, *, alive: bool = True, age_s: float = 0.0) -
     write_atomic(path, msgspec.json.encode(status))
 
 
-def make_run(house: Path, run_id: str, *, max_steps: int = 10, published: int = 0) -> RunDir:
-    run = RunDir(house / run_id)
+def make_run(workspace: Path, run_id: str, *, max_steps: int = 10, published: int = 0) -> RunDir:
+    run = RunDir(workspace / run_id)
     run.control.mkdir(parents=True)
     run.orch_toml.write_text(RUN_TOML.format(max_steps=max_steps, model="m"))
     if published:
@@ -49,16 +49,16 @@ def make_run(house: Path, run_id: str, *, max_steps: int = 10, published: int = 
     return run
 
 
-def put_trainer(house: Path, runs: dict[str, int], waiting: list[str], *, state: str = "training") -> None:
+def put_trainer(workspace: Path, runs: dict[str, int], waiting: list[str], *, state: str = "training") -> None:
     slots = {run_id: TrainerRunStatus(run_idx=idx, step=2, lr=0.5) for run_id, idx in runs.items()}
     put(
-        OutputDir(house).trainer_status,
+        OutputDir(workspace).trainer_status,
         TrainerStatus(state=state, max_runs=2, runs=slots, waiting=waiting, refused={"run_link": "a link"}),
     )
 
 
-def states(house: House) -> dict[str, str]:
-    return {run.run_id: str(run.state) for run in house.runs}
+def states(workspace: Workspace) -> dict[str, str]:
+    return {run.run_id: str(run.state) for run in workspace.runs}
 
 
 def test_runs_in_every_state_in_the_order_of_importance(tmp_path: Path) -> None:
@@ -69,8 +69,8 @@ def test_runs_in_every_state_in_the_order_of_importance(tmp_path: Path) -> None:
     make_run(tmp_path, "run_evicted").evicted.write_text("too slow\n")
     make_run(tmp_path, "run_invalid").config_error.write_text("bad lr")
     put_trainer(tmp_path, {"run_b": 0, "run_a": 1}, ["run_waits2", "run_waits1"])
-    house = read_house(tmp_path, now=NOW)
-    assert list(states(house).items()) == [
+    workspace = read_workspace(tmp_path, now=NOW)
+    assert list(states(workspace).items()) == [
         ("run_b", "active"),
         ("run_a", "active"),
         ("run_waits2", "waiting"),
@@ -80,22 +80,22 @@ def test_runs_in_every_state_in_the_order_of_importance(tmp_path: Path) -> None:
         ("run_failed", "failed"),
         ("run_invalid", "invalid"),
     ]
-    assert [run.queue_position for run in house.runs[:4]] == [None, None, 1, 2]
-    assert [run.reason for run in house.runs[5:]] == ["too slow", "no key", "bad lr"]
-    assert (house.max_runs, house.num_used) == (2, 2)
-    run = house.runs[0]
+    assert [run.queue_position for run in workspace.runs[:4]] == [None, None, 1, 2]
+    assert [run.reason for run in workspace.runs[5:]] == ["too slow", "no key", "bad lr"]
+    assert (workspace.max_runs, workspace.num_used) == (2, 2)
+    run = workspace.runs[0]
     assert (run.run_idx, run.step, run.max_steps, run.lr, run.model, run.batch_size) == (0, 2, 10, 0.5, "m", 8)
-    assert [(each.name, each.reason) for each in house.refused] == [("run_link", "a link")]
+    assert [(each.name, each.reason) for each in workspace.refused] == [("run_link", "a link")]
 
 
-def test_a_copied_house_shows_what_was_and_claims_no_life(tmp_path: Path) -> None:
-    house = tmp_path / "house"
-    put(make_run(house, "run_a", published=3).status, RunStatus(run_id="run_a", state="running", reward=0.5))
-    put_trainer(house, {"run_a": 0}, [])
-    put(OutputDir(house).daemon_status("trainer"), DaemonStatus(name="trainer", state="running", child_pid=1))
-    put(OutputDir(house).daemon_status("supervisor"), DaemonStatus(name="supervisor", state="running"))
-    shutil.copytree(house, tmp_path / "copy")
-    later = read_house(tmp_path / "copy", now=NOW + LOST_AFTER_S + 1)
+def test_a_copied_workspace_shows_what_was_and_claims_no_life(tmp_path: Path) -> None:
+    workspace = tmp_path / "workspace"
+    put(make_run(workspace, "run_a", published=3).status, RunStatus(run_id="run_a", state="running", reward=0.5))
+    put_trainer(workspace, {"run_a": 0}, [])
+    put(OutputDir(workspace).daemon_status("trainer"), DaemonStatus(name="trainer", state="running", child_pid=1))
+    put(OutputDir(workspace).daemon_status("supervisor"), DaemonStatus(name="supervisor", state="running"))
+    shutil.copytree(workspace, tmp_path / "copy")
+    later = read_workspace(tmp_path / "copy", now=NOW + LOST_AFTER_S + 1)
     assert states(later) == {"run_a": "stopped"}
     assert (later.runs[0].step, later.runs[0].reward) == (3, 0.5)
     assert (later.trainer, later.inference, later.supervisor_alive, later.bottleneck) == (None, None, False, None)
@@ -105,9 +105,9 @@ def test_a_copied_house_shows_what_was_and_claims_no_life(tmp_path: Path) -> Non
 def test_a_dead_writer_is_lost_at_once(tmp_path: Path) -> None:
     put(OutputDir(tmp_path).trainer_status, TrainerStatus(state="training", max_runs=2), alive=False)
     put(OutputDir(tmp_path).daemon_status("trainer"), DaemonStatus(name="trainer", state="running"), alive=False)
-    house = read_house(tmp_path, now=NOW)
-    assert house.trainer is None
-    assert house.daemons[0].state == "lost"
+    workspace = read_workspace(tmp_path, now=NOW)
+    assert workspace.trainer is None
+    assert workspace.daemons[0].state == "lost"
 
 
 def _truncate(path: Path) -> None:
@@ -146,19 +146,21 @@ def test_a_damaged_file_costs_its_own_facts_only(tmp_path: Path, damage: Callabl
     for path in (bad.status, bad.orch_toml, OutputDir(tmp_path).inference_status):
         damage(path)
     damage(OutputDir(tmp_path).daemon_status("trainer"))
-    house = read_house(tmp_path, now=NOW)
-    assert house.run("run_good") is not None
-    assert house.run("run_good").reward == 0.25  # type: ignore[union-attr]
-    assert house.inference is None
-    assert house.daemons == ()
-    told = [run.reason for run in house.runs if run.state is RunState.INVALID] + [each.reason for each in house.refused]
+    workspace = read_workspace(tmp_path, now=NOW)
+    assert workspace.run("run_good") is not None
+    assert workspace.run("run_good").reward == 0.25  # type: ignore[union-attr]
+    assert workspace.inference is None
+    assert workspace.daemons == ()
+    told = [run.reason for run in workspace.runs if run.state is RunState.INVALID] + [
+        each.reason for each in workspace.refused
+    ]
     assert any("run_bad" in (reason or "") for reason in told)
 
 
-def test_no_house_is_an_empty_house(tmp_path: Path) -> None:
+def test_no_workspace_is_an_empty_workspace(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for path in (tmp_path / "none", tmp_path / "file", tmp_path / "file" / "below"):
-        assert read_house(path).runs == ()
+        assert read_workspace(path).runs == ()
 
 
 def test_refused_entries_are_shown_with_the_reason(tmp_path: Path) -> None:
@@ -166,7 +168,7 @@ def test_refused_entries_are_shown_with_the_reason(tmp_path: Path) -> None:
     (tmp_path / "run_link").symlink_to(tmp_path / "elsewhere")
     (tmp_path / "run_empty").mkdir()
     (tmp_path / "run_a b").mkdir()
-    reasons = {each.name: each.reason for each in read_house(tmp_path).refused}
+    reasons = {each.name: each.reason for each in read_workspace(tmp_path).refused}
     assert "symbolic link" in reasons["run_link"]
     assert "orch.toml is not there" in reasons["run_empty"]
     assert "letters" in reasons["run_a b"]
@@ -174,7 +176,7 @@ def test_refused_entries_are_shown_with_the_reason(tmp_path: Path) -> None:
 
 def test_a_reader_sees_changes_and_forgets_what_is_gone(tmp_path: Path) -> None:
     run = make_run(tmp_path, "run_a", max_steps=10)
-    reader = HouseReader(tmp_path)
+    reader = WorkspaceReader(tmp_path)
     assert reader.read(now=NOW).runs[0].max_steps == 10
     write_atomic(run.orch_toml, RUN_TOML.format(max_steps=77, model="m"))
     assert reader.read(now=NOW).runs[0].max_steps == 77
@@ -186,7 +188,7 @@ def test_a_reader_sees_changes_and_forgets_what_is_gone(tmp_path: Path) -> None:
 def test_unchanged_configs_are_parsed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for number in range(5):
         make_run(tmp_path, f"run_{number}")
-    reader = HouseReader(tmp_path)
+    reader = WorkspaceReader(tmp_path)
     reader.read(now=NOW)
     monkeypatch.setattr("prime_rl.configs.validate.load_run_config", lambda path: pytest.fail(f"parsed {path} again"))
     assert len(reader.read(now=NOW).runs) == 5
@@ -198,7 +200,7 @@ def test_the_first_look_may_leave_configs_unread_and_the_next_reads_them(tmp_pat
     make_run(tmp_path, "run_b", max_steps=5)
     (tmp_path / "run_b" / "control" / "orch.toml").write_text("batch_size = 'many'")
     put_trainer(tmp_path, {}, [])
-    reader = HouseReader(tmp_path)
+    reader = WorkspaceReader(tmp_path)
     first = reader.read(now=NOW, with_configs=False)
     assert [(view.run_id, view.state, view.max_steps) for view in first.runs] == [
         ("run_a", RunState.WAITING, 50),
@@ -215,7 +217,7 @@ def test_the_first_look_may_leave_configs_unread_and_the_next_reads_them(tmp_pat
 def test_what_did_not_change_is_the_same_view(tmp_path: Path) -> None:
     run = make_run(tmp_path, "run_a", published=3)
     put_trainer(tmp_path, {"run_a": 0}, [])
-    reader = HouseReader(tmp_path)
+    reader = WorkspaceReader(tmp_path)
     view = reader.read(now=NOW).runs[0]
     assert view.step == 3 and reader.read(now=NOW).runs[0] is view
     # A folder of a step that is filled in is seen while the run is in a slot: its parent does not change.
@@ -242,19 +244,23 @@ def test_a_run_that_the_supervisor_gave_up_has_failed_with_its_reason(tmp_path: 
     put_trainer(tmp_path, {"run_a": 0}, [])
     path = OutputDir(tmp_path).daemon_status("run_a")
     put(path, DaemonStatus(name="run_a", state="failed", reason="3 early crashes", num_restarts=2, log_tail=["oh"]))
-    house = read_house(tmp_path, now=NOW)
-    assert (house.runs[0].state, house.runs[0].reason, house.runs[0].num_restarts) == ("failed", "3 early crashes", 2)
-    assert house.daemons[0].log_tail == ("oh",)
+    workspace = read_workspace(tmp_path, now=NOW)
+    assert (workspace.runs[0].state, workspace.runs[0].reason, workspace.runs[0].num_restarts) == (
+        "failed",
+        "3 early crashes",
+        2,
+    )
+    assert workspace.daemons[0].log_tail == ("oh",)
 
 
 def test_the_bottleneck_is_named(tmp_path: Path) -> None:
     put(make_run(tmp_path, "run_a").status, RunStatus(run_id="run_a", state="running", bottleneck="inference"))
     put_trainer(tmp_path, {"run_a": 0}, [])
-    assert read_house(tmp_path, now=NOW).bottleneck == "run_a: inference does not live"
+    assert read_workspace(tmp_path, now=NOW).bottleneck == "run_a: inference does not live"
     put(OutputDir(tmp_path).inference_status, InferenceStatus(state="serving"))
-    assert read_house(tmp_path, now=NOW).bottleneck == "run_a waits for inference"
+    assert read_workspace(tmp_path, now=NOW).bottleneck == "run_a waits for inference"
     put_trainer(tmp_path, {"run_a": 0}, [], state="waiting")
-    assert read_house(tmp_path, now=NOW).bottleneck == "the trainer waits for run_a"
+    assert read_workspace(tmp_path, now=NOW).bottleneck == "the trainer waits for run_a"
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""A supervisor whose machine's clock is set while its parts work: nothing is ended, started or forgotten for it."""
+"""A supervisor whose machine's clock is set while its daemons work: nothing is ended, started or forgotten for it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from prime_rl.utils.process import ProcessId, boot_id
 from prime_rl.utils.signals import StopFlag
 from tests.daemons_support import step_clock
 
-# Each of these ends a part at once when an hour seems to have passed.
+# Each of these ends a daemon at once when an hour seems to have passed.
 LIMITS = {
     "start_timeout_s": 60.0,
     "grace_s": 1.0,
@@ -42,7 +42,7 @@ LIMITS = {
 SYSTEM = SystemConfig.model_validate({"supervisor": LIMITS})
 
 
-class House:
+class Workspace:
     """A trainer that works and an inference server that starts, as processes that only sleep, and their supervisor."""
 
     def __init__(self, path: Path, trainer: ProcessId, inference: ProcessId) -> None:
@@ -88,13 +88,13 @@ class House:
 
 
 @pytest.fixture
-def house(tmp_path: Path) -> Iterator[House]:
+def workspace(tmp_path: Path) -> Iterator[Workspace]:
     command = [sys.executable, "-c", "import time; time.sleep(600)"]
     children = [subprocess.Popen(command, start_new_session=True) for _ in range(2)]
-    house = House(tmp_path / "house", *(ProcessId.of(child.pid) for child in children))
-    yield house
-    if house.lock is not None:
-        house.lock.release()
+    workspace = Workspace(tmp_path / "workspace", *(ProcessId.of(child.pid) for child in children))
+    yield workspace
+    if workspace.lock is not None:
+        workspace.lock.release()
     for child in children:
         child.kill()
         child.wait()
@@ -118,34 +118,34 @@ steps = pytest.mark.parametrize("step_s", [3600.0, -3600.0])
 
 @steps
 def test_nothing_follows_when_the_clock_is_set_under_a_supervisor(
-    house: House, step_s: float, monkeypatch: pytest.MonkeyPatch
+    workspace: Workspace, step_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    supervisor = house.supervisor()
+    supervisor = workspace.supervisor()
     supervisor.tick()
-    assert house.states() == WELL
+    assert workspace.states() == WELL
     set_clock(monkeypatch, step_s)
     supervisor.tick()
     let_pass(monkeypatch, HEARTBEAT_S)
     supervisor.tick()
-    assert all(process.is_running() for process in house.processes.values())
-    assert house.states() == WELL, "and by the next heartbeat its files say so in the new time"
-    assert users_of_run(house.output.path, "run_a") == ["the trainer (slot 0)"], "so it cannot be moved away"
+    assert all(process.is_running() for process in workspace.processes.values())
+    assert workspace.states() == WELL, "and by the next heartbeat its files say so in the new time"
+    assert users_of_run(workspace.output.path, "run_a") == ["the trainer (slot 0)"], "so it cannot be moved away"
 
 
 @steps
-def test_parts_are_adopted_when_the_clock_was_set_since_their_supervisor_died(
-    house: House, step_s: float, monkeypatch: pytest.MonkeyPatch
+def test_daemons_are_adopted_when_the_clock_was_set_since_their_supervisor_died(
+    workspace: Workspace, step_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     set_clock(monkeypatch, step_s)
-    house.supervisor().tick()
-    assert all(process.is_running() for process in house.processes.values())
-    assert house.states() == WELL
+    workspace.supervisor().tick()
+    assert all(process.is_running() for process in workspace.processes.values())
+    assert workspace.states() == WELL
 
 
-def test_a_part_that_falls_silent_is_still_noticed(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
-    supervisor = house.supervisor()
+def test_a_daemon_that_falls_silent_is_still_noticed(workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
+    supervisor = workspace.supervisor()
     supervisor.tick()
     let_pass(monkeypatch, 61.0)
     supervisor.tick()
-    trainer = house.processes["trainer"]
+    trainer = workspace.processes["trainer"]
     wait_for(lambda: not trainer.is_running(), "the silent trainer to be ended", timeout_s=30)

@@ -6,15 +6,15 @@ import itertools
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from daemons.daemon import Action, Daemon, Do, Seen, Snapshot, State
 from daemons.decide import MAX_CRASHES_KEPT, decide
-from daemons.parts import Action, Do, Part, Seen, Snapshot, State
-from daemons.specs import PartSpec, RunNow, wants_orchestrator
+from daemons.specs import DaemonSpec, RunNow, wants_orchestrator
 from prime_rl.configs.system import SupervisorConfig
 from prime_rl.contract.status import LOST_AFTER_S, RunStatus
 from prime_rl.utils.process import ProcessId
 
-TRAINER = PartSpec("trainer", ("t",), Path("t.log"))
-RUN = PartSpec("run_a", ("o",), Path("o.log"), "run_a")
+TRAINER = DaemonSpec("trainer", ("t",), Path("t.log"))
+RUN = DaemonSpec("run_a", ("o",), Path("o.log"), "run_a")
 CONFIG = SupervisorConfig(
     start_timeout_s=100, grace_s=10, backoff_s=1, max_backoff_s=8, early_crash_s=10, max_early_crashes=3
 )
@@ -23,12 +23,12 @@ READY = Seen(lives=True, ready=True, heartbeat_age_s=0.0)
 
 @dataclass
 class History:
-    """One part over time: `see` says what is seen, and what is decided is carried out in memory."""
+    """One daemon over time: `see` says what is seen, and what is decided is carried out in memory."""
 
-    spec: PartSpec = TRAINER
+    spec: DaemonSpec = TRAINER
     wanted: bool = True
     now: float = 1000.0
-    parts: dict[str, Part] = field(default_factory=dict)
+    daemons: dict[str, Daemon] = field(default_factory=dict)
 
     def see(
         self, seen: Seen | None = None, *, after_s: float = 0.0, asked: bool = False, config: SupervisorConfig = CONFIG
@@ -37,7 +37,7 @@ class History:
         name = self.spec.name
         snapshot = Snapshot(
             wanted={name: self.spec} if self.wanted else {},
-            parts=dict(self.parts),
+            daemons=dict(self.daemons),
             seen={name: seen} if seen else {},
             requests=frozenset({name} if asked else ()),
             config=config,
@@ -49,34 +49,36 @@ class History:
 
     def _apply(self, action: Action) -> None:
         if action.do is Do.FORGET:
-            del self.parts[self.spec.name]
+            del self.daemons[self.spec.name]
             return
         started = action.do is Do.START
-        self.parts[self.spec.name] = replace(action.part, process=ProcessId(1, self.now)) if started else action.part
+        self.daemons[self.spec.name] = (
+            replace(action.daemon, process=ProcessId(1, self.now)) if started else action.daemon
+        )
 
     @property
-    def part(self) -> Part:
-        return self.parts[self.spec.name]
+    def daemon(self) -> Daemon:
+        return self.daemons[self.spec.name]
 
     def crash(self, *, after_s: float, exit_code: int = 1, config: SupervisorConfig = CONFIG) -> list[Do]:
         return self.see(Seen(exit_code=exit_code), after_s=after_s, config=config)
 
 
-def running(spec: PartSpec = TRAINER) -> History:
+def running(spec: DaemonSpec = TRAINER) -> History:
     history = History(spec)
     assert history.see() == [Do.START]
     history.see(READY)
-    assert history.part.state is State.RUNNING
+    assert history.daemon.state is State.RUNNING
     return history
 
 
-def test_a_wanted_part_is_started_once_and_becomes_running_when_it_is_ready() -> None:
+def test_a_wanted_daemon_is_started_once_and_becomes_running_when_it_is_ready() -> None:
     history = History()
     assert history.see() == [Do.START]
     assert history.see(Seen(lives=True, waiting_on="the model to load"), after_s=5) == [Do.NOTE]
-    assert (history.part.state, history.part.waiting_on) == (State.STARTING, "the model to load")
+    assert (history.daemon.state, history.daemon.waiting_on) == (State.STARTING, "the model to load")
     assert history.see(READY, after_s=5) == [Do.NOTE]
-    assert history.part.state is State.RUNNING
+    assert history.daemon.state is State.RUNNING
     assert history.see(READY, after_s=5) == []
 
 
@@ -86,20 +88,20 @@ def test_crashes_are_restarted_after_waits_that_double_up_to_their_limit() -> No
     config = CONFIG.replace(early_crash_s=0.5)
     for _ in range(6):
         history.crash(after_s=1, config=config)
-        assert history.part.state is State.BACKOFF
-        waits.append(history.part.retry_at - history.now)
+        assert history.daemon.state is State.BACKOFF
+        waits.append(history.daemon.retry_at - history.now)
         assert Do.START not in history.see(after_s=waits[-1] - 0.1)
         assert history.see(after_s=0.1) == [Do.START]
         history.see(READY)
     assert waits == [1, 2, 4, 8, 8, 8]
-    assert history.part.num_restarts == 6
+    assert history.daemon.num_restarts == 6
 
 
-def test_a_part_that_ran_well_for_long_starts_again_with_the_shortest_wait() -> None:
+def test_a_daemon_that_ran_well_for_long_starts_again_with_the_shortest_wait() -> None:
     history = running()
     for _ in range(5):
         history.crash(after_s=1000)
-        assert history.part.retry_at - history.now == CONFIG.backoff_s
+        assert history.daemon.retry_at - history.now == CONFIG.backoff_s
         history.see(after_s=CONFIG.backoff_s)
         history.see(READY)
 
@@ -109,14 +111,14 @@ def test_early_crashes_in_a_row_fail_and_only_a_person_starts_it_again() -> None
     history.see()
     for _ in range(CONFIG.max_early_crashes - 1):
         assert history.crash(after_s=1) == [Do.CLEAN]
-        assert history.part.state is State.BACKOFF
+        assert history.daemon.state is State.BACKOFF
         assert history.see(after_s=CONFIG.max_backoff_s) == [Do.START]
     history.crash(after_s=1, exit_code=-9)
-    assert history.part.state is State.FAILED
-    assert history.part.reason == "3 early crashes in a row, the last: killed by signal 9"
+    assert history.daemon.state is State.FAILED
+    assert history.daemon.reason == "3 early crashes in a row, the last: killed by signal 9"
     assert history.see(after_s=10_000) == []
     assert history.see(asked=True) == [Do.START]
-    assert history.part.num_early_ends == 0
+    assert history.daemon.num_early_ends == 0
 
 
 def test_a_good_while_between_two_early_crashes_forgives_the_first() -> None:
@@ -124,9 +126,9 @@ def test_a_good_while_between_two_early_crashes_forgives_the_first() -> None:
     history.crash(after_s=1)
     history.see(after_s=8)
     history.see(READY)
-    assert history.part.num_early_ends == 1
+    assert history.daemon.num_early_ends == 1
     history.crash(after_s=CONFIG.early_crash_s + 1)
-    assert history.part.num_early_ends == 0
+    assert history.daemon.num_early_ends == 0
 
 
 def test_a_start_that_fails_by_itself_is_no_crash() -> None:
@@ -136,17 +138,17 @@ def test_a_start_that_fails_by_itself_is_no_crash() -> None:
         history.see(Seen(lives=True), after_s=50)
         history.crash(after_s=1)
         history.see(after_s=CONFIG.max_backoff_s)
-    assert history.part.state is State.FAILED
-    assert history.part.reason == "3 starts that failed in a row, the last: exit code 1"
-    assert [crash.kind for crash in history.part.crashes] == ["start"] * 3
+    assert history.daemon.state is State.FAILED
+    assert history.daemon.reason == "3 starts that failed in a row, the last: exit code 1"
+    assert [crash.kind for crash in history.daemon.crashes] == ["start"] * 3
 
 
-def test_a_part_that_is_killed_while_it_starts_has_crashed_early() -> None:
+def test_a_daemon_that_is_killed_while_it_starts_has_crashed_early() -> None:
     history = History()
     history.see()
     history.see(Seen(lives=True), after_s=50)
     history.crash(after_s=1, exit_code=-9)
-    assert (history.part.num_early_ends, history.part.crashes[-1].kind) == (1, "crash")
+    assert (history.daemon.num_early_ends, history.daemon.crashes[-1].kind) == (1, "crash")
 
 
 def test_the_newest_crashes_are_kept_with_their_times() -> None:
@@ -155,8 +157,8 @@ def test_the_newest_crashes_are_kept_with_their_times() -> None:
         history.crash(after_s=1000, exit_code=-11)
         history.see(after_s=CONFIG.max_backoff_s)
         history.see(READY)
-    crashes = history.part.crashes
-    assert len(crashes) == MAX_CRASHES_KEPT and history.part.state is State.RUNNING
+    crashes = history.daemon.crashes
+    assert len(crashes) == MAX_CRASHES_KEPT and history.daemon.state is State.RUNNING
     assert crashes[-1].at == history.now - CONFIG.max_backoff_s
     assert (crashes[-1].reason, crashes[-1].exit_code) == ("killed by signal 11", -11)
     assert [round(b.at - a.at) for a, b in itertools.pairwise(crashes)] == [1008] * (MAX_CRASHES_KEPT - 1)
@@ -166,96 +168,96 @@ def test_a_refused_config_fails_at_once() -> None:
     history = History()
     history.see()
     history.crash(after_s=1, exit_code=2)
-    assert history.part.state is State.FAILED
-    assert "config" in (history.part.reason or "")
+    assert history.daemon.state is State.FAILED
+    assert "config" in (history.daemon.reason or "")
 
 
-def test_a_part_that_is_not_ready_in_time_is_ended_and_counts_as_crashed() -> None:
+def test_a_daemon_that_is_not_ready_in_time_is_ended_and_counts_as_crashed() -> None:
     history = History()
     history.see()
     assert history.see(Seen(lives=True, waiting_on="a port"), after_s=100) == [Do.TERM]
     assert history.see(Seen(exit_code=0), after_s=1) == [Do.CLEAN]
-    assert history.part.state is State.BACKOFF
-    assert history.part.reason == "not ready within 100 s (it waits for a port)"
-    assert history.part.num_early_ends == 1
+    assert history.daemon.state is State.BACKOFF
+    assert history.daemon.reason == "not ready within 100 s (it waits for a port)"
+    assert history.daemon.num_early_ends == 1
 
 
-def test_a_part_that_works_may_finish_before_it_is_killed() -> None:
+def test_a_daemon_that_works_may_finish_before_it_is_killed() -> None:
     history = running()
     assert history.see(READY, asked=True) == [Do.TERM]
     assert history.see(READY, after_s=CONFIG.drain_s - 1) == []
     assert history.see(READY, after_s=1) == [Do.KILL]
     assert history.see(Seen(exit_code=-9)) == [Do.CLEAN]
     assert history.see() == [Do.START]
-    assert (history.part.num_restarts, history.part.num_early_ends, history.part.crashes) == (1, 0, ())
+    assert (history.daemon.num_restarts, history.daemon.num_early_ends, history.daemon.crashes) == (1, 0, ())
 
 
-def test_a_silent_part_is_stalled_until_it_beats_again() -> None:
+def test_a_silent_daemon_is_stalled_until_it_beats_again() -> None:
     history = running()
     history.see(replace(READY, heartbeat_age_s=LOST_AFTER_S + 1))
-    assert history.part.state is State.STALLED
-    assert history.part.stalled_since == history.now - LOST_AFTER_S - 1
+    assert history.daemon.state is State.STALLED
+    assert history.daemon.stalled_since == history.now - LOST_AFTER_S - 1
     history.see(READY)
-    assert (history.part.state, history.part.reason, history.part.stalled_since) == (State.RUNNING, None, None)
+    assert (history.daemon.state, history.daemon.reason, history.daemon.stalled_since) == (State.RUNNING, None, None)
 
 
 def stalling(restart: bool) -> SupervisorConfig:
     return CONFIG.replace(stall={"trainer": {"limit_s": 60, "restart": restart}})
 
 
-def test_a_part_without_progress_is_stalled_since_it_stands_still_and_told_only_once() -> None:
+def test_a_daemon_without_progress_is_stalled_since_it_stands_still_and_told_only_once() -> None:
     history, config = running(), stalling(restart=False)
     assert history.see(replace(READY, still_s=59), after_s=59, config=config) == []
     still_since = history.now - 59
     assert history.see(replace(READY, still_s=60), after_s=1, config=config) == [Do.NOTE]
-    assert (history.part.state, history.part.stalled_since) == (State.STALLED, still_since)
+    assert (history.daemon.state, history.daemon.stalled_since) == (State.STALLED, still_since)
     assert history.see(replace(READY, still_s=100_000), after_s=99_940, config=config) == [], "nor is it ended"
     history.see(READY, config=config)
-    assert (history.part.state, history.part.crashes) == (State.RUNNING, ())
+    assert (history.daemon.state, history.daemon.crashes) == (State.RUNNING, ())
 
 
-def test_a_stalled_part_is_started_again_where_that_is_configured() -> None:
+def test_a_stalled_daemon_is_started_again_where_that_is_configured() -> None:
     history, config = running(), stalling(restart=True)
     assert history.see(replace(READY, still_s=61), after_s=100, config=config) == [Do.TERM]
     assert history.see(READY, after_s=CONFIG.grace_s, config=config) == [Do.KILL]
     assert history.crash(after_s=0, exit_code=-9, config=config) == [Do.CLEAN]
-    assert (history.part.state, history.part.num_early_ends) == (State.BACKOFF, 0)
-    assert [(crash.kind, crash.reason) for crash in history.part.crashes] == [
+    assert (history.daemon.state, history.daemon.num_early_ends) == (State.BACKOFF, 0)
+    assert [(crash.kind, crash.reason) for crash in history.daemon.crashes] == [
         ("stall", "no progress for 60 s, since 1970-01-01 00:17:19 UTC")
     ]
     assert history.see(after_s=CONFIG.backoff_s, config=config) == [Do.START]
 
 
-def test_a_part_that_waits_for_another_is_told_and_never_ended_for_it() -> None:
+def test_a_daemon_that_waits_for_another_is_told_and_never_ended_for_it() -> None:
     history, config = running(), stalling(restart=True)
     waits = replace(READY, still_s=61, waiting_on="rollouts of run_a")
     assert history.see(waits, after_s=100, config=config) == [Do.NOTE]
-    assert (history.part.state, history.part.waiting_on) == (State.STALLED, "rollouts of run_a")
+    assert (history.daemon.state, history.daemon.waiting_on) == (State.STALLED, "rollouts of run_a")
     assert history.see(replace(waits, still_s=10_000), after_s=9_939, config=config) == []
 
 
-def test_a_frozen_part_is_ended_where_that_is_configured_whatever_it_said_last() -> None:
+def test_a_frozen_daemon_is_ended_where_that_is_configured_whatever_it_said_last() -> None:
     history, config = running(), stalling(restart=True)
     frozen = replace(READY, heartbeat_age_s=59.0, waiting_on="rollouts of run_a")
     assert history.see(frozen, after_s=59, config=config) == [Do.NOTE]
-    assert history.part.state is State.STALLED
+    assert history.daemon.state is State.STALLED
     assert history.see(replace(frozen, heartbeat_age_s=60.0), after_s=1, config=config) == [Do.TERM]
 
 
 def test_only_so_many_orchestrators_start_at_one_time() -> None:
-    specs = {f"run_{n}": PartSpec(f"run_{n}", ("o",), Path("o.log"), f"run_{n}") for n in range(60)}
+    specs = {f"run_{n}": DaemonSpec(f"run_{n}", ("o",), Path("o.log"), f"run_{n}") for n in range(60)}
     services = {"trainer": TRAINER}
     config = CONFIG.replace(max_starting=5)
-    parts: dict[str, Part] = {}
+    daemons: dict[str, Daemon] = {}
     seen: dict[str, Seen] = {}
     num_looks = most = 0
-    while len(parts) < 61 or any(part.state is State.STARTING for part in parts.values()):
-        for action in decide(Snapshot({**services, **specs}, parts, seen, frozenset(), config), 1000.0 + num_looks):
-            parts[action.part.spec.name] = action.part
-        starting = [name for name, part in parts.items() if part.state is State.STARTING and part.spec.run_id]
+    while len(daemons) < 61 or any(daemon.state is State.STARTING for daemon in daemons.values()):
+        for action in decide(Snapshot({**services, **specs}, daemons, seen, frozenset(), config), 1000.0 + num_looks):
+            daemons[action.daemon.spec.name] = action.daemon
+        starting = [name for name, daemon in daemons.items() if daemon.state is State.STARTING and daemon.spec.run_id]
         most = max(most, len(starting))
-        assert "trainer" in parts, "services do not wait for their turn"
-        seen = dict.fromkeys(parts, READY)
+        assert "trainer" in daemons, "services do not wait for their turn"
+        seen = dict.fromkeys(daemons, READY)
         num_looks += 1
         assert num_looks < 60
     assert most == 5
@@ -266,7 +268,7 @@ def test_a_last_word_ends_an_orchestrator_for_good() -> None:
         history = running(RUN)
         history.wanted = False
         assert history.see(Seen(exit_code=1, last_word=word)) == [Do.CLEAN]
-        assert (history.part.state, history.part.reason) == (State.DONE, word)
+        assert (history.daemon.state, history.daemon.reason) == (State.DONE, word)
         assert history.see(after_s=1000) == []
 
 
@@ -284,7 +286,7 @@ def test_a_crashed_orchestrator_waits_for_the_trainer_to_hold_its_run() -> None:
     history.crash(after_s=60)
     history.wanted = False
     history.see(after_s=60)
-    assert (history.part.state, history.part.waiting_on) == (State.BACKOFF, "the trainer to hold its run in a slot")
+    assert (history.daemon.state, history.daemon.waiting_on) == (State.BACKOFF, "the trainer to hold its run in a slot")
     history.wanted = True
     assert history.see() == [Do.START]
 
@@ -301,7 +303,7 @@ def test_an_orchestrator_that_does_not_heed_its_eviction_is_ended() -> None:
     assert history.see(replace(READY, evicted=True)) == [Do.NOTE]
     assert history.see(replace(READY, evicted=True), after_s=CONFIG.grace_s) == [Do.TERM]
     assert history.see(Seen(exit_code=-15, evicted=True)) == [Do.CLEAN]
-    assert history.part.state is State.DONE
+    assert history.daemon.state is State.DONE
 
 
 def test_a_deleted_run_is_ended_and_forgotten() -> None:
@@ -310,7 +312,7 @@ def test_a_deleted_run_is_ended_and_forgotten() -> None:
     assert history.see(replace(READY, gone=True)) == [Do.TERM]
     assert history.see(Seen(exit_code=0, gone=True)) == [Do.CLEAN]
     assert history.see(Seen(gone=True)) == [Do.FORGET]
-    assert history.parts == {}
+    assert history.daemons == {}
 
 
 def word(state: str, max_steps: int = 10) -> RunStatus:

@@ -6,21 +6,21 @@ import json
 import os
 from pathlib import Path
 
-from daemons.client import read_house
+from daemons.client import read_workspace
 from daemons.details import HIDDEN, RunDetails, hide_secrets, read_details
 from daemons.disk import MIN_FORECAST_S, DiskReader, disk_use
 from prime_rl.contract.layout import RunDir
 from tests.daemons_support import RUN_TOML
 
 
-def details_of(house: Path, run_id: str = "run_a") -> RunDetails:
-    run = read_house(house).run(run_id)
+def details_of(workspace: Path, run_id: str = "run_a") -> RunDetails:
+    run = read_workspace(workspace).run(run_id)
     assert run is not None
-    return read_details(RunDir(house / run_id), run, None)
+    return read_details(RunDir(workspace / run_id), run, None)
 
 
-def make_run(house: Path) -> RunDir:
-    run = RunDir(house / "run_a")
+def make_run(workspace: Path) -> RunDir:
+    run = RunDir(workspace / "run_a")
     for folder in (run.control, run.metrics, run.log.parent):
         folder.mkdir(parents=True)
     run.orch_toml.write_text(RUN_TOML.format(max_steps=3, model="m"))
@@ -65,17 +65,17 @@ def test_values_that_look_like_keys_are_hidden() -> None:
 
 
 def test_disk_use_counts_what_is_there_once_and_follows_no_link(tmp_path: Path) -> None:
-    house, outside = tmp_path / "house", tmp_path / "outside"
-    (house / "a").mkdir(parents=True)
+    workspace, outside = tmp_path / "workspace", tmp_path / "outside"
+    (workspace / "a").mkdir(parents=True)
     outside.mkdir()
     (outside / "big").write_bytes(b"x" * 1_000_000)
-    (house / "file").write_bytes(b"x" * 100_000)
-    os.link(house / "file", house / "a" / "same")
-    (house / "link").symlink_to(outside)
-    use = disk_use(house)
+    (workspace / "file").write_bytes(b"x" * 100_000)
+    os.link(workspace / "file", workspace / "a" / "same")
+    (workspace / "link").symlink_to(outside)
+    use = disk_use(workspace)
     assert use.complete and 100_000 <= use.num_bytes < 200_000
     ticks = iter(range(100))
-    cut = disk_use(house, limit_s=1.5, clock=lambda: float(next(ticks)))
+    cut = disk_use(workspace, limit_s=1.5, clock=lambda: float(next(ticks)))
     assert not cut.complete
     assert disk_use(tmp_path / "none").num_bytes == 0
 

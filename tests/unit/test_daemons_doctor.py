@@ -65,14 +65,14 @@ def test_inotify_limits_are_compared_with_the_runs() -> None:
     assert checks.check_inotify(10**6, {}).level == "ok", "a system without them"
 
 
-def test_a_taken_port_is_broken_unless_this_house_has_it() -> None:
+def test_a_taken_port_is_broken_unless_this_workspace_has_it() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        assert checks.check_port("127.0.0.1", port, served_by_house=False).level == "broken"
-        assert checks.check_port("127.0.0.1", port, served_by_house=True).level == "ok"
-    assert checks.check_port("127.0.0.1", 0, served_by_house=False).level == "ok"
+        assert checks.check_port("127.0.0.1", port, served_by_workspace=False).level == "broken"
+        assert checks.check_port("127.0.0.1", port, served_by_workspace=True).level == "ok"
+    assert checks.check_port("127.0.0.1", 0, served_by_workspace=False).level == "ok"
 
 
 @pytest.mark.parametrize(("skew_s", "level"), [(0.0, "ok"), (2.0, "warning"), (-2.0, "warning"), (9.0, "broken")])
@@ -90,16 +90,16 @@ def test_clock_skew_of_another_machine(tmp_path: Path) -> None:
     assert check.level == "warning" and "supervisor" in check.message
 
 
-def test_descriptors_shm_lingering_and_parts() -> None:
+def test_descriptors_shm_lingering_and_daemons() -> None:
     assert [checks.check_descriptors(soft, 8).level for soft in (1024, 1023, -1)] == ["ok", "warning", "ok"]
     assert [checks.check_shm(free).level for free in (64 << 20, 1 << 30, None)] == ["warning", "ok", "ok"]
     lingers = [checks.check_lingering(has_systemd=s, lingers=x, user="u").level for s, x in ((1, 0), (1, 1), (0, 0))]
     assert lingers == ["warning", "ok", "ok"]
-    assert checks.check_parts({"trainer": "running", "run_a": "failed"}).advice == "prl status, then prl logs run_a"
-    assert checks.check_parts({}).level == "ok"
+    assert checks.check_daemons({"trainer": "running", "run_a": "failed"}).advice == "prl status, then prl logs run_a"
+    assert checks.check_daemons({}).level == "ok"
 
 
-def test_the_house_must_be_a_folder_that_can_be_written(tmp_path: Path) -> None:
+def test_the_workspace_must_be_a_folder_that_can_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     assert checks.check_output_dir(tmp_path / "file").level == "broken"
     assert checks.check_output_dir(tmp_path / "file" / "x").level == "broken"
@@ -129,7 +129,7 @@ def test_everything_is_looked_at_without_changing_anything(tmp_path: Path) -> No
     found = list(examine(tmp_path / "none", say=lambda message: None, import_libraries=False))
     assert [check.name for check in found] == [
         *("python", "torch", "transformers", "vllm", "output_dir", "file system", "disk", "inotify", "port", "clock"),
-        *("descriptors", "/dev/shm", "lingering", "api key", "parts"),
+        *("descriptors", "/dev/shm", "lingering", "api key", "daemons"),
     ]
     assert all(check.advice for check in found if check.level != "ok") and list(tmp_path.iterdir()) == []
 
@@ -139,10 +139,10 @@ def test_a_taken_port_that_nobody_has_chosen_is_only_a_warning(tmp_path: Path) -
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        config = OutputDir(tmp_path / "house").component_config("system")
+        config = OutputDir(tmp_path / "workspace").component_config("system")
         config.parent.mkdir(parents=True)
         config.write_text(f"[inference]\nport = {port}\n")
-        found = {check.name: check for check in examine(tmp_path / "house", say=print, import_libraries=False)}
+        found = {check.name: check for check in examine(tmp_path / "workspace", say=print, import_libraries=False)}
         assert found["port"].level == "broken" and str(port) in found["port"].message
     found = {check.name: check for check in examine(tmp_path, say=print, import_libraries=False)}
     assert found["port"].level in ("ok", "warning"), "the default port, which may be taken here"

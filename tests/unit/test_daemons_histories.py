@@ -8,9 +8,9 @@ from pathlib import Path
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from daemons.daemon import LIVE, Daemon, Do, Seen, Snapshot, State
 from daemons.decide import MAX_CRASHES_KEPT, decide
-from daemons.parts import LIVE, Do, Part, Seen, Snapshot, State
-from daemons.specs import PartSpec
+from daemons.specs import DaemonSpec
 from prime_rl.configs.system import SupervisorConfig
 from prime_rl.contract.status import LOST_AFTER_S
 from prime_rl.utils.process import ProcessId
@@ -18,17 +18,17 @@ from prime_rl.utils.process import ProcessId
 CONFIG = SupervisorConfig(
     start_timeout_s=30, drain_s=20, grace_s=5, backoff_s=1, max_backoff_s=8, early_crash_s=10, max_early_crashes=3
 )
-SPECS = (PartSpec("trainer", ("t",), Path("t.log")), PartSpec("run_a", ("o",), Path("o.log"), "run_a"))
+SPECS = (DaemonSpec("trainer", ("t",), Path("t.log")), DaemonSpec("run_a", ("o",), Path("o.log"), "run_a"))
 
 
 @dataclass
 class World:
-    """One part, and what truly happens to its process. The checks are made as each action is carried out."""
+    """One daemon, and what truly happens to its process. The checks are made as each action is carried out."""
 
-    spec: PartSpec
+    spec: DaemonSpec
     config: SupervisorConfig
     now: float = 1000.0
-    part: Part | None = None
+    daemon: Daemon | None = None
     lives: bool = False
     pid: int = 0
     num_kills: int = 0
@@ -39,19 +39,19 @@ class World:
         if self.lives and event.ends:
             self.lives, self.ended_at = False, self.now
         seen = replace(event.seen, lives=self.lives, exit_code=None if self.lives else event.exit_code)
-        parts = {self.spec.name: self.part} if self.part else {}
+        daemons = {self.spec.name: self.daemon} if self.daemon else {}
         wanted = {self.spec.name: self.spec} if event.wanted else {}
         asked = frozenset({self.spec.name} if event.asked else ())
-        actions = decide(Snapshot(wanted, parts, {self.spec.name: seen}, asked, self.config), self.now)
+        actions = decide(Snapshot(wanted, daemons, {self.spec.name: seen}, asked, self.config), self.now)
         assert len(actions) <= 1
         for action in actions:
-            self._check(action.do, action.part, event)
-            self._carry_out(action.do, action.part)
+            self._check(action.do, action.daemon, event)
+            self._carry_out(action.do, action.daemon)
 
-    def _check(self, do: Do, after: Part, event: Event) -> None:
-        before = self.part
+    def _check(self, do: Do, after: Daemon, event: Event) -> None:
+        before = self.daemon
         if do is Do.START:
-            assert not self.lives, "never two processes of one part"
+            assert not self.lives, "never two processes of one daemon"
             assert before is None or before.state in (State.BACKOFF, State.FAILED, State.DONE)
             if before is not None and before.state is State.FAILED:
                 assert event.asked, "what has failed is left alone until a person asks"
@@ -67,23 +67,23 @@ class World:
             assert before is not None
             stalled = self.config.stall.of(self.spec.kind).restart
             never_ready = before.state is State.STARTING and not event.seen.ready
-            assert stalled or never_ready, "a stall ends a part only where that is configured"
+            assert stalled or never_ready, "a stall ends a daemon only where that is configured"
         if after.state is State.BACKOFF and do is Do.CLEAN:
             assert 0 <= after.retry_at - self.now <= self.config.max_backoff_s
         assert after.num_early_ends < self.config.max_early_crashes or after.state is State.FAILED
         assert len(after.crashes) <= MAX_CRASHES_KEPT
         assert list(after.crashes) == sorted(after.crashes, key=lambda crash: crash.at)
 
-    def _carry_out(self, do: Do, after: Part) -> None:
+    def _carry_out(self, do: Do, after: Daemon) -> None:
         if do is Do.FORGET:
-            self.part = None
+            self.daemon = None
             return
         if do is Do.START:
             self.lives, self.pid = True, self.pid + 1
             after = replace(after, process=ProcessId(self.pid, self.now))
         if do is Do.KILL:
             self.lives = False
-        self.part = after
+        self.daemon = after
         assert (after.process is not None) == (after.state in LIVE)
 
 
@@ -122,7 +122,7 @@ EVENTS = st.builds(
 
 @settings(max_examples=300, deadline=None)
 @given(spec=st.sampled_from(SPECS), restart=st.booleans(), events=st.lists(EVENTS, max_size=60))
-def test_no_history_makes_twins_or_wakes_what_has_failed(spec: PartSpec, restart: bool, events: list[Event]) -> None:
+def test_no_history_makes_twins_or_wakes_what_has_failed(spec: DaemonSpec, restart: bool, events: list[Event]) -> None:
     stall = {"limit_s": 60, "restart": restart}
     world = World(spec, CONFIG.replace(stall={"trainer": stall, "orchestrator": stall}))
     for event in events:
@@ -144,13 +144,13 @@ def test_the_wait_after_a_crash_doubles_up_to_its_limit_and_is_forgotten_after_a
         assert world.lives
         world.step(replace(quiet, after_s=0.0))
         world.step(replace(quiet, after_s=uptime_s, ends=True, exit_code=-9))
-        assert world.part is not None
+        assert world.daemon is not None
         num_early = num_early + 1 if uptime_s < CONFIG.early_crash_s else 0
         if num_early == CONFIG.max_early_crashes:
-            assert world.part.state is State.FAILED
+            assert world.daemon.state is State.FAILED
             return
         expected = min(2 * wait_s, CONFIG.max_backoff_s) if uptime_s < CONFIG.max_backoff_s and wait_s else 1.0
-        wait_s = world.part.retry_at - world.now
+        wait_s = world.daemon.retry_at - world.now
         assert wait_s == expected
 
 
@@ -162,7 +162,7 @@ def test_whatever_happened_a_quiet_world_comes_to_rest(events: list[Event]) -> N
         world.step(event)
     calm = Event(1.0, ends=False, exit_code=-9, wanted=True, asked=False, seen=Seen(ready=True, heartbeat_age_s=0.0))
     for _ in range(200):
-        stopping = world.part is not None and world.part.state is State.STOPPING
+        stopping = world.daemon is not None and world.daemon.state is State.STOPPING
         world.step(replace(calm, ends=stopping))
-    assert world.part is not None
-    assert world.part.state in (State.RUNNING, State.FAILED)
+    assert world.daemon is not None
+    assert world.daemon.state in (State.RUNNING, State.FAILED)

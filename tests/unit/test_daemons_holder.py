@@ -1,4 +1,4 @@
-"""Whose house it is: other machines on a shared folder, other boots of this one, and pids that went to strangers."""
+"""Who holds a workspace: other machines on a shared folder, other boots of this one, and reused pids."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ LIMITS = SupervisorConfig(drain_s=0.3, grace_s=0.3)
 
 @pytest.fixture
 def output(tmp_path: Path) -> OutputDir:
-    house = OutputDir(tmp_path / "house")
-    house.daemons.mkdir(parents=True)
-    return house
+    workspace = OutputDir(tmp_path / "workspace")
+    workspace.daemons.mkdir(parents=True)
+    return workspace
 
 
 @pytest.fixture
@@ -94,7 +94,7 @@ def test_the_very_process_that_was_recorded_is_ended(output: OutputDir, stranger
     assert not stranger.is_running()
 
 
-def test_a_part_is_adopted_with_its_history_unless_its_config_or_command_changed(
+def test_a_daemon_is_adopted_with_its_history_unless_its_config_or_command_changed(
     output: OutputDir, stranger: ProcessId
 ) -> None:
     system = SystemConfig()
@@ -102,13 +102,13 @@ def test_a_part_is_adopted_with_its_history_unless_its_config_or_command_changed
     record(output, "trainer", stranger)
     assert leftovers.adoptable(output, system) == {"trainer"}
     assert leftovers.adoptable(output, SystemConfig.model_validate({"seq_len": 64})) == set()
-    parts, pasts = leftovers.adopt(output)
-    assert parts["trainer"].process == stranger
-    assert [crash.exit_code for crash in parts["trainer"].crashes] == [-9]
-    assert (parts["trainer"].num_restarts, pasts["trainer"].log_tail) == (1, ["last words"])
+    daemons, pasts = leftovers.adopt(output)
+    assert daemons["trainer"].process == stranger
+    assert [crash.exit_code for crash in daemons["trainer"].crashes] == [-9]
+    assert (daemons["trainer"].num_restarts, pasts["trainer"].log_tail) == (1, ["last words"])
 
 
-def test_a_house_whose_supervisor_on_another_machine_beats_is_refused(output: OutputDir) -> None:
+def test_a_workspace_whose_supervisor_on_another_machine_beats_is_refused(output: OutputDir) -> None:
     sign(output, "elsewhere")
     beat(output, 0)
     done = threading.Event()
@@ -132,7 +132,7 @@ def test_a_house_whose_supervisor_on_another_machine_beats_is_refused(output: Ou
     assert info is not None and info.host == "elsewhere", "its pid file stays"
 
 
-def test_a_house_whose_supervisor_on_another_machine_is_silent_is_taken_over(output: OutputDir) -> None:
+def test_a_workspace_whose_supervisor_on_another_machine_is_silent_is_taken_over(output: OutputDir) -> None:
     sign(output, "elsewhere")
     beat(output, int(time.time() + 1e6))  # its clock says nothing here
     now = [0.0]
@@ -153,7 +153,7 @@ def test_after_a_reboot_nobody_is_waited_for(output: OutputDir) -> None:
     assert find_rival(output, sleep=sleep) is None
 
 
-def test_a_holder_notices_that_another_machine_took_its_house(output: OutputDir) -> None:
+def test_a_holder_notices_that_another_machine_took_its_workspace(output: OutputDir) -> None:
     lock = SupervisorLock.acquire(output)
     assert lock is not None
     lock.write_info(0.0)

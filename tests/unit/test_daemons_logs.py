@@ -35,7 +35,7 @@ def lines_of(tail: FileTail) -> list[bytes]:
 
 
 def test_a_log_is_put_aside_while_it_is_written_and_a_reader_misses_nothing(tmp_path: Path) -> None:
-    log = tmp_path / "part.log"
+    log = tmp_path / "daemon.log"
     tail, followed, num_rotations = FileTail(log), [], 0
     with (
         log.open("ab") as output,
@@ -55,20 +55,20 @@ def test_a_log_is_put_aside_while_it_is_written_and_a_reader_misses_nothing(tmp_
 
 
 def test_only_so_many_old_logs_are_kept_and_small_ones_are_left(tmp_path: Path) -> None:
-    log = tmp_path / "part.log"
+    log = tmp_path / "daemon.log"
     assert not rotate(log, 10, 2)
     for number in range(4):
         log.write_bytes(b"%d" % number * 20)
         assert rotate(log, 10, 2)
         assert not rotate(log, 10, 2)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["part.log", "part.log.1", "part.log.2"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["daemon.log", "daemon.log.1", "daemon.log.2"]
     assert old_log(log, 1).read_bytes() == b"3" * 20
     assert old_log(log, 2).read_bytes() == b"2" * 20
     assert log.read_bytes() == b""
 
 
 def test_a_rotation_that_was_killed_before_its_cut_repeats_lines_and_loses_none(tmp_path: Path) -> None:
-    log = tmp_path / "part.log"
+    log = tmp_path / "daemon.log"
     log.write_bytes(b"a" * 20)
     old_log(log, 1).write_bytes(log.read_bytes())  # where it was killed
     assert rotate(log, 10, 3)
@@ -78,14 +78,14 @@ def test_a_rotation_that_was_killed_before_its_cut_repeats_lines_and_loses_none(
 def test_a_link_in_the_place_of_a_log_is_not_followed(tmp_path: Path) -> None:
     elsewhere = tmp_path / "precious"
     elsewhere.write_bytes(b"x" * 100)
-    log = tmp_path / "part.log"
+    log = tmp_path / "daemon.log"
     log.symlink_to(elsewhere)
     with contextlib.suppress(OSError):
         rotate(log, 10, 3)
     assert elsewhere.read_bytes() == b"x" * 100
 
 
-def test_a_relay_names_the_part_of_each_new_line_and_cleans_it(tmp_path: Path) -> None:
+def test_a_relay_names_the_daemon_of_each_new_line_and_cleans_it(tmp_path: Path) -> None:
     log, other, out = tmp_path / "a.log", tmp_path / "b.log", io.StringIO()
     log.write_text("of an earlier start\n")
     relay = LogRelay(out)

@@ -1,4 +1,4 @@
-"""What the parts take of this machine, asked of real processes; a GPU is faked where there is none."""
+"""What the daemons take of this machine, asked of real processes; a GPU is faked where there is none."""
 
 from __future__ import annotations
 
@@ -18,35 +18,35 @@ from prime_rl.utils.process import ProcessId, boot_id
 BURN = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', 'while True: pass']).wait()"
 
 
-def test_a_part_counts_with_all_processes_below_it() -> None:
-    part = subprocess.Popen([sys.executable, "-c", BURN], start_new_session=True)
+def test_a_daemon_counts_with_all_processes_below_it() -> None:
+    daemon = subprocess.Popen([sys.executable, "-c", BURN], start_new_session=True)
     try:
-        pids = {"part": ProcessId.of(part.pid), "gone": ProcessId(2**22 + 1)}
-        wait_for(lambda: len(psutil.Process(part.pid).children()) == 1, "the child", timeout_s=30)
+        pids = {"daemon": ProcessId.of(daemon.pid), "gone": ProcessId(2**22 + 1)}
+        wait_for(lambda: len(psutil.Process(daemon.pid).children()) == 1, "the child", timeout_s=30)
         reader = MachineReader()
         first = reader.read(pids)
-        assert first.busy is None and first.parts["part"].cores is None, "a share needs two looks"
-        assert first.parts.keys() == {"part"} and first.parts["part"].num_processes == 2
-        assert first.parts["part"].rss_bytes > 5_000_000 and first.total_bytes > first.used_bytes > 0
+        assert first.busy is None and first.daemons["daemon"].cores is None, "a share needs two looks"
+        assert first.daemons.keys() == {"daemon"} and first.daemons["daemon"].num_processes == 2
+        assert first.daemons["daemon"].rss_bytes > 5_000_000 and first.total_bytes > first.used_bytes > 0
 
         def burns() -> bool:
             look = reader.read(pids)
-            return (look.parts["part"].cores or 0.0) > 0.01 and 0.0 <= (look.busy or 0.0) <= 1.0
+            return (look.daemons["daemon"].cores or 0.0) > 0.01 and 0.0 <= (look.busy or 0.0) <= 1.0
 
         wait_for(burns, "the child's work to be counted", timeout_s=30)
-        (child,) = psutil.Process(part.pid).children()
+        (child,) = psutil.Process(daemon.pid).children()
         apart = reader.read({**pids, "child": ProcessId.of(child.pid)}).parts
         assert {name: use.num_processes for name, use in apart.items()} == {"part": 1, "child": 1}, "none counts twice"
     finally:
-        for process in [*psutil.Process(part.pid).children(), part]:
+        for process in [*psutil.Process(daemon.pid).children(), daemon]:
             process.kill()
-        part.wait()
+        daemon.wait()
 
 
-def test_a_stranger_with_the_pid_of_a_part_is_not_counted() -> None:
+def test_a_stranger_with_the_pid_of_a_daemon_is_not_counted() -> None:
     own = ProcessId.of(os.getpid())
     pids = {"me": own, "stranger": replace(own, start=f"{boot_id()}/1")}
-    assert MachineReader().read(pids).parts.keys() == {"me"}
+    assert MachineReader().read(pids).daemons.keys() == {"me"}
 
 
 @pytest.mark.parametrize("slices", [False, True])

@@ -1,4 +1,4 @@
-"""How long `prl restart` waits: as long as the part that it restarts may take to finish."""
+"""How long `prl restart` waits: as long as the daemon that it restarts may take to finish."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from daemons.errors import ActionError
-from daemons.running import restart_part
+from daemons.running import restart_daemon
 from daemons.specs import write_component_configs
 from prime_rl.configs.system import SystemConfig
 from prime_rl.contract.files import write_atomic
@@ -24,7 +24,7 @@ DRAIN_S, GRACE_S = 90.0, 5.0
 
 @dataclass
 class Saving:
-    """A house whose trainer saves for `saves_s` seconds before it ends and is started again, and the time there."""
+    """A workspace whose trainer saves for `saves_s` seconds before it ends and is started again, and the time there."""
 
     output: OutputDir
     saves_s: float
@@ -42,30 +42,30 @@ class Saving:
 
     def restart(self) -> list[str]:
         said: list[str] = []
-        restart_part(self.output.path, "trainer", say=said.append, clock=lambda: self.now, sleep=self.sleep)
+        restart_daemon(self.output.path, "trainer", say=said.append, clock=lambda: self.now, sleep=self.sleep)
         return said
 
 
 def saving(path: Path, saves_s: float) -> Saving:
-    house = Saving(OutputDir(path), saves_s)
-    house.output.daemons.mkdir(parents=True)
+    workspace = Saving(OutputDir(path), saves_s)
+    workspace.output.daemons.mkdir(parents=True)
     limits = {"drain_s": DRAIN_S, "grace_s": GRACE_S}
-    write_component_configs(SystemConfig.model_validate({"supervisor": limits}), house.output)
-    house.write("supervisor", None)
-    house.write("trainer", 4711)
-    return house
+    write_component_configs(SystemConfig.model_validate({"supervisor": limits}), workspace.output)
+    workspace.write("supervisor", None)
+    workspace.write("trainer", 4711)
+    return workspace
 
 
-def test_a_part_that_saves_as_long_as_it_may_is_waited_for(tmp_path: Path) -> None:
-    house = saving(tmp_path / "house", DRAIN_S + GRACE_S)
-    assert house.restart() == ["waiting for trainer to be started again; before, it may finish and save for 90 s"]
-    assert house.now >= DRAIN_S + GRACE_S
+def test_a_daemon_that_saves_as_long_as_it_may_is_waited_for(tmp_path: Path) -> None:
+    workspace = saving(tmp_path / "workspace", DRAIN_S + GRACE_S)
+    assert workspace.restart() == ["waiting for trainer to be started again; before, it may finish and save for 90 s"]
+    assert workspace.now >= DRAIN_S + GRACE_S
 
 
 def test_the_wait_ends_and_says_what_it_was_for(tmp_path: Path) -> None:
-    house = saving(tmp_path / "house", 10 * DRAIN_S)
+    workspace = saving(tmp_path / "workspace", 10 * DRAIN_S)
     with pytest.raises(
         ActionError, match=r"for trainer to be started again \(supervisor\.drain_s = 90 to finish, grace"
     ):
-        house.restart()
-    assert house.now < 2 * DRAIN_S
+        workspace.restart()
+    assert workspace.now < 2 * DRAIN_S

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from daemons.actions import ActionError
 from daemons.cli import app
-from daemons.client import read_house
+from daemons.client import read_workspace
 from daemons.resume import resume_run, set_resume_step
 from prime_rl.configs.base import merge, parse_toml
 from prime_rl.configs.validate import load_run_config
@@ -112,12 +112,12 @@ def test_an_invalid_or_missing_run_is_refused(run: RunDir) -> None:
         resume_run(run.path.parent, "run_none", 20)
 
 
-def test_a_house_with_daemons_is_asked_to_start_it(run: RunDir) -> None:
-    house = OutputDir(run.path.parent)
-    house.daemons.mkdir()
+def test_a_workspace_with_daemons_is_asked_to_start_it(run: RunDir) -> None:
+    workspace = OutputDir(run.path.parent)
+    workspace.daemons.mkdir()
     os.chmod(run.orch_toml, 0o600)
-    resume_run(house.path, "run_a", 0)
-    assert house.start_request("run_a").exists() and read_house(house.path).run("run_a") is not None
+    resume_run(workspace.path, "run_a", 0)
+    assert workspace.start_request("run_a").exists() and read_workspace(workspace.path).run("run_a") is not None
     assert run.orch_toml.stat().st_mode & 0o777 == 0o600
 
 

@@ -1,4 +1,4 @@
-"""Which house `prl up` means."""
+"""Which workspace `prl up` means."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PRL_OUTPUT_DIR", raising=False)
 
 
-def test_without_a_file_it_is_the_small_house_in_the_default_place(capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_file_it_is_the_small_workspace_in_the_default_place(capsys: pytest.CaptureFixture[str]) -> None:
     wanted = choose_system(["--inference.num_threads", "2"], None)
     system = wanted.system
-    assert wanted.is_small and "no system file: a small house" in capsys.readouterr().out
+    assert wanted.is_small and "no system file: a small workspace" in capsys.readouterr().out
     assert (system.output_dir, system.trainer.output_dir, system.inference.output_dir) == (Path("outputs"),) * 3
     assert (system.model.name, system.inference.port, system.inference.num_threads) == ("models/base", 0, 2)
 
@@ -35,7 +35,7 @@ def test_a_named_file_or_model_is_just_that(tmp_path: Path) -> None:
     assert (wanted.is_small, wanted.system.model.name, wanted.system.inference.port) == (False, "m", 8000)
 
 
-def test_a_house_is_started_as_it_was_last_started(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_workspace_is_started_as_it_was_last_started(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     said = choose_system(["--model.name", "mine", "--seq_len", "128", "--lora.rank", "4"], tmp_path / "h").said
     place = OutputDir(tmp_path / "h").component_config(UP)
     place.parent.mkdir(parents=True)
@@ -44,7 +44,7 @@ def test_a_house_is_started_as_it_was_last_started(tmp_path: Path, capsys: pytes
     assert "as it was last started" in capsys.readouterr().out
     trainer = wanted.system.trainer
     assert (trainer.model.name, trainer.seq_len, wanted.is_small) == ("mine", 256, False)
-    assert wanted.system.inference.model.max_model_len == 256, "what is said once reaches both parts"
+    assert wanted.system.inference.model.max_model_len == 256, "what is said once reaches both daemons"
     assert trainer.model.lora is not None and trainer.model.lora.rank == 4
     place.write_text("seq_len = [")
     with pytest.raises(ConfigError, match=r"up\.toml"):

@@ -188,27 +188,27 @@ async def test_too_large_a_share_of_faults_is_the_end() -> None:
 
 
 @pytest.fixture
-def house(tmp_path: Path) -> tuple[Path, Path]:
+def workspace(tmp_path: Path) -> tuple[Path, Path]:
     return make_model(tmp_path / "model"), tmp_path / "out"
 
 
 @pytest.fixture
-async def client(house: tuple[Path, Path]) -> AsyncIterator[InferenceClient]:
-    model, output_dir = house
+async def client(workspace: tuple[Path, Path]) -> AsyncIterator[InferenceClient]:
+    model, output_dir = workspace
     async with serving(FakeInference(model)) as url:
         client = make_client(url, output_dir)
         yield client
         await client.close()
 
 
-def worker_of(house: tuple[Path, Path], client: InferenceClient, env: Environment, share: float) -> RolloutWorker:
-    model, output_dir = house
+def worker_of(workspace: tuple[Path, Path], client: InferenceClient, env: Environment, share: float) -> RolloutWorker:
+    model, output_dir = workspace
     policy = make_policy(client, make_run(output_dir), model)
     return make_worker(client, policy, model, {"talk": checked(env, share)}, rollouts_per_example=4)
 
 
 async def test_a_dropped_rollout_is_replaced_by_one_of_another_seed(
-    house: tuple[Path, Path], client: InferenceClient
+    workspace: tuple[Path, Path], client: InferenceClient
 ) -> None:
     fates = iter([False, True, False, True, True] + [False] * 100)
     calls = 0
@@ -227,14 +227,14 @@ async def test_a_dropped_rollout_is_replaced_by_one_of_another_seed(
         return outcome
 
     env.rollout = rollout  # type: ignore[method-assign]
-    group = await worker_of(house, client, env, share=1.0).group(0)
+    group = await worker_of(workspace, client, env, share=1.0).group(0)
     assert len(group.rollouts_G) == 4 and calls == 4 + 3
     answers = [tuple(rollout.token_ids_T) for rollout in group.rollouts_G]
     assert len(set(answers)) > 1
 
 
 async def test_rollouts_lost_through_others_are_made_again_and_count_for_nothing(
-    house: tuple[Path, Path], client: InferenceClient
+    workspace: tuple[Path, Path], client: InferenceClient
 ) -> None:
     fates = iter([True] * (4 * MAX_REPLACEMENTS + 8) + [False] * 4)
 
@@ -244,14 +244,14 @@ async def test_rollouts_lost_through_others_are_made_again_and_count_for_nothing
             raise Interrupted("its process was started again")
         return Outcome(1.0)
 
-    group = await worker_of(house, client, Does(does), share=0.0).group(0)
+    group = await worker_of(workspace, client, Does(does), share=0.0).group(0)
     assert len(group.rollouts_G) == 4
 
 
-async def test_an_environment_to_train_and_to_evaluate_on_is_loaded_once(house: tuple[Path, Path]) -> None:
+async def test_an_environment_to_train_and_to_evaluate_on_is_loaded_once(workspace: tuple[Path, Path]) -> None:
     said: list[str | None] = []
     config = run_config(
-        house[0], env=[{"id": "arithmetic"}, {"id": "upper-case"}], eval={"env": [{"id": "arithmetic"}]}
+        workspace[0], env=[{"id": "arithmetic"}, {"id": "upper-case"}], eval={"env": [{"id": "arithmetic"}]}
     )
     async with AsyncExitStack() as cleanup:
         envs, eval_envs = await load_environments(config, RolloutMeter(), cleanup, said.append)
@@ -260,7 +260,9 @@ async def test_an_environment_to_train_and_to_evaluate_on_is_loaded_once(house: 
     assert envs["arithmetic"] is not eval_envs["arithmetic"], "each has its own count of faults"
 
 
-async def test_an_example_that_always_fails_loses_its_group(house: tuple[Path, Path], client: InferenceClient) -> None:
+async def test_an_example_that_always_fails_loses_its_group(
+    workspace: tuple[Path, Path], client: InferenceClient
+) -> None:
     async def does(policy: Policy) -> Outcome:
         nonlocal calls
         calls += 1
@@ -268,14 +270,16 @@ async def test_an_example_that_always_fails_loses_its_group(house: tuple[Path, P
 
     calls = 0
     with pytest.raises(GroupFailed, match="env talk: EnvironmentFault: ValueError: boom"):
-        await worker_of(house, client, Does(does), share=1.0).group(0)
+        await worker_of(workspace, client, Does(does), share=1.0).group(0)
     assert calls > MAX_REPLACEMENTS
 
 
-async def test_a_broken_environment_ends_more_than_its_group(house: tuple[Path, Path], client: InferenceClient) -> None:
+async def test_a_broken_environment_ends_more_than_its_group(
+    workspace: tuple[Path, Path], client: InferenceClient
+) -> None:
     async def does(policy: Policy) -> Outcome:
         await policy.complete([{"role": "user", "content": "q"}])
         return Outcome(float("nan"))
 
     with pytest.raises(EnvironmentBroken, match=f"{MIN_ROLLOUTS} of its newest {MIN_ROLLOUTS} rollouts .* is nan"):
-        await worker_of(house, client, Does(does), share=0.5).group(0)
+        await worker_of(workspace, client, Does(does), share=0.5).group(0)

@@ -1,4 +1,4 @@
-"""Every file in `configs/` is valid, and every run fits the house beside it."""
+"""Every file in `configs/` is valid, and every run fits the workspace beside it."""
 
 from __future__ import annotations
 
@@ -16,8 +16,13 @@ from prime_rl.orchestrator.envs import load_environment
 CONFIGS = Path(__file__).parents[2] / "configs"
 # By the name of the file; every other one is a run.
 PROCESSES = {"system": SystemConfig, "trainer": TrainerConfig, "inference": InferenceConfig}
-SINGLE_HOUSE = ("demo", "reverse_text", "multi_tenant", "multi_turn")
-RUNS = sorted(path for house in SINGLE_HOUSE for path in (CONFIGS / house).glob("*.toml") if path.stem not in PROCESSES)
+SINGLE_WORKSPACE = ("demo", "reverse_text", "multi_tenant", "multi_turn")
+RUNS = sorted(
+    path
+    for workspace in SINGLE_WORKSPACE
+    for path in (CONFIGS / workspace).glob("*.toml")
+    if path.stem not in PROCESSES
+)
 
 
 def name_of(path: Path) -> str:
@@ -30,7 +35,7 @@ def test_processes(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", RUNS, ids=name_of)
-def test_runs_fit_their_house(path: Path) -> None:
+def test_runs_fit_their_workspace(path: Path) -> None:
     config = load_run_config(path)
     system = load_config(SystemConfig, path.with_name("system.toml"))
     assert check_against_trainer(config, TrainerLimits.of(system.trainer)) == []
@@ -48,7 +53,7 @@ def test_the_demo_has_more_runs_than_slots() -> None:
     assert len({load_run_config(path).env[0].id for path in runs}) == 3
 
 
-def test_separate_processes_agree_with_each_other_and_with_their_house() -> None:
+def test_separate_processes_agree_with_each_other_and_with_their_workspace() -> None:
     folder = CONFIGS / "reverse_text"
     trainer = load_config(TrainerConfig, folder / "trainer.toml")
     inference = load_config(InferenceConfig, folder / "inference.toml")

@@ -202,9 +202,9 @@ def test_adapters_that_cannot_fit_are_refused_with_what_to_lower() -> None:
     assert caught.value.exit_code == 2
 
 
-def test_a_house_sizes_inference_for_its_runs_and_their_async_level() -> None:
-    house = SystemConfig.model_validate({"max_concurrent_runs": 3, "max_async_level": 5})
-    assert house.inference.max_versions_per_run == 7 and house.inference.max_loras == 21
+def test_a_workspace_sizes_inference_for_its_runs_and_their_async_level() -> None:
+    workspace = SystemConfig.model_validate({"max_concurrent_runs": 3, "max_async_level": 5})
+    assert workspace.inference.max_versions_per_run == 7 and workspace.inference.max_loras == 21
     assert SystemConfig().inference.max_versions_per_run == SystemConfig().max_async_level + SPARE_VERSIONS
     own = SystemConfig.model_validate({"max_async_level": 5, "inference": {"max_versions_per_run": 2}})
     assert own.inference.max_versions_per_run == 2

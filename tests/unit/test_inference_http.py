@@ -112,25 +112,25 @@ async def test_guard_hands_on_the_resolved_path(tmp_path: Path) -> None:
 
 
 def test_adapters_outside_are_refused_by_any_way(tmp_path: Path) -> None:
-    house = tmp_path / "house"
-    outside = adapter(tmp_path / "house2" / "a")
-    inside = adapter(house / "a")
-    assert confined_adapter(house, str(inside)) == inside
-    (house / "loop").symlink_to(house / "loop")
-    (house / "out").symlink_to(outside)
+    workspace = tmp_path / "workspace"
+    outside = adapter(tmp_path / "workspace2" / "a")
+    inside = adapter(workspace / "a")
+    assert confined_adapter(workspace, str(inside)) == inside
+    (workspace / "loop").symlink_to(workspace / "loop")
+    (workspace / "out").symlink_to(outside)
     for path, status in (
         (outside, 403),
-        (house / "out", 403),
-        (house / ".." / "house2" / "a", 403),
-        (house, 400),
-        (house / "none", 400),
-        (house / "loop", 400),
-        (house / ("a" * 5000), 400),
+        (workspace / "out", 403),
+        (workspace / ".." / "workspace2" / "a", 403),
+        (workspace, 400),
+        (workspace / "none", 400),
+        (workspace / "loop", 400),
+        (workspace / ("a" * 5000), 400),
         ("x\0y", 400),
         ("", 400),
     ):
         with pytest.raises(ApiError) as caught:
-            confined_adapter(house, str(path))
+            confined_adapter(workspace, str(path))
         assert caught.value.status == status, str(path)[:200]
 
 

@@ -15,7 +15,7 @@ from prime_rl.orchestrator.metrics import PHASES, Phase, PhaseClock, RolloutMete
 from tests.metrics_support import documented, undocumented
 from tests.orchestrator_support import TalkEnv
 from tests.unit.test_orchestrator_pure import a_group
-from tests.unit.test_orchestrator_run import House, house, lines, publish  # noqa: F401
+from tests.unit.test_orchestrator_run import Workspace, lines, publish, workspace  # noqa: F401
 
 NO_TIME: dict[Phase, float] = dict.fromkeys(PHASES, 0.0)
 
@@ -106,18 +106,18 @@ def test_the_bottleneck_is_who_is_waited_for(time_s: dict[Phase, float], num_ahe
 # -- what is documented is what is written ----
 
 
-async def test_every_figure_of_a_run_is_documented_and_every_documented_one_is_written(house: House) -> None:  # noqa: F811
-    code = await house.run_to_the_end(
+async def test_every_figure_of_a_run_is_documented_and_every_documented_one_is_written(workspace: Workspace) -> None:  # noqa: F811
+    code = await workspace.run_to_the_end(
         max_steps=4,
         env=[{"id": "reverse-text", "name": "easy", "args": {"max_len": 3}}, {"id": "sort-letters"}],
         eval={"interval": 2, "num_examples": 1},
     )
     assert code == 0
-    assert undocumented("orchestrator", lines(house.run)) == set()
-    written = set(itertools.chain.from_iterable(lines(house.run)))
+    assert undocumented("orchestrator", lines(workspace.run)) == set()
+    written = set(itertools.chain.from_iterable(lines(workspace.run)))
     never = {name for name, pattern in documented("orchestrator").items() if not any(map(pattern.fullmatch, written))}
     assert never == set()
-    assert {line["bottleneck"] for line in lines(house.run) if "bottleneck" in line} <= {
+    assert {line["bottleneck"] for line in lines(workspace.run) if "bottleneck" in line} <= {
         *("inference", "environment", "trainer", "none")
     }
 
@@ -129,21 +129,21 @@ def test_an_undocumented_figure_is_noticed() -> None:
     assert undocumented("trainer", [{"step": 1, "loss": 0.5, "reward/mean": 1}]) == {"reward/mean"}
 
 
-async def test_a_stopped_and_a_killed_run_repeat_no_step_and_tear_no_line(house: House) -> None:  # noqa: F811
+async def test_a_stopped_and_a_killed_run_repeat_no_step_and_tear_no_line(workspace: Workspace) -> None:  # noqa: F811
     for stop_at in (2, 4):
-        task = house.start(max_steps=6, max_async_level=0)
+        task = workspace.start(max_steps=6, max_async_level=0)
         for version in range(stop_at - 1, stop_at + 1):
-            publish(house.run, version)
-            await house.until_waiting_on(f"policy version {version + 1}")
+            publish(workspace.run, version)
+            await workspace.until_waiting_on(f"policy version {version + 1}")
         if stop_at == 2:
-            house.stopped = True
+            workspace.stopped = True
             await task
         else:  # as a kill in the middle of a write leaves it
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
-            with house.run.orchestrator_metrics.open("a") as file:
+            with workspace.run.orchestrator_metrics.open("a") as file:
                 file.write('{"step": 6, "ti')
-    assert await house.run_to_the_end(max_steps=6) == 0
-    text = house.run.orchestrator_metrics.read_text().replace('{"step": 6, "ti\n', "")
-    house.run.orchestrator_metrics.write_text(text)
-    assert [line["step"] for line in lines(house.run)] == [1, 2, 3, 4, 5, 6]
+    assert await workspace.run_to_the_end(max_steps=6) == 0
+    text = workspace.run.orchestrator_metrics.read_text().replace('{"step": 6, "ti\n', "")
+    workspace.run.orchestrator_metrics.write_text(text)
+    assert [line["step"] for line in lines(workspace.run)] == [1, 2, 3, 4, 5, 6]

@@ -230,7 +230,7 @@ def test_a_missing_package_is_one_line_that_says_what_to_install(
     fed(run, monitor(run.monitors)).close()
     assert caplog.messages == [
         f"{package} is left out: MonitorError: the package {package} is not installed: "
-        "pip install prime-rl-house[monitors]"
+        "pip install prl-multirun[monitors]"
     ]
 
 

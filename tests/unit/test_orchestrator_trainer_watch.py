@@ -43,7 +43,9 @@ def test_the_wait_for_a_policy_is_named() -> None:
     assert down == "policy version 7 (have 6); the trainer is down: it stopped 40 s ago"
 
 
-def test_a_house_without_a_trainer_is_told_from_one_whose_trainer_lives(tmp_path: Path, watch: TrainerWatch) -> None:
+def test_a_workspace_without_a_trainer_is_told_from_one_whose_trainer_lives(
+    tmp_path: Path, watch: TrainerWatch
+) -> None:
     assert not watch.is_known() and watch.trouble(NOW) is None
     tell(tmp_path)
     assert watch.is_known() and watch.trouble(NOW) is None

@@ -20,7 +20,7 @@ from prime_rl.orchestrator.samples import SampleKeeper, shorten, spread
 from prime_rl.orchestrator.tokenizer import ChatTokenizer
 from tests.orchestrator_support import make_run
 from tests.unit.test_orchestrator_pure import a_group
-from tests.unit.test_orchestrator_run import House, house  # noqa: F401
+from tests.unit.test_orchestrator_run import Workspace, workspace  # noqa: F401
 
 
 def a_sample(step: int, text: str = "text") -> Sample:
@@ -111,14 +111,14 @@ def test_a_disk_that_takes_nothing_is_told_once(tmp_path: Path, caplog: pytest.L
     assert read_samples(run.samples, 1) == []
 
 
-async def test_a_run_keeps_its_rollouts_in_words(house: House) -> None:  # noqa: F811
-    assert await house.run_to_the_end(max_steps=3, samples={"per_step": 2, "keep_steps": 1, "max_chars": 40}) == 0
-    samples = read_samples(house.run.samples, 99)
+async def test_a_run_keeps_its_rollouts_in_words(workspace: Workspace) -> None:  # noqa: F811
+    assert await workspace.run_to_the_end(max_steps=3, samples={"per_step": 2, "keep_steps": 1, "max_chars": 40}) == 0
+    samples = read_samples(workspace.run.samples, 99)
     assert [sample.step for sample in samples][-2:] == [3, 3]
     assert all(len(sample.prompt) <= 40 and sample.num_completion_tokens == 3 for sample in samples)
     assert {sample.env for sample in samples} == {"reverse-text"}
-    decode = ChatTokenizer.load(str(house.model)).decode
-    batch = read_batch(house.run.rollout_file(3)).samples
+    decode = ChatTokenizer.load(str(workspace.model)).decode
+    batch = read_batch(workspace.run.rollout_file(3)).samples
     said = {decode([i for i, own in zip(one.token_ids, one.loss_mask, strict=True) if own]) for one in batch}
     assert {sample.completion for sample in samples[-2:]} <= said
 

@@ -28,8 +28,8 @@ def text_of(seed: int = 1) -> str:
     return tomli_w.dumps({"seed": seed} | config)
 
 
-def run_of(house: Path, run_id: str = "run_a", text: str | None = None) -> RunDir:
-    run = RunDir(house / run_id)
+def run_of(workspace: Path, run_id: str = "run_a", text: str | None = None) -> RunDir:
+    run = RunDir(workspace / run_id)
     run.control.mkdir(parents=True)
     if text is not None:
         place(run, text)
@@ -47,10 +47,10 @@ def place(run: RunDir, text: str) -> None:
 class Look:
     """A Discovery with a clock in the test's hand. `seeds`: of every config that was judged."""
 
-    def __init__(self, house: Path, settle_s: float = SETTLE_S) -> None:
+    def __init__(self, workspace: Path, settle_s: float = SETTLE_S) -> None:
         self.now = 0.0
         self.seeds: list[int] = []
-        self.discovery = Discovery(house, self._validate, settle_s, lambda: self.now)
+        self.discovery = Discovery(workspace, self._validate, settle_s, lambda: self.now)
 
     def _validate(self, config: OrchestratorConfig) -> str | None:
         self.seeds.append(config.seed)
@@ -261,16 +261,16 @@ def test_a_folder_that_is_deleted_and_made_again_is_another_run(tmp_path: Path) 
 
 
 def test_a_folder_that_becomes_a_link_is_refused_and_not_watched(tmp_path: Path) -> None:
-    house, outside = tmp_path / "house", tmp_path / "outside"
-    run = run_of(house, text=text_of())
+    workspace, outside = tmp_path / "workspace", tmp_path / "outside"
+    run = run_of(workspace, text=text_of())
     run_of(outside, text=text_of())
-    look = Look(house)
+    look = Look(workspace)
     active = {"run_a": look.all().candidates[0].inode}
     shutil.rmtree(run.control)
     run.control.symlink_to(outside / "run_a" / "control")
     found = look(run.control, active=active)
     assert "symbolic link" in found.refused["run_a"] and "symbolic link" in found.gone["run_a"]
-    assert found.folders == [house]
+    assert found.folders == [workspace]
     run.control.unlink()
     run.control.mkdir()
     place(run, text_of())
@@ -278,12 +278,12 @@ def test_a_folder_that_becomes_a_link_is_refused_and_not_watched(tmp_path: Path)
 
 
 def test_a_linked_config_is_followed(tmp_path: Path) -> None:
-    run = run_of(tmp_path / "house")
+    run = run_of(tmp_path / "workspace")
     for seed in (1, 2):
         (tmp_path / f"{seed}.toml").write_text(text_of(seed))
         os.utime(tmp_path / f"{seed}.toml", (1e9, 1e9))
     run.orch_toml.symlink_to(tmp_path / "1.toml")
-    look = Look(tmp_path / "house")
+    look = Look(tmp_path / "workspace")
     assert [each.config.seed for each in look.all().candidates] == [1]
     (tmp_path / "2.toml").rename(tmp_path / "1.toml")
     assert [each.config.seed for each in look.all().candidates] == [2]
@@ -321,7 +321,7 @@ RUN_IDS = ["run_a", "run_b"]
 OPERATIONS = ["mkdir", "control", "place", "write", "bad", "touch", "unlink", "evict", "readmit", "rmtree", "replace"]
 
 
-def operate(house: Path, run: RunDir, operation: str, number: int) -> list[Path]:
+def operate(workspace: Path, run: RunDir, operation: str, number: int) -> list[Path]:
     """Do it as far as it can be done; the paths that changed."""
     config, has_control = run.control / "orch.toml", run.control.is_dir()
     if operation == "mkdir":
@@ -352,8 +352,8 @@ def operate(house: Path, run: RunDir, operation: str, number: int) -> list[Path]
         shutil.rmtree(run.path, ignore_errors=True)
         return [run.evicted, config, run.control, run.path]
     if operation == "replace" and run.path.is_dir():
-        run.path.rename(house / f"aside_{number}_{time.monotonic_ns()}")
-        run_of(house, run.run_id, text_of(number))
+        run.path.rename(workspace / f"aside_{number}_{time.monotonic_ns()}")
+        run_of(workspace, run.run_id, text_of(number))
         return [run.path]
     return []
 
@@ -375,12 +375,12 @@ def verdicts(found: Findings) -> dict[str, object]:
 def test_memory_changes_no_verdict(
     tmp_path_factory: pytest.TempPathFactory, steps: list[tuple[str, str, int, bool]], is_lossy: bool
 ) -> None:
-    house = tmp_path_factory.mktemp("house")
-    look = Look(house)
+    workspace = tmp_path_factory.mktemp("workspace")
+    look = Look(workspace)
     watched = set(look.all().folders)
     hints: set[Path] = set()
     for run_id, operation, number, looks in steps:
-        changed = operate(house, RunDir(house / run_id), operation, number)
+        changed = operate(workspace, RunDir(workspace / run_id), operation, number)
         if not is_lossy:
             hints |= {folder for path in changed for folder in (path, path.parent)} & watched
         if looks:
@@ -395,4 +395,4 @@ def test_memory_changes_no_verdict(
     if found.due is not None:
         look.later(QUIET_S)
         found = look.later(SETTLE_S)
-    assert verdicts(found) == verdicts(Look(house, settle_s=0).all())
+    assert verdicts(found) == verdicts(Look(workspace, settle_s=0).all())

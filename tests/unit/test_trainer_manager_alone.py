@@ -20,8 +20,8 @@ from tests.trainer_support import write_config
 ROOT = Path(__file__).parent.parent.parent
 
 
-def with_layer(house: Path, max_runs: int = 2, rank: int = 8) -> tuple[MultiRunManager, MultiLoRALinear]:
-    manager = MultiRunManager(output_dir=house, max_runs=max_runs)
+def with_layer(workspace: Path, max_runs: int = 2, rank: int = 8) -> tuple[MultiRunManager, MultiLoRALinear]:
+    manager = MultiRunManager(output_dir=workspace, max_runs=max_runs)
     layer = MultiLoRALinear(base_layer=nn.Linear(6, 4), rank=rank, n_adapters=manager.max_runs)
     layer.register_with_runs(manager, "model.layer")
     return manager, layer

@@ -25,13 +25,13 @@ TYPES = get_args(OptimConfig.model_fields["type"].annotation)
 Parts = tuple[MultiRunManager, MultiLoRAOptimizer, MultiLoRAScheduler]
 
 
-def with_runs(house: Path, *runs: dict[str, Any]) -> tuple[MultiRunManager, MultiLoRAOptimizer]:
-    return with_scheduler(house, *runs)[:2]
+def with_runs(workspace: Path, *runs: dict[str, Any]) -> tuple[MultiRunManager, MultiLoRAOptimizer]:
+    return with_scheduler(workspace, *runs)[:2]
 
 
-def with_scheduler(house: Path, *runs: dict[str, Any]) -> Parts:
+def with_scheduler(workspace: Path, *runs: dict[str, Any]) -> Parts:
     """A manager with one adapted layer of 6 inputs and 4 outputs in slots of rank 8; the runs take slots 0, 1, ..."""
-    manager = MultiRunManager(house, 4, limits=TrainerLimits(str(BASE), 64, 8, 16.0))
+    manager = MultiRunManager(workspace, 4, limits=TrainerLimits(str(BASE), 64, 8, 16.0))
     MultiLoRALinear(nn.Linear(6, 4), 8, 4, AdapterRouting(4)).register_with_runs(manager, "layer")
     optimizer = MultiLoRAOptimizer(manager, solo_world())
     scheduler = MultiLoRAScheduler(manager)
@@ -40,7 +40,7 @@ def with_scheduler(house: Path, *runs: dict[str, Any]) -> Parts:
     manager.register_deletion_hook(scheduler.deletion_hook)
     manager.register_creation_hook(optimizer.creation_hook)
     for number, changes in enumerate(runs):
-        write_run(house, f"run_{number}", BASE, **changes)
+        write_run(workspace, f"run_{number}", BASE, **changes)
     manager.discover_runs()
     manager.synchronize_state()
     assert len(manager.used_idxs) == len(runs)

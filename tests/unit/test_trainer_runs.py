@@ -134,16 +134,16 @@ def test_a_half_written_file_is_read_again_when_it_is_whole(tmp_path: Path) -> N
 
 
 def test_links_and_bad_names_are_refused_with_a_reason(tmp_path: Path) -> None:
-    house, outside = tmp_path / "house", tmp_path / "outside"
-    house.mkdir()
+    workspace, outside = tmp_path / "workspace", tmp_path / "outside"
+    workspace.mkdir()
     add(outside, "run_real")
-    (house / "run_link").symlink_to(outside / "run_real")
-    (house / "run_bad name").mkdir()
-    (house / "run_.5").mkdir()
-    run = add(house, "run_a")
+    (workspace / "run_link").symlink_to(outside / "run_real")
+    (workspace / "run_bad name").mkdir()
+    (workspace / "run_.5").mkdir()
+    run = add(workspace, "run_a")
     run.rollouts.rmdir()
     run.rollouts.symlink_to(outside)
-    manager = look(manager_of(house))
+    manager = look(manager_of(workspace))
     assert manager.used_idxs == set()
     assert "symbolic link" in manager.findings.refused["run_link"]
     assert "is refused" in manager.findings.refused["run_bad name"]

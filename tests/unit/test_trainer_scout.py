@@ -45,8 +45,8 @@ class Deaf:
 class Idle:
     """The trainer while it has nothing to train, until told otherwise."""
 
-    def __init__(self, house: Path, watcher: Watcher, max_runs: int = 2) -> None:
-        self.manager: MultiRunManager = manager_of(house, max_runs)
+    def __init__(self, workspace: Path, watcher: Watcher, max_runs: int = 2) -> None:
+        self.manager: MultiRunManager = manager_of(workspace, max_runs)
         self.discovered: list[str] = []
         self.manager.register_discovered_hook(self._discovered)
         self.scout = Scout(self.manager, watcher)

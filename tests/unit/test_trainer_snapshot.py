@@ -25,8 +25,8 @@ LORA = LoRAConfig(rank=16, target_modules=("layer",))
 class Trainer:
     """What a trainer has for its runs, without the model."""
 
-    def __init__(self, house: Path) -> None:
-        self.manager: MultiRunManager = manager_of(house)
+    def __init__(self, workspace: Path) -> None:
+        self.manager: MultiRunManager = manager_of(workspace)
         self.optimizer = MultiLoRAOptimizer(self.manager, solo_world())
         self.scheduler = MultiLoRAScheduler(self.manager)
         self.optimizer.register_post_creation_callback(self.scheduler.scheduler_creation_hook)

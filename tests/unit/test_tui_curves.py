@@ -131,19 +131,19 @@ def test_charts_of_one_run_and_of_several(tmp_path: Path) -> None:
         (folder / "orchestrator.jsonl").write_text("\n".join(orchestrator) + "\n")
         (folder / "trainer.jsonl").write_text("\n".join(trainer) + "\n")
     reader = ChartsReader(tmp_path, "run_a")
-    part, more = reader.read()
-    assert part is not None and not more and reader.read() == (None, False)
-    by_title = dict(zip((spec.title for spec in CHARTS), part.charts, strict=True))
+    data, more = reader.read()
+    assert data is not None and not more and reader.read() == (None, False)
+    by_title = dict(zip((spec.title for spec in CHARTS), data.charts, strict=True))
     assert [curve.name for curve in by_title["step time, s"].curves] == [
         "generate", "environment", "policy", "inference",
     ]  # fmt: skip
     assert by_title["step time, s"].is_stacked and not by_title["lengths"].is_stacked
     assert by_title["reward"].change is not None and not by_title["evaluation"].has_values
     reader.view = ChartView(compare=("run_b", "run_gone"), smoothing=0.9)
-    part, _ = reader.read()
-    assert part is not None and part.run_ids == ("run_a", "run_b", "run_gone")
-    assert all([curve.name for curve in chart.curves] == ["run_a", "run_b"] for chart in part.charts[:8])
-    assert not any(chart.is_stacked for chart in part.charts)
+    data, _ = reader.read()
+    assert data is not None and data.run_ids == ("run_a", "run_b", "run_gone")
+    assert all([curve.name for curve in chart.curves] == ["run_a", "run_b"] for chart in data.charts[:8])
+    assert not any(chart.is_stacked for chart in data.charts)
 
 
 def test_zoom_keeps_what_is_under_the_cursor_and_pan_follows_at_the_end() -> None:

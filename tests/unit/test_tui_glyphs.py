@@ -10,7 +10,7 @@ from rich.segment import Segment
 from textual.color import Color
 
 import tui
-from tests.tui_support import build_house, frozen_clock, has_looked, roomy_disk, screen_text, settled, until
+from tests.tui_support import build_workspace, frozen_clock, has_looked, roomy_disk, screen_text, settled, until
 from tui.app import PrlApp
 from tui.glyphs import PlainGlyphs, plain_glyphs
 from tui.nodes import HEALTH
@@ -64,8 +64,8 @@ def test_who_gets_them(term: str, encoding: str, is_plain: bool) -> None:
 
 
 async def test_nothing_but_ascii_is_drawn_where_there_is_nothing_else(tmp_path: Path) -> None:
-    house = build_house(tmp_path / "house")
-    app = PrlApp(house.path, clock=frozen_clock, read_disk=roomy_disk, glyphs=PlainGlyphs(ascii_only=True))
+    workspace = build_workspace(tmp_path / "workspace")
+    app = PrlApp(workspace.path, clock=frozen_clock, read_disk=roomy_disk, glyphs=PlainGlyphs(ascii_only=True))
     app.animation_level = "none"
     async with app.run_test(size=(160, 50)) as pilot:
         await until(pilot, lambda: has_looked(app), "a look")

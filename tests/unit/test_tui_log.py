@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from prime_rl.contract.layout import RunDir
 from tui import log_file, log_search
 from tui.log_file import LEVELS, lines_after, lines_before, open_log, rank, rank_at
-from tui.log_reader import NUM_AROUND, LogPart, LogRequest, LogTabReader
+from tui.log_reader import NUM_AROUND, LogData, LogRequest, LogTabReader
 from tui.log_search import Found, LogSearch
 
 ResultT = TypeVar("ResultT")
@@ -148,13 +148,13 @@ class Log:
         self.path = RunDir(folder / "run_a").log
         self.path.parent.mkdir(parents=True)
         self.reader = LogTabReader(folder, "run_a")
-        self.last = LogPart("run_a")
+        self.last = LogData("run_a")
 
-    def look(self) -> LogPart | None:
-        part, more = self.reader.read()
+    def look(self) -> LogData | None:
+        data, more = self.reader.read()
         assert not more
-        self.last = part or self.last
-        return part
+        self.last = data or self.last
+        return data
 
     @property
     def texts(self) -> list[str]:

@@ -2,59 +2,78 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
 import pytest
 
-from tui.memory import MAX_HOUSES, HouseMemory, Memory, default_path
+from tui.memory import MAX_WORKSPACES, Memory, WorkspaceMemory, default_path
 
 
 @pytest.fixture
-def house(tmp_path: Path) -> Path:
-    (tmp_path / "house").mkdir()
-    return tmp_path / "house"
+def workspace(tmp_path: Path) -> Path:
+    (tmp_path / "workspace").mkdir()
+    return tmp_path / "workspace"
 
 
-def test_what_is_saved_is_there_the_next_time_for_this_house_only(tmp_path: Path, house: Path) -> None:
+def test_what_is_saved_is_there_the_next_time_for_this_workspace_only(tmp_path: Path, workspace: Path) -> None:
     path = tmp_path / "state" / "deep" / "state.json"
-    memory = Memory(house, path)
-    memory.theme, memory.house = "nord", HouseMemory(sort="reward", descending=True, filter="lag>1", pins=["run_a"])
+    memory = Memory(workspace, path)
+    memory.theme, memory.workspace = (
+        "nord",
+        WorkspaceMemory(sort="reward", descending=True, filter="lag>1", pins=["run_a"]),
+    )
     memory.save()
-    again = Memory(house, path)
-    assert (again.theme, again.house) == (memory.theme, memory.house)
+    again = Memory(workspace, path)
+    assert (again.theme, again.workspace) == (memory.theme, memory.workspace)
     other = Memory(tmp_path / "other", path)
-    assert (other.theme, other.house) == ("nord", HouseMemory())
+    assert (other.theme, other.workspace) == ("nord", WorkspaceMemory())
     other.save()
-    assert Memory(house, path).house.pins == ["run_a"], "two who write keep each other's"
+    assert Memory(workspace, path).workspace.pins == ["run_a"], "two who write keep each other's"
+
+
+def test_a_file_of_the_version_before_is_read_and_written_in_today_s_words(tmp_path: Path, workspace: Path) -> None:
+    path = tmp_path / "state.json"
+    old = {
+        "version": 1,
+        "theme": "house-light",
+        "houses": {str(workspace.resolve()): {"sort": "lag", "pins": ["run_a"]}},
+    }
+    path.write_text(json.dumps(old))
+    memory = Memory(workspace, path)
+    assert (memory.theme, memory.workspace.sort, memory.workspace.pins) == ("prl-light", "lag", ["run_a"])
+    memory.save()
+    assert "house" not in path.read_text()
+    assert Memory(workspace, path).workspace.pins == ["run_a"]
 
 
 @pytest.mark.parametrize(
-    "damage", [b"", b"{", b"[]", b'{"version": 99}', b'{"houses": 5}', b"\xff\xfe", b"[" * 100_000]
+    "damage", [b"", b"{", b"[]", b'{"version": 99}', b'{"workspaces": 5}', b"\xff\xfe", b"[" * 100_000]
 )
-def test_a_damaged_file_is_no_memory_and_no_error(tmp_path: Path, house: Path, damage: bytes) -> None:
+def test_a_damaged_file_is_no_memory_and_no_error(tmp_path: Path, workspace: Path, damage: bytes) -> None:
     path = tmp_path / "state.json"
     path.write_bytes(damage)
-    memory = Memory(house, path)
-    assert memory.house == HouseMemory()
-    memory.house.sort = "lag"
+    memory = Memory(workspace, path)
+    assert memory.workspace == WorkspaceMemory()
+    memory.workspace.sort = "lag"
     memory.save()
-    assert Memory(house, path).house.sort == "lag"
+    assert Memory(workspace, path).workspace.sort == "lag"
 
 
-def test_a_house_is_never_written_and_a_bad_place_is_no_error(tmp_path: Path, house: Path) -> None:
-    Memory(house, house / "state.json").save()
-    assert list(house.iterdir()) == []
+def test_a_workspace_is_never_written_and_a_bad_place_is_no_error(tmp_path: Path, workspace: Path) -> None:
+    Memory(workspace, workspace / "state.json").save()
+    assert list(workspace.iterdir()) == []
     (tmp_path / "file").write_text("")
-    Memory(house, tmp_path / "file" / "state.json").save()
-    Memory(house).save()
+    Memory(workspace, tmp_path / "file" / "state.json").save()
+    Memory(workspace).save()
 
 
 def test_it_does_not_grow_without_end(tmp_path: Path) -> None:
     path = tmp_path / "state.json"
-    for number in range(MAX_HOUSES + 5):
+    for number in range(MAX_WORKSPACES + 5):
         Memory(tmp_path / str(number), path).save()
-    assert path.read_text().count('"' + str(tmp_path)) == MAX_HOUSES
+    assert path.read_text().count('"' + str(tmp_path)) == MAX_WORKSPACES
 
 
 def test_where_it_lies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -132,7 +132,7 @@ def test_the_cells_of_each_kind_of_group(tmp_path: Path) -> None:
 def test_nothing_that_a_file_says_breaks_a_line(
     tmp_path_factory: pytest.TempPathFactory, fields: dict[str, object], width: int
 ) -> None:
-    folder = tmp_path_factory.mktemp("house")
+    folder = tmp_path_factory.mktemp("workspace")
     put_node(OutputDir(folder), 0, **fields)
     group = make_group(NodeReader(folder).read())
     assert group is not None

@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from daemons.client import HouseReader
-from tests.tui_support import NOW, build_house
+from daemons.client import WorkspaceReader
+from tests.tui_support import NOW, build_workspace
 from tui.query import FIELDS, FLAGS, NUMBERS, Subject, complete, parse
 from tui.snapshot import STATES, RunRow, make_snapshot
 from tui.sorting import SORTS, sort_rows
-from tui.watcher import HouseMetrics
+from tui.watcher import WorkspaceMetrics
 
 WORDS = ["state:active", "state:wai,fin", "!state:invalid", "reward>0.5", "reward>=50%", "lag<2", "tokens>1k", "name~q",
          "note!=x", "is:problem", "!is:pinned", "seen<5m", "step!=42", '"waits for"', "run_"]  # fmt: skip
@@ -21,9 +21,9 @@ WORDS = ["state:active", "state:wai,fin", "!state:invalid", "reward>0.5", "rewar
 
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunRow, ...]:
-    house = build_house(tmp_path_factory.mktemp("query") / "house")
-    found = HouseReader(house.path).read(now=NOW)
-    return make_snapshot(found, HouseMetrics(house.path).update(found), NOW).rows
+    workspace = build_workspace(tmp_path_factory.mktemp("query") / "workspace")
+    found = WorkspaceReader(workspace.path).read(now=NOW)
+    return make_snapshot(found, WorkspaceMetrics(workspace.path).update(found), NOW).rows
 
 
 def ids(rows: tuple[RunRow, ...], text: str, *, pins: frozenset[str] = frozenset()) -> set[str]:

@@ -10,30 +10,30 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.cells import cell_len
 
-from daemons.client import HouseReader
+from daemons.client import WorkspaceReader
 from prime_rl.contract.layout import OutputDir, RunDir
 from prime_rl.contract.status import LOST_AFTER_S, DaemonStatus
-from tests.tui_support import HOSTILE, NOW, build_house, write_status
-from tui.house_metrics import HouseMetrics
+from tests.tui_support import HOSTILE, NOW, build_workspace, write_status
 from tui.palette import Palette, make_palette
 from tui.run_config import find_error_lines
 from tui.run_events import parse_audit
 from tui.snapshot import STALL_MIN_S, STATES, Disk, Level, RunRow, Snapshot, make_snapshot
 from tui.watcher import StateTimes
 from tui.widgets.columns import PADDING, choose_columns, make_cells
-from tui.widgets.header import house_lines, run_lines
+from tui.widgets.header import run_lines, workspace_lines
+from tui.workspace_metrics import WorkspaceMetrics
 
 ESSENTIAL = {"state", "run", "progress", "reward", "note"}
 
 
 @pytest.fixture
-def house(tmp_path: Path) -> OutputDir:
-    return build_house(tmp_path / "house")
+def workspace(tmp_path: Path) -> OutputDir:
+    return build_workspace(tmp_path / "workspace")
 
 
 def look(output: OutputDir, now: float = NOW) -> Snapshot:
-    found = HouseReader(output.path).read(now=now)
-    return make_snapshot(found, HouseMetrics(output.path).update(found), now, since=StateTimes(output).read(found))
+    found = WorkspaceReader(output.path).read(now=now)
+    return make_snapshot(found, WorkspaceMetrics(output.path).update(found), now, since=StateTimes(output).read(found))
 
 
 def a_palette() -> Palette:
@@ -41,8 +41,8 @@ def a_palette() -> Palette:
     return make_palette({name: f"#0000{index}0" for index, name in enumerate(names)})
 
 
-def test_every_state_is_told_apart(house: OutputDir) -> None:
-    states = {row.run_id: row.state for row in look(house).rows}
+def test_every_state_is_told_apart(workspace: OutputDir) -> None:
+    states = {row.run_id: row.state for row in look(workspace).rows}
     assert states == {
         "run_reverse-lr1e-3": "active",
         "run_sort-rank16": "active",
@@ -58,25 +58,25 @@ def test_every_state_is_told_apart(house: OutputDir) -> None:
     assert len(set(symbols)) == len(symbols), "a state must be readable without colour"
 
 
-def test_a_run_that_gives_no_sign_of_life_is_lost_and_says_since_when(house: OutputDir) -> None:
-    row = look(house).row("run_upper")
+def test_a_run_that_gives_no_sign_of_life_is_lost_and_says_since_when(workspace: OutputDir) -> None:
+    row = look(workspace).row("run_upper")
     assert row is not None and row.is_problem
     assert row.note.startswith("no sign of life for 1m")
-    later = look(house, NOW + LOST_AFTER_S - 2).row("run_reverse-lr1e-3")
+    later = look(workspace, NOW + LOST_AFTER_S - 2).row("run_reverse-lr1e-3")
     assert later is not None and later.state == "active"
-    assert look(house, NOW + LOST_AFTER_S + 1).house.trainer is None
+    assert look(workspace, NOW + LOST_AFTER_S + 1).workspace.trainer is None
 
 
-def test_rows_carry_the_newest_metrics(house: OutputDir) -> None:
-    row = look(house).row("run_reverse-lr1e-3")
+def test_rows_carry_the_newest_metrics(workspace: OutputDir) -> None:
+    row = look(workspace).row("run_reverse-lr1e-3")
     assert row is not None
     assert len(row.tail.rewards) == 42
     assert row.reward == row.tail.rewards[-1]
     assert row.loss is not None and row.reward_change is not None
 
 
-def test_notes_say_what_is_waited_for_or_wrong_on_one_line(house: OutputDir) -> None:
-    notes = {row.run_id: row.note for row in look(house).rows}
+def test_notes_say_what_is_waited_for_or_wrong_on_one_line(workspace: OutputDir) -> None:
+    notes = {row.run_id: row.note for row in look(workspace).rows}
     assert notes["run_reverse-lr1e-3"] == "waits for 64 rollouts of step 43 (51 done)"
     assert notes["run_queued-b"] == "waits for a free slot (2. in the queue)"
     assert notes["run_collapsed"] == "the reward collapsed"
@@ -84,9 +84,9 @@ def test_notes_say_what_is_waited_for_or_wrong_on_one_line(house: OutputDir) -> 
     assert notes["run_sort-rank16"] == "held up by the trainer (step 86)"
 
 
-def test_problems_are_named(house: OutputDir) -> None:
-    write_status(house.daemon_status("inference"), DaemonStatus(name="inference", state="backoff", reason="exit 1"))
-    snapshot = look(house)
+def test_problems_are_named(workspace: OutputDir) -> None:
+    write_status(workspace.daemon_status("inference"), DaemonStatus(name="inference", state="backoff", reason="exit 1"))
+    snapshot = look(workspace)
     assert [problem.name for problem in snapshot.problems] == [
         "inference",
         "run_upper",
@@ -96,21 +96,21 @@ def test_problems_are_named(house: OutputDir) -> None:
         "run_bad name",
     ]
     assert "exit 1" in snapshot.problems[0].text
-    assert [problem.target for problem in snapshot.problems] == ["part", "run", "run", "run", "run", "entry"]
+    assert [problem.target for problem in snapshot.problems] == ["daemon", "run", "run", "run", "run", "entry"]
     assert snapshot.problems[3].since == NOW - 2900, "an eviction counts from when it was written down"
 
 
-def test_a_full_disk_is_a_problem(house: OutputDir) -> None:
-    found = HouseReader(house.path).read(now=NOW)
+def test_a_full_disk_is_a_problem(workspace: OutputDir) -> None:
+    found = WorkspaceReader(workspace.path).read(now=NOW)
     for free, total, is_low in ((1 << 30, 1 << 40, True), (30 << 30, 1 << 40, False), (3 << 30, 4 << 30, False)):
         problems = make_snapshot(found, {}, NOW, disk=Disk(free, total)).problems
-        assert ("house" in [problem.target for problem in problems]) is is_low
+        assert ("workspace" in [problem.target for problem in problems]) is is_low
         assert not is_low or "1.0 GiB of 1.0 TiB are free" in problems[-1].text
 
 
-def test_a_run_whose_steps_stop_is_stalled_and_says_since_when(house: OutputDir) -> None:
-    found = HouseReader(house.path).read(now=NOW)
-    usual = HouseMetrics(house.path).update(found)
+def test_a_run_whose_steps_stop_is_stalled_and_says_since_when(workspace: OutputDir) -> None:
+    found = WorkspaceReader(workspace.path).read(now=NOW)
+    usual = WorkspaceMetrics(workspace.path).update(found)
 
     def row(silent_s: float) -> RunRow:
         tail = replace(usual["run_sort-rank16"], last_step_at=NOW - 1 - silent_s)
@@ -128,9 +128,9 @@ def test_a_run_whose_steps_stop_is_stalled_and_says_since_when(house: OutputDir)
     assert problems[1].text == "stalled: no step for 6m" and problems[1].since == NOW - 1 - STALL_MIN_S - 61
 
 
-def test_parts_of_a_house_that_is_down(tmp_path: Path) -> None:
-    snapshot = look(build_house(tmp_path / "house", living=False))
-    assert {part.name: part.state for part in snapshot.parts} == {
+def test_daemons_of_a_workspace_that_is_down(tmp_path: Path) -> None:
+    snapshot = look(build_workspace(tmp_path / "workspace", living=False))
+    assert {daemon.name: daemon.state for daemon in snapshot.daemons} == {
         "trainer": "stopped",
         "inference": "stopped",
         "supervisor": "stopped",
@@ -138,22 +138,23 @@ def test_parts_of_a_house_that_is_down(tmp_path: Path) -> None:
     assert {row.state for row in snapshot.rows} == {"stopped", "evicted", "failed", "finished", "invalid"}
 
 
-def test_an_empty_folder_is_an_empty_house(tmp_path: Path) -> None:
+def test_an_empty_folder_is_an_empty_workspace(tmp_path: Path) -> None:
     snapshot = look(OutputDir(tmp_path))
     assert snapshot.rows == () and snapshot.problems == ()
-    assert [part.state for part in snapshot.parts] == ["down", "down", "down"]
+    assert [daemon.state for daemon in snapshot.daemons] == ["down", "down", "down"]
 
 
-def test_hostile_text_is_clean_in_every_row_and_problem(house: OutputDir) -> None:
-    RunDir(house.path / "run_collapsed").evicted.write_text(HOSTILE)
-    RunDir(house.path / "run_typo").config_error.write_text(HOSTILE * 2)
+def test_hostile_text_is_clean_in_every_row_and_problem(workspace: OutputDir) -> None:
+    RunDir(workspace.path / "run_collapsed").evicted.write_text(HOSTILE)
+    RunDir(workspace.path / "run_typo").config_error.write_text(HOSTILE * 2)
     write_status(
-        house.daemon_status("trainer"), DaemonStatus(name="trainer", state="failed", reason=HOSTILE, log_tail=[HOSTILE])
+        workspace.daemon_status("trainer"),
+        DaemonStatus(name="trainer", state="failed", reason=HOSTILE, log_tail=[HOSTILE]),
     )
-    snapshot = look(house)
+    snapshot = look(workspace)
     texts = [text for row in snapshot.rows for text in (row.note, row.reason or "")]
     texts += [problem.text for problem in snapshot.problems]
-    texts += [text for part in snapshot.parts for text in (part.detail, *part.log_tail)]
+    texts += [text for daemon in snapshot.daemons for text in (daemon.detail, *daemon.log_tail)]
     assert any("[bold]not bold[/]" in text for text in texts), "text is kept, only what a terminal obeys goes"
     for text in texts:
         assert not set(text) & {"\x1b", "\x07", "\u202e", "\x9b"}
@@ -170,10 +171,10 @@ def test_the_columns_fit_and_hold_the_essential(width: int, longest: int) -> Non
         assert len(columns) == 13
 
 
-def test_cells_are_as_wide_as_their_column(house: OutputDir) -> None:
+def test_cells_are_as_wide_as_their_column(workspace: OutputDir) -> None:
     for width in (79, 119, 199):
         columns = choose_columns(width, 18)
-        for row in look(house).rows:
+        for row in look(workspace).rows:
             cells = make_cells(row, columns, a_palette(), NOW)
             assert {key: cell for key, cell in cells.items() if cell_len(cell) != _width(columns, key)} == {}
 
@@ -183,18 +184,18 @@ def _width(columns: object, key: str) -> int:
 
 
 @pytest.mark.parametrize("width", [80, 120, 200])
-def test_headers_fit_their_width(house: OutputDir, width: int) -> None:
-    snapshot = look(house)
-    lines = [*house_lines(snapshot, width, a_palette(), True)]
+def test_headers_fit_their_width(workspace: OutputDir, width: int) -> None:
+    snapshot = look(workspace)
+    lines = [*workspace_lines(snapshot, width, a_palette(), True)]
     for row in snapshot.rows:
         lines += run_lines(row, width, a_palette(), NOW)
     assert all(cell_len(line.plain) <= width for line in lines), [line.plain for line in lines]
 
 
-def test_a_small_header_of_a_house_that_is_down_says_so_and_that_it_is_read_only(house: OutputDir) -> None:
-    snapshot = look(house)
-    down = tuple(replace(part, state="stopped", level=Level.QUIET) for part in snapshot.parts)
-    first, _ = house_lines(replace(snapshot, parts=down), 80, a_palette(), True)
+def test_a_small_header_of_a_workspace_that_is_down_says_so_and_that_it_is_read_only(workspace: OutputDir) -> None:
+    snapshot = look(workspace)
+    down = tuple(replace(daemon, state="stopped", level=Level.QUIET) for daemon in snapshot.daemons)
+    first, _ = workspace_lines(replace(snapshot, daemons=down), 80, a_palette(), True)
     assert "read-only" in first.plain and "■ trainer, inference, supervisor stopped" in first.plain
 
 

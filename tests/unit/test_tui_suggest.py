@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from daemons.client import HouseReader
-from tests.tui_support import NOW, build_house
+from daemons.client import WorkspaceReader
+from tests.tui_support import NOW, build_workspace
 from tui.dialogs.draft import free_id
 from tui.jobs import each
 from tui.snapshot import RunRow, RunTail, make_snapshot
@@ -16,8 +16,8 @@ from tui.suggest import ALWAYS, MAX_SUGGESTIONS, suggest
 
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[str, RunRow]:
-    house = HouseReader(build_house(tmp_path_factory.mktemp("s") / "h").path).read(now=NOW)
-    return {row.run_id: row for row in make_snapshot(house, {}, NOW).rows}
+    workspace = WorkspaceReader(build_workspace(tmp_path_factory.mktemp("s") / "h").path).read(now=NOW)
+    return {row.run_id: row for row in make_snapshot(workspace, {}, NOW).rows}
 
 
 def with_rewards(row: RunRow, *rewards: float) -> RunRow:

@@ -65,7 +65,7 @@ SAMPLES = [
 def test_which_file_systems_tell(tmp_path: Path, line: str, events: bool) -> None:
     table = tmp_path / "mountinfo"
     table.write_text("22 1 254:0 / / rw - ext4 /dev/root rw\n" + line + "\n")
-    assert events_come(Path("/m/house"), table) is events
+    assert events_come(Path("/m/workspace"), table) is events
 
 
 def test_a_link_is_where_it_leads(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Choose one thing of a list, and do it: which part is started again, how the house is started."""
+"""Choose one thing of a list, and do it: which daemon is started again, how the workspace is started."""
 
 from __future__ import annotations
 

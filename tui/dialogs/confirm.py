@@ -1,4 +1,7 @@
-"""One question before something is done to many things at once, or to the whole house. It lists what it is about."""
+"""One question before something is done to many things at once, or to the whole workspace.
+
+It lists what it is about.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What the screens share: they are told of each new look at the house, and of each action.
+"""What the screens share: they are told of each new look at the workspace, and of each action.
 
-`HouseScreen` is the base of all; `PlaceScreen` of those that stand side by side (`places`): they have the house's
-header on top, and a number key leads from each to each.
+`WorkspaceScreen` is the base of all; `PlaceScreen` of those that stand side by side (`places`): they have the
+workspace's header on top, and a number key leads from each to each.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tui.memory import Memory
 from tui.messages import ActionEntry
 from tui.snapshot import RunRow, Snapshot
 from tui.widgets.command_line import CommandLine
-from tui.widgets.header import HouseHeader
+from tui.widgets.header import WorkspaceHeader
 from tui.widgets.keys import KeyFooter
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ class Place:
 
 # Among the numbers of the places: one run.
 RUN_KEY = 2
-# From the house's folder to what asks the machine: `system_watch.SystemProbe` in real life.
+# From the workspace's folder to what asks the machine: `system_watch.SystemProbe` in real life.
 ProbeMaker: TypeAlias = "Callable[[Path], Probe]"
 
 
@@ -79,10 +79,10 @@ class Setting:
 
 
 @runtime_checkable
-class ShowsHouse(Protocol):
+class ShowsWorkspace(Protocol):
     """A screen that wants each new snapshot."""
 
-    def show_house(self, snapshot: Snapshot) -> None: ...
+    def show_workspace(self, snapshot: Snapshot) -> None: ...
 
 
 @runtime_checkable
@@ -114,7 +114,7 @@ class Guide(Protocol):
     def look_closely(self, closely: bool) -> None: ...
 
 
-class HouseScreen(Screen[None]):
+class WorkspaceScreen(Screen[None]):
     """Base of all screens but the dialogs. `key_order` is the order of the keys in the footer, by action."""
 
     key_order: ClassVar[tuple[str, ...]] = KEY_ORDER
@@ -169,12 +169,12 @@ class HouseScreen(Screen[None]):
         row = self.target_row()
         return [row] if row else []
 
-    def target_part(self) -> str | None:
-        """The part that actions are about, by name; None where there is none."""
+    def target_daemon(self) -> str | None:
+        """The daemon that actions are about, by name; None where there is none."""
         row = self.target_row()
         return row.run_id if row else None
 
-    def show_house(self, snapshot: Snapshot) -> None:
+    def show_workspace(self, snapshot: Snapshot) -> None:
         self.snapshot = snapshot
 
     def show_action(self, entry: ActionEntry) -> None:
@@ -236,7 +236,7 @@ class HouseScreen(Screen[None]):
         self.app.push_screen(HelpScreen(self.setting.read_only))
 
 
-class PlaceScreen(HouseScreen):
+class PlaceScreen(WorkspaceScreen):
     """A screen of `places`: header, `compose_body`, the line of the last action, the keys.
 
     A subclass gives `compose_body` and shows `self.snapshot` in `refill`, which is called for each new look once the
@@ -249,8 +249,8 @@ class PlaceScreen(HouseScreen):
 
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting)
-        # Held, not looked up: a look at the house may arrive while the app ends and takes its widgets away.
-        self.header = HouseHeader(read_only=setting.read_only)
+        # Held, not looked up: a look at the workspace may arrive while the app ends and takes its widgets away.
+        self.header = WorkspaceHeader(read_only=setting.read_only)
         self.command_line = CommandLine()
 
     def compose(self) -> ComposeResult:
@@ -269,10 +269,10 @@ class PlaceScreen(HouseScreen):
         self._is_ready = True
         self.command_line.entry = self.entry
         if self.snapshot is not None:
-            self.show_house(self.snapshot)
+            self.show_workspace(self.snapshot)
 
-    def show_house(self, snapshot: Snapshot) -> None:
-        super().show_house(snapshot)
+    def show_workspace(self, snapshot: Snapshot) -> None:
+        super().show_workspace(snapshot)
         if self.can_show:
             self.header.show(snapshot)
             self.refill(snapshot)
@@ -282,12 +282,15 @@ class PlaceScreen(HouseScreen):
         if self.can_show:
             self.command_line.entry = entry
 
-    @on(HouseHeader.ProblemsAsked)
+    @on(WorkspaceHeader.ProblemsAsked)
     def _problems_asked(self) -> None:
         self.guide.go("problems")
 
     def action_go(self, number: int) -> None:
-        """Open the place with that number; RUN_KEY opens the run that is chosen here, else the first of the house."""
+        """Open the place with that number;
+
+        RUN_KEY opens the run that is chosen here, else the first of the workspace.
+        """
         if number != RUN_KEY:
             self.guide.go_number(number)
             return

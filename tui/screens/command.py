@@ -51,7 +51,7 @@ class CommandScreen(ModalScreen[None]):
         with Horizontal():
             yield Static(":", id="colon", markup=False)
             yield FilterInput(
-                placeholder="runs, sort reward, theme house-light ...",
+                placeholder="runs, sort reward, theme prl-light ...",
                 id="command",
                 compact=True,
                 suggester=_Completer(self._commands),

@@ -48,8 +48,8 @@ ACT: Keys = (
     ("r", "readmit evicted or failed runs"),
     ("d u", "delete: into the trash; undo brings it back"),
     ("enter", "on a checkpoint of a run: go on from it"),
-    ("x", "start a part anew"),
-    ("U D", "start the house, stop it"),
+    ("x", "start a daemon anew"),
+    ("U D", "start the workspace, stop it"),
     ("L", "what was done here, and its commands to copy"),
 )
 ALWAYS: Keys = (

@@ -16,7 +16,9 @@ from tui.screens.base import PlaceScreen, Setting
 from tui.snapshot import Snapshot
 from tui.widgets.line_list import LineList, joined
 
-START = "prl multinode --num-nodes 3 --rank-weights 1,1,1 --rl-phase both --log-path HOUSE --data-path DATA --master"
+START = (
+    "prl multinode --num-nodes 3 --rank-weights 1,1,1 --rl-phase both --log-path WORKSPACE --data-path DATA --master"
+)
 # Header, group, headings, margins, the node, the keys.
 NUM_OTHER_LINES = 14
 
@@ -82,7 +84,7 @@ class NodesScreen(PlaceScreen):
         if group is None:
             self.nothing.update(
                 Text.assemble(
-                    ("no multi-node group works in this house\n\n", f"bold {palette.primary}"),
+                    ("no multi-node group works in this workspace\n\n", f"bold {palette.primary}"),
                     ("on the master, and on each other node with --worker RANK for --master:\n", palette.muted),
                     (START, palette.accent),
                     justify="center",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 
-from tui.screens.base import HouseScreen, Place, Setting
+from tui.screens.base import Place, Setting, WorkspaceScreen
 
 HOME = "runs"
 
@@ -21,10 +21,10 @@ PLACES = (
 )
 
 
-def make_screen(name: str, setting: Setting) -> HouseScreen:
+def make_screen(name: str, setting: Setting) -> WorkspaceScreen:
     """The screen of that name. Raises KeyError for a name that is none."""
     place = {each.name: each for each in PLACES}[name]
-    screen: type[HouseScreen] = getattr(importlib.import_module(place.module), place.class_name)
+    screen: type[WorkspaceScreen] = getattr(importlib.import_module(place.module), place.class_name)
     if not setting.read_only:
         from tui.acting import acting
 

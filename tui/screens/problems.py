@@ -1,4 +1,4 @@
-"""Everything that needs a person, newest first. Enter opens the run, the part or the node that has the problem."""
+"""Everything that needs a person, newest first. Enter opens the run, the daemon or the node that has the problem."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from textual.widgets import Static
 from tui import fmt
 from tui.palette import Palette, make_palette
 from tui.screens.base import PlaceScreen, Setting
-from tui.snapshot import PART_SYMBOLS, Problem, RunRow, Snapshot
+from tui.snapshot import LEVEL_SYMBOLS, Problem, RunRow, Snapshot
 from tui.widgets.line_list import Line, LineList
 
-_PLACES = {"part": "system", "house": "system", "node": "nodes"}
+_PLACES = {"daemon": "system", "workspace": "system", "node": "nodes"}
 
 
 def key_of(problem: Problem) -> str:
@@ -29,7 +29,7 @@ def problem_line(problem: Problem, now: float, width: int, palette: Palette) -> 
     colour = palette.level(problem.level)
     return Text.assemble(
         f"  {age:>4} ",
-        (f"{PART_SYMBOLS[problem.level]} ", colour),
+        (f"{LEVEL_SYMBOLS[problem.level]} ", colour),
         (f"{fmt.shorten_middle(problem.name, name_width):<{name_width}} ", "bold"),
         (problem.text, palette.text),
     )
@@ -83,9 +83,9 @@ class ProblemsScreen(PlaceScreen):
         problem = self._selected()
         return self.snapshot.row(problem.name) if problem and self.snapshot and problem.target == "run" else None
 
-    def target_part(self) -> str | None:
+    def target_daemon(self) -> str | None:
         problem = self._selected()
-        return problem.name if problem and problem.target in ("part", "run") else None
+        return problem.name if problem and problem.target in ("daemon", "run") else None
 
     @on(LineList.Moved)
     def _moved(self) -> None:

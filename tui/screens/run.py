@@ -18,19 +18,19 @@ from textual.widgets import Static, TabbedContent, TabPane
 
 from prime_rl.contract.status import RunState
 from tui.charts_reader import MAX_COMPARED
-from tui.checkpoints import CheckpointsPart
-from tui.curves import CHARTS, ChartsPart
-from tui.log_reader import LogPart
+from tui.checkpoints import CheckpointsData
+from tui.curves import CHARTS, ChartsData
+from tui.log_reader import LogData
 from tui.log_search import LogSearch
 from tui.messages import ActionEntry, LogFound, RunChanged
-from tui.rollouts import RolloutsPart
-from tui.run_config import ConfigPart
-from tui.run_events import EventsPart
+from tui.rollouts import RolloutsData
+from tui.run_config import ConfigData
+from tui.run_events import EventsData
 from tui.run_reader import RunReader
-from tui.screens.base import HouseScreen, Setting
+from tui.screens.base import Setting, WorkspaceScreen
 from tui.screens.pick_runs import PickRuns
 from tui.snapshot import LOST, RunRow, Snapshot
-from tui.tabs import CONFIG, TABS, Part
+from tui.tabs import CONFIG, TABS, TabData
 from tui.watcher import RunWatcher
 from tui.widgets.charts import ChartsView
 from tui.widgets.checkpoints_view import CheckpointsView
@@ -57,7 +57,7 @@ class _Pane(TabPane):
         event.prevent_default()
 
 
-class RunScreen(HouseScreen):
+class RunScreen(WorkspaceScreen):
     """Reads only; `acting.ActingRunScreen` adds what acts. Owns the thread that reads the run's files.
 
     Args:
@@ -100,13 +100,13 @@ class RunScreen(HouseScreen):
         self.checkpoints = CheckpointsView(setting.clock)
         self.events = EventsView()
         self.command_line = CommandLine()
-        self._shows: dict[type[Part], Callable[[Any], None]] = {
-            ChartsPart: self.charts.show,
-            RolloutsPart: self.rollouts.show,
-            ConfigPart: self.config.show,
-            LogPart: self.log_view.show,
-            CheckpointsPart: self.checkpoints.show,
-            EventsPart: self.events.show,
+        self._shows: dict[type[TabData], Callable[[Any], None]] = {
+            ChartsData: self.charts.show,
+            RolloutsData: self.rollouts.show,
+            ConfigData: self.config.show,
+            LogData: self.log_view.show,
+            CheckpointsData: self.checkpoints.show,
+            EventsData: self.events.show,
         }
         self.shown: set[str] = set()
         """The tabs that have shown something."""
@@ -152,8 +152,8 @@ class RunScreen(HouseScreen):
     def target_row(self) -> RunRow | None:
         return self.snapshot.row(self.run_id) if self.snapshot else None
 
-    def show_house(self, snapshot: Snapshot) -> None:
-        super().show_house(snapshot)
+    def show_workspace(self, snapshot: Snapshot) -> None:
+        super().show_workspace(snapshot)
         if self.can_show:
             self._show()
 
@@ -164,9 +164,9 @@ class RunScreen(HouseScreen):
 
     def on_run_changed(self, message: RunChanged) -> None:
         if self.can_show:
-            self._shows[type(message.part)](message.part)
-            self.shown.add(message.part.tab)
-            if isinstance(message.part, CheckpointsPart):
+            self._shows[type(message.data)](message.data)
+            self.shown.add(message.data.tab)
+            if isinstance(message.data, CheckpointsData):
                 self.refresh_bindings()
 
     @on(RowList.Moved)
@@ -267,7 +267,7 @@ class RunScreen(HouseScreen):
 
     def _banner(self, row: RunRow | None) -> str:
         if row is None:
-            return f"{self.run_id} is not in the house any more; esc goes back"
+            return f"{self.run_id} is not in the workspace any more; esc goes back"
         if row.state == RunState.INVALID:
             # The config tab says it in full, beside the line.
             return "" if self.tab == CONFIG else row.note

@@ -1,4 +1,4 @@
-"""Home: all runs of the house, the selected one in short, and the keys to everything else.
+"""Home: all runs of the workspace, the selected one in short, and the keys to everything else.
 
 What it remembers (order, filter, pins) is in `memory`, the orders are in `sorting`, the filter language in `query`.
 """
@@ -44,7 +44,7 @@ class RunsScreen(PlaceScreen):
         Binding("s", "next_sort(1)", "Sort"),
         Binding("S", "reverse_sort", "Reverse the order", show=False),
         Binding("p", "pin", "Pin", show=False),
-        Binding("P", "parts", "Parts", show=False),
+        Binding("P", "daemons", "Daemons", show=False),
         Binding("escape", "clear", "Clear the marks, then the filter", show=False),
         Binding("q", "app.quit", "Quit"),
     ]
@@ -57,8 +57,8 @@ class RunsScreen(PlaceScreen):
         self.filter_bar = FilterBar(lambda: self.run_ids())
         self.empty = EmptyState(read_only=setting.read_only)
         self.preview = Preview()
-        if self.memory.house.sort not in SORTS:
-            self.memory.house = msgspec.structs.replace(self.memory.house, sort=DEFAULT_SORT, descending=False)
+        if self.memory.workspace.sort not in SORTS:
+            self.memory.workspace = msgspec.structs.replace(self.memory.workspace, sort=DEFAULT_SORT, descending=False)
 
     def compose_body(self) -> ComposeResult:
         yield self.filter_bar
@@ -69,10 +69,10 @@ class RunsScreen(PlaceScreen):
     def on_mount(self) -> None:
         self.preview.display = False
         self.table.focus()
-        if self.memory.house.filter:
+        if self.memory.workspace.filter:
             self.filter_bar.open()
-            self.filter_bar.input.value = self.memory.house.filter
-            self.filter_bar.take(self.memory.house.filter)
+            self.filter_bar.input.value = self.memory.workspace.filter
+            self.filter_bar.take(self.memory.workspace.filter)
             self.table.focus()
         super().on_mount()
         self.app.theme_changed_signal.subscribe(self, lambda _: self.call_after_refresh(self._recolour))
@@ -106,22 +106,22 @@ class RunsScreen(PlaceScreen):
         }
 
     def refill(self, snapshot: Snapshot) -> None:
-        house, now = self.memory.house, self.setting.clock()
+        workspace, now = self.memory.workspace, self.setting.clock()
         self.table.forget_marks({row.run_id for row in snapshot.rows})
-        pins = frozenset(house.pins)
+        pins = frozenset(workspace.pins)
         query, marks = self.filter_bar.parsed, self.table.marks
         found = [
             row
             for row in snapshot.rows
             if not query.tests or query.matches(Subject(row, now, row.run_id in pins, row.run_id in marks))
         ]
-        rows = sort_rows(found, house.sort, house.descending, pins)
+        rows = sort_rows(found, workspace.sort, workspace.descending, pins)
         self.set_class(not rows, "-empty")
         if rows and self.focused is None:
             self.table.focus()
-        self.empty.show(house.filter, snapshot.house.trainer is not None)
+        self.empty.show(workspace.filter, snapshot.workspace.trainer is not None)
         self.filter_bar.say_count(len(rows), len(snapshot.rows))
-        self.table.show(rows, now, pins=pins, sort=(house.sort, house.descending))
+        self.table.show(rows, now, pins=pins, sort=(workspace.sort, workspace.descending))
         self._fit_preview(self.size.height)
         self._show_selected()
 
@@ -146,10 +146,10 @@ class RunsScreen(PlaceScreen):
 
     def action_next_sort(self, step: int) -> None:
         names = list(SORTS)
-        self.sort_by(names[(names.index(self.memory.house.sort) + step) % len(names)])
+        self.sort_by(names[(names.index(self.memory.workspace.sort) + step) % len(names)])
 
     def action_reverse_sort(self) -> None:
-        self.sort_by(self.memory.house.sort, not self.memory.house.descending)
+        self.sort_by(self.memory.workspace.sort, not self.memory.workspace.descending)
 
     def sort_by(self, column: str, descending: bool | None = None) -> None:
         """Order by a column, in the way that people want first unless it is said."""
@@ -159,15 +159,15 @@ class RunsScreen(PlaceScreen):
 
     def action_pin(self) -> None:
         """Pin the chosen runs; when all of them are pinned, let them go."""
-        chosen, pins = [row.run_id for row in self.target_rows()], self.memory.house.pins
+        chosen, pins = [row.run_id for row in self.target_rows()], self.memory.workspace.pins
         others = [run_id for run_id in pins if run_id not in chosen]
         self._remember(pins=others if set(chosen) <= set(pins) else [*others, *chosen])
 
-    def action_parts(self) -> None:
+    def action_daemons(self) -> None:
         self.guide.go("system")
 
     def _remember(self, **changes: object) -> None:
-        self.memory.house = msgspec.structs.replace(self.memory.house, **changes)
+        self.memory.workspace = msgspec.structs.replace(self.memory.workspace, **changes)
         self.guide.save_memory()
         self._refill()
 
@@ -179,7 +179,7 @@ class RunsScreen(PlaceScreen):
 
     @on(Input.Changed, "#filter")
     def _filter_changed(self, event: Input.Changed) -> None:
-        if event.value != self.memory.house.filter:
+        if event.value != self.memory.workspace.filter:
             self._take_filter(event.value)
 
     def _take_filter(self, text: str) -> None:
@@ -189,7 +189,7 @@ class RunsScreen(PlaceScreen):
     @on(Input.Submitted, "#filter")
     def _filter_done(self) -> None:
         self.table.focus()
-        if not self.memory.house.filter:
+        if not self.memory.workspace.filter:
             self.filter_bar.close()
 
     @on(RunsTable.Opened)
@@ -200,8 +200,8 @@ class RunsScreen(PlaceScreen):
 
     @on(RunsTable.SortAsked)
     def _sort_asked(self, message: RunsTable.SortAsked) -> None:
-        house = self.memory.house
-        self.sort_by(message.column, not house.descending if message.column == house.sort else None)
+        workspace = self.memory.workspace
+        self.sort_by(message.column, not workspace.descending if message.column == workspace.sort else None)
 
     @on(RunsTable.Moved)
     def _moved(self) -> None:

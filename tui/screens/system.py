@@ -1,4 +1,4 @@
-"""The machine and the parts: what trainer, inference and orchestrators do and take, and how long the disk lasts."""
+"""The machine and the daemons: what trainer, inference and orchestrators do and take, and how long the disk lasts."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from textual.widgets import Static
 
 from tui.palette import make_palette
 from tui.screens.base import PlaceScreen, Setting
-from tui.snapshot import Part, RunRow, Snapshot
+from tui.snapshot import DaemonRow, RunRow, Snapshot
 from tui.system import (
+    daemon_detail,
+    daemon_heading,
+    daemon_line,
+    daemon_name_width,
     inference_lines,
     machine_lines,
-    part_detail,
-    part_heading,
-    part_line,
-    part_name_width,
     trainer_lines,
 )
 from tui.system_watch import SystemChanged, SystemLook, SystemProbe, SystemWatcher
 from tui.widgets.line_list import LineList, joined
 
-# Where there is room, so many lines of the selected part's log.
+# Where there is room, so many lines of the selected daemon's log.
 DETAIL_LINES = 8
 WIDE = 120
 
@@ -37,23 +37,23 @@ class SystemScreen(PlaceScreen):
         & > Static { text-wrap: nowrap; text-overflow: ellipsis; }
         & > #machine { height: auto; padding: 1 1 0 1; }
         & > #trainer, & > #inference { height: auto; padding: 1 1 0 1; }
-        & > #parts { height: 1fr; margin-top: 1; min-height: 4; }
+        & > #daemons { height: 1fr; margin-top: 1; min-height: 4; }
         & > #detail { height: auto; max-height: 9; padding: 0 1; background: $panel; }
         &.-small > #machine, &.-small > #trainer, &.-small > #inference { padding: 0 1; }
-        &.-small > #parts { margin-top: 0; }
+        &.-small > #daemons { margin-top: 0; }
     }
     """
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("escape,q,P", "app.pop_screen", "Back", key_display="esc"),
     ]
-    AUTO_FOCUS = "#parts"
+    AUTO_FOCUS = "#daemons"
 
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting)
         self.machine = Static(id="machine", markup=False)
         self.trainer = Static(id="trainer", markup=False)
         self.inference = Static(id="inference", markup=False)
-        self.parts = LineList(id="parts")
+        self.daemons = LineList(id="daemons")
         self.detail = Static(id="detail", markup=False)
         self.look: SystemLook | None = None
         probe = (setting.make_probe or SystemProbe)(setting.output_dir)
@@ -63,7 +63,7 @@ class SystemScreen(PlaceScreen):
         yield self.machine
         yield self.trainer
         yield self.inference
-        yield self.parts
+        yield self.daemons
         yield self.detail
 
     def on_mount(self) -> None:
@@ -79,18 +79,18 @@ class SystemScreen(PlaceScreen):
         self._redraw()
 
     def target_row(self) -> RunRow | None:
-        """An orchestrator is a part by the name of its run."""
-        name = self.parts.selected
+        """An orchestrator is a daemon by the name of its run."""
+        name = self.daemons.selected
         return self.snapshot.row(name) if self.snapshot and name else None
 
-    def target_part(self) -> str | None:
-        return self.parts.selected
+    def target_daemon(self) -> str | None:
+        return self.daemons.selected
 
     def refill(self, snapshot: Snapshot) -> None:
-        if self._watcher.house is None:
-            self._watcher.house = snapshot.house
+        if self._watcher.workspace is None:
+            self._watcher.workspace = snapshot.workspace
             self._watcher.wake()
-        self._watcher.house = snapshot.house
+        self._watcher.workspace = snapshot.workspace
         self._redraw()
 
     def on_system_changed(self, message: SystemChanged) -> None:
@@ -114,20 +114,22 @@ class SystemScreen(PlaceScreen):
         self.machine.update(joined(machine_lines(self.look, width, palette)))
         self.trainer.update(joined(trainer_lines(snapshot, self.look, width, palette)))
         self.inference.update(joined(inference_lines(snapshot, width, palette)))
-        uses = self.look.machine.parts if self.look else {}
-        names = part_name_width(snapshot.parts, width)
-        lines = [(part.name, part_line(part, uses.get(part.name), names, palette)) for part in snapshot.parts]
-        self.parts.show(lines, [part_heading(names)])
+        uses = self.look.machine.daemons if self.look else {}
+        names = daemon_name_width(snapshot.daemons, width)
+        lines = [
+            (daemon.name, daemon_line(daemon, uses.get(daemon.name), names, palette)) for daemon in snapshot.daemons
+        ]
+        self.daemons.show(lines, [daemon_heading(names)])
         self._show_detail()
 
     def _show_detail(self) -> None:
-        part = self._selected_part()
+        daemon = self._selected_daemon()
         room = DETAIL_LINES if self.size.height >= 34 else 2
-        lines = part_detail(part, make_palette(self.app.theme_variables), room) if part else []
+        lines = daemon_detail(daemon, make_palette(self.app.theme_variables), room) if daemon else []
         self.detail.display = bool(lines)
         self.detail.update(joined(lines))
         self.show_keys()
 
-    def _selected_part(self) -> Part | None:
-        parts = self.snapshot.parts if self.snapshot else ()
-        return next((part for part in parts if part.name == self.parts.selected), None)
+    def _selected_daemon(self) -> DaemonRow | None:
+        daemons = self.snapshot.daemons if self.snapshot else ()
+        return next((daemon for daemon in daemons if daemon.name == self.daemons.selected), None)

@@ -18,7 +18,7 @@ from textual.events import MouseScrollDown, MouseScrollUp, Resize
 from textual.message import Message
 from textual.widgets import Static
 
-from tui.curves import SMOOTHINGS, ChartsPart, ChartSpec, ChartView, window
+from tui.curves import SMOOTHINGS, ChartsData, ChartSpec, ChartView, window
 from tui.palette import make_palette
 from tui.widgets.chart import COLOURS, LABEL_WIDTH, Chart
 
@@ -85,7 +85,7 @@ class ChartsView(Vertical, can_focus=True):
         self.chosen = 0
         self.is_maximised = False
         self._looking = Static(id="looking", markup=False)
-        self._part: ChartsPart | None = None
+        self._data: ChartsData | None = None
 
     def compose(self) -> ComposeResult:
         yield self._looking
@@ -96,10 +96,10 @@ class ChartsView(Vertical, can_focus=True):
         self.app.theme_changed_signal.subscribe(self, lambda _: self._say())
         self._mark()
 
-    def show(self, part: ChartsPart) -> None:
-        self._part = part
-        for chart, data in zip(self.charts, part.charts, strict=True):
-            chart.show(data)
+    def show(self, data: ChartsData) -> None:
+        self._data = data
+        for chart, shown in zip(self.charts, data.charts, strict=True):
+            chart.show(shown)
         self._say()
 
     def compare_with(self, run_ids: tuple[str, ...]) -> None:
@@ -143,18 +143,18 @@ class ChartsView(Vertical, can_focus=True):
         if curve is None:
             return
         place = (len(curve.steps) - 1 if num < 0 else 0) if self.cursor is None else (curve.at(self.cursor) or 0) + num
-        if self._part is not None and not 0 <= place < len(curve.steps) and self.view.span is not None:
+        if self._data is not None and not 0 <= place < len(curve.steps) and self.view.span is not None:
             self.action_pan(1 if num > 0 else -1)
         self._point(curve.steps[min(max(place, 0), len(curve.steps) - 1)])
 
     def action_zoom(self, direction: int) -> None:
-        if self._part is not None:
+        if self._data is not None:
             factor = 1 / ZOOM if direction > 0 else ZOOM
-            self._want(self.view.zoomed(factor, self._part.newest, self.cursor))
+            self._want(self.view.zoomed(factor, self._data.newest, self.cursor))
 
     def action_pan(self, direction: int) -> None:
-        if self._part is not None:
-            self._want(self.view.panned(direction * PAN, self._part.newest))
+        if self._data is not None:
+            self._want(self.view.panned(direction * PAN, self._data.newest))
 
     def action_all_steps(self) -> None:
         self._want(replace(self.view, span=None, end=None))
@@ -223,10 +223,10 @@ class ChartsView(Vertical, can_focus=True):
 
     def _say(self) -> None:
         """The line above the charts: what is looked at."""
-        if self._part is None:
+        if self._data is None:
             return
-        palette, view, part = make_palette(self.app.theme_variables), self.view, self._part
-        first, last = window(view, part.newest)
+        palette, view, data = make_palette(self.app.theme_variables), self.view, self._data
+        first, last = window(view, data.newest)
         which = "all steps" if view.span is None else f"steps {first:.0f} to {last:.0f}"
         if view.span is not None and view.end is None:
             which += ", following"
@@ -234,11 +234,11 @@ class ChartsView(Vertical, can_focus=True):
         pieces.append(f"smoothed, EMA {view.smoothing:g}" if view.smoothing else "as it is")
         if self.cursor is not None:
             pieces.append(f"at step {self.cursor:.0f}")
-        if part.is_reading:
+        if data.is_reading:
             pieces.append("reading …")
         text = Text(" · ".join(pieces), palette.muted, no_wrap=True, overflow="ellipsis")
-        if len(part.run_ids) > 1:
-            for index, run_id in enumerate(part.run_ids):
+        if len(data.run_ids) > 1:
+            for index, run_id in enumerate(data.run_ids):
                 text.append("   ━ ", getattr(palette, COLOURS[index % len(COLOURS)])).append(run_id)
         self._looking.update(text)
 

@@ -12,7 +12,7 @@ from textual.binding import BindingType
 from textual.containers import Vertical
 
 from tui import fmt
-from tui.checkpoints import Checkpoint, CheckpointsPart
+from tui.checkpoints import Checkpoint, CheckpointsData
 from tui.palette import Palette, make_palette
 from tui.widgets.row_list import RowList
 
@@ -49,7 +49,7 @@ class CheckpointsView(Vertical, can_focus=False):
         self.list = RowList("no checkpoints yet: ckpt.interval says how often one is saved")
         self._clock = clock
         self._rows: list[Checkpoint] = []
-        self._part: CheckpointsPart | None = None
+        self._data: CheckpointsData | None = None
 
     def compose(self) -> ComposeResult:
         yield self.list
@@ -61,21 +61,21 @@ class CheckpointsView(Vertical, can_focus=False):
     def selected(self) -> Checkpoint | None:
         return self._rows[self.list.cursor] if self._rows else None
 
-    def show(self, part: CheckpointsPart) -> None:
-        self._part = part
+    def show(self, data: CheckpointsData) -> None:
+        self._data = data
         self._fill()
 
     def _fill(self) -> None:
-        part = self._part
-        if part is None:
+        data = self._data
+        if data is None:
             return
         selected, palette, clock = self.selected, make_palette(self.app.theme_variables), self._clock
-        self._rows = rows = list(reversed(part.checkpoints))
+        self._rows = rows = list(reversed(data.checkpoints))
         place = next((i for i, row in enumerate(rows) if selected and row.step == selected.step), 0)
         total = sum(row.num_bytes for row in rows)
         about = f"{len(rows)} checkpoints, {fmt.size(total)}" if rows else ""
 
         def make(index: int) -> Text:
-            return list_row(rows[index], palette, clock(), is_next=rows[index].step == part.resumes_at)
+            return list_row(rows[index], palette, clock(), is_next=rows[index].step == data.resumes_at)
 
         self.list.show(len(rows), make, place, (about, HEADING if rows else ""))

@@ -17,7 +17,7 @@ from textual.widgets import Static
 
 from tui import fmt
 from tui.palette import Palette, make_palette
-from tui.run_config import ConfigPart, Difference, Value
+from tui.run_config import ConfigData, Difference, Value
 
 MAX_LINES = 2_000
 MAX_KEY_WIDTH = 36
@@ -107,7 +107,7 @@ class ConfigView(VerticalScroll):
         super().__init__(id="config")
         self._error = Static(id="config-error", markup=False)
         self._text = Static(id="config-text", markup=False)
-        self.part: ConfigPart | None = None
+        self.data: ConfigData | None = None
         self.wants_all = False
         self.other: str | None = None
 
@@ -118,12 +118,12 @@ class ConfigView(VerticalScroll):
     def on_mount(self) -> None:
         self.app.theme_changed_signal.subscribe(self, lambda _: self._draw())
 
-    def show(self, part: ConfigPart) -> None:
-        self.part = part
+    def show(self, data: ConfigData) -> None:
+        self.data = data
         self._draw()
 
     def on_resize(self) -> None:
-        if self.part is not None and self.part.other_id:
+        if self.data is not None and self.data.other_id:
             self._draw()
 
     def action_values(self) -> None:
@@ -150,21 +150,21 @@ class ConfigView(VerticalScroll):
         self.post_message(self.Wanted(wants_all, other))
 
     def _draw(self) -> None:
-        part = self.part
-        if part is None:
+        data = self.data
+        if data is None:
             return
-        error = part.problem or part.error
+        error = data.problem or data.error
         self.set_class(error is not None, "-invalid")
         self._error.update(Content(error or ""))
-        self._text.update(self._content(part))
+        self._text.update(self._content(data))
 
-    def _content(self, part: ConfigPart) -> Content | Text:
+    def _content(self, data: ConfigData) -> Content | Text:
         palette = make_palette(self.app.theme_variables)
-        if part.other_id is not None and part.problem is None:
+        if data.other_id is not None and data.problem is None:
             width = max(self.size.width - 3, 40)
-            return describe_differences(part.run_id, part.other_id, part.differences, palette, width)
-        if part.values is not None:
-            return describe_values(part.values, palette)
-        if not part.text.strip():
+            return describe_differences(data.run_id, data.other_id, data.differences, palette, width)
+        if data.values is not None:
+            return describe_values(data.values, palette)
+        if not data.text.strip():
             return Content("orch.toml is empty or not there")
-        return numbered(part.text, part.error_lines)
+        return numbered(data.text, data.error_lines)

@@ -14,7 +14,7 @@ from textual.containers import VerticalScroll
 from textual.widgets import Static
 
 from tui.palette import Palette, make_palette
-from tui.run_events import Event, EventsPart
+from tui.run_events import Event, EventsData
 
 _INDENT = 32
 MAX_LINES_EACH = 40
@@ -67,7 +67,7 @@ class EventsView(VerticalScroll):
     def __init__(self) -> None:
         super().__init__(id="events")
         self._text = Static(markup=False)
-        self._part: EventsPart | None = None
+        self._data: EventsData | None = None
 
     def compose(self) -> ComposeResult:
         yield self._text
@@ -78,14 +78,14 @@ class EventsView(VerticalScroll):
     def on_resize(self) -> None:
         self._draw()
 
-    def show(self, part: EventsPart) -> None:
-        follows = self._part is None or self.is_vertical_scroll_end
-        self._part = part
+    def show(self, data: EventsData) -> None:
+        follows = self._data is None or self.is_vertical_scroll_end
+        self._data = data
         self._draw()
         if follows:
             self.call_after_refresh(self.scroll_end, animate=False)
 
     def _draw(self) -> None:
-        if self._part is not None:
+        if self._data is not None:
             palette = make_palette(self.app.theme_variables)
-            self._text.update(describe(self._part.events, palette, max(self.size.width - 3, 40)))
+            self._text.update(describe(self._data.events, palette, max(self.size.width - 3, 40)))

@@ -78,7 +78,7 @@ class FilterBar(Horizontal):
         yield self._said
 
     def on_mount(self) -> None:
-        self.input.can_focus = False  # or it takes the keys when the table of an empty house cannot
+        self.input.can_focus = False  # or it takes the keys when the table of an empty workspace cannot
 
     def take(self, text: str) -> None:
         """`text` is the filter now."""

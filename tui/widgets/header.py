@@ -1,4 +1,4 @@
-"""The lines at the top: the house with its parts, or one run with its figures. Built as `Text`, never markup."""
+"""The lines at the top: the workspace with its daemons, or one run with its figures. Built as `Text`, never markup."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from textual.widget import Widget
 from tui import fmt
 from tui.nodes import Group, phase_name
 from tui.palette import Palette, make_palette
-from tui.snapshot import PART_SYMBOLS, Level, Part, RunRow, Snapshot
+from tui.snapshot import LEVEL_SYMBOLS, DaemonRow, Level, RunRow, Snapshot
 
 PROBLEMS_WIDTH = 14  # cells at the right end that a click on the count of problems may hit
-MAIN_PARTS = ("trainer", "inference", "supervisor")
+MAIN_DAEMONS = ("trainer", "inference", "supervisor")
 
 
 def join(pieces: Sequence[Text], gap: str, width: int) -> Text:
@@ -42,17 +42,17 @@ def spread(left: Text, right: Text, width: int) -> Text:
     return Text.assemble(left, " " * max(width - left.cell_len - right.cell_len, 1), right, no_wrap=True, end="")
 
 
-def house_lines(snapshot: Snapshot, width: int, palette: Palette, read_only: bool) -> tuple[Text, Text]:
+def workspace_lines(snapshot: Snapshot, width: int, palette: Palette, read_only: bool) -> tuple[Text, Text]:
     """Who and how well; how full, how fast, held up by whom."""
     name = Text.assemble(
         (" prl ", f"bold {palette.primary} reverse"), " ", (snapshot.name, "bold"), no_wrap=True, end=""
     )
     if read_only:
         name.append("  read-only", palette.warning)
-    parts = [part for part in snapshot.parts if part.name in MAIN_PARTS]
-    group = snapshot.group if all(part.state == "down" for part in parts) else None
+    daemons = [daemon for daemon in snapshot.daemons if daemon.name in MAIN_DAEMONS]
+    group = snapshot.group if all(daemon.state == "down" for daemon in daemons) else None
     words = width >= 100
-    who = [_nodes(group, palette)] if group else _parts(parts, palette, words)
+    who = [_nodes(group, palette)] if group else _daemons(daemons, palette, words)
     first = spread(name, join(who, "   ", width - 12), width - 1)
     alert = _problems(len(snapshot.problems), palette)
     full = [_position(group, palette)] if group else [_slots(snapshot, palette), *_throughput(snapshot, palette)]
@@ -66,26 +66,28 @@ def house_lines(snapshot: Snapshot, width: int, palette: Palette, read_only: boo
     return first, spread(facts, alert, width)
 
 
-def _parts(parts: Sequence[Part], palette: Palette, words: bool) -> list[Text]:
+def _daemons(daemons: Sequence[DaemonRow], palette: Palette, words: bool) -> list[Text]:
     """One by one; where there is little room, all that are down alike in one."""
-    alike = len({(part.state, part.level) for part in parts}) == 1
-    if alike and not words and parts[0].level is not Level.GOOD:
-        return [_part(replace(parts[0], name=", ".join(part.name for part in parts)), palette, words)]
-    return [_part(part, palette, words) for part in parts]
+    alike = len({(daemon.state, daemon.level) for daemon in daemons}) == 1
+    if alike and not words and daemons[0].level is not Level.GOOD:
+        return [_daemon(replace(daemons[0], name=", ".join(daemon.name for daemon in daemons)), palette, words)]
+    return [_daemon(daemon, palette, words) for daemon in daemons]
 
 
-def _part(part: Part, palette: Palette, words: bool) -> Text:
-    colour = palette.level(part.level)
-    text = Text.assemble((f"{part.symbol} ", colour), (part.name, ""))
-    if words or part.level is not Level.GOOD:
-        text.append(f" {part.state}", colour if part.level is not Level.GOOD else palette.muted)
+def _daemon(daemon: DaemonRow, palette: Palette, words: bool) -> Text:
+    colour = palette.level(daemon.level)
+    text = Text.assemble((f"{daemon.symbol} ", colour), (daemon.name, ""))
+    if words or daemon.level is not Level.GOOD:
+        text.append(f" {daemon.state}", colour if daemon.level is not Level.GOOD else palette.muted)
     return text
 
 
 def _nodes(group: Group, palette: Palette) -> Text:
-    """A multi-node group has no parts of this house: its nodes are."""
+    """A multi-node group has no daemons of this workspace: its nodes are."""
     colour = palette.level(group.level)
-    return Text.assemble((f"{PART_SYMBOLS[group.level]} ", colour), f"nodes {group.num_living}/{group.num_nodes} alive")
+    return Text.assemble(
+        (f"{LEVEL_SYMBOLS[group.level]} ", colour), f"nodes {group.num_living}/{group.num_nodes} alive"
+    )
 
 
 def _position(group: Group, palette: Palette) -> Text:
@@ -126,7 +128,10 @@ def _problems(num: int, palette: Palette) -> Text:
 def run_lines(
     row: RunRow, width: int, palette: Palette, now: float, num_problems: int | None = None
 ) -> tuple[Text, Text]:
-    """Which run, how it is, how far it is; then its figures, as many as fit, and the problems of the whole house."""
+    """Which run, how it is, how far it is;
+
+    then its figures, as many as fit, and the problems of the whole workspace.
+    """
     colour = palette.level(row.level)
     left = Text.assemble(
         (" prl ", f"bold {palette.primary} reverse"),
@@ -165,11 +170,11 @@ def run_lines(
     return spread(left, progress, width), spread(second, alert, width)
 
 
-class HouseHeader(Widget):
-    """Two lines about the house."""
+class WorkspaceHeader(Widget):
+    """Two lines about the workspace."""
 
     DEFAULT_CSS = """
-    HouseHeader { height: 2; background: $panel; }
+    WorkspaceHeader { height: 2; background: $panel; }
     """
 
     def __init__(self, *, read_only: bool) -> None:
@@ -197,8 +202,8 @@ class HouseHeader(Widget):
     def _lines(self) -> Text:
         palette = make_palette(self.app.theme_variables)
         if self._snapshot is None:
-            return Text("reading the house ...", style=palette.muted)
-        return Text("\n").join(house_lines(self._snapshot, self.size.width, palette, self._read_only))
+            return Text("reading the workspace ...", style=palette.muted)
+        return Text("\n").join(workspace_lines(self._snapshot, self.size.width, palette, self._read_only))
 
 
 class RunHeader(Widget):

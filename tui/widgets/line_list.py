@@ -1,4 +1,4 @@
-"""A list of lines with a cursor that stays on its line, whatever moves around it: parts, nodes, problems."""
+"""A list of lines with a cursor that stays on its line, whatever moves around it: daemons, nodes, problems."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from textual.widgets import Input, Static
 
 from tui import fmt
 from tui.log_file import LEVELS
-from tui.log_reader import LogPart, LogRequest
+from tui.log_reader import LogData, LogRequest
 from tui.log_search import Found
 from tui.palette import make_palette
 from tui.widgets.log_rows import LogRows
@@ -71,7 +71,7 @@ class LogView(Vertical, can_focus=False):
         self.rows = LogRows()
         self.input = Input(placeholder="words to look for; capitals count when there are some", compact=True)
         self.request = LogRequest()
-        self.part: LogPart | None = None
+        self.data: LogData | None = None
         self.found = Found(0, 0.0, True)
         self._where = Static(id="where", markup=False)
         self._go_to: int | None = None
@@ -89,14 +89,14 @@ class LogView(Vertical, can_focus=False):
     def follows(self) -> bool:
         return self.request.anchor is None
 
-    def show(self, part: LogPart) -> None:
-        is_other = self.part is not None and part.generation != self.part.generation
+    def show(self, data: LogData) -> None:
+        is_other = self.data is not None and data.generation != self.data.generation
         if is_other and not self.follows:
             self._want(None)
-        if part.request != self.request and not is_other and not self._fits(part):
+        if data.request != self.request and not is_other and not self._fits(data):
             return  # made for what was wanted before
-        self.part = part
-        self.rows.show(part.piece.lines)
+        self.data = data
+        self.rows.show(data.piece.lines)
         if self.follows:
             self.rows.go_to_end()
         elif self._go_to is not None:
@@ -104,10 +104,10 @@ class LogView(Vertical, can_focus=False):
             self._go_to = None
         self._say()
 
-    def _fits(self, part: LogPart) -> bool:
+    def _fits(self, data: LogData) -> bool:
         """Whether lines that were wanted a moment ago hold the one that is on top now: keys may come fast."""
-        lines = part.piece.lines
-        if self.follows or self._go_to is not None or part.request.level != self.request.level or not lines:
+        lines = data.piece.lines
+        if self.follows or self._go_to is not None or data.request.level != self.request.level or not lines:
             return False
         return lines[0].start <= self._top_offset() <= lines[-1].start
 
@@ -174,15 +174,15 @@ class LogView(Vertical, can_focus=False):
     @on(LogRows.Moved)
     def _moved(self, event: LogRows.Moved) -> None:
         event.stop()
-        part, rows = self.part, self.rows
-        if part is None or not rows.lines:
+        data, rows = self.data, self.rows
+        if data is None or not rows.lines:
             return
-        if part.piece.is_last and rows.is_at_end:
+        if data.piece.is_last and rows.is_at_end:
             if not self.follows:
                 self._want(None)
         else:
-            near_start = rows.top < MARGIN and not part.piece.is_first
-            near_end = len(rows.lines) - rows.top - rows.size.height < MARGIN and not part.piece.is_last
+            near_start = rows.top < MARGIN and not data.piece.is_first
+            near_end = len(rows.lines) - rows.top - rows.size.height < MARGIN and not data.piece.is_last
             if self.follows or near_start or near_end:
                 self._want(self._top_offset())
         self._say()
@@ -229,23 +229,23 @@ class LogView(Vertical, can_focus=False):
 
     def _say(self) -> None:
         """The line above: where one is, what is left out, how the search goes."""
-        part, palette = self.part, make_palette(self.app.theme_variables)
-        if part is None:
+        data, palette = self.data, make_palette(self.app.theme_variables)
+        if data is None:
             return
-        if part.request.level != self.request.level:
+        if data.request.level != self.request.level:
             words = f"looking for lines of level {LEVELS[self.request.level]} and above …"
             self._where.update(Text(words, palette.secondary))
             return
         if not self.rows.lines:
-            words = "no log yet" if not part.size else f"no line of level {LEVELS[self.request.level]} or above"
+            words = "no log yet" if not data.size else f"no line of level {LEVELS[self.request.level]} or above"
             self._where.update(Text(words, palette.muted))
             return
-        share = 100 * self._bottom_offset() / max(part.size, 1)
+        share = 100 * self._bottom_offset() / max(data.size, 1)
         text = Text(no_wrap=True, overflow="ellipsis")
         text.append(
             "following" if self.follows else f"{min(share, 100):.0f} %", palette.success if self.follows else ""
         )
-        text.append(f" · {fmt.size(part.size)} · level {LEVELS[self.request.level]}", palette.muted)
+        text.append(f" · {fmt.size(data.size)} · level {LEVELS[self.request.level]}", palette.muted)
         if self.rows.words:
             text.append(f" · /{self.rows.words}", palette.accent).append(f"  {self._found_words()}", palette.muted)
         self._where.update(text)

@@ -17,7 +17,7 @@ from prime_rl.contract.samples import Sample
 from prime_rl.utils.text import one_line
 from tui import fmt
 from tui.palette import Palette, make_palette
-from tui.rollouts import ORDERS, RolloutsPart, arrange, turns, versions
+from tui.rollouts import ORDERS, RolloutsData, arrange, turns, versions
 from tui.widgets.row_list import RowList
 
 # From this width on the list has room for what else is known of each.
@@ -103,8 +103,8 @@ class RolloutsView(Horizontal, can_focus=False):
     def selected(self) -> Sample | None:
         return self._arranged[self.list.cursor] if self._arranged else None
 
-    def show(self, part: RolloutsPart) -> None:
-        self._samples = part.samples
+    def show(self, data: RolloutsData) -> None:
+        self._samples = data.samples
         self._fill()
 
     def on_resize(self, event: Resize) -> None:

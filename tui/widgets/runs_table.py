@@ -166,7 +166,7 @@ class RunsTable(ScrollView, can_focus=True):
                 self.refresh_line(y + self.scroll_offset.y)
 
     def forget_marks(self, run_ids: set[str]) -> None:
-        """Marks of runs that are gone from the house go too."""
+        """Marks of runs that are gone from the workspace go too."""
         if gone := self.marks - run_ids:
             self.marks -= gone
             self.refresh()

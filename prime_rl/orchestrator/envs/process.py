@@ -183,7 +183,7 @@ class ProcessEnvironment:
         """Start the process and wait until it has the environment. Raises ConfigError."""
         source = f"env {self._id!r}"
         if (extra := EXTRAS.get(self.provider)) and importlib.util.find_spec(extra) is None:
-            message = f"{self.provider} is not installed: pip install 'prime-rl-house[{extra}]'"
+            message = f"{self.provider} is not installed: pip install 'prl-multirun[{extra}]'"
             raise ConfigError(source, [ConfigProblem("", message)])
         try:
             child = await self._living()

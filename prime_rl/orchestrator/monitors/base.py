@@ -50,4 +50,4 @@ def make_monitors(config: MonitorConfig, folder: Path) -> list[Monitor]:
 
 
 def missing_package(name: str) -> MonitorError:
-    return MonitorError(f"the package {name} is not installed: pip install prime-rl-house[monitors]")
+    return MonitorError(f"the package {name} is not installed: pip install prl-multirun[monitors]")

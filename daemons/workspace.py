@@ -1,4 +1,4 @@
-"""The frozen views of a house that `client` reads, and what is derived from them: who waits for whom, in which order.
+"""The frozen views of a workspace that `client` reads, and what follows from them: order, bottleneck.
 
 Pure but for a look at the process table. It reads no file.
 """
@@ -53,7 +53,7 @@ class RunView:
 
 @dataclass(frozen=True)
 class DaemonView:
-    """One part. `state`: starting, running, stalled, backoff, failed, stopped, done, or lost (nobody watches it)."""
+    """One daemon. `state`: starting, running, stalled, backoff, failed, stopped, done, or lost (nobody watches it)."""
 
     name: str
     state: str
@@ -80,8 +80,11 @@ class RefusedView:
 
 
 @dataclass(frozen=True)
-class House:
-    """One look at a house. `trainer` and `inference` are None when they do not live; `max_runs` is 0 when unknown."""
+class Workspace:
+    """One look at a workspace.
+
+    `trainer` and `inference` are None when they do not live; `max_runs` is 0 when unknown.
+    """
 
     output_dir: Path
     runs: tuple[RunView, ...]

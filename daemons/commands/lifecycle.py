@@ -1,4 +1,4 @@
-"""`prl down`, `status`, `logs`, `restart`: the house as a whole."""
+"""`prl down`, `status`, `logs`, `restart`: the workspace as a whole."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from daemons.actions import ActionError
-from daemons.client import HouseReader
+from daemons.client import WorkspaceReader
 from daemons.commands import complete
 from daemons.commands.common import (
     JsonOption,
@@ -26,7 +26,7 @@ from daemons.commands.common import (
     say,
     watch,
 )
-from daemons.commands.views import house_json, house_view
+from daemons.commands.views import workspace_json, workspace_view
 from daemons.disk import DiskReader
 from daemons.logs import end_of_lines, last_lines
 from prime_rl.contract.layout import LayoutError, OutputDir
@@ -43,7 +43,7 @@ def down(
         typer.Option(help="Seconds a living supervisor may take before it is killed. Default: what its limits add to."),
     ] = None,
 ) -> None:
-    """Stop everything of a house, and prove that nothing is left.
+    """Stop everything of a workspace, and prove that nothing is left.
 
     Example: prl down --output-dir outputs/demo
     """
@@ -60,13 +60,13 @@ def status(output_dir: OutputDirOption = None, as_json: JsonOption = False, watc
     Example: prl status --watch
     """
     path = check_readable(choose_output(output_dir).path)
-    reader, disk = HouseReader(path), DiskReader(path)
+    reader, disk = WorkspaceReader(path), DiskReader(path)
     if as_json:
-        print_json(house_json(reader.read(), disk.read()))
+        print_json(workspace_json(reader.read(), disk.read()))
     elif watching:
-        watch(lambda: house_view(reader.read(), disk.read()))
+        watch(lambda: workspace_view(reader.read(), disk.read()))
     else:
-        console().print(house_view(reader.read(), disk.read()))
+        console().print(workspace_view(reader.read(), disk.read()))
 
 
 def logs(
@@ -136,17 +136,17 @@ def _log_path(output: OutputDir, name: str) -> Path:
 def restart(
     name: Annotated[
         str,
-        typer.Argument(help="trainer, inference, or a run (its orchestrator).", autocompletion=complete.part_names),
+        typer.Argument(help="trainer, inference, or a run (its orchestrator).", autocompletion=complete.daemon_names),
     ],
     output_dir: OutputDirOption = None,
 ) -> None:
-    """End one part and start it again.
+    """End one daemon and start it again.
 
     Example: prl restart inference
     """
     from daemons import running
 
-    running.restart_part(choose_output(output_dir).path, name, say=say)
+    running.restart_daemon(choose_output(output_dir).path, name, say=say)
     say(f"{name} is started again")
 
 

@@ -1,4 +1,4 @@
-"""A house of many runs for the benchmark of the TUI: on disk as real parts leave it, with figures that keep moving.
+"""A workspace of many runs for the benchmark of the TUI: on disk as real daemons leave it, with moving figures.
 
 All status files name this process, so all that should live does. Metrics lines are as long as real ones.
 """
@@ -87,7 +87,7 @@ def long_run_line(step: int, num_steps: int) -> str:
     return json.dumps({"step": step, "time": time.time() - (num_steps - step), **ten_metrics(step)}) + "\n"
 
 
-class BenchHouse:
+class BenchWorkspace:
     """`num_runs` runs of `num_steps` steps; the first `num_live` are in slots and at work, the others are finished."""
 
     def __init__(self, path: Path, *, num_runs: int, num_steps: int, num_live: int) -> None:
@@ -118,7 +118,7 @@ class BenchHouse:
         temporary.rename(path)
 
     def beat(self) -> None:
-        """Write what the parts write at a heartbeat."""
+        """Write what the daemons write at a heartbeat."""
         live = self.run_ids[: self.num_live]
         slots = {
             run_id: TrainerRunStatus(run_idx=index, step=self.step, max_steps=2 * self.step, lr=1e-3)
@@ -141,7 +141,7 @@ class BenchHouse:
         self.write(RunDir(self.output.path / run_id).status, status)
 
     def step_all(self) -> None:
-        """One step of every live run, as the parts would write it."""
+        """One step of every live run, as the daemons would write it."""
         self.step += 1
         for run_id in self.run_ids[: self.num_live]:
             run = RunDir(self.output.path / run_id)

@@ -1,4 +1,4 @@
-"""The jobs that start and stop the house and its parts, as `prl up`, `down` and `restart` do them."""
+"""The jobs that start and stop the workspace and its daemons, as `prl up`, `down` and `restart` do them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from daemons import running
-from daemons.client import House
+from daemons.client import Workspace
 from prime_rl.utils.text import clean_text, one_line
 from tui.jobs import Job, Progress, prl_command
 
@@ -16,7 +16,7 @@ MAX_SYSTEMS = 20
 
 def restart_job(output_dir: Path, name: str) -> Job:
     def work(progress: Progress) -> str:
-        running.restart_part(output_dir, name, say=progress)
+        running.restart_daemon(output_dir, name, say=progress)
         return f"{name} is started again"
 
     return Job(prl_command(output_dir, "restart", name), work)
@@ -24,37 +24,37 @@ def restart_job(output_dir: Path, name: str) -> Job:
 
 def down_job(output_dir: Path) -> Job:
     def work(progress: Progress) -> str:
-        was_running = running.stop_house(output_dir, say=progress)
+        was_running = running.stop_workspace(output_dir, say=progress)
         return "stopped, nothing is left" if was_running else "nothing was running"
 
     return Job(prl_command(output_dir, "down"), work)
 
 
 def up_job(output_dir: Path, system: Path | None) -> Job:
-    """Start the house as it was last started, or as the file says."""
+    """Start the workspace as it was last started, or as the file says."""
     words = ["@", str(system)] if system else []
 
     def work(progress: Progress) -> str:
         wanted = running.choose_system(words, output_dir, say=progress)
         said: list[str] = []
 
-        def look(house: House) -> None:
-            line = " · ".join(running.waits(house))
+        def look(workspace: Workspace) -> None:
+            line = " · ".join(running.waits(workspace))
             if [line] != said:
                 said[:] = [line]
                 progress(line)
 
-        house = running.start_house(wanted, stop=lambda: False, say=progress, on_look=look, is_quiet=True)
-        url = house.inference.base_url if house and house.inference else "?"
-        return f"up: {house.max_runs if house else 0} slots, inference at {url}"
+        workspace = running.start_workspace(wanted, stop=lambda: False, say=progress, on_look=look, is_quiet=True)
+        url = workspace.inference.base_url if workspace and workspace.inference else "?"
+        return f"up: {workspace.max_runs if workspace else 0} slots, inference at {url}"
 
     return Job(prl_command(output_dir, "up", *words), work)
 
 
 def up_choices(output_dir: Path, configs: Path = Path("configs")) -> list[tuple[str, Callable[[], Job]]]:
-    """(label, job) of each way to start the house, the likeliest first."""
+    """(label, job) of each way to start the workspace, the likeliest first."""
     last = running.last_start(output_dir)
-    first = "as it was last started" if last else "a small house for this machine's CPU"
+    first = "as it was last started" if last else "a small workspace for this machine's CPU"
     found: list[tuple[str, Callable[[], Job]]] = [(first, functools.partial(up_job, output_dir, None))]
     for path in sorted(configs.glob("*/system.toml"))[:MAX_SYSTEMS]:
         if clean_text(str(path)) == str(path):

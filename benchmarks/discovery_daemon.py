@@ -1,4 +1,4 @@
-"""Any part of a house while it has nothing to do: a status file every heartbeat. Standard library alone, to start fast.
+"""Any daemon of a workspace while it has nothing to do: a status file every heartbeat. Standard library only.
 
 The supervisor starts it as trainer, inference or orchestrator, and says which by the marks in its environment.
 """
@@ -16,16 +16,16 @@ from pathlib import Path
 HEARTBEAT_S = 5.0
 
 
-def status_of(part: str, house: Path, port: int) -> tuple[Path, dict[str, object]]:
-    """Where the status file of `part` is, and what it says besides who writes it."""
-    if part == "trainer":
-        runs = sorted(path.name for path in house.glob("run_*"))
+def status_of(daemon: str, workspace: Path, port: int) -> tuple[Path, dict[str, object]]:
+    """Where the status file of `daemon` is, and what it says besides who writes it."""
+    if daemon == "trainer":
+        runs = sorted(path.name for path in workspace.glob("run_*"))
         slots = {run_id: {"run_idx": run_idx, "max_steps": 100} for run_idx, run_id in enumerate(runs)}
-        return house / "trainer", {"state": "waiting", "max_runs": len(runs), "runs": slots}
-    if part == "inference":
+        return workspace / "trainer", {"state": "waiting", "max_runs": len(runs), "runs": slots}
+    if daemon == "inference":
         url = f"http://127.0.0.1:{port}/v1"
-        return house / "inference", {"state": "serving", "base_url": url, "engine": "embedded"}
-    return house / part / "control", {"state": "running", "run_id": part, "max_steps": 100}
+        return workspace / "inference", {"state": "serving", "base_url": url, "engine": "embedded"}
+    return workspace / daemon / "control", {"state": "running", "run_id": daemon, "max_steps": 100}
 
 
 def create_time() -> float:
@@ -47,15 +47,15 @@ class Answer(http.server.BaseHTTPRequestHandler):
 
 
 def main() -> None:
-    part, house = os.environ["PRL_PART"], Path(os.environ["PRL_OUTPUT_DIR"])
+    daemon, workspace = os.environ["PRL_DAEMON"], Path(os.environ["PRL_OUTPUT_DIR"])
     stopped = threading.Event()
     signal.signal(signal.SIGTERM, lambda signum, frame: stopped.set())
     port = 0
-    if part == "inference":
+    if daemon == "inference":
         server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Answer)
         port = server.server_port
         threading.Thread(target=server.serve_forever, daemon=True).start()
-    folder, words = status_of(part, house, port)
+    folder, words = status_of(daemon, workspace, port)
     folder.mkdir(parents=True, exist_ok=True)
     own = {"version": 1, "pid": os.getpid(), "pid_create_time": create_time(), **words}
     while True:

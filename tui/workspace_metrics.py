@@ -1,4 +1,4 @@
-"""The newest rewards and losses of all runs of a house, read a slice at a time: the first screenful is there at once.
+"""The newest rewards and losses of all runs of a workspace, read a slice at a time: the first screenful comes first.
 
 Called by the watcher's thread only. Runs at which nothing works are looked at rarely.
 """
@@ -12,7 +12,7 @@ from array import array
 from collections.abc import Callable
 from pathlib import Path
 
-from daemons.client import House, RunView, Stamp, stamp_of
+from daemons.client import RunView, Stamp, Workspace, stamp_of
 from prime_rl.contract.layout import OutputDir, RunDir
 from prime_rl.contract.status import RunState
 from tui.readers import MetricsReader
@@ -30,7 +30,7 @@ HOME_TAIL_BYTES = 1 << 16
 _Stamps = tuple[Stamp, Stamp]
 
 
-class HouseMetrics:
+class WorkspaceMetrics:
     """Keeps up with the metrics of every run. `tails` holds what was read so far."""
 
     def __init__(self, output_dir: Path, clock: Callable[[], float] = time.monotonic) -> None:
@@ -45,22 +45,22 @@ class HouseMetrics:
         self.rest_s = 10.0
 
     def update(
-        self, house: House, stop: Callable[[], bool] = lambda: False, *, slice_s: float | None = None
+        self, workspace: Workspace, stop: Callable[[], bool] = lambda: False, *, slice_s: float | None = None
     ) -> dict[str, RunTail]:
         """Read all that is new, or what can be read within `slice_s`; ends early when `stop()`."""
-        self.read_slice(house, stop, slice_s)
+        self.read_slice(workspace, stop, slice_s)
         return self.tails
 
-    def read_slice(self, house: House, stop: Callable[[], bool], slice_s: float | None) -> bool:
-        """Read in the order of the house; true when time was up before the end."""
-        run_ids = {run.run_id for run in house.runs}
+    def read_slice(self, workspace: Workspace, stop: Callable[[], bool], slice_s: float | None) -> bool:
+        """Read in the order of the workspace; true when time was up before the end."""
+        run_ids = {run.run_id for run in workspace.runs}
         if self._read_at.keys() - run_ids:
             self._readers = {run_id: reader for run_id, reader in self._readers.items() if run_id in run_ids}
             self._paths = {run_id: paths for run_id, paths in self._paths.items() if run_id in run_ids}
             self._read_at = {run_id: known for run_id, known in self._read_at.items() if run_id in run_ids}
             self.tails = {run_id: tail for run_id, tail in self.tails.items() if run_id in run_ids}
         now = self._clock()
-        for run in house.runs:
+        for run in workspace.runs:
             if not self._is_due(run, now):
                 continue
             if stop() or (slice_s is not None and self._clock() - now > slice_s):

@@ -1,4 +1,4 @@
-"""What the supervisor knows of a part, and what it sees of it: plain values for `decide` and for who carries it out.
+"""What the supervisor knows of a daemon, and what it sees of it: plain values for `decide` and for who carries it out.
 
 They hold no process and no file. Times are Unix seconds of the supervisor's own clock, which never
 jumps (`prime_rl.utils.clock`).
@@ -10,14 +10,14 @@ import enum
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from daemons.specs import PartSpec
+from daemons.specs import DaemonSpec
 from prime_rl.configs.system import SupervisorConfig
 from prime_rl.contract.status import Crash
 from prime_rl.utils.process import ProcessId
 
 
 class State(enum.StrEnum):
-    """The supervisor's word for a part, as in `daemons/<name>.json` (STOPPING is written as running)."""
+    """The supervisor's word for a daemon, as in `daemons/<name>.json` (STOPPING is written as running)."""
 
     STARTING = "starting"
     RUNNING = "running"
@@ -29,7 +29,7 @@ class State(enum.StrEnum):
 
 
 class After(enum.StrEnum):
-    """What follows once a part that was told to stop has stopped."""
+    """What follows once a daemon that was told to stop has stopped."""
 
     END = "end"
     RESTART = "restart"
@@ -41,14 +41,14 @@ LIVE = frozenset({State.STARTING, State.RUNNING, State.STALLED, State.STOPPING})
 
 
 @dataclass(frozen=True)
-class Part:
-    """What the supervisor remembers of one part.
+class Daemon:
+    """What the supervisor remembers of one daemon.
 
     `num_crashes` counts in a row, for the wait before the next start; `num_early_ends` counts starts in a row that
-    ended before the part was ready or soon after; `crashes` are the newest, whatever came between.
+    ended before the daemon was ready or soon after; `crashes` are the newest, whatever came between.
     """
 
-    spec: PartSpec
+    spec: DaemonSpec
     state: State
     process: ProcessId | None = None
     started_at: float = 0.0
@@ -68,7 +68,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Seen:
-    """What is seen of one part now.
+    """What is seen of one daemon now.
 
     `exit_code` is None while it lives, and of a process that is no child of ours. `still_s` says how long its progress
     has stood still though it had work; None: it has none, or counts none. `last_word` is the final state that an
@@ -91,15 +91,15 @@ class Seen:
 class Snapshot:
     """All that `decide` may know."""
 
-    wanted: Mapping[str, PartSpec]
-    parts: Mapping[str, Part]
+    wanted: Mapping[str, DaemonSpec]
+    daemons: Mapping[str, Daemon]
     seen: Mapping[str, Seen]
     requests: frozenset[str]
     config: SupervisorConfig
 
 
 class Do(enum.StrEnum):
-    """What the executor does before it stores the part."""
+    """What the executor does before it stores the daemon."""
 
     START = "start"
     TERM = "term"
@@ -111,7 +111,7 @@ class Do(enum.StrEnum):
 
 @dataclass(frozen=True)
 class Action:
-    """`part` is what the part is after the action. CLEAN kills what a dead part left behind."""
+    """`daemon` is what the daemon is after the action. CLEAN kills what a dead daemon left behind."""
 
     do: Do
-    part: Part
+    daemon: Daemon

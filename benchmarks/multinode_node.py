@@ -1,4 +1,4 @@
-"""`python -m benchmarks.multinode_part RANK NUM_NODES FOLDER NUM_ITERATIONS HOLD`: one node whose work takes no time.
+"""`python -m benchmarks.multinode_node RANK NUM_NODES FOLDER NUM_ITERATIONS HOLD`: one node whose work takes no time.
 
 With HOLD 1 the last rank never ends its rollouts, so all others wait for it. The master prints the seconds of each
 iteration. Also makes the members of a group that lives in one process.

@@ -1,7 +1,7 @@
 """The real trainer on recorded batches: how much memory eight runs take against one, and what publishing costs it.
 
-Each measurement is a process of its own (`python -m benchmarks.trainer_house ...`), so that nothing of another one is
-in its memory. The workload is that of the demo: batches of 64 short samples, a checkpoint at every eighth update.
+Each measurement is a process of its own (`python -m benchmarks.trainer_workspace ...`), so that nothing of another one
+is in its memory. The workload is that of the demo: batches of 64 short samples, a checkpoint at every eighth update.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def publish_shares() -> dict[str, float]:
 
 def _measure(num_runs: int, num_steps: int) -> Measured:
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "benchmarks.trainer_house", folder, str(num_runs), str(num_steps)]
+        command = [sys.executable, "-m", "benchmarks.trainer_workspace", folder, str(num_runs), str(num_steps)]
         environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
         done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True, timeout=TIMEOUT_S)
     return msgspec.json.decode(done.stdout.splitlines()[-1], type=Measured)
@@ -74,12 +74,12 @@ def _main(folder: Path, num_runs: int, num_steps: int) -> None:
     from prime_rl.trainer.metrics import PHASES, PhaseTimer
     from prime_rl.trainer.train import train
 
-    model, house = folder / "model", folder / "house"
+    model, workspace = folder / "model", folder / "workspace"
     bench_model().save_pretrained(model)
-    runs = [_write_run(house, f"run_{number}", model, num_steps) for number in range(num_runs)]
+    runs = [_write_run(workspace, f"run_{number}", model, num_steps) for number in range(num_runs)]
     config = TrainerConfig.model_validate(
         {
-            "output_dir": house,
+            "output_dir": workspace,
             "model": {"name": str(model), "lora": {"rank": RANK, "alpha": ALPHA}},
             "max_concurrent_runs": num_runs,
             "seq_len": 64,
@@ -106,8 +106,8 @@ def _main(folder: Path, num_runs: int, num_steps: int) -> None:
     print(msgspec.json.encode(measured).decode())
 
 
-def _write_run(house: Path, run_id: str, model: Path, num_steps: int) -> RunDir:
-    run = RunDir(house / run_id)
+def _write_run(workspace: Path, run_id: str, model: Path, num_steps: int) -> RunDir:
+    run = RunDir(workspace / run_id)
     run.control.mkdir(parents=True)
     run.rollouts.mkdir()
     config = {
