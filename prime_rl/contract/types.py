@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from prime_rl.contract.files import write_atomic
+from prime_rl.contract.files import read_file, write_atomic
 
 BATCH_FORMAT_VERSION = 1
 
@@ -111,7 +111,7 @@ def write_batch(path: Path, batch: TrainingBatch) -> None:
 
 def read_batch(path: Path) -> TrainingBatch:
     """Read a batch file. Raises BadBatchError when it is not one, FileNotFoundError when it is gone."""
-    return decode_batch(path.read_bytes(), str(path))
+    return decode_batch(read_file(path, limit=MAX_BATCH_BYTES), str(path))
 
 
 def decode_batch(data: bytes, source: str) -> TrainingBatch:
