@@ -19,6 +19,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 from prime_rl.contract.layout import RUN_FOLDERS, RUN_PREFIX, stable_marker
 
@@ -50,14 +51,14 @@ class WaitStopped(RuntimeError):
 class FileRefused(OSError):
     """In the place of a file (or of a folder of a run) is something else, or the file is too large.
 
-    `str()` gives the path, what was found and what to do; `strerror` the same without the path.
+    `str()` is a sentence: the path, what was found there, what to do. `strerror` is its rest after the path.
     """
 
     def __init__(self, path: Path | str, problem: str) -> None:
         super().__init__(errno.EINVAL, problem, str(path))
 
     def __str__(self) -> str:
-        return f"{self.filename}: {self.strerror}"
+        return f"{self.filename} {self.strerror}"
 
 
 # Opening
@@ -67,9 +68,10 @@ def open_file(path: Path, flags: int = os.O_RDONLY, mode: int = 0o644, *, follow
     """Descriptor of the regular file at `path`, opened with `flags`; never waits.
 
     Neither the file nor, below a run, any folder on the way to it may be a link. `follow_links` is for files that a
-    person names on a command line. Raises FileRefused when it is no regular file, else OSError as `os.open` does.
+    person names on a command line, and changes nothing below a run. Raises FileRefused when it is no regular file, else
+    OSError as `os.open` does.
     """
-    if follow_links:
+    if follow_links and not _num_below_run(path):
         return _regular(os.open(path, (flags | _CAREFUL) & ~os.O_NOFOLLOW, mode), path, flags)
     with _folder_of(path) as folder:
         try:
@@ -77,6 +79,11 @@ def open_file(path: Path, flags: int = os.O_RDONLY, mode: int = 0o644, *, follow
         except OSError as error:
             raise _explained(error, path) from error
     return _regular(fd, path, flags)
+
+
+def open_append(path: Path) -> BinaryIO:
+    """The regular file at `path`, made when it is not there, to append to. Raises as `open_file` does."""
+    return os.fdopen(open_file(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), "ab")
 
 
 def file_problem(path: Path) -> str | None:
@@ -168,7 +175,7 @@ def _explained(error: OSError, path: Path, wanted: str = "file") -> OSError:
 
 def _refusal(path: Path, mode: int, wanted: str) -> FileRefused:
     found = _KINDS.get(stat.S_IFMT(mode), "something unknown")
-    return FileRefused(path, f"found {found}, expected a {wanted} of its own; remove {path.name}")
+    return FileRefused(path, f"is {found}: it must be a {wanted} of its own; remove it")
 
 
 # Reading
@@ -188,7 +195,7 @@ def read_file(path: Path, *, limit: int, follow_links: bool = False) -> bytes:
     finally:
         os.close(fd)
     if max(size, len(data)) > limit:
-        raise FileRefused(path, f"has {max(size, len(data))} bytes, at most {limit} are allowed")
+        raise FileRefused(path, f"has {max(size, len(data))} bytes, allowed are {limit}")
     return data
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import msgspec
 
-from prime_rl.contract.files import open_file
+from prime_rl.contract.files import open_append, open_file
 
 _HEAD = struct.Struct(">II")
 # Far above a group of long rollouts; a length beyond it is a damaged head, not a frame.
@@ -33,7 +33,7 @@ class RankFileWriter:
     """Appends to one rank file; an entry is on disk when `append` returns. Raises OSError."""
 
     def __init__(self, path: Path) -> None:
-        self._file = os.fdopen(open_file(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), "ab")
+        self._file = open_append(path)
         whole = sum(_HEAD.size + len(payload) for payload in _payloads(path))
         self._file.truncate(whole)
 

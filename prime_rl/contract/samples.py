@@ -87,6 +87,6 @@ def read_samples(path: Path, limit: int) -> list[Sample]:
 
 def _tail_lines(path: Path, max_bytes: int) -> list[bytes]:
     """The whole lines within the last `max_bytes` of a file; [] when it is not there."""
-    data = read_end(path, max_bytes)
+    data = read_end(path, max_bytes + 1)
     *lines, _unfinished = data.split(b"\n")
-    return lines[1:] if len(data) == max_bytes else lines
+    return lines[1:] if len(data) > max_bytes else lines
