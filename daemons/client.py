@@ -36,6 +36,7 @@ from daemons.workspace import (
     find_bottleneck,
     waits_for,
 )
+from prime_rl.contract.files import file_problem
 from prime_rl.contract.layout import OutputDir, RefusedRun, RunDir, scan_runs
 from prime_rl.contract.status import (
     DaemonStatus,
@@ -122,7 +123,8 @@ class WorkspaceReader:
                 reasons[run_id] = f"cannot be read: {error}"
                 continue
             if record.toml is None:
-                reasons[run_id] = f"{run.control / 'orch.toml'} is not there: without it this is not a run"
+                missing = f"{run.control / 'orch.toml'} is not there: without it this is not a run"
+                reasons[run_id] = file_problem(run.orch_toml) or missing
                 continue
             runs.append(self._view(run_id, _Facts(record, *others[:-1], is_alive(record.word, now))))
         self._forget(found.keys())

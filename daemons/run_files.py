@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
-from prime_rl.contract.files import read_text
+from prime_rl.contract.files import FileRefused, read_text
 from prime_rl.contract.layout import RunDir, list_steps, stable_marker
 from prime_rl.contract.status import RunStatus, Status, read_status
 
@@ -47,7 +47,7 @@ NO_FILE = Stamp()
 
 def stamp_of(path: Path | str) -> Stamp:
     try:
-        info = os.stat(path)
+        info = os.lstat(path)
     except (OSError, ValueError):
         return NO_FILE
     return Stamp(info.st_mtime_ns, info.st_size, info.st_ino, stat.S_ISREG(info.st_mode))
@@ -172,10 +172,10 @@ def _parse(path: Path, stamp: Stamp) -> ParsedConfig:
 
 
 def _note(path: str, stamp: Stamp, empty: str | None = None) -> str | None:
-    """Text of a note file (`evicted.txt`); `empty` when it is there without words."""
-    if not stamp.is_file:
+    """Text of a note file; `empty` when it is there without words, as `evicted.txt` counts, whatever it is."""
+    if stamp is NO_FILE or (empty is None and not stamp.is_file):
         return None
     try:
         return (read_text(Path(path), limit=MAX_REASON_BYTES) or "").strip() or empty
     except OSError as error:
-        return f"{path} cannot be read: {error.strerror}"
+        return str(error) if isinstance(error, FileRefused) else f"{path} cannot be read: {error.strerror}"

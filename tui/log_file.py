@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import os
 import re
-import stat
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from prime_rl.contract.files import open_file
 from prime_rl.utils.text import clean_text
 
 BLOCK_BYTES = 1 << 18
@@ -60,11 +60,7 @@ Steps = Generator[None, None, tuple[list[Raw], bool]]
 
 def open_log(path: Path) -> int:
     """A file descriptor of a regular file; OSError for anything else. Never waits, also for a pipe."""
-    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    if not stat.S_ISREG(os.fstat(fd).st_mode):
-        os.close(fd)
-        raise OSError(f"{path} is no file")
-    return fd
+    return open_file(path)
 
 
 def rank(line: bytes) -> int | None:

@@ -5,8 +5,8 @@
 
 from __future__ import annotations
 
+import os
 import re
-import stat
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +14,7 @@ from typing import Any
 
 from prime_rl.configs.base import ConfigError, build, parse_toml
 from prime_rl.configs.orchestrator import OrchestratorConfig
+from prime_rl.contract.files import open_file
 from prime_rl.contract.layout import RunDir
 from prime_rl.utils.text import clean_text, one_line
 from tui.tabs import CONFIG, TabData
@@ -153,9 +154,7 @@ def in_words(value: Any) -> str:
 def read_clean(path: Path, limit: int = MAX_CONFIG_BYTES) -> str | None:
     """At most `limit` bytes of a regular file, fit for the screen; None when it is not there or cannot be read."""
     try:
-        if not stat.S_ISREG(path.stat().st_mode):
-            return None
-        with path.open("rb") as file:
+        with os.fdopen(open_file(path), "rb") as file:
             data = file.read(limit + 1)
     except OSError:
         return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from prime_rl.configs.orchestrator import AdvantageConfig
+from prime_rl.contract.files import make_folder
 from prime_rl.contract.layout import RunDir
 from prime_rl.contract.types import TrainingBatch, TrainingSample, write_batch
 from prime_rl.orchestrator.advantage import compute_advantages
@@ -33,7 +34,7 @@ def publish_batch(run: RunDir, batch: TrainingBatch) -> None:
     path = run.rollout_file(batch.step)
     if path.exists():
         raise FileExistsError(f"{path} exists already: does a second orchestrator run for {run.run_id}?")
-    path.parent.mkdir(exist_ok=True)
+    make_folder(path.parent)
     write_batch(path, batch)
 
 

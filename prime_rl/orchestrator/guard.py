@@ -14,7 +14,7 @@ import socket
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from typing import Any, Never
 
-from prime_rl.contract.files import read_text
+from prime_rl.contract.files import FileRefused, read_text
 from prime_rl.contract.layout import RunDir
 
 # Between two looks: at least, whatever wakes it, and at most.
@@ -38,7 +38,10 @@ def check_run(run: RunDir) -> None:
     """Raises RunEvicted or RunGone when the run is not to go on."""
     if not run.path.is_dir():
         raise RunGone(f"{run.path} is gone")
-    reason = read_text(run.evicted)
+    try:
+        reason = read_text(run.evicted)
+    except FileRefused as error:
+        reason = str(error)
     if reason is not None:
         raise RunEvicted(" ".join(reason.split()) or "no reason given")
 

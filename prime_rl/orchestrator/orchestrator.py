@@ -21,10 +21,11 @@ from pathlib import Path
 
 from prime_rl.configs.base import ConfigError, ConfigProblem, parse_argv
 from prime_rl.configs.orchestrator import OrchestratorConfig
+from prime_rl.contract.files import make_folder
 from prime_rl.contract.layout import LayoutError, OutputDir, RunDir
 from prime_rl.contract.resume import pending_request
 from prime_rl.contract.status import RunStatus, StatusWriter, is_there, read_status
-from prime_rl.contract.types import BadBatchError
+from prime_rl.contract.types import BadBatchError, max_batch_bytes
 from prime_rl.orchestrator.batch import has_signal
 from prime_rl.orchestrator.batch_loop import BatchLoop
 from prime_rl.orchestrator.checkpoint import (
@@ -77,7 +78,7 @@ async def orchestrate(
     """Make every batch of the run, then wait until its last update is published (and evaluated, if asked for)."""
     # -- what the run needs ----
     for folder in (run.rollouts, run.broadcast, run.checkpoints, run.metrics):
-        folder.mkdir(exist_ok=True)  # not their parents: a deleted run is not made again
+        make_folder(folder)  # not their parents: a deleted run is not made again
     monitors = MonitorProcess(config, run)
     cleanup.push_async_callback(asyncio.to_thread, monitors.close)
     await resume_done(run, config, reporter)
@@ -86,7 +87,7 @@ async def orchestrate(
     tokenizer = ChatTokenizer.load(config.model.name)
     meter = RolloutMeter()
     envs, eval_envs = await load_environments(config, meter, cleanup, reporter.wait_for)
-    progress = find_progress(run, config.groups_per_batch)
+    progress = find_progress(run, config.groups_per_batch, max_bytes=max_batch_bytes(config.batch_size, seq_len))
     reporter.update(step=progress.step)
 
     # -- who does what ----

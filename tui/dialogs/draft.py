@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import re
 import tempfile
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from daemons import actions
+from prime_rl.contract.files import open_file
 from prime_rl.contract.layout import LayoutError, OutputDir
 from prime_rl.utils.text import clean_text, one_line
 from tui.jobs import prl_command
@@ -74,7 +76,7 @@ def find_templates(output_dir: Path, run_ids: Sequence[str], configs: Path = Pat
 def looks_like_run(path: Path) -> bool:
     """Whether a TOML file is a run's: only those have environments."""
     try:
-        with path.open("rb") as file:
+        with os.fdopen(open_file(path, follow_links=True), "rb") as file:
             return b"[[env]]" in file.read(MAX_DRAFT_BYTES)
     except OSError:
         return False
@@ -83,7 +85,7 @@ def looks_like_run(path: Path) -> bool:
 def read_draft(path: Path) -> str:
     """The text of a template. Raises ActionError when it cannot be read or is no text."""
     try:
-        with path.open("rb") as file:
+        with os.fdopen(open_file(path, follow_links=True), "rb") as file:
             data = file.read(MAX_DRAFT_BYTES + 1)
     except OSError as error:
         raise actions.ActionError(f"{path} cannot be read: {error.strerror}") from error
