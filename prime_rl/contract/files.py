@@ -28,10 +28,13 @@ class WaitStopped(RuntimeError):
     """A wait that was told to stop; the message names what was waited for."""
 
 
-def write_atomic(path: Path, data: bytes | str, *, mode: int = 0o644, durable: bool = True) -> None:
+def write_atomic(
+    path: Path, data: bytes | str, *, mode: int = 0o644, durable: bool = True, exclusive: bool = False
+) -> None:
     """Write `data` to `path` so that no reader ever sees a part of it.
 
-    `durable` waits until the disk has it; without that a power cut may leave an empty file.
+    `durable` waits until the disk has it; without that a power cut may leave an empty file. `exclusive` raises
+    FileExistsError when `path` is there already: of several writers, also on several machines, one succeeds.
 
     Makes the parent folder but not its parents, so a run folder that was deleted meanwhile is not made again.
     Raises OSError (disk full, no permission, folder gone); the old content is then still in place and no temporary
@@ -47,7 +50,11 @@ def write_atomic(path: Path, data: bytes | str, *, mode: int = 0o644, durable: b
                 file.flush()
                 os.fsync(file.fileno())
         os.chmod(tmp, mode)
-        os.rename(tmp, path)
+        if exclusive:
+            os.link(tmp, path)  # a rename replaces what is there
+            os.unlink(tmp)
+        else:
+            os.rename(tmp, path)
     except BaseException:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(tmp)
