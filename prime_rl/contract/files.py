@@ -239,10 +239,13 @@ def _read(fd: int, limit: int) -> bytes:
 # Writing
 
 
-def write_atomic(path: Path, data: bytes | str, *, mode: int = 0o644, durable: bool = True) -> None:
+def write_atomic(
+    path: Path, data: bytes | str, *, mode: int = 0o644, durable: bool = True, exclusive: bool = False
+) -> None:
     """Write `data` to `path` so that no reader ever sees a part of it. What stood there (a link, a pipe) is replaced.
 
-    `durable` waits until the disk has it; without that a power cut may leave an empty file.
+    `durable` waits until the disk has it; without that a power cut may leave an empty file. `exclusive` raises
+    FileExistsError when `path` is there already: of several writers, also on several machines, one succeeds.
 
     Makes the parent folder but not its parents, so a run folder that was deleted meanwhile is not made again.
     Raises OSError (disk full, no permission, folder gone, FileRefused for a folder that is a link); the old content is
@@ -260,7 +263,11 @@ def write_atomic(path: Path, data: bytes | str, *, mode: int = 0o644, durable: b
                 if durable:
                     file.flush()
                     os.fsync(fd)
-            os.rename(tmp, path.name, src_dir_fd=folder, dst_dir_fd=folder)
+            if exclusive:
+                os.link(tmp, path.name, src_dir_fd=folder, dst_dir_fd=folder)  # a rename replaces what is there
+                os.unlink(tmp, dir_fd=folder)
+            else:
+                os.rename(tmp, path.name, src_dir_fd=folder, dst_dir_fd=folder)
         except BaseException:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(tmp, dir_fd=folder)

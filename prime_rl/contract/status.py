@@ -305,6 +305,11 @@ class StatusWriter:
                 setattr(self.status, name, value)
             self._write()
 
+    def abandon(self) -> None:
+        """End the heartbeat and write nothing more: the file is another process's."""
+        self._closed.set()
+        self._thread.join()
+
     def _write(self) -> None:
         now = self._clock()
         self.status.updated_at = now

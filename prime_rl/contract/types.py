@@ -112,8 +112,16 @@ class _RawSamples(msgspec.Struct):
 
 
 def write_batch(path: Path, batch: TrainingBatch) -> None:
-    """Write a batch file. Its appearance under its final name is the signal to the trainer."""
-    write_atomic(path, _batch_encoder.encode(batch))
+    """Write a batch file. Its appearance under its final name is the signal to the trainer.
+
+    Raises FileExistsError when another batch is there already. The same bytes are accepted: they were written before.
+    """
+    data = _batch_encoder.encode(batch)
+    try:
+        write_atomic(path, data, exclusive=True)
+    except FileExistsError:
+        if path.read_bytes() != data:
+            raise
 
 
 def max_batch_bytes(batch_size: int, seq_len: int) -> int:

@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from prime_rl.configs.orchestrator import CkptConfig
-from prime_rl.contract.files import make_folder, read_file, write_atomic
+from prime_rl.contract.files import make_folder, read_file, read_text, write_atomic
 from prime_rl.contract.layout import RunDir, list_rollout_steps, list_steps
 from prime_rl.contract.types import MAX_BATCH_BYTES, TrainingBatch, read_batch
 
@@ -56,9 +56,26 @@ def checkpoint_is_due(step: int, config: CkptConfig, max_steps: int) -> bool:
 
 def save_state(run: RunDir, batch: TrainingBatch) -> None:
     """Write the orchestrator's part of checkpoint `batch.step`; before the batch file, which lets the trainer go on."""
-    state = {"version": STATE_FORMAT_VERSION, "step": batch.step, "sampler_state": batch.sampler_state}
     make_folder(run.checkpoint_dir(batch.step))
-    write_atomic(run.orchestrator_checkpoint(batch.step) / "state.json", json.dumps(state))
+    write_atomic(_state_file(run, batch.step), _state_of(batch))
+
+
+def correct_state(run: RunDir, batch: TrainingBatch) -> None:
+    """Once `batch` is on disk: make the state of its step, if there is one, that of this batch.
+
+    Two orchestrators may both have written the state before one of them wrote the batch.
+    """
+    path, right = _state_file(run, batch.step), _state_of(batch)
+    if read_text(path) not in (None, right):
+        write_atomic(path, right)
+
+
+def _state_file(run: RunDir, step: int) -> Path:
+    return run.orchestrator_checkpoint(step) / "state.json"
+
+
+def _state_of(batch: TrainingBatch) -> str:
+    return json.dumps({"version": STATE_FORMAT_VERSION, "step": batch.step, "sampler_state": batch.sampler_state})
 
 
 def find_progress(run: RunDir, groups_per_batch: int, *, max_bytes: int = MAX_BATCH_BYTES) -> Progress:
@@ -75,7 +92,7 @@ def find_progress(run: RunDir, groups_per_batch: int, *, max_bytes: int = MAX_BA
     if newest_batch >= newest_checkpoint:
         batch = read_batch(run.rollout_file(newest_batch), limit=max_bytes)
         return Progress(newest_batch, _next_index(batch.sampler_state))
-    path = run.orchestrator_checkpoint(newest_checkpoint) / "state.json"
+    path = _state_file(run, newest_checkpoint)
     if not os.path.lexists(path):
         logger.warning("%s is not there: the example order goes on as if no group had been dropped", path)
         return Progress(newest_checkpoint, newest_checkpoint * groups_per_batch)

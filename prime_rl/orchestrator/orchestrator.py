@@ -10,6 +10,7 @@ failed or stopped; a crash leaves none, and whoever keeps the process alive may 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import math
@@ -21,12 +22,12 @@ from pathlib import Path
 
 from prime_rl.configs.base import ConfigError, ConfigProblem, parse_argv
 from prime_rl.configs.orchestrator import OrchestratorConfig
-from prime_rl.contract.files import make_folder
+from prime_rl.contract.files import WaitStopped, WaitTimeout, make_folder, wait_for
 from prime_rl.contract.layout import LayoutError, OutputDir, RunDir
 from prime_rl.contract.resume import pending_request
-from prime_rl.contract.status import RunStatus, StatusWriter, is_there, read_status
+from prime_rl.contract.status import LOST_AFTER_S, RunStatus, StatusWriter, is_there, read_status
 from prime_rl.contract.types import BadBatchError, max_batch_bytes
-from prime_rl.orchestrator.batch import has_signal
+from prime_rl.orchestrator.batch import SecondOrchestrator, has_signal
 from prime_rl.orchestrator.batch_loop import BatchLoop
 from prime_rl.orchestrator.checkpoint import (
     CheckpointError,
@@ -204,6 +205,7 @@ async def run_to_the_end(config: OrchestratorConfig, run: RunDir, stop: Callable
     writer = StatusWriter(run.status, RunStatus(run_id=run.run_id, max_steps=config.max_steps))
     reporter = Reporter(writer)
     last_word: dict[str, object] = {}
+    second: SecondOrchestrator | None = None
     try:
         async with AsyncExitStack() as cleanup:
             wake = Wake()
@@ -220,6 +222,8 @@ async def run_to_the_end(config: OrchestratorConfig, run: RunDir, stop: Callable
         last_word = {"state": "failed", "reason": str(error)}
     except RunGone as error:
         logger.info("%s: nothing left to do", error)
+    except SecondOrchestrator as error:
+        second = error
     except Exception as error:
         if not run.path.is_dir():  # whatever failed, failed because of that
             logger.info("%s is gone: nothing left to do", run.path)
@@ -227,7 +231,13 @@ async def run_to_the_end(config: OrchestratorConfig, run: RunDir, stop: Callable
             last_word = {"reason": f"{type(error).__name__}: {error}"}
             logger.exception("crashed")
     finally:
-        writer.close(waiting_on=None, num_in_flight=0, **last_word)
+        if second is None:
+            writer.close(waiting_on=None, num_in_flight=0, **last_word)
+        else:
+            writer.abandon()  # the status file is the other one's
+    if second is not None:
+        print(f"orchestrator: {second}", file=sys.stderr)
+        return 1
     if "reason" in last_word:
         print(f"{run.run_id} {writer.status.state}: {last_word['reason']}", file=sys.stderr)
         return 1
@@ -244,6 +254,30 @@ def find_run(argv: Sequence[str]) -> RunDir:
     raise ConfigError("command line", [ConfigProblem("", "write @ OUTPUT_DIR/run_<id>/control/orch.toml")])
 
 
+def find_other(run: RunDir, stop: Callable[[], bool], beat_s: float = LOST_AFTER_S) -> str | None:
+    """The living orchestrator of the run, if there is one, in words.
+
+    One on another machine is judged by its heartbeat, for `beat_s` and without comparing clocks.
+    """
+    status = read_status(run.status, RunStatus)
+    if status is None:
+        return None
+    if not status.writer.is_of_another_boot():
+        return f"pid {status.pid}" if is_there(status) and status.pid != os.getpid() else None
+    if status.state not in ("starting", "running"):
+        return None
+    seen = status.updated_at
+
+    def has_beaten() -> bool:
+        status = read_status(run.status, RunStatus)
+        return status is not None and status.updated_at != seen
+
+    with contextlib.suppress(WaitTimeout, WaitStopped):
+        wait_for(has_beaten, f"a heartbeat of {run.status}", timeout_s=beat_s, stop=stop)
+        return f"pid {status.pid} on another machine"
+    return None
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     stop = StopFlag().install()
     argv = sys.argv[1:] if argv is None else argv
@@ -254,9 +288,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"orchestrator: {error}", file=sys.stderr)
         return 2
     setup_logger("orchestrator", config.log.level)
-    status = read_status(run.status, RunStatus)
-    if status is not None and is_there(status) and status.pid != os.getpid():
-        print(f"orchestrator: {run.run_id} has one already (pid {status.pid}): stop that first", file=sys.stderr)
+    if other := find_other(run, stop):
+        print(f"orchestrator: {run.run_id} has one already ({other}): stop that first", file=sys.stderr)
         return 1
     return asyncio.run(run_to_the_end(config, run, stop))
 

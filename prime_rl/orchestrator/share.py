@@ -27,7 +27,7 @@ from prime_rl.contract.layout import OutputDir, RunDir
 from prime_rl.contract.rank_files import RankEntry, RankFileWriter, read_rank_file
 from prime_rl.contract.shares import JoinRequest, JoinResult, MakeRequest
 from prime_rl.orchestrator.adapters import AdapterPublication
-from prime_rl.orchestrator.batch import assemble_batch, publish_batch
+from prime_rl.orchestrator.batch import SecondOrchestrator, assemble_batch, publish_batch
 from prime_rl.orchestrator.checkpoint import checkpoint_is_due, save_state
 from prime_rl.orchestrator.envs.checked import EnvironmentFault
 from prime_rl.orchestrator.envs.loading import Environments, load_environments
@@ -212,7 +212,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         else:
             wanted = msgspec.json.decode(data, type=JoinRequest)
             write_atomic(Path(wanted.result), msgspec.json.encode(join(wanted, *_load(wanted.run))))
-    except (*FINAL, GroupFailed, EnvironmentFault, OSError) as error:
+    except (*FINAL, SecondOrchestrator, GroupFailed, EnvironmentFault, OSError) as error:
         print(f"share: {error}", file=sys.stderr)
         return 1
     return 0
