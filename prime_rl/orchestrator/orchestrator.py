@@ -60,7 +60,7 @@ from prime_rl.orchestrator.tenancy import set_up_versions, trainer_says
 from prime_rl.orchestrator.tokenizer import ChatTokenizer, TokenizerError
 from prime_rl.orchestrator.trainer_watch import TrainerWatch
 from prime_rl.orchestrator.turn import TurnSampler
-from prime_rl.utils.logger import setup_logger
+from prime_rl.utils.logger import complain, setup_logger
 from prime_rl.utils.secrets import SecretError, read_secret
 from prime_rl.utils.signals import StopFlag
 from prime_rl.utils.watch import Watcher
@@ -228,7 +228,7 @@ async def run_to_the_end(config: OrchestratorConfig, run: RunDir, stop: Callable
     finally:
         writer.close(waiting_on=None, num_in_flight=0, **last_word)
     if "reason" in last_word:
-        print(f"{run.run_id} {writer.status.state}: {last_word['reason']}", file=sys.stderr)
+        complain(f"{run.run_id} {writer.status.state}", last_word["reason"])
         return 1
     return 0
 
@@ -250,12 +250,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         run = find_run(argv)
         config = parse_argv(OrchestratorConfig, argv)
     except (ConfigError, LayoutError) as error:
-        print(f"orchestrator: {error}", file=sys.stderr)
+        complain("orchestrator", error)
         return 2
     setup_logger("orchestrator", config.log.level)
     status = read_status(run.status, RunStatus)
     if status is not None and is_there(status) and status.pid != os.getpid():
-        print(f"orchestrator: {run.run_id} has one already (pid {status.pid}): stop that first", file=sys.stderr)
+        complain("orchestrator", f"{run.run_id} has one already (pid {status.pid}): stop that first")
         return 1
     return asyncio.run(run_to_the_end(config, run, stop))
 
