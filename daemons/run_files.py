@@ -6,6 +6,7 @@ other daemons and derives no state.
 
 from __future__ import annotations
 
+import functools
 import os
 import stat
 import time
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 from prime_rl.contract.files import FileRefused, read_text
 from prime_rl.contract.layout import RunDir, list_steps, stable_marker
 from prime_rl.contract.status import RunStatus, Status, read_status
+from prime_rl.utils.text import clean_strings, one_line
 
 if TYPE_CHECKING:
     from prime_rl.configs.orchestrator import OrchestratorConfig
@@ -23,10 +25,12 @@ if TYPE_CHECKING:
 # Ten times the largest that a daemon writes with 1,024 runs; what is larger was not written by a daemon.
 MAX_FILE_BYTES = 4_000_000
 MAX_REASON_BYTES = 10_000
+MAX_SENTENCE_CHARS = 2_000
 # A folder that changed later than this may change again without another time on it.
 SETTLED_NS = 2 * 10**9
 
 StatusT = TypeVar("StatusT", bound=Status)
+_sentence = functools.partial(one_line, limit=MAX_SENTENCE_CHARS)
 
 
 class Stamp(NamedTuple):
@@ -54,9 +58,12 @@ def stamp_of(path: Path | str) -> Stamp:
 
 
 def read_status_file(path: Path, stamp: Stamp, kind: type[StatusT]) -> StatusT | None:
-    """The status in a file of that stamp; None when it is too large, damaged or not there."""
+    """The status in a file of that stamp, each of its texts clean and on one line.
+
+    None when it is too large, damaged or not there.
+    """
     try:
-        return read_status(path, kind) if stamp.readable else None
+        return clean_strings(read_status(path, kind), _sentence) if stamp.readable else None
     except RecursionError:
         return None
 

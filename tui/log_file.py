@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from prime_rl.contract.files import open_file
-from prime_rl.utils.text import clean_text
+from prime_rl.utils.text import CleanText, clean_text
 
 BLOCK_BYTES = 1 << 18
 # A piece without levels never takes more than this, however long its lines are.
@@ -39,11 +39,11 @@ Raw = tuple[int, bytes]  # offset and bytes of a line, without its end
 
 @dataclass(frozen=True)
 class LogLine:
-    """One line, clean: `start` and `end` are the offsets of its first byte and after its last."""
+    """One line: `start` and `end` are the offsets of its first byte and after its last."""
 
     start: int
     end: int
-    text: str
+    text: CleanText
 
 
 @dataclass(frozen=True)
@@ -149,8 +149,8 @@ def line_start(fd: int, offset: int) -> int:
 
 def read_line(start: int, raw: bytes) -> LogLine:
     """Clean, for the screen. A long line loses its end."""
-    text = clean_text(raw[: 4 * MAX_LINE_CHARS].decode(errors="replace")).expandtabs(4)
-    return LogLine(start, start + len(raw), text[:MAX_LINE_CHARS])
+    text = raw[: 4 * MAX_LINE_CHARS].decode(errors="replace").expandtabs(4)
+    return LogLine(start, start + len(raw), clean_text(text, MAX_LINE_CHARS))
 
 
 def _split(data: bytes, offset: int, cut: int) -> list[Raw]:

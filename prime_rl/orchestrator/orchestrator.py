@@ -62,7 +62,7 @@ from prime_rl.orchestrator.tenancy import set_up_versions, trainer_says
 from prime_rl.orchestrator.tokenizer import ChatTokenizer, TokenizerError
 from prime_rl.orchestrator.trainer_watch import TrainerWatch
 from prime_rl.orchestrator.turn import TurnSampler
-from prime_rl.utils.logger import setup_logger
+from prime_rl.utils.logger import complain, setup_logger
 from prime_rl.utils.secrets import SecretError, read_secret
 from prime_rl.utils.signals import StopFlag
 from prime_rl.utils.watch import Watcher
@@ -236,10 +236,10 @@ async def run_to_the_end(config: OrchestratorConfig, run: RunDir, stop: Callable
         else:
             writer.abandon()  # the status file is the other one's
     if second is not None:
-        print(f"orchestrator: {second}", file=sys.stderr)
+        complain("orchestrator", second)
         return 1
     if "reason" in last_word:
-        print(f"{run.run_id} {writer.status.state}: {last_word['reason']}", file=sys.stderr)
+        complain(f"{run.run_id} {writer.status.state}", last_word["reason"])
         return 1
     return 0
 
@@ -285,11 +285,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         run = find_run(argv)
         config = parse_argv(OrchestratorConfig, argv)
     except (ConfigError, LayoutError) as error:
-        print(f"orchestrator: {error}", file=sys.stderr)
+        complain("orchestrator", error)
         return 2
     setup_logger("orchestrator", config.log.level)
     if other := find_other(run, stop):
-        print(f"orchestrator: {run.run_id} has one already ({other}): stop that first", file=sys.stderr)
+        complain("orchestrator", f"{run.run_id} has one already ({other}): stop that first")
         return 1
     return asyncio.run(run_to_the_end(config, run, stop))
 

@@ -46,7 +46,7 @@ from prime_rl.orchestrator.rollout import (
 from prime_rl.orchestrator.sampler import ExampleSampler
 from prime_rl.orchestrator.tokenizer import ChatTokenizer
 from prime_rl.orchestrator.turn import TurnSampler
-from prime_rl.utils.logger import setup_logger
+from prime_rl.utils.logger import complain, setup_logger
 
 logger = logging.getLogger("share")
 
@@ -213,7 +213,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             wanted = msgspec.json.decode(data, type=JoinRequest)
             write_atomic(Path(wanted.result), msgspec.json.encode(join(wanted, *_load(wanted.run))))
     except (*FINAL, SecondOrchestrator, GroupFailed, EnvironmentFault, OSError) as error:
-        print(f"share: {error}", file=sys.stderr)
+        complain("share", error)
         return 1
     return 0
 

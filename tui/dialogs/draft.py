@@ -18,7 +18,7 @@ from pathlib import Path
 from daemons import actions
 from prime_rl.contract.files import open_file
 from prime_rl.contract.layout import LayoutError, OutputDir
-from prime_rl.utils.text import clean_text, one_line
+from prime_rl.utils.text import CleanText, clean_text, one_line
 from tui.jobs import prl_command
 from tui.run_config import key_lines
 
@@ -32,7 +32,7 @@ MAX_DRAFT_BYTES = 256 * 1024
 class Template:
     """A TOML file to begin from."""
 
-    label: str
+    label: CleanText
     path: Path
 
 
@@ -40,7 +40,7 @@ class Template:
 class DraftProblem:
     """One thing that is wrong: a sentence, and the line of the text (from 1) that it is about, if it is about one."""
 
-    text: str
+    text: CleanText
     line: int | None = None
 
     def __str__(self) -> str:
@@ -52,7 +52,7 @@ class Check:
     """What the rules say of a draft."""
 
     problems: tuple[DraftProblem, ...]
-    summary: str = ""
+    summary: CleanText
 
     @property
     def ok(self) -> bool:
@@ -69,7 +69,7 @@ def find_templates(output_dir: Path, run_ids: Sequence[str], configs: Path = Pat
     output = OutputDir(output_dir)
     for run_id in run_ids:
         with contextlib.suppress(LayoutError):
-            found.append(Template(run_id, output.run(run_id).orch_toml))
+            found.append(Template(one_line(run_id), output.run(run_id).orch_toml))
     return found[:MAX_TEMPLATES]
 
 
@@ -82,7 +82,7 @@ def looks_like_run(path: Path) -> bool:
         return False
 
 
-def read_draft(path: Path) -> str:
+def read_draft(path: Path) -> CleanText:
     """The text of a template. Raises ActionError when it cannot be read or is no text."""
     try:
         with os.fdopen(open_file(path, follow_links=True), "rb") as file:
@@ -109,7 +109,7 @@ def check_draft(output_dir: Path, text: str, run_id: str) -> Check:
     if run_id:
         try:
             if OutputDir(output_dir).run(run_id).orch_toml.exists():
-                problems.append(DraftProblem(f"{run_id} exists already: choose another id"))
+                problems.append(DraftProblem(one_line(f"{run_id} exists already: choose another id")))
         except LayoutError as error:
             problems.append(DraftProblem(one_line(str(error), 300)))
     summary = ""
@@ -154,7 +154,7 @@ def add_draft(output_dir: Path, text: str, run_id: str, source: Path | None) -> 
         return actions.add_run(output_dir, path, run_id=wanted)
 
 
-def add_command(output_dir: Path, text: str, run_id: str, source: Path | None) -> str:
+def add_command(output_dir: Path, text: str, run_id: str, source: Path | None) -> CleanText:
     """The same in a shell. What was edited here is in no file yet, and the command says so."""
     unchanged = source is not None and _is_unchanged(source, text)
     name = str(source) if unchanged else "EDITED.toml"
