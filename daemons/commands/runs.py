@@ -188,7 +188,7 @@ def _states(words: list[str] | None) -> set[RunState]:
     """`--state active,waiting --state failed` -> three states."""
     names = [name.strip() for word in words or [] for name in word.split(",") if name.strip()]
     if odd := [name for name in names if name not in list(RunState)]:
-        raise UsageError(f"invalid --state {odd[0]!r}: expected {', '.join(RunState)}")
+        raise UsageError(f"invalid --state {odd[0]!r}: expected one of {', '.join(RunState)}")
     return {RunState(name) for name in names}
 
 

@@ -79,7 +79,7 @@ def read_limited(path: Path, max_bytes: int) -> bytes | None:
         os.close(fd)
     if len(data) > max_bytes:
         num_bytes = max(stat.st_size, len(data))
-        raise BadBatchError(f"{path} has {num_bytes} bytes, allowed are {max_bytes} for its batch_size and seq_len")
+        raise BadBatchError(f"{path} has {num_bytes} bytes, expected at most {max_bytes} for its batch_size and seq_len")
     return data
 
 
@@ -103,7 +103,7 @@ def _token_problem(sample: TrainingSample, limits: BatchLimits) -> str | None:
     if not len(ids) == len(mask) == len(logprobs):
         return f"token_ids has {len(ids)} entries, loss_mask {len(mask)}, logprobs {len(logprobs)}"
     if not 2 <= len(ids) <= limits.seq_len:
-        return f"token_ids has {len(ids)} entries, allowed are 2 to seq_len = {limits.seq_len}"
+        return f"token_ids has {len(ids)} entries, expected 2 to seq_len = {limits.seq_len}"
     if min(ids) < 0 or max(ids) >= limits.vocab_size:
         at, bad = next((i, t) for i, t in enumerate(ids) if not 0 <= t < limits.vocab_size)
         return f"token_ids[{at}] is {bad}, the vocabulary has {limits.vocab_size}"
