@@ -1,8 +1,8 @@
-"""What people do to runs: add, evict, readmit, delete, undelete, purge. Used by `prl` and by the TUI.
+"""Actions on runs: add, evict, readmit, delete, undelete, purge. Used by `prl` and by the TUI.
 
 Every action works on files alone, so it works with the daemons down; doing it twice does no more than doing it once;
-what it did is appended to `logs/audit.jsonl`. A run is checked with the very rules and words of the trainer
-(`configs.validate`). Failure is an `ActionError` of one line. It starts and ends no process: the supervisor does that.
+each is appended to `logs/audit.jsonl`. A run is checked with the trainer's own rules (`configs.validate`). Failure is
+an `ActionError` of one line. Actions start and end no process: the supervisor does that.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ _PUBLIC_MODE = 0o644
 
 
 def trainer_limits(output_dir: Path) -> TrainerLimits | None:
-    """What a run must fit into: the living trainer's limits, else those it was last configured for, else None."""
+    """The limits that a run must meet: of the living trainer, else of its last config, else None."""
     output = OutputDir(output_dir)
     status = read_status(output.trainer_status, TrainerStatus)
     if status is not None and status.model and is_alive(status, time.time()):
@@ -86,7 +86,7 @@ def trainer_limits(output_dir: Path) -> TrainerLimits | None:
 def check_file(
     output_dir: Path, source: Path | str, *, overrides: Mapping[str, Any] | None = None
 ) -> list[ConfigProblem]:
-    """Everything that is wrong with a run's TOML file, as the trainer would say it; [] when it would be admitted."""
+    """All problems of a run's TOML file, as the trainer reports them; [] when it would be admitted."""
     try:
         data = merge(load_toml(Path(source)), overrides or {})
     except ConfigError as error:
@@ -123,9 +123,9 @@ def add_run(
 ) -> str:
     """Add a run from a TOML file and return its id; the default id comes from the file's name.
 
-    The file's text is kept as it is, unless there are `overrides`; a file that only its owner may read stays that. The
-    folder appears whole, so the trainer never sees half a run. With an explicit `run_id` that holds the very same text
-    already, nothing is done.
+    The file's text is kept as it is, unless there are `overrides`; a file that only its owner may read stays so. The
+    folder appears complete, so the trainer never sees half a run. If `run_id` is given and that run has the same text
+    already, nothing changes. Raises ActionError.
     """
     output, source = OutputDir(Path(output_dir)), Path(source)
     with one_line_errors(f"adding {source}"):
@@ -143,12 +143,12 @@ def add_run(
 
 
 def _checked_text(output_dir: Path, source: Path, overrides: Mapping[str, Any] | None) -> tuple[str, int]:
-    """The text that was checked, which is the text that is placed, and the mode of its file."""
+    """The checked text, which is the text that is placed, and the mode of its file."""
     try:
         data = load_toml(source)
         text = read_file(source, limit=MAX_TOML_BYTES, follow_links=True).decode()
         if parse_toml(text, str(source)) != data:
-            raise ActionError(f"{source} is being written: try again")
+            raise ActionError(f"{source} changed while it was read: try again")
         _checked(output_dir, data, str(source), overrides)
     except ConfigError as error:
         raise ActionError(in_one_line(str(error))) from error
@@ -157,7 +157,7 @@ def _checked_text(output_dir: Path, source: Path, overrides: Mapping[str, Any] |
 
 
 def evict_run(output_dir: Path, run_id: str, reason: str) -> bool:
-    """Take a run out of training; false when it is evicted already (its first reason stays)."""
+    """Evict a run from training; false when it is already evicted (its first reason stays)."""
     output = OutputDir(Path(output_dir))
     with one_line_errors(f"evicting {run_id}"):
         run = existing_run(output, run_id)
@@ -169,13 +169,13 @@ def evict_run(output_dir: Path, run_id: str, reason: str) -> bool:
 
 
 def readmit_run(output_dir: Path, run_id: str, *, reason: str = "") -> bool:
-    """Let an evicted or failed run train again; false when it is neither."""
+    """Continue an evicted or failed run; false when it is neither."""
     output = OutputDir(Path(output_dir))
     with one_line_errors(f"readmitting {run_id}"):
         run = existing_run(output, run_id)
         view = _view(output, run_id)
         if view.state is RunState.INVALID:
-            raise ActionError(in_one_line(f"{run_id} is invalid, mend its orch.toml instead: {view.reason}"))
+            raise ActionError(in_one_line(f"{run_id} is invalid: fix its orch.toml instead ({view.reason})"))
         if view.state not in (RunState.EVICTED, RunState.FAILED):
             return False
         remove(run.evicted)
@@ -195,7 +195,7 @@ def _view(output: OutputDir, run_id: str) -> RunView:
     workspace = WorkspaceReader(output.path).read()
     if (view := workspace.run(run_id)) is not None:
         return view
-    reason = next((each.reason for each in workspace.refused if each.name == run_id), "it is gone")
+    reason = next((each.reason for each in workspace.refused if each.name == run_id), "its folder is gone")
     raise ActionError(in_one_line(f"{run_id} is not a run: {reason}"))
 
 
@@ -217,7 +217,7 @@ def _free_id(output: OutputDir, run_id: str | None, source: Path) -> str:
 
 
 def _place(output: OutputDir, run_id: str | None, source: Path, text: str, mode: int) -> RunDir:
-    """Fill a folder beside the runs and rename it to the first free id: two adds at once get two ids."""
+    """Fill a folder beside the runs and rename it to the first free id, so that two adds at once get two ids."""
     staged = Path(tempfile.mkdtemp(prefix=".adding.", dir=output.path))
     try:
         staged.chmod(0o755)
@@ -236,7 +236,7 @@ def _place(output: OutputDir, run_id: str | None, source: Path, text: str, mode:
 
 
 def _taken(output: OutputDir, run_id: str | None, source: Path) -> ActionError:
-    return ActionError(f"run {run_id or source.stem!r} exists already in {output.path}: choose another id")
+    return ActionError(f"run {run_id or source.stem!r} already exists in {output.path}: choose another id with --id")
 
 
 def _same_text(run: RunDir, text: str) -> bool:

@@ -1,4 +1,4 @@
-"""What a workspace looks like now: one snapshot, read from disk and from nowhere else.
+"""The state of a workspace: one snapshot, read from disk only.
 
 `WorkspaceReader.read()` returns a `Workspace` of frozen views, for `prl`, the TUI and the supervisor. It only reads, so
 it also works with the daemons down and on a copied output directory. A file that is missing, half written, damaged or
@@ -94,9 +94,9 @@ class WorkspaceReader:
         """A new snapshot. Never raises for what is in the folder; an unreadable folder is an empty workspace.
 
         Args:
-            with_configs: false for the first look of who is in a hurry: what only configs tell is left out.
-            at_rest: false leaves runs as they were at which nothing works and of which trainer and supervisor say
-                nothing new: most of a large workspace.
+            with_configs: false leaves out what only configs contain, for a quick first look.
+            at_rest: false leaves idle runs as they were if trainer and supervisor report nothing new about them: most
+                of a large workspace.
         """
         now = self._clock() if now is None else now
         trainer = self._living(self.output.trainer_status, TrainerStatus, now)
@@ -122,10 +122,10 @@ class WorkspaceReader:
             try:
                 record = files.read(is_busy=slot is not None, with_config=with_configs)
             except OSError as error:
-                reasons[run_id] = f"cannot be read: {error}"
+                reasons[run_id] = f"cannot read it: {error}"
                 continue
             if record.toml is None:
-                missing = f"{run.control / 'orch.toml'} is not there: without it this is not a run"
+                missing = f"{run.control / 'orch.toml'} not found: a run needs this file"
                 reasons[run_id] = file_problem(run.orch_toml) or missing
                 continue
             runs.append(self._view(run_id, _Facts(record, *others[:-1], is_alive(record.word, now))))
@@ -249,7 +249,7 @@ def _make_view(facts: _Facts) -> RunView:
 
 
 def _max_steps(record: RunRecord) -> int | None:
-    """From the config; while that was not read, what the run's own orchestrator says."""
+    """From the config; while that is unread, from the run's own orchestrator."""
     if record.parsed.config is not None:
         return record.parsed.config.max_steps
     return record.word.max_steps or None if record.parsed is NOT_PARSED and record.word else None

@@ -1,4 +1,4 @@
-"""What the supervisor knows of a daemon, and what it sees of it: plain values for `decide` and for who carries it out.
+"""The supervisor's records and observations of a daemon: plain values for `decide` and for the executor.
 
 They hold no process and no file. Times are Unix seconds of the supervisor's own clock, which never
 jumps (`prime_rl.utils.clock`).
@@ -17,7 +17,7 @@ from prime_rl.utils.process import ProcessId
 
 
 class State(enum.StrEnum):
-    """The supervisor's word for a daemon, as in `daemons/<name>.json` (STOPPING is written as running)."""
+    """The state of a daemon, as in `daemons/<name>.json` (STOPPING is written as running)."""
 
     STARTING = "starting"
     RUNNING = "running"
@@ -89,7 +89,7 @@ class Seen:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """All that `decide` may know."""
+    """All input of `decide`."""
 
     wanted: Mapping[str, DaemonSpec]
     daemons: Mapping[str, Daemon]

@@ -1,12 +1,12 @@
 """What the supervisor does next: a pure function of a snapshot and the clock.
 
     start -> starting -> running <-> stalled
-                 \\-> crash -> backoff -> start ... or failed;  an orchestrator's last word -> done
+                 \\-> crash -> backoff -> start ... or failed;  an orchestrator's final state -> done
 
-A start that ends by itself before the part is ready is no crash, and is told apart from one. Either way a part that
-ends early several times in a row has failed and is left alone until a person asks for it; so has one that refuses its
-config (exit code 2). A daemon that lives but gets nowhere is stalled: that is told, and ended only where the config
-says so. It reads no file and sends no signal: `supervisor` does both.
+A process that exits by itself before the daemon is ready counts as a failed start, not as a crash. Either way a daemon
+that ends early several times in a row has failed and is left alone until a person restarts it; so is one that refuses
+its config (exit code 2). A daemon that is alive but makes no progress is stalled: this is reported, and the daemon is
+ended only where the config asks for it. It reads no file and sends no signal: `supervisor` does both.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from prime_rl.contract.status import LOST_AFTER_S, Crash
 EXIT_WRONG_USE = 2
 # Enough to see a pattern; the log has them all.
 MAX_CRASHES_KEPT = 10
-_SILENT = "lives, but its status file has not been written for more than three heartbeats"
+_SILENT = "alive, but has not written its status file for more than three heartbeats"
 
 
 def decide(snapshot: Snapshot, now: float) -> list[Action]:
-    """One action at most for each daemon, in the order in which daemons are wanted."""
+    """At most one action for each daemon, in the order in which daemons are wanted."""
     names = list(snapshot.wanted) + [name for name in snapshot.daemons if name not in snapshot.wanted]
     room = snapshot.config.max_starting - sum(_starts(daemon) for daemon in snapshot.daemons.values())
     actions = []
@@ -72,7 +72,7 @@ def _alive(daemon: Daemon, seen: Seen, asked: bool, config: SupervisorConfig, no
     if seen.gone:
         return _stop(daemon, "its run folder is gone", now)
     if asked:
-        return _stop(daemon, "a person asked for a restart", now, After.RESTART)
+        return _stop(daemon, "restart requested", now, After.RESTART)
     if seen.evicted:
         since = daemon.evicted_at if daemon.evicted_at is not None else now
         if now - since >= config.grace_s:
@@ -89,12 +89,12 @@ def _alive(daemon: Daemon, seen: Seen, asked: bool, config: SupervisorConfig, no
 
 
 def _patience_s(daemon: Daemon, config: SupervisorConfig) -> float:
-    """Whoever works may finish and save; whoever is stuck has nothing to finish."""
+    """A working daemon may finish and save; a stuck one has nothing to finish."""
     return config.drain_s if daemon.after_stop in (After.END, After.RESTART) else config.grace_s
 
 
 def _judged(daemon: Daemon, seen: Seen, config: SupervisorConfig, now: float) -> Action:
-    """A daemon that is up: running, or stalled. Whoever names what he waits for is never ended for it."""
+    """A daemon that is up: running, or stalled. One that names what it waits for is never ended for it."""
     limit = config.stall.of(daemon.spec.kind)
     silent_s = seen.heartbeat_age_s if seen.heartbeat_age_s is not None else 0.0
     still_s = seen.still_s if seen.still_s is not None else 0.0
@@ -108,7 +108,7 @@ def _judged(daemon: Daemon, seen: Seen, config: SupervisorConfig, now: float) ->
         return Action(Do.NOTE, fine)
     if stuck and limit.restart:
         return _stop(daemon, why, now, After.STALL)
-    if daemon.state is State.STALLED:  # told already
+    if daemon.state is State.STALLED:  # reported already
         return Action(Do.NOTE, replace(daemon, waiting_on=seen.waiting_on))
     since_s = now - age_s
     return Action(
@@ -117,7 +117,7 @@ def _judged(daemon: Daemon, seen: Seen, config: SupervisorConfig, now: float) ->
 
 
 def _ended(daemon: Daemon, seen: Seen, config: SupervisorConfig, now: float) -> Action:
-    """The process is gone: by our order, by its own last word, or by a crash."""
+    """The process is gone: stopped by us, in a final state of its own, or crashed."""
     before = daemon.state
     daemon = replace(
         daemon, process=None, exit_code=seen.exit_code, waiting_on=None, evicted_at=None, stalled_since=None
@@ -135,7 +135,7 @@ def _ended(daemon: Daemon, seen: Seen, config: SupervisorConfig, now: float) -> 
 
 
 def _crash(daemon: Daemon, before: State, now: float) -> Crash:
-    """How it ended. A process that leaves by itself before it is ready has not crashed: it did not start."""
+    """How it ended. A process that exits by itself before it is ready did not start; it has not crashed."""
     kind, why = "crash", _exit_words(daemon.exit_code)
     if before is State.STOPPING:
         kind, why = ("stall" if daemon.after_stop is After.STALL else "start"), daemon.reason or why
@@ -147,14 +147,14 @@ def _crash(daemon: Daemon, before: State, now: float) -> Crash:
 def _after_crash(daemon: Daemon, crash: Crash, before: State, config: SupervisorConfig, now: float) -> Daemon:
     daemon = replace(daemon, crashes=(*daemon.crashes, crash)[-MAX_CRASHES_KEPT:])
     if crash.kind == "start" and daemon.exit_code == EXIT_WRONG_USE:
-        return replace(daemon, state=State.FAILED, reason=f"it refused its config ({crash.reason})")
+        return replace(daemon, state=State.FAILED, reason=f"invalid config ({crash.reason})")
     is_early = crash.kind == "start" or before is State.STARTING or crash.uptime_s < config.early_crash_s
     early = daemon.num_early_ends + 1 if is_early and crash.kind != "stall" else 0
     crashes = daemon.num_crashes + 1 if crash.uptime_s < config.max_backoff_s else 1
     daemon = replace(daemon, num_early_ends=early, num_crashes=crashes)
     if early >= config.max_early_crashes:
-        what = "starts that failed" if crash.kind == "start" else "early crashes"
-        return replace(daemon, state=State.FAILED, reason=f"{early} {what} in a row, the last: {crash.reason}")
+        what = "failed starts" if crash.kind == "start" else "early crashes"
+        return replace(daemon, state=State.FAILED, reason=f"{early} {what} in a row, last: {crash.reason}")
     wait_s = min(config.backoff_s * 2.0 ** min(crashes - 1, 30), config.max_backoff_s)
     return replace(daemon, state=State.BACKOFF, retry_at=now + wait_s, reason=crash.reason)
 
@@ -172,7 +172,7 @@ def _backoff(daemon: Daemon, spec: DaemonSpec | None, seen: Seen, now: float, as
         return Action(Do.NOTE, replace(daemon, waiting_on="the trainer to hold its run in a slot"))
     if asked or now >= daemon.retry_at:
         return Action(Do.START, _started(daemon, spec, now))
-    return Action(Do.NOTE, replace(daemon, waiting_on=f"its restart after {daemon.reason}"))
+    return Action(Do.NOTE, replace(daemon, waiting_on=f"its restart (after {daemon.reason})"))
 
 
 def _started(daemon: Daemon, spec: DaemonSpec, now: float) -> Daemon:

@@ -1,7 +1,7 @@
-"""All that is known about one run, for `prl runs show`: config, last figures, last errors, checkpoints, disk use.
+"""All facts about one run, for `prl runs show`: config, latest metrics and errors, checkpoints, disk use.
 
-Reads what `client` has no need to read at every look. A file that is missing or damaged costs its own facts. Values
-that look like keys are hidden. All text is clean but `config`, which is data.
+Reads what `client` need not read at every look. A file that is missing or damaged costs its own facts. Values that look
+like API keys are hidden. All text is clean but `config`, which is data.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class RunDetails:
 
 
 def read_details(paths: RunDir, run: RunView, daemon: DaemonView | None) -> RunDetails:
-    """Look at the run's folder. Raises nothing for what is in it."""
+    """Read the run's folder. Raises nothing for what is in it."""
     uses = _folders(paths.path)
     return RunDetails(
         run=run,
@@ -91,7 +91,7 @@ def last_figures(path: Path) -> dict[str, float]:
 
 
 def last_errors(log: Path) -> list[CleanText]:
-    """The newest lines of a log that tell of something wrong, oldest first."""
+    """The newest warnings and errors of a log, oldest first."""
     lines = FileTail(log, start_bytes=_TAIL_BYTES).read().lines
     texts = (clean_text(line.decode(errors="replace")) for line in lines)
     return [text for text in texts if _ERROR.search(text)][-NUM_ERRORS:]

@@ -1,7 +1,7 @@
-"""Looks at this machine and this workspace for everything that will hurt: collects the facts that `checks` judges.
+"""`prl doctor`: collects the facts about this machine and workspace that `checks` judges.
 
-torch and vLLM are imported for real, in a child process: versions come from their files, but only an import tells that
-they work. It changes nothing but for a temporary file whose time is read.
+torch and vLLM are imported in a child process: their files tell the version, but only an import shows that they work.
+It changes nothing, apart from a temporary file whose time is read.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ Say = Callable[[str], None]
 
 
 def examine(output_dir: Path, *, say: Say, import_libraries: bool = True) -> Iterator[Check]:
-    """All checks, one after another. `say` is told what takes seconds."""
+    """Yield all checks, one after another. `say` is called before what takes seconds."""
     output = OutputDir(output_dir)
     system = _system(output)
     vllm = system.inference.engine == "vllm"
@@ -103,7 +103,7 @@ def _libraries(vllm: bool, import_libraries: bool, say: Say) -> Iterator[Check]:
 
 
 def probe(name: str, *, timeout_s: float = IMPORT_TIMEOUT_S) -> tuple[dict[str, Any], str | None]:
-    """Import a library in a child process: (what torch found, None), or ({}, what went wrong)."""
+    """Import a library in a child process: (what torch found, None), or ({}, the error)."""
     try:
         done = subprocess.run(
             [sys.executable, "-c", _PROBE, name],
@@ -122,7 +122,7 @@ def probe(name: str, *, timeout_s: float = IMPORT_TIMEOUT_S) -> tuple[dict[str, 
         found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
         return found, None
     except (ValueError, IndexError):
-        return {}, "the import said nothing that can be read"
+        return {}, "the import printed nothing that can be read"
 
 
 def _version(distribution: str) -> str | None:

@@ -1,6 +1,6 @@
-"""Starting and stopping a workspace: checks first, one supervisor, proof at the end. For `prl up`, `down`, `demo`.
+"""Start and stop a workspace: checks first, one supervisor, proof at the end. For `prl up`, `down`, `demo`.
 
-A supervisor that was killed leaves its daemons running; `leftovers` says which of them the next one may keep.
+A supervisor that was killed leaves its daemons running; `leftovers` decides which of them the next one may keep.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ def prepare(system: SystemConfig, output: OutputDir, say: Say) -> SupervisorLock
     lock = SupervisorLock.acquire(output)
     if lock is None:
         info = read_info(output)
-        raise LaunchError(f"already running: {info or f'somebody holds {output.supervisor_lock}'}; prl down to stop it")
+        holder = info or f"another process holds {output.supervisor_lock}"
+        raise LaunchError(f"already running: {holder}; stop it with prl down")
     try:
         _refuse_rival(output)
         lock.write_info(time.time())
@@ -62,9 +63,9 @@ def prepare(system: SystemConfig, output: OutputDir, say: Say) -> SupervisorLock
         keep = adoptable(output, system)
         left = end_leftovers(output, system.supervisor, say, keep)
         if left:
-            raise LaunchError(f"processes {left} of an earlier start cannot be ended: end them, then try again")
+            raise LaunchError(f"cannot end processes {left} of an earlier start: end them, then try again")
         if keep:
-            say(f"keeping {', '.join(sorted(keep))}: running since before this start, with the same config")
+            say(f"keeping {', '.join(sorted(keep))}: already running with the same config")
         if INFERENCE not in keep:
             _check_port(system.inference.host, system.inference.port)
         forget_endings(output, keep)
@@ -79,7 +80,7 @@ def prepare(system: SystemConfig, output: OutputDir, say: Say) -> SupervisorLock
 def _refuse_rival(output: OutputDir) -> None:
     rival = find_rival(output)
     if rival is not None:
-        raise LaunchError(f"already running: {rival}; prl down on {rival.host} stops it")
+        raise LaunchError(f"already running: {rival}; stop it with prl down on {rival.host}")
 
 
 def start_supervisor(output: OutputDir, lock: SupervisorLock) -> subprocess.Popen[bytes]:
@@ -120,7 +121,7 @@ def wait_until_ready(
             return True
         if time.monotonic() > deadline:
             raise LaunchError(
-                f"not ready in time; {' '.join(waits(workspace))}: see prl logs trainer, prl logs inference"
+                f"not ready in time; {' '.join(waits(workspace))}: see prl logs trainer and prl logs inference"
             )
         time.sleep(LOOK_EVERY_S)
     return False
@@ -139,7 +140,7 @@ def is_ready(workspace: Workspace) -> bool:
 
 
 def answers(base_url: str) -> bool:
-    """Whether the server's `/health` says 200."""
+    """Whether the server's `/health` returns 200."""
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
         with opener.open(base_url.removesuffix("/v1") + "/health", timeout=_HEALTH_TIMEOUT_S) as reply:
@@ -149,7 +150,7 @@ def answers(base_url: str) -> bool:
 
 
 def waits(workspace: Workspace) -> list[str]:
-    """One sentence for each service: what it is doing and what it waits for."""
+    """One sentence for each service: its state and what it waits for."""
     words = []
     for name in (INFERENCE, TRAINER):
         daemon = workspace.daemon(name)
@@ -185,7 +186,7 @@ def down(
         count = count_living(output)
         left = end_leftovers(output, limits, say)
         if left:
-            raise LaunchError(f"processes {left} cannot be ended (SIGKILL was sent): they hang in the kernel")
+            raise LaunchError(f"cannot end processes {left} (SIGKILL was sent): they hang in the kernel")
         return was_running or count > 0
     finally:
         lock.release()
@@ -238,17 +239,19 @@ def _stop_supervisor(
     except WaitTimeout as error:
         for lock in taken:
             lock.release()
-        raise LaunchError(f"the supervisor (pid {holder.pid}) cannot be ended: {error}") from error
+        raise LaunchError(f"cannot end the supervisor (pid {holder.pid}): {error}") from error
     return taken[0]
 
 
 def _holder(output: OutputDir) -> ProcessId:
-    """The supervisor as its pid file names it, if it can be ended from here."""
+    """The supervisor that the pid file names, if it can be ended from here."""
     info = read_info(output)
     if info is None:
-        raise LaunchError(f"somebody holds {output.supervisor_lock} but says not who: fuser {output.supervisor_lock}")
+        raise LaunchError(
+            f"an unknown process holds {output.supervisor_lock}: find it with fuser {output.supervisor_lock} and end it"
+        )
     if not info.lives_here():
-        raise LaunchError(f"the supervisor runs elsewhere or is unknown ({info}): stop it there")
+        raise LaunchError(f"the supervisor runs on another machine or is unknown ({info}): run prl down there")
     return info.process
 
 
@@ -266,7 +269,7 @@ def _check_writable(output: OutputDir) -> None:
             pass
     except OSError as error:
         raise LaunchError(
-            f"output_dir {output.path} cannot be written: {error.strerror}; choose another with --output-dir"
+            f"cannot write to workspace {output.path}: {error.strerror}; choose another with --output-dir"
         ) from error
 
 
@@ -279,7 +282,8 @@ def means_folder(model_name: str) -> bool:
 def _check_model(name: str) -> None:
     if means_folder(name) and not (Path(name) / "config.json").exists():
         raise LaunchError(
-            f"model {name!r}: no config.json in this folder; make a small base model with: prl make-base --out {name}"
+            f"base model {name!r} not found: this folder has no config.json; "
+            f"build a small base model with prl make-base --out {name}"
         )
 
 
@@ -290,6 +294,6 @@ def _check_port(host: str, port: int) -> None:
         bound_socket(host, port).close()
     except OSError as error:
         raise LaunchError(
-            f"inference cannot listen on {host}:{port}: {error.strerror}; choose another with --inference.port N "
+            f"inference cannot listen on {host}:{port}: {error.strerror}; choose another port with --inference.port N "
             "(0 takes a free one)"
         ) from error

@@ -38,7 +38,7 @@ def _newest_first(path: Path) -> Iterator[Path]:
 
 
 def _backwards(path: Path, end: int | None) -> Iterator[str]:
-    """The whole lines of a file, last one first; a last line without an end is taken as one. Nothing for no file."""
+    """The lines of a file, last one first; a last line without a newline counts. Nothing if the file is missing."""
     try:
         fd = open_file(path)
     except OSError:

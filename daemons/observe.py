@@ -1,4 +1,4 @@
-"""What the supervisor sees: the status files of the daemons, the state of the runs, the requests of people.
+"""The supervisor's observations: the status files of the daemons, the state of the runs, the requests of people.
 
 A file is parsed again only when its stamp (time, size, inode) has changed, so that looking at hundreds of idle runs
 costs a few `stat` each. It judges nothing (`decide` does) and changes nothing.
@@ -29,7 +29,7 @@ Stamp = tuple[int, int, int]
 
 
 def stamp(path: Path) -> Stamp | None:
-    """What tells whether a file or folder has changed; None when it is not there."""
+    """A value that differs when a file or folder has changed; None when it does not exist."""
     try:
         info = os.lstat(path)
     except OSError:
@@ -39,7 +39,7 @@ def stamp(path: Path) -> Stamp | None:
 
 @dataclass(frozen=True)
 class _Folder:
-    """A run's folder as it was when it was checked. Its paths are kept: to join them again costs more than to look."""
+    """A run's folder as it was when it was checked, with its paths."""
 
     checked: tuple[int, ...]
     run: RunDir
@@ -54,10 +54,10 @@ class _Folder:
 
 
 class Eyes:
-    """Looks at one workspace again and again.
+    """Watches one workspace.
 
     Args:
-        complain: told once why a run in a slot can have no orchestrator.
+        complain: called once with the reason why a run in a slot cannot have an orchestrator.
     """
 
     def __init__(self, output: OutputDir, complain: Callable[[str], None] = lambda why: None) -> None:
@@ -70,11 +70,11 @@ class Eyes:
         self._held: frozenset[str] = frozenset()
 
     def has_news(self) -> bool:
-        """Whether runs got or lost a slot, or a person asked for something. Costs two looks at stamps."""
+        """Whether runs got or lost a slot, or a person requested something. Costs two `stat` calls."""
         return bool(self.requests()) or self._trainer_runs() != self._held
 
     def requests(self) -> frozenset[str]:
-        """Names of daemons that people want to be started anew."""
+        """Names of daemons whose restart was requested."""
         try:
             with os.scandir(self.output.start_request("x").parent) as entries:
                 return frozenset(each.name for each in entries if each.is_file() and not each.name.startswith("."))
@@ -131,7 +131,7 @@ class Eyes:
         return now - last[1]
 
     def _own_status(self, daemon: Daemon, run: RunNow | None) -> Status | None:
-        """The daemon's own status file, if this very start of it wrote it."""
+        """The daemon's own status file, if its current process wrote it."""
         status: Status | None
         if daemon.spec.name == TRAINER:
             status = self._read(self.output.trainer_status, TrainerStatus)
@@ -160,7 +160,7 @@ class Eyes:
         return RunNow(run_id, in_slot, os.path.lexists(folder.evicted), False, word, max_steps)
 
     def _checked(self, run_id: str) -> _Folder | None:
-        """The folder of a run, checked again when it or its `control/` is another than before; None when it is gone."""
+        """The folder of a run, checked again when it or its `control/` was replaced; None when it is gone."""
         known = self._runs.pop(run_id, None)
         if known is None or known.checked != _what(known.path) + _what(known.control):
             run = self.output.run(run_id)
@@ -193,7 +193,7 @@ def held_runs(daemons: Mapping[str, Daemon]) -> set[str]:
 
 
 def _what(path: str) -> tuple[int, ...]:
-    """What a folder is, links not followed; zeros when it is not there."""
+    """The identity of a folder, links not followed; zeros when it does not exist."""
     try:
         info = os.lstat(path)
     except OSError:

@@ -1,8 +1,8 @@
-"""Starting a daemon in a session of its own, and ending all of it: also what it started, also after its parent died.
+"""Start a daemon in a session of its own, and end all of it: also what it started, also after its parent died.
 
 A daemon is known by pid and start time, never by pid alone. What belongs to it is found three ways: same session,
-descendants, and the marks `PRL_OUTPUT_DIR` and `PRL_DAEMON` in the environment, which children inherit. It knows
-nothing of why a daemon is started or ended (`decide` does).
+descendants, and the marks `PRL_OUTPUT_DIR` and `PRL_DAEMON` in the environment, which children inherit. `decide`
+chooses what is started and ended.
 """
 
 from __future__ import annotations
@@ -228,7 +228,7 @@ def wait_for_gpus(members: Collection[ProcessId], tick: Callable[[], None] = lam
         return not holders
 
     with contextlib.suppress(WaitTimeout):
-        wait_for(free, "memory of the GPUs to be given back", timeout_s=KILL_WAIT_S, poll_s=1.0)
+        wait_for(free, "the GPUs' memory to be released", timeout_s=KILL_WAIT_S, poll_s=1.0)
     return {member for member in members if member.pid in holders}
 
 

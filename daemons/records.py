@@ -1,7 +1,7 @@
-"""`daemons/<name>.json`: what the supervisor says about its daemons, and what the next one reads of it.
+"""`daemons/<name>.json`: the supervisor's records of its daemons, read by everybody and by the next supervisor.
 
-Written at every change and every heartbeat; an unchanged file is renewed without waiting for the disk. It says nothing
-about the supervisor itself (that is its own status file) and decides nothing.
+Written at every change and every heartbeat; an unchanged file is renewed without waiting for the disk. The supervisor
+itself has its own status file. It decides nothing.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Records:
         self._output.daemon_status(name).unlink(missing_ok=True)
 
     def write(self, daemons: Mapping[str, Daemon], *, stopped: bool = False) -> None:
-        """One file a daemon. `stopped`: nobody watches over them any more. Raises OSError."""
+        """Write one file per daemon. `stopped`: they are not supervised any more. Raises OSError."""
         now = self._clock()
         for name, daemon in daemons.items():
             last = self._written.get(name)

@@ -1,7 +1,7 @@
-"""What the own files of a run say, read again only when one of them changed.
+"""The contents of a run's own files, read again only when one of them changed.
 
-`client` keeps one `RunFiles` a run. A thousand runs at rest cost a few system calls each a look. It knows nothing of
-other daemons and derives no state.
+`client` keeps one `RunFiles` per run. An idle run costs a few system calls a look. It reads no file of other daemons
+and derives no state.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _sentence = functools.partial(one_line, limit=MAX_SENTENCE_CHARS)
 
 
 class Stamp(NamedTuple):
-    """What tells whether a file changed; all zero when it is not there."""
+    """A value that differs when a file has changed; all zero when it does not exist."""
 
     mtime_ns: int = 0
     size: int = 0
@@ -60,7 +60,7 @@ def stamp_of(path: Path | str) -> Stamp:
 def read_status_file(path: Path, stamp: Stamp, kind: type[StatusT]) -> StatusT | None:
     """The status in a file of that stamp, each of its texts clean and on one line.
 
-    None when it is too large, damaged or not there.
+    None when it is too large, damaged or missing.
     """
     try:
         return clean_strings(read_status(path, kind), _sentence) if stamp.readable else None
@@ -70,7 +70,7 @@ def read_status_file(path: Path, stamp: Stamp, kind: type[StatusT]) -> StatusT |
 
 @dataclass(frozen=True)
 class ParsedConfig:
-    """A run's config, or why it is none; both None while nobody has read it."""
+    """A run's config, or why it is invalid; both None while it has not been read."""
 
     config: OrchestratorConfig | None = None
     error: str | None = None
@@ -81,7 +81,7 @@ NOT_PARSED = ParsedConfig()
 
 @dataclass(frozen=True, eq=False)
 class RunRecord:
-    """All that a run's own files say. `published` is its newest STABLE broadcast, 0 when none.
+    """All facts from a run's own files. `published` is its newest STABLE broadcast, 0 without one.
 
     `toml` is the path of its config, None when it has none; `added_at` when that landed (Unix seconds).
     """
@@ -179,10 +179,10 @@ def _parse(path: Path, stamp: Stamp) -> ParsedConfig:
 
 
 def _note(path: str, stamp: Stamp, empty: str | None = None) -> str | None:
-    """Text of a note file; `empty` when it is there without words, as `evicted.txt` counts, whatever it is."""
+    """Text of a note file (`evicted.txt`); `empty` when the file is empty, or is no file."""
     if stamp is NO_FILE or (empty is None and not stamp.is_file):
         return None
     try:
         return (read_text(Path(path), limit=MAX_REASON_BYTES) or "").strip() or empty
     except OSError as error:
-        return str(error) if isinstance(error, FileRefused) else f"{path} cannot be read: {error.strerror}"
+        return str(error) if isinstance(error, FileRefused) else f"cannot read {path}: {error.strerror}"

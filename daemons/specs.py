@@ -1,7 +1,7 @@
-"""Which daemons a workspace wants now, and how each is started: pure, from the system's config and what is on disk.
+"""Which daemons should run in a workspace now, and how each is started: pure, from the system config and the disk.
 
-Trainer and inference are always wanted; an orchestrator is wanted for each run that the trainer holds in a slot, unless
-its last word says that it has no more to do. It starts nothing (`supervisor` does).
+Trainer and inference should always run; an orchestrator for each run that the trainer holds in a slot, unless its final
+state shows that it is done. It starts nothing (`supervisor` does).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ MODULES_VARIABLE = "PRL_MODULES"
 
 @dataclass(frozen=True)
 class DaemonSpec:
-    """How one daemon is started. `run_id` is set for an orchestrator, whose name it is."""
+    """How one daemon is started. `run_id` is set for an orchestrator, which is named after its run."""
 
     name: str
     argv: tuple[str, ...]
@@ -50,7 +50,7 @@ class DaemonSpec:
 
 @dataclass(frozen=True)
 class RunNow:
-    """What of a run decides about its orchestrator. `max_steps` is None when its config cannot be read."""
+    """The facts about a run that decide about its orchestrator. `max_steps` is None when its config cannot be read."""
 
     run_id: str
     in_slot: bool
@@ -82,7 +82,7 @@ def orchestrator_spec(run: RunDir) -> DaemonSpec:
 
 
 def wants_orchestrator(run: RunNow) -> bool:
-    """Whether a run's orchestrator should live: its run has a slot, and its last word does not end it."""
+    """Whether a run's orchestrator should live: the run has a slot, and its orchestrator is not in a final state."""
     if not run.in_slot or run.evicted or run.gone:
         return False
     if run.word is None:
@@ -101,7 +101,7 @@ def wanted(output: OutputDir, runs: Iterable[RunNow]) -> Mapping[str, DaemonSpec
 
 
 def component_texts(system: SystemConfig, output: OutputDir) -> dict[str, str]:
-    """What each daemon is started with, with nothing left to defaults of another day or folder."""
+    """Write each daemon's complete config, so that later changes of defaults or of the current folder do not matter."""
     path = str(output.path.resolve())
     configs = {
         TRAINER: system.trainer.model_dump(mode="json") | {"output_dir": path},
@@ -118,7 +118,7 @@ def write_component_configs(system: SystemConfig, output: OutputDir) -> None:
 
 
 def without_nulls(value: Any) -> Any:
-    """TOML has no null; every field that may be null is null by default, so leaving it out says the same."""
+    """TOML has no null; every field that may be null is null by default, so leaving it out is the same."""
     if isinstance(value, dict):
         return {key: without_nulls(item) for key, item in value.items() if item is not None}
     return [without_nulls(item) for item in value] if isinstance(value, list) else value

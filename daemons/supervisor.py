@@ -1,8 +1,8 @@
 """The supervisor: keeps the daemons of one workspace alive without a terminal, and ends them when told to stop.
 
-A loop looks at the disk and at its children (`observe`), asks `decide` what to do, and does it. One file a daemon says
-what it knows (`records`), so readers need not ask it. It is started by `launch` with the workspace's lock in its hands.
-It never touches what is inside a run but to read its state.
+A loop looks at the disk and at its children (`observe`), lets `decide` choose what to do, and does it. It records one
+file per daemon (`records`) for all readers. `launch` starts it and hands it the workspace's lock. It only reads what is
+inside a run.
 
     python -m daemons.supervisor OUTPUT_DIR LOCK_FD
 """
@@ -52,7 +52,7 @@ _TAIL_LINE_CHARS = 500
 
 
 class Supervisor:
-    """Executes what `decide` says for one workspace.
+    """Executes the actions of `decide` for one workspace.
 
     Args:
         lock: the workspace's lock, held until the end of `run`.
@@ -104,8 +104,8 @@ class Supervisor:
                 self._look_at_logs()
                 trouble = None
             except Exception as error:  # one bad tick must not end the daemons of everybody
-                logger.exception("a look at the workspace failed; the next is in %g s", TICK_S)
-                trouble = one_line(f"a look at the workspace failed: {error}")
+                logger.exception("reading the workspace failed; next try in %g s", TICK_S)
+                trouble = one_line(f"reading the workspace failed: {error}")
             if trouble != said:
                 status.update(reason=trouble)
                 said = trouble
@@ -114,11 +114,12 @@ class Supervisor:
             hints.wait(TICK_S)
         hints.close()
         logger.info(
-            "stopping: %s", self.start_failure or self._stop.signal_name or "the workspace is gone or another's"
+            "stopping: %s",
+            self.start_failure or self._stop.signal_name or "the workspace is gone or held by another supervisor",
         )
-        status.update(waiting_on="its daemons to finish what they do, to save and to end")
+        status.update(waiting_on="its daemons to finish, save and end")
         left = self._end_all()
-        word = f"could not end {sorted(each.pid for each in left)}" if left else None
+        word = f"cannot end processes {sorted(each.pid for each in left)}" if left else None
         status.close(state="stopped", waiting_on=None, reason=word)
         return left
 
@@ -133,12 +134,12 @@ class Supervisor:
                 self._follow(name, daemon.spec.log)
 
     def is_due(self) -> bool:
-        """Whether it is time for a look at everything, or something has happened."""
+        """Whether it is time to look at everything, or something has happened."""
         own = frozenset(daemon.process.pid for daemon in self._daemons.values() if daemon.process)
         return time.monotonic() >= self._next_look_s or any_ended(self._children, own) or self._eyes.has_news()
 
     def tick(self) -> None:
-        """Look, decide, act, and say so."""
+        """Look, decide, act, and record it."""
         now = self._clock()
         requests = self._eyes.requests()
         runs = self._eyes.runs(held_runs(self._daemons))
@@ -157,7 +158,7 @@ class Supervisor:
         self._next_look_s = time.monotonic() + self._rest_s(now)
 
     def _rest_s(self, now: float) -> float:
-        """How long nothing is to be done unless something happens."""
+        """How long to wait unless something happens."""
         daemons = self._daemons.values()
         if any(daemon.state in (State.STARTING, State.STOPPING) for daemon in daemons):
             return 0.0
@@ -165,7 +166,7 @@ class Supervisor:
         return min([IDLE_S, *(wait_s for wait_s in retries if wait_s > 0)])
 
     def _judge_start(self) -> None:
-        """In the foreground nobody else looks whether the services come up."""
+        """In the foreground no other process checks that the services start."""
         services = [daemon for name, daemon in self._daemons.items() if name in (TRAINER, INFERENCE)]
         self._was_up = len(services) == 2 and all(daemon.state is State.RUNNING for daemon in services)
         for daemon in services:
@@ -173,7 +174,7 @@ class Supervisor:
                 self.start_failure = f"{daemon.spec.name} did not start: {daemon.reason}"
 
     def _look_at_logs(self) -> None:
-        """Pass on what was logged; put aside what has become too large."""
+        """Relay new log lines; rotate logs that have become too large."""
         if self._relay is not None:
             self._relay.pump()
         if time.monotonic() < self._next_rotation_s:
@@ -183,9 +184,9 @@ class Supervisor:
         for log in sorted(logs | {self.output.log(SUPERVISOR)}):
             try:
                 if rotate(log, self.config.max_log_bytes, self.config.num_old_logs):
-                    logger.info("%s was put aside and begun anew", log)
+                    logger.info("%s: rotated", log)
             except OSError as error:  # the run may be on its way into the trash; or the disk is full
-                logger.warning("%s cannot be put aside: %s", log, error)
+                logger.warning("cannot rotate %s: %s", log, error)
 
     def _follow(self, name: str, log: Path) -> None:
         if self._relay is not None:
@@ -220,7 +221,7 @@ class Supervisor:
             child = spawn(spec.argv, spec.log, self.output.path, spec.name)
         except OSError as error:
             retry_at = daemon.started_at + self.config.max_backoff_s
-            return replace(daemon, state=State.BACKOFF, retry_at=retry_at, reason=f"it cannot be started: {error}")
+            return replace(daemon, state=State.BACKOFF, retry_at=retry_at, reason=f"cannot start: {error}")
         self._children[spec.name] = OwnChild(child)
         logger.info("%s: pid %d", spec.name, child.pid)
         return replace(daemon, process=ProcessId.of(child.pid))
@@ -236,7 +237,7 @@ class Supervisor:
             own_session = isinstance(child, OwnChild)
             left = kill_all(find_members(self.output.path, [before], {name}, trust_sessions=own_session))
             if left:
-                logger.error("%s: could not end %s", name, sorted(each.pid for each in left))
+                logger.error("%s: cannot end processes %s", name, sorted(each.pid for each in left))
         self._records.keep_tail(name, [one_line(line, _TAIL_LINE_CHARS) for line in log_tail(daemon.spec.log)])
 
     def _forget(self, name: str) -> None:
@@ -277,7 +278,7 @@ class Supervisor:
         try:
             self._records.write(self._daemons, stopped=stopped)
         except OSError as error:  # a full disk or a removed workspace must not keep the daemons alive
-            logger.error("status files cannot be written: %s", error)
+            logger.error("cannot write status files: %s", error)
 
     def _reap(self) -> None:
         for child in self._children.values():
@@ -285,7 +286,7 @@ class Supervisor:
 
 
 def shutdown_order(daemons: Iterable[Daemon]) -> list[list[Daemon]]:
-    """Groups of daemons to end one after another: who uses others ends before them."""
+    """Groups of daemons to end one after another: a daemon ends before those that it uses."""
     daemons = list(daemons)
     groups = [
         [daemon for daemon in daemons if daemon.spec.run_id],

@@ -3,7 +3,7 @@
     PRL_MODULES=trainer=daemons.torchrun PRL_TORCHRUN="--standalone --nproc-per-node 4" prl up @ system.toml
 
 The supervisor then keeps torchrun alive as it keeps the trainer, and ends it with all its ranks. Rank 0 must be on this
-machine, for the supervisor looks at its process. `PRL_TRAINER_GPUS` ("0,1,2,3") leaves the other GPUs to inference.
+machine, because the supervisor watches its process. `PRL_TRAINER_GPUS` ("0,1,2,3") leaves the other GPUs to inference.
 """
 
 from __future__ import annotations

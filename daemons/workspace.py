@@ -55,7 +55,7 @@ class RunView:
 
 @dataclass(frozen=True)
 class DaemonView:
-    """One daemon. `state`: starting, running, stalled, backoff, failed, stopped, done, or lost (nobody watches it)."""
+    """One daemon. `state`: starting, running, stalled, backoff, failed, stopped, done, or lost (not supervised)."""
 
     name: CleanText
     state: CleanText
@@ -75,7 +75,7 @@ class DaemonView:
 
 @dataclass(frozen=True)
 class RefusedView:
-    """A `run_*` entry that is no run, and why."""
+    """A `run_*` entry that is not a run, and why."""
 
     name: CleanText
     reason: CleanText
@@ -110,12 +110,12 @@ class Workspace:
 def find_bottleneck(
     runs: list[RunView], trainer: TrainerStatus | None, inference: InferenceStatus | None
 ) -> str | None:
-    """Who holds up whom, by name, or None when nothing is under way."""
+    """Which daemon the others wait for, by name, or None when nothing is in progress."""
     active = [run for run in runs if run.state is RunState.ACTIVE]
     if trainer is None:
         return None
     if active and inference is None:
-        return f"{_names(active)}: inference does not live"
+        return f"{_names(active)}: inference is not running"
     slow = [run for run in active if not trainer.runs[run.run_id].ready]
     if trainer.state == "waiting" and slow:
         last = min(slow, key=lambda run: (run.step, run.run_id))
@@ -158,7 +158,7 @@ def daemon_view(status: DaemonStatus, now: float) -> DaemonView:
         child = status.child
         state, reason = "lost", "its supervisor is gone"
         if child is not None and child.is_running():
-            reason += f"; process {child.pid} runs on: prl down ends it"
+            reason += f"; process {child.pid} still runs: end it with prl down"
     return DaemonView(
         name=clean_text(status.name),
         state=clean_text(state),

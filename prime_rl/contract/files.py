@@ -195,7 +195,7 @@ def read_file(path: Path, *, limit: int, follow_links: bool = False) -> bytes:
     finally:
         os.close(fd)
     if max(size, len(data)) > limit:
-        raise FileRefused(path, f"has {max(size, len(data))} bytes, allowed are {limit}")
+        raise FileRefused(path, f"has {max(size, len(data))} bytes, expected at most {limit}")
     return data
 
 

@@ -40,7 +40,7 @@ def _opened(path: Path, limit: int | None) -> Iterator[str]:
     try:
         size = os.fstat(fd).st_size
         if limit is not None and size > limit:
-            raise FileRefused(path, f"has {size} bytes, allowed are {limit}")
+            raise FileRefused(path, f"has {size} bytes, expected at most {limit}")
         yield f"/dev/fd/{fd}"
     except SafetensorError as error:
         raise ValueError(f"{path}: {error}") from error

@@ -75,7 +75,7 @@ def _token_problem(sample: TrainingSample, limits: BatchLimits) -> str | None:
     if not len(ids) == len(mask) == len(logprobs):
         return f"token_ids has {len(ids)} entries, loss_mask {len(mask)}, logprobs {len(logprobs)}"
     if not 2 <= len(ids) <= limits.seq_len:
-        return f"token_ids has {len(ids)} entries, allowed are 2 to seq_len = {limits.seq_len}"
+        return f"token_ids has {len(ids)} entries, expected 2 to seq_len = {limits.seq_len}"
     if min(ids) < 0 or max(ids) >= limits.vocab_size:
         at, bad = next((i, t) for i, t in enumerate(ids) if not 0 <= t < limits.vocab_size)
         return f"token_ids[{at}] is {bad}, the vocabulary has {limits.vocab_size}"

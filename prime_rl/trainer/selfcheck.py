@@ -215,7 +215,7 @@ def _print(verdicts: Sequence[Verdict], tolerance: float, *, as_json: bool) -> N
         print(json.dumps({"version": JSON_VERSION, "tolerance": tolerance, "runs": runs}))
         return
     for verdict in verdicts:
-        word = "ok" if verdict.ok else f"FAILED (allowed are {tolerance:g})"
+        word = "ok" if verdict.ok else f"FAILED (tolerance {tolerance:g})"
         steps = "step" if verdict.num_steps == 1 else "steps"
         print(f"{verdict.run_id}: {verdict.num_steps} {steps}, relative difference {verdict.difference:.2g}: {word}")
 

@@ -166,7 +166,7 @@ async def test_undo_with_an_empty_trash_says_so(workspace: OutputDir) -> None:
     async with opened(workspace.path) as (app, pilot):
         await pilot.press("u")
         await pilot.pause()
-        assert any("nothing to bring back" in notice.message for notice in app._notifications)
+        assert any("nothing to restore" in notice.message for notice in app._notifications)
 
 
 async def test_a_live_run_is_deleted_only_with_its_name_and_the_wait_is_shown(workspace: OutputDir) -> None:
@@ -280,7 +280,7 @@ async def test_add_checks_as_you_type_and_takes_the_edited_text(workspace: Outpu
         area = dialog.query_one(TomlArea)
         await until(pilot, lambda: area.has_focus, "the editor")
         await pilot.press(*"nonsense = 1", "enter")
-        await until(pilot, lambda: "nonsense: is not a known key" in verdict(dialog), "the problem")
+        await until(pilot, lambda: "nonsense: unknown key" in verdict(dialog), "the problem")
         assert dialog.query_one("#start", Button).disabled
         await pilot.press("ctrl+s")
         assert not (workspace.path / "run_mine").exists()
@@ -304,7 +304,7 @@ async def test_add_says_when_the_text_is_no_toml_or_the_trainer_cannot_hold_it(
     async with opened(workspace.path) as (app, pilot):
         dialog = await add_dialog(app, pilot)
         await pilot.press("enter")
-        await until(pilot, lambda: "the trainer allows at most 4" in verdict(dialog), "the trainer's limit")
+        await until(pilot, lambda: "must be at most the trainer's 4" in verdict(dialog), "the trainer's limit")
         app.call_next(dialog.query_one(TomlArea).load_text, "a = [1\nb")
         await until(pilot, lambda: "line 2" in verdict(dialog), "the line of the error")
 

@@ -200,7 +200,7 @@ async def test_every_action_has_a_command_too(workspace: OutputDir, configs: Pat
         await pilot.press("colon", *"restart nobody", "enter")
         await until(pilot, lambda: any("no part 'nobody'" in note.message for note in app._notifications), "the reason")
         await pilot.press("colon", *"undo", "enter")
-        await until(pilot, lambda: any("nothing to bring back" in n.message for n in app._notifications), "the answer")
+        await until(pilot, lambda: any("nothing to restore" in n.message for n in app._notifications), "the answer")
 
 
 async def test_the_audit_names_every_run_of_a_bulk_action(workspace: OutputDir) -> None:  # noqa: F811

@@ -274,7 +274,7 @@ async def test_an_invalid_run_shows_its_error_at_its_line(workspace: OutputDir) 
     async with opened_run(workspace.path, "run_typo") as o:
         await see(o, "config", "learning_rate")
         error = o.screen.config.query_one("#config-error", Static)
-        assert "is not a known key" in str(error.render()) and o.screen.config.has_class("-invalid")
+        assert "unknown key" in str(error.render()) and o.screen.config.has_class("-invalid")
         text = str(o.screen.config.query_one("#config-text", Static).render())
         marked = [line for line in text.splitlines() if line.startswith("▶")]
         assert len(marked) == 1 and "learning_rate" in marked[0]

@@ -115,7 +115,7 @@ def test_early_crashes_in_a_row_fail_and_only_a_person_starts_it_again() -> None
         assert history.see(after_s=CONFIG.max_backoff_s) == [Do.START]
     history.crash(after_s=1, exit_code=-9)
     assert history.daemon.state is State.FAILED
-    assert history.daemon.reason == "3 early crashes in a row, the last: killed by signal 9"
+    assert history.daemon.reason == "3 early crashes in a row, last: killed by signal 9"
     assert history.see(after_s=10_000) == []
     assert history.see(asked=True) == [Do.START]
     assert history.daemon.num_early_ends == 0
@@ -139,7 +139,7 @@ def test_a_start_that_fails_by_itself_is_no_crash() -> None:
         history.crash(after_s=1)
         history.see(after_s=CONFIG.max_backoff_s)
     assert history.daemon.state is State.FAILED
-    assert history.daemon.reason == "3 starts that failed in a row, the last: exit code 1"
+    assert history.daemon.reason == "3 failed starts in a row, last: exit code 1"
     assert [crash.kind for crash in history.daemon.crashes] == ["start"] * 3
 
 

@@ -80,7 +80,7 @@ def test_notes_say_what_is_waited_for_or_wrong_on_one_line(workspace: OutputDir)
     assert notes["run_reverse-lr1e-3"] == "waits for 64 rollouts of step 43 (51 done)"
     assert notes["run_queued-b"] == "waits for a free slot (2. in the queue)"
     assert notes["run_collapsed"] == "the reward collapsed"
-    assert notes["run_typo"].startswith("learning_rate: is not a known key")
+    assert notes["run_typo"].startswith("learning_rate: unknown key")
     assert notes["run_sort-rank16"] == "held up by the trainer (step 86)"
 
 
