@@ -20,10 +20,10 @@ import pytest
 
 from daemons.client import DaemonView, RunView, WorkspaceReader
 from prime_rl.contract.files import wait_for
+from tests.patience import PATIENCE_S
 
 ROOT = Path(__file__).resolve().parents[1]
 # Enough for a machine with ten times more to do than it can; what reaches it has failed.
-PATIENCE_S = 120.0
 RUN_TOML = """\
 # kept as it is
 batch_size = 8
