@@ -19,12 +19,13 @@ from typing import Any
 import tomli_w
 
 from daemons import launch
-from daemons.client import Workspace, WorkspaceReader, read_workspace
+from daemons.client import SUPERVISOR, Workspace, WorkspaceReader, read_workspace
 from daemons.errors import ActionError, WrongUseError
 from daemons.launch import LOOK_EVERY_S, LaunchError, waits
 from daemons.pidfile import SupervisorLock
 from prime_rl.configs.base import ConfigError, build, load_toml, merge, read_argv
 from prime_rl.configs.system import SystemConfig
+from prime_rl.contract.condition import STALLED
 from prime_rl.contract.files import WaitTimeout, wait_for, write_atomic
 from prime_rl.contract.layout import OutputDir
 
@@ -120,8 +121,11 @@ def restart_daemon(
     daemon = workspace.daemon(name)
     if not workspace.supervisor_alive:
         raise ActionError(f"nothing is running in {output.path}: prl up starts the workspace")
-    if daemon is None or name == "supervisor":
-        known = ", ".join(each.name for each in workspace.daemons if each.name != "supervisor")
+    supervisor = workspace.daemon(SUPERVISOR)
+    if supervisor is not None and supervisor.state == STALLED:
+        raise ActionError(f"the supervisor is stalled: {supervisor.reason}; prl down ends it, prl up starts it again")
+    if daemon is None or name == SUPERVISOR:
+        known = ", ".join(each.name for each in workspace.daemons if each.name != SUPERVISOR)
         raise WrongUseError(f"no daemon {name!r} to restart; there are: {known}")
     if daemon.state == "done":
         raise ActionError(f"{name} is done ({daemon.reason}): prl runs readmit {name} lets it train again")
