@@ -283,23 +283,14 @@ class StatusWriter:
     `update(...)` changes fields of `status` and writes the file at once when `state` or `waiting_on` changed, else at
     most every MIN_WRITE_INTERVAL_S; a daemon thread writes it every HEARTBEAT_S. The main loop calls `turn` at every
     turn, also when it has nothing to do. After `close` the file says the last state. An OSError while writing (folder
-    deleted, disk full) is kept in `error` and never stops the writer's process. `clock` is Unix seconds, for readers;
-    `steady` never jumps and measures the loop's standstill.
+    deleted, disk full) is kept in `error` and never stops the writer's process. `clock` is Unix seconds, for readers.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        status: Status,
-        *,
-        clock: Callable[[], float] = time.time,
-        steady: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, path: Path, status: Status, *, clock: Callable[[], float] = time.time) -> None:
         self.path = path
         self.status = status
         self.error: OSError | None = None
         self._clock = clock
-        self._steady = steady
         self._num_turns: int | None = None
         self._turned_s = 0.0
         self._lock = threading.Lock()
@@ -321,7 +312,7 @@ class StatusWriter:
 
     def turn(self) -> None:
         """The main loop has turned once more. It costs no write; only the main loop may call it."""
-        self._turned_s = self._steady()
+        self._turned_s = time.monotonic()
         self._num_turns = (self._num_turns or 0) + 1
 
     def close(self, **fields: object) -> None:
@@ -339,7 +330,7 @@ class StatusWriter:
         self._last_write = now
         if self._num_turns is not None:
             self.status.loop = self._num_turns
-            self.status.loop_still_s = round(max(0.0, self._steady() - self._turned_s), 3)
+            self.status.loop_still_s = round(max(0.0, time.monotonic() - self._turned_s), 3)
         try:
             write_atomic(self.path, msgspec.json.encode(self.status))
             self.error = None
