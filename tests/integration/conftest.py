@@ -14,7 +14,7 @@ from tests.system_support import Workspace, build_base_model, make_whole_workspa
 
 
 def _once(tmp_path_factory: pytest.TempPathFactory, name: str, make: Callable[[Path], object]) -> Path:
-    """One for all workers: the first that needs it makes it, the others wait for that. See ONCE in tests/conftest.py."""
+    """One for all workers: the first that needs it makes it, the others wait for it. See ONCE in tests/conftest.py."""
     place = tmp_path_factory.getbasetemp()
     folder = (place.parent if "PYTEST_XDIST_WORKER" in os.environ else place) / name
     with folder.with_suffix(".lock").open("w") as lock:

@@ -154,15 +154,15 @@ async def test_of_two_that_cannot_see_each_other_one_goes_on_and_one_ends(tmp_pa
             first.send_signal(signal.SIGSTOP)  # or its heartbeat would tell the second one of it
             run.status.unlink()
             async with orchestrator(toml, "--seed", "7") as second:
-                await until(lambda: "policy version 1" in waits_for(run, second.pid), "the second to wait", START_S)
+                await until(lambda: "policy version 1" in waits_for(run, second.pid), "the second to wait", PATIENCE_S)
                 first.send_signal(signal.SIGCONT)
                 publish(run, 1)
                 both = (first, second)
-                await until(lambda: any(one.returncode is not None for one in both), "one of them to end", START_S)
+                await until(lambda: any(one.returncode is not None for one in both), "one of them to end", PATIENCE_S)
                 trainer = asyncio.create_task(stand_in_trainer(run))
                 loser, winner = (first, second) if first.returncode is not None else (second, first)
                 written = run.rollout_file(2).read_bytes()
-                assert await asyncio.wait_for(winner.wait(), START_S) == 0
+                assert await asyncio.wait_for(winner.wait(), PATIENCE_S) == 0
                 assert loser.returncode == 1 and loser.stderr is not None
                 last = (await loser.stderr.read()).decode().splitlines()[-1]
                 trainer.cancel()
