@@ -64,6 +64,10 @@ class MultinodeConfig(BaseConfig):
     barrier_timeout_s: float = Field(3600.0, gt=0)
     """Longest wait at the end of one phase."""
 
+    loop_timeout_s: float = Field(120.0, gt=0)
+    """How long a node's main loop may stand still before a node that is alive counts as lost. After a quarter of it the
+    node is called stalled."""
+
     rendezvous_port: int = Field(29400, ge=1, le=65535)
     """Port of the master at which the ranks of the trainer meet."""
 

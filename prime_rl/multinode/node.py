@@ -63,7 +63,10 @@ def build_member(flags: NodeFlags) -> tuple[Member, Watcher]:
     output = OutputDir(flags.log_path.resolve())
     is_master = flags.rank == MASTER_RANK
     own = own_record(flags)
-    facts = NodeFacts(flags.num_nodes, flags.weights[flags.rank], str(flags.rl_phase), flags.config.heartbeat_s)
+    config = flags.config
+    facts = NodeFacts(
+        flags.num_nodes, flags.weights[flags.rank], str(flags.rl_phase), config.heartbeat_s, config.loop_timeout_s
+    )
     # Whom a worker must know: the master and itself. The rest is told by the master.
     store = DiskStore(output, facts, ranks=None if is_master else frozenset({MASTER_RANK, flags.rank}))
 
@@ -88,6 +91,7 @@ def build_member(flags: NodeFlags) -> tuple[Member, Watcher]:
         ),
         flags.config,
         output,
+        wake=lambda: watcher.wake(),
     )
     needs_network = not is_master and flags.rl_phase is not RlPhase.ROLLOUT
     member = Member(
@@ -95,13 +99,13 @@ def build_member(flags: NodeFlags) -> tuple[Member, Watcher]:
         own,
         store,
         work,
-        resume=work.place.proofs.resume,
         clock=time.monotonic,
         # Rollouts need the folder only: a cut between the nodes is no loss there.
         unreached=Ringer(master, flags.config.heartbeat_s).count if needs_network else lambda epoch: 0,
     )
     store.waiting_on = lambda: member.waiting_on
-    return member, Watcher([output.multinode if is_master else output.group_status.parent], rescan_s=60.0)
+    watcher = Watcher([output.multinode if is_master else output.group_status.parent], rescan_s=60.0)
+    return member, watcher
 
 
 def own_record(flags: NodeFlags) -> NodeRecord:
@@ -132,6 +136,7 @@ def group_setting(flags: NodeFlags, fingerprint: Mapping[str, str]) -> GroupSett
         heartbeat_s=flags.config.heartbeat_s,
         barrier_timeout_s=flags.config.barrier_timeout_s,
         gather_timeout_s=flags.config.gather_timeout_s,
+        loop_timeout_s=flags.config.loop_timeout_s,
     )
 
 
