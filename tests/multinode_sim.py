@@ -128,8 +128,7 @@ class World:
 
     def start(self, rank: int) -> None:
         self.nodes[rank] = node = Node(self, rank)
-        self.at(self.now, node.wake)
-        self.at(self.now, node.beat)
+        node.live()
 
     def kill_any(self) -> None:
         self.kill(self.rng.randrange(self.num_nodes))
@@ -183,6 +182,10 @@ class Node:
 
     def _clock(self) -> float:
         return self.world.now * self._rate + self._offset
+
+    def live(self) -> None:
+        self.world.at(self.world.now, self.wake)
+        self.world.at(self.world.now, self.beat)
 
     def wake(self) -> None:
         world = self.world

@@ -105,19 +105,24 @@ def node_health(seen: Sighting, limits: HealthLimits = LIMITS) -> NodeHealth:
         return NodeHealth.SUSPECT
     if not seen.has_moved:
         return NodeHealth.UNPROVEN
-    return NodeHealth.ALIVE if stall(seen, limits) is None else NodeHealth.STALLED
+    return NodeHealth.ALIVE if _stands_still(seen, limits) is None else NodeHealth.STALLED
 
 
 @dataclass(frozen=True)
 class Stall:
-    """What of a living node stands still, `what` as people read it, and for how long."""
+    """What of a stalled node stands still, and for how long."""
 
     what: str
     for_s: float
 
 
 def stall(seen: Sighting, limits: HealthLimits = LIMITS) -> Stall | None:
-    """Of its main loop, by the node's own clock; else of its phase's work. None of a node that goes on."""
+    """None of a node that is not stalled."""
+    return _stands_still(seen, limits) if node_health(seen, limits) is NodeHealth.STALLED else None
+
+
+def _stands_still(seen: Sighting, limits: HealthLimits) -> Stall | None:
+    """Its main loop, by the node's own clock; else its phase's work."""
     status = seen.status
     if status.loop_still_s > limits.loop_stalled_share * status.loop_timeout_s:
         return Stall("its loop", status.loop_still_s + seen.silent_s)

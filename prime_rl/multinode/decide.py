@@ -272,11 +272,12 @@ def decide_node(setting: GroupSetting, own: NodeRecord, view: View) -> Step:
         return _leave(own, EXIT_TRY_AGAIN, f"this node was given up as lost{why}")
     if group.position != own.position:
         return Step(NodeWord.RUNNING, own.epoch, work=group.position)
+    stalled_master = _stalled_master(setting, view)
     if not own.arrived:
-        return Step(NodeWord.RUNNING, own.epoch)
+        return Step(NodeWord.RUNNING, own.epoch, waiting_on=stalled_master)
     # What the master waited for when it spoke last may have been ourselves.
     others = [words for words in group.awaited if not words.startswith(str(own))]
-    whom = _stalled_master(setting, view) or "; ".join(others) or "the master's release"
+    whom = stalled_master or "; ".join(others) or "the master's release"
     waiting_on = f"{group.position}: {whom}"
     # The master judges first; this is for one that beats and does not lead any more.
     if view.now - view.since > setting.barrier_timeout_s + setting.dead_after_s:
