@@ -34,6 +34,7 @@ class WorkSetting:
         weights: of all ranks.
         splits: which rollouts are made.
         max_iterations: None: endless.
+        num_ranks: of the trainer on this node.
     """
 
     rank: int
@@ -45,6 +46,7 @@ class WorkSetting:
     eval_interval: int | None
     splits: frozenset[Split]
     max_iterations: int | None
+    num_ranks: int = 1
 
 
 class Place:
