@@ -51,7 +51,7 @@ HEALTH_WORDS: Mapping[str, str] = {
     NodeHealth.UNPROVEN: "not yet looked at for long enough to see it beat",
     SLOW: f"others wait for it, {SLOW_FACTOR:.0f} times as long as usual",
     NodeHealth.SUSPECT: "missed three beats",
-    NodeHealth.STALLED: "alive, but its loop or its work stands still",
+    NodeHealth.STALLED: "alive, but makes no progress",
     NodeHealth.DEAD: "no beat for too long, or its process is gone",
     MISSING: "has not begun: no file of it",
     NodeHealth.LEFT: "ended before the end, reason kept",
