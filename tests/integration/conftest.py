@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import fcntl
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,25 +13,27 @@ from tests.fork_runner import Runner, runner
 from tests.system_support import Workspace, build_base_model, make_whole_workspace, make_workspace
 
 
-def _built_once(tmp_path_factory: pytest.TempPathFactory, name: str, num_steps: int) -> Path:
-    """One for all workers: the first that needs it makes it, the others wait for that."""
+def _once(tmp_path_factory: pytest.TempPathFactory, name: str, make: Callable[[Path], object]) -> Path:
+    """One for all workers: the first that needs it makes it, the others wait for that. See ONCE in tests/conftest.py."""
     place = tmp_path_factory.getbasetemp()
     folder = (place.parent if "PYTEST_XDIST_WORKER" in os.environ else place) / name
     with folder.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        return folder if (folder / "config.json").exists() else build_base_model(folder, num_steps)
+        if not (folder / "config.json").exists():
+            make(folder)
+    return folder
 
 
 @pytest.fixture(scope="session")
 def base_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Knows the form of the tasks."""
-    return _built_once(tmp_path_factory, "base", 30)
+    return _once(tmp_path_factory, "base", partial(build_base_model, num_steps=30))
 
 
 @pytest.fixture(scope="session")
 def able_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Knows the tasks in part, so that a few updates show in the reward."""
-    return _built_once(tmp_path_factory, "able", 120)
+    return _once(tmp_path_factory, "able", partial(build_base_model, num_steps=120))
 
 
 @pytest.fixture(scope="session")
@@ -70,7 +73,13 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The trainer tests' random model of two layers."""
     from tests.trainer_support import write_model  # torch, which most of the tests here do without
 
-    return write_model(tmp_path_factory.mktemp("tiny"))
+    return _once(tmp_path_factory, "tiny", write_model)
+
+
+@pytest.fixture(scope="session")
+def model(tiny: Path) -> Path:
+    """The model of a test that does not choose one: `tiny`. The tests of inference have another."""
+    return tiny
 
 
 @pytest.fixture(scope="session")

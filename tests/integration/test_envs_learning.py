@@ -15,7 +15,7 @@ from prime_rl.contract.types import TrainingSample, read_batch
 from tests.number_model import MAX_OPERAND, NUM_NUMBERS
 from tests.system_support import ROOT, Workspace, make_workspace, read_metrics
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.slow
 NUM_STEPS, MAX_TURNS = 14, 2
 RUN = """\
 batch_size = 48
