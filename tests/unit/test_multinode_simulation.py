@@ -16,7 +16,7 @@ from prime_rl.multinode.records import EXIT_DONE, EXIT_INTERRUPTED, EXIT_REFUSED
 from tests.budgets import SIMULATIONS as NUM_HISTORIES
 from tests.multinode_sim import MAX_LAG_S, POLL_S, Node, World, check_finished, expected_effects
 
-NUM_BLOCKS = 10
+NUM_BLOCKS = 5
 LIMIT_S = 3000.0
 SETTING = GroupSetting(0, 1, RlPhase.BOTH, {})
 DEAD_AFTER_S, HEARTBEAT_S = SETTING.dead_after_s, SETTING.heartbeat_s
