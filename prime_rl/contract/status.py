@@ -197,12 +197,14 @@ class NodeStatus(Status, kw_only=True):
 
     `state`: starting, working, waiting (it has `arrived` at the end of `phase` and others have not), stopped, done,
     failed. `seq` grows by one at every beat, every `heartbeat_s`: readers judge life by it (`contract.nodes`), for
-    clocks differ. So times are durations by the node's own clock: `phase_s` since the phase began, `waited_s` since it
-    arrived. `progress` grows within the phase's work. `epoch` grows at every restart of the group. `history` holds the
-    newest phases, oldest first; `weight` is its share of the tasks; `address` is where the others reach it. The master
-    answers at `port`; a worker has rung there in vain `unreached` times in a row. `reason` is why it ended.
-    `incarnation` is a new word for each start of the node's process, `group` names the epoch that it has joined (""
-    before), `fingerprint` is what has to be equal on all nodes, `word` is the state in the words of the group's own
+    clocks differ. So times are durations by the node's own clock: `phase_s` since the phase began, `waited_s` since
+    it arrived. `looks` grows with each turn of the node's main loop, `loop_still_s` is the time since the last one:
+    a node whose loop stands still goes on beating, and counts as lost after `loop_timeout_s` of that. `progress`
+    grows within the phase's work. `epoch` grows at every restart of the group. `history` holds the newest phases,
+    oldest first; `weight` is its share of the tasks; `address` is where the others reach it. The master answers at
+    `port`; a worker has rung there in vain `unreached` times in a row. `reason` is why it ended. `incarnation` is a
+    new word for each start of the node's process, `group` names the epoch that it has joined ("" before),
+    `fingerprint` is what has to be equal on all nodes, `word` is the state in the words of the group's own
     decisions.
     """
 
@@ -222,6 +224,9 @@ class NodeStatus(Status, kw_only=True):
     epoch: int = 0
     seq: int = 0
     heartbeat_s: float = HEARTBEAT_S
+    looks: int = 0
+    loop_still_s: float = 0.0
+    loop_timeout_s: float = 120.0
     iteration: int = 0
     phase: int = 0
     phase_name: str = ""
