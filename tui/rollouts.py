@@ -1,6 +1,6 @@
 """What the rollouts tab shows: the samples that a run keeps of its batches, ordered, and one of them turn by turn.
 
-The texts are what environment and policy said: untrusted. They are cleaned when one is described. No widgets here.
+The texts come from environment and policy: untrusted. They are cleaned when one is described. No widgets here.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class RolloutsData(TabData):
 
 @dataclass(frozen=True)
 class Turn:
-    """Who spoke ("prompt", "policy", "environment") and what, clean."""
+    """One turn: its speaker ("prompt", "policy", "environment") and its text, clean."""
 
     speaker: str
     text: str
