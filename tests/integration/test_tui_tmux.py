@@ -160,11 +160,11 @@ def evict_delete_and_undo(terminal: Terminal, workspace: Workspace) -> None:
     terminal.wait("run_fresh: restored")
     terminal.wait(r"⊘ evicted\s+run_fresh")
     terminal.type("L")
-    seen = terminal.wait("what was done here")
+    seen = terminal.wait("actions of this session")
     for command in ("up @ configs/mine/system.toml", "runs add", "runs evict", "runs delete", "runs undelete"):
         assert f"prl {command}" in seen
     terminal.press("Escape")
-    terminal.wait("what was done here", absent=True)
+    terminal.wait("actions of this session", absent=True)
 
 
 def run_lives(workspace: Workspace) -> bool:
