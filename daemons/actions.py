@@ -32,11 +32,20 @@ from daemons.trash import (
     purge_trash,
     undelete_run,
 )
-from prime_rl.configs.base import ConfigError, ConfigProblem, build, load_config, load_toml, merge, parse_toml
+from prime_rl.configs.base import (
+    MAX_TOML_BYTES,
+    ConfigError,
+    ConfigProblem,
+    build,
+    load_config,
+    load_toml,
+    merge,
+    parse_toml,
+)
 from prime_rl.configs.orchestrator import OrchestratorConfig
 from prime_rl.configs.trainer import TrainerConfig
 from prime_rl.configs.validate import TrainerLimits, find_problems
-from prime_rl.contract.files import write_atomic
+from prime_rl.contract.files import read_file, read_text, remove, write_atomic
 from prime_rl.contract.layout import OutputDir, RunDir
 from prime_rl.contract.status import DaemonStatus, RunState, RunStatus, TrainerStatus, is_alive, read_status
 
@@ -137,7 +146,7 @@ def _checked_text(output_dir: Path, source: Path, overrides: Mapping[str, Any] |
     """The checked text, which is the text that is placed, and the mode of its file."""
     try:
         data = load_toml(source)
-        text = source.read_bytes().decode()
+        text = read_file(source, limit=MAX_TOML_BYTES, follow_links=True).decode()
         if parse_toml(text, str(source)) != data:
             raise ActionError(f"{source} changed while it was read: try again")
         _checked(output_dir, data, str(source), overrides)
@@ -169,7 +178,7 @@ def readmit_run(output_dir: Path, run_id: str, *, reason: str = "") -> bool:
             raise ActionError(in_one_line(f"{run_id} is invalid: fix its orch.toml instead ({view.reason})"))
         if view.state not in (RunState.EVICTED, RunState.FAILED):
             return False
-        run.evicted.unlink(missing_ok=True)
+        remove(run.evicted)
         word = read_status(run.status, RunStatus)
         if word is not None and word.state == "failed":
             run.status.unlink(missing_ok=True)
@@ -231,4 +240,4 @@ def _taken(output: OutputDir, run_id: str | None, source: Path) -> ActionError:
 
 
 def _same_text(run: RunDir, text: str) -> bool:
-    return run.orch_toml.is_file() and run.orch_toml.read_bytes() == text.encode()
+    return read_text(run.orch_toml, limit=MAX_TOML_BYTES) == text

@@ -3,7 +3,7 @@
 `WorkspaceReader.read()` returns a `Workspace` of frozen views, for `prl`, the TUI and the supervisor. It only reads, so
 it also works with the daemons down and on a copied output directory. A file that is missing, half written, damaged or
 huge costs its own facts and nothing else. A run's state comes from `contract.status.run_state`. It changes nothing
-(`actions` does) and cleans no text: the program that shows it does (`utils.text.clean_text`).
+(`actions` does). All text in a snapshot is clean.
 """
 
 from __future__ import annotations
@@ -34,8 +34,10 @@ from daemons.workspace import (
     by_importance,
     daemon_view,
     find_bottleneck,
+    shown,
     waits_for,
 )
+from prime_rl.contract.files import file_problem
 from prime_rl.contract.layout import OutputDir, RefusedRun, RunDir, scan_runs
 from prime_rl.contract.status import (
     DaemonStatus,
@@ -48,6 +50,7 @@ from prime_rl.contract.status import (
     is_alive,
     run_state,
 )
+from prime_rl.utils.text import one_line
 
 __all__ = [
     "MAX_FILE_BYTES",
@@ -122,21 +125,22 @@ class WorkspaceReader:
                 reasons[run_id] = f"cannot read it: {error}"
                 continue
             if record.toml is None:
-                reasons[run_id] = f"{run.control / 'orch.toml'} not found: a run needs this file"
+                missing = f"{run.control / 'orch.toml'} not found: a run needs this file"
+                reasons[run_id] = file_problem(run.orch_toml) or missing
                 continue
             runs.append(self._view(run_id, _Facts(record, *others[:-1], is_alive(record.word, now))))
         self._forget(found.keys())
         return Workspace(
             output_dir=self.output.path,
             runs=tuple(sorted(runs, key=by_importance)),
-            refused=tuple(RefusedView(name, reason) for name, reason in sorted(reasons.items())),
+            refused=tuple(RefusedView(one_line(name), one_line(reason)) for name, reason in sorted(reasons.items())),
             daemons=tuple(daemons.values()),
             max_runs=trainer.max_runs if trainer else 0,
             num_used=len(trainer.runs) if trainer else 0,
             trainer=trainer,
             inference=inference,
             supervisor_alive=supervisor is not None,
-            bottleneck=find_bottleneck(runs, trainer, inference),
+            bottleneck=shown(find_bottleneck(runs, trainer, inference)),
             read_at=now,
         )
 
@@ -227,8 +231,8 @@ def _make_view(facts: _Facts) -> RunView:
         step=max(slot.step if slot else 0, record.published),
         max_steps=max_steps,
         reward=word.reward if word else None,
-        reason=reason,
-        waiting_on=waits_for(state, living, slot, position, daemon),
+        reason=shown(reason),
+        waiting_on=shown(waits_for(state, living, slot, position, daemon)),
         updated_at=word.updated_at if word else None,
         run_idx=slot.run_idx if slot else None,
         queue_position=position,
@@ -236,8 +240,8 @@ def _make_view(facts: _Facts) -> RunView:
         async_level=word.async_level if word else None,
         policy_version=word.policy_version if word else None,
         lr=slot.lr if slot else (config.optim.lr if config else None),
-        bottleneck=living.bottleneck if living else None,
-        model=config.model.name if config else None,
+        bottleneck=shown(living.bottleneck) if living else None,
+        model=one_line(config.model.name) if config else None,
         batch_size=config.batch_size if config else None,
         num_restarts=daemon.num_restarts if daemon else 0,
         added_at=record.added_at,

@@ -8,6 +8,7 @@ as a person would use `prl`.
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -23,7 +24,7 @@ from daemons.screen import TuiChild
 from prime_rl.configs.base import merge
 from prime_rl.configs.system import SystemConfig
 from prime_rl.configs.validate import load_run_config
-from prime_rl.contract.files import write_atomic
+from prime_rl.contract.files import open_file, write_atomic
 from prime_rl.contract.layout import OutputDir, RunDir
 from prime_rl.contract.status import RunState
 from prime_rl.utils.signals import StopFlag
@@ -69,7 +70,7 @@ def make_room(output: OutputDir, say: launch.Say) -> None:
         output.path.mkdir()
     else:
         raise DemoError(f"{output.path} was not created by a demo: choose another folder with --output-dir")
-    (output.path / MARKER).touch()
+    write_atomic(output.path / MARKER, "")
 
 
 @dataclass
@@ -87,7 +88,7 @@ class RunStory:
 
     def read_metrics(self, run: RunDir) -> None:
         """Read the whole lines that were appended since the last call."""
-        with suppress(FileNotFoundError), run.orchestrator_metrics.open("rb") as file:
+        with suppress(FileNotFoundError), os.fdopen(open_file(run.orchestrator_metrics), "rb") as file:
             file.seek(self._position)
             for line in file:
                 if not line.endswith(b"\n"):

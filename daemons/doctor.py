@@ -53,7 +53,7 @@ def examine(output_dir: Path, *, say: Say, import_libraries: bool = True) -> Ite
     yield from _libraries(vllm, import_libraries, say)
     yield from _place(output)
     workspace = WorkspaceReader(output_dir).read()
-    states = {daemon.name: daemon.state for daemon in workspace.daemons}
+    states: dict[str, str] = {daemon.name: daemon.state for daemon in workspace.daemons}
     num_slots = workspace.max_runs or system.max_concurrent_runs
     yield checks.check_inotify(max(len(workspace.runs), num_slots), _inotify_limits())
     url = workspace.inference.base_url if workspace.inference else ""
@@ -61,7 +61,8 @@ def examine(output_dir: Path, *, say: Say, import_libraries: bool = True) -> Ite
     port_check = checks.check_port(system.inference.host, port, served_by_workspace=f":{port}/" in url)
     is_known = output.component_config(SYSTEM).exists()  # else nobody has chosen this port yet
     yield port_check if is_known or port_check.level == "ok" else replace(port_check, level="warning")
-    times = {daemon.name: daemon.updated_at for daemon in workspace.daemons if daemon.name == SUPERVISOR}
+    supervisor = workspace.daemon(SUPERVISOR)
+    times: dict[str, float] = {SUPERVISOR: supervisor.updated_at} if supervisor else {}
     times |= {run.run_id: run.updated_at for run in workspace.runs if run.updated_at}
     yield checks.check_clock(output_dir, times)
     yield checks.check_descriptors(resource.getrlimit(resource.RLIMIT_NOFILE)[0], num_slots)

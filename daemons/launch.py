@@ -25,7 +25,6 @@ from prime_rl.contract.files import WaitTimeout, wait_for
 from prime_rl.contract.layout import OutputDir
 from prime_rl.utils.network import bound_socket
 from prime_rl.utils.process import ProcessId
-from prime_rl.utils.text import clean_text
 
 Say = Callable[[str], None]
 Look = Callable[[Workspace], None]
@@ -258,7 +257,7 @@ def _holder(output: OutputDir) -> ProcessId:
 
 def _with_log(message: str, output: OutputDir, name: str, kept: Sequence[str] = ()) -> str:
     """`kept` are the last lines of a start that ended; the log itself may be that of the next one by now."""
-    tail = [clean_text(line) for line in kept or log_tail(output.log(name), NUM_LOG_LINES)]
+    tail = kept or log_tail(output.log(name), NUM_LOG_LINES)
     where = f"{output.log(name)}"
     return "\n".join([f"{message}; last lines of {where}:", *tail]) if tail else f"{message}; {where} is empty"
 

@@ -31,7 +31,7 @@ Stamp = tuple[int, int, int]
 def stamp(path: Path) -> Stamp | None:
     """A value that differs when a file or folder has changed; None when it does not exist."""
     try:
-        info = os.stat(path)
+        info = os.lstat(path)
     except OSError:
         return None
     return info.st_mtime_ns, info.st_size, info.st_ino
@@ -157,7 +157,7 @@ class Eyes:
             return RunNow(run_id, in_slot, evicted=False, gone=True, word=None, max_steps=None)
         word = self._read(folder.status, RunStatus)
         max_steps = _max_steps(folder.run) if in_slot and word is not None and word.state == "finished" else None
-        return RunNow(run_id, in_slot, os.path.exists(folder.evicted), False, word, max_steps)
+        return RunNow(run_id, in_slot, os.path.lexists(folder.evicted), False, word, max_steps)
 
     def _checked(self, run_id: str) -> _Folder | None:
         """The folder of a run, checked again when it or its `control/` was replaced; None when it is gone."""

@@ -19,9 +19,9 @@ from collections.abc import Callable
 
 import msgspec
 
-from prime_rl.contract.files import WaitTimeout, read_text, wait_for, write_atomic
+from prime_rl.contract.files import WaitTimeout, open_file, read_file, read_text, wait_for, write_atomic
 from prime_rl.contract.layout import OutputDir
-from prime_rl.contract.status import HEARTBEAT_S
+from prime_rl.contract.status import HEARTBEAT_S, MAX_STATUS_BYTES
 from prime_rl.utils.process import ProcessId, boot_id
 
 # Two heartbeats, and the time that a shared folder may take to show one.
@@ -105,7 +105,7 @@ class SupervisorLock:
         Raises OSError when the workspace is not writable.
         """
         output.daemons.mkdir(parents=True, exist_ok=True)
-        fd = os.open(output.supervisor_lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        fd = open_file(output.supervisor_lock, os.O_RDWR | os.O_CREAT)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -180,6 +180,6 @@ class SupervisorLock:
 def read_info(output: OutputDir) -> SupervisorInfo | None:
     """The pid file, or None when there is none or it is damaged."""
     try:
-        return msgspec.json.decode(output.supervisor_pidfile.read_bytes(), type=SupervisorInfo)
+        return msgspec.json.decode(read_file(output.supervisor_pidfile, limit=MAX_STATUS_BYTES), type=SupervisorInfo)
     except (OSError, msgspec.MsgspecError):
         return None

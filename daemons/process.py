@@ -20,7 +20,7 @@ from pathlib import Path
 
 import psutil
 
-from prime_rl.contract.files import DEFAULT_POLL_S, WaitTimeout, wait_for
+from prime_rl.contract.files import DEFAULT_POLL_S, WaitTimeout, make_folder, open_append, read_end, wait_for
 from prime_rl.utils.process import ProcessId
 
 WORKSPACE_MARK = "PRL_OUTPUT_DIR"
@@ -42,10 +42,11 @@ def spawn(
 ) -> subprocess.Popen[bytes]:
     """Start `argv` in a new session, without a terminal, with its output appended to `log`.
 
-    Raises OSError; the log's folder is made but not its parents, so the folder of a deleted run is not made again.
+    Raises OSError (FileRefused when something else stands in the place of the log or of its folder); the log's folder
+    is made but not its parents, so the folder of a deleted run is not made again.
     """
-    log.parent.mkdir(exist_ok=True)
-    with log.open("ab") as output:
+    make_folder(log.parent)
+    with open_append(log) as output:
         output.write(log_header(name, argv).encode())
         output.flush()
         return subprocess.Popen(
@@ -69,9 +70,7 @@ def log_header(name: str, argv: Sequence[str]) -> str:
 def log_tail(log: Path, num_lines: int = 20, *, limit: int = 64_000, this_start_only: bool = True) -> list[str]:
     """The last lines of a log, of its last start only; [] when there is none. Reads at most `limit` bytes."""
     try:
-        with log.open("rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - limit))
-            lines = file.read().decode(errors="replace").splitlines()
+        lines = read_end(log, limit).decode(errors="replace").splitlines()
     except OSError:
         return []
     if this_start_only:

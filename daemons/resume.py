@@ -23,9 +23,9 @@ from daemons.actions import readmit_run, trainer_limits
 from daemons.errors import ActionError, in_one_line, one_line_errors
 from daemons.in_use import Progress, users, wait_until_let_go
 from daemons.trash import existing_run
-from prime_rl.configs.base import ConfigError, load_toml, merge, parse_toml
+from prime_rl.configs.base import MAX_TOML_BYTES, ConfigError, load_toml, merge, parse_toml
 from prime_rl.configs.validate import find_problems
-from prime_rl.contract.files import write_atomic
+from prime_rl.contract.files import read_text, write_atomic
 from prime_rl.contract.layout import OutputDir, RunDir, list_steps, stable_marker, step_name
 
 _TABLE = re.compile(r"^\s*\[\s*ckpt\s*\]\s*(?:#.*)?$", re.MULTILINE)
@@ -79,7 +79,7 @@ def _kept(run: RunDir, step: int) -> Iterator[None]:
     shutil.rmtree(aside, ignore_errors=True)
     try:
         with suppress(FileNotFoundError, shutil.Error):  # removed meanwhile: the check reports it
-            shutil.copytree(folder, aside, copy_function=_link)
+            shutil.copytree(folder, aside, copy_function=_link, symlinks=True)
         _check_step(run, step)  # the marker goes first, so what was copied while it stood is whole
         yield
     finally:
@@ -133,7 +133,7 @@ def _checked_text(output: OutputDir, run: RunDir, step: int) -> str:
     try:
         load_toml(run.orch_toml)  # reports problems of size, encoding and syntax
         note = f"requested at {time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime())}"
-        text = set_resume_step(run.orch_toml.read_text(), step, note)
+        text = set_resume_step((read_text(run.orch_toml, limit=MAX_TOML_BYTES) or ""), step, note)
         problems = find_problems(parse_toml(text, "orch.toml"), "orch.toml", trainer_limits(output.path))
     except ConfigError as error:
         raise ActionError(in_one_line(str(error))) from error

@@ -13,6 +13,8 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from prime_rl.contract.files import open_file
+
 _CHUNK_BYTES = 1 << 20
 
 
@@ -50,7 +52,7 @@ def _copy_rest(source: int, copy: int) -> None:
 
 @contextlib.contextmanager
 def _opened(path: Path, flags: int) -> Iterator[int]:
-    fd = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+    fd = open_file(path, flags)
     try:
         yield fd
     finally:

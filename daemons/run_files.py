@@ -6,6 +6,7 @@ and derives no state.
 
 from __future__ import annotations
 
+import functools
 import os
 import stat
 import time
@@ -13,9 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
-from prime_rl.contract.files import read_text
+from prime_rl.contract.files import FileRefused, read_text
 from prime_rl.contract.layout import RunDir, list_steps, stable_marker
 from prime_rl.contract.status import RunStatus, Status, read_status
+from prime_rl.utils.text import clean_strings, one_line
 
 if TYPE_CHECKING:
     from prime_rl.configs.orchestrator import OrchestratorConfig
@@ -23,10 +25,12 @@ if TYPE_CHECKING:
 # Ten times the largest that a daemon writes with 1,024 runs; what is larger was not written by a daemon.
 MAX_FILE_BYTES = 4_000_000
 MAX_REASON_BYTES = 10_000
+MAX_SENTENCE_CHARS = 2_000
 # A folder that changed later than this may change again without another time on it.
 SETTLED_NS = 2 * 10**9
 
 StatusT = TypeVar("StatusT", bound=Status)
+_sentence = functools.partial(one_line, limit=MAX_SENTENCE_CHARS)
 
 
 class Stamp(NamedTuple):
@@ -47,16 +51,19 @@ NO_FILE = Stamp()
 
 def stamp_of(path: Path | str) -> Stamp:
     try:
-        info = os.stat(path)
+        info = os.lstat(path)
     except (OSError, ValueError):
         return NO_FILE
     return Stamp(info.st_mtime_ns, info.st_size, info.st_ino, stat.S_ISREG(info.st_mode))
 
 
 def read_status_file(path: Path, stamp: Stamp, kind: type[StatusT]) -> StatusT | None:
-    """The status in a file of that stamp; None when it is too large, damaged or missing."""
+    """The status in a file of that stamp, each of its texts clean and on one line.
+
+    None when it is too large, damaged or missing.
+    """
     try:
-        return read_status(path, kind) if stamp.readable else None
+        return clean_strings(read_status(path, kind), _sentence) if stamp.readable else None
     except RecursionError:
         return None
 
@@ -172,10 +179,10 @@ def _parse(path: Path, stamp: Stamp) -> ParsedConfig:
 
 
 def _note(path: str, stamp: Stamp, empty: str | None = None) -> str | None:
-    """Text of a note file (`evicted.txt`); `empty` when the file is empty."""
-    if not stamp.is_file:
+    """Text of a note file (`evicted.txt`); `empty` when the file is empty, or is no file."""
+    if stamp is NO_FILE or (empty is None and not stamp.is_file):
         return None
     try:
         return (read_text(Path(path), limit=MAX_REASON_BYTES) or "").strip() or empty
     except OSError as error:
-        return f"cannot read {path}: {error.strerror}"
+        return str(error) if isinstance(error, FileRefused) else f"cannot read {path}: {error.strerror}"

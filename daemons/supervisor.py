@@ -34,7 +34,7 @@ from prime_rl.configs.system import SupervisorConfig, SystemConfig
 from prime_rl.contract.layout import OutputDir
 from prime_rl.contract.status import DaemonStatus, StatusWriter
 from prime_rl.utils.clock import SteadyClock
-from prime_rl.utils.logger import setup_logger
+from prime_rl.utils.logger import complain, setup_logger
 from prime_rl.utils.process import ProcessId
 from prime_rl.utils.signals import StopFlag
 from prime_rl.utils.text import one_line
@@ -312,7 +312,7 @@ def supervise(output: OutputDir, lock: SupervisorLock, stop: StopFlag, *, foregr
     finally:
         lock.release()
     if supervisor.start_failure:
-        print(f"prl: {supervisor.start_failure}", file=sys.stderr)
+        complain("prl", supervisor.start_failure)
     return 1 if left or supervisor.start_failure else 0
 
 

@@ -1,6 +1,6 @@
 """The frozen views of a workspace that `client` reads, and what follows from them: order, bottleneck.
 
-Pure but for a look at the process table. It reads no file.
+All text in a view is clean: it may be shown anywhere. Pure but for a look at the process table. It reads no file.
 """
 
 from __future__ import annotations
@@ -18,8 +18,10 @@ from prime_rl.contract.status import (
     is_alive,
 )
 from prime_rl.utils.process import ProcessId
+from prime_rl.utils.text import CleanText, clean_text
 
 SUPERVISOR = "supervisor"
+MAX_REASON_CHARS = 10_000
 _FINAL = ("failed", "stopped", "done")
 
 
@@ -35,8 +37,8 @@ class RunView:
     step: int
     max_steps: int | None
     reward: float | None
-    reason: str | None
-    waiting_on: str | None
+    reason: CleanText | None
+    waiting_on: CleanText | None
     updated_at: float | None
     run_idx: int | None
     queue_position: int | None
@@ -44,8 +46,8 @@ class RunView:
     async_level: int | None
     policy_version: int | None
     lr: float | None
-    bottleneck: str | None
-    model: str | None
+    bottleneck: CleanText | None
+    model: CleanText | None
     batch_size: int | None
     num_restarts: int
     added_at: float | None
@@ -55,12 +57,12 @@ class RunView:
 class DaemonView:
     """One daemon. `state`: starting, running, stalled, backoff, failed, stopped, done, or lost (not supervised)."""
 
-    name: str
-    state: str
+    name: CleanText
+    state: CleanText
     pid: int | None
-    waiting_on: str | None
-    reason: str | None
-    log_tail: tuple[str, ...]
+    waiting_on: CleanText | None
+    reason: CleanText | None
+    log_tail: tuple[CleanText, ...]
     updated_at: float
     num_restarts: int
     pid_create_time: float | None = None
@@ -75,8 +77,8 @@ class DaemonView:
 class RefusedView:
     """A `run_*` entry that is not a run, and why."""
 
-    name: str
-    reason: str
+    name: CleanText
+    reason: CleanText
 
 
 @dataclass(frozen=True)
@@ -95,7 +97,7 @@ class Workspace:
     trainer: TrainerStatus | None
     inference: InferenceStatus | None
     supervisor_alive: bool
-    bottleneck: str | None
+    bottleneck: CleanText | None
     read_at: float
 
     def run(self, run_id: str) -> RunView | None:
@@ -144,6 +146,11 @@ def waits_for(
     return "its orchestrator to start" if slot and not slot.ready else None
 
 
+def shown(text: str | None) -> CleanText | None:
+    """`text` as a view has it; None for nothing."""
+    return clean_text(text.strip(), MAX_REASON_CHARS) if text else None
+
+
 def daemon_view(status: DaemonStatus, now: float) -> DaemonView:
     state, reason = status.state, status.reason
     process = status.writer if status.name == SUPERVISOR else status.child
@@ -153,12 +160,12 @@ def daemon_view(status: DaemonStatus, now: float) -> DaemonView:
         if child is not None and child.is_running():
             reason += f"; process {child.pid} still runs: end it with prl down"
     return DaemonView(
-        name=status.name,
-        state=state,
+        name=clean_text(status.name),
+        state=clean_text(state),
         pid=process.pid if process and state not in _FINAL else None,
-        waiting_on=status.waiting_on if state != "lost" else None,
-        reason=reason,
-        log_tail=tuple(status.log_tail),
+        waiting_on=shown(status.waiting_on) if state != "lost" else None,
+        reason=shown(reason),
+        log_tail=tuple(map(clean_text, status.log_tail)),
         updated_at=status.updated_at,
         num_restarts=status.num_restarts,
         pid_create_time=process.create_time if process else None,

@@ -18,6 +18,7 @@ from textual.binding import Binding, BindingType
 
 from prime_rl.contract.layout import LayoutError, OutputDir
 from prime_rl.contract.status import RunState
+from prime_rl.utils.text import CleanText, one_line
 from tui.commands import Command, CommandError
 from tui.jobs import Job, Progress, each, name_runs, prl_command
 from tui.screens.base import PlaceScreen, WorkspaceScreen
@@ -131,7 +132,7 @@ class ActsOnRuns(WorkspaceScreen):
         try:
             source = OutputDir(self.output_dir).run(run_id).orch_toml
         except LayoutError as error:
-            self.notify(str(error), severity="error", markup=False)
+            self.notify(one_line(str(error)), severity="error", markup=False)
             return
         self.open_add(source, free_id(run_id, self.run_ids()))
 
@@ -146,7 +147,7 @@ class ActsOnRuns(WorkspaceScreen):
             self.notify("no daemons are running: nothing to restart", markup=False)
             return
         chosen = self.target_daemon()
-        first = names.index(chosen) if chosen in names else 0
+        first = next((index for index, name in enumerate(names) if name == chosen), 0)
         from tui.dialogs.choose import Choice, ChooseDialog
         from tui.workspace_jobs import restart_job
 
@@ -185,7 +186,7 @@ class ActsOnRuns(WorkspaceScreen):
         if run_ids:
             self.setting.deleted.append(tuple(run_ids))
 
-    def _daemon_names(self) -> list[str]:
+    def _daemon_names(self) -> list[CleanText]:
         daemons = self.snapshot.workspace.daemons if self.snapshot else ()
         return [daemon.name for daemon in daemons if daemon.name != "supervisor" and daemon.state != "done"]
 

@@ -56,7 +56,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """0 after a quit, 130 after Ctrl-C, 2 for wrong usage, 1 when the port is not available."""
     args = make_parser().parse_args(argv)
     if problem := wrong_use(args):
-        print(f"prl-tui: {problem}", file=sys.stderr)
+        from prime_rl.utils.logger import complain
+
+        complain("prl-tui", problem)
         return 2
     if args.serve:
         from tui.serve import serve

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from prime_rl.utils.text import one_line
+from prime_rl.utils.text import CleanText, one_line
 
 Progress = Callable[[str], None]
 Work = Callable[[Progress], str]
@@ -22,14 +22,14 @@ MAX_NAMED = 3
 class Job:
     """`work(progress)` runs in a thread and returns a message of what it did; `command` does the same in a shell."""
 
-    command: str
+    command: CleanText
     work: Work
 
 
 Perform = Callable[[Job], int]
 
 
-def prl_command(output_dir: Path, *words: str) -> str:
+def prl_command(output_dir: Path, *words: str) -> CleanText:
     """The shell command of an action; it names the workspace unless `prl` would find it by itself."""
     default = Path(os.environ.get("PRL_OUTPUT_DIR") or "outputs")
     where = [] if output_dir.resolve() == default.resolve() else ["--output-dir", str(output_dir)]

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import os
 import re
-import stat
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from prime_rl.utils.text import clean_text
+from prime_rl.contract.files import open_file
+from prime_rl.utils.text import CleanText, clean_text
 
 BLOCK_BYTES = 1 << 18
 # A part without levels never takes more than this, however long its lines are.
@@ -39,11 +39,11 @@ Raw = tuple[int, bytes]  # offset and bytes of a line, without its end
 
 @dataclass(frozen=True)
 class LogLine:
-    """One line, clean: `start` and `end` are the offsets of its first byte and after its last."""
+    """One line: `start` and `end` are the offsets of its first byte and after its last."""
 
     start: int
     end: int
-    text: str
+    text: CleanText
 
 
 @dataclass(frozen=True)
@@ -60,11 +60,7 @@ Steps = Generator[None, None, tuple[list[Raw], bool]]
 
 def open_log(path: Path) -> int:
     """A file descriptor of a regular file; OSError for anything else. Never waits, also for a pipe."""
-    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    if not stat.S_ISREG(os.fstat(fd).st_mode):
-        os.close(fd)
-        raise OSError(f"{path} is not a file")
-    return fd
+    return open_file(path)
 
 
 def rank(line: bytes) -> int | None:
@@ -153,8 +149,8 @@ def line_start(fd: int, offset: int) -> int:
 
 def read_line(start: int, raw: bytes) -> LogLine:
     """Clean, for the screen. A long line loses its end."""
-    text = clean_text(raw[: 4 * MAX_LINE_CHARS].decode(errors="replace")).expandtabs(4)
-    return LogLine(start, start + len(raw), text[:MAX_LINE_CHARS])
+    text = raw[: 4 * MAX_LINE_CHARS].decode(errors="replace").expandtabs(4)
+    return LogLine(start, start + len(raw), clean_text(text, MAX_LINE_CHARS))
 
 
 def _split(data: bytes, offset: int, cut: int) -> list[Raw]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal
 from textual.message import Message
 
 if TYPE_CHECKING:
+    from prime_rl.utils.text import CleanText
     from tui.log_search import Found
     from tui.snapshot import Snapshot
     from tui.tabs import TabData
@@ -59,10 +60,10 @@ class ActionEntry:
     """
 
     serial: int
-    command: str
+    command: CleanText
     state: ActionState
-    text: str
-    detail: str = ""
+    text: CleanText
+    detail: CleanText
     at: float = 0.0
 
 

@@ -1,7 +1,7 @@
 """The nodes of a multi-node group as the screen shows them: which phase each is in, which is dead, slow or waited for.
 
-Pure: made from `Sighting`s (`prime_rl.contract.nodes`), whose ages are of the reader's own clock. All text that came
-from disk is cleaned here. It knows no widget, no colour and no file.
+Pure: made from `Sighting`s (`prime_rl.contract.nodes`), whose ages are of the reader's own clock, and whose text is
+clean. It knows no widget, no colour and no file.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from prime_rl.contract.nodes import NUM_PHASES, PHASE_NAMES, RL_PHASES, NodeHealth, Sighting, node_health, waited_for
 from prime_rl.contract.status import NodeStatus, PhaseTime
-from prime_rl.utils.text import one_line
+from prime_rl.utils.text import CleanText, one_line
 from tui import fmt
 from tui.snapshot import Level, Problem
 
@@ -65,7 +65,7 @@ class NodeRow:
     """One node. `word` is its health as people read it; ages in seconds of our own clock; None: not known."""
 
     rank: int
-    host: str
+    host: CleanText
     word: str
     symbol: str
     level: Level
@@ -77,7 +77,7 @@ class NodeRow:
     waited_s: float
     silent_s: float | None
     progress: int | None
-    note: str
+    note: CleanText
     is_waited_for: bool
     history: tuple[PhaseTime, ...]
     is_gone: bool = False
@@ -161,9 +161,9 @@ def node_problems(group: Group | None, now: float) -> list[Problem]:
         names = ", ".join(f"node {row.rank} in phase {row.phase} ({phase_name(row.phase)})" for row in dead[:4])
         silent_s = min(row.silent_s or 0.0 for row in dead)
         text = f"the whole group is gone ({names} died): start the same commands again"
-        return [Problem(f"node {dead[0].rank}", text, "node", Level.BAD, now - silent_s)]
+        return [Problem(one_line(f"node {dead[0].rank}"), one_line(text), "node", Level.BAD, now - silent_s)]
     return [
-        Problem(f"node {row.rank}", describe(row), "node", row.level, now - (row.silent_s or 0.0))
+        Problem(one_line(f"node {row.rank}"), one_line(describe(row)), "node", row.level, now - (row.silent_s or 0.0))
         for row in group.rows
         if row.level >= Level.WARN and row.word != MISSING
     ]
@@ -218,18 +218,18 @@ def _row(seen: Sighting, is_waited_for: bool, usual: Mapping[int, float]) -> Nod
     )
 
 
-def _note(status: NodeStatus) -> str:
+def _note(status: NodeStatus) -> CleanText:
     """Why it ended, or what it waits for; its position is shown beside it."""
     if status.reason or not status.waiting_on:
         return one_line(status.reason or "")
-    return f"waits for {one_line(_POSITION.sub('', status.waiting_on, count=1))}"
+    return one_line(f"waits for {_POSITION.sub('', status.waiting_on, count=1)}")
 
 
 def _missing(rank: int, is_waited_for: bool) -> NodeRow:
     symbol, level = HEALTH[MISSING]
     return NodeRow(
         rank=rank,
-        host="",
+        host=one_line(""),
         word=MISSING,
         symbol=symbol,
         level=level,
@@ -241,7 +241,7 @@ def _missing(rank: int, is_waited_for: bool) -> NodeRow:
         waited_s=0.0,
         silent_s=None,
         progress=None,
-        note="not started yet: run the same command with --worker",
+        note=one_line("not started yet: run the same command with --worker"),
         is_waited_for=is_waited_for,
         history=(),
     )

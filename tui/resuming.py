@@ -6,6 +6,7 @@ from typing import ClassVar
 
 from textual.binding import Binding, BindingType
 
+from prime_rl.utils.text import one_line
 from tui.acting import ActsOnRuns
 from tui.checkpoints import Checkpoint
 from tui.jobs import Job, Progress, prl_command
@@ -33,7 +34,7 @@ class ActsOnOneRun(ActsOnRuns):
             return
         step, run_id = chosen.step, self.run_id
         words = f"{run_id} goes back to step {step}. Everything it made after that is removed; this cannot be undone."
-        choice = Choice(f"resume from step {step}", lambda: self._resume_job(run_id, step))
+        choice = Choice(one_line(f"resume from step {step}"), lambda: self._resume_job(run_id, step))
         self.app.push_screen(ChooseDialog(f"resume {run_id}", words, [choice], self.perform))
 
     def _resume_job(self, run_id: str, step: int) -> Job:

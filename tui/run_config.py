@@ -5,8 +5,8 @@
 
 from __future__ import annotations
 
+import os
 import re
-import stat
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,13 +14,14 @@ from typing import Any
 
 from prime_rl.configs.base import ConfigError, build, parse_toml
 from prime_rl.configs.orchestrator import OrchestratorConfig
+from prime_rl.contract.files import open_file
 from prime_rl.contract.layout import RunDir
-from prime_rl.utils.text import clean_text, one_line
+from prime_rl.utils.text import CleanText, clean_text, one_line
 from tui.tabs import CONFIG, TabData
 
 MAX_CONFIG_BYTES = 256 * 1024
 MAX_VALUE_CHARS = 200
-MISSING = "-"
+MISSING, NO_TEXT = one_line("-"), one_line("")
 _LINE = re.compile(r"\bline (\d+)\b")
 
 
@@ -28,8 +29,8 @@ _LINE = re.compile(r"\bline (\d+)\b")
 class Value:
     """One key with its value as text. `is_default`: the file does not set it."""
 
-    key: str
-    text: str
+    key: CleanText
+    text: CleanText
     is_default: bool
 
 
@@ -37,9 +38,9 @@ class Value:
 class Difference:
     """One key whose value differs. `MISSING` where a side has none."""
 
-    key: str
-    mine: str
-    other: str
+    key: CleanText
+    mine: CleanText
+    other: CleanText
 
 
 @dataclass(frozen=True)
@@ -50,13 +51,13 @@ class ConfigData(TabData):
     """
 
     tab = CONFIG
-    text: str = ""
-    error: str | None = None
+    text: CleanText = NO_TEXT
+    error: CleanText | None = None
     error_lines: tuple[int, ...] = ()
     values: tuple[Value, ...] | None = None
     other_id: str | None = None
     differences: tuple[Difference, ...] = ()
-    problem: str | None = None
+    problem: CleanText | None = None
 
 
 class ConfigReader:
@@ -83,7 +84,7 @@ class ConfigReader:
         return self._look(other, wants_all), False
 
     def _look(self, other: str | None, wants_all: bool) -> ConfigData:
-        text = read_clean(self._run.orch_toml) or ""
+        text = read_clean(self._run.orch_toml) or NO_TEXT
         error = read_clean(self._run.config_error)
         data = ConfigData(self._run.run_id, text, error, find_error_lines(text, error or ""))
         try:
@@ -126,7 +127,7 @@ def find_differences(mine: str, other: str) -> tuple[Difference, ...]:
     return tuple(Difference(*pair) for pair in pairs if pair[1] != pair[2])
 
 
-def flatten(data: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def flatten(data: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[CleanText, Any]]:
     """Nested tables as ("model.lora.rank", 8); tables in a list get their number: ("env.0.id", ...)."""
     for name, value in data.items():
         key = one_line(f"{prefix}{name}", MAX_VALUE_CHARS)
@@ -139,28 +140,22 @@ def flatten(data: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
             yield key, value
 
 
-def in_words(value: Any) -> str:
+def in_words(value: Any) -> CleanText:
     """As TOML says it, on one line; null for what TOML cannot say."""
-    if value is None:
-        return "none"
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, str):
-        return one_line(f'"{value}"', MAX_VALUE_CHARS)
-    return one_line(str(value), MAX_VALUE_CHARS)
+    if value is None or isinstance(value, bool):
+        return one_line(str(value).lower())
+    return one_line(f'"{value}"' if isinstance(value, str) else str(value), MAX_VALUE_CHARS)
 
 
-def read_clean(path: Path, limit: int = MAX_CONFIG_BYTES) -> str | None:
+def read_clean(path: Path, limit: int = MAX_CONFIG_BYTES) -> CleanText | None:
     """At most `limit` bytes of a regular file, fit for the screen; None when it is not there or cannot be read."""
     try:
-        if not stat.S_ISREG(path.stat().st_mode):
-            return None
-        with path.open("rb") as file:
+        with os.fdopen(open_file(path), "rb") as file:
             data = file.read(limit + 1)
     except OSError:
         return None
-    text = clean_text(data[:limit].decode(errors="replace")).expandtabs(4)
-    return text + "\n# ... (the rest is not shown)" if len(data) > limit else text
+    text = data[:limit].decode(errors="replace").expandtabs(4)
+    return clean_text(text + "\n# ... (the rest is not shown)" if len(data) > limit else text)
 
 
 def find_error_lines(config: str, error: str) -> tuple[int, ...]:

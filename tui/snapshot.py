@@ -2,8 +2,7 @@
 
 `make_snapshot` takes one look at the workspace (`daemons.client.Workspace`), the newest metrics of each run and the
 room on the disk, and gives rows, daemons and problems in words. What counts as a problem is said once, in
-`find_problems`. All text that came from disk is cleaned here, so widgets never meet an escape sequence. It knows no
-widget, colour or file.
+`find_problems`. All text in a look and in a snapshot is clean. It knows no widget, colour or file.
 """
 
 from __future__ import annotations
@@ -17,14 +16,13 @@ from typing import TYPE_CHECKING, Literal
 from daemons.client import DaemonView, RunView, Workspace
 from prime_rl.contract.layout import CONFIG_ERROR_PREFIX
 from prime_rl.contract.status import LOST_AFTER_S, RunState, Status
-from prime_rl.utils.text import clean_text, one_line
+from prime_rl.utils.text import CleanText, one_line
 from tui import fmt
 from tui.series import change
 
 if TYPE_CHECKING:
     from tui.nodes import Group
 
-MAX_REASON_CHARS = 4_000
 # A run stalls when no step ends for this many of its usual step times, and for this long at least.
 STALL_STEPS = 10
 STALL_MIN_S = 300.0
@@ -126,8 +124,8 @@ class RunRow:
     loss: float | None
     tokens_per_s: float | None
     lag: int | None
-    note: str
-    reason: str | None
+    note: CleanText
+    reason: CleanText | None
     updated_at: float | None
     view: RunView
     tail: RunTail
@@ -146,13 +144,13 @@ class RunRow:
 class DaemonRow:
     """Trainer, inference, supervisor or an orchestrator, and how it is."""
 
-    name: str
-    state: str
+    name: CleanText
+    state: CleanText
     level: Level
-    detail: str
+    detail: CleanText
     pid: int | None = None
     num_restarts: int = 0
-    log_tail: tuple[str, ...] = ()
+    log_tail: tuple[CleanText, ...] = ()
 
     @property
     def symbol(self) -> str:
@@ -179,8 +177,8 @@ class Problem:
     or a node of a multi-node group.
     """
 
-    name: str
-    text: str
+    name: CleanText
+    text: CleanText
     target: Literal["run", "daemon", "entry", "workspace", "node"] = "run"
     level: Level = Level.BAD
     since: float | None = None
@@ -190,7 +188,7 @@ class Problem:
 class Snapshot:
     """All that the home screen shows."""
 
-    name: str
+    name: CleanText
     rows: tuple[RunRow, ...]
     daemons: tuple[DaemonRow, ...]
     problems: tuple[Problem, ...]
@@ -198,7 +196,7 @@ class Snapshot:
     max_runs: int
     num_waiting: int
     tokens_per_s: float | None
-    bottleneck: str | None
+    bottleneck: CleanText | None
     disk: Disk | None
     workspace: Workspace
     group: Group | None = None
@@ -242,7 +240,7 @@ def make_snapshot(
         max_runs=workspace.max_runs,
         num_waiting=sum(row.state == RunState.WAITING for row in rows),
         tokens_per_s=workspace.trainer.tokens_per_s if workspace.trainer else None,
-        bottleneck=one_line(workspace.bottleneck) if workspace.bottleneck else None,
+        bottleneck=workspace.bottleneck,
         disk=disk,
         workspace=workspace,
         group=group,
@@ -282,7 +280,6 @@ def _same_or_new(
 def _row(order: int, run: RunView, tail: RunTail, now: float, heard: float | None) -> RunRow:
     state = display_state(run, now, tail, heard)
     symbol, level = STATES[state]
-    reason = clean_text(run.reason)[:MAX_REASON_CHARS].strip() if run.reason else None
     return RunRow(
         run_id=run.run_id,
         order=order,
@@ -296,27 +293,27 @@ def _row(order: int, run: RunView, tail: RunTail, now: float, heard: float | Non
         loss=tail.loss,
         tokens_per_s=run.tokens_per_s,
         lag=run.async_level,
-        note=_note(run, state, reason, now, tail, heard),
-        reason=reason,
+        note=one_line(_note(run, state, now, tail, heard)),
+        reason=run.reason,
         updated_at=heard,
         view=run,
         tail=tail,
     )
 
 
-def _note(run: RunView, state: str, reason: str | None, now: float, tail: RunTail, heard: float | None) -> str:
-    """What it waits for, or the reason for its state, on one line."""
+def _note(run: RunView, state: str, now: float, tail: RunTail, heard: float | None) -> str:
+    """What it waits for, or the reason for its state."""
     if state in (LOST, STALLED):
         silent = f"no heartbeat for {fmt.age(now - (heard or now))}"
         if state == STALLED:
             silent = f"no step for {fmt.age(stalled_s(run, tail))}"
-        return f"{silent}; waits for {one_line(run.waiting_on)}" if run.waiting_on else silent
-    if reason:
-        return one_line(_CONFIG_FILE.sub("", fmt.first_line(reason), count=1))
+        return f"{silent}; waits for {run.waiting_on}" if run.waiting_on else silent
+    if run.reason:
+        return _CONFIG_FILE.sub("", fmt.first_line(run.reason), count=1)
     if run.waiting_on:
-        return f"waits for {one_line(run.waiting_on)}"
+        return f"waits for {run.waiting_on}"
     if run.bottleneck:
-        return f"bottleneck: {one_line(run.bottleneck)}"
+        return f"bottleneck: {run.bottleneck}"
     return ""
 
 
@@ -352,7 +349,7 @@ def _daemon(name: str, own_word: str | None, waiting_on: str | None, daemon: Dae
         detail=one_line(detail),
         pid=daemon.pid if daemon else None,
         num_restarts=daemon.num_restarts if daemon else 0,
-        log_tail=tuple(one_line(line, 400) for line in daemon.log_tail) if daemon else (),
+        log_tail=daemon.log_tail if daemon else (),
     )
 
 
@@ -376,12 +373,11 @@ def find_problems(
         for daemon in daemons
         if daemon.level >= Level.WARN and daemon.name not in named
     ]
-    found += [
-        Problem(one_line(each.name, 80), f"refused: {one_line(each.reason)}", "entry") for each in workspace.refused
-    ]
+    found += [Problem(each.name, one_line(f"refused: {each.reason}"), "entry") for each in workspace.refused]
     if disk is not None and disk.is_low:
         room = f"{fmt.size(disk.free_bytes)} of {fmt.size(disk.total_bytes)} free"
-        found.append(Problem("disk", f"{room}: remove deleted runs for good with prl runs purge", "workspace"))
+        text = one_line(f"{room}: remove deleted runs for good with prl runs purge")
+        found.append(Problem(one_line("disk"), text, "workspace"))
     found += others
     return tuple(sorted(found, key=lambda problem: -(problem.since or 0.0)))
 
@@ -389,11 +385,11 @@ def find_problems(
 def _run_problem(row: RunRow, since: float | None) -> Problem:
     if row.state == STALLED:
         since = row.tail.last_step_at
-    text = f"{row.state}: {row.note}" if row.note else row.state
-    return Problem(row.run_id, text, "run", row.level, since if since is not None else row.updated_at)
+    text = one_line(f"{row.state}: {row.note}" if row.note else row.state)
+    return Problem(one_line(row.run_id), text, "run", row.level, since if since is not None else row.updated_at)
 
 
 def _daemon_problem(daemon: DaemonRow, workspace: Workspace) -> Problem:
     view = workspace.daemon(daemon.name)
-    text = f"{daemon.state}: {daemon.detail}" if daemon.detail else daemon.state
+    text = one_line(f"{daemon.state}: {daemon.detail}" if daemon.detail else daemon.state)
     return Problem(daemon.name, text, "daemon", daemon.level, view.updated_at if view else None)

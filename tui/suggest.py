@@ -30,7 +30,7 @@ def suggest(rows: Sequence[RunRow], all_rows: Sequence[RunRow]) -> list[str]:
 
 
 def _seen(row: RunRow) -> list[str]:
-    found = []
+    found: list[str] = []
     if row.state in (LOST, STALLED):
         found.append(row.note)
     if row.loss is not None and not math.isfinite(row.loss):

@@ -75,7 +75,7 @@ class SystemProbe:
 
 def daemon_processes(workspace: Workspace) -> dict[str, ProcessId]:
     """The processes of the daemons that are known to live. Their own word is the newest."""
-    found = {each.name: each.process for each in workspace.daemons if each.process is not None}
+    found: dict[str, ProcessId] = {each.name: each.process for each in workspace.daemons if each.process is not None}
     for name, status in (("trainer", workspace.trainer), ("inference", workspace.inference)):
         if status is not None:
             found.setdefault(name, status.writer)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from daemons import running
 from daemons.client import Workspace
-from prime_rl.utils.text import clean_text, one_line
+from prime_rl.utils.text import CleanText, clean_text, one_line
 from tui.jobs import Job, Progress, prl_command
 
 MAX_SYSTEMS = 20
@@ -51,11 +51,11 @@ def up_job(output_dir: Path, system: Path | None) -> Job:
     return Job(prl_command(output_dir, "up", *words), work)
 
 
-def up_choices(output_dir: Path, configs: Path = Path("configs")) -> list[tuple[str, Callable[[], Job]]]:
+def up_choices(output_dir: Path, configs: Path = Path("configs")) -> list[tuple[CleanText, Callable[[], Job]]]:
     """(label, job) of each way to start the workspace, the most likely first."""
     last = running.last_start(output_dir)
     first = "with its last settings" if last else "a small workspace for this machine's CPU"
-    found: list[tuple[str, Callable[[], Job]]] = [(first, functools.partial(up_job, output_dir, None))]
+    found: list[tuple[CleanText, Callable[[], Job]]] = [(one_line(first), functools.partial(up_job, output_dir, None))]
     for path in sorted(configs.glob("*/system.toml"))[:MAX_SYSTEMS]:
         if clean_text(str(path)) == str(path):
             found.append((one_line(f"as in {path}", 100), functools.partial(up_job, output_dir, path)))

@@ -1,6 +1,6 @@
 """What all commands share: options, the choice of the output directory, JSON, tables, a watch loop.
 
-Text from runs is untrusted: it goes through `clean_text` and into `rich.text.Text`, which reads no markup.
+What is printed goes through `say`, `complain` or `cell`: clean, and never read as markup.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from rich.text import Text
 
 from daemons.errors import ActionError
 from prime_rl.contract.layout import OutputDir
+from prime_rl.utils import logger
 from prime_rl.utils.text import clean_text, one_line
 
 JSON_VERSION = 1
@@ -83,7 +84,7 @@ def say(message: str) -> None:
 
 
 def complain(message: str) -> None:
-    print(f"prl: {clean_text(message)}", file=sys.stderr, flush=True)
+    logger.complain("prl", message)
 
 
 def print_json(payload: dict[str, Any]) -> None:

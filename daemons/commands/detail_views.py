@@ -14,7 +14,7 @@ from daemons.commands.common import cell, make_table, short_time, size
 from daemons.commands.views import run_json
 from daemons.details import RunDetails
 from prime_rl.contract.samples import Sample
-from prime_rl.utils.text import clean_text, one_line
+from prime_rl.utils.text import clean_strings, clean_text, one_line
 
 # Shown when present; all others are in `--json` and in `prl-tui`.
 _MAIN_FIGURES = (
@@ -59,12 +59,12 @@ def details_view(details: RunDetails) -> RenderableType:
         ]
         parts += [Text("\ncheckpoints", style="bold"), make_table(["", "size", "state", "age"], rows)]
     least = "" if details.disk_complete else "at least "
-    folders = ", ".join(f"{one_line(name, 40)} {size(used)}" for name, used in details.disk.items() if used)
+    folders = ", ".join(f"{name} {size(used)}" for name, used in details.disk.items() if used)
     parts += _section("disk", [f"{least}{size(sum(details.disk.values()))}" + (f": {folders}" if folders else "")])
     parts += _section("latest warnings and errors", details.errors)
     parts += _section("end of the log", details.log_tail if details.run.state in ("failed", "invalid") else ())
     if details.config is not None:
-        parts += _section("config", tomli_w.dumps(details.config).splitlines())
+        parts += _section("config", clean_text(tomli_w.dumps(details.config)).splitlines())
     return Group(*parts)
 
 
@@ -79,12 +79,13 @@ def _facts(details: RunDetails) -> RenderableType:
 
 
 def _section(title: str, lines: tuple[str, ...] | list[str]) -> list[RenderableType]:
-    text = [Text(f"  {clean_text(line)}") for line in lines]
+    text = [Text(f"  {line}") for line in lines]
     return [Text(f"\n{title}", style="bold"), *text] if text else []
 
 
 def sample_view(sample: Sample) -> str:
-    """What `prl runs samples` prints for one rollout, not cleaned yet. Text of the rollout is indented."""
+    """What `prl runs samples` prints for one rollout. Text of the rollout is indented."""
+    sample = clean_strings(sample)
     versions = ", ".join(map(str, sample.policy_versions))
     lines = [
         f"step {sample.step}  {one_line(sample.example_id)}  reward {sample.reward:.3f}  advantage "

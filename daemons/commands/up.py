@@ -18,7 +18,6 @@ from daemons import launch, running
 from daemons.client import Workspace
 from daemons.commands.common import EXTRA, OutputDirOption, choose_output_dir, console, say
 from prime_rl.contract.layout import OutputDir
-from prime_rl.utils.text import clean_text
 
 
 def up(
@@ -81,7 +80,7 @@ class Progress:
             self._live.stop()
 
     def _look(self, workspace: Workspace) -> None:
-        lines = [clean_text(line) for line in launch.waits(workspace)]
+        lines = launch.waits(workspace)
         if self._live is not None:
             self._live.start()  # only now, so that earlier messages stand above it
             self._live.update(Text("\n".join(lines)), refresh=True)

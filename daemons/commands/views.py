@@ -151,7 +151,7 @@ def workspace_view(workspace: Workspace, disk: DiskView | None) -> RenderableTyp
         if workspace.max_runs
         else "slots unknown: the trainer is not running"
     )
-    parts += [Text(f"{workspace.output_dir}: {used}"), runs_table(workspace.runs)]
+    parts += [cell(f"{workspace.output_dir}: {used}", 1_000), runs_table(workspace.runs)]
     parts += [Text(f"refused: {each.name}: ").append_text(cell(each.reason, 300)) for each in workspace.refused]
     if disk is not None:
         parts.append(Text(f"disk: {disk_words(disk)}"))

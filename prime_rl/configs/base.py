@@ -17,6 +17,8 @@ from typing import Annotated, Any, Literal, Self, TypeVar, Union, get_args, get_
 import tomli
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from prime_rl.contract.files import FileRefused, read_file
+
 
 class BaseConfig(BaseModel):
     """Base of all configs: unknown keys are errors, values are frozen, field docstrings are help texts."""
@@ -75,15 +77,16 @@ def parse_toml(text: str, source: str) -> dict[str, Any]:
 
 
 def load_toml(path: Path) -> dict[str, Any]:
-    """Read and parse a TOML file; raises ConfigError when it is missing, unreadable, too large, or not TOML."""
+    """Read and parse a TOML file; raises ConfigError when it is missing, unreadable, no file, too large, or not TOML.
+
+    A file of a run may be no link; any other may.
+    """
     try:
-        with path.open("rb") as file:
-            data = file.read(MAX_TOML_BYTES + 1)
-        if len(data) > MAX_TOML_BYTES:
-            raise ConfigError(str(path), [ConfigProblem("", f"larger than {MAX_TOML_BYTES} bytes")])
-        text = data.decode()
+        text = read_file(path, limit=MAX_TOML_BYTES, follow_links=True).decode()
     except UnicodeDecodeError as error:
         raise ConfigParseError(str(path), [ConfigProblem("", f"not UTF-8 text (byte {error.start})")]) from error
+    except FileRefused as error:
+        raise ConfigError(str(path), [ConfigProblem("", str(error.strerror))]) from error
     except OSError as error:
         raise ConfigError(str(path), [ConfigProblem("", f"cannot be read: {error.strerror}")]) from error
     return parse_toml(text, str(path))

@@ -18,10 +18,12 @@ from typing import TypeVar
 
 import msgspec
 
-from prime_rl.contract.files import write_atomic
+from prime_rl.contract.files import read_file, write_atomic
 from prime_rl.utils.process import ProcessId
 
 STATUS_FORMAT_VERSION = 1
+# Ten times the largest that a daemon writes with 1,024 runs; what is larger was not written by a daemon.
+MAX_STATUS_BYTES = 4_000_000
 # A write costs one fsync; five seconds keep 200 runs cheap and still show a death within fifteen.
 HEARTBEAT_S = 5.0
 LOST_AFTER_S = 3 * HEARTBEAT_S
@@ -245,8 +247,8 @@ StatusT = TypeVar("StatusT", bound=Status)
 def read_status(path: Path, kind: type[StatusT]) -> StatusT | None:
     """The status in `path`, or None when there is none or it cannot be read as one (another version, damaged)."""
     try:
-        return msgspec.json.decode(path.read_bytes(), type=kind)
-    except (OSError, msgspec.MsgspecError):
+        return msgspec.json.decode(read_file(path, limit=MAX_STATUS_BYTES), type=kind)
+    except (OSError, msgspec.MsgspecError, RecursionError):
         return None
 
 
@@ -302,6 +304,11 @@ class StatusWriter:
             for name, value in fields.items():
                 setattr(self.status, name, value)
             self._write()
+
+    def abandon(self) -> None:
+        """End the heartbeat and write nothing more: the file is another process's."""
+        self._closed.set()
+        self._thread.join()
 
     def _write(self) -> None:
         now = self._clock()

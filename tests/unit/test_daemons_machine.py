@@ -36,7 +36,9 @@ def test_a_daemon_counts_with_all_processes_below_it() -> None:
         wait_for(burns, "the child's work to be counted", timeout_s=30)
         (child,) = psutil.Process(daemon.pid).children()
         apart = reader.read({**pids, "child": ProcessId.of(child.pid)}).daemons
-        assert {name: use.num_processes for name, use in apart.items()} == {"daemon": 1, "child": 1}, "none counts twice"
+        assert {name: use.num_processes for name, use in apart.items()} == {"daemon": 1, "child": 1}, (
+            "none counts twice"
+        )
     finally:
         for process in [*psutil.Process(daemon.pid).children(), daemon]:
             process.kill()

@@ -64,8 +64,6 @@ def test_a_daemon_that_saves_as_long_as_it_may_is_waited_for(tmp_path: Path) -> 
 
 def test_the_wait_ends_and_says_what_it_was_for(tmp_path: Path) -> None:
     workspace = saving(tmp_path / "workspace", 10 * DRAIN_S)
-    with pytest.raises(
-        ActionError, match=r"for trainer to restart \(supervisor\.drain_s = 90 to finish, grace"
-    ):
+    with pytest.raises(ActionError, match=r"for trainer to restart \(supervisor\.drain_s = 90 to finish, grace"):
         workspace.restart()
     assert workspace.now < 2 * DRAIN_S

@@ -99,7 +99,7 @@ def encoded(**changes: Any) -> bytes:
         (encoded(advantage="nan"), "sample 1: Expected `float`, got `str` - at `$.advantage`"),
         (encoded(more=1), "sample 1: Object contains unknown field `more`"),
         (msgspec.msgpack.encode({"run_id": "run_a", "step": 3}), "missing required field `samples`"),
-        (encoded(example_id="x" * 20_000), "bytes, expected at most 20000 for its batch_size and seq_len"),
+        (encoded(example_id="x" * 20_000), "bytes, expected at most 20000"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

@@ -66,7 +66,9 @@ def test_the_dead_the_slow_the_missing_and_whom_all_wait_for(tmp_path: Path) -> 
     put_group(output, seq=103)
     group = make_group(reader.read())
     assert group is not None and words(group)[3] == NodeHealth.DEAD
-    assert group.row(3) and "dead: no heartbeat for 11s, in phase 3 (files ready) of iteration 12" in describe(group.rows[3])
+    assert group.row(3) and "dead: no heartbeat for 11s, in phase 3 (files ready) of iteration 12" in describe(
+        group.rows[3]
+    )
     assert group.waited_s == 41.0
     problems = {problem.name: problem for problem in node_problems(group, NOW)}
     assert problems.keys() == {"node 2", "node 3"}

@@ -18,6 +18,7 @@ from textual.widgets import Button, Input, OptionList, Static, TextArea
 from textual.widgets.option_list import Option
 
 from daemons.actions import ActionError
+from prime_rl.utils.text import CleanText, one_line
 from tui.dialogs.draft import Check, Template, add_command, add_draft, check_draft, find_templates, read_draft
 from tui.dialogs.job import JobDialog
 from tui.jobs import Job, Perform
@@ -59,7 +60,7 @@ class AddDialog(JobDialog):
     class Loaded(Message):
         """A template's text, or why it cannot be read."""
 
-        def __init__(self, path: Path, text: str | None, error: str | None) -> None:
+        def __init__(self, path: Path, text: CleanText | None, error: CleanText) -> None:
             super().__init__()
             self.path, self.text, self.error = path, text, error
 
@@ -154,15 +155,15 @@ class AddDialog(JobDialog):
     def _load(self, path: Path) -> None:
         def work() -> None:
             try:
-                self.post_message(self.Loaded(path, read_draft(path), None))
+                self.post_message(self.Loaded(path, read_draft(path), one_line("")))
             except ActionError as error:
-                self.post_message(self.Loaded(path, None, str(error)))
+                self.post_message(self.Loaded(path, None, one_line(str(error), 400)))
 
         self.run_worker(work, thread=True, exclusive=True, group="load", name=f"read {path}")
 
     def on_add_dialog_loaded(self, message: Loaded) -> None:
         if message.text is None:
-            self.say(message.error or "", failed=True)
+            self.say(message.error, failed=True)
             return
         self.say("")
         self._source = message.path

@@ -12,6 +12,7 @@ from textual.content import Content
 from textual.widgets import OptionList, Static
 from textual.widgets.option_list import Option
 
+from prime_rl.utils.text import CleanText
 from tui.dialogs.job import JobDialog
 from tui.jobs import Job, Perform
 
@@ -20,7 +21,7 @@ from tui.jobs import Job, Perform
 class Choice:
     """One line, and the job that it stands for."""
 
-    label: str
+    label: CleanText
     job: Callable[[], Job]
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import re
 import tempfile
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -15,8 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from daemons import actions
+from prime_rl.contract.files import open_file
 from prime_rl.contract.layout import LayoutError, OutputDir
-from prime_rl.utils.text import clean_text, one_line
+from prime_rl.utils.text import CleanText, clean_text, one_line
 from tui.jobs import prl_command
 from tui.run_config import key_lines
 
@@ -30,7 +32,7 @@ MAX_DRAFT_BYTES = 256 * 1024
 class Template:
     """A TOML file to begin from."""
 
-    label: str
+    label: CleanText
     path: Path
 
 
@@ -38,7 +40,7 @@ class Template:
 class DraftProblem:
     """One problem: a sentence, and its line in the text (from 1), if any."""
 
-    text: str
+    text: CleanText
     line: int | None = None
 
     def __str__(self) -> str:
@@ -50,7 +52,7 @@ class Check:
     """The result of checking a draft."""
 
     problems: tuple[DraftProblem, ...]
-    summary: str = ""
+    summary: CleanText
 
     @property
     def ok(self) -> bool:
@@ -67,23 +69,23 @@ def find_templates(output_dir: Path, run_ids: Sequence[str], configs: Path = Pat
     output = OutputDir(output_dir)
     for run_id in run_ids:
         with contextlib.suppress(LayoutError):
-            found.append(Template(run_id, output.run(run_id).orch_toml))
+            found.append(Template(one_line(run_id), output.run(run_id).orch_toml))
     return found[:MAX_TEMPLATES]
 
 
 def looks_like_run(path: Path) -> bool:
     """Whether a TOML file is a run's: only those have environments."""
     try:
-        with path.open("rb") as file:
+        with os.fdopen(open_file(path, follow_links=True), "rb") as file:
             return b"[[env]]" in file.read(MAX_DRAFT_BYTES)
     except OSError:
         return False
 
 
-def read_draft(path: Path) -> str:
+def read_draft(path: Path) -> CleanText:
     """The text of a template. Raises ActionError when it cannot be read or is not text."""
     try:
-        with path.open("rb") as file:
+        with os.fdopen(open_file(path, follow_links=True), "rb") as file:
             data = file.read(MAX_DRAFT_BYTES + 1)
     except OSError as error:
         raise actions.ActionError(f"cannot read {path}: {error.strerror}") from error
@@ -107,7 +109,7 @@ def check_draft(output_dir: Path, text: str, run_id: str) -> Check:
     if run_id:
         try:
             if OutputDir(output_dir).run(run_id).orch_toml.exists():
-                problems.append(DraftProblem(f"{run_id} already exists: choose another id"))
+                problems.append(DraftProblem(one_line(f"{run_id} already exists: choose another id")))
         except LayoutError as error:
             problems.append(DraftProblem(one_line(str(error), 300)))
     summary = ""
@@ -152,7 +154,7 @@ def add_draft(output_dir: Path, text: str, run_id: str, source: Path | None) -> 
         return actions.add_run(output_dir, path, run_id=wanted)
 
 
-def add_command(output_dir: Path, text: str, run_id: str, source: Path | None) -> str:
+def add_command(output_dir: Path, text: str, run_id: str, source: Path | None) -> CleanText:
     """The shell command. If the text was edited here, the command shows that it is not in a file yet."""
     unchanged = source is not None and _is_unchanged(source, text)
     name = str(source) if unchanged else "EDITED.toml"
