@@ -84,7 +84,7 @@ def test_a_process_that_is_gone_from_this_machine_is_dead_at_once(tmp_path: Path
     assert words(group) == {0: NodeHealth.DEAD}
     assert group is not None and "its process is gone" in describe(group.rows[0])
     (problem,) = node_problems(group, NOW)
-    assert "the group is gone" in problem.text
+    assert "the whole group is gone" in problem.text
 
 
 def test_a_group_that_ended_in_order_is_no_problem(tmp_path: Path) -> None:

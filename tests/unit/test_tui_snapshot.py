@@ -105,7 +105,7 @@ def test_a_full_disk_is_a_problem(workspace: OutputDir) -> None:
     for free, total, is_low in ((1 << 30, 1 << 40, True), (30 << 30, 1 << 40, False), (3 << 30, 4 << 30, False)):
         problems = make_snapshot(found, {}, NOW, disk=Disk(free, total)).problems
         assert ("workspace" in [problem.target for problem in problems]) is is_low
-        assert not is_low or "1.0 GiB of 1.0 TiB are free" in problems[-1].text
+        assert not is_low or "1.0 GiB of 1.0 TiB free" in problems[-1].text
 
 
 def test_a_run_whose_steps_stop_is_stalled_and_says_since_when(workspace: OutputDir) -> None:
