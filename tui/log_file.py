@@ -1,8 +1,8 @@
-"""Pieces of a log of any size, read from any place in it, forwards and backwards. No user interface, no threads.
+"""Parts of a log of any size, read from any position, forwards and backwards. No user interface, no threads.
 
-Nothing here reads a whole file: a piece is found by blocks from where one looks. What is long comes in steps, as
-generators that yield None, so that whoever asks can stop between two. A line belongs to the record above it, whose
-level it has.
+Nothing here reads a whole file: a part is read by blocks from a position. Long work comes in steps, as generators that
+yield None, so that the caller can stop in between. A line without a level belongs to the record above it and has its
+level.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from prime_rl.contract.files import open_file
 from prime_rl.utils.text import CleanText, clean_text
 
 BLOCK_BYTES = 1 << 18
-# A piece without levels never takes more than this, however long its lines are.
+# A part without levels never takes more than this, however long its lines are.
 MAX_PIECE_BYTES = 1 << 20
 # A line longer than this comes in several.
 MAX_LINE_BYTES = 1 << 17
@@ -64,7 +64,7 @@ def open_log(path: Path) -> int:
 
 
 def rank(line: bytes) -> int | None:
-    """The level that a line says, as an index into LEVELS; None for a line that goes on with the record above it."""
+    """The level of a line, as an index into LEVELS; None for a line that continues the record above it."""
     match = _HEAD.match(line[:120])
     if match is None:
         return None

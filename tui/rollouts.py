@@ -1,6 +1,6 @@
 """What the rollouts tab shows: the samples that a run keeps of its batches, ordered, and one of them turn by turn.
 
-The texts are what environment and policy said, clean. No widgets here.
+The texts of environment and policy are clean. No widgets here.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class RolloutsData(TabData):
 
 @dataclass(frozen=True)
 class Turn:
-    """Who spoke ("prompt", "policy", "environment") and what."""
+    """One turn: its speaker ("prompt", "policy", "environment") and its text."""
 
     speaker: str
     text: str

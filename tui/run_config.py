@@ -27,7 +27,7 @@ _LINE = re.compile(r"\bline (\d+)\b")
 
 @dataclass(frozen=True)
 class Value:
-    """One key with its value in words. `is_default`: the file does not set it."""
+    """One key with its value as text. `is_default`: the file does not set it."""
 
     key: CleanText
     text: CleanText
@@ -47,7 +47,7 @@ class Difference:
 class ConfigData(TabData):
     """One look. `values` are all keys when they were asked for, `differences` to `other_id` when there is one.
 
-    `problem` says why values or differences cannot be made.
+    `problem` is why values or differences are not available.
     """
 
     tab = CONFIG
@@ -101,9 +101,9 @@ def _replace(data: ConfigData, **changes: Any) -> ConfigData:
 
 
 def all_values(text: str) -> tuple[Value, ...]:
-    """Every key of a run's config in the order of the schema, with its default where the text says nothing.
+    """Every key of a run's config in the order of the schema, with its default where the text does not set it.
 
-    Raises ConfigError when the text is no config.
+    Raises ConfigError when the text is not a valid config.
     """
     said = dict(flatten(parse_toml(text, "orch.toml")))
     config = build(OrchestratorConfig, parse_toml(text, "orch.toml"), "orch.toml").model_dump(mode="json")
@@ -113,7 +113,7 @@ def all_values(text: str) -> tuple[Value, ...]:
 def find_differences(mine: str, other: str) -> tuple[Difference, ...]:
     """Keys whose values differ, by what counts: a default and the same value said in the file are equal.
 
-    Where one of the texts is no valid config, what the files say is compared. Raises ConfigError when one is no TOML.
+    If one of the texts is not a valid config, the files' own keys are compared. Raises ConfigError for invalid TOML.
     """
     try:
         sides = [{value.key: value.text for value in all_values(text)} for text in (mine, other)]

@@ -1,4 +1,4 @@
-"""What happened to a run, from all who write it down: people, trainer, supervisor, its own files. No widgets here.
+"""Events of a run, from all their sources: people, trainer, supervisor, its own files. No widgets here.
 
 People's actions come from `logs/audit.jsonl`; admission, restarts and their reasons from the lines of the trainer's and
 the supervisor's log that name the run; evictions, config errors and the last word from the run's own files. Changes of
@@ -133,7 +133,7 @@ class _EventTail:
 
 
 def parse_audit(line: bytes, run_id: str) -> Event | None:
-    """One audit line as an event of `run_id`; None for another run's, and for what is none."""
+    """One audit line as an event of `run_id`; None for another run's, and for an invalid line."""
     try:
         record = json.loads(line)
     except (ValueError, RecursionError):
@@ -151,7 +151,7 @@ def parse_audit(line: bytes, run_id: str) -> Event | None:
 
 
 def parse_log(line: bytes, run_id: str, who: str) -> Event | None:
-    """A line of a part's log that begins with the run's id, as what that part did with it; else None."""
+    """A line of a daemon's log that begins with the run's id, as an event of the run; else None."""
     match = _STAMPED.match(line)
     if match is None:
         return None
@@ -172,7 +172,7 @@ def parse_log(line: bytes, run_id: str, who: str) -> Event | None:
 
 
 def kind_of(text: str, level: str) -> str:
-    """One word for what a part's line says: the supervisor's words are states, the trainer's sentences."""
+    """The kind of event in a daemon's line: the supervisor writes states, the trainer sentences."""
     first = text.partition(" ")[0]
     if first in _STATES:
         return _STATES[first]

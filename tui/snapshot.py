@@ -1,4 +1,4 @@
-"""From what the disk says to what the screen says: pure.
+"""From the files on disk to the text on the screen: pure.
 
 `make_snapshot` takes one look at the workspace (`daemons.client.Workspace`), the newest metrics of each run and the
 room on the disk, and gives rows, daemons and problems in words. What counts as a problem is said once, in
@@ -61,11 +61,11 @@ STATE_WORDS: Mapping[str, str] = {
     RunState.WAITING: "valid, waits for a free slot",
     RunState.FINISHED: "reached max_steps",
     RunState.STOPPED: "the trainer is down",
-    STALLED: f"alive, but it gets nowhere, or no step ends: {STALL_STEPS} times as long as usual",
+    STALLED: f"alive, but makes no progress, or no step for {STALL_STEPS} times as long as usual",
     RunState.EVICTED: "out of its slot, reason kept; r readmits it",
-    RunState.INVALID: "its orch.toml has errors; edit it and it is looked at again",
-    RunState.FAILED: "its orchestrator gave up",
-    LOST: f"no sign of life for more than {LOST_AFTER_S:.0f} s",
+    RunState.INVALID: "its orch.toml has errors; fix the file and it is checked again",
+    RunState.FAILED: "its orchestrator failed",
+    LOST: f"no heartbeat for more than {LOST_AFTER_S:.0f} s",
 }
 _DAEMON_LEVELS = {
     "running": Level.GOOD,
@@ -302,9 +302,9 @@ def _row(order: int, run: RunView, tail: RunTail, now: float, heard: float | Non
 
 
 def _note(run: RunView, state: str, now: float, tail: RunTail, heard: float | None) -> str:
-    """What it waits for, or why it is as it is."""
+    """What it waits for, or the reason for its state."""
     if state == LOST or (state == STALLED and run.stalled_since is None):
-        silent = f"no sign of life for {fmt.age(now - (heard or now))}"
+        silent = f"no heartbeat for {fmt.age(now - (heard or now))}"
         if state == STALLED:
             silent = f"no step for {fmt.age(stalled_s(run, tail))}"
         return f"{silent}; waits for {run.waiting_on}" if run.waiting_on else silent
@@ -313,7 +313,7 @@ def _note(run: RunView, state: str, now: float, tail: RunTail, heard: float | No
     if run.waiting_on:
         return f"waits for {run.waiting_on}"
     if run.bottleneck:
-        return f"held up by {run.bottleneck}"
+        return f"bottleneck: {run.bottleneck}"
     return ""
 
 
@@ -338,7 +338,7 @@ def _word(status: Status | None) -> tuple[str | None, str | None]:
 
 
 def _daemon(name: str, own_word: str | None, waiting_on: str | None, daemon: DaemonView | None) -> DaemonRow:
-    """A daemon's own word counts while it lives; the supervisor's counts when it does not, or when it is worse."""
+    """A daemon's own state counts while it is alive; the supervisor's counts when it is not, or when it is worse."""
     state = own_word or (daemon.state if daemon else "down")
     if daemon and daemon.state in (STALLED, "backoff", "failed"):
         state, waiting_on = daemon.state, daemon.reason or waiting_on
@@ -375,8 +375,8 @@ def find_problems(
     ]
     found += [Problem(each.name, one_line(f"refused: {each.reason}"), "entry") for each in workspace.refused]
     if disk is not None and disk.is_low:
-        room = f"{fmt.size(disk.free_bytes)} of {fmt.size(disk.total_bytes)} are free"
-        text = one_line(f"{room}: prl runs purge removes deleted runs for good")
+        room = f"{fmt.size(disk.free_bytes)} of {fmt.size(disk.total_bytes)} free"
+        text = one_line(f"{room}: remove deleted runs for good with prl runs purge")
         found.append(Problem(one_line("disk"), text, "workspace"))
     found += others
     return tuple(sorted(found, key=lambda problem: -(problem.since or 0.0)))

@@ -1,4 +1,4 @@
-"""What the System screen says, as lines of text: the machine, the trainer, inference, the daemons. Pure.
+"""The System screen as lines of text: the machine, the trainer, inference, the daemons. Pure.
 
 Takes a snapshot, the newest look at the machine and a palette; knows no widget and no file.
 """
@@ -32,7 +32,7 @@ Lines = list[Text]
 def machine_lines(look: SystemLook | None, width: int, palette: Palette) -> Lines:
     """Processor, memory, GPUs, disk: a bar each."""
     if look is None:
-        return [Text("the machine is being asked ...", palette.muted)]
+        return [Text("measuring ...", palette.muted)]
     machine, bar = look.machine, max(min(width - 60, 40), 8)
     load = f"load {machine.load_1m:.1f}, {machine.num_cores} core{'s' if machine.num_cores != 1 else ''}"
     lines = [
@@ -85,7 +85,7 @@ def _daemons_memory(machine: MachineView) -> str:
 def trainer_lines(snapshot: Snapshot, look: SystemLook | None, width: int, palette: Palette) -> Lines:
     trainer = snapshot.workspace.trainer
     if trainer is None:
-        return [_title("trainer", "does not live: prl up starts it", palette)]
+        return [_title("trainer", "not running: start it with prl up", palette)]
     facts = [
         f"{snapshot.num_used}/{snapshot.max_runs} slots",
         f"{look.updates_per_s:.2g} updates/s" if look and look.updates_per_s is not None else None,
@@ -119,7 +119,7 @@ def time_split(time_s: Mapping[str, float], width: int, palette: Palette) -> Lin
 def inference_lines(snapshot: Snapshot, width: int, palette: Palette) -> Lines:
     inference = snapshot.workspace.inference
     if inference is None:
-        return [_title("inference", "does not live: prl up starts it", palette)]
+        return [_title("inference", "not running: start it with prl up", palette)]
     facts = ((inference.engine, 20), (inference.model, 40), (inference.base_url, 40))
     lines = [_title("inference", " · ".join(fmt.shorten(fact, width) for fact, width in facts if fact), palette)]
     requests = Text.assemble(
@@ -172,7 +172,7 @@ def daemon_name_width(daemons: Iterable[DaemonRow], width: int) -> int:
 
 
 def daemon_detail(daemon: DaemonRow, palette: Palette, num_lines: int) -> Lines:
-    """Why it is as it is, and the end of its log where it has crashed."""
+    """The reason for its state, and the end of its log if it crashed."""
     facts = [f"pid {daemon.pid}" if daemon.pid else "", daemon.detail]
     said = "  ".join(fact for fact in facts if fact)
     lines = [Text.assemble((f"{daemon.symbol} {daemon.name}  ", palette.level(daemon.level)), said)] if said else []

@@ -1,4 +1,4 @@
-"""One job in a thread of its own: it tells the app how it goes, and any failure in words that a person can use."""
+"""One job in a thread of its own: it reports progress and failures to the app."""
 
 from __future__ import annotations
 

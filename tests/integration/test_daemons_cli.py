@@ -104,8 +104,8 @@ def test_several_runs_in_one_command(inline: Inline) -> None:
     done = prl("runs", "evict", "run_a", "run_none", "run_b", "--reason", "x", exit_code=1)
     assert (done.stdout, done.stderr.count("\n")) == ("run_a is evicted\nrun_b is evicted\n", 1)
     assert "no run 'run_none'" in done.stderr
-    assert prl("runs", "readmit", "run_a", "a/b", "run_b", exit_code=2).stdout.count("is readmitted") == 2
-    assert prl("runs", "delete", "run_a", "run_b", "run_a", "--yes", "--reason", "old").stdout.count("lies in") == 2
+    assert prl("runs", "readmit", "run_a", "a/b", "run_b", exit_code=2).stdout.count("readmitted") == 2
+    assert prl("runs", "delete", "run_a", "run_b", "run_a", "--yes", "--reason", "old").stdout.count("moved to") == 2
     prl("runs", "undelete", "run_b", "run_a")
     assert {run["run_id"] for run in prl.json("runs", "list", "--state", "stopped,active")["runs"]} == {
         "run_a",

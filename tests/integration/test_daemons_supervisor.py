@@ -333,7 +333,7 @@ def test_an_output_dir_that_cannot_be_written(prl: Prl) -> None:
     (prl.output_dir / "file").touch()
     below_a_file = replace(prl, output_dir=prl.output_dir / "file" / "workspace")
     done = below_a_file(*prl.up_args(), exit_code=1)
-    assert done.stderr.startswith(f"prl: output_dir {below_a_file.output_dir} cannot be written: Not a directory")
+    assert done.stderr.startswith(f"prl: cannot write to workspace {below_a_file.output_dir}: Not a directory")
     assert done.stderr.count("\n") == 1
 
 

@@ -41,7 +41,7 @@ def test_a_workspace_is_started_as_it_was_last_started(tmp_path: Path, capsys: p
     place.parent.mkdir(parents=True)
     place.write_text(tomli_w.dumps(said))
     wanted = choose_system(["--seq_len", "256"], tmp_path / "h")
-    assert "as it was last started" in capsys.readouterr().out
+    assert "with its last settings" in capsys.readouterr().out
     trainer = wanted.system.trainer
     assert (trainer.model.name, trainer.seq_len, wanted.is_small) == ("mine", 256, False)
     assert wanted.system.inference.model.max_model_len == 256, "what is said once reaches both daemons"

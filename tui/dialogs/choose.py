@@ -1,4 +1,4 @@
-"""Choose one thing of a list, and do it: which daemon is started again, how the workspace is started."""
+"""Choose one item of a list, and do it: which daemon to restart, how to start the workspace."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Choice:
 
 
 class ChooseDialog(JobDialog):
-    """Enter on a line does it; `first` is the line that is chosen to begin with."""
+    """Enter on a line does it; `first` is the line that is selected at first."""
 
     DEFAULT_CSS = """
     ChooseDialog {
@@ -41,7 +41,7 @@ class ChooseDialog(JobDialog):
     def compose(self) -> ComposeResult:
         with Vertical(classes="box") as box:
             box.border_title = Content(self._title)
-            box.border_subtitle = "⏎ does it · esc cancels"
+            box.border_subtitle = "enter confirms · esc cancels"
             yield Static(Content(self._words), markup=False)
             yield OptionList(*(Option(Content(each.label)) for each in self._choices), markup=False, compact=True)
             yield Static(id="outcome", markup=False)

@@ -1,4 +1,4 @@
-"""`:` opens this line at the bottom of any screen; enter does what it says, and a mistake is said beside it."""
+"""`:` opens this line at the bottom of any screen; enter runs the command, and an error is shown beside it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class _Completer(Suggester):
 
 
 class CommandScreen(ModalScreen[None]):
-    """Over any screen, which says what can be done there."""
+    """Opens over any screen, which defines its commands."""
 
     DEFAULT_CSS = """
     CommandScreen {

@@ -268,7 +268,7 @@ class RunScreen(WorkspaceScreen):
 
     def _banner(self, row: RunRow | None) -> str:
         if row is None:
-            return f"{self.run_id} is not in the workspace any more; esc goes back"
+            return f"{self.run_id} was removed from the workspace; esc goes back"
         if row.state == RunState.INVALID:
             # The config tab says it in full, beside the line.
             return "" if self.tab == CONFIG else row.note

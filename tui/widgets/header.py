@@ -222,5 +222,5 @@ class RunHeader(Widget):
     def render(self) -> RenderResult:
         palette = make_palette(self.app.theme_variables)
         if self.row is None:
-            return Text("this run is gone", style=palette.warning)
+            return Text("this run was removed", style=palette.warning)
         return Text("\n").join(run_lines(self.row, self.size.width, palette, self.now, self.num_problems))
