@@ -12,25 +12,14 @@ from tests.fork_runner import Runner, runner
 from tests.system_support import Workspace, build_base_model, make_whole_workspace, make_workspace
 
 
-def _built_once(tmp_path_factory: pytest.TempPathFactory, name: str, num_steps: int) -> Path:
-    """One for all workers: the first that needs it makes it, the others wait for that."""
-    place = tmp_path_factory.getbasetemp()
-    folder = (place.parent if "PYTEST_XDIST_WORKER" in os.environ else place) / name
-    with folder.with_suffix(".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        return folder if (folder / "config.json").exists() else build_base_model(folder, num_steps)
-
-
 @pytest.fixture(scope="session")
 def base_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Knows the form of the tasks."""
-    return _built_once(tmp_path_factory, "base", 30)
-
-
-@pytest.fixture(scope="session")
-def able_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Knows the tasks in part, so that a few updates show in the reward."""
-    return _built_once(tmp_path_factory, "able", 120)
+    """Knows the form of the tasks. One for all workers: the first that needs it makes it, the others wait for that."""
+    place = tmp_path_factory.getbasetemp()
+    folder = (place.parent if "PYTEST_XDIST_WORKER" in os.environ else place) / "base"
+    with folder.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        return folder if (folder / "config.json").exists() else build_base_model(folder)
 
 
 @pytest.fixture(scope="session")
@@ -59,10 +48,10 @@ def vllm_workspace(tmp_path: Path, base_model: Path) -> Iterator[Workspace]:
 
 
 @pytest.fixture
-def whole_workspace(request: pytest.FixtureRequest, tmp_path: Path, able_model: Path) -> Iterator[Workspace]:
+def whole_workspace(request: pytest.FixtureRequest, tmp_path: Path, base_model: Path) -> Iterator[Workspace]:
     """A workspace that fine-tunes the whole model; its parameter is (engine, broadcast.type)."""
     engine, broadcast = request.param
-    yield from _closed(make_whole_workspace(tmp_path, able_model, engine=engine, broadcast=broadcast))
+    yield from _closed(make_whole_workspace(tmp_path, base_model, engine=engine, broadcast=broadcast))
 
 
 @pytest.fixture(scope="session")
