@@ -20,10 +20,10 @@ import pytest
 
 from daemons.client import DaemonView, RunView, WorkspaceReader
 from prime_rl.contract.files import wait_for
+from tests.patience import PATIENCE_S
 
 ROOT = Path(__file__).resolve().parents[1]
 # Enough for a machine with ten times more to do than it can; what reaches it has failed.
-PATIENCE_S = 120.0
 RUN_TOML = """\
 # kept as it is
 batch_size = 8
@@ -73,13 +73,16 @@ while not stop():
         stop.wait(0.05)
         continue
     progress += 1
-    runs = {run.run_id: run for run in scan_runs(workspace.path)[0] if run.orch_toml.exists() and not
-    run.evicted.exists()} configs = {run_id: load_run_config(run.orch_toml) for run_id, run in runs.items()} step =
-    lambda run: max(list_steps(run.broadcast, stable_only=True), default=0) runs = {run_id: run for run_id, run in
-    runs.items() if step(run) < configs[run_id].max_steps} slots = {run_id: idx for run_id, idx in slots.items() if
-    run_id in runs} queue = sorted((run for run in runs if run not in slots), key=lambda run:
-    runs[run].orch_toml.stat().st_mtime_ns) free = [idx for idx in range(config.max_concurrent_runs) if idx not in
-    slots.values()] slots |= dict(zip(queue, free)) for run_id in slots:
+    found = scan_runs(workspace.path)[0]
+    runs = {run.run_id: run for run in found if run.orch_toml.exists() and not run.evicted.exists()}
+    configs = {run_id: load_run_config(run.orch_toml) for run_id, run in runs.items()}
+    step = lambda run: max(list_steps(run.broadcast, stable_only=True), default=0)
+    runs = {run_id: run for run_id, run in runs.items() if step(run) < configs[run_id].max_steps}
+    slots = {run_id: idx for run_id, idx in slots.items() if run_id in runs}
+    queue = sorted((run for run in runs if run not in slots), key=lambda run: runs[run].orch_toml.stat().st_mtime_ns)
+    free = [idx for idx in range(config.max_concurrent_runs) if idx not in slots.values()]
+    slots |= dict(zip(queue, free))
+    for run_id in slots:
         for done in list_rollout_steps(runs[run_id]):
             folder = runs[run_id].broadcast_dir(done)
             folder.mkdir(parents=True, exist_ok=True)

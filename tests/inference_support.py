@@ -22,6 +22,7 @@ from prime_rl.contract.files import wait_for
 from prime_rl.contract.layout import OutputDir
 from prime_rl.contract.status import InferenceStatus, read_status
 from prime_rl.lora.adapter_state import peft_names, save_peft
+from tests.patience import PATIENCE_S
 
 EOS, PAD = "<eos>", "<pad>"
 LETTERS = "abcdefghijklmnopqrstuvwxyz ABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789.,:!?-_"
@@ -32,8 +33,6 @@ CHAT_TEMPLATE = (
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 # Threads that wait for each other on a shared machine cost more than they give a tiny model.
 torch.set_num_threads(1)
-START_TIMEOUT_S = 180.0
-STOP_TIMEOUT_S = 30.0
 
 
 def make_model(folder: Path, *, seed: int = 0, hidden: int = 64, layers: int = 2, **config: Any) -> Path:
@@ -112,11 +111,11 @@ class RunningServer:
 
     def openai(self, **kwargs: Any) -> OpenAI:
         key = self.api_key or "none"
-        return OpenAI(**{"base_url": self.base_url, "api_key": key, "max_retries": 0, "timeout": 60.0} | kwargs)
+        return OpenAI(**{"base_url": self.base_url, "api_key": key, "max_retries": 0, "timeout": PATIENCE_S} | kwargs)
 
     def http(self, **kwargs: Any) -> httpx.Client:
         headers = {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
-        return httpx.Client(**{"base_url": self.root_url, "timeout": 60.0, "headers": headers} | kwargs)
+        return httpx.Client(**{"base_url": self.root_url, "timeout": PATIENCE_S, "headers": headers} | kwargs)
 
     def post(self, route: str, **body: Any) -> httpx.Response:
         with self.http() as client:
@@ -144,7 +143,7 @@ class RunningServer:
 
     def stop(self) -> int:
         self.process.terminate()
-        return self.process.wait(STOP_TIMEOUT_S)
+        return self.process.wait(PATIENCE_S)
 
 
 def adapter_dir(server: RunningServer, name: str) -> Path:
@@ -195,7 +194,7 @@ def start(
         return process.poll() is not None or (status is not None and status.state == "serving")
 
     try:
-        wait_for(serving, f"the {engine} server to serve", timeout_s=START_TIMEOUT_S)
+        wait_for(serving, f"the {engine} server to serve", timeout_s=PATIENCE_S)
         assert process.poll() is None, log.read_text()[-3000:]
     except BaseException:
         process.kill()

@@ -22,9 +22,9 @@ from prime_rl.contract.files import WaitTimeout, wait_for
 from prime_rl.contract.layout import OutputDir
 from prime_rl.contract.rank_files import read_rank_file
 from prime_rl.contract.status import NodeStatus, read_status
+from tests.patience import PATIENCE_S
 
 ROOT = Path(__file__).parent.parent
-PATIENCE_S = 240.0
 # A death is seen within five seconds, and a machine that is busy with other tests takes no node for dead.
 HEARTBEAT_S = 1.0
 MARK = "PRL_TEST_GROUP"
@@ -139,7 +139,7 @@ class Nodes:
 
     def check_nothing_is_left(self) -> None:
         with contextlib.suppress(WaitTimeout):
-            wait_for(lambda: not self.left(), "every process to end", timeout_s=30.0)
+            wait_for(lambda: not self.left(), "every process to end", timeout_s=PATIENCE_S)
         assert self.left() == []
 
     def kill_all(self) -> None:

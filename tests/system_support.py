@@ -16,10 +16,10 @@ import psutil
 
 from prime_rl.contract.files import wait_for
 from prime_rl.contract.layout import OutputDir, RunDir
+from tests.patience import PATIENCE_S
 
 ROOT = Path(__file__).parent.parent
 # Enough for a loaded two-core machine; a wait that reaches it is a failure and says what it waited for.
-PATIENCE_S = 240.0
 RUN_TOML = """\
 batch_size = 16
 rollouts_per_example = 4

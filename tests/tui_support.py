@@ -29,6 +29,7 @@ from prime_rl.contract.status import (
     TrainerStatus,
 )
 from prime_rl.utils.process import ProcessId
+from tests.patience import PATIENCE_S
 from tui.snapshot import Disk
 
 NOW = 1_790_000_000.0
@@ -365,10 +366,10 @@ async def settled(pilot: Pilot[None], *, num_same: int = 5) -> None:
     await until(pilot, same, "a picture that stays")
 
 
-async def until(pilot: Pilot[None], condition: Callable[[], bool], what: str, *, timeout_s: float = 20.0) -> None:
+async def until(pilot: Pilot[None], condition: Callable[[], bool], what: str, *, timeout_s: float = PATIENCE_S) -> None:
     """Let the app work until `condition()`; fails naming `what`."""
     loop = asyncio.get_running_loop()
     deadline = loop.time() + timeout_s
     while not condition():
-        assert loop.time() < deadline, f"waited {timeout_s} s in vain for {what}"
+        assert loop.time() < deadline, f"waited {timeout_s} s for {what}"
         await pilot.pause(0.02)

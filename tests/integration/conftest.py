@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import fcntl
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +12,21 @@ from tests.fork_runner import Runner, runner
 from tests.system_support import Workspace, build_base_model, make_whole_workspace, make_workspace
 
 
-@pytest.fixture(scope="session")
-def base_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Knows the form of the tasks. One for all workers: the first that needs it makes it, the others wait for that."""
+def _once(tmp_path_factory: pytest.TempPathFactory, name: str, make: Callable[[Path], object]) -> Path:
+    """One for all workers: the first that needs it makes it, the others wait for that (ONCE in tests/conftest.py)."""
     place = tmp_path_factory.getbasetemp()
-    folder = (place.parent if "PYTEST_XDIST_WORKER" in os.environ else place) / "base"
+    folder = (place.parent if "PYTEST_XDIST_WORKER" in os.environ else place) / name
     with folder.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        return folder if (folder / "config.json").exists() else build_base_model(folder)
+        if not (folder / "config.json").exists():
+            make(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def base_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Knows the form of the tasks."""
+    return _once(tmp_path_factory, "base", build_base_model)
 
 
 @pytest.fixture(scope="session")
@@ -59,7 +66,13 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The trainer tests' random model of two layers."""
     from tests.trainer_support import write_model  # torch, which most of the tests here do without
 
-    return write_model(tmp_path_factory.mktemp("tiny"))
+    return _once(tmp_path_factory, "tiny", write_model)
+
+
+@pytest.fixture(scope="session")
+def model(tiny: Path) -> Path:
+    """The model of a test that does not choose one: `tiny`. The tests of inference have another."""
+    return tiny
 
 
 @pytest.fixture(scope="session")

@@ -16,11 +16,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from prime_rl.trainer.base_model.demonstrations import Demonstrator
 from prime_rl.trainer.base_model.recipe import Recipe
 from prime_rl.utils.tasks import TASKS, similarity, split_of
+from tests.patience import PATIENCE_S
 
 COMMAND = [sys.executable, "-m", "prime_rl.trainer.make_base"]
 NUM_STEPS = 2
 # A loaded machine may take this long for what takes seconds.
-PATIENCE_S = 240.0
 
 
 def make_base(out: Path, *args: str) -> subprocess.CompletedProcess[str]:

@@ -54,7 +54,7 @@ def waits_first(prl: Prl, run_id: str) -> bool:
 def kill(pid: int) -> None:
     identity = ProcessId.of(pid)
     os.kill(pid, signal.SIGKILL)
-    wait_for(lambda: not identity.is_running(), f"pid {pid} to be gone", timeout_s=10)
+    wait_for(lambda: not identity.is_running(), f"pid {pid} to be gone", timeout_s=PATIENCE_S)
 
 
 def test_three_runs_on_two_slots_then_down(prl: Prl) -> None:

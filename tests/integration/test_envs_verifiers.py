@@ -31,6 +31,7 @@ from tests.orchestrator_support import (
     stand_in_trainer,
     until,
 )
+from tests.patience import PATIENCE_S
 
 TASKSETS = Path(__file__).parents[1] / "tasksets"
 
@@ -93,7 +94,7 @@ async def test_a_run_on_a_taskset_with_a_tool(tmp_path: Path, monkeypatch: pytes
             return status is not None and "loading verifiers:word-box, takes seconds" in (status.waiting_on or "")
 
         await until(says_that_it_loads, "the status to say what takes so long")
-        assert await asyncio.wait_for(orchestrator, 120) == 0
+        assert await asyncio.wait_for(orchestrator, PATIENCE_S) == 0
         trainer.cancel()
 
     prompts = [body["prompt"] for path, body in fake.requests if path == "/v1/completions"]

@@ -32,6 +32,7 @@ from tests.inference_support import (
     start,
     token_ids,
 )
+from tests.patience import PATIENCE_S
 from tests.weights_contract import (  # noqa: F401
     test_a_request_is_answered_by_one_set_of_weights_which_its_answer_names,
     test_adapters_and_other_weights_do_not_meet,
@@ -373,15 +374,15 @@ def test_metrics_and_status_tell_the_truth(server: RunningServer) -> None:
         assert found is not None
         return found
 
-    wait_for(lambda: status().adapters == [A, B], "the status to list both adapters", timeout_s=10)
+    wait_for(lambda: status().adapters == [A, B], "the status to list both adapters", timeout_s=PATIENCE_S)
     assert status().state == "serving" and status().pid == server.process.pid and is_alive(status(), time.time())
     assert status().model == server.model and status().base_url == server.base_url
     settings: dict[str, Any] = {"max_tokens": 200, "ignore_eos": True, "n": 8, "temperature": 1.0}
     with ThreadPoolExecutor(1) as pool:
         pending = pool.submit(server.complete, PROMPTS[0], **settings)
-        wait_for(lambda: status().tokens_per_s > 0, "the status to show tokens per second", timeout_s=20)
+        wait_for(lambda: status().tokens_per_s > 0, "the status to show tokens per second", timeout_s=PATIENCE_S)
         assert len(pending.result()["choices"]) == 8
-    wait_for(lambda: status().num_running == 0, "the status to show that nothing runs", timeout_s=10)
+    wait_for(lambda: status().num_running == 0, "the status to show that nothing runs", timeout_s=PATIENCE_S)
     text = server.get("/metrics").text
     assert "requests_running" in text and "tokens_total" in text
 
@@ -390,7 +391,7 @@ def test_sigterm_ends_every_process(server: RunningServer) -> None:
     """Last in the module: it stops the server."""
     family = [psutil.Process(server.process.pid), *psutil.Process(server.process.pid).children(recursive=True)]
     assert server.stop() == 0, server.log.read_text()[-3000:]
-    _, alive = psutil.wait_procs(family, timeout=5)
+    _, alive = psutil.wait_procs(family, timeout=PATIENCE_S)
     assert alive == []
     status = read_status(OutputDir(server.output_dir).inference_status, InferenceStatus)
     assert status is not None and status.state == "stopped" and status.adapters == []

@@ -26,6 +26,7 @@ from tests.inference_support import (
     start,
     token_ids,
 )
+from tests.patience import PATIENCE_S
 from tests.trainer_support import published, put_batches, train_until, whole_config, write_run
 from tests.weights_contract import difference, reference, reload
 
@@ -34,7 +35,8 @@ VERSIONS = (1, 2, 3)
 PROMPT = [9, 6, 13, 13, 16]
 NUM_TOKENS, NUM_REQUESTS = 10, 4
 NUM_UPDATES = 3
-TIMEOUT_S = 5.0
+# Of the transfer; one test waits for it to pass.
+TIMEOUT_S = 10.0
 VLLM = [pytest.param("vllm", marks=pytest.mark.vllm)]
 
 
@@ -103,7 +105,7 @@ def test_nobody_gets_an_answer_of_anybody_elses_adapter(server: RunningServer, a
 
     def live(run_id: str) -> None:
         with ThreadPoolExecutor(NUM_REQUESTS) as pool:
-            together.wait(30)
+            together.wait(PATIENCE_S)
             asked: list[list[object]] = []
             for version in VERSIONS:
                 name = f"{run_id}@v{version}"
@@ -202,7 +204,7 @@ def test_nothing_is_left_of_sockets_and_processes(server: RunningServer) -> None
     family = psutil.Process(server.process.pid).children(recursive=True)
     before = sockets_of(server.process.pid)
     assert server.stop() == 0
-    assert psutil.wait_procs(family, timeout=10)[1] == []
+    assert psutil.wait_procs(family, timeout=PATIENCE_S)[1] == []
     assert not any(path.parent.exists() for path in before if path.parent != Path("/tmp"))
     assert not any(path.exists() for path in before)
 

@@ -17,11 +17,11 @@ import pytest
 
 from prime_rl.contract.files import wait_for
 from prime_rl.multinode.phases import Phase
+from tests.budgets import ALL_PHASES
 from tests.multinode_support import CONFIG, HEARTBEAT_S, PATIENCE_S, Nodes, check_same_adapter
 
 # Detection, and the end of what was under way; on a machine that other tests keep busy.
 BOUND_S = 3 * HEARTBEAT_S + 5.0
-ALL_PHASES = bool(os.environ.get("PRL_ALL_PHASES"))
 # Each node has its network for itself.
 RENDEZVOUS_PORT = 29400
 
@@ -99,7 +99,6 @@ def config(model: Path) -> str:
     )
 
 
-@pytest.mark.timeout(PATIENCE_S * 3)
 @pytest.mark.parametrize("first", ["cut", "killed"] if ALL_PHASES else ["cut"])
 def test_a_node_that_is_lost_is_named_in_time_and_the_same_commands_again_end_as_undisturbed(
     tmp_path: Path, base_model: Path, networks: Networks, first: str
@@ -116,7 +115,7 @@ def test_a_node_that_is_lost_is_named_in_time_and_the_same_commands_again_end_as
         check_same_adapter(nodes, replay(nodes, tmp_path / "replayed", base_model))
     finally:
         nodes.kill_all()
-        wait_for(lambda: not nodes.left(), "all nodes to end", timeout_s=30.0)
+        wait_for(lambda: not nodes.left(), "all nodes to end", timeout_s=PATIENCE_S)
 
 
 def lose(nodes: Nodes, networks: Networks, phase: Phase, how: str) -> None:

@@ -15,7 +15,7 @@ from prime_rl.contract.status import DaemonStatus, InferenceStatus, TrainerStatu
 from tests.metrics_support import undocumented
 from tests.system_support import Workspace, read_metrics
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.slow
 
 
 CANARY = "sk-canary-that-nobody-may-see"

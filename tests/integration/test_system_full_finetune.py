@@ -17,9 +17,10 @@ from prime_rl.contract.status import DaemonStatus, InferenceStatus, read_status
 from prime_rl.contract.types import read_batch
 from tests.integration.test_system_vllm import TOLERANCE, Recorder, worst_difference
 from tests.metrics_support import undocumented
+from tests.patience import PATIENCE_S
 from tests.system_support import Workspace, read_metrics
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.slow
 WEIGHTS_FILE = "model.safetensors"
 NUM_STEPS, KILL_AT = 18, 4
 # In the mean of three steps; these settings bring twice as much and more.
@@ -73,7 +74,7 @@ def check_reward_and_end(workspace: Workspace) -> None:
     assert evaluated.keys() == {0, NUM_STEPS}, "the first and the last version"
     assert all(line["eval/reverse-text/num_failed"] == 0 for line in evaluated.values())
     body = {"model": str(workspace.model), "prompt": [5, 6], "max_tokens": 1}
-    answer = httpx.post(f"{inference(workspace).base_url}/completions", json=body, timeout=60)
+    answer = httpx.post(f"{inference(workspace).base_url}/completions", json=body, timeout=PATIENCE_S)
     assert (answer.status_code, answer.headers["x-weights"]) == (200, "base")
 
 

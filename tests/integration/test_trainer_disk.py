@@ -18,15 +18,14 @@ from prime_rl.trainer.publish import Publisher
 from prime_rl.trainer.runs import get_multi_run_manager
 from prime_rl.trainer.snapshot import RunSnapshot
 from tests.fork_runner import Runner
+from tests.patience import PATIENCE_S
 from tests.trainer_support import (
-    TIMEOUT_S,
     adapter,
     published,
     put_batches,
     relative_difference,
     train_until,
     trainer_config,
-    write_model,
     write_run,
 )
 
@@ -38,11 +37,6 @@ CHANGES: dict[str, Any] = {
 }
 # Between the adapter files of the tiny model: 12 kB at rank 2, 70 kB at rank 16.
 MAX_FILE_BYTES = 40_000
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("model"))
 
 
 def put_run(workspace: Path, base: Path, run_id: str, num_batches: int = NUM_STEPS, **changes: Any) -> RunDir:
@@ -62,7 +56,7 @@ class SlowDisk:
         def publish(broadcast: FileSystemWeightBroadcast, snapshot: RunSnapshot) -> Path:
             if snapshot.progress.step == step:
                 self.has_begun.set()
-                assert self.is_free.wait(TIMEOUT_S)
+                assert self.is_free.wait(PATIENCE_S)
             return real(broadcast, snapshot)
 
         monkeypatch.setattr(FileSystemWeightBroadcast, "publish", publish)
@@ -130,7 +124,7 @@ def test_a_last_version_that_cannot_be_written_evicts_instead_of_finishing(
         return real(broadcast, snapshot)
 
     monkeypatch.setattr(FileSystemWeightBroadcast, "publish", publish)
-    train_until(trainer_config(tmp_path, model), run.evicted.exists, timeout_s=30)
+    train_until(trainer_config(tmp_path, model), run.evicted.exists, timeout_s=PATIENCE_S)
     assert f"publishing version {NUM_STEPS} failed: {run.broadcast_dir(NUM_STEPS)}" in run.evicted.read_text()
 
 

@@ -24,7 +24,6 @@ from tests.trainer_support import (
     put_batches,
     relative_difference,
     trainer_config,
-    write_model,
     write_run,
 )
 
@@ -39,11 +38,6 @@ CHANGES: dict[str, Any] = {
 }
 # Together with another run the rows of a batch may be packed otherwise after a restart.
 TOLERANCE = 1e-6
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("model"))
 
 
 class Workspace:

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from prime_rl.contract.layout import RunDir
+from tests.patience import PATIENCE_S
 from tests.ranks_main import NUM_STEPS, RUNS, SHORT_TIMEOUT_S, TIGHT, put_run, put_whole_run, tight_config
 from tests.trainer_support import adapter, published, relative_difference, tiny_model, train_until, whole_config
 
@@ -26,7 +27,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("ranks")
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "tests.ranks_main", str(folder)]
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=False)
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     assert result.returncode == 0, f"{result.stderr}\n{logs(folder)}"
     return folder
 

@@ -15,16 +15,10 @@ from tests.trainer_support import (
     put_batches,
     train_until,
     trainer_config,
-    write_model,
     write_run,
 )
 
 NUM_STEPS = 4
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("model"))
 
 
 def train_to(run: RunDir, model: Path, step: int) -> dict[str, torch.Tensor]:

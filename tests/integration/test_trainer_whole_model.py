@@ -18,6 +18,7 @@ from prime_rl.configs.trainer import TrainerConfig
 from prime_rl.contract.layout import RunDir, list_steps
 from prime_rl.contract.types import TrainingSample
 from tests.integration.test_trainer_reference import aipo, loss_token_logprobs
+from tests.patience import PATIENCE_S
 from tests.trainer_support import (
     VOCAB,
     make_batch,
@@ -176,5 +177,5 @@ def test_more_slots_than_one_need_adapters(tmp_path: Path) -> None:
         "--max_concurrent_runs",
         "2",
     ]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     assert result.returncode == 2 and result.stderr.count("\n") == 1 and "model.lora" in result.stderr

@@ -18,6 +18,7 @@ from textual.widgets import Button, Input, OptionList, Static
 
 from prime_rl.contract.layout import OutputDir, RunDir
 from prime_rl.contract.status import RunStatus, read_status
+from tests.patience import PATIENCE_S
 from tests.tui_support import add_run, build_workspace, has_looked, orch_toml, roomy_disk, until
 from tui.acting import ActsOnRuns
 from tui.app import PrlApp
@@ -234,7 +235,7 @@ async def test_an_action_never_blocks_the_screen(workspace: OutputDir) -> None:
 
     def work(progress: Callable[[str], None]) -> str:
         progress("half way")
-        release.wait(20)
+        release.wait(PATIENCE_S)
         return "all done"
 
     async with opened(workspace.path) as (app, pilot):

@@ -21,6 +21,7 @@ from prime_rl.multinode.rollouts import Rollouts
 from prime_rl.multinode.split import Plan
 from prime_rl.multinode.tasks import InferenceServer
 from prime_rl.multinode.training import Training
+from tests.patience import PATIENCE_S
 
 KEY = "5e771465"
 TRAIN = b'{"policy_version": 1, "key": "5e771465", "sources": {}}'
@@ -140,10 +141,10 @@ def test_rings_in_vain_are_counted_until_there_is_an_answer() -> None:
     bell = Doorbell("word")
     known = [NodeRecord(0, "word", 1, address="127.0.0.1", port=1)]
     ringer = Ringer(lambda: known[0], 0.01)
-    wait_for(lambda: ringer.count("1-word") >= 3, "three rings in vain", timeout_s=30.0)
+    wait_for(lambda: ringer.count("1-word") >= 3, "three rings in vain", timeout_s=PATIENCE_S)
     assert ringer.count("2-next") == 0, "who was rung before says nothing of another"
     known[0] = NodeRecord(0, "word", 1, address="127.0.0.1", port=bell.port)
-    wait_for(lambda: ringer.count("1-word") == 0, "an answer", timeout_s=30.0)
+    wait_for(lambda: ringer.count("1-word") == 0, "an answer", timeout_s=PATIENCE_S)
 
 
 def test_rollouts_with_other_settings_count_as_none(tmp_path: Path) -> None:

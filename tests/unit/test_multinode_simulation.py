@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import random
 
 import pytest
@@ -12,11 +11,10 @@ from msgspec.structs import replace
 from prime_rl.multinode.decide import Exit
 from prime_rl.multinode.phases import Phase, RlPhase
 from prime_rl.multinode.records import EXIT_INTERRUPTED, EXIT_REFUSED, EXIT_TRY_AGAIN, GroupSetting
+from tests.budgets import SIMULATIONS as NUM_HISTORIES
 from tests.multinode_sim import MAX_LAG_S, POLL_S, Node, World, check_finished, expected_effects
 
-# So many random histories a test, a twentieth of a second each; PRL_SIMULATIONS=1000 makes ten thousand of them.
 NUM_BLOCKS = 10
-NUM_HISTORIES = int(os.environ.get("PRL_SIMULATIONS", "200"))
 LIMIT_S = 3000.0
 SETTING = GroupSetting(0, 1, RlPhase.BOTH, {})
 DEAD_AFTER_S, HEARTBEAT_S = SETTING.dead_after_s, SETTING.heartbeat_s
@@ -32,7 +30,6 @@ def random_world(seed: int) -> World:
     )
 
 
-@pytest.mark.timeout(60 + NUM_HISTORIES)
 @pytest.mark.parametrize("block", range(NUM_BLOCKS))
 def test_every_random_history_ends_well(block: int) -> None:
     for number in range(NUM_HISTORIES):

@@ -16,7 +16,7 @@ from tui.glyphs import PlainGlyphs, plain_glyphs
 from tui.nodes import HEALTH
 from tui.nodes_view import CELLS
 from tui.series import sparkline
-from tui.snapshot import PART_SYMBOLS, STATES
+from tui.snapshot import LEVEL_SYMBOLS, STATES
 
 BLACK = Color.parse("black")
 
@@ -43,7 +43,7 @@ STATE_SYMBOLS, HEALTH_SYMBOLS = [symbol for symbol, _ in STATES.values()], [symb
 
 @pytest.mark.parametrize(
     "kinds",
-    [STATE_SYMBOLS, HEALTH_SYMBOLS, [*PART_SYMBOLS.values()], [*CELLS.values()], ["━", "─"], ["▮", "▯"]],
+    [STATE_SYMBOLS, HEALTH_SYMBOLS, [*LEVEL_SYMBOLS.values()], [*CELLS.values()], ["━", "─"], ["▮", "▯"]],
 )
 def test_what_differs_in_shape_still_does(kinds: list[str]) -> None:
     assert len({plain(each, ascii_only=True) for each in kinds}) == len(set(kinds))
