@@ -75,6 +75,7 @@ class Nodes:
         self.mark = uuid.uuid4().hex
         self.num_nodes = num_nodes
         self.running: dict[int, subprocess.Popen[bytes]] = {}
+        self.own_flags: dict[int, list[str]] = {}
         self._folder = folder
         self._prefixes = prefixes
         (folder / "data").mkdir(parents=True)
@@ -86,23 +87,26 @@ class Nodes:
         weights = ",".join(["2", *["1"] * (self.num_nodes - 1)])
         self._flags = f"--num-nodes {self.num_nodes} --rank-weights {weights} {flags}".split()
 
-    def start(self, *, kill: tuple[int, int] | None = None, hold: bool = False) -> None:
-        """All nodes. `kill` is (rank, phase): that node ends by SIGKILL in that phase, or is held in it."""
+    def start(self, *, kill: tuple[int, int] | None = None, hold: str = "") -> None:
+        """All nodes. `kill` is (rank, phase): that node ends by SIGKILL in that phase, or is held in it.
+
+        `hold` is "1", or "loop" for one whose main loop stands still there.
+        """
         for rank in range(self.num_nodes):
             self.running[rank] = self.start_one(rank, kill[1] if kill and kill[0] == rank else None, hold)
 
-    def start_one(self, rank: int, kill_at: int | None = None, hold: bool = False) -> subprocess.Popen[bytes]:
+    def start_one(self, rank: int, kill_at: int | None = None, hold: str = "") -> subprocess.Popen[bytes]:
         module = "prime_rl.multinode.node" if kill_at is None else "tests.multinode_main"
         paths = ["--data-path", str(self._folder / "data"), "--log-path", str(self.output.path)]
         who = ["--master"] if rank == 0 else ["--worker", str(rank)]
-        toml = ["@", str(self._folder / "multinode.toml")]
+        toml = [*self.own_flags.get(rank, ()), "@", str(self._folder / "multinode.toml")]
         with self.log(rank).open("ab") as log:
             return subprocess.Popen(
                 [*self._prefixes.get(rank, ()), sys.executable, "-m", module, *paths, *self._flags, *who, *toml],
                 cwd=ROOT,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, MARK: self.mark, KILL_AT: str(kill_at), HOLD: str(int(hold))},
+                env={**os.environ, MARK: self.mark, KILL_AT: str(kill_at), HOLD: hold},
             )
 
     def log(self, rank: int) -> Path:

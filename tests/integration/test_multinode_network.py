@@ -121,7 +121,7 @@ def test_a_node_that_is_lost_is_named_in_time_and_the_same_commands_again_end_as
 def lose(nodes: Nodes, networks: Networks, phase: Phase, how: str) -> None:
     """One node is lost in that phase; the others end in time and say who it was."""
     victim = phase % 3
-    nodes.start(kill=(victim, phase), hold=how == "cut")
+    nodes.start(kill=(victim, phase), hold="1" if how == "cut" else "")
     if how == "cut":
         nodes.wait_phase(victim, phase)
         status = nodes.status(victim)
