@@ -5,16 +5,19 @@ import os
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
+
+if TYPE_CHECKING:  # torch, which most of the tests here do without
+    from tests.inference_support import RunningServer
 
 from tests.fork_runner import Runner, runner
 from tests.system_support import Workspace, build_base_model, make_whole_workspace, make_workspace
 
 
 def _once(tmp_path_factory: pytest.TempPathFactory, name: str, make: Callable[[Path], object]) -> Path:
-    """One for all workers: the first that needs it makes it, the others wait for that. See ONCE in tests/conftest.py."""
+    """One for all workers: the first that needs it makes it, the others wait for that (ONCE in tests/conftest.py)."""
     place = tmp_path_factory.getbasetemp()
     folder = (place.parent if "PYTEST_XDIST_WORKER" in os.environ else place) / name
     with folder.with_suffix(".lock").open("w") as lock:
@@ -80,6 +83,35 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def model(tiny: Path) -> Path:
     """The model of a test that does not choose one: `tiny`. The tests of inference have another."""
     return tiny
+
+
+@pytest.fixture(scope="session")
+def served_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The inference tests' random model, with a tokenizer of one token a character."""
+    from tests.inference_support import make_model
+
+    return _once(tmp_path_factory, "served", make_model)
+
+
+VLLM = pytest.param("vllm", marks=[pytest.mark.vllm, pytest.mark.xdist_group("vllm")])
+
+
+@pytest.fixture(scope="session", params=["embedded", VLLM])
+def server(
+    request: pytest.FixtureRequest, served_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[RunningServer]:
+    """One server of each engine for all tests that only talk to one. Two adapters are loaded."""
+    from tests.inference_support import KEY, LOADED, NUM_RUNS, adapter_dir, make_adapter, start
+
+    output_dir = tmp_path_factory.mktemp(request.param)
+    running = start(request.param, served_model, output_dir, env={"PRL_API_KEY": KEY}, max_concurrent_runs=NUM_RUNS)
+    try:
+        for seed, name in enumerate(LOADED):
+            running.load(name, make_adapter(adapter_dir(running, name), served_model, seed=seed, rank=4 * (seed + 1)))
+        yield running
+    finally:
+        if running.process.poll() is None:
+            running.stop()
 
 
 @pytest.fixture(scope="session")
