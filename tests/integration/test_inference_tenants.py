@@ -90,6 +90,7 @@ def answers(server: RunningServer, model: Path) -> dict[str, list[int]]:
     return told
 
 
+@pytest.mark.slow
 def test_nobody_gets_an_answer_of_anybody_elses_adapter(server: RunningServer, answers: dict[str, list[int]]) -> None:
     """Each tenant goes through its versions at its own pace; the next is loaded while the last is asked."""
     together = threading.Barrier(len(TENANTS))

@@ -21,6 +21,7 @@ from prime_rl.multinode.split import Plan
 from tests.budgets import ALL_PHASES
 from tests.multinode_support import CONFIG, HEARTBEAT_S, Nodes, check_same_adapter, interrupt
 
+pytestmark = pytest.mark.slow
 GROUPS = 32
 ROLLOUTS = 8
 UPDATES = 4
