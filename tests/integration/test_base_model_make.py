@@ -16,6 +16,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from prime_rl.trainer.base_model.demonstrations import Demonstrator
 from prime_rl.trainer.base_model.recipe import Recipe
+from prime_rl.trainer.base_model.teach import build_model, teach
+from prime_rl.trainer.base_model.tokenizer import PromptEncoder, build_tokenizer
 from prime_rl.utils.tasks import TASKS, similarity, split_of
 from tests.budgets import in_full
 from tests.patience import PATIENCE_S
@@ -68,6 +70,21 @@ def test_same_seed_same_bytes_and_another_seed_others(model: Path, tmp_path: Pat
     first = (model / "model.safetensors").read_bytes()
     assert (make(tmp_path / "again") / "model.safetensors").read_bytes() == first
     assert (make(tmp_path / "again", seed=1) / "model.safetensors").read_bytes() != first
+
+
+def test_the_same_recipe_teaches_the_same_bits() -> None:
+    """In this process, with a model that is learned at once."""
+    tokenizer = build_tokenizer(512)
+
+    def taught(seed: int) -> list[torch.Tensor]:
+        recipe = Recipe(seed=seed, num_steps=2, num_threads=1, hidden_size=32, num_layers=1, batch_size=4)
+        torch.manual_seed(recipe.seed)
+        model = build_model(recipe, tokenizer)
+        teach(model, recipe, PromptEncoder(tokenizer), lambda step, loss: None)
+        return list(model.parameters())
+
+    one, again, other = taught(0), taught(0), taught(1)
+    assert all(map(torch.equal, one, again)) and not all(map(torch.equal, one, other))
 
 
 def test_an_up_to_date_model_is_left_alone(model: Path) -> None:
