@@ -1,4 +1,4 @@
-"""How much of what has no natural end is tried: random histories, rounds of kills, phases, examples of Hypothesis.
+"""How much of what has no natural end is tried: random histories, rounds of kills, phases.
 
 `PRL_TEST_BUDGET` is `small` (the default: enough for a commit) or `full` (`make test-all`). Each number has a variable
 of its own besides, which counts more: PRL_KILL_ROUNDS, PRL_SIMULATIONS; PRL_KILL_SEED and PRL_ALL_PHASES choose what.
@@ -7,6 +7,9 @@ of its own besides, which counts more: PRL_KILL_ROUNDS, PRL_SIMULATIONS; PRL_KIL
 from __future__ import annotations
 
 import os
+from typing import Any
+
+import pytest
 
 IS_FULL = {"small": False, "full": True}[os.environ.get("PRL_TEST_BUDGET", "small")]
 
@@ -22,5 +25,8 @@ KILL_SEED = int(os.environ.get("PRL_KILL_SEED", "20261121"))
 SIMULATIONS = _number("PRL_SIMULATIONS", small=20, full=200)
 # Whether a node is cut off and also killed in each of the phases of a group, and not only one of the two.
 ALL_PHASES = bool(os.environ.get("PRL_ALL_PHASES"))
-# Of the examples that a property asks for, Hypothesis tries one in so many.
-EXAMPLES_DIVISOR = 1 if IS_FULL else 4
+
+
+def in_full(*values: Any) -> list[Any]:
+    """Parameters of a test that only `make test-all` tries; the others beside them guard the same."""
+    return [pytest.param(value, marks=pytest.mark.slow) for value in values]

@@ -27,8 +27,8 @@ _MARK = "PRL_TEST_SESSION"
 os.environ.setdefault(_MARK, uuid.uuid4().hex)
 
 
-# Fixtures that are made once for all workers.
-ONCE = {"base_model", "tiny", "model"}
+# Fixtures of tests/integration/conftest.py that are made once for all workers.
+ONCE = {"base_model", "tiny", "model", "alone"}
 
 
 def processes_of_this_session() -> list[psutil.Process]:
@@ -69,8 +69,11 @@ def _shares(item: pytest.Item) -> bool:
     """Whether a fixture of these tests is made once a worker for several tests, this one among them."""
     info: Any = getattr(item, "_fixtureinfo", None)
     fixtures = [found[-1] for found in info.name2fixturedefs.values()] if info else []
+    once = {("tests/integration", name) for name in ONCE}
     return any(
-        each.scope in ("module", "session") and each.baseid.startswith("tests") and each.argname not in ONCE
+        each.scope in ("module", "session")
+        and each.baseid.startswith("tests")
+        and (each.baseid, each.argname) not in once
         for each in fixtures
     )
 

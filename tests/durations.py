@@ -7,8 +7,8 @@ The cost of a test is `max(CPU seconds, seconds - pressure)`. CPU seconds are th
 children that it has waited for; other programs do not add to them. The pressure is the time during the test in which
 some process of this machine waited for a CPU (/proc/pressure/cpu): a test can be late in it without being slow, so it
 does not count. On an idle machine the cost is the time that the test took; on a busy one it is less or the same,
-never more. Before a test fails, its cost is divided by the slowness of this machine: the CPU time of a fixed piece of
-work beside that of the machine for which the limit was set.
+never more. Before a test fails, its cost is divided by the slowness of this machine, if it is above one: the CPU time
+of a fixed piece of work beside that of the machine for which the limit was set.
 
 Counted are a test and its own fixtures. Fixtures that several tests share (module, session) are listed for
 themselves and have no limit.
@@ -134,7 +134,7 @@ def too_dear(found_s: float) -> str | None:
     """Why a test that costs `found_s` here may not be unmarked; None where it may."""
     if found_s <= LIMIT_S:
         return None
-    slow = slowness()
+    slow = max(1.0, slowness())
     if found_s / slow <= LIMIT_S:
         return None
     return (

@@ -31,6 +31,10 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}assistant: {% endif %}"
 )
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+# The server that tests share: its key, the adapters that are loaded, and room for so many runs of two versions each.
+KEY = "not-a-secret"
+LOADED = ("run_a@v1", "run_b@v1")
+NUM_RUNS = 10
 # Threads that wait for each other on a shared machine cost more than they give a tiny model.
 torch.set_num_threads(1)
 
@@ -202,6 +206,14 @@ def start(
     status = read_status(status_file, InferenceStatus)
     assert status is not None
     return RunningServer(process, output_dir, status.base_url, str(model), log, (env or {}).get("PRL_API_KEY"))
+
+
+def fill_slots(server: RunningServer, folder: Path) -> list[str]:
+    """Load the adapter in `folder` under names of other runs until no slot is free; returns the names."""
+    names = [f"run_fill{number}@v{version}" for number in range(NUM_RUNS) for version in (1, 2)][: -len(LOADED)]
+    for name in names:
+        server.load(name, folder)
+    return names
 
 
 def greedy(model: PreTrainedModel, prompt: list[int], num_tokens: int) -> list[int]:

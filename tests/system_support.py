@@ -7,7 +7,7 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -164,6 +164,14 @@ class Workspace:
             if str(self.output_dir) in text and process.pid not in mine:
                 found.append(process)
         return found
+
+
+def closed(workspace: Workspace) -> Iterator[Workspace]:
+    """The workspace once; whatever was left running in it is ended afterwards."""
+    yield workspace
+    workspace.prl("down", check=False)
+    for process in workspace.processes():
+        process.kill()
 
 
 def make_workspace(tmp_path: Path, model: Path, *, slots: int = 2, engine: str = "embedded") -> Workspace:

@@ -10,8 +10,10 @@ import json
 import math
 import os
 import random
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import msgspec
 from textual.app import App
@@ -30,6 +32,7 @@ from prime_rl.contract.status import (
 )
 from prime_rl.utils.process import ProcessId
 from tests.patience import PATIENCE_S
+from tui.app import PrlApp
 from tui.snapshot import Disk
 
 NOW = 1_790_000_000.0
@@ -353,6 +356,21 @@ def screen_text(app: App[None]) -> str:
     """What is drawn, without the styles: exactly what reaches the terminal between its own style codes."""
     strips = app.screen._compositor.render_strips()
     return "\n".join("".join(segment.text for segment in strip) for strip in strips)
+
+
+@asynccontextmanager
+async def opened_app(
+    workspace: Path | OutputDir, *keys: str, size: tuple[int, int] = (100, 30), **settings: Any
+) -> AsyncIterator[tuple[PrlApp, Pilot[None]]]:
+    """The app over a workspace, after its first look and then `keys`. `settings` are PrlApp's; the clock is NOW."""
+    path = workspace.path if isinstance(workspace, OutputDir) else workspace
+    app = PrlApp(path, **{"clock": frozen_clock, "read_disk": roomy_disk, **settings})
+    app.animation_level = "none"
+    async with app.run_test(size=size) as pilot:
+        await until(pilot, lambda: has_looked(app), "a look")
+        await pilot.press(*keys)
+        await pilot.pause()
+        yield app, pilot
 
 
 async def settled(pilot: Pilot[None], *, num_same: int = 5) -> None:

@@ -85,6 +85,7 @@ def test_whole_weights_are_taken_over_and_given_back(unladen: RunningServer, mod
     assert difference(unladen, base) <= 1e-4
 
 
+@pytest.mark.slow
 def test_a_request_is_answered_by_one_set_of_weights_which_its_answer_names(unladen: RunningServer) -> None:
     folder = publish(unladen, "step_5", seed=5)
     names = ["base", "run_w/broadcast/step_5"]

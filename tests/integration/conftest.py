@@ -4,12 +4,15 @@ import fcntl
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
+if TYPE_CHECKING:  # torch, which most of the tests here do without
+    from tests.inference_support import RunningServer
+
 from tests.fork_runner import Runner, runner
-from tests.system_support import Workspace, build_base_model, make_whole_workspace, make_workspace
+from tests.system_support import Workspace, build_base_model, closed, make_whole_workspace, make_workspace
 
 
 def _once(tmp_path_factory: pytest.TempPathFactory, name: str, make: Callable[[Path], object]) -> Path:
@@ -18,8 +21,9 @@ def _once(tmp_path_factory: pytest.TempPathFactory, name: str, make: Callable[[P
     folder = (place.parent if "PYTEST_XDIST_WORKER" in os.environ else place) / name
     with folder.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not (folder / "config.json").exists():
+        if not folder.with_suffix(".made").exists():
             make(folder)
+            folder.with_suffix(".made").touch()
     return folder
 
 
@@ -36,29 +40,22 @@ def lives() -> Iterator[Runner]:
         yield started
 
 
-def _closed(workspace: Workspace) -> Iterator[Workspace]:
-    yield workspace
-    workspace.prl("down", check=False)
-    for process in workspace.processes():
-        process.kill()
-
-
 @pytest.fixture
 def workspace(tmp_path: Path, base_model: Path) -> Iterator[Workspace]:
     """A workspace with two slots and the embedded engine; whatever a test leaves running is ended."""
-    yield from _closed(make_workspace(tmp_path, base_model))
+    yield from closed(make_workspace(tmp_path, base_model))
 
 
 @pytest.fixture
 def vllm_workspace(tmp_path: Path, base_model: Path) -> Iterator[Workspace]:
-    yield from _closed(make_workspace(tmp_path, base_model, engine="vllm"))
+    yield from closed(make_workspace(tmp_path, base_model, engine="vllm"))
 
 
 @pytest.fixture
 def whole_workspace(request: pytest.FixtureRequest, tmp_path: Path, base_model: Path) -> Iterator[Workspace]:
     """A workspace that fine-tunes the whole model; its parameter is (engine, broadcast.type)."""
     engine, broadcast = request.param
-    yield from _closed(make_whole_workspace(tmp_path, base_model, engine=engine, broadcast=broadcast))
+    yield from closed(make_whole_workspace(tmp_path, base_model, engine=engine, broadcast=broadcast))
 
 
 @pytest.fixture(scope="session")
@@ -76,8 +73,45 @@ def model(tiny: Path) -> Path:
 
 
 @pytest.fixture(scope="session")
+def served_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The inference tests' random model, with a tokenizer of one token a character."""
+    from tests.inference_support import make_model
+
+    return _once(tmp_path_factory, "served", make_model)
+
+
+VLLM = pytest.param("vllm", marks=[pytest.mark.vllm, pytest.mark.xdist_group("vllm")])
+
+
+@pytest.fixture(scope="session", params=["embedded", VLLM])
+def server(
+    request: pytest.FixtureRequest, served_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[RunningServer]:
+    """One server of each engine for all tests that only talk to one. Two adapters are loaded."""
+    from tests.inference_support import KEY, LOADED, NUM_RUNS, adapter_dir, make_adapter, start
+
+    output_dir = tmp_path_factory.mktemp(request.param)
+    running = start(request.param, served_model, output_dir, env={"PRL_API_KEY": KEY}, max_concurrent_runs=NUM_RUNS)
+    try:
+        for seed, name in enumerate(LOADED):
+            running.load(name, make_adapter(adapter_dir(running, name), served_model, seed=seed, rank=4 * (seed + 1)))
+        yield running
+    finally:
+        if running.process.poll() is None:
+            running.stop()
+
+
+@pytest.fixture(scope="session")
 def alone(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """The last adapter of each of the isolation tests' runs when it had the trainer for itself."""
+    from safetensors.torch import load_file, save_file
+
     from tests.isolation_support import RUNS, train_alone
 
-    return {run_id: train_alone(tmp_path_factory.mktemp(run_id), tiny, run_id) for run_id in RUNS}
+    def make(folder: Path) -> None:
+        for run_id in RUNS:
+            (folder / run_id).mkdir(parents=True)
+            save_file(train_alone(folder / run_id, tiny, run_id), folder / f"{run_id}.safetensors")
+
+    folder = _once(tmp_path_factory, "alone", make)
+    return {run_id: load_file(folder / f"{run_id}.safetensors") for run_id in RUNS}

@@ -133,6 +133,7 @@ def test_last_words_and_readmission(prl: Prl) -> None:
     assert "neither evicted nor failed" in prl("runs", "readmit", "run_a").stdout
 
 
+@pytest.mark.slow
 def test_delete_of_a_run_that_trains(prl: Prl) -> None:
     prl.up()
     (prl.output_dir / "pause_run_a").touch()

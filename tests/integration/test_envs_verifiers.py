@@ -67,6 +67,7 @@ def turns_of(sample: TrainingSample) -> list[list[int]]:
     return [[token for _, token in group] for is_ours, group in itertools.groupby(marked, lambda m: m[0]) if is_ours]
 
 
+@pytest.mark.slow
 async def test_a_run_on_a_taskset_with_a_tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", f"{TASKSETS}{os.pathsep}{os.environ.get('PYTHONPATH', os.getcwd())}")
     monkeypatch.setenv("HOME", str(tmp_path))  # verifiers keeps the folders of its rollouts below it

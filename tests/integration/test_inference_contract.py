@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import openai
-import psutil
 import pytest
 import torch
 from peft import PeftModel
@@ -22,14 +20,15 @@ from prime_rl.contract.status import InferenceStatus, is_alive, read_status
 from tests.adapter_sets import TARGET_SETS, TrainedAdapter
 from tests.inference_support import (
     EOS,
+    KEY,
+    LOADED,
     RunningServer,
     adapter_dir,
     error_of,
+    fill_slots,
     greedy,
     make_adapter,
-    make_model,
     reference_logprobs,
-    start,
     token_ids,
 )
 from tests.patience import PATIENCE_S
@@ -42,31 +41,14 @@ from tests.weights_contract import (  # noqa: F401
     unladen,
 )
 
-KEY = "not-a-secret"
-A, B = "run_a@v1", "run_b@v1"
+A, B = LOADED
 PROMPTS = [[9, 6, 13, 13, 16], [20, 3], [40, 41, 42, 43, 44, 45, 46, 47, 48, 49, 50, 51], [7, 30, 7]]
 NUM_TOKENS = 24
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("model") / "base")
-
-
-@pytest.fixture(scope="module", params=["embedded", pytest.param("vllm", marks=pytest.mark.vllm)])
-def server(
-    request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[RunningServer]:
-    """A server with two adapters loaded."""
-    output_dir = tmp_path_factory.mktemp(request.param)
-    running = start(request.param, model, output_dir, env={"PRL_API_KEY": KEY})
-    try:
-        for seed, name in enumerate((A, B)):
-            running.load(name, make_adapter(adapter_dir(running, name), model, seed=seed, rank=4 * (seed + 1)))
-        yield running
-    finally:
-        if running.process.poll() is None:
-            running.stop()
+def model(served_model: Path) -> Path:
+    return served_model
 
 
 @pytest.fixture(scope="module")
@@ -179,9 +161,8 @@ def test_logprobs_are_those_of_the_distribution_sampled_from(
 
 def test_mixed_requests_equal_their_solo_outputs(server: RunningServer, model: Path) -> None:
     """Base and two adapters, greedy and seeded, prompts of different lengths: all at the same time and one by one."""
-    others = ["run_f@v1", "run_f@v2"]  # every slot has held weights: what is left must not reach rows of the base
-    for name in others:
-        server.load(name, make_adapter(adapter_dir(server, name), model, seed=30))
+    others = fill_slots(server, make_adapter(server.output_dir / "others", model, seed=30))
+    for name in others:  # every slot has held weights: what is left must not reach rows of the base
         server.complete(PROMPTS[0], model=name, max_tokens=1)
     for name in others:
         server.unload(name)
@@ -311,17 +292,14 @@ def test_adapters_come_from_below_output_dir_only(server: RunningServer, model: 
 
 
 def test_no_more_adapters_than_slots(server: RunningServer, model: Path) -> None:
-    """Four slots (2 runs of 2 versions), two of them taken by the fixture."""
     folder = make_adapter(server.output_dir / "many", model, seed=5)
-    names = ["run_m@v1", "run_m@v2"]
-    for name in names:
-        server.load(name, folder)
-    response = server.post("/v1/load_lora_adapter", lora_name="run_m@v3", lora_path=str(folder))
+    names = fill_slots(server, folder)
+    response = server.post("/v1/load_lora_adapter", lora_name="run_m@v1", lora_path=str(folder))
     assert response.status_code == 400 and "slots" in error_of(response)
     for name in names:
         server.unload(name)
-    server.load("run_m@v3", folder)
-    server.unload("run_m@v3")
+    server.load("run_m@v1", folder)
+    server.unload("run_m@v1")
 
 
 def test_bad_requests_are_refused_in_openais_shape(server: RunningServer) -> None:
@@ -385,13 +363,3 @@ def test_metrics_and_status_tell_the_truth(server: RunningServer) -> None:
     wait_for(lambda: status().num_running == 0, "the status to show that nothing runs", timeout_s=PATIENCE_S)
     text = server.get("/metrics").text
     assert "requests_running" in text and "tokens_total" in text
-
-
-def test_sigterm_ends_every_process(server: RunningServer) -> None:
-    """Last in the module: it stops the server."""
-    family = [psutil.Process(server.process.pid), *psutil.Process(server.process.pid).children(recursive=True)]
-    assert server.stop() == 0, server.log.read_text()[-3000:]
-    _, alive = psutil.wait_procs(family, timeout=PATIENCE_S)
-    assert alive == []
-    status = read_status(OutputDir(server.output_dir).inference_status, InferenceStatus)
-    assert status is not None and status.state == "stopped" and status.adapters == []

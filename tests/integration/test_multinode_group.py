@@ -21,6 +21,7 @@ from tests.budgets import ALL_PHASES
 from tests.learning import ascent_of_adapter
 from tests.multinode_support import CONFIG, HEARTBEAT_S, Nodes, check_same_adapter, interrupt
 
+pytestmark = pytest.mark.slow
 GROUPS = 32
 ROLLOUTS = 8
 UPDATES = 4

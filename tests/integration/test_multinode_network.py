@@ -20,6 +20,7 @@ from prime_rl.multinode.phases import Phase
 from tests.budgets import ALL_PHASES
 from tests.multinode_support import CONFIG, HEARTBEAT_S, PATIENCE_S, Nodes, check_same_adapter
 
+pytestmark = pytest.mark.slow
 # Detection, and the end of what was under way; on a machine that other tests keep busy.
 BOUND_S = 3 * HEARTBEAT_S + 5.0
 # Each node has its network for itself.

@@ -17,6 +17,7 @@ from tests.patience import PATIENCE_S
 from tests.ranks_main import NUM_STEPS, RUNS, SHORT_TIMEOUT_S, TIGHT, put_run, put_whole_run, tight_config
 from tests.trainer_support import adapter, published, relative_difference, tiny_model, train_until, whole_config
 
+pytestmark = pytest.mark.slow
 TOLERANCE = 1e-4
 Adapters = dict[str, dict[str, torch.Tensor]]
 
@@ -64,7 +65,6 @@ def test_a_group_ends_as_it_should(folder: Path, size: int) -> None:
     assert "Warning" not in logs(folder)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 4])
 def test_many_ranks_reach_what_one_rank_and_one_run_reach(folder: Path, alone: Adapters, size: int) -> None:
     check(folder / f"together_{size}", alone, list(RUNS))

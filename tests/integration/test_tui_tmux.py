@@ -85,6 +85,7 @@ def terminal(tmp_path: Path, workspace: Workspace) -> Iterator[Terminal]:
     opened.close()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("tmux") is None, reason="tmux is not installed")
 def test_a_whole_day_at_the_console(terminal: Terminal, workspace: Workspace) -> None:
     terminal.wait("no runs here yet")
