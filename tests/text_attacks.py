@@ -281,16 +281,21 @@ class Attacked:
             )
         self._fill_run()
         self._add_ended()
-        for number, place in enumerate(config_places()):
+        for number, place in enumerate(self._config_places()):
             write_config(output, f"run_c{number:03d}", place.put(BASE_CONFIG, self.text(f"orch.toml {place.path}")))
             self.num_configs = number + 1
         (output.path / f"run_{self.name('folder')}").mkdir()
         return self
 
+    def _config_places(self) -> list[ConfigPlace]:
+        """All; of an attack of a megabyte the model's name and some others, for a file may be of a few megabytes."""
+        places = list(config_places())
+        return places if len(self.attack) < MEGABYTE else [ConfigPlace(("model", "name")), *places[::16]]
+
     def _valid_config(self) -> Document:
         """As much of it attacked as the rules allow."""
         config = BASE_CONFIG
-        for place in config_places():
+        for place in self._config_places():
             attacked = place.put(config, self.text(f"orch.toml {place.path}"))
             try:
                 build(OrchestratorConfig, attacked, "orch.toml")

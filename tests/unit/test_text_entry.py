@@ -44,6 +44,10 @@ from tui.snapshot import make_snapshot
 from tui.tabs import TABS
 
 WORD = "wherever"
+LONG = "megabyte"
+IN_TURN = [pytest.param(each, marks=[pytest.mark.slow] if each == LONG else []) for each in ATTACKS]
+# Of some attacks nothing is left to be seen, and some files may not be as long as that.
+UNSEEN = ("title", "title, other end", LONG)
 
 
 def looked_at(output: OutputDir) -> Iterator[str]:
@@ -88,12 +92,12 @@ def test_every_string_of_every_status_file(output: OutputDir, attack: str) -> No
             if WORD in found:
                 seen.add(name)
         write_attacked(output, kind, lambda each: None)
-    if attack not in ("title", "title, other end"):  # of these nothing is left to be seen
+    if attack not in UNSEEN:
         expected = {"RunStatus.waiting_on", "DaemonStatus.state", "InferenceStatus.engine", "NodeStatus.host"}
         assert expected <= seen, "nothing was attacked"
 
 
-@pytest.mark.parametrize("attack", ATTACKS)
+@pytest.mark.parametrize("attack", IN_TURN)
 def test_every_key_of_a_config(tmp_path: Path, attack: str) -> None:
     """Each with a text where a number, a list or a table is expected, too: the message quotes it."""
     output, text = OutputDir(tmp_path), ATTACKS[attack].replace("{}", WORD)
@@ -104,7 +108,7 @@ def test_every_key_of_a_config(tmp_path: Path, attack: str) -> None:
     assert len(workspace.runs) == len(places) > 100
     for view in workspace.runs:
         check_clean(str(places[int(view.run_id.removeprefix("run_"))]), texts(view))
-    if attack not in ("title", "title, other end"):
+    if attack not in UNSEEN:
         assert sum(WORD in (view.reason or "") for view in workspace.runs) > 50, "no message quotes what it found"
 
 
@@ -132,7 +136,7 @@ def test_every_string_of_a_rollout(output: OutputDir, attack: str) -> None:
         check_clean(f"Sample{place}", tabs_of(output, RUN))
 
 
-@pytest.mark.parametrize("attack", ATTACKS)
+@pytest.mark.parametrize("attack", IN_TURN)
 def test_everything_at_once(tmp_path: Path, attack: str) -> None:
     """Also what is no struct: notes, logs, names of figures, of folders and of entries that are no runs."""
     attacked = Attacked(OutputDir(tmp_path), ATTACKS[attack]).build()
@@ -145,7 +149,7 @@ def test_everything_at_once(tmp_path: Path, attack: str) -> None:
         details = read_details(attacked.output.run(run_id), view, workspace.daemon(run_id))
         for part in (details.run, details.metrics, details.errors, details.disk, details.log_tail):
             seen += check_clean(run_id, texts(part))
-    if attack in ("csi", "markup", "bidi", "lines", "megabyte"):
+    if attack in ("csi", "markup", "bidi", "lines"):
         shown = {place.partition(" ")[0] for word, place in attacked.places.items() if word in seen}
         expected = (
             "evicted.txt",
@@ -159,7 +163,7 @@ def test_everything_at_once(tmp_path: Path, attack: str) -> None:
         assert {*expected, "samples.jsonl.prompt", "RunStatus.reason", "DaemonStatus.log_tail[]"} <= shown
 
 
-@pytest.fixture(scope="module", params=["all", "lines", "megabyte"])
+@pytest.fixture(scope="module", params=["all", "lines", pytest.param(LONG, marks=pytest.mark.slow)])
 def attacked(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Attacked:
     attack = ALL if request.param == "all" else ATTACKS[request.param]
     return Attacked(OutputDir(tmp_path_factory.mktemp("attacked")), attack).build()
