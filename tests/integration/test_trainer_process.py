@@ -68,6 +68,9 @@ def test_a_workspace_from_start_to_stop(model: Path, tmp_path: Path, processes: 
     status = read_status(workspace / "trainer" / "status.json", TrainerStatus)
     assert status is not None and is_alive(status, status.updated_at) and status.pid == process.pid
     assert (status.max_runs, status.max_rank, status.max_seq_len, status.model) == (1, 16, 64, str(model))
+    turns = status.loop
+    assert turns is not None
+    wait(status_says(workspace, lambda s: (s.loop or 0) > turns), "its loop to turn without any run")
 
     # A bad config is explained, a mended one is taken by its event: the rescan is far away.
     run = write_run(workspace, "run_a", model, optim={"lr": -1})

@@ -154,6 +154,9 @@ async def test_waits_for_the_trainer_by_name_also_after_the_last_batch(workspace
     task = workspace.start(max_steps=2, max_async_level=0)
     await workspace.until_waiting_on("policy version 1 (have 0), trainer has not started yet")
     assert list_rollout_steps(workspace.run) == [1]
+    turns = workspace.status.loop
+    assert turns is not None
+    await until(lambda: (workspace.status.loop or 0) > turns, "its loop to turn while it waits")
     publish(workspace.run, 1)
     await workspace.until_waiting_on("policy version 2 (have 1), trainer last updated under 10 s ago")
     assert list_rollout_steps(workspace.run) == [1, 2]
