@@ -1,8 +1,8 @@
-"""What people do to runs: add, evict, readmit, delete, undelete, purge. Used by `prl` and by the TUI.
+"""Actions on runs: add, evict, readmit, delete, undelete, purge. Used by `prl` and by the TUI.
 
 Every action works on files alone, so it works with the daemons down; doing it twice does no more than doing it once;
-what it did is appended to `logs/audit.jsonl`. A run is checked with the very rules and words of the trainer
-(`configs.validate`). Failure is an `ActionError` of one line. It starts and ends no process: the supervisor does that.
+each is appended to `logs/audit.jsonl`. A run is checked with the trainer's own rules (`configs.validate`). Failure is
+an `ActionError` of one line. Actions start and end no process: the supervisor does that.
 """
 
 from __future__ import annotations
@@ -32,11 +32,20 @@ from daemons.trash import (
     purge_trash,
     undelete_run,
 )
-from prime_rl.configs.base import ConfigError, ConfigProblem, build, load_config, load_toml, merge, parse_toml
+from prime_rl.configs.base import (
+    MAX_TOML_BYTES,
+    ConfigError,
+    ConfigProblem,
+    build,
+    load_config,
+    load_toml,
+    merge,
+    parse_toml,
+)
 from prime_rl.configs.orchestrator import OrchestratorConfig
 from prime_rl.configs.trainer import TrainerConfig
 from prime_rl.configs.validate import TrainerLimits, find_problems
-from prime_rl.contract.files import write_atomic
+from prime_rl.contract.files import read_file, read_text, remove, write_atomic
 from prime_rl.contract.layout import OutputDir, RunDir
 from prime_rl.contract.status import DaemonStatus, RunState, RunStatus, TrainerStatus, is_alive, read_status
 
@@ -63,7 +72,7 @@ _PUBLIC_MODE = 0o644
 
 
 def trainer_limits(output_dir: Path) -> TrainerLimits | None:
-    """What a run must fit into: the living trainer's limits, else those it was last configured for, else None."""
+    """The limits that a run must meet: of the living trainer, else of its last config, else None."""
     output = OutputDir(output_dir)
     status = read_status(output.trainer_status, TrainerStatus)
     if status is not None and status.model and is_alive(status, time.time()):
@@ -77,7 +86,7 @@ def trainer_limits(output_dir: Path) -> TrainerLimits | None:
 def check_file(
     output_dir: Path, source: Path | str, *, overrides: Mapping[str, Any] | None = None
 ) -> list[ConfigProblem]:
-    """Everything that is wrong with a run's TOML file, as the trainer would say it; [] when it would be admitted."""
+    """All problems of a run's TOML file, as the trainer reports them; [] when it would be admitted."""
     try:
         data = merge(load_toml(Path(source)), overrides or {})
     except ConfigError as error:
@@ -114,9 +123,9 @@ def add_run(
 ) -> str:
     """Add a run from a TOML file and return its id; the default id comes from the file's name.
 
-    The file's text is kept as it is, unless there are `overrides`; a file that only its owner may read stays that. The
-    folder appears whole, so the trainer never sees half a run. With an explicit `run_id` that holds the very same text
-    already, nothing is done.
+    The file's text is kept as it is, unless there are `overrides`; a file that only its owner may read stays so. The
+    folder appears complete, so the trainer never sees half a run. If `run_id` is given and that run has the same text
+    already, nothing changes. Raises ActionError.
     """
     output, source = OutputDir(Path(output_dir)), Path(source)
     with one_line_errors(f"adding {source}"):
@@ -134,12 +143,12 @@ def add_run(
 
 
 def _checked_text(output_dir: Path, source: Path, overrides: Mapping[str, Any] | None) -> tuple[str, int]:
-    """The text that was checked, which is the text that is placed, and the mode of its file."""
+    """The checked text, which is the text that is placed, and the mode of its file."""
     try:
         data = load_toml(source)
-        text = source.read_bytes().decode()
+        text = read_file(source, limit=MAX_TOML_BYTES, follow_links=True).decode()
         if parse_toml(text, str(source)) != data:
-            raise ActionError(f"{source} is being written: try again")
+            raise ActionError(f"{source} changed while it was read: try again")
         _checked(output_dir, data, str(source), overrides)
     except ConfigError as error:
         raise ActionError(in_one_line(str(error))) from error
@@ -148,7 +157,7 @@ def _checked_text(output_dir: Path, source: Path, overrides: Mapping[str, Any] |
 
 
 def evict_run(output_dir: Path, run_id: str, reason: str) -> bool:
-    """Take a run out of training; false when it is evicted already (its first reason stays)."""
+    """Evict a run from training; false when it is already evicted (its first reason stays)."""
     output = OutputDir(Path(output_dir))
     with one_line_errors(f"evicting {run_id}"):
         run = existing_run(output, run_id)
@@ -160,16 +169,16 @@ def evict_run(output_dir: Path, run_id: str, reason: str) -> bool:
 
 
 def readmit_run(output_dir: Path, run_id: str, *, reason: str = "") -> bool:
-    """Let an evicted or failed run train again; false when it is neither."""
+    """Continue an evicted or failed run; false when it is neither."""
     output = OutputDir(Path(output_dir))
     with one_line_errors(f"readmitting {run_id}"):
         run = existing_run(output, run_id)
         view = _view(output, run_id)
         if view.state is RunState.INVALID:
-            raise ActionError(in_one_line(f"{run_id} is invalid, mend its orch.toml instead: {view.reason}"))
+            raise ActionError(in_one_line(f"{run_id} is invalid: fix its orch.toml instead ({view.reason})"))
         if view.state not in (RunState.EVICTED, RunState.FAILED):
             return False
-        run.evicted.unlink(missing_ok=True)
+        remove(run.evicted)
         word = read_status(run.status, RunStatus)
         if word is not None and word.state == "failed":
             run.status.unlink(missing_ok=True)
@@ -186,7 +195,7 @@ def _view(output: OutputDir, run_id: str) -> RunView:
     workspace = WorkspaceReader(output.path).read()
     if (view := workspace.run(run_id)) is not None:
         return view
-    reason = next((each.reason for each in workspace.refused if each.name == run_id), "it is gone")
+    reason = next((each.reason for each in workspace.refused if each.name == run_id), "its folder is gone")
     raise ActionError(in_one_line(f"{run_id} is not a run: {reason}"))
 
 
@@ -208,7 +217,7 @@ def _free_id(output: OutputDir, run_id: str | None, source: Path) -> str:
 
 
 def _place(output: OutputDir, run_id: str | None, source: Path, text: str, mode: int) -> RunDir:
-    """Fill a folder beside the runs and rename it to the first free id: two adds at once get two ids."""
+    """Fill a folder beside the runs and rename it to the first free id, so that two adds at once get two ids."""
     staged = Path(tempfile.mkdtemp(prefix=".adding.", dir=output.path))
     try:
         staged.chmod(0o755)
@@ -227,8 +236,8 @@ def _place(output: OutputDir, run_id: str | None, source: Path, text: str, mode:
 
 
 def _taken(output: OutputDir, run_id: str | None, source: Path) -> ActionError:
-    return ActionError(f"run {run_id or source.stem!r} exists already in {output.path}: choose another id")
+    return ActionError(f"run {run_id or source.stem!r} already exists in {output.path}: choose another id with --id")
 
 
 def _same_text(run: RunDir, text: str) -> bool:
-    return run.orch_toml.is_file() and run.orch_toml.read_bytes() == text.encode()
+    return read_text(run.orch_toml, limit=MAX_TOML_BYTES) == text

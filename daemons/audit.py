@@ -1,4 +1,4 @@
-"""`logs/audit.jsonl`: who did what to which run, when and why. One line an action, appended after it was done."""
+"""`logs/audit.jsonl`: who did what to which run, when and why. One line per action, appended after it was done."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from prime_rl.contract.layout import OutputDir
 
 
 def record(output: OutputDir, action: str, run_id: str | None, *, reason: str = "", detail: str = "") -> None:
-    """Append one line. `reason` is the person's own, `detail` says what was done exactly.
+    """Append one line. `reason` is the person's own, `detail` is what exactly was done.
 
-    Raises ActionError when the line cannot be written: the action is done then, and the message says so.
+    Raises ActionError when the line cannot be written; the action itself is done by then.
     """
     line = {"time": time.time(), "who": _who(), "action": action, "run_id": run_id, "reason": reason, "detail": detail}
     try:
         append_line(output.audit, json.dumps(line))
     except OSError as error:
         raise ActionError(
-            f"{action} {run_id or ''} is done, but it could not be noted in {output.audit}: {error.strerror}"
+            f"{action} {run_id or ''} succeeded, but could not be recorded in {output.audit}: {error.strerror}"
         ) from error
 
 

@@ -1,4 +1,4 @@
-"""The small base model of the demo and of a workspace without a system file, made by a child process."""
+"""The small base model of the demo and of a workspace without a system file, built by a child process."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def make_base_model(name: str, stop: Callable[[], bool], say: launch.Say, *, is_
     """
     if not launch.means_folder(name) or (Path(name) / "config.json").exists():
         return
-    say(f"making a small base model in {name} (once, one to three minutes)")
+    say(f"building a small base model in {name} (once; takes one to three minutes)")
     out = subprocess.DEVNULL if is_quiet else None
     argv = [sys.executable, "-m", MAKE_BASE_MODULE, "--out", name]
     child = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=out, stderr=out)
@@ -39,5 +39,5 @@ def make_base_model(name: str, stop: Callable[[], bool], say: launch.Say, *, is_
             child.wait()
     if not stop() and child.returncode:
         raise launch.LaunchError(
-            f"the base model could not be made: prl make-base --out {name} exited {child.returncode}"
+            f"building the base model failed: prl make-base --out {name} exited with code {child.returncode}"
         )

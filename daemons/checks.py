@@ -1,7 +1,7 @@
-"""What `prl doctor` knows to judge: one function a fact, each handed what it judges. `doctor` collects the facts.
+"""The checks of `prl doctor`: one function per fact. `doctor` collects the facts.
 
-A check says what was found, and unless it is ok what to do. `warning`: it works, and something will hurt. `broken`: the
-workspace will not start, or will do the wrong thing.
+A check returns what was found and, unless it is ok, what to do. `warning`: it works, and a problem is to be expected.
+`broken`: the workspace will not start, or will do the wrong thing.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ WATCHES_PER_WATCHER = 3
 
 @dataclass(frozen=True)
 class Check:
-    """One line of the doctor. `advice` is empty when it is ok."""
+    """One line of `prl doctor`. `advice` is empty when it is ok."""
 
     name: str
     level: Level
@@ -54,7 +54,7 @@ def check_python(version: Sequence[int], executable: str) -> Check:
     found = f"{'.'.join(map(str, version[:3]))} ({executable})"
     if tuple(version[:2]) >= MIN_PYTHON:
         return Check("python", "ok", found)
-    return Check("python", "broken", found, "Python 3.11 or newer is needed: make install PYTHON=/path/to/python3.11")
+    return Check("python", "broken", found, "Python 3.11 or newer is required: make install PYTHON=/path/to/python3.11")
 
 
 def check_package(name: str, version: str | None, *, needed: bool, error: str | None = None) -> Check:
@@ -75,36 +75,36 @@ def check_gpu(devices: Sequence[str], *, driver_sees_some: bool, threads: int) -
         return Check("gpu", "ok", ", ".join(devices))
     if driver_sees_some:
         return Check(
-            "gpu", "warning", "nvidia-smi is here but torch sees no GPU", "make install-gpu, or ask the driver"
+            "gpu", "warning", "nvidia-smi finds a GPU but torch does not", "make install-gpu, or check the driver"
         )
-    return Check("gpu", "ok", f"none: everything runs on the CPU ({threads} threads)")
+    return Check("gpu", "ok", f"not found: everything runs on the CPU ({threads} threads)")
 
 
 def check_output_dir(path: Path) -> Check:
-    """Whether the workspace can be written, or made."""
+    """Whether the workspace can be written, or created."""
     place = _existing(path)
     if not place.is_dir():
         return Check("output_dir", "broken", f"{place} is not a folder", "choose another with --output-dir")
     if not os.access(place, os.W_OK | os.X_OK | os.R_OK):
-        return Check("output_dir", "broken", f"{place} cannot be read and written", "choose another with --output-dir")
+        return Check("output_dir", "broken", f"cannot read and write {place}", "choose another with --output-dir")
     info = place.stat()
     if path == place and info.st_mode & stat.S_IWOTH and not info.st_mode & stat.S_ISVTX:
-        return Check("output_dir", "warning", f"everybody may write to {path}", f"chmod o-w {path}")
-    return Check("output_dir", "ok", f"{path}" if path.exists() else f"{path} is not there yet; prl up makes it")
+        return Check("output_dir", "warning", f"every user of this machine may write to {path}", f"chmod o-w {path}")
+    return Check("output_dir", "ok", f"{path}" if path.exists() else f"{path} does not exist yet; prl up creates it")
 
 
 def check_file_system(path: Path, mountinfo: Path = Path("/proc/self/mountinfo")) -> Check:
-    """What the file system of the workspace means for the watchers and for what lies on it."""
+    """What the file system of the workspace means for file events and for the data on it."""
     place = _existing(path)
     kind = file_system_type(place, mountinfo)
     if kind is None:
-        return Check("file system", "ok", "its type cannot be told here")
+        return Check("file system", "ok", "unknown type")
     if not events_come(place, mountinfo):
         return Check(
             "file system",
             "warning",
             f"{kind}, on the network: no file events come from other machines, so changes are polled once a second",
-            "fine for several machines; the file server must do locks (flock), and its clock must be right",
+            "fine for several machines; the file server must support locks (flock), and its clock must be right",
         )
     if kind in ("tmpfs", "ramfs"):
         return Check("file system", "warning", f"{kind}: runs are gone after a reboot", "put the workspace on a disk")
@@ -113,9 +113,9 @@ def check_file_system(path: Path, mountinfo: Path = Path("/proc/self/mountinfo")
 
 def check_disk(disk: DiskView | None) -> Check:
     if disk is None:
-        return Check("disk", "warning", "free space cannot be told", "look at df")
+        return Check("disk", "warning", "free space unknown", "check it with df")
     found = f"{disk.free_bytes / 1e9:.1f} GB of {disk.total_bytes / 1e9:.0f} GB free"
-    advice = "prl runs purge removes deleted runs for good; lower ckpt.keep_last"
+    advice = "remove deleted runs for good with prl runs purge; lower ckpt.keep_last"
     if disk.free_bytes < FULL_DISK_BYTES:
         return Check("disk", "broken", found, advice)
     return Check("disk", "warning", found, advice) if disk.free_bytes < LOW_DISK_BYTES else Check("disk", "ok", found)
@@ -126,31 +126,31 @@ def check_inotify(num_runs: int, limits: Mapping[str, int]) -> Check:
     watchers = num_runs + WATCHERS_OWN
     wanted = {"max_user_instances": watchers, "max_user_watches": watchers * WATCHES_PER_WATCHER + num_runs}
     short = [f"fs.inotify.{name}={2 * n}" for name, n in wanted.items() if limits.get(name, n) < n]
-    found = ", ".join(f"{name} {limits[name]}" for name in wanted if name in limits) or "no limits here"
+    found = ", ".join(f"{name} {limits[name]}" for name in wanted if name in limits) or "no limits"
     if not short:
         return Check("inotify", "ok", f"{found} for {num_runs} runs")
     return Check(
-        "inotify", "warning", f"{found}: too few for {num_runs} runs, some poll", f"sysctl -w {' '.join(short)}"
+        "inotify", "warning", f"{found}: too few for {num_runs} runs, some will poll", f"sysctl -w {' '.join(short)}"
     )
 
 
 def check_port(host: str, port: int, *, served_by_workspace: bool) -> Check:
     if port == 0:
-        return Check("port", "ok", "inference takes a free one")
+        return Check("port", "ok", "inference takes a free port")
     if served_by_workspace:
-        return Check("port", "ok", f"{host}:{port} is this workspace's inference")
+        return Check("port", "ok", f"{host}:{port} is used by this workspace's inference server")
     try:
         bound_socket(host, port).close()
     except OSError as error:
         taken = error.errno == errno.EADDRINUSE
-        message = f"{host}:{port} {'is taken by another process' if taken else f'cannot be used: {error.strerror}'}"
-        return Check("port", "broken", message, "prl up --inference.port N (0 takes a free one)")
+        message = f"{host}:{port} {'is used by another process' if taken else f'cannot be used: {error.strerror}'}"
+        return Check("port", "broken", message, "choose another with prl up --inference.port N (0 takes a free one)")
     return Check("port", "ok", f"{host}:{port} is free")
 
 
 def check_clock(path: Path, status_times: Mapping[str, float], now: float | None = None) -> Check:
-    """Our clock against the file server's (the time of a file that is written now) and against those who write status
-    files: one that is from the future has a clock ahead of ours."""
+    """Compare our clock with the file server's (the time of a file written now) and with those of status files: one
+    from the future was written by a machine whose clock is ahead."""
     name = "clock"
     try:
         with tempfile.TemporaryFile(dir=_existing(path)) as file:
@@ -158,32 +158,30 @@ def check_clock(path: Path, status_times: Mapping[str, float], now: float | None
             file.flush()
             skew_s = os.fstat(file.fileno()).st_mtime - (time.time() if now is None else now)
     except OSError as error:
-        return Check(name, "warning", f"cannot be compared: {error.strerror}", "")
+        return Check(name, "warning", f"cannot be checked: {error.strerror}", "")
     now = time.time() if now is None else now
     who, ahead_s = max(((who, at - now) for who, at in status_times.items()), key=lambda each: each[1], default=("", 0))
     if ahead_s > abs(skew_s):
-        skew_s, whose = ahead_s, f"that of the machine that writes the status of {who}"
+        skew_s, whose = ahead_s, f"the clock of the machine that runs {who}"
     else:
-        whose = "that of the disk's machine"
+        whose = "the file system's clock"
     if abs(skew_s) < SKEW_WARNING_S:
         return Check(name, "ok", f"within {max(abs(skew_s), 0.001):.3f} s of {whose}")
     level: Level = "broken" if abs(skew_s) > HEARTBEAT_S else "warning"
-    return Check(
-        name, level, f"{abs(skew_s):.1f} s apart from {whose}", "let NTP (chrony) set all of them: chronyc tracking"
-    )
+    return Check(name, level, f"{abs(skew_s):.1f} s off {whose}", "synchronize all machines with NTP: chronyc tracking")
 
 
 def check_descriptors(soft: int, num_slots: int) -> Check:
     wanted = FDS_OWN + FDS_PER_RUN * num_slots
     if soft < 0 or soft >= wanted:
-        return Check("descriptors", "ok", f"{'no limit' if soft < 0 else soft} open files a process")
-    message = f"{soft} open files a process; {num_slots} runs at one time may take {wanted}"
+        return Check("descriptors", "ok", f"{'no limit' if soft < 0 else soft} open files per process")
+    message = f"{soft} open files per process: {num_slots} runs at one time may need {wanted}"
     return Check("descriptors", "warning", message, f"ulimit -n {2 * wanted} before prl up")
 
 
 def check_shm(free_bytes: int | None) -> Check:
     if free_bytes is None:
-        return Check("/dev/shm", "ok", "none here")
+        return Check("/dev/shm", "ok", "not present")
     found = f"{free_bytes / 1e9:.2f} GB free"
     if free_bytes >= SMALL_SHM_BYTES:
         return Check("/dev/shm", "ok", found)
@@ -192,24 +190,24 @@ def check_shm(free_bytes: int | None) -> Check:
 
 def check_lingering(*, has_systemd: bool, lingers: bool, user: str) -> Check:
     if not has_systemd:
-        return Check("lingering", "ok", "no systemd here: daemons outlive a logout")
+        return Check("lingering", "ok", "no systemd: daemons outlive a logout")
     if lingers:
         return Check("lingering", "ok", f"on for {user}")
     return Check(
         "lingering",
         "warning",
-        f"off for {user}: user units stop, and with KillUserProcesses=yes all daemons, when the last session ends",
+        f"off for {user}: when the last session ends, user units stop, and with KillUserProcesses=yes all daemons",
         f"loginctl enable-linger {user}",
     )
 
 
 def check_key(variable: str, environ: Mapping[str, str]) -> Check:
-    """Whether there is a key for inference, without showing any of it."""
+    """Whether an API key for inference is set; it is not shown."""
     try:
         key = read_secret(variable, environ)
     except SecretError as error:
         return Check("api key", "broken", str(error), "see docs/inference.md, Keys")
-    return Check("api key", "ok", f"{variable} is set" if key else f"none: {variable} and {variable}_FILE are not set")
+    return Check("api key", "ok", f"{variable} is set" if key else f"{variable} and {variable}_FILE are not set")
 
 
 def check_daemons(states: Mapping[str, str]) -> Check:
@@ -222,5 +220,5 @@ def check_daemons(states: Mapping[str, str]) -> Check:
 
 
 def _existing(path: Path) -> Path:
-    """`path`, or the nearest folder above it that is there."""
+    """`path`, or the nearest existing folder above it."""
     return next((each for each in (path.absolute(), *path.absolute().parents) if each.exists()), Path("/"))

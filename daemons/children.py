@@ -1,8 +1,8 @@
 """The processes of the daemons as the supervisor holds them: its own children, and those that it adopted.
 
-An adopted daemon was started by a supervisor that is gone. It is no child of ours, so the kernel tells its end (through
-a pidfd, where there are any) but not its exit code. It starts, signals and kills nothing (`process` and `supervisor`
-do).
+An adopted daemon was started by a supervisor that is gone. It is not our child, so the kernel reports its end (through
+a pidfd, where supported) but not its exit code. This module starts, signals and kills nothing (`process` and
+`supervisor` do).
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class AdoptedChild:
 def any_ended(children: Mapping[str, Child], own_pids: frozenset[int]) -> bool:
     """Whether one of `children` has ended, in one system call for all of our own.
 
-    Reaps what is no part of ours: as the first process of a container this one inherits every orphan.
+    Reaps other processes too: as the first process of a container this one inherits every orphan.
     """
     while (ended := _ended_child()) is not None:
         if ended in own_pids:

@@ -1,6 +1,6 @@
-"""`prl`: the one command. Registers the commands and turns errors into one line and an exit code.
+"""`prl`: registers the commands and turns errors into one line and an exit code.
 
-Exit codes: 0 done, 1 failed, 2 wrong use, 130 ended by Ctrl-C.
+Exit codes: 0 done, 1 failed, 2 wrong usage, 130 interrupted by Ctrl-C.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
-    help="Train many RL runs on one model from one terminal. Start with: prl demo",
 )
 demo.register(app)
 up.register(app)
@@ -47,14 +46,24 @@ def _version(wanted: bool) -> None:
 
 @app.callback()
 def _root(
-    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show a traceback when a command fails.")] = False,
     version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
-    """Train many RL runs on one model from one terminal. Start with: prl demo
+    """Many RL runs on one model, from one terminal.
 
-    TAB completes commands, runs and daemons after: prl --install-completion
+    A workspace is one folder with runs in it. Its daemons (a trainer, an inference server, one orchestrator per run)
+    work in the background.
+
+    \b
+    prl demo                 try it: three runs on two slots, on this machine
+    prl up @ SYSTEM.toml     start the workspace's trainer and inference server
+    prl runs add RUN.toml    add a run: one experiment, one TOML file
+    prl status, prl-tui      watch the runs
+    prl down                 stop the workspace
+
+    Every command has --help with an example.
     """
 
 
@@ -73,10 +82,10 @@ def run(argv: Sequence[str]) -> int:
         return _fail(error, 2, debug)
     except (OSError, RuntimeError) as error:
         return _fail(error, 1, debug)
-    except Exception as error:  # a defect of ours, at the one boundary above all commands
+    except Exception as error:  # a bug, caught at the one boundary above all commands
         if debug:
             raise
-        complain(one_line(f"unexpected {type(error).__name__}: {error}; --debug shows where"))
+        complain(one_line(f"unexpected {type(error).__name__}: {error}; run prl --debug ... for the traceback"))
         return 1
     return 0
 
@@ -90,7 +99,7 @@ def _fail(error: Exception, exit_code: int, debug: bool) -> int:
 
 def main() -> None:
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # a terminal that has no sign for a letter shows "?"
+        if isinstance(stream, io.TextIOWrapper):  # a terminal that cannot show a character shows "?"
             stream.reconfigure(errors="replace")
     sys.exit(run(sys.argv[1:]))
 

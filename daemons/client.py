@@ -1,9 +1,9 @@
-"""What a workspace looks like now: one snapshot, read from disk and from nowhere else.
+"""The state of a workspace: one snapshot, read from disk only.
 
 `WorkspaceReader.read()` returns a `Workspace` of frozen views, for `prl`, the TUI and the supervisor. It only reads, so
 it also works with the daemons down and on a copied output directory. A file that is missing, half written, damaged or
 huge costs its own facts and nothing else. A run's state comes from `contract.status.run_state`. It changes nothing
-(`actions` does) and cleans no text: who shows it does that (`utils.text.clean_text`).
+(`actions` does). All text in a snapshot is clean.
 """
 
 from __future__ import annotations
@@ -34,8 +34,11 @@ from daemons.workspace import (
     by_importance,
     daemon_view,
     find_bottleneck,
+    shown,
     waits_for,
 )
+from prime_rl.contract.condition import STALLED, stalled_since, still_words
+from prime_rl.contract.files import file_problem
 from prime_rl.contract.layout import OutputDir, RefusedRun, RunDir, scan_runs
 from prime_rl.contract.status import (
     DaemonStatus,
@@ -48,6 +51,7 @@ from prime_rl.contract.status import (
     is_alive,
     run_state,
 )
+from prime_rl.utils.text import one_line
 
 __all__ = [
     "MAX_FILE_BYTES",
@@ -91,9 +95,9 @@ class WorkspaceReader:
         """A new snapshot. Never raises for what is in the folder; an unreadable folder is an empty workspace.
 
         Args:
-            with_configs: false for the first look of who is in a hurry: what only configs tell is left out.
-            at_rest: false leaves runs as they were at which nothing works and of which trainer and supervisor say
-                nothing new: most of a large workspace.
+            with_configs: false leaves out what only configs contain, for a quick first look.
+            at_rest: false leaves idle runs as they were if trainer and supervisor report nothing new about them: most
+                of a large workspace.
         """
         now = self._clock() if now is None else now
         trainer = self._living(self.output.trainer_status, TrainerStatus, now)
@@ -119,24 +123,25 @@ class WorkspaceReader:
             try:
                 record = files.read(is_busy=slot is not None, with_config=with_configs)
             except OSError as error:
-                reasons[run_id] = f"cannot be read: {error}"
+                reasons[run_id] = f"cannot read it: {error}"
                 continue
             if record.toml is None:
-                reasons[run_id] = f"{run.control / 'orch.toml'} is not there: without it this is not a run"
+                missing = f"{run.control / 'orch.toml'} not found: a run needs this file"
+                reasons[run_id] = file_problem(run.orch_toml) or missing
                 continue
             runs.append(self._view(run_id, _Facts(record, *others[:-1], is_alive(record.word, now))))
         self._forget(found.keys())
         return Workspace(
             output_dir=self.output.path,
             runs=tuple(sorted(runs, key=by_importance)),
-            refused=tuple(RefusedView(name, reason) for name, reason in sorted(reasons.items())),
+            refused=tuple(RefusedView(one_line(name), one_line(reason)) for name, reason in sorted(reasons.items())),
             daemons=tuple(daemons.values()),
             max_runs=trainer.max_runs if trainer else 0,
             num_used=len(trainer.runs) if trainer else 0,
             trainer=trainer,
             inference=inference,
             supervisor_alive=supervisor is not None,
-            bottleneck=find_bottleneck(runs, trainer, inference),
+            bottleneck=shown(find_bottleneck(runs, trainer, inference)),
             read_at=now,
         )
 
@@ -220,6 +225,7 @@ def _make_view(facts: _Facts) -> RunView:
         )
     )
     position = facts.place if state is RunState.WAITING else None
+    since, why = _stall(facts) if state is RunState.ACTIVE else (None, None)
     living = word if facts.lives else None
     return RunView(
         run_id=record.run.run_id,
@@ -227,8 +233,8 @@ def _make_view(facts: _Facts) -> RunView:
         step=max(slot.step if slot else 0, record.published),
         max_steps=max_steps,
         reward=word.reward if word else None,
-        reason=reason,
-        waiting_on=waits_for(state, living, slot, position, daemon),
+        reason=shown(f"its orchestrator is stalled: {why}" if why else reason),
+        waiting_on=shown(waits_for(state, living, slot, position, daemon)),
         updated_at=word.updated_at if word else None,
         run_idx=slot.run_idx if slot else None,
         queue_position=position,
@@ -236,16 +242,25 @@ def _make_view(facts: _Facts) -> RunView:
         async_level=word.async_level if word else None,
         policy_version=word.policy_version if word else None,
         lr=slot.lr if slot else (config.optim.lr if config else None),
-        bottleneck=living.bottleneck if living else None,
-        model=config.model.name if config else None,
+        bottleneck=shown(living.bottleneck) if living else None,
+        model=one_line(config.model.name) if config else None,
         batch_size=config.batch_size if config else None,
         num_restarts=daemon.num_restarts if daemon else 0,
         added_at=record.added_at,
+        stalled_since=since,
     )
 
 
+def _stall(facts: _Facts) -> tuple[float | None, str | None]:
+    """Since when the run's orchestrator is stalled, and why: what it tells itself, or what the supervisor found."""
+    word, daemon = facts.record.word, facts.daemon
+    if word is not None and facts.lives and (since := stalled_since(word)) is not None:
+        return since, still_words(since)
+    return (daemon.stalled_since, daemon.reason) if daemon is not None and daemon.state == STALLED else (None, None)
+
+
 def _max_steps(record: RunRecord) -> int | None:
-    """From the config; while that was not read, what the run's own orchestrator says."""
+    """From the config; while that is unread, from the run's own orchestrator."""
     if record.parsed.config is not None:
         return record.parsed.config.max_steps
     return record.word.max_steps or None if record.parsed is NOT_PARSED and record.word else None

@@ -1,34 +1,38 @@
 """What the supervisor does next: a pure function of a snapshot and the clock.
 
     start -> starting -> running <-> stalled
-                 \\-> crash -> backoff -> start ... or failed;  an orchestrator's last word -> done
+                 \\-> crash -> backoff -> start ... or failed;  an orchestrator's final state -> done
 
-A start that ends by itself before the part is ready is no crash, and is told apart from one. Either way a part that
-ends early several times in a row has failed and is left alone until a person asks for it; so has one that refuses its
-config (exit code 2). A daemon that lives but gets nowhere is stalled: that is told, and ended only where the config
-says so. It reads no file and sends no signal: `supervisor` does both.
+A process that exits by itself before the daemon is ready counts as a failed start, not as a crash. Either way a daemon
+that ends early several times in a row has failed and is left alone until a person restarts it; so is one that refuses
+its config (exit code 2). A daemon that is alive but makes no progress is stalled: this is reported, and the daemon is
+ended only where the config asks for it. It reads no file and sends no signal: `supervisor` does both.
 """
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 
 from daemons.daemon import LIVE, Action, After, Daemon, Do, Seen, Snapshot, State
+from daemons.process import KILL_WAIT_S
 from daemons.specs import DaemonSpec
 from prime_rl.configs.system import SupervisorConfig
+from prime_rl.contract.condition import still_words, utc
 from prime_rl.contract.status import LOST_AFTER_S, Crash
 
 EXIT_WRONG_USE = 2
 # Enough to see a pattern; the log has them all.
 MAX_CRASHES_KEPT = 10
-_SILENT = "lives, but its status file has not been written for more than three heartbeats"
+# So long an orchestrator that starts takes the cores away from others that start: its imports, several times over.
+LOADS_WITHIN_S = 60.0
+_UNKILLABLE = "hangs in the kernel, SIGKILL was sent"
+_SILENT = "alive, but has not written its status file for more than three heartbeats"
 
 
 def decide(snapshot: Snapshot, now: float) -> list[Action]:
-    """One action at most for each daemon, in the order in which daemons are wanted."""
+    """At most one action for each daemon, in the order in which daemons are wanted."""
     names = list(snapshot.wanted) + [name for name in snapshot.daemons if name not in snapshot.wanted]
-    room = snapshot.config.max_starting - sum(_starts(daemon) for daemon in snapshot.daemons.values())
+    room = snapshot.config.max_starting - sum(_starts(daemon, now) for daemon in snapshot.daemons.values())
     actions = []
     for name in names:
         daemon, spec = snapshot.daemons.get(name), snapshot.wanted.get(name)
@@ -44,8 +48,10 @@ def decide(snapshot: Snapshot, now: float) -> list[Action]:
     return actions
 
 
-def _starts(daemon: Daemon) -> bool:
-    return daemon.state is State.STARTING and daemon.spec.run_id is not None
+def _starts(daemon: Daemon, now: float) -> bool:
+    """Whether it takes one of the `max_starting` places; one that hangs in its start gives its place to others."""
+    is_new = now - daemon.started_at < LOADS_WITHIN_S
+    return daemon.state is State.STARTING and daemon.spec.run_id is not None and is_new
 
 
 def _decide_one(
@@ -59,20 +65,22 @@ def _decide_one(
         return Action(Do.FORGET, daemon)
     if asked and daemon.state is not State.BACKOFF:
         daemon = replace(daemon, state=State.BACKOFF, retry_at=now, num_crashes=0, num_early_ends=0, reason=None)
+    if seen.left:
+        return _outlived(replace(daemon, retry_at=now) if asked else daemon, seen.left, now)
     if daemon.state is State.BACKOFF:
         return _backoff(daemon, spec, seen, now, asked)
     if daemon.state is State.DONE and spec is not None:
         return Action(Do.START, _started(daemon, spec, now))
-    return None
+    return Action(Do.NOTE, replace(daemon, waiting_on=None))
 
 
 def _alive(daemon: Daemon, seen: Seen, asked: bool, config: SupervisorConfig, now: float) -> Action:
     if daemon.state is State.STOPPING:
-        return Action(Do.KILL if now - daemon.stop_at >= _patience_s(daemon, config) else Do.NOTE, daemon)
+        return _stopping(daemon, config, now)
     if seen.gone:
         return _stop(daemon, "its run folder is gone", now)
     if asked:
-        return _stop(daemon, "a person asked for a restart", now, After.RESTART)
+        return _stop(daemon, "restart requested", now, After.RESTART)
     if seen.evicted:
         since = daemon.evicted_at if daemon.evicted_at is not None else now
         if now - since >= config.grace_s:
@@ -88,27 +96,48 @@ def _alive(daemon: Daemon, seen: Seen, asked: bool, config: SupervisorConfig, no
     return _judged(daemon, seen, config, now)
 
 
+def _stopping(daemon: Daemon, config: SupervisorConfig, now: float) -> Action:
+    """SIGKILL when its time is over. What does not end by that is told, and nothing waits for it."""
+    if daemon.killed_at is None:
+        is_over = now - daemon.stop_at >= _patience_s(daemon, config)
+        return Action(Do.KILL, replace(daemon, killed_at=now)) if is_over else Action(Do.NOTE, daemon)
+    if now - daemon.killed_at < KILL_WAIT_S:
+        return Action(Do.NOTE, daemon)
+    pid = daemon.process.pid if daemon.process else 0
+    told = replace(daemon, stalled_since=daemon.killed_at, reason=f"process {pid} cannot be ended: it {_UNKILLABLE}")
+    return Action(Do.NOTE, told)
+
+
+def _outlived(daemon: Daemon, left: frozenset[int], now: float) -> Action:
+    """Processes of its last start are left: it is not started beside them."""
+    what = f"processes {', '.join(map(str, sorted(left)))} of its last start to end"
+    hangs = daemon.killed_at is not None and now - daemon.killed_at >= KILL_WAIT_S
+    return Action(Do.NOTE, replace(daemon, waiting_on=f"{what} (it {_UNKILLABLE})" if hangs else what))
+
+
 def _patience_s(daemon: Daemon, config: SupervisorConfig) -> float:
-    """Whoever works may finish and save; whoever is stuck has nothing to finish."""
+    """A working daemon may finish and save; a stuck one has nothing to finish."""
     return config.drain_s if daemon.after_stop in (After.END, After.RESTART) else config.grace_s
 
 
 def _judged(daemon: Daemon, seen: Seen, config: SupervisorConfig, now: float) -> Action:
-    """A daemon that is up: running, or stalled. Whoever names what he waits for is never ended for it."""
+    """A daemon that is up: running, or stalled. One that names what it waits for is never ended for it."""
     limit = config.stall.of(daemon.spec.kind)
     silent_s = seen.heartbeat_age_s if seen.heartbeat_age_s is not None else 0.0
     still_s = seen.still_s if seen.still_s is not None else 0.0
     if silent_s > LOST_AFTER_S:
         why, age_s, stuck = _SILENT, silent_s, silent_s >= limit.limit_s
+    elif seen.loop_still_s is not None:
+        why, age_s, stuck = still_words(now - seen.loop_still_s), seen.loop_still_s, seen.loop_still_s >= limit.limit_s
     elif still_s >= limit.limit_s:
-        since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(now - still_s))
-        why, age_s, stuck = f"no progress for {limit.limit_s:g} s, since {since}", still_s, seen.waiting_on is None
+        why = f"no progress for {limit.limit_s:g} s, since {utc(now - still_s)}"
+        age_s, stuck = still_s, seen.waiting_on is None
     else:
         fine = replace(daemon, state=State.RUNNING, waiting_on=seen.waiting_on, reason=None, stalled_since=None)
         return Action(Do.NOTE, fine)
     if stuck and limit.restart:
         return _stop(daemon, why, now, After.STALL)
-    if daemon.state is State.STALLED:  # told already
+    if daemon.state is State.STALLED:  # reported already
         return Action(Do.NOTE, replace(daemon, waiting_on=seen.waiting_on))
     since_s = now - age_s
     return Action(
@@ -117,10 +146,16 @@ def _judged(daemon: Daemon, seen: Seen, config: SupervisorConfig, now: float) ->
 
 
 def _ended(daemon: Daemon, seen: Seen, config: SupervisorConfig, now: float) -> Action:
-    """The process is gone: by our order, by its own last word, or by a crash."""
+    """The process is gone: stopped by us, in a final state of its own, or crashed."""
     before = daemon.state
     daemon = replace(
-        daemon, process=None, exit_code=seen.exit_code, waiting_on=None, evicted_at=None, stalled_since=None
+        daemon,
+        process=None,
+        exit_code=seen.exit_code,
+        waiting_on=None,
+        evicted_at=None,
+        stalled_since=None,
+        killed_at=now,  # what it left behind is killed now
     )
     stopped = before is State.STOPPING
     if stopped and daemon.after_stop is After.END:
@@ -135,7 +170,7 @@ def _ended(daemon: Daemon, seen: Seen, config: SupervisorConfig, now: float) -> 
 
 
 def _crash(daemon: Daemon, before: State, now: float) -> Crash:
-    """How it ended. A process that leaves by itself before it is ready has not crashed: it did not start."""
+    """How it ended. A process that exits by itself before it is ready did not start; it has not crashed."""
     kind, why = "crash", _exit_words(daemon.exit_code)
     if before is State.STOPPING:
         kind, why = ("stall" if daemon.after_stop is After.STALL else "start"), daemon.reason or why
@@ -147,14 +182,14 @@ def _crash(daemon: Daemon, before: State, now: float) -> Crash:
 def _after_crash(daemon: Daemon, crash: Crash, before: State, config: SupervisorConfig, now: float) -> Daemon:
     daemon = replace(daemon, crashes=(*daemon.crashes, crash)[-MAX_CRASHES_KEPT:])
     if crash.kind == "start" and daemon.exit_code == EXIT_WRONG_USE:
-        return replace(daemon, state=State.FAILED, reason=f"it refused its config ({crash.reason})")
+        return replace(daemon, state=State.FAILED, reason=f"invalid config ({crash.reason})")
     is_early = crash.kind == "start" or before is State.STARTING or crash.uptime_s < config.early_crash_s
     early = daemon.num_early_ends + 1 if is_early and crash.kind != "stall" else 0
     crashes = daemon.num_crashes + 1 if crash.uptime_s < config.max_backoff_s else 1
     daemon = replace(daemon, num_early_ends=early, num_crashes=crashes)
     if early >= config.max_early_crashes:
-        what = "starts that failed" if crash.kind == "start" else "early crashes"
-        return replace(daemon, state=State.FAILED, reason=f"{early} {what} in a row, the last: {crash.reason}")
+        what = "failed starts" if crash.kind == "start" else "early crashes"
+        return replace(daemon, state=State.FAILED, reason=f"{early} {what} in a row, last: {crash.reason}")
     wait_s = min(config.backoff_s * 2.0 ** min(crashes - 1, 30), config.max_backoff_s)
     return replace(daemon, state=State.BACKOFF, retry_at=now + wait_s, reason=crash.reason)
 
@@ -172,7 +207,7 @@ def _backoff(daemon: Daemon, spec: DaemonSpec | None, seen: Seen, now: float, as
         return Action(Do.NOTE, replace(daemon, waiting_on="the trainer to hold its run in a slot"))
     if asked or now >= daemon.retry_at:
         return Action(Do.START, _started(daemon, spec, now))
-    return Action(Do.NOTE, replace(daemon, waiting_on=f"its restart after {daemon.reason}"))
+    return Action(Do.NOTE, replace(daemon, waiting_on=f"its restart (after {daemon.reason})"))
 
 
 def _started(daemon: Daemon, spec: DaemonSpec, now: float) -> Daemon:
@@ -182,6 +217,7 @@ def _started(daemon: Daemon, spec: DaemonSpec, now: float) -> Daemon:
         state=State.STARTING,
         started_at=now,
         after_stop=After.END,
+        killed_at=None,
         num_restarts=daemon.num_restarts + 1,
         exit_code=None,
         waiting_on=None,

@@ -1,13 +1,14 @@
-"""`prl demo`: three runs with different tasks on two slots, from nothing to a report, and nothing left behind.
+"""`prl demo`: three runs with different tasks on two slots, from the base model to a report.
 
 Starts a fresh workspace as daemons, adds the runs of `configs/demo`, shows them train (in `prl-tui` on a terminal, else
-one line a step), prints a table, writes `report.json`, and stops everything. It has no way of its own to do any of
-this: it uses `launch`, `actions` and `client`, as a person would use `prl`.
+one line a step), prints a table, writes `report.json`, and stops everything. It uses `launch`, `actions` and `client`,
+as a person would use `prl`.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -23,7 +24,7 @@ from daemons.screen import TuiChild
 from prime_rl.configs.base import merge
 from prime_rl.configs.system import SystemConfig
 from prime_rl.configs.validate import load_run_config
-from prime_rl.contract.files import write_atomic
+from prime_rl.contract.files import open_file, write_atomic
 from prime_rl.contract.layout import OutputDir, RunDir
 from prime_rl.contract.status import RunState
 from prime_rl.utils.signals import StopFlag
@@ -46,35 +47,35 @@ Progress = Callable[[], AbstractContextManager[launch.Look]]
 
 
 class DemoError(RuntimeError):
-    """Why the demo cannot go on: one line (a log may follow)."""
+    """Why the demo failed: one line (a log may follow)."""
 
     exit_code = 1
 
 
 def demo_settings(output_dir: Path, engine: str | None) -> Mapping[str, Any]:
-    """What a demo insists on: its folder, two slots for three runs, a free port."""
+    """What a demo always sets: its folder, two slots for three runs, a free port."""
     place = {"output_dir": str(output_dir), "max_concurrent_runs": NUM_SLOTS}
     inference = {**place, "port": 0, **({"engine": engine} if engine else {})}
     return {**place, "trainer": place, "inference": inference}
 
 
 def make_room(output: OutputDir, say: launch.Say) -> None:
-    """Stop and remove the workspace of an earlier demo. Raises DemoError for a folder that no demo made."""
+    """Stop and remove the workspace of an earlier demo. Raises DemoError for a folder that a demo did not create."""
     if not output.path.exists() or not any(output.path.iterdir()):
         output.path.mkdir(parents=True, exist_ok=True)
     elif (output.path / MARKER).exists():
         if launch.down(output, timeout_s=90.0, say=say):
-            say("an earlier demo was still running: stopped")
+            say("stopped an earlier demo that was still running")
         shutil.rmtree(output.path)
         output.path.mkdir()
     else:
-        raise DemoError(f"{output.path} holds something that no demo made: choose another --output-dir")
-    (output.path / MARKER).touch()
+        raise DemoError(f"{output.path} was not created by a demo: choose another folder with --output-dir")
+    write_atomic(output.path / MARKER, "")
 
 
 @dataclass
 class RunStory:
-    """What the demo has seen of one run. Times are of the monotonic clock."""
+    """What the demo has seen of one run. Times are from the monotonic clock."""
 
     run_id: str
     state: RunState | None = None
@@ -86,8 +87,8 @@ class RunStory:
     _position: int = 0
 
     def read_metrics(self, run: RunDir) -> None:
-        """Take in the whole lines that were appended since the last call."""
-        with suppress(FileNotFoundError), run.orchestrator_metrics.open("rb") as file:
+        """Read the whole lines that were appended since the last call."""
+        with suppress(FileNotFoundError), os.fdopen(open_file(run.orchestrator_metrics), "rb") as file:
             file.seek(self._position)
             for line in file:
                 if not line.endswith(b"\n"):
@@ -191,7 +192,7 @@ class Demo:
             if daemon.state == "failed":
                 raise DemoError("\n".join([f"{daemon.name} has failed: {daemon.reason}", *daemon.log_tail]))
         if not workspace.supervisor_alive:
-            raise DemoError(f"the supervisor is gone: prl logs supervisor --output-dir {self.output.path}")
+            raise DemoError(f"the supervisor is gone: see prl logs supervisor --output-dir {self.output.path}")
         progress = tuple(each for run in workspace.runs for each in (run.step, len(self._metrics_of(run.run_id))))
         if progress != self._progress:
             self._progress, self._progress_at = progress, time.monotonic()

@@ -1,7 +1,7 @@
-"""All that is known about one run, for `prl runs show`: config, last figures, last errors, checkpoints, disk use.
+"""All facts about one run, for `prl runs show`: config, latest metrics and errors, checkpoints, disk use.
 
-Reads what `client` has no need to read at every look. A file that is missing or damaged costs its own facts. Values
-that look like keys are hidden. It cleans no text: who shows it does that.
+Reads what `client` need not read at every look. A file that is missing or damaged costs its own facts. Values that look
+like API keys are hidden. All text is clean but `config`, which is data.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from prime_rl.configs.base import ConfigError, load_toml
 from prime_rl.contract.layout import RunDir, list_steps, stable_marker
 from prime_rl.contract.metrics import parse_metrics
 from prime_rl.utils.tail import FileTail
+from prime_rl.utils.text import CleanText, clean_text, one_line
 
 NUM_ERRORS = 5
 _TAIL_BYTES = 256 * 1024
@@ -45,15 +46,15 @@ class RunDetails:
     run: RunView
     config: Mapping[str, Any] | None
     metrics: Mapping[str, Mapping[str, float]]
-    errors: tuple[str, ...]
+    errors: tuple[CleanText, ...]
     checkpoints: tuple[CheckpointView, ...]
-    disk: Mapping[str, int]
+    disk: Mapping[CleanText, int]
     disk_complete: bool
-    log_tail: tuple[str, ...]
+    log_tail: tuple[CleanText, ...]
 
 
 def read_details(paths: RunDir, run: RunView, daemon: DaemonView | None) -> RunDetails:
-    """Look at the run's folder. Raises nothing for what is in it."""
+    """Read the run's folder. Raises nothing for what is in it."""
     uses = _folders(paths.path)
     return RunDetails(
         run=run,
@@ -65,7 +66,7 @@ def read_details(paths: RunDir, run: RunView, daemon: DaemonView | None) -> RunD
         },
         errors=tuple(last_errors(paths.log)),
         checkpoints=tuple(_checkpoint(paths, step) for step in _steps(paths.checkpoints)),
-        disk={name: use.num_bytes for name, use in uses.items()},
+        disk={one_line(name, 40): use.num_bytes for name, use in uses.items()},
         disk_complete=all(use.complete for use in uses.values()),
         log_tail=daemon.log_tail if daemon else (),
     )
@@ -86,13 +87,13 @@ def last_figures(path: Path) -> dict[str, float]:
         if parsed is not None:
             step, figures = parsed
             found = {**(found if found.get("step") == step else {}), **figures, "step": float(step)}
-    return found
+    return {one_line(name): value for name, value in found.items()}
 
 
-def last_errors(log: Path) -> list[str]:
-    """The newest lines of a log that tell of something wrong, oldest first."""
+def last_errors(log: Path) -> list[CleanText]:
+    """The newest warnings and errors of a log, oldest first."""
     lines = FileTail(log, start_bytes=_TAIL_BYTES).read().lines
-    texts = [line.decode(errors="replace") for line in lines]
+    texts = (clean_text(line.decode(errors="replace")) for line in lines)
     return [text for text in texts if _ERROR.search(text)][-NUM_ERRORS:]
 
 

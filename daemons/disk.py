@@ -1,7 +1,7 @@
-"""What a workspace takes of its disk, and what is left. Sizes are what the disk gives up (allocated), as `du` counts.
+"""The disk use of a workspace and the free space. Sizes are allocated sizes, as `du` counts.
 
-A walk of a large workspace on a slow file server takes its time, so it ends at a deadline and says that it is not
-complete; a `DiskReader` that looks again and again walks rarely. Links are not followed. It changes nothing.
+A walk of a large workspace on a slow file server takes long, so it ends at a deadline and is marked as not complete; a
+`DiskReader` that looks repeatedly walks rarely. Links are not followed. It changes nothing.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Use:
 class DiskView:
     """The disk of a workspace.
 
-    `full_in_s` is None when it cannot be told (yet): the workspace does not grow, or was not looked at for a minute.
+    `full_in_s` is None when unknown: the workspace does not grow, or was observed for less than a minute.
     """
 
     free_bytes: int
@@ -46,7 +46,7 @@ class DiskView:
 
 
 def disk_use(folder: Path, *, limit_s: float = WALK_LIMIT_S, clock: Callable[[], float] = time.monotonic) -> Use:
-    """What lies below `folder`. A folder that vanishes or cannot be read counts for nothing."""
+    """The size of everything below `folder`. A folder that vanishes or cannot be read counts as 0."""
     deadline = clock() + limit_s
     total, todo = 0, [str(folder)]
     seen: set[tuple[int, int]] = set()
@@ -73,7 +73,7 @@ def disk_use(folder: Path, *, limit_s: float = WALK_LIMIT_S, clock: Callable[[],
 
 
 class DiskReader:
-    """Looks at the disk of one workspace again and again."""
+    """Watches the disk of one workspace."""
 
     def __init__(self, output_dir: Path, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._output_dir = output_dir
@@ -83,9 +83,9 @@ class DiskReader:
         self._first: tuple[float, int] | None = None
 
     def read(self, *, walk: bool = True) -> DiskView | None:
-        """None when the folder is not there or its disk cannot be asked.
+        """None when the folder does not exist or its file system gives no answer.
 
-        Without `walk` nobody asks for the workspace.
+        Without `walk` the workspace's own size is not measured.
         """
         try:
             space = shutil.disk_usage(self._output_dir)
@@ -107,7 +107,7 @@ class DiskReader:
         )
 
     def _forecast(self, now: float, free_bytes: int) -> float | None:
-        """By how fast free space went since the first look, whoever took it."""
+        """Seconds until the disk is full, by the loss of free space since the first look, whatever caused it."""
         if self._first is None:
             self._first = (now, free_bytes)
         passed_s, gone_bytes = now - self._first[0], self._first[1] - free_bytes

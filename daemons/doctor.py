@@ -1,7 +1,7 @@
-"""Looks at this machine and this workspace for everything that will hurt: collects the facts that `checks` judges.
+"""`prl doctor`: collects the facts about this machine and workspace that `checks` judges.
 
-torch and vLLM are imported for real, in a child process: versions come from their files, but only an import tells that
-they work. It changes nothing but for a temporary file whose time is read.
+torch and vLLM are imported in a child process: their files tell the version, but only an import shows that they work.
+It changes nothing, apart from a temporary file whose time is read.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ Say = Callable[[str], None]
 
 
 def examine(output_dir: Path, *, say: Say, import_libraries: bool = True) -> Iterator[Check]:
-    """All checks, one after another. `say` is told what takes seconds."""
+    """Yield all checks, one after another. `say` is called before what takes seconds."""
     output = OutputDir(output_dir)
     system = _system(output)
     vllm = system.inference.engine == "vllm"
@@ -53,7 +53,7 @@ def examine(output_dir: Path, *, say: Say, import_libraries: bool = True) -> Ite
     yield from _libraries(vllm, import_libraries, say)
     yield from _place(output)
     workspace = WorkspaceReader(output_dir).read()
-    states = {daemon.name: daemon.state for daemon in workspace.daemons}
+    states: dict[str, str] = {daemon.name: daemon.state for daemon in workspace.daemons}
     num_slots = workspace.max_runs or system.max_concurrent_runs
     yield checks.check_inotify(max(len(workspace.runs), num_slots), _inotify_limits())
     url = workspace.inference.base_url if workspace.inference else ""
@@ -61,7 +61,8 @@ def examine(output_dir: Path, *, say: Say, import_libraries: bool = True) -> Ite
     port_check = checks.check_port(system.inference.host, port, served_by_workspace=f":{port}/" in url)
     is_known = output.component_config(SYSTEM).exists()  # else nobody has chosen this port yet
     yield port_check if is_known or port_check.level == "ok" else replace(port_check, level="warning")
-    times = {daemon.name: daemon.updated_at for daemon in workspace.daemons if daemon.name == SUPERVISOR}
+    supervisor = workspace.daemon(SUPERVISOR)
+    times: dict[str, float] = {SUPERVISOR: supervisor.updated_at} if supervisor else {}
     times |= {run.run_id: run.updated_at for run in workspace.runs if run.updated_at}
     yield checks.check_clock(output_dir, times)
     yield checks.check_descriptors(resource.getrlimit(resource.RLIMIT_NOFILE)[0], num_slots)
@@ -102,7 +103,7 @@ def _libraries(vllm: bool, import_libraries: bool, say: Say) -> Iterator[Check]:
 
 
 def probe(name: str, *, timeout_s: float = IMPORT_TIMEOUT_S) -> tuple[dict[str, Any], str | None]:
-    """Import a library in a child process: (what torch found, None), or ({}, what went wrong)."""
+    """Import a library in a child process: (what torch found, None), or ({}, the error)."""
     try:
         done = subprocess.run(
             [sys.executable, "-c", _PROBE, name],
@@ -121,7 +122,7 @@ def probe(name: str, *, timeout_s: float = IMPORT_TIMEOUT_S) -> tuple[dict[str, 
         found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
         return found, None
     except (ValueError, IndexError):
-        return {}, "the import said nothing that can be read"
+        return {}, "the import printed nothing that can be read"
 
 
 def _version(distribution: str) -> str | None:

@@ -9,20 +9,20 @@ from prime_rl.contract.layout import LayoutError
 
 
 class ActionError(RuntimeError):
-    """An action that was refused or failed. The message is one line: what, where, what to do."""
+    """An action that was refused or failed. The message is one line: what is wrong, where, what to do."""
 
     exit_code = 1
 
 
 class WrongUseError(ActionError):
-    """Asked for something that cannot be meant, such as a run id with a slash in it."""
+    """An invalid request, such as a run id with a slash in it."""
 
     exit_code = 2
 
 
 @contextlib.contextmanager
 def one_line_errors(what: str) -> Iterator[None]:
-    """Errors of the system inside become ActionErrors that begin with `what`."""
+    """Turn errors of the operating system into ActionErrors that begin with `what`."""
     try:
         yield
     except LayoutError as error:
@@ -36,5 +36,5 @@ def in_one_line(text: str) -> str:
 
 
 def printable(text: str) -> str:
-    """What a person typed in a terminal whose bytes Python could not decode, as UTF-8 where it is that."""
+    """Typed text whose bytes Python could not decode, decoded as UTF-8 where it is valid UTF-8."""
     return text.encode(errors="surrogateescape").decode(errors="replace")

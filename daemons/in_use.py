@@ -1,6 +1,6 @@
-"""Who uses a run, and waiting until they let go: for whoever moves its folder or sends it back (`trash`, `resume`).
+"""Which processes use a run, and waiting until they release it: for `trash` and `resume`.
 
-It evicts nobody and ends no process: trainer and orchestrator leave by themselves when their run is evicted.
+It evicts no run and ends no process: trainer and orchestrator leave by themselves when their run is evicted.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ Progress = Callable[[str], None]
 
 
 def users_of_run(output_dir: Path, run_id: str) -> list[str]:
-    """Who uses a run now, such as "the trainer (slot 1)"; while anybody does, deleting it needs `force`."""
+    """What uses a run now, such as "the trainer (slot 1)"; while anything does, deleting it needs `force`."""
     output = OutputDir(Path(output_dir))
     with one_line_errors(f"looking at {run_id}"):
         return users(output, output.run(run_id))
 
 
 def users(output: OutputDir, run: RunDir) -> list[str]:
-    """Who must let go of a run before its folder may move."""
+    """What must release a run before its folder may move."""
     found = []
     trainer = read_status(output.trainer_status, TrainerStatus)
     if trainer is not None and is_there(trainer):
@@ -42,19 +42,19 @@ def users(output: OutputDir, run: RunDir) -> list[str]:
 
 
 def wait_until_let_go(output: OutputDir, run: RunDir, not_done: str, wait_s: float, on_progress: Progress) -> None:
-    """Wait until nobody uses an evicted run. Raises ActionError, in which `not_done` says what did not happen to it."""
+    """Wait until an evicted run is released. Raises ActionError; `not_done` is its text, such as "was not deleted"."""
     said: list[str] = []
 
     def free() -> bool:
         said[:] = users(output, run)
         if said:
-            on_progress(f"waiting for {' and '.join(said)} to let go of {run.run_id}")
+            on_progress(f"waiting for {' and '.join(said)} to release {run.run_id}")
         return not said
 
     try:
-        wait_for(free, f"{run.run_id} to be let go", timeout_s=wait_s, poll_s=0.2)
+        wait_for(free, f"{run.run_id} to be released", timeout_s=wait_s, poll_s=0.2)
     except WaitTimeout as error:
         raise ActionError(
-            f"{run.run_id} {not_done}: {' and '.join(said)} did not let go within {wait_s:g} s; "
-            "it stays evicted, try again"
+            f"{run.run_id} {not_done}: {' and '.join(said)} did not release it within {wait_s:g} s; "
+            "it stays evicted: try again"
         ) from error

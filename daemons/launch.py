@@ -1,11 +1,12 @@
-"""Starting and stopping a workspace: checks first, one supervisor, proof at the end. For `prl up`, `down`, `demo`.
+"""Start and stop a workspace: checks first, one supervisor, proof at the end. For `prl up`, `down`, `demo`.
 
-A supervisor that was killed leaves its daemons running; `leftovers` says which of them the next one may keep.
+A supervisor that was killed leaves its daemons running; `leftovers` decides which of them the next one may keep.
 """
 
 from __future__ import annotations
 
 import http.client
+import os
 import signal
 import subprocess
 import tempfile
@@ -18,14 +19,23 @@ from daemons.client import SUPERVISOR, Workspace, WorkspaceReader
 from daemons.leftovers import adoptable, count_living, end_leftovers, forget_endings
 from daemons.pidfile import SupervisorLock, find_rival, read_info
 from daemons.process import log_tail, python_module, spawn
-from daemons.specs import INFERENCE, SYSTEM, TRAINER, write_component_configs
+from daemons.specs import (
+    INFERENCE,
+    SYSTEM,
+    TRAINER,
+    save_topology,
+    saved_topology,
+    settle_topology,
+    write_component_configs,
+)
 from prime_rl.configs.base import ConfigError, load_config
 from prime_rl.configs.system import SupervisorConfig, SystemConfig
+from prime_rl.contract.condition import stalled_since, still_words
 from prime_rl.contract.files import WaitTimeout, wait_for
 from prime_rl.contract.layout import OutputDir
+from prime_rl.contract.status import DaemonStatus, read_status
 from prime_rl.utils.network import bound_socket
 from prime_rl.utils.process import ProcessId
-from prime_rl.utils.text import clean_text
 
 Say = Callable[[str], None]
 Look = Callable[[Workspace], None]
@@ -55,21 +65,24 @@ def prepare(system: SystemConfig, output: OutputDir, say: Say) -> SupervisorLock
     lock = SupervisorLock.acquire(output)
     if lock is None:
         info = read_info(output)
-        raise LaunchError(f"already running: {info or f'somebody holds {output.supervisor_lock}'}; prl down to stop it")
+        holder = info or f"another process holds {output.supervisor_lock}"
+        raise LaunchError(f"already running: {holder}; stop it with prl down")
     try:
         _refuse_rival(output)
         lock.write_info(time.time())
         _check_model(system.model.name)
-        keep = adoptable(output, system)
+        topology, moved = settle_topology(saved_topology(output), os.environ, say)
+        keep = adoptable(output, system, topology, moved)
         left = end_leftovers(output, system.supervisor, say, keep)
         if left:
-            raise LaunchError(f"processes {left} of an earlier start cannot be ended: end them, then try again")
+            raise LaunchError(f"cannot end processes {left} of an earlier start: end them, then try again")
         if keep:
-            say(f"keeping {', '.join(sorted(keep))}: running since before this start, with the same config")
+            say(f"keeping {', '.join(sorted(keep))}: already running with the same config")
         if INFERENCE not in keep:
             _check_port(system.inference.host, system.inference.port)
         forget_endings(output, keep)
         write_component_configs(system, output)
+        save_topology(output, topology)
         output.logs.mkdir(exist_ok=True)
     except BaseException:
         lock.release()
@@ -80,7 +93,7 @@ def prepare(system: SystemConfig, output: OutputDir, say: Say) -> SupervisorLock
 def _refuse_rival(output: OutputDir) -> None:
     rival = find_rival(output)
     if rival is not None:
-        raise LaunchError(f"already running: {rival}; prl down on {rival.host} stops it")
+        raise LaunchError(f"already running: {rival}; stop it with prl down on {rival.host}")
 
 
 def start_supervisor(output: OutputDir, lock: SupervisorLock) -> subprocess.Popen[bytes]:
@@ -121,7 +134,7 @@ def wait_until_ready(
             return True
         if time.monotonic() > deadline:
             raise LaunchError(
-                f"not ready in time; {' '.join(waits(workspace))}: see prl logs trainer, prl logs inference"
+                f"not ready in time; {' '.join(waits(workspace))}: see prl logs trainer and prl logs inference"
             )
         time.sleep(LOOK_EVERY_S)
     return False
@@ -140,7 +153,7 @@ def is_ready(workspace: Workspace) -> bool:
 
 
 def answers(base_url: str) -> bool:
-    """Whether the server's `/health` says 200."""
+    """Whether the server's `/health` returns 200."""
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
         with opener.open(base_url.removesuffix("/v1") + "/health", timeout=_HEALTH_TIMEOUT_S) as reply:
@@ -150,7 +163,7 @@ def answers(base_url: str) -> bool:
 
 
 def waits(workspace: Workspace) -> list[str]:
-    """One sentence for each service: what it is doing and what it waits for."""
+    """One sentence for each service: its state and what it waits for."""
     words = []
     for name in (INFERENCE, TRAINER):
         daemon = workspace.daemon(name)
@@ -186,7 +199,7 @@ def down(
         count = count_living(output)
         left = end_leftovers(output, limits, say)
         if left:
-            raise LaunchError(f"processes {left} cannot be ended (SIGKILL was sent): they hang in the kernel")
+            raise LaunchError(f"cannot end processes {left} (SIGKILL was sent): they hang in the kernel")
         return was_running or count > 0
     finally:
         lock.release()
@@ -224,6 +237,10 @@ def _stop_supervisor(
 
     holder = ProcessId.of(child.pid) if child is not None else _holder(output)
     say(f"stopping the supervisor (pid {holder.pid})")
+    status = read_status(output.daemon_status(SUPERVISOR), DaemonStatus)
+    if status is not None and status.writer.is_same(holder) and (since := stalled_since(status)) is not None:
+        timeout_s = min(timeout_s, limits_of(output).grace_s)
+        say(f"it is stalled, {still_words(since)}: it has {timeout_s:g} s to stop")
     holder.send(signal.SIGTERM)
     try:
         wait_for(free, "the supervisor to stop", timeout_s=timeout_s)
@@ -239,23 +256,25 @@ def _stop_supervisor(
     except WaitTimeout as error:
         for lock in taken:
             lock.release()
-        raise LaunchError(f"the supervisor (pid {holder.pid}) cannot be ended: {error}") from error
+        raise LaunchError(f"cannot end the supervisor (pid {holder.pid}): {error}") from error
     return taken[0]
 
 
 def _holder(output: OutputDir) -> ProcessId:
-    """The supervisor as its pid file names it, if it can be ended from here."""
+    """The supervisor that the pid file names, if it can be ended from here."""
     info = read_info(output)
     if info is None:
-        raise LaunchError(f"somebody holds {output.supervisor_lock} but says not who: fuser {output.supervisor_lock}")
+        raise LaunchError(
+            f"an unknown process holds {output.supervisor_lock}: find it with fuser {output.supervisor_lock} and end it"
+        )
     if not info.lives_here():
-        raise LaunchError(f"the supervisor runs elsewhere or is unknown ({info}): stop it there")
+        raise LaunchError(f"the supervisor runs on another machine or is unknown ({info}): run prl down there")
     return info.process
 
 
 def _with_log(message: str, output: OutputDir, name: str, kept: Sequence[str] = ()) -> str:
     """`kept` are the last lines of a start that ended; the log itself may be that of the next one by now."""
-    tail = [clean_text(line) for line in kept or log_tail(output.log(name), NUM_LOG_LINES)]
+    tail = kept or log_tail(output.log(name), NUM_LOG_LINES)
     where = f"{output.log(name)}"
     return "\n".join([f"{message}; last lines of {where}:", *tail]) if tail else f"{message}; {where} is empty"
 
@@ -267,7 +286,7 @@ def _check_writable(output: OutputDir) -> None:
             pass
     except OSError as error:
         raise LaunchError(
-            f"output_dir {output.path} cannot be written: {error.strerror}; choose another with --output-dir"
+            f"cannot write to workspace {output.path}: {error.strerror}; choose another with --output-dir"
         ) from error
 
 
@@ -280,7 +299,8 @@ def means_folder(model_name: str) -> bool:
 def _check_model(name: str) -> None:
     if means_folder(name) and not (Path(name) / "config.json").exists():
         raise LaunchError(
-            f"model {name!r}: no config.json in this folder; make a small base model with: prl make-base --out {name}"
+            f"base model {name!r} not found: this folder has no config.json; "
+            f"build a small base model with prl make-base --out {name}"
         )
 
 
@@ -291,6 +311,6 @@ def _check_port(host: str, port: int) -> None:
         bound_socket(host, port).close()
     except OSError as error:
         raise LaunchError(
-            f"inference cannot listen on {host}:{port}: {error.strerror}; choose another with --inference.port N "
+            f"inference cannot listen on {host}:{port}: {error.strerror}; choose another port with --inference.port N "
             "(0 takes a free one)"
         ) from error

@@ -1,4 +1,4 @@
-"""What a supervisor that is gone left running: found by what it wrote down and by the marks, kept or ended.
+"""Daemons that a dead supervisor left running: found by its records and by their marks, then kept or ended.
 
 A daemon is trusted to be ours only on this machine, in this boot, with this pid and start time. One that lives, and
 would be started today with the same command and the same config, is kept: the next supervisor adopts it, so that weeks
@@ -8,6 +8,7 @@ never has twins. Needs the workspace's lock; starts nothing.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
@@ -30,14 +31,14 @@ _ADOPTED_AS = {"starting": State.STARTING, "running": State.RUNNING, "stalled": 
 
 @dataclass(frozen=True)
 class Past:
-    """What an earlier supervisor knew of a daemon."""
+    """An earlier supervisor's record of a daemon."""
 
     crashes: tuple[Crash, ...]
     log_tail: list[str]
 
 
 def recorded(output: OutputDir) -> dict[str, DaemonStatus]:
-    """The daemons as the last supervisor wrote them down, by name."""
+    """The daemons as the last supervisor recorded them, by name."""
     found = {}
     for path in sorted(output.daemons.glob("*.json")):
         status = read_status(path, DaemonStatus)
@@ -57,9 +58,14 @@ def living(output: OutputDir) -> dict[str, ProcessId]:
     return {name: process for name, status in recorded(output).items() if (process := living_process(status))}
 
 
-def adoptable(output: OutputDir, system: SystemConfig) -> set[str]:
-    """Daemons that live and would be started today just as they were."""
-    changed = {
+def adoptable(
+    output: OutputDir,
+    system: SystemConfig,
+    environ: Mapping[str, str] = os.environ,
+    moved: Collection[str] = (),
+) -> set[str]:
+    """Daemons that live and would be started today just as they were; not those that `moved` to other devices."""
+    changed = set(moved) | {
         name
         for name, text in component_texts(system, output).items()
         if read_text(output.component_config(name)) != text
@@ -70,7 +76,7 @@ def adoptable(output: OutputDir, system: SystemConfig) -> set[str]:
         for name in living(output)
         if name not in changed
         and statuses[name].state in _ADOPTED_AS
-        and (spec := _spec(output, name)) is not None
+        and (spec := _spec(output, name, environ)) is not None
         and list(spec.argv) == statuses[name].argv
     }
 
@@ -108,7 +114,7 @@ def end_leftovers(
             left |= end_daemons(output.path, daemons, limits.grace_s, drain_s=drain_s)
     strays = find_members(output.path, [], None, but=keep)
     if strays:
-        say(f"ending processes {sorted(each.pid for each in strays)} that outlived their parts")
+        say(f"ending processes {sorted(each.pid for each in strays)} that outlived their daemons")
         left |= kill_all(strays)
     _write_stopped(output, recorded(output), keep)
     return sorted(each.pid for each in left)
@@ -119,7 +125,7 @@ def count_living(output: OutputDir) -> int:
 
 
 def _write_stopped(output: OutputDir, statuses: Mapping[str, DaemonStatus], keep: Collection[str]) -> None:
-    """Nobody watches the daemons any more and none lives: say so, in the place of the supervisor that died."""
+    """Record, in place of the dead supervisor, that its daemons have ended and are not supervised any more."""
     supervisor = read_status(output.daemon_status(SUPERVISOR), DaemonStatus)
     everybody = [*statuses.values(), *([supervisor] if supervisor else [])]
     for status in everybody:
@@ -130,7 +136,7 @@ def _write_stopped(output: OutputDir, statuses: Mapping[str, DaemonStatus], keep
 
 
 def forget_endings(output: OutputDir, keep: Collection[str]) -> None:
-    """Before a start: what has failed or is done gets a new chance; what is remembered of crashes stays."""
+    """Before a start: failed and finished daemons may start again; the records of their crashes stay."""
     for path in output.daemons.glob("*.json"):
         status = read_status(path, DaemonStatus)
         if path.stem in keep:
@@ -142,13 +148,13 @@ def forget_endings(output: OutputDir, keep: Collection[str]) -> None:
             write_atomic(path, msgspec.json.encode(status))
 
 
-def _spec(output: OutputDir, name: str) -> DaemonSpec | None:
-    """How the daemon is started, or None for what is no daemon (any more)."""
-    for spec in service_specs(output):
+def _spec(output: OutputDir, name: str, environ: Mapping[str, str] = os.environ) -> DaemonSpec | None:
+    """How the daemon is started, or None if it is not a daemon (any more)."""
+    for spec in service_specs(output, environ):
         if spec.name == name:
             return spec
     try:
         run = output.run(name)
     except LayoutError:
         return None
-    return orchestrator_spec(run) if run.path.is_dir() else None
+    return orchestrator_spec(run, environ) if run.path.is_dir() else None

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from daemons.rotation import old_log
+from prime_rl.contract.files import open_file
 
 MAX_LINE_BYTES = 1 << 18
 _BLOCK_BYTES = 1 << 16
@@ -37,9 +38,9 @@ def _newest_first(path: Path) -> Iterator[Path]:
 
 
 def _backwards(path: Path, end: int | None) -> Iterator[str]:
-    """The whole lines of a file, last one first; a last line without an end is taken as one. Nothing for no file."""
+    """The lines of a file, last one first; a last line without a newline counts. Nothing if the file is missing."""
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        fd = open_file(path)
     except OSError:
         return
     try:
@@ -63,7 +64,7 @@ def _backwards(path: Path, end: int | None) -> Iterator[str]:
 def end_of_lines(path: Path) -> int:
     """The offset after the last whole line, 0 without a file: what is being written is read when it is complete."""
     try:
-        with path.open("rb", buffering=0) as file:
+        with os.fdopen(open_file(path), "rb", buffering=0) as file:
             size = file.seek(0, os.SEEK_END)
             start = max(0, size - MAX_LINE_BYTES)
             return start + os.pread(file.fileno(), size - start, start).rfind(b"\n") + 1

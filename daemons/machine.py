@@ -1,8 +1,7 @@
-"""What the daemons of a workspace take of this machine, and what is left: processor, memory, GPUs.
+"""What the daemons of a workspace use of this machine, and what is left: processor, memory, GPUs.
 
 Counts a daemon together with all processes below it. One look walks the process table once, however many daemons there
-are. GPUs are seen where NVIDIA's Python bindings are installed; nothing asks for them. It reads no file of the
-workspace.
+are. GPUs are seen where NVIDIA's Python bindings are installed; they are optional. It reads no file of the workspace.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ class MachineView:
 
 
 class MachineReader:
-    """Looks at this machine again and again. One thread calls it."""
+    """Watches this machine. Called from one thread."""
 
     def __init__(self) -> None:
         self._cores_s: dict[psutil.Process, float] = {}
@@ -65,7 +64,7 @@ class MachineReader:
     def read(self, processes: Mapping[str, ProcessId]) -> MachineView:
         """`processes` are those of the daemons, by name.
 
-        What a daemon has started counts with it, unless a daemon itself.
+        A daemon's child processes count with it, unless they are daemons themselves.
         """
         busy_s, all_s = _machine_seconds()
         before = self._machine_s

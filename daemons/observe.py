@@ -1,4 +1,4 @@
-"""What the supervisor sees: the status files of the daemons, the state of the runs, the requests of people.
+"""The supervisor's observations: the status files of the daemons, the state of the runs, the requests of people.
 
 A file is parsed again only when its stamp (time, size, inode) has changed, so that looking at hundreds of idle runs
 costs a few `stat` each. It judges nothing (`decide` does) and changes nothing.
@@ -18,6 +18,7 @@ from daemons.daemon import Daemon, Seen
 from daemons.specs import INFERENCE, TRAINER, RunNow
 from prime_rl.configs.base import ConfigError
 from prime_rl.configs.validate import load_run_config
+from prime_rl.contract.condition import stalled_since
 from prime_rl.contract.layout import LayoutError, OutputDir, RunDir
 from prime_rl.contract.status import InferenceStatus, RunStatus, Status, TrainerStatus, is_there, read_status
 from prime_rl.utils.process import ProcessId, is_below
@@ -29,9 +30,9 @@ Stamp = tuple[int, int, int]
 
 
 def stamp(path: Path) -> Stamp | None:
-    """What tells whether a file or folder has changed; None when it is not there."""
+    """A value that differs when a file or folder has changed; None when it does not exist."""
     try:
-        info = os.stat(path)
+        info = os.lstat(path)
     except OSError:
         return None
     return info.st_mtime_ns, info.st_size, info.st_ino
@@ -39,7 +40,7 @@ def stamp(path: Path) -> Stamp | None:
 
 @dataclass(frozen=True)
 class _Folder:
-    """A run's folder as it was when it was checked. Its paths are kept: to join them again costs more than to look."""
+    """A run's folder as it was when it was checked, with its paths."""
 
     checked: tuple[int, ...]
     run: RunDir
@@ -54,10 +55,10 @@ class _Folder:
 
 
 class Eyes:
-    """Looks at one workspace again and again.
+    """Watches one workspace.
 
     Args:
-        complain: told once why a run in a slot can have no orchestrator.
+        complain: called once with the reason why a run in a slot cannot have an orchestrator.
     """
 
     def __init__(self, output: OutputDir, complain: Callable[[str], None] = lambda why: None) -> None:
@@ -70,11 +71,11 @@ class Eyes:
         self._held: frozenset[str] = frozenset()
 
     def has_news(self) -> bool:
-        """Whether runs got or lost a slot, or a person asked for something. Costs two looks at stamps."""
+        """Whether runs got or lost a slot, or a person requested something. Costs two `stat` calls."""
         return bool(self.requests()) or self._trainer_runs() != self._held
 
     def requests(self) -> frozenset[str]:
-        """Names of daemons that people want to be started anew."""
+        """Names of daemons whose restart was requested."""
         try:
             with os.scandir(self.output.start_request("x").parent) as entries:
                 return frozenset(each.name for each in entries if each.is_file() and not each.name.startswith("."))
@@ -86,7 +87,7 @@ class Eyes:
         trainer = self._read(self.output.trainer_status, TrainerStatus)
         self._held = self._trainer_runs()
         held = self._held if trainer is not None and is_there(trainer) else frozenset()
-        found = {run_id: self._run(run_id, run_id in held) for run_id in sorted(held | set(known))}
+        found = {run_id: self._guarded(run_id, run_id in held) for run_id in sorted(held | set(known))}
         return {run_id: run for run_id, run in found.items() if run is not None}
 
     def see(self, daemon: Daemon, child: Child | None, run: RunNow | None, now: float) -> Seen:
@@ -103,6 +104,7 @@ class Eyes:
             if own
             else None,
             still_s=self._still_s(daemon.spec.name, own, now),
+            loop_still_s=own.loop_still_s if own and stalled_since(own) is not None else None,
             last_word=last,
             last_reason=word.reason if word and last else None,
             evicted=run.evicted if run else False,
@@ -131,7 +133,7 @@ class Eyes:
         return now - last[1]
 
     def _own_status(self, daemon: Daemon, run: RunNow | None) -> Status | None:
-        """The daemon's own status file, if this very start of it wrote it."""
+        """The daemon's own status file, if its current process wrote it."""
         status: Status | None
         if daemon.spec.name == TRAINER:
             status = self._read(self.output.trainer_status, TrainerStatus)
@@ -145,22 +147,29 @@ class Eyes:
         trainer = self._read(self.output.trainer_status, TrainerStatus)
         return frozenset(trainer.runs) if trainer is not None else frozenset()
 
-    def _run(self, run_id: str, in_slot: bool) -> RunNow | None:
+    def _guarded(self, run_id: str, in_slot: bool) -> RunNow | None:
+        """What is in one run's folder, whatever it is, keeps no other run from its orchestrator."""
         try:
-            folder = self._checked(run_id)
-        except LayoutError as error:
-            if self._refused.get(run_id) != str(error):
-                self._refused[run_id] = str(error)
-                self._complain(f"no orchestrator for {run_id}: {error}")
+            run = self._run(run_id, in_slot)
+        except Exception as error:  # the boundary of a run
+            why = str(error) if isinstance(error, LayoutError) else f"{type(error).__name__}: {error}"
+            if self._refused.get(run_id) != why:
+                self._refused[run_id] = why
+                self._complain(f"no orchestrator for {run_id}: {why}")
             return None
+        self._refused.pop(run_id, None)
+        return run
+
+    def _run(self, run_id: str, in_slot: bool) -> RunNow | None:
+        folder = self._checked(run_id)
         if folder is None:
             return RunNow(run_id, in_slot, evicted=False, gone=True, word=None, max_steps=None)
         word = self._read(folder.status, RunStatus)
         max_steps = _max_steps(folder.run) if in_slot and word is not None and word.state == "finished" else None
-        return RunNow(run_id, in_slot, os.path.exists(folder.evicted), False, word, max_steps)
+        return RunNow(run_id, in_slot, os.path.lexists(folder.evicted), False, word, max_steps)
 
     def _checked(self, run_id: str) -> _Folder | None:
-        """The folder of a run, checked again when it or its `control/` is another than before; None when it is gone."""
+        """The folder of a run, checked again when it or its `control/` was replaced; None when it is gone."""
         known = self._runs.pop(run_id, None)
         if known is None or known.checked != _what(known.path) + _what(known.control):
             run = self.output.run(run_id)
@@ -193,7 +202,7 @@ def held_runs(daemons: Mapping[str, Daemon]) -> set[str]:
 
 
 def _what(path: str) -> tuple[int, ...]:
-    """What a folder is, links not followed; zeros when it is not there."""
+    """The identity of a folder, links not followed; zeros when it does not exist."""
     try:
         info = os.lstat(path)
     except OSError:

@@ -1,7 +1,7 @@
-"""One supervisor a workspace: a lock held for life decides, a pid file beside it informs.
+"""One supervisor per workspace: a lock held for life decides, a pid file beside it informs.
 
 The kernel frees the lock when its holder dies, however it dies, so a stale pid file never blocks a start. The lock is
-handed from `prl up` to the supervisor as an open file, without a moment in which nobody holds it.
+handed from `prl up` to the supervisor as an open file, so it is held without a gap.
 
 On a folder that several machines share the lock may hold on each machine by itself. So a pid file that names another
 machine is believed while that supervisor's heartbeat moves, judged by the time that passes here and by no clock of the
@@ -19,9 +19,9 @@ from collections.abc import Callable
 
 import msgspec
 
-from prime_rl.contract.files import WaitTimeout, read_text, wait_for, write_atomic
+from prime_rl.contract.files import WaitTimeout, open_file, read_file, read_text, wait_for, write_atomic
 from prime_rl.contract.layout import OutputDir
-from prime_rl.contract.status import HEARTBEAT_S
+from prime_rl.contract.status import HEARTBEAT_S, MAX_STATUS_BYTES
 from prime_rl.utils.process import ProcessId, boot_id
 
 # Two heartbeats, and the time that a shared folder may take to show one.
@@ -100,12 +100,12 @@ class SupervisorLock:
 
     @classmethod
     def acquire(cls, output: OutputDir) -> SupervisorLock | None:
-        """Take the lock now, or return None when somebody holds it.
+        """Take the lock now, or return None when another process holds it.
 
         Raises OSError when the workspace is not writable.
         """
         output.daemons.mkdir(parents=True, exist_ok=True)
-        fd = os.open(output.supervisor_lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        fd = open_file(output.supervisor_lock, os.O_RDWR | os.O_CREAT)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -121,7 +121,7 @@ class SupervisorLock:
         return cls(output, fd)
 
     def write_info(self, started_at: float) -> None:
-        """Say in the pid file that this process holds the lock."""
+        """Write into the pid file that this process holds the lock."""
         process = ProcessId.of(os.getpid())
         info = SupervisorInfo(
             pid=process.pid,
@@ -138,13 +138,13 @@ class SupervisorLock:
         self.claim()
 
     def claim(self) -> None:
-        """The pid file is ours to remove: nobody else has this workspace."""
+        """Remove the pid file: it is ours, no other supervisor has this workspace."""
         self._is_claimed = True
 
     def is_in_place(self) -> bool:
-        """Whether the workspace is still ours: the lock file is the one we hold, and nobody else signed the pid file.
+        """Whether the workspace is still ours: we hold the lock file, and no other supervisor wrote the pid file.
 
-        A workspace that was removed and made anew has another lock file.
+        A workspace that was removed and created again has another lock file.
         """
         try:
             same = os.path.samestat(os.fstat(self.fd), self.output.supervisor_lock.stat())
@@ -180,6 +180,6 @@ class SupervisorLock:
 def read_info(output: OutputDir) -> SupervisorInfo | None:
     """The pid file, or None when there is none or it is damaged."""
     try:
-        return msgspec.json.decode(output.supervisor_pidfile.read_bytes(), type=SupervisorInfo)
+        return msgspec.json.decode(read_file(output.supervisor_pidfile, limit=MAX_STATUS_BYTES), type=SupervisorInfo)
     except (OSError, msgspec.MsgspecError):
         return None

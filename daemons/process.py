@@ -1,8 +1,8 @@
-"""Starting a daemon in a session of its own, and ending all of it: also what it started, also after its parent died.
+"""Start a daemon in a session of its own, and end all of it: also what it started, also after its parent died.
 
 A daemon is known by pid and start time, never by pid alone. What belongs to it is found three ways: same session,
-descendants, and the marks `PRL_OUTPUT_DIR` and `PRL_DAEMON` in the environment, which children inherit. It knows
-nothing of why a daemon is started or ended (`decide` does).
+descendants, and the marks `PRL_OUTPUT_DIR` and `PRL_DAEMON` in the environment, which children inherit. `decide`
+chooses what is started and ended.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 
 import psutil
 
-from prime_rl.contract.files import DEFAULT_POLL_S, WaitTimeout, wait_for
+from prime_rl.contract.files import DEFAULT_POLL_S, WaitTimeout, make_folder, open_append, read_end, wait_for
 from prime_rl.utils.process import ProcessId
 
 WORKSPACE_MARK = "PRL_OUTPUT_DIR"
@@ -42,10 +42,11 @@ def spawn(
 ) -> subprocess.Popen[bytes]:
     """Start `argv` in a new session, without a terminal, with its output appended to `log`.
 
-    Raises OSError; the log's folder is made but not its parents, so the folder of a deleted run is not made again.
+    Raises OSError (FileRefused when something else stands in the place of the log or of its folder); the log's folder
+    is made but not its parents, so the folder of a deleted run is not made again.
     """
-    log.parent.mkdir(exist_ok=True)
-    with log.open("ab") as output:
+    make_folder(log.parent)
+    with open_append(log) as output:
         output.write(log_header(name, argv).encode())
         output.flush()
         return subprocess.Popen(
@@ -69,9 +70,7 @@ def log_header(name: str, argv: Sequence[str]) -> str:
 def log_tail(log: Path, num_lines: int = 20, *, limit: int = 64_000, this_start_only: bool = True) -> list[str]:
     """The last lines of a log, of its last start only; [] when there is none. Reads at most `limit` bytes."""
     try:
-        with log.open("rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - limit))
-            lines = file.read().decode(errors="replace").splitlines()
+        lines = read_end(log, limit).decode(errors="replace").splitlines()
     except OSError:
         return []
     if this_start_only:
@@ -158,12 +157,18 @@ def _process_table() -> Iterable[_Row]:
         )
 
 
-def kill_all(members: Iterable[ProcessId], *, reap: Callable[[], None] = lambda: None) -> set[ProcessId]:
-    """SIGKILL all of them and wait until they are gone; returns those that are not."""
+def send_kill(members: Iterable[ProcessId]) -> set[ProcessId]:
+    """SIGKILL all of them, and wait for none; returns them. Those of other users are left alone."""
     targets = set(members)
     for identity in targets:
         with contextlib.suppress(PermissionError):
             identity.send(signal.SIGKILL)
+    return targets
+
+
+def kill_all(members: Iterable[ProcessId], *, reap: Callable[[], None] = lambda: None) -> set[ProcessId]:
+    """SIGKILL all of them and wait until they are gone, up to KILL_WAIT_S; returns those that are not."""
+    targets = send_kill(members)
 
     def gone() -> bool:
         reap()
@@ -229,7 +234,7 @@ def wait_for_gpus(members: Collection[ProcessId], tick: Callable[[], None] = lam
         return not holders
 
     with contextlib.suppress(WaitTimeout):
-        wait_for(free, "memory of the GPUs to be given back", timeout_s=KILL_WAIT_S, poll_s=1.0)
+        wait_for(free, "the GPUs' memory to be released", timeout_s=KILL_WAIT_S, poll_s=1.0)
     return {member for member in members if member.pid in holders}
 
 

@@ -1,6 +1,6 @@
 """The logs of all daemons as one stream of lines, for `prl up --foreground`: a container's logs, systemd's journal.
 
-It reads the same files that everybody reads, from where they stood when it first saw them.
+It reads the log files from their ends at its start.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class LogRelay:
         self._tails: dict[str, tuple[FileTail, int]] = {}
 
     def follow(self, name: str, log: Path) -> None:
-        """From now on also this one. Call it before the daemon is started."""
+        """Add a daemon. Call it before the daemon is started."""
         if name not in self._tails:
             self._tails[name] = (FileTail(log, position=_size(log)), _size(log))
 

@@ -1,7 +1,7 @@
-"""Sending a run back to one of its checkpoints: `prl runs resume`, and the same in the TUI.
+"""Resume a run from one of its checkpoints: `prl runs resume`, and the same in the TUI.
 
-It sets `ckpt.resume_step` in the run's `orch.toml`, the trainer does the rest (docs/durability.md). A run in use is
-evicted first and readmitted after; what was made after the step is dropped by the trainer, not here.
+It sets `ckpt.resume_step` in the run's `orch.toml`; the trainer does the rest (docs/durability.md). A run in use is
+evicted first and readmitted afterwards; the trainer, not this module, removes what was made after the step.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from daemons.actions import readmit_run, trainer_limits
 from daemons.errors import ActionError, in_one_line, one_line_errors
 from daemons.in_use import Progress, users, wait_until_let_go
 from daemons.trash import existing_run
-from prime_rl.configs.base import ConfigError, load_toml, merge, parse_toml
+from prime_rl.configs.base import MAX_TOML_BYTES, ConfigError, load_toml, merge, parse_toml
 from prime_rl.configs.validate import find_problems
-from prime_rl.contract.files import write_atomic
+from prime_rl.contract.files import read_text, write_atomic
 from prime_rl.contract.layout import OutputDir, RunDir, list_steps, stable_marker, step_name
 
 _TABLE = re.compile(r"^\s*\[\s*ckpt\s*\]\s*(?:#.*)?$", re.MULTILINE)
@@ -42,9 +42,10 @@ def resume_run(
     on_progress: Progress = lambda message: None,
     reason: str = "",
 ) -> None:
-    """Let a run go on from its checkpoint of `step` (0: anew). Raises ActionError when there is no such checkpoint.
+    """Resume a run from its checkpoint of `step`; 0 starts over. Raises ActionError when that checkpoint is missing.
 
-    Waits up to `wait_s` seconds until a run in use is let go; after that it stays evicted and the error says so.
+    Waits up to `wait_s` seconds until trainer and orchestrator release the run; after that the run stays evicted and
+    ActionError is raised.
     """
     output = OutputDir(Path(output_dir))
     with one_line_errors(f"resuming {run_id}"):
@@ -65,20 +66,20 @@ def _check_step(run: RunDir, step: int) -> None:
     complete = list_steps(run.checkpoints, stable_only=True)
     if step and step not in complete:
         known = ", ".join(map(str, complete)) or "none"
-        raise ActionError(f"{run.run_id} has no complete checkpoint of step {step}: there are {known}")
+        raise ActionError(f"{run.run_id} has no complete checkpoint of step {step}; complete ones: {known}")
 
 
 @contextmanager
 def _kept(run: RunDir, step: int) -> Iterator[None]:
-    """That checkpoint is there afterwards: a run trains on until it is let go, and its older ones are removed."""
+    """Keep that checkpoint: a run trains on until it is released, and its older checkpoints are removed meanwhile."""
     if not step:
         yield
         return
     folder, aside = run.checkpoint_dir(step), run.checkpoints / f".{step_name(step)}.resume"
     shutil.rmtree(aside, ignore_errors=True)
     try:
-        with suppress(FileNotFoundError, shutil.Error):  # removed under our hands: said by the check
-            shutil.copytree(folder, aside, copy_function=_link)
+        with suppress(FileNotFoundError, shutil.Error):  # removed meanwhile: the check reports it
+            shutil.copytree(folder, aside, copy_function=_link, symlinks=True)
         _check_step(run, step)  # the marker goes first, so what was copied while it stood is whole
         yield
     finally:
@@ -89,7 +90,7 @@ def _kept(run: RunDir, step: int) -> Iterator[None]:
 
 
 def _link(source: str, target: str) -> None:
-    """No bytes are copied where the disk knows links; the files of a complete checkpoint do not change any more."""
+    """Hard-link where the disk supports it, since files of a complete checkpoint never change; else copy."""
     try:
         os.link(source, target)
     except OSError:
@@ -97,9 +98,9 @@ def _link(source: str, target: str) -> None:
 
 
 def set_resume_step(text: str, step: int, note: str) -> str:
-    """The text of an `orch.toml` with `ckpt.resume_step = step`, all else as it was where that is possible.
+    """The text of an `orch.toml` with `ckpt.resume_step = step`, everything else unchanged where possible.
 
-    `note` stands behind it as a comment: the trainer carries out each text once, so two requests must differ.
+    `note` is appended as a comment: the trainer carries out each text once, so two requests must differ.
     """
     wanted = merge(parse_toml(text, "orch.toml"), {"ckpt": {"resume_step": step}})
     changed = _edited(text, f"resume_step = {step}  # {note}")
@@ -128,11 +129,11 @@ def _parsed(text: str) -> dict[str, Any] | None:
 
 
 def _checked_text(output: OutputDir, run: RunDir, step: int) -> str:
-    """The new text, which the trainer would take."""
+    """The new text, checked by the trainer's rules."""
     try:
-        load_toml(run.orch_toml)  # says what is wrong with its size, its encoding, its syntax
-        note = f"asked for at {time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime())}"
-        text = set_resume_step(run.orch_toml.read_text(), step, note)
+        load_toml(run.orch_toml)  # reports problems of size, encoding and syntax
+        note = f"requested at {time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime())}"
+        text = set_resume_step((read_text(run.orch_toml, limit=MAX_TOML_BYTES) or ""), step, note)
         problems = find_problems(parse_toml(text, "orch.toml"), "orch.toml", trainer_limits(output.path))
     except ConfigError as error:
         raise ActionError(in_one_line(str(error))) from error
@@ -143,5 +144,5 @@ def _checked_text(output: OutputDir, run: RunDir, step: int) -> str:
 
 def _let_go(output: OutputDir, run: RunDir, step: int, wait_s: float, on_progress: Progress) -> None:
     if not run.evicted.exists():
-        write_atomic(run.evicted, f"goes back to step {step}")
-    wait_until_let_go(output, run, "was not sent back", wait_s, on_progress)
+        write_atomic(run.evicted, f"resumes from step {step}")
+    wait_until_let_go(output, run, "was not resumed", wait_s, on_progress)

@@ -1,8 +1,8 @@
-"""Logs that stay bounded: a daemon's log that grew too large is copied aside and cut, without touching the daemon.
+"""Log rotation: a log that is too large is copied and truncated, without touching its daemon.
 
-A daemon and all that it starts write to one open file (appending), so that the last words of a crash in native code are
-kept too; nobody can be asked to open another. So the supervisor, and nobody else, copies `x.log` to `x.log.1` and cuts
-it. What is written between the last copied byte and the cut, some microseconds, is lost. Readers follow it: see
+A daemon and all that it starts append to one open file, so that the output of a crash in native code is kept too; they
+cannot be asked to open another file. So the supervisor alone copies `x.log` to `x.log.1` and truncates it. What is
+written between the last copied byte and the truncation, some microseconds, is lost. Readers follow it: see
 `prime_rl.utils.tail`.
 """
 
@@ -13,6 +13,8 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from prime_rl.contract.files import open_file
+
 _CHUNK_BYTES = 1 << 20
 
 
@@ -22,7 +24,7 @@ def old_log(log: Path, number: int) -> Path:
 
 
 def rotate(log: Path, max_bytes: int, num_old: int) -> bool:
-    """Rotate `log` if it is larger than `max_bytes`; `num_old` old ones are kept. Raises OSError."""
+    """Rotate `log` if it is larger than `max_bytes`; keep `num_old` old files. Raises OSError."""
     try:
         if os.stat(log, follow_symlinks=False).st_size <= max_bytes:
             return False
@@ -50,7 +52,7 @@ def _copy_rest(source: int, copy: int) -> None:
 
 @contextlib.contextmanager
 def _opened(path: Path, flags: int) -> Iterator[int]:
-    fd = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+    fd = open_file(path, flags)
     try:
         yield fd
     finally:

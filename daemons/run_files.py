@@ -1,11 +1,12 @@
-"""What the own files of a run say, read again only when one of them changed.
+"""The contents of a run's own files, read again only when one of them changed.
 
-`client` keeps one `RunFiles` a run. A thousand runs at rest cost a few system calls each a look. It knows nothing of
-other daemons and derives no state.
+`client` keeps one `RunFiles` per run. An idle run costs a few system calls a look. It reads no file of other daemons
+and derives no state.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 import stat
 import time
@@ -13,9 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
-from prime_rl.contract.files import read_text
+from prime_rl.contract.files import FileRefused, read_text
 from prime_rl.contract.layout import RunDir, list_steps, stable_marker
 from prime_rl.contract.status import RunStatus, Status, read_status
+from prime_rl.utils.text import clean_strings, one_line
 
 if TYPE_CHECKING:
     from prime_rl.configs.orchestrator import OrchestratorConfig
@@ -23,14 +25,16 @@ if TYPE_CHECKING:
 # Ten times the largest that a daemon writes with 1,024 runs; what is larger was not written by a daemon.
 MAX_FILE_BYTES = 4_000_000
 MAX_REASON_BYTES = 10_000
+MAX_SENTENCE_CHARS = 2_000
 # A folder that changed later than this may change again without another time on it.
 SETTLED_NS = 2 * 10**9
 
 StatusT = TypeVar("StatusT", bound=Status)
+_sentence = functools.partial(one_line, limit=MAX_SENTENCE_CHARS)
 
 
 class Stamp(NamedTuple):
-    """What tells whether a file changed; all zero when it is not there."""
+    """A value that differs when a file has changed; all zero when it does not exist."""
 
     mtime_ns: int = 0
     size: int = 0
@@ -47,23 +51,26 @@ NO_FILE = Stamp()
 
 def stamp_of(path: Path | str) -> Stamp:
     try:
-        info = os.stat(path)
+        info = os.lstat(path)
     except (OSError, ValueError):
         return NO_FILE
     return Stamp(info.st_mtime_ns, info.st_size, info.st_ino, stat.S_ISREG(info.st_mode))
 
 
 def read_status_file(path: Path, stamp: Stamp, kind: type[StatusT]) -> StatusT | None:
-    """The status in a file of that stamp; None when it is too large, damaged or not there."""
+    """The status in a file of that stamp, each of its texts clean and on one line.
+
+    None when it is too large, damaged or missing.
+    """
     try:
-        return read_status(path, kind) if stamp.readable else None
+        return clean_strings(read_status(path, kind), _sentence) if stamp.readable else None
     except RecursionError:
         return None
 
 
 @dataclass(frozen=True)
 class ParsedConfig:
-    """A run's config, or why it is none; both None while nobody has read it."""
+    """A run's config, or why it is invalid; both None while it has not been read."""
 
     config: OrchestratorConfig | None = None
     error: str | None = None
@@ -74,7 +81,7 @@ NOT_PARSED = ParsedConfig()
 
 @dataclass(frozen=True, eq=False)
 class RunRecord:
-    """All that a run's own files say. `published` is its newest STABLE broadcast, 0 when none.
+    """All facts from a run's own files. `published` is its newest STABLE broadcast, 0 without one.
 
     `toml` is the path of its config, None when it has none; `added_at` when that landed (Unix seconds).
     """
@@ -172,10 +179,10 @@ def _parse(path: Path, stamp: Stamp) -> ParsedConfig:
 
 
 def _note(path: str, stamp: Stamp, empty: str | None = None) -> str | None:
-    """Text of a note file (`evicted.txt`); `empty` when it is there without words."""
-    if not stamp.is_file:
+    """Text of a note file (`evicted.txt`); `empty` when the file is empty, or is no file."""
+    if stamp is NO_FILE or (empty is None and not stamp.is_file):
         return None
     try:
         return (read_text(Path(path), limit=MAX_REASON_BYTES) or "").strip() or empty
     except OSError as error:
-        return f"{path} cannot be read: {error.strerror}"
+        return str(error) if isinstance(error, FileRefused) else f"cannot read {path}: {error.strerror}"

@@ -1,8 +1,8 @@
 """Start a workspace, stop it, restart one daemon: what `prl up`, `down` and `restart` do, and `prl-tui` too.
 
-`choose_system` says which workspace is meant, `start_workspace` starts it and waits until everything answers,
-`stop_workspace` and `restart_daemon` name themselves. What they do comes in words through `say`; nothing here prints.
-`launch` does the work.
+`choose_system` decides which workspace is meant, `start_workspace` starts it and waits until everything answers;
+`stop_workspace` and `restart_daemon` do as named. They report progress through `say`; nothing here prints. `launch`
+does the work.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ from typing import Any
 import tomli_w
 
 from daemons import launch
-from daemons.client import Workspace, WorkspaceReader, read_workspace
+from daemons.client import SUPERVISOR, Workspace, WorkspaceReader, read_workspace
 from daemons.errors import ActionError, WrongUseError
 from daemons.launch import LOOK_EVERY_S, LaunchError, waits
 from daemons.pidfile import SupervisorLock
 from prime_rl.configs.base import ConfigError, build, load_toml, merge, read_argv
 from prime_rl.configs.system import SystemConfig
+from prime_rl.contract.condition import STALLED
 from prime_rl.contract.files import WaitTimeout, wait_for, write_atomic
 from prime_rl.contract.layout import OutputDir
 
@@ -37,7 +38,7 @@ Look = Callable[[Workspace], None]
 
 @dataclass(frozen=True)
 class Wanted:
-    """What `prl up` was asked for. `said` is kept for the next time; `is_small`: nobody named a file or a model."""
+    """The request of `prl up`. `said` is kept for the next start; `is_small`: neither a file nor a model was given."""
 
     system: SystemConfig
     said: Mapping[str, Any]
@@ -47,7 +48,10 @@ class Wanted:
 def choose_system(
     args: Sequence[str], output_dir: Path | None, *, say: Say, default: Callable[[], Path] = Path.cwd
 ) -> Wanted:
-    """The system that a command line means; `default()` is the workspace when nobody names one. Raises ConfigError."""
+    """The system config that a command line describes; `default()` is its workspace if none is given.
+
+    Raises ConfigError.
+    """
     data, source = read_argv(args)
     chosen = output_dir or os.environ.get("PRL_OUTPUT_DIR")
     small = False
@@ -64,9 +68,9 @@ def choose_system(
 def start_workspace(
     wanted: Wanted, *, stop: Callable[[], bool], say: Say, on_look: Look, is_quiet: bool = False
 ) -> Workspace | None:
-    """Start it as daemons and wait until everything answers; None when `stop()` came first, and all is ended again.
+    """Start the daemons and wait until all of them answer; if `stop()` comes first, end them and return None.
 
-    `is_quiet`: a child that would print its progress on our terminal does not. Raises LaunchError.
+    `is_quiet`: children print no progress on our terminal. Raises LaunchError.
     """
     output = OutputDir(wanted.system.output_dir)
     if not make_model(wanted, output, stop=stop, say=say, is_quiet=is_quiet):
@@ -94,14 +98,14 @@ def make_model(wanted: Wanted, output: OutputDir, *, stop: Callable[[], bool], s
 
 
 def take_workspace(wanted: Wanted, output: OutputDir, say: Say) -> SupervisorLock:
-    """Check and prepare the workspace, and keep what was asked for; returns its lock. Raises LaunchError."""
+    """Check and prepare the workspace and save its settings; returns its lock. Raises LaunchError."""
     lock = launch.prepare(wanted.system, output, say)
     write_atomic(output.component_config(UP), tomli_w.dumps(wanted.said))
     return lock
 
 
 def stop_workspace(output_dir: Path, *, timeout_s: float | None = None, say: Say) -> bool:
-    """Stop everything and prove it; false when nothing was running. Raises LaunchError."""
+    """Stop all daemons and check that none is left; false when nothing was running. Raises LaunchError."""
     return launch.down(OutputDir(output_dir), timeout_s=timeout_s, say=say)
 
 
@@ -113,21 +117,26 @@ def restart_daemon(
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> None:
-    """End one daemon and wait until the supervisor has started it again, as long as it may take. Raises ActionError."""
+    """Restart one daemon and wait until it has started. Raises ActionError."""
     output = OutputDir(output_dir)
     reader = WorkspaceReader(output.path)
     workspace = reader.read()
     daemon = workspace.daemon(name)
     if not workspace.supervisor_alive:
-        raise ActionError(f"nothing is running in {output.path}: prl up starts the workspace")
-    if daemon is None or name == "supervisor":
-        known = ", ".join(each.name for each in workspace.daemons if each.name != "supervisor")
-        raise WrongUseError(f"no daemon {name!r} to restart; there are: {known}")
+        raise ActionError(f"nothing is running in {output.path}: start the workspace with prl up")
+    supervisor = workspace.daemon(SUPERVISOR)
+    if supervisor is not None and supervisor.state == STALLED:
+        raise ActionError(
+            f"the supervisor is stalled: {supervisor.reason}; end it with prl down, then start with prl up"
+        )
+    if daemon is None or name == SUPERVISOR:
+        known = ", ".join(each.name for each in workspace.daemons if each.name != SUPERVISOR)
+        raise WrongUseError(f"daemon {name!r} not found; running here: {known}")
     if daemon.state == "done":
-        raise ActionError(f"{name} is done ({daemon.reason}): prl runs readmit {name} lets it train again")
+        raise ActionError(f"{name} has ended ({daemon.reason}): continue it with prl runs readmit {name}")
     write_atomic(output.start_request(name), "restart")
     limits = launch.limits_of(output)
-    say(f"waiting for {name} to be started again; before, it may finish and save for {limits.drain_s:g} s")
+    say(f"waiting for {name} to restart; first it may finish and save, for up to {limits.drain_s:g} s")
 
     def new() -> bool:
         now = reader.read().daemon(name)
@@ -135,16 +144,16 @@ def restart_daemon(
 
     try:
         timeout_s = launch.restart_timeout_s(limits)
-        wait_for(new, f"{name} to be started again", timeout_s=timeout_s, poll_s=LOOK_EVERY_S, clock=clock, sleep=sleep)
+        wait_for(new, f"{name} to restart", timeout_s=timeout_s, poll_s=LOOK_EVERY_S, clock=clock, sleep=sleep)
     except WaitTimeout as error:
         raise ActionError(
             f"{error} (supervisor.drain_s = {limits.drain_s:g} to finish, grace_s = {limits.grace_s:g} to end); "
-            "prl status shows what holds it up"
+            "prl status shows what it waits for"
         ) from error
 
 
 def last_start(output_dir: Path) -> Path | None:
-    """The file that says how the workspace was last started, if it ever was."""
+    """The file with the workspace's last settings; None when it was never started."""
     path = OutputDir(output_dir).component_config(UP)
     return path if path.is_file() else None
 
@@ -153,11 +162,11 @@ def _without_a_file(output_dir: Path, say: Say) -> tuple[dict[str, Any], str, bo
     """(values, their source, whether it is the small workspace)."""
     last = last_start(output_dir)
     if last is not None:
-        say(f"no system file: {output_dir} as it was last started ({last})")
+        say(f"no system file given: starting {output_dir} with its last settings ({last})")
         return load_toml(last), str(last), False
     small = CONFIGS / "system.toml"
     if small.is_file():
-        say(f"no system file: a small workspace for this machine's CPU, as in {_short(small)}")
+        say(f"no system file given: starting a small workspace on this machine's CPU, as in {_short(small)}")
         return load_toml(small), str(small), True
     return {}, "command line", False
 
@@ -167,7 +176,7 @@ def _short(path: Path) -> Path:
 
 
 def _is_held(output: OutputDir) -> bool:
-    """Whether a supervisor has this workspace: then nothing is made for it, and `launch.prepare` says who it is."""
+    """Whether a supervisor holds this workspace: then nothing is made for it, and `launch.prepare` names the holder."""
     if not output.supervisor_lock.exists():
         return False
     lock = SupervisorLock.acquire(output)
@@ -177,7 +186,7 @@ def _is_held(output: OutputDir) -> bool:
 
 
 def _reap(child: subprocess.Popen[bytes]) -> None:
-    """The supervisor outlives us; should it end first, it must not stay behind as our dead child."""
+    """The supervisor outlives us; if it ends first, it must not stay behind as a zombie."""
     threading.Thread(target=child.wait, name="reap the supervisor", daemon=True).start()
 
 

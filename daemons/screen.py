@@ -17,9 +17,9 @@ _END_S = 5.0
 
 
 class TuiChild:
-    """Shows a workspace until it is closed or the person quits it. With None it shows nothing.
+    """Shows a workspace until it is closed or the person quits. With None it shows nothing.
 
-    `interrupted` says that the person left it with Ctrl-C, which it gets as a key: the terminal is in raw mode.
+    `interrupted`: the person left with Ctrl-C, which arrives as a key because the terminal is in raw mode.
     """
 
     def __init__(self, output_dir: Path | None) -> None:

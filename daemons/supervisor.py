@@ -1,8 +1,8 @@
 """The supervisor: keeps the daemons of one workspace alive without a terminal, and ends them when told to stop.
 
-A loop looks at the disk and at its children (`observe`), asks `decide` what to do, and does it. One file a daemon says
-what it knows (`records`), so readers need not ask it. It is started by `launch` with the workspace's lock in its hands.
-It never touches what is inside a run but to read its state.
+A loop looks at the disk and at its children (`observe`), lets `decide` choose what to do, and does it. It records one
+file per daemon (`records`) for all readers. `launch` starts it and hands it the workspace's lock. It only reads what is
+inside a run.
 
     python -m daemons.supervisor OUTPUT_DIR LOCK_FD
 """
@@ -10,6 +10,7 @@ It never touches what is inside a run but to read its state.
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import sys
 import time
@@ -19,22 +20,22 @@ from pathlib import Path
 
 from daemons.children import AdoptedChild, Child, OwnChild, any_ended
 from daemons.client import SUPERVISOR
-from daemons.daemon import LIVE, Action, Daemon, Do, Snapshot, State
+from daemons.daemon import LIVE, Action, Daemon, Do, Seen, Snapshot, State
 from daemons.decide import decide
 from daemons.leftovers import Past, adopt
 from daemons.observe import Eyes, held_runs
 from daemons.pidfile import SupervisorLock
-from daemons.process import end_daemons, find_members, kill_all, log_tail, spawn
+from daemons.process import end_daemons, find_members, kill_all, log_tail, send_kill, spawn
 from daemons.records import Records
 from daemons.relay import LogRelay
 from daemons.rotation import rotate
-from daemons.specs import INFERENCE, SYSTEM, TRAINER, wanted
+from daemons.specs import INFERENCE, SYSTEM, TRAINER, RunNow, saved_topology, wanted
 from prime_rl.configs.base import load_config
 from prime_rl.configs.system import SupervisorConfig, SystemConfig
 from prime_rl.contract.layout import OutputDir
 from prime_rl.contract.status import DaemonStatus, StatusWriter
 from prime_rl.utils.clock import SteadyClock
-from prime_rl.utils.logger import setup_logger
+from prime_rl.utils.logger import complain, setup_logger
 from prime_rl.utils.process import ProcessId
 from prime_rl.utils.signals import StopFlag
 from prime_rl.utils.text import one_line
@@ -52,7 +53,7 @@ _TAIL_LINE_CHARS = 500
 
 
 class Supervisor:
-    """Executes what `decide` says for one workspace.
+    """Executes the actions of `decide` for one workspace.
 
     Args:
         lock: the workspace's lock, held until the end of `run`.
@@ -84,6 +85,8 @@ class Supervisor:
         self._next_look_s = 0.0
         self._next_rotation_s = 0.0
         self._pasts: dict[str, Past] = {}
+        # What was sent SIGKILL after its daemon had ended; no daemon is started beside what is left of it.
+        self._killed: dict[str, set[ProcessId]] = {}
         self._was_up = False
         self.start_failure: str | None = None
 
@@ -98,14 +101,15 @@ class Supervisor:
         said: str | None = None
         hints = Watcher(rescan_s=IDLE_S)
         while not self._stop() and self._lock.is_in_place() and self.start_failure is None:
+            status.turn()
             try:
                 if self.is_due():
                     self.tick()
                 self._look_at_logs()
                 trouble = None
             except Exception as error:  # one bad tick must not end the daemons of everybody
-                logger.exception("a look at the workspace failed; the next is in %g s", TICK_S)
-                trouble = one_line(f"a look at the workspace failed: {error}")
+                logger.exception("reading the workspace failed; next try in %g s", TICK_S)
+                trouble = one_line(f"reading the workspace failed: {error}")
             if trouble != said:
                 status.update(reason=trouble)
                 said = trouble
@@ -114,11 +118,12 @@ class Supervisor:
             hints.wait(TICK_S)
         hints.close()
         logger.info(
-            "stopping: %s", self.start_failure or self._stop.signal_name or "the workspace is gone or another's"
+            "stopping: %s",
+            self.start_failure or self._stop.signal_name or "the workspace is gone or held by another supervisor",
         )
-        status.update(waiting_on="its daemons to finish what they do, to save and to end")
-        left = self._end_all()
-        word = f"could not end {sorted(each.pid for each in left)}" if left else None
+        status.update(waiting_on="its daemons to finish, save and end")
+        left = self._end_all(status.turn)
+        word = f"cannot end processes {sorted(each.pid for each in left)}" if left else None
         status.close(state="stopped", waiting_on=None, reason=word)
         return left
 
@@ -133,39 +138,53 @@ class Supervisor:
                 self._follow(name, daemon.spec.log)
 
     def is_due(self) -> bool:
-        """Whether it is time for a look at everything, or something has happened."""
+        """Whether it is time to look at everything, or something has happened."""
         own = frozenset(daemon.process.pid for daemon in self._daemons.values() if daemon.process)
         return time.monotonic() >= self._next_look_s or any_ended(self._children, own) or self._eyes.has_news()
 
     def tick(self) -> None:
-        """Look, decide, act, and say so."""
+        """Look, decide, act, and record it. It waits for nothing.
+
+        An error with one daemon costs the others nothing; the first one is raised at the end.
+        """
         now = self._clock()
         requests = self._eyes.requests()
         runs = self._eyes.runs(held_runs(self._daemons))
-        seen = {
-            name: self._eyes.see(daemon, self._children.get(name), runs.get(name), now)
-            for name, daemon in self._daemons.items()
-        }
+        seen = {name: self._see(daemon, runs.get(name), now) for name, daemon in self._daemons.items()}
         specs = wanted(self.output, runs.values())
+        troubles: list[Exception] = []
         for action in decide(Snapshot(specs, self._daemons, seen, requests, self.config), now):
-            self._act(action)
+            try:
+                self._act(action)
+            except Exception as error:  # the boundary of one daemon: it is tried again at the next look
+                logger.exception("%s: %s failed", action.daemon.spec.name, action.do)
+                troubles.append(error)
         for name in requests:
             self.output.start_request(name).unlink(missing_ok=True)
         self._records.write(self._daemons)
         if self._relay is not None and not self._was_up:
             self._judge_start()
         self._next_look_s = time.monotonic() + self._rest_s(now)
+        if troubles:
+            raise troubles[0]
+
+    def _see(self, daemon: Daemon, run: RunNow | None, now: float) -> Seen:
+        name = daemon.spec.name
+        if name in self._killed:
+            self._killed[name] = {each for each in self._killed[name] if each.is_running()}
+        left = frozenset(each.pid for each in self._killed.get(name, ()))
+        return replace(self._eyes.see(daemon, self._children.get(name), run, now), left=left)
 
     def _rest_s(self, now: float) -> float:
-        """How long nothing is to be done unless something happens."""
+        """How long to wait unless something happens."""
         daemons = self._daemons.values()
-        if any(daemon.state in (State.STARTING, State.STOPPING) for daemon in daemons):
+        if any(self._killed.values()) or any(each.state in (State.STARTING, State.STOPPING) for each in daemons):
             return 0.0
         retries = [daemon.retry_at - now for daemon in daemons if daemon.state is State.BACKOFF]
         return min([IDLE_S, *(wait_s for wait_s in retries if wait_s > 0)])
 
     def _judge_start(self) -> None:
-        """In the foreground nobody else looks whether the services come up."""
+        """In the foreground no other process checks that the services start."""
         services = [daemon for name, daemon in self._daemons.items() if name in (TRAINER, INFERENCE)]
         self._was_up = len(services) == 2 and all(daemon.state is State.RUNNING for daemon in services)
         for daemon in services:
@@ -173,7 +192,7 @@ class Supervisor:
                 self.start_failure = f"{daemon.spec.name} did not start: {daemon.reason}"
 
     def _look_at_logs(self) -> None:
-        """Pass on what was logged; put aside what has become too large."""
+        """Relay new log lines; rotate logs that have become too large."""
         if self._relay is not None:
             self._relay.pump()
         if time.monotonic() < self._next_rotation_s:
@@ -183,9 +202,9 @@ class Supervisor:
         for log in sorted(logs | {self.output.log(SUPERVISOR)}):
             try:
                 if rotate(log, self.config.max_log_bytes, self.config.num_old_logs):
-                    logger.info("%s was put aside and begun anew", log)
+                    logger.info("%s: rotated", log)
             except OSError as error:  # the run may be on its way into the trash; or the disk is full
-                logger.warning("%s cannot be put aside: %s", log, error)
+                logger.warning("cannot rotate %s: %s", log, error)
 
     def _follow(self, name: str, log: Path) -> None:
         if self._relay is not None:
@@ -200,7 +219,7 @@ class Supervisor:
             daemon.process.send(signal.SIGTERM)
         elif action.do is Do.KILL and daemon.process:
             logger.warning("%s: did not end in time: SIGKILL", name)
-            kill_all(find_members(self.output.path, [daemon.process], {name}), reap=self._reap)
+            send_kill(find_members(self.output.path, [daemon.process], {name}))
         elif action.do is Do.CLEAN:
             self._clean(daemon)
         elif action.do is Do.FORGET:
@@ -218,9 +237,9 @@ class Supervisor:
         self._follow(spec.name, spec.log)
         try:
             child = spawn(spec.argv, spec.log, self.output.path, spec.name)
-        except OSError as error:
+        except (OSError, ValueError) as error:
             retry_at = daemon.started_at + self.config.max_backoff_s
-            return replace(daemon, state=State.BACKOFF, retry_at=retry_at, reason=f"it cannot be started: {error}")
+            return replace(daemon, state=State.BACKOFF, retry_at=retry_at, reason=f"cannot start: {error}")
         self._children[spec.name] = OwnChild(child)
         logger.info("%s: pid %d", spec.name, child.pid)
         return replace(daemon, process=ProcessId.of(child.pid))
@@ -234,20 +253,21 @@ class Supervisor:
         before = self._daemons[name].process
         if before is not None:
             own_session = isinstance(child, OwnChild)
-            left = kill_all(find_members(self.output.path, [before], {name}, trust_sessions=own_session))
-            if left:
-                logger.error("%s: could not end %s", name, sorted(each.pid for each in left))
+            members = find_members(self.output.path, [before], {name}, trust_sessions=own_session)
+            self._killed[name] = send_kill(members)
         self._records.keep_tail(name, [one_line(line, _TAIL_LINE_CHARS) for line in log_tail(daemon.spec.log)])
 
     def _forget(self, name: str) -> None:
         self._daemons.pop(name, None)
         self._children.pop(name, None)
         self._pasts.pop(name, None)
+        self._killed.pop(name, None)
         self._eyes.forget(name)
         self._records.forget(name)
 
-    def _end_all(self) -> set[ProcessId]:
+    def _end_all(self, turn: Callable[[], None]) -> set[ProcessId]:
         def tick() -> None:
+            turn()
             self._reap()
             if self._relay is not None:
                 self._relay.pump()
@@ -258,7 +278,7 @@ class Supervisor:
         for group in shutdown_order(living):
             left |= self._end_group(group, tick)
         if self._lock.is_in_place():  # else the marks may be those of another workspace at the same path
-            left |= kill_all(find_members(self.output.path, [], None), reap=self._reap)
+            left |= kill_all(find_members(self.output.path, [], None), reap=tick)
         self._try_write_statuses(stopped=True)
         return {each for each in left if each.is_running()}
 
@@ -277,7 +297,7 @@ class Supervisor:
         try:
             self._records.write(self._daemons, stopped=stopped)
         except OSError as error:  # a full disk or a removed workspace must not keep the daemons alive
-            logger.error("status files cannot be written: %s", error)
+            logger.error("cannot write status files: %s", error)
 
     def _reap(self) -> None:
         for child in self._children.values():
@@ -285,7 +305,7 @@ class Supervisor:
 
 
 def shutdown_order(daemons: Iterable[Daemon]) -> list[list[Daemon]]:
-    """Groups of daemons to end one after another: who uses others ends before them."""
+    """Groups of daemons to end one after another: a daemon ends before those that it uses."""
     daemons = list(daemons)
     groups = [
         [daemon for daemon in daemons if daemon.spec.run_id],
@@ -304,6 +324,8 @@ def supervise(output: OutputDir, lock: SupervisorLock, stop: StopFlag, *, foregr
     setup_logger("supervisor", stream=sys.stdout if foreground else None)
     try:
         system = load_config(SystemConfig, output.component_config(SYSTEM))
+        # What `prl up` decided holds for every daemon that is started from here, whichever shell this was started in.
+        os.environ.update(saved_topology(output) or {})
         lock.write_info(time.time())
         relay = LogRelay(sys.stdout) if foreground else None
         supervisor = Supervisor(output, system.supervisor, lock, stop, relay=relay)
@@ -311,7 +333,7 @@ def supervise(output: OutputDir, lock: SupervisorLock, stop: StopFlag, *, foregr
     finally:
         lock.release()
     if supervisor.start_failure:
-        print(f"prl: {supervisor.start_failure}", file=sys.stderr)
+        complain("prl", supervisor.start_failure)
     return 1 if left or supervisor.start_failure else 0
 
 

@@ -3,7 +3,7 @@
     PRL_MODULES=trainer=daemons.torchrun PRL_TORCHRUN="--standalone --nproc-per-node 4" prl up @ system.toml
 
 The supervisor then keeps torchrun alive as it keeps the trainer, and ends it with all its ranks. Rank 0 must be on this
-machine, for the supervisor looks at its process. `PRL_TRAINER_GPUS` ("0,1,2,3") leaves the other GPUs to inference.
+machine, because the supervisor watches its process. `PRL_TRAINER_GPUS` ("0,1,2,3") leaves the other GPUs to inference.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ DEFAULT_OPTIONS = "--standalone --nproc-per-node gpu"
 
 def command(arguments: Sequence[str], environ: Mapping[str, str]) -> list[str]:
     """argv of torchrun with the trainer's own arguments."""
-    options = shlex.split(environ.get(OPTIONS_VARIABLE, DEFAULT_OPTIONS))
+    options = shlex.split(environ.get(OPTIONS_VARIABLE) or DEFAULT_OPTIONS)
     return [sys.executable, "-m", "torch.distributed.run", *options, "-m", TRAINER_MODULE, *arguments]
 
 
 def main() -> None:
     # Ranks wait for work by asking the store again and again; torch would warn of each time that none came.
     environ = {"TORCH_CPP_LOG_LEVEL": "ERROR", **os.environ}
-    if GPUS_VARIABLE in environ:
+    if environ.get(GPUS_VARIABLE):
         environ["CUDA_VISIBLE_DEVICES"] = environ[GPUS_VARIABLE]
     os.execve(sys.executable, command(sys.argv[1:], environ), environ)
 

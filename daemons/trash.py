@@ -1,8 +1,8 @@
-"""Deleting runs: into `.trash/`, back from it, and away for good. Used through `actions`.
+"""Deleting runs: move them into `.trash/`, restore them, remove them for good. Used through `actions`.
 
 A deleted run is renamed, so deleting costs nothing and can be undone. Links are never followed: folders are opened
 once, without following, and everything below is named relative to what was opened, so nothing that is swapped in
-between can lead outside. It waits for those who use a run and ends none of them.
+between can lead outside. It waits for the processes that use a run and ends none of them.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ def delete_run(
     on_progress: Progress = lambda message: None,
     reason: str = "",
 ) -> Path:
-    """Move a run to the trash and return where it lies there; `undelete_run` brings it back.
+    """Move a run to the trash and return its path there; `undelete_run` restores it.
 
     A run that trains, or whose orchestrator lives, is refused unless `force`: then it is evicted, and the move waits up
-    to `wait_s` seconds until trainer and orchestrator have let go.
+    to `wait_s` seconds until trainer and orchestrator have released it. Raises ActionError.
     """
     output = OutputDir(Path(output_dir))
     with one_line_errors(f"deleting {run_id}"):
@@ -54,7 +54,7 @@ def delete_run(
         if in_use_by and not force:
             raise ActionError(
                 f"{run_id} is in use by {' and '.join(in_use_by)}: evict it first (prl runs evict {run_id} "
-                "--reason ...), or delete it all the same (prl runs delete --yes)"
+                "--reason ...), or add --yes to evict and delete it"
             )
         with contextlib.suppress(FileExistsError):
             output.trash.mkdir()
@@ -70,7 +70,7 @@ def delete_run(
 
 
 def undelete_run(output_dir: Path, run_id: str) -> bool:
-    """Bring back the newest deleted run of this id; false when the run is there already."""
+    """Restore the newest deleted run of this id; false when the run exists and none was deleted."""
     output = OutputDir(Path(output_dir))
     with one_line_errors(f"undeleting {run_id}"):
         run = output.run(run_id)
@@ -78,11 +78,9 @@ def undelete_run(output_dir: Path, run_id: str) -> bool:
         if run.path.exists():
             if lies is None:
                 return False
-            raise ActionError(
-                f"{run_id} exists in {output.path}: delete or move it before an older one is brought back"
-            )
+            raise ActionError(f"{run_id} exists in {output.path}: delete or move it before restoring an older one")
         if lies is None:
-            raise ActionError(f"{run_id} is not in {output.trash}: nothing to bring back")
+            raise ActionError(f"{run_id} not found in the trash ({output.trash}): nothing to restore")
         with _workspace_and_trash(output) as (workspace, trash):
             if refused := refusal(output.trash, lies):
                 raise LayoutError(refused)
@@ -105,7 +103,7 @@ def list_trash(output_dir: Path, *, older_than_s: float = 0.0, now: float | None
 
 
 def deleted_at(stamp: str) -> float | None:
-    """Unix seconds of a time of deletion as `list_trash` tells it; None for one that `prl` did not write."""
+    """Unix seconds of a time of deletion from `list_trash`; None for one that `prl` did not write."""
     match = _STAMP.fullmatch(stamp)
     if match is None:
         return None
@@ -117,7 +115,7 @@ def deleted_at(stamp: str) -> float | None:
 def purge_trash(output_dir: Path, *, older_than_s: float = 0.0, now: float | None = None, reason: str = "") -> int:
     """Remove the runs that were deleted at least `older_than_s` ago, for good; returns how many.
 
-    What lies in the trash and is no deleted run goes too, when everything goes (`older_than_s` = 0).
+    Other entries of the trash are removed only with everything (`older_than_s` = 0).
     """
     output = OutputDir(Path(output_dir))
     now = time.time() if now is None else now
@@ -136,15 +134,15 @@ def purge_trash(output_dir: Path, *, older_than_s: float = 0.0, now: float | Non
 
 
 def existing_run(output: OutputDir, run_id: str) -> RunDir:
-    """The run's folder. Raises ActionError when there is none and LayoutError for an id that is refused."""
+    """The run's folder. Raises ActionError when it is missing and LayoutError for an invalid id."""
     run = output.run(run_id)
     if not run.path.is_dir():
-        raise ActionError(f"no run {run_id!r} in {output.path}: prl runs list shows what is there")
+        raise ActionError(f"run {run_id!r} not found in {output.path}: prl runs list shows all runs")
     return run
 
 
 def _is_due(name: str, older_than_s: float, now: float) -> bool:
-    """Whether an entry of the trash is old enough. Of what is no deleted run the age is not known."""
+    """Whether an entry of the trash is old enough. The age of anything but a deleted run is unknown."""
     if older_than_s <= 0:
         return True
     parsed = parse_trashed(name)
@@ -159,7 +157,7 @@ def _opened(path: Path, *, follow: bool) -> Iterator[int]:
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | (0 if follow else os.O_NOFOLLOW))
     except OSError as error:
         if error.errno in (errno.ELOOP, errno.ENOTDIR) and path.is_symlink():
-            raise ActionError(f"{path} is a symbolic link: remove the link; nothing was changed") from error
+            raise ActionError(f"{path} is a symbolic link; nothing was changed: remove the link") from error
         raise
     try:
         yield fd
@@ -173,8 +171,8 @@ def _workspace_and_trash(output: OutputDir) -> Iterator[tuple[int, int]]:
     with _opened(output.path, follow=True) as workspace, _opened(output.trash, follow=False) as trash:
         if os.fstat(workspace).st_dev != os.fstat(trash).st_dev:
             raise ActionError(
-                f"{output.trash} is on another file system than {output.path}: nothing was changed; move it away or "
-                "unmount it"
+                f"{output.trash} and {output.path} are on different file systems; nothing was changed: move the trash "
+                "away or unmount it"
             )
         yield workspace, trash
 
@@ -203,7 +201,7 @@ def _move_to_trash(output: OutputDir, run: RunDir) -> Path:
         os.rename(run.run_id, lies.name, src_dir_fd=workspace, dst_dir_fd=trash)
         if not _is_folder(lies.name, trash):
             os.rename(lies.name, run.run_id, src_dir_fd=trash, dst_dir_fd=workspace)
-            raise ActionError(f"{run.path} is no folder any more: nothing was deleted")
+            raise ActionError(f"{run.path} is not a folder any more; nothing was deleted")
     return lies
 
 

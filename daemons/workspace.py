@@ -1,6 +1,6 @@
 """The frozen views of a workspace that `client` reads, and what follows from them: order, bottleneck.
 
-Pure but for a look at the process table. It reads no file.
+All text in a view is clean: it may be shown anywhere. Pure but for a look at the process table. It reads no file.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from prime_rl.contract.condition import LOST, condition, stalled_since, still_words, utc
 from prime_rl.contract.status import (
     DaemonStatus,
     InferenceStatus,
@@ -15,11 +16,13 @@ from prime_rl.contract.status import (
     RunStatus,
     TrainerRunStatus,
     TrainerStatus,
-    is_alive,
 )
 from prime_rl.utils.process import ProcessId
+from prime_rl.utils.text import CleanText, clean_text
 
 SUPERVISOR = "supervisor"
+MAX_REASON_CHARS = 10_000
+# States of a daemon without a process.
 _FINAL = ("failed", "stopped", "done")
 
 
@@ -27,7 +30,8 @@ _FINAL = ("failed", "stopped", "done")
 class RunView:
     """One run as people see it. `step` counts updates done; `run_idx` is its slot, `queue_position` counts from 1.
 
-    `updated_at` and `added_at` (when its config landed) are Unix seconds; `async_level` is the lag of its last batch.
+    `updated_at`, `added_at` (when its config landed) and `stalled_since` (of its orchestrator) are Unix seconds;
+    `async_level` is the lag of its last batch.
     """
 
     run_id: str
@@ -35,8 +39,8 @@ class RunView:
     step: int
     max_steps: int | None
     reward: float | None
-    reason: str | None
-    waiting_on: str | None
+    reason: CleanText | None
+    waiting_on: CleanText | None
     updated_at: float | None
     run_idx: int | None
     queue_position: int | None
@@ -44,27 +48,32 @@ class RunView:
     async_level: int | None
     policy_version: int | None
     lr: float | None
-    bottleneck: str | None
-    model: str | None
+    bottleneck: CleanText | None
+    model: CleanText | None
     batch_size: int | None
     num_restarts: int
     added_at: float | None
+    stalled_since: float | None = None
 
 
 @dataclass(frozen=True)
 class DaemonView:
-    """One daemon. `state`: starting, running, stalled, backoff, failed, stopped, done, or lost (nobody watches it)."""
+    """One daemon. `state`: starting, running, stalled, backoff, failed, stopped, done, or lost (not supervised).
 
-    name: str
-    state: str
+    `stalled_since` in Unix seconds.
+    """
+
+    name: CleanText
+    state: CleanText
     pid: int | None
-    waiting_on: str | None
-    reason: str | None
-    log_tail: tuple[str, ...]
+    waiting_on: CleanText | None
+    reason: CleanText | None
+    log_tail: tuple[CleanText, ...]
     updated_at: float
     num_restarts: int
     pid_create_time: float | None = None
     pid_start: str = ""
+    stalled_since: float | None = None
 
     @property
     def process(self) -> ProcessId | None:
@@ -73,10 +82,10 @@ class DaemonView:
 
 @dataclass(frozen=True)
 class RefusedView:
-    """A `run_*` entry that is no run, and why."""
+    """A `run_*` entry that is not a run, and why."""
 
-    name: str
-    reason: str
+    name: CleanText
+    reason: CleanText
 
 
 @dataclass(frozen=True)
@@ -95,7 +104,7 @@ class Workspace:
     trainer: TrainerStatus | None
     inference: InferenceStatus | None
     supervisor_alive: bool
-    bottleneck: str | None
+    bottleneck: CleanText | None
     read_at: float
 
     def run(self, run_id: str) -> RunView | None:
@@ -108,12 +117,14 @@ class Workspace:
 def find_bottleneck(
     runs: list[RunView], trainer: TrainerStatus | None, inference: InferenceStatus | None
 ) -> str | None:
-    """Who holds up whom, by name, or None when nothing is under way."""
+    """Which daemon the others wait for, by name, or None when nothing is in progress."""
     active = [run for run in runs if run.state is RunState.ACTIVE]
     if trainer is None:
         return None
     if active and inference is None:
-        return f"{_names(active)}: inference does not live"
+        return f"{_names(active)}: inference is not running"
+    if active and stalled_since(trainer) is not None:
+        return f"{_names(active)}: the trainer is stalled"
     slow = [run for run in active if not trainer.runs[run.run_id].ready]
     if trainer.state == "waiting" and slow:
         last = min(slow, key=lambda run: (run.step, run.run_id))
@@ -144,26 +155,43 @@ def waits_for(
     return "its orchestrator to start" if slot and not slot.ready else None
 
 
+def shown(text: str | None) -> CleanText | None:
+    """`text` as a view has it; None for nothing."""
+    return clean_text(text.strip(), MAX_REASON_CHARS) if text else None
+
+
 def daemon_view(status: DaemonStatus, now: float) -> DaemonView:
-    state, reason = status.state, status.reason
+    found = condition(status, now)
+    state, reason, since = found.state, status.reason, status.stalled_since
     process = status.writer if status.name == SUPERVISOR else status.child
-    if state not in _FINAL and not is_alive(status, now):
-        child = status.child
-        state, reason = "lost", "its supervisor is gone"
-        if child is not None and child.is_running():
-            reason += f"; process {child.pid} runs on: prl down ends it"
+    if state == LOST:
+        reason, since = _lost_words(status), None
+    elif found.since is not None:
+        reason, since = still_words(found.since), found.since
     return DaemonView(
-        name=status.name,
-        state=state,
+        name=clean_text(status.name),
+        state=clean_text(state),
         pid=process.pid if process and state not in _FINAL else None,
-        waiting_on=status.waiting_on if state != "lost" else None,
-        reason=reason,
-        log_tail=tuple(status.log_tail),
+        waiting_on=shown(status.waiting_on) if state != LOST else None,
+        reason=shown(reason),
+        log_tail=tuple(map(clean_text, status.log_tail)),
         updated_at=status.updated_at,
         num_restarts=status.num_restarts,
         pid_create_time=process.create_time if process else None,
         pid_start=process.start if process else "",
+        stalled_since=since,
     )
+
+
+def _lost_words(status: DaemonStatus) -> str:
+    """Why the daemon of `status` is not supervised; the supervisor writes that file."""
+    is_there = status.writer.is_running()
+    if status.name == SUPERVISOR:
+        return f"no heartbeat since {utc(status.updated_at)}" if is_there else "its process is gone"
+    why = f"its supervisor last looked at it at {utc(status.updated_at)}" if is_there else "its supervisor is gone"
+    child = status.child
+    runs_on = child is not None and child.is_running()
+    return f"{why}; process {child.pid} still runs: end it with prl down" if child and runs_on else why
 
 
 _ORDER = {state: order for order, state in enumerate([RunState.ACTIVE, RunState.WAITING])}

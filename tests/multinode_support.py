@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import signal
 import subprocess
@@ -44,8 +45,12 @@ alpha = 16.0
 [run]
 rollouts_per_example = {rollouts}
 seed = 0
+# In proportion to the gradient: Adam would turn a last bit of it into a whole step.
 [run.optim]
-lr = 3e-3
+type = "sgd"
+lr = 0.03
+[run.ckpt]
+keep_rollouts = true
 [run.sampling]
 max_tokens = 12
 [[run.env]]
@@ -176,12 +181,14 @@ class Nodes:
 
 
 def check_same_adapter(ours: Nodes, theirs: Nodes) -> None:
-    """Of the first iteration. What is sampled is the same to the last token; the order in which ranks add up is not."""
+    """Of the first iteration, as a whole. What was sampled is the same; the order in which ranks add up is not."""
     found, expected = (
         load_file(each.output.iteration(1).path / "adapter" / "adapter_model.safetensors") for each in (ours, theirs)
     )
-    for name, weight in expected.items():
-        assert np.linalg.norm(found[name] - weight) <= TOLERANCE * np.linalg.norm(weight), name
+    assert found.keys() == expected.keys()
+    difference = sum(np.square(found[name] - weight).sum() for name, weight in expected.items())
+    norm = sum(np.square(weight).sum() for weight in expected.values())
+    assert math.sqrt(difference / norm) <= TOLERANCE
 
 
 def processes(mark: str) -> list[psutil.Process]:

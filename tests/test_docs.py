@@ -22,6 +22,7 @@ TEXT = {path: path.read_text() for path in DOCUMENTS}
 OUR_PATH = re.compile(r"`((?:prime_rl|daemons|tui|tests|configs|scripts|benchmarks|docs|requirements)/[\w./-]*)`")
 TEST_NAME = re.compile(r"`(tests/[\w/]+\.py)::(\w+)`")
 LINK = re.compile(r"\]\((?!https?:|#)([^)#\s]+)[^)]*\)")
+CODE = re.compile(r"```.*?```|`[^`]+`", re.DOTALL)  # where `prl` is the command; in prose it is the project's name
 COMMAND = re.compile(r"(?:^|[`\s(/])prl((?: [a-z][a-z-]+)+)(?=[\s`),.:;]|$)", re.MULTILINE)
 MAKE = re.compile(r"(?:^|`)make ([a-z-]+)", re.MULTILINE)
 
@@ -62,7 +63,10 @@ def test_commands_exist() -> None:
     from daemons.cli import app
 
     root = get_command(app)
-    for document, words in found(COMMAND):
+    code = {path.name: "\n".join(CODE.findall(text)) for path, text in TEXT.items()}
+    named = sorted({(name, words) for name, text in code.items() for words in COMMAND.findall(text)})
+    assert len(named) > 40
+    for document, words in named:
         command = root
         for word in words.split():
             inner = getattr(command, "commands", None)

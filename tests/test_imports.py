@@ -18,7 +18,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "prime_rl/contract": (*LAYER_0, "msgspec", "watchdog", "psutil"),
     "prime_rl/utils": (*LAYER_0, "msgspec", "watchdog", "psutil"),
     "prime_rl/configs": (*LAYER_1, "pydantic", "tomli"),
-    "prime_rl/lora": ("prime_rl.lora", "torch", "safetensors"),
+    "prime_rl/lora": (*LAYER_0, "prime_rl.lora", "torch", "safetensors"),
     "prime_rl/transfer": ("prime_rl.transfer", "torch"),
     "prime_rl/trainer": (
         *LAYER_1,

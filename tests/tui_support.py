@@ -238,7 +238,7 @@ def _add_others(output: OutputDir) -> None:
     evicted.evicted.write_text("the reward collapsed\nafter step 25; see the curves")
     invalid = add_run(output, "run_typo", toml=orch_toml(extra='learning_rate = "high"'))
     invalid.config_error.write_text(
-        "Error parsing orchestrator config: lab/run_typo/control/orch.toml: learning_rate: is not a known key; "
+        "Error parsing orchestrator config: lab/run_typo/control/orch.toml: learning_rate: unknown key; "
         "valid here: advantage, batch_size, ckpt, client, env"
     )
     add_run(

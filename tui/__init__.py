@@ -1,4 +1,4 @@
 """The terminal view of one workspace of runs.
 
-Layer 4: meets the rest through files, `daemons.client` and `.actions`.
+Layer 4: reads files and uses `daemons.client` and `.actions`.
 """

@@ -1,8 +1,8 @@
 """The screens that act: what `screens` shows, with the keys that change runs, daemons and the workspace.
 
 Not imported when the app is read-only. Every action runs in a thread through `daemons.actions` or `daemons.running`,
-the very code of `prl`, and is shown together with the command that does the same in a shell. What an action needs is
-imported with its key: the first picture waits for none of it.
+the code of `prl`, and is shown together with the shell command that does the same. What an action needs is imported
+when its key is pressed, so that the app starts fast.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from textual.binding import Binding, BindingType
 
 from prime_rl.contract.layout import LayoutError, OutputDir
 from prime_rl.contract.status import RunState
+from prime_rl.utils.text import CleanText, one_line
 from tui.commands import Command, CommandError
 from tui.jobs import Job, Progress, each, name_runs, prl_command
 from tui.screens.base import PlaceScreen, WorkspaceScreen
@@ -45,7 +46,7 @@ class ActsOnRuns(WorkspaceScreen):
     ]
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
-        """Grey out what would do nothing; leave out what has no run to act on."""
+        """Grey out keys without effect; hide keys without a run to act on."""
         rows = self.target_rows()
         if action in ("evict", "readmit", "delete", "clone") and not rows:
             return False
@@ -59,17 +60,17 @@ class ActsOnRuns(WorkspaceScreen):
 
     def commands(self) -> Mapping[str, Command]:
         names = {
-            "evict": "take the chosen runs out of training",
-            "readmit": "let them train again",
-            "delete": "move them to the trash",
+            "evict": "evict the chosen runs from training",
+            "readmit": "readmit the chosen runs",
+            "delete": "move the chosen runs to the trash",
             "clone": "add a copy of the chosen run",
         }
         return {
             **super().commands(),
             **{name: self.simple_command(name, words, name) for name, words in names.items()},
-            "undo": self.simple_command("undo", "bring back what was deleted last", "undo_delete"),
-            "restart": Command("restart DAEMON", "start a daemon anew", self._command_restart, self._daemon_names),
-            "log": self.simple_command("log", "what was done here", "action_log"),
+            "undo": self.simple_command("undo", "restore what was deleted last", "undo_delete"),
+            "restart": Command("restart DAEMON", "restart a daemon", self._command_restart, self._daemon_names),
+            "log": self.simple_command("log", "show the actions of this session", "action_log"),
         }
 
     def action_evict(self) -> None:
@@ -89,11 +90,11 @@ class ActsOnRuns(WorkspaceScreen):
 
         def act(run_id: str, progress: Progress) -> str:
             done = actions.readmit_run(output_dir, run_id)
-            return f"{run_id} is readmitted" if done else f"{run_id} was neither evicted nor failed"
+            return f"{run_id}: readmitted" if done else f"{run_id}: neither evicted nor failed, nothing to do"
 
         if run_ids:
             job = Job(prl_command(output_dir, "runs", "readmit", *run_ids), each(run_ids, "readmitted", act))
-            words = "They train again from where they stood."
+            words = "They continue from their newest checkpoints."
             self._ask_for_many(f"readmit {name_runs(run_ids)}", run_ids, words, "Readmit", job)
 
     def action_delete(self) -> None:
@@ -104,12 +105,12 @@ class ActsOnRuns(WorkspaceScreen):
             self.app.push_screen(DeleteDialog(self.output_dir, rows, self._remember_deleted, self.perform))
 
     def action_undo_delete(self) -> None:
-        """Bring back what was deleted here last; else the newest run in the trash."""
+        """Restore what was deleted here last; else the newest run in the trash."""
         from daemons import actions
 
         trash = [run_id for run_id, _ in actions.list_trash(self.output_dir)]
         if not trash:
-            self.notify("the trash is empty: nothing to bring back", markup=False)
+            self.notify("the trash is empty: nothing to restore", markup=False)
             return
         output_dir, deleted = self.output_dir, self.setting.deleted
         last = [run_id for run_id in deleted.pop() if run_id in trash] if deleted else []
@@ -117,9 +118,9 @@ class ActsOnRuns(WorkspaceScreen):
 
         def act(run_id: str, progress: Progress) -> str:
             done = actions.undelete_run(output_dir, run_id)
-            return f"{run_id} is back" if done else f"{run_id} was there already"
+            return f"{run_id}: restored" if done else f"{run_id}: not deleted, nothing to do"
 
-        self.perform(Job(prl_command(output_dir, "runs", "undelete", *run_ids), each(run_ids, "back", act)))
+        self.perform(Job(prl_command(output_dir, "runs", "undelete", *run_ids), each(run_ids, "restored", act)))
 
     def action_clone(self) -> None:
         from tui.dialogs.draft import free_id
@@ -131,7 +132,7 @@ class ActsOnRuns(WorkspaceScreen):
         try:
             source = OutputDir(self.output_dir).run(run_id).orch_toml
         except LayoutError as error:
-            self.notify(str(error), severity="error", markup=False)
+            self.notify(one_line(str(error)), severity="error", markup=False)
             return
         self.open_add(source, free_id(run_id, self.run_ids()))
 
@@ -143,15 +144,15 @@ class ActsOnRuns(WorkspaceScreen):
     def action_restart(self) -> None:
         names = self._daemon_names()
         if not names:
-            self.notify("no daemon is there to be started again", markup=False)
+            self.notify("no daemons are running: nothing to restart", markup=False)
             return
         chosen = self.target_daemon()
-        first = names.index(chosen) if chosen in names else 0
+        first = next((index for index, name in enumerate(names) if name == chosen), 0)
         from tui.dialogs.choose import Choice, ChooseDialog
         from tui.workspace_jobs import restart_job
 
         choices = [Choice(name, functools.partial(restart_job, self.output_dir, name)) for name in names]
-        words = "The daemon is ended and started again; what it wrote down stays."
+        words = "The daemon is stopped and started again. Its files are kept."
         self.app.push_screen(ChooseDialog("restart a daemon", words, choices, self.perform, first=first))
 
     @on(CommandLine.Asked)
@@ -165,14 +166,14 @@ class ActsOnRuns(WorkspaceScreen):
         return self.setting.output_dir
 
     def perform(self, job: Job) -> int:
-        """Start `job` in a thread of the app, so that it goes on whatever screen is open; returns its serial."""
+        """Start `job` in a thread of the app, so that it continues on any screen; returns its serial."""
         serial = next(_serials)
         worker = JobWorker(serial, job, self.app.post_message, self.setting.clock)
         self.app.run_worker(worker.run, thread=True, name=job.command)
         return serial
 
     def _ask_for_many(self, title: str, run_ids: Sequence[str], words: str, verb: str, job: Job) -> None:
-        """One confirmation for several runs; one run needs none, for what is done can be undone."""
+        """Confirm once for several runs; a single run needs no confirmation, since the action can be undone."""
         if len(run_ids) == 1:
             self.perform(job)
             return
@@ -185,13 +186,13 @@ class ActsOnRuns(WorkspaceScreen):
         if run_ids:
             self.setting.deleted.append(tuple(run_ids))
 
-    def _daemon_names(self) -> list[str]:
+    def _daemon_names(self) -> list[CleanText]:
         daemons = self.snapshot.workspace.daemons if self.snapshot else ()
         return [daemon.name for daemon in daemons if daemon.name != "supervisor" and daemon.state != "done"]
 
     def _command_restart(self, words: str) -> None:
         if words not in self._daemon_names():
-            raise CommandError(f"no daemon {words!r}; there are {', '.join(self._daemon_names()) or 'none'}")
+            raise CommandError(f"daemon {words!r} not found; running: {', '.join(self._daemon_names()) or 'none'}")
         from tui.workspace_jobs import restart_job
 
         self.perform(restart_job(self.output_dir, words))
@@ -230,7 +231,7 @@ class ActsOnWorkspace(ActsOnRuns):
         from tui.dialogs.choose import Choice, ChooseDialog
         from tui.workspace_jobs import up_choices
 
-        words = "Trainer, inference and the orchestrators of all runs start as daemons; quitting ends none of them."
+        words = "Trainer, inference and orchestrators start in the background and keep running when you quit."
         choices = [Choice(label, job) for label, job in up_choices(self.output_dir)]
         self.app.push_screen(ChooseDialog("start the workspace", words, choices, self.perform))
 
@@ -241,7 +242,7 @@ class ActsOnWorkspace(ActsOnRuns):
         daemons = self.snapshot.workspace.daemons if self.snapshot else ()
         living = [f"· {daemon.name}  {daemon.state}" for daemon in daemons if daemon.pid is not None]
         lines = living or ["· nothing is running"]
-        words = "Everything of this workspace is ended; runs go on from where they stand when it is started again."
+        words = "All daemons of this workspace stop. Runs continue from their checkpoints when it is started again."
         job = down_job(self.output_dir)
         self.app.push_screen(ConfirmDialog("stop the workspace", lines, words, "Stop", job, self.perform))
 

@@ -1,8 +1,8 @@
 """`prl-tui [OUTPUT_DIR] [--read-only]`: see all runs of a workspace, and act on them.
 
 Reading order: `watcher` (threads) -> `messages` -> this app -> `screens` -> `widgets`. The app only hands on:
-a new look at the workspace goes to every screen, an action's outcome too. What acts is in `acting` and `dialogs`, which
-are imported only when it may act. Closing it ends nothing: the daemons go on.
+a new look at the workspace goes to every screen, an action's outcome too. Actions are in `acting` and `dialogs`, which
+are not imported when read-only. Closing it stops nothing: the daemons keep running.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class PrlApp(App[None]):
         self.run_worker(self.watcher.run, thread=True, name="watch the workspace")
 
     def shown_theme(self, chosen: str) -> str:
-        """The variant of a theme that this terminal can show; without a terminal, the theme itself."""
+        """The variant of a theme for this terminal; without a terminal, the theme itself."""
         return chosen if self.is_headless else shown_name(chosen, self.console.color_system)
 
     def get_line_filters(self) -> Sequence[LineFilter]:
@@ -94,7 +94,7 @@ class PrlApp(App[None]):
         self.watcher.stop()
 
     def action_interrupt(self) -> None:
-        """Quit as Ctrl-C does everywhere: whoever waits for this program is told by its exit code."""
+        """Quit with the exit code of Ctrl-C."""
         self.exit(return_code=EXIT_INTERRUPTED)
 
     def on_workspace_changed(self, message: WorkspaceChanged) -> None:
@@ -121,7 +121,7 @@ class PrlApp(App[None]):
             self.watcher.wake()
 
     def get_system_commands(self, screen: Screen[object]) -> Iterable[SystemCommand]:
-        """Everything that a key does here, by name, then the jump to each run."""
+        """Every key's action by name, then a jump to each run."""
         for active in screen.active_bindings.values():
             binding = active.binding
             name = binding.action.rpartition(".")[2].partition("(")[0]
@@ -151,7 +151,7 @@ class PrlApp(App[None]):
         self.watcher.wake()
 
     def save_memory(self) -> None:
-        """In a thread: a home on a slow disk must not hold up the keys."""
+        """In a thread: a home on a slow disk must not block the keys."""
         self.run_worker(self.setting.memory.save, thread=True, group="memory", name="remember")
 
     def _remember_theme(self, theme: Theme) -> None:
@@ -190,13 +190,13 @@ class PrlApp(App[None]):
 
 
 def _collect_garbage() -> None:
-    """From the first picture on, and not what the start has made: `cli` has put it off."""
+    """From the first picture on, without the objects of the start: `cli` has switched it off."""
     gc.freeze()
     gc.enable()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """`prl-tui`, for who has this module already."""
+    """`prl-tui`, when this module is already imported."""
     from tui.cli import main
 
     return main(argv)

@@ -22,7 +22,7 @@ MAX_COMPARED = 7
 
 
 class ChartsReader:
-    """Reads what is new of each file. A run that is compared no longer is forgotten."""
+    """Reads what is new in each file. Forgets runs that are not compared any more."""
 
     tab = CHARTS_TAB
 

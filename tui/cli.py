@@ -16,43 +16,49 @@ DEFAULT_PORT = 8765
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="prl-tui", description="See all runs of a workspace, and act on them.")
+    parser = argparse.ArgumentParser(
+        prog="prl-tui", description="Watch all runs of a workspace in the terminal, and act on them."
+    )
     parser.add_argument("output_dir", nargs="?", default=os.environ.get("PRL_OUTPUT_DIR") or "outputs", type=Path)
-    parser.add_argument("--read-only", action="store_true", help="see everything, change nothing")
+    parser.add_argument("--read-only", action="store_true", help="show everything, change nothing")
     browser = parser.add_argument_group("in a browser")
-    browser.add_argument("--serve", action="store_true", help="show it in a browser on this machine, read-only")
-    browser.add_argument("--port", type=int, help=f"with --serve: where to listen ({DEFAULT_PORT}; 0: any free port)")
-    browser.add_argument("--host", help="with --serve: which loopback address to listen on (127.0.0.1)")
-    browser.add_argument("--allow-actions", action="store_true", help="with --serve: the browser may act, too")
+    browser.add_argument("--serve", action="store_true", help="serve it to a browser on this machine, read-only")
+    browser.add_argument(
+        "--port", type=int, help=f"with --serve: port to listen on (default {DEFAULT_PORT}; 0: any free port)"
+    )
+    browser.add_argument("--host", help="with --serve: loopback address to listen on (default 127.0.0.1)")
+    browser.add_argument("--allow-actions", action="store_true", help="with --serve: allow actions from the browser")
     return parser
 
 
 def wrong_use(args: argparse.Namespace) -> str | None:
-    """What contradicts itself or is refused, in one line."""
+    """Contradictory or refused arguments, in one line; None when all are fine."""
     if not args.output_dir.is_dir():
-        return f"no folder {args.output_dir}: name the output directory, or start a workspace with prl up"
+        return f"workspace {args.output_dir} not found: give another folder, or create this one with prl up"
     if not args.serve:
         given = [name for name in ("port", "host", "allow_actions") if getattr(args, name)]
-        return f"--{given[0].replace('_', '-')} goes with --serve" if given else None
+        return f"--{given[0].replace('_', '-')} requires --serve" if given else None
     if args.read_only and args.allow_actions:
-        return "--read-only and --allow-actions contradict each other: name one"
+        return "--read-only and --allow-actions exclude each other: use one of them"
     if args.host is not None and args.host not in LOOPBACK:
         return (
-            f"--host {args.host} is refused, it asks nobody for a password: only {', '.join(LOOPBACK)}; from another "
-            f"machine: ssh -L {args.port or DEFAULT_PORT}:127.0.0.1:{args.port or DEFAULT_PORT} THIS_MACHINE"
+            f"invalid host {args.host}: must be {', '.join(LOOPBACK)}, since there is no password; from another "
+            f"machine use ssh -L {args.port or DEFAULT_PORT}:127.0.0.1:{args.port or DEFAULT_PORT} THIS_MACHINE"
         )
     if args.port is not None and not 0 <= args.port <= 65535:
-        return f"--port {args.port} is none: 0 to 65535"
+        return f"invalid port {args.port}: must be 0 to 65535"
     if importlib.util.find_spec("textual_serve") is None:
-        return "--serve needs the package textual-serve: make install brings it"
+        return "--serve requires the package textual-serve: install it with make install"
     return None
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """0 after a quit, 130 after Ctrl-C, 2 for wrong use, 1 when the port cannot be had."""
+    """0 after a quit, 130 after Ctrl-C, 2 for wrong usage, 1 when the port is not available."""
     args = make_parser().parse_args(argv)
     if problem := wrong_use(args):
-        print(f"prl-tui: {problem}", file=sys.stderr)
+        from prime_rl.utils.logger import complain
+
+        complain("prl-tui", problem)
         return 2
     if args.serve:
         from tui.serve import serve

@@ -1,4 +1,4 @@
-"""The command line: what a line of words means, and how it is completed. Pure; screens say which commands there are."""
+"""The command line: parses and completes a line. Pure; each screen defines its commands."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 
 class CommandError(ValueError):
-    """A line that is no command. The message is one line."""
+    """An invalid command line. The message is one line."""
 
 
 def _no_words() -> Sequence[str]:
@@ -29,15 +29,17 @@ class Command:
 
 
 def parse(line: str, commands: Mapping[str, Command]) -> tuple[Command, str]:
-    """The command and its argument. The beginning of a name is enough where it is only one's. Raises CommandError."""
+    """The command and its argument. An unambiguous prefix of a name is enough. Raises CommandError."""
     name, _, rest = line.strip().partition(" ")
     fits = [name] if name in commands else [each for each in commands if name and each.startswith(name)]
     if len(fits) != 1:
         among = ", ".join(fits or commands)
-        raise CommandError(f"{name!r} may be {among}" if fits else f"no command {name!r}; there are {among}")
+        raise CommandError(
+            f"{name!r} is ambiguous: {among}" if fits else f"unknown command {name!r}; commands: {among}"
+        )
     command = commands[fits[0]]
     if rest.strip() and not command.takes_words:
-        raise CommandError(f"{fits[0]} takes no words")
+        raise CommandError(f"{fits[0]} takes no arguments")
     return command, rest.strip()
 
 

@@ -227,7 +227,7 @@ def _chosen(
     keys = spec.keys
     if keys == (EVAL_PREFIX,):
         keys = tuple(sorted({key for run in runs for key in run if key.startswith(EVAL_PREFIX)}))
-        labels = [one_line(key.removeprefix(EVAL_PREFIX).removesuffix(EVAL_SUFFIX), 40) for key in keys]
+        labels: list[str] = [one_line(key.removeprefix(EVAL_PREFIX).removesuffix(EVAL_SUFFIX), 40) for key in keys]
     else:
         labels = list(spec.names or ("",) * len(keys))
     if len(runs) == 1:

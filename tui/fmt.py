@@ -68,7 +68,7 @@ def age(seconds: float | None) -> str:
 
 
 def seen(seconds: float | None) -> str:
-    """The age of a sign of life: `now` as long as the next one is not overdue, so that it does not flicker."""
+    """The age of a heartbeat: `now` as long as the next one is not overdue, so that it does not flicker."""
     return "now" if seconds is not None and seconds < FRESH_S else age(seconds)
 
 

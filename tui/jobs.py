@@ -1,4 +1,4 @@
-"""What a person asks to be done: a piece of work for a thread, and the shell's words for it. No user interface here."""
+"""A job: work for a thread, and the shell command that does the same. No user interface here."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from prime_rl.utils.text import one_line
+from prime_rl.utils.text import CleanText, one_line
 
 Progress = Callable[[str], None]
 Work = Callable[[Progress], str]
@@ -20,17 +20,17 @@ MAX_NAMED = 3
 
 @dataclass(frozen=True)
 class Job:
-    """`work(progress)` runs in a thread and returns what it did in words; `command` does the same in a shell."""
+    """`work(progress)` runs in a thread and returns a message of what it did; `command` does the same in a shell."""
 
-    command: str
+    command: CleanText
     work: Work
 
 
 Perform = Callable[[Job], int]
 
 
-def prl_command(output_dir: Path, *words: str) -> str:
-    """The shell's words for an action; they name the workspace unless `prl` would find it by itself."""
+def prl_command(output_dir: Path, *words: str) -> CleanText:
+    """The shell command of an action; it names the workspace unless `prl` would find it by itself."""
     default = Path(os.environ.get("PRL_OUTPUT_DIR") or "outputs")
     where = [] if output_dir.resolve() == default.resolve() else ["--output-dir", str(output_dir)]
     return one_line(shlex.join(("prl", *words, *where)), 4000)
@@ -42,9 +42,9 @@ def name_runs(run_ids: Sequence[str]) -> str:
 
 
 def each(run_ids: Sequence[str], done: str, act: Callable[[str, Progress], str]) -> Work:
-    """Work that does `act` to every run, also after one failed; raises ActionError that names the failed ones.
+    """Apply `act` to every run, also after one failed; raises ActionError that names the failed ones.
 
-    One alone says its own words; several are counted: "3 runs are `done`".
+    A single run returns its own message; several are counted: "3 runs `done`".
     """
 
     def work(progress: Progress) -> str:
@@ -66,6 +66,6 @@ def each(run_ids: Sequence[str], done: str, act: Callable[[str, Progress], str])
 
             more = f"; and {len(failed) - MAX_NAMED} more" if len(failed) > MAX_NAMED else ""
             raise ActionError(f"{len(failed)} of {len(run_ids)} failed: {'; '.join(failed[:MAX_NAMED])}{more}")
-        return f"{len(run_ids)} runs are {done}"
+        return f"{len(run_ids)} runs {done}"
 
     return work

@@ -1,23 +1,23 @@
-"""Pieces of a log of any size, read from any place in it, forwards and backwards. No user interface, no threads.
+"""Parts of a log of any size, read from any position, forwards and backwards. No user interface, no threads.
 
-Nothing here reads a whole file: a piece is found by blocks from where one looks. What is long comes in steps, as
-generators that yield None, so that whoever asks can stop between two. A line belongs to the record above it, whose
-level it has.
+Nothing here reads a whole file: a part is read by blocks from a position. Long work comes in steps, as generators that
+yield None, so that the caller can stop in between. A line without a level belongs to the record above it and has its
+level.
 """
 
 from __future__ import annotations
 
 import os
 import re
-import stat
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from prime_rl.utils.text import clean_text
+from prime_rl.contract.files import open_file
+from prime_rl.utils.text import CleanText, clean_text
 
 BLOCK_BYTES = 1 << 18
-# A piece without levels never takes more than this, however long its lines are.
+# A part without levels never takes more than this, however long its lines are.
 MAX_PIECE_BYTES = 1 << 20
 # A line longer than this comes in several.
 MAX_LINE_BYTES = 1 << 17
@@ -39,11 +39,11 @@ Raw = tuple[int, bytes]  # offset and bytes of a line, without its end
 
 @dataclass(frozen=True)
 class LogLine:
-    """One line, clean: `start` and `end` are the offsets of its first byte and after its last."""
+    """One line: `start` and `end` are the offsets of its first byte and after its last."""
 
     start: int
     end: int
-    text: str
+    text: CleanText
 
 
 @dataclass(frozen=True)
@@ -60,15 +60,11 @@ Steps = Generator[None, None, tuple[list[Raw], bool]]
 
 def open_log(path: Path) -> int:
     """A file descriptor of a regular file; OSError for anything else. Never waits, also for a pipe."""
-    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    if not stat.S_ISREG(os.fstat(fd).st_mode):
-        os.close(fd)
-        raise OSError(f"{path} is no file")
-    return fd
+    return open_file(path)
 
 
 def rank(line: bytes) -> int | None:
-    """The level that a line says, as an index into LEVELS; None for a line that goes on with the record above it."""
+    """The level of a line, as an index into LEVELS; None for a line that continues the record above it."""
     match = _HEAD.match(line[:120])
     if match is None:
         return None
@@ -153,8 +149,8 @@ def line_start(fd: int, offset: int) -> int:
 
 def read_line(start: int, raw: bytes) -> LogLine:
     """Clean, for the screen. A long line loses its end."""
-    text = clean_text(raw[: 4 * MAX_LINE_CHARS].decode(errors="replace")).expandtabs(4)
-    return LogLine(start, start + len(raw), text[:MAX_LINE_CHARS])
+    text = raw[: 4 * MAX_LINE_CHARS].decode(errors="replace").expandtabs(4)
+    return LogLine(start, start + len(raw), clean_text(text, MAX_LINE_CHARS))
 
 
 def _split(data: bytes, offset: int, cut: int) -> list[Raw]:

@@ -1,4 +1,4 @@
-"""What the log tab shows: a piece of the run's log around the place that one looks at, or its end while it grows.
+"""What the log tab shows: the run's log around a position, or its end while it grows.
 
 Called by one thread; the screen sets `request` from another. It keeps what is clean already, so a log that grows costs
 what is new.
@@ -58,7 +58,7 @@ class LogTabReader:
         self._run = RunDir(output_dir / run_id)
         self.request = LogRequest()
         self.is_open = True
-        """False ends a search for rare lines: nobody waits for them."""
+        """False ends a search for rare lines that are not needed any more."""
         self._shown: object = None
         self._identity: tuple[int, int] | None = None
         self._size = 0

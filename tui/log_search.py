@@ -1,6 +1,6 @@
-"""Looking for words in a log of any size: block by block, with progress, to be stopped at any time. No widgets.
+"""Search in a log of any size: block by block, with progress, and stoppable at any time. No widgets.
 
-A search in lower letters does not mind capitals. It goes round: what lies behind comes last.
+A search in lower case ignores case. It wraps around: what is behind the start comes last.
 """
 
 from __future__ import annotations

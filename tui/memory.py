@@ -1,7 +1,7 @@
-"""What `prl-tui` remembers between two starts: order, filter and pinned runs of each workspace, and the theme.
+"""State that `prl-tui` keeps between two starts: order, filter and pinned runs of each workspace, and the theme.
 
-It lies in one JSON file below `$XDG_STATE_HOME`, never inside a workspace. A file that is missing, damaged or of
-another version is no memory, and never an error. Without a path nothing is read or written.
+It is one JSON file below `$XDG_STATE_HOME`, never inside a workspace. A file that is missing, damaged or of another
+version is ignored. Without a path nothing is read or written.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class _File(msgspec.Struct, kw_only=True):
     theme: str = ""
     workspaces: dict[str, WorkspaceMemory] = {}
     houses: dict[str, WorkspaceMemory] | msgspec.UnsetType = msgspec.UNSET
-    """The name of `workspaces` in files of the version before; read, never written."""
+    """The name of `workspaces` in files of the previous version; read, never written."""
 
 
 def default_path() -> Path:
@@ -55,7 +55,7 @@ class Memory:
         self.workspace = file.workspaces.get(self._key, WorkspaceMemory())
 
     def save(self) -> None:
-        """Write it down. Others may have written since, so only our own part is replaced."""
+        """Write the file. Another process may have written since, so only this workspace's entry is replaced."""
         if self._path is None:
             return
         file = self._read()
@@ -64,7 +64,7 @@ class Memory:
         file.workspaces[self._key] = self.workspace
         for key in list(file.workspaces)[:-MAX_WORKSPACES]:
             del file.workspaces[key]
-        with contextlib.suppress(OSError):  # a home that cannot be written is no reason to fail
+        with contextlib.suppress(OSError):  # a read-only home must not end the app
             self._path.parent.mkdir(parents=True, exist_ok=True)
             write_atomic(self._path, msgspec.json.encode(file))
 

@@ -1,4 +1,4 @@
-"""What the reading threads and the actions tell the screens. Messages that replace each other cannot pile up."""
+"""Messages from the reading threads and the actions to the screens. Messages that replace each other cannot pile up."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal
 from textual.message import Message
 
 if TYPE_CHECKING:
+    from prime_rl.utils.text import CleanText
     from tui.log_search import Found
     from tui.snapshot import Snapshot
     from tui.tabs import TabData
@@ -38,7 +39,7 @@ class RunChanged(Message):
 
 
 class LogFound(Message):
-    """How a search in a log goes."""
+    """Progress of a search in a log."""
 
     def __init__(self, found: Found) -> None:
         super().__init__()
@@ -53,21 +54,21 @@ ActionState = Literal["running", "done", "failed"]
 
 @dataclass(frozen=True)
 class ActionEntry:
-    """One thing that a person did here. `command` is what would have done the same in a shell.
+    """One action of the person at the screen. `command` would do the same in a shell.
 
-    `text` is how it goes in one line, `detail` in full; `at` is when that was said (Unix seconds).
+    `text` is its progress in one line, `detail` in full; `at` is when that was reported (Unix seconds).
     """
 
     serial: int
-    command: str
+    command: CleanText
     state: ActionState
-    text: str
-    detail: str = ""
+    text: CleanText
+    detail: CleanText
     at: float = 0.0
 
 
 class ActionChanged(Message):
-    """An action began, went on or ended."""
+    """An action began, made progress or ended."""
 
     def __init__(self, entry: ActionEntry) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
-"""The nodes of a multi-node group as the screen shows them: who is where, who is waited for, who is dead or slow.
+"""The nodes of a multi-node group as the screen shows them: which phase each is in, which is dead, slow or waited for.
 
-Pure: made from `Sighting`s (`prime_rl.contract.nodes`), whose ages are of the reader's own clock. All text that came
-from disk is cleaned here. It knows no widget, no colour and no file.
+Pure: made from `Sighting`s (`prime_rl.contract.nodes`), whose ages are of the reader's own clock, and whose text is
+clean. It knows no widget, no colour and no file.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from prime_rl.contract.nodes import (
     waited_for,
 )
 from prime_rl.contract.status import PhaseTime
-from prime_rl.utils.text import one_line
+from prime_rl.utils.text import CleanText, one_line
 from tui import fmt
 from tui.snapshot import Level, Problem
 
@@ -47,15 +47,15 @@ HEALTH: Mapping[str, tuple[str, Level]] = {
     NodeHealth.DONE: ("✔", Level.QUIET),
 }
 HEALTH_WORDS: Mapping[str, str] = {
-    NodeHealth.ALIVE: "beats, and its work goes on",
-    NodeHealth.UNPROVEN: "not yet looked at for long enough to see it beat",
+    NodeHealth.ALIVE: "alive and makes progress",
+    NodeHealth.UNPROVEN: "not observed long enough to see a heartbeat",
     SLOW: f"others wait for it, {SLOW_FACTOR:.0f} times as long as usual",
-    NodeHealth.SUSPECT: "missed three beats",
+    NodeHealth.SUSPECT: "missed three heartbeats",
     NodeHealth.STALLED: "alive, but makes no progress",
-    NodeHealth.DEAD: "no beat for too long, or its process is gone",
-    MISSING: "has not begun: no file of it",
-    NodeHealth.LEFT: "ended before the end, reason kept",
-    NodeHealth.DONE: "ended in order",
+    NodeHealth.DEAD: "no heartbeat for too long, or its process is gone",
+    MISSING: "not started: it has no file",
+    NodeHealth.LEFT: "ended early, reason kept",
+    NodeHealth.DONE: "finished",
 }
 
 
@@ -74,7 +74,7 @@ class NodeRow:
     """One node. `word` is its health as people read it; ages in seconds of our own clock; None: not known."""
 
     rank: int
-    host: str
+    host: CleanText
     word: str
     symbol: str
     level: Level
@@ -86,7 +86,7 @@ class NodeRow:
     waited_s: float
     silent_s: float | None
     progress: int | None
-    note: str
+    note: CleanText
     is_waited_for: bool
     history: tuple[PhaseTime, ...]
     is_gone: bool = False
@@ -133,7 +133,7 @@ class Group:
 
 
 def make_group(sightings: Sequence[Sighting]) -> Group | None:
-    """The group that these nodes are; None when there are none."""
+    """The group of these nodes; None without nodes."""
     if not sightings:
         return None
     statuses = [seen.status for seen in sightings]
@@ -160,7 +160,7 @@ def make_group(sightings: Sequence[Sighting]) -> Group | None:
 
 
 def node_problems(group: Group | None, now: float) -> list[Problem]:
-    """What needs a person; `now` in Unix seconds. A group of which nobody is left is one problem, not one a node."""
+    """Problems of the group; `now` in Unix seconds. A group that is gone is one problem, not one per node."""
     if group is None:
         return []
     ended = (NodeHealth.DEAD, NodeHealth.LEFT, NodeHealth.DONE, MISSING)
@@ -170,23 +170,29 @@ def node_problems(group: Group | None, now: float) -> list[Problem]:
             return []
         names = ", ".join(f"node {row.rank} in phase {row.phase} ({phase_name(row.phase)})" for row in dead[:4])
         silent_s = min(row.silent_s or 0.0 for row in dead)
-        text = f"the group is gone: {names} died; start the same commands again"
-        return [Problem(f"node {dead[0].rank}", text, "node", Level.BAD, now - silent_s)]
+        text = f"the whole group is gone ({names} died): start the same commands again"
+        return [Problem(one_line(f"node {dead[0].rank}"), one_line(text), "node", Level.BAD, now - silent_s)]
     return [
-        Problem(f"node {row.rank}", describe(row), "node", row.level, now - (row.stalled_s or row.silent_s or 0.0))
+        Problem(
+            one_line(f"node {row.rank}"),
+            one_line(describe(row)),
+            "node",
+            row.level,
+            now - (row.stalled_s or row.silent_s or 0.0),
+        )
         for row in group.rows
         if row.level >= Level.WARN and row.word != MISSING
     ]
 
 
 def describe(row: NodeRow) -> str:
-    """How a node is, in one sentence."""
+    """The state of a node in one sentence."""
     where = f"in phase {row.phase} ({phase_name(row.phase)}) of iteration {row.iteration}"
     match row.word:
         case NodeHealth.DEAD if row.is_gone:
             text = f"{row.word}: its process is gone, {where}"
         case NodeHealth.DEAD | NodeHealth.SUSPECT:
-            text = f"{row.word}: no beat for {fmt.age(row.silent_s)}, {where}"
+            text = f"{row.word}: no heartbeat for {fmt.age(row.silent_s)}, {where}"
         case "slow":
             text = f"{row.word}: {fmt.age(row.phase_s)} {where}"
         case "missing":
@@ -229,21 +235,21 @@ def _row(seen: Sighting, is_waited_for: bool, usual: Mapping[int, float]) -> Nod
     )
 
 
-def _note(seen: Sighting) -> str:
-    """What of it stands still, why it ended, or for whom it waits: where it is stands beside it already."""
+def _note(seen: Sighting) -> CleanText:
+    """What stands still, why the node ended, or which nodes it waits for."""
     if (found := stall(seen)) is not None:
-        return f"{found.what} has stood still for {fmt.age(found.for_s)}"
+        return one_line(f"{found.what} has stood still for {fmt.age(found.for_s)}")
     status = seen.status
     if status.reason or not status.waiting_on:
         return one_line(status.reason or "")
-    return f"waits for {one_line(_POSITION.sub('', status.waiting_on, count=1))}"
+    return one_line(f"waits for {_POSITION.sub('', status.waiting_on, count=1)}")
 
 
 def _missing(rank: int, is_waited_for: bool) -> NodeRow:
     symbol, level = HEALTH[MISSING]
     return NodeRow(
         rank=rank,
-        host="",
+        host=one_line(""),
         word=MISSING,
         symbol=symbol,
         level=level,
@@ -255,7 +261,7 @@ def _missing(rank: int, is_waited_for: bool) -> NodeRow:
         waited_s=0.0,
         silent_s=None,
         progress=None,
-        note="no file of it yet: start it with the same command and --worker",
+        note=one_line("not started yet: run the same command with --worker"),
         is_waited_for=is_waited_for,
         history=(),
     )

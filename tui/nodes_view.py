@@ -45,7 +45,7 @@ def _host_width(width: int) -> int:
 
 
 def group_line(group: Group, palette: Palette) -> Text:
-    """Where the group is and who holds it up, in two lines."""
+    """The group's position and which node it waits for, in two lines."""
     text = Text.assemble(
         ("iteration ", palette.muted),
         (str(group.iteration), "bold"),
@@ -55,7 +55,7 @@ def group_line(group: Group, palette: Palette) -> Text:
         "\n",
     )
     if not group.waited_for:
-        return text.append("nobody waits" if group.rows else "", palette.muted)
+        return text.append("no node waits" if group.rows else "", palette.muted)
     names = [f"node {rank}" for rank in group.waited_for[:6]]
     more = f" and {len(group.waited_for) - 6} more" if len(group.waited_for) > 6 else ""
     worst = max((row for row in group.rows if row.is_waited_for), key=lambda row: row.level)
@@ -105,7 +105,7 @@ def _cell_style(row: NodeRow, index: int, kind: Cell, palette: Palette) -> str:
 
 
 def phase_lines(group: Group, width: int, palette: Palette, limit: int) -> list[Text]:
-    """The history: what each phase takes, who takes longest, and how it went over the last iterations."""
+    """The history: how long each phase takes, which node takes longest, and the last iterations."""
     if not group.phases:
         return [Text("no phase has ended yet", palette.muted)]
     lines = [Text(f"{'PHASE':<22}{'USUAL':>8}{'SLOWEST':>9}  {'NODE':<8}LAST ITERATIONS", palette.muted)]
@@ -128,7 +128,7 @@ def phase_lines(group: Group, width: int, palette: Palette, limit: int) -> list[
 
 
 def node_detail(row: NodeRow, width: int, palette: Palette) -> list[Text]:
-    """All about one node: how it is, its share, and how much of its time it waits for others."""
+    """One node: its state, its share, and how much of its time it waits for others."""
     symbol, level = HEALTH[row.word]
     lines = [
         Text.assemble(

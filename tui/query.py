@@ -73,7 +73,7 @@ _NUMBER = re.compile(r"(?P<figure>[+-]?(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?)(?P<uni
 
 @dataclass(frozen=True)
 class Subject:
-    """A run, and what only this screen knows of it. `now` in Unix seconds."""
+    """A run, and its marks on this screen. `now` in Unix seconds."""
 
     row: RunRow
     now: float = 0.0
@@ -83,7 +83,7 @@ class Subject:
 
 @dataclass(frozen=True)
 class FilterError:
-    """What is wrong with the term that stands at [start, end) of the text."""
+    """What is wrong with the term at [start, end) of the text."""
 
     start: int
     end: int
@@ -102,7 +102,7 @@ class Query:
 
 
 def parse(text: str) -> Query:
-    """Never raises: what cannot be read is in `errors`."""
+    """Parse a filter. Never raises: invalid terms are in `errors`."""
     tests: list[Test] = []
     errors: list[FilterError] = []
     for found in _TERM.finditer(text):
@@ -145,15 +145,17 @@ def _term(term: str) -> Test:
         return lambda subject: not inner(subject)
     field, op, value = _split(term)
     if term.count('"') % 2:
-        raise ValueError("a quote is not closed")
+        raise ValueError("unclosed quote")
     if not op:
         word = value.replace('"', "").lower()
         return lambda subject: word in f"{subject.row.run_id} {subject.row.state} {subject.row.note}".lower()
     value = value.replace('"', "")
     if field not in FIELDS:
-        raise ValueError(f"no field {field!r}: there are {', '.join(FIELDS)}; a word with a sign goes in quotes")
+        raise ValueError(
+            f"unknown field {field!r}: expected one of {', '.join(FIELDS)}; put a word with a sign in quotes"
+        )
     if not value:
-        raise ValueError(f"a value is missing after {field}{op}")
+        raise ValueError(f"missing value after {field}{op}")
     if field in NUMBERS:
         return _number_test(field, op, value)
     return _word_test(field, op, value.lower())
@@ -176,7 +178,7 @@ def _read_number(field: str, value: str) -> float:
     read = _NUMBER.fullmatch(value)
     if read is None or read["unit"].lower() not in units:
         names = ", ".join(unit for unit in units if unit)
-        raise ValueError(f"{value!r} is no number: digits, then nothing or one of {names}")
+        raise ValueError(f"invalid number {value!r}: expected digits, then nothing or one of {names}")
     return float(read["figure"]) * units[read["unit"].lower()]
 
 
@@ -201,12 +203,12 @@ def _state(row: RunRow) -> str:
 def _states(word: str) -> list[str]:
     found = [str(state) for state in STATES if word and state.startswith(word)]
     if not found:
-        raise ValueError(f"no state {word!r}: there are {', '.join(STATES)}")
+        raise ValueError(f"unknown state {word!r}: expected one of {', '.join(STATES)}")
     return found
 
 
 def _flag_test(op: str, value: str) -> Test:
     if value not in FLAGS:
-        raise ValueError(f"no {value!r} after is: there are {', '.join(FLAGS)}")
+        raise ValueError(f"unknown flag {value!r} after is: expected one of {', '.join(FLAGS)}")
     flag = FLAGS[value]
     return (lambda subject: not flag(subject)) if op == "!=" else flag

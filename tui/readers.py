@@ -1,7 +1,7 @@
 """Incremental readers of files that another process appends to: metrics (JSON lines) and logs.
 
-Each reads only what is new (`utils.tail`), and survives lines that are no JSON. Memory is bounded, whatever the file
-holds. No user interface here, and no threads: one thread calls one reader.
+Each reads only what is new (`utils.tail`), and skips lines that are not JSON. Memory is bounded for any file. No user
+interface here, and no threads: one thread calls one reader.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What only the run screen can do to its run: go on from one of its checkpoints. Imported only by who may act."""
+"""An action of the run screen: resume the run from one of its checkpoints. Not imported when read-only."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import ClassVar
 
 from textual.binding import Binding, BindingType
 
+from prime_rl.utils.text import one_line
 from tui.acting import ActsOnRuns
 from tui.checkpoints import Checkpoint
 from tui.jobs import Job, Progress, prl_command
@@ -32,8 +33,8 @@ class ActsOnOneRun(ActsOnRuns):
         if chosen is None or not isinstance(self, RunScreen):
             return
         step, run_id = chosen.step, self.run_id
-        words = f"{run_id} goes back to step {step}. What it made after that is dropped; this can not be undone."
-        choice = Choice(f"go on from step {step}", lambda: self._resume_job(run_id, step))
+        words = f"{run_id} goes back to step {step}. Everything it made after that is removed; this cannot be undone."
+        choice = Choice(one_line(f"resume from step {step}"), lambda: self._resume_job(run_id, step))
         self.app.push_screen(ChooseDialog(f"resume {run_id}", words, [choice], self.perform))
 
     def _resume_job(self, run_id: str, step: int) -> Job:
@@ -43,7 +44,7 @@ class ActsOnOneRun(ActsOnRuns):
 
         def work(progress: Progress) -> str:
             resume_run(output_dir, run_id, step, on_progress=progress)
-            return f"{run_id} goes on from step {step}"
+            return f"{run_id}: resumes from step {step}"
 
         return Job(prl_command(output_dir, "runs", "resume", run_id, "--step", str(step)), work)
 

@@ -1,6 +1,6 @@
 """What the rollouts tab shows: the samples that a run keeps of its batches, ordered, and one of them turn by turn.
 
-The texts are what environment and policy said: untrusted. They are cleaned when one is described. No widgets here.
+The texts of environment and policy are clean. No widgets here.
 """
 
 from __future__ import annotations
@@ -10,9 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
+
 from prime_rl.contract.layout import RunDir
 from prime_rl.contract.samples import Sample, read_samples
-from prime_rl.utils.text import clean_text
+from prime_rl.utils.text import clean_strings, one_line
 from tui.run_config import file_stamp
 from tui.tabs import ROLLOUTS, TabData
 
@@ -23,7 +25,7 @@ ORDERS = ("newest", "highest reward", "lowest reward", "highest advantage", "low
 
 @dataclass(frozen=True)
 class RolloutsData(TabData):
-    """One look: the newest samples, oldest first. `is_on` is false when the run keeps none (`samples.per_step = 0`)."""
+    """One look: the newest samples, oldest first, all their text clean."""
 
     tab = ROLLOUTS
     samples: tuple[Sample, ...] = ()
@@ -31,7 +33,7 @@ class RolloutsData(TabData):
 
 @dataclass(frozen=True)
 class Turn:
-    """Who spoke ("prompt", "policy", "environment") and what, clean."""
+    """One turn: its speaker ("prompt", "policy", "environment") and its text."""
 
     speaker: str
     text: str
@@ -56,9 +58,15 @@ class RolloutsReader:
     def _samples(self) -> Sequence[Sample]:
         path = self._run.samples
         try:
-            return read_samples(path, MAX_SAMPLES) if stat.S_ISREG(path.stat().st_mode) else []
+            return list(map(clean, read_samples(path, MAX_SAMPLES))) if stat.S_ISREG(path.stat().st_mode) else []
         except OSError:
             return []
+
+
+def clean(sample: Sample) -> Sample:
+    """With all its text clean, its names on one line."""
+    names = {"env": one_line(sample.env), "example_id": one_line(sample.example_id)}
+    return msgspec.structs.replace(clean_strings(sample), **names)
 
 
 def arrange(samples: Sequence[Sample], order: str) -> list[Sample]:
@@ -74,12 +82,10 @@ def arrange(samples: Sequence[Sample], order: str) -> list[Sample]:
 
 def turns(sample: Sample) -> list[Turn]:
     """The conversation in order."""
-    found = [Turn("prompt", clean_text(sample.prompt).strip("\n"))]
+    found = [Turn("prompt", sample.prompt.strip("\n"))]
     if not sample.turns:
-        return [*found, Turn("policy", clean_text(sample.completion))]
-    return found + [
-        Turn("policy" if turn.by_policy else "environment", clean_text(turn.text).strip("\n")) for turn in sample.turns
-    ]
+        return [*found, Turn("policy", sample.completion)]
+    return found + [Turn("policy" if turn.by_policy else "environment", turn.text.strip("\n")) for turn in sample.turns]
 
 
 def versions(sample: Sample) -> str:

@@ -5,8 +5,8 @@
 
 from __future__ import annotations
 
+import os
 import re
-import stat
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,22 +14,23 @@ from typing import Any
 
 from prime_rl.configs.base import ConfigError, build, parse_toml
 from prime_rl.configs.orchestrator import OrchestratorConfig
+from prime_rl.contract.files import open_file
 from prime_rl.contract.layout import RunDir
-from prime_rl.utils.text import clean_text, one_line
+from prime_rl.utils.text import CleanText, clean_text, one_line
 from tui.tabs import CONFIG, TabData
 
 MAX_CONFIG_BYTES = 256 * 1024
 MAX_VALUE_CHARS = 200
-MISSING = "-"
+MISSING, NO_TEXT = one_line("-"), one_line("")
 _LINE = re.compile(r"\bline (\d+)\b")
 
 
 @dataclass(frozen=True)
 class Value:
-    """One key with its value in words. `is_default`: the file does not set it."""
+    """One key with its value as text. `is_default`: the file does not set it."""
 
-    key: str
-    text: str
+    key: CleanText
+    text: CleanText
     is_default: bool
 
 
@@ -37,26 +38,26 @@ class Value:
 class Difference:
     """One key whose value differs. `MISSING` where a side has none."""
 
-    key: str
-    mine: str
-    other: str
+    key: CleanText
+    mine: CleanText
+    other: CleanText
 
 
 @dataclass(frozen=True)
 class ConfigData(TabData):
     """One look. `values` are all keys when they were asked for, `differences` to `other_id` when there is one.
 
-    `problem` says why values or differences cannot be made.
+    `problem` is why values or differences are not available.
     """
 
     tab = CONFIG
-    text: str = ""
-    error: str | None = None
+    text: CleanText = NO_TEXT
+    error: CleanText | None = None
     error_lines: tuple[int, ...] = ()
     values: tuple[Value, ...] | None = None
     other_id: str | None = None
     differences: tuple[Difference, ...] = ()
-    problem: str | None = None
+    problem: CleanText | None = None
 
 
 class ConfigReader:
@@ -83,7 +84,7 @@ class ConfigReader:
         return self._look(other, wants_all), False
 
     def _look(self, other: str | None, wants_all: bool) -> ConfigData:
-        text = read_clean(self._run.orch_toml) or ""
+        text = read_clean(self._run.orch_toml) or NO_TEXT
         error = read_clean(self._run.config_error)
         data = ConfigData(self._run.run_id, text, error, find_error_lines(text, error or ""))
         try:
@@ -100,9 +101,9 @@ def _replace(data: ConfigData, **changes: Any) -> ConfigData:
 
 
 def all_values(text: str) -> tuple[Value, ...]:
-    """Every key of a run's config in the order of the schema, with its default where the text says nothing.
+    """Every key of a run's config in the order of the schema, with its default where the text does not set it.
 
-    Raises ConfigError when the text is no config.
+    Raises ConfigError when the text is not a valid config.
     """
     said = dict(flatten(parse_toml(text, "orch.toml")))
     config = build(OrchestratorConfig, parse_toml(text, "orch.toml"), "orch.toml").model_dump(mode="json")
@@ -112,7 +113,7 @@ def all_values(text: str) -> tuple[Value, ...]:
 def find_differences(mine: str, other: str) -> tuple[Difference, ...]:
     """Keys whose values differ, by what counts: a default and the same value said in the file are equal.
 
-    Where one of the texts is no valid config, what the files say is compared. Raises ConfigError when one is no TOML.
+    If one of the texts is not a valid config, the files' own keys are compared. Raises ConfigError for invalid TOML.
     """
     try:
         sides = [{value.key: value.text for value in all_values(text)} for text in (mine, other)]
@@ -126,7 +127,7 @@ def find_differences(mine: str, other: str) -> tuple[Difference, ...]:
     return tuple(Difference(*pair) for pair in pairs if pair[1] != pair[2])
 
 
-def flatten(data: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def flatten(data: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[CleanText, Any]]:
     """Nested tables as ("model.lora.rank", 8); tables in a list get their number: ("env.0.id", ...)."""
     for name, value in data.items():
         key = one_line(f"{prefix}{name}", MAX_VALUE_CHARS)
@@ -139,28 +140,22 @@ def flatten(data: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
             yield key, value
 
 
-def in_words(value: Any) -> str:
+def in_words(value: Any) -> CleanText:
     """As TOML says it, on one line; null for what TOML cannot say."""
-    if value is None:
-        return "none"
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, str):
-        return one_line(f'"{value}"', MAX_VALUE_CHARS)
-    return one_line(str(value), MAX_VALUE_CHARS)
+    if value is None or isinstance(value, bool):
+        return one_line(str(value).lower())
+    return one_line(f'"{value}"' if isinstance(value, str) else str(value), MAX_VALUE_CHARS)
 
 
-def read_clean(path: Path, limit: int = MAX_CONFIG_BYTES) -> str | None:
+def read_clean(path: Path, limit: int = MAX_CONFIG_BYTES) -> CleanText | None:
     """At most `limit` bytes of a regular file, fit for the screen; None when it is not there or cannot be read."""
     try:
-        if not stat.S_ISREG(path.stat().st_mode):
-            return None
-        with path.open("rb") as file:
+        with os.fdopen(open_file(path), "rb") as file:
             data = file.read(limit + 1)
     except OSError:
         return None
-    text = clean_text(data[:limit].decode(errors="replace")).expandtabs(4)
-    return text + "\n# ... (the rest is not shown)" if len(data) > limit else text
+    text = data[:limit].decode(errors="replace").expandtabs(4)
+    return clean_text(text + "\n# ... (the rest is not shown)" if len(data) > limit else text)
 
 
 def find_error_lines(config: str, error: str) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""What happened to a run, from all who write it down: people, trainer, supervisor, its own files. No widgets here.
+"""Events of a run, from all their sources: people, trainer, supervisor, its own files. No widgets here.
 
 People's actions come from `logs/audit.jsonl`; admission, restarts and their reasons from the lines of the trainer's and
 the supervisor's log that name the run; evictions, config errors and the last word from the run's own files. Changes of
@@ -19,7 +19,7 @@ from pathlib import Path
 from prime_rl.contract.layout import OutputDir, RunDir
 from prime_rl.contract.status import RunStatus, read_status
 from prime_rl.utils.tail import FileTail
-from prime_rl.utils.text import clean_text, one_line
+from prime_rl.utils.text import CleanText, clean_text, one_line
 from tui.run_config import file_stamp, read_clean
 from tui.tabs import EVENTS, TabData
 
@@ -49,9 +49,13 @@ class Event:
     """Something that happened to the run: when (Unix seconds, None when unknown), what, the words with it, and who."""
 
     time: float | None
-    kind: str
-    text: str
-    who: str = ""
+    kind: CleanText
+    text: CleanText
+    who: CleanText
+
+    @classmethod
+    def of(cls, time: float | None, kind: str, text: str, who: str = "") -> Event:
+        return cls(time, one_line(kind, 20), clean_text(text.strip()), one_line(who, 60))
 
 
 @dataclass(frozen=True)
@@ -96,18 +100,18 @@ class EventsReader:
     def _own(self) -> Iterable[Event]:
         error, evicted = read_clean(self._run.config_error), read_clean(self._run.evicted)
         if error:
-            yield Event(_mtime(self._run.config_error), "invalid", error.strip(), "trainer")
+            yield Event.of(_mtime(self._run.config_error), "invalid", error, "trainer")
         if evicted is not None:
-            yield Event(_mtime(self._run.evicted), "evicted", evicted.strip() or "no reason was given")
+            yield Event.of(_mtime(self._run.evicted), "evicted", evicted.strip() or "no reason was given")
 
     def _note_word(self) -> int:
         """Note the orchestrator's word when it is another than before; returns how many were noted."""
         status = read_status(self._run.status, RunStatus)
         if status is not None:
-            text = clean_text(status.reason or f"step {status.step} of {status.max_steps}").strip()
-            last = self._words[-1] if self._words else None
-            if last is None or last.kind != one_line(status.state, 12):
-                self._words.append(Event(status.updated_at or None, one_line(status.state, 12), text, "orchestrator"))
+            text = status.reason or f"step {status.step} of {status.max_steps}"
+            event = Event.of(status.updated_at or None, status.state, text, "orchestrator")
+            if not self._words or self._words[-1].kind != event.kind:
+                self._words.append(event)
         return len(self._words)
 
 
@@ -129,7 +133,7 @@ class _EventTail:
 
 
 def parse_audit(line: bytes, run_id: str) -> Event | None:
-    """One audit line as an event of `run_id`; None for another run's, and for what is none."""
+    """One audit line as an event of `run_id`; None for another run's, and for an invalid line."""
     try:
         record = json.loads(line)
     except (ValueError, RecursionError):
@@ -137,24 +141,24 @@ def parse_audit(line: bytes, run_id: str) -> Event | None:
     if not isinstance(record, dict) or record.get("run_id") != run_id:
         return None
     when = record.get("time")
-    words = [clean_text(str(record[key])).strip() for key in ("reason", "detail") if record.get(key)]
-    return Event(
+    words = [str(record[key]).strip() for key in ("reason", "detail") if record.get(key)]
+    return Event.of(
         time=float(when) if isinstance(when, int | float) and 0 <= when < 1e11 else None,
-        kind=one_line(str(record.get("action", "?")), 20),
+        kind=str(record.get("action", "?")),
         text="; ".join(dict.fromkeys(words)),
-        who=one_line(str(record.get("who", "")), 60),
+        who=str(record.get("who", "")),
     )
 
 
 def parse_log(line: bytes, run_id: str, who: str) -> Event | None:
-    """A line of a part's log that begins with the run's id, as what that part did with it; else None."""
+    """A line of a daemon's log that begins with the run's id, as an event of the run; else None."""
     match = _STAMPED.match(line)
     if match is None:
         return None
     name, _, rest = match[4].removeprefix(b"evicting ").partition(b" ")
     if name.rstrip(b":") != run_id.encode():
         return None
-    text = clean_text(rest.decode(errors="replace")).strip()
+    text = rest.decode(errors="replace").strip()
     kind = "evicted" if match[4].startswith(b"evicting ") else kind_of(text, match[2].decode())
     if kind in _LEFT_OUT:
         return None
@@ -164,11 +168,11 @@ def parse_log(line: bytes, run_id: str, who: str) -> Event | None:
         return None
     if text.partition(" ")[0] == kind or kind == "restart":  # the word is said already
         text = text.partition(" ")[2].removeprefix("(").removesuffix(")")
-    return Event(when, kind, text, who)
+    return Event.of(when, kind, text, who)
 
 
 def kind_of(text: str, level: str) -> str:
-    """One word for what a part's line says: the supervisor's words are states, the trainer's sentences."""
+    """The kind of event in a daemon's line: the supervisor writes states, the trainer sentences."""
     first = text.partition(" ")[0]
     if first in _STATES:
         return _STATES[first]

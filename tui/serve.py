@@ -1,8 +1,8 @@
 """`prl-tui --serve`: the same screens in a browser on this machine, by textual-serve.
 
-textual-serve starts one `prl-tui` for each browser window and asks nobody who they are. So this listens on the loopback
-address alone, is read-only unless asked otherwise, and answers only pages of its own: another site that is open in the
-same browser can reach a loopback port too, and must not drive what is behind it.
+textual-serve starts one `prl-tui` for each browser window, without authentication. So this listens on the loopback
+address only, is read-only by default, and answers only its own pages: another site that is open in the same browser can
+reach a loopback port too, and must not control the workspace.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ class WorkspaceServer(Server):
         """Only this address by its own name, and only pages that came from it."""
         origin = request.headers.get("Origin")
         if request.headers.get("Host") not in self._authorities:
-            raise web.HTTPForbidden(text="this address is not served by another name")
+            raise web.HTTPForbidden(text="wrong host name: use the address that prl-tui printed")
         if origin is not None and origin.removeprefix("http://") not in self._authorities:
-            raise web.HTTPForbidden(text="only pages of this server are answered")
+            raise web.HTTPForbidden(text="requests from other sites are refused")
         return await handler(request)
 
     async def handle_index(self, request: web.Request) -> web.Response:
@@ -67,7 +67,7 @@ class WorkspaceServer(Server):
         return response
 
     async def on_startup(self, app: web.Application) -> None:
-        print(f"prl-tui: {self.public_url} ({self._word}); Ctrl-C ends it", flush=True)
+        print(f"prl-tui: {self.public_url} ({self._word}); press Ctrl-C to stop", flush=True)
 
     def run(self) -> None:
         """Until SIGINT or SIGTERM."""
@@ -82,14 +82,16 @@ def _end() -> None:
 
 
 def serve(output_dir: Path, *, host: str, port: int, allow_actions: bool) -> int:
-    """0 after a signal, 1 when the port cannot be had."""
+    """0 after a signal, 1 when the port is not available."""
     family = socket.AF_INET6 if host == "::1" else socket.AF_INET
     with socket.socket(family) as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             sock.bind(("127.0.0.1" if host == "localhost" else host, port))
         except OSError as error:
-            print(f"prl-tui: port {port} cannot be had ({error.strerror}): name another with --port", file=sys.stderr)
+            print(
+                f"prl-tui: cannot listen on port {port} ({error.strerror}): choose another with --port", file=sys.stderr
+            )
             return 1
         sock.listen()
         WorkspaceServer(output_dir, sock, allow_actions=allow_actions).run()

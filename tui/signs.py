@@ -1,7 +1,7 @@
-"""When each run was heard of last, on our own clock: its machine may be ahead or behind, and skew invents no age.
+"""When each run was last alive, on our own clock: its machine's clock may be ahead or behind.
 
-What a run writes as its time counts as long as we know no better. Once it has been seen to change, the moment when we
-saw that is at least as true; and a time from the future is only worth the moment when we saw it first.
+The time that a run writes counts until it is seen to change; from then on the moment when we saw the change counts. A
+time from the future counts as the moment when we saw it first.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""From what the disk says to what the screen says: pure.
+"""From the files on disk to the text on the screen: pure.
 
 `make_snapshot` takes one look at the workspace (`daemons.client.Workspace`), the newest metrics of each run and the
 room on the disk, and gives rows, daemons and problems in words. What counts as a problem is said once, in
-`find_problems`. All text that came from disk is cleaned here, so widgets never meet an escape sequence. It knows no
-widget, colour or file.
+`find_problems`. All text in a look and in a snapshot is clean. It knows no widget, colour or file.
 """
 
 from __future__ import annotations
@@ -15,16 +14,16 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from daemons.client import DaemonView, RunView, Workspace
+from prime_rl.contract.condition import LOST, STALLED, stalled_since, still_words
 from prime_rl.contract.layout import CONFIG_ERROR_PREFIX
 from prime_rl.contract.status import LOST_AFTER_S, RunState, Status
-from prime_rl.utils.text import clean_text, one_line
+from prime_rl.utils.text import CleanText, one_line
 from tui import fmt
 from tui.series import change
 
 if TYPE_CHECKING:
     from tui.nodes import Group
 
-MAX_REASON_CHARS = 4_000
 # A run stalls when no step ends for this many of its usual step times, and for this long at least.
 STALL_STEPS = 10
 STALL_MIN_S = 300.0
@@ -43,8 +42,6 @@ class Level(enum.IntEnum):
     BAD = 4
 
 
-LOST = "lost"
-STALLED = "stalled"
 # How a validation error begins: which file it is about is clear from the row.
 _CONFIG_FILE = re.compile(rf"^(?:{CONFIG_ERROR_PREFIX}: )?\S*orch\.toml: ")
 # State in words -> (symbol, level). The symbols differ in shape, so that no state needs colour to be read.
@@ -64,11 +61,11 @@ STATE_WORDS: Mapping[str, str] = {
     RunState.WAITING: "valid, waits for a free slot",
     RunState.FINISHED: "reached max_steps",
     RunState.STOPPED: "the trainer is down",
-    STALLED: f"alive, but no step ends: {STALL_STEPS} times as long as usual",
+    STALLED: f"alive, but makes no progress, or no step for {STALL_STEPS} times as long as usual",
     RunState.EVICTED: "out of its slot, reason kept; r readmits it",
-    RunState.INVALID: "its orch.toml has errors; edit it and it is looked at again",
-    RunState.FAILED: "its orchestrator gave up",
-    LOST: f"no sign of life for more than {LOST_AFTER_S:.0f} s",
+    RunState.INVALID: "its orch.toml has errors; fix the file and it is checked again",
+    RunState.FAILED: "its orchestrator failed",
+    LOST: f"no heartbeat for more than {LOST_AFTER_S:.0f} s",
 }
 _DAEMON_LEVELS = {
     "running": Level.GOOD,
@@ -126,8 +123,8 @@ class RunRow:
     loss: float | None
     tokens_per_s: float | None
     lag: int | None
-    note: str
-    reason: str | None
+    note: CleanText
+    reason: CleanText | None
     updated_at: float | None
     view: RunView
     tail: RunTail
@@ -135,7 +132,7 @@ class RunRow:
     @property
     def is_live(self) -> bool:
         """Whether processes may be at work for it, so that deleting it interrupts something."""
-        return self.state in (RunState.ACTIVE, LOST)
+        return self.state in (RunState.ACTIVE, LOST, STALLED)
 
     @property
     def is_problem(self) -> bool:
@@ -146,13 +143,13 @@ class RunRow:
 class DaemonRow:
     """Trainer, inference, supervisor or an orchestrator, and how it is."""
 
-    name: str
-    state: str
+    name: CleanText
+    state: CleanText
     level: Level
-    detail: str
+    detail: CleanText
     pid: int | None = None
     num_restarts: int = 0
-    log_tail: tuple[str, ...] = ()
+    log_tail: tuple[CleanText, ...] = ()
 
     @property
     def symbol(self) -> str:
@@ -179,8 +176,8 @@ class Problem:
     or a node of a multi-node group.
     """
 
-    name: str
-    text: str
+    name: CleanText
+    text: CleanText
     target: Literal["run", "daemon", "entry", "workspace", "node"] = "run"
     level: Level = Level.BAD
     since: float | None = None
@@ -190,7 +187,7 @@ class Problem:
 class Snapshot:
     """All that the home screen shows."""
 
-    name: str
+    name: CleanText
     rows: tuple[RunRow, ...]
     daemons: tuple[DaemonRow, ...]
     problems: tuple[Problem, ...]
@@ -198,7 +195,7 @@ class Snapshot:
     max_runs: int
     num_waiting: int
     tokens_per_s: float | None
-    bottleneck: str | None
+    bottleneck: CleanText | None
     disk: Disk | None
     workspace: Workspace
     group: Group | None = None
@@ -242,7 +239,7 @@ def make_snapshot(
         max_runs=workspace.max_runs,
         num_waiting=sum(row.state == RunState.WAITING for row in rows),
         tokens_per_s=workspace.trainer.tokens_per_s if workspace.trainer else None,
-        bottleneck=one_line(workspace.bottleneck) if workspace.bottleneck else None,
+        bottleneck=workspace.bottleneck,
         disk=disk,
         workspace=workspace,
         group=group,
@@ -250,13 +247,14 @@ def make_snapshot(
 
 
 def display_state(run: RunView, now: float, tail: RunTail, heard: float | None) -> str:
-    """The run's state; `lost` for one that should work and gives no sign of life, `stalled` for one whose steps do not
-    go on."""
+    """The run's state; `lost` for one that should work and gives no sign of life, `stalled` for one whose orchestrator
+    is, or whose steps do not go on."""
     if run.state is not RunState.ACTIVE:
         return str(run.state)
     if heard is not None and now - heard > LOST_AFTER_S:
         return LOST
-    return STALLED if stalled_s(run, tail) is not None else str(run.state)
+    stalled = run.stalled_since is not None or stalled_s(run, tail) is not None
+    return STALLED if stalled else str(run.state)
 
 
 def stalled_s(run: RunView, tail: RunTail) -> float | None:
@@ -282,7 +280,6 @@ def _same_or_new(
 def _row(order: int, run: RunView, tail: RunTail, now: float, heard: float | None) -> RunRow:
     state = display_state(run, now, tail, heard)
     symbol, level = STATES[state]
-    reason = clean_text(run.reason)[:MAX_REASON_CHARS].strip() if run.reason else None
     return RunRow(
         run_id=run.run_id,
         order=order,
@@ -296,27 +293,27 @@ def _row(order: int, run: RunView, tail: RunTail, now: float, heard: float | Non
         loss=tail.loss,
         tokens_per_s=run.tokens_per_s,
         lag=run.async_level,
-        note=_note(run, state, reason, now, tail, heard),
-        reason=reason,
+        note=one_line(_note(run, state, now, tail, heard)),
+        reason=run.reason,
         updated_at=heard,
         view=run,
         tail=tail,
     )
 
 
-def _note(run: RunView, state: str, reason: str | None, now: float, tail: RunTail, heard: float | None) -> str:
-    """What it waits for, or why it is as it is, on one line."""
-    if state in (LOST, STALLED):
-        silent = f"no sign of life for {fmt.age(now - (heard or now))}"
+def _note(run: RunView, state: str, now: float, tail: RunTail, heard: float | None) -> str:
+    """What it waits for, or the reason for its state."""
+    if state == LOST or (state == STALLED and run.stalled_since is None):
+        silent = f"no heartbeat for {fmt.age(now - (heard or now))}"
         if state == STALLED:
             silent = f"no step for {fmt.age(stalled_s(run, tail))}"
-        return f"{silent}; waits for {one_line(run.waiting_on)}" if run.waiting_on else silent
-    if reason:
-        return one_line(_CONFIG_FILE.sub("", fmt.first_line(reason), count=1))
+        return f"{silent}; waits for {run.waiting_on}" if run.waiting_on else silent
+    if run.reason:
+        return _CONFIG_FILE.sub("", fmt.first_line(run.reason), count=1)
     if run.waiting_on:
-        return f"waits for {one_line(run.waiting_on)}"
+        return f"waits for {run.waiting_on}"
     if run.bottleneck:
-        return f"held up by {one_line(run.bottleneck)}"
+        return f"bottleneck: {run.bottleneck}"
     return ""
 
 
@@ -334,14 +331,17 @@ def _daemons(workspace: Workspace) -> tuple[DaemonRow, ...]:
 
 
 def _word(status: Status | None) -> tuple[str | None, str | None]:
-    return (status.state, status.waiting_on) if status else (None, None)
+    if status is None:
+        return None, None
+    since = stalled_since(status)
+    return (status.state, status.waiting_on) if since is None else (STALLED, still_words(since))
 
 
 def _daemon(name: str, own_word: str | None, waiting_on: str | None, daemon: DaemonView | None) -> DaemonRow:
-    """A daemon's own word counts while it lives; the supervisor's counts when it does not, or when it is worse."""
+    """A daemon's own state counts while it is alive; the supervisor's counts when it is not, or when it is worse."""
     state = own_word or (daemon.state if daemon else "down")
-    if daemon and daemon.state in ("stalled", "backoff", "failed"):
-        state = daemon.state
+    if daemon and daemon.state in (STALLED, "backoff", "failed"):
+        state, waiting_on = daemon.state, daemon.reason or waiting_on
     if own_word is None and state in ("running", "starting"):
         state = "starting"
     detail = waiting_on or (daemon and (daemon.reason or daemon.waiting_on)) or ""
@@ -352,7 +352,7 @@ def _daemon(name: str, own_word: str | None, waiting_on: str | None, daemon: Dae
         detail=one_line(detail),
         pid=daemon.pid if daemon else None,
         num_restarts=daemon.num_restarts if daemon else 0,
-        log_tail=tuple(one_line(line, 400) for line in daemon.log_tail) if daemon else (),
+        log_tail=daemon.log_tail if daemon else (),
     )
 
 
@@ -365,10 +365,7 @@ def find_problems(
     since: Mapping[str, float],
     others: Iterable[Problem] = (),
 ) -> tuple[Problem, ...]:
-    """Everything that needs a person, newest first;
-
-    what has no known time comes last, in the order of the workspace.
-    """
+    """Everything that needs a person, newest first; what has no known time last, in the order of the workspace."""
     found = [_run_problem(row, since.get(row.run_id)) for row in rows if row.level >= Level.WARN]
     named = {problem.name for problem in found}
     found += [
@@ -376,24 +373,23 @@ def find_problems(
         for daemon in daemons
         if daemon.level >= Level.WARN and daemon.name not in named
     ]
-    found += [
-        Problem(one_line(each.name, 80), f"refused: {one_line(each.reason)}", "entry") for each in workspace.refused
-    ]
+    found += [Problem(each.name, one_line(f"refused: {each.reason}"), "entry") for each in workspace.refused]
     if disk is not None and disk.is_low:
-        room = f"{fmt.size(disk.free_bytes)} of {fmt.size(disk.total_bytes)} are free"
-        found.append(Problem("disk", f"{room}: prl runs purge removes deleted runs for good", "workspace"))
+        room = f"{fmt.size(disk.free_bytes)} of {fmt.size(disk.total_bytes)} free"
+        text = one_line(f"{room}: remove deleted runs for good with prl runs purge")
+        found.append(Problem(one_line("disk"), text, "workspace"))
     found += others
     return tuple(sorted(found, key=lambda problem: -(problem.since or 0.0)))
 
 
 def _run_problem(row: RunRow, since: float | None) -> Problem:
     if row.state == STALLED:
-        since = row.tail.last_step_at
-    text = f"{row.state}: {row.note}" if row.note else row.state
-    return Problem(row.run_id, text, "run", row.level, since if since is not None else row.updated_at)
+        since = row.view.stalled_since or row.tail.last_step_at
+    text = one_line(f"{row.state}: {row.note}" if row.note else row.state)
+    return Problem(one_line(row.run_id), text, "run", row.level, since if since is not None else row.updated_at)
 
 
 def _daemon_problem(daemon: DaemonRow, workspace: Workspace) -> Problem:
     view = workspace.daemon(daemon.name)
-    text = f"{daemon.state}: {daemon.detail}" if daemon.detail else daemon.state
-    return Problem(daemon.name, text, "daemon", daemon.level, view.updated_at if view else None)
+    text = one_line(f"{daemon.state}: {daemon.detail}" if daemon.detail else daemon.state)
+    return Problem(daemon.name, text, "daemon", daemon.level, (view.stalled_since or view.updated_at) if view else None)

@@ -1,4 +1,4 @@
-"""What the System screen says, as lines of text: the machine, the trainer, inference, the daemons. Pure.
+"""The System screen as lines of text: the machine, the trainer, inference, the daemons. Pure.
 
 Takes a snapshot, the newest look at the machine and a palette; knows no widget and no file.
 """
@@ -32,7 +32,7 @@ Lines = list[Text]
 def machine_lines(look: SystemLook | None, width: int, palette: Palette) -> Lines:
     """Processor, memory, GPUs, disk: a bar each."""
     if look is None:
-        return [Text("the machine is being asked ...", palette.muted)]
+        return [Text("measuring ...", palette.muted)]
     machine, bar = look.machine, max(min(width - 60, 40), 8)
     load = f"load {machine.load_1m:.1f}, {machine.num_cores} core{'s' if machine.num_cores != 1 else ''}"
     lines = [
@@ -40,8 +40,7 @@ def machine_lines(look: SystemLook | None, width: int, palette: Palette) -> Line
         _gauge("memory", *_amount(machine.used_bytes, machine.total_bytes, bar), _daemons_memory(machine), palette),
     ]
     for index, gpu in enumerate(machine.gpus):
-        name = one_line(gpu.name, 40)
-        lines.append(_gauge(f"gpu {index}", gpu.busy, bar, _percent(gpu.busy), name, palette))
+        lines.append(_gauge(f"gpu {index}", gpu.busy, bar, _percent(gpu.busy), one_line(gpu.name, 40), palette))
         lines.append(_gauge("  memory", *_amount(gpu.used_bytes, gpu.total_bytes, bar), "", palette))
     if look.disk is not None:
         lines.append(_disk(look.disk, bar, palette))
@@ -86,7 +85,7 @@ def _daemons_memory(machine: MachineView) -> str:
 def trainer_lines(snapshot: Snapshot, look: SystemLook | None, width: int, palette: Palette) -> Lines:
     trainer = snapshot.workspace.trainer
     if trainer is None:
-        return [_title("trainer", "does not live: prl up starts it", palette)]
+        return [_title("trainer", "not running: start it with prl up", palette)]
     facts = [
         f"{snapshot.num_used}/{snapshot.max_runs} slots",
         f"{look.updates_per_s:.2g} updates/s" if look and look.updates_per_s is not None else None,
@@ -96,7 +95,7 @@ def trainer_lines(snapshot: Snapshot, look: SystemLook | None, width: int, palet
     ]
     lines = [_title("trainer", " · ".join(fact for fact in facts if fact), palette)]
     if trainer.waiting_on:
-        lines.append(Text.assemble(("  waits for ", palette.muted), (one_line(trainer.waiting_on), palette.warning)))
+        lines.append(Text.assemble(("  waits for ", palette.muted), (trainer.waiting_on, palette.warning)))
     split = time_split(trainer.time_s, max(width - 2, 10), palette)
     return [*lines, *(Text.assemble("  ", line) for line in split)]
 
@@ -120,9 +119,9 @@ def time_split(time_s: Mapping[str, float], width: int, palette: Palette) -> Lin
 def inference_lines(snapshot: Snapshot, width: int, palette: Palette) -> Lines:
     inference = snapshot.workspace.inference
     if inference is None:
-        return [_title("inference", "does not live: prl up starts it", palette)]
-    facts = [one_line(inference.engine, 20), one_line(inference.model, 40), one_line(inference.base_url, 40)]
-    lines = [_title("inference", " · ".join(fact for fact in facts if fact), palette)]
+        return [_title("inference", "not running: start it with prl up", palette)]
+    facts = ((inference.engine, 20), (inference.model, 40), (inference.base_url, 40))
+    lines = [_title("inference", " · ".join(fmt.shorten(fact, width) for fact, width in facts if fact), palette)]
     requests = Text.assemble(
         ("  requests ", palette.muted),
         (f"{inference.num_running} running", "bold" if inference.num_running else palette.muted),
@@ -134,7 +133,7 @@ def inference_lines(snapshot: Snapshot, width: int, palette: Palette) -> Lines:
         colour = palette.warning if inference.kv_use >= HIGH else palette.success
         requests.append("   room ", palette.muted).append(filled, colour).append(empty, palette.faint)
         requests.append(f" {100 * inference.kv_use:.0f} %", palette.muted)
-    names = [one_line(name, 80) for name in inference.adapters]
+    names = [fmt.shorten(name, 80) for name in inference.adapters]
     shown = ", ".join(names[:MAX_ADAPTERS]) + (f" and {len(names) - MAX_ADAPTERS} more" if names[MAX_ADAPTERS:] else "")
     adapters = Text.assemble((f"  adapters {len(names)}  ", palette.muted), shown)
     return [*lines, requests, adapters] if names else [*lines, requests]
@@ -173,7 +172,7 @@ def daemon_name_width(daemons: Iterable[DaemonRow], width: int) -> int:
 
 
 def daemon_detail(daemon: DaemonRow, palette: Palette, num_lines: int) -> Lines:
-    """Why it is as it is, and the end of its log where it has crashed."""
+    """The reason for its state, and the end of its log if it crashed."""
     facts = [f"pid {daemon.pid}" if daemon.pid else "", daemon.detail]
     said = "  ".join(fact for fact in facts if fact)
     lines = [Text.assemble((f"{daemon.symbol} {daemon.name}  ", palette.level(daemon.level)), said)] if said else []

@@ -1,4 +1,4 @@
-"""The thread behind the System screen: asks machine and disk now and then, as long as that screen is open.
+"""The thread behind the System screen: measures machine and disk while that screen is open.
 
 The first look says no shares of processors: those are of the time between two looks.
 """
@@ -44,13 +44,13 @@ class SystemChanged(Message):
 
 
 class Probe(Protocol):
-    """Asks the machine what the workspace takes of it."""
+    """Measures what the workspace uses of the machine."""
 
     def read(self, workspace: Workspace) -> SystemLook: ...
 
 
 class SystemProbe:
-    """Asks the real machine."""
+    """Measures the real machine."""
 
     def __init__(self, output_dir: Path, clock: Callable[[], float] = time.monotonic) -> None:
         self._machine = MachineReader()
@@ -75,7 +75,7 @@ class SystemProbe:
 
 def daemon_processes(workspace: Workspace) -> dict[str, ProcessId]:
     """The processes of the daemons that are known to live. Their own word is the newest."""
-    found = {each.name: each.process for each in workspace.daemons if each.process is not None}
+    found: dict[str, ProcessId] = {each.name: each.process for each in workspace.daemons if each.process is not None}
     for name, status in (("trainer", workspace.trainer), ("inference", workspace.inference)):
         if status is not None:
             found.setdefault(name, status.writer)

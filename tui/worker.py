@@ -1,4 +1,4 @@
-"""One job in a thread of its own: it tells the app how it goes, and any failure in words that a person can use."""
+"""One job in a thread of its own: it reports progress and failures to the app."""
 
 from __future__ import annotations
 
@@ -32,6 +32,6 @@ class JobWorker:
             self._say("done", text)
 
     def _say(self, state: ActionState, text: str) -> None:
-        detail = clean_text(text)[:MAX_DETAIL_CHARS].strip()
+        detail = clean_text(text.strip(), MAX_DETAIL_CHARS)
         first = one_line(detail.partition("\n")[0], 400)
         self.post(ActionChanged(ActionEntry(self.serial, self.job.command, state, first, detail, self.clock())))

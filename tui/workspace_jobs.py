@@ -8,7 +8,7 @@ from pathlib import Path
 
 from daemons import running
 from daemons.client import Workspace
-from prime_rl.utils.text import clean_text, one_line
+from prime_rl.utils.text import CleanText, clean_text, one_line
 from tui.jobs import Job, Progress, prl_command
 
 MAX_SYSTEMS = 20
@@ -17,7 +17,7 @@ MAX_SYSTEMS = 20
 def restart_job(output_dir: Path, name: str) -> Job:
     def work(progress: Progress) -> str:
         running.restart_daemon(output_dir, name, say=progress)
-        return f"{name} is started again"
+        return f"{name}: restarted"
 
     return Job(prl_command(output_dir, "restart", name), work)
 
@@ -25,13 +25,13 @@ def restart_job(output_dir: Path, name: str) -> Job:
 def down_job(output_dir: Path) -> Job:
     def work(progress: Progress) -> str:
         was_running = running.stop_workspace(output_dir, say=progress)
-        return "stopped, nothing is left" if was_running else "nothing was running"
+        return "stopped, no process is left" if was_running else "nothing was running"
 
     return Job(prl_command(output_dir, "down"), work)
 
 
 def up_job(output_dir: Path, system: Path | None) -> Job:
-    """Start the workspace as it was last started, or as the file says."""
+    """Start the workspace with its last settings, or with those of the file."""
     words = ["@", str(system)] if system else []
 
     def work(progress: Progress) -> str:
@@ -51,11 +51,11 @@ def up_job(output_dir: Path, system: Path | None) -> Job:
     return Job(prl_command(output_dir, "up", *words), work)
 
 
-def up_choices(output_dir: Path, configs: Path = Path("configs")) -> list[tuple[str, Callable[[], Job]]]:
-    """(label, job) of each way to start the workspace, the likeliest first."""
+def up_choices(output_dir: Path, configs: Path = Path("configs")) -> list[tuple[CleanText, Callable[[], Job]]]:
+    """(label, job) of each way to start the workspace, the most likely first."""
     last = running.last_start(output_dir)
-    first = "as it was last started" if last else "a small workspace for this machine's CPU"
-    found: list[tuple[str, Callable[[], Job]]] = [(first, functools.partial(up_job, output_dir, None))]
+    first = "with its last settings" if last else "a small workspace for this machine's CPU"
+    found: list[tuple[CleanText, Callable[[], Job]]] = [(one_line(first), functools.partial(up_job, output_dir, None))]
     for path in sorted(configs.glob("*/system.toml"))[:MAX_SYSTEMS]:
         if clean_text(str(path)) == str(path):
             found.append((one_line(f"as in {path}", 100), functools.partial(up_job, output_dir, path)))

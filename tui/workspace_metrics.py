@@ -1,6 +1,6 @@
 """The newest rewards and losses of all runs of a workspace, read a slice at a time: the first screenful comes first.
 
-Called by the watcher's thread only. Runs at which nothing works are looked at rarely.
+Called by the watcher's thread only. Idle runs are read rarely.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`prl runs evict|readmit|resume|delete|undelete|purge`: what changes runs. All of it works with the daemons down."""
+"""`prl runs evict|readmit|resume|delete|undelete|purge`: commands that change runs. They work with the daemons down."""
 
 from __future__ import annotations
 
@@ -15,20 +15,22 @@ from daemons.resume import resume_run
 
 RunIdsArgument = Annotated[
     list[str],
-    typer.Argument(metavar="ID...", help="Such as run_reverse; may be several.", autocompletion=complete.run_ids),
+    typer.Argument(metavar="ID...", help="One or more runs, such as run_reverse.", autocompletion=complete.run_ids),
 ]
 DeletedIdsArgument = Annotated[
-    list[str], typer.Argument(metavar="ID...", help="Deleted runs.", autocompletion=complete.deleted_ids)
+    list[str], typer.Argument(metavar="ID...", help="One or more deleted runs.", autocompletion=complete.deleted_ids)
 ]
-ReasonOption = Annotated[str, typer.Option(help="Why; noted in logs/audit.jsonl.")]
+ReasonOption = Annotated[str, typer.Option(metavar="TEXT", help="Why; recorded in logs/audit.jsonl.")]
 
 
 def evict(
     run_ids: RunIdsArgument,
-    reason: Annotated[str, typer.Option(help="Why; shown wherever the run is.")],
+    reason: Annotated[str, typer.Option(metavar="TEXT", help="Why; shown with the run everywhere.")],
     output_dir: OutputDirOption = None,
 ) -> None:
-    """Take runs out of training. Their files stay; readmit lets them go on.
+    """Stop training runs and free their slots; files are kept.
+
+    prl runs readmit continues them later.
 
     Example: prl runs evict run_reverse --reason "reward does not rise"
     """
@@ -36,13 +38,15 @@ def evict(
 
     def act(run_id: str) -> str:
         new = actions.evict_run(place, run_id, reason)
-        return f"{run_id} is evicted" if new else f"{run_id} was evicted already"
+        return f"{run_id}: evicted" if new else f"{run_id}: already evicted"
 
     _each(run_ids, act)
 
 
 def readmit(run_ids: RunIdsArgument, output_dir: OutputDirOption = None, reason: ReasonOption = "") -> None:
-    """Let evicted or failed runs train again, from where they stood.
+    """Continue evicted or failed runs.
+
+    Each continues from its newest complete checkpoint or published version, when a slot is free.
 
     Example: prl runs readmit run_reverse
     """
@@ -50,35 +54,45 @@ def readmit(run_ids: RunIdsArgument, output_dir: OutputDirOption = None, reason:
 
     def act(run_id: str) -> str:
         new = actions.readmit_run(place, run_id, reason=reason)
-        return f"{run_id} is readmitted" if new else f"{run_id} is neither evicted nor failed: nothing to do"
+        return f"{run_id}: readmitted" if new else f"{run_id}: neither evicted nor failed, nothing to do"
 
     _each(run_ids, act)
 
 
 def resume(
-    run_id: Annotated[str, typer.Argument(metavar="ID", autocompletion=complete.run_ids)],
-    step: Annotated[int, typer.Option(min=0, help="The checkpoint to go on from; 0: anew.")],
+    run_id: Annotated[
+        str, typer.Argument(metavar="ID", help="A run, such as run_reverse.", autocompletion=complete.run_ids)
+    ],
+    step: Annotated[int, typer.Option(min=0, help="Step of the checkpoint; 0 starts over.")],
     output_dir: OutputDirOption = None,
-    wait: Annotated[float, typer.Option(min=0, help="Seconds to wait until a run in use is let go.")] = 60.0,
+    wait: Annotated[
+        float, typer.Option(min=0, help="Seconds to wait until trainer and orchestrator release the run.")
+    ] = 60.0,
     reason: ReasonOption = "",
 ) -> None:
-    """Send a run back to one of its checkpoints; what it made after that is dropped.
+    """Go back to a checkpoint of a run.
+
+    Everything that the run made after that step is removed. prl runs show ID lists its checkpoints.
 
     Example: prl runs resume run_reverse --step 40
     """
     place = choose_output_dir(output_dir)
     resume_run(place, run_id, step, wait_s=wait, on_progress=_say_once(), reason=reason)
-    say(f"{run_id} goes on from step {step}")
+    say(f"{run_id}: resumes from step {step}")
 
 
 def delete(
     run_ids: RunIdsArgument,
     output_dir: OutputDirOption = None,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask; a run in use is evicted first.")] = False,
-    wait: Annotated[float, typer.Option(min=0, help="Seconds to wait until a run in use is let go.")] = 60.0,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask; evict a run in use first.")] = False,
+    wait: Annotated[
+        float, typer.Option(min=0, help="Seconds to wait until trainer and orchestrator release the run.")
+    ] = 60.0,
     reason: ReasonOption = "",
 ) -> None:
-    """Move runs to the trash. A run in use is refused without --yes.
+    """Move runs to the workspace's trash.
+
+    prl runs undelete restores them; prl runs purge removes them for good. A run in use is refused without --yes.
 
     Example: prl runs delete run_reverse --yes
     """
@@ -89,24 +103,26 @@ def delete(
         if not actions.users_of_run(place, run_id):
             _confirm(f"move {run_id} to the trash?", yes)
         try:
-            lies = actions.delete_run(place, run_id, force=yes, wait_s=wait, on_progress=progress, reason=reason)
+            trashed = actions.delete_run(place, run_id, force=yes, wait_s=wait, on_progress=progress, reason=reason)
         except KeyboardInterrupt:
             complain(f"{run_id} was not deleted and stays evicted: delete it again, or prl runs readmit {run_id}")
             raise
-        return f"{run_id} lies in {lies}; prl runs undelete {run_id} brings it back"
+        return f"{run_id}: moved to {trashed}; prl runs undelete {run_id} restores it"
 
     _each(run_ids, act)
 
 
 def undelete(run_ids: DeletedIdsArgument, output_dir: OutputDirOption = None) -> None:
-    """Bring back deleted runs; of several with one id the newest.
+    """Restore deleted runs from the trash.
+
+    If several deleted runs have the same id, the newest is restored.
 
     Example: prl runs undelete run_reverse
     """
     place = choose_output_dir(output_dir)
 
     def act(run_id: str) -> str:
-        return f"{run_id} is back" if actions.undelete_run(place, run_id) else f"{run_id} is there already"
+        return f"{run_id}: restored" if actions.undelete_run(place, run_id) else f"{run_id}: not deleted, nothing to do"
 
     _each(run_ids, act)
 
@@ -115,11 +131,11 @@ def purge(
     output_dir: OutputDirOption = None,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
     older_than: Annotated[
-        str, typer.Option(metavar="TIME", help="Only what was deleted longer ago: 7d, 12h, 30m, 45s.")
+        str, typer.Option(metavar="TIME", help="Only runs deleted longer ago than this: 7d, 12h, 30m, 45s.")
     ] = "0",
     reason: ReasonOption = "",
 ) -> None:
-    """Remove deleted runs for good.
+    """Remove deleted runs for good; this frees their disk space.
 
     Example: prl runs purge --older-than 7d --yes
     """
@@ -129,11 +145,11 @@ def purge(
     if doomed:
         names = ", ".join(run_id for run_id, _ in doomed[:5]) + (", ..." if len(doomed) > 5 else "")
         _confirm(f"remove {len(doomed)} deleted runs for good ({names})?", yes)
-    say(f"{actions.purge_trash(place, older_than_s=older_than_s, reason=reason)} removed")
+    say(f"{actions.purge_trash(place, older_than_s=older_than_s, reason=reason)} deleted runs removed")
 
 
 def _each(run_ids: list[str], act: Callable[[str], str]) -> None:
-    """Do it to each run, also after one failed; then exits with the worst code. One alone just raises."""
+    """Act on each run, even after one failed, then exit with the worst code. A single run just raises."""
     wanted = list(dict.fromkeys(run_ids))
     if len(wanted) == 1:
         say(act(wanted[0]))
@@ -150,7 +166,7 @@ def _each(run_ids: list[str], act: Callable[[str], str]) -> None:
 
 
 def _say_once() -> Callable[[str], None]:
-    """Says each message the first time."""
+    """Print each message once."""
     said: set[str] = set()
 
     def progress(message: str) -> None:
@@ -162,11 +178,11 @@ def _say_once() -> Callable[[str], None]:
 
 
 def _confirm(question: str, yes: bool) -> None:
-    """Ask on a terminal; elsewhere nobody can answer, so `--yes` is needed."""
+    """Ask on a terminal; elsewhere `--yes` is required."""
     if yes:
         return
     if not sys.stdin.isatty():
-        raise UsageError(f"{question} Nobody can answer here: add --yes")
+        raise UsageError(f"{question} cannot ask without a terminal: add --yes")
     typer.confirm(question, abort=True)
 
 

@@ -1,6 +1,6 @@
 """What all commands share: options, the choice of the output directory, JSON, tables, a watch loop.
 
-Text from runs is untrusted: it goes through `clean_text` and into `rich.text.Text`, which reads no markup.
+What is printed goes through `say`, `complain` or `cell`: clean, and never read as markup.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from rich.text import Text
 
 from daemons.errors import ActionError
 from prime_rl.contract.layout import OutputDir
+from prime_rl.utils import logger
 from prime_rl.utils.text import clean_text, one_line
 
 JSON_VERSION = 1
@@ -36,12 +37,13 @@ OutputDirOption = Annotated[
     Path | None,
     typer.Option(
         "--output-dir",
-        help="The workspace. Else PRL_OUTPUT_DIR, else the system file's, else 'outputs'.",
+        metavar="DIR",
+        help="The workspace. Default: PRL_OUTPUT_DIR, else output_dir of the system file, else outputs.",
         show_default=False,
     ),
 ]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON with a stable form instead of a table.")]
-WatchOption = Annotated[bool, typer.Option("--watch", help="Print again every second until Ctrl-C.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table; its format is stable.")]
+WatchOption = Annotated[bool, typer.Option("--watch", help="Refresh every second until Ctrl-C.")]
 
 
 _UNIT_S = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0, "w": 7 * 86400.0}
@@ -49,7 +51,7 @@ _DURATION = re.compile(r"(\d+(?:\.\d+)?)([smhdw]?)")
 
 
 class UsageError(RuntimeError):
-    """Wrong use of a command: one line, exit code 2."""
+    """Wrong usage of a command: one line, exit code 2."""
 
     exit_code = 2
 
@@ -64,23 +66,25 @@ def choose_output(option: Path | None) -> OutputDir:
 
 
 def check_readable(path: Path) -> Path:
-    """A workspace that is not there yet is an empty one; one that cannot be read is an error. Raises ActionError."""
+    """Return `path`. A missing workspace counts as an empty one; raises ActionError for one that cannot be read."""
     try:
         with os.scandir(path):
             return path
     except FileNotFoundError:
         return path
     except OSError as error:
-        raise ActionError(f"{path} cannot be read: {error.strerror}; choose another with --output-dir") from error
+        raise ActionError(
+            f"cannot read workspace {path}: {error.strerror}; choose another with --output-dir"
+        ) from error
 
 
 def say(message: str) -> None:
-    """One line of plain text, with nothing in it that a terminal obeys."""
+    """Print one line of plain text, without control characters."""
     print(clean_text(message), flush=True)
 
 
 def complain(message: str) -> None:
-    print(f"prl: {clean_text(message)}", file=sys.stderr, flush=True)
+    logger.complain("prl", message)
 
 
 def print_json(payload: dict[str, Any]) -> None:
@@ -88,7 +92,7 @@ def print_json(payload: dict[str, Any]) -> None:
 
 
 def console() -> Console:
-    """A terminal, or a file as wide as its longest line (so nothing is cut off for grep)."""
+    """A console for the terminal; for a file or pipe 240 columns wide, so that grep finds whole cells."""
     screen = Console(highlight=False, markup=False, emoji=False)
     return screen if screen.is_terminal else Console(highlight=False, markup=False, emoji=False, width=240)
 
@@ -143,7 +147,7 @@ def parse_duration(text: str) -> float:
     """ "7d", "12h", "30m", "45s" or plain seconds -> seconds. Raises UsageError."""
     match = _DURATION.fullmatch(text.strip().lower())
     if match is None:
-        raise UsageError(f"{text!r} is no length of time: write a number and s, m, h, d or w, such as 7d")
+        raise UsageError(f"invalid duration {text!r}: expected a number and s, m, h, d or w, such as 7d")
     return float(match[1]) * _UNIT_S[match[2] or "s"]
 
 
@@ -166,7 +170,7 @@ def size(num_bytes: int) -> str:
 
 
 def watch(render: Callable[[], Any]) -> None:
-    """Show `render()` again and again until Ctrl-C: in place on a terminal, one after another elsewhere."""
+    """Show `render()` every second until Ctrl-C: in place on a terminal, one after another elsewhere."""
     screen = console()
     with contextlib.suppress(KeyboardInterrupt):
         if not screen.is_terminal:

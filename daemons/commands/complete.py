@@ -1,4 +1,4 @@
-"""What the shell offers after TAB: ids of runs, names of daemons, states. Looks at names on disk only."""
+"""Shell completion: ids of runs, names of daemons, states. Reads names on disk only."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from prime_rl.contract.status import RunState
 
 
 def run_ids(context: typer.Context, incomplete: str) -> list[str]:
-    """Runs of the workspace that the command line names."""
+    """Runs of the workspace on the command line."""
     return _starting(incomplete, _runs(_workspace(context)))
 
 
@@ -37,7 +37,7 @@ def daemon_names(context: typer.Context, incomplete: str) -> list[str]:
 
 
 def states(incomplete: str) -> list[str]:
-    """States, the last one of a list with commas."""
+    """Complete the last state of a comma-separated list."""
     before, comma, last = incomplete.rpartition(",")
     return [f"{before}{comma}{state}" for state in _starting(last, [str(state) for state in RunState])]
 

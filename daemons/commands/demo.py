@@ -26,13 +26,19 @@ class Engine(enum.StrEnum):
 def demo(
     context: typer.Context,
     output_dir: Annotated[
-        Path, typer.Option(help="The demo's own workspace; an earlier one in it is removed.")
+        Path, typer.Option(metavar="DIR", help="Workspace of the demo; an earlier demo in it is removed.")
     ] = DEFAULT_DEMO_DIR,
-    engine: Annotated[Engine | None, typer.Option(help="Who generates; else what the system file says.")] = None,
-    configs: Annotated[Path, typer.Option(help="Folder with system.toml and the three runs.")] = CONFIGS,
-    plain: Annotated[bool, typer.Option("--plain", help="Plain lines, also on a terminal.")] = False,
+    engine: Annotated[
+        Engine | None, typer.Option(help="Inference engine. Default: the one in the demo's system.toml.")
+    ] = None,
+    configs: Annotated[Path, typer.Option(metavar="DIR", help="Folder with system.toml and the three runs.")] = CONFIGS,
+    plain: Annotated[bool, typer.Option("--plain", help="Print plain lines instead of opening prl-tui.")] = False,
 ) -> None:
-    """Train three runs on two slots on this machine, from nothing to a report; stops everything it starts.
+    """Train three small runs on two slots, on this machine.
+
+    Builds a small base model if needed, starts a workspace, adds three runs, shows them train (in prl-tui on a
+    terminal), prints a table, writes report.json, and stops everything that it started. Takes a few minutes on two CPU
+    cores.
 
     Example: prl demo --engine vllm
     """
@@ -53,7 +59,7 @@ def demo(
         say("stopped")
         raise typer.Exit(130)
     console().print(report_table(report))
-    say(f"{report['wall_s']:.0f} s in all; {system.output_dir / 'report.json'} has the figures")
+    say(f"done in {report['wall_s']:.0f} s; report: {system.output_dir / 'report.json'}")
 
 
 def report_table(report: dict[str, Any]) -> RenderableType:

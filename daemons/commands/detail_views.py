@@ -1,4 +1,4 @@
-"""How `prl runs show` and `prl runs samples` print what they were given. It reads no file."""
+"""How `prl runs show` and `prl runs samples` print what they are given. Reads no file."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from daemons.commands.common import cell, make_table, short_time, size
-from daemons.commands.views import run_json
+from daemons.commands.views import run_json, state_word
 from daemons.details import RunDetails
+from prime_rl.contract.condition import utc
 from prime_rl.contract.samples import Sample
-from prime_rl.utils.text import clean_text, one_line
+from prime_rl.utils.text import clean_strings, clean_text, one_line
 
-# Shown when they are there; all others are in `--json` and in `prl-tui`.
+# Shown when present; all others are in `--json` and in `prl-tui`.
 _MAIN_FIGURES = (
     *("step", "reward/mean", "reward/std", "loss", "entropy", "mismatch_kl", "grad_norm", "lr", "tokens_per_s"),
     *("async_level/max", "time/step", "time/wait_for_rollouts", "completion_tokens/mean", "eval/reward/mean"),
@@ -40,12 +41,12 @@ def details_json(details: RunDetails) -> dict[str, Any]:
 
 
 def details_view(details: RunDetails) -> RenderableType:
-    """What `prl runs show` prints; facts that are not there take no line."""
+    """What `prl runs show` prints; missing facts take no line."""
     parts: list[RenderableType] = [_facts(details)]
     for name, figures in details.metrics.items():
         shown = [f"{key} {figures[key]:.4g}" for key in _MAIN_FIGURES if key in figures]
         more = len(figures) - len(shown)
-        parts += _section(f"last figures of the {name}", [", ".join(shown) + (f" and {more} more" if more else "")])
+        parts += _section(f"latest metrics of the {name}", [", ".join(shown) + (f" and {more} more" if more else "")])
     if details.checkpoints:
         now = time.time()
         rows = [
@@ -59,32 +60,35 @@ def details_view(details: RunDetails) -> RenderableType:
         ]
         parts += [Text("\ncheckpoints", style="bold"), make_table(["", "size", "state", "age"], rows)]
     least = "" if details.disk_complete else "at least "
-    folders = ", ".join(f"{one_line(name, 40)} {size(used)}" for name, used in details.disk.items() if used)
+    folders = ", ".join(f"{name} {size(used)}" for name, used in details.disk.items() if used)
     parts += _section("disk", [f"{least}{size(sum(details.disk.values()))}" + (f": {folders}" if folders else "")])
-    parts += _section("last warnings and errors", details.errors)
-    parts += _section("end of its log", details.log_tail if details.run.state in ("failed", "invalid") else ())
+    parts += _section("latest warnings and errors", details.errors)
+    parts += _section("end of the log", details.log_tail if details.run.state in ("failed", "invalid") else ())
     if details.config is not None:
-        parts += _section("config", tomli_w.dumps(details.config).splitlines())
+        parts += _section("config", clean_text(tomli_w.dumps(details.config)).splitlines())
     return Group(*parts)
 
 
 def _facts(details: RunDetails) -> RenderableType:
     rows = []
     for name, value in run_json(details.run).items():
-        if name in ("updated_at", "added_at") and isinstance(value, float):
-            value = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(value))
+        if name in ("updated_at", "added_at", "stalled_since") and isinstance(value, float):
+            value = utc(value)
+        if name == "state":
+            value = state_word(details.run)
         if value is not None:
             rows.append([name, cell(value, 2_000)])
     return make_table(["", ""], rows)
 
 
 def _section(title: str, lines: tuple[str, ...] | list[str]) -> list[RenderableType]:
-    text = [Text(f"  {clean_text(line)}") for line in lines]
+    text = [Text(f"  {line}") for line in lines]
     return [Text(f"\n{title}", style="bold"), *text] if text else []
 
 
 def sample_view(sample: Sample) -> str:
-    """What `prl runs samples` prints of one rollout; whoever prints it cleans it. Text of the rollout is indented."""
+    """What `prl runs samples` prints for one rollout. Text of the rollout is indented."""
+    sample = clean_strings(sample)
     versions = ", ".join(map(str, sample.policy_versions))
     lines = [
         f"step {sample.step}  {one_line(sample.example_id)}  reward {sample.reward:.3f}  advantage "

@@ -1,4 +1,4 @@
-"""`prl doctor`: one line a check. `daemons.doctor` looks."""
+"""`prl doctor`: prints one line per check. `daemons.doctor` makes the checks."""
 
 from __future__ import annotations
 
@@ -19,11 +19,15 @@ _STYLES = {"ok": "green", "warning": "yellow", "broken": "red"}
 def doctor(
     output_dir: OutputDirOption = None,
     as_json: JsonOption = False,
-    quick: Annotated[bool, typer.Option("--quick", help="Do not import torch and vLLM, which takes seconds.")] = False,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Skip importing torch and vLLM, which takes several seconds.")
+    ] = False,
 ) -> None:
-    """Look at this machine and this workspace for what will hurt: each line is ok, or says what to do.
+    """Check this machine and workspace for problems.
 
-    Exit code 1 when something is broken. Example: prl doctor --output-dir outputs/demo
+    Each line is ok, or a warning or broken with what to do. The exit code is 1 if something is broken.
+
+    Example: prl doctor --output-dir outputs/demo
     """
     screen, found = console(), []
 

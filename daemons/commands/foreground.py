@@ -19,7 +19,9 @@ def _become(module: str, args: Sequence[str]) -> None:
 
 
 def trainer(context: typer.Context) -> None:
-    """Run the trainer here, until Ctrl-C.
+    """Run only the trainer, in the foreground.
+
+    @ FILE is its config (TOML); --key.subkey VALUE overrides one field. Ctrl-C stops it.
 
     Example: prl trainer @ configs/reverse_text/trainer.toml --max_concurrent_runs 2
     """
@@ -27,7 +29,9 @@ def trainer(context: typer.Context) -> None:
 
 
 def orchestrator(context: typer.Context) -> None:
-    """Run the orchestrator of one run here, until it is done or Ctrl-C.
+    """Run only one run's orchestrator, in the foreground.
+
+    @ FILE is the run's config (TOML). Ends when the run is finished, or with Ctrl-C.
 
     Example: prl orchestrator @ outputs/run_reverse/control/orch.toml
     """
@@ -35,7 +39,9 @@ def orchestrator(context: typer.Context) -> None:
 
 
 def inference(context: typer.Context) -> None:
-    """Run the inference server here, until Ctrl-C.
+    """Run only the inference server, in the foreground.
+
+    @ FILE is its config (TOML); --key.subkey VALUE overrides one field. Ctrl-C stops it.
 
     Example: prl inference @ configs/reverse_text/inference.toml --port 8001
     """
@@ -43,7 +49,9 @@ def inference(context: typer.Context) -> None:
 
 
 def make_base(context: typer.Context) -> None:
-    """Make a small base model to train on a CPU.
+    """Build a small base model that trains on a CPU.
+
+    It is built from scratch, without a download.
 
     Example: prl make-base --out models/base --seed 0
     """

@@ -1,4 +1,4 @@
-"""`prl down`, `status`, `logs`, `restart`: the workspace as a whole."""
+"""`prl down`, `status`, `logs`, `restart`: commands for the whole workspace."""
 
 from __future__ import annotations
 
@@ -40,10 +40,13 @@ def down(
     output_dir: OutputDirOption = None,
     timeout: Annotated[
         float | None,
-        typer.Option(help="Seconds a living supervisor may take before it is killed. Default: what its limits add to."),
+        typer.Option(help="Seconds until a supervisor that does not stop is killed. Default: from the system file."),
     ] = None,
 ) -> None:
-    """Stop everything of a workspace, and prove that nothing is left.
+    """Stop all daemons of a workspace; runs are kept.
+
+    Orchestrators may finish their batch and the trainer its step and checkpoint. Then checks that no process is left.
+    prl up continues later.
 
     Example: prl down --output-dir outputs/demo
     """
@@ -51,11 +54,13 @@ def down(
 
     output = choose_output(output_dir)
     was_running = launch.down(output, timeout_s=timeout, say=say)
-    say(f"{output.path}: stopped, nothing is left" if was_running else f"{output.path}: nothing is running")
+    say(f"{output.path}: stopped, no process is left" if was_running else f"{output.path}: nothing is running")
 
 
 def status(output_dir: OutputDirOption = None, as_json: JsonOption = False, watching: WatchOption = False) -> None:
-    """Show the daemons, the slots, the runs, the disk, and what holds them up.
+    """Show daemons, slots, runs, disk and the bottleneck.
+
+    The last line tells which process the others wait for.
 
     Example: prl status --watch
     """
@@ -72,23 +77,27 @@ def status(output_dir: OutputDirOption = None, as_json: JsonOption = False, watc
 def logs(
     name: Annotated[
         str,
-        typer.Argument(help="supervisor, trainer, inference, or a run.", autocompletion=complete.log_names),
+        typer.Argument(
+            metavar="NAME", help="supervisor, trainer, inference, or a run's id.", autocompletion=complete.log_names
+        ),
     ],
     output_dir: OutputDirOption = None,
-    follow: Annotated[bool, typer.Option("-f", "--follow", help="Go on as the log grows, until Ctrl-C.")] = False,
-    num_lines: Annotated[int, typer.Option("-n", "--lines", min=0, help="How many of the last lines.")] = 50,
+    follow: Annotated[bool, typer.Option("-f", "--follow", help="Print new lines as they come, until Ctrl-C.")] = False,
+    num_lines: Annotated[int, typer.Option("-n", "--lines", min=0, help="Print the last N lines.")] = 50,
     grep: Annotated[
-        str | None, typer.Option(metavar="RE", help="Only lines in which this regular expression is found.")
+        str | None, typer.Option(metavar="REGEX", help="Print only lines that match this regular expression.")
     ] = None,
 ) -> None:
-    """Print the log of a daemon or of a run's orchestrator; older files of a rotated log too.
+    """Print the log of a daemon or of a run's orchestrator.
+
+    Reads rotated log files too.
 
     Example: prl logs run_reverse -f --grep "WARNING|ERROR"
     """
     path = _log_path(choose_output(output_dir), name)
     wanted = _line_filter(grep)
     if not path.exists() and not follow:
-        raise ActionError(f"{path} is not there: {name} has not been started yet")
+        raise ActionError(f"log {path} not found: {name} has not been started yet")
     end = end_of_lines(path) if follow else None
     tail = FileTail(path, position=end or 0)
     begun = tail.read().lines if follow else []  # from here nothing is missed, whatever happens to the file
@@ -111,13 +120,13 @@ def _follow(tail: FileTail, lines: list[bytes], wanted: Callable[[str], bool]) -
 
 
 def _line_filter(pattern: str | None) -> Callable[[str], bool]:
-    """Looks at a line as it is shown, without what a terminal obeys."""
+    """A filter of lines as they are shown, without control characters. Raises UsageError."""
     if pattern is None:
         return lambda line: True
     try:
         search = re.compile(pattern).search
     except re.error as error:
-        raise UsageError(f"--grep {pattern!r} is no regular expression: {error}") from error
+        raise UsageError(f"invalid regular expression --grep {pattern!r}: {error}") from error
     return lambda line: search(clean_text(line)) is not None
 
 
@@ -127,27 +136,35 @@ def _log_path(output: OutputDir, name: str) -> Path:
     try:
         run = output.run(name)
     except LayoutError as error:
-        raise UsageError(f"no daemon or run {name!r}: {error}") from error
+        raise UsageError(
+            f"{name!r} not found: expected supervisor, trainer, inference or a run's id ({error})"
+        ) from error
     if not run.path.is_dir():
-        raise ActionError(f"no run {name!r} in {output.path}: prl runs list shows what is there")
+        raise ActionError(f"run {name!r} not found in {output.path}: prl runs list shows all runs")
     return run.log
 
 
 def restart(
     name: Annotated[
         str,
-        typer.Argument(help="trainer, inference, or a run (its orchestrator).", autocompletion=complete.daemon_names),
+        typer.Argument(
+            metavar="NAME",
+            help="trainer, inference, or a run's id (restarts its orchestrator).",
+            autocompletion=complete.daemon_names,
+        ),
     ],
     output_dir: OutputDirOption = None,
 ) -> None:
-    """End one daemon and start it again.
+    """Restart one daemon.
+
+    The daemon may finish its work first. A daemon in state failed is started again too.
 
     Example: prl restart inference
     """
     from daemons import running
 
     running.restart_daemon(choose_output(output_dir).path, name, say=say)
-    say(f"{name} is started again")
+    say(f"{name}: restarted")
 
 
 def register(app: typer.Typer) -> None:

@@ -1,4 +1,4 @@
-"""`prl multinode`: one node of a group, as a process of its own (`prime_rl.multinode`), and how all of them are."""
+"""`prl multinode`: starts one node of a group as a process of its own (`prime_rl.multinode`), and shows all of them."""
 
 from __future__ import annotations
 
@@ -43,15 +43,15 @@ class OrStart(TyperGroup):
         return super().parse_args(ctx, args if args and args[0] in self.commands else [DEFAULT, *args])
 
 
-multinode_app = typer.Typer(cls=OrStart, help="Rollouts and training over several nodes that share a folder.")
+multinode_app = typer.Typer(cls=OrStart, help="Train on several machines that share a folder.")
 
 
 def start_help() -> str:
-    """All flags, from where the node has them too. Lines after \\b are kept as they are."""
+    """All flags, from the node's own parser. Lines after \\b are kept as they are."""
     flags = node_parser().format_help().partition("options:\n")[2].rstrip()
     paragraphs = flags.replace("\n\n", "\n\n\b\n")
     return (
-        "Run one node of a group; `start` may be left out. prl multinode status shows the group.\n\n"
+        "Run one node of a group; `start` may be omitted.\n\nprl multinode status shows the group.\n\n"
         f"Example: prl multinode start {EXAMPLE}\n\n\b\n{paragraphs}"
     )
 
@@ -64,12 +64,17 @@ def start(context: typer.Context) -> None:
 def status(
     log_path: Annotated[
         Path | None,
-        typer.Option("--log-path", "--output-dir", help="Of the group. Else PRL_OUTPUT_DIR, else 'outputs'."),
+        typer.Option(
+            "--log-path",
+            "--output-dir",
+            metavar="DIR",
+            help="The group's folder. Default: PRL_OUTPUT_DIR, else outputs.",
+        ),
     ] = None,
     as_json: JsonOption = False,
     keep: WatchOption = False,
 ) -> None:
-    """Show each node of a group: its health, its phase, and who holds up the others.
+    """Show each node's health and phase, and what it waits for.
 
     Example: prl multinode status --log-path outputs/group --json
     """
@@ -83,11 +88,11 @@ def status(
     elif look.nodes:
         console().print(look.table())
     else:
-        say(f"no node has started at {look.output.path}; see prl multinode --help")
+        say(f"no node has started in {look.output.path}; see prl multinode start --help")
 
 
 class GroupLook:
-    """What is seen of a group, and has been seen to move, by this process's own clock."""
+    """The nodes of a group, and whether each was seen to move, by this process's own clock."""
 
     def __init__(self, output: OutputDir) -> None:
         self.output = output
@@ -95,7 +100,7 @@ class GroupLook:
         self._reader = NodeReader(output.path)
 
     def settle(self) -> None:
-        """Look until every node that says that it runs has moved, or has had the time for it."""
+        """Look until every node whose state is running has moved, or has had the time to."""
         began = time.monotonic()
         self.look()
         patience_s = 1.5 * max((seen.status.heartbeat_s for seen in self.nodes), default=0.0)

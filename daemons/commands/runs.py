@@ -1,4 +1,4 @@
-"""`prl runs list|show|samples|validate|add`: what looks at runs, and adds them. Works with the daemons down."""
+"""`prl runs list|show|samples|validate|add`: commands that read runs, and add them. They work with the daemons down."""
 
 from __future__ import annotations
 
@@ -33,14 +33,15 @@ from prime_rl.contract.samples import read_samples
 from prime_rl.contract.status import RunState
 from prime_rl.utils.text import one_line
 
-runs_app = typer.Typer(no_args_is_help=True, help="Add, list, evict, delete runs.", rich_markup_mode=None)
+runs_app = typer.Typer(no_args_is_help=True, help="List, add, evict and delete runs.", rich_markup_mode=None)
 
 RunIdArgument = Annotated[
-    str, typer.Argument(metavar="ID", help="Such as run_reverse.", autocompletion=complete.run_ids)
+    str, typer.Argument(metavar="ID", help="A run, such as run_reverse.", autocompletion=complete.run_ids)
 ]
-FileArgument = Annotated[Path, typer.Argument(help="The run's TOML file.")]
+FileArgument = Annotated[Path, typer.Argument(metavar="FILE", help="The run's config, a TOML file.")]
 SetOption = Annotated[
-    list[str] | None, typer.Option("--set", help="Change a value: --set optim.lr=1e-3. May be repeated.")
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Override a field, such as optim.lr=1e-3. May be repeated."),
 ]
 
 
@@ -58,7 +59,9 @@ def list_runs(
     ] = None,
     watching: WatchOption = False,
 ) -> None:
-    """List the runs: active ones by slot, waiting ones in the order of admission, then all others.
+    """List runs with state, step, reward and reason.
+
+    Active runs come first, by slot; then waiting runs in admission order; then all others.
 
     Example: prl runs list --state active,waiting --watch
     """
@@ -78,7 +81,9 @@ def list_runs(
 
 @runs_app.command()
 def show(run_id: RunIdArgument, output_dir: OutputDirOption = None, as_json: JsonOption = False) -> None:
-    """Show all that is known about one run: config, status, last metrics and errors, checkpoints, disk use.
+    """Show one run: state, config, metrics, errors, checkpoints.
+
+    If a run is stuck, look at state, reason and waiting_on first.
 
     Example: prl runs show run_reverse --json
     """
@@ -91,7 +96,7 @@ def show(run_id: RunIdArgument, output_dir: OutputDirOption = None, as_json: Jso
     if run is None:
         reason = next((each.reason for each in workspace.refused if each.name == run_id), None)
         raise actions.ActionError(
-            reason or f"no run {run_id!r} in {workspace.output_dir}: prl runs list shows what is there"
+            reason or f"run {run_id!r} not found in {workspace.output_dir}: prl runs list shows all runs"
         )
     details = read_details(OutputDir(workspace.output_dir).run(run_id), run, workspace.daemon(run_id))
     if as_json:
@@ -105,9 +110,11 @@ def samples(
     run_id: RunIdArgument,
     output_dir: OutputDirOption = None,
     as_json: JsonOption = False,
-    number: Annotated[int, typer.Option("-n", min=1, help="How many, the newest last.")] = 4,
+    number: Annotated[int, typer.Option("-n", min=1, help="How many rollouts; the newest comes last.")] = 4,
 ) -> None:
-    """Show the newest rollouts of a run: prompt, completion, reward, advantage, policy version.
+    """Show the newest rollouts of a run.
+
+    Each has its prompt, completion, reward, advantage and policy version.
 
     Example: prl runs samples run_reverse -n 8
     """
@@ -117,7 +124,7 @@ def samples(
     except LayoutError as error:
         raise UsageError(str(error)) from error
     if not run.path.is_dir():
-        raise actions.ActionError(f"no run {run_id!r} in {place}: prl runs list shows what is there")
+        raise actions.ActionError(f"run {run_id!r} not found in {place}: prl runs list shows all runs")
     found = read_samples(run.samples, number)
     if as_json:
         print_json({"samples": msgspec.to_builtins(found)})
@@ -125,14 +132,16 @@ def samples(
     for sample in found:
         say(sample_view(sample))
     if not found:
-        say(f"{run_id} has no rollouts yet: each of its batches adds some, unless samples.per_step is 0")
+        say(f"{run_id} has no rollouts yet: each batch adds some, unless samples.per_step is 0")
 
 
 @runs_app.command()
 def validate(
     file: FileArgument, output_dir: OutputDirOption = None, changes: SetOption = None, as_json: JsonOption = False
 ) -> None:
-    """Check a run's TOML file as the trainer would, and print all that is wrong with it.
+    """Check a run's config and print every problem.
+
+    The checks are the trainer's own. If the workspace has run before, its base model and limits are compared too.
 
     Example: prl runs validate configs/demo/reverse.toml
     """
@@ -150,7 +159,7 @@ def validate(
     if problems:
         raise typer.Exit(1)
     if not as_json:
-        alone = f"; no trainer is known in {place}, so its model and limits were not compared" if not limits else ""
+        alone = f"; model and limits not checked: no trainer has run in {place}" if not limits else ""
         say(f"{file}: valid{alone}")
 
 
@@ -158,11 +167,15 @@ def validate(
 def add(
     file: FileArgument,
     output_dir: OutputDirOption = None,
-    run_id: Annotated[str | None, typer.Option("--id", help="The run's id; else from the file's name.")] = None,
+    run_id: Annotated[
+        str | None, typer.Option("--id", metavar="ID", help="The run's id. Default: run_ and the file's name.")
+    ] = None,
     changes: SetOption = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check and say what would be done.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check only; add nothing.")] = False,
 ) -> None:
-    """Add a run; the trainer admits it when a slot is free.
+    """Add a run to the workspace.
+
+    FILE is checked first. Training starts when a slot is free; runs are admitted in the order in which they were added.
 
     Example: prl runs add configs/demo/reverse.toml --set max_steps=20
     """
@@ -175,7 +188,7 @@ def _states(words: list[str] | None) -> set[RunState]:
     """`--state active,waiting --state failed` -> three states."""
     names = [name.strip() for word in words or [] for name in word.split(",") if name.strip()]
     if odd := [name for name in names if name not in list(RunState)]:
-        raise UsageError(f"--state: found {odd[0]!r}: allowed are {', '.join(RunState)}")
+        raise UsageError(f"invalid --state {odd[0]!r}: expected one of {', '.join(RunState)}")
     return {RunState(name) for name in names}
 
 

@@ -1,7 +1,7 @@
-"""`prl up`: which workspace it means, the base model when nobody named one, and the wait until everything answers.
+"""`prl up`: choose the workspace, make its base model if needed, start it and wait until everything answers.
 
-Without `@ FILE` it starts the workspace as it was last started (`daemons/configs/up.toml` keeps what was said then),
-else a small one as in `configs/demo/system.toml`, whose base model is made when it is missing. `running` does the work.
+Without `@ FILE` it starts the workspace with its last settings (kept in `daemons/configs/up.toml`), else a small one as
+in `configs/demo/system.toml`, whose base model is made when it is missing. `running` does the work.
 """
 
 from __future__ import annotations
@@ -18,17 +18,24 @@ from daemons import launch, running
 from daemons.client import Workspace
 from daemons.commands.common import EXTRA, OutputDirOption, choose_output_dir, console, say
 from prime_rl.contract.layout import OutputDir
-from prime_rl.utils.text import clean_text
 
 
 def up(
     context: typer.Context,
     output_dir: OutputDirOption = None,
-    foreground: Annotated[bool, typer.Option("--foreground", help="Supervise here until Ctrl-C; no daemon.")] = False,
+    foreground: Annotated[
+        bool, typer.Option("--foreground", help="Stay in the foreground until Ctrl-C, for systemd and containers.")
+    ] = False,
 ) -> None:
-    """Start trainer, inference and the orchestrators of all runs, and keep them alive.
+    """Start a workspace's daemons in the background.
 
-    Without @ FILE: the workspace as it was last started, else a small one whose base model is made when it is missing.
+    Starts a supervisor, which starts the trainer, the inference server and the orchestrators of all runs, and restarts
+    those that fail. Returns when trainer and inference are ready.
+
+    @ FILE is the system file (TOML): base model, slots, engine. --key.subkey VALUE overrides one field. Without @ FILE
+    the workspace starts with its last settings; a new one starts small, on this machine's CPU, and builds its base
+    model.
+
     Example: prl up @ configs/demo/system.toml --inference.port 8001
     """
     from daemons import supervisor
@@ -55,7 +62,7 @@ def up(
 
 
 def choose_system(args: Sequence[str], output_dir: Path | None) -> running.Wanted:
-    """The system that the command line means. Raises ConfigError."""
+    """The system config that the command line describes. Raises ConfigError."""
     return running.choose_system(args, output_dir, say=say, default=lambda: choose_output_dir(None))
 
 
@@ -73,9 +80,9 @@ class Progress:
             self._live.stop()
 
     def _look(self, workspace: Workspace) -> None:
-        lines = [clean_text(line) for line in launch.waits(workspace)]
+        lines = launch.waits(workspace)
         if self._live is not None:
-            self._live.start()  # only now: what is said before the wait stands above it
+            self._live.start()  # only now, so that earlier messages stand above it
             self._live.update(Text("\n".join(lines)), refresh=True)
         else:
             for line in lines:

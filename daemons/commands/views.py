@@ -1,4 +1,4 @@
-"""How a `Workspace` is printed: tables for people, plain data for `--json`. It reads no file."""
+"""How a `Workspace` is printed: tables for people, plain data for `--json`. Reads no file."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from daemons.commands.common import FittingTable, cell, number, short_time, size
 from daemons.disk import DiskView
 from prime_rl.configs.base import ConfigError, ConfigProblem, load_toml, merge
 from prime_rl.configs.validate import key_of
+from prime_rl.contract.condition import STALLED
 from prime_rl.contract.status import RunState
 
 _STYLES = {
@@ -36,7 +37,7 @@ def run_json(run: RunView) -> dict[str, Any]:
 
 
 def problem_json(file: Path, problem: ConfigProblem, overrides: Mapping[str, Any] | None) -> dict[str, Any]:
-    """One problem of a run's config: `found` is the value in the file (with the changes), null when there is none."""
+    """One problem of a run's config: `found` is the value in the file (with the overrides), null when it is missing."""
     key = key_of(problem)
     try:
         found: Any = merge(load_toml(file), overrides or {})
@@ -59,6 +60,11 @@ def problem_json(file: Path, problem: ConfigProblem, overrides: Mapping[str, Any
     }
 
 
+def state_word(run: RunView) -> str:
+    """The run's state as people read it: one whose orchestrator is stalled is not active."""
+    return str(run.state) if run.stalled_since is None else STALLED
+
+
 def daemon_json(daemon: DaemonView) -> dict[str, Any]:
     return asdict(daemon)
 
@@ -78,12 +84,12 @@ def workspace_json(workspace: Workspace, disk: DiskView | None) -> dict[str, Any
 
 
 def disk_json(disk: DiskView) -> dict[str, Any]:
-    """`house_*` are the names of the version before."""
+    """`house_*` are the names of the previous version."""
     return {**asdict(disk), "house_bytes": disk.workspace_bytes, "house_complete": disk.workspace_complete}
 
 
 def slots(workspace: Workspace) -> list[dict[str, Any]]:
-    """One entry a slot, also for the empty ones."""
+    """One entry per slot, also for empty ones."""
     held = {slot.run_idx: run_id for run_id, slot in (workspace.trainer.runs if workspace.trainer else {}).items()}
     return [{"run_idx": run_idx, "run_id": held.get(run_idx)} for run_idx in range(workspace.max_runs)]
 
@@ -91,11 +97,11 @@ def slots(workspace: Workspace) -> list[dict[str, Any]]:
 def runs_table(runs: Sequence[RunView], now: float | None = None) -> RenderableType:
     now = time.time() if now is None else now
     if not runs:
-        return Text("no runs: prl runs add FILE.toml adds one")
+        return Text("no runs yet: add one with prl runs add FILE.toml")
     rows = [
         [
             cell(run.run_id, 70),
-            Text(str(run.state), style=_STYLES[run.state]),
+            Text(state_word(run), style=_STYLES[run.state] if run.stalled_since is None else "yellow"),
             _place(run),
             f"{run.step}/{run.max_steps if run.max_steps is not None else '?'}",
             number(run.reward),
@@ -131,12 +137,12 @@ def daemons_table(daemons: Sequence[DaemonView]) -> RenderableType:
 
 
 def disk_words(disk: DiskView) -> str:
-    """Such as "the workspace takes 1.2 GB, 30 GB of 80 GB are free (ext4)"."""
+    """Such as "the workspace takes 1.2 GB, 30 GB of 80 GB free (ext4)"."""
     least = "" if disk.workspace_complete else "at least "
     free = f"{size(disk.free_bytes)} of {size(disk.total_bytes)} free"
     words = f"the workspace takes {least}{size(disk.workspace_bytes)}, {free}"
     words += f" ({disk.file_system})" if disk.file_system else ""
-    return words + (f", full in {short_time(disk.full_in_s)} at this pace" if disk.full_in_s else "")
+    return words + (f", full in {short_time(disk.full_in_s)} at this rate" if disk.full_in_s else "")
 
 
 def workspace_view(workspace: Workspace, disk: DiskView | None) -> RenderableType:
@@ -145,13 +151,13 @@ def workspace_view(workspace: Workspace, disk: DiskView | None) -> RenderableTyp
     if workspace.daemons:
         parts += [daemons_table(workspace.daemons), Text("")]
     else:
-        parts.append(Text("nothing is running: prl up starts the workspace"))
+        parts.append(Text("nothing is running: start the workspace with prl up"))
     used = (
         f"{workspace.num_used} of {workspace.max_runs} slots in use"
         if workspace.max_runs
-        else "slots unknown: no trainer lives"
+        else "slots unknown: the trainer is not running"
     )
-    parts += [Text(f"{workspace.output_dir}: {used}"), runs_table(workspace.runs)]
+    parts += [cell(f"{workspace.output_dir}: {used}", 1_000), runs_table(workspace.runs)]
     parts += [Text(f"refused: {each.name}: ").append_text(cell(each.reason, 300)) for each in workspace.refused]
     if disk is not None:
         parts.append(Text(f"disk: {disk_words(disk)}"))

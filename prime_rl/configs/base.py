@@ -2,7 +2,7 @@
 
     python -m prime_rl.trainer.train @ trainer.toml --model.name models/base
 
-Errors are sentences for people: file, key, what was found, what is allowed, and for a typing error the nearest name.
+An error names the file, the key, the value found and the values allowed; for an unknown key also the nearest valid one.
 """
 
 from __future__ import annotations
@@ -17,14 +17,16 @@ from typing import Annotated, Any, Literal, Self, TypeVar, Union, get_args, get_
 import tomli
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from prime_rl.contract.files import FileRefused, read_file
+
 
 class BaseConfig(BaseModel):
-    """Base of all configs: unknown keys are errors, values never change after load, field docstrings are help texts."""
+    """Base of all configs: unknown keys are errors, values are frozen, field docstrings are help texts."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, protected_namespaces=())
 
     def replace(self, **changes: Any) -> Self:
-        """A checked copy with `changes`."""
+        """A validated copy with `changes`."""
         return type(self).model_validate({**self.model_dump(exclude_unset=True), **changes})
 
 
@@ -39,7 +41,7 @@ MAX_TOML_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class ConfigProblem:
-    """One thing that is wrong. `key` is dotted ("model.lora.rank", "env.0.id"), or "" for the whole file."""
+    """One problem of a config. `key` is dotted ("model.lora.rank", "env.0.id"), or "" for the whole file."""
 
     key: str
     message: str
@@ -51,7 +53,7 @@ class ConfigProblem:
 
 
 class ConfigError(ValueError):
-    """A config that cannot be used: all that is wrong with it, each problem with its place."""
+    """An invalid config: all its problems, each with its place."""
 
     def __init__(self, source: str, problems: Sequence[ConfigProblem]) -> None:
         self.source = source
@@ -60,7 +62,7 @@ class ConfigError(ValueError):
 
 
 class ConfigParseError(ConfigError):
-    """The text is not TOML at all (perhaps half written)."""
+    """The text is not valid TOML (perhaps half written)."""
 
 
 def parse_toml(text: str, source: str) -> dict[str, Any]:
@@ -75,15 +77,16 @@ def parse_toml(text: str, source: str) -> dict[str, Any]:
 
 
 def load_toml(path: Path) -> dict[str, Any]:
-    """Read and parse a TOML file; raises ConfigError when it is missing, unreadable, too large, or not TOML."""
+    """Read and parse a TOML file; raises ConfigError when it is missing, unreadable, no file, too large, or not TOML.
+
+    A file of a run may be no link; any other may.
+    """
     try:
-        with path.open("rb") as file:
-            data = file.read(MAX_TOML_BYTES + 1)
-        if len(data) > MAX_TOML_BYTES:
-            raise ConfigError(str(path), [ConfigProblem("", f"has more than {MAX_TOML_BYTES} bytes")])
-        text = data.decode()
+        text = read_file(path, limit=MAX_TOML_BYTES, follow_links=True).decode()
     except UnicodeDecodeError as error:
         raise ConfigParseError(str(path), [ConfigProblem("", f"not UTF-8 text (byte {error.start})")]) from error
+    except FileRefused as error:
+        raise ConfigError(str(path), [ConfigProblem("", str(error.strerror))]) from error
     except OSError as error:
         raise ConfigError(str(path), [ConfigProblem("", f"cannot be read: {error.strerror}")]) from error
     return parse_toml(text, str(path))
@@ -117,18 +120,18 @@ def read_argv(argv: Sequence[str]) -> tuple[dict[str, Any], str]:
         if token == "@" or (token.startswith("@") and len(token) > 1):
             name = token[1:] or (rest.pop(0) if rest else "")
             if not name:
-                raise ConfigError(source, [ConfigProblem("", "'@' must be followed by a TOML file")])
+                raise ConfigError(source, [ConfigProblem("", "expected a TOML file after '@'")])
             data, source = merge(data, load_toml(Path(name))), name
         elif token.startswith("--") and len(token) > 2:
             key, has_value, value = token[2:].partition("=")
             if not has_value:
                 if not rest:
-                    raise ConfigError(source, [ConfigProblem(key, "has no value: write --a.b value")])
+                    raise ConfigError(source, [ConfigProblem(key, "missing value: expected --a.b VALUE")])
                 value = rest.pop(0)
             data = merge(data, parse_override(key, value))
         else:
             raise ConfigError(
-                source, [ConfigProblem("", f"{token!r} is not understood: write @ FILE.toml or --a.b value")]
+                source, [ConfigProblem("", f"unexpected argument {token!r}: expected @ FILE.toml or --a.b VALUE")]
             )
     return data, source
 
@@ -152,7 +155,9 @@ def parse_set(items: Sequence[str]) -> dict[str, Any]:
     for item in items:
         key, has_value, value = item.partition("=")
         if not has_value or not key:
-            raise ConfigError("--set", [ConfigProblem("", f"{item!r} must be KEY=VALUE, for example optim.lr=1e-3")])
+            raise ConfigError(
+                "--set", [ConfigProblem("", f"invalid {item!r}: expected KEY=VALUE, such as optim.lr=1e-3")]
+            )
         data = merge(data, parse_override(key, value))
     return data
 
@@ -203,13 +208,13 @@ def _problems(cls: type[BaseModel], error: ValidationError) -> Iterator[ConfigPr
         if item["type"] == "extra_forbidden":
             yield ConfigProblem(key, _unknown_key(place))
         elif item["type"] == "missing":
-            yield ConfigProblem(key, "is missing and has no default")
+            yield ConfigProblem(key, "required, but missing")
         elif item["type"] == "value_error":
             yield ConfigProblem(key, str(item["ctx"]["error"]))
         elif item["type"] == "union_tag_invalid":
             tag = item["ctx"]["discriminator"].strip("'")
             found = _shown(item["input"].get(tag))
-            yield ConfigProblem(f"{key}.{tag}", f"found {found}: allowed are {item['ctx']['expected_tags']}")
+            yield ConfigProblem(f"{key}.{tag}", f"found {found}: expected one of {item['ctx']['expected_tags']}")
         else:
             found = _shown(item.get("input"))
             yield ConfigProblem(key, f"found {found}: {item['msg'][0].lower()}{item['msg'][1:]}")
@@ -221,7 +226,7 @@ def _shown(value: object) -> str:
 
 
 def _without_echoes(problems: list[ConfigProblem]) -> list[ConfigProblem]:
-    """A table that is said once and copied into parts is wrong once: `lora.rnk`, not also `trainer.model.lora.rnk`."""
+    """Report a table that is copied into others once: `lora.rnk`, not also `trainer.model.lora.rnk`."""
     return [p for p in problems if not any(p.key.endswith(f".{q.key}") and p.message == q.message for q in problems)]
 
 
@@ -235,7 +240,7 @@ class _Place:
 
 
 def _place(cls: type[BaseModel], loc: Sequence[int | str]) -> _Place:
-    """Follow pydantic's path. It has names of union members too, which are no keys of the file."""
+    """Follow pydantic's path. It has names of union members too, which are not keys of the file."""
     keys: list[str] = []
     models: Sequence[type[BaseModel]] = [cls]
     tag = None
@@ -256,7 +261,7 @@ def _names_a_member(part: str) -> bool:
 
 
 def _literal_of(model: type[BaseModel]) -> object:
-    """What the model's `type` must be, when it is one of a union that `type` chooses from."""
+    """The value of the model's `type`, if it is a member of a union that `type` discriminates."""
     values = get_args(model.model_fields["type"].annotation) if "type" in model.model_fields else ()
     return values[0] if len(values) == 1 else None
 
@@ -269,9 +274,9 @@ def _models_at(model: type[BaseModel], part: int | str) -> list[type[BaseConfig]
 def _unknown_key(place: _Place) -> str:
     valid = sorted({name for model in place.models for name in model.model_fields})
     near = difflib.get_close_matches(place.key.rpartition(".")[2], valid, n=1, cutoff=0.5)
-    what = f"is not a key of type = {place.tag!r}" if place.tag else "is not a known key"
+    what = f"unknown key for type = {place.tag!r}" if place.tag else "unknown key"
     hint = f"did you mean {near[0]!r}?" if near else ""
-    return f"{what}; {hint} valid here: {', '.join(valid)}".replace(";  ", "; ")
+    return f"{what}; {hint} valid keys: {', '.join(valid)}".replace(";  ", "; ")
 
 
 def _models_in(annotation: Any) -> list[type[BaseConfig]]:

@@ -18,53 +18,53 @@ class InferenceModelConfig(ModelConfig):
     """Longest sequence (prompt and completion) in tokens."""
 
     lora: LoRAConfig | None = LoRAConfig()
-    """Largest rank and target modules of the adapters that will be loaded: the trainer's. Null with `full_finetune`."""
+    """Largest rank and target modules of the adapters to be served: the trainer's. Null with `full_finetune`."""
 
 
 class VllmConfig(BaseConfig):
-    """What only the vLLM engine reads."""
+    """Settings of the vLLM engine."""
 
     enforce_eager: bool = True
-    """No compilation and no graphs: the fastest start on a CPU."""
+    """Disable compilation and CUDA graphs: the fastest start on a CPU."""
 
     kv_cache_gb: float = Field(1.0, gt=0)
     """KV cache on a CPU, in GiB. On a GPU use `gpu_memory_utilization`."""
 
     gpu_memory_utilization: float = Field(0.9, gt=0, le=1)
-    """Share of GPU memory that the engine takes."""
+    """Share of GPU memory that the engine uses."""
 
     extra_args: dict[str, Any] = Field(default_factory=dict)
-    """Further arguments of vLLM's own server, by their names there (`{"tensor_parallel_size": 2}`)."""
+    """More arguments of vLLM's own server, by their names there (`{"tensor_parallel_size": 2}`)."""
 
 
 class EmbeddedConfig(BaseConfig):
-    """What only the embedded engine reads."""
+    """Settings of the embedded engine."""
 
     max_waiting: int = Field(16_384, ge=1)
-    """Choices that may wait for a place; a request beyond it is answered 503 with `Retry-After`."""
+    """Longest queue, in sequences; a request beyond it gets 503 with `Retry-After`."""
 
 
 class InferenceConfig(BaseConfig):
     """`prl inference @ inference.toml`."""
 
     output_dir: Path = Path("outputs")
-    """The workspace. Adapters are loaded from below it and from nowhere else; the status file lies in it."""
+    """The workspace. Adapters are loaded only from below it; the status file is in it."""
 
     status_file: Path | None = None
-    """Where the server says how it is;
+    """Path of the server's status file;
 
     null: `inference/status.json` in the workspace. One writer a file: a second server of a workspace needs one of its
     own.
     """
 
     engine: Literal["embedded", "vllm"] = "embedded"
-    """`embedded`: our own engine in one process, for small models on a CPU. `vllm`: everything else."""
+    """`embedded`: prl's own engine in one process, for small models on a CPU. `vllm`: everything else."""
 
     host: str = "127.0.0.1"
-    """Address to listen on. Any other than loopback needs an API key."""
+    """Address to listen on. Any address but loopback requires an API key."""
 
     port: int = Field(8000, ge=0, le=65535)
-    """Port to listen on; 0 takes a free one and writes it to the status file."""
+    """Port to listen on; 0 takes a free port and writes it to the status file."""
 
     api_key_var: str = "PRL_API_KEY"
     """Name of the environment variable that holds the API key; the same name with `_FILE` may name a file instead that
@@ -74,29 +74,29 @@ class InferenceConfig(BaseConfig):
     """Base model and adapters."""
 
     full_finetune: bool = False
-    """The trainer fine-tunes the whole model (it has no `[model.lora]`): no room is made for adapters."""
+    """The trainer fine-tunes the whole model (it has no `[model.lora]`): the server holds no adapters."""
 
     max_concurrent_runs: int = Field(4, ge=1, le=1024)
-    """Tenants to make room for: the trainer's slots. Waiting and ending runs are served from the base model."""
+    """Runs to hold adapters for: the trainer's slots. Waiting and ending runs are served from the base model."""
 
     max_versions_per_run: int = Field(4, ge=1, le=18)
     """Policy versions of one run that may be loaded at one time: no more than 2 above its `max_async_level` are ever of
     use. A run that needs more at a moment waits for its own."""
 
     max_num_seqs: int = Field(64, ge=1)
-    """Sequences that are decoded together."""
+    """Largest number of sequences that are decoded together."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where to generate."""
+    """Device to generate on."""
 
     num_threads: int | None = Field(None, ge=1)
-    """Threads of torch on the CPU; null leaves it to torch."""
+    """Number of CPU threads of torch; null leaves it to torch."""
 
     embedded: EmbeddedConfig = EmbeddedConfig()
     """The embedded engine's own settings."""
 
     broadcast: BroadcastConfig = BroadcastConfig()
-    """How whole weights come: the trainer's `[broadcast]`."""
+    """How whole weights are received: the trainer's `[broadcast]`."""
 
     vllm: VllmConfig = VllmConfig()
     """The vLLM engine's own settings."""
@@ -114,10 +114,10 @@ class InferenceConfig(BaseConfig):
         if not isinstance(model, dict):
             return data
         if model.get("lora") is not None:
-            raise ValueError("full_finetune: the whole model has no adapters: leave out [model.lora]")
+            raise ValueError("full_finetune: remove [model.lora], full fine-tuning has no adapters")
         return {**data, "model": {**model, "lora": None}}
 
     @property
     def max_loras(self) -> int:
-        """Adapters that may be loaded at one time."""
+        """Largest number of adapters loaded at one time."""
         return self.max_concurrent_runs * self.max_versions_per_run

@@ -1,6 +1,6 @@
 """The losses that a run may choose by `loss.type`, each with its own constants and their defaults.
 
-One config a type: a constant that the chosen type does not use is an unknown key. Where the formulas come from is in
+One config per type: a constant that the chosen type does not use is an unknown key. Where the formulas come from is in
 `docs/losses.md` and `trainer/losses.py`. In the texts below r = pi / mu is the importance ratio of a token, A the
 advantage of its sample, and sg(x) is x held constant in the gradient.
 """
@@ -22,12 +22,12 @@ LossT = TypeVar("LossT", bound="BaseLossConfig")
 
 
 class BaseLossConfig(BaseConfig):
-    """What every loss has."""
+    """Constants of every loss."""
 
     mean: ClassVar[LossMean] = "token"
 
     kl_coef: float = Field(0.0, ge=0, allow_inf_nan=False)
-    """This times an estimate of KL(pi || base model) is added to the loss; above 0 it costs a second forward pass."""
+    """Weight of an estimate of KL(pi || base model) in the loss; above 0 it costs a second forward pass."""
 
 
 class AipoLossConfig(BaseLossConfig):
@@ -58,16 +58,16 @@ class TisLossConfig(BaseLossConfig):
 
 
 class IcePopLossConfig(BaseLossConfig):
-    """Tokens on which trainer and inference disagree too much are left out."""
+    """Drops tokens on which trainer and inference disagree too much."""
 
     type: Literal["icepop"]
     """-sg(r) * A * log pi for tokens with alpha <= r <= beta, nothing for the others."""
 
     alpha: float = Field(0.5, ge=0)
-    """Tokens with a ratio below this are left out."""
+    """Tokens with a ratio below this are dropped."""
 
     beta: float = Field(5.0, gt=0)
-    """Tokens with a ratio above this are left out."""
+    """Tokens with a ratio above this are dropped."""
 
     @model_validator(mode="after")
     def _range_is_not_empty(self) -> Self:
@@ -75,7 +75,7 @@ class IcePopLossConfig(BaseLossConfig):
 
 
 class DppoLossConfig(BaseLossConfig):
-    """Tokens whose probability already moved far enough the way the advantage pulls are left out."""
+    """Drops tokens whose probability has already moved far enough in the direction of the advantage."""
 
     type: Literal["dppo"]
     """-[keep] * A * r + tau * (log r)^2; left out: pi - mu > high where A > 0, pi - mu < -low where A <= 0."""
@@ -91,7 +91,7 @@ class DppoLossConfig(BaseLossConfig):
 
 
 class MisLossConfig(BaseLossConfig):
-    """Samples on which trainer and inference disagree too much are left out whole."""
+    """Drops whole samples on which trainer and inference disagree too much."""
 
     type: Literal["mis"]
     """-sg(s) * A * log pi for samples with low <= s <= high, s being the mean or product of r over the sample."""
@@ -100,13 +100,13 @@ class MisLossConfig(BaseLossConfig):
     """s: the geometric mean of r over the loss tokens of a sample, or their product."""
 
     low: float | None = Field(None, ge=0)
-    """Samples below this are left out; null takes 0.99 for geometric and 0.5 for product."""
+    """Samples below this are dropped; null takes 0.99 for geometric and 0.5 for product."""
 
     high: float | None = Field(None, gt=0)
-    """Samples above this are left out; null takes 1.01 for geometric and 2 for product."""
+    """Samples above this are dropped; null takes 1.01 for geometric and 2 for product."""
 
     veto: float = Field(1e-4, ge=0, lt=1)
-    """A sample with any token of a lower ratio is left out; 0: none."""
+    """A sample with any token of a lower ratio is dropped; 0: off."""
 
     @property
     def limits(self) -> tuple[float, float]:
@@ -128,10 +128,10 @@ class GspoLossConfig(BaseLossConfig):
     """-min(s * A, clip(s, 1 - clip_low, 1 + clip_high) * A), s = exp(mean log r) of the sample; mean over samples."""
 
     clip_low: float = Field(3e-4, ge=0, le=1)
-    """How far s may fall below 1 before a sample stops to count."""
+    """How far s may fall below 1 before a sample stops counting."""
 
     clip_high: float = Field(4e-4, ge=0)
-    """How far s may rise above 1 before a sample stops to count."""
+    """How far s may rise above 1 before a sample stops counting."""
 
 
 class CispoLossConfig(BaseLossConfig):
@@ -141,7 +141,7 @@ class CispoLossConfig(BaseLossConfig):
     """-sg(clip(r, lower, upper)) * A * log pi, mean over the loss tokens of the batch."""
 
     lower: float = Field(0.0, ge=0)
-    """Lower limit of the importance ratio; 0: none."""
+    """Lower limit of the importance ratio; 0: no limit."""
 
     upper: float = Field(5.0, gt=0)
     """Upper limit of the importance ratio."""
@@ -152,20 +152,20 @@ class CispoLossConfig(BaseLossConfig):
 
 
 class DapoLossConfig(BaseLossConfig):
-    """PPO's clipping with more room upwards."""
+    """PPO's clipping with a higher upper limit."""
 
     type: Literal["dapo"]
     """-min(r * A, clip(r, 1 - clip_low, 1 + clip_high) * A), mean over the loss tokens of the batch."""
 
     clip_low: float = Field(0.2, ge=0, le=1)
-    """How far r may fall below 1 before a token stops to count."""
+    """How far r may fall below 1 before a token stops counting."""
 
     clip_high: float = Field(0.28, ge=0)
-    """How far r may rise above 1 before a token stops to count."""
+    """How far r may rise above 1 before a token stops counting."""
 
 
 class DrGrpoLossConfig(BaseLossConfig):
-    """PPO's clipping, no sample divided by its own length. `advantage.type = "dr_grpo"` belongs to it."""
+    """PPO's clipping without division by the length of a sample. Use it with `advantage.type = "dr_grpo"`."""
 
     mean: ClassVar[LossMean] = "constant"
 
@@ -173,17 +173,17 @@ class DrGrpoLossConfig(BaseLossConfig):
     """-min(r * A, clip(r, 1 - clip_low, 1 + clip_high) * A), summed and divided by samples * length."""
 
     clip_low: float = Field(0.2, ge=0, le=1)
-    """How far r may fall below 1 before a token stops to count."""
+    """How far r may fall below 1 before a token stops counting."""
 
     clip_high: float = Field(0.2, ge=0)
-    """How far r may rise above 1 before a token stops to count."""
+    """How far r may rise above 1 before a token stops counting."""
 
     length: int | None = Field(None, ge=1)
-    """The constant that stands for the length of a sample, in tokens; null takes `sampling.max_tokens`."""
+    """Constant used in place of the length of a sample, in tokens; null takes `sampling.max_tokens`."""
 
 
 def _with_type(value: Any) -> Any:
-    """The type may be left out: it is aipo then."""
+    """The default type is aipo."""
     return {"type": "aipo", **value} if isinstance(value, Mapping) else value
 
 

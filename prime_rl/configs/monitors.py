@@ -1,4 +1,4 @@
-"""Where a run's metrics go beside its JSONL files, and which rollouts are kept as text."""
+"""Where a run's metrics go in addition to its JSONL files, and which rollouts are kept as text."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ class WandbConfig(BaseConfig):
     """User or team; null takes the default of the account."""
 
     mode: Literal["online", "offline"] = "online"
-    """online sends as the run goes; offline writes to the run's monitors/wandb, for `wandb sync`."""
+    """online sends while the run trains; offline writes to the run's monitors/wandb, for `wandb sync`."""
 
 
 class TensorBoardConfig(BaseConfig):
     """Event files in the run's monitors/tensorboard; needs `pip install prl-multirun[monitors]`."""
 
     flush_s: float = Field(5.0, gt=0)
-    """Longest time until a figure is on disk."""
+    """Longest time until a metric is on disk, in seconds."""
 
 
 class PrometheusConfig(BaseConfig):
-    """A page of the newest figures at http://127.0.0.1:PORT/metrics, for as long as the orchestrator runs."""
+    """The newest metrics at http://127.0.0.1:PORT/metrics, while the orchestrator runs."""
 
     port: int = Field(0, ge=0, le=65535)
-    """TCP port, on loopback only; each run needs its own. 0 takes a free one and writes it to the run's log."""
+    """TCP port, on loopback only; each run needs its own. 0 takes a free port and writes it to the run's log."""
 
 
 class MonitorConfig(BaseConfig):
-    """Monitors beside the JSONL files. One that fails is logged once, and the run goes on."""
+    """Monitors in addition to the JSONL files. One that fails is logged once, and the run continues."""
 
     wandb: WandbConfig | None = None
     """Weights & Biases; null: off."""
@@ -60,10 +60,10 @@ class SamplesConfig(BaseConfig):
     """Rollouts kept as text in `metrics/samples.jsonl`, for people."""
 
     per_step: int = Field(4, ge=0, le=64)
-    """Rollouts of each batch, from the lowest reward to the highest; 0: none."""
+    """Rollouts kept of each batch, from the lowest reward to the highest; 0: off."""
 
     keep_steps: int = Field(50, ge=1, le=10_000)
-    """Batches whose rollouts are kept at least; older ones go. The file stays below 16 MB."""
+    """Batches whose rollouts are kept; older ones are removed. The file stays below 16 MB."""
 
     max_chars: int = Field(4_000, ge=16, le=100_000)
-    """Longest prompt and longest completion; longer ones lose their middle."""
+    """Longest prompt and completion, in characters; longer ones lose their middle."""

@@ -1,7 +1,7 @@
-"""Config of a multi-node group: what `prl multinode @ multinode.toml` trains, and with what patience.
+"""Config of a multi-node group: what `prl multinode @ multinode.toml` trains, and its timeouts.
 
-Said once for all nodes: model, environments, trainer, inference. What differs between nodes (rank, weights, phases) is
-said on the command line. The run itself is an ordinary run, `run_multinode`, whose `orch.toml` is written from here.
+It is the same for all nodes: model, environments, trainer, inference. What differs between nodes (rank, weights,
+phases) is set on the command line. The run is an ordinary run, `run_multinode`, whose `orch.toml` is written from here.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class MultinodeConfig(BaseConfig):
     """Examples of one iteration: the tasks that are divided among the nodes."""
 
     updates_per_iteration: int = Field(1, ge=1, le=16)
-    """Updates that the groups of one iteration feed, in equal parts. The later ones are off-policy by as many."""
+    """Updates per iteration, each with an equal share of the groups. The later ones are off-policy by as many."""
 
     run: dict[str, Any]
     """The run's own settings, as in `orch.toml`: `rollouts_per_example`, `[[run.env]]`, `[run.optim]`, and others."""
@@ -56,13 +56,13 @@ class MultinodeConfig(BaseConfig):
     """The inference servers' own settings, as in `inference.toml`."""
 
     heartbeat_s: float = Field(2.0, gt=0, le=60)
-    """Between two signs of life of a node. One is dead after three missed ones and two seconds."""
+    """Seconds between two heartbeats of a node. A node is dead after three missed ones and two seconds."""
 
     gather_timeout_s: float = Field(600.0, gt=0)
-    """How long the nodes wait for each other at the start."""
+    """How long the nodes wait for each other at the start, in seconds."""
 
     barrier_timeout_s: float = Field(3600.0, gt=0)
-    """Longest wait at the end of one phase."""
+    """Longest wait at the end of a phase, in seconds."""
 
     gpus_per_node: int | None = Field(None, ge=1)
     """Ranks of the trainer on this node, one a GPU. Null: as many as it has GPUs, one without any. May differ between
@@ -73,10 +73,10 @@ class MultinodeConfig(BaseConfig):
     node is called stalled."""
 
     rendezvous_port: int = Field(29400, ge=1, le=65535)
-    """Port of the master at which the ranks of the trainer meet."""
+    """Port of the master for the rendezvous of the trainer's ranks."""
 
     log: LogConfig = LogConfig()
-    """Logging of the node and of what it starts. May differ between nodes; what all share takes the master's."""
+    """Logging of the node and of its processes. May differ between nodes; shared processes take the master's."""
 
     def orchestrator(self, max_iterations: int | None) -> dict[str, Any]:
         """The run's `orch.toml`."""
@@ -121,7 +121,7 @@ class MultinodeConfig(BaseConfig):
         return merge(shared, self.inference)
 
     def rollouts_key(self) -> str:
-        """Stands for all that decides a rollout beside the policy version: model, environments, sampling, seed."""
+        """Digest of all that determines a rollout but the policy version: model, environments, sampling, seed."""
         run = build(OrchestratorConfig, self.orchestrator(1), "run")
         text = json.dumps(run.model_dump(mode="json", exclude=_LEARNING | _SAID), sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:8]
@@ -134,7 +134,7 @@ class MultinodeConfig(BaseConfig):
                 f"updates_per_iteration = {self.updates_per_iteration}"
             )
         if taken := sorted(set(_DECIDED_HERE) & self.run.keys()):
-            raise ValueError(f"run.{taken[0]}: is decided by the group; leave it out")
+            raise ValueError(f"run.{taken[0]}: is set by the group: remove it")
         place = Path("outputs")
         try:
             build(OrchestratorConfig, self.orchestrator(1), "run")

@@ -1,8 +1,7 @@
-"""Config of one run: what stands in its `control/orch.toml`. Read by its orchestrator and by the trainer.
+"""Config of one run: its `control/orch.toml`. Read by its orchestrator and by the trainer.
 
-Only `[[env]]`, `batch_size`, `rollouts_per_example` and `model.name` have no default. What the trainer decides (rank,
-alpha, seq_len) is taken from it when it is left out: `validate.resolve`. TOML has no null: "null" in a help text below
-means that the key is left out.
+Only `[[env]]`, `batch_size`, `rollouts_per_example` and `model.name` have no default. rank, alpha and seq_len default
+to the trainer's: `validate.resolve`. TOML has no null: "null" in a help text below means that the key is omitted.
 """
 
 from __future__ import annotations
@@ -38,31 +37,31 @@ class RunLoRAConfig(BaseConfig):
     """LoRA alpha; null takes the trainer's."""
 
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type of the run's weights and of the adapter that is published. bfloat16: rounded after every update; gradients
+    """Data type of the run's weights and published adapter. bfloat16: rounded after every update; gradients
     and the optimizer's moments stay in float32."""
 
 
 class RunModelConfig(BaseConfig):
-    """Which model the run trains."""
+    """The model that the run trains."""
 
     name: str
-    """The base model; must be the trainer's."""
+    """The base model; must be the trainer's base model."""
 
     lora: RunLoRAConfig = RunLoRAConfig()
     """The run's adapter. A trainer that fine-tunes the whole model refuses this table."""
 
     full_finetune: bool | None = None
-    """Whether the run trains the whole model; null takes what the trainer does, any other value must be that."""
+    """Whether the run trains the whole model; null takes the trainer's setting, any other value must equal it."""
 
     @property
     def trains_whole_model(self) -> bool | None:
-        """What this config says of it; None when that is left to the trainer."""
+        """The setting of this config; None when it is left to the trainer."""
         return False if self.full_finetune is None and "lora" in self.model_fields_set else self.full_finetune
 
     @model_validator(mode="after")
     def _one_of_two(self) -> Self:
         if self.full_finetune and "lora" in self.model_fields_set:
-            raise ValueError("full_finetune: the whole model has no adapter: leave out [model.lora]")
+            raise ValueError("full_finetune: remove [model.lora], full fine-tuning has no adapters")
         return self
 
 
@@ -70,37 +69,37 @@ class OptimConfig(BaseConfig):
     """The run's optimizer."""
 
     type: Literal["adamw", "adam", "nadam", "radam", "adamax", "rmsprop", "adagrad", "sgd", "muon"] = "adamw"
-    """Which optimizer: torch's own, or Muon in float32. adam is adamw: the decay is decoupled in all of them."""
+    """The optimizer: torch's own, or Muon in float32. adam equals adamw: weight decay is decoupled in all of them."""
 
     lr: float = Field(1e-4, gt=0, allow_inf_nan=False)
     """Peak learning rate."""
 
     betas: tuple[Beta, Beta] = (0.9, 0.999)
     """Decay of the running mean and of the running square (adamax: of the running maximum). sgd and muon: the first is
-    the momentum. rmsprop: the second is its alpha, and there is no momentum. adagrad sums, and uses neither."""
+    the momentum. rmsprop: the second is its alpha, without momentum. adagrad uses neither."""
 
     weight_decay: float = Field(0.0, ge=0, allow_inf_nan=False)
     """Decoupled weight decay: before each update the weights shrink by lr x weight_decay, whatever the type."""
 
     max_norm: float = Field(1.0, ge=0)
-    """The run's gradient is scaled down to this norm; 0: never."""
+    """Gradient clipping: largest norm of the run's gradient; 0: off."""
 
 
 class SchedulerConfig(BaseConfig):
-    """The run's learning rate over its steps."""
+    """The run's learning rate schedule."""
 
     type: Literal["constant", "linear", "cosine"] = "constant"
-    """Shape after the warm-up: constant, or down to `min_lr_ratio` at `max_steps`."""
+    """Shape after the warm-up: constant, or decaying to `min_lr_ratio` at `max_steps`."""
 
     warmup_steps: int = Field(0, ge=0)
     """Steps of linear warm-up from zero."""
 
     min_lr_ratio: float = Field(0.0, ge=0, le=1)
-    """Last learning rate over the peak."""
+    """Final learning rate divided by the peak."""
 
 
 class AdvantageConfig(BaseConfig):
-    """Advantages from the rewards of one group (all rollouts of one example)."""
+    """How the rewards of one group (all rollouts of one example) become advantages."""
 
     type: AdvantageType = "grpo"
     """mean and dr_grpo: A = R - mean. grpo: (R - mean) / (std + 1e-6). rloo: R - mean of the others. maxrl: (R - mean)
@@ -108,34 +107,34 @@ class AdvantageConfig(BaseConfig):
 
     length_penalty: float = Field(0.0, ge=0, lt=1)
     """Share of its reward that a right answer loses for being long, compared with the right answers of its group;
-    0: none. The reward in metrics and batches stays as it is."""
+    0: off. The reward in metrics and batches does not change."""
 
 
 class SamplingConfig(BaseConfig):
     """How completions are sampled."""
 
     temperature: float = Field(1.0, gt=0, le=2)
-    """Logits are divided by this. Above zero: greedy rollouts carry no gradient."""
+    """Logits are divided by this. Must be above zero: greedy rollouts carry no gradient."""
 
     max_tokens: int = Field(64, ge=1)
     """Longest completion of one turn, in tokens."""
 
 
 class EnvConfig(BaseConfig):
-    """One environment of the run; several are sampled in equal parts."""
+    """One environment of the run; several are sampled equally often."""
 
     id: str
-    """Which environment: a built-in one, "verifiers:TASKSET", or "plugin:NAME" (docs/environments.md)."""
+    """The environment: a built-in one, "verifiers:TASKSET", or "plugin:NAME" (docs/environments.md)."""
 
     name: Name | None = None
-    """Name in metrics; null takes what the id ends in."""
+    """Name in metrics; null takes the last part of the id."""
 
     args: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the environment."""
 
     timeout_s: float = Field(60.0, gt=0, allow_inf_nan=False)
-    """Deadline of each step that the environment takes between two answers of the policy. Waiting for the policy does
-    not count. A rollout that misses it is dropped."""
+    """Deadline, in seconds, of each step of the environment between two answers of the policy. Waiting for the policy
+    does not count. A rollout that misses it is dropped."""
 
     reward_range: tuple[float, float] = (0.0, 1.0)
     """Lowest and highest reward of the environment. A rollout with a reward outside of it is dropped."""
@@ -153,7 +152,7 @@ class EnvConfig(BaseConfig):
         near = difflib.get_close_matches(env_id, BUILT_IN_ENVS, n=1)
         hint = f"did you mean {near[0]!r}? " if near else ""
         raise ValueError(
-            f"found {env_id!r}; {hint}allowed are {', '.join(BUILT_IN_ENVS)}, verifiers:TASKSET and plugin:NAME"
+            f"found {env_id!r}; {hint}expected one of {', '.join(BUILT_IN_ENVS)}, verifiers:TASKSET, plugin:NAME"
         )
 
     @model_validator(mode="after")
@@ -165,7 +164,7 @@ class EnvConfig(BaseConfig):
 
 
 class EvalSamplingConfig(BaseConfig):
-    """How completions are sampled in evaluations; what is left out is as in `[sampling]`."""
+    """How completions are sampled in evaluations; defaults come from `[sampling]`."""
 
     temperature: float | None = Field(None, ge=0, le=2)
     """Logits are divided by this; 0 always takes the most likely token; null: that of `[sampling]`."""
@@ -175,16 +174,16 @@ class EvalSamplingConfig(BaseConfig):
 
 
 class EvalConfig(BaseConfig):
-    """Evaluation while the run trains."""
+    """Evaluation during training."""
 
     interval: int = Field(10, ge=1)
-    """Evaluate at every so many steps."""
+    """Evaluate every N steps."""
 
     num_examples: int = Field(16, ge=1)
-    """Examples of the eval split, from its start."""
+    """Number of examples, from the start of the eval split."""
 
     rollouts_per_example: int = Field(1, ge=1)
-    """Rollouts for each of them."""
+    """Rollouts per example."""
 
     sampling: EvalSamplingConfig = EvalSamplingConfig()
     """Sampling of evaluations."""
@@ -197,21 +196,21 @@ class CkptConfig(BaseConfig):
     """The run's checkpoints."""
 
     interval: int = Field(10, ge=1)
-    """Save after every so many steps, and after the last."""
+    """Save every N steps, and after the last."""
 
     keep_last: int = Field(2, ge=1)
-    """How many of the newest are kept."""
+    """How many of the newest checkpoints are kept."""
 
     keep_interval: int | None = Field(None, ge=1)
-    """Checkpoints at multiples of this are kept for ever."""
+    """Checkpoints at multiples of this step are kept forever."""
 
     keep_rollouts: bool = False
-    """Rollout files are kept for replay (`python -m prime_rl.trainer.selfcheck`); else those that a checkpoint covers
-    are removed."""
+    """Keep all rollout files for replay (`python -m prime_rl.trainer.selfcheck`). Otherwise those that a checkpoint
+    covers are removed."""
 
     resume_step: int = Field(-1, ge=-1)
-    """Where to start: -1 takes the newest complete checkpoint if there is one; 0 starts anew; N takes step N. What was
-    made after that step is dropped, once for each change of the file."""
+    """Where to start: -1 takes the newest complete checkpoint, if any; 0 starts over; N takes step N. What was made
+    after that step is removed, once for each change of the file."""
 
 
 def _items(value: Any) -> list[Any]:
@@ -219,7 +218,7 @@ def _items(value: Any) -> list[Any]:
 
 
 class ClientConfig(BaseConfig):
-    """Inference as the orchestrator reaches it."""
+    """How the orchestrator reaches inference."""
 
     base_url: ServerUrl | Annotated[list[ServerUrl], Field(min_length=1, max_length=64)] | None = None
     """URL that ends in /v1, or a list of them: requests are spread over all that answer. null takes the one in
@@ -230,64 +229,66 @@ class ClientConfig(BaseConfig):
     only its owner can read."""
 
     timeout_s: float = Field(120.0, gt=0)
-    """Deadline of one request."""
+    """Deadline of one request, in seconds."""
 
     max_concurrent_requests: int = Field(64, ge=1)
-    """Rollouts of this run that may be sampled at one time, on all servers together. A run begins with few, takes more
-    as long as that brings more tokens a second, and half as many when inference is overloaded."""
+    """Largest number of concurrent rollouts of this run, over all servers. A run begins with few, adds more as long as
+    throughput rises, and halves them when inference is overloaded."""
 
     @property
     def urls(self) -> list[str | None]:
-        """One a server; None stands for the one in the status file."""
+        """One URL per server; None stands for the one in the status file."""
         return list(self.base_url) if isinstance(self.base_url, list) else [self.base_url]
 
     @field_validator("base_url", mode="before")
     @classmethod
     def _no_password(cls, value: Any) -> Any:
-        """First of all checks, and without the URL in its message: URLs are shown in logs and status files."""
+        """Checked first, and without the URL in its message: URLs are shown in logs and status files."""
         if any("@" in str(url).partition("://")[2].partition("/")[0] for url in [value, *_items(value)]):
-            raise ValueError("a URL with a user or a password in it is shown in logs: use api_key_var for a key")
+            raise ValueError(
+                "must not contain a user or password, since URLs are shown in logs: set api_key_var for a key"
+            )
         return value
 
     @model_validator(mode="after")
     def _no_server_twice(self) -> Self:
         if len({url.rstrip("/") for url in self.urls if url}) < len([url for url in self.urls if url]):
-            raise ValueError("base_url: one of the servers is named twice")
+            raise ValueError("base_url: duplicate server")
         return self
 
 
 class OrchestratorConfig(BaseConfig):
-    """`control/orch.toml`: the run's request."""
+    """`control/orch.toml`: the config of one run."""
 
     batch_size: int = Field(ge=1)
-    """Samples of one update, a multiple of `rollouts_per_example`."""
+    """Samples per update, a multiple of `rollouts_per_example`."""
 
     rollouts_per_example: int = Field(ge=1)
-    """Rollouts of one example: the group over which advantages are taken."""
+    """Rollouts per example: the group over which advantages are computed."""
 
     seq_len: int | None = Field(None, ge=8)
     """Longest sample in tokens; null takes the trainer's."""
 
     max_steps: int = Field(100, ge=1)
-    """Updates until the run is finished."""
+    """Updates until the run has finished."""
 
     max_async_level: int = Field(2, ge=0, le=16)
     """How many versions a rollout may lag behind the policy that it trains; 0 is strictly on-policy."""
 
     max_off_policy_steps: int | None = Field(None, ge=0)
-    """Versions that a group may fall behind the newest while it is being generated: then it is cancelled and started
-    again. At most `max_async_level`; null: the same, which never cancels what was started for its own batch."""
+    """Versions that a group may fall behind the newest while it is being generated; beyond that it is cancelled and
+    started again. At most `max_async_level`; null: the same, which never cancels a group started for its own batch."""
 
     oversampling_factor: float = Field(1.0, ge=1, le=4)
-    """Groups in flight beyond those that the batches need, as a multiple of a batch: they stand in for groups that are
-    dropped. What is not needed and gets too old is started again."""
+    """Groups in flight beyond those that the batches need, as a multiple of a batch: they replace groups that are
+    dropped. Unneeded ones that get too old are started again."""
 
     filter_zero_advantage: bool = False
-    """Groups whose advantages are all zero are dropped and replaced. After four batches of them in one step they are
-    taken all the same, and the log says so."""
+    """Drop and replace groups whose advantages are all zero. After four batches of them in one step they are used, with
+    a line in the log."""
 
     seed: int = Field(42, ge=0)
-    """Seed of the example order and of the adapter's start."""
+    """Seed of the example order and of the adapter's initial weights."""
 
     model: RunModelConfig
     """Base model and adapter."""
@@ -311,10 +312,10 @@ class OrchestratorConfig(BaseConfig):
     """Environments, one `[[env]]` each."""
 
     max_env_failure_share: float = Field(0.5, ge=0, le=1)
-    """Share of the newest rollouts of an environment that may be dropped for its faults; above it the run fails."""
+    """Largest share of an environment's newest rollouts that may be dropped for its faults; above it the run fails."""
 
     eval: EvalConfig | None = None
-    """Evaluation; null: none."""
+    """Evaluation; null: off."""
 
     ckpt: CkptConfig = CkptConfig()
     """Checkpoints."""
@@ -323,13 +324,13 @@ class OrchestratorConfig(BaseConfig):
     """Inference."""
 
     watch: WatchConfig = WatchConfig()
-    """How new policy versions are noticed."""
+    """How new policy versions are detected."""
 
     log: LogConfig = LogConfig()
     """Logging."""
 
     monitor: MonitorConfig = MonitorConfig()
-    """Where metrics go beside `metrics/*.jsonl`."""
+    """Where metrics go in addition to `metrics/*.jsonl`."""
 
     samples: SamplesConfig = SamplesConfig()
     """Rollouts kept as text."""
@@ -351,7 +352,7 @@ class OrchestratorConfig(BaseConfig):
 
     @property
     def loss_length(self) -> int:
-        """What stands for the length of a sample in a loss that divides by a constant, in tokens."""
+        """The constant length of a sample, in tokens, for losses that divide by one."""
         chosen = self.loss.length if isinstance(self.loss, DrGrpoLossConfig) else None
         return chosen or self.sampling.max_tokens
 
@@ -370,12 +371,14 @@ class OrchestratorConfig(BaseConfig):
         lows = [env.reward_range[0] for env in self.env]
         if self.advantage.type == "maxrl" and min(lows) < 0:
             raise ValueError(
-                "advantage.type: found 'maxrl', which needs a reward_range from 0 upwards in every [[env]]"
+                "advantage.type: found 'maxrl', which requires a non-negative reward_range in every [[env]]"
             )
         for table, envs in (("env", self.env), ("eval.env", (self.eval and self.eval.env) or [])):
             names = [env.label for env in envs]
             if len(set(names)) != len(names):
-                raise ValueError(f"{table}: the names {names} are not distinct; set `name` in each [[{table}]]")
+                raise ValueError(f"{table}: duplicate names {names}: set a distinct `name` in each [[{table}]]")
             if taken := {"mean", "std"} & set(names):
-                raise ValueError(f"{table}: the name {min(taken)!r} is taken: reward/mean and reward/std are metrics")
+                raise ValueError(
+                    f"{table}: the name {min(taken)!r} is reserved: reward/mean and reward/std are metrics"
+                )
         return self

@@ -1,4 +1,4 @@
-"""Config parts that more than one process reads."""
+"""Config tables that more than one process reads."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ DEFAULT_TARGET_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "
 
 
 class LoRAConfig(BaseConfig):
-    """The adapters that the trainer makes room for: their largest rank, and which linear layers have one."""
+    """The adapters that the trainer can hold: their largest rank, and which linear layers have one."""
 
     rank: int = Field(16, ge=1, le=512)
-    """Largest rank that a run may ask for, and the rank of a run that asks for none."""
+    """Largest rank of a run, and the default rank."""
 
     alpha: float = Field(32.0, gt=0)
-    """LoRA alpha of a run that sets none; the scale of an adapter is alpha / rank."""
+    """Default LoRA alpha of a run; the scale of an adapter is alpha / rank."""
 
     target_modules: tuple[str, ...] = DEFAULT_TARGET_MODULES
     """Names of the linear layers (last part of the module path) that get an adapter."""
@@ -28,20 +28,20 @@ class ModelConfig(BaseConfig):
     """The base model, shared by trainer and inference."""
 
     name: str = "models/base"
-    """Path of a Hugging Face model folder, or a name on the hub."""
+    """Path of a Hugging Face model folder, or a model id on the Hugging Face Hub."""
 
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """Type of the weights in memory. The same in trainer and inference, so that their logprobs agree."""
+    """Data type of the weights in memory. The same in trainer and inference, so that their logprobs agree."""
 
 
 class WatchConfig(BaseConfig):
-    """How changes on disk are noticed."""
+    """How changes on disk are detected."""
 
     kind: Literal["auto", "native", "polling"] = "auto"
-    """File events of the operating system, polling, or the choice by file system."""
+    """File events of the operating system, polling, or a choice by file system."""
 
     rescan_s: float = Field(5.0, gt=0)
-    """Longest time between two looks at the disk when no event came."""
+    """Longest time between two scans of the disk without an event, in seconds."""
 
 
 class BroadcastConfig(BaseConfig):
@@ -51,17 +51,17 @@ class BroadcastConfig(BaseConfig):
     """`filesystem`: a model folder. `nccl`: from memory to memory, over gloo between CPUs. The same on both sides."""
 
     host: str = "127.0.0.1"
-    """`nccl`: address of the trainer, which listens there. Whoever reaches it can have the weights."""
+    """`nccl`: address on which the trainer listens. Anyone who reaches it can read the weights."""
 
     port: int = Field(29650, ge=1, le=65535)
     """`nccl`: port that the trainer listens on."""
 
     timeout_s: float = Field(60.0, gt=0)
-    """`nccl`: how long one side waits for the other."""
+    """`nccl`: how long one side waits for the other, in seconds."""
 
 
 class LogConfig(BaseConfig):
     """Logging of one process."""
 
     level: Literal["debug", "info", "warning", "error"] = "info"
-    """Lowest level that is written."""
+    """Lowest level that is logged."""

@@ -19,17 +19,17 @@ DEFAULT_MAX_ASYNC_LEVEL, MAX_ASYNC_LEVEL = 2, 16
 
 
 class StallConfig(BaseConfig):
-    """When a daemon that lives counts as stalled, and what follows."""
+    """When a living daemon counts as stalled, and what happens then."""
 
     limit_s: float = Field(1800.0, gt=0)
-    """So long may its progress stand still while it has work."""
+    """Seconds without progress, while it has work, after which a daemon is stalled."""
 
     restart: bool = False
-    """End it and start it again then, unless it names somebody whom it waits for. Else it is only told."""
+    """Restart a stalled daemon, unless it names what it waits for. Otherwise it is only reported."""
 
 
 class StallConfigs(BaseConfig):
-    """Stalls, for each kind of daemon."""
+    """Stall limits for each kind of daemon."""
 
     trainer: StallConfig = StallConfig()
     """Its progress: passes, updates, published versions. It has work while a run is in a slot."""
@@ -38,7 +38,7 @@ class StallConfigs(BaseConfig):
     """Its progress: generated tokens. It has work while a request is open."""
 
     orchestrator: StallConfig = StallConfig()
-    """Its progress: sampled tokens, batches, policy versions. It has work until its last word."""
+    """Its progress: sampled tokens, batches, policy versions. It has work until its final state."""
 
     def of(self, kind: str) -> StallConfig:
         """The settings of "trainer", "inference" or "orchestrator"."""
@@ -49,34 +49,35 @@ class SupervisorConfig(BaseConfig):
     """How the supervisor treats its daemons."""
 
     start_timeout_s: float = Field(300.0, gt=0)
-    """A daemon that is not ready by then has failed to start."""
+    """Seconds until a daemon that is not ready has failed to start."""
 
     drain_s: float = Field(120.0, ge=0)
-    """How long an orchestrator may finish its batch, the trainer its step and its saving, before it is forced."""
+    """Seconds in which an orchestrator may finish its batch, and the trainer its step and checkpoint, before force is
+    used."""
 
     grace_s: float = Field(20.0, ge=0)
-    """Between SIGTERM and SIGKILL of what is left then, or has nothing to finish."""
+    """Seconds between SIGTERM and SIGKILL for processes that are left then, or have nothing to finish."""
 
     backoff_s: float = Field(1.0, gt=0)
-    """Wait before the first restart; doubles with each further crash."""
+    """Seconds before the first restart; doubles with each further crash."""
 
     max_backoff_s: float = Field(60.0, gt=0)
-    """Longest wait before a restart."""
+    """Longest wait before a restart, in seconds."""
 
     early_crash_s: float = Field(10.0, ge=0)
-    """A crash this soon after the start counts as early."""
+    """A crash within this many seconds of the start counts as early."""
 
     max_early_crashes: int = Field(3, ge=1)
-    """So many early crashes or failed starts in a row and the daemon has failed."""
+    """Early crashes or failed starts in a row after which the daemon has failed."""
 
     max_starting: int = Field(8, ge=1)
-    """So many orchestrators may be starting at one time; the others wait for their turn."""
+    """Largest number of orchestrators that start at one time; the others wait their turn."""
 
     max_log_bytes: int = Field(50_000_000, ge=10_000)
-    """A log that is larger is put aside and begun anew."""
+    """Size, in bytes, above which a log is rotated."""
 
     num_old_logs: int = Field(3, ge=1)
-    """So many logs that were put aside are kept of each daemon."""
+    """Rotated logs kept of each daemon."""
 
     stall: StallConfigs = StallConfigs()
     """When a living daemon counts as stalled."""
@@ -85,34 +86,34 @@ class SupervisorConfig(BaseConfig):
 class SystemConfig(BaseConfig):
     """One workspace: trainer, inference, and how they are kept alive.
 
-    `model`, `lora` or `full_finetune`, `broadcast`, `max_concurrent_runs`, `max_async_level` and `seq_len` are said
-    once here and reach the daemons, unless a daemon sets its own.
+    `model`, `lora` or `full_finetune`, `broadcast`, `max_concurrent_runs`, `max_async_level` and `seq_len` are set once
+    here for all daemons, unless a daemon sets its own.
     """
 
     output_dir: Path = Path("outputs")
-    """The workspace."""
+    """The workspace: the folder of all runs."""
 
     model: ModelConfig = ModelConfig()
     """Base model of trainer and inference."""
 
     lora: LoRAConfig | None = LoRAConfig()
-    """Adapters of trainer and inference. A workspace has adapters also without this table."""
+    """Adapters of trainer and inference. Without this table the defaults apply."""
 
     full_finetune: bool = False
-    """The workspace has no adapters: its runs, one at a time, fine-tune the whole model."""
+    """Fine-tune the whole model instead of adapters, one run at a time."""
 
     broadcast: BroadcastConfig = BroadcastConfig()
     """How the whole model's new weights get from trainer to inference."""
 
     max_concurrent_runs: int = Field(4, ge=1, le=1024)
-    """Slots of the trainer, tenants of the inference server. 1, also by default, with `full_finetune`."""
+    """Slots: how many runs train at once. Must be 1, the default then, with `full_finetune`."""
 
     max_async_level: int = Field(DEFAULT_MAX_ASYNC_LEVEL, ge=0, le=MAX_ASYNC_LEVEL)
-    """Largest `max_async_level` of the runs: it sizes `inference.max_versions_per_run`, and a run that asks for more is
+    """Largest `max_async_level` of the runs: it sizes `inference.max_versions_per_run`, and a run with more is
     refused."""
 
     seq_len: int = Field(2048, ge=8)
-    """Longest sample of the trainer, longest sequence of the inference server."""
+    """Longest sequence (prompt and completion) in tokens, for trainer and inference server."""
 
     trainer: TrainerConfig = TrainerConfig(model=TrainerModelConfig(lora=LoRAConfig()))
     """The trainer's own settings."""
@@ -126,7 +127,7 @@ class SystemConfig(BaseConfig):
     @model_validator(mode="before")
     @classmethod
     def _share(cls, data: Any) -> Any:
-        """Copy what is said once into both daemons. Unknown keys and wrong types are left for the strict models."""
+        """Copy shared settings into both daemons' tables. The strict models report unknown keys and wrong types."""
         if not isinstance(data, dict):
             return data
         whole = data.get("full_finetune") is True
@@ -158,10 +159,11 @@ class SystemConfig(BaseConfig):
         whole = self.full_finetune
         if (self.trainer.model.lora is None, self.inference.full_finetune) != (whole, whole):
             raise ValueError(
-                "full_finetune is for trainer and inference together: leave it out of [trainer], [inference]"
+                "full_finetune applies to trainer and inference: set it at the top level only, "
+                "not in [trainer] or [inference]"
             )
         if self.trainer.broadcast.type != self.inference.broadcast.type:
-            raise ValueError("broadcast.type is for trainer and inference together: say it in [broadcast] only")
+            raise ValueError("broadcast.type applies to trainer and inference: set it in [broadcast] only")
         return self
 
 
@@ -170,8 +172,7 @@ def _for_adapters(data: dict[str, Any]) -> dict[str, Any]:
     broadcast = data.get("broadcast")
     if isinstance(broadcast, dict) and broadcast.get("type") == "nccl":
         raise ValueError(
-            "broadcast.type = 'nccl' is for the whole model, adapters go through the disk: leave it out, or set "
-            "full_finetune = true"
+            "broadcast.type = 'nccl' requires full_finetune = true: adapters are always sent through the disk"
         )
     return data
 
@@ -179,10 +180,7 @@ def _for_adapters(data: dict[str, Any]) -> dict[str, Any]:
 def _for_the_whole_model(data: dict[str, Any]) -> dict[str, Any]:
     """Raises ValueError for what does not go with `full_finetune`."""
     if data.get("lora") is not None:
-        raise ValueError("full_finetune: the whole model has no adapters: leave out [lora]")
+        raise ValueError("full_finetune: remove [lora], full fine-tuning has no adapters")
     if (slots := data.get("max_concurrent_runs", 1)) != 1:
-        raise ValueError(
-            f"max_concurrent_runs = {slots}: with full_finetune one run at a time trains the whole model; set it to 1, "
-            "or leave it out"
-        )
+        raise ValueError(f"max_concurrent_runs = {slots}: must be 1 (or omitted) with full_finetune")
     return {**data, "max_concurrent_runs": 1, "lora": None}

@@ -1,4 +1,4 @@
-"""Config of the trainer process. What a run may choose for itself is in `orchestrator.py`."""
+"""Config of the trainer process. The settings of a run are in `orchestrator.py`."""
 
 from __future__ import annotations
 
@@ -15,49 +15,49 @@ class TrainerModelConfig(ModelConfig):
     """The base model as the trainer holds it."""
 
     lora: LoRAConfig | None = None
-    """Adapters, one slot a run; an empty `[model.lora]` table takes the defaults. Without the table the whole model is
-    fine-tuned, for one run at a time."""
+    """Adapters, one slot per run; an empty `[model.lora]` table takes the defaults. Without the table the whole model
+    is fine-tuned, for one run at a time."""
 
 
 class TrainerConfig(BaseConfig):
     """`prl trainer @ trainer.toml`."""
 
     output_dir: Path = Path("outputs")
-    """The workspace: run folders are looked for here."""
+    """The workspace: the folder of all runs."""
 
     model: TrainerModelConfig = TrainerModelConfig()
     """Base model and adapters."""
 
     max_concurrent_runs: int = Field(4, ge=1, le=1024)
-    """Slots. Further runs wait, first come, first served."""
+    """Slots: how many runs train at once. Further runs wait, first come, first served."""
 
     seq_len: int = Field(2048, ge=8)
-    """Longest sample in tokens that the trainer takes."""
+    """Longest sample in tokens."""
 
     max_async_level: int | None = Field(None, ge=0, le=16)
     """Largest `max_async_level` that a run may ask for; null: any. In a workspace: the workspace's, as inference
     has room for the policy versions of so many, and a run that used more would wait for ever."""
 
     max_tokens_per_micro_batch: int = Field(8192, ge=8)
-    """Token positions (rows x padded length) of one forward/backward pass; bounds memory, changes no result."""
+    """Token positions (rows x padded length) of one forward/backward pass; bounds memory, does not change results."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where to train."""
+    """Device to train on."""
 
     num_threads: int | None = Field(None, ge=1)
-    """Threads of torch on the CPU; null leaves it to torch."""
+    """Number of CPU threads of torch; null leaves it to torch."""
 
     dist_timeout_s: float = Field(600.0, gt=0)
-    """How long ranks wait for each other before a missing one is named."""
+    """How long ranks wait for each other before a missing one is reported, in seconds."""
 
     stop_after_step: int | None = Field(None, ge=1)
-    """End when every run in a slot has had this update, and there is one; null: go on until told to stop."""
+    """End when every run in a slot has made this many updates; null: never."""
 
     broadcast: BroadcastConfig = BroadcastConfig()
-    """How the whole model's new weights go to inference."""
+    """How the whole model's new weights are sent to inference."""
 
     watch: WatchConfig = WatchConfig()
-    """How new runs and batches are noticed."""
+    """How new runs and batches are detected."""
 
     log: LogConfig = LogConfig()
     """Logging."""
@@ -66,16 +66,13 @@ class TrainerConfig(BaseConfig):
     def _one_run_has_the_whole_model(self) -> Self:
         if self.model.lora is None and self.max_concurrent_runs != 1:
             raise ValueError(
-                f"max_concurrent_runs = {self.max_concurrent_runs}: without [model.lora] the trainer fine-tunes the "
-                "whole model, for one run at a time; set it to 1, or add [model.lora]"
+                f"max_concurrent_runs = {self.max_concurrent_runs}: must be 1 without [model.lora] (full fine-tuning); "
+                "set it to 1, or add [model.lora]"
             )
         return self
 
     @model_validator(mode="after")
     def _adapters_go_through_the_disk(self) -> Self:
         if self.broadcast.type == "nccl" and self.model.lora is not None:
-            raise ValueError(
-                "broadcast.type = 'nccl' is for the whole model; adapters go through the disk: leave it out, or leave "
-                "out [model.lora]"
-            )
+            raise ValueError("broadcast.type = 'nccl' is only for full fine-tuning: remove it, or remove [model.lora]")
         return self

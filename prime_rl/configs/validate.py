@@ -1,7 +1,7 @@
 """The rules between a run and its trainer: pure, and the same in the trainer, in `prl` and in the TUI.
 
 A run is checked twice: on its own (is the text TOML, are keys and values allowed: `load_run_config`) and against what
-the trainer can hold (`check_against_trainer`). Both say every problem at once; `find_problems` joins them for people.
+the trainer can hold (`check_against_trainer`). Both report all problems at once; `find_problems` joins them for people.
 """
 
 from __future__ import annotations
@@ -27,20 +27,19 @@ _STAND_INS: dict[str, dict[str, Any]] = {
 }
 _MAX_LOOKS = 4
 _WRONG_WORKSPACE_FOR_LORA = (
-    "the trainer fine-tunes the whole model, without adapters: "
-    "leave it out, or add the run to a workspace with adapters"
+    "this workspace fine-tunes the whole model: remove it, or add the run to a workspace with adapters"
 )
 _WRONG_WORKSPACE_FOR_WHOLE = (
-    "the trainer trains adapters: leave it out, "
+    "this workspace trains adapters: remove it, "
     "or add the run to a workspace with full_finetune = true in its system file"
 )
 
 
 @dataclass(frozen=True)
 class TrainerLimits:
-    """What a run must fit into. `max_rank` and `alpha` are None when the trainer trains the whole model.
+    """Limits of a trainer for its runs. `max_rank` and `alpha` are None when it trains the whole model.
 
-    `max_async_level` is the workspace's, None where there is no workspace to say it.
+    `max_async_level` is the workspace's, None outside of one.
     """
 
     model: str
@@ -51,34 +50,34 @@ class TrainerLimits:
 
     @classmethod
     def of(cls, trainer: TrainerConfig) -> TrainerLimits:
-        """The limits that a trainer with this config will have."""
+        """The limits of a trainer with this config."""
         lora = trainer.model.lora
         rank, alpha = (lora.rank, lora.alpha) if lora else (None, None)
         return cls(trainer.model.name, trainer.seq_len, rank, alpha, trainer.max_async_level)
 
 
 def load_run_config(path: Path, overrides: Mapping[str, Any] | None = None) -> OrchestratorConfig:
-    """Read a run's config. Raises ConfigError (ConfigParseError when it is no TOML)."""
+    """Read a run's config. Raises ConfigError (ConfigParseError when it is not valid TOML)."""
     return build(OrchestratorConfig, merge(load_toml(path), overrides or {}), str(path))
 
 
 def check_against_trainer(config: OrchestratorConfig, limits: TrainerLimits) -> list[ConfigProblem]:
-    """What of `config` the trainer cannot serve; [] when it can."""
+    """Problems of `config` for this trainer; [] when it fits."""
     problems = []
     if not _same_model(config.model.name, limits.model):
         problems.append(
             ConfigProblem(
-                "model.name", f"found {config.model.name!r}: the trainer holds {limits.model!r}, and only that"
+                "model.name", f"found {config.model.name!r}: must be the trainer's base model, {limits.model!r}"
             )
         )
     problems += _adapter_problems(config, limits)
     if config.seq_len is not None and config.seq_len > limits.max_seq_len:
         problems.append(
-            ConfigProblem("seq_len", f"found {config.seq_len}: the trainer allows at most {limits.max_seq_len}")
+            ConfigProblem("seq_len", f"found {config.seq_len}: must be at most the trainer's {limits.max_seq_len}")
         )
     level, room = config.max_async_level, limits.max_async_level
     if room is not None and level > room:
-        found = f"found {level}: this workspace has room for the policy versions of at most {room}"
+        found = f"found {level}: must be at most {room}, this workspace's limit"
         problems.append(ConfigProblem("max_async_level", f"{found} (max_async_level in its system file)"))
     seq_len = min(config.seq_len or limits.max_seq_len, limits.max_seq_len)
     if config.sampling.max_tokens >= seq_len:
@@ -91,9 +90,9 @@ def check_against_trainer(config: OrchestratorConfig, limits: TrainerLimits) -> 
 
 
 def find_problems(data: Mapping[str, Any], source: str, limits: TrainerLimits | None) -> list[ConfigProblem]:
-    """Every problem of a run's config, also those that others hide: what is wrong is left out, and the rest looked at.
+    """All problems of a run's config, also those hidden by others: wrong fields are dropped, and the rest is checked.
 
-    The words are those of `load_run_config` and `check_against_trainer`. `limits` is None when no trainer is known.
+    Messages are those of `load_run_config` and `check_against_trainer`. `limits` is None when no trainer is known.
     """
     problems: list[ConfigProblem] = []
     for _ in range(_MAX_LOOKS):
@@ -111,7 +110,7 @@ def find_problems(data: Mapping[str, Any], source: str, limits: TrainerLimits | 
 
 
 def key_of(problem: ConfigProblem) -> str:
-    """The full dotted key, also of a rule between several fields, whose message begins with the key it is about."""
+    """The full dotted key, also for a rule between fields, whose message begins with the key."""
     head, _, rest = problem.message.partition(": ")
     inner = head if rest and all(part.isidentifier() for part in head.split(".")) else ""
     return ".".join(part for part in (problem.key, inner) if part)
@@ -141,7 +140,7 @@ def _adapter_problems(config: OrchestratorConfig, limits: TrainerLimits) -> list
         if config.model.full_finetune:
             problems.append(ConfigProblem("model.full_finetune", f"found true: {_WRONG_WORKSPACE_FOR_WHOLE}"))
         if lora.rank is not None and lora.rank > max_rank:
-            found = f"found {lora.rank}: the trainer allows at most {max_rank}"
+            found = f"found {lora.rank}: must be at most the trainer's {max_rank}"
             problems.append(ConfigProblem("model.lora.rank", found))
         return problems
     tables = [f"model.lora.{name}" for name in sorted(lora.model_fields_set)] or ["model.lora"]
@@ -151,20 +150,20 @@ def _adapter_problems(config: OrchestratorConfig, limits: TrainerLimits) -> list
         problems.append(ConfigProblem("model.full_finetune", f"found false: {_WRONG_WORKSPACE_FOR_LORA}"))
     if config.optim.type == "muon":
         problems.append(
-            ConfigProblem("optim.type", "found 'muon': it is for adapters, the trainer fine-tunes the whole model")
+            ConfigProblem("optim.type", "found 'muon': only for adapters, this workspace fine-tunes the whole model")
         )
     if config.loss.kl_coef:
         found = f"found {config.loss.kl_coef:g}"
         problems.append(
             ConfigProblem(
-                "loss.kl_coef", f"{found}: the trainer trains the whole model and holds no base to compare with"
+                "loss.kl_coef", f"{found}: must be 0, since full fine-tuning keeps no base model to compare with"
             )
         )
     return problems
 
 
 def resolve(config: OrchestratorConfig, limits: TrainerLimits) -> OrchestratorConfig:
-    """Fill in what the trainer decides: full_finetune, rank, alpha, seq_len. Call it for a config without problems."""
+    """Fill in the trainer's defaults: full_finetune, rank, alpha, seq_len. Call it for a config without problems."""
     decided: dict[str, Any] = {"full_finetune": limits.max_rank is None}
     if limits.max_rank is not None:
         lora = config.model.lora

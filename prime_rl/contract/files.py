@@ -2,22 +2,42 @@
 
 A file is written under a temporary name in its own folder, synced, and renamed, so a reader sees the old content or the
 new one and never a part. Append-only metrics have one writer and whole lines. Nothing here knows what a file means.
+
+The owner of a run may put anything into its folder. So every file below a workspace is opened by `open_file`: never a
+link (below a run, no folder on the way either), never waiting, and only when it is a regular file. What is read has a
+limit.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import shutil
+import stat
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import BinaryIO
 
-from prime_rl.contract.layout import stable_marker
+from prime_rl.contract.layout import RUN_FOLDERS, RUN_PREFIX, stable_marker
 
 # Below any person's notice and above the cost of one look at a file system (microseconds).
 DEFAULT_POLL_S = 0.05
+_KINDS = {
+    stat.S_IFIFO: "a named pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFLNK: "a symbolic link",
+    stat.S_IFDIR: "a folder",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFREG: "a file",
+}
+# NOFOLLOW: the last part of the path is no link. NONBLOCK: a pipe without another end is not waited for.
+_CAREFUL = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+_FOLDER = getattr(os, "O_PATH", os.O_RDONLY) | os.O_DIRECTORY | os.O_CLOEXEC
+_CHUNK_BYTES = 1 << 20
 
 
 class WaitTimeout(TimeoutError):
@@ -28,39 +48,234 @@ class WaitStopped(RuntimeError):
     """A wait that was told to stop; the message names what was waited for."""
 
 
-def write_atomic(path: Path, data: bytes | str, *, mode: int = 0o644, durable: bool = True) -> None:
-    """Write `data` to `path` so that no reader ever sees a part of it.
+class FileRefused(OSError):
+    """In the place of a file (or of a folder of a run) is something else, or the file is too large.
 
-    `durable` waits until the disk has it; without that a power cut may leave an empty file.
-
-    Makes the parent folder but not its parents, so a run folder that was deleted meanwhile is not made again.
-    Raises OSError (disk full, no permission, folder gone); the old content is then still in place and no temporary
-    file is left.
+    `str()` is a sentence: the path, what was found there, what to do. `strerror` is its rest after the path.
     """
-    path.parent.mkdir(exist_ok=True)
-    payload = data.encode() if isinstance(data, str) else data
-    fd, tmp = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
+
+    def __init__(self, path: Path | str, problem: str) -> None:
+        super().__init__(errno.EINVAL, problem, str(path))
+
+    def __str__(self) -> str:
+        return f"{self.filename} {self.strerror}"
+
+
+# Opening
+
+
+def open_file(path: Path, flags: int = os.O_RDONLY, mode: int = 0o644, *, follow_links: bool = False) -> int:
+    """Descriptor of the regular file at `path`, opened with `flags`; never waits.
+
+    Neither the file nor, below a run, any folder on the way to it may be a link. `follow_links` is for files that a
+    person names on a command line, and changes nothing below a run. Raises FileRefused when it is no regular file, else
+    OSError as `os.open` does.
+    """
+    if follow_links and not _num_below_run(path):
+        return _regular(os.open(path, (flags | _CAREFUL) & ~os.O_NOFOLLOW, mode), path, flags)
+    with _folder_of(path) as folder:
+        try:
+            fd = os.open(path if folder is None else path.name, flags | _CAREFUL, mode, dir_fd=folder)
+        except OSError as error:
+            raise _explained(error, path) from error
+    return _regular(fd, path, flags)
+
+
+def open_append(path: Path) -> BinaryIO:
+    """The regular file at `path`, made when it is not there, to append to. Raises as `open_file` does."""
+    return os.fdopen(open_file(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), "ab")
+
+
+def file_problem(path: Path) -> str | None:
+    """Why `path` is refused in the place of a file; None when it is a regular file, or not there."""
     try:
-        with os.fdopen(fd, "wb") as file:
-            file.write(payload)
-            if durable:
-                file.flush()
-                os.fsync(file.fileno())
-        os.chmod(tmp, mode)
-        os.rename(tmp, path)
-    except BaseException:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(tmp)
-        raise
+        mode = os.lstat(path).st_mode
+    except OSError:
+        return None
+    return None if stat.S_ISREG(mode) else str(_refusal(path, mode, "file"))
+
+
+def check_folder(path: Path) -> None:
+    """Raises FileRefused when `path`, a folder of a run or below one, is a link or below one; OSError when missing."""
+    os.close(_open_folder(path))
+
+
+def make_folder(path: Path) -> None:
+    """Make `path` unless it is there; not its parents, so a run that was deleted is not made again. Raises OSError.
+
+    Below a run it must be a real folder, in real folders: else FileRefused.
+    """
+    os.close(_open_folder(path, make=True))
+
+
+def _regular(fd: int, path: Path, flags: int) -> int:
+    mode = os.fstat(fd).st_mode
+    if not stat.S_ISREG(mode):
+        os.close(fd)
+        raise _refusal(path, mode, "file")
+    if flags & (os.O_WRONLY | os.O_RDWR):
+        os.set_blocking(fd, True)  # it may become the output of a child
+    return fd
+
+
+@contextlib.contextmanager
+def _folder_of(path: Path) -> Iterator[int | None]:
+    """The folder of a file below a run; None for any other file, whose folder the owner of the workspace made."""
+    if not _num_below_run(path):
+        yield None
+        return
+    folder = _open_folder(path.parent)
+    try:
+        yield folder
+    finally:
+        os.close(folder)
+
+
+def _num_below_run(path: Path) -> int:
+    """How many parts of `path` come after its run folder; 0 for what is not below a folder that a run has."""
+    parts = path.parts
+    for place in reversed(range(len(parts) - 1)):
+        if parts[place + 1] in RUN_FOLDERS and parts[place].startswith(RUN_PREFIX):
+            return len(parts) - 1 - place
+    return 0
+
+
+def _open_folder(path: Path, *, make: bool = False) -> int:
+    """Descriptor of a folder, to open files in; `make` makes the last part."""
+    num_inner = _num_below_run(path)
+    way = [*reversed(path.parents[:num_inner]), path]
+    folder: int | None = None
+    for step in way:
+        if make and step is path:
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(step if folder is None else step.name, dir_fd=folder)
+        try:
+            flags = _FOLDER | os.O_NOFOLLOW if num_inner else _FOLDER
+            inner = os.open(step if folder is None else step.name, flags, dir_fd=folder)
+        except OSError as error:
+            raise _explained(error, step, "folder") from error
+        finally:
+            if folder is not None:
+                os.close(folder)
+        folder = inner
+    assert folder is not None
+    return folder
+
+
+def _explained(error: OSError, path: Path, wanted: str = "file") -> OSError:
+    """`error` with the whole path, or what stands in the place of a file or folder."""
+    error.filename = str(path)
+    with contextlib.suppress(OSError):
+        mode = os.lstat(path).st_mode
+        unfit = not stat.S_ISREG(mode) if wanted == "file" else stat.S_ISLNK(mode)
+        if unfit and error.errno in (errno.ELOOP, errno.ENXIO, errno.EISDIR, errno.ENOTDIR, errno.ENODEV):
+            return _refusal(path, mode, wanted)
+    return error
+
+
+def _refusal(path: Path, mode: int, wanted: str) -> FileRefused:
+    found = _KINDS.get(stat.S_IFMT(mode), "something unknown")
+    return FileRefused(path, f"is {found}: it must be a {wanted} of its own; remove it")
+
+
+# Reading
+
+
+def read_file(path: Path, *, limit: int, follow_links: bool = False) -> bytes:
+    """The content of a regular file of at most `limit` bytes; never reads more.
+
+    The file is opened once and judged as it was opened, so replacing it meanwhile changes nothing. Raises
+    FileNotFoundError, FileRefused (no regular file, or too large) or another OSError. `follow_links`: see `open_file`.
+    """
+    fd = open_file(path, follow_links=follow_links)
+    try:
+        size = os.fstat(fd).st_size
+        # One byte more than allowed: a file that grows meanwhile is found too large, and not read for ever.
+        data = _read(fd, limit + 1) if size <= limit else b""
+    finally:
+        os.close(fd)
+    if max(size, len(data)) > limit:
+        raise FileRefused(path, f"has {max(size, len(data))} bytes, expected at most {limit}")
+    return data
 
 
 def read_text(path: Path, *, limit: int = 1_000_000) -> str | None:
-    """Text of `path`, at most `limit` bytes of it, or None when it is not there. Bad UTF-8 is replaced, not raised."""
+    """Text of `path`, at most `limit` bytes of it, or None when it is not there. Bad UTF-8 is replaced, not raised.
+
+    Raises FileRefused when it is no regular file, or another OSError.
+    """
     try:
-        with path.open("rb") as file:
-            return file.read(limit).decode(errors="replace")
+        fd = open_file(path)
     except (FileNotFoundError, NotADirectoryError):
         return None
+    try:
+        return _read(fd, limit).decode(errors="replace")
+    finally:
+        os.close(fd)
+
+
+def read_end(path: Path, limit: int) -> bytes:
+    """The last bytes of a growing file, at most `limit`; b"" when it is not there. Raises FileRefused or OSError."""
+    try:
+        fd = open_file(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return b""
+    try:
+        os.lseek(fd, max(0, os.fstat(fd).st_size - limit), os.SEEK_SET)
+        return _read(fd, limit)
+    finally:
+        os.close(fd)
+
+
+def _read(fd: int, limit: int) -> bytes:
+    """From where `fd` stands to its end, at most `limit` bytes."""
+    chunks: list[bytes] = []
+    while limit and (chunk := os.read(fd, min(limit, _CHUNK_BYTES))):
+        chunks.append(chunk)
+        limit -= len(chunk)
+    return b"".join(chunks)
+
+
+# Writing
+
+
+def write_atomic(
+    path: Path, data: bytes | str, *, mode: int = 0o644, durable: bool = True, exclusive: bool = False
+) -> None:
+    """Write `data` to `path` so that no reader ever sees a part of it. What stood there (a link, a pipe) is replaced.
+
+    `durable` waits until the disk has it; without that a power cut may leave an empty file. `exclusive` raises
+    FileExistsError when `path` is there already: of several writers, also on several machines, one succeeds.
+
+    Makes the parent folder but not its parents, so a run folder that was deleted meanwhile is not made again.
+    Raises OSError (disk full, no permission, folder gone, FileRefused for a folder that is a link); the old content is
+    then still in place and no temporary file is left.
+    """
+    payload = data.encode() if isinstance(data, str) else data
+    folder = _open_folder(path.parent, make=True)
+    tmp = f".{path.name}.{os.urandom(6).hex()}.tmp"
+    try:
+        fd = os.open(tmp, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=folder)
+        try:
+            with os.fdopen(fd, "wb") as file:
+                file.write(payload)
+                os.fchmod(fd, mode)
+                if durable:
+                    file.flush()
+                    os.fsync(fd)
+            if exclusive:
+                os.link(tmp, path.name, src_dir_fd=folder, dst_dir_fd=folder)  # a rename replaces what is there
+                os.unlink(tmp, dir_fd=folder)
+            else:
+                os.rename(tmp, path.name, src_dir_fd=folder, dst_dir_fd=folder)
+        except BaseException:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(tmp, dir_fd=folder)
+            raise
+    except OSError as error:
+        raise _explained(error, path) from error
+    finally:
+        os.close(folder)
 
 
 def append_line(path: Path, line: str) -> None:
@@ -68,8 +283,8 @@ def append_line(path: Path, line: str) -> None:
 
     A part of a line that a killed writer left is ended first, so it never spoils the next. Raises OSError.
     """
-    path.parent.mkdir(exist_ok=True)
-    with path.open("a+b", buffering=0) as file:
+    make_folder(path.parent)
+    with os.fdopen(open_file(path, os.O_RDWR | os.O_APPEND | os.O_CREAT), "a+b", buffering=0) as file:
         is_torn = file.seek(0, os.SEEK_END) > 0 and os.pread(file.fileno(), 1, file.tell() - 1) != b"\n"
         data = b"\n" * is_torn + line.encode() + b"\n"
         # A disk that gets full takes a part and says so only the next time.
@@ -81,9 +296,10 @@ def append_line(path: Path, line: str) -> None:
 def staged_dir(final: Path) -> Iterator[Path]:
     """Fill a temporary folder beside `final`, then rename it into place; `final` must not be complete yet.
 
-    The parent must exist: a run folder that was deleted meanwhile is not made again (FileNotFoundError).
-    A leftover of an earlier, incomplete attempt at `final` is removed.
+    The parent must exist: a run folder that was deleted meanwhile is not made again (FileNotFoundError). Below a run it
+    must be a real folder (FileRefused). A leftover of an earlier, incomplete attempt at `final` is removed.
     """
+    check_folder(final.parent)
     tmp = Path(tempfile.mkdtemp(prefix=f".{final.name}.", suffix=".tmp", dir=final.parent))
     tmp.chmod(0o755)
     try:
@@ -93,8 +309,7 @@ def staged_dir(final: Path) -> Iterator[Path]:
                 if path.stat().st_size:  # an empty file is nothing but its name, which the folder holds
                     _sync(path)
         _sync(tmp)
-        if final.exists():
-            shutil.rmtree(final)
+        remove(final)
         os.rename(tmp, final)
         _sync(final.parent)
     except BaseException:
@@ -104,10 +319,17 @@ def staged_dir(final: Path) -> Iterator[Path]:
 
 def mark_stable(step_dir: Path, *, sync: bool = True) -> None:
     """Write the `STABLE` marker: the folder is complete from now on. `staged_dir` syncs it by itself."""
-    marker = stable_marker(step_dir)
-    marker.touch()
+    os.close(open_file(stable_marker(step_dir), os.O_WRONLY | os.O_CREAT))
     if sync:
         _sync(step_dir)
+
+
+def remove(path: Path) -> None:
+    """Remove a folder with all in it, or whatever else is at `path`; a link itself, not what it leads to."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def _sync(path: Path) -> None:

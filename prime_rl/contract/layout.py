@@ -29,6 +29,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 RUN_PREFIX = "run_"
+# What a run folder holds; `configs` is an older place of the config.
+RUN_FOLDERS = ("control", "configs", "checkpoints", "rollouts", "broadcast", "metrics", "monitors", "logs")
 STABLE = "STABLE"
 # How `config_validation_error.txt` begins.
 CONFIG_ERROR_PREFIX = "Error parsing orchestrator config"
@@ -38,8 +40,7 @@ _STEP = re.compile(r"step_(0|[1-9][0-9]{0,9})")
 _ITERATION = re.compile(r"iteration_([1-9][0-9]{0,9})")
 _NODE = re.compile(r"node_(0|[1-9][0-9]{0,4})\.json")
 _ADAPTER = re.compile(r"(run_[A-Za-z0-9._-]{1,64})@v(0|[1-9][0-9]{0,9})")
-# In this header every answer of inference names the whole weights that it comes from: a broadcast folder below
-# `output_dir`, or the base model.
+# The header in which inference names the whole weights of an answer: a broadcast folder, or the base model.
 WEIGHTS_HEADER = "x-weights"
 BASE_WEIGHTS = "base"
 
@@ -196,9 +197,9 @@ def stable_marker(step_dir: Path) -> Path:
 
 
 def list_steps(parent: Path, *, stable_only: bool = False) -> list[int]:
-    """Step numbers of the `step_N` folders in `parent`, ascending; [] when `parent` does not exist."""
+    """Step numbers of the `step_N` folders in `parent`, ascending; [] when `parent` is no folder, or a link."""
     try:
-        names = os.listdir(parent)
+        names = [] if os.path.islink(parent) else os.listdir(parent)
     except (FileNotFoundError, NotADirectoryError):
         return []
     steps = sorted(step for name in names if (step := parse_step(name)) is not None)
@@ -320,19 +321,18 @@ class OutputDir:
 
     def list_iterations(self) -> list[int]:
         """The iterations of a multi-node group that have a folder, ascending."""
-        try:
-            names = [entry.name for entry in self.multinode.iterdir()]
-        except OSError:
-            return []
-        return sorted(int(match[1]) for name in names if (match := _ITERATION.fullmatch(name)))
+        return self._numbers(_ITERATION)
 
     def list_nodes(self) -> list[int]:
         """The ranks that have a status file, ascending; [] when there is no group."""
+        return self._numbers(_NODE)
+
+    def _numbers(self, pattern: re.Pattern[str]) -> list[int]:
         try:
-            names = [entry.name for entry in self.multinode.iterdir()]
+            names = os.listdir(self.multinode)
         except OSError:
             return []
-        return sorted(int(match[1]) for name in names if (match := _NODE.fullmatch(name)))
+        return sorted(int(match[1]) for name in names if (match := pattern.fullmatch(name)))
 
     @property
     def trash(self) -> Path:

@@ -15,6 +15,8 @@ from pathlib import Path
 
 import msgspec
 
+from prime_rl.contract.files import open_append, open_file
+
 _HEAD = struct.Struct(">II")
 # Far above a group of long rollouts; a length beyond it is a damaged head, not a frame.
 MAX_FRAME_BYTES = 1 << 30
@@ -31,7 +33,7 @@ class RankFileWriter:
     """Appends to one rank file; an entry is on disk when `append` returns. Raises OSError."""
 
     def __init__(self, path: Path) -> None:
-        self._file = path.open("ab")
+        self._file = open_append(path)
         whole = sum(_HEAD.size + len(payload) for payload in _payloads(path))
         self._file.truncate(whole)
 
@@ -53,13 +55,14 @@ def read_rank_file(path: Path) -> Iterator[RankEntry]:
 
 def _payloads(path: Path) -> Iterator[bytes]:
     try:
-        file = path.open("rb")
+        fd = open_file(path)
     except FileNotFoundError:
         return
-    with file:
+    with os.fdopen(fd, "rb") as file:
         while len(head := file.read(_HEAD.size)) == _HEAD.size:
             size, checksum = _HEAD.unpack(head)
-            payload = file.read(size) if size <= MAX_FRAME_BYTES else b""
+            left = os.fstat(fd).st_size - file.tell()
+            payload = file.read(size) if size <= min(left, MAX_FRAME_BYTES) else b""
             if len(payload) != size or zlib.crc32(payload) != checksum:
                 return
             yield payload

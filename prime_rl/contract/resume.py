@@ -9,9 +9,12 @@ import hashlib
 
 import msgspec
 
+from prime_rl.contract.files import FileRefused, read_file
 from prime_rl.contract.layout import RunDir
 
 RESUMED_VERSION = 1
+# No config is larger (`prime_rl.configs.base`).
+MAX_FILE_BYTES = 1_000_000
 
 
 class ResumeRequest(msgspec.Struct, frozen=True):
@@ -26,9 +29,9 @@ def pending_request(run: RunDir, resume_step: int) -> ResumeRequest | None:
     """The explicit request of the config, or None when there is none (-1) or it was carried out already."""
     if resume_step < 0:
         return None
-    request = ResumeRequest(resume_step, hashlib.sha256(run.orch_toml.read_bytes()).hexdigest())
+    request = ResumeRequest(resume_step, hashlib.sha256(read_file(run.orch_toml, limit=MAX_FILE_BYTES)).hexdigest())
     try:
-        done = msgspec.json.decode(run.resumed.read_bytes(), type=ResumeRequest)
-    except (FileNotFoundError, msgspec.MsgspecError):
+        done = msgspec.json.decode(read_file(run.resumed, limit=MAX_FILE_BYTES), type=ResumeRequest)
+    except (FileNotFoundError, FileRefused, msgspec.MsgspecError):
         return request
     return None if done == request else request

@@ -8,12 +8,11 @@ by one with the newest lines.
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 import msgspec
 
-from prime_rl.contract.files import append_line, write_atomic
+from prime_rl.contract.files import append_line, read_end, write_atomic
 
 # However long the texts are that a run asks to keep.
 MAX_FILE_BYTES = 16_000_000
@@ -88,11 +87,6 @@ def read_samples(path: Path, limit: int) -> list[Sample]:
 
 def _tail_lines(path: Path, max_bytes: int) -> list[bytes]:
     """The whole lines within the last `max_bytes` of a file; [] when it is not there."""
-    try:
-        with path.open("rb") as file:
-            start = max(0, file.seek(0, os.SEEK_END) - max_bytes)
-            file.seek(start)
-            *lines, _unfinished = file.read(max_bytes).split(b"\n")
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-    return lines[1:] if start else lines
+    data = read_end(path, max_bytes + 1)
+    *lines, _unfinished = data.split(b"\n")
+    return lines[1:] if len(data) > max_bytes else lines

@@ -1,8 +1,9 @@
 """Status files (one writer each) and the one function that says what state a run is in.
 
-A status file is proof of life and of progress: it is written at every change of state, at most twice a second, and by a
-heartbeat thread in between. A reader treats a status that is older than three heartbeats, or whose process is gone, as
-lost. `run_state` is pure: trainer, daemons, CLI and TUI all derive a run's state from the same facts.
+A status file is written at every change of state, at most twice a second, and by a heartbeat thread in between, so long
+work is not death. The thread would also write beside a main loop that hangs, so the file tells two things: that the
+process is alive, and when its main loop last turned. `contract.condition` judges both, for all readers alike.
+`run_state` is pure: trainer, daemons, CLI and TUI all derive a run's state from the same facts.
 """
 
 from __future__ import annotations
@@ -18,14 +19,21 @@ from typing import TypeVar
 
 import msgspec
 
-from prime_rl.contract.files import write_atomic
+from prime_rl.contract.files import read_file, write_atomic
 from prime_rl.utils.process import ProcessId
 
 STATUS_FORMAT_VERSION = 1
+# Ten times the largest that a daemon writes with 1,024 runs; what is larger was not written by a daemon.
+MAX_STATUS_BYTES = 4_000_000
 # A write costs one fsync; five seconds keep 200 runs cheap and still show a death within fifteen.
 HEARTBEAT_S = 5.0
 LOST_AFTER_S = 3 * HEARTBEAT_S
 MIN_WRITE_INTERVAL_S = 0.5
+# How long one turn of a main loop may take. An event loop turns several times a second; a turn of the trainer may be a
+# pass over long samples; the daemons' files, which the supervisor's loop writes, look lost after LOST_AFTER_S.
+EVENT_LOOP_LIMIT_S = 60.0
+TRAINER_LOOP_LIMIT_S = 600.0
+SUPERVISOR_LOOP_LIMIT_S = LOST_AFTER_S
 
 
 class Status(msgspec.Struct, kw_only=True):
@@ -33,8 +41,10 @@ class Status(msgspec.Struct, kw_only=True):
 
     `state` is the writer's own word, `waiting_on` a sentence that names what is waited for (or null), `updated_at`
     Unix seconds. `progress` grows with whatever the writer gets done since its start (null: it counts nothing): one
-    that stands still while there is work tells a part that is stuck from a part that is busy. `pid_create_time` (Unix
-    seconds) and `pid_start` tell which process `pid` was (`utils.process`).
+    that stands still while there is work tells a daemon that is stuck from a daemon that is busy. `loop` counts the
+    turns of the writer's main loop, which turns without work too (null: it has not begun, or counts none);
+    `loop_still_s` is how long ago it had last turned at `updated_at`, and `loop_limit_s` how long one turn may take.
+    `pid_create_time` (Unix seconds) and `pid_start` tell which process `pid` was (`utils.process`).
     """
 
     version: int = STATUS_FORMAT_VERSION
@@ -45,6 +55,9 @@ class Status(msgspec.Struct, kw_only=True):
     waiting_on: str | None = None
     updated_at: float = 0.0
     progress: int | None = None
+    loop: int | None = None
+    loop_still_s: float = 0.0
+    loop_limit_s: float = EVENT_LOOP_LIMIT_S
 
     @property
     def writer(self) -> ProcessId:
@@ -89,6 +102,7 @@ class TrainerRunStatus(msgspec.Struct, kw_only=True):
 class TrainerStatus(Status, kw_only=True):
     """`trainer/status.json`. `state`: starting, waiting, training, stopped. `waiting` is in admission order."""
 
+    loop_limit_s: float = TRAINER_LOOP_LIMIT_S
     max_runs: int = 0
     model: str = ""
     max_rank: int | None = None
@@ -142,6 +156,7 @@ class DaemonStatus(Status, kw_only=True):
     its progress last moved.
     """
 
+    loop_limit_s: float = SUPERVISOR_LOOP_LIMIT_S
     name: str
     child_pid: int | None = None
     child_create_time: float | None = None
@@ -250,8 +265,8 @@ StatusT = TypeVar("StatusT", bound=Status)
 def read_status(path: Path, kind: type[StatusT]) -> StatusT | None:
     """The status in `path`, or None when there is none or it cannot be read as one (another version, damaged)."""
     try:
-        return msgspec.json.decode(path.read_bytes(), type=kind)
-    except (OSError, msgspec.MsgspecError):
+        return msgspec.json.decode(read_file(path, limit=MAX_STATUS_BYTES), type=kind)
+    except (OSError, msgspec.MsgspecError, RecursionError):
         return None
 
 
@@ -273,8 +288,9 @@ class StatusWriter:
     """The one writer of one status file.
 
     `update(...)` changes fields of `status` and writes the file at once when `state` or `waiting_on` changed, else at
-    most every MIN_WRITE_INTERVAL_S; a daemon thread writes it every HEARTBEAT_S. After `close` the file says the last
-    state. An OSError while writing (folder deleted, disk full) is kept in `error` and never stops the writer's process.
+    most every MIN_WRITE_INTERVAL_S; a daemon thread writes it every HEARTBEAT_S. The main loop calls `turn` at every
+    turn, also when it has nothing to do. After `close` the file says the last state. An OSError while writing (folder
+    deleted, disk full) is kept in `error` and never stops the writer's process. `clock` is Unix seconds, for readers.
     """
 
     def __init__(self, path: Path, status: Status, *, clock: Callable[[], float] = time.time) -> None:
@@ -282,6 +298,8 @@ class StatusWriter:
         self.status = status
         self.error: OSError | None = None
         self._clock = clock
+        self._num_turns: int | None = None
+        self._turned_s = 0.0
         self._lock = threading.Lock()
         self._closed = threading.Event()
         self._last_write = 0.0
@@ -299,6 +317,11 @@ class StatusWriter:
             if changed or not 0.0 <= self._clock() - self._last_write < MIN_WRITE_INTERVAL_S:
                 self._write()
 
+    def turn(self) -> None:
+        """The main loop has turned once more. It costs no write; only the main loop may call it."""
+        self._turned_s = time.monotonic()
+        self._num_turns = (self._num_turns or 0) + 1
+
     def close(self, **fields: object) -> None:
         """Write a last time with `fields` (for example state="stopped") and end the heartbeat."""
         self._closed.set()
@@ -308,10 +331,18 @@ class StatusWriter:
                 setattr(self.status, name, value)
             self._write()
 
+    def abandon(self) -> None:
+        """End the heartbeat and write nothing more: the file is another process's."""
+        self._closed.set()
+        self._thread.join()
+
     def _write(self) -> None:
         now = self._clock()
         self.status.updated_at = now
         self._last_write = now
+        if self._num_turns is not None:
+            self.status.loop = self._num_turns
+            self.status.loop_still_s = round(max(0.0, time.monotonic() - self._turned_s), 3)
         try:
             write_atomic(self.path, msgspec.json.encode(self.status))
             self.error = None

@@ -12,9 +12,16 @@ from typing import Any
 
 import msgspec
 
-from prime_rl.contract.files import write_atomic
+from prime_rl.contract.files import FileRefused, read_file, write_atomic
 
 BATCH_FORMAT_VERSION = 1
+# No batch file is larger: 4,096 samples of 32,768 tokens take about this much.
+MAX_BATCH_BYTES = 2 << 30
+# A token is an id (5 bytes), a flag (1) and a logprob (9); a sample has names and numbers besides, a batch the state of
+# the example sampler.
+BYTES_A_TOKEN = 16
+BYTES_A_SAMPLE = 4 << 10
+BYTES_BESIDES = 1 << 20
 
 
 class TrainingSample(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -105,13 +112,29 @@ class _RawSamples(msgspec.Struct):
 
 
 def write_batch(path: Path, batch: TrainingBatch) -> None:
-    """Write a batch file. Its appearance under its final name is the signal to the trainer."""
-    write_atomic(path, _batch_encoder.encode(batch))
+    """Write a batch file. Its appearance under its final name is the signal to the trainer.
+
+    Raises FileExistsError when another batch is there already. The same bytes are accepted: they were written before.
+    """
+    data = _batch_encoder.encode(batch)
+    try:
+        write_atomic(path, data, exclusive=True)
+    except FileExistsError:
+        if path.read_bytes() != data:
+            raise
 
 
-def read_batch(path: Path) -> TrainingBatch:
-    """Read a batch file. Raises BadBatchError when it is not one, FileNotFoundError when it is gone."""
-    return decode_batch(path.read_bytes(), str(path))
+def max_batch_bytes(batch_size: int, seq_len: int) -> int:
+    """How large the batch file of a run with these settings may be."""
+    return min(MAX_BATCH_BYTES, BYTES_BESIDES + batch_size * (BYTES_A_SAMPLE + seq_len * BYTES_A_TOKEN))
+
+
+def read_batch(path: Path, *, limit: int = MAX_BATCH_BYTES) -> TrainingBatch:
+    """Read a batch file of at most `limit` bytes. Raises BadBatchError when it is not one, else OSError."""
+    try:
+        return decode_batch(read_file(path, limit=limit), str(path))
+    except FileRefused as error:
+        raise BadBatchError(str(error)) from error
 
 
 def decode_batch(data: bytes, source: str) -> TrainingBatch:

@@ -17,7 +17,7 @@ from prime_rl.contract.status import InferenceStatus, StatusWriter
 from prime_rl.inference.checks import StartError, base_url, bind, check_model, read_api_key
 from prime_rl.inference.children import die_with_parent
 from prime_rl.inference.context import ServerContext
-from prime_rl.utils.logger import setup_logger
+from prime_rl.utils.logger import complain, setup_logger
 from prime_rl.utils.signals import StopFlag
 
 
@@ -68,7 +68,7 @@ def _open_status(config: InferenceConfig, url: str) -> StatusWriter:
 
 
 def _fail(message: str, exit_code: int) -> int:
-    print(f"inference: {' '.join(message.split())}", file=sys.stderr)
+    complain("inference", " ".join(message.split()))
     return exit_code
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from prime_rl.contract.layout import stable_marker
 from prime_rl.inference.errors import ApiError
 from prime_rl.lora.misfit import Shapes, misfit, shapes_of
+from prime_rl.lora.tensor_files import read_shapes
 
 WEIGHTS_FILE = "model.safetensors"
 
@@ -50,12 +50,11 @@ def weights_label(output_dir: Path, folder: Path) -> str:
 def check_weight_file(folder: Path, shapes: Shapes) -> None:
     """Raises ApiError (400) unless the weight file of `folder` holds exactly these names and shapes."""
     path = folder / WEIGHTS_FILE
-    if not path.is_file():
-        raise ApiError(400, f"{path} is missing.", param="weight_dir")
     try:
-        with safe_open(path, framework="pt") as file:
-            found = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-    except (SafetensorError, OSError) as error:
+        found = read_shapes(path)
+    except FileNotFoundError as error:
+        raise ApiError(400, f"{path} is missing.", param="weight_dir") from error
+    except (ValueError, OSError) as error:
         raise ApiError(400, f"{path} cannot be read: {error}", param="weight_dir") from error
     if problem := misfit(found, shapes):
         raise ApiError(400, f"{path} does not fit the model: {problem}.", param="weight_dir")

@@ -15,15 +15,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save
+from safetensors.torch import save
 from torch import Tensor
 
+from prime_rl.contract.files import read_file
 from prime_rl.lora.linear import MultiLoRALinear
 from prime_rl.lora.misfit import misfit, shapes_of
+from prime_rl.lora.tensor_files import load_tensors
 
 ADAPTER_FILE = "adapter_model.safetensors"
 CONFIG_FILE = "adapter_config.json"
+MAX_CONFIG_BYTES = 1 << 20
+# A rank of 256 in every linear layer of a model with 70 billion parameters takes about as much.
+MAX_ADAPTER_BYTES = 8 << 30
 PEFT_PREFIX = "base_model.model."
 # Each changes what an adapter does; ignored, it would be served as something that was never trained.
 NOT_PLAIN = (
@@ -168,12 +172,15 @@ def save_peft(
     (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n")
 
 
-def load_peft(folder: Path) -> tuple[dict[str, Tensor], AdapterConfig]:
-    """Read what `save_peft` wrote. Raises ValueError when the files are not an adapter that this project can use."""
+def load_peft(folder: Path, *, limit: int = MAX_ADAPTER_BYTES) -> tuple[dict[str, Tensor], AdapterConfig]:
+    """Read what `save_peft` wrote, at most `limit` bytes of weights.
+
+    Raises ValueError when the files are not an adapter that this project can use, OSError when they cannot be read.
+    """
     try:
-        data = json.loads((folder / CONFIG_FILE).read_text())
-        tensors = load_file(folder / ADAPTER_FILE)
-    except (json.JSONDecodeError, UnicodeDecodeError, SafetensorError) as error:
+        data = json.loads(read_file(folder / CONFIG_FILE, limit=MAX_CONFIG_BYTES))
+        tensors = load_tensors(folder / ADAPTER_FILE, limit=limit)
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{folder}: not an adapter: {error}") from error
     return tensors, _adapter_config(folder, data)
 

@@ -14,6 +14,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from prime_rl.contract.files import make_folder, open_append, open_file
+
 TAIL_BYTES = 4_000
 NUM_TAIL_LINES = 5
 
@@ -39,9 +41,9 @@ class Child:
         self.name = name
         self._log = log
         self._is_asked = False
-        log.parent.mkdir(exist_ok=True)
+        make_folder(log.parent)
         logger.debug("starts %s (%s): %s", name, log, shlex.join(argv))
-        with log.open("ab") as output:
+        with open_append(log) as output:
             output.write(f"$ {shlex.join(argv)}\n".encode())
             output.flush()
             self._start = output.tell()
@@ -65,9 +67,9 @@ class Child:
         code = self.exit_code
         if code in (None, 0):
             return None
-        with self._log.open("rb") as file:
+        with os.fdopen(open_file(self._log), "rb") as file:
             file.seek(max(self._start, file.seek(0, os.SEEK_END) - TAIL_BYTES))
-            lines = file.read().decode(errors="replace").splitlines()[-NUM_TAIL_LINES:]
+            lines = file.read(TAIL_BYTES).decode(errors="replace").splitlines()[-NUM_TAIL_LINES:]
         return f"{self.name} ended with code {code} ({self._log}): {' | '.join(lines)}"
 
     def ask_to_end(self) -> None:

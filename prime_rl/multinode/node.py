@@ -30,7 +30,7 @@ from prime_rl.multinode.records import EXIT_REFUSED, GroupSetting, NodeRecord
 from prime_rl.multinode.store import DiskStore, NodeFacts
 from prime_rl.multinode.work import PhaseWork
 from prime_rl.utils.gpus import count_gpus
-from prime_rl.utils.logger import setup_logger
+from prime_rl.utils.logger import complain, setup_logger
 from prime_rl.utils.network import own_address
 from prime_rl.utils.signals import StopFlag
 from prime_rl.utils.watch import Watcher
@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         flags = parse_flags(sys.argv[1:] if argv is None else argv, os.environ)
         ranks = num_ranks(flags, lambda: count_gpus(os.environ))
     except (FlagError, ConfigError) as error:
-        print(f"multinode: {error}", file=sys.stderr)
+        complain("multinode", error)
         return EXIT_REFUSED
     if flags.dry_run:
         print(phase_table(flags, ranks))
@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         member, watcher = build_member(flags, ranks)
     except OSError as error:
-        print(f"multinode: --log-path {flags.log_path} cannot be used: {error}", file=sys.stderr)
+        complain("multinode", f"--log-path {flags.log_path} cannot be used: {error}")
         return EXIT_REFUSED
     with watcher:
         exit = drive(member, watcher, stop, say=logger.info)

@@ -14,7 +14,7 @@ import msgspec
 import tomli_w
 
 from prime_rl.configs.multinode import RUN_ID, MultinodeConfig
-from prime_rl.contract.files import write_atomic
+from prime_rl.contract.files import make_folder, read_text, write_atomic
 from prime_rl.contract.layout import IterationDir, OutputDir
 from prime_rl.contract.shares import JoinRequest, MakeRequest, Split
 from prime_rl.multinode.children import Child
@@ -105,9 +105,10 @@ class Place:
         """The ordinary run that all this trains."""
         text = tomli_w.dumps(self.config.orchestrator(self.setting.max_iterations))
         run = self.run
+        run.path.mkdir(parents=True, exist_ok=True)
         for folder in (run.control, run.rollouts, run.broadcast, run.checkpoints, run.metrics):
-            folder.mkdir(parents=True, exist_ok=True)
-        if not run.orch_toml.exists() or run.orch_toml.read_text() != text:
+            make_folder(folder)
+        if read_text(run.orch_toml) != text:
             write_atomic(run.orch_toml, text)
 
     # -- this node's processes ----

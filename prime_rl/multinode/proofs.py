@@ -12,11 +12,14 @@ from typing import TypeVar
 import msgspec
 
 from prime_rl.configs.multinode import RUN_ID
+from prime_rl.contract.files import read_file
 from prime_rl.contract.layout import OutputDir, list_steps
 from prime_rl.contract.rank_files import read_rank_file
 from prime_rl.contract.shares import Split
 from prime_rl.multinode.phases import Phase, Position, RlPhase, eval_is_due, first_position
 
+# A proof names every task of an iteration and its file: a million of them.
+MAX_PROOF_BYTES = 256 << 20
 KindT = TypeVar("KindT")
 
 
@@ -123,6 +126,6 @@ class Proofs:
 def read_json(path: Path, kind: type[KindT]) -> KindT | None:
     """None when it is not there, not to be seen yet, or damaged."""
     try:
-        return msgspec.json.decode(path.read_bytes(), type=kind)
+        return msgspec.json.decode(read_file(path, limit=MAX_PROOF_BYTES), type=kind)
     except (OSError, msgspec.MsgspecError):
         return None

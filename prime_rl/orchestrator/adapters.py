@@ -15,6 +15,7 @@ from pathlib import Path
 from prime_rl.contract.layout import RunDir, adapter_name, parse_adapter_name
 from prime_rl.orchestrator.client import InferenceError, RequestRefused, ServerClient, UnknownModel
 from prime_rl.orchestrator.pool import InferenceClient
+from prime_rl.utils.background import Background
 
 logger = logging.getLogger(__name__)
 
@@ -94,7 +95,7 @@ class AdapterPublication:
         self._loaded: set[int] = set()  # adapters that may be loaded, also while a load is under way
         self._unloading: set[int] = set()
         self._restoring = asyncio.Lock()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = Background()
 
     async def begin(self) -> None:
         """Unload what an earlier orchestrator of this run left behind (it was killed)."""
@@ -117,13 +118,10 @@ class AdapterPublication:
         for version in list(self._loaded - self._unloading):
             if not is_needed(version):
                 self._unloading.add(version)
-                task = asyncio.get_running_loop().create_task(self._unload(version))
-                self._tasks.add(task)
-                task.add_done_callback(self._tasks.discard)
+                self._tasks.start(self._unload(version), f"unloading {self.label(version)}")
 
     async def withdraw(self) -> None:
-        for task in self._tasks:
-            task.cancel()
+        await self._tasks.cancel()
         for version in sorted(self._loaded):
             await self._unload(version)
 

@@ -5,11 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from prime_rl.configs.orchestrator import AdvantageConfig
+from prime_rl.contract.files import make_folder
 from prime_rl.contract.layout import RunDir
-from prime_rl.contract.types import TrainingBatch, TrainingSample, write_batch
+from prime_rl.contract.types import TrainingBatch, TrainingSample, read_batch, write_batch
 from prime_rl.orchestrator.advantage import compute_advantages
-from prime_rl.orchestrator.checkpoint import sampler_state
+from prime_rl.orchestrator.checkpoint import correct_state, sampler_state
 from prime_rl.orchestrator.rollout import Group
+
+
+class SecondOrchestrator(RuntimeError):
+    """Another orchestrator writes the batches of the run. The message says where, and what to do."""
 
 
 def assemble_batch(
@@ -29,12 +34,18 @@ def has_signal(group: Group, advantage: AdvantageConfig) -> bool:
 
 
 def publish_batch(run: RunDir, batch: TrainingBatch) -> None:
-    """Write the batch file. Raises FileExistsError rather than writing a batch a second time."""
+    """Write the batch file; of two orchestrators one succeeds. Raises SecondOrchestrator when it was the other one."""
     path = run.rollout_file(batch.step)
-    if path.exists():
-        raise FileExistsError(f"{path} exists already: does a second orchestrator run for {run.run_id}?")
-    path.parent.mkdir(exist_ok=True)
-    write_batch(path, batch)
+    make_folder(path.parent)
+    try:
+        write_batch(path, batch)
+    except FileExistsError:
+        correct_state(run, read_batch(path))
+        raise SecondOrchestrator(
+            f"{path} was written by another orchestrator of {run.run_id} and is left as it is: this one ends; "
+            "look for the other one on all machines that share this folder, and keep only one"
+        ) from None
+    correct_state(run, batch)
 
 
 def _samples(group: Group, advantage: AdvantageConfig, temperature: float) -> list[TrainingSample]:

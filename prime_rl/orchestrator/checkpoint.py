@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,13 +17,15 @@ from typing import Any
 import msgspec
 
 from prime_rl.configs.orchestrator import CkptConfig
-from prime_rl.contract.files import write_atomic
+from prime_rl.contract.files import make_folder, read_file, read_text, write_atomic
 from prime_rl.contract.layout import RunDir, list_rollout_steps, list_steps
-from prime_rl.contract.types import TrainingBatch, read_batch
+from prime_rl.contract.types import MAX_BATCH_BYTES, TrainingBatch, read_batch
 
 logger = logging.getLogger(__name__)
 
 STATE_FORMAT_VERSION = 1
+# It holds one number.
+MAX_STATE_BYTES = 1 << 20
 
 
 class CheckpointError(RuntimeError):
@@ -53,25 +56,44 @@ def checkpoint_is_due(step: int, config: CkptConfig, max_steps: int) -> bool:
 
 def save_state(run: RunDir, batch: TrainingBatch) -> None:
     """Write the orchestrator's part of checkpoint `batch.step`; before the batch file, which lets the trainer go on."""
-    state = {"version": STATE_FORMAT_VERSION, "step": batch.step, "sampler_state": batch.sampler_state}
-    run.checkpoint_dir(batch.step).mkdir(exist_ok=True)
-    write_atomic(run.orchestrator_checkpoint(batch.step) / "state.json", json.dumps(state))
+    make_folder(run.checkpoint_dir(batch.step))
+    write_atomic(_state_file(run, batch.step), _state_of(batch))
 
 
-def find_progress(run: RunDir, groups_per_batch: int) -> Progress:
-    """Where to go on: after the newest batch file or STABLE checkpoint. Raises CheckpointError or BadBatchError.
+def correct_state(run: RunDir, batch: TrainingBatch) -> None:
+    """Once `batch` is on disk: make the state of its step, if there is one, that of this batch.
 
-    A trainer that stops saves itself at any step, so a checkpoint may lack our part. Its batch file is then still
-    there, unless the run was sent back from a later one: the example order goes on as if no group had been dropped.
+    Two orchestrators may both have written the state before one of them wrote the batch.
+    """
+    path, right = _state_file(run, batch.step), _state_of(batch)
+    if read_text(path) not in (None, right):
+        write_atomic(path, right)
+
+
+def _state_file(run: RunDir, step: int) -> Path:
+    return run.orchestrator_checkpoint(step) / "state.json"
+
+
+def _state_of(batch: TrainingBatch) -> str:
+    return json.dumps({"version": STATE_FORMAT_VERSION, "step": batch.step, "sampler_state": batch.sampler_state})
+
+
+def find_progress(run: RunDir, groups_per_batch: int, *, max_bytes: int = MAX_BATCH_BYTES) -> Progress:
+    """Where to go on: after the newest batch file (of at most `max_bytes`) or STABLE checkpoint.
+
+    Raises CheckpointError or BadBatchError. A trainer that stops saves itself at any step, so a checkpoint may lack our
+    part. Its batch file is then still there, unless the run was sent back from a later one: the example order goes on
+    as if no group had been dropped.
     """
     newest_batch = max(list_rollout_steps(run), default=0)
     newest_checkpoint = max(list_steps(run.checkpoints, stable_only=True), default=0)
     if newest_batch == newest_checkpoint == 0:
         return Progress(0, 0)
     if newest_batch >= newest_checkpoint:
-        return Progress(newest_batch, _next_index(read_batch(run.rollout_file(newest_batch)).sampler_state))
-    path = run.orchestrator_checkpoint(newest_checkpoint) / "state.json"
-    if not path.exists():
+        batch = read_batch(run.rollout_file(newest_batch), limit=max_bytes)
+        return Progress(newest_batch, _next_index(batch.sampler_state))
+    path = _state_file(run, newest_checkpoint)
+    if not os.path.lexists(path):
         logger.warning("%s is not there: the example order goes on as if no group had been dropped", path)
         return Progress(newest_checkpoint, newest_checkpoint * groups_per_batch)
     return Progress(newest_checkpoint, _next_index(_load_state(path).sampler_state))
@@ -79,7 +101,7 @@ def find_progress(run: RunDir, groups_per_batch: int) -> Progress:
 
 def _load_state(path: Path) -> _State:
     try:
-        state = msgspec.json.decode(path.read_bytes(), type=_State)
+        state = msgspec.json.decode(read_file(path, limit=MAX_STATE_BYTES), type=_State)
     except (OSError, msgspec.MsgspecError) as error:
         raise CheckpointError(f"{path}: cannot go on from this checkpoint: {error}") from error
     if state.version != STATE_FORMAT_VERSION:

@@ -150,6 +150,11 @@ class Endpoint:
             self._found = self._look()
         return self._found
 
+    @property
+    def address(self) -> str:
+        """The URL, or the status file while it has none; never raises."""
+        return self._fixed or self._found or str(self._status_path)
+
     def forget(self) -> None:
         """Read the status file again before the next request."""
         self._found = None
@@ -180,6 +185,11 @@ class ServerClient:
         self._http = http
         self._timeout_s = timeout_s
         self.weights: str | None = None
+
+    @property
+    def address(self) -> str:
+        """The server's URL, or the status file that is to have it."""
+        return self._endpoint.address
 
     async def list_models(self) -> list[ServedModel]:
         """The base model and all loaded adapters, also those of other runs."""
@@ -221,7 +231,7 @@ class ServerClient:
                 response = await self._http.request(method, whole_url, json=body)
         except TimeoutError:
             raise ServerDown(f"inference at {url} (no answer in {self._timeout_s:g} s)", is_overload=True) from None
-        except httpx.TransportError as error:
+        except httpx.RequestError as error:  # no connection, a lost one, or a body that cannot be decoded
             self._endpoint.forget()
             raise ServerDown(f"inference at {url} ({_reason(error)})") from error
         _raise_for(response, url)
@@ -276,7 +286,7 @@ def _error_text(response: httpx.Response) -> str:
     return " ".join(text.split())[:MAX_ERROR_TEXT]
 
 
-def _reason(error: httpx.TransportError) -> str:
+def _reason(error: httpx.RequestError) -> str:
     if isinstance(error, httpx.ConnectError):
         return "connection refused"
     return " ".join(str(error).split()) or type(error).__name__

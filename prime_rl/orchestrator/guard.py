@@ -14,8 +14,9 @@ import socket
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from typing import Any, Never
 
-from prime_rl.contract.files import read_text
+from prime_rl.contract.files import FileRefused, read_text
 from prime_rl.contract.layout import RunDir
+from prime_rl.utils.background import cancel_all, log_failure
 
 # Between two looks: at least, whatever wakes it, and at most.
 MIN_LOOK_S = 0.2
@@ -38,7 +39,10 @@ def check_run(run: RunDir) -> None:
     """Raises RunEvicted or RunGone when the run is not to go on."""
     if not run.path.is_dir():
         raise RunGone(f"{run.path} is gone")
-    reason = read_text(run.evicted)
+    try:
+        reason = read_text(run.evicted)
+    except FileRefused as error:
+        reason = str(error)
     if reason is not None:
         raise RunEvicted(" ".join(reason.split()) or "no reason given")
 
@@ -100,13 +104,14 @@ async def run_beside(main: Coroutine[Any, Any, None], *loops: Awaitable[None]) -
     """Run `main` with `loops` beside it until `main` has ended or one of them raises; then cancel the rest."""
     main_task = asyncio.ensure_future(main)
     tasks = {main_task, *(asyncio.ensure_future(loop) for loop in loops)}
-    pending = set(tasks)
+    unread = set(tasks)
     try:
         while not main_task.done():
-            done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+            done, _ = await asyncio.wait(unread, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
+                unread.discard(task)
                 task.result()
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel_all(tasks)
+        for task in unread:  # one that failed at the same time, or while it was cancelled
+            log_failure(task)

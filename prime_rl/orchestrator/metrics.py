@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from prime_rl.contract.files import append_line
+from prime_rl.contract.files import append_line, read_end
 from prime_rl.orchestrator.rollout import Group, Rollout
 
 Phase = Literal["generate", "environment", "wait_for_policy", "wait_for_inference"]
@@ -176,13 +176,7 @@ def last_eval_step(path: Path, *, at_most: int) -> int | None:
 
     A run that was sent back to an earlier step has evaluations of later ones; those are void.
     """
-    try:
-        with path.open("rb") as file:
-            file.seek(max(0, path.stat().st_size - TAIL_BYTES))
-            lines = file.read().splitlines()
-    except FileNotFoundError:
-        return None
-    for line in reversed(lines):
+    for line in reversed(read_end(path, TAIL_BYTES).splitlines()):
         record = _record(line)
         if any(name.startswith("eval/") for name in record) and record["step"] <= at_most:
             return int(record["step"])

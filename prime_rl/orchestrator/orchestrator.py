@@ -10,6 +10,7 @@ failed or stopped; a crash leaves none, and whoever keeps the process alive may 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import math
@@ -21,11 +22,12 @@ from pathlib import Path
 
 from prime_rl.configs.base import ConfigError, ConfigProblem, parse_argv
 from prime_rl.configs.orchestrator import OrchestratorConfig
+from prime_rl.contract.files import WaitStopped, WaitTimeout, make_folder, wait_for
 from prime_rl.contract.layout import LayoutError, OutputDir, RunDir
 from prime_rl.contract.resume import pending_request
-from prime_rl.contract.status import RunStatus, StatusWriter, is_there, read_status
-from prime_rl.contract.types import BadBatchError
-from prime_rl.orchestrator.batch import has_signal
+from prime_rl.contract.status import LOST_AFTER_S, RunStatus, StatusWriter, is_there, read_status
+from prime_rl.contract.types import BadBatchError, max_batch_bytes
+from prime_rl.orchestrator.batch import SecondOrchestrator, has_signal
 from prime_rl.orchestrator.batch_loop import BatchLoop
 from prime_rl.orchestrator.checkpoint import (
     CheckpointError,
@@ -60,7 +62,7 @@ from prime_rl.orchestrator.tenancy import set_up_versions, trainer_says
 from prime_rl.orchestrator.tokenizer import ChatTokenizer, TokenizerError
 from prime_rl.orchestrator.trainer_watch import TrainerWatch
 from prime_rl.orchestrator.turn import TurnSampler
-from prime_rl.utils.logger import setup_logger
+from prime_rl.utils.logger import complain, setup_logger
 from prime_rl.utils.secrets import SecretError, read_secret
 from prime_rl.utils.signals import StopFlag
 from prime_rl.utils.watch import Watcher
@@ -77,7 +79,7 @@ async def orchestrate(
     """Make every batch of the run, then wait until its last update is published (and evaluated, if asked for)."""
     # -- what the run needs ----
     for folder in (run.rollouts, run.broadcast, run.checkpoints, run.metrics):
-        folder.mkdir(exist_ok=True)  # not their parents: a deleted run is not made again
+        make_folder(folder)  # not their parents: a deleted run is not made again
     monitors = MonitorProcess(config, run)
     cleanup.push_async_callback(asyncio.to_thread, monitors.close)
     await resume_done(run, config, reporter)
@@ -86,7 +88,7 @@ async def orchestrate(
     tokenizer = ChatTokenizer.load(config.model.name)
     meter = RolloutMeter()
     envs, eval_envs = await load_environments(config, meter, cleanup, reporter.wait_for)
-    progress = find_progress(run, config.groups_per_batch)
+    progress = find_progress(run, config.groups_per_batch, max_bytes=max_batch_bytes(config.batch_size, seq_len))
     reporter.update(step=progress.step)
 
     # -- who does what ----
@@ -203,6 +205,7 @@ async def run_to_the_end(config: OrchestratorConfig, run: RunDir, stop: Callable
     writer = StatusWriter(run.status, RunStatus(run_id=run.run_id, max_steps=config.max_steps))
     reporter = Reporter(writer)
     last_word: dict[str, object] = {}
+    second: SecondOrchestrator | None = None
     try:
         async with AsyncExitStack() as cleanup:
             wake = Wake()
@@ -219,6 +222,8 @@ async def run_to_the_end(config: OrchestratorConfig, run: RunDir, stop: Callable
         last_word = {"state": "failed", "reason": str(error)}
     except RunGone as error:
         logger.info("%s: nothing left to do", error)
+    except SecondOrchestrator as error:
+        second = error
     except Exception as error:
         if not run.path.is_dir():  # whatever failed, failed because of that
             logger.info("%s is gone: nothing left to do", run.path)
@@ -226,9 +231,15 @@ async def run_to_the_end(config: OrchestratorConfig, run: RunDir, stop: Callable
             last_word = {"reason": f"{type(error).__name__}: {error}"}
             logger.exception("crashed")
     finally:
-        writer.close(waiting_on=None, num_in_flight=0, **last_word)
+        if second is None:
+            writer.close(waiting_on=None, num_in_flight=0, **last_word)
+        else:
+            writer.abandon()  # the status file is the other one's
+    if second is not None:
+        complain("orchestrator", second)
+        return 1
     if "reason" in last_word:
-        print(f"{run.run_id} {writer.status.state}: {last_word['reason']}", file=sys.stderr)
+        complain(f"{run.run_id} {writer.status.state}", last_word["reason"])
         return 1
     return 0
 
@@ -243,6 +254,30 @@ def find_run(argv: Sequence[str]) -> RunDir:
     raise ConfigError("command line", [ConfigProblem("", "write @ OUTPUT_DIR/run_<id>/control/orch.toml")])
 
 
+def find_other(run: RunDir, stop: Callable[[], bool], beat_s: float = LOST_AFTER_S) -> str | None:
+    """The living orchestrator of the run, if there is one, in words.
+
+    One on another machine is judged by its heartbeat, for `beat_s` and without comparing clocks.
+    """
+    status = read_status(run.status, RunStatus)
+    if status is None:
+        return None
+    if not status.writer.is_of_another_boot():
+        return f"pid {status.pid}" if is_there(status) and status.pid != os.getpid() else None
+    if status.state not in ("starting", "running"):
+        return None
+    seen = status.updated_at
+
+    def has_beaten() -> bool:
+        status = read_status(run.status, RunStatus)
+        return status is not None and status.updated_at != seen
+
+    with contextlib.suppress(WaitTimeout, WaitStopped):
+        wait_for(has_beaten, f"a heartbeat of {run.status}", timeout_s=beat_s, stop=stop)
+        return f"pid {status.pid} on another machine"
+    return None
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     stop = StopFlag().install()
     argv = sys.argv[1:] if argv is None else argv
@@ -250,12 +285,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         run = find_run(argv)
         config = parse_argv(OrchestratorConfig, argv)
     except (ConfigError, LayoutError) as error:
-        print(f"orchestrator: {error}", file=sys.stderr)
+        complain("orchestrator", error)
         return 2
     setup_logger("orchestrator", config.log.level)
-    status = read_status(run.status, RunStatus)
-    if status is not None and is_there(status) and status.pid != os.getpid():
-        print(f"orchestrator: {run.run_id} has one already (pid {status.pid}): stop that first", file=sys.stderr)
+    if other := find_other(run, stop):
+        complain("orchestrator", f"{run.run_id} has one already ({other}): stop that first")
         return 1
     return asyncio.run(run_to_the_end(config, run, stop))
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import random
 import time
@@ -33,6 +34,7 @@ from prime_rl.orchestrator.client import (
     ServerDown,
 )
 from prime_rl.orchestrator.concurrency import Places
+from prime_rl.utils.background import Background
 
 logger = logging.getLogger(__name__)
 
@@ -115,12 +117,10 @@ class InferenceClient:
         ]
         self._backoff_start_s = backoff_start_s
         self._changed = asyncio.Event()
-        self._returning: set[asyncio.Task[None]] = set()
+        self._returning = Background()
 
     async def close(self) -> None:
-        for task in self._returning:
-            task.cancel()
-        await asyncio.gather(*self._returning, return_exceptions=True)
+        await self._returning.cancel()
         await self._http.aclose()
 
     @property
@@ -232,25 +232,25 @@ class InferenceClient:
             return
         server.living = False
         logger.warning("not asked any more until it answers: %s", error)
-        task = asyncio.get_running_loop().create_task(self._bring_back(server))
-        self._returning.add(task)
-        task.add_done_callback(self._returning.discard)
+        self._returning.start(self._bring_back(server), f"bringing back {server.client.address}")
 
     async def _bring_back(self, server: Server) -> None:
         """Look at a server that was taken out until it answers and is equipped; then it is asked again."""
-        attempt = 0
-        while True:
+        logged = server.error
+        for attempt in itertools.count():
             await asyncio.sleep(self._backoff_s(attempt))
-            attempt += 1
             try:
                 await self.equip(server.client)
                 break
             except AccessDenied:
-                break  # whoever asks it next hears that
-            except InferenceError as error:
-                server.error = str(error)
+                break  # raised again by the next request, which has a caller
+            except Exception as error:  # nothing else would bring this server back, so no failure of one try ends it
+                server.error = _describe(error, server)
                 if self.trouble is not None:
                     self._set_trouble(self._describe_trouble())
+                if server.error != logged and not isinstance(error, InferenceUnavailable):
+                    logged = server.error
+                    logger.warning("cannot bring back %s yet, trying again: %s", server.client.address, server.error)
         logger.info("inference server %d answers again", server.number)
         server.living, server.not_before_s, server.num_refused = True, 0.0, 0
         self._changed.set()
@@ -270,6 +270,12 @@ class InferenceClient:
         if trouble != self.trouble:
             self.trouble = trouble
             self.on_change()
+
+
+def _describe(error: Exception, server: Server) -> str:
+    if isinstance(error, InferenceError):
+        return str(error)
+    return f"inference at {server.client.address} ({type(error).__name__}: {' '.join(str(error).split())})"
 
 
 async def _nothing(server: ServerClient) -> None:

@@ -22,6 +22,7 @@ from prime_rl.orchestrator.policy import PolicyVersions
 from prime_rl.orchestrator.pool import InferenceClient
 from prime_rl.orchestrator.rollout import Group, GroupFailed
 from prime_rl.orchestrator.trainer_watch import TrainerWatch, describe_policy_wait
+from prime_rl.utils.background import Background
 from prime_rl.utils.watch import Watcher
 
 logger = logging.getLogger(__name__)
@@ -76,7 +77,7 @@ class Scheduler:
         self._on_phase = on_phase
         self._noted: tuple[Phase, str | None] | None = None
         self._clock = clock
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = Background()
         self._task_of: dict[int, asyncio.Task[None]] = {}
         self._outcomes: deque[bool] = deque(maxlen=FAILURE_WINDOW)
         self._failure: BaseException | None = None
@@ -170,17 +171,12 @@ class Scheduler:
     async def close(self) -> None:
         """Stop all generation."""
         self._closed = True  # a group that fails just now starts no other in its place
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._tasks.cancel()
 
     def _fill(self) -> None:
         while not self._closed and self._may_start():
             flight = self.ledger.start()
-            task = asyncio.get_running_loop().create_task(self._run_group(flight))
-            self._tasks.add(task)
-            self._task_of[flight.index] = task
-            task.add_done_callback(self._tasks.discard)
+            self._task_of[flight.index] = self._tasks.start(self._run_group(flight), f"group {flight.index}")
         self.note_phase()
 
     def _stop_too_old(self) -> None:
@@ -197,19 +193,25 @@ class Scheduler:
         result: Group | Exception
         try:
             result = await self._make_group(flight.index, flight.note)
-        except Exception as error:  # a task has no caller: it is judged below
+        except Exception as error:  # a task has no caller: next_groups raises what fails here and below
             result = error
         if self._task_of.get(flight.index) is not asyncio.current_task():
             return  # it was stopped, and what it waited on swallowed that
         del self._task_of[flight.index]
+        try:
+            self._judge(flight.index, result)
+            self._fill()
+        except Exception as error:
+            self._failure = error
+        await self._notify()
+
+    def _judge(self, index: int, result: Group | Exception) -> None:
         if isinstance(result, Group):
             self._finish(result)
         elif isinstance(result, GroupFailed):
-            self._drop_failed(flight.index, result)
+            self._drop_failed(index, result)
         else:
             self._failure = result
-        self._fill()
-        await self._notify()
 
     def _finish(self, group: Group) -> None:
         self._outcomes.append(True)

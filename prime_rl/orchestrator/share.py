@@ -22,12 +22,12 @@ import msgspec
 
 from prime_rl.configs.orchestrator import EvalConfig, OrchestratorConfig
 from prime_rl.configs.validate import load_run_config
-from prime_rl.contract.files import write_atomic
+from prime_rl.contract.files import make_folder, read_file, write_atomic
 from prime_rl.contract.layout import OutputDir, RunDir
 from prime_rl.contract.rank_files import RankEntry, RankFileWriter, read_rank_file
 from prime_rl.contract.shares import JoinRequest, JoinResult, MakeRequest
 from prime_rl.orchestrator.adapters import AdapterPublication
-from prime_rl.orchestrator.batch import assemble_batch, publish_batch
+from prime_rl.orchestrator.batch import SecondOrchestrator, assemble_batch, publish_batch
 from prime_rl.orchestrator.checkpoint import checkpoint_is_due, save_state
 from prime_rl.orchestrator.envs.checked import EnvironmentFault
 from prime_rl.orchestrator.envs.loading import Environments, load_environments
@@ -46,12 +46,14 @@ from prime_rl.orchestrator.rollout import (
 from prime_rl.orchestrator.sampler import ExampleSampler
 from prime_rl.orchestrator.tokenizer import ChatTokenizer
 from prime_rl.orchestrator.turn import TurnSampler
-from prime_rl.utils.logger import setup_logger
+from prime_rl.utils.logger import complain, setup_logger
 
 logger = logging.getLogger("share")
 
 # An environment that fails on a task now and then is asked again; a task that fails this often never comes.
 MAX_ATTEMPTS = 3
+# A request names every task of an iteration and its file: a million of them.
+MAX_REQUEST_BYTES = 256 << 20
 MakeTask = Callable[[int], Awaitable[Group]]
 
 
@@ -184,7 +186,7 @@ def _join_train(
         )
         if checkpoint_is_due(step, config.ckpt, config.max_steps):
             save_state(run, batch)
-        run.rollouts.mkdir(exist_ok=True)
+        make_folder(run.rollouts)
         publish_batch(run, batch)
         write_metrics(run.orchestrator_metrics, step, {"reward/mean": rewards[str(step)]}, time.time())
     return rewards
@@ -202,7 +204,7 @@ def _join_eval(request: JoinRequest, run: RunDir, groups: Sequence[Group]) -> di
 
 def main(argv: Sequence[str] | None = None) -> int:
     what, path = sys.argv[1:] if argv is None else argv
-    data = Path(path).read_bytes()
+    data = read_file(Path(path), limit=MAX_REQUEST_BYTES)
     try:
         if what == "make":
             request = msgspec.json.decode(data, type=MakeRequest)
@@ -210,8 +212,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         else:
             wanted = msgspec.json.decode(data, type=JoinRequest)
             write_atomic(Path(wanted.result), msgspec.json.encode(join(wanted, *_load(wanted.run))))
-    except (*FINAL, GroupFailed, EnvironmentFault, OSError) as error:
-        print(f"share: {error}", file=sys.stderr)
+    except (*FINAL, SecondOrchestrator, GroupFailed, EnvironmentFault, OSError) as error:
+        complain("share", error)
         return 1
     return 0
 

@@ -15,6 +15,7 @@ import logging
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
+from prime_rl.contract.files import make_folder, open_append
 from prime_rl.contract.layout import RunDir, parse_weights_name, weights_name
 from prime_rl.orchestrator.client import InferenceError, RequestRefused, ServerClient, UnknownModel
 from prime_rl.orchestrator.pool import InferenceClient
@@ -27,8 +28,8 @@ LEASE_POLL_S = 0.3
 @contextlib.asynccontextmanager
 async def lease(path: Path, tell: Callable[[str | None], None]) -> AsyncIterator[None]:
     """Have the weights of the workspace's servers for this process; waits, and says so, while another run has them."""
-    path.parent.mkdir(exist_ok=True)
-    with path.open("a") as file:  # the kernel gives the lock back however this process ends
+    make_folder(path.parent)
+    with open_append(path) as file:  # the kernel gives the lock back however this process ends
         while True:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

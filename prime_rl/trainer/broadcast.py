@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from prime_rl.contract.files import mark_stable, staged_dir
+from prime_rl.contract.files import make_folder, mark_stable, staged_dir
 from prime_rl.contract.layout import RunDir, list_steps, stable_marker
 from prime_rl.trainer.retention import remove_step
 from prime_rl.trainer.runs import MultiRunManager
@@ -60,7 +60,7 @@ class FileSystemWeightBroadcast:
 
 def write_version(target: Path, save: Callable[[Path], None]) -> None:
     """Let `save` fill a folder that then appears as `target`, complete at once. Raises OSError."""
-    target.parent.mkdir(exist_ok=True)
+    make_folder(target.parent)
     with staged_dir(target) as folder:
         save(folder)
         mark_stable(folder, sync=False)

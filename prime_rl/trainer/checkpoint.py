@@ -16,17 +16,20 @@ import msgspec
 from torch import Tensor
 
 from prime_rl.configs.orchestrator import OrchestratorConfig
-from prime_rl.contract.files import mark_stable, staged_dir, write_atomic
+from prime_rl.contract.files import make_folder, mark_stable, read_file, staged_dir, write_atomic
 from prime_rl.contract.resume import pending_request
+from prime_rl.lora.tensor_files import load_tensors
 from prime_rl.trainer.retention import PROGRESS_FILE, drop_after, sweep, trainer_steps
 from prime_rl.trainer.runs import MultiRunManager
 from prime_rl.trainer.snapshot import RunSnapshot, Snapshots
-from prime_rl.trainer.state_files import join_tensors, load_tensors, save_tensors, split_tensors
+from prime_rl.trainer.state_files import join_tensors, save_tensors, split_tensors
 
 logger = logging.getLogger(__name__)
 
 CHECKPOINT_VERSION = 2
 STATE_FILE = "state.safetensors"
+# A thousand times what a run's progress takes, whose tensors are in a file of their own.
+MAX_PROGRESS_BYTES = 64 << 20
 
 
 class _Version(msgspec.Struct, frozen=True):
@@ -97,7 +100,7 @@ class CheckpointManager:
 
     def _read(self, run_idx: int, folder: Path) -> tuple[SavedProgress, dict[str, Tensor], dict[str, Any]]:
         try:
-            progress = (folder / PROGRESS_FILE).read_bytes()
+            progress = read_file(folder / PROGRESS_FILE, limit=MAX_PROGRESS_BYTES)
             version = msgspec.json.decode(progress, type=_Version).version
             if version != CHECKPOINT_VERSION:
                 raise ValueError(
@@ -106,7 +109,7 @@ class CheckpointManager:
                 )
             saved = msgspec.json.decode(progress, type=SavedProgress)
             tensors = self._snapshots.read(run_idx, folder)
-            state = join_tensors(saved.state, load_tensors(folder / STATE_FILE))
+            state = join_tensors(saved.state, load_tensors(folder / STATE_FILE, mapped=self._snapshots.maps_files))
         except msgspec.MsgspecError as error:
             raise ValueError(f"{folder} is damaged: {' '.join(str(error).split())}") from error
         return saved, tensors, state
@@ -118,8 +121,8 @@ class CheckpointManager:
         run, step = snapshot.run, snapshot.progress.step
         if step == 0 or step in trainer_steps(run):
             return
-        run.checkpoints.mkdir(exist_ok=True)
-        run.checkpoint_dir(step).mkdir(exist_ok=True)
+        make_folder(run.checkpoints)
+        make_folder(run.checkpoint_dir(step))
         with staged_dir(run.trainer_checkpoint(step)) as folder:
             _write(folder, snapshot)
         mark_stable(run.checkpoint_dir(step))

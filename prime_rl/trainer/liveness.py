@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -17,6 +16,8 @@ from datetime import timedelta
 from typing import NoReturn
 
 from torch._C._distributed_c10d import Store
+
+from prime_rl.utils.logger import complain
 
 logger = logging.getLogger(__name__)
 
@@ -158,5 +159,5 @@ class Liveness:
 
 
 def _end_process(verdict: str) -> NoReturn:
-    print(f"trainer: {verdict}", file=sys.stderr, flush=True)
+    complain("trainer", verdict)
     os._exit(1)

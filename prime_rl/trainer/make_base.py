@@ -19,6 +19,7 @@ from pydantic import Field
 from prime_rl.configs.base import BaseConfig, ConfigError, help_text, parse_argv
 from prime_rl.trainer.base_model.recipe import Recipe
 from prime_rl.trainer.base_model.store import StoreError, check_writable, is_up_to_date, save
+from prime_rl.utils.logger import complain
 from prime_rl.utils.signals import EXIT_INTERRUPTED, StopFlag
 
 # Without a terminal: a line at the start and at each of so many equal parts.
@@ -63,13 +64,13 @@ def main(argv: Sequence[str]) -> int:
         check_writable(config.out)
         make(config.out, recipe, stop)
     except ConfigError as error:
-        print(f"make-base: {error}", file=sys.stderr)
+        complain("make-base", error)
         return 2
     except StoreError as error:
-        print(f"make-base: {error}", file=sys.stderr)
+        complain("make-base", error)
         return 1
     except Interrupted:
-        print(f"make-base: stopped by {stop.signal_name}; nothing was written to {config.out}", file=sys.stderr)
+        complain("make-base", f"stopped by {stop.signal_name}; nothing was written to {config.out}")
         return EXIT_INTERRUPTED
     return 0
 

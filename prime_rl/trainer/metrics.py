@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 
 import msgspec
 
-from prime_rl.contract.files import append_line
+from prime_rl.contract.files import append_line, read_end
 from prime_rl.contract.layout import RunDir, list_steps
 from prime_rl.contract.status import StatusWriter, TrainerRunStatus
 from prime_rl.trainer.optim import MultiLoRAOptimizer
@@ -97,13 +97,7 @@ class MetricsWriter:
 
 def last_metrics_step(run: RunDir) -> int:
     """The step of the last whole line of `metrics/trainer.jsonl`; 0 when there is none."""
-    try:
-        with run.trainer_metrics.open("rb") as file:
-            file.seek(max(0, file.seek(0, 2) - TAIL_BYTES))
-            lines = file.read().splitlines()
-    except (FileNotFoundError, NotADirectoryError):
-        return 0
-    for line in reversed(lines):
+    for line in reversed(read_end(run.trainer_metrics, TAIL_BYTES).splitlines()):
         with contextlib.suppress(msgspec.MsgspecError, KeyError, TypeError, ValueError):
             return int(msgspec.json.decode(line)["step"])
     return 0
@@ -170,6 +164,7 @@ class StatusReporter:
         self._writer.close(state="stopped", waiting_on=None, runs=self._runs())
 
     def _update(self, state: str, waiting_on: str | None) -> None:
+        self._writer.turn()  # the main loop comes by here at every pass and at every look for one
         self._writer.update(
             state=state,
             waiting_on=waiting_on,

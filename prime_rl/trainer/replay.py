@@ -22,8 +22,9 @@ from prime_rl.configs.base import ConfigError, load_config, load_toml, merge
 from prime_rl.configs.orchestrator import OrchestratorConfig
 from prime_rl.configs.trainer import TrainerConfig
 from prime_rl.configs.validate import load_run_config
-from prime_rl.contract.files import WaitTimeout, read_text
+from prime_rl.contract.files import WaitTimeout, read_file, read_text, write_atomic
 from prime_rl.contract.layout import OutputDir, RunDir, list_rollout_steps, list_steps
+from prime_rl.contract.types import MAX_BATCH_BYTES
 from prime_rl.lora.adapter_state import load_peft
 from prime_rl.trainer.retention import trainer_steps
 from prime_rl.trainer.train import train
@@ -145,12 +146,13 @@ def _copy(recording: Recording, workspace: Path, place: int) -> RunDir:
     source, copy = recording.run, RunDir(workspace / recording.run.run_id)
     copy.control.mkdir(parents=True)
     ckpt = {"resume_step": -1, "interval": recording.config.max_steps, "keep_rollouts": True}
-    copy.orch_toml.write_text(tomli_w.dumps(merge(load_toml(source.orch_toml), {"ckpt": ckpt})))
+    write_atomic(copy.orch_toml, tomli_w.dumps(merge(load_toml(source.orch_toml), {"ckpt": ckpt})))
     # Slots are given in the order in which configs landed.
     os.utime(copy.orch_toml, (place + 1, place + 1))
     for step in range(recording.start + 1, recording.last + 1):
         copy.rollout_dir(step).mkdir(parents=True)
-        shutil.copyfile(source.rollout_file(step), copy.rollout_file(step))
+        batch = read_file(source.rollout_file(step), limit=MAX_BATCH_BYTES)
+        write_atomic(copy.rollout_file(step), batch, durable=False)
     if recording.start:
-        shutil.copytree(source.checkpoint_dir(recording.start), copy.checkpoint_dir(recording.start))
+        shutil.copytree(source.checkpoint_dir(recording.start), copy.checkpoint_dir(recording.start), symlinks=True)
     return copy

@@ -6,11 +6,13 @@ Rollout files are kept until a complete checkpoint of both trainer and orchestra
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
 from prime_rl.configs.orchestrator import CkptConfig
+from prime_rl.contract.files import remove
 from prime_rl.contract.layout import RunDir, list_steps, stable_marker, step_name
 
 # Its presence says that the trainer's part of a checkpoint is there.
@@ -18,9 +20,11 @@ PROGRESS_FILE = "progress.json"
 
 
 def remove_step(folder: Path) -> None:
-    """Remove a step folder; its marker goes first."""
-    stable_marker(folder).unlink(missing_ok=True)
-    shutil.rmtree(folder, ignore_errors=True)
+    """Remove a step folder; its marker goes first. Of a link only the link itself."""
+    with contextlib.suppress(OSError):
+        if not folder.is_symlink():
+            remove(stable_marker(folder))
+        remove(folder)
 
 
 def trainer_steps(run: RunDir) -> list[int]:
@@ -61,8 +65,9 @@ def drop_after(run: RunDir, step: int) -> None:
 
 def sweep(run: RunDir) -> None:
     """Remove what a killed trainer left half written."""
-    for pattern in ("broadcast/.step_*.tmp", "checkpoints/step_*/.trainer.*.tmp"):
-        for leftover in run.path.glob(pattern):
+    saved = [run.checkpoint_dir(step) for step in list_steps(run.checkpoints)]
+    for folder, pattern in [(run.broadcast, ".step_*.tmp"), *((each, ".trainer.*.tmp") for each in saved)]:
+        for leftover in [] if folder.is_symlink() else folder.glob(pattern):
             shutil.rmtree(leftover, ignore_errors=True)
 
 

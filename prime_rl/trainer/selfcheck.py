@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 
 from prime_rl.configs.base import ConfigError
 from prime_rl.contract.layout import LayoutError, OutputDir, RunDir, scan_runs
+from prime_rl.utils.logger import complain
 from prime_rl.utils.text import one_line
 
 if TYPE_CHECKING:
@@ -61,10 +62,10 @@ def main(argv: Sequence[str]) -> int:
         recordings = _recordings(runs, bool(arguments.run))
         verdicts = _checked(_trainer(arguments.workspace, recordings), recordings, arguments.tolerance)
     except (WrongUse, ConfigError) as error:
-        print(f"selfcheck: {one_line(str(error), MAX_ERROR_CHARS)}", file=sys.stderr)
+        complain("selfcheck", one_line(str(error), MAX_ERROR_CHARS))
         return 2
     except RuntimeError as error:
-        print(f"selfcheck: {one_line(str(error), MAX_ERROR_CHARS)}", file=sys.stderr)
+        complain("selfcheck", one_line(str(error), MAX_ERROR_CHARS))
         return 1
     _print(verdicts, arguments.tolerance, as_json=arguments.json)
     return 0 if all(verdict.ok for verdict in verdicts) else 1
@@ -194,7 +195,7 @@ def _recordings(runs: Sequence[RunDir], were_named: bool) -> list[Recording]:
         except ReplayError as error:
             if were_named or len(runs) == 1:
                 raise WrongUse(one_line(str(error), MAX_ERROR_CHARS)) from error
-            print(f"selfcheck: left out: {one_line(str(error), MAX_ERROR_CHARS)}", file=sys.stderr)
+            complain("selfcheck: left out", one_line(str(error), MAX_ERROR_CHARS))
     if not recordings:
         raise WrongUse("no run has recorded batches: set ckpt.keep_rollouts = true in control/orch.toml")
     return recordings
@@ -214,7 +215,7 @@ def _print(verdicts: Sequence[Verdict], tolerance: float, *, as_json: bool) -> N
         print(json.dumps({"version": JSON_VERSION, "tolerance": tolerance, "runs": runs}))
         return
     for verdict in verdicts:
-        word = "ok" if verdict.ok else f"FAILED (allowed are {tolerance:g})"
+        word = "ok" if verdict.ok else f"FAILED (tolerance {tolerance:g})"
         steps = "step" if verdict.num_steps == 1 else "steps"
         print(f"{verdict.run_id}: {verdict.num_steps} {steps}, relative difference {verdict.difference:.2g}: {word}")
 

@@ -77,8 +77,14 @@ class RunSnapshot:
             return False
 
 
+# What a file of an adapter has besides its tensors: their names.
+ADAPTER_HEAD_BYTES = 16 << 20
+
+
 class Snapshots(ABC):
-    """Takes them. For the thread that trains."""
+    """Takes them. For the thread that trains. `maps_files`: whether the files of a checkpoint may be mapped."""
+
+    maps_files = False
 
     def __init__(self, manager: MultiRunManager, optimizer: MultiLoRAOptimizer, scheduler: MultiLoRAScheduler) -> None:
         self._manager = manager
@@ -159,7 +165,8 @@ class AdapterSnapshots(Snapshots):
         )
 
     def read(self, run_idx: int, folder: Path) -> dict[str, Tensor]:
-        tensors, config = load_peft(folder)
+        own_bytes = sum(t.numel() * t.element_size() for t in self._manager.get_state_dict_for_run(run_idx).values())
+        tensors, config = load_peft(folder, limit=own_bytes + ADAPTER_HEAD_BYTES)
         rank = self._manager.rank_of(run_idx)
         if config.rank != rank:
             raise ValueError(

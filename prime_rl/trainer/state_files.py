@@ -9,8 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save
+from safetensors.torch import save
 from torch import Tensor
 
 # The one key of a reference, and the mark of a key that was a number: optimizers count their parameters.
@@ -54,15 +53,6 @@ def join_tensors(plain: Any, tensors: dict[str, Tensor]) -> Any:
 def save_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
     """Raises OSError."""
     path.write_bytes(save(tensors))
-
-
-def load_tensors(path: Path) -> dict[str, Tensor]:
-    """Raises OSError, or ValueError when the file is damaged."""
-    try:
-        tensors: dict[str, Tensor] = load_file(path)
-    except SafetensorError as error:
-        raise ValueError(f"{path}: {error}") from error
-    return tensors
 
 
 def _key(name: str) -> str | int:

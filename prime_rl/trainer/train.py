@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from prime_rl.configs.base import ConfigError, parse_argv
 from prime_rl.configs.trainer import TrainerConfig
 from prime_rl.configs.validate import TrainerLimits
-from prime_rl.utils.logger import setup_logger
+from prime_rl.utils.logger import complain, setup_logger
 from prime_rl.utils.signals import StopFlag
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         config = parse_argv(TrainerConfig, argv)
     except ConfigError as error:
-        print(error, file=sys.stderr)
+        complain("trainer", error)
         return 2
     logger = setup_logger("trainer", config.log.level)
     # Before torch is loaded: threads that spin while they wait take the cores away from inference.
@@ -53,7 +53,7 @@ def main(argv: Sequence[str]) -> int:
         world.close()
     except (ModelError, WorldError, OSError) as error:
         logger.debug("the trainer failed", exc_info=True)
-        print(f"trainer: {error}", file=sys.stderr)
+        complain("trainer", error)
         return 1
     logger.info("stopped%s", f" by {stop.signal_name}" if stop.signal_name else "")
     return 0

@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers.utils.hub import cached_file
 
 from prime_rl.configs.orchestrator import RunLoRAConfig
 from prime_rl.lora.misfit import misfit, shapes_of
+from prime_rl.lora.tensor_files import load_tensors
 from prime_rl.trainer.sharding import cut, join, part_here
 
 WEIGHTS_FILE = "model.safetensors"
@@ -132,8 +132,4 @@ class ModelSnapshot:
 
 def load_weights(folder: Path) -> dict[str, Tensor]:
     """What `ModelSnapshot.save` wrote. Raises OSError, or ValueError when the file is damaged."""
-    try:
-        tensors: dict[str, Tensor] = load_file(folder / WEIGHTS_FILE)
-    except SafetensorError as error:
-        raise ValueError(f"{folder / WEIGHTS_FILE}: {error}") from error
-    return tensors
+    return load_tensors(folder / WEIGHTS_FILE, mapped=True)

@@ -100,6 +100,8 @@ class WholeModelOptimizer(MultiLoRAOptimizer):
 class ModelSnapshots(Snapshots):
     """Snapshots of the whole model, from what `collect` put together last. There is one slot."""
 
+    maps_files = True
+
     def __init__(
         self,
         manager: MultiRunManager,

@@ -1,4 +1,7 @@
-"""One log format for every process, on standard error unless told otherwise: time, level, part, message."""
+"""One log format for every process, on standard error unless told otherwise: time, level, part, message.
+
+A record may quote a run: its message is one line, and nothing in it is obeyed by a terminal.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +10,23 @@ import sys
 import time
 from typing import TextIO
 
+from prime_rl.utils.text import clean_text
+
 
 class _Utc(logging.Formatter):
     def formatTime(self, record: logging.LogRecord, datefmt: str | None = None) -> str:
         return time.strftime(datefmt or "%FT%T", time.gmtime(record.created))
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        return super().formatMessage(record).replace("\n", " ")
+
+    def format(self, record: logging.LogRecord) -> str:
+        return clean_text(super().format(record))
+
+
+def complain(part: str, message: object) -> None:
+    """Say on standard error what is wrong; `message` may be an error that quotes a run."""
+    print(f"{part}: {clean_text(str(message))}", file=sys.stderr, flush=True)
 
 
 def setup_logger(part: str, level: str = "info", stream: TextIO | None = None) -> logging.Logger:

@@ -13,6 +13,7 @@ from pathlib import Path
 from prime_rl.contract.layout import OutputDir
 from prime_rl.contract.nodes import BeatWatch, Sighting
 from prime_rl.contract.status import NodeStatus, read_status
+from prime_rl.utils.text import clean_strings, one_line
 
 MAX_FILE_BYTES = 1_000_000
 
@@ -28,7 +29,7 @@ class NodeReader:
         self._known: dict[int, NodeStatus] = {}
 
     def read(self) -> list[Sighting]:
-        """What is known of each node; a file that cannot be read for a moment counts as it was before."""
+        """What is known of each node, its text clean; a file that cannot be read for a moment counts as before."""
         ranks = self._output.list_nodes()
         self._watch.forget(ranks)
         self._known = {rank: status for rank, status in self._known.items() if rank in ranks}
@@ -44,7 +45,7 @@ class NodeReader:
         try:
             if not path.is_file() or path.stat().st_size > MAX_FILE_BYTES:
                 return None
-            return read_status(path, NodeStatus)
+            return clean_strings(read_status(path, NodeStatus), one_line)
         except (OSError, RecursionError):
             return None
 

@@ -56,6 +56,11 @@ class ProcessId:
             return False
         return not is_zombie and self.is_same(ProcessId.of(self.pid))
 
+    def is_of_another_boot(self) -> bool:
+        """Whether it ran on another machine, or before this one was started: its pid tells nothing here."""
+        boot = self.start.partition("/")[0]
+        return bool(boot and boot_id()) and boot != boot_id()
+
     def send(self, signum: signal.Signals) -> None:
         """Send a signal if this process still is that process."""
         if self.is_running():

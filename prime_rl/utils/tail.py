@@ -11,6 +11,8 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from prime_rl.contract.files import open_file
+
 # One look takes at most this much, so a huge file is read in steps between which the reader can be told to stop.
 CHUNK_BYTES = 1 << 20
 # A line longer than this is no metrics line and no log line that a person reads; it is dropped, not kept in memory.
@@ -63,8 +65,7 @@ class FileTail:
     def read(self) -> TailRead:
         """Lines that were completed since the last call. Never raises for what a file may do."""
         try:
-            # Not waiting: a pipe in the place of the file has nobody at its other end.
-            fd = os.open(self.path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+            fd = open_file(self.path)
             try:
                 return self._read(fd)
             finally:
@@ -96,7 +97,7 @@ class FileTail:
     def _rest_put_aside(self) -> bytes | None:
         """What we have not read of the file that was put aside; None when there is none, or it is another file."""
         try:
-            with self.path.with_name(f"{self.path.name}.1").open("rb", buffering=0) as file:
+            with os.fdopen(open_file(self.path.with_name(f"{self.path.name}.1")), "rb", buffering=0) as file:
                 fd = file.fileno()
                 size = os.fstat(fd).st_size
                 marked = os.pread(fd, len(self._mark), self._offset - len(self._mark)) == self._mark

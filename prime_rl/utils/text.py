@@ -1,8 +1,19 @@
-"""Text from runs (names, prompts, errors, logs) made safe to show in a terminal. Knows nothing of who shows it."""
+"""Text from runs (names, prompts, errors, logs) made safe to show in a terminal. Knows nothing of who shows it.
+
+Readers call it where text enters; what they hand on is a `CleanText`, or a struct that went through `clean_strings`.
+"""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from typing import Any, NewType, TypeVar
+
+import msgspec
+
+T = TypeVar("T")
+CleanText = NewType("CleanText", str)
+"""Text with nothing in it that a terminal obeys. Made by `clean_text` and `one_line` alone."""
 
 # One pass removes every ESC and every C1 byte, so what is left after it cannot join to a new sequence.
 _CONTROL = re.compile(
@@ -32,15 +43,19 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 _LOOK = 50
 
 
-def clean_text(text: str) -> str:
-    """`text` without anything that a terminal obeys, and with nothing that hides.
+def clean_text(text: str, limit: int | None = None) -> CleanText:
+    """`text` without anything that a terminal obeys, and with nothing that hides; at most `limit` characters.
 
     Escape sequences and control characters but newlines and tabs are left out. Characters that are not seen, and those
     that turn the writing direction, stand as `<U+200B>`, many in a row as `<U+200B +7>`. Markup of a terminal toolkit
     stays: show the result as plain text.
     """
-    text = _CONTROL.sub("", text)
-    return text if text.isascii() else _SURROGATE.sub("\N{REPLACEMENT CHARACTER}", _UNSEEN.sub(_mark, text))
+    if limit is not None:
+        text = text[: _LOOK * limit]
+    if not (text.isascii() and text.isprintable()):
+        text = _CONTROL.sub("", text)
+        text = text if text.isascii() else _SURROGATE.sub("\N{REPLACEMENT CHARACTER}", _UNSEEN.sub(_mark, text))
+    return CleanText(text if limit is None else text[:limit])
 
 
 def _mark(found: re.Match[str]) -> str:
@@ -50,7 +65,22 @@ def _mark(found: re.Match[str]) -> str:
     return f"<U+{ord(unseen[0]):04X}{f' +{len(unseen) - 1}' if len(unseen) > 1 else ''}>"
 
 
-def one_line(text: str, limit: int = 200) -> str:
+def one_line(text: str, limit: int = 200) -> CleanText:
     """`clean_text` on one line of at most `limit` characters."""
     line = " ".join(clean_text(text[: _LOOK * limit]).split())
-    return line if len(line) <= limit and len(text) <= _LOOK * limit else line[: limit - 1] + "…"
+    return CleanText(line if len(line) <= limit and len(text) <= _LOOK * limit else line[: limit - 1] + "…")
+
+
+def clean_strings(value: T, clean: Callable[[str], str] = clean_text) -> T:
+    """A copy of `value` with every string in it made clean: of structs, lists, and dictionaries with their keys."""
+    result: Any = value
+    if isinstance(value, str):
+        result = clean(value)
+    elif isinstance(value, msgspec.Struct):
+        fields = {name: clean_strings(getattr(value, name), clean) for name in value.__struct_fields__}
+        result = msgspec.structs.replace(value, **fields)
+    elif isinstance(value, dict):
+        result = {clean_strings(key, clean): clean_strings(each, clean) for key, each in value.items()}
+    elif isinstance(value, list | tuple):
+        result = type(value)(clean_strings(each, clean) for each in value)
+    return result  # type: ignore[no-any-return]

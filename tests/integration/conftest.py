@@ -3,7 +3,6 @@ from __future__ import annotations
 import fcntl
 import os
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from tests.system_support import Workspace, build_base_model, make_whole_workspa
 
 
 def _once(tmp_path_factory: pytest.TempPathFactory, name: str, make: Callable[[Path], object]) -> Path:
-    """One for all workers: the first that needs it makes it, the others wait for that. See ONCE in tests/conftest.py."""
+    """One for all workers: the first that needs it makes it, the others wait for that (ONCE in tests/conftest.py)."""
     place = tmp_path_factory.getbasetemp()
     folder = (place.parent if "PYTEST_XDIST_WORKER" in os.environ else place) / name
     with folder.with_suffix(".lock").open("w") as lock:
@@ -27,13 +26,7 @@ def _once(tmp_path_factory: pytest.TempPathFactory, name: str, make: Callable[[P
 @pytest.fixture(scope="session")
 def base_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Knows the form of the tasks."""
-    return _once(tmp_path_factory, "base", partial(build_base_model, num_steps=30))
-
-
-@pytest.fixture(scope="session")
-def able_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Knows the tasks in part, so that a few updates show in the reward."""
-    return _once(tmp_path_factory, "able", partial(build_base_model, num_steps=120))
+    return _once(tmp_path_factory, "base", build_base_model)
 
 
 @pytest.fixture(scope="session")
@@ -62,10 +55,10 @@ def vllm_workspace(tmp_path: Path, base_model: Path) -> Iterator[Workspace]:
 
 
 @pytest.fixture
-def whole_workspace(request: pytest.FixtureRequest, tmp_path: Path, able_model: Path) -> Iterator[Workspace]:
+def whole_workspace(request: pytest.FixtureRequest, tmp_path: Path, base_model: Path) -> Iterator[Workspace]:
     """A workspace that fine-tunes the whole model; its parameter is (engine, broadcast.type)."""
     engine, broadcast = request.param
-    yield from _closed(make_whole_workspace(tmp_path, able_model, engine=engine, broadcast=broadcast))
+    yield from _closed(make_whole_workspace(tmp_path, base_model, engine=engine, broadcast=broadcast))
 
 
 @pytest.fixture(scope="session")

@@ -71,7 +71,7 @@ def test_three_runs_on_two_slots_then_down(prl: Prl) -> None:
     assert (prl.output_dir / "run_a" / "logs" / "orchestrator.log").read_text().count("begin run_a") == 1
     wait_for(lambda: daemon(prl, "run_c").state == "done", "the last orchestrator to end", timeout_s=PATIENCE_S)
     done = prl("down")
-    assert "nothing is left" in done.stdout
+    assert "no process is left" in done.stdout
     assert prl.members() == []
     assert {each.name: each.state for each in read_workspace(prl.output_dir).daemons} == {
         **dict.fromkeys(["supervisor", "trainer", "inference"], "stopped"),
@@ -110,7 +110,7 @@ def test_a_daemon_that_keeps_crashing_fails_until_a_person_asks(prl: Prl) -> Non
     (prl.output_dir / "crash_run_a").touch()
     prl("runs", "add", str(prl.run_file("a", max_steps=4)))
     failed = prl.wait_state("run_a", "failed")
-    assert failed.reason == "3 starts that failed in a row, the last: exit code 3"
+    assert failed.reason == "3 failed starts in a row, last: exit code 3"
     assert daemon(prl, "run_a").log_tail[-1] == "fatal: told to crash red"
     assert {daemon(prl, name).state for name in ("trainer", "inference")} == {"running"}
     (prl.output_dir / "crash_run_a").unlink()
@@ -169,7 +169,7 @@ def test_down_after_a_killed_supervisor_leaves_nothing(prl: Prl) -> None:
     daemons = {each.environ()["PRL_DAEMON"] for each in prl.members()}
     assert daemons == {"trainer", "inference", "run_a"}, "daemons outlive a killed supervisor"
     lost = daemon(prl, "trainer")
-    assert lost.state == "lost" and "runs on: prl down ends it" in (lost.reason or "")
+    assert lost.state == "lost" and "still runs: end it with prl down" in (lost.reason or "")
     prl("down")
     assert prl.members() == []
     assert daemon(prl, "trainer").state == "stopped"
@@ -182,7 +182,7 @@ def test_down_finds_a_worker_whose_parents_are_all_dead(prl: Prl) -> None:
     kill(daemon(prl, "inference").pid)
     worker = int((prl.output_dir / "worker.pid").read_text())
     assert worker in [each.pid for each in prl.members()]
-    assert "nothing is left" in prl("down").stdout
+    assert "no process is left" in prl("down").stdout
     assert prl.members() == []
 
 
@@ -250,7 +250,7 @@ def test_a_trainer_that_gets_nowhere_is_told_and_not_ended(prl: Prl) -> None:
 def test_a_stubborn_daemon_is_killed_after_the_grace(prl: Prl) -> None:
     (prl.output_dir / "stubborn_trainer").touch()
     prl.up("--supervisor.grace_s", "0.5", "--supervisor.drain_s", "0.5")
-    assert "nothing is left" in prl("down").stdout
+    assert "no process is left" in prl("down").stdout
     assert prl.members() == []
 
 
@@ -333,13 +333,13 @@ def test_an_output_dir_that_cannot_be_written(prl: Prl) -> None:
     (prl.output_dir / "file").touch()
     below_a_file = replace(prl, output_dir=prl.output_dir / "file" / "workspace")
     done = below_a_file(*prl.up_args(), exit_code=1)
-    assert done.stderr.startswith(f"prl: output_dir {below_a_file.output_dir} cannot be written: Not a directory")
+    assert done.stderr.startswith(f"prl: cannot write to workspace {below_a_file.output_dir}: Not a directory")
     assert done.stderr.count("\n") == 1
 
 
 def test_wrong_settings_are_wrong_use(prl: Prl) -> None:
     done = prl("up", "--trainer.modle.name", "x", exit_code=2)
-    assert "trainer.modle: is not a known key; did you mean 'model'?" in done.stderr
+    assert "trainer.modle: unknown key; did you mean 'model'?" in done.stderr
     assert "cannot be read" in prl("up", "@", "none.toml", exit_code=2).stderr
 
 

@@ -70,7 +70,7 @@ def test_a_workspace_that_cannot_be_read_is_one_line(
     out, err = capsys.readouterr()
     assert (out, err) == (
         "",
-        f"prl: {tmp_path / 'file'} cannot be read: Not a directory; choose another with --output-dir\n",
+        f"prl: cannot read workspace {tmp_path / 'file'}: Not a directory; choose another with --output-dir\n",
     )
 
 

@@ -100,10 +100,10 @@ def config(model: Path) -> str:
 
 @pytest.mark.parametrize("first", ["cut", "killed"] if ALL_PHASES else ["cut"])
 def test_a_node_that_is_lost_is_named_in_time_and_the_same_commands_again_end_as_undisturbed(
-    tmp_path: Path, able_model: Path, networks: Networks, first: str
+    tmp_path: Path, base_model: Path, networks: Networks, first: str
 ) -> None:
     prefixes = {rank: ("ip", "netns", "exec", name) for rank, name in enumerate(networks.names)}
-    nodes = Nodes(tmp_path / "lost", config(able_model), "--max-iterations 1 --eval-interval 1", prefixes=prefixes)
+    nodes = Nodes(tmp_path / "lost", config(base_model), "--max-iterations 1 --eval-interval 1", prefixes=prefixes)
     try:
         for phase in PHASES:
             lose(nodes, networks, phase, "cut" if (phase % 2 == 0) == (first == "cut") else "killed")
@@ -111,7 +111,7 @@ def test_a_node_that_is_lost_is_named_in_time_and_the_same_commands_again_end_as
         assert nodes.wait() == {0: 0, 1: 0, 2: 0}, nodes.last_line(0)
         nodes.check_nothing_is_left()
         assert sorted(nodes.proof(1, "train")["sources"]) == nodes.made(1), "each task once"
-        check_same_adapter(nodes, replay(nodes, tmp_path / "replayed", able_model))
+        check_same_adapter(nodes, replay(nodes, tmp_path / "replayed", base_model))
     finally:
         nodes.kill_all()
         wait_for(lambda: not nodes.left(), "all nodes to end", timeout_s=PATIENCE_S)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import os
 import signal
 import subprocess
@@ -12,16 +13,21 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import psutil
 import pytest
 
+from prime_rl.contract.files import write_atomic
 from prime_rl.contract.layout import RunDir, list_rollout_steps
 from prime_rl.contract.status import RunStatus, read_status
+from prime_rl.orchestrator.orchestrator import find_other
+from prime_rl.utils.process import ProcessId
 from tests.orchestrator_support import (
     FakeInference,
     config_data,
     make_model,
     make_run,
+    publish,
     serving,
     stand_in_trainer,
     until,
@@ -136,6 +142,60 @@ async def test_a_second_orchestrator_of_a_run_is_refused(tmp_path: Path) -> None
             assert second.returncode == 1
             assert f"run_a has one already (pid {first.pid})" in stderr.decode()
     assert state(run) == "running"  # the first one's file was left alone
+
+
+async def test_of_two_that_cannot_see_each_other_one_goes_on_and_one_ends(tmp_path: Path) -> None:
+    """As on two machines with a shared folder: no pid tells of the other one."""
+    run, fake, data = prepared(tmp_path, max_async_level=0)
+    async with serving(fake) as url:
+        toml = write_toml(run, {**data, "client": {"base_url": url}})
+        async with orchestrator(toml) as first:
+            await first_batch(first, run)
+            first.send_signal(signal.SIGSTOP)  # or its heartbeat would tell the second one of it
+            run.status.unlink()
+            async with orchestrator(toml, "--seed", "7") as second:
+                await until(lambda: "policy version 1" in waits_for(run, second.pid), "the second to wait", PATIENCE_S)
+                first.send_signal(signal.SIGCONT)
+                publish(run, 1)
+                both = (first, second)
+                await until(lambda: any(one.returncode is not None for one in both), "one of them to end", PATIENCE_S)
+                trainer = asyncio.create_task(stand_in_trainer(run))
+                loser, winner = (first, second) if first.returncode is not None else (second, first)
+                written = run.rollout_file(2).read_bytes()
+                assert await asyncio.wait_for(winner.wait(), PATIENCE_S) == 0
+                assert loser.returncode == 1 and loser.stderr is not None
+                last = (await loser.stderr.read()).decode().splitlines()[-1]
+                trainer.cancel()
+    assert last.startswith("orchestrator: ") and "step_2/rollouts.msgpack was written by another orchestrator" in last
+    assert "keep only one" in last
+    assert run.rollout_file(2).read_bytes() == written and list_rollout_steps(run) == [1, 2, 3]
+    status = read_status(run.status, RunStatus)
+    assert status is not None and (status.state, status.pid) == ("finished", winner.pid)
+
+
+def waits_for(run: RunDir, pid: int) -> str:
+    status = read_status(run.status, RunStatus)
+    return (status.waiting_on or "") if status is not None and status.pid == pid else ""
+
+
+def test_an_orchestrator_on_another_machine_is_known_by_its_heartbeat(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    status = RunStatus(run_id="run_a", state="running")
+    status.sign(ProcessId(os.getpid(), 0.0, "boot-of-another-machine/17"))
+    beats = itertools.count(1)
+
+    def beat() -> bool:
+        """Called at every look: the other machine's clock is hours away."""
+        status.updated_at = float(next(beats))
+        write_atomic(run.status, msgspec.json.encode(status))
+        return False
+
+    beat()
+    assert find_other(run, beat) == f"pid {os.getpid()} on another machine"
+    assert find_other(run, lambda: False, beat_s=0.2) is None, "no heartbeat came"
+    status.state = "failed"
+    beat()
+    assert find_other(run, beat) is None
 
 
 @pytest.mark.parametrize(

@@ -82,6 +82,29 @@ def test_training_goes_on_while_the_disk_is_slow_and_the_status_says_what_is_on_
     assert run.trainer_metrics.read_text().count("\n") == NUM_STEPS
 
 
+def test_a_run_that_waits_for_the_disk_keeps_no_other_from_training(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two updates of run_a are on their way; run_b, whose first batch comes only then, trains."""
+    first, second = put_run(tmp_path, model, "run_a"), put_run(tmp_path, model, "run_b", num_batches=0)
+    disk = SlowDisk(monkeypatch, step=2)
+    seen: list[int] = []
+
+    def done() -> bool:
+        manager = get_multi_run_manager()
+        if manager.id_2_idx.keys() >= {"run_a", "run_b"}:
+            steps = {run_id: manager.progress[run_idx].step for run_id, run_idx in manager.id_2_idx.items()}
+            if steps["run_a"] == 3 and steps["run_b"] == 0 and not second.rollout_dir(1).exists():
+                put_batches(second, NUM_STEPS)
+            if steps["run_b"] and not seen:
+                seen.append(steps["run_a"])
+                disk.is_free.set()
+        return published(first) == published(second) == NUM_STEPS
+
+    train_until(trainer_config(tmp_path, model, max_concurrent_runs=2), done)
+    assert seen == [3], "run_a did not go on, run_b did"
+
+
 def test_a_slot_is_given_away_when_its_run_is_on_disk(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -103,7 +103,7 @@ BAD_BATCHES: dict[str, tuple[Callable[[RunDir, TrainingBatch], None], str]] = {
     "id too large": (with_sample(token_ids=[VOCAB] * 12), f"sample 8: token_ids[0] is {VOCAB}, the vocabulary has"),
     "too long": (
         with_sample(token_ids=[0] * 65, loss_mask=[False] * 64 + [True], logprobs=[0.0] * 65),
-        "sample 8: token_ids has 65 entries, allowed are 2 to seq_len = 64",
+        "sample 8: token_ids has 65 entries, expected 2 to seq_len = 64",
     ),
     "from the future": (with_sample(policy_version=2), "sample 8: policy_version is 2, batch 2 may hold versions 0 to"),
     "empty": (with_fields(samples=[]), "it has no samples"),

@@ -154,7 +154,7 @@ def test_bfloat16_computes_and_publishes_in_it_and_keeps_small_updates(model: Pa
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"model": {"lora": {"rank": 4}}}, "model.lora.rank: the trainer fine-tunes the whole model"),
+        ({"model": {"lora": {"rank": 4}}}, "model.lora.rank: this workspace fine-tunes the whole model"),
         ({"optim": {"type": "muon"}}, "optim.type: found 'muon'"),
         ({"loss": {"kl_coef": 0.1}}, "loss.kl_coef: found 0.1"),
     ],

@@ -94,7 +94,7 @@ async def test_evict_needs_a_reason_and_writes_it(workspace: OutputDir) -> None:
         await pilot.press("e")
         assert isinstance(app.screen, EvictDialog)
         await pilot.press("enter")
-        assert "write a reason" in str(app.screen.query_one("#outcome", Static).render())
+        assert "reason missing" in str(app.screen.query_one("#outcome", Static).render())
         assert not RunDir(workspace.path / "run_queued-a").evicted.exists()
         await pilot.press(*"too slow", "enter")
         entry = await outcome(app, pilot)
@@ -120,7 +120,7 @@ async def test_readmit_an_evicted_and_a_failed_run(workspace: OutputDir) -> None
     async with opened(workspace.path) as (app, pilot):
         await select(app, pilot, "run_collapsed")
         await pilot.press("r")
-        assert (await outcome(app, pilot)).text == "run_collapsed is readmitted"
+        assert (await outcome(app, pilot)).text == "run_collapsed: readmitted"
         assert not RunDir(workspace.path / "run_collapsed").evicted.exists()
         await select(app, pilot, "run_crashed")
         await pilot.press("r")
@@ -167,7 +167,7 @@ async def test_undo_with_an_empty_trash_says_so(workspace: OutputDir) -> None:
     async with opened(workspace.path) as (app, pilot):
         await pilot.press("u")
         await pilot.pause()
-        assert any("nothing to bring back" in notice.message for notice in app._notifications)
+        assert any("nothing to restore" in notice.message for notice in app._notifications)
 
 
 async def test_a_live_run_is_deleted_only_with_its_name_and_the_wait_is_shown(workspace: OutputDir) -> None:
@@ -190,7 +190,7 @@ async def test_a_live_run_is_deleted_only_with_its_name_and_the_wait_is_shown(wo
             assert holder.stdin is not None
             holder.stdin.close()
             await asyncio.to_thread(holder.wait)
-            assert (await outcome(app, pilot)).text.startswith("run_live lies in")
+            assert (await outcome(app, pilot)).text.startswith("run_live: moved to")
             assert not run.path.exists()
     finally:
         holder.kill()
@@ -267,7 +267,7 @@ async def test_add_an_unchanged_template(workspace: OutputDir, configs: Path) ->
         await until(pilot, lambda: verdict(dialog).startswith("✔ valid"), "the verdict")
         await pilot.press("ctrl+s")
         entry = await outcome(app, pilot)
-        assert entry.text == "run_fresh is added"
+        assert entry.text == "run_fresh: added"
         assert entry.command.startswith("prl runs add configs/demo/fresh.toml")
     assert RunDir(workspace.path / "run_fresh").orch_toml.read_text() == orch_toml()
     assert audit(workspace) == [("add", "run_fresh")]
@@ -281,7 +281,7 @@ async def test_add_checks_as_you_type_and_takes_the_edited_text(workspace: Outpu
         area = dialog.query_one(TomlArea)
         await until(pilot, lambda: area.has_focus, "the editor")
         await pilot.press(*"nonsense = 1", "enter")
-        await until(pilot, lambda: "nonsense: is not a known key" in verdict(dialog), "the problem")
+        await until(pilot, lambda: "nonsense: unknown key" in verdict(dialog), "the problem")
         assert dialog.query_one("#start", Button).disabled
         await pilot.press("ctrl+s")
         assert not (workspace.path / "run_mine").exists()
@@ -293,7 +293,7 @@ async def test_add_checks_as_you_type_and_takes_the_edited_text(workspace: Outpu
         await pilot.press("home", *"run_")
         await until(pilot, lambda: verdict(dialog).startswith("✔ valid"), "the good id")
         await pilot.press("ctrl+s")
-        assert (await outcome(app, pilot)).text == "run_mine is added"
+        assert (await outcome(app, pilot)).text == "run_mine: added"
     assert RunDir(workspace.path / "run_mine").orch_toml.read_text().startswith("#nonsense = 1\n")
 
 
@@ -305,7 +305,7 @@ async def test_add_says_when_the_text_is_no_toml_or_the_trainer_cannot_hold_it(
     async with opened(workspace.path) as (app, pilot):
         dialog = await add_dialog(app, pilot)
         await pilot.press("enter")
-        await until(pilot, lambda: "the trainer allows at most 4" in verdict(dialog), "the trainer's limit")
+        await until(pilot, lambda: "must be at most the trainer's 4" in verdict(dialog), "the trainer's limit")
         app.call_next(dialog.query_one(TomlArea).load_text, "a = [1\nb")
         await until(pilot, lambda: "line 2" in verdict(dialog), "the line of the error")
 
@@ -324,7 +324,7 @@ async def test_add_from_a_typed_path(workspace: OutputDir, configs: Path, tmp_pa
         await pilot.press("enter")
         await until(pilot, lambda: "7 steps" in verdict(dialog), "the other file")
         await pilot.press("ctrl+s")
-        assert (await outcome(app, pilot)).text == "run_elsewhere is added"
+        assert (await outcome(app, pilot)).text == "run_elsewhere: added"
 
 
 async def test_the_first_run_of_an_empty_workspace(tmp_path: Path, configs: Path) -> None:
@@ -347,7 +347,7 @@ async def test_an_id_that_is_taken_is_a_problem(workspace: OutputDir, configs: P
         dialog = await add_dialog(app, pilot)
         await pilot.press("enter")
         dialog.query_one("#run-id", Input).value = "run_done"
-        await until(pilot, lambda: "run_done exists already" in verdict(dialog), "the taken id")
+        await until(pilot, lambda: "run_done already exists" in verdict(dialog), "the taken id")
         await pilot.press("escape")
         assert isinstance(app.screen, RunsScreen)
 

@@ -47,7 +47,7 @@ async def test_several_runs_are_evicted_and_readmitted_with_one_confirmation_eac
         assert all(run_id in screen_text(app) for run_id in chosen), "the confirmation lists them"
         await pilot.press(*"no room", "enter")
         entry = await outcome(app, pilot)
-        assert entry.text == "2 runs are evicted"
+        assert entry.text == "2 runs evicted"
         assert entry.command.startswith("prl runs evict run_queued-a run_queued-b --reason 'no room'")
         assert [RunDir(workspace.path / run_id).evicted.read_text() for run_id in chosen] == ["no room"] * 2
         await until(pilot, lambda: {row.state for row in home(app).target_rows()} == {"evicted"}, "the new states")
@@ -177,7 +177,7 @@ async def test_starting_the_workspace_fails_with_a_reason_and_offers_every_way(
         dialog = app.screen
         assert isinstance(dialog, ChooseDialog)
         labels = [str(option.prompt) for option in dialog.query_one(OptionList).options]
-        assert labels == ["as it was last started", "as in configs/demo/system.toml"]
+        assert labels == ["with its last settings", "as in configs/demo/system.toml"]
         await pilot.press("down", "enter")
         entry = await outcome(app, pilot, "failed")
         assert entry.command.startswith("prl up @ configs/demo/system.toml")
@@ -200,7 +200,7 @@ async def test_every_action_has_a_command_too(workspace: OutputDir, configs: Pat
         await pilot.press("colon", *"restart nobody", "enter")
         await until(pilot, lambda: any("no part 'nobody'" in note.message for note in app._notifications), "the reason")
         await pilot.press("colon", *"undo", "enter")
-        await until(pilot, lambda: any("nothing to bring back" in n.message for n in app._notifications), "the answer")
+        await until(pilot, lambda: any("nothing to restore" in n.message for n in app._notifications), "the answer")
 
 
 async def test_the_audit_names_every_run_of_a_bulk_action(workspace: OutputDir) -> None:  # noqa: F811

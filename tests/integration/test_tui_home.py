@@ -92,7 +92,7 @@ async def test_the_filter_line_says_what_is_wrong_where_and_completes(workspace:
     async with opened(workspace.path) as (home, table, pilot):
         await pilot.press("slash", *"state:act lag>x")
         assert table.run_ids == FIRST[:2], "the term that is right counts"
-        await until(pilot, lambda: "'x' is no number" in screen_text(home.app), "what is wrong")
+        await until(pilot, lambda: "invalid number 'x'" in screen_text(home.app), "what is wrong")
         await pilot.press("backspace", *"1 st")
         await until(pilot, lambda: home.filter_bar.input._suggestion.endswith("state:"), "a suggestion")
         await pilot.press("tab", *"ac")
@@ -172,7 +172,7 @@ async def test_the_command_line(workspace: OutputDir) -> None:
         await pilot.press("escape")
         await command(pilot, "runs")
         await until(pilot, lambda: app.screen is home, "home")
-        for line, words in (("nonsense", "no command 'nonsense'"), ("help me", "takes no words")):
+        for line, words in (("nonsense", "unknown command 'nonsense'"), ("help me", "takes no arguments")):
             await command(pilot, line)
             assert words in screen_text(app)
             await pilot.press("escape")

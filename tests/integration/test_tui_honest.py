@@ -172,7 +172,7 @@ async def test_nothing_is_running_once_its_process_is_gone(tmp_path: Path) -> No
             text = screen_text(app)
             assert "trainer training" not in text and "● active" not in text
         await pilot.press("3")
-        await sees(app, pilot, "trainer  does not live")
+        await sees(app, pilot, "trainer  not running")
 
 
 async def test_ages_of_files_from_the_future_are_none(tmp_path: Path) -> None:

@@ -177,7 +177,7 @@ async def test_a_click_chooses_a_daemon_and_a_double_click_opens_it(workspace: O
 
 async def test_who_asks_the_machine_ends_with_its_screen(workspace: OutputDir) -> None:
     async with opened(workspace, "3") as (app, pilot):
-        workers = [worker for worker in app.workers if worker.name == "ask the machine"]
+        workers = [worker for worker in app.workers if worker.name == "measure the machine"]
         assert len(workers) == 1
         await pilot.press("escape")
         await until(pilot, lambda: all(worker.is_finished for worker in workers), "the end of the thread")
@@ -193,7 +193,7 @@ async def test_nodes_show_who_holds_up_all_others(workspace: OutputDir) -> None:
         await sees(app, pilot, "suspect")
         clock.now += 8
         put_group(workspace, seq=102)
-        await sees(app, pilot, "node 3 is dead: no beat for 16s, in phase 3 (files ready)", "slow")
+        await sees(app, pilot, "node 3 is dead: no heartbeat for 16s, in phase 3 (files ready)", "slow")
         screen = app.screen
         assert isinstance(screen, NodesScreen)
         for key, rank in (("j", "1"), ("G", "4"), ("k", "3"), ("g", "0"), ("down", "1"), ("up", "0")):
@@ -202,7 +202,7 @@ async def test_nodes_show_who_holds_up_all_others(workspace: OutputDir) -> None:
         await pilot.press("enter")
         assert app.screen is screen
         await pilot.press("5")
-        await sees(app, pilot, "node 3", "dead: no beat")
+        await sees(app, pilot, "node 3", "dead: no heartbeat")
         await until(pilot, lambda: "node node 3" in keys_of(app), "the node among the problems")
         while not str(problems(app).problems.selected).startswith("node"):
             await pilot.press("j")
@@ -258,4 +258,4 @@ async def test_a_daemon_among_the_problems_opens_system(tmp_path: Path) -> None:
 async def test_no_problem_is_said_in_words(tmp_path: Path) -> None:
     (tmp_path / "workspace").mkdir()
     async with opened(OutputDir(tmp_path / "workspace"), "5") as (app, pilot):
-        await sees(app, pilot, "nothing needs you")
+        await sees(app, pilot, "no problems in this workspace")

@@ -260,7 +260,7 @@ async def test_the_run_that_is_open_may_vanish(workspace: OutputDir) -> None:
     async with opened_run(workspace.path, "run_done") as o:
         os.rename(workspace.path / "run_done", workspace.path / ".gone")
         banner = o.screen.query_one("#banner", Static)
-        await o.until(lambda: "not in the workspace any more" in str(banner.render()), "the banner")
+        await o.until(lambda: "was removed from the workspace" in str(banner.render()), "the banner")
         await o.press(*"123456", "escape")
         await o.until(lambda: isinstance(o.app.screen, RunsScreen), "home")
 
@@ -274,7 +274,7 @@ async def test_an_invalid_run_shows_its_error_at_its_line(workspace: OutputDir) 
     async with opened_run(workspace.path, "run_typo") as o:
         await see(o, "config", "learning_rate")
         error = o.screen.config.query_one("#config-error", Static)
-        assert "is not a known key" in str(error.render()) and o.screen.config.has_class("-invalid")
+        assert "unknown key" in str(error.render()) and o.screen.config.has_class("-invalid")
         text = str(o.screen.config.query_one("#config-text", Static).render())
         marked = [line for line in text.splitlines() if line.startswith("▶")]
         assert len(marked) == 1 and "learning_rate" in marked[0]
@@ -337,7 +337,7 @@ async def test_checkpoints_newest_first(workspace: OutputDir) -> None:
     async with opened_run(workspace.path, size=(120, 30)) as o:
         await see(o, "checkpoints", "4 checkpoints, 11.5 MiB", "◌ partial", "✔ STABLE", "orchestrator trainer")
         assert o.screen.checkpoints.selected is not None and o.screen.checkpoints.selected.step == 40
-        (line,) = [line for line in screen_text(o.app).splitlines() if "restarts here" in line]
+        (line,) = [line for line in screen_text(o.app).splitlines() if "resumes here" in line]
         assert " 30 " in line and "30m" in line
         await o.press("j")
         assert o.screen.checkpoints.selected.step == 30
@@ -367,9 +367,9 @@ async def test_a_run_goes_on_from_the_chosen_checkpoint(workspace: OutputDir) ->
         await o.press("j", "j")
         await o.sees("Resume from here")
         await o.press("enter")
-        await o.sees("go on from step 20", "What it made")
+        await o.sees("resume from step 20", "Everything it made")
         await o.press("enter")
-        await o.sees("goes on from step 20", "prl runs resume run_collapsed --step 20")
+        await o.sees("resumes from step 20", "prl runs resume run_collapsed --step 20")
         assert "resume_step = 20" in run.orch_toml.read_text() and not run.evicted.exists()
         await o.press("1")
         assert o.screen.check_action("resume", ()) is False

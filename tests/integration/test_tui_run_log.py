@@ -95,9 +95,9 @@ async def test_words_are_found_up_and_down_and_round(workspace: OutputDir) -> No
         await o.press("slash", *("backspace",) * 20, *"broke", "enter")
         await o.sees("line 0010 broke")
         await o.press("n")
-        await o.sees("from the other end")
+        await o.sees("wrapped around")
         await o.press("slash", *("backspace",) * 20, *"BROKE", "enter")
-        await o.sees("nothing found")
+        await o.sees("not found")
         await o.press("escape")
         assert not view.rows.words and o.app.screen is o.screen
         await o.press("escape")

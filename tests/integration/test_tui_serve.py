@@ -53,7 +53,7 @@ def served(workspace: Path, log: Path, *arguments: str) -> Iterator[str]:
     with log.open("w") as out:
         server = subprocess.Popen(command, stdout=out, stderr=out, start_new_session=True, env=env)
     try:
-        wait_for(lambda: "Ctrl-C ends it" in log.read_text(), "the server", timeout_s=PATIENCE_S)
+        wait_for(lambda: "press Ctrl-C to stop" in log.read_text(), "the server", timeout_s=PATIENCE_S)
         found = re.search(r"http://\S+", log.read_text())
         assert found is not None
         yield found[0]

@@ -112,7 +112,7 @@ def add_a_run(terminal: Terminal) -> None:
     terminal.press("Enter")
     terminal.wait("✔ valid: reverse-text")
     terminal.press("C-s")
-    terminal.wait("run_fresh is added")
+    terminal.wait("run_fresh: added")
 
 
 def go_back_to_a_checkpoint(terminal: Terminal, workspace: Workspace) -> None:
@@ -124,15 +124,15 @@ def go_back_to_a_checkpoint(terminal: Terminal, workspace: Workspace) -> None:
     terminal.press("Enter")
     terminal.wait("5 Checkpoints")
     terminal.type("5")
-    terminal.wait(r"✔ STABLE .*restarts here")
+    terminal.wait(r"✔ STABLE .*resumes here")
     terminal.type("G")
     terminal.press("Enter")
-    asked = re.search(r"go on from step (\d+)", terminal.wait(r"go on from step \d+"))
+    asked = re.search(r"resume from step (\d+)", terminal.wait(r"resume from step \d+"))
     assert asked is not None
     step = int(asked[1])
     workspace.wait(lambda: steps()[-1] > step, "a step after the checkpoint")
     terminal.press("Enter")
-    terminal.wait(f"run_fresh goes on from step {step}")
+    terminal.wait(f"run_fresh: resumes from step {step}")
     workspace.wait(lambda: steps().count(step + 1) == 2, "the step after the checkpoint once more")
     workspace.wait(lambda: steps()[-1] >= step + 2 and steps().count(step + 1) == 2, "it to train on")
     trained = steps()
@@ -155,18 +155,18 @@ def evict_delete_and_undo(terminal: Terminal, workspace: Workspace) -> None:
     terminal.type("d")
     terminal.wait(r"\d+ steps of training, [\d.]+ [KM]iB on disk")
     terminal.press("Enter")
-    terminal.wait("run_fresh lies in .trash")
+    terminal.wait("run_fresh: moved to .trash")
     terminal.wait("no runs here yet")
     assert not (workspace.output_dir / "run_fresh").exists()
     terminal.type("u")
-    terminal.wait("run_fresh is back")
+    terminal.wait("run_fresh: restored")
     terminal.wait(r"⊘ evicted\s+run_fresh")
     terminal.type("L")
-    seen = terminal.wait("what was done here")
+    seen = terminal.wait("actions of this session")
     for command in ("up @ configs/mine/system.toml", "runs add", "runs evict", "runs delete", "runs undelete"):
         assert f"prl {command}" in seen
     terminal.press("Escape")
-    terminal.wait("what was done here", absent=True)
+    terminal.wait("actions of this session", absent=True)
 
 
 def run_lives(workspace: Workspace) -> bool:

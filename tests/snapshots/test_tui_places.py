@@ -19,7 +19,7 @@ Compare = Callable[..., bool]
 @pytest.mark.parametrize("size", [(80, 24), (200, 50)], ids=["80x24", "200x50"])
 @pytest.mark.parametrize(
     ("key", "words"),
-    [("3", "87 %"), ("4", "node 3 is dead"), ("5", "dead: no beat")],
+    [("3", "87 %"), ("4", "node 3 is dead"), ("5", "dead: no heartbeat")],
     ids=["system", "nodes", "problems"],
 )
 def test_place(

@@ -73,7 +73,7 @@ def test_any_file_name_gives_an_id(workspace: Path, source: Path, name: str, run
 
 def test_add_twice_with_an_id_is_one_run(workspace: Path, source: Path) -> None:
     assert [actions.add_run(workspace, source, run_id="run_a") for _ in range(2)] == ["run_a", "run_a"]
-    with pytest.raises(ActionError, match="run 'run_a' exists already"):
+    with pytest.raises(ActionError, match="run 'run_a' already exists"):
         actions.add_run(workspace, source, run_id="run_a", overrides={"seed": 7})
     assert len(audit(workspace)) == 1
 
@@ -148,11 +148,11 @@ def test_a_missing_file_is_named(workspace: Path, tmp_path: Path) -> None:
 
 
 def test_the_living_trainers_limits_hold(workspace: Path, source: Path, trainer: StatusWriter) -> None:
-    with pytest.raises(ActionError, match=r"model\.lora\.rank: found 16: the trainer allows at most 8"):
+    with pytest.raises(ActionError, match=r"model\.lora\.rank: found 16: must be at most the trainer's 8"):
         actions.add_run(workspace, source, overrides={"model": {"lora": {"rank": 16}}, "sampling": {"max_tokens": 8}})
-    with pytest.raises(ActionError, match=r"model\.name: found 'other': the trainer holds 'm', and only that"):
+    with pytest.raises(ActionError, match=r"model\.name: found 'other': must be the trainer's base model, 'm'"):
         actions.validate_file(workspace, source, overrides={"model": {"name": "other"}, "sampling": {"max_tokens": 8}})
-    with pytest.raises(ActionError, match=r"max_async_level: found 4: this workspace has room for .* at most 3"):
+    with pytest.raises(ActionError, match=r"max_async_level: found 4: must be at most 3"):
         actions.add_run(workspace, source, overrides={"max_async_level": 4, "sampling": {"max_tokens": 8}})
 
 
@@ -160,7 +160,7 @@ def test_without_a_trainer_its_last_config_holds(workspace: Path, source: Path) 
     path = OutputDir(workspace).component_config("trainer")
     path.parent.mkdir(parents=True)
     path.write_text('seq_len = 100\n[model]\nname = "m"\n[model.lora]\nrank = 4\n')
-    with pytest.raises(ActionError, match="the trainer allows at most 4"):
+    with pytest.raises(ActionError, match="must be at most the trainer's 4"):
         actions.validate_file(workspace, source, overrides={"model": {"lora": {"rank": 5}}})
     actions.validate_file(workspace, source, overrides={"model": {"lora": {"rank": 4}}})
 
@@ -173,7 +173,7 @@ def test_evict_and_readmit(workspace: Path, source: Path) -> None:
     assert actions.readmit_run(workspace, run_id)
     assert not actions.readmit_run(workspace, run_id)
     assert state(workspace, run_id) == ("stopped", None)
-    with pytest.raises(ActionError, match="no run 'run_none'"):
+    with pytest.raises(ActionError, match="run 'run_none' not found"):
         actions.evict_run(workspace, "run_none", "x")
     assert [(line["action"], line["run_id"], line["reason"]) for line in audit(workspace)][1:] == [
         ("evict", run_id, "too slow"),
@@ -219,7 +219,7 @@ def test_the_newest_of_several_deleted_runs_comes_back(workspace: Path, source: 
         actions.undelete_run(workspace, "run_a")
     assert actions.purge_trash(workspace) == 2
     assert actions.purge_trash(workspace) == 0
-    with pytest.raises(ActionError, match="nothing to bring back"):
+    with pytest.raises(ActionError, match="nothing to restore"):
         actions.undelete_run(workspace, "run_b")
 
 
@@ -294,7 +294,7 @@ def test_a_trash_that_is_a_link_is_refused(workspace: Path, source: Path, tmp_pa
         "undelete": actions.undelete_run,
         "purge": lambda h, _: actions.purge_trash(h),
     }
-    with pytest.raises(ActionError, match="is a symbolic link: remove the link"):
+    with pytest.raises(ActionError, match="is a symbolic link; nothing was changed: remove the link"):
         call[act](workspace, run_id)
     assert sorted(tmp_path.rglob("*")) == before
 
@@ -318,7 +318,7 @@ def test_every_problem_is_found_also_those_that_others_hide(
     assert set(found) == {
         *("max_steps", "optim.lr", "env.0.odd", "batch_size", "model.name", "model.lora.rank", "sampling.max_tokens")
     }
-    assert found["model.lora.rank"] == "found 9: the trainer allows at most 8", "the trainer's own words"
+    assert found["model.lora.rank"] == "found 9: must be at most the trainer's 8", "the trainer's own words"
 
 
 @pytest.mark.parametrize(
@@ -335,7 +335,7 @@ def test_a_done_action_that_cannot_be_noted_says_both(workspace: Path, source: P
     run_id = actions.add_run(workspace, source)
     OutputDir(workspace).audit.unlink()
     OutputDir(workspace).audit.mkdir()
-    with pytest.raises(ActionError, match=f"evict {run_id} is done, but it could not be noted in .*Is a directory"):
+    with pytest.raises(ActionError, match=f"evict {run_id} succeeded, but could not be recorded in .*is a folder: it"):
         actions.evict_run(workspace, run_id, "x")
     assert state(workspace, run_id) == ("evicted", "x")
 
@@ -348,7 +348,7 @@ def test_a_run_that_trains_is_deleted_by_force_only_and_after_it_is_let_go(
     with pytest.raises(ActionError, match=r"in use by the trainer \(slot 1\)"):
         actions.delete_run(workspace, run_id)
     assert not OutputDir(workspace).run(run_id).evicted.exists()
-    with pytest.raises(ActionError, match=r"did not let go within 0\.5 s; it stays evicted"):
+    with pytest.raises(ActionError, match=r"did not release it within 0\.5 s; it stays evicted"):
         actions.delete_run(workspace, run_id, force=True, wait_s=0.5)
     said: list[str] = []
 
@@ -357,7 +357,7 @@ def test_a_run_that_trains_is_deleted_by_force_only_and_after_it_is_let_go(
         trainer.update(runs={}, state="waiting")
 
     actions.delete_run(workspace, run_id, force=True, wait_s=20, on_progress=let_go)
-    assert said == [f"waiting for the trainer (slot 1) to let go of {run_id}"]
+    assert said == [f"waiting for the trainer (slot 1) to release {run_id}"]
     assert read_workspace(workspace).runs == ()
 
 

@@ -169,7 +169,7 @@ def test_refused_entries_are_shown_with_the_reason(tmp_path: Path) -> None:
     (tmp_path / "run_a b").mkdir()
     reasons = {each.name: each.reason for each in read_workspace(tmp_path).refused}
     assert "symbolic link" in reasons["run_link"]
-    assert "orch.toml is not there" in reasons["run_empty"]
+    assert "orch.toml not found" in reasons["run_empty"]
     assert "letters" in reasons["run_a b"]
 
 
@@ -255,7 +255,7 @@ def test_a_run_that_the_supervisor_gave_up_has_failed_with_its_reason(tmp_path: 
 def test_the_bottleneck_is_named(tmp_path: Path) -> None:
     put(make_run(tmp_path, "run_a").status, RunStatus(run_id="run_a", state="running", bottleneck="inference"))
     put_trainer(tmp_path, {"run_a": 0}, [])
-    assert read_workspace(tmp_path, now=NOW).bottleneck == "run_a: inference does not live"
+    assert read_workspace(tmp_path, now=NOW).bottleneck == "run_a: inference is not running"
     put(OutputDir(tmp_path).inference_status, InferenceStatus(state="serving"))
     assert read_workspace(tmp_path, now=NOW).bottleneck == "run_a waits for inference"
     put_trainer(tmp_path, {"run_a": 0}, [], state="waiting")

@@ -123,7 +123,7 @@ def test_a_workspace_whose_supervisor_on_another_machine_beats_is_refused(output
     beats.start()
     try:
         for attempt in (lambda: prepare(SystemConfig(), output, print), lambda: down(output, timeout_s=1.0, say=print)):
-            with pytest.raises(LaunchError, match=r"pid 4711 on elsewhere since .*prl down on elsewhere stops it"):
+            with pytest.raises(LaunchError, match=r"pid 4711 on elsewhere since .*stop it with prl down on elsewhere"):
                 attempt()
     finally:
         done.set()

@@ -36,8 +36,10 @@ def test_a_daemon_counts_with_all_processes_below_it() -> None:
 
         wait_for(burns, "the child's work to be counted", timeout_s=PATIENCE_S)
         (child,) = psutil.Process(daemon.pid).children()
-        apart = reader.read({**pids, "child": ProcessId.of(child.pid)}).parts
-        assert {name: use.num_processes for name, use in apart.items()} == {"part": 1, "child": 1}, "none counts twice"
+        apart = reader.read({**pids, "child": ProcessId.of(child.pid)}).daemons
+        assert {name: use.num_processes for name, use in apart.items()} == {"daemon": 1, "child": 1}, (
+            "none counts twice"
+        )
     finally:
         for process in [*psutil.Process(daemon.pid).children(), daemon]:
             process.kill()

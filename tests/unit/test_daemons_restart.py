@@ -58,14 +58,12 @@ def saving(path: Path, saves_s: float) -> Saving:
 
 def test_a_daemon_that_saves_as_long_as_it_may_is_waited_for(tmp_path: Path) -> None:
     workspace = saving(tmp_path / "workspace", DRAIN_S + GRACE_S)
-    assert workspace.restart() == ["waiting for trainer to be started again; before, it may finish and save for 90 s"]
+    assert workspace.restart() == ["waiting for trainer to restart; first it may finish and save, for up to 90 s"]
     assert workspace.now >= DRAIN_S + GRACE_S
 
 
 def test_the_wait_ends_and_says_what_it_was_for(tmp_path: Path) -> None:
     workspace = saving(tmp_path / "workspace", 10 * DRAIN_S)
-    with pytest.raises(
-        ActionError, match=r"for trainer to be started again \(supervisor\.drain_s = 90 to finish, grace"
-    ):
+    with pytest.raises(ActionError, match=r"for trainer to restart \(supervisor\.drain_s = 90 to finish, grace"):
         workspace.restart()
     assert workspace.now < 2 * DRAIN_S

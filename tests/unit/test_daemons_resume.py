@@ -49,7 +49,7 @@ def test_only_the_step_changes(text: str) -> None:
 def test_comments_stay(run: RunDir) -> None:
     resume_run(run.path.parent, "run_a", 20)
     text = run.orch_toml.read_text()
-    assert text.startswith("# A run of reverse-text") and "resume_step = 20  # asked for at" in text
+    assert text.startswith("# A run of reverse-text") and "resume_step = 20  # requested at" in text
     assert load_run_config(run.orch_toml).ckpt.resume_step == 20
     assert pending_request(run, 20) is not None
 
@@ -74,9 +74,9 @@ def test_a_run_in_use_is_evicted_and_waited_for(run: RunDir) -> None:
     before, files = run.orch_toml.read_text(), files_of(run, 20)
     writer = StatusWriter(run.status, RunStatus(run_id="run_a", state="running"))
     try:
-        with pytest.raises(ActionError, match=r"did not let go within 0\.3 s; it stays evicted"):
+        with pytest.raises(ActionError, match=r"did not release it within 0\.3 s; it stays evicted"):
             resume_run(run.path.parent, "run_a", 20, wait_s=0.3)
-        assert run.evicted.read_text() == "goes back to step 20" and run.orch_toml.read_text() == before
+        assert run.evicted.read_text() == "resumes from step 20" and run.orch_toml.read_text() == before
         said: list[str] = []
 
         def let_go(message: str) -> None:
@@ -96,7 +96,7 @@ def test_a_run_in_use_is_evicted_and_waited_for(run: RunDir) -> None:
 @pytest.mark.parametrize("step", [30, 40])
 def test_what_is_no_complete_checkpoint_is_refused(run: RunDir, step: int) -> None:
     before = run.orch_toml.read_text()
-    with pytest.raises(ActionError, match=rf"no complete checkpoint of step {step}: there are 10, 20"):
+    with pytest.raises(ActionError, match=rf"no complete checkpoint of step {step}; complete ones: 10, 20"):
         resume_run(run.path.parent, "run_a", step)
     assert run.orch_toml.read_text() == before and not run.evicted.exists()
 
@@ -123,4 +123,4 @@ def test_a_workspace_with_daemons_is_asked_to_start_it(run: RunDir) -> None:
 
 def test_the_command(run: RunDir) -> None:
     done = CliRunner().invoke(app, ["runs", "resume", "run_a", "--step", "20", "--output-dir", str(run.path.parent)])
-    assert (done.exit_code, done.output.strip()) == (0, "run_a goes on from step 20")
+    assert (done.exit_code, done.output.strip()) == (0, "run_a: resumes from step 20")

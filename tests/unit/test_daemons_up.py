@@ -22,7 +22,7 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_without_a_file_it_is_the_small_workspace_in_the_default_place(capsys: pytest.CaptureFixture[str]) -> None:
     wanted = choose_system(["--inference.num_threads", "2"], None)
     system = wanted.system
-    assert wanted.is_small and "no system file: a small workspace" in capsys.readouterr().out
+    assert wanted.is_small and "no system file given: starting a small workspace" in capsys.readouterr().out
     assert (system.output_dir, system.trainer.output_dir, system.inference.output_dir) == (Path("outputs"),) * 3
     assert (system.model.name, system.inference.port, system.inference.num_threads) == ("models/base", 0, 2)
 
@@ -41,7 +41,7 @@ def test_a_workspace_is_started_as_it_was_last_started(tmp_path: Path, capsys: p
     place.parent.mkdir(parents=True)
     place.write_text(tomli_w.dumps(said))
     wanted = choose_system(["--seq_len", "256"], tmp_path / "h")
-    assert "as it was last started" in capsys.readouterr().out
+    assert "with its last settings" in capsys.readouterr().out
     trainer = wanted.system.trainer
     assert (trainer.model.name, trainer.seq_len, wanted.is_small) == ("mine", 256, False)
     assert wanted.system.inference.model.max_model_len == 256, "what is said once reaches both daemons"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from prime_rl.configs.orchestrator import AdvantageConfig, CkptConfig
 from prime_rl.contract.files import mark_stable
 from prime_rl.contract.layout import RunDir
 from prime_rl.contract.types import BadBatchError, read_batch
-from prime_rl.orchestrator.batch import assemble_batch, publish_batch
+from prime_rl.orchestrator.batch import SecondOrchestrator, assemble_batch, publish_batch
 from prime_rl.orchestrator.checkpoint import (
     CheckpointError,
     Progress,
@@ -95,10 +96,49 @@ def test_a_batch_is_never_written_twice(tmp_path: Path) -> None:
     publish_batch(run, batch)
     written = run.rollout_file(1).read_bytes()
     other = assemble_batch("run_a", 1, [a_group(9)], advantage=AdvantageConfig(), temperature=1.0)
-    with pytest.raises(FileExistsError, match="second orchestrator"):
+    with pytest.raises(SecondOrchestrator, match="written by another orchestrator of run_a"):
         publish_batch(run, other)
     assert run.rollout_file(1).read_bytes() == written
     assert read_batch(run.rollout_file(1)) == batch
+    publish_batch(run, batch)
+    assert [path.name for path in run.rollout_dir(1).iterdir()] == ["rollouts.msgpack"], "no leftover of any attempt"
+
+
+def test_the_state_of_a_checkpoint_is_that_of_the_batch_that_was_published(tmp_path: Path) -> None:
+    run = ready_run(tmp_path)
+    mine, other = (
+        assemble_batch("run_a", 1, [a_group(index)], advantage=AdvantageConfig(), temperature=1.0) for index in (0, 9)
+    )
+
+    def state() -> Any:
+        return json.loads((run.orchestrator_checkpoint(1) / "state.json").read_text())["sampler_state"]
+
+    save_state(run, mine)
+    save_state(run, other)  # by a second orchestrator, a moment later
+    publish_batch(run, mine)
+    assert state() == mine.sampler_state
+    save_state(run, other)
+    with pytest.raises(SecondOrchestrator):
+        publish_batch(run, other)
+    assert state() == mine.sampler_state
+
+
+def test_a_batch_that_appears_while_another_is_written_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = ready_run(tmp_path)
+    first, second = (
+        assemble_batch("run_a", 1, [a_group(index)], advantage=AdvantageConfig(), temperature=1.0) for index in (0, 9)
+    )
+    sync = os.fsync
+
+    def publish_meanwhile(fd: int) -> None:
+        monkeypatch.setattr(os, "fsync", sync)
+        publish_batch(run, second)
+        sync(fd)
+
+    monkeypatch.setattr(os, "fsync", publish_meanwhile)
+    with pytest.raises(SecondOrchestrator):
+        publish_batch(run, first)
+    assert read_batch(run.rollout_file(1)) == second
 
 
 # -- the ledger: which group goes into which batch, which may start ----

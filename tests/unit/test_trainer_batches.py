@@ -12,8 +12,8 @@ import msgspec
 import pytest
 
 from prime_rl.configs.orchestrator import OrchestratorConfig
-from prime_rl.contract.types import BadBatchError, TrainingBatch, write_batch
-from prime_rl.trainer.intake import BYTES_BESIDES, BatchLimits, check_batch, take_batch
+from prime_rl.contract.types import BYTES_BESIDES, BadBatchError, TrainingBatch, write_batch
+from prime_rl.trainer.intake import BatchLimits, check_batch, take_batch
 from tests.trainer_support import VOCAB, make_batch, sample
 
 LIMITS = BatchLimits("run_a", 3, seq_len=32, vocab_size=VOCAB, max_async_level=1, max_bytes=20_000)
@@ -44,7 +44,7 @@ def test_a_good_batch_passes(tmp_path: Path) -> None:
         (with_sample(loss_mask=[False] * 13), "sample 1: token_ids has 12 entries, loss_mask 13, logprobs 12"),
         (with_sample(logprobs=[]), "sample 1: token_ids has 12 entries, loss_mask 12, logprobs 0"),
         (with_sample(token_ids=[1] * 33, loss_mask=[False] * 33, logprobs=[0.0] * 33), "33 entries.*seq_len = 32"),
-        (with_sample(token_ids=[1], loss_mask=[False], logprobs=[0.0]), "1 entries, allowed are 2 to"),
+        (with_sample(token_ids=[1], loss_mask=[False], logprobs=[0.0]), "1 entries, expected 2 to"),
         (with_sample(token_ids=[], loss_mask=[], logprobs=[]), "sample 1: token_ids has 0 entries"),
         (with_sample(token_ids=[1, 2, VOCAB] + [0] * 9), rf"token_ids\[2\] is {VOCAB}, the vocabulary has {VOCAB}"),
         (with_sample(token_ids=[1, -1] + [0] * 10), r"token_ids\[1\] is -1"),
@@ -99,7 +99,7 @@ def encoded(**changes: Any) -> bytes:
         (encoded(advantage="nan"), "sample 1: Expected `float`, got `str` - at `$.advantage`"),
         (encoded(more=1), "sample 1: Object contains unknown field `more`"),
         (msgspec.msgpack.encode({"run_id": "run_a", "step": 3}), "missing required field `samples`"),
-        (encoded(example_id="x" * 20_000), "bytes, allowed are 20000 for its batch_size and seq_len"),
+        (encoded(example_id="x" * 20_000), "bytes, expected at most 20000"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

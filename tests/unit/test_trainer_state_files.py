@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import nn
 
+from prime_rl.lora.tensor_files import load_tensors
 from prime_rl.trainer.snapshot import copy_to_cpu
-from prime_rl.trainer.state_files import join_tensors, load_tensors, save_tensors, split_tensors
+from prime_rl.trainer.state_files import join_tensors, save_tensors, split_tensors
 
 STATE: dict[str, Any] = {
     "type": "adamw",

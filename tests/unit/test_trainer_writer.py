@@ -97,17 +97,18 @@ def test_a_run_waits_for_its_own_work_alone(disk: Disk) -> None:
     disk.writer.finish("run_c")
 
 
-def test_the_queue_is_bounded_and_says_what_is_waited_for(disk: Disk) -> None:
-    assert disk.writer.behind() is None
+def test_the_queue_of_each_run_is_bounded_and_says_what_is_waited_for(disk: Disk) -> None:
+    assert disk.writer.full() == {}
     disk.put("run_a", 1)
     wait_for(disk.has_begun.is_set, "the first piece to begin", timeout_s=PATIENCE_S)
     disk.put("run_b", 1)
-    assert disk.writer.behind() is None, "one piece of each run"
+    assert disk.writer.full() == {}, "one piece of each run"
     disk.put("run_b", 2)
-    assert disk.writer.behind() == "the disk to take version 1 of run_a"
+    assert disk.writer.full() == {"run_b": "the disk to take version 1 of run_a"}, "run_a may hand over one more"
     disk.is_free.set()
     disk.writer.finish()
-    assert disk.writer.behind() is None
+    assert disk.writer.full() == {}
+    disk.writer.wait(600.0)  # nothing is under way: no reason to wait
 
 
 def test_a_disk_that_takes_nothing_is_waited_for_only_so_long(disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:

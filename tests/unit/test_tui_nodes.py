@@ -66,7 +66,9 @@ def test_the_dead_the_slow_the_missing_and_whom_all_wait_for(tmp_path: Path) -> 
     put_group(output, seq=103)
     group = make_group(reader.read())
     assert group is not None and words(group)[3] == NodeHealth.DEAD
-    assert group.row(3) and "dead: no beat for 11s, in phase 3 (files ready) of iteration 12" in describe(group.rows[3])
+    assert group.row(3) and "dead: no heartbeat for 11s, in phase 3 (files ready) of iteration 12" in describe(
+        group.rows[3]
+    )
     assert group.waited_s == 41.0
     problems = {problem.name: problem for problem in node_problems(group, NOW)}
     assert problems.keys() == {"node 2", "node 3"}
@@ -82,7 +84,7 @@ def test_a_process_that_is_gone_from_this_machine_is_dead_at_once(tmp_path: Path
     assert words(group) == {0: NodeHealth.DEAD}
     assert group is not None and "its process is gone" in describe(group.rows[0])
     (problem,) = node_problems(group, NOW)
-    assert "the group is gone" in problem.text
+    assert "the whole group is gone" in problem.text
 
 
 def test_a_node_whose_loop_stands_still_is_stalled_and_never_alive(tmp_path: Path) -> None:

@@ -95,16 +95,16 @@ def test_reason_and_model_are_texts_also_where_there_is_none(rows: tuple[RunRow,
 @pytest.mark.parametrize(
     ("text", "wrong", "message"),
     [
-        ("reward>", "reward>", "a value is missing"),
-        ("queued reward>fast", "reward>fast", "'fast' is no number"),
-        ("reward>5h", "reward>5h", "'5h' is no number"),
+        ("reward>", "reward>", "missing value"),
+        ("queued reward>fast", "reward>fast", "invalid number 'fast'"),
+        ("reward>5h", "reward>5h", "invalid number '5h'"),
         ("seen<5q queued", "seen<5q", "one of s, m, h, d"),
         ("reward~5", "reward~5", "reward is a number"),
         ("name>5", "name>5", "name is a text"),
-        ("state:sleepy", "state:sleepy", "no state 'sleepy'"),
-        ("is:red", "is:red", "no 'red' after is"),
-        ("a !colour=red b", "!colour=red", "no field 'colour'"),
-        ('name~"open', 'name~"open', "a quote is not closed"),
+        ("state:sleepy", "state:sleepy", "unknown state 'sleepy'"),
+        ("is:red", "is:red", "unknown flag 'red' after is"),
+        ("a !colour=red b", "!colour=red", "unknown field 'colour'"),
+        ('name~"open', 'name~"open', "unclosed quote"),
     ],
 )
 def test_errors_stand_at_their_term_and_the_other_terms_still_count(

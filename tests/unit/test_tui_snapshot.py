@@ -61,7 +61,7 @@ def test_every_state_is_told_apart(workspace: OutputDir) -> None:
 def test_a_run_that_gives_no_sign_of_life_is_lost_and_says_since_when(workspace: OutputDir) -> None:
     row = look(workspace).row("run_upper")
     assert row is not None and row.is_problem
-    assert row.note.startswith("no sign of life for 1m")
+    assert row.note.startswith("no heartbeat for 1m")
     later = look(workspace, NOW + LOST_AFTER_S - 2).row("run_reverse-lr1e-3")
     assert later is not None and later.state == "active"
     assert look(workspace, NOW + LOST_AFTER_S + 1).workspace.trainer is None
@@ -80,8 +80,8 @@ def test_notes_say_what_is_waited_for_or_wrong_on_one_line(workspace: OutputDir)
     assert notes["run_reverse-lr1e-3"] == "waits for 64 rollouts of step 43 (51 done)"
     assert notes["run_queued-b"] == "waits for a free slot (2. in the queue)"
     assert notes["run_collapsed"] == "the reward collapsed"
-    assert notes["run_typo"].startswith("learning_rate: is not a known key")
-    assert notes["run_sort-rank16"] == "held up by the trainer (step 86)"
+    assert notes["run_typo"].startswith("learning_rate: unknown key")
+    assert notes["run_sort-rank16"] == "bottleneck: the trainer (step 86)"
 
 
 def test_problems_are_named(workspace: OutputDir) -> None:
@@ -105,7 +105,7 @@ def test_a_full_disk_is_a_problem(workspace: OutputDir) -> None:
     for free, total, is_low in ((1 << 30, 1 << 40, True), (30 << 30, 1 << 40, False), (3 << 30, 4 << 30, False)):
         problems = make_snapshot(found, {}, NOW, disk=Disk(free, total)).problems
         assert ("workspace" in [problem.target for problem in problems]) is is_low
-        assert not is_low or "1.0 GiB of 1.0 TiB are free" in problems[-1].text
+        assert not is_low or "1.0 GiB of 1.0 TiB free" in problems[-1].text
 
 
 def test_a_run_whose_steps_stop_is_stalled_and_says_since_when(workspace: OutputDir) -> None:

@@ -55,10 +55,10 @@ def test_a_missing_folder_is_wrong_use_in_one_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--port", "1"], "--port goes with --serve"),
-        (["--allow-actions"], "--allow-actions goes with --serve"),
-        (["--serve", "--read-only", "--allow-actions"], "contradict"),
-        (["--serve", "--host", "0.0.0.0"], "--host 0.0.0.0 is refused"),
+        (["--port", "1"], "--port requires --serve"),
+        (["--allow-actions"], "--allow-actions requires --serve"),
+        (["--serve", "--read-only", "--allow-actions"], "exclude each other"),
+        (["--serve", "--host", "0.0.0.0"], "invalid host 0.0.0.0"),
         (["--serve", "--port", "70000"], "0 to 65535"),
     ],
 )

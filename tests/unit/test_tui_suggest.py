@@ -31,7 +31,7 @@ def test_what_is_seen_comes_first(rows: dict[str, RunRow]) -> None:
     assert fallen[1] == "makes room for run_queued-a, which waits for a slot"
     flat = suggest([with_rewards(active, *[0.3] * 12)], all_rows)
     assert flat[0].startswith("the reward does not improve: 0.300") and ALWAYS[1] not in flat
-    assert suggest([rows["run_upper"]], all_rows)[0].startswith("no sign of life for 1m")
+    assert suggest([rows["run_upper"]], all_rows)[0].startswith("no heartbeat for 1m")
     assert suggest([replace(active, loss=float("nan"))], [])[0] == "the loss is nan"
     rising = suggest([with_rewards(active, *(i / 20 for i in range(15)))], [])
     assert rising == list(ALWAYS)

@@ -59,7 +59,7 @@ def test_what_is_no_file_is_refused_at_once(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("value", [f"http://u:{CANARY}@h/v1", [f"https://{CANARY}@h/v1", "http://b/v1"]])
 def test_a_url_with_a_password_is_refused_without_showing_it(value: object) -> None:
-    with pytest.raises(ConfigError, match="shown in logs: use api_key_var") as error:
+    with pytest.raises(ConfigError, match="shown in logs: set api_key_var") as error:
         build(ClientConfig, {"base_url": value}, "orch.toml")
     assert CANARY not in str(error.value)
     assert build(ClientConfig, {"base_url": "http://h:1/v1@x"}, "").urls == ["http://h:1/v1@x"]

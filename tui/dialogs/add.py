@@ -1,5 +1,5 @@
-"""Add a run: choose a TOML file, type its path or begin with a run that is there; change the text, see at once what the
-rules say at the line that they are about, name it, start it."""
+"""Add a run: choose a TOML file, type its path or clone an existing run; edit the text with its problems shown at their
+lines, name it, start it."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from textual.widgets import Button, Input, OptionList, Static, TextArea
 from textual.widgets.option_list import Option
 
 from daemons.actions import ActionError
+from prime_rl.utils.text import CleanText, one_line
 from tui.dialogs.draft import Check, Template, add_command, add_draft, check_draft, find_templates, read_draft
 from tui.dialogs.job import JobDialog
 from tui.jobs import Job, Perform
@@ -28,7 +29,7 @@ MAX_SHOWN_PROBLEMS = 3
 
 
 class AddDialog(JobDialog):
-    """ctrl+s starts the run when the rules have nothing against it."""
+    """ctrl+s starts the run when its config is valid."""
 
     DEFAULT_CSS = """
     AddDialog {
@@ -50,21 +51,21 @@ class AddDialog(JobDialog):
     BINDINGS: ClassVar[list[BindingType]] = [Binding("ctrl+s", "start", "Start", priority=True)]
 
     class Templates(Message):
-        """What there is to begin from."""
+        """The templates to begin from."""
 
         def __init__(self, templates: list[Template]) -> None:
             super().__init__()
             self.templates = templates
 
     class Loaded(Message):
-        """A template's text, or why there is none."""
+        """A template's text, or why it cannot be read."""
 
-        def __init__(self, path: Path, text: str | None, error: str | None) -> None:
+        def __init__(self, path: Path, text: CleanText | None, error: CleanText) -> None:
             super().__init__()
             self.path, self.text, self.error = path, text, error
 
     class Checked(Message):
-        """What the rules say of the draft numbered `serial`."""
+        """The result of checking the draft numbered `serial`."""
 
         def __init__(self, serial: int, check: Check) -> None:
             super().__init__()
@@ -101,7 +102,7 @@ class AddDialog(JobDialog):
                 with Vertical(classes="right"):
                     with Horizontal(classes="field"):
                         yield Static("file", markup=False)
-                        yield Input(id="path", placeholder="a TOML file; enter reads it", compact=True)
+                        yield Input(id="path", placeholder="path of a TOML file; enter reads it", compact=True)
                     with Horizontal(classes="field"):
                         yield Static("id", markup=False)
                         yield Input(
@@ -154,15 +155,15 @@ class AddDialog(JobDialog):
     def _load(self, path: Path) -> None:
         def work() -> None:
             try:
-                self.post_message(self.Loaded(path, read_draft(path), None))
+                self.post_message(self.Loaded(path, read_draft(path), one_line("")))
             except ActionError as error:
-                self.post_message(self.Loaded(path, None, str(error)))
+                self.post_message(self.Loaded(path, None, one_line(str(error), 400)))
 
         self.run_worker(work, thread=True, exclusive=True, group="load", name=f"read {path}")
 
     def on_add_dialog_loaded(self, message: Loaded) -> None:
         if message.text is None:
-            self.say(message.error or "", failed=True)
+            self.say(message.error, failed=True)
             return
         self.say("")
         self._source = message.path
@@ -174,7 +175,7 @@ class AddDialog(JobDialog):
     @on(TextArea.Changed)
     @on(Input.Changed, "#run-id")
     def _check_soon(self) -> None:
-        """Any change makes the last verdict void; the next one comes when the keys rest."""
+        """Any change invalidates the last check; the next one runs after a pause in typing."""
         self._serial_of_draft += 1
         self._check = None
         self.query_one("#start", Button).disabled = True
@@ -213,12 +214,12 @@ class AddDialog(JobDialog):
     @on(Button.Pressed, "#start")
     def action_start(self) -> None:
         if self._check is None or not self._check.ok:
-            self.say("not started: the config is not valid yet", failed=True)
+            self.say("not started: fix the problems first", failed=True)
             return
         output_dir, source, (text, run_id) = self._output_dir, self._source, self._draft()
 
         def work(progress: Callable[[str], None]) -> str:
-            return f"{add_draft(output_dir, text, run_id, source)} is added"
+            return f"{add_draft(output_dir, text, run_id, source)}: added"
 
         self.start(Job(add_command(output_dir, text, run_id, source), work))
 

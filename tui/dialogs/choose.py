@@ -1,4 +1,4 @@
-"""Choose one thing of a list, and do it: which daemon is started again, how the workspace is started."""
+"""Choose one item of a list, and do it: which daemon to restart, how to start the workspace."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from textual.content import Content
 from textual.widgets import OptionList, Static
 from textual.widgets.option_list import Option
 
+from prime_rl.utils.text import CleanText
 from tui.dialogs.job import JobDialog
 from tui.jobs import Job, Perform
 
@@ -20,12 +21,12 @@ from tui.jobs import Job, Perform
 class Choice:
     """One line, and the job that it stands for."""
 
-    label: str
+    label: CleanText
     job: Callable[[], Job]
 
 
 class ChooseDialog(JobDialog):
-    """Enter on a line does it; `first` is the line that is chosen to begin with."""
+    """Enter on a line does it; `first` is the line that is selected at first."""
 
     DEFAULT_CSS = """
     ChooseDialog {
@@ -40,7 +41,7 @@ class ChooseDialog(JobDialog):
     def compose(self) -> ComposeResult:
         with Vertical(classes="box") as box:
             box.border_title = Content(self._title)
-            box.border_subtitle = "⏎ does it · esc cancels"
+            box.border_subtitle = "enter confirms · esc cancels"
             yield Static(Content(self._words), markup=False)
             yield OptionList(*(Option(Content(each.label)) for each in self._choices), markup=False, compact=True)
             yield Static(id="outcome", markup=False)

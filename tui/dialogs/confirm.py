@@ -1,7 +1,4 @@
-"""One question before something is done to many things at once, or to the whole workspace.
-
-It lists what it is about.
-"""
+"""Confirmation of an action on many runs, or on the whole workspace. It lists what is affected."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ from tui.jobs import Job, Perform
 
 
 class ConfirmDialog(JobDialog):
-    """Enter does it, esc does not."""
+    """Enter confirms, esc cancels."""
 
     def __init__(self, title: str, lines: Sequence[str], words: str, verb: str, job: Job, perform: Perform) -> None:
         super().__init__(perform)

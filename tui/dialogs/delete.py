@@ -1,4 +1,4 @@
-"""Delete runs: says what would go, asks for the name when one is live, and shows what it waits for."""
+"""Delete runs: lists what would be deleted, asks for the name when one is live, and shows what it waits for."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def size_on_disk(folder: Path, stop: Callable[[], bool] = lambda: False) -> tupl
 
 
 class DeleteDialog(JobDialog):
-    """Live runs are deleted only after a name was typed: the run's, or for several "delete" and how many.
+    """Live runs are deleted only after typing a name: the run's, or for several "delete" and their number.
 
     `deleted` gets the ids of what was deleted, for undo.
     """
@@ -110,8 +110,8 @@ class DeleteDialog(JobDialog):
 
     def _warning(self) -> Content:
         if len(self._rows) == 1:
-            return Content("it is in use: it will be evicted first. Type its name:")
-        return Content(f"some are in use and will be evicted first. Type {self.wanted}:")
+            return Content("It is in use and will be evicted first. Type its name:")
+        return Content(f"Some are in use and will be evicted first. Type {self.wanted}:")
 
     def _lines(self, sizes: dict[str, str]) -> list[str]:
         return [
@@ -123,7 +123,7 @@ class DeleteDialog(JobDialog):
         what = steps(self._rows[0]) if len(self._rows) == 1 else f"{len(self._rows)} runs"
         return Content.assemble(
             (f"{what} of training, {size} on disk", "bold"),
-            f"\nIt moves to the trash; u brings {'it' if len(self._rows) == 1 else 'all'} back until prl runs purge.",
+            f"\nMoves to the trash; u restores {'it' if len(self._rows) == 1 else 'them'} until prl runs purge.",
         )
 
     def _measure(self) -> None:
@@ -158,11 +158,11 @@ class DeleteDialog(JobDialog):
         def act(run_id: str, progress: Progress) -> str:
             lies = actions.delete_run(output_dir, run_id, force=force, on_progress=progress)
             gone.append(run_id)
-            return f"{run_id} lies in {lies.parent.name}; u brings it back"
+            return f"{run_id}: moved to {lies.parent.name}; u restores it"
 
         def work(progress: Progress) -> str:
             try:
-                return each(run_ids, "in the trash; u brings them back", act)(progress)
+                return each(run_ids, "moved to the trash; u restores them", act)(progress)
             finally:
                 self._deleted(gone)
 

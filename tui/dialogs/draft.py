@@ -1,13 +1,14 @@
-"""A run that is being written: which templates there are, whether the text would be taken, and how to add it.
+"""The draft of a run: its templates, its check, and how to add it. No user interface here.
 
-Free of the user interface. The check is `daemons.actions.validate_file` itself, on a copy of the text in a temporary
-folder, so that dialog, command line and trainer never disagree.
+The check is `daemons.actions.validate_file` on a copy of the text in a temporary folder, so that dialog, command line
+and trainer never disagree.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import re
 import tempfile
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -15,8 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from daemons import actions
+from prime_rl.contract.files import open_file
 from prime_rl.contract.layout import LayoutError, OutputDir
-from prime_rl.utils.text import clean_text, one_line
+from prime_rl.utils.text import CleanText, clean_text, one_line
 from tui.jobs import prl_command
 from tui.run_config import key_lines
 
@@ -30,15 +32,15 @@ MAX_DRAFT_BYTES = 256 * 1024
 class Template:
     """A TOML file to begin from."""
 
-    label: str
+    label: CleanText
     path: Path
 
 
 @dataclass(frozen=True)
 class DraftProblem:
-    """One thing that is wrong: a sentence, and the line of the text (from 1) that it is about, if it is about one."""
+    """One problem: a sentence, and its line in the text (from 1), if any."""
 
-    text: str
+    text: CleanText
     line: int | None = None
 
     def __str__(self) -> str:
@@ -47,10 +49,10 @@ class DraftProblem:
 
 @dataclass(frozen=True)
 class Check:
-    """What the rules say of a draft."""
+    """The result of checking a draft."""
 
     problems: tuple[DraftProblem, ...]
-    summary: str = ""
+    summary: CleanText
 
     @property
     def ok(self) -> bool:
@@ -58,7 +60,7 @@ class Check:
 
 
 def find_templates(output_dir: Path, run_ids: Sequence[str], configs: Path = Path("configs")) -> list[Template]:
-    """Run configs below `configs`, then the configs of the runs that are there."""
+    """Run configs below `configs`, then the configs of existing runs."""
     found = []
     for path in sorted(configs.rglob("*.toml"))[: 10 * MAX_TEMPLATES]:
         # A name with an escape in it would be shown where it can be edited, so it is not offered.
@@ -67,28 +69,28 @@ def find_templates(output_dir: Path, run_ids: Sequence[str], configs: Path = Pat
     output = OutputDir(output_dir)
     for run_id in run_ids:
         with contextlib.suppress(LayoutError):
-            found.append(Template(run_id, output.run(run_id).orch_toml))
+            found.append(Template(one_line(run_id), output.run(run_id).orch_toml))
     return found[:MAX_TEMPLATES]
 
 
 def looks_like_run(path: Path) -> bool:
     """Whether a TOML file is a run's: only those have environments."""
     try:
-        with path.open("rb") as file:
+        with os.fdopen(open_file(path, follow_links=True), "rb") as file:
             return b"[[env]]" in file.read(MAX_DRAFT_BYTES)
     except OSError:
         return False
 
 
-def read_draft(path: Path) -> str:
-    """The text of a template. Raises ActionError when it cannot be read or is no text."""
+def read_draft(path: Path) -> CleanText:
+    """The text of a template. Raises ActionError when it cannot be read or is not text."""
     try:
-        with path.open("rb") as file:
+        with os.fdopen(open_file(path, follow_links=True), "rb") as file:
             data = file.read(MAX_DRAFT_BYTES + 1)
     except OSError as error:
-        raise actions.ActionError(f"{path} cannot be read: {error.strerror}") from error
+        raise actions.ActionError(f"cannot read {path}: {error.strerror}") from error
     if len(data) > MAX_DRAFT_BYTES:
-        raise actions.ActionError(f"{path} is larger than {MAX_DRAFT_BYTES // 1024} KiB: that is no run config")
+        raise actions.ActionError(f"{path} is larger than {MAX_DRAFT_BYTES // 1024} KiB: not a run config")
     return clean_text(data.decode(errors="replace"))
 
 
@@ -102,12 +104,12 @@ def draft_file(text: str, stem: str) -> Iterator[Path]:
 
 
 def check_draft(output_dir: Path, text: str, run_id: str) -> Check:
-    """All that is wrong with the text and the id; when nothing is, a summary of what would be trained."""
+    """All problems of the text and the id; without problems, a summary of what would be trained."""
     problems = []
     if run_id:
         try:
             if OutputDir(output_dir).run(run_id).orch_toml.exists():
-                problems.append(DraftProblem(f"{run_id} exists already: choose another id"))
+                problems.append(DraftProblem(one_line(f"{run_id} already exists: choose another id")))
         except LayoutError as error:
             problems.append(DraftProblem(one_line(str(error), 300)))
     summary = ""
@@ -152,8 +154,8 @@ def add_draft(output_dir: Path, text: str, run_id: str, source: Path | None) -> 
         return actions.add_run(output_dir, path, run_id=wanted)
 
 
-def add_command(output_dir: Path, text: str, run_id: str, source: Path | None) -> str:
-    """The same in a shell. What was edited here is in no file yet, and the command says so."""
+def add_command(output_dir: Path, text: str, run_id: str, source: Path | None) -> CleanText:
+    """The shell command. If the text was edited here, the command shows that it is not in a file yet."""
     unchanged = source is not None and _is_unchanged(source, text)
     name = str(source) if unchanged else "EDITED.toml"
     return prl_command(output_dir, "runs", "add", name, *(["--id", run_id] if run_id else []))

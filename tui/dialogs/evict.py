@@ -40,11 +40,13 @@ class EvictDialog(JobDialog):
             box.border_subtitle = "esc cancels"
             if not one:
                 yield listing(self._run_ids)
-            words = "It leaves its slot; its" if one else "They leave their slots; their"
-            yield Static(f"{words} weights and checkpoints stay. r readmits {'it' if one else 'them'}.", markup=False)
+            words = "It frees its slot; its" if one else "They free their slots; their"
+            yield Static(
+                f"{words} weights and checkpoints are kept. r readmits {'it' if one else 'them'}.", markup=False
+            )
             yield Static("reason (required)", classes="label", markup=False)
             yield Input(id="reason", placeholder="why; the run's owner reads this", compact=True)
-            yield Static("or one of these", classes="label", markup=False)
+            yield Static("suggestions", classes="label", markup=False)
             yield OptionList(
                 *(Option(Content(each)) for each in self._suggestions), id="suggestions", markup=False, compact=True
             )
@@ -65,7 +67,7 @@ class EvictDialog(JobDialog):
     def _submit(self) -> None:
         reason = self.query_one("#reason", Input).value.strip()
         if not reason:
-            self.say("write a reason: the run's owner will read it", failed=True)
+            self.say("reason missing: the run's owner will read it", failed=True)
             self.query_one("#reason").focus()
             return
         self._evict(reason)
@@ -79,7 +81,7 @@ class EvictDialog(JobDialog):
 
         def act(run_id: str, progress: Progress) -> str:
             done = actions.evict_run(output_dir, run_id, reason)
-            return f"{run_id} is evicted" if done else f"{run_id} was evicted already; its first reason stays"
+            return f"{run_id}: evicted" if done else f"{run_id}: already evicted; its first reason stays"
 
         command = prl_command(output_dir, "runs", "evict", *run_ids, "--reason", reason)
         self.start(Job(command, each(run_ids, "evicted", act)))

@@ -14,7 +14,7 @@ from tui.messages import ActionEntry
 
 
 class JobDialog(ModalScreen[None]):
-    """A dialog with a `#outcome` line. Escape closes it at any time; a job that runs goes on."""
+    """A dialog with a `#outcome` line. Escape closes it at any time; a running job continues."""
 
     DEFAULT_CSS = """
     JobDialog {

@@ -1,4 +1,4 @@
-"""The runs that one confirmation is about, named one under another: all of them, scrolled when they are many."""
+"""The runs of one confirmation, one per line, scrolled when they are many."""
 
 from __future__ import annotations
 

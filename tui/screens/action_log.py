@@ -1,4 +1,4 @@
-"""What was done here: each action with its outcome and the command that does the same in a shell, to copy."""
+"""The actions of this session: each with its outcome and the shell command that does the same, to copy."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class ActionLogScreen(ModalScreen[None]):
 
     def compose(self) -> ComposeResult:
         with Vertical() as box:
-            box.border_title = "what was done here"
+            box.border_title = "actions of this session"
             box.border_subtitle = "y copies the command · esc closes"
             yield self._options
             with VerticalScroll(can_focus=False):
@@ -90,7 +90,7 @@ class ActionLogScreen(ModalScreen[None]):
     def _tell(self) -> None:
         place = self._options.highlighted
         entry = self._shown[place] if place is not None and place < len(self._shown) else None
-        words = f"{entry.state}: {entry.detail or entry.text}\n\n$ {entry.command}" if entry else "nothing was done yet"
+        words = f"{entry.state}: {entry.detail or entry.text}\n\n$ {entry.command}" if entry else "no actions yet"
         self._detail.update(Content(words))
 
     @on(OptionList.OptionSelected)

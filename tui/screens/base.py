@@ -161,16 +161,16 @@ class WorkspaceScreen(Screen[None]):
             self.refresh_bindings()
 
     def target_row(self) -> RunRow | None:
-        """The run that actions are about: the selected one, or the one that is open; None where there is none."""
+        """The run that actions apply to: the selected or the open one; None without one."""
         return None
 
     def target_rows(self) -> list[RunRow]:
-        """All runs that actions are about."""
+        """All runs that actions apply to."""
         row = self.target_row()
         return [row] if row else []
 
     def target_daemon(self) -> str | None:
-        """The daemon that actions are about, by name; None where there is none."""
+        """The daemon that actions apply to, by name; None without one."""
         row = self.target_row()
         return row.run_id if row else None
 
@@ -184,16 +184,14 @@ class WorkspaceScreen(Screen[None]):
         return [row.run_id for row in self.snapshot.rows] if self.snapshot else []
 
     def commands(self) -> Mapping[str, Command]:
-        """What `:` understands here, by name."""
+        """The commands of `:` here, by name."""
         guide = self.guide
         return {
             **{place.name: self.go_command(place.name, place.title) for place in guide.places},
-            "open": Command(
-                "open RUN", "look into a run; a part of its name is enough", self._command_open, self.run_ids
-            ),
+            "open": Command("open RUN", "open a run; part of its name is enough", self._command_open, self.run_ids),
             "theme": Command("theme NAME", "colours", self._command_theme, lambda: sorted(self.app.available_themes)),
             "help": self.simple_command("help", "keys and symbols", "help"),
-            "quit": self.simple_command("quit", "leave; the daemons go on", "app.quit"),
+            "quit": self.simple_command("quit", "quit; the daemons keep running", "app.quit"),
         }
 
     def go_command(self, name: str, title: str) -> Command:
@@ -215,14 +213,14 @@ class WorkspaceScreen(Screen[None]):
         run_ids = self.run_ids()
         fits = [words] if words in run_ids else [run_id for run_id in run_ids if words and words in run_id]
         if not fits:
-            raise CommandError(f"no run {words!r} here")
+            raise CommandError(f"run {words!r} not found")
         if len(fits) > 1:
-            raise CommandError(f"{words!r} may be {', '.join(fits[:4])}{' ...' if len(fits) > 4 else ''}")
+            raise CommandError(f"{words!r} is ambiguous: {', '.join(fits[:4])}{' ...' if len(fits) > 4 else ''}")
         self.guide.open_run(fits[0])
 
     def _command_theme(self, words: str) -> None:
         if words not in self.app.available_themes:
-            raise CommandError(f"no theme {words!r}; there are {', '.join(sorted(self.app.available_themes))}")
+            raise CommandError(f"theme {words!r} not found; themes: {', '.join(sorted(self.app.available_themes))}")
         self.app.theme = self.guide.shown_theme(words)
 
     def action_command(self) -> None:

@@ -1,4 +1,4 @@
-"""`:` opens this line at the bottom of any screen; enter does what it says, and a mistake is said beside it."""
+"""`:` opens this line at the bottom of any screen; enter runs the command, and an error is shown beside it."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from textual.screen import ModalScreen
 from textual.suggester import Suggester
 from textual.widgets import Input, Static
 
+from prime_rl.utils.text import one_line
 from tui.commands import Command, CommandError, complete, parse
 from tui.widgets.filter_bar import FilterInput
 
@@ -28,7 +29,7 @@ class _Completer(Suggester):
 
 
 class CommandScreen(ModalScreen[None]):
-    """Over any screen, which says what can be done there."""
+    """Opens over any screen, which defines its commands."""
 
     DEFAULT_CSS = """
     CommandScreen {
@@ -77,7 +78,7 @@ class CommandScreen(ModalScreen[None]):
         try:
             command, words = parse(event.value, self._commands)
         except CommandError as error:
-            self._say(str(error), wrong=True)
+            self._say(one_line(str(error)), wrong=True)
             return
         self.dismiss()
         self.app.call_later(self._run, command, words)
@@ -87,7 +88,7 @@ class CommandScreen(ModalScreen[None]):
         try:
             command.run(words)
         except CommandError as error:
-            self.app.notify(str(error), severity="error", markup=False)
+            self.app.notify(one_line(str(error)), severity="error", markup=False)
 
     def _say(self, text: str, *, wrong: bool = False) -> None:
         said = self.query_one("#said", Static)

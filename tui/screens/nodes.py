@@ -1,4 +1,4 @@
-"""The barrier of a multi-node group: which node is in which of the 14 phases, and who holds up all others."""
+"""The barrier of a multi-node group: which node is in which of the 14 phases, and which one the others wait for."""
 
 from __future__ import annotations
 
@@ -84,8 +84,11 @@ class NodesScreen(PlaceScreen):
         if group is None:
             self.nothing.update(
                 Text.assemble(
-                    ("no multi-node group works in this workspace\n\n", f"bold {palette.primary}"),
-                    ("on the master, and on each other node with --worker RANK for --master:\n", palette.muted),
+                    ("no multi-node group in this workspace\n\n", f"bold {palette.primary}"),
+                    (
+                        "run this on the master, and on each other node with --worker RANK instead of --master:\n",
+                        palette.muted,
+                    ),
                     (START, palette.accent),
                     justify="center",
                 )

@@ -47,7 +47,7 @@ class PickRuns(ModalScreen[tuple[str, ...] | None]):
         self._limit = limit
         self._shown: list[str] = []
         self.input = Input(placeholder="type to narrow", compact=True)
-        self.list = RowList("no other run")
+        self.list = RowList("no other runs")
         self.list.can_focus = False
 
     def compose(self) -> ComposeResult:

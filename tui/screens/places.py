@@ -22,7 +22,7 @@ PLACES = (
 
 
 def make_screen(name: str, setting: Setting) -> WorkspaceScreen:
-    """The screen of that name. Raises KeyError for a name that is none."""
+    """The screen of that name. Raises KeyError for an unknown name."""
     place = {each.name: each for each in PLACES}[name]
     screen: type[WorkspaceScreen] = getattr(importlib.import_module(place.module), place.class_name)
     if not setting.read_only:

@@ -61,7 +61,7 @@ class ProblemsScreen(PlaceScreen):
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting)
         self.problems = LineList(id="problems")
-        self.nothing = Static("✔ nothing needs you", id="none", markup=False)
+        self.nothing = Static("✔ no problems in this workspace", id="none", markup=False)
         self.detail = Static(id="detail", markup=False)
 
     def compose_body(self) -> ComposeResult:

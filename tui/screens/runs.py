@@ -101,8 +101,8 @@ class RunsScreen(PlaceScreen):
     def commands(self) -> Mapping[str, Command]:
         return {
             **super().commands(),
-            "sort": Command("sort COLUMN [asc|desc]", "order the runs", self._command_sort, lambda: list(SORTS)),
-            "filter": Command("filter TERMS", "show some of the runs", self.set_filter),
+            "sort": Command("sort COLUMN [asc|desc]", "sort the runs", self._command_sort, lambda: list(SORTS)),
+            "filter": Command("filter TERMS", "filter the runs", self.set_filter),
         }
 
     def refill(self, snapshot: Snapshot) -> None:

@@ -1,4 +1,4 @@
-"""The machine and the daemons: what trainer, inference and orchestrators do and take, and how long the disk lasts."""
+"""The machine and the daemons: what trainer, inference and orchestrators do and use, and how long the disk lasts."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class SystemScreen(PlaceScreen):
     def on_mount(self) -> None:
         super().on_mount()
         self.app.theme_changed_signal.subscribe(self, lambda _: self._redraw())
-        self.run_worker(self._watcher.run, thread=True, name="ask the machine")
+        self.run_worker(self._watcher.run, thread=True, name="measure the machine")
 
     def on_unmount(self) -> None:
         self._watcher.stop()

@@ -29,7 +29,7 @@ def list_row(checkpoint: Checkpoint, palette: Palette, now: float, *, is_next: b
         (f"{'✔ STABLE' if stable else '◌ partial':<10}", palette.success if stable else palette.warning),
         f"{fmt.size(checkpoint.num_bytes):>10}  ",
         (f"{fmt.age(None if saved is None else max(now - saved, 0.0)):>5}   {when:<21}", palette.muted),
-        ("◂ restarts here  " if is_next else "", palette.accent),
+        ("◂ resumes here  " if is_next else "", palette.accent),
         (" ".join(checkpoint.parts) or "nothing yet", palette.muted),
         no_wrap=True,
     )
@@ -46,7 +46,7 @@ class CheckpointsView(Vertical, can_focus=False):
 
     def __init__(self, clock: Callable[[], float]) -> None:
         super().__init__(id="checkpoints")
-        self.list = RowList("no checkpoints yet: ckpt.interval says how often one is saved")
+        self.list = RowList("no checkpoints yet: ckpt.interval sets how often one is saved")
         self._clock = clock
         self._rows: list[Checkpoint] = []
         self._data: CheckpointsData | None = None

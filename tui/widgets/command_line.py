@@ -1,4 +1,4 @@
-"""One line that says what the last action was in a shell, and how it went."""
+"""One line with the outcome of the last action."""
 
 from __future__ import annotations
 

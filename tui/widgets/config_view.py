@@ -42,7 +42,7 @@ def describe_values(values: Sequence[Value], palette: Palette) -> Text:
     width = min(max((len(value.key) for value in values), default=0), MAX_KEY_WIDTH)
     num_said = sum(not value.is_default for value in values)
     text = Text.assemble(
-        (f"{num_said} of {len(values)} keys are set in orch.toml (●), the others have their default\n\n", palette.muted)
+        (f"{num_said} of {len(values)} keys are set in orch.toml (●), the others are defaults\n\n", palette.muted)
     )
     for value in values:
         text.append("  " if value.is_default else "● ", palette.success)
@@ -56,11 +56,11 @@ def describe_differences(
 ) -> Text:
     """Key by key: this run's value, the other's."""
     if not differences:
-        return Text(f"{mine} and {other} want the same, key by key", palette.muted)
+        return Text(f"{mine} and {other} have equal configs", palette.muted)
     key_width = min(max(len(each.key) for each in differences), MAX_KEY_WIDTH)
     column = max((width - key_width - 8) // 2, 10)
     cut = fmt.shorten_middle
-    text = Text(f"{len(differences)} keys differ; a default counts like a value\n\n", palette.muted)
+    text = Text(f"{len(differences)} keys differ (defaults included)\n\n", palette.muted)
     text.append(f"{'key':<{key_width}}  {cut(mine, column):<{column}}  {cut(other, column)}\n", "bold")
     for each in differences:
         text.append(f"{cut(each.key, key_width):<{key_width}}  ", palette.primary)
@@ -166,5 +166,5 @@ class ConfigView(VerticalScroll):
         if data.values is not None:
             return describe_values(data.values, palette)
         if not data.text.strip():
-            return Content("orch.toml is empty or not there")
+            return Content("orch.toml is empty or missing")
         return numbered(data.text, data.error_lines)

@@ -1,4 +1,4 @@
-"""What the home screen says when there is no run to show."""
+"""The home screen without runs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def describe(*, needle: str, trainer_lives: bool, read_only: bool, palette: Pale
     key = f"bold {palette.accent}"
     if needle:
         return Text.assemble(
-            ("no run matches ", palette.muted),
+            ("no runs match ", palette.muted),
             (needle, "bold"),
             "\n\n",
             ("esc", key),

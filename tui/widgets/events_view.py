@@ -23,9 +23,7 @@ MAX_LINES_EACH = 40
 def describe(events: Sequence[Event], palette: Palette, width: int) -> Text:
     """One event a paragraph: time (UTC), kind, words, who; wrapped under the words."""
     if not events:
-        return Text(
-            "nothing happened to this run yet: actions, admission, restarts, evictions show here", palette.muted
-        )
+        return Text("no events yet: actions, admission, restarts and evictions appear here", palette.muted)
     text = Text()
     room = max(width - _INDENT, 20)
     for event in events:

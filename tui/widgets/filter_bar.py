@@ -1,4 +1,4 @@
-"""The filter line: an input that completes fields, and says at the term what is wrong with it."""
+"""The filter line: an input that completes fields and marks invalid terms."""
 
 from __future__ import annotations
 

@@ -13,6 +13,7 @@ from textual.message import Message
 from textual.reactive import reactive
 from textual.widget import Widget
 
+from prime_rl.utils.text import one_line
 from tui import fmt
 from tui.nodes import Group, phase_name
 from tui.palette import Palette, make_palette
@@ -70,7 +71,9 @@ def _daemons(daemons: Sequence[DaemonRow], palette: Palette, words: bool) -> lis
     """One by one; where there is little room, all that are down alike in one."""
     alike = len({(daemon.state, daemon.level) for daemon in daemons}) == 1
     if alike and not words and daemons[0].level is not Level.GOOD:
-        return [_daemon(replace(daemons[0], name=", ".join(daemon.name for daemon in daemons)), palette, words)]
+        return [
+            _daemon(replace(daemons[0], name=one_line(", ".join(daemon.name for daemon in daemons))), palette, words)
+        ]
     return [_daemon(daemon, palette, words) for daemon in daemons]
 
 
@@ -219,5 +222,5 @@ class RunHeader(Widget):
     def render(self) -> RenderResult:
         palette = make_palette(self.app.theme_variables)
         if self.row is None:
-            return Text("this run is gone", style=palette.warning)
+            return Text("this run was removed", style=palette.warning)
         return Text("\n").join(run_lines(self.row, self.size.width, palette, self.now, self.num_problems))

@@ -69,7 +69,7 @@ class LogView(Vertical, can_focus=False):
     def __init__(self) -> None:
         super().__init__(id="log")
         self.rows = LogRows()
-        self.input = Input(placeholder="words to look for; capitals count when there are some", compact=True)
+        self.input = Input(placeholder="text to search for; case matters if it has capitals", compact=True)
         self.request = LogRequest()
         self.data: LogData | None = None
         self.found = Found(0, 0.0, True)
@@ -233,11 +233,11 @@ class LogView(Vertical, can_focus=False):
         if data is None:
             return
         if data.request.level != self.request.level:
-            words = f"looking for lines of level {LEVELS[self.request.level]} and above …"
+            words = f"searching for lines of level {LEVELS[self.request.level]} and above …"
             self._where.update(Text(words, palette.secondary))
             return
         if not self.rows.lines:
-            words = "no log yet" if not data.size else f"no line of level {LEVELS[self.request.level]} or above"
+            words = "no log yet" if not data.size else f"no lines of level {LEVELS[self.request.level]} or above"
             self._where.update(Text(words, palette.muted))
             return
         share = 100 * self._bottom_offset() / max(data.size, 1)
@@ -253,7 +253,7 @@ class LogView(Vertical, can_focus=False):
     def _found_words(self) -> str:
         found = self.found
         if not found.is_done:
-            return f"{100 * found.share:.0f} % looked through, esc stops"
+            return f"{100 * found.share:.0f} % searched, esc stops"
         if found.start is None:
-            return "nothing found"
-        return "found, from the other end" if found.is_around else "found"
+            return "not found"
+        return "found, wrapped around" if found.is_around else "found"

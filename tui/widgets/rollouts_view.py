@@ -14,7 +14,6 @@ from textual.events import Resize
 from textual.widgets import Static
 
 from prime_rl.contract.samples import Sample
-from prime_rl.utils.text import one_line
 from tui import fmt
 from tui.palette import Palette, make_palette
 from tui.rollouts import ORDERS, RolloutsData, arrange, turns, versions
@@ -34,7 +33,7 @@ def list_row(sample: Sample, palette: Palette, *, wide: bool) -> Text:
     )
     if wide:
         text.append(f"  {versions(sample):<12} {sample.num_completion_tokens:>5}  ", palette.muted)
-        text.append(one_line(sample.env, 40))
+        text.append(fmt.shorten(sample.env, 40))
     return text
 
 
@@ -50,7 +49,7 @@ def describe(sample: Sample, palette: Palette) -> Text:
         ("  advantage ", palette.muted),
         (fmt.signed(sample.advantage), f"bold {palette.success if sample.advantage > 0 else palette.warning}"),
         (f"\nstep {sample.step} · {versions(sample)} · {sample.num_completion_tokens} tokens", palette.muted),
-        (f"\n{one_line(sample.env, 60)} · {one_line(sample.example_id, 80)}\n", palette.muted),
+        (f"\n{fmt.shorten(sample.env, 60)} · {fmt.shorten(sample.example_id, 80)}\n", palette.muted),
     )
     colours = {"prompt": palette.primary, "policy": palette.accent, "environment": palette.secondary}
     conversation = turns(sample)

@@ -176,7 +176,7 @@ class RunsTable(ScrollView, can_focus=True):
         self.scroll_to_region(Region(0, self.cursor, 1, HEADER + 1), animate=False, force=True)
 
     def redraw(self) -> None:
-        """Make everything anew: the theme changed."""
+        """Redraw everything: the theme changed."""
         self._drawn, self._blank = {}, Strip.blank(0)
         self.refresh()
 
@@ -186,7 +186,7 @@ class RunsTable(ScrollView, can_focus=True):
         self.refresh()
 
     def _fit(self, longest: int) -> None:
-        """Choose the columns anew when the width or the longest id calls for others."""
+        """Choose other columns when the width or the longest id requires it."""
         width = self.size.width - self.styles.scrollbar_size_vertical - GUTTER
         layout = choose_columns(width, longest)
         if layout != self._layout:

@@ -11,13 +11,13 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from prime_rl.configs.shared import BroadcastConfig
 from prime_rl.inference.errors import ApiError
 from prime_rl.inference.weight_files import WEIGHTS_FILE, check_weight_file
 from prime_rl.lora.misfit import misfit, shapes_of
+from prime_rl.lora.tensor_files import load_tensors
 from prime_rl.transfer import TransferError, receive
 
 _ADAPTERS = (".lora_A.", ".lora_B.")
@@ -38,7 +38,12 @@ class WholeWeights:
     def read(self, folder: Path) -> dict[str, Tensor]:
         """The weights in `folder`. Raises ApiError (400) when they do not fit the model. Changes nothing."""
         check_weight_file(folder, self.shapes)
-        tensors: dict[str, Tensor] = load_file(folder / WEIGHTS_FILE)
+        try:
+            tensors = load_tensors(folder / WEIGHTS_FILE, mapped=True)
+        except (ValueError, OSError) as error:
+            raise _not_taken(str(error)) from error
+        if problem := misfit(shapes_of(tensors), self.shapes):  # another file than the one that was checked
+            raise _not_taken(problem)
         return tensors
 
     def fetch(self, broadcast: BroadcastConfig, label: str) -> dict[str, Tensor]:

@@ -12,12 +12,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor
 from vllm.platforms import current_platform
 
 from prime_rl.inference.weight_files import WEIGHTS_FILE
+from prime_rl.lora.tensor_files import load_tensors
 from prime_rl.transfer import TransferError, receive
 
 if current_platform.is_cpu():
@@ -71,8 +70,8 @@ class FileSystemWeightUpdateWorker(_WeightUpdateWorker):
 
     def prl_stage_weights(self, folder: str) -> Staged:
         try:
-            return self._prl_keep(load_file(Path(folder) / WEIGHTS_FILE))
-        except (SafetensorError, OSError) as error:
+            return self._prl_keep(load_tensors(Path(folder) / WEIGHTS_FILE, mapped=True))
+        except (ValueError, OSError) as error:
             return f"{folder} cannot be read: {error}"
 
 

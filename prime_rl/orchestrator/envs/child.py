@@ -172,14 +172,17 @@ async def serve(requests: asyncio.Queue[Request | None], send: Callable[[Report]
 
 def read_requests(stream: BinaryIO, post: Callable[[Request | None], None]) -> None:
     """In a thread of its own, so that the end of the input is seen while environment code holds the event loop."""
-    while header := stream.read(HEADER_BYTES):
-        if len(header) < HEADER_BYTES:
-            break
-        length = payload_len(header)
-        payload = stream.read(length)
-        if len(payload) < length:
-            break
-        post(decode_request(payload))
+    try:
+        while header := stream.read(HEADER_BYTES):
+            if len(header) < HEADER_BYTES:
+                break
+            length = payload_len(header)
+            payload = stream.read(length)
+            if len(payload) < length:
+                break
+            post(decode_request(payload))
+    except Exception:  # nothing more can be read: that is the end of the input too
+        logging.exception("the messages of the orchestrator cannot be read")
     post(None)
     threading.Event().wait(EXIT_GRACE_S)
     kill_tree(os.getpid())

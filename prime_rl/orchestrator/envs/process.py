@@ -19,9 +19,6 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
-from typing import Any
-
-import msgspec
 
 from prime_rl.configs.base import ConfigError, ConfigProblem
 from prime_rl.configs.orchestrator import EnvConfig
@@ -46,6 +43,7 @@ from prime_rl.orchestrator.envs.frames import (
     frame,
     payload_len,
 )
+from prime_rl.utils.background import Background
 from prime_rl.utils.process import kill_tree
 
 logger = logging.getLogger("orchestrator")
@@ -89,8 +87,8 @@ class _Child:
                 self._take(decode_report(await stream.readexactly(payload_len(header))))
         except asyncio.IncompleteReadError:
             pass
-        except (ValueError, msgspec.MsgspecError) as error:
-            self._death = f"its process says what cannot be read: {error}"
+        except Exception as error:  # whatever it is, the rollouts in the process wait for its end
+            self._death = f"the messages of its process cannot be read: {type(error).__name__}: {error}"
             kill_tree(self._process.pid)
         code = await self._process.wait()
         self._end(self._death or f"its process ended with exit code {code}")
@@ -169,7 +167,7 @@ class ProcessEnvironment:
         self._child: _Child | None = None
         self._starting = asyncio.Lock()
         self._keys = itertools.count()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = Background()
 
     @property
     def id(self) -> str:
@@ -227,9 +225,7 @@ class ProcessEnvironment:
         child, self._child = self._child, None
         if child is not None:
             await child.close()
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._tasks.cancel()
 
     async def _living(self) -> _Child:
         """The process, started (again) where there is none. Raises EnvironmentFault when it cannot be had."""
@@ -237,8 +233,8 @@ class ProcessEnvironment:
             if self._child is None or self._child.dead:
                 self._child = _Child(await self._spawn())
                 self._child.send(self._load)
-                self._beside(self._child.read())
-                self._beside(self._child.watch(self._hang_s))
+                self._tasks.start(self._child.read(), f"reading from the process of env {self._id}")
+                self._tasks.start(self._child.watch(self._hang_s), f"watching the process of env {self._id}")
         child = self._child
         await asyncio.shield(child.ready)
         return child
@@ -258,7 +254,7 @@ class ProcessEnvironment:
             return
         let_go = child.ending[key] = asyncio.Event()
         child.send(Cancel(key))
-        self._beside(self._kill_unless(let_go, child))
+        self._tasks.start(self._kill_unless(let_go, child), f"cancelling a rollout of env {self._id}")
 
     async def _kill_unless(self, let_go: asyncio.Event, child: _Child) -> None:
         try:
@@ -268,8 +264,3 @@ class ProcessEnvironment:
             if not child.dead:
                 logger.warning("env %s: a rollout does not let go: its process is started again", self._id)
                 child.kill()
-
-    def _beside(self, work: Any) -> None:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from prime_rl.contract.files import read_text, write_atomic
+from prime_rl.contract.files import make_folder, read_text, write_atomic
 from prime_rl.contract.layout import RunDir, list_steps
 from prime_rl.contract.metrics import parse_metrics
 from prime_rl.orchestrator.monitors.base import Monitor
@@ -36,7 +36,7 @@ class MonitorFeed:
         self._failed_to_keep = False
 
     def start(self, config: Mapping[str, Any]) -> None:
-        self._run.monitors.mkdir(exist_ok=True)
+        make_folder(self._run.monitors)
         self._started = list(self._monitors)
         self._each(lambda monitor: monitor.start(self._run.run_id, config))
 

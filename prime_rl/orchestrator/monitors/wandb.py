@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from prime_rl.configs.monitors import WandbConfig
-from prime_rl.contract.files import read_text, write_atomic
+from prime_rl.contract.files import make_folder, read_text, write_atomic
 from prime_rl.orchestrator.monitors.base import missing_package
 
 # Without a network, or without a key, W&B must give up rather than wait for a person.
@@ -30,7 +30,7 @@ class WandbMonitor:
             import wandb
         except ImportError as error:
             raise missing_package("wandb") from error
-        (self._folder / "wandb").mkdir(parents=True, exist_ok=True)  # else W&B takes the system's temporary folder
+        make_folder(self._folder / "wandb")  # else W&B takes the system's temporary folder
         self._run = wandb.init(
             project=self._config.project,
             entity=self._config.entity,

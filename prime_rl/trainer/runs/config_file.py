@@ -8,6 +8,7 @@ Writes nothing but `config_validation_error.txt`: made by `report` when a config
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import os
@@ -18,7 +19,7 @@ from pathlib import Path
 from prime_rl.configs.base import ConfigError, ConfigProblem
 from prime_rl.configs.orchestrator import OrchestratorConfig
 from prime_rl.configs.validate import PARSE_ERROR_PREFIX, explain, load_run_config
-from prime_rl.contract.files import read_text, write_atomic
+from prime_rl.contract.files import FileRefused, open_file, read_text, write_atomic
 from prime_rl.contract.layout import RunDir, refusal
 from prime_rl.trainer.runs.hooks import in_words, printable
 
@@ -87,7 +88,7 @@ class ConfigFiles:
     def read(self, run: RunDir) -> Reading:
         """Look at the config of `run`. OSError when it is gone or cannot be read."""
         path = run.orch_toml
-        stat = path.stat()
+        stat = path.lstat()
         now = self._clock()
         file = self._seen(run.run_id, _signature(path, stat), now)
         rest_s = now - file.seen_at
@@ -103,7 +104,8 @@ class ConfigFiles:
             self._unreported[run.run_id] = (run, file.problem)
         else:
             self._unreported.pop(run.run_id, None)
-            run.config_error.unlink(missing_ok=True)
+            with contextlib.suppress(IsADirectoryError):  # that is no word of ours
+                run.config_error.unlink(missing_ok=True)
         return Reading(file.config, stat.st_mtime_ns)
 
     def has_changed(self, run: RunDir) -> bool:
@@ -111,7 +113,7 @@ class ConfigFiles:
         path = run.orch_toml
         file = self._files.get(run.run_id)
         try:
-            signature = _signature(path, path.stat())
+            signature = _signature(path, path.lstat())
             if file is None or file.signature == signature:
                 return False
             before, digest = file.digest, _digest(path)
@@ -161,7 +163,7 @@ class ConfigFiles:
     def _judge(self, file: _File, path: Path, size: int) -> None:
         try:
             digest = _digest(path)
-        except PermissionError:
+        except (PermissionError, FileRefused):
             digest = b""  # what is wrong is said by who reads it as a config
         if digest != file.digest or (file.config is None and file.problem is None):
             file.config, file.problem = self._parse(path, size)
@@ -184,7 +186,11 @@ class ConfigFiles:
 
 def _report(run: RunDir, problem: str) -> None:
     """Write it down where people look for it, once; not through a link that the run has become meanwhile."""
-    if refusal(run.path.parent, run.path) is None and read_text(run.config_error) != problem + "\n":
+    try:
+        known = read_text(run.config_error)
+    except FileRefused:
+        known = None
+    if refusal(run.path.parent, run.path) is None and known != problem + "\n":
         logger.warning("%s: %s", run.run_id, problem)
         write_atomic(run.config_error, problem + "\n")
 
@@ -194,5 +200,5 @@ def _signature(path: Path, stat: os.stat_result) -> Signature:
 
 
 def _digest(path: Path) -> bytes:
-    with path.open("rb") as file:
+    with os.fdopen(open_file(path), "rb") as file:
         return hashlib.blake2b(file.read(MAX_CONFIG_BYTES + 1), digest_size=16).digest()

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from prime_rl.configs.orchestrator import OrchestratorConfig
-from prime_rl.contract.layout import OutputDir, RunDir, list_steps
+from prime_rl.contract.layout import RUN_FOLDERS, OutputDir, RunDir, list_steps
 from prime_rl.contract.resume import pending_request
 from prime_rl.contract.status import DaemonStatus, RunStatus, read_status
 from prime_rl.trainer.runs.config_file import ConfigFiles, Validate
@@ -158,7 +159,7 @@ class Discovery:
             return True
         if inode != entry.inode:
             found.gone[run_id] = "its folder was replaced by another"
-        elif entry.run.evicted.exists():
+        elif os.path.lexists(entry.run.evicted):
             found.gone[run_id] = "it was evicted"
         elif reason := given_up(entry.run):
             found.gone[run_id] = reason
@@ -172,7 +173,7 @@ class Discovery:
 
     def _judge(self, entry: Entry) -> _Verdict:
         run = entry.run
-        if run.evicted.exists():
+        if os.path.lexists(run.evicted):
             self._configs.forget(run.run_id)
             return _Verdict("evicted")
         if given_up(run):
@@ -180,7 +181,7 @@ class Discovery:
             return _Verdict("failed")
         if link := _linked_part(run):
             return _Verdict("refused", refusal=f"{link} is a symbolic link: the folders of a run must be real ones")
-        if not run.orch_toml.is_file():
+        if not os.path.lexists(run.orch_toml):
             return _Verdict("unconfigured")
         reading = self._configs.read(run)
         if reading.due is not None:
@@ -242,5 +243,4 @@ def given_up(run: RunDir) -> str | None:
 
 def _linked_part(run: RunDir) -> Path | None:
     """A folder of the run that is a link: pruning and publishing would write outside the run."""
-    parts = (run.checkpoints, run.rollouts, run.broadcast, run.metrics)
-    return next((part for part in parts if part.is_symlink()), None)
+    return next((folder for name in RUN_FOLDERS if (folder := run.path / name).is_symlink()), None)

@@ -129,18 +129,18 @@ def _next_change_in(run: RunDir) -> Path:
 def _prints(run: RunDir) -> tuple[Print, ...]:
     """Of all that decides about a run: what it holds, who wrote what about it, its config, what it has published."""
     path = str(run.path)
-    config = _print_of(f"{path}/control/orch.toml", follow=True)
+    config = _print_of(f"{path}/control/orch.toml")
     return (
         _print_of(path),
         _print_of(f"{path}/control"),
-        config or _print_of(str(run.orch_toml), follow=True),
+        config or _print_of(str(run.orch_toml)),
         _print_of(f"{path}/broadcast"),
     )
 
 
-def _print_of(path: str, *, follow: bool = False) -> Print:
+def _print_of(path: str) -> Print:
     try:
-        stat = os.stat(path, follow_symlinks=follow)
+        stat = os.lstat(path)
     except OSError:
         return None
     return (stat.st_ino, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_size)

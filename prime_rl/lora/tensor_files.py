@@ -1,0 +1,48 @@
+"""Safetensors files from folders that others can write to: only regular files, read as they were opened.
+
+They are read and not mapped into memory, unless asked for: a mapped file that somebody cuts ends the process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
+from torch import Tensor
+
+from prime_rl.contract.files import FileRefused, open_file
+
+
+def load_tensors(path: Path, *, limit: int | None = None, mapped: bool = False) -> dict[str, Tensor]:
+    """The tensors of a file of at most `limit` bytes. Raises OSError, or ValueError when the file is damaged.
+
+    `mapped` shares the memory between processes, for whole models, whose only run can hurt no other.
+    """
+    with _opened(path, limit) as name:
+        tensors: dict[str, Tensor] = load_file(name, backend="mmap" if mapped else "pread")
+    return tensors
+
+
+def read_shapes(path: Path) -> dict[str, tuple[int, ...]]:
+    """The shapes of the tensors of a file, by name; reads its head alone. Raises as `load_tensors` does."""
+    with _opened(path, None) as name, safe_open(name, framework="pt", backend="pread") as file:
+        return {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
+
+
+@contextlib.contextmanager
+def _opened(path: Path, limit: int | None) -> Iterator[str]:
+    """A name of the file that stays its name, whatever is put at `path` meanwhile."""
+    fd = open_file(path)
+    try:
+        size = os.fstat(fd).st_size
+        if limit is not None and size > limit:
+            raise FileRefused(path, f"has {size} bytes, expected at most {limit}")
+        yield f"/dev/fd/{fd}"
+    except SafetensorError as error:
+        raise ValueError(f"{path}: {error}") from error
+    finally:
+        os.close(fd)
