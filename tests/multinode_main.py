@@ -54,6 +54,9 @@ class DoomedStore(DiskStore):
 
 
 class DoomedWork(PhaseWork):
+    # In PHASE: after the first look there this node's record says where it is.
+    was_seen_here = False
+
     def rank_files(self) -> list[Path]:
         """Those that it writes to now."""
         setting = self.place.setting
@@ -64,8 +67,9 @@ class DoomedWork(PhaseWork):
         report = super().look()
         if self.place.position.phase is not PHASE:
             return report
-        if LOOP_HANGS:
+        if LOOP_HANGS and self.was_seen_here:
             threading.Event().wait()
+        self.was_seen_here = True
         if IS_LONG and not IS_HELD and (report.progress or PHASE is Phase.TRAIN):
             die(self.rank_files())
         return replace(report, done=report.done and not IS_HELD)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import heapq
 import random
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from prime_rl.multinode.decide import MASTER_RANK, Exit
@@ -18,6 +18,7 @@ from prime_rl.multinode.member import Member, Report
 from prime_rl.multinode.phases import Phase, Position, RlPhase, first_position
 from prime_rl.multinode.records import EXIT_DONE, EXIT_TRY_AGAIN, GroupRecord, GroupSetting, NodeRecord
 from prime_rl.multinode.split import Plan, make_plan
+from tests.multinode_folder import SharedFolder
 
 MAX_LAG_S = 2.0
 POLL_S = 0.25
@@ -26,36 +27,6 @@ MENDED_AFTER_S = 60.0
 OWN_STEPS = (Phase.START, Phase.AGGREGATE, Phase.COPY_CHECKPOINT, Phase.FINAL)
 # Of a process that was asked to end.
 MAX_END_S = 15.0
-
-
-@dataclass
-class SharedFolder:
-    """Files with a history; each reader sees a write of another after a delay of its own, never going back."""
-
-    rng: random.Random
-    max_lag_s: Callable[[float], float]
-    history: dict[str, list[tuple[float, int, Any]]] = field(default_factory=dict)
-    seen: dict[tuple[int, str], int] = field(default_factory=dict)
-    lags: dict[tuple[int, str, int], float] = field(default_factory=dict)
-
-    def write(self, writer: int, path: str, value: Any, now: float) -> None:
-        self.history.setdefault(path, []).append((now, writer, value))
-
-    def read(self, reader: int, path: str, now: float) -> Any:
-        versions = self.history.get(path, [])
-        newest = self.seen.get((reader, path), -1)
-        for number in range(newest + 1, len(versions)):
-            written_at, writer, _ = versions[number]
-            key = (reader, path, number)
-            if key not in self.lags:
-                self.lags[key] = self.rng.uniform(0.0, self.max_lag_s(written_at))
-            if writer == reader or written_at + self.lags[key] <= now:
-                newest = number
-        self.seen[reader, path] = newest
-        return versions[newest][2] if newest >= 0 else None
-
-    def paths(self, prefix: str) -> list[str]:
-        return sorted(path for path in self.history if path.startswith(prefix))
 
 
 @dataclass

@@ -68,7 +68,7 @@ class MultinodeConfig(BaseConfig):
     """Ranks of the trainer on this node, one a GPU. Null: as many as it has GPUs, one without any. May differ between
     nodes."""
 
-    loop_timeout_s: float = Field(120.0, gt=0)
+    loop_timeout_s: float = Field(120.0, ge=10)
     """How long a node's main loop may stand still before a node that is alive counts as lost. After a quarter of it the
     node is called stalled."""
 

@@ -141,7 +141,7 @@ class Heartbeat:
                 self._write_node(self._node)
             if self._group is not None:
                 self._write_group(self._group)
-            # The last record that says so is written: the others name it by that.
+            # Only after this record is written: the other nodes give the reason from it.
             if self._clock() - self._looked_at > self._silent_after_s:
                 self._given_up_at = self._looks
 

@@ -16,8 +16,8 @@ from prime_rl.multinode.place import Place
 from prime_rl.multinode.tasks import InferenceServer, Now, Process, Task, size
 from prime_rl.utils.network import bound_socket, interface_of
 
-# For the ranks to find each other: a node that is slower than that to start Python is found dead before.
-JOIN_TIMEOUT_S = 120
+# For the ranks to find each other, on machines that are busy too: a node that is dead is found so by its beats.
+JOIN_TIMEOUT_S = 900
 
 
 class Training:

@@ -49,7 +49,7 @@ def disk_answers(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     answers, copy = threading.Event(), shutil.copytree
 
     def slow_copy(*args: Any, **options: Any) -> Any:
-        assert answers.wait(PATIENCE_S), "whoever copies must not be the one that looks"
+        assert answers.wait(PATIENCE_S), "the copy must not run in the loop"
         return copy(*args, **options)
 
     monkeypatch.setattr(shutil, "copytree", slow_copy)
