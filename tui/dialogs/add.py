@@ -18,7 +18,7 @@ from textual.widgets import Button, Input, OptionList, Static, TextArea
 from textual.widgets.option_list import Option
 
 from daemons.actions import ActionError
-from tui.dialogs.draft import Check, Template, add_command, add_draft, check_draft, find_templates, read_draft
+from tui.dialogs.draft import Check, Template, add_draft, check_draft, find_templates, read_draft
 from tui.dialogs.job import JobDialog
 from tui.jobs import Job, Perform
 from tui.widgets.toml_area import TomlArea
@@ -183,12 +183,12 @@ class AddDialog(JobDialog):
         self._timer = self.set_timer(DEBOUNCE_S, self._check_now)
 
     def _check_now(self) -> None:
-        serial, text, run_id = self._serial_of_draft, *self._draft()
+        serial, source, (text, run_id) = self._serial_of_draft, self._source, self._draft()
         if not text.strip():
             return
 
         def work() -> None:
-            self.post_message(self.Checked(serial, check_draft(self._output_dir, text, run_id)))
+            self.post_message(self.Checked(serial, check_draft(self._output_dir, text, run_id, source)))
 
         self.run_worker(work, thread=True, group="check", name="check the draft")
 
@@ -220,7 +220,7 @@ class AddDialog(JobDialog):
         def work(progress: Callable[[str], None]) -> str:
             return f"{add_draft(output_dir, text, run_id, source)} is added"
 
-        self.start(Job(add_command(output_dir, text, run_id, source), work))
+        self.start(Job(self._check.command, work))
 
     def _draft(self) -> tuple[str, str]:
         return self.query_one("#text", TomlArea).text, self.query_one("#run-id", Input).value.strip()

@@ -47,10 +47,11 @@ class DraftProblem:
 
 @dataclass(frozen=True)
 class Check:
-    """What the rules say of a draft."""
+    """What the rules say of a draft; `command` adds it in a shell."""
 
     problems: tuple[DraftProblem, ...]
     summary: str = ""
+    command: str = ""
 
     @property
     def ok(self) -> bool:
@@ -101,7 +102,7 @@ def draft_file(text: str, stem: str) -> Iterator[Path]:
         yield path
 
 
-def check_draft(output_dir: Path, text: str, run_id: str) -> Check:
+def check_draft(output_dir: Path, text: str, run_id: str, source: Path | None = None) -> Check:
     """All that is wrong with the text and the id; when nothing is, a summary of what would be trained."""
     problems = []
     if run_id:
@@ -125,7 +126,7 @@ def check_draft(output_dir: Path, text: str, run_id: str) -> Check:
         )
         for each in found
     ]
-    return Check(tuple(problems), one_line(summary, 300))
+    return Check(tuple(problems), one_line(summary, 300), add_command(output_dir, text, run_id, source))
 
 
 def line_of(key: str, lines: Mapping[str, int]) -> int | None:
