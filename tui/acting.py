@@ -37,11 +37,11 @@ class ActsOnRuns(WorkspaceScreen):
     """The keys that act on `target_rows()`. Stands second among the bases: Textual takes the CSS along the first."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("e", "evict", "Evict"),
-        Binding("r", "readmit", "Readmit"),
-        Binding("d", "delete", "Delete"),
-        Binding("u", "undo_delete", "Undo delete", show=False),
-        Binding("c", "clone", "Clone", show=False),
+        Binding("e", "evict", "Evict", tooltip="evict: out of its slot, with a reason"),
+        Binding("r", "readmit", "Readmit", tooltip="readmit evicted or failed runs"),
+        Binding("d", "delete", "Delete", tooltip="delete: into the trash; a run in use asks for its name"),
+        Binding("u", "undo_delete", "Undo delete", show=False, tooltip="undo the last delete"),
+        Binding("c", "clone", "Clone", show=False, tooltip="clone: the same config under a free name"),
         Binding("x", "restart", "Restart a daemon", show=False),
         Binding("L", "action_log", "Actions done here", show=False),
     ]
@@ -226,7 +226,7 @@ class ActsOnWorkspace(ActsOnRuns):
     """The keys of home and the screens beside it: the workspace itself too."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("a", "add", "Add"),
+        Binding("a", "add", "Add", tooltip="add a run: from a template, a file, or a run that is there"),
         Binding("U", "up", "Start the workspace", show=False),
         Binding("D", "down", "Stop the workspace", show=False),
     ]

@@ -47,7 +47,9 @@ class AddDialog(JobDialog):
         & .buttons { margin-top: 0; }
     }
     """
-    BINDINGS: ClassVar[list[BindingType]] = [Binding("ctrl+s", "start", "Start", priority=True)]
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("ctrl+s", "start", "Start", priority=True, tooltip="start the run that is added")
+    ]
 
     class Templates(Message):
         """What there is to begin from."""
