@@ -20,7 +20,7 @@ ANSWER_TIMEOUT_S = 1.0
 
 
 class Doorbell:
-    """The master's side: a port of its own at which it says who it is."""
+    """The master's side: a port that answers with the master's incarnation."""
 
     def __init__(self, incarnation: str) -> None:
         self._word = incarnation.encode()

@@ -138,7 +138,7 @@ def lose(nodes: Nodes, networks: Networks, phase: Phase, how: str) -> None:
     assert took_s < BOUND_S, f"{how} in phase {phase}: took {took_s:.1f} s"
     for rank in {0, 1, 2} - ({victim} if how == "killed" else set()):
         said = nodes.last_line(rank)
-        assert f"node {victim} (" in said and ("is cut off" if how == "cut" else "no sign of life") in said, said
+        assert f"node {victim} (" in said and ("is cut off" if how == "cut" else "no heartbeat") in said, said
         assert f"phase {int(phase)} (" in said, said
     nodes.check_nothing_is_left()
     print(f"{how} in phase {int(phase)} ({phase.label}): all ended after {took_s:.1f} s")
