@@ -137,7 +137,7 @@ async def until(pilot: Pilot[None], condition: Callable[[], bool], what: str) ->
     deadline = time.monotonic() + TIMEOUT_S
     while not condition():
         if time.monotonic() > deadline:
-            raise TimeoutError(f"waited {TIMEOUT_S:g} s in vain for {what}")
+            raise TimeoutError(f"timed out after {TIMEOUT_S:g} s waiting for {what}")
         await pilot.pause(0.05)
 
 

@@ -285,7 +285,7 @@ async def until(condition: Callable[[], bool], what: str, deadline_s: float = PA
     """Poll until `condition()` holds; fails with `what` at the deadline."""
     end = asyncio.get_running_loop().time() + deadline_s
     while not condition():
-        assert asyncio.get_running_loop().time() < end, f"waited in vain for {what}"
+        assert asyncio.get_running_loop().time() < end, f"timed out waiting for {what}"
         await asyncio.sleep(0.01)
 
 

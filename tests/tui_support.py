@@ -389,5 +389,5 @@ async def until(pilot: Pilot[None], condition: Callable[[], bool], what: str, *,
     loop = asyncio.get_running_loop()
     deadline = loop.time() + timeout_s
     while not condition():
-        assert loop.time() < deadline, f"waited {timeout_s} s for {what}"
+        assert loop.time() < deadline, f"timed out after {timeout_s} s waiting for {what}"
         await pilot.pause(0.02)

@@ -45,7 +45,7 @@ class WaitTimeout(TimeoutError):
 
 
 class WaitStopped(RuntimeError):
-    """A wait that was told to stop; the message names what was waited for."""
+    """A wait that was stopped; the message names what was waited for."""
 
 
 class FileRefused(OSError):
@@ -360,5 +360,5 @@ def wait_for(
         if stop():
             raise WaitStopped(f"stopped while waiting for {what}")
         if deadline is not None and clock() >= deadline:
-            raise WaitTimeout(f"waited {timeout_s:g} s in vain for {what}")
+            raise WaitTimeout(f"timed out after {timeout_s:g} s waiting for {what}")
         sleep(poll_s)

@@ -192,12 +192,12 @@ class RunDir:
 
 
 def stable_marker(step_dir: Path) -> Path:
-    """The empty file that says that a folder is complete. Always written last."""
+    """The empty file that marks a folder as complete. Always written last."""
     return step_dir / STABLE
 
 
 def list_steps(parent: Path, *, stable_only: bool = False) -> list[int]:
-    """Step numbers of the `step_N` folders in `parent`, ascending; [] when `parent` is no folder, or a link."""
+    """Step numbers of the `step_N` folders in `parent`, ascending; [] when `parent` is not a folder, or is a link."""
     try:
         names = [] if os.path.islink(parent) else os.listdir(parent)
     except (FileNotFoundError, NotADirectoryError):
@@ -250,7 +250,7 @@ class OutputDir:
     path: Path
 
     def run(self, run_id: str) -> RunDir:
-        """Paths of `run_id`. Raises LayoutError for an id that is none, or a folder that is a link or leads outside."""
+        """Paths of `run_id`. Raises LayoutError for an invalid id, or a folder that is a link or leads outside."""
         run = RunDir(self.path / check_run_id(run_id))
         if reason := refusal(self.path, run.path):
             raise LayoutError(reason)
@@ -285,7 +285,7 @@ class OutputDir:
         return self.daemons / "supervisor.pid"
 
     def start_request(self, name: str) -> Path:
-        """Asks the supervisor to start a daemon anew; the supervisor removes it when it has read it."""
+        """Requests the restart of a daemon; the supervisor removes it when it has read it."""
         return self.daemons / "requests" / name
 
     def component_config(self, name: str) -> Path:

@@ -9,7 +9,7 @@ import msgspec
 
 
 def parse_metrics(line: bytes) -> tuple[int, dict[str, float]] | None:
-    """`{"step": 3, "loss": 0.1, ...}` -> (3, {"loss": 0.1, ...}); numbers only. None for what is no metrics line."""
+    """`{"step": 3, "loss": 0.1, ...}` -> (3, {"loss": 0.1, ...}); numbers only. None for an invalid line."""
     try:
         record = msgspec.json.decode(line)
     except (msgspec.MsgspecError, RecursionError):

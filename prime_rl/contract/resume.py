@@ -26,7 +26,7 @@ class ResumeRequest(msgspec.Struct, frozen=True):
 
 
 def pending_request(run: RunDir, resume_step: int) -> ResumeRequest | None:
-    """The explicit request of the config, or None when there is none (-1) or it was carried out already."""
+    """The explicit request of the config, or None without one (-1) or when it was already carried out."""
     if resume_step < 0:
         return None
     request = ResumeRequest(resume_step, hashlib.sha256(read_file(run.orch_toml, limit=MAX_FILE_BYTES)).hexdigest())

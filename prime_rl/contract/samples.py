@@ -73,7 +73,7 @@ class SampleFile:
 
 
 def read_samples(path: Path, limit: int) -> list[Sample]:
-    """The newest `limit` samples, the newest last. What is no sample is skipped; [] when there is no file."""
+    """The newest `limit` samples, the newest last. Invalid lines are skipped; [] when the file is missing."""
     samples: list[Sample] = []
     for line in reversed(_tail_lines(path, MAX_FILE_BYTES)):
         if len(samples) == limit:

@@ -1,4 +1,4 @@
-"""Status files (one writer each) and the one function that says what state a run is in.
+"""Status files (one writer each) and the one function that derives the state of a run.
 
 A status file is written at every change of state, at most twice a second, and by a heartbeat thread in between, so long
 work is not death. The thread would also write beside a main loop that hangs, so the file tells two things: that the
@@ -134,7 +134,7 @@ class InferenceStatus(Status, kw_only=True):
 
 
 class Crash(msgspec.Struct, frozen=True, kw_only=True):
-    """One end of a part that nobody asked for.
+    """One unrequested end of a daemon.
 
     `kind`: crash; start (it ended by itself, or was not ready in time: no crash); stall (ended because it got nowhere).
     `at` in Unix seconds; `exit_code` is null when it is not known, negative for a signal.
@@ -263,7 +263,7 @@ StatusT = TypeVar("StatusT", bound=Status)
 
 
 def read_status(path: Path, kind: type[StatusT]) -> StatusT | None:
-    """The status in `path`, or None when there is none or it cannot be read as one (another version, damaged)."""
+    """The status in `path`, or None when it is missing, damaged or of another version."""
     try:
         return msgspec.json.decode(read_file(path, limit=MAX_STATUS_BYTES), type=kind)
     except (OSError, msgspec.MsgspecError, RecursionError):
@@ -386,7 +386,7 @@ class RunFacts:
 
 
 def run_state(facts: RunFacts) -> tuple[RunState, str | None]:
-    """The state of a run and the reason for it, where there is one. What a person did or must mend comes first."""
+    """The state of a run and its reason, if any. What a person did or must fix comes first."""
     if facts.evicted is not None:
         return RunState.EVICTED, facts.evicted
     if facts.config_error is not None:

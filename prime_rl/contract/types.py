@@ -102,7 +102,7 @@ _sample_decoder = msgspec.msgpack.Decoder(TrainingSample)
 
 
 class BadBatchError(ValueError):
-    """A batch file that cannot be used; the message says which file and why."""
+    """An invalid batch file; the message has the file and the reason."""
 
 
 class _RawSamples(msgspec.Struct):
@@ -138,7 +138,7 @@ def read_batch(path: Path, *, limit: int = MAX_BATCH_BYTES) -> TrainingBatch:
 
 
 def decode_batch(data: bytes, source: str) -> TrainingBatch:
-    """The content of a batch file; `source` names it in messages. Raises BadBatchError when it is none."""
+    """The content of a batch file; `source` names it in messages. Raises BadBatchError when it is invalid."""
     try:
         batch = _batch_decoder.decode(data)
     except (msgspec.MsgspecError, RecursionError) as error:

@@ -55,11 +55,11 @@ def check_model(name: str) -> None:
     if (folder / "config.json").is_file():
         return
     if folder.exists():
-        raise StartError(f"model.name: {name} is no model folder: it has no config.json")
+        raise StartError(f"model.name: {name} is not a model folder: it has no config.json")
     offline = os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "TRUE", "YES", "ON")
     if not _HUB_NAME.fullmatch(name) or (offline and not _in_hub_cache(name)):
         raise StartError(
-            f"model.name: there is no folder {name}: give the path of a Hugging Face model folder, or make a small "
+            f"model.name: folder {name} not found: give the path of a Hugging Face model folder, or build a small "
             f"model with `python -m prime_rl.trainer.make_base --out {name}`"
         )
 

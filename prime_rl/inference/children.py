@@ -29,7 +29,7 @@ def end_children(grace_s: float) -> None:
     """End every process below this one: SIGTERM, then SIGKILL. Engine workers hold memory and devices."""
     _, alive = psutil.wait_procs(signal_children(signal.SIGTERM), timeout=grace_s)
     for child in alive:
-        logger.warning("process %d did not end by itself: killing it", child.pid)
+        logger.warning("process %d did not exit: killing it", child.pid)
     psutil.wait_procs(signal_children(signal.SIGKILL), timeout=grace_s)
 
 

@@ -150,13 +150,13 @@ class Front:
             await self._engine.load_weights(folder)
             # It goes into a header, where not every character of a file name may stand.
             self._weights = quote(weights_label(self._output_dir.resolve(), folder))
-        logger.info("the weights are now those of %s", folder)
+        logger.info("now serving the weights of %s", folder)
 
     async def _reload(self, body: bytes) -> None:
         async with self._alone():
             await self._engine.load_base()
             self._weights = BASE_WEIGHTS
-        logger.info("the weights are now those of the base model")
+        logger.info("now serving the base model")
 
     @contextlib.asynccontextmanager
     async def _alone(self) -> AsyncIterator[None]:
@@ -171,7 +171,7 @@ class Front:
 
 
 def _told(error: Exception) -> ApiError:
-    """Whatever an engine raises: the client hears that it failed, the log hears why."""
+    """Any exception of an engine: the client gets an error, the log the reason."""
     if isinstance(error, ApiError):
         return error
     logger.error("the server failed on a request", exc_info=error)

@@ -85,9 +85,9 @@ class Guard:
     def _check_request(self, scope: MutableMapping[str, Any]) -> None:
         path, method = scope["path"], scope["method"]
         if path not in OPEN_ROUTES and self._api_key is not None and not self._knows_key(scope):
-            raise ApiError(401, "A valid API key is needed: Authorization: Bearer KEY.")
+            raise ApiError(401, "A valid API key is required: Authorization: Bearer KEY.")
         if path not in ROUTES:
-            raise ApiError(404, f"There is nothing at {path[:200]}.")
+            raise ApiError(404, f"Not found: {path[:200]}.")
         if method != ROUTES[path]:
             raise ApiError(405, f"{path} takes {ROUTES[path]}, not {method}.")
 
@@ -115,7 +115,7 @@ class Guard:
 def confined_adapter(output_dir: Path, given: str) -> Path:
     """The adapter folder `given` with all links resolved. A relative path is taken from the working directory.
 
-    Raises ApiError: 403 when the folder or one of its two files lies outside `output_dir`, 400 when it is no adapter.
+    Raises ApiError: 403 when the folder or one of its two files is outside of `output_dir`, 400 for other problems.
     """
     if "\0" in given or not given:
         raise ApiError(400, "lora_path is empty or contains a NUL.", param="lora_path")
@@ -127,16 +127,18 @@ def confined_adapter(output_dir: Path, given: str) -> Path:
     except (OSError, RuntimeError) as error:  # a name that is too long, a loop of links
         raise ApiError(400, f"lora_path {given[:200]!r} cannot be read: {error}", param="lora_path") from error
     if not inside:
-        raise ApiError(403, f"lora_path {given[:200]!r} lies outside {output_dir}.", param="lora_path")
+        raise ApiError(403, f"lora_path {given[:200]!r} is outside of {output_dir}.", param="lora_path")
     if not complete:
         raise ApiError(
-            400, f"lora_path {given[:200]!r} is no adapter: it needs {' and '.join(ADAPTER_FILES)}.", param="lora_path"
+            400,
+            f"lora_path {given[:200]!r} is not an adapter: it needs {' and '.join(ADAPTER_FILES)}.",
+            param="lora_path",
         )
     return folder
 
 
 async def _read_body(receive: Receive) -> bytes:
-    """The whole body. What is too large is read to its end without being kept, so that the client hears why."""
+    """The whole body. A too large one is read to its end without being kept, so the client gets the error."""
     chunks: list[bytes] = []
     size = 0
     while True:

@@ -1,4 +1,4 @@
-"""The proof that an engine generates: a token, asked for at most once a second however often somebody asks."""
+"""The proof that an engine generates: one token, generated at most once a second, however often it is requested."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ def max_model_len(config: InferenceConfig) -> int:
     stretched = isinstance(rope, dict) and rope.get("rope_type", "default") != "default"
     if positions is None or stretched or wanted <= positions:
         return wanted
-    logger.warning("model.max_model_len: %d is cut to the %d positions of the model", wanted, positions)
+    logger.warning("model.max_model_len: %d reduced to the %d positions of the model", wanted, positions)
     return int(positions)
 
 
@@ -47,6 +47,6 @@ def check_adapter_room(config: InferenceConfig, each: int, num_copies: int, avai
         raise StartError(
             f"max_concurrent_runs: {config.max_concurrent_runs} runs of {config.max_versions_per_run} versions need "
             f"{needed / 2**30:.2f} GiB for adapters of rank {config.model.lora.rank if config.model.lora else 0}, "
-            f"{available / 2**30:.2f} GiB are free: lower max_concurrent_runs, max_versions_per_run or model.lora.rank",
+            f"{available / 2**30:.2f} GiB free: lower max_concurrent_runs, max_versions_per_run or model.lora.rank",
             exit_code=2,
         )

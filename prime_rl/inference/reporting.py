@@ -15,7 +15,7 @@ WINDOW_S = 5.0
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What an engine says of itself. `num_tokens` counts generated tokens since the start; `kv_use` is from 0 to 1."""
+    """The figures of an engine. `num_tokens` counts generated tokens since the start; `kv_use` is from 0 to 1."""
 
     adapters: Sequence[str] = ()
     num_running: int = 0

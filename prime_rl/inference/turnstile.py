@@ -45,7 +45,7 @@ class Turnstile:
 
     @contextlib.asynccontextmanager
     async def alone(self, timeout_s: float) -> AsyncIterator[None]:
-        """Let nobody in, wait until everybody is out. Raises StillInUse after `timeout_s`."""
+        """Admit no requests, wait until all have left. Raises StillInUse after `timeout_s`."""
         async with self._one_at_a_time:
             self._open.clear()
             try:

@@ -23,7 +23,7 @@ def model_shapes(name: str) -> Shapes:
 
 
 def confined_folder(output_dir: Path, given: str) -> Path:
-    """The folder `given` with all links resolved. Raises ApiError: 403 outside `output_dir`, 400 when it is none."""
+    """The folder `given` with all links resolved. Raises ApiError: 403 outside of `output_dir`, 400 for no folder."""
     if "\0" in given or not given:
         raise ApiError(400, "weight_dir is empty or contains a NUL.", param="weight_dir")
     try:
@@ -34,9 +34,9 @@ def confined_folder(output_dir: Path, given: str) -> Path:
     except (OSError, RuntimeError) as error:  # a name that is too long, a loop of links
         raise ApiError(400, f"weight_dir {given[:200]!r} cannot be read: {error}", param="weight_dir") from error
     if not inside:
-        raise ApiError(403, f"weight_dir {given[:200]!r} lies outside {output_dir}.", param="weight_dir")
+        raise ApiError(403, f"weight_dir {given[:200]!r} is outside of {output_dir}.", param="weight_dir")
     if not is_folder:
-        raise ApiError(400, f"weight_dir {given[:200]!r} is no folder.", param="weight_dir")
+        raise ApiError(400, f"weight_dir {given[:200]!r} is not a folder.", param="weight_dir")
     if not complete:
         raise ApiError(400, f"weight_dir {given[:200]!r} is not complete: it has no STABLE.", param="weight_dir")
     return folder

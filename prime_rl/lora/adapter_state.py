@@ -1,6 +1,6 @@
 """One adapter as tensors and as files: start values, PEFT names, export, load. Every name and shape is checked.
 
-An adapter whose names do not match the model would act as the base model and nobody would see it, so loading is all or
+An adapter whose names do not match the model would silently act as the base model, so loading is all or
 nothing. Files are safetensors and JSON; nothing is pickled. Whether a folder is complete (`STABLE`) is the caller's
 business.
 """
@@ -43,7 +43,7 @@ NOT_PLAIN = (
 
 @dataclass(frozen=True)
 class AdapterConfig:
-    """What `adapter_config.json` says of an adapter."""
+    """The fields of `adapter_config.json`."""
 
     rank: int
     alpha: float
@@ -125,7 +125,9 @@ def load_served_adapter(
     idle = [target for target in config.target_modules if not any(_is_target(name, [target]) for name in layers)]
     if idle or not targeted:
         takes = sorted({name.rpartition(".")[2] for name in layers})
-        raise ValueError(f"its target_modules are {sorted(config.target_modules)}, adapters are taken in {takes} only")
+        raise ValueError(
+            f"its target_modules are {sorted(config.target_modules)}, this model takes adapters in {takes} only"
+        )
     load_adapter(targeted, idx, tensors, config.rank)
     for name in layers.keys() - targeted.keys():
         for parameter in layers[name].parameters_of(idx):
@@ -141,7 +143,7 @@ def _expected_shapes(layers: Mapping[str, MultiLoRALinear], rank: int) -> dict[s
     shapes: dict[str, tuple[int, int]] = {}
     for name, layer in layers.items():
         if rank > layer.rank:
-            raise ValueError(f"adapter has rank {rank}, the model makes room for {layer.rank}")
+            raise ValueError(f"adapter has rank {rank}, the model allows at most {layer.rank}")
         name_A, name_B = peft_names(name)
         shapes[name_A] = (rank, layer.base_layer.in_features)
         shapes[name_B] = (layer.base_layer.out_features, rank)

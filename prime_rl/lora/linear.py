@@ -72,7 +72,7 @@ class AdapterRouting:
 
 
 class LayerRegistry(Protocol):
-    """Who wants to know of every adapted layer (the trainer's MultiRunManager)."""
+    """A registry of adapted layers (the trainer's MultiRunManager)."""
 
     def register_module(self, name: str, module: MultiLoRALinear) -> None: ...
 

@@ -1,4 +1,4 @@
-"""Whether tensors are those that a model wants, by name and shape alone. Pure; knows no files.
+"""Whether tensors fit a model, by name and shape. Pure; reads no files.
 
 A name that does not match would leave a part of the model as it was, and nobody would see it: so all of them are
 compared before any is taken.

@@ -29,7 +29,7 @@ from prime_rl.multinode.records import (
 )
 
 MASTER_RANK = 0
-# Rings in vain until a worker that beats counts as lost: as many as beats that are missed until one is suspect.
+# Failed connections until a worker with a heartbeat counts as lost: as many as missed heartbeats until one is suspect.
 CUT_OFF_AFTER_BEATS = SUSPECT_AFTER_BEATS
 
 
@@ -68,7 +68,7 @@ class Step:
 
 
 class Claim(enum.Enum):
-    """Whether a starting node may speak for its rank."""
+    """Whether a starting node may take its rank."""
 
     OURS = "ours"
     UNKNOWN = "unknown"
@@ -131,7 +131,9 @@ def _gather(setting: GroupSetting, own: NodeRecord, group: GroupRecord, view: Vi
         return replace(group, word=GroupWord.RUNNING, members=members, position=opening, awaited=())
     awaited = tuple(map(_to_join, missing))
     if view.now - view.since > setting.gather_timeout_s:
-        return _end(group, EXIT_TRY_AGAIN, f"waited {setting.gather_timeout_s:g} s in vain for {', '.join(awaited)}")
+        return _end(
+            group, EXIT_TRY_AGAIN, f"timed out after {setting.gather_timeout_s:g} s waiting for {', '.join(awaited)}"
+        )
     return replace(group, awaited=awaited)
 
 
@@ -150,7 +152,7 @@ def _lead(setting: GroupSetting, group: GroupRecord, view: View, resume: Positio
         return _release(setting, group, view, resume)
     awaited = tuple(_describe(setting, view, rank) for rank in late)
     if view.now - view.since > setting.barrier_timeout_s:
-        words = f"waited {setting.barrier_timeout_s:g} s in vain at {group.position} for {'; '.join(awaited)}"
+        words = f"timed out after {setting.barrier_timeout_s:g} s at {group.position} waiting for {'; '.join(awaited)}"
         return _end(group, EXIT_TRY_AGAIN, words)
     return replace(group, awaited=awaited)
 
@@ -193,7 +195,7 @@ def _without(setting: GroupSetting, group: GroupRecord, lost: Mapping[int, str])
 
 
 def _may_lose(setting: GroupSetting, rank: int) -> bool:
-    """The master's own death ends every group: nobody else may speak for it."""
+    """The master's death ends every group: no other node can be the master."""
     return setting.elastic and rank != MASTER_RANK
 
 
@@ -211,23 +213,22 @@ def _why_lost(setting: GroupSetting, group: GroupRecord, view: View, rank: int) 
     if _has_stood_still(setting, node):
         return f"{node} {_stands_still(node)} (limit {setting.loop_timeout_s:g} s), last in {where}"
     if node.unreached >= CUT_OFF_AFTER_BEATS:
-        return f"{node} is cut off: it rang {node.unreached} times in vain at the master's address, last in {where}"
+        return f"{node} is cut off: {node.unreached} failed connections to the master's address, last in {where}"
     if _health(setting, sighting, view.now) is Health.DEAD:
-        return f"{node} is dead: no sign of life for {sighting.age_s(view.now):.1f} s, last in {where}"
+        return f"{node} is dead: no heartbeat for {sighting.age_s(view.now):.1f} s, last in {where}"
     return None
 
 
 def _own_cut(setting: GroupSetting, group: GroupRecord, view: View) -> str | None:
-    """When several workers, and all that there are, ring in vain at one time it is the master who is cut off."""
+    """If all of several workers fail to connect at the same time, the master is cut off."""
     others = [view.nodes[rank] for rank in sorted(group.members) if rank != setting.rank]
     misses = [node.unreached for node in others]
     # They do not ring at the same instant: when the first gives up the others are one ring behind.
     if len(others) < 2 or max(misses) < CUT_OFF_AFTER_BEATS or min(misses) < CUT_OFF_AFTER_BEATS - 1:
         return None
     callers = "; ".join(map(str, others))
-    return (
-        f"{view.nodes[setting.rank]}, the master, is cut off: all workers ring in vain ({callers}), at {group.position}"
-    )
+    master = f"{view.nodes[setting.rank]}, the master"
+    return f"{master}, is cut off: all workers failed to connect ({callers}), at {group.position}"
 
 
 def _has_arrived(group: GroupRecord, node: NodeRecord) -> bool:
@@ -281,7 +282,7 @@ def decide_node(setting: GroupSetting, own: NodeRecord, view: View) -> Step:
     waiting_on = f"{group.position}: {whom}"
     # The master judges first; this is for one that beats and does not lead any more.
     if view.now - view.since > setting.barrier_timeout_s + setting.dead_after_s:
-        return _leave(own, EXIT_TRY_AGAIN, f"waited {setting.barrier_timeout_s:g} s in vain for {waiting_on}")
+        return _leave(own, EXIT_TRY_AGAIN, f"timed out after {setting.barrier_timeout_s:g} s waiting for {waiting_on}")
     return Step(NodeWord.RUNNING, own.epoch, waiting_on=waiting_on)
 
 
@@ -311,7 +312,7 @@ def _join(setting: GroupSetting, own: NodeRecord, view: View) -> Step:
 def _wait(setting: GroupSetting, own: NodeRecord, view: View, epoch: str, waiting_on: str) -> Step:
     waiting_on = _stalled_master(setting, view) or waiting_on
     if view.now - view.since > setting.gather_timeout_s + setting.dead_after_s:
-        return _leave(own, EXIT_TRY_AGAIN, f"waited {setting.gather_timeout_s:g} s in vain for {waiting_on}")
+        return _leave(own, EXIT_TRY_AGAIN, f"timed out after {setting.gather_timeout_s:g} s waiting for {waiting_on}")
     return Step(NodeWord.JOINING, epoch, waiting_on=waiting_on)
 
 
@@ -390,9 +391,10 @@ def _stalled_master(setting: GroupSetting, view: View) -> str | None:
 def _master_is_lost(setting: GroupSetting, view: View, group: GroupRecord) -> str:
     assert view.group_sighting is not None
     master = _master(view)
-    how = f"is dead: no sign of life for {view.group_sighting.age_s(view.now):.1f} s"
+    how = f"is dead: no heartbeat for {view.group_sighting.age_s(view.now):.1f} s"
     if master is not None and _is_stalled(setting, master):
         how = f"{_stands_still(master)} (limit {setting.loop_timeout_s:g} s)"
     name = view.nodes.get(MASTER_RANK) or "node 0"
-    words = f"{name}, the master, {how}, last at {group.position or 'the start'}"
+    where = group.position or "the start"
+    words = f"{name}, the master, {how}, last at {where}"
     return words + ("; --elastic goes on without workers, never without the master" if setting.elastic else "")

@@ -69,7 +69,7 @@ def num_ranks(flags: NodeFlags, num_gpus: Callable[[], int]) -> int:
 
 
 def flatten(value: object, key: str = "") -> dict[str, str]:
-    """Each value of a config by its dotted key, so that a difference is said in a few words."""
+    """Each value of a config by its dotted key, for short messages about differences."""
     if isinstance(value, dict) and value:
         parts = [flatten(part, f"{key}.{name}" if key else str(name)) for name, part in value.items()]
         return {name: text for part in parts for name, text in part.items()}
@@ -82,24 +82,24 @@ def parse_flags(argv: Sequence[str], environment: Mapping[str, str]) -> NodeFlag
     for word in rest:
         key = word.removeprefix("--").partition("=")[0].partition(".")[0]
         if word.startswith("--") and key not in MultinodeConfig.model_fields:
-            raise FlagError(f"{word}: no such flag; prl multinode --help has them all")
+            raise FlagError(f"unknown flag {word}: prl multinode start --help lists all flags")
     for name, path in (("--data-path", found.data_path), ("--log-path", found.log_path)):
         if path is None:
-            raise FlagError(f"{name} is missing: name a folder that all nodes share")
+            raise FlagError(f"{name} is required: a folder that all nodes share")
     if not found.data_path.is_dir():
-        raise FlagError(f"--data-path {found.data_path}: there is no such folder")
+        raise FlagError(f"--data-path {found.data_path}: folder not found")
     num_nodes = _at_least("--num-nodes", found.num_nodes, 1)
     rank, rl_phase = _rank(found, environment, num_nodes), _one_of("--rl-phase", found.rl_phase, RlPhase)
     if found.eval_interval is not None and rl_phase is RlPhase.UPDATE:
-        raise FlagError("--eval-interval goes with --rl-phase both or rollout: an update evaluates nothing")
+        raise FlagError("--eval-interval requires --rl-phase both or rollout: an update evaluates nothing")
     if found.master_addr and rank:
-        raise FlagError(f"--master-addr goes with --master, not with rank {rank}: workers are told by the master")
+        raise FlagError(f"--master-addr requires --master, but this is rank {rank}: workers get it from the master")
     if found.resume and not OutputDir(found.log_path).list_iterations():
-        raise FlagError(f"--resume: there is nothing to resume at {found.log_path}; leave it out to begin")
+        raise FlagError(f"--resume: nothing to resume in {found.log_path}; remove it to begin")
     data, source = read_argv(rest)
     if source == "command line":
         if not DEFAULT_TOML.exists():
-            raise FlagError(f"@ FILE.toml is missing: the default, {DEFAULT_TOML}, is not in this folder")
+            raise FlagError(f"@ FILE.toml is required: the default, {DEFAULT_TOML}, is not in this folder")
         data, source = merge(read_argv(["@", str(DEFAULT_TOML)])[0], data), str(DEFAULT_TOML)
     if found.debug_mode:
         data = merge(data, {"log": {"level": "debug"}})
@@ -107,7 +107,7 @@ def parse_flags(argv: Sequence[str], environment: Mapping[str, str]) -> NodeFlag
         data = merge(data, {"gpus_per_node": _at_least("--gpus-per-node", found.gpus_per_node, 1)})
     config = _with_model_of(found.data_path.resolve(), build(MultinodeConfig, data, source))
     if found.eval_interval is not None and not config.run.get("eval"):
-        raise FlagError(f"--eval-interval: {source} has no [run.eval] to say what is evaluated")
+        raise FlagError(f"--eval-interval: {source} has no [run.eval]: add what to evaluate")
     return NodeFlags(
         data_path=found.data_path.resolve(),
         log_path=found.log_path,
@@ -135,12 +135,12 @@ def _with_model_of(data_path: Path, config: MultinodeConfig) -> MultinodeConfig:
 
 def _rank(found: argparse.Namespace, environment: Mapping[str, str], num_nodes: int) -> int:
     if found.master and found.worker is not None:
-        raise FlagError("--master and --worker: a node is one of the two")
+        raise FlagError("--master and --worker exclude each other: use one of them")
     if found.master:
         return 0
     if found.worker is not None:
         if num_nodes == 1:
-            raise FlagError(f"--worker {found.worker}: there is no worker with --num-nodes 1")
+            raise FlagError(f"--worker {found.worker}: invalid with --num-nodes 1, which has no workers")
         if not 1 <= found.worker < num_nodes:
             raise FlagError(f"--worker {found.worker}: must be from 1 to {num_nodes - 1} with --num-nodes {num_nodes}")
         return int(found.worker)
@@ -151,20 +151,20 @@ def _rank(found: argparse.Namespace, environment: Mapping[str, str], num_nodes: 
             return int(value)
     if num_nodes == 1:
         return 0
-    raise FlagError("--master or --worker R is missing (or RANK or NODE_RANK in the environment)")
+    raise FlagError("--master or --worker R is required (or RANK or NODE_RANK in the environment)")
 
 
 def _weights(text: str | None, num_nodes: int) -> tuple[float, ...]:
     if text is None:
         if num_nodes == 1:
             return (1.0,)
-        raise FlagError(f"--rank-weights is missing: {num_nodes} numbers, such as {','.join(['1'] * num_nodes)}")
+        raise FlagError(f"--rank-weights is required: {num_nodes} numbers, such as {','.join(['1'] * num_nodes)}")
     try:
         weights = tuple(float(part) for part in text.split(","))
     except ValueError:
-        raise FlagError(f"--rank-weights {text}: must be numbers with commas between them") from None
+        raise FlagError(f"--rank-weights {text}: must be numbers separated by commas") from None
     if len(weights) != num_nodes:
-        raise FlagError(f"--rank-weights {text}: {len(weights)} numbers for --num-nodes {num_nodes}; one a node")
+        raise FlagError(f"--rank-weights {text}: {len(weights)} numbers, expected one per node: {num_nodes}")
     if not all(0 <= weight < float("inf") for weight in weights) or not any(weights):
         raise FlagError(f"--rank-weights {text}: must be 0 or more, and not all 0")
     return weights
@@ -172,13 +172,15 @@ def _weights(text: str | None, num_nodes: int) -> tuple[float, ...]:
 
 def _splits(found: argparse.Namespace) -> frozenset[Split]:
     if found.rollout_split not in _SPLITS:
-        raise FlagError(f"--rollout-split {found.rollout_split}: must be train-only or eval-only, or left out for both")
+        raise FlagError(f"--rollout-split {found.rollout_split}: must be train-only or eval-only, or omitted for both")
     if found.rollout_split == "eval-only" and found.eval_interval is None:
-        raise FlagError("--rollout-split eval-only needs --eval-interval N: without it nothing is evaluated")
+        raise FlagError("--rollout-split eval-only requires --eval-interval N: without it nothing is evaluated")
     if found.rollout_split == "train-only" and found.eval_interval is not None:
-        raise FlagError("--rollout-split train-only and --eval-interval: leave out one of the two")
+        raise FlagError("--rollout-split train-only and --eval-interval exclude each other: remove one of them")
     if found.rollout_split and found.rl_phase != RlPhase.ROLLOUT:
-        raise FlagError(f"--rollout-split goes with --rl-phase rollout, not {found.rl_phase}: an update needs rollouts")
+        raise FlagError(
+            f"--rollout-split requires --rl-phase rollout, found {found.rl_phase}: an update needs rollouts"
+        )
     return _SPLITS[found.rollout_split]
 
 

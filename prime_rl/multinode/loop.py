@@ -1,4 +1,4 @@
-"""Drives a member for real: looks as often as something happens, rarely when nothing does, and says whom it waits for.
+"""Drives a member: looks when something happens, rarely otherwise, and reports which nodes it waits for.
 
 The folder's events are hints where they come; in between the pause grows from milliseconds to half a second with
 jitter, so an idle node costs next to nothing and a hundred nodes do not look at the same instant.
@@ -45,7 +45,7 @@ def drive(member: Member, watcher: Watcher, stop: StopFlag, *, say: Callable[[st
 
 
 class Voice:
-    """What a node says while it goes on: each new thing, whom it waits for again each second, who came or was lost."""
+    """The messages of a node: each event once, which nodes it waits for each second, which joined or were lost."""
 
     def __init__(self, member: Member, say: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
         self._member = member

@@ -1,4 +1,4 @@
-"""One node of a group as it lives: look, decide, act, say so. `node` drives it for real, a simulation in the tests.
+"""One node of a group: look, decide, act, record. `node` drives it, in the tests also a simulation.
 
 `tick` never waits: it decides, starts work, and looks whether that is done. The member writes its own record, and the
 group's when it is the master, at every change; its `heartbeat` does so in between. It decides nothing itself (`decide`
@@ -147,7 +147,7 @@ class Member:
         self._next_proof_look = self._started_at
 
     def leave(self, reason: str) -> None:
-        """Somebody asked this node to end (Ctrl-C)."""
+        """This node was asked to end (Ctrl-C)."""
         if not self.own.word.is_final:
             self.own = replace(self.own, word=NodeWord.LEFT, reason=reason)
 

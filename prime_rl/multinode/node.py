@@ -1,7 +1,7 @@
 """One node of a multi-node group: `prl multinode`, or `python -m prime_rl.multinode.node`. Parse, build, drive, end.
 
 Master and workers run the same loop on the same files; rank 0 also leads. Exit codes: 0 done, 1 this node failed, 2
-wrong use or refused by the group, 75 a node died (start the same commands again), 130 somebody asked to stop.
+wrong usage or refused by the group, 75 a node died (start the same commands again), 130 interrupted.
 """
 
 from __future__ import annotations

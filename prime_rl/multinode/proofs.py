@@ -63,7 +63,7 @@ class Proofs:
         self._whole: set[int] = set()
 
     def version(self, iteration: int) -> int:
-        """The policy version that makes an iteration's rollouts. Where nobody trains it stays the newest there is."""
+        """The policy version that makes an iteration's rollouts. Without training it stays the newest version."""
         wanted = (iteration - 1) * self._updates
         if self._rl_phase is not RlPhase.ROLLOUT:
             return wanted

@@ -25,7 +25,7 @@ RETRY_S = 0.2
 
 
 class Doorbell:
-    """The master's side: a port of its own at which it says who it is."""
+    """The master's side: a port that answers with the master's incarnation."""
 
     def __init__(self, incarnation: str) -> None:
         self._word = incarnation.encode()

@@ -74,7 +74,7 @@ class Rollouts:
     # -- the plan ----
 
     def _write_plan(self, split: Split) -> None:
-        """Raises ValueError when nobody is left whose weight is above 0."""
+        """Raises ValueError when no node with a weight above 0 is left."""
         place = self._place
         number = place.position.iteration
         version, tasks = place.proofs.version(number), self.tasks(split)

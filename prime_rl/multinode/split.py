@@ -34,7 +34,7 @@ def assign(tasks: Sequence[str], weights: Mapping[int, float], seed: int) -> dic
     """
     place = {task: number for number, task in enumerate(tasks)}
     if len(place) != len(tasks):
-        raise ValueError("a task is there twice")
+        raise ValueError("duplicate task")
     shuffled = list(tasks)
     random.Random(f"tasks {seed}").shuffle(shuffled)
     ranks = sorted(weights)

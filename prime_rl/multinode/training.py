@@ -46,17 +46,17 @@ class Training:
         proof = place.proofs.train(number)
         where = f"iteration {number} in {place.iteration.path}"
         if proof is None:
-            raise ValueError(f"{where} has no rollouts: make them first, with --rl-phase rollout")
+            raise ValueError(f"{where} has no rollouts: make them first with --rl-phase rollout")
         if (version := place.proofs.version(number)) != proof.policy_version:
             found = f"{where} has rollouts of policy version {proof.policy_version}, and the policy is at {version} now"
-            raise ValueError(f"{found}: make them anew, with --rl-phase rollout")
+            raise ValueError(f"{found}: make them again with --rl-phase rollout")
         if proof.key != place.proofs.key:
             found = f"{where} has rollouts with other settings of model, environments, sampling or seed"
             raise ValueError(
-                f"{found}: take the TOML that they were made with, or make them anew, with --rl-phase rollout"
+                f"{found}: use the TOML that they were made with, or make them again with --rl-phase rollout"
             )
         if (lost := place.proofs.lost_task(number, proof)) is not None:
-            raise ValueError(f"{where} has lost {lost}: make it anew, with --rl-phase rollout")
+            raise ValueError(f"{where} has lost {lost}: make it again with --rl-phase rollout")
         return proof.sources
 
     @property
@@ -122,8 +122,8 @@ class Training:
 
 
 def check_free(port: int) -> None:
-    """Raises OSError when somebody else listens there: torchrun would say so in fifty lines."""
+    """Raises OSError when the port is in use: torchrun would report that in fifty lines."""
     try:
         bound_socket("", port).close()
     except OSError as error:
-        raise OSError(f"rendezvous_port {port} of this machine is taken; all nodes need another one") from error
+        raise OSError(f"rendezvous_port {port} is in use on this machine: set another one on all nodes") from error

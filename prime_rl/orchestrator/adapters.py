@@ -81,7 +81,7 @@ class AdapterSet:
         try:
             await server.load_adapter(name, self._folders[name])
         except RequestRefused as error:  # who asks for this one hears that; the others must not wait for it
-            logger.warning("a server that came back does not take %s: %s", name, error)
+            logger.warning("a restarted server refuses %s: %s", name, error)
 
 
 class AdapterPublication:

@@ -94,7 +94,7 @@ def find_progress(run: RunDir, groups_per_batch: int, *, max_bytes: int = MAX_BA
         return Progress(newest_batch, _next_index(batch.sampler_state))
     path = _state_file(run, newest_checkpoint)
     if not os.path.lexists(path):
-        logger.warning("%s is not there: the example order goes on as if no group had been dropped", path)
+        logger.warning("%s not found: the example order continues as if no group had been dropped", path)
         return Progress(newest_checkpoint, newest_checkpoint * groups_per_batch)
     return Progress(newest_checkpoint, _next_index(_load_state(path).sampler_state))
 
@@ -103,7 +103,7 @@ def _load_state(path: Path) -> _State:
     try:
         state = msgspec.json.decode(read_file(path, limit=MAX_STATE_BYTES), type=_State)
     except (OSError, msgspec.MsgspecError) as error:
-        raise CheckpointError(f"{path}: cannot go on from this checkpoint: {error}") from error
+        raise CheckpointError(f"{path}: cannot resume from this checkpoint: {error}") from error
     if state.version != STATE_FORMAT_VERSION:
         raise CheckpointError(f"{path}: format version {state.version}, this program reads {STATE_FORMAT_VERSION}")
     return state

@@ -45,7 +45,7 @@ class InferenceUnavailable(InferenceError):
 
 
 class ServerDown(InferenceUnavailable):
-    """Nobody answers at the server's address, or nobody who could: it is gone, starting, or stuck."""
+    """The server does not answer: it is gone, starting, or stuck."""
 
 
 class AccessDenied(InferenceError):
@@ -162,9 +162,9 @@ class Endpoint:
     def _look(self) -> str:
         status = read_status(self._status_path, InferenceStatus)
         if status is None:
-            raise ServerDown(f"{self._status_path} (not there yet: is inference started?)")
+            raise ServerDown(f"{self._status_path} (not found: is inference running?)")
         if not is_there(status) or not status.base_url:
-            raise ServerDown(f"{self._status_path} (says {status.state!r}, and no such server runs)")
+            raise ServerDown(f"{self._status_path} (its state is {status.state!r}, but its server is not running)")
         if status.state != "serving":
             raise ServerDown(f"the inference server to be ready (it is {status.state})")
         return status.base_url.rstrip("/")
@@ -200,12 +200,14 @@ class ServerClient:
         response, url = await self._request("POST", "completions", request.body())
         answer = _decoded(response, url, _Completions)
         if len(answer.choices) != request.num_choices:
-            raise InferenceError(f"inference gave {len(answer.choices)} completions instead of {request.num_choices}")
+            raise InferenceError(
+                f"inference returned {len(answer.choices)} completions instead of {request.num_choices}"
+            )
         self.weights = response.headers.get(WEIGHTS_HEADER)
         return [_checked(choice, self.weights) for choice in answer.choices]
 
     async def load_adapter(self, name: str, path: Path) -> None:
-        """Load the PEFT folder `path` under `name`. That it is loaded already is no error: names are never reused."""
+        """Load the PEFT folder `path` under `name`. Loading it twice is not an error: names are never reused."""
         try:
             await self._request("POST", "load_lora_adapter", {"lora_name": name, "lora_path": str(path)})
         except RequestRefused:
@@ -243,15 +245,15 @@ def _decoded(response: httpx.Response, url: str, kind: type[_AnswerT]) -> _Answe
         return msgspec.json.decode(response.content, type=kind)
     except msgspec.MsgspecError as error:
         path = response.request.url.path
-        raise InferenceError(f"inference at {url}: {path} has an answer of another form: {error}") from error
+        raise InferenceError(f"inference at {url}: {path} returned an invalid answer: {error}") from error
 
 
 def _checked(choice: _Choice, weights: str | None) -> Completion:
     logprobs = choice.logprobs.token_logprobs
     if not choice.token_ids or len(choice.token_ids) != len(logprobs):
-        raise InferenceError(f"inference gave {len(choice.token_ids)} tokens with {len(logprobs)} logprobs")
+        raise InferenceError(f"inference returned {len(choice.token_ids)} tokens with {len(logprobs)} logprobs")
     if not (max(logprobs) <= LOGPROB_SLACK and math.isfinite(sum(logprobs))):  # a NaN in it makes the sum one
-        raise InferenceError("inference gave a logprob that is none: it must be finite and at most 0")
+        raise InferenceError("inference returned an invalid logprob: must be a finite number and at most 0")
     return Completion(choice.token_ids, logprobs, choice.finish_reason, weights)
 
 

@@ -48,7 +48,7 @@ def check_run(run: RunDir) -> None:
 
 
 class Wake:
-    """Lets whoever waits look at once."""
+    """Wake every waiting task."""
 
     def __init__(self) -> None:
         self._event = asyncio.Event()

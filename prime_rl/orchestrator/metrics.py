@@ -1,4 +1,4 @@
-"""What a run says about itself: one flat JSON line a step, and where its time went.
+"""The metrics of a run: one flat JSON line per step, and where its time went.
 
 Names are dotted with "/": `reward/mean`, `env/<env name>/<metric>`, `time/<phase>`; all of them are in
 `docs/metrics.md`. Reading, drawing and passing on (`monitors/`) is done elsewhere.
@@ -119,7 +119,7 @@ class TokenRate:
 
 
 def bottleneck(time_s: Mapping[Phase, float], num_ahead: int) -> str | None:
-    """Who holds the run up: "trainer", "inference", "environment", or None when nobody waits for anybody.
+    """The bottleneck of the run: "trainer", "inference", "environment", or None.
 
     `time_s` is where the time since the last batch went, `num_ahead` how many batches the trainer had not yet trained
     on when this one came. With none left it waited for this one, so it is whoever took most of the time. With some

@@ -188,7 +188,7 @@ async def base_model(client: InferenceClient, wanted: str) -> str:
     served = await client.list_models()
     name = find_base_model(wanted, served)
     if name is None:
-        raise RunFailed(f"inference serves {[model.id for model in served]}, and this run trains {wanted!r}")
+        raise RunFailed(f"inference serves {[model.id for model in served]}, but this run trains {wanted!r}")
     return name
 
 
@@ -215,7 +215,7 @@ async def run_to_the_end(config: OrchestratorConfig, run: RunDir, stop: Callable
         logger.info("finished: %d steps", config.max_steps)
     except StopRequested:
         last_word = {"state": "stopped"}
-        logger.info("stopped as asked")
+        logger.info("stopped")
     except RunEvicted as error:
         last_word = {"state": "evicted", "reason": str(error)}
     except FINAL as error:

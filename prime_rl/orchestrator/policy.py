@@ -149,14 +149,14 @@ class PolicyVersions:
             async with asyncio.timeout(CLOSE_TIMEOUT_S):
                 await self._publication.withdraw()
         except TimeoutError:
-            logger.warning("inference did not take back %s in time", self.label(self.version))
+            logger.warning("inference did not unload %s in time", self.label(self.version))
 
     def label(self, version: int) -> str:
         """What people and logs call `version`."""
         return self._publication.label(version)
 
     def _level_of(self, refusal: str) -> int:
-        """Many requests hear the same refusal many times: it is a warning once."""
+        """Warn once: many requests get the same refusal."""
         known, self._refusal = self._refusal == refusal, refusal
         return logging.DEBUG if known else logging.WARNING
 

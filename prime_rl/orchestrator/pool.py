@@ -191,7 +191,7 @@ class InferenceClient:
             await self._pick()
 
     async def once_everywhere(self, ask: Callable[[ServerClient], Awaitable[object]]) -> list[BaseException | None]:
-        """Ask all living servers once; for each its error or None. Nobody is taken out, nothing is tried again."""
+        """Ask all living servers once; for each its error or None. No server is removed, nothing is retried."""
         living = [server for server in self._servers if server.living]
         results = await asyncio.gather(*(ask(server.client) for server in living), return_exceptions=True)
         return [result if isinstance(result, BaseException) else None for result in results]
@@ -199,7 +199,7 @@ class InferenceClient:
     # -- servers ----
 
     async def _pick(self) -> Server:
-        """The server to ask next; waits as long as there is none."""
+        """The server for the next request; waits until there is one."""
         while True:
             now_s = asyncio.get_running_loop().time()
             living = [server for server in self._servers if server.living]
@@ -231,7 +231,7 @@ class InferenceClient:
         if not server.living:
             return
         server.living = False
-        logger.warning("not asked any more until it answers: %s", error)
+        logger.warning("no more requests to it until it answers: %s", error)
         self._returning.start(self._bring_back(server), f"bringing back {server.client.address}")
 
     async def _bring_back(self, server: Server) -> None:
@@ -250,7 +250,7 @@ class InferenceClient:
                     self._set_trouble(self._describe_trouble())
                 if server.error != logged and not isinstance(error, InferenceUnavailable):
                     logged = server.error
-                    logger.warning("cannot bring back %s yet, trying again: %s", server.client.address, server.error)
+                    logger.warning("cannot restore %s yet, will retry: %s", server.client.address, server.error)
         logger.info("inference server %d answers again", server.number)
         server.living, server.not_before_s, server.num_refused = True, 0.0, 0
         self._changed.set()

@@ -141,7 +141,7 @@ class PolicySession:
             return token_ids
         num_seen = len(self._seen)
         if list(messages[:num_seen]) != self._seen or len(messages) == num_seen:
-            raise RolloutError("the environment changed what was said before, or added nothing to it")
+            raise RolloutError("the environment changed earlier messages, or added no new one")
         token_ids = self._tokenizer.continuation(messages, num_seen)
         # The end of the turn is already there when the policy sampled it.
         sampled_end = self._stopped_by_eos and token_ids[:1] == self._token_ids_T[-1:]

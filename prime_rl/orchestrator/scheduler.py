@@ -35,7 +35,7 @@ LOAD_RETRY_S = 1.0
 
 
 class RunFailed(RuntimeError):
-    """The run cannot go on, and starting it again would not help. The message says why."""
+    """The run cannot continue, and a restart would not help. The message has the reason."""
 
 
 class Scheduler:
@@ -149,7 +149,7 @@ class Scheduler:
         self._refused_since = self._refused_since or self._clock()
         self._refusal = f"inference to take {self._policy.label(version)} ({error})"
         if self._clock() - self._refused_since > LOAD_REFUSED_LIMIT_S:
-            raise RunFailed(f"waited {LOAD_REFUSED_LIMIT_S:g} s in vain for {self._refusal}")
+            raise RunFailed(f"timed out after {LOAD_REFUSED_LIMIT_S:g} s waiting for {self._refusal}")
         logger.warning("waiting for %s", self._refusal)
         self.note_phase()
 
@@ -182,7 +182,7 @@ class Scheduler:
     def _stop_too_old(self) -> None:
         """Stop the generation of groups that no batch could take any more; they are started again by `_fill`."""
         for index in self.ledger.restart_too_old(self._policy.version):
-            logger.info("group %d is too old for policy version %d: started again", index, self._policy.version)
+            logger.info("group %d is too old for policy version %d: restarting it", index, self._policy.version)
             if task := self._task_of.pop(index, None):
                 task.cancel()
 
@@ -218,7 +218,7 @@ class Scheduler:
         has_signal = self._has_signal(group)
         if self.ledger.finish(group, has_signal=has_signal) and not has_signal:
             logger.warning(
-                "batch %d: too many groups had advantages of zero, so %s is taken all the same",
+                "batch %d: too many groups have advantages of zero, so %s is used anyway",
                 self.ledger.step,
                 group.example_id,
             )

@@ -21,10 +21,10 @@ from prime_rl.orchestrator.whole_weights import WholeWeights, lease
 
 
 async def trainer_says(run: RunDir, reporter: Reporter, what: str) -> TrainerStatus:
-    """The trainer's status, once it has one that says what it trains; `what` is wanted of it."""
+    """The trainer's status, once it contains what it trains; `what` is needed from it."""
     path = OutputDir(run.path.parent).trainer_status
     while (status := read_status(path, TrainerStatus)) is None or not status.max_seq_len:
-        reporter.wait_for(f"{path} (to know {what})")
+        reporter.wait_for(f"{path} (for {what})")
         await asyncio.sleep(MAX_LOOK_S)
     return status
 

@@ -51,13 +51,13 @@ class ChatTokenizer:
         """
         tokenizer_file = _model_file(model, "tokenizer.json")
         if tokenizer_file is None:
-            raise TokenizerError(f"model {model!r}: no tokenizer.json there")
+            raise TokenizerError(f"model {model!r}: tokenizer.json not found")
         config = _read_config(_model_file(model, "tokenizer_config.json"))
         template_file = _model_file(model, "chat_template.jinja")
         template = template_file.read_text() if template_file else _template_of(config)
         if template is None:
             raise TokenizerError(
-                f"model {model!r}: no chat_template.jinja and no chat_template in its tokenizer config"
+                f"model {model!r}: chat template not found in chat_template.jinja and in the tokenizer config"
             )
         special = {key: text for key in ("bos_token", "eos_token", "pad_token") if (text := _text(config.get(key)))}
         return cls(Tokenizer.from_file(str(tokenizer_file)), template, special)
@@ -82,7 +82,9 @@ class ChatTokenizer:
         ]
         _, found, rest = self._render(masked).partition(self._stand_in)
         if not found:
-            raise TokenizerError("the chat template leaves out an earlier assistant turn: multi-turn needs it kept")
+            raise TokenizerError(
+                "the chat template drops earlier assistant turns: environments with several turns need them"
+            )
         return self._encode(rest)
 
     def decode(self, token_ids: Sequence[int]) -> str:

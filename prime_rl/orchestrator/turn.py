@@ -20,7 +20,7 @@ MAX_RESTORES = 5
 
 
 class RolloutError(RuntimeError):
-    """A rollout that came to nothing; the message says why."""
+    """A failed rollout; the message has the reason."""
 
 
 class TurnSampler:

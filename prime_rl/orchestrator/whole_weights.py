@@ -27,7 +27,7 @@ LEASE_POLL_S = 0.3
 
 @contextlib.asynccontextmanager
 async def lease(path: Path, tell: Callable[[str | None], None]) -> AsyncIterator[None]:
-    """Have the weights of the workspace's servers for this process; waits, and says so, while another run has them."""
+    """Take the weights of the workspace's servers for this process; waits while another run has them."""
     make_folder(path.parent)
     with open_append(path) as file:  # the kernel gives the lock back however this process ends
         while True:
@@ -75,7 +75,7 @@ class WholeWeights:
         """The one version that a server has goes when the next one comes."""
 
     async def withdraw(self) -> None:
-        """Whoever asks next for the base model gets it."""
+        """The next request for the base model loads it."""
         self._wanted = 0
         for error in await self._client.once_everywhere(self._give):
             if isinstance(error, InferenceError):
@@ -103,11 +103,11 @@ class WholeWeights:
             if label != self.label(self._wanted):
                 continue
             if server.weights != label:
-                raise RequestRefused(f"inference calls its weights {server.weights!r} instead of {label!r}")
+                raise RequestRefused(f"inference reports the weights {server.weights!r} instead of {label!r}")
 
     async def _equip(self, server: ServerClient) -> None:
         server.weights = None  # whatever it had, it may have lost
         try:
             await self._give(server)
         except RequestRefused as error:  # its answers will not be taken, and the next version is given to it again
-            logger.warning("a server that came back does not take %s: %s", self.label(self._wanted), error)
+            logger.warning("a restarted server refuses %s: %s", self.label(self._wanted), error)

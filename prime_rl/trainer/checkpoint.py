@@ -73,7 +73,9 @@ class CheckpointManager:
         else:
             step = request.resume_step
             if step and step not in complete:
-                raise ValueError(f"ckpt.resume_step = {step}: there is no complete checkpoint of it, only {complete}")
+                raise ValueError(
+                    f"ckpt.resume_step = {step}: no complete checkpoint of that step; complete ones: {complete}"
+                )
             drop_after(run, step)
             write_atomic(run.resumed, msgspec.json.encode(request))
         self._manager.progress[run_idx].step = step
@@ -104,8 +106,8 @@ class CheckpointManager:
             version = msgspec.json.decode(progress, type=_Version).version
             if version != CHECKPOINT_VERSION:
                 raise ValueError(
-                    f"{folder} has checkpoint format {version}, this program reads {CHECKPOINT_VERSION}: go on with "
-                    "the program that wrote it, or start anew with ckpt.resume_step = 0"
+                    f"{folder} has checkpoint format {version}, this program reads {CHECKPOINT_VERSION}: resume with "
+                    "the program that wrote it, or start over with ckpt.resume_step = 0"
                 )
             saved = msgspec.json.decode(progress, type=SavedProgress)
             tensors = self._snapshots.read(run_idx, folder)

@@ -19,7 +19,7 @@ POLL_S = 0.05
 
 
 class MissingRanks(RuntimeError):
-    """Ranks that did not come; the message says which."""
+    """Ranks that did not join; the message names them."""
 
 
 def name_of_this_start(
@@ -35,7 +35,7 @@ def _welcome_all(store: Store, size: int, timeout_s: float, clock: Callable[[], 
     while missing:
         if clock() >= deadline:
             who = " and ".join(map(str, missing))
-            raise MissingRanks(f"rank {who} of {size} did not come within {timeout_s:g} s")
+            raise MissingRanks(f"rank {who} of {size} did not join within {timeout_s:g} s")
         for rank in missing:
             # The word may be that of a process which is gone: it is asked for again until the rank itself answers.
             if store.check([f"word/{rank}"]):
@@ -52,7 +52,7 @@ def _ask(store: Store, rank: int, timeout_s: float) -> str:
     try:
         store.wait([f"start/{word}"], timedelta(seconds=timeout_s))
     except DistStoreError as error:
-        raise MissingRanks(f"rank 0 did not come within {timeout_s:g} s, which rank {rank} waits for") from error
+        raise MissingRanks(f"rank 0 did not join within {timeout_s:g} s; rank {rank} waits for it") from error
     name = store.get(f"start/{word}").decode()
     store.set(f"here/{name}/{rank}", "")
     return name

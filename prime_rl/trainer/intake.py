@@ -62,12 +62,12 @@ def check_batch(batch: TrainingBatch, limits: BatchLimits) -> None:
     if batch.step != limits.step:
         raise BadBatchError(f"step is {batch.step}, expected {limits.step}")
     if not batch.samples:
-        raise BadBatchError("it has no samples")
+        raise BadBatchError("the batch has no samples")
     for index, sample in enumerate(batch.samples):
         if problem := _token_problem(sample, limits) or _number_problem(sample, limits):
             raise BadBatchError(f"sample {index}: {problem}")
     if not any(any(sample.loss_mask) for sample in batch.samples):
-        raise BadBatchError(f"loss_mask is false everywhere: none of the {len(batch.samples)} samples trains a token")
+        raise BadBatchError(f"loss_mask is false everywhere: the {len(batch.samples)} samples have no loss tokens")
 
 
 def _token_problem(sample: TrainingSample, limits: BatchLimits) -> str | None:

@@ -44,7 +44,7 @@ class Pulse:
         self._beats = list(beats)
 
     def lost(self, limit_s: float) -> list[int]:
-        """Ranks that were silent for `limit_s` and did not say that they leave."""
+        """Ranks that were silent for `limit_s` and did not announce their end."""
         now = self._clock()
         silent = zip(self._beats, self._heard, strict=True)
         return [rank for rank, (beat, then) in enumerate(silent) if beat != LEFT and now - then >= limit_s]
@@ -131,7 +131,7 @@ class Liveness:
                     self._heard.set()
             self._store.set(self._keys[self._rank], LEFT)
         except RuntimeError as error:
-            logger.debug("the store of the ranks fails", exc_info=True)
+            logger.debug("the store of the ranks failed", exc_info=True)
             self._conclude(f"the store of the ranks is gone, with rank 0 or its torchrun: {str(error).splitlines()[0]}")
 
     def _beat(self) -> None:
@@ -139,7 +139,7 @@ class Liveness:
         self._store.set(self._keys[self._rank], str(self._number))
 
     def _others(self) -> list[str]:
-        """The beats of all ranks. This one's own counts as left: nobody waits for himself."""
+        """The beats of all ranks. This rank's own counts as left."""
         beats = [beat.decode() for beat in self._store.multi_get(self._keys)]
         beats[self._rank] = LEFT
         return beats
@@ -147,7 +147,7 @@ class Liveness:
     def _agree_on(self, lost: list[int], limit_s: float) -> str:
         """All ranks name those that were missed first; who ends because of them is not to blame."""
         who = " and ".join(f"rank {rank}" for rank in lost)
-        mine = f"no sign of life from {who} of {len(self._keys)} for {limit_s:g} s"
+        mine = f"no heartbeat from {who} of {len(self._keys)} for {limit_s:g} s"
         return self._store.compare_set("lost", "", mine).decode()
 
     def _conclude(self, verdict: str) -> None:

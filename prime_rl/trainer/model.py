@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 
 class ModelError(RuntimeError):
-    """The base model cannot be loaded; the message says which, and why, in one line."""
+    """The base model cannot be loaded; the message is one line with its name and the reason."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class PolicyModel:
 
     Attributes:
         layers: the adapted layers by their name in the base model.
-        routing: says which row uses which adapter; set it before each call.
+        routing: maps rows to adapters; set it before each call.
     """
 
     module: nn.Module
@@ -97,8 +97,8 @@ def _load_base(name: str, dtype: torch.dtype) -> nn.Module:
     path = Path(name)
     if not path.is_dir() and (path.is_absolute() or name.count("/") != 1 or _is_offline()):
         raise ModelError(
-            f"model.name = {name!r}: there is no such folder (seen from {Path.cwd()}); "
-            "make one with python -m prime_rl.trainer.make_base --out DIR, or name another"
+            f"model.name = {name!r}: folder not found (from {Path.cwd()}); "
+            "build one with python -m prime_rl.trainer.make_base --out DIR, or name another"
         )
     transformers_logging.disable_progress_bar()
     try:

@@ -1,4 +1,4 @@
-"""Publish a new version of the whole model from memory: the folder says that it is there, not what its weights are.
+"""Publish a new version of the whole model from memory: the folder marks that it exists, without its weights.
 
 Inference sees the folder appear as always, and asks the sender for the weights that it stands for. They are kept until
 the next version, so a server that starts again, or a second one, gets them as often as it asks.
@@ -18,7 +18,7 @@ from prime_rl.transfer import WeightSender
 
 
 class BroadcastError(OSError):
-    """The sender cannot be opened; the message says where and why."""
+    """The sender cannot be opened; the message has the address and the reason."""
 
 
 def open_broadcast(

@@ -150,10 +150,10 @@ class MultiLoRAOptimizer:
         if saved["type"] != run.config.type:
             raise ValueError(
                 f"the checkpoint has the state of {saved['type']!r}, the config asks for optim.type = "
-                f"{run.config.type!r}; change it back, or start anew with ckpt.resume_step = 0"
+                f"{run.config.type!r}; change it back, or start over with ckpt.resume_step = 0"
             )
         if saved["names"] != run.weights.names:
-            raise ValueError("the checkpoint is of a model with other target modules")
+            raise ValueError("the checkpoint has other target modules than the model")
         if saved["num_weights"] != run.weights.num_weights:
             raise ValueError(
                 f"the checkpoint is of {saved['num_weights']} weights, the run has {run.weights.num_weights}"

@@ -48,8 +48,8 @@ class Packer:
         steps = list_rollout_steps(run)
         if steps and step not in steps and steps[-1] > step:
             raise ValueError(
-                f"it is at step {step - 1}, but {run.rollout_file(step)} is missing while step {steps[-1]} is there; "
-                "put the file back, or start anew with ckpt.resume_step = 0"
+                f"it is at step {step - 1}, but {run.rollout_file(step)} is missing while step {steps[-1]} exists; "
+                "put the file back, or start over with ckpt.resume_step = 0"
             )
 
     def forgotten_hook(self, run_idx: int, run_id: str) -> None:

@@ -218,5 +218,5 @@ class _Taken:
 
 
 def _last_fitting(rows: Sequence[Row], longest: int) -> int:
-    """Index of the longest row of at most `longest` tokens; -1 when there is none."""
+    """Index of the longest row of at most `longest` tokens; -1 without one."""
     return bisect.bisect_right(rows, longest, key=lambda row: row.num_tokens) - 1

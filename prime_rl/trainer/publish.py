@@ -149,7 +149,7 @@ class Publisher:
 
 @contextlib.contextmanager
 def _blamed(snapshot: RunSnapshot, what: str, path: Path) -> Iterator[None]:
-    """Say what failed, where and why. Raises WriteError, or FolderGone, which is nobody's fault."""
+    """Describe what failed, where and why. Raises WriteError, or FolderGone, which is not an error."""
     if not snapshot.is_at_home():
         raise FolderGone(snapshot.run.run_id)
     try:

@@ -1,6 +1,6 @@
 """Recorded batches of a workspace, trained on again elsewhere: find them, copy them, run the real trainer on them.
 
-A recording is what lies in a run's folder: the rollout files that are still there (`ckpt.keep_rollouts` keeps all) and
+A recording is read from a run's folder: the rollout files that are still there (`ckpt.keep_rollouts` keeps all) and
 the checkpoint before the first of them. Only copies in a temporary folder are trained on; the workspace is read, never
 written. What the results mean is up to `selfcheck`.
 """
@@ -35,7 +35,7 @@ STALL_TIMEOUT_S = 1800.0
 
 
 class ReplayError(RuntimeError):
-    """There is nothing to replay, or a replay did not get to its end; the message says why and what to do."""
+    """Nothing to replay, or an unfinished replay; the message has the reason and what to do."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ def replay(
     setting: Setting,
     tell: Callable[[int], None] = lambda num_steps: None,
 ) -> dict[str, dict[str, Tensor]]:
-    """The last adapter of each run after its recording was trained on. `tell` hears how many steps are done.
+    """The last adapter of each run after its recording was trained on. `tell` is called with the number of steps done.
 
     Raises ReplayError when a run is refused or evicted, with its reason, and WaitTimeout when nothing moves.
     """
@@ -137,7 +137,7 @@ class _Watch:
             self._num_done, self._moved_at = num_done, time.monotonic()
             self._tell(num_done)
         if time.monotonic() - self._moved_at > STALL_TIMEOUT_S:
-            raise WaitTimeout(f"waited {STALL_TIMEOUT_S:g} s in vain for a next step of the replay")
+            raise WaitTimeout(f"timed out after {STALL_TIMEOUT_S:g} s waiting for the next step of the replay")
         return all(versions[run] >= recording.last for run, recording in self._copies.items())
 
 

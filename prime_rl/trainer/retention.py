@@ -1,4 +1,4 @@
-"""What may be removed from a run's folder, and how: the marker first, so nobody takes half of a folder for a whole.
+"""What may be removed from a run's folder, and how: the marker first, so that half a folder never counts as complete.
 
 Rollout files are kept until a complete checkpoint of both trainer and orchestrator covers them (for ever with
 `ckpt.keep_rollouts`). What a killed process left half removed is removed at the next occasion. No tensors here.
@@ -57,7 +57,7 @@ def prune(run: RunDir, config: CkptConfig) -> None:
 
 
 def drop_after(run: RunDir, step: int) -> None:
-    """Remove what was made after `step`: versions first, so that nobody picks up one that is about to be void."""
+    """Remove what was made after `step`: versions first, so that no reader picks up one that is about to be removed."""
     for parent in (run.broadcast, run.checkpoints, run.rollouts):
         for later in [later for later in list_steps(parent) if later > step]:
             remove_step(parent / step_name(later))
@@ -72,7 +72,7 @@ def sweep(run: RunDir) -> None:
 
 
 def _fragments(run: RunDir, complete: Sequence[int]) -> list[int]:
-    """Checkpoints without a marker that are older than a complete one: nobody will complete them any more."""
+    """Checkpoints without a marker that are older than a complete one: they will not be completed any more."""
     stable = set(list_steps(run.checkpoints, stable_only=True))
     return [step for step in list_steps(run.checkpoints) if complete and step < complete[-1] and step not in stable]
 

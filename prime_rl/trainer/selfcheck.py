@@ -3,7 +3,7 @@
     python -m prime_rl.trainer.selfcheck WORKSPACE [--json] [--tolerance 1e-4] [--run ID]...
 
 Each run is trained again by itself, then together with all others: in other slots, in small and in large packs. A line
-a run says by how much its adapter differs, relative to its size. The workspace is only read. How a recording is
+each run reports by how much its adapter differs, relative to its size. The workspace is only read. How a recording is
 replayed is in `replay`.
 """
 
@@ -39,7 +39,7 @@ NUM_TOGETHER = 2
 
 
 class WrongUse(RuntimeError):
-    """The command cannot mean anything; the message says why and what to do."""
+    """Wrong usage; the message has the reason and what to do."""
 
 
 @dataclass(frozen=True)
@@ -147,14 +147,14 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
 
 def _runs(workspace: Path, run_ids: Sequence[str]) -> list[RunDir]:
     if not workspace.is_dir():
-        raise WrongUse(f"{workspace}: there is no such folder")
+        raise WrongUse(f"{workspace}: folder not found")
     try:
         runs = [OutputDir(workspace).run(run_id) for run_id in dict.fromkeys(run_ids)] or scan_runs(workspace)[0]
     except LayoutError as error:
         raise WrongUse(str(error)) from error
     for run in runs:
         if not run.path.is_dir():
-            raise WrongUse(f"{run.run_id}: there is no such run in {workspace}")
+            raise WrongUse(f"{run.run_id} not found in {workspace}")
     if not runs:
         raise WrongUse(f"{workspace} has no runs: give the output_dir of a trainer")
     return runs

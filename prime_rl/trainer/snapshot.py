@@ -171,7 +171,7 @@ class AdapterSnapshots(Snapshots):
         if config.rank != rank:
             raise ValueError(
                 f"{folder} has rank {config.rank}, the config asks for model.lora.rank = {rank}; "
-                "change it back, or start anew with ckpt.resume_step = 0"
+                "change it back, or start over with ckpt.resume_step = 0"
             )
         return tensors
 

@@ -44,7 +44,7 @@ def join_tensors(plain: Any, tensors: dict[str, Tensor]) -> Any:
     if isinstance(plain, dict):
         if plain.keys() == {_TENSOR}:
             if plain[_TENSOR] not in tensors:
-                raise ValueError(f"there is no tensor {plain[_TENSOR]!r}")
+                raise ValueError(f"tensor {plain[_TENSOR]!r} not found")
             return tensors[plain[_TENSOR]]
         return {_key(name): join_tensors(inner, tensors) for name, inner in plain.items()}
     return [join_tensors(inner, tensors) for inner in plain] if isinstance(plain, list) else plain

@@ -153,9 +153,9 @@ class TrainStep:
 
     @torch.no_grad()
     def _base_logprobs(self, rows: RowTensors, wanted_R: list[bool]) -> Tensor:
-        """What the base model says of the rows whose loss compares with it, and zero in the others.
+        """The base model's log-probabilities for rows whose loss compares with it, and zero for the others.
 
-        A collective like the pass that follows: a rank that wants no row goes through one all the same.
+        A collective like the pass that follows: a rank that needs no row takes part too.
         """
         chosen = [row for row, is_wanted in enumerate(wanted_R) if is_wanted] or [0]
         chosen_R = torch.tensor(chosen, device=self._world.device)

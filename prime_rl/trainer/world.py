@@ -29,7 +29,7 @@ _TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 class WorldError(RuntimeError):
-    """The process group cannot be made, or lost a rank; the message says why, or which."""
+    """The process group cannot be created, or lost a rank; the message has the reason, or the rank."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class World:
         try:
             yield
         except (RuntimeError, TimeoutError) as error:
-            logger.debug("rank %d failed; are all ranks there?", self.rank, exc_info=True)
+            logger.debug("rank %d failed; are all ranks running?", self.rank, exc_info=True)
             if verdict := self.liveness.explain():
                 raise WorldError(verdict) from error
             raise
@@ -75,7 +75,7 @@ def setup_world(
     num_threads: int | None = None,
     stop: Callable[[], bool] = lambda: False,
 ) -> World:
-    """Join the process group. Raises WorldError when `device` is "cuda" and there is none, or a rank does not come."""
+    """Join the process group. Raises WorldError without a CUDA device for "cuda", or without a rank."""
     if num_threads is not None:
         torch.set_num_threads(num_threads)
     where = _pick_device(device)

@@ -25,11 +25,11 @@ DISK_TIMEOUT_S = 300.0
 
 
 class WriteError(RuntimeError):
-    """Something could not be written; the message says what, where and why."""
+    """A failed write; the message has what, where and why."""
 
 
 class FolderGone(RuntimeError):
-    """The run was deleted or replaced: nothing more is written for it, and it is no fault."""
+    """The run was deleted or replaced: nothing more is written for it. Not an error."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Result:
-    """How a piece ended: `problem` says what went wrong, "" that the run is gone; null when it was done."""
+    """The result of a job: `problem` is the error, "" if the run is gone, null on success."""
 
     piece: Piece
     problem: str | None
@@ -64,7 +64,7 @@ class BackgroundWriter:
         self._thread.start()
 
     def submit(self, piece: Piece) -> None:
-        """Queue a piece; nothing happens when an earlier one of the run failed."""
+        """Queue a job; ignored if an earlier one of the run failed."""
         with self._changed:
             assert not self._closed, "the writer is closed"
             if piece.run_id not in self._failed:

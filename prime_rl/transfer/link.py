@@ -71,7 +71,7 @@ def listen(host: str, port: int, timeout_s: float) -> TCPStore:
 
 
 def connect(host: str, port: int, timeout_s: float) -> TCPStore:
-    """A client's end. Raises RuntimeError (torch's) when nobody listens there within `timeout_s`."""
+    """A client's end. Raises RuntimeError (torch's) when no server listens there within `timeout_s`."""
     return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
 
 

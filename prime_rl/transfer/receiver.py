@@ -1,4 +1,4 @@
-"""Inference's side: one call gets the whole weights into host memory, or says in one line who was missing."""
+"""Inference's side: one call gets the whole weights into host memory, or fails with a one-line error."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from prime_rl.transfer.link import (
 
 
 class TransferError(RuntimeError):
-    """The weights did not come; the message says why, in one line."""
+    """The weights were not received; the message is one line with the reason."""
 
 
 def receive(
@@ -57,7 +57,7 @@ def receive(
         raise
     except RuntimeError as error:
         first_line = next(iter(str(error).splitlines()), type(error).__name__)
-        raise TransferError(f"{where} broke off, or did not go on within {timeout_s:g} s: {first_line}") from error
+        raise TransferError(f"{where} disconnected, or sent nothing for {timeout_s:g} s: {first_line}") from error
 
 
 def _ask(store: TCPStore, request: Request) -> None:
@@ -71,10 +71,10 @@ def _wait_for_answer(store: TCPStore, ticket: str, timeout_s: float, where: str)
     try:
         store.wait([answer_key(ticket)], timedelta(seconds=timeout_s))
     except RuntimeError as error:
-        raise TransferError(f"{where} has not answered within {timeout_s:g} s") from error
+        raise TransferError(f"{where} did not answer within {timeout_s:g} s") from error
     answer = msgspec.json.decode(store.get(answer_key(ticket)), type=Answer)
     if answer.problem is not None:
-        raise TransferError(f"{where} refuses: {answer.problem}")
+        raise TransferError(f"{where} refused: {answer.problem}")
     return answer
 
 

@@ -65,7 +65,7 @@ class WeightSender:
                 except Exception as error:
                     # Whatever goes wrong with one server: the next one is served, and this one hears it or runs out
                     # of time and asks again.
-                    logger.warning("inference did not get the weights it asked for: %s", error)
+                    logger.warning("sending weights to inference failed: %s", error)
 
     def _serve_one(self, store: TCPStore, number: int) -> None:
         request = msgspec.json.decode(store.get(request_key(number)), type=Request)
@@ -73,7 +73,7 @@ class WeightSender:
         answer, tensors = self._answer(request)
         store.set(answer_key(request.ticket), msgspec.json.encode(answer).decode())
         if answer.problem is not None:
-            logger.warning("inference asked for %s: %s", request.label, answer.problem)
+            logger.warning("inference requested %s: %s", request.label, answer.problem)
             return
         group = Group(
             store,
@@ -86,7 +86,7 @@ class WeightSender:
         )
         for tensor in tensors.values():
             group.broadcast(tensor.to(group.device).contiguous())
-        logger.info("inference has got %s", request.label)
+        logger.info("inference received %s", request.label)
 
     def _answer(self, request: Request) -> tuple[Answer, Mapping[str, Tensor]]:
         if self._offer is None:

@@ -1,4 +1,4 @@
-"""Keeps one child of a process: ends all of it when told to, and when that process dies, even by SIGKILL.
+"""Keeps one child of a process: ends all of it on request, and when that process dies, even by SIGKILL.
 
     python -m prime_rl.utils.keeper COMMAND...
 

@@ -1,4 +1,4 @@
-"""One log format for every process, on standard error unless told otherwise: time, level, part, message.
+"""One log format for every process, on standard error by default: time, level, part, message.
 
 A record may quote a run: its message is one line, and nothing in it is obeyed by a terminal.
 """

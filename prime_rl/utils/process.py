@@ -32,7 +32,7 @@ class ProcessId:
 
     @classmethod
     def of(cls, pid: int) -> ProcessId:
-        """The process that has this pid now; one that never runs when there is none."""
+        """The process that has this pid now; without one, a process that never runs."""
         try:
             return cls(pid, psutil.Process(pid).create_time(), _kernel_word(pid)[1])
         except (psutil.Error, ValueError):

@@ -48,7 +48,7 @@ def _read(name: str, variable: str) -> str:
             raise SecretError(f"{variable}: {name} is not a file")
         if info.st_mode & 0o077:
             mode = stat.S_IMODE(info.st_mode)
-            raise SecretError(f"{variable}: others may read {name} (mode {mode:04o}): chmod 600 {name}")
+            raise SecretError(f"{variable}: {name} is readable by others (mode {mode:04o}): run chmod 600 {name}")
         return os.read(fd, MAX_KEY_BYTES + 1).decode(errors="replace").strip()
     finally:
         os.close(fd)
@@ -57,5 +57,5 @@ def _read(name: str, variable: str) -> str:
 def _checked(key: str, where: str) -> str:
     key = key.strip()
     if not _KEY.fullmatch(key) or len(key) > MAX_KEY_BYTES:
-        raise SecretError(f"{where} holds no key: it must be one word of visible ASCII characters")
+        raise SecretError(f"{where} has no valid key: must be one word of visible ASCII characters")
     return key

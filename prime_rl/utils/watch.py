@@ -183,10 +183,10 @@ class Watcher:
         """From events to polling, for good."""
         cure = _CURES.get(error.errno or 0)
         logger.warning(
-            "no more file events (%s): the folders are looked at every %g s from now on%s",
+            "no more file events (%s): polling the folders every %g s from now on%s",
             error,
             self._poll_s,
-            f"; for events again: {cure}, and start anew" if cure else "",
+            f"; to restore events: {cure}, then restart" if cure else "",
         )
         folders = list(self._watched)
         self.close()

@@ -267,7 +267,7 @@ def test_loading_what_does_not_fit_is_refused(server: RunningServer, model: Path
     )
     config.write_text(config.read_text().replace('"v_proj"', '"lm_head"'))
     message = error_of(server.post(load, lora_name="run_p@v1", lora_path=str(partial)))
-    assert "its target_modules are ['lm_head', 'q_proj'], adapters are taken in ['down_proj'," in message
+    assert "its target_modules are ['lm_head', 'q_proj'], this model takes adapters in ['down_proj'," in message
     weights.write_bytes(b"no safetensors")
     assert server.post(load, lora_name="run_r@v1", lora_path=str(renamed)).status_code == 400
     assert server.post(load, lora_name="../up", lora_path=str(renamed)).status_code == 400

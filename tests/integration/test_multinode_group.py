@@ -91,7 +91,7 @@ def test_kills_cost_no_task_and_change_nothing(tmp_path: Path, base_model: Path,
             codes = nodes.wait()
             assert codes == {victim: -signal.SIGKILL, 1 - victim: 75}, (phase, nodes.last_line(0))
             said = nodes.last_line(1 - victim)
-            assert f"node {victim} (" in said and "no sign of life for" in said, said
+            assert f"node {victim} (" in said and "no heartbeat for" in said, said
             assert f"phase {int(phase)} (" in said, said
             nodes.check_nothing_is_left()
         nodes.start()

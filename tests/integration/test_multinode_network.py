@@ -134,7 +134,7 @@ def lose(nodes: Nodes, networks: Networks, phase: Phase, how: str) -> None:
     assert codes == {rank: -9 if how == "killed" and rank == victim else 75 for rank in range(3)}, nodes.last_line(0)
     for rank in {0, 1, 2} - ({victim} if how == "killed" else set()):
         said = nodes.last_line(rank)
-        assert f"node {victim} (" in said and ("is cut off" if how == "cut" else "no sign of life") in said, said
+        assert f"node {victim} (" in said and ("is cut off" if how == "cut" else "no heartbeat") in said, said
         assert f"phase {int(phase)} (" in said, said
     nodes.check_nothing_is_left()
 

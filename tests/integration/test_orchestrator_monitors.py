@@ -121,6 +121,6 @@ async def test_monitors_that_are_killed_take_their_children_along_and_cost_the_r
             update(workspace.run, step)
         assert await asyncio.wait_for(task, PATIENCE_S) == 0
     assert [line for line in caplog.messages if "monitors" in line] == [
-        "the monitors' process ended (exit code -9): the run goes on without them"
+        "the monitors' process ended (exit code -9): the run continues without them"
     ]
     await until(lambda: living(processes) == [], "what it had started to be gone")

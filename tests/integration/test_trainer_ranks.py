@@ -127,7 +127,7 @@ def test_a_rank_that_is_killed_is_named_by_the_others_and_they_end(
     assert codes(folder, name)[:size] == expected, logs(folder / name)
     for rank in set(range(size)) - {victim}:
         told = (folder / name / f"rank_{rank}.log").read_text()
-        sentence = f"trainer: no sign of life from rank {victim} of {size} for {SHORT_TIMEOUT_S:g} s\n"
+        sentence = f"trainer: no heartbeat from rank {victim} of {size} for {SHORT_TIMEOUT_S:g} s\n"
         assert sentence in told and "Traceback" not in told, told
 
 

@@ -177,7 +177,7 @@ def finished_is_seen(workspace: Path) -> Callable[[], bool]:
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"ckpt": {"interval": 3, "resume_step": 1}}, "ckpt.resume_step = 1: there is no complete checkpoint"),
+        ({"ckpt": {"interval": 3, "resume_step": 1}}, "ckpt.resume_step = 1: no complete checkpoint"),
         ({"optim": {"type": "sgd"}}, "state of 'adamw', the config asks for optim.type = 'sgd'"),
         ({"model": {"lora": {"rank": 8}}}, "has rank 4, the config asks for model.lora.rank = 8"),
     ],

@@ -185,7 +185,7 @@ def run_command(*arguments: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["{workspace}/none"], "there is no such folder"),
+        (["{workspace}/none"], "folder not found"),
         (["{workspace}/run_a"], "has no runs: give the output_dir of a trainer"),
         (["{workspace}", "--run", "run_c"], "run_c: there is no such run"),
         (["{workspace}", "--run", "../x"], "is refused"),

@@ -128,7 +128,7 @@ def test_wait_for_names_what_is_missing() -> None:
         sleeps.append(seconds)
         now[0] += seconds
 
-    with pytest.raises(WaitTimeout, match=r"waited 1 s in vain for run_a to be released"):
+    with pytest.raises(WaitTimeout, match=r"timed out after 1 s waiting for run_a to be released"):
         wait_for(lambda: False, "run_a to be released", timeout_s=1, clock=lambda: now[0], sleep=sleep)
     assert now[0] == pytest.approx(1.0, abs=0.06)
     with pytest.raises(WaitStopped, match="run_a"):

@@ -89,7 +89,7 @@ async def returns(outcome: Any, **config: Any) -> Outcome:
         (None, "returned NoneType"),
         (Outcome(0.5, {"a": float("nan")}), "a is nan"),
         (Outcome(0.5, {"a": "b"}), "a is str"),  # type: ignore[dict-item]
-        (Outcome(0.5, {"\x1b[2J": 1.0}), "is no name of a metric"),
+        (Outcome(0.5, {"\x1b[2J": 1.0}), "is not a valid name of a metric"),
         (Outcome(0.5, [1.0]), "the metrics are list"),  # type: ignore[arg-type]
     ],
 )

@@ -162,7 +162,7 @@ async def test_code_that_hangs_is_killed_with_all_that_it_started() -> None:
     async with running(timeout_s=2.0, child=True) as env:
         started = processes() - before
         assert len(started) == 2
-        with pytest.raises(EnvironmentFault, match=r"held up its process for 1 s"):
+        with pytest.raises(EnvironmentFault, match=r"blocked its process for 1 s"):
             await env.rollout(example_of(env, "hang"), Says())
         await ended(started)
         assert (await env.rollout(example_of(env, "good"), Says())).reward == 0.5

@@ -102,7 +102,7 @@ def test_a_slot_is_free_when_its_last_request_has_ended(engine: Engine, folder: 
     engine.adapters.load("run_b@v1", path)
     pending = engine.submit(PROMPT, params(LONG), adapter="run_a@v1", num_choices=8)
     engine.adapters.unload("run_a@v1")
-    with pytest.raises(ApiError, match=r"slots are taken, 1 of them unloaded but still in use"):
+    with pytest.raises(ApiError, match=r"slots are in use, 1 of them unloaded but still in use"):
         engine.adapters.load("run_c@v1", path)
     pending.future.result(PATIENCE_S)
     engine.adapters.load("run_c@v1", path)
@@ -215,5 +215,5 @@ def test_whole_weights_reach_every_layer_below_its_adapters(
 def test_a_server_without_adapters_says_so(folder: Path, tmp_path: Path) -> None:
     config = InferenceConfig.model_validate({"model": {"name": str(folder), "lora": None}})
     engine = Engine(load_model(config), lambda ids: "", max_num_seqs=1)
-    with pytest.raises(ApiError, match="no room for adapters"):
+    with pytest.raises(ApiError, match="serves no adapters"):
         engine.adapters.load("run_a@v1", tmp_path)

@@ -179,7 +179,7 @@ def test_an_adapter_that_does_not_fit_is_refused_whole() -> None:
         load_adapter(layers, 2, {key: value for key, value in good.items() if key != name}, 4)
     with pytest.raises(ValueError, match=r"has shape \[3, 32\], expected \[4, 32\]"):
         load_adapter(layers, 2, {**good, name: good[name][:3]}, 4)
-    with pytest.raises(ValueError, match="rank 9, the model makes room for 8"):
+    with pytest.raises(ValueError, match="rank 9, the model allows at most 8"):
         load_adapter(layers, 2, good, 9)
     assert not any(layer.lora_B[2].any() for layer in layers.values())
 

@@ -179,7 +179,7 @@ def test_rollouts_with_other_settings_count_as_none(tmp_path: Path) -> None:
     for mode in (RlPhase.BOTH, RlPhase.ROLLOUT):
         assert proofs_of(output, mode).resume() == Position(1, Phase.START)
     place = place_of(output, RlPhase.UPDATE)
-    with pytest.raises(ValueError, match=r"rollouts with other settings .* take the TOML that they were made with"):
+    with pytest.raises(ValueError, match=r"rollouts with other settings .* use the TOML that they were made with"):
         Training(place, NO_SERVER).prepare()
 
 
@@ -202,7 +202,7 @@ def test_rollouts_that_are_lost_are_made_again_and_not_trained_on(tmp_path: Path
         path.write_bytes(path.read_bytes()[:40])
     for mode in (RlPhase.BOTH, RlPhase.ROLLOUT):
         assert place_of(output, mode).proofs.resume() == Position(1, Phase.START)
-    with pytest.raises(ValueError, match=f"has lost task . in .*{name}: make it anew, with --rl-phase rollout"):
+    with pytest.raises(ValueError, match=f"has lost task . in .*{name}: make it again with --rl-phase rollout"):
         Training(place_of(output, RlPhase.UPDATE), NO_SERVER).prepare()
 
 

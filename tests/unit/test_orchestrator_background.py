@@ -83,7 +83,7 @@ async def test_no_failure_of_one_try_ends_the_bringing_back_and_its_cause_is_log
         await client.list_models()
         await until(lambda: bool(client.metrics()["inference/0/living"]), "the server to be asked again")
         await client.close()
-    (said,) = messages(caplog, "cannot bring back")
+    (said,) = messages(caplog, "cannot restore")
     assert NOWHERE in said and "RecursionError: too deep" in said
 
 

@@ -172,7 +172,7 @@ async def test_without_a_base_url_the_server_is_found_again_at_its_new_address(m
     client = InferenceClient([Endpoint(tmp_path, None)], backoff_start_s=0.01)
     waiting = asyncio.create_task(client.list_models())
     await until(lambda: client.trouble is not None, "the missing status file to be named")
-    assert "inference/status.json (not there yet" in str(client.trouble)
+    assert "inference/status.json (not found" in str(client.trouble)
     path = OutputDir(tmp_path).inference_status
     writer = StatusWriter(path, InferenceStatus(state="starting"))
     for _ in range(2):  # the second time at another port
@@ -193,7 +193,7 @@ def test_an_address_counts_as_long_as_the_process_that_wrote_it_runs(tmp_path: P
     status = InferenceStatus(state="serving", base_url="http://127.0.0.1:1/v1", updated_at=time.time())
     status.sign(ProcessId(2**22, 1.0))
     path.write_bytes(msgspec.json.encode(status))
-    with pytest.raises(InferenceUnavailable, match="no such server runs"):
+    with pytest.raises(InferenceUnavailable, match="its server is not running"):
         Endpoint(tmp_path, None).url()
     status.sign(ProcessId.of(os.getpid()))
     status.updated_at -= 3600.0  # as when the clock was set since

@@ -246,7 +246,7 @@ async def test_groups_without_signal_are_replaced_and_a_run_that_has_no_others_g
     assert await workspace.run_to_the_end(**over) == 0
     filtered = [line["groups_filtered"] for line in lines(workspace.run)]
     assert filtered[0] >= 4 * 2 and filtered == sorted(filtered)
-    assert "too many groups had advantages of zero" in caplog.text
+    assert "too many groups have advantages of zero" in caplog.text
     ids = example_ids(workspace.run, range(1, 4))
     assert len(set(ids)) == 6 and max(int(i.rpartition("-")[2]) for i in ids) < 20
 

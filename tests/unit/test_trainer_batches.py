@@ -65,7 +65,7 @@ def test_a_good_batch_passes(tmp_path: Path) -> None:
         (with_sample(policy_version=-1), "sample 1: policy_version is -1"),
         (
             TrainingBatch("run_a", 3, [with_sample(loss_mask=[False] * 12).samples[1]], {}),
-            "loss_mask is false everywhere: none of the 1 samples trains a token",
+            "loss_mask is false everywhere: the 1 samples have no loss tokens",
         ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

@@ -112,9 +112,7 @@ def test_a_silent_rank_0_is_named_and_a_beating_one_is_waited_for() -> None:
             return False
 
     channel = Waiting(store, 1, 2, timeout_s=30.0, clock=lambda: now[0])
-    with pytest.raises(
-        WaitTimeout, match="no sign of life for 30 s while waiting for rank 1: rank 0 to send message 1"
-    ):
+    with pytest.raises(WaitTimeout, match="no heartbeat for 30 s while waiting for rank 1: rank 0 to send message 1"):
         channel.receive()
     assert now[0] == 130.0
 

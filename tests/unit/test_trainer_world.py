@@ -57,7 +57,7 @@ def test_a_rank_that_is_missed_ends_the_process_and_one_that_leaves_does_not() -
     leaving.start()
     assert leaving.leave() is None
     wait_for(lambda: bool(ends), "rank 2 to be missed", timeout_s=PATIENCE_S)
-    assert ends == ["no sign of life from rank 2 of 3 for 1.5 s"]
+    assert ends == ["no heartbeat from rank 2 of 3 for 1.5 s"]
     assert here.explain() == here.leave() == ends[0]
 
 
@@ -84,7 +84,7 @@ def test_every_start_has_a_name_of_its_own_in_one_store() -> None:
 def test_a_rank_that_does_not_come_is_named() -> None:
     store = HashStore()
     store.set("word/2", "what an earlier start left")
-    with pytest.raises(MissingRanks, match=r"rank 1 and 2 of 3 did not come within 0\.2 s"):
+    with pytest.raises(MissingRanks, match=r"rank 1 and 2 of 3 did not join within 0\.2 s"):
         name_of_this_start(store, 0, 3, 0.2)
-    with pytest.raises(MissingRanks, match=r"rank 0 did not come within 0\.2 s, which rank 1 waits for"):
+    with pytest.raises(MissingRanks, match=r"rank 0 did not join within 0\.2 s; rank 1 waits for it"):
         name_of_this_start(store, 1, 3, 0.2)

@@ -1,4 +1,4 @@
-"""The HTTP routes of the embedded engine. Checks, waits, and says what went wrong in OpenAI's words.
+"""The HTTP routes of the embedded engine. Checks requests, waits for answers, and returns errors in OpenAI's format.
 
 Collaborators: `Engine` generates, `Text` turns text into ids and back. Keys, body sizes and adapter paths were checked
 by the guard before a request comes here; health and whole weights are the front's.

@@ -27,7 +27,7 @@ IDLE_S = 1.0
 
 
 class EngineDead(RuntimeError):
-    """The engine has stopped; the message says why."""
+    """The engine has stopped; the message has the reason."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class Engine:
         return job
 
     def cancel(self, job: Job) -> None:
-        """Nobody waits for `job` any more: its rows leave at the next step."""
+        """Cancel `job`: its rows are removed at the next step."""
         with self._wake:
             job.cancelled = True
             self._any_cancelled = True
@@ -120,7 +120,7 @@ class Engine:
             )
 
     def _main(self) -> None:
-        """Boundary of the thread: whatever ends it is written down and told to everybody who waits."""
+        """Boundary of the thread: whatever ends it is logged and passed to every waiting job."""
         try:
             while self._one_round():
                 pass

@@ -1,4 +1,4 @@
-"""/metrics of the embedded engine: numbers read from the engine whenever somebody asks. An own registry, no globals."""
+"""/metrics of the embedded engine: numbers read from the engine at each request. Its own registry, no globals."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ _KV_LAYERS = frozenset({"full_attention", "sliding_attention"})
 
 
 class ModelError(ValueError):
-    """A model that this engine cannot serve; the message says which and why."""
+    """A model that this engine cannot serve; the message has its name and the reason."""
 
 
 @dataclass(frozen=True)

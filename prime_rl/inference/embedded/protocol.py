@@ -98,7 +98,7 @@ class _Generation(BaseModel):
             if name not in _NEUTRAL:
                 raise ValueError(f"{name!r} is not a field of this server")
             if value not in _NEUTRAL[name]:
-                raise ValueError(f"{name!r} is not supported by the embedded engine: leave it out or use vLLM")
+                raise ValueError(f"{name!r} is not supported by the embedded engine: remove it or use vLLM")
         return self
 
     @model_validator(mode="after")

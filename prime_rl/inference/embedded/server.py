@@ -72,7 +72,7 @@ def _load(context: ServerContext) -> tuple[Served, Text]:
     except (OSError, ValueError) as error:
         hint = "" if isinstance(error, ModelError) else f"model.name: {config.model.name} cannot be loaded: "
         raise StartError(f"{hint}{error}") from error
-    logger.info("loaded %s: room for %d adapters", config.model.name, config.max_loras if served.layers else 0)
+    logger.info("loaded %s: capacity for %d adapters", config.model.name, config.max_loras if served.layers else 0)
     return served, text
 
 

@@ -66,12 +66,12 @@ class AdapterGate:
     def __call__(self, name: str, folder: Path) -> str:
         loaded = self._loaded()
         if self._layers is None:
-            raise ApiError(400, "This server has no room for adapters (model.lora is null).", param="lora_name")
+            raise ApiError(400, "This server serves no adapters (model.lora is null).", param="lora_name")
         if name in loaded:
             raise ApiError(400, f"The lora adapter {name!r} has already been loaded.", param="lora_name")
         if len(loaded) >= self._max_loras:
             raise ApiError(
-                400, f"All {self._max_loras} adapter slots are taken: unload an adapter first.", param="lora_name"
+                400, f"All {self._max_loras} adapter slots are in use: unload an adapter first.", param="lora_name"
             )
         try:
             tensors, config = load_peft(folder)

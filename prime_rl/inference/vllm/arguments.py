@@ -85,7 +85,9 @@ def round_rank(rank: int) -> int:
 def _extra(config: InferenceConfig, arguments: Mapping[str, Any]) -> dict[str, Any]:
     taken = sorted(config.vllm.extra_args.keys() & {*arguments, "host", "port", "api_key", "uds", "middleware"})
     if taken:
-        raise StartError(f"vllm.extra_args: {', '.join(taken)} is set by the server's own config", exit_code=2)
+        raise StartError(
+            f"vllm.extra_args: {', '.join(taken)} must not be set here: the server's own config sets it", exit_code=2
+        )
     return config.vllm.extra_args
 
 

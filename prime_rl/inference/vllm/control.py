@@ -69,7 +69,7 @@ class VllmControl:
             await self._engine.remove_lora(request.lora_int_id)
             logger.error("adapter %s has no effect in vLLM: %s", name, error)
             raise ApiError(
-                500, f"vLLM does not serve adapter {name!r} as it is: {error}.", param="lora_name"
+                500, f"vLLM does not serve adapter {name!r} correctly: {error}.", param="lora_name"
             ) from error
 
     async def load_weights(self, folder: Path) -> None:
@@ -96,7 +96,7 @@ class VllmControl:
         answers: list[Staged] = await self._engine.collective_rpc("prl_stage_weights", args=source)
         if problem := next((problem for problem in map(self._problem, answers) if problem), None):
             await self._engine.collective_rpc("prl_drop_weights")
-            raise ApiError(400, f"The weights stay as they are: {problem}", param="weight_dir")
+            raise ApiError(400, f"The weights were not changed: {problem}", param="weight_dir")
 
     def _problem(self, staged: Staged) -> str | None:
         if isinstance(staged, str):

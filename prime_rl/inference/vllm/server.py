@@ -127,7 +127,7 @@ def _parse(arguments: dict[str, Any]) -> Namespace:
     parser = make_arg_parser(FlexibleArgumentParser(exit_on_error=False))
     known = vars(parser.parse_args([]))
     if unknown := sorted(arguments.keys() - known.keys()):
-        raise StartError(f"vllm.extra_args: vLLM's server has no argument {', '.join(unknown)}", exit_code=2)
+        raise StartError(f"vllm.extra_args: unknown arguments of vLLM's server: {', '.join(unknown)}", exit_code=2)
     args: Namespace = parser.parse_args(command_line(arguments))
     validate_parsed_serve_args(args)
     return args

@@ -1,6 +1,6 @@
 """Around every environment: a deadline for each of its steps, a check of what it returns, a count of what went wrong.
 
-Environment code may raise, hang, or return what is no reward. Such a rollout is dropped (`EnvironmentFault`), and its
+Environment code may raise, hang, or return an invalid reward. Such a rollout is dropped (`EnvironmentFault`), and its
 group is completed by another one: see `rollout.RolloutWorker`. When too large a share of the newest rollouts is
 dropped, `EnvironmentBroken` ends the run with the last error. What the policy raises is not the environment's fault and
 passes through. A step that never gives control back cannot be timed out here: code that is not ours runs in a process
@@ -28,7 +28,7 @@ METRIC_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,63}")
 
 
 class EnvironmentFault(RuntimeError):
-    """A rollout that its environment has lost; the message says how."""
+    """A rollout that failed in its environment; the message has the reason."""
 
 
 class Interrupted(EnvironmentFault):
@@ -121,7 +121,7 @@ class _TimedPolicy:
 
 
 def check_outcome(outcome: object, reward_range: tuple[float, float]) -> Outcome:
-    """`outcome` with plain numbers in it. Raises EnvironmentFault when it is none, or has another reward."""
+    """`outcome` with plain numbers in it. Raises EnvironmentFault for anything else, or a reward out of range."""
     if not isinstance(outcome, Outcome):
         raise EnvironmentFault(f"returned {type(outcome).__name__} instead of an Outcome")
     low, high = reward_range
@@ -132,7 +132,7 @@ def check_outcome(outcome: object, reward_range: tuple[float, float]) -> Outcome
         raise EnvironmentFault(f"the metrics are {type(outcome.metrics).__name__} instead of dict")
     for name in outcome.metrics:
         if not isinstance(name, str) or not METRIC_NAME.fullmatch(name):
-            raise EnvironmentFault(f"{one_line(repr(name), 80)} is no name of a metric")
+            raise EnvironmentFault(f"{one_line(repr(name), 80)} is not a valid name of a metric")
     return Outcome(reward, {name: _number(name, value) for name, value in outcome.metrics.items()})
 
 

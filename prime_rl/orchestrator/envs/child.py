@@ -161,7 +161,7 @@ async def serve(requests: asyncio.Queue[Request | None], send: Callable[[Report]
             send(host.ready())
         except (Exception, SystemExit) as error:
             send(Refused(one_line(f"{type(error).__name__}: {error}", 2000)))
-            logging.exception("%s:%s cannot be loaded", first.provider, first.name)
+            logging.exception("cannot load %s:%s", first.provider, first.name)
             return
         stack.push_async_callback(host.close)
         beating = asyncio.get_running_loop().create_task(beat(first.beat_s, send))
@@ -182,7 +182,7 @@ def read_requests(stream: BinaryIO, post: Callable[[Request | None], None]) -> N
                 break
             post(decode_request(payload))
     except Exception:  # nothing more can be read: that is the end of the input too
-        logging.exception("the messages of the orchestrator cannot be read")
+        logging.exception("cannot read the messages of the orchestrator")
     post(None)
     threading.Event().wait(EXIT_GRACE_S)
     kill_tree(os.getpid())

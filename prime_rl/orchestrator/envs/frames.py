@@ -1,4 +1,4 @@
-"""What the orchestrator and the process of an environment say to each other: msgpack, each message behind its length.
+"""Messages between the orchestrator and the process of an environment: msgpack, each message after its length.
 
 To the process: a `Load` first, then `Start`, `Answer` and `Cancel`. From it: `Ready` or `Refused` first, then `Ask`,
 `Done`, `Lost` and `Ended`, and all the time `Beat`. `key` is a rollout. No pickle: what a message can be stands here.
@@ -34,14 +34,14 @@ class Start(msgspec.Struct, tag=True):
 
 
 class Answer(msgspec.Struct, tag=True):
-    """What the policy said."""
+    """The policy's answer."""
 
     key: int
     text: str
 
 
 class Cancel(msgspec.Struct, tag=True):
-    """Nobody waits for the rollout any more."""
+    """The rollout was cancelled."""
 
     key: int
 
@@ -54,13 +54,13 @@ class Ready(msgspec.Struct, tag=True):
 
 
 class Refused(msgspec.Struct, tag=True):
-    """There is no such environment, or not with these arguments."""
+    """The environment was not found, or its arguments are invalid."""
 
     reason: str
 
 
 class Ask(msgspec.Struct, tag=True):
-    """The environment wants the policy's next turn."""
+    """The environment requests the policy's next turn."""
 
     key: int
     messages: list[dict[str, str]]

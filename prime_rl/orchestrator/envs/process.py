@@ -118,7 +118,7 @@ class _Child:
             num_missed = num_missed + 1 if self.num_reports == seen else 0
             seen = self.num_reports
         if not self.dead:
-            self._death = f"its code held up its process for {hang_s:g} s, half of timeout_s, and it was killed"
+            self._death = f"its code blocked its process for {hang_s:g} s, half of timeout_s, so it was killed"
             kill_tree(self._process.pid)
 
     def _take(self, report: Report) -> None:
@@ -197,7 +197,7 @@ class ProcessEnvironment:
         """The environment's rollout, in its process. Raises EnvironmentFault, and what the policy raises."""
         child = await self._living()
         if child.dead:
-            raise Interrupted("its process has just ended")
+            raise Interrupted("its process has ended")
         key = next(self._keys)
         inbox = child.inboxes[key] = asyncio.Queue()
         child.send(Start(key, example.info["split"], example.id))
@@ -240,7 +240,7 @@ class ProcessEnvironment:
         return child
 
     async def _spawn(self) -> asyncio.subprocess.Process:
-        logger.info("env %s: loading %s, takes seconds", self._id, self.provider)
+        logger.info("env %s: loading %s (takes some seconds)", self._id, self.provider)
         return await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "prime_rl.orchestrator.envs.child"),
             stdin=asyncio.subprocess.PIPE,
@@ -262,5 +262,5 @@ class ProcessEnvironment:
                 await let_go.wait()
         except TimeoutError:
             if not child.dead:
-                logger.warning("env %s: a rollout does not let go: its process is started again", self._id)
+                logger.warning("env %s: a cancelled rollout does not end: restarting its process", self._id)
                 child.kill()

@@ -73,10 +73,10 @@ class ChatHarness(vf.Harness[ChatHarnessConfig]):  # type: ignore[misc]
 
 
 async def _result(function: dict[str, str], dispatch: dict[str, Any], servers: dict[str, Any]) -> Any:
-    """What a tool says, or why it was not called."""
+    """A tool's output, or why it was not called."""
     name = function["name"]
     if name not in dispatch:
-        return f"error: there is no tool {name!r}; there are {', '.join(sorted(dispatch))}"
+        return f"error: unknown tool {name!r}; tools: {', '.join(sorted(dispatch))}"
     try:
         arguments = json.loads(function["arguments"])
     except ValueError as error:

@@ -64,7 +64,7 @@ class Conversation:
         said = [_said(message) for message in messages]
         num_seen = len(self._said)
         if said[:num_seen] != self._said or len(said) == num_seen:
-            raise ConversationError("a role asked the policy for another conversation than the one it has begun")
+            raise ConversationError("a role started a second conversation with the policy; only one can be trained")
         if num_seen and tools != self._tools:
             raise ConversationError("the tools changed within a conversation")
         new = _as_chat(messages[num_seen:])
@@ -173,7 +173,7 @@ def _text(content: Any) -> str:
     if isinstance(content, str) or content is None:
         return content or ""
     if not all(part.get("type") == "text" for part in content):
-        raise ConversationError("only text can be said to the policy")
+        raise ConversationError("only text messages are supported")
     return "\n".join(part["text"] for part in content)
 
 

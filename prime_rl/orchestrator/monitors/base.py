@@ -10,7 +10,7 @@ from prime_rl.configs.monitors import MonitorConfig
 
 
 class MonitorError(RuntimeError):
-    """A monitor that cannot work; the message says what is missing."""
+    """A monitor that cannot work; the message has what is missing."""
 
 
 class Monitor(Protocol):

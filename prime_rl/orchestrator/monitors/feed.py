@@ -91,7 +91,7 @@ def _guarded(monitor: Monitor, call: Callable[[], None]) -> bool:
     try:
         call()
     except Exception as error:
-        logger.warning("%s is left out: %s", monitor.name, " ".join(f"{type(error).__name__}: {error}".split()))
+        logger.warning("%s is disabled: %s", monitor.name, " ".join(f"{type(error).__name__}: {error}".split()))
         return False
     return True
 

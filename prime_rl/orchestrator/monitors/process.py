@@ -70,4 +70,4 @@ class MonitorProcess:
     def _watch(self, process: subprocess.Popen[bytes]) -> None:
         code = process.wait()
         if not self._closing.is_set():
-            logger.warning("the monitors' process ended (exit code %d): the run goes on without them", code)
+            logger.warning("the monitors' process ended (exit code %d): the run continues without them", code)

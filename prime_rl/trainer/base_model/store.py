@@ -17,7 +17,7 @@ MANIFEST_VERSION = 1
 
 
 class StoreError(RuntimeError):
-    """The folder cannot be used; one line says why and what to do."""
+    """The folder cannot be used; the message is one line with the reason and what to do."""
 
 
 def is_up_to_date(out: Path, recipe: Recipe) -> bool:
@@ -31,18 +31,20 @@ def is_up_to_date(out: Path, recipe: Recipe) -> bool:
 def check_writable(out: Path) -> None:
     """Find out before the work whether `out` can be written. Makes its parents. Raises StoreError."""
     if out.is_symlink() or (out.exists() and not out.is_dir()):
-        raise StoreError(f"--out {out}: is not a folder; name one that does not exist yet")
+        raise StoreError(f"--out {out}: not a folder; choose one that does not exist yet")
     if out.is_dir():
         manifest = _read_manifest(out)
         ours = {MANIFEST, *manifest["files"]} if manifest else set()
         if others := sorted({entry.name for entry in out.iterdir()} - ours):
-            raise StoreError(f"--out {out}: holds {others[0]!r}, which is no base model's; name another folder")
+            raise StoreError(
+                f"--out {out}: contains {others[0]!r}, which is not part of a base model; choose another folder"
+            )
     try:
         out.absolute().parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=out.absolute().parent):
             pass
     except OSError as error:
-        raise StoreError(f"--out {out}: cannot be written: {error.strerror}; name another folder") from error
+        raise StoreError(f"--out {out}: cannot be written: {error.strerror}; choose another folder") from error
 
 
 def save(out: Path, recipe: Recipe, facts: dict[str, Any], fill: Callable[[Path], None]) -> None:

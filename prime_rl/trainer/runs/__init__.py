@@ -46,7 +46,7 @@ def setup_multi_run_manager(
 def get_multi_run_manager() -> MultiRunManager:
     """The manager of this process. Raises RuntimeError before `setup_multi_run_manager`."""
     if _manager is None:
-        raise RuntimeError("there is no MultiRunManager yet: call setup_multi_run_manager first")
+        raise RuntimeError("no MultiRunManager yet: call setup_multi_run_manager first")
     return _manager
 
 

@@ -61,7 +61,7 @@ class SlotAdapters:
         layer.routing.scaling = self.scaling
 
     def alpha_of(self, run_idx: int, lora: RunLoRAConfig) -> float:
-        """alpha / rank is the scale in use; exactly the config's alpha when nobody changed that."""
+        """alpha / rank is the scale in use; exactly the config's alpha unless that was changed."""
         assert lora.alpha is not None, "the config in a slot is resolved"
         return lora.alpha if self.scaling[run_idx] == scale_of(lora) else self.scaling[run_idx] * rank_of(lora)
 

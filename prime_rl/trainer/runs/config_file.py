@@ -1,4 +1,4 @@
-"""The `orch.toml` of runs that want a slot: read once for every content, when it has come to rest.
+"""The `orch.toml` of runs without a slot: read once for every content, when it has stopped changing.
 
 An editor may empty a file and write it again, write it twice, or touch it. So a file that was written in place is left
 alone for a moment after each change, and one that is no good is reported only when it stays as it is for `settle_s`. A
@@ -125,7 +125,7 @@ class ConfigFiles:
         return digest != before
 
     def forget(self, run_id: str) -> None:
-        """Judge the run's config anew, whatever it is."""
+        """Check the run's config again."""
         self._files.pop(run_id, None)
         self._unreported.pop(run_id, None)
 
@@ -150,7 +150,7 @@ class ConfigFiles:
             try:
                 _report(*self._unreported.pop(run_id))
             except OSError as error:
-                logger.debug("what is wrong with the config of %s cannot be written: %s", run_id, error)
+                logger.debug("cannot write the config error of %s: %s", run_id, error)
                 failed.append(run_id)
         return failed
 
@@ -173,7 +173,7 @@ class ConfigFiles:
     def _parse(self, path: Path, size: int) -> tuple[OrchestratorConfig | None, str | None]:
         try:
             if size > MAX_CONFIG_BYTES:
-                raise ConfigError(str(path), [ConfigProblem("", f"has more than {MAX_CONFIG_BYTES} bytes")])
+                raise ConfigError(str(path), [ConfigProblem("", f"larger than {MAX_CONFIG_BYTES} bytes")])
             config = load_run_config(path)
             problem = self._validate(config)
             text = f"{PARSE_ERROR_PREFIX}: {path}: {problem}" if problem else None

@@ -148,7 +148,7 @@ class Discovery:
         self._checked.discard(run_id)
 
     def forget_verdicts(self) -> None:
-        """Judge every config anew."""
+        """Check every config again."""
         self._configs.forget_all()
         self._verdicts.clear()
 
@@ -167,7 +167,7 @@ class Discovery:
             self._checked.add(run_id)
             if self._configs.has_changed(entry.run):
                 logger.info(
-                    "%s: orch.toml has changed; in its slot the run goes on with what it was admitted with", run_id
+                    "%s: orch.toml has changed; the run keeps its admitted config while it is in its slot", run_id
                 )
         return run_id not in found.gone
 
@@ -216,7 +216,7 @@ def _lost_under_our_eyes(run: RunDir) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        logger.debug("looking at %s failed: %s", run.run_id, error)
+        logger.debug("scanning %s failed: %s", run.run_id, error)
 
 
 def is_finished(run: RunDir, config: OrchestratorConfig) -> bool:
@@ -228,7 +228,7 @@ def is_finished(run: RunDir, config: OrchestratorConfig) -> bool:
 
 
 def given_up(run: RunDir) -> str | None:
-    """Why nobody makes batches for the run any more: its orchestrator's last word, or the supervisor's; else None.
+    """Why the run gets no more batches: the final state of its orchestrator or daemon; else None.
 
     A run without batches would hold its slot for ever while others wait.
     """

@@ -46,6 +46,6 @@ class Evictions:
                 if run.path.is_dir():
                     write_atomic(run.evicted, reason)
             except OSError as error:
-                logger.error("%s: the reason of its eviction cannot be written: %s", run_id, error)
+                logger.error("%s: cannot write the reason of its eviction: %s", run_id, error)
                 continue
             del self._unwritten[run_id]

@@ -1,7 +1,7 @@
-"""Who wants to know when runs come and go. The manager calls; the parts of the trainer register.
+"""Hooks for runs that come and go. The manager calls them; the components of the trainer register them.
 
 Hooks of one kind are called in the order of registration. What happens when one fails depends on the kind: a config is
-invalid, a run that comes is evicted, a run that leaves leaves all the same. When hooks are called is the manager's
+invalid, a run that comes is evicted, a run that leaves leaves anyway. When hooks are called is the manager's
 business; their names stand in the reasons that people read.
 """
 
@@ -48,7 +48,7 @@ class Hooks:
     deletion: list[RunHook] = field(default_factory=list)
 
     def problem_of(self, config: OrchestratorConfig) -> str | None:
-        """What the first refusing validation hook says, or None. A hook that raises refuses."""
+        """The reason of the first refusing validation hook, or None. A hook that raises refuses."""
         for hook in self.validation:
             try:
                 valid, message = hook(config)

@@ -1,4 +1,4 @@
-"""MultiRunManager: the runs of one trainer process, their slots, and who is told when they come and go.
+"""MultiRunManager: the runs of one trainer process, their slots, and the hooks for runs that come and go.
 
 Rank 0 looks at the disk (`discover_runs`); all ranks then take over what it found (`synchronize_state`). The hooks of
 one look are called in this order:
@@ -396,4 +396,4 @@ class MultiRunManager:
 
     def _check_master(self, what: str) -> None:
         if not self.is_master:
-            raise RuntimeError(f"{what} is for rank 0 alone, this is rank {self.channel.rank}")
+            raise RuntimeError(f"{what} works on rank 0 only, this is rank {self.channel.rank}")

@@ -1,4 +1,4 @@
-"""Which run sits in which slot. Pure: knows no files and no tensors."""
+"""Which run is in which slot. Pure: no files, no tensors."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ class Slots:
         return set(range(self.max_runs)) - set(self.idx_2_id)
 
     def run_in(self, run_idx: int) -> str:
-        """The id of the run in a slot. Raises KeyError in words when there is none."""
+        """The id of the run in a slot. Raises KeyError for an empty slot."""
         if run_idx not in self.idx_2_id:
-            raise KeyError(f"there is no run in slot {run_idx}; slots in use: {sorted(self.idx_2_id)}")
+            raise KeyError(f"no run in slot {run_idx}; slots in use: {sorted(self.idx_2_id)}")
         return self.idx_2_id[run_idx]
 
     def take(self, run_id: str, run_idx: int | None = None) -> int:

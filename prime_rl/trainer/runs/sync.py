@@ -64,7 +64,7 @@ class StopMessage(msgspec.Struct, frozen=True, tag="stop"):
 
 
 class HookWord(msgspec.Struct, frozen=True):
-    """What one rank says after its next hook for one run: what failed, and whether it has more hooks to call."""
+    """One rank's report after its next hook for one run: what failed, and whether it has more hooks to call."""
 
     fault: str | None
     has_more: bool
@@ -140,7 +140,7 @@ class Channel:
         self.send([message] * self.size)
 
     def beat(self) -> None:
-        """Rank 0, while it has nothing to say: it is alive."""
+        """Heartbeat of rank 0 while it has no message."""
         if self.size > 1 and self._clock() - self._last_beat >= SLICE_S:
             self._last_beat = self._clock()
             self._store.add("beat", 1)
@@ -189,7 +189,7 @@ class Channel:
             if heard != beat:
                 beat, deadline = heard, self._clock() + self._timeout_s
             if self._clock() >= deadline:
-                raise WaitTimeout(f"no sign of life for {self._timeout_s:g} s while waiting for {what}")
+                raise WaitTimeout(f"no heartbeat for {self._timeout_s:g} s while waiting for {what}")
 
     def _wait_slice(self, key: str) -> bool:
         try:
