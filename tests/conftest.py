@@ -28,7 +28,7 @@ os.environ.setdefault(_MARK, uuid.uuid4().hex)
 
 
 # Fixtures that are made once for all workers.
-ONCE = {"base_model", "tiny", "model"}
+ONCE = {"base_model", "number_model", "tiny", "model"}
 
 
 def processes_of_this_session() -> list[psutil.Process]:

@@ -154,7 +154,8 @@ def test_a_run_reaches_what_a_plain_training_loop_reaches(tmp_path: Path) -> Non
     published_model = PeftModel.from_pretrained(tiny_model(), run.broadcast_dir(NUM_STEPS))
     token_ids = torch.randint(0, VOCAB, (2, 10))
     ours, theirs, base = (m(input_ids=token_ids).logits for m in (published_model, plain_model, tiny_model()))
-    assert (ours - theirs).abs().max() < 1e-4 and (ours - base).abs().max() > 1e-2
+    assert (ours - base).abs().max() > 1e-2
+    assert (ours - theirs).norm() < 1e-3 * (ours - base).norm()
 
 
 @pytest.fixture(scope="module")

@@ -142,7 +142,6 @@ def test_neighbours_that_leak_are_found(config: TrainerConfig, monkeypatch: pyte
         ("run_a", 4, True),
         ("run_b", 2, True),
     ]
-    assert max(verdict.difference for verdict in fine) < 1e-5
     real = linear.AdapterRouting.set_rows
 
     def leaking(self: linear.AdapterRouting, adapter_idxs: Any) -> None:
