@@ -33,6 +33,8 @@ from tests.trainer_support import (
     write_run,
 )
 
+pytestmark = pytest.mark.numeric
+
 NUM_STEPS, WARMUP, RANK, ALPHA, LR, DECAY, MAX_NORM, DELTA, SEED = 5, 2, 4, 16.0, 3e-3, 0.1, 0.7, 2.0, 11
 
 

@@ -92,6 +92,7 @@ def test_a_run_reaches_what_a_plain_loop_reaches_and_publishes_a_model(
     assert (ours - theirs).norm() < 1e-3 * (ours - base).norm()
 
 
+@pytest.mark.numeric
 def test_a_run_goes_on_from_its_checkpoint_to_the_same_bits(model: Path, tmp_path: Path) -> None:
     """Stopped after every step."""
     straight, broken = tmp_path / "straight", tmp_path / "broken"

@@ -15,6 +15,8 @@ from prime_rl.lora.linear import AdapterRouting, MultiLoRALinear
 from tests.numeric import check_same, num_terms
 from tests.trainer_support import VOCAB, tiny_model
 
+pytestmark = pytest.mark.numeric
+
 TARGETS = ("q_proj", "v_proj", "up_proj", "down_proj")
 
 
