@@ -12,7 +12,7 @@ define CHECK_PYTHON
 endef
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-test install-gpu demo test test-all check format bench bench-trainer bench-loop bench-discovery bench-tui bench-multinode screenshots docs-check clean
+.PHONY: help install install-test install-gpu demo test test-all test-cpus check format bench bench-trainer bench-loop bench-discovery bench-tui bench-multinode screenshots docs-check clean
 
 help: ## list the commands
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -37,6 +37,9 @@ test: install-test ## what to run before every commit: all tests but the slow on
 
 test-all: install-test ## every test (real processes, real vLLM on the CPU), with the full budgets
 	@PRL_TEST_BUDGET=full $(PYTEST)
+
+test-cpus: install-test ## numeric and learning tests on every instruction set of this CPU, each twice
+	@HF_HUB_OFFLINE=1 $(BIN)/python scripts/test_cpus.py
 
 check: install-test ## lint, format, types, import layers
 	@$(BIN)/ruff check .

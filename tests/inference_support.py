@@ -22,6 +22,7 @@ from prime_rl.contract.files import wait_for
 from prime_rl.contract.layout import OutputDir
 from prime_rl.contract.status import InferenceStatus, read_status
 from prime_rl.lora.adapter_state import peft_names, save_peft
+from tests.numeric import num_terms, rounding
 from tests.patience import PATIENCE_S
 
 EOS, PAD = "<eos>", "<pad>"
@@ -230,6 +231,13 @@ def reference_logprobs(
     with torch.no_grad():
         logits = model(torch.tensor([prompt + generated])).logits[0, len(prompt) - 1 : -1] / temperature
     return logits.log_softmax(-1).gather(1, torch.tensor(generated)[:, None])[:, 0].tolist()
+
+
+def logprob_tolerance(model: PreTrainedModel, prompt: list[int]) -> float:
+    """Between two engines of one float type: the rounding of the logit that was sampled, and of the sum of all."""
+    with torch.no_grad():
+        logits = model(torch.tensor([prompt])).logits
+    return 2 * rounding(num_terms(model)) * float(logits.abs().max())
 
 
 def token_ids(body: dict[str, Any]) -> list[list[int]]:

@@ -48,7 +48,7 @@ seed = 0
 # In proportion to the gradient: Adam would turn a last bit of it into a whole step.
 [run.optim]
 type = "sgd"
-lr = 0.03
+lr = 0.02
 [run.ckpt]
 keep_rollouts = true
 [run.sampling]

@@ -88,6 +88,13 @@ def build_base_model(folder: Path, num_steps: int = 30) -> Path:
     return folder
 
 
+def build_number_model(base: Path, folder: Path) -> Path:
+    """See tests/number_model.py."""
+    command = [sys.executable, "-m", "tests.number_model", str(base), str(folder)]
+    subprocess.run(command, check=True, cwd=ROOT, capture_output=True, text=True)
+    return folder
+
+
 @dataclass(frozen=True)
 class Workspace:
     """One output_dir with its system file, and `prl` on it."""

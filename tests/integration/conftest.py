@@ -12,13 +12,24 @@ if TYPE_CHECKING:  # torch, which most of the tests here do without
     from tests.inference_support import RunningServer
 
 from tests.fork_runner import Runner, runner
-from tests.system_support import Workspace, build_base_model, closed, make_whole_workspace, make_workspace
+from tests.system_support import (
+    Workspace,
+    build_base_model,
+    build_number_model,
+    closed,
+    make_whole_workspace,
+    make_workspace,
+)
 
 
 def _once(tmp_path_factory: pytest.TempPathFactory, name: str, make: Callable[[Path], object]) -> Path:
-    """One for all workers: the first that needs it makes it, the others wait for that (ONCE in tests/conftest.py)."""
+    """One for all workers: the first that needs it makes it, the others wait for that (ONCE in tests/conftest.py).
+
+    In the folder PRL_TEST_MODELS, where that is set: for several runs of the tests.
+    """
     place = tmp_path_factory.getbasetemp()
-    folder = (place.parent if "PYTEST_XDIST_WORKER" in os.environ else place) / name
+    shared = os.environ.get("PRL_TEST_MODELS") or (place.parent if "PYTEST_XDIST_WORKER" in os.environ else place)
+    folder = Path(shared) / name
     with folder.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not folder.with_suffix(".made").exists():
@@ -31,6 +42,12 @@ def _once(tmp_path_factory: pytest.TempPathFactory, name: str, make: Callable[[P
 def base_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Knows the form of the tasks."""
     return _once(tmp_path_factory, "base", build_base_model)
+
+
+@pytest.fixture(scope="session")
+def number_model(tmp_path_factory: pytest.TempPathFactory, base_model: Path) -> Path:
+    """Can say numbers."""
+    return _once(tmp_path_factory, "numbers", lambda folder: build_number_model(base_model, folder))
 
 
 @pytest.fixture(scope="session")

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,9 +11,9 @@ import pytest
 from prime_rl.contract.types import TrainingSample, read_batch
 from tests.learning import ascent_of_adapter
 from tests.number_model import MAX_OPERAND, NUM_NUMBERS
-from tests.system_support import ROOT, Workspace, make_workspace
+from tests.system_support import Workspace, make_workspace
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.numeric]
 # As many versions as the trainer keeps.
 NUM_STEPS, MAX_TURNS = 3, 2
 RUN = """\
@@ -43,11 +41,9 @@ ARGS = {
 
 
 @pytest.fixture
-def numbers_workspace(tmp_path: Path, base_model: Path) -> Iterator[Workspace]:
+def numbers_workspace(tmp_path: Path, number_model: Path) -> Iterator[Workspace]:
     """A workspace with a slot for each of the two, and a base model that can say numbers."""
-    model = tmp_path / "numbers"
-    subprocess.run([sys.executable, "-m", "tests.number_model", base_model, model], check=True, cwd=ROOT)
-    workspace = make_workspace(tmp_path, model)
+    workspace = make_workspace(tmp_path, number_model)
     text = workspace.system_toml.read_text()
     workspace.system_toml.write_text(text.replace("seq_len = 96", "seq_len = 192"))
     yield workspace

@@ -59,6 +59,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory, base_model: Path) -> I
         nodes.kill_all()
 
 
+@pytest.mark.numeric
 def test_two_iterations_make_each_task_once_and_train(undisturbed: Nodes, base_model: Path) -> None:
     nodes = undisturbed
     nodes.check_nothing_is_left()
@@ -138,6 +139,7 @@ def test_survivors_share_the_open_tasks_and_the_lost_node_comes_back(rollouts: N
     assert all("node 1 (" in rollouts.last_line(rank) and "left in" in rollouts.last_line(rank) for rank in (0, 2))
 
 
+@pytest.mark.numeric
 def test_an_update_of_those_rollouts_goes_on_with_the_ranks_that_are_left(rollouts: Nodes, undisturbed: Nodes) -> None:
     nodes = rollouts
     nodes.use("--rl-phase update --max-iterations 1 --elastic")

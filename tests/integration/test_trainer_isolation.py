@@ -55,6 +55,7 @@ def test_training_changes_the_adapters_and_every_step_matters(
         assert relative_difference(adapter(run, NUM_STEPS), alone[run.run_id]) > 10 * TOLERANCE
 
 
+@pytest.mark.numeric
 @pytest.mark.parametrize("max_tokens", [*in_full(24, 100), 256, 4096])
 def test_together_equals_alone_however_batches_are_split(
     alone: dict[str, Adapter], tiny: Path, tmp_path: Path, max_tokens: int
@@ -78,6 +79,7 @@ NEIGHBOURS = {
 }
 
 
+@pytest.mark.numeric
 @pytest.mark.slow
 def test_together_equals_alone_with_neighbours_of_every_kind(
     alone: dict[str, Adapter], tiny: Path, tmp_path: Path

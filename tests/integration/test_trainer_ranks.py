@@ -65,6 +65,7 @@ def test_a_group_ends_as_it_should(folder: Path, size: int) -> None:
     assert "Warning" not in logs(folder)
 
 
+@pytest.mark.numeric
 @pytest.mark.parametrize("size", [2, 4])
 def test_many_ranks_reach_what_one_rank_and_one_run_reach(folder: Path, alone: Adapters, size: int) -> None:
     check(folder / f"together_{size}", alone, list(RUNS))
@@ -99,6 +100,7 @@ def grad_norms(run: RunDir) -> list[float]:
     return [json.loads(line)["grad_norm"] for line in run.trainer_metrics.read_text().splitlines()]
 
 
+@pytest.mark.numeric
 def test_the_whole_model_is_trained_by_many_ranks_as_by_one(folder: Path, tmp_path: Path) -> None:
     """Also when four or one go on with what two saved."""
     model = folder / "model"

@@ -94,6 +94,7 @@ def test_a_stop_between_checkpoints_loses_nothing(
     assert metrics_steps(run) == list(range(1, NUM_STEPS + 1))
 
 
+@pytest.mark.numeric
 def test_a_replay_from_the_last_checkpoint_reaches_the_same_bits(
     uninterrupted: dict[str, torch.Tensor], model: Path, tmp_path: Path
 ) -> None:

@@ -126,6 +126,7 @@ def test_a_replay_that_is_refused_says_why(config: TrainerConfig) -> None:
         replay(other, solo_world(), [recording], Setting(64, 1))
 
 
+@pytest.mark.numeric
 def test_a_replay_reaches_what_the_workspace_reached(config: TrainerConfig) -> None:
     recordings = [find_recording(run_of(config, run_id)) for run_id in RUNS]
     again = replay(config, solo_world(), recordings, Setting(config.max_tokens_per_micro_batch, 2))
@@ -142,7 +143,6 @@ def test_neighbours_that_leak_are_found(config: TrainerConfig, monkeypatch: pyte
         ("run_a", 4, True),
         ("run_b", 2, True),
     ]
-    assert max(verdict.difference for verdict in fine) < 1e-5
     real = linear.AdapterRouting.set_rows
 
     def leaking(self: linear.AdapterRouting, adapter_idxs: Any) -> None:
@@ -155,6 +155,7 @@ def test_neighbours_that_leak_are_found(config: TrainerConfig, monkeypatch: pyte
     assert not any(verdict.ok for verdict in check(config, solo_world(), recordings, 1e-4, Progress(0)))
 
 
+@pytest.mark.numeric
 @pytest.mark.slow
 def test_the_command_says_ok_or_failed_and_only_reads(config: TrainerConfig) -> None:
     workspace = config.output_dir

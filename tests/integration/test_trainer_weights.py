@@ -18,6 +18,8 @@ from tests.trainer_support import (
     write_run,
 )
 
+pytestmark = pytest.mark.numeric
+
 NUM_STEPS = 4
 
 
