@@ -79,6 +79,8 @@ def test_whole_weights_are_taken_over_and_given_back(unladen: RunningServer, mod
     assert difference(unladen, base) <= 1e-4
     for folder in folders:
         update(unladen, folder)
+        answer = unladen.post("/v1/completions", model=unladen.model, prompt=PROMPT, max_tokens=1)
+        assert answer.headers["x-weights"] == f"run_w/broadcast/{folder.name}"
         assert difference(unladen, reference(folder)) <= 1e-4
         assert difference(unladen, base) > 0.1
     reload(unladen)
