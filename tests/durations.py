@@ -4,7 +4,8 @@ A plugin of pytest, loaded by `conftest.py`. `build/durations.json` keeps the fi
 `LIMIT_S` and is not marked `slow` fails.
 
 The cost of a test is `max(CPU seconds, seconds - pressure)`. CPU seconds are those of the test's process and of all
-children that it has waited for; other programs do not add to them. The pressure is the time during the test in which
+that it started and that still belong to it (not what a daemon does that has left its parent); other programs do not add
+to them. The pressure is the time during the test in which
 some process of this machine waited for a CPU (/proc/pressure/cpu): a test can be late in it without being slow, so it
 does not count. On an idle machine the cost is the time that the test took; on a busy one it is less or the same,
 never more. Before a test fails, its cost is divided by the slowness of this machine, if it is above one: the CPU time
@@ -33,6 +34,7 @@ FILE = Path(os.environ.get("PRL_TEST_DURATIONS", ROOT / "build" / "durations.jso
 NUM_SHOWN = 10
 # CPU seconds of `_work` on the machine for which the limit was set: two cores of an Intel Xeon at 2.50 GHz.
 REFERENCE_S = 0.03
+TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 PRESSURE = Path("/proc/pressure/cpu")
 
 
@@ -51,7 +53,27 @@ class Reading:
             found = re.search(r"^some .*total=(\d+)", PRESSURE.read_text(), re.MULTILINE)
         except OSError:
             found = None
-        return cls(time_s, sum(cpu[:4]), int(found[1]) / 1e6 if found else time_s)
+        return cls(time_s, sum(cpu[:4]) + _living_s("self"), int(found[1]) / 1e6 if found else time_s)
+
+
+def _living_s(pid: str) -> float:
+    """CPU seconds of the children of `pid` that have not been waited for, of their children, and so on.
+
+    Of the children of a child those that it has waited for are in its own figures, like in `os.times`.
+    """
+    total_s = 0.0
+    for task in Path("/proc", pid, "task").glob("*/children"):
+        try:
+            children = task.read_text().split()
+        except OSError:  # the thread has ended
+            continue
+        for child in children:
+            try:
+                fields = Path("/proc", child, "stat").read_text().rpartition(")")[2].split()
+            except OSError:
+                continue
+            total_s += sum(map(int, fields[11:15])) / TICKS_PER_S + _living_s(child)
+    return total_s
 
 
 def cost_s(start: Reading, end: Reading) -> float:

@@ -29,6 +29,17 @@ def test_work_counts_however_busy_the_machine_is() -> None:
     assert cost_s(START, Reading(time_s=300.0, cpu_s=25.0, pressure_s=250.0)) == pytest.approx(15.0)
 
 
+def test_the_work_of_children_counts_when_it_is_done_and_not_when_they_are_waited_for() -> None:
+    work = "import sys, time\nwhile time.process_time() < 1: pass\nprint(flush=True)\nsys.stdin.read()"
+    before = Reading.now()
+    command = [sys.executable, "-c", work]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None and child.stdout.readline()
+        done = Reading.now()
+    after = Reading.now()
+    assert done.cpu_s - before.cpu_s > 0.9 and after.cpu_s - done.cpu_s < 0.5
+
+
 def test_without_pressure_figures_only_cpu_time_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(durations, "PRESSURE", tmp_path / "missing")
     start = Reading.now()

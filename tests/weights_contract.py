@@ -86,6 +86,8 @@ def test_whole_weights_are_taken_over_and_given_back(unladen: RunningServer, mod
     check_weights(unladen, base)
     for folder in folders:
         update(unladen, folder)
+        answer = unladen.post("/v1/completions", model=unladen.model, prompt=PROMPT, max_tokens=1)
+        assert answer.headers["x-weights"] == f"run_w/broadcast/{folder.name}"
         check_weights(unladen, reference(folder))
         assert difference(unladen, base) > 0.1
     reload(unladen)

@@ -33,7 +33,7 @@ from tests.trainer_support import published, put_batches, train_until, whole_con
 from tests.weights_contract import check_weights, difference, reference, reload
 
 # With those whose adapters are loaded, as many as the server has room for.
-TENANTS = [f"run_{letter}" for letter in "stuvwxyz"]
+TENANTS = [f"run_tenant{number}" for number in range(8)]
 VERSIONS = (1, 2, 3)
 PROMPT = [9, 6, 13, 13, 16]
 NUM_TOKENS, NUM_REQUESTS = 10, 4
