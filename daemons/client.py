@@ -145,9 +145,9 @@ class WorkspaceReader:
             read_at=now,
         )
 
-    def _scan(self, anew: bool) -> tuple[dict[str, RunDir], list[RefusedRun]]:
+    def _scan(self, again: bool) -> tuple[dict[str, RunDir], list[RefusedRun]]:
         stamp = stamp_of(self.output.path)
-        if anew or stamp != self._scanned[0]:
+        if again or stamp != self._scanned[0]:
             try:
                 runs, refused = scan_runs(self.output.path)
             except OSError:

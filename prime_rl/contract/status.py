@@ -202,10 +202,9 @@ class NodeStatus(Status, kw_only=True):
     a node whose loop stands still goes on beating, and counts as lost after `loop_timeout_s` of that. `progress`
     grows within the phase's work. `epoch` grows at every restart of the group. `history` holds the newest phases,
     oldest first; `weight` is its share of the tasks; `address` is where the others reach it. The master answers at
-    `port`; a worker has rung there in vain `unreached` times in a row. `reason` is why it ended. `incarnation` is a
-    new word for each start of the node's process, `group` names the epoch that it has joined ("" before),
-    `fingerprint` is what has to be equal on all nodes, `word` is the state in the words of the group's own
-    decisions.
+    `port`; a worker has failed to connect there `unreached` times in a row. `incarnation` is a random name for each start
+    of the process, `group` the epoch that it has joined, `fingerprint` what must be equal on all nodes, `word` the state
+    in the terms of `multinode.decide`.
     """
 
     rank: int
