@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import uuid
 from typing import Any
 
@@ -16,6 +17,9 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 # Workers share the cores: threads that wait for each other across processes cost more than they bring.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Hundreds of processes import the same modules: each would compile them again.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 # A shell starts its background jobs with Ctrl-C ignored, and every process that is tested would inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)

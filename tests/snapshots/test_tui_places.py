@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from textual.pilot import Pilot
 
+from tests.budgets import in_full
 from tests.tui_places_support import FakeProbe, busy, put_group
 from tests.tui_support import Ticker, build_workspace, frozen_clock, has_looked, roomy_disk, screen_text, settled, until
 from tui.app import PrlApp
@@ -15,7 +16,7 @@ from tui.app import PrlApp
 Compare = Callable[..., bool]
 
 
-@pytest.mark.parametrize("theme", ["prl-dark", "prl-light"])
+@pytest.mark.parametrize("theme", ["prl-dark", *in_full("prl-light")])
 @pytest.mark.parametrize("size", [(80, 24), (200, 50)], ids=["80x24", "200x50"])
 @pytest.mark.parametrize(
     ("key", "words"),

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from textual.pilot import Pilot
 
+from tests.budgets import in_full
 from tests.tui_run_support import RUN
 from tests.tui_support import add_history, build_workspace, frozen_clock, has_looked, roomy_disk, settled, until
 from tui.app import PrlApp
@@ -53,7 +54,7 @@ def opened(tab: str, *keys: str, run_id: str = RUN, theme: str | None = None) ->
     return run
 
 
-@pytest.mark.parametrize("theme", ["prl-dark", "prl-light"])
+@pytest.mark.parametrize("theme", ["prl-dark", *in_full("prl-light")])
 @pytest.mark.parametrize("size", [SMALL, LARGE], ids=["80x24", "200x50"])
 @pytest.mark.parametrize("tab", TABS)
 def test_tab(snap_compare: Compare, app: PrlApp, size: tuple[int, int], tab: str, theme: str) -> None:
