@@ -121,6 +121,7 @@ def write_attacked(output: OutputDir, kind: type[Status], fill: Fill) -> None:
     """The status file of that kind with `fill`'s texts; all others are as of a daemon that lives."""
     where, words = STATUS_FILES[kind.__name__]
     me, touched = ProcessId.of(os.getpid()), set[str]()
+    soon = time.time() + 3600.0  # of the future: fresh for as long as a test takes
 
     def fill_and_note(place: str) -> str | None:
         text = fill(place)
@@ -129,7 +130,7 @@ def write_attacked(output: OutputDir, kind: type[Status], fill: Fill) -> None:
         return text
 
     document = example(kind, fill_and_note)
-    living = {"pid": me.pid, "pid_create_time": me.create_time, "pid_start": me.start, "updated_at": time.time()}
+    living = {"pid": me.pid, "pid_create_time": me.create_time, "pid_start": me.start, "updated_at": soon}
     document |= {key: value for key, value in {**living, **words}.items() if key not in touched}
     path = where(output)
     path.parent.mkdir(parents=True, exist_ok=True)

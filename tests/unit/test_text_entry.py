@@ -196,7 +196,7 @@ def test_what_prl_prints_as_json(
 
 
 def test_what_prl_says_of_a_config(attacked: Attacked, capsys: pytest.CaptureFixture[str]) -> None:
-    for number in range(attacked.num_configs):
+    for number in range(0, attacked.num_configs, 8):
         file = str(attacked.output.run(f"run_c{number:03d}").orch_toml)
         for more in ((), ("--json",)):
             run(["runs", "validate", file, "--output-dir", str(attacked.output.path), *more])
