@@ -15,13 +15,12 @@ import pytest
 from benchmarks.tui_terminal import Screen, Terminal
 from prime_rl.contract.files import wait_for
 from prime_rl.contract.layout import OutputDir
-from tests.text_attacks import ALL, RUN, Attacked
+from tests.text_attacks import ALL, RUN, Attacked, check_clean
 from tests.tui_support import has_looked, screen_text, until
 from tui.app import PrlApp
 from tui.screens.run import RunScreen
 from tui.tabs import TABS
 
-CONTROL = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f\u200b\u202e\u2060\u2066\ufeff\U000e0041]")
 # Keys, and a word of ours that stands on the screen when what they open is there.
 PLACES = (("1", "run_attacked"), ("3", "MEMORY"), ("4", "HOST"), ("5", "WHAT"))
 TAB_WORDS = ("reward", "advant.", "batch_size", "after the last", "step 1|STABLE|complete", "by ")
@@ -101,7 +100,7 @@ def walk(output: OutputDir) -> str:
             if run_id == RUN:
                 terminal.press("v")
                 sees("keys are set")
-        terminal.press("q")
+        command("quit")
         wait_for(lambda: not terminal.read(0.1), "prl-tui to end", timeout_s=60.0)
     return "".join(recorder.drawn)
 
@@ -132,8 +131,7 @@ async def test_what_the_screens_draw(attacked: Attacked) -> None:
     def check(words: str) -> bool:
         nonlocal seen
         drawn = screen_text(app)
-        found = CONTROL.search(drawn)
-        assert found is None, f"{found[0]!r} in {drawn[max(found.start() - 80, 0) : found.end() + 80]!r}"
+        check_clean("the screen", iter((drawn,)))
         seen += drawn
         return re.search(words, drawn) is not None
 
