@@ -15,17 +15,16 @@ import pytest
 from benchmarks.tui_terminal import Screen, Terminal
 from prime_rl.contract.files import wait_for
 from prime_rl.contract.layout import OutputDir
-from tests.text_attacks import ALL, RUN, Attacked
+from tests.text_attacks import ALL, RUN, Attacked, check_clean
 from tests.tui_support import has_looked, screen_text, until
 from tui.app import PrlApp
 from tui.screens.run import RunScreen
 from tui.tabs import TABS
 
-CONTROL = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f\u200b\u202e\u2060\u2066\ufeff\U000e0041]")
 # Keys, and a word of ours that stands on the screen when what they open is there.
 PLACES = (("1", "run_attacked"), ("3", "MEMORY"), ("4", "HOST"), ("5", "WHAT"))
 TAB_WORDS = ("reward", "advant.", "batch_size", "after the last", "step 1|STABLE|complete", "by ")
-RUNS = (RUN, "run_evicted", "run_noted", "run_failed", "run_c000")
+RUNS = (RUN, "run_noted", "run_failed")
 
 SEQUENCE = re.compile(
     r"\x1b\[(?P<private>[<-?]?)[0-9;:]*(?P<between>[ -/]*)(?P<final>[@-~])"
@@ -75,26 +74,33 @@ def walk(output: OutputDir) -> str:
     def sees(words: str) -> None:
         terminal.wait(lambda screen: re.search(words, screen.text()), words, timeout_s=120.0)
 
+    def command(words: str) -> None:
+        terminal.press(":")
+        sees("sort reward")
+        terminal.press(words)
+        sees(f": ?{words}")
+        terminal.press("\r")
+
     with terminal:
         sees("run_attacked")
         for key, words in PLACES:
             terminal.press(key)
             sees(words)
             terminal.press("jj")
-        terminal.press("1")
         for run_id in RUNS:
-            sees("STATE")
-            terminal.press(f":open {run_id}\r")
-            sees(f"{run_id}  ")
+            command("runs")
+            sees(" STATE .*RUN ")
+            command(f"open {run_id}")
+            sees(f" prl  {run_id}  ")
             for number, words in enumerate(TAB_WORDS if run_id == RUN else TAB_WORDS[:1], start=1):
                 terminal.press(str(number))
                 sees(words)
             terminal.press("3")
             sees("batch_size")
-            terminal.press("v")
-            sees("keys are set|orch.toml: ")
-            terminal.press("\x1b\x1b")
-        terminal.press("q")
+            if run_id == RUN:
+                terminal.press("v")
+                sees("keys are set")
+        command("quit")
         wait_for(lambda: not terminal.read(0.1), "prl-tui to end", timeout_s=60.0)
     return "".join(recorder.drawn)
 
@@ -125,8 +131,7 @@ async def test_what_the_screens_draw(attacked: Attacked) -> None:
     def check(words: str) -> bool:
         nonlocal seen
         drawn = screen_text(app)
-        found = CONTROL.search(drawn)
-        assert found is None, f"{found[0]!r} in {drawn[max(found.start() - 80, 0) : found.end() + 80]!r}"
+        check_clean("the screen", iter((drawn,)))
         seen += drawn
         return re.search(words, drawn) is not None
 
@@ -148,10 +153,7 @@ async def test_what_the_screens_draw(attacked: Attacked) -> None:
 @pytest.mark.slow
 def test_every_screen_and_tab_in_a_terminal(attacked: Attacked, harmless: Attacked) -> None:
     ours = kinds(walk(harmless.output))
-    assert not any(
-        kind.startswith(("string ]0", "string ]1", "string ]2", "string ]52"))
-        for kind in ours - {"string ]10", "string ]11"}
-    )
+    assert not ours & {"string ]0", "string ]1", "string ]2", "string ]52"}
     foreign = kinds(walk(attacked.output)) - ours
     assert not foreign
 

@@ -21,7 +21,6 @@ from prime_rl.contract.layout import OutputDir
 from prime_rl.contract.samples import Sample
 from prime_rl.utils.logger import complain, setup_logger
 from prime_rl.utils.node_watch import NodeReader
-from prime_rl.utils.text import clean_text
 from tests.text_attacks import (
     ALL,
     ATTACKS,
@@ -196,7 +195,7 @@ def test_what_prl_prints_as_json(
 
 
 def test_what_prl_says_of_a_config(attacked: Attacked, capsys: pytest.CaptureFixture[str]) -> None:
-    for number in range(attacked.num_configs):
+    for number in range(0, attacked.num_configs, 8):
         file = str(attacked.output.run(f"run_c{number:03d}").orch_toml)
         for more in ((), ("--json",)):
             run(["runs", "validate", file, "--output-dir", str(attacked.output.path), *more])
@@ -219,6 +218,5 @@ def test_a_log_line_that_quotes_a_run_is_one_line_and_clean(
     except RuntimeError:
         logger.exception("failed")
     complain("part", ATTACKS[attack])
-    err = capsys.readouterr().err
-    assert clean_text(err) == err
+    err = check_clean("a log line", iter((capsys.readouterr().err,)))
     assert err.count("\n20") == 1 + err.count("\n2026-01-01T00"), "a message makes no line of its own"
