@@ -60,9 +60,7 @@ def make_member(rank: int, num_nodes: int, output: OutputDir, num_iterations: in
     setting = GroupSetting(rank, num_nodes, RlPhase.BOTH, fingerprint, max_iterations=num_iterations)
     own = NodeRecord(rank, secrets.token_hex(8), 0, fingerprint=fingerprint, host=socket.gethostname(), pid=os.getpid())
     ranks = None if rank == MASTER_RANK else frozenset({MASTER_RANK, rank})
-    store = DiskStore(
-        output, NodeFacts(num_nodes, 1.0, "both", setting.heartbeat_s, setting.loop_timeout_s), ranks=ranks
-    )
+    store = DiskStore(output, NodeFacts(num_nodes, 1.0, "both", setting.heartbeat_s, setting.loop_limit_s), ranks=ranks)
     return Member(setting, own, store, work, clock=time.monotonic)
 
 

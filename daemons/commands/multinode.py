@@ -146,7 +146,7 @@ class GroupLook:
                 "phase_s": round(seen.phase_s, 3),
                 "silent_s": round(seen.silent_s, 3),
                 "stalled_s": round(found.for_s, 3) if (found := stall(seen)) else None,
-                "looks": seen.status.looks,
+                "loop": seen.status.loop,
                 "progress": seen.status.progress,
                 "waiting_on": seen.status.waiting_on,
                 "reason": seen.status.reason,

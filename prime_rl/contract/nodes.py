@@ -12,6 +12,7 @@ import enum
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from prime_rl.contract.condition import stalled_since
 from prime_rl.contract.status import NodeStatus
 from prime_rl.utils.process import ProcessId
 
@@ -124,7 +125,7 @@ def stall(seen: Sighting, limits: HealthLimits = LIMITS) -> Stall | None:
 def _stands_still(seen: Sighting, limits: HealthLimits) -> Stall | None:
     """Its main loop, by the node's own clock; else its phase's work."""
     status = seen.status
-    if status.loop_still_s > limits.loop_stalled_share * status.loop_timeout_s:
+    if stalled_since(status) is not None:
         return Stall("its loop", status.loop_still_s + seen.silent_s)
     if not status.arrived and status.progress is not None and seen.still_s > limits.stalled_after_s:
         return Stall("its work", seen.still_s)

@@ -197,13 +197,13 @@ class NodeStatus(Status, kw_only=True):
 
     `state`: starting, working, waiting (it has `arrived` at the end of `phase` and others have not), stopped, done,
     failed. `seq` grows by one at every beat, every `heartbeat_s`: readers judge life by it (`contract.nodes`), for
-    clocks differ. So times are durations by the node's own clock: `phase_s` since the phase began, `waited_s` since it
-    arrived. `looks` counts the turns of the main loop, `loop_still_s` is the time since the last one: a node whose loop
-    stands still for `loop_timeout_s` counts as lost. `progress` grows within the phase's work, `epoch` at every restart
-    of the group. `history` holds the newest phases in order; `weight` is its share of the tasks; `address` is where
-    the others reach it. The master answers at `port`; a worker has failed to connect there `unreached` times in a row.
-    `incarnation` is a random name for each start of the process, `group` the epoch that it joined, `fingerprint` what
-    must be equal on all nodes, `word` the state in the terms of `multinode.decide`.
+    clocks differ. So times are durations by the node's own clock: `phase_s` since the phase began, `waited_s` since
+    it arrived. A node whose main loop stands still for longer than `loop_limit_s` is stalled. `progress` grows
+    within the phase's work, `epoch` at every restart of the group. `history` holds the newest phases, oldest first;
+    `weight` is its share of the tasks; `address` is where the others reach it. The master answers at `port`; a
+    worker has failed to connect there `unreached` times in a row. `incarnation` is a random name for each start of
+    the process, `group` the epoch that it joined, `fingerprint` what must be equal on all nodes, `word` the state
+    in the terms of `multinode.decide`.
     """
 
     rank: int
@@ -222,9 +222,6 @@ class NodeStatus(Status, kw_only=True):
     epoch: int = 0
     seq: int = 0
     heartbeat_s: float = HEARTBEAT_S
-    looks: int = 0
-    loop_still_s: float = 0.0
-    loop_timeout_s: float = 120.0
     iteration: int = 0
     phase: int = 0
     phase_name: str = ""

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from msgspec.structs import replace
 
-from prime_rl.multinode.heartbeat import LOOP_STALLED_SHARE, SUSPECT_AFTER_BEATS, Health, Sighting, health
+from prime_rl.multinode.heartbeat import SUSPECT_AFTER_BEATS, Health, Sighting, health
 from prime_rl.multinode.phases import Position, first_position, next_position
 from prime_rl.multinode.records import (
     EXIT_DONE,
@@ -364,7 +364,7 @@ def _last_word(node: NodeRecord) -> str:
 
 
 def _is_stalled(setting: GroupSetting, node: NodeRecord | None) -> bool:
-    return node is not None and node.still_s > LOOP_STALLED_SHARE * setting.loop_timeout_s
+    return node is not None and node.still_s > setting.loop_limit_s
 
 
 def _has_stood_still(setting: GroupSetting, node: NodeRecord | None) -> bool:

@@ -25,7 +25,6 @@ logger = logging.getLogger("node")
 
 # The same for the nodes themselves as for everybody who looks at them.
 SUSPECT_AFTER_BEATS = LIMITS.suspect_after_beats
-LOOP_STALLED_SHARE = LIMITS.loop_stalled_share
 
 
 class Health(enum.StrEnum):

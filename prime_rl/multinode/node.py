@@ -65,9 +65,9 @@ def build_member(flags: NodeFlags, ranks: int) -> tuple[Member, Watcher]:
     output = OutputDir(flags.log_path.resolve())
     is_master = flags.rank == MASTER_RANK
     own = own_record(flags)
-    config = flags.config
+    setting = group_setting(flags, own.fingerprint)
     facts = NodeFacts(
-        flags.num_nodes, flags.weights[flags.rank], str(flags.rl_phase), config.heartbeat_s, config.loop_timeout_s
+        flags.num_nodes, flags.weights[flags.rank], str(flags.rl_phase), setting.heartbeat_s, setting.loop_limit_s
     )
     # Whom a worker must know: the master and itself. The rest is told by the master.
     store = DiskStore(output, facts, ranks=None if is_master else frozenset({MASTER_RANK, flags.rank}))
@@ -98,7 +98,7 @@ def build_member(flags: NodeFlags, ranks: int) -> tuple[Member, Watcher]:
     )
     needs_network = not is_master and flags.rl_phase is not RlPhase.ROLLOUT
     member = Member(
-        group_setting(flags, own.fingerprint),
+        setting,
         own,
         store,
         work,

@@ -139,6 +139,11 @@ class GroupSetting:
         return LIMITS.suspect_after_beats * self.heartbeat_s + LIMITS.dead_grace_s
 
     @property
+    def loop_limit_s(self) -> float:
+        """A loop that stands still for longer is stalled."""
+        return LIMITS.loop_stalled_share * self.loop_timeout_s
+
+    @property
     def stall_s(self) -> float:
         return LIMITS.stalled_after_s
 

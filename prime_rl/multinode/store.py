@@ -37,7 +37,7 @@ class NodeFacts:
     weight: float
     rl_phase: str
     heartbeat_s: float
-    loop_timeout_s: float
+    loop_limit_s: float
 
 
 class PhaseLog:
@@ -160,9 +160,9 @@ class DiskStore:
             epoch=epoch_number(record.epoch),
             seq=record.seq,
             heartbeat_s=self._facts.heartbeat_s,
-            looks=record.looks,
+            loop=record.looks,
             loop_still_s=record.still_s,
-            loop_timeout_s=self._facts.loop_timeout_s,
+            loop_limit_s=self._facts.loop_limit_s,
             iteration=position.iteration if position else 0,
             phase=int(position.phase) if position else -1,
             phase_name=position.phase.label if position else "",
@@ -197,7 +197,7 @@ def _record(status: NodeStatus) -> NodeRecord:
         port=status.port,
         unreached=status.unreached,
         pid=status.pid,
-        looks=status.looks,
+        looks=status.loop or 0,
         still_s=status.loop_still_s,
     )
 

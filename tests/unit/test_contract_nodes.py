@@ -26,12 +26,18 @@ from prime_rl.contract.status import NodeStatus, PhaseTime, read_status
 BEAT_S = 1.0
 SUSPECT_S = LIMITS.suspect_after_beats * BEAT_S
 DEAD_S = SUSPECT_S + LIMITS.dead_grace_s
-LOOP_TIMEOUT_S = 60.0
-STALLED_LOOP_S = LIMITS.loop_stalled_share * LOOP_TIMEOUT_S
+STALLED_LOOP_S = 15.0
 
 
 def node(rank: int = 0, **fields: object) -> NodeStatus:
-    base = {"num_nodes": 3, "heartbeat_s": BEAT_S, "loop_timeout_s": LOOP_TIMEOUT_S, "state": "working", "progress": 0}
+    base = {
+        "num_nodes": 3,
+        "heartbeat_s": BEAT_S,
+        "loop": 7,
+        "loop_limit_s": STALLED_LOOP_S,
+        "state": "working",
+        "progress": 0,
+    }
     return NodeStatus(rank=rank, **(base | fields))  # type: ignore[arg-type]
 
 

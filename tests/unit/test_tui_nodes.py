@@ -93,7 +93,7 @@ def test_a_node_whose_loop_stands_still_is_stalled_and_never_alive(tmp_path: Pat
     put_node(output, 0, num_nodes=1, seq=1)
     reader.read()
     clock.now_s += 2
-    put_node(output, 0, num_nodes=1, seq=2, loop_still_s=41.0)
+    put_node(output, 0, num_nodes=1, seq=2, loop=7, loop_limit_s=30.0, loop_still_s=41.0)
     group = make_group(reader.read())
     assert words(group) == {0: NodeHealth.STALLED} and group is not None
     (row,) = group.rows
