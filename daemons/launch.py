@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from daemons.client import SUPERVISOR, Workspace, WorkspaceReader
+from daemons.keys import all_keys
 from daemons.leftovers import adoptable, count_living, end_leftovers, forget_endings
 from daemons.pidfile import SupervisorLock, find_rival, read_info
 from daemons.process import log_tail, python_module, spawn
@@ -100,7 +101,8 @@ def start_supervisor(output: OutputDir, lock: SupervisorLock) -> subprocess.Pope
     """Start the supervisor in a session of its own and give it the lock."""
     argv = python_module("daemons.supervisor", str(output.path.resolve()), str(lock.fd))
     try:
-        child = spawn(argv, output.log(SUPERVISOR), output.path, SUPERVISOR, pass_fds=[lock.fd])
+        log, keys = output.log(SUPERVISOR), all_keys(output)
+        child = spawn(argv, log, output.path, SUPERVISOR, pass_fds=[lock.fd], keys=keys)
     finally:
         lock.hand_over()
     return child

@@ -22,6 +22,7 @@ import psutil
 
 from prime_rl.contract.files import DEFAULT_POLL_S, WaitTimeout, make_folder, open_append, read_end, wait_for
 from prime_rl.utils.process import ProcessId
+from prime_rl.utils.secrets import handed_over
 
 WORKSPACE_MARK = "PRL_OUTPUT_DIR"
 DAEMON_MARK = "PRL_DAEMON"
@@ -32,21 +33,33 @@ KILL_WAIT_S = 10.0
 
 
 def daemon_environment(output_dir: Path, name: str) -> dict[str, str]:
-    """Environment of a daemon: ours and the marks. SPT_NOENV: a changed process title must not overwrite the marks."""
+    """Environment of a daemon before keys are taken out: ours and the marks.
+
+    SPT_NOENV: a changed process title must not overwrite the marks.
+    """
     marks = {WORKSPACE_MARK: str(output_dir.resolve()), DAEMON_MARK: name}
     return {**os.environ, **marks, "SPT_NOENV": "1", "PYTHONUNBUFFERED": "1"}
 
 
 def spawn(
-    argv: Sequence[str], log: Path, output_dir: Path, name: str, *, pass_fds: Collection[int] = ()
+    argv: Sequence[str],
+    log: Path,
+    output_dir: Path,
+    name: str,
+    *,
+    pass_fds: Collection[int] = (),
+    keys: Collection[str] = (),
 ) -> subprocess.Popen[bytes]:
     """Start `argv` in a new session, without a terminal, with its output appended to `log`.
+
+    `keys` names the variables whose API keys it is handed, in files without a name; it gets no others.
 
     Raises OSError (FileRefused when something else stands in the place of the log or of its folder); the log's folder
     is made but not its parents, so the folder of a deleted run is not made again.
     """
     make_folder(log.parent)
-    with open_append(log) as output:
+    environ = daemon_environment(output_dir, name)
+    with open_append(log) as output, handed_over(environ, keys) as (environ, key_fds):
         output.write(log_header(name, argv).encode())
         output.flush()
         return subprocess.Popen(
@@ -55,8 +68,8 @@ def spawn(
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            env=daemon_environment(output_dir, name),
-            pass_fds=tuple(pass_fds),
+            env=environ,
+            pass_fds=(*pass_fds, *key_fds),
         )
 
 

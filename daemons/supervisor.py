@@ -22,6 +22,7 @@ from daemons.children import AdoptedChild, Child, OwnChild, any_ended
 from daemons.client import SUPERVISOR
 from daemons.daemon import LIVE, Action, Daemon, Do, Seen, Snapshot, State
 from daemons.decide import decide
+from daemons.keys import keys_of
 from daemons.leftovers import Past, adopt
 from daemons.observe import Eyes, held_runs
 from daemons.pidfile import SupervisorLock
@@ -236,7 +237,7 @@ class Supervisor:
             self._records.keep_tail(spec.name, past.log_tail)
         self._follow(spec.name, spec.log)
         try:
-            child = spawn(spec.argv, spec.log, self.output.path, spec.name)
+            child = spawn(spec.argv, spec.log, self.output.path, spec.name, keys=keys_of(spec, self.output))
         except (OSError, ValueError) as error:
             retry_at = daemon.started_at + self.config.max_backoff_s
             return replace(daemon, state=State.BACKOFF, retry_at=retry_at, reason=f"cannot start: {error}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
 import sys
@@ -235,9 +236,37 @@ def test_what_the_console_understands_is_what_the_document_says() -> None:
     from tui.query import FIELDS, parse
     from tui.screens.places import PLACES
 
-    text = TEXT[ROOT / "docs" / "tui.md"]
+    text = TEXT[ROOT / "docs" / "tui.md"].partition("\n## Keys\n")[0]
     (fields,) = re.findall(r"^Fields: (.*?)\.$", text, re.MULTILINE | re.DOTALL)
     assert re.split(r",\s+", fields) == list(FIELDS)
     terms = re.findall(r"^\| `([^`!]+)` \|", text.partition("| term |")[2], re.MULTILINE)
     assert len(terms) >= 5 and all(parse(term).tests and not parse(term).errors for term in terms)
     assert dict(re.findall(r"^\| (\d) \| (\w+) \|", text, re.MULTILINE)) == {p.key: p.title for p in PLACES}
+
+
+def test_dependencies_are_imported() -> None:
+    """Each that the project declares, by the modules that it installs; commands of developers are none of them."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    wanted = [*project["dependencies"], *chain(*project["optional-dependencies"].values())]
+    names = {re.split(r"[<>=!\[ ]", line)[0] for line in wanted}
+    files = [path for folder in ("prime_rl", "daemons", "tui") for path in (ROOT / folder).rglob("*.py")]
+    imported = {
+        name.partition(".")[0]
+        for path in files
+        for node in ast.walk(ast.parse(path.read_text()))
+        for name in (
+            [alias.name for alias in node.names]
+            if isinstance(node, ast.Import)
+            else [node.module or ""]
+            if isinstance(node, ast.ImportFrom)
+            else []
+        )
+    }
+    assert {name for name in names if name.replace("-", "_") not in imported} == set()
+
+
+def test_package_data_is_there() -> None:
+    """Every pattern of package data matches a file of its package."""
+    tool = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    patterns = [(package, pattern) for package, listed in tool.get("package-data", {}).items() for pattern in listed]
+    assert [each for each in patterns if not list((ROOT / each[0].replace(".", "/")).glob(each[1]))] == []

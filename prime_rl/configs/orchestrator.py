@@ -132,6 +132,10 @@ class EnvConfig(BaseConfig):
     args: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the environment."""
 
+    env_vars: list[str] = Field(default_factory=list)
+    """Environment variables that the process of the environment gets besides what every process needs (PATH, HOME and
+    the like, docs/environments.md), by name. The API key of inference is never among them."""
+
     timeout_s: float = Field(60.0, gt=0, allow_inf_nan=False)
     """Deadline, in seconds, of each step of the environment between two answers of the policy. Waiting for the policy
     does not count. A rollout that misses it is dropped."""

@@ -6,12 +6,17 @@ name that a config gives. Neither an error nor a config ever has the key in it.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import stat
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Collection, Iterator, Mapping
+from typing import IO
 
 FILE_SUFFIX = "_FILE"
+DEFAULT_VARIABLE = "PRL_API_KEY"
+_FD_FOLDER = "/dev/fd/"
 MAX_KEY_BYTES = 4096
 # What may stand in an HTTP header.
 _KEY = re.compile(r"[\x21-\x7e]+")
@@ -24,6 +29,49 @@ class SecretError(RuntimeError):
 def names_of(variable: str) -> list[str]:
     """The environment variables that lead to the key; what must not be seen by code that is not ours."""
     return [variable, variable + FILE_SUFFIX]
+
+
+@contextlib.contextmanager
+def handed_over(environ: Mapping[str, str], needed: Collection[str]) -> Iterator[tuple[dict[str, str], list[int]]]:
+    """The environment for a child process, and the file descriptors to pass on to it.
+
+    The child gets the keys of the variables in `needed`, each in a file without a name that `VARIABLE_FILE` leads to,
+    so that no key stands in the environment of a process. Of the other keys that `environ` leads to it gets nothing.
+    """
+    child = dict(environ)
+    with contextlib.ExitStack() as closing:
+        fds = []
+        for variable in {*needed, *_handed_keys(environ), DEFAULT_VARIABLE}:
+            key, name = child.pop(variable, None), child.pop(variable + FILE_SUFFIX, None)
+            if variable not in needed:
+                continue
+            if key:
+                file = closing.enter_context(_nameless_file())
+                file.write(key.encode())
+                file.flush()
+                name = f"{_FD_FOLDER}{file.fileno()}"
+            if name:
+                child[variable + FILE_SUFFIX] = name
+                fds += [int(name.removeprefix(_FD_FOLDER))] if name.startswith(_FD_FOLDER) else []
+        yield child, fds
+
+
+def _handed_keys(environ: Mapping[str, str]) -> list[str]:
+    """The variables whose keys this process was handed by `handed_over`."""
+    return [
+        name.removesuffix(FILE_SUFFIX)
+        for name, value in environ.items()
+        if name.endswith(FILE_SUFFIX) and value.startswith(_FD_FOLDER)
+    ]
+
+
+def _nameless_file() -> IO[bytes]:
+    """A file for its owner only, in memory where the system has such files."""
+    if not hasattr(os, "memfd_create"):
+        return tempfile.TemporaryFile()
+    fd = os.memfd_create("key", os.MFD_CLOEXEC)
+    os.fchmod(fd, 0o600)
+    return os.fdopen(fd, "wb", buffering=0)
 
 
 def read_secret(variable: str, environ: Mapping[str, str]) -> str | None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from prime_rl.configs.base import ConfigError, build
 from prime_rl.configs.orchestrator import ClientConfig
-from prime_rl.utils.secrets import SecretError, names_of, read_secret
+from prime_rl.utils.secrets import SecretError, handed_over, names_of, read_secret
 
 CANARY = "sk-canary-4711"
 
@@ -63,3 +65,31 @@ def test_a_url_with_a_password_is_refused_without_showing_it(value: object) -> N
         build(ClientConfig, {"base_url": value}, "orch.toml")
     assert CANARY not in str(error.value)
     assert build(ClientConfig, {"base_url": "http://h:1/v1@x"}, "").urls == ["http://h:1/v1@x"]
+
+
+READ = """
+import os, sys
+from prime_rl.utils.secrets import handed_over, read_secret
+if len(sys.argv) > 2:
+    import subprocess
+    with handed_over(os.environ, [sys.argv[1]]) as (environ, fds):
+        subprocess.run([sys.executable, "-c", sys.argv[2], sys.argv[1]], env=environ, pass_fds=fds, check=True)
+else:
+    print(read_secret(sys.argv[1], os.environ))
+"""
+
+
+def test_a_key_is_handed_on_from_process_to_process_and_is_in_no_environment(file: Path) -> None:
+    ours = {**os.environ, "MY_KEY": CANARY, "PRL_API_KEY": CANARY + "-of-another", "PRL_API_KEY_FILE": str(file)}
+    with handed_over(ours, ["MY_KEY"]) as (environ, fds):
+        assert CANARY not in str(environ) and len(fds) == 1
+        assert not {"MY_KEY", "PRL_API_KEY", "PRL_API_KEY_FILE"} & environ.keys()
+        assert environ.items() <= {**ours, "MY_KEY_FILE": environ["MY_KEY_FILE"]}.items()
+        for arguments in (["MY_KEY"], ["MY_KEY", READ]):  # a child, and a child's child
+            command = [sys.executable, "-c", READ, *arguments]
+            done = subprocess.run(command, env=environ, pass_fds=fds, capture_output=True, text=True, check=True)
+            assert done.stdout.strip() == CANARY
+        with handed_over(environ, []) as (others, other_fds):
+            assert "MY_KEY_FILE" not in others and other_fds == [], "who does not need it has no way to it"
+    with handed_over({"K_FILE": str(file)}, ["K"]) as (environ, fds):
+        assert (environ, fds) == ({"K_FILE": str(file)}, [])

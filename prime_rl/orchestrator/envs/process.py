@@ -2,10 +2,11 @@
 
 A process and not threads: code that hangs can be killed with all that it started, code that crashes takes nothing with
 it, a heavy library (verifiers: seconds and hundreds of megabytes) is not loaded into the orchestrator, and the API key
-of inference is not in its environment. One process runs all rollouts of the environment side by side, as they mostly
-wait for the policy. When one of them holds up the event loop of the process for half of `timeout_s`, or does not let go
-after it was cancelled, or the process dies, a new process is started. Such a death counts as one dropped rollout; the
-others in the process are lost without fault of theirs (`Interrupted`), and made again.
+of inference is not in its environment, nor is any other variable that was not named for it. One process runs all
+rollouts of the environment side by side, as they mostly wait for the policy. When one of them holds up the event loop
+of the process for half of `timeout_s`, or does not let go after it was cancelled, or the process dies, a new process is
+started. Such a death counts as one dropped rollout; the others in the process are lost without fault of theirs
+(`Interrupted`), and made again.
 
 The built-in environments are ours and quick: they run inside the orchestrator.
 """
@@ -18,7 +19,7 @@ import itertools
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from prime_rl.configs.base import ConfigError, ConfigProblem
 from prime_rl.configs.orchestrator import EnvConfig
@@ -56,8 +57,53 @@ MAX_MISSED_LOOKS = 4
 MAX_BEAT_S = 1.0
 # How long the process may take to put its things away when the run ends; it kills itself after five seconds.
 EXIT_GRACE_S = 6.0
+# What every process needs to find its programs, folders, language, offline caches and share of the processors; and the
+# marks by which the supervisor finds what belongs to a daemon.
+BASE_VARIABLES = frozenset(
+    {
+        "PATH",
+        "HOME",
+        "USER",
+        "LOGNAME",
+        "SHELL",
+        "LANG",
+        "LANGUAGE",
+        "TZ",
+        "TMPDIR",
+        "TEMP",
+        "TMP",
+        "VIRTUAL_ENV",
+        "PYTHONPATH",
+        "PYTHONHOME",
+        "PYTHONUNBUFFERED",
+        "LD_LIBRARY_PATH",
+        "HF_HOME",
+        "HF_HUB_OFFLINE",
+        "HF_HUB_CACHE",
+        "HF_DATASETS_OFFLINE",
+        "TRANSFORMERS_OFFLINE",
+        "XDG_CACHE_HOME",
+        "TOKENIZERS_PARALLELISM",
+        "SSL_CERT_FILE",
+        "SSL_CERT_DIR",
+        "REQUESTS_CA_BUNDLE",
+        "PRL_OUTPUT_DIR",
+        "PRL_DAEMON",
+        "SPT_NOENV",
+    }
+)
+BASE_PREFIXES = ("LC_", "OMP_", "MKL_", "OPENBLAS_")
 # What must be installed for a provider, and the extra that installs it.
 EXTRAS = {"verifiers": "verifiers"}
+
+
+def environment_of_its_own(environ: Mapping[str, str], named: Collection[str]) -> dict[str, str]:
+    """What a process of an environment sees of `environ`: what every process needs, and what is named for it."""
+    return {
+        name: value
+        for name, value in environ.items()
+        if name in BASE_VARIABLES or name in named or name.startswith(BASE_PREFIXES)
+    }
 
 
 class _Child:
@@ -153,7 +199,7 @@ class ProcessEnvironment:
     """`[[env]]` with an id of the form PROVIDER:NAME. `start` it first, `close` it at the end.
 
     Args:
-        hidden: names of environment variables that the process must not see.
+        hidden: names of environment variables that the process must not see, whatever `env_vars` names.
     """
 
     def __init__(self, config: EnvConfig, seed: int, *, hidden: Sequence[str] = ()) -> None:
@@ -163,6 +209,7 @@ class ProcessEnvironment:
         beat_s = min(MAX_BEAT_S, self._hang_s / MAX_MISSED_LOOKS / 2)
         self._load = Load(self.provider, name, config.args, seed, beat_s)
         self._hidden = set(hidden)
+        self._named = set(config.env_vars)
         self._examples: dict[Split, list[Example]] = {}
         self._child: _Child | None = None
         self._starting = asyncio.Lock()
@@ -245,7 +292,7 @@ class ProcessEnvironment:
             *(sys.executable, "-m", "prime_rl.orchestrator.envs.child"),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
-            env={name: value for name, value in os.environ.items() if name not in self._hidden},
+            env=environment_of_its_own(os.environ, self._named - self._hidden),
             start_new_session=True,  # Ctrl-C is for the orchestrator, who ends it in good order
         )
 

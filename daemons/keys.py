@@ -1,0 +1,36 @@
+"""Which daemon is handed which API key, by the variables that the configs name. No key itself is read here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from daemons.specs import INFERENCE, DaemonSpec
+from prime_rl.configs.base import ConfigError, parse_toml
+from prime_rl.contract.files import read_text
+from prime_rl.contract.layout import OutputDir, RunDir, scan_runs
+from prime_rl.utils.secrets import DEFAULT_VARIABLE
+
+
+def keys_of(spec: DaemonSpec, output: OutputDir) -> list[str]:
+    """The variables whose keys a daemon is handed: inference and each orchestrator its own, the trainer none."""
+    if spec.run_id:
+        return [_variable(RunDir(output.path / spec.run_id).orch_toml, "client")]
+    return [_variable(output.component_config(INFERENCE))] if spec.name == INFERENCE else []
+
+
+def all_keys(output: OutputDir) -> list[str]:
+    """What the supervisor is handed, to hand it on."""
+    runs, _ = scan_runs(output.path)
+    variables = [_variable(run.orch_toml, "client") for run in runs]
+    return sorted({_variable(output.component_config(INFERENCE)), *variables})
+
+
+def _variable(path: Path, *tables: str) -> str:
+    try:
+        value: Any = parse_toml(read_text(path) or "", str(path))
+    except ConfigError:  # that is said to the run's owner elsewhere
+        return DEFAULT_VARIABLE
+    for name in (*tables, "api_key_var"):
+        value = value.get(name) if isinstance(value, dict) else None
+    return value if isinstance(value, str) and value else DEFAULT_VARIABLE
