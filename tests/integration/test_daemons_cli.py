@@ -81,9 +81,9 @@ def test_validate_prints_every_problem_with_its_place(inline: Inline) -> None:
     file.write_text(file.read_text().replace("= 4", "= 3") + "[optim]\nrl = 1\n")
     lines = inline("runs", "validate", str(file), exit_code=1).stderr.splitlines()
     assert lines == [
-        f"prl: {file}: max_steps: found 0: input should be greater than or equal to 1",
+        f"prl: {file}: max_steps: found 0: must be greater than or equal to 1",
         f"prl: {file}: optim.rl: unknown key; did you mean 'lr'? valid here: betas, lr, max_norm, type, weight_decay",
-        f"prl: {file}: batch_size: found 8, must be a multiple of rollouts_per_example = 3",
+        f"prl: {file}: batch_size: found 8: must be a multiple of rollouts_per_example = 3",
     ]
     args = ("runs", "validate", str(file), "--set", "max_steps=x", "--json")
     report = json.loads(inline(*args, exit_code=1).stdout)
@@ -159,12 +159,12 @@ def test_the_doctor_says_what_to_do(inline: Inline, monkeypatch: pytest.MonkeyPa
     ("args", "code", "message"),
     [
         (("runs", "add", "none.toml"), 1, "none.toml: cannot be read"),
-        (("runs", "add", "{file}", "--id", "run_a/../../x"), 2, "run id 'run_a/../../x' is refused"),
-        (("runs", "add", "{file}", "--id", ".."), 2, "run id '..' is refused"),
+        (("runs", "add", "{file}", "--id", "run_a/../../x"), 2, "invalid run id 'run_a/../../x'"),
+        (("runs", "add", "{file}", "--id", ".."), 2, "invalid run id '..'"),
         (("runs", "add", "{file}", "--set", "max_steps"), 2, "'max_steps' must be KEY=VALUE"),
         (("runs", "add", "{file}", "--set", "optim.rl=1"), 1, "optim.rl: unknown key; did you mean 'lr'?"),
         (("runs", "show", "run_none"), 1, "no run 'run_none'"),
-        (("runs", "show", "../etc"), 2, "is refused"),
+        (("runs", "show", "../etc"), 2, "invalid run id"),
         (("runs", "evict", "run_none", "--reason", "x"), 1, "no run 'run_none'"),
         (("runs", "delete", "run_none", "--yes"), 1, "no run 'run_none'"),
         (("runs", "undelete", "run_none"), 1, "nothing to restore"),
