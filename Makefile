@@ -3,6 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 # Processes that run the tests side by side; 0 runs them one after another. Much of their time they wait.
 WORKERS ?= 3
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
 # Checked here, in words that every Python understands: an old one could not even read the install script.
 define CHECK_PYTHON
 @$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
@@ -11,7 +12,7 @@ define CHECK_PYTHON
 endef
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-test install-gpu demo test check format bench bench-trainer bench-loop bench-discovery bench-tui bench-multinode screenshots docs-check clean
+.PHONY: help install install-test install-gpu demo test test-all test-cpus check format bench bench-trainer bench-loop bench-discovery bench-tui bench-multinode screenshots docs-check clean
 
 help: ## list the commands
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -31,8 +32,14 @@ install-gpu: ## .venv for a machine with NVIDIA GPUs: PyPI's vLLM and its torch
 demo: install ## three runs on two slots, on this machine, from nothing to a report
 	@$(BIN)/prl demo
 
-test: install-test ## every test (real processes, real vLLM on the CPU)
-	@HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+test: install-test ## what to run before every commit: all tests but the slow ones, in some minutes
+	@$(PYTEST) -m "not slow"
+
+test-all: install-test ## every test (real processes, real vLLM on the CPU), with the full budgets
+	@PRL_TEST_BUDGET=full $(PYTEST)
+
+test-cpus: install-test ## numeric and learning tests on every instruction set of this CPU, each twice
+	@HF_HUB_OFFLINE=1 $(BIN)/python scripts/test_cpus.py
 
 check: install-test ## lint, format, types, import layers
 	@$(BIN)/ruff check .

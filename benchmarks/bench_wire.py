@@ -29,7 +29,7 @@ def run() -> dict[str, float]:
         pickle_path.write_bytes(pickle.dumps(plain))
         return {
             "write_vs_json": paired_ratio(
-                lambda: write_batch(path, batch), lambda: json_path.write_text(json.dumps(plain))
+                lambda: (path.unlink(), write_batch(path, batch)), lambda: json_path.write_text(json.dumps(plain))
             ),
             "read_vs_json": paired_ratio(lambda: read_batch(path), lambda: json.loads(json_path.read_text())),
             "read_vs_pickle": paired_ratio(lambda: read_batch(path), lambda: pickle.loads(pickle_path.read_bytes())),

@@ -33,6 +33,9 @@ class NoWork:
         self._phase = Phase.START
         self.began: dict[int, float] = {}
 
+    def resume(self) -> Position:
+        return first_position(RlPhase.BOTH, 1)
+
     def begin(self, position: Position, group: GroupRecord) -> None:
         self._phase = position.phase
         self.began.setdefault(position.iteration, time.perf_counter())
@@ -42,6 +45,10 @@ class NoWork:
 
     def stop(self) -> None:
         pass
+
+    @property
+    def has_ended(self) -> bool:
+        return True
 
     def iterations_s(self) -> list[float]:
         began = list(self.began.values())
@@ -53,8 +60,10 @@ def make_member(rank: int, num_nodes: int, output: OutputDir, num_iterations: in
     setting = GroupSetting(rank, num_nodes, RlPhase.BOTH, fingerprint, max_iterations=num_iterations)
     own = NodeRecord(rank, secrets.token_hex(8), 0, fingerprint=fingerprint, host=socket.gethostname(), pid=os.getpid())
     ranks = None if rank == MASTER_RANK else frozenset({MASTER_RANK, rank})
-    store = DiskStore(output, NodeFacts(num_nodes, 1.0, "both", setting.heartbeat_s), ranks=ranks)
-    return Member(setting, own, store, work, resume=lambda: first_position(RlPhase.BOTH, 1), clock=time.monotonic)
+    store = DiskStore(
+        output, NodeFacts(num_nodes, 1.0, "both", setting.heartbeat_s, setting.loop_timeout_s), ranks=ranks
+    )
+    return Member(setting, own, store, work, clock=time.monotonic)
 
 
 def main(argv: list[str]) -> int:

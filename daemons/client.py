@@ -37,6 +37,7 @@ from daemons.workspace import (
     shown,
     waits_for,
 )
+from prime_rl.contract.condition import STALLED, stalled_since, still_words
 from prime_rl.contract.files import file_problem
 from prime_rl.contract.layout import OutputDir, RefusedRun, RunDir, scan_runs
 from prime_rl.contract.status import (
@@ -144,9 +145,9 @@ class WorkspaceReader:
             read_at=now,
         )
 
-    def _scan(self, anew: bool) -> tuple[dict[str, RunDir], list[RefusedRun]]:
+    def _scan(self, again: bool) -> tuple[dict[str, RunDir], list[RefusedRun]]:
         stamp = stamp_of(self.output.path)
-        if anew or stamp != self._scanned[0]:
+        if again or stamp != self._scanned[0]:
             try:
                 runs, refused = scan_runs(self.output.path)
             except OSError:
@@ -224,6 +225,7 @@ def _make_view(facts: _Facts) -> RunView:
         )
     )
     position = facts.place if state is RunState.WAITING else None
+    since, why = _stall(facts) if state is RunState.ACTIVE else (None, None)
     living = word if facts.lives else None
     return RunView(
         run_id=record.run.run_id,
@@ -231,7 +233,7 @@ def _make_view(facts: _Facts) -> RunView:
         step=max(slot.step if slot else 0, record.published),
         max_steps=max_steps,
         reward=word.reward if word else None,
-        reason=shown(reason),
+        reason=shown(f"its orchestrator is stalled: {why}" if why else reason),
         waiting_on=shown(waits_for(state, living, slot, position, daemon)),
         updated_at=word.updated_at if word else None,
         run_idx=slot.run_idx if slot else None,
@@ -245,7 +247,16 @@ def _make_view(facts: _Facts) -> RunView:
         batch_size=config.batch_size if config else None,
         num_restarts=daemon.num_restarts if daemon else 0,
         added_at=record.added_at,
+        stalled_since=since,
     )
+
+
+def _stall(facts: _Facts) -> tuple[float | None, str | None]:
+    """Since when the run's orchestrator is stalled, and why: what it tells itself, or what the supervisor found."""
+    word, daemon = facts.record.word, facts.daemon
+    if word is not None and facts.lives and (since := stalled_since(word)) is not None:
+        return since, still_words(since)
+    return (daemon.stalled_since, daemon.reason) if daemon is not None and daemon.state == STALLED else (None, None)
 
 
 def _max_steps(record: RunRecord) -> int | None:

@@ -17,7 +17,7 @@ from prime_rl.utils.process import ProcessId
 
 
 class State(enum.StrEnum):
-    """The state of a daemon, as in `daemons/<name>.json` (STOPPING is written as running)."""
+    """The state of a daemon, as in `daemons/<name>.json` (STOPPING is written as running or stalled)."""
 
     STARTING = "starting"
     RUNNING = "running"
@@ -45,7 +45,8 @@ class Daemon:
     """What the supervisor remembers of one daemon.
 
     `num_crashes` counts in a row, for the wait before the next start; `num_early_ends` counts starts in a row that
-    ended before the daemon was ready or soon after; `crashes` are the newest, whatever came between.
+    ended before the daemon was ready or soon after; `crashes` are the newest, whatever came between. `killed_at` is
+    when SIGKILL was last sent to processes of this start.
     """
 
     spec: DaemonSpec
@@ -53,6 +54,7 @@ class Daemon:
     process: ProcessId | None = None
     started_at: float = 0.0
     stop_at: float = 0.0
+    killed_at: float | None = None
     retry_at: float = 0.0
     evicted_at: float | None = None
     stalled_since: float | None = None
@@ -71,8 +73,9 @@ class Seen:
     """What is seen of one daemon now.
 
     `exit_code` is None while it lives, and of a process that is no child of ours. `still_s` says how long its progress
-    has stood still though it had work; None: it has none, or counts none. `last_word` is the final state that an
-    orchestrator wrote since this start.
+    has stood still though it had work; None: it has none, or counts none. `loop_still_s` says how long its main loop
+    has not turned, once that is longer than the loop may take. `last_word` is the final state that an orchestrator
+    wrote since this start. `left` are processes of its last start that still run, though SIGKILL was sent to them.
     """
 
     lives: bool = False
@@ -81,10 +84,12 @@ class Seen:
     waiting_on: str | None = None
     heartbeat_age_s: float | None = None
     still_s: float | None = None
+    loop_still_s: float | None = None
     last_word: str | None = None
     last_reason: str | None = None
     evicted: bool = False
     gone: bool = False
+    left: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -111,7 +116,11 @@ class Do(enum.StrEnum):
 
 @dataclass(frozen=True)
 class Action:
-    """`daemon` is what the daemon is after the action. CLEAN kills what a dead daemon left behind."""
+    """`daemon` is what the daemon is after the action.
+
+    KILL and CLEAN send SIGKILL and do not wait: KILL to all that belongs to a daemon that does not end, CLEAN to what a
+    dead one left behind.
+    """
 
     do: Do
     daemon: Daemon

@@ -11,24 +11,28 @@ ended only where the config asks for it. It reads no file and sends no signal: `
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 
 from daemons.daemon import LIVE, Action, After, Daemon, Do, Seen, Snapshot, State
+from daemons.process import KILL_WAIT_S
 from daemons.specs import DaemonSpec
 from prime_rl.configs.system import SupervisorConfig
+from prime_rl.contract.condition import still_words, utc
 from prime_rl.contract.status import LOST_AFTER_S, Crash
 
 EXIT_WRONG_USE = 2
 # Enough to see a pattern; the log has them all.
 MAX_CRASHES_KEPT = 10
+# So long an orchestrator that starts takes the cores away from others that start: its imports, several times over.
+LOADS_WITHIN_S = 60.0
+_UNKILLABLE = "hangs in the kernel, SIGKILL was sent"
 _SILENT = "alive, but has not written its status file for more than three heartbeats"
 
 
 def decide(snapshot: Snapshot, now: float) -> list[Action]:
     """At most one action for each daemon, in the order in which daemons are wanted."""
     names = list(snapshot.wanted) + [name for name in snapshot.daemons if name not in snapshot.wanted]
-    room = snapshot.config.max_starting - sum(_starts(daemon) for daemon in snapshot.daemons.values())
+    room = snapshot.config.max_starting - sum(_starts(daemon, now) for daemon in snapshot.daemons.values())
     actions = []
     for name in names:
         daemon, spec = snapshot.daemons.get(name), snapshot.wanted.get(name)
@@ -44,8 +48,10 @@ def decide(snapshot: Snapshot, now: float) -> list[Action]:
     return actions
 
 
-def _starts(daemon: Daemon) -> bool:
-    return daemon.state is State.STARTING and daemon.spec.run_id is not None
+def _starts(daemon: Daemon, now: float) -> bool:
+    """Whether it takes one of the `max_starting` places; one that hangs in its start gives its place to others."""
+    is_new = now - daemon.started_at < LOADS_WITHIN_S
+    return daemon.state is State.STARTING and daemon.spec.run_id is not None and is_new
 
 
 def _decide_one(
@@ -59,16 +65,18 @@ def _decide_one(
         return Action(Do.FORGET, daemon)
     if asked and daemon.state is not State.BACKOFF:
         daemon = replace(daemon, state=State.BACKOFF, retry_at=now, num_crashes=0, num_early_ends=0, reason=None)
+    if seen.left:
+        return _outlived(replace(daemon, retry_at=now) if asked else daemon, seen.left, now)
     if daemon.state is State.BACKOFF:
         return _backoff(daemon, spec, seen, now, asked)
     if daemon.state is State.DONE and spec is not None:
         return Action(Do.START, _started(daemon, spec, now))
-    return None
+    return Action(Do.NOTE, replace(daemon, waiting_on=None))
 
 
 def _alive(daemon: Daemon, seen: Seen, asked: bool, config: SupervisorConfig, now: float) -> Action:
     if daemon.state is State.STOPPING:
-        return Action(Do.KILL if now - daemon.stop_at >= _patience_s(daemon, config) else Do.NOTE, daemon)
+        return _stopping(daemon, config, now)
     if seen.gone:
         return _stop(daemon, "its run folder is gone", now)
     if asked:
@@ -88,6 +96,25 @@ def _alive(daemon: Daemon, seen: Seen, asked: bool, config: SupervisorConfig, no
     return _judged(daemon, seen, config, now)
 
 
+def _stopping(daemon: Daemon, config: SupervisorConfig, now: float) -> Action:
+    """SIGKILL when its time is over. What does not end by that is told, and nothing waits for it."""
+    if daemon.killed_at is None:
+        is_over = now - daemon.stop_at >= _patience_s(daemon, config)
+        return Action(Do.KILL, replace(daemon, killed_at=now)) if is_over else Action(Do.NOTE, daemon)
+    if now - daemon.killed_at < KILL_WAIT_S:
+        return Action(Do.NOTE, daemon)
+    pid = daemon.process.pid if daemon.process else 0
+    told = replace(daemon, stalled_since=daemon.killed_at, reason=f"process {pid} cannot be ended: it {_UNKILLABLE}")
+    return Action(Do.NOTE, told)
+
+
+def _outlived(daemon: Daemon, left: frozenset[int], now: float) -> Action:
+    """Processes of its last start are left: it is not started beside them."""
+    what = f"processes {', '.join(map(str, sorted(left)))} of its last start to end"
+    hangs = daemon.killed_at is not None and now - daemon.killed_at >= KILL_WAIT_S
+    return Action(Do.NOTE, replace(daemon, waiting_on=f"{what} (it {_UNKILLABLE})" if hangs else what))
+
+
 def _patience_s(daemon: Daemon, config: SupervisorConfig) -> float:
     """A working daemon may finish and save; a stuck one has nothing to finish."""
     return config.drain_s if daemon.after_stop in (After.END, After.RESTART) else config.grace_s
@@ -100,9 +127,11 @@ def _judged(daemon: Daemon, seen: Seen, config: SupervisorConfig, now: float) ->
     still_s = seen.still_s if seen.still_s is not None else 0.0
     if silent_s > LOST_AFTER_S:
         why, age_s, stuck = _SILENT, silent_s, silent_s >= limit.limit_s
+    elif seen.loop_still_s is not None:
+        why, age_s, stuck = still_words(now - seen.loop_still_s), seen.loop_still_s, seen.loop_still_s >= limit.limit_s
     elif still_s >= limit.limit_s:
-        since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(now - still_s))
-        why, age_s, stuck = f"no progress for {limit.limit_s:g} s, since {since}", still_s, seen.waiting_on is None
+        why = f"no progress for {limit.limit_s:g} s, since {utc(now - still_s)}"
+        age_s, stuck = still_s, seen.waiting_on is None
     else:
         fine = replace(daemon, state=State.RUNNING, waiting_on=seen.waiting_on, reason=None, stalled_since=None)
         return Action(Do.NOTE, fine)
@@ -120,7 +149,13 @@ def _ended(daemon: Daemon, seen: Seen, config: SupervisorConfig, now: float) -> 
     """The process is gone: stopped by us, in a final state of its own, or crashed."""
     before = daemon.state
     daemon = replace(
-        daemon, process=None, exit_code=seen.exit_code, waiting_on=None, evicted_at=None, stalled_since=None
+        daemon,
+        process=None,
+        exit_code=seen.exit_code,
+        waiting_on=None,
+        evicted_at=None,
+        stalled_since=None,
+        killed_at=now,  # what it left behind is killed now
     )
     stopped = before is State.STOPPING
     if stopped and daemon.after_stop is After.END:
@@ -182,6 +217,7 @@ def _started(daemon: Daemon, spec: DaemonSpec, now: float) -> Daemon:
         state=State.STARTING,
         started_at=now,
         after_stop=After.END,
+        killed_at=None,
         num_restarts=daemon.num_restarts + 1,
         exit_code=None,
         waiting_on=None,

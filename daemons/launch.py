@@ -6,6 +6,7 @@ A supervisor that was killed leaves its daemons running; `leftovers` decides whi
 from __future__ import annotations
 
 import http.client
+import os
 import signal
 import subprocess
 import tempfile
@@ -18,11 +19,21 @@ from daemons.client import SUPERVISOR, Workspace, WorkspaceReader
 from daemons.leftovers import adoptable, count_living, end_leftovers, forget_endings
 from daemons.pidfile import SupervisorLock, find_rival, read_info
 from daemons.process import log_tail, python_module, spawn
-from daemons.specs import INFERENCE, SYSTEM, TRAINER, write_component_configs
+from daemons.specs import (
+    INFERENCE,
+    SYSTEM,
+    TRAINER,
+    save_topology,
+    saved_topology,
+    settle_topology,
+    write_component_configs,
+)
 from prime_rl.configs.base import ConfigError, load_config
 from prime_rl.configs.system import SupervisorConfig, SystemConfig
+from prime_rl.contract.condition import stalled_since, still_words
 from prime_rl.contract.files import WaitTimeout, wait_for
 from prime_rl.contract.layout import OutputDir
+from prime_rl.contract.status import DaemonStatus, read_status
 from prime_rl.utils.network import bound_socket
 from prime_rl.utils.process import ProcessId
 
@@ -60,7 +71,8 @@ def prepare(system: SystemConfig, output: OutputDir, say: Say) -> SupervisorLock
         _refuse_rival(output)
         lock.write_info(time.time())
         _check_model(system.model.name)
-        keep = adoptable(output, system)
+        topology, moved = settle_topology(saved_topology(output), os.environ, say)
+        keep = adoptable(output, system, topology, moved)
         left = end_leftovers(output, system.supervisor, say, keep)
         if left:
             raise LaunchError(f"cannot end processes {left} of an earlier start: end them, then try again")
@@ -70,6 +82,7 @@ def prepare(system: SystemConfig, output: OutputDir, say: Say) -> SupervisorLock
             _check_port(system.inference.host, system.inference.port)
         forget_endings(output, keep)
         write_component_configs(system, output)
+        save_topology(output, topology)
         output.logs.mkdir(exist_ok=True)
     except BaseException:
         lock.release()
@@ -224,6 +237,10 @@ def _stop_supervisor(
 
     holder = ProcessId.of(child.pid) if child is not None else _holder(output)
     say(f"stopping the supervisor (pid {holder.pid})")
+    status = read_status(output.daemon_status(SUPERVISOR), DaemonStatus)
+    if status is not None and status.writer.is_same(holder) and (since := stalled_since(status)) is not None:
+        timeout_s = min(timeout_s, limits_of(output).grace_s)
+        say(f"it is stalled, {still_words(since)}: it has {timeout_s:g} s to stop")
     holder.send(signal.SIGTERM)
     try:
         wait_for(free, "the supervisor to stop", timeout_s=timeout_s)

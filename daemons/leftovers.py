@@ -8,6 +8,7 @@ never has twins. Needs the workspace's lock; starts nothing.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
@@ -57,9 +58,14 @@ def living(output: OutputDir) -> dict[str, ProcessId]:
     return {name: process for name, status in recorded(output).items() if (process := living_process(status))}
 
 
-def adoptable(output: OutputDir, system: SystemConfig) -> set[str]:
-    """Daemons that live and would be started today just as they were."""
-    changed = {
+def adoptable(
+    output: OutputDir,
+    system: SystemConfig,
+    environ: Mapping[str, str] = os.environ,
+    moved: Collection[str] = (),
+) -> set[str]:
+    """Daemons that live and would be started today just as they were; not those that `moved` to other devices."""
+    changed = set(moved) | {
         name
         for name, text in component_texts(system, output).items()
         if read_text(output.component_config(name)) != text
@@ -70,7 +76,7 @@ def adoptable(output: OutputDir, system: SystemConfig) -> set[str]:
         for name in living(output)
         if name not in changed
         and statuses[name].state in _ADOPTED_AS
-        and (spec := _spec(output, name)) is not None
+        and (spec := _spec(output, name, environ)) is not None
         and list(spec.argv) == statuses[name].argv
     }
 
@@ -142,13 +148,13 @@ def forget_endings(output: OutputDir, keep: Collection[str]) -> None:
             write_atomic(path, msgspec.json.encode(status))
 
 
-def _spec(output: OutputDir, name: str) -> DaemonSpec | None:
+def _spec(output: OutputDir, name: str, environ: Mapping[str, str] = os.environ) -> DaemonSpec | None:
     """How the daemon is started, or None if it is not a daemon (any more)."""
-    for spec in service_specs(output):
+    for spec in service_specs(output, environ):
         if spec.name == name:
             return spec
     try:
         run = output.run(name)
     except LayoutError:
         return None
-    return orchestrator_spec(run) if run.path.is_dir() else None
+    return orchestrator_spec(run, environ) if run.path.is_dir() else None

@@ -18,6 +18,7 @@ from daemons.daemon import Daemon, Seen
 from daemons.specs import INFERENCE, TRAINER, RunNow
 from prime_rl.configs.base import ConfigError
 from prime_rl.configs.validate import load_run_config
+from prime_rl.contract.condition import stalled_since
 from prime_rl.contract.layout import LayoutError, OutputDir, RunDir
 from prime_rl.contract.status import InferenceStatus, RunStatus, Status, TrainerStatus, is_there, read_status
 from prime_rl.utils.process import ProcessId, is_below
@@ -86,7 +87,7 @@ class Eyes:
         trainer = self._read(self.output.trainer_status, TrainerStatus)
         self._held = self._trainer_runs()
         held = self._held if trainer is not None and is_there(trainer) else frozenset()
-        found = {run_id: self._run(run_id, run_id in held) for run_id in sorted(held | set(known))}
+        found = {run_id: self._guarded(run_id, run_id in held) for run_id in sorted(held | set(known))}
         return {run_id: run for run_id, run in found.items() if run is not None}
 
     def see(self, daemon: Daemon, child: Child | None, run: RunNow | None, now: float) -> Seen:
@@ -103,6 +104,7 @@ class Eyes:
             if own
             else None,
             still_s=self._still_s(daemon.spec.name, own, now),
+            loop_still_s=own.loop_still_s if own and stalled_since(own) is not None else None,
             last_word=last,
             last_reason=word.reason if word and last else None,
             evicted=run.evicted if run else False,
@@ -145,14 +147,21 @@ class Eyes:
         trainer = self._read(self.output.trainer_status, TrainerStatus)
         return frozenset(trainer.runs) if trainer is not None else frozenset()
 
-    def _run(self, run_id: str, in_slot: bool) -> RunNow | None:
+    def _guarded(self, run_id: str, in_slot: bool) -> RunNow | None:
+        """What is in one run's folder, whatever it is, keeps no other run from its orchestrator."""
         try:
-            folder = self._checked(run_id)
-        except LayoutError as error:
-            if self._refused.get(run_id) != str(error):
-                self._refused[run_id] = str(error)
-                self._complain(f"no orchestrator for {run_id}: {error}")
+            run = self._run(run_id, in_slot)
+        except Exception as error:  # the boundary of a run
+            why = str(error) if isinstance(error, LayoutError) else f"{type(error).__name__}: {error}"
+            if self._refused.get(run_id) != why:
+                self._refused[run_id] = why
+                self._complain(f"no orchestrator for {run_id}: {why}")
             return None
+        self._refused.pop(run_id, None)
+        return run
+
+    def _run(self, run_id: str, in_slot: bool) -> RunNow | None:
+        folder = self._checked(run_id)
         if folder is None:
             return RunNow(run_id, in_slot, evicted=False, gone=True, word=None, max_steps=None)
         word = self._read(folder.status, RunStatus)

@@ -157,12 +157,18 @@ def _process_table() -> Iterable[_Row]:
         )
 
 
-def kill_all(members: Iterable[ProcessId], *, reap: Callable[[], None] = lambda: None) -> set[ProcessId]:
-    """SIGKILL all of them and wait until they are gone; returns those that are not."""
+def send_kill(members: Iterable[ProcessId]) -> set[ProcessId]:
+    """SIGKILL all of them, and wait for none; returns them. Those of other users are left alone."""
     targets = set(members)
     for identity in targets:
         with contextlib.suppress(PermissionError):
             identity.send(signal.SIGKILL)
+    return targets
+
+
+def kill_all(members: Iterable[ProcessId], *, reap: Callable[[], None] = lambda: None) -> set[ProcessId]:
+    """SIGKILL all of them and wait until they are gone, up to KILL_WAIT_S; returns those that are not."""
+    targets = send_kill(members)
 
     def gone() -> bool:
         reap()

@@ -41,8 +41,12 @@ class Records:
         self._output.daemon_status(name).unlink(missing_ok=True)
 
     def write(self, daemons: Mapping[str, Daemon], *, stopped: bool = False) -> None:
-        """Write one file per daemon. `stopped`: they are not supervised any more. Raises OSError."""
+        """Write one file per daemon. `stopped`: they are not supervised any more.
+
+        Tries all of them, then raises the first OSError.
+        """
         now = self._clock()
+        trouble: OSError | None = None
         for name, daemon in daemons.items():
             last = self._written.get(name)
             changed = stopped or last is None or last[1] != daemon
@@ -51,13 +55,18 @@ class Records:
             status = self._status(daemon)
             if stopped and (daemon.state in LIVE or daemon.state is State.BACKOFF):
                 status.state, status.child, status.waiting_on, status.reason = "stopped", None, None, None
-            write_atomic(self._output.daemon_status(name), msgspec.json.encode(status), durable=changed)
-            self._written[name] = (now, daemon)
+            try:
+                write_atomic(self._output.daemon_status(name), msgspec.json.encode(status), durable=changed)
+                self._written[name] = (now, daemon)
+            except OSError as error:  # a file that cannot be written costs the others nothing
+                trouble = error
+        if trouble is not None:
+            raise trouble
 
     def _status(self, daemon: Daemon) -> DaemonStatus:
         status = DaemonStatus(
             name=daemon.spec.name,
-            state="running" if daemon.state is State.STOPPING else str(daemon.state),
+            state=_word(daemon),
             updated_at=time.time(),  # readers compare it with their clock
             waiting_on=daemon.waiting_on,
             argv=list(daemon.spec.argv),
@@ -74,3 +83,10 @@ class Records:
         status.sign(self._writer)
         status.child = daemon.process
         return status
+
+
+def _word(daemon: Daemon) -> str:
+    """Its state for readers: one that is told to stop still runs, or is stalled as it was."""
+    if daemon.state is State.STOPPING:
+        return str(State.RUNNING if daemon.stalled_since is None else State.STALLED)
+    return str(daemon.state)

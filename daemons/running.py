@@ -19,12 +19,13 @@ from typing import Any
 import tomli_w
 
 from daemons import launch
-from daemons.client import Workspace, WorkspaceReader, read_workspace
+from daemons.client import SUPERVISOR, Workspace, WorkspaceReader, read_workspace
 from daemons.errors import ActionError, WrongUseError
 from daemons.launch import LOOK_EVERY_S, LaunchError, waits
 from daemons.pidfile import SupervisorLock
 from prime_rl.configs.base import ConfigError, build, load_toml, merge, read_argv
 from prime_rl.configs.system import SystemConfig
+from prime_rl.contract.condition import STALLED
 from prime_rl.contract.files import WaitTimeout, wait_for, write_atomic
 from prime_rl.contract.layout import OutputDir
 
@@ -123,8 +124,13 @@ def restart_daemon(
     daemon = workspace.daemon(name)
     if not workspace.supervisor_alive:
         raise ActionError(f"nothing is running in {output.path}: start the workspace with prl up")
-    if daemon is None or name == "supervisor":
-        known = ", ".join(each.name for each in workspace.daemons if each.name != "supervisor")
+    supervisor = workspace.daemon(SUPERVISOR)
+    if supervisor is not None and supervisor.state == STALLED:
+        raise ActionError(
+            f"the supervisor is stalled: {supervisor.reason}; end it with prl down, then start with prl up"
+        )
+    if daemon is None or name == SUPERVISOR:
+        known = ", ".join(each.name for each in workspace.daemons if each.name != SUPERVISOR)
         raise WrongUseError(f"daemon {name!r} not found; running here: {known}")
     if daemon.state == "done":
         raise ActionError(f"{name} has ended ({daemon.reason}): continue it with prl runs readmit {name}")

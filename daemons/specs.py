@@ -1,4 +1,5 @@
-"""Which daemons should run in a workspace now, and how each is started: pure, from the system config and the disk.
+"""Which daemons should run in a workspace now, and how each is started: from the system config, the disk, and the
+environment that `prl up` saved.
 
 Trainer and inference should always run; an orchestrator for each run that the trainer holds in a slot, unless its final
 state shows that it is done. It starts nothing (`supervisor` does).
@@ -7,7 +8,7 @@ state shows that it is done. It starts nothing (`supervisor` does).
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from typing import Any
 import tomli_w
 
 from daemons.process import python_module
+from daemons.torchrun import GPUS_VARIABLE, OPTIONS_VARIABLE
+from prime_rl.configs.base import load_toml
 from prime_rl.configs.system import SystemConfig
 from prime_rl.contract.files import write_atomic
 from prime_rl.contract.layout import OutputDir, RunDir
@@ -32,6 +35,15 @@ _MODULES = {
 MAKE_BASE_MODULE = "prime_rl.trainer.make_base"
 # "trainer=my.trainer,inference=my.server": other programs for the daemons, for tests and for one's own engines.
 MODULES_VARIABLE = "PRL_MODULES"
+# The environment variables that decide how daemons are started, and the daemons that each of them changes beside their
+# command lines. `prl up` saves them, for a later `prl up` comes from another shell.
+TOPOLOGY: Mapping[str, tuple[str, ...]] = {
+    MODULES_VARIABLE: (),
+    OPTIONS_VARIABLE: (TRAINER,),
+    GPUS_VARIABLE: (TRAINER,),
+    "CUDA_VISIBLE_DEVICES": (TRAINER, INFERENCE),
+}
+_TOPOLOGY_FILE = "environment"
 
 
 @dataclass(frozen=True)
@@ -60,24 +72,53 @@ class RunNow:
     max_steps: int | None
 
 
-def module_of(daemon: str) -> str:
+def saved_topology(output: OutputDir) -> dict[str, str] | None:
+    """The variables of TOPOLOGY as `prl up` saved them; None when it never did. Raises ConfigError."""
+    path = output.component_config(_TOPOLOGY_FILE)
+    return {name: str(value) for name, value in load_toml(path).items() if name in TOPOLOGY} if path.exists() else None
+
+
+def save_topology(output: OutputDir, topology: Mapping[str, str]) -> None:
+    write_atomic(output.component_config(_TOPOLOGY_FILE), tomli_w.dumps(dict(topology)))
+
+
+def settle_topology(
+    saved: Mapping[str, str] | None, environ: Mapping[str, str], say: Callable[[str], None]
+) -> tuple[dict[str, str], set[str]]:
+    """What holds from now on, and the daemons that do not run by it: a variable that is set wins over the saved one."""
+    before = saved or {}
+    now = {**before, **{name: environ[name] for name in TOPOLOGY if name in environ}}
+    changed = set[str]()
+    for name, value in now.items():
+        if saved is not None and before.get(name) != value:
+            was = repr(before[name]) if name in before else "not set"
+            say(f"{name}: {value!r} (was {was})")
+            changed.update(TOPOLOGY[name])
+        elif name not in environ:
+            say(f"{name}: {value!r} (saved by an earlier prl up; set it to change it)")
+    return now, changed
+
+
+def module_of(daemon: str, environ: Mapping[str, str] = os.environ) -> str:
     """The module that `python -m` runs for trainer, inference or orchestrator."""
-    own = dict(item.partition("=")[::2] for item in os.environ.get(MODULES_VARIABLE, "").split(",") if item)
+    own = dict(item.partition("=")[::2] for item in environ.get(MODULES_VARIABLE, "").split(",") if item)
     return own.get(daemon, _MODULES[daemon])
 
 
-def service_specs(output: OutputDir) -> list[DaemonSpec]:
+def service_specs(output: OutputDir, environ: Mapping[str, str] = os.environ) -> list[DaemonSpec]:
     """Inference and trainer, in the order in which they are started."""
     return [
         DaemonSpec(
-            name, tuple(python_module(module_of(name), "@", str(output.component_config(name)))), output.log(name)
+            name,
+            tuple(python_module(module_of(name, environ), "@", str(output.component_config(name)))),
+            output.log(name),
         )
         for name in (INFERENCE, TRAINER)
     ]
 
 
-def orchestrator_spec(run: RunDir) -> DaemonSpec:
-    argv = python_module(module_of(ORCHESTRATOR), "@", str(run.orch_toml))
+def orchestrator_spec(run: RunDir, environ: Mapping[str, str] = os.environ) -> DaemonSpec:
+    argv = python_module(module_of(ORCHESTRATOR, environ), "@", str(run.orch_toml))
     return DaemonSpec(run.run_id, tuple(argv), run.log, run.run_id)
 
 

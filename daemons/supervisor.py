@@ -10,6 +10,7 @@ inside a run.
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import sys
 import time
@@ -19,16 +20,16 @@ from pathlib import Path
 
 from daemons.children import AdoptedChild, Child, OwnChild, any_ended
 from daemons.client import SUPERVISOR
-from daemons.daemon import LIVE, Action, Daemon, Do, Snapshot, State
+from daemons.daemon import LIVE, Action, Daemon, Do, Seen, Snapshot, State
 from daemons.decide import decide
 from daemons.leftovers import Past, adopt
 from daemons.observe import Eyes, held_runs
 from daemons.pidfile import SupervisorLock
-from daemons.process import end_daemons, find_members, kill_all, log_tail, spawn
+from daemons.process import end_daemons, find_members, kill_all, log_tail, send_kill, spawn
 from daemons.records import Records
 from daemons.relay import LogRelay
 from daemons.rotation import rotate
-from daemons.specs import INFERENCE, SYSTEM, TRAINER, wanted
+from daemons.specs import INFERENCE, SYSTEM, TRAINER, RunNow, saved_topology, wanted
 from prime_rl.configs.base import load_config
 from prime_rl.configs.system import SupervisorConfig, SystemConfig
 from prime_rl.contract.layout import OutputDir
@@ -84,6 +85,8 @@ class Supervisor:
         self._next_look_s = 0.0
         self._next_rotation_s = 0.0
         self._pasts: dict[str, Past] = {}
+        # What was sent SIGKILL after its daemon had ended; no daemon is started beside what is left of it.
+        self._killed: dict[str, set[ProcessId]] = {}
         self._was_up = False
         self.start_failure: str | None = None
 
@@ -98,6 +101,7 @@ class Supervisor:
         said: str | None = None
         hints = Watcher(rescan_s=IDLE_S)
         while not self._stop() and self._lock.is_in_place() and self.start_failure is None:
+            status.turn()
             try:
                 if self.is_due():
                     self.tick()
@@ -118,7 +122,7 @@ class Supervisor:
             self.start_failure or self._stop.signal_name or "the workspace is gone or held by another supervisor",
         )
         status.update(waiting_on="its daemons to finish, save and end")
-        left = self._end_all()
+        left = self._end_all(status.turn)
         word = f"cannot end processes {sorted(each.pid for each in left)}" if left else None
         status.close(state="stopped", waiting_on=None, reason=word)
         return left
@@ -139,28 +143,42 @@ class Supervisor:
         return time.monotonic() >= self._next_look_s or any_ended(self._children, own) or self._eyes.has_news()
 
     def tick(self) -> None:
-        """Look, decide, act, and record it."""
+        """Look, decide, act, and record it. It waits for nothing.
+
+        An error with one daemon costs the others nothing; the first one is raised at the end.
+        """
         now = self._clock()
         requests = self._eyes.requests()
         runs = self._eyes.runs(held_runs(self._daemons))
-        seen = {
-            name: self._eyes.see(daemon, self._children.get(name), runs.get(name), now)
-            for name, daemon in self._daemons.items()
-        }
+        seen = {name: self._see(daemon, runs.get(name), now) for name, daemon in self._daemons.items()}
         specs = wanted(self.output, runs.values())
+        troubles: list[Exception] = []
         for action in decide(Snapshot(specs, self._daemons, seen, requests, self.config), now):
-            self._act(action)
+            try:
+                self._act(action)
+            except Exception as error:  # the boundary of one daemon: it is tried again at the next look
+                logger.exception("%s: %s failed", action.daemon.spec.name, action.do)
+                troubles.append(error)
         for name in requests:
             self.output.start_request(name).unlink(missing_ok=True)
         self._records.write(self._daemons)
         if self._relay is not None and not self._was_up:
             self._judge_start()
         self._next_look_s = time.monotonic() + self._rest_s(now)
+        if troubles:
+            raise troubles[0]
+
+    def _see(self, daemon: Daemon, run: RunNow | None, now: float) -> Seen:
+        name = daemon.spec.name
+        if name in self._killed:
+            self._killed[name] = {each for each in self._killed[name] if each.is_running()}
+        left = frozenset(each.pid for each in self._killed.get(name, ()))
+        return replace(self._eyes.see(daemon, self._children.get(name), run, now), left=left)
 
     def _rest_s(self, now: float) -> float:
         """How long to wait unless something happens."""
         daemons = self._daemons.values()
-        if any(daemon.state in (State.STARTING, State.STOPPING) for daemon in daemons):
+        if any(self._killed.values()) or any(each.state in (State.STARTING, State.STOPPING) for each in daemons):
             return 0.0
         retries = [daemon.retry_at - now for daemon in daemons if daemon.state is State.BACKOFF]
         return min([IDLE_S, *(wait_s for wait_s in retries if wait_s > 0)])
@@ -201,7 +219,7 @@ class Supervisor:
             daemon.process.send(signal.SIGTERM)
         elif action.do is Do.KILL and daemon.process:
             logger.warning("%s: did not end in time: SIGKILL", name)
-            kill_all(find_members(self.output.path, [daemon.process], {name}), reap=self._reap)
+            send_kill(find_members(self.output.path, [daemon.process], {name}))
         elif action.do is Do.CLEAN:
             self._clean(daemon)
         elif action.do is Do.FORGET:
@@ -219,7 +237,7 @@ class Supervisor:
         self._follow(spec.name, spec.log)
         try:
             child = spawn(spec.argv, spec.log, self.output.path, spec.name)
-        except OSError as error:
+        except (OSError, ValueError) as error:
             retry_at = daemon.started_at + self.config.max_backoff_s
             return replace(daemon, state=State.BACKOFF, retry_at=retry_at, reason=f"cannot start: {error}")
         self._children[spec.name] = OwnChild(child)
@@ -235,20 +253,21 @@ class Supervisor:
         before = self._daemons[name].process
         if before is not None:
             own_session = isinstance(child, OwnChild)
-            left = kill_all(find_members(self.output.path, [before], {name}, trust_sessions=own_session))
-            if left:
-                logger.error("%s: cannot end processes %s", name, sorted(each.pid for each in left))
+            members = find_members(self.output.path, [before], {name}, trust_sessions=own_session)
+            self._killed[name] = send_kill(members)
         self._records.keep_tail(name, [one_line(line, _TAIL_LINE_CHARS) for line in log_tail(daemon.spec.log)])
 
     def _forget(self, name: str) -> None:
         self._daemons.pop(name, None)
         self._children.pop(name, None)
         self._pasts.pop(name, None)
+        self._killed.pop(name, None)
         self._eyes.forget(name)
         self._records.forget(name)
 
-    def _end_all(self) -> set[ProcessId]:
+    def _end_all(self, turn: Callable[[], None]) -> set[ProcessId]:
         def tick() -> None:
+            turn()
             self._reap()
             if self._relay is not None:
                 self._relay.pump()
@@ -259,7 +278,7 @@ class Supervisor:
         for group in shutdown_order(living):
             left |= self._end_group(group, tick)
         if self._lock.is_in_place():  # else the marks may be those of another workspace at the same path
-            left |= kill_all(find_members(self.output.path, [], None), reap=self._reap)
+            left |= kill_all(find_members(self.output.path, [], None), reap=tick)
         self._try_write_statuses(stopped=True)
         return {each for each in left if each.is_running()}
 
@@ -305,6 +324,8 @@ def supervise(output: OutputDir, lock: SupervisorLock, stop: StopFlag, *, foregr
     setup_logger("supervisor", stream=sys.stdout if foreground else None)
     try:
         system = load_config(SystemConfig, output.component_config(SYSTEM))
+        # What `prl up` decided holds for every daemon that is started from here, whichever shell this was started in.
+        os.environ.update(saved_topology(output) or {})
         lock.write_info(time.time())
         relay = LogRelay(sys.stdout) if foreground else None
         supervisor = Supervisor(output, system.supervisor, lock, stop, relay=relay)

@@ -21,14 +21,14 @@ DEFAULT_OPTIONS = "--standalone --nproc-per-node gpu"
 
 def command(arguments: Sequence[str], environ: Mapping[str, str]) -> list[str]:
     """argv of torchrun with the trainer's own arguments."""
-    options = shlex.split(environ.get(OPTIONS_VARIABLE, DEFAULT_OPTIONS))
+    options = shlex.split(environ.get(OPTIONS_VARIABLE) or DEFAULT_OPTIONS)
     return [sys.executable, "-m", "torch.distributed.run", *options, "-m", TRAINER_MODULE, *arguments]
 
 
 def main() -> None:
     # Ranks wait for work by asking the store again and again; torch would warn of each time that none came.
     environ = {"TORCH_CPP_LOG_LEVEL": "ERROR", **os.environ}
-    if GPUS_VARIABLE in environ:
+    if environ.get(GPUS_VARIABLE):
         environ["CUDA_VISIBLE_DEVICES"] = environ[GPUS_VARIABLE]
     os.execve(sys.executable, command(sys.argv[1:], environ), environ)
 

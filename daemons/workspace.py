@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from prime_rl.contract.condition import LOST, condition, stalled_since, still_words, utc
 from prime_rl.contract.status import (
     DaemonStatus,
     InferenceStatus,
@@ -15,13 +16,13 @@ from prime_rl.contract.status import (
     RunStatus,
     TrainerRunStatus,
     TrainerStatus,
-    is_alive,
 )
 from prime_rl.utils.process import ProcessId
 from prime_rl.utils.text import CleanText, clean_text
 
 SUPERVISOR = "supervisor"
 MAX_REASON_CHARS = 10_000
+# States of a daemon without a process.
 _FINAL = ("failed", "stopped", "done")
 
 
@@ -29,7 +30,8 @@ _FINAL = ("failed", "stopped", "done")
 class RunView:
     """One run as people see it. `step` counts updates done; `run_idx` is its slot, `queue_position` counts from 1.
 
-    `updated_at` and `added_at` (when its config landed) are Unix seconds; `async_level` is the lag of its last batch.
+    `updated_at`, `added_at` (when its config landed) and `stalled_since` (of its orchestrator) are Unix seconds;
+    `async_level` is the lag of its last batch.
     """
 
     run_id: str
@@ -51,11 +53,15 @@ class RunView:
     batch_size: int | None
     num_restarts: int
     added_at: float | None
+    stalled_since: float | None = None
 
 
 @dataclass(frozen=True)
 class DaemonView:
-    """One daemon. `state`: starting, running, stalled, backoff, failed, stopped, done, or lost (not supervised)."""
+    """One daemon. `state`: starting, running, stalled, backoff, failed, stopped, done, or lost (not supervised).
+
+    `stalled_since` in Unix seconds.
+    """
 
     name: CleanText
     state: CleanText
@@ -67,6 +73,7 @@ class DaemonView:
     num_restarts: int
     pid_create_time: float | None = None
     pid_start: str = ""
+    stalled_since: float | None = None
 
     @property
     def process(self) -> ProcessId | None:
@@ -116,6 +123,8 @@ def find_bottleneck(
         return None
     if active and inference is None:
         return f"{_names(active)}: inference is not running"
+    if active and stalled_since(trainer) is not None:
+        return f"{_names(active)}: the trainer is stalled"
     slow = [run for run in active if not trainer.runs[run.run_id].ready]
     if trainer.state == "waiting" and slow:
         last = min(slow, key=lambda run: (run.step, run.run_id))
@@ -152,25 +161,37 @@ def shown(text: str | None) -> CleanText | None:
 
 
 def daemon_view(status: DaemonStatus, now: float) -> DaemonView:
-    state, reason = status.state, status.reason
+    found = condition(status, now)
+    state, reason, since = found.state, status.reason, status.stalled_since
     process = status.writer if status.name == SUPERVISOR else status.child
-    if state not in _FINAL and not is_alive(status, now):
-        child = status.child
-        state, reason = "lost", "its supervisor is gone"
-        if child is not None and child.is_running():
-            reason += f"; process {child.pid} still runs: end it with prl down"
+    if state == LOST:
+        reason, since = _lost_words(status), None
+    elif found.since is not None:
+        reason, since = still_words(found.since), found.since
     return DaemonView(
         name=clean_text(status.name),
         state=clean_text(state),
         pid=process.pid if process and state not in _FINAL else None,
-        waiting_on=shown(status.waiting_on) if state != "lost" else None,
+        waiting_on=shown(status.waiting_on) if state != LOST else None,
         reason=shown(reason),
         log_tail=tuple(map(clean_text, status.log_tail)),
         updated_at=status.updated_at,
         num_restarts=status.num_restarts,
         pid_create_time=process.create_time if process else None,
         pid_start=process.start if process else "",
+        stalled_since=since,
     )
+
+
+def _lost_words(status: DaemonStatus) -> str:
+    """Why the daemon of `status` is not supervised; the supervisor writes that file."""
+    is_there = status.writer.is_running()
+    if status.name == SUPERVISOR:
+        return f"no heartbeat since {utc(status.updated_at)}" if is_there else "its process is gone"
+    why = f"its supervisor last looked at it at {utc(status.updated_at)}" if is_there else "its supervisor is gone"
+    child = status.child
+    runs_on = child is not None and child.is_running()
+    return f"{why}; process {child.pid} still runs: end it with prl down" if child and runs_on else why
 
 
 _ORDER = {state: order for order, state in enumerate([RunState.ACTIVE, RunState.WAITING])}

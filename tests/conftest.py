@@ -1,13 +1,16 @@
-"""What every test gets: no hub, no inherited workspace, and no process left behind at the end of the session."""
+"""What every test gets: no hub, no inherited workspace, a place among the workers, and no process left behind."""
 
 from __future__ import annotations
 
 import os
 import signal
 import uuid
+from typing import Any
 
 import psutil
 import pytest
+
+pytest_plugins = ["tests.durations"]
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -24,6 +27,10 @@ _MARK = "PRL_TEST_SESSION"
 os.environ.setdefault(_MARK, uuid.uuid4().hex)
 
 
+# Fixtures of tests/integration/conftest.py that are made once for all workers.
+ONCE = {"base_model", "number_model", "tiny", "model", "alone"}
+
+
 def processes_of_this_session() -> list[psutil.Process]:
     """Living processes with the mark, other than those that run the tests."""
     me = psutil.Process()
@@ -38,6 +45,37 @@ def processes_of_this_session() -> list[psutil.Process]:
         if marked and process.pid not in testers and not any("resource_tracker" in word for word in command):
             found.append(process)
     return found
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Deals tests out to the workers: those that share an expensive fixture stay together; what is slow begins first.
+
+    Only for `--dist loadgroup`. Within a group tests keep their order.
+    """
+    slow: dict[str, bool] = {}
+    for item in items:
+        if not item.get_closest_marker("xdist_group") and _shares(item):
+            item.add_marker(pytest.mark.xdist_group(item.path.stem))
+        slow[_group(item)] = slow.get(_group(item), False) or item.get_closest_marker("slow") is not None
+    items.sort(key=lambda item: not slow[_group(item)])
+
+
+def _group(item: pytest.Item) -> str:
+    found = item.get_closest_marker("xdist_group")
+    return str(found.args[0]) if found else item.nodeid
+
+
+def _shares(item: pytest.Item) -> bool:
+    """Whether a fixture of these tests is made once a worker for several tests, this one among them."""
+    info: Any = getattr(item, "_fixtureinfo", None)
+    fixtures = [found[-1] for found in info.name2fixturedefs.values()] if info else []
+    once = {("tests/integration", name) for name in ONCE}
+    return any(
+        each.scope in ("module", "session")
+        and each.baseid.startswith("tests")
+        and (each.baseid, each.argname) not in once
+        for each in fixtures
+    )
 
 
 @pytest.hookimpl(trylast=True)

@@ -2,7 +2,8 @@
 
 `fake_workspace` writes them as modules into a folder and returns a `Prl` that runs the real `prl` with them. What a
 daemon should do wrong is said by files in the workspace: `crash_<daemon>` ends it at its start, `stubborn_<daemon>`
-ignores SIGTERM, `stuck_trainer` gets nowhere, `saving_trainer` takes a while to save at its end.
+ignores SIGTERM, `stuck_trainer` gets nowhere, `saving_trainer` takes a while to save at its end. `hangs` names status
+files, a line each: the main loops of those who write them hang while it is there, also the supervisor's.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ import pytest
 
 from daemons.client import DaemonView, RunView, WorkspaceReader
 from prime_rl.contract.files import wait_for
+from tests.patience import PATIENCE_S
 
 ROOT = Path(__file__).resolve().parents[1]
 # Enough for a machine with ten times more to do than it can; what reaches it has failed.
-PATIENCE_S = 120.0
 RUN_TOML = """\
 # kept as it is
 batch_size = 8
@@ -53,6 +54,24 @@ def begin(daemon, output_dir):
     return stop
 '''
 
+# Python imports it first in every process. A main loop that hangs is a fault that no file can cause any more.
+HANGS = """
+import os, time
+from pathlib import Path
+from prime_rl.contract.status import StatusWriter
+
+turn = StatusWriter.turn
+
+def turn_or_hang(writer):
+    turn(writer)
+    hangs = Path(os.environ.get("PRL_OUTPUT_DIR", "/nowhere")) / "hangs"
+    while hangs.exists() and "/".join(writer.path.parts[-2:]) in hangs.read_text().split():
+        writer.status.loop_limit_s = 0.5
+        time.sleep(0.05)
+
+StatusWriter.turn = turn_or_hang
+"""
+
 TRAINER = """
 import sys, time
 from fake_common import *
@@ -69,6 +88,7 @@ status = StatusWriter(workspace.trainer_status, TrainerStatus(
     max_rank=config.model.lora.rank))
 slots, progress = {}, 0
 while not stop():
+    status.turn()
     if (workspace.path / "stuck_trainer").exists():
         stop.wait(0.05)
         continue
@@ -121,7 +141,7 @@ threading.Thread(target=server.serve_forever, daemon=True).start()
 url = f"http://{config.host}:{server.server_port}/v1"
 status = StatusWriter(workspace.inference_status, InferenceStatus(state="serving", base_url=url, engine=config.engine))
 while not stop.wait(0.1):
-    pass
+    status.turn()
 server.shutdown()
 status.close(state="stopped")
 # The worker is left behind on purpose: the supervisor has to find it.
@@ -143,6 +163,7 @@ status = StatusWriter(run.status, RunStatus(run_id=run.run_id, state="running", 
 step = max(list_rollout_steps(run), default=0)
 state, reason = "finished", None
 while step < config.max_steps:
+    status.turn()
     if run.evicted.exists():
         state, reason = "evicted", run.evicted.read_text()
         break
@@ -249,6 +270,7 @@ def fake_workspace(tmp_path: Path) -> Prl:
         "orchestrator": ORCHESTRATOR,
     }.items():
         (modules / f"fake_{name}.py").write_text(text)
+    (modules / "sitecustomize.py").write_text(HANGS)
     model = tmp_path / "model"
     model.mkdir()
     (model / "config.json").write_text("{}")

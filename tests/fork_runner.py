@@ -22,8 +22,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-# No child lives longer, whatever it waits for.
-CHILD_TIMEOUT_S = 60
+from tests.patience import PATIENCE_S
 
 
 class Request(dict[str, Any]):
@@ -60,7 +59,7 @@ class Runner:
     def close(self) -> None:
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.close()
-        self._process.wait(30)
+        self._process.wait(PATIENCE_S)
         self._process.stdout.close()
 
 
@@ -101,14 +100,14 @@ def _live(request: Request, rank: int, port: int, tell: Callable[[str], None]) -
     if "done" in request:
         module, _, name = request["done"].partition(":")
         done = getattr(importlib.import_module(module), name)(workspace)
-    world = setup_world("cpu", CHILD_TIMEOUT_S, num_threads=1)
+    world = setup_world("cpu", PATIENCE_S, num_threads=1)
     train(config, world, done)
     world.close()
 
 
 def _child(request: Request, rank: int, port: int, pipe: int) -> None:
     """Never returns."""
-    signal.alarm(CHILD_TIMEOUT_S)
+    signal.alarm(int(PATIENCE_S))  # no child lives longer, whatever it waits for
     log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(log, 1)
     os.dup2(log, 2)

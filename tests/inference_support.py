@@ -22,6 +22,8 @@ from prime_rl.contract.files import wait_for
 from prime_rl.contract.layout import OutputDir
 from prime_rl.contract.status import InferenceStatus, read_status
 from prime_rl.lora.adapter_state import peft_names, save_peft
+from tests.numeric import num_terms, rounding
+from tests.patience import PATIENCE_S
 
 EOS, PAD = "<eos>", "<pad>"
 LETTERS = "abcdefghijklmnopqrstuvwxyz ABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789.,:!?-_"
@@ -30,10 +32,12 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}assistant: {% endif %}"
 )
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+# The server that tests share: its key, the adapters that are loaded, and room for so many runs of two versions each.
+KEY = "not-a-secret"
+LOADED = ("run_a@v1", "run_b@v1")
+NUM_RUNS = 10
 # Threads that wait for each other on a shared machine cost more than they give a tiny model.
 torch.set_num_threads(1)
-START_TIMEOUT_S = 180.0
-STOP_TIMEOUT_S = 30.0
 
 
 def make_model(folder: Path, *, seed: int = 0, hidden: int = 64, layers: int = 2, **config: Any) -> Path:
@@ -112,11 +116,11 @@ class RunningServer:
 
     def openai(self, **kwargs: Any) -> OpenAI:
         key = self.api_key or "none"
-        return OpenAI(**{"base_url": self.base_url, "api_key": key, "max_retries": 0, "timeout": 60.0} | kwargs)
+        return OpenAI(**{"base_url": self.base_url, "api_key": key, "max_retries": 0, "timeout": PATIENCE_S} | kwargs)
 
     def http(self, **kwargs: Any) -> httpx.Client:
         headers = {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
-        return httpx.Client(**{"base_url": self.root_url, "timeout": 60.0, "headers": headers} | kwargs)
+        return httpx.Client(**{"base_url": self.root_url, "timeout": PATIENCE_S, "headers": headers} | kwargs)
 
     def post(self, route: str, **body: Any) -> httpx.Response:
         with self.http() as client:
@@ -144,7 +148,7 @@ class RunningServer:
 
     def stop(self) -> int:
         self.process.terminate()
-        return self.process.wait(STOP_TIMEOUT_S)
+        return self.process.wait(PATIENCE_S)
 
 
 def adapter_dir(server: RunningServer, name: str) -> Path:
@@ -195,7 +199,7 @@ def start(
         return process.poll() is not None or (status is not None and status.state == "serving")
 
     try:
-        wait_for(serving, f"the {engine} server to serve", timeout_s=START_TIMEOUT_S)
+        wait_for(serving, f"the {engine} server to serve", timeout_s=PATIENCE_S)
         assert process.poll() is None, log.read_text()[-3000:]
     except BaseException:
         process.kill()
@@ -203,6 +207,14 @@ def start(
     status = read_status(status_file, InferenceStatus)
     assert status is not None
     return RunningServer(process, output_dir, status.base_url, str(model), log, (env or {}).get("PRL_API_KEY"))
+
+
+def fill_slots(server: RunningServer, folder: Path) -> list[str]:
+    """Load the adapter in `folder` under names of other runs until no slot is free; returns the names."""
+    names = [f"run_fill{number}@v{version}" for number in range(NUM_RUNS) for version in (1, 2)][: -len(LOADED)]
+    for name in names:
+        server.load(name, folder)
+    return names
 
 
 def greedy(model: PreTrainedModel, prompt: list[int], num_tokens: int) -> list[int]:
@@ -219,6 +231,13 @@ def reference_logprobs(
     with torch.no_grad():
         logits = model(torch.tensor([prompt + generated])).logits[0, len(prompt) - 1 : -1] / temperature
     return logits.log_softmax(-1).gather(1, torch.tensor(generated)[:, None])[:, 0].tolist()
+
+
+def logprob_tolerance(model: PreTrainedModel, prompt: list[int]) -> float:
+    """Between two engines of one float type: the rounding of the logit that was sampled, and of the sum of all."""
+    with torch.no_grad():
+        logits = model(torch.tensor([prompt])).logits
+    return 2 * rounding(num_terms(model)) * float(logits.abs().max())
 
 
 def token_ids(body: dict[str, Any]) -> list[list[int]]:

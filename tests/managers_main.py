@@ -26,7 +26,8 @@ from prime_rl.contract.files import wait_for
 from prime_rl.contract.status import TrainerStatus, read_status
 from prime_rl.lora.linear import MultiLoRALinear
 from prime_rl.trainer.runs import MultiRunManager, setup_multi_run_manager
-from tests.ranks_main import TIMEOUT_S, Ranks, run_entry, tight_config
+from tests.patience import PATIENCE_S
+from tests.ranks_main import Ranks, run_entry, tight_config
 from tests.runs_support import add
 from tests.trainer_support import make_batch, published, put_batch, write_model, write_run
 
@@ -142,7 +143,7 @@ def drive_in_groups(folder: Path) -> int:
         workspace = folder / f"workspace_{size}"
         store = f"file://{folder}/store_{size}"
         where: dict[str, Any] = {} if size == 4 else {"init_method": store, "rank": rank, "world_size": size}
-        dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT_S), **where)
+        dist.init_process_group("gloo", timeout=timedelta(seconds=PATIENCE_S), **where)
         (folder / f"facts_{size}_{rank}.json").write_text(json.dumps(drive(workspace)))
         dist.barrier()
         dist.destroy_process_group()
@@ -157,11 +158,11 @@ def idle_for_long(ranks: Ranks, workspace: Path) -> list[int]:
         status = read_status(workspace / "trainer" / "status.json", TrainerStatus)
         return status is not None and status.waiting_on == "a batch of run_a (step 1)"
 
-    wait_for(waits, "the trainer to wait for a batch", timeout_s=TIMEOUT_S)
+    wait_for(waits, "the trainer to wait for a batch", timeout_s=PATIENCE_S)
     until = time.monotonic() + 3 * IDLE_TIMEOUT_S
     wait_for(lambda: time.monotonic() >= until, "time to pass")
     put_batch(run, make_batch("run_a", 1))
-    wait_for(lambda: published(run) == 1, "the batch to be trained on", timeout_s=TIMEOUT_S)
+    wait_for(lambda: published(run) == 1, "the batch to be trained on", timeout_s=PATIENCE_S)
     for pid in ranks.pids:
         os.kill(pid, signal.SIGTERM)
     return ranks.wait()

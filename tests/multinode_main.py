@@ -3,7 +3,7 @@
 Where the work of a phase takes time it dies half way through; in training as soon as that begins, for a few updates may
 be done before anybody looks. In phases of an odd number all that it has started is killed with it, and the last task of
 its rank file is torn; in the others only the node itself. With `PRL_TEST_HOLD=1` it lives on, but never says that it is
-done, so that it can be cut off in that phase.
+done, so that it can be cut off in that phase; with `PRL_TEST_HOLD=loop` its main loop stands still there for ever.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -26,7 +27,8 @@ from prime_rl.multinode.work import PhaseWork
 from tests.multinode_support import HOLD, KILL_AT
 
 PHASE = Phase(int(os.environ[KILL_AT]))
-IS_HELD = os.environ[HOLD] == "1"
+IS_HELD = os.environ[HOLD] != ""
+LOOP_HANGS = os.environ[HOLD] == "loop"
 IS_LONG = PHASE in (Phase.TRAIN_ROLLOUT, Phase.EVAL_ROLLOUT, Phase.TRAIN)
 
 
@@ -52,6 +54,9 @@ class DoomedStore(DiskStore):
 
 
 class DoomedWork(PhaseWork):
+    # In PHASE: after the first look there this node's record says where it is.
+    was_seen_here = False
+
     def rank_files(self) -> list[Path]:
         """Those that it writes to now."""
         setting = self.place.setting
@@ -62,6 +67,9 @@ class DoomedWork(PhaseWork):
         report = super().look()
         if self.place.position.phase is not PHASE:
             return report
+        if LOOP_HANGS and self.was_seen_here:
+            threading.Event().wait()
+        self.was_seen_here = True
         if IS_LONG and not IS_HELD and (report.progress or PHASE is Phase.TRAIN):
             die(self.rank_files())
         return replace(report, done=report.done and not IS_HELD)

@@ -1,4 +1,5 @@
-"""A group of nodes over a simulated shared folder: skewed clocks, late and reordered visibility, kills and restarts.
+"""A group of nodes over a simulated shared folder: skewed clocks, late and reordered visibility, kills and restarts,
+work that takes much longer than a node may be silent, loops that stand still.
 
 What is simulated is the world only: every node is the real `Member`, so what holds here holds for its decisions. Time
 is a number; a run of minutes takes milliseconds.
@@ -9,7 +10,7 @@ from __future__ import annotations
 import heapq
 import random
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from prime_rl.multinode.decide import MASTER_RANK, Exit
@@ -17,46 +18,25 @@ from prime_rl.multinode.member import Member, Report
 from prime_rl.multinode.phases import Phase, Position, RlPhase, first_position
 from prime_rl.multinode.records import EXIT_DONE, EXIT_TRY_AGAIN, GroupRecord, GroupSetting, NodeRecord
 from prime_rl.multinode.split import Plan, make_plan
+from tests.multinode_folder import SharedFolder
 
 MAX_LAG_S = 2.0
 POLL_S = 0.25
 MENDED_AFTER_S = 60.0
-SYNC_PHASES = (Phase.ROLLOUT_DONE, Phase.FILES_READY, Phase.CONFIG_READY)
-
-
-@dataclass
-class SharedFolder:
-    """Files with a history; each reader sees a write of another after a delay of its own, never going back."""
-
-    rng: random.Random
-    max_lag_s: Callable[[float], float]
-    history: dict[str, list[tuple[float, int, Any]]] = field(default_factory=dict)
-    seen: dict[tuple[int, str], int] = field(default_factory=dict)
-    lags: dict[tuple[int, str, int], float] = field(default_factory=dict)
-
-    def write(self, writer: int, path: str, value: Any, now: float) -> None:
-        self.history.setdefault(path, []).append((now, writer, value))
-
-    def read(self, reader: int, path: str, now: float) -> Any:
-        versions = self.history.get(path, [])
-        newest = self.seen.get((reader, path), -1)
-        for number in range(newest + 1, len(versions)):
-            written_at, writer, _ = versions[number]
-            key = (reader, path, number)
-            if key not in self.lags:
-                self.lags[key] = self.rng.uniform(0.0, self.max_lag_s(written_at))
-            if writer == reader or written_at + self.lags[key] <= now:
-                newest = number
-        self.seen[reader, path] = newest
-        return versions[newest][2] if newest >= 0 else None
-
-    def paths(self, prefix: str) -> list[str]:
-        return sorted(path for path in self.history if path.startswith(prefix))
+# What a node does itself, with files: nothing cuts it short. In the other phases processes work, which are ended.
+OWN_STEPS = (Phase.START, Phase.AGGREGATE, Phase.COPY_CHECKPOINT, Phase.FINAL)
+# Of a process that was asked to end.
+MAX_END_S = 15.0
 
 
 @dataclass
 class World:
-    """One simulated history of `num_nodes` nodes, each started again whenever it says "try again" or is killed."""
+    """One simulated history of `num_nodes` nodes, each started again whenever it says "try again" or is killed.
+
+    `slow_s` is the most that one step of work takes beside what is usual. `hang_at`: a rank, a phase, and for how long
+    that node's loop stands still there, once. `in_loop` is how a node must not be made: its loop does the work, and
+    nothing beats meanwhile.
+    """
 
     seed: int
     num_nodes: int
@@ -70,6 +50,9 @@ class World:
     cut_at: tuple[int, Phase] | None = None
     max_lag_s: float = MAX_LAG_S
     speed: float = 1.0
+    slow_s: float = 0.0
+    hang_at: tuple[int, Phase, float] | None = None
+    in_loop: bool = False
 
     def __post_init__(self) -> None:
         self.rng = random.Random(f"world {self.seed}")
@@ -86,6 +69,7 @@ class World:
         self.exits: list[tuple[float, int, Exit]] = []
         self.killed: list[tuple[float, int]] = []
         self.cut: list[tuple[float, int]] = []
+        self.hung: tuple[float, int] | None = None
         self.effects: list[tuple[float, str, str]] = []
         self.released: list[tuple[float, str, Position]] = []
         self._events: list[tuple[float, int, Callable[[], None]]] = []
@@ -115,7 +99,7 @@ class World:
 
     def start(self, rank: int) -> None:
         self.nodes[rank] = node = Node(self, rank)
-        self.at(self.now, node.wake)
+        node.live()
 
     def kill_any(self) -> None:
         self.kill(self.rng.randrange(self.num_nodes))
@@ -139,12 +123,17 @@ class World:
     def effect(self, epoch: str, name: str) -> None:
         self.effects.append((self.now, epoch, name))
 
+    def slow_step_s(self) -> float:
+        """Of one step in three; beside what it takes anyway."""
+        return self.rng.uniform(0.0, self.slow_s) if self.slow_s and self.rng.random() < 0.3 else 0.0
+
 
 class Node:
     """One process: a Member with its clock, its view of the folder, and its work."""
 
     def __init__(self, world: World, rank: int) -> None:
         self.world, self.rank, self.is_dead = world, rank, False
+        self.busy_until_s = 0.0
         self._rate = world.rng.uniform(0.99, 1.01)
         self._offset = world.rng.uniform(-1e6, 1e6)
         incarnation = f"{world.rng.getrandbits(64):016x}"
@@ -155,9 +144,7 @@ class Node:
         )
         own = NodeRecord(rank, incarnation, 0, fingerprint=fingerprint, host=f"host{rank}", pid=1000 + rank)
         self.work = SimWork(self)
-        self.member = Member(
-            setting, own, self, self.work, resume=self._resume, clock=self._clock, unreached=self._unreached
-        )
+        self.member = Member(setting, own, self, self.work, clock=self._clock, unreached=self._unreached)
 
     def _unreached(self, epoch: str) -> int:
         """Rings at the master in vain: one a beat since this node was cut off the network."""
@@ -167,12 +154,22 @@ class Node:
     def _clock(self) -> float:
         return self.world.now * self._rate + self._offset
 
+    def live(self) -> None:
+        self.world.at(self.world.now, self.wake)
+        self.world.at(self.world.now, self.beat)
+
     def wake(self) -> None:
         world = self.world
         if self.is_dead:
             return
+        if world.now < self.busy_until_s:
+            world.at(self.busy_until_s, self.wake)
+            return
         exit = self.member.tick()
         own = self.member.own
+        if world.hang_at and (self.rank, own.position and own.position.phase) == world.hang_at[:2]:
+            self.busy_until_s = world.now + world.hang_at[2]
+            world.hung, world.hang_at = (world.now, self.rank), None
         if world.kill_at and (self.rank, own.position and own.position.phase) == world.kill_at and not world.killed:
             world.kill(self.rank)
             return
@@ -185,6 +182,14 @@ class Node:
             world.exited(self.rank, exit)
         else:
             world.at(world.now + world.speed * world.rng.uniform(0.5, 1.5) * POLL_S, self.wake)
+
+    def beat(self) -> None:
+        """What the thread of the heartbeat does."""
+        if self.is_dead:
+            return
+        if not self.world.in_loop or self.world.now >= self.busy_until_s:
+            self.member.heartbeat.beat()
+        self.world.at(self.world.now + self.member.setting.heartbeat_s / self._rate, self.beat)
 
     # -- Store ----
 
@@ -212,7 +217,7 @@ class Node:
     def write(self, path: str, value: Any) -> None:
         self.world.disk.write(self.rank, path, value, self.world.now)
 
-    def _resume(self) -> Position:
+    def resume_position(self) -> Position:
         iteration = 1
         while self.read(f"it{iteration}/done"):
             iteration += 1
@@ -234,32 +239,70 @@ class SimWork:
         self.position: Position | None = None
         self.epoch = ""
         self.members: Mapping[int, str] = {}
+        self._ordered: tuple[Position, GroupRecord] | None = None
         self._done_at = 0.0
         self._open: list[str] | None = None
+        self._has_plan = False
+        self._found_at: float | None = None
+        self._ended_at: float | None = None
+
+    def resume(self) -> Position | None:
+        if self._found_at is None:
+            self._found_at = self._takes(self.node.world.slow_step_s())
+        if self.node.world.now < self._found_at:
+            return None
+        self._found_at = None
+        return self.node.resume_position()
 
     def begin(self, position: Position, group: GroupRecord) -> None:
-        world = self.node.world
-        self.position, self.epoch, self.members = position, group.epoch, group.members
-        self._done_at = world.now + world.speed * world.rng.uniform(0.0, 1.0)
-        self._open = None
-        if position.phase is Phase.TRAIN_ROLLOUT and self.node.rank == MASTER_RANK:
-            self._plan()
+        self._ordered = (position, group)
+        self._take_order()
 
     def stop(self) -> None:
-        self.position = None
+        self.position = self._ordered = None
+        if self._ended_at is None:
+            self._ended_at = self._takes(min(self.node.world.slow_step_s(), MAX_END_S))
+
+    @property
+    def has_ended(self) -> bool:
+        return self._ended_at is not None and self.node.world.now >= self._ended_at
 
     def look(self) -> Report:
+        self._take_order()
         position, now = self.position, self.node.world.now
-        assert position is not None
+        if position is None or self._ordered is not None:
+            return Report(waiting_on="the work that was given up to end")
         if position.phase is Phase.TRAIN_ROLLOUT:
             return self._rollout()
         if position.phase is Phase.TRAIN and any(self._lost(rank) for rank in self.members):
             return Report(error="a peer was lost", is_shared=True)
         if now < self._done_at:
             return Report(progress=int(now))
-        if self.node.rank == MASTER_RANK:
-            return Report(done=self._master(position))
-        return Report(done=True)
+        return Report(done=self._finish(position))
+
+    def _take_order(self) -> None:
+        """The newest one, once nothing of the one before goes on."""
+        world, before = self.node.world, self.position
+        if self._ordered is None:
+            return
+        if before is not None and before.phase in OWN_STEPS:
+            if world.now < self._done_at:
+                return
+            self._finish(before)
+        (self.position, group), self._ordered = self._ordered, None
+        self.epoch, self.members = group.epoch, group.members
+        self._done_at = self._takes(world.speed * world.rng.uniform(0.0, 1.0) + world.slow_step_s())
+        self._open, self._has_plan = None, False
+
+    def _takes(self, seconds: float) -> float:
+        """When work that begins now is done."""
+        done_at = self.node.world.now + seconds
+        if self.node.world.in_loop:
+            self.node.busy_until_s = max(self.node.busy_until_s, done_at)
+        return done_at
+
+    def _finish(self, position: Position) -> bool:
+        return self._master(position) if self.node.rank == MASTER_RANK else True
 
     @property
     def _folder(self) -> str:
@@ -282,6 +325,11 @@ class SimWork:
         self.node.write(f"{self._folder}/plan", plan)
 
     def _rollout(self) -> Report:
+        if self.node.rank == MASTER_RANK and not self._has_plan:
+            if self.node.world.now < self._done_at:  # it reads all rank files for that
+                return Report()
+            self._plan()
+            self._has_plan = True
         plan: Plan | None = self.node.read(self._plan_path())
         if plan is None:
             return Report()
@@ -293,7 +341,7 @@ class SimWork:
         if self._open and now >= self._done_at:
             mine.append(self._open.pop(0))
             self.node.write(own_file, tuple(mine))
-            self._done_at = now + world.speed * world.rng.uniform(0.1, 1.0)
+            self._done_at = self._takes(world.speed * world.rng.uniform(0.1, 1.0))
         return Report(progress=len(mine), done=not self._open)
 
     def _master(self, position: Position) -> bool:

@@ -22,8 +22,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.patience import PATIENCE_S
+
 # No life is longer, whatever it waits for.
-LIFE_TIMEOUT_S = 60
 
 
 def before(real: Any, *args: Any, **kwargs: Any) -> None:
@@ -133,7 +134,7 @@ def _child(toml: str, point: str | None) -> None:
     """Never returns."""
     from prime_rl.orchestrator.orchestrator import main
 
-    signal.alarm(LIFE_TIMEOUT_S)
+    signal.alarm(int(PATIENCE_S))
     os.dup2(2, 1)  # the parent's answers go to the other
     code = 1
     try:

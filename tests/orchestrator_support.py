@@ -40,6 +40,7 @@ from prime_rl.orchestrator.sampler import ExampleSampler
 from prime_rl.orchestrator.tokenizer import ChatTokenizer
 from prime_rl.orchestrator.turn import TurnSampler
 from prime_rl.orchestrator.whole_weights import WholeWeights
+from tests.patience import PATIENCE_S
 
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content | trim }}<|im_end|>\n{% endfor %}"
@@ -49,7 +50,6 @@ SPECIALS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 # Token ids of the specials come first, then one id a byte.
 IM_END = 2
 FIRST_BYTE = len(SPECIALS)
-DEADLINE_S = 20.0
 
 
 def make_model(folder: Path) -> Path:
@@ -203,7 +203,7 @@ class FakeInference:
     async def _change_weights(self, folder: Path | None) -> tuple[int, Any]:
         if folder is not None and not (folder / "STABLE").exists():
             return 400, _error(f"{folder} is not complete")
-        async with self._turnstile.alone(DEADLINE_S):
+        async with self._turnstile.alone(PATIENCE_S):
             self.num_loads += 1
             self.weights = "/".join(folder.parts[-3:]) if folder is not None else BASE_WEIGHTS
         return 200, {"weights": self.weights}
@@ -281,7 +281,7 @@ async def serving(app: Any, port: int = 0) -> AsyncIterator[str]:
         await task
 
 
-async def until(condition: Callable[[], bool], what: str, deadline_s: float = DEADLINE_S) -> None:
+async def until(condition: Callable[[], bool], what: str, deadline_s: float = PATIENCE_S) -> None:
     """Poll until `condition()` holds; fails with `what` at the deadline."""
     end = asyncio.get_running_loop().time() + deadline_s
     while not condition():

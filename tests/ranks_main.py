@@ -34,6 +34,7 @@ from prime_rl.trainer import train as trainer
 from prime_rl.trainer.runs import get_multi_run_manager
 from prime_rl.trainer.sharding import part_here
 from prime_rl.trainer.world import World, setup_world
+from tests.patience import PATIENCE_S
 from tests.trainer_support import (
     make_batch,
     published,
@@ -46,7 +47,6 @@ from tests.trainer_support import (
 )
 
 NUM_STEPS = 4
-TIMEOUT_S = 60.0
 # Where a rank that is silent is missed soon.
 SHORT_TIMEOUT_S = 4.0
 # Tiny passes: a batch takes several.
@@ -221,7 +221,7 @@ def go_on(folder: Path, num_ranks: int) -> None:
 
 
 def run_scenarios(folder: Path, size: int) -> int:
-    world = setup_world("cpu", TIMEOUT_S, num_threads=1)
+    world = setup_world("cpu", PATIENCE_S, num_threads=1)
     group = Group(folder, folder / "model", world)
     for scenario in SCENARIOS[size]:
         scenario(group)
@@ -251,7 +251,7 @@ class Ranks:
             return pid
         code = 70
         try:
-            signal.alarm(int(2 * TIMEOUT_S))
+            signal.alarm(int(2 * PATIENCE_S))
             descriptor = os.open(f"{log}_{rank}.log", os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
             os.dup2(descriptor, 1)
             os.dup2(descriptor, 2)
@@ -280,7 +280,7 @@ def lose_a_rank(folder: Path, name: str, size: int, victim: int, *, busy: bool) 
     config = tight_config(workspace, model, dist_timeout_s=SHORT_TIMEOUT_S)
     (workspace / f"{name}.toml").write_text(tomli_w.dumps(config.model_dump(mode="json", exclude_unset=True)))
     ranks = Ranks(size, folder / name / "rank", lambda: run_entry(workspace, name))
-    wait_for(lambda: published(run) >= 1, f"{name}: version 1", timeout_s=TIMEOUT_S)
+    wait_for(lambda: published(run) >= 1, f"{name}: version 1", timeout_s=PATIENCE_S)
     os.kill(ranks.pids[victim], signal.SIGKILL)
     codes = ranks.wait()
     return codes if busy else codes + start_again(workspace, name, ranks, run)
@@ -291,7 +291,7 @@ def start_again(workspace: Path, name: str, dead: Ranks, run: RunDir) -> list[in
     before = published(run)
     put_batch(run, make_batch(run.run_id, before + 1))
     ranks = Ranks(len(dead.pids), workspace / "again", lambda: run_entry(workspace, name), dead.store)
-    wait_for(lambda: published(run) == before + 1, f"{name}: the next version", timeout_s=TIMEOUT_S)
+    wait_for(lambda: published(run) == before + 1, f"{name}: the next version", timeout_s=PATIENCE_S)
     for pid in ranks.pids:
         os.kill(pid, signal.SIGTERM)
     return ranks.wait()

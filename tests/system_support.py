@@ -7,7 +7,7 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,10 +16,10 @@ import psutil
 
 from prime_rl.contract.files import wait_for
 from prime_rl.contract.layout import OutputDir, RunDir
+from tests.patience import PATIENCE_S
 
 ROOT = Path(__file__).parent.parent
 # Enough for a loaded two-core machine; a wait that reaches it is a failure and says what it waited for.
-PATIENCE_S = 240.0
 RUN_TOML = """\
 batch_size = 16
 rollouts_per_example = 4
@@ -84,6 +84,13 @@ def build_base_model(folder: Path, num_steps: int = 30) -> Path:
         "--num-threads",
         "1",
     ]
+    subprocess.run(command, check=True, cwd=ROOT, capture_output=True, text=True)
+    return folder
+
+
+def build_number_model(base: Path, folder: Path) -> Path:
+    """See tests/number_model.py."""
+    command = [sys.executable, "-m", "tests.number_model", str(base), str(folder)]
     subprocess.run(command, check=True, cwd=ROOT, capture_output=True, text=True)
     return folder
 
@@ -164,6 +171,14 @@ class Workspace:
             if str(self.output_dir) in text and process.pid not in mine:
                 found.append(process)
         return found
+
+
+def closed(workspace: Workspace) -> Iterator[Workspace]:
+    """The workspace once; whatever was left running in it is ended afterwards."""
+    yield workspace
+    workspace.prl("down", check=False)
+    for process in workspace.processes():
+        process.kill()
 
 
 def make_workspace(tmp_path: Path, model: Path, *, slots: int = 2, engine: str = "embedded") -> Workspace:

@@ -25,9 +25,9 @@ from prime_rl.contract.types import TrainingBatch, TrainingSample, write_batch
 from prime_rl.lora.adapter_state import load_peft
 from prime_rl.trainer.train import train
 from prime_rl.trainer.world import World, setup_world
+from tests.patience import PATIENCE_S
 
 VOCAB = 48
-TIMEOUT_S = 90.0
 
 
 def tiny_model(seed: int = 0) -> Qwen3ForCausalLM:
@@ -140,12 +140,12 @@ def whole_config(
 @functools.cache
 def solo_world() -> World:
     """The process group of one that all tests of this process share."""
-    world = setup_world("cpu", TIMEOUT_S, num_threads=1)
+    world = setup_world("cpu", PATIENCE_S, num_threads=1)
     atexit.register(world.close)
     return world
 
 
-def train_until(config: TrainerConfig, done: Callable[[], bool], timeout_s: float = TIMEOUT_S) -> None:
+def train_until(config: TrainerConfig, done: Callable[[], bool], timeout_s: float = PATIENCE_S) -> None:
     """The real training loop in this process, until `done()` holds."""
     deadline = time.monotonic() + timeout_s
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from textual.pilot import Pilot
 
-from tests.tui_support import frozen_clock, has_looked, roomy_disk, screen_text, until
+from tests.tui_support import opened_app, screen_text, until
 from tui.app import PrlApp
 from tui.screens.run import RunScreen
 from tui.tabs import TABS
@@ -47,10 +47,7 @@ class Opened:
 async def opened_run(
     path: Path, run_id: str = RUN, *, size: tuple[int, int] = SIZE, read_only: bool = False
 ) -> AsyncIterator[Opened]:
-    app = PrlApp(path, clock=frozen_clock, read_only=read_only, read_disk=roomy_disk)
-    app.animation_level = "none"
-    async with app.run_test(size=size) as pilot:
-        await until(pilot, lambda: has_looked(app), "a look")
+    async with opened_app(path, size=size, read_only=read_only) as (app, pilot):
         app.call_next(app.open_run, run_id)  # a screen must be made in the app's own context
         await until(pilot, lambda: isinstance(app.screen, RunScreen), "the run screen")
         screen = app.screen

@@ -10,8 +10,10 @@ import json
 import math
 import os
 import random
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import msgspec
 from textual.app import App
@@ -29,6 +31,8 @@ from prime_rl.contract.status import (
     TrainerStatus,
 )
 from prime_rl.utils.process import ProcessId
+from tests.patience import PATIENCE_S
+from tui.app import PrlApp
 from tui.snapshot import Disk
 
 NOW = 1_790_000_000.0
@@ -354,6 +358,21 @@ def screen_text(app: App[None]) -> str:
     return "\n".join("".join(segment.text for segment in strip) for strip in strips)
 
 
+@asynccontextmanager
+async def opened_app(
+    workspace: Path | OutputDir, *keys: str, size: tuple[int, int] = (100, 30), **settings: Any
+) -> AsyncIterator[tuple[PrlApp, Pilot[None]]]:
+    """The app over a workspace, after its first look and then `keys`. `settings` are PrlApp's; the clock is NOW."""
+    path = workspace.path if isinstance(workspace, OutputDir) else workspace
+    app = PrlApp(path, **{"clock": frozen_clock, "read_disk": roomy_disk, **settings})
+    app.animation_level = "none"
+    async with app.run_test(size=size) as pilot:
+        await until(pilot, lambda: has_looked(app), "a look")
+        await pilot.press(*keys)
+        await pilot.pause()
+        yield app, pilot
+
+
 async def settled(pilot: Pilot[None], *, num_same: int = 5) -> None:
     """Let the app work until it has drawn the same `num_same` times in a row."""
     seen: list[str] = []
@@ -365,7 +384,7 @@ async def settled(pilot: Pilot[None], *, num_same: int = 5) -> None:
     await until(pilot, same, "a picture that stays")
 
 
-async def until(pilot: Pilot[None], condition: Callable[[], bool], what: str, *, timeout_s: float = 20.0) -> None:
+async def until(pilot: Pilot[None], condition: Callable[[], bool], what: str, *, timeout_s: float = PATIENCE_S) -> None:
     """Let the app work until `condition()`; fails naming `what`."""
     loop = asyncio.get_running_loop()
     deadline = loop.time() + timeout_s

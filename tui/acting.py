@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import ClassVar, TypeVar
 
 from textual import on
 from textual.binding import Binding, BindingType
 
-from prime_rl.contract.layout import LayoutError, OutputDir
+from prime_rl.contract.layout import OutputDir
 from prime_rl.contract.status import RunState
 from prime_rl.utils.text import CleanText, one_line
 from tui.commands import Command, CommandError
@@ -27,6 +27,7 @@ from tui.widgets.command_line import CommandLine
 from tui.worker import JobWorker
 
 ScreenT = TypeVar("ScreenT", bound=WorkspaceScreen)
+LookT = TypeVar("LookT")
 
 _serials = itertools.count(1)
 _CAN_READMIT = (RunState.EVICTED, RunState.FAILED)
@@ -36,11 +37,11 @@ class ActsOnRuns(WorkspaceScreen):
     """The keys that act on `target_rows()`. Stands second among the bases: Textual takes the CSS along the first."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("e", "evict", "Evict"),
-        Binding("r", "readmit", "Readmit"),
-        Binding("d", "delete", "Delete"),
-        Binding("u", "undo_delete", "Undo delete", show=False),
-        Binding("c", "clone", "Clone", show=False),
+        Binding("e", "evict", "Evict", tooltip="evict: out of its slot, with a reason"),
+        Binding("r", "readmit", "Readmit", tooltip="readmit evicted or failed runs"),
+        Binding("d", "delete", "Delete", tooltip="delete: into the trash; a run in use asks for its name"),
+        Binding("u", "undo_delete", "Undo delete", show=False, tooltip="undo the last delete"),
+        Binding("c", "clone", "Clone", show=False, tooltip="clone: the same config under a free name"),
         Binding("x", "restart", "Restart a daemon", show=False),
         Binding("L", "action_log", "Actions done here", show=False),
     ]
@@ -108,7 +109,11 @@ class ActsOnRuns(WorkspaceScreen):
         """Restore what was deleted here last; else the newest run in the trash."""
         from daemons import actions
 
-        trash = [run_id for run_id, _ in actions.list_trash(self.output_dir)]
+        self._after_look(lambda: [run_id for run_id, _ in actions.list_trash(self.output_dir)], self._undelete)
+
+    def _undelete(self, trash: Sequence[str]) -> None:
+        from daemons import actions
+
         if not trash:
             self.notify("the trash is empty: nothing to restore", markup=False)
             return
@@ -128,13 +133,12 @@ class ActsOnRuns(WorkspaceScreen):
         rows = self.target_rows()
         if not rows:
             return
-        run_id = rows[0].run_id
-        try:
-            source = OutputDir(self.output_dir).run(run_id).orch_toml
-        except LayoutError as error:
-            self.notify(one_line(str(error)), severity="error", markup=False)
-            return
-        self.open_add(source, free_id(run_id, self.run_ids()))
+        run_id, output = rows[0].run_id, OutputDir(self.output_dir)
+
+        def show(source: Path) -> None:
+            self.open_add(source, free_id(run_id, self.run_ids()))
+
+        self._after_look(lambda: output.run(run_id).orch_toml, show, needs_screen=True)
 
     def open_add(self, source: Path | None = None, run_id: str = "") -> None:
         from tui.dialogs.add import AddDialog
@@ -172,6 +176,26 @@ class ActsOnRuns(WorkspaceScreen):
         self.app.run_worker(worker.run, thread=True, name=job.command)
         return serial
 
+    def _after_look(
+        self, look: Callable[[], LookT], then: Callable[[LookT], None], *, needs_screen: bool = False
+    ) -> None:
+        """`look` at the disk in a thread, `then` go on here; with `needs_screen` only if this screen is still open."""
+
+        def go_on(found: LookT) -> None:
+            if self.is_current or not needs_screen:
+                then(found)
+
+        def work() -> None:
+            try:
+                found = look()
+            except (RuntimeError, OSError, ValueError) as error:
+                words = one_line(str(error), 400)
+                self.app.call_later(lambda: self.notify(words, severity="error", markup=False))
+            else:
+                self.app.call_later(go_on, found)
+
+        self.app.run_worker(work, thread=True, name="look at the disk")
+
     def _ask_for_many(self, title: str, run_ids: Sequence[str], words: str, verb: str, job: Job) -> None:
         """Confirm once for several runs; a single run needs no confirmation, since the action can be undone."""
         if len(run_ids) == 1:
@@ -202,7 +226,7 @@ class ActsOnWorkspace(ActsOnRuns):
     """The keys of home and the screens beside it: the workspace itself too."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("a", "add", "Add"),
+        Binding("a", "add", "Add", tooltip="add a run: from a template, a file, or a run that is there"),
         Binding("U", "up", "Start the workspace", show=False),
         Binding("D", "down", "Stop the workspace", show=False),
     ]
@@ -232,8 +256,12 @@ class ActsOnWorkspace(ActsOnRuns):
         from tui.workspace_jobs import up_choices
 
         words = "Trainer, inference and orchestrators start in the background and keep running when you quit."
-        choices = [Choice(label, job) for label, job in up_choices(self.output_dir)]
-        self.app.push_screen(ChooseDialog("start the workspace", words, choices, self.perform))
+
+        def show(ways: Sequence[tuple[CleanText, Callable[[], Job]]]) -> None:
+            choices = [Choice(label, job) for label, job in ways]
+            self.app.push_screen(ChooseDialog("start the workspace", words, choices, self.perform))
+
+        self._after_look(lambda: up_choices(self.output_dir), show, needs_screen=True)
 
     def action_down(self) -> None:
         from tui.dialogs.confirm import ConfirmDialog

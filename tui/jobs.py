@@ -31,8 +31,10 @@ Perform = Callable[[Job], int]
 
 def prl_command(output_dir: Path, *words: str) -> CleanText:
     """The shell command of an action; it names the workspace unless `prl` would find it by itself."""
-    default = Path(os.environ.get("PRL_OUTPUT_DIR") or "outputs")
-    where = [] if output_dir.resolve() == default.resolve() else ["--output-dir", str(output_dir)]
+    default = os.environ.get("PRL_OUTPUT_DIR") or "outputs"
+    # Without a look at the disk: this is for the thread that draws.
+    is_default = os.path.abspath(output_dir) == os.path.abspath(default)
+    where = [] if is_default else ["--output-dir", str(output_dir)]
     return one_line(shlex.join(("prl", *words, *where)), 4000)
 
 

@@ -17,6 +17,8 @@ from prime_rl.contract.files import write_atomic
 VERSION = 1
 MAX_WORKSPACES = 50
 MAX_BYTES = 1_000_000
+# The version before called workspaces houses, here and in the names of its own themes.
+_OLD_THEMES = "houses"[:-1] + "-"
 
 
 class WorkspaceMemory(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -81,5 +83,6 @@ class Memory:
         if file.houses is not msgspec.UNSET:
             file.workspaces = file.houses | file.workspaces
             file.houses = msgspec.UNSET
-        file.theme = file.theme.replace("house-", "prl-", 1) if file.theme.startswith("house-") else file.theme
+        if file.theme.startswith(_OLD_THEMES):
+            file.theme = "prl-" + file.theme.removeprefix(_OLD_THEMES)
         return file

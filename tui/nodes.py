@@ -12,8 +12,17 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from prime_rl.contract.nodes import NUM_PHASES, PHASE_NAMES, RL_PHASES, NodeHealth, Sighting, node_health, waited_for
-from prime_rl.contract.status import NodeStatus, PhaseTime
+from prime_rl.contract.nodes import (
+    NUM_PHASES,
+    PHASE_NAMES,
+    RL_PHASES,
+    NodeHealth,
+    Sighting,
+    node_health,
+    stall,
+    waited_for,
+)
+from prime_rl.contract.status import PhaseTime
 from prime_rl.utils.text import CleanText, one_line
 from tui import fmt
 from tui.snapshot import Level, Problem
@@ -81,6 +90,7 @@ class NodeRow:
     is_waited_for: bool
     history: tuple[PhaseTime, ...]
     is_gone: bool = False
+    stalled_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -163,7 +173,13 @@ def node_problems(group: Group | None, now: float) -> list[Problem]:
         text = f"the whole group is gone ({names} died): start the same commands again"
         return [Problem(one_line(f"node {dead[0].rank}"), one_line(text), "node", Level.BAD, now - silent_s)]
     return [
-        Problem(one_line(f"node {row.rank}"), one_line(describe(row)), "node", row.level, now - (row.silent_s or 0.0))
+        Problem(
+            one_line(f"node {row.rank}"),
+            one_line(describe(row)),
+            "node",
+            row.level,
+            now - (row.stalled_s or row.silent_s or 0.0),
+        )
         for row in group.rows
         if row.level >= Level.WARN and row.word != MISSING
     ]
@@ -177,7 +193,7 @@ def describe(row: NodeRow) -> str:
             text = f"{row.word}: its process is gone, {where}"
         case NodeHealth.DEAD | NodeHealth.SUSPECT:
             text = f"{row.word}: no heartbeat for {fmt.age(row.silent_s)}, {where}"
-        case NodeHealth.STALLED | "slow":
+        case "slow":
             text = f"{row.word}: {fmt.age(row.phase_s)} {where}"
         case "missing":
             text = "missing"
@@ -211,15 +227,19 @@ def _row(seen: Sighting, is_waited_for: bool, usual: Mapping[int, float]) -> Nod
         waited_s=seen.waited_s,
         silent_s=seen.silent_s,
         progress=status.progress,
-        note=_note(status),
+        note=_note(seen),
         is_waited_for=is_waited_for,
         history=tuple(status.history[-200:]),
         is_gone=seen.is_gone,
+        stalled_s=found.for_s if (found := stall(seen)) else None,
     )
 
 
-def _note(status: NodeStatus) -> CleanText:
-    """Why it ended, or what it waits for; its position is shown beside it."""
+def _note(seen: Sighting) -> CleanText:
+    """What stands still, why the node ended, or which nodes it waits for."""
+    if (found := stall(seen)) is not None:
+        return one_line(f"{found.what} has stood still for {fmt.age(found.for_s)}")
+    status = seen.status
     if status.reason or not status.waiting_on:
         return one_line(status.reason or "")
     return one_line(f"waits for {_POSITION.sub('', status.waiting_on, count=1)}")

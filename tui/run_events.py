@@ -24,6 +24,7 @@ from tui.run_config import file_stamp, read_clean
 from tui.tabs import EVENTS, TabData
 
 MAX_EVENTS = 500
+MAX_TEXT_CHARS = 10_000
 # Of a part's log this much is looked through, from its end.
 LOG_TAIL_BYTES = 4 << 20
 _STAMPED = re.compile(rb"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)Z (\w+) +([\w.]+): (.*)")
@@ -55,7 +56,7 @@ class Event:
 
     @classmethod
     def of(cls, time: float | None, kind: str, text: str, who: str = "") -> Event:
-        return cls(time, one_line(kind, 20), clean_text(text.strip()), one_line(who, 60))
+        return cls(time, one_line(kind, 20), clean_text(text.strip(), MAX_TEXT_CHARS), one_line(who, 60))
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from daemons.client import DaemonView, RunView, Workspace
+from prime_rl.contract.condition import LOST, STALLED, stalled_since, still_words
 from prime_rl.contract.layout import CONFIG_ERROR_PREFIX
 from prime_rl.contract.status import LOST_AFTER_S, RunState, Status
 from prime_rl.utils.text import CleanText, one_line
@@ -41,8 +42,6 @@ class Level(enum.IntEnum):
     BAD = 4
 
 
-LOST = "lost"
-STALLED = "stalled"
 # How a validation error begins: which file it is about is clear from the row.
 _CONFIG_FILE = re.compile(rf"^(?:{CONFIG_ERROR_PREFIX}: )?\S*orch\.toml: ")
 # State in words -> (symbol, level). The symbols differ in shape, so that no state needs colour to be read.
@@ -62,7 +61,7 @@ STATE_WORDS: Mapping[str, str] = {
     RunState.WAITING: "valid, waits for a free slot",
     RunState.FINISHED: "reached max_steps",
     RunState.STOPPED: "the trainer is down",
-    STALLED: f"alive, but no step for {STALL_STEPS} times as long as usual",
+    STALLED: f"alive, but makes no progress, or no step for {STALL_STEPS} times as long as usual",
     RunState.EVICTED: "out of its slot, reason kept; r readmits it",
     RunState.INVALID: "its orch.toml has errors; fix the file and it is checked again",
     RunState.FAILED: "its orchestrator failed",
@@ -133,7 +132,7 @@ class RunRow:
     @property
     def is_live(self) -> bool:
         """Whether processes may be at work for it, so that deleting it interrupts something."""
-        return self.state in (RunState.ACTIVE, LOST)
+        return self.state in (RunState.ACTIVE, LOST, STALLED)
 
     @property
     def is_problem(self) -> bool:
@@ -248,13 +247,14 @@ def make_snapshot(
 
 
 def display_state(run: RunView, now: float, tail: RunTail, heard: float | None) -> str:
-    """The run's state; `lost` for one that should work and gives no sign of life, `stalled` for one whose steps do not
-    go on."""
+    """The run's state; `lost` for one that should work and gives no sign of life, `stalled` for one whose orchestrator
+    is, or whose steps do not go on."""
     if run.state is not RunState.ACTIVE:
         return str(run.state)
     if heard is not None and now - heard > LOST_AFTER_S:
         return LOST
-    return STALLED if stalled_s(run, tail) is not None else str(run.state)
+    stalled = run.stalled_since is not None or stalled_s(run, tail) is not None
+    return STALLED if stalled else str(run.state)
 
 
 def stalled_s(run: RunView, tail: RunTail) -> float | None:
@@ -303,7 +303,7 @@ def _row(order: int, run: RunView, tail: RunTail, now: float, heard: float | Non
 
 def _note(run: RunView, state: str, now: float, tail: RunTail, heard: float | None) -> str:
     """What it waits for, or the reason for its state."""
-    if state in (LOST, STALLED):
+    if state == LOST or (state == STALLED and run.stalled_since is None):
         silent = f"no heartbeat for {fmt.age(now - (heard or now))}"
         if state == STALLED:
             silent = f"no step for {fmt.age(stalled_s(run, tail))}"
@@ -331,14 +331,17 @@ def _daemons(workspace: Workspace) -> tuple[DaemonRow, ...]:
 
 
 def _word(status: Status | None) -> tuple[str | None, str | None]:
-    return (status.state, status.waiting_on) if status else (None, None)
+    if status is None:
+        return None, None
+    since = stalled_since(status)
+    return (status.state, status.waiting_on) if since is None else (STALLED, still_words(since))
 
 
 def _daemon(name: str, own_word: str | None, waiting_on: str | None, daemon: DaemonView | None) -> DaemonRow:
     """A daemon's own state counts while it is alive; the supervisor's counts when it is not, or when it is worse."""
     state = own_word or (daemon.state if daemon else "down")
-    if daemon and daemon.state in ("stalled", "backoff", "failed"):
-        state = daemon.state
+    if daemon and daemon.state in (STALLED, "backoff", "failed"):
+        state, waiting_on = daemon.state, daemon.reason or waiting_on
     if own_word is None and state in ("running", "starting"):
         state = "starting"
     detail = waiting_on or (daemon and (daemon.reason or daemon.waiting_on)) or ""
@@ -362,10 +365,7 @@ def find_problems(
     since: Mapping[str, float],
     others: Iterable[Problem] = (),
 ) -> tuple[Problem, ...]:
-    """Everything that needs a person, newest first;
-
-    what has no known time comes last, in the order of the workspace.
-    """
+    """Everything that needs a person, newest first; what has no known time last, in the order of the workspace."""
     found = [_run_problem(row, since.get(row.run_id)) for row in rows if row.level >= Level.WARN]
     named = {problem.name for problem in found}
     found += [
@@ -384,7 +384,7 @@ def find_problems(
 
 def _run_problem(row: RunRow, since: float | None) -> Problem:
     if row.state == STALLED:
-        since = row.tail.last_step_at
+        since = row.view.stalled_since or row.tail.last_step_at
     text = one_line(f"{row.state}: {row.note}" if row.note else row.state)
     return Problem(one_line(row.run_id), text, "run", row.level, since if since is not None else row.updated_at)
 
@@ -392,4 +392,4 @@ def _run_problem(row: RunRow, since: float | None) -> Problem:
 def _daemon_problem(daemon: DaemonRow, workspace: Workspace) -> Problem:
     view = workspace.daemon(daemon.name)
     text = one_line(f"{daemon.state}: {daemon.detail}" if daemon.detail else daemon.state)
-    return Problem(daemon.name, text, "daemon", daemon.level, view.updated_at if view else None)
+    return Problem(daemon.name, text, "daemon", daemon.level, (view.stalled_since or view.updated_at) if view else None)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from prime_rl.contract.condition import LOST, STALLED
 from prime_rl.contract.status import RunState
 from tui import fmt
-from tui.snapshot import LOST, STALLED, RunRow
+from tui.snapshot import RunRow
 
 # A mean of five rewards below this share of the best mean is a collapse; a change of less than this is none.
 COLLAPSE_SHARE = 0.5

@@ -126,7 +126,7 @@ class WorkspaceWatcher:
         self._rest = Rest()
         self._metrics_folders: dict[str, Path] = {}
         self._stopped = threading.Event()
-        self._woken = False
+        self._woken = threading.Event()
         self._watcher: Watcher | None = None
 
     def run(self) -> None:
@@ -137,16 +137,22 @@ class WorkspaceWatcher:
             self._metrics.read_slice(workspace, self._stopped.is_set, FIRST_SLICE_S)
             self._show(workspace)
             while not self._stopped.is_set():
-                at_rest, self._woken = self._woken or self._rest.is_over, False
-                workspace = self._look(at_rest=at_rest)
+                workspace = self._look(at_rest=self._take_wake() or self._rest.is_over)
                 while self._metrics.read_slice(workspace, self._stopped.is_set, SLICE_S):
                     self._show(workspace)
                 self._show(workspace)
                 watcher.watch(self._folders(run.run_id for run in workspace.runs if run.state is RunState.ACTIVE))
                 self._stopped.wait(MIN_INTERVAL_S)
-                if watcher.wait(self._pause_s(workspace)) and not self._woken:
+                if watcher.wait(self._pause_s(workspace)) and not self._woken.is_set():
                     self._stopped.wait(SETTLE_S)
                     watcher.wait(0.0)
+
+    def _take_wake(self) -> bool:
+        """Whether it was woken. Cleared only where it was set, and before the look: a wake that comes later stays."""
+        woken = self._woken.is_set()
+        if woken:
+            self._woken.clear()
+        return woken
 
     def _pause_s(self, workspace: Workspace) -> float:
         """How long to wait for a hint. A run that is silent is looked at again in the moment in which it is lost."""
@@ -185,7 +191,7 @@ class WorkspaceWatcher:
 
     def wake(self) -> None:
         """Look again now, at everything."""
-        self._woken = True
+        self._woken.set()
         if self._watcher is not None:
             self._watcher.wake()
 

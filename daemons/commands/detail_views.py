@@ -11,8 +11,9 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from daemons.commands.common import cell, make_table, short_time, size
-from daemons.commands.views import run_json
+from daemons.commands.views import run_json, state_word
 from daemons.details import RunDetails
+from prime_rl.contract.condition import utc
 from prime_rl.contract.samples import Sample
 from prime_rl.utils.text import clean_strings, clean_text, one_line
 
@@ -71,8 +72,10 @@ def details_view(details: RunDetails) -> RenderableType:
 def _facts(details: RunDetails) -> RenderableType:
     rows = []
     for name, value in run_json(details.run).items():
-        if name in ("updated_at", "added_at") and isinstance(value, float):
-            value = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(value))
+        if name in ("updated_at", "added_at", "stalled_since") and isinstance(value, float):
+            value = utc(value)
+        if name == "state":
+            value = state_word(details.run)
         if value is not None:
             rows.append([name, cell(value, 2_000)])
     return make_table(["", ""], rows)

@@ -27,7 +27,7 @@ from daemons.commands.common import (
 )
 from prime_rl.configs.node_flags import EXAMPLE, node_parser
 from prime_rl.contract.layout import OutputDir
-from prime_rl.contract.nodes import NodeHealth, Sighting, node_health, waited_for
+from prime_rl.contract.nodes import NodeHealth, Sighting, Stall, node_health, stall, waited_for
 from prime_rl.contract.status import GroupStatus, read_status
 from prime_rl.utils.node_watch import NodeReader
 
@@ -123,7 +123,7 @@ class GroupLook:
         phase = f"{node.phase} {node.phase_name}" + (" (awaited)" if node.rank in awaited else "")
         words = [node.rank, node.host, node_health(seen), node.iteration or "", phase if node.phase >= 0 else ""]
         times = [short_time(seen.phase_s), short_time(seen.silent_s)]
-        return [*words, *times, node.epoch or "", node.reason or node.waiting_on or ""]
+        return [*words, *times, node.epoch or "", stall_words(stall(seen)) or node.reason or node.waiting_on or ""]
 
     def _awaited(self) -> list[int]:
         return waited_for(seen.status for seen in self.nodes)
@@ -145,6 +145,8 @@ class GroupLook:
                 "arrived": seen.status.arrived,
                 "phase_s": round(seen.phase_s, 3),
                 "silent_s": round(seen.silent_s, 3),
+                "stalled_s": round(found.for_s, 3) if (found := stall(seen)) else None,
+                "looks": seen.status.looks,
                 "progress": seen.status.progress,
                 "waiting_on": seen.status.waiting_on,
                 "reason": seen.status.reason,
@@ -153,6 +155,11 @@ class GroupLook:
         ]
         words = {"state": group.state, "reason": group.reason, "exit_code": group.exit_code} if group else None
         return {"group": words, "waited_for": self._awaited(), "nodes": nodes}
+
+
+def stall_words(found: Stall | None) -> str | None:
+    """What of a stalled node stands still, and for how long."""
+    return f"is alive, but {found.what} has stood still for {short_time(found.for_s)}" if found else None
 
 
 def register(app: typer.Typer) -> None:

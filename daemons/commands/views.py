@@ -17,6 +17,7 @@ from daemons.commands.common import FittingTable, cell, number, short_time, size
 from daemons.disk import DiskView
 from prime_rl.configs.base import ConfigError, ConfigProblem, load_toml, merge
 from prime_rl.configs.validate import key_of
+from prime_rl.contract.condition import STALLED
 from prime_rl.contract.status import RunState
 
 _STYLES = {
@@ -59,6 +60,11 @@ def problem_json(file: Path, problem: ConfigProblem, overrides: Mapping[str, Any
     }
 
 
+def state_word(run: RunView) -> str:
+    """The run's state as people read it: one whose orchestrator is stalled is not active."""
+    return str(run.state) if run.stalled_since is None else STALLED
+
+
 def daemon_json(daemon: DaemonView) -> dict[str, Any]:
     return asdict(daemon)
 
@@ -95,7 +101,7 @@ def runs_table(runs: Sequence[RunView], now: float | None = None) -> RenderableT
     rows = [
         [
             cell(run.run_id, 70),
-            Text(str(run.state), style=_STYLES[run.state]),
+            Text(state_word(run), style=_STYLES[run.state] if run.stalled_since is None else "yellow"),
             _place(run),
             f"{run.step}/{run.max_steps if run.max_steps is not None else '?'}",
             number(run.reward),

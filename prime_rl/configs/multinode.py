@@ -64,6 +64,14 @@ class MultinodeConfig(BaseConfig):
     barrier_timeout_s: float = Field(3600.0, gt=0)
     """Longest wait at the end of a phase, in seconds."""
 
+    gpus_per_node: int | None = Field(None, ge=1)
+    """Ranks of the trainer on this node, one a GPU. Null: as many as it has GPUs, one without any. May differ between
+    nodes."""
+
+    loop_timeout_s: float = Field(120.0, ge=10)
+    """How long a node's main loop may stand still before a node that is alive counts as lost. After a quarter of it the
+    node is called stalled."""
+
     rendezvous_port: int = Field(29400, ge=1, le=65535)
     """Port of the master for the rendezvous of the trainer's ranks."""
 

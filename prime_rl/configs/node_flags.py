@@ -15,8 +15,8 @@ _ENDING = f"""\
 @ FILE.toml [--a.b VALUE ...]
                       what is trained and how (default: {DEFAULT_TOML})
 
-All nodes get the same flags, except --master, --worker and --master-addr. Exit codes: 0 done, 1 this node failed,
-2 wrong usage or refused by the group, 75 a node was lost (start the same commands again), 130 interrupted.
+All nodes get the same flags, except --master, --worker, --master-addr and --gpus-per-node. Exit codes: 0 done, 1 this
+node failed, 2 wrong usage or refused by the group, 75 a node was lost (start the same commands again), 130 interrupted.
 """
 
 
@@ -47,6 +47,7 @@ def node_parser() -> NodeParser:
     add("--rollout-split", metavar="WHICH", help="train-only or eval-only, with --rl-phase rollout; default: both")
     add("--num-nodes", type=int, default=1, metavar="N", help="number of nodes (default 1)")
     add("--rank-weights", metavar="W0,W1,..", help="each node's share of the tasks")
+    add("--gpus-per-node", type=int, metavar="N", help="trainer ranks on this node (default: one for each GPU)")
     add("--master", action="store_true", help="this node is rank 0 and leads (or RANK=0, or NODE_RANK=0)")
     add("--worker", type=int, metavar="R", help="this node is rank R (or RANK=R, or NODE_RANK=R)")
     add("--master-addr", metavar="ADDRESS", help="the master's address (default: that of the outgoing interface)")

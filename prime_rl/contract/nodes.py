@@ -1,8 +1,9 @@
 """The nodes of a multi-node group as a reader sees them: alive, suspect, stalled or dead, and who is waited for.
 
-Pure. Shared by the nodes, `prl` and the TUI, so that all three say the same. Clocks of different machines are never
-compared: `BeatWatch` notes, by the reader's own monotonic clock, when a node's sequence and its work last moved,
-and `node_health` judges those two ages. It reads no file and knows no barrier.
+A node's record moves as long as its process is alive, and tells for how long its main loop has stood still. Pure.
+Shared by the nodes, `prl` and the TUI, so that all three say the same. Clocks of different machines are never compared:
+`BeatWatch` notes, by the reader's own monotonic clock, when a node's sequence and its work last moved, and
+`node_health` judges those two ages. It reads no file and knows no barrier.
 """
 
 from __future__ import annotations
@@ -59,6 +60,8 @@ class HealthLimits:
     dead_grace_s: float = 2.0
     # A phase's work that counts nothing for so long is stuck: longer than a step, a generation or a checkpoint takes.
     stalled_after_s: float = 300.0
+    # Of `loop_timeout_s`, after which a node whose loop stands still counts as lost.
+    loop_stalled_share: float = 0.25
 
 
 LIMITS = HealthLimits()
@@ -102,9 +105,30 @@ def node_health(seen: Sighting, limits: HealthLimits = LIMITS) -> NodeHealth:
         return NodeHealth.SUSPECT
     if not seen.has_moved:
         return NodeHealth.UNPROVEN
+    return NodeHealth.ALIVE if _stands_still(seen, limits) is None else NodeHealth.STALLED
+
+
+@dataclass(frozen=True)
+class Stall:
+    """What of a stalled node stands still, and for how long."""
+
+    what: str
+    for_s: float
+
+
+def stall(seen: Sighting, limits: HealthLimits = LIMITS) -> Stall | None:
+    """None of a node that is not stalled."""
+    return _stands_still(seen, limits) if node_health(seen, limits) is NodeHealth.STALLED else None
+
+
+def _stands_still(seen: Sighting, limits: HealthLimits) -> Stall | None:
+    """Its main loop, by the node's own clock; else its phase's work."""
+    status = seen.status
+    if status.loop_still_s > limits.loop_stalled_share * status.loop_timeout_s:
+        return Stall("its loop", status.loop_still_s + seen.silent_s)
     if not status.arrived and status.progress is not None and seen.still_s > limits.stalled_after_s:
-        return NodeHealth.STALLED
-    return NodeHealth.ALIVE
+        return Stall("its work", seen.still_s)
+    return None
 
 
 def place(status: NodeStatus) -> tuple[int, int, int, bool]:

@@ -1,8 +1,9 @@
 """Status files (one writer each) and the one function that derives the state of a run.
 
-A status file is proof of life and of progress: it is written at every change of state, at most twice a second, and by a
-heartbeat thread in between. A reader treats a status that is older than three heartbeats, or whose process is gone, as
-lost. `run_state` is pure: trainer, daemons, CLI and TUI all derive a run's state from the same facts.
+A status file is written at every change of state, at most twice a second, and by a heartbeat thread in between, so long
+work is not death. The thread would also write beside a main loop that hangs, so the file tells two things: that the
+process is alive, and when its main loop last turned. `contract.condition` judges both, for all readers alike.
+`run_state` is pure: trainer, daemons, CLI and TUI all derive a run's state from the same facts.
 """
 
 from __future__ import annotations
@@ -28,6 +29,11 @@ MAX_STATUS_BYTES = 4_000_000
 HEARTBEAT_S = 5.0
 LOST_AFTER_S = 3 * HEARTBEAT_S
 MIN_WRITE_INTERVAL_S = 0.5
+# How long one turn of a main loop may take. An event loop turns several times a second; a turn of the trainer may be a
+# pass over long samples; the daemons' files, which the supervisor's loop writes, look lost after LOST_AFTER_S.
+EVENT_LOOP_LIMIT_S = 60.0
+TRAINER_LOOP_LIMIT_S = 600.0
+SUPERVISOR_LOOP_LIMIT_S = LOST_AFTER_S
 
 
 class Status(msgspec.Struct, kw_only=True):
@@ -35,8 +41,10 @@ class Status(msgspec.Struct, kw_only=True):
 
     `state` is the writer's own word, `waiting_on` a sentence that names what is waited for (or null), `updated_at`
     Unix seconds. `progress` grows with whatever the writer gets done since its start (null: it counts nothing): one
-    that stands still while there is work tells a part that is stuck from a part that is busy. `pid_create_time` (Unix
-    seconds) and `pid_start` tell which process `pid` was (`utils.process`).
+    that stands still while there is work tells a daemon that is stuck from a daemon that is busy. `loop` counts the
+    turns of the writer's main loop, which turns without work too (null: it has not begun, or counts none);
+    `loop_still_s` is how long ago it had last turned at `updated_at`, and `loop_limit_s` how long one turn may take.
+    `pid_create_time` (Unix seconds) and `pid_start` tell which process `pid` was (`utils.process`).
     """
 
     version: int = STATUS_FORMAT_VERSION
@@ -47,6 +55,9 @@ class Status(msgspec.Struct, kw_only=True):
     waiting_on: str | None = None
     updated_at: float = 0.0
     progress: int | None = None
+    loop: int | None = None
+    loop_still_s: float = 0.0
+    loop_limit_s: float = EVENT_LOOP_LIMIT_S
 
     @property
     def writer(self) -> ProcessId:
@@ -91,6 +102,7 @@ class TrainerRunStatus(msgspec.Struct, kw_only=True):
 class TrainerStatus(Status, kw_only=True):
     """`trainer/status.json`. `state`: starting, waiting, training, stopped. `waiting` is in admission order."""
 
+    loop_limit_s: float = TRAINER_LOOP_LIMIT_S
     max_runs: int = 0
     model: str = ""
     max_rank: int | None = None
@@ -144,6 +156,7 @@ class DaemonStatus(Status, kw_only=True):
     its progress last moved.
     """
 
+    loop_limit_s: float = SUPERVISOR_LOOP_LIMIT_S
     name: str
     child_pid: int | None = None
     child_create_time: float | None = None
@@ -185,12 +198,12 @@ class NodeStatus(Status, kw_only=True):
     `state`: starting, working, waiting (it has `arrived` at the end of `phase` and others have not), stopped, done,
     failed. `seq` grows by one at every beat, every `heartbeat_s`: readers judge life by it (`contract.nodes`), for
     clocks differ. So times are durations by the node's own clock: `phase_s` since the phase began, `waited_s` since it
-    arrived. `progress` grows within the phase's work. `epoch` grows at every restart of the group. `history` holds the
-    newest phases, oldest first; `weight` is its share of the tasks; `address` is where the others reach it. The master
-    answers at `port`; a worker has rung there in vain `unreached` times in a row. `reason` is why it ended.
-    `incarnation` is a new word for each start of the node's process, `group` names the epoch that it has joined (""
-    before), `fingerprint` is what has to be equal on all nodes, `word` is the state in the words of the group's own
-    decisions.
+    arrived. `looks` counts the turns of the main loop, `loop_still_s` is the time since the last one: a node whose loop
+    stands still for `loop_timeout_s` counts as lost. `progress` grows within the phase's work, `epoch` at every restart
+    of the group. `history` holds the newest phases, oldest first; `weight` is its share of the tasks; `address` is where
+    the others reach it. The master answers at `port`; a worker has failed to connect there `unreached` times in a row.
+    `incarnation` is a random name for each start of the process, `group` the epoch that it joined, `fingerprint` what
+    must be equal on all nodes, `word` the state in the terms of `multinode.decide`.
     """
 
     rank: int
@@ -209,6 +222,9 @@ class NodeStatus(Status, kw_only=True):
     epoch: int = 0
     seq: int = 0
     heartbeat_s: float = HEARTBEAT_S
+    looks: int = 0
+    loop_still_s: float = 0.0
+    loop_timeout_s: float = 120.0
     iteration: int = 0
     phase: int = 0
     phase_name: str = ""
@@ -270,8 +286,9 @@ class StatusWriter:
     """The one writer of one status file.
 
     `update(...)` changes fields of `status` and writes the file at once when `state` or `waiting_on` changed, else at
-    most every MIN_WRITE_INTERVAL_S; a daemon thread writes it every HEARTBEAT_S. After `close` the file says the last
-    state. An OSError while writing (folder deleted, disk full) is kept in `error` and never stops the writer's process.
+    most every MIN_WRITE_INTERVAL_S; a daemon thread writes it every HEARTBEAT_S. The main loop calls `turn` at every
+    turn, also when it has nothing to do. After `close` the file says the last state. An OSError while writing (folder
+    deleted, disk full) is kept in `error` and never stops the writer's process. `clock` is Unix seconds, for readers.
     """
 
     def __init__(self, path: Path, status: Status, *, clock: Callable[[], float] = time.time) -> None:
@@ -279,6 +296,8 @@ class StatusWriter:
         self.status = status
         self.error: OSError | None = None
         self._clock = clock
+        self._num_turns: int | None = None
+        self._turned_s = 0.0
         self._lock = threading.Lock()
         self._closed = threading.Event()
         self._last_write = 0.0
@@ -295,6 +314,11 @@ class StatusWriter:
             changed = (self.status.state, self.status.waiting_on) != before
             if changed or not 0.0 <= self._clock() - self._last_write < MIN_WRITE_INTERVAL_S:
                 self._write()
+
+    def turn(self) -> None:
+        """The main loop has turned once more. It costs no write; only the main loop may call it."""
+        self._turned_s = time.monotonic()
+        self._num_turns = (self._num_turns or 0) + 1
 
     def close(self, **fields: object) -> None:
         """Write a last time with `fields` (for example state="stopped") and end the heartbeat."""
@@ -314,6 +338,9 @@ class StatusWriter:
         now = self._clock()
         self.status.updated_at = now
         self._last_write = now
+        if self._num_turns is not None:
+            self.status.loop = self._num_turns
+            self.status.loop_still_s = round(max(0.0, time.monotonic() - self._turned_s), 3)
         try:
             write_atomic(self.path, msgspec.json.encode(self.status))
             self.error = None

@@ -19,9 +19,9 @@ BATCH_FORMAT_VERSION = 1
 MAX_BATCH_BYTES = 2 << 30
 # A token is an id (5 bytes), a flag (1) and a logprob (9); a sample has names and numbers besides, a batch the state of
 # the example sampler.
-_BYTES_A_TOKEN = 16
-_BYTES_A_SAMPLE = 4 << 10
-_BYTES_BESIDES = 1 << 20
+BYTES_A_TOKEN = 16
+BYTES_A_SAMPLE = 4 << 10
+BYTES_BESIDES = 1 << 20
 
 
 class TrainingSample(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -126,7 +126,7 @@ def write_batch(path: Path, batch: TrainingBatch) -> None:
 
 def max_batch_bytes(batch_size: int, seq_len: int) -> int:
     """How large the batch file of a run with these settings may be."""
-    return min(MAX_BATCH_BYTES, _BYTES_BESIDES + batch_size * (_BYTES_A_SAMPLE + seq_len * _BYTES_A_TOKEN))
+    return min(MAX_BATCH_BYTES, BYTES_BESIDES + batch_size * (BYTES_A_SAMPLE + seq_len * BYTES_A_TOKEN))
 
 
 def read_batch(path: Path, *, limit: int = MAX_BATCH_BYTES) -> TrainingBatch:

@@ -54,6 +54,7 @@ async def serve(
     beat = asyncio.create_task(_report(server, status, reporter))
     try:
         while not task.done() and not stop() and engine_alive():
+            status.turn()
             await asyncio.sleep(POLL_S)
         failed = not task.done() and not stop()
         server.should_exit = True

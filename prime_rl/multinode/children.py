@@ -14,10 +14,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from prime_rl.contract.files import make_folder, open_append, open_file, wait_for
+from prime_rl.contract.files import make_folder, open_append, open_file
 
-# The keeper's own grace, and what a full machine takes to schedule it.
-END_TIMEOUT_S = 20.0
 TAIL_BYTES = 4_000
 NUM_TAIL_LINES = 5
 
@@ -79,8 +77,3 @@ class Child:
         if not self._is_asked and self.exit_code is None:
             self._process.send_signal(signal.SIGTERM)
         self._is_asked = True
-
-    def end(self) -> None:
-        """Ask, and wait for it. Raises WaitTimeout when the kernel does not let go of it."""
-        self.ask_to_end()
-        wait_for(lambda: self.exit_code is not None, f"{self.name} to end", timeout_s=END_TIMEOUT_S)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from msgspec.structs import replace
 
-from prime_rl.multinode.heartbeat import SUSPECT_AFTER_BEATS, Health, Sighting, health
+from prime_rl.multinode.heartbeat import LOOP_STALLED_SHARE, SUSPECT_AFTER_BEATS, Health, Sighting, health
 from prime_rl.multinode.phases import Position, first_position, next_position
 from prime_rl.multinode.records import (
     EXIT_DONE,
@@ -210,6 +210,8 @@ def _why_lost(setting: GroupSetting, group: GroupRecord, view: View, rank: int) 
     if node.word.is_final:
         return _last_word(node)
     where = node.position or "no phase yet"
+    if _has_stood_still(setting, node):
+        return f"{node} {_stands_still(node)} (limit {setting.loop_timeout_s:g} s), last in {where}"
     if node.unreached >= CUT_OFF_AFTER_BEATS:
         return f"{node} is cut off: {node.unreached} failed connections to the master's address, last in {where}"
     if _health(setting, sighting, view.now) is Health.DEAD:
@@ -263,19 +265,21 @@ def decide_node(setting: GroupSetting, own: NodeRecord, view: View) -> Step:
         return _leave(own, EXIT_TRY_AGAIN, f"another master took over with epoch {group.epoch}")
     if group.word is GroupWord.ENDING:
         return _leave(own, group.exit_code, group.reason or "the group ended")
-    if _health(setting, view.group_sighting, view.now) is Health.DEAD:
-        return _leave(own, EXIT_TRY_AGAIN, _master_is_dead(setting, view, group))
+    if _health(setting, view.group_sighting, view.now) is Health.DEAD or _has_stood_still(setting, _master(view)):
+        return _leave(own, EXIT_TRY_AGAIN, _master_is_lost(setting, view, group))
     if group.members.get(own.rank) != own.incarnation:
         # A node that slept through it may find a later reason there.
         why = f": {group.reason}" if group.reason and str(own) in group.reason else ""
         return _leave(own, EXIT_TRY_AGAIN, f"this node was given up as lost{why}")
     if group.position != own.position:
         return Step(NodeWord.RUNNING, own.epoch, work=group.position)
+    stalled_master = _stalled_master(setting, view)
     if not own.arrived:
-        return Step(NodeWord.RUNNING, own.epoch)
+        return Step(NodeWord.RUNNING, own.epoch, waiting_on=stalled_master)
     # What the master waited for when it spoke last may have been ourselves.
     others = [words for words in group.awaited if not words.startswith(str(own))]
-    waiting_on = f"{group.position}: " + ("; ".join(others) or "the master's release")
+    whom = stalled_master or "; ".join(others) or "the master's release"
+    waiting_on = f"{group.position}: {whom}"
     # The master judges first; this is for one that beats and does not lead any more.
     if view.now - view.since > setting.barrier_timeout_s + setting.dead_after_s:
         return _leave(own, EXIT_TRY_AGAIN, f"timed out after {setting.barrier_timeout_s:g} s waiting for {waiting_on}")
@@ -306,6 +310,7 @@ def _join(setting: GroupSetting, own: NodeRecord, view: View) -> Step:
 
 
 def _wait(setting: GroupSetting, own: NodeRecord, view: View, epoch: str, waiting_on: str) -> Step:
+    waiting_on = _stalled_master(setting, view) or waiting_on
     if view.now - view.since > setting.gather_timeout_s + setting.dead_after_s:
         return _leave(own, EXIT_TRY_AGAIN, f"timed out after {setting.gather_timeout_s:g} s waiting for {waiting_on}")
     return Step(NodeWord.JOINING, epoch, waiting_on=waiting_on)
@@ -336,11 +341,15 @@ def _is_dead(setting: GroupSetting, view: View, rank: int) -> bool:
 
 def _is_living(setting: GroupSetting, view: View, rank: int) -> bool:
     sighting = view.sightings.get(rank)
-    return sighting is not None and sighting.has_moved and _health(setting, sighting, view.now) is not Health.DEAD
+    if sighting is None or not sighting.has_moved or _has_stood_still(setting, view.nodes.get(rank)):
+        return False
+    return _health(setting, sighting, view.now) is not Health.DEAD
 
 
 def _describe(setting: GroupSetting, view: View, rank: int) -> str:
     node, sighting = view.nodes[rank], view.sightings[rank]
+    if _is_stalled(setting, node):
+        return f"{node} {_stands_still(node)}"
     words = {
         Health.SUSPECT: f", suspect: no beat for {sighting.age_s(view.now):.0f} s",
         Health.STALLED: f", stalled: no progress for {view.now - sighting.progressed_at:.0f} s",
@@ -354,10 +363,38 @@ def _last_word(node: NodeRecord) -> str:
     return f"{node} {verb}{where}" + (f": {node.reason}" if node.reason else "")
 
 
-def _master_is_dead(setting: GroupSetting, view: View, group: GroupRecord) -> str:
+def _is_stalled(setting: GroupSetting, node: NodeRecord | None) -> bool:
+    return node is not None and node.still_s > LOOP_STALLED_SHARE * setting.loop_timeout_s
+
+
+def _has_stood_still(setting: GroupSetting, node: NodeRecord | None) -> bool:
+    """Whether it counts as lost, alive as it is."""
+    return node is not None and node.still_s > setting.loop_timeout_s
+
+
+def _stands_still(node: NodeRecord) -> str:
+    return f"is alive but its loop has stood still for {node.still_s:.0f} s"
+
+
+def _master(view: View) -> NodeRecord | None:
+    """The master of the group that is seen, which another may have followed since."""
+    master = view.nodes.get(MASTER_RANK)
+    is_its = master is not None and view.group is not None and master.incarnation == view.group.incarnation
+    return master if is_its else None
+
+
+def _stalled_master(setting: GroupSetting, view: View) -> str | None:
+    master = _master(view)
+    return f"{master}, the master, {_stands_still(master)}" if master and _is_stalled(setting, master) else None
+
+
+def _master_is_lost(setting: GroupSetting, view: View, group: GroupRecord) -> str:
     assert view.group_sighting is not None
-    age_s = view.group_sighting.age_s(view.now)
+    master = _master(view)
+    how = f"is dead: no heartbeat for {view.group_sighting.age_s(view.now):.1f} s"
+    if master is not None and _is_stalled(setting, master):
+        how = f"{_stands_still(master)} (limit {setting.loop_timeout_s:g} s)"
     name = view.nodes.get(MASTER_RANK) or "node 0"
     where = group.position or "the start"
-    words = f"{name}, the master, is dead: no heartbeat for {age_s:.1f} s, last at {where}"
+    words = f"{name}, the master, {how}, last at {where}"
     return words + ("; --elastic goes on without workers, never without the master" if setting.elastic else "")

@@ -6,7 +6,7 @@ Pure: it reads no file but the TOML that it is given.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -55,8 +55,17 @@ class NodeFlags:
             "--elastic": str(self.elastic),
             "--log-path": str(self.log_path.resolve()),
             "code version": code_version,
-            **flatten(self.config.model_dump(mode="json", exclude={"log"})),
+            **flatten(self.config.model_dump(mode="json", exclude={"log", "gpus_per_node"})),
         }
+
+
+def num_ranks(flags: NodeFlags, num_gpus: Callable[[], int]) -> int:
+    """Ranks of the trainer on this node; `num_gpus` counts its GPUs. Raises FlagError for more ranks than GPUs."""
+    wanted = flags.config.gpus_per_node
+    found = 0 if flags.config.trainer.get("device") == "cpu" else num_gpus()
+    if wanted and found and wanted > found:
+        raise FlagError(f"--gpus-per-node {wanted}: this node has {found}, by nvidia-smi -L and CUDA_VISIBLE_DEVICES")
+    return wanted or found or 1
 
 
 def flatten(value: object, key: str = "") -> dict[str, str]:
@@ -94,6 +103,8 @@ def parse_flags(argv: Sequence[str], environment: Mapping[str, str]) -> NodeFlag
         data, source = merge(read_argv(["@", str(DEFAULT_TOML)])[0], data), str(DEFAULT_TOML)
     if found.debug_mode:
         data = merge(data, {"log": {"level": "debug"}})
+    if found.gpus_per_node is not None:
+        data = merge(data, {"gpus_per_node": _at_least("--gpus-per-node", found.gpus_per_node, 1)})
     config = _with_model_of(found.data_path.resolve(), build(MultinodeConfig, data, source))
     if found.eval_interval is not None and not config.run.get("eval"):
         raise FlagError(f"--eval-interval: {source} has no [run.eval]: add what to evaluate")

@@ -31,16 +31,17 @@ def drive(member: Member, watcher: Watcher, stop: StopFlag, *, say: Callable[[st
     pause_s = FIRST_PAUSE_S
     before: object = None
     voice = Voice(member, say)
-    while True:
-        if stop():
-            member.leave(f"asked to end by {stop.signal_name or 'a signal'}")
-        if (exit := member.tick()) is not None:
-            return exit
-        now = (member.own.word, member.own.position, member.own.arrived, member.group and member.group.position)
-        pause_s = FIRST_PAUSE_S if now != before else min(pause_s * GROWTH, MAX_PAUSE_S)
-        before = now
-        voice.speak()
-        watcher.wait(pause_s * random.uniform(0.7, 1.0))
+    with member.heartbeat.beating():
+        while True:
+            if stop():
+                member.leave(f"asked to end by {stop.signal_name or 'a signal'}")
+            if (exit := member.tick()) is not None:
+                return exit
+            now = (member.own.word, member.own.position, member.own.arrived, member.group and member.group.position)
+            pause_s = FIRST_PAUSE_S if now != before else min(pause_s * GROWTH, MAX_PAUSE_S)
+            before = now
+            voice.speak()
+            watcher.wait(pause_s * random.uniform(0.7, 1.0))
 
 
 class Voice:

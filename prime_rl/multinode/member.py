@@ -1,12 +1,14 @@
 """One node of a group: look, decide, act, record. `node` drives it, in the tests also a simulation.
 
-`tick` never blocks: work runs elsewhere and is looked at. The member writes its own record, and the group's when it is
-the master, at every change and every heartbeat. It decides nothing itself (`decide` does).
+`tick` never waits: it decides, starts work, and looks whether that is done. The member writes its own record, and the
+group's when it is the master, at every change; its `heartbeat` does so in between. It decides nothing itself (`decide`
+does).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Protocol
 
 import msgspec
@@ -25,7 +27,7 @@ from prime_rl.multinode.decide import (
     may_leave,
     yields_to,
 )
-from prime_rl.multinode.heartbeat import Sighting, sight
+from prime_rl.multinode.heartbeat import Heartbeat, Sighting, sight
 from prime_rl.multinode.phases import Position
 from prime_rl.multinode.records import (
     EXIT_DONE,
@@ -41,6 +43,8 @@ from prime_rl.multinode.records import (
 )
 
 EXIT_FAILED = 1
+# For what a node has started to end: the keepers' own grace, and what a full machine takes to schedule them.
+END_TIMEOUT_S = 20.0
 
 
 class Store(Protocol):
@@ -73,20 +77,38 @@ class Report(msgspec.Struct, frozen=True):
 
 
 class Work(Protocol):
-    """The work of the phases. One position at a time; `begin` gives up what was under way."""
+    """The work of the phases, one position at a time; `begin` gives up what was under way. No call waits."""
+
+    def resume(self) -> Position | None:
+        """Where the proofs on disk say that a group goes on; None while they are read. After an answer they are read
+        again."""
 
     def begin(self, position: Position, group: GroupRecord) -> None: ...
 
     def look(self) -> Report: ...
 
-    def stop(self) -> None: ...
+    def stop(self) -> None:
+        """Ask all that was started to end; nothing is started any more."""
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether all that was started has ended."""
+
+
+@dataclass(frozen=True)
+class _Leaving:
+    """A node's end that waits for what it has started, until `deadline`. `says`: with a last `word` in its record."""
+
+    exit: Exit
+    deadline: float
+    says: bool
+    word: NodeWord
 
 
 class Member:
     """A node from its claim to its exit.
 
     Args:
-        resume: where the proofs on disk say that a new epoch goes on.
         unreached: how often in a row the master of an epoch did not answer over the network.
     """
 
@@ -97,7 +119,6 @@ class Member:
         store: Store,
         work: Work,
         *,
-        resume: Callable[[], Position],
         clock: Callable[[], float],
         unreached: Callable[[str], int] = lambda epoch: 0,
     ) -> None:
@@ -105,9 +126,11 @@ class Member:
         self.own = own
         self.group: GroupRecord | None = None
         self.waiting_on: str | None = None
+        self.heartbeat = Heartbeat(
+            store, clock=clock, every_s=setting.heartbeat_s, silent_after_s=setting.loop_timeout_s
+        )
         self._store = store
         self._work = work
-        self._resume = resume
         self._resume_at: Position | None = None
         self._clock = clock
         self._unreached = unreached
@@ -115,8 +138,7 @@ class Member:
         self._since = self._started_at
         self._sightings: dict[int, Sighting] = {}
         self._group_sighting: Sighting | None = None
-        self._written: tuple[float, NodeRecord] | None = None
-        self._group_written: tuple[float, GroupRecord] | None = None
+        self._leaving: _Leaving | None = None
         self._epoch_numbers: set[int] = {0}
         self._failed_at: float | None = None
         self._failed_code = EXIT_FAILED
@@ -132,6 +154,9 @@ class Member:
     def tick(self) -> Exit | None:
         """One look and what follows from it; an Exit when this node is done."""
         now = self._clock()
+        self.heartbeat.look()
+        if self._leaving is not None:
+            return self._leave(self._leaving, now)
         nodes = self._look(now)
         if not self._claimed:
             verdict = self._claim(nodes, now)
@@ -144,15 +169,16 @@ class Member:
         if is_rival and yields_to(self.own, rival):
             return self._end(Exit(EXIT_REFUSED, f"rank {rival.rank} is taken by {rival}"), say=False)
         nodes = {**nodes, self.own.rank: self.own}
-        if self._nothing_is_left(now):
+        self._look_at_proofs(now)
+        if self._nothing_is_left():
             return self._end(Exit(EXIT_DONE, all_done(self.setting)))
         self._look_at_work(now)
         self.own = replace(self.own, unreached=self._unreached(self.own.epoch))
         if self.own.rank == MASTER_RANK:
             self._lead(nodes, now)
         exit = self._follow(nodes, now)
-        if exit is None:
-            self._say(now)
+        if exit is None and self._leaving is None:
+            self.heartbeat.say(self.own)
         return exit
 
     # -- looking ----
@@ -202,35 +228,46 @@ class Member:
         if verdict is Claim.OURS:
             self._claimed = True
             self._since = now
-            self._say(now)
+            self.heartbeat.say(self.own)
         else:
             self.waiting_on = f"a sign of life of {nodes[self.own.rank]}, who had this rank before"
         return verdict
 
-    def _nothing_is_left(self, now: float) -> bool:
+    def _look_at_proofs(self, now: float) -> None:
+        """Where the group goes on; again once a beat while this node waits to join."""
+        is_master = self.own.rank == MASTER_RANK and self._resume_at is None
+        is_asked = self.setting.max_iterations is not None or is_master
+        if not is_asked or self.own.word is not NodeWord.JOINING or now < self._next_proof_look:
+            return
+        if (found := self._work.resume()) is not None:
+            self._resume_at, self._next_proof_look = found, now + self.setting.heartbeat_s
+
+    def _nothing_is_left(self) -> bool:
         """A node that comes when all is done must not wait for the others, who have left."""
-        limit = self.setting.max_iterations
-        if limit is None or self.own.word is not NodeWord.JOINING or now < self._next_proof_look:
-            return False
-        self._next_proof_look = now + self.setting.heartbeat_s
-        return self._resume().iteration > limit
+        limit, found = self.setting.max_iterations, self._resume_at
+        return self.own.word is NodeWord.JOINING and limit is not None and found is not None and found.iteration > limit
 
     def _lead(self, nodes: Mapping[int, NodeRecord], now: float) -> None:
+        if self._resume_at is None:
+            return
         if self.group is None:
-            self._resume_at = self._resume()
             number = max(self._epoch_numbers) + 1
             self._note_change(GroupRecord(number, self.own.incarnation, seq=1), now)
-        assert self.group is not None and self._resume_at is not None
+        assert self.group is not None
         view = View(now, self._since, nodes, self._sightings, self.group, self._group_sighting)
         self._note_change(decide_master(self.setting, self.own, self.group, view, self._resume_at), now)
         self._group_sighting = Sighting(self.own.incarnation, self.group.seq, now, has_moved=True)
-        self._say_group(now)
+        self.heartbeat.say_group(self.group)
 
     def _follow(self, nodes: Mapping[int, NodeRecord], now: float) -> Exit | None:
-        if self.own.word.is_final and self.own.rank != MASTER_RANK:
+        leads = self.own.rank == MASTER_RANK and self._resume_at is not None
+        if self.own.word.is_final and not leads:
             return self._last(self.own)
+        if self.own.rank == MASTER_RANK and not leads:
+            self.waiting_on = "what is proven by earlier iterations to be read"
+            return None
         view = View(now, self._since, nodes, self._sightings, self.group, self._group_sighting)
-        if self.own.rank == MASTER_RANK and self.group is not None and self.group.word is GroupWord.ENDING:
+        if leads and self.group is not None and self.group.word is GroupWord.ENDING:
             self._work.stop()
             self.waiting_on = "the members to leave"
             if not may_leave(self.setting, self.group, view):
@@ -253,40 +290,28 @@ class Member:
             self._look_at_work(now)
         self.waiting_on = step.waiting_on or self._work_waits_on
 
-    def _last(self, own: NodeRecord) -> Exit:
+    def _last(self, own: NodeRecord) -> Exit | None:
         code = EXIT_INTERRUPTED if own.word is NodeWord.LEFT else self._failed_code
         return self._end(Exit(code, own.reason or str(own.word)), keep_word=True)
 
-    def _end(self, exit: Exit, *, say: bool = True, keep_word: bool = False) -> Exit:
+    def _end(self, exit: Exit, *, say: bool = True, keep_word: bool = False) -> Exit | None:
         """`say` is false for a node that does not own its rank: the record is another's."""
         self._work.stop()
-        if say:
-            word = self.own.word if keep_word else NodeWord.ENDED
-            self.own = replace(self.own, word=word, reason=exit.reason, exit_code=exit.code)
-            self._write(self._clock())
+        if not say:
+            self.heartbeat.silence()
+        self.waiting_on = "what this node has started to end"
+        now = self._clock()
+        self._leaving = _Leaving(exit, now + END_TIMEOUT_S, say, self.own.word if keep_word else NodeWord.ENDED)
+        return self._leave(self._leaving, now)
+
+    def _leave(self, leaving: _Leaving, now: float) -> Exit | None:
+        """The end of this node, as soon as nothing runs any more that it has started."""
+        exit = leaving.exit
+        if not self._work.has_ended:
+            if now < leaving.deadline:
+                return None
+            exit = Exit(exit.code, f"{exit.reason} (what it started did not end within {END_TIMEOUT_S:g} s)")
+        if leaving.says:
+            self.own = replace(self.own, word=leaving.word, reason=exit.reason, exit_code=exit.code)
+            self.heartbeat.say(self.own)
         return exit
-
-    # -- saying ----
-
-    def _say(self, now: float) -> None:
-        due = self._written is None or now - self._written[0] >= self.setting.heartbeat_s
-        if (
-            due
-            or self._written is None
-            or replace(self._written[1], seq=self.own.seq, progress=self.own.progress) != self.own
-        ):
-            self._write(now)
-
-    def _write(self, now: float) -> None:
-        self.own = replace(self.own, seq=self.own.seq + 1)
-        self._store.write_node(self.own)
-        self._written = (now, self.own)
-
-    def _say_group(self, now: float) -> None:
-        assert self.group is not None
-        last = self._group_written
-        due = last is None or now - last[0] >= self.setting.heartbeat_s
-        if due or last is None or replace(last[1], seq=self.group.seq) != self.group:
-            self.group = replace(self.group, seq=self.group.seq + 1)
-            self._store.write_group(self.group)
-            self._group_written = (now, self.group)

@@ -20,7 +20,7 @@ from prime_rl.configs.base import ConfigError
 from prime_rl.configs.node_flags import FlagError
 from prime_rl.contract.layout import OutputDir
 from prime_rl.multinode.decide import MASTER_RANK
-from prime_rl.multinode.flags import NodeFlags, parse_flags
+from prime_rl.multinode.flags import NodeFlags, num_ranks, parse_flags
 from prime_rl.multinode.loop import drive
 from prime_rl.multinode.member import Member
 from prime_rl.multinode.phases import RULES, RlPhase, phases_of
@@ -29,6 +29,7 @@ from prime_rl.multinode.reach import Doorbell, Ringer
 from prime_rl.multinode.records import EXIT_REFUSED, GroupSetting, NodeRecord
 from prime_rl.multinode.store import DiskStore, NodeFacts
 from prime_rl.multinode.work import PhaseWork
+from prime_rl.utils.gpus import count_gpus
 from prime_rl.utils.logger import complain, setup_logger
 from prime_rl.utils.network import own_address
 from prime_rl.utils.signals import StopFlag
@@ -39,15 +40,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     stop = StopFlag().install()
     try:
         flags = parse_flags(sys.argv[1:] if argv is None else argv, os.environ)
+        ranks = num_ranks(flags, lambda: count_gpus(os.environ))
     except (FlagError, ConfigError) as error:
         complain("multinode", error)
         return EXIT_REFUSED
     if flags.dry_run:
-        print(phase_table(flags))
+        print(phase_table(flags, ranks))
         return 0
     logger = setup_logger(f"node {flags.rank}", flags.config.log.level)
     try:
-        member, watcher = build_member(flags)
+        member, watcher = build_member(flags, ranks)
     except OSError as error:
         complain("multinode", f"--log-path {flags.log_path} cannot be used: {error}")
         return EXIT_REFUSED
@@ -57,13 +59,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     return exit.code
 
 
-def build_member(flags: NodeFlags) -> tuple[Member, Watcher]:
-    """This node, ready to be driven, and what tells it of changes."""
+def build_member(flags: NodeFlags, ranks: int) -> tuple[Member, Watcher]:
+    """This node with that many ranks of the trainer, ready to be driven, and what tells it of changes."""
     flags.log_path.mkdir(parents=True, exist_ok=True)
     output = OutputDir(flags.log_path.resolve())
     is_master = flags.rank == MASTER_RANK
     own = own_record(flags)
-    facts = NodeFacts(flags.num_nodes, flags.weights[flags.rank], str(flags.rl_phase), flags.config.heartbeat_s)
+    config = flags.config
+    facts = NodeFacts(
+        flags.num_nodes, flags.weights[flags.rank], str(flags.rl_phase), config.heartbeat_s, config.loop_timeout_s
+    )
     # Whom a worker must know: the master and itself. The rest is told by the master.
     store = DiskStore(output, facts, ranks=None if is_master else frozenset({MASTER_RANK, flags.rank}))
 
@@ -85,9 +90,11 @@ def build_member(flags: NodeFlags) -> tuple[Member, Watcher]:
             eval_interval=flags.eval_interval,
             splits=flags.splits,
             max_iterations=flags.max_iterations,
+            num_ranks=ranks,
         ),
         flags.config,
         output,
+        wake=lambda: watcher.wake(),
     )
     needs_network = not is_master and flags.rl_phase is not RlPhase.ROLLOUT
     member = Member(
@@ -95,13 +102,13 @@ def build_member(flags: NodeFlags) -> tuple[Member, Watcher]:
         own,
         store,
         work,
-        resume=work.place.proofs.resume,
         clock=time.monotonic,
         # Rollouts need the folder only: a cut between the nodes is no loss there.
         unreached=Ringer(master, flags.config.heartbeat_s).count if needs_network else lambda epoch: 0,
     )
     store.waiting_on = lambda: member.waiting_on
-    return member, Watcher([output.multinode if is_master else output.group_status.parent], rescan_s=60.0)
+    watcher = Watcher([output.multinode if is_master else output.group_status.parent], rescan_s=60.0)
+    return member, watcher
 
 
 def own_record(flags: NodeFlags) -> NodeRecord:
@@ -132,6 +139,7 @@ def group_setting(flags: NodeFlags, fingerprint: Mapping[str, str]) -> GroupSett
         heartbeat_s=flags.config.heartbeat_s,
         barrier_timeout_s=flags.config.barrier_timeout_s,
         gather_timeout_s=flags.config.gather_timeout_s,
+        loop_timeout_s=flags.config.loop_timeout_s,
     )
 
 
@@ -144,10 +152,11 @@ def code_version() -> str:
     return f"{__version__}+{digest.hexdigest()[:12]}"
 
 
-def phase_table(flags: NodeFlags) -> str:
+def phase_table(flags: NodeFlags, ranks: int) -> str:
     """What this command would do, phase by phase."""
     side = "master" if flags.rank == MASTER_RANK else f"worker {flags.rank}"
-    lines = [f"{side} of {flags.num_nodes} nodes, {flags.log_path}", "phase  what this node does  ->  proof"]
+    trainer = f"{ranks} rank{'s' * (ranks != 1)} of the trainer"
+    lines = [f"{side} of {flags.num_nodes} nodes, {trainer}, {flags.log_path}", "phase  what this node does  ->  proof"]
     for phase in phases_of(flags.rl_phase):
         rule = RULES[phase]
         does = rule.master if flags.rank == MASTER_RANK else rule.worker

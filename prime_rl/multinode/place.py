@@ -6,6 +6,7 @@ The works of rollouts and of updates share one. It knows neither what they do no
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -33,6 +34,7 @@ class WorkSetting:
         weights: of all ranks.
         splits: which rollouts are made.
         max_iterations: None: endless.
+        num_ranks: of the trainer on this node.
     """
 
     rank: int
@@ -44,6 +46,7 @@ class WorkSetting:
     eval_interval: int | None
     splits: frozenset[Split]
     max_iterations: int | None
+    num_ranks: int = 1
 
 
 class Place:
@@ -63,6 +66,9 @@ class Place:
             config.rollouts_key(),
         )
         self.position = Position(0, Phase.START)
+        self._children: list[Child] = []
+        self._is_closed = False
+        self._lock = threading.Lock()
         self._group: GroupRecord | None = None
 
     def move(self, position: Position, group: GroupRecord) -> None:
@@ -108,7 +114,25 @@ class Place:
     # -- this node's processes ----
 
     def child(self, name: str, argv: Sequence[str], environment: Mapping[str, str] | None = None) -> Child:
-        return Child(name, argv, self.output.log(f"node_{self.setting.rank}_{name}"), environment or {})
+        """Raises ValueError after `close`."""
+        with self._lock:
+            if self._is_closed:
+                raise ValueError(f"this node leaves: {name} is not started any more")
+            child = Child(name, argv, self.output.log(f"node_{self.setting.rank}_{name}"), environment or {})
+            self._children = [*(each for each in self._children if each.exit_code is None), child]
+        return child
+
+    def close(self) -> None:
+        """Ask all of them to end. From any thread."""
+        with self._lock:
+            self._is_closed = True
+            for child in self._children:
+                child.ask_to_end()
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether none of them runs."""
+        return all(child.exit_code is not None for child in self._children)
 
     def make(self, split: Split, request: MakeRequest) -> Child:
         return self._share("make", split, request)

@@ -7,6 +7,7 @@ finds stands in its record as `unreached`; what follows from it is decided elsew
 from __future__ import annotations
 
 import contextlib
+import logging
 import socket
 import threading
 import time
@@ -15,8 +16,12 @@ from collections.abc import Callable
 from prime_rl.contract.nodes import LIMITS
 from prime_rl.multinode.records import NodeRecord, epoch_master
 
+logger = logging.getLogger(__name__)
+
 BACKLOG = 1024
 ANSWER_TIMEOUT_S = 1.0
+# Several times within the patience of one ring.
+RETRY_S = 0.2
 
 
 class Doorbell:
@@ -29,11 +34,17 @@ class Doorbell:
         threading.Thread(target=self._answer, name="doorbell", daemon=True).start()
 
     def _answer(self) -> None:
+        told = False
         while True:
             try:
                 caller, _ = self._socket.accept()
-            except OSError:
-                return
+            except OSError as error:  # too many open files, no memory: it passes, and without answers the group ends
+                if not told:
+                    logger.error("workers get no answer at port %d: %s; trying again", self.port, error)
+                told = True
+                time.sleep(RETRY_S)
+                continue
+            told = False
             with caller, contextlib.suppress(OSError):
                 caller.settimeout(ANSWER_TIMEOUT_S)
                 caller.sendall(self._word)

@@ -51,6 +51,8 @@ class NodeRecord(msgspec.Struct, frozen=True):
     Attributes:
         incarnation: a new random word for each start of the process; a rank that starts again is another incarnation.
         seq: grows with every write; that it moves is the only proof of life.
+        looks: grows with every turn of its main loop.
+        still_s: since the last of those turns, by its own clock, when the record was written.
         fingerprint: what must be equal on all nodes (number of nodes, weights, code version, ...).
         epoch: of the group that it has joined; "" before.
         arrived: its work in `position` is done.
@@ -76,6 +78,8 @@ class NodeRecord(msgspec.Struct, frozen=True):
     port: int = 0
     pid: int = 0
     unreached: int = 0
+    looks: int = 0
+    still_s: float = 0.0
 
     def __str__(self) -> str:
         return f"node {self.rank} ({self.host}, pid {self.pid})"
@@ -114,6 +118,7 @@ class GroupSetting:
     Without a beat for `dead_after_s` a node is dead; one that beats without progress for `stall_s` is called stalled.
 
     Attributes:
+        loop_timeout_s: a node that beats while its loop stands still for so long counts as lost.
         barrier_timeout_s: longest wait at one barrier.
         gather_timeout_s: longest wait for all nodes to be there.
     """
@@ -127,6 +132,7 @@ class GroupSetting:
     heartbeat_s: float = 2.0
     barrier_timeout_s: float = 3600.0
     gather_timeout_s: float = 600.0
+    loop_timeout_s: float = 120.0
 
     @property
     def dead_after_s(self) -> float:

@@ -37,6 +37,7 @@ class NodeFacts:
     weight: float
     rl_phase: str
     heartbeat_s: float
+    loop_timeout_s: float
 
 
 class PhaseLog:
@@ -159,6 +160,9 @@ class DiskStore:
             epoch=epoch_number(record.epoch),
             seq=record.seq,
             heartbeat_s=self._facts.heartbeat_s,
+            looks=record.looks,
+            loop_still_s=record.still_s,
+            loop_timeout_s=self._facts.loop_timeout_s,
             iteration=position.iteration if position else 0,
             phase=int(position.phase) if position else -1,
             phase_name=position.phase.label if position else "",
@@ -193,6 +197,8 @@ def _record(status: NodeStatus) -> NodeRecord:
         port=status.port,
         unreached=status.unreached,
         pid=status.pid,
+        looks=status.looks,
+        still_s=status.loop_still_s,
     )
 
 

@@ -14,7 +14,7 @@ SERVER = "this node's inference server to serve"
 
 
 class Task(Protocol):
-    """Some work under way. None of this blocks: a node that waits for its own children would miss its beats."""
+    """Some work under way, in the node's thread for work. It may read and copy, and never waits for a process."""
 
     def look(self) -> Report: ...
 

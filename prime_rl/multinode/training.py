@@ -16,8 +16,8 @@ from prime_rl.multinode.place import Place
 from prime_rl.multinode.tasks import InferenceServer, Now, Process, Task, size
 from prime_rl.utils.network import bound_socket, interface_of
 
-# For the ranks to find each other: a node that is slower than that to start Python is found dead before.
-JOIN_TIMEOUT_S = 120
+# For the ranks to find each other, on machines that are busy too: a node that is dead is found so by its beats.
+JOIN_TIMEOUT_S = 900
 
 
 class Training:
@@ -86,7 +86,9 @@ class Training:
         """The ranks meet on this node's interface, not on the one that its name happens to lead to (often loopback)."""
         names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
         interface = interface_of(self._place.setting.address)
-        return {name: interface for name in names if interface and name not in os.environ}
+        found = {name: interface for name in names if interface and name not in os.environ}
+        # Nodes may have different numbers of ranks.
+        return {"TORCH_ELASTIC_WORKER_IDENTICAL": "0", **found}
 
     def _torchrun(self, master: str) -> list[str]:
         place = self._place
@@ -94,7 +96,8 @@ class Training:
         conf = f"is_host={int(place.is_master)},join_timeout={JOIN_TIMEOUT_S},last_call_timeout=1"
         return [
             *(sys.executable, "-m", "torch.distributed.run"),
-            *("--nnodes", str(len(place.group.members)), "--nproc-per-node", "1", "--max-restarts", "0"),
+            *("--nnodes", str(len(place.group.members)), "--nproc-per-node", str(place.setting.num_ranks)),
+            *("--max-restarts", "0"),
             *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"{master}:{place.config.rendezvous_port}"),
             *("--rdzv-id", name, "--rdzv-conf", conf, "--local-addr", place.setting.address),
             *("-m", "prime_rl.trainer.train", "@", str(self._toml)),

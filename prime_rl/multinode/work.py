@@ -7,16 +7,22 @@ holds is never made again, so a phase can be done again after a restart or in a 
 
 from __future__ import annotations
 
+import queue
 import sys
+import threading
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import tomli_w
 
 from prime_rl.configs.multinode import MultinodeConfig
-from prime_rl.contract.files import wait_for, write_atomic
+from prime_rl.contract.files import write_atomic
 from prime_rl.contract.layout import OutputDir
-from prime_rl.multinode.children import END_TIMEOUT_S, Child
+from prime_rl.multinode.children import Child
 from prime_rl.multinode.member import Report
 from prime_rl.multinode.phases import Phase, Position, RlPhase
 from prime_rl.multinode.place import Place, WorkSetting
@@ -25,47 +31,130 @@ from prime_rl.multinode.rollouts import Rollouts
 from prime_rl.multinode.tasks import InferenceServer, Now, Serving, Task
 from prime_rl.multinode.training import Training
 
+ResultT = TypeVar("ResultT")
+
+
+@dataclass(frozen=True)
+class _Order:
+    """Where this node is to work, and with whom."""
+
+    position: Position
+    group: GroupRecord
+
+
+class WorkThread:
+    """Makes calls one after another, in a thread that lives as long as the process and that no exit waits for.
+
+    One thread for all: to the kernel the thread that started a child is its parent, and the keepers of this node's
+    children end them when their parent ends (`utils.keeper`).
+    """
+
+    def __init__(self) -> None:
+        self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        threading.Thread(target=self._run, name="work", daemon=True).start()
+
+    def submit(self, call: Callable[[], ResultT]) -> Future[ResultT]:
+        """The future raises again what the call raised."""
+        future: Future[ResultT] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(call())
+            except BaseException as error:
+                future.set_exception(error)
+
+        self._calls.put(run)
+        return future
+
+    def _run(self) -> None:
+        while True:
+            self._calls.get()()
+
 
 class PhaseWork:
-    """The work of one node; see `Work` in `member`."""
+    """The work of one node; see `Work` in `member`.
 
-    def __init__(self, setting: WorkSetting, config: MultinodeConfig, output: OutputDir) -> None:
+    It is done in turns, in a thread of its own: a turn may read and copy for as long as it takes. Only the turns touch
+    `place` and the tasks.
+
+    Args:
+        wake: called when there is something new to look at.
+    """
+
+    def __init__(
+        self, setting: WorkSetting, config: MultinodeConfig, output: OutputDir, wake: Callable[[], None]
+    ) -> None:
         self.place = Place(setting, config, output)
+        self._wake = wake
+        self._thread = WorkThread()
+        self._search: Future[Position] | None = None
+        self._order: _Order | None = None
+        self._turn: Future[tuple[_Order, Report]] | None = None
+        self._report = Report()
+        self._taken: _Order | None = None
         self._task: Task | None = None
-        self._given_up: Task | None = None
         self._server = InferenceServer(self._start_server, self._status_file)
         self._rollouts = Rollouts(self.place, self._server)
         self._training = Training(self.place, self._server)
 
+    def resume(self) -> Position | None:
+        if self._search is None:
+            self._search = self._thread.submit(self.place.proofs.resume)
+            self._search.add_done_callback(lambda search: self._wake())
+        if not self._search.done():
+            return None
+        search, self._search = self._search, None
+        return search.result()
+
     def begin(self, position: Position, group: GroupRecord) -> None:
-        if self._task is not None:
-            self._task.give_up()
-        self.place.move(position, group)
-        self._given_up, self._task = self._task, None
+        self._order, self._report = _Order(position, group), Report()
 
     def look(self) -> Report:
-        try:
-            if self._task is None:
-                if self._given_up is not None and not self._given_up.has_ended:
-                    return Report()
-                self.place.iteration.path.mkdir(parents=True, exist_ok=True)
-                self._task = self._make_task(self.place.position.phase)
-            return self._task.look()
-        except OSError as error:  # a full disk, a shared folder that is gone for a while
-            return Report(error=str(error), may_heal=True)
-        except ValueError as error:  # nothing to train on, a damaged file, nobody left who may make rollouts
-            return Report(error=str(error))
+        if self._turn is not None and self._turn.done():
+            order, report = self._turn.result()
+            self._turn = None
+            if order is self._order:
+                self._report = report
+        if self._turn is None and self._order is not None and not self._report.done:
+            self._turn = self._thread.submit(partial(self._take_turn, self._order))
+            self._turn.add_done_callback(self._tell)
+        return self._report
 
     def stop(self) -> None:
-        """End everything that this node has started, and wait for it."""
-        for task in (self._task, self._given_up, self._server):
-            if task is not None:
-                task.give_up()
-        wait_for(lambda: self._is_idle, "what this node has started to end", timeout_s=END_TIMEOUT_S)
+        self._order = None
+        self.place.close()
 
     @property
-    def _is_idle(self) -> bool:
-        return all(task is None or task.has_ended for task in (self._task, self._given_up, self._server))
+    def has_ended(self) -> bool:
+        return self.place.has_ended
+
+    # -- in the thread ----
+
+    def _tell(self, turn: Future[tuple[_Order, Report]]) -> None:
+        """Of what cannot wait for the next look."""
+        if turn.exception() is not None or turn.result()[1].done or turn.result()[0] is not self._order:
+            self._wake()
+
+    def _take_turn(self, order: _Order) -> tuple[_Order, Report]:
+        try:
+            return order, self._look(order)
+        except OSError as error:  # a full disk, a shared folder that is gone for a while
+            return order, Report(error=str(error), may_heal=True)
+        except ValueError as error:  # nothing to train on, a damaged file, nobody left who may make rollouts
+            return order, Report(error=str(error))
+
+    def _look(self, order: _Order) -> Report:
+        if order is not self._taken:
+            if self._task is not None:
+                self._task.give_up()
+                if not self._task.has_ended:
+                    return Report(waiting_on="the work that was given up to end")
+            self.place.move(order.position, order.group)
+            self.place.iteration.path.mkdir(parents=True, exist_ok=True)
+            self._task = self._make_task(order.position.phase)
+            self._taken = order
+        assert self._task is not None
+        return self._task.look()
 
     def _make_task(self, phase: Phase) -> Task:
         rollouts, training = self._rollouts, self._training

@@ -41,6 +41,8 @@ class Reporter:
         self._writer.update(waiting_on=self.waiting_on(time.time()), **self._written, **fields)
 
     def tick(self) -> None:
+        """One turn of the event loop: a new wait is written at once, figures that changed every REPORT_S."""
+        self._writer.turn()
         sentence = self.waiting_on(time.time())
         if sentence != self._writer.status.waiting_on:
             if sentence:

@@ -13,6 +13,7 @@ from typing import Protocol
 from prime_rl.contract.types import MicroBatch
 from prime_rl.trainer.metrics import StatusReporter
 from prime_rl.trainer.packer import Packer
+from prime_rl.trainer.publish import Publisher
 from prime_rl.trainer.runs import MultiRunManager
 from prime_rl.trainer.runs.sync import PackMessage, ReadyRun, StateMessage, StopMessage
 from prime_rl.utils.watch import Watcher
@@ -98,7 +99,7 @@ class PackSource(Protocol):
 class PackingSource:
     """Rank 0: look, pack, tell the others. It decides for all when the trainer ends.
 
-    `behind` says what the disk must take before more is trained (null: it keeps up).
+    A run of which the disk has yet to take too much trains nothing until it has; the others go on.
     """
 
     def __init__(
@@ -107,31 +108,32 @@ class PackingSource:
         packer: Packer,
         scout: Scout,
         status: StatusReporter,
-        behind: Callable[[], str | None],
+        publisher: Publisher,
         stop: Callable[[], bool],
     ) -> None:
         self._manager = manager
         self._packer = packer
         self._scout = scout
         self._status = status
-        self._behind = behind
+        self._publisher = publisher
         self._stop = stop
 
     def next(self) -> PackMessage | None:
         self._scout.wait(0)
         while not self._stop():
             self._scout.look()
-            behind = self._behind()
-            pack = self._packer.pack() if behind is None else None
+            full = self._publisher.full()
+            pack = self._packer.pack(full)
             if pack is not None:
                 self._status.training()
                 messages = [PackMessage(micro_batch, pack.ready) for micro_batch in pack.micro_batches]
                 self._manager.channel.send(messages)
                 return messages[0]
             self._manager.channel.beat()
-            self._status.waiting(behind or self._packer.waits_for())
-            # `behind` has waited already when the disk is what is waited for.
-            self._scout.wait(POLL_S if behind is None else 0)
+            self._status.waiting(next(iter(full.values()), None) or self._packer.waits_for())
+            if full:
+                self._publisher.wait(POLL_S)
+            self._scout.wait(0 if full else POLL_S)
         self._manager.channel.send_all(StopMessage())
         return None
 

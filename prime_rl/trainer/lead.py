@@ -63,7 +63,7 @@ class Lead:
         self.publisher = Publisher(manager, snapshots, broadcast, checkpoints, metrics, reporter, BackgroundWriter())
         manager.register_forgotten_hook(self.publisher.forgotten_hook)
         scout = Scout(manager, self._watcher)
-        self.source = PackingSource(manager, packer, scout, reporter, self.publisher.behind, self._ends)
+        self.source = PackingSource(manager, packer, scout, reporter, self.publisher, self._ends)
 
     def close(self) -> None:
         """After the last update: what is still to be written is written."""

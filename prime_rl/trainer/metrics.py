@@ -164,6 +164,7 @@ class StatusReporter:
         self._writer.close(state="stopped", waiting_on=None, runs=self._runs())
 
     def _update(self, state: str, waiting_on: str | None) -> None:
+        self._writer.turn()  # the main loop comes by here at every pass and at every look for one
         self._writer.update(
             state=state,
             waiting_on=waiting_on,

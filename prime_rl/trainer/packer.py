@@ -7,6 +7,7 @@ rows go together is decided in `packing`.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from prime_rl.contract.layout import list_rollout_steps
@@ -55,14 +56,17 @@ class Packer:
         self._queue.drop(run_idx)
         self._in_work.pop(run_idx, None)
 
-    def get_batch(self) -> dict[int, TrainingBatch]:
+    def get_batch(self, held: Collection[str] = ()) -> dict[int, TrainingBatch]:
         """Take in the next batch of each run that has none in work: by slot, those that came.
 
-        Costs one failed `open` for each run that has no batch.
+        Runs in `held` (ids) have to wait: the disk has yet to take their last updates. Costs one failed `open` for each
+        run that has no batch.
         """
         batches = {}
         for run_idx in self._manager.active_idxs:
-            if run_idx not in self._in_work and (batch := self._take_in(run_idx)) is not None:
+            if run_idx in self._in_work or self._manager.idx_2_id[run_idx] in held:
+                continue
+            if (batch := self._take_in(run_idx)) is not None:
                 batches[run_idx] = batch
         return batches
 
@@ -78,9 +82,9 @@ class Packer:
                 self._in_work[run_idx] = ReadyRun(run_idx, num_tokens, len(batch.samples))
         return batch
 
-    def pack(self) -> Pack | None:
-        """Take in what came; the next pass of each rank, or None when no rows wait."""
-        self.get_batch()
+    def pack(self, held: Collection[str] = ()) -> Pack | None:
+        """Take in what came, but not of the runs in `held`; the next pass of each rank, or None when no rows wait."""
+        self.get_batch(held)
         for run_idx in set(self._in_work) - set(self._manager.active_idxs):
             self._queue.drop(run_idx)
         if not self._queue:

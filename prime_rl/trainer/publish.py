@@ -79,10 +79,14 @@ class Publisher:
         if run_idx in self._manager.active_idxs:
             self._manager.finish_run(run_idx)
 
-    def behind(self) -> str | None:
-        """Takes in what the writer did; returns what it must do before more is trained, in words."""
+    def full(self) -> dict[str, str]:
+        """Takes in what the writer did; returns the runs that wait for the disk, each with what for, in words."""
         self.collect()
-        return self._writer.behind()
+        return self._writer.full()
+
+    def wait(self, timeout_s: float) -> None:
+        """Until something was written, at most `timeout_s`."""
+        self._writer.wait(timeout_s)
 
     def collect(self) -> None:
         """Take in what the writer did: tell what was published, evict what could not be."""

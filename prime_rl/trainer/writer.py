@@ -71,14 +71,22 @@ class BackgroundWriter:
                 self._queue.append(piece)
                 self._changed.notify_all()
 
-    def behind(self) -> str | None:
-        """What is waited for before any run may hand over more, in words; None when the disk keeps up.
-
-        Gives a disk that does not keep up a moment before it says so.
-        """
+    def full(self) -> dict[str, str]:
+        """The runs that may not hand over more for now, each with what its next update waits for, in words."""
         with self._changed:
-            self._changed.wait_for(lambda: not self._is_full(), DEFAULT_POLL_S)
-            return f"the disk to take {self._unfinished()[0].what}" if self._is_full() else None
+            unfinished = self._unfinished()
+            counts = Counter(piece.run_id for piece in unfinished)
+            return {
+                run_id: f"the disk to take {unfinished[0].what}"
+                for run_id, num_pieces in counts.items()
+                if num_pieces >= MAX_WAITING_PER_RUN
+            }
+
+    def wait(self, timeout_s: float) -> None:
+        """Until a piece ends, at most `timeout_s`; at once when none is under way."""
+        with self._changed:
+            num_unfinished = len(self._unfinished())
+            self._changed.wait_for(lambda: len(self._unfinished()) < max(1, num_unfinished), timeout_s)
 
     def take_results(self) -> list[Result]:
         """What ended since the last call, in order."""
@@ -121,10 +129,6 @@ class BackgroundWriter:
             self._closed = True
             self._changed.notify_all()
         self._thread.join()
-
-    def _is_full(self) -> bool:
-        waiting = Counter(piece.run_id for piece in self._unfinished())
-        return any(num_pieces >= MAX_WAITING_PER_RUN for num_pieces in waiting.values())
 
     def _unfinished(self) -> list[Piece]:
         return [*([self._current] if self._current else []), *self._queue]

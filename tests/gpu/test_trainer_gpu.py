@@ -18,6 +18,7 @@ from torch import Tensor
 from prime_rl.configs.trainer import TrainerConfig
 from prime_rl.contract.files import read_text, wait_for
 from prime_rl.contract.layout import RunDir
+from tests.patience import PATIENCE_S
 from tests.trainer_support import (
     adapter,
     published,
@@ -36,7 +37,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device"),
 ]
 
-NUM_STEPS, TIMEOUT_S = 4, 240.0
+NUM_STEPS = 4
 RUNS: dict[str, dict[str, Any]] = {
     "run_adamw": {"model": {"lora": {"rank": 4}}, "optim": {"lr": 2e-3}},
     "run_sgd": {"model": {"lora": {"rank": 8}}, "optim": {"type": "sgd", "lr": 5e-2}, "loss": {"kl_coef": 0.5}},
@@ -65,9 +66,9 @@ def train_on_gpus(config: TrainerConfig, folder: Path, runs: list[RunDir], num_r
     """The real process, until all runs are done; prints how fast it was."""
     process = start_trainer(config, folder, num_ranks=num_ranks)
     try:
-        wait_for(lambda: done(runs) or process.poll() is not None, "the runs to finish", timeout_s=TIMEOUT_S)
+        wait_for(lambda: done(runs) or process.poll() is not None, "the runs to finish", timeout_s=PATIENCE_S)
         process.terminate()
-        assert process.wait(TIMEOUT_S) == 0 or num_ranks > 1, read_text(folder / "log")
+        assert process.wait(PATIENCE_S) == 0 or num_ranks > 1, read_text(folder / "log")
     finally:
         process.kill()
         process.wait()

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import signal
 import time
@@ -23,12 +22,13 @@ from prime_rl.contract.types import read_batch
 from prime_rl.orchestrator.envs import load_environment
 from prime_rl.orchestrator.sampler import ExampleSampler
 from prime_rl.utils.process import ProcessId
+from tests.budgets import KILL_ROUNDS as NUM_ROUNDS
+from tests.budgets import KILL_SEED as SEED
 from tests.system_support import PATIENCE_S, Workspace, read_metrics
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+# A round waits until its victims are up again.
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800 + 60 * NUM_ROUNDS)]
 
-NUM_ROUNDS = int(os.environ.get("PRL_KILL_ROUNDS", "30"))
-SEED = int(os.environ.get("PRL_KILL_SEED", "20261121"))
 # Updates of each of the three runs: enough that there is work until the last round.
 MAX_STEPS = 20 + 2 * NUM_ROUNDS
 # Rounds between which the system need not get on: what restarts is killed again, and its neighbours with it.

@@ -54,7 +54,7 @@ def waits_first(prl: Prl, run_id: str) -> bool:
 def kill(pid: int) -> None:
     identity = ProcessId.of(pid)
     os.kill(pid, signal.SIGKILL)
-    wait_for(lambda: not identity.is_running(), f"pid {pid} to be gone", timeout_s=10)
+    wait_for(lambda: not identity.is_running(), f"pid {pid} to be gone", timeout_s=PATIENCE_S)
 
 
 def test_three_runs_on_two_slots_then_down(prl: Prl) -> None:
@@ -133,6 +133,7 @@ def test_last_words_and_readmission(prl: Prl) -> None:
     assert "neither evicted nor failed" in prl("runs", "readmit", "run_a").stdout
 
 
+@pytest.mark.slow
 def test_delete_of_a_run_that_trains(prl: Prl) -> None:
     prl.up()
     (prl.output_dir / "pause_run_a").touch()

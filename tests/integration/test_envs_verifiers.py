@@ -31,6 +31,7 @@ from tests.orchestrator_support import (
     stand_in_trainer,
     until,
 )
+from tests.patience import PATIENCE_S
 
 TASKSETS = Path(__file__).parents[1] / "tasksets"
 
@@ -66,6 +67,7 @@ def turns_of(sample: TrainingSample) -> list[list[int]]:
     return [[token for _, token in group] for is_ours, group in itertools.groupby(marked, lambda m: m[0]) if is_ours]
 
 
+@pytest.mark.slow
 async def test_a_run_on_a_taskset_with_a_tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", f"{TASKSETS}{os.pathsep}{os.environ.get('PYTHONPATH', os.getcwd())}")
     monkeypatch.setenv("HOME", str(tmp_path))  # verifiers keeps the folders of its rollouts below it
@@ -93,7 +95,7 @@ async def test_a_run_on_a_taskset_with_a_tool(tmp_path: Path, monkeypatch: pytes
             return status is not None and "loading verifiers:word-box (takes some seconds)" in (status.waiting_on or "")
 
         await until(says_that_it_loads, "the status to say what takes so long")
-        assert await asyncio.wait_for(orchestrator, 120) == 0
+        assert await asyncio.wait_for(orchestrator, PATIENCE_S) == 0
         trainer.cancel()
 
     prompts = [body["prompt"] for path, body in fake.requests if path == "/v1/completions"]

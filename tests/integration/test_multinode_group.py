@@ -5,11 +5,8 @@ Training is killed here where the group goes on without the node; test_multinode
 
 from __future__ import annotations
 
-import math
-import os
 import signal
 import socket
-import statistics
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,15 +14,18 @@ import msgspec
 import pytest
 
 from prime_rl.contract.layout import list_steps
+from prime_rl.contract.types import read_batch
 from prime_rl.multinode.phases import Phase
 from prime_rl.multinode.split import Plan
-from tests.multinode_support import CONFIG, HEARTBEAT_S, PATIENCE_S, Nodes, check_same_adapter, interrupt
+from tests.budgets import ALL_PHASES
+from tests.learning import ascent_of_adapter
+from tests.multinode_support import CONFIG, HEARTBEAT_S, Nodes, check_same_adapter, interrupt
 
+pytestmark = pytest.mark.slow
 GROUPS = 32
 ROLLOUTS = 8
 UPDATES = 4
-EXAMPLES = 64
-ALL_PHASES = bool(os.environ.get("PRL_ALL_PHASES"))
+EXAMPLES = 12
 PHASES = list(Phase) if ALL_PHASES else [Phase.TRAIN_ROLLOUT]
 
 
@@ -48,9 +48,9 @@ def config(model: Path) -> str:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory, able_model: Path) -> Iterator[Nodes]:
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, base_model: Path) -> Iterator[Nodes]:
     """Two iterations, with evaluation."""
-    nodes = Nodes(tmp_path_factory.mktemp("group"), config(able_model), "--max-iterations 2 --eval-interval 1")
+    nodes = Nodes(tmp_path_factory.mktemp("group"), config(base_model), "--max-iterations 2 --eval-interval 1")
     try:
         nodes.start()
         assert nodes.wait() == {0: 0, 1: 0, 2: 0}, nodes.last_line(0)
@@ -59,7 +59,8 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory, able_model: Path) -> I
         nodes.kill_all()
 
 
-def test_two_iterations_make_each_task_once_and_train(undisturbed: Nodes) -> None:
+@pytest.mark.numeric
+def test_two_iterations_make_each_task_once_and_train(undisturbed: Nodes, base_model: Path) -> None:
     nodes = undisturbed
     nodes.check_nothing_is_left()
     run = nodes.output.run("run_multinode")
@@ -76,20 +77,14 @@ def test_two_iterations_make_each_task_once_and_train(undisturbed: Nodes) -> Non
         assert nodes.proof(iteration, "eval")["num_rollouts"] == EXAMPLES
     assert list_steps(run.broadcast, stable_only=True)[-1] == 2 * UPDATES
     assert 2 * UPDATES in list_steps(run.checkpoints, stable_only=True)
-    rise, noise = paired(nodes.rewards(1, "eval"), nodes.rewards(2, "eval"))
-    assert rise > 2 * noise, f"{rise:.3f} beside {noise:.3f}"
+    samples = [each for step in range(1, UPDATES + 1) for each in read_batch(run.rollout_file(step)).samples]
+    assert {sample.policy_version for sample in samples} == {0}
+    ascent_of_adapter(base_model, nodes.output.iteration(1).path / "adapter", samples[::4]).check()
 
 
-def paired(before: dict[str, float], after: dict[str, float]) -> tuple[float, float]:
-    """Mean difference of the same examples, and its standard error."""
-    differences = [after[task] - before[task] for task in before]
-    return statistics.mean(differences), statistics.stdev(differences) / math.sqrt(len(differences))
-
-
-@pytest.mark.timeout(PATIENCE_S * (5 if ALL_PHASES else 1))
-def test_kills_cost_no_task_and_change_nothing(tmp_path: Path, able_model: Path, undisturbed: Nodes) -> None:
+def test_kills_cost_no_task_and_change_nothing(tmp_path: Path, base_model: Path, undisturbed: Nodes) -> None:
     """Two nodes are enough here: what is made does not depend on how many there are."""
-    nodes = Nodes(tmp_path, config(able_model), "--max-iterations 1", num_nodes=2)
+    nodes = Nodes(tmp_path, config(base_model), "--max-iterations 1", num_nodes=2)
     try:
         for phase in PHASES:
             victim = (phase + 1) // 2 % 2
@@ -111,10 +106,10 @@ def test_kills_cost_no_task_and_change_nothing(tmp_path: Path, able_model: Path,
 
 
 @pytest.fixture(scope="module")
-def rollouts(tmp_path_factory: pytest.TempPathFactory, able_model: Path) -> Iterator[Nodes]:
+def rollouts(tmp_path_factory: pytest.TempPathFactory, base_model: Path) -> Iterator[Nodes]:
     """Rollouts alone and without end, elastic: node 2 is killed and started again at once, node 1 is interrupted."""
     flags = "--rl-phase rollout --rollout-split train-only --elastic"
-    nodes = Nodes(tmp_path_factory.mktemp("elastic"), config(able_model), flags)
+    nodes = Nodes(tmp_path_factory.mktemp("elastic"), config(base_model), flags)
     try:
         nodes.start(kill=(2, Phase.TRAIN_ROLLOUT))
         assert nodes.running[2].wait() == -signal.SIGKILL
@@ -144,6 +139,7 @@ def test_survivors_share_the_open_tasks_and_the_lost_node_comes_back(rollouts: N
     assert all("node 1 (" in rollouts.last_line(rank) and "left in" in rollouts.last_line(rank) for rank in (0, 2))
 
 
+@pytest.mark.numeric
 def test_an_update_of_those_rollouts_goes_on_with_the_ranks_that_are_left(rollouts: Nodes, undisturbed: Nodes) -> None:
     nodes = rollouts
     nodes.use("--rl-phase update --max-iterations 1 --elastic")

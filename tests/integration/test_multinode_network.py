@@ -1,6 +1,7 @@
 """Three nodes with a network each (namespaces, joined by a bridge): one is lost, and comes back. As root only.
 
-In each of the phases one is cut off or killed, in turn; with PRL_ALL_PHASES=1 both happen in each.
+In each of the phases (of three with the small budget) one is cut off or killed, in turn; with PRL_ALL_PHASES=1 both
+happen in each. How soon a loss is found is tested in simulated time.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ import os
 import shutil
 import signal
 import subprocess
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,11 +17,11 @@ import pytest
 
 from prime_rl.contract.files import wait_for
 from prime_rl.multinode.phases import Phase
+from tests.budgets import ALL_PHASES, IS_FULL
 from tests.multinode_support import CONFIG, HEARTBEAT_S, PATIENCE_S, Nodes, check_same_adapter
 
-# Detection, and the end of what was under way; on a machine that other tests keep busy.
-BOUND_S = 3 * HEARTBEAT_S + 5.0
-ALL_PHASES = bool(os.environ.get("PRL_ALL_PHASES"))
+pytestmark = pytest.mark.slow
+PHASES = list(Phase) if IS_FULL or ALL_PHASES else [Phase.TRAIN_ROLLOUT, Phase.EVAL_AGGREGATE, Phase.TRAIN]
 # Each node has its network for itself.
 RENDEZVOUS_PORT = 29400
 
@@ -99,30 +99,29 @@ def config(model: Path) -> str:
     )
 
 
-@pytest.mark.timeout(PATIENCE_S * 3)
 @pytest.mark.parametrize("first", ["cut", "killed"] if ALL_PHASES else ["cut"])
 def test_a_node_that_is_lost_is_named_in_time_and_the_same_commands_again_end_as_undisturbed(
-    tmp_path: Path, able_model: Path, networks: Networks, first: str
+    tmp_path: Path, base_model: Path, networks: Networks, first: str
 ) -> None:
     prefixes = {rank: ("ip", "netns", "exec", name) for rank, name in enumerate(networks.names)}
-    nodes = Nodes(tmp_path / "lost", config(able_model), "--max-iterations 1 --eval-interval 1", prefixes=prefixes)
+    nodes = Nodes(tmp_path / "lost", config(base_model), "--max-iterations 1 --eval-interval 1", prefixes=prefixes)
     try:
-        for phase in Phase:
+        for phase in PHASES:
             lose(nodes, networks, phase, "cut" if (phase % 2 == 0) == (first == "cut") else "killed")
         nodes.start()
         assert nodes.wait() == {0: 0, 1: 0, 2: 0}, nodes.last_line(0)
         nodes.check_nothing_is_left()
         assert sorted(nodes.proof(1, "train")["sources"]) == nodes.made(1), "each task once"
-        check_same_adapter(nodes, replay(nodes, tmp_path / "replayed", able_model))
+        check_same_adapter(nodes, replay(nodes, tmp_path / "replayed", base_model))
     finally:
         nodes.kill_all()
-        wait_for(lambda: not nodes.left(), "all nodes to end", timeout_s=30.0)
+        wait_for(lambda: not nodes.left(), "all nodes to end", timeout_s=PATIENCE_S)
 
 
 def lose(nodes: Nodes, networks: Networks, phase: Phase, how: str) -> None:
     """One node is lost in that phase; the others end in time and say who it was."""
     victim = phase % 3
-    nodes.start(kill=(victim, phase), hold=how == "cut")
+    nodes.start(kill=(victim, phase), hold="1" if how == "cut" else "")
     if how == "cut":
         nodes.wait_phase(victim, phase)
         status = nodes.status(victim)
@@ -130,18 +129,14 @@ def lose(nodes: Nodes, networks: Networks, phase: Phase, how: str) -> None:
         networks.plug(victim, False)
     else:
         assert nodes.running[victim].wait() == -signal.SIGKILL
-    lost_s = time.monotonic()
     codes = nodes.wait()
-    took_s = time.monotonic() - lost_s
     networks.plug(victim, True)
     assert codes == {rank: -9 if how == "killed" and rank == victim else 75 for rank in range(3)}, nodes.last_line(0)
-    assert took_s < BOUND_S, f"{how} in phase {phase}: took {took_s:.1f} s"
     for rank in {0, 1, 2} - ({victim} if how == "killed" else set()):
         said = nodes.last_line(rank)
         assert f"node {victim} (" in said and ("is cut off" if how == "cut" else "no heartbeat") in said, said
         assert f"phase {int(phase)} (" in said, said
     nodes.check_nothing_is_left()
-    print(f"{how} in phase {int(phase)} ({phase.label}): all ended after {took_s:.1f} s")
 
 
 def replay(nodes: Nodes, folder: Path, model: Path) -> Nodes:

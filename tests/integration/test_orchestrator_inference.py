@@ -29,10 +29,10 @@ from prime_rl.lora.adapter_state import peft_names, save_peft
 from prime_rl.orchestrator.orchestrator import run_to_the_end
 from prime_rl.orchestrator.tokenizer import ChatTokenizer
 from tests.orchestrator_support import FIRST_BYTE, IM_END, make_model, make_run, run_config, stand_in_trainer, until
+from tests.patience import PATIENCE_S
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
-START_S = 180.0
 HIDDEN, HEAD_DIM, NUM_HEADS = 32, 8, 4
 RANK = 4
 TEMPERATURE = 0.8
@@ -95,7 +95,7 @@ def server(workspace: Path, model: Path) -> Iterator[subprocess.Popen[bytes]]:
     finally:
         process.terminate()
         try:
-            process.wait(30)
+            process.wait(PATIENCE_S)
         finally:
             process.kill()
             process.wait()
@@ -157,7 +157,7 @@ def test_prompts_are_what_transformers_makes_of_them(model: Path) -> None:
 async def test_samples_come_from_the_version_that_they_name(model: Path, tmp_path: Path) -> None:
     workspace = tmp_path / "workspace"
     with server(workspace, model) as process:
-        wait_for(lambda: bool(serving(workspace, process)), "the server", timeout_s=START_S)
+        wait_for(lambda: bool(serving(workspace, process)), "the server", timeout_s=PATIENCE_S)
         run = make_run(workspace)
         config = run_config(
             model,
@@ -171,7 +171,7 @@ async def test_samples_come_from_the_version_that_they_name(model: Path, tmp_pat
             ckpt={"interval": 2},
         )
         async with trainer(run):
-            code = await asyncio.wait_for(run_to_the_end(config, run, lambda: False), START_S)
+            code = await asyncio.wait_for(run_to_the_end(config, run, lambda: False), PATIENCE_S)
         status = read_status(run.status, RunStatus)
         assert (code, status and status.state) == (0, "finished"), status
         served = [card["id"] for card in httpx.get(f"{serving(workspace, process)}/models").json()["data"]]
@@ -200,10 +200,10 @@ async def test_a_killed_server_that_comes_back_elsewhere_costs_no_step(model: Pa
     config = run_config(model, max_steps=6, max_async_level=0, sampling={"max_tokens": 12})
     with server(workspace, model) as first:
         running = asyncio.create_task(run_to_the_end(config, run, lambda: False))
-        await until(lambda: bool(serving(workspace, first)), "the server", START_S)
-        await until(lambda: list_rollout_steps(run) == [1], "the first batch", START_S)
+        await until(lambda: bool(serving(workspace, first)), "the server", PATIENCE_S)
+        await until(lambda: list_rollout_steps(run) == [1], "the first batch", PATIENCE_S)
         publish_random_adapter(run, 1)
-        await until(lambda: list_rollout_steps(run) == [1, 2], "a batch of version 1", START_S)
+        await until(lambda: list_rollout_steps(run) == [1, 2], "a batch of version 1", PATIENCE_S)
         first.kill()
         first.wait()
     publish_random_adapter(run, 2)
@@ -212,10 +212,10 @@ async def test_a_killed_server_that_comes_back_elsewhere_costs_no_step(model: Pa
         status = read_status(run.status, RunStatus)
         return status is not None and "inference" in (status.waiting_on or "")
 
-    await until(names_it, "the lost server to be named", START_S)
+    await until(names_it, "the lost server to be named", PATIENCE_S)
     with server(workspace, model) as second:
         async with trainer(run):
-            assert await asyncio.wait_for(running, START_S) == 0
+            assert await asyncio.wait_for(running, PATIENCE_S) == 0
         assert second.poll() is None
     assert list_rollout_steps(run) == [1, 2, 3, 4, 5, 6]
     assert [sample.policy_version for _, sample in samples(run, 6)] == [v for v in range(6) for _ in range(4)]

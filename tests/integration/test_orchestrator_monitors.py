@@ -18,6 +18,7 @@ import pytest
 from prime_rl.contract.files import append_line
 from prime_rl.contract.layout import RunDir
 from tests.orchestrator_support import publish, until
+from tests.patience import PATIENCE_S
 from tests.unit.test_orchestrator_run import Workspace, workspace  # noqa: F401
 
 MONITORS = {"wandb": {"mode": "offline", "project": "tests"}, "tensorboard": {}, "prometheus": {}}
@@ -93,7 +94,7 @@ async def test_all_monitors_get_every_line_and_end_with_the_orchestrator(
     publish(workspace.run, 2)
     await until(lambda: workspace.fake.adapters == {}, "the run to be over but for its monitors")
     write_line(workspace.run, 2)
-    assert await asyncio.wait_for(task, 30) == 0
+    assert await asyncio.wait_for(task, PATIENCE_S) == 0
     assert living(started_processes) == []
 
     history = wandb_history(workspace.run)
@@ -118,7 +119,7 @@ async def test_monitors_that_are_killed_take_their_children_along_and_cost_the_r
         for step in (1, 2):
             await workspace.until_waiting_on(f"policy version {step}")
             update(workspace.run, step)
-        assert await asyncio.wait_for(task, 30) == 0
+        assert await asyncio.wait_for(task, PATIENCE_S) == 0
     assert [line for line in caplog.messages if "monitors" in line] == [
         "the monitors' process ended (exit code -9): the run continues without them"
     ]

@@ -33,10 +33,10 @@ from tests.orchestrator_support import (
     until,
     write_toml,
 )
+from tests.patience import PATIENCE_S
 
 ROOT = Path(__file__).parents[2]
 MAX_RESIDENT_BYTES = 120e6
-START_S = 60.0
 
 
 @contextlib.asynccontextmanager
@@ -65,7 +65,7 @@ def prepared(tmp_path: Path, **over: Any) -> tuple[RunDir, FakeInference, dict[s
 
 
 async def first_batch(process: asyncio.subprocess.Process, run: RunDir) -> None:
-    await until(lambda: process.returncode is not None or list_rollout_steps(run) == [1], "the first batch", START_S)
+    await until(lambda: process.returncode is not None or list_rollout_steps(run) == [1], "the first batch", PATIENCE_S)
     assert process.returncode is None, f"the orchestrator ended with {process.returncode}"
 
 
@@ -90,7 +90,7 @@ async def test_a_whole_run_stays_below_its_memory_without_torch(tmp_path: Path) 
                     resident = max(resident, watched.memory_info().rss)
                     mapped = Path(f"/proc/{process.pid}/maps").read_text() or mapped
                 await asyncio.sleep(0.05)
-            code = await asyncio.wait_for(process.wait(), START_S)
+            code = await asyncio.wait_for(process.wait(), PATIENCE_S)
         trainer.cancel()
     assert (code, state(run)) == (0, "finished")
     assert 10e6 < resident < MAX_RESIDENT_BYTES
@@ -113,7 +113,7 @@ async def test_a_signal_stops_it_cleanly_in_any_wait(tmp_path: Path, signal_numb
         async with orchestrator(toml) as process:
             await first_batch(process, run)
             process.send_signal(signal_number)
-            assert await asyncio.wait_for(process.wait(), START_S) == 0
+            assert await asyncio.wait_for(process.wait(), PATIENCE_S) == 0
     assert state(run) == "stopped"
 
 
@@ -125,9 +125,9 @@ async def test_waiting_for_a_server_that_is_not_there_is_stopped_too(tmp_path: P
             status = read_status(run.status, RunStatus)
             return status is not None and "inference/status.json" in (status.waiting_on or "")
 
-        await until(names_it, "the missing server to be named", START_S)
+        await until(names_it, "the missing server to be named", PATIENCE_S)
         process.terminate()
-        assert await asyncio.wait_for(process.wait(), START_S) == 0
+        assert await asyncio.wait_for(process.wait(), PATIENCE_S) == 0
     assert state(run) == "stopped"
 
 
@@ -138,7 +138,7 @@ async def test_a_second_orchestrator_of_a_run_is_refused(tmp_path: Path) -> None
         async with orchestrator(toml) as first:
             await first_batch(first, run)
             async with orchestrator(toml) as second:
-                _, stderr = await asyncio.wait_for(second.communicate(), START_S)
+                _, stderr = await asyncio.wait_for(second.communicate(), PATIENCE_S)
             assert second.returncode == 1
             assert f"run_a has one already (pid {first.pid})" in stderr.decode()
     assert state(run) == "running"  # the first one's file was left alone
@@ -154,15 +154,15 @@ async def test_of_two_that_cannot_see_each_other_one_goes_on_and_one_ends(tmp_pa
             first.send_signal(signal.SIGSTOP)  # or its heartbeat would tell the second one of it
             run.status.unlink()
             async with orchestrator(toml, "--seed", "7") as second:
-                await until(lambda: "policy version 1" in waits_for(run, second.pid), "the second to wait", START_S)
+                await until(lambda: "policy version 1" in waits_for(run, second.pid), "the second to wait", PATIENCE_S)
                 first.send_signal(signal.SIGCONT)
                 publish(run, 1)
                 both = (first, second)
-                await until(lambda: any(one.returncode is not None for one in both), "one of them to end", START_S)
+                await until(lambda: any(one.returncode is not None for one in both), "one of them to end", PATIENCE_S)
                 trainer = asyncio.create_task(stand_in_trainer(run))
                 loser, winner = (first, second) if first.returncode is not None else (second, first)
                 written = run.rollout_file(2).read_bytes()
-                assert await asyncio.wait_for(winner.wait(), START_S) == 0
+                assert await asyncio.wait_for(winner.wait(), PATIENCE_S) == 0
                 assert loser.returncode == 1 and loser.stderr is not None
                 last = (await loser.stderr.read()).decode().splitlines()[-1]
                 trainer.cancel()

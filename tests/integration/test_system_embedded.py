@@ -15,9 +15,7 @@ from prime_rl.contract.status import DaemonStatus, InferenceStatus, TrainerStatu
 from tests.metrics_support import undocumented
 from tests.system_support import Workspace, read_metrics
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
-
-
+pytestmark = pytest.mark.slow
 CANARY = "sk-canary-that-nobody-may-see"
 
 
@@ -73,20 +71,6 @@ def test_three_runs_on_two_slots_one_evicted_one_deleted(
     assert workspace.processes() == []
     assert workspace.json("status")["daemons"] != []
     assert workspace.prl("down").returncode == 0, "down is idempotent"
-
-
-def test_a_config_that_is_mended_is_admitted(workspace: Workspace) -> None:
-    workspace.up()
-    good = workspace.write_run("a", max_steps=2).read_text()
-    run = workspace.run_dir("run_a")
-    run.control.mkdir(parents=True)
-    (run.control / "orch.toml").write_text(good.replace("batch_size = 16", "batch_size = 15"))
-    workspace.wait(run.config_error.exists, "the validation error of run_a")
-    assert "15" in run.config_error.read_text() and "multiple" in run.config_error.read_text()
-    assert workspace.state("run_a") == "invalid"
-    (run.control / "orch.toml").write_text(good)
-    workspace.wait(lambda: workspace.state("run_a") == "finished", "run_a to be admitted and to finish")
-    assert not run.config_error.exists()
 
 
 def test_nothing_survives_a_killed_supervisor_and_down(workspace: Workspace) -> None:

@@ -8,14 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from peft import PeftModel
-from transformers import AutoModelForCausalLM
 
 from prime_rl.contract.layout import RunDir, list_rollout_steps, list_steps, step_name
 from prime_rl.contract.types import TrainingSample, read_batch
+from tests.learning import load_policy, token_logprobs
 from tests.system_support import Workspace
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 NUM_STEPS = 4
 # Between logprobs of one policy on two paths, in float32. Another policy is further off in some sample, not in each.
 TOLERANCE = 2e-3
@@ -58,18 +57,7 @@ class Recorder:
                     shutil.copytree(run.broadcast_dir(step), target / step_name(step))
 
 
-def load_policy(base: Path, adapter: Path | None) -> torch.nn.Module:
-    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
-    return PeftModel.from_pretrained(model, adapter) if adapter else model
-
-
-def token_logprobs(model: torch.nn.Module, sample: TrainingSample) -> torch.Tensor:
-    ids_T = torch.tensor(sample.token_ids)
-    with torch.no_grad():
-        logits_TV = model(input_ids=ids_T[None]).logits[0].float() / sample.temperature
-    return logits_TV.log_softmax(-1)[:-1].gather(1, ids_T[1:, None])[:, 0]
-
-
+@torch.no_grad()
 def worst_difference(model: torch.nn.Module, sample: TrainingSample) -> float:
     mask_T = torch.tensor(sample.loss_mask)[1:]
     recorded_T = torch.tensor(sample.logprobs)[1:]

@@ -18,15 +18,15 @@ from prime_rl.trainer.publish import Publisher
 from prime_rl.trainer.runs import get_multi_run_manager
 from prime_rl.trainer.snapshot import RunSnapshot
 from tests.fork_runner import Runner
+from tests.isolation_support import TOLERANCE
+from tests.patience import PATIENCE_S
 from tests.trainer_support import (
-    TIMEOUT_S,
     adapter,
     published,
     put_batches,
     relative_difference,
     train_until,
     trainer_config,
-    write_model,
     write_run,
 )
 
@@ -38,11 +38,6 @@ CHANGES: dict[str, Any] = {
 }
 # Between the adapter files of the tiny model: 12 kB at rank 2, 70 kB at rank 16.
 MAX_FILE_BYTES = 40_000
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("model"))
 
 
 def put_run(workspace: Path, base: Path, run_id: str, num_batches: int = NUM_STEPS, **changes: Any) -> RunDir:
@@ -62,7 +57,7 @@ class SlowDisk:
         def publish(broadcast: FileSystemWeightBroadcast, snapshot: RunSnapshot) -> Path:
             if snapshot.progress.step == step:
                 self.has_begun.set()
-                assert self.is_free.wait(TIMEOUT_S)
+                assert self.is_free.wait(PATIENCE_S)
             return real(broadcast, snapshot)
 
         monkeypatch.setattr(FileSystemWeightBroadcast, "publish", publish)
@@ -86,6 +81,29 @@ def test_training_goes_on_while_the_disk_is_slow_and_the_status_says_what_is_on_
     train_until(trainer_config(tmp_path, model), done)
     assert told == [(1, 3)], "version 2 is being written, 3 waits, and none of them is told"
     assert run.trainer_metrics.read_text().count("\n") == NUM_STEPS
+
+
+def test_a_run_that_waits_for_the_disk_keeps_no_other_from_training(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two updates of run_a are on their way; run_b, whose first batch comes only then, trains."""
+    first, second = put_run(tmp_path, model, "run_a"), put_run(tmp_path, model, "run_b", num_batches=0)
+    disk = SlowDisk(monkeypatch, step=2)
+    seen: list[int] = []
+
+    def done() -> bool:
+        manager = get_multi_run_manager()
+        if manager.id_2_idx.keys() >= {"run_a", "run_b"}:
+            steps = {run_id: manager.progress[run_idx].step for run_id, run_idx in manager.id_2_idx.items()}
+            if steps["run_a"] == 3 and steps["run_b"] == 0 and not second.rollout_dir(1).exists():
+                put_batches(second, NUM_STEPS)
+            if steps["run_b"] and not seen:
+                seen.append(steps["run_a"])
+                disk.is_free.set()
+        return published(first) == published(second) == NUM_STEPS
+
+    train_until(trainer_config(tmp_path, model, max_concurrent_runs=2), done)
+    assert seen == [3], "run_a did not go on, run_b did"
 
 
 def test_a_slot_is_given_away_when_its_run_is_on_disk(
@@ -130,7 +148,7 @@ def test_a_last_version_that_cannot_be_written_evicts_instead_of_finishing(
         return real(broadcast, snapshot)
 
     monkeypatch.setattr(FileSystemWeightBroadcast, "publish", publish)
-    train_until(trainer_config(tmp_path, model), run.evicted.exists, timeout_s=30)
+    train_until(trainer_config(tmp_path, model), run.evicted.exists, timeout_s=PATIENCE_S)
     assert f"publishing version {NUM_STEPS} failed: {run.broadcast_dir(NUM_STEPS)}" in run.evicted.read_text()
 
 
@@ -165,7 +183,7 @@ def test_a_run_that_goes_away_while_it_is_written_stays_away(
     assert was_there
     if how == "replaced":
         assert not run.evicted.exists() and not list(run.path.rglob("*.tmp"))
-        assert relative_difference(adapter(run, NUM_STEPS), adapter(other, NUM_STEPS)) <= 1e-4
+        assert relative_difference(adapter(run, NUM_STEPS), adapter(other, NUM_STEPS)) <= TOLERANCE
         assert run.trainer_metrics.read_text().count("\n") == NUM_STEPS
     else:
         assert not run.path.exists()
@@ -268,4 +286,4 @@ def test_a_checkpoint_of_two_ranks_goes_on_with_one_and_with_four(lives: Runner,
     for num_ranks in (1, 4):
         workspace = shutil.copytree(two, tmp_path / f"on_{num_ranks}")
         assert list_steps(RunDir(workspace / "run_a").checkpoints, stable_only=True) == [2]
-        assert relative_difference(adapter(live(workspace, num_ranks, NUM_STEPS), NUM_STEPS), reference) <= 1e-5
+        assert relative_difference(adapter(live(workspace, num_ranks, NUM_STEPS), NUM_STEPS), reference) <= TOLERANCE

@@ -14,6 +14,7 @@ import pytest
 
 from prime_rl.contract.layout import RunDir
 from prime_rl.trainer.runs import get_multi_run_manager
+from tests.budgets import in_full
 from tests.isolation_support import (
     NUM_SAMPLES,
     NUM_STEPS,
@@ -54,7 +55,8 @@ def test_training_changes_the_adapters_and_every_step_matters(
         assert relative_difference(adapter(run, NUM_STEPS), alone[run.run_id]) > 10 * TOLERANCE
 
 
-@pytest.mark.parametrize("max_tokens", [24, 100, 256, 4096])
+@pytest.mark.numeric
+@pytest.mark.parametrize("max_tokens", [*in_full(24, 100), 256, 4096])
 def test_together_equals_alone_however_batches_are_split(
     alone: dict[str, Adapter], tiny: Path, tmp_path: Path, max_tokens: int
 ) -> None:
@@ -77,6 +79,8 @@ NEIGHBOURS = {
 }
 
 
+@pytest.mark.numeric
+@pytest.mark.slow
 def test_together_equals_alone_with_neighbours_of_every_kind(
     alone: dict[str, Adapter], tiny: Path, tmp_path: Path
 ) -> None:
@@ -143,7 +147,7 @@ def test_a_smaller_adapter_is_the_same_in_larger_slots(tiny: Path, tmp_path: Pat
     assert relative_difference(one, other) <= TOLERANCE
 
 
-@pytest.mark.parametrize("late", list(RUNS))
+@pytest.mark.parametrize("late", ["run_muon", *in_full("run_adamw", "run_sgd")])
 def test_a_neighbour_evicted_in_the_middle_of_its_batch_and_its_slot_used_again(
     alone: dict[str, Adapter], tiny: Path, tmp_path: Path, late: str
 ) -> None:

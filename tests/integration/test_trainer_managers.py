@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.managers_main import SIZES
+from tests.patience import PATIENCE_S
 
 pytestmark = pytest.mark.slow
 
@@ -21,7 +22,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("managers")
     command = [sys.executable, "-m", "tests.managers_main", str(folder)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     logs = "\n".join(f"{path}:\n{path.read_text()}" for path in sorted(folder.rglob("*.log")))
     assert result.returncode == 0, f"{result.stderr}\n{logs}"
     assert json.loads((folder / "codes.json").read_text()) == {"managers": [0] * max(SIZES), "idle": [0, 0]}, logs

@@ -99,6 +99,7 @@ def test_steps_checkpoints_and_versions_are_kept_as_each_run_asks(plain: Adapter
     assert relative_difference(adapter(unmoved, NUM_STEPS), plain) <= TOLERANCE
 
 
+@pytest.mark.slow
 def test_the_real_loop_shares_its_time_by_tokens(tiny: Path, tmp_path: Path) -> None:
     """A run whose batches are 20x larger and always there: between two of its updates each other run has its 20.
 

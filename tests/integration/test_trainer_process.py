@@ -14,6 +14,7 @@ import pytest
 from prime_rl.contract.files import read_text, wait_for
 from prime_rl.contract.layout import RunDir
 from prime_rl.contract.status import TrainerStatus, is_alive, read_status
+from tests.patience import PATIENCE_S
 from tests.trainer_support import (
     adapter,
     make_batch,
@@ -25,16 +26,8 @@ from tests.trainer_support import (
     train_until,
     trainer_config,
     write_config,
-    write_model,
     write_run,
 )
-
-TIMEOUT_S = 90.0
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture
@@ -46,7 +39,7 @@ def processes() -> Iterator[list[subprocess.Popen[bytes]]]:
         family = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
         for member in [*family, process]:
             member.kill()
-        process.wait(30)
+        process.wait(PATIENCE_S)
 
 
 def status_says(workspace: Path, check: Callable[[TrainerStatus], bool]) -> Callable[[], bool]:
@@ -66,7 +59,7 @@ def test_a_workspace_from_start_to_stop(model: Path, tmp_path: Path, processes: 
     processes.append(process)
 
     def wait(condition: Callable[[], bool], what: str) -> None:
-        wait_for(condition, f"{what}; log: {read_text(tmp_path / 'log')}", timeout_s=TIMEOUT_S)
+        wait_for(condition, f"{what}; log: {read_text(tmp_path / 'log')}", timeout_s=PATIENCE_S)
 
     wait(
         status_says(workspace, lambda s: s.waiting_on == f"a run: no run_* with control/orch.toml in {workspace}"),
@@ -75,6 +68,9 @@ def test_a_workspace_from_start_to_stop(model: Path, tmp_path: Path, processes: 
     status = read_status(workspace / "trainer" / "status.json", TrainerStatus)
     assert status is not None and is_alive(status, status.updated_at) and status.pid == process.pid
     assert (status.max_runs, status.max_rank, status.max_seq_len, status.model) == (1, 16, 64, str(model))
+    turns = status.loop
+    assert turns is not None
+    wait(status_says(workspace, lambda s: (s.loop or 0) > turns), "its loop to turn without any run")
 
     # A bad config is explained, a mended one is taken by its event: the rescan is far away.
     run = write_run(workspace, "run_a", model, optim={"lr": -1})
@@ -97,7 +93,7 @@ def test_a_workspace_from_start_to_stop(model: Path, tmp_path: Path, processes: 
     wait(lambda: published(other) == 2, "version 2 of run_b")
 
     process.terminate()
-    assert process.wait(30) == 0, read_text(tmp_path / "log")
+    assert process.wait(PATIENCE_S) == 0, read_text(tmp_path / "log")
     assert (other.checkpoint_dir(2) / "STABLE").exists(), "a stop saves what was done"
     assert status_says(workspace, lambda s: s.state == "stopped")()
 
@@ -127,17 +123,17 @@ def test_two_ranks_reach_what_one_reaches(
     train_until(trainer_config(one, model, **changes), lambda: done(one))
     process = start_trainer(trainer_config(two, model, **changes), tmp_path, num_ranks=2)
     processes.append(process)
-    wait_for(lambda: done(two) or process.poll() is not None, "both ranks to finish", timeout_s=TIMEOUT_S)
+    wait_for(lambda: done(two) or process.poll() is not None, "both ranks to finish", timeout_s=PATIENCE_S)
     assert process.poll() is None, read_text(tmp_path / "log")
     for run_id in lengths:
         difference = relative_difference(adapter(run_at(two, run_id), 3), adapter(run_at(one, run_id), 3))
         assert difference <= 1e-4, run_id
     late = write_run(two, "run_late", model, max_steps=1)
     put_batches(late, 1)
-    wait_for(lambda: published(late) == 1, "a run that comes after all others", timeout_s=TIMEOUT_S)
+    wait_for(lambda: published(late) == 1, "a run that comes after all others", timeout_s=PATIENCE_S)
     children = psutil.Process(process.pid).children(recursive=True)
     process.terminate()
-    process.wait(60)
+    process.wait(PATIENCE_S)
     log = read_text(tmp_path / "log") or ""
     assert "Traceback" not in log.split("stopped by SIGTERM")[0], log
     assert log.count("stopped by SIGTERM") == 2, log
@@ -162,7 +158,7 @@ def test_wrong_use_is_one_line_on_standard_error(
     command = [sys.executable, "-m", "prime_rl.trainer.train", "--output_dir", str(tmp_path / "workspace")]
     if "--model.name" not in arguments:
         command += ["--model.name", str(model)]
-    result = subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    result = subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     assert result.returncode == code, result.stderr
     assert text in result.stderr and result.stderr.count("\n") == 1 and not result.stdout
 
@@ -175,8 +171,8 @@ def test_a_stop_that_comes_at_once_is_not_lost(
     workspace = tmp_path / "workspace"
     process = start_trainer(trainer_config(workspace, model), tmp_path)
     processes.append(process)
-    wait_for((workspace / "trainer" / "status.json").exists, "the first status", timeout_s=TIMEOUT_S)
+    wait_for((workspace / "trainer" / "status.json").exists, "the first status", timeout_s=PATIENCE_S)
     process.terminate()
-    assert process.wait(60) == 0, read_text(tmp_path / "log")
+    assert process.wait(PATIENCE_S) == 0, read_text(tmp_path / "log")
     assert status_says(workspace, lambda s: s.state == "stopped")()
     shutil.rmtree(workspace)

@@ -13,9 +13,11 @@ import torch
 from safetensors.torch import load_file
 
 from prime_rl.contract.layout import RunDir
+from tests.patience import PATIENCE_S
 from tests.ranks_main import NUM_STEPS, RUNS, SHORT_TIMEOUT_S, TIGHT, put_run, put_whole_run, tight_config
 from tests.trainer_support import adapter, published, relative_difference, tiny_model, train_until, whole_config
 
+pytestmark = pytest.mark.slow
 TOLERANCE = 1e-4
 Adapters = dict[str, dict[str, torch.Tensor]]
 
@@ -26,7 +28,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("ranks")
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "tests.ranks_main", str(folder)]
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=False)
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     assert result.returncode == 0, f"{result.stderr}\n{logs(folder)}"
     return folder
 
@@ -63,7 +65,7 @@ def test_a_group_ends_as_it_should(folder: Path, size: int) -> None:
     assert "Warning" not in logs(folder)
 
 
-@pytest.mark.slow
+@pytest.mark.numeric
 @pytest.mark.parametrize("size", [2, 4])
 def test_many_ranks_reach_what_one_rank_and_one_run_reach(folder: Path, alone: Adapters, size: int) -> None:
     check(folder / f"together_{size}", alone, list(RUNS))
@@ -98,6 +100,7 @@ def grad_norms(run: RunDir) -> list[float]:
     return [json.loads(line)["grad_norm"] for line in run.trainer_metrics.read_text().splitlines()]
 
 
+@pytest.mark.numeric
 def test_the_whole_model_is_trained_by_many_ranks_as_by_one(folder: Path, tmp_path: Path) -> None:
     """Also when four or one go on with what two saved."""
     model = folder / "model"

@@ -33,6 +33,8 @@ from tests.trainer_support import (
     write_run,
 )
 
+pytestmark = pytest.mark.numeric
+
 NUM_STEPS, WARMUP, RANK, ALPHA, LR, DECAY, MAX_NORM, DELTA, SEED = 5, 2, 4, 16.0, 3e-3, 0.1, 0.7, 2.0, 11
 
 
@@ -154,7 +156,8 @@ def test_a_run_reaches_what_a_plain_training_loop_reaches(tmp_path: Path) -> Non
     published_model = PeftModel.from_pretrained(tiny_model(), run.broadcast_dir(NUM_STEPS))
     token_ids = torch.randint(0, VOCAB, (2, 10))
     ours, theirs, base = (m(input_ids=token_ids).logits for m in (published_model, plain_model, tiny_model()))
-    assert (ours - theirs).abs().max() < 1e-4 and (ours - base).abs().max() > 1e-2
+    assert (ours - base).abs().max() > 1e-2
+    assert (ours - theirs).norm() < 1e-3 * (ours - base).norm()
 
 
 @pytest.fixture(scope="module")

@@ -16,6 +16,7 @@ from prime_rl.configs.trainer import TrainerConfig
 from prime_rl.contract.files import wait_for
 from prime_rl.contract.layout import RunDir, list_rollout_steps, list_steps
 from prime_rl.contract.status import TrainerStatus, read_status
+from tests.patience import PATIENCE_S
 from tests.trainer_support import (
     adapter,
     make_batch,
@@ -26,7 +27,6 @@ from tests.trainer_support import (
     train_until,
     trainer_config,
     write_config,
-    write_model,
     write_run,
 )
 
@@ -38,11 +38,6 @@ CHANGES: dict[str, Any] = {
     "scheduler": {"type": "cosine", "warmup_steps": 2},
     "model": {"lora": {"rank": 4}},
 }
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")
@@ -99,6 +94,7 @@ def test_a_stop_between_checkpoints_loses_nothing(
     assert metrics_steps(run) == list(range(1, NUM_STEPS + 1))
 
 
+@pytest.mark.numeric
 def test_a_replay_from_the_last_checkpoint_reaches_the_same_bits(
     uninterrupted: dict[str, torch.Tensor], model: Path, tmp_path: Path
 ) -> None:
@@ -274,19 +270,19 @@ def test_a_killed_process_is_started_again_and_reaches_the_same_bits(
         run.rollout_file(step).rename(tmp_path / f"batch_{step}")
     process = start_trainer(config, tmp_path)
     try:
-        wait_for(until(run, 5), "version 5", timeout_s=90)
+        wait_for(until(run, 5), "version 5", timeout_s=PATIENCE_S)
         process.send_signal(signal.SIGKILL)
-        process.wait(30)
+        process.wait(PATIENCE_S)
         assert list_steps(run.checkpoints, stable_only=True) == [3]
         process = start_trainer(config, tmp_path)
         for step in range(6, NUM_STEPS + 1):
             (tmp_path / f"batch_{step}").rename(run.rollout_file(step))
-        wait_for(until(run, NUM_STEPS), f"version {NUM_STEPS}", timeout_s=90)
+        wait_for(until(run, NUM_STEPS), f"version {NUM_STEPS}", timeout_s=PATIENCE_S)
         assert same(adapter(run, NUM_STEPS), uninterrupted)
         process.terminate()
-        assert process.wait(30) == 0, (tmp_path / "log").read_text()
+        assert process.wait(PATIENCE_S) == 0, (tmp_path / "log").read_text()
         status = read_status(workspace / "trainer" / "status.json", TrainerStatus)
         assert status is not None and status.state == "stopped" and status.pid == process.pid
     finally:
         process.kill()
-        process.wait(30)
+        process.wait(PATIENCE_S)

@@ -21,6 +21,7 @@ from prime_rl.trainer.replay import ReplayError, Setting, find_recording, replay
 from prime_rl.trainer.replay import trainer_config as config_of_trainer
 from prime_rl.trainer.selfcheck import Progress, check
 from prime_rl.trainer.selfcheck import main as selfcheck
+from tests.patience import PATIENCE_S
 from tests.trainer_support import (
     adapter,
     published,
@@ -29,7 +30,6 @@ from tests.trainer_support import (
     solo_world,
     train_until,
     trainer_config,
-    write_model,
     write_run,
 )
 
@@ -38,11 +38,6 @@ RUNS: dict[str, dict[str, Any]] = {
     "run_a": {"model": {"lora": {"rank": 4}}, "scheduler": {"type": "cosine"}},
     "run_b": {"optim": {"type": "sgd", "lr": 1e-2}, "ckpt": {"interval": 2, "keep_last": 3}},
 }
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")
@@ -131,6 +126,7 @@ def test_a_replay_that_is_refused_says_why(config: TrainerConfig) -> None:
         replay(other, solo_world(), [recording], Setting(64, 1))
 
 
+@pytest.mark.numeric
 def test_a_replay_reaches_what_the_workspace_reached(config: TrainerConfig) -> None:
     recordings = [find_recording(run_of(config, run_id)) for run_id in RUNS]
     again = replay(config, solo_world(), recordings, Setting(config.max_tokens_per_micro_batch, 2))
@@ -147,7 +143,6 @@ def test_neighbours_that_leak_are_found(config: TrainerConfig, monkeypatch: pyte
         ("run_a", 4, True),
         ("run_b", 2, True),
     ]
-    assert max(verdict.difference for verdict in fine) < 1e-5
     real = linear.AdapterRouting.set_rows
 
     def leaking(self: linear.AdapterRouting, adapter_idxs: Any) -> None:
@@ -160,6 +155,7 @@ def test_neighbours_that_leak_are_found(config: TrainerConfig, monkeypatch: pyte
     assert not any(verdict.ok for verdict in check(config, solo_world(), recordings, 1e-4, Progress(0)))
 
 
+@pytest.mark.numeric
 @pytest.mark.slow
 def test_the_command_says_ok_or_failed_and_only_reads(config: TrainerConfig) -> None:
     workspace = config.output_dir
@@ -184,7 +180,7 @@ def test_the_command_in_words(config: TrainerConfig) -> None:
 def run_command(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "prime_rl.trainer.selfcheck", *arguments]
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, capture_output=True, text=True, timeout=90, check=False, env=environment)
+    return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False, env=environment)
 
 
 @pytest.mark.parametrize(

@@ -15,16 +15,12 @@ from tests.trainer_support import (
     put_batches,
     train_until,
     trainer_config,
-    write_model,
     write_run,
 )
 
+pytestmark = pytest.mark.numeric
+
 NUM_STEPS = 4
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("model"))
 
 
 def train_to(run: RunDir, model: Path, step: int) -> dict[str, torch.Tensor]:

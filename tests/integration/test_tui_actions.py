@@ -7,9 +7,10 @@ import json
 import subprocess
 import sys
 import threading
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+import time
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,8 @@ from textual.widgets import Button, Input, OptionList, Static
 
 from prime_rl.contract.layout import OutputDir, RunDir
 from prime_rl.contract.status import RunStatus, read_status
-from tests.tui_support import add_run, build_workspace, has_looked, orch_toml, roomy_disk, until
+from tests.patience import PATIENCE_S
+from tests.tui_support import add_run, build_workspace, opened_app, orch_toml, until
 from tui.acting import ActsOnRuns
 from tui.app import PrlApp
 from tui.dialogs.add import AddDialog
@@ -49,15 +51,8 @@ def configs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return work / "configs"
 
 
-@asynccontextmanager
-async def opened(path: Path) -> AsyncIterator[tuple[PrlApp, Pilot[None]]]:
-    """With the real clock, as the actions have it: the parts of the fixture count as gone, so nothing holds a run."""
-    app = PrlApp(path, read_disk=roomy_disk)
-    app.animation_level = "none"
-    async with app.run_test(size=(100, 30)) as pilot:
-        await until(pilot, lambda: has_looked(app), "a look")
-        await pilot.pause()
-        yield app, pilot
+# With the real clock, as the actions have it: the daemons of the fixture count as gone, so nothing holds a run.
+opened = partial(opened_app, clock=time.time)
 
 
 def entry_of(app: PrlApp) -> ActionEntry | None:
@@ -234,7 +229,7 @@ async def test_an_action_never_blocks_the_screen(workspace: OutputDir) -> None:
 
     def work(progress: Callable[[str], None]) -> str:
         progress("half way")
-        release.wait(20)
+        release.wait(PATIENCE_S)
         return "all done"
 
     async with opened(workspace.path) as (app, pilot):

@@ -11,8 +11,13 @@ from textual.pilot import Pilot
 from textual.widgets import Input
 
 from prime_rl.contract.layout import OutputDir
-from tests.tui_support import add_run, build_workspace, frozen_clock, has_looked, roomy_disk, screen_text, until
-from tui.app import PrlApp
+from tests.tui_support import (
+    add_run,
+    build_workspace,
+    opened_app,
+    screen_text,
+    until,
+)
 from tui.memory import Memory
 from tui.screens.command import CommandScreen
 from tui.screens.run import RunScreen
@@ -31,11 +36,7 @@ def workspace(tmp_path: Path) -> OutputDir:
 async def opened(
     path: Path, *, size: tuple[int, int] = (120, 30), memory: Path | None = None, read_only: bool = False
 ) -> AsyncIterator[tuple[RunsScreen, RunsTable, Pilot[None]]]:
-    app = PrlApp(path, clock=frozen_clock, read_disk=roomy_disk, memory_path=memory, read_only=read_only)
-    app.animation_level = "none"
-    async with app.run_test(size=size) as pilot:
-        await until(pilot, lambda: has_looked(app), "a look")
-        await pilot.pause()
+    async with opened_app(path, size=size, memory_path=memory, read_only=read_only) as (app, pilot):
         home = app.screen
         assert isinstance(home, RunsScreen)
         yield home, home.table, pilot

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -19,11 +19,9 @@ from prime_rl.contract.status import RunStatus, TrainerStatus, read_status
 from tests.tui_places_support import FakeProbe, busy, put_group
 from tests.tui_support import (
     NOW,
-    Ticker,
     add_run,
     build_workspace,
-    has_looked,
-    roomy_disk,
+    opened_app,
     screen_text,
     until,
     write_status,
@@ -35,21 +33,7 @@ RUN = "run_sort-rank16"
 PLACES = {"1": "run_done", "3": "DAEMON", "4": "iteration 12", "5": "WHAT"}
 
 
-@asynccontextmanager
-async def opened(
-    workspace: OutputDir, clock: Callable[[], float] | None = None
-) -> AsyncIterator[tuple[PrlApp, Pilot[None]]]:
-    app = PrlApp(
-        workspace.path,
-        clock=clock or Ticker(),
-        read_disk=roomy_disk,
-        make_probe=lambda path: FakeProbe(),
-        read_only=True,
-    )
-    app.animation_level = "none"
-    async with app.run_test(size=(160, 50)) as pilot:
-        await until(pilot, lambda: has_looked(app), "a look")
-        yield app, pilot
+opened = partial(opened_app, size=(160, 50), make_probe=lambda path: FakeProbe(), read_only=True)
 
 
 async def sees(app: PrlApp, pilot: Pilot[None], words: str) -> None:

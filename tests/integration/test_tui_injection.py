@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
 from textual.pilot import Pilot
 
-from prime_rl.contract.layout import OutputDir
 from prime_rl.contract.samples import Sample, SampleFile, SampleTurn
 from prime_rl.contract.status import DaemonStatus
 from tests.tui_support import (
     NOW,
     add_run,
     build_workspace,
-    frozen_clock,
-    has_looked,
+    opened_app,
     orch_toml,
-    roomy_disk,
     screen_text,
     until,
     write_status,
@@ -48,13 +44,7 @@ FORBIDDEN = {chr(code) for code in CONTROL} | set("\u202e\u2066\u200b\ufeff\u206
 SEEN = "zero<U+200B>width <U+FEFF +1> joined<U+200D> <U+E0041> tag x<U+FE0F>"
 
 
-@asynccontextmanager
-async def opened(workspace: OutputDir) -> AsyncIterator[tuple[PrlApp, Pilot[None]]]:
-    app = PrlApp(workspace.path, clock=frozen_clock, read_disk=roomy_disk)
-    app.animation_level = "none"
-    async with app.run_test(size=(200, 100)) as pilot:
-        await until(pilot, lambda: has_looked(app), "a look")
-        yield app, pilot
+opened = partial(opened_app, size=(200, 100))
 
 
 async def check(app: PrlApp, pilot: Pilot[None], *seen: str) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 
 import msgspec
@@ -19,10 +17,8 @@ from tests.tui_support import (
     Ticker,
     add_run,
     build_workspace,
-    frozen_clock,
-    has_looked,
+    opened_app,
     orch_toml,
-    roomy_disk,
     screen_text,
     until,
     write_status,
@@ -43,16 +39,7 @@ def workspace(tmp_path: Path) -> OutputDir:
     return build_workspace(tmp_path / "workspace")
 
 
-@asynccontextmanager
-async def opened(
-    path: Path, *, size: tuple[int, int] = SIZE, clock: Ticker | None = None, read_only: bool = False
-) -> AsyncIterator[tuple[PrlApp, Pilot[None]]]:
-    app = PrlApp(path, clock=clock or frozen_clock, read_only=read_only, read_disk=roomy_disk)
-    app.animation_level = "none"
-    async with app.run_test(size=size) as pilot:
-        await until(pilot, lambda: has_looked(app), "a look")
-        await pilot.pause()
-        yield app, pilot
+opened = opened_app
 
 
 def home(app: PrlApp) -> RunsScreen:

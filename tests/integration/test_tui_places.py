@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -20,8 +19,7 @@ from tests.tui_support import (
     Ticker,
     build_workspace,
     frozen_clock,
-    has_looked,
-    roomy_disk,
+    opened_app,
     screen_text,
     until,
     write_status,
@@ -45,22 +43,7 @@ def workspace(tmp_path: Path) -> OutputDir:
     return output
 
 
-@asynccontextmanager
-async def opened(
-    workspace: OutputDir, *keys: str, size: tuple[int, int] = (120, 40), monotonic: Ticker | None = None
-) -> AsyncIterator[tuple[PrlApp, Pilot[None]]]:
-    app = PrlApp(
-        workspace.path,
-        clock=frozen_clock,
-        read_disk=roomy_disk,
-        monotonic=monotonic or frozen_clock,
-        make_probe=lambda path: FakeProbe(),
-    )
-    app.animation_level = "none"
-    async with app.run_test(size=size) as pilot:
-        await until(pilot, lambda: has_looked(app), "a look")
-        await pilot.press(*keys)
-        yield app, pilot
+opened = partial(opened_app, size=(120, 40), monotonic=frozen_clock, make_probe=lambda path: FakeProbe())
 
 
 async def sees(app: PrlApp, pilot: Pilot[None], *words: str) -> None:

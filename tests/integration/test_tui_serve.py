@@ -26,10 +26,10 @@ from websockets.exceptions import InvalidStatus
 from websockets.sync.client import ClientConnection, connect
 
 from prime_rl.contract.files import wait_for
+from tests.patience import PATIENCE_S
 from tests.tui_support import build_workspace
 from tui.serve import child_command
 
-TIMEOUT_S = 40.0
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 SIZE = (1000, 640)
 FLAGS = (
@@ -53,12 +53,12 @@ def served(workspace: Path, log: Path, *arguments: str) -> Iterator[str]:
     with log.open("w") as out:
         server = subprocess.Popen(command, stdout=out, stderr=out, start_new_session=True, env=env)
     try:
-        wait_for(lambda: "press Ctrl-C to stop" in log.read_text(), "the server", timeout_s=TIMEOUT_S)
+        wait_for(lambda: "press Ctrl-C to stop" in log.read_text(), "the server", timeout_s=PATIENCE_S)
         found = re.search(r"http://\S+", log.read_text())
         assert found is not None
         yield found[0]
         server.send_signal(signal.SIGINT)
-        assert server.wait(timeout=TIMEOUT_S) == 0, log.read_text()
+        assert server.wait(timeout=PATIENCE_S) == 0, log.read_text()
     finally:
         server.kill()
         server.wait()
@@ -81,7 +81,7 @@ def test_it_acts_only_when_asked(tmp_path: Path) -> None:
 
 def status_of(url: str, **headers: str) -> int:
     try:
-        with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=TIMEOUT_S) as answer:
+        with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=PATIENCE_S) as answer:
             return int(answer.status)
     except urllib.error.HTTPError as error:
         return error.code
@@ -99,7 +99,7 @@ def test_only_its_own_pages_are_answered(tmp_path: Path) -> None:
         assert status_of(url, Origin="http://evil.example") == 403
         with pytest.raises(InvalidStatus):
             connect(f"ws://{authority}/ws", origin="http://evil.example")  # type: ignore[arg-type]
-        with urllib.request.urlopen(url, timeout=TIMEOUT_S) as answer:
+        with urllib.request.urlopen(url, timeout=PATIENCE_S) as answer:
             page = answer.read().decode()
         links = re.findall(r"(?:src|href)=\"(https?://[^\"]*)", page)
         assert f"{url}/static/css/xterm.css" in links
@@ -110,7 +110,7 @@ def test_a_port_that_is_taken_is_one_line(tmp_path: Path) -> None:
     with served(tmp_path, tmp_path.with_name("log")) as url:
         port = url.rpartition(":")[2]
         command = [sys.executable, "-m", "tui", "--serve", "--port", port, str(tmp_path)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.returncode == 1 and done.stderr.count("\n") == 1 and f"port {port}" in done.stderr
 
 
@@ -125,7 +125,7 @@ class Browser:
         number = next(self._ids)
         self._socket.send(json.dumps({"id": number, "method": method, "params": params}))
         while True:
-            answer = json.loads(self._socket.recv(timeout=TIMEOUT_S))
+            answer = json.loads(self._socket.recv(timeout=PATIENCE_S))
             if answer.get("id") == number:
                 assert "error" not in answer, answer
                 result: dict[str, Any] = answer["result"]
@@ -146,7 +146,7 @@ class Browser:
                 return False
             return str(value) == f"true {url}"
 
-        wait_for(has_drawn, "the first bytes of the app", timeout_s=TIMEOUT_S)
+        wait_for(has_drawn, "the first bytes of the app", timeout_s=PATIENCE_S)
 
     def picture(self) -> Image.Image:
         data = self.call("Page.captureScreenshot", format="png")["data"]
@@ -161,7 +161,7 @@ class Browser:
             colours = found[-1].getcolors(maxcolors=1 << 20) or []
             return len(colours) > 50 and found[-1].tobytes() == found[-2].tobytes()
 
-        wait_for(is_still, what, timeout_s=TIMEOUT_S)
+        wait_for(is_still, what, timeout_s=PATIENCE_S)
         return found[-1]
 
     def click(self, x: int, y: int) -> None:
@@ -177,9 +177,9 @@ def browser(profile: Path) -> Iterator[Browser]:
         chromium = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
     port_file = profile / "DevToolsActivePort"
     try:
-        wait_for(lambda: port_file.exists() and "\n" in port_file.read_text(), "Chromium", timeout_s=TIMEOUT_S)
+        wait_for(lambda: port_file.exists() and "\n" in port_file.read_text(), "Chromium", timeout_s=PATIENCE_S)
         port = port_file.read_text().split("\n")[0]
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/json/list", timeout=TIMEOUT_S) as answer:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/json/list", timeout=PATIENCE_S) as answer:
             page = next(each for each in json.load(answer) if each["type"] == "page")
         with connect(page["webSocketDebuggerUrl"], max_size=None) as socket:
             yield Browser(socket)
@@ -199,7 +199,7 @@ def test_in_a_browser_a_click_chooses_a_run(tmp_path: Path) -> None:
         # Three lines further down: some 20 pixels each.
         page.click(SIZE[0] // 3, row + 60)
         wait_for(
-            lambda: (_cursor_row(page.picture()) or 0) > row + 40, "the cursor on the clicked run", timeout_s=TIMEOUT_S
+            lambda: (_cursor_row(page.picture()) or 0) > row + 40, "the cursor on the clicked run", timeout_s=PATIENCE_S
         )
         assert page.still_picture("the chosen run").tobytes() != before.tobytes()
 

@@ -17,8 +17,8 @@ import psutil
 import pytest
 
 from prime_rl.contract.files import wait_for
+from tests.patience import PATIENCE_S
 
-TIMEOUT_S = 60.0
 # As `prl demo` shows a workspace; the code says whether a person has ended it with Ctrl-C.
 AS_A_CHILD = """\
 import sys, time
@@ -53,7 +53,7 @@ class Shown:
         os.write(self._ours, key)
 
     def wait(self) -> int:
-        return self.child.wait(timeout=TIMEOUT_S)
+        return self.child.wait(timeout=PATIENCE_S)
 
     def close(self) -> None:
         with contextlib.suppress(ProcessLookupError):
@@ -78,7 +78,7 @@ def shown(*command: str) -> Iterator[Shown]:
     """Once its foot is drawn."""
     program = Shown([sys.executable, *command])
     try:
-        wait_for(lambda: b"Quit" in program.output, "the footer to be drawn", timeout_s=TIMEOUT_S)
+        wait_for(lambda: b"Quit" in program.output, "the footer to be drawn", timeout_s=PATIENCE_S)
         yield program
     finally:
         program.close()

@@ -49,7 +49,9 @@ class Terminal:
             return (re.search(pattern, seen) is None) is absent
 
         try:
-            wait_for(there, f"{pattern!r} {'to leave' if absent else 'on'} the screen", timeout_s=90.0, poll_s=0.1)
+            wait_for(
+                there, f"{pattern!r} {'to leave' if absent else 'on'} the screen", timeout_s=PATIENCE_S, poll_s=0.1
+            )
         except TimeoutError as error:
             raise AssertionError(f"{error}\n{seen}") from error
         return seen
@@ -61,7 +63,7 @@ class Terminal:
         self._run("kill-server", check=False)
 
     def _run(self, *words: str, check: bool = True) -> str:
-        done = subprocess.run(["tmux", "-L", self._socket, *words], capture_output=True, text=True, timeout=30)
+        done = subprocess.run(["tmux", "-L", self._socket, *words], capture_output=True, text=True, timeout=PATIENCE_S)
         assert not check or done.returncode == 0, done.stderr
         return done.stdout + ("" if check else done.stderr)
 
@@ -83,6 +85,7 @@ def terminal(tmp_path: Path, workspace: Workspace) -> Iterator[Terminal]:
     opened.close()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("tmux") is None, reason="tmux is not installed")
 def test_a_whole_day_at_the_console(terminal: Terminal, workspace: Workspace) -> None:
     terminal.wait("no runs here yet")

@@ -116,7 +116,7 @@ def test_bad_toml_is_named_with_its_line(tmp_path: Path, text: str, line: int) -
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be read"):
         load_run_config(tmp_path / "none.toml")
-    with pytest.raises(ConfigError, match="is a folder"):
+    with pytest.raises(ConfigError, match="is a folder: it must be a file of its own"):
         load_run_config(tmp_path)
     (tmp_path / "b.toml").write_bytes(b"\xff\xfe")
     with pytest.raises(ConfigParseError, match="not UTF-8"):

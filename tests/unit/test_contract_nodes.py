@@ -16,7 +16,9 @@ from prime_rl.contract.nodes import (
     BeatWatch,
     NodeHealth,
     Sighting,
+    Stall,
     node_health,
+    stall,
     waited_for,
 )
 from prime_rl.contract.status import NodeStatus, PhaseTime, read_status
@@ -24,10 +26,12 @@ from prime_rl.contract.status import NodeStatus, PhaseTime, read_status
 BEAT_S = 1.0
 SUSPECT_S = LIMITS.suspect_after_beats * BEAT_S
 DEAD_S = SUSPECT_S + LIMITS.dead_grace_s
+LOOP_TIMEOUT_S = 60.0
+STALLED_LOOP_S = LIMITS.loop_stalled_share * LOOP_TIMEOUT_S
 
 
 def node(rank: int = 0, **fields: object) -> NodeStatus:
-    base = {"num_nodes": 3, "heartbeat_s": BEAT_S, "state": "working", "progress": 0}
+    base = {"num_nodes": 3, "heartbeat_s": BEAT_S, "loop_timeout_s": LOOP_TIMEOUT_S, "state": "working", "progress": 0}
     return NodeStatus(rank=rank, **(base | fields))  # type: ignore[arg-type]
 
 
@@ -44,6 +48,11 @@ def node(rank: int = 0, **fields: object) -> NodeStatus:
         ({}, 0.5, LIMITS.stalled_after_s + 1, True, False, NodeHealth.STALLED),
         ({"arrived": True, "state": "waiting"}, 0.5, LIMITS.stalled_after_s + 1, True, False, NodeHealth.ALIVE),
         ({"progress": None}, 0.5, LIMITS.stalled_after_s + 1, True, False, NodeHealth.ALIVE),
+        ({"loop_still_s": STALLED_LOOP_S - 1}, 0.5, 0.5, True, False, NodeHealth.ALIVE),
+        ({"loop_still_s": STALLED_LOOP_S + 1}, 0.5, 0.5, True, False, NodeHealth.STALLED),
+        ({"loop_still_s": STALLED_LOOP_S + 1, "arrived": True}, 0.5, 0.5, True, False, NodeHealth.STALLED),
+        ({"loop_still_s": STALLED_LOOP_S + 1}, 0.5, 0.5, False, False, NodeHealth.UNPROVEN),
+        ({"loop_still_s": STALLED_LOOP_S + 1}, DEAD_S + 0.1, 0.5, True, False, NodeHealth.DEAD),
         ({"state": "stopped"}, 1e6, 1e6, True, True, NodeHealth.LEFT),
         ({"state": "failed"}, 1e6, 1e6, True, True, NodeHealth.LEFT),
         ({"state": "done"}, 1e6, 1e6, True, True, NodeHealth.DONE),
@@ -53,6 +62,14 @@ def test_health(
     fields: dict[str, object], silent_s: float, still_s: float, moved: bool, gone: bool, expected: NodeHealth
 ) -> None:
     assert node_health(Sighting(node(**fields), silent_s, still_s, moved, gone)) is expected
+
+
+def test_what_stands_still_and_for_how_long() -> None:
+    """The loop by the node's own clock and the silence since; the work by the reader's."""
+    assert stall(Sighting(node(loop_still_s=41.0), 0.5, 900.0, True)) == Stall("its loop", 41.5)
+    assert stall(Sighting(node(), 0.5, 900.0, True)) == Stall("its work", 900.0)
+    assert stall(Sighting(node(), 0.5, 0.5, True)) is None
+    assert stall(Sighting(node(loop_still_s=41.0), DEAD_S + 1, 900.0, True)) is None, "it is dead"
 
 
 @given(skew_s=st.floats(-1e9, 1e9), beats=st.lists(st.floats(0.1, 2.9), min_size=2, max_size=20))

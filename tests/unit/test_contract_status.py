@@ -21,6 +21,7 @@ from prime_rl.contract.status import (
     run_state,
 )
 from prime_rl.utils.process import ProcessId
+from tests.patience import PATIENCE_S
 
 
 def facts(**changes: object) -> RunFacts:
@@ -117,7 +118,7 @@ def test_alive_needs_a_fresh_file_and_that_very_process(tmp_path: Path) -> None:
 def test_a_zombie_is_not_alive() -> None:
     child = subprocess.Popen([sys.executable, "-c", ""])
     process = ProcessId.of(child.pid)
-    wait_for(lambda: not process.is_running(), "the child to end", timeout_s=30)
+    wait_for(lambda: not process.is_running(), "the child to end", timeout_s=PATIENCE_S)
     assert child.poll() is not None or child.wait() == 0
 
 

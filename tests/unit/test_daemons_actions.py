@@ -335,7 +335,7 @@ def test_a_done_action_that_cannot_be_noted_says_both(workspace: Path, source: P
     run_id = actions.add_run(workspace, source)
     OutputDir(workspace).audit.unlink()
     OutputDir(workspace).audit.mkdir()
-    with pytest.raises(ActionError, match=f"evict {run_id} succeeded, but could not be recorded in .*Is a directory"):
+    with pytest.raises(ActionError, match=f"evict {run_id} succeeded, but could not be recorded in .*is a folder: it"):
         actions.evict_run(workspace, run_id, "x")
     assert state(workspace, run_id) == ("evicted", "x")
 

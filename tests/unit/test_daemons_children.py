@@ -16,6 +16,7 @@ from daemons.children import AdoptedChild
 from daemons.process import gpu_processes, wait_for_gpus
 from prime_rl.contract.files import wait_for
 from prime_rl.utils.process import ProcessId, boot_id
+from tests.patience import PATIENCE_S
 
 # As the first process of a container: it gets a child that it did not start as a daemon, and one that is a daemon.
 FIRST_PROCESS = """
@@ -46,7 +47,7 @@ def test_an_adopted_daemon_lives_until_it_dies_whoever_reaps_it(sleeper: subproc
     adopted = AdoptedChild(ProcessId.of(sleeper.pid))
     assert adopted.lives() and adopted.exit_code is None
     os.kill(sleeper.pid, signal.SIGKILL)
-    wait_for(lambda: not adopted.lives(), "the end to be seen before it is reaped", timeout_s=30)
+    wait_for(lambda: not adopted.lives(), "the end to be seen before it is reaped", timeout_s=PATIENCE_S)
     sleeper.wait()
     assert not adopted.lives() and adopted.exit_code is None
     adopted.close()
@@ -58,7 +59,7 @@ def test_a_stranger_with_the_pid_of_an_adopted_daemon_is_not_that_daemon(sleeper
 
 
 def test_inherited_orphans_are_reaped_and_daemons_are_noticed() -> None:
-    done = subprocess.run([sys.executable, "-c", FIRST_PROCESS], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", FIRST_PROCESS], capture_output=True, text=True, timeout=PATIENCE_S)
     assert (done.returncode, done.stderr) == (0, "")
 
 

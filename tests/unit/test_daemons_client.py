@@ -133,7 +133,6 @@ def _nest(path: Path) -> None:
     path.write_text("[" * 100_000)
 
 
-@pytest.mark.timeout(30)
 @pytest.mark.parametrize("damage", [_truncate, _fill, _become_fifo, _become_folder, _nest, os.unlink])
 def test_a_damaged_file_costs_its_own_facts_only(tmp_path: Path, damage: Callable[[Path], None]) -> None:
     good = make_run(tmp_path, "run_good")

@@ -32,6 +32,7 @@ from prime_rl.contract.status import (
 from prime_rl.utils.process import ProcessId, boot_id
 from prime_rl.utils.signals import StopFlag
 from tests.daemons_support import step_clock
+from tests.patience import PATIENCE_S
 
 # Each of these ends a daemon at once when an hour seems to have passed.
 LIMITS = {
@@ -148,4 +149,4 @@ def test_a_daemon_that_falls_silent_is_still_noticed(workspace: Workspace, monke
     let_pass(monkeypatch, 61.0)
     supervisor.tick()
     trainer = workspace.processes["trainer"]
-    wait_for(lambda: not trainer.is_running(), "the silent trainer to be ended", timeout_s=30)
+    wait_for(lambda: not trainer.is_running(), "the silent trainer to be ended", timeout_s=PATIENCE_S)

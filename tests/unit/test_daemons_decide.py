@@ -7,7 +7,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from daemons.daemon import Action, Daemon, Do, Seen, Snapshot, State
-from daemons.decide import MAX_CRASHES_KEPT, decide
+from daemons.decide import LOADS_WITHIN_S, MAX_CRASHES_KEPT, decide
+from daemons.process import KILL_WAIT_S
 from daemons.specs import DaemonSpec, RunNow, wants_orchestrator
 from prime_rl.configs.system import SupervisorConfig
 from prime_rl.contract.status import LOST_AFTER_S, RunStatus
@@ -242,6 +243,80 @@ def test_a_frozen_daemon_is_ended_where_that_is_configured_whatever_it_said_last
     assert history.see(frozen, after_s=59, config=config) == [Do.NOTE]
     assert history.daemon.state is State.STALLED
     assert history.see(replace(frozen, heartbeat_age_s=60.0), after_s=1, config=config) == [Do.TERM]
+
+
+def test_a_daemon_whose_loop_hangs_is_stalled_since_its_last_turn_and_ended_only_where_that_is_configured() -> None:
+    history = running()
+    hangs = replace(READY, loop_still_s=700.0, waiting_on="rollouts of run_a")
+    assert history.see(hangs, after_s=700.0) == [Do.NOTE]
+    assert (history.daemon.state, history.daemon.stalled_since) == (State.STALLED, history.now - 700.0)
+    assert history.daemon.reason == "its main loop has not turned since 1970-01-01 00:16:40 UTC"
+    assert history.see(replace(hangs, loop_still_s=100_000.0), after_s=99_300.0) == []
+    history.see(READY)
+    assert (history.daemon.state, history.daemon.reason) == (State.RUNNING, None)
+    history = running()
+    assert history.see(replace(hangs, loop_still_s=59.0), config=stalling(restart=True)) == [Do.NOTE]
+    assert history.see(replace(hangs, loop_still_s=60.0), config=stalling(restart=True)) == [Do.TERM]
+    assert history.daemon.stalled_since is not None, "while it is being ended it is no running daemon"
+
+
+def test_what_survives_sigkill_is_told_and_not_killed_at_every_look() -> None:
+    history = running()
+    history.see(READY, asked=True)
+    assert history.see(READY, after_s=CONFIG.drain_s) == [Do.KILL]
+    killed_at = history.now
+    assert history.see(READY, after_s=0.25) == [], "the next look only looks"
+    assert history.see(READY, after_s=KILL_WAIT_S - 0.25) == [Do.NOTE]
+    assert history.daemon.reason == "process 1 cannot be ended: it hangs in the kernel, SIGKILL was sent"
+    assert (history.daemon.state, history.daemon.stalled_since) == (State.STOPPING, killed_at)
+    assert history.see(READY, after_s=1000.0) == []
+    assert history.see(Seen(exit_code=-9)) == [Do.CLEAN]
+    assert history.see() == [Do.START]
+
+
+def test_nothing_is_started_beside_what_is_left_of_its_last_start() -> None:
+    history = running()
+    assert history.crash(after_s=100) == [Do.CLEAN]
+    left = Seen(exit_code=1, left=frozenset({12, 7}))
+    assert history.see(left, after_s=0.25) == [Do.NOTE]
+    assert history.daemon.waiting_on == "processes 7, 12 of its last start to end"
+    assert history.see(left, after_s=KILL_WAIT_S) == [Do.NOTE]
+    assert (history.daemon.waiting_on or "").endswith(" (it hangs in the kernel, SIGKILL was sent)")
+    assert history.see(left, asked=True) == [Do.NOTE], "not for a person either"
+    assert history.see(Seen(exit_code=1)) == [Do.START], "and then as was asked for"
+    assert (history.daemon.waiting_on, history.daemon.killed_at) == (None, None)
+
+
+def test_a_person_who_asks_for_what_has_failed_is_remembered_while_something_of_it_is_left() -> None:
+    history = History()
+    history.see()
+    history.crash(after_s=1, exit_code=2)
+    left = Seen(left=frozenset({7}))
+    assert history.see(left) == [Do.NOTE]
+    assert history.see(left, asked=True) == [Do.NOTE]
+    assert history.see() == [Do.START]
+
+
+def test_a_daemon_that_is_left_alone_forgets_what_was_left_of_it() -> None:
+    history = History()
+    history.see()
+    history.crash(after_s=1, exit_code=2)
+    history.see(Seen(left=frozenset({7})))
+    assert history.see(Seen()) == [Do.NOTE]
+    assert (history.daemon.state, history.daemon.waiting_on) == (State.FAILED, None)
+
+
+def test_orchestrators_that_hang_in_their_start_do_not_keep_others_from_theirs() -> None:
+    specs = {f"run_{n}": DaemonSpec(f"run_{n}", ("o",), Path("o.log"), f"run_{n}") for n in range(3)}
+    config = CONFIG.replace(max_starting=1, start_timeout_s=10_000)
+    daemons: dict[str, Daemon] = {}
+    started = []
+    for now in (1000.0, 1000.0 + LOADS_WITHIN_S - 1.0, 1000.0 + LOADS_WITHIN_S, 1000.0 + 2 * LOADS_WITHIN_S):
+        seen = dict.fromkeys(daemons, Seen(lives=True))
+        actions = decide(Snapshot(specs, daemons, seen, frozenset(), config), now)
+        daemons |= {action.daemon.spec.name: action.daemon for action in actions}
+        started.append(sum(action.do is Do.START for action in actions))
+    assert started == [1, 0, 1, 1]
 
 
 def test_only_so_many_orchestrators_start_at_one_time() -> None:

@@ -58,10 +58,11 @@ class World:
             if before is not None and before.state is State.BACKOFF:
                 assert event.asked or self.now >= before.retry_at
             assert event.wanted
+            assert before is None or not event.seen.left, "never beside what is left of the last start"
         if do in (Do.TERM, Do.KILL):
             assert self.lives and before is not None
         if do is Do.KILL:
-            assert before is not None and before.state is State.STOPPING
+            assert before is not None and before.state is State.STOPPING and before.killed_at is None
             assert self.now - before.stop_at >= min(self.config.grace_s, self.config.drain_s)
         if do is Do.TERM and not event.asked and not event.seen.evicted and not event.seen.gone:
             assert before is not None
@@ -105,6 +106,8 @@ SEEN = st.builds(
     waiting_on=st.sampled_from([None, "rollouts of run_a"]),
     heartbeat_age_s=st.sampled_from([None, 0.0, LOST_AFTER_S + 1, 5000.0]),
     still_s=st.sampled_from([None, 0.0, 5000.0]),
+    loop_still_s=st.sampled_from([None, None, 20.0, 5000.0]),
+    left=st.sampled_from([frozenset[int]()] * 4 + [frozenset({7})]),
     last_word=st.sampled_from([None, None, None, "finished", "evicted", "failed"]),
     evicted=st.sampled_from([False, False, False, True]),
     gone=st.sampled_from([False] * 9 + [True]),

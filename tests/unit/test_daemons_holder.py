@@ -17,7 +17,8 @@ import pytest
 from daemons import leftovers
 from daemons.launch import LaunchError, down, prepare
 from daemons.pidfile import SupervisorInfo, SupervisorLock, find_rival, read_info
-from daemons.specs import service_specs, write_component_configs
+from daemons.specs import save_topology, saved_topology, service_specs, settle_topology, write_component_configs
+from daemons.torchrun import command
 from prime_rl.configs.system import SupervisorConfig, SystemConfig
 from prime_rl.contract.files import write_atomic
 from prime_rl.contract.layout import OutputDir
@@ -106,6 +107,62 @@ def test_a_daemon_is_adopted_with_its_history_unless_its_config_or_command_chang
     assert daemons["trainer"].process == stranger
     assert [crash.exit_code for crash in daemons["trainer"].crashes] == [-9]
     assert (daemons["trainer"].num_restarts, pasts["trainer"].log_tail) == (1, ["last words"])
+
+
+def test_a_daemon_that_moves_to_other_devices_or_has_another_program_is_not_kept(
+    output: OutputDir, stranger: ProcessId
+) -> None:
+    system = SystemConfig()
+    write_component_configs(system, output)
+    record(output, "trainer", stranger)
+    assert leftovers.adoptable(output, system, {}, {"inference"}) == {"trainer"}
+    assert leftovers.adoptable(output, system, {}, {"trainer"}) == set()
+    assert leftovers.adoptable(output, system, {"PRL_MODULES": "trainer=another"}) == set()
+
+
+@pytest.mark.parametrize(
+    ("saved", "shell", "holds", "moved", "said"),
+    [
+        (None, {"PRL_MODULES": "x", "HOME": "/h"}, {"PRL_MODULES": "x"}, set(), []),
+        ({"PRL_MODULES": "x"}, {"PRL_MODULES": "x"}, {"PRL_MODULES": "x"}, set(), []),
+        (
+            {"PRL_TORCHRUN": "n 2"},
+            {},
+            {"PRL_TORCHRUN": "n 2"},
+            set(),
+            ["PRL_TORCHRUN: 'n 2' (saved by an earlier prl up; set it to change it)"],
+        ),
+        ({"PRL_MODULES": "y"}, {"PRL_MODULES": "x"}, {"PRL_MODULES": "x"}, set(), ["PRL_MODULES: 'x' (was 'y')"]),
+        (
+            {},
+            {"PRL_TRAINER_GPUS": "0"},
+            {"PRL_TRAINER_GPUS": "0"},
+            {"trainer"},
+            ["PRL_TRAINER_GPUS: '0' (was not set)"],
+        ),
+        (
+            {"CUDA_VISIBLE_DEVICES": "0,1"},
+            {"CUDA_VISIBLE_DEVICES": ""},
+            {"CUDA_VISIBLE_DEVICES": ""},
+            {"trainer", "inference"},
+            ["CUDA_VISIBLE_DEVICES: '' (was '0,1')"],
+        ),
+    ],
+)
+def test_a_variable_that_is_set_wins_over_the_saved_one_and_that_is_told(
+    saved: dict[str, str] | None, shell: dict[str, str], holds: dict[str, str], moved: set[str], said: list[str]
+) -> None:
+    lines: list[str] = []
+    assert settle_topology(saved, shell, lines.append) == (holds, moved)
+    assert lines == said
+
+
+def test_what_is_saved_is_read_again(output: OutputDir) -> None:
+    assert saved_topology(output) is None
+    output.component_config("x").parent.mkdir()
+    save_topology(output, {"PRL_TORCHRUN": "--standalone --nproc-per-node 2", "PRL_MODULES": ""})
+    assert saved_topology(output) == {"PRL_TORCHRUN": "--standalone --nproc-per-node 2", "PRL_MODULES": ""}
+    assert command([], {"PRL_TORCHRUN": ""}) == command([], {}), "emptied is as if it had never been set"
 
 
 def test_a_workspace_whose_supervisor_on_another_machine_beats_is_refused(output: OutputDir) -> None:

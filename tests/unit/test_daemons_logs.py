@@ -12,6 +12,7 @@ from daemons.relay import LogRelay
 from daemons.rotation import old_log, rotate
 from prime_rl.contract.files import wait_for
 from prime_rl.utils.tail import FileTail
+from tests.patience import PATIENCE_S
 
 WRITER = """
 import sys, time
@@ -108,10 +109,10 @@ def test_a_flag_that_is_set_wakes_all_who_wait() -> None:
 
     stop = StopFlag()
     woken: list[bool] = []
-    threads = [threading.Thread(target=lambda: woken.append(stop.wait(60))) for _ in range(3)]
+    threads = [threading.Thread(target=lambda: woken.append(stop.wait(PATIENCE_S))) for _ in range(3)]
     for thread in threads:
         thread.start()
     assert not stop.wait(0.0) and not stop()
     stop.set()
-    wait_for(lambda: woken == [True] * 3, "all three to be woken", timeout_s=30)
-    assert stop() and stop.wait(60)
+    wait_for(lambda: woken == [True] * 3, "all three to be woken", timeout_s=PATIENCE_S)
+    assert stop() and stop.wait(PATIENCE_S)

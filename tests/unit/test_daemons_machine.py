@@ -14,6 +14,7 @@ import pytest
 from daemons.machine import MachineReader
 from prime_rl.contract.files import wait_for
 from prime_rl.utils.process import ProcessId, boot_id
+from tests.patience import PATIENCE_S
 
 BURN = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', 'while True: pass']).wait()"
 
@@ -22,7 +23,7 @@ def test_a_daemon_counts_with_all_processes_below_it() -> None:
     daemon = subprocess.Popen([sys.executable, "-c", BURN], start_new_session=True)
     try:
         pids = {"daemon": ProcessId.of(daemon.pid), "gone": ProcessId(2**22 + 1)}
-        wait_for(lambda: len(psutil.Process(daemon.pid).children()) == 1, "the child", timeout_s=30)
+        wait_for(lambda: len(psutil.Process(daemon.pid).children()) == 1, "the child", timeout_s=PATIENCE_S)
         reader = MachineReader()
         first = reader.read(pids)
         assert first.busy is None and first.daemons["daemon"].cores is None, "a share needs two looks"
@@ -33,7 +34,7 @@ def test_a_daemon_counts_with_all_processes_below_it() -> None:
             look = reader.read(pids)
             return (look.daemons["daemon"].cores or 0.0) > 0.01 and 0.0 <= (look.busy or 0.0) <= 1.0
 
-        wait_for(burns, "the child's work to be counted", timeout_s=30)
+        wait_for(burns, "the child's work to be counted", timeout_s=PATIENCE_S)
         (child,) = psutil.Process(daemon.pid).children()
         apart = reader.read({**pids, "child": ProcessId.of(child.pid)}).daemons
         assert {name: use.num_processes for name, use in apart.items()} == {"daemon": 1, "child": 1}, (

@@ -22,6 +22,7 @@ from tests.orchestrator_support import (
     stand_in_trainer,
     version_token,
 )
+from tests.patience import PATIENCE_S
 
 
 class Remembers(FakeInference):
@@ -48,7 +49,7 @@ async def test_every_turn_of_a_conversation_is_as_it_was_sampled(tmp_path: Path)
             model, env=[{"id": "guess-number", "args": args}], client={"base_url": url}, seq_len=400, max_steps=4
         )
         trainer = asyncio.create_task(stand_in_trainer(run))
-        assert await asyncio.wait_for(run_to_the_end(config, run, lambda: False), 30) == 0
+        assert await asyncio.wait_for(run_to_the_end(config, run, lambda: False), PATIENCE_S) == 0
         trainer.cancel()
     samples = [sample for step in range(1, 5) for sample in read_batch(run.rollout_file(step)).samples]
     assert len(samples) == 16
@@ -78,7 +79,7 @@ async def test_a_run_whose_environment_fails_too_often_fails_with_the_last_error
     env = {"id": "reverse-text", "name": "strict", "reward_range": [2, 3], "args": {"num_examples": 20}}
     async with serving(FakeInference(model)) as url:
         config = run_config(model, env=[env], client={"base_url": url}, max_env_failure_share=0.25)
-        assert await asyncio.wait_for(run_to_the_end(config, run, lambda: False), 30) == 1
+        assert await asyncio.wait_for(run_to_the_end(config, run, lambda: False), PATIENCE_S) == 1
     status = read_status(run.status, RunStatus)
     assert status is not None and status.state == "failed"
     wanted = (

@@ -29,6 +29,8 @@ from prime_rl.inference.limits import max_model_len
 from prime_rl.lora.adapter_state import load_adapter
 from tests.inference_support import adapter_tensors, linear_shapes, make_model
 
+pytestmark = pytest.mark.numeric
+
 SIZES: dict[str, Any] = {
     "vocab_size": 64,
     "hidden_size": 32,

@@ -20,10 +20,10 @@ from prime_rl.inference.embedded.sampling import SamplingParams
 from prime_rl.inference.errors import ApiError
 from prime_rl.inference.weight_files import model_shapes
 from tests.inference_support import greedy, make_adapter, make_model
+from tests.patience import PATIENCE_S
 
 PROMPT = [5, 6, 7]
 LONG = 400
-TIMEOUT_S = 60.0
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +43,7 @@ def engine(served: Served) -> Iterator[Engine]:
     running = Engine(served, lambda ids: "", max_num_seqs=4)
     running.start()
     yield running
-    running.stop(TIMEOUT_S)
+    running.stop(PATIENCE_S)
     assert not running.alive
 
 
@@ -52,7 +52,7 @@ def params(max_tokens: int) -> SamplingParams:
 
 
 def generate(engine: Engine, max_tokens: int = 12, **kwargs: Any) -> list[Completion]:
-    return engine.submit(PROMPT, params(max_tokens), **kwargs).future.result(TIMEOUT_S)
+    return engine.submit(PROMPT, params(max_tokens), **kwargs).future.result(PATIENCE_S)
 
 
 def tokens(engine: Engine, **kwargs: Any) -> list[int]:
@@ -62,7 +62,7 @@ def tokens(engine: Engine, **kwargs: Any) -> list[int]:
 def test_more_choices_than_rows_wait_for_room(engine: Engine) -> None:
     completions = generate(engine, num_choices=11)
     assert [completion.token_ids for completion in completions] == [completions[0].token_ids] * 11
-    wait_for(lambda: engine.stats().num_running == 0, "the rows to leave", timeout_s=TIMEOUT_S)
+    wait_for(lambda: engine.stats().num_running == 0, "the rows to leave", timeout_s=PATIENCE_S)
     stats = engine.stats()
     assert (stats.num_waiting, stats.num_prompt_tokens, stats.num_generated_tokens) == (0, 3, 11 * 12)
 
@@ -93,7 +93,7 @@ def test_unloading_never_changes_what_a_running_request_gets(engine: Engine, fol
     with pytest.raises(ApiError, match="does not exist"):
         engine.submit(PROMPT, params(1), adapter="run_a@v1")
     b_tokens = tokens(engine, adapter="run_b@v1", max_tokens=LONG)
-    assert pending.future.result(TIMEOUT_S)[0].token_ids == expected != b_tokens
+    assert pending.future.result(PATIENCE_S)[0].token_ids == expected != b_tokens
 
 
 def test_a_slot_is_free_when_its_last_request_has_ended(engine: Engine, folder: Path, tmp_path: Path) -> None:
@@ -104,7 +104,7 @@ def test_a_slot_is_free_when_its_last_request_has_ended(engine: Engine, folder: 
     engine.adapters.unload("run_a@v1")
     with pytest.raises(ApiError, match=r"slots are in use, 1 of them unloaded but still in use"):
         engine.adapters.load("run_c@v1", path)
-    pending.future.result(TIMEOUT_S)
+    pending.future.result(PATIENCE_S)
     engine.adapters.load("run_c@v1", path)
     assert sorted(engine.adapters.loaded()) == ["run_b@v1", "run_c@v1"]
 
@@ -141,12 +141,12 @@ def test_a_cancelled_job_frees_rows_and_slot(engine: Engine, folder: Path, tmp_p
     path = make_adapter(tmp_path / "adapter", folder, seed=1)
     engine.adapters.load("run_a@v1", path)
     endless = engine.submit(PROMPT, params(10**5), adapter="run_a@v1", num_choices=6)
-    wait_for(lambda: engine.stats().num_running == 4, "the endless job to run", timeout_s=TIMEOUT_S)
+    wait_for(lambda: engine.stats().num_running == 4, "the endless job to run", timeout_s=PATIENCE_S)
     assert engine.stats().num_waiting == 2
     engine.cancel(endless)
-    endless.future.result(TIMEOUT_S)
+    endless.future.result(PATIENCE_S)
     assert len(tokens(engine)) == 12
-    wait_for(lambda: engine.stats().num_running == 0, "the rows to be free", timeout_s=TIMEOUT_S)
+    wait_for(lambda: engine.stats().num_running == 0, "the rows to be free", timeout_s=PATIENCE_S)
     engine.adapters.unload("run_a@v1")
     for name in ("run_b@v1", "run_c@v1"):
         engine.adapters.load(name, path)
@@ -156,10 +156,10 @@ def test_stopping_tells_everybody_who_waits(served: Served) -> None:
     engine = Engine(served, lambda ids: "", max_num_seqs=1)
     engine.start()
     endless = [engine.submit(PROMPT, params(10**9)) for _ in range(3)]
-    engine.stop(TIMEOUT_S)
+    engine.stop(PATIENCE_S)
     for job in endless:
         with pytest.raises(EngineDead, match="shutdown"):
-            job.future.result(TIMEOUT_S)
+            job.future.result(PATIENCE_S)
     with pytest.raises(EngineDead):
         engine.submit(PROMPT, params(1))
     with pytest.raises(EngineDead):
@@ -172,7 +172,7 @@ def test_a_failure_in_the_engine_is_said_to_everybody_and_shows(
     both_wait = threading.Event()
 
     def broken(*args: object) -> None:
-        assert both_wait.wait(TIMEOUT_S)
+        assert both_wait.wait(PATIENCE_S)
         raise MemoryError("no room for activations")
 
     monkeypatch.setattr(served.runner, "decode", broken)
@@ -182,10 +182,10 @@ def test_a_failure_in_the_engine_is_said_to_everybody_and_shows(
     both_wait.set()
     for job in jobs:
         with pytest.raises(EngineDead, match="no room for activations"):
-            job.future.result(TIMEOUT_S)
-    wait_for(lambda: not engine.alive, "the engine to be dead", timeout_s=TIMEOUT_S)
+            job.future.result(PATIENCE_S)
+    wait_for(lambda: not engine.alive, "the engine to be dead", timeout_s=PATIENCE_S)
     assert "the engine has failed" in caplog.text
-    engine.stop(TIMEOUT_S)
+    engine.stop(PATIENCE_S)
 
 
 def test_a_caller_that_goes_away_takes_nothing_from_the_engine(engine: Engine) -> None:
@@ -193,7 +193,7 @@ def test_a_caller_that_goes_away_takes_nothing_from_the_engine(engine: Engine) -
     done = threading.Event()
     endless = engine.submit(PROMPT, params(10**5))
     assert not engine.run_between_steps(done.set).cancel()
-    assert done.wait(TIMEOUT_S)
+    assert done.wait(PATIENCE_S)
     engine.cancel(endless)
     assert len(tokens(engine)) == 12 and engine.alive
 
@@ -207,7 +207,7 @@ def test_whole_weights_reach_every_layer_below_its_adapters(
     before = tokens(engine)
     read = served.weights.read(newer)
     for apply, after in ((lambda: served.weights.apply(read), expected), (served.weights.apply_base, before)):
-        engine.run_between_steps(apply).result(TIMEOUT_S)
+        engine.run_between_steps(apply).result(PATIENCE_S)
         assert tokens(engine) == after
     assert before != expected
 

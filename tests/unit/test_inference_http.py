@@ -219,6 +219,23 @@ async def test_answers_on_a_kept_connection_are_not_held_back() -> None:
     assert is_nodelay == [1]
 
 
+async def test_the_loop_of_an_idle_server_turns(tmp_path: Path) -> None:
+    writer = StatusWriter(OutputDir(tmp_path).inference_status, InferenceStatus())
+    assert writer.status.loop is None
+
+    def stop() -> bool:
+        writer.update(state=f"look {writer.status.loop}")
+        return (writer.status.loop or 0) >= 3
+
+    reporter = Reporter(writer, Snapshot)
+    await asyncio.wait_for(
+        serve(echo, bind("127.0.0.1", 0), stop=stop, engine_alive=lambda: True, status=writer, reporter=reporter), 60
+    )
+    writer.close()
+    status = read_status(writer.path, InferenceStatus)
+    assert status is not None and (status.loop or 0) >= 3
+
+
 def test_base_url_is_one_that_can_be_reached() -> None:
     assert base_url("127.0.0.1", 8000) == "http://127.0.0.1:8000/v1"
     assert base_url("0.0.0.0", 8000) == "http://127.0.0.1:8000/v1"

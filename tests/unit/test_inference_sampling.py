@@ -16,6 +16,8 @@ from prime_rl.inference.embedded.sampling import (
     uniforms,
 )
 
+pytestmark = pytest.mark.numeric
+
 CPU = torch.device("cpu")
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import resource
+import socket
 from pathlib import Path
 
 import msgspec
@@ -21,6 +24,7 @@ from prime_rl.multinode.rollouts import Rollouts
 from prime_rl.multinode.split import Plan
 from prime_rl.multinode.tasks import InferenceServer
 from prime_rl.multinode.training import Training
+from tests.patience import PATIENCE_S
 
 KEY = "5e771465"
 TRAIN = b'{"policy_version": 1, "key": "5e771465", "sources": {}}'
@@ -136,14 +140,35 @@ def test_a_worker_knows_its_master_by_its_answer() -> None:
     assert not answers(NodeRecord(0, "first", 1, address="127.0.0.1", port=1), 5.0)
 
 
+def test_the_doorbell_outlives_a_time_without_free_files(caplog: pytest.LogCaptureFixture) -> None:
+    bell = Doorbell("word")
+    master = NodeRecord(0, "word", 1, address="127.0.0.1", port=bell.port)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    # The first caller takes the descriptor that a waiting `accept` has reserved; for the next one there is none.
+    callers = [socket.socket() for _ in range(2)]
+    free = os.dup(0)
+    os.close(free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free, hard))
+    try:
+        for caller in callers:
+            caller.connect(("127.0.0.1", bell.port))
+        wait_for(lambda: "workers get no answer" in caplog.text, "the doorbell to fail", timeout_s=60.0)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for caller in callers:
+            caller.close()
+    assert answers(master, 60.0)
+    assert caplog.text.count("workers get no answer") == 1, "once for each time of trouble"
+
+
 def test_rings_in_vain_are_counted_until_there_is_an_answer() -> None:
     bell = Doorbell("word")
     known = [NodeRecord(0, "word", 1, address="127.0.0.1", port=1)]
     ringer = Ringer(lambda: known[0], 0.01)
-    wait_for(lambda: ringer.count("1-word") >= 3, "three rings in vain", timeout_s=30.0)
+    wait_for(lambda: ringer.count("1-word") >= 3, "three rings in vain", timeout_s=PATIENCE_S)
     assert ringer.count("2-next") == 0, "who was rung before says nothing of another"
     known[0] = NodeRecord(0, "word", 1, address="127.0.0.1", port=bell.port)
-    wait_for(lambda: ringer.count("1-word") == 0, "an answer", timeout_s=30.0)
+    wait_for(lambda: ringer.count("1-word") == 0, "an answer", timeout_s=PATIENCE_S)
 
 
 def test_rollouts_with_other_settings_count_as_none(tmp_path: Path) -> None:

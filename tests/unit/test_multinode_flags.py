@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import socket
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +16,15 @@ import pytest
 from daemons.cli import run
 from prime_rl.configs.base import ConfigError
 from prime_rl.configs.node_flags import FlagError, node_parser
+from prime_rl.contract.files import wait_for, write_atomic
 from prime_rl.contract.layout import OutputDir
 from prime_rl.contract.status import GroupStatus, NodeStatus
 from prime_rl.multinode import node
-from prime_rl.multinode.flags import NodeFlags, parse_flags
+from prime_rl.multinode.flags import NodeFlags, num_ranks, parse_flags
 from prime_rl.multinode.phases import RlPhase
+from prime_rl.utils.gpus import count_gpus, listed_gpus
 from prime_rl.utils.process import ProcessId
+from tests.patience import PATIENCE_S
 
 GOOD = "--num-nodes 3 --rank-weights 2,1,1"
 
@@ -132,6 +137,51 @@ def test_the_help_has_every_flag(capsys: Any) -> None:
         assert action.option_strings[-1] in shown
 
 
+@pytest.mark.parametrize(
+    ("words", "gpus", "ranks"),
+    [
+        ("", 0, 1),
+        ("", 4, 4),
+        ("--gpus-per-node 2", 4, 2),
+        ("--gpus-per-node 2", 0, 2),
+        ("--gpus_per_node 3", 4, 3),
+        ("--gpus_per_node 3 --gpus-per-node 4", 4, 4),
+        ("--trainer.device cpu", 4, 1),
+    ],
+)
+def test_a_node_has_a_rank_of_the_trainer_for_each_gpu(tmp_path: Path, words: str, gpus: int, ranks: int) -> None:
+    flags = parse(tmp_path, words)
+    assert num_ranks(flags, lambda: gpus) == ranks
+    if "--trainer" not in words:
+        assert flags.fingerprint("v") == parse(tmp_path, "").fingerprint("v"), "nodes may differ in it"
+
+
+def test_more_ranks_than_gpus_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(FlagError, match=r"--gpus-per-node 3: this node has 2, by nvidia-smi"):
+        num_ranks(parse(tmp_path, "--gpus-per-node 3"), lambda: 2)
+    with pytest.raises(FlagError, match=r"--gpus-per-node 0: must be 1 or more"):
+        parse(tmp_path, "--gpus-per-node 0")
+
+
+@pytest.mark.parametrize(
+    ("visible", "count"),
+    [(None, 4), ("0,2", 2), ("3", 1), ("", 0), ("-1", 0), ("1,9,2", 1), ("GPU-8f, GPU-1c", 2), ("0,1,-1,2", 2)],
+)
+def test_the_gpus_are_those_that_cuda_shows(visible: str | None, count: int) -> None:
+    environment = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    assert count_gpus(environment, lambda: 4) == count
+    assert count_gpus(environment, lambda: 0) == 0, "no driver, no GPU"
+
+
+@pytest.mark.parametrize(("script", "count"), [("printf 'GPU 0: A\\n  MIG 1g: B\\nGPU 1: A\\n'", 2), ("exit 9", 0)])
+def test_the_drivers_tool_lists_the_gpus(tmp_path: Path, monkeypatch: Any, script: str, count: int) -> None:
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text(f"#!/bin/sh\n{script}\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+    assert listed_gpus() == count
+
+
 def write_node(output: OutputDir, rank: int, **changes: Any) -> None:
     pid = os.getpid()
     status = NodeStatus(
@@ -142,7 +192,7 @@ def write_node(output: OutputDir, rank: int, **changes: Any) -> None:
             **changes,
         }
     )
-    output.node_status(rank).write_bytes(msgspec.json.encode(status))
+    write_atomic(output.node_status(rank), msgspec.json.encode(status))
 
 
 def test_the_status_names_the_dead_and_the_awaited(tmp_path: Path, capsys: Any) -> None:
@@ -160,3 +210,34 @@ def test_the_status_names_the_dead_and_the_awaited(tmp_path: Path, capsys: Any) 
     assert lines[0].split()[:3] == ["NODE", "HOST", "HEALTH"] and "1 rollout (awaited)" in lines[2]
     assert run(["multinode", "status", "--log-path", str(tmp_path / "none")]) == 0
     assert "no node has started" in capsys.readouterr().out
+
+
+def test_the_status_tells_what_stands_still_and_for_how_long(tmp_path: Path, capsys: Any) -> None:
+    """Node 1 is alive and its loop is not; node 0 waits for it."""
+    output = OutputDir(tmp_path)
+    output.group_status.parent.mkdir(parents=True)
+    ended = threading.Event()
+
+    def beat() -> None:
+        for seq in itertools.count():
+            write_node(output, 0, state="waiting", arrived=True, waiting_on="node 1", seq=seq, heartbeat_s=5.0)
+            write_node(output, 1, seq=seq, heartbeat_s=5.0, loop_timeout_s=120.0, loop_still_s=41.0 + seq / 1e6)
+            if ended.wait(0.02):
+                return
+
+    beating = threading.Thread(target=beat)
+    beating.start()
+    try:
+        wait_for(output.node_status(1).exists, "node 1", timeout_s=PATIENCE_S)
+        assert run(["multinode", "status", "--log-path", str(tmp_path), "--json"]) == 0
+        found = json.loads(capsys.readouterr().out)["nodes"]
+        assert [(each["health"], each["stalled_s"] and int(each["stalled_s"])) for each in found] == [
+            ("alive", None),
+            ("stalled", 41),
+        ]
+        assert run(["multinode", "status", "--log-path", str(tmp_path)]) == 0
+        shown = " ".join(capsys.readouterr().out.split())
+        assert "stalled" in shown and "is alive, but its loop has stood still for 41" in shown
+    finally:
+        ended.set()
+        beating.join()

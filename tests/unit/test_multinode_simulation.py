@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import random
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
 
 from prime_rl.multinode.decide import Exit
+from prime_rl.multinode.loop import Voice
 from prime_rl.multinode.phases import Phase, RlPhase
-from prime_rl.multinode.records import EXIT_INTERRUPTED, EXIT_REFUSED, EXIT_TRY_AGAIN, GroupSetting
+from prime_rl.multinode.records import EXIT_DONE, EXIT_INTERRUPTED, EXIT_REFUSED, EXIT_TRY_AGAIN, GroupSetting
+from tests.budgets import SIMULATIONS as NUM_HISTORIES
 from tests.multinode_sim import MAX_LAG_S, POLL_S, Node, World, check_finished, expected_effects
 
-# So many random histories a test, a twentieth of a second each; PRL_SIMULATIONS=1000 makes ten thousand of them.
-NUM_BLOCKS = 10
-NUM_HISTORIES = int(os.environ.get("PRL_SIMULATIONS", "200"))
+NUM_BLOCKS = 5
 LIMIT_S = 3000.0
 SETTING = GroupSetting(0, 1, RlPhase.BOTH, {})
 DEAD_AFTER_S, HEARTBEAT_S = SETTING.dead_after_s, SETTING.heartbeat_s
@@ -29,10 +29,10 @@ def random_world(seed: int) -> World:
         num_nodes=rng.choice([2, 3, 3, 4, 5, 8]),
         elastic=rng.random() < 0.5,
         num_kills=rng.choice([0, 1, 2, 4, 8]),
+        slow_s=rng.choice([0.0, 0.0, 0.0, 20.0]),
     )
 
 
-@pytest.mark.timeout(60 + NUM_HISTORIES)
 @pytest.mark.parametrize("block", range(NUM_BLOCKS))
 def test_every_random_history_ends_well(block: int) -> None:
     for number in range(NUM_HISTORIES):
@@ -96,6 +96,76 @@ def test_a_master_that_is_cut_off_is_named_and_not_its_workers(elastic: bool) ->
     check_finished(world)
 
 
+def quiet_world(seed: int, **changes: Any) -> World:
+    """Three nodes that nothing disturbs but what `changes` says."""
+    return World(seed, 3, chaos_until_s=0.0, max_lag_s=0.5, **changes)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_work_that_takes_longer_than_a_node_may_be_silent_costs_no_life(seed: int) -> None:
+    world = quiet_world(seed, slow_s=10 * DEAD_AFTER_S)
+    world.run(LIMIT_S)
+    assert [exit.code for _, _, exit in world.exits] == [EXIT_DONE] * 3
+    check_finished(world)
+
+
+def test_it_would_if_the_loop_did_it() -> None:
+    """The simulation sees such a node: this is what the test above guards against."""
+    world = quiet_world(0, slow_s=10 * DEAD_AFTER_S, in_loop=True, restarts=False)
+    world.run(LIMIT_S)
+    assert not world.killed
+    assert {exit.code for _, _, exit in world.exits} == {EXIT_TRY_AGAIN}
+    assert all("no heartbeat" in exit.reason for _, _, exit in world.exits)
+
+
+STANDS_STILL = "is alive but its loop has stood still for"
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+@pytest.mark.parametrize("phase", [Phase.TRAIN_ROLLOUT, Phase.TRAIN, Phase.FINAL])
+def test_a_loop_that_stands_still_is_named_and_waited_for(rank: int, phase: Phase) -> None:
+    """Well within `loop_timeout_s`, and far beyond what silence may last."""
+    world = quiet_world(20, hang_at=(rank, phase, 0.75 * SETTING.loop_timeout_s))
+    said = listen(world, 1)
+    world.run(LIMIT_S)
+    assert any(f"node {rank} (host{rank}, pid {1000 + rank})" in words and STANDS_STILL in words for words in said)
+    assert [exit.code for _, _, exit in world.exits] == [EXIT_DONE] * 3
+    check_finished(world)
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+@pytest.mark.parametrize("elastic", [False, True])
+def test_a_loop_that_stands_still_for_too_long_is_given_up_by_name(rank: int, elastic: bool) -> None:
+    world = quiet_world(21, elastic=elastic, hang_at=(rank, Phase.TRAIN, 5 * SETTING.loop_timeout_s))
+    said = listen(world, 1)
+    world.run(LIMIT_S)
+    assert world.hung is not None and not world.killed
+    hung_at, _ = world.hung
+    name = f"node {rank} (host{rank}, pid {1000 + rank})"
+    if elastic and rank:
+        assert any(f"the group goes on with nodes 0, 1: {name} {STANDS_STILL}" in words for words in said)
+    else:
+        at, _, exit = world.exits[0]
+        assert exit.code == EXIT_TRY_AGAIN and "phase 10 (train)" in exit.reason
+        assert exit.reason.startswith(name) and STANDS_STILL in exit.reason
+        assert SETTING.loop_timeout_s <= at - hung_at <= 1.02 * SETTING.loop_timeout_s + 2 * HEARTBEAT_S + MAX_LAG_S
+    check_finished(world)
+
+
+def test_the_rank_of_a_node_whose_loop_stands_still_can_be_taken_once_it_is_given_up() -> None:
+    world = quiet_world(22, restarts=False, hang_at=(2, Phase.TRAIN, 10.0 * LIMIT_S))
+    again: list[Node] = []
+
+    def start_again() -> None:
+        again.append(Node(world, 2))
+        again[0].live()
+
+    world.at(2 * SETTING.loop_timeout_s, start_again)
+    world.at(3 * SETTING.loop_timeout_s, lambda: again[0].member.leave("looked at"))
+    world.run(20 * LIMIT_S)
+    assert again[0].member.own.reason == "looked at"
+
+
 def test_one_node_is_a_group() -> None:
     world = World(1, 1, num_kills=1)
     world.run(LIMIT_S)
@@ -109,6 +179,26 @@ def test_survivors_of_an_elastic_group_go_on_alone() -> None:
     assert [name for _, _, name in world.effects] == expected_effects(world.num_iterations)
 
 
+def listen(world: World, rank: int) -> list[str]:
+    """What the first process of `rank` says."""
+    said: list[str] = []
+
+    def begin() -> None:
+        node = world.nodes[rank]
+        assert node is not None
+        voice = Voice(node.member, said.append, lambda: world.now)
+
+        def look() -> None:
+            if not node.is_dead:
+                voice.speak()
+                world.at(world.now + POLL_S, look)
+
+        look()
+
+    world.at(4.0, begin)
+    return said
+
+
 def play_with(world: World, *, after_s: float, start: int, **changes: object) -> Node:
     """One more process of rank `start`, with a setting of its own."""
     extra: list[Node] = []
@@ -119,7 +209,7 @@ def play_with(world: World, *, after_s: float, start: int, **changes: object) ->
             node.member.setting = dataclasses.replace(node.member.setting, **changes)  # type: ignore[arg-type]
             node.member.own = replace(node.member.own, fingerprint=node.member.setting.fingerprint)
         extra.append(node)
-        world.at(world.now, node.wake)
+        node.live()
 
     world.at(after_s, join)
     world.run(LIMIT_S)
@@ -141,7 +231,7 @@ def test_a_second_process_of_a_rank_is_refused_and_disturbs_nobody_at_work(rank:
 
 
 def test_nodes_that_were_started_differently_are_refused_by_name() -> None:
-    world = World(12, 3, restarts=False, chaos_until_s=0.0)
+    world = World(12, 3, restarts=False, chaos_until_s=0.0, max_lag_s=0.2)
     for rank in range(3):
         world.nodes[rank] = None
     world._events.clear()

@@ -24,6 +24,7 @@ from prime_rl.orchestrator.monitors.prometheus import PrometheusMonitor
 from prime_rl.orchestrator.monitors.tensorboard import TensorBoardMonitor
 from prime_rl.orchestrator.monitors.wandb import WandbMonitor
 from tests.orchestrator_support import make_run, publish
+from tests.patience import PATIENCE_S
 
 
 class Recorder:
@@ -162,7 +163,7 @@ def test_a_port_is_waited_for_until_the_monitors_of_a_killed_orchestrator_are_go
         started = threads.submit(fed, run, PrometheusMonitor(PrometheusConfig(port=port)))
         assert not wait([started], timeout=0.3).done
         taken.close()
-        feed = started.result(timeout=20)
+        feed = started.result(timeout=PATIENCE_S)
     assert httpx.get(f"http://127.0.0.1:{port}/metrics").status_code == 200
     feed.close()
 

@@ -32,6 +32,7 @@ from tests.orchestrator_support import (
     version_token,
     write_toml,
 )
+from tests.patience import PATIENCE_S
 
 
 @dataclass
@@ -50,7 +51,7 @@ class Workspace:
 
     async def run_to_the_end(self, **over: Any) -> int:
         async with trainer(self.run):
-            return await asyncio.wait_for(self.start(**over), 30)
+            return await asyncio.wait_for(self.start(**over), PATIENCE_S)
 
     @property
     def completions(self) -> list[dict[str, Any]]:
@@ -130,7 +131,7 @@ async def test_a_stopped_run_goes_on_at_the_next_example(workspace: Workspace, t
     publish(workspace.run, 1)
     await workspace.until_waiting_on("policy version 2 (have 1)")
     workspace.stopped = True
-    assert await asyncio.wait_for(task, 30) == 0
+    assert await asyncio.wait_for(task, PATIENCE_S) == 0
     assert workspace.status.state == "stopped" and workspace.fake.adapters == {}
     done = list_rollout_steps(workspace.run)
     assert done == [1, 2, 3]
@@ -153,12 +154,15 @@ async def test_waits_for_the_trainer_by_name_also_after_the_last_batch(workspace
     task = workspace.start(max_steps=2, max_async_level=0)
     await workspace.until_waiting_on("policy version 1 (have 0), trainer has not started yet")
     assert list_rollout_steps(workspace.run) == [1]
+    turns = workspace.status.loop
+    assert turns is not None
+    await until(lambda: (workspace.status.loop or 0) > turns, "its loop to turn while it waits")
     publish(workspace.run, 1)
     await workspace.until_waiting_on("policy version 2 (have 1), trainer last updated under 10 s ago")
     assert list_rollout_steps(workspace.run) == [1, 2]
     loads = workspace.fake.num_loads
     publish(workspace.run, 2)
-    assert await asyncio.wait_for(task, 30) == 0
+    assert await asyncio.wait_for(task, PATIENCE_S) == 0
     assert workspace.fake.num_loads == loads == 1, "the last version is not needed for generation"
 
 
@@ -176,7 +180,7 @@ async def test_eviction_ends_every_wait_with_its_reason(
     elif when == "waiting for inference":
         await workspace.until_waiting_on("503 injected")
     workspace.run.evicted.write_text("too\nloud")
-    assert await asyncio.wait_for(task, 30) == 1
+    assert await asyncio.wait_for(task, PATIENCE_S) == 1
     assert (workspace.status.state, workspace.status.reason) == ("evicted", "too loud")
     assert capsys.readouterr().err.strip().splitlines()[-1] == "run_a evicted: too loud"
 
@@ -185,7 +189,7 @@ async def test_a_deleted_run_ends_quietly_and_is_not_made_again(workspace: Works
     task = workspace.start(max_async_level=0)
     await workspace.until_waiting_on("policy version 1")
     workspace.run.path.rename(workspace.run.path.with_name("elsewhere"))
-    assert await asyncio.wait_for(task, 30) == 0
+    assert await asyncio.wait_for(task, PATIENCE_S) == 0
     assert not workspace.run.path.exists()
 
 
@@ -197,7 +201,7 @@ async def test_inference_that_comes_back_without_its_adapters_costs_no_step(work
         await workspace.until_waiting_on("500 injected")
         workspace.fake.adapters.clear()
         workspace.fake.fault = lambda path, body: None
-        assert await asyncio.wait_for(task, 30) == 0
+        assert await asyncio.wait_for(task, PATIENCE_S) == 0
     assert list_rollout_steps(workspace.run) == list(range(1, 9))
     assert [line["groups_dropped"] for line in lines(workspace.run)] == [0] * 8
     assert max(line["time/wait_for_inference"] for line in lines(workspace.run)) > 0
@@ -213,7 +217,7 @@ async def test_what_gets_too_old_is_cancelled_on_the_server_and_made_again(works
     workspace.fake.gate = hold_all_but_the_first_of_version_0
     over = {"batch_size": 2, "max_async_level": 2, "max_off_policy_steps": 0}
     async with trainer(workspace.run):
-        assert await asyncio.wait_for(workspace.start(max_steps=4, **over), 30) == 0
+        assert await asyncio.wait_for(workspace.start(max_steps=4, **over), PATIENCE_S) == 0
     assert workspace.fake.num_cancelled == 2
     assert lines(workspace.run)[-1]["groups_too_old"] == 2 and lines(workspace.run)[-1]["groups_dropped"] == 0
     held, again = workspace.completions[1:3], workspace.completions[3:5]
@@ -231,7 +235,7 @@ async def test_a_server_that_hangs_is_named_at_the_deadline(workspace: Workspace
     await workspace.until_waiting_on(f"inference at {workspace.url} (no answer in 0.3 s)")
     workspace.fake.gate = None
     async with trainer(workspace.run):
-        assert await asyncio.wait_for(task, 30) == 0
+        assert await asyncio.wait_for(task, PATIENCE_S) == 0
 
 
 async def test_groups_without_signal_are_replaced_and_a_run_that_has_no_others_goes_on(
@@ -253,7 +257,7 @@ async def test_the_trainer_that_starts_again_finds_each_batch_once(workspace: Wo
         await until(lambda: 4 in list_rollout_steps(workspace.run), "batch 4")
     written = {step: workspace.run.rollout_file(step).stat().st_mtime_ns for step in list_rollout_steps(workspace.run)}
     async with trainer(workspace.run):
-        assert await asyncio.wait_for(task, 30) == 0
+        assert await asyncio.wait_for(task, PATIENCE_S) == 0
     assert {step: workspace.run.rollout_file(step).stat().st_mtime_ns for step in written} == written
     ids = example_ids(workspace.run, range(1, 7))
     assert len(set(ids)) == len(ids) / 2
@@ -315,7 +319,7 @@ async def test_seq_len_comes_from_the_trainer_when_the_run_sets_none(workspace: 
     path = OutputDir(workspace.run.path.parent).trainer_status
     StatusWriter(path, TrainerStatus(state="waiting", max_seq_len=77)).close()
     async with trainer(workspace.run):
-        assert await asyncio.wait_for(task, 30) == 0
+        assert await asyncio.wait_for(task, PATIENCE_S) == 0
     bodies = [body for path, body in workspace.fake.requests if path == "/v1/completions"]
     assert all(len(body["prompt"]) + body["max_tokens"] <= 77 for body in bodies)
 
@@ -333,7 +337,7 @@ async def test_a_run_that_is_sent_back_waits_until_the_trainer_has_gone_back(wor
     digest = hashlib.sha256(toml.read_bytes()).hexdigest()
     workspace.run.resumed.write_text(json.dumps({"resume_step": 1, "config_sha256": digest, "version": 1}))
     async with trainer(workspace.run):
-        assert await asyncio.wait_for(task, 30) == 0
+        assert await asyncio.wait_for(task, PATIENCE_S) == 0
     assert list_rollout_steps(workspace.run) == [1, 2, 3, 4]
     assert read_batch(workspace.run.rollout_file(1)) == kept
 

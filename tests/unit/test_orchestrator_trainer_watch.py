@@ -70,6 +70,14 @@ def test_a_killed_trainer_is_down_when_its_heartbeat_is_late(tmp_path: Path, wat
     assert late == f"the trainer is down: process {child.pid} gave its last sign of life 10 s ago"
 
 
+def test_a_trainer_whose_loop_hangs_beside_its_heartbeat_is_named(tmp_path: Path, watch: TrainerWatch) -> None:
+    me = ProcessId.of(os.getpid())
+    status = TrainerStatus(state="training", loop=7, loop_still_s=700.0, updated_at=NOW)
+    status.sign(me)
+    write_atomic(OutputDir(tmp_path).trainer_status, msgspec.json.encode(status))
+    assert watch.trouble(NOW) == "the trainer is stalled: its main loop has not turned since 1970-01-01 00:05:00 UTC"
+
+
 def test_a_trainer_that_hangs_without_a_heartbeat_is_down(tmp_path: Path, watch: TrainerWatch) -> None:
     tell(tmp_path)
     assert watch.trouble(NOW + LOST_AFTER_S + 60) == (

@@ -36,6 +36,7 @@ from tests.orchestrator_support import (
     stand_in_trainer,
     until,
 )
+from tests.patience import PATIENCE_S
 
 UPDATE, RELOAD = "/update_weights", "/reload_weights"
 
@@ -169,7 +170,7 @@ async def test_one_run_at_a_time_has_the_weights(tmp_path: Path) -> None:
         entering = asyncio.create_task(second.enter_async_context(lease(path, said.append)))
         await until(lambda: len(said) > 1, "the second to say what it waits for")
         assert not entering.done() and "another run" in str(said[-1])
-    await asyncio.wait_for(entering, 10)
+    await asyncio.wait_for(entering, PATIENCE_S)
     assert said[-1] is None
     await second.aclose()
 
@@ -192,7 +193,7 @@ async def test_a_run_from_its_first_batch_to_the_base_model_again(model: Path, t
         await until(waits_for_the_trainer, "the trainer to be named")
         trainer = TrainerStatus(state="waiting", model=str(model), max_seq_len=256)
         StatusWriter(OutputDir(tmp_path).trainer_status, trainer).update()
-        assert await asyncio.wait_for(running, 30) == 0
+        assert await asyncio.wait_for(running, PATIENCE_S) == 0
         training.cancel()
     assert changes(fake)[0] == changes(fake)[-1] == "base" == fake.weights and fake.adapters == {}
     assert [name for name in changes(fake) if name != "base"] == sorted({*changes(fake)} - {"base"}), (

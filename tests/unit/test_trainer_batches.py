@@ -12,8 +12,8 @@ import msgspec
 import pytest
 
 from prime_rl.configs.orchestrator import OrchestratorConfig
-from prime_rl.contract.types import BadBatchError, TrainingBatch, write_batch
-from prime_rl.trainer.intake import BYTES_BESIDES, BatchLimits, check_batch, take_batch
+from prime_rl.contract.types import BYTES_BESIDES, BadBatchError, TrainingBatch, write_batch
+from prime_rl.trainer.intake import BatchLimits, check_batch, take_batch
 from tests.trainer_support import VOCAB, make_batch, sample
 
 LIMITS = BatchLimits("run_a", 3, seq_len=32, vocab_size=VOCAB, max_async_level=1, max_bytes=20_000)

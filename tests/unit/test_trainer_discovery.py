@@ -277,16 +277,18 @@ def test_a_folder_that_becomes_a_link_is_refused_and_not_watched(tmp_path: Path)
     assert ids(look.all()) == ["run_a"]
 
 
-def test_a_linked_config_is_followed(tmp_path: Path) -> None:
+def test_a_linked_config_is_not_followed(tmp_path: Path) -> None:
+    """Else the owner of a run could have any file of the machine opened."""
     run = run_of(tmp_path / "workspace")
-    for seed in (1, 2):
-        (tmp_path / f"{seed}.toml").write_text(text_of(seed))
-        os.utime(tmp_path / f"{seed}.toml", (1e9, 1e9))
+    (tmp_path / "1.toml").write_text(text_of(1))
     run.orch_toml.symlink_to(tmp_path / "1.toml")
     look = Look(tmp_path / "workspace")
-    assert [each.config.seed for each in look.all().candidates] == [1]
-    (tmp_path / "2.toml").rename(tmp_path / "1.toml")
-    assert [each.config.seed for each in look.all().candidates] == [2]
+    assert look.all().candidates == []
+    assert look.later(2 * SETTLE_S).invalid == ["run_a"]
+    assert "is a symbolic link: it must be a file of its own" in run.config_error.read_text()
+    run.orch_toml.unlink()
+    place(run, text_of(2))
+    assert [each.config.seed for each in look.all().candidates] == [2] and not run.config_error.exists()
 
 
 def test_prints_spare_what_has_not_changed(tmp_path: Path) -> None:

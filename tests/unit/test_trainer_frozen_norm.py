@@ -13,6 +13,8 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 from prime_rl.trainer.frozen_norm import FrozenRMSNorm, fuse_norms
 from tests.trainer_support import VOCAB, tiny_model
 
+pytestmark = pytest.mark.numeric
+
 
 @pytest.mark.parametrize("shape", [(2, 3, 8), (2, 3, 4, 8)])
 def test_outputs_and_gradients_are_those_of_the_library(shape: tuple[int, ...]) -> None:

@@ -15,6 +15,8 @@ from prime_rl.trainer.loss import LossInputs, compute_loss, compute_losses
 from prime_rl.trainer.loss_report import LossSums, row_statistics, sums_by_run
 from tests.loss_support import EVERY_LOSS, inputs_of, name_of
 
+pytestmark = pytest.mark.numeric
+
 V = 11
 Array = npt.NDArray[np.float64]
 

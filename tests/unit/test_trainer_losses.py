@@ -24,6 +24,8 @@ from prime_rl.configs.losses import (
 from prime_rl.trainer.loss import LossInputs, compute_loss
 from tests.loss_support import EVERY_LOSS, inputs_of, name_of
 
+pytestmark = pytest.mark.numeric
+
 # One row: log pi that gradients go through, log pi that is held constant, log mu, A -> by token the loss, and whether a
 # limit bound. Python floats, no tensors.
 Row = list[float]

@@ -83,6 +83,7 @@ def loss_of_pass(config: LossConfig, rows: list[Row]) -> float:
     return float(compute_loss(config, inputs).loss_R.sum())
 
 
+@pytest.mark.numeric
 @pytest.mark.parametrize("max_tokens", [16, 60])
 @pytest.mark.parametrize("config", EVERY_LOSS, ids=name_of)
 def test_any_split_of_a_batch_over_passes_sums_to_one_loss(config: LossConfig, max_tokens: int) -> None:

@@ -13,6 +13,7 @@ from prime_rl.contract.files import WaitTimeout
 from prime_rl.trainer.packing import rows_of, to_micro_batch
 from prime_rl.trainer.runs import MultiRunManager
 from prime_rl.trainer.runs.sync import Channel, PackMessage, SlotState, StopMessage, slot_changes
+from tests.patience import PATIENCE_S
 from tests.runs_support import add, manager_of
 from tests.trainer_support import make_batch
 
@@ -28,7 +29,7 @@ def test_only_rank_0_discovers(tmp_path: Path) -> None:
 @pytest.fixture
 def two_ranks(tmp_path: Path) -> Iterator[tuple[MultiRunManager, MultiRunManager]]:
     store = HashStore()
-    channels = [Channel(store, rank, 2, timeout_s=20) for rank in range(2)]
+    channels = [Channel(store, rank, 2, timeout_s=PATIENCE_S) for rank in range(2)]
     yield manager_of(tmp_path, channel=channels[0]), manager_of(tmp_path, channel=channels[1])
 
 
@@ -38,7 +39,7 @@ def both(managers: tuple[MultiRunManager, MultiRunManager]) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(PATIENCE_S)
         assert not thread.is_alive()
 
 
@@ -89,7 +90,7 @@ def test_a_hook_that_fails_on_one_rank_drops_the_run_on_all(
 
 def test_messages_come_in_order_and_each_once() -> None:
     store = HashStore()
-    sender, receiver = (Channel(store, rank, 2, timeout_s=5) for rank in range(2))
+    sender, receiver = (Channel(store, rank, 2, timeout_s=PATIENCE_S) for rank in range(2))
     packs = [PackMessage(to_micro_batch(rows_of(idx, make_batch("run_a", 1).samples)), []) for idx in range(2)]
     sender.send(packs)
     sender.send_all(StopMessage())

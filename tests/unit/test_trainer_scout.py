@@ -16,11 +16,11 @@ from prime_rl.trainer.runs import MultiRunManager
 from prime_rl.trainer.runs.discovery import Discovery
 from prime_rl.utils.watch import Watcher
 from prime_rl.utils.watch_backends import Backend, OnChange
+from tests.patience import PATIENCE_S
 from tests.runs_support import BASE, add, manager_of
 from tests.trainer_support import write_config
 
 # Far above any delay of the system: a test that needs it fails, it does not pass slowly.
-LONG_S = 60.0
 
 
 class Deaf:
@@ -55,7 +55,7 @@ class Idle:
         self.discovered.append(run_id)
 
     def until(self, run_id: str) -> None:
-        deadline = time.monotonic() + LONG_S
+        deadline = time.monotonic() + PATIENCE_S
         while run_id not in self.discovered:
             assert time.monotonic() < deadline, f"{run_id} was not discovered"
             self.scout.wait(POLL_S)
@@ -69,8 +69,8 @@ def deaf(on_change: OnChange) -> Backend:
 @pytest.mark.parametrize("how", ["native", "polling", "deaf"])
 def test_a_run_is_discovered_by_hint_by_polling_or_by_rescan(tmp_path: Path, how: str) -> None:
     watcher = {
-        "native": lambda: Watcher(rescan_s=LONG_S, kind="native"),
-        "polling": lambda: Watcher(rescan_s=LONG_S, kind="polling", poll_s=0.02),
+        "native": lambda: Watcher(rescan_s=PATIENCE_S, kind="native"),
+        "polling": lambda: Watcher(rescan_s=PATIENCE_S, kind="polling", poll_s=0.02),
         "deaf": lambda: Watcher(rescan_s=0.1, make_native=deaf),
     }[how]()
     with watcher:
@@ -93,7 +93,7 @@ def test_a_run_is_discovered_by_hint_by_polling_or_by_rescan(tmp_path: Path, how
 
 
 def test_an_eviction_and_a_readmission_by_a_person_are_noticed(tmp_path: Path) -> None:
-    with Watcher(rescan_s=LONG_S, kind="native") as watcher:
+    with Watcher(rescan_s=PATIENCE_S, kind="native") as watcher:
         idle = Idle(tmp_path, watcher, max_runs=1)
         first = add(tmp_path, "run_a", 1)
         add(tmp_path, "run_b", 2)
@@ -107,7 +107,7 @@ def test_an_eviction_and_a_readmission_by_a_person_are_noticed(tmp_path: Path) -
 
 
 def test_a_config_that_comes_to_rest_needs_no_hint(tmp_path: Path) -> None:
-    with Watcher(rescan_s=LONG_S, make_native=deaf) as watcher:
+    with Watcher(rescan_s=PATIENCE_S, make_native=deaf) as watcher:
         idle = Idle(tmp_path, watcher)
         idle.manager = idle.scout._manager = MultiRunManager(tmp_path, 2, settle_s=0.2)
         idle.manager.register_discovered_hook(idle._discovered)
@@ -131,10 +131,10 @@ def test_of_5000_runs_at_once_none_is_lost(tmp_path: Path) -> None:
     discovery = Discovery(tmp_path, lambda config: None)
     writer = threading.Thread(target=place)
     found = 0
-    with Watcher([tmp_path], rescan_s=LONG_S, kind="native") as watcher:
+    with Watcher([tmp_path], rescan_s=PATIENCE_S, kind="native") as watcher:
         writer.start()
         while found < num_runs:
-            assert watcher.wait(LONG_S), f"{found} were found, and no hint of the others came"
+            assert watcher.wait(PATIENCE_S), f"{found} were found, and no hint of the others came"
             findings = discovery.scan({}, watcher.take_changed())
             discovery.judge(findings)
             watcher.watch(findings.folders)

@@ -18,6 +18,8 @@ from prime_rl.trainer.snapshot import AdapterSnapshots
 from tests.runs_support import add, look, manager_of
 from tests.trainer_support import solo_world
 
+pytestmark = pytest.mark.numeric
+
 TYPES = get_args(OptimConfig.model_fields["type"].annotation)
 LORA = LoRAConfig(rank=16, target_modules=("layer",))
 

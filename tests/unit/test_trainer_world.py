@@ -12,6 +12,7 @@ from prime_rl.contract.files import wait_for
 from prime_rl.trainer.gathering import MissingRanks, name_of_this_start
 from prime_rl.trainer.liveness import LEFT, Liveness, Pulse
 from prime_rl.trainer.world import WorldError, setup_world
+from tests.patience import PATIENCE_S
 from tests.trainer_support import solo_world
 
 
@@ -55,7 +56,7 @@ def test_a_rank_that_is_missed_ends_the_process_and_one_that_leaves_does_not() -
     here.start()
     leaving.start()
     assert leaving.leave() is None
-    wait_for(lambda: bool(ends), "rank 2 to be missed", timeout_s=30.0)
+    wait_for(lambda: bool(ends), "rank 2 to be missed", timeout_s=PATIENCE_S)
     assert ends == ["no heartbeat from rank 2 of 3 for 1.5 s"]
     assert here.explain() == here.leave() == ends[0]
 
@@ -74,7 +75,7 @@ def test_every_start_has_a_name_of_its_own_in_one_store() -> None:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(30)
+            thread.join(PATIENCE_S)
         assert len(names) == 3 and len(set(names)) == 1
         starts.append(set(names))
     assert len(set.union(*starts)) == 3

@@ -10,8 +10,7 @@ import pytest
 from prime_rl.contract.files import WaitTimeout, wait_for
 from prime_rl.trainer import writer as writer_module
 from prime_rl.trainer.writer import BackgroundWriter, FolderGone, Piece, WriteError
-
-TIMEOUT_S = 20.0
+from tests.patience import PATIENCE_S
 
 
 class Disk:
@@ -26,7 +25,7 @@ class Disk:
     def put(self, run_id: str, step: int, error: Exception | None = None) -> None:
         def job() -> None:
             self.has_begun.set()
-            assert self.is_free.wait(TIMEOUT_S)
+            assert self.is_free.wait(PATIENCE_S)
             self.taken.append(f"{run_id}/{step}")
             if error is not None:
                 raise error
@@ -98,23 +97,24 @@ def test_a_run_waits_for_its_own_work_alone(disk: Disk) -> None:
     disk.writer.finish("run_c")
 
 
-def test_the_queue_is_bounded_and_says_what_is_waited_for(disk: Disk) -> None:
-    assert disk.writer.behind() is None
+def test_the_queue_of_each_run_is_bounded_and_says_what_is_waited_for(disk: Disk) -> None:
+    assert disk.writer.full() == {}
     disk.put("run_a", 1)
-    wait_for(disk.has_begun.is_set, "the first piece to begin", timeout_s=TIMEOUT_S)
+    wait_for(disk.has_begun.is_set, "the first piece to begin", timeout_s=PATIENCE_S)
     disk.put("run_b", 1)
-    assert disk.writer.behind() is None, "one piece of each run"
+    assert disk.writer.full() == {}, "one piece of each run"
     disk.put("run_b", 2)
-    assert disk.writer.behind() == "the disk to take version 1 of run_a"
+    assert disk.writer.full() == {"run_b": "the disk to take version 1 of run_a"}, "run_a may hand over one more"
     disk.is_free.set()
     disk.writer.finish()
-    assert disk.writer.behind() is None
+    assert disk.writer.full() == {}
+    disk.writer.wait(600.0)  # nothing is under way: no reason to wait
 
 
 def test_a_disk_that_takes_nothing_is_waited_for_only_so_long(disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(writer_module, "DISK_TIMEOUT_S", 0.2)
     disk.put("run_a", 1)
-    wait_for(disk.has_begun.is_set, "the first piece to begin", timeout_s=TIMEOUT_S)
+    wait_for(disk.has_begun.is_set, "the first piece to begin", timeout_s=PATIENCE_S)
     disk.put("run_a", 2)
     with pytest.raises(WaitTimeout, match="the disk to take what run_a made"):
         disk.writer.finish("run_a")

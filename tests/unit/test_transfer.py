@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from prime_rl.transfer import TransferError, WeightSender, receive
+from tests.patience import PATIENCE_S
 
 HOST = "127.0.0.1"
 LABEL = "run_a/broadcast/step_3"
@@ -40,7 +41,7 @@ def port() -> int:
 
 @pytest.fixture
 def sender(port: int) -> Iterator[WeightSender]:
-    opened = WeightSender(HOST, port, timeout_s=5.0)
+    opened = WeightSender(HOST, port, timeout_s=PATIENCE_S)
     yield opened
     opened.close()
 
@@ -98,13 +99,13 @@ def test_a_worker_that_never_comes_harms_neither_side(port: int) -> None:
 
 
 def test_a_sender_listens_on_its_address_only_and_its_port_is_free_again(port: int) -> None:
-    WeightSender(HOST, port, timeout_s=5.0).close()
-    sender = WeightSender(HOST, port, timeout_s=5.0)
+    WeightSender(HOST, port, timeout_s=PATIENCE_S).close()
+    sender = WeightSender(HOST, port, timeout_s=PATIENCE_S)
     try:
         with socket.socket() as other, pytest.raises(OSError):
             other.settimeout(2)
             other.connect(("127.0.0.2", port))
         with pytest.raises(OSError):
-            WeightSender(HOST, port, timeout_s=5.0)
+            WeightSender(HOST, port, timeout_s=PATIENCE_S)
     finally:
         sender.close()

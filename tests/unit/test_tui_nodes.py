@@ -87,6 +87,22 @@ def test_a_process_that_is_gone_from_this_machine_is_dead_at_once(tmp_path: Path
     assert "the whole group is gone" in problem.text
 
 
+def test_a_node_whose_loop_stands_still_is_stalled_and_never_alive(tmp_path: Path) -> None:
+    output, clock = OutputDir(tmp_path), Clock()
+    reader = NodeReader(tmp_path, clock)
+    put_node(output, 0, num_nodes=1, seq=1)
+    reader.read()
+    clock.now_s += 2
+    put_node(output, 0, num_nodes=1, seq=2, loop_still_s=41.0)
+    group = make_group(reader.read())
+    assert words(group) == {0: NodeHealth.STALLED} and group is not None
+    (row,) = group.rows
+    assert row.note == "its loop has stood still for 41s" and row.note in node_line(row, 160, PALETTE).plain
+    (problem,) = node_problems(group, NOW)
+    assert problem.level is Level.BAD and problem.since == NOW - 41.0
+    assert problem.text == "stalled in phase 4 (aggregate) of iteration 12; its loop has stood still for 41s"
+
+
 def test_a_group_that_ended_in_order_is_no_problem(tmp_path: Path) -> None:
     for rank in range(2):
         put_node(OutputDir(tmp_path), rank, num_nodes=2, state="done" if rank else "stopped", reason="Ctrl-C")

@@ -11,13 +11,15 @@ from hypothesis import strategies as st
 from rich.cells import cell_len
 
 from daemons.client import WorkspaceReader
+from prime_rl.contract.condition import utc
 from prime_rl.contract.layout import OutputDir, RunDir
-from prime_rl.contract.status import LOST_AFTER_S, DaemonStatus
+from prime_rl.contract.status import LOST_AFTER_S, DaemonStatus, TrainerStatus, read_status
 from tests.tui_support import HOSTILE, NOW, build_workspace, write_status
 from tui.palette import Palette, make_palette
 from tui.run_config import find_error_lines
 from tui.run_events import parse_audit
 from tui.snapshot import STALL_MIN_S, STATES, Disk, Level, RunRow, Snapshot, make_snapshot
+from tui.system import daemon_line
 from tui.watcher import StateTimes
 from tui.widgets.columns import PADDING, choose_columns, make_cells
 from tui.widgets.header import run_lines, workspace_lines
@@ -126,6 +128,26 @@ def test_a_run_whose_steps_stop_is_stalled_and_says_since_when(workspace: Output
     assert make_snapshot(found, {"run_sort-rank16": slow}, NOW).row("run_sort-rank16").state == "active"  # type: ignore[union-attr]
     problems = make_snapshot(found, usual | {"run_sort-rank16": stalled.tail}, NOW).problems
     assert problems[1].text == "stalled: no step for 6m" and problems[1].since == NOW - 1 - STALL_MIN_S - 61
+
+
+def test_a_daemon_whose_loop_hangs_is_stalled_in_header_system_and_problems(workspace: OutputDir) -> None:
+    trainer = read_status(workspace.trainer_status, TrainerStatus)
+    supervisor = read_status(workspace.daemon_status("supervisor"), DaemonStatus)
+    assert trainer is not None and supervisor is not None
+    for each in (trainer, supervisor):
+        each.loop, each.loop_still_s = 7, each.loop_limit_s + 60.0
+    write_status(workspace.trainer_status, trainer)
+    write_status(workspace.daemon_status("supervisor"), supervisor)
+    snapshot = look(workspace)
+    for name, status in {"trainer": trainer, "supervisor": supervisor}.items():
+        at = utc(status.updated_at - status.loop_still_s)
+        daemon = next(each for each in snapshot.daemons if each.name == name)
+        assert (daemon.state, daemon.level) == ("stalled", Level.WARN)
+        assert daemon.detail == f"its main loop has not turned since {at}"
+        assert daemon.detail in daemon_line(daemon, None, 12, a_palette()).plain
+        assert f"{name} stalled" in workspace_lines(snapshot, 140, a_palette(), read_only=False)[0].plain
+        assert f"stalled: {daemon.detail}" in [problem.text for problem in snapshot.problems if problem.name == name]
+    assert snapshot.bottleneck is not None and snapshot.bottleneck.endswith("the trainer is stalled")
 
 
 def test_daemons_of_a_workspace_that_is_down(tmp_path: Path) -> None:

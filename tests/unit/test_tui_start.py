@@ -9,13 +9,14 @@ from pathlib import Path
 
 import pytest
 
+from tests.patience import PATIENCE_S
 from tui.cli import main
 
 HEAVY = ("torch", "vllm", "transformers", "peft", "fastapi")
 
 
 def run_python(code: str, cwd: Path | None = None) -> str:
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=cwd)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE_S, cwd=cwd)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 
@@ -43,7 +44,9 @@ print([name for name in sys.modules if name in ("daemons.actions", "tui.acting")
 
 def test_a_missing_folder_is_wrong_use_in_one_line(tmp_path: Path) -> None:
     missing = tmp_path / "nowhere"
-    done = subprocess.run([sys.executable, "-m", "tui", str(missing)], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-m", "tui", str(missing)], capture_output=True, text=True, timeout=PATIENCE_S
+    )
     assert done.returncode == 2
     assert done.stdout == ""
     assert done.stderr.count("\n") == 1 and str(missing) in done.stderr
@@ -69,5 +72,5 @@ def test_wrong_use_is_one_line(
 
 def test_the_folder_comes_from_the_environment(tmp_path: Path) -> None:
     env = {**os.environ, "PRL_OUTPUT_DIR": str(tmp_path / "from-env")}
-    done = subprocess.run([sys.executable, "-m", "tui"], capture_output=True, text=True, timeout=60, env=env)
+    done = subprocess.run([sys.executable, "-m", "tui"], capture_output=True, text=True, timeout=PATIENCE_S, env=env)
     assert done.returncode == 2 and "from-env" in done.stderr

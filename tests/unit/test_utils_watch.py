@@ -15,15 +15,15 @@ import pytest
 from prime_rl.contract.files import wait_for, write_atomic
 from prime_rl.utils.watch import ObserverKind, Watcher
 from prime_rl.utils.watch_backends import Backend, NativeEvents, OnChange
+from tests.patience import PATIENCE_S
 
 # Far above any delay of the system: a test that needs it fails, it does not pass slowly.
-LONG_S = 60.0
 POLL_S = 0.02
 KINDS: list[ObserverKind] = ["native", "polling"]
 
 
 def watcher_of(*folders: Path, kind: ObserverKind = "native", **arguments: object) -> Watcher:
-    return Watcher(folders, **{"rescan_s": LONG_S, "kind": kind, "poll_s": POLL_S} | arguments)  # type: ignore[arg-type]
+    return Watcher(folders, **{"rescan_s": PATIENCE_S, "kind": kind, "poll_s": POLL_S} | arguments)  # type: ignore[arg-type]
 
 
 def quiet(watcher: Watcher) -> None:
@@ -41,7 +41,7 @@ def hinted(watcher: Watcher, folder: Path) -> bool:
         seen.update(watcher.take_changed() or ())
         return folder in seen
 
-    wait_for(look, f"a hint about {folder}", timeout_s=LONG_S)
+    wait_for(look, f"a hint about {folder}", timeout_s=PATIENCE_S)
     return True
 
 
@@ -144,7 +144,7 @@ def test_a_replacement_that_no_event_tells_is_found_at_the_rescan(tmp_path: Path
             return control in (watcher.take_changed() or ())
 
         watcher.take_changed()
-        wait_for(found, "the folder to be watched anew", timeout_s=LONG_S)
+        wait_for(found, "the folder to be watched anew", timeout_s=PATIENCE_S)
 
 
 class Limited(NativeEvents):
@@ -267,7 +267,7 @@ def test_one_thread_and_no_warning_for_a_thousand_folders(tmp_path: Path) -> Non
             seen.update(watcher.take_changed() or ())
             return seen == set(folders)
 
-        wait_for(all_told, "a hint about every folder", timeout_s=LONG_S)
+        wait_for(all_told, "a hint about every folder", timeout_s=PATIENCE_S)
         for folder in folders:
             shutil.rmtree(folder)
         watcher.watch([])

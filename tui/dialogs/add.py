@@ -19,7 +19,7 @@ from textual.widgets.option_list import Option
 
 from daemons.actions import ActionError
 from prime_rl.utils.text import CleanText, one_line
-from tui.dialogs.draft import Check, Template, add_command, add_draft, check_draft, find_templates, read_draft
+from tui.dialogs.draft import Check, Template, add_draft, check_draft, find_templates, read_draft
 from tui.dialogs.job import JobDialog
 from tui.jobs import Job, Perform
 from tui.widgets.toml_area import TomlArea
@@ -48,7 +48,9 @@ class AddDialog(JobDialog):
         & .buttons { margin-top: 0; }
     }
     """
-    BINDINGS: ClassVar[list[BindingType]] = [Binding("ctrl+s", "start", "Start", priority=True)]
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("ctrl+s", "start", "Start", priority=True, tooltip="start the run that is added")
+    ]
 
     class Templates(Message):
         """The templates to begin from."""
@@ -184,12 +186,12 @@ class AddDialog(JobDialog):
         self._timer = self.set_timer(DEBOUNCE_S, self._check_now)
 
     def _check_now(self) -> None:
-        serial, text, run_id = self._serial_of_draft, *self._draft()
+        serial, source, (text, run_id) = self._serial_of_draft, self._source, self._draft()
         if not text.strip():
             return
 
         def work() -> None:
-            self.post_message(self.Checked(serial, check_draft(self._output_dir, text, run_id)))
+            self.post_message(self.Checked(serial, check_draft(self._output_dir, text, run_id, source)))
 
         self.run_worker(work, thread=True, group="check", name="check the draft")
 
@@ -221,7 +223,7 @@ class AddDialog(JobDialog):
         def work(progress: Callable[[str], None]) -> str:
             return f"{add_draft(output_dir, text, run_id, source)}: added"
 
-        self.start(Job(add_command(output_dir, text, run_id, source), work))
+        self.start(Job(self._check.command, work))
 
     def _draft(self) -> tuple[str, str]:
         return self.query_one("#text", TomlArea).text, self.query_one("#run-id", Input).value.strip()

@@ -49,10 +49,11 @@ class DraftProblem:
 
 @dataclass(frozen=True)
 class Check:
-    """The result of checking a draft."""
+    """The result of checking a draft; `command` adds it in a shell."""
 
     problems: tuple[DraftProblem, ...]
     summary: CleanText
+    command: CleanText
 
     @property
     def ok(self) -> bool:
@@ -103,7 +104,7 @@ def draft_file(text: str, stem: str) -> Iterator[Path]:
         yield path
 
 
-def check_draft(output_dir: Path, text: str, run_id: str) -> Check:
+def check_draft(output_dir: Path, text: str, run_id: str, source: Path | None = None) -> Check:
     """All problems of the text and the id; without problems, a summary of what would be trained."""
     problems = []
     if run_id:
@@ -127,7 +128,7 @@ def check_draft(output_dir: Path, text: str, run_id: str) -> Check:
         )
         for each in found
     ]
-    return Check(tuple(problems), one_line(summary, 300))
+    return Check(tuple(problems), one_line(summary, 300), add_command(output_dir, text, run_id, source))
 
 
 def line_of(key: str, lines: Mapping[str, int]) -> int | None:

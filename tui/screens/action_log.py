@@ -49,8 +49,8 @@ class ActionLogScreen(ModalScreen[None]):
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("escape,q,L", "dismiss", "Close"),
         Binding("y", "copy", "Copy the command"),
-        Binding("j", "move(1)", show=False),
-        Binding("k", "move(-1)", show=False),
+        Binding("j", "move(1)", "Down", show=False),
+        Binding("k", "move(-1)", "Up", show=False),
     ]
 
     def __init__(self, entries: Callable[[], Sequence[ActionEntry]]) -> None:

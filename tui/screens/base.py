@@ -120,7 +120,14 @@ class WorkspaceScreen(Screen[None]):
     key_order: ClassVar[tuple[str, ...]] = KEY_ORDER
 
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("colon", "command", "Command", key_display=":", show=False),
+        Binding(
+            "colon",
+            "command",
+            "Command",
+            key_display=":",
+            show=False,
+            tooltip="command line; tab completes, the beginning of a name is enough",
+        ),
         Binding("question_mark", "help", "Help", key_display="?"),
     ]
 
@@ -242,7 +249,10 @@ class PlaceScreen(WorkspaceScreen):
     """
 
     BINDINGS: ClassVar[list[BindingType]] = [
-        *(Binding(str(number), f"go({number})", show=False) for number in range(1, 6)),
+        *(
+            Binding(str(number), f"go({number})", "Runs, the chosen run, system, nodes, problems", show=False)
+            for number in range(1, 6)
+        ),
     ]
 
     def __init__(self, setting: Setting) -> None:

@@ -34,9 +34,9 @@ class PickRuns(ModalScreen[tuple[str, ...] | None]):
     """
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("escape", "dismiss(None)", "Close"),
-        Binding("down", "move(1)", show=False, priority=True),
-        Binding("up", "move(-1)", show=False, priority=True),
-        Binding("tab", "mark", show=False, priority=True),
+        Binding("down", "move(1)", "Down", show=False, priority=True),
+        Binding("up", "move(-1)", "Up", show=False, priority=True),
+        Binding("tab", "mark", "Mark", show=False, priority=True),
     ]
 
     def __init__(self, run_ids: Sequence[str], chosen: Sequence[str] = (), *, limit: int = 1) -> None:

@@ -16,6 +16,7 @@ from textual.events import DescendantFocus
 from textual.widget import Widget
 from textual.widgets import Static, TabbedContent, TabPane
 
+from prime_rl.contract.condition import LOST
 from prime_rl.contract.status import RunState
 from tui.charts_reader import MAX_COMPARED
 from tui.checkpoints import CheckpointsData
@@ -29,7 +30,7 @@ from tui.run_events import EventsData
 from tui.run_reader import RunReader
 from tui.screens.base import Setting, WorkspaceScreen
 from tui.screens.pick_runs import PickRuns
-from tui.snapshot import LOST, RunRow, Snapshot
+from tui.snapshot import RunRow, Snapshot
 from tui.tabs import CONFIG, TABS, TabData
 from tui.watcher import RunWatcher
 from tui.widgets.charts import ChartsView

@@ -40,13 +40,13 @@ class RunsScreen(PlaceScreen):
     }
     """
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("slash", "filter", "Filter", key_display="/"),
-        Binding("s", "next_sort(1)", "Sort"),
+        Binding("slash", "filter", "Filter", key_display="/", tooltip="filter; tab completes"),
+        Binding("s", "next_sort(1)", "Sort", tooltip="sort by the next column, as a click on its head"),
         Binding("S", "reverse_sort", "Reverse the order", show=False),
-        Binding("p", "pin", "Pin", show=False),
-        Binding("P", "daemons", "Daemons", show=False),
+        Binding("p", "pin", "Pin", show=False, tooltip="pin to the top in every order, or let go"),
+        Binding("P", "daemons", "Daemons", show=False, tooltip="the daemons, on the screen System"),
         Binding("escape", "clear", "Clear the marks, then the filter", show=False),
-        Binding("q", "app.quit", "Quit"),
+        Binding("q", "app.quit", "Quit", tooltip="quit; the daemons go on"),
     ]
     AUTO_FOCUS = "RunsTable"
 

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 
 from rich.cells import cell_len, set_cell_size
 
+from prime_rl.contract.condition import LOST
 from tui import fmt
 from tui.palette import Palette
 from tui.series import sparkline
-from tui.snapshot import LOST, RunRow
+from tui.snapshot import RunRow
 from tui.sorting import age_s
 
 _FIRST = ("state", "run", "progress", "reward", "change", "loss", "tokens", "lag", "version", "lr", "note")

@@ -88,8 +88,8 @@ class ConfigView(VerticalScroll):
         Binding("k", "scroll_up", "Up", show=False),
         Binding("g", "scroll_home", "Start", show=False),
         Binding("G", "scroll_end", "End", show=False),
-        Binding("v", "values", "Defaults"),
-        Binding("w", "compare", "Compare"),
+        Binding("v", "values", "Defaults", tooltip="all values with their defaults, or the file"),
+        Binding("w", "compare", "Compare", tooltip="differences to another run"),
         Binding("escape", "leave", "Back", show=False),
     ]
 

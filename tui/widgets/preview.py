@@ -7,11 +7,12 @@ from textual.app import ComposeResult
 from textual.containers import Horizontal, Vertical
 from textual.widgets import Static
 
+from prime_rl.contract.condition import LOST
 from tui import fmt
 from tui.curves import simple_chart
 from tui.palette import Palette, make_palette
 from tui.series import change
-from tui.snapshot import LOST, STATE_WORDS, RunRow
+from tui.snapshot import STATE_WORDS, RunRow
 from tui.widgets.chart import Chart
 
 

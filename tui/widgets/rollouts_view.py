@@ -73,7 +73,7 @@ class RolloutsView(Horizontal, can_focus=False):
     }
     """
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("o", "order", "Order"),
+        Binding("o", "order", "Order", tooltip="order: newest, reward, advantage"),
         Binding("n", "move(1)", "Next"),
         Binding("N,p", "move(-1)", "Previous", key_display="N"),
         Binding("space,J", "read(1)", "Read on", show=False),

@@ -64,7 +64,7 @@ class RunsTable(ScrollView, can_focus=True):
         "runs--marked",
     }
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("enter", "open", "Open", key_display="⏎"),
+        Binding("enter", "open", "Open", key_display="⏎", tooltip="open the run; marked runs are drawn beside it"),
         Binding("down,j", "move(1)", "Down", show=False),
         Binding("up,k", "move(-1)", "Up", show=False),
         Binding("pagedown,ctrl+f", "page(1)", "Page down", show=False),

@@ -1,0 +1,32 @@
+"""How much of what has no natural end is tried: random histories, rounds of kills, phases.
+
+`PRL_TEST_BUDGET` is `small` (the default: enough for a commit) or `full` (`make test-all`). Each number has a variable
+of its own besides, which counts more: PRL_KILL_ROUNDS, PRL_SIMULATIONS; PRL_KILL_SEED and PRL_ALL_PHASES choose what.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+
+IS_FULL = {"small": False, "full": True}[os.environ.get("PRL_TEST_BUDGET", "small")]
+
+
+def _number(name: str, *, small: int, full: int) -> int:
+    return int(os.environ.get(name) or (full if IS_FULL else small))
+
+
+# kill -9 of random daemons of a working system; which ones is drawn from the seed.
+KILL_ROUNDS = _number("PRL_KILL_ROUNDS", small=8, full=30)
+KILL_SEED = int(os.environ.get("PRL_KILL_SEED", "20261121"))
+# Simulated lives of groups of nodes, in each of five tests; a tenth of a second each.
+SIMULATIONS = _number("PRL_SIMULATIONS", small=20, full=200)
+# Whether a node is cut off and also killed in each of the phases of a group, and not only one of the two.
+ALL_PHASES = bool(os.environ.get("PRL_ALL_PHASES"))
+
+
+def in_full(*values: Any) -> list[Any]:
+    """Parameters of a test that only `make test-all` tries; the others beside them guard the same."""
+    return [pytest.param(value, marks=pytest.mark.slow) for value in values]

@@ -1,0 +1,208 @@
+"""What each test costs, measured so that a busy machine changes nothing: recorded, listed, and limited.
+
+A plugin of pytest, loaded by `conftest.py`. `build/durations.json` keeps the figures; a test that costs more than
+`LIMIT_S` and is not marked `slow` fails.
+
+The cost of a test is `max(CPU seconds, seconds - pressure)`. CPU seconds are those of the test's process and of all
+that it started and that still belong to it (not what a daemon does that has left its parent); other programs do not add
+to them. The pressure is the time during the test in which
+some process of this machine waited for a CPU (/proc/pressure/cpu): a test can be late in it without being slow, so it
+does not count. On an idle machine the cost is the time that the test took; on a busy one it is less or the same,
+never more. Before a test fails, its cost is divided by the slowness of this machine, if it is above one: the CPU time
+of a fixed piece of work beside that of the machine for which the limit was set.
+
+Counted are a test and its own fixtures. Fixtures that several tests share (module, session) are listed for
+themselves and have no limit.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import statistics
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+LIMIT_S = float(os.environ.get("PRL_TEST_LIMIT_S", "10"))
+FILE = Path(os.environ.get("PRL_TEST_DURATIONS", ROOT / "build" / "durations.json"))
+NUM_SHOWN = 10
+# CPU seconds of `_work` on the machine for which the limit was set: two cores of an Intel Xeon at 2.50 GHz.
+REFERENCE_S = 0.03
+TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+PRESSURE = Path("/proc/pressure/cpu")
+
+
+@dataclass(frozen=True)
+class Reading:
+    """Clocks at one moment, in seconds. Without /proc/pressure only CPU time counts: `pressure_s` is then the time."""
+
+    time_s: float
+    cpu_s: float
+    pressure_s: float
+
+    @classmethod
+    def now(cls) -> Reading:
+        time_s, cpu = time.perf_counter(), os.times()
+        try:
+            found = re.search(r"^some .*total=(\d+)", PRESSURE.read_text(), re.MULTILINE)
+        except OSError:
+            found = None
+        return cls(time_s, sum(cpu[:4]) + _living_s("self"), int(found[1]) / 1e6 if found else time_s)
+
+
+def _living_s(pid: str) -> float:
+    """CPU seconds of the children of `pid` that have not been waited for, of their children, and so on.
+
+    Of the children of a child those that it has waited for are in its own figures, like in `os.times`.
+    """
+    total_s = 0.0
+    for task in Path("/proc", pid, "task").glob("*/children"):
+        try:
+            children = task.read_text().split()
+        except OSError:  # the thread has ended
+            continue
+        for child in children:
+            try:
+                fields = Path("/proc", child, "stat").read_text().rpartition(")")[2].split()
+            except OSError:
+                continue
+            total_s += sum(map(int, fields[11:15])) / TICKS_PER_S + _living_s(child)
+    return total_s
+
+
+def cost_s(start: Reading, end: Reading) -> float:
+    return max(end.cpu_s - start.cpu_s, end.time_s - start.time_s - (end.pressure_s - start.pressure_s))
+
+
+def slowness() -> float:
+    """How many times slower than the reference this machine works now; measured in CPU time, in about 0.3 s."""
+    return statistics.median(_work_s() for _ in range(5)) / REFERENCE_S
+
+
+def _work_s() -> float:
+    start = time.process_time()
+    _work()
+    return time.process_time() - start
+
+
+def _work() -> None:
+    """What tests do most: interpreted code over small objects."""
+    rows = [{"id": number, "text": str(number) * 3} for number in range(4_000)]
+    for _ in range(2):
+        text = json.dumps(sorted(rows, key=lambda row: row["text"]))
+        rows = [dict(row) for row in json.loads(text)]
+
+
+_shared = pytest.StashKey[list[float]]()
+_cost = pytest.StashKey[float]()
+_costs: dict[str, float] = {}
+_fixtures: dict[str, float] = {}
+_depth = 0
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_fixture_setup(fixturedef: pytest.FixtureDef[object], request: pytest.FixtureRequest) -> Iterator[None]:
+    """Takes the cost of a shared fixture out of the test that happens to need it first."""
+    global _depth
+    if fixturedef.scope in ("function", "class") or _depth:
+        return (yield)
+    start, _depth = Reading.now(), _depth + 1
+    try:
+        return (yield)
+    finally:
+        _depth -= 1
+        spent_s = cost_s(start, Reading.now())
+        item = request._pyfuncitem
+        item.stash.setdefault(_shared, []).append(spent_s)
+        item.user_properties.append(("fixture", [f"{fixturedef.baseid}::{fixturedef.argname}", round(spent_s, 2)]))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup(item: pytest.Item) -> Iterator[None]:
+    start = Reading.now()
+    try:
+        return (yield)
+    finally:
+        item.stash[_cost] = cost_s(start, Reading.now()) - sum(item.stash.get(_shared, []))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    start = Reading.now()
+    try:
+        return (yield)
+    finally:
+        item.stash[_cost] += cost_s(start, Reading.now())
+        item.user_properties.append(("cost_s", round(item.stash[_cost], 2)))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Iterator[pytest.TestReport]:
+    report: pytest.TestReport = yield
+    if report.when == "call" and report.passed and not item.get_closest_marker("slow"):
+        words = too_dear(item.stash[_cost])
+        if words:
+            report.outcome, report.longrepr = "failed", words
+    return report
+
+
+def too_dear(found_s: float) -> str | None:
+    """Why a test that costs `found_s` here may not be unmarked; None where it may."""
+    if found_s <= LIMIT_S:
+        return None
+    slow = max(1.0, slowness())
+    if found_s / slow <= LIMIT_S:
+        return None
+    return (
+        f"It costs {found_s:.1f} s here and {found_s / slow:.1f} s on the reference machine; a test that is not marked "
+        f"`slow` may cost {LIMIT_S:g} s. Make it quicker, or mark it and keep a quicker test that guards the same."
+    )
+
+
+def without_group(nodeid: str) -> str:
+    """xdist puts `@group` at the end of the ids of tests that stay together."""
+    test, _, _ = nodeid.rpartition("@")
+    return test if nodeid.rfind("@") > nodeid.rfind("]") and test else nodeid
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Also of other workers' tests, in the process that reports."""
+    if report.when == "call":
+        for name, value in report.user_properties:
+            if name == "cost_s":
+                _costs[without_group(report.nodeid)] = value
+            elif name == "fixture":
+                _fixtures[value[0]] = max(value[1], _fixtures.get(value[0], 0.0))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """In the process that reports; after it, the file holds the newest figure of every test that was ever run."""
+    if not _costs:
+        return
+    for title, costs in (("tests", _costs), ("shared fixtures", _fixtures)):
+        terminalreporter.section(f"dearest {title} (seconds of CPU, or of waiting on an idle machine)")
+        for name, value in sorted(costs.items(), key=lambda each: -each[1])[:NUM_SHOWN]:
+            terminalreporter.write_line(f"{value:8.1f}  {name}")
+    terminalreporter.write_line(
+        f"all tests {sum(_costs.values()):.0f} s, this machine's slowness {slowness():.2f}; {FILE}"
+    )
+    _save()
+
+
+def _save() -> None:
+    try:
+        before = json.loads(FILE.read_text())
+    except (OSError, ValueError):
+        before = {}
+    found = {"tests": _costs, "fixtures": _fixtures}
+    merged = {name: dict(sorted({**before.get(name, {}), **costs}.items())) for name, costs in found.items()}
+    FILE.parent.mkdir(parents=True, exist_ok=True)
+    part = FILE.with_name(f"{FILE.name}.{os.getpid()}")
+    part.write_text(json.dumps(merged, indent=1) + "\n")
+    part.replace(FILE)

@@ -1,0 +1,149 @@
+"""Main loops that hang beside a heartbeat that goes on, and workspaces that are started again from another shell."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from daemons.client import DaemonView, read_workspace
+from prime_rl.contract.files import wait_for
+from prime_rl.utils.process import ProcessId
+from tests.daemons_support import PATIENCE_S, Prl, fake_workspace
+from tui.snapshot import Snapshot, make_snapshot
+
+
+@pytest.fixture
+def prl(tmp_path: Path) -> Iterator[Prl]:
+    """A workspace that is stopped after the test, whatever happened; the test fails if anything is left."""
+    workspace = fake_workspace(tmp_path)
+    workspace.output_dir.mkdir()
+    yield workspace
+    (workspace.output_dir / "hangs").unlink(missing_ok=True)
+    workspace("down", "--timeout", "10", exit_code=None)
+    left = workspace.members()
+    for process in left:
+        process.kill()
+    assert left == []
+
+
+def daemon(prl: Prl, name: str) -> DaemonView:
+    found = read_workspace(prl.output_dir).daemon(name)
+    assert found is not None, f"no daemon {name}"
+    return found
+
+
+def console(prl: Prl) -> Snapshot:
+    return make_snapshot(read_workspace(prl.output_dir), {}, time.time())
+
+
+def test_a_supervisor_whose_loop_hangs_is_stalled_for_all_and_down_ends_it_and_its_daemons(prl: Prl) -> None:
+    prl.up()
+    trainer = daemon(prl, "trainer").process
+    (prl.output_dir / "hangs").write_text("daemons/supervisor.json")
+    stalled = prl.wait_state("supervisor", "stalled")
+    assert isinstance(stalled, DaemonView) and stalled.stalled_since is not None
+    prl.wait_state("trainer", "lost")
+    assert (daemon(prl, "trainer").reason or "").startswith("its supervisor last looked at it at ")
+    told = {each["name"]: each for each in prl.json("status")["daemons"]}
+    assert (told["supervisor"]["state"], told["supervisor"]["pid"]) == ("stalled", stalled.pid)
+    text = " ".join(prl("status").stdout.split())
+    assert f"supervisor stalled {stalled.pid} its main loop has not turned since " in text
+    shown = {row.name: row for row in console(prl).daemons}["supervisor"]
+    assert shown.state == "stalled" and shown.detail.startswith("its main loop has not turned since ")
+    problems = {problem.name: problem for problem in console(prl).problems}
+    assert problems["supervisor"].since is not None and problems["supervisor"].text.startswith("stalled: ")
+    refused = prl("restart", "trainer", exit_code=1).stderr
+    assert "the supervisor is stalled: its main loop has not turned since" in refused and "prl down ends it" in refused
+    done = prl("down")
+    assert "it is stalled, its main loop has not turned since" in done.stdout and "SIGKILL" in done.stdout
+    assert trainer is not None and not trainer.is_running() and prl.members() == []
+
+
+def test_daemons_whose_loops_hang_are_stalled_for_all_until_they_turn_again(prl: Prl) -> None:
+    prl.up()
+    (prl.output_dir / "pause_run_a").touch()
+    prl("runs", "add", str(prl.run_file("a")))
+    names = ("trainer", "inference", "run_a")
+    for name in names:
+        wait_for(lambda name=name: is_in(prl, name, "running"), f"{name} to run", timeout_s=PATIENCE_S)
+    pids = [daemon(prl, name).pid for name in names]
+    (prl.output_dir / "hangs").write_text("trainer/status.json inference/status.json control/status.json")
+    for name in names:
+        wait_for(lambda name=name: is_in(prl, name, "stalled"), f"{name} to be stalled", timeout_s=PATIENCE_S)
+        view = daemon(prl, name)
+        assert view.stalled_since is not None and (view.reason or "").startswith("its main loop has not turned since ")
+    assert daemon(prl, "supervisor").state == "running"
+    run = prl.json("runs", "show", "run_a")["run"]
+    assert run["state"] == "active" and run["stalled_since"] is not None, "scripts read what they always read"
+    assert "its orchestrator is stalled: its main loop has not turned since" in run["reason"]
+    shown = prl("runs", "show", "run_a").stdout
+    assert [line.split() for line in shown.splitlines() if line.split()[:1] == ["state"]] == [["state", "stalled"]]
+    assert "stalled" in next(line for line in prl("runs", "list").stdout.splitlines() if "run_a" in line)
+    snapshot = console(prl)
+    assert {row.name: row.state for row in snapshot.daemons} == {
+        **dict.fromkeys(names, "stalled"),
+        "supervisor": "running",
+    }
+    row = snapshot.row("run_a")
+    assert row is not None and row.state == "stalled" and row.note.startswith("its orchestrator is stalled: ")
+    assert {"trainer", "inference", "run_a"} <= {problem.name for problem in snapshot.problems}
+    (prl.output_dir / "hangs").unlink()
+    for name in names:
+        wait_for(lambda name=name: is_in(prl, name, "running"), f"{name} to run again", timeout_s=PATIENCE_S)
+    assert [daemon(prl, name).pid for name in names] == pids, "nothing was ended for it"
+
+
+def is_in(prl: Prl, name: str, state: str) -> bool:
+    found = read_workspace(prl.output_dir).daemon(name)
+    return found is not None and found.state == state
+
+
+def test_what_up_decided_by_the_environment_holds_for_a_later_up_from_another_shell(prl: Prl) -> None:
+    prl.env.update(PRL_TORCHRUN="--standalone --nproc-per-node 2", PRL_TRAINER_GPUS="0,1")
+    prl.up()
+    before = {name: daemon(prl, name).process for name in ("trainer", "inference")}
+    kill_supervisor(prl)
+    modules = prl.env["PRL_MODULES"]
+    for name in ("PRL_MODULES", "PRL_TORCHRUN", "PRL_TRAINER_GPUS"):
+        del prl.env[name]
+    said = prl(*prl.up_args()).stdout
+    assert "keeping inference, trainer: running since before this start" in said
+    assert f"PRL_MODULES: {modules!r} (saved by an earlier prl up; set it to change it)" in said
+    assert {name: daemon(prl, name).process for name in before} == before
+    prl("restart", "trainer")
+    trainer = next(each for each in prl.members() if each.pid == daemon(prl, "trainer").pid)
+    assert "fake_trainer" in trainer.cmdline(), "nor does a restart forget it"
+    assert trainer.environ()["PRL_TORCHRUN"] == "--standalone --nproc-per-node 2"
+    kill_supervisor(prl)
+    prl.env["PRL_TORCHRUN"] = "--standalone --nproc-per-node 4"
+    said = prl(*prl.up_args()).stdout
+    assert "PRL_TORCHRUN: '--standalone --nproc-per-node 4' (was '--standalone --nproc-per-node 2')" in said
+    assert "keeping inference: running" in said and not trainer.is_running()
+    assert daemon(prl, "inference").process == before["inference"]
+    now = next(each for each in prl.members() if each.pid == daemon(prl, "trainer").pid)
+    assert now.environ()["PRL_TORCHRUN"] == "--standalone --nproc-per-node 4"
+
+
+def kill_supervisor(prl: Prl) -> None:
+    supervisor = daemon(prl, "supervisor").process
+    assert isinstance(supervisor, ProcessId)
+    os.kill(supervisor.pid, signal.SIGKILL)
+    wait_for(lambda: not supervisor.is_running(), "the supervisor to be gone", timeout_s=PATIENCE_S)
+
+
+def test_a_run_whose_files_nobody_can_read_keeps_no_other_run_from_its_orchestrator(prl: Prl) -> None:
+    prl.up()
+    deep = b"[" * 100_000
+    control = prl.output_dir / "run_bad" / "control"
+    control.mkdir(parents=True)
+    (control / "status.json").write_bytes(b'{"run_id": "run_bad", "x": ' + deep + b"}")
+    (prl.output_dir / "run_bad" / "logs").write_text("no folder")
+    (control / "orch.toml").write_text(prl.run_file("bad").read_text())
+    prl("runs", "add", str(prl.run_file("good")))
+    prl.wait_state("run_good", "finished")
+    assert daemon(prl, "supervisor").reason is None

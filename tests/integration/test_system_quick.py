@@ -1,0 +1,56 @@
+"""The whole system once, as quick as it gets: real daemons, a config that is mended, a run that trains, and the end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from prime_rl.contract.layout import list_steps
+from prime_rl.contract.status import TrainerStatus, read_status
+from tests.metrics_support import undocumented
+from tests.system_support import Workspace, closed, make_workspace, read_metrics
+
+NUM_STEPS = 2
+
+
+@pytest.fixture(scope="module")
+def lived(tmp_path_factory: pytest.TempPathFactory, base_model: Path) -> Iterator[tuple[Workspace, dict[str, str]]]:
+    """A workspace that was up until its run had finished, and what was seen on the way."""
+    workspace = make_workspace(tmp_path_factory.mktemp("quick"), base_model)
+    for _ in closed(workspace):
+        workspace.up()
+        good = workspace.write_run("a", max_steps=NUM_STEPS).read_text()
+        run, seen = workspace.run_dir("run_a"), {}
+        run.control.mkdir(parents=True)
+        run.orch_toml.write_text(good.replace("batch_size = 16", "batch_size = 15"))
+        workspace.wait(run.config_error.exists, "the validation error of run_a")
+        seen["error"], seen["invalid"] = run.config_error.read_text(), workspace.state("run_a")
+        run.orch_toml.write_text(good)
+        workspace.wait(lambda: workspace.state("run_a") == "finished", "run_a to be admitted and to finish")
+        workspace.prl("down")
+        yield workspace, seen
+
+
+def test_a_config_that_is_mended_is_admitted(lived: tuple[Workspace, dict[str, str]]) -> None:
+    workspace, seen = lived
+    assert "15" in seen["error"] and "multiple" in seen["error"] and seen["invalid"] == "invalid"
+    assert not workspace.run_dir("run_a").config_error.exists()
+
+
+def test_a_run_trains_and_leaves_its_versions_checkpoint_and_figures(lived: tuple[Workspace, dict[str, str]]) -> None:
+    run = lived[0].run_dir("run_a")
+    assert list_steps(run.broadcast, stable_only=True)[-1] == NUM_STEPS
+    assert list_steps(run.checkpoints, stable_only=True)[-1] == NUM_STEPS
+    lines = read_metrics(run.trainer_metrics)
+    assert [line["step"] for line in lines] == list(range(1, NUM_STEPS + 1))
+    assert undocumented("trainer", lines) == set()
+    assert undocumented("orchestrator", read_metrics(run.orchestrator_metrics)) == set()
+
+
+def test_down_leaves_no_process(lived: tuple[Workspace, dict[str, str]]) -> None:
+    workspace, _ = lived
+    assert workspace.processes() == []
+    status = read_status(workspace.paths.trainer_status, TrainerStatus)
+    assert status is not None and (status.state, status.runs) == ("stopped", {})

@@ -1,0 +1,120 @@
+"""Actions on a disk that takes its time: the thread that draws never waits for it."""
+
+from __future__ import annotations
+
+import builtins
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from textual.widgets import OptionList
+
+from daemons import actions, running
+from prime_rl.contract.layout import OutputDir
+from tests.integration.test_tui_actions import opened, outcome, select
+from tests.tui_support import build_workspace, orch_toml, until
+from tui.dialogs.add import AddDialog
+from tui.dialogs.choose import ChooseDialog
+from tui.screens.runs import RunsScreen
+from tui.widgets.runs_table import RunsTable
+from tui.widgets.toml_area import TomlArea
+
+DISK_CALLS = ("stat", "lstat", "open", "scandir", "listdir", "readlink", "mkdir", "rename")
+
+
+@pytest.fixture
+def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> OutputDir:
+    (tmp_path / "configs" / "demo").mkdir(parents=True)
+    (tmp_path / "configs" / "demo" / "fresh.toml").write_text(orch_toml())
+    monkeypatch.chdir(tmp_path)
+    return build_workspace(tmp_path / "workspace", living=False)
+
+
+def watch_this_thread(monkeypatch: pytest.MonkeyPatch, folder: Path) -> list[str]:
+    """What this thread asks of the disk below `folder` from now on."""
+    here, asked = threading.get_ident(), []
+
+    def watched(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(path: Any, *args: Any, **kwargs: Any) -> Any:
+            if threading.get_ident() == here and isinstance(path, str | os.PathLike):
+                place = os.path.abspath(os.fspath(path))
+                if place.startswith(str(folder)):
+                    asked.append(f"{name} {place}")
+            return real(path, *args, **kwargs)
+
+        return call
+
+    for name in DISK_CALLS:
+        monkeypatch.setattr(os, name, watched(name, getattr(os, name)))
+    monkeypatch.setattr(builtins, "open", watched("open", open))
+    monkeypatch.setattr("io.open", builtins.open)
+    return asked
+
+
+async def test_no_action_asks_the_disk_in_the_thread_that_draws(
+    workspace: OutputDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with opened(workspace.path) as (app, pilot):
+        await select(app, pilot, "run_queued-b")
+        asked = watch_this_thread(monkeypatch, tmp_path)
+        await pilot.press("e", *"slow", "enter")
+        await outcome(app, pilot)
+        await until(pilot, lambda: isinstance(app.screen, RunsScreen), "home")
+        for keys in (("r",), ("d", "enter"), ("u",)):
+            before = len(app.entries())
+            await pilot.press(*keys)
+            await until(pilot, lambda n=before: len(app.entries()) > n, f"what {keys} does")  # type: ignore[misc]
+            await outcome(app, pilot)
+            await until(pilot, lambda: isinstance(app.screen, RunsScreen), "home")
+        await pilot.press("c")
+        await until(pilot, lambda: isinstance(app.screen, AddDialog), "the dialog")
+        await until(pilot, lambda: bool(app.screen.query_one(TomlArea).text), "the text of the clone")
+        dialog = app.screen
+        assert isinstance(dialog, AddDialog)
+        await until(pilot, lambda: dialog._check is not None and dialog._check.ok, "the verdict")
+        await pilot.press("ctrl+s")
+        await until(pilot, lambda: isinstance(app.screen, RunsScreen), "home")
+        assert (await outcome(app, pilot)).command.startswith("prl runs add ")
+        await pilot.press("U")
+        await until(pilot, lambda: isinstance(app.screen, ChooseDialog), "the ways to start")
+        assert app.screen.query_one(OptionList).option_count >= 1
+        await pilot.press("escape", "D", "escape")
+    assert asked == []
+
+
+@pytest.mark.parametrize(
+    ("key", "owner", "name"),
+    [("u", actions, "list_trash"), ("U", running, "last_start"), ("c", OutputDir, "run")],
+)
+async def test_a_key_is_answered_while_an_action_waits_for_the_disk(
+    workspace: OutputDir, monkeypatch: pytest.MonkeyPatch, key: str, owner: Any, name: str
+) -> None:
+    here, real = threading.get_ident(), getattr(owner, name)
+    is_asked, is_free = threading.Event(), threading.Event()
+
+    def slow(*args: Any) -> Any:
+        is_asked.set()
+        # In the thread that draws nothing could set it: the test would hang instead of failing.
+        assert threading.get_ident() != here, "the thread that draws waits for the disk"
+        assert is_free.wait(60)
+        return real(*args)
+
+    async with opened(workspace.path) as (app, pilot):
+        await select(app, pilot, "run_queued-a")
+        monkeypatch.setattr(owner, name, slow)
+        try:
+            await pilot.press(key)
+            await until(pilot, is_asked.is_set, "the disk to be asked")
+            table = app.screen.query_one(RunsTable)
+            before = table.selected_id
+            await pilot.press("j")
+            await until(pilot, lambda: table.selected_id != before, "the cursor to move")
+        finally:
+            is_free.set()
+            monkeypatch.undo()
+        if key != "u":
+            await until(pilot, lambda: bool(app.screen.query(OptionList)), "the dialog")
+            await pilot.pause()

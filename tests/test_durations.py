@@ -1,0 +1,115 @@
+"""The limit for what a test may cost: it stands on every machine, however slow and busy."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests import durations
+from tests.durations import LIMIT_S, ROOT, Reading, cost_s, without_group
+
+START = Reading(time_s=100.0, cpu_s=10.0, pressure_s=50.0)
+
+
+def test_waiting_on_an_idle_machine_counts() -> None:
+    assert cost_s(START, Reading(time_s=112.0, cpu_s=10.5, pressure_s=50.0)) == pytest.approx(12.0)
+
+
+def test_a_late_test_on_a_busy_machine_costs_its_cpu_time() -> None:
+    """Two hundred seconds later, and never without others that waited for a CPU."""
+    assert cost_s(START, Reading(time_s=300.0, cpu_s=14.0, pressure_s=250.0)) == pytest.approx(4.0)
+
+
+def test_work_counts_however_busy_the_machine_is() -> None:
+    assert cost_s(START, Reading(time_s=300.0, cpu_s=25.0, pressure_s=250.0)) == pytest.approx(15.0)
+
+
+def test_the_work_of_children_counts_when_it_is_done_and_not_when_they_are_waited_for() -> None:
+    work = "import sys, time\nwhile time.process_time() < 1: pass\nprint(flush=True)\nsys.stdin.read()"
+    before = Reading.now()
+    command = [sys.executable, "-c", work]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None and child.stdout.readline()
+        done = Reading.now()
+    after = Reading.now()
+    assert done.cpu_s - before.cpu_s > 0.9 and after.cpu_s - done.cpu_s < 0.5
+
+
+def test_without_pressure_figures_only_cpu_time_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(durations, "PRESSURE", tmp_path / "missing")
+    start = Reading.now()
+    end = Reading(start.time_s + 60.0, start.cpu_s + 1.0, start.pressure_s + 60.0)
+    assert start.pressure_s == start.time_s and cost_s(start, end) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(("slowness", "is_refused"), [(1.0, True), (2.0, False), (0.5, True)])
+def test_the_limit_is_that_of_the_reference_machine(
+    monkeypatch: pytest.MonkeyPatch, slowness: float, is_refused: bool
+) -> None:
+    monkeypatch.setattr(durations, "slowness", lambda: slowness)
+    assert (durations.too_dear(1.5 * LIMIT_S) is not None) == is_refused
+    assert durations.too_dear(LIMIT_S) is None
+
+
+@pytest.mark.parametrize(
+    ("nodeid", "test"),
+    [("t.py::a@group", "t.py::a"), ("t.py::a[x@v1]", "t.py::a[x@v1]"), ("t.py::a[x@v1]@g", "t.py::a[x@v1]")],
+)
+def test_the_group_is_not_in_the_name(nodeid: str, test: str) -> None:
+    assert without_group(nodeid) == test
+
+
+TESTS = """
+import time
+import pytest
+
+def work():
+    start = time.process_time()
+    while time.process_time() - start < 0.6:
+        pass
+
+@pytest.fixture(scope="module")
+def shared():
+    work()
+
+@pytest.fixture
+def own():
+    work()
+
+def test_quick(shared): pass
+def test_late(): work()
+def test_late_in_its_fixture(own): pass
+@pytest.mark.slow
+def test_marked(): work()
+"""
+
+
+@pytest.mark.parametrize("workers", ["0", "1"])
+def test_a_test_that_costs_too_much_fails_unless_it_is_marked_slow(tmp_path: Path, workers: str) -> None:
+    """In a pytest of its own, where a fifth of a second is the limit; also when a worker runs the tests."""
+    (tmp_path / "test_some.py").write_text(TESTS)
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n    slow: is slow\n")
+    file = tmp_path / "build" / "durations.json"
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "xdist", "-p", "tests.durations", "-n", workers]
+    environment = {**os.environ, "PRL_TEST_LIMIT_S": "0.1", "PRL_TEST_DURATIONS": str(file), "PYTHONPATH": str(ROOT)}
+    environment["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
+    done = subprocess.run([*command, "."], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 1 and "2 failed, 2 passed" in done.stdout, done.stdout + done.stderr
+    assert (
+        "FAILED test_some.py::test_late" in done.stdout
+        and "FAILED test_some.py::test_late_in_its_fixture" in done.stdout
+    )
+    assert "is not marked `slow`" in done.stdout.replace("\n", " ")
+    assert "dearest tests" in done.stdout and "dearest shared fixtures" in done.stdout
+    found = json.loads(file.read_text())
+    assert found["tests"].keys() == {f"test_some.py::{name}" for name in NAMES}
+    assert found["tests"]["test_some.py::test_quick"] < 0.5 < found["tests"]["test_some.py::test_marked"]
+    assert found["fixtures"]["test_some.py::shared"] > 0.5
+
+
+NAMES = ("test_quick", "test_late", "test_late_in_its_fixture", "test_marked")

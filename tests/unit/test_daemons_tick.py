@@ -1,0 +1,145 @@
+"""The supervisor's look waits for nothing, and what goes wrong with one daemon costs the others nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from daemons.pidfile import SupervisorLock
+from daemons.process import KILL_WAIT_S, find_members, kill_all, spawn
+from daemons.specs import write_component_configs
+from daemons.supervisor import Supervisor
+from prime_rl.configs.system import SystemConfig
+from prime_rl.contract.files import wait_for, write_atomic
+from prime_rl.contract.layout import OutputDir
+from prime_rl.contract.status import DaemonStatus, read_status
+from prime_rl.utils.process import ProcessId
+from prime_rl.utils.signals import StopFlag
+from tests.daemons_support import PATIENCE_S, fake_workspace
+
+
+class Workspace:
+    """A supervisor whose looks and clock are ours, over small real daemons."""
+
+    def __init__(self, output: OutputDir, system: SystemConfig, lock: SupervisorLock) -> None:
+        self.output = output
+        self.now = time.time()
+        self.supervisor = Supervisor(output, system.supervisor, lock, StopFlag(), clock=lambda: self.now)
+
+    def tell(self, name: str) -> DaemonStatus:
+        status = read_status(self.output.daemon_status(name), DaemonStatus)
+        assert status is not None, name
+        return status
+
+    def look_until(self, what: str, is_so: Callable[[], bool]) -> None:
+        def look() -> bool:
+            self.supervisor.tick()
+            return is_so()
+
+        wait_for(look, what, timeout_s=PATIENCE_S)
+
+    def end(self) -> None:
+        """Kill what runs, until a look starts nothing more: it also reaps what was killed."""
+        while members := find_members(self.output.path, [], None):
+            kill_all(members)
+            with contextlib.suppress(OSError):
+                self.supervisor.tick()
+
+    def all_run(self) -> bool:
+        return all(self.tell(name).state == "running" for name in ("trainer", "inference"))
+
+
+@pytest.fixture
+def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Workspace]:
+    prl = fake_workspace(tmp_path)
+    for name in ("PYTHONPATH", "PRL_MODULES"):
+        monkeypatch.setenv(name, prl.env[name])
+    output = OutputDir(prl.output_dir)
+    output.logs.mkdir(parents=True)
+    data: dict[str, Any] = {"output_dir": str(output.path), "model": {"name": str(prl.model)}, "inference": {"port": 0}}
+    system = SystemConfig.model_validate({**data, "supervisor": {"drain_s": 1.0, "grace_s": 1.0}})
+    write_component_configs(system, output)
+    lock = SupervisorLock.acquire(output)
+    assert lock is not None
+    found = Workspace(output, system, lock)
+    yield found
+    found.end()
+    lock.release()
+
+
+def test_a_look_goes_on_beside_what_cannot_be_killed(workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
+    (workspace.output.path / "stubborn_inference").touch()
+    workspace.supervisor.tick()
+    workspace.look_until("both to run", workspace.all_run)
+    inference = workspace.tell("inference").child
+    assert inference is not None
+    send = ProcessId.send
+
+    def hang(process: ProcessId, signum: signal.Signals) -> None:
+        """As of a process that hangs in the kernel: SIGKILL does nothing."""
+        if signum is not signal.SIGKILL:
+            send(process, signum)
+
+    def wait(*args: object, **options: object) -> None:
+        raise AssertionError("a look waits")
+
+    monkeypatch.setattr(ProcessId, "send", hang)
+    monkeypatch.setattr("daemons.process.wait_for", wait)
+    write_atomic(workspace.output.start_request("inference"), "restart")
+    workspace.supervisor.tick()
+    workspace.now += 1.0
+    workspace.supervisor.tick()
+    assert workspace.tell("inference").state == "running", "it was sent SIGKILL, and is looked at again"
+    workspace.now += KILL_WAIT_S
+    workspace.supervisor.tick()
+    told = workspace.tell("inference")
+    assert told.state == "stalled" and told.reason == (
+        f"process {inference.pid} cannot be ended: it hangs in the kernel, SIGKILL was sent"
+    )
+    assert workspace.tell("trainer").state == "running"
+
+    os.kill(inference.pid, signal.SIGKILL)  # it comes out of the kernel, and its worker does not
+    worker = ProcessId.of(int((workspace.output.path / "worker.pid").read_text()))
+    left = f"processes {worker.pid} of its last start to end"
+    workspace.look_until("what is left to be told", lambda: workspace.tell("inference").waiting_on == left)
+    workspace.now += KILL_WAIT_S
+    workspace.supervisor.tick()
+    told = workspace.tell("inference")
+    assert (told.state, told.child_pid) == ("backoff", None), "it is not started beside its last start"
+    assert told.waiting_on == f"{left} (it hangs in the kernel, SIGKILL was sent)"
+    monkeypatch.setattr(ProcessId, "send", send)
+    monkeypatch.setattr("daemons.process.wait_for", wait_for)
+    os.kill(worker.pid, signal.SIGKILL)
+    workspace.look_until("it to run again", workspace.all_run)
+
+
+def test_a_daemon_that_cannot_be_started_for_whatever_reason_keeps_no_other_from_starting(
+    workspace: Workspace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(argv: Sequence[str], log: Path, output_dir: Path, name: str) -> subprocess.Popen[bytes]:
+        if name == "inference":
+            raise RuntimeError("a fault of inference")
+        return spawn(argv, log, output_dir, name)
+
+    monkeypatch.setattr("daemons.supervisor.spawn", fail)
+    with pytest.raises(RuntimeError, match="a fault of inference"):
+        workspace.supervisor.tick()
+    assert workspace.tell("trainer").state == "starting"
+    monkeypatch.setattr("daemons.supervisor.spawn", spawn)
+    workspace.supervisor.tick()
+    workspace.look_until("both to run", workspace.all_run)
+
+
+def test_a_file_that_cannot_be_written_costs_the_other_daemons_nothing(workspace: Workspace) -> None:
+    workspace.output.daemon_status("inference").mkdir(parents=True)  # it is written first
+    with pytest.raises(OSError):
+        workspace.supervisor.tick()
+    assert workspace.tell("trainer").state == "starting"

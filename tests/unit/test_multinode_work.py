@@ -1,0 +1,158 @@
+"""What the loop of a node must never wait for: its own work, the end of its processes, its signs of life."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from msgspec.structs import replace
+
+from prime_rl.configs.multinode import RUN_ID, MultinodeConfig
+from prime_rl.contract.files import mark_stable, wait_for
+from prime_rl.contract.layout import OutputDir
+from prime_rl.multinode.heartbeat import Heartbeat
+from prime_rl.multinode.phases import Phase, Position, RlPhase
+from prime_rl.multinode.place import WorkSetting
+from prime_rl.multinode.records import GroupRecord, NodeRecord
+from prime_rl.multinode.work import PhaseWork
+from tests.patience import PATIENCE_S
+
+CONFIG = MultinodeConfig(groups_per_iteration=2, run={"rollouts_per_example": 2, "env": [{"id": "reverse-text"}]})
+GROUP = GroupRecord(1, "a", 1, members={0: "a"})
+
+
+def work_of_the_master(output: OutputDir) -> PhaseWork:
+    setting = WorkSetting(
+        rank=0,
+        incarnation="a",
+        rl_phase=RlPhase.BOTH,
+        weights=(1.0,),
+        address="",
+        master=lambda: None,
+        eval_interval=None,
+        splits=frozenset({"train", "eval"}),
+        max_iterations=1,
+    )
+    output.multinode.mkdir(parents=True)
+    return PhaseWork(setting, CONFIG, output, wake=lambda: None)
+
+
+@pytest.fixture
+def disk_answers(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """A disk that copies nothing before the event is set."""
+    answers, copy = threading.Event(), shutil.copytree
+
+    def slow_copy(*args: Any, **options: Any) -> Any:
+        assert answers.wait(PATIENCE_S), "the copy must not run in the loop"
+        return copy(*args, **options)
+
+    monkeypatch.setattr(shutil, "copytree", slow_copy)
+    return answers
+
+
+def test_a_long_copy_holds_up_no_look(tmp_path: Path, disk_answers: threading.Event) -> None:
+    output = OutputDir(tmp_path)
+    version = output.run(RUN_ID).broadcast_dir(1)
+    version.mkdir(parents=True)
+    mark_stable(version)
+    work = work_of_the_master(output)
+    work.begin(Position(1, Phase.COPY_CHECKPOINT), GROUP)
+    for _ in range(3):
+        assert not work.look().done
+    work.begin(Position(1, Phase.FINAL), GROUP)
+    assert not work.look().done, "what was under way ends before the next begins"
+    assert not output.iteration(1).proof("done").exists()
+    disk_answers.set()
+    wait_for(lambda: work.look().done, "the work of the last phase", timeout_s=PATIENCE_S)
+    assert output.iteration(1).proof("checkpoint").exists() and output.iteration(1).proof("done").exists()
+
+
+def test_where_the_proofs_say_that_the_group_goes_on_is_found_beside_the_loop(tmp_path: Path) -> None:
+    work = work_of_the_master(OutputDir(tmp_path))
+    found: list[Position] = []
+
+    def look() -> bool:
+        position = work.resume()
+        found.extend([position] if position else [])
+        return bool(found)
+
+    wait_for(look, "the first position", timeout_s=PATIENCE_S)
+    assert found == [Position(1, Phase.START)]
+
+
+def test_what_fails_in_the_work_reaches_the_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*args: Any, **options: Any) -> None:
+        raise OSError("no space left")
+
+    output = OutputDir(tmp_path)
+    work = work_of_the_master(output)
+    monkeypatch.setattr("prime_rl.multinode.place.write_atomic", broken)
+    work.begin(Position(1, Phase.FINAL), GROUP)
+    wait_for(lambda: work.look().error is not None, "the error", timeout_s=PATIENCE_S)
+    assert work.look().may_heal and "no space left" in (work.look().error or "")
+    monkeypatch.undo()
+    wait_for(lambda: work.look().done, "the work to be tried again", timeout_s=PATIENCE_S)
+
+
+def test_a_node_that_leaves_does_not_wait_for_its_processes(tmp_path: Path) -> None:
+    work = work_of_the_master(OutputDir(tmp_path))
+    child = work.place.child("sleeper", [sys.executable, "-c", "import time; time.sleep(1000)"])
+    keeper = psutil.Process(child._process.pid)
+    keeper.send_signal(signal.SIGSTOP)
+    try:
+        work.stop()
+        assert not work.has_ended
+        with pytest.raises(ValueError, match="this node leaves"):
+            work.place.child("late", ["true"])
+    finally:
+        keeper.send_signal(signal.SIGCONT)
+    wait_for(lambda: work.has_ended, "the sleeper to end", timeout_s=PATIENCE_S)
+
+
+class Records:
+    """What was written, in order."""
+
+    def __init__(self) -> None:
+        self.nodes: list[NodeRecord] = []
+        self.groups: list[GroupRecord] = []
+        self.write_node, self.write_group = self.nodes.append, self.groups.append
+
+
+def test_a_loop_that_stands_still_beats_until_it_is_given_up() -> None:
+    now, records, own = [100.0], Records(), NodeRecord(0, "a", 0)
+    heartbeat = Heartbeat(records, clock=lambda: now[0], every_s=1.0, silent_after_s=10.0)
+    heartbeat.beat()
+    assert records.nodes == [], "nothing is said yet"
+    heartbeat.look()
+    heartbeat.say(own)
+    heartbeat.say(replace(own, progress=3))
+    heartbeat.say_group(GROUP)
+    assert len(records.nodes) == len(records.groups) == 1, "progress alone waits for the next beat"
+    for _ in range(20):
+        now[0] += 1.0
+        heartbeat.beat()
+    assert [record.still_s for record in records.nodes] == [*range(12)]
+    assert len(records.groups) == 12 and records.nodes[1].progress == 3
+    heartbeat.look()
+    heartbeat.beat()
+    last = records.nodes[-1]
+    assert (last.still_s, last.looks) == (0.0, 2), "it came round again"
+    numbers = [record.seq for record in records.nodes]
+    assert numbers == sorted(set(numbers))
+    heartbeat.silence()
+    heartbeat.beat()
+    assert records.nodes[-1] is last
+
+
+def test_beats_come_from_a_thread_of_their_own() -> None:
+    records = Records()
+    heartbeat = Heartbeat(records, clock=lambda: 0.0, every_s=0.01, silent_after_s=10.0)
+    with heartbeat.beating():
+        heartbeat.say(NodeRecord(0, "a", 0))
+        wait_for(lambda: len(records.nodes) > 3, "three beats beside a loop that does nothing", timeout_s=PATIENCE_S)

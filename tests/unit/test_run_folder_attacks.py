@@ -1,0 +1,334 @@
+"""Whatever stands in the place of a file of a run: nobody waits for it, follows it, or takes the memory for it.
+
+In turn each file and folder that a run may hold is something else, in a run of its own; then all that reads runs looks
+at all of them, and at one that is as it should be.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import resource
+import shutil
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import typer.main
+
+import daemons.cli
+from daemons import actions
+from daemons.client import WorkspaceReader
+from daemons.disk import DiskReader
+from daemons.logs import end_of_lines, last_lines
+from daemons.observe import Eyes
+from daemons.process import log_tail, spawn
+from daemons.rotation import rotate
+from prime_rl.configs.base import parse_argv
+from prime_rl.configs.orchestrator import OrchestratorConfig
+from prime_rl.configs.validate import load_run_config
+from prime_rl.contract.files import append_line, mark_stable, write_atomic
+from prime_rl.contract.layout import OutputDir, RunDir, list_steps, scan_runs, step_name
+from prime_rl.contract.rank_files import RankEntry, RankFileWriter, read_rank_file
+from prime_rl.contract.resume import ResumeRequest, pending_request
+from prime_rl.contract.samples import Sample, SampleFile, read_samples
+from prime_rl.contract.status import RunStatus, StatusWriter, read_status
+from prime_rl.contract.types import read_batch
+from prime_rl.inference.errors import ApiError
+from prime_rl.inference.guard import confined_adapter
+from prime_rl.lora.adapter_state import ADAPTER_FILE, load_peft
+from prime_rl.lora.tensor_files import load_tensors, read_shapes
+from prime_rl.orchestrator.batch import publish_batch
+from prime_rl.orchestrator.checkpoint import find_progress, save_state
+from prime_rl.orchestrator.guard import check_run
+from prime_rl.orchestrator.metrics import last_eval_step, write_metrics
+from prime_rl.orchestrator.monitors.feed import MonitorFeed
+from prime_rl.trainer.broadcast import write_version
+from prime_rl.trainer.checkpoint import STATE_FILE
+from prime_rl.trainer.metrics import last_metrics_step
+from prime_rl.trainer.retention import PROGRESS_FILE, prune, remove_step, sweep, trainer_steps
+from prime_rl.trainer.runs.discovery import Discovery, given_up, is_finished
+from prime_rl.trainer.runs.evictions import Evictions
+from prime_rl.utils.tail import FileTail
+from tests.attack_support import ATTACKS, STEP, Outside, attack, being_replaced, finishes, run_paths
+from tests.trainer_support import (
+    make_batch,
+    published,
+    put_batches,
+    train_until,
+    trainer_config,
+    write_model,
+    write_run,
+)
+from tui.dialogs.draft import looks_like_run, read_draft
+from tui.run_reader import RunReader
+from tui.tabs import TABS
+from tui.workspace_metrics import WorkspaceMetrics
+
+NUM_STEPS = 2
+# A sparse file is 2 GB; what a look may hold of it, and all else that a look needs.
+MAX_GROWTH_BYTES = 600 << 20
+GOOD = "run_good"
+# What hung and what was followed; the others are tried with all that is slow.
+QUICK = ("pipe", "link outside")
+Look = Callable[[], object]
+
+
+@pytest.fixture(scope="module")
+def whole_run(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
+    """A run with every file that trainer, orchestrator and supervisor write, made by what writes them."""
+    folder = tmp_path_factory.mktemp("whole")
+    model = write_model(folder / "model")
+    run = write_run(folder, GOOD, model, max_steps=NUM_STEPS, ckpt={"interval": STEP, "keep_rollouts": True})
+    put_batches(run, NUM_STEPS)
+    for step in (STEP, NUM_STEPS):
+        run.checkpoints.mkdir(exist_ok=True)
+        save_state(run, make_batch(GOOD, step))
+    train_until(trainer_config(folder, model), lambda: published(run) == NUM_STEPS)
+    write_metrics(run.orchestrator_metrics, STEP, {"reward/mean": 0.5, "eval/reverse-text/reward": 0.5}, 1.0)
+    SampleFile(run.samples, keep=4).append([Sample(1, "e", "1", "prompt", "completion", 1.0, 0.0, [0], 9, 4)])
+    StatusWriter(run.status, RunStatus(run_id=GOOD, state="running", max_steps=NUM_STEPS)).close(state="stopped")
+    write_atomic(run.resumed, msgspec.json.encode(ResumeRequest(0, "")))
+    feed = MonitorFeed(run, [])
+    feed.start({})
+    feed.forward()
+    spawn(["true"], run.log, folder, GOOD).wait()
+    # Without these it is a run that trains; each stands there when it is attacked.
+    assert not run.evicted.exists() and not run.config_error.exists()
+    return run
+
+
+@pytest.fixture
+def outside(tmp_path: Path) -> Iterator[Outside]:
+    found = Outside(tmp_path / "outside")
+    yield found
+    found.close()
+
+
+PRL = typer.main.get_command(daemons.cli.app)
+
+
+def prl(workspace: Path, *argv: str) -> Look:
+    """A command in this process; it raises what `prl` would say in one line."""
+    return lambda: PRL.main([*argv, "--output-dir", str(workspace)], prog_name="prl", standalone_mode=False)
+
+
+def looks_at_all(workspace: Path) -> Iterator[tuple[str, Look]]:
+    """What looks at all runs at once; none of these may raise."""
+    output = OutputDir(workspace)
+    names = [run.run_id for run in scan_runs(workspace)[0]]
+    reader, discovery, eyes = WorkspaceReader(workspace), Discovery(workspace, lambda config: None), Eyes(output)
+
+    def discover() -> None:
+        found = discovery.scan({}, None)
+        discovery.judge(found)
+        discovery.report(found)
+
+    for turn in ("first", "second"):
+        yield f"the {turn} read of WorkspaceReader", lambda: reader.read(with_configs=True)
+        yield f"the {turn} look of the trainer's discovery", discover
+        yield f"the {turn} look of the supervisor", lambda: eyes.runs(names)
+    yield "the console's metrics", lambda: WorkspaceMetrics(workspace).update(reader.read())
+    yield "the look at the disk", DiskReader(workspace).read
+    for argv in (["status"], ["status", "--json"], ["runs", "list"], ["runs", "list", "--json"]):
+        yield f"prl {' '.join(argv)}", prl(workspace, *argv)
+
+
+def reads_of_one(run: RunDir) -> Iterator[tuple[str, Look]]:
+    """What reads one run; each may refuse it with an error that says why."""
+    workspace, saved = run.path.parent, run.trainer_checkpoint(STEP)
+    yield "the supervisor's tail of the log", lambda: log_tail(run.log)
+    yield "following the log", lambda: (FileTail(run.log).read(), end_of_lines(run.log), last_lines(run.log, 3))
+    yield "the trainer's admission", lambda: (given_up(run), trainer_steps(run), pending_request(run, 1))
+    yield "whether it is finished", lambda: is_finished(run, load_run_config(run.orch_toml))
+    yield "the trainer's last metrics", lambda: last_metrics_step(run)
+    yield "a batch", lambda: read_batch(run.rollout_file(STEP))
+    yield "an adapter", lambda: load_peft(run.broadcast_dir(STEP))
+    yield "a checkpoint's adapter", lambda: load_peft(saved)
+    yield "a checkpoint's state", lambda: load_tensors(saved / STATE_FILE)
+    yield "the shapes of a file", lambda: read_shapes(run.broadcast_dir(STEP) / ADAPTER_FILE)
+    yield "inference's check", lambda: load_peft(confined_adapter(workspace, str(run.broadcast_dir(STEP))))
+    yield "the orchestrator's guard", lambda: check_run(run)
+    yield "the orchestrator's config", lambda: parse_argv(OrchestratorConfig, ["@", str(run.orch_toml)])
+    yield "the orchestrator's place", lambda: find_progress(run, 2)
+    yield "the last evaluation", lambda: last_eval_step(run.orchestrator_metrics, at_most=9)
+    yield "the samples", lambda: read_samples(run.samples, 4)
+    yield "a draft of the console", lambda: (looks_like_run(run.orch_toml), read_draft(run.orch_toml))
+    for tab in TABS:
+        reader = RunReader(workspace, run.run_id)
+        reader.tab = tab
+        yield f"the tab {tab} of the console", lambda reader=reader: [reader.read() for _ in range(3)]
+    yield "prl runs show --json", prl(workspace, "runs", "show", run.run_id, "--json")
+    yield "prl runs show", prl(workspace, "runs", "show", run.run_id)
+    yield "prl runs samples", prl(workspace, "runs", "samples", run.run_id)
+    yield "prl logs", prl(workspace, "logs", run.run_id)
+    yield "prl runs validate", prl(workspace, "runs", "validate", str(run.orch_toml))
+
+
+def writes_of_one(run: RunDir) -> Iterator[tuple[str, Look]]:
+    """What writes into one run; each may refuse it with an error that says why."""
+    workspace = run.path.parent
+    yield "starting its orchestrator", lambda: spawn(["true"], run.log, workspace, run.run_id).wait()
+    yield "putting its log aside", lambda: rotate(run.log, 1 << 20, 2)
+    yield "its monitors", lambda: (feed := MonitorFeed(run, [])).start({}) or feed.forward()
+    yield "its status", lambda: StatusWriter(run.status, RunStatus(run_id=run.run_id)).close(state="stopped")
+    yield "its metrics", lambda: write_metrics(run.orchestrator_metrics, 9, {"reward/mean": 1.0}, 1.0)
+    yield "the trainer's metrics", lambda: append_line(run.trainer_metrics, "{}")
+    yield (
+        "its samples",
+        lambda: SampleFile(run.samples, 4).append([Sample(1, "e", "1", "prompt", "completion", 1.0, 0.0, [0], 9, 4)]),
+    )
+    yield "its next batch", lambda: publish_batch(run, make_batch(run.run_id, 9))
+    yield "its state", lambda: save_state(run, make_batch(run.run_id, 9))
+    yield "its next version", lambda: write_version(run.broadcast_dir(9), lambda folder: mark_stable(folder))
+    yield "a marker", lambda: mark_stable(run.checkpoint_dir(STEP))
+    yield "pruning", lambda: (sweep(run), prune(run, load_run_config(run.orch_toml).ckpt))
+    yield "removing a step", lambda: [remove_step(run.broadcast / step_name(s)) for s in list_steps(run.broadcast)]
+    yield "its eviction by a person", lambda: actions.evict_run(workspace, run.run_id, "a reason")
+    yield "its return", lambda: actions.readmit_run(workspace, run.run_id)
+    yield "its eviction by the trainer", lambda: Evictions(workspace).add(run.run_id, "a reason")
+
+
+def may_refuse(look: Look) -> None:
+    with contextlib.suppress(OSError, ValueError, RuntimeError, ApiError):
+        look()
+
+
+def attacked(workspace: Path, whole: RunDir, targets: list[Path], kind: str, outside: Outside) -> dict[RunDir, Path]:
+    """A run for each of `targets`, with the attack on that, and one as it should be."""
+    workspace.mkdir()
+    shutil.copytree(whole.path, workspace / GOOD)
+    runs = {}
+    for number, target in enumerate(targets):
+        run = RunDir(workspace / f"run_{number}")
+        shutil.copytree(whole.path, run.path)
+        attack(run, target, kind, outside)
+        runs[run] = target
+    return runs
+
+
+def is_well(workspace: Path) -> bool:
+    """Whether the run that nobody attacked is what it was."""
+    found = WorkspaceReader(workspace).read().run(GOOD)
+    return found is not None and str(found.state) == "finished"
+
+
+@pytest.mark.parametrize(
+    "kind", [kind if kind in QUICK else pytest.param(kind, marks=pytest.mark.slow) for kind in ATTACKS]
+)
+def test_every_file_of_a_run_is_in_turn_something_else(
+    tmp_path: Path, whole_run: RunDir, outside: Outside, kind: str
+) -> None:
+    workspace, targets = tmp_path / "workspace", run_paths(whole_run)
+    runs = attacked(workspace, whole_run, targets, kind, outside)
+    outside.guard()
+    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    for what, look in looks_at_all(workspace):
+        finishes(f"{what} ({kind})", look)
+        assert outside.touched() == [], f"{what} ({kind})"
+        assert is_well(workspace), f"{what} ({kind})"
+    for run, target in runs.items():
+        for what, look in itertools.chain(reads_of_one(run), writes_of_one(run)):
+            name = f"{what}, where {target} is a {kind}"
+            finishes(name, partial(may_refuse, look), run.path / target)
+            assert outside.touched() == [], name
+    assert is_well(workspace)
+    grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory) * 1024
+    assert grown < MAX_GROWTH_BYTES, f"{grown >> 20} MiB ({kind})"
+
+
+@pytest.mark.slow
+def test_every_file_of_a_run_is_replaced_while_it_is_read(tmp_path: Path, whole_run: RunDir, outside: Outside) -> None:
+    workspace = tmp_path / "workspace"
+    workspace.mkdir()
+    files = [path for path in run_paths(whole_run) if path.suffix or (whole_run.path / path).is_file()]
+    for number, target in enumerate(files):
+        run = RunDir(workspace / f"run_{number}")
+        shutil.copytree(whole_run.path, run.path)
+        (run.path / target).parent.mkdir(parents=True, exist_ok=True)
+        original = run.path / target
+        decoy = outside.copy(f"{number}-{target.name}", original if original.exists() else None)
+    outside.guard()
+    for number, target in enumerate(files):
+        run = RunDir(workspace / f"run_{number}")
+        decoy = outside.folder / f"{number}-{target.name}"
+        with being_replaced(run.path / target, decoy):
+            for what, look in itertools.chain(reads_of_one(run), writes_of_one(run)):
+                finishes(f"{what}, while {target} is replaced", partial(may_refuse, look), run.path / target)
+        shutil.rmtree(run.path)
+    assert outside.touched() == []
+
+
+def test_what_is_attacked_is_all_that_a_run_holds(whole_run: RunDir) -> None:
+    """The list follows the layout: nobody has to remember to add a file to it."""
+    names = {str(path) for path in run_paths(whole_run)}
+    assert {
+        *(
+            "control/orch.toml",
+            "control/status.json",
+            "control/evicted.txt",
+            "logs/orchestrator.log",
+            "logs",
+            "control",
+        ),
+        *("rollouts/step_1/rollouts.msgpack", "broadcast/step_1/STABLE", "broadcast/step_1/adapter_model.safetensors"),
+        *(f"checkpoints/step_1/trainer/{PROGRESS_FILE}", "checkpoints/step_1/orchestrator/state.json"),
+        *("checkpoints/step_1/STABLE", "metrics/samples.jsonl", "monitors/state.json"),
+    } <= names
+    on_disk = {str(path.relative_to(whole_run.path)) for path in whole_run.path.rglob("*")}
+    assert on_disk <= names
+
+
+def test_a_rank_file_is_not_followed_and_a_head_that_lies_costs_nothing(tmp_path: Path, outside: Outside) -> None:
+    path, decoy = tmp_path / "rank.msgpack", outside.copy("rank", None)
+    outside.guard()
+    for kind in ("pipe", "link outside"):
+        ATTACKS[kind](path, decoy)
+        for look in (lambda: list(read_rank_file(path)), lambda: RankFileWriter(path)):
+            with pytest.raises(OSError, match="must be a file of its own"):
+                finishes(f"a rank file that is a {kind}", look, path)
+        path.unlink()
+    writer = RankFileWriter(path)
+    writer.append(RankEntry("task", b"x"))
+    writer.close()
+    with path.open("ab") as file:
+        file.write((1 << 29).to_bytes(4, "big") + bytes(4))
+    assert [entry.task for entry in read_rank_file(path)] == ["task"] and outside.touched() == []
+
+
+def test_a_status_that_is_a_pipe_holds_up_no_other_run(tmp_path: Path, whole_run: RunDir) -> None:
+    """The trainer looked at `control/status.json` of every run, and waited for ever at this one."""
+    for name in ("run_bad", "run_other"):
+        run = RunDir(tmp_path / name)
+        run.control.mkdir(parents=True)
+        shutil.copyfile(whole_run.orch_toml, run.orch_toml)
+        os.utime(run.orch_toml, (1e9, 1e9))
+    os.mkfifo(tmp_path / "run_bad" / "control" / "status.json")
+    discovery = Discovery(tmp_path, lambda config: None)
+
+    def discover() -> list[str]:
+        found = discovery.scan({}, None)
+        discovery.judge(found)
+        return [each.run.run_id for each in found.candidates]
+
+    assert finishes("the trainer's look", discover, tmp_path / "run_bad" / "control" / "status.json") == [
+        "run_bad",
+        "run_other",
+    ]
+    assert read_status(tmp_path / "run_bad" / "control" / "status.json", RunStatus) is None
+
+
+def test_a_refused_config_is_explained_to_people(
+    tmp_path: Path, whole_run: RunDir, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = RunDir(tmp_path / "run_bad")
+    run.control.mkdir(parents=True)
+    os.mkfifo(run.orch_toml)
+    assert daemons.cli.run(["runs", "list", "--json", "--output-dir", str(tmp_path)]) == 0
+    shown: Any = json.loads(capsys.readouterr().out)
+    assert f"{run.orch_toml} is a named pipe: it must be a file of its own; remove it" in json.dumps(shown)
