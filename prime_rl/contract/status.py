@@ -200,7 +200,7 @@ class NodeStatus(Status, kw_only=True):
     clocks differ. So times are durations by the node's own clock: `phase_s` since the phase began, `waited_s` since it
     arrived. `looks` counts the turns of the main loop, `loop_still_s` is the time since the last one: a node whose loop
     stands still for `loop_timeout_s` counts as lost. `progress` grows within the phase's work, `epoch` at every restart
-    of the group. `history` holds the newest phases, oldest first; `weight` is its share of the tasks; `address` is where
+    of the group. `history` holds the newest phases, oldest first; `weight` is its share of tasks; `address` is where
     the others reach it. The master answers at `port`; a worker has failed to connect there `unreached` times in a row.
     `incarnation` is a random name for each start of the process, `group` the epoch that it joined, `fingerprint` what
     must be equal on all nodes, `word` the state in the terms of `multinode.decide`.
