@@ -43,7 +43,7 @@ class ActsOnRuns(WorkspaceScreen):
         Binding("u", "undo_delete", "Undo delete", show=False, tooltip="undo the last delete"),
         Binding("c", "clone", "Clone", show=False, tooltip="clone: the same config under a free name"),
         Binding("x", "restart", "Restart a daemon", show=False),
-        Binding("L", "action_log", "Actions done here", show=False),
+        Binding("L", "action_log", "Actions of this session", show=False),
     ]
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
@@ -226,7 +226,7 @@ class ActsOnWorkspace(ActsOnRuns):
     """The keys of home and the screens beside it: the workspace itself too."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("a", "add", "Add", tooltip="add a run: from a template, a file, or a run that is there"),
+        Binding("a", "add", "Add", tooltip="add a run: from a template, a file, or an existing run"),
         Binding("U", "up", "Start the workspace", show=False),
         Binding("D", "down", "Stop the workspace", show=False),
     ]

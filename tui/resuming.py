@@ -18,7 +18,7 @@ class ActsOnOneRun(ActsOnRuns):
     """The keys of all runs, and of the checkpoint that is chosen. Stands after `RunScreen` among the bases."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("enter", "resume", "Resume from here", tooltip="on a checkpoint of a run: go on from it")
+        Binding("enter", "resume", "Resume from here", tooltip="on a checkpoint of a run: resume from it")
     ]
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:

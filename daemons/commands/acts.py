@@ -145,7 +145,7 @@ def purge(
     if doomed:
         names = ", ".join(run_id for run_id, _ in doomed[:5]) + (", ..." if len(doomed) > 5 else "")
         _confirm(f"remove {len(doomed)} deleted runs for good ({names})?", yes)
-    say(f"{actions.purge_trash(place, older_than_s=older_than_s, reason=reason)} deleted runs removed")
+    say(f"deleted runs removed: {actions.purge_trash(place, older_than_s=older_than_s, reason=reason)}")
 
 
 def _each(run_ids: list[str], act: Callable[[str], str]) -> None:

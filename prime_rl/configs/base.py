@@ -8,6 +8,7 @@ An error names the file, the key, the value found and the values allowed; for an
 from __future__ import annotations
 
 import difflib
+import re
 import types
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -58,7 +59,7 @@ class ConfigError(ValueError):
     def __init__(self, source: str, problems: Sequence[ConfigProblem]) -> None:
         self.source = source
         self.problems = list(problems)
-        super().__init__("; ".join(f"{source}: {problem}" for problem in self.problems))
+        super().__init__(f"{source}: " + "; ".join(map(str, self.problems)))
 
 
 class ConfigParseError(ConfigError):
@@ -217,7 +218,12 @@ def _problems(cls: type[BaseModel], error: ValidationError) -> Iterator[ConfigPr
             yield ConfigProblem(f"{key}.{tag}", f"found {found}: expected one of {item['ctx']['expected_tags']}")
         else:
             found = _shown(item.get("input"))
-            yield ConfigProblem(key, f"found {found}: {item['msg'][0].lower()}{item['msg'][1:]}")
+            yield ConfigProblem(key, f"found {found}: {_must(item['msg'])}")
+
+
+def _must(message: str) -> str:
+    """pydantic's "Input should be greater than 0" -> "must be greater than 0"."""
+    return re.sub(r"^(?:input|value) should ", "must ", f"{message[0].lower()}{message[1:]}")
 
 
 def _shown(value: object) -> str:

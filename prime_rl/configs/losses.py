@@ -204,5 +204,5 @@ LossConfig = Annotated[
 
 def _ordered(config: LossT, low_key: str, high_key: str, low: float, high: float) -> LossT:
     if low > high:
-        raise ValueError(f"{low_key}: found {low:g}, must be at most {high_key} = {high:g}")
+        raise ValueError(f"{low_key}: found {low:g}: must be at most {high_key} = {high:g}")
     return config

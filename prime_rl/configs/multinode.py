@@ -130,7 +130,7 @@ class MultinodeConfig(BaseConfig):
     def _parts_are_whole(self) -> Self:
         if self.groups_per_iteration % self.updates_per_iteration:
             raise ValueError(
-                f"groups_per_iteration: found {self.groups_per_iteration}, must be a multiple of "
+                f"groups_per_iteration: found {self.groups_per_iteration}: must be a multiple of "
                 f"updates_per_iteration = {self.updates_per_iteration}"
             )
         if taken := sorted(set(_DECIDED_HERE) & self.run.keys()):

@@ -163,7 +163,7 @@ class EnvConfig(BaseConfig):
     def _range_has_a_length(self) -> Self:
         low, high = self.reward_range
         if not (math.isfinite(low) and math.isfinite(high) and low < high):
-            raise ValueError(f"reward_range: found [{low}, {high}], must be two numbers, the lower one first")
+            raise ValueError(f"reward_range: found [{low}, {high}]: must be two numbers, the lower one first")
         return self
 
 
@@ -364,12 +364,12 @@ class OrchestratorConfig(BaseConfig):
     def _fits_together(self) -> Self:
         if self.batch_size % self.rollouts_per_example:
             raise ValueError(
-                f"batch_size: found {self.batch_size}, must be a multiple of "
+                f"batch_size: found {self.batch_size}: must be a multiple of "
                 f"rollouts_per_example = {self.rollouts_per_example}"
             )
         if self.max_off_policy_steps is not None and self.max_off_policy_steps > self.max_async_level:
             raise ValueError(
-                f"max_off_policy_steps: found {self.max_off_policy_steps}, must be at most "
+                f"max_off_policy_steps: found {self.max_off_policy_steps}: must be at most "
                 f"max_async_level = {self.max_async_level}"
             )
         lows = [env.reward_range[0] for env in self.env]

@@ -46,7 +46,7 @@ BASE_WEIGHTS = "base"
 
 
 class LayoutError(ValueError):
-    """A run id or a path that the layout refuses. The message says what was refused and what is allowed."""
+    """An invalid run id or path. The message has the value and what is allowed."""
 
 
 def check_run_id(run_id: str) -> str:
@@ -57,7 +57,7 @@ def check_run_id(run_id: str) -> str:
 
 
 def _bad_id(run_id: str) -> str:
-    return f"run id {run_id!r} is refused: it must be 'run_' and then 1 to 64 of letters, digits, '.', '_' and '-'"
+    return f"invalid run id {run_id!r}: must be 'run_' followed by 1 to 64 letters, digits, '.', '_' or '-'"
 
 
 def step_name(step: int) -> str:

@@ -1,7 +1,7 @@
 """`metrics/samples.jsonl`: some of a run's newest rollouts as text, for people. One writer, bounded, append-only.
 
-The text comes from environment and policy, so it is untrusted: it is stored as it is (JSON in ASCII), and the program that
-shows it cleans it (`utils.text.clean_strings`). A reader sees whole lines only; when the file gets too long the writer
+The text comes from environment and policy, so it is untrusted: stored as it is (JSON in ASCII), cleaned by the program
+that shows it (`utils.text.clean_strings`). A reader sees whole lines only; when the file gets too long the writer
 replaces it with one that has the newest lines.
 """
 

@@ -52,7 +52,9 @@ def test_the_life_of_a_run_with_the_daemons_down(inline: Inline) -> None:
     prl = inline
     workspace = inline.prl.output_dir
     file = str(inline.prl.run_file())
-    assert prl("runs", "validate", file).stdout.startswith(f"{file}: valid; no trainer is known in {workspace}")
+    assert prl("runs", "validate", file).stdout.startswith(
+        f"{file}: valid; model and limits not checked: no trainer has run in {workspace}"
+    )
     assert "would add run_reverse" in prl("runs", "add", file, "--dry-run").stdout
     assert prl("runs", "add", file).stdout == f"added run_reverse to {workspace}\n"
     prl("runs", "add", file, "--id", "run_b", "--set", "max_steps=7", "--set", "model.lora.rank=4")
@@ -69,7 +71,7 @@ def test_the_life_of_a_run_with_the_daemons_down(inline: Inline) -> None:
     prl("runs", "delete", "run_b", "--yes")
     prl("runs", "undelete", "run_b")
     prl("runs", "delete", "run_b", "--yes")
-    assert prl("runs", "purge", "--yes").stdout == "1 removed\n"
+    assert prl("runs", "purge", "--yes").stdout == "deleted runs removed: 1\n"
     audit = (workspace / "logs" / "audit.jsonl").read_text().splitlines()
     assert [json.loads(line)["action"] for line in audit] == [
         *("add", "add", "evict", "readmit", "delete", "undelete", "delete", "purge")
@@ -81,9 +83,9 @@ def test_validate_prints_every_problem_with_its_place(inline: Inline) -> None:
     file.write_text(file.read_text().replace("= 4", "= 3") + "[optim]\nrl = 1\n")
     lines = inline("runs", "validate", str(file), exit_code=1).stderr.splitlines()
     assert lines == [
-        f"prl: {file}: max_steps: found 0: input should be greater than or equal to 1",
-        f"prl: {file}: optim.rl: unknown key; did you mean 'lr'? valid here: betas, lr, max_norm, type, weight_decay",
-        f"prl: {file}: batch_size: found 8, must be a multiple of rollouts_per_example = 3",
+        f"prl: {file}: max_steps: found 0: must be greater than or equal to 1",
+        f"prl: {file}: optim.rl: unknown key; did you mean 'lr'? valid keys: betas, lr, max_norm, type, weight_decay",
+        f"prl: {file}: batch_size: found 8: must be a multiple of rollouts_per_example = 3",
     ]
     args = ("runs", "validate", str(file), "--set", "max_steps=x", "--json")
     report = json.loads(inline(*args, exit_code=1).stdout)
@@ -102,8 +104,8 @@ def test_several_runs_in_one_command(inline: Inline) -> None:
     for name in ("run_a", "run_b"):
         prl("runs", "add", file, "--id", name)
     done = prl("runs", "evict", "run_a", "run_none", "run_b", "--reason", "x", exit_code=1)
-    assert (done.stdout, done.stderr.count("\n")) == ("run_a is evicted\nrun_b is evicted\n", 1)
-    assert "no run 'run_none'" in done.stderr
+    assert (done.stdout, done.stderr.count("\n")) == ("run_a: evicted\nrun_b: evicted\n", 1)
+    assert "run 'run_none' not found" in done.stderr
     assert prl("runs", "readmit", "run_a", "a/b", "run_b", exit_code=2).stdout.count("readmitted") == 2
     assert prl("runs", "delete", "run_a", "run_b", "run_a", "--yes", "--reason", "old").stdout.count("moved to") == 2
     prl("runs", "undelete", "run_b", "run_a")
@@ -112,7 +114,7 @@ def test_several_runs_in_one_command(inline: Inline) -> None:
         "run_b",
     }
     prl("runs", "delete", "run_a", "--yes")
-    assert prl("runs", "purge", "--older-than", "7d").stdout == "0 removed\n"
+    assert prl("runs", "purge", "--older-than", "7d").stdout == "deleted runs removed: 0\n"
     assert "invalid duration" in prl("runs", "purge", "--older-than", "soon", exit_code=2).stderr
 
 
@@ -159,14 +161,14 @@ def test_the_doctor_says_what_to_do(inline: Inline, monkeypatch: pytest.MonkeyPa
     ("args", "code", "message"),
     [
         (("runs", "add", "none.toml"), 1, "none.toml: cannot be read"),
-        (("runs", "add", "{file}", "--id", "run_a/../../x"), 2, "run id 'run_a/../../x' is refused"),
-        (("runs", "add", "{file}", "--id", ".."), 2, "run id '..' is refused"),
-        (("runs", "add", "{file}", "--set", "max_steps"), 2, "'max_steps' must be KEY=VALUE"),
+        (("runs", "add", "{file}", "--id", "run_a/../../x"), 2, "invalid run id 'run_a/../../x'"),
+        (("runs", "add", "{file}", "--id", ".."), 2, "invalid run id '..'"),
+        (("runs", "add", "{file}", "--set", "max_steps"), 2, "invalid 'max_steps': expected KEY=VALUE"),
         (("runs", "add", "{file}", "--set", "optim.rl=1"), 1, "optim.rl: unknown key; did you mean 'lr'?"),
-        (("runs", "show", "run_none"), 1, "no run 'run_none'"),
-        (("runs", "show", "../etc"), 2, "is refused"),
-        (("runs", "evict", "run_none", "--reason", "x"), 1, "no run 'run_none'"),
-        (("runs", "delete", "run_none", "--yes"), 1, "no run 'run_none'"),
+        (("runs", "show", "run_none"), 1, "run 'run_none' not found"),
+        (("runs", "show", "../etc"), 2, "invalid run id"),
+        (("runs", "evict", "run_none", "--reason", "x"), 1, "run 'run_none' not found"),
+        (("runs", "delete", "run_none", "--yes"), 1, "run 'run_none' not found"),
         (("runs", "undelete", "run_none"), 1, "nothing to restore"),
         (("runs", "list", "--state", "active,odd"), 2, "'odd': expected one of invalid, waiting, active"),
         (("logs", "nothing"), 2, "'nothing' not found: expected supervisor"),

@@ -202,8 +202,8 @@ def test_an_orchestrator_on_another_machine_is_known_by_its_heartbeat(tmp_path: 
     ("argv", "message"),
     [
         ([], "write @ OUTPUT_DIR/run_<id>/control/orch.toml"),
-        (["@", "run_a/control/orch.toml", "--batch_size", "3"], "batch_size: found 3, must be a multiple"),
-        (["@", "else/control/orch.toml"], "run id 'else' is refused"),
+        (["@", "run_a/control/orch.toml", "--batch_size", "3"], "batch_size: found 3: must be a multiple"),
+        (["@", "else/control/orch.toml"], "invalid run id 'else'"),
     ],
 )
 def test_wrong_use_is_one_line_and_exit_code_2(tmp_path: Path, argv: list[str], message: str) -> None:

@@ -283,7 +283,7 @@ async def test_add_checks_as_you_type_and_takes_the_edited_text(workspace: Outpu
         await until(pilot, lambda: verdict(dialog).startswith("✔ valid"), "the mended text")
         dialog.query_one("#run-id", Input).focus()
         await pilot.press(*"mine")
-        await until(pilot, lambda: "run id 'mine' is refused" in verdict(dialog), "the bad id")
+        await until(pilot, lambda: "invalid run id 'mine'" in verdict(dialog), "the bad id")
         await pilot.press("home", *"run_")
         await until(pilot, lambda: verdict(dialog).startswith("✔ valid"), "the good id")
         await pilot.press("ctrl+s")

@@ -71,9 +71,9 @@ def test_each_of_them_is_missed_by_name(tmp_path: Path, key: str) -> None:
         ("[loss]\ntype = 'gspo'\ndelta = 8", "loss.delta", "unknown key for type = 'gspo'; valid keys: clip_high"),
         ("[loss]\ntype = 'tis'\nlevel = 'word'", "loss.level", "'token' or 'sequence'"),
         ("[loss]\ntype = 'tis'\ncap = 0", "loss.cap", "greater than 0"),
-        ("[loss]\ntype = 'icepop'\nalpha = 6", "loss", "alpha: found 6, must be at most beta = 5"),
-        ("[loss]\ntype = 'mis'\nlow = 1.5", "loss", "low: found 1.5, must be at most high = 1.01"),
-        ("[loss]\ntype = 'cispo'\nlower = 6", "loss", "lower: found 6, must be at most upper = 5"),
+        ("[loss]\ntype = 'icepop'\nalpha = 6", "loss", "alpha: found 6: must be at most beta = 5"),
+        ("[loss]\ntype = 'mis'\nlow = 1.5", "loss", "low: found 1.5: must be at most high = 1.01"),
+        ("[loss]\ntype = 'cispo'\nlower = 6", "loss", "lower: found 6: must be at most upper = 5"),
         ("[loss]\ntype = 'dppo'\nlow = 1.5", "loss.low", "less than or equal to 1"),
         ("[loss]\ntype = 'dapo'\nclip_low = -0.1", "loss.clip_low", "greater than or equal to 0"),
         ("[loss]\ntype = 'dr_grpo'\nlength = 0", "loss.length", "greater than or equal to 1"),
@@ -98,7 +98,7 @@ def test_all_problems_are_said_at_once(tmp_path: Path) -> None:
 
 
 def test_batch_size_must_be_whole_groups(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="found 10, must be a multiple of rollouts_per_example = 4"):
+    with pytest.raises(ConfigError, match="found 10: must be a multiple of rollouts_per_example = 4"):
         load_run_config(run_toml(tmp_path, MINIMAL.replace("batch_size = 8", "batch_size = 10")))
 
 

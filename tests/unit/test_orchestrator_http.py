@@ -82,7 +82,7 @@ def test_the_template_may_stand_in_the_tokenizer_config(model: Path) -> None:
         (model / "tokenizer_config.json").write_text(json.dumps({"chat_template": form}))
         assert ChatTokenizer.load(str(model)).prompt([{"role": "user", "content": "x"}]) == expected
     (model / "tokenizer_config.json").unlink()
-    with pytest.raises(TokenizerError, match="no chat_template"):
+    with pytest.raises(TokenizerError, match="chat template not found"):
         ChatTokenizer.load(str(model))
 
 
@@ -182,7 +182,7 @@ async def test_without_a_base_url_the_server_is_found_again_at_its_new_address(m
         waiting = asyncio.create_task(client.list_models())
         await until(lambda: "connection refused" in str(client.trouble), "the lost server to be named")
     writer.close(state="stopped")
-    await until(lambda: "says 'stopped'" in str(client.trouble), "the stopped server to be named")
+    await until(lambda: "its state is 'stopped'" in str(client.trouble), "the stopped server to be named")
     waiting.cancel()
     await client.close()
 

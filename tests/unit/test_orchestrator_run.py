@@ -286,7 +286,7 @@ async def test_single_failures_are_dropped_counted_and_survived(workspace: Works
     ("over", "prepare", "reason"),
     [
         ({}, lambda fake: setattr(fake, "api_key", "secret"), "401 invalid API key"),
-        ({}, lambda fake: setattr(fake, "model", "another"), "inference serves ['another'], and this run trains"),
+        ({}, lambda fake: setattr(fake, "model", "another"), "inference serves ['another'], but this run trains"),
         (
             {"env": [{"id": "reverse-text", "args": {"num_examples": 0}}]},
             lambda fake: None,
@@ -315,7 +315,7 @@ async def test_seq_len_comes_from_the_trainer_when_the_run_sets_none(workspace: 
     from prime_rl.contract.status import StatusWriter, TrainerStatus
 
     task = workspace.start(seq_len=None)
-    await workspace.until_waiting_on("trainer/status.json (to know the trainer's seq_len)")
+    await workspace.until_waiting_on("trainer/status.json (for the trainer's seq_len)")
     path = OutputDir(workspace.run.path.parent).trainer_status
     StatusWriter(path, TrainerStatus(state="waiting", max_seq_len=77)).close()
     async with trainer(workspace.run):

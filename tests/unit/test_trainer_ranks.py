@@ -20,9 +20,9 @@ from tests.trainer_support import make_batch
 
 def test_only_rank_0_discovers(tmp_path: Path) -> None:
     manager = manager_of(tmp_path, channel=Channel(HashStore(), rank=1, size=2))
-    with pytest.raises(RuntimeError, match="rank 0 alone"):
+    with pytest.raises(RuntimeError, match="on rank 0 only"):
         manager.discover_runs()
-    with pytest.raises(RuntimeError, match="rank 0 alone"):
+    with pytest.raises(RuntimeError, match="on rank 0 only"):
         manager.evict_run(0, "x")
 
 

@@ -146,7 +146,7 @@ def test_links_and_bad_names_are_refused_with_a_reason(tmp_path: Path) -> None:
     manager = look(manager_of(workspace))
     assert manager.used_idxs == set()
     assert "symbolic link" in manager.findings.refused["run_link"]
-    assert "is refused" in manager.findings.refused["run_bad name"]
+    assert "invalid run id" in manager.findings.refused["run_bad name"]
     assert "rollouts is a symbolic link" in manager.findings.refused["run_a"]
     assert manager.findings.unconfigured == ["run_.5"]
 

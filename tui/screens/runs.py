@@ -43,10 +43,10 @@ class RunsScreen(PlaceScreen):
         Binding("slash", "filter", "Filter", key_display="/", tooltip="filter; tab completes"),
         Binding("s", "next_sort(1)", "Sort", tooltip="sort by the next column, as a click on its head"),
         Binding("S", "reverse_sort", "Reverse the order", show=False),
-        Binding("p", "pin", "Pin", show=False, tooltip="pin to the top in every order, or let go"),
+        Binding("p", "pin", "Pin", show=False, tooltip="pin to the top in every order, or unpin"),
         Binding("P", "daemons", "Daemons", show=False, tooltip="the daemons, on the screen System"),
         Binding("escape", "clear", "Clear the marks, then the filter", show=False),
-        Binding("q", "app.quit", "Quit", tooltip="quit; the daemons go on"),
+        Binding("q", "app.quit", "Quit", tooltip="quit; the daemons keep running"),
     ]
     AUTO_FOCUS = "RunsTable"
 

@@ -48,7 +48,7 @@ class LogView(Vertical, can_focus=False):
         Binding("slash", "ask", "Search", key_display="/"),
         Binding("n", "again(1)", "Next match", show=False),
         Binding("N", "again(-1)", "Previous match", show=False),
-        Binding("v", "level", "Level", tooltip="leave out records below a level"),
+        Binding("v", "level", "Level", tooltip="hide records below a level"),
         Binding("escape", "leave", "Back", show=False),
     ]
 

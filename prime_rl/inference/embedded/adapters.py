@@ -101,9 +101,9 @@ class AdapterStore:
 
     def _no_room(self, num_draining: int) -> str:
         if not self._slots:
-            return "This server has no room for adapters (model.lora is null)."
+            return "This server serves no adapters (model.lora is null)."
         draining = f", {num_draining} of them unloaded but still in use by requests" if num_draining else ""
-        return f"All {len(self._slots)} adapter slots are taken{draining}: unload an adapter first."
+        return f"All {len(self._slots)} adapter slots are in use{draining}: unload an adapter first."
 
     def _free(self, idx: int) -> None:
         with self._lock:

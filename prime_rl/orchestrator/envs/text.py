@@ -48,7 +48,7 @@ class TextArgs(BaseConfig):
     @model_validator(mode="after")
     def _lengths_are_a_range(self) -> Self:
         if self.min_len > self.max_len:
-            raise ValueError(f"min_len: found {self.min_len}, must be at most max_len = {self.max_len}")
+            raise ValueError(f"min_len: found {self.min_len}: must be at most max_len = {self.max_len}")
         return self
 
 
