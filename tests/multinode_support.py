@@ -181,13 +181,16 @@ class Nodes:
 
 
 def check_same_adapter(ours: Nodes, theirs: Nodes) -> None:
-    """Of the first iteration, as a whole. What was sampled is the same; the order in which ranks add up is not."""
+    """Of the first iteration. What was sampled is the same; the order in which ranks add up is not.
+
+    The difference is measured by B, which began at zero: A has large random numbers that hardly move.
+    """
     found, expected = (
         load_file(each.output.iteration(1).path / "adapter" / "adapter_model.safetensors") for each in (ours, theirs)
     )
     assert found.keys() == expected.keys()
     difference = sum(np.square(found[name] - weight).sum() for name, weight in expected.items())
-    norm = sum(np.square(weight).sum() for weight in expected.values())
+    norm = sum(np.square(weight).sum() for name, weight in expected.items() if ".lora_B." in name)
     assert math.sqrt(difference / norm) <= TOLERANCE
 
 

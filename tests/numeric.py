@@ -31,6 +31,7 @@ def num_terms(model: nn.Module) -> int:
 def check_same(found: Tensor, expected: Tensor, num_terms: int, dtype: torch.dtype = torch.float32) -> None:
     """Equal but for rounding in `dtype`, measured by the largest difference and the largest expected number."""
     assert found.shape == expected.shape, f"shape {tuple(found.shape)}, expected {tuple(expected.shape)}"
-    difference = float((found.double() - expected.double()).abs().max())
+    found, expected = found.detach().double(), expected.detach().double()
+    difference = float((found - expected).abs().max())
     limit = rounding(num_terms, dtype) * float(expected.abs().max())
     assert difference <= limit, f"differs by {difference:.3g}, rounding explains {limit:.3g}"

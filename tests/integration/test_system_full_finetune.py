@@ -34,7 +34,7 @@ seed = 1
 [model]
 name = "{model}"
 [optim]
-lr = 2e-4
+lr = 5e-5
 [sampling]
 max_tokens = 12
 [[env]]
