@@ -99,8 +99,8 @@ def test_each_wrong_flag_is_one_line(tmp_path: Path, words: str, said: str) -> N
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        ([], "--data-path is missing"),
-        (["--data-path", "."], "--log-path is missing"),
+        ([], "--data-path is required"),
+        (["--data-path", "."], "--log-path is required"),
         (["--data-path", "/no/such", "--log-path", "x"], "--data-path /no/such: folder not found"),
     ],
 )
