@@ -1,7 +1,7 @@
 """`metrics/samples.jsonl`: some of a run's newest rollouts as text, for people. One writer, bounded, append-only.
 
 The text is what environment and policy said, so it is untrusted: stored as it is (JSON in ASCII), cleaned by whoever
-shows it (`utils.text.clean_strings`). A reader sees whole lines only; when the file gets too long the writer replaces it
+shows it (`utils.text.clean_text`). A reader sees whole lines only; when the file gets too long the writer replaces it
 by one with the newest lines.
 """
 
