@@ -38,7 +38,7 @@ from prime_rl.contract.rank_files import RankEntry, RankFileWriter, read_rank_fi
 from prime_rl.contract.resume import ResumeRequest, pending_request
 from prime_rl.contract.samples import Sample, SampleFile, read_samples
 from prime_rl.contract.status import RunStatus, StatusWriter, read_status
-from prime_rl.contract.types import read_batch
+from prime_rl.contract.types import max_batch_bytes, read_batch
 from prime_rl.inference.errors import ApiError
 from prime_rl.inference.guard import confined_adapter
 from prime_rl.lora.adapter_state import ADAPTER_FILE, load_peft
@@ -76,6 +76,7 @@ MAX_GROWTH_BYTES = 600 << 20
 GOOD = "run_good"
 # What hung and what was followed; the others are tried with all that is slow.
 QUICK = ("pipe", "link outside")
+MAX_BATCH = max_batch_bytes(8, 64)
 Look = Callable[[], object]
 
 
@@ -147,7 +148,7 @@ def reads_of_one(run: RunDir) -> Iterator[tuple[str, Look]]:
     yield "the trainer's admission", lambda: (given_up(run), trainer_steps(run), pending_request(run, 1))
     yield "whether it is finished", lambda: is_finished(run, load_run_config(run.orch_toml))
     yield "the trainer's last metrics", lambda: last_metrics_step(run)
-    yield "a batch", lambda: read_batch(run.rollout_file(STEP))
+    yield "a batch", lambda: read_batch(run.rollout_file(STEP), limit=MAX_BATCH)
     yield "an adapter", lambda: load_peft(run.broadcast_dir(STEP))
     yield "a checkpoint's adapter", lambda: load_peft(saved)
     yield "a checkpoint's state", lambda: load_tensors(saved / STATE_FILE)
@@ -155,7 +156,7 @@ def reads_of_one(run: RunDir) -> Iterator[tuple[str, Look]]:
     yield "inference's check", lambda: load_peft(confined_adapter(workspace, str(run.broadcast_dir(STEP))))
     yield "the orchestrator's guard", lambda: check_run(run)
     yield "the orchestrator's config", lambda: parse_argv(OrchestratorConfig, ["@", str(run.orch_toml)])
-    yield "the orchestrator's place", lambda: find_progress(run, 2)
+    yield "the orchestrator's place", lambda: find_progress(run, 2, max_bytes=MAX_BATCH)
     yield "the last evaluation", lambda: last_eval_step(run.orchestrator_metrics, at_most=9)
     yield "the samples", lambda: read_samples(run.samples, 4)
     yield "a draft of the console", lambda: (looks_like_run(run.orch_toml), read_draft(run.orch_toml))
