@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import os
 import resource
 import shutil
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
@@ -330,6 +328,8 @@ def test_a_refused_config_is_explained_to_people(
     run = RunDir(tmp_path / "run_bad")
     run.control.mkdir(parents=True)
     os.mkfifo(run.orch_toml)
-    assert daemons.cli.run(["runs", "list", "--json", "--output-dir", str(tmp_path)]) == 0
-    shown: Any = json.loads(capsys.readouterr().out)
-    assert f"{run.orch_toml} is a named pipe: it must be a file of its own; remove it" in json.dumps(shown)
+    reason = f"{run.orch_toml} is a named pipe: it must be a file of its own; remove it"
+    assert daemons.cli.run(["status", "--json", "--output-dir", str(tmp_path)]) == 0
+    assert reason in capsys.readouterr().out
+    assert daemons.cli.run(["runs", "show", "run_bad", "--output-dir", str(tmp_path)]) == 1
+    assert reason in capsys.readouterr().err
