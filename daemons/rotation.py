@@ -16,7 +16,7 @@ from pathlib import Path
 from prime_rl.contract.files import open_file
 
 _CHUNK_BYTES = 1 << 20
-# Of a log that is far larger than allowed (a flood, a file with a hole) only the newest is kept: so many bytes at least.
+# Of a log that is far larger than allowed (a flood, a file with a hole) only the newest is kept, at least so much.
 _MIN_KEPT_BYTES = 64 << 20
 
 
