@@ -19,7 +19,7 @@ from typing import TypeVar
 from prime_rl.contract.layout import RUN_FOLDERS, RunDir, stable_marker
 
 # Far more than any look takes on a machine with ten times more to do than it can.
-PATIENCE_S = 60.0
+PATIENCE_S = 240.0
 SPARSE_BYTES = 2 << 30
 T = TypeVar("T")
 STEP = 1  # of the files of a run that have a step in their path

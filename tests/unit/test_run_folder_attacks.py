@@ -217,6 +217,7 @@ def is_well(workspace: Path) -> bool:
     return found is not None and str(found.state) == "finished"
 
 
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
     "kind", [kind if kind in QUICK else pytest.param(kind, marks=pytest.mark.slow) for kind in ATTACKS]
 )
@@ -242,6 +243,7 @@ def test_every_file_of_a_run_is_in_turn_something_else(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_every_file_of_a_run_is_replaced_while_it_is_read(tmp_path: Path, whole_run: RunDir, outside: Outside) -> None:
     workspace = tmp_path / "workspace"
     workspace.mkdir()
