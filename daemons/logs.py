@@ -15,6 +15,8 @@ from prime_rl.contract.files import open_file
 
 MAX_LINE_BYTES = 1 << 18
 _BLOCK_BYTES = 1 << 16
+# Nothing is looked for beyond a piece without a line's end that is longer: a file with a hole is no log.
+_MAX_UNBROKEN_BYTES = 1 << 24
 
 Wanted = Callable[[str], bool]
 
@@ -46,13 +48,15 @@ def _backwards(path: Path, end: int | None) -> Iterator[str]:
     try:
         size = os.fstat(fd).st_size
         position, rest, first = size if end is None else min(end, size), b"", True
-        while position > 0:
+        unbroken = 0
+        while position > 0 and unbroken <= _MAX_UNBROKEN_BYTES:
             size = min(_BLOCK_BYTES, position)
             position -= size
             head, *lines = (os.pread(fd, size, position) + rest).split(b"\n")
             if first and lines and not lines[-1]:
                 lines.pop()  # what follows the last line's end is no line
             first = False
+            unbroken = 0 if lines else unbroken + size
             yield from (line[:MAX_LINE_BYTES].decode(errors="replace") for line in reversed(lines))
             rest = head[-MAX_LINE_BYTES - _BLOCK_BYTES :]
         if not first:

@@ -16,8 +16,8 @@ from pathlib import Path
 from prime_rl.contract.files import open_file
 
 _CHUNK_BYTES = 1 << 20
-# Of a log that is many times larger than allowed (a flood, a file with a hole) only so many times that is kept.
-_MAX_KEPT = 4
+# Of a log that is far larger than allowed (a flood, a file with a hole) only the newest is kept, at least so much.
+_MIN_KEPT_BYTES = 64 << 20
 
 
 def old_log(log: Path, number: int) -> Path:
@@ -38,7 +38,7 @@ def rotate(log: Path, max_bytes: int, num_old: int) -> bool:
     newest = old_log(log, 1)
     staged = log.with_name(f".{log.name}.tmp")
     with _opened(log, os.O_RDWR) as source, _opened(staged, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) as copy:
-        os.lseek(source, max(0, os.fstat(source).st_size - _MAX_KEPT * max_bytes), os.SEEK_SET)
+        os.lseek(source, max(0, os.fstat(source).st_size - max(_MIN_KEPT_BYTES, 2 * max_bytes)), os.SEEK_SET)
         _copy_rest(source, copy)
         os.rename(staged, newest)  # before the cut: a kill in between leaves the lines twice, never not at all
         _copy_rest(source, copy)

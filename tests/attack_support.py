@@ -19,7 +19,7 @@ from typing import TypeVar
 from prime_rl.contract.layout import RUN_FOLDERS, RunDir, stable_marker
 
 # Far more than any look takes on a machine with ten times more to do than it can.
-PATIENCE_S = 60.0
+PATIENCE_S = 240.0
 SPARSE_BYTES = 2 << 30
 T = TypeVar("T")
 STEP = 1  # of the files of a run that have a step in their path
@@ -161,7 +161,7 @@ def finishes(what: str, call: Callable[[], T], unblock: Path | None = None) -> T
 
 @contextmanager
 def being_replaced(path: Path, outside: Path) -> Iterator[None]:
-    """Meanwhile `path` is in turn a file, a pipe, a link outside, a folder: as quickly as this machine can."""
+    """Meanwhile `path` is in turn a file, a pipe, a link outside, a socket: as quickly as this machine can."""
     stop = threading.Event()
     content = path.read_bytes() if path.is_file() else b"{}"
     spare = path.with_name(f".{path.name}.spare")
@@ -169,13 +169,12 @@ def being_replaced(path: Path, outside: Path) -> Iterator[None]:
     def swap() -> None:
         while not stop.is_set():
             for kind in ("file", "pipe", "link outside", "file", "socket"):
-                if kind == "file":
-                    spare.write_bytes(content)
-                else:
-                    ATTACKS[kind](spare, outside)
-                with suppress(OSError):  # a folder in its place
+                with suppress(OSError):  # its folder may be removed meanwhile
+                    if kind == "file":
+                        spare.write_bytes(content)
+                    else:
+                        ATTACKS[kind](spare, outside)
                     os.rename(spare, path)
-                take_away(spare)
 
     thread = threading.Thread(target=swap, name=f"replaces {path.name}", daemon=True)
     thread.start()

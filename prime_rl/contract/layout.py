@@ -197,12 +197,12 @@ def stable_marker(step_dir: Path) -> Path:
 
 
 def list_steps(parent: Path, *, stable_only: bool = False) -> list[int]:
-    """Step numbers of the `step_N` folders in `parent`, ascending; [] when `parent` is not a folder, or is a link."""
+    """Step numbers of the real `step_N` folders in `parent`, ascending; [] when `parent` is not a real folder."""
     try:
-        names = [] if os.path.islink(parent) else os.listdir(parent)
+        entries = [] if os.path.islink(parent) else list(os.scandir(parent))
     except (FileNotFoundError, NotADirectoryError):
         return []
-    steps = sorted(step for name in names if (step := parse_step(name)) is not None)
+    steps = sorted(step for e in entries if not e.is_symlink() and (step := parse_step(e.name)) is not None)
     return [s for s in steps if stable_marker(parent / step_name(s)).exists()] if stable_only else steps
 
 

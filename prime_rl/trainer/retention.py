@@ -79,4 +79,8 @@ def _fragments(run: RunDir, complete: Sequence[int]) -> list[int]:
 
 def _has_files(folder: Path) -> bool:
     """Whether something is in `folder` under its final name."""
-    return folder.is_dir() and any(not entry.name.startswith(".") for entry in folder.iterdir())
+    return (
+        folder.is_dir()
+        and not folder.is_symlink()
+        and any(not entry.name.startswith(".") for entry in folder.iterdir())
+    )
