@@ -126,7 +126,7 @@ def test_json_is_stable(inline: Inline) -> None:
     assert list(listed["runs"][0]) == [
         *("run_id", "state", "step", "max_steps", "reward", "reason", "waiting_on", "updated_at", "run_idx"),
         *("queue_position", "tokens_per_s", "async_level", "policy_version", "lr", "bottleneck", "model"),
-        *("batch_size", "num_restarts", "added_at"),
+        *("batch_size", "num_restarts", "added_at", "stalled_since"),
     ]
     assert list(prl.json("status")) == [
         *("version", "output_dir", "supervisor_alive", "daemons", "slots", "runs", "refused", "disk", "bottleneck")
@@ -330,7 +330,7 @@ def test_ctrl_c_ends_the_demo_and_everything_it_started(prl: Prl) -> None:
 
 def test_demo_removes_no_folder_that_it_did_not_make(prl: Prl) -> None:
     prl("runs", "add", str(prl.run_file()))
-    assert "no demo made" in prl("demo", "--configs", demo_configs(prl), exit_code=1).stderr
+    assert "was not created by a demo" in prl("demo", "--configs", demo_configs(prl), exit_code=1).stderr
     assert len(prl.json("runs", "list")["runs"]) == 1
 
 
@@ -353,5 +353,5 @@ def test_rollouts_are_shown_cleaned(inline: Inline) -> None:
     ]
     listed = inline.json("runs", "samples", "run_reverse")
     assert listed["version"] == 1 and [sample["completion"] for sample in listed["samples"]] == [text] * 3
-    assert "no run 'run_x'" in inline("runs", "samples", "run_x", exit_code=1).stderr
+    assert "run 'run_x' not found" in inline("runs", "samples", "run_x", exit_code=1).stderr
     assert inline("runs", "samples", "../x", exit_code=2).stderr.count("\n") == 1

@@ -56,7 +56,7 @@ def test_a_log_and_a_status_that_are_pipes_hold_up_their_own_run_alone(prl: Prl)
     assert reason in str(prl.json("status"))
     bad.log.unlink()  # what the message asks for
     prl.wait_state("run_bad", "finished")
-    assert "nothing is left" in prl("down").stdout
+    assert "no process is left" in prl("down").stdout
 
 
 def held(prl: Prl) -> set[str]:
@@ -126,5 +126,5 @@ def test_a_run_with_hostile_files_holds_up_nobody_else(workspace: Workspace, tmp
             with suppress(actions.ActionError):
                 actions.readmit_run(workspace.output_dir, bad.run_id)
     done = workspace.prl("down")
-    assert "nothing is left" in done.stdout
+    assert "no process is left" in done.stdout
     assert workspace.processes() == []

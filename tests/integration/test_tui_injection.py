@@ -126,6 +126,6 @@ async def test_hostile_text_in_a_template_and_in_what_an_action_says(
         await pilot.press("a")
         await check(app, pilot, "[bold]/x.toml")
         await pilot.press("enter")
-        await check(app, pilot, "is missing", *KEPT)
+        await check(app, pilot, "required, but missing", *KEPT)
         await pilot.press("escape", "e", *"[/] [red", "enter")
-        await check(app, pilot, "[/] [red", "is evicted")
+        await check(app, pilot, "[/] [red", ": evicted")
