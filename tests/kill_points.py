@@ -75,16 +75,22 @@ def half_a_backward(real: Any, die: Callable[[], None], loss: torch.Tensor, *arg
     real(loss, *args, **kwargs)
 
 
-def file_named(daemon: str, name: str) -> Matches:
-    return lambda path, *args: daemon in str(path) and Path(path).name == name
+def file_named(part: str, name: str) -> Matches:
+    return lambda path, *args: part in str(path) and Path(path).name == name
 
 
-def folder_named(daemon: str, name: str) -> Matches:
-    return lambda folder, **kwargs: Path(folder).parent.name == daemon and Path(folder).name == name
+def folder_named(part: str, name: str) -> Matches:
+    return lambda folder, **kwargs: Path(folder).parent.name == part and Path(folder).name == name
 
 
-def renamed_to(daemon: str, name: str) -> Matches:
-    return lambda source, target: daemon in str(target) and Path(target).name == name
+def renamed_to(part: str, name: str) -> Matches:
+    """A rename to `name` in a folder whose path has `part`; the folder may be given as a descriptor."""
+
+    def matches(source: Any, target: Any, *, src_dir_fd: int | None = None, dst_dir_fd: int | None = None) -> bool:
+        path = Path(target) if dst_dir_fd is None else Path(f"/proc/self/fd/{dst_dir_fd}").readlink() / target
+        return part in str(path) and path.name == name
+
+    return matches
 
 
 def in_the_middle_of_batch_3(step: Any, *args: Any) -> bool:

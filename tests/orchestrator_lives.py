@@ -72,7 +72,7 @@ POINTS = {
     "before the state of a checkpoint": KillPoint(f"{_ORCHESTRATOR}.batch_loop:save_state", before),
     "between a state and its batch": KillPoint(f"{_ORCHESTRATOR}.batch_loop:save_state", after),
     "before a batch file gets its name": KillPoint(
-        "os:link", before, nth=3, matches=lambda source, target: Path(target).name == "rollouts.msgpack"
+        "os:link", before, nth=3, matches=lambda source, target, **folders: Path(target).name == "rollouts.msgpack"
     ),
     "between a batch and its line of metrics": KillPoint(f"{_ORCHESTRATOR}.batch_loop:publish_batch", after, nth=2),
     "inside a line of metrics": KillPoint(f"{_ORCHESTRATOR}.metrics:append_line", half_a_line, nth=2),

@@ -106,6 +106,8 @@ def make_batch(
 
 
 def put_batch(run: RunDir, batch: TrainingBatch) -> None:
+    """In the place of what may be there: `write_batch` replaces nothing."""
+    run.rollout_file(batch.step).unlink(missing_ok=True)
     write_batch(run.rollout_file(batch.step), batch)
 
 

@@ -146,7 +146,7 @@ def test_weights_that_cannot_be_taken_are_refused_in_one_line(
         (outside, 403, "outside"),
         (link, 403, "outside"),
         (half, 403, "outside"),
-        (unladen.output_dir / "none", 400, "no folder"),
+        (unladen.output_dir / "none", 400, "is not a folder"),
         (early, 400, "STABLE"),
         (empty, 400, "missing"),
         (cut, 400, "cannot be read"),

@@ -97,7 +97,8 @@ def served_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return _once(tmp_path_factory, "served", make_model)
 
 
-VLLM = pytest.param("vllm", marks=[pytest.mark.vllm, pytest.mark.xdist_group("vllm")])
+# Slow: the server takes most of a minute to start. The embedded engine is held to the same contract in every run.
+VLLM = pytest.param("vllm", marks=[pytest.mark.vllm, pytest.mark.slow, pytest.mark.xdist_group("vllm")])
 
 
 @pytest.fixture(scope="session", params=["embedded", VLLM])

@@ -120,7 +120,7 @@ def test_a_signal_leaves_nothing(tmp_path: Path, signum: int) -> None:
 def test_a_file_is_refused(tmp_path: Path) -> None:
     out = tmp_path / "file"
     out.write_text("mine")
-    check_refused(make_base(out), "is not a folder")
+    check_refused(make_base(out), "not a folder")
     assert out.read_text() == "mine"
 
 
@@ -147,7 +147,7 @@ def check_refused(done: subprocess.CompletedProcess[str], words: str) -> None:
 
 
 def test_wrong_use() -> None:
-    for args, words in ((["--step", "3", "--out", "x"], "did you mean 'steps'"), ([], "out: is missing")):
+    for args, words in ((["--step", "3", "--out", "x"], "did you mean 'steps'"), ([], "out: required, but missing")):
         done = subprocess.run([*COMMAND, *args], capture_output=True, text=True)
         assert done.returncode == 2
         assert words in done.stderr and done.stderr.count("\n") == 1, done.stderr

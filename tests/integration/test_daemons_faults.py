@@ -41,6 +41,7 @@ def console(prl: Prl) -> Snapshot:
     return make_snapshot(read_workspace(prl.output_dir), {}, time.time())
 
 
+@pytest.mark.slow
 def test_a_supervisor_whose_loop_hangs_is_stalled_for_all_and_down_ends_it_and_its_daemons(prl: Prl) -> None:
     prl.up()
     trainer = daemon(prl, "trainer").process
@@ -58,12 +59,15 @@ def test_a_supervisor_whose_loop_hangs_is_stalled_for_all_and_down_ends_it_and_i
     problems = {problem.name: problem for problem in console(prl).problems}
     assert problems["supervisor"].since is not None and problems["supervisor"].text.startswith("stalled: ")
     refused = prl("restart", "trainer", exit_code=1).stderr
-    assert "the supervisor is stalled: its main loop has not turned since" in refused and "prl down ends it" in refused
+    assert (
+        "the supervisor is stalled: its main loop has not turned since" in refused and "end it with prl down" in refused
+    )
     done = prl("down")
     assert "it is stalled, its main loop has not turned since" in done.stdout and "SIGKILL" in done.stdout
     assert trainer is not None and not trainer.is_running() and prl.members() == []
 
 
+@pytest.mark.slow
 def test_daemons_whose_loops_hang_are_stalled_for_all_until_they_turn_again(prl: Prl) -> None:
     prl.up()
     (prl.output_dir / "pause_run_a").touch()
@@ -112,7 +116,7 @@ def test_what_up_decided_by_the_environment_holds_for_a_later_up_from_another_sh
     for name in ("PRL_MODULES", "PRL_TORCHRUN", "PRL_TRAINER_GPUS"):
         del prl.env[name]
     said = prl(*prl.up_args()).stdout
-    assert "keeping inference, trainer: running since before this start" in said
+    assert "keeping inference, trainer: already running with the same config" in said
     assert f"PRL_MODULES: {modules!r} (saved by an earlier prl up; set it to change it)" in said
     assert {name: daemon(prl, name).process for name in before} == before
     prl("restart", "trainer")

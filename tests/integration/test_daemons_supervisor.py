@@ -158,7 +158,7 @@ def test_restart_of_a_daemon(prl: Prl) -> None:
     prl("restart", "trainer")
     after = prl.wait_state("trainer", "running")
     assert after.pid != before and after.reason is None
-    assert "no daemon 'run_x'" in prl("restart", "run_x", exit_code=2).stderr
+    assert "daemon 'run_x' not found" in prl("restart", "run_x", exit_code=2).stderr
 
 
 def test_down_after_a_killed_supervisor_leaves_nothing(prl: Prl) -> None:
@@ -199,7 +199,7 @@ def test_up_after_a_killed_supervisor_adopts_what_lives(prl: Prl, monkeypatch: p
     kill(old["run_a"])
     age_records(prl.output_dir, 3600.0)
     done = prl(*prl.up_args("--supervisor.early_crash_s", "0"))
-    assert "keeping inference, trainer: running since before this start" in done.stdout + done.stderr
+    assert "keeping inference, trainer: already running with the same config" in done.stdout + done.stderr
     wait_for(lambda: runs_on(prl, "run_a"), "the dead orchestrator to be started again", timeout_s=PATIENCE_S)
     new = {name: daemon(prl, name).pid for name in names}
     assert {name: new[name] == old[name] for name in names} == {"trainer": True, "inference": True, "run_a": False}
@@ -262,7 +262,7 @@ def test_one_of_two_ups_wins(prl: Prl) -> None:
     loser = next(err for _, err, code in ends if code == 1)
     assert loser.startswith("prl: already running: ") and loser.count("\n") == 1
     third = prl(*prl.up_args(), exit_code=1).stderr
-    assert f"pid {daemon(prl, 'supervisor').pid} since" in third and "prl down to stop it" in third
+    assert f"pid {daemon(prl, 'supervisor').pid} since" in third and "stop it with prl down" in third
     assert sorted(each.environ()["PRL_DAEMON"] for each in prl.members()).count("trainer") == 1
 
 

@@ -83,7 +83,7 @@ def test_what_nobody_foresaw_is_one_line_and_a_traceback_with_debug(
     words = ["logs", "run_a", "-n", str(10**30), "--output-dir", str(prl.output_dir)]
     assert run(words) == 1
     err = capsys.readouterr().err
-    assert err.startswith("prl: unexpected ValueError: ") and err.endswith("--debug shows where\n")
+    assert err.startswith("prl: unexpected ValueError: ") and err.endswith("run prl --debug ... for the traceback\n")
     assert err.count("\n") == 1
     with pytest.raises(ValueError, match="maxsize"):
         run(["--debug", *words])

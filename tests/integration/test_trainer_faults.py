@@ -107,7 +107,7 @@ BAD_BATCHES: dict[str, tuple[Callable[[RunDir, TrainingBatch], None], str]] = {
         "sample 8: token_ids has 65 entries, expected 2 to seq_len = 64",
     ),
     "from the future": (with_sample(policy_version=2), "sample 8: policy_version is 2, batch 2 may hold versions 0 to"),
-    "empty": (with_fields(samples=[]), "it has no samples"),
+    "empty": (with_fields(samples=[]), "the batch has no samples"),
     "another run's": (with_fields(run_id="run_sgd"), "run_id is 'run_sgd', expected 'run_bad'"),
     "another step's": (with_fields(step=7), "step is 7, expected 2"),
     "another format": (with_fields(version=99), "format version 99"),

@@ -231,7 +231,7 @@ def test_progress_of_another_kind_is_explained(
     ("key", "value", "reason"),
     [
         ("exp_avg", torch.zeros(3), "has torch.float32 of 3 numbers for 'exp_avg'"),
-        ("exp_avg_sq", None, "there is no tensor 'optimizer/state/0/exp_avg_sq'"),
+        ("exp_avg_sq", None, "tensor 'optimizer/state/0/exp_avg_sq' not found"),
         ("step", torch.zeros(2), "has torch.float32 of 2 numbers for 'step'"),
     ],
 )
@@ -255,7 +255,7 @@ def test_a_missing_rollout_file_is_named_instead_of_waited_for(model: Path, tmp_
     run = make_run(tmp_path, model)
     run.rollout_file(1).unlink()
     train_until(trainer_config(tmp_path, model), run.evicted.exists)
-    assert "step_1/rollouts.msgpack is missing while step 8 is there" in run.evicted.read_text()
+    assert "step_1/rollouts.msgpack is missing while step 8 exists" in run.evicted.read_text()
 
 
 @pytest.mark.slow

@@ -188,7 +188,7 @@ def run_command(*arguments: str) -> subprocess.CompletedProcess[str]:
     [
         (["{workspace}/none"], "folder not found"),
         (["{workspace}/run_a"], "has no runs: give the output_dir of a trainer"),
-        (["{workspace}", "--run", "run_c"], "run_c: there is no such run"),
+        (["{workspace}", "--run", "run_c"], "run_c not found in "),
         (["{workspace}", "--run", "../x"], "invalid run id"),
         (["{empty}", "--run", "run_new"], "set ckpt.keep_rollouts = true"),
         (["{empty}"], "set ckpt.keep_rollouts = true"),

@@ -168,7 +168,9 @@ def test_what_needs_adapters_is_refused(model: Path, tmp_path: Path, changes: di
 
 
 def test_more_slots_than_one_need_adapters(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"max_concurrent_runs = 4: without \[model\.lora\] .* set it to 1, or add"):
+    with pytest.raises(
+        ConfigError, match=r"max_concurrent_runs = 4: must be 1 without \[model\.lora\] .* set it to 1, or add"
+    ):
         build(TrainerConfig, {"model": {"name": "x"}}, "trainer.toml")
     command = [
         sys.executable,

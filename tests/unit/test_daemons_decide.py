@@ -9,9 +9,9 @@ from pathlib import Path
 from daemons.daemon import Action, Daemon, Do, Seen, Snapshot, State
 from daemons.decide import LOADS_WITHIN_S, MAX_CRASHES_KEPT, decide
 from daemons.process import KILL_WAIT_S
-from daemons.specs import DaemonSpec, RunNow, wants_orchestrator
+from daemons.specs import DaemonSpec
 from prime_rl.configs.system import SupervisorConfig
-from prime_rl.contract.status import LOST_AFTER_S, RunStatus
+from prime_rl.contract.status import LOST_AFTER_S
 from prime_rl.utils.process import ProcessId
 
 TRAINER = DaemonSpec("trainer", ("t",), Path("t.log"))
@@ -388,19 +388,3 @@ def test_a_deleted_run_is_ended_and_forgotten() -> None:
     assert history.see(Seen(exit_code=0, gone=True)) == [Do.CLEAN]
     assert history.see(Seen(gone=True)) == [Do.FORGET]
     assert history.daemons == {}
-
-
-def word(state: str, max_steps: int = 10) -> RunStatus:
-    return RunStatus(run_id="run_a", state=state, max_steps=max_steps)
-
-
-def test_which_runs_want_an_orchestrator() -> None:
-    run = RunNow("run_a", in_slot=True, evicted=False, gone=False, word=None, max_steps=None)
-    assert wants_orchestrator(run)
-    assert wants_orchestrator(replace(run, word=word("evicted")))  # and evicted.txt is gone: readmitted
-    assert wants_orchestrator(replace(run, word=word("finished"), max_steps=20))  # raised since
-    assert not wants_orchestrator(replace(run, word=word("finished"), max_steps=10))
-    assert not wants_orchestrator(replace(run, word=word("failed")))
-    assert not wants_orchestrator(replace(run, in_slot=False))
-    assert not wants_orchestrator(replace(run, evicted=True))
-    assert not wants_orchestrator(replace(run, gone=True))

@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -124,10 +124,12 @@ def test_a_look_goes_on_beside_what_cannot_be_killed(workspace: Workspace, monke
 def test_a_daemon_that_cannot_be_started_for_whatever_reason_keeps_no_other_from_starting(
     workspace: Workspace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(argv: Sequence[str], log: Path, output_dir: Path, name: str) -> subprocess.Popen[bytes]:
+    def fail(
+        argv: Sequence[str], log: Path, output_dir: Path, name: str, *, keys: Collection[str] = ()
+    ) -> subprocess.Popen[bytes]:
         if name == "inference":
             raise RuntimeError("a fault of inference")
-        return spawn(argv, log, output_dir, name)
+        return spawn(argv, log, output_dir, name, keys=keys)
 
     monkeypatch.setattr("daemons.supervisor.spawn", fail)
     with pytest.raises(RuntimeError, match="a fault of inference"):

@@ -68,10 +68,10 @@ async def test_a_prompt_may_have_examples_in_it() -> None:
 @pytest.mark.parametrize(
     ("messages", "tools", "message"),
     [
-        ([user("q")], [], "another conversation"),
-        ([user("other"), {"role": "assistant", "content": "a"}, user("more")], [], "another conversation"),
-        ([user("q"), {"role": "assistant", "content": "b"}, user("more")], [], "another conversation"),
-        ([user("q"), {"role": "assistant", "content": "a"}], [], "another conversation"),
+        ([user("q")], [], "second conversation"),
+        ([user("other"), {"role": "assistant", "content": "a"}, user("more")], [], "second conversation"),
+        ([user("q"), {"role": "assistant", "content": "b"}, user("more")], [], "second conversation"),
+        ([user("q"), {"role": "assistant", "content": "a"}], [], "second conversation"),
         ([user("q"), {"role": "assistant", "content": "a"}, user("more")], [TOOL], "tools changed"),
         ([user("q"), {"role": "assistant", "content": "a"}, user([{"type": "image_url"}])], [], "only text"),
     ],
@@ -93,6 +93,6 @@ async def test_who_may_ask_and_what_becomes_of_errors() -> None:
             answer = await http.post(url, json=body, headers=key)
             assert answer.json()["choices"][0]["message"] == {"role": "assistant", "content": "hi"}
             refused = await http.post(url, json=body, headers=key)
-            assert refused.status_code == 400 and "another conversation" in refused.json()["error"]["message"]
+            assert refused.status_code == 400 and "second conversation" in refused.json()["error"]["message"]
             assert isinstance(conversation.error, ConversationError)
         assert (await http.post(url, json=body, headers=key)).status_code == 404

@@ -245,4 +245,4 @@ def test_no_more_positions_than_the_model_has(tmp_path: Path, caplog: pytest.Log
         return max_model_len(InferenceConfig.model_validate({"model": {"name": str(folder), "max_model_len": wanted}}))
 
     assert (limit(100), limit(512), limit(2048)) == (100, 512, 512)
-    assert "2048 is cut to the 512 positions" in caplog.text
+    assert "2048 reduced to the 512 positions" in caplog.text

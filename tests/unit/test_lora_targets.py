@@ -61,7 +61,7 @@ def test_an_adapter_on_what_inference_was_not_started_with_is_refused(tmp_path: 
     engine = adapt_model(copy.deepcopy(base), LoRAConfig(rank=8, target_modules=ATTENTION), n_adapters=1)
     for number, targets in enumerate((DEFAULT_TARGET_MODULES, MLP, ("q_proj", "up_proj"))):
         tensors, config = load_peft(TrainedAdapter.on(base, targets, seed=1).publish(tmp_path / str(number)))
-        with pytest.raises(ValueError, match=r"its target_modules are \[.*'up_proj'.*taken in \['k_proj', .* only"):
+        with pytest.raises(ValueError, match=r"its target_modules are \[.*'up_proj'.*adapters in \['k_proj', .* only"):
             load_served_adapter(engine.layers, 0, tensors, config)
     assert not any(parameter.any() for layer in engine.layers.values() for parameter in layer.parameters_of(0))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import resource
 import socket
@@ -141,6 +142,7 @@ def test_a_worker_knows_its_master_by_its_answer() -> None:
 
 
 def test_the_doorbell_outlives_a_time_without_free_files(caplog: pytest.LogCaptureFixture) -> None:
+    gc.collect()  # what it would close later would give back descriptors
     bell = Doorbell("word")
     master = NodeRecord(0, "word", 1, address="127.0.0.1", port=bell.port)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

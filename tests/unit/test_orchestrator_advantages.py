@@ -106,5 +106,5 @@ def test_maxrl_is_refused_where_rewards_may_be_negative() -> None:
     with pytest.raises(ConfigError, match=r"maxrl.*reward_range"):
         build(OrchestratorConfig, data, "test")
     data["env"] = [{"id": "reverse-text", "name": "mean"}]
-    with pytest.raises(ConfigError, match=r"'mean' is taken"):
+    with pytest.raises(ConfigError, match=r"'mean' is reserved"):
         build(OrchestratorConfig, data, "test")

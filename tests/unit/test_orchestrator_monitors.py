@@ -127,7 +127,7 @@ def test_a_monitor_that_fails_is_named_once_and_the_others_go_on(run: RunDir, ca
     assert never.calls[1:] == ["close"]
     assert all(monitor.calls[-1] == "close" for monitor in (good, late, never, at_the_end))
     said = [record.getMessage() for record in caplog.records]
-    assert "late is left out: ConnectionError: service is away" in said
+    assert "late is disabled: ConnectionError: service is away" in said
     assert sum("late" in line for line in said) == 1
 
 
@@ -213,7 +213,7 @@ def test_a_port_in_use_leaves_prometheus_out_and_nothing_else(run: RunDir, caplo
         feed = fed(run, PrometheusMonitor(PrometheusConfig(port=taken.getsockname()[1]), patience_s=0), other)
         feed.close()
     assert other.calls[1:] == [(1, {"trainer/x": 1}), "close"]
-    assert caplog.messages == ["prometheus is left out: OSError: [Errno 98] Address already in use"]
+    assert caplog.messages == ["prometheus is disabled: OSError: [Errno 98] Address already in use"]
 
 
 @pytest.mark.parametrize(
@@ -230,7 +230,7 @@ def test_a_missing_package_is_one_line_that_says_what_to_install(
         monkeypatch.setitem(sys.modules, name, None)  # as if it were not there
     fed(run, monitor(run.monitors)).close()
     assert caplog.messages == [
-        f"{package} is left out: MonitorError: the package {package} is not installed: "
+        f"{package} is disabled: MonitorError: the package {package} is not installed: "
         "pip install prl-multirun[monitors]"
     ]
 

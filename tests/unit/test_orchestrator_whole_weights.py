@@ -157,7 +157,7 @@ async def test_a_version_that_cannot_be_had_any_more_fails_who_wants_exactly_tha
         assert {rollout.turn_versions[0] for rollout in (await group).rollouts_G} == {2}
         fake.weights = "run_b/broadcast/step_7"
         fake.fault = lambda path, body: 200 if path == UPDATE else None  # another answer than the contract's
-        with pytest.raises(GroupFailed, match="another form"):
+        with pytest.raises(GroupFailed, match="invalid answer"):
             await worker.group(1)
 
 

@@ -180,7 +180,7 @@ def test_the_older_place_of_a_config_has_its_errors_in_control(tmp_path: Path) -
     (run.path / "configs" / "orch.toml").write_text("batch_size = 4")
     manager, _ = with_layer(tmp_path)
     assert look(manager).findings.invalid == ["run_old"]
-    assert run.config_error.parent.name == "control" and "model: is missing" in run.config_error.read_text()
+    assert run.config_error.parent.name == "control" and "model: required, but missing" in run.config_error.read_text()
     write_config(run, Path("m"))
     assert look(manager).id_2_idx == {"run_old": 0} and not run.config_error.exists()
 

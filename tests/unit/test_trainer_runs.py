@@ -119,7 +119,7 @@ def test_what_the_trainer_cannot_serve_is_a_config_error(tmp_path: Path) -> None
     look(manager_of(tmp_path))
     text = run.config_error.read_text()
     assert text.startswith(PARSE_ERROR_PREFIX)
-    for part in ("model.name", "model.lora.rank: found 32", "at most 16", "seq_len: found 128"):
+    for part in ("model.name", "model.lora.rank: found 32", "at most the trainer's 16", "seq_len: found 128"):
         assert part in text
 
 

@@ -65,7 +65,7 @@ def test_a_copy_does_not_change_any_more() -> None:
 def test_what_cannot_be_saved_and_what_is_missing_are_named(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="state/0/hook: a function cannot be saved"):
         split_tensors({"state": {0: {"hook": equal}}})
-    with pytest.raises(ValueError, match="there is no tensor 'a/b'"):
+    with pytest.raises(ValueError, match="tensor 'a/b' not found"):
         join_tensors({"a": {"b": {"$tensor": "a/b"}}}, {})
     (tmp_path / "bad").write_bytes(b"\x80\x04junk")
     with pytest.raises(ValueError, match="bad"):
