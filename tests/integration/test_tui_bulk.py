@@ -198,7 +198,7 @@ async def test_every_action_has_a_command_too(workspace: OutputDir, configs: Pat
             await pilot.press("escape")
             await until(pilot, lambda: app.screen is home(app), "home")
         await pilot.press("colon", *"restart nobody", "enter")
-        await until(pilot, lambda: any("no part 'nobody'" in note.message for note in app._notifications), "the reason")
+        await until(pilot, lambda: any("daemon 'nobody' not found" in note.message for note in app._notifications), "the reason")
         await pilot.press("colon", *"undo", "enter")
         await until(pilot, lambda: any("nothing to restore" in n.message for n in app._notifications), "the answer")
 

@@ -90,7 +90,7 @@ async def test_command_line_help_and_palette_work_everywhere(workspace: OutputDi
             await comes(CommandScreen, f": on {keys}")
             app.screen.query_one(Input).value = "nix"
             await pilot.press("enter")
-            await sees(app, pilot, "no command 'nix'")
+            await sees(app, pilot, "unknown command 'nix'")
             await pilot.press("escape")
             await comes(here, f"esc on {keys}")
             await pilot.press("colon")
@@ -115,7 +115,7 @@ async def test_numbers_on_a_run_are_its_tabs_and_esc_leads_back(workspace: Outpu
         await pilot.press("escape")
         assert problems(app).target_row() is not None
         await pilot.press("colon", *"open run_", "enter")
-        await until(pilot, lambda: any("'run_' may be" in note.message for note in app._notifications), "which ones")
+        await until(pilot, lambda: any("'run_' is ambiguous" in note.message for note in app._notifications), "which ones")
 
 
 async def test_system_says_what_everything_does_and_takes(workspace: OutputDir) -> None:

@@ -59,7 +59,7 @@ async def test_looking_at_everything_changes_no_byte(copied: OutputDir, tmp_path
         await sees("run_reverse-lr1e-3")
         assert "supervisor lost" in screen_text(app) and "● active" not in screen_text(app)
         await pilot.press("s", "S", "p", "space", "slash", *"run_", "enter", "escape")
-        for key, words in (("3", "PART"), ("4", "iteration 12"), ("5", "WHAT"), ("1", "STATE")):
+        for key, words in (("3", "DAEMON"), ("4", "iteration 12"), ("5", "WHAT"), ("1", "STATE")):
             await pilot.press(key)
             await sees(words)
         app.open_run(RUN)
