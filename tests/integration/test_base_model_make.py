@@ -103,6 +103,7 @@ def test_a_damaged_model_is_made_again(model: Path, tmp_path: Path) -> None:
     assert (make(out) / "model.safetensors").read_bytes() == whole
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("signum", [signal.SIGTERM, *in_full(signal.SIGINT)])
 def test_a_signal_leaves_nothing(tmp_path: Path, signum: int) -> None:
     out = tmp_path / "base"

@@ -292,6 +292,7 @@ def demo_configs(prl: Prl, max_steps: int = 6) -> str:
     return str(configs)
 
 
+@pytest.mark.slow
 def test_demo_trains_three_runs_on_two_slots_and_leaves_nothing(prl: Prl) -> None:
     configs = demo_configs(prl, max_steps=4)
     for _ in range(2):  # the second removes what the first left
@@ -308,6 +309,7 @@ def test_demo_trains_three_runs_on_two_slots_and_leaves_nothing(prl: Prl) -> Non
     assert prl.members() == []
 
 
+@pytest.mark.slow
 def test_demo_ends_with_the_reason_when_a_run_fails(prl: Prl) -> None:
     configs = demo_configs(prl, max_steps=200)
     child = prl.start("demo", "--configs", configs)

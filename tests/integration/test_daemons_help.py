@@ -62,6 +62,7 @@ def complete(workspace: Path, line: str) -> list[str]:
     return done.stdout.split()
 
 
+@pytest.mark.slow
 def test_the_shell_completes_runs_daemons_and_states(tmp_path: Path) -> None:
     workspace, source = tmp_path / "workspace", tmp_path / "x.toml"
     source.write_text(RUN_TOML.format(max_steps=1, model="m"))

@@ -164,6 +164,7 @@ def test_logprobs_are_those_of_the_distribution_sampled_from(
         assert choice["logprobs"]["token_logprobs"] == pytest.approx(expected, abs=tolerance)
 
 
+@pytest.mark.slow
 @pytest.mark.numeric
 def test_mixed_requests_equal_their_solo_outputs(server: RunningServer, model: Path) -> None:
     """Base and two adapters, greedy and seeded, prompts of different lengths: all at the same time and one by one."""

@@ -86,6 +86,7 @@ def test_a_missing_model_is_one_line(tmp_path: Path) -> None:
     assert code == 1 and str(tmp_path / "none") in stderr and "make_base" in stderr and stderr.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_only_the_chosen_engine_is_imported(model: Path, tmp_path: Path) -> None:
     """And neither torch nor an engine before the checks are done."""
     script = (
@@ -101,6 +102,7 @@ def test_only_the_chosen_engine_is_imported(model: Path, tmp_path: Path) -> None
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_while_the_model_is_loaded_ends_the_server(signum: int, model: Path, tmp_path: Path) -> None:
     config = write_config(
@@ -152,6 +154,7 @@ def num_running(server: RunningServer) -> int:
     return int(float(next(line.split()[1] for line in lines if line.startswith("prl_requests_running "))))
 
 
+@pytest.mark.slow
 def test_requests_in_flight_end_with_an_error_that_says_why(model: Path, tmp_path: Path) -> None:
     server = start("embedded", model, tmp_path)
     body = {"prompt": [[5]] * 32, "max_tokens": 250, "n": 256, "ignore_eos": True}  # minutes of work
@@ -187,6 +190,7 @@ def unread_request(server: RunningServer, **fields: Any) -> Iterator[None]:
         yield
 
 
+@pytest.mark.slow
 def test_a_slow_reader_does_not_hold_the_engine(server: RunningServer) -> None:
     """Its answer of some megabytes is more than the buffers of the connection take."""
     with unread_request(server, prompt=[5], max_tokens=32, n=128, logprobs=20, ignore_eos=True):

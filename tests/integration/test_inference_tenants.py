@@ -142,6 +142,7 @@ def test_a_tenant_takes_no_more_than_its_share(server: RunningServer, answers: d
         server.unload(name)
 
 
+@pytest.mark.slow
 def test_whole_weights_come_from_the_memory_of_a_living_trainer(fetching: RunningServer, model: Path) -> None:
     """A full fine-tune, fetched while the trainer runs; what the server then says is held against its checkpoint."""
     run = write_run(fetching.output_dir, "run_whole", model, max_steps=NUM_UPDATES, ckpt={"interval": 1})

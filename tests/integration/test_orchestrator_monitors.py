@@ -64,6 +64,7 @@ def wandb_history(run: RunDir) -> list[dict[str, float]]:
     return rows
 
 
+@pytest.mark.slow
 async def test_all_monitors_get_every_line_and_end_with_the_orchestrator(
     workspace: Workspace,  # noqa: F811
     capfd: pytest.CaptureFixture[str],

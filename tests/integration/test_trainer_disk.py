@@ -216,6 +216,7 @@ def test_a_full_disk_evicts_the_run_that_found_it_full(lives: Runner, model: Pat
     assert list_steps(small.checkpoints, stable_only=True) == [2, 4]
 
 
+@pytest.mark.slow
 def test_a_reason_that_finds_no_room_is_written_when_there_is_some(lives: Runner, model: Path, tmp_path: Path) -> None:
     workspace = tmp_path / "workspace"
     workspace.mkdir()

@@ -39,7 +39,9 @@ EXPLOSIONS: dict[str, tuple[dict[str, Any], list[float], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", [*list(EXPLOSIONS)[1:3], *in_full("a spike of 1e6", "weights that overflow")])
+@pytest.mark.parametrize(
+    "name", ["infinite gradients", *in_full("a spike of 1e6", "a loss that is no number", "weights that overflow")]
+)
 def test_a_neighbour_that_blows_up_harms_nobody(
     alone: dict[str, Adapter], tiny: Path, tmp_path: Path, name: str
 ) -> None:

@@ -173,6 +173,7 @@ def test_a_neighbour_evicted_in_the_middle_of_its_batch_and_its_slot_used_again(
     assert slots[late] == slots["run_0"] == 0
 
 
+@pytest.mark.slow
 def test_neighbours_that_come_late_and_one_that_comes_back(
     alone: dict[str, Adapter], tiny: Path, tmp_path: Path
 ) -> None:

@@ -149,7 +149,9 @@ def run_at(workspace: Path, run_id: str) -> RunDir:
     ("arguments", "code", "text"),
     [
         (["--model.lorra.rank", "4"], 2, "did you mean 'lora'"),
-        (["--model.name", "no/such/folder", "--model.lora.rank", "4"], 1, "folder not found"),
+        pytest.param(
+            ["--model.name", "no/such/folder", "--model.lora.rank", "4"], 1, "folder not found", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_wrong_use_is_one_line_on_standard_error(

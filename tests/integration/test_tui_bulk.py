@@ -185,6 +185,7 @@ async def test_starting_the_workspace_fails_with_a_reason_and_offers_every_way(
         assert app.screen is dialog
 
 
+@pytest.mark.slow
 async def test_every_action_has_a_command_too(workspace: OutputDir, configs: Path) -> None:  # noqa: F811
     steps = {"evict": EvictDialog, "delete": DeleteDialog, "clone": AddDialog, "add": AddDialog, "up": ChooseDialog,
              "down": ConfirmDialog, "log": ActionLogScreen}  # fmt: skip
@@ -198,7 +199,8 @@ async def test_every_action_has_a_command_too(workspace: OutputDir, configs: Pat
             await pilot.press("escape")
             await until(pilot, lambda: app.screen is home(app), "home")
         await pilot.press("colon", *"restart nobody", "enter")
-        await until(pilot, lambda: any("daemon 'nobody' not found" in note.message for note in app._notifications), "the reason")
+        words = "daemon 'nobody' not found"
+        await until(pilot, lambda: any(words in note.message for note in app._notifications), words)
         await pilot.press("colon", *"undo", "enter")
         await until(pilot, lambda: any("nothing to restore" in n.message for n in app._notifications), "the answer")
 

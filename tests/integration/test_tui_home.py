@@ -158,6 +158,7 @@ async def command(pilot: Pilot[None], line: str) -> None:
     await pilot.pause()
 
 
+@pytest.mark.slow
 async def test_the_command_line(workspace: OutputDir) -> None:
     async with opened(workspace.path) as (home, table, pilot):
         app = home.app

@@ -16,6 +16,7 @@ from textual.pilot import Pilot
 from prime_rl.contract.files import write_atomic
 from prime_rl.contract.layout import OutputDir
 from prime_rl.contract.status import RunStatus, TrainerStatus, read_status
+from tests.budgets import in_full
 from tests.tui_places_support import FakeProbe, busy, put_group
 from tests.tui_support import (
     NOW,
@@ -80,7 +81,7 @@ def gone(path: Path) -> None:
     path.unlink(missing_ok=True)
 
 
-@pytest.mark.parametrize("damage", [empty, half, huge, folder, long_line, gone])
+@pytest.mark.parametrize("damage", [half, *in_full(empty, huge, folder, long_line, gone)])
 async def test_files_that_are_damaged_while_they_are_open(tmp_path: Path, damage: Callable[[Path], None]) -> None:
     workspace = build_workspace(tmp_path / "workspace")
     busy(workspace)

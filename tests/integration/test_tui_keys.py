@@ -253,6 +253,7 @@ async def test_an_empty_workspace_says_what_to_do(tmp_path: Path) -> None:
         await until(pilot, lambda: not app.screen.has_class("-empty"), "the first run")
 
 
+@pytest.mark.slow
 async def test_bad_files_do_not_stop_it(workspace: OutputDir) -> None:
     run = add_run(workspace, "run_bad", step=3, word={"state": "running"})
     run.orchestrator_metrics.write_bytes(b"\xff\x00" * 1000 + b"\n{}\n[]\n" + b'{"step": 4, "reward/mean": 0.4')
@@ -270,6 +271,7 @@ async def test_bad_files_do_not_stop_it(workspace: OutputDir) -> None:
         await until(pilot, lambda: "0.400" in str(table(app).get_cell("run_bad", "reward")), "the completed line")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("theme", ["prl-light", "nord"])
 async def test_other_themes(workspace: OutputDir, theme: str) -> None:
     async with opened(workspace.path, size=(120, 40)) as (app, pilot):

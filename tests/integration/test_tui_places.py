@@ -51,6 +51,7 @@ async def sees(app: PrlApp, pilot: Pilot[None], *words: str) -> None:
         await until(pilot, lambda each=each: each in screen_text(app), f"{each!r}")
 
 
+@pytest.mark.slow
 async def test_numbers_lead_from_each_place_to_each(workspace: OutputDir) -> None:
     places = {"3": SystemScreen, "4": NodesScreen, "5": ProblemsScreen, "1": RunsScreen}
     async with opened(workspace) as (app, pilot):
@@ -71,6 +72,7 @@ async def test_numbers_lead_from_each_place_to_each(workspace: OutputDir) -> Non
 OF_A_RUN = ("2", "23", "24")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("places", [("1", "3", "4", "5"), OF_A_RUN], ids=["places", "tabs"])
 async def test_command_line_help_and_palette_work_everywhere(workspace: OutputDir, places: tuple[str, ...]) -> None:
     async with opened(workspace, size=(80, 24)) as (app, pilot):
@@ -106,6 +108,7 @@ async def test_command_line_help_and_palette_work_everywhere(workspace: OutputDi
         assert len(app.screen_stack) == 3
 
 
+@pytest.mark.slow
 async def test_numbers_on_a_run_are_its_tabs_and_esc_leads_back(workspace: OutputDir) -> None:
     async with opened(workspace, "5", size=(80, 24)) as (app, pilot):
         chosen = problems(app).target_row()
@@ -115,7 +118,8 @@ async def test_numbers_on_a_run_are_its_tabs_and_esc_leads_back(workspace: Outpu
         await pilot.press("escape")
         assert problems(app).target_row() is not None
         await pilot.press("colon", *"open run_", "enter")
-        await until(pilot, lambda: any("'run_' is ambiguous" in note.message for note in app._notifications), "which ones")
+        words = "'run_' is ambiguous"
+        await until(pilot, lambda: any(words in note.message for note in app._notifications), words)
 
 
 async def test_system_says_what_everything_does_and_takes(workspace: OutputDir) -> None:

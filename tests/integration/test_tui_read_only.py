@@ -38,6 +38,7 @@ def copied(tmp_path: Path) -> OutputDir:
     return OutputDir(tmp_path / "copy")
 
 
+@pytest.mark.slow
 async def test_looking_at_everything_changes_no_byte(copied: OutputDir, tmp_path: Path) -> None:
     before = tree(copied.path)
     clock = Ticker()

@@ -35,6 +35,7 @@ def title(chart: Chart) -> str:
     return Content.from_markup(str(chart.border_title)).plain
 
 
+@pytest.mark.slow
 async def test_tabs_by_number_letter_and_arrow(workspace: OutputDir) -> None:
     async with opened_run(workspace.path) as o:
         for number, name in enumerate(TABS, start=1):
@@ -203,6 +204,7 @@ async def test_zoom_pan_and_following(workspace: OutputDir) -> None:
         await shows(1, 46)
 
 
+@pytest.mark.slow
 async def test_scale_smoothing_and_stacks(workspace: OutputDir) -> None:
     async with opened_run(workspace.path, size=(200, 50)) as o:
         charts = o.screen.charts.charts
@@ -222,6 +224,7 @@ async def test_scale_smoothing_and_stacks(workspace: OutputDir) -> None:
         assert not any(shade in drawn(split) for shade in "█▓▒")
 
 
+@pytest.mark.slow
 async def test_other_runs_in_the_same_charts(workspace: OutputDir) -> None:
     async with opened_run(workspace.path, size=(200, 50)) as o:
         view = o.screen.charts
@@ -256,6 +259,7 @@ async def test_a_long_history_is_thinned_and_its_spikes_stay(workspace: OutputDi
         assert max(curve.highs) == 9.5
 
 
+@pytest.mark.slow
 async def test_the_run_that_is_open_may_vanish(workspace: OutputDir) -> None:
     async with opened_run(workspace.path, "run_done") as o:
         os.rename(workspace.path / "run_done", workspace.path / ".gone")
@@ -280,6 +284,7 @@ async def test_an_invalid_run_shows_its_error_at_its_line(workspace: OutputDir) 
         assert len(marked) == 1 and "learning_rate" in marked[0]
 
 
+@pytest.mark.slow
 async def test_config_with_defaults_and_differences(workspace: OutputDir) -> None:
     async with opened_run(workspace.path, size=(120, 40)) as o:
         await see(o, "config", "batch_size = 64")
@@ -343,6 +348,7 @@ async def test_checkpoints_newest_first(workspace: OutputDir) -> None:
         assert o.screen.checkpoints.selected.step == 30
 
 
+@pytest.mark.slow
 async def test_events_tell_who_did_what_and_why(workspace: OutputDir) -> None:
     add_history(workspace, RUN)
     async with opened_run(workspace.path) as o:

@@ -61,6 +61,7 @@ async def test_the_end_is_followed_unless_scrolled_away(workspace: OutputDir) ->
         assert o.screen.log_view.follows, "at the end again"
 
 
+@pytest.mark.slow
 async def test_all_of_it_can_be_reached(workspace: OutputDir) -> None:
     async with opened_run(workspace.path) as o:
         await open_log(o)
@@ -76,6 +77,7 @@ async def test_all_of_it_can_be_reached(workspace: OutputDir) -> None:
         await o.sees("line 3999", "following")
 
 
+@pytest.mark.slow
 async def test_words_are_found_up_and_down_and_round(workspace: OutputDir) -> None:
     async with opened_run(workspace.path) as o:
         await open_log(o)
@@ -117,6 +119,7 @@ async def test_levels_leave_out_what_is_below(workspace: OutputDir) -> None:
         await o.sees("level all", "line 3999")
 
 
+@pytest.mark.slow
 async def test_rotation_and_removal_under_ones_eyes(workspace: OutputDir) -> None:
     log = RunDir(workspace.path / RUN).log
     async with opened_run(workspace.path) as o:

@@ -188,6 +188,7 @@ def browser(profile: Path) -> Iterator[Browser]:
         chromium.wait()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine: apt-get install chromium")
 def test_in_a_browser_a_click_chooses_a_run(tmp_path: Path) -> None:
     workspace = build_workspace(tmp_path / "workspace", living=False)

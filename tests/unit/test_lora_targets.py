@@ -29,6 +29,7 @@ EVERY_SET = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.numeric
 def test_every_set_of_target_modules_says_in_peft_and_in_the_engine_what_the_trainer_says(tmp_path: Path) -> None:
     """All 127 sets, in float32; the engine holds adapters on all seven and takes those on fewer."""

@@ -72,8 +72,6 @@ NUM_STEPS = 2
 # A sparse file is 2 GB; what a look may hold of it, and all else that a look needs.
 MAX_GROWTH_BYTES = 600 << 20
 GOOD = "run_good"
-# What hung and what was followed; the others are tried with all that is slow.
-QUICK = ("pipe", "link outside")
 MAX_BATCH = max_batch_bytes(8, 64)
 Look = Callable[[], object]
 
@@ -218,9 +216,8 @@ def is_well(workspace: Path) -> bool:
 
 
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize(
-    "kind", [kind if kind in QUICK else pytest.param(kind, marks=pytest.mark.slow) for kind in ATTACKS]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ATTACKS)
 def test_every_file_of_a_run_is_in_turn_something_else(
     tmp_path: Path, whole_run: RunDir, outside: Outside, kind: str
 ) -> None:

@@ -117,6 +117,7 @@ def test_a_config_that_comes_to_rest_needs_no_hint(tmp_path: Path) -> None:
         idle.until("run_a")
 
 
+@pytest.mark.slow
 def test_of_5000_runs_at_once_none_is_lost(tmp_path: Path) -> None:
     num_runs = 5000
     text = f'batch_size = 8\nrollouts_per_example = 4\nmodel.name = "{BASE}"\nenv = [{{ id = "reverse-text" }}]\n'
