@@ -68,6 +68,7 @@ async def test_the_orchestrator_has_the_key_in_no_environment_and_an_environment
             seen, of_child = psutil.Process(process.pid).environ(), child.environ()
         finally:
             await asyncio.to_thread(kill_all, find_members(output_dir, [leader], [spec.name]), reap=process.poll)
+            await asyncio.to_thread(process.wait, 60)
     assert CANARY not in str(seen) and seen["NOT_NAMED"] == "no"
     assert of_child["NAMED"] == "yes" and "PATH" in of_child
     others = {name for name in of_child if name not in BASE_VARIABLES and not name.startswith(BASE_PREFIXES)}

@@ -235,6 +235,7 @@ def test_down_lets_the_trainer_save_however_short_the_grace_is(prl: Prl) -> None
     assert (prl.output_dir / "saved").exists()
 
 
+@pytest.mark.slow
 def test_a_trainer_that_gets_nowhere_is_told_and_not_ended(prl: Prl) -> None:
     prl.up("--supervisor.stall.trainer.limit_s", "0.5")
     pid = daemon(prl, "trainer").pid

@@ -143,14 +143,14 @@ def test_a_worker_knows_its_master_by_its_answer() -> None:
 
 def test_the_doorbell_outlives_a_time_without_free_files(caplog: pytest.LogCaptureFixture) -> None:
     gc.collect()  # what it would close later would give back descriptors
-    bell = Doorbell("word")
+    lowest = os.dup(0)
+    os.close(lowest)
+    bell = Doorbell("word")  # takes the lowest
     master = NodeRecord(0, "word", 1, address="127.0.0.1", port=bell.port)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     # The first caller takes the descriptor that a waiting `accept` has reserved; for the next one there is none.
     callers = [socket.socket() for _ in range(2)]
-    free = os.dup(0)
-    os.close(free)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (free, hard))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest + 1, hard))
     try:
         for caller in callers:
             caller.connect(("127.0.0.1", bell.port))
