@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests import durations
+from tests.budgets import in_full
 from tests.durations import LIMIT_S, ROOT, Reading, cost_s, without_group
 
 START = Reading(time_s=100.0, cpu_s=10.0, pressure_s=50.0)
@@ -89,7 +90,7 @@ def test_marked(): work()
 """
 
 
-@pytest.mark.parametrize("workers", ["0", "1"])
+@pytest.mark.parametrize("workers", ["0", *in_full("1")])
 def test_a_test_that_costs_too_much_fails_unless_it_is_marked_slow(tmp_path: Path, workers: str) -> None:
     """In a pytest of its own, where a fifth of a second is the limit; also when a worker runs the tests."""
     (tmp_path / "test_some.py").write_text(TESTS)
