@@ -92,7 +92,7 @@ async def test_a_run_on_a_taskset_with_a_tool(tmp_path: Path, monkeypatch: pytes
 
         def says_that_it_loads() -> bool:
             status = read_status(run.status, RunStatus)
-            return status is not None and "loading verifiers:word-box (takes some seconds)" in (status.waiting_on or "")
+            return status is not None and "loading verifiers:word-box" in (status.waiting_on or "")
 
         await until(says_that_it_loads, "the status to say what takes so long")
         assert await asyncio.wait_for(orchestrator, PATIENCE_S) == 0

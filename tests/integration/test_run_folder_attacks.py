@@ -110,9 +110,9 @@ def test_a_run_with_hostile_files_holds_up_nobody_else(workspace: Workspace, tmp
     groups = [targets[at : at + GROUP] for at in range(0, len(targets), GROUP)]
     kinds = itertools.cycle(ATTACKS)
     for number, group in enumerate(groups):
-        for attacks in (dict.fromkeys(group, "pipe"), {target: next(kinds) for target in group}):
+        for turn, attacks in enumerate((dict.fromkeys(group, "pipe"), {target: next(kinds) for target in group})):
             what = f"supervisor, trainer and run_good to go on, with {attacks} in run_bad"
-            beats, watched = Beats(workspace, "run_good"), Outside(outside / f"{number}-{len(set(attacks.values()))}")
+            beats, watched = Beats(workspace, "run_good"), Outside(outside / f"{number}-{turn}")
             for target, kind in attacks.items():
                 with suppress(OSError):  # the trainer removes and renames meanwhile
                     attack(bad, target, kind, watched)

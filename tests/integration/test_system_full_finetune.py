@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from prime_rl.contract.layout import list_steps
-from prime_rl.contract.status import DaemonStatus, InferenceStatus, read_status
+from prime_rl.contract.status import DaemonStatus, InferenceStatus, RunStatus, read_status
 from prime_rl.contract.types import read_batch
 from tests.integration.test_system_vllm import TOLERANCE, Recorder, worst_difference
 from tests.learning import ascent, load_policy
@@ -64,12 +64,14 @@ def inference(workspace: Workspace) -> InferenceStatus:
 def given(workspace: Workspace) -> list[list[str]]:
     """What each life of the inference server was given, in order: the last part of the folder, or "model" (base)."""
     lives = workspace.paths.log("inference").read_text().split("inference: starting the")[1:]
-    return [re.findall(r"the weights are now those of .*?(step_[0-9]+|model)$", life, re.MULTILINE) for life in lives]
+    return [re.findall(r"now serving the .*?(step_[0-9]+|model)$", life, re.MULTILINE) for life in lives]
 
 
 def check_learning_and_end(workspace: Workspace) -> None:
     """The first update went uphill, all steps were made, and inference serves the base model again."""
-    lines = read_metrics(workspace.run_dir("run_a").orchestrator_metrics)
+    run = workspace.run_dir("run_a")
+    workspace.wait(lambda: (read_status(run.status, RunStatus) or RunStatus()).state == "finished", "its evaluation")
+    lines = read_metrics(run.orchestrator_metrics)
     assert undocumented("orchestrator", lines) == set()
     assert [line["step"] for line in lines if "reward/mean" in line] == list(range(1, NUM_STEPS + 1))
     check_first_update(workspace)
