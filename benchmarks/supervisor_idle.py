@@ -71,13 +71,13 @@ class Sleepers:
         for name, daemon in daemons.items():
             if daemon is None or daemon.child is None:
                 continue
-            path, status = self._word(name)
+            path, status = self._status(name)
             status.sign(daemon.child)
             status.updated_at = now
             write_atomic(path, msgspec.json.encode(status), durable=False)
         return all(daemon is not None and daemon.state == "running" for daemon in daemons.values())
 
-    def _word(self, name: str) -> tuple[Path, Status]:
+    def _status(self, name: str) -> tuple[Path, Status]:
         """What the daemon says of itself, and where."""
         if name == "trainer":
             runs = {run_id: TrainerRunStatus(run_idx=idx) for idx, run_id in enumerate(self.active)}

@@ -74,7 +74,7 @@ class Seen:
 
     `exit_code` is None while it lives, and of a process that is no child of ours. `still_s` says how long its progress
     has stood still though it had work; None: it has none, or counts none. `loop_still_s` says how long its main loop
-    has not turned, once that is longer than the loop may take. `last_word` is the final state that an orchestrator
+    has not turned, once that is longer than the loop may take. `final_state` is the final state that an orchestrator
     wrote since this start. `left` are processes of its last start that still run, though SIGKILL was sent to them.
     """
 
@@ -85,7 +85,7 @@ class Seen:
     heartbeat_age_s: float | None = None
     still_s: float | None = None
     loop_still_s: float | None = None
-    last_word: str | None = None
+    final_state: str | None = None
     last_reason: str | None = None
     evicted: bool = False
     gone: bool = False

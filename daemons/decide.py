@@ -17,7 +17,7 @@ from daemons.daemon import LIVE, Action, After, Daemon, Do, Seen, Snapshot, Stat
 from daemons.process import KILL_WAIT_S
 from daemons.specs import DaemonSpec
 from prime_rl.configs.system import SupervisorConfig
-from prime_rl.contract.condition import still_words, utc
+from prime_rl.contract.condition import stall_text, utc
 from prime_rl.contract.status import LOST_AFTER_S, Crash
 
 EXIT_WRONG_USE = 2
@@ -128,7 +128,7 @@ def _judged(daemon: Daemon, seen: Seen, config: SupervisorConfig, now: float) ->
     if silent_s > LOST_AFTER_S:
         why, age_s, stuck = _SILENT, silent_s, silent_s >= limit.limit_s
     elif seen.loop_still_s is not None:
-        why, age_s, stuck = still_words(now - seen.loop_still_s), seen.loop_still_s, seen.loop_still_s >= limit.limit_s
+        why, age_s, stuck = stall_text(now - seen.loop_still_s), seen.loop_still_s, seen.loop_still_s >= limit.limit_s
     elif still_s >= limit.limit_s:
         why = f"no progress for {limit.limit_s:g} s, since {utc(now - still_s)}"
         age_s, stuck = still_s, seen.waiting_on is None
@@ -160,8 +160,8 @@ def _ended(daemon: Daemon, seen: Seen, config: SupervisorConfig, now: float) -> 
     stopped = before is State.STOPPING
     if stopped and daemon.after_stop is After.END:
         return Action(Do.CLEAN, replace(daemon, state=State.DONE))
-    if seen.last_word is not None:
-        return Action(Do.CLEAN, replace(daemon, state=State.DONE, reason=seen.last_reason or seen.last_word))
+    if seen.final_state is not None:
+        return Action(Do.CLEAN, replace(daemon, state=State.DONE, reason=seen.last_reason or seen.final_state))
     if seen.evicted or seen.gone:
         return Action(Do.CLEAN, replace(daemon, state=State.DONE, reason="its run is evicted or gone"))
     if stopped and daemon.after_stop is After.RESTART:
@@ -171,7 +171,7 @@ def _ended(daemon: Daemon, seen: Seen, config: SupervisorConfig, now: float) -> 
 
 def _crash(daemon: Daemon, before: State, now: float) -> Crash:
     """How it ended. A process that exits by itself before it is ready did not start; it has not crashed."""
-    kind, why = "crash", _exit_words(daemon.exit_code)
+    kind, why = "crash", _exit_text(daemon.exit_code)
     if before is State.STOPPING:
         kind, why = ("stall" if daemon.after_stop is After.STALL else "start"), daemon.reason or why
     elif before is State.STARTING and daemon.exit_code is not None and daemon.exit_code >= 0:
@@ -194,7 +194,7 @@ def _after_crash(daemon: Daemon, crash: Crash, before: State, config: Supervisor
     return replace(daemon, state=State.BACKOFF, retry_at=now + wait_s, reason=crash.reason)
 
 
-def _exit_words(code: int | None) -> str:
+def _exit_text(code: int | None) -> str:
     if code is None:
         return "it ended"
     return f"killed by signal {-code}" if code < 0 else f"exit code {code}"

@@ -31,7 +31,7 @@ from daemons.specs import (
 )
 from prime_rl.configs.base import ConfigError, load_config
 from prime_rl.configs.system import SupervisorConfig, SystemConfig
-from prime_rl.contract.condition import stalled_since, still_words
+from prime_rl.contract.condition import stall_text, stalled_since
 from prime_rl.contract.files import WaitTimeout, wait_for
 from prime_rl.contract.layout import OutputDir
 from prime_rl.contract.status import DaemonStatus, read_status
@@ -242,7 +242,7 @@ def _stop_supervisor(
     status = read_status(output.daemon_status(SUPERVISOR), DaemonStatus)
     if status is not None and status.writer.is_same(holder) and (since := stalled_since(status)) is not None:
         timeout_s = min(timeout_s, limits_of(output).grace_s)
-        say(f"it is stalled, {still_words(since)}: it has {timeout_s:g} s to stop")
+        say(f"it is stalled, {stall_text(since)}: it has {timeout_s:g} s to stop")
     holder.send(signal.SIGTERM)
     try:
         wait_for(free, "the supervisor to stop", timeout_s=timeout_s)

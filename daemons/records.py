@@ -66,7 +66,7 @@ class Records:
     def _status(self, daemon: Daemon) -> DaemonStatus:
         status = DaemonStatus(
             name=daemon.spec.name,
-            state=_word(daemon),
+            state=_state(daemon),
             updated_at=time.time(),  # readers compare it with their clock
             waiting_on=daemon.waiting_on,
             argv=list(daemon.spec.argv),
@@ -85,7 +85,7 @@ class Records:
         return status
 
 
-def _word(daemon: Daemon) -> str:
+def _state(daemon: Daemon) -> str:
     """Its state for readers: one that is told to stop still runs, or is stalled as it was."""
     if daemon.state is State.STOPPING:
         return str(State.RUNNING if daemon.stalled_since is None else State.STALLED)

@@ -107,7 +107,7 @@ async def a_node_dies(pilot: Pilot[None]) -> None:
 
     def words() -> dict[int, str]:
         group = app.screen.snapshot.group if isinstance(app.screen, WorkspaceScreen) and app.screen.snapshot else None
-        return {row.rank: row.word for row in group.rows} if group else {}
+        return {row.rank: row.health for row in group.rows} if group else {}
 
     await pilot.press("4")
     await until(pilot, lambda: set(words().values()) == {NodeHealth.ALIVE}, "three living nodes")

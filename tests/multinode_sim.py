@@ -92,7 +92,7 @@ class World:
 
     def describe(self) -> str:
         return "; ".join(
-            f"{rank}: {node.member.own.word} {node.member.own.position} on {node.member.waiting_on}"
+            f"{rank}: {node.member.own.state} {node.member.own.position} on {node.member.waiting_on}"
             for rank, node in self.nodes.items()
             if node
         )

@@ -47,7 +47,7 @@ class LogLine:
 
 
 @dataclass(frozen=True)
-class Piece:
+class LogSlice:
     """Lines in order, and whether the file begins (ends) with them: nothing that is wanted is left out there."""
 
     lines: tuple[LogLine, ...]

@@ -107,7 +107,7 @@ def all_values(text: str) -> tuple[Value, ...]:
     """
     said = dict(flatten(parse_toml(text, "orch.toml")))
     config = build(OrchestratorConfig, parse_toml(text, "orch.toml"), "orch.toml").model_dump(mode="json")
-    return tuple(Value(key, in_words(value), key not in said) for key, value in flatten(config))
+    return tuple(Value(key, toml_text(value), key not in said) for key, value in flatten(config))
 
 
 def find_differences(mine: str, other: str) -> tuple[Difference, ...]:
@@ -119,7 +119,7 @@ def find_differences(mine: str, other: str) -> tuple[Difference, ...]:
         sides = [{value.key: value.text for value in all_values(text)} for text in (mine, other)]
     except ConfigError:
         sides = [
-            {key: in_words(value) for key, value in flatten(parse_toml(text, source))}
+            {key: toml_text(value) for key, value in flatten(parse_toml(text, source))}
             for text, source in ((mine, "this orch.toml"), (other, "the other orch.toml"))
         ]
     keys = dict.fromkeys([*sides[0], *sides[1]])
@@ -140,7 +140,7 @@ def flatten(data: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[CleanTe
             yield key, value
 
 
-def in_words(value: Any) -> CleanText:
+def toml_text(value: Any) -> CleanText:
     """As TOML says it, on one line; null for what TOML cannot say."""
     if value is None or isinstance(value, bool):
         return one_line(str(value).lower())

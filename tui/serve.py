@@ -40,7 +40,7 @@ class WorkspaceServer(Server):
         command = child_command(output_dir, allow_actions=allow_actions)
         super().__init__(command, host=host, port=port, title="prl", public_url=f"http://{name}:{port}")
         self._sock = sock
-        self._word = "acting" if allow_actions else "read-only"
+        self._mode = "acting" if allow_actions else "read-only"
         self._authorities = {f"{each}:{port}" for each in ("127.0.0.1", "localhost", "[::1]")}
 
     async def _make_app(self) -> web.Application:
@@ -67,7 +67,7 @@ class WorkspaceServer(Server):
         return response
 
     async def on_startup(self, app: web.Application) -> None:
-        print(f"prl-tui: {self.public_url} ({self._word}); press Ctrl-C to stop", flush=True)
+        print(f"prl-tui: {self.public_url} ({self._mode}); press Ctrl-C to stop", flush=True)
 
     def run(self) -> None:
         """Until SIGINT or SIGTERM."""

@@ -183,7 +183,7 @@ class WorkspaceWatcher:
             disk=disk,
             since=since,
             before=self._shown,
-            heard=self._signs.heard(((run.run_id, run.updated_at) for run in workspace.runs), workspace.read_at),
+            alive_at=self._signs.times(((run.run_id, run.updated_at) for run in workspace.runs), workspace.read_at),
             group=group,
             group_problems=node_problems(group, workspace.read_at),
         )

@@ -23,9 +23,9 @@ from prime_rl.multinode.records import (
     EXIT_TRY_AGAIN,
     GroupRecord,
     GroupSetting,
-    GroupWord,
+    GroupState,
     NodeRecord,
-    NodeWord,
+    NodeState,
 )
 
 MASTER_RANK = 0
@@ -57,7 +57,7 @@ class Exit:
 class Step:
     """What a node does next. `work` is the position whose work it starts now (an earlier one is given up)."""
 
-    word: NodeWord
+    state: NodeState
     epoch: str
     work: Position | None = None
     exit: Exit | None = None
@@ -80,7 +80,7 @@ def claim(setting: GroupSetting, own: NodeRecord, found: NodeRecord | None, view
 
     A move that is seen soon after the start proves nothing: a cache may show late what a dead node wrote.
     """
-    if found is None or found.word.is_final or found.incarnation == own.incarnation:
+    if found is None or found.state.is_final or found.incarnation == own.incarnation:
         return Claim.OURS
     if view.sightings[own.rank].age_s(view.now) > SUSPECT_AFTER_BEATS * setting.heartbeat_s:
         return Claim.OURS
@@ -89,7 +89,7 @@ def claim(setting: GroupSetting, own: NodeRecord, found: NodeRecord | None, view
 
 def yields_to(own: NodeRecord, rival: NodeRecord) -> bool:
     """Which of two living nodes of one rank goes: the one that is not at work yet, else the larger word."""
-    mine, other = own.word is NodeWord.RUNNING, rival.word is NodeWord.RUNNING
+    mine, other = own.state is NodeState.RUNNING, rival.state is NodeState.RUNNING
     return other if mine != other else rival.incarnation < own.incarnation
 
 
@@ -100,17 +100,17 @@ def decide_master(
     setting: GroupSetting, own: NodeRecord, group: GroupRecord, view: View, resume: Position
 ) -> GroupRecord:
     """The master's next word. `resume` is where the proofs on disk say that the group goes on."""
-    if group.word is GroupWord.ENDING:
+    if group.state is GroupState.ENDING:
         return group
-    if own.word.is_final:
-        code = EXIT_INTERRUPTED if own.word is NodeWord.LEFT else EXIT_TRY_AGAIN
-        return _end(group, code, _last_word(own))
+    if own.state.is_final:
+        code = EXIT_INTERRUPTED if own.state is NodeState.LEFT else EXIT_TRY_AGAIN
+        return _end(group, code, _end_text(own))
     for rank, node in sorted(view.nodes.items()):
-        if rank != own.rank and node.epoch == group.epoch and node.word in (NodeWord.FAILED, NodeWord.LEFT):
-            code = EXIT_INTERRUPTED if node.word is NodeWord.LEFT else EXIT_TRY_AGAIN
+        if rank != own.rank and node.epoch == group.epoch and node.state in (NodeState.FAILED, NodeState.LEFT):
+            code = EXIT_INTERRUPTED if node.state is NodeState.LEFT else EXIT_TRY_AGAIN
             if code == EXIT_INTERRUPTED or not _may_lose(setting, rank):
-                return _end(group, code, _last_word(node))
-    if group.word is GroupWord.GATHERING:
+                return _end(group, code, _end_text(node))
+    if group.state is GroupState.GATHERING:
         return _gather(setting, own, group, view, resume)
     return _lead(setting, group, view, resume)
 
@@ -122,13 +122,13 @@ def _gather(setting: GroupSetting, own: NodeRecord, group: GroupRecord, view: Vi
             continue
         if words := differences(setting.fingerprint, node.fingerprint):
             return _end(group, EXIT_REFUSED, f"{node} was started with {words}")
-        if node.epoch == group.epoch and not node.word.is_final:
+        if node.epoch == group.epoch and not node.state.is_final:
             members[rank] = node.incarnation
     missing = [rank for rank in range(setting.num_nodes) if rank not in members]
     if not missing:
         # Nothing is done in an epoch before all its members have met at its first barrier, so no epoch can split.
         opening = first_position(setting.rl_phase, resume.iteration)
-        return replace(group, word=GroupWord.RUNNING, members=members, position=opening, awaited=())
+        return replace(group, state=GroupState.RUNNING, members=members, position=opening, awaited=())
     awaited = tuple(map(_to_join, missing))
     if view.now - view.since > setting.gather_timeout_s:
         return _end(
@@ -176,7 +176,7 @@ def _returning(setting: GroupSetting, group: GroupRecord, view: View) -> dict[in
         for rank, node in view.nodes.items()
         if rank not in group.members
         and rank < setting.num_nodes
-        and node.word is NodeWord.JOINING
+        and node.state is NodeState.JOINING
         and node.epoch == group.epoch
         and node.unreached < CUT_OFF_AFTER_BEATS
         and not differences(setting.fingerprint, node.fingerprint)
@@ -207,8 +207,8 @@ def _why_lost(setting: GroupSetting, group: GroupRecord, view: View, rank: int) 
         return f"{node} was started again while the group was at {group.position}"
     if node.epoch != group.epoch:
         return f"{node} went to the group of epoch {node.epoch or 'none'}"
-    if node.word.is_final:
-        return _last_word(node)
+    if node.state.is_final:
+        return _end_text(node)
     where = node.position or "no phase yet"
     if _has_stood_still(setting, node):
         return f"{node} {_stands_still(node)} (limit {setting.loop_timeout_s:g} s), last in {where}"
@@ -236,7 +236,7 @@ def _has_arrived(group: GroupRecord, node: NodeRecord) -> bool:
 
 
 def _end(group: GroupRecord, code: int, reason: str) -> GroupRecord:
-    return replace(group, word=GroupWord.ENDING, exit_code=code, reason=reason, awaited=())
+    return replace(group, state=GroupState.ENDING, exit_code=code, reason=reason, awaited=())
 
 
 def all_done(setting: GroupSetting) -> str:
@@ -249,7 +249,7 @@ def may_leave(setting: GroupSetting, group: GroupRecord, view: View) -> bool:
     if view.now - view.since > setting.dead_after_s:
         return True
     others = [view.nodes[rank] for rank in group.members if rank != setting.rank]
-    return all(node.word.is_final or _is_dead(setting, view, node.rank) for node in others)
+    return all(node.state.is_final or _is_dead(setting, view, node.rank) for node in others)
 
 
 # -- every node ----
@@ -257,13 +257,13 @@ def may_leave(setting: GroupSetting, group: GroupRecord, view: View) -> bool:
 
 def decide_node(setting: GroupSetting, own: NodeRecord, view: View) -> Step:
     """A node's next step; the master's own node follows the group's record like all others."""
-    if own.word is NodeWord.JOINING:
+    if own.state is NodeState.JOINING:
         return _join(setting, own, view)
     group = view.group
     assert group is not None and view.group_sighting is not None, "a node that runs has seen its group"
     if group.epoch != own.epoch:
         return _leave(own, EXIT_TRY_AGAIN, f"another master took over with epoch {group.epoch}")
-    if group.word is GroupWord.ENDING:
+    if group.state is GroupState.ENDING:
         return _leave(own, group.exit_code, group.reason or "the group ended")
     if _health(setting, view.group_sighting, view.now) is Health.DEAD or _has_stood_still(setting, _master(view)):
         return _leave(own, EXIT_TRY_AGAIN, _master_is_lost(setting, view, group))
@@ -272,10 +272,10 @@ def decide_node(setting: GroupSetting, own: NodeRecord, view: View) -> Step:
         why = f": {group.reason}" if group.reason and str(own) in group.reason else ""
         return _leave(own, EXIT_TRY_AGAIN, f"this node was given up as lost{why}")
     if group.position != own.position:
-        return Step(NodeWord.RUNNING, own.epoch, work=group.position)
+        return Step(NodeState.RUNNING, own.epoch, work=group.position)
     stalled_master = _stalled_master(setting, view)
     if not own.arrived:
-        return Step(NodeWord.RUNNING, own.epoch, waiting_on=stalled_master)
+        return Step(NodeState.RUNNING, own.epoch, waiting_on=stalled_master)
     # What the master waited for when it spoke last may have been ourselves.
     others = [words for words in group.awaited if not words.startswith(str(own))]
     whom = stalled_master or "; ".join(others) or "the master's release"
@@ -283,7 +283,7 @@ def decide_node(setting: GroupSetting, own: NodeRecord, view: View) -> Step:
     # The master judges first; this is for one that beats and does not lead any more.
     if view.now - view.since > setting.barrier_timeout_s + setting.dead_after_s:
         return _leave(own, EXIT_TRY_AGAIN, f"timed out after {setting.barrier_timeout_s:g} s waiting for {waiting_on}")
-    return Step(NodeWord.RUNNING, own.epoch, waiting_on=waiting_on)
+    return Step(NodeState.RUNNING, own.epoch, waiting_on=waiting_on)
 
 
 def _join(setting: GroupSetting, own: NodeRecord, view: View) -> Step:
@@ -295,15 +295,15 @@ def _join(setting: GroupSetting, own: NodeRecord, view: View) -> Step:
     leads = sighting is not None and sighting.has_moved and _health(setting, sighting, view.now) is not Health.DEAD
     if group is not None and leads:
         is_ours = own.epoch == group.epoch or group.exit_code == EXIT_REFUSED
-        if group.word is GroupWord.ENDING and is_ours:
+        if group.state is GroupState.ENDING and is_ours:
             return _leave(own, group.exit_code, group.reason or "the group ended")
-        if group.word is GroupWord.GATHERING:
+        if group.state is GroupState.GATHERING:
             others = [words for words in group.awaited if words != _to_join(own.rank)]
             return _wait(setting, own, view, group.epoch, ", ".join(others) or "the master to begin")
-        if group.word is GroupWord.RUNNING:
+        if group.state is GroupState.RUNNING:
             # A group of one begins before its only node could take its epoch.
             if group.members.get(own.rank) == own.incarnation:
-                return Step(NodeWord.RUNNING, group.epoch, work=group.position)
+                return Step(NodeState.RUNNING, group.epoch, work=group.position)
             epoch = group.epoch if setting.elastic else own.epoch
             return _wait(setting, own, view, epoch, f"the group at {group.position} to let this node in")
     return _wait(setting, own, view, own.epoch, "the master (node 0) to start a group")
@@ -313,11 +313,11 @@ def _wait(setting: GroupSetting, own: NodeRecord, view: View, epoch: str, waitin
     waiting_on = _stalled_master(setting, view) or waiting_on
     if view.now - view.since > setting.gather_timeout_s + setting.dead_after_s:
         return _leave(own, EXIT_TRY_AGAIN, f"timed out after {setting.gather_timeout_s:g} s waiting for {waiting_on}")
-    return Step(NodeWord.JOINING, epoch, waiting_on=waiting_on)
+    return Step(NodeState.JOINING, epoch, waiting_on=waiting_on)
 
 
 def _leave(own: NodeRecord, code: int, reason: str) -> Step:
-    return Step(NodeWord.ENDED, own.epoch, exit=Exit(code, reason))
+    return Step(NodeState.ENDED, own.epoch, exit=Exit(code, reason))
 
 
 def differences(ours: Mapping[str, str], theirs: Mapping[str, str]) -> str | None:
@@ -357,9 +357,9 @@ def _describe(setting: GroupSetting, view: View, rank: int) -> str:
     return f"{node}" + ("" if rank == setting.rank else words.get(_health(setting, sighting, view.now), ""))
 
 
-def _last_word(node: NodeRecord) -> str:
+def _end_text(node: NodeRecord) -> str:
     where = f" in {node.position}" if node.position else ""
-    verb = {NodeWord.LEFT: "left", NodeWord.FAILED: "failed"}.get(node.word, "ended")
+    verb = {NodeState.LEFT: "left", NodeState.FAILED: "failed"}.get(node.state, "ended")
     return f"{node} {verb}{where}" + (f": {node.reason}" if node.reason else "")
 
 

@@ -36,9 +36,9 @@ from prime_rl.multinode.records import (
     EXIT_TRY_AGAIN,
     GroupRecord,
     GroupSetting,
-    GroupWord,
+    GroupState,
     NodeRecord,
-    NodeWord,
+    NodeState,
     epoch_number,
 )
 
@@ -102,7 +102,7 @@ class _Leaving:
     exit: Exit
     deadline: float
     says: bool
-    word: NodeWord
+    state: NodeState
 
 
 class Member:
@@ -148,8 +148,8 @@ class Member:
 
     def leave(self, reason: str) -> None:
         """This node was asked to end (Ctrl-C)."""
-        if not self.own.word.is_final:
-            self.own = replace(self.own, word=NodeWord.LEFT, reason=reason)
+        if not self.own.state.is_final:
+            self.own = replace(self.own, state=NodeState.LEFT, reason=reason)
 
     def tick(self) -> Exit | None:
         """One look and what follows from it; an Exit when this node is done."""
@@ -165,7 +165,7 @@ class Member:
                 return self._end(taken, say=False) if verdict is Claim.TAKEN else None
             nodes[self.own.rank] = self.own
         rival = nodes.get(self.own.rank, self.own)
-        is_rival = rival.incarnation != self.own.incarnation and not rival.word.is_final
+        is_rival = rival.incarnation != self.own.incarnation and not rival.state.is_final
         if is_rival and yields_to(self.own, rival):
             return self._end(Exit(EXIT_REFUSED, f"rank {rival.rank} is taken by {rival}"), say=False)
         nodes = {**nodes, self.own.rank: self.own}
@@ -198,13 +198,14 @@ class Member:
 
     def _note_change(self, group: GroupRecord, now: float) -> None:
         before, self.group = self.group, group
-        if before is None or (before.epoch, before.word, before.position) != (group.epoch, group.word, group.position):
+        place = (group.epoch, group.state, group.position)
+        if before is None or (before.epoch, before.state, before.position) != place:
             self._since = now
 
     def _look_at_work(self, now: float) -> None:
         own = self.own
-        is_ending = self.group is not None and self.group.word is GroupWord.ENDING
-        if own.word is not NodeWord.RUNNING or own.arrived or own.position is None or is_ending:
+        is_ending = self.group is not None and self.group.state is GroupState.ENDING
+        if own.state is not NodeState.RUNNING or own.arrived or own.position is None or is_ending:
             return
         report = self._work.look()
         self.own = replace(own, progress=max(own.progress, report.progress), arrived=report.done)
@@ -218,7 +219,7 @@ class Member:
         patience_s = 2 * self.setting.dead_after_s if report.is_shared or report.may_heal else 0.0
         if now - self._failed_at >= patience_s:
             self._failed_code = EXIT_TRY_AGAIN if report.is_shared else EXIT_FAILED
-            self.own = replace(self.own, word=NodeWord.FAILED)
+            self.own = replace(self.own, state=NodeState.FAILED)
 
     # -- deciding ----
 
@@ -237,7 +238,7 @@ class Member:
         """Where the group goes on; again once a beat while this node waits to join."""
         is_master = self.own.rank == MASTER_RANK and self._resume_at is None
         is_asked = self.setting.max_iterations is not None or is_master
-        if not is_asked or self.own.word is not NodeWord.JOINING or now < self._next_proof_look:
+        if not is_asked or self.own.state is not NodeState.JOINING or now < self._next_proof_look:
             return
         if (found := self._work.resume()) is not None:
             self._resume_at, self._next_proof_look = found, now + self.setting.heartbeat_s
@@ -245,7 +246,8 @@ class Member:
     def _nothing_is_left(self) -> bool:
         """A node that comes when all is done must not wait for the others, who have left."""
         limit, found = self.setting.max_iterations, self._resume_at
-        return self.own.word is NodeWord.JOINING and limit is not None and found is not None and found.iteration > limit
+        is_joining = self.own.state is NodeState.JOINING
+        return is_joining and limit is not None and found is not None and found.iteration > limit
 
     def _lead(self, nodes: Mapping[int, NodeRecord], now: float) -> None:
         if self._resume_at is None:
@@ -261,18 +263,18 @@ class Member:
 
     def _follow(self, nodes: Mapping[int, NodeRecord], now: float) -> Exit | None:
         leads = self.own.rank == MASTER_RANK and self._resume_at is not None
-        if self.own.word.is_final and not leads:
+        if self.own.state.is_final and not leads:
             return self._last(self.own)
         if self.own.rank == MASTER_RANK and not leads:
             self.waiting_on = "what is proven by earlier iterations to be read"
             return None
         view = View(now, self._since, nodes, self._sightings, self.group, self._group_sighting)
-        if leads and self.group is not None and self.group.word is GroupWord.ENDING:
+        if leads and self.group is not None and self.group.state is GroupState.ENDING:
             self._work.stop()
             self.waiting_on = "the members to leave"
             if not may_leave(self.setting, self.group, view):
                 return None
-            if self.own.word.is_final:
+            if self.own.state.is_final:
                 return self._last(self.own)
             return self._end(Exit(self.group.exit_code, self.group.reason or ""))
         step = decide_node(self.setting, self.own, view)
@@ -282,7 +284,7 @@ class Member:
         return None
 
     def _take(self, step: Step, now: float) -> None:
-        self.own = replace(self.own, word=step.word, epoch=step.epoch)
+        self.own = replace(self.own, state=step.state, epoch=step.epoch)
         if step.work is not None and self.group is not None:
             self._since, self._failed_at, self._work_waits_on = now, None, None
             self.own = replace(self.own, position=step.work, arrived=False, reason=None, progress=self.own.progress + 1)
@@ -291,17 +293,17 @@ class Member:
         self.waiting_on = step.waiting_on or self._work_waits_on
 
     def _last(self, own: NodeRecord) -> Exit | None:
-        code = EXIT_INTERRUPTED if own.word is NodeWord.LEFT else self._failed_code
-        return self._end(Exit(code, own.reason or str(own.word)), keep_word=True)
+        code = EXIT_INTERRUPTED if own.state is NodeState.LEFT else self._failed_code
+        return self._end(Exit(code, own.reason or str(own.state)), keep_state=True)
 
-    def _end(self, exit: Exit, *, say: bool = True, keep_word: bool = False) -> Exit | None:
+    def _end(self, exit: Exit, *, say: bool = True, keep_state: bool = False) -> Exit | None:
         """`say` is false for a node that does not own its rank: the record is another's."""
         self._work.stop()
         if not say:
             self.heartbeat.silence()
         self.waiting_on = "what this node has started to end"
         now = self._clock()
-        self._leaving = _Leaving(exit, now + END_TIMEOUT_S, say, self.own.word if keep_word else NodeWord.ENDED)
+        self._leaving = _Leaving(exit, now + END_TIMEOUT_S, say, self.own.state if keep_state else NodeState.ENDED)
         return self._leave(self._leaving, now)
 
     def _leave(self, leaving: _Leaving, now: float) -> Exit | None:
@@ -312,6 +314,6 @@ class Member:
                 return None
             exit = Exit(exit.code, f"{exit.reason} (what it started did not end within {END_TIMEOUT_S:g} s)")
         if leaving.says:
-            self.own = replace(self.own, word=leaving.word, reason=exit.reason, exit_code=exit.code)
+            self.own = replace(self.own, state=leaving.state, reason=exit.reason, exit_code=exit.code)
             self.heartbeat.say(self.own)
         return exit

@@ -25,7 +25,7 @@ from prime_rl.multinode.loop import drive
 from prime_rl.multinode.member import Member
 from prime_rl.multinode.phases import RULES, RlPhase, phases_of
 from prime_rl.multinode.place import WorkSetting
-from prime_rl.multinode.reach import Doorbell, Ringer
+from prime_rl.multinode.reach import Prober, ProbeServer
 from prime_rl.multinode.records import EXIT_REFUSED, GroupSetting, NodeRecord
 from prime_rl.multinode.store import DiskStore, NodeFacts
 from prime_rl.multinode.work import PhaseWork
@@ -104,7 +104,7 @@ def build_member(flags: NodeFlags, ranks: int) -> tuple[Member, Watcher]:
         work,
         clock=time.monotonic,
         # Rollouts need the folder only: a cut between the nodes is no loss there.
-        unreached=Ringer(master, flags.config.heartbeat_s).count if needs_network else lambda epoch: 0,
+        unreached=Prober(master, flags.config.heartbeat_s).count if needs_network else lambda epoch: 0,
     )
     store.waiting_on = lambda: member.waiting_on
     watcher = Watcher([output.multinode if is_master else output.group_status.parent], rescan_s=60.0)
@@ -122,7 +122,7 @@ def own_record(flags: NodeFlags) -> NodeRecord:
         fingerprint=flags.fingerprint(code_version()),
         host=socket.gethostname(),
         address=(is_master and flags.master_addr) or own_address(),
-        port=Doorbell(incarnation).port if is_master and flags.num_nodes > 1 else 0,
+        port=ProbeServer(incarnation).port if is_master and flags.num_nodes > 1 else 0,
         pid=os.getpid(),
     )
 

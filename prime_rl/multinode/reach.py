@@ -24,30 +24,30 @@ ANSWER_TIMEOUT_S = 1.0
 RETRY_S = 0.2
 
 
-class Doorbell:
+class ProbeServer:
     """The master's side: a port that answers with the master's incarnation."""
 
     def __init__(self, incarnation: str) -> None:
-        self._word = incarnation.encode()
+        self._reply = incarnation.encode()
         self._socket = socket.create_server(("", 0), backlog=BACKLOG)
         self.port: int = self._socket.getsockname()[1]
-        threading.Thread(target=self._answer, name="doorbell", daemon=True).start()
+        threading.Thread(target=self._answer, name="probe-server", daemon=True).start()
 
     def _answer(self) -> None:
-        told = False
+        is_logged = False
         while True:
             try:
                 caller, _ = self._socket.accept()
             except OSError as error:  # too many open files, no memory: it passes, and without answers the group ends
-                if not told:
+                if not is_logged:
                     logger.error("workers get no answer at port %d: %s; trying again", self.port, error)
-                told = True
+                is_logged = True
                 time.sleep(RETRY_S)
                 continue
-            told = False
+            is_logged = False
             with caller, contextlib.suppress(OSError):
                 caller.settimeout(ANSWER_TIMEOUT_S)
-                caller.sendall(self._word)
+                caller.sendall(self._reply)
 
 
 def patience_s(every_s: float) -> float:
@@ -56,7 +56,7 @@ def patience_s(every_s: float) -> float:
     return (silence_s - every_s) / LIMITS.suspect_after_beats
 
 
-class Ringer:
+class Prober:
     """A worker's side: rings once a beat in a thread of its own, and counts the misses since the last answer.
 
     Args:
@@ -68,18 +68,18 @@ class Ringer:
         self._misses = ("", 0)
         self._master = master
         self._every_s = every_s
-        threading.Thread(target=self._ring, name="ringer", daemon=True).start()
+        threading.Thread(target=self._probe, name="prober", daemon=True).start()
 
     def count(self, epoch: str) -> int:
         """Misses at the door of that epoch's master."""
         incarnation, misses = self._misses
         return misses if incarnation == epoch_master(epoch) else 0
 
-    def _ring(self) -> None:
+    def _probe(self) -> None:
         while True:
             began_s = time.monotonic()
             master = self._master()
-            if master is not None and master.port and not master.word.is_final:
+            if master is not None and master.port and not master.state.is_final:
                 before = self._misses[1] if self._misses[0] == master.incarnation else 0
                 misses = 0 if answers(master, patience_s(self._every_s)) else before + 1
                 self._misses = (master.incarnation, misses)

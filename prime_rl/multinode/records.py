@@ -23,7 +23,7 @@ EXIT_TRY_AGAIN = 75
 EXIT_INTERRUPTED = 130
 
 
-class NodeWord(enum.StrEnum):
+class NodeState(enum.StrEnum):
     """A node's own word about itself. The last three are final."""
 
     JOINING = "joining"
@@ -34,10 +34,10 @@ class NodeWord(enum.StrEnum):
 
     @property
     def is_final(self) -> bool:
-        return self in (NodeWord.FAILED, NodeWord.LEFT, NodeWord.ENDED)
+        return self in (NodeState.FAILED, NodeState.LEFT, NodeState.ENDED)
 
 
-class GroupWord(enum.StrEnum):
+class GroupState(enum.StrEnum):
     """The master's word about the group. ENDING is final: it carries the reason and the exit code of everybody."""
 
     GATHERING = "gathering"
@@ -65,7 +65,7 @@ class NodeRecord(msgspec.Struct, frozen=True):
     rank: int
     incarnation: str
     seq: int
-    word: NodeWord = NodeWord.JOINING
+    state: NodeState = NodeState.JOINING
     fingerprint: Mapping[str, str] = msgspec.field(default_factory=dict)
     epoch: str = ""
     position: Position | None = None
@@ -99,7 +99,7 @@ class GroupRecord(msgspec.Struct, frozen=True):
     epoch_number: int
     incarnation: str
     seq: int
-    word: GroupWord = GroupWord.GATHERING
+    state: GroupState = GroupState.GATHERING
     members: Mapping[int, str] = msgspec.field(default_factory=dict)
     position: Position | None = None
     awaited: tuple[str, ...] = ()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from prime_rl.contract.condition import stalled_since, still_words
+from prime_rl.contract.condition import stall_text, stalled_since
 from prime_rl.contract.status import HEARTBEAT_S, TrainerStatus, is_alive, read_status
 
 # A heartbeat that is later than this is looked into; below it the writer lived a moment ago.
@@ -41,7 +41,7 @@ class TrainerWatch:
             return f"the trainer is down: it stopped {ago(age_s)}"
         if age_s <= LATE_AFTER_S or is_alive(status, now):
             since = stalled_since(status)
-            return None if since is None else f"the trainer is stalled: {still_words(since)}"
+            return None if since is None else f"the trainer is stalled: {stall_text(since)}"
         return f"the trainer is down: process {status.pid} gave its last sign of life {ago(age_s)}"
 
     def _read(self) -> TrainerStatus | None:

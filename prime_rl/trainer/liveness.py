@@ -33,20 +33,20 @@ class Pulse:
     def __init__(self, num_ranks: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._beats = [""] * num_ranks
-        self._heard = [clock()] * num_ranks
+        self._changed_at = [clock()] * num_ranks
 
-    def hear(self, beats: Sequence[str]) -> None:
+    def update(self, beats: Sequence[str]) -> None:
         """Take in the beats of all ranks; one that changed is a sign of life."""
         now = self._clock()
-        self._heard = [
-            then if beat == old else now for beat, old, then in zip(beats, self._beats, self._heard, strict=True)
+        self._changed_at = [
+            then if beat == old else now for beat, old, then in zip(beats, self._beats, self._changed_at, strict=True)
         ]
         self._beats = list(beats)
 
     def lost(self, limit_s: float) -> list[int]:
         """Ranks that were silent for `limit_s` and did not announce their end."""
         now = self._clock()
-        silent = zip(self._beats, self._heard, strict=True)
+        silent = zip(self._beats, self._changed_at, strict=True)
         return [rank for rank, (beat, then) in enumerate(silent) if beat != LEFT and now - then >= limit_s]
 
     @property
@@ -88,7 +88,7 @@ class Liveness:
         self._closing = threading.Event()
         self._suspects = False
         self._verdict: str | None = None
-        self._heard = threading.Event()
+        self._settled = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="liveness", daemon=True)
         self._beat()
 
@@ -101,7 +101,7 @@ class Liveness:
         """After a failed collective: which rank is lost, or None when all live. Takes a few beats to find out."""
         if self._thread.is_alive():
             self._suspects = True
-            self._heard.wait(self._suspicious_s + 5 * self._beat_s)
+            self._settled.wait(self._suspicious_s + 5 * self._beat_s)
         return self._verdict
 
     def leave(self) -> str | None:
@@ -113,7 +113,7 @@ class Liveness:
             return self._verdict
         if self._rank == 0:
             self._suspects = True
-            if not self._heard.wait(self._timeout_s):
+            if not self._settled.wait(self._timeout_s):
                 return f"not all of {len(self._keys)} ranks ended within {self._timeout_s:g} s"
         self._closing.set()
         self._thread.join()
@@ -123,12 +123,12 @@ class Liveness:
         try:
             while not self._closing.wait(self._beat_s):
                 self._beat()
-                self._pulse.hear(self._others())
+                self._pulse.update(self._others())
                 limit_s = self._suspicious_s if self._suspects or self._stop() else self._timeout_s
                 if lost := self._pulse.lost(limit_s):
                     return self._conclude(self._agree_on(lost, limit_s))
                 if self._suspects and self._pulse.all_left:
-                    self._heard.set()
+                    self._settled.set()
             self._store.set(self._keys[self._rank], LEFT)
         except RuntimeError as error:
             logger.debug("the store of the ranks failed", exc_info=True)
@@ -155,7 +155,7 @@ class Liveness:
         if not self._suspects:
             # The main thread waits for the lost rank, in a call that no Python can break off.
             self._end(verdict)
-        self._heard.set()
+        self._settled.set()
 
 
 def _end_process(verdict: str) -> NoReturn:

@@ -34,7 +34,7 @@ class ProcessId:
     def of(cls, pid: int) -> ProcessId:
         """The process that has this pid now; without one, a process that never runs."""
         try:
-            return cls(pid, psutil.Process(pid).create_time(), _kernel_word(pid)[1])
+            return cls(pid, psutil.Process(pid).create_time(), _kernel_stat(pid)[1])
         except (psutil.Error, ValueError):
             return cls(pid)
 
@@ -47,7 +47,7 @@ class ProcessId:
 
     def is_running(self) -> bool:
         """Whether this very process runs, and not as a zombie."""
-        state, start = _kernel_word(self.pid)
+        state, start = _kernel_stat(self.pid)
         if self.start and start:
             return self.start == start and state not in "ZX"
         try:
@@ -76,7 +76,7 @@ def boot_id() -> str:
     return ""
 
 
-def _kernel_word(pid: int) -> tuple[str, str]:
+def _kernel_stat(pid: int) -> tuple[str, str]:
     """(letter of its state, boot and ticks from there to its start) of a process; empty where the system tells none."""
     try:
         with open(f"/proc/{pid}/stat", errors="replace") as file:

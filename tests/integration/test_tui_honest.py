@@ -162,7 +162,7 @@ async def test_nothing_is_running_once_its_process_is_gone(tmp_path: Path) -> No
 
 async def test_ages_of_files_from_the_future_are_none(tmp_path: Path) -> None:
     workspace = build_workspace(tmp_path / "workspace")
-    run = add_run(workspace, "run_future", word={"state": "evicted"})
+    run = add_run(workspace, "run_future", status={"state": "evicted"})
     run.evicted.write_text("tomorrow")
     os.utime(run.evicted, (NOW + 86_400, NOW + 86_400))
     async with opened(workspace) as (app, pilot):

@@ -342,7 +342,7 @@ def test_a_last_word_ends_an_orchestrator_for_good() -> None:
     for word in ("finished", "evicted", "failed"):
         history = running(RUN)
         history.wanted = False
-        assert history.see(Seen(exit_code=1, last_word=word)) == [Do.CLEAN]
+        assert history.see(Seen(exit_code=1, final_state=word)) == [Do.CLEAN]
         assert (history.daemon.state, history.daemon.reason) == (State.DONE, word)
         assert history.see(after_s=1000) == []
 
@@ -350,7 +350,7 @@ def test_a_last_word_ends_an_orchestrator_for_good() -> None:
 def test_a_readmitted_run_gets_its_orchestrator_again() -> None:
     history = running(RUN)
     history.wanted = False
-    history.see(Seen(exit_code=1, last_word="evicted", evicted=True))
+    history.see(Seen(exit_code=1, final_state="evicted", evicted=True))
     assert history.see(Seen(evicted=True), after_s=5) == []
     history.wanted = True
     assert history.see(after_s=5) == [Do.START]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 
-from prime_rl.multinode.loop import SAY_AGAIN_S, Voice
+from prime_rl.multinode.loop import SAY_AGAIN_S, ProgressLog
 from prime_rl.multinode.phases import Phase
 from tests.multinode_sim import POLL_S, World
 
@@ -19,11 +19,11 @@ def listen(world: World, rank: int) -> list[tuple[float, str]]:
     def begin() -> None:
         node = world.nodes[rank]
         assert node is not None
-        voice = Voice(node.member, lambda words: heard.append((world.now, words)), lambda: world.now)
+        progress_log = ProgressLog(node.member, lambda words: heard.append((world.now, words)), lambda: world.now)
 
         def look() -> None:
             if not node.is_dead:
-                voice.speak()
+                progress_log.update()
                 world.at(world.now + POLL_S, look)
 
         look()

@@ -10,7 +10,7 @@ import pytest
 from msgspec.structs import replace
 
 from prime_rl.multinode.decide import Exit
-from prime_rl.multinode.loop import Voice
+from prime_rl.multinode.loop import ProgressLog
 from prime_rl.multinode.phases import Phase, RlPhase
 from prime_rl.multinode.records import EXIT_DONE, EXIT_INTERRUPTED, EXIT_REFUSED, EXIT_TRY_AGAIN, GroupSetting
 from tests.budgets import SIMULATIONS as NUM_HISTORIES
@@ -186,11 +186,11 @@ def listen(world: World, rank: int) -> list[str]:
     def begin() -> None:
         node = world.nodes[rank]
         assert node is not None
-        voice = Voice(node.member, said.append, lambda: world.now)
+        progress_log = ProgressLog(node.member, said.append, lambda: world.now)
 
         def look() -> None:
             if not node.is_dead:
-                voice.speak()
+                progress_log.update()
                 world.at(world.now + POLL_S, look)
 
         look()

@@ -24,7 +24,7 @@ from daemons import actions
 from daemons.client import WorkspaceReader
 from daemons.disk import DiskReader
 from daemons.logs import end_of_lines, last_lines
-from daemons.observe import Eyes
+from daemons.observe import Observer
 from daemons.process import log_tail, spawn
 from daemons.rotation import rotate
 from prime_rl.configs.base import parse_argv
@@ -119,7 +119,7 @@ def looks_at_all(workspace: Path) -> Iterator[tuple[str, Look]]:
     """What looks at all runs at once; none of these may raise."""
     output = OutputDir(workspace)
     names = [run.run_id for run in scan_runs(workspace)[0]]
-    reader, discovery, eyes = WorkspaceReader(workspace), Discovery(workspace, lambda config: None), Eyes(output)
+    reader, discovery, eyes = WorkspaceReader(workspace), Discovery(workspace, lambda config: None), Observer(output)
 
     def discover() -> None:
         found = discovery.scan({}, None)

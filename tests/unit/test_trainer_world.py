@@ -33,14 +33,14 @@ def test_a_missing_device_is_named() -> None:
 def test_the_silent_are_lost_and_who_left_is_not() -> None:
     now = [0.0]
     pulse = Pulse(4, clock=lambda: now[0])
-    pulse.hear(["1", "1", "1", "1"])
+    pulse.update(["1", "1", "1", "1"])
     now[0] = 6.0
-    pulse.hear(["2", "1", LEFT, "2"])
+    pulse.update(["2", "1", LEFT, "2"])
     assert pulse.lost(10.0) == [] and pulse.lost(6.0) == [1]
     now[0] = 12.0
-    pulse.hear(["3", "1", LEFT, "2"])
+    pulse.update(["3", "1", LEFT, "2"])
     assert pulse.lost(10.0) == [1] and pulse.lost(6.0) == [1, 3] and not pulse.all_left
-    pulse.hear([LEFT, LEFT, LEFT, LEFT])
+    pulse.update([LEFT, LEFT, LEFT, LEFT])
     now[0] = 99.0
     assert pulse.all_left and pulse.lost(1.0) == []
 

@@ -37,7 +37,7 @@ class Clock:
 
 def words(group: Group | None) -> dict[int, str]:
     assert group is not None
-    return {row.rank: row.word for row in group.rows}
+    return {row.rank: row.health for row in group.rows}
 
 
 def test_the_dead_the_slow_the_missing_and_whom_all_wait_for(tmp_path: Path) -> None:

@@ -96,7 +96,7 @@ class LogView(Vertical, can_focus=False):
         if data.request != self.request and not is_other and not self._fits(data):
             return  # made for what was wanted before
         self.data = data
-        self.rows.show(data.piece.lines)
+        self.rows.show(data.slice.lines)
         if self.follows:
             self.rows.go_to_end()
         elif self._go_to is not None:
@@ -106,7 +106,7 @@ class LogView(Vertical, can_focus=False):
 
     def _fits(self, data: LogData) -> bool:
         """Whether lines that were wanted a moment ago hold the one that is on top now: keys may come fast."""
-        lines = data.piece.lines
+        lines = data.slice.lines
         if self.follows or self._go_to is not None or data.request.level != self.request.level or not lines:
             return False
         return lines[0].start <= self._top_offset() <= lines[-1].start
@@ -177,12 +177,12 @@ class LogView(Vertical, can_focus=False):
         data, rows = self.data, self.rows
         if data is None or not rows.lines:
             return
-        if data.piece.is_last and rows.is_at_end:
+        if data.slice.is_last and rows.is_at_end:
             if not self.follows:
                 self._want(None)
         else:
-            near_start = rows.top < MARGIN and not data.piece.is_first
-            near_end = len(rows.lines) - rows.top - rows.size.height < MARGIN and not data.piece.is_last
+            near_start = rows.top < MARGIN and not data.slice.is_first
+            near_end = len(rows.lines) - rows.top - rows.size.height < MARGIN and not data.slice.is_last
             if self.follows or near_start or near_end:
                 self._want(self._top_offset())
         self._say()
@@ -247,10 +247,10 @@ class LogView(Vertical, can_focus=False):
         )
         text.append(f" · {fmt.size(data.size)} · level {LEVELS[self.request.level]}", palette.muted)
         if self.rows.words:
-            text.append(f" · /{self.rows.words}", palette.accent).append(f"  {self._found_words()}", palette.muted)
+            text.append(f" · /{self.rows.words}", palette.accent).append(f"  {self._found_text()}", palette.muted)
         self._where.update(text)
 
-    def _found_words(self) -> str:
+    def _found_text(self) -> str:
         found = self.found
         if not found.is_done:
             return f"{100 * found.share:.0f} % searched, esc stops"

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from prime_rl.inference.embedded.kv import SPARE_COLUMNS, Part, RowCache, compose
+from prime_rl.inference.embedded.kv import SPARE_COLUMNS, CacheRows, RowCache, compose
 from prime_rl.inference.embedded.model import ModelRunner
 from prime_rl.inference.embedded.request import Row
 from prime_rl.inference.embedded.sampling import BatchParams, Sampled, find_stop, sample
@@ -195,7 +195,7 @@ class Batch:
         for row, (cache, _) in sources.items():
             by_cache.setdefault(id(cache), []).append(row)
         parts = [
-            Part(sources[same[0]][0], [sources[row][1] for row in same], [dest[row] for row in same])
+            CacheRows(sources[same[0]][0], [sources[row][1] for row in same], [dest[row] for row in same])
             for same in by_cache.values()
         ]
         # The newest token of a row is not in the cache yet: the next step puts it there.

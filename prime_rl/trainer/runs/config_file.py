@@ -21,7 +21,7 @@ from prime_rl.configs.orchestrator import OrchestratorConfig
 from prime_rl.configs.validate import PARSE_ERROR_PREFIX, explain, load_run_config
 from prime_rl.contract.files import FileRefused, open_file, read_text, write_atomic
 from prime_rl.contract.layout import RunDir, refusal
-from prime_rl.trainer.runs.hooks import in_words, printable
+from prime_rl.trainer.runs.hooks import error_text, printable
 
 logger = logging.getLogger(__name__)
 
@@ -180,7 +180,7 @@ class ConfigFiles:
         except ConfigError as error:
             text = explain(error)
         except Exception as error:  # what a hostile file makes a parser do (nesting without end) is its own fault
-            text = f"{PARSE_ERROR_PREFIX}: {path}: {in_words(error)}"
+            text = f"{PARSE_ERROR_PREFIX}: {path}: {error_text(error)}"
         return (config, None) if text is None else (None, printable(text)[:MAX_ERROR_CHARS])
 
 

@@ -69,7 +69,7 @@ class Findings:
 class _Verdict:
     """Into which of the lists of `Findings` a run goes, and what belongs to it there."""
 
-    word: str
+    outcome: str
     candidate: Candidate | None = None
     refusal: str = ""
     due: float | None = None
@@ -128,8 +128,8 @@ class Discovery:
             run_id = entry.run.run_id
             self._checked.discard(run_id)
             verdict = self._verdicts.get(run_id)
-            if verdict is None or verdict.word == "settling":
-                with _lost_under_our_eyes(entry.run):
+            if verdict is None or verdict.outcome == "settling":
+                with _skip_on_os_error(entry.run):
                     verdict = self._verdicts[run_id] = self._judge(entry)
             if verdict is not None:
                 _tell(verdict, run_id, found)
@@ -179,7 +179,7 @@ class Discovery:
         if given_up(run):
             self._configs.forget(run.run_id)
             return _Verdict("failed")
-        if link := _linked_part(run):
+        if link := _linked_folder(run):
             return _Verdict("refused", refusal=f"{link} is a symbolic link: the folders of a run must be real ones")
         if not os.path.lexists(run.orch_toml):
             return _Verdict("unconfigured")
@@ -202,16 +202,16 @@ class Discovery:
 def _tell(verdict: _Verdict, run_id: str, found: Findings) -> None:
     if verdict.candidate is not None:
         found.candidates.append(verdict.candidate)
-    elif verdict.word == "refused":
+    elif verdict.outcome == "refused":
         found.refused[run_id] = verdict.refusal
     else:
-        getattr(found, verdict.word).append(run_id)
+        getattr(found, verdict.outcome).append(run_id)
     if verdict.due is not None:
         found.due = min(verdict.due, found.due or verdict.due)
 
 
 @contextlib.contextmanager
-def _lost_under_our_eyes(run: RunDir) -> Iterator[None]:
+def _skip_on_os_error(run: RunDir) -> Iterator[None]:
     """A folder that was deleted meanwhile, or cannot be read, is looked at again next time."""
     try:
         yield
@@ -232,15 +232,15 @@ def given_up(run: RunDir) -> str | None:
 
     A run without batches would hold its slot for ever while others wait.
     """
-    word = read_status(run.status, RunStatus)
-    if word is not None and word.state == "failed":
-        return f"its orchestrator failed: {word.reason}"
+    status = read_status(run.status, RunStatus)
+    if status is not None and status.state == "failed":
+        return f"its orchestrator failed: {status.reason}"
     daemon = read_status(OutputDir(run.path.parent).daemon_status(run.run_id), DaemonStatus)
     if daemon is not None and daemon.state == "failed":
         return f"its orchestrator is not started again: {daemon.reason}"
     return None
 
 
-def _linked_part(run: RunDir) -> Path | None:
+def _linked_folder(run: RunDir) -> Path | None:
     """A folder of the run that is a link: pruning and publishing would write outside the run."""
     return next((folder for name in RUN_FOLDERS if (folder := run.path / name).is_symlink()), None)

@@ -39,8 +39,8 @@ from prime_rl.trainer.runs.hooks import (
     RunHook,
     call_coming,
     call_leaving,
+    error_text,
     hook_failure,
-    in_words,
 )
 from prime_rl.trainer.runs.slots import Progress, Slots
 from prime_rl.trainer.runs.sync import Channel, SlotState, StateMessage, slot_changes
@@ -248,7 +248,7 @@ class MultiRunManager:
         try:
             yield
         except Exception as error:
-            reason = f"{doing} failed: {in_words(error)}"
+            reason = f"{doing} failed: {error_text(error)}"
             logger.debug("%s", reason, exc_info=True)
             self.evict_run(run_idx, reason)
 
@@ -357,7 +357,7 @@ class MultiRunManager:
             try:
                 self._create_run_data(slot.run_idx, OrchestratorConfig.model_validate_json(slot.config_json))
             except Exception as error:
-                faults[slot.run_idx] = f"its config does not reach rank {self.channel.rank}: {in_words(error)}"
+                faults[slot.run_idx] = f"its config does not reach rank {self.channel.rank}: {error_text(error)}"
         for slot in slots:
             self.progress[slot.run_idx] = Progress(slot.step, slot.total_tokens, slot.total_samples)
             self.ready_to_update[slot.run_idx] = slot.ready

@@ -63,7 +63,7 @@ class StopMessage(msgspec.Struct, frozen=True, tag="stop"):
     """The trainer ends."""
 
 
-class HookWord(msgspec.Struct, frozen=True):
+class HookReport(msgspec.Struct, frozen=True):
     """One rank's report after its next hook for one run: what failed, and whether it has more hooks to call."""
 
     fault: str | None
@@ -73,7 +73,7 @@ class HookWord(msgspec.Struct, frozen=True):
 Message = StateMessage | PackMessage | StopMessage
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
-_word_decoder = msgspec.msgpack.Decoder(HookWord)
+_report_decoder = msgspec.msgpack.Decoder(HookReport)
 
 
 def slot_changes(old: Sequence[SlotState], new: Sequence[SlotState]) -> tuple[list[SlotState], list[SlotState]]:
@@ -161,7 +161,7 @@ class Channel:
         self._peeked = None
         return message
 
-    def gather(self, mine: HookWord) -> list[HookWord]:
+    def gather(self, mine: HookReport) -> list[HookReport]:
         """All ranks: everybody's `mine`, by rank. All ranks must call it the same number of times."""
         if self.size == 1:
             return [mine]
@@ -172,7 +172,7 @@ class Channel:
         for rank in range(self.size):
             key = f"gather/{number}/{rank}"
             self._wait(key, f"rank {self.rank}: rank {rank} to finish hook call {number}")
-            values.append(_word_decoder.decode(self._store.get(key)))
+            values.append(_report_decoder.decode(self._store.get(key)))
         if number > 2:
             # Whoever is here has been through number - 1, for which all ranks had to be through number - 2.
             self._store.delete_key(f"gather/{number - 2}/{self.rank}")
