@@ -78,7 +78,7 @@ class Sleepers:
         return all(daemon is not None and daemon.state == "running" for daemon in daemons.values())
 
     def _status(self, name: str) -> tuple[Path, Status]:
-        """What the daemon says of itself, and where."""
+        """The path of the daemon's status file, and the status."""
         if name == "trainer":
             runs = {run_id: TrainerRunStatus(run_idx=idx) for idx, run_id in enumerate(self.active)}
             status = TrainerStatus(state="waiting", waiting_on="rollouts", runs=runs, waiting=self.waiting)

@@ -252,7 +252,7 @@ def _make_view(facts: _Facts) -> RunView:
 
 
 def _stall(facts: _Facts) -> tuple[float | None, str | None]:
-    """Since when the run's orchestrator is stalled, and why: what it tells itself, or what the supervisor found."""
+    """Since when the run's orchestrator is stalled, and why: by its own status, or the supervisor's."""
     status, daemon = facts.record.status, facts.daemon
     if status is not None and facts.lives and (since := stalled_since(status)) is not None:
         return since, stall_text(since)

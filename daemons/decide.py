@@ -30,7 +30,7 @@ _SILENT = "alive, but has not written its status file for more than three heartb
 
 
 def decide(snapshot: Snapshot, now: float) -> list[Action]:
-    """At most one action for each daemon, in the order in which daemons are wanted."""
+    """At most one action for each daemon, in the order of `snapshot.wanted`."""
     names = list(snapshot.wanted) + [name for name in snapshot.daemons if name not in snapshot.wanted]
     room = snapshot.config.max_starting - sum(_starts(daemon, now) for daemon in snapshot.daemons.values())
     actions = []
@@ -97,15 +97,15 @@ def _alive(daemon: Daemon, seen: Seen, asked: bool, config: SupervisorConfig, no
 
 
 def _stopping(daemon: Daemon, config: SupervisorConfig, now: float) -> Action:
-    """SIGKILL when its time is over. What does not end by that is told, and nothing waits for it."""
+    """SIGKILL when its time is over. A process that survives it is reported, and nothing waits for it."""
     if daemon.killed_at is None:
         is_over = now - daemon.stop_at >= _patience_s(daemon, config)
         return Action(Do.KILL, replace(daemon, killed_at=now)) if is_over else Action(Do.NOTE, daemon)
     if now - daemon.killed_at < KILL_WAIT_S:
         return Action(Do.NOTE, daemon)
     pid = daemon.process.pid if daemon.process else 0
-    told = replace(daemon, stalled_since=daemon.killed_at, reason=f"process {pid} cannot be ended: it {_UNKILLABLE}")
-    return Action(Do.NOTE, told)
+    reason = f"process {pid} cannot be ended: it {_UNKILLABLE}"
+    return Action(Do.NOTE, replace(daemon, stalled_since=daemon.killed_at, reason=reason))
 
 
 def _outlived(daemon: Daemon, left: frozenset[int], now: float) -> Action:
@@ -146,7 +146,7 @@ def _judged(daemon: Daemon, seen: Seen, config: SupervisorConfig, now: float) ->
 
 
 def _ended(daemon: Daemon, seen: Seen, config: SupervisorConfig, now: float) -> Action:
-    """The process is gone: stopped by us, in a final state of its own, or crashed."""
+    """The process is gone: stopped by us, in a final state, or crashed."""
     before = daemon.state
     daemon = replace(
         daemon,

@@ -51,7 +51,7 @@ _FOLDERS = (".", "..", "models", "outputs")
 class LaunchError(RuntimeError):
     """A workspace that cannot be started or stopped.
 
-    The first line says what, where and what to do; a log may follow.
+    The first line has the error, the place and the remedy; a log may follow.
     """
 
     exit_code = 1
@@ -98,7 +98,7 @@ def _refuse_rival(output: OutputDir) -> None:
 
 
 def start_supervisor(output: OutputDir, lock: SupervisorLock) -> subprocess.Popen[bytes]:
-    """Start the supervisor in a session of its own and give it the lock."""
+    """Start the supervisor in its own session and give it the lock."""
     argv = python_module("daemons.supervisor", str(output.path.resolve()), str(lock.fd))
     try:
         log, keys = output.log(SUPERVISOR), all_keys(output)

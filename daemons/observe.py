@@ -211,8 +211,8 @@ def _what(path: str) -> tuple[int, ...]:
 
 
 def _wrote(process: ProcessId, status: Status) -> bool:
-    """Whether `status` was written by `process`, a process of its session, or one that it started (torchrun's ranks
-    have sessions of their own)."""
+    """Whether `status` was written by `process`, a process of its session, or one that it started (each of torchrun's
+    ranks has its own session)."""
     if status.pid == process.pid:
         return status.writer.is_same(process)
     try:

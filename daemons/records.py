@@ -86,7 +86,7 @@ class Records:
 
 
 def _state(daemon: Daemon) -> str:
-    """Its state for readers: one that is told to stop still runs, or is stalled as it was."""
+    """Its state for readers: one that was asked to stop still runs, or is still stalled."""
     if daemon.state is State.STOPPING:
         return str(State.RUNNING if daemon.stalled_since is None else State.STALLED)
     return str(daemon.state)

@@ -179,7 +179,7 @@ def _parse(path: Path, stamp: Stamp) -> ParsedConfig:
 
 
 def _note(path: str, stamp: Stamp, empty: str | None = None) -> str | None:
-    """Text of a note file (`evicted.txt`); `empty` when the file is empty, or is no file."""
+    """Text of a note file (`evicted.txt`); `empty` when it is empty or not a regular file."""
     if stamp is NO_FILE or (empty is None and not stamp.is_file):
         return None
     try:

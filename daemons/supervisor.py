@@ -1,4 +1,4 @@
-"""The supervisor: keeps the daemons of one workspace alive without a terminal, and ends them when told to stop.
+"""The supervisor: keeps the daemons of one workspace alive without a terminal, and ends them when asked to stop.
 
 A loop looks at the disk and at its children (`observe`), lets `decide` choose what to do, and does it. It records one
 file per daemon (`records`) for all readers. `launch` starts it and hands it the workspace's lock. It only reads what is
@@ -92,7 +92,7 @@ class Supervisor:
         self.start_failure: str | None = None
 
     def run(self) -> set[ProcessId]:
-        """Supervise until told to stop, then end everything; returns the processes that could not be ended."""
+        """Supervise until asked to stop, then end everything; returns the processes that could not be ended."""
         status = StatusWriter(
             self.output.daemon_status(SUPERVISOR),
             DaemonStatus(name=SUPERVISOR, state="running", argv=sys.argv, started_at=time.time()),

@@ -1,8 +1,8 @@
 """Pictures of `prl-tui` over a real demo: `make screenshots`, or `scripts/screenshots.py OUTPUT_DIR --dest DIR`.
 
 Without OUTPUT_DIR it starts the demo's workspace in a temporary folder and takes the pictures while its runs train;
-then a group of three nodes, of which one is killed before the eyes of whoever looks. Every screen is taken read-only
-and in two sizes: NAME.svg for the documents, and NAME-small.svg of 80x24. A new screen is one line in `PICTURES`.
+then a group of three nodes, of which one is killed meanwhile. Every screen is taken read-only and in two sizes:
+NAME.svg for the documents, and NAME-small.svg of 80x24. A new screen is one line in `PICTURES`.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from prime_rl.contract.status import HEARTBEAT_S
 
 DASH = "·"
-# What is younger than two signs of life of a part that lives says nothing else.
+# The status of a live process is never older than this, so a younger age is shown as "now".
 FRESH_S = 2 * HEARTBEAT_S
 
 

@@ -1,7 +1,7 @@
 """Plainer characters for terminals that do not have the others: the Linux console, and locales that are not UTF-8.
 
-The last step before a line is drawn, one cell for one cell: no other part knows of it. The console's fonts have frames,
-half blocks and arrows, but no Braille, no eighths of blocks and few symbols; without UTF-8 only ASCII is sure.
+The last step before a line is drawn, one cell for one cell. The console's fonts have frames, half blocks and arrows,
+but no Braille, no eighths of blocks and few symbols; without UTF-8 only ASCII is sure.
 """
 
 from __future__ import annotations

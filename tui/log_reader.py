@@ -22,7 +22,7 @@ _MARK_BYTES = 64
 
 @dataclass(frozen=True)
 class LogRequest:
-    """What is wanted: lines of at least `level` (index of `log_file.LEVELS`) around the line that starts at `anchor`;
+    """Lines of at least `level` (index of `log_file.LEVELS`) around the line that starts at `anchor`;
     None: the end, also when it grows."""
 
     anchor: int | None = None
@@ -50,7 +50,7 @@ _Work = Generator[None, None, LogSlice]
 
 
 class LogTabReader:
-    """Reads when the file changed or another place is wanted. A search for rare lines goes on over several reads."""
+    """Reads when the file or the request changed. A search for rare lines goes on over several reads."""
 
     tab = LOGS
 
@@ -103,7 +103,7 @@ class LogTabReader:
         self._shown = shown
         found, is_done = self._search(fd, info.st_size, request)
         if not is_done:
-            self._shown = None  # whoever asked for something else stopped it
+            self._shown = None  # stopped by a new request
             return None, True
         return LogData(self._run.run_id, request, found, info.st_size, self._generation), False
 
@@ -117,7 +117,7 @@ class LogTabReader:
         self._identity, self._size, self._mark, self._clean = identity, 0, b"", {}
 
     def _search(self, fd: int, size: int, request: LogRequest) -> tuple[LogSlice, bool]:
-        """(the found, whether it was made): not when another one is wanted meanwhile."""
+        """(lines, whether the search was finished): it stops when the request changes."""
         work = self._gather(fd, size, request)
         while True:
             try:

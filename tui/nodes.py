@@ -1,7 +1,7 @@
 """The nodes of a multi-node group as the screen shows them: which phase each is in, which is dead, slow or waited for.
 
 Pure: made from `Sighting`s (`prime_rl.contract.nodes`), whose ages are of the reader's own clock, and whose text is
-clean. It knows no widget, no colour and no file.
+clean. No widgets, colours or files.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from tui.snapshot import Level, Problem
 SLOW_FACTOR = 2.0
 SLOW_MIN_S = 5.0
 MISSING = "missing"
-# How a node that waits begins to say it.
+# How the message of a waiting node begins.
 _POSITION = re.compile(r"^iteration \d+, phase \d+ \([^)]*\): ")
 SLOW = "slow"
-# Word -> (symbol, level). The symbols differ in shape, so that no word needs colour to be read.
+# Health -> (symbol, level). The symbols differ in shape, so that none needs colour.
 HEALTH: Mapping[str, tuple[str, Level]] = {
     NodeHealth.ALIVE: ("●", Level.GOOD),
     NodeHealth.UNPROVEN: ("◌", Level.BUSY),

@@ -1,4 +1,4 @@
-"""The Nodes screen as lines of text: pure. Takes a `Group` and a palette; knows no widget and no file."""
+"""The Nodes screen as lines of text: pure. Takes a `Group` and a palette."""
 
 from __future__ import annotations
 

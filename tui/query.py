@@ -9,7 +9,7 @@ A filter is a list of terms, and a run is shown when all of them hold:
     is:pinned            pinned, marked, problem, live
     !TERM                does not hold
 
-A term with an error is left out of the filter, and `errors` says where it stands and what is wrong.
+A term with an error is left out of the filter, and `errors` has its place and the reason.
 """
 
 from __future__ import annotations

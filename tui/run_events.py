@@ -1,8 +1,8 @@
 """Events of a run, from all their sources: people, trainer, supervisor, its own files. No widgets here.
 
 People's actions come from `logs/audit.jsonl`; admission, restarts and their reasons from the lines of the trainer's and
-the supervisor's log that name the run; evictions, config errors and the last word from the run's own files. Changes of
-state that are seen while the tab is open are noted too.
+the supervisor's log that name the run; evictions, config errors and the final state from the run's own files. Changes
+of state that are seen while the tab is open are noted too.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ _STATES = {
     "pid": "started",
 }
 _SENTENCES = {"checkpoint of step": "", "takes slot": "admitted", "leaves slot": "left", "resumes from": "resumed"}
-# Checkpoints have a tab of their own, and "starting" follows each "pid".
+# Checkpoints have their own tab, and "starting" follows each "pid".
 _LEFT_OUT = ("",)
 
 
 @dataclass(frozen=True)
 class Event:
-    """Something that happened to the run: when (Unix seconds, None when unknown), what, the words with it, and who."""
+    """Something that happened to the run: when (Unix seconds, None when unknown), what, its text, and who did it."""
 
     time: float | None
     kind: CleanText
@@ -106,7 +106,7 @@ class EventsReader:
             yield Event.of(_mtime(self._run.evicted), "evicted", evicted.strip() or "no reason was given")
 
     def _note_state(self) -> int:
-        """Note the orchestrator's word when it is another than before; returns how many were noted."""
+        """Note the orchestrator's state when it changed; returns how many were noted."""
         status = read_status(self._run.status, RunStatus)
         if status is not None:
             text = status.reason or f"step {status.step} of {status.max_steps}"
@@ -167,7 +167,7 @@ def parse_log(line: bytes, run_id: str, who: str) -> Event | None:
         when = float(calendar.timegm(time.strptime(match[1].decode(), "%Y-%m-%dT%H:%M:%S")))
     except ValueError:
         return None
-    if text.partition(" ")[0] == kind or kind == "restart":  # the word is said already
+    if text.partition(" ")[0] == kind or kind == "restart":  # the kind is in the text already
         text = text.partition(" ")[2].removeprefix("(").removesuffix(")")
     return Event.of(when, kind, text, who)
 

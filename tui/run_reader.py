@@ -1,6 +1,6 @@
 """All that the run screen reads of one run: a reader for each tab, of which only the open one reads.
 
-`read` is called by one thread; the screen says from another which tab is open, and sets what it wants of each reader.
+`read` is called by one thread; the screen sets the open tab and each reader's request from another.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ class WorkspaceServer(Server):
     async def handle_index(self, request: web.Request) -> web.Response:
         response: web.Response = await super().handle_index(request)  # type: ignore[assignment]
         authority = request.headers["Host"]
-        # By the name that the browser knows, or it would take its own files for another site's.
+        # By the host that the browser asked for; otherwise it blocks its own files as another site's.
         page = (response.text or "").replace(self.public_url[len("http://") :], authority)
         response.text = re.sub(_FOREIGN_LINK.format(authority=re.escape(authority)), "", page, flags=re.DOTALL)
         return response

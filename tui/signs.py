@@ -24,7 +24,7 @@ class Signs:
         self._signs: dict[str, _Sign] = {}
 
     def times(self, written_at: Iterable[tuple[str, float | None]], now: float) -> dict[str, float]:
-        """(run id, time that it wrote) of all runs -> when each was last alive, never later than `now`."""
+        """(run id, time in its status file) of all runs -> when each was last alive, never later than `now`."""
         signs = {run_id: self._sign(run_id, time, now) for run_id, time in written_at if time is not None}
         self._signs = signs
         return {run_id: _seen_at(sign, now) for run_id, sign in signs.items()}

@@ -1,8 +1,8 @@
 """From the files on disk to the text on the screen: pure.
 
 `make_snapshot` takes one look at the workspace (`daemons.client.Workspace`), the newest metrics of each run and the
-room on the disk, and gives rows, daemons and problems in words. What counts as a problem is said once, in
-`find_problems`. All text in a look and in a snapshot is clean. It knows no widget, colour or file.
+room on the disk, and gives rows, daemons and problems in words. `find_problems` alone decides what counts as a problem.
+All text in a look and in a snapshot is clean.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ LOW_DISK_SHARE = 0.02
 
 
 class Level(enum.IntEnum):
-    """How much something needs a person. Widgets turn it into a colour; symbols and words say it without colour."""
+    """How much something needs a person. Widgets turn it into a colour; symbols and words show it without one."""
 
     QUIET = 0
     GOOD = 1
@@ -172,8 +172,8 @@ class Disk:
 class Problem:
     """Something that a person should look at: what has it, what is wrong, and since when (Unix seconds, if known).
 
-    `target` says what `name` names: a run that can be opened, a daemon, an entry that is no run, the workspace itself,
-    or a node of a multi-node group.
+    `target` is the kind of `name`: a run that can be opened, a daemon, an entry that is not a run, the workspace, or a
+    node of a multi-node group.
     """
 
     name: CleanText
@@ -268,7 +268,7 @@ def stalled_s(run: RunView, tail: RunTail) -> float | None:
 def _same_or_new(
     known: RunRow | None, order: int, run: RunView, tail: RunTail, now: float, alive_at: float | None
 ) -> RunRow:
-    """The row as it is known, when it says the same. Only what a run at work says depends on the time."""
+    """The known row, when nothing in it changed. Only the row of a running run depends on the time."""
     if known is not None and known.view is run and known.tail is tail and run.state is not RunState.ACTIVE:
         if known.order == order and known.updated_at == alive_at:
             return known

@@ -29,7 +29,7 @@ Key = Callable[[RunRow], float | str | None]
 
 @dataclass(frozen=True)
 class Sort:
-    """A column to sort by. `descending` is the way that people want first: the best, the fastest, the newest on top."""
+    """A column to sort by. `descending` is its default: the best, the fastest, the newest on top."""
 
     title: str
     key: Key

@@ -1,4 +1,4 @@
-"""`prl multinode`: starts one node of a group as a process of its own (`prime_rl.multinode`), and shows all of them."""
+"""`prl multinode`: starts one node of a group in its own process (`prime_rl.multinode`), and shows all of them."""
 
 from __future__ import annotations
 

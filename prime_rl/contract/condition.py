@@ -30,7 +30,7 @@ class Condition:
 
 
 def condition(status: Status, now: float) -> Condition:
-    """What a reader may say about the writer of `status` at `now` (Unix seconds)."""
+    """The condition of the writer of `status` at `now` (Unix seconds)."""
     if status.state in _LAST_STATES:
         return Condition(status.state)
     if not is_alive(status, now):

@@ -16,7 +16,7 @@ class StillInUse(RuntimeError):
 
 
 class Turnstile:
-    """While somebody is `alone`, or waits for it, nobody new comes in: a stream of requests cannot hold up a change."""
+    """Admits no one while a caller is `alone` or waits for it, so a stream of requests cannot hold up a change."""
 
     def __init__(self) -> None:
         self._num_users = 0

@@ -1,9 +1,9 @@
 """What a node and the master of a group do next: pure functions of what is seen on disk and the reader's own clock.
 
 The master alone moves the group: it gathers the nodes, releases phase after phase when all members have arrived, gives
-up on the dead, and ends the group with a reason and an exit code. A worker follows the newest word of a master that is
-alive, and leaves when that word says so or does not come any more. `claim` decides who may speak for a rank. Nothing
-here reads a file, sleeps, or knows what the work of a phase is.
+up on the dead, and ends the group with a reason and an exit code. A worker follows the newest record of a live master,
+and leaves when the record ends or no longer changes. `claim` decides which process owns a rank. Nothing here reads a
+file or sleeps.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Claim(enum.Enum):
 
 
 def claim(setting: GroupSetting, own: NodeRecord, found: NodeRecord | None, view: View) -> Claim:
-    """A rank is ours when nobody has it, or who had it stands still; it is taken when a record of it keeps moving.
+    """A rank is ours when it is free or its record no longer moves; it is taken while its record keeps moving.
 
     A move that is seen soon after the start proves nothing: a cache may show late what a dead node wrote.
     """
@@ -88,7 +88,7 @@ def claim(setting: GroupSetting, own: NodeRecord, found: NodeRecord | None, view
 
 
 def yields_to(own: NodeRecord, rival: NodeRecord) -> bool:
-    """Which of two living nodes of one rank goes: the one that is not at work yet, else the larger word."""
+    """Which of two living nodes of one rank goes: the one that is not at work yet, else the larger incarnation."""
     mine, other = own.state is NodeState.RUNNING, rival.state is NodeState.RUNNING
     return other if mine != other else rival.incarnation < own.incarnation
 
@@ -99,7 +99,7 @@ def yields_to(own: NodeRecord, rival: NodeRecord) -> bool:
 def decide_master(
     setting: GroupSetting, own: NodeRecord, group: GroupRecord, view: View, resume: Position
 ) -> GroupRecord:
-    """The master's next word. `resume` is where the proofs on disk say that the group goes on."""
+    """The master's next record. `resume` is where the group goes on, by the proofs on disk."""
     if group.state is GroupState.ENDING:
         return group
     if own.state.is_final:
@@ -223,7 +223,7 @@ def _own_cut(setting: GroupSetting, group: GroupRecord, view: View) -> str | Non
     """If all of several workers fail to connect at the same time, the master is cut off."""
     others = [view.nodes[rank] for rank in sorted(group.members) if rank != setting.rank]
     misses = [node.unreached for node in others]
-    # They do not ring at the same instant: when the first gives up the others are one ring behind.
+    # They do not probe at the same instant: when the first gives up the others are one probe behind.
     if len(others) < 2 or max(misses) < CUT_OFF_AFTER_BEATS or min(misses) < CUT_OFF_AFTER_BEATS - 1:
         return None
     callers = "; ".join(map(str, others))
@@ -240,12 +240,12 @@ def _end(group: GroupRecord, code: int, reason: str) -> GroupRecord:
 
 
 def all_done(setting: GroupSetting) -> str:
-    """The last words of a group that has done all that it was asked for."""
+    """The reason of a group that ends because all work is done."""
     return f"done: {setting.max_iterations} iteration{'s' * (setting.max_iterations != 1)}"
 
 
 def may_leave(setting: GroupSetting, group: GroupRecord, view: View) -> bool:
-    """Whether the master of an ending group may go: all members have had their last word, or had the time for it."""
+    """Whether the master of an ending group may go: all members have ended, are dead, or had the time for it."""
     if view.now - view.since > setting.dead_after_s:
         return True
     others = [view.nodes[rank] for rank in group.members if rank != setting.rank]
@@ -276,10 +276,10 @@ def decide_node(setting: GroupSetting, own: NodeRecord, view: View) -> Step:
     stalled_master = _stalled_master(setting, view)
     if not own.arrived:
         return Step(NodeState.RUNNING, own.epoch, waiting_on=stalled_master)
-    # What the master waited for when it spoke last may have been ourselves.
+    # When the master last wrote, it may have been waiting for this node.
     others = [words for words in group.awaited if not words.startswith(str(own))]
-    whom = stalled_master or "; ".join(others) or "the master's release"
-    waiting_on = f"{group.position}: {whom}"
+    awaited = stalled_master or "; ".join(others) or "the master's release"
+    waiting_on = f"{group.position}: {awaited}"
     # The master judges first; this is for one that beats and does not lead any more.
     if view.now - view.since > setting.barrier_timeout_s + setting.dead_after_s:
         return _leave(own, EXIT_TRY_AGAIN, f"timed out after {setting.barrier_timeout_s:g} s waiting for {waiting_on}")
@@ -321,7 +321,7 @@ def _leave(own: NodeRecord, code: int, reason: str) -> Step:
 
 
 def differences(ours: Mapping[str, str], theirs: Mapping[str, str]) -> str | None:
-    """What two nodes were started with that has to be equal and is not, in words; None when all is."""
+    """The settings of two nodes that must be equal and differ, as text; None when all are equal."""
     keys = [key for key in sorted({*ours, *theirs}) if ours.get(key) != theirs.get(key)]
     return "; ".join(f"{key} {theirs.get(key, 'unset')} (here: {ours.get(key, 'unset')})" for key in keys) or None
 
@@ -368,7 +368,7 @@ def _is_stalled(setting: GroupSetting, node: NodeRecord | None) -> bool:
 
 
 def _has_stood_still(setting: GroupSetting, node: NodeRecord | None) -> bool:
-    """Whether it counts as lost, alive as it is."""
+    """Whether it counts as lost although it is alive."""
     return node is not None and node.still_s > setting.loop_timeout_s
 
 
@@ -377,7 +377,7 @@ def _stands_still(node: NodeRecord) -> str:
 
 
 def _master(view: View) -> NodeRecord | None:
-    """The master of the group that is seen, which another may have followed since."""
+    """The master of the group in the view; a later one may have taken over."""
     master = view.nodes.get(MASTER_RANK)
     is_its = master is not None and view.group is not None and master.incarnation == view.group.incarnation
     return master if is_its else None

@@ -80,7 +80,7 @@ class Work(Protocol):
     """The work of the phases, one position at a time; `begin` gives up what was under way. No call waits."""
 
     def resume(self) -> Position | None:
-        """Where the proofs on disk say that a group goes on; None while they are read. After an answer they are read
+        """Where a group goes on, by the proofs on disk; None while they are read. After an answer they are read
         again."""
 
     def begin(self, position: Position, group: GroupRecord) -> None: ...
@@ -213,7 +213,7 @@ class Member:
         if report.error is None:
             self._failed_at = None
             return
-        # A dead neighbour makes others fail first: give the master the time to find who is to blame.
+        # A dead neighbour makes others fail first: give the master the time to find the cause.
         self._failed_at = self._failed_at or now
         self.own = replace(self.own, reason=report.error)
         patience_s = 2 * self.setting.dead_after_s if report.is_shared or report.may_heal else 0.0
@@ -231,7 +231,7 @@ class Member:
             self._since = now
             self.heartbeat.say(self.own)
         else:
-            self.waiting_on = f"a sign of life of {nodes[self.own.rank]}, who had this rank before"
+            self.waiting_on = f"a sign of life of {nodes[self.own.rank]}, which had this rank before"
         return verdict
 
     def _look_at_proofs(self, now: float) -> None:
@@ -244,7 +244,7 @@ class Member:
             self._resume_at, self._next_proof_look = found, now + self.setting.heartbeat_s
 
     def _nothing_is_left(self) -> bool:
-        """A node that comes when all is done must not wait for the others, who have left."""
+        """A node that comes when all is done must not wait for the others, which have left."""
         limit, found = self.setting.max_iterations, self._resume_at
         is_joining = self.own.state is NodeState.JOINING
         return is_joining and limit is not None and found is not None and found.iteration > limit

@@ -1,6 +1,6 @@
 """Where a node works now: the iteration's folder, its updates, its policy version; and this node's own processes.
 
-The works of rollouts and of updates share one. It knows neither what they do nor when (`work`, `decide`).
+Shared by the work of rollouts and of updates (`work`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from prime_rl.multinode.records import GroupRecord
 
 @dataclass(frozen=True)
 class WorkSetting:
-    """What one node's work needs to know beside the config.
+    """What one node's work needs beside the config.
 
     Attributes:
         address: this node's, as the others reach it.
@@ -76,7 +76,7 @@ class Place:
 
     @property
     def group(self) -> GroupRecord:
-        assert self._group is not None, "nobody works before there is a group"
+        assert self._group is not None, "no work before there is a group"
         return self._group
 
     @property

@@ -42,7 +42,7 @@ class EvalProof(msgspec.Struct, frozen=True, kw_only=True):
 class Proofs:
     """The proofs of one workspace as a group of this mode sees them.
 
-    `splits` says which rollouts it makes, `key` stands for their settings (`MultinodeConfig.rollouts_key`).
+    `splits`: the rollouts that it makes; `key` identifies their settings (`MultinodeConfig.rollouts_key`).
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class Proofs:
         return None
 
     def holds(self, name: str, iteration: int) -> bool:
-        """Whether an iteration's proof of that name is there, and says what it must say now."""
+        """Whether an iteration's proof of that name exists with the expected content."""
         path = self._output.iteration(iteration).proof(name)
         if name == "train":
             proof = self.train(iteration)

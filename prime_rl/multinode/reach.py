@@ -1,7 +1,7 @@
-"""Whether a worker reaches the master over the network, which the shared folder cannot tell: one TCP greeting a beat.
+"""Whether a worker reaches the master over the network, which the shared folder cannot show: one TCP probe a beat.
 
-The master answers every connection with its incarnation, so a worker knows that it is the right one. What a worker
-finds stands in its record as `unreached`; what follows from it is decided elsewhere (`decide`).
+The master answers every connection with its incarnation, so a worker can check that it is the right one. Failures
+are counted in the worker's record as `unreached`; `decide` acts on them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 BACKLOG = 1024
 ANSWER_TIMEOUT_S = 1.0
-# Several times within the patience of one ring.
+# Several times within the timeout of one probe.
 RETRY_S = 0.2
 
 
@@ -51,27 +51,27 @@ class ProbeServer:
 
 
 def patience_s(every_s: float) -> float:
-    """How long one ring waits: the pause before it and three in vain take as long as a dead node is silent."""
+    """Timeout of one probe: the pause before it and three failed probes take as long as a dead node is silent."""
     silence_s = LIMITS.suspect_after_beats * every_s + LIMITS.dead_grace_s
     return (silence_s - every_s) / LIMITS.suspect_after_beats
 
 
 class Prober:
-    """A worker's side: rings once a beat in a thread of its own, and counts the misses since the last answer.
+    """The worker's side: a thread probes once a beat and counts the misses since the last answer.
 
     Args:
-        master: the master as it is known now.
+        master: the newest record of the master.
     """
 
     def __init__(self, master: Callable[[], NodeRecord | None], every_s: float) -> None:
-        # With the incarnation that was rung: misses at a dead master's door say nothing of the next one's.
+        # With the incarnation that was probed: misses of a dead master do not count for the next one.
         self._misses = ("", 0)
         self._master = master
         self._every_s = every_s
         threading.Thread(target=self._probe, name="prober", daemon=True).start()
 
     def count(self, epoch: str) -> int:
-        """Misses at the door of that epoch's master."""
+        """Misses of that epoch's master."""
         incarnation, misses = self._misses
         return misses if incarnation == epoch_master(epoch) else 0
 
@@ -83,7 +83,7 @@ class Prober:
                 before = self._misses[1] if self._misses[0] == master.incarnation else 0
                 misses = 0 if answers(master, patience_s(self._every_s)) else before + 1
                 self._misses = (master.incarnation, misses)
-            # After one in vain that took its time the next follows at once.
+            # A slow failure leaves no pause before the next probe.
             time.sleep(max(0.0, self._every_s - (time.monotonic() - began_s)))
 
 

@@ -2,7 +2,7 @@
 
 Only the atomicity of rename is relied on. A file is read again when its stamp changed; one that cannot be read (half
 shown by a cache, damaged, gone for a moment) counts as what it was before. Beside what decisions need, a node's record
-tells people where it is and for how long (`PhaseLog`).
+shows people where it is and for how long (`PhaseLog`).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ StatusT = TypeVar("StatusT", bound=Status)
 
 @dataclass(frozen=True)
 class NodeFacts:
-    """What a node's record says to people beside what decisions need."""
+    """What a node's record shows people beside what decisions need."""
 
     num_nodes: int
     weight: float

@@ -27,7 +27,7 @@ class Task(Protocol):
 
 
 class Now:
-    """Work that is tried at every look until it says that it is done. It must be safe to try again.
+    """Work that is tried at every look until it returns that it is done. It must be safe to try again.
 
     `waiting_on` names what is missing while it is not.
     """
@@ -101,7 +101,7 @@ class Process:
 
 
 class InferenceServer:
-    """This node's own server, with a status file of its own. `url` is None until it serves."""
+    """This node's server and its status file. `url` is None until it serves."""
 
     def __init__(self, start: Callable[[], Child], status_file: Path) -> None:
         self._start = start

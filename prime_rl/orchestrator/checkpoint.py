@@ -1,8 +1,8 @@
 """Where a run stands, so that a restarted orchestrator goes on at the next example of the next batch.
 
-Two things on disk say it: the newest batch file, and `orchestrator/state.json` in the newest STABLE checkpoint (whose
-batch files the trainer has removed). Both hold the same sampler state. A state file without STABLE says nothing: it is
-written before its batch.
+It is in two places on disk: the newest batch file, and `orchestrator/state.json` in the newest STABLE checkpoint (whose
+batch files the trainer has removed). Both hold the same sampler state. A state file without STABLE does not
+count: it is written before its batch.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from prime_rl.contract.types import oldest_allowed
 from prime_rl.orchestrator.rollout import Group
 
 # Groups without signal that are dropped for one batch, in batches. A policy that solves each of its examples always or
-# never would be filtered for ever; where all but one in five groups tell nothing, the batch still gets full.
+# never would be filtered forever; where all but one in five groups have no signal, the batch still gets full.
 MAX_FILTERED_BATCHES = 4
 
 

@@ -2,9 +2,9 @@
 
     python -m prime_rl.orchestrator.orchestrator @ OUTPUT_DIR/run_a/control/orch.toml [--a.b value]
 
-`orchestrate` is the run's whole life. Around it a guard looks whether the run was evicted, deleted or told to
-stop, so no wait outlasts that. The last word is the `state` in `control/status.json`: finished, evicted,
-failed or stopped; a crash leaves none, and whoever keeps the process alive may start it again.
+`orchestrate` is the run's whole life. Around it a guard looks whether the run was evicted, deleted or asked to
+stop, so no wait outlasts that. The final `state` in `control/status.json` is finished, evicted, failed or stopped; a
+crash leaves none, so the supervisor may start it again.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ async def orchestrate(
     progress = find_progress(run, config.groups_per_batch, max_bytes=max_batch_bytes(config.batch_size, seq_len))
     reporter.update(step=progress.step)
 
-    # -- who does what ----
+    # -- tasks ----
     client = connect(config, run)
     cleanup.push_async_callback(client.close)
     reporter.waiting_on, client.on_change = lambda now: client.trouble, wake.set

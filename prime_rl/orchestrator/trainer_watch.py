@@ -1,8 +1,8 @@
-"""Whether the trainer lives, as far as its status file tells, and the sentence for who waits for a policy of it.
+"""Whether the trainer lives, by its status file, and the message of a run that waits for its next policy.
 
 A look costs one `stat` as long as the heartbeat comes: fifty runs that wait look several times a second. The file is
-read when it changed, and the process is looked for only when a heartbeat is late. Knows nothing of versions beyond the
-numbers it is given, and starts nothing: whoever keeps the trainer alive does that.
+read when it changed, and the process is looked for only when a heartbeat is late. Starts nothing: the
+supervisor does that.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class TrainerWatch:
             self._mtime_ns = self._status = None
             return None
         if mtime_ns != self._mtime_ns:
-            self._status = read_status(self._path, TrainerStatus) or self._status  # another version says nothing
+            self._status = read_status(self._path, TrainerStatus) or self._status  # None for another format version
             self._mtime_ns = mtime_ns
         return self._status
 
@@ -59,7 +59,7 @@ class TrainerWatch:
 def describe_policy_wait(
     needed: int, have: int, published_at: float | None, now: float, trouble: str | None = None, *, started: bool = True
 ) -> str:
-    """E.g. "policy version 7 (have 6), trainer last updated 40 s ago"; `trouble` is what `TrainerWatch` says."""
+    """E.g. "policy version 7 (have 6), trainer last updated 40 s ago"; `trouble` is from `TrainerWatch`."""
     sentence = f"policy version {needed} (have {have})"
     if trouble is not None:
         return f"{sentence}; {trouble}"

@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 CHECKPOINT_VERSION = 2
 STATE_FILE = "state.safetensors"
-# A thousand times what a run's progress takes, whose tensors are in a file of their own.
+# A thousand times what a run's progress takes; its tensors are in another file.
 MAX_PROGRESS_BYTES = 64 << 20
 
 
@@ -49,7 +49,7 @@ class SavedProgress(msgspec.Struct, frozen=True):
 
 
 def is_due(config: OrchestratorConfig, step: int) -> bool:
-    """Whether the run wants a checkpoint after `step` updates."""
+    """Whether the run's config asks for a checkpoint after `step` updates."""
     return step % config.ckpt.interval == 0 or step == config.max_steps
 
 

@@ -85,7 +85,7 @@ class FlatWeights:
 
     def is_finite(self, world: World) -> bool:
         """Whether all updated weights are numbers. All ranks have the same."""
-        # Infinite or no number as soon as one of them is; sums as large as that are no weights either.
+        # Not finite as soon as one of them is not; weights with so large a sum are invalid too.
         return math.isfinite(float(self.values_P.detach().sum()))
 
     def join_state(self, state: Moments, world: World) -> Moments:

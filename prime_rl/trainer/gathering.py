@@ -1,7 +1,7 @@
 """How the ranks of one start find each other in a store that may hold what an earlier start left behind.
 
 torchrun keeps its store when it starts the workers again, and counts restarts on each machine for itself. So rank 0
-gives every start a name of its own, and each rank asks for that name under a word that only it can know.
+gives every start a new name, and each rank asks for that name under its own random key.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Which ranks still live: each beats in the store, from a thread of its own, and looks at the beats of the others.
+"""Which ranks still live: each has a thread that beats in the store and watches the beats of the others.
 
 A collective cannot be trusted to end when a rank is gone: over gloo its neighbours get an error that names no rank and
-the others wait, over NCCL all wait. So whoever misses a rank says which one and ends the process. It restarts nothing:
+the others wait, over NCCL all wait. So a rank that misses another one names it and ends its process. Nothing restarts:
 torchrun or the supervisor starts the trainer again, and every run goes on from its last checkpoint.
 """
 
@@ -22,13 +22,13 @@ from prime_rl.utils.logger import complain
 logger = logging.getLogger(__name__)
 
 BEAT_S = 1.0
-# Once there is reason to fear for a rank (a collective failed, or this process was told to stop): ten beats.
+# Once there is reason to fear for a rank (a collective failed, or this process was asked to stop): ten beats.
 SUSPICIOUS_S = 10.0
 LEFT = "left"
 
 
 class Pulse:
-    """When each rank was last heard, by a clock of this process alone."""
+    """When each rank's beat last changed, by this process's own clock."""
 
     def __init__(self, num_ranks: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -58,9 +58,9 @@ class Liveness:
     """The beat of this rank and its eye on the others. Does nothing for a rank alone.
 
     Args:
-        store: for this alone; a connection of its own is made, because a rank may be inside a call on the other.
+        store: used for this alone, over a new connection, because a rank may be inside a call on the other.
         timeout_s: a rank that is silent for so long is lost.
-        stop: whether this process was told to stop.
+        stop: whether this process was asked to stop.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class Liveness:
         stop: Callable[[], bool],
         end: Callable[[str], None] | None = None,
     ) -> None:
-        self._store: Store = store.clone()  # type: ignore[attr-defined]  # the stubs do not know it
+        self._store: Store = store.clone()  # type: ignore[attr-defined]  # missing in the stubs
         self._store.set_timeout(timedelta(seconds=timeout_s))
         self._rank = rank
         self._keys = [f"beat/{other}" for other in range(size)]
@@ -105,7 +105,7 @@ class Liveness:
         return self._verdict
 
     def leave(self) -> str | None:
-        """Say that this rank ends as it should. Rank 0, which may hold the store, waits for the others.
+        """Announce that this rank ends normally. Rank 0, which may hold the store, waits for the others.
 
         Returns which rank is lost, or None.
         """
@@ -145,7 +145,7 @@ class Liveness:
         return beats
 
     def _agree_on(self, lost: list[int], limit_s: float) -> str:
-        """All ranks name those that were missed first; who ends because of them is not to blame."""
+        """All ranks name those that were missed first, not those that ended because of them."""
         who = " and ".join(f"rank {rank}" for rank in lost)
         mine = f"no heartbeat from {who} of {len(self._keys)} for {limit_s:g} s"
         return self._store.compare_set("lost", "", mine).decode()

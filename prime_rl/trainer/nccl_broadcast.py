@@ -46,7 +46,7 @@ class NCCLWeightBroadcast(FileSystemWeightBroadcast):
 
     def _put(self, target: Path, weights: WeightsSnapshot) -> None:
         published = weights.published()
-        assert isinstance(published, ModelSnapshot), "adapters go through the disk: the config says so"
+        assert isinstance(published, ModelSnapshot), "adapters go through the disk: enforced by the config"
         # Also when the folder is there already, from before a restart of the trainer: what it stands for was lost.
         self._sender.offer(label_of(target), published.tensors)
         if not stable_marker(target).exists():

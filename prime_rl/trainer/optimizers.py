@@ -1,7 +1,7 @@
 """Which optimizer a run's config asks for, and what all of them have in common. Knows nothing of runs or slots.
 
 Weight decay is decoupled in all types, and weights that are kept in bfloat16 are rounded after every update. Both hang
-on the optimizer itself, so whoever calls its `step` gets the whole update.
+on the optimizer itself, so a call of its `step` does the whole update.
 """
 
 from __future__ import annotations

@@ -89,7 +89,7 @@ class Publisher:
         self._writer.wait(timeout_s)
 
     def collect(self) -> None:
-        """Take in what the writer did: tell what was published, evict what could not be."""
+        """Take in what the writer did: report what was published, evict what could not be."""
         for result in self._writer.take_results():
             run_idx = self._manager.id_2_idx.get(result.job.run_id)
             if result.problem is None:

@@ -1,6 +1,6 @@
 """What may be removed from a run's folder, and how: the marker first, so that half a folder never counts as complete.
 
-Rollout files are kept until a complete checkpoint of both trainer and orchestrator covers them (for ever with
+Rollout files are kept until a complete checkpoint of both trainer and orchestrator covers them (forever with
 `ckpt.keep_rollouts`). What a killed process left half removed is removed at the next occasion. No tensors here.
 """
 
@@ -15,7 +15,7 @@ from prime_rl.configs.orchestrator import CkptConfig
 from prime_rl.contract.files import remove
 from prime_rl.contract.layout import RunDir, list_steps, stable_marker, step_name
 
-# Its presence says that the trainer's part of a checkpoint is there.
+# Present when the trainer's part of a checkpoint is complete.
 PROGRESS_FILE = "progress.json"
 
 

@@ -59,7 +59,7 @@ def _shard(model: nn.Module, world: World, policy: MixedPrecisionPolicy, ignored
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """The layers that a Hugging Face model wants to be kept whole; none for a model that names none."""
+    """The layers that a Hugging Face model declares must stay whole."""
     names = set(getattr(model, "_no_split_modules", None) or ())
     return [module for module in model.modules() if type(module).__name__ in names]
 

@@ -62,7 +62,7 @@ class ShardedWeights:
             parameter.grad = None
 
     def is_finite(self, world: World) -> bool:
-        """A collective: what one rank finds in its part, all must know."""
+        """A collective: all ranks get what one finds in its part."""
         bad = sum(int(not torch.isfinite(part).all()) for part in self.vectors)
         return not world.sum(torch.tensor(float(bad), device=world.device))
 

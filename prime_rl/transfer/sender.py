@@ -39,7 +39,7 @@ class WeightSender:
         self._host = host
         self._timeout_s = timeout_s
         self._store = listen(host, port, timeout_s)
-        # A client of its own: one waits for the other's answers otherwise.
+        # A separate client: otherwise one waits for the other's answers.
         self._inbox = connect(host, port, timeout_s)
         self._inbox.add(NUM_REQUESTS_KEY, 0)
         self._offer: tuple[str, Mapping[str, Tensor]] | None = None

@@ -88,6 +88,8 @@ def read_secret(variable: str, environ: Mapping[str, str]) -> str | None:
 def _read(name: str, variable: str) -> str:
     try:
         fd = os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except FileNotFoundError as error:
+        raise SecretError(f"{variable}: file not found: {name}") from error
     except OSError as error:
         raise SecretError(f"{variable}: {name} cannot be read: {error.strerror}") from error
     try:

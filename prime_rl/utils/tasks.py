@@ -29,7 +29,7 @@ class TextTask:
     solve: Callable[[str], str]
 
     def prompt(self, text: str) -> str:
-        """What the user says: `Reverse: hello`."""
+        """The user's message: `Reverse: hello`."""
         return f"{self.instruction}: {text}"
 
 

@@ -342,7 +342,7 @@ def test_an_output_dir_that_cannot_be_written(prl: Prl) -> None:
 def test_wrong_settings_are_wrong_use(prl: Prl) -> None:
     done = prl("up", "--trainer.modle.name", "x", exit_code=2)
     assert "trainer.modle: unknown key; did you mean 'model'?" in done.stderr
-    assert "cannot be read" in prl("up", "@", "none.toml", exit_code=2).stderr
+    assert "not found: none.toml" in prl("up", "@", "none.toml", exit_code=2).stderr
 
 
 def test_the_lock_is_free_when_its_holder_is_dead_whatever_the_pid_file_says(tmp_path: Path) -> None:

@@ -49,7 +49,7 @@ def test_a_log_and_a_status_that_are_pipes_hold_up_their_own_run_alone(prl: Prl)
     wait_for(lambda: "run_bad" in held(prl), "the trainer to have run_bad in a slot", timeout_s=PATIENCE_S)
     prl("runs", "add", str(prl.run_file("good")))
     assert prl.wait_state("run_good", "finished").reason is None
-    reason = f"{bad.log} is a named pipe: it must be a file of its own; remove it"
+    reason = f"{bad.log} is a named pipe: must be a regular file; remove it"
     shown = prl("runs", "show", "run_bad").stdout
     assert reason in " ".join(shown.split()).replace("- ", ""), shown
     assert reason in str(prl.json("runs", "show", "run_bad"))

@@ -123,7 +123,7 @@ BAD_BATCHES: dict[str, tuple[Callable[[RunDir, TrainingBatch], None], str]] = {
     "a pickle": (with_bytes(lambda data: pickle.dumps(print)), "not a batch file"),
     "a folder": (in_its_place(Path.mkdir), "must be a file"),
     "a pipe": (in_its_place(os.mkfifo), "must be a file"),
-    "a link": (in_its_place(lambda path: path.symlink_to("/dev/zero")), "must be a file of its own"),
+    "a link": (in_its_place(lambda path: path.symlink_to("/dev/zero")), "must be a regular file"),
 }
 
 

@@ -288,7 +288,7 @@ def test_a_rank_file_is_not_followed_and_a_head_that_lies_costs_nothing(tmp_path
     for kind in ("pipe", "link outside"):
         ATTACKS[kind](path, decoy)
         for look in (lambda: list(read_rank_file(path)), lambda: RankFileWriter(path)):
-            with pytest.raises(OSError, match="must be a file of its own"):
+            with pytest.raises(OSError, match="must be a regular file"):
                 finishes(f"a rank file that is a {kind}", look, path)
         path.unlink()
     writer = RankFileWriter(path)
@@ -327,7 +327,7 @@ def test_a_refused_config_is_explained_to_people(
     run = RunDir(tmp_path / "run_bad")
     run.control.mkdir(parents=True)
     os.mkfifo(run.orch_toml)
-    reason = f"{run.orch_toml} is a named pipe: it must be a file of its own; remove it"
+    reason = f"{run.orch_toml} is a named pipe: must be a regular file; remove it"
     assert daemons.cli.run(["status", "--json", "--output-dir", str(tmp_path)]) == 0
     assert reason in capsys.readouterr().out
     assert daemons.cli.run(["runs", "show", "run_bad", "--output-dir", str(tmp_path)]) == 1

@@ -84,10 +84,12 @@ def looks_like_run(path: Path) -> bool:
 
 
 def read_draft(path: Path) -> CleanText:
-    """The text of a template. Raises ActionError when it cannot be read or is not text."""
+    """The text of a template. Raises ActionError when it cannot be read or is too large."""
     try:
         with os.fdopen(open_file(path, follow_links=True), "rb") as file:
             data = file.read(MAX_DRAFT_BYTES + 1)
+    except FileNotFoundError as error:
+        raise actions.ActionError(f"not found: {path}") from error
     except OSError as error:
         raise actions.ActionError(f"cannot read {path}: {error.strerror}") from error
     if len(data) > MAX_DRAFT_BYTES:

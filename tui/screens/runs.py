@@ -152,7 +152,7 @@ class RunsScreen(PlaceScreen):
         self.sort_by(self.memory.workspace.sort, not self.memory.workspace.descending)
 
     def sort_by(self, column: str, descending: bool | None = None) -> None:
-        """Order by a column, in the way that people want first unless it is said."""
+        """Order by a column; default: the column's own direction."""
         down = SORTS[column].descending if descending is None else descending
         self._remember(sort=column, descending=down)
         self.notify(f"sorted by {SORTS[column].title} {'▼' if down else '▲'}", timeout=2, markup=False)

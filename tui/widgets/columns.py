@@ -20,7 +20,7 @@ PADDING = 1  # cells on each side of a column
 MIN_NOTE = 12
 MIN_ID = 10
 MAX_ID = 28
-LEAST_CHANGE = 0.0005  # rewards are in [0, 1]; a smaller change is none that a person looks for
+LEAST_CHANGE = 0.0005  # rewards are in [0, 1]; smaller changes are noise
 
 # Pieces of text with their styles, not a `Text`: a screenful of these is made at each sign of life of its runs.
 Cell = tuple[tuple[str, str], ...]

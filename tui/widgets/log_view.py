@@ -53,7 +53,7 @@ class LogView(Vertical, can_focus=False):
     ]
 
     class Wanted(Message):
-        """Other lines are wanted."""
+        """Other lines are requested."""
 
         def __init__(self, request: LogRequest) -> None:
             super().__init__()
@@ -94,7 +94,7 @@ class LogView(Vertical, can_focus=False):
         if is_other and not self.follows:
             self._want(None)
         if data.request != self.request and not is_other and not self._fits(data):
-            return  # made for what was wanted before
+            return  # made for an earlier request
         self.data = data
         self.rows.show(data.slice.lines)
         if self.follows:
@@ -105,7 +105,7 @@ class LogView(Vertical, can_focus=False):
         self._say()
 
     def _fits(self, data: LogData) -> bool:
-        """Whether lines that were wanted a moment ago hold the one that is on top now: keys may come fast."""
+        """Whether the lines of an earlier request hold the one that is on top now: keys may come fast."""
         lines = data.slice.lines
         if self.follows or self._go_to is not None or data.request.level != self.request.level or not lines:
             return False

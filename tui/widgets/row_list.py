@@ -18,7 +18,7 @@ from tui.palette import make_palette
 
 
 class RowList(Widget, can_focus=True):
-    """`show` says how many rows there are and how to make one."""
+    """`show` sets the number of rows and how to make one."""
 
     DEFAULT_CSS = """
     RowList { background: $surface; border: none; }

@@ -1,8 +1,7 @@
 """The table of runs: draws only the lines that are on the screen, so a thousand runs cost what fifty do.
 
-`show` hands it rows in the order in which they stand; the cursor stays on its run whatever moves around it. It knows
-marks (the runs that actions are about) and says what a person did in messages. Sorting, filtering and acting are the
-screen's.
+`show` hands it rows in the order in which they stand; the cursor stays on its run whatever moves around it. It holds
+marks (the runs that actions are about) and posts what a person did. The screen sorts, filters and acts.
 """
 
 from __future__ import annotations
@@ -238,7 +237,7 @@ class RunsTable(ScrollView, can_focus=True):
 
     def _background(self, kind: str) -> Style:
         style = self.get_component_rich_style(f"runs--{kind}") if kind else self.rich_style
-        # Without colours a line is told by this alone.
+        # Without colours this alone marks a line.
         return Style(bgcolor=style.bgcolor, reverse=(kind == "cursor" and self.app.no_color) or None)
 
     def _draw(self, row: RunRow, is_marked: bool, is_pinned: bool, width: int, background: Style) -> Strip:

@@ -119,7 +119,7 @@ class Host:
             self._send(Done(key, outcome.reward, outcome.metrics))
         except EnvironmentFault as fault:
             self._send(Lost(key, str(fault)))
-        except (Exception, SystemExit) as error:  # the environment's own affair; told to whoever waits
+        except (Exception, SystemExit) as error:  # an error of the environment: reported to the caller
             self._send(Lost(key, one_line(f"{type(error).__name__}: {error}", 1000)))
         except asyncio.CancelledError:
             self._send(Lost(key, "it was cancelled"))
@@ -171,7 +171,7 @@ async def serve(requests: asyncio.Queue[Request | None], send: Callable[[Report]
 
 
 def read_requests(stream: BinaryIO, post: Callable[[Request | None], None]) -> None:
-    """In a thread of its own, so that the end of the input is seen while environment code holds the event loop."""
+    """In its own thread, so that the end of the input is seen while environment code holds the event loop."""
     try:
         while header := stream.read(HEADER_BYTES):
             if len(header) < HEADER_BYTES:

@@ -64,7 +64,7 @@ class PromptEncoder:
         return self._before + self._ids(content) + self._after
 
     def answer(self, content: str) -> list[int]:
-        """What the assistant says, with the token that ends its turn."""
+        """The assistant's message, with the token that ends its turn."""
         return self._ids(content) + self._end
 
     def _ids(self, text: str) -> list[int]:

@@ -1,9 +1,9 @@
 """Look at the disk: which runs are there, which may have a slot, and why the others may not.
 
-`Discovery.scan` says who must leave, `Discovery.judge` who may come; between the two the manager forgets who leaves.
-When those who came have their slots, `Discovery.report` says what is wrong with bad configs.
-A verdict stands until something of the run changes (`presence`); configs are read by `config_file`. A run that was in a
-slot is judged anew when it wants one again. Nothing is decided about slots: the manager does that.
+`Discovery.scan` finds the runs that must leave, `Discovery.judge` those that may come; between the two the manager
+drops those that leave. When the new runs have their slots, `Discovery.report` reports invalid configs. A verdict stands
+until something of the run changes (`presence`); configs are read by `config_file`. A run that was in a slot is judged
+again before it gets another one. Nothing is decided about slots: the manager does that.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class Discovery:
         self._checked: set[str] = set()
 
     def scan(self, active: Mapping[str, int], changed: Collection[Path] | None = None) -> Findings:
-        """Look who is there, and who must leave.
+        """Find the runs, and those that must leave.
 
         `active` maps the id of each run in a slot to the inode its folder had when it was admitted. `changed` are the
         watched folders with a hint; None looks at everything.
@@ -230,7 +230,7 @@ def is_finished(run: RunDir, config: OrchestratorConfig) -> bool:
 def given_up(run: RunDir) -> str | None:
     """Why the run gets no more batches: the final state of its orchestrator or daemon; else None.
 
-    A run without batches would hold its slot for ever while others wait.
+    A run without batches would hold its slot forever while others wait.
     """
     status = read_status(run.status, RunStatus)
     if status is not None and status.state == "failed":

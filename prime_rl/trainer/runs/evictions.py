@@ -1,6 +1,6 @@
 """Runs that are evicted: the reason, in one line, in `control/evicted.txt` (rank 0).
 
-A reason that cannot be written (the disk is full) counts all the same, and is tried again at every look. A run whose
+A reason that cannot be written (the disk is full) still counts, and is written again at every look. A run whose
 folder was deleted meanwhile is not made again.
 """
 

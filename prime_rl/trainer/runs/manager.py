@@ -9,7 +9,7 @@ one look are called in this order:
 each kind in the order of registration. What belongs to one run may fail: the run is evicted with the reason written
 down and the others go on.
 
-The manager holds no optimizer and reads no batches; those parts register hooks. It knows adapters only through layers
+The manager holds no optimizer and reads no batches; those parts register hooks. It reaches adapters only through layers
 that registered themselves, and a whole model, where that is trained, as their stand-in.
 """
 
@@ -61,7 +61,7 @@ class MultiRunManager:
         output_dir: where `run_*` folders are looked for.
         max_runs: slots.
         limits: what a run must fit into; without, only the registered layers limit its rank.
-        channel: how rank 0 reaches the others; without, over the default process group's store, or to nobody.
+        channel: how rank 0 reaches the others; default: over the default process group's store, or none.
         settle_s: how long a config may be half written before it is reported as bad.
 
     Attributes:
@@ -256,19 +256,19 @@ class MultiRunManager:
 
     @property
     def needs_discovery(self) -> bool:
-        """Whether a run is to leave its slot, whatever the disk says."""
+        """Whether a run is to leave its slot, whatever is on disk."""
         return bool(self._leaving or self._evictions)
 
     @property
     def has_changes(self) -> bool:
-        """Whether `synchronize_state` has runs that came or left to tell."""
+        """Whether `synchronize_state` has runs that came or left to send."""
         admitted = {(idx, seen.admission) for idx, seen in self._admitted.items()}
         return admitted != {(slot.run_idx, slot.admission) for slot in self._synced}
 
     def discover_runs(self, changed: Collection[Path] | None = None) -> None:
         """Look at the disk, or only at `changed` of `findings.folders`: remove what is gone, then admit (rank 0)."""
         self._check_master("discover_runs")
-        # Who looks and finds nothing new says at least that he is alive.
+        # A look that finds nothing still proves that rank 0 is alive.
         self.channel.beat()
         self._evictions.write()
         ids = self._slots.idx_2_id

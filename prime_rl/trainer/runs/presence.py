@@ -2,7 +2,7 @@
 
 With a hint only the named folders count. Without one everything does: then each run's prints (inodes and times of a few
 paths) are compared, which takes a tenth of what judging the run would. What changed within the clock of a file system
-may leave the same times behind, so young prints are not believed, nor old ones for ever.
+may leave the same times behind, so young prints are not trusted, nor old ones forever.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class Presence:
         return suspects
 
     def _daemon_prints(self) -> dict[str, Print]:
-        """What the supervisor says of each run's orchestrator is not in the run's folder."""
+        """The supervisor's status of each run's orchestrator is not in the run's folder."""
         prints: dict[str, Print] = {}
         with contextlib.suppress(OSError), os.scandir(self._output.daemons) as entries:
             for entry in entries:
@@ -127,7 +127,7 @@ def _next_change_in(run: RunDir) -> Path:
 
 
 def _prints(run: RunDir) -> tuple[Print, ...]:
-    """Of all that decides about a run: what it holds, who wrote what about it, its config, what it has published."""
+    """Of all that decides about a run: its folders, notes, status, config and newest publication."""
     path = str(run.path)
     config = _print_of(f"{path}/control/orch.toml")
     return (
