@@ -40,7 +40,7 @@ class CheckpointView:
 
 @dataclass(frozen=True)
 class RunDetails:
-    """`config` is None unless it is valid TOML. `metrics`: the figures of the last step by their writer. `disk`: bytes by
+    """`config` is None unless it is valid TOML. `metrics`: the figures of the last step by writer. `disk`: bytes by
     folder."""
 
     run: RunView

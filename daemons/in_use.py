@@ -41,7 +41,7 @@ def users(output: OutputDir, run: RunDir) -> list[str]:
     return found
 
 
-def wait_until_let_go(output: OutputDir, run: RunDir, not_done: str, wait_s: float, on_progress: Progress) -> None:
+def wait_until_released(output: OutputDir, run: RunDir, not_done: str, wait_s: float, on_progress: Progress) -> None:
     """Wait until an evicted run is released. Raises ActionError; `not_done` is its text, such as "was not deleted"."""
     said: list[str] = []
 

@@ -4,7 +4,7 @@ The kernel frees the lock when its holder dies, however it dies, so a stale pid 
 handed from `prl up` to the supervisor as an open file, so it is held without a gap.
 
 On a folder that several machines share the lock may hold on each machine by itself. So a pid file that names another
-machine is believed while that supervisor's heartbeat moves, judged by the time that passes here and by no clock of the
+machine counts while that supervisor's heartbeat moves, by the time that passes here and by no clock of the
 other; and a holder whose pid file now names another has lost the workspace.
 """
 

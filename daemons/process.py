@@ -54,8 +54,8 @@ def spawn(
 
     `keys` names the variables whose API keys it is handed, in files without a name; it gets no others.
 
-    Raises OSError (FileRefused when something else stands in the place of the log or of its folder); the log's folder
-    is made but not its parents, so the folder of a deleted run is not made again.
+    Raises OSError (FileRefused when the log or its folder is something else); the log's folder is made but not its
+    parents, so the folder of a deleted run is not made again.
     """
     make_folder(log.parent)
     environ = daemon_environment(output_dir, name)
@@ -114,7 +114,7 @@ def find_members(
     Args:
         leaders: the processes that the supervisor started. The session of one that lives is all its own.
         names: daemons whose marks count; None: any mark of this workspace, except those of the daemons in `but`.
-        trust_sessions: a leader died under our eyes, so its session number cannot have been used again yet.
+        trust_sessions: we saw the leader die, so its session number cannot have been used again yet.
     """
     rows = list(_process_table())
     leaders = list(leaders)

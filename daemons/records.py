@@ -1,4 +1,4 @@
-"""`daemons/<name>.json`: the supervisor's records of its daemons, read by everybody and by the next supervisor.
+"""`daemons/<name>.json`: the supervisor's records of its daemons, read by all, and by the next supervisor.
 
 Written at every change and every heartbeat; an unchanged file is renewed without waiting for the disk. The supervisor
 itself has its own status file. It decides nothing.

@@ -108,7 +108,7 @@ class Supervisor:
                     self.tick()
                 self._look_at_logs()
                 trouble = None
-            except Exception as error:  # one bad tick must not end the daemons of everybody
+            except Exception as error:  # one bad tick must not end all daemons
                 logger.exception("reading the workspace failed; next try in %g s", TICK_S)
                 trouble = one_line(f"reading the workspace failed: {error}")
             if trouble != said:

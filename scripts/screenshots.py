@@ -49,7 +49,7 @@ NUM_STEPS = 30
 SETTLE_S = 0.7
 PREPARE_S = 2.0
 NUM_NODES, VICTIM = 3, 2
-# Times of the phases of two iterations stand in the picture, and the victim dies while it makes rollouts of the third.
+# Times of the phases of two iterations are in the picture, and the victim dies while it makes rollouts of the third.
 GROUP_ITERATION = 3
 WAITING_S = 3.0
 

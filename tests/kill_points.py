@@ -247,6 +247,6 @@ def arm(point: KillPoint, tell: Callable[[str], None]) -> None:
                 return point.instead(real, die, *args, **kwargs)
         return real(*args, **kwargs)
 
-    # What others did `from shutil import rmtree` with would be missed; nobody does.
+    # A `from shutil import rmtree` elsewhere would be missed; there is none.
     assert owner is not shutil or last == "rmtree"
     setattr(owner, last, wrapped)

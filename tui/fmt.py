@@ -29,7 +29,7 @@ def number(value: float | None) -> str:
 
 
 def fixed(value: float | None) -> str:
-    """Three digits after the point where there is room, for what stands in a column: `0.812`, `0.004`, `12.3`."""
+    """Three digits after the point where there is room, for columns: `0.812`, `0.004`, `12.3`."""
     if value is None or not math.isfinite(value):
         return DASH
     return f"{value:.3f}" if abs(value) < 10 else number(value)

@@ -2,7 +2,7 @@
 
     python -m tui.keys          the tables of docs/tui.md
 
-What a key does stands in its binding: `tooltip`, else `description`.
+What a key does is in its binding: `tooltip`, else `description`.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A filter is a list of terms, and a run is shown when all of them hold:
 
-    math                 the word stands in its id, state or note
+    math                 the word is in its id, state or note
     state:active         also state:active,waiting; the beginning of a word is enough
     reward>0.5           > >= < <= = !=, with 10k, 50%, and 5m or 2h for ages
     name~lr              contains; "two words" in quotes

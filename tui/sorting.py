@@ -1,6 +1,6 @@
 """The orders of the runs table: by every column, both ways, pinned runs on top. Pure.
 
-Runs without a value come last both ways, and equals stand in the workspace's own order (slots, then waiting runs as
+Runs without a value come last both ways, and equals keep the workspace's own order (slots, then waiting runs as
 they will be admitted, then the others), so that a sort never flickers.
 """
 

@@ -163,7 +163,7 @@ def _open_folder(path: Path, *, make: bool = False) -> int:
 
 
 def _explained(error: OSError, path: Path, wanted: str = "file") -> OSError:
-    """`error` with the whole path, or what stands in the place of a file or folder."""
+    """`error` with the whole path, or FileRefused for what is found instead of a file or folder."""
     error.filename = str(path)
     with contextlib.suppress(OSError):
         mode = os.lstat(path).st_mode

@@ -324,7 +324,7 @@ class OutputDir:
         return self._numbers(_ITERATION)
 
     def list_nodes(self) -> list[int]:
-        """The ranks that have a status file, ascending; [] when there is no group."""
+        """The ranks that have a status file, ascending; [] without a group."""
         return self._numbers(_NODE)
 
     def _numbers(self, pattern: re.Pattern[str]) -> list[int]:

@@ -1,4 +1,4 @@
-"""The nodes of a multi-node group as a reader sees them: alive, suspect, stalled or dead, or waited for.
+"""The nodes of a multi-node group as a reader sees them: alive, suspect, stalled, dead, or waited for.
 
 A node's record changes while its process is alive and holds how long its main loop has stood still. Pure.
 Shared by the nodes, `prl` and the TUI, so that all three agree. Clocks of different machines are never compared:

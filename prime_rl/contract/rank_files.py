@@ -48,7 +48,7 @@ class RankFileWriter:
 
 
 def read_rank_file(path: Path) -> Iterator[RankEntry]:
-    """The whole entries of a rank file, in the order of writing; none when there is no file."""
+    """The whole entries of a rank file, in the order of writing; none without a file."""
     for payload in _payloads(path):
         yield msgspec.msgpack.decode(payload, type=RankEntry)
 

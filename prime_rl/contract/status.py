@@ -148,12 +148,12 @@ class Crash(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DaemonStatus(Status, kw_only=True):
-    """`daemons/<name>.json`, written by the supervisor about one part (or about itself, `supervisor`).
+    """`daemons/<name>.json`, written by the supervisor about one daemon (or about itself, `supervisor`).
 
-    `state`: starting, running, stalled, backoff, failed, stopped, done. `child_pid`, `child_create_time`
-    and `child_start` identify the part on the machine `host` since its boot `boot_id`; `pid` is the supervisor's, who
-    writes the file. `log_tail` are the last lines before the newest of `crashes` (oldest first); `stalled_since` when
-    its progress last moved.
+    `state`: starting, running, stalled, backoff, failed, stopped, done. `child_pid`, `child_create_time` and
+    `child_start` identify the daemon on the machine `host` since its boot `boot_id`; `pid` is that of the writer, the
+    supervisor. `log_tail` are the last lines before the newest of `crashes` (oldest first); `stalled_since` when its
+    progress last moved.
     """
 
     loop_limit_s: float = SUPERVISOR_LOOP_LIMIT_S

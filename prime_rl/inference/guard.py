@@ -53,7 +53,7 @@ class Guard:
     """The checks.
 
     Args:
-        api_key: what `Authorization: Bearer` must carry; None lets everybody in.
+        api_key: what `Authorization: Bearer` must carry; None: no key is required.
         output_dir: adapters are loaded from below it and from nowhere else.
         check_adapter: further checks of an adapter before the engine sees it.
     """

@@ -1,7 +1,7 @@
 """A frozen linear layer with a low-rank adapter for each slot, and the object that maps rows to slots.
 
 Every adapter has its own leaf parameters, so gradients of different runs cannot mix and a slot that no row uses takes
-part in nothing. Which rows belong to whom is said once for all layers (`AdapterRouting.set_rows`), before the model is
+part in nothing. `AdapterRouting.set_rows` sets the rows of each adapter once for all layers, before the model is
 called. The products are in `grouped`.
 
 Dimensions: R rows (sequences), T tokens of a row, N tokens of all rows, I inputs, O outputs.

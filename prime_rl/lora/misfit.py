@@ -1,6 +1,6 @@
 """Whether tensors fit a model, by name and shape. Pure; reads no files.
 
-A name that does not match would leave a part of the model as it was, and nobody would see it: so all of them are
+A name that does not match would leave a part of the model as it was, without an error: so all of them are
 compared before any is taken.
 """
 

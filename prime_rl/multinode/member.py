@@ -97,11 +97,11 @@ class Work(Protocol):
 
 @dataclass(frozen=True)
 class _Leaving:
-    """A node's end that waits for what it has started, until `deadline`. `says`: with a last `word` in its record."""
+    """A node's end that waits for what it has started, until `deadline`. `is_recorded`: its record gets `state`."""
 
     exit: Exit
     deadline: float
-    says: bool
+    is_recorded: bool
     state: NodeState
 
 
@@ -162,12 +162,12 @@ class Member:
             verdict = self._claim(nodes, now)
             if verdict is not Claim.OURS:
                 taken = Exit(EXIT_REFUSED, f"rank {self.own.rank} is taken by {nodes[self.own.rank]}")
-                return self._end(taken, say=False) if verdict is Claim.TAKEN else None
+                return self._end(taken, record=False) if verdict is Claim.TAKEN else None
             nodes[self.own.rank] = self.own
         rival = nodes.get(self.own.rank, self.own)
         is_rival = rival.incarnation != self.own.incarnation and not rival.state.is_final
         if is_rival and yields_to(self.own, rival):
-            return self._end(Exit(EXIT_REFUSED, f"rank {rival.rank} is taken by {rival}"), say=False)
+            return self._end(Exit(EXIT_REFUSED, f"rank {rival.rank} is taken by {rival}"), record=False)
         nodes = {**nodes, self.own.rank: self.own}
         self._look_at_proofs(now)
         if self._nothing_is_left():
@@ -296,14 +296,14 @@ class Member:
         code = EXIT_INTERRUPTED if own.state is NodeState.LEFT else self._failed_code
         return self._end(Exit(code, own.reason or str(own.state)), keep_state=True)
 
-    def _end(self, exit: Exit, *, say: bool = True, keep_state: bool = False) -> Exit | None:
-        """`say` is false for a node that does not own its rank: the record is another's."""
+    def _end(self, exit: Exit, *, record: bool = True, keep_state: bool = False) -> Exit | None:
+        """`record` is false for a node that does not own its rank: the record is another's."""
         self._work.stop()
-        if not say:
+        if not record:
             self.heartbeat.silence()
         self.waiting_on = "what this node has started to end"
         now = self._clock()
-        self._leaving = _Leaving(exit, now + END_TIMEOUT_S, say, self.own.state if keep_state else NodeState.ENDED)
+        self._leaving = _Leaving(exit, now + END_TIMEOUT_S, record, self.own.state if keep_state else NodeState.ENDED)
         return self._leave(self._leaving, now)
 
     def _leave(self, leaving: _Leaving, now: float) -> Exit | None:
@@ -313,7 +313,7 @@ class Member:
             if now < leaving.deadline:
                 return None
             exit = Exit(exit.code, f"{exit.reason} (what it started did not end within {END_TIMEOUT_S:g} s)")
-        if leaving.says:
+        if leaving.is_recorded:
             self.own = replace(self.own, state=leaving.state, reason=exit.reason, exit_code=exit.code)
             self.heartbeat.say(self.own)
         return exit

@@ -82,7 +82,7 @@ def find_progress(run: RunDir, groups_per_batch: int, *, max_bytes: int = MAX_BA
     """Where to go on: after the newest batch file (of at most `max_bytes`) or STABLE checkpoint.
 
     Raises CheckpointError or BadBatchError. A trainer that stops saves itself at any step, so a checkpoint may lack our
-    part. Its batch file is then still there, unless the run was sent back from a later one: the example order goes on
+    part. Its batch file is then still there, unless the run was rolled back from a later one: the example order goes on
     as if no group had been dropped.
     """
     newest_batch = max(list_rollout_steps(run), default=0)

@@ -174,7 +174,7 @@ def write_metrics(path: Path, step: int, values: Mapping[str, float | str], now:
 def last_eval_step(path: Path, *, at_most: int) -> int | None:
     """The step of the newest evaluation in the file's last megabyte, or None.
 
-    A run that was sent back to an earlier step has evaluations of later ones; those are void.
+    A run that was rolled back to an earlier step has evaluations of later ones; those are void.
     """
     for line in reversed(read_end(path, TAIL_BYTES).splitlines()):
         record = _record(line)

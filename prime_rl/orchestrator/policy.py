@@ -125,8 +125,8 @@ class PolicyVersions:
     async def restore(self, version: int | None = None) -> None:
         """Give a version (default: the current one) to the servers that have lost it.
 
-        Raises InferenceError when that cannot be had, for example because its broadcast folder is gone. The current one
-        is tried for a while: a switch to a newer one mends it too.
+        Raises InferenceError when that is not available, for example because its broadcast folder is gone. The current
+        one is tried for a while: a switch to a newer one mends it too.
         """
         if version is not None:
             await self._publication.restore(version)

@@ -204,7 +204,7 @@ class RolloutWorker:
         """All rollouts of the example at `index`; `note_version` gets the version of each request beforehand.
 
         A rollout that the environment loses is replaced by a new one: half a group has no baseline, and dropping the
-        whole group would throw away every good rollout in it. Raises GroupFailed when one cannot be had at all.
+        whole group would throw away every good rollout in it. Raises GroupFailed when one cannot be made at all.
         """
         pick = self._sampler.pick(index)
         first_turn = SharedFirstTurn(self._rollouts_per_example)

@@ -58,7 +58,7 @@ MakeTask = Callable[[int], Awaitable[Group]]
 
 
 async def make(request: MakeRequest, run: RunDir, config: OrchestratorConfig) -> None:
-    """Make the tasks that are not in the rank file yet. Raises GroupFailed when one cannot be had."""
+    """Make the tasks that are not in the rank file yet. Raises GroupFailed when one cannot be made."""
     path = Path(request.rank_file)
     done = {entry.task for entry in read_rank_file(path)}
     tasks = [task for task in request.tasks if task not in done]

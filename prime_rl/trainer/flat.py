@@ -97,7 +97,7 @@ class FlatWeights:
     @staticmethod
     @torch.no_grad()
     def _moved_in(leaf: nn.Parameter, values: Tensor) -> bool:
-        """Whether the slot's parameter is all the run's own; it then lies in the vector and is never copied again."""
+        """Whether the slot's parameter is all the run's own; it is then in the vector and never copied again."""
         if leaf.shape == values.shape:
             values.copy_(leaf)
             leaf.data = values

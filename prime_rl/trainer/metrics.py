@@ -61,7 +61,7 @@ class MetricsWriter:
     def discovered_hook(self, run_idx: int, run_id: str, config: object) -> None:
         """Remember up to which step the run was reported.
 
-        Comes after the hook that decides where the run resumes: a run that was sent back has lost its later versions,
+        Comes after the hook that decides where the run resumes: a run that was rolled back has lost its later versions,
         and is reported again from there.
         """
         run = self._manager.run_dir(run_idx)
@@ -96,7 +96,7 @@ class MetricsWriter:
 
 
 def last_metrics_step(run: RunDir) -> int:
-    """The step of the last whole line of `metrics/trainer.jsonl`; 0 when there is none."""
+    """The step of the last whole line of `metrics/trainer.jsonl`; 0 without one."""
     for line in reversed(read_end(run.trainer_metrics, TAIL_BYTES).splitlines()):
         with contextlib.suppress(msgspec.MsgspecError, KeyError, TypeError, ValueError):
             return int(msgspec.json.decode(line)["step"])

@@ -4,7 +4,7 @@ Each decoder layer is one group: it is put together from all ranks for its own f
 so a rank never holds more than its part and about two whole layers. The adapters take no part in this: their gradients
 are summed over ranks once for an update, not once for a pass. A rank alone shards nothing that is frozen.
 
-What is trained as a whole is a `DTensor` for everybody outside: this module takes it apart and puts it together.
+Outside, what is trained as a whole is a `DTensor`: this module takes it apart and puts it together.
 """
 
 from __future__ import annotations

@@ -72,7 +72,7 @@ class BackgroundWriter:
                 self._changed.notify_all()
 
     def full(self) -> dict[str, str]:
-        """The runs that may not hand over more for now, each with what its next update waits for, in words."""
+        """The runs that may not hand over more for now, each with what its next update waits for."""
         with self._changed:
             unfinished = self._unfinished()
             counts = Counter(job.run_id for job in unfinished)

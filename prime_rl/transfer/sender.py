@@ -63,8 +63,7 @@ class WeightSender:
                 try:
                     self._serve_one(self._inbox, number)
                 except Exception as error:
-                    # Whatever goes wrong with one server: the next one is served, and this one hears it or runs out
-                    # of time and asks again.
+                    # The next server must still be served; this one gets an error or a timeout, and asks again.
                     logger.warning("sending weights to inference failed: %s", error)
 
     def _serve_one(self, store: TCPStore, number: int) -> None:

@@ -80,7 +80,7 @@ def _kernel_stat(pid: int) -> tuple[str, str]:
     """(letter of its state, boot and ticks from there to its start) of a process; empty where not available."""
     try:
         with open(f"/proc/{pid}/stat", errors="replace") as file:
-            # Its name stands in brackets before the state and may hold anything, brackets too.
+            # The name before the state is in brackets and may hold anything, brackets too.
             fields = file.read().rpartition(")")[2].split()
     except OSError:
         return "", ""

@@ -1,7 +1,7 @@
 """Whole lines of a file that another process appends to, again and again. No threads: one thread calls one tail.
 
 It keeps a byte offset and reads only what is new. It survives what files do: a last line that is still being written,
-truncation, rotation, deletion while open, lines without an end. When `x.log` was put aside as `x.log.1` it first reads
+truncation, rotation, deletion while open, lines without an end. When `x.log` was renamed to `x.log.1` it first reads
 the rest of that, so no line is missed. Memory is bounded, whatever the file holds.
 """
 

@@ -202,7 +202,7 @@ def picture_of(folder: Path) -> Picture:
                 if entry.is_dir(follow_symlinks=False):
                     seen.append((entry.name, entry.inode(), 0, 0))
                     continue
-                with contextlib.suppress(OSError):  # deleted under our eyes
+                with contextlib.suppress(OSError):  # deleted meanwhile
                     stat = entry.stat(follow_symlinks=False)
                     seen.append((entry.name, stat.st_ino, stat.st_mtime_ns, stat.st_size))
     except OSError:

@@ -202,7 +202,7 @@ def test_wrong_use_exits_2(args: tuple[str, ...], capsys: pytest.CaptureFixture[
     assert "Traceback" not in "".join(capsys.readouterr())
 
 
-def test_a_question_that_nobody_can_answer_is_wrong_use(prl: Prl) -> None:
+def test_a_question_that_has_no_answer_is_wrong_use(prl: Prl) -> None:
     prl("runs", "add", str(prl.run_file()))
     command = [sys.executable, "-m", "daemons.cli", "runs", "delete", "run_reverse"]
     done = subprocess.run(

@@ -236,7 +236,7 @@ def test_down_lets_the_trainer_save_however_short_the_grace_is(prl: Prl) -> None
 
 
 @pytest.mark.slow
-def test_a_trainer_that_gets_nowhere_is_told_and_not_ended(prl: Prl) -> None:
+def test_a_trainer_that_gets_nowhere_is_reported_and_not_ended(prl: Prl) -> None:
     prl.up("--supervisor.stall.trainer.limit_s", "0.5")
     pid = daemon(prl, "trainer").pid
     (prl.output_dir / "pause_run_a").touch()

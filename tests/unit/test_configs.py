@@ -219,7 +219,7 @@ def test_a_system_says_things_once(tmp_path: Path) -> None:
     assert system.trainer.max_concurrent_runs == system.inference.max_concurrent_runs == 2
 
 
-def test_a_mistake_in_what_is_said_once_is_told_once() -> None:
+def test_a_mistake_in_what_is_set_once_is_reported_once() -> None:
     with pytest.raises(ConfigError) as caught:
         build(SystemConfig, {"lora": {"rnk": 4, "rank": 0}, "max_async_level": 17}, "system.toml")
     assert sorted(problem.key for problem in caught.value.problems) == ["lora.rank", "lora.rnk", "max_async_level"]

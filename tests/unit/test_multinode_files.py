@@ -134,7 +134,7 @@ def test_a_damaged_proof_is_none(tmp_path: Path) -> None:
     assert proofs_of(output, RlPhase.BOTH).resume() == Position(1, Phase.START)
 
 
-def test_a_worker_knows_its_master_by_its_answer() -> None:
+def test_a_worker_recognizes_its_master_by_its_answer() -> None:
     port = ProbeServer("first").port
     assert answers(NodeRecord(0, "first", 1, address="127.0.0.1", port=port), 5.0)
     assert not answers(NodeRecord(0, "second", 1, address="127.0.0.1", port=port), 5.0)
@@ -148,7 +148,7 @@ def test_the_probe_server_outlives_a_time_without_free_files(caplog: pytest.LogC
     server = ProbeServer("word")  # takes the lowest
     master = NodeRecord(0, "word", 1, address="127.0.0.1", port=server.port)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    # The first caller takes the descriptor that a waiting `accept` has reserved; for the next one there is none.
+    # The first caller takes the descriptor that a waiting `accept` has reserved; the next one gets none.
     callers = [socket.socket() for _ in range(2)]
     resource.setrlimit(resource.RLIMIT_NOFILE, (lowest + 1, hard))
     try:
@@ -163,7 +163,7 @@ def test_the_probe_server_outlives_a_time_without_free_files(caplog: pytest.LogC
     assert caplog.text.count("workers get no answer") == 1, "once for each time of trouble"
 
 
-def test_rings_in_vain_are_counted_until_there_is_an_answer() -> None:
+def test_misses_are_counted_until_there_is_an_answer() -> None:
     server = ProbeServer("word")
     known = [NodeRecord(0, "word", 1, address="127.0.0.1", port=1)]
     prober = Prober(lambda: known[0], 0.01)

@@ -1,4 +1,4 @@
-"""What a node tells whoever reads its log: whom it waits for, who was lost, who came back."""
+"""A node's log: the nodes that it waits for, that were lost, that came back."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ NODE_2 = "node 2 (host2, pid 1002)"
 
 
 def listen(world: World, rank: int) -> list[tuple[float, str]]:
-    """What the first process of `rank` says, and when."""
+    """The log of the first process of `rank`, with times."""
     heard: list[tuple[float, str]] = []
 
     def begin() -> None:
@@ -33,7 +33,7 @@ def listen(world: World, rank: int) -> list[tuple[float, str]]:
     return heard
 
 
-def test_a_node_that_waits_says_each_second_for_whom_and_how_long_yet() -> None:
+def test_a_waiting_node_logs_each_second_which_nodes_and_how_long() -> None:
     world = World(1, 3, restarts=False, kill_at=(2, Phase.FINAL), chaos_until_s=0.0, max_lag_s=0.5)
     heard = listen(world, 1)
     killed_at, _ = world.killed[0]
@@ -45,7 +45,7 @@ def test_a_node_that_waits_says_each_second_for_whom_and_how_long_yet() -> None:
     assert waits[-1][1].endswith("s of at most 3600 s)") and ", suspect: no beat for" in waits[-1][1]
 
 
-def test_who_was_lost_and_who_came_back_is_said_once() -> None:
+def test_lost_and_returned_nodes_are_logged_once() -> None:
     world = World(2, 3, num_iterations=3, elastic=True, kill_at=(2, Phase.TRAIN_ROLLOUT), chaos_until_s=0.0, speed=8)
     news = [words for _, words in listen(world, 1) if words.startswith("the group goes on")]
     assert len(news) == 2

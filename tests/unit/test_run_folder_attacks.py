@@ -1,6 +1,6 @@
-"""Whatever stands in the place of a file of a run: nobody waits for it, follows it, or takes the memory for it.
+"""Whatever is in place of a run's file: nothing waits for it, follows it, or takes the memory for it.
 
-In turn each file and folder that a run may hold is something else, in a run of its own; then all that reads runs looks
+In turn each file and folder that a run may hold is something else, in its own run; then all that reads runs looks
 at all of them, and at one that is as it should be.
 """
 
@@ -210,7 +210,7 @@ def attacked(workspace: Path, whole: RunDir, targets: list[Path], kind: str, out
 
 
 def is_well(workspace: Path) -> bool:
-    """Whether the run that nobody attacked is what it was."""
+    """Whether the run that was not attacked is unchanged."""
     found = WorkspaceReader(workspace).read().run(GOOD)
     return found is not None and str(found.state) == "finished"
 
@@ -263,7 +263,7 @@ def test_every_file_of_a_run_is_replaced_while_it_is_read(tmp_path: Path, whole_
 
 
 def test_what_is_attacked_is_all_that_a_run_holds(whole_run: RunDir) -> None:
-    """The list follows the layout: nobody has to remember to add a file to it."""
+    """The list follows the layout, so new files are in it."""
     names = {str(path) for path in run_paths(whole_run)}
     assert {
         *(
@@ -300,7 +300,7 @@ def test_a_rank_file_is_not_followed_and_a_head_that_lies_costs_nothing(tmp_path
 
 
 def test_a_status_that_is_a_pipe_holds_up_no_other_run(tmp_path: Path, whole_run: RunDir) -> None:
-    """The trainer looked at `control/status.json` of every run, and waited for ever at this one."""
+    """The trainer looked at `control/status.json` of every run, and waited forever at this one."""
     for name in ("run_bad", "run_other"):
         run = RunDir(tmp_path / name)
         run.control.mkdir(parents=True)

@@ -30,7 +30,7 @@ def test_a_missing_device_is_named() -> None:
         setup_world("cuda", 1.0)
 
 
-def test_the_silent_are_lost_and_who_left_is_not() -> None:
+def test_silent_ranks_are_lost_and_those_that_left_are_not() -> None:
     now = [0.0]
     pulse = Pulse(4, clock=lambda: now[0])
     pulse.update(["1", "1", "1", "1"])

@@ -41,7 +41,7 @@ def disk() -> Iterator[Disk]:
     disk.writer.close()
 
 
-def test_work_is_done_in_order_and_told_in_order(disk: Disk) -> None:
+def test_work_is_done_in_order_and_reported_in_order(disk: Disk) -> None:
     for run_id, step in [("run_a", 1), ("run_b", 1), ("run_a", 2)]:
         disk.put(run_id, step)
     assert disk.writer.take_results() == []

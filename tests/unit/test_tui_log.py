@@ -256,7 +256,7 @@ def test_rare_levels_are_found_far_away_and_a_new_wish_ends_the_search(tmp_path:
     assert log.texts == ["ERROR boom", "  at x"] and log.last.slice.is_first
     log.reader.is_open = False
     log.reader.request = LogRequest(None, LEVELS.index("warning"))
-    assert log.reader.read() == (None, True), "nobody waits for it"
+    assert log.reader.read() == (None, True), "nothing waits for it"
     log.reader.is_open = True
     log.look()
     assert log.texts == ["ERROR boom", "  at x"]
@@ -289,7 +289,7 @@ def test_two_gigabytes_of_nothing_and_lines_of_a_megabyte(tmp_path: Path, monkey
     assert log.texts == [] and log.last.size == 0
 
 
-def test_a_pipe_in_the_place_of_a_log_holds_nobody_up(tmp_path: Path) -> None:
+def test_a_pipe_in_the_place_of_a_log_holds_nothing_up(tmp_path: Path) -> None:
     log = Log(tmp_path)
     os.mkfifo(log.path)
     log.look()

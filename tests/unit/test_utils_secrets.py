@@ -90,6 +90,6 @@ def test_a_key_is_handed_on_from_process_to_process_and_is_in_no_environment(fil
             done = subprocess.run(command, env=environ, pass_fds=fds, capture_output=True, text=True, check=True)
             assert done.stdout.strip() == CANARY
         with handed_over(environ, []) as (others, other_fds):
-            assert "MY_KEY_FILE" not in others and other_fds == [], "who does not need it has no way to it"
+            assert "MY_KEY_FILE" not in others and other_fds == [], "a process that does not need it cannot reach it"
     with handed_over({"K_FILE": str(file)}, ["K"]) as (environ, fds):
         assert (environ, fds) == ({"K_FILE": str(file)}, [])

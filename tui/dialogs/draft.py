@@ -134,7 +134,7 @@ def check_draft(output_dir: Path, text: str, run_id: str, source: Path | None = 
 
 
 def line_of(key: str, lines: Mapping[str, int]) -> int | None:
-    """The line that sets `key`, else that of the innermost table around it which stands in the text."""
+    """The line that sets `key`, else that of the innermost table around it in the text."""
     while key:
         if key in lines:
             return lines[key]

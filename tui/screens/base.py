@@ -27,7 +27,7 @@ from tui.widgets.keys import KeyFooter
 if TYPE_CHECKING:
     from tui.system_watch import Probe
 
-# How the keys stand in the footer, by action; the others follow.
+# How the footer names the keys, by action; the others follow.
 KEY_ORDER = (
     "open",
     "app.pop_screen",

@@ -81,7 +81,7 @@ def plain(cell: Cell) -> str:
 
 
 def make_cell(column: Column, row: RunRow, palette: Palette, now: float) -> Cell:
-    """What stands in one column of one run, exactly as wide as the column. `now` in Unix seconds."""
+    """The cell of one column of one run, exactly as wide as the column. `now` in Unix seconds."""
     width = column.width
     match column.key:
         case "state":

@@ -127,7 +127,7 @@ class RunsTable(ScrollView, can_focus=True):
         return [column.key for column in self._layout]
 
     def get_cell(self, run_id: str, column: str) -> str:
-        """What stands in a column of a run. Raises KeyError for a run or column that is not shown."""
+        """The cell of a run in a column. Raises KeyError for a run or column that is not shown."""
         shown = {each.key: each for each in self._layout}[column]
         palette = make_palette(self.app.theme_variables)
         return plain(make_cell(shown, self._rows[self._index[run_id]], palette, self._now)).strip()

@@ -94,7 +94,7 @@ class AdapterGate:
     def _fresh_path(self, name: str, folder: Path) -> str:
         """The same folder, spelled differently every time a name is loaded again.
 
-        vLLM's prefix cache identifies an adapter by name and path. A run that was set back publishes other weights
+        vLLM's prefix cache identifies an adapter by name and path. A run that was rolled back publishes other weights
         under a version that was served before, and must not meet the keys and values of those.
         """
         spelling = str(folder) + "/." * self._num_loads[name]

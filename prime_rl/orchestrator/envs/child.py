@@ -1,6 +1,6 @@
 """The process of an environment that is not ours: loads it, runs its rollouts, asks the orchestrator for each turn.
 
-    python -m prime_rl.orchestrator.envs.child      (started by `process.ProcessEnvironment`, spoken to in `frames`)
+    python -m prime_rl.orchestrator.envs.child      (started by `process.ProcessEnvironment`; messages are `frames`)
 
 Standard input and output carry the messages; what environment code prints goes to standard error. The process ends when
 its input ends, which also happens when the orchestrator is killed: in good order if the environment lets it, else by
@@ -126,7 +126,7 @@ class Host:
 
 
 async def load(request: Load, stack: contextlib.AsyncExitStack) -> Environment:
-    """The environment, ready to run. Raises what is wrong with it."""
+    """The environment, ready to run. Raises its errors."""
     if request.provider == "verifiers":
         from prime_rl.orchestrator.envs.verifiers_env import VerifiersEnvironment  # takes seconds
 

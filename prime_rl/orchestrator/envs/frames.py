@@ -82,7 +82,7 @@ class Lost(msgspec.Struct, tag=True):
 
 
 class Ended(msgspec.Struct, tag=True):
-    """A cancelled rollout has let go."""
+    """A cancelled rollout has ended."""
 
     key: int
 

@@ -91,5 +91,5 @@ class GuessNumberEnvironment:
 
 def _reply(number: str | None, secret: int) -> Message:
     if number is None:
-        return {"role": "user", "content": "That is no number."}
+        return {"role": "user", "content": "That is not a number."}
     return {"role": "user", "content": "higher" if int(number) < secret else "lower"}

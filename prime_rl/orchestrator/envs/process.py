@@ -4,7 +4,7 @@ A process and not threads: code that hangs can be killed with all that it starte
 it, a heavy library (verifiers: seconds and hundreds of megabytes) is not loaded into the orchestrator, and the API key
 of inference is not in its environment, nor is any other variable that was not named for it. One process runs all
 rollouts of the environment side by side, as they mostly wait for the policy. When one of them holds up the event loop
-of the process for half of `timeout_s`, or does not let go after it was cancelled, or the process dies, a new process is
+of the process for half of `timeout_s`, or does not end after it was cancelled, or the process dies, a new process is
 started. Such a death counts as one dropped rollout; the others in the process are lost without fault of theirs
 (`Interrupted`), and made again.
 
@@ -49,7 +49,7 @@ from prime_rl.utils.process import kill_tree
 
 logger = logging.getLogger("orchestrator")
 
-# How long a cancelled rollout may take to let go, which may mean to end what it started.
+# How long a cancelled rollout may take to end, with all that it started.
 CANCEL_GRACE_S = 15.0
 # A process that sends no beat over so many looks, together half of `timeout_s`, hangs.
 MAX_MISSED_LOOKS = 4
@@ -262,7 +262,7 @@ class ProcessEnvironment:
                     child.send(Answer(key, text))
         except EnvironmentFault:
             raise
-        except BaseException:  # cancelled, too slow, or what the policy raises: the process must let go of it
+        except BaseException:  # cancelled, too slow, or what the policy raises: the process must end it
             self._cancel(child, key)
             raise
         finally:
@@ -299,14 +299,14 @@ class ProcessEnvironment:
     def _cancel(self, child: _Child, key: int) -> None:
         if child.dead:
             return
-        let_go = child.ending[key] = asyncio.Event()
+        ended = child.ending[key] = asyncio.Event()
         child.send(Cancel(key))
-        self._tasks.start(self._kill_unless(let_go, child), f"cancelling a rollout of env {self._id}")
+        self._tasks.start(self._kill_unless(ended, child), f"cancelling a rollout of env {self._id}")
 
-    async def _kill_unless(self, let_go: asyncio.Event, child: _Child) -> None:
+    async def _kill_unless(self, ended: asyncio.Event, child: _Child) -> None:
         try:
             async with asyncio.timeout(CANCEL_GRACE_S):
-                await let_go.wait()
+                await ended.wait()
         except TimeoutError:
             if not child.dead:
                 logger.warning("env %s: a cancelled rollout does not end: restarting its process", self._id)

@@ -159,7 +159,7 @@ def _completion(model: str, message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _parse_call(body: str) -> tuple[str, str] | None:
-    """(name, arguments as JSON) of what stands in a <tool_call>, or None."""
+    """(name, arguments as JSON) of a <tool_call>, or None."""
     try:
         call = json.loads(body)
     except ValueError:

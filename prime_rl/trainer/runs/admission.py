@@ -1,6 +1,6 @@
 """Whether a run fits into this trainer, and what its config leaves to the trainer.
 
-With the limits of a trainer's config the rules are those of `configs.validate`. Without (a manager that somebody uses
+With the limits of a trainer's config the rules are those of `configs.validate`. Without (a manager that is used
 on his own) the registered layers give the largest rank, and nothing else is checked.
 """
 

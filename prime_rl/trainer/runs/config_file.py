@@ -3,7 +3,7 @@
 An editor may empty a file and write it again, write it twice, or touch it. So a file that was written in place is left
 alone for a moment after each change, and an invalid one is reported only when it stays unchanged for `settle_s`. A file
 that was renamed into place is whole at once. The same content is not judged twice. Writes nothing but
-`config_validation_error.txt`: made by `report` when a config is bad, removed when it is mended.
+`config_validation_error.txt`: made by `report` when a config is bad, removed when it is valid again.
 """
 
 from __future__ import annotations

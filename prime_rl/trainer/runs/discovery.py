@@ -136,7 +136,7 @@ class Discovery:
         found.candidates.sort(key=lambda candidate: (candidate.landed_ns, candidate.run.run_id))
 
     def report(self, found: Findings) -> None:
-        """Tell the owners of some bad configs what is wrong; the others at the next look, which is due at once."""
+        """Report some invalid configs to their owners; the others at the next look, which is due at once."""
         for run_id in self._configs.report():
             self.suspect(run_id)
         if self._configs.has_unreported:

@@ -368,7 +368,7 @@ class MultiRunManager:
         self.reset_run_parameters(run_idx)
 
     def _drop(self, slot: SlotState, fault: str) -> None:
-        """All ranks: let go of a run that could not be created."""
+        """All ranks: release a run that could not be created."""
         self._synced = [other for other in self._synced if other is not slot]
         if self.is_master:
             self._evictions.add(slot.run_id, f"it cannot be started: {fault}")

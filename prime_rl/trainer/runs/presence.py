@@ -85,7 +85,7 @@ class Presence:
         return came
 
     def _compare(self) -> set[str]:
-        """Entries whose prints changed, are too young to be believed, or have their turn."""
+        """Entries whose prints changed, are too young to be trusted, or have their turn."""
         self._num_looks += 1
         daemons = self._daemon_prints()
         old_ns = self._wall_ns() - YOUNG_NS

@@ -162,7 +162,7 @@ class Channel:
         return message
 
     def gather(self, mine: HookReport) -> list[HookReport]:
-        """All ranks: everybody's `mine`, by rank. All ranks must call it the same number of times."""
+        """All ranks' `mine`, by rank. All ranks must call it the same number of times."""
         if self.size == 1:
             return [mine]
         self._gather_number += 1
