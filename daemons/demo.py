@@ -142,7 +142,7 @@ class Demo:
         self._progress_at = time.monotonic()
 
     def watch(self, *, with_tui: bool) -> bool:
-        """Until all runs are finished; false when asked to stop. Raises DemoError when it cannot succeed any more."""
+        """Until all runs are finished; false when asked to stop. Raises DemoError when it can no longer succeed."""
         reader = WorkspaceReader(self.output.path)
         with TuiChild(self.output.path if with_tui else None) as tui:
             while not self._stop():

@@ -218,7 +218,6 @@ def restart_timeout_s(limits: SupervisorConfig) -> float:
 
 
 def limits_of(output: OutputDir) -> SupervisorConfig:
-    """The limits that the workspace was started with."""
     try:
         return load_config(SystemConfig, output.component_config(SYSTEM)).supervisor
     except ConfigError:  # never started, or of another version

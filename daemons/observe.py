@@ -148,7 +148,7 @@ class Observer:
         return frozenset(trainer.runs) if trainer is not None else frozenset()
 
     def _guarded(self, run_id: str, in_slot: bool) -> RunNow | None:
-        """What is in one run's folder, whatever it is, keeps no other run from its orchestrator."""
+        """The run's state; an invalid folder must not keep other runs from their orchestrators."""
         try:
             run = self._run(run_id, in_slot)
         except Exception as error:  # the boundary of a run

@@ -3,7 +3,7 @@
 The kernel frees the lock when its holder dies, however it dies, so a stale pid file never blocks a start. The lock is
 handed from `prl up` to the supervisor as an open file, so it is held without a gap.
 
-On a folder that several machines share the lock may hold on each machine by itself. So a pid file that names another
+On a folder that several machines share, each machine may grant the lock separately. So a pid file that names another
 machine counts while that supervisor's heartbeat moves, by the time that passes here and by no clock of the
 other; and a holder whose pid file now names another has lost the workspace.
 """

@@ -21,8 +21,6 @@ from prime_rl.utils.process import ProcessId, boot_id
 
 
 class Records:
-    """Writes the files of one supervisor's daemons."""
-
     def __init__(self, output: OutputDir, clock: Callable[[], float]) -> None:
         self._output = output
         self._clock = clock
@@ -41,7 +39,7 @@ class Records:
         self._output.daemon_status(name).unlink(missing_ok=True)
 
     def write(self, daemons: Mapping[str, Daemon], *, stopped: bool = False) -> None:
-        """Write one file per daemon. `stopped`: they are not supervised any more.
+        """Write one file per daemon. `stopped`: they are no longer supervised.
 
         Tries all of them, then raises the first OSError.
         """

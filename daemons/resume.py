@@ -129,7 +129,6 @@ def _parsed(text: str) -> dict[str, Any] | None:
 
 
 def _checked_text(output: OutputDir, run: RunDir, step: int) -> str:
-    """The new text, checked by the trainer's rules."""
     try:
         load_toml(run.orch_toml)  # reports problems of size, encoding and syntax
         note = f"requested at {time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime())}"

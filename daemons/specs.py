@@ -134,7 +134,6 @@ def wants_orchestrator(run: RunNow) -> bool:
 
 
 def wanted(output: OutputDir, runs: Iterable[RunNow]) -> Mapping[str, DaemonSpec]:
-    """All daemons that should live now, by name."""
     specs = service_specs(output) + [
         orchestrator_spec(RunDir(output.path / run.run_id)) for run in runs if wants_orchestrator(run)
     ]

@@ -201,7 +201,7 @@ def _move_to_trash(output: OutputDir, run: RunDir) -> Path:
         os.rename(run.run_id, lies.name, src_dir_fd=workspace, dst_dir_fd=trash)
         if not _is_folder(lies.name, trash):
             os.rename(lies.name, run.run_id, src_dir_fd=trash, dst_dir_fd=workspace)
-            raise ActionError(f"{run.path} is not a folder any more; nothing was deleted")
+            raise ActionError(f"{run.path} is no longer a folder; nothing was deleted")
     return lies
 
 

@@ -13,7 +13,7 @@ from rich.segment import Segment
 from textual.color import Color
 from textual.filter import LineFilter
 
-# What stands for the states, marks and bars; each still differs from the others of its kind.
+# Replacements of states, marks and bars; each still differs from the others of its kind.
 _SYMBOLS = {
     **dict(zip("●◌✔■▲⊘✖◔‖▶◆✓★▪", "*o+#^0x%H>+v*.", strict=True)),
     **dict(zip("━╸▮▯⏎␣◂◀▼…≤", "=-#.¶_<<v~<", strict=True)),

@@ -83,7 +83,7 @@ def bindings_of(owner: type[DOMNode]) -> Iterator[Binding]:
 
 
 def key_names(binding: Binding) -> list[str]:
-    """As they stand on a keyboard: ["j", "↓"]."""
+    """As on a keyboard: ["j", "↓"]."""
     names = []
     for key in binding.key.split(","):
         held, plus, last = key.rpartition("+")

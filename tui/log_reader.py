@@ -58,7 +58,7 @@ class LogTabReader:
         self._run = RunDir(output_dir / run_id)
         self.request = LogRequest()
         self.is_open = True
-        """False ends a search for rare lines that are not needed any more."""
+        """False ends a search for rare lines that are no longer needed."""
         self._shown: object = None
         self._identity: tuple[int, int] | None = None
         self._size = 0

@@ -186,7 +186,6 @@ def node_problems(group: Group | None, now: float) -> list[Problem]:
 
 
 def describe(row: NodeRow) -> str:
-    """The state of a node in one sentence."""
     where = f"in phase {row.phase} ({phase_name(row.phase)}) of iteration {row.iteration}"
     match row.health:
         case NodeHealth.DEAD if row.is_gone:
@@ -236,7 +235,7 @@ def _row(seen: Sighting, is_waited_for: bool, usual: Mapping[int, float]) -> Nod
 
 
 def _note(seen: Sighting) -> CleanText:
-    """What stands still, why the node ended, or which nodes it waits for."""
+    """What has stopped, why the node ended, or which nodes it waits for."""
     if (found := stall(seen)) is not None:
         return one_line(f"{found.what} has stood still for {fmt.age(found.for_s)}")
     status = seen.status

@@ -92,8 +92,6 @@ class FilterError:
 
 @dataclass(frozen=True)
 class Query:
-    """A parsed filter."""
-
     tests: tuple[Test, ...] = ()
     errors: tuple[FilterError, ...] = ()
 

@@ -17,8 +17,6 @@ from tui.tabs import CHARTS, LOGS, TabData, TabReader
 
 
 class RunReader:
-    """The readers of one run, by name."""
-
     def __init__(self, output_dir: Path, run_id: str) -> None:
         self._tab = CHARTS
         self.charts = ChartsReader(output_dir, run_id)
@@ -48,7 +46,6 @@ class RunReader:
         self.logs.is_open = tab == LOGS
 
     def stop(self) -> None:
-        """End what takes long."""
         self.logs.is_open = False
 
     def read(self) -> tuple[TabData | None, bool]:

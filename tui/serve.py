@@ -70,7 +70,6 @@ class WorkspaceServer(Server):
         print(f"prl-tui: {self.public_url} ({self._mode}); press Ctrl-C to stop", flush=True)
 
     def run(self) -> None:
-        """Until SIGINT or SIGTERM."""
         loop = asyncio.new_event_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, _end)

@@ -33,8 +33,6 @@ class SystemLook:
 
 
 class SystemChanged(Message):
-    """A new look at the machine."""
-
     def __init__(self, look: SystemLook) -> None:
         super().__init__()
         self.look = look
@@ -50,8 +48,6 @@ class Probe(Protocol):
 
 
 class SystemProbe:
-    """Measures the real machine."""
-
     def __init__(self, output_dir: Path, clock: Callable[[], float] = time.monotonic) -> None:
         self._machine = MachineReader()
         self._disk = DiskReader(output_dir)

@@ -158,7 +158,7 @@ class GroupLook:
 
 
 def stall_reason(found: Stall | None) -> str | None:
-    """What of a stalled node stands still, and for how long."""
+    """What has stopped in a stalled node, and for how long."""
     return f"is alive, but {found.what} has stood still for {short_time(found.for_s)}" if found else None
 
 

@@ -62,15 +62,8 @@ class ConfigError(ValueError):
     def __init__(self, source: str, problems: Sequence[ConfigProblem]) -> None:
         self.source = source
         self.problems = list(problems)
-        super().__init__(f"{source}: " + "; ".join(map(str, self.problems)))
-
-
-class ConfigNotFound(ConfigError):
-    """The file does not exist."""
-
-    def __init__(self, source: str) -> None:
-        super().__init__(source, [NOT_FOUND])
-        self.args = (f"not found: {source}",)
+        text = "; ".join(map(str, self.problems))
+        super().__init__(f"not found: {source}" if self.problems == [NOT_FOUND] else f"{source}: {text}")
 
 
 class ConfigParseError(ConfigError):
@@ -98,7 +91,7 @@ def load_toml(path: Path) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         raise ConfigParseError(str(path), [ConfigProblem("", f"not UTF-8 text (byte {error.start})")]) from error
     except (FileNotFoundError, NotADirectoryError) as error:
-        raise ConfigNotFound(str(path)) from error
+        raise ConfigError(str(path), [NOT_FOUND]) from error
     except FileRefused as error:
         raise ConfigError(str(path), [ConfigProblem("", str(error.strerror))]) from error
     except OSError as error:

@@ -241,7 +241,7 @@ class ClientConfig(BaseConfig):
 
     @property
     def urls(self) -> list[str | None]:
-        """One URL per server; None stands for the one in the status file."""
+        """One URL per server; None: the one in the status file."""
         return list(self.base_url) if isinstance(self.base_url, list) else [self.base_url]
 
     @field_validator("base_url", mode="before")

@@ -165,7 +165,7 @@ class RunDir:
 
     @property
     def monitors(self) -> Path:
-        """What the run's monitors write; nothing of ours reads it."""
+        """What the run's monitors write; prl does not read it."""
         return self.path / "monitors"
 
     @property
@@ -227,7 +227,7 @@ class IterationDir:
         return sorted(found, key=lambda path: int(path.stem.rpartition("_")[2]))
 
     def rank_file(self, split: str, rank: int, version: int, key: str, incarnation: str) -> Path:
-        """What one process of one rank has finished with one policy version. `key` stands for their settings."""
+        """What one process of one rank has finished with one policy version. `key` identifies their settings."""
         return self.path / f"{split}_rank_{rank}_v{version}_{key}_{incarnation}.msgpack"
 
     def rank_files(self, split: str, *, rank: int | str = "*", version: int | str = "*", key: str = "*") -> list[Path]:

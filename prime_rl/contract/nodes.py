@@ -111,7 +111,7 @@ def node_health(seen: Sighting, limits: HealthLimits = LIMITS) -> NodeHealth:
 
 @dataclass(frozen=True)
 class Stall:
-    """What of a stalled node stands still, and for how long."""
+    """What has stopped in a stalled node, and for how long."""
 
     what: str
     for_s: float

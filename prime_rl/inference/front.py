@@ -44,13 +44,13 @@ class EngineControl(Protocol):
 
     async def verify_adapter(self, name: str) -> None:
         """Make sure that an adapter that was just loaded is what answers under its name. Raises ApiError, and the
-        adapter is not loaded any more, when it is not."""
+        adapter is no longer loaded, when it is not."""
 
     async def generate_one(self) -> None:
         """Generate one token with the base model. Raises when that fails."""
 
     async def load_weights(self, folder: Path) -> None:
-        """Take over the weights that `folder` (confined, complete) stands for, and forget what was computed with
+        """Take over the weights of `folder` (confined, complete), and forget what was computed with
         others. Nothing generates meanwhile. Raises ApiError; then the weights of before are in force."""
 
     async def load_base(self) -> None:

@@ -179,7 +179,6 @@ async def refuse(send: Send, error: ApiError) -> None:
 
 
 async def answer(send: Send, status: int, body: Any, *, close: bool = False) -> None:
-    """Send `body` as JSON."""
     data = msgspec.json.encode(body)
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(data)).encode())]
     if close:

@@ -43,8 +43,6 @@ NOT_PLAIN = (
 
 @dataclass(frozen=True)
 class AdapterConfig:
-    """The fields of `adapter_config.json`."""
-
     rank: int
     alpha: float
     target_modules: tuple[str, ...]

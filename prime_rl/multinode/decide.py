@@ -170,7 +170,7 @@ def _release(setting: GroupSetting, group: GroupRecord, view: View, resume: Posi
 
 
 def _returning(setting: GroupSetting, group: GroupRecord, view: View) -> dict[int, str]:
-    """Nodes that wait to be let in again: only at the start of an iteration."""
+    """Nodes that wait to rejoin: only at the start of an iteration."""
     return {
         rank: node.incarnation
         for rank, node in view.nodes.items()
@@ -280,7 +280,7 @@ def decide_node(setting: GroupSetting, own: NodeRecord, view: View) -> Step:
     others = [words for words in group.awaited if not words.startswith(str(own))]
     awaited = stalled_master or "; ".join(others) or "the master's release"
     waiting_on = f"{group.position}: {awaited}"
-    # The master judges first; this is for one that beats and does not lead any more.
+    # The master decides first; this is for one that beats but no longer leads.
     if view.now - view.since > setting.barrier_timeout_s + setting.dead_after_s:
         return _leave(own, EXIT_TRY_AGAIN, f"timed out after {setting.barrier_timeout_s:g} s waiting for {waiting_on}")
     return Step(NodeState.RUNNING, own.epoch, waiting_on=waiting_on)

@@ -66,7 +66,6 @@ def sight(before: Sighting | None, incarnation: str, seq: int, progress: int, no
 
 
 def health(sighting: Sighting, now: float, *, heartbeat_s: float, dead_after_s: float, stall_s: float) -> Health:
-    """Health by the last sighting, now."""
     age_s = sighting.age_s(now)
     if age_s > dead_after_s:
         return Health.DEAD
@@ -127,12 +126,11 @@ class Heartbeat:
                 self._write_group(group)
 
     def silence(self) -> None:
-        """Nothing is written any more."""
+        """Stop writing."""
         with self._lock:
             self._node = self._group = None
 
     def beat(self) -> None:
-        """Write the last record again."""
         with self._lock:
             if self._given_up_at == self._looks:
                 return

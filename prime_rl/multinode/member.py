@@ -88,7 +88,7 @@ class Work(Protocol):
     def look(self) -> Report: ...
 
     def stop(self) -> None:
-        """Ask all that was started to end; nothing is started any more."""
+        """Ask all that was started to end; start nothing new."""
 
     @property
     def has_ended(self) -> bool:
@@ -307,7 +307,7 @@ class Member:
         return self._leave(self._leaving, now)
 
     def _leave(self, leaving: _Leaving, now: float) -> Exit | None:
-        """The end of this node, as soon as nothing runs any more that it has started."""
+        """The end of this node, as soon as all that it has started has ended."""
         exit = leaving.exit
         if not self._work.has_ended:
             if now < leaving.deadline:

@@ -128,7 +128,6 @@ def own_record(flags: NodeFlags) -> NodeRecord:
 
 
 def group_setting(flags: NodeFlags, fingerprint: Mapping[str, str]) -> GroupSetting:
-    """The group's settings, for the decisions."""
     return GroupSetting(
         flags.rank,
         flags.num_nodes,

@@ -35,7 +35,6 @@ class Phase(enum.IntEnum):
 
     @property
     def label(self) -> str:
-        """As people see it."""
         return PHASE_NAMES[self]
 
 
@@ -97,7 +96,6 @@ class Position(NamedTuple):
 
 
 def phases_of(rl_phase: RlPhase) -> Sequence[Phase]:
-    """The phases that a mode goes through, in order."""
     return [Phase(number) for number in RL_PHASES[rl_phase]]
 
 

@@ -89,7 +89,6 @@ class Place:
 
     @property
     def steps(self) -> list[int]:
-        """The updates of this iteration."""
         count = self.config.updates_per_iteration
         return [(self.position.iteration - 1) * count + number for number in range(1, count + 1)]
 
@@ -117,7 +116,7 @@ class Place:
         """Raises ValueError after `close`."""
         with self._lock:
             if self._is_closed:
-                raise ValueError(f"this node leaves: {name} is not started any more")
+                raise ValueError(f"this node leaves: {name} is not started")
             child = Child(name, argv, self.output.log(f"node_{self.setting.rank}_{name}"), environment or {})
             self._children = [*(each for each in self._children if each.exit_code is None), child]
         return child
@@ -131,7 +130,6 @@ class Place:
 
     @property
     def has_ended(self) -> bool:
-        """Whether none of them runs."""
         return all(child.exit_code is not None for child in self._children)
 
     def make(self, split: Split, request: MakeRequest) -> Child:

@@ -1,6 +1,6 @@
 """What is proven of each iteration by the files that the master wrote, and where a new epoch goes on by them.
 
-A proof that does not hold any more (rollouts with other settings, of a policy that has been trained since, or in a file
+A proof that no longer holds (rollouts with other settings, of a policy that has been trained since, or in a file
 that is damaged; an evaluation that was not due and is now) counts as none, and is made again. Reads, writes nothing.
 """
 
@@ -77,7 +77,7 @@ class Proofs:
         return read_json(self._output.iteration(iteration).proof("train"), TrainProof)
 
     def lost_task(self, iteration: int, proof: TrainProof) -> str | None:
-        """A task of the rollouts that are proven, and is not in its file any more: that is damaged, or gone."""
+        """A task of the rollouts that are proven, but no longer in its file, which is damaged or gone."""
         if iteration in self._whole:
             return None
         folder = self._output.iteration(iteration).path

@@ -23,7 +23,7 @@ class Task(Protocol):
 
     @property
     def has_ended(self) -> bool:
-        """Whether nothing of it runs any more."""
+        """Whether all of it has ended."""
 
 
 class Now:
@@ -115,7 +115,6 @@ class InferenceServer:
         return status.base_url if is_ours and status is not None and status.state == "serving" else None
 
     def start(self) -> None:
-        """Start it unless it runs."""
         if self.has_ended:
             self._status_file.unlink(missing_ok=True)
             self._child = self._start()

@@ -1,7 +1,7 @@
 """What a node really does in each phase, and its inference server.
 
 Every piece of work is a process of another package or a file; the master alone writes plans and proofs. A proof that
-holds is never made again, so a phase can be done again after a restart or in a new round. What the work is stands in
+holds is never made again, so a phase can be done again after a restart or in a new round. The work itself is in
 `rollouts` and `training`; when the group is in which phase is not decided here (`decide`).
 """
 

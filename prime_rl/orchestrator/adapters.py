@@ -1,6 +1,6 @@
 """Publication of a run that trains an adapter: every version is on the servers under its own name.
 
-Several versions stand beside each other, so nothing has to end when a new one comes: a request is answered by the
+Several versions are loaded side by side, so nothing has to end when a new one comes: a request is answered by the
 version it names or not at all. `retain` unloads versions that are no longer needed.
 """
 
@@ -56,7 +56,7 @@ class AdapterSet:
             raise (worst or errors)[0]
 
     async def _equip(self, server: ServerClient) -> None:
-        """Give the server every adapter of the run, and take from it those of this run that are not in use any more:
+        """Give the server every adapter of the run, and unload those of this run that are no longer in use:
         they were unloaded while it was away, or an earlier orchestrator left them.
         """
         has = {model.id for model in await server.list_models()}

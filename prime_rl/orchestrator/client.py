@@ -219,7 +219,7 @@ class ServerClient:
     async def load_weights(self, folder: Path | None) -> None:
         """Take over the whole weights of a broadcast folder, with None those that the server was started with."""
         path, body = ("/update_weights", {"weight_dir": str(folder)}) if folder else ("/reload_weights", {})
-        self.weights = None  # whatever comes of it
+        self.weights = None  # whether the request succeeds or not
         response, url = await self._request("POST", path, body)
         self.weights = _decoded(response, url, _Weights).weights
 

@@ -126,7 +126,7 @@ class PolicyVersions:
         """Give a version (default: the current one) to the servers that have lost it.
 
         Raises InferenceError when that is not available, for example because its broadcast folder is gone. The current
-        one is tried for a while: a switch to a newer one mends it too.
+        one is tried for a while: a switch to a newer one fixes it too.
         """
         if version is not None:
             await self._publication.restore(version)

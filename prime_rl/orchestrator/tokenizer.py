@@ -149,7 +149,7 @@ def _template_of(config: dict[str, Any]) -> str | None:
 
 
 def _text(token: Any) -> str | None:
-    """A special token stands in the config as its text, or as an object around it."""
+    """A special token in the config: its text, or an object around it."""
     if isinstance(token, dict):
         token = token.get("content")
     return token if isinstance(token, str) else None

@@ -17,8 +17,6 @@ LATE_AFTER_S = HEARTBEAT_S + 1.0
 
 
 class TrainerWatch:
-    """Watches one `trainer/status.json`."""
-
     def __init__(self, path: Path) -> None:
         self._path = path
         self._mtime_ns: int | None = None
@@ -29,7 +27,7 @@ class TrainerWatch:
         return self._read() is not None
 
     def trouble(self, now: float) -> str | None:
-        """Why no update is to be expected, e.g. "the trainer is down: it stopped 40 s ago"; None while it lives.
+        """Why no update will come, e.g. "the trainer is down: it stopped 40 s ago"; None while it lives.
 
         `now` is Unix seconds. A workspace without a status file has no trainer that could be down.
         """

@@ -1,7 +1,7 @@
 """Save a run, and resume a run.
 
 `checkpoints/step_N/trainer/` holds the weights (an adapter in PEFT format, or the whole model), the rest of the state
-(optimizer, scheduler, random numbers) and the progress; the orchestrator's part stands beside it; `STABLE` comes last.
+(optimizer, scheduler, random numbers) and the progress; the orchestrator's part is beside it; `STABLE` comes last.
 Nothing in it depends on the number of ranks. What may be removed is decided in `retention`. Nothing here executes what
 it reads: safetensors and JSON.
 """

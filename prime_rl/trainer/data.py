@@ -84,7 +84,7 @@ class Scout:
             self._earliest = done + min(rest_s, MAX_REST_S)
 
     def _due(self) -> list[float]:
-        """When a config is to be looked at again that had not come to rest."""
+        """When to read a config again that was still changing."""
         due = self._manager.findings.due
         return [] if due is None else [due]
 

@@ -28,8 +28,6 @@ MIN_TEMPERATURE = 1e-6
 
 @dataclass(frozen=True)
 class BatchLimits:
-    """What a batch must fit into."""
-
     run_id: str
     step: int
     seq_len: int

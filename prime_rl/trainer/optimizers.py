@@ -64,7 +64,7 @@ def check_state(config: OptimConfig, params: Params, state: dict[Any, Any]) -> N
 
 
 def _kind(value: Any, num_weights: int) -> str:
-    """What a part of a state is, in words; `num_weights` stand for each number that is not a mere count."""
+    """Type and size of a part of a state; each number that is not a mere count belongs to `num_weights` weights."""
     if not isinstance(value, torch.Tensor):
         return type(value).__name__
     return (

@@ -133,7 +133,6 @@ class RowQueue:
         self._rows[run_idx] = list(rows)
 
     def drop(self, run_idx: int) -> None:
-        """Forget a run: it was evicted or deleted."""
         self._rows.pop(run_idx, None)
         self._served.pop(run_idx, None)
 

@@ -72,7 +72,7 @@ def sweep(run: RunDir) -> None:
 
 
 def _fragments(run: RunDir, complete: Sequence[int]) -> list[int]:
-    """Checkpoints without a marker that are older than a complete one: they will not be completed any more."""
+    """Checkpoints without a marker that are older than a complete one: they will never be completed."""
     stable = set(list_steps(run.checkpoints, stable_only=True))
     return [step for step in list_steps(run.checkpoints) if complete and step < complete[-1] and step not in stable]
 

@@ -1,4 +1,4 @@
-"""How the model lies over the ranks: FSDP2, of each parameter a part on each rank; the adapters whole on every rank.
+"""How the model is sharded over the ranks: FSDP2, each parameter in parts, the adapters whole on every rank.
 
 Each decoder layer is one group: it is put together from all ranks for its own forward and again for its own backward,
 so a rank never holds more than its part and about two whole layers. The adapters take no part in this: their gradients

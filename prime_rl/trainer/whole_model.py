@@ -115,8 +115,6 @@ class ModelFiles:
 
 @dataclass(frozen=True)
 class ModelSnapshot:
-    """A whole model at one moment."""
-
     tensors: dict[str, Tensor]
     files: ModelFiles
 

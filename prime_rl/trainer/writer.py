@@ -118,13 +118,12 @@ class BackgroundWriter:
             raise
 
     def forget(self, run_id: str) -> None:
-        """The run left: how its work ended is of no interest any more, and it may come back."""
+        """Drop the results of a run that left; it may come back."""
         with self._changed:
             self._failed.discard(run_id)
             self._results = [result for result in self._results if result.job.run_id != run_id]
 
     def close(self) -> None:
-        """Finish the queue and end the thread."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()

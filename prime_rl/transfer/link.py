@@ -32,8 +32,6 @@ class Request(msgspec.Struct):
 
 
 class Description(msgspec.Struct, frozen=True):
-    """One tensor to come."""
-
     name: str
     dtype: str
     shape: tuple[int, ...]

@@ -48,7 +48,7 @@ class WeightSender:
         self._thread.start()
 
     def offer(self, label: str, tensors: Mapping[str, Tensor]) -> None:
-        """From now on these are handed out, under this name. They must not change any more."""
+        """From now on these are handed out, under this name. They must not change after that."""
         self._offer = (label, tensors)
 
     def close(self) -> None:

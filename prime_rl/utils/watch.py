@@ -74,7 +74,6 @@ class Watcher:
 
     @property
     def folders(self) -> frozenset[Path]:
-        """What is watched now."""
         return frozenset(self._watched)
 
     def watch(self, folders: Iterable[Path]) -> None:

@@ -118,7 +118,7 @@ def test_a_daemon_that_keeps_crashing_fails_until_a_person_asks(prl: Prl) -> Non
     prl.wait_state("run_a", "finished")
 
 
-def test_last_words_and_readmission(prl: Prl) -> None:
+def test_final_states_and_readmission(prl: Prl) -> None:
     prl.up()
     (prl.output_dir / "pause_run_a").touch()
     prl("runs", "add", str(prl.run_file("a", max_steps=4)))

@@ -83,7 +83,7 @@ def test_every_start_has_a_name_of_its_own_in_one_store() -> None:
 
 def test_a_rank_that_does_not_come_is_named() -> None:
     store = HashStore()
-    store.set("word/2", "what an earlier start left")
+    store.set("key/2", "what an earlier start left")
     with pytest.raises(MissingRanks, match=r"rank 1 and 2 of 3 did not join within 0\.2 s"):
         name_of_this_start(store, 0, 3, 0.2)
     with pytest.raises(MissingRanks, match=r"rank 0 did not join within 0\.2 s; rank 1 waits for it"):

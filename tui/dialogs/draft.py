@@ -30,8 +30,6 @@ MAX_DRAFT_BYTES = 256 * 1024
 
 @dataclass(frozen=True)
 class Template:
-    """A TOML file to begin from."""
-
     label: CleanText
     path: Path
 

@@ -158,7 +158,7 @@ class RunsScreen(PlaceScreen):
         self.notify(f"sorted by {SORTS[column].title} {'▼' if down else '▲'}", timeout=2, markup=False)
 
     def action_pin(self) -> None:
-        """Pin the chosen runs; when all of them are pinned, let them go."""
+        """Pin the chosen runs; when all of them are pinned, unpin them."""
         chosen, pins = [row.run_id for row in self.target_rows()], self.memory.workspace.pins
         others = [run_id for run_id in pins if run_id not in chosen]
         self._remember(pins=others if set(chosen) <= set(pins) else [*others, *chosen])

@@ -67,8 +67,6 @@ class ChartsView(Vertical, can_focus=True):
     ]
 
     class Wanted(Message):
-        """Another view is requested."""
-
         def __init__(self, view: ChartView) -> None:
             super().__init__()
             self.view = view
@@ -222,7 +220,7 @@ class ChartsView(Vertical, can_focus=True):
         self._want(replace(self.view, num_columns=num_columns))
 
     def _say(self) -> None:
-        """The line above the charts: what is looked at."""
+        """The line above the charts: steps and scale."""
         if self._data is None:
             return
         palette, view, data = make_palette(self.app.theme_variables), self.view, self._data

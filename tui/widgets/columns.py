@@ -28,7 +28,7 @@ Cell = tuple[tuple[str, str], ...]
 
 @dataclass(frozen=True)
 class Column:
-    """One column. `width` is without the padding; figures stand at its right edge."""
+    """One column. `width` is without the padding; figures are right-aligned."""
 
     key: str
     label: str

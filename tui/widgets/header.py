@@ -174,8 +174,6 @@ def run_lines(
 
 
 class WorkspaceHeader(Widget):
-    """Two lines about the workspace."""
-
     DEFAULT_CSS = """
     WorkspaceHeader { height: 2; background: $panel; }
     """

@@ -53,14 +53,12 @@ class LogView(Vertical, can_focus=False):
     ]
 
     class Wanted(Message):
-        """Other lines are requested."""
-
         def __init__(self, request: LogRequest) -> None:
             super().__init__()
             self.request = request
 
     class Search(Message):
-        """Words are to be looked for from an offset on; empty words: no more."""
+        """Search for words from an offset on; no words: stop."""
 
         def __init__(self, words: str, offset: int, *, forwards: bool, level: int, serial: int) -> None:
             super().__init__()
@@ -147,7 +145,6 @@ class LogView(Vertical, can_focus=False):
         self.input.focus()
 
     def action_again(self, direction: int) -> None:
-        """The next match further down, or up."""
         if self.rows.words:
             self._look(forwards=direction > 0)
 
@@ -188,7 +185,7 @@ class LogView(Vertical, can_focus=False):
         self._say()
 
     def _look(self, *, forwards: bool) -> None:
-        """From the last match on, or from what is in sight."""
+        """From the last match on, or from the visible lines."""
         last = self.found.start
         if last is None:
             last = self._bottom_offset() if not forwards else self._top_offset()
@@ -213,7 +210,7 @@ class LogView(Vertical, can_focus=False):
         return self.rows.lines[self.rows.top].start if self.rows.lines else 0
 
     def _bottom_offset(self) -> int:
-        """After the last line that is in sight."""
+        """After the last visible line."""
         lines = self.rows.lines
         last = min(self.rows.top + self.rows.size.height, len(lines)) - 1
         return lines[last].end if lines else 0

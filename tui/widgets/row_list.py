@@ -33,8 +33,6 @@ class RowList(Widget, can_focus=True):
     ]
 
     class Moved(Message):
-        """The cursor is on another row."""
-
         def __init__(self, row_list: RowList) -> None:
             super().__init__()
             self.row_list = row_list

@@ -81,8 +81,6 @@ class RunsTable(ScrollView, can_focus=True):
     hover: reactive[int | None] = reactive(None, repaint=False)
 
     class Opened(Message):
-        """A run is to be opened."""
-
         def __init__(self, run_id: str) -> None:
             super().__init__()
             self.run_id = run_id
@@ -119,7 +117,6 @@ class RunsTable(ScrollView, can_focus=True):
 
     @property
     def run_ids(self) -> list[str]:
-        """The runs in the order in which they stand."""
         return [row.run_id for row in self._rows]
 
     @property

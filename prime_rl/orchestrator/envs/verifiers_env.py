@@ -4,7 +4,7 @@ verifiers runs the whole episode: it starts tool servers, lets a harness talk to
 it talks to is `PolicyProxy`, which hands each turn to our `Policy`; so the tokens that are trained on are recorded
 where all tokens are, and verifiers sees text. A role without its own harness is played by `verifiers_chat`
 inside this process, as the chat program that verifiers would start for each rollout takes seconds to start. The reward
-is the weighted sum that verifiers makes of its rewards; each of them and each metric becomes a metric of ours.
+is the weighted sum that verifiers makes of its rewards; each of them and each metric becomes one of the run's metrics.
 """
 
 from __future__ import annotations

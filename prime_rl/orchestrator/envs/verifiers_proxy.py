@@ -118,7 +118,7 @@ class PolicyProxy:
 
     @contextlib.contextmanager
     def conversation(self, policy: Policy) -> Iterator[tuple[str, Conversation]]:
-        """A new conversation and the name of the model that stands for it."""
+        """A new conversation and the model name that identifies it."""
         name, conversation = next(self._names), Conversation(policy)
         self._conversations[name] = conversation
         try:

@@ -15,8 +15,6 @@ LOST_SHARE = 0.07
 
 @dataclass(frozen=True)
 class Demonstration:
-    """One conversation of two turns."""
-
     prompt: str
     answer: str
 

@@ -27,7 +27,6 @@ CHAT_TEMPLATE = """\
 
 
 def build_tokenizer(max_positions: int) -> PreTrainedTokenizerFast:
-    """The same tokenizer every time."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {token: i for i, token in enumerate((*SPECIAL_TOKENS, *letters))}
     backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))

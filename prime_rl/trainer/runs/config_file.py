@@ -44,8 +44,8 @@ Signature = tuple[str, int, int, int, int]
 class Reading:
     """What one look at a file gave.
 
-    `config` is None when it is bad, or when the file has not come to rest: then it is to be read again at `due`
-    (seconds of the clock). `landed_ns` is the time of the file.
+    `config` is None when it is bad, or while the file still changes: then read it again at `due` (seconds of the
+    clock). `landed_ns` is the time of the file.
     """
 
     config: OrchestratorConfig | None
@@ -125,7 +125,6 @@ class ConfigFiles:
         return digest != before
 
     def forget(self, run_id: str) -> None:
-        """Check the run's config again."""
         self._files.pop(run_id, None)
         self._unreported.pop(run_id, None)
 

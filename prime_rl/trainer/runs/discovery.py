@@ -143,12 +143,11 @@ class Discovery:
             found.due = self._clock()
 
     def suspect(self, run_id: str) -> None:
-        """What was found about a run may not hold any more."""
+        """What was found about a run may be outdated."""
         self._verdicts.pop(run_id, None)
         self._checked.discard(run_id)
 
     def forget_verdicts(self) -> None:
-        """Check every config again."""
         self._configs.forget_all()
         self._verdicts.clear()
 

@@ -33,13 +33,11 @@ class Evictions:
         return run_id in self._unwritten
 
     def add(self, run_id: str, reason: str) -> None:
-        """Evict `run_id`."""
         self._unwritten[run_id] = printable(" ".join(reason.split()))[:MAX_REASON_CHARS]
         logger.warning("evicting %s: %s", run_id, self._unwritten[run_id])
         self.write()
 
     def write(self) -> None:
-        """Write down what is not written yet."""
         for run_id, reason in list(self._unwritten.items()):
             run = RunDir(self._output_dir / run_id)
             try:

@@ -2,7 +2,7 @@
 
 Hooks of one kind are called in the order of registration. What happens when one fails depends on the kind: a config is
 invalid, a run that comes is evicted, a run that leaves leaves anyway. When hooks are called is the manager's
-business; their names stand in the reasons that people read.
+business; their names are in the reasons that people read.
 """
 
 from __future__ import annotations
@@ -39,8 +39,6 @@ class ConfigValidationHook(Protocol):
 
 @dataclass
 class Hooks:
-    """All hooks of one manager."""
-
     validation: list[ConfigValidationHook] = field(default_factory=list)
     discovered: list[DiscoveredHook] = field(default_factory=list)
     forgotten: list[RunHook] = field(default_factory=list)

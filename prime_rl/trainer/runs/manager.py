@@ -175,7 +175,7 @@ class MultiRunManager:
         return dtype_of(self._config_of(run_idx).model.lora)
 
     def alpha_of(self, run_idx: int) -> float:
-        """The alpha that stands for the scale that the run is trained with: the config's, unless a hook changed it."""
+        """The alpha for the scale that the run is trained with: the config's, unless a hook changed it."""
         return self._adapters.alpha_of(run_idx, self._config_of(run_idx).model.lora)
 
     def get_named_parameters_for_run(self, idx: int) -> list[tuple[str, nn.Parameter]]:

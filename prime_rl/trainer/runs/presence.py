@@ -43,8 +43,6 @@ class Entry:
 
 
 class Presence:
-    """The entries of one output directory."""
-
     def __init__(self, output_dir: Path, wall_ns: Callable[[], int] = time.time_ns) -> None:
         self._output = OutputDir(output_dir)
         self._wall_ns = wall_ns
@@ -127,7 +125,7 @@ def _next_change_in(run: RunDir) -> Path:
 
 
 def _prints(run: RunDir) -> tuple[Print, ...]:
-    """Of all that decides about a run: its folders, notes, status, config and newest publication."""
+    """Of what decides about a run: its folder, `control/`, config and `broadcast/`."""
     path = str(run.path)
     config = _print_of(f"{path}/control/orch.toml")
     return (
