@@ -1,4 +1,4 @@
-"""The asynchronous loop: what it saves, how soon new weights speak, what it costs; the embedded engine against vLLM."""
+"""The asynchronous loop: savings, delay of new weights, cost; and the embedded engine against vLLM."""
 
 from __future__ import annotations
 

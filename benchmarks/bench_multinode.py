@@ -1,4 +1,4 @@
-"""What fourteen barriers cost when nobody has work, what waiting costs, and how soon a dead node ends the group."""
+"""What fourteen barriers cost without work, what waiting costs, and how soon a dead node ends the group."""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ def our_charts(path: Path) -> float:
 
 
 def leets(leet: str, path: Path, long_path: Path, home: Path) -> Figures:
-    """Offline, with settings of its own."""
+    """Offline, with its own settings."""
     os.environ |= {"HOME": str(home), "WANDB_MODE": "offline", "WANDB_ERROR_REPORTING": "false"}
     records = (history_record(step, two_figures(step)) for step in range(1, NUM_STEPS + 1))
     runs = make_runs(path, NUM_RUNS, records)
@@ -149,7 +149,7 @@ def leets(leet: str, path: Path, long_path: Path, home: Path) -> Figures:
 
 
 def measure(figures: Figures, name: str, take: Callable[[], float]) -> None:
-    """A figure that the other program may not be able to give: then it is left out, and said why."""
+    """Take a figure; when the other program cannot give it, leave it out and print why."""
     try:
         figures[name] = take()
     except (TimeoutError, RuntimeError) as error:
@@ -185,7 +185,7 @@ def median_start(command: list[str], condition: Callable[[Screen], object]) -> f
 
 
 def cpu_share(terminal: Terminal) -> float:
-    """Share of one core of the program and all that it started, while nobody touches it."""
+    """Share of one core of the program and all that it started, without input."""
     before, began_at = _cpu_s(terminal), time.perf_counter()
     terminal.drain(IDLE_S)
     return (_cpu_s(terminal) - before) / (time.perf_counter() - began_at)
@@ -212,7 +212,7 @@ def key_p95_ms(terminal: Terminal, *, down: str, up: str, top: int) -> float:
         forward = number // 10 % 2 == 0
         wanted = at + (1 if forward else -1)
         if _is_cursor(terminal.screen, wanted):
-            raise RuntimeError("its cursor cannot be told from other lines")
+            raise RuntimeError("its cursor looks like other lines")
         pressed_at = time.perf_counter()
         terminal.press(down if forward else up)
         moved_at = terminal.wait(lambda screen, row=wanted: _is_cursor(screen, row), "the cursor", timeout_s=10.0)
@@ -223,7 +223,7 @@ def key_p95_ms(terminal: Terminal, *, down: str, up: str, top: int) -> float:
 
 
 def _is_cursor(screen: Screen, row: int) -> bool:
-    """Its background is that of no other line: every second one of a list may have one of its own."""
+    """Whether its background is unique: every second line of a list may have another one."""
     return sum(line[3] == screen.backs[row][3] for line in screen.backs) == 1
 
 

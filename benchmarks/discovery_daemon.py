@@ -1,6 +1,6 @@
 """Any daemon of a workspace while it has nothing to do: a status file every heartbeat. Standard library only.
 
-The supervisor starts it as trainer, inference or orchestrator, and says which by the marks in its environment.
+The supervisor starts it as trainer, inference or orchestrator, and the marks in its environment name which.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ HEARTBEAT_S = 5.0
 
 
 def status_of(daemon: str, workspace: Path, port: int) -> tuple[Path, dict[str, object]]:
-    """Where the status file of `daemon` is, and what it says besides who writes it."""
+    """The path of `daemon`'s status file, and its fields besides those of the writer."""
     if daemon == "trainer":
         runs = sorted(path.name for path in workspace.glob("run_*"))
         slots = {run_id: {"run_idx": run_idx, "max_steps": 100} for run_idx, run_id in enumerate(runs)}

@@ -1,6 +1,6 @@
 """What an orchestrator costs: rollouts a second through one process, and the processor time of fifty that wait.
 
-Real processes, each from `control/orch.toml`, against inference that answers at once. Nobody trains.
+Real processes, each from `control/orch.toml`, against inference that answers at once. No trainer runs.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def _run(path: Path, model: Path, url: str, over: dict[str, Any]) -> RunDir:
     run.control.mkdir(parents=True)
     config = {
         "seq_len": 256,
-        "model": {"name": str(model), "full_finetune": False},  # else a trainer would have to say it
+        "model": {"name": str(model), "full_finetune": False},  # else it waits for a trainer to decide
         "sampling": {"max_tokens": 32},
         "env": [{"id": "reverse-text"}],
         "client": {"base_url": url, "max_concurrent_requests": 256},

@@ -1,6 +1,6 @@
-"""How long new weights take to speak: from the end of the optimizer step to the first token sampled from that version.
+"""How long new weights take to answer: from the end of the optimizer step to the first token sampled from that version.
 
-A real trainer, embedded server and orchestrator, strictly on-policy, so that everybody waits for the new version and
+A real trainer, embedded server and orchestrator, strictly on-policy, so that all wait for the new version and
 nothing else goes on; answers have one token and a batch is one group, so the first answer is the first token. Against
 it the bare sum on the same workspace, in blocks between the runs: write the tensors, one load call, one request for a
 token of the run's own prompt. In the run the server sleeps between two versions, and before each sum it sleeps as long;

@@ -1,7 +1,7 @@
 """What a run's last policy is worth: many answers to examples that no run ever trains on, the same for every run.
 
 The reward in a run's own metrics is that of the versions that made its batches, which in an asynchronous run are older
-ones: it says less of what was learned. Sampling is that of training.
+ones: it shows less of what was learned. Sampling is that of training.
 """
 
 from __future__ import annotations

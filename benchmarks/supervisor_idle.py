@@ -71,14 +71,14 @@ class Sleepers:
         for name, daemon in daemons.items():
             if daemon is None or daemon.child is None:
                 continue
-            path, status = self._word(name)
+            path, status = self._status(name)
             status.sign(daemon.child)
             status.updated_at = now
             write_atomic(path, msgspec.json.encode(status), durable=False)
         return all(daemon is not None and daemon.state == "running" for daemon in daemons.values())
 
-    def _word(self, name: str) -> tuple[Path, Status]:
-        """What the daemon says of itself, and where."""
+    def _status(self, name: str) -> tuple[Path, Status]:
+        """The path of the daemon's status file, and the status."""
         if name == "trainer":
             runs = {run_id: TrainerRunStatus(run_idx=idx) for idx, run_id in enumerate(self.active)}
             status = TrainerStatus(state="waiting", waiting_on="rollouts", runs=runs, waiting=self.waiting)

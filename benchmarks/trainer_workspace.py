@@ -1,6 +1,6 @@
 """The real trainer on recorded batches: how much memory eight runs take against one, and what publishing costs it.
 
-Each measurement is a process of its own (`python -m benchmarks.trainer_workspace ...`), so that nothing of another one
+Each measurement runs in its own process (`python -m benchmarks.trainer_workspace ...`), so that nothing of another one
 is in its memory. The workload is that of the demo: batches of 64 short samples, a checkpoint at every eighth update.
 """
 
@@ -134,7 +134,7 @@ def _write_run(workspace: Path, run_id: str, model: Path, num_steps: int) -> Run
 
 
 def _peak_bytes() -> int:
-    # Not getrusage: its peak is inherited from whoever started the process.
+    # Not getrusage: its peak is inherited from the parent process.
     lines = Path("/proc/self/status").read_text().splitlines()
     return 1024 * int(next(line.split()[1] for line in lines if line.startswith("VmHWM")))
 

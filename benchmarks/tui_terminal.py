@@ -57,7 +57,6 @@ class Screen:
         return "\n".join("".join(line) for line in rows)
 
     def find(self, words: str) -> int | None:
-        """The first row that shows `words`."""
         return next((y for y in range(self.height) if words in self.text(y)), None)
 
     def feed(self, data: str) -> None:
@@ -242,7 +241,6 @@ class Terminal:
             pass
 
     def close(self) -> None:
-        """End the program and all that it started."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()

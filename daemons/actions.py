@@ -179,8 +179,8 @@ def readmit_run(output_dir: Path, run_id: str, *, reason: str = "") -> bool:
         if view.state not in (RunState.EVICTED, RunState.FAILED):
             return False
         remove(run.evicted)
-        word = read_status(run.status, RunStatus)
-        if word is not None and word.state == "failed":
+        status = read_status(run.status, RunStatus)
+        if status is not None and status.state == "failed":
             run.status.unlink(missing_ok=True)
         daemon = read_status(output.daemon_status(run_id), DaemonStatus)
         if daemon is not None and daemon.state == "failed":

@@ -1,6 +1,6 @@
 """The checks of `prl doctor`: one function per fact. `doctor` collects the facts.
 
-A check returns what was found and, unless it is ok, what to do. `warning`: it works, and a problem is to be expected.
+A check returns what was found and, unless it is ok, what to do. `warning`: it works, but expect a problem.
 `broken`: the workspace will not start, or will do the wrong thing.
 """
 

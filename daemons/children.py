@@ -18,8 +18,6 @@ from prime_rl.utils.process import ProcessId
 
 
 class Child(Protocol):
-    """One daemon's process."""
-
     @property
     def exit_code(self) -> int | None: ...
 

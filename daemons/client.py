@@ -37,7 +37,7 @@ from daemons.workspace import (
     shown,
     waits_for,
 )
-from prime_rl.contract.condition import STALLED, stalled_since, still_words
+from prime_rl.contract.condition import STALLED, stall_text, stalled_since
 from prime_rl.contract.files import file_problem
 from prime_rl.contract.layout import OutputDir, RefusedRun, RunDir, scan_runs
 from prime_rl.contract.status import (
@@ -129,7 +129,7 @@ class WorkspaceReader:
                 missing = f"{run.control / 'orch.toml'} not found: a run needs this file"
                 reasons[run_id] = file_problem(run.orch_toml) or missing
                 continue
-            runs.append(self._view(run_id, _Facts(record, *others[:-1], is_alive(record.word, now))))
+            runs.append(self._view(run_id, _Facts(record, *others[:-1], is_alive(record.status, now))))
         self._forget(found.keys())
         return Workspace(
             output_dir=self.output.path,
@@ -208,7 +208,7 @@ class _Facts(NamedTuple):
 
 
 def _make_view(facts: _Facts) -> RunView:
-    record, slot, daemon, word = facts.record, facts.slot, facts.daemon, facts.record.word
+    record, slot, daemon, status = facts.record, facts.slot, facts.daemon, facts.record.status
     config, max_steps = record.parsed.config, _max_steps(record)
     state, reason = run_state(
         RunFacts(
@@ -216,7 +216,7 @@ def _make_view(facts: _Facts) -> RunView:
             config_error=record.config_error or (None if slot else record.parsed.error),
             max_steps=max_steps,
             published_step=record.published,
-            orchestrator=word,
+            orchestrator=status,
             trainer_alive=facts.trainer_lives,
             in_slot=slot is not None,
             supervisor_gave_up=daemon.reason or "its orchestrator failed"
@@ -226,21 +226,21 @@ def _make_view(facts: _Facts) -> RunView:
     )
     position = facts.place if state is RunState.WAITING else None
     since, why = _stall(facts) if state is RunState.ACTIVE else (None, None)
-    living = word if facts.lives else None
+    living = status if facts.lives else None
     return RunView(
         run_id=record.run.run_id,
         state=state,
         step=max(slot.step if slot else 0, record.published),
         max_steps=max_steps,
-        reward=word.reward if word else None,
+        reward=status.reward if status else None,
         reason=shown(f"its orchestrator is stalled: {why}" if why else reason),
         waiting_on=shown(waits_for(state, living, slot, position, daemon)),
-        updated_at=word.updated_at if word else None,
+        updated_at=status.updated_at if status else None,
         run_idx=slot.run_idx if slot else None,
         queue_position=position,
         tokens_per_s=living.tokens_per_s if living else None,
-        async_level=word.async_level if word else None,
-        policy_version=word.policy_version if word else None,
+        async_level=status.async_level if status else None,
+        policy_version=status.policy_version if status else None,
         lr=slot.lr if slot else (config.optim.lr if config else None),
         bottleneck=shown(living.bottleneck) if living else None,
         model=one_line(config.model.name) if config else None,
@@ -252,10 +252,10 @@ def _make_view(facts: _Facts) -> RunView:
 
 
 def _stall(facts: _Facts) -> tuple[float | None, str | None]:
-    """Since when the run's orchestrator is stalled, and why: what it tells itself, or what the supervisor found."""
-    word, daemon = facts.record.word, facts.daemon
-    if word is not None and facts.lives and (since := stalled_since(word)) is not None:
-        return since, still_words(since)
+    """Since when the run's orchestrator is stalled, and why: by its own status, or the supervisor's."""
+    status, daemon = facts.record.status, facts.daemon
+    if status is not None and facts.lives and (since := stalled_since(status)) is not None:
+        return since, stall_text(since)
     return (daemon.stalled_since, daemon.reason) if daemon is not None and daemon.state == STALLED else (None, None)
 
 
@@ -263,4 +263,4 @@ def _max_steps(record: RunRecord) -> int | None:
     """From the config; while that is unread, from the run's own orchestrator."""
     if record.parsed.config is not None:
         return record.parsed.config.max_steps
-    return record.word.max_steps or None if record.parsed is NOT_PARSED and record.word else None
+    return record.status.max_steps or None if record.parsed is NOT_PARSED and record.status else None

@@ -29,7 +29,7 @@ class State(enum.StrEnum):
 
 
 class After(enum.StrEnum):
-    """What follows once a daemon that was told to stop has stopped."""
+    """What follows once a daemon has stopped as asked."""
 
     END = "end"
     RESTART = "restart"
@@ -70,12 +70,12 @@ class Daemon:
 
 @dataclass(frozen=True)
 class Seen:
-    """What is seen of one daemon now.
+    """What the supervisor sees of one daemon now.
 
-    `exit_code` is None while it lives, and of a process that is no child of ours. `still_s` says how long its progress
-    has stood still though it had work; None: it has none, or counts none. `loop_still_s` says how long its main loop
-    has not turned, once that is longer than the loop may take. `last_word` is the final state that an orchestrator
-    wrote since this start. `left` are processes of its last start that still run, though SIGKILL was sent to them.
+    `exit_code` is None while it lives, and for a process that is not our child. `still_s`: how long its progress has
+    stood still though it had work; None: no work, or it counts none. `loop_still_s`: how long its main loop has not
+    turned, once that is longer than the loop may take. `final_state`: written by an orchestrator since this start.
+    `left` are processes of its last start that still run, though SIGKILL was sent to them.
     """
 
     lives: bool = False
@@ -85,7 +85,7 @@ class Seen:
     heartbeat_age_s: float | None = None
     still_s: float | None = None
     loop_still_s: float | None = None
-    last_word: str | None = None
+    final_state: str | None = None
     last_reason: str | None = None
     evicted: bool = False
     gone: bool = False

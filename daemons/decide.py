@@ -17,7 +17,7 @@ from daemons.daemon import LIVE, Action, After, Daemon, Do, Seen, Snapshot, Stat
 from daemons.process import KILL_WAIT_S
 from daemons.specs import DaemonSpec
 from prime_rl.configs.system import SupervisorConfig
-from prime_rl.contract.condition import still_words, utc
+from prime_rl.contract.condition import stall_text, utc
 from prime_rl.contract.status import LOST_AFTER_S, Crash
 
 EXIT_WRONG_USE = 2
@@ -30,7 +30,7 @@ _SILENT = "alive, but has not written its status file for more than three heartb
 
 
 def decide(snapshot: Snapshot, now: float) -> list[Action]:
-    """At most one action for each daemon, in the order in which daemons are wanted."""
+    """At most one action for each daemon, in the order of `snapshot.wanted`."""
     names = list(snapshot.wanted) + [name for name in snapshot.daemons if name not in snapshot.wanted]
     room = snapshot.config.max_starting - sum(_starts(daemon, now) for daemon in snapshot.daemons.values())
     actions = []
@@ -97,15 +97,15 @@ def _alive(daemon: Daemon, seen: Seen, asked: bool, config: SupervisorConfig, no
 
 
 def _stopping(daemon: Daemon, config: SupervisorConfig, now: float) -> Action:
-    """SIGKILL when its time is over. What does not end by that is told, and nothing waits for it."""
+    """SIGKILL when its time is over. A process that survives it is reported, and nothing waits for it."""
     if daemon.killed_at is None:
         is_over = now - daemon.stop_at >= _patience_s(daemon, config)
         return Action(Do.KILL, replace(daemon, killed_at=now)) if is_over else Action(Do.NOTE, daemon)
     if now - daemon.killed_at < KILL_WAIT_S:
         return Action(Do.NOTE, daemon)
     pid = daemon.process.pid if daemon.process else 0
-    told = replace(daemon, stalled_since=daemon.killed_at, reason=f"process {pid} cannot be ended: it {_UNKILLABLE}")
-    return Action(Do.NOTE, told)
+    reason = f"process {pid} cannot be ended: it {_UNKILLABLE}"
+    return Action(Do.NOTE, replace(daemon, stalled_since=daemon.killed_at, reason=reason))
 
 
 def _outlived(daemon: Daemon, left: frozenset[int], now: float) -> Action:
@@ -128,7 +128,7 @@ def _judged(daemon: Daemon, seen: Seen, config: SupervisorConfig, now: float) ->
     if silent_s > LOST_AFTER_S:
         why, age_s, stuck = _SILENT, silent_s, silent_s >= limit.limit_s
     elif seen.loop_still_s is not None:
-        why, age_s, stuck = still_words(now - seen.loop_still_s), seen.loop_still_s, seen.loop_still_s >= limit.limit_s
+        why, age_s, stuck = stall_text(now - seen.loop_still_s), seen.loop_still_s, seen.loop_still_s >= limit.limit_s
     elif still_s >= limit.limit_s:
         why = f"no progress for {limit.limit_s:g} s, since {utc(now - still_s)}"
         age_s, stuck = still_s, seen.waiting_on is None
@@ -146,7 +146,7 @@ def _judged(daemon: Daemon, seen: Seen, config: SupervisorConfig, now: float) ->
 
 
 def _ended(daemon: Daemon, seen: Seen, config: SupervisorConfig, now: float) -> Action:
-    """The process is gone: stopped by us, in a final state of its own, or crashed."""
+    """The process is gone: stopped by us, in a final state, or crashed."""
     before = daemon.state
     daemon = replace(
         daemon,
@@ -160,8 +160,8 @@ def _ended(daemon: Daemon, seen: Seen, config: SupervisorConfig, now: float) -> 
     stopped = before is State.STOPPING
     if stopped and daemon.after_stop is After.END:
         return Action(Do.CLEAN, replace(daemon, state=State.DONE))
-    if seen.last_word is not None:
-        return Action(Do.CLEAN, replace(daemon, state=State.DONE, reason=seen.last_reason or seen.last_word))
+    if seen.final_state is not None:
+        return Action(Do.CLEAN, replace(daemon, state=State.DONE, reason=seen.last_reason or seen.final_state))
     if seen.evicted or seen.gone:
         return Action(Do.CLEAN, replace(daemon, state=State.DONE, reason="its run is evicted or gone"))
     if stopped and daemon.after_stop is After.RESTART:
@@ -171,7 +171,7 @@ def _ended(daemon: Daemon, seen: Seen, config: SupervisorConfig, now: float) -> 
 
 def _crash(daemon: Daemon, before: State, now: float) -> Crash:
     """How it ended. A process that exits by itself before it is ready did not start; it has not crashed."""
-    kind, why = "crash", _exit_words(daemon.exit_code)
+    kind, why = "crash", _exit_text(daemon.exit_code)
     if before is State.STOPPING:
         kind, why = ("stall" if daemon.after_stop is After.STALL else "start"), daemon.reason or why
     elif before is State.STARTING and daemon.exit_code is not None and daemon.exit_code >= 0:
@@ -194,7 +194,7 @@ def _after_crash(daemon: Daemon, crash: Crash, before: State, config: Supervisor
     return replace(daemon, state=State.BACKOFF, retry_at=now + wait_s, reason=crash.reason)
 
 
-def _exit_words(code: int | None) -> str:
+def _exit_text(code: int | None) -> str:
     if code is None:
         return "it ended"
     return f"killed by signal {-code}" if code < 0 else f"exit code {code}"

@@ -106,7 +106,7 @@ class RunStory:
         return sum(record["reward/mean"] for record in records) / len(records) if records else None
 
     def tokens_per_s(self) -> float | None:
-        """All tokens over all time: a batch that lay ready has a rate that says nothing."""
+        """All tokens over all time: the rate of a batch that lay ready means nothing."""
         times_s = [record.get("time/step", 1.0) for record in self.metrics]
         num_tokens = sum(
             record.get("tokens_per_s", 0.0) * time_s for record, time_s in zip(self.metrics, times_s, strict=True)
@@ -142,7 +142,7 @@ class Demo:
         self._progress_at = time.monotonic()
 
     def watch(self, *, with_tui: bool) -> bool:
-        """Until all runs are finished; false when told to stop. Raises DemoError when it cannot succeed any more."""
+        """Until all runs are finished; false when asked to stop. Raises DemoError when it can no longer succeed."""
         reader = WorkspaceReader(self.output.path)
         with TuiChild(self.output.path if with_tui else None) as tui:
             while not self._stop():
@@ -155,7 +155,7 @@ class Demo:
         return False
 
     def look(self, workspace: Workspace, *, quiet: bool) -> None:
-        """Take in one snapshot; tell what is new unless `quiet`."""
+        """Take in one snapshot; print what is new unless `quiet`."""
         for run_id, story in self.stories.items():
             run = workspace.run(run_id)
             if run is not None:
@@ -214,7 +214,7 @@ class Demo:
 def run_demo(
     system: SystemConfig, configs: Path, say: launch.Say, stop: StopFlag, progress: Progress, *, with_tui: bool
 ) -> dict[str, Any] | None:
-    """The whole demo; returns its report, or None when it was told to stop. Everything it started is stopped again.
+    """The whole demo; returns its report, or None when it was asked to stop. Everything it started is stopped again.
 
     Raises DemoError, LaunchError or ActionError.
     """
@@ -244,7 +244,7 @@ def run_demo(
 
 
 def add_demo_run(output: OutputDir, source: Path, model: str) -> str:
-    """Add one run, on the workspace's model whatever the file says."""
+    """Add one run, on the workspace's model, not the file's."""
     same = load_run_config(source).model.name == model
     return actions.add_run(output.path, source, overrides=None if same else {"model": {"name": model}})
 

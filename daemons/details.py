@@ -23,7 +23,7 @@ from prime_rl.utils.text import CleanText, clean_text, one_line
 NUM_ERRORS = 5
 _TAIL_BYTES = 256 * 1024
 _ERROR = re.compile(r"^\S+ (WARNING|ERROR|CRITICAL) |^[\w.]*(Error|Exception)\b.*:|^fatal\b", re.IGNORECASE)
-# Names of values that nobody should read over a shoulder; `api_key_var` is a name and `max_tokens` a number.
+# Names of secret values; `api_key_var` is a name and `max_tokens` a number.
 _SECRET = re.compile(r"(^|_)(api_?key|access_?key|token|secret|password|passwd|credentials?)$", re.IGNORECASE)
 HIDDEN = "(hidden)"
 
@@ -40,7 +40,7 @@ class CheckpointView:
 
 @dataclass(frozen=True)
 class RunDetails:
-    """`config` is None when it is no TOML. `metrics`: the figures of the last step by their writer. `disk`: bytes by
+    """`config` is None unless it is valid TOML. `metrics`: the figures of the last step by writer. `disk`: bytes by
     folder."""
 
     run: RunView
@@ -80,7 +80,7 @@ def hide_secrets(value: Any) -> Any:
 
 
 def last_figures(path: Path) -> dict[str, float]:
-    """All figures of the last step of a metrics file, with `step`; {} when there is none."""
+    """All figures of the last step of a metrics file, with `step`; {} without one."""
     found: dict[str, float] = {}
     for line in FileTail(path, start_bytes=_TAIL_BYTES).read().lines:
         parsed = parse_metrics(line)

@@ -73,8 +73,6 @@ def disk_use(folder: Path, *, limit_s: float = WALK_LIMIT_S, clock: Callable[[],
 
 
 class DiskReader:
-    """Watches the disk of one workspace."""
-
     def __init__(self, output_dir: Path, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._output_dir = output_dir
         self._clock = clock

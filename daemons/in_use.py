@@ -32,16 +32,16 @@ def users(output: OutputDir, run: RunDir) -> list[str]:
             found.append(f"the trainer (slot {trainer.runs[run.run_id].run_idx})")
         elif run.run_id in trainer.waiting and run.evicted.exists():
             found.append("the trainer (its queue)")
-    word = read_status(run.status, RunStatus)
+    status = read_status(run.status, RunStatus)
     daemon = read_status(output.daemon_status(run.run_id), DaemonStatus)
-    for process in (word.writer if word else None, daemon.child if daemon else None):
+    for process in (status.writer if status else None, daemon.child if daemon else None):
         if process is not None and process.is_running():
             found.append(f"its orchestrator (pid {process.pid})")
             break
     return found
 
 
-def wait_until_let_go(output: OutputDir, run: RunDir, not_done: str, wait_s: float, on_progress: Progress) -> None:
+def wait_until_released(output: OutputDir, run: RunDir, not_done: str, wait_s: float, on_progress: Progress) -> None:
     """Wait until an evicted run is released. Raises ActionError; `not_done` is its text, such as "was not deleted"."""
     said: list[str] = []
 

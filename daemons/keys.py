@@ -29,7 +29,7 @@ def all_keys(output: OutputDir) -> list[str]:
 def _variable(path: Path, *tables: str) -> str:
     try:
         value: Any = parse_toml(read_text(path) or "", str(path))
-    except ConfigError:  # that is said to the run's owner elsewhere
+    except ConfigError:  # reported to the run's owner elsewhere
         return DEFAULT_VARIABLE
     for name in (*tables, "api_key_var"):
         value = value.get(name) if isinstance(value, dict) else None

@@ -31,7 +31,7 @@ from daemons.specs import (
 )
 from prime_rl.configs.base import ConfigError, load_config
 from prime_rl.configs.system import SupervisorConfig, SystemConfig
-from prime_rl.contract.condition import stalled_since, still_words
+from prime_rl.contract.condition import stall_text, stalled_since
 from prime_rl.contract.files import WaitTimeout, wait_for
 from prime_rl.contract.layout import OutputDir
 from prime_rl.contract.status import DaemonStatus, read_status
@@ -51,7 +51,7 @@ _FOLDERS = (".", "..", "models", "outputs")
 class LaunchError(RuntimeError):
     """A workspace that cannot be started or stopped.
 
-    The first line says what, where and what to do; a log may follow.
+    The first line has the error, the place and the remedy; a log may follow.
     """
 
     exit_code = 1
@@ -98,7 +98,7 @@ def _refuse_rival(output: OutputDir) -> None:
 
 
 def start_supervisor(output: OutputDir, lock: SupervisorLock) -> subprocess.Popen[bytes]:
-    """Start the supervisor in a session of its own and give it the lock."""
+    """Start the supervisor in its own session and give it the lock."""
     argv = python_module("daemons.supervisor", str(output.path.resolve()), str(lock.fd))
     try:
         log, keys = output.log(SUPERVISOR), all_keys(output)
@@ -218,7 +218,6 @@ def restart_timeout_s(limits: SupervisorConfig) -> float:
 
 
 def limits_of(output: OutputDir) -> SupervisorConfig:
-    """The limits that the workspace was started with."""
     try:
         return load_config(SystemConfig, output.component_config(SYSTEM)).supervisor
     except ConfigError:  # never started, or of another version
@@ -242,7 +241,7 @@ def _stop_supervisor(
     status = read_status(output.daemon_status(SUPERVISOR), DaemonStatus)
     if status is not None and status.writer.is_same(holder) and (since := stalled_since(status)) is not None:
         timeout_s = min(timeout_s, limits_of(output).grace_s)
-        say(f"it is stalled, {still_words(since)}: it has {timeout_s:g} s to stop")
+        say(f"it is stalled, {stall_text(since)}: it has {timeout_s:g} s to stop")
     holder.send(signal.SIGTERM)
     try:
         wait_for(free, "the supervisor to stop", timeout_s=timeout_s)

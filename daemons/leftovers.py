@@ -125,7 +125,7 @@ def count_living(output: OutputDir) -> int:
 
 
 def _write_stopped(output: OutputDir, statuses: Mapping[str, DaemonStatus], keep: Collection[str]) -> None:
-    """Record, in place of the dead supervisor, that its daemons have ended and are not supervised any more."""
+    """Record, in place of the dead supervisor, that its daemons have ended and are no longer supervised."""
     supervisor = read_status(output.daemon_status(SUPERVISOR), DaemonStatus)
     everybody = [*statuses.values(), *([supervisor] if supervisor else [])]
     for status in everybody:

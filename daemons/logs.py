@@ -15,14 +15,14 @@ from prime_rl.contract.files import open_file
 
 MAX_LINE_BYTES = 1 << 18
 _BLOCK_BYTES = 1 << 16
-# Nothing is looked for beyond a piece without a line's end that is longer: a file with a hole is no log.
+# Reading stops at a longer stretch without a line's end: a file with a hole is not a log.
 _MAX_UNBROKEN_BYTES = 1 << 24
 
 Wanted = Callable[[str], bool]
 
 
 def last_lines(path: Path, num_lines: int, wanted: Wanted = lambda line: True, *, end: int | None = None) -> list[str]:
-    """The last lines that are `wanted`, oldest first, from the log (up to byte `end`) and the older files beside it."""
+    """The last lines that match `wanted`, oldest first, from the log (up to byte `end`) and older files beside it."""
     if not num_lines:
         return []
     logs = zip(_newest_first(path), itertools.chain([end], itertools.repeat(None)), strict=False)
@@ -54,7 +54,7 @@ def _backwards(path: Path, end: int | None) -> Iterator[str]:
             position -= size
             head, *lines = (os.pread(fd, size, position) + rest).split(b"\n")
             if first and lines and not lines[-1]:
-                lines.pop()  # what follows the last line's end is no line
+                lines.pop()  # text after the last line's end is not a line yet
             first = False
             unbroken = 0 if lines else unbroken + size
             yield from (line[:MAX_LINE_BYTES].decode(errors="replace") for line in reversed(lines))

@@ -139,7 +139,7 @@ def _load_nvml() -> ModuleType | None:
     try:
         nvml = importlib.import_module("pynvml")
         nvml.nvmlInit()
-    except Exception:  # the bindings have an error class of their own for each cause, and any means: no GPU to show
+    except Exception:  # the bindings have many error classes, and each means: no GPU to show
         return None
     return nvml
 
@@ -156,7 +156,7 @@ def _gpus(nvml: ModuleType | None) -> tuple[GpuView, ...]:
             busy = _gpu_busy(nvml, handle)
             text = name.decode(errors="replace") if isinstance(name, bytes) else str(name)
             found.append(GpuView(text, busy, int(memory.used), int(memory.total)))
-    except Exception:  # a GPU that fell off the bus is no reason to show nothing else
+    except Exception:  # a GPU that fell off the bus must not hide the others
         return tuple(found)
     return tuple(found)
 
@@ -164,5 +164,5 @@ def _gpus(nvml: ModuleType | None) -> tuple[GpuView, ...]:
 def _gpu_busy(nvml: ModuleType, handle: object) -> float:
     try:
         return float(nvml.nvmlDeviceGetUtilizationRates(handle).gpu) / 100
-    except Exception:  # not told for a slice of a GPU
+    except Exception:  # not available for a slice of a GPU
         return 0.0

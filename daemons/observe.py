@@ -24,7 +24,7 @@ from prime_rl.contract.status import InferenceStatus, RunStatus, Status, Trainer
 from prime_rl.utils.process import ProcessId, is_below
 
 _READY = {TRAINER: ("waiting", "training"), INFERENCE: ("serving",)}
-_LAST_WORDS = ("finished", "evicted", "failed")
+_FINAL_STATES = ("finished", "evicted", "failed")
 StatusT = TypeVar("StatusT", bound=Status)
 Stamp = tuple[int, int, int]
 
@@ -54,7 +54,7 @@ class _Folder:
         return cls(checked, run, str(run.path), str(run.control), run.status, str(run.evicted))
 
 
-class Eyes:
+class Observer:
     """Watches one workspace.
 
     Args:
@@ -70,7 +70,7 @@ class Eyes:
         self._refused: dict[str, str] = {}
         self._held: frozenset[str] = frozenset()
 
-    def has_news(self) -> bool:
+    def has_changes(self) -> bool:
         """Whether runs got or lost a slot, or a person requested something. Costs two `stat` calls."""
         return bool(self.requests()) or self._trainer_runs() != self._held
 
@@ -92,21 +92,21 @@ class Eyes:
 
     def see(self, daemon: Daemon, child: Child | None, run: RunNow | None, now: float) -> Seen:
         own = self._own_status(daemon, run)
-        word = run.word if run and run.word and daemon.process and _wrote(daemon.process, run.word) else None
-        last = word.state if word and word.state in _LAST_WORDS else None
+        status = run.status if run and run.status and daemon.process and _wrote(daemon.process, run.status) else None
+        last = status.state if status and status.state in _FINAL_STATES else None
         lives = child is not None and child.lives()
         return Seen(
             lives=lives,
             exit_code=child.exit_code if child else None,
-            ready=own is not None and own.state in _READY.get(daemon.spec.name, ("running", *_LAST_WORDS)),
+            ready=own is not None and own.state in _READY.get(daemon.spec.name, ("running", *_FINAL_STATES)),
             waiting_on=own.waiting_on if own else None,
             heartbeat_age_s=self._unchanged_s(daemon.spec.name, "beat", (own.pid, own.updated_at), now)
             if own
             else None,
             still_s=self._still_s(daemon.spec.name, own, now),
             loop_still_s=own.loop_still_s if own and stalled_since(own) is not None else None,
-            last_word=last,
-            last_reason=word.reason if word and last else None,
+            final_state=last,
+            last_reason=status.reason if status and last else None,
             evicted=run.evicted if run else False,
             gone=run.gone if run else False,
         )
@@ -140,7 +140,7 @@ class Eyes:
         elif daemon.spec.name == INFERENCE:
             status = self._read(self.output.inference_status, InferenceStatus)
         else:
-            status = run.word if run else None
+            status = run.status if run else None
         return status if status and daemon.process and _wrote(daemon.process, status) else None
 
     def _trainer_runs(self) -> frozenset[str]:
@@ -148,7 +148,7 @@ class Eyes:
         return frozenset(trainer.runs) if trainer is not None else frozenset()
 
     def _guarded(self, run_id: str, in_slot: bool) -> RunNow | None:
-        """What is in one run's folder, whatever it is, keeps no other run from its orchestrator."""
+        """The run's state; an invalid folder must not keep other runs from their orchestrators."""
         try:
             run = self._run(run_id, in_slot)
         except Exception as error:  # the boundary of a run
@@ -163,10 +163,10 @@ class Eyes:
     def _run(self, run_id: str, in_slot: bool) -> RunNow | None:
         folder = self._checked(run_id)
         if folder is None:
-            return RunNow(run_id, in_slot, evicted=False, gone=True, word=None, max_steps=None)
-        word = self._read(folder.status, RunStatus)
-        max_steps = _max_steps(folder.run) if in_slot and word is not None and word.state == "finished" else None
-        return RunNow(run_id, in_slot, os.path.lexists(folder.evicted), False, word, max_steps)
+            return RunNow(run_id, in_slot, evicted=False, gone=True, status=None, max_steps=None)
+        status = self._read(folder.status, RunStatus)
+        max_steps = _max_steps(folder.run) if in_slot and status is not None and status.state == "finished" else None
+        return RunNow(run_id, in_slot, os.path.lexists(folder.evicted), False, status, max_steps)
 
     def _checked(self, run_id: str) -> _Folder | None:
         """The folder of a run, checked again when it or its `control/` was replaced; None when it is gone."""
@@ -193,7 +193,7 @@ def has_work(status: Status) -> bool:
         return bool(status.runs)
     if isinstance(status, InferenceStatus):
         return status.num_running + status.num_waiting > 0
-    return status.state not in _LAST_WORDS
+    return status.state not in _FINAL_STATES
 
 
 def held_runs(daemons: Mapping[str, Daemon]) -> set[str]:
@@ -211,8 +211,8 @@ def _what(path: str) -> tuple[int, ...]:
 
 
 def _wrote(process: ProcessId, status: Status) -> bool:
-    """Whether `status` was written by `process`, a process of its session, or one that it started (torchrun's ranks
-    have sessions of their own)."""
+    """Whether `status` was written by `process`, a process of its session, or one that it started (each of torchrun's
+    ranks has its own session)."""
     if status.pid == process.pid:
         return status.writer.is_same(process)
     try:

@@ -3,8 +3,8 @@
 The kernel frees the lock when its holder dies, however it dies, so a stale pid file never blocks a start. The lock is
 handed from `prl up` to the supervisor as an open file, so it is held without a gap.
 
-On a folder that several machines share the lock may hold on each machine by itself. So a pid file that names another
-machine is believed while that supervisor's heartbeat moves, judged by the time that passes here and by no clock of the
+On a folder that several machines share, each machine may grant the lock separately. So a pid file that names another
+machine counts while that supervisor's heartbeat moves, by the time that passes here and by no clock of the
 other; and a holder whose pid file now names another has lost the workspace.
 """
 
@@ -29,7 +29,7 @@ RIVAL_S = 2.5 * HEARTBEAT_S
 
 
 class SupervisorInfo(msgspec.Struct, kw_only=True):
-    """`daemons/supervisor.pid`: who holds the lock, for messages and for `prl down`. Never proof by itself."""
+    """`daemons/supervisor.pid`: the holder of the lock, for messages and for `prl down`. Never proof by itself."""
 
     pid: int
     create_time: float
@@ -65,7 +65,7 @@ def find_rival(
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> SupervisorInfo | None:
-    """The supervisor of another machine that has this workspace and lives; None when there is none.
+    """The supervisor of another machine that has this workspace and lives, or None.
 
     Only when the pid file names another machine does this take time: until its heartbeat moves, or `patience_s`.
     """
@@ -178,7 +178,7 @@ class SupervisorLock:
 
 
 def read_info(output: OutputDir) -> SupervisorInfo | None:
-    """The pid file, or None when there is none or it is damaged."""
+    """The pid file, or None when it is missing or damaged."""
     try:
         return msgspec.json.decode(read_file(output.supervisor_pidfile, limit=MAX_STATUS_BYTES), type=SupervisorInfo)
     except (OSError, msgspec.MsgspecError):

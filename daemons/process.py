@@ -1,4 +1,4 @@
-"""Start a daemon in a session of its own, and end all of it: also what it started, also after its parent died.
+"""Start a daemon in its own session, and end all of it: also what it started, also after its parent died.
 
 A daemon is known by pid and start time, never by pid alone. What belongs to it is found three ways: same session,
 descendants, and the marks `PRL_OUTPUT_DIR` and `PRL_DAEMON` in the environment, which children inherit. `decide`
@@ -54,8 +54,8 @@ def spawn(
 
     `keys` names the variables whose API keys it is handed, in files without a name; it gets no others.
 
-    Raises OSError (FileRefused when something else stands in the place of the log or of its folder); the log's folder
-    is made but not its parents, so the folder of a deleted run is not made again.
+    Raises OSError (FileRefused when the log or its folder is something else); the log's folder is made but not its
+    parents, so the folder of a deleted run is not made again.
     """
     make_folder(log.parent)
     environ = daemon_environment(output_dir, name)
@@ -81,7 +81,7 @@ def log_header(name: str, argv: Sequence[str]) -> str:
 
 
 def log_tail(log: Path, num_lines: int = 20, *, limit: int = 64_000, this_start_only: bool = True) -> list[str]:
-    """The last lines of a log, of its last start only; [] when there is none. Reads at most `limit` bytes."""
+    """The last lines of a log, of its last start only; [] without a log. Reads at most `limit` bytes."""
     try:
         lines = read_end(log, limit).decode(errors="replace").splitlines()
     except OSError:
@@ -114,7 +114,7 @@ def find_members(
     Args:
         leaders: the processes that the supervisor started. The session of one that lives is all its own.
         names: daemons whose marks count; None: any mark of this workspace, except those of the daemons in `but`.
-        trust_sessions: a leader died under our eyes, so its session number cannot have been used again yet.
+        trust_sessions: we saw the leader die, so its session number cannot have been used again yet.
     """
     rows = list(_process_table())
     leaders = list(leaders)
@@ -252,7 +252,7 @@ def wait_for_gpus(members: Collection[ProcessId], tick: Callable[[], None] = lam
 
 
 def gpu_processes() -> set[int]:
-    """Pids that hold memory of a GPU, as the driver's own tool lists them; none where there is no such tool."""
+    """Pids that hold memory of a GPU, as the driver's own tool lists them; none without the tool."""
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return set()

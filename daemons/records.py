@@ -1,4 +1,4 @@
-"""`daemons/<name>.json`: the supervisor's records of its daemons, read by everybody and by the next supervisor.
+"""`daemons/<name>.json`: the supervisor's records of its daemons, read by all, and by the next supervisor.
 
 Written at every change and every heartbeat; an unchanged file is renewed without waiting for the disk. The supervisor
 itself has its own status file. It decides nothing.
@@ -21,8 +21,6 @@ from prime_rl.utils.process import ProcessId, boot_id
 
 
 class Records:
-    """Writes the files of one supervisor's daemons."""
-
     def __init__(self, output: OutputDir, clock: Callable[[], float]) -> None:
         self._output = output
         self._clock = clock
@@ -41,7 +39,7 @@ class Records:
         self._output.daemon_status(name).unlink(missing_ok=True)
 
     def write(self, daemons: Mapping[str, Daemon], *, stopped: bool = False) -> None:
-        """Write one file per daemon. `stopped`: they are not supervised any more.
+        """Write one file per daemon. `stopped`: they are no longer supervised.
 
         Tries all of them, then raises the first OSError.
         """
@@ -66,7 +64,7 @@ class Records:
     def _status(self, daemon: Daemon) -> DaemonStatus:
         status = DaemonStatus(
             name=daemon.spec.name,
-            state=_word(daemon),
+            state=_state(daemon),
             updated_at=time.time(),  # readers compare it with their clock
             waiting_on=daemon.waiting_on,
             argv=list(daemon.spec.argv),
@@ -85,8 +83,8 @@ class Records:
         return status
 
 
-def _word(daemon: Daemon) -> str:
-    """Its state for readers: one that is told to stop still runs, or is stalled as it was."""
+def _state(daemon: Daemon) -> str:
+    """Its state for readers: one that was asked to stop still runs, or is still stalled."""
     if daemon.state is State.STOPPING:
         return str(State.RUNNING if daemon.stalled_since is None else State.STALLED)
     return str(daemon.state)

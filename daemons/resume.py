@@ -21,7 +21,7 @@ import tomli_w
 from daemons import audit
 from daemons.actions import readmit_run, trainer_limits
 from daemons.errors import ActionError, in_one_line, one_line_errors
-from daemons.in_use import Progress, users, wait_until_let_go
+from daemons.in_use import Progress, users, wait_until_released
 from daemons.trash import existing_run
 from prime_rl.configs.base import MAX_TOML_BYTES, ConfigError, load_toml, merge, parse_toml
 from prime_rl.configs.validate import find_problems
@@ -54,7 +54,7 @@ def resume_run(
         text = _checked_text(output, run, step)
         if users(output, run):
             with _kept(run, step):
-                _let_go(output, run, step, wait_s, on_progress)
+                _release(output, run, step, wait_s, on_progress)
         path = run.orch_toml
         write_atomic(path, text, mode=stat.S_IMODE(path.stat().st_mode))
         audit.record(output, "resume", run_id, reason=reason, detail=f"from step {step}")
@@ -129,7 +129,6 @@ def _parsed(text: str) -> dict[str, Any] | None:
 
 
 def _checked_text(output: OutputDir, run: RunDir, step: int) -> str:
-    """The new text, checked by the trainer's rules."""
     try:
         load_toml(run.orch_toml)  # reports problems of size, encoding and syntax
         note = f"requested at {time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime())}"
@@ -142,7 +141,7 @@ def _checked_text(output: OutputDir, run: RunDir, step: int) -> str:
     return text
 
 
-def _let_go(output: OutputDir, run: RunDir, step: int, wait_s: float, on_progress: Progress) -> None:
+def _release(output: OutputDir, run: RunDir, step: int, wait_s: float, on_progress: Progress) -> None:
     if not run.evicted.exists():
         write_atomic(run.evicted, f"resumes from step {step}")
-    wait_until_let_go(output, run, "was not resumed", wait_s, on_progress)
+    wait_until_released(output, run, "was not resumed", wait_s, on_progress)

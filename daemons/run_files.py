@@ -90,7 +90,7 @@ class RunRecord:
     toml: Path | None
     added_at: float | None
     parsed: ParsedConfig
-    word: RunStatus | None
+    status: RunStatus | None
     evicted: str | None
     config_error: str | None
     published: int
@@ -138,13 +138,13 @@ class RunFiles:
                 parsed = known.parsed
             if with_config and parsed is NOT_PARSED:
                 parsed = _parse(toml, stamps[index])
-        same_word = known is not None and old[2] == stamps[2]
+        same_status = known is not None and old[2] == stamps[2]
         return RunRecord(
             run=self.run,
             toml=toml,
             added_at=stamps[index].mtime_ns / 1e9 if toml else None,
             parsed=parsed,
-            word=known.word if known and same_word else read_status_file(self.run.status, stamps[2], RunStatus),
+            status=known.status if known and same_status else read_status_file(self.run.status, stamps[2], RunStatus),
             evicted=_note(self._notes[1], stamps[3], empty="no reason was given"),
             config_error=_note(self._notes[2], stamps[4]),
             published=self._published(stamps[5]) if stamps[5] is not NO_FILE else 0,
@@ -179,7 +179,7 @@ def _parse(path: Path, stamp: Stamp) -> ParsedConfig:
 
 
 def _note(path: str, stamp: Stamp, empty: str | None = None) -> str | None:
-    """Text of a note file (`evicted.txt`); `empty` when the file is empty, or is no file."""
+    """Text of a note file (`evicted.txt`); `empty` when it is empty or not a regular file."""
     if stamp is NO_FILE or (empty is None and not stamp.is_file):
         return None
     try:

@@ -1,8 +1,7 @@
 """Start a workspace, stop it, restart one daemon: what `prl up`, `down` and `restart` do, and `prl-tui` too.
 
-`choose_system` decides which workspace is meant, `start_workspace` starts it and waits until everything answers;
-`stop_workspace` and `restart_daemon` do as named. They report progress through `say`; nothing here prints. `launch`
-does the work.
+`choose_system` decides which workspace is meant, `start_workspace` starts it and waits until everything answers. They
+report progress through `say`; nothing here prints. `launch` does the work.
 """
 
 from __future__ import annotations

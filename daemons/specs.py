@@ -68,7 +68,7 @@ class RunNow:
     in_slot: bool
     evicted: bool
     gone: bool
-    word: RunStatus | None
+    status: RunStatus | None
     max_steps: int | None
 
 
@@ -126,15 +126,14 @@ def wants_orchestrator(run: RunNow) -> bool:
     """Whether a run's orchestrator should live: the run has a slot, and its orchestrator is not in a final state."""
     if not run.in_slot or run.evicted or run.gone:
         return False
-    if run.word is None:
+    if run.status is None:
         return True
-    if run.word.state == "finished":  # raised since then: there is more to do
-        return run.max_steps is not None and 0 < run.word.max_steps < run.max_steps
-    return run.word.state != "failed"
+    if run.status.state == "finished":  # raised since then: there is more to do
+        return run.max_steps is not None and 0 < run.status.max_steps < run.max_steps
+    return run.status.state != "failed"
 
 
 def wanted(output: OutputDir, runs: Iterable[RunNow]) -> Mapping[str, DaemonSpec]:
-    """All daemons that should live now, by name."""
     specs = service_specs(output) + [
         orchestrator_spec(RunDir(output.path / run.run_id)) for run in runs if wants_orchestrator(run)
     ]

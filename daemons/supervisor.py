@@ -1,4 +1,4 @@
-"""The supervisor: keeps the daemons of one workspace alive without a terminal, and ends them when told to stop.
+"""The supervisor: keeps the daemons of one workspace alive without a terminal, and ends them when asked to stop.
 
 A loop looks at the disk and at its children (`observe`), lets `decide` choose what to do, and does it. It records one
 file per daemon (`records`) for all readers. `launch` starts it and hands it the workspace's lock. It only reads what is
@@ -24,7 +24,7 @@ from daemons.daemon import LIVE, Action, Daemon, Do, Seen, Snapshot, State
 from daemons.decide import decide
 from daemons.keys import keys_of
 from daemons.leftovers import Past, adopt
-from daemons.observe import Eyes, held_runs
+from daemons.observe import Observer, held_runs
 from daemons.pidfile import SupervisorLock
 from daemons.process import end_daemons, find_members, kill_all, log_tail, send_kill, spawn
 from daemons.records import Records
@@ -80,7 +80,7 @@ class Supervisor:
         self._clock = clock or SteadyClock()
         self._daemons: dict[str, Daemon] = {}
         self._children: dict[str, Child] = {}
-        self._eyes = Eyes(output, logger.error)
+        self._observer = Observer(output, logger.error)
         self._records = Records(output, self._clock)
         self._relay = relay
         self._next_look_s = 0.0
@@ -92,7 +92,7 @@ class Supervisor:
         self.start_failure: str | None = None
 
     def run(self) -> set[ProcessId]:
-        """Supervise until told to stop, then end everything; returns the processes that could not be ended."""
+        """Supervise until asked to stop, then end everything; returns the processes that could not be ended."""
         status = StatusWriter(
             self.output.daemon_status(SUPERVISOR),
             DaemonStatus(name=SUPERVISOR, state="running", argv=sys.argv, started_at=time.time()),
@@ -108,7 +108,7 @@ class Supervisor:
                     self.tick()
                 self._look_at_logs()
                 trouble = None
-            except Exception as error:  # one bad tick must not end the daemons of everybody
+            except Exception as error:  # one bad tick must not end all daemons
                 logger.exception("reading the workspace failed; next try in %g s", TICK_S)
                 trouble = one_line(f"reading the workspace failed: {error}")
             if trouble != said:
@@ -141,7 +141,7 @@ class Supervisor:
     def is_due(self) -> bool:
         """Whether it is time to look at everything, or something has happened."""
         own = frozenset(daemon.process.pid for daemon in self._daemons.values() if daemon.process)
-        return time.monotonic() >= self._next_look_s or any_ended(self._children, own) or self._eyes.has_news()
+        return time.monotonic() >= self._next_look_s or any_ended(self._children, own) or self._observer.has_changes()
 
     def tick(self) -> None:
         """Look, decide, act, and record it. It waits for nothing.
@@ -149,8 +149,8 @@ class Supervisor:
         An error with one daemon costs the others nothing; the first one is raised at the end.
         """
         now = self._clock()
-        requests = self._eyes.requests()
-        runs = self._eyes.runs(held_runs(self._daemons))
+        requests = self._observer.requests()
+        runs = self._observer.runs(held_runs(self._daemons))
         seen = {name: self._see(daemon, runs.get(name), now) for name, daemon in self._daemons.items()}
         specs = wanted(self.output, runs.values())
         troubles: list[Exception] = []
@@ -174,7 +174,7 @@ class Supervisor:
         if name in self._killed:
             self._killed[name] = {each for each in self._killed[name] if each.is_running()}
         left = frozenset(each.pid for each in self._killed.get(name, ()))
-        return replace(self._eyes.see(daemon, self._children.get(name), run, now), left=left)
+        return replace(self._observer.see(daemon, self._children.get(name), run, now), left=left)
 
     def _rest_s(self, now: float) -> float:
         """How long to wait unless something happens."""
@@ -263,7 +263,7 @@ class Supervisor:
         self._children.pop(name, None)
         self._pasts.pop(name, None)
         self._killed.pop(name, None)
-        self._eyes.forget(name)
+        self._observer.forget(name)
         self._records.forget(name)
 
     def _end_all(self, turn: Callable[[], None]) -> set[ProcessId]:

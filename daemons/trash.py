@@ -20,7 +20,7 @@ from pathlib import Path
 
 from daemons import audit
 from daemons.errors import ActionError, one_line_errors
-from daemons.in_use import Progress, users, wait_until_let_go
+from daemons.in_use import Progress, users, wait_until_released
 from prime_rl.contract.files import read_text, write_atomic
 from prime_rl.contract.layout import LayoutError, OutputDir, RunDir, parse_trashed, refusal
 
@@ -62,7 +62,7 @@ def delete_run(
             pass
         if not run.evicted.exists() and run.control.exists():
             write_atomic(run.evicted, DELETED_NOTE)
-        wait_until_let_go(output, run, "was not deleted", wait_s, on_progress)
+        wait_until_released(output, run, "was not deleted", wait_s, on_progress)
         lies = _move_to_trash(output, run)
         output.start_request(run_id).unlink(missing_ok=True)
         audit.record(output, "delete", run_id, reason=reason, detail=f"to {lies.name}")
@@ -194,14 +194,14 @@ def _move_to_trash(output: OutputDir, run: RunDir) -> Path:
     lies, number = output.trashed(run.run_id, stamp), 1
     with _workspace_and_trash(output) as (workspace, trash):
         if reason := refusal(output.path, run.path):
-            raise LayoutError(reason)  # it changed while its users let go of it
+            raise LayoutError(reason)  # it changed while its users released it
         while os.path.lexists(lies):
             number += 1
             lies = output.trashed(run.run_id, f"{stamp}-{number:03}")
         os.rename(run.run_id, lies.name, src_dir_fd=workspace, dst_dir_fd=trash)
         if not _is_folder(lies.name, trash):
             os.rename(lies.name, run.run_id, src_dir_fd=trash, dst_dir_fd=workspace)
-            raise ActionError(f"{run.path} is not a folder any more; nothing was deleted")
+            raise ActionError(f"{run.path} is no longer a folder; nothing was deleted")
     return lies
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from prime_rl.contract.condition import LOST, condition, stalled_since, still_words, utc
+from prime_rl.contract.condition import LOST, condition, stall_text, stalled_since, utc
 from prime_rl.contract.status import (
     DaemonStatus,
     InferenceStatus,
@@ -139,7 +139,7 @@ def find_bottleneck(
 
 def waits_for(
     state: RunState,
-    word: RunStatus | None,
+    status: RunStatus | None,
     slot: TrainerRunStatus | None,
     position: int | None,
     daemon: DaemonView | None,
@@ -148,8 +148,8 @@ def waits_for(
         return f"a free slot ({position}. in the queue)" if position else "the trainer to look at it"
     if state is not RunState.ACTIVE:
         return None
-    if word is not None:
-        return word.waiting_on
+    if status is not None:
+        return status.waiting_on
     if daemon is not None and daemon.state in ("backoff", "lost"):
         return f"its orchestrator ({daemon.waiting_on or daemon.reason or daemon.state})"
     return "its orchestrator to start" if slot and not slot.ready else None
@@ -165,9 +165,9 @@ def daemon_view(status: DaemonStatus, now: float) -> DaemonView:
     state, reason, since = found.state, status.reason, status.stalled_since
     process = status.writer if status.name == SUPERVISOR else status.child
     if state == LOST:
-        reason, since = _lost_words(status), None
+        reason, since = _lost_text(status), None
     elif found.since is not None:
-        reason, since = still_words(found.since), found.since
+        reason, since = stall_text(found.since), found.since
     return DaemonView(
         name=clean_text(status.name),
         state=clean_text(state),
@@ -183,7 +183,7 @@ def daemon_view(status: DaemonStatus, now: float) -> DaemonView:
     )
 
 
-def _lost_words(status: DaemonStatus) -> str:
+def _lost_text(status: DaemonStatus) -> str:
     """Why the daemon of `status` is not supervised; the supervisor writes that file."""
     is_there = status.writer.is_running()
     if status.name == SUPERVISOR:

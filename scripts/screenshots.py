@@ -1,8 +1,8 @@
 """Pictures of `prl-tui` over a real demo: `make screenshots`, or `scripts/screenshots.py OUTPUT_DIR --dest DIR`.
 
 Without OUTPUT_DIR it starts the demo's workspace in a temporary folder and takes the pictures while its runs train;
-then a group of three nodes, of which one is killed before the eyes of whoever looks. Every screen is taken read-only
-and in two sizes: NAME.svg for the documents, and NAME-small.svg of 80x24. A new screen is one line in `PICTURES`.
+then a group of three nodes, of which one is killed meanwhile. Every screen is taken read-only and in two sizes:
+NAME.svg for the documents, and NAME-small.svg of 80x24. A new screen is one line in `PICTURES`.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ NUM_STEPS = 30
 SETTLE_S = 0.7
 PREPARE_S = 2.0
 NUM_NODES, VICTIM = 3, 2
-# Times of the phases of two iterations stand in the picture, and the victim dies while it makes rollouts of the third.
+# Times of the phases of two iterations are in the picture, and the victim dies while it makes rollouts of the third.
 GROUP_ITERATION = 3
 WAITING_S = 3.0
 
@@ -107,7 +107,7 @@ async def a_node_dies(pilot: Pilot[None]) -> None:
 
     def words() -> dict[int, str]:
         group = app.screen.snapshot.group if isinstance(app.screen, WorkspaceScreen) and app.screen.snapshot else None
-        return {row.rank: row.word for row in group.rows} if group else {}
+        return {row.rank: row.health for row in group.rows} if group else {}
 
     await pilot.press("4")
     await until(pilot, lambda: set(words().values()) == {NodeHealth.ALIVE}, "three living nodes")

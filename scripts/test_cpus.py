@@ -88,7 +88,7 @@ def run(variant: Variant, number: int, models: str, logs: Path, paths: list[str]
     command += ["-m", "numeric and not vllm and not gpu"]
     start_s = time.monotonic()
     with log.open("wb") as out:
-        # A session of its own: Ctrl-C reaches pytest once, from here, and pytest ends what its tests have started.
+        # Its own session: Ctrl-C reaches pytest once, from here, and pytest ends what its tests have started.
         process = subprocess.Popen(
             command,
             cwd=ROOT,

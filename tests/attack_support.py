@@ -1,4 +1,4 @@
-"""What the owner of a run may put in the place of its files, and how one sees that nobody was hurt by it.
+"""What the owner of a run may put in the place of its files, and how one sees that nothing was harmed.
 
 The files are not listed here: they are those that the layout names and those that a whole run has on disk.
 """
@@ -29,7 +29,7 @@ _EVENT = struct.Struct("iIII")
 
 
 class Outside:
-    """A folder outside the workspace that nobody has a reason to open. `touched` names what was opened or changed."""
+    """A folder outside the workspace that must never be opened. `touched` names what was opened or changed."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

@@ -3,7 +3,7 @@
 `fake_workspace` writes them as modules into a folder and returns a `Prl` that runs the real `prl` with them. What a
 daemon should do wrong is said by files in the workspace: `crash_<daemon>` ends it at its start, `stubborn_<daemon>`
 ignores SIGTERM, `stuck_trainer` gets nowhere, `saving_trainer` takes a while to save at its end. `hangs` names status
-files, a line each: the main loops of those who write them hang while it is there, also the supervisor's.
+files, a line each: the main loops of their writers hang while it is there, also the supervisor's.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from prime_rl.configs.base import parse_argv
 from prime_rl.utils.signals import StopFlag
 
 def begin(daemon, output_dir):
-    """The stop flag, after doing what the workspace says about this daemon."""
+    """The stop flag, after doing what the workspace asks of this daemon."""
     stop = StopFlag().install()
     if (output_dir / f"stubborn_{daemon}").exists():
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -245,7 +245,7 @@ class Prl:
         return found
 
     def wait_state(self, name: str, *states: str, timeout_s: float = PATIENCE_S) -> RunView | DaemonView:
-        """Wait until a run, or a daemon that is no orchestrator, is in one of `states`."""
+        """Wait until a run, or a daemon that is not an orchestrator, is in one of `states`."""
         reader = WorkspaceReader(self.output_dir)
         seen: list[RunView | DaemonView | None] = [None]
 

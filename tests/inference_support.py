@@ -92,7 +92,7 @@ def adapter_tensors(shapes: Mapping[str, tuple[int, int]], *, seed: int, rank: i
 
 
 def make_adapter(folder: Path, model_folder: Path, *, seed: int, rank: int = 4) -> Path:
-    """A random adapter in PEFT format that changes what the model says."""
+    """A random adapter in PEFT format that changes the model's answers."""
     folder.mkdir(parents=True)
     tensors = adapter_tensors(linear_shapes(model_folder), seed=seed, rank=rank)
     save_peft(folder, tensors, rank=rank, alpha=2 * rank, target_modules=TARGETS, base_model=str(model_folder))

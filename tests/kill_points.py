@@ -211,7 +211,7 @@ POINTS = [
         seen=lambda run: not RunDir(run.path.parent / "run_bad").evicted.exists(),
     ),
     KillPoint("while a slot is given back", f"{TRAINER}.runs.slots:Slots.release", after),
-    KillPoint("while the ranks agree on who came", f"{TRAINER}.runs.sync:Channel.gather", before),
+    KillPoint("while the ranks agree on new runs", f"{TRAINER}.runs.sync:Channel.gather", before),
     KillPoint(
         "while a stop writes what is left",
         f"{TRAINER}.checkpoint:CheckpointManager.save",
@@ -247,6 +247,6 @@ def arm(point: KillPoint, tell: Callable[[str], None]) -> None:
                 return point.instead(real, die, *args, **kwargs)
         return real(*args, **kwargs)
 
-    # What others did `from shutil import rmtree` with would be missed; nobody does.
+    # A `from shutil import rmtree` elsewhere would be missed; there is none.
     assert owner is not shutil or last == "rmtree"
     setattr(owner, last, wrapped)

@@ -1,6 +1,6 @@
 """Whether an update went uphill: what is certain about learning, on every machine.
 
-A reward that rises over a few updates is as much luck as learning, and each CPU has luck of its own. What is certain is
+A reward that rises over a few updates is as much luck as learning, and each CPU has its own luck. What is certain is
 that an update follows the gradient of the batch that it was made from, and that a small step along it makes answers
 with a positive advantage likelier on that very batch. Gradient and log-probabilities are those of transformers and
 peft; nothing of the trainer's own code is used.
@@ -48,7 +48,7 @@ class Ascent:
 
     def check(self) -> None:
         assert self.slope > MIN_STANDARD_ERRORS * self.noise, f"the update does not follow the gradient: {self}"
-        assert self.rise > self.slope / 2, f"the objective rises less than its gradient says: {self}"
+        assert self.rise > self.slope / 2, f"the objective rises less than its gradient predicts: {self}"
 
 
 def ascent_of_adapter(base: Path, adapter: Path, samples: Sequence[TrainingSample]) -> Ascent:

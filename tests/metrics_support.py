@@ -1,4 +1,4 @@
-"""The names of metrics that `docs/metrics.md` tells of, as patterns."""
+"""The names of metrics in `docs/metrics.md`, as patterns."""
 
 from __future__ import annotations
 

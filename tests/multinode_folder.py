@@ -10,7 +10,7 @@ from typing import Any
 
 @dataclass
 class SharedFolder:
-    """Files with a history; each reader sees a write of another after a delay of its own, never going back."""
+    """Files with a history; each reader sees a write of another after its own delay, never going back."""
 
     rng: random.Random
     max_lag_s: Callable[[float], float]

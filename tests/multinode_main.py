@@ -1,9 +1,9 @@
 """A node that is killed in the phase that `PRL_TEST_KILL_AT` names, once it has said that it is there.
 
 Where the work of a phase takes time it dies half way through; in training as soon as that begins, for a few updates may
-be done before anybody looks. In phases of an odd number all that it has started is killed with it, and the last task of
-its rank file is torn; in the others only the node itself. With `PRL_TEST_HOLD=1` it lives on, but never says that it is
-done, so that it can be cut off in that phase; with `PRL_TEST_HOLD=loop` its main loop stands still there for ever.
+be done before the test looks. In phases of an odd number all that it has started is killed with it, and the last task
+of its rank file is torn; in the others only the node itself. With `PRL_TEST_HOLD=1` it lives on, but never reports that
+it is done, so that it can be cut off in that phase; with `PRL_TEST_HOLD=loop` its main loop stands still there forever.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ class DoomedStore(DiskStore):
     def write_node(self, record: NodeRecord) -> None:
         is_there = record.position is not None and record.position.phase is PHASE
         if not IS_HELD and is_there and (record.arrived or not IS_LONG):
-            # It never says that it is done, so the group cannot leave the phase before its death is seen.
+            # It never reports that it is done, so the group cannot leave the phase before its death is seen.
             super().write_node(replace(record, arrived=False))
             die()
         super().write_node(record)
 
 
 class DoomedWork(PhaseWork):
-    # In PHASE: after the first look there this node's record says where it is.
+    # In PHASE: after the first look there this node's record has its place.
     was_seen_here = False
 
     def rank_files(self) -> list[Path]:

@@ -31,7 +31,7 @@ MAX_END_S = 15.0
 
 @dataclass
 class World:
-    """One simulated history of `num_nodes` nodes, each started again whenever it says "try again" or is killed.
+    """One simulated history of `num_nodes` nodes, each started again whenever it exits with "try again" or is killed.
 
     `slow_s` is the most that one step of work takes beside what is usual. `hang_at`: a rank, a phase, and for how long
     that node's loop stands still there, once. `in_loop` is how a node must not be made: its loop does the work, and
@@ -92,7 +92,7 @@ class World:
 
     def describe(self) -> str:
         return "; ".join(
-            f"{rank}: {node.member.own.word} {node.member.own.position} on {node.member.waiting_on}"
+            f"{rank}: {node.member.own.state} {node.member.own.position} on {node.member.waiting_on}"
             for rank, node in self.nodes.items()
             if node
         )
@@ -147,7 +147,7 @@ class Node:
         self.member = Member(setting, own, self, self.work, clock=self._clock, unreached=self._unreached)
 
     def _unreached(self, epoch: str) -> int:
-        """Rings at the master in vain: one a beat since this node was cut off the network."""
+        """Failed probes of the master: one a beat since this node was cut off the network."""
         since = [at for at, rank in self.world.cut if rank in (self.rank, MASTER_RANK)]
         return int((self.world.now - since[0]) / self.member.setting.heartbeat_s) if since else 0
 
@@ -389,7 +389,7 @@ def expected_effects(num_iterations: int) -> list[str]:
 
 
 def check_finished(world: World) -> None:
-    """Everybody is done, every effect is there once and in order, and no epoch worked beside another."""
+    """All nodes are done, every effect is there once and in order, and no epoch worked beside another."""
     last = {rank: exit.code for _, rank, exit in world.exits}
     assert last == dict.fromkeys(range(world.num_nodes), EXIT_DONE), (world.seed, world.exits[-world.num_nodes :])
     assert [name for _, _, name in world.effects] == expected_effects(world.num_iterations), world.seed

@@ -1,4 +1,4 @@
-"""A group of real nodes over one folder: started like people start them, killed where a test says, looked at."""
+"""A group of real nodes over one folder: started like people start them, killed where a test asks, looked at."""
 
 from __future__ import annotations
 

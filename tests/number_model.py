@@ -1,8 +1,8 @@
-"""A base model that knows digits: the tests' own, taught for some seconds to answer two questions, now and then with a
+"""A base model that writes digits: the tests' own, taught for some seconds to answer two questions, now and then with a
 number.
 
-What `prl make-base` makes has only ever answered in letters, and from nothing but zeros nobody learns. This one says
-a word half of the time and else any number: reinforcement learning is to bring out the better ones.
+What `prl make-base` makes has only ever answered in letters, and zeros alone teach nothing. This one answers a word
+half of the time and else any number: reinforcement learning is to bring out the better ones.
 
     python -m tests.number_model BASE OUT
 """

@@ -1,4 +1,4 @@
-"""Lives of the real orchestrator, forked from one process that has loaded it; killed with SIGKILL where a test says.
+"""Lives of the real orchestrator, forked from one process that has loaded it; killed with SIGKILL where a test asks.
 
     python -m tests.orchestrator_lives          one life (JSON) a line in, one answer a line out
 

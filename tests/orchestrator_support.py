@@ -1,7 +1,7 @@
 """Helpers of the orchestrator's tests: a tokenizer, run folders, a stand-in trainer, an inference server to break.
 
 `FakeInference` speaks the HTTP of the real servers but generates nothing: its "completions" are the version that was
-asked for, as a token, and some letters. It is there to inject faults and to control who finishes when; that the real
+asked for, as a token, and some letters. It is there to inject faults and to control what finishes when; that the real
 servers understand the orchestrator is shown in tests/integration.
 """
 
@@ -107,7 +107,7 @@ def publish(run: RunDir, version: int) -> None:
 
 
 async def stand_in_trainer(run: RunDir, publish: Callable[[RunDir, int], None] = publish, keep: int = 100) -> None:
-    """Publishes a version for every batch that it finds, for ever; never ahead of the batches."""
+    """Publishes a version for every batch that it finds, forever; never ahead of the batches."""
     while True:
         done = max(list_steps(run.broadcast, stable_only=True), default=0)
         if done + 1 in list_rollout_steps(run):
@@ -120,7 +120,7 @@ class FakeInference:
 
     Attributes:
         gate: awaited by every completion with its request body; a test lets it go when it likes.
-        letter: what every completion says; None: a letter by its seed.
+        letter: the text of every completion; None: a letter by its seed.
         weights: the whole weights in force, by the name that its answers give them; they change between requests.
         num_cancelled: requests whose client hung up before the gate let them go.
         faults: for each coming request (path, body) -> HTTP status to answer with, or None to answer properly.
@@ -213,7 +213,7 @@ class FakeInference:
         if name in self.adapters:
             return 400, _error(f"{name} has already been loaded")
         if not (Path(path) / "STABLE").exists():
-            return 400, _error(f"{path} is no adapter")
+            return 400, _error(f"{path} is not an adapter")
         self.num_loads += 1
         self.adapters[name] = path
         return 200, "ok"
@@ -252,7 +252,7 @@ class FakeInference:
 
 
 def version_token(model: str) -> int:
-    """The token by which a fake completion says which version made it."""
+    """The token by which a fake completion names its version."""
     parsed = parse_adapter_name(model)
     return FIRST_BYTE + (parsed[1] if parsed else 0)
 
@@ -290,7 +290,7 @@ async def until(condition: Callable[[], bool], what: str, deadline_s: float = PA
 
 
 class TalkEnv:
-    """An environment of `num_turns` turns; `on_rollout` may raise or wait. The reward tells the examples apart."""
+    """An environment of `num_turns` turns; `on_rollout` may raise or wait. The reward identifies the example."""
 
     id = "talk"
 

@@ -208,7 +208,7 @@ SCENARIOS = {
 def go_on(folder: Path, num_ranks: int) -> None:
     """What two ranks left half done, with the other batches, for a trainer of `num_ranks`.
 
-    A version that is saved but was not published (a kill in between) is published by whoever goes on.
+    A version that is saved but was not published (a kill in between) is published by the next start.
     """
     workspace = folder / f"half_{num_ranks}"
     shutil.copytree(folder / "half_2", workspace)
@@ -230,7 +230,7 @@ def run_scenarios(folder: Path, size: int) -> int:
 
 
 def run_entry(workspace: Path, name: str) -> int:
-    """The trainer's own entry, with a workspace of its own."""
+    """The trainer's own entry, with its own workspace."""
     return trainer.main(["@", str(workspace / f"{name}.toml")])
 
 

@@ -19,7 +19,7 @@ from prime_rl.contract.layout import OutputDir, RunDir
 from tests.patience import PATIENCE_S
 
 ROOT = Path(__file__).parent.parent
-# Enough for a loaded two-core machine; a wait that reaches it is a failure and says what it waited for.
+# Enough for a loaded two-core machine; a wait that reaches it is a failure and names what it waited for.
 RUN_TOML = """\
 batch_size = 16
 rollouts_per_example = 4

@@ -88,7 +88,7 @@ def test_kill_points_are_those_that_are_tested() -> None:
 
 
 def test_endpoints_are_those_of_the_server() -> None:
-    """The table of docs/inference.md, what the guard lets through, and who answers it: the engine or the front."""
+    """The table of docs/inference.md, what the guard lets through, and what answers it: the engine or the front."""
     from fastapi.routing import APIRoute
 
     from prime_rl.inference.embedded.app import Api, build_app
@@ -245,7 +245,7 @@ def test_what_the_console_understands_is_what_the_document_says() -> None:
 
 
 def test_dependencies_are_imported() -> None:
-    """Each that the project declares, by the modules that it installs; commands of developers are none of them."""
+    """Each that the project declares, by the modules that it installs; without developers' commands."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     wanted = [*project["dependencies"], *chain(*project["optional-dependencies"].values())]
     names = {re.split(r"[<>=!\[ ]", line)[0] for line in wanted}

@@ -92,7 +92,7 @@ def test_marked(): work()
 
 @pytest.mark.parametrize("workers", ["0", *in_full("1")])
 def test_a_test_that_costs_too_much_fails_unless_it_is_marked_slow(tmp_path: Path, workers: str) -> None:
-    """In a pytest of its own, where a fifth of a second is the limit; also when a worker runs the tests."""
+    """In its own pytest, where a fifth of a second is the limit; also when a worker runs the tests."""
     (tmp_path / "test_some.py").write_text(TESTS)
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n    slow: is slow\n")
     file = tmp_path / "build" / "durations.json"

@@ -1,4 +1,4 @@
-"""The layer table: who may import whom, read from the sources; and what two light packages may load, measured."""
+"""The layer table: the allowed imports, by the sources; and what two light packages may load, measured."""
 
 from __future__ import annotations
 

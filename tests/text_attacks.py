@@ -31,7 +31,7 @@ from prime_rl.contract.status import Status
 from prime_rl.utils.process import ProcessId
 
 MEGABYTE = 1_000_000
-# What each does to whoever prints it; `{}` is a word by which the place is known again.
+# What each does to a terminal; `{}` is a word that identifies the place.
 ATTACKS = {
     "esc": "{}\x1bc\x1b7 x",
     "title": "\x1b]2;{}\x07 x",
@@ -142,7 +142,7 @@ def write_attacked(output: OutputDir, kind: type[Status], fill: Fill) -> None:
 @dataclasses.dataclass(frozen=True)
 class ConfigPlace:
     """A key of a run's config, whatever its type: `path` in the nested tables, after `before` was set. `is_key`: the
-    text becomes a key of its own in the table at `path`."""
+    text becomes a separate key in the table at `path`."""
 
     path: tuple[str | int, ...]
     before: tuple[tuple[tuple[str | int, ...], str], ...] = ()
@@ -248,7 +248,7 @@ def check_clean(place: str, found: Iterator[str]) -> str:
 
 @dataclasses.dataclass
 class Attacked:
-    """A workspace in which every text at once is `attack`, each with a word of its own (`places`: word -> place).
+    """A workspace in which every text at once is `attack`, each with its own word (`places`: word -> place).
 
     Runs: RUN trains; run_evicted, run_noted and run_failed have their reasons; run_c000 ... have a key each of their
     config attacked.

@@ -160,11 +160,11 @@ def add_run(
     env: str = "reverse-text",
     seed: int = 1,
     best: float = 0.9,
-    word: dict[str, object] | None = None,
+    status: dict[str, object] | None = None,
     toml: str | None = None,
     seen_s: float = 1.0,
 ) -> RunDir:
-    """One run's folder, with metrics for `step` steps. `word` are the fields of the orchestrator's status."""
+    """One run's folder, with metrics for `step` steps. `status`: the fields of the orchestrator's status."""
     run = RunDir(output.path / run_id)
     for folder in (run.control, run.metrics, run.log.parent):
         folder.mkdir(parents=True)
@@ -176,8 +176,8 @@ def add_run(
         run.trainer_metrics.write_text("\n".join(trainer) + "\n")
         run.broadcast_dir(step).mkdir(parents=True)
         stable_marker(run.broadcast_dir(step)).touch()
-    if word is not None:
-        fields = {"step": step, "max_steps": max_steps, "policy_version": max(step - 1, 0), **word}
+    if status is not None:
+        fields = {"step": step, "max_steps": max_steps, "policy_version": max(step - 1, 0), **status}
         status = msgspec.convert({"run_id": run_id, **fields}, RunStatus)
         write_status(run.status, status, updated_at=NOW - seen_s)
     return run
@@ -211,7 +211,7 @@ def build_workspace(path: Path, *, living: bool = True) -> OutputDir:
 
 def _add_working(output: OutputDir) -> None:
     running: dict[str, object] = {"state": "running", "tokens_per_s": 1710.0, "async_level": 1}
-    add_run(output, "run_reverse-lr1e-3", step=42, word=running | {"waiting_on": "64 rollouts of step 43 (51 done)"})
+    add_run(output, "run_reverse-lr1e-3", step=42, status=running | {"waiting_on": "64 rollouts of step 43 (51 done)"})
     add_run(
         output,
         "run_sort-rank16",
@@ -219,7 +219,7 @@ def _add_working(output: OutputDir) -> None:
         seed=2,
         best=0.71,
         env="sort-letters",
-        word=running | {"tokens_per_s": 940.0, "async_level": 2, "bottleneck": "the trainer (step 86)"},
+        status=running | {"tokens_per_s": 940.0, "async_level": 2, "bottleneck": "the trainer (step 86)"},
     )
     add_run(
         output,
@@ -229,15 +229,15 @@ def _add_working(output: OutputDir) -> None:
         seed=3,
         env="upper-case",
         seen_s=61.0,
-        word=running | {"tokens_per_s": 120.0},
+        status=running | {"tokens_per_s": 120.0},
     )
-    add_run(output, "run_queued-a", word={"state": "starting"})
+    add_run(output, "run_queued-a", status={"state": "starting"})
     add_run(output, "run_queued-b")
 
 
 def _add_others(output: OutputDir) -> None:
-    add_run(output, "run_done", step=60, max_steps=60, seed=4, word={"state": "finished"}, seen_s=8000)
-    evicted = add_run(output, "run_collapsed", step=31, seed=5, best=0.2, word={"state": "evicted"}, seen_s=3000)
+    add_run(output, "run_done", step=60, max_steps=60, seed=4, status={"state": "finished"}, seen_s=8000)
+    evicted = add_run(output, "run_collapsed", step=31, seed=5, best=0.2, status={"state": "evicted"}, seen_s=3000)
     evicted.evicted.write_text("the reward collapsed\nafter step 25; see the curves")
     invalid = add_run(output, "run_typo", toml=orch_toml(extra='learning_rate = "high"'))
     invalid.config_error.write_text(
@@ -250,7 +250,7 @@ def _add_others(output: OutputDir) -> None:
         step=17,
         seed=6,
         seen_s=400,
-        word={"state": "failed", "reason": "inference refused the adapter three times: rank 64 is more than 16"},
+        status={"state": "failed", "reason": "inference refused the adapter three times: rank 64 is more than 16"},
     )
 
 

@@ -56,7 +56,7 @@ def reload(server: RunningServer) -> None:
 
 
 def difference(server: RunningServer, model: PreTrainedModel) -> float:
-    """How far what the server says of its own tokens is from what `model` says of them."""
+    """How far the server's log-probabilities of its own tokens are from those of `model`."""
     choice = server.complete(PROMPT, **SETTINGS)["choices"][0]
     expected = torch.tensor(reference_logprobs(model, PROMPT, choice["token_ids"], 1.0))
     return float((torch.tensor(choice["logprobs"]["token_logprobs"]) - expected).abs().max())

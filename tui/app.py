@@ -65,7 +65,7 @@ class PrlApp(App[None]):
         self.watcher = WorkspaceWatcher(output_dir, self.post_message, clock, read_disk, monotonic)
 
     def on_mount(self) -> None:
-        if not self.is_headless:  # ended by another, it gives the terminal back as it was too
+        if not self.is_headless:  # SIGTERM must restore the terminal too
             ended = partial(self.exit, return_code=EXIT_TERMINATED)
             asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, ended)
         for theme in THEMES:

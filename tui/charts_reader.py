@@ -22,7 +22,7 @@ MAX_COMPARED = 7
 
 
 class ChartsReader:
-    """Reads what is new in each file. Forgets runs that are not compared any more."""
+    """Reads what is new in each file. Drops runs that are no longer compared."""
 
     tab = CHARTS_TAB
 

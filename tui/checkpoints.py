@@ -1,6 +1,6 @@
 """What the checkpoints tab shows: each step's folder, its size, whether it is complete, since when. No widgets here.
 
-A complete checkpoint does not change any more, so it is measured once.
+A complete checkpoint does not change, so it is measured once.
 """
 
 from __future__ import annotations

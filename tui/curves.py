@@ -30,7 +30,7 @@ class ChartSpec:
     names: tuple[str, ...] = ()
     stacks: bool = False
     total: str = ""
-    """What stands for all of them when several runs are compared; else the first."""
+    """The curve that is shown when several runs are compared; default: the first."""
 
 
 CHARTS = (

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from prime_rl.contract.status import HEARTBEAT_S
 
 DASH = "·"
-# What is younger than two signs of life of a part that lives says nothing else.
+# The status of a live process is never older than this, so a younger age is shown as "now".
 FRESH_S = 2 * HEARTBEAT_S
 
 
@@ -29,7 +29,7 @@ def number(value: float | None) -> str:
 
 
 def fixed(value: float | None) -> str:
-    """Three digits after the point where there is room, for what stands in a column: `0.812`, `0.004`, `12.3`."""
+    """Three digits after the point where there is room, for columns: `0.812`, `0.004`, `12.3`."""
     if value is None or not math.isfinite(value):
         return DASH
     return f"{value:.3f}" if abs(value) < 10 else number(value)

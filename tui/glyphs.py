@@ -1,7 +1,7 @@
 """Plainer characters for terminals that do not have the others: the Linux console, and locales that are not UTF-8.
 
-The last step before a line is drawn, one cell for one cell: no other part knows of it. The console's fonts have frames,
-half blocks and arrows, but no Braille, no eighths of blocks and few symbols; without UTF-8 only ASCII is sure.
+The last step before a line is drawn, one cell for one cell. The console's fonts have frames, half blocks and arrows,
+but no Braille, no eighths of blocks and few symbols; without UTF-8 only ASCII is sure.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from rich.segment import Segment
 from textual.color import Color
 from textual.filter import LineFilter
 
-# What stands for the states, marks and bars; each still differs from the others of its kind.
+# Replacements of states, marks and bars; each still differs from the others of its kind.
 _SYMBOLS = {
     **dict(zip("●◌✔■▲⊘✖◔‖▶◆✓★▪", "*o+#^0x%H>+v*.", strict=True)),
     **dict(zip("━╸▮▯⏎␣◂◀▼…≤", "=-#.¶_<<v~<", strict=True)),

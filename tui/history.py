@@ -1,7 +1,8 @@
 """All steps of some metrics of one run, in columns, kept up to date from its files. No user interface, no threads.
 
-Built for runs of 100,000 steps: a block of lines is decoded to the wanted keys only and appended column by column. Each
-metric keeps at most `capacity` points; beyond that neighbours are thinned so that every least and greatest value stays.
+Built for runs of 100,000 steps: a block of lines is decoded to the requested keys only and appended column by column.
+Each metric keeps at most `capacity` points; beyond that neighbours are thinned so that every least and greatest value
+stays.
 """
 
 from __future__ import annotations

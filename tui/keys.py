@@ -2,7 +2,7 @@
 
     python -m tui.keys          the tables of docs/tui.md
 
-What a key does stands in its binding: `tooltip`, else `description`.
+What a key does is in its binding: `tooltip`, else `description`.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def bindings_of(owner: type[DOMNode]) -> Iterator[Binding]:
 
 
 def key_names(binding: Binding) -> list[str]:
-    """As they stand on a keyboard: ["j", "↓"]."""
+    """As on a keyboard: ["j", "↓"]."""
     names = []
     for key in binding.key.split(","):
         held, plus, last = key.rpartition("+")

@@ -47,8 +47,8 @@ class LogLine:
 
 
 @dataclass(frozen=True)
-class Piece:
-    """Lines in order, and whether the file begins (ends) with them: nothing that is wanted is left out there."""
+class LogSlice:
+    """Lines in order, and whether the file begins (ends) with them."""
 
     lines: tuple[LogLine, ...]
     is_first: bool
@@ -183,7 +183,7 @@ def _may_be_loud(data: bytes, level: int) -> bool:
 
 
 def _leading(data: bytes, offset: int, cut: int) -> list[Raw] | None:
-    """The lines at the start of a block that belong to a record further up; None when they are too many to tell."""
+    """The lines at the start of a block that belong to a record further up; None when they are too many."""
     lines: list[Raw] = []
     place = cut
     while place < min(cut + _HEAD_BYTES, len(data)):

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from prime_rl.contract.layout import RunDir
-from tui.log_file import LogLine, Piece, Raw, lines_after, lines_before, open_log, read_line
+from tui.log_file import LogLine, LogSlice, Raw, lines_after, lines_before, open_log, read_line
 from tui.tabs import LOGS, TabData
 
 # So many lines are around the place that is looked at: some screens in each direction.
@@ -22,14 +22,14 @@ _MARK_BYTES = 64
 
 @dataclass(frozen=True)
 class LogRequest:
-    """What is wanted: lines of at least `level` (index of `log_file.LEVELS`) around the line that starts at `anchor`;
+    """Lines of at least `level` (index of `log_file.LEVELS`) around the line that starts at `anchor`;
     None: the end, also when it grows."""
 
     anchor: int | None = None
     level: int = 0
 
 
-NOTHING = Piece((), True, True)
+NOTHING = LogSlice((), True, True)
 
 
 @dataclass(frozen=True)
@@ -41,16 +41,16 @@ class LogData(TabData):
 
     tab = LOGS
     request: LogRequest = LogRequest()
-    piece: Piece = NOTHING
+    slice: LogSlice = NOTHING
     size: int = 0
     generation: int = 0
 
 
-_Work = Generator[None, None, Piece]
+_Work = Generator[None, None, LogSlice]
 
 
 class LogTabReader:
-    """Reads when the file changed or another place is wanted. A search for rare lines goes on over several reads."""
+    """Reads when the file or the request changed. A search for rare lines goes on over several reads."""
 
     tab = LOGS
 
@@ -58,7 +58,7 @@ class LogTabReader:
         self._run = RunDir(output_dir / run_id)
         self.request = LogRequest()
         self.is_open = True
-        """False ends a search for rare lines that are not needed any more."""
+        """False ends a search for rare lines that are no longer needed."""
         self._shown: object = None
         self._identity: tuple[int, int] | None = None
         self._size = 0
@@ -101,11 +101,11 @@ class LogTabReader:
             return None, False
         self._mark = os.pread(fd, _MARK_BYTES, max(info.st_size - _MARK_BYTES, 0))
         self._shown = shown
-        piece, is_done = self._search(fd, info.st_size, request)
+        found, is_done = self._search(fd, info.st_size, request)
         if not is_done:
-            self._shown = None  # whoever asked for something else stopped it
+            self._shown = None  # stopped by a new request
             return None, True
-        return LogData(self._run.run_id, request, piece, info.st_size, self._generation), False
+        return LogData(self._run.run_id, request, found, info.st_size, self._generation), False
 
     def _continues(self, fd: int, identity: tuple[int, int], size: int) -> bool:
         if identity != self._identity or size < self._size:
@@ -116,17 +116,17 @@ class LogTabReader:
         self._generation += self._identity is not None
         self._identity, self._size, self._mark, self._clean = identity, 0, b"", {}
 
-    def _search(self, fd: int, size: int, request: LogRequest) -> tuple[Piece, bool]:
-        """(the piece, whether it was made): not when another one is wanted meanwhile."""
+    def _search(self, fd: int, size: int, request: LogRequest) -> tuple[LogSlice, bool]:
+        """(lines, whether the search was finished): it stops when the request changes."""
         work = self._gather(fd, size, request)
         while True:
             try:
                 next(work)
             except StopIteration as done:
-                piece: Piece = done.value
-                return piece, True
+                found: LogSlice = done.value
+                return found, True
             if self.request != request or not self.is_open:
-                return Piece((), False, False), False
+                return LogSlice((), False, False), False
 
     def _gather(self, fd: int, size: int, request: LogRequest) -> _Work:
         if request.anchor is None:
@@ -139,7 +139,7 @@ class LogTabReader:
             after, is_last = yield from lines_after(fd, anchor, NUM_AROUND, request.level)
         lines = tuple(self._line(start, raw) for start, raw in (*before, *after))
         self._clean = {line.start: line for line in lines}
-        return Piece(lines, is_first, is_last)
+        return LogSlice(lines, is_first, is_last)
 
     def _line(self, start: int, raw: bytes) -> LogLine:
         known = self._clean.get(start)

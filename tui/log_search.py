@@ -36,7 +36,7 @@ class LogSearch:
     Args:
         offset: lines that start before it (forwards: after it) are looked at first.
         level: lines of records below it do not count.
-        post: told of progress, and of the end unless it was stopped.
+        post: called with progress, and at the end unless it was stopped.
     """
 
     def __init__(

@@ -17,7 +17,7 @@ from prime_rl.contract.files import write_atomic
 VERSION = 1
 MAX_WORKSPACES = 50
 MAX_BYTES = 1_000_000
-# The version before called workspaces houses, here and in the names of its own themes.
+# The previous version called workspaces houses, here and in the names of its themes.
 _OLD_THEMES = "houses"[:-1] + "-"
 
 

@@ -1,7 +1,7 @@
 """The nodes of a multi-node group as the screen shows them: which phase each is in, which is dead, slow or waited for.
 
 Pure: made from `Sighting`s (`prime_rl.contract.nodes`), whose ages are of the reader's own clock, and whose text is
-clean. It knows no widget, no colour and no file.
+clean. No widgets, colours or files.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from tui.snapshot import Level, Problem
 SLOW_FACTOR = 2.0
 SLOW_MIN_S = 5.0
 MISSING = "missing"
-# How a node that waits begins to say it.
+# How the message of a waiting node begins.
 _POSITION = re.compile(r"^iteration \d+, phase \d+ \([^)]*\): ")
 SLOW = "slow"
-# Word -> (symbol, level). The symbols differ in shape, so that no word needs colour to be read.
+# Health -> (symbol, level). The symbols differ in shape, so that none needs colour.
 HEALTH: Mapping[str, tuple[str, Level]] = {
     NodeHealth.ALIVE: ("●", Level.GOOD),
     NodeHealth.UNPROVEN: ("◌", Level.BUSY),
@@ -71,11 +71,11 @@ class Cell(enum.Enum):
 
 @dataclass(frozen=True)
 class NodeRow:
-    """One node. `word` is its health as people read it; ages in seconds of our own clock; None: not known."""
+    """One node. `health` is shown to people; ages in seconds of our own clock; None: not known."""
 
     rank: int
     host: CleanText
-    word: str
+    health: str
     symbol: str
     level: Level
     weight: float | None
@@ -121,7 +121,7 @@ class Group:
     @property
     def num_living(self) -> int:
         gone = (NodeHealth.DEAD, NodeHealth.LEFT, NodeHealth.DONE, MISSING)
-        return sum(row.word not in gone for row in self.rows)
+        return sum(row.health not in gone for row in self.rows)
 
     @property
     def level(self) -> Level:
@@ -164,8 +164,8 @@ def node_problems(group: Group | None, now: float) -> list[Problem]:
     if group is None:
         return []
     ended = (NodeHealth.DEAD, NodeHealth.LEFT, NodeHealth.DONE, MISSING)
-    if all(row.word in ended for row in group.rows):
-        dead = [row for row in group.rows if row.word == NodeHealth.DEAD]
+    if all(row.health in ended for row in group.rows):
+        dead = [row for row in group.rows if row.health == NodeHealth.DEAD]
         if not dead:
             return []
         names = ", ".join(f"node {row.rank} in phase {row.phase} ({phase_name(row.phase)})" for row in dead[:4])
@@ -181,24 +181,23 @@ def node_problems(group: Group | None, now: float) -> list[Problem]:
             now - (row.stalled_s or row.silent_s or 0.0),
         )
         for row in group.rows
-        if row.level >= Level.WARN and row.word != MISSING
+        if row.level >= Level.WARN and row.health != MISSING
     ]
 
 
 def describe(row: NodeRow) -> str:
-    """The state of a node in one sentence."""
     where = f"in phase {row.phase} ({phase_name(row.phase)}) of iteration {row.iteration}"
-    match row.word:
+    match row.health:
         case NodeHealth.DEAD if row.is_gone:
-            text = f"{row.word}: its process is gone, {where}"
+            text = f"{row.health}: its process is gone, {where}"
         case NodeHealth.DEAD | NodeHealth.SUSPECT:
-            text = f"{row.word}: no heartbeat for {fmt.age(row.silent_s)}, {where}"
+            text = f"{row.health}: no heartbeat for {fmt.age(row.silent_s)}, {where}"
         case "slow":
-            text = f"{row.word}: {fmt.age(row.phase_s)} {where}"
+            text = f"{row.health}: {fmt.age(row.phase_s)} {where}"
         case "missing":
             text = "missing"
         case _:
-            text = f"{row.word} {where}"
+            text = f"{row.health} {where}"
     return f"{text}; {row.note}" if row.note else text
 
 
@@ -208,15 +207,15 @@ def phase_name(phase: int | None) -> str:
 
 def _row(seen: Sighting, is_waited_for: bool, usual: Mapping[int, float]) -> NodeRow:
     status = seen.status
-    word: str = node_health(seen)
+    health: str = node_health(seen)
     limit_s = max(SLOW_FACTOR * usual.get(status.phase, 0.0), SLOW_MIN_S)
-    if word == NodeHealth.ALIVE and is_waited_for and status.phase in usual and seen.phase_s > limit_s:
-        word = SLOW
-    symbol, level = HEALTH[word]
+    if health == NodeHealth.ALIVE and is_waited_for and status.phase in usual and seen.phase_s > limit_s:
+        health = SLOW
+    symbol, level = HEALTH[health]
     return NodeRow(
         rank=status.rank,
         host=one_line(status.host, 60),
-        word=word,
+        health=health,
         symbol=symbol,
         level=level,
         weight=status.weight,
@@ -236,7 +235,7 @@ def _row(seen: Sighting, is_waited_for: bool, usual: Mapping[int, float]) -> Nod
 
 
 def _note(seen: Sighting) -> CleanText:
-    """What stands still, why the node ended, or which nodes it waits for."""
+    """What has stopped, why the node ended, or which nodes it waits for."""
     if (found := stall(seen)) is not None:
         return one_line(f"{found.what} has stood still for {fmt.age(found.for_s)}")
     status = seen.status
@@ -250,7 +249,7 @@ def _missing(rank: int, is_waited_for: bool) -> NodeRow:
     return NodeRow(
         rank=rank,
         host=one_line(""),
-        word=MISSING,
+        health=MISSING,
         symbol=symbol,
         level=level,
         weight=None,

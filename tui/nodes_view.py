@@ -1,4 +1,4 @@
-"""The Nodes screen as lines of text: pure. Takes a `Group` and a palette; knows no widget and no file."""
+"""The Nodes screen as lines of text: pure. Takes a `Group` and a palette."""
 
 from __future__ import annotations
 
@@ -82,12 +82,12 @@ def node_line(row: NodeRow, width: int, palette: Palette) -> Text:
     line = Text.assemble("  ", (f"{row.rank:<5}", "bold"))
     if host:
         line.append(f"{fmt.shorten_middle(row.host, host - 1):<{host}}", palette.muted)
-    line.append(f"{row.symbol} {row.word:<10}", stands_out)
+    line.append(f"{row.symbol} {row.health:<10}", stands_out)
     for index, kind in enumerate(row.cells):
         line.append(f"{CELLS[kind]:<{cell}}", _cell_style(row, index, kind, palette))
     silent = fmt.age(row.silent_s)
     line.append(f"{fmt.age(row.phase_s):>6}", palette.warning if row.is_waited_for else palette.text)
-    line.append(f"{silent:>6}", stands_out if row.word in (NodeHealth.DEAD, NodeHealth.SUSPECT) else palette.muted)
+    line.append(f"{silent:>6}", stands_out if row.health in (NodeHealth.DEAD, NodeHealth.SUSPECT) else palette.muted)
     if width >= _MIDDLE:
         line.append(f"{fmt.DASH if row.iteration is None else row.iteration:>7}", palette.muted)
     note = row.note.removeprefix("waits for ")
@@ -129,7 +129,7 @@ def phase_lines(group: Group, width: int, palette: Palette, limit: int) -> list[
 
 def node_detail(row: NodeRow, width: int, palette: Palette) -> list[Text]:
     """One node: its state, its share, and how much of its time it waits for others."""
-    symbol, level = HEALTH[row.word]
+    symbol, level = HEALTH[row.health]
     lines = [
         Text.assemble(
             (f"{symbol} node {row.rank} ", f"bold {palette.level(level)}"), (row.host, "bold"), f"  {describe(row)}"

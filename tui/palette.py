@@ -13,7 +13,7 @@ from tui.snapshot import Level
 
 
 def make_theme(name: str, colours: str, variables: Mapping[str, str]) -> Theme:
-    """`colours` in the order of their names below; what stands in a corner or behind a bar is background."""
+    """`colours` in the order of their names below; corners and the space behind bars are background."""
     primary, secondary, accent, foreground, background, surface, panel, success, warning, error = colours.split()
     behind = ("background", "background-hover", "background-active", "corner-color")
     return Theme(

@@ -2,14 +2,14 @@
 
 A filter is a list of terms, and a run is shown when all of them hold:
 
-    math                 the word stands in its id, state or note
+    math                 the word is in its id, state or note
     state:active         also state:active,waiting; the beginning of a word is enough
     reward>0.5           > >= < <= = !=, with 10k, 50%, and 5m or 2h for ages
     name~lr              contains; "two words" in quotes
     is:pinned            pinned, marked, problem, live
     !TERM                does not hold
 
-A term with an error is left out of the filter, and `errors` says where it stands and what is wrong.
+A term with an error is left out of the filter, and `errors` has its place and the reason.
 """
 
 from __future__ import annotations
@@ -92,8 +92,6 @@ class FilterError:
 
 @dataclass(frozen=True)
 class Query:
-    """A parsed filter."""
-
     tests: tuple[Test, ...] = ()
     errors: tuple[FilterError, ...] = ()
 

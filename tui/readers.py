@@ -70,7 +70,7 @@ class MetricsReader:
                 by_key.setdefault(key, Series(self._capacity)).extend(steps, numbers)
 
     def _parse(self, line: bytes) -> tuple[int, dict[str, float]] | None:
-        """As `parse_metrics`, of the wanted keys alone: a typed reader skips all others without making them."""
+        """As `parse_metrics`, of the given keys alone: a typed reader skips all others without making them."""
         try:
             known = self._decoder.decode(line)
         except (msgspec.MsgspecError, RecursionError):

@@ -81,7 +81,6 @@ def arrange(samples: Sequence[Sample], order: str) -> list[Sample]:
 
 
 def turns(sample: Sample) -> list[Turn]:
-    """The conversation in order."""
     found = [Turn("prompt", sample.prompt.strip("\n"))]
     if not sample.turns:
         return [*found, Turn("policy", sample.completion)]

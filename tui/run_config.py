@@ -1,6 +1,6 @@
 """What the config tab shows of a run: its `orch.toml`, what is wrong with it, all values, differences. No widgets.
 
-`ConfigReader` is called by one thread; the screen sets what it wants (`other`, `wants_all`) from another.
+`ConfigReader` is called by one thread; the screen sets `other` and `wants_all` from another.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class ConfigData(TabData):
 
 
 class ConfigReader:
-    """Reads again when a file changed, or when something else is wanted."""
+    """Reads again when a file or the request changed."""
 
     tab = CONFIG
 
@@ -107,11 +107,11 @@ def all_values(text: str) -> tuple[Value, ...]:
     """
     said = dict(flatten(parse_toml(text, "orch.toml")))
     config = build(OrchestratorConfig, parse_toml(text, "orch.toml"), "orch.toml").model_dump(mode="json")
-    return tuple(Value(key, in_words(value), key not in said) for key, value in flatten(config))
+    return tuple(Value(key, toml_text(value), key not in said) for key, value in flatten(config))
 
 
 def find_differences(mine: str, other: str) -> tuple[Difference, ...]:
-    """Keys whose values differ, by what counts: a default and the same value said in the file are equal.
+    """Keys whose values differ, by what counts: a default equals the same value in the file.
 
     If one of the texts is not a valid config, the files' own keys are compared. Raises ConfigError for invalid TOML.
     """
@@ -119,7 +119,7 @@ def find_differences(mine: str, other: str) -> tuple[Difference, ...]:
         sides = [{value.key: value.text for value in all_values(text)} for text in (mine, other)]
     except ConfigError:
         sides = [
-            {key: in_words(value) for key, value in flatten(parse_toml(text, source))}
+            {key: toml_text(value) for key, value in flatten(parse_toml(text, source))}
             for text, source in ((mine, "this orch.toml"), (other, "the other orch.toml"))
         ]
     keys = dict.fromkeys([*sides[0], *sides[1]])
@@ -140,8 +140,8 @@ def flatten(data: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[CleanTe
             yield key, value
 
 
-def in_words(value: Any) -> CleanText:
-    """As TOML says it, on one line; null for what TOML cannot say."""
+def toml_text(value: Any) -> CleanText:
+    """As TOML, on one line; null for what TOML cannot express."""
     if value is None or isinstance(value, bool):
         return one_line(str(value).lower())
     return one_line(f'"{value}"' if isinstance(value, str) else str(value), MAX_VALUE_CHARS)
@@ -159,7 +159,7 @@ def read_clean(path: Path, limit: int = MAX_CONFIG_BYTES) -> CleanText | None:
 
 
 def find_error_lines(config: str, error: str) -> tuple[int, ...]:
-    """Line numbers (from 1) of `config` that `error` speaks of: said as "line N", or the line that sets a named key."""
+    """Line numbers (from 1) of `config` that `error` names: as "line N", or by the key that is set there."""
     lines = config.splitlines()
     named = {int(number) for number in _LINE.findall(error) if 1 <= int(number) <= len(lines)}
     return tuple(sorted(named | {number for key, number in key_lines(lines).items() if f": {key}: " in f": {error}"}))

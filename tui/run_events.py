@@ -1,8 +1,8 @@
 """Events of a run, from all their sources: people, trainer, supervisor, its own files. No widgets here.
 
 People's actions come from `logs/audit.jsonl`; admission, restarts and their reasons from the lines of the trainer's and
-the supervisor's log that name the run; evictions, config errors and the last word from the run's own files. Changes of
-state that are seen while the tab is open are noted too.
+the supervisor's log that name the run; evictions, config errors and the final state from the run's own files. Changes
+of state that are seen while the tab is open are noted too.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ _STATES = {
     "pid": "started",
 }
 _SENTENCES = {"checkpoint of step": "", "takes slot": "admitted", "leaves slot": "left", "resumes from": "resumed"}
-# Checkpoints have a tab of their own, and "starting" follows each "pid".
+# Checkpoints have their own tab, and "starting" follows each "pid".
 _LEFT_OUT = ("",)
 
 
 @dataclass(frozen=True)
 class Event:
-    """Something that happened to the run: when (Unix seconds, None when unknown), what, the words with it, and who."""
+    """Something that happened to the run: when (Unix seconds, None when unknown), what, its text, and who did it."""
 
     time: float | None
     kind: CleanText
@@ -81,20 +81,20 @@ class EventsReader:
                 self._output.log("supervisor"), lambda line: parse_log(line, run_id, "supervisor"), LOG_TAIL_BYTES
             ),
         ]
-        self._words: deque[Event] = deque(maxlen=MAX_EVENTS)
+        self._states: deque[Event] = deque(maxlen=MAX_EVENTS)
         self._stamps: object = None
 
     def read(self) -> tuple[EventsData | None, bool]:
         looks = [tail.update() for tail in self._tails]
         own = (self._run.config_error, self._run.evicted, self._run.status)
-        stamps = (*map(file_stamp, own[:2]), self._note_word())
+        stamps = (*map(file_stamp, own[:2]), self._note_state())
         changed = any(each for each, _ in looks) or stamps != self._stamps
         self._stamps = stamps
         more = any(each for _, each in looks)
         return (self._data() if changed and not more else None), more
 
     def _data(self) -> EventsData:
-        events = [*(event for tail in self._tails for event in tail.events), *self._words, *self._own()]
+        events = [*(event for tail in self._tails for event in tail.events), *self._states, *self._own()]
         events.sort(key=lambda event: event.time or 0.0)
         return EventsData(self._run.run_id, tuple(events[-MAX_EVENTS:]))
 
@@ -105,15 +105,15 @@ class EventsReader:
         if evicted is not None:
             yield Event.of(_mtime(self._run.evicted), "evicted", evicted.strip() or "no reason was given")
 
-    def _note_word(self) -> int:
-        """Note the orchestrator's word when it is another than before; returns how many were noted."""
+    def _note_state(self) -> int:
+        """Note the orchestrator's state when it changed; returns how many were noted."""
         status = read_status(self._run.status, RunStatus)
         if status is not None:
             text = status.reason or f"step {status.step} of {status.max_steps}"
             event = Event.of(status.updated_at or None, status.state, text, "orchestrator")
-            if not self._words or self._words[-1].kind != event.kind:
-                self._words.append(event)
-        return len(self._words)
+            if not self._states or self._states[-1].kind != event.kind:
+                self._states.append(event)
+        return len(self._states)
 
 
 class _EventTail:
@@ -167,7 +167,7 @@ def parse_log(line: bytes, run_id: str, who: str) -> Event | None:
         when = float(calendar.timegm(time.strptime(match[1].decode(), "%Y-%m-%dT%H:%M:%S")))
     except ValueError:
         return None
-    if text.partition(" ")[0] == kind or kind == "restart":  # the word is said already
+    if text.partition(" ")[0] == kind or kind == "restart":  # the kind is in the text already
         text = text.partition(" ")[2].removeprefix("(").removesuffix(")")
     return Event.of(when, kind, text, who)
 

@@ -1,6 +1,6 @@
 """All that the run screen reads of one run: a reader for each tab, of which only the open one reads.
 
-`read` is called by one thread; the screen says from another which tab is open, and sets what it wants of each reader.
+`read` is called by one thread; the screen sets the open tab and each reader's request from another.
 """
 
 from __future__ import annotations
@@ -17,8 +17,6 @@ from tui.tabs import CHARTS, LOGS, TabData, TabReader
 
 
 class RunReader:
-    """The readers of one run, by name."""
-
     def __init__(self, output_dir: Path, run_id: str) -> None:
         self._tab = CHARTS
         self.charts = ChartsReader(output_dir, run_id)
@@ -48,7 +46,6 @@ class RunReader:
         self.logs.is_open = tab == LOGS
 
     def stop(self) -> None:
-        """End what takes long."""
         self.logs.is_open = False
 
     def read(self) -> tuple[TabData | None, bool]:

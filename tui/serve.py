@@ -40,7 +40,7 @@ class WorkspaceServer(Server):
         command = child_command(output_dir, allow_actions=allow_actions)
         super().__init__(command, host=host, port=port, title="prl", public_url=f"http://{name}:{port}")
         self._sock = sock
-        self._word = "acting" if allow_actions else "read-only"
+        self._mode = "acting" if allow_actions else "read-only"
         self._authorities = {f"{each}:{port}" for each in ("127.0.0.1", "localhost", "[::1]")}
 
     async def _make_app(self) -> web.Application:
@@ -61,16 +61,15 @@ class WorkspaceServer(Server):
     async def handle_index(self, request: web.Request) -> web.Response:
         response: web.Response = await super().handle_index(request)  # type: ignore[assignment]
         authority = request.headers["Host"]
-        # By the name that the browser knows, or it would take its own files for another site's.
+        # By the host that the browser asked for; otherwise it blocks its own files as another site's.
         page = (response.text or "").replace(self.public_url[len("http://") :], authority)
         response.text = re.sub(_FOREIGN_LINK.format(authority=re.escape(authority)), "", page, flags=re.DOTALL)
         return response
 
     async def on_startup(self, app: web.Application) -> None:
-        print(f"prl-tui: {self.public_url} ({self._word}); press Ctrl-C to stop", flush=True)
+        print(f"prl-tui: {self.public_url} ({self._mode}); press Ctrl-C to stop", flush=True)
 
     def run(self) -> None:
-        """Until SIGINT or SIGTERM."""
         loop = asyncio.new_event_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, _end)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class _Sign:
-    said: float
+    written_at: float
     seen_at: float
     has_moved: bool
 
@@ -23,20 +23,20 @@ class Signs:
     def __init__(self) -> None:
         self._signs: dict[str, _Sign] = {}
 
-    def heard(self, said: Iterable[tuple[str, float | None]], now: float) -> dict[str, float]:
-        """(run id, time that it wrote) of all runs -> when each was heard of, never later than `now`."""
-        signs = {run_id: self._sign(run_id, time, now) for run_id, time in said if time is not None}
+    def times(self, written_at: Iterable[tuple[str, float | None]], now: float) -> dict[str, float]:
+        """(run id, time in its status file) of all runs -> when each was last alive, never later than `now`."""
+        signs = {run_id: self._sign(run_id, time, now) for run_id, time in written_at if time is not None}
         self._signs = signs
-        return {run_id: _heard(sign, now) for run_id, sign in signs.items()}
+        return {run_id: _seen_at(sign, now) for run_id, sign in signs.items()}
 
-    def _sign(self, run_id: str, said: float, now: float) -> _Sign:
+    def _sign(self, run_id: str, written_at: float, now: float) -> _Sign:
         known = self._signs.get(run_id)
         if known is None:
-            return _Sign(said, now, False)
-        return known if known.said == said else _Sign(said, now, True)
+            return _Sign(written_at, now, False)
+        return known if known.written_at == written_at else _Sign(written_at, now, True)
 
 
-def _heard(sign: _Sign, now: float) -> float:
-    if sign.said > now:
+def _seen_at(sign: _Sign, now: float) -> float:
+    if sign.written_at > now:
         return min(sign.seen_at, now)
-    return min(max(sign.said, sign.seen_at), now) if sign.has_moved else sign.said
+    return min(max(sign.written_at, sign.seen_at), now) if sign.has_moved else sign.written_at

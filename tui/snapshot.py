@@ -1,8 +1,8 @@
 """From the files on disk to the text on the screen: pure.
 
 `make_snapshot` takes one look at the workspace (`daemons.client.Workspace`), the newest metrics of each run and the
-room on the disk, and gives rows, daemons and problems in words. What counts as a problem is said once, in
-`find_problems`. All text in a look and in a snapshot is clean. It knows no widget, colour or file.
+room on the disk, and gives rows, daemons and problems in words. `find_problems` alone decides what counts as a problem.
+All text in a look and in a snapshot is clean.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from daemons.client import DaemonView, RunView, Workspace
-from prime_rl.contract.condition import LOST, STALLED, stalled_since, still_words
+from prime_rl.contract.condition import LOST, STALLED, stall_text, stalled_since
 from prime_rl.contract.layout import CONFIG_ERROR_PREFIX
 from prime_rl.contract.status import LOST_AFTER_S, RunState, Status
 from prime_rl.utils.text import CleanText, one_line
@@ -33,7 +33,7 @@ LOW_DISK_SHARE = 0.02
 
 
 class Level(enum.IntEnum):
-    """How much something needs a person. Widgets turn it into a colour; symbols and words say it without colour."""
+    """How much something needs a person. Widgets turn it into a colour; symbols and words show it without one."""
 
     QUIET = 0
     GOOD = 1
@@ -172,8 +172,8 @@ class Disk:
 class Problem:
     """Something that a person should look at: what has it, what is wrong, and since when (Unix seconds, if known).
 
-    `target` says what `name` names: a run that can be opened, a daemon, an entry that is no run, the workspace itself,
-    or a node of a multi-node group.
+    `target` is the kind of `name`: a run that can be opened, a daemon, an entry that is not a run, the workspace, or a
+    node of a multi-node group.
     """
 
     name: CleanText
@@ -214,14 +214,14 @@ def make_snapshot(
     before: Snapshot | None = None,
     group: Group | None = None,
     group_problems: Iterable[Problem] = (),
-    heard: Mapping[str, float] | None = None,
+    alive_at: Mapping[str, float] | None = None,
 ) -> Snapshot:
-    """`now` in Unix seconds; `since` says of evicted and invalid runs when they became so, `heard` when a run gave its
-    last sign of life on our own clock (else what it wrote itself counts).
+    """`now` in Unix seconds; `since`: when evicted and invalid runs became so; `alive_at`: each run's last sign of life
+    on our own clock (default: the time that the run wrote).
 
-    A row that is as in `before` is the same object, so that who draws it can tell without looking.
+    A row that equals the one in `before` is the same object, so widgets compare rows by identity.
     """
-    signs = heard or {}
+    signs = alive_at or {}
     old = {row.run_id: row for row in before.rows} if before else {}
     rows = tuple(
         _same_or_new(
@@ -246,12 +246,12 @@ def make_snapshot(
     )
 
 
-def display_state(run: RunView, now: float, tail: RunTail, heard: float | None) -> str:
+def display_state(run: RunView, now: float, tail: RunTail, alive_at: float | None) -> str:
     """The run's state; `lost` for one that should work and gives no sign of life, `stalled` for one whose orchestrator
     is, or whose steps do not go on."""
     if run.state is not RunState.ACTIVE:
         return str(run.state)
-    if heard is not None and now - heard > LOST_AFTER_S:
+    if alive_at is not None and now - alive_at > LOST_AFTER_S:
         return LOST
     stalled = run.stalled_since is not None or stalled_s(run, tail) is not None
     return STALLED if stalled else str(run.state)
@@ -266,19 +266,19 @@ def stalled_s(run: RunView, tail: RunTail) -> float | None:
 
 
 def _same_or_new(
-    known: RunRow | None, order: int, run: RunView, tail: RunTail, now: float, heard: float | None
+    known: RunRow | None, order: int, run: RunView, tail: RunTail, now: float, alive_at: float | None
 ) -> RunRow:
-    """The row as it is known, when it says the same. Only what a run at work says depends on the time."""
+    """The known row, when nothing in it changed. Only the row of a running run depends on the time."""
     if known is not None and known.view is run and known.tail is tail and run.state is not RunState.ACTIVE:
-        if known.order == order and known.updated_at == heard:
+        if known.order == order and known.updated_at == alive_at:
             return known
-        return replace(known, order=order, updated_at=heard)
-    row = _row(order, run, tail, now, heard)
+        return replace(known, order=order, updated_at=alive_at)
+    row = _row(order, run, tail, now, alive_at)
     return known if known == row else row
 
 
-def _row(order: int, run: RunView, tail: RunTail, now: float, heard: float | None) -> RunRow:
-    state = display_state(run, now, tail, heard)
+def _row(order: int, run: RunView, tail: RunTail, now: float, alive_at: float | None) -> RunRow:
+    state = display_state(run, now, tail, alive_at)
     symbol, level = STATES[state]
     return RunRow(
         run_id=run.run_id,
@@ -293,18 +293,18 @@ def _row(order: int, run: RunView, tail: RunTail, now: float, heard: float | Non
         loss=tail.loss,
         tokens_per_s=run.tokens_per_s,
         lag=run.async_level,
-        note=one_line(_note(run, state, now, tail, heard)),
+        note=one_line(_note(run, state, now, tail, alive_at)),
         reason=run.reason,
-        updated_at=heard,
+        updated_at=alive_at,
         view=run,
         tail=tail,
     )
 
 
-def _note(run: RunView, state: str, now: float, tail: RunTail, heard: float | None) -> str:
+def _note(run: RunView, state: str, now: float, tail: RunTail, alive_at: float | None) -> str:
     """What it waits for, or the reason for its state."""
     if state == LOST or (state == STALLED and run.stalled_since is None):
-        silent = f"no heartbeat for {fmt.age(now - (heard or now))}"
+        silent = f"no heartbeat for {fmt.age(now - (alive_at or now))}"
         if state == STALLED:
             silent = f"no step for {fmt.age(stalled_s(run, tail))}"
         return f"{silent}; waits for {run.waiting_on}" if run.waiting_on else silent
@@ -321,8 +321,8 @@ def _daemons(workspace: Workspace) -> tuple[DaemonRow, ...]:
     trainer, inference = workspace.trainer, workspace.inference
     supervisor = workspace.daemon("supervisor")
     found = [
-        _daemon("trainer", *_word(trainer), workspace.daemon("trainer")),
-        _daemon("inference", *_word(inference), workspace.daemon("inference")),
+        _daemon("trainer", *_own_state(trainer), workspace.daemon("trainer")),
+        _daemon("inference", *_own_state(inference), workspace.daemon("inference")),
         _daemon("supervisor", "running" if workspace.supervisor_alive else None, None, supervisor),
     ]
     known = {daemon.name for daemon in found}
@@ -330,19 +330,19 @@ def _daemons(workspace: Workspace) -> tuple[DaemonRow, ...]:
     return (*found, *others)
 
 
-def _word(status: Status | None) -> tuple[str | None, str | None]:
+def _own_state(status: Status | None) -> tuple[str | None, str | None]:
     if status is None:
         return None, None
     since = stalled_since(status)
-    return (status.state, status.waiting_on) if since is None else (STALLED, still_words(since))
+    return (status.state, status.waiting_on) if since is None else (STALLED, stall_text(since))
 
 
-def _daemon(name: str, own_word: str | None, waiting_on: str | None, daemon: DaemonView | None) -> DaemonRow:
+def _daemon(name: str, own_state: str | None, waiting_on: str | None, daemon: DaemonView | None) -> DaemonRow:
     """A daemon's own state counts while it is alive; the supervisor's counts when it is not, or when it is worse."""
-    state = own_word or (daemon.state if daemon else "down")
+    state = own_state or (daemon.state if daemon else "down")
     if daemon and daemon.state in (STALLED, "backoff", "failed"):
         state, waiting_on = daemon.state, daemon.reason or waiting_on
-    if own_word is None and state in ("running", "starting"):
+    if own_state is None and state in ("running", "starting"):
         state = "starting"
     detail = waiting_on or (daemon and (daemon.reason or daemon.waiting_on)) or ""
     return DaemonRow(

@@ -1,6 +1,6 @@
 """The orders of the runs table: by every column, both ways, pinned runs on top. Pure.
 
-Runs without a value come last both ways, and equals stand in the workspace's own order (slots, then waiting runs as
+Runs without a value come last both ways, and equals keep the workspace's own order (slots, then waiting runs as
 they will be admitted, then the others), so that a sort never flickers.
 """
 
@@ -29,7 +29,7 @@ Key = Callable[[RunRow], float | str | None]
 
 @dataclass(frozen=True)
 class Sort:
-    """A column to sort by. `descending` is the way that people want first: the best, the fastest, the newest on top."""
+    """A column to sort by. `descending` is its default: the best, the fastest, the newest on top."""
 
     title: str
     key: Key

@@ -10,7 +10,7 @@ from prime_rl.contract.status import RunState
 from tui import fmt
 from tui.snapshot import RunRow
 
-# A mean of five rewards below this share of the best mean is a collapse; a change of less than this is none.
+# A mean of five rewards below this share of the best mean is a collapse; a smaller change is ignored.
 COLLAPSE_SHARE = 0.5
 LEAST_GAIN = 0.005
 WINDOW = 5

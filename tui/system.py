@@ -1,6 +1,6 @@
 """The System screen as lines of text: the machine, the trainer, inference, the daemons. Pure.
 
-Takes a snapshot, the newest look at the machine and a palette; knows no widget and no file.
+Takes a snapshot, the newest look at the machine and a palette.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tui.palette import Palette
 from tui.snapshot import DaemonRow, Level, Snapshot
 from tui.system_watch import SystemLook
 
-# Where the trainer's time goes, in the order of the bar: name in the status file, words, a shade that is no colour.
+# Where the trainer's time goes, in the order of the bar: name in the status file, label, a shade instead of a colour.
 TIME_PARTS = (
     ("wait", "wait", "░"),
     ("forward_backward", "train", "█"),

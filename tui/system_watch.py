@@ -1,6 +1,6 @@
 """The thread behind the System screen: measures machine and disk while that screen is open.
 
-The first look says no shares of processors: those are of the time between two looks.
+The first look has no shares of processors: they need the time between two looks.
 """
 
 from __future__ import annotations
@@ -33,8 +33,6 @@ class SystemLook:
 
 
 class SystemChanged(Message):
-    """A new look at the machine."""
-
     def __init__(self, look: SystemLook) -> None:
         super().__init__()
         self.look = look
@@ -50,8 +48,6 @@ class Probe(Protocol):
 
 
 class SystemProbe:
-    """Measures the real machine."""
-
     def __init__(self, output_dir: Path, clock: Callable[[], float] = time.monotonic) -> None:
         self._machine = MachineReader()
         self._disk = DiskReader(output_dir)
@@ -66,7 +62,7 @@ class SystemProbe:
             self._updates.clear()
             return None
         now, num = self._clock(), workspace.trainer.num_updates
-        if self._updates and num < self._updates[-1][1]:  # another trainer, which counts anew
+        if self._updates and num < self._updates[-1][1]:  # another trainer, which counts from zero
             self._updates.clear()
         self._updates.append((now, num))
         then, before = self._updates[0]
@@ -74,7 +70,7 @@ class SystemProbe:
 
 
 def daemon_processes(workspace: Workspace) -> dict[str, ProcessId]:
-    """The processes of the daemons that are known to live. Their own word is the newest."""
+    """The processes of the daemons that are known to live. Their own status is the newest."""
     found: dict[str, ProcessId] = {each.name: each.process for each in workspace.daemons if each.process is not None}
     for name, status in (("trainer", workspace.trainer), ("inference", workspace.inference)):
         if status is not None:
@@ -101,7 +97,7 @@ class SystemWatcher:
             if self.workspace is not None:
                 self._post(SystemChanged(self._probe.read(self.workspace)))
                 num_looks += 1
-            # The second look follows soon: it is the first that can tell shares.
+            # The second look follows soon: it is the first with shares.
             self._woken.wait(0.5 if num_looks < 2 else INTERVAL_S)
             self._woken.clear()
 

@@ -11,7 +11,7 @@ from textual.color import Color
 
 from tui.palette import DARK, LIGHT, make_theme
 
-# Backgrounds of rows: how much of a colour is mixed into the background where a theme does not say it.
+# Backgrounds of rows: how much of a colour is mixed into the background unless a theme sets it.
 ROWS = {"row-cursor": ("primary", 0.28), "row-blurred": ("primary", 0.18), "row-hover": ("primary", 0.08)}
 ROWS["row-marked"] = ("accent", 0.16)
 

@@ -1,7 +1,7 @@
 """The two reading threads: one looks at the workspace, one at the run that is open. They post messages and never draw.
 
-Events of the file system are hints (`utils.watch`); between them a slow look finds what no event told. Both loops end
-within one wait after `stop`.
+Events of the file system are hints (`utils.watch`); between them a slow look finds what no event reported. Both loops
+end within one wait after `stop`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ CLOSE_LOOK_S = 0.4
 RUN_INTERVAL_S = 0.4
 # Files of one beat are written one after another: what is hinted at is looked at together.
 SETTLE_S = 0.02
-# Runs at which nothing works are looked at this seldom, unless trainer or supervisor say something new of them; and all
+# Runs at which nothing works are looked at this seldom, unless trainer or supervisor report something new; and all
 # of them together take at most this share of a core.
 REST_S, REST_MOST_S = 2.0, 20.0
 REST_SHARE = 1 / 400
@@ -50,7 +50,7 @@ SLICE_S = 0.3
 
 
 def disk_of(path: Path) -> Disk | None:
-    """Room where `path` lies; None when the system does not say."""
+    """Free space at `path`; None when unknown."""
     try:
         usage = shutil.disk_usage(path)
     except OSError:
@@ -59,7 +59,7 @@ def disk_of(path: Path) -> Disk | None:
 
 
 class StateTimes:
-    """When evicted and invalid runs became so: the time of the file that says it."""
+    """When evicted and invalid runs became so: the time of the file with the reason."""
 
     def __init__(self, output: OutputDir) -> None:
         self._output = output
@@ -183,7 +183,7 @@ class WorkspaceWatcher:
             disk=disk,
             since=since,
             before=self._shown,
-            heard=self._signs.heard(((run.run_id, run.updated_at) for run in workspace.runs), workspace.read_at),
+            alive_at=self._signs.times(((run.run_id, run.updated_at) for run in workspace.runs), workspace.read_at),
             group=group,
             group_problems=node_problems(group, workspace.read_at),
         )
@@ -229,7 +229,7 @@ class RunWatcher:
                 self._woken.clear()
 
     def wake(self) -> None:
-        """Look now: something else is wanted."""
+        """Look now: the request changed."""
         self._woken.set()
 
     def stop(self) -> None:

@@ -1,4 +1,4 @@
-"""One job in a thread of its own: it reports progress and failures to the app."""
+"""One job in its own thread: it reports progress and failures to the app."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class JobWorker:
         self._say("running", "...")
         try:
             text = self.job.work(lambda progress: self._say("running", progress))
-        # What actions raise: ActionError, LaunchError, ConfigError, and what the system says.
+        # What actions raise: ActionError, LaunchError, ConfigError, and OSError.
         except (RuntimeError, OSError, ValueError) as error:
             self._say("failed", str(error))
         else:

@@ -11,7 +11,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from daemons.commands.common import cell, make_table, short_time, size
-from daemons.commands.views import run_json, state_word
+from daemons.commands.views import run_json, state_text
 from daemons.details import RunDetails
 from prime_rl.contract.condition import utc
 from prime_rl.contract.samples import Sample
@@ -75,7 +75,7 @@ def _facts(details: RunDetails) -> RenderableType:
         if name in ("updated_at", "added_at", "stalled_since") and isinstance(value, float):
             value = utc(value)
         if name == "state":
-            value = state_word(details.run)
+            value = state_text(details.run)
         if value is not None:
             rows.append([name, cell(value, 2_000)])
     return make_table(["", ""], rows)

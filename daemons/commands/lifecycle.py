@@ -60,7 +60,7 @@ def down(
 def status(output_dir: OutputDirOption = None, as_json: JsonOption = False, watching: WatchOption = False) -> None:
     """Show daemons, slots, runs, disk and the bottleneck.
 
-    The last line tells which process the others wait for.
+    The last line names the process that the others wait for.
 
     Example: prl status --watch
     """

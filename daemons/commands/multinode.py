@@ -1,4 +1,4 @@
-"""`prl multinode`: starts one node of a group as a process of its own (`prime_rl.multinode`), and shows all of them."""
+"""`prl multinode`: starts one node of a group in its own process (`prime_rl.multinode`), and shows all of them."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ class GroupLook:
         phase = f"{node.phase} {node.phase_name}" + (" (awaited)" if node.rank in awaited else "")
         words = [node.rank, node.host, node_health(seen), node.iteration or "", phase if node.phase >= 0 else ""]
         times = [short_time(seen.phase_s), short_time(seen.silent_s)]
-        return [*words, *times, node.epoch or "", stall_words(stall(seen)) or node.reason or node.waiting_on or ""]
+        return [*words, *times, node.epoch or "", stall_reason(stall(seen)) or node.reason or node.waiting_on or ""]
 
     def _awaited(self) -> list[int]:
         return waited_for(seen.status for seen in self.nodes)
@@ -157,8 +157,8 @@ class GroupLook:
         return {"group": words, "waited_for": self._awaited(), "nodes": nodes}
 
 
-def stall_words(found: Stall | None) -> str | None:
-    """What of a stalled node stands still, and for how long."""
+def stall_reason(found: Stall | None) -> str | None:
+    """What has stopped in a stalled node, and for how long."""
     return f"is alive, but {found.what} has stood still for {short_time(found.for_s)}" if found else None
 
 

@@ -27,7 +27,7 @@ from daemons.commands.common import (
 from daemons.commands.detail_views import details_json, details_view, sample_view
 from daemons.commands.views import problem_json, run_json, runs_table
 from daemons.details import read_details
-from prime_rl.configs.base import ConfigError, parse_set
+from prime_rl.configs.base import NOT_FOUND, ConfigError, parse_set
 from prime_rl.contract.layout import LayoutError, OutputDir, check_run_id
 from prime_rl.contract.samples import read_samples
 from prime_rl.contract.status import RunState
@@ -155,7 +155,7 @@ def validate(
         print_json({"file": str(file), "valid": not problems, "problems": rows, "trainer": checked})
     else:
         for problem in problems:
-            complain(f"{file}: {one_line(str(problem), 2_000)}")
+            complain(f"not found: {file}" if problem == NOT_FOUND else f"{file}: {one_line(str(problem), 2_000)}")
     if problems:
         raise typer.Exit(1)
     if not as_json:

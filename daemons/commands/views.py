@@ -60,7 +60,7 @@ def problem_json(file: Path, problem: ConfigProblem, overrides: Mapping[str, Any
     }
 
 
-def state_word(run: RunView) -> str:
+def state_text(run: RunView) -> str:
     """The run's state as people read it: one whose orchestrator is stalled is not active."""
     return str(run.state) if run.stalled_since is None else STALLED
 
@@ -101,7 +101,7 @@ def runs_table(runs: Sequence[RunView], now: float | None = None) -> RenderableT
     rows = [
         [
             cell(run.run_id, 70),
-            Text(state_word(run), style=_STYLES[run.state] if run.stalled_since is None else "yellow"),
+            Text(state_text(run), style=_STYLES[run.state] if run.stalled_since is None else "yellow"),
             _place(run),
             f"{run.step}/{run.max_steps if run.max_steps is not None else '?'}",
             number(run.reward),
@@ -136,7 +136,7 @@ def daemons_table(daemons: Sequence[DaemonView]) -> RenderableType:
     return FittingTable(["daemon", "state", "pid", "restarts", "why"], rows, ("restarts", "pid", "why"))
 
 
-def disk_words(disk: DiskView) -> str:
+def disk_text(disk: DiskView) -> str:
     """Such as "the workspace takes 1.2 GB, 30 GB of 80 GB free (ext4)"."""
     least = "" if disk.workspace_complete else "at least "
     free = f"{size(disk.free_bytes)} of {size(disk.total_bytes)} free"
@@ -160,7 +160,7 @@ def workspace_view(workspace: Workspace, disk: DiskView | None) -> RenderableTyp
     parts += [cell(f"{workspace.output_dir}: {used}", 1_000), runs_table(workspace.runs)]
     parts += [Text(f"refused: {each.name}: ").append_text(cell(each.reason, 300)) for each in workspace.refused]
     if disk is not None:
-        parts.append(Text(f"disk: {disk_words(disk)}"))
+        parts.append(Text(f"disk: {disk_text(disk)}"))
     if workspace.bottleneck:
         parts.append(Text("bottleneck: ").append_text(cell(workspace.bottleneck, 300)))
     return Group(*parts)

@@ -53,13 +53,17 @@ class ConfigProblem:
         return f"{where}{self.key}: {self.message}" if self.key else f"{where}{self.message}"
 
 
+NOT_FOUND = ConfigProblem("", "not found")
+
+
 class ConfigError(ValueError):
     """An invalid config: all its problems, each with its place."""
 
     def __init__(self, source: str, problems: Sequence[ConfigProblem]) -> None:
         self.source = source
         self.problems = list(problems)
-        super().__init__(f"{source}: " + "; ".join(map(str, self.problems)))
+        text = "; ".join(map(str, self.problems))
+        super().__init__(f"not found: {source}" if self.problems == [NOT_FOUND] else f"{source}: {text}")
 
 
 class ConfigParseError(ConfigError):
@@ -78,14 +82,16 @@ def parse_toml(text: str, source: str) -> dict[str, Any]:
 
 
 def load_toml(path: Path) -> dict[str, Any]:
-    """Read and parse a TOML file; raises ConfigError when it is missing, unreadable, no file, too large, or not TOML.
+    """Read and parse a TOML file; raises ConfigError when it is missing, unreadable, not a file, too large or not TOML.
 
-    A file of a run may be no link; any other may.
+    A file of a run must not be a link; any other may.
     """
     try:
         text = read_file(path, limit=MAX_TOML_BYTES, follow_links=True).decode()
     except UnicodeDecodeError as error:
         raise ConfigParseError(str(path), [ConfigProblem("", f"not UTF-8 text (byte {error.start})")]) from error
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise ConfigError(str(path), [NOT_FOUND]) from error
     except FileRefused as error:
         raise ConfigError(str(path), [ConfigProblem("", str(error.strerror))]) from error
     except OSError as error:
@@ -184,7 +190,7 @@ def _walk(cls: type[BaseConfig], prefix: str = "") -> Iterator[HelpLine]:
     for name, field in cls.model_fields.items():
         if get_origin(field.annotation) is not list and (nested := _models_in(field.annotation)):
             members = [list(_walk(model, f"{prefix}{name}.")) for model in nested]
-            # What all members of a union have is said once.
+            # An error that all members of a union share is reported once.
             shared = [line for line in members[0] if all(line in lines for lines in members)]
             yield from shared
             yield from (line for lines in members for line in lines if line not in shared)

@@ -23,7 +23,7 @@ RUN_ID = "run_multinode"
 # Of a loop without end; a schedule that ends somewhere needs `run.max_steps` or --max-iterations.
 ENDLESS_STEPS = 1_000_000
 _DECIDED_HERE = ("model", "batch_size", "max_steps", "max_async_level", "seq_len", "client")
-# By these settings of the run no rollout is another: how an update learns, how many there are; what is kept and said.
+# Settings that change no rollout: how an update learns, how many there are, what is kept and logged.
 _LEARNING = {"optim", "scheduler", "loss", "advantage", "batch_size", "max_steps", "max_async_level"}
 _SAID = {"ckpt", "log", "monitor", "samples", "watch", "client"}
 

@@ -53,7 +53,7 @@ def node_parser() -> NodeParser:
     add("--master-addr", metavar="ADDRESS", help="the master's address (default: that of the outgoing interface)")
     add("--max-iterations", type=int, metavar="I", help="end after iteration I (default: never)")
     add("--elastic", action="store_true", help="continue without a lost worker; it may join again")
-    add("--resume", action="store_true", help="continue an earlier start; fail if there is none")
+    add("--resume", action="store_true", help="continue an earlier start; fail without one")
     add("--debug-mode", action="store_true", help="this node and its processes log at level debug")
     add("--dry-run", action="store_true", help="print what this command would do, by phase")
     return parser

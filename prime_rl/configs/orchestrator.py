@@ -20,7 +20,7 @@ from prime_rl.configs.shared import LogConfig, WatchConfig
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
 ServerUrl = Annotated[str, Field(pattern=r"^https?://[^/\s]+(/\S*)?$")]
-# Environments that need nothing but this project, and the form of all others: who provides it, and its name there.
+# Environments that need nothing but this project, and the form of all others: provider and name.
 BUILT_IN_ENVS = ("reverse-text", "sort-letters", "upper-case", "arithmetic", "guess-number")
 PLUGGED_ENV = re.compile(r"(?:verifiers|plugin):[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 Beta = Annotated[float, Field(ge=0, lt=1)]
@@ -241,7 +241,7 @@ class ClientConfig(BaseConfig):
 
     @property
     def urls(self) -> list[str | None]:
-        """One URL per server; None stands for the one in the status file."""
+        """One URL per server; None: the one in the status file."""
         return list(self.base_url) if isinstance(self.base_url, list) else [self.base_url]
 
     @field_validator("base_url", mode="before")

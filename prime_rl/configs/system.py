@@ -14,7 +14,7 @@ from prime_rl.configs.trainer import TrainerConfig, TrainerModelConfig
 
 # Versions that rollouts lag behind by, and besides the newest one and the one that is being loaded.
 SPARE_VERSIONS = 2
-# That of a run which does not say its own, and the largest that one may say.
+# The default of a run, and the largest that a run may set.
 DEFAULT_MAX_ASYNC_LEVEL, MAX_ASYNC_LEVEL = 2, 16
 
 

@@ -36,7 +36,7 @@ class TrainerConfig(BaseConfig):
 
     max_async_level: int | None = Field(None, ge=0, le=16)
     """Largest `max_async_level` that a run may ask for; null: any. In a workspace: the workspace's, as inference
-    has room for the policy versions of so many, and a run that used more would wait for ever."""
+    has room for the policy versions of so many, and a run that used more would never get its turn."""
 
     max_tokens_per_micro_batch: int = Field(8192, ge=8)
     """Token positions (rows x padded length) of one forward/backward pass; bounds memory, does not change results."""

@@ -18,7 +18,7 @@ from prime_rl.configs.trainer import TrainerConfig
 from prime_rl.contract.layout import CONFIG_ERROR_PREFIX
 
 PARSE_ERROR_PREFIX = CONFIG_ERROR_PREFIX
-# Stand in for what is wrong and has no default, so that the rest can be looked at. Two that depend on each other go
+# Replace invalid values without a default, so that the rest can be checked. Two that depend on each other go
 # together.
 _STAND_INS: dict[str, dict[str, Any]] = {
     "batch_size": {"batch_size": 1, "rollouts_per_example": 1},

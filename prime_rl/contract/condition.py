@@ -30,7 +30,7 @@ class Condition:
 
 
 def condition(status: Status, now: float) -> Condition:
-    """What a reader may say about the writer of `status` at `now` (Unix seconds)."""
+    """The condition of the writer of `status` at `now` (Unix seconds)."""
     if status.state in _LAST_STATES:
         return Condition(status.state)
     if not is_alive(status, now):
@@ -46,7 +46,7 @@ def stalled_since(status: Status) -> float | None:
     return status.updated_at - status.loop_still_s
 
 
-def still_words(since: float) -> str:
+def stall_text(since: float) -> str:
     """Such as "its main loop has not turned since 2026-01-31 12:00:00 UTC"."""
     return f"its main loop has not turned since {utc(since)}"
 

@@ -1,7 +1,7 @@
 """How the project writes and reads files that another process reads.
 
 A file is written under a temporary name in its own folder, synced, and renamed, so a reader sees the old content or the
-new one and never a part. Append-only metrics have one writer and whole lines. Nothing here knows what a file means.
+new one and never a part. Append-only metrics have one writer and whole lines.
 
 The owner of a run may put anything into its folder. So every file below a workspace is opened by `open_file`: never a
 link (below a run, no folder on the way either), never waiting, and only when it is a regular file. What is read has a
@@ -34,7 +34,7 @@ _KINDS = {
     stat.S_IFBLK: "a device",
     stat.S_IFREG: "a file",
 }
-# NOFOLLOW: the last part of the path is no link. NONBLOCK: a pipe without another end is not waited for.
+# NOFOLLOW: the last component of the path must not be a link. NONBLOCK: opening a pipe without a writer does not wait.
 _CAREFUL = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _FOLDER = getattr(os, "O_PATH", os.O_RDONLY) | os.O_DIRECTORY | os.O_CLOEXEC
 _CHUNK_BYTES = 1 << 20
@@ -68,8 +68,8 @@ def open_file(path: Path, flags: int = os.O_RDONLY, mode: int = 0o644, *, follow
     """Descriptor of the regular file at `path`, opened with `flags`; never waits.
 
     Neither the file nor, below a run, any folder on the way to it may be a link. `follow_links` is for files that a
-    person names on a command line, and changes nothing below a run. Raises FileRefused when it is no regular file, else
-    OSError as `os.open` does.
+    person names on a command line, and changes nothing below a run. Raises FileRefused unless it is a regular file,
+    else OSError as `os.open` does.
     """
     if follow_links and not _num_below_run(path):
         return _regular(os.open(path, (flags | _CAREFUL) & ~os.O_NOFOLLOW, mode), path, flags)
@@ -163,7 +163,7 @@ def _open_folder(path: Path, *, make: bool = False) -> int:
 
 
 def _explained(error: OSError, path: Path, wanted: str = "file") -> OSError:
-    """`error` with the whole path, or what stands in the place of a file or folder."""
+    """`error` with the whole path, or FileRefused for what is found instead of a file or folder."""
     error.filename = str(path)
     with contextlib.suppress(OSError):
         mode = os.lstat(path).st_mode
@@ -175,7 +175,7 @@ def _explained(error: OSError, path: Path, wanted: str = "file") -> OSError:
 
 def _refusal(path: Path, mode: int, wanted: str) -> FileRefused:
     found = _KINDS.get(stat.S_IFMT(mode), "something unknown")
-    return FileRefused(path, f"is {found}: it must be a {wanted} of its own; remove it")
+    return FileRefused(path, f"is {found}: must be a regular {wanted}; remove it")
 
 
 # Reading
@@ -190,7 +190,7 @@ def read_file(path: Path, *, limit: int, follow_links: bool = False) -> bytes:
     fd = open_file(path, follow_links=follow_links)
     try:
         size = os.fstat(fd).st_size
-        # One byte more than allowed: a file that grows meanwhile is found too large, and not read for ever.
+        # One byte more than allowed, so a file that grows meanwhile is refused.
         data = _read(fd, limit + 1) if size <= limit else b""
     finally:
         os.close(fd)
@@ -202,7 +202,7 @@ def read_file(path: Path, *, limit: int, follow_links: bool = False) -> bytes:
 def read_text(path: Path, *, limit: int = 1_000_000) -> str | None:
     """Text of `path`, at most `limit` bytes of it, or None when it is not there. Bad UTF-8 is replaced, not raised.
 
-    Raises FileRefused when it is no regular file, or another OSError.
+    Raises FileRefused unless it is a regular file, or another OSError.
     """
     try:
         fd = open_file(path)
@@ -287,7 +287,7 @@ def append_line(path: Path, line: str) -> None:
     with os.fdopen(open_file(path, os.O_RDWR | os.O_APPEND | os.O_CREAT), "a+b", buffering=0) as file:
         is_torn = file.seek(0, os.SEEK_END) > 0 and os.pread(file.fileno(), 1, file.tell() - 1) != b"\n"
         data = b"\n" * is_torn + line.encode() + b"\n"
-        # A disk that gets full takes a part and says so only the next time.
+        # A disk that gets full writes a part and fails only at the next write.
         while data:
             data = data[file.write(data) :]
 

@@ -165,7 +165,7 @@ class RunDir:
 
     @property
     def monitors(self) -> Path:
-        """What the run's monitors write; nothing of ours reads it."""
+        """What the run's monitors write; prl does not read it."""
         return self.path / "monitors"
 
     @property
@@ -218,7 +218,7 @@ class IterationDir:
     path: Path
 
     def plan(self, split: str, epoch: str, round: int) -> Path:
-        """Who does what in one round of one epoch; written by the master."""
+        """The tasks of each rank in one round of one epoch; written by the master."""
         return self.path / f"{split}_plan_{epoch}_{round}.json"
 
     def plans(self, split: str, epoch: str) -> list[Path]:
@@ -227,7 +227,7 @@ class IterationDir:
         return sorted(found, key=lambda path: int(path.stem.rpartition("_")[2]))
 
     def rank_file(self, split: str, rank: int, version: int, key: str, incarnation: str) -> Path:
-        """What one process of one rank has finished with one policy version. `key` stands for their settings."""
+        """What one process of one rank has finished with one policy version. `key` identifies their settings."""
         return self.path / f"{split}_rank_{rank}_v{version}_{key}_{incarnation}.msgpack"
 
     def rank_files(self, split: str, *, rank: int | str = "*", version: int | str = "*", key: str = "*") -> list[Path]:
@@ -235,7 +235,7 @@ class IterationDir:
         return sorted(self.path.glob(f"{split}_rank_{rank}_v{version}_{key}_*.msgpack"))
 
     def request(self, what: str, rank: int) -> Path:
-        """What a node asks of a rollout worker of its own."""
+        """What a node requests from its own rollout worker."""
         return self.path / f"{what}_request_{rank}.json"
 
     def proof(self, name: str) -> Path:
@@ -313,7 +313,7 @@ class OutputDir:
 
     @property
     def group_status(self) -> Path:
-        """Written by the master of a multi-node group only, in a folder of its own: all others watch it."""
+        """Written by the master of a multi-node group only, in its own folder, which all others watch."""
         return self.multinode / "group" / "group.json"
 
     def iteration(self, iteration: int) -> IterationDir:
@@ -324,7 +324,7 @@ class OutputDir:
         return self._numbers(_ITERATION)
 
     def list_nodes(self) -> list[int]:
-        """The ranks that have a status file, ascending; [] when there is no group."""
+        """The ranks that have a status file, ascending; [] without a group."""
         return self._numbers(_NODE)
 
     def _numbers(self, pattern: re.Pattern[str]) -> list[int]:
@@ -379,7 +379,7 @@ def scan_runs(output_dir: Path) -> tuple[list[RunDir], list[RefusedRun]]:
         path = output_dir / entry.name
         if not _RUN_ID.fullmatch(entry.name):
             refused.append(RefusedRun(entry.name, _bad_id(entry.name)))
-        # A folder that is no link lies where it is listed; the costly part of `refusal` is for all others.
+        # Only a link needs the costly part of `refusal`.
         elif not _is_plain(entry) and (reason := refusal(output_dir, path)):
             refused.append(RefusedRun(entry.name, reason))
         else:
@@ -388,7 +388,7 @@ def scan_runs(output_dir: Path) -> tuple[list[RunDir], list[RefusedRun]]:
 
 
 def _is_plain(entry: os.DirEntry[str]) -> bool:
-    """Whether it is a real folder whose `control` is no link."""
+    """Whether it is a real folder and its `control` is not a link."""
     return entry.is_dir(follow_symlinks=False) and not os.path.islink(os.path.join(entry.path, "control"))
 
 

@@ -1,4 +1,4 @@
-"""Lines of the metrics files: flat JSON objects with `step`, `time` and figures. Who writes what: `docs/metrics.md`."""
+"""Lines of the metrics files: flat JSON objects with `step`, `time` and figures; listed in `docs/metrics.md`."""
 
 from __future__ import annotations
 

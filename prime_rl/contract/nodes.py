@@ -1,9 +1,9 @@
-"""The nodes of a multi-node group as a reader sees them: alive, suspect, stalled or dead, and who is waited for.
+"""The nodes of a multi-node group as a reader sees them: alive, suspect, stalled, dead, or waited for.
 
-A node's record moves as long as its process is alive, and tells for how long its main loop has stood still. Pure.
-Shared by the nodes, `prl` and the TUI, so that all three say the same. Clocks of different machines are never compared:
+A node's record changes while its process is alive and holds how long its main loop has stood still. Pure.
+Shared by the nodes, `prl` and the TUI, so that all three agree. Clocks of different machines are never compared:
 `BeatWatch` notes, by the reader's own monotonic clock, when a node's sequence and its work last moved, and
-`node_health` judges those two ages. It reads no file and knows no barrier.
+`node_health` judges those two ages.
 """
 
 from __future__ import annotations
@@ -70,11 +70,11 @@ LIMITS = HealthLimits()
 
 @dataclass(frozen=True)
 class Sighting:
-    """What a reader knows of a node.
+    """A node's status and what a reader has observed of it.
 
-    `silent_s`: since its sequence last moved before the reader's eyes (or since it was first seen); `still_s`: the same
+    `silent_s`: since its sequence last moved while the reader looked (or since it was first seen); `still_s`: the same
     for its phase and progress; `has_moved`: whether the sequence was seen to move; `is_gone`: it ran on the reader's
-    machine, and there is no such process any more.
+    machine, and the process no longer exists.
     """
 
     status: NodeStatus
@@ -85,7 +85,7 @@ class Sighting:
 
     @property
     def phase_s(self) -> float:
-        """How long it is in its phase: what it said itself, and the time since."""
+        """Seconds in its phase: as the node wrote it, plus the time since."""
         return self.status.phase_s + self.silent_s
 
     @property
@@ -95,7 +95,7 @@ class Sighting:
 
 
 def node_health(seen: Sighting, limits: HealthLimits = LIMITS) -> NodeHealth:
-    """A node that said how it ended is left or done; else its silence decides, then its lack of progress."""
+    """Left or done for a node that wrote how it ended; else by its silence, then by its lack of progress."""
     status = seen.status
     if status.state in ("done", "stopped", "failed"):
         return NodeHealth.DONE if status.state == "done" else NodeHealth.LEFT
@@ -111,7 +111,7 @@ def node_health(seen: Sighting, limits: HealthLimits = LIMITS) -> NodeHealth:
 
 @dataclass(frozen=True)
 class Stall:
-    """What of a stalled node stands still, and for how long."""
+    """What has stopped in a stalled node, and for how long."""
 
     what: str
     for_s: float
@@ -138,7 +138,7 @@ def place(status: NodeStatus) -> tuple[int, int, int, bool]:
 
 
 def waited_for(statuses: Iterable[NodeStatus]) -> list[int]:
-    """The ranks that hold up the others, ascending: those behind a node that has arrived. [] when nobody waits.
+    """The ranks that hold up the others, ascending: those behind a node that has arrived. [] when no node waits.
 
     Ranks that have no status at all are named too, once any node has arrived anywhere.
     """

@@ -2,7 +2,7 @@
 
 A frame is length and checksum (two big-endian 32-bit numbers), then msgpack. What a killed writer left of its last
 frame is ignored by readers and cut off by the next writer, so every task that was acknowledged counts and no other. One
-writer a file; it does not know what a task or its result is.
+writer a file.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MAX_FRAME_BYTES = 1 << 30
 
 
 class RankEntry(msgspec.Struct, frozen=True):
-    """One finished task: its name, and its result as whoever made it encoded it."""
+    """One finished task: its name and its encoded result."""
 
     task: str
     result: bytes
@@ -48,7 +48,7 @@ class RankFileWriter:
 
 
 def read_rank_file(path: Path) -> Iterator[RankEntry]:
-    """The whole entries of a rank file, in the order of writing; none when there is no file."""
+    """The whole entries of a rank file, in the order of writing; none without a file."""
     for payload in _payloads(path):
         yield msgspec.msgpack.decode(payload, type=RankEntry)
 

@@ -19,7 +19,7 @@ MAX_FILE_BYTES = 16_000_000
 
 
 class SampleTurn(msgspec.Struct, frozen=True):
-    """What the policy, or the environment, said in one piece. It may be cut in its middle."""
+    """One message of the policy or the environment. It may be cut in its middle."""
 
     by_policy: bool
     text: str

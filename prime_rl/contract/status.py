@@ -1,7 +1,7 @@
 """Status files (one writer each) and the one function that derives the state of a run.
 
 A status file is written at every change of state, at most twice a second, and by a heartbeat thread in between, so long
-work is not death. The thread would also write beside a main loop that hangs, so the file tells two things: that the
+work is not death. The thread would also write beside a main loop that hangs, so the file shows two things: that the
 process is alive, and when its main loop last turned. `contract.condition` judges both, for all readers alike.
 `run_state` is pure: trainer, daemons, CLI and TUI all derive a run's state from the same facts.
 """
@@ -39,12 +39,12 @@ SUPERVISOR_LOOP_LIMIT_S = LOST_AFTER_S
 class Status(msgspec.Struct, kw_only=True):
     """What every status file has.
 
-    `state` is the writer's own word, `waiting_on` a sentence that names what is waited for (or null), `updated_at`
-    Unix seconds. `progress` grows with whatever the writer gets done since its start (null: it counts nothing): one
-    that stands still while there is work tells a daemon that is stuck from a daemon that is busy. `loop` counts the
-    turns of the writer's main loop, which turns without work too (null: it has not begun, or counts none);
-    `loop_still_s` is how long ago it had last turned at `updated_at`, and `loop_limit_s` how long one turn may take.
-    `pid_create_time` (Unix seconds) and `pid_start` tell which process `pid` was (`utils.process`).
+    `state` is set by the writer, `waiting_on` a sentence that names what is waited for (or null), `updated_at` Unix
+    seconds. `progress` grows with whatever the writer gets done since its start (null: it counts nothing): one that
+    stands still while there is work shows that the daemon is stuck, not busy. `loop` counts the turns of the writer's
+    main loop, which turns without work too (null: it has not begun, or counts none); `loop_still_s` is how long ago it
+    had last turned at `updated_at`, and `loop_limit_s` how long one turn may take. `pid_create_time` (Unix seconds) and
+    `pid_start` identify the process `pid` (`utils.process`).
     """
 
     version: int = STATUS_FORMAT_VERSION
@@ -71,8 +71,8 @@ class RunStatus(Status, kw_only=True):
     """`control/status.json`, written by the run's orchestrator.
 
     `state`: starting, running, finished, failed, evicted, stopped. `step` is the last batch written, `policy_version`
-    the version that generates now, `reward` the mean of the last batch, `reason` why it ended. `bottleneck` is who held
-    the last batch up: trainer, inference or environment; null for nobody.
+    the version that generates now, `reward` the mean of the last batch, `reason` why it ended. `bottleneck`: what
+    held the last batch up: trainer, inference or environment; null for none.
     """
 
     run_id: str
@@ -88,7 +88,7 @@ class RunStatus(Status, kw_only=True):
 
 
 class TrainerRunStatus(msgspec.Struct, kw_only=True):
-    """One slot in use. `step` counts updates done; `ready` says that a whole batch waits for its update."""
+    """One slot in use. `step` counts updates done; `ready`: a whole batch waits for its update."""
 
     run_idx: int
     step: int = 0
@@ -120,7 +120,7 @@ class InferenceStatus(Status, kw_only=True):
     """`inference/status.json`. `state`: starting, serving, stopped. `base_url` ends in `/v1`.
 
     `kv_use` is the share of the room for running requests that is taken (vLLM: blocks of its KV cache; embedded: rows
-    of its batch), null when the engine does not say.
+    of its batch), null when the engine does not report it.
     """
 
     base_url: str = ""
@@ -148,12 +148,12 @@ class Crash(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DaemonStatus(Status, kw_only=True):
-    """`daemons/<name>.json`, written by the supervisor about one part (or about itself, `supervisor`).
+    """`daemons/<name>.json`, written by the supervisor about one daemon (or about itself, `supervisor`).
 
-    `state`: starting, running, stalled, backoff, failed, stopped, done. `child_pid`, `child_create_time`
-    and `child_start` identify the part on the machine `host` since its boot `boot_id`; `pid` is the supervisor's, who
-    writes the file. `log_tail` are the last lines before the newest of `crashes` (oldest first); `stalled_since` when
-    its progress last moved.
+    `state`: starting, running, stalled, backoff, failed, stopped, done. `child_pid`, `child_create_time` and
+    `child_start` identify the daemon on the machine `host` since its boot `boot_id`; `pid` is that of the writer, the
+    supervisor. `log_tail` are the last lines before the newest of `crashes` (oldest first); `stalled_since` when its
+    progress last moved.
     """
 
     loop_limit_s: float = SUPERVISOR_LOOP_LIMIT_S
@@ -269,13 +269,13 @@ def is_alive(status: Status | None, now: float) -> bool:
     """Whether the writer of `status` still lives: fresh enough, and its pid is still that very process.
 
     `now` is Unix seconds. A status from the future (clock skew) counts as fresh. When the clock was set forward, all
-    look lost until their next write: whoever starts, ends or moves something by the answer asks `is_there`.
+    look lost until their next write: use `is_there` before starting, ending or moving anything.
     """
     return status is not None and now - status.updated_at <= LOST_AFTER_S and is_there(status)
 
 
 def is_there(status: Status) -> bool:
-    """Whether the writer of `status` has not stopped and its process runs, however long it has said nothing."""
+    """Whether the writer of `status` has not stopped and its process runs, however old the file is."""
     return status.state != "stopped" and status.writer.is_running()
 
 
@@ -284,7 +284,7 @@ class StatusWriter:
 
     `update(...)` changes fields of `status` and writes the file at once when `state` or `waiting_on` changed, else at
     most every MIN_WRITE_INTERVAL_S; a daemon thread writes it every HEARTBEAT_S. The main loop calls `turn` at every
-    turn, also when it has nothing to do. After `close` the file says the last state. An OSError while writing (folder
+    turn, also when it has nothing to do. After `close` the file holds the last state. An OSError while writing (folder
     deleted, disk full) is kept in `error` and never stops the writer's process. `clock` is Unix seconds, for readers.
     """
 

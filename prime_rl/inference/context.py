@@ -12,7 +12,7 @@ from prime_rl.utils.signals import StopFlag
 
 @dataclass(frozen=True)
 class ServerContext:
-    """`sock` is bound and does not listen yet; `api_key` is None when everybody may ask."""
+    """`sock` is bound and does not listen yet; `api_key` is None when no key is required."""
 
     config: InferenceConfig
     sock: socket.socket

@@ -36,6 +36,5 @@ class ApiError(Exception):
 
 
 def error_body(status: int, message: str, *, param: str | None = None) -> dict[str, Any]:
-    """The JSON body of an error response."""
     kind = _TYPES.get(status, "InternalServerError" if status >= 500 else "BadRequestError")
     return {"error": {"message": message, "type": kind, "param": param, "code": status}}

@@ -44,13 +44,13 @@ class EngineControl(Protocol):
 
     async def verify_adapter(self, name: str) -> None:
         """Make sure that an adapter that was just loaded is what answers under its name. Raises ApiError, and the
-        adapter is not loaded any more, when it is not."""
+        adapter is no longer loaded, when it is not."""
 
     async def generate_one(self) -> None:
         """Generate one token with the base model. Raises when that fails."""
 
     async def load_weights(self, folder: Path) -> None:
-        """Take over the weights that `folder` (confined, complete) stands for, and forget what was computed with
+        """Take over the weights of `folder` (confined, complete), and forget what was computed with
         others. Nothing generates meanwhile. Raises ApiError; then the weights of before are in force."""
 
     async def load_base(self) -> None:
@@ -102,7 +102,7 @@ class Front:
         try:
             await handler((await receive()).get("body", b""))
         except Exception as error:
-            await refuse(send, _told(error))
+            await refuse(send, _as_api_error(error))
         else:
             await answer(send, 200, {"weights": self._weights})
 
@@ -120,7 +120,7 @@ class Front:
             if held and held[0].get("status") == 200:
                 await self._engine.verify_adapter(name)
         except Exception as error:
-            await refuse(send, _told(error))
+            await refuse(send, _as_api_error(error))
             return
         for message in held:
             await send(message)
@@ -170,7 +170,7 @@ class Front:
             raise ApiError(503, message) from error
 
 
-def _told(error: Exception) -> ApiError:
+def _as_api_error(error: Exception) -> ApiError:
     """Any exception of an engine: the client gets an error, the log the reason."""
     if isinstance(error, ApiError):
         return error

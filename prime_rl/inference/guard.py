@@ -53,7 +53,7 @@ class Guard:
     """The checks.
 
     Args:
-        api_key: what `Authorization: Bearer` must carry; None lets everybody in.
+        api_key: what `Authorization: Bearer` must carry; None: no key is required.
         output_dir: adapters are loaded from below it and from nowhere else.
         check_adapter: further checks of an adapter before the engine sees it.
     """
@@ -179,7 +179,6 @@ async def refuse(send: Send, error: ApiError) -> None:
 
 
 async def answer(send: Send, status: int, body: Any, *, close: bool = False) -> None:
-    """Send `body` as JSON."""
     data = msgspec.json.encode(body)
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(data)).encode())]
     if close:

@@ -42,7 +42,7 @@ class HealthProbe:
         """Raises ApiError (503) when the engine does not generate."""
         if self._asked is None or (self._asked.done() and self._clock() - self._answered_at >= FRESH_S):
             self._asked = asyncio.create_task(self._ask())
-        # A client that goes away must not take the answer from those who wait for the same one.
+        # A client that goes away must not take the answer from those that wait for the same one.
         problem = await asyncio.shield(self._asked)
         if problem is not None:
             raise ApiError(503, problem)

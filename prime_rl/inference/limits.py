@@ -21,7 +21,7 @@ def max_model_len(config: InferenceConfig) -> int:
     model = AutoConfig.from_pretrained(config.model.name).get_text_config()
     positions = getattr(model, "max_position_embeddings", None)
     rope = getattr(model, "rope_parameters", None) or {}
-    # Stretched positions (YaRN and its kin) reach further than the number says: whoever asks for them knows.
+    # Models with stretched positions (YaRN and similar) accept more than `max_position_embeddings`.
     stretched = isinstance(rope, dict) and rope.get("rope_type", "default") != "default"
     if positions is None or stretched or wanted <= positions:
         return wanted

@@ -1,7 +1,7 @@
 """A folder of this process's own for what a foreign program leaves behind: gone when the process ends, or soon after.
 
-An exclusive lock on the folder says that its owner lives. The kernel drops the lock of a process that is killed, and
-whoever makes such a folder next removes what nobody holds.
+An exclusive lock on the folder proves that its owner lives. The kernel drops the lock of a process that is killed, and
+the next process that makes such a folder removes unlocked ones.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def _make(parent: Path) -> tuple[Path, int]:
     while True:
         folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
         lock = _lock(folder)
-        # Somebody who cleaned up may have come between the two lines.
+        # Another process may have cleaned up between the two lines.
         if lock is not None and folder.exists():
             return folder, lock
         if lock is not None:

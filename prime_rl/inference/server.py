@@ -1,6 +1,6 @@
 """The inference server: `python -m prime_rl.inference.server @ inference.toml`. Reads top to bottom.
 
-Checks what can be checked, takes the port, says in `inference/status.json` that it starts, and hands over to the chosen
+Checks what can be checked, takes the port, writes "starting" to `inference/status.json`, and hands over to the chosen
 engine; only that engine is imported. Exit codes: 0 stopped, 1 failed, 2 wrong config.
 """
 

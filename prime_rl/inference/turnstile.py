@@ -16,7 +16,7 @@ class StillInUse(RuntimeError):
 
 
 class Turnstile:
-    """While somebody is `alone`, or waits for it, nobody new comes in: a stream of requests cannot hold up a change."""
+    """Admits no new user while a caller is `alone` or waits for it, so a stream of requests cannot hold up a change."""
 
     def __init__(self) -> None:
         self._num_users = 0
@@ -27,7 +27,7 @@ class Turnstile:
         self._one_at_a_time = asyncio.Lock()
 
     async def enter(self) -> contextlib.AbstractContextManager[None]:
-        """Wait until the way is free; what is returned is to be entered at once, without waiting in between."""
+        """Wait for admission; enter the returned context at once, without an `await` in between."""
         while not self._open.is_set():
             await self._open.wait()
         return self._inside()

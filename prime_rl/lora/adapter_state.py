@@ -43,8 +43,6 @@ NOT_PLAIN = (
 
 @dataclass(frozen=True)
 class AdapterConfig:
-    """The fields of `adapter_config.json`."""
-
     rank: int
     alpha: float
     target_modules: tuple[str, ...]
@@ -119,7 +117,7 @@ def load_served_adapter(
     """Put an adapter that may have fewer target modules than `layers` into slot `idx`; the other layers become zero.
 
     Raises ValueError, before anything is changed, when it targets what takes no adapter here, or when its tensors are
-    not exactly those that it says it has.
+    not exactly those that it lists.
     """
     targeted = {name: layer for name, layer in layers.items() if _is_target(name, config.target_modules)}
     idle = [target for target in config.target_modules if not any(_is_target(name, [target]) for name in layers)]

@@ -1,8 +1,8 @@
-"""A frozen linear layer with a low-rank adapter for each slot, and the object that says which row uses which slot.
+"""A frozen linear layer with a low-rank adapter for each slot, and the object that maps rows to slots.
 
 Every adapter has its own leaf parameters, so gradients of different runs cannot mix and a slot that no row uses takes
-part in nothing. Which rows belong to whom is said once for all layers (`AdapterRouting.set_rows`), before the model is
-called. This module knows nothing of runs, files or models; the products are in `grouped`.
+part in nothing. `AdapterRouting.set_rows` sets the rows of each adapter once for all layers, before the model is
+called. The products are in `grouped`.
 
 Dimensions: R rows (sequences), T tokens of a row, N tokens of all rows, I inputs, O outputs.
 """
@@ -85,7 +85,7 @@ class MultiLoRALinear(nn.Module):
         rank: the largest rank; an adapter of a lower one leaves the rest of A and B at zero, which adds nothing to
             outputs or gradients.
         n_adapters: slots.
-        routing: shared by all layers of the model; without, the layer has one of its own.
+        routing: shared by all layers of the model; default: the layer has its own.
 
     The adapters are kept in float32 and used in the type of the activations.
     """

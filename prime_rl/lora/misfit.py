@@ -1,6 +1,6 @@
 """Whether tensors fit a model, by name and shape. Pure; reads no files.
 
-A name that does not match would leave a part of the model as it was, and nobody would see it: so all of them are
+A name that does not match would leave a part of the model as it was, without an error: so all of them are
 compared before any is taken.
 """
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 Shapes = Mapping[str, tuple[int, ...]]
 
-# A foreign file is wrong in every name, and may be made of long ones: the first few say what it is.
+# In a foreign file every name is wrong and may be long: the first few are enough to recognize it.
 MAX_PROBLEMS = 3
 MAX_NAME_CHARS = 200
 
@@ -22,7 +22,7 @@ def shapes_of(tensors: Mapping[str, Tensor]) -> Shapes:
 
 
 def misfit(found: Shapes, wanted: Shapes) -> str | None:
-    """What is wrong with `found`, the first few of it; None when names and shapes are exactly the wanted ones."""
+    """What is wrong with `found`, the first few of it; None when names and shapes are exactly as expected."""
     problems = [f"{name[:MAX_NAME_CHARS]} is not in the model" for name in sorted(found.keys() - wanted.keys())]
     problems += [f"{name} is missing" for name in sorted(wanted.keys() - found.keys())]
     problems += [

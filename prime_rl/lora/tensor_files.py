@@ -1,6 +1,6 @@
 """Safetensors files from folders that others can write to: only regular files, read as they were opened.
 
-They are read and not mapped into memory, unless asked for: a mapped file that somebody cuts ends the process.
+They are read and not mapped into memory, unless asked for: truncating a mapped file ends the process.
 """
 
 from __future__ import annotations

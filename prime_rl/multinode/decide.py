@@ -1,9 +1,9 @@
 """What a node and the master of a group do next: pure functions of what is seen on disk and the reader's own clock.
 
 The master alone moves the group: it gathers the nodes, releases phase after phase when all members have arrived, gives
-up on the dead, and ends the group with a reason and an exit code. A worker follows the newest word of a master that is
-alive, and leaves when that word says so or does not come any more. `claim` decides who may speak for a rank. Nothing
-here reads a file, sleeps, or knows what the work of a phase is.
+up on the dead, and ends the group with a reason and an exit code. A worker follows the newest record of a live master,
+and leaves when the record ends or no longer changes. `claim` decides which process owns a rank. Nothing here reads a
+file or sleeps.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from prime_rl.multinode.records import (
     EXIT_TRY_AGAIN,
     GroupRecord,
     GroupSetting,
-    GroupWord,
+    GroupState,
     NodeRecord,
-    NodeWord,
+    NodeState,
 )
 
 MASTER_RANK = 0
@@ -57,7 +57,7 @@ class Exit:
 class Step:
     """What a node does next. `work` is the position whose work it starts now (an earlier one is given up)."""
 
-    word: NodeWord
+    state: NodeState
     epoch: str
     work: Position | None = None
     exit: Exit | None = None
@@ -76,11 +76,11 @@ class Claim(enum.Enum):
 
 
 def claim(setting: GroupSetting, own: NodeRecord, found: NodeRecord | None, view: View) -> Claim:
-    """A rank is ours when nobody has it, or who had it stands still; it is taken when a record of it keeps moving.
+    """A rank is ours when it is free or its record no longer moves; it is taken while its record keeps moving.
 
     A move that is seen soon after the start proves nothing: a cache may show late what a dead node wrote.
     """
-    if found is None or found.word.is_final or found.incarnation == own.incarnation:
+    if found is None or found.state.is_final or found.incarnation == own.incarnation:
         return Claim.OURS
     if view.sightings[own.rank].age_s(view.now) > SUSPECT_AFTER_BEATS * setting.heartbeat_s:
         return Claim.OURS
@@ -88,8 +88,8 @@ def claim(setting: GroupSetting, own: NodeRecord, found: NodeRecord | None, view
 
 
 def yields_to(own: NodeRecord, rival: NodeRecord) -> bool:
-    """Which of two living nodes of one rank goes: the one that is not at work yet, else the larger word."""
-    mine, other = own.word is NodeWord.RUNNING, rival.word is NodeWord.RUNNING
+    """Which of two living nodes of one rank goes: the one that is not at work yet, else the larger incarnation."""
+    mine, other = own.state is NodeState.RUNNING, rival.state is NodeState.RUNNING
     return other if mine != other else rival.incarnation < own.incarnation
 
 
@@ -99,18 +99,18 @@ def yields_to(own: NodeRecord, rival: NodeRecord) -> bool:
 def decide_master(
     setting: GroupSetting, own: NodeRecord, group: GroupRecord, view: View, resume: Position
 ) -> GroupRecord:
-    """The master's next word. `resume` is where the proofs on disk say that the group goes on."""
-    if group.word is GroupWord.ENDING:
+    """The master's next record. `resume` is where the group goes on, by the proofs on disk."""
+    if group.state is GroupState.ENDING:
         return group
-    if own.word.is_final:
-        code = EXIT_INTERRUPTED if own.word is NodeWord.LEFT else EXIT_TRY_AGAIN
-        return _end(group, code, _last_word(own))
+    if own.state.is_final:
+        code = EXIT_INTERRUPTED if own.state is NodeState.LEFT else EXIT_TRY_AGAIN
+        return _end(group, code, _end_text(own))
     for rank, node in sorted(view.nodes.items()):
-        if rank != own.rank and node.epoch == group.epoch and node.word in (NodeWord.FAILED, NodeWord.LEFT):
-            code = EXIT_INTERRUPTED if node.word is NodeWord.LEFT else EXIT_TRY_AGAIN
+        if rank != own.rank and node.epoch == group.epoch and node.state in (NodeState.FAILED, NodeState.LEFT):
+            code = EXIT_INTERRUPTED if node.state is NodeState.LEFT else EXIT_TRY_AGAIN
             if code == EXIT_INTERRUPTED or not _may_lose(setting, rank):
-                return _end(group, code, _last_word(node))
-    if group.word is GroupWord.GATHERING:
+                return _end(group, code, _end_text(node))
+    if group.state is GroupState.GATHERING:
         return _gather(setting, own, group, view, resume)
     return _lead(setting, group, view, resume)
 
@@ -122,13 +122,13 @@ def _gather(setting: GroupSetting, own: NodeRecord, group: GroupRecord, view: Vi
             continue
         if words := differences(setting.fingerprint, node.fingerprint):
             return _end(group, EXIT_REFUSED, f"{node} was started with {words}")
-        if node.epoch == group.epoch and not node.word.is_final:
+        if node.epoch == group.epoch and not node.state.is_final:
             members[rank] = node.incarnation
     missing = [rank for rank in range(setting.num_nodes) if rank not in members]
     if not missing:
         # Nothing is done in an epoch before all its members have met at its first barrier, so no epoch can split.
         opening = first_position(setting.rl_phase, resume.iteration)
-        return replace(group, word=GroupWord.RUNNING, members=members, position=opening, awaited=())
+        return replace(group, state=GroupState.RUNNING, members=members, position=opening, awaited=())
     awaited = tuple(map(_to_join, missing))
     if view.now - view.since > setting.gather_timeout_s:
         return _end(
@@ -170,13 +170,13 @@ def _release(setting: GroupSetting, group: GroupRecord, view: View, resume: Posi
 
 
 def _returning(setting: GroupSetting, group: GroupRecord, view: View) -> dict[int, str]:
-    """Nodes that wait to be let in again: only at the start of an iteration."""
+    """Nodes that wait to rejoin: only at the start of an iteration."""
     return {
         rank: node.incarnation
         for rank, node in view.nodes.items()
         if rank not in group.members
         and rank < setting.num_nodes
-        and node.word is NodeWord.JOINING
+        and node.state is NodeState.JOINING
         and node.epoch == group.epoch
         and node.unreached < CUT_OFF_AFTER_BEATS
         and not differences(setting.fingerprint, node.fingerprint)
@@ -207,8 +207,8 @@ def _why_lost(setting: GroupSetting, group: GroupRecord, view: View, rank: int) 
         return f"{node} was started again while the group was at {group.position}"
     if node.epoch != group.epoch:
         return f"{node} went to the group of epoch {node.epoch or 'none'}"
-    if node.word.is_final:
-        return _last_word(node)
+    if node.state.is_final:
+        return _end_text(node)
     where = node.position or "no phase yet"
     if _has_stood_still(setting, node):
         return f"{node} {_stands_still(node)} (limit {setting.loop_timeout_s:g} s), last in {where}"
@@ -223,7 +223,7 @@ def _own_cut(setting: GroupSetting, group: GroupRecord, view: View) -> str | Non
     """If all of several workers fail to connect at the same time, the master is cut off."""
     others = [view.nodes[rank] for rank in sorted(group.members) if rank != setting.rank]
     misses = [node.unreached for node in others]
-    # They do not ring at the same instant: when the first gives up the others are one ring behind.
+    # They do not probe at the same instant: when the first gives up the others are one probe behind.
     if len(others) < 2 or max(misses) < CUT_OFF_AFTER_BEATS or min(misses) < CUT_OFF_AFTER_BEATS - 1:
         return None
     callers = "; ".join(map(str, others))
@@ -236,20 +236,20 @@ def _has_arrived(group: GroupRecord, node: NodeRecord) -> bool:
 
 
 def _end(group: GroupRecord, code: int, reason: str) -> GroupRecord:
-    return replace(group, word=GroupWord.ENDING, exit_code=code, reason=reason, awaited=())
+    return replace(group, state=GroupState.ENDING, exit_code=code, reason=reason, awaited=())
 
 
 def all_done(setting: GroupSetting) -> str:
-    """The last words of a group that has done all that it was asked for."""
+    """The reason of a group that ends because all work is done."""
     return f"done: {setting.max_iterations} iteration{'s' * (setting.max_iterations != 1)}"
 
 
 def may_leave(setting: GroupSetting, group: GroupRecord, view: View) -> bool:
-    """Whether the master of an ending group may go: all members have had their last word, or had the time for it."""
+    """Whether the master of an ending group may go: all members have ended, are dead, or had the time for it."""
     if view.now - view.since > setting.dead_after_s:
         return True
     others = [view.nodes[rank] for rank in group.members if rank != setting.rank]
-    return all(node.word.is_final or _is_dead(setting, view, node.rank) for node in others)
+    return all(node.state.is_final or _is_dead(setting, view, node.rank) for node in others)
 
 
 # -- every node ----
@@ -257,13 +257,13 @@ def may_leave(setting: GroupSetting, group: GroupRecord, view: View) -> bool:
 
 def decide_node(setting: GroupSetting, own: NodeRecord, view: View) -> Step:
     """A node's next step; the master's own node follows the group's record like all others."""
-    if own.word is NodeWord.JOINING:
+    if own.state is NodeState.JOINING:
         return _join(setting, own, view)
     group = view.group
     assert group is not None and view.group_sighting is not None, "a node that runs has seen its group"
     if group.epoch != own.epoch:
         return _leave(own, EXIT_TRY_AGAIN, f"another master took over with epoch {group.epoch}")
-    if group.word is GroupWord.ENDING:
+    if group.state is GroupState.ENDING:
         return _leave(own, group.exit_code, group.reason or "the group ended")
     if _health(setting, view.group_sighting, view.now) is Health.DEAD or _has_stood_still(setting, _master(view)):
         return _leave(own, EXIT_TRY_AGAIN, _master_is_lost(setting, view, group))
@@ -272,18 +272,18 @@ def decide_node(setting: GroupSetting, own: NodeRecord, view: View) -> Step:
         why = f": {group.reason}" if group.reason and str(own) in group.reason else ""
         return _leave(own, EXIT_TRY_AGAIN, f"this node was given up as lost{why}")
     if group.position != own.position:
-        return Step(NodeWord.RUNNING, own.epoch, work=group.position)
+        return Step(NodeState.RUNNING, own.epoch, work=group.position)
     stalled_master = _stalled_master(setting, view)
     if not own.arrived:
-        return Step(NodeWord.RUNNING, own.epoch, waiting_on=stalled_master)
-    # What the master waited for when it spoke last may have been ourselves.
+        return Step(NodeState.RUNNING, own.epoch, waiting_on=stalled_master)
+    # When the master last wrote, it may have been waiting for this node.
     others = [words for words in group.awaited if not words.startswith(str(own))]
-    whom = stalled_master or "; ".join(others) or "the master's release"
-    waiting_on = f"{group.position}: {whom}"
-    # The master judges first; this is for one that beats and does not lead any more.
+    awaited = stalled_master or "; ".join(others) or "the master's release"
+    waiting_on = f"{group.position}: {awaited}"
+    # The master decides first; this is for one that beats but no longer leads.
     if view.now - view.since > setting.barrier_timeout_s + setting.dead_after_s:
         return _leave(own, EXIT_TRY_AGAIN, f"timed out after {setting.barrier_timeout_s:g} s waiting for {waiting_on}")
-    return Step(NodeWord.RUNNING, own.epoch, waiting_on=waiting_on)
+    return Step(NodeState.RUNNING, own.epoch, waiting_on=waiting_on)
 
 
 def _join(setting: GroupSetting, own: NodeRecord, view: View) -> Step:
@@ -295,15 +295,15 @@ def _join(setting: GroupSetting, own: NodeRecord, view: View) -> Step:
     leads = sighting is not None and sighting.has_moved and _health(setting, sighting, view.now) is not Health.DEAD
     if group is not None and leads:
         is_ours = own.epoch == group.epoch or group.exit_code == EXIT_REFUSED
-        if group.word is GroupWord.ENDING and is_ours:
+        if group.state is GroupState.ENDING and is_ours:
             return _leave(own, group.exit_code, group.reason or "the group ended")
-        if group.word is GroupWord.GATHERING:
+        if group.state is GroupState.GATHERING:
             others = [words for words in group.awaited if words != _to_join(own.rank)]
             return _wait(setting, own, view, group.epoch, ", ".join(others) or "the master to begin")
-        if group.word is GroupWord.RUNNING:
+        if group.state is GroupState.RUNNING:
             # A group of one begins before its only node could take its epoch.
             if group.members.get(own.rank) == own.incarnation:
-                return Step(NodeWord.RUNNING, group.epoch, work=group.position)
+                return Step(NodeState.RUNNING, group.epoch, work=group.position)
             epoch = group.epoch if setting.elastic else own.epoch
             return _wait(setting, own, view, epoch, f"the group at {group.position} to let this node in")
     return _wait(setting, own, view, own.epoch, "the master (node 0) to start a group")
@@ -313,15 +313,15 @@ def _wait(setting: GroupSetting, own: NodeRecord, view: View, epoch: str, waitin
     waiting_on = _stalled_master(setting, view) or waiting_on
     if view.now - view.since > setting.gather_timeout_s + setting.dead_after_s:
         return _leave(own, EXIT_TRY_AGAIN, f"timed out after {setting.gather_timeout_s:g} s waiting for {waiting_on}")
-    return Step(NodeWord.JOINING, epoch, waiting_on=waiting_on)
+    return Step(NodeState.JOINING, epoch, waiting_on=waiting_on)
 
 
 def _leave(own: NodeRecord, code: int, reason: str) -> Step:
-    return Step(NodeWord.ENDED, own.epoch, exit=Exit(code, reason))
+    return Step(NodeState.ENDED, own.epoch, exit=Exit(code, reason))
 
 
 def differences(ours: Mapping[str, str], theirs: Mapping[str, str]) -> str | None:
-    """What two nodes were started with that has to be equal and is not, in words; None when all is."""
+    """The settings of two nodes that must be equal and differ, as text; None when all are equal."""
     keys = [key for key in sorted({*ours, *theirs}) if ours.get(key) != theirs.get(key)]
     return "; ".join(f"{key} {theirs.get(key, 'unset')} (here: {ours.get(key, 'unset')})" for key in keys) or None
 
@@ -357,9 +357,9 @@ def _describe(setting: GroupSetting, view: View, rank: int) -> str:
     return f"{node}" + ("" if rank == setting.rank else words.get(_health(setting, sighting, view.now), ""))
 
 
-def _last_word(node: NodeRecord) -> str:
+def _end_text(node: NodeRecord) -> str:
     where = f" in {node.position}" if node.position else ""
-    verb = {NodeWord.LEFT: "left", NodeWord.FAILED: "failed"}.get(node.word, "ended")
+    verb = {NodeState.LEFT: "left", NodeState.FAILED: "failed"}.get(node.state, "ended")
     return f"{node} {verb}{where}" + (f": {node.reason}" if node.reason else "")
 
 
@@ -368,7 +368,7 @@ def _is_stalled(setting: GroupSetting, node: NodeRecord | None) -> bool:
 
 
 def _has_stood_still(setting: GroupSetting, node: NodeRecord | None) -> bool:
-    """Whether it counts as lost, alive as it is."""
+    """Whether it counts as lost although it is alive."""
     return node is not None and node.still_s > setting.loop_timeout_s
 
 
@@ -377,7 +377,7 @@ def _stands_still(node: NodeRecord) -> str:
 
 
 def _master(view: View) -> NodeRecord | None:
-    """The master of the group that is seen, which another may have followed since."""
+    """The master of the group in the view; a later one may have taken over."""
     master = view.nodes.get(MASTER_RANK)
     is_its = master is not None and view.group is not None and master.incarnation == view.group.incarnation
     return master if is_its else None

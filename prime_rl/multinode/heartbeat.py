@@ -1,7 +1,7 @@
 """Signs of life: how a node gives them (`Heartbeat`), and how a reader judges them (`sight`, `health`).
 
-A node's record has two signs. That it moves shows that the process is alive: a thread of its own writes it once a beat,
-so long work is not death. How long ago the main loop last came round (`still_s`) shows that it makes progress. What
+A node's record has two signs. That it moves shows that the process is alive: a thread writes it once a beat, so long
+work is not death. How long ago the main loop last came round (`still_s`) shows that it makes progress. What
 counts is when a record was last seen to change, by the reader's own clock: a time that another machine wrote is never
 compared with ours, so clock skew cannot make a node look dead or young.
 """
@@ -23,12 +23,12 @@ from prime_rl.multinode.records import GroupRecord, NodeRecord
 
 logger = logging.getLogger("node")
 
-# The same for the nodes themselves as for everybody who looks at them.
+# The same for nodes and for readers.
 SUSPECT_AFTER_BEATS = LIMITS.suspect_after_beats
 
 
 class Health(enum.StrEnum):
-    """What a reader thinks of a node. STALLED: it beats, and its work does not go on."""
+    """A node's health for a reader. STALLED: it beats, but its work does not go on."""
 
     ALIVE = "alive"
     STALLED = "stalled"
@@ -39,7 +39,7 @@ class Health(enum.StrEnum):
 class Sighting(msgspec.Struct, frozen=True):
     """What one reader remembers of one record. Times are of the reader's monotonic clock.
 
-    `has_moved` says that it changed under our eyes: a record that was there before us may be a dead node's last.
+    `has_moved`: it changed since we first read it; a record that has not may be a dead node's last.
     """
 
     incarnation: str
@@ -66,7 +66,6 @@ def sight(before: Sighting | None, incarnation: str, seq: int, progress: int, no
 
 
 def health(sighting: Sighting, now: float, *, heartbeat_s: float, dead_after_s: float, stall_s: float) -> Health:
-    """What the last sighting says now."""
     age_s = sighting.age_s(now)
     if age_s > dead_after_s:
         return Health.DEAD
@@ -120,19 +119,18 @@ class Heartbeat:
                 self._write_node(node)
 
     def say_group(self, group: GroupRecord) -> None:
-        """The group's record from now on; the master's to say."""
+        """The group's record from now on. For the master only."""
         with self._lock:
             before, self._group = self._group, group
             if group != before:
                 self._write_group(group)
 
     def silence(self) -> None:
-        """Nothing is written any more."""
+        """Stop writing."""
         with self._lock:
             self._node = self._group = None
 
     def beat(self) -> None:
-        """Write again what was said last."""
         with self._lock:
             if self._given_up_at == self._looks:
                 return
@@ -155,7 +153,7 @@ class Heartbeat:
 
     @contextlib.contextmanager
     def beating(self) -> Iterator[None]:
-        """Beats from a thread of its own until the end of the block."""
+        """A thread beats until the end of the block."""
         ended = threading.Event()
 
         def run() -> None:

@@ -36,9 +36,9 @@ from prime_rl.multinode.records import (
     EXIT_TRY_AGAIN,
     GroupRecord,
     GroupSetting,
-    GroupWord,
+    GroupState,
     NodeRecord,
-    NodeWord,
+    NodeState,
     epoch_number,
 )
 
@@ -80,7 +80,7 @@ class Work(Protocol):
     """The work of the phases, one position at a time; `begin` gives up what was under way. No call waits."""
 
     def resume(self) -> Position | None:
-        """Where the proofs on disk say that a group goes on; None while they are read. After an answer they are read
+        """Where a group goes on, by the proofs on disk; None while they are read. After an answer they are read
         again."""
 
     def begin(self, position: Position, group: GroupRecord) -> None: ...
@@ -88,7 +88,7 @@ class Work(Protocol):
     def look(self) -> Report: ...
 
     def stop(self) -> None:
-        """Ask all that was started to end; nothing is started any more."""
+        """Ask all that was started to end; start nothing new."""
 
     @property
     def has_ended(self) -> bool:
@@ -97,12 +97,12 @@ class Work(Protocol):
 
 @dataclass(frozen=True)
 class _Leaving:
-    """A node's end that waits for what it has started, until `deadline`. `says`: with a last `word` in its record."""
+    """A node's end that waits for what it has started, until `deadline`. `is_recorded`: its record gets `state`."""
 
     exit: Exit
     deadline: float
-    says: bool
-    word: NodeWord
+    is_recorded: bool
+    state: NodeState
 
 
 class Member:
@@ -148,8 +148,8 @@ class Member:
 
     def leave(self, reason: str) -> None:
         """This node was asked to end (Ctrl-C)."""
-        if not self.own.word.is_final:
-            self.own = replace(self.own, word=NodeWord.LEFT, reason=reason)
+        if not self.own.state.is_final:
+            self.own = replace(self.own, state=NodeState.LEFT, reason=reason)
 
     def tick(self) -> Exit | None:
         """One look and what follows from it; an Exit when this node is done."""
@@ -162,12 +162,12 @@ class Member:
             verdict = self._claim(nodes, now)
             if verdict is not Claim.OURS:
                 taken = Exit(EXIT_REFUSED, f"rank {self.own.rank} is taken by {nodes[self.own.rank]}")
-                return self._end(taken, say=False) if verdict is Claim.TAKEN else None
+                return self._end(taken, record=False) if verdict is Claim.TAKEN else None
             nodes[self.own.rank] = self.own
         rival = nodes.get(self.own.rank, self.own)
-        is_rival = rival.incarnation != self.own.incarnation and not rival.word.is_final
+        is_rival = rival.incarnation != self.own.incarnation and not rival.state.is_final
         if is_rival and yields_to(self.own, rival):
-            return self._end(Exit(EXIT_REFUSED, f"rank {rival.rank} is taken by {rival}"), say=False)
+            return self._end(Exit(EXIT_REFUSED, f"rank {rival.rank} is taken by {rival}"), record=False)
         nodes = {**nodes, self.own.rank: self.own}
         self._look_at_proofs(now)
         if self._nothing_is_left():
@@ -198,13 +198,14 @@ class Member:
 
     def _note_change(self, group: GroupRecord, now: float) -> None:
         before, self.group = self.group, group
-        if before is None or (before.epoch, before.word, before.position) != (group.epoch, group.word, group.position):
+        place = (group.epoch, group.state, group.position)
+        if before is None or (before.epoch, before.state, before.position) != place:
             self._since = now
 
     def _look_at_work(self, now: float) -> None:
         own = self.own
-        is_ending = self.group is not None and self.group.word is GroupWord.ENDING
-        if own.word is not NodeWord.RUNNING or own.arrived or own.position is None or is_ending:
+        is_ending = self.group is not None and self.group.state is GroupState.ENDING
+        if own.state is not NodeState.RUNNING or own.arrived or own.position is None or is_ending:
             return
         report = self._work.look()
         self.own = replace(own, progress=max(own.progress, report.progress), arrived=report.done)
@@ -212,13 +213,13 @@ class Member:
         if report.error is None:
             self._failed_at = None
             return
-        # A dead neighbour makes others fail first: give the master the time to find who is to blame.
+        # A dead neighbour makes others fail first: give the master the time to find the cause.
         self._failed_at = self._failed_at or now
         self.own = replace(self.own, reason=report.error)
         patience_s = 2 * self.setting.dead_after_s if report.is_shared or report.may_heal else 0.0
         if now - self._failed_at >= patience_s:
             self._failed_code = EXIT_TRY_AGAIN if report.is_shared else EXIT_FAILED
-            self.own = replace(self.own, word=NodeWord.FAILED)
+            self.own = replace(self.own, state=NodeState.FAILED)
 
     # -- deciding ----
 
@@ -230,22 +231,23 @@ class Member:
             self._since = now
             self.heartbeat.say(self.own)
         else:
-            self.waiting_on = f"a sign of life of {nodes[self.own.rank]}, who had this rank before"
+            self.waiting_on = f"a sign of life of {nodes[self.own.rank]}, which had this rank before"
         return verdict
 
     def _look_at_proofs(self, now: float) -> None:
         """Where the group goes on; again once a beat while this node waits to join."""
         is_master = self.own.rank == MASTER_RANK and self._resume_at is None
         is_asked = self.setting.max_iterations is not None or is_master
-        if not is_asked or self.own.word is not NodeWord.JOINING or now < self._next_proof_look:
+        if not is_asked or self.own.state is not NodeState.JOINING or now < self._next_proof_look:
             return
         if (found := self._work.resume()) is not None:
             self._resume_at, self._next_proof_look = found, now + self.setting.heartbeat_s
 
     def _nothing_is_left(self) -> bool:
-        """A node that comes when all is done must not wait for the others, who have left."""
+        """A node that comes when all is done must not wait for the others, which have left."""
         limit, found = self.setting.max_iterations, self._resume_at
-        return self.own.word is NodeWord.JOINING and limit is not None and found is not None and found.iteration > limit
+        is_joining = self.own.state is NodeState.JOINING
+        return is_joining and limit is not None and found is not None and found.iteration > limit
 
     def _lead(self, nodes: Mapping[int, NodeRecord], now: float) -> None:
         if self._resume_at is None:
@@ -261,18 +263,18 @@ class Member:
 
     def _follow(self, nodes: Mapping[int, NodeRecord], now: float) -> Exit | None:
         leads = self.own.rank == MASTER_RANK and self._resume_at is not None
-        if self.own.word.is_final and not leads:
+        if self.own.state.is_final and not leads:
             return self._last(self.own)
         if self.own.rank == MASTER_RANK and not leads:
             self.waiting_on = "what is proven by earlier iterations to be read"
             return None
         view = View(now, self._since, nodes, self._sightings, self.group, self._group_sighting)
-        if leads and self.group is not None and self.group.word is GroupWord.ENDING:
+        if leads and self.group is not None and self.group.state is GroupState.ENDING:
             self._work.stop()
             self.waiting_on = "the members to leave"
             if not may_leave(self.setting, self.group, view):
                 return None
-            if self.own.word.is_final:
+            if self.own.state.is_final:
                 return self._last(self.own)
             return self._end(Exit(self.group.exit_code, self.group.reason or ""))
         step = decide_node(self.setting, self.own, view)
@@ -282,7 +284,7 @@ class Member:
         return None
 
     def _take(self, step: Step, now: float) -> None:
-        self.own = replace(self.own, word=step.word, epoch=step.epoch)
+        self.own = replace(self.own, state=step.state, epoch=step.epoch)
         if step.work is not None and self.group is not None:
             self._since, self._failed_at, self._work_waits_on = now, None, None
             self.own = replace(self.own, position=step.work, arrived=False, reason=None, progress=self.own.progress + 1)
@@ -291,27 +293,27 @@ class Member:
         self.waiting_on = step.waiting_on or self._work_waits_on
 
     def _last(self, own: NodeRecord) -> Exit | None:
-        code = EXIT_INTERRUPTED if own.word is NodeWord.LEFT else self._failed_code
-        return self._end(Exit(code, own.reason or str(own.word)), keep_word=True)
+        code = EXIT_INTERRUPTED if own.state is NodeState.LEFT else self._failed_code
+        return self._end(Exit(code, own.reason or str(own.state)), keep_state=True)
 
-    def _end(self, exit: Exit, *, say: bool = True, keep_word: bool = False) -> Exit | None:
-        """`say` is false for a node that does not own its rank: the record is another's."""
+    def _end(self, exit: Exit, *, record: bool = True, keep_state: bool = False) -> Exit | None:
+        """`record` is false for a node that does not own its rank: the record is another's."""
         self._work.stop()
-        if not say:
+        if not record:
             self.heartbeat.silence()
         self.waiting_on = "what this node has started to end"
         now = self._clock()
-        self._leaving = _Leaving(exit, now + END_TIMEOUT_S, say, self.own.word if keep_word else NodeWord.ENDED)
+        self._leaving = _Leaving(exit, now + END_TIMEOUT_S, record, self.own.state if keep_state else NodeState.ENDED)
         return self._leave(self._leaving, now)
 
     def _leave(self, leaving: _Leaving, now: float) -> Exit | None:
-        """The end of this node, as soon as nothing runs any more that it has started."""
+        """The end of this node, as soon as all that it has started has ended."""
         exit = leaving.exit
         if not self._work.has_ended:
             if now < leaving.deadline:
                 return None
             exit = Exit(exit.code, f"{exit.reason} (what it started did not end within {END_TIMEOUT_S:g} s)")
-        if leaving.says:
-            self.own = replace(self.own, word=leaving.word, reason=exit.reason, exit_code=exit.code)
+        if leaving.is_recorded:
+            self.own = replace(self.own, state=leaving.state, reason=exit.reason, exit_code=exit.code)
             self.heartbeat.say(self.own)
         return exit

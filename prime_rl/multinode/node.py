@@ -25,7 +25,7 @@ from prime_rl.multinode.loop import drive
 from prime_rl.multinode.member import Member
 from prime_rl.multinode.phases import RULES, RlPhase, phases_of
 from prime_rl.multinode.place import WorkSetting
-from prime_rl.multinode.reach import Doorbell, Ringer
+from prime_rl.multinode.reach import Prober, ProbeServer
 from prime_rl.multinode.records import EXIT_REFUSED, GroupSetting, NodeRecord
 from prime_rl.multinode.store import DiskStore, NodeFacts
 from prime_rl.multinode.work import PhaseWork
@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def build_member(flags: NodeFlags, ranks: int) -> tuple[Member, Watcher]:
-    """This node with that many ranks of the trainer, ready to be driven, and what tells it of changes."""
+    """This node with that many ranks of the trainer, and the watcher that wakes it."""
     flags.log_path.mkdir(parents=True, exist_ok=True)
     output = OutputDir(flags.log_path.resolve())
     is_master = flags.rank == MASTER_RANK
@@ -69,7 +69,7 @@ def build_member(flags: NodeFlags, ranks: int) -> tuple[Member, Watcher]:
     facts = NodeFacts(
         flags.num_nodes, flags.weights[flags.rank], str(flags.rl_phase), setting.heartbeat_s, setting.loop_limit_s
     )
-    # Whom a worker must know: the master and itself. The rest is told by the master.
+    # A worker reads only the master's record and its own; the rest is in the group's.
     store = DiskStore(output, facts, ranks=None if is_master else frozenset({MASTER_RANK, flags.rank}))
 
     def master() -> NodeRecord | None:
@@ -103,8 +103,8 @@ def build_member(flags: NodeFlags, ranks: int) -> tuple[Member, Watcher]:
         store,
         work,
         clock=time.monotonic,
-        # Rollouts need the folder only: a cut between the nodes is no loss there.
-        unreached=Ringer(master, flags.config.heartbeat_s).count if needs_network else lambda epoch: 0,
+        # Rollouts need only the folder, no network between the nodes.
+        unreached=Prober(master, flags.config.heartbeat_s).count if needs_network else lambda epoch: 0,
     )
     store.waiting_on = lambda: member.waiting_on
     watcher = Watcher([output.multinode if is_master else output.group_status.parent], rescan_s=60.0)
@@ -112,7 +112,7 @@ def build_member(flags: NodeFlags, ranks: int) -> tuple[Member, Watcher]:
 
 
 def own_record(flags: NodeFlags) -> NodeRecord:
-    """What this node says of itself at first. The master of others listens from now on: they ring at its port."""
+    """This node's first record. From now on the master of other nodes answers probes at its port."""
     is_master = flags.rank == MASTER_RANK
     incarnation = secrets.token_hex(8)
     return NodeRecord(
@@ -122,13 +122,12 @@ def own_record(flags: NodeFlags) -> NodeRecord:
         fingerprint=flags.fingerprint(code_version()),
         host=socket.gethostname(),
         address=(is_master and flags.master_addr) or own_address(),
-        port=Doorbell(incarnation).port if is_master and flags.num_nodes > 1 else 0,
+        port=ProbeServer(incarnation).port if is_master and flags.num_nodes > 1 else 0,
         pid=os.getpid(),
     )
 
 
 def group_setting(flags: NodeFlags, fingerprint: Mapping[str, str]) -> GroupSetting:
-    """What the decisions are told of the group."""
     return GroupSetting(
         flags.rank,
         flags.num_nodes,

@@ -1,6 +1,6 @@
-"""The fourteen phases of one iteration: who does what, who waits for whom, and which file proves that it was done.
+"""The fourteen phases of one iteration: the work of master and workers, and the file that proves that it was done.
 
-A node works in one phase at a time, says in its own record that it is done, and goes on when the master has released
+A node works in one phase at a time, notes in its own record that it is done, and goes on when the master has released
 the next. So every phase ends in a barrier, also those in which only one side has work. Pure: `node` does the work,
 `decide` moves the group from phase to phase.
 """
@@ -35,7 +35,6 @@ class Phase(enum.IntEnum):
 
     @property
     def label(self) -> str:
-        """As people see it."""
         return PHASE_NAMES[self]
 
 
@@ -67,7 +66,7 @@ RULES: Mapping[Phase, PhaseRule] = {
         f"{_SERVES}, makes its part of the tasks",
         "iteration_{}/train_rank_*",
     ),
-    Phase.ROLLOUT_DONE: PhaseRule("says that its part is made", "says that its part is made"),
+    Phase.ROLLOUT_DONE: PhaseRule("notes that its part is made", "notes that its part is made"),
     Phase.FILES_READY: PhaseRule("looks until it sees every task in the rank files", _WAITS),
     Phase.AGGREGATE: PhaseRule("notes the file of each task", _WAITS, "iteration_{}/train.json"),
     Phase.EVAL_ROLLOUT: PhaseRule(
@@ -85,7 +84,7 @@ RULES: Mapping[Phase, PhaseRule] = {
 
 
 class Position(NamedTuple):
-    """Where a group is. `round` counts, within a phase, how often work was divided anew after a node was lost."""
+    """Where a group is. `round` counts, within a phase, how often work was divided again after a node was lost."""
 
     iteration: int
     phase: Phase
@@ -97,7 +96,6 @@ class Position(NamedTuple):
 
 
 def phases_of(rl_phase: RlPhase) -> Sequence[Phase]:
-    """The phases that a mode goes through, in order."""
     return [Phase(number) for number in RL_PHASES[rl_phase]]
 
 

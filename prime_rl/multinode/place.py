@@ -1,6 +1,6 @@
 """Where a node works now: the iteration's folder, its updates, its policy version; and this node's own processes.
 
-The works of rollouts and of updates share one. It knows neither what they do nor when (`work`, `decide`).
+Shared by the work of rollouts and of updates (`work`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from prime_rl.multinode.records import GroupRecord
 
 @dataclass(frozen=True)
 class WorkSetting:
-    """What one node's work needs to know beside the config.
+    """What one node's work needs beside the config.
 
     Attributes:
         address: this node's, as the others reach it.
@@ -76,7 +76,7 @@ class Place:
 
     @property
     def group(self) -> GroupRecord:
-        assert self._group is not None, "nobody works before there is a group"
+        assert self._group is not None, "no work before there is a group"
         return self._group
 
     @property
@@ -89,7 +89,6 @@ class Place:
 
     @property
     def steps(self) -> list[int]:
-        """The updates of this iteration."""
         count = self.config.updates_per_iteration
         return [(self.position.iteration - 1) * count + number for number in range(1, count + 1)]
 
@@ -117,7 +116,7 @@ class Place:
         """Raises ValueError after `close`."""
         with self._lock:
             if self._is_closed:
-                raise ValueError(f"this node leaves: {name} is not started any more")
+                raise ValueError(f"this node leaves: {name} is not started")
             child = Child(name, argv, self.output.log(f"node_{self.setting.rank}_{name}"), environment or {})
             self._children = [*(each for each in self._children if each.exit_code is None), child]
         return child
@@ -131,7 +130,6 @@ class Place:
 
     @property
     def has_ended(self) -> bool:
-        """Whether none of them runs."""
         return all(child.exit_code is not None for child in self._children)
 
     def make(self, split: Split, request: MakeRequest) -> Child:

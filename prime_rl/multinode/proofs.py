@@ -1,6 +1,6 @@
 """What is proven of each iteration by the files that the master wrote, and where a new epoch goes on by them.
 
-A proof that does not hold any more (rollouts with other settings, of a policy that has been trained since, or in a file
+A proof that no longer holds (rollouts with other settings, of a policy that has been trained since, or in a file
 that is damaged; an evaluation that was not due and is now) counts as none, and is made again. Reads, writes nothing.
 """
 
@@ -42,7 +42,7 @@ class EvalProof(msgspec.Struct, frozen=True, kw_only=True):
 class Proofs:
     """The proofs of one workspace as a group of this mode sees them.
 
-    `splits` says which rollouts it makes, `key` stands for their settings (`MultinodeConfig.rollouts_key`).
+    `splits`: the rollouts that it makes; `key` identifies their settings (`MultinodeConfig.rollouts_key`).
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class Proofs:
         return read_json(self._output.iteration(iteration).proof("train"), TrainProof)
 
     def lost_task(self, iteration: int, proof: TrainProof) -> str | None:
-        """A task of the rollouts that are proven, and is not in its file any more: that is damaged, or gone."""
+        """A task of the rollouts that are proven, but no longer in its file, which is damaged or gone."""
         if iteration in self._whole:
             return None
         folder = self._output.iteration(iteration).path
@@ -89,7 +89,7 @@ class Proofs:
         return None
 
     def holds(self, name: str, iteration: int) -> bool:
-        """Whether an iteration's proof of that name is there, and says what it must say now."""
+        """Whether an iteration's proof of that name exists with the expected content."""
         path = self._output.iteration(iteration).proof(name)
         if name == "train":
             proof = self.train(iteration)

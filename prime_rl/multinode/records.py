@@ -1,8 +1,8 @@
-"""What the nodes of a group say of themselves and what the master says of the group, as the decisions see it.
+"""The records of a group's nodes and of the group, as the decisions use them.
 
 Every record has one writer: a node writes `node_<rank>.json`, the master also `group.json`. A flag is a field of such a
-record together with the epoch that it was said in, so what an older epoch wrote is never mistaken for news, and nothing
-has to be deleted. Pure data; `store` reads and writes the files.
+record together with its epoch, so what an older epoch wrote is never mistaken for new, and nothing has to be deleted.
+Pure data; `store` reads and writes the files.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ EXIT_TRY_AGAIN = 75
 EXIT_INTERRUPTED = 130
 
 
-class NodeWord(enum.StrEnum):
-    """A node's own word about itself. The last three are final."""
+class NodeState(enum.StrEnum):
+    """A node's state, set by itself. The last three are final."""
 
     JOINING = "joining"
     RUNNING = "running"
@@ -34,11 +34,11 @@ class NodeWord(enum.StrEnum):
 
     @property
     def is_final(self) -> bool:
-        return self in (NodeWord.FAILED, NodeWord.LEFT, NodeWord.ENDED)
+        return self in (NodeState.FAILED, NodeState.LEFT, NodeState.ENDED)
 
 
-class GroupWord(enum.StrEnum):
-    """The master's word about the group. ENDING is final: it carries the reason and the exit code of everybody."""
+class GroupState(enum.StrEnum):
+    """The group's state, set by the master. ENDING is final: it carries the reason and the exit code of all nodes."""
 
     GATHERING = "gathering"
     RUNNING = "running"
@@ -49,15 +49,15 @@ class NodeRecord(msgspec.Struct, frozen=True):
     """One node.
 
     Attributes:
-        incarnation: a new random word for each start of the process; a rank that starts again is another incarnation.
+        incarnation: random, new for each start of the process.
         seq: grows with every write; that it moves is the only proof of life.
         looks: grows with every turn of its main loop.
         still_s: since the last of those turns, by its own clock, when the record was written.
         fingerprint: what must be equal on all nodes (number of nodes, weights, code version, ...).
         epoch: of the group that it has joined; "" before.
         arrived: its work in `position` is done.
-        progress: grows while it works; one that stands still while `seq` moves tells a stall.
-        reason: why its word is final, or what it waits for.
+        progress: grows while it works; one that stands still while `seq` moves means a stall.
+        reason: why its state is final, or what it waits for.
         port: where the master answers; 0 of a worker.
         unreached: of a worker: beats since the master of its epoch last answered it over the network.
     """
@@ -65,7 +65,7 @@ class NodeRecord(msgspec.Struct, frozen=True):
     rank: int
     incarnation: str
     seq: int
-    word: NodeWord = NodeWord.JOINING
+    state: NodeState = NodeState.JOINING
     fingerprint: Mapping[str, str] = msgspec.field(default_factory=dict)
     epoch: str = ""
     position: Position | None = None
@@ -86,20 +86,20 @@ class NodeRecord(msgspec.Struct, frozen=True):
 
 
 class GroupRecord(msgspec.Struct, frozen=True):
-    """The group, in the words of its master.
+    """The group, written by its master.
 
     Attributes:
-        epoch: number and incarnation of the master, so that two masters never speak of the same epoch.
+        epoch: number and incarnation of the master, so that two masters never share an epoch.
         members: rank -> incarnation; empty while it gathers.
         position: what the members work on now; its release is the end of the barrier before it.
-        awaited: who holds the group up now, one sentence each.
+        awaited: the nodes that hold the group up now, one sentence each.
         reason: why it ends; before that, why its members changed last.
     """
 
     epoch_number: int
     incarnation: str
     seq: int
-    word: GroupWord = GroupWord.GATHERING
+    state: GroupState = GroupState.GATHERING
     members: Mapping[int, str] = msgspec.field(default_factory=dict)
     position: Position | None = None
     awaited: tuple[str, ...] = ()

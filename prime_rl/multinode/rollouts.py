@@ -1,6 +1,6 @@
 """A node's rollouts: the plan that divides the tasks, its own part of them, and what the master makes of all parts.
 
-The same for training and for evaluation. A task that is in a rank file is not made again, whoever made it.
+The same for training and for evaluation. A task that is in any rank file is not made again.
 """
 
 from __future__ import annotations

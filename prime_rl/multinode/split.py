@@ -1,4 +1,4 @@
-"""Who does which task: the weights of the ranks divide an iteration's tasks exactly, and the same on every node.
+"""Which rank does which task: the weights of the ranks divide an iteration's tasks exactly, and the same on every node.
 
 Counts follow the largest remainder method (Hamilton): each rank gets the whole part of its quota, and the tasks that
 are left go to the largest fractions, ties to the lower rank. Pure and exact: no floats are added up.
@@ -48,9 +48,9 @@ def assign(tasks: Sequence[str], weights: Mapping[int, float], seed: int) -> dic
 
 @dataclass(frozen=True)
 class Plan:
-    """Who does what in one round. `taken` names, file by file, what is finished already and counts from there.
+    """The tasks of each rank in one round. `taken` names, file by file, what is finished already and counts from there.
 
-    What somebody adds to a file after the plan was made does not count, so no task counts twice, whoever is late.
+    What a late rank adds to a file after the plan was made does not count, so no task counts twice.
     `policy_version` makes the rest.
     """
 

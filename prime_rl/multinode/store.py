@@ -2,7 +2,7 @@
 
 Only the atomicity of rename is relied on. A file is read again when its stamp changed; one that cannot be read (half
 shown by a cache, damaged, gone for a moment) counts as what it was before. Beside what decisions need, a node's record
-tells people where it is and for how long (`PhaseLog`).
+shows people where it is and for how long (`PhaseLog`).
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from prime_rl.contract.files import write_atomic
 from prime_rl.contract.layout import OutputDir
 from prime_rl.contract.status import GroupStatus, NodeStatus, PhaseTime, Status, read_status
 from prime_rl.multinode.phases import Phase, Position
-from prime_rl.multinode.records import GroupRecord, GroupWord, NodeRecord, NodeWord, epoch_number
+from prime_rl.multinode.records import GroupRecord, GroupState, NodeRecord, NodeState, epoch_number
 from prime_rl.utils.process import ProcessId
 
 HISTORY = 64
-_STATES = {NodeWord.JOINING: "starting", NodeWord.FAILED: "failed", NodeWord.LEFT: "stopped"}
+_STATES = {NodeState.JOINING: "starting", NodeState.FAILED: "failed", NodeState.LEFT: "stopped"}
 StatusT = TypeVar("StatusT", bound=Status)
 
 
 @dataclass(frozen=True)
 class NodeFacts:
-    """What a node's record says to people beside what decisions need."""
+    """What a node's record shows people beside what decisions need."""
 
     num_nodes: int
     weight: float
@@ -136,7 +136,7 @@ class DiskStore:
         position = record.position
         ended = "stopped" if record.exit_code else "done"
         working = "waiting" if record.arrived else "working"
-        state = {NodeWord.RUNNING: working, NodeWord.ENDED: ended}.get(record.word) or _STATES[record.word]
+        state = {NodeState.RUNNING: working, NodeState.ENDED: ended}.get(record.state) or _STATES[record.state]
         return NodeStatus(
             pid=self._writer.pid,
             pid_create_time=self._writer.create_time,
@@ -146,7 +146,7 @@ class DiskStore:
             updated_at=time.time(),
             progress=record.progress,
             rank=record.rank,
-            word=str(record.word),
+            word=str(record.state),
             incarnation=record.incarnation,
             group=record.epoch,
             fingerprint=dict(record.fingerprint),
@@ -185,7 +185,7 @@ def _record(status: NodeStatus) -> NodeRecord:
         rank=status.rank,
         incarnation=status.incarnation,
         seq=status.seq,
-        word=NodeWord(status.word) if status.word in list(NodeWord) else NodeWord.ENDED,
+        state=NodeState(status.word) if status.word in list(NodeState) else NodeState.ENDED,
         fingerprint=status.fingerprint,
         epoch=status.group,
         position=_position(status.iteration, status.phase, status.round),
@@ -207,7 +207,7 @@ def _group_record(status: GroupStatus) -> GroupRecord:
         epoch_number=status.epoch,
         incarnation=status.incarnation,
         seq=status.seq,
-        word=GroupWord(status.state) if status.state in list(GroupWord) else GroupWord.ENDING,
+        state=GroupState(status.state) if status.state in list(GroupState) else GroupState.ENDING,
         members=status.members,
         position=_position(status.iteration, status.phase, status.round),
         awaited=tuple(status.awaited),
@@ -219,7 +219,7 @@ def _group_record(status: GroupStatus) -> GroupRecord:
 def _group_status(record: GroupRecord) -> GroupStatus:
     position = record.position
     return GroupStatus(
-        state=str(record.word),
+        state=str(record.state),
         updated_at=time.time(),
         waiting_on="; ".join(record.awaited) or None,
         incarnation=record.incarnation,

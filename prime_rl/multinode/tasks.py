@@ -23,11 +23,11 @@ class Task(Protocol):
 
     @property
     def has_ended(self) -> bool:
-        """Whether nothing of it runs any more."""
+        """Whether all of it has ended."""
 
 
 class Now:
-    """Work that is tried at every look until it says that it is done. It must be safe to try again.
+    """Work that is tried at every look until it returns that it is done. It must be safe to try again.
 
     `waiting_on` names what is missing while it is not.
     """
@@ -101,7 +101,7 @@ class Process:
 
 
 class InferenceServer:
-    """This node's own server, with a status file of its own. `url` is None until it serves."""
+    """This node's server and its status file. `url` is None until it serves."""
 
     def __init__(self, start: Callable[[], Child], status_file: Path) -> None:
         self._start = start
@@ -115,7 +115,6 @@ class InferenceServer:
         return status.base_url if is_ours and status is not None and status.state == "serving" else None
 
     def start(self) -> None:
-        """Start it unless it runs."""
         if self.has_ended:
             self._status_file.unlink(missing_ok=True)
             self._child = self._start()

@@ -68,7 +68,7 @@ class Training:
 
     def train(self) -> Task:
         self._server.give_up()  # of a group that came here from its first phase
-        if self._is_published():  # by those who were killed right after; a trainer would wait for more to do
+        if self._is_published():  # by processes that were killed right after; a trainer would wait for more to do
             return Now(lambda: self._server.has_ended)
 
         def start() -> Child | None:

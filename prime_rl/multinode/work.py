@@ -1,7 +1,7 @@
 """What a node really does in each phase, and its inference server.
 
 Every piece of work is a process of another package or a file; the master alone writes plans and proofs. A proof that
-holds is never made again, so a phase can be done again after a restart or in a new round. What the work is stands in
+holds is never made again, so a phase can be done again after a restart or in a new round. The work itself is in
 `rollouts` and `training`; when the group is in which phase is not decided here (`decide`).
 """
 
@@ -36,7 +36,7 @@ ResultT = TypeVar("ResultT")
 
 @dataclass(frozen=True)
 class _Order:
-    """Where this node is to work, and with whom."""
+    """Where this node is to work, and with which others."""
 
     position: Position
     group: GroupRecord
@@ -74,7 +74,7 @@ class WorkThread:
 class PhaseWork:
     """The work of one node; see `Work` in `member`.
 
-    It is done in turns, in a thread of its own: a turn may read and copy for as long as it takes. Only the turns touch
+    It is done in turns, in its own thread: a turn may read and copy for as long as it takes. Only the turns touch
     `place` and the tasks.
 
     Args:
@@ -140,7 +140,7 @@ class PhaseWork:
             return order, self._look(order)
         except OSError as error:  # a full disk, a shared folder that is gone for a while
             return order, Report(error=str(error), may_heal=True)
-        except ValueError as error:  # nothing to train on, a damaged file, nobody left who may make rollouts
+        except ValueError as error:  # nothing to train on, a damaged file, no node left that may make rollouts
             return order, Report(error=str(error))
 
     def _look(self, order: _Order) -> Report:

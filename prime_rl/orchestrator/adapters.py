@@ -1,7 +1,7 @@
-"""Publication of a run that trains an adapter: every version stands on the servers under a name of its own.
+"""Publication of a run that trains an adapter: every version is on the servers under its own name.
 
-Several versions stand beside each other, so nothing has to end when a new one comes: a request is answered by the
-version it names or not at all. A version goes when `retain` says that nobody needs it.
+Several versions are loaded side by side, so nothing has to end when a new one comes: a request is answered by the
+version it names or not at all. `retain` unloads versions that are no longer needed.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class AdapterSet:
             raise (worst or errors)[0]
 
     async def _equip(self, server: ServerClient) -> None:
-        """Give the server every adapter of the run, and take from it those of this run that are not in use any more:
+        """Give the server every adapter of the run, and unload those of this run that are no longer in use:
         they were unloaded while it was away, or an earlier orchestrator left them.
         """
         has = {model.id for model in await server.list_models()}
@@ -80,7 +80,7 @@ class AdapterSet:
     async def _equip_one(self, server: ServerClient, name: str) -> None:
         try:
             await server.load_adapter(name, self._folders[name])
-        except RequestRefused as error:  # who asks for this one hears that; the others must not wait for it
+        except RequestRefused as error:  # raised to callers that ask for this one; the others must not wait for it
             logger.warning("a restarted server refuses %s: %s", name, error)
 
 

@@ -71,7 +71,7 @@ def leave_one_out(rewards_G: Sequence[float]) -> list[float]:
 def over_mean(rewards_G: Sequence[float]) -> list[float]:
     """(R - mean(R)) / mean(R): the rarer success is, the more it counts. MaxRL, arXiv 2602.02710.
 
-    Zero where the mean is not above zero: it stands for the chance of success, and there was none.
+    Zero where the mean is not above zero: it estimates the chance of success, and there was none.
     """
     mean = math.fsum(rewards_G) / len(rewards_G)
     return [(reward - mean) / mean if mean > 0 else 0.0 for reward in rewards_G]

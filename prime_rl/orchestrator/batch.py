@@ -14,7 +14,7 @@ from prime_rl.orchestrator.rollout import Group
 
 
 class SecondOrchestrator(RuntimeError):
-    """Another orchestrator writes the batches of the run. The message says where, and what to do."""
+    """Another orchestrator writes the batches of the run. The message has the place and the remedy."""
 
 
 def assemble_batch(

@@ -1,8 +1,8 @@
 """Where a run stands, so that a restarted orchestrator goes on at the next example of the next batch.
 
-Two things on disk say it: the newest batch file, and `orchestrator/state.json` in the newest STABLE checkpoint (whose
-batch files the trainer has removed). Both hold the same sampler state. A state file without STABLE says nothing: it is
-written before its batch.
+It is in two places on disk: the newest batch file, and `orchestrator/state.json` in the newest STABLE checkpoint (whose
+batch files the trainer has removed). Both hold the same sampler state. A state file without STABLE does not
+count: it is written before its batch.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def find_progress(run: RunDir, groups_per_batch: int, *, max_bytes: int = MAX_BA
     """Where to go on: after the newest batch file (of at most `max_bytes`) or STABLE checkpoint.
 
     Raises CheckpointError or BadBatchError. A trainer that stops saves itself at any step, so a checkpoint may lack our
-    part. Its batch file is then still there, unless the run was sent back from a later one: the example order goes on
+    part. Its batch file is then still there, unless the run was rolled back from a later one: the example order goes on
     as if no group had been dropped.
     """
     newest_batch = max(list_rollout_steps(run), default=0)

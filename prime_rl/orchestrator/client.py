@@ -34,8 +34,7 @@ class InferenceError(RuntimeError):
 class InferenceUnavailable(InferenceError):
     """The server is not able to answer this request now; trying again helps.
 
-    `retry_after_s` is how long the server asks to be left alone, where it says so; `is_overload` says that it has too
-    much to do.
+    `retry_after_s`: the pause that the server asks for, if any; `is_overload`: it has too much to do.
     """
 
     def __init__(self, message: str, retry_after_s: float | None = None, *, is_overload: bool = False) -> None:
@@ -64,7 +63,7 @@ class UnknownModel(RequestRefused):
 class Completion:
     """One sampled turn. `logprobs` are those of the distribution that was sampled, one a token.
 
-    `weights` are the whole weights that the server says it was sampled from; None when it does not say.
+    `weights`: the whole weights that it was sampled from, by the server's header; None without one.
     """
 
     token_ids: list[int]
@@ -177,7 +176,7 @@ class ServerClient:
         http: shared by all servers of a run; carries the API key.
 
     Attributes:
-        weights: the whole weights that it answered with last; None before it has said so.
+        weights: the whole weights that it answered with last; None before the first answer.
     """
 
     def __init__(self, endpoint: Endpoint, http: httpx.AsyncClient, *, timeout_s: float) -> None:
@@ -220,7 +219,7 @@ class ServerClient:
     async def load_weights(self, folder: Path | None) -> None:
         """Take over the whole weights of a broadcast folder, with None those that the server was started with."""
         path, body = ("/update_weights", {"weight_dir": str(folder)}) if folder else ("/reload_weights", {})
-        self.weights = None  # whatever comes of it
+        self.weights = None  # whether the request succeeds or not
         response, url = await self._request("POST", path, body)
         self.weights = _decoded(response, url, _Weights).weights
 

@@ -1,8 +1,8 @@
 """How many rollouts a run has inference sample at one time: few at first, more while that pays, fewer when it is full.
 
 `ConcurrencyControl` decides, from answers and overloads alone: no I/O, no clock. `Places` makes requests wait for their
-turn. What counts as an overload (429, 503, no answer in time) is the client's to say, and how many groups exist at all
-is the scheduler's.
+turn. What counts as an overload (429, 503, no answer in time) is decided by the client, and how many groups exist
+at all by the scheduler.
 """
 
 from __future__ import annotations

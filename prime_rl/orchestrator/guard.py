@@ -48,8 +48,6 @@ def check_run(run: RunDir) -> None:
 
 
 class Wake:
-    """Wake every waiting task."""
-
     def __init__(self) -> None:
         self._event = asyncio.Event()
 
@@ -57,7 +55,7 @@ class Wake:
         self._event.set()
 
     async def wait(self, timeout_s: float) -> bool:
-        """Until it is set, or `timeout_s` have passed; then it is not set any more. True when it was."""
+        """Wait until it is set or `timeout_s` have passed, then clear it. True when it was set."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self._event.wait()

@@ -19,7 +19,7 @@ from prime_rl.contract.types import oldest_allowed
 from prime_rl.orchestrator.rollout import Group
 
 # Groups without signal that are dropped for one batch, in batches. A policy that solves each of its examples always or
-# never would be filtered for ever; where all but one in five groups tell nothing, the batch still gets full.
+# never would be filtered forever; where all but one in five groups have no signal, the batch still gets full.
 MAX_FILTERED_BATCHES = 4
 
 
@@ -68,7 +68,7 @@ class GroupLedger:
         self._max_off_policy_steps = max_async_level if max_off_policy_steps is None else max_off_policy_steps
         self._num_spare = num_spare
         self._num_filtered_now = 0  # since the last batch
-        self._groups: dict[int, Group | Flight | None] = {}  # by index, ascending; None is to be started again
+        self._groups: dict[int, Group | Flight | None] = {}  # by index, ascending; None must be started again
         self._to_restart: set[int] = set()  # where those are
 
     @property
@@ -91,7 +91,6 @@ class GroupLedger:
         return needed is not None and policy_version >= needed
 
     def start(self) -> Flight:
-        """Start the next group."""
         if self._to_restart:
             index = min(self._to_restart)
             self._to_restart.remove(index)

@@ -19,7 +19,7 @@ from prime_rl.orchestrator.rollout import Group, Rollout
 
 Phase = Literal["generate", "environment", "wait_for_policy", "wait_for_inference"]
 PHASES: tuple[Phase, ...] = get_args(Phase)
-# Who is behind each phase, by the name in `bottleneck`.
+# The name in `bottleneck` for each phase.
 _HOLDERS: dict[Phase, str] = {
     "generate": "inference",
     "environment": "environment",
@@ -122,7 +122,7 @@ def bottleneck(time_s: Mapping[Phase, float], num_ahead: int) -> str | None:
     """The bottleneck of the run: "trainer", "inference", "environment", or None.
 
     `time_s` is where the time since the last batch went, `num_ahead` how many batches the trainer had not yet trained
-    on when this one came. With none left it waited for this one, so it is whoever took most of the time. With some
+    on when this one came. With none left it waited for this one, so it is what took most of the time. With some
     left generation kept up, and the trainer holds the run up if it was waited for.
     """
     if num_ahead:
@@ -174,7 +174,7 @@ def write_metrics(path: Path, step: int, values: Mapping[str, float | str], now:
 def last_eval_step(path: Path, *, at_most: int) -> int | None:
     """The step of the newest evaluation in the file's last megabyte, or None.
 
-    A run that was sent back to an earlier step has evaluations of later ones; those are void.
+    A run that was rolled back to an earlier step has evaluations of later ones; those are void.
     """
     for line in reversed(read_end(path, TAIL_BYTES).splitlines()):
         record = _record(line)

@@ -2,9 +2,9 @@
 
     python -m prime_rl.orchestrator.orchestrator @ OUTPUT_DIR/run_a/control/orch.toml [--a.b value]
 
-`orchestrate` is the run's whole life. Around it a guard looks whether the run was evicted, deleted or told to
-stop, so no wait outlasts that. The last word is the `state` in `control/status.json`: finished, evicted,
-failed or stopped; a crash leaves none, and whoever keeps the process alive may start it again.
+`orchestrate` is the run's whole life. Around it a guard looks whether the run was evicted, deleted or asked to
+stop, so no wait outlasts that. The final `state` in `control/status.json` is finished, evicted, failed or stopped; a
+crash leaves none, so the supervisor may start it again.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ from prime_rl.utils.watch import Watcher
 
 logger = logging.getLogger("orchestrator")
 
-# What no second start of the orchestrator would mend.
+# Errors that a restart of the orchestrator would not fix.
 FINAL = (RunFailed, ConfigError, EnvironmentBroken, AccessDenied, TokenizerError, CheckpointError, BadBatchError)
 
 
@@ -91,7 +91,7 @@ async def orchestrate(
     progress = find_progress(run, config.groups_per_batch, max_bytes=max_batch_bytes(config.batch_size, seq_len))
     reporter.update(step=progress.step)
 
-    # -- who does what ----
+    # -- tasks ----
     client = connect(config, run)
     cleanup.push_async_callback(client.close)
     reporter.waiting_on, client.on_change = lambda now: client.trouble, wake.set
@@ -204,22 +204,22 @@ async def run_to_the_end(config: OrchestratorConfig, run: RunDir, stop: Callable
     """`orchestrate` under guard, and its last word in the status file. Returns the exit code."""
     writer = StatusWriter(run.status, RunStatus(run_id=run.run_id, max_steps=config.max_steps))
     reporter = Reporter(writer)
-    last_word: dict[str, object] = {}
+    final_status: dict[str, object] = {}
     second: SecondOrchestrator | None = None
     try:
         async with AsyncExitStack() as cleanup:
             wake = Wake()
             cleanup.enter_context(woken_by_signals(wake))
             await run_beside(orchestrate(config, run, reporter, wake, cleanup), guard(run, stop, reporter.tick, wake))
-        last_word = {"state": "finished"}
+        final_status = {"state": "finished"}
         logger.info("finished: %d steps", config.max_steps)
     except StopRequested:
-        last_word = {"state": "stopped"}
+        final_status = {"state": "stopped"}
         logger.info("stopped")
     except RunEvicted as error:
-        last_word = {"state": "evicted", "reason": str(error)}
+        final_status = {"state": "evicted", "reason": str(error)}
     except FINAL as error:
-        last_word = {"state": "failed", "reason": str(error)}
+        final_status = {"state": "failed", "reason": str(error)}
     except RunGone as error:
         logger.info("%s: nothing left to do", error)
     except SecondOrchestrator as error:
@@ -228,18 +228,18 @@ async def run_to_the_end(config: OrchestratorConfig, run: RunDir, stop: Callable
         if not run.path.is_dir():  # whatever failed, failed because of that
             logger.info("%s is gone: nothing left to do", run.path)
         else:
-            last_word = {"reason": f"{type(error).__name__}: {error}"}
+            final_status = {"reason": f"{type(error).__name__}: {error}"}
             logger.exception("crashed")
     finally:
         if second is None:
-            writer.close(waiting_on=None, num_in_flight=0, **last_word)
+            writer.close(waiting_on=None, num_in_flight=0, **final_status)
         else:
             writer.abandon()  # the status file is the other one's
     if second is not None:
         complain("orchestrator", second)
         return 1
-    if "reason" in last_word:
-        complain(f"{run.run_id} {writer.status.state}", last_word["reason"])
+    if "reason" in final_status:
+        complain(f"{run.run_id} {writer.status.state}", final_status["reason"])
         return 1
     return 0
 

@@ -1,8 +1,7 @@
-"""The policy versions of one run that inference serves: which is current, who uses which, what is restored.
+"""The policy versions of one run that inference serves: which is current, which are in use, what is restored.
 
-Version 0 is the base model. How a version gets to the servers, and which version an answer comes from, is told by a
-`Publication`: `adapters`, or `whole_weights` where the run trains the whole model. When to switch is decided by the
-scheduler.
+Version 0 is the base model. A `Publication` brings a version to the servers and finds which version an answer comes
+from: `adapters`, or `whole_weights` where the run trains the whole model. The scheduler decides when to switch.
 """
 
 from __future__ import annotations
@@ -71,7 +70,7 @@ class Publication(Protocol):
     def answered_by(self, asked: int, weights: str | None, *, exactly: bool) -> int:
         """The version behind an answer to a request for `asked`: that one, or unless `exactly` a newer one.
 
-        `weights` is what the server says of it. Raises UnknownModel when it is neither: the server has lost it.
+        `weights` is from the server's answer. Raises UnknownModel when it is neither: the server has lost it.
         """
 
 
@@ -126,8 +125,8 @@ class PolicyVersions:
     async def restore(self, version: int | None = None) -> None:
         """Give a version (default: the current one) to the servers that have lost it.
 
-        Raises InferenceError when that cannot be had, for example because its broadcast folder is gone. The current one
-        is tried for a while: a switch to a newer one mends it too.
+        Raises InferenceError when that is not available, for example because its broadcast folder is gone. The current
+        one is tried for a while: a switch to a newer one fixes it too.
         """
         if version is not None:
             await self._publication.restore(version)

@@ -3,9 +3,9 @@
 A request goes to the living server with the fewest outstanding tokens. A server that does not answer is taken out and
 looked at with back-off; before it is asked again it gets the policy versions that are in use. One that answers "not
 now" is left alone for a while. A request is tried again, with the same seed, until some server has answered it; as long
-as none can, `trouble` says what is missing. What will not pass is raised.
+as none can, `trouble` names what is missing. Permanent errors are raised.
 
-Which version a request asks for is the business of `policy`, and how the servers get it that of a `Publication`.
+`policy` decides which version a request asks for, a `Publication` how the servers get it.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Server:
     """One server as the run sees it.
 
     Attributes:
-        living: whether it is asked. One that is not is looked at by a task of its own.
+        living: whether it is asked. One that is not is checked by its own task.
         error: what it last failed with, for `trouble`.
         not_before_s: it asked to be left alone until then, in the event loop's time.
         num_refused: failures since it last answered.
@@ -85,8 +85,8 @@ class InferenceClient:
 
     Attributes:
         on_change: called when `trouble` comes or goes.
-        equip: gives a server that comes back what it needs before it is asked again. Once it returns, whoever wants
-            more of the servers finds this one among the living.
+        equip: gives a server that comes back what it needs before it is asked again. Once it returns, the
+        server counts as living.
 
     Args:
         transport: of httpx, for tests.
@@ -173,7 +173,7 @@ class InferenceClient:
         return list({model.id: model for models in found for model in models}.values())
 
     async def everywhere(self, ask: Callable[[ServerClient], Awaitable[ResultT]]) -> list[ResultT]:
-        """The answers of all living servers, at least one. Who does not answer is taken out; a refusal is raised."""
+        """The answers of all living servers, at least one. A silent server is taken out; a refusal is raised."""
         while True:
             living = [server for server in self._servers if server.living]
             results = await asyncio.gather(*(ask(server.client) for server in living), return_exceptions=True)
@@ -256,7 +256,7 @@ class InferenceClient:
         self._changed.set()
 
     def _backoff_s(self, attempt: int) -> float:
-        # 2.0 ** 1024 is no float any more.
+        # 2.0 ** 1024 overflows.
         exponential_s = self._backoff_start_s * 2.0 ** min(attempt, 32)
         return min(BACKOFF_MAX_S, exponential_s) + random.uniform(0, self._backoff_start_s)
 
@@ -279,5 +279,5 @@ def _describe(error: Exception, server: Server) -> str:
 
 
 async def _nothing(server: ServerClient) -> None:
-    """There is no version but the base model: that it answers is enough."""
+    """Only the base model is served: an answer is enough."""
     await server.list_models()

@@ -1,8 +1,8 @@
 """One rollout: an environment talks to the policy, every token is recorded, and out comes a training sample.
 
 `PolicySession` is the `Policy` that an environment sees: text in, text out. Behind it a conversation is one growing
-sequence of token ids: what the policy sampled is kept as sampled (with its logprobs and its version), what the
-environment said in between is appended and masked out of the loss.
+sequence of token ids: what the policy sampled is kept as sampled (with its logprobs and its version), the
+environment's messages in between are appended and masked out of the loss.
 
 Legend: T = tokens of the whole sequence, G = rollouts of one example.
 """
@@ -78,7 +78,7 @@ class PolicySession:
         seed: of this rollout; every turn derives its own.
         version: the policy version for all turns; None takes the current one at each turn.
         first_turn: shared with the other rollouts of the group, of which this is number `number`.
-        note_version: told the version of each request before it goes out.
+        note_version: called with the version of each request before it goes out.
     """
 
     def __init__(
@@ -201,10 +201,10 @@ class RolloutWorker:
         self._seed = seed
 
     async def group(self, index: int, note_version: Callable[[int], None] = lambda version: None) -> Group:
-        """All rollouts of the example at `index`; `note_version` is told the version of each request beforehand.
+        """All rollouts of the example at `index`; `note_version` gets the version of each request beforehand.
 
         A rollout that the environment loses is replaced by a new one: half a group has no baseline, and dropping the
-        whole group would throw away every good rollout in it. Raises GroupFailed when one cannot be had at all.
+        whole group would throw away every good rollout in it. Raises GroupFailed when one cannot be made at all.
         """
         pick = self._sampler.pick(index)
         first_turn = SharedFirstTurn(self._rollouts_per_example)
@@ -227,7 +227,7 @@ class RolloutWorker:
         first_turn: SharedFirstTurn,
         note_version: Callable[[int], None],
     ) -> Rollout:
-        """Rollout `number` of a group, or what replaces it: sampled with a seed of its own from its first turn on."""
+        """Rollout `number` of a group, or what replaces it: sampled with its own seed from its first turn on."""
         num_faults = 0
         for attempt in itertools.count():
             parts = (index, number, attempt) if attempt else (index, number)

@@ -34,7 +34,6 @@ class ExampleSampler:
         self._order = functools.lru_cache(maxsize=2 * len(self._examples))(self._shuffled)
 
     def pick(self, index: int) -> Pick:
-        """The example at `index` (from 0)."""
         name, examples = self._examples[index % len(self._examples)]
         epoch, position = divmod(index // len(self._examples), len(examples))
         return Pick(name, examples[self._order(name, len(examples), epoch)[position]])

@@ -60,7 +60,7 @@ class SampleKeeper:
         )
 
     def _turns(self, rollout: Rollout) -> list[SampleTurn]:
-        """What was said after the prompt, piece by piece; [] when the policy spoke once."""
+        """The messages after the prompt; [] for a single turn."""
         start, spans = rollout.num_prompt_tokens, []
         for by_policy, mask in itertools.groupby(rollout.loss_mask_T[start:]):
             end = start + len(list(mask))

@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 # A run whose groups mostly fail learns nothing; a few failures in a window of this many are survived.
 FAILURE_WINDOW = 20
-# A server that is full takes an adapter as soon as another run lets one go; one that refuses for this long never will.
+# A server that is full takes an adapter as soon as another run releases one; one that refuses for this long never will.
 LOAD_REFUSED_LIMIT_S = 120.0
 LOAD_RETRY_S = 1.0
 
@@ -169,7 +169,6 @@ class Scheduler:
         return groups
 
     async def close(self) -> None:
-        """Stop all generation."""
         self._closed = True  # a group that fails just now starts no other in its place
         await self._tasks.cancel()
 
@@ -180,7 +179,7 @@ class Scheduler:
         self.note_phase()
 
     def _stop_too_old(self) -> None:
-        """Stop the generation of groups that no batch could take any more; they are started again by `_fill`."""
+        """Stop the generation of groups that no batch can take any longer; they are started again by `_fill`."""
         for index in self.ledger.restart_too_old(self._policy.version):
             logger.info("group %d is too old for policy version %d: restarting it", index, self._policy.version)
             if task := self._task_of.pop(index, None):

@@ -1,11 +1,11 @@
-"""One node's part of an iteration: makes the groups that it is told, with one policy version, into its rank file.
+"""One node's part of an iteration: makes the requested groups, with one policy version, into its rank file.
 
     python -m prime_rl.orchestrator.share make REQUEST.json      groups -> rank file, each as soon as it is finished
     python -m prime_rl.orchestrator.share join REQUEST.json      rank files -> batch files, or the mean of an evaluation
 
 A task is a number: the index of a group in the run's example order, or of an example of the evaluation. Example, seeds
-and sampling follow from it and from the run's config, so a result does not depend on which node made it. Who makes what
-is decided elsewhere (`prime_rl.multinode`); this knows no other node.
+and sampling follow from it and from the run's config, so a result does not depend on which node made it.
+`prime_rl.multinode` divides the tasks.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ MakeTask = Callable[[int], Awaitable[Group]]
 
 
 async def make(request: MakeRequest, run: RunDir, config: OrchestratorConfig) -> None:
-    """Make the tasks that are not in the rank file yet. Raises GroupFailed when one cannot be had."""
+    """Make the tasks that are not in the rank file yet. Raises GroupFailed when one cannot be made."""
     path = Path(request.rank_file)
     done = {entry.task for entry in read_rank_file(path)}
     tasks = [task for task in request.tasks if task not in done]

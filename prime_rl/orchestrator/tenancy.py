@@ -1,7 +1,7 @@
 """What the run publishes: an adapter, or, where the trainer has none, the whole model.
 
-The one place that tells the two apart. The run's config may say which; where it leaves that open, the trainer decides
-and says so in its status file. Everything else works on the `PolicyVersions` that come of it.
+The one place that distinguishes the two. The run's config may choose; else the trainer decides, in its status file.
+Everything else works on the resulting `PolicyVersions`.
 """
 
 from __future__ import annotations

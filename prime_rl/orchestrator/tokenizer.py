@@ -1,7 +1,7 @@
 """Chat messages to token ids, without transformers: `tokenizers` and a sandboxed jinja2 chat template.
 
-Token-in/token-out: a conversation is never rendered anew for the model. The first turn is rendered whole; each later
-turn appends only what was said since, so that the tokens the policy sampled stay exactly as it sampled them.
+Token-in/token-out: a conversation is never rendered twice for the model. The first turn is rendered whole; each later
+turn appends only the new messages, so that the tokens the policy sampled stay exactly as it sampled them.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class ChatTokenizer:
         self._tokenizer = tokenizer
         self._special = special
         self._prompts: dict[tuple[tuple[str, str], ...], list[int]] = {}
-        # Stands in for what the policy said where only the text behind it is wanted. Random, so that no message
+        # Replaces the policy's message where only the text behind it is needed. Random, so that no message
         # can contain it by intent.
         self._stand_in = f"assistant-turn-{secrets.token_hex(16)}"
         try:
@@ -45,7 +45,7 @@ class ChatTokenizer:
 
     @classmethod
     def load(cls, model: str) -> ChatTokenizer:
-        """Load from a model folder, or from the local hub cache (else the hub) when `model` is no folder.
+        """Load from a model folder, or from the local hub cache (else the hub) when `model` is not a folder.
 
         Raises TokenizerError that names the missing file.
         """
@@ -149,7 +149,7 @@ def _template_of(config: dict[str, Any]) -> str | None:
 
 
 def _text(token: Any) -> str | None:
-    """A special token stands in the config as its text, or as an object around it."""
+    """A special token in the config: its text, or an object around it."""
     if isinstance(token, dict):
         token = token.get("content")
     return token if isinstance(token, str) else None

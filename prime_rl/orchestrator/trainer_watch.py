@@ -1,15 +1,15 @@
-"""Whether the trainer lives, as far as its status file tells, and the sentence for who waits for a policy of it.
+"""Whether the trainer lives, by its status file, and the message of a run that waits for its next policy.
 
 A look costs one `stat` as long as the heartbeat comes: fifty runs that wait look several times a second. The file is
-read when it changed, and the process is looked for only when a heartbeat is late. Knows nothing of versions beyond the
-numbers it is given, and starts nothing: whoever keeps the trainer alive does that.
+read when it changed, and the process is looked for only when a heartbeat is late. Starts nothing: the
+supervisor does that.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from prime_rl.contract.condition import stalled_since, still_words
+from prime_rl.contract.condition import stall_text, stalled_since
 from prime_rl.contract.status import HEARTBEAT_S, TrainerStatus, is_alive, read_status
 
 # A heartbeat that is later than this is looked into; below it the writer lived a moment ago.
@@ -17,8 +17,6 @@ LATE_AFTER_S = HEARTBEAT_S + 1.0
 
 
 class TrainerWatch:
-    """Watches one `trainer/status.json`."""
-
     def __init__(self, path: Path) -> None:
         self._path = path
         self._mtime_ns: int | None = None
@@ -29,7 +27,7 @@ class TrainerWatch:
         return self._read() is not None
 
     def trouble(self, now: float) -> str | None:
-        """Why no update is to be expected, e.g. "the trainer is down: it stopped 40 s ago"; None while it lives.
+        """Why no update will come, e.g. "the trainer is down: it stopped 40 s ago"; None while it lives.
 
         `now` is Unix seconds. A workspace without a status file has no trainer that could be down.
         """
@@ -41,7 +39,7 @@ class TrainerWatch:
             return f"the trainer is down: it stopped {ago(age_s)}"
         if age_s <= LATE_AFTER_S or is_alive(status, now):
             since = stalled_since(status)
-            return None if since is None else f"the trainer is stalled: {still_words(since)}"
+            return None if since is None else f"the trainer is stalled: {stall_text(since)}"
         return f"the trainer is down: process {status.pid} gave its last sign of life {ago(age_s)}"
 
     def _read(self) -> TrainerStatus | None:
@@ -51,7 +49,7 @@ class TrainerWatch:
             self._mtime_ns = self._status = None
             return None
         if mtime_ns != self._mtime_ns:
-            self._status = read_status(self._path, TrainerStatus) or self._status  # another version says nothing
+            self._status = read_status(self._path, TrainerStatus) or self._status  # None for another format version
             self._mtime_ns = mtime_ns
         return self._status
 
@@ -59,7 +57,7 @@ class TrainerWatch:
 def describe_policy_wait(
     needed: int, have: int, published_at: float | None, now: float, trouble: str | None = None, *, started: bool = True
 ) -> str:
-    """E.g. "policy version 7 (have 6), trainer last updated 40 s ago"; `trouble` is what `TrainerWatch` says."""
+    """E.g. "policy version 7 (have 6), trainer last updated 40 s ago"; `trouble` is from `TrainerWatch`."""
     sentence = f"policy version {needed} (have {have})"
     if trouble is not None:
         return f"{sentence}; {trouble}"

@@ -15,7 +15,7 @@ from prime_rl.orchestrator.client import Completion, UnknownModel
 from prime_rl.orchestrator.policy import PolicyVersions
 from prime_rl.orchestrator.pool import InferenceClient
 
-# A server that says again and again that it does not have what it has just loaded is broken, not restarted.
+# A server that keeps losing what it has just loaded is broken, not restarted.
 MAX_RESTORES = 5
 
 
@@ -45,8 +45,8 @@ class TurnSampler:
     ) -> tuple[int, list[Completion]]:
         """The version that answered (default: the current one) and its completions, from one seed.
 
-        `note_version` is told which version is asked, before it is asked; who answers may be newer, unless it was
-        given. What a restarted server has lost is loaded again. Raises RolloutError when the prompt fills `seq_len`.
+        `note_version` gets the version before the request; the answer's may be newer, unless `version` was given. What
+        a restarted server has lost is loaded again. Raises RolloutError when the prompt fills `seq_len`.
         """
         max_tokens = min(self._sampling.max_tokens, self._seq_len - len(prompt_ids))
         if max_tokens < 1:
@@ -74,7 +74,7 @@ class TurnSampler:
 
 
 class SharedFirstTurn:
-    """The first turn of `num_rollouts` rollouts of one example. Who asks first asks for all."""
+    """The first turn of `num_rollouts` rollouts of one example. The first caller asks for all."""
 
     def __init__(self, num_rollouts: int) -> None:
         self._num_rollouts = num_rollouts

@@ -2,8 +2,8 @@
 
 A request goes to the base model's name and is answered by the weights that are in force when its turn comes, so its
 version is known from the answer alone. It may be newer than the one that was asked; older, or of another run, it is not
-taken: that server was restarted, or somebody else has changed its weights. While `lease` is held nobody else of this
-workspace does that.
+taken: that server was restarted, or another client has changed its weights. While `lease` is held no other process of
+this workspace does that.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class WholeWeights:
         client.equip = self._equip
 
     async def begin(self) -> None:
-        """Back to the base model: a version of an earlier life may have been taken back and made anew since."""
+        """Back to the base model: a version of an earlier life may have been rolled back and made again since."""
         await self.publish(0)
 
     async def publish(self, version: int) -> None:
@@ -67,7 +67,7 @@ class WholeWeights:
                 raise
 
     async def restore(self, version: int) -> None:
-        """Give back what is wanted now, which is `version` or newer, to who has lost it."""
+        """Load the current version, which is `version` or newer, on servers that have lost it."""
         async with self._giving:
             await self._client.everywhere(self._give)
 
@@ -97,7 +97,7 @@ class WholeWeights:
         return version
 
     async def _give(self, server: ServerClient) -> None:
-        # Again after every answer: another version may be wanted meanwhile.
+        # Again after every answer: the version may have changed meanwhile.
         while server.weights != (label := self.label(self._wanted)):
             await server.load_weights(self._run.broadcast_dir(self._wanted).resolve() if self._wanted else None)
             if label != self.label(self._wanted):

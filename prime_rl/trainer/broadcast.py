@@ -1,7 +1,7 @@
 """Publish a run's new policy version as a folder that appears complete at once: PEFT for an adapter, or a whole model.
 
-Versions that no orchestrator can ask for any more are removed. A version that was published once is not written again:
-inference may serve it under a name that stands for exactly these weights.
+Versions that no orchestrator can ask for again are removed. A version that was published once is not written again:
+inference may serve it under a name that identifies exactly these weights.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class FileSystemWeightBroadcast:
         self._snapshots = snapshots
 
     def creation_hook(self, run_idx: int, run_id: str) -> None:
-        """Publish the version that a run resumes from when it is not there any more (rank 0)."""
+        """Publish the version that a run resumes from when it is gone (rank 0)."""
         step = self._manager.progress[run_idx].step
         if step:
             self.broadcast_weights(run_idx)

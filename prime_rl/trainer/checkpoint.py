@@ -1,7 +1,7 @@
 """Save a run, and resume a run.
 
 `checkpoints/step_N/trainer/` holds the weights (an adapter in PEFT format, or the whole model), the rest of the state
-(optimizer, scheduler, random numbers) and the progress; the orchestrator's part stands beside it; `STABLE` comes last.
+(optimizer, scheduler, random numbers) and the progress; the orchestrator's part is beside it; `STABLE` comes last.
 Nothing in it depends on the number of ranks. What may be removed is decided in `retention`. Nothing here executes what
 it reads: safetensors and JSON.
 """
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 CHECKPOINT_VERSION = 2
 STATE_FILE = "state.safetensors"
-# A thousand times what a run's progress takes, whose tensors are in a file of their own.
+# A thousand times what a run's progress takes; its tensors are in another file.
 MAX_PROGRESS_BYTES = 64 << 20
 
 
@@ -49,7 +49,7 @@ class SavedProgress(msgspec.Struct, frozen=True):
 
 
 def is_due(config: OrchestratorConfig, step: int) -> bool:
-    """Whether the run wants a checkpoint after `step` updates."""
+    """Whether the run's config asks for a checkpoint after `step` updates."""
     return step % config.ckpt.interval == 0 or step == config.max_steps
 
 

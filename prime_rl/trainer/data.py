@@ -60,7 +60,7 @@ class Scout:
             self._hinted = True
 
     def look(self) -> None:
-        """Discover runs and tell all ranks, if it is time."""
+        """Discover runs and inform all ranks, if it is time."""
         now = self._clock()
         everything = now >= self._rescan_at
         hinted = self._hinted and now >= self._earliest
@@ -84,7 +84,7 @@ class Scout:
             self._earliest = done + min(rest_s, MAX_REST_S)
 
     def _due(self) -> list[float]:
-        """When a config is to be looked at again that had not come to rest."""
+        """When to read a config again that was still changing."""
         due = self._manager.findings.due
         return [] if due is None else [due]
 
@@ -97,7 +97,7 @@ class PackSource(Protocol):
 
 
 class PackingSource:
-    """Rank 0: look, pack, tell the others. It decides for all when the trainer ends.
+    """Rank 0: look, pack, inform the others. It decides for all when the trainer ends.
 
     A run of which the disk has yet to take too much trains nothing until it has; the others go on.
     """
@@ -139,7 +139,7 @@ class PackingSource:
 
 
 class ReceivingSource:
-    """The other ranks: do what rank 0 says, in its order."""
+    """The other ranks: follow rank 0's messages, in order."""
 
     def __init__(self, manager: MultiRunManager) -> None:
         self._manager = manager

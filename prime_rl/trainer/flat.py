@@ -85,7 +85,7 @@ class FlatWeights:
 
     def is_finite(self, world: World) -> bool:
         """Whether all updated weights are numbers. All ranks have the same."""
-        # Infinite or no number as soon as one of them is; sums as large as that are no weights either.
+        # Not finite as soon as one of them is not; weights with so large a sum are invalid too.
         return math.isfinite(float(self.values_P.detach().sum()))
 
     def join_state(self, state: Moments, world: World) -> Moments:
@@ -97,7 +97,7 @@ class FlatWeights:
     @staticmethod
     @torch.no_grad()
     def _moved_in(leaf: nn.Parameter, values: Tensor) -> bool:
-        """Whether the slot's parameter is all the run's own; it then lies in the vector and is never copied again."""
+        """Whether the slot's parameter is all the run's own; it is then in the vector and never copied again."""
         if leaf.shape == values.shape:
             values.copy_(leaf)
             leaf.data = values

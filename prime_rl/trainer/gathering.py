@@ -1,7 +1,7 @@
 """How the ranks of one start find each other in a store that may hold what an earlier start left behind.
 
 torchrun keeps its store when it starts the workers again, and counts restarts on each machine for itself. So rank 0
-gives every start a name of its own, and each rank asks for that name under a word that only it can know.
+gives every start a new name, and each rank asks for that name under its own random key.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ def _welcome_all(store: Store, size: int, timeout_s: float, clock: Callable[[], 
             who = " and ".join(map(str, missing))
             raise MissingRanks(f"rank {who} of {size} did not join within {timeout_s:g} s")
         for rank in missing:
-            # The word may be that of a process which is gone: it is asked for again until the rank itself answers.
-            if store.check([f"word/{rank}"]):
-                store.set(f"start/{store.get(f'word/{rank}').decode()}", name)
+            # The key may be that of a process which is gone: try again until the rank itself answers.
+            if store.check([f"key/{rank}"]):
+                store.set(f"start/{store.get(f'key/{rank}').decode()}", name)
         missing = [rank for rank in missing if not store.check([f"here/{name}/{rank}"])]
         if missing:
             time.sleep(POLL_S)
@@ -47,12 +47,12 @@ def _welcome_all(store: Store, size: int, timeout_s: float, clock: Callable[[], 
 
 
 def _ask(store: Store, rank: int, timeout_s: float) -> str:
-    word = secrets.token_hex(8)
-    store.set(f"word/{rank}", word)
+    key = secrets.token_hex(8)
+    store.set(f"key/{rank}", key)
     try:
-        store.wait([f"start/{word}"], timedelta(seconds=timeout_s))
+        store.wait([f"start/{key}"], timedelta(seconds=timeout_s))
     except DistStoreError as error:
         raise MissingRanks(f"rank 0 did not join within {timeout_s:g} s; rank {rank} waits for it") from error
-    name = store.get(f"start/{word}").decode()
+    name = store.get(f"start/{key}").decode()
     store.set(f"here/{name}/{rank}", "")
     return name

@@ -1,7 +1,7 @@
 """Read one batch file of a run, and check it: every sample, before any of it comes near a tensor.
 
-Whatever a run left in the place of the file is judged without trusting it: nothing is followed, waited for, or read
-beyond what the run's own config allows. When to look, and what becomes of the samples, is the packer's.
+Whatever a run left in place of the file is not trusted: nothing is followed, waited for, or read beyond what the run's
+own config allows. When to look, and what becomes of the samples, is the packer's.
 """
 
 from __future__ import annotations
@@ -28,8 +28,6 @@ MIN_TEMPERATURE = 1e-6
 
 @dataclass(frozen=True)
 class BatchLimits:
-    """What a batch must fit into."""
-
     run_id: str
     step: int
     seq_len: int

@@ -1,7 +1,7 @@
-"""Which ranks still live: each beats in the store, from a thread of its own, and looks at the beats of the others.
+"""Which ranks still live: each has a thread that beats in the store and watches the beats of the others.
 
 A collective cannot be trusted to end when a rank is gone: over gloo its neighbours get an error that names no rank and
-the others wait, over NCCL all wait. So whoever misses a rank says which one and ends the process. It restarts nothing:
+the others wait, over NCCL all wait. So a rank that misses another one names it and ends its process. Nothing restarts:
 torchrun or the supervisor starts the trainer again, and every run goes on from its last checkpoint.
 """
 
@@ -22,31 +22,31 @@ from prime_rl.utils.logger import complain
 logger = logging.getLogger(__name__)
 
 BEAT_S = 1.0
-# Once there is reason to fear for a rank (a collective failed, or this process was told to stop): ten beats.
+# Once there is reason to fear for a rank (a collective failed, or this process was asked to stop): ten beats.
 SUSPICIOUS_S = 10.0
 LEFT = "left"
 
 
 class Pulse:
-    """When each rank was last heard, by a clock of this process alone."""
+    """When each rank's beat last changed, by this process's own clock."""
 
     def __init__(self, num_ranks: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._beats = [""] * num_ranks
-        self._heard = [clock()] * num_ranks
+        self._changed_at = [clock()] * num_ranks
 
-    def hear(self, beats: Sequence[str]) -> None:
+    def update(self, beats: Sequence[str]) -> None:
         """Take in the beats of all ranks; one that changed is a sign of life."""
         now = self._clock()
-        self._heard = [
-            then if beat == old else now for beat, old, then in zip(beats, self._beats, self._heard, strict=True)
+        self._changed_at = [
+            then if beat == old else now for beat, old, then in zip(beats, self._beats, self._changed_at, strict=True)
         ]
         self._beats = list(beats)
 
     def lost(self, limit_s: float) -> list[int]:
         """Ranks that were silent for `limit_s` and did not announce their end."""
         now = self._clock()
-        silent = zip(self._beats, self._heard, strict=True)
+        silent = zip(self._beats, self._changed_at, strict=True)
         return [rank for rank, (beat, then) in enumerate(silent) if beat != LEFT and now - then >= limit_s]
 
     @property
@@ -58,9 +58,9 @@ class Liveness:
     """The beat of this rank and its eye on the others. Does nothing for a rank alone.
 
     Args:
-        store: for this alone; a connection of its own is made, because a rank may be inside a call on the other.
+        store: used for this alone, over a new connection, because a rank may be inside a call on the other.
         timeout_s: a rank that is silent for so long is lost.
-        stop: whether this process was told to stop.
+        stop: whether this process was asked to stop.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class Liveness:
         stop: Callable[[], bool],
         end: Callable[[str], None] | None = None,
     ) -> None:
-        self._store: Store = store.clone()  # type: ignore[attr-defined]  # the stubs do not know it
+        self._store: Store = store.clone()  # type: ignore[attr-defined]  # missing in the stubs
         self._store.set_timeout(timedelta(seconds=timeout_s))
         self._rank = rank
         self._keys = [f"beat/{other}" for other in range(size)]
@@ -88,7 +88,7 @@ class Liveness:
         self._closing = threading.Event()
         self._suspects = False
         self._verdict: str | None = None
-        self._heard = threading.Event()
+        self._settled = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="liveness", daemon=True)
         self._beat()
 
@@ -101,11 +101,11 @@ class Liveness:
         """After a failed collective: which rank is lost, or None when all live. Takes a few beats to find out."""
         if self._thread.is_alive():
             self._suspects = True
-            self._heard.wait(self._suspicious_s + 5 * self._beat_s)
+            self._settled.wait(self._suspicious_s + 5 * self._beat_s)
         return self._verdict
 
     def leave(self) -> str | None:
-        """Say that this rank ends as it should. Rank 0, which may hold the store, waits for the others.
+        """Announce that this rank ends normally. Rank 0, which may hold the store, waits for the others.
 
         Returns which rank is lost, or None.
         """
@@ -113,7 +113,7 @@ class Liveness:
             return self._verdict
         if self._rank == 0:
             self._suspects = True
-            if not self._heard.wait(self._timeout_s):
+            if not self._settled.wait(self._timeout_s):
                 return f"not all of {len(self._keys)} ranks ended within {self._timeout_s:g} s"
         self._closing.set()
         self._thread.join()
@@ -123,12 +123,12 @@ class Liveness:
         try:
             while not self._closing.wait(self._beat_s):
                 self._beat()
-                self._pulse.hear(self._others())
+                self._pulse.update(self._others())
                 limit_s = self._suspicious_s if self._suspects or self._stop() else self._timeout_s
                 if lost := self._pulse.lost(limit_s):
                     return self._conclude(self._agree_on(lost, limit_s))
                 if self._suspects and self._pulse.all_left:
-                    self._heard.set()
+                    self._settled.set()
             self._store.set(self._keys[self._rank], LEFT)
         except RuntimeError as error:
             logger.debug("the store of the ranks failed", exc_info=True)
@@ -145,7 +145,7 @@ class Liveness:
         return beats
 
     def _agree_on(self, lost: list[int], limit_s: float) -> str:
-        """All ranks name those that were missed first; who ends because of them is not to blame."""
+        """All ranks name those that were missed first, not those that ended because of them."""
         who = " and ".join(f"rank {rank}" for rank in lost)
         mine = f"no heartbeat from {who} of {len(self._keys)} for {limit_s:g} s"
         return self._store.compare_set("lost", "", mine).decode()
@@ -155,7 +155,7 @@ class Liveness:
         if not self._suspects:
             # The main thread waits for the lost rank, in a call that no Python can break off.
             self._end(verdict)
-        self._heard.set()
+        self._settled.set()
 
 
 def _end_process(verdict: str) -> NoReturn:

@@ -85,11 +85,11 @@ def compute_losses(configs_R: Sequence[LossConfig], inputs: LossInputs) -> RowLo
 def compute_loss(config: LossConfig, inputs: LossInputs) -> RowLosses:
     """The loss of rows by `config.type`: over the loss tokens of a row, the sum of the token losses times its scale.
 
-    With a `kl_coef`, that much of the KL to the base model is added to each token. A token that is left out counts in
-    the scale all the same: what is left out depends on the policy, and the scale must not.
+    With a `kl_coef`, that much of the KL to the base model is added to each token. A token that is left out still
+    counts in the scale: what is left out depends on the policy, and the scale must not.
     """
     mask_RK = inputs.mask_RK
-    # where, not a product: infinity times zero is no number, nor is its gradient.
+    # where, not a product: infinity times zero is NaN, and so is its gradient.
     log_pi_RK, log_mu_RK = (torch.where(mask_RK, x, 0.0) for x in (inputs.logprobs_RK, inputs.sampled_logprobs_RK))
     loss_RK, clipped_RK = token_losses(config, Tokens(log_pi_RK, log_mu_RK, inputs.advantages_R[:, None], mask_RK))
     kl_base_RK = torch.zeros_like(log_mu_RK)

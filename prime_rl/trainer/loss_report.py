@@ -35,7 +35,6 @@ class LossSums:
         return list(astuple(self))
 
     def mean(self, total: float) -> float:
-        """`total` over the loss tokens."""
         return total / max(self.num_loss_tokens, 1.0)
 
 

@@ -1,6 +1,6 @@
 """The losses that a run can choose from: for each the loss of every token, by its formula. Pure functions on tensors.
 
-Which one a run wants, and what its tokens are summed and divided by, is in `loss`. In all of them r = pi / mu is the
+Which one a run uses, and what its tokens are summed and divided by, is in `loss`. In all of them r = pi / mu is the
 importance ratio, pi the policy that is trained and mu the (older, or differently computed) one that sampled, A the
 advantage of the sample, and sg(x) is x held constant in the gradient. A batch is trained on once, so the "old" policy
 of the papers is mu here.

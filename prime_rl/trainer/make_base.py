@@ -24,7 +24,7 @@ from prime_rl.utils.signals import EXIT_INTERRUPTED, StopFlag
 
 # Without a terminal: a line at the start and at each of so many equal parts.
 NUM_PROGRESS_LINES = 5
-# Not 0, because there is no model: what a shell says after Ctrl-C.
+# Not 0, because no model was made: a shell's code after Ctrl-C.
 
 
 class MakeBaseConfig(BaseConfig):
@@ -51,8 +51,8 @@ def main(argv: Sequence[str]) -> int:
     if {"-h", "--help"} & set(argv):
         print(f"usage: prl make-base --out DIR [--key value]...\n\n{help_text(MakeBaseConfig)}")
         return 0
-    # Threads that spin while they wait take the core from whoever they wait for when the machine is busy: measured
-    # here, ten times slower. Read by OpenMP when torch is imported.
+    # On a busy machine, threads that spin while they wait take the core from the thread they wait for. Read by OpenMP
+    # when torch is imported.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     stop = StopFlag().install()
     try:
@@ -76,7 +76,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def make(out: Path, recipe: Recipe, stop: Callable[[], bool]) -> None:
-    """Build, teach, measure, save, tell. Raises Interrupted or StoreError."""
+    """Build, teach, measure, save, report. Raises Interrupted or StoreError."""
     # torch and transformers take seconds to import: not before it is known that there is work.
     from transformers.utils import logging as transformers_logging
 

@@ -1,4 +1,4 @@
-"""What the trainer tells: a line of metrics for each update of a run, and `trainer/status.json`.
+"""What the trainer reports: a line of metrics for each update of a run, and `trainer/status.json`.
 
 Both are written by rank 0 alone. A replayed update (after a restart) writes no second line of the same step.
 """
@@ -59,10 +59,10 @@ class MetricsWriter:
         self._last_step: dict[str, int] = {}
 
     def discovered_hook(self, run_idx: int, run_id: str, config: object) -> None:
-        """Remember up to where the run was told already.
+        """Remember up to which step the run was reported.
 
-        Comes after the hook that decides where the run resumes: a run that was sent back has lost its later versions,
-        and is told again from there.
+        Comes after the hook that decides where the run resumes: a run that was rolled back has lost its later versions,
+        and is reported again from there.
         """
         run = self._manager.run_dir(run_idx)
         published = max(list_steps(run.broadcast, stable_only=True), default=0)
@@ -96,7 +96,7 @@ class MetricsWriter:
 
 
 def last_metrics_step(run: RunDir) -> int:
-    """The step of the last whole line of `metrics/trainer.jsonl`; 0 when there is none."""
+    """The step of the last whole line of `metrics/trainer.jsonl`; 0 without one."""
     for line in reversed(read_end(run.trainer_metrics, TAIL_BYTES).splitlines()):
         with contextlib.suppress(msgspec.MsgspecError, KeyError, TypeError, ValueError):
             return int(msgspec.json.decode(line)["step"])
@@ -140,7 +140,7 @@ class StatusReporter:
         self.published(run_idx, replace(self._manager.progress[run_idx]))
 
     def published(self, run_idx: int, progress: Progress) -> None:
-        """What a run did up to here is on disk, and may be told."""
+        """What a run did up to here is on disk, and may be reported."""
         self._progress += 1
         self._published[run_idx] = progress
 
@@ -150,7 +150,7 @@ class StatusReporter:
         self._update(state="training", waiting_on=None)
 
     def waiting(self, batches: str | None) -> None:
-        """Nothing to do: `batches` says which batches are waited for, None that there is no run."""
+        """Nothing to do: `batches` names the batches that are waited for; None: there is no run."""
         self._update(state="waiting", waiting_on=batches or self._no_run())
 
     def updated(self, time_s: dict[str, float], num_tokens: int) -> None:

@@ -60,7 +60,7 @@ class PolicyModel:
 
 
 def load_model(config: ModelConfig, lora: LoRAConfig | None, n_adapters: int, world: World) -> PolicyModel:
-    """Load, freeze, adapt, lay over the ranks; without `lora` all weights are to be trained. Raises ModelError."""
+    """Load, freeze, adapt, shard over the ranks; without `lora` all weights are trained. Raises ModelError."""
     if lora is None:
         return _load_trainable(config, world)
     model = adapt_model(_load_base(config.name, getattr(torch, config.dtype)), lora, n_adapters)

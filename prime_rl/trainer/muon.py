@@ -1,7 +1,7 @@
 """Muon for LoRA matrices: momentum, then the nearest orthogonal matrix instead of the gradient (K. Jordan, 2024).
 
 torch's own Muon rounds to bfloat16 on the way. Gradients that differ in their last bit, as they do when a batch was
-split otherwise, then lead to updates that differ by a thousandth, and a run could tell that it has neighbours. Here all
+split otherwise, then lead to updates that differ by a thousandth, so neighbours would change a run's result. Here all
 is in float32, which adapters of a few rows can afford.
 """
 

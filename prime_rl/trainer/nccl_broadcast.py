@@ -1,7 +1,7 @@
 """Publish a new version of the whole model from memory: the folder marks that it exists, without its weights.
 
-Inference sees the folder appear as always, and asks the sender for the weights that it stands for. They are kept until
-the next version, so a server that starts again, or a second one, gets them as often as it asks.
+Inference sees the folder appear as always, and asks the sender for its weights. They are kept until the next version,
+so a server that starts again, or a second one, gets them as often as it asks.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class NCCLWeightBroadcast(FileSystemWeightBroadcast):
 
     def _put(self, target: Path, weights: WeightsSnapshot) -> None:
         published = weights.published()
-        assert isinstance(published, ModelSnapshot), "adapters go through the disk: the config says so"
-        # Also when the folder is there already, from before a restart of the trainer: what it stands for was lost.
+        assert isinstance(published, ModelSnapshot), "adapters go through the disk: enforced by the config"
+        # Also when the folder is there already, from before a restart of the trainer: the weights in memory were lost.
         self._sender.offer(label_of(target), published.tensors)
         if not stable_marker(target).exists():
             write_version(target, published.files.save)

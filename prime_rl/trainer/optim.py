@@ -124,7 +124,7 @@ class MultiLoRAOptimizer:
         run.weights.drop_gradients()
 
     def is_finite(self, run_idx: int) -> bool:
-        """Whether all weights of the run are numbers after its update. A collective where they lie over the ranks."""
+        """Whether all weights of the run are finite after its update. A collective where they are sharded."""
         return self._runs[run_idx].weights.is_finite(self._world)
 
     def drop_gradients(self, run_idx: int) -> None:
@@ -134,7 +134,7 @@ class MultiLoRAOptimizer:
     def state_dict(self, run_idx: int) -> dict[str, Any]:
         """Moments of the run's optimizer, with the names they belong to. Tensors and plain values only.
 
-        A collective where the weights lie over the ranks; rank 0 alone has the whole then.
+        A collective where the weights are sharded; rank 0 alone has the whole then.
         """
         run = self._runs[run_idx]
         return {

@@ -1,7 +1,7 @@
 """Which optimizer a run's config asks for, and what all of them have in common. Knows nothing of runs or slots.
 
 Weight decay is decoupled in all types, and weights that are kept in bfloat16 are rounded after every update. Both hang
-on the optimizer itself, so whoever calls its `step` gets the whole update.
+on the optimizer itself, so a call of its `step` does the whole update.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def check_state(config: OptimConfig, params: Params, state: dict[Any, Any]) -> N
 
 
 def _kind(value: Any, num_weights: int) -> str:
-    """What a part of a state is, in words; `num_weights` stand for each number that is not a mere count."""
+    """Type and size of a part of a state; each number that is not a mere count belongs to `num_weights` weights."""
     if not isinstance(value, torch.Tensor):
         return type(value).__name__
     return (

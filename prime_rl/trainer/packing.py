@@ -7,7 +7,7 @@ longest), so little is padding. A batch may be spread over any number of passes:
 the sum over all of them the mean over its run's whole batch.
 
 With several ranks a pack has one pass for each. The ranks share the base model, so every rank takes part in every pack:
-rows are dealt evenly, and a rank for which there is none goes through a blank row, which has no loss token.
+rows are dealt evenly, and a rank without rows gets a blank row, which has no loss token.
 """
 
 from __future__ import annotations
@@ -127,13 +127,12 @@ class RowQueue:
     def add(self, run_idx: int, rows: Sequence[Row]) -> None:
         """Queue a whole batch, shortest row first (as `rows_of` gives it)."""
         assert rows and run_idx not in self._rows, "a run queues one batch at a time, and not an empty one"
-        # Waiting for its own rollouts earns a run no right to block, so it is level with whoever had least; what it had
+        # Waiting for its own rollouts earns a run no priority, so it is level with the run that had least; what it had
         # beyond that in its last batch is not forgotten.
         self._served[run_idx] = max(self._served.get(run_idx, 0), self._level)
         self._rows[run_idx] = list(rows)
 
     def drop(self, run_idx: int) -> None:
-        """Forget a run: it was evicted or deleted."""
         self._rows.pop(run_idx, None)
         self._served.pop(run_idx, None)
 

@@ -18,11 +18,11 @@ from prime_rl.trainer.checkpoint import CheckpointManager, is_due
 from prime_rl.trainer.metrics import MetricsWriter, PhaseTimer, StatusReporter
 from prime_rl.trainer.retention import prune
 from prime_rl.trainer.runs import MultiRunManager
-from prime_rl.trainer.runs.hooks import in_words
+from prime_rl.trainer.runs.hooks import error_text
 from prime_rl.trainer.runs.sync import ReadyRun
 from prime_rl.trainer.snapshot import RunSnapshot, Snapshots
 from prime_rl.trainer.step import UpdateReport
-from prime_rl.trainer.writer import BackgroundWriter, FolderGone, Piece, WriteError
+from prime_rl.trainer.writer import BackgroundWriter, FolderGone, WriteError, WriteJob
 
 
 class Publisher:
@@ -64,7 +64,7 @@ class Publisher:
             due = is_due(self._manager.config[run_idx], report.step)
             snapshot = self._snapshots.of(run_idx, weights, self._snapshots.state(run_idx) if due else None)
         self._writer.submit(
-            Piece(
+            WriteJob(
                 snapshot.run.run_id,
                 f"version {report.step} of {snapshot.run.run_id}",
                 partial(self._write, snapshot, ready, report),
@@ -89,11 +89,11 @@ class Publisher:
         self._writer.wait(timeout_s)
 
     def collect(self) -> None:
-        """Take in what the writer did: tell what was published, evict what could not be."""
+        """Take in what the writer did: report what was published, evict what could not be."""
         for result in self._writer.take_results():
-            run_idx = self._manager.id_2_idx.get(result.piece.run_id)
+            run_idx = self._manager.id_2_idx.get(result.job.run_id)
             if result.problem is None:
-                result.piece.then()
+                result.job.then()
             elif result.problem and run_idx is not None and run_idx in self._manager.active_idxs:
                 self._manager.evict_run(run_idx, result.problem)
 
@@ -112,7 +112,7 @@ class Publisher:
             snapshot = self._snapshots.whole(run_idx)
             what = f"the last checkpoint of {snapshot.run.run_id}"
             self._writer.submit(
-                Piece(snapshot.run.run_id, what, partial(self._write_checkpoint, snapshot), lambda: None)
+                WriteJob(snapshot.run.run_id, what, partial(self._write_checkpoint, snapshot), lambda: None)
             )
             # One at a time, so that not all of them are in memory twice.
             self._writer.finish(idle=self._idle)
@@ -157,4 +157,4 @@ def _blamed(snapshot: RunSnapshot, what: str, path: Path) -> Iterator[None]:
     except Exception as error:
         if not snapshot.is_at_home():
             raise FolderGone(snapshot.run.run_id) from error
-        raise WriteError(f"{what} failed: {path}: {in_words(error)}") from error
+        raise WriteError(f"{what} failed: {path}: {error_text(error)}") from error

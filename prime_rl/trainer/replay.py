@@ -101,7 +101,7 @@ def replay(
     setting: Setting,
     tell: Callable[[int], None] = lambda num_steps: None,
 ) -> dict[str, dict[str, Tensor]]:
-    """The last adapter of each run after its recording was trained on. `tell` is called with the number of steps done.
+    """The last adapter of each run after its recording was trained on. `tell` gets the number of steps done.
 
     Raises ReplayError when a run is refused or evicted, with its reason, and WaitTimeout when nothing moves.
     """

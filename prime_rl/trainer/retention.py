@@ -1,6 +1,6 @@
 """What may be removed from a run's folder, and how: the marker first, so that half a folder never counts as complete.
 
-Rollout files are kept until a complete checkpoint of both trainer and orchestrator covers them (for ever with
+Rollout files are kept until a complete checkpoint of both trainer and orchestrator covers them (forever with
 `ckpt.keep_rollouts`). What a killed process left half removed is removed at the next occasion. No tensors here.
 """
 
@@ -15,7 +15,7 @@ from prime_rl.configs.orchestrator import CkptConfig
 from prime_rl.contract.files import remove
 from prime_rl.contract.layout import RunDir, list_steps, stable_marker, step_name
 
-# Its presence says that the trainer's part of a checkpoint is there.
+# Present when the trainer's part of a checkpoint is complete.
 PROGRESS_FILE = "progress.json"
 
 
@@ -72,7 +72,7 @@ def sweep(run: RunDir) -> None:
 
 
 def _fragments(run: RunDir, complete: Sequence[int]) -> list[int]:
-    """Checkpoints without a marker that are older than a complete one: they will not be completed any more."""
+    """Checkpoints without a marker that are older than a complete one: they will never be completed."""
     stable = set(list_steps(run.checkpoints, stable_only=True))
     return [step for step in list_steps(run.checkpoints) if complete and step < complete[-1] and step not in stable]
 

@@ -1,6 +1,6 @@
 """The learning rate of each run over its own steps: torch's LambdaLR over a pure function of config and step.
 
-A run that resumes gets the rate that it would have had without a break: the function knows no history. Constants (peak,
+A run that resumes gets the rate that it would have had without a break: the function has no state. Constants (peak,
 shape, `max_steps`) are always those of the run's present config, also when a saved state is loaded.
 """
 

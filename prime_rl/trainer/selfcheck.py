@@ -1,4 +1,4 @@
-"""Whether runs can tell that they have neighbours, on the batches that a workspace has recorded.
+"""Whether neighbours change a run's result, on the batches that a workspace has recorded.
 
     python -m prime_rl.trainer.selfcheck WORKSPACE [--json] [--tolerance 1e-4] [--run ID]...
 
@@ -53,7 +53,7 @@ class Verdict:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Returns the exit code: 0 no run can tell, 1 one can or a replay failed, 2 wrong use."""
+    """Returns the exit code: 0 no run is affected, 1 one is or a replay failed, 2 wrong use."""
     arguments = _parse(argv)
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
@@ -170,7 +170,7 @@ def _trainer(workspace: Path, recordings: Sequence[Recording]) -> TrainerConfig:
 
 
 def _checked(config: TrainerConfig, recordings: Sequence[Recording], tolerance: float) -> list[Verdict]:
-    """`check` with a process group of its own; every failure is a RuntimeError with one line."""
+    """`check` with its own process group; every failure is a RuntimeError with one line."""
     from prime_rl.trainer.world import setup_world
 
     world = setup_world(config.device, config.dist_timeout_s, config.num_threads)

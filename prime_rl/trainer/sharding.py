@@ -1,10 +1,10 @@
-"""How the model lies over the ranks: FSDP2, of each parameter a part on each rank; the adapters whole on every rank.
+"""How the model is sharded over the ranks: FSDP2, each parameter in parts, the adapters whole on every rank.
 
 Each decoder layer is one group: it is put together from all ranks for its own forward and again for its own backward,
 so a rank never holds more than its part and about two whole layers. The adapters take no part in this: their gradients
 are summed over ranks once for an update, not once for a pass. A rank alone shards nothing that is frozen.
 
-What is trained as a whole is a `DTensor` for everybody outside: this module takes it apart and puts it together.
+Outside, what is trained as a whole is a `DTensor`: this module takes it apart and puts it together.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def _shard(model: nn.Module, world: World, policy: MixedPrecisionPolicy, ignored
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """The layers that a Hugging Face model wants to be kept whole; none for a model that names none."""
+    """The layers that a Hugging Face model declares must stay whole."""
     names = set(getattr(model, "_no_split_modules", None) or ())
     return [module for module in model.modules() if type(module).__name__ in names]
 

@@ -1,8 +1,8 @@
 """A run at one moment, as copies on the CPU: taken between two updates, written to disk later by another thread.
 
-Nothing in a snapshot changes any more or leads back to the slot, so training goes on while it is written. What has
-been trained (the weights: an adapter, or the whole model of `whole_run`) is in each one; what else is needed to go on
-from there (`state`) only where a checkpoint is due. Where snapshots are written is up to `broadcast` and `checkpoint`.
+Nothing in a snapshot changes or refers to the slot, so training goes on while it is written. What has been trained (the
+weights: an adapter, or the whole model of `whole_run`) is in each one; what else is needed to go on from there
+(`state`) only where a checkpoint is due. Where snapshots are written is up to `broadcast` and `checkpoint`.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class Snapshots(ABC):
 
     @abstractmethod
     def collect(self, run_idx: int, *, with_state: bool) -> None:
-        """All ranks, after an update: put together on rank 0 what lies over the ranks. A collective."""
+        """All ranks, after an update: gather on rank 0 what is sharded. A collective."""
 
     @abstractmethod
     def weights(self, run_idx: int) -> WeightsSnapshot:

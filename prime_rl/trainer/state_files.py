@@ -18,7 +18,7 @@ _NUMBER = "#"
 
 
 def split_tensors(value: Any, path: str = "") -> tuple[Any, dict[str, Tensor]]:
-    """(`value` with references, in types that JSON knows; the tensors by path)."""
+    """(`value` with references, in JSON types; the tensors by path)."""
     if isinstance(value, Tensor):
         return {_TENSOR: path}, {path: value.contiguous()}
     tensors: dict[str, Tensor] = {}

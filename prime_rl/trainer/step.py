@@ -128,7 +128,7 @@ class TrainStep:
         start = time.perf_counter()
         rows = to_tensors(batch, self._world.device)
         configs_R = [self._manager.config[run_idx].loss for run_idx in batch.run_idxs]
-        # Before the pass with gradients: the adapters that it says are in use must stay those until its end.
+        # Before the pass with gradients: the adapters that it routes to must stay the same until its end.
         compares_R = [config.kl_coef > 0 for config in configs_R]
         base_logprobs_RK = self._base_logprobs(rows, compares_R) if batch.base_pass else None
         logits_RKV = self._model.logits(rows.token_ids_RT, rows.positions_K, batch.run_idxs)
@@ -141,7 +141,7 @@ class TrainStep:
             logprobs_RK, rows.sampled_logprobs_RK, rows.advantages_R, rows.mask_RK, rows.scales_R, base_logprobs_RK
         )
         losses = compute_losses(configs_R, inputs)
-        # The sum mixes no gradients: each row reaches the adapter of its own run alone.
+        # The sum mixes no gradients: each row reaches its run's adapter alone.
         torch.autograd.backward(losses.loss_R.sum())
         num_rows = {run_idx: len(list(same)) for run_idx, same in groupby(batch.run_idxs)}
         sums = sums_by_run(row_statistics(inputs, losses, entropy_RK), list(num_rows.values()))

@@ -1,6 +1,6 @@
 """What the runs train: an adapter each, or, where `model.lora` is unset, the one run the model itself.
 
-The one place that tells the two apart after the model is loaded. Everything else works on what it returns.
+The one place that distinguishes the two after the model is loaded. Everything else works on what it returns.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ class WholeModel:
     def __init__(self, module: nn.Module, *, keeps: bool) -> None:
         self._keeps = keeps
         self._named = list(module.named_parameters())
-        # A run that starts anew gets the base model back; each rank keeps its own part, in the memory of its host.
+        # A run that starts from step 0 gets the base model back; each rank keeps its own part in host memory.
         self._base = [part_here(parameter).detach().to("cpu", copy=True) for _, parameter in self._named]
 
     def named_parameters(self, run_idx: int) -> list[tuple[str, nn.Parameter]]:
@@ -115,8 +115,6 @@ class ModelFiles:
 
 @dataclass(frozen=True)
 class ModelSnapshot:
-    """A whole model at one moment."""
-
     tensors: dict[str, Tensor]
     files: ModelFiles
 

@@ -1,4 +1,4 @@
-"""What differs for the one run that trains the whole model: its optimizer's state and its snapshots lie over the ranks.
+"""What differs for the one run that trains the whole model: its optimizer's state and its snapshots are sharded.
 
 Putting them together is a collective, which must not stand under a handler that belongs to one run. So all ranks do it
 in `ModelSnapshots.collect`, right after an update; what rank 0 publishes and saves later, it takes from there.
@@ -62,7 +62,7 @@ class ShardedWeights:
             parameter.grad = None
 
     def is_finite(self, world: World) -> bool:
-        """A collective: what one rank finds in its part, all must know."""
+        """A collective: all ranks get what one finds in its part."""
         bad = sum(int(not torch.isfinite(part).all()) for part in self.vectors)
         return not world.sum(torch.tensor(float(bad), device=world.device))
 
@@ -91,7 +91,7 @@ class ShardedWeights:
 
 
 class WholeModelOptimizer(MultiLoRAOptimizer):
-    """The optimizer of the one slot, whose weights lie over the ranks."""
+    """The optimizer of the one slot, whose weights are sharded."""
 
     def _weights_of(self, run_idx: int) -> ShardedWeights:
         return ShardedWeights(self._manager.get_named_parameters_for_run(run_idx))

@@ -1,6 +1,6 @@
 """One thread that writes for the trainer, in the order in which work is handed to it, while the main thread trains.
 
-Work belongs to a run. When a piece fails, what the same run still has in the queue is dropped and nothing more of it is
+Work belongs to a run. When a job fails, what the same run still has in the queue is dropped and nothing more of it is
 taken; the others go on. The main thread learns of each end in `take_results`, so every decision stays with it. Knows no
 files and no tensors.
 """
@@ -14,11 +14,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from prime_rl.contract.files import DEFAULT_POLL_S, WaitTimeout, wait_for
-from prime_rl.trainer.runs.hooks import in_words
+from prime_rl.trainer.runs.hooks import error_text
 
 logger = logging.getLogger(__name__)
 
-# Pieces of one run that may wait: one is being written, one is next. More would only be memory that waits for a disk.
+# Jobs of one run that may wait: one is being written, one is next. More would only be memory that waits for a disk.
 MAX_WAITING_PER_RUN = 2
 # A disk that takes nothing for so long (a network that is gone) holds up what needs it, with a message.
 DISK_TIMEOUT_S = 300.0
@@ -33,12 +33,12 @@ class FolderGone(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Piece:
+class WriteJob:
     """Work for one run. `what` names it in messages, `then` is for the main thread once it is done."""
 
     run_id: str
     what: str
-    job: Callable[[], None]
+    write: Callable[[], None]
     then: Callable[[], None]
 
 
@@ -46,7 +46,7 @@ class Piece:
 class Result:
     """The result of a job: `problem` is the error, "" if the run is gone, null on success."""
 
-    piece: Piece
+    job: WriteJob
     problem: str | None
 
 
@@ -55,35 +55,35 @@ class BackgroundWriter:
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._queue: deque[Piece] = deque()
-        self._current: Piece | None = None
+        self._queue: deque[WriteJob] = deque()
+        self._current: WriteJob | None = None
         self._results: list[Result] = []
         self._failed: set[str] = set()
         self._closed = False
         self._thread = threading.Thread(target=self._write, name="writer", daemon=True)
         self._thread.start()
 
-    def submit(self, piece: Piece) -> None:
+    def submit(self, job: WriteJob) -> None:
         """Queue a job; ignored if an earlier one of the run failed."""
         with self._changed:
             assert not self._closed, "the writer is closed"
-            if piece.run_id not in self._failed:
-                self._queue.append(piece)
+            if job.run_id not in self._failed:
+                self._queue.append(job)
                 self._changed.notify_all()
 
     def full(self) -> dict[str, str]:
-        """The runs that may not hand over more for now, each with what its next update waits for, in words."""
+        """The runs that may not hand over more for now, each with what its next update waits for."""
         with self._changed:
             unfinished = self._unfinished()
-            counts = Counter(piece.run_id for piece in unfinished)
+            counts = Counter(job.run_id for job in unfinished)
             return {
                 run_id: f"the disk to take {unfinished[0].what}"
-                for run_id, num_pieces in counts.items()
-                if num_pieces >= MAX_WAITING_PER_RUN
+                for run_id, num_jobs in counts.items()
+                if num_jobs >= MAX_WAITING_PER_RUN
             }
 
     def wait(self, timeout_s: float) -> None:
-        """Until a piece ends, at most `timeout_s`; at once when none is under way."""
+        """Until a job ends, at most `timeout_s`; at once when none is under way."""
         with self._changed:
             num_unfinished = len(self._unfinished())
             self._changed.wait_for(lambda: len(self._unfinished()) < max(1, num_unfinished), timeout_s)
@@ -118,26 +118,25 @@ class BackgroundWriter:
             raise
 
     def forget(self, run_id: str) -> None:
-        """The run left: how its work ended is of no interest any more, and it may come back."""
+        """Drop the results of a run that left; it may come back."""
         with self._changed:
             self._failed.discard(run_id)
-            self._results = [result for result in self._results if result.piece.run_id != run_id]
+            self._results = [result for result in self._results if result.job.run_id != run_id]
 
     def close(self) -> None:
-        """Finish the queue and end the thread."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
         self._thread.join()
 
-    def _unfinished(self) -> list[Piece]:
+    def _unfinished(self) -> list[WriteJob]:
         return [*([self._current] if self._current else []), *self._queue]
 
-    def _of(self, run_id: str | None) -> list[Piece]:
-        return [piece for piece in self._unfinished() if run_id in (None, piece.run_id)]
+    def _of(self, run_id: str | None) -> list[WriteJob]:
+        return [job for job in self._unfinished() if run_id in (None, job.run_id)]
 
     def _drop(self, run_id: str | None) -> None:
-        self._queue = deque(piece for piece in self._queue if run_id not in (None, piece.run_id))
+        self._queue = deque(job for job in self._queue if run_id not in (None, job.run_id))
 
     # The thread
 
@@ -147,24 +146,24 @@ class BackgroundWriter:
                 self._changed.wait_for(lambda: self._queue or self._closed)
                 if not self._queue:
                     return
-                piece = self._current = self._queue.popleft()
-            problem = self._do(piece)
+                job = self._current = self._queue.popleft()
+            problem = self._do(job)
             with self._changed:
                 if problem is not None:
-                    self._failed.add(piece.run_id)
-                    self._drop(piece.run_id)
-                self._results.append(Result(piece, problem))
+                    self._failed.add(job.run_id)
+                    self._drop(job.run_id)
+                self._results.append(Result(job, problem))
                 self._current = None
                 self._changed.notify_all()
 
     @staticmethod
-    def _do(piece: Piece) -> str | None:
+    def _do(job: WriteJob) -> str | None:
         try:
-            piece.job()
+            job.write()
         except FolderGone:
-            logger.info("%s: the folder of the run went away", piece.what)
+            logger.info("%s: the folder of the run went away", job.what)
             return ""
         except Exception as error:  # the boundary of a run: the main thread evicts it with these words
-            logger.debug("%s failed", piece.what, exc_info=True)
-            return str(error) if isinstance(error, WriteError) else f"{piece.what}: {in_words(error)}"
+            logger.debug("%s failed", job.what, exc_info=True)
+            return str(error) if isinstance(error, WriteError) else f"{job.what}: {error_text(error)}"
         return None

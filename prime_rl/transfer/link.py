@@ -1,4 +1,4 @@
-"""How the two sides meet: a store that the trainer keeps open, and for each transfer a process group of its own.
+"""How the two sides meet: a store that the trainer keeps open, and a new process group for each transfer.
 
 A receiver asks through the store (`Request`), the sender answers (`Answer`), and where the answer is a yes both join a
 group in which the sender is rank 0: gloo between CPUs, NCCL between GPUs. A group lives for one transfer, so either
@@ -32,15 +32,13 @@ class Request(msgspec.Struct):
 
 
 class Description(msgspec.Struct, frozen=True):
-    """One tensor to come."""
-
     name: str
     dtype: str
     shape: tuple[int, ...]
 
 
 class Answer(msgspec.Struct):
-    """`problem` says why not; else the tensors come over `backend` in this order."""
+    """`problem` is the reason of a refusal; else the tensors come over `backend` in this order."""
 
     problem: str | None = None
     backend: str = "gloo"
@@ -98,7 +96,7 @@ class Group:
 
 
 def _gloo(store: Store, rank: int, size: int, timeout: timedelta, host: str) -> Any:
-    gloo: Any = ProcessGroupGloo  # its stubs know half of it
+    gloo: Any = ProcessGroupGloo  # incomplete stubs
     options = gloo._Options()
     options._timeout = timeout
     # Between processes of one machine nothing listens on its other addresses.

@@ -39,7 +39,7 @@ class WeightSender:
         self._host = host
         self._timeout_s = timeout_s
         self._store = listen(host, port, timeout_s)
-        # A client of its own: one waits for the other's answers otherwise.
+        # A separate client: otherwise one waits for the other's answers.
         self._inbox = connect(host, port, timeout_s)
         self._inbox.add(NUM_REQUESTS_KEY, 0)
         self._offer: tuple[str, Mapping[str, Tensor]] | None = None
@@ -48,7 +48,7 @@ class WeightSender:
         self._thread.start()
 
     def offer(self, label: str, tensors: Mapping[str, Tensor]) -> None:
-        """From now on these are handed out, under this name. They must not change any more."""
+        """From now on these are handed out, under this name. They must not change after that."""
         self._offer = (label, tensors)
 
     def close(self) -> None:
@@ -63,8 +63,7 @@ class WeightSender:
                 try:
                     self._serve_one(self._inbox, number)
                 except Exception as error:
-                    # Whatever goes wrong with one server: the next one is served, and this one hears it or runs out
-                    # of time and asks again.
+                    # The next server must still be served; this one gets an error or a timeout, and asks again.
                     logger.warning("sending weights to inference failed: %s", error)
 
     def _serve_one(self, store: TCPStore, number: int) -> None:

@@ -9,7 +9,7 @@ class SteadyClock:
     """Unix seconds that never jump: those at which it was made, and what has passed since.
 
     When the machine's clock is set, or the machine slept, this one goes on as if nothing had happened. So it is apart
-    from what other processes write: of their times only the change is to be judged.
+    from what other processes write: compare only changes of their times.
     """
 
     def __init__(self) -> None:

@@ -11,7 +11,7 @@ TIMEOUT_S = 60.0
 
 
 def listed_gpus() -> int:
-    """GPUs that the driver's own tool lists; 0 where there is no such tool, or no driver."""
+    """GPUs that the driver's own tool lists; 0 without the tool or the driver."""
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return 0

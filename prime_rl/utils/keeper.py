@@ -2,7 +2,7 @@
 
     python -m prime_rl.utils.keeper COMMAND...
 
-The kernel tells this process when its parent dies (Linux), and what its child leaves behind becomes its own. So a
+The kernel signals this process when its parent dies (Linux), and what its child leaves behind becomes its own. So a
 killed node of a group leaves no server, no torchrun and no rank. Its exit code is the child's.
 """
 

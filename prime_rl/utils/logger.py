@@ -25,7 +25,7 @@ class _Utc(logging.Formatter):
 
 
 def complain(part: str, message: object) -> None:
-    """Say on standard error what is wrong; `message` may be an error that quotes a run."""
+    """Print an error to standard error; `message` may quote a run."""
     print(f"{part}: {clean_text(str(message))}", file=sys.stderr, flush=True)
 
 

@@ -1,6 +1,6 @@
-"""Which file system holds a folder, from the mount table, and whether it tells of what other machines write.
+"""Which file system holds a folder, from the mount table, and whether inotify reports what other machines write.
 
-Reads `/proc/self/mountinfo` and nothing else; where there is no such table nothing is known and events are believed in.
+Reads `/proc/self/mountinfo` and nothing else; without it events are trusted.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import re
 from pathlib import Path
 
 MOUNT_TABLE = Path("/proc/self/mountinfo")
-# Shared or served by a process: inotify tells only what this machine's kernel itself was asked to write.
+# Shared or served by a process: inotify reports only writes of this machine.
 _NO_EVENTS = (
     "nfs",
     "cifs",
@@ -46,7 +46,7 @@ def events_come(folder: Path, table: Path = MOUNT_TABLE) -> bool:
 
 
 def file_system_type(folder: Path, table: Path = MOUNT_TABLE) -> str | None:
-    """Type of the file system that holds `folder` (e.g. "ext4"); None where the table does not say it."""
+    """Type of the file system that holds `folder` (e.g. "ext4"); None when not in the table."""
     try:
         text = table.read_text(errors="surrogateescape")
     except OSError:

@@ -50,5 +50,5 @@ class NodeReader:
             return None
 
     def _is_gone(self, status: NodeStatus) -> bool:
-        """Whether it ran here and there is no such process any more: known at once, without waiting for beats."""
+        """Whether it ran here and its process no longer exists: found at once, without waiting for beats."""
         return status.host == self._host and status.pid > 0 and not status.writer.is_running()

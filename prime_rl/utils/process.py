@@ -1,7 +1,7 @@
 """Which process a pid means: pids are used again, and clocks are set, so neither a pid nor a time proves anything.
 
 On Linux a process is known by what never moves: the boot of the machine, and the ticks from there to its start. Where
-the system does not tell those, it is known by when it started in Unix seconds, which moves whenever the clock is set.
+those are not available, it is identified by its start in Unix seconds, which moves whenever the clock is set.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ CREATE_TIME_TOLERANCE_S = 2.0
 
 @dataclass(frozen=True)
 class ProcessId:
-    """One process for good. Plain values: who records a process for another writes down all three.
+    """One process for good. Plain values: a record of a process for another one holds all three.
 
     `create_time` is its start in Unix seconds as the clock stood when this was taken, `start` the same as the kernel
     counts it ("" where it does not, and in what earlier versions wrote). Where both sides have `start`, that decides.
@@ -34,7 +34,7 @@ class ProcessId:
     def of(cls, pid: int) -> ProcessId:
         """The process that has this pid now; without one, a process that never runs."""
         try:
-            return cls(pid, psutil.Process(pid).create_time(), _kernel_word(pid)[1])
+            return cls(pid, psutil.Process(pid).create_time(), _kernel_stat(pid)[1])
         except (psutil.Error, ValueError):
             return cls(pid)
 
@@ -47,7 +47,7 @@ class ProcessId:
 
     def is_running(self) -> bool:
         """Whether this very process runs, and not as a zombie."""
-        state, start = _kernel_word(self.pid)
+        state, start = _kernel_stat(self.pid)
         if self.start and start:
             return self.start == start and state not in "ZX"
         try:
@@ -57,7 +57,7 @@ class ProcessId:
         return not is_zombie and self.is_same(ProcessId.of(self.pid))
 
     def is_of_another_boot(self) -> bool:
-        """Whether it ran on another machine, or before this one was started: its pid tells nothing here."""
+        """Whether it ran on another machine, or before this one was started: its pid means nothing here."""
         boot = self.start.partition("/")[0]
         return bool(boot and boot_id()) and boot != boot_id()
 
@@ -70,17 +70,17 @@ class ProcessId:
 
 @functools.cache
 def boot_id() -> str:
-    """Changes with every boot of the machine, never with its clock; "" where the system tells none."""
+    """Changes with every boot of the machine, never with its clock; "" where it is not available."""
     with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id") as file:
         return file.read().strip()
     return ""
 
 
-def _kernel_word(pid: int) -> tuple[str, str]:
-    """(letter of its state, boot and ticks from there to its start) of a process; empty where the system tells none."""
+def _kernel_stat(pid: int) -> tuple[str, str]:
+    """(letter of its state, boot and ticks from there to its start) of a process; empty where not available."""
     try:
         with open(f"/proc/{pid}/stat", errors="replace") as file:
-            # Its name stands in brackets before the state and may hold anything, brackets too.
+            # The name before the state is in brackets and may hold anything, brackets too.
             fields = file.read().rpartition(")")[2].split()
     except OSError:
         return "", ""

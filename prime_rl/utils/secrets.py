@@ -18,7 +18,7 @@ FILE_SUFFIX = "_FILE"
 DEFAULT_VARIABLE = "PRL_API_KEY"
 _FD_FOLDER = "/dev/fd/"
 MAX_KEY_BYTES = 4096
-# What may stand in an HTTP header.
+# What an HTTP header may contain.
 _KEY = re.compile(r"[\x21-\x7e]+")
 
 
@@ -36,7 +36,7 @@ def handed_over(environ: Mapping[str, str], needed: Collection[str]) -> Iterator
     """The environment for a child process, and the file descriptors to pass on to it.
 
     The child gets the keys of the variables in `needed`, each in a file without a name that `VARIABLE_FILE` leads to,
-    so that no key stands in the environment of a process. Of the other keys that `environ` leads to it gets nothing.
+    so that no key is in the environment of a process. It gets no other keys of `environ`.
     """
     child = dict(environ)
     with contextlib.ExitStack() as closing:
@@ -88,6 +88,8 @@ def read_secret(variable: str, environ: Mapping[str, str]) -> str | None:
 def _read(name: str, variable: str) -> str:
     try:
         fd = os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except FileNotFoundError as error:
+        raise SecretError(f"{variable}: file not found: {name}") from error
     except OSError as error:
         raise SecretError(f"{variable}: {name} cannot be read: {error.strerror}") from error
     try:

@@ -11,13 +11,13 @@ import queue
 import signal
 from types import FrameType
 
-# What a shell makes of a process that a signal ended; ours end by themselves and say the same.
+# A shell's exit code for a process that a signal ended; ours exit by themselves with the same code.
 EXIT_INTERRUPTED = 128 + signal.SIGINT
 EXIT_TERMINATED = 128 + signal.SIGTERM
 
 
 class StopFlag:
-    """Set by SIGTERM or SIGINT. Calling it tells whether the process was asked to stop."""
+    """Set by SIGTERM or SIGINT. Calling it returns whether the process was asked to stop."""
 
     def __init__(self) -> None:
         self._is_set = False
@@ -36,7 +36,7 @@ class StopFlag:
         if not self._is_set:
             with contextlib.suppress(queue.Empty):
                 self._wakes.get(timeout=timeout_s)
-                self._wakes.put(None)  # for whoever else waits
+                self._wakes.put(None)  # wakes the other waiters
         return self._is_set
 
     def install(self) -> StopFlag:

@@ -1,7 +1,7 @@
 """Whole lines of a file that another process appends to, again and again. No threads: one thread calls one tail.
 
 It keeps a byte offset and reads only what is new. It survives what files do: a last line that is still being written,
-truncation, rotation, deletion while open, lines without an end. When `x.log` was put aside as `x.log.1` it first reads
+truncation, rotation, deletion while open, lines without an end. When `x.log` was renamed to `x.log.1` it first reads
 the rest of that, so no line is missed. Memory is bounded, whatever the file holds.
 """
 
@@ -13,12 +13,12 @@ from pathlib import Path
 
 from prime_rl.contract.files import open_file
 
-# One look takes at most this much, so a huge file is read in steps between which the reader can be told to stop.
+# One look takes at most this much, so a huge file is read in steps between which the reader can be stopped.
 CHUNK_BYTES = 1 << 20
-# A line longer than this is no metrics line and no log line that a person reads; it is dropped, not kept in memory.
+# A longer line is neither a metrics line nor a readable log line; it is dropped, not kept in memory.
 MAX_LINE_BYTES = 1 << 18
 # So many bytes before the offset are compared at each look: a file that was cut and grew again past the offset is
-# then noticed, though its size and inode say nothing.
+# then noticed, though its size and inode are unchanged.
 _MARK_BYTES = 64
 
 
@@ -26,8 +26,8 @@ _MARK_BYTES = 64
 class TailRead:
     """What one look found: whole lines without their end, in order.
 
-    `reset` says that the file is another one than before (cut, replaced, gone): forget the earlier lines. `more` says
-    that the look stopped at its limit, so look again at once.
+    `reset`: the file was cut, replaced or removed, so drop the earlier lines. `more`: the read stopped at its limit, so
+    read again at once.
     """
 
     lines: list[bytes]
@@ -95,7 +95,7 @@ class FileTail:
         return TailRead(self._split(data), reset, more=len(data) == self._chunk_bytes)
 
     def _rest_put_aside(self) -> bytes | None:
-        """What we have not read of the file that was put aside; None when there is none, or it is another file."""
+        """The unread rest of the rotated file; None when it is missing or another file."""
         try:
             with os.fdopen(open_file(self.path.with_name(f"{self.path.name}.1")), "rb", buffering=0) as file:
                 fd = file.fileno()

@@ -29,7 +29,7 @@ class TextTask:
     solve: Callable[[str], str]
 
     def prompt(self, text: str) -> str:
-        """What the user says: `Reverse: hello`."""
+        """The user's message: `Reverse: hello`."""
         return f"{self.instruction}: {text}"
 
 
@@ -54,7 +54,6 @@ def split_of(word: str) -> Literal["train", "eval"]:
 
 
 def make_train_word(rng: random.Random, min_len: int, max_len: int) -> str:
-    """A word of the train split."""
     word = make_word(rng, min_len, max_len)
     while split_of(word) != "train":
         word = make_word(rng, min_len, max_len)
@@ -75,7 +74,7 @@ def make_words(
 
 
 def draw_distinct(draw: Callable[[], str], count: int, split: Literal["train", "eval"]) -> list[str]:
-    """Up to `count` different texts of `split` from `draw`; fewer when hardly any new one comes any more."""
+    """Up to `count` different texts of `split` from `draw`; fewer when hardly any new one comes."""
     # Ten times the draws that are expected when hardly any text comes twice, and room for small counts.
     max_draws = 10 * EVAL_SHARE * count + 1000
     texts: dict[str, None] = {}

@@ -1,4 +1,4 @@
-"""Text from runs (names, prompts, errors, logs) made safe to show in a terminal. Knows nothing of who shows it.
+"""Text from runs (names, prompts, errors, logs) made safe to show in a terminal.
 
 Readers call it where text enters; what they hand on is a `CleanText`, or a struct that went through `clean_strings`.
 """

@@ -3,7 +3,7 @@
 Events are hints. `Watcher.wait` returns when something may have changed or when the rescan is due; the caller then
 looks at the disk itself, at the folders that `take_changed` names or at all. So a lost event costs at most `rescan_s`,
 never a run. The trainer watches the output directory and the `control/` folders, the others a few folders each; step
-folders are scanned by who needs them.
+folders are scanned by the caller.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Watcher:
     """Watch a changing set of folders (not recursive). One thread calls it; any may call `wake`.
 
     Args:
-        rescan_s: longest time between two looks at the disk, whatever the events say.
+        rescan_s: longest time between two looks at the disk, whatever events arrive.
         kind: "native", "polling", or "auto" (by the mount table). Where the system gives no more events both fall back
             to polling, with one warning.
         poll_s: time between two looks of the polling.
@@ -57,7 +57,7 @@ class Watcher:
         self._event = threading.Event()
         self._lock = threading.Lock()
         self._backend: Backend | None = None
-        # With the inode: a folder that was replaced by another is watched anew.
+        # With the inode: a folder that was replaced by another is watched again.
         self._watched: dict[Path, int] = {}
         self._changed: set[Path] = set()
         self._all_changed = False
@@ -74,7 +74,6 @@ class Watcher:
 
     @property
     def folders(self) -> frozenset[Path]:
-        """What is watched now."""
         return frozenset(self._watched)
 
     def watch(self, folders: Iterable[Path]) -> None:
@@ -158,7 +157,7 @@ class Watcher:
         return added
 
     def _replaced(self) -> set[Path]:
-        """Folders that became others without an event that tells it, at every rescan."""
+        """Folders that were replaced without an event, at every rescan."""
         now = time.monotonic()
         if now - self._verified_at < self.rescan_s:
             return set()

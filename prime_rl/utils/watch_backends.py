@@ -1,8 +1,8 @@
 """Where the watcher's hints come from: inotify, through watchdog, or a thread that looks again and again.
 
-Both watch a set of folders, not recursive, and call `on_change(folder, name)` from a thread of their own: `name` in
+Both watch a set of folders, not recursive, and call `on_change(folder, name)` from their own thread: `name` in
 `folder` changed; without a name the folder itself; without a folder anything may have changed. Temporary and hidden
-files (a leading dot) are left out: what is renamed into place is told under its final name.
+files (a leading dot) are left out: what is renamed into place is reported under its final name.
 
 watchdog's own observer has a thread a folder and holds unpaired renames back for half a second. Here its inotify
 reader is used directly: one thread and one inotify instance for all folders.
@@ -31,7 +31,7 @@ POLL_SHARE = 20
 # What a folder looks like: names with their inode and, for files, time of change and size. None: not there.
 Picture = frozenset[tuple[str, int, int, int]] | None
 
-# watchdog may say so for each of a flood of folders that come and go; it carries nothing to act on.
+# watchdog may log this for each of many short-lived folders; there is nothing to act on.
 warnings.filterwarnings("ignore", message="Callback with id", category=RuntimeWarning)
 
 
@@ -39,7 +39,7 @@ class Backend(Protocol):
     """A changing set of watched folders."""
 
     def add(self, folder: Path) -> bool:
-        """Watch `folder`, anew if it is watched; false when it cannot be (it is not there). OSError at a limit."""
+        """Watch `folder`, again if it is watched; false when it does not exist. OSError at a limit."""
 
     def remove(self, folder: Path) -> None:
         """Watch `folder` no longer."""
@@ -153,7 +153,7 @@ class PollingEvents:
     def add(self, folder: Path) -> bool:
         picture = picture_of(folder)
         with self._lock:
-            # What changed since the last look at a folder that is known must still be told.
+            # What changed since the last look at a known folder must still be reported.
             self._pictures.setdefault(folder, picture)
             return picture is not None
 
@@ -202,7 +202,7 @@ def picture_of(folder: Path) -> Picture:
                 if entry.is_dir(follow_symlinks=False):
                     seen.append((entry.name, entry.inode(), 0, 0))
                     continue
-                with contextlib.suppress(OSError):  # deleted under our eyes
+                with contextlib.suppress(OSError):  # deleted meanwhile
                     stat = entry.stat(follow_symlinks=False)
                     seen.append((entry.name, stat.st_ino, stat.st_mtime_ns, stat.st_size))
     except OSError:

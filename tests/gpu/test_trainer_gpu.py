@@ -1,4 +1,4 @@
-"""The trainer on a GPU reaches what it reaches on the CPU. Skipped where there is none.
+"""The trainer on a GPU reaches what it reaches on the CPU. Skipped without a GPU.
 
 .venv/bin/python -m pytest -s tests/gpu
 """

@@ -160,7 +160,8 @@ def test_the_doctor_says_what_to_do(inline: Inline, monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize(
     ("args", "code", "message"),
     [
-        (("runs", "add", "none.toml"), 1, "none.toml: cannot be read"),
+        (("runs", "add", "none.toml"), 1, "not found: none.toml"),
+        (("runs", "validate", "none.toml"), 1, "not found: none.toml"),
         (("runs", "add", "{file}", "--id", "run_a/../../x"), 2, "invalid run id 'run_a/../../x'"),
         (("runs", "add", "{file}", "--id", ".."), 2, "invalid run id '..'"),
         (("runs", "add", "{file}", "--set", "max_steps"), 2, "invalid 'max_steps': expected KEY=VALUE"),
@@ -201,7 +202,7 @@ def test_wrong_use_exits_2(args: tuple[str, ...], capsys: pytest.CaptureFixture[
     assert "Traceback" not in "".join(capsys.readouterr())
 
 
-def test_a_question_that_nobody_can_answer_is_wrong_use(prl: Prl) -> None:
+def test_a_question_that_has_no_answer_is_wrong_use(prl: Prl) -> None:
     prl("runs", "add", str(prl.run_file()))
     command = [sys.executable, "-m", "daemons.cli", "runs", "delete", "run_reverse"]
     done = subprocess.run(

@@ -141,7 +141,7 @@ def kill_supervisor(prl: Prl) -> None:
     wait_for(lambda: not supervisor.is_running(), "the supervisor to be gone", timeout_s=PATIENCE_S)
 
 
-def test_a_run_whose_files_nobody_can_read_keeps_no_other_run_from_its_orchestrator(prl: Prl) -> None:
+def test_a_run_with_unreadable_files_keeps_no_other_run_from_its_orchestrator(prl: Prl) -> None:
     prl.up()
     deep = b"[" * 100_000
     control = prl.output_dir / "run_bad" / "control"

@@ -1,4 +1,4 @@
-"""Who of a workspace can see the API key of inference, and what an environment sees: read from /proc."""
+"""Which processes of a workspace can see the API key of inference, and what an environment sees: read from /proc."""
 
 from __future__ import annotations
 

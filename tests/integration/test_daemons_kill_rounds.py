@@ -1,6 +1,6 @@
 """kill -9 of random daemons of the whole system under load: every run finishes, no batch is lost or doubled.
 
-`PRL_KILL_ROUNDS` says how many rounds, `PRL_KILL_SEED` which; both are printed.
+`PRL_KILL_ROUNDS` is the number of rounds, `PRL_KILL_SEED` their seed; both are printed.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ max_early_crashes = 20
 
 
 class Rounds:
-    """Kills daemons of one workspace, and knows what it has seen."""
+    """Kills daemons of one workspace, and records what it has seen."""
 
     def __init__(self, workspace: Workspace, rng: random.Random) -> None:
         self.workspace = workspace
@@ -55,7 +55,7 @@ class Rounds:
         self._reader = WorkspaceReader(workspace.output_dir)
 
     def running(self) -> dict[str, DaemonView]:
-        """Daemons that are up, by name; also the supervisor. What was killed already may still be told as running."""
+        """Daemons that are up, by name; also the supervisor. What was killed already may still be shown as running."""
         daemons = self._reader.read().daemons
         return {each.name: each for each in daemons if each.state == "running" and each.pid not in (None, *self.killed)}
 

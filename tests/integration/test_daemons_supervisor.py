@@ -118,7 +118,7 @@ def test_a_daemon_that_keeps_crashing_fails_until_a_person_asks(prl: Prl) -> Non
     prl.wait_state("run_a", "finished")
 
 
-def test_last_words_and_readmission(prl: Prl) -> None:
+def test_final_states_and_readmission(prl: Prl) -> None:
     prl.up()
     (prl.output_dir / "pause_run_a").touch()
     prl("runs", "add", str(prl.run_file("a", max_steps=4)))
@@ -236,7 +236,7 @@ def test_down_lets_the_trainer_save_however_short_the_grace_is(prl: Prl) -> None
 
 
 @pytest.mark.slow
-def test_a_trainer_that_gets_nowhere_is_told_and_not_ended(prl: Prl) -> None:
+def test_a_trainer_that_gets_nowhere_is_reported_and_not_ended(prl: Prl) -> None:
     prl.up("--supervisor.stall.trainer.limit_s", "0.5")
     pid = daemon(prl, "trainer").pid
     (prl.output_dir / "pause_run_a").touch()
@@ -342,7 +342,7 @@ def test_an_output_dir_that_cannot_be_written(prl: Prl) -> None:
 def test_wrong_settings_are_wrong_use(prl: Prl) -> None:
     done = prl("up", "--trainer.modle.name", "x", exit_code=2)
     assert "trainer.modle: unknown key; did you mean 'model'?" in done.stderr
-    assert "cannot be read" in prl("up", "@", "none.toml", exit_code=2).stderr
+    assert "not found: none.toml" in prl("up", "@", "none.toml", exit_code=2).stderr
 
 
 def test_the_lock_is_free_when_its_holder_is_dead_whatever_the_pid_file_says(tmp_path: Path) -> None:

@@ -74,7 +74,7 @@ def test_a_workspace_that_cannot_be_read_is_one_line(
     )
 
 
-def test_what_nobody_foresaw_is_one_line_and_a_traceback_with_debug(
+def test_an_unexpected_error_is_one_line_and_a_traceback_with_debug(
     prl: Prl, capsys: pytest.CaptureFixture[str]
 ) -> None:
     log = OutputDir(prl.output_dir).run("run_a").log

@@ -37,7 +37,7 @@ TASKSETS = Path(__file__).parents[1] / "tasksets"
 
 
 class LooksIntoTheBox(FakeInference):
-    """Inference that calls the tool and then says the word, now and then with too many words around it."""
+    """Inference that calls the tool and then answers with the word, now and then with too many words around it."""
 
     def __init__(self, model: Path) -> None:
         super().__init__(model)

@@ -54,7 +54,7 @@ def model(served_model: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def references(server: RunningServer, model: Path) -> dict[str, PreTrainedModel]:
-    """The base model in transformers and both adapters in peft, by the names the server knows them under."""
+    """The base model in transformers and both adapters in peft, by their names on the server."""
 
     def base() -> Any:
         return AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)

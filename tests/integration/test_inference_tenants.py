@@ -79,7 +79,7 @@ def with_adapter(model: PreTrainedModel, folder: Path) -> dict[str, torch.Tensor
 
 @pytest.fixture(scope="module")
 def answers(server: RunningServer, model: Path) -> dict[str, list[int]]:
-    """Each tenant's and version's greedy answer; no two are alike, so an answer tells whose adapter gave it."""
+    """Each tenant's and version's greedy answer; no two are alike, so an answer identifies its adapter."""
     base = reference(model)
     told = {}
     for seed, name in enumerate(f"{run_id}@v{version}" for run_id in TENANTS for version in VERSIONS):
@@ -92,7 +92,7 @@ def answers(server: RunningServer, model: Path) -> dict[str, list[int]]:
 
 
 @pytest.mark.slow
-def test_nobody_gets_an_answer_of_anybody_elses_adapter(server: RunningServer, answers: dict[str, list[int]]) -> None:
+def test_no_request_is_answered_by_another_adapter(server: RunningServer, answers: dict[str, list[int]]) -> None:
     """Each tenant goes through its versions at its own pace; the next is loaded while the last is asked."""
     together = threading.Barrier(len(TENANTS))
 
@@ -144,7 +144,7 @@ def test_a_tenant_takes_no_more_than_its_share(server: RunningServer, answers: d
 
 @pytest.mark.slow
 def test_whole_weights_come_from_the_memory_of_a_living_trainer(fetching: RunningServer, model: Path) -> None:
-    """A full fine-tune, fetched while the trainer runs; what the server then says is held against its checkpoint."""
+    """A full fine-tune, fetched while the trainer runs; the server's answers are then compared with its checkpoint."""
     run = write_run(fetching.output_dir, "run_whole", model, max_steps=NUM_UPDATES, ckpt={"interval": 1})
     port = read_port(fetching)
     config = whole_config(fetching.output_dir, model, broadcast={"type": "nccl", "port": port, "timeout_s": TIMEOUT_S})
@@ -200,7 +200,7 @@ def trained(run: RunDir, model: Path) -> PreTrainedModel:
 
 
 def test_a_killed_server_takes_its_processes_with_it(fetching: RunningServer) -> None:
-    """The last test of this server; vLLM has processes of its own."""
+    """The last test of this server; vLLM has its own processes."""
     children = psutil.Process(fetching.process.pid).children(recursive=True)
     assert len(children) >= 2 or not fetching.output_dir.name.startswith("vllm")
     try:

@@ -124,7 +124,7 @@ def rollouts(tmp_path_factory: pytest.TempPathFactory, base_model: Path) -> Iter
 
 
 def test_survivors_share_the_open_tasks_and_the_lost_node_comes_back(rollouts: Nodes, undisturbed: Nodes) -> None:
-    assert rollouts.results(1) == undisturbed.results(1), "each task once, whoever made it"
+    assert rollouts.results(1) == undisturbed.results(1), "each task once, from any node"
     (path,) = rollouts.output.iteration(1).path.glob("train_plan_*_1.json")
     plan = msgspec.json.decode(path.read_bytes(), type=Plan)
     num_open = sum(map(len, plan.parts.values()))

@@ -31,7 +31,7 @@ def ip(*words: str) -> None:
 
 
 class Networks:
-    """A bridge in a namespace of its own, and a namespace for each node with one leg on it."""
+    """A bridge in its own namespace, and a namespace for each node with one leg on it."""
 
     def __init__(self, num_nodes: int) -> None:
         self.prefix = f"prl{os.getpid()}"
@@ -119,7 +119,7 @@ def test_a_node_that_is_lost_is_named_in_time_and_the_same_commands_again_end_as
 
 
 def lose(nodes: Nodes, networks: Networks, phase: Phase, how: str) -> None:
-    """One node is lost in that phase; the others end in time and say who it was."""
+    """One node is lost in that phase; the others end in time and name it."""
     victim = phase % 3
     nodes.start(kill=(victim, phase), hold="1" if how == "cut" else "")
     if how == "cut":

@@ -1,6 +1,6 @@
 """The orchestrator against the real embedded engine, with a stand-in trainer that publishes random adapters.
 
-What a sample says about itself is checked by a model of its own: Hugging Face and PEFT compute the logprobs of the
+The figures in a sample are checked by an independent model: Hugging Face and PEFT compute the logprobs of the
 sampled tokens once more, under the version that the sample names.
 """
 
@@ -40,7 +40,7 @@ TEMPERATURE = 0.8
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Qwen3 with random weights, large enough to tell its versions apart."""
+    """A Qwen3 with random weights, large enough to distinguish its versions."""
     folder = make_model(tmp_path_factory.mktemp("orchestrator") / "model")
     tokenizer_config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>"}
     (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer_config))

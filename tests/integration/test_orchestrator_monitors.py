@@ -116,7 +116,7 @@ async def test_monitors_that_are_killed_take_their_children_along_and_cost_the_r
     processes = new()
     with caplog.at_level(logging.WARNING, logger="orchestrator"):
         os.kill(next(p.pid for p in processes if p.ppid() == os.getpid()), signal.SIGKILL)
-        await until(lambda: bool(caplog.messages), "the loss to be told")
+        await until(lambda: bool(caplog.messages), "the loss to be reported")
         for step in (1, 2):
             await workspace.until_waiting_on(f"policy version {step}")
             update(workspace.run, step)

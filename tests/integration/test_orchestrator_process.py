@@ -145,13 +145,13 @@ async def test_a_second_orchestrator_of_a_run_is_refused(tmp_path: Path) -> None
 
 
 async def test_of_two_that_cannot_see_each_other_one_goes_on_and_one_ends(tmp_path: Path) -> None:
-    """As on two machines with a shared folder: no pid tells of the other one."""
+    """As on two machines with a shared folder: no pid shows the other one."""
     run, fake, data = prepared(tmp_path, max_async_level=0)
     async with serving(fake) as url:
         toml = write_toml(run, {**data, "client": {"base_url": url}})
         async with orchestrator(toml) as first:
             await first_batch(first, run)
-            first.send_signal(signal.SIGSTOP)  # or its heartbeat would tell the second one of it
+            first.send_signal(signal.SIGSTOP)  # or its heartbeat would reveal it to the second one
             run.status.unlink()
             async with orchestrator(toml, "--seed", "7") as second:
                 await until(lambda: "policy version 1" in waits_for(run, second.pid), "the second to wait", PATIENCE_S)

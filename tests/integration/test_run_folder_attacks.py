@@ -1,4 +1,4 @@
-"""Live: a workspace where one run carries hostile files while another trains, and nobody but that run is held up."""
+"""Live: a workspace where one run carries hostile files while another trains, and only that run is held up."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def prl(tmp_path: Path) -> Iterator[Prl]:
 
 
 def test_a_log_and_a_status_that_are_pipes_hold_up_their_own_run_alone(prl: Prl) -> None:
-    """The supervisor opened the log to append to it, and waited for ever; so did `prl down`."""
+    """The supervisor opened the log to append to it, and waited forever; so did `prl down`."""
     bad = RunDir(prl.output_dir / "run_bad")
     bad.control.mkdir(parents=True)
     bad.log.parent.mkdir()
@@ -49,7 +49,7 @@ def test_a_log_and_a_status_that_are_pipes_hold_up_their_own_run_alone(prl: Prl)
     wait_for(lambda: "run_bad" in held(prl), "the trainer to have run_bad in a slot", timeout_s=PATIENCE_S)
     prl("runs", "add", str(prl.run_file("good")))
     assert prl.wait_state("run_good", "finished").reason is None
-    reason = f"{bad.log} is a named pipe: it must be a file of its own; remove it"
+    reason = f"{bad.log} is a named pipe: must be a regular file; remove it"
     shown = prl("runs", "show", "run_bad").stdout
     assert reason in " ".join(shown.split()).replace("- ", ""), shown
     assert reason in str(prl.json("runs", "show", "run_bad"))
@@ -95,7 +95,7 @@ def restore(path: Path, original: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_a_run_with_hostile_files_holds_up_nobody_else(workspace: Workspace, tmp_path: Path) -> None:
+def test_a_run_with_hostile_files_holds_up_no_other_run(workspace: Workspace, tmp_path: Path) -> None:
     workspace.up()
     for name in ("good", "bad"):
         path = workspace.write_run(name, max_steps=5_000)

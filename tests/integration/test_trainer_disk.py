@@ -1,4 +1,4 @@
-"""The disk is slow, full or taken away: one run feels it, what was told holds, and nothing comes back from the dead."""
+"""The disk is slow, full or taken away: one run feels it, what was reported holds, and nothing deleted comes back."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_training_goes_on_while_the_disk_is_slow_and_the_status_says_what_is_on_
         return published(run) == NUM_STEPS
 
     train_until(trainer_config(tmp_path, model), done)
-    assert told == [(1, 3)], "version 2 is being written, 3 waits, and none of them is told"
+    assert told == [(1, 3)], "version 2 is being written, 3 waits, and neither is reported"
     assert run.trainer_metrics.read_text().count("\n") == NUM_STEPS
 
 
@@ -138,7 +138,7 @@ def test_a_slot_is_given_away_when_its_run_is_on_disk(
 def test_a_last_version_that_cannot_be_written_evicts_instead_of_finishing(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Or the run would leave, come back for its last step, and so on for ever."""
+    """Or the run would leave, come back for its last step, and so on forever."""
     run = put_run(tmp_path, model, "run_a")
     real = FileSystemWeightBroadcast.publish
 
@@ -238,7 +238,7 @@ def later(run: RunDir) -> Path:
 
 
 def no_room_until_the_run_has_left(workspace: Path) -> Callable[[], bool]:
-    """In the child: once the run has a slot no file may grow, until it has lost the slot all the same."""
+    """In the child: once the run has a slot no file may grow, until it has lost the slot."""
     run = RunDir(workspace / "run_a")
     phases = ["there is room"]
 

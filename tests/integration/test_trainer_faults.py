@@ -30,19 +30,19 @@ from tests.trainer_support import (
     write_run,
 )
 
-HUGE = 3e38  # the largest numbers of float32: two of them of different sign make a loss that is no number
+HUGE = 3e38  # the largest numbers of float32: two of them of different sign make a loss of NaN
 EXPLOSIONS: dict[str, tuple[dict[str, Any], list[float], str]] = {
     "a spike of 1e6": ({"lr": 10.0, "max_norm": 1e9}, [1e6], ""),
     "infinite gradients": ({}, [1e38], "gradient norm"),
-    "a loss that is no number": ({}, [HUGE, -HUGE], "loss nan"),
+    "a loss that is not a number": ({}, [HUGE, -HUGE], "loss nan"),
     "weights that overflow": ({"type": "sgd", "lr": 1e38, "max_norm": 1e9}, [1e6], "not finite"),
 }
 
 
 @pytest.mark.parametrize(
-    "name", ["infinite gradients", *in_full("a spike of 1e6", "a loss that is no number", "weights that overflow")]
+    "name", ["infinite gradients", *in_full("a spike of 1e6", "a loss that is not a number", "weights that overflow")]
 )
-def test_a_neighbour_that_blows_up_harms_nobody(
+def test_a_neighbour_that_blows_up_harms_no_other_run(
     alone: dict[str, Adapter], tiny: Path, tmp_path: Path, name: str
 ) -> None:
     optim, advantages, reason = EXPLOSIONS[name]
@@ -121,16 +121,16 @@ BAD_BATCHES: dict[str, tuple[Callable[[RunDir, TrainingBatch], None], str]] = {
         "recurs",
     ),
     "a pickle": (with_bytes(lambda data: pickle.dumps(print)), "not a batch file"),
-    "a folder": (in_its_place(Path.mkdir), "must be a file"),
-    "a pipe": (in_its_place(os.mkfifo), "must be a file"),
-    "a link": (in_its_place(lambda path: path.symlink_to("/dev/zero")), "must be a file of its own"),
+    "a folder": (in_its_place(Path.mkdir), "must be a regular file"),
+    "a pipe": (in_its_place(os.mkfifo), "must be a regular file"),
+    "a link": (in_its_place(lambda path: path.symlink_to("/dev/zero")), "must be a regular file"),
 }
 
 
 def test_bad_batches_evict_their_runs_with_the_reason_and_no_other(
     alone: dict[str, Adapter], tiny: Path, tmp_path: Path
 ) -> None:
-    """All faults at once, each a run of its own whose first batch was good."""
+    """All faults at once, each in its own run after a good first batch."""
     runs = put_runs(tmp_path, tiny)
     bad: dict[str, RunDir] = {}
     for number, (name, (put, _)) in enumerate(BAD_BATCHES.items()):

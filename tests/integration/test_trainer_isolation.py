@@ -1,4 +1,4 @@
-"""A tenant cannot tell that it has neighbours: together equals alone, whatever the neighbours are.
+"""Neighbours have no effect on a tenant: together equals alone, whatever the neighbours are.
 
 The real loop, real files, recorded batches. Three runs of different rank, alpha, optimizer, rate, schedule, clipping,
 loss and batch size are trained alone first, then together in ways that have gone wrong elsewhere. Neighbours that do
@@ -151,7 +151,7 @@ def test_a_smaller_adapter_is_the_same_in_larger_slots(tiny: Path, tmp_path: Pat
 def test_a_neighbour_evicted_in_the_middle_of_its_batch_and_its_slot_used_again(
     alone: dict[str, Adapter], tiny: Path, tmp_path: Path, late: str
 ) -> None:
-    """Its gradients (which are no numbers by then), moments and weights must not reach the run that gets its slot."""
+    """Its gradients (which are NaN by then), moments and weights must not reach the run that gets its slot."""
     first = write_run(tmp_path, "run_0", tiny, optim={"lr": 1.0}, seed=9)
     for step in range(1, 5):
         put_batch(first, make_batch("run_0", step, num_samples=24, seed=5, advantage=3e38 if step == 3 else None))

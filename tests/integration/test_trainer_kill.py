@@ -90,7 +90,7 @@ class Workspace:
 def uninterrupted(
     lives: Runner, model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, dict[str, torch.Tensor]]:
-    """The last adapters of a run alone, and of the same run with another, when nobody killed the trainer."""
+    """The last adapters of a run alone, and of the same run with another, when the trainer was not killed."""
     alone = Workspace(lives, tmp_path_factory.mktemp("alone"), model, ["run_a"])
     together = Workspace(lives, tmp_path_factory.mktemp("together"), model, ["run_a", "run_other"])
     alone.live_to_the_end()
@@ -107,7 +107,7 @@ def check_the_end(run: RunDir) -> None:
             steps.append(msgspec.json.decode(line)["step"])
         except msgspec.DecodeError:
             continue
-    assert steps == sorted(set(steps)), "no step is told twice"
+    assert steps == sorted(set(steps)), "no step is reported twice"
     assert set(range(1, NUM_STEPS + 1)) - set(steps) <= {4}, "only a kill right before its line may cost one"
     assert last_metrics_step(run) == NUM_STEPS
     assert sorted(path.name for path in run.checkpoints.iterdir()) == [f"step_{NUM_STEPS}"]

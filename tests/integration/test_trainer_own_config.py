@@ -1,4 +1,4 @@
-"""What a run chooses for itself works, and touches nobody else; and how the real loop shares its time."""
+"""What a run chooses for itself works, and touches no other run; and how the real loop shares its time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The trainer as a real process: it starts, waits, trains, tells, follows its ranks, and stops."""
+"""The trainer as a real process: it starts, waits, trains, reports, follows its ranks, and stops."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Several ranks as one trainer: same adapters as one rank, equal on all ranks, and nobody waits for a dead one."""
+"""Several ranks as one trainer: same adapters as one rank, equal on all ranks, and none waits for a dead one."""
 
 from __future__ import annotations
 
@@ -71,7 +71,9 @@ def test_many_ranks_reach_what_one_rank_and_one_run_reach(folder: Path, alone: A
     check(folder / f"together_{size}", alone, list(RUNS))
 
 
-def test_an_eviction_in_the_middle_of_a_batch_and_a_reused_slot_harm_nobody(folder: Path, alone: Adapters) -> None:
+def test_an_eviction_in_the_middle_of_a_batch_and_a_reused_slot_harm_no_other_run(
+    folder: Path, alone: Adapters
+) -> None:
     workspace = folder / "evicted_2"
     check(workspace, alone, ["run_adamw", "run_muon"])
     assert 1 <= published(RunDir(workspace / "run_0")) < 30

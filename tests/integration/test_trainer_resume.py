@@ -105,7 +105,7 @@ def test_a_replay_from_the_last_checkpoint_reaches_the_same_bits(
     (run.checkpoint_dir(5) / "STABLE").unlink()
     train_until(config, until(run, NUM_STEPS))
     assert same(adapter(run, NUM_STEPS), uninterrupted)
-    assert metrics_steps(run) == list(range(1, NUM_STEPS + 1)), "a replayed step is told once"
+    assert metrics_steps(run) == list(range(1, NUM_STEPS + 1)), "a replayed step is reported once"
 
 
 def test_without_any_checkpoint_all_is_replayed(
@@ -125,7 +125,7 @@ def test_an_evicted_run_goes_on_after_it_is_readmitted(
 ) -> None:
     run = make_run(tmp_path, model)
     later = {step: run.rollout_file(step).read_bytes() for step in range(5, NUM_STEPS + 1)}
-    for step in later:  # or the run could be finished before anybody looks for the eviction
+    for step in later:  # or the run could be finished before its eviction is seen
         run.rollout_file(step).unlink()
     states = []
 

@@ -1,4 +1,4 @@
-"""The selfcheck replays what a workspace recorded, reports runs that can tell they had neighbours, changes nothing."""
+"""The selfcheck replays what a workspace recorded, reports runs that neighbours affected, changes nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The real loop with other optimizers and with weights in bfloat16: published as told, resumed to the last bit."""
+"""The real loop with other optimizers and with bfloat16 weights: published as configured, resumed to the last bit."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ def workspace(tmp_path: Path) -> OutputDir:
 
 @pytest.fixture
 def configs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder to work in, with one template of a run and one TOML file that is none."""
+    """A folder to work in, with one template of a run and one other TOML file."""
     work = tmp_path / "work"
     (work / "configs" / "demo").mkdir(parents=True)
     (work / "configs" / "demo" / "fresh.toml").write_text(orch_toml())

@@ -1,4 +1,4 @@
-"""Whatever the files of a workspace are, every screen goes on and says nothing that is not so."""
+"""Whatever the files of a workspace are, every screen goes on and shows nothing false."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ async def test_a_clock_that_is_ahead_invents_no_age_and_no_life(tmp_path: Path, 
 
 
 async def test_nothing_is_running_once_its_process_is_gone(tmp_path: Path) -> None:
-    """A trainer that died with a fresh status: nothing trains, whatever the file says."""
+    """A trainer that died with a fresh status: nothing trains, whatever is in the file."""
     workspace = build_workspace(tmp_path / "workspace")
     busy(workspace)
     for path, kind in ((workspace.trainer_status, TrainerStatus), (workspace.run(RUN).status, RunStatus)):
@@ -162,7 +162,7 @@ async def test_nothing_is_running_once_its_process_is_gone(tmp_path: Path) -> No
 
 async def test_ages_of_files_from_the_future_are_none(tmp_path: Path) -> None:
     workspace = build_workspace(tmp_path / "workspace")
-    run = add_run(workspace, "run_future", word={"state": "evicted"})
+    run = add_run(workspace, "run_future", status={"state": "evicted"})
     run.evicted.write_text("tomorrow")
     os.utime(run.evicted, (NOW + 86_400, NOW + 86_400))
     async with opened(workspace) as (app, pilot):

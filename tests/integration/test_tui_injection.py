@@ -58,7 +58,7 @@ async def test_hostile_text_in_every_row_of_the_home_screen(tmp_path: Path) -> N
     workspace = build_workspace(tmp_path / "workspace")
     for number, attack in enumerate(ATTACKS):
         word: dict[str, object] = {"state": "failed", "reason": attack, "waiting_on": attack, "bottleneck": attack}
-        add_run(workspace, f"run_hostile-{number}", word=word)
+        add_run(workspace, f"run_hostile-{number}", status=word)
         (workspace.path / f"run_{attack.replace('/', '').replace(chr(0), '')[:40]}").mkdir()
         status = DaemonStatus(name=f"run_hostile-{number}", state="failed", reason=attack, log_tail=[attack])
         write_status(workspace.daemon_status(status.name), status)

@@ -255,7 +255,7 @@ async def test_an_empty_workspace_says_what_to_do(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 async def test_bad_files_do_not_stop_it(workspace: OutputDir) -> None:
-    run = add_run(workspace, "run_bad", step=3, word={"state": "running"})
+    run = add_run(workspace, "run_bad", step=3, status={"state": "running"})
     run.orchestrator_metrics.write_bytes(b"\xff\x00" * 1000 + b"\n{}\n[]\n" + b'{"step": 4, "reward/mean": 0.4')
     run.status.write_bytes(b"")
     run.orch_toml.write_bytes(b"\x80\x81 = [")

@@ -70,7 +70,7 @@ async def test_looking_at_everything_changes_no_byte(copied: OutputDir, tmp_path
         for number, name in enumerate(TABS, start=1):
             await pilot.press(str(number))
             await until(pilot, lambda name=name: name in screen.shown, name)
-        # Keys that act where it may: here they are nobody's.
+        # Keys that act where it may: here they do nothing.
         await pilot.press("5", "enter", "a", "e", "r", "d", "u", "c", "x", "U", "D", "L", "escape")
         app.go("runs")
         await pilot.press("a", "e", "r", "d", "u", "c", "x", "U", "D", "L", "q")

@@ -52,7 +52,7 @@ async def test_the_end_is_followed_unless_scrolled_away(workspace: OutputDir) ->
         assert not o.screen.log_view.follows
         append(workspace, "newer\n")
         await o.until(
-            lambda: (o.screen.log_view.data or 0) and o.screen.log_view.data.piece.lines[-1].text == "newer", "it"
+            lambda: (o.screen.log_view.data or 0) and o.screen.log_view.data.slice.lines[-1].text == "newer", "it"
         )
         assert "newer" not in screen_text(o.app)
         await o.press("f")
@@ -68,7 +68,7 @@ async def test_all_of_it_can_be_reached(workspace: OutputDir) -> None:
         for _ in range(60):
             await o.press("b")
         assert not o.screen.log_view.follows
-        await o.until(lambda: o.screen.log_view.data is not None and not o.screen.log_view.data.piece.is_last, "older")
+        await o.until(lambda: o.screen.log_view.data is not None and not o.screen.log_view.data.slice.is_last, "older")
         await o.press("g")
         await o.sees("line 0000", "because of it")
         while "line 12" not in screen_text(o.app):

@@ -1,4 +1,4 @@
-"""`prl-tui --serve`: who is let in, what is started, and the real thing in a real browser."""
+"""`prl-tui --serve`: which clients are let in, what is started, and the real thing in a real browser."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_only_its_own_pages_are_answered(tmp_path: Path) -> None:
             page = answer.read().decode()
         links = re.findall(r"(?:src|href)=\"(https?://[^\"]*)", page)
         assert f"{url}/static/css/xterm.css" in links
-        assert all(link.startswith(url) for link in links), "nothing is asked of anybody else"
+        assert all(link.startswith(url) for link in links), "nothing is requested from other hosts"
 
 
 def test_a_port_that_is_taken_is_one_line(tmp_path: Path) -> None:

@@ -106,7 +106,7 @@ def test_a_torn_line_is_ended_before_the_next_one(tmp_path: Path) -> None:
 
 
 def test_a_line_that_finds_no_room_is_an_error(tmp_path: Path) -> None:
-    """A limit of the kernel stands for the end of the disk: it takes a part of the line, and says so afterwards."""
+    """A limit of the kernel stands for the end of the disk: it takes a part of the line, and reports it afterwards."""
     path = tmp_path / "trainer.jsonl"
     append_line(path, "one")
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)

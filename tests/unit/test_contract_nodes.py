@@ -80,7 +80,7 @@ def test_what_stands_still_and_for_how_long() -> None:
 
 @given(skew_s=st.floats(-1e9, 1e9), beats=st.lists(st.floats(0.1, 2.9), min_size=2, max_size=20))
 def test_the_clock_of_the_node_means_nothing(skew_s: float, beats: list[float]) -> None:
-    """A node that beats in time lives, and one that has stopped is dead, whatever its clock says."""
+    """A node that beats in time lives, and one that has stopped is dead, whatever its clock shows."""
     watch, now_s = BeatWatch(), 500.0
     for seq, gap_s in enumerate(beats):
         now_s += gap_s

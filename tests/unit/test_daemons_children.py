@@ -26,7 +26,7 @@ orphan = subprocess.Popen(["true"])
 daemon = subprocess.Popen(["sleep", "600"])
 children, own = {"daemon": OwnChild(daemon)}, frozenset({daemon.pid})
 while os.path.exists(f"/proc/{orphan.pid}"):
-    assert not any_ended(children, own), "an orphan is no daemon"
+    assert not any_ended(children, own), "an orphan is not a daemon"
     time.sleep(0.01)
 daemon.kill()
 while not any_ended(children, own):
@@ -43,7 +43,7 @@ def sleeper() -> Iterator[subprocess.Popen[bytes]]:
         child.kill()
 
 
-def test_an_adopted_daemon_lives_until_it_dies_whoever_reaps_it(sleeper: subprocess.Popen[bytes]) -> None:
+def test_an_adopted_daemon_lives_until_it_dies_whichever_process_reaps_it(sleeper: subprocess.Popen[bytes]) -> None:
     adopted = AdoptedChild(ProcessId.of(sleeper.pid))
     assert adopted.lives() and adopted.exit_code is None
     os.kill(sleeper.pid, signal.SIGKILL)

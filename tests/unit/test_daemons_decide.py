@@ -24,7 +24,7 @@ READY = Seen(lives=True, ready=True, heartbeat_age_s=0.0)
 
 @dataclass
 class History:
-    """One daemon over time: `see` says what is seen, and what is decided is carried out in memory."""
+    """One daemon over time: `see` passes what is seen, and carries out the decision in memory."""
 
     spec: DaemonSpec = TRAINER
     wanted: bool = True
@@ -206,7 +206,7 @@ def stalling(restart: bool) -> SupervisorConfig:
     return CONFIG.replace(stall={"trainer": {"limit_s": 60, "restart": restart}})
 
 
-def test_a_daemon_without_progress_is_stalled_since_it_stands_still_and_told_only_once() -> None:
+def test_a_daemon_without_progress_is_stalled_since_it_stands_still_and_reported_only_once() -> None:
     history, config = running(), stalling(restart=False)
     assert history.see(replace(READY, still_s=59), after_s=59, config=config) == []
     still_since = history.now - 59
@@ -229,7 +229,7 @@ def test_a_stalled_daemon_is_started_again_where_that_is_configured() -> None:
     assert history.see(after_s=CONFIG.backoff_s, config=config) == [Do.START]
 
 
-def test_a_daemon_that_waits_for_another_is_told_and_never_ended_for_it() -> None:
+def test_a_daemon_that_waits_for_another_is_reported_and_never_ended_for_it() -> None:
     history, config = running(), stalling(restart=True)
     waits = replace(READY, still_s=61, waiting_on="rollouts of run_a")
     assert history.see(waits, after_s=100, config=config) == [Do.NOTE]
@@ -260,7 +260,7 @@ def test_a_daemon_whose_loop_hangs_is_stalled_since_its_last_turn_and_ended_only
     assert history.daemon.stalled_since is not None, "while it is being ended it is no running daemon"
 
 
-def test_what_survives_sigkill_is_told_and_not_killed_at_every_look() -> None:
+def test_what_survives_sigkill_is_reported_and_not_killed_at_every_look() -> None:
     history = running()
     history.see(READY, asked=True)
     assert history.see(READY, after_s=CONFIG.drain_s) == [Do.KILL]
@@ -342,7 +342,7 @@ def test_a_last_word_ends_an_orchestrator_for_good() -> None:
     for word in ("finished", "evicted", "failed"):
         history = running(RUN)
         history.wanted = False
-        assert history.see(Seen(exit_code=1, last_word=word)) == [Do.CLEAN]
+        assert history.see(Seen(exit_code=1, final_state=word)) == [Do.CLEAN]
         assert (history.daemon.state, history.daemon.reason) == (State.DONE, word)
         assert history.see(after_s=1000) == []
 
@@ -350,7 +350,7 @@ def test_a_last_word_ends_an_orchestrator_for_good() -> None:
 def test_a_readmitted_run_gets_its_orchestrator_again() -> None:
     history = running(RUN)
     history.wanted = False
-    history.see(Seen(exit_code=1, last_word="evicted", evicted=True))
+    history.see(Seen(exit_code=1, final_state="evicted", evicted=True))
     assert history.see(Seen(evicted=True), after_s=5) == []
     history.wanted = True
     assert history.see(after_s=5) == [Do.START]

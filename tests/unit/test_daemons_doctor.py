@@ -1,4 +1,4 @@
-"""What the doctor says of each fact, and that it looks at all of them."""
+"""The doctor's verdict on each fact, and that it looks at all of them."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def test_everything_is_looked_at_without_changing_anything(tmp_path: Path) -> No
     assert all(check.advice for check in found if check.level != "ok") and list(tmp_path.iterdir()) == []
 
 
-def test_a_taken_port_that_nobody_has_chosen_is_only_a_warning(tmp_path: Path) -> None:
+def test_a_taken_port_that_was_not_chosen_is_only_a_warning(tmp_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()

@@ -108,7 +108,7 @@ SEEN = st.builds(
     still_s=st.sampled_from([None, 0.0, 5000.0]),
     loop_still_s=st.sampled_from([None, None, 20.0, 5000.0]),
     left=st.sampled_from([frozenset[int]()] * 4 + [frozenset({7})]),
-    last_word=st.sampled_from([None, None, None, "finished", "evicted", "failed"]),
+    final_state=st.sampled_from([None, None, None, "finished", "evicted", "failed"]),
     evicted=st.sampled_from([False, False, False, True]),
     gone=st.sampled_from([False] * 9 + [True]),
 )

@@ -1,4 +1,4 @@
-"""Who holds a workspace: other machines on a shared folder, other boots of this one, and reused pids."""
+"""Holders of a workspace: other machines on a shared folder, other boots of this one, and reused pids."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def output(tmp_path: Path) -> OutputDir:
 
 @pytest.fixture
 def stranger() -> Iterator[ProcessId]:
-    """A process of somebody else, whose pid will be found written down."""
+    """Another process, whose pid will be found written down."""
     with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True) as child:
         yield ProcessId.of(child.pid)
         child.kill()
@@ -191,7 +191,7 @@ def test_a_workspace_whose_supervisor_on_another_machine_beats_is_refused(output
 
 def test_a_workspace_whose_supervisor_on_another_machine_is_silent_is_taken_over(output: OutputDir) -> None:
     sign(output, "elsewhere")
-    beat(output, int(time.time() + 1e6))  # its clock says nothing here
+    beat(output, int(time.time() + 1e6))  # its clock does not count here
     now = [0.0]
 
     def sleep(seconds: float) -> None:
@@ -201,7 +201,7 @@ def test_a_workspace_whose_supervisor_on_another_machine_is_silent_is_taken_over
     assert 10.0 <= now[0] <= 15.0, "it was watched for two heartbeats"
 
 
-def test_after_a_reboot_nobody_is_waited_for(output: OutputDir) -> None:
+def test_after_a_reboot_no_process_is_waited_for(output: OutputDir) -> None:
     sign(output, HERE)
 
     def sleep(seconds: float) -> None:

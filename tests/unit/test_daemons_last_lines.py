@@ -1,4 +1,4 @@
-"""The last lines of logs, and where who follows them goes on."""
+"""The last lines of logs, and where a follower continues."""
 
 from __future__ import annotations
 

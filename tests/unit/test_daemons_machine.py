@@ -1,4 +1,4 @@
-"""What the daemons take of this machine, asked of real processes; a GPU is faked where there is none."""
+"""What the daemons take of this machine, asked of real processes; a GPU is faked where missing."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ async def test_halving_finds_every_number_and_fewer_turns_earn_more() -> None:
     }
 
 
-async def test_who_never_finds_the_number_earns_less_than_who_does_and_more_for_coming_near() -> None:
+async def test_a_rollout_that_never_finds_the_number_earns_less_and_more_for_coming_near() -> None:
     env = make("guess-number", num_numbers=16, max_turns=4)
     example = env.examples("train")[0]
     secret = int(example.answer)
@@ -114,7 +114,7 @@ async def test_the_game_is_told_in_turns() -> None:
     assert outcome.reward == pytest.approx(1 / 3)
     assert [message["content"] for message in seen[-1][1:]] == [
         "nothing",
-        "That is no number.",
+        "That is not a number.",
         str(int(example.answer) - 1),
         "higher",
     ]

@@ -1,4 +1,4 @@
-"""Environments in a process of their own: what they may do wrong there, and that nothing of them stays behind."""
+"""Environments in their own process: what they may do wrong there, and that nothing of them stays behind."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from prime_rl.orchestrator.envs import Example, Message, ProcessEnvironment
 from prime_rl.orchestrator.envs.checked import CheckedEnvironment, EnvironmentFault, Interrupted
 from tests.orchestrator_support import until
 
-# An environment as somebody else would write it; what it does stands in the word of its example.
+# A user's environment; the word of its example selects what it does.
 MODULE = """
 import asyncio, os, subprocess, sys, time
 
@@ -151,7 +151,7 @@ def processes() -> set[psutil.Process]:
 
 
 async def ended(of: set[psutil.Process]) -> None:
-    """Those that an environment starts in a session of their own are nobody's children when their parent is gone."""
+    """Processes that an environment starts in their own session are orphans when their parent is gone."""
     await until(
         lambda: not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in of), "the processes to end"
     )
@@ -171,7 +171,7 @@ async def test_code_that_hangs_is_killed_with_all_that_it_started() -> None:
     await ended(started)
 
 
-async def test_a_rollout_that_lets_go_costs_nobody_anything_and_one_that_does_not_costs_its_process(
+async def test_a_rollout_that_lets_go_costs_nothing_and_one_that_does_not_costs_its_process(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("prime_rl.orchestrator.envs.process.CANCEL_GRACE_S", 0.3)

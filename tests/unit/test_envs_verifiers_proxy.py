@@ -1,4 +1,4 @@
-"""The model that verifiers talks to: conversations that only grow, tools as plain text, and who may ask."""
+"""The model that verifiers talks to: conversations that only grow, tools as plain text, and allowed requests."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CALL = '<tool_call>\n{"name": "look", "arguments": {"at": 1}}\n</tool_call>'
 
 
 class Says:
-    """A policy that says one thing after the other."""
+    """A policy with a list of answers."""
 
     def __init__(self, *texts: str) -> None:
         self._texts = iter(texts)

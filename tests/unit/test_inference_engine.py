@@ -1,4 +1,4 @@
-"""The engine's thread: jobs, adapters in their slots, clients that go away, and an end that everybody hears of."""
+"""The engine's thread: jobs, adapters in their slots, clients that go away, and an end that fails all waiters."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def test_a_cancelled_job_frees_rows_and_slot(engine: Engine, folder: Path, tmp_p
         engine.adapters.load(name, path)
 
 
-def test_stopping_tells_everybody_who_waits(served: Served) -> None:
+def test_stopping_fails_all_waiters(served: Served) -> None:
     engine = Engine(served, lambda ids: "", max_num_seqs=1)
     engine.start()
     endless = [engine.submit(PROMPT, params(10**9)) for _ in range(3)]

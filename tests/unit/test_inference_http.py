@@ -45,7 +45,7 @@ async def ask(
 
 
 async def echo(scope: MutableMapping[str, Any], receive: Any, send: Any) -> None:
-    """An application that says what reached it."""
+    """An application that returns what reached it."""
     message = await receive()
     assert not message["more_body"]
     assert dict(scope["headers"])[b"content-length"] == str(len(message["body"])).encode()

@@ -1,4 +1,4 @@
-"""What is published for any set of target modules: it loads in peft and says what the trainer says; and what inference
+"""What is published for any set of target modules: it loads in peft and answers like the trainer; and what inference
 refuses of it.
 """
 
@@ -80,7 +80,7 @@ def test_an_adapter_on_what_inference_was_not_started_with_is_refused(tmp_path: 
 def test_an_adapter_that_does_not_hold_what_it_says_is_refused(
     tmp_path: Path, says: tuple[str, ...], has: tuple[str, ...], reason: str
 ) -> None:
-    """Otherwise it would act as the base model, wholly or in part, and nobody would see it."""
+    """Otherwise it would act as the base model, wholly or in part, without an error."""
     base = tiny_model()
     engine = adapt_model(copy.deepcopy(base), LoRAConfig(rank=8), n_adapters=1)
     folder = TrainedAdapter.on(base, has or ("q_proj",), seed=1).publish(tmp_path / "a")

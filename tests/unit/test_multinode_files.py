@@ -19,7 +19,7 @@ from prime_rl.contract.shares import Split
 from prime_rl.multinode.phases import Phase, Position, RlPhase
 from prime_rl.multinode.place import Place, WorkSetting
 from prime_rl.multinode.proofs import Proofs, TrainProof
-from prime_rl.multinode.reach import Doorbell, Ringer, answers
+from prime_rl.multinode.reach import Prober, ProbeServer, answers
 from prime_rl.multinode.records import GroupRecord, NodeRecord
 from prime_rl.multinode.rollouts import Rollouts
 from prime_rl.multinode.split import Plan
@@ -134,27 +134,27 @@ def test_a_damaged_proof_is_none(tmp_path: Path) -> None:
     assert proofs_of(output, RlPhase.BOTH).resume() == Position(1, Phase.START)
 
 
-def test_a_worker_knows_its_master_by_its_answer() -> None:
-    port = Doorbell("first").port
+def test_a_worker_recognizes_its_master_by_its_answer() -> None:
+    port = ProbeServer("first").port
     assert answers(NodeRecord(0, "first", 1, address="127.0.0.1", port=port), 5.0)
     assert not answers(NodeRecord(0, "second", 1, address="127.0.0.1", port=port), 5.0)
     assert not answers(NodeRecord(0, "first", 1, address="127.0.0.1", port=1), 5.0)
 
 
-def test_the_doorbell_outlives_a_time_without_free_files(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_probe_server_outlives_a_time_without_free_files(caplog: pytest.LogCaptureFixture) -> None:
     gc.collect()  # what it would close later would give back descriptors
     lowest = os.dup(0)
     os.close(lowest)
-    bell = Doorbell("word")  # takes the lowest
-    master = NodeRecord(0, "word", 1, address="127.0.0.1", port=bell.port)
+    server = ProbeServer("word")  # takes the lowest
+    master = NodeRecord(0, "word", 1, address="127.0.0.1", port=server.port)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    # The first caller takes the descriptor that a waiting `accept` has reserved; for the next one there is none.
+    # The first caller takes the descriptor that a waiting `accept` has reserved; the next one gets none.
     callers = [socket.socket() for _ in range(2)]
     resource.setrlimit(resource.RLIMIT_NOFILE, (lowest + 1, hard))
     try:
         for caller in callers:
-            caller.connect(("127.0.0.1", bell.port))
-        wait_for(lambda: "workers get no answer" in caplog.text, "the doorbell to fail", timeout_s=60.0)
+            caller.connect(("127.0.0.1", server.port))
+        wait_for(lambda: "workers get no answer" in caplog.text, "the probe server to fail", timeout_s=60.0)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         for caller in callers:
@@ -163,14 +163,14 @@ def test_the_doorbell_outlives_a_time_without_free_files(caplog: pytest.LogCaptu
     assert caplog.text.count("workers get no answer") == 1, "once for each time of trouble"
 
 
-def test_rings_in_vain_are_counted_until_there_is_an_answer() -> None:
-    bell = Doorbell("word")
+def test_misses_are_counted_until_there_is_an_answer() -> None:
+    server = ProbeServer("word")
     known = [NodeRecord(0, "word", 1, address="127.0.0.1", port=1)]
-    ringer = Ringer(lambda: known[0], 0.01)
-    wait_for(lambda: ringer.count("1-word") >= 3, "three rings in vain", timeout_s=PATIENCE_S)
-    assert ringer.count("2-next") == 0, "who was rung before says nothing of another"
-    known[0] = NodeRecord(0, "word", 1, address="127.0.0.1", port=bell.port)
-    wait_for(lambda: ringer.count("1-word") == 0, "an answer", timeout_s=PATIENCE_S)
+    prober = Prober(lambda: known[0], 0.01)
+    wait_for(lambda: prober.count("1-word") >= 3, "three misses", timeout_s=PATIENCE_S)
+    assert prober.count("2-next") == 0, "misses of one master do not count for another"
+    known[0] = NodeRecord(0, "word", 1, address="127.0.0.1", port=server.port)
+    wait_for(lambda: prober.count("1-word") == 0, "an answer", timeout_s=PATIENCE_S)
 
 
 def test_rollouts_with_other_settings_count_as_none(tmp_path: Path) -> None:

@@ -1,10 +1,10 @@
-"""What a node tells whoever reads its log: whom it waits for, who was lost, who came back."""
+"""A node's log: the nodes that it waits for, that were lost, that came back."""
 
 from __future__ import annotations
 
 import itertools
 
-from prime_rl.multinode.loop import SAY_AGAIN_S, Voice
+from prime_rl.multinode.loop import SAY_AGAIN_S, ProgressLog
 from prime_rl.multinode.phases import Phase
 from tests.multinode_sim import POLL_S, World
 
@@ -13,17 +13,17 @@ NODE_2 = "node 2 (host2, pid 1002)"
 
 
 def listen(world: World, rank: int) -> list[tuple[float, str]]:
-    """What the first process of `rank` says, and when."""
+    """The log of the first process of `rank`, with times."""
     heard: list[tuple[float, str]] = []
 
     def begin() -> None:
         node = world.nodes[rank]
         assert node is not None
-        voice = Voice(node.member, lambda words: heard.append((world.now, words)), lambda: world.now)
+        progress_log = ProgressLog(node.member, lambda words: heard.append((world.now, words)), lambda: world.now)
 
         def look() -> None:
             if not node.is_dead:
-                voice.speak()
+                progress_log.update()
                 world.at(world.now + POLL_S, look)
 
         look()
@@ -33,7 +33,7 @@ def listen(world: World, rank: int) -> list[tuple[float, str]]:
     return heard
 
 
-def test_a_node_that_waits_says_each_second_for_whom_and_how_long_yet() -> None:
+def test_a_waiting_node_logs_each_second_which_nodes_and_how_long() -> None:
     world = World(1, 3, restarts=False, kill_at=(2, Phase.FINAL), chaos_until_s=0.0, max_lag_s=0.5)
     heard = listen(world, 1)
     killed_at, _ = world.killed[0]
@@ -45,7 +45,7 @@ def test_a_node_that_waits_says_each_second_for_whom_and_how_long_yet() -> None:
     assert waits[-1][1].endswith("s of at most 3600 s)") and ", suspect: no beat for" in waits[-1][1]
 
 
-def test_who_was_lost_and_who_came_back_is_said_once() -> None:
+def test_lost_and_returned_nodes_are_logged_once() -> None:
     world = World(2, 3, num_iterations=3, elastic=True, kill_at=(2, Phase.TRAIN_ROLLOUT), chaos_until_s=0.0, speed=8)
     news = [words for _, words in listen(world, 1) if words.startswith("the group goes on")]
     assert len(news) == 2

@@ -1,4 +1,4 @@
-"""Whole lives of groups in a simulated world: no hang, no split, no task lost or counted twice, everybody ends."""
+"""Whole lives of groups in a simulated world: no hang, no split, no task lost or counted twice, all nodes end."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from msgspec.structs import replace
 
 from prime_rl.multinode.decide import Exit
-from prime_rl.multinode.loop import Voice
+from prime_rl.multinode.loop import ProgressLog
 from prime_rl.multinode.phases import Phase, RlPhase
 from prime_rl.multinode.records import EXIT_DONE, EXIT_INTERRUPTED, EXIT_REFUSED, EXIT_TRY_AGAIN, GroupSetting
 from tests.budgets import SIMULATIONS as NUM_HISTORIES
@@ -97,7 +97,7 @@ def test_a_master_that_is_cut_off_is_named_and_not_its_workers(elastic: bool) ->
 
 
 def quiet_world(seed: int, **changes: Any) -> World:
-    """Three nodes that nothing disturbs but what `changes` says."""
+    """Three nodes, disturbed only by `changes`."""
     return World(seed, 3, chaos_until_s=0.0, max_lag_s=0.5, **changes)
 
 
@@ -180,17 +180,17 @@ def test_survivors_of_an_elastic_group_go_on_alone() -> None:
 
 
 def listen(world: World, rank: int) -> list[str]:
-    """What the first process of `rank` says."""
+    """The log of the first process of `rank`."""
     said: list[str] = []
 
     def begin() -> None:
         node = world.nodes[rank]
         assert node is not None
-        voice = Voice(node.member, said.append, lambda: world.now)
+        progress_log = ProgressLog(node.member, said.append, lambda: world.now)
 
         def look() -> None:
             if not node.is_dead:
-                voice.speak()
+                progress_log.update()
                 world.at(world.now + POLL_S, look)
 
         look()
@@ -200,7 +200,7 @@ def listen(world: World, rank: int) -> list[str]:
 
 
 def play_with(world: World, *, after_s: float, start: int, **changes: object) -> Node:
-    """One more process of rank `start`, with a setting of its own."""
+    """One more process of rank `start`, with its own setting."""
     extra: list[Node] = []
 
     def join() -> None:
@@ -222,7 +222,7 @@ def exits_of(world: World, rank: int) -> list[Exit]:
 
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("after_s", [0.5, 12.0])
-def test_a_second_process_of_a_rank_is_refused_and_disturbs_nobody_at_work(rank: int, after_s: float) -> None:
+def test_a_second_process_of_a_rank_is_refused_and_disturbs_no_node_at_work(rank: int, after_s: float) -> None:
     world = World(11, 3, chaos_until_s=0.0)
     play_with(world, after_s=after_s, start=rank)
     refused = [exit for exit in exits_of(world, rank) if exit.code == EXIT_REFUSED]

@@ -1,4 +1,4 @@
-"""The bound on staleness with the real scheduler: whoever finishes when, and whenever a new version arrives.
+"""The bound on staleness with the real scheduler: whatever finishes when, and whenever a new version arrives.
 
 The server's answers say which version made them, so the bound is checked on the tokens themselves, not on what the
 orchestrator wrote down about them.

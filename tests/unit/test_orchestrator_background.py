@@ -113,7 +113,7 @@ async def test_what_fails_while_it_is_cancelled_is_logged(caplog: pytest.LogCapt
 
 
 class LostProcess:
-    """A process whose output fails in a way that is no end of a stream."""
+    """A process whose output fails in another way than the end of a stream."""
 
     pid = 2**22 + 1  # no process has it
 

@@ -1,4 +1,4 @@
-"""How many requests a run has under way: the decision against a modelled server, and who waits for whom."""
+"""How many requests a run has under way: the decision against a modelled server, and which requests wait."""
 
 from __future__ import annotations
 

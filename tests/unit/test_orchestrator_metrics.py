@@ -1,4 +1,4 @@
-"""The figures of a batch, where its time went, who held it up; and that `docs/metrics.md` tells of every figure."""
+"""The figures of a batch, where its time went, what held it up; and that `docs/metrics.md` lists every figure."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_metrics_of_a_batch() -> None:
     assert (values["time/step"], values["time/wait_for_policy"], values["groups_dropped"]) == (4.0, 1.0, 2)
 
 
-def test_phases_add_up_and_begin_anew_after_a_lap() -> None:
+def test_phases_add_up_and_begin_again_after_a_lap() -> None:
     now = [0.0]
     clock = PhaseClock(lambda: now[0])
     phases: list[tuple[Phase, float]] = [("wait_for_policy", 2.0), ("generate", 5.0)]
@@ -60,7 +60,7 @@ def test_time_goes_to_the_environment_by_the_share_of_rollouts_in_its_code() -> 
     now[0] = 7.0  # both generate
     clock.switch("wait_for_inference")
     meter.end_turn()
-    now[0] = 9.0  # nothing is generated, so it is inference that is waited for, whoever works meanwhile
+    now[0] = 9.0  # nothing is generated, so inference is waited for, whatever works meanwhile
     assert clock.lap() == {**NO_TIME, "environment": 3.0, "generate": 4.0, "wait_for_inference": 2.0}
 
 
@@ -96,7 +96,7 @@ async def test_an_environment_is_metered_also_when_it_or_the_policy_fails() -> N
         ({"generate": 1.0, "environment": 2.0, "wait_for_policy": 1.0}, 0, "environment"),
         ({"generate": 1.0, "wait_for_policy": 2.0}, 0, "trainer"),  # on-policy: both in turn, and training takes longer
         ({"generate": 4.0, "wait_for_policy": 1.0}, 1, "trainer"),  # it always had work, and was waited for
-        ({"generate": 4.0, "wait_for_policy": 0.1}, 1, None),  # nobody waited
+        ({"generate": 4.0, "wait_for_policy": 0.1}, 1, None),  # no waiting
     ],
 )
 def test_the_bottleneck_is_who_is_waited_for(time_s: dict[Phase, float], num_ahead: int, holder: str | None) -> None:

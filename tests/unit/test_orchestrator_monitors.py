@@ -28,7 +28,7 @@ from tests.patience import PATIENCE_S
 
 
 class Recorder:
-    """A monitor that fails where a test says so."""
+    """A monitor that fails where a test asks."""
 
     def __init__(self, name: str = "recorder", fails_at: str = "", fails_once_at_step: int = 0) -> None:
         self.name = name

@@ -1,4 +1,4 @@
-"""Several inference servers behind one client, over real HTTP: who is asked, who is left out, who comes back."""
+"""Several inference servers behind one client, over real HTTP: which is asked, left out, or comes back."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.orchestrator_support import (
     until,
 )
 
-# Nobody listens there.
+# Nothing listens there.
 NOWHERE = "http://127.0.0.1:9/v1"
 
 
@@ -133,7 +133,7 @@ async def test_a_version_is_loaded_when_every_living_server_has_it(model: Path, 
         adapters = AdapterSet(client, "run_a")
         await adapters.load("run_a@v1", tmp_path)
         assert [set(fake.adapters) for fake in fakes] == [{"run_a@v1"}] * 2
-        fakes[1].adapters.clear()  # restarted so fast that nobody noticed
+        fakes[1].adapters.clear()  # restarted too fast to be noticed
         assert not await adapters.serves("run_a@v1")
         await adapters.load("run_a@v1", tmp_path)
         assert await adapters.serves("run_a@v1")

@@ -1,4 +1,4 @@
-"""Advantages, example order, batches, progress: what the orchestrator decides without talking to anybody."""
+"""Advantages, example order, batches, progress: what the orchestrator decides without I/O."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ def test_nothing_is_started_for_batches_beyond_the_last_and_no_version_is_needed
     assert ledger.version_needed is None and not ledger.may_start(9)
 
 
-def test_batches_take_groups_in_example_order_whoever_finishes_first() -> None:
+def test_batches_take_groups_in_example_order_whichever_finishes_first() -> None:
     ledger = a_ledger(k=1)
     fill(ledger, 0)
     for index in (3, 1, 2):
@@ -319,7 +319,7 @@ def test_goes_on_from_a_checkpoint_that_only_the_trainer_wrote(tmp_path: Path) -
     run.checkpoint_dir(3).mkdir()
     mark_stable(run.checkpoint_dir(3))
     assert find_progress(run, groups_per_batch=2) == Progress(3, 6)
-    write_step(run, 3, 7)  # with its batch file there, that one knows better
+    write_step(run, 3, 7)  # its batch file is there and comes first
     assert find_progress(run, groups_per_batch=2) == Progress(3, 7)
 
 

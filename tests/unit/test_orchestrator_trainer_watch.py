@@ -1,4 +1,4 @@
-"""What a run says of the trainer that it waits for. Clocks are numbers; the processes are real ones."""
+"""A run's message about the trainer that it waits for. Clocks are numbers; the processes are real ones."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def watch(tmp_path: Path) -> TrainerWatch:
 
 
 def tell(tmp_path: Path, *, pid: int | None = None, state: str = "waiting", at: float = NOW) -> None:
-    """The trainer's last word, of this process unless `pid` says of which."""
+    """The trainer's last status, of this process unless `pid` is given."""
     pid = pid or os.getpid()
     status = TrainerStatus(state=state, pid=pid, pid_create_time=ProcessId.of(pid).create_time, updated_at=at)
     write_atomic(OutputDir(tmp_path).trainer_status, msgspec.json.encode(status))
@@ -49,7 +49,7 @@ def test_a_workspace_without_a_trainer_is_told_from_one_whose_trainer_lives(
     assert not watch.is_known() and watch.trouble(NOW) is None
     tell(tmp_path)
     assert watch.is_known() and watch.trouble(NOW) is None
-    assert watch.trouble(NOW + LOST_AFTER_S) is None, "its process is there: a late heartbeat is no death"
+    assert watch.trouble(NOW + LOST_AFTER_S) is None, "its process is there: a late heartbeat is not a death"
 
 
 def test_a_trainer_that_stopped_is_down_until_it_starts_again(tmp_path: Path, watch: TrainerWatch) -> None:

@@ -1,4 +1,4 @@
-"""Runs that train the whole model: who has which weights, and no answer of other weights than it is taken for."""
+"""Runs that train the whole model: the weights of each server, and no answer of other weights than expected."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ async def test_a_pinned_version_stays_until_it_is_let_go(model: Path, run: RunDi
     assert fake.weights == "run_a/broadcast/step_2"
 
 
-async def test_a_version_that_cannot_be_had_any_more_fails_who_wants_exactly_that(model: Path, run: RunDir) -> None:
+async def test_a_version_that_cannot_be_had_any_more_fails_requests_for_exactly_that(model: Path, run: RunDir) -> None:
     """The current version is waited for: a newer one may come. A pinned one is not, or nothing newer could come."""
     fake = FakeInference(model)
     async with at_version(fake, run, 1) as (client, policy):
@@ -176,7 +176,7 @@ async def test_one_run_at_a_time_has_the_weights(tmp_path: Path) -> None:
 
 
 async def test_a_run_from_its_first_batch_to_the_base_model_again(model: Path, tmp_path: Path) -> None:
-    """That the trainer has no adapters is all that says so; a killed orchestrator has left its weights behind."""
+    """Only the trainer's status shows it; a killed orchestrator has left its weights behind."""
     fake, run = FakeInference(model), make_run(tmp_path)
     fake.weights = "run_a/broadcast/step_9"
     over: dict[str, Any] = {"max_steps": 5, "max_async_level": 1, "eval": {"interval": 2, "num_examples": 2}}

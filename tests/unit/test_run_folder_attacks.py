@@ -1,6 +1,6 @@
-"""Whatever stands in the place of a file of a run: nobody waits for it, follows it, or takes the memory for it.
+"""Whatever is in place of a run's file: nothing waits for it, follows it, or takes the memory for it.
 
-In turn each file and folder that a run may hold is something else, in a run of its own; then all that reads runs looks
+In turn each file and folder that a run may hold is something else, in its own run; then all that reads runs looks
 at all of them, and at one that is as it should be.
 """
 
@@ -24,7 +24,7 @@ from daemons import actions
 from daemons.client import WorkspaceReader
 from daemons.disk import DiskReader
 from daemons.logs import end_of_lines, last_lines
-from daemons.observe import Eyes
+from daemons.observe import Observer
 from daemons.process import log_tail, spawn
 from daemons.rotation import rotate
 from prime_rl.configs.base import parse_argv
@@ -119,7 +119,7 @@ def looks_at_all(workspace: Path) -> Iterator[tuple[str, Look]]:
     """What looks at all runs at once; none of these may raise."""
     output = OutputDir(workspace)
     names = [run.run_id for run in scan_runs(workspace)[0]]
-    reader, discovery, eyes = WorkspaceReader(workspace), Discovery(workspace, lambda config: None), Eyes(output)
+    reader, discovery, eyes = WorkspaceReader(workspace), Discovery(workspace, lambda config: None), Observer(output)
 
     def discover() -> None:
         found = discovery.scan({}, None)
@@ -210,7 +210,7 @@ def attacked(workspace: Path, whole: RunDir, targets: list[Path], kind: str, out
 
 
 def is_well(workspace: Path) -> bool:
-    """Whether the run that nobody attacked is what it was."""
+    """Whether the run that was not attacked is unchanged."""
     found = WorkspaceReader(workspace).read().run(GOOD)
     return found is not None and str(found.state) == "finished"
 
@@ -263,7 +263,7 @@ def test_every_file_of_a_run_is_replaced_while_it_is_read(tmp_path: Path, whole_
 
 
 def test_what_is_attacked_is_all_that_a_run_holds(whole_run: RunDir) -> None:
-    """The list follows the layout: nobody has to remember to add a file to it."""
+    """The list follows the layout, so new files are in it."""
     names = {str(path) for path in run_paths(whole_run)}
     assert {
         *(
@@ -288,7 +288,7 @@ def test_a_rank_file_is_not_followed_and_a_head_that_lies_costs_nothing(tmp_path
     for kind in ("pipe", "link outside"):
         ATTACKS[kind](path, decoy)
         for look in (lambda: list(read_rank_file(path)), lambda: RankFileWriter(path)):
-            with pytest.raises(OSError, match="must be a file of its own"):
+            with pytest.raises(OSError, match="must be a regular file"):
                 finishes(f"a rank file that is a {kind}", look, path)
         path.unlink()
     writer = RankFileWriter(path)
@@ -300,7 +300,7 @@ def test_a_rank_file_is_not_followed_and_a_head_that_lies_costs_nothing(tmp_path
 
 
 def test_a_status_that_is_a_pipe_holds_up_no_other_run(tmp_path: Path, whole_run: RunDir) -> None:
-    """The trainer looked at `control/status.json` of every run, and waited for ever at this one."""
+    """The trainer looked at `control/status.json` of every run, and waited forever at this one."""
     for name in ("run_bad", "run_other"):
         run = RunDir(tmp_path / name)
         run.control.mkdir(parents=True)
@@ -327,7 +327,7 @@ def test_a_refused_config_is_explained_to_people(
     run = RunDir(tmp_path / "run_bad")
     run.control.mkdir(parents=True)
     os.mkfifo(run.orch_toml)
-    reason = f"{run.orch_toml} is a named pipe: it must be a file of its own; remove it"
+    reason = f"{run.orch_toml} is a named pipe: must be a regular file; remove it"
     assert daemons.cli.run(["status", "--json", "--output-dir", str(tmp_path)]) == 0
     assert reason in capsys.readouterr().out
     assert daemons.cli.run(["runs", "show", "run_bad", "--output-dir", str(tmp_path)]) == 1

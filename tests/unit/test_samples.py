@@ -98,7 +98,7 @@ def test_any_text_is_stored_as_it_is_in_ascii_and_whole_lines_alone_are_read(tmp
     assert [sample.step for sample in read_samples(path, 9)] == [1, 3]
 
 
-def test_a_disk_that_takes_nothing_is_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_disk_that_takes_nothing_is_reported_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     run = make_run(tmp_path)
     run.metrics.write_text("in the way")
     groups = [a_group(0)]

@@ -137,7 +137,7 @@ def test_every_string_of_a_rollout(output: OutputDir, attack: str) -> None:
 
 @pytest.mark.parametrize("attack", IN_TURN)
 def test_everything_at_once(tmp_path: Path, attack: str) -> None:
-    """Also what is no struct: notes, logs, names of figures, of folders and of entries that are no runs."""
+    """Also other than structs: notes, logs, names of figures, of folders and of entries that are not runs."""
     attacked = Attacked(OutputDir(tmp_path), ATTACKS[attack]).build()
     seen = check_clean("home", looked_at(attacked.output))
     for run_id in (RUN, "run_evicted", "run_noted", "run_failed"):
@@ -219,4 +219,4 @@ def test_a_log_line_that_quotes_a_run_is_one_line_and_clean(
         logger.exception("failed")
     complain("part", ATTACKS[attack])
     err = check_clean("a log line", iter((capsys.readouterr().err,)))
-    assert err.count("\n20") == 1 + err.count("\n2026-01-01T00"), "a message makes no line of its own"
+    assert err.count("\n20") == 1 + err.count("\n2026-01-01T00"), "a message makes no extra line"

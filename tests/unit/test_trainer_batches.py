@@ -125,11 +125,11 @@ def test_nesting_without_end_is_refused(tmp_path: Path, place: str) -> None:
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
-        (lambda path: path.mkdir(), "must be a file"),
-        (os.mkfifo, "must be a file"),
-        (lambda path: path.symlink_to("/dev/zero"), "must be a file of its own"),
-        (lambda path: path.symlink_to("/nowhere"), "must be a file of its own"),
-        (lambda path: path.symlink_to(path), "must be a file of its own"),
+        (lambda path: path.mkdir(), "must be a regular file"),
+        (os.mkfifo, "must be a regular file"),
+        (lambda path: path.symlink_to("/dev/zero"), "must be a regular file"),
+        (lambda path: path.symlink_to("/nowhere"), "must be a regular file"),
+        (lambda path: path.symlink_to(path), "must be a regular file"),
     ],
     ids=["folder", "pipe", "link to a device", "link to nothing", "link to itself"],
 )

@@ -285,7 +285,7 @@ def test_a_linked_config_is_not_followed(tmp_path: Path) -> None:
     look = Look(tmp_path / "workspace")
     assert look.all().candidates == []
     assert look.later(2 * SETTLE_S).invalid == ["run_a"]
-    assert "is a symbolic link: it must be a file of its own" in run.config_error.read_text()
+    assert "is a symbolic link: must be a regular file" in run.config_error.read_text()
     run.orch_toml.unlink()
     place(run, text_of(2))
     assert [each.config.seed for each in look.all().candidates] == [2] and not run.config_error.exists()

@@ -58,7 +58,7 @@ class Played:
 
 
 def play(tenants: list[Tenant], until: float) -> Played:
-    """The trainer's loop: take in what is there, one pass, update whoever is complete."""
+    """The trainer's loop: take in what is there, one pass, update the runs that are complete."""
     queue, now = RowQueue(PASS), 0.0
     ready_at: dict[int, float] = {idx: tenant.arrives for idx, tenant in enumerate(tenants)}
     played = Played([[] for _ in tenants])
@@ -84,7 +84,7 @@ def positions(rows: list[Row]) -> int:
 
 
 def alone(tenant: Tenant) -> float:
-    """What a batch of `tenant` costs when nobody else is there."""
+    """What a batch of `tenant` costs when it is alone."""
     queue, cost = RowQueue(PASS), 0
     queue.add(0, tenant.rows(0))
     while rows := queue.next_rows():
@@ -127,8 +127,8 @@ MIXES: dict[str, list[Tenant]] = {
 
 @pytest.mark.parametrize("place", ["first", "last"])
 @pytest.mark.parametrize("name", MIXES)
-def test_every_run_gets_its_share_and_nobody_starves(name: str, place: str) -> None:
-    """The hog in the first slot or in the last: who sits where must not matter."""
+def test_every_run_gets_its_share_and_none_starves(name: str, place: str) -> None:
+    """The hog in the first slot or in the last: the order of slots must not matter."""
     tenants = MIXES[name] if place == "first" else MIXES[name][::-1]
     owed = [owed_every(tenants, idx) for idx in range(len(tenants))]
     end = 12 * max(owed)

@@ -1,4 +1,4 @@
-"""MultiRunManager as somebody would use it from its documentation: without a trainer, by the names written there."""
+"""MultiRunManager as its documentation describes it: without a trainer, by the names written there."""
 
 from __future__ import annotations
 

@@ -103,7 +103,7 @@ def test_a_run_that_is_admitted_at_a_step_starts_with_the_rate_of_that_step(tmp_
 
 
 def test_a_step_without_arguments_is_that_of_the_ready_runs(tmp_path: Path) -> None:
-    """Slots without a run have neither optimizer nor scheduler; who is not ready keeps weights, gradients and rate."""
+    """Slots without a run have neither optimizer nor scheduler; other runs keep weights, gradients and rate."""
     linear = {"max_steps": 10, "scheduler": {"type": "linear"}, "optim": {"lr": 0.1}}
     manager, optimizer, scheduler = with_scheduler(tmp_path, linear, linear)
     assert [made is not None for made in optimizer.optimizers] == [True, True, False, False]

@@ -78,7 +78,7 @@ def test_an_unchanged_bad_file_is_parsed_once(tmp_path: Path) -> None:
     assert RunDir(tmp_path / "run_a").config_error.read_text().strip().endswith("not today")
 
 
-def test_a_run_has_its_slot_before_others_are_told_what_is_wrong_with_them(tmp_path: Path) -> None:
+def test_a_run_has_its_slot_before_invalid_configs_are_reported(tmp_path: Path) -> None:
     bad = [add(tmp_path, f"run_bad{number}", number + 1, optim={"lr": "fast"}) for number in range(2)]
     add(tmp_path, "run_good", 9)
     manager, seen = manager_of(tmp_path), []
@@ -261,7 +261,7 @@ def test_a_hook_that_raises_evicts_that_run_only(tmp_path: Path, kind: str) -> N
     assert not manager.has_changes
 
 
-def test_a_slot_starts_anew_for_the_next_run(tmp_path: Path) -> None:
+def test_a_slot_starts_empty_for_the_next_run(tmp_path: Path) -> None:
     add(tmp_path, "run_a", landed=1)
     manager = look(manager_of(tmp_path, max_runs=1))
     fresh = manager.get_state_dict_for_run(0)
@@ -322,7 +322,7 @@ def test_names_of_all_versions_of_the_interface(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "text", ["x = " + "[" * 20_000, "batch_size = " + "9" * 5_000, "#" * (2 << 20)], ids=["nested", "digits", "large"]
 )
-def test_a_hostile_config_is_invalid_and_harms_nobody(tmp_path: Path, text: str) -> None:
+def test_a_hostile_config_is_invalid_and_harms_no_other_run(tmp_path: Path, text: str) -> None:
     run = add(tmp_path, "run_a")
     add(tmp_path, "run_b")
     run.orch_toml.write_text(text)

@@ -24,7 +24,7 @@ from tests.trainer_support import write_config
 
 
 class Deaf:
-    """Watches and tells nothing."""
+    """Watches and reports nothing."""
 
     def __init__(self, on_change: OnChange) -> None:
         pass

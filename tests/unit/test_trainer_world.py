@@ -30,17 +30,17 @@ def test_a_missing_device_is_named() -> None:
         setup_world("cuda", 1.0)
 
 
-def test_the_silent_are_lost_and_who_left_is_not() -> None:
+def test_silent_ranks_are_lost_and_those_that_left_are_not() -> None:
     now = [0.0]
     pulse = Pulse(4, clock=lambda: now[0])
-    pulse.hear(["1", "1", "1", "1"])
+    pulse.update(["1", "1", "1", "1"])
     now[0] = 6.0
-    pulse.hear(["2", "1", LEFT, "2"])
+    pulse.update(["2", "1", LEFT, "2"])
     assert pulse.lost(10.0) == [] and pulse.lost(6.0) == [1]
     now[0] = 12.0
-    pulse.hear(["3", "1", LEFT, "2"])
+    pulse.update(["3", "1", LEFT, "2"])
     assert pulse.lost(10.0) == [1] and pulse.lost(6.0) == [1, 3] and not pulse.all_left
-    pulse.hear([LEFT, LEFT, LEFT, LEFT])
+    pulse.update([LEFT, LEFT, LEFT, LEFT])
     now[0] = 99.0
     assert pulse.all_left and pulse.lost(1.0) == []
 
@@ -83,7 +83,7 @@ def test_every_start_has_a_name_of_its_own_in_one_store() -> None:
 
 def test_a_rank_that_does_not_come_is_named() -> None:
     store = HashStore()
-    store.set("word/2", "what an earlier start left")
+    store.set("key/2", "what an earlier start left")
     with pytest.raises(MissingRanks, match=r"rank 1 and 2 of 3 did not join within 0\.2 s"):
         name_of_this_start(store, 0, 3, 0.2)
     with pytest.raises(MissingRanks, match=r"rank 0 did not join within 0\.2 s; rank 1 waits for it"):

@@ -9,12 +9,12 @@ import pytest
 
 from prime_rl.contract.files import WaitTimeout, wait_for
 from prime_rl.trainer import writer as writer_module
-from prime_rl.trainer.writer import BackgroundWriter, FolderGone, Piece, WriteError
+from prime_rl.trainer.writer import BackgroundWriter, FolderGone, WriteError, WriteJob
 from tests.patience import PATIENCE_S
 
 
 class Disk:
-    """Takes a piece only when it is let; notes what it took."""
+    """Takes a job only when it is let; notes what it took."""
 
     def __init__(self, writer: BackgroundWriter) -> None:
         self.writer = writer
@@ -30,7 +30,7 @@ class Disk:
             if error is not None:
                 raise error
 
-        self.writer.submit(Piece(run_id, f"version {step} of {run_id}", job, lambda: None))
+        self.writer.submit(WriteJob(run_id, f"version {step} of {run_id}", job, lambda: None))
 
 
 @pytest.fixture
@@ -41,14 +41,14 @@ def disk() -> Iterator[Disk]:
     disk.writer.close()
 
 
-def test_work_is_done_in_order_and_told_in_order(disk: Disk) -> None:
+def test_work_is_done_in_order_and_reported_in_order(disk: Disk) -> None:
     for run_id, step in [("run_a", 1), ("run_b", 1), ("run_a", 2)]:
         disk.put(run_id, step)
     assert disk.writer.take_results() == []
     disk.is_free.set()
     disk.writer.finish()
     assert disk.taken == ["run_a/1", "run_b/1", "run_a/2"]
-    assert [(result.piece.what, result.problem) for result in disk.writer.take_results()] == [
+    assert [(result.job.what, result.problem) for result in disk.writer.take_results()] == [
         ("version 1 of run_a", None),
         ("version 1 of run_b", None),
         ("version 2 of run_a", None),
@@ -100,9 +100,9 @@ def test_a_run_waits_for_its_own_work_alone(disk: Disk) -> None:
 def test_the_queue_of_each_run_is_bounded_and_says_what_is_waited_for(disk: Disk) -> None:
     assert disk.writer.full() == {}
     disk.put("run_a", 1)
-    wait_for(disk.has_begun.is_set, "the first piece to begin", timeout_s=PATIENCE_S)
+    wait_for(disk.has_begun.is_set, "the first job to begin", timeout_s=PATIENCE_S)
     disk.put("run_b", 1)
-    assert disk.writer.full() == {}, "one piece of each run"
+    assert disk.writer.full() == {}, "one job of each run"
     disk.put("run_b", 2)
     assert disk.writer.full() == {"run_b": "the disk to take version 1 of run_a"}, "run_a may hand over one more"
     disk.is_free.set()
@@ -114,7 +114,7 @@ def test_the_queue_of_each_run_is_bounded_and_says_what_is_waited_for(disk: Disk
 def test_a_disk_that_takes_nothing_is_waited_for_only_so_long(disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(writer_module, "DISK_TIMEOUT_S", 0.2)
     disk.put("run_a", 1)
-    wait_for(disk.has_begun.is_set, "the first piece to begin", timeout_s=PATIENCE_S)
+    wait_for(disk.has_begun.is_set, "the first job to begin", timeout_s=PATIENCE_S)
     disk.put("run_a", 2)
     with pytest.raises(WaitTimeout, match="the disk to take what run_a made"):
         disk.writer.finish("run_a")
@@ -127,6 +127,6 @@ def test_closing_finishes_the_queue() -> None:
     writer = BackgroundWriter()
     taken: list[int] = []
     for step in range(5):
-        writer.submit(Piece("run_a", f"version {step}", lambda step=step: taken.append(step), lambda: None))  # type: ignore[misc]
+        writer.submit(WriteJob("run_a", f"version {step}", lambda step=step: taken.append(step), lambda: None))  # type: ignore[misc]
     writer.close()
     assert taken == [0, 1, 2, 3, 4]

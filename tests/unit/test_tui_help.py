@@ -59,7 +59,7 @@ def test_every_binding_stands_in_the_help_with_what_it_does() -> None:
     assert re.search(r"^  P +the daemons", text, re.MULTILINE)
 
 
-def test_whoever_may_only_look_sees_no_key_that_acts() -> None:
+def test_a_read_only_user_sees_no_key_that_acts() -> None:
     text = help_text(read_only=True)
     assert "Runs\n" in text and "evict" not in text.replace("evicted", "") and "Act\n" not in text
     code = (

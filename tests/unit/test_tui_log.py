@@ -158,7 +158,7 @@ class Log:
 
     @property
     def texts(self) -> list[str]:
-        return [line.text for line in self.last.piece.lines]
+        return [line.text for line in self.last.slice.lines]
 
 
 OPERATIONS = st.lists(
@@ -230,14 +230,14 @@ def test_around_a_place_and_back_to_the_end(tmp_path: Path) -> None:
     log.path.write_bytes(b"".join(b"%05d INFO x\n" % number for number in range(5_000)))
     log.look()
     assert log.texts[-1] == "04999 INFO x" and len(log.texts) == 2 * NUM_AROUND
-    assert (log.last.piece.is_first, log.last.piece.is_last) == (False, True)
+    assert (log.last.slice.is_first, log.last.slice.is_last) == (False, True)
     log.reader.request = LogRequest(2_000 * 13)
     log.look()
     assert log.texts[NUM_AROUND] == "02000 INFO x" and len(log.texts) == 2 * NUM_AROUND
-    assert (log.last.piece.is_first, log.last.piece.is_last) == (False, False)
+    assert (log.last.slice.is_first, log.last.slice.is_last) == (False, False)
     log.reader.request = LogRequest(0)
     log.look()
-    assert log.texts[0] == "00000 INFO x" and log.last.piece.is_first
+    assert log.texts[0] == "00000 INFO x" and log.last.slice.is_first
     log.reader.request = LogRequest(10**9)
     log.look()
     assert log.texts[-1] == "04999 INFO x"
@@ -253,10 +253,10 @@ def test_rare_levels_are_found_far_away_and_a_new_wish_ends_the_search(tmp_path:
     log.path.write_text("ERROR boom\n  at x\n" + "INFO x\n" * 20_000)
     log.reader.request = LogRequest(None, LEVELS.index("error"))
     log.look()
-    assert log.texts == ["ERROR boom", "  at x"] and log.last.piece.is_first
+    assert log.texts == ["ERROR boom", "  at x"] and log.last.slice.is_first
     log.reader.is_open = False
     log.reader.request = LogRequest(None, LEVELS.index("warning"))
-    assert log.reader.read() == (None, True), "nobody waits for it"
+    assert log.reader.read() == (None, True), "nothing waits for it"
     log.reader.is_open = True
     log.look()
     assert log.texts == ["ERROR boom", "  at x"]
@@ -289,7 +289,7 @@ def test_two_gigabytes_of_nothing_and_lines_of_a_megabyte(tmp_path: Path, monkey
     assert log.texts == [] and log.last.size == 0
 
 
-def test_a_pipe_in_the_place_of_a_log_holds_nobody_up(tmp_path: Path) -> None:
+def test_a_pipe_in_the_place_of_a_log_holds_nothing_up(tmp_path: Path) -> None:
     log = Log(tmp_path)
     os.mkfifo(log.path)
     log.look()

@@ -33,7 +33,7 @@ def test_what_is_saved_is_there_the_next_time_for_this_workspace_only(tmp_path: 
     other = Memory(tmp_path / "other", path)
     assert (other.theme, other.workspace) == ("nord", WorkspaceMemory())
     other.save()
-    assert Memory(workspace, path).workspace.pins == ["run_a"], "two who write keep each other's"
+    assert Memory(workspace, path).workspace.pins == ["run_a"], "two writers keep each other's"
 
 
 def test_a_file_of_the_version_before_is_read_and_written_in_today_s_words(tmp_path: Path, workspace: Path) -> None:

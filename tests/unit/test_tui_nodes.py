@@ -1,4 +1,4 @@
-"""From the nodes' files to what the screen says: who is waited for, who is slow or dead, what is a problem."""
+"""From the nodes' files to the screen: which nodes are waited for, slow or dead, what is a problem."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Clock:
 
 def words(group: Group | None) -> dict[int, str]:
     assert group is not None
-    return {row.rank: row.word for row in group.rows}
+    return {row.rank: row.health for row in group.rows}
 
 
 def test_the_dead_the_slow_the_missing_and_whom_all_wait_for(tmp_path: Path) -> None:
@@ -46,7 +46,7 @@ def test_the_dead_the_slow_the_missing_and_whom_all_wait_for(tmp_path: Path) -> 
     assert make_group(reader.read()) is None
     put_group(output, seq=100)
     first = make_group(reader.read())
-    assert set(words(first).values()) == {NodeHealth.UNPROVEN, MISSING}, "nobody has been seen to move"
+    assert set(words(first).values()) == {NodeHealth.UNPROVEN, MISSING}, "no node has been seen to move"
     clock.now_s += 2
     put_group(output, seq=101)
     assert words(make_group(reader.read()))[3] == NodeHealth.UNPROVEN

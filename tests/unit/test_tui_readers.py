@@ -156,7 +156,7 @@ def test_metrics_of_both_files_by_name(tmp_path: Path) -> None:
     assert reader.update() == (False, False)
 
 
-def test_a_replaced_metrics_file_starts_its_series_anew(tmp_path: Path) -> None:
+def test_a_replaced_metrics_file_restarts_its_series(tmp_path: Path) -> None:
     path = tmp_path / "m.jsonl"
     path.write_text("".join(json.dumps({"step": step, "loss": 1.0}) + "\n" for step in range(1, 9)))
     reader = MetricsReader([path], ["loss"], capacity=16)
@@ -181,4 +181,4 @@ def test_two_gigabytes_of_nothing_a_megabyte_of_line_and_a_pipe(tmp_path: Path) 
     assert drain(tail) == ([], True)
     path.unlink()
     os.mkfifo(path)
-    assert drain(tail) == ([], True), "nobody is waited for"
+    assert drain(tail) == ([], True), "nothing is waited for"

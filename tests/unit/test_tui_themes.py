@@ -27,7 +27,7 @@ def test_no_colour_is_rounded(theme: Theme, system: ColorSystem) -> None:
         if system is ColorSystem.EIGHT_BIT:  # the grey ramp has steps of ten
             assert all(abs(a - b) <= 10 for a, b in zip(got, wanted.triplet, strict=True)), name
         else:
-            # The sixteen look different in every terminal; Rich rounds to those of its own table.
+            # The sixteen look different in every terminal; Rich rounds to its own table.
             table = (0, 0x55, 0xAA, 0xFF)
             assert all(part in table for part in wanted.triplet), name
 

@@ -50,6 +50,6 @@ def test_where_no_start_is_known_the_time_decides(sleeper: int) -> None:
     assert not replace(own, create_time=own.create_time - 10).is_running()
 
 
-def test_nobody_has_a_pid_that_is_free_or_absurd() -> None:
+def test_no_process_has_a_pid_that_is_free_or_absurd() -> None:
     for pid in (2**22 + 1, 2**70, -1):
         assert not ProcessId.of(pid).is_running()

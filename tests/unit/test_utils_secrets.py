@@ -54,7 +54,7 @@ def test_what_is_no_key_is_refused_without_its_content(file: Path, text: str) ->
 
 def test_what_is_no_file_is_refused_at_once(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
-    for name, message in (("none", "No such file"), (".", "is not a file"), ("pipe", "is not a file")):
+    for name, message in (("none", "file not found: "), (".", "is not a file"), ("pipe", "is not a file")):
         with pytest.raises(SecretError, match=message):
             read_secret("K", {"K_FILE": str(tmp_path / name)})
 
@@ -90,6 +90,6 @@ def test_a_key_is_handed_on_from_process_to_process_and_is_in_no_environment(fil
             done = subprocess.run(command, env=environ, pass_fds=fds, capture_output=True, text=True, check=True)
             assert done.stdout.strip() == CANARY
         with handed_over(environ, []) as (others, other_fds):
-            assert "MY_KEY_FILE" not in others and other_fds == [], "who does not need it has no way to it"
+            assert "MY_KEY_FILE" not in others and other_fds == [], "a process that does not need it cannot reach it"
     with handed_over({"K_FILE": str(file)}, ["K"]) as (environ, fds):
         assert (environ, fds) == ({"K_FILE": str(file)}, [])

@@ -46,7 +46,7 @@ def hinted(watcher: Watcher, folder: Path) -> bool:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_new_folder_is_looked_at_and_every_change_in_it_is_told(tmp_path: Path, kind: ObserverKind) -> None:
+def test_a_new_folder_is_looked_at_and_every_change_in_it_is_reported(tmp_path: Path, kind: ObserverKind) -> None:
     file = tmp_path / "orch.toml"
     changes: list[Callable[[], object]] = [
         lambda: write_atomic(file, "x"),
@@ -113,7 +113,7 @@ def test_folders_come_and_go(tmp_path: Path, kind: ObserverKind) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("how", ["deleted", "moved", "parent_moved"])
-def test_a_folder_that_was_replaced_is_watched_anew(tmp_path: Path, kind: ObserverKind, how: str) -> None:
+def test_a_folder_that_was_replaced_is_watched_again(tmp_path: Path, kind: ObserverKind, how: str) -> None:
     control = tmp_path / "run_a" / "control"
     control.mkdir(parents=True)
     with watcher_of(tmp_path, control, kind=kind) as watcher:
@@ -144,7 +144,7 @@ def test_a_replacement_that_no_event_tells_is_found_at_the_rescan(tmp_path: Path
             return control in (watcher.take_changed() or ())
 
         watcher.take_changed()
-        wait_for(found, "the folder to be watched anew", timeout_s=PATIENCE_S)
+        wait_for(found, "the folder to be watched again", timeout_s=PATIENCE_S)
 
 
 class Limited(NativeEvents):
@@ -215,7 +215,7 @@ def test_a_dead_reader_is_noticed(tmp_path: Path, caplog: pytest.LogCaptureFixtu
         assert watcher.wait() and hinted(watcher, tmp_path)
 
 
-def test_lost_events_are_told_as_a_change_of_everything(tmp_path: Path) -> None:
+def test_lost_events_count_as_a_change_of_everything(tmp_path: Path) -> None:
     backend, make = native_by_hand()
     with watcher_of(tmp_path, make_native=make) as watcher:
         quiet(watcher)

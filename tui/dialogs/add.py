@@ -53,8 +53,6 @@ class AddDialog(JobDialog):
     ]
 
     class Templates(Message):
-        """The templates to begin from."""
-
         def __init__(self, templates: list[Template]) -> None:
             super().__init__()
             self.templates = templates

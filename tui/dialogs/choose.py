@@ -19,7 +19,7 @@ from tui.jobs import Job, Perform
 
 @dataclass(frozen=True)
 class Choice:
-    """One line, and the job that it stands for."""
+    """One line and its job."""
 
     label: CleanText
     job: Callable[[], Job]

@@ -74,7 +74,7 @@ class DeleteDialog(JobDialog):
 
     @property
     def wanted(self) -> str:
-        """What has to be typed when a run is live."""
+        """The text that confirms the deletion of a live run."""
         return self._run_ids[0] if len(self._run_ids) == 1 else f"delete {len(self._run_ids)}"
 
     def compose(self) -> ComposeResult:

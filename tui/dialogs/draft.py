@@ -30,8 +30,6 @@ MAX_DRAFT_BYTES = 256 * 1024
 
 @dataclass(frozen=True)
 class Template:
-    """A TOML file to begin from."""
-
     label: CleanText
     path: Path
 
@@ -84,10 +82,12 @@ def looks_like_run(path: Path) -> bool:
 
 
 def read_draft(path: Path) -> CleanText:
-    """The text of a template. Raises ActionError when it cannot be read or is not text."""
+    """The text of a template. Raises ActionError when it cannot be read or is too large."""
     try:
         with os.fdopen(open_file(path, follow_links=True), "rb") as file:
             data = file.read(MAX_DRAFT_BYTES + 1)
+    except FileNotFoundError as error:
+        raise actions.ActionError(f"not found: {path}") from error
     except OSError as error:
         raise actions.ActionError(f"cannot read {path}: {error.strerror}") from error
     if len(data) > MAX_DRAFT_BYTES:
@@ -132,7 +132,7 @@ def check_draft(output_dir: Path, text: str, run_id: str, source: Path | None = 
 
 
 def line_of(key: str, lines: Mapping[str, int]) -> int | None:
-    """The line that sets `key`, else that of the innermost table around it which stands in the text."""
+    """The line that sets `key`, else that of the innermost table around it in the text."""
     while key:
         if key in lines:
             return lines[key]

@@ -11,8 +11,6 @@ from textual.widgets import Static
 
 
 class Listing(VerticalScroll):
-    """A short list of lines."""
-
     DEFAULT_CSS = """
     Listing {
         height: auto; max-height: 9; margin-bottom: 1; scrollbar-size-vertical: 1;

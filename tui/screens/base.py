@@ -1,4 +1,4 @@
-"""What the screens share: they are told of each new look at the workspace, and of each action.
+"""What the screens share: each gets every new snapshot of the workspace, and every action.
 
 `WorkspaceScreen` is the base of all; `PlaceScreen` of those that stand side by side (`places`): they have the
 workspace's header on top, and a number key leads from each to each.
@@ -27,7 +27,7 @@ from tui.widgets.keys import KeyFooter
 if TYPE_CHECKING:
     from tui.system_watch import Probe
 
-# How the keys stand in the footer, by action; the others follow.
+# How the footer names the keys, by action; the others follow.
 KEY_ORDER = (
     "open",
     "app.pop_screen",
@@ -44,13 +44,13 @@ KEY_ORDER = (
     "help",
     "app.quit",
 )
-# Keys that only move are no commands: everything else that has a name stands in the command palette.
+# Keys that only move are not commands: all other named ones are in the command palette.
 MOVES = ("move", "page", "end", "scroll", "cursor", "extend", "go", "next_tab", "focus", "copy_text")
 
 
 @dataclass(frozen=True)
 class Place:
-    """A screen beside others. `key` opens it from every place; `module` and `class_name` say what it is."""
+    """A screen beside others. `key` opens it from every place; `module` and `class_name` locate it."""
 
     name: str
     key: str
@@ -80,21 +80,21 @@ class Setting:
 
 @runtime_checkable
 class ShowsWorkspace(Protocol):
-    """A screen that wants each new snapshot."""
+    """A screen that gets each new snapshot."""
 
     def show_workspace(self, snapshot: Snapshot) -> None: ...
 
 
 @runtime_checkable
 class ShowsAction(Protocol):
-    """A screen that wants to know how actions go."""
+    """A screen that gets the progress of actions."""
 
     def show_action(self, entry: ActionEntry) -> None: ...
 
 
 @runtime_checkable
 class Guide(Protocol):
-    """The app, as screens know it: who leads from one to another."""
+    """The part of the app that screens use: it opens one from another."""
 
     @property
     def places(self) -> Sequence[Place]: ...

@@ -46,8 +46,6 @@ def describe(read_only: bool, palette: Palette) -> Text:
 
 
 class HelpScreen(ModalScreen[None]):
-    """Over any screen."""
-
     DEFAULT_CSS = """
     HelpScreen {
         align: center middle;

@@ -270,7 +270,7 @@ class RunScreen(WorkspaceScreen):
         if row is None:
             return f"{self.run_id} was removed from the workspace; esc goes back"
         if row.state == RunState.INVALID:
-            # The config tab says it in full, beside the line.
+            # The config tab shows it in full, beside the line.
             return "" if self.tab == CONFIG else row.note
         return row.note if row.state == LOST else row.reason or row.note
 

@@ -152,13 +152,13 @@ class RunsScreen(PlaceScreen):
         self.sort_by(self.memory.workspace.sort, not self.memory.workspace.descending)
 
     def sort_by(self, column: str, descending: bool | None = None) -> None:
-        """Order by a column, in the way that people want first unless it is said."""
+        """Order by a column; default: the column's own direction."""
         down = SORTS[column].descending if descending is None else descending
         self._remember(sort=column, descending=down)
         self.notify(f"sorted by {SORTS[column].title} {'▼' if down else '▲'}", timeout=2, markup=False)
 
     def action_pin(self) -> None:
-        """Pin the chosen runs; when all of them are pinned, let them go."""
+        """Pin the chosen runs; when all of them are pinned, unpin them."""
         chosen, pins = [row.run_id for row in self.target_rows()], self.memory.workspace.pins
         others = [run_id for run_id in pins if run_id not in chosen]
         self._remember(pins=others if set(chosen) <= set(pins) else [*others, *chosen])

@@ -21,7 +21,7 @@ from tui.palette import Palette, make_palette
 from tui.widgets.canvas import NOTHING, SHADES, Canvas, Cell, draw_curve, draw_stack
 
 LABEL_WIDTH = 8
-# A name of a curve is told by so many letters at least.
+# The shortest name of a curve, in letters.
 MIN_LETTERS = 3
 # Added to the colour of a curve that is drawn faint; the colour of labels.
 _FAINT, _LABEL = 100, -2
@@ -37,7 +37,7 @@ def name_letters(names: Sequence[str], room: int) -> int:
 
 
 class Chart(Widget):
-    """Empty until `show`. Knows no files; tells where the mouse is."""
+    """Empty until `show`. Posts where the mouse is."""
 
     DEFAULT_CSS = """
     Chart {

@@ -1,6 +1,6 @@
 """The charts of a run in a grid that adapts to the space there is, with one cursor, zoom and scale for all of them.
 
-It asks for what it wants to show (`Wanted`) and is told when that was made; it reads nothing itself.
+It posts what it needs (`Wanted`) and gets the data through `show`; it reads nothing itself.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class ChartGrid(VerticalScroll, can_focus=False):
 
 
 class ChartsView(Vertical, can_focus=True):
-    """Has the keys. `view` is what it wants to be shown."""
+    """Has the keys. `view` is the requested view."""
 
     DEFAULT_CSS = """
     ChartsView { background: $surface; }
@@ -67,14 +67,12 @@ class ChartsView(Vertical, can_focus=True):
     ]
 
     class Wanted(Message):
-        """It wants to show another view."""
-
         def __init__(self, view: ChartView) -> None:
             super().__init__()
             self.view = view
 
     class Compare(Message):
-        """The person wants to choose the runs to compare with."""
+        """The user asks to choose the runs to compare with."""
 
     def __init__(self, specs: Sequence[ChartSpec], compare: tuple[str, ...] = ()) -> None:
         super().__init__(id="charts")
@@ -222,7 +220,7 @@ class ChartsView(Vertical, can_focus=True):
         self._want(replace(self.view, num_columns=num_columns))
 
     def _say(self) -> None:
-        """The line above the charts: what is looked at."""
+        """The line above the charts: steps and scale."""
         if self._data is None:
             return
         palette, view, data = make_palette(self.app.theme_variables), self.view, self._data

@@ -20,7 +20,7 @@ PADDING = 1  # cells on each side of a column
 MIN_NOTE = 12
 MIN_ID = 10
 MAX_ID = 28
-LEAST_CHANGE = 0.0005  # rewards are in [0, 1]; a smaller change is none that a person looks for
+LEAST_CHANGE = 0.0005  # rewards are in [0, 1]; smaller changes are noise
 
 # Pieces of text with their styles, not a `Text`: a screenful of these is made at each sign of life of its runs.
 Cell = tuple[tuple[str, str], ...]
@@ -28,7 +28,7 @@ Cell = tuple[tuple[str, str], ...]
 
 @dataclass(frozen=True)
 class Column:
-    """One column. `width` is without the padding; figures stand at its right edge."""
+    """One column. `width` is without the padding; figures are right-aligned."""
 
     key: str
     label: str
@@ -81,7 +81,7 @@ def plain(cell: Cell) -> str:
 
 
 def make_cell(column: Column, row: RunRow, palette: Palette, now: float) -> Cell:
-    """What stands in one column of one run, exactly as wide as the column. `now` in Unix seconds."""
+    """The cell of one column of one run, exactly as wide as the column. `now` in Unix seconds."""
     width = column.width
     match column.key:
         case "state":

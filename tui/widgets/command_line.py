@@ -28,7 +28,7 @@ class CommandLine(Widget):
         self.set_class(entry is not None, "-used")
 
     class Asked(Message):
-        """The line was clicked: a person wants to know more."""
+        """The line was clicked."""
 
     def on_click(self) -> None:
         self.post_message(self.Asked())

@@ -38,7 +38,7 @@ def numbered(config: str, error_lines: Sequence[int]) -> Content:
 
 
 def describe_values(values: Sequence[Value], palette: Palette) -> Text:
-    """Every key; what the file does not say is dimmed and marked."""
+    """Every key; defaults are dimmed and marked."""
     width = min(max((len(value.key) for value in values), default=0), MAX_KEY_WIDTH)
     num_said = sum(not value.is_default for value in values)
     text = Text.assemble(
@@ -94,14 +94,14 @@ class ConfigView(VerticalScroll):
     ]
 
     class Wanted(Message):
-        """It wants to show all values, or the file again."""
+        """All values, or the file again, are requested."""
 
         def __init__(self, wants_all: bool, other: str | None) -> None:
             super().__init__()
             self.wants_all, self.other = wants_all, other
 
     class Compare(Message):
-        """The person wants to choose the run to compare with."""
+        """The user asks to choose the run to compare with."""
 
     def __init__(self) -> None:
         super().__init__(id="config")

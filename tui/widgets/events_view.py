@@ -21,7 +21,7 @@ MAX_LINES_EACH = 40
 
 
 def describe(events: Sequence[Event], palette: Palette, width: int) -> Text:
-    """One event a paragraph: time (UTC), kind, words, who; wrapped under the words."""
+    """One event a paragraph: time (UTC), kind, text, person; wrapped under the text."""
     if not events:
         return Text("no events yet: actions, admission, restarts and evictions appear here", palette.muted)
     text = Text()

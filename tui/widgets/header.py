@@ -44,7 +44,7 @@ def spread(left: Text, right: Text, width: int) -> Text:
 
 
 def workspace_lines(snapshot: Snapshot, width: int, palette: Palette, read_only: bool) -> tuple[Text, Text]:
-    """Who and how well; how full, how fast, held up by whom."""
+    """Workspace and health of its daemons; use of slots, speed, bottleneck."""
     name = Text.assemble(
         (" prl ", f"bold {palette.primary} reverse"), " ", (snapshot.name, "bold"), no_wrap=True, end=""
     )
@@ -174,8 +174,6 @@ def run_lines(
 
 
 class WorkspaceHeader(Widget):
-    """Two lines about the workspace."""
-
     DEFAULT_CSS = """
     WorkspaceHeader { height: 2; background: $panel; }
     """

@@ -96,7 +96,7 @@ class LogRows(Widget, can_focus=True):
 
     @property
     def is_at_end(self) -> bool:
-        """Whether the last row is in sight."""
+        """Whether the last row is visible."""
         left = self.size.height + self._row
         for index in range(self.top, len(self.lines)):
             left -= len(self._rows_of(index))

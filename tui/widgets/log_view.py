@@ -53,14 +53,12 @@ class LogView(Vertical, can_focus=False):
     ]
 
     class Wanted(Message):
-        """Other lines are wanted."""
-
         def __init__(self, request: LogRequest) -> None:
             super().__init__()
             self.request = request
 
     class Search(Message):
-        """Words are to be looked for from an offset on; empty words: no more."""
+        """Search for words from an offset on; no words: stop."""
 
         def __init__(self, words: str, offset: int, *, forwards: bool, level: int, serial: int) -> None:
             super().__init__()
@@ -94,9 +92,9 @@ class LogView(Vertical, can_focus=False):
         if is_other and not self.follows:
             self._want(None)
         if data.request != self.request and not is_other and not self._fits(data):
-            return  # made for what was wanted before
+            return  # made for an earlier request
         self.data = data
-        self.rows.show(data.piece.lines)
+        self.rows.show(data.slice.lines)
         if self.follows:
             self.rows.go_to_end()
         elif self._go_to is not None:
@@ -105,8 +103,8 @@ class LogView(Vertical, can_focus=False):
         self._say()
 
     def _fits(self, data: LogData) -> bool:
-        """Whether lines that were wanted a moment ago hold the one that is on top now: keys may come fast."""
-        lines = data.piece.lines
+        """Whether the lines of an earlier request hold the one that is on top now: keys may come fast."""
+        lines = data.slice.lines
         if self.follows or self._go_to is not None or data.request.level != self.request.level or not lines:
             return False
         return lines[0].start <= self._top_offset() <= lines[-1].start
@@ -147,7 +145,6 @@ class LogView(Vertical, can_focus=False):
         self.input.focus()
 
     def action_again(self, direction: int) -> None:
-        """The next match further down, or up."""
         if self.rows.words:
             self._look(forwards=direction > 0)
 
@@ -177,18 +174,18 @@ class LogView(Vertical, can_focus=False):
         data, rows = self.data, self.rows
         if data is None or not rows.lines:
             return
-        if data.piece.is_last and rows.is_at_end:
+        if data.slice.is_last and rows.is_at_end:
             if not self.follows:
                 self._want(None)
         else:
-            near_start = rows.top < MARGIN and not data.piece.is_first
-            near_end = len(rows.lines) - rows.top - rows.size.height < MARGIN and not data.piece.is_last
+            near_start = rows.top < MARGIN and not data.slice.is_first
+            near_end = len(rows.lines) - rows.top - rows.size.height < MARGIN and not data.slice.is_last
             if self.follows or near_start or near_end:
                 self._want(self._top_offset())
         self._say()
 
     def _look(self, *, forwards: bool) -> None:
-        """From the last match on, or from what is in sight."""
+        """From the last match on, or from the visible lines."""
         last = self.found.start
         if last is None:
             last = self._bottom_offset() if not forwards else self._top_offset()
@@ -213,7 +210,7 @@ class LogView(Vertical, can_focus=False):
         return self.rows.lines[self.rows.top].start if self.rows.lines else 0
 
     def _bottom_offset(self) -> int:
-        """After the last line that is in sight."""
+        """After the last visible line."""
         lines = self.rows.lines
         last = min(self.rows.top + self.rows.size.height, len(lines)) - 1
         return lines[last].end if lines else 0
@@ -247,10 +244,10 @@ class LogView(Vertical, can_focus=False):
         )
         text.append(f" · {fmt.size(data.size)} · level {LEVELS[self.request.level]}", palette.muted)
         if self.rows.words:
-            text.append(f" · /{self.rows.words}", palette.accent).append(f"  {self._found_words()}", palette.muted)
+            text.append(f" · /{self.rows.words}", palette.accent).append(f"  {self._found_text()}", palette.muted)
         self._where.update(text)
 
-    def _found_words(self) -> str:
+    def _found_text(self) -> str:
         found = self.found
         if not found.is_done:
             return f"{100 * found.share:.0f} % searched, esc stops"

@@ -48,8 +48,6 @@ def _figures(row: RunRow, now: float) -> str:
 
 
 class Preview(Vertical):
-    """Follows the selection of the table."""
-
     DEFAULT_CSS = """
     Preview {
         height: 4;

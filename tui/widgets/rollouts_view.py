@@ -42,7 +42,6 @@ def list_head(*, wide: bool) -> str:
 
 
 def describe(sample: Sample, palette: Palette) -> Text:
-    """One rollout in full."""
     text = Text.assemble(
         ("reward ", palette.muted),
         (fmt.fixed(sample.reward), "bold"),

@@ -18,7 +18,7 @@ from tui.palette import make_palette
 
 
 class RowList(Widget, can_focus=True):
-    """`show` says how many rows there are and how to make one."""
+    """`show` sets the number of rows and how to make one."""
 
     DEFAULT_CSS = """
     RowList { background: $surface; border: none; }
@@ -33,8 +33,6 @@ class RowList(Widget, can_focus=True):
     ]
 
     class Moved(Message):
-        """The cursor is on another row."""
-
         def __init__(self, row_list: RowList) -> None:
             super().__init__()
             self.row_list = row_list

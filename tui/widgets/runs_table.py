@@ -1,8 +1,7 @@
 """The table of runs: draws only the lines that are on the screen, so a thousand runs cost what fifty do.
 
-`show` hands it rows in the order in which they stand; the cursor stays on its run whatever moves around it. It knows
-marks (the runs that actions are about) and says what a person did in messages. Sorting, filtering and acting are the
-screen's.
+`show` hands it rows in the order in which they stand; the cursor stays on its run whatever moves around it. It holds
+marks (the runs that actions are about) and posts what a person did. The screen sorts, filters and acts.
 """
 
 from __future__ import annotations
@@ -82,8 +81,6 @@ class RunsTable(ScrollView, can_focus=True):
     hover: reactive[int | None] = reactive(None, repaint=False)
 
     class Opened(Message):
-        """A run is to be opened."""
-
         def __init__(self, run_id: str) -> None:
             super().__init__()
             self.run_id = run_id
@@ -120,7 +117,6 @@ class RunsTable(ScrollView, can_focus=True):
 
     @property
     def run_ids(self) -> list[str]:
-        """The runs in the order in which they stand."""
         return [row.run_id for row in self._rows]
 
     @property
@@ -128,7 +124,7 @@ class RunsTable(ScrollView, can_focus=True):
         return [column.key for column in self._layout]
 
     def get_cell(self, run_id: str, column: str) -> str:
-        """What stands in a column of a run. Raises KeyError for a run or column that is not shown."""
+        """The cell of a run in a column. Raises KeyError for a run or column that is not shown."""
         shown = {each.key: each for each in self._layout}[column]
         palette = make_palette(self.app.theme_variables)
         return plain(make_cell(shown, self._rows[self._index[run_id]], palette, self._now)).strip()
@@ -238,7 +234,7 @@ class RunsTable(ScrollView, can_focus=True):
 
     def _background(self, kind: str) -> Style:
         style = self.get_component_rich_style(f"runs--{kind}") if kind else self.rich_style
-        # Without colours a line is told by this alone.
+        # Without colours this alone marks a line.
         return Style(bgcolor=style.bgcolor, reverse=(kind == "cursor" and self.app.no_color) or None)
 
     def _draw(self, row: RunRow, is_marked: bool, is_pinned: bool, width: int, background: Style) -> Strip:

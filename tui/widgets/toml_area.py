@@ -1,6 +1,6 @@
 """An editor for TOML: Textual's text area with the colours of the theme, and what is wrong at the end of its line.
 
-It has no parser of its own: who checks the text tells it (`show_problems`).
+It has no parser: its owner checks the text and passes the errors (`show_problems`).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Names of loaded adapters and the slots that hold their weights.
 
-A slot is given to another adapter only when its name was unloaded and no request uses it any more, so a request is
+A slot is given to another adapter only when its name was unloaded and no request uses it, so a request is
 never served weights other than those its name meant when it came. Files are read and checked in the caller's thread;
 the model is written to through `run_between_steps` in the engine's.
 """

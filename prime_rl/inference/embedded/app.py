@@ -184,10 +184,10 @@ class Api:
 
 
 async def _unless_disconnected(jobs: Sequence[Job], request: Request) -> list[Any]:
-    """Wait for all jobs; raises ApiError when the client goes away first (nobody reads that error)."""
+    """Wait for all jobs; raises ApiError when the client goes away first."""
     done = asyncio.gather(*(asyncio.wrap_future(job.future) for job in jobs))
     gone = asyncio.ensure_future(_disconnected(request))
-    done.add_done_callback(lambda future: future.cancelled() or future.exception())  # heard, even if nobody waits
+    done.add_done_callback(lambda future: future.cancelled() or future.exception())  # no "never retrieved" warning
     either: set[asyncio.Future[Any]] = {done, gone}
     try:
         await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)

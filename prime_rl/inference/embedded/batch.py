@@ -1,4 +1,4 @@
-"""The rows that are decoded together: who is in, in which order, and one token for all of them a step.
+"""The rows that are decoded together: their order, and one token for all of them a step.
 
 Collaborators: `ModelRunner` does the forwards, `sampling` draws, `kv.compose` copies rows together when the batch
 changes. Rows are sorted by adapter. A row that ends leaves a hole that is computed along until enough holes are worth a
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from prime_rl.inference.embedded.kv import SPARE_COLUMNS, Part, RowCache, compose
+from prime_rl.inference.embedded.kv import SPARE_COLUMNS, CacheRows, RowCache, compose
 from prime_rl.inference.embedded.model import ModelRunner
 from prime_rl.inference.embedded.request import Row
 from prime_rl.inference.embedded.sampling import BatchParams, Sampled, find_stop, sample
@@ -33,7 +33,7 @@ Decode = Callable[[Sequence[int]], str]
 
 @dataclass
 class _State:
-    """What the next step needs of all rows, as tensors; made anew whenever the batch changes.
+    """What the next step needs of all rows, as tensors; rebuilt whenever the batch changes.
 
     `ids_R` are the newest tokens, not in the cache yet, `lengths_R` the tokens before them, `positions_R` the tokens
     generated so far. A column that a row may see is true in `mask_RC`; columns to come are true for all.
@@ -171,7 +171,7 @@ class Batch:
         return completion.finish_reason is not None
 
     def _stop_string(self, token_ids: Sequence[int], stop: Sequence[str]) -> tuple[int, str] | None:
-        """A stop string that the last token completed. Only the tail is decoded while there is none."""
+        """A stop string that the last token completed. Only the tail is decoded until then."""
         # A token has at least one byte, special tokens apart, of which a few are allowed for.
         tail = max(len(s.encode()) for s in stop) + 8
         if find_stop(self._decode(token_ids[-tail:]), stop) is None:
@@ -195,7 +195,7 @@ class Batch:
         for row, (cache, _) in sources.items():
             by_cache.setdefault(id(cache), []).append(row)
         parts = [
-            Part(sources[same[0]][0], [sources[row][1] for row in same], [dest[row] for row in same])
+            CacheRows(sources[same[0]][0], [sources[row][1] for row in same], [dest[row] for row in same])
             for same in by_cache.values()
         ]
         # The newest token of a row is not in the cache yet: the next step puts it there.

@@ -1,7 +1,7 @@
 """The engine: one thread that owns the model and decodes all requests together (continuous batching).
 
 Between two steps it applies adapters, drops rows of clients that went away, and lets waiting rows join as far as there
-is room. Collaborators: `Batch` (the rows), `AdapterStore` (names to slots). It knows nothing of HTTP or text.
+is room. Collaborators: `Batch` (the rows), `AdapterStore` (names to slots).
 """
 
 from __future__ import annotations

@@ -82,7 +82,7 @@ class RowCache(Cache):  # type: ignore[misc]
 
 
 @dataclass(frozen=True)
-class Part:
+class CacheRows:
     """Rows `source_rows` of `cache` go to `dest_rows` of the new one, a source row perhaps several times."""
 
     cache: RowCache
@@ -90,7 +90,7 @@ class Part:
     dest_rows: Sequence[int]
 
 
-def compose(parts: Sequence[Part], num_columns: int) -> RowCache:
+def compose(parts: Sequence[CacheRows], num_columns: int) -> RowCache:
     """A new cache of the rows of all `parts`, with the last `num_columns` columns of each.
 
     `num_columns` must be the length of the longest row at least; what is cut off is lost.
@@ -106,7 +106,7 @@ def compose(parts: Sequence[Part], num_columns: int) -> RowCache:
     return new
 
 
-def _joined(parts: Sequence[Part], olds: Sequence[tuple[Tensor, int]], num_columns: int) -> Tensor:
+def _joined(parts: Sequence[CacheRows], olds: Sequence[tuple[Tensor, int]], num_columns: int) -> Tensor:
     first_RHCD = olds[0][0]
     num_rows = sum(len(part.dest_rows) for part in parts)
     shape = (num_rows, first_RHCD.shape[1], num_columns + SPARE_COLUMNS, first_RHCD.shape[3])

@@ -1,7 +1,7 @@
 """Requests as clients send them: OpenAI's fields, plus vLLM's that this engine has.
 
 Fields of vLLM's that this engine does not have are accepted at the value that changes nothing, and refused otherwise:
-a client must never believe that a setting took effect when it did not.
+a setting must never be ignored in silence.
 """
 
 from __future__ import annotations

@@ -17,8 +17,6 @@ MIN_LOGPROB = -9999.0
 
 @dataclass(frozen=True)
 class Finished:
-    """One prompt and its choices."""
-
     prompt_ids: Sequence[int]
     completions: Sequence[Completion]
 
@@ -47,7 +45,6 @@ def completion_response(
 def chat_response(
     text: Text, model: str, finished: Finished, *, logprobs: bool, token_ids: bool, skip_special: bool
 ) -> dict[str, Any]:
-    """Body of /v1/chat/completions."""
     choices = [
         {
             "index": index,

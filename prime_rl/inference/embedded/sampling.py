@@ -139,6 +139,6 @@ def _keep_top_p(logits_RV: Tensor, top_p_R: Tensor) -> Tensor:
 
 
 def find_stop(text: str, stop: Sequence[str]) -> tuple[int, str] | None:
-    """Where the earliest of the `stop` strings begins in `text`, and which one it is; None when there is none."""
+    """Where the earliest of the `stop` strings begins in `text`, and which one it is; None when not found."""
     found = [(at, s) for s in stop if (at := text.find(s)) >= 0]
     return min(found, default=None)

@@ -57,7 +57,7 @@ class AdapterGate:
         self._sizes: dict[str, AdapterSize] = {}
         self._layers = None
         if config.model.lora is not None:
-            # A model without weights, only to know the names and shapes of its layers.
+            # A model without weights, only for the names and shapes of its layers.
             with torch.device("meta"):
                 model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(config.model.name))
             lora = config.model.lora
@@ -85,7 +85,8 @@ class AdapterGate:
         """Raises ValueError unless vLLM's layers, on each of its workers, hold what the adapter's file holds."""
         expected = self._sizes.pop(name)
         for size in found:
-            # How layers are cut over several workers is vLLM's to know: each must hold something where there is some.
+            # vLLM decides how layers are cut over several workers, so only check that each holds something where it
+            # should.
             fits = _is_close if len(found) == 1 else _is_there
             if size is None or not all(fits(one, other) for one, other in zip(size, expected, strict=True)):
                 raise ValueError(f"its layers hold {size}, the file holds {expected}")
@@ -93,8 +94,8 @@ class AdapterGate:
     def _fresh_path(self, name: str, folder: Path) -> str:
         """The same folder, spelled differently every time a name is loaded again.
 
-        vLLM's prefix cache knows an adapter by name and path. A run that was set back publishes other weights under a
-        version that was served before, and must not meet the keys and values of those.
+        vLLM's prefix cache identifies an adapter by name and path. A run that was rolled back publishes other weights
+        under a version that was served before, and must not meet the keys and values of those.
         """
         spelling = str(folder) + "/." * self._num_loads[name]
         self._num_loads[name] += 1

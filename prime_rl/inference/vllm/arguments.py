@@ -61,7 +61,7 @@ def server_arguments(config: InferenceConfig, *, max_model_len: int, on_cpu: boo
         arguments |= {
             "kv_cache_memory_bytes": int(config.vllm.kv_cache_gb * 2**30),
             # The first token of a seeded request whose prompt came in chunks ends vLLM on a CPU: its random generator
-            # cannot be set back there. Prompts come whole instead.
+            # cannot be reset there. Prompts come whole instead.
             "enable_chunked_prefill": False,
             "max_num_batched_tokens": max(MIN_BATCHED_TOKENS, max_model_len),
         }

@@ -27,7 +27,7 @@ PROBE_PROMPT = [0]
 
 
 class VllmControl:
-    """See the module. `failed` says that the weights are in no known state: the server must not serve on.
+    """See the module. `failed`: the weights are in an unknown state, so the server must stop serving.
 
     Args:
         engine: vLLM's engine client.
@@ -79,7 +79,7 @@ class VllmControl:
             await self._apply()
 
     async def _source(self, folder: Path) -> tuple[Any, ...]:
-        """What the workers are told: the folder, or where the trainer is that published it."""
+        """What the workers get: the folder, or the address of the trainer that published it."""
         broadcast = self._broadcast
         if broadcast.type == "filesystem":
             await asyncio.to_thread(check_weight_file, folder, self._shapes)

@@ -1,4 +1,4 @@
-"""Imported into each of vLLM's workers on a CPU (by `worker`); importing it mends one thing there.
+"""Imported into each of vLLM's workers on a CPU (by `worker`); importing it fixes one bug there.
 
 On a CPU vLLM takes the adapter of each row out of the stack of all slots by its index. A row of the base model has the
 index -1, which in Python is the last slot: next to rows with adapters it would be computed with whatever adapter lies

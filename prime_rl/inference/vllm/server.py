@@ -1,6 +1,6 @@
 """vLLM's own OpenAI server in this process, behind our guard. Called by `prime_rl.inference.server`.
 
-vLLM builds the engine (in processes of its own) and the application; binding, serving, stopping and the status file are
+vLLM builds the engine (in its own processes) and the application; binding, serving, stopping and the status file are
 ours. The `vllm` command is not used: it asks for a distribution of that name, which the CPU builds do not have.
 """
 
@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 # vLLM ends its processes in about two seconds; what is left after this is killed.
 CHILDREN_GRACE_S = 8.0
 _RUNNING, _WAITING, _TOKENS = "vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:generation_tokens_total"
-_KV_USE = "vllm:kv_cache_usage_perc"  # a share, not a percentage, whatever the name says
+_KV_USE = "vllm:kv_cache_usage_perc"  # a share, not a percentage
 
 
 def run(context: ServerContext) -> None:

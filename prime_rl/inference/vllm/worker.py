@@ -1,8 +1,8 @@
 """What vLLM's workers do for whole weights, called through `collective_rpc`. Runs in vLLM's own processes.
 
 In two steps, so that several workers change together or not at all: each gets the new weights beside those in force
-(`prl_stage_weights`), then each takes them over. That is vLLM's own reload, which knows how its layers hold weights.
-vLLM imports this file because `arguments` names one of its classes to it; on a CPU that mends one thing more.
+(`prl_stage_weights`), then each takes them over. That is vLLM's own reload, which handles its weight layout.
+vLLM imports this file because `arguments` names one of its classes to it; on a CPU that fixes another bug.
 """
 
 from __future__ import annotations

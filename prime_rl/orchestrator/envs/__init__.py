@@ -33,7 +33,7 @@ BUILT_IN_ARGS: dict[str, type[BaseConfig]] = {
 
 
 def load_environment(config: EnvConfig, seed: int, hidden: Sequence[str] = ()) -> Environment:
-    """The environment of one `[[env]]`; one in a process of its own has yet to be started.
+    """The environment of one `[[env]]`; one that runs in its own process has yet to be started.
 
     Raises ConfigError (a ValueError) that names the environment, each wrong argument and what is allowed.
 

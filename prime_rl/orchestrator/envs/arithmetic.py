@@ -63,7 +63,7 @@ class ArithmeticEnvironment:
 def last_number(text: str) -> str | None:
     """The last whole number of `text` in plain form ("007" is "7"), or None."""
     found = NUMBER.findall(text)
-    # Longer ones are no answer to anything here, and Python refuses to read very long ones.
+    # Longer ones are never right here, and Python refuses to parse very long ones.
     return str(int(found[-1])) if found and len(found[-1]) <= 20 else None
 
 

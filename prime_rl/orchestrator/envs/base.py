@@ -48,12 +48,8 @@ class Policy(Protocol):
 
 
 class Environment(Protocol):
-    """A task with a reward."""
-
     @property
-    def id(self) -> str:
-        """The id in `[[env]]`."""
-        ...
+    def id(self) -> str: ...
 
     def examples(self, split: Split) -> Sequence[Example]:
         """All examples of a split, always the same ones in the same order; the splits share no example."""

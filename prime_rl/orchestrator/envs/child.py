@@ -1,6 +1,6 @@
 """The process of an environment that is not ours: loads it, runs its rollouts, asks the orchestrator for each turn.
 
-    python -m prime_rl.orchestrator.envs.child      (started by `process.ProcessEnvironment`, spoken to in `frames`)
+    python -m prime_rl.orchestrator.envs.child      (started by `process.ProcessEnvironment`; messages are `frames`)
 
 Standard input and output carry the messages; what environment code prints goes to standard error. The process ends when
 its input ends, which also happens when the orchestrator is killed: in good order if the environment lets it, else by
@@ -119,14 +119,14 @@ class Host:
             self._send(Done(key, outcome.reward, outcome.metrics))
         except EnvironmentFault as fault:
             self._send(Lost(key, str(fault)))
-        except (Exception, SystemExit) as error:  # the environment's own affair; told to whoever waits
+        except (Exception, SystemExit) as error:  # an error of the environment: reported to the caller
             self._send(Lost(key, one_line(f"{type(error).__name__}: {error}", 1000)))
         except asyncio.CancelledError:
             self._send(Lost(key, "it was cancelled"))
 
 
 async def load(request: Load, stack: contextlib.AsyncExitStack) -> Environment:
-    """The environment, ready to run. Raises what is wrong with it."""
+    """The environment, ready to run. Raises its errors."""
     if request.provider == "verifiers":
         from prime_rl.orchestrator.envs.verifiers_env import VerifiersEnvironment  # takes seconds
 
@@ -171,7 +171,7 @@ async def serve(requests: asyncio.Queue[Request | None], send: Callable[[Report]
 
 
 def read_requests(stream: BinaryIO, post: Callable[[Request | None], None]) -> None:
-    """In a thread of its own, so that the end of the input is seen while environment code holds the event loop."""
+    """In its own thread, so that the end of the input is seen while environment code holds the event loop."""
     try:
         while header := stream.read(HEADER_BYTES):
             if len(header) < HEADER_BYTES:

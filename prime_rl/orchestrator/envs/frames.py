@@ -26,23 +26,17 @@ class Load(msgspec.Struct, tag=True):
 
 
 class Start(msgspec.Struct, tag=True):
-    """Begin a rollout of one example."""
-
     key: int
     split: str
     example_id: str
 
 
 class Answer(msgspec.Struct, tag=True):
-    """The policy's answer."""
-
     key: int
     text: str
 
 
 class Cancel(msgspec.Struct, tag=True):
-    """The rollout was cancelled."""
-
     key: int
 
 
@@ -82,8 +76,6 @@ class Lost(msgspec.Struct, tag=True):
 
 
 class Ended(msgspec.Struct, tag=True):
-    """A cancelled rollout has let go."""
-
     key: int
 
 
@@ -100,7 +92,6 @@ decode_report = msgspec.msgpack.Decoder(Report).decode
 
 
 def frame(message: Request | Report) -> bytes:
-    """The bytes of one message."""
     payload = _encoder.encode(message)
     return len(payload).to_bytes(HEADER_BYTES) + payload
 

@@ -1,7 +1,7 @@
-"""The built-in environment of several turns: guess a number, be told "higher" or "lower", guess again.
+"""The built-in environment of several turns: guess a number, get "higher" or "lower", guess again.
 
-Fewer turns earn more. Who never finds the number still earns a little for coming near, always less than who finds it in
-the last turn, so that a group in which nobody finds it has something to learn from.
+Fewer turns earn more. A rollout that never finds the number earns a little for coming near, always less than one that
+finds it in the last turn, so a group in which none finds it still has something to learn from.
 """
 
 from __future__ import annotations
@@ -91,5 +91,5 @@ class GuessNumberEnvironment:
 
 def _reply(number: str | None, secret: int) -> Message:
     if number is None:
-        return {"role": "user", "content": "That is no number."}
+        return {"role": "user", "content": "That is not a number."}
     return {"role": "user", "content": "higher" if int(number) < secret else "lower"}

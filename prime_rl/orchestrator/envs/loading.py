@@ -1,4 +1,4 @@
-"""All environments of a run, from its config: each loaded once, those in processes of their own started and closed."""
+"""All environments of a run, from its config: each loaded once, those in their own processes started and closed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ async def load_environments(
     """The environments to train on and those to evaluate on, by their names in metrics. Raises ConfigError.
 
     An `[[env]]` that is both is one environment with two counts of faults; what evaluation does stays out of `meter`.
-    `say` is told what is waited for.
+    `say` gets what is waited for.
     """
     loaded: dict[str, Environment] = {}
     for env in [*config.env, *config.eval_envs]:

@@ -9,7 +9,7 @@ from prime_rl.orchestrator.metrics import RolloutMeter
 
 
 class MeteredEnvironment:
-    """`environment`, and `meter` told of every rollout that enters its code or asks the policy."""
+    """`environment`; `meter` counts every rollout that enters its code or asks the policy."""
 
     def __init__(self, environment: Environment, meter: RolloutMeter) -> None:
         self._environment = environment

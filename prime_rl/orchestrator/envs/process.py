@@ -1,10 +1,10 @@
-"""An environment that runs in a process of its own: `verifiers:TASKSET` and `plugin:NAME`.
+"""An environment that runs in its own process: `verifiers:TASKSET` and `plugin:NAME`.
 
 A process and not threads: code that hangs can be killed with all that it started, code that crashes takes nothing with
 it, a heavy library (verifiers: seconds and hundreds of megabytes) is not loaded into the orchestrator, and the API key
 of inference is not in its environment, nor is any other variable that was not named for it. One process runs all
 rollouts of the environment side by side, as they mostly wait for the policy. When one of them holds up the event loop
-of the process for half of `timeout_s`, or does not let go after it was cancelled, or the process dies, a new process is
+of the process for half of `timeout_s`, or does not end after it was cancelled, or the process dies, a new process is
 started. Such a death counts as one dropped rollout; the others in the process are lost without fault of theirs
 (`Interrupted`), and made again.
 
@@ -49,11 +49,11 @@ from prime_rl.utils.process import kill_tree
 
 logger = logging.getLogger("orchestrator")
 
-# How long a cancelled rollout may take to let go, which may mean to end what it started.
+# How long a cancelled rollout may take to end, with all that it started.
 CANCEL_GRACE_S = 15.0
 # A process that sends no beat over so many looks, together half of `timeout_s`, hangs.
 MAX_MISSED_LOOKS = 4
-# More often than this nobody needs to know.
+# Upper limit of the time between beats.
 MAX_BEAT_S = 1.0
 # How long the process may take to put its things away when the run ends; it kills itself after five seconds.
 EXIT_GRACE_S = 6.0
@@ -107,7 +107,7 @@ def environment_of_its_own(environ: Mapping[str, str], named: Collection[str]) -
 
 
 class _Child:
-    """One process, and the rollouts in it. `ready` has the examples, or why there are none."""
+    """One process, and the rollouts in it. `ready` has the examples, or the error."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self.ready: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
@@ -183,7 +183,7 @@ class _Child:
             inbox.put_nowait(report)
 
     def _end(self, reason: str) -> None:
-        """Tell everybody. A death that nobody asked for counts once, so that one that comes again ends the run."""
+        """Fail all waiters. An unexpected death counts once, so a second one ends the run."""
         culprit = EnvironmentFault if not self.dead else Interrupted
         self.dead = True
         if not self.ready.done():
@@ -221,7 +221,7 @@ class ProcessEnvironment:
         return self._id
 
     def examples(self, split: Split) -> Sequence[Example]:
-        """The examples by their ids; what they say is known in the process only."""
+        """The examples by their ids; their content is in the process only."""
         return self._examples[split]
 
     async def start(self) -> None:
@@ -262,7 +262,7 @@ class ProcessEnvironment:
                     child.send(Answer(key, text))
         except EnvironmentFault:
             raise
-        except BaseException:  # cancelled, too slow, or what the policy raises: the process must let go of it
+        except BaseException:  # cancelled, too slow, or what the policy raises: the process must end it
             self._cancel(child, key)
             raise
         finally:
@@ -275,7 +275,7 @@ class ProcessEnvironment:
         await self._tasks.cancel()
 
     async def _living(self) -> _Child:
-        """The process, started (again) where there is none. Raises EnvironmentFault when it cannot be had."""
+        """The process, started if it does not run. Raises EnvironmentFault when it cannot be started."""
         async with self._starting:
             if self._child is None or self._child.dead:
                 self._child = _Child(await self._spawn())
@@ -293,20 +293,20 @@ class ProcessEnvironment:
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             env=environment_of_its_own(os.environ, self._named - self._hidden),
-            start_new_session=True,  # Ctrl-C is for the orchestrator, who ends it in good order
+            start_new_session=True,  # Ctrl-C is for the orchestrator, which ends it in good order
         )
 
     def _cancel(self, child: _Child, key: int) -> None:
         if child.dead:
             return
-        let_go = child.ending[key] = asyncio.Event()
+        ended = child.ending[key] = asyncio.Event()
         child.send(Cancel(key))
-        self._tasks.start(self._kill_unless(let_go, child), f"cancelling a rollout of env {self._id}")
+        self._tasks.start(self._kill_unless(ended, child), f"cancelling a rollout of env {self._id}")
 
-    async def _kill_unless(self, let_go: asyncio.Event, child: _Child) -> None:
+    async def _kill_unless(self, ended: asyncio.Event, child: _Child) -> None:
         try:
             async with asyncio.timeout(CANCEL_GRACE_S):
-                await let_go.wait()
+                await ended.wait()
         except TimeoutError:
             if not child.dead:
                 logger.warning("env %s: a cancelled rollout does not end: restarting its process", self._id)

@@ -1,4 +1,4 @@
-"""The harness that plays a role of verifiers: a chat with tools, inside the process instead of a program of its own.
+"""The harness that plays a role of verifiers: a chat with tools, inside the process instead of a separate program.
 
 verifiers asks of a harness only that every call of the model goes through its endpoint. Tools are the MCP servers that
 verifiers has started; a call that cannot be made is answered with the reason, as the model can learn from that.
@@ -19,7 +19,7 @@ __all__ = ["ChatHarness"]
 
 
 class ChatHarnessConfig(vf.HarnessConfig):  # type: ignore[misc]
-    """Nothing of its own."""
+    """No fields."""
 
 
 class ChatHarness(vf.Harness[ChatHarnessConfig]):  # type: ignore[misc]

@@ -2,9 +2,9 @@
 
 verifiers runs the whole episode: it starts tool servers, lets a harness talk to the model, and scores. The model that
 it talks to is `PolicyProxy`, which hands each turn to our `Policy`; so the tokens that are trained on are recorded
-where all tokens are, and verifiers sees text. A role that names no harness of its own is played by `verifiers_chat`
+where all tokens are, and verifiers sees text. A role without its own harness is played by `verifiers_chat`
 inside this process, as the chat program that verifiers would start for each rollout takes seconds to start. The reward
-is the weighted sum that verifiers makes of its rewards; each of them and each metric becomes a metric of ours.
+is the weighted sum that verifiers makes of its rewards; each of them and each metric becomes one of the run's metrics.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from prime_rl.orchestrator.envs.verifiers_proxy import PolicyProxy
 
 # verifiers finds a harness by the name of one top-level module, so ours gets such a name.
 HARNESS_ID = "prime_rl_chat"
-# What verifiers takes when nobody says otherwise: its own chat program, and a rented sandbox.
+# The defaults of verifiers: its own chat program, and a rented sandbox.
 DEFAULT_HARNESS_ID = "bash"
 # verifiers reads the key of an endpoint from a variable, and does not hand on those that have API_KEY in their names.
 KEY_VAR = "PRL_PROXY_API_KEY"

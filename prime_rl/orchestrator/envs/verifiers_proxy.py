@@ -1,8 +1,8 @@
 """The model that verifiers talks to: an OpenAI-like endpoint on the loopback, each turn of which our `Policy` answers.
 
-verifiers insists on a client of its own that speaks HTTP, so that is what it gets. The name of the model tells the
-conversations apart. A conversation only grows: what was said stays as it was said, so the sampled tokens stay what
-they are; a request that tells another story is refused, and its rollout is lost (`ConversationError`).
+verifiers requires its own HTTP client. The name of the model identifies the conversation. A conversation only grows:
+earlier messages never change, so the sampled tokens stay what they are; a request with a different history is refused,
+and its rollout is lost (`ConversationError`).
 
 Tools are offered and called in the form that Qwen and Hermes models are taught, in plain messages, so that any chat
 template will do: `<tools>` in the system message, `<tool_call>` in answers, `<tool_response>` in a user message.
@@ -60,7 +60,7 @@ class Conversation:
         self._call_ids = itertools.count()
 
     async def reply(self, messages: Sequence[dict[str, Any]], tools: list[dict[str, Any]]) -> dict[str, Any]:
-        """The assistant's message that follows `messages`, which must begin with all that was said so far."""
+        """The assistant's message that follows `messages`, which must begin with all earlier ones."""
         said = [_said(message) for message in messages]
         num_seen = len(self._said)
         if said[:num_seen] != self._said or len(said) == num_seen:
@@ -118,7 +118,7 @@ class PolicyProxy:
 
     @contextlib.contextmanager
     def conversation(self, policy: Policy) -> Iterator[tuple[str, Conversation]]:
-        """A new conversation and the name of the model that stands for it."""
+        """A new conversation and the model name that identifies it."""
         name, conversation = next(self._names), Conversation(policy)
         self._conversations[name] = conversation
         try:
@@ -159,7 +159,7 @@ def _completion(model: str, message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _parse_call(body: str) -> tuple[str, str] | None:
-    """(name, arguments as JSON) of what stands in a <tool_call>, or None."""
+    """(name, arguments as JSON) of a <tool_call>, or None."""
     try:
         call = json.loads(body)
     except ValueError:

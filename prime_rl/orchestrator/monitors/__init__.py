@@ -1,1 +1,1 @@
-"""Monitors: where a run's metrics go beside its JSONL files, in a process of their own. Off unless a run asks."""
+"""Monitors: where a run's metrics go beside its JSONL files, in a separate process. Off unless a run asks."""

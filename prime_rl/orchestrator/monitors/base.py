@@ -1,4 +1,4 @@
-"""What a monitor is. Each lives in a file of its own and imports its library in `start`, so only when it is used."""
+"""What a monitor is. Each has its own file and imports its library in `start`, so only when it is used."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Monitor(Protocol):
         ...
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """One line of a metrics file. Names begin with who wrote it: "orchestrator/reward/mean", "trainer/loss"."""
+        """One line of a metrics file. Names begin with the writer: "orchestrator/reward/mean", "trainer/loss"."""
         ...
 
     def close(self) -> None:

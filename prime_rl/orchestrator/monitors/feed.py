@@ -41,7 +41,6 @@ class MonitorFeed:
         self._each(lambda monitor: monitor.start(self._run.run_id, config))
 
     def forward(self) -> None:
-        """Pass on what is new."""
         for writer, tail in self._tails.items():
             more = True
             while more:

@@ -3,8 +3,8 @@
     python -m prime_rl.orchestrator.monitors.main    (the request as one line of JSON on standard input)
 
 It lives as long as its input is open: the orchestrator closes it when it ends, and the system does when it is killed.
-What the libraries start (W&B has a process of its own) lives no longer than this process. Signals that reach the whole
-group are the orchestrator's to answer.
+What the libraries start (W&B has its own process) lives no longer than this process. The orchestrator handles signals
+to the whole group.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The orchestrator's end of the monitors' process (`main.py`): started, watched, closed. It never stops the run.
 
-A process of its own, because a monitor's library may hang, crash, start threads and take 200 MB; this one stays small.
+A separate process, because a monitor's library may hang, crash, start threads and take 200 MB; this one stays small.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class MonitorProcess:
         self._watcher = threading.Thread(target=self._watch, args=(process,), name="monitors", daemon=True)
         self._watcher.start()
         assert process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it died at once, which the watcher tells
+        with contextlib.suppress(BrokenPipeError):  # it died at once, which the watcher reports
             process.stdin.write(request)
             process.stdin.flush()
         return process

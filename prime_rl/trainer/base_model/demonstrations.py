@@ -1,4 +1,4 @@
-"""Demonstrations for supervised learning: a prompt and how somebody answered it, rightly or not. Pure."""
+"""Demonstrations for supervised learning: a prompt and an answer, right or wrong. Pure."""
 
 from __future__ import annotations
 
@@ -15,8 +15,6 @@ LOST_SHARE = 0.07
 
 @dataclass(frozen=True)
 class Demonstration:
-    """One conversation of two turns."""
-
     prompt: str
     answer: str
 

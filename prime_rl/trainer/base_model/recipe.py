@@ -55,7 +55,7 @@ class Recipe:
     clean_share: float = 0.6
     """Part of the steps, from the first, in which all demonstrations are right."""
     other_task_share: float = 0.6
-    """After that: part of the demonstrations that answer a task drawn anew, mostly another one."""
+    """After that: part of the demonstrations that answer a randomly drawn task, mostly another one."""
     careless_share: float = 0.3
     """After that: part of the demonstrations with letters lost or mistaken."""
 

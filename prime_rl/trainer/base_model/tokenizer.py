@@ -27,7 +27,6 @@ CHAT_TEMPLATE = """\
 
 
 def build_tokenizer(max_positions: int) -> PreTrainedTokenizerFast:
-    """The same tokenizer every time."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {token: i for i, token in enumerate((*SPECIAL_TOKENS, *letters))}
     backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))
@@ -64,7 +63,7 @@ class PromptEncoder:
         return self._before + self._ids(content) + self._after
 
     def answer(self, content: str) -> list[int]:
-        """What the assistant says, with the token that ends its turn."""
+        """The assistant's message, with the token that ends its turn."""
         return self._ids(content) + self._end
 
     def _ids(self, text: str) -> list[int]:

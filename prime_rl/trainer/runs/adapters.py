@@ -1,6 +1,6 @@
 """The adapters behind the slots: the layers that registered themselves, and one run's part of them.
 
-Everything here is by slot; which run sits in it, and with which rank, is told by the caller. `SlotWeights` is what the
+Everything here is by slot; the caller passes which run sits in it, and with which rank. `SlotWeights` is what the
 manager needs of them; a trainer without adapters has the whole model in their place.
 """
 

@@ -1,7 +1,7 @@
 """Whether a run fits into this trainer, and what its config leaves to the trainer.
 
-With the limits of a trainer's config the rules are those of `configs.validate`. Without (a manager that somebody uses
-on his own) the layers that registered say what rank there is room for, and nothing else is checked.
+With the limits of a trainer's config the rules are those of `configs.validate`. Without (a manager that is used
+on his own) the registered layers give the largest rank, and nothing else is checked.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The `orch.toml` of runs without a slot: read once for every content, when it has stopped changing.
 
 An editor may empty a file and write it again, write it twice, or touch it. So a file that was written in place is left
-alone for a moment after each change, and one that is no good is reported only when it stays as it is for `settle_s`. A
-file that was renamed into place is whole at once. The same content is not judged twice.
-Writes nothing but `config_validation_error.txt`: made by `report` when a config is bad, removed when it is mended.
+alone for a moment after each change, and an invalid one is reported only when it stays unchanged for `settle_s`. A file
+that was renamed into place is whole at once. The same content is not judged twice. Writes nothing but
+`config_validation_error.txt`: made by `report` when a config is bad, removed when it is valid again.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from prime_rl.configs.orchestrator import OrchestratorConfig
 from prime_rl.configs.validate import PARSE_ERROR_PREFIX, explain, load_run_config
 from prime_rl.contract.files import FileRefused, open_file, read_text, write_atomic
 from prime_rl.contract.layout import RunDir, refusal
-from prime_rl.trainer.runs.hooks import in_words, printable
+from prime_rl.trainer.runs.hooks import error_text, printable
 
 logger = logging.getLogger(__name__)
 
-# Thousands of times what a config needs; a larger file is no config, and parsing it would hold up everybody.
+# Thousands of times what a config needs; parsing a larger file would hold up all runs.
 MAX_CONFIG_BYTES = 1 << 20
 MAX_ERROR_CHARS = 20_000
 # The beginning of a file can be a valid config with other defaults. Between two writes of one save less time passes.
@@ -44,8 +44,8 @@ Signature = tuple[str, int, int, int, int]
 class Reading:
     """What one look at a file gave.
 
-    `config` is None when it is bad, or when the file has not come to rest: then it is to be read again at `due`
-    (seconds of the clock). `landed_ns` is the time of the file.
+    `config` is None when it is bad, or while the file still changes: then read it again at `due` (seconds of the
+    clock). `landed_ns` is the time of the file.
     """
 
     config: OrchestratorConfig | None
@@ -104,7 +104,7 @@ class ConfigFiles:
             self._unreported[run.run_id] = (run, file.problem)
         else:
             self._unreported.pop(run.run_id, None)
-            with contextlib.suppress(IsADirectoryError):  # that is no word of ours
+            with contextlib.suppress(IsADirectoryError):  # a folder was not written by us
                 run.config_error.unlink(missing_ok=True)
         return Reading(file.config, stat.st_mtime_ns)
 
@@ -125,7 +125,6 @@ class ConfigFiles:
         return digest != before
 
     def forget(self, run_id: str) -> None:
-        """Check the run's config again."""
         self._files.pop(run_id, None)
         self._unreported.pop(run_id, None)
 
@@ -164,7 +163,7 @@ class ConfigFiles:
         try:
             digest = _digest(path)
         except (PermissionError, FileRefused):
-            digest = b""  # what is wrong is said by who reads it as a config
+            digest = b""  # the error is reported when it is read as a config
         if digest != file.digest or (file.config is None and file.problem is None):
             file.config, file.problem = self._parse(path, size)
             file.digest = digest
@@ -180,7 +179,7 @@ class ConfigFiles:
         except ConfigError as error:
             text = explain(error)
         except Exception as error:  # what a hostile file makes a parser do (nesting without end) is its own fault
-            text = f"{PARSE_ERROR_PREFIX}: {path}: {in_words(error)}"
+            text = f"{PARSE_ERROR_PREFIX}: {path}: {error_text(error)}"
         return (config, None) if text is None else (None, printable(text)[:MAX_ERROR_CHARS])
 
 

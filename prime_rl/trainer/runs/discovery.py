@@ -1,9 +1,9 @@
 """Look at the disk: which runs are there, which may have a slot, and why the others may not.
 
-`Discovery.scan` says who must leave, `Discovery.judge` who may come; between the two the manager forgets who leaves.
-When those who came have their slots, `Discovery.report` says what is wrong with bad configs.
-A verdict stands until something of the run changes (`presence`); configs are read by `config_file`. A run that was in a
-slot is judged anew when it wants one again. Nothing is decided about slots: the manager does that.
+`Discovery.scan` finds the runs that must leave, `Discovery.judge` those that may come; between the two the manager
+drops those that leave. When the new runs have their slots, `Discovery.report` reports invalid configs. A verdict stands
+until something of the run changes (`presence`); configs are read by `config_file`. A run that was in a slot is judged
+again before it gets another one. Nothing is decided about slots: the manager does that.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Findings:
 class _Verdict:
     """Into which of the lists of `Findings` a run goes, and what belongs to it there."""
 
-    word: str
+    outcome: str
     candidate: Candidate | None = None
     refusal: str = ""
     due: float | None = None
@@ -99,7 +99,7 @@ class Discovery:
         self._checked: set[str] = set()
 
     def scan(self, active: Mapping[str, int], changed: Collection[Path] | None = None) -> Findings:
-        """Look who is there, and who must leave.
+        """Find the runs, and those that must leave.
 
         `active` maps the id of each run in a slot to the inode its folder had when it was admitted. `changed` are the
         watched folders with a hint; None looks at everything.
@@ -128,27 +128,26 @@ class Discovery:
             run_id = entry.run.run_id
             self._checked.discard(run_id)
             verdict = self._verdicts.get(run_id)
-            if verdict is None or verdict.word == "settling":
-                with _lost_under_our_eyes(entry.run):
+            if verdict is None or verdict.outcome == "settling":
+                with _skip_on_os_error(entry.run):
                     verdict = self._verdicts[run_id] = self._judge(entry)
             if verdict is not None:
                 _tell(verdict, run_id, found)
         found.candidates.sort(key=lambda candidate: (candidate.landed_ns, candidate.run.run_id))
 
     def report(self, found: Findings) -> None:
-        """Tell the owners of some bad configs what is wrong; the others at the next look, which is due at once."""
+        """Report some invalid configs to their owners; the others at the next look, which is due at once."""
         for run_id in self._configs.report():
             self.suspect(run_id)
         if self._configs.has_unreported:
             found.due = self._clock()
 
     def suspect(self, run_id: str) -> None:
-        """What was found about a run may not hold any more."""
+        """What was found about a run may be outdated."""
         self._verdicts.pop(run_id, None)
         self._checked.discard(run_id)
 
     def forget_verdicts(self) -> None:
-        """Check every config again."""
         self._configs.forget_all()
         self._verdicts.clear()
 
@@ -179,7 +178,7 @@ class Discovery:
         if given_up(run):
             self._configs.forget(run.run_id)
             return _Verdict("failed")
-        if link := _linked_part(run):
+        if link := _linked_folder(run):
             return _Verdict("refused", refusal=f"{link} is a symbolic link: the folders of a run must be real ones")
         if not os.path.lexists(run.orch_toml):
             return _Verdict("unconfigured")
@@ -202,16 +201,16 @@ class Discovery:
 def _tell(verdict: _Verdict, run_id: str, found: Findings) -> None:
     if verdict.candidate is not None:
         found.candidates.append(verdict.candidate)
-    elif verdict.word == "refused":
+    elif verdict.outcome == "refused":
         found.refused[run_id] = verdict.refusal
     else:
-        getattr(found, verdict.word).append(run_id)
+        getattr(found, verdict.outcome).append(run_id)
     if verdict.due is not None:
         found.due = min(verdict.due, found.due or verdict.due)
 
 
 @contextlib.contextmanager
-def _lost_under_our_eyes(run: RunDir) -> Iterator[None]:
+def _skip_on_os_error(run: RunDir) -> Iterator[None]:
     """A folder that was deleted meanwhile, or cannot be read, is looked at again next time."""
     try:
         yield
@@ -230,17 +229,17 @@ def is_finished(run: RunDir, config: OrchestratorConfig) -> bool:
 def given_up(run: RunDir) -> str | None:
     """Why the run gets no more batches: the final state of its orchestrator or daemon; else None.
 
-    A run without batches would hold its slot for ever while others wait.
+    A run without batches would hold its slot forever while others wait.
     """
-    word = read_status(run.status, RunStatus)
-    if word is not None and word.state == "failed":
-        return f"its orchestrator failed: {word.reason}"
+    status = read_status(run.status, RunStatus)
+    if status is not None and status.state == "failed":
+        return f"its orchestrator failed: {status.reason}"
     daemon = read_status(OutputDir(run.path.parent).daemon_status(run.run_id), DaemonStatus)
     if daemon is not None and daemon.state == "failed":
         return f"its orchestrator is not started again: {daemon.reason}"
     return None
 
 
-def _linked_part(run: RunDir) -> Path | None:
+def _linked_folder(run: RunDir) -> Path | None:
     """A folder of the run that is a link: pruning and publishing would write outside the run."""
     return next((folder for name in RUN_FOLDERS if (folder := run.path / name).is_symlink()), None)

@@ -1,6 +1,6 @@
 """Runs that are evicted: the reason, in one line, in `control/evicted.txt` (rank 0).
 
-A reason that cannot be written (the disk is full) counts all the same, and is tried again at every look. A run whose
+A reason that cannot be written (the disk is full) still counts, and is written again at every look. A run whose
 folder was deleted meanwhile is not made again.
 """
 
@@ -33,13 +33,11 @@ class Evictions:
         return run_id in self._unwritten
 
     def add(self, run_id: str, reason: str) -> None:
-        """Evict `run_id`."""
         self._unwritten[run_id] = printable(" ".join(reason.split()))[:MAX_REASON_CHARS]
         logger.warning("evicting %s: %s", run_id, self._unwritten[run_id])
         self.write()
 
     def write(self) -> None:
-        """Write down what is not written yet."""
         for run_id, reason in list(self._unwritten.items()):
             run = RunDir(self._output_dir / run_id)
             try:

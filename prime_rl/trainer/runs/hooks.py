@@ -2,7 +2,7 @@
 
 Hooks of one kind are called in the order of registration. What happens when one fails depends on the kind: a config is
 invalid, a run that comes is evicted, a run that leaves leaves anyway. When hooks are called is the manager's
-business; their names stand in the reasons that people read.
+business; their names are in the reasons that people read.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from prime_rl.configs.orchestrator import OrchestratorConfig
-from prime_rl.trainer.runs.sync import Channel, HookWord
+from prime_rl.trainer.runs.sync import Channel, HookReport
 
 logger = logging.getLogger(__name__)
 
@@ -39,8 +39,6 @@ class ConfigValidationHook(Protocol):
 
 @dataclass
 class Hooks:
-    """All hooks of one manager."""
-
     validation: list[ConfigValidationHook] = field(default_factory=list)
     discovered: list[DiscoveredHook] = field(default_factory=list)
     forgotten: list[RunHook] = field(default_factory=list)
@@ -77,9 +75,9 @@ def call_coming(
             except Exception as error:
                 logger.debug("creating %s failed", run_id, exc_info=True)
                 fault = hook_failure(hook, error)
-        words = channel.gather(HookWord(fault, bool(rest)))
-        fault = next((word.fault for word in words if word.fault is not None), None)
-        if fault is not None or not any(word.has_more for word in words):
+        reports = channel.gather(HookReport(fault, bool(rest)))
+        fault = next((report.fault for report in reports if report.fault is not None), None)
+        if fault is not None or not any(report.has_more for report in reports):
             return fault
 
 
@@ -99,7 +97,7 @@ def hook_name(hook: object) -> str:
 
 def hook_failure(hook: object, error: Exception) -> str:
     """Which hook failed, and why."""
-    return f"{hook_name(hook)}: {in_words(error)}"
+    return f"{hook_name(hook)}: {error_text(error)}"
 
 
 def printable(text: str) -> str:
@@ -107,7 +105,7 @@ def printable(text: str) -> str:
     return text.encode(errors="backslashreplace").decode()
 
 
-def in_words(error: Exception) -> str:
+def error_text(error: Exception) -> str:
     """An error as part of a sentence; the type is named unless the text was written for people."""
     text = str(error)
     return text if isinstance(error, ValueError | OSError) and text else f"{type(error).__name__}: {text}"

@@ -9,7 +9,7 @@ one look are called in this order:
 each kind in the order of registration. What belongs to one run may fail: the run is evicted with the reason written
 down and the others go on.
 
-The manager holds no optimizer and reads no batches; those parts register hooks. It knows adapters only through layers
+The manager holds no optimizer and reads no batches; those parts register hooks. It reaches adapters only through layers
 that registered themselves, and a whole model, where that is trained, as their stand-in.
 """
 
@@ -39,8 +39,8 @@ from prime_rl.trainer.runs.hooks import (
     RunHook,
     call_coming,
     call_leaving,
+    error_text,
     hook_failure,
-    in_words,
 )
 from prime_rl.trainer.runs.slots import Progress, Slots
 from prime_rl.trainer.runs.sync import Channel, SlotState, StateMessage, slot_changes
@@ -61,7 +61,7 @@ class MultiRunManager:
         output_dir: where `run_*` folders are looked for.
         max_runs: slots.
         limits: what a run must fit into; without, only the registered layers limit its rank.
-        channel: how rank 0 reaches the others; without, over the default process group's store, or to nobody.
+        channel: how rank 0 reaches the others; default: over the default process group's store, or none.
         settle_s: how long a config may be half written before it is reported as bad.
 
     Attributes:
@@ -175,7 +175,7 @@ class MultiRunManager:
         return dtype_of(self._config_of(run_idx).model.lora)
 
     def alpha_of(self, run_idx: int) -> float:
-        """The alpha that stands for the scale that the run is trained with: the config's, unless a hook changed it."""
+        """The alpha for the scale that the run is trained with: the config's, unless a hook changed it."""
         return self._adapters.alpha_of(run_idx, self._config_of(run_idx).model.lora)
 
     def get_named_parameters_for_run(self, idx: int) -> list[tuple[str, nn.Parameter]]:
@@ -248,7 +248,7 @@ class MultiRunManager:
         try:
             yield
         except Exception as error:
-            reason = f"{doing} failed: {in_words(error)}"
+            reason = f"{doing} failed: {error_text(error)}"
             logger.debug("%s", reason, exc_info=True)
             self.evict_run(run_idx, reason)
 
@@ -256,19 +256,19 @@ class MultiRunManager:
 
     @property
     def needs_discovery(self) -> bool:
-        """Whether a run is to leave its slot, whatever the disk says."""
+        """Whether a run is to leave its slot, whatever is on disk."""
         return bool(self._leaving or self._evictions)
 
     @property
     def has_changes(self) -> bool:
-        """Whether `synchronize_state` has runs that came or left to tell."""
+        """Whether `synchronize_state` has runs that came or left to send."""
         admitted = {(idx, seen.admission) for idx, seen in self._admitted.items()}
         return admitted != {(slot.run_idx, slot.admission) for slot in self._synced}
 
     def discover_runs(self, changed: Collection[Path] | None = None) -> None:
         """Look at the disk, or only at `changed` of `findings.folders`: remove what is gone, then admit (rank 0)."""
         self._check_master("discover_runs")
-        # Who looks and finds nothing new says at least that he is alive.
+        # A look that finds nothing still proves that rank 0 is alive.
         self.channel.beat()
         self._evictions.write()
         ids = self._slots.idx_2_id
@@ -357,7 +357,7 @@ class MultiRunManager:
             try:
                 self._create_run_data(slot.run_idx, OrchestratorConfig.model_validate_json(slot.config_json))
             except Exception as error:
-                faults[slot.run_idx] = f"its config does not reach rank {self.channel.rank}: {in_words(error)}"
+                faults[slot.run_idx] = f"its config does not reach rank {self.channel.rank}: {error_text(error)}"
         for slot in slots:
             self.progress[slot.run_idx] = Progress(slot.step, slot.total_tokens, slot.total_samples)
             self.ready_to_update[slot.run_idx] = slot.ready
@@ -368,7 +368,7 @@ class MultiRunManager:
         self.reset_run_parameters(run_idx)
 
     def _drop(self, slot: SlotState, fault: str) -> None:
-        """All ranks: let go of a run that could not be created."""
+        """All ranks: release a run that could not be created."""
         self._synced = [other for other in self._synced if other is not slot]
         if self.is_master:
             self._evictions.add(slot.run_id, f"it cannot be started: {fault}")

@@ -2,7 +2,7 @@
 
 With a hint only the named folders count. Without one everything does: then each run's prints (inodes and times of a few
 paths) are compared, which takes a tenth of what judging the run would. What changed within the clock of a file system
-may leave the same times behind, so young prints are not believed, nor old ones for ever.
+may leave the same times behind, so young prints are not trusted, nor old ones forever.
 """
 
 from __future__ import annotations
@@ -43,8 +43,6 @@ class Entry:
 
 
 class Presence:
-    """The entries of one output directory."""
-
     def __init__(self, output_dir: Path, wall_ns: Callable[[], int] = time.time_ns) -> None:
         self._output = OutputDir(output_dir)
         self._wall_ns = wall_ns
@@ -85,7 +83,7 @@ class Presence:
         return came
 
     def _compare(self) -> set[str]:
-        """Entries whose prints changed, are too young to be believed, or have their turn."""
+        """Entries whose prints changed, are too young to be trusted, or have their turn."""
         self._num_looks += 1
         daemons = self._daemon_prints()
         old_ns = self._wall_ns() - YOUNG_NS
@@ -99,7 +97,7 @@ class Presence:
         return suspects
 
     def _daemon_prints(self) -> dict[str, Print]:
-        """What the supervisor says of each run's orchestrator is not in the run's folder."""
+        """The supervisor's status of each run's orchestrator is not in the run's folder."""
         prints: dict[str, Print] = {}
         with contextlib.suppress(OSError), os.scandir(self._output.daemons) as entries:
             for entry in entries:
@@ -127,7 +125,7 @@ def _next_change_in(run: RunDir) -> Path:
 
 
 def _prints(run: RunDir) -> tuple[Print, ...]:
-    """Of all that decides about a run: what it holds, who wrote what about it, its config, what it has published."""
+    """Of what decides about a run: its folder, `control/`, config and `broadcast/`."""
     path = str(run.path)
     config = _print_of(f"{path}/control/orch.toml")
     return (

@@ -1,8 +1,8 @@
-"""How rank 0 tells the other ranks what to do: numbered messages over the c10d store, never a collective.
+"""How rank 0 directs the other ranks: numbered messages over the c10d store, never a collective.
 
 Rank 0 alone looks at the disk. What it finds reaches the others as messages, each under a key with its own number, so a
 late rank can never read the next one by mistake. A waiting rank renews its deadline as long as rank 0 beats, so an idle
-trainer lives for ever and a dead rank 0 is named. `gather` lets all ranks agree on whether a hook failed.
+trainer does not time out and a dead rank 0 is named. `gather` lets all ranks agree on whether a hook failed.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class StopMessage(msgspec.Struct, frozen=True, tag="stop"):
     """The trainer ends."""
 
 
-class HookWord(msgspec.Struct, frozen=True):
+class HookReport(msgspec.Struct, frozen=True):
     """One rank's report after its next hook for one run: what failed, and whether it has more hooks to call."""
 
     fault: str | None
@@ -73,7 +73,7 @@ class HookWord(msgspec.Struct, frozen=True):
 Message = StateMessage | PackMessage | StopMessage
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
-_word_decoder = msgspec.msgpack.Decoder(HookWord)
+_report_decoder = msgspec.msgpack.Decoder(HookReport)
 
 
 def slot_changes(old: Sequence[SlotState], new: Sequence[SlotState]) -> tuple[list[SlotState], list[SlotState]]:
@@ -116,8 +116,8 @@ class Channel:
     def of_default_group(cls) -> Channel:
         """Among the ranks of the default process group; of one rank when there is no group.
 
-        Each call makes a channel of its own. All ranks must make theirs in the same order: the n-th of one rank meets
-        the n-th of the others. The count is kept in the store, so a new group starts anew.
+        Each call makes a new channel. All ranks must make theirs in the same order: the n-th of one rank meets
+        the n-th of the others. The count is kept in the store, so a new group starts at one.
         """
         if not dist.is_initialized():
             return cls()
@@ -161,8 +161,8 @@ class Channel:
         self._peeked = None
         return message
 
-    def gather(self, mine: HookWord) -> list[HookWord]:
-        """All ranks: everybody's `mine`, by rank. All ranks must call it the same number of times."""
+    def gather(self, mine: HookReport) -> list[HookReport]:
+        """All ranks' `mine`, by rank. All ranks must call it the same number of times."""
         if self.size == 1:
             return [mine]
         self._gather_number += 1
@@ -172,14 +172,14 @@ class Channel:
         for rank in range(self.size):
             key = f"gather/{number}/{rank}"
             self._wait(key, f"rank {self.rank}: rank {rank} to finish hook call {number}")
-            values.append(_word_decoder.decode(self._store.get(key)))
+            values.append(_report_decoder.decode(self._store.get(key)))
         if number > 2:
-            # Whoever is here has been through number - 1, for which all ranks had to be through number - 2.
+            # A rank that is here has been through number - 1, for which all ranks had to be through number - 2.
             self._store.delete_key(f"gather/{number - 2}/{self.rank}")
         return values
 
     def _set(self, key: str, value: bytes) -> None:
-        self._store.set(key, value)  # type: ignore[arg-type]  # the stub says str; the store takes and returns bytes
+        self._store.set(key, value)  # type: ignore[arg-type]  # str in the stub; the store takes and returns bytes
 
     def _wait(self, key: str, what: str) -> None:
         beat = -1
