@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import os
 import shutil
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -17,24 +16,11 @@ from prime_rl.contract.files import wait_for, write_atomic
 from prime_rl.contract.layout import OutputDir, RunDir
 from prime_rl.contract.status import DaemonStatus, Status, TrainerStatus, read_status
 from tests.attack_support import ATTACKS, Outside, attack, run_paths, take_away
-from tests.daemons_support import PATIENCE_S, RUN_TOML, Prl, fake_workspace
+from tests.daemons_support import PATIENCE_S, RUN_TOML, Prl
 from tests.system_support import Workspace
 
 # So many files of a run are something else at the same time: a round takes a heartbeat.
 GROUP = 6
-
-
-@pytest.fixture
-def prl(tmp_path: Path) -> Iterator[Prl]:
-    """A workspace of small daemons that is stopped after the test; the test fails if anything is left."""
-    workspace = fake_workspace(tmp_path)
-    workspace.output_dir.mkdir()
-    yield workspace
-    workspace("down", "--timeout", "10", exit_code=None)
-    left = workspace.members()
-    for process in left:
-        process.kill()
-    assert left == []
 
 
 def test_a_log_and_a_status_that_are_pipes_hold_up_their_own_run_alone(prl: Prl) -> None:
