@@ -13,6 +13,8 @@ from typing import TextIO
 from prime_rl.utils.tail import FileTail
 from prime_rl.utils.text import clean_text
 
+_UNKNOWN = -1
+
 
 class LogRelay:
     """Writes `name | line` for each new line of each daemon's log."""
@@ -27,18 +29,15 @@ class LogRelay:
             self._tails[name] = (FileTail(log, position=_size(log)), _size(log))
 
     def pump(self) -> None:
-        """Write what is new."""
+        """Write what is new; of each log at most what one look takes, so one that grows quickly holds up no other."""
         for name, (tail, size) in self._tails.items():
             now = _size(tail.path)
             if now == size:
                 continue
-            self._tails[name] = (tail, now)
-            more = True
-            while more:
-                read = tail.read()
-                more = read.more
-                for line in read.lines:
-                    self._out.write(f"{name} | {clean_text(line.decode(errors='replace'))}\n")
+            read = tail.read()
+            self._tails[name] = (tail, _UNKNOWN if read.more else now)
+            for line in read.lines:
+                self._out.write(f"{name} | {clean_text(line.decode(errors='replace'))}\n")
         self._out.flush()
 
 

@@ -21,6 +21,7 @@ from prime_rl.contract.layout import RUN_FOLDERS, RunDir, stable_marker
 # Far more than any look takes on a machine with ten times more to do than it can.
 PATIENCE_S = 240.0
 SPARSE_BYTES = 2 << 30
+_NOBODY = 65534
 T = TypeVar("T")
 STEP = 1  # of the files of a run that have a step in their path
 
@@ -78,7 +79,10 @@ Attack = Callable[[Path, Path], None]  # (what is attacked and is not there any 
 
 
 def _unreadable(path: Path, outside: Path) -> None:
-    path.write_text("{}")
+    if outside.is_dir():
+        shutil.copytree(outside, path)
+    else:
+        shutil.copyfile(outside, path)
     path.chmod(0)
 
 
@@ -157,6 +161,21 @@ def finishes(what: str, call: Callable[[], T], unblock: Path | None = None) -> T
     if error:
         raise error[0]
     return result[0]
+
+
+@contextmanager
+def as_ordinary_user(folder: Path) -> Iterator[None]:
+    """Meanwhile this process owns `folder` and may do no more than another user: root may read whatever it finds."""
+    if os.geteuid() != 0:
+        yield
+        return
+    for path in (folder, *folder.rglob("*")):
+        os.chown(path, _NOBODY, _NOBODY, follow_symlinks=False)
+    os.seteuid(_NOBODY)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
 
 
 @contextmanager

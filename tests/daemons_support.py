@@ -1,9 +1,10 @@
 """Small real daemons for tests of the daemons: processes that keep the status files of the contract and do no learning.
 
 `fake_workspace` writes them as modules into a folder and returns a `Prl` that runs the real `prl` with them. What a
-daemon should do wrong is said by files in the workspace: `crash_<daemon>` ends it at its start, `stubborn_<daemon>`
-ignores SIGTERM, `stuck_trainer` gets nowhere, `saving_trainer` takes a while to save at its end. `hangs` names status
-files, a line each: the main loops of their writers hang while it is there, also the supervisor's.
+daemon should do wrong is given by files in the workspace: `crash_<daemon>` ends it at its start, `say_<daemon>` is
+what it prints then, `stubborn_<daemon>` ignores SIGTERM, `stuck_trainer` gets nowhere, `saving_trainer` takes a while
+to save at its end. `hangs` names status files, a line each: the main loops of their writers hang while it is there,
+also the supervisor's.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,7 @@ from typing import Any
 import psutil
 import pytest
 
-from daemons.client import DaemonView, RunView, WorkspaceReader
+from daemons.client import DaemonView, RunView, WorkspaceReader, read_workspace
 from prime_rl.contract.files import wait_for
 from tests.patience import PATIENCE_S
 
@@ -48,6 +50,8 @@ def begin(daemon, output_dir):
     if (output_dir / f"stubborn_{daemon}").exists():
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     print("begin", daemon, os.getpid(), flush=True)
+    if (says := output_dir / f"say_{daemon}").exists():
+        os.write(1, says.read_bytes())
     if (output_dir / f"crash_{daemon}").exists():
         print("fatal: told to crash \\x1b[31mred", flush=True)
         sys.exit(3)
@@ -244,6 +248,16 @@ class Prl:
                 found.append(process)
         return found
 
+    def daemon(self, name: str) -> DaemonView:
+        found = read_workspace(self.output_dir).daemon(name)
+        assert found is not None, f"no daemon {name}"
+        return found
+
+    def is_in(self, name: str, state: str) -> bool:
+        """Whether there is such a daemon, in that state."""
+        found = read_workspace(self.output_dir).daemon(name)
+        return found is not None and found.state == state
+
     def wait_state(self, name: str, *states: str, timeout_s: float = PATIENCE_S) -> RunView | DaemonView:
         """Wait until a run, or a daemon that is not an orchestrator, is in one of `states`."""
         reader = WorkspaceReader(self.output_dir)
@@ -278,6 +292,18 @@ def fake_workspace(tmp_path: Path) -> Prl:
     env["PYTHONPATH"] = f"{modules}{os.pathsep}{ROOT}"
     env["PRL_MODULES"] = "trainer=fake_trainer,inference=fake_inference,orchestrator=fake_orchestrator"
     return Prl(tmp_path / "out", model, env)
+
+
+def stopped(workspace: Prl) -> Iterator[Prl]:
+    """The workspace once; it is stopped afterwards, whatever happened, and what is left then fails the test."""
+    workspace.output_dir.mkdir()
+    yield workspace
+    (workspace.output_dir / "hangs").unlink(missing_ok=True)
+    workspace("down", "--timeout", "10", exit_code=None)
+    left = workspace.members()
+    for process in left:
+        process.kill()
+    assert left == []
 
 
 def step_clock(monkeypatch: pytest.MonkeyPatch, step_s: float) -> None:

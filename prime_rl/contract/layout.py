@@ -111,10 +111,10 @@ class RunDir:
 
     @property
     def orch_toml(self) -> Path:
-        """`control/orch.toml`, or the older `configs/orch.toml` when only that one exists."""
+        """`control/orch.toml`, or the older `configs/orch.toml` when only that one exists. Never raises."""
         current = self.control / "orch.toml"
         older = self.path / "configs" / "orch.toml"
-        return older if not current.exists() and older.exists() else current
+        return older if not os.path.exists(current) and os.path.exists(older) else current
 
     @property
     def config_error(self) -> Path:

@@ -1,12 +1,15 @@
 """Whole lines of a file that another process appends to, again and again. No threads: one thread calls one tail.
 
 It keeps a byte offset and reads only what is new. It survives what files do: a last line that is still being written,
-truncation, rotation, deletion while open, lines without an end. When `x.log` was renamed to `x.log.1` it first reads
-the rest of that, so no line is missed. Memory is bounded, whatever the file holds.
+truncation, rotation, deletion while open, lines without an end. When `x.log` was rotated to `x.log.1`, or several times
+since the last look (`x.log.2` ...), it first reads the rest of those. So no line is missed while they are kept and at
+most `chunk_bytes` of them are unread; beyond that it goes on at the start of `x.log` and reports `reset`. Memory is
+bounded, whatever the file holds.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +23,7 @@ MAX_LINE_BYTES = 1 << 18
 # So many bytes before the offset are compared at each look: a file that was cut and grew again past the offset is
 # then noticed, though its size and inode are unchanged.
 _MARK_BYTES = 64
+_Identity = tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -52,8 +56,9 @@ class FileTail:
         self._go_on_at = position
         self._chunk_bytes = chunk_bytes
         self._offset = 0
-        self._identity: tuple[int, int] | None = None
+        self._identity: _Identity | None = None
         self._mark = b""
+        self._newest_old: _Identity | None = None  # `x.log.1` when reading `x.log` began
         self._partial = b""
         self._skipping = False  # inside a line that is too long, or that began before the start
 
@@ -76,17 +81,16 @@ class FileTail:
             return TailRead([], reset=had_content)
 
     def _read(self, fd: int) -> TailRead:
-        stat = os.fstat(fd)
-        identity = (stat.st_dev, stat.st_ino)
-        reset = self._identity is not None and not self._continues(fd, identity, stat.st_size)
+        identity, size = _look(fd)
+        reset = self._identity is not None and not self._continues(fd, identity, size)
         if reset and (rest := self._rest_put_aside()) is not None:
             lines = self._split(rest)
             self._offset, self._identity, self._mark = 0, identity, b""
             return TailRead(lines, more=True)
         if reset or self._identity is None:
             self._forget()
-            self._identity = identity
-            self._start(fd, stat.st_size)
+            self._identity, self._newest_old = identity, self._old(1, 0)[0]
+            self._start(fd, size)
             before = min(_MARK_BYTES, self._offset)
             self._mark = os.pread(fd, before, self._offset - before)
         data = os.pread(fd, self._chunk_bytes, self._offset)
@@ -95,20 +99,42 @@ class FileTail:
         return TailRead(self._split(data), reset, more=len(data) == self._chunk_bytes)
 
     def _rest_put_aside(self) -> bytes | None:
-        """The unread rest of the rotated file; None when it is missing or another file."""
-        try:
-            with os.fdopen(open_file(self.path.with_name(f"{self.path.name}.1")), "rb", buffering=0) as file:
-                fd = file.fileno()
-                size = os.fstat(fd).st_size
-                marked = os.pread(fd, len(self._mark), self._offset - len(self._mark)) == self._mark
-                fits = self._offset <= size <= self._offset + self._chunk_bytes
-                return os.pread(fd, self._chunk_bytes, self._offset) if self._mark and marked and fits else None
-        except OSError:
-            return None
+        """The unread rest of the files rotated since the last look; None when it is unknown."""
+        rest, newest = b"", self._old(1, 0)[0]
+        for number in itertools.count(1):
+            identity, data, is_ours = self._old(number, self._chunk_bytes + 1)
+            if not self._mark and identity == self._newest_old:
+                if number == 1:
+                    return None
+                break  # the one before it was ours, of which we had read nothing
+            rest = data + rest
+            if identity is None or len(rest) > self._chunk_bytes:
+                return None
+            if is_ours:
+                break
+        self._newest_old = newest
+        return rest
 
-    def _continues(self, fd: int, identity: tuple[int, int], size: int) -> bool:
+    def _old(self, number: int, limit: int) -> tuple[_Identity | None, bytes, bool]:
+        """Of `x.log.number`: its identity, at most `limit` unread bytes, and whether it is the file that was read."""
+        try:
+            with os.fdopen(open_file(self.path.with_name(f"{self.path.name}.{number}")), "rb", buffering=0) as file:
+                fd = file.fileno()
+                is_ours = bool(self._mark) and self._is_marked(fd)
+                return _look(fd)[0], os.pread(fd, limit, self._offset * is_ours), is_ours
+        except OSError:
+            return None, b"", False
+
+    def _continues(self, fd: int, identity: _Identity, size: int) -> bool:
         if identity != self._identity or size < self._offset:
             return False
+        if self._mark:
+            return self._is_marked(fd)
+        # Nothing was read yet, so only a new old file tells; or the cut is yet to come, and it begins as this does.
+        newest, begins, _ = self._old(1, _MARK_BYTES)
+        return newest in (None, self._newest_old) or begins == os.pread(fd, _MARK_BYTES, 0)
+
+    def _is_marked(self, fd: int) -> bool:
         return os.pread(fd, len(self._mark), self._offset - len(self._mark)) == self._mark
 
     def _start(self, fd: int, size: int) -> None:
@@ -134,3 +160,9 @@ class FileTail:
 
     def _forget(self) -> None:
         self._offset, self._identity, self._mark, self._partial, self._skipping = 0, None, b"", b"", False
+
+
+def _look(fd: int) -> tuple[_Identity, int]:
+    """(which file it is, its size)."""
+    stat = os.fstat(fd)
+    return (stat.st_dev, stat.st_ino), stat.st_size

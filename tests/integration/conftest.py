@@ -11,6 +11,7 @@ import pytest
 if TYPE_CHECKING:  # torch, which most of the tests here do without
     from tests.inference_support import RunningServer
 
+from tests.daemons_support import Prl, fake_workspace, stopped
 from tests.fork_runner import Runner, runner
 from tests.system_support import (
     Workspace,
@@ -55,6 +56,12 @@ def lives() -> Iterator[Runner]:
     """Trainers in children that cost a moment each and may be killed."""
     with runner() as started:
         yield started
+
+
+@pytest.fixture
+def prl(tmp_path: Path) -> Iterator[Prl]:
+    """A workspace of small daemons that is stopped after the test; the test fails if anything is left."""
+    yield from stopped(fake_workspace(tmp_path))
 
 
 @pytest.fixture

@@ -5,36 +5,14 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from daemons.client import DaemonView, read_workspace
 from prime_rl.contract.files import wait_for
 from prime_rl.utils.process import ProcessId
-from tests.daemons_support import PATIENCE_S, Prl, fake_workspace
+from tests.daemons_support import PATIENCE_S, Prl
 from tui.snapshot import Snapshot, make_snapshot
-
-
-@pytest.fixture
-def prl(tmp_path: Path) -> Iterator[Prl]:
-    """A workspace that is stopped after the test, whatever happened; the test fails if anything is left."""
-    workspace = fake_workspace(tmp_path)
-    workspace.output_dir.mkdir()
-    yield workspace
-    (workspace.output_dir / "hangs").unlink(missing_ok=True)
-    workspace("down", "--timeout", "10", exit_code=None)
-    left = workspace.members()
-    for process in left:
-        process.kill()
-    assert left == []
-
-
-def daemon(prl: Prl, name: str) -> DaemonView:
-    found = read_workspace(prl.output_dir).daemon(name)
-    assert found is not None, f"no daemon {name}"
-    return found
 
 
 def console(prl: Prl) -> Snapshot:
@@ -44,12 +22,12 @@ def console(prl: Prl) -> Snapshot:
 @pytest.mark.slow
 def test_a_supervisor_whose_loop_hangs_is_stalled_for_all_and_down_ends_it_and_its_daemons(prl: Prl) -> None:
     prl.up()
-    trainer = daemon(prl, "trainer").process
+    trainer = prl.daemon("trainer").process
     (prl.output_dir / "hangs").write_text("daemons/supervisor.json")
     stalled = prl.wait_state("supervisor", "stalled")
     assert isinstance(stalled, DaemonView) and stalled.stalled_since is not None
     prl.wait_state("trainer", "lost")
-    assert (daemon(prl, "trainer").reason or "").startswith("its supervisor last looked at it at ")
+    assert (prl.daemon("trainer").reason or "").startswith("its supervisor last looked at it at ")
     told = {each["name"]: each for each in prl.json("status")["daemons"]}
     assert (told["supervisor"]["state"], told["supervisor"]["pid"]) == ("stalled", stalled.pid)
     text = " ".join(prl("status").stdout.split())
@@ -74,14 +52,14 @@ def test_daemons_whose_loops_hang_are_stalled_for_all_until_they_turn_again(prl:
     prl("runs", "add", str(prl.run_file("a")))
     names = ("trainer", "inference", "run_a")
     for name in names:
-        wait_for(lambda name=name: is_in(prl, name, "running"), f"{name} to run", timeout_s=PATIENCE_S)
-    pids = [daemon(prl, name).pid for name in names]
+        wait_for(lambda name=name: prl.is_in(name, "running"), f"{name} to run", timeout_s=PATIENCE_S)
+    pids = [prl.daemon(name).pid for name in names]
     (prl.output_dir / "hangs").write_text("trainer/status.json inference/status.json control/status.json")
     for name in names:
-        wait_for(lambda name=name: is_in(prl, name, "stalled"), f"{name} to be stalled", timeout_s=PATIENCE_S)
-        view = daemon(prl, name)
+        wait_for(lambda name=name: prl.is_in(name, "stalled"), f"{name} to be stalled", timeout_s=PATIENCE_S)
+        view = prl.daemon(name)
         assert view.stalled_since is not None and (view.reason or "").startswith("its main loop has not turned since ")
-    assert daemon(prl, "supervisor").state == "running"
+    assert prl.daemon("supervisor").state == "running"
     run = prl.json("runs", "show", "run_a")["run"]
     assert run["state"] == "active" and run["stalled_since"] is not None, "scripts read what they always read"
     assert "its orchestrator is stalled: its main loop has not turned since" in run["reason"]
@@ -98,19 +76,14 @@ def test_daemons_whose_loops_hang_are_stalled_for_all_until_they_turn_again(prl:
     assert {"trainer", "inference", "run_a"} <= {problem.name for problem in snapshot.problems}
     (prl.output_dir / "hangs").unlink()
     for name in names:
-        wait_for(lambda name=name: is_in(prl, name, "running"), f"{name} to run again", timeout_s=PATIENCE_S)
-    assert [daemon(prl, name).pid for name in names] == pids, "nothing was ended for it"
-
-
-def is_in(prl: Prl, name: str, state: str) -> bool:
-    found = read_workspace(prl.output_dir).daemon(name)
-    return found is not None and found.state == state
+        wait_for(lambda name=name: prl.is_in(name, "running"), f"{name} to run again", timeout_s=PATIENCE_S)
+    assert [prl.daemon(name).pid for name in names] == pids, "nothing was ended for it"
 
 
 def test_what_up_decided_by_the_environment_holds_for_a_later_up_from_another_shell(prl: Prl) -> None:
     prl.env.update(PRL_TORCHRUN="--standalone --nproc-per-node 2", PRL_TRAINER_GPUS="0,1")
     prl.up()
-    before = {name: daemon(prl, name).process for name in ("trainer", "inference")}
+    before = {name: prl.daemon(name).process for name in ("trainer", "inference")}
     kill_supervisor(prl)
     modules = prl.env["PRL_MODULES"]
     for name in ("PRL_MODULES", "PRL_TORCHRUN", "PRL_TRAINER_GPUS"):
@@ -118,9 +91,9 @@ def test_what_up_decided_by_the_environment_holds_for_a_later_up_from_another_sh
     said = prl(*prl.up_args()).stdout
     assert "keeping inference, trainer: already running with the same config" in said
     assert f"PRL_MODULES: {modules!r} (saved by an earlier prl up; set it to change it)" in said
-    assert {name: daemon(prl, name).process for name in before} == before
+    assert {name: prl.daemon(name).process for name in before} == before
     prl("restart", "trainer")
-    trainer = next(each for each in prl.members() if each.pid == daemon(prl, "trainer").pid)
+    trainer = next(each for each in prl.members() if each.pid == prl.daemon("trainer").pid)
     assert "fake_trainer" in trainer.cmdline(), "nor does a restart forget it"
     assert trainer.environ()["PRL_TORCHRUN"] == "--standalone --nproc-per-node 2"
     kill_supervisor(prl)
@@ -129,13 +102,13 @@ def test_what_up_decided_by_the_environment_holds_for_a_later_up_from_another_sh
     assert "PRL_TORCHRUN: '--standalone --nproc-per-node 4' (was '--standalone --nproc-per-node 2')" in said
     assert "keeping inference: already running" in said
     assert trainer.pid not in {each.pid for each in prl.members()}
-    assert daemon(prl, "inference").process == before["inference"]
-    now = next(each for each in prl.members() if each.pid == daemon(prl, "trainer").pid)
+    assert prl.daemon("inference").process == before["inference"]
+    now = next(each for each in prl.members() if each.pid == prl.daemon("trainer").pid)
     assert now.environ()["PRL_TORCHRUN"] == "--standalone --nproc-per-node 4"
 
 
 def kill_supervisor(prl: Prl) -> None:
-    supervisor = daemon(prl, "supervisor").process
+    supervisor = prl.daemon("supervisor").process
     assert isinstance(supervisor, ProcessId)
     os.kill(supervisor.pid, signal.SIGKILL)
     wait_for(lambda: not supervisor.is_running(), "the supervisor to be gone", timeout_s=PATIENCE_S)
@@ -151,4 +124,4 @@ def test_a_run_with_unreadable_files_keeps_no_other_run_from_its_orchestrator(pr
     (control / "orch.toml").write_text(prl.run_file("bad").read_text())
     prl("runs", "add", str(prl.run_file("good")))
     prl.wait_state("run_good", "finished")
-    assert daemon(prl, "supervisor").reason is None
+    assert prl.daemon("supervisor").reason is None

@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 import signal
 import socket
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from daemons.client import DaemonView, read_workspace
+from daemons.client import read_workspace
 from daemons.pidfile import SupervisorLock
 from daemons.process import end_daemons, find_members, log_tail, spawn
 from daemons.running import stop_workspace
@@ -19,31 +18,8 @@ from prime_rl.contract.files import wait_for
 from prime_rl.contract.layout import OutputDir
 from prime_rl.contract.status import DaemonStatus, read_status
 from prime_rl.utils.process import ProcessId, boot_id
-from tests.daemons_support import PATIENCE_S, Prl, age_records, fake_workspace, step_clock
-
-
-@pytest.fixture
-def prl(tmp_path: Path) -> Iterator[Prl]:
-    """A workspace that is stopped after the test, whatever happened; the test fails if anything is left."""
-    workspace = fake_workspace(tmp_path)
-    workspace.output_dir.mkdir()
-    yield workspace
-    workspace("down", "--timeout", "10", exit_code=None)
-    left = workspace.members()
-    for process in left:
-        process.kill()
-    assert left == []
-
-
-def daemon(prl: Prl, name: str) -> DaemonView:
-    found = read_workspace(prl.output_dir).daemon(name)
-    assert found is not None, f"no daemon {name}"
-    return found
-
-
-def runs_on(prl: Prl, name: str) -> bool:
-    found = read_workspace(prl.output_dir).daemon(name)
-    return found is not None and found.state == "running"
+from tests.daemons_support import PATIENCE_S, Prl, age_records, step_clock
+from tests.text_attacks import ATTACKS, check_clean
 
 
 def waits_first(prl: Prl, run_id: str) -> bool:
@@ -69,7 +45,7 @@ def test_three_runs_on_two_slots_then_down(prl: Prl) -> None:
     for name in ("a", "b", "c"):
         assert prl.wait_state(f"run_{name}", "finished").reason is None
     assert (prl.output_dir / "run_a" / "logs" / "orchestrator.log").read_text().count("begin run_a") == 1
-    wait_for(lambda: daemon(prl, "run_c").state == "done", "the last orchestrator to end", timeout_s=PATIENCE_S)
+    wait_for(lambda: prl.daemon("run_c").state == "done", "the last orchestrator to end", timeout_s=PATIENCE_S)
     done = prl("down")
     assert "no process is left" in done.stdout
     assert prl.members() == []
@@ -82,16 +58,16 @@ def test_three_runs_on_two_slots_then_down(prl: Prl) -> None:
 
 def test_a_killed_daemon_is_restarted_and_what_it_left_behind_is_ended(prl: Prl) -> None:
     prl.up("--supervisor.early_crash_s", "0")
-    old = daemon(prl, "inference")
+    old = prl.daemon("inference")
     worker = ProcessId.of(int((prl.output_dir / "worker.pid").read_text()))
     os.kill(old.pid, signal.SIGKILL)
 
     def new() -> bool:
-        now = daemon(prl, "inference")
+        now = prl.daemon("inference")
         return now.state == "running" and now.pid != old.pid
 
     wait_for(new, "inference to be started again", timeout_s=PATIENCE_S)
-    now = daemon(prl, "inference")
+    now = prl.daemon("inference")
     assert (now.num_restarts, now.log_tail) == (1, (f"begin inference {old.pid}",))
     assert not worker.is_running(), "the grandchild of the killed daemon is gone"
 
@@ -111,8 +87,8 @@ def test_a_daemon_that_keeps_crashing_fails_until_a_person_asks(prl: Prl) -> Non
     prl("runs", "add", str(prl.run_file("a", max_steps=4)))
     failed = prl.wait_state("run_a", "failed")
     assert failed.reason == "3 failed starts in a row, last: exit code 3"
-    assert daemon(prl, "run_a").log_tail[-1] == "fatal: told to crash red"
-    assert {daemon(prl, name).state for name in ("trainer", "inference")} == {"running"}
+    assert prl.daemon("run_a").log_tail[-1] == "fatal: told to crash red"
+    assert {prl.daemon(name).state for name in ("trainer", "inference")} == {"running"}
     (prl.output_dir / "crash_run_a").unlink()
     prl("runs", "readmit", "run_a")
     prl.wait_state("run_a", "finished")
@@ -123,9 +99,9 @@ def test_final_states_and_readmission(prl: Prl) -> None:
     (prl.output_dir / "pause_run_a").touch()
     prl("runs", "add", str(prl.run_file("a", max_steps=4)))
     prl.wait_state("run_a", "active")
-    wait_for(lambda: runs_on(prl, "run_a"), "the orchestrator to run", timeout_s=PATIENCE_S)
+    wait_for(lambda: prl.is_in("run_a", "running"), "the orchestrator to run", timeout_s=PATIENCE_S)
     prl("runs", "evict", "run_a", "--reason", "makes room")
-    wait_for(lambda: daemon(prl, "run_a").state == "done", "the orchestrator to end", timeout_s=PATIENCE_S)
+    wait_for(lambda: prl.daemon("run_a").state == "done", "the orchestrator to end", timeout_s=PATIENCE_S)
     assert prl.wait_state("run_a", "evicted").reason == "makes room"
     (prl.output_dir / "pause_run_a").unlink()
     prl("runs", "readmit", "run_a")
@@ -138,7 +114,7 @@ def test_delete_of_a_run_that_trains(prl: Prl) -> None:
     prl.up()
     (prl.output_dir / "pause_run_a").touch()
     prl("runs", "add", str(prl.run_file("a")))
-    wait_for(lambda: runs_on(prl, "run_a"), "the orchestrator to run", timeout_s=PATIENCE_S)
+    wait_for(lambda: prl.is_in("run_a", "running"), "the orchestrator to run", timeout_s=PATIENCE_S)
     assert "in use by the trainer (slot 0)" in prl("runs", "delete", "run_a", exit_code=1).stderr
     prl("runs", "delete", "run_a", "--yes")
     assert read_workspace(prl.output_dir).runs == ()
@@ -154,7 +130,7 @@ def test_delete_of_a_run_that_trains(prl: Prl) -> None:
 
 def test_restart_of_a_daemon(prl: Prl) -> None:
     prl.up()
-    before = daemon(prl, "trainer").pid
+    before = prl.daemon("trainer").pid
     prl("restart", "trainer")
     after = prl.wait_state("trainer", "running")
     assert after.pid != before and after.reason is None
@@ -165,22 +141,22 @@ def test_down_after_a_killed_supervisor_leaves_nothing(prl: Prl) -> None:
     prl.up()
     (prl.output_dir / "pause_run_a").touch()
     prl("runs", "add", str(prl.run_file("a")))
-    wait_for(lambda: runs_on(prl, "run_a"), "the orchestrator to run", timeout_s=PATIENCE_S)
-    kill(daemon(prl, "supervisor").pid)
+    wait_for(lambda: prl.is_in("run_a", "running"), "the orchestrator to run", timeout_s=PATIENCE_S)
+    kill(prl.daemon("supervisor").pid)
     daemons = {each.environ()["PRL_DAEMON"] for each in prl.members()}
     assert daemons == {"trainer", "inference", "run_a"}, "daemons outlive a killed supervisor"
-    lost = daemon(prl, "trainer")
+    lost = prl.daemon("trainer")
     assert lost.state == "lost" and "still runs: end it with prl down" in (lost.reason or "")
     prl("down")
     assert prl.members() == []
-    assert daemon(prl, "trainer").state == "stopped"
+    assert prl.daemon("trainer").state == "stopped"
     assert "nothing is running" in prl("down").stdout
 
 
 def test_down_finds_a_worker_whose_parents_are_all_dead(prl: Prl) -> None:
     prl.up()
-    kill(daemon(prl, "supervisor").pid)
-    kill(daemon(prl, "inference").pid)
+    kill(prl.daemon("supervisor").pid)
+    kill(prl.daemon("inference").pid)
     worker = int((prl.output_dir / "worker.pid").read_text())
     assert worker in [each.pid for each in prl.members()]
     assert "no process is left" in prl("down").stdout
@@ -191,22 +167,22 @@ def test_up_after_a_killed_supervisor_adopts_what_lives(prl: Prl, monkeypatch: p
     prl.up("--supervisor.early_crash_s", "0")
     (prl.output_dir / "pause_run_a").touch()
     prl("runs", "add", str(prl.run_file("a")))
-    wait_for(lambda: runs_on(prl, "run_a"), "the orchestrator to run", timeout_s=PATIENCE_S)
+    wait_for(lambda: prl.is_in("run_a", "running"), "the orchestrator to run", timeout_s=PATIENCE_S)
     names = ("trainer", "inference", "run_a")
-    old = {name: daemon(prl, name).pid for name in names}
-    supervisor = daemon(prl, "supervisor").pid
+    old = {name: prl.daemon(name).pid for name in names}
+    supervisor = prl.daemon("supervisor").pid
     kill(supervisor)
     kill(old["run_a"])
     age_records(prl.output_dir, 3600.0)
     done = prl(*prl.up_args("--supervisor.early_crash_s", "0"))
     assert "keeping inference, trainer: already running with the same config" in done.stdout + done.stderr
-    wait_for(lambda: runs_on(prl, "run_a"), "the dead orchestrator to be started again", timeout_s=PATIENCE_S)
-    new = {name: daemon(prl, name).pid for name in names}
+    wait_for(lambda: prl.is_in("run_a", "running"), "the dead orchestrator to be started again", timeout_s=PATIENCE_S)
+    new = {name: prl.daemon(name).pid for name in names}
     assert {name: new[name] == old[name] for name in names} == {"trainer": True, "inference": True, "run_a": False}
-    assert daemon(prl, "supervisor").pid != supervisor
+    assert prl.daemon("supervisor").pid != supervisor
     kill(old["trainer"])
     wait_for(
-        lambda: runs_on(prl, "trainer") and daemon(prl, "trainer").pid != old["trainer"],
+        lambda: prl.is_in("trainer", "running") and prl.daemon("trainer").pid != old["trainer"],
         "the adopted trainer to be started again after its death",
         timeout_s=PATIENCE_S,
     )
@@ -221,7 +197,7 @@ def test_up_after_a_killed_supervisor_adopts_what_lives(prl: Prl, monkeypatch: p
 def test_up_with_another_config_ends_what_an_earlier_supervisor_left(prl: Prl) -> None:
     prl.up()
     old = {each.pid for each in prl.members()}
-    kill(daemon(prl, "supervisor").pid)
+    kill(prl.daemon("supervisor").pid)
     prl.up("--seq_len", "64")
     new = [each.environ()["PRL_DAEMON"] for each in prl.members()]
     assert sorted(new) == ["inference", "inference", "supervisor", "trainer"], "the second is inference's worker"
@@ -238,15 +214,15 @@ def test_down_lets_the_trainer_save_however_short_the_grace_is(prl: Prl) -> None
 @pytest.mark.slow
 def test_a_trainer_that_gets_nowhere_is_reported_and_not_ended(prl: Prl) -> None:
     prl.up("--supervisor.stall.trainer.limit_s", "0.5")
-    pid = daemon(prl, "trainer").pid
+    pid = prl.daemon("trainer").pid
     (prl.output_dir / "pause_run_a").touch()
     prl("runs", "add", str(prl.run_file("a")))
-    wait_for(lambda: runs_on(prl, "run_a"), "the orchestrator to run", timeout_s=PATIENCE_S)
+    wait_for(lambda: prl.is_in("run_a", "running"), "the orchestrator to run", timeout_s=PATIENCE_S)
     (prl.output_dir / "stuck_trainer").touch()
     assert (prl.wait_state("trainer", "stalled").reason or "").startswith("no progress for 0.5 s, since 20")
     (prl.output_dir / "stuck_trainer").unlink()
     prl.wait_state("trainer", "running")
-    assert (daemon(prl, "trainer").pid, daemon(prl, "trainer").num_restarts) == (pid, 0)
+    assert (prl.daemon("trainer").pid, prl.daemon("trainer").num_restarts) == (pid, 0)
 
 
 def test_a_stubborn_daemon_is_killed_after_the_grace(prl: Prl) -> None:
@@ -263,7 +239,7 @@ def test_one_of_two_ups_wins(prl: Prl) -> None:
     loser = next(err for _, err, code in ends if code == 1)
     assert loser.startswith("prl: already running: ") and loser.count("\n") == 1
     third = prl(*prl.up_args(), exit_code=1).stderr
-    assert f"pid {daemon(prl, 'supervisor').pid} since" in third and "stop it with prl down" in third
+    assert f"pid {prl.daemon('supervisor').pid} since" in third and "stop it with prl down" in third
     assert sorted(each.environ()["PRL_DAEMON"] for each in prl.members()).count("trainer") == 1
 
 
@@ -293,13 +269,19 @@ def test_ctrl_c_before_the_supervisor_has_said_who_it_is(prl: Prl) -> None:
 
 
 def test_up_in_the_foreground_is_the_supervisor_and_shows_all_logs(prl: Prl) -> None:
+    """What a run writes into its log, and how its folder is called, is shown to a person: no terminal obeys it."""
+    (prl.output_dir / "say_run_a").write_text("\n".join(attack.replace("{}", "shown") for attack in ATTACKS.values()))
+    (prl.output_dir / "run_\x1b]2;owned\x07\x9b31m\u202e").mkdir()
+    prl("runs", "add", str(prl.run_file("a")))
     child = prl.start(*prl.up_args("--foreground"))
-    prl.wait_state("trainer", "running")
-    trainer = daemon(prl, "trainer").pid
-    assert daemon(prl, "supervisor").pid == child.pid
+    prl.wait_state("run_a", "finished")
+    trainer = prl.daemon("trainer").pid
+    assert prl.daemon("supervisor").pid == child.pid
     child.send_signal(signal.SIGTERM)
-    out, _ = child.communicate(timeout=PATIENCE_S)
+    out, err = child.communicate(timeout=PATIENCE_S)
     assert child.returncode == 0
+    check_clean("prl up --foreground", iter((out, err)))
+    assert sum(line.startswith("run_a | ") and "shown" in line for line in out.splitlines()) > 8
     assert f"trainer | begin trainer {trainer}" in out.splitlines()
     assert any("stopping: SIGTERM" in line for line in out.splitlines())
     assert prl.members() == []

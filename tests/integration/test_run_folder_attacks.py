@@ -1,40 +1,31 @@
-"""Live: a workspace where one run carries hostile files while another trains, and only that run is held up."""
+"""Live: a workspace where one run carries hostile files or text while another trains, and no other run is held up."""
 
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import shutil
-from collections.abc import Iterator
+import tomllib
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from daemons import actions
+from daemons.cli import run
 from daemons.client import WorkspaceReader
-from prime_rl.contract.files import wait_for, write_atomic
+from prime_rl.contract.files import append_line, wait_for, write_atomic
 from prime_rl.contract.layout import OutputDir, RunDir
-from prime_rl.contract.status import DaemonStatus, Status, TrainerStatus, read_status
-from tests.attack_support import ATTACKS, Outside, attack, run_paths, take_away
-from tests.daemons_support import PATIENCE_S, RUN_TOML, Prl, fake_workspace
+from prime_rl.contract.status import DaemonStatus, RunStatus, Status, TrainerStatus, read_status
+from tests.attack_support import ATTACKS as FILE_ATTACKS
+from tests.attack_support import Outside, attack, run_paths, take_away
+from tests.daemons_support import PATIENCE_S, RUN_TOML, Prl
 from tests.system_support import Workspace
+from tests.text_attacks import ALL, ATTACKS, RUN, Document, check_clean, sample_line, write_attacked, write_config
 
 # So many files of a run are something else at the same time: a round takes a heartbeat.
 GROUP = 6
-
-
-@pytest.fixture
-def prl(tmp_path: Path) -> Iterator[Prl]:
-    """A workspace of small daemons that is stopped after the test; the test fails if anything is left."""
-    workspace = fake_workspace(tmp_path)
-    workspace.output_dir.mkdir()
-    yield workspace
-    workspace("down", "--timeout", "10", exit_code=None)
-    left = workspace.members()
-    for process in left:
-        process.kill()
-    assert left == []
 
 
 def test_a_log_and_a_status_that_are_pipes_hold_up_their_own_run_alone(prl: Prl) -> None:
@@ -108,7 +99,7 @@ def test_a_run_with_hostile_files_holds_up_no_other_run(workspace: Workspace, tm
     # Deepest first, so that a file and its folder are rarely attacked at the same time.
     targets = sorted(run_paths(RunDir(aside)), key=lambda path: -len(path.parts))
     groups = [targets[at : at + GROUP] for at in range(0, len(targets), GROUP)]
-    kinds = itertools.cycle(ATTACKS)
+    kinds = itertools.cycle(FILE_ATTACKS)
     for number, group in enumerate(groups):
         for turn, attacks in enumerate((dict.fromkeys(group, "pipe"), {target: next(kinds) for target in group})):
             what = f"supervisor, trainer and run_good to go on, with {attacks} in run_bad"
@@ -127,4 +118,66 @@ def test_a_run_with_hostile_files_holds_up_no_other_run(workspace: Workspace, tm
                 actions.readmit_run(workspace.output_dir, bad.run_id)
     done = workspace.prl("down")
     assert "no process is left" in done.stdout
+    assert workspace.processes() == []
+
+
+def hostile_configs(workspace: Workspace, text: str) -> dict[str, Document]:
+    """Of runs that are refused, evicted or fail, each with a reason that quotes the run."""
+    valid = tomllib.loads(workspace.write_run("hostile").read_text())
+    return {
+        "run_key": {**valid, text: text},
+        "run_name": {**valid, "env": [{"id": "reverse-text", "name": text}]},
+        "run_env": {**valid, "env": [{"id": f"plugin:{text}"}]},
+        "run_wandb": {**valid, "monitor": {"wandb": {"project": text}}},
+        "run_model": {**valid, "model": {**valid["model"], "name": text}},
+        "run_failed": valid,
+        "run_args": {**valid, "env": [{"id": "reverse-text", "args": {text: text}}]},
+    }
+
+
+def shout(run: RunDir, output: OutputDir, text: str) -> None:
+    """What the owner of a run that trains may write meanwhile, wherever text is read."""
+    write_attacked(output, RunStatus, lambda place: None if place in (".state", ".run_id") else text)
+    run.samples.write_bytes(sample_line(lambda place: text))
+    append_line(run.log, text)
+    for path in (run.orchestrator_metrics, run.trainer_metrics):
+        append_line(path, json.dumps({"step": 1, "time": 1.0, text: 1.0, f"eval/{text}/reward": 0.5}))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_a_run_with_hostile_text_reaches_no_terminal_and_holds_up_nobody_else(
+    workspace: Workspace, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output, bad, text = workspace.paths, workspace.run_dir(RUN), ALL.replace("{}", "shown")
+
+    def printed(*words: str) -> str:
+        run([*words, "--output-dir", str(output.path)])
+        return check_clean(" ".join(words), iter(capsys.readouterr()))
+
+    workspace.up()
+    workspace.prl("runs", "add", str(workspace.write_run("good", max_steps=5_000)))
+    configs = hostile_configs(workspace, text)
+    for run_id, config in configs.items():
+        write_config(output, run_id, config)
+        if run_id == "run_failed":
+            failed = {"run_id": run_id, "state": "failed", "reason": text}
+            output.run(run_id).status.write_text(json.dumps(failed))
+    workspace.prl("runs", "add", str(workspace.write_run("bad", max_steps=5_000)), "--id", RUN)
+    for run_id in configs:
+        workspace.wait(lambda run_id=run_id: "shown" in printed("runs", "show", run_id), f"what is wrong with {run_id}")  # type: ignore[misc]
+    workspace.wait(lambda: workspace.runs()[RUN]["step"] >= 1, f"{RUN} to train")
+    for each in (text, ATTACKS["lines"].replace("{}", "shown"), ATTACKS["megabyte"]):
+        beats = Beats(workspace, "run_good")
+        shout(bad, output, each)
+        for words in (("status",), ("runs", "list"), ("runs", "show", RUN)):
+            printed(*words)
+            assert printed(*words, "--json").isascii()
+        printed("runs", "samples", RUN)
+        assert "shown" in printed("logs", RUN, "-n", "100000")
+        workspace.wait(beats.went_on, f"supervisor, trainer and run_good to go on beside {each[:40]!r}")
+    for name in ("supervisor", "trainer", "inference"):
+        printed("logs", name, "-n", "100000")
+        check_clean(f"the log of {name}", iter((output.log(name).read_text(),)))
+    assert "no process is left" in workspace.prl("down").stdout
     assert workspace.processes() == []

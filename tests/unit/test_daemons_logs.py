@@ -8,10 +8,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from daemons.relay import LogRelay
 from daemons.rotation import old_log, rotate
 from prime_rl.contract.files import wait_for
-from prime_rl.utils.tail import FileTail
+from prime_rl.utils.tail import CHUNK_BYTES, FileTail
 from tests.patience import PATIENCE_S
 
 WRITER = """
@@ -53,6 +55,59 @@ def test_a_log_is_put_aside_while_it_is_written_and_a_reader_misses_nothing(tmp_
     # A cut takes what is written in that very moment: next to nothing, more when this process has no core just then.
     assert len(stored) >= 1500
     assert len(set(stored)) == len(stored)
+
+
+@pytest.mark.parametrize("num_rotations", [1, 2, 3])
+@pytest.mark.parametrize("read_first", ["", "before\n", "in the mid"])
+def test_no_line_is_lost_when_a_log_is_put_aside_again_before_the_reader_looks(
+    tmp_path: Path, num_rotations: int, read_first: str
+) -> None:
+    """Also after an empty log was seen, of which nothing can be known again."""
+    log = tmp_path / "daemon.log"
+    log.write_text("of an earlier time\n")
+    tail = FileTail(log)
+    lines_of(tail)
+    assert rotate(log, 10, 5) and lines_of(tail) == []
+    written = read_first
+    with log.open("a") as file:
+        file.write(read_first)
+    followed = lines_of(tail)
+    for turn in range(num_rotations):
+        text = f"dle {turn}\nwhole {turn}\ncut in the mid"
+        with log.open("a") as file:
+            file.write(text)
+        assert rotate(log, 10, 5)
+        written += text
+    with log.open("a") as file:
+        file.write("dle, the last\n")
+    assert followed + lines_of(tail) == (written + "dle, the last\n").encode().splitlines()
+    assert lines_of(tail) == []
+
+
+def test_a_log_that_is_copied_but_not_cut_yet_is_read_once(tmp_path: Path) -> None:
+    log = tmp_path / "daemon.log"
+    log.touch()
+    tail = FileTail(log)
+    lines_of(tail)
+    log.write_text("one\ntwo\n")
+    old_log(log, 1).write_bytes(log.read_bytes())
+    assert lines_of(tail) == [b"one", b"two"]
+    log.write_text("")
+    assert lines_of(tail) == []
+
+
+@pytest.mark.parametrize("first", [b"", b"read\n"])
+def test_more_than_a_look_takes_is_given_up_and_said(tmp_path: Path, first: bytes) -> None:
+    log = tmp_path / "daemon.log"
+    log.write_bytes(first)
+    tail = FileTail(log, chunk_bytes=100)
+    lines_of(tail)
+    with log.open("ab") as file:
+        file.write(b"too much\n" * 12)
+    assert rotate(log, 10, 2)
+    log.write_bytes(b"goes on\n")
+    read = tail.read()
+    assert (read.lines, read.reset, read.more) == ([b"goes on"], True, False)
 
 
 def test_only_so_many_old_logs_are_kept_and_small_ones_are_left(tmp_path: Path) -> None:
@@ -100,6 +155,32 @@ def test_a_relay_names_the_daemon_of_each_new_line_and_cleans_it(tmp_path: Path)
         file.write("ished\n")
     relay.pump()
     assert out.getvalue() == "trainer | one\nrun_a | red\ntrainer | unfinished\n"
+
+
+def test_a_log_that_grows_while_it_is_printed_holds_nothing_up(tmp_path: Path) -> None:
+    log, other = tmp_path / "a.log", tmp_path / "b.log"
+
+    class Grows(io.StringIO):
+        """As quick as what is printed, for some times what one look takes."""
+
+        def write(self, text: str) -> int:
+            if "flood" in text and self.tell() < 8 * CHUNK_BYTES:
+                with log.open("ab") as file:
+                    file.write(flood)
+            return super().write(text)
+
+    flood, out = b"flood".ljust(60_000) + b"\n", Grows()
+    relay = LogRelay(out)
+    relay.follow("run_a", log)
+    relay.follow("run_b", other)
+    log.write_bytes(flood * 20)
+    other.write_text("short\n")
+    relay.pump()
+    assert out.getvalue().endswith("run_b | short\n") and out.tell() <= 2 * CHUNK_BYTES
+    while out.getvalue().count("flood") < log.stat().st_size // len(flood):
+        before = out.tell()
+        relay.pump()
+        assert out.tell() > before, "what is left comes with the next looks"
 
 
 def test_a_flag_that_is_set_wakes_all_who_wait() -> None:

@@ -19,6 +19,7 @@ from prime_rl.configs.orchestrator import EnvConfig
 from prime_rl.orchestrator.envs import Example, Message, ProcessEnvironment
 from prime_rl.orchestrator.envs.checked import CheckedEnvironment, EnvironmentFault, Interrupted
 from tests.orchestrator_support import until
+from tests.patience import PATIENCE_S
 
 # A user's environment; the word of its example selects what it does.
 MODULE = """
@@ -157,14 +158,22 @@ async def ended(of: set[psutil.Process]) -> None:
     )
 
 
+def with_step_limit(env: CheckedEnvironment, timeout_s: float) -> CheckedEnvironment:
+    """The same process, with another limit for a step than the one by which the process hangs."""
+    return CheckedEnvironment(env._env, EnvConfig(id="plugin:words", timeout_s=timeout_s), max_failure_share=1.0)
+
+
 async def test_code_that_hangs_is_killed_with_all_that_it_started() -> None:
     before = processes()
-    async with running(timeout_s=2.0, child=True) as env:
+    async with running(timeout_s=2.0, child=True) as hasty:
+        env = with_step_limit(hasty, PATIENCE_S)  # a busy machine takes longer than that to start a process again
         started = processes() - before
         assert len(started) == 2
         with pytest.raises(EnvironmentFault, match=r"blocked its process for 1 s"):
             await env.rollout(example_of(env, "hang"), Says())
         await ended(started)
+        assert isinstance(env._env, ProcessEnvironment)
+        env._env._hang_s = PATIENCE_S  # nor is the next process to be killed because it gets no CPU
         assert (await env.rollout(example_of(env, "good"), Says())).reward == 0.5
         started = processes() - before
         assert len(started) == 2
@@ -174,28 +183,29 @@ async def test_code_that_hangs_is_killed_with_all_that_it_started() -> None:
 async def test_a_rollout_that_lets_go_costs_nothing_and_one_that_does_not_costs_its_process(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("prime_rl.orchestrator.envs.process.CANCEL_GRACE_S", 0.3)
     before = processes()
-    async with running(timeout_s=1.0) as env:
+    async with running() as env:
+        hasty = with_step_limit(env, 1.0)
         started = processes() - before
         waits = Says()
         waits.gate.clear()
         beside = asyncio.create_task(env.rollout(example_of(env, "good"), waits))
         await until(lambda: bool(waits.seen), "the rollout beside")
         with pytest.raises(EnvironmentFault, match=r"a step took longer than timeout_s = 1"):
-            await env.rollout(example_of(env, "slow"), Says())
+            await hasty.rollout(example_of(env, "slow"), Says())
         waits.gate.set()
         assert (await beside).reward == 0.5
 
         waits.gate.clear()
+        monkeypatch.setattr("prime_rl.orchestrator.envs.process.CANCEL_GRACE_S", 0.1)
         beside = asyncio.create_task(env.rollout(example_of(env, "good"), waits))
         with pytest.raises(EnvironmentFault, match=r"a step took longer than timeout_s = 1"):
-            await env.rollout(example_of(env, "deaf"), Says())
+            await hasty.rollout(example_of(env, "deaf"), Says())
         await ended(started)
         waits.gate.set()
         with pytest.raises(Interrupted):
             await beside
-        assert env.num_dropped == 2
+        assert hasty.num_dropped == 2
 
 
 HOST = """

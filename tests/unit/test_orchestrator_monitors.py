@@ -19,12 +19,13 @@ from prime_rl.configs.monitors import MonitorConfig, PrometheusConfig, TensorBoa
 from prime_rl.contract.files import append_line
 from prime_rl.contract.layout import RunDir
 from prime_rl.orchestrator.monitors.base import Monitor
-from prime_rl.orchestrator.monitors.feed import MonitorFeed
+from prime_rl.orchestrator.monitors.feed import MAX_FIGURES, MonitorFeed
 from prime_rl.orchestrator.monitors.prometheus import PrometheusMonitor
 from prime_rl.orchestrator.monitors.tensorboard import TensorBoardMonitor
 from prime_rl.orchestrator.monitors.wandb import WandbMonitor
 from tests.orchestrator_support import make_run, publish
 from tests.patience import PATIENCE_S
+from tests.text_attacks import ATTACKS, check_clean, texts
 
 
 class Recorder:
@@ -204,6 +205,39 @@ def test_prometheus_scrapes_the_newest_figures_on_loopback(run: RunDir) -> None:
     feed.close()
     with pytest.raises(httpx.ConnectError):
         httpx.get(f"http://{host}:{port}/metrics")
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:tensorboard")
+@pytest.mark.parametrize("attack", [*ATTACKS, "label"])
+def test_names_that_attack_reach_no_monitor_as_they_are(tmp_path: Path, attack: str) -> None:
+    """Names of metrics, of the run, and texts of its config. A label of Prometheus must not end before its end."""
+    from prometheus_client.parser import text_string_to_metric_families
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    text = ATTACKS.get(attack, '{}"} 1\\\nforged{x="\\"').replace("{}", "shown")[:10_000]
+    run = RunDir(tmp_path / f"run_{text.replace('/', '').replace(chr(0), '')[:60]}")
+    run.metrics.mkdir(parents=True)
+    monitor, recorder = PrometheusMonitor(PrometheusConfig()), Recorder()
+    tensorboard = TensorBoardMonitor(TensorBoardConfig(), run.monitors)
+    feed = MonitorFeed(run, [monitor, recorder, tensorboard])
+    feed.start({text: [text]})
+    for writer in ("orchestrator", "trainer"):
+        for step in (1, 2):
+            many = {f"{step}/{number}/{'many' * 50}": number for number in range(600)}
+            write(run, writer, step, **{text: 0.5, f"eval/{text}/reward": 0.25}, **many)
+    feed.forward()
+    page = httpx.get(f"http://127.0.0.1:{monitor._server.server_port}/metrics").text
+    feed.close()
+    handed = check_clean("a monitor", iter((page, *texts(recorder.calls))))
+    events = EventAccumulator(str(run.monitors / "tensorboard"))
+    check_clean("tensorboard", iter(events.Reload().Tags()["scalars"]))
+    families = list(text_string_to_metric_families(page))
+    samples = [sample for family in families for sample in family.samples]
+    assert {sample.labels["run_id"] for sample in samples} == {recorder.calls[0][0]}
+    assert 900 < len(samples) <= MAX_FIGURES + 2 and max(len(sample.name) for sample in samples) < 200
+    assert all(name.startswith("prl_") for name in (family.name for family in families))
+    assert len({name for _, metrics in recorder.calls[1:-1] for name in metrics}) == MAX_FIGURES
+    assert "shown" in handed or attack in ("title", "title, other end"), "nothing was attacked"
 
 
 def test_a_port_in_use_leaves_prometheus_out_and_nothing_else(run: RunDir, caplog: pytest.LogCaptureFixture) -> None:

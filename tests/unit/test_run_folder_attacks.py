@@ -11,6 +11,7 @@ import itertools
 import os
 import resource
 import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -53,7 +54,7 @@ from prime_rl.trainer.retention import PROGRESS_FILE, prune, remove_step, sweep,
 from prime_rl.trainer.runs.discovery import Discovery, given_up, is_finished
 from prime_rl.trainer.runs.evictions import Evictions
 from prime_rl.utils.tail import FileTail
-from tests.attack_support import ATTACKS, STEP, Outside, attack, being_replaced, finishes, run_paths
+from tests.attack_support import ATTACKS, STEP, Outside, as_ordinary_user, attack, being_replaced, finishes, run_paths
 from tests.trainer_support import (
     make_batch,
     published,
@@ -105,6 +106,14 @@ def outside(tmp_path: Path) -> Iterator[Outside]:
     found = Outside(tmp_path / "outside")
     yield found
     found.close()
+
+
+@pytest.fixture
+def place() -> Iterator[Path]:
+    """A folder that every user reaches; those of pytest are root's alone."""
+    with tempfile.TemporaryDirectory(prefix="prl-") as folder:
+        Path(folder).chmod(0o755)
+        yield Path(folder)
 
 
 PRL = typer.main.get_command(daemons.cli.app)
@@ -215,28 +224,60 @@ def is_well(workspace: Path) -> bool:
     return found is not None and str(found.state) == "finished"
 
 
-@pytest.mark.timeout(1800)
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ATTACKS)
-def test_every_file_of_a_run_is_in_turn_something_else(
-    tmp_path: Path, whole_run: RunDir, outside: Outside, kind: str
-) -> None:
-    workspace, targets = tmp_path / "workspace", run_paths(whole_run)
-    runs = attacked(workspace, whole_run, targets, kind, outside)
-    outside.guard()
-    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+def look_at_all(workspace: Path, outside: Outside, kind: str) -> None:
     for what, look in looks_at_all(workspace):
         finishes(f"{what} ({kind})", look)
         assert outside.touched() == [], f"{what} ({kind})"
         assert is_well(workspace), f"{what} ({kind})"
+
+
+def look_at_each(runs: dict[RunDir, Path], outside: Outside, kind: str) -> None:
     for run, target in runs.items():
         for what, look in itertools.chain(reads_of_one(run), writes_of_one(run)):
             name = f"{what}, where {target} is a {kind}"
             finishes(name, partial(may_refuse, look), run.path / target)
             assert outside.touched() == [], name
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [kind for kind in ATTACKS if kind != "unreadable"])
+def test_every_file_of_a_run_is_in_turn_something_else(
+    tmp_path: Path, whole_run: RunDir, outside: Outside, kind: str
+) -> None:
+    workspace = tmp_path / "workspace"
+    runs = attacked(workspace, whole_run, run_paths(whole_run), kind, outside)
+    outside.guard()
+    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    look_at_all(workspace, outside, kind)
+    look_at_each(runs, outside, kind)
     assert is_well(workspace)
     grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory) * 1024
     assert grown < MAX_GROWTH_BYTES, f"{grown >> 20} MiB ({kind})"
+
+
+@pytest.mark.parametrize("each", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_every_file_and_folder_of_a_run_is_in_turn_unreadable(
+    place: Path, whole_run: RunDir, outside: Outside, each: bool
+) -> None:
+    harmless, workspace = RunDir(place / "harmless" / "run_0"), place / "workspace"
+    attacked(harmless.path.parent, whole_run, [], "", outside)
+    shutil.copytree(whole_run.path, harmless.path)
+    runs = attacked(workspace, whole_run, run_paths(whole_run), "unreadable", outside)
+    outside.guard()
+    shutil.copytree(whole_run.path, workspace / "run_closed")
+    (workspace / "run_closed").chmod(0)
+    # Everything is imported before: the packages may be readable to root alone.
+    look_at_all(harmless.path.parent, outside, "harmless")
+    if each:
+        look_at_each({harmless: Path("logs")}, outside, "harmless")
+    with as_ordinary_user(workspace):
+        refused = [run for run, target in runs.items() if not os.access(run.path / target, os.R_OK, effective_ids=True)]
+        assert len(refused) == len(runs)
+        look_at_all(workspace, outside, "unreadable")
+        if each:
+            look_at_each(runs, outside, "unreadable")
+        assert is_well(workspace)
 
 
 @pytest.mark.slow

@@ -194,6 +194,30 @@ def test_what_prl_prints_as_json(
     assert out.isascii() and (not out or json.loads(out)["version"])
 
 
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish", "powershell"])
+def test_what_the_shell_offers_to_complete(
+    attacked: Attacked, shell: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Names of folders: nothing is offered that a terminal obeys, or that a shell takes for more than a word."""
+    for folder in (attacked.output.trash, attacked.output.path):
+        folder.mkdir(exist_ok=True)
+        for name in (attacked.name("folder"), "$(owned)", "`owned`", "a;owned", "an owned"):
+            (folder / f"run_{name}.20260101T000000Z").mkdir(exist_ok=True)
+    output = f"--output-dir {attacked.output.path}"
+    monkeypatch.setenv("_PRL_COMPLETE", f"complete_{shell}")
+    monkeypatch.setenv("_TYPER_COMPLETE_FISH_ACTION", "get-args")
+    for words in ("runs show", "logs", "restart", "runs undelete"):
+        line = f"prl {words} {output} "
+        monkeypatch.setenv("COMP_WORDS", line)
+        monkeypatch.setenv("COMP_CWORD", str(len(line.split(" ")) - 1))
+        monkeypatch.setenv("_TYPER_COMPLETE_ARGS", line)
+        run([])
+        out, err = capsys.readouterr()
+        offered = check_clean(f"completion of {words}", iter((out, err)))
+        assert (RUN in offered) == (words != "runs undelete")
+        assert "owned" not in offered
+
+
 def test_what_prl_says_of_a_config(attacked: Attacked, capsys: pytest.CaptureFixture[str]) -> None:
     for number in range(0, attacked.num_configs, 8):
         file = str(attacked.output.run(f"run_c{number:03d}").orch_toml)

@@ -2,6 +2,9 @@
 
 How far each file was passed on is kept in `monitors/state.json`, so an orchestrator that starts again repeats nothing
 and leaves nothing out; only a kill between passing on and keeping may repeat the last lines.
+
+Names, as all text of a run, are cleaned here. Monitors keep every name that they have seen: they are given only so
+many, none of which is long.
 """
 
 from __future__ import annotations
@@ -17,8 +20,13 @@ from prime_rl.contract.layout import RunDir, list_steps
 from prime_rl.contract.metrics import parse_metrics
 from prime_rl.orchestrator.monitors.base import Monitor
 from prime_rl.utils.tail import FileTail
+from prime_rl.utils.text import clean_strings, one_line
 
 logger = logging.getLogger("monitors")
+
+# Far above what trainer and orchestrator write.
+MAX_FIGURES = 1_000
+MAX_NAME_CHARS = 128
 
 
 class MonitorFeed:
@@ -34,11 +42,13 @@ class MonitorFeed:
         self._tails = {writer: FileTail(path, position=self._kept.get(writer, 0)) for writer, path in files.items()}
         self._trainer_step = self._kept.get("trainer_step", 0)
         self._failed_to_keep = False
+        self._names: set[str] = set()
 
     def start(self, config: Mapping[str, Any]) -> None:
         make_folder(self._run.monitors)
         self._started = list(self._monitors)
-        self._each(lambda monitor: monitor.start(self._run.run_id, config))
+        run_id, config = one_line(self._run.run_id), clean_strings(dict(config))
+        self._each(lambda monitor: monitor.start(run_id, config))
 
     def forward(self) -> None:
         for writer, tail in self._tails.items():
@@ -68,7 +78,12 @@ class MonitorFeed:
         values.pop("time", None)
         if writer == "trainer":
             self._trainer_step = step
-        self._each(lambda monitor: monitor.log(step, {f"{writer}/{name}": value for name, value in values.items()}))
+        figures = {f"{writer}/{one_line(name, MAX_NAME_CHARS)}": value for name, value in values.items()}
+        new = [name for name in figures if name not in self._names]
+        for name in new[max(0, MAX_FIGURES - len(self._names)) :]:
+            del figures[name]
+        self._names.update(figures)
+        self._each(lambda monitor: monitor.log(step, figures))
 
     def _each(self, call: Callable[[Monitor], None]) -> None:
         self._monitors = [m for m in self._monitors if _guarded(m, lambda m=m: call(m))]  # type: ignore[misc]

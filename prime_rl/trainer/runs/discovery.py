@@ -242,4 +242,4 @@ def given_up(run: RunDir) -> str | None:
 
 def _linked_folder(run: RunDir) -> Path | None:
     """A folder of the run that is a link: pruning and publishing would write outside the run."""
-    return next((folder for name in RUN_FOLDERS if (folder := run.path / name).is_symlink()), None)
+    return next((folder for name in RUN_FOLDERS if os.path.islink(folder := run.path / name)), None)

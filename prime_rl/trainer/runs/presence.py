@@ -121,7 +121,7 @@ class Presence:
 def _next_change_in(run: RunDir) -> Path:
     """`control/`, or the folder in which it will be made; the older place of configs is one such folder."""
     older = run.orch_toml.parent
-    return next((folder for folder in (run.control, older) if folder.is_dir()), run.path)
+    return next((folder for folder in (run.control, older) if os.path.isdir(folder)), run.path)
 
 
 def _prints(run: RunDir) -> tuple[Print, ...]:
