@@ -313,7 +313,7 @@ async def test_add_from_a_typed_path(workspace: OutputDir, configs: Path, tmp_pa
         path.focus()
         path.value = str(tmp_path / "none.toml")
         await pilot.press("enter")
-        await until(pilot, lambda: "cannot read" in str(dialog.query_one("#outcome").render()), "what is wrong")
+        await until(pilot, lambda: "not found" in str(dialog.query_one("#outcome").render()), "what is wrong")
         path.value = str(other)
         await pilot.press("enter")
         await until(pilot, lambda: "7 steps" in verdict(dialog), "the other file")
