@@ -46,6 +46,12 @@ def base_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def untaught_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same after two steps: its answers are noise, and it is made in a third of the time."""
+    return _once(tmp_path_factory, "untaught", lambda folder: build_base_model(folder, num_steps=2))
+
+
+@pytest.fixture(scope="session")
 def number_model(tmp_path_factory: pytest.TempPathFactory, base_model: Path) -> Path:
     """Can say numbers."""
     return _once(tmp_path_factory, "numbers", lambda folder: build_number_model(base_model, folder))

@@ -24,7 +24,6 @@ from tests.patience import PATIENCE_S
 
 COMMAND = [sys.executable, "-m", "prime_rl.trainer.make_base"]
 NUM_STEPS = 2
-# A loaded machine may take this long for what takes seconds.
 
 
 def make_base(out: Path, *args: str) -> subprocess.CompletedProcess[str]:
@@ -39,8 +38,8 @@ def make(out: Path, seed: int = 0) -> Path:
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make(tmp_path_factory.mktemp("make") / "new" / "base")
+def model(untaught_model: Path) -> Path:
+    return untaught_model
 
 
 def test_it_loads_and_generates(model: Path) -> None:

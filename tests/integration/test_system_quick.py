@@ -16,9 +16,9 @@ NUM_STEPS = 2
 
 
 @pytest.fixture(scope="module")
-def lived(tmp_path_factory: pytest.TempPathFactory, base_model: Path) -> Iterator[tuple[Workspace, dict[str, str]]]:
+def lived(tmp_path_factory: pytest.TempPathFactory, untaught_model: Path) -> Iterator[tuple[Workspace, dict[str, str]]]:
     """A workspace that was up until its run had finished, and what was seen on the way."""
-    workspace = make_workspace(tmp_path_factory.mktemp("quick"), base_model)
+    workspace = make_workspace(tmp_path_factory.mktemp("quick"), untaught_model)
     for _ in closed(workspace):
         workspace.up()
         good = workspace.write_run("a", max_steps=NUM_STEPS).read_text()
