@@ -15,6 +15,7 @@ import pytest
 
 from prime_rl.configs.losses import BaseLossConfig, LossConfig, MisLossConfig, TisLossConfig
 from prime_rl.configs.orchestrator import AdvantageConfig, AdvantageType
+from prime_rl.configs.reference import tables
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [ROOT / name for name in ("README.md", "AGENTS.md", "CHANGELOG.md")] + sorted((ROOT / "docs").glob("*.md"))
@@ -270,3 +271,7 @@ def test_package_data_is_there() -> None:
     tool = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
     patterns = [(package, pattern) for package, listed in tool.get("package-data", {}).items() for pattern in listed]
     assert [each for each in patterns if not list((ROOT / each[0].replace(".", "/")).glob(each[1]))] == []
+
+
+def test_the_config_reference_is_made_from_the_configs() -> None:
+    assert (ROOT / "docs/config.md").read_text() == tables(), "python -m prime_rl.configs.reference > docs/config.md"

@@ -28,7 +28,7 @@ def evict(
     reason: Annotated[str, typer.Option(metavar="TEXT", help="Why; shown with the run everywhere.")],
     output_dir: OutputDirOption = None,
 ) -> None:
-    """Stop training runs and free their slots; files are kept.
+    """Stop runs and free their slots; their files are kept.
 
     prl runs readmit continues them later.
 

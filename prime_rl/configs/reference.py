@@ -1,0 +1,124 @@
+"""The tables of docs/config.md, from the config classes themselves.
+
+python -m prime_rl.configs.reference > docs/config.md
+"""
+
+from __future__ import annotations
+
+import types
+import typing
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from prime_rl.configs.orchestrator import OrchestratorConfig
+from prime_rl.configs.system import SystemConfig
+
+HEAD = """\
+# Config files
+
+Every field, with its default. An unknown field is an error. Any field can be set on the command line:
+`prl up @ system.toml --trainer.seq_len 4096`, `prl runs add run.toml --set optim.lr=1e-4`.
+"""
+FILES: list[tuple[str, str, type[BaseModel]]] = [
+    (
+        "A run: `orch.toml`",
+        "What `prl runs add FILE` takes. Fields without a default are required.",
+        OrchestratorConfig,
+    ),
+    ("A workspace: the system file", "What `prl up @ FILE` takes.", SystemConfig),
+]
+LIMITS = {
+    "ge": "≥ {}",
+    "gt": "> {}",
+    "le": "≤ {}",
+    "lt": "< {}",
+    "min_length": "at least {}",
+    "max_length": "at most {}",
+}
+
+
+def tables() -> str:
+    sections = [HEAD]
+    for title, text, model in FILES:
+        sections += [f"## {title}\n\n{text}\n", *_tables(model, "")]
+    return "\n".join(sections)
+
+
+def _tables(model: type[BaseModel], path: str) -> Iterator[str]:
+    """The fields of a TOML table, then the tables below it."""
+    inner = {name: _models(field.annotation) for name, field in model.model_fields.items()}
+    plain = {name: field for name, field in model.model_fields.items() if len(inner[name]) != 1}
+    if plain:
+        rows = [f"| `{name}` | {_kind(field)} | {_default(field)} | {_text(field)} |" for name, field in plain.items()]
+        yield "\n".join(["| field | type | default | meaning |", "|---|---|---|---|", *rows]) + "\n"
+    for name in (name for name in inner if name not in plain):
+        field, key = model.model_fields[name], f"{path}.{name}".lstrip(".")
+        heading = f"[[{key}]]" if "list[" in str(field.annotation) else f"[{key}]"
+        yield f"### `{heading}`\n\n{'Required. ' * field.is_required()}{_text(field)}\n"
+        yield from _tables(inner[name][0], key)
+
+
+def _models(annotation: Any) -> list[type[BaseModel]]:
+    """The config classes in a type: one for a table, several for a choice by `type`."""
+    parts = typing.get_args(annotation)
+    if parts:
+        return [model for part in parts for model in _models(part)]
+    return [annotation] if isinstance(annotation, type) and issubclass(annotation, BaseModel) else []
+
+
+def _kind(field: FieldInfo) -> str:
+    if _models(field.annotation):
+        return "table, by its `type`"
+    limits = [
+        words.format(getattr(limit, name))
+        for limit in field.metadata
+        for name, words in LIMITS.items()
+        if getattr(limit, name, None) is not None
+    ]
+    return ", ".join([_type_text(field.annotation), *limits])
+
+
+def _type_text(annotation: Any) -> str:
+    origin, inner = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is typing.Annotated:
+        return _type_text(inner[0])
+    if origin is Literal:
+        return ", ".join(f"`{value}`" for value in inner)
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join(_type_text(part) for part in inner if part is not type(None))
+    if origin in (list, tuple):
+        return f"list of {_type_text(inner[0])}"
+    if origin is dict:
+        return "table"
+    return {int: "integer", float: "number", str: "text", bool: "boolean", Path: "path"}.get(annotation, "any")
+
+
+def _default(field: FieldInfo) -> str:
+    value = field.get_default(call_default_factory=True)
+    if field.is_required():
+        return "required"
+    if value is None:
+        return "not set"
+    return f"`{_toml(value)}`" if not isinstance(value, BaseModel) else f'`type = "{getattr(value, "type", "")}"`'
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(_toml(item) for item in value)}]"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key} = {_toml(item)}" for key, item in value.items()) + "}"
+    return str(value) if isinstance(value, (int, float)) else f'"{value}"'
+
+
+def _text(field: FieldInfo) -> str:
+    return " ".join((field.description or "").split()).replace("|", "\\|")
+
+
+if __name__ == "__main__":
+    print(tables(), end="")
