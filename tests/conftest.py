@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
 import signal
@@ -87,6 +88,7 @@ def pytest_collection_finish() -> None:
     """What the tests import stays: the collector of garbage need not look through it again and again."""
     gc.collect()
     gc.freeze()
+    atexit.register(gc.unfreeze)  # triton reports what is not collected at the end
 
 
 @pytest.hookimpl(trylast=True)

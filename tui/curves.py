@@ -162,11 +162,15 @@ def thin(name: str, history: History, values: Sequence[float], shown: tuple[floa
     steps = history.steps
     first, last = shown
     width = max(last - first, 1e-9) / max(num_columns - 1, 1)
+
+    def column(step: float) -> int:
+        return int((step - first) / width + 0.5)
+
     start, stop = bisect_left(steps, first), bisect_right(steps, last)
     columns: list[tuple[int, float, float, float, float]] = []
     while start < stop:
-        x = round((steps[start] - first) / width)
-        end = max(min(bisect_left(steps, first + (x + 0.5) * width, start, stop), stop), start + 1)
+        x = column(steps[start])
+        end = bisect_right(steps, x, start, stop, key=column)
         piece = values[start:end]
         columns.append((x, steps[end - 1], values[end - 1], min(piece), max(piece)))
         start = end

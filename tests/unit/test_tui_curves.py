@@ -8,7 +8,7 @@ import math
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.tui_support import metrics_lines
@@ -67,6 +67,7 @@ def test_smoothing_is_the_moving_average_without_bias_and_grows(values: list[flo
 
 
 @settings(max_examples=120, deadline=None)
+@example(values=[0.0, 0.0, 0.0], num_columns=2, start=0.0, share=1.0)  # a step between two columns
 @given(values=VALUES, num_columns=st.integers(2, 60), start=st.floats(0, 1), share=st.floats(0.01, 1))
 def test_a_thinned_curve_keeps_every_peak_of_what_is_shown(
     values: list[float], num_columns: int, start: float, share: float
