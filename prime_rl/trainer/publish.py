@@ -130,16 +130,25 @@ class Publisher:
     def _write(self, snapshot: RunSnapshot, ready: ReadyRun, report: UpdateReport) -> None:
         run, step = snapshot.run, snapshot.progress.step
         timer = PhaseTimer()
+        # A run has finished when its last version is published, and is not written again: its checkpoint comes first.
+        is_last = step >= snapshot.config.max_steps
+        if is_last:
+            self._checkpoint(snapshot, timer)
         with timer("broadcast"), _blamed(snapshot, f"publishing version {step}", run.broadcast_dir(step)):
             self._broadcast.publish(snapshot)
-        if snapshot.state is not None:
-            with timer("checkpoint"):
-                self._write_checkpoint(snapshot)
+        if not is_last:
+            self._checkpoint(snapshot, timer)
         own_s = {phase: timer.seconds[phase] for phase in ("broadcast", "checkpoint")}
         with _blamed(snapshot, f"telling of step {step}", run.trainer_metrics):
             self._metrics.write(run, ready, report, own_s)
         with _blamed(snapshot, "removing what is old", run.path):
             prune(run, snapshot.config.ckpt)
+
+    def _checkpoint(self, snapshot: RunSnapshot, timer: PhaseTimer) -> None:
+        """Save the run if its config asks for that at this step."""
+        if snapshot.state is not None:
+            with timer("checkpoint"):
+                self._write_checkpoint(snapshot)
 
     def _write_checkpoint(self, snapshot: RunSnapshot) -> None:
         run, step = snapshot.run, snapshot.progress.step

@@ -11,7 +11,9 @@ from prime_rl.configs.base import merge
 from prime_rl.contract.layout import RunDir, list_steps
 from prime_rl.lora.adapter_state import load_peft
 from prime_rl.trainer import writer
+from prime_rl.trainer.broadcast import FileSystemWeightBroadcast
 from prime_rl.trainer.runs import get_multi_run_manager
+from prime_rl.trainer.snapshot import RunSnapshot
 from tests.isolation_support import TOLERANCE, Adapter
 from tests.trainer_support import (
     adapter,
@@ -125,3 +127,20 @@ def test_the_real_loop_shares_its_time_by_tokens(tiny: Path, tmp_path: Path, mon
     for number in range(2):
         between = [at_update[step + 1][number] - at_update[step][number] for step in (1, 2)]
         assert all(0.8 * 20 <= updates <= 20 / 0.8 for updates in between), at_update
+
+
+def test_a_finished_run_has_its_last_checkpoint(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its last version, which makes it finished, is published after it, the others before theirs."""
+    run = write_run(tmp_path, "run_a", tiny, max_steps=3, ckpt={"interval": 1})
+    put_batches(run, 3)
+    saved: list[tuple[int, bool]] = []
+    publish = FileSystemWeightBroadcast.publish
+
+    def noted(self: FileSystemWeightBroadcast, snapshot: RunSnapshot) -> Path:
+        step = snapshot.progress.step
+        saved.append((step, run.trainer_checkpoint(step).exists()))
+        return publish(self, snapshot)
+
+    monkeypatch.setattr(FileSystemWeightBroadcast, "publish", noted)
+    train_until(trainer_config(tmp_path, tiny), lambda: published(run) == 3)
+    assert saved == [(1, False), (2, False), (3, True)]
