@@ -53,10 +53,11 @@ def processes_of_this_session() -> list[psutil.Process]:
     return found
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Deals tests out to the workers: those that share an expensive fixture stay together; what is slow begins first.
 
-    Only for `--dist loadgroup`. Within a group tests keep their order.
+    Only for `--dist loadgroup`, and before xdist reads the groups. Within a group tests keep their order.
     """
     slow: dict[str, bool] = {}
     for item in items:
