@@ -15,9 +15,9 @@ from benchmarks.trainer_step import ALPHA, LR, MAX_NORM, MAX_TOKENS, RANK, bench
 from prime_rl.configs.shared import DEFAULT_TARGET_MODULES
 from prime_rl.contract.types import TrainingSample
 from prime_rl.trainer.packing import Row, rows_of, to_micro_batch
-from prime_rl.trainer.step import to_tensors
+from prime_rl.trainer.step import Rows
 
-CPU, DELTA = torch.device("cpu"), 8.0
+DELTA = 8.0
 
 
 class PeftTrainer:
@@ -56,12 +56,24 @@ class PeftTrainer:
         self._optimizers[number].zero_grad()
 
     def _pass(self, rows: Sequence[Row]) -> None:
-        batch = to_tensors(to_micro_batch(rows), CPU)
-        logits_RKV = self._model(input_ids=batch.token_ids_RT, use_cache=False, logits_to_keep=batch.positions_K).logits
-        all_logprobs_RKV = torch.log_softmax(logits_RKV.float() / batch.temperatures_R[:, None, None], dim=-1)
-        logprobs_RK = all_logprobs_RKV.gather(-1, batch.targets_RK[..., None]).squeeze(-1)
-        ratio_RK = (logprobs_RK.detach() - batch.sampled_logprobs_RK).exp()
-        weight_RK = ratio_RK.clamp(max=DELTA) * (batch.advantages_R * batch.scales_R)[:, None] * batch.mask_RK
+        batch = Rows.of(to_micro_batch(rows))
+        ids_RT, columns_K, mask_RK, mu_RK, advantages_R, temperatures_R, scales_R = (
+            torch.from_numpy(array)
+            for array in (
+                batch.token_ids_RT,
+                batch.columns_K,
+                batch.mask_RK,
+                batch.sampled_logprobs_RK,
+                batch.advantages_R,
+                batch.temperatures_R,
+                batch.scales_R,
+            )
+        )
+        logits_RKV = self._model(input_ids=ids_RT, use_cache=False, logits_to_keep=columns_K - 1).logits
+        all_logprobs_RKV = torch.log_softmax(logits_RKV.float() / temperatures_R[:, None, None], dim=-1)
+        logprobs_RK = all_logprobs_RKV.gather(-1, ids_RT[:, columns_K][..., None]).squeeze(-1)
+        ratio_RK = (logprobs_RK.detach() - mu_RK).exp()
+        weight_RK = ratio_RK.clamp(max=DELTA) * (advantages_R * scales_R)[:, None] * mask_RK
         loss = -(weight_RK * logprobs_RK).sum()
         loss.backward()
         with torch.no_grad():
@@ -69,6 +81,6 @@ class PeftTrainer:
             mismatch_RK = ratio_RK - 1 - ratio_RK.log()
             reports = [
                 loss,
-                *((x * batch.mask_RK).sum() for x in (ratio_RK, entropy_RK, mismatch_RK, ratio_RK > DELTA)),
+                *((x * mask_RK).sum() for x in (ratio_RK, entropy_RK, mismatch_RK, ratio_RK > DELTA)),
             ]
             self.last_reports = [float(report) for report in reports]

@@ -18,6 +18,14 @@ class TrainerModelConfig(ModelConfig):
     """Adapters, one slot per run; an empty `[model.lora]` table takes the defaults. Without the table the whole model
     is fine-tuned, for one run at a time."""
 
+    activation_checkpointing: bool | Literal["auto"] = "auto"
+    """Keep only the input of each layer for backward, which computes the layer again: a small part of the memory for a
+    third more compute. auto: on a GPU."""
+
+    def checkpoints_on(self, device_type: str) -> bool:
+        """Whether layers are computed again in backward on such a device."""
+        return device_type == "cuda" if self.activation_checkpointing == "auto" else self.activation_checkpointing
+
 
 class TrainerConfig(BaseConfig):
     """`prl trainer @ trainer.toml`."""

@@ -2,8 +2,10 @@
 
 With several ranks each holds a shard of the base model and all of the adapters.
 
-Rows are padded at the right and attention is causal, so a token never sees the padding and no mask is needed. Logits
-are computed only at the positions that the caller asks for.
+Rows are padded at the right and attention is causal, so a token never sees the padding and no mask is needed. The head
+is applied only where the caller asks for a token's log-probability, and its logits never exist as a whole.
+
+Dimensions: R rows, T tokens of a row, N loss tokens of all rows, H hidden size, V vocabulary.
 """
 
 from __future__ import annotations
@@ -12,21 +14,29 @@ import logging
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
-from prime_rl.configs.shared import LoRAConfig, ModelConfig
+from prime_rl.configs.shared import LoRAConfig
+from prime_rl.configs.trainer import TrainerModelConfig
 from prime_rl.lora.inject import apply_lora_to_model
 from prime_rl.lora.linear import AdapterRouting, MultiLoRALinear
 from prime_rl.trainer.frozen_norm import fuse_norms
-from prime_rl.trainer.sharding import shard_model, shard_trainable
+from prime_rl.trainer.logprobs import token_logprobs
+from prime_rl.trainer.sharding import decoder_layers, shard_model, shard_trainable
 from prime_rl.trainer.world import World
 
 logger = logging.getLogger(__name__)
+
+# Entries of a model's config that change its logits after the head.
+CHANGES_LOGITS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
 
 
 class ModelError(RuntimeError):
@@ -34,15 +44,49 @@ class ModelError(RuntimeError):
 
 
 @dataclass(frozen=True)
+class Targets:
+    """The N tokens whose log-probability is asked for, of rows laid end to end.
+
+    Attributes:
+        at_N: the positions that predict them, 0 to R * T - 1. Found on the host: a GPU would be waited for.
+    """
+
+    at_N: Tensor
+    ids_N: Tensor
+    temperatures_N: Tensor
+
+
+class LogprobHead(nn.Module):
+    """In the place of a model's head: the same logits, or, where `targets` is set, their log-probabilities alone.
+
+    Part of the model, so that a head that is sharded over ranks is put together before it is used.
+    """
+
+    def __init__(self, head: nn.Linear) -> None:
+        super().__init__()
+        self.weight = head.weight
+        self.targets: Targets | None = None
+
+    def forward(self, hidden_RTH: Tensor) -> Tensor:
+        """Logits `[R, T, V]`, or log-probabilities and entropies `[2, N]`."""
+        if self.targets is None:
+            return nn.functional.linear(hidden_RTH, self.weight)
+        hidden_NH = hidden_RTH.flatten(0, 1).index_select(0, self.targets.at_N)
+        return torch.stack(token_logprobs(hidden_NH, self.weight, self.targets.ids_N, self.targets.temperatures_N))
+
+
+@dataclass(frozen=True)
 class PolicyModel:
     """The frozen base with its adapters.
 
     Attributes:
+        head: the last layer of `module`.
         layers: the adapted layers by their name in the base model.
         routing: maps rows to adapters; set it before each call.
     """
 
     module: nn.Module
+    head: LogprobHead
     layers: dict[str, MultiLoRALinear]
     routing: AdapterRouting
     vocab_size: int
@@ -51,35 +95,57 @@ class PolicyModel:
         """The parameters of all slots."""
         return [parameter for layer in self.layers.values() for parameter in (*layer.lora_A, *layer.lora_B)]
 
+    def token_logprobs(
+        self, token_ids_RT: Tensor, run_idxs: Sequence[int | None], targets: Targets
+    ) -> tuple[Tensor, Tensor]:
+        """Log-probabilities and entropies, `[N]` in float32, in rows that use the adapters `run_idxs` (None: the base).
+
+        The entropies carry no gradient.
+        """
+        self.routing.set_rows(run_idxs)
+        self.head.targets = targets
+        try:
+            logprobs_N, entropy_N = self.module(input_ids=token_ids_RT, use_cache=False).logits
+        finally:
+            self.head.targets = None
+        return logprobs_N, entropy_N.detach()
+
     def logits(self, token_ids_RT: Tensor, positions_K: Tensor, run_idxs: Sequence[int | None]) -> Tensor:
-        """Logits `[R, K, vocab]` at `positions_K` of rows that use the adapters `run_idxs`; None: the base alone."""
+        """Logits `[R, K, V]` at `positions_K` of all rows."""
         self.routing.set_rows(run_idxs)
         output = self.module(input_ids=token_ids_RT, use_cache=False, logits_to_keep=positions_K)
         logits: Tensor = output.logits
         return logits
 
 
-def load_model(config: ModelConfig, lora: LoRAConfig | None, n_adapters: int, world: World) -> PolicyModel:
+def load_model(config: TrainerModelConfig, lora: LoRAConfig | None, n_adapters: int, world: World) -> PolicyModel:
     """Load, freeze, adapt, shard over the ranks; without `lora` all weights are trained. Raises ModelError."""
     if lora is None:
         return _load_trainable(config, world)
-    model = adapt_model(_load_base(config.name, getattr(torch, config.dtype)), lora, n_adapters)
+    base = _load_base(config.name, getattr(torch, config.dtype))
+    model = adapt_model(base, lora, n_adapters, checkpoints=config.checkpoints_on(world.device.type))
     shard_model(model.module, world, replicated=model.adapters())
     return model
 
 
-def _load_trainable(config: ModelConfig, world: World) -> PolicyModel:
+def _load_trainable(config: TrainerModelConfig, world: World) -> PolicyModel:
     """The masters are in float32 whatever the model computes in: small updates must not be rounded away."""
     base = _load_base(config.name, torch.float32)
     base.requires_grad_(True)
     base.eval()
+    head = _put_head(base)
+    if config.checkpoints_on(world.device.type):
+        checkpoint_layers(base)
     vocab_size = base.get_input_embeddings().num_embeddings  # type: ignore[operator]
     shard_trainable(base, world, getattr(torch, config.dtype))
-    return PolicyModel(base, {}, AdapterRouting(1), vocab_size)
+    return PolicyModel(base, head, {}, AdapterRouting(1), vocab_size)
 
 
-def adapt_model(base: nn.Module, lora: LoRAConfig, n_adapters: int) -> PolicyModel:
-    """Freeze `base` and give it adapter slots. Raises ModelError when a target module does not exist."""
+def adapt_model(base: nn.Module, lora: LoRAConfig, n_adapters: int, *, checkpoints: bool = False) -> PolicyModel:
+    """Freeze `base` and give it adapter slots. Raises ModelError when a target module does not exist.
+
+    With `checkpoints`, a layer keeps only its input for backward, where it is computed again.
+    """
     base.requires_grad_(False)
     # Dropout off: a run must not depend on random numbers that its neighbours draw too.
     base.eval()
@@ -89,8 +155,32 @@ def adapt_model(base: nn.Module, lora: LoRAConfig, n_adapters: int) -> PolicyMod
         layers = apply_lora_to_model(base, lora.rank, n_adapters, lora.target_modules, routing)
     except ValueError as error:
         raise ModelError(f"model.lora.{error}") from error
+    if checkpoints:
+        checkpoint_layers(base)
     embeddings = base.get_input_embeddings()  # type: ignore[operator]
-    return PolicyModel(base, layers, routing, embeddings.num_embeddings)
+    return PolicyModel(base, _put_head(base), layers, routing, embeddings.num_embeddings)
+
+
+def checkpoint_layers(base: nn.Module) -> None:
+    """Make every decoder layer keep its inputs alone, and compute itself again in backward."""
+    for layer in decoder_layers(base):
+        # Nothing in a layer is random, and its attribute stays in place: names of parameters do not change.
+        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
+
+
+def _put_head(base: nn.Module) -> LogprobHead:
+    """Raises ModelError where the head is not the plain linear layer whose logits are the model's."""
+    head: Any = base.get_output_embeddings()  # type: ignore[operator]
+    changes = [name for name in CHANGES_LOGITS if getattr(base.config, name, None) not in (None, 1, 1.0)]
+    if isinstance(head, MultiLoRALinear):
+        raise ModelError("model.lora.target_modules: lm_head cannot have an adapter")
+    if changes:
+        raise ModelError(f"model.name: this kind of model is not supported: its config.json sets {changes[0]}")
+    if not isinstance(head, nn.Linear) or getattr(head, "bias", None) is not None:
+        raise ModelError(f"model.name: this kind of model is not supported: its head is {head}")
+    replaced = LogprobHead(head)
+    base.set_output_embeddings(replaced)  # type: ignore[operator]
+    return replaced
 
 
 def _load_base(name: str, dtype: torch.dtype) -> nn.Module:

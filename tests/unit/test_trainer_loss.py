@@ -8,12 +8,15 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+from torch import Tensor
 
 from prime_rl.configs.losses import AipoLossConfig, DapoLossConfig, GspoLossConfig, LossConfig, TisLossConfig
+from prime_rl.trainer import logprobs as logprobs_module
 from prime_rl.trainer.logprobs import token_logprobs
 from prime_rl.trainer.loss import LossInputs, compute_loss, compute_losses
 from prime_rl.trainer.loss_report import LossSums, row_statistics, sums_by_run
 from tests.loss_support import EVERY_LOSS, inputs_of, name_of
+from tests.numeric import check_same
 
 pytestmark = pytest.mark.numeric
 
@@ -21,48 +24,65 @@ V = 11
 Array = npt.NDArray[np.float64]
 
 
+H = 5
+
+
 def reference_logprobs(logits: Array, targets: npt.NDArray[np.int64], temperatures: Array) -> tuple[Array, Array]:
-    scaled = logits / temperatures[:, None, None]
+    scaled = logits / temperatures[:, None]
     scaled = scaled - scaled.max(-1, keepdims=True)
     probs = np.exp(scaled) / np.exp(scaled).sum(-1, keepdims=True)
-    chosen = np.take_along_axis(probs, targets[..., None], -1)[..., 0]
+    chosen = np.take_along_axis(probs, targets[:, None], -1)[:, 0]
     return np.log(chosen), -(probs * np.log(probs)).sum(-1)
 
 
-def test_logprobs_and_entropy_are_those_after_temperature() -> None:
+def some_tokens(num: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(hidden states, head, targets, temperatures)"""
     generator = torch.Generator().manual_seed(0)
-    logits, targets = torch.randn(3, 5, V, generator=generator) * 3, torch.randint(0, V, (3, 5), generator=generator)
-    temperatures = torch.tensor([1.0, 0.7, 1.3])
-    logprobs, entropy = token_logprobs(logits, targets, temperatures)
-    expected = reference_logprobs(logits.double().numpy(), targets.numpy(), temperatures.double().numpy())
+    hidden_NH, head_VH = (torch.randn(size, H, generator=generator, dtype=torch.float64) for size in (num, V))
+    targets_N = torch.randint(0, V, (num,), generator=generator)
+    temperatures_N = 0.5 + torch.rand(num, generator=generator, dtype=torch.float64)
+    return hidden_NH.to(dtype), (2 * head_VH).to(dtype), targets_N, temperatures_N.float()
+
+
+def test_logprobs_and_entropy_are_those_after_temperature() -> None:
+    hidden, head, targets, temperatures = some_tokens(15, torch.float32)
+    logprobs, entropy = token_logprobs(hidden, head, targets, temperatures)
+    logits = hidden.double() @ head.double().T
+    expected = reference_logprobs(logits.numpy(), targets.numpy(), temperatures.double().numpy())
     np.testing.assert_allclose(logprobs.numpy(), expected[0], rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(entropy.numpy(), expected[1], rtol=1e-5, atol=1e-5)
 
 
-def test_the_gradient_of_logprobs_is_that_of_a_plain_log_softmax() -> None:
-    generator = torch.Generator().manual_seed(0)
-    targets = torch.randint(0, V, (2, 4), generator=generator)
-    temperatures = torch.tensor([1.0, 0.6])
-    logits = torch.randn(2, 4, V, generator=generator) * 3
-    weight = torch.randn(2, 4, generator=generator)
-    grads = []
-    for dtype in (torch.float64, torch.float32, torch.bfloat16):
-        narrow = logits.clone().to(dtype).detach().requires_grad_()
-        (token_logprobs(narrow, targets, temperatures)[0] * weight).sum().backward()
-        plain = narrow.detach().double().requires_grad_()
-        logprobs = torch.log_softmax(plain / temperatures[:, None, None], -1)
-        (logprobs.gather(-1, targets[..., None]).squeeze(-1) * weight).sum().backward()
-        assert narrow.grad is not None and narrow.grad.dtype == dtype
-        torch.testing.assert_close(narrow.grad, plain.grad.to(dtype))  # type: ignore[union-attr]
-        grads.append(narrow.grad)
-    assert all(grad.any() for grad in grads)
+@pytest.mark.parametrize("trained", ["hidden states", "head", "both"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("tokens_of_a_chunk", [1, 4, 100])
+def test_the_gradient_of_logprobs_is_that_of_a_plain_log_softmax(
+    trained: str, dtype: torch.dtype, tokens_of_a_chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logprobs_module, "CHUNK_BYTES", 4 * V * tokens_of_a_chunk)
+    hidden, head, targets, temperatures = some_tokens(10, dtype)
+    hidden.requires_grad_(trained != "head")
+    head.requires_grad_(trained != "hidden states")
+    weight_N = torch.randn(10, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    logprobs, entropy = token_logprobs(hidden, head, targets, temperatures)
+    (logprobs * weight_N).sum().backward()
+    plain = [tensor.detach().double().requires_grad_() for tensor in (hidden, head)]
+    expected = torch.log_softmax(plain[0] @ plain[1].T / temperatures[:, None].double(), -1)
+    (expected.gather(-1, targets[:, None]).squeeze(-1) * weight_N).sum().backward()
+    assert not entropy.requires_grad
+    for ours, theirs in zip((hidden, head), plain, strict=True):
+        assert (ours.grad is not None) == ours.requires_grad
+        if ours.grad is not None and theirs.grad is not None:
+            assert ours.grad.dtype == dtype and theirs.grad.any()
+            check_same(ours.grad, theirs.grad, V + H, dtype)
 
 
 def test_logits_of_any_size_overflow_nowhere() -> None:
-    logits = torch.tensor([[[1e30, -1e30, 0.0]]], requires_grad=True)
-    logprobs, entropy = token_logprobs(logits, torch.tensor([[0]]), torch.ones(1))
+    hidden = torch.tensor([[1e30]], requires_grad=True)
+    head = torch.tensor([[1.0], [-1.0], [0.0]])
+    logprobs, entropy = token_logprobs(hidden, head, torch.tensor([0]), torch.ones(1))
     logprobs.sum().backward()
-    assert logprobs.item() == 0 and entropy.item() == 0 and logits.grad is not None and not logits.grad.any()
+    assert logprobs.item() == 0 and entropy.item() == 0 and hidden.grad is not None and not hidden.grad.any()
 
 
 def gradient(config: LossConfig, inputs: LossInputs) -> tuple[torch.Tensor, torch.Tensor]:

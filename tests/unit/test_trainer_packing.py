@@ -14,7 +14,7 @@ from prime_rl.configs.losses import LossConfig, LossMean
 from prime_rl.contract.types import TrainingSample
 from prime_rl.trainer.loss import LossInputs, compute_loss
 from prime_rl.trainer.packing import Row, RowQueue, blank_micro_batch, deal, rows_of, to_micro_batch
-from prime_rl.trainer.step import to_tensors
+from prime_rl.trainer.step import Rows
 from tests.loss_support import EVERY_LOSS, name_of
 from tests.trainer_support import sample
 
@@ -76,10 +76,11 @@ def test_each_mean_has_its_scale_and_a_sample_without_loss_tokens_is_a_sample(
 
 def loss_of_pass(config: LossConfig, rows: list[Row]) -> float:
     """The model is left out: pi is mu and a little that depends on the token alone."""
-    tensors = to_tensors(to_micro_batch(rows), torch.device("cpu"))
-    mu_RK = tensors.sampled_logprobs_RK.double()
-    log_pi_RK = mu_RK + 0.4 * tensors.targets_RK.double().sin()
-    inputs = LossInputs(log_pi_RK, mu_RK, tensors.advantages_R, tensors.mask_RK, tensors.scales_R, mu_RK)
+    given = Rows.of(to_micro_batch(rows))
+    mu_RK = torch.from_numpy(given.sampled_logprobs_RK).double()
+    log_pi_RK = mu_RK + 0.4 * torch.from_numpy(given.token_ids_RT[:, given.columns_K]).double().sin()
+    others = [torch.from_numpy(array) for array in (given.advantages_R, given.mask_RK, given.scales_R)]
+    inputs = LossInputs(log_pi_RK, mu_RK, *others, mu_RK)
     return float(compute_loss(config, inputs).loss_R.sum())
 
 

@@ -1,0 +1,134 @@
+"""The model as the trainer calls it: the same numbers however little of them is kept."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from prime_rl.configs.shared import DEFAULT_TARGET_MODULES, LoRAConfig
+from prime_rl.configs.trainer import TrainerModelConfig
+from prime_rl.trainer import logprobs
+from prime_rl.trainer.model import ModelError, PolicyModel, Targets, adapt_model
+from tests.numeric import check_same, num_terms
+from tests.trainer_support import tiny_model
+
+NUM_ROWS, NUM_TOKENS = 3, 24
+HIDDEN_SIZE, NUM_VOCABULARY = 32, 71  # no other dimension of the model is 71
+RUN_IDXS = [0, 1, 1]
+
+
+def adapted(*, checkpoints: bool = False, targets: tuple[str, ...] = DEFAULT_TARGET_MODULES) -> PolicyModel:
+    """Two adapters with weights that matter."""
+    base = tiny_model()
+    base.resize_token_embeddings(NUM_VOCABULARY, mean_resizing=False)
+    model = adapt_model(base, LoRAConfig(rank=4, target_modules=targets), 2, checkpoints=checkpoints)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.adapters():
+            parameter.copy_(0.1 * torch.randn(parameter.shape, generator=generator))
+    return model
+
+
+def some_targets() -> tuple[Tensor, Targets]:
+    generator = torch.Generator().manual_seed(1)
+    ids_RT = torch.randint(0, NUM_VOCABULARY, (NUM_ROWS, NUM_TOKENS), generator=generator)
+    at_N = torch.randperm(NUM_ROWS * (NUM_TOKENS - 1), generator=generator)[:20].sort().values
+    at_N += at_N // (NUM_TOKENS - 1)  # the last position of a row predicts nothing
+    return ids_RT, Targets(at_N, ids_RT.flatten()[at_N + 1], 0.5 + torch.rand(20, generator=generator))
+
+
+def gradients(model: PolicyModel) -> list[Tensor]:
+    found = [parameter.grad for parameter in model.adapters()]
+    assert all(grad is not None and grad.any() for grad in found)
+    return [grad for grad in found if grad is not None]
+
+
+@contextmanager
+def saved_shapes() -> Iterator[list[torch.Size]]:
+    """Shapes of what autograd keeps for backward."""
+    shapes: list[torch.Size] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        shapes.append(tensor.shape)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        yield shapes
+
+
+class LargestLogits(TorchDispatchMode):
+    """The most rows of any table over the vocabulary that an operation makes, but the head's own weight."""
+
+    num_rows = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            is_table = isinstance(leaf, Tensor) and leaf.dim() == 2 and leaf.shape[1] == NUM_VOCABULARY
+            if is_table and len(leaf) != HIDDEN_SIZE:
+                self.num_rows = max(self.num_rows, len(leaf))
+        return result
+
+
+@pytest.mark.numeric
+def test_log_probabilities_are_those_of_the_logits() -> None:
+    model, (ids_RT, targets) = adapted(), some_targets()
+    logprobs_N, entropy_N = model.token_logprobs(ids_RT, RUN_IDXS, targets)
+    with torch.no_grad():
+        logits_NV = model.logits(ids_RT, torch.arange(NUM_TOKENS), RUN_IDXS).flatten(0, 1)[targets.at_N]
+    all_NV = torch.log_softmax(logits_NV / targets.temperatures_N[:, None], -1)
+    check_same(logprobs_N, all_NV.gather(-1, targets.ids_N[:, None])[:, 0], num_terms(model.module))
+    check_same(entropy_N, -(all_NV.exp() * all_NV).sum(-1), num_terms(model.module))
+    assert logprobs_N.requires_grad and not entropy_N.requires_grad
+
+
+def test_no_more_than_a_chunk_of_the_logits_exists(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logprobs, "CHUNK_BYTES", 4 * NUM_VOCABULARY * 6)
+    model, (ids_RT, targets) = adapted(), some_targets()
+    with LargestLogits() as seen, saved_shapes() as shapes:
+        logprobs_N, _ = model.token_logprobs(ids_RT, RUN_IDXS, targets)
+        logprobs_N.sum().backward()
+    assert seen.num_rows == 6 and not any(shape[-1] == NUM_VOCABULARY for shape in shapes if shape)
+
+
+@pytest.mark.numeric
+def test_checkpointed_layers_give_the_same_gradients_and_keep_their_inputs_alone() -> None:
+    found, kept = [], []
+    for checkpoints in (False, True):
+        model, (ids_RT, targets) = adapted(checkpoints=checkpoints), some_targets()
+        with saved_shapes() as shapes:
+            logprobs_N, _ = model.token_logprobs(ids_RT, RUN_IDXS, targets)
+        logprobs_N.sum().backward()
+        found.append([logprobs_N.detach(), *gradients(model)])
+        kept.append(sum(shape.numel() for shape in shapes))
+    for ours, theirs in zip(*found, strict=True):
+        assert torch.equal(ours, theirs)
+    assert kept[1] < kept[0] / 4
+
+
+@pytest.mark.parametrize(
+    ("setting", "device", "expected"),
+    [("auto", "cpu", False), ("auto", "cuda", True), (True, "cpu", True), (False, "cuda", False)],
+)
+def test_activation_checkpointing_is_for_gpus_unless_it_is_set(setting: Any, device: str, expected: bool) -> None:
+    assert TrainerModelConfig(activation_checkpointing=setting).checkpoints_on(device) is expected
+
+
+@pytest.mark.parametrize(("name", "value"), [("final_logit_softcapping", 30.0), ("logits_scaling", 8.0)])
+def test_a_model_that_changes_its_logits_after_the_head_is_refused(name: str, value: float) -> None:
+    base = tiny_model()
+    setattr(base.config, name, value)
+    with pytest.raises(ModelError, match=f"config.json sets {name}"):
+        adapt_model(base, LoRAConfig(rank=4), 1)
+
+
+def test_an_adapter_on_the_head_is_refused() -> None:
+    with pytest.raises(ModelError, match="lm_head cannot have an adapter"):
+        adapted(targets=("q_proj", "lm_head"))
