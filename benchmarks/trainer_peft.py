@@ -15,7 +15,7 @@ from benchmarks.trainer_step import ALPHA, LR, MAX_NORM, MAX_TOKENS, RANK, bench
 from prime_rl.configs.shared import DEFAULT_TARGET_MODULES
 from prime_rl.contract.types import TrainingSample
 from prime_rl.trainer.packing import Row, rows_of, to_micro_batch
-from prime_rl.trainer.step import Rows
+from prime_rl.trainer.passes import Rows
 
 DELTA = 8.0
 

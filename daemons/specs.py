@@ -33,6 +33,7 @@ _MODULES = {
     ORCHESTRATOR: "prime_rl.orchestrator.orchestrator",
 }
 MAKE_BASE_MODULE = "prime_rl.trainer.make_base"
+FIT_MODULE = "prime_rl.trainer.fit"
 # "trainer=my.trainer,inference=my.server": other programs for the daemons, for tests and for one's own engines.
 MODULES_VARIABLE = "PRL_MODULES"
 # The environment variables that decide how daemons are started, and the daemons that each of them changes beside their

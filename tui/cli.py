@@ -17,9 +17,13 @@ DEFAULT_PORT = 8765
 
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="prl-tui", description="Watch all runs of a workspace in the terminal, and act on them."
+        prog="prl-tui",
+        description="Watch all runs of a workspace in the terminal, and act on them.",
+        epilog="Example: prl-tui outputs --read-only",
     )
-    parser.add_argument("output_dir", nargs="?", default=os.environ.get("PRL_OUTPUT_DIR") or "outputs", type=Path)
+    default = os.environ.get("PRL_OUTPUT_DIR") or "outputs"
+    workspace = "the workspace (default: PRL_OUTPUT_DIR, else outputs)"
+    parser.add_argument("output_dir", nargs="?", default=default, type=Path, help=workspace)
     parser.add_argument("--read-only", action="store_true", help="show everything, change nothing")
     browser = parser.add_argument_group("in a browser")
     browser.add_argument("--serve", action="store_true", help="serve it to a browser on this machine, read-only")

@@ -32,6 +32,8 @@ WATCH_EVERY_S = 1.0
 MIN_LAST_COLUMN_CHARS = 16
 # Lets "@ file.toml" and "--a.b value" through to the config parser.
 EXTRA = {"allow_extra_args": True, "ignore_unknown_options": True}
+# What such a command takes, in its usage line.
+FILE_AND_OPTIONS = "[@ FILE] [OPTIONS] [--KEY VALUE ...]"
 
 OutputDirOption = Annotated[
     Path | None,

@@ -49,6 +49,7 @@ multinode_app = typer.Typer(cls=OrStart, help="Train on several machines that sh
 def start_help() -> str:
     """All flags, from the node's own parser. Lines after \\b are kept as they are."""
     flags = node_parser().format_help().partition("options:\n")[2].rstrip()
+    flags = "\n".join(line for line in flags.splitlines() if "-h, --help" not in line)
     paragraphs = flags.replace("\n\n", "\n\n\b\n")
     return (
         "Run one node of a group; `start` may be omitted.\n\nprl multinode status shows the group.\n\n"

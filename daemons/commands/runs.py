@@ -33,7 +33,11 @@ from prime_rl.contract.samples import read_samples
 from prime_rl.contract.status import RunState
 from prime_rl.utils.text import one_line
 
-runs_app = typer.Typer(no_args_is_help=True, help="List, add, evict and delete runs.", rich_markup_mode=None)
+RUNS_HELP = """List, add, evict and delete runs.
+
+Example: prl runs list --state active,failed --watch
+"""
+runs_app = typer.Typer(no_args_is_help=True, help=RUNS_HELP, rich_markup_mode=None)
 
 RunIdArgument = Annotated[
     str, typer.Argument(metavar="ID", help="A run, such as run_reverse.", autocompletion=complete.run_ids)

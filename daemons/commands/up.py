@@ -16,7 +16,7 @@ from rich.text import Text
 
 from daemons import launch, running
 from daemons.client import Workspace
-from daemons.commands.common import EXTRA, OutputDirOption, choose_output_dir, console, say
+from daemons.commands.common import EXTRA, FILE_AND_OPTIONS, OutputDirOption, choose_output_dir, console, say
 from prime_rl.contract.layout import OutputDir
 
 
@@ -92,4 +92,4 @@ class Progress:
 
 
 def register(app: typer.Typer) -> None:
-    app.command(context_settings=EXTRA)(up)
+    app.command(context_settings=EXTRA, options_metavar=FILE_AND_OPTIONS)(up)

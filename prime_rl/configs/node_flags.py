@@ -44,7 +44,11 @@ def node_parser() -> NodeParser:
     add("--log-path", type=Path, metavar="DIR", help="workspace that all nodes share (output_dir)")
     add("--rl-phase", default="both", metavar="MODE", help="both (default), rollout (phases 0-6) or update (7-13)")
     add("--eval-interval", type=int, metavar="N", help="evaluate the first iteration and every N-th after it")
-    add("--rollout-split", metavar="WHICH", help="train-only or eval-only, with --rl-phase rollout; default: both")
+    add(
+        "--rollout-split",
+        metavar="WHICH",
+        help="train-only or eval-only, with --rl-phase rollout (default: both)",
+    )
     add("--num-nodes", type=int, default=1, metavar="N", help="number of nodes (default 1)")
     add("--rank-weights", metavar="W0,W1,..", help="share of each node in the prompts of an iteration")
     add("--gpus-per-node", type=int, metavar="N", help="trainer ranks on this node (default: one for each GPU)")

@@ -30,8 +30,15 @@ class ModelConfig(BaseConfig):
     name: str = "models/base"
     """Path of a Hugging Face model folder, or a model id on the Hugging Face Hub."""
 
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """Data type of the weights in memory. The same in trainer and inference, so that their logprobs agree."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Data type of the weights in memory; auto: bfloat16 on a GPU, float32 on a CPU. The same in trainer and inference,
+    so that their logprobs agree."""
+
+    def dtype_on(self, device_type: str) -> str:
+        """The name of the data type on a device of type "cuda" or "cpu"."""
+        if self.dtype != "auto":
+            return self.dtype
+        return "bfloat16" if device_type == "cuda" else "float32"
 
 
 class WatchConfig(BaseConfig):

@@ -29,15 +29,16 @@ def max_model_len(config: InferenceConfig) -> int:
     return int(positions)
 
 
-def adapter_bytes(config: InferenceConfig, shapes: Mapping[str, tuple[int, ...]]) -> int:
-    """Memory of one adapter of the largest rank on all its target modules."""
+def adapter_bytes(config: InferenceConfig, shapes: Mapping[str, tuple[int, ...]], device_type: str) -> int:
+    """Memory of one adapter of the largest rank on all its target modules, on a device of type "cuda" or "cpu"."""
     lora = config.model.lora
     if lora is None:
         return 0
     targets = [
         shape for name, shape in shapes.items() if name.split(".")[-2:-1] and name.split(".")[-2] in lora.target_modules
     ]
-    return sum(lora.rank * sum(shape) for shape in targets if len(shape) == 2) * BYTES[config.model.dtype]
+    each = BYTES[config.model.dtype_on(device_type)]
+    return sum(lora.rank * sum(shape) for shape in targets if len(shape) == 2) * each
 
 
 def check_adapter_room(config: InferenceConfig, each: int, num_copies: int, available: int) -> None:

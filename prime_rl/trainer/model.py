@@ -122,10 +122,16 @@ def load_model(config: TrainerModelConfig, lora: LoRAConfig | None, n_adapters: 
     """Load, freeze, adapt, shard over the ranks; without `lora` all weights are trained. Raises ModelError."""
     if lora is None:
         return _load_trainable(config, world)
-    base = _load_base(config.name, getattr(torch, config.dtype))
+    base = _load_base(config.name, dtype_on(config, world))
     model = adapt_model(base, lora, n_adapters, checkpoints=config.checkpoints_on(world.device.type))
     shard_model(model.module, world, replicated=model.adapters())
     return model
+
+
+def dtype_on(config: TrainerModelConfig, world: World) -> torch.dtype:
+    """What the model computes in."""
+    dtype: torch.dtype = getattr(torch, config.dtype_on(world.device.type))
+    return dtype
 
 
 def _load_trainable(config: TrainerModelConfig, world: World) -> PolicyModel:
@@ -137,7 +143,7 @@ def _load_trainable(config: TrainerModelConfig, world: World) -> PolicyModel:
     if config.checkpoints_on(world.device.type):
         checkpoint_layers(base)
     vocab_size = base.get_input_embeddings().num_embeddings  # type: ignore[operator]
-    shard_trainable(base, world, getattr(torch, config.dtype))
+    shard_trainable(base, world, dtype_on(config, world))
     return PolicyModel(base, head, {}, AdapterRouting(1), vocab_size)
 
 

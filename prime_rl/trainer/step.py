@@ -1,10 +1,8 @@
-"""One forward/backward pass over rows of many runs, and the update of one run.
+"""Passes over rows of many runs, and the update of one run.
 
 Gradients of a run collect in its own slot over as many passes as its batch takes; `update` then sums them over ranks,
 clips them by the run's own limit, and steps the run's optimizer and scheduler. What is not finite is reported, not
 raised: every rank sees the same numbers and comes to the same end.
-
-Dimensions: R rows, T tokens, K positions of tokens that are a loss token in at least one row, N loss tokens.
 """
 
 from __future__ import annotations
@@ -12,78 +10,20 @@ from __future__ import annotations
 import math
 import time
 from collections import defaultdict
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
-from torch import Tensor
 
-from prime_rl.configs.losses import LossConfig
 from prime_rl.contract.types import MicroBatch
-from prime_rl.trainer.loss import LossInputs, compute_losses
 from prime_rl.trainer.loss_report import LossSums, row_statistics, sums_by_run
-from prime_rl.trainer.model import PolicyModel, Targets
+from prime_rl.trainer.model import PolicyModel
 from prime_rl.trainer.optim import MultiLoRAOptimizer
+from prime_rl.trainer.passes import forward_backward
 from prime_rl.trainer.runs import MultiRunManager
 from prime_rl.trainer.runs.sync import ReadyRun
 from prime_rl.trainer.scheduler import MultiLoRAScheduler
 from prime_rl.trainer.world import World
-
-
-@dataclass(frozen=True)
-class Rows:
-    """A micro-batch on the host, padded at the right with token 0, which no loss token ever sees.
-
-    Attributes:
-        mask_RT: true at loss tokens. The first token of a row is never one: nothing predicts it.
-        columns_K: the positions in T of the tokens that are loss tokens in at least one row.
-    """
-
-    token_ids_RT: npt.NDArray[np.int64]
-    mask_RT: npt.NDArray[np.bool_]
-    columns_K: npt.NDArray[np.int64]
-    mask_RK: npt.NDArray[np.bool_]
-    sampled_logprobs_RK: npt.NDArray[np.float32]
-    advantages_R: npt.NDArray[np.float32]
-    temperatures_R: npt.NDArray[np.float32]
-    scales_R: npt.NDArray[np.float32]
-
-    @classmethod
-    def of(cls, batch: MicroBatch) -> Rows:
-        mask_RT = _padded(batch.loss_mask, batch.num_tokens, np.bool_)
-        mask_RT[:, 0] = False
-        columns_K = np.flatnonzero(mask_RT.any(axis=0))
-        return cls(
-            token_ids_RT=_padded(batch.token_ids, batch.num_tokens, np.int64),
-            mask_RT=mask_RT,
-            columns_K=columns_K,
-            mask_RK=mask_RT[:, columns_K],
-            sampled_logprobs_RK=_padded(batch.logprobs, batch.num_tokens, np.float32)[:, columns_K],
-            advantages_R=np.array(batch.advantages, dtype=np.float32),
-            temperatures_R=np.array(batch.temperatures, dtype=np.float32),
-            scales_R=np.array(batch.loss_scales, dtype=np.float32),
-        )
-
-    def targets(self, rows: Sequence[int], device: torch.device) -> tuple[Targets, Tensor]:
-        """The loss tokens of `rows`, laid end to end, and the cells of `[R, K]` in which they stand."""
-        chosen = np.asarray(rows)
-        row_N, token_N = np.nonzero(self.mask_RT[chosen])
-        at_N = row_N * self.mask_RT.shape[1] + token_N - 1
-        cells_N = chosen[row_N] * len(self.columns_K) + np.searchsorted(self.columns_K, token_N)
-        ids_N, temperatures_N = self.token_ids_RT[chosen[row_N], token_N], self.temperatures_R[chosen[row_N]]
-        found = [torch.from_numpy(array).to(device) for array in (at_N, ids_N, temperatures_N, cells_N)]
-        return Targets(*found[:3]), found[3]
-
-
-def _padded(rows: Sequence[Sequence[float]], width: int, dtype: type) -> npt.NDArray[Any]:
-    array: npt.NDArray[Any] = np.zeros((len(rows), width), dtype=dtype)
-    for row, values in enumerate(rows):
-        array[row, : len(values)] = values
-    return array
 
 
 @dataclass(frozen=True)
@@ -127,61 +67,20 @@ class TrainStep:
         self._pass_s.pop(run_idx, None)
 
     def forward_backward(self, batch: MicroBatch) -> float:
-        """One pass; adds to the gradients and sums of the runs in `batch`. Returns the seconds it took.
-
-        A collective when the base model is sharded: every rank makes a pass for each pack, if only a blank one.
-        """
+        """One pass; adds to the gradients and sums of the runs in `batch`. Returns the seconds it took."""
         start = time.perf_counter()
-        rows = Rows.of(batch)
         configs_R = [self._manager.config[run_idx].loss for run_idx in batch.run_idxs]
-        # Before the pass with gradients: the adapters that it routes to must stay the same until its end.
-        base_logprobs_RK = self._base_logprobs(rows, configs_R) if batch.base_pass else None
-        logprobs_RK, entropy_RK = self._logprobs(rows, range(len(configs_R)), batch.run_idxs)
-        if not len(rows.columns_K):
-            # A sum over no position: it goes through all layers, for the other ranks, and its gradients are zero.
-            torch.autograd.backward(logprobs_RK.sum())
+        found = forward_backward(self._model, batch, configs_R, self._world.device)
+        if found is None:
             return time.perf_counter() - start
-        inputs = LossInputs(
-            logprobs_RK=logprobs_RK,
-            sampled_logprobs_RK=self._on_device(rows.sampled_logprobs_RK),
-            advantages_R=self._on_device(rows.advantages_R),
-            mask_RK=self._on_device(rows.mask_RK),
-            scales_R=self._on_device(rows.scales_R),
-            base_logprobs_RK=base_logprobs_RK,
-        )
-        losses = compute_losses(configs_R, inputs)
-        # The sum mixes no gradients: each row reaches its run's adapter alone.
-        torch.autograd.backward(losses.loss_R.sum())
         num_rows = {run_idx: len(list(same)) for run_idx, same in groupby(batch.run_idxs)}
-        sums = sums_by_run(row_statistics(inputs, losses, entropy_RK), list(num_rows.values()))
+        statistics = row_statistics(found.inputs, found.losses, found.entropy_RK)
+        sums = sums_by_run(statistics, list(num_rows.values()))
         seconds = time.perf_counter() - start
         for run_idx, sums_of_run in zip(num_rows, sums, strict=True):
             self._sums[run_idx].add(sums_of_run)
             self._pass_s[run_idx] += seconds
         return seconds
-
-    def _logprobs(self, rows: Rows, chosen: Sequence[int], run_idxs: Sequence[int | None]) -> tuple[Tensor, Tensor]:
-        """Log-probabilities and entropies `[R, K]` of the `chosen` rows, each with its adapter; zero elsewhere."""
-        targets, cells_N = rows.targets(chosen, self._world.device)
-        both_N = self._model.token_logprobs(self._on_device(rows.token_ids_RT[list(chosen)]), run_idxs, targets)
-        shape = len(rows.mask_RT), len(rows.columns_K)
-        logprobs_RK, entropy_RK = (
-            each_N.new_zeros(math.prod(shape)).index_copy(0, cells_N, each_N).view(shape) for each_N in both_N
-        )
-        return logprobs_RK, entropy_RK
-
-    @torch.no_grad()
-    def _base_logprobs(self, rows: Rows, configs_R: Sequence[LossConfig]) -> Tensor:
-        """The base model's log-probabilities for rows whose loss compares with it, and zero for the others.
-
-        A collective like the pass that follows: a rank that needs no row takes part too.
-        """
-        chosen = [row for row, config in enumerate(configs_R) if config.kl_coef > 0] or [0]
-        logprobs_RK, _ = self._logprobs(rows, chosen, [None] * len(chosen))
-        return logprobs_RK
-
-    def _on_device(self, array: npt.NDArray[Any]) -> Tensor:
-        return torch.from_numpy(array).to(self._world.device)
 
     def update(self, run_idx: int, ready: ReadyRun) -> UpdateReport:
         """Update one run from what was collected. A collective: all ranks call it, for the same runs in one order."""

@@ -5,10 +5,8 @@ The one place that distinguishes the two after the model is loaded. Everything e
 
 from __future__ import annotations
 
-import torch
-
 from prime_rl.configs.trainer import TrainerModelConfig
-from prime_rl.trainer.model import PolicyModel
+from prime_rl.trainer.model import PolicyModel, dtype_on
 from prime_rl.trainer.optim import MultiLoRAOptimizer
 from prime_rl.trainer.runs import MultiRunManager
 from prime_rl.trainer.scheduler import MultiLoRAScheduler
@@ -33,7 +31,7 @@ def set_up_weights(
         return optimizer, AdapterSnapshots(manager, optimizer, scheduler, config.name, config.lora)
     manager.register_model(WholeModel(model.module, keeps=world.is_master))
     whole = WholeModelOptimizer(manager, world)
-    files = ModelFiles.of(config.name, model.module.config, getattr(torch, config.dtype))
+    files = ModelFiles.of(config.name, model.module.config, dtype_on(config, world))
     snapshots = ModelSnapshots(manager, whole, scheduler, files)
     manager.register_deletion_hook(snapshots.deletion_hook)
     return whole, snapshots

@@ -44,6 +44,16 @@ def test_every_command_has_help_with_an_example_that_is_one(words: tuple[str, ..
         assert passes_on or not word.startswith("-") or word in known, f"{example}: there is no {word}"
 
 
+def test_what_a_command_takes_stands_in_its_usage(capsys: Any) -> None:
+    for words in (["up"], ["trainer"]):
+        assert run([*words, "--help"]) == 0
+        assert "[@ FILE] [OPTIONS]" in capsys.readouterr().out.splitlines()[0]
+    assert run(["multinode", "start", "--help"]) == 0
+    assert capsys.readouterr().out.count("--help") == 1
+    assert run(["runs", "--help"]) == 0
+    assert "Example: prl runs list" in capsys.readouterr().out
+
+
 def test_the_groups_are_walked() -> None:
     assert {("up",), ("runs", "add"), ("runs", "purge")} <= set(COMMANDS)
 

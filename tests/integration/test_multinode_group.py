@@ -13,6 +13,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from prime_rl.contract.files import wait_for
 from prime_rl.contract.layout import list_steps
 from prime_rl.contract.types import read_batch
 from prime_rl.multinode.phases import Phase
@@ -20,6 +21,7 @@ from prime_rl.multinode.split import Plan
 from tests.budgets import ALL_PHASES
 from tests.learning import ascent_of_adapter
 from tests.multinode_support import CONFIG, HEARTBEAT_S, Nodes, check_same_adapter, interrupt
+from tests.patience import PATIENCE_S
 
 pytestmark = pytest.mark.slow
 GROUPS = 32
@@ -114,13 +116,24 @@ def rollouts(tmp_path_factory: pytest.TempPathFactory, base_model: Path) -> Iter
         nodes.start(kill=(2, Phase.TRAIN_ROLLOUT))
         assert nodes.running[2].wait() == -signal.SIGKILL
         nodes.running[2] = nodes.start_one(2)
-        nodes.wait_phase(2, Phase.ROLLOUT_DONE, iteration=2)
+        wait_for(
+            lambda: of_all_nodes(nodes) is not None, "an iteration with rollouts of all nodes", timeout_s=PATIENCE_S
+        )
         interrupt(nodes.running[1])
         assert nodes.wait() == {0: 130, 1: 130, 2: 130}, nodes.last_line(0)
         nodes.check_nothing_is_left()
         yield nodes
     finally:
         nodes.kill_all()
+
+
+def of_all_nodes(nodes: Nodes) -> int | None:
+    """An iteration after the first in which every node made rollouts. When a node is back depends on the machine."""
+    status = nodes.status(0)
+    for number in range(2, (status.iteration if status else 0) + 1):
+        if all(nodes.output.iteration(number).rank_files("train", rank=rank) for rank in range(3)):
+            return number
+    return None
 
 
 def test_survivors_share_the_open_tasks_and_the_lost_node_comes_back(rollouts: Nodes, undisturbed: Nodes) -> None:
@@ -131,7 +144,7 @@ def test_survivors_share_the_open_tasks_and_the_lost_node_comes_back(rollouts: N
     assert num_open, "at least the task that was torn"
     assert plan.parts.keys() == {0, 1} and abs(len(plan.parts[0]) - 2 * num_open / 3) < 1
     assert num_open + sum(map(len, plan.taken.values())) == GROUPS
-    assert [bool(rollouts.output.iteration(2).rank_files("train", rank=rank)) for rank in range(3)] == [True] * 3
+    assert of_all_nodes(rollouts), "its share is made by the others only while it is away"
     for rank in (0, 1):
         said = rollouts.log(rank).read_text()
         assert "the group goes on with nodes 0, 1: node 2 (" in said

@@ -195,7 +195,7 @@ def test_adapters_that_cannot_fit_are_refused_with_what_to_lower() -> None:
     data = {"max_concurrent_runs": 1024, "max_versions_per_run": 4, "model": {"lora": {"rank": 512}}}
     config = InferenceConfig.model_validate(data)
     shapes = {"layers.0.q_proj.weight": (64, 32), "layers.0.norm.weight": (64,), "layers.0.other.weight": (9, 9)}
-    assert adapter_bytes(config, shapes) == 512 * (64 + 32) * 4
+    assert adapter_bytes(config, shapes, "cpu") == 2 * adapter_bytes(config, shapes, "cuda") == 512 * (64 + 32) * 4
     check_adapter_room(config, 2**20, 3, 12 * 2**30)
     with pytest.raises(StartError, match=r"need 12\.00 GiB .*rank 512, 11\.00 GiB free: lower max_conc") as caught:
         check_adapter_room(config, 2**20, 3, 11 * 2**30)

@@ -25,7 +25,6 @@ from prime_rl.inference.embedded.weights import WholeWeights
 from prime_rl.lora.inject import apply_lora_to_model
 from prime_rl.lora.linear import AdapterRouting, MultiLoRALinear
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # Of the memory that is free after loading: the cache is copied when the batch changes, and others live here too.
 CACHE_SHARE = 0.25
 # Layer kinds whose whole memory is keys and values, masked by column.
@@ -55,7 +54,8 @@ class Served:
 def load_model(config: InferenceConfig) -> Served:
     """Load the base model of `config` and put empty adapters into it. Raises ModelError or OSError."""
     device = pick_device(config.device)
-    model = AutoModelForCausalLM.from_pretrained(config.model.name, dtype=_DTYPES[config.model.dtype])
+    dtype = getattr(torch, config.model.dtype_on(device.type))
+    model = AutoModelForCausalLM.from_pretrained(config.model.name, dtype=dtype)
     _refuse_stateful(config.model.name, model)
     use_grouped_attention(model)
     model.to(device).eval().requires_grad_(False)

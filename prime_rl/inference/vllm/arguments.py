@@ -45,7 +45,7 @@ def server_arguments(config: InferenceConfig, *, max_model_len: int, on_cpu: boo
     arguments: dict[str, Any] = {
         "model": config.model.name,
         "served_model_name": config.model.name,
-        "dtype": config.model.dtype,
+        "dtype": config.model.dtype_on("cpu" if on_cpu else "cuda"),
         "max_model_len": max_model_len,
         "max_num_seqs": config.max_num_seqs,
         "enforce_eager": config.vllm.enforce_eager,

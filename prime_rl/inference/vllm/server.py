@@ -78,7 +78,7 @@ def _run(context: ServerContext) -> None:
 
 def _check_room(config: InferenceConfig, on_cpu: bool) -> None:
     """vLLM keeps adapters in its host's memory, and another copy in its layers, which on a CPU lie there too."""
-    each = adapter_bytes(config, model_shapes(config.model.name))
+    each = adapter_bytes(config, model_shapes(config.model.name), "cpu" if on_cpu else "cuda")
     check_adapter_room(config, each, CPU_LORAS_PER_LORA + on_cpu, psutil.virtual_memory().available)
 
 

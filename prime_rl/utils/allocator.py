@@ -1,0 +1,25 @@
+"""How the C library hands out memory."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+
+# glibc's name for it in mallopt(3).
+_M_MMAP_THRESHOLD = -3
+LARGE_BYTES = 1 << 20
+
+
+def give_back_large_blocks() -> bool:
+    """Let every block of a mebibyte or more be a mapping of its own, which goes back to the system when it is freed.
+
+    Left alone, glibc keeps blocks of up to 32 MiB in one heap. The tensors of a pass come and go in another order than
+    they came, and the heap is full of holes: with activation checkpointing of a model of 135 M parameters a pass was
+    measured to hold 5.1 GB for 2.3 GB of tensors. The price is that new pages are cleared each time.
+
+    Returns whether the C library knows such a thing.
+    """
+    if not sys.platform.startswith("linux"):
+        return False
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    return mallopt is not None and mallopt(_M_MMAP_THRESHOLD, LARGE_BYTES) == 1

@@ -1,0 +1,181 @@
+"""What `prl fit` predicts: the meter, the straight line over layers, what fits, the figures that are promised."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig
+
+from prime_rl.configs.shared import LoRAConfig
+from prime_rl.trainer.fit import __main__ as cli
+from prime_rl.trainer.fit.capacity import GIB, TOKENS_STEP, most_runs, most_tokens, split
+from prime_rl.trainer.fit.meter import metered
+from prime_rl.trainer.fit.predict import PassMemory, Setting, measure, predict
+from prime_rl.trainer.fit.shapes import SHAPES, UnknownModel, model_config
+from tests.daemons_support import ROOT
+
+TINY = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+
+
+def tiny(num_layers: int = 6, **changes: Any) -> Setting:
+    config = AutoConfig.for_model("qwen3", vocab_size=500, num_hidden_layers=num_layers, **TINY)
+    setting = Setting(config, torch.float32, LoRAConfig(rank=4), num_runs=2, seq_len=32, tokens=128, checkpoints=False)
+    return replace(setting, **changes)
+
+
+def real(name: str, seq_len: int, tokens: int, num_runs: int = 8) -> PassMemory:
+    return predict(Setting(model_config(name), torch.bfloat16, LoRAConfig(), num_runs, seq_len, tokens, True))
+
+
+def test_the_meter_counts_each_memory_once_and_until_its_last_tensor_goes() -> None:
+    with metered() as meter:
+        one = torch.zeros(1000)
+        view = one.view(10, 100)[2:]
+        assert meter.alive == meter.peak == 4000
+        del one
+        assert meter.alive == 4000
+        more = view + 1
+        assert meter.alive == 4000 + 3200
+        del view, more
+        assert (meter.alive, meter.peak) == (0, 7200)
+        meter.reset_peak()
+        assert meter.peak == 0
+
+
+@pytest.mark.parametrize("checkpoints", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_few_layers_tell_what_all_of_them_take(checkpoints: bool, dtype: torch.dtype) -> None:
+    setting = tiny(checkpoints=checkpoints, dtype=dtype)
+    found, whole = predict(setting), measure(setting, 6)
+    assert vars(found) == pytest.approx(vars(whole), rel=1e-9)
+    assert found.peak > found.weights + found.adapters + found.optimizer
+
+
+def test_a_model_whose_layers_differ_is_measured_whole() -> None:
+    setting = tiny(4)
+    setting.model.layer_types = ["full_attention", "sliding_attention"] * 2
+    setting.model.sliding_window = 8
+    assert vars(predict(setting)) == pytest.approx(vars(measure(setting, 4)), rel=1e-9)
+
+
+def test_weights_adapters_and_optimizer_are_what_their_sizes_say() -> None:
+    setting = tiny(1, tokens=32)
+    found = predict(setting)
+    layer = 64 * 64 + 2 * 64 * 32 + 64 * 64 + 3 * 64 * 128 + 2 * 64 + 2 * 16
+    assert found.weights == pytest.approx(4 * (layer + 500 * 64 * 2 + 64), abs=200)  # and a few buffers
+    adapter = 4 * (4 * (64 + 64) + 2 * (64 + 32)) * 0 + 4 * 4 * (2 * (64 + 64) + 2 * (64 + 32) + 3 * (64 + 128))
+    assert found.adapters == 2 * 2 * adapter
+    assert found.optimizer == 2 * 2 * adapter
+
+
+def test_several_gpus_share_the_weights_and_nothing_else() -> None:
+    alone, shared = predict(tiny()), predict(tiny(num_ranks=4))
+    assert alone.weights / 4 < shared.weights < alone.weights
+    assert replace(shared, weights=0) == replace(alone, weights=0)
+
+
+def test_what_fits_fits_and_a_little_more_does_not() -> None:
+    setting = tiny()
+    memory = predict(setting)
+    usable = 3 * memory.peak
+    runs = most_runs(setting, memory, usable)
+    assert predict(replace(setting, num_runs=runs)).peak <= usable * 1.02
+    assert predict(replace(setting, num_runs=runs + 10)).peak > usable
+    tokens = most_tokens(setting, memory, 20 * memory.peak)
+    assert predict(replace(setting, tokens=tokens)).peak <= 20 * memory.peak
+    assert predict(replace(setting, tokens=tokens + 3 * TOKENS_STEP)).peak > 20 * memory.peak
+    assert most_tokens(setting, memory, memory.weights) == 0 == most_runs(setting, memory, memory.weights)
+
+
+def test_one_gpu_for_both_leaves_a_cache_or_is_refused() -> None:
+    setting = replace(tiny(), dtype=torch.bfloat16)
+    memory = predict(setting)
+    found = split(setting, memory, 24.0, num_adapters=8)
+    assert found is not None and 0.9 < found.gpu_memory_utilization < 1 and found.kv_cache_tokens > 1000
+    assert split(setting, memory, 1.5, num_adapters=8) is None
+
+
+def test_the_shapes_are_those_of_the_models() -> None:
+    billions = {"qwen3-0.6b": 0.596, "qwen3-1.7b": 1.72, "qwen3-4b": 4.02, "qwen3-8b": 8.19}
+    billions |= {"llama3.2-1b": 1.236, "llama3.2-3b": 3.213, "smollm2-135m": 0.1345}
+    assert billions.keys() == SHAPES.keys()
+    for name, expected in billions.items():
+        memory = predict(Setting(model_config(name), torch.bfloat16, LoRAConfig(), 1, 16, 16, True))
+        assert memory.weights / 2e9 == pytest.approx(expected, rel=0.005), name
+
+
+MOST_GIB = {"0.6B, 1 x 16,384": 4.5, "4B, 1 x 16,384": 15.0, "8B, 1 x 16,384": 26.0, "8B, 4 x 2,048": 22.0}
+ROW = re.compile(r"^\| (Qwen3-)(.*B, (\d) x ([\d,]+)) \| (.*) \|$", re.M)
+
+
+@pytest.mark.parametrize("row", ROW.findall((ROOT / "docs/training.md").read_text()), ids=lambda row: row[1])
+def test_real_models_fit_and_the_documents_have_the_figures(row: tuple[str, ...]) -> None:
+    family, name, num_rows, row_tokens, figures = row
+    seq_len = int(row_tokens.replace(",", ""))
+    memory = real((family + name.partition(",")[0]).lower(), seq_len, int(num_rows) * seq_len)
+    assert [f"{value / GIB:.2f}" for value in (*vars(memory).values(), memory.peak)] == figures.split(" | ")
+    assert (memory.peak - memory.adapters - memory.optimizer) / GIB <= MOST_GIB.get(name, 80.0)
+
+
+def test_the_documents_have_the_models_that_matter() -> None:
+    assert {row[1] for row in ROW.findall((ROOT / "docs/training.md").read_text())} >= MOST_GIB.keys()
+
+
+def test_more_runs_cost_their_own_bytes_and_nothing_else() -> None:
+    few, many = (real("qwen3-0.6b", 256, 16_384, num_runs) for num_runs in (8, 64))
+    beyond = [memory.peak - memory.adapters - memory.optimizer for memory in (few, many)]
+    assert beyond[1] <= 1.03 * beyond[0]
+
+
+def test_an_unknown_model_is_named_with_the_shapes() -> None:
+    with pytest.raises(UnknownModel, match=r"nope not found: .*qwen3-0\.6b"):
+        model_config("nope")
+
+
+@pytest.mark.parametrize(
+    ("argv", "problem"),
+    [
+        ([], "no model: name one with --model NAME"),
+        (["--model", "nope"], "nope not found"),
+        (["@", "/nowhere.toml"], "not found: /nowhere.toml"),
+        (["--model", "qwen3-0.6b", "--trainer.devise", "cpu"], "trainer.devise: unknown"),
+        (["--model", "qwen3-0.6b", "--full_finetune", "true"], "only adapters can be predicted"),
+    ],
+)
+def test_wrong_use_is_told_in_one_line(argv: list[str], problem: str, capsys: Any) -> None:
+    assert cli.main(argv) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("prl fit: ") and problem in error and error.count("\n") == 1
+
+
+def test_the_table_and_the_json_tell_the_same(capsys: Any) -> None:
+    argv = ["--model", "smollm2-135m", "--seq-len", "64", "--tokens", "128", "--runs", "2", "--gpu-memory", "1.6"]
+    assert cli.main([*argv, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    fields = {"version", "model", "tokens", "peak_gib", "weights_gib", "adapters_gib", "optimizer_gib"}
+    fields |= {"activations_gib", "head_gib", "max_tokens_per_micro_batch", "max_concurrent_runs"}
+    assert fields <= found.keys() and found["version"] == 1 and found["tokens"] == 128
+    assert cli.main(argv) == 0
+    table = capsys.readouterr().out
+    for name in ("weights", "adapters", "optimizer", "head", "peak"):
+        assert f"{found[f'{name}_gib']:.2f} GiB" in table, name
+    assert f"{found['max_tokens_per_micro_batch']:,} tokens" in table
+    assert "does not fit" in table and found["gpu_memory_utilization"] is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("checkpoints", [False, True])
+def test_the_real_peak_on_a_cpu_is_what_was_predicted(checkpoints: bool) -> None:
+    shape = ("smollm2-135m", 256, 4096, 8)
+    argv = [sys.executable, "-m", "tests.fit_main", *map(str, shape), str(checkpoints)]
+    took = int(subprocess.run(argv, cwd=ROOT, check=True, capture_output=True, text=True).stdout)
+    name, seq_len, tokens, runs = shape
+    setting = Setting(model_config(name), torch.float32, LoRAConfig(), runs, seq_len, tokens, checkpoints)
+    assert took == pytest.approx(predict(setting).peak, rel=0.15)
