@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import torch
 from peft import LoraConfig, get_peft_model
+from transformers import PreTrainedModel
 
 from benchmarks.trainer_step import ALPHA, LR, MAX_NORM, MAX_TOKENS, RANK, bench_model
 from prime_rl.configs.shared import DEFAULT_TARGET_MODULES
@@ -21,13 +22,24 @@ DELTA = 8.0
 
 
 class PeftTrainer:
-    """`num_adapters` peft adapters over one base, each with its AdamW."""
+    """`num_adapters` peft adapters over one base, each with its AdamW; `base` is the small model when none is given."""
 
-    def __init__(self, num_adapters: int) -> None:
+    def __init__(
+        self,
+        num_adapters: int,
+        base: PreTrainedModel | None = None,
+        rank: int = RANK,
+        checkpoints: bool = False,
+    ) -> None:
+        base = bench_model() if base is None else base
         config = LoraConfig(
-            r=RANK, lora_alpha=ALPHA, target_modules=list(DEFAULT_TARGET_MODULES), task_type="CAUSAL_LM"
+            r=rank, lora_alpha=ALPHA, target_modules=list(DEFAULT_TARGET_MODULES), task_type="CAUSAL_LM"
         )
-        self._model = get_peft_model(bench_model(), config, adapter_name="0")
+        if checkpoints:
+            base.train()  # without it transformers checkpoints nothing; no layer of these models has dropout
+            base.gradient_checkpointing_enable({"use_reentrant": False})
+            base.enable_input_require_grads()
+        self._model = get_peft_model(base, config, adapter_name="0")
         for number in range(1, num_adapters):
             self._model.add_adapter(str(number), config)
         self._params = []

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import tomli_w
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from prime_rl.configs.shared import LoRAConfig
 from prime_rl.configs.validate import TrainerLimits
@@ -47,13 +47,16 @@ def bench_model() -> Qwen3ForCausalLM:
     return Qwen3ForCausalLM(config).eval()
 
 
-def bench_sample(rng: random.Random, num_tokens: int) -> TrainingSample:
-    """A quarter of it is prompt."""
-    mask = [at >= num_tokens // 4 for at in range(num_tokens)]
+def bench_sample(
+    rng: random.Random, num_tokens: int, num_prompt: int | None = None, vocab_size: int = VOCAB
+) -> TrainingSample:
+    """By default a quarter of it is prompt."""
+    num_prompt = num_tokens // 4 if num_prompt is None else num_prompt
+    mask = [at >= num_prompt for at in range(num_tokens)]
     return TrainingSample(
-        token_ids=[rng.randrange(VOCAB) for _ in mask],
+        token_ids=[rng.randrange(vocab_size) for _ in mask],
         loss_mask=mask,
-        logprobs=[-math.log(VOCAB) * on for on in mask],
+        logprobs=[-math.log(vocab_size) * on for on in mask],
         advantage=rng.choice([-1.0, 1.0]),
         reward=0.5,
         temperature=1.0,
@@ -68,11 +71,20 @@ def world() -> World:
 
 
 class Tenants:
-    """`num_runs` runs in a trainer of `num_slots`."""
+    """`num_runs` runs in a trainer of `num_slots`; `base` is the small model when none is given."""
 
-    def __init__(self, workspace: Path, num_slots: int, num_runs: int) -> None:
-        model = adapt_model(bench_model(), LoRAConfig(rank=RANK, alpha=ALPHA), num_slots)
-        limits = TrainerLimits("bench", max_seq_len=2048, max_rank=RANK, alpha=ALPHA)
+    def __init__(
+        self,
+        workspace: Path,
+        num_slots: int,
+        num_runs: int,
+        base: PreTrainedModel | None = None,
+        rank: int = RANK,
+        checkpoints: bool = False,
+    ) -> None:
+        base = bench_model() if base is None else base
+        model = adapt_model(base, LoRAConfig(rank=rank, alpha=ALPHA), num_slots, checkpoints=checkpoints)
+        limits = TrainerLimits("bench", max_seq_len=2048, max_rank=rank, alpha=ALPHA)
         self.manager = manager = MultiRunManager(workspace, num_slots, limits=limits)
         for name, layer in model.layers.items():
             layer.register_with_runs(manager, name)

@@ -30,7 +30,7 @@ RUNS: dict[str, dict[str, Any]] = {
         "model": {"lora": {"rank": 4, "alpha": 16}},
         "optim": {"type": "adamw", "lr": 2e-3, "weight_decay": 0.1, "max_norm": 0.5},
         "scheduler": {"type": "cosine", "warmup_steps": 2, "min_lr_ratio": 0.1},
-        "loss": {"type": "gspo", "clip_low": 0.5, "clip_high": 0.9, "kl_coef": 0.05},
+        "loss": {"type": "gspo", "clip_low": 0.5, "clip_high": 0.9, "kl_coef": 0.05, "old_logprobs": "inference"},
     },
     "run_sgd": {
         "seed": 2,

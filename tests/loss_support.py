@@ -27,10 +27,13 @@ EVERY_LOSS: list[LossConfig] = [
     DppoLossConfig(type="dppo", low=0.05, high=0.1, tau=0.2),
     MisLossConfig(type="mis", low=0.8, high=1.1),
     MisLossConfig(type="mis", ratio="product", low=0.2, high=3.0, veto=0.45),
-    GspoLossConfig(type="gspo", clip_low=0.1, clip_high=0.1),
+    GspoLossConfig(type="gspo", clip_low=0.1, clip_high=0.1, old_logprobs="inference"),
     CispoLossConfig(type="cispo", lower=0.8, upper=1.2),
-    DapoLossConfig(type="dapo"),
-    DrGrpoLossConfig(type="dr_grpo"),
+    DapoLossConfig(type="dapo", old_logprobs="inference"),
+    DrGrpoLossConfig(type="dr_grpo", old_logprobs="inference"),
+    GspoLossConfig(type="gspo", weight_cap=1.2),
+    DapoLossConfig(type="dapo", weight_cap=1.5),
+    DrGrpoLossConfig(type="dr_grpo", weight_cap=1.1),
     AipoLossConfig(kl_coef=0.7),
 ]
 

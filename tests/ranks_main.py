@@ -62,7 +62,7 @@ RUNS: dict[str, dict[str, Any]] = {
         "seed": 2,
         "model": {"lora": {"rank": 8, "alpha": 8}},
         "optim": {"type": "sgd", "lr": 5e-2},
-        "loss": {"type": "gspo", "clip_low": 0.3, "clip_high": 0.3, "kl_coef": 0.5},
+        "loss": {"type": "gspo", "clip_low": 0.3, "clip_high": 0.3, "kl_coef": 0.5, "old_logprobs": "inference"},
     },
     "run_muon": {
         "seed": 3,

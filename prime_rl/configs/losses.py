@@ -119,7 +119,19 @@ class MisLossConfig(BaseLossConfig):
         return _ordered(self, "low", "high", *self.limits)
 
 
-class GspoLossConfig(BaseLossConfig):
+class ClippedLossConfig(BaseLossConfig):
+    """Constants of the losses that clip closely around 1."""
+
+    old_logprobs: Literal["trainer", "inference"] = "trainer"
+    """What the clip is around. `trainer`: the trainer's own logprobs at the start of the update, so that only a change
+    of the policy is clipped; a weight min(pi_old / mu, weight_cap) corrects for old rollouts and for the engine's own
+    rounding. `inference`: the logprobs that came with the batch; there the engine's rounding alone may clip."""
+
+    weight_cap: float = Field(2.0, gt=0)
+    """With `old_logprobs` = trainer: upper limit of the weight pi_old / mu of a token."""
+
+
+class GspoLossConfig(ClippedLossConfig):
     """PPO's clipping on the ratio of the whole sample."""
 
     mean: ClassVar[LossMean] = "sequence"
@@ -151,7 +163,7 @@ class CispoLossConfig(BaseLossConfig):
         return _ordered(self, "lower", "upper", self.lower, self.upper)
 
 
-class DapoLossConfig(BaseLossConfig):
+class DapoLossConfig(ClippedLossConfig):
     """PPO's clipping with a higher upper limit."""
 
     type: Literal["dapo"]
@@ -164,7 +176,7 @@ class DapoLossConfig(BaseLossConfig):
     """How far r may rise above 1 before a token stops counting."""
 
 
-class DrGrpoLossConfig(BaseLossConfig):
+class DrGrpoLossConfig(ClippedLossConfig):
     """PPO's clipping without division by the length of a sample. Use it with `advantage.type = "dr_grpo"`."""
 
     mean: ClassVar[LossMean] = "constant"

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from typing import assert_never
 
@@ -24,6 +25,7 @@ from prime_rl.trainer.losses import (
     aipo,
     cispo,
     dapo,
+    decoupled,
     dppo,
     dr_grpo,
     gspo,
@@ -102,6 +104,13 @@ def compute_loss(config: LossConfig, inputs: LossInputs) -> RowLosses:
 
 
 def token_losses(config: LossConfig, tokens: Tokens) -> TokenLosses:
+    """The loss that `config` asks for, around the logprobs that it asks for."""
+    if isinstance(config, configs.ClippedLossConfig) and config.old_logprobs == "trainer":
+        return decoupled(partial(formula, config), tokens, config.weight_cap)
+    return formula(config, tokens)
+
+
+def formula(config: LossConfig, tokens: Tokens) -> TokenLosses:
     """The formula that `config.type` names, with its constants."""
     match config:
         case configs.AipoLossConfig():

@@ -2,15 +2,16 @@
 
 Which one a run uses, and what its tokens are summed and divided by, is in `loss`. In all of them r = pi / mu is the
 importance ratio, pi the policy that is trained and mu the (older, or differently computed) one that sampled, A the
-advantage of the sample, and sg(x) is x held constant in the gradient. A batch is trained on once, so the "old" policy
-of the papers is mu here.
+advantage of the sample, and sg(x) is x held constant in the gradient. The "old" policy of the papers is mu here, or, in
+`decoupled`, the trainer's at the start of the update.
 
 Dimensions: R rows (samples), K positions that predict a loss token of at least one row; `_R1` is broadcast over K.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal, NamedTuple
 
@@ -82,6 +83,17 @@ def clipped_surrogate(tokens: Tokens, ratio_RK: Tensor, clip_low: float, clip_hi
     bound_RK = torch.where(rises_R1, ratio_RK.clamp(max=high), ratio_RK.clamp(min=low))
     clipped_RK = torch.where(rises_R1, ratio_RK > high, ratio_RK < low)
     return TokenLosses(-bound_RK * tokens.advantages_R1, clipped_RK)
+
+
+def decoupled(loss: Callable[[Tokens], TokenLosses], tokens: Tokens, cap: float) -> TokenLosses:
+    """sg(min(pi_old / mu, cap)) * `loss` of r = pi / pi_old: what is clipped is the change of the policy alone.
+
+    The decoupled objective of AReaL (arXiv 2505.24298), its weight truncated. pi_old is the trainer's policy at the
+    start of the update, and a batch is trained on once, so it is pi itself, held constant.
+    """
+    weight_RK = tokens.ratio_RK.detach()
+    inner = loss(replace(tokens, log_mu_RK=tokens.log_pi_RK.detach()))
+    return TokenLosses(weight_RK.clamp(max=cap) * inner.loss_RK, inner.clipped_RK | (weight_RK > cap))
 
 
 def aipo(tokens: Tokens, delta: float) -> TokenLosses:

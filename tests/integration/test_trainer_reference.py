@@ -64,20 +64,25 @@ def gspo(log_pi: Tensor, log_mu: Tensor, log_base: Tensor, advantage: float) -> 
 
 
 def dr_grpo(log_pi: Tensor, log_mu: Tensor, log_base: Tensor, advantage: float) -> Tensor:
-    r = (log_pi - log_mu).exp()
-    return -torch.minimum(r * advantage, r.clip(0.8, 1.2) * advantage)
+    """Around the trainer's own logprobs, so nothing is clipped; with a truncated weight."""
+    weight = (log_pi.detach() - log_mu).exp().clip(max=1.1)
+    return -weight * advantage * (log_pi - log_pi.detach()).exp()
 
 
 LOSSES: dict[str, tuple[dict[str, Any], SampleLoss, Mean]] = {
     "run_aipo": ({"delta": DELTA}, aipo, token_mean),
     "run_kl": ({"delta": DELTA, "kl_coef": 2.0}, aipo_near_the_base, token_mean),
     "run_gspo": (
-        {"type": "gspo", "clip_low": 0.3, "clip_high": 0.5},
+        {"type": "gspo", "clip_low": 0.3, "clip_high": 0.5, "old_logprobs": "inference"},
         gspo,
         lambda losses: torch.stack([loss.mean() for loss in losses]).mean(),
     ),
     # 16 is sampling.max_tokens of the run.
-    "run_dr_grpo": ({"type": "dr_grpo"}, dr_grpo, lambda losses: torch.cat(losses).sum() / (len(losses) * 16)),
+    "run_dr_grpo": (
+        {"type": "dr_grpo", "weight_cap": 1.1},
+        dr_grpo,
+        lambda losses: torch.cat(losses).sum() / (len(losses) * 16),
+    ),
 }
 
 
