@@ -22,6 +22,14 @@ class TrainerModelConfig(ModelConfig):
     """Keep only the input of each layer for backward, which computes the layer again: a small part of the memory for a
     third more compute. auto: on a GPU."""
 
+    packed_rows: bool | Literal["auto"] = "auto"
+    """Lay the rows of a pass end to end, with attention that stays inside each, instead of padding rows of similar
+    length to the longest. auto: on a GPU."""
+
+    def packs_on(self, device_type: str) -> bool:
+        """Whether rows are packed on such a device."""
+        return device_type == "cuda" if self.packed_rows == "auto" else self.packed_rows
+
     def checkpoints_on(self, device_type: str) -> bool:
         """Whether layers are computed again in backward on such a device."""
         return device_type == "cuda" if self.activation_checkpointing == "auto" else self.activation_checkpointing

@@ -47,17 +47,24 @@ class Plan(Protocol):
     def differentiate(
         self, grad_NO: Tensor, grad_x_NI: Tensor | None, x_NI: Tensor, h: Tensor, A_GKI: Tensor, B_GOK: Tensor
     ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-        """Add to `grad_x_NI`, in place, and return the gradients of each A and of each B."""
+        """Add to `grad_x_NI`, in place, and return the gradients of each A and of each B, in float32 or wider."""
 
 
-def make_plan(groups: Sequence[TokenGroup], num_tokens: int) -> Plan:
+def make_plan(groups: Sequence[TokenGroup], num_tokens: int, *, one_kernel: bool = False) -> Plan:
     """Groups of one size that leave no token out go through batched products, others one by one.
 
-    Padding uneven groups to one size was measured slower than the loop.
+    Args:
+        one_kernel: the device has products of uneven groups in one kernel, so their number costs nothing. On a CPU the
+            loop was measured to be the quickest, also quicker than padding the groups to one size.
     """
     size = groups[0].stop - groups[0].start
-    is_even = len(groups) * size == num_tokens and all(group.stop - group.start == size for group in groups)
-    return BatchedPlan(groups) if is_even and len(groups) > 1 else LoopedPlan(groups)
+    is_whole = sum(group.stop - group.start for group in groups) == num_tokens
+    if is_whole and len(groups) > 1:
+        if all(group.stop - group.start == size for group in groups):
+            return BatchedPlan(groups)
+        if one_kernel:
+            return GroupedPlan(groups)
+    return LoopedPlan(groups)
 
 
 def grouped_lora(
@@ -117,10 +124,21 @@ class _GroupedLoRA(torch.autograd.Function):
         x_NI, weight_OI, h, A_GKI, B_GOK = ctx.saved_tensors
         grad_x_NI = grad_NO @ weight_OI if ctx.needs_input_grad[0] else None
         grads_A, grads_B = ctx.plan.differentiate(grad_NO, grad_x_NI, x_NI, h, A_GKI, B_GOK)
-        for leaf, grad in zip(ctx.leaves, (*grads_A, *grads_B), strict=True):
-            grad = grad.to(leaf.dtype)
-            leaf.grad = grad if leaf.grad is None else leaf.grad + grad
+        _accumulate(ctx.leaves, [*grads_A, *grads_B])
         return grad_x_NI, None, None, None, None, None
+
+
+def _accumulate(leaves: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
+    """Add to each leaf's `.grad`; in few launches, however many leaves there are."""
+    old, new = [], []
+    for leaf, grad in zip(leaves, grads, strict=True):
+        if leaf.grad is None:
+            leaf.grad = grad
+        else:
+            old.append(leaf.grad)
+            new.append(grad)
+    if old:
+        torch._foreach_add_(old, new)
 
 
 class BatchedPlan:
@@ -144,7 +162,7 @@ class BatchedPlan:
         if grad_x_NI is not None:
             grad_x_NI.view(self._shape).baddbmm_(grad_h_GMK, A_GKI)
         grad_A_GKI = torch.bmm(grad_h_GMK.mT, x_NI.view(self._shape))
-        return grad_A_GKI.unbind(), torch.bmm(grad_GMO.mT, h).unbind()
+        return _unbind(grad_A_GKI), _unbind(torch.bmm(grad_GMO.mT, h))
 
     def _scales_like(self, x_NI: Tensor) -> Tensor:
         if self._scales_G11.dtype != x_NI.dtype or self._scales_G11.device != x_NI.device:
@@ -175,6 +193,48 @@ class LoopedPlan:
             grad_h_MK = (grad_MO @ B_OK).mul_(group.scale)
             if grad_x_NI is not None:
                 grad_x_NI[group.tokens].addmm_(grad_h_MK, A_KI)
-            grads_A.append(grad_h_MK.T @ x_NI[group.tokens])
-            grads_B.append(grad_MO.T @ h[group.tokens])
+            grads_A.append(_widened(grad_h_MK.T @ x_NI[group.tokens]))
+            grads_B.append(_widened(grad_MO.T @ h[group.tokens]))
         return grads_A, grads_B
+
+
+class GroupedPlan:
+    """Groups of any size that follow each other without a gap, in one kernel each time. `h` is `[N, K]`.
+
+    `torch._grouped_mm`: bfloat16 on a GPU, strides of a multiple of 16 bytes. No group is empty: one is made of rows.
+    """
+
+    def __init__(self, groups: Sequence[TokenGroup]) -> None:
+        self.adapters = [group.adapter for group in groups]
+        self._ends_G = torch.tensor([group.stop for group in groups], dtype=torch.int32)
+        sizes_G = torch.tensor([group.stop - group.start for group in groups])
+        self._scales_N1 = torch.tensor([group.scale for group in groups]).repeat_interleave(sizes_G)[:, None]
+
+    def add(self, out_NO: Tensor, x_NI: Tensor, A_GKI: Tensor, B_GOK: Tensor) -> Tensor:
+        self._move_to(x_NI)
+        h_NK = torch._grouped_mm(x_NI, A_GKI.mT, offs=self._ends_G).mul_(self._scales_N1)
+        out_NO.add_(torch._grouped_mm(h_NK, B_GOK.mT, offs=self._ends_G))
+        return h_NK
+
+    def differentiate(
+        self, grad_NO: Tensor, grad_x_NI: Tensor | None, x_NI: Tensor, h: Tensor, A_GKI: Tensor, B_GOK: Tensor
+    ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        grad_NO = grad_NO.contiguous()  # the kernels read rows
+        grad_h_NK = torch._grouped_mm(grad_NO, B_GOK, offs=self._ends_G).mul_(self._scales_N1)
+        if grad_x_NI is not None:
+            grad_x_NI.add_(torch._grouped_mm(grad_h_NK, A_GKI, offs=self._ends_G))
+        grad_A_GKI = torch._grouped_mm(grad_h_NK.T, x_NI, offs=self._ends_G)
+        return _unbind(grad_A_GKI), _unbind(torch._grouped_mm(grad_NO.T, h, offs=self._ends_G))
+
+    def _move_to(self, x_NI: Tensor) -> None:
+        if self._ends_G.device != x_NI.device or self._scales_N1.dtype != x_NI.dtype:
+            self._ends_G, self._scales_N1 = self._ends_G.to(x_NI.device), self._scales_N1.to(x_NI)
+
+
+def _widened(grad: Tensor) -> Tensor:
+    """Gradients of many passes are summed: not in sixteen bits."""
+    return grad.to(torch.promote_types(grad.dtype, torch.float32))
+
+
+def _unbind(grad_G: Tensor) -> Sequence[Tensor]:
+    return _widened(grad_G).unbind()

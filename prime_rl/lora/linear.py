@@ -22,10 +22,10 @@ from prime_rl.lora.grouped import Plan, TokenGroup, grouped_lora, make_plan
 
 @dataclass(frozen=True)
 class RowGroup:
-    """`num_rows` neighbouring rows that use `adapter` (None: the base model alone)."""
+    """Neighbours that use `adapter` (None: the base model alone): so many rows, or, in a packed row, tokens."""
 
     adapter: int | None
-    num_rows: int
+    size: int
 
 
 class AdapterRouting:
@@ -40,31 +40,41 @@ class AdapterRouting:
         self.scaling: list[float] = [1.0] * n_adapters
         self.groups: list[RowGroup] = []
         self.num_rows = 0
+        self._is_packed = False
         self._plan: tuple[int, Plan] | None = None
 
-    def set_rows(self, adapter_idxs: Sequence[int | None]) -> None:
-        """Say for each row of dim 0 of the next activations which adapter it uses; None is the base model alone."""
+    def set_rows(self, adapter_idxs: Sequence[int | None], lengths: Sequence[int] | None = None) -> None:
+        """Say for each row of dim 0 of the next activations which adapter it uses; None is the base model alone.
+
+        With `lengths` the rows are packed: they lie end to end in one row, of so many tokens each.
+        """
         for idx in adapter_idxs:
             if idx is not None and not 0 <= idx < len(self.scaling):
                 raise ValueError(f"adapter {idx} does not exist: there are {len(self.scaling)}")
-        self.groups = [RowGroup(idx, len(list(rows))) for idx, rows in groupby(adapter_idxs)]
-        self.num_rows = len(adapter_idxs)
+        sizes = lengths or [1] * len(adapter_idxs)
+        pairs = zip(adapter_idxs, sizes, strict=True)
+        self.groups = [
+            RowGroup(idx, sum(size for _, size in same)) for idx, same in groupby(pairs, lambda pair: pair[0])
+        ]
+        self._is_packed = lengths is not None
+        self.num_rows = 1 if self._is_packed else len(adapter_idxs)
         self._plan = None
 
     @property
     def all_base(self) -> bool:
         return all(group.adapter is None for group in self.groups)
 
-    def plan(self, num_tokens: int) -> Plan:
+    def plan(self, num_tokens: int, *, one_kernel: bool = False) -> Plan:
         """How the products of rows of `num_tokens` are computed: worked out once, and the same for all layers."""
         if self._plan is None or self._plan[0] != num_tokens:
-            self._plan = num_tokens, make_plan(self._token_groups(num_tokens), self.num_rows * num_tokens)
+            groups = self._token_groups(num_tokens)
+            self._plan = num_tokens, make_plan(groups, self.num_rows * num_tokens, one_kernel=one_kernel)
         return self._plan[1]
 
     def _token_groups(self, num_tokens: int) -> list[TokenGroup]:
         groups, start = [], 0
         for group in self.groups:
-            stop = start + group.num_rows * num_tokens
+            stop = start + group.size * (1 if self._is_packed else num_tokens)
             if group.adapter is not None:
                 groups.append(TokenGroup(group.adapter, start, stop, self.scaling[group.adapter]))
             start = stop
@@ -118,7 +128,9 @@ class MultiLoRALinear(nn.Module):
         if routing.all_base:
             base_RTO: Tensor = self.base_layer(x_RTI)
             return base_RTO
-        plan = routing.plan(x_RTI.shape[1])
+        # A rank that is no multiple of eight has strides that the kernel does not take.
+        one_kernel = x_RTI.is_cuda and x_RTI.dtype == torch.bfloat16 and self.rank % 8 == 0
+        plan = routing.plan(x_RTI.shape[1], one_kernel=one_kernel)
         A_G, B_G = zip(*(self._pairs[idx] for idx in plan.adapters), strict=True)
         x_NI = x_RTI.reshape(-1, x_RTI.shape[-1])
         out_NO = grouped_lora(x_NI, self.base_layer.weight, self.base_layer.bias, plan, A_G, B_G)

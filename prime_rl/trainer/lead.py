@@ -44,6 +44,7 @@ class Lead:
         *,
         vocab_size: int,
         num_ranks: int,
+        packs: bool,
         stop: Callable[[], bool],
     ) -> None:
         self._manager = manager
@@ -53,7 +54,7 @@ class Lead:
         broadcast = open_broadcast(config.broadcast, manager, snapshots)
         metrics = MetricsWriter(manager)
         reporter = StatusReporter(status, manager, optimizer)
-        packer = Packer(manager, vocab_size, config.max_tokens_per_micro_batch, num_ranks=num_ranks)
+        packer = Packer(manager, vocab_size, config.max_tokens_per_micro_batch, num_ranks, packs)
         manager.register_discovered_hook(checkpoints.discovered_hook)
         manager.register_discovered_hook(packer.discovered_hook)
         manager.register_discovered_hook(metrics.discovered_hook)

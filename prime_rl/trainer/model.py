@@ -2,8 +2,9 @@
 
 With several ranks each holds a shard of the base model and all of the adapters.
 
-Rows are padded at the right and attention is causal, so a token never sees the padding and no mask is needed. The head
-is applied only where the caller asks for a token's log-probability, and its logits never exist as a whole.
+On a GPU all rows lie end to end in one (`attention`). On a CPU they are padded at the right and attention is causal, so
+a token never sees the padding. No mask is needed in either. The head is applied only where the caller asks for the
+log-probability of a token, and its logits never exist as a whole.
 
 Dimensions: R rows, T tokens of a row, N loss tokens of all rows, H hidden size, V vocabulary.
 """
@@ -28,6 +29,7 @@ from prime_rl.configs.shared import LoRAConfig
 from prime_rl.configs.trainer import TrainerModelConfig
 from prime_rl.lora.inject import apply_lora_to_model
 from prime_rl.lora.linear import AdapterRouting, MultiLoRALinear
+from prime_rl.trainer.attention import Segments, can_pack, use_packed_attention
 from prime_rl.trainer.frozen_norm import fuse_norms
 from prime_rl.trainer.logprobs import token_logprobs
 from prime_rl.trainer.sharding import decoder_layers, shard_model, shard_trainable
@@ -83,6 +85,7 @@ class PolicyModel:
         head: the last layer of `module`.
         layers: the adapted layers by their name in the base model.
         routing: maps rows to adapters; set it before each call.
+        packs: whether rows lie end to end in one; else they are padded.
     """
 
     module: nn.Module
@@ -90,22 +93,34 @@ class PolicyModel:
     layers: dict[str, MultiLoRALinear]
     routing: AdapterRouting
     vocab_size: int
+    packs: bool = False
 
     def adapters(self) -> list[nn.Parameter]:
         """The parameters of all slots."""
         return [parameter for layer in self.layers.values() for parameter in (*layer.lora_A, *layer.lora_B)]
 
     def token_logprobs(
-        self, token_ids_RT: Tensor, run_idxs: Sequence[int | None], targets: Targets
+        self,
+        token_ids_RT: Tensor,
+        run_idxs: Sequence[int | None],
+        targets: Targets,
+        lengths: Sequence[int] | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Log-probabilities and entropies, `[N]` in float32, in rows that use the adapters `run_idxs` (None: the base).
 
         The entropies carry no gradient.
+
+        Args:
+            lengths: of rows that are packed into the one of `token_ids_RT`.
         """
-        self.routing.set_rows(run_idxs)
+        self.routing.set_rows(run_idxs, lengths)
         self.head.targets = targets
+        packed: dict[str, Any] = {}
+        if lengths is not None:
+            segments = Segments.of(lengths, token_ids_RT.device)
+            packed = {"position_ids": segments.positions_1N, "segments": segments}
         try:
-            logprobs_N, entropy_N = self.module(input_ids=token_ids_RT, use_cache=False).logits
+            logprobs_N, entropy_N = self.module(input_ids=token_ids_RT, use_cache=False, **packed).logits
         finally:
             self.head.targets = None
         return logprobs_N, entropy_N.detach()
@@ -123,7 +138,13 @@ def load_model(config: TrainerModelConfig, lora: LoRAConfig | None, n_adapters: 
     if lora is None:
         return _load_trainable(config, world)
     base = _load_base(config.name, dtype_on(config, world))
-    model = adapt_model(base, lora, n_adapters, checkpoints=config.checkpoints_on(world.device.type))
+    model = adapt_model(
+        base,
+        lora,
+        n_adapters,
+        checkpoints=config.checkpoints_on(world.device.type),
+        packs=config.packs_on(world.device.type),
+    )
     shard_model(model.module, world, replicated=model.adapters())
     return model
 
@@ -143,14 +164,18 @@ def _load_trainable(config: TrainerModelConfig, world: World) -> PolicyModel:
     if config.checkpoints_on(world.device.type):
         checkpoint_layers(base)
     vocab_size = base.get_input_embeddings().num_embeddings  # type: ignore[operator]
+    packs = config.packs_on(world.device.type) and _set_up_packing(base)
     shard_trainable(base, world, dtype_on(config, world))
-    return PolicyModel(base, head, {}, AdapterRouting(1), vocab_size)
+    return PolicyModel(base, head, {}, AdapterRouting(1), vocab_size, packs)
 
 
-def adapt_model(base: nn.Module, lora: LoRAConfig, n_adapters: int, *, checkpoints: bool = False) -> PolicyModel:
+def adapt_model(
+    base: nn.Module, lora: LoRAConfig, n_adapters: int, *, checkpoints: bool = False, packs: bool = False
+) -> PolicyModel:
     """Freeze `base` and give it adapter slots. Raises ModelError when a target module does not exist.
 
-    With `checkpoints`, a layer keeps only its input for backward, where it is computed again.
+    With `checkpoints`, a layer keeps only its input for backward, where it is computed again. With `packs`, rows lie
+    end to end in one, if the model's attention allows it.
     """
     base.requires_grad_(False)
     # Dropout off: a run must not depend on random numbers that its neighbours draw too.
@@ -164,7 +189,16 @@ def adapt_model(base: nn.Module, lora: LoRAConfig, n_adapters: int, *, checkpoin
     if checkpoints:
         checkpoint_layers(base)
     embeddings = base.get_input_embeddings()  # type: ignore[operator]
-    return PolicyModel(base, _put_head(base), layers, routing, embeddings.num_embeddings)
+    packs = packs and _set_up_packing(base)
+    return PolicyModel(base, _put_head(base), layers, routing, embeddings.num_embeddings, packs)
+
+
+def _set_up_packing(base: Any) -> bool:
+    if not can_pack(base):
+        logger.warning("rows are padded, not packed: the model's attention is more than causal")
+        return False
+    use_packed_attention(base)
+    return True
 
 
 def checkpoint_layers(base: nn.Module) -> None:

@@ -33,13 +33,16 @@ class Packer:
         vocab_size: ids must be below it.
         max_tokens: token positions of one pass of one rank.
         num_ranks: passes of one pack.
+        packs: rows of a pass lie end to end.
     """
 
-    def __init__(self, manager: MultiRunManager, vocab_size: int, max_tokens: int, num_ranks: int) -> None:
+    def __init__(
+        self, manager: MultiRunManager, vocab_size: int, max_tokens: int, num_ranks: int, packs: bool = False
+    ) -> None:
         self._manager = manager
         self._vocab_size = vocab_size
         self._num_ranks = num_ranks
-        self._queue = RowQueue(max_tokens)
+        self._queue = RowQueue(max_tokens, packs)
         self._in_work: dict[int, ReadyRun] = {}
 
     def discovered_hook(self, run_idx: int, run_id: str, config: object) -> None:

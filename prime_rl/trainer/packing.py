@@ -2,9 +2,10 @@
 
 Runs take turns row by row: next is always the run with the largest deficit, the one that had the fewest tokens. So a
 run with a large batch cannot hold up one with a small batch. A pass ends early rather than take others far beyond what
-a run has had that has no more rows for it. Rows of one pass have similar length (the shortest is more than half of the
-longest), so little is padding. A batch may be spread over any number of passes: each row carries the scale that makes
-the sum over all of them the mean over its run's whole batch.
+a run has had that has no more rows for it. Where rows are padded, those of one pass have similar length (the shortest
+is more than half of the longest), so little is padding; where they are packed end to end, any go together. A batch may
+be spread over any number of passes: each row carries the scale that makes the sum over all of them the mean over its
+run's whole batch.
 
 With several ranks a pack has one pass for each. The ranks share the base model, so every rank takes part in every pack:
 rows are dealt evenly, and a rank without rows gets a blank row, which has no loss token.
@@ -111,10 +112,12 @@ class RowQueue:
     """The rows that wait, by run, shortest first, and how many tokens each run had.
 
     Attributes:
-        max_tokens: token positions (rows x longest row) of one pass; a single row may be longer.
+        max_tokens: positions of one pass (padded: rows x longest row; packed: tokens); a single row may be longer.
+        packs: whether rows are packed.
     """
 
     max_tokens: int
+    packs: bool = False
     _rows: dict[int, list[Row]] = field(default_factory=dict)
     # Also of the runs whose next batch is not there yet.
     _served: dict[int, int] = field(default_factory=dict)
@@ -146,31 +149,32 @@ class RowQueue:
         while self and len(hands) < num_ranks:
             num_open = num_ranks - len(hands)
             rows = self.next_rows(num_open)
-            hands += deal(rows, min(num_open, len(rows)))
+            hands += [rows] if self.packs else deal(rows, min(num_open, len(rows)))
         return hands
 
     def next_rows(self, num_ranks: int = 1) -> list[Row]:
-        """Rows of similar length for up to `num_ranks` passes; [] when none wait.
+        """Rows of similar length for up to `num_ranks` passes; packed: of any, for one of so many. [] when none wait.
 
-        The run that had least gives the length, its longest row.
+        The run that had least comes first with its longest row, and that gives the length.
         """
         if not self._rows:
             return []
         leader = self._least_served(self._rows)
         self._level = self._served[leader]
         longest = self._rows[leader][-1].num_tokens
-        taken = _Taken(longest, num_ranks * max(1, self.max_tokens // longest))
-        fitting = {idx: at for idx, rows in self._rows.items() if (at := _last_fitting(rows, longest)) >= 0}
+        taken = _Taken(longest, self._max_positions(longest, num_ranks), self.packs)
+        fitting = {idx: at for idx, rows in self._rows.items() if (at := _last_fitting(rows, taken.longest_next)) >= 0}
         # What a run had that is in this pass and can take no further part in it. It waits for the next pass, or for its
         # next batch, which comes after this pass; neither must find others far ahead.
         limit = math.inf
         part_of_it: set[int] = set()
         while fitting and not taken.is_full:
             run_idx = self._least_served(fitting)
-            rows, at = self._rows[run_idx], fitting.pop(run_idx)
+            rows = self._rows[run_idx]
+            at = min(fitting.pop(run_idx), _last_fitting(rows, taken.longest_next))
             if self._served[run_idx] > limit and not taken.is_small:
                 break
-            if taken.takes(rows[at]):
+            if at >= 0 and taken.takes(rows[at]):
                 self._served[run_idx] += taken.add(rows.pop(at))
                 part_of_it.add(run_idx)
                 if at:
@@ -180,16 +184,28 @@ class RowQueue:
         self._rows = {run_idx: rows for run_idx, rows in self._rows.items() if rows}
         return taken.rows
 
+    def _max_positions(self, longest: int, num_ranks: int) -> int:
+        if not self.packs:
+            return num_ranks * max(1, self.max_tokens // longest) * longest
+        waiting = sum(row.num_tokens for rows in self._rows.values() for row in rows)
+        # What is left for the last passes is shared out evenly: the ranks wait for each other.
+        return max(longest, min(self.max_tokens, -(-waiting // num_ranks)))
+
     def _least_served(self, run_idxs: Iterable[int]) -> int:
         return min(run_idxs, key=lambda run_idx: (self._served[run_idx], run_idx))
 
 
 @dataclass
 class _Taken:
-    """Rows of at most `longest` tokens, taken one by one for a pass (or several, one a rank)."""
+    """Rows taken one by one for a pass (or, padded, for several, one a rank).
+
+    Attributes:
+        longest: of the first row; where rows are padded, all have as many positions.
+    """
 
     longest: int
-    max_rows: int
+    max_positions: int
+    packs: bool
     rows: list[Row] = field(default_factory=list)
     num_tokens: int = 0
 
@@ -200,16 +216,27 @@ class _Taken:
         return row.num_tokens
 
     @property
+    def num_positions(self) -> int:
+        return self.num_tokens if self.packs else len(self.rows) * self.longest
+
+    @property
+    def longest_next(self) -> int:
+        """Tokens of the longest row that could come next."""
+        return self.max_positions - self.num_positions if self.packs else self.longest
+
+    @property
     def is_full(self) -> bool:
-        return len(self.rows) >= self.max_rows
+        return self.max_positions - self.num_positions < (1 if self.packs else self.longest)
 
     @property
     def is_small(self) -> bool:
         """Too small to be quicker than a larger pass."""
-        return len(self.rows) * SMALLEST_SHARE < self.max_rows
+        return self.num_positions * SMALLEST_SHARE < self.max_positions
 
     def takes(self, row: Row) -> bool:
         """Whether `row` would not make too much of the pass padding."""
+        if self.packs:
+            return True
         if 2 * row.num_tokens <= self.longest:
             return False
         positions = (len(self.rows) + 1) * self.longest

@@ -29,10 +29,12 @@ class Rows:
     """A micro-batch on the host, padded at the right with token 0, which no loss token ever sees.
 
     Attributes:
+        lengths_R: tokens of each row without the padding.
         mask_RT: true at loss tokens. The first token of a row is never one: nothing predicts it.
         columns_K: the positions in T of the tokens that are loss tokens in at least one row.
     """
 
+    lengths_R: npt.NDArray[np.int64]
     token_ids_RT: npt.NDArray[np.int64]
     mask_RT: npt.NDArray[np.bool_]
     columns_K: npt.NDArray[np.int64]
@@ -48,6 +50,7 @@ class Rows:
         mask_RT[:, 0] = False
         columns_K = np.flatnonzero(mask_RT.any(axis=0))
         return cls(
+            lengths_R=np.array([len(row) for row in batch.token_ids], dtype=np.int64),
             token_ids_RT=_padded(batch.token_ids, batch.num_tokens, np.int64),
             mask_RT=mask_RT,
             columns_K=columns_K,
@@ -58,15 +61,25 @@ class Rows:
             scales_R=np.array(batch.loss_scales, dtype=np.float32),
         )
 
-    def targets(self, rows: Sequence[int], device: torch.device) -> tuple[Targets, Tensor]:
-        """The loss tokens of `rows`, laid end to end, and the cells of `[R, K]` in which they stand."""
+    def targets(self, rows: Sequence[int], device: torch.device, *, packed: bool) -> tuple[Targets, Tensor]:
+        """The loss tokens of `rows`, and the cells of `[R, K]` in which they stand.
+
+        The rows lie end to end, `packed` or each padded to T.
+        """
         chosen = np.asarray(rows)
+        lengths_R = self.lengths_R[chosen] if packed else np.full(len(chosen), self.mask_RT.shape[1])
+        starts_R = np.cumsum(lengths_R) - lengths_R
         row_N, token_N = np.nonzero(self.mask_RT[chosen])
-        at_N = row_N * self.mask_RT.shape[1] + token_N - 1
+        at_N = starts_R[row_N] + token_N - 1
         cells_N = chosen[row_N] * len(self.columns_K) + np.searchsorted(self.columns_K, token_N)
         ids_N, temperatures_N = self.token_ids_RT[chosen[row_N], token_N], self.temperatures_R[chosen[row_N]]
         found = [torch.from_numpy(array).to(device) for array in (at_N, ids_N, temperatures_N, cells_N)]
         return Targets(*found[:3]), found[3]
+
+    def packed(self, rows: Sequence[int]) -> tuple[npt.NDArray[np.int64], list[int]]:
+        """The tokens of `rows` end to end, `[1, N]`, and how many each has."""
+        parts = [self.token_ids_RT[row, : self.lengths_R[row]] for row in rows]
+        return np.concatenate(parts)[None], [len(part) for part in parts]
 
 
 def _padded(rows: Sequence[Sequence[float]], width: int, dtype: type) -> npt.NDArray[Any]:
@@ -125,9 +138,10 @@ class _Pass:
 
     def _logprobs(self, chosen: Sequence[int], run_idxs: Sequence[int | None]) -> tuple[Tensor, Tensor]:
         """Log-probabilities and entropies `[R, K]` of the `chosen` rows, each with its adapter; zero elsewhere."""
-        rows = self.rows
-        targets, cells_N = rows.targets(chosen, self.device)
-        both_N = self.model.token_logprobs(self._on_device(rows.token_ids_RT[list(chosen)]), run_idxs, targets)
+        rows, packs = self.rows, self.model.packs
+        targets, cells_N = rows.targets(chosen, self.device, packed=packs)
+        ids, lengths = rows.packed(chosen) if packs else (rows.token_ids_RT[list(chosen)], None)
+        both_N = self.model.token_logprobs(self._on_device(ids), run_idxs, targets, lengths)
         shape = len(rows.mask_RT), len(rows.columns_K)
         logprobs_RK, entropy_RK = (
             each_N.new_zeros(math.prod(shape)).index_copy(0, cells_N, each_N).view(shape) for each_N in both_N

@@ -99,7 +99,7 @@ def train(config: TrainerConfig, world: World, stop: Callable[[], bool]) -> None
     lead: Lead | None = None
     if status is not None:
         sizes = {"vocab_size": model.vocab_size, "num_ranks": world.size}
-        lead = Lead(config, status, manager, optimizer, snapshots, checkpoints, **sizes, stop=stop)
+        lead = Lead(config, status, manager, optimizer, snapshots, checkpoints, **sizes, packs=model.packs, stop=stop)
 
     loader = DataLoader(manager, lead.source if lead else ReceivingSource(manager))
     loop(manager, loader, step, snapshots, lead)

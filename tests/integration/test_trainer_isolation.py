@@ -66,6 +66,17 @@ def test_together_equals_alone_however_batches_are_split(
     check(runs, alone)
 
 
+@pytest.mark.numeric
+@pytest.mark.parametrize("max_tokens", [*in_full(24, 4096), 100])
+def test_packed_rows_together_equal_padded_rows_alone(
+    alone: dict[str, Adapter], tiny: Path, tmp_path: Path, max_tokens: int
+) -> None:
+    runs = put_runs(tmp_path, tiny)
+    packed = trainer_config(tmp_path, tiny, model={"packed_rows": True}, max_tokens_per_micro_batch=max_tokens)
+    train_until(packed, all_done(runs))
+    check(runs, alone)
+
+
 NEIGHBOURS = {
     "of the same kind": {"seed": 7},
     "with a large rate": {"optim": {"type": "sgd", "lr": 3.0, "max_norm": 1e9}},

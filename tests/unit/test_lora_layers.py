@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from prime_rl.lora.adapter_state import export_adapter, load_adapter, load_peft, reset_adapter, save_peft
+from prime_rl.lora.grouped import GroupedPlan, LoopedPlan, Plan, TokenGroup, grouped_lora, make_plan
 from prime_rl.lora.inject import apply_lora_to_model
 from prime_rl.lora.linear import AdapterRouting, MultiLoRALinear
 from tests.numeric import check_same, num_terms
@@ -209,3 +213,77 @@ def test_start_values_depend_on_seed_and_rank_not_on_the_slot() -> None:
         assert layer.lora_A[0][:4].any() and not layer.lora_A[0][4:].any() and not layer.lora_B[0].any()
         bound = 1 / layer.base_layer.in_features**0.5
         assert layer.lora_A[0].abs().max() <= bound
+
+
+def routed(layer: MultiLoRALinear, x_NI: Tensor, plan: Plan) -> tuple[Tensor, dict[str, Tensor]]:
+    """Output, and gradients of inputs and adapters, with the products of `plan`."""
+    layer.zero_grad()
+    x_NI = x_NI.clone().requires_grad_()
+    A_G, B_G = zip(*(layer.parameters_of(idx) for idx in plan.adapters), strict=True)
+    out_NO = grouped_lora(x_NI, layer.base_layer.weight, layer.base_layer.bias, plan, A_G, B_G)
+    (out_NO * torch.linspace(-1, 1, out_NO.numel()).view(out_NO.shape).to(out_NO)).sum().backward()
+    grads = {name: p.grad.clone() for name, p in layer.named_parameters() if p.grad is not None}
+    assert x_NI.grad is not None
+    return out_NO.detach(), {**grads, "x": x_NI.grad}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_groups_of_any_size_in_one_kernel_equal_the_loop(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    layer = MultiLoRALinear(nn.Linear(32, 48), 8, 4)
+    layer.base_layer.requires_grad_(False).to(dtype)
+    for parameter in [*layer.lora_A, *layer.lora_B]:
+        nn.init.normal_(parameter, std=0.1)
+    groups = [TokenGroup(2, 0, 3, 0.5), TokenGroup(0, 3, 4, 2.0), TokenGroup(3, 4, 21, 1.0)]
+    x_NI = torch.randn(21, 32, dtype=dtype)
+    plans = make_plan(groups, 21), make_plan(groups, 21, one_kernel=True)
+    assert [type(plan) for plan in plans] == [LoopedPlan, GroupedPlan]
+    assert isinstance(make_plan(groups, 22, one_kernel=True), LoopedPlan), "tokens of the base model are left out"
+    (looped, expected), (grouped, found) = (routed(layer, x_NI, plan) for plan in plans)
+    check_same(grouped.float(), looped.float(), 32 + 8 + 21, dtype)
+    assert found.keys() == expected.keys() and not any("1" in name for name in found)
+    for name, grad in found.items():
+        check_same(grad.float(), expected[name].float(), 48 + 8 + 21, dtype)
+
+
+class Launches(TorchDispatchMode):
+    """Counts operations that compute something: those that would be launched on a GPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.number = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.number += not func.is_view
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("is_even", [True, False])
+def test_launches_do_not_grow_with_the_number_of_runs(is_even: bool) -> None:
+    numbers = []
+    for num_runs in (3, 24):
+        layer = MultiLoRALinear(nn.Linear(32, 48), 8, num_runs)
+        layer.base_layer.requires_grad_(False).to(torch.bfloat16)
+        sizes = [4 if is_even else 2 + idx % 3 for idx in range(num_runs)]
+        ends = list(accumulate(sizes))
+        groups = [
+            TokenGroup(idx, end - size, end, 1.0) for idx, (size, end) in enumerate(zip(sizes, ends, strict=True))
+        ]
+        plan = make_plan(groups, ends[-1], one_kernel=True)
+        x_NI = torch.randn(ends[-1], 32, dtype=torch.bfloat16)
+        A_G, B_G = zip(*(layer.parameters_of(idx) for idx in plan.adapters), strict=True)
+        for _ in range(2):  # the second time gradients are there
+            with Launches() as launches:
+                grouped_lora(x_NI, layer.base_layer.weight, None, plan, A_G, B_G).sum().backward()
+        numbers.append(launches.number)
+    assert numbers[0] == numbers[1]
+
+
+@pytest.mark.parametrize("idxs", [[0, 0, 1], [0, None, 2], [1, 1, 1]], ids=str)
+def test_packed_rows_of_any_length_use_their_own_adapter(idxs: list[int | None]) -> None:
+    layer, lengths = one_layer(), [2, 5, 1]
+    rows = [torch.randn(length, 5) for length in lengths]
+    layer.routing.set_rows(idxs, lengths)
+    packed = layer(torch.cat(rows)[None])[0].split(lengths)
+    for row_TI, found, idx in zip(rows, packed, idxs, strict=True):
+        torch.testing.assert_close(found, row_by_row(layer, row_TI[None], [idx])[0])

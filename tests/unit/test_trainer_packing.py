@@ -37,9 +37,10 @@ def drain(queue: RowQueue, limit: int = 10_000) -> list[list[Row]]:
 @given(
     runs=st.lists(st.lists(st.integers(6, 60), min_size=1, max_size=12), min_size=1, max_size=5),
     max_tokens=st.sampled_from([8, 40, 200, 5_000]),
+    packs=st.booleans(),
 )
-def test_every_row_is_handed_out_once_within_the_limit(runs: list[list[int]], max_tokens: int) -> None:
-    queue = RowQueue(max_tokens)
+def test_every_row_is_handed_out_once_within_the_limit(runs: list[list[int]], max_tokens: int, packs: bool) -> None:
+    queue = RowQueue(max_tokens, packs)
     for run_idx, lengths in enumerate(runs):
         queue.add(run_idx, rows_of(run_idx, batch(lengths)))
     passes = drain(queue)
@@ -47,6 +48,9 @@ def test_every_row_is_handed_out_once_within_the_limit(runs: list[list[int]], ma
     assert seen == Counter((idx, order) for idx, lengths in enumerate(runs) for order in range(len(lengths)))
     for rows in passes:
         longest = max(row.num_tokens for row in rows)
+        if packs:
+            assert len(rows) == 1 or sum(row.num_tokens for row in rows) <= max_tokens
+            continue
         assert len(rows) == 1 or longest * len(rows) <= max_tokens
         assert all(2 * row.num_tokens > longest for row in rows), "more than half of a row may not be padding"
 
@@ -178,6 +182,28 @@ def test_a_pack_has_rows_for_every_rank_while_there_are_as_many(num_ranks: int) 
         assert all(len(hand) == 1 or len(hand) * hand[0].num_tokens <= 60 for hand in hands)
         seen += sum(map(len, hands))
     assert seen == 30 and queue.next_pack(num_ranks) == []
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_packed_passes_are_full_while_rows_wait_and_even_at_the_end(num_ranks: int) -> None:
+    queue = RowQueue(max_tokens=60, packs=True)
+    queue.add(0, rows_of(0, batch([40, 20, 20, 7])))
+    queue.add(1, rows_of(1, batch([10] * 29)))
+    total, packs = 87 + 290, []
+    while queue:
+        packs.append([sum(row.num_tokens for row in hand) for hand in queue.next_pack(num_ranks)])
+    assert sum(map(sum, packs)) == total and all(size <= 60 for pack in packs for size in pack)
+    # No row is longer than 40, so a pass that could take no further row has more than 20.
+    full, last = packs[:-1], packs[-1]
+    assert all(len(pack) == num_ranks and min(pack) > 60 - 2 * 10 for pack in full)
+    assert max(last) - min(last) <= 2 * 10
+
+
+def test_a_packed_pass_takes_rows_of_any_length() -> None:
+    queue = RowQueue(max_tokens=100, packs=True)
+    queue.add(0, rows_of(0, batch([60])))
+    queue.add(1, rows_of(1, batch([8, 12, 20])))
+    assert [row.num_tokens for row in queue.next_rows()] == [60, 20, 12, 8]
 
 
 def test_a_blank_row_trains_nothing() -> None:

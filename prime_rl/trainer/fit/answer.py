@@ -77,6 +77,7 @@ def answer(system: SystemConfig, gpu_gib: float | None = None, num_gpus: int = 1
         seq_len=trainer.seq_len,
         tokens=max(trainer.seq_len, trainer.max_tokens_per_micro_batch),
         checkpoints=trainer.model.checkpoints_on(device_type),
+        packs=trainer.model.packs_on(device_type),
         num_ranks=num_gpus,
     )
     memory = predict(setting)

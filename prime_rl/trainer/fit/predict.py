@@ -32,6 +32,7 @@ class Setting:
     Attributes:
         tokens: token positions of a pass: as many rows of `seq_len` as fit, at least one.
         checkpoints: whether layers are computed again in backward.
+        packs: whether rows lie end to end.
         num_ranks: GPUs that the base model is sharded over.
     """
 
@@ -42,6 +43,7 @@ class Setting:
     seq_len: int
     tokens: int
     checkpoints: bool
+    packs: bool = False
     num_ranks: int = 1
 
 
@@ -99,7 +101,8 @@ def measure(setting: Setting, num_layers: int) -> PassMemory:
     with metered() as meter:
         base = AutoModelForCausalLM.from_config(config, dtype=setting.dtype)
         weights = meter.alive
-        model = adapt_model(base, setting.lora, setting.num_runs, checkpoints=setting.checkpoints)
+        runs, checkpoints = setting.num_runs, setting.checkpoints
+        model = adapt_model(base, setting.lora, runs, checkpoints=checkpoints, packs=setting.packs)
         adapters = meter.alive - weights
         for leaf in model.adapters():
             leaf.grad = torch.zeros_like(leaf)
