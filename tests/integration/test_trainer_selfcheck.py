@@ -145,11 +145,11 @@ def test_neighbours_that_leak_are_found(config: TrainerConfig, monkeypatch: pyte
     ]
     real = linear.AdapterRouting.set_rows
 
-    def leaking(self: linear.AdapterRouting, adapter_idxs: Any) -> None:
+    def leaking(self: linear.AdapterRouting, adapter_idxs: Any, lengths: Any = None) -> None:
         taken = [
             1 if idx == 0 and len(set(adapter_idxs)) > 1 and row == 0 else idx for row, idx in enumerate(adapter_idxs)
         ]
-        real(self, taken)
+        real(self, taken, lengths)
 
     monkeypatch.setattr(linear.AdapterRouting, "set_rows", leaking)
     assert not any(verdict.ok for verdict in check(config, solo_world(), recordings, 1e-4, Progress(0)))

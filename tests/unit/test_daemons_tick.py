@@ -52,6 +52,9 @@ class Workspace:
             kill_all(members)
             with contextlib.suppress(OSError):
                 self.supervisor.tick()
+        # Killed is not yet ended: what nobody has waited for is a warning wherever the garbage is collected.
+        children = list(self.supervisor._children.values())
+        wait_for(lambda: not any(child.lives() for child in children), "every child to end", timeout_s=PATIENCE_S)
 
     def all_run(self) -> bool:
         return all(self.tell(name).state == "running" for name in ("trainer", "inference"))
