@@ -181,6 +181,8 @@ class ActsOnRuns(WorkspaceScreen):
     ) -> None:
         """`look` at the disk in a thread, `then` go on here; with `needs_screen` only if this screen is still open."""
 
+        app = self.app  # once the console has ended, a screen does not find it any more
+
         def go_on(found: LookT) -> None:
             if self.is_current or not needs_screen:
                 then(found)
@@ -190,11 +192,11 @@ class ActsOnRuns(WorkspaceScreen):
                 found = look()
             except (RuntimeError, OSError, ValueError) as error:
                 words = one_line(str(error), 400)
-                self.app.call_later(lambda: self.notify(words, severity="error", markup=False))
+                app.call_later(lambda: self.notify(words, severity="error", markup=False))
             else:
-                self.app.call_later(go_on, found)
+                app.call_later(go_on, found)
 
-        self.app.run_worker(work, thread=True, name="look at the disk")
+        app.run_worker(work, thread=True, name="look at the disk")
 
     def _ask_for_many(self, title: str, run_ids: Sequence[str], words: str, verb: str, job: Job) -> None:
         """Confirm once for several runs; a single run needs no confirmation, since the action can be undone."""

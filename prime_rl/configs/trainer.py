@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
 from prime_rl.configs.base import BaseConfig
 from prime_rl.configs.shared import BroadcastConfig, LogConfig, LoRAConfig, ModelConfig, WatchConfig
+
+DEFAULT_MICRO_BATCH_TOKENS = 8192
 
 
 class TrainerModelConfig(ModelConfig):
@@ -54,8 +56,9 @@ class TrainerConfig(BaseConfig):
     """Largest `max_async_level` that a run may ask for; null: any. In a workspace: the workspace's, as inference
     has room for the policy versions of so many, and a run that used more would never get its turn."""
 
-    max_tokens_per_micro_batch: int = Field(8192, ge=8)
-    """Token positions (rows x padded length) of one forward/backward pass; bounds memory, does not change results."""
+    max_tokens_per_micro_batch: Annotated[int, Field(ge=8)] | Literal["auto"] = DEFAULT_MICRO_BATCH_TOKENS
+    """Token positions of one forward/backward pass (rows x padded length, or of packed rows the tokens); bounds memory,
+    does not change results. auto: as many as fit into the memory that is free when the trainer starts (`prl fit`)."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device to train on."""
@@ -78,12 +81,26 @@ class TrainerConfig(BaseConfig):
     log: LogConfig = LogConfig()
     """Logging."""
 
+    @property
+    def micro_batch_tokens(self) -> int:
+        """`max_tokens_per_micro_batch` as a number: the default as long as the trainer has not worked it out."""
+        value = self.max_tokens_per_micro_batch
+        return DEFAULT_MICRO_BATCH_TOKENS if value == "auto" else value
+
     @model_validator(mode="after")
     def _one_run_has_the_whole_model(self) -> Self:
         if self.model.lora is None and self.max_concurrent_runs != 1:
             raise ValueError(
                 f"max_concurrent_runs = {self.max_concurrent_runs}: must be 1 without [model.lora] (full fine-tuning); "
                 "set it to 1, or add [model.lora]"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _only_adapters_are_predicted(self) -> Self:
+        if self.max_tokens_per_micro_batch == "auto" and self.model.lora is None:
+            raise ValueError(
+                "max_tokens_per_micro_batch = 'auto' requires [model.lora]: give a number for full fine-tuning"
             )
         return self
 

@@ -54,7 +54,7 @@ class Lead:
         broadcast = open_broadcast(config.broadcast, manager, snapshots)
         metrics = MetricsWriter(manager)
         reporter = StatusReporter(status, manager, optimizer)
-        packer = Packer(manager, vocab_size, config.max_tokens_per_micro_batch, num_ranks, packs)
+        packer = Packer(manager, vocab_size, config.micro_batch_tokens, num_ranks, packs)
         manager.register_discovered_hook(checkpoints.discovered_hook)
         manager.register_discovered_hook(packer.discovered_hook)
         manager.register_discovered_hook(metrics.discovered_hook)

@@ -162,7 +162,8 @@ class RowQueue:
         leader = self._least_served(self._rows)
         self._level = self._served[leader]
         longest = self._rows[leader][-1].num_tokens
-        taken = _Taken(longest, self._max_positions(longest, num_ranks), self.packs)
+        max_positions = self._max_positions(longest, num_ranks)
+        taken = _Taken(longest, max_positions, self.max_tokens if self.packs else max_positions, self.packs)
         fitting = {idx: at for idx, rows in self._rows.items() if (at := _last_fitting(rows, taken.longest_next)) >= 0}
         # What a run had that is in this pass and can take no further part in it. It waits for the next pass, or for its
         # next batch, which comes after this pass; neither must find others far ahead.
@@ -201,10 +202,12 @@ class _Taken:
 
     Attributes:
         longest: of the first row; where rows are padded, all have as many positions.
+        whole: positions of a whole pass, of which these rows may get less.
     """
 
     longest: int
     max_positions: int
+    whole: int
     packs: bool
     rows: list[Row] = field(default_factory=list)
     num_tokens: int = 0
@@ -231,7 +234,7 @@ class _Taken:
     @property
     def is_small(self) -> bool:
         """Too small to be quicker than a larger pass."""
-        return self.num_positions * SMALLEST_SHARE < self.max_positions
+        return self.num_positions * SMALLEST_SHARE < self.whole
 
     def takes(self, row: Row) -> bool:
         """Whether `row` would not make too much of the pass padding."""

@@ -77,7 +77,7 @@ def check(
     """Replay all recordings alone and together, and compare. Raises ReplayError, ModelError, OSError."""
     from prime_rl.trainer.replay import Setting, replay
 
-    budget, num_slots = config.max_tokens_per_micro_batch, len(recordings)
+    budget, num_slots = config.micro_batch_tokens, len(recordings)
     small = max((recording.config.seq_len or config.seq_len) for recording in recordings)
     together = [
         (list(recordings), Setting(small, num_slots)),

@@ -63,6 +63,7 @@ def main(argv: Sequence[str]) -> int:
 
 def train(config: TrainerConfig, world: World, stop: Callable[[], bool]) -> None:
     """Train every run that comes, until `stop`."""
+    from prime_rl.trainer.budget import with_a_budget
     from prime_rl.trainer.checkpoint import CheckpointManager
     from prime_rl.trainer.data import SETTLE_S, DataLoader, ReceivingSource
     from prime_rl.trainer.lead import Lead, open_status
@@ -75,6 +76,8 @@ def train(config: TrainerConfig, world: World, stop: Callable[[], bool]) -> None
 
     # The base model, and the runs that will share it (or, without adapters, the one that will change it).
     status = open_status(config) if world.is_master else None
+    if world.is_master:
+        config = with_a_budget(config, world.device, world.size)
     model = load_model(config.model, config.model.lora, config.max_concurrent_runs, world)
     channel = Channel(world.store, world.rank, world.size, timeout_s=config.dist_timeout_s)
     manager = setup_multi_run_manager(

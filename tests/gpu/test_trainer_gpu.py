@@ -42,8 +42,8 @@ RUNS: dict[str, dict[str, Any]] = {
     "run_adamw": {"model": {"lora": {"rank": 4}}, "optim": {"lr": 2e-3}},
     "run_sgd": {"model": {"lora": {"rank": 8}}, "optim": {"type": "sgd", "lr": 5e-2}, "loss": {"kl_coef": 0.5}},
 }
-# Sums in another order in float32; eight bits of mantissa in bfloat16, over four updates.
-TOLERANCES = {"float32": 1e-3, "bfloat16": 1e-1}
+# TF32 has ten bits of mantissa, bfloat16 seven, over four updates.
+TOLERANCES = {"float32": 1e-2, "bfloat16": 1e-1}
 
 
 @pytest.fixture(scope="module")

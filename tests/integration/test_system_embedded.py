@@ -32,7 +32,8 @@ def test_three_runs_on_two_slots_one_evicted_one_deleted(
     assert inference is not None
     assert httpx.get(f"{inference.base_url}/models", trust_env=False).status_code == 401
     workspace.prl("runs", "add", str(workspace.write_run("a", max_steps=6)))
-    workspace.wait(lambda: workspace.state("run_a") == "active", "run_a to be admitted")
+    # On a busy machine it may be done before it is looked at.
+    workspace.wait(lambda: workspace.state("run_a") in ("active", "finished"), "run_a to be admitted")
     workspace.prl("runs", "add", str(workspace.write_run("b", max_steps=1000, env="sort-letters", rank=4)))
     workspace.wait(lambda: workspace.state("run_b") == "active", "run_b to be admitted")
     workspace.prl("runs", "add", str(workspace.write_run("c", max_steps=1000, env="upper-case")))

@@ -6,6 +6,7 @@ import builtins
 import os
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -120,3 +121,18 @@ async def test_a_key_is_answered_while_an_action_waits_for_the_disk(
         if key != "u":
             await until(pilot, lambda: bool(app.screen.query(OptionList)), "the dialog")
             await pilot.pause()
+
+
+async def test_the_console_can_be_left_while_an_action_waits_for_the_disk(
+    workspace: OutputDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the thread does when the disk answers at last finds no console, and no error either."""
+    looks: list[Callable[[], None]] = []
+    async with opened(workspace.path) as (app, pilot):
+        await select(app, pilot, "run_queued-a")
+        monkeypatch.setattr(app, "run_worker", lambda look, **options: looks.append(look))
+        await pilot.press("u")
+        await until(pilot, lambda: bool(looks), "the disk to be asked")
+        monkeypatch.undo()
+    with ThreadPoolExecutor(1) as threads:
+        assert threads.submit(looks[0]).exception() is None

@@ -1,4 +1,6 @@
-"""Fairness of packing: a closed loop over a simulated clock, on which a pass costs its token positions, with padding.
+"""Fairness of packing: a closed loop over a simulated clock, on which a pass costs its token positions.
+
+Every test is played with rows that are padded, whose padding costs, and with rows that lie end to end.
 
 A run that shares the trainer with N - 1 others is owed a trainer of 1/N the speed. With such a trainer for itself it
 would make an update every N x (cost of its batch alone) + (time to make the next batch). Every run must reach 80 % of
@@ -19,6 +21,12 @@ from tests.trainer_support import sample
 PASS = 1_000  # token positions of one pass
 SHARE = 0.8
 SAMPLE = sample(random.Random(0))
+PACKS = False
+
+
+@pytest.fixture(params=[False, True], ids=["padded", "packed"], autouse=True)
+def layout(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(f"{__name__}.PACKS", request.param)
 
 
 @dataclass(frozen=True)
@@ -59,7 +67,7 @@ class Played:
 
 def play(tenants: list[Tenant], until: float) -> Played:
     """The trainer's loop: take in what is there, one pass, update the runs that are complete."""
-    queue, now = RowQueue(PASS), 0.0
+    queue, now = RowQueue(PASS, PACKS), 0.0
     ready_at: dict[int, float] = {idx: tenant.arrives for idx, tenant in enumerate(tenants)}
     played = Played([[] for _ in tenants])
     while now < until:
@@ -80,12 +88,12 @@ def play(tenants: list[Tenant], until: float) -> Played:
 
 
 def positions(rows: list[Row]) -> int:
-    return len(rows) * max(row.num_tokens for row in rows)
+    return sum(row.num_tokens for row in rows) if PACKS else len(rows) * max(row.num_tokens for row in rows)
 
 
 def alone(tenant: Tenant) -> float:
     """What a batch of `tenant` costs when it is alone."""
-    queue, cost = RowQueue(PASS), 0
+    queue, cost = RowQueue(PASS, PACKS), 0
     queue.add(0, tenant.rows(0))
     while rows := queue.next_rows():
         cost += positions(rows)
@@ -162,8 +170,9 @@ def test_passes_are_large_where_fairness_does_not_ask_for_small_ones() -> None:
     assert min(tiny) * SMALLEST_SHARE >= PASS, "a pass below an eighth would be no quicker"
 
 
+@pytest.mark.parametrize("layout", [False], indirect=True)
 def test_padding_is_at_most_a_fifth_of_a_pass_that_is_not_small() -> None:
-    queue = RowQueue(PASS)
+    queue = RowQueue(PASS, PACKS)
     for idx in range(4):
         queue.add(idx, Tenant(mixed(idx, 40, 5, 400)).rows(idx))
     while rows := queue.next_rows():

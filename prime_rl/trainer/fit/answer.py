@@ -10,8 +10,7 @@ import torch
 
 from prime_rl.configs.system import SystemConfig
 from prime_rl.trainer.fit.capacity import GIB, Capacity, Split, capacity, split
-from prime_rl.trainer.fit.predict import PassMemory, Setting, predict
-from prime_rl.trainer.fit.shapes import model_config
+from prime_rl.trainer.fit.predict import PassMemory, Setting, predict, setting_of
 
 VERSION = 1
 # An H100, when no GPU is named and this machine has none.
@@ -66,24 +65,13 @@ def answer(system: SystemConfig, gpu_gib: float | None = None, num_gpus: int = 1
         gpu_gib: memory of one GPU; None: of this machine's, or of an H100. On a CPU, this machine's memory.
     """
     trainer = system.trainer
-    assert trainer.model.lora is not None, "there are adapters"
     device_type = "cpu" if trainer.device == "cpu" else "cuda"
-    dtype = trainer.model.dtype_on(device_type)
-    setting = Setting(
-        model=model_config(trainer.model.name),
-        dtype=getattr(torch, dtype),
-        lora=trainer.model.lora,
-        num_runs=trainer.max_concurrent_runs,
-        seq_len=trainer.seq_len,
-        tokens=max(trainer.seq_len, trainer.max_tokens_per_micro_batch),
-        checkpoints=trainer.model.checkpoints_on(device_type),
-        packs=trainer.model.packs_on(device_type),
-        num_ranks=num_gpus,
-    )
+    setting = setting_of(trainer, device_type, num_gpus)
     memory = predict(setting)
     gib, hardware = _hardware(device_type, gpu_gib, num_gpus)
     room = capacity(setting, memory, gib)
     shared = split(setting, memory, gib, system.inference.max_loras) if device_type == "cuda" else None
+    dtype = trainer.model.dtype_on(device_type)
     return Answer(trainer.model.name, dtype, hardware, device_type == "cuda", setting, memory, room, shared)
 
 

@@ -15,8 +15,10 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from prime_rl.configs.losses import AipoLossConfig
 from prime_rl.configs.shared import LoRAConfig
+from prime_rl.configs.trainer import TrainerConfig
 from prime_rl.contract.types import MicroBatch
 from prime_rl.trainer.fit.meter import Meter, metered
+from prime_rl.trainer.fit.shapes import model_config
 from prime_rl.trainer.model import PolicyModel, adapt_model
 from prime_rl.trainer.passes import forward_backward
 
@@ -45,6 +47,23 @@ class Setting:
     checkpoints: bool
     packs: bool = False
     num_ranks: int = 1
+
+
+def setting_of(trainer: TrainerConfig, device_type: str, num_ranks: int) -> Setting:
+    """Of the trainer's largest pass on devices of type "cuda" or "cpu". Raises UnknownModel."""
+    model = trainer.model
+    assert model.lora is not None, "only adapters can be predicted"
+    return Setting(
+        model=model_config(model.name),
+        dtype=getattr(torch, model.dtype_on(device_type)),
+        lora=model.lora,
+        num_runs=trainer.max_concurrent_runs,
+        seq_len=trainer.seq_len,
+        tokens=max(trainer.seq_len, trainer.micro_batch_tokens),
+        checkpoints=model.checkpoints_on(device_type),
+        packs=model.packs_on(device_type),
+        num_ranks=num_ranks,
+    )
 
 
 @dataclass(frozen=True)
