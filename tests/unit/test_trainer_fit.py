@@ -172,11 +172,11 @@ def test_the_table_and_the_json_tell_the_same(capsys: Any) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("checkpoints", [False, True])
-def test_the_real_peak_on_a_cpu_is_what_was_predicted(checkpoints: bool) -> None:
-    shape = ("smollm2-135m", 256, 1024, 4)
-    argv = [sys.executable, "-m", "tests.fit_main", *map(str, shape), str(checkpoints)]
+@pytest.mark.parametrize(("checkpoints", "tokens", "runs"), [(False, 1024, 4), (True, 4096, 8)])
+def test_the_real_peak_on_a_cpu_is_what_was_predicted(checkpoints: bool, tokens: int, runs: int) -> None:
+    """A pass large enough that what libraries take for themselves does not count."""
+    name, seq_len = "smollm2-135m", 256
+    argv = [sys.executable, "-m", "tests.fit_main", name, *map(str, (seq_len, tokens, runs, checkpoints))]
     took = int(subprocess.run(argv, cwd=ROOT, check=True, capture_output=True, text=True).stdout)
-    name, seq_len, tokens, runs = shape
     setting = Setting(model_config(name), torch.float32, LoRAConfig(), runs, seq_len, tokens, checkpoints)
     assert took == pytest.approx(predict(setting).peak, rel=0.15)
