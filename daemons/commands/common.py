@@ -5,6 +5,7 @@ What is printed goes through `say`, `complain` or `cell`: clean, and never read 
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import os
@@ -184,3 +185,12 @@ def watch(render: Callable[[], Any]) -> None:
             while True:
                 time.sleep(WATCH_EVERY_S)
                 live.update(render(), refresh=True)
+
+
+def flags_help(what: str, example: str, parser: argparse.ArgumentParser) -> str:
+    """Help of a command whose flags another process reads: all of them, from its own parser."""
+    flags = parser.format_help().partition("options:\n")[2].rstrip()
+    kept = "\n".join(line for line in flags.splitlines() if "-h, --help" not in line)
+    # Lines after \b are kept as they are.
+    paragraphs = kept.replace("\n\n", "\n\n\b\n")
+    return f"{what}\n\nExample: {example}\n\n\b\n{paragraphs}"

@@ -1,4 +1,4 @@
-"""`prl trainer|orchestrator|inference @ FILE` and `prl make-base`: one component in the foreground, in this process."""
+"""`prl trainer|orchestrator|inference @ FILE`, `prl make-base` and `prl fit`: one component, in this process."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from collections.abc import Sequence
 
 import typer
 
-from daemons.commands.common import EXTRA, FILE_AND_OPTIONS
+from daemons.commands.common import EXTRA, FILE_AND_OPTIONS, flags_help
 from daemons.specs import FIT_MODULE, INFERENCE, MAKE_BASE_MODULE, ORCHESTRATOR, TRAINER, module_of
+from prime_rl.configs import fit_flags
 
 
 def _become(module: str, args: Sequence[str]) -> None:
@@ -58,32 +59,19 @@ def make_base(context: typer.Context) -> None:
     _become(MAKE_BASE_MODULE, context.args)
 
 
+FIT_HELP = """Show what a pass of the trainer needs in GPU memory, and what fits.
+
+Needs no GPU and no download: the real pass runs on tensors without memory. Prints also the largest micro-batch, the
+most runs, and how to divide one GPU between trainer and vLLM."""
+
+
 def fit(context: typer.Context) -> None:
-    """Show what a pass of the trainer needs in GPU memory, and what fits.
-
-    Needs no GPU and no download: the real pass runs on tensors without memory. Prints also the largest micro-batch, the
-    most runs, and how to divide one GPU between trainer and vLLM.
-
-    @ FILE is the system file (TOML). --model takes a model folder or a shape: qwen3-0.6b, qwen3-1.7b, qwen3-4b,
-    qwen3-8b, llama3.2-1b, llama3.2-3b, smollm2-135m.
-
-    Example: prl fit --model qwen3-8b --seq-len 16384 --runs 8 --gpu-memory 80
-
-    \b
-    --model NAME         base model
-    --seq-len N          longest sample, in tokens
-    --tokens N           tokens of a pass (default: max_tokens_per_micro_batch)
-    --runs N             slots (default: max_concurrent_runs)
-    --rank R             largest rank of the adapters
-    --gpu-memory GB      memory of a GPU (default: this machine's, else 80)
-    --gpus N             GPUs that the trainer shards the model over (default 1)
-    --json               print JSON
-    """
     _become(FIT_MODULE, context.args)
 
 
 def register(app: typer.Typer) -> None:
-    app.command(context_settings=EXTRA, options_metavar=FILE_AND_OPTIONS)(fit)
+    help_text = flags_help(FIT_HELP, f"prl fit {fit_flags.EXAMPLE}", fit_flags.fit_parser())
+    app.command(help=help_text, context_settings=EXTRA, options_metavar=FILE_AND_OPTIONS)(fit)
     for command in (trainer, orchestrator, inference):
         app.command(context_settings=EXTRA, options_metavar=FILE_AND_OPTIONS)(command)
     app.command("make-base", context_settings=EXTRA)(make_base)

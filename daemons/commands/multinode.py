@@ -19,6 +19,7 @@ from daemons.commands.common import (
     check_readable,
     choose_output_dir,
     console,
+    flags_help,
     make_table,
     print_json,
     say,
@@ -46,15 +47,9 @@ class OrStart(TyperGroup):
 multinode_app = typer.Typer(cls=OrStart, help="Train on several machines that share a folder.")
 
 
-def start_help() -> str:
-    """All flags, from the node's own parser. Lines after \\b are kept as they are."""
-    flags = node_parser().format_help().partition("options:\n")[2].rstrip()
-    flags = "\n".join(line for line in flags.splitlines() if "-h, --help" not in line)
-    paragraphs = flags.replace("\n\n", "\n\n\b\n")
-    return (
-        "Run one node of a group; `start` may be omitted.\n\nprl multinode status shows the group.\n\n"
-        f"Example: prl multinode start {EXAMPLE}\n\n\b\n{paragraphs}"
-    )
+START_HELP = """Run one node of a group; `start` may be omitted.
+
+prl multinode status shows the group."""
 
 
 def start(context: typer.Context) -> None:
@@ -164,8 +159,8 @@ def stall_reason(found: Stall | None) -> str | None:
 
 
 def register(app: typer.Typer) -> None:
-    multinode_app.command(DEFAULT, help=start_help(), context_settings={**EXTRA, "help_option_names": ["--help"]})(
-        start
-    )
+    help_text = flags_help(START_HELP, f"prl multinode start {EXAMPLE}", node_parser())
+    settings = {**EXTRA, "help_option_names": ["--help"]}
+    multinode_app.command(DEFAULT, help=help_text, context_settings=settings)(start)
     multinode_app.command()(status)
     app.add_typer(multinode_app, name="multinode")

@@ -24,15 +24,15 @@ class FlagError(ValueError):
     """Wrong usage: the flag and its allowed values. Exit code 2."""
 
 
-class NodeParser(argparse.ArgumentParser):
+class FlagParser(argparse.ArgumentParser):
     """Raises FlagError where argparse would end the process."""
 
     def error(self, message: str) -> NoReturn:
         raise FlagError(message)
 
 
-def node_parser() -> NodeParser:
-    parser = NodeParser(
+def node_parser() -> FlagParser:
+    parser = FlagParser(
         prog="prl multinode",
         usage=f"prl multinode {EXAMPLE}",
         allow_abbrev=False,

@@ -28,8 +28,8 @@ def with_a_budget(config: TrainerConfig, device: torch.device, num_ranks: int) -
         return config
     try:
         setting = setting_of(config, device.type, num_ranks)
-    except UnknownModel as error:
-        raise ModelError(f"model.name: {error}") from error
+    except UnknownModel:
+        return config  # loading it fails next, and says why
     usable = _free_bytes(device) * (1.0 - FRAGMENTS)
     tokens = min(MOST_TOKENS, most_tokens(setting, predict(setting), usable))
     if not tokens:

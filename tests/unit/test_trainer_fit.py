@@ -7,18 +7,20 @@ import re
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from transformers import AutoConfig
 
+from prime_rl.configs.fit_flags import SHAPES
 from prime_rl.configs.shared import LoRAConfig
 from prime_rl.trainer.fit import __main__ as cli
 from prime_rl.trainer.fit.capacity import GIB, TOKENS_STEP, most_runs, most_tokens, split
 from prime_rl.trainer.fit.meter import metered
 from prime_rl.trainer.fit.predict import PassMemory, Setting, measure, predict
-from prime_rl.trainer.fit.shapes import SHAPES, UnknownModel, model_config
+from prime_rl.trainer.fit.shapes import UnknownModel, model_config
 from tests.daemons_support import ROOT
 
 TINY = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
@@ -66,13 +68,15 @@ def test_a_model_whose_layers_differ_is_measured_whole() -> None:
 
 
 def test_weights_adapters_and_optimizer_are_what_their_sizes_say() -> None:
-    setting = tiny(1, tokens=32)
-    found = predict(setting)
-    layer = 64 * 64 + 2 * 64 * 32 + 64 * 64 + 3 * 64 * 128 + 2 * 64 + 2 * 16
-    assert found.weights == pytest.approx(4 * (layer + 500 * 64 * 2 + 64), abs=200)  # and a few buffers
-    adapter = 4 * (4 * (64 + 64) + 2 * (64 + 32)) * 0 + 4 * 4 * (2 * (64 + 64) + 2 * (64 + 32) + 3 * (64 + 128))
-    assert found.adapters == 2 * 2 * adapter
-    assert found.optimizer == 2 * 2 * adapter
+    """Of one layer of width 64: q and o, k and v, gate, up and down; two norms of the layer and two of the heads."""
+    found = predict(tiny(1, tokens=32))
+    square, narrow, wide = 64 * 64, 64 * 32, 64 * 128
+    layer = 2 * square + 2 * narrow + 3 * wide + 2 * 64 + 2 * 16
+    # Embedding, head and last norm; and a few buffers.
+    assert found.weights == pytest.approx(4 * (layer + 2 * 500 * 64 + 64), abs=200)
+    adapter = 4 * (2 * (64 + 64) + 2 * (64 + 32) + 3 * (64 + 128))
+    # Four bytes; weights and gradients, as much again for both moments; of two runs.
+    assert found.adapters == found.optimizer == 4 * 2 * 2 * adapter
 
 
 def test_several_gpus_share_the_weights_and_nothing_else() -> None:
@@ -135,6 +139,12 @@ def test_more_runs_cost_their_own_bytes_and_nothing_else() -> None:
     assert beyond[1] <= 1.03 * beyond[0]
 
 
+def test_a_folder_comes_before_a_shape_of_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny(2).model.save_pretrained(tmp_path / "qwen3-8b")
+    monkeypatch.chdir(tmp_path)
+    assert model_config("qwen3-8b").num_hidden_layers == 2
+
+
 def test_an_unknown_model_is_named_with_the_shapes() -> None:
     with pytest.raises(UnknownModel, match=r"nope not found: .*qwen3-0\.6b"):
         model_config("nope")
@@ -148,6 +158,11 @@ def test_an_unknown_model_is_named_with_the_shapes() -> None:
         (["@", "/nowhere.toml"], "not found: /nowhere.toml"),
         (["--model", "qwen3-0.6b", "--trainer.devise", "cpu"], "trainer.devise: unknown"),
         (["--model", "qwen3-0.6b", "--full_finetune", "true"], "only adapters can be predicted"),
+        (["--model", "qwen3-0.6b", "--runs", "many"], "argument --runs: invalid int value: 'many'"),
+        (["--model", "qwen3-0.6b", "--runs", "0"], "max_concurrent_runs: found 0: must be greater"),
+        (["--model", "qwen3-0.6b", "--gpus", "0"], "--gpus 0: must be 1 or more"),
+        (["--model", "qwen3-0.6b", "--gpu-memory", "-1"], "--gpu-memory -1: must be above 0"),
+        (["--model", "qwen3-0.6b", "--lora.target_modules", "['c_attn']"], "match no linear layer"),
     ],
 )
 def test_wrong_use_is_told_in_one_line(argv: list[str], problem: str, capsys: Any) -> None:

@@ -48,6 +48,14 @@ class Setting:
     packs: bool = False
     num_ranks: int = 1
 
+    @property
+    def num_rows(self) -> int:
+        return max(1, self.tokens // self.seq_len)
+
+    @property
+    def row_tokens(self) -> int:
+        return self.tokens // self.num_rows
+
 
 def setting_of(trainer: TrainerConfig, device_type: str, num_ranks: int) -> Setting:
     """Of the trainer's largest pass on devices of type "cuda" or "cpu". Raises UnknownModel."""
@@ -92,6 +100,7 @@ class PassMemory:
         return float(sum(astuple(self)))
 
     def plus(self, other: PassMemory, times: float) -> PassMemory:
+        """`times` the other added to this one."""
         return PassMemory(*(mine + times * its for mine, its in zip(astuple(self), astuple(other), strict=True)))
 
 
@@ -101,10 +110,11 @@ def predict(setting: Setting) -> PassMemory:
     are_alike = len(set(getattr(setting.model, "layer_types", None) or ())) <= 1
     low, high = (FEW_LAYERS, MORE_LAYERS) if are_alike and num_layers > MORE_LAYERS else (1, num_layers)
     small, large = measure(setting, low), measure(setting, high)
-    layer = large.plus(small, -1.0)
-    layer = layer.plus(layer, 1.0 / max(1, high - low) - 1.0)
-    whole = small.plus(layer, num_layers - low)
-    return replace(whole, weights=_on_each_rank(whole.weights, layer.weights, num_layers, setting.num_ranks))
+    num_more = max(1, high - low)
+    more = large.plus(small, -1.0)
+    whole = small.plus(more, (num_layers - low) / num_more)
+    weights = _on_each_rank(whole.weights, more.weights / num_more, num_layers, setting.num_ranks)
+    return replace(whole, weights=weights)
 
 
 def _on_each_rank(weights: float, layer: float, num_layers: int, num_ranks: int) -> float:
@@ -158,8 +168,7 @@ class _Stages:
 
 def micro_batch(setting: Setting) -> MicroBatch:
     """Rows of the runs in turn; the second half of each is a completion."""
-    num_rows = max(1, setting.tokens // setting.seq_len)
-    num_tokens = setting.tokens // num_rows
+    num_rows, num_tokens = setting.num_rows, setting.row_tokens
     prompt = num_tokens // 2
     return MicroBatch(
         run_idxs=[row * setting.num_runs // num_rows for row in range(num_rows)],
