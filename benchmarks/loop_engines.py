@@ -84,7 +84,7 @@ def base_model(folder: Path) -> Path:
     if (made / "config.json").is_file():
         return made
     made = folder / "base"
-    subprocess.run([sys.executable, "-m", "prime_rl.trainer.make_base", "--out", str(made)], check=True, cwd=ROOT)
+    subprocess.run([sys.executable, "-m", "prime_rl.base_model", "--out", str(made)], check=True, cwd=ROOT)
     return made
 
 

@@ -17,11 +17,10 @@ from prime_rl.configs.validate import TrainerLimits
 from prime_rl.contract.layout import RunDir
 from prime_rl.contract.types import TrainingSample
 from prime_rl.trainer.model import adapt_model
-from prime_rl.trainer.optim import MultiLoRAOptimizer
 from prime_rl.trainer.packing import RowQueue, rows_of, to_micro_batch
 from prime_rl.trainer.runs import MultiRunManager
+from prime_rl.trainer.runs.older import MultiLoRAOptimizer
 from prime_rl.trainer.runs.sync import ReadyRun
-from prime_rl.trainer.scheduler import MultiLoRAScheduler
 from prime_rl.trainer.step import TrainStep
 from prime_rl.trainer.world import World, setup_world
 
@@ -88,11 +87,8 @@ class Tenants:
         self.manager = manager = MultiRunManager(workspace, num_slots, limits=limits)
         for name, layer in model.layers.items():
             layer.register_with_runs(manager, name)
-        optimizer = MultiLoRAOptimizer(manager, world())
-        scheduler = MultiLoRAScheduler(manager)
-        optimizer.register_post_creation_callback(scheduler.scheduler_creation_hook)
-        self._step = TrainStep(model, manager, optimizer, scheduler, world())
-        manager.register_creation_hook(optimizer.creation_hook)
+        MultiLoRAOptimizer(manager, world())
+        self._step = TrainStep(model, manager, world())
         for number in range(num_runs):
             _write_config(workspace, f"run_{number}")
         manager.discover_runs()
@@ -113,7 +109,7 @@ class Tenants:
             while queue:
                 self._step.forward_backward(to_micro_batch(queue.next_rows()))
             for run in ready:
-                report = self._step.update(run.run_idx, run)
+                report = self._step.update(self.manager.run(run.run_idx), run)
                 assert report.problem is None, report.problem
 
         return step

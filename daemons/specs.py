@@ -32,7 +32,7 @@ _MODULES = {
     INFERENCE: "prime_rl.inference.server",
     ORCHESTRATOR: "prime_rl.orchestrator.orchestrator",
 }
-MAKE_BASE_MODULE = "prime_rl.trainer.make_base"
+MAKE_BASE_MODULE = "prime_rl.base_model"
 FIT_MODULE = "prime_rl.trainer.fit"
 # "trainer=my.trainer,inference=my.server": other programs for the daemons, for tests and for one's own engines.
 MODULES_VARIABLE = "PRL_MODULES"

@@ -128,7 +128,7 @@ POINTS = [
         "between two passes of a batch", f"{TRAINER}.step:TrainStep.forward_backward", after, in_the_middle_of_batch_3
     ),
     KillPoint("inside a backward pass", "torch.autograd:backward", half_a_backward, nth=5),
-    KillPoint("before the optimizer's step", f"{TRAINER}.optim:MultiLoRAOptimizer.step_run", before, nth=3),
+    KillPoint("before the optimizer's step", f"{TRAINER}.optim:RunOptimizer.step", before, nth=3),
     KillPoint(
         "between the optimizer's step and its version", f"{TRAINER}.publish:Publisher.after_update", before, nth=3
     ),
@@ -210,7 +210,7 @@ POINTS = [
         renamed_to("/control/", "evicted.txt"),
         seen=lambda run: not RunDir(run.path.parent / "run_bad").evicted.exists(),
     ),
-    KillPoint("while a slot is given back", f"{TRAINER}.runs.slots:Slots.release", after),
+    KillPoint("while a slot is given back", f"{TRAINER}.runs.manager:MultiRunManager._free", after),
     KillPoint("while the ranks agree on new runs", f"{TRAINER}.runs.sync:Channel.gather", before),
     KillPoint(
         "while a stop writes what is left",

@@ -76,7 +76,7 @@ def build_base_model(folder: Path, num_steps: int = 30) -> Path:
     command = [
         sys.executable,
         "-m",
-        "prime_rl.trainer.make_base",
+        "prime_rl.base_model",
         "--out",
         str(folder),
         "--steps",

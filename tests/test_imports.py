@@ -27,8 +27,8 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "prime_rl.trainer",
         "torch",
         "transformers",
-        "tokenizers",
     ),
+    "prime_rl/base_model": (*LAYER_1, "prime_rl.base_model", "torch", "transformers", "tokenizers"),
     "prime_rl/inference": (
         *LAYER_1,
         "prime_rl.lora",

@@ -1,7 +1,7 @@
 """The losses that a run may choose by `loss.type`, each with its own constants and their defaults.
 
 One config per type: a constant that the chosen type does not use is an unknown key. Where the formulas come from is in
-`docs/losses.md` and `trainer/losses.py`. In the texts below r = pi / mu is the importance ratio of a token, A the
+`docs/losses.md` and `trainer/loss.py`. In the texts below r = pi / mu is the importance ratio of a token, A the
 advantage of its sample, and sg(x) is x held constant in the gradient.
 """
 

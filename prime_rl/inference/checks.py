@@ -60,7 +60,7 @@ def check_model(name: str) -> None:
     if not _HUB_NAME.fullmatch(name) or (offline and not _in_hub_cache(name)):
         raise StartError(
             f"model.name: folder {name} not found: give the path of a Hugging Face model folder, or build a small "
-            f"model with `python -m prime_rl.trainer.make_base --out {name}`"
+            f"model with `prl make-base --out {name}`"
         )
 
 

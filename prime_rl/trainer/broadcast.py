@@ -12,8 +12,7 @@ from pathlib import Path
 from prime_rl.contract.files import make_folder, mark_stable, staged_dir
 from prime_rl.contract.layout import RunDir, list_steps, stable_marker
 from prime_rl.trainer.retention import remove_step
-from prime_rl.trainer.runs import MultiRunManager
-from prime_rl.trainer.snapshot import RunSnapshot, Snapshots, WeightsSnapshot
+from prime_rl.trainer.snapshot import RunSnapshot, WeightsSnapshot
 
 # Beside the versions that rollouts may still lag behind by: the newest, the one that is being loaded, and one to spare.
 NUM_SPARE_VERSIONS = 3
@@ -21,22 +20,6 @@ NUM_SPARE_VERSIONS = 3
 
 class FileSystemWeightBroadcast:
     """Writes `broadcast/step_N` of a run (rank 0)."""
-
-    def __init__(self, manager: MultiRunManager, snapshots: Snapshots) -> None:
-        self._manager = manager
-        self._snapshots = snapshots
-
-    def creation_hook(self, run_idx: int, run_id: str) -> None:
-        """Publish the version that a run resumes from when it is gone (rank 0)."""
-        step = self._manager.progress[run_idx].step
-        if step:
-            self.broadcast_weights(run_idx)
-        if step >= self._manager.config[run_idx].max_steps:
-            self._manager.finish_run(run_idx)
-
-    def broadcast_weights(self, run_idx: int) -> Path:
-        """Publish the weights as they stand as version `progress.step`; returns the folder. Raises OSError."""
-        return self.publish(self._snapshots.of(run_idx, self._snapshots.weights(run_idx), state=None))
 
     def publish(self, snapshot: RunSnapshot) -> Path:
         """Publish what was taken, from any thread; returns the folder. Raises OSError."""

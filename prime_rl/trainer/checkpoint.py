@@ -2,8 +2,9 @@
 
 `checkpoints/step_N/trainer/` holds the weights (an adapter in PEFT format, or the whole model), the rest of the state
 (optimizer, scheduler, random numbers) and the progress; the orchestrator's part is beside it; `STABLE` comes last.
-Nothing in it depends on the number of ranks. What may be removed is decided in `retention`. Nothing here executes what
-it reads: safetensors and JSON.
+Optimizers and schedulers describe themselves as dicts of dicts: tensors go into one file under the path of their keys,
+and each leaves a reference in its place. Nothing depends on the number of ranks, and nothing here executes what it
+reads: safetensors and JSON. What may be removed is decided in `retention`.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from safetensors.torch import save
 from torch import Tensor
 
 from prime_rl.configs.orchestrator import OrchestratorConfig
@@ -20,9 +22,8 @@ from prime_rl.contract.files import make_folder, mark_stable, read_file, staged_
 from prime_rl.contract.resume import pending_request
 from prime_rl.lora.tensor_files import load_tensors
 from prime_rl.trainer.retention import PROGRESS_FILE, drop_after, sweep, trainer_steps
-from prime_rl.trainer.runs import MultiRunManager
+from prime_rl.trainer.runs import TrainerRun
 from prime_rl.trainer.snapshot import RunSnapshot, Snapshots
-from prime_rl.trainer.state_files import join_tensors, save_tensors, split_tensors
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +31,9 @@ CHECKPOINT_VERSION = 2
 STATE_FILE = "state.safetensors"
 # A thousand times what a run's progress takes; its tensors are in another file.
 MAX_PROGRESS_BYTES = 64 << 20
+# The one key of a reference, and the mark of a key that was a number: optimizers count their parameters.
+_TENSOR = "$tensor"
+_NUMBER = "#"
 
 
 class _Version(msgspec.Struct, frozen=True):
@@ -56,18 +60,16 @@ def is_due(config: OrchestratorConfig, step: int) -> bool:
 class CheckpointManager:
     """Checkpoints of all runs. Only rank 0 writes; all ranks load."""
 
-    def __init__(self, manager: MultiRunManager, snapshots: Snapshots) -> None:
-        self._manager = manager
+    def __init__(self, snapshots: Snapshots) -> None:
         self._snapshots = snapshots
 
     # Resume
 
-    def discovered_hook(self, run_idx: int, run_id: str, config: OrchestratorConfig) -> None:
+    def admitted(self, run: TrainerRun) -> None:
         """Decide where the run starts (rank 0), and drop what an explicit `ckpt.resume_step` makes void."""
-        run = self._manager.run_dir(run_idx)
-        sweep(run)
-        complete = trainer_steps(run)
-        request = pending_request(run, config.ckpt.resume_step)
+        sweep(run.dir)
+        complete = trainer_steps(run.dir)
+        request = pending_request(run.dir, run.config.ckpt.resume_step)
         if request is None:
             step = complete[-1] if complete else 0
         else:
@@ -76,31 +78,30 @@ class CheckpointManager:
                 raise ValueError(
                     f"ckpt.resume_step = {step}: no complete checkpoint of that step; complete ones: {complete}"
                 )
-            drop_after(run, step)
-            write_atomic(run.resumed, msgspec.json.encode(request))
-        self._manager.progress[run_idx].step = step
+            drop_after(run.dir, step)
+            write_atomic(run.dir.resumed, msgspec.json.encode(request))
+        run.progress.step = step
 
-    def creation_hook(self, run_idx: int, run_id: str) -> None:
-        """Load the checkpoint from which the run goes on; comes after the optimizer's hook."""
-        step = self._manager.progress[run_idx].step
-        if step:
-            self.load(run_idx, step)
-            logger.info("%s resumes from its checkpoint of step %d", run_id, step)
+    def load(self, run: TrainerRun) -> None:
+        """Load the checkpoint of `progress.step`. ValueError or OSError when it is damaged or does not fit the config.
 
-    def load(self, run_idx: int, step: int) -> None:
-        """Put a checkpoint into the slot. ValueError or OSError when it is damaged or does not fit the config."""
-        folder = self._manager.run_dir(run_idx).trainer_checkpoint(step)
-        saved, weights, state = self._read(run_idx, folder)
+        Nothing to do at step 0.
+        """
+        step = run.progress.step
+        if step == 0:
+            return
+        folder = run.dir.trainer_checkpoint(step)
+        saved, weights, state = self._read(run, folder)
         if saved.step != step:
             raise ValueError(f"{folder / PROGRESS_FILE} is of step {saved.step}, expected {step}")
         try:
-            self._snapshots.restore(run_idx, weights, state)
+            self._snapshots.restore(run, weights, state)
         except (KeyError, TypeError) as error:
             raise ValueError(f"{folder} is damaged: {type(error).__name__}: {error}") from error
-        progress = self._manager.progress[run_idx]
-        progress.step, progress.total_tokens, progress.total_samples = step, saved.total_tokens, saved.total_samples
+        run.progress.total_tokens, run.progress.total_samples = saved.total_tokens, saved.total_samples
+        logger.info("%s resumes from its checkpoint of step %d", run.run_id, step)
 
-    def _read(self, run_idx: int, folder: Path) -> tuple[SavedProgress, dict[str, Tensor], dict[str, Any]]:
+    def _read(self, run: TrainerRun, folder: Path) -> tuple[SavedProgress, dict[str, Tensor], dict[str, Any]]:
         try:
             progress = read_file(folder / PROGRESS_FILE, limit=MAX_PROGRESS_BYTES)
             version = msgspec.json.decode(progress, type=_Version).version
@@ -110,7 +111,7 @@ class CheckpointManager:
                     "the program that wrote it, or start over with ckpt.resume_step = 0"
                 )
             saved = msgspec.json.decode(progress, type=SavedProgress)
-            tensors = self._snapshots.read(run_idx, folder)
+            tensors = self._snapshots.read(run, folder)
             state = join_tensors(saved.state, load_tensors(folder / STATE_FILE, mapped=self._snapshots.maps_files))
         except msgspec.MsgspecError as error:
             raise ValueError(f"{folder} is damaged: {' '.join(str(error).split())}") from error
@@ -134,7 +135,47 @@ class CheckpointManager:
 def _write(folder: Path, snapshot: RunSnapshot) -> None:
     plain, tensors = split_tensors(snapshot.state)
     snapshot.weights.save(folder)
-    save_tensors(folder / STATE_FILE, tensors)
+    (folder / STATE_FILE).write_bytes(save(tensors))
     now = snapshot.progress
     saved = SavedProgress(now.step, now.total_tokens, now.total_samples, plain)
     (folder / PROGRESS_FILE).write_bytes(msgspec.json.encode(saved))
+
+
+# Nested training state as tensors by path and plain values, and back.
+
+
+def split_tensors(value: Any, path: str = "") -> tuple[Any, dict[str, Tensor]]:
+    """(`value` with references, in JSON types; the tensors by path)."""
+    if isinstance(value, Tensor):
+        return {_TENSOR: path}, {path: value.contiguous()}
+    tensors: dict[str, Tensor] = {}
+    if isinstance(value, dict):
+        plain = {}
+        for key, inner in value.items():
+            name = f"{_NUMBER}{key}" if isinstance(key, int) else key
+            plain[name], found = split_tensors(inner, f"{path}/{key}" if path else str(key))
+            tensors |= found
+        return plain, tensors
+    if isinstance(value, list | tuple):
+        parts = [split_tensors(inner, f"{path}/{at}") for at, inner in enumerate(value)]
+        for _, found in parts:
+            tensors |= found
+        return [part for part, _ in parts], tensors
+    if value is None or isinstance(value, bool | int | float | str):
+        return value, tensors
+    raise TypeError(f"{path}: a {type(value).__name__} cannot be saved")
+
+
+def join_tensors(plain: Any, tensors: dict[str, Tensor]) -> Any:
+    """What `split_tensors` took apart; ValueError when a tensor is missing."""
+    if isinstance(plain, dict):
+        if plain.keys() == {_TENSOR}:
+            if plain[_TENSOR] not in tensors:
+                raise ValueError(f"tensor {plain[_TENSOR]!r} not found")
+            return tensors[plain[_TENSOR]]
+        return {_key(name): join_tensors(inner, tensors) for name, inner in plain.items()}
+    return [join_tensors(inner, tensors) for inner in plain] if isinstance(plain, list) else plain
+
+
+def _key(name: str) -> str | int:
+    return int(name[len(_NUMBER) :]) if name.startswith(_NUMBER) else name

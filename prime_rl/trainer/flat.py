@@ -13,15 +13,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from prime_rl.trainer.optim import Moments
 from prime_rl.trainer.world import World
-
-# An optimizer's state: by number of the parameter, its own names and values.
-Moments = dict[int, dict[str, Any]]
 
 
 class FlatWeights:

@@ -1,39 +1,31 @@
-"""The loss of the rows of a pass: each run's own, summed over its loss tokens. Knows no runs and no files.
+"""The loss of the rows of a pass: each run's own, summed over its loss tokens. Pure functions on tensors.
 
-The formulas are in `losses`, the sums for reports in `loss_report`. A row comes with the scale that makes the sum over
-any split of its run's batch the mean over that batch: it is made where the whole batch is known, in `packing`.
+First the rows, and which formula a run's config names; then the formulas. In all of them r = pi / mu is the importance
+ratio, pi the policy that is trained and mu the (older, or differently computed) one that sampled, A the advantage of
+the sample, and sg(x) is x held constant in the gradient. The "old" policy of the papers is mu here, or, in `decoupled`,
+the trainer's at the start of the update. A row comes with the scale that makes the sum over any split of its run's
+batch the mean over that batch: it is made where the whole batch is known, in `packing`. Sums for reports are in
+`loss_report`.
 
-Dimensions: R rows, K positions.
+Dimensions: R rows (samples), K positions that predict a loss token of at least one row; `_R1` is broadcast over K.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from itertools import groupby
-from typing import assert_never
+from typing import Literal, NamedTuple, assert_never
 
 import torch
 from torch import Tensor
 
 from prime_rl.configs import losses as configs
 from prime_rl.configs.losses import LossConfig
-from prime_rl.trainer.losses import (
-    TokenLosses,
-    Tokens,
-    aipo,
-    cispo,
-    dapo,
-    decoupled,
-    dppo,
-    dr_grpo,
-    gspo,
-    icepop,
-    kl_to_base,
-    mis,
-    tis,
-)
+
+# exp of this is 5e8, far above any limit of a ratio: it keeps sums finite. Beyond it a ratio has no gradient.
+MAX_LOG_RATIO = 20.0
 
 
 @dataclass(frozen=True)
@@ -133,3 +125,163 @@ def formula(config: LossConfig, tokens: Tokens) -> TokenLosses:
             return dr_grpo(tokens, config.clip_low, config.clip_high)
         case _:
             assert_never(config)
+
+
+class TokenLosses(NamedTuple):
+    """`loss_RK`, and true in `clipped_RK` where a limit bound: tokens that were clipped or left out."""
+
+    loss_RK: Tensor
+    clipped_RK: Tensor
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Rows whose loss tokens are true in `mask_RK`; elsewhere both logprobs must be 0, so that sums need no mask.
+
+    Attributes:
+        log_pi_RK: with gradient.
+        log_mu_RK: without.
+        advantages_R1: one for all tokens of a row.
+    """
+
+    log_pi_RK: Tensor
+    log_mu_RK: Tensor
+    advantages_R1: Tensor
+    mask_RK: Tensor
+
+    @cached_property
+    def log_ratio_RK(self) -> Tensor:
+        return self.log_pi_RK - self.log_mu_RK
+
+    @cached_property
+    def ratio_RK(self) -> Tensor:
+        return ratio_of(self.log_ratio_RK)
+
+    @property
+    def log_product_R1(self) -> Tensor:
+        """Log of the product of the ratios of a row."""
+        return self.log_ratio_RK.sum(-1, keepdim=True)
+
+    @property
+    def log_mean_R1(self) -> Tensor:
+        """Log of the geometric mean of the ratios of a row."""
+        return self.log_product_R1 / self.mask_RK.sum(-1, keepdim=True).clamp(min=1)
+
+
+def ratio_of(log_ratio: Tensor) -> Tensor:
+    """exp, limited by MAX_LOG_RATIO."""
+    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+
+
+def weighted(tokens: Tokens, weight_RK: Tensor) -> Tensor:
+    """-sg(weight) * A * log pi: a policy gradient whose tokens count by their weight."""
+    return -weight_RK.detach() * tokens.advantages_R1 * tokens.log_pi_RK
+
+
+def clipped_surrogate(tokens: Tokens, ratio_RK: Tensor, clip_low: float, clip_high: float) -> TokenLosses:
+    """PPO: -min(r * A, clip(r, 1 - clip_low, 1 + clip_high) * A) (Schulman et al., arXiv 1707.06347).
+
+    The minimum binds from above where A > 0 and from below where A < 0; a bound token has no gradient.
+    """
+    rises_R1 = tokens.advantages_R1 > 0
+    low, high = 1 - clip_low, 1 + clip_high
+    bound_RK = torch.where(rises_R1, ratio_RK.clamp(max=high), ratio_RK.clamp(min=low))
+    clipped_RK = torch.where(rises_R1, ratio_RK > high, ratio_RK < low)
+    return TokenLosses(-bound_RK * tokens.advantages_R1, clipped_RK)
+
+
+def decoupled(loss: Callable[[Tokens], TokenLosses], tokens: Tokens, cap: float) -> TokenLosses:
+    """sg(min(pi_old / mu, cap)) * `loss` of r = pi / pi_old: what is clipped is the change of the policy alone.
+
+    The decoupled objective of AReaL (arXiv 2505.24298), its weight truncated. pi_old is the trainer's policy at the
+    start of the update, and a batch is trained on once, so it is pi itself, held constant.
+    """
+    weight_RK = tokens.ratio_RK.detach()
+    inner = loss(replace(tokens, log_mu_RK=tokens.log_pi_RK.detach()))
+    return TokenLosses(weight_RK.clamp(max=cap) * inner.loss_RK, inner.clipped_RK | (weight_RK > cap))
+
+
+def aipo(tokens: Tokens, delta: float) -> TokenLosses:
+    """-sg(min(r, delta)) * A * log pi (LlamaRL, arXiv 2505.24034)."""
+    return TokenLosses(weighted(tokens, tokens.ratio_RK.clamp(max=delta)), tokens.ratio_RK > delta)
+
+
+def tis(tokens: Tokens, level: Literal["token", "sequence"], cap: float) -> TokenLosses:
+    """Truncated importance sampling: -sg(min(w, cap)) * A * log pi.
+
+    w is r, or for level "sequence" the product of r over the sample. Source: Yao et al. 2025, "Your efficient RL
+    framework secretly brings you off-policy RL training".
+    """
+    ratio_RK = tokens.ratio_RK if level == "token" else _to_tokens(tokens, ratio_of(tokens.log_product_R1))
+    return TokenLosses(weighted(tokens, ratio_RK.clamp(max=cap)), ratio_RK > cap)
+
+
+def icepop(tokens: Tokens, alpha: float, beta: float) -> TokenLosses:
+    """-sg(r) * A * log pi where alpha <= r <= beta, else 0 (Ring-1T, arXiv 2510.18855)."""
+    dropped_RK = (tokens.ratio_RK < alpha) | (tokens.ratio_RK > beta)
+    return TokenLosses(weighted(tokens, tokens.ratio_RK.masked_fill(dropped_RK, 0.0)), dropped_RK)
+
+
+def dppo(tokens: Tokens, low: float, high: float, tau: float) -> TokenLosses:
+    """-[keep] * A * r + tau * (log r)^2, with the gradient through r.
+
+    A token is left out of the first term where A > 0 and pi - mu > high, or A <= 0 and pi - mu < -low: its probability
+    already moved far enough the way A pulls. The second term has every loss token. Source of the mask: the binary
+    total variation of Qi et al., arXiv 2602.04879; of the whole: prime-rl.
+    """
+    moved_RK = (tokens.log_pi_RK.exp() - tokens.log_mu_RK.exp()).detach()
+    dropped_RK = torch.where(tokens.advantages_R1 > 0, moved_RK > high, moved_RK < -low)
+    surrogate_RK = tokens.ratio_RK.masked_fill(dropped_RK, 0.0) * tokens.advantages_R1
+    return TokenLosses(tau * tokens.log_ratio_RK.square() - surrogate_RK, dropped_RK)
+
+
+def mis(
+    tokens: Tokens, ratio: Literal["geometric", "product"], limits: tuple[float, float], veto: float
+) -> TokenLosses:
+    """Masked importance sampling: -sg(s) * A * log pi for samples with low <= s <= high, nothing for the others.
+
+    s is the geometric mean of r over the sample, or the product. A sample with a token of r < veto is left out too.
+    Source: Liu, Li et al. 2025, "When speed kills stability: demystifying RL collapse from the training-inference
+    mismatch".
+    """
+    low, high = limits
+    s_R1 = ratio_of(tokens.log_mean_R1 if ratio == "geometric" else tokens.log_product_R1)
+    vetoed_R1 = (tokens.ratio_RK < veto).any(-1, keepdim=True)
+    dropped_R1 = (s_R1 < low) | (s_R1 > high) | vetoed_R1
+    weight_RK = _to_tokens(tokens, s_R1.masked_fill(dropped_R1, 0.0))
+    return TokenLosses(weighted(tokens, weight_RK), dropped_R1.expand_as(weight_RK))
+
+
+def gspo(tokens: Tokens, clip_low: float, clip_high: float) -> TokenLosses:
+    """PPO's clipping on s = exp(mean log r) of the sample (arXiv 2507.18071). Every token of a sample has its loss."""
+    return clipped_surrogate(tokens, _to_tokens(tokens, ratio_of(tokens.log_mean_R1)), clip_low, clip_high)
+
+
+def cispo(tokens: Tokens, lower: float, upper: float) -> TokenLosses:
+    """-sg(clip(r, lower, upper)) * A * log pi (MiniMax-M1, arXiv 2506.13585; one upper limit: arXiv 2510.13786)."""
+    clipped_RK = (tokens.ratio_RK < lower) | (tokens.ratio_RK > upper)
+    return TokenLosses(weighted(tokens, tokens.ratio_RK.clamp(lower, upper)), clipped_RK)
+
+
+def dapo(tokens: Tokens, clip_low: float, clip_high: float) -> TokenLosses:
+    """PPO's clipping on r with a higher upper limit; the mean is over tokens (arXiv 2503.14476)."""
+    return clipped_surrogate(tokens, tokens.ratio_RK, clip_low, clip_high)
+
+
+def dr_grpo(tokens: Tokens, clip_low: float, clip_high: float) -> TokenLosses:
+    """PPO's clipping on r; what differs is the mean, over samples * a constant length (arXiv 2503.20783)."""
+    return clipped_surrogate(tokens, tokens.ratio_RK, clip_low, clip_high)
+
+
+def kl_to_base(log_pi_RK: Tensor, log_base_RK: Tensor) -> Tensor:
+    """q - 1 - log q with q = base / pi, and the gradient through pi: never negative, and small where pi is the base.
+
+    The k3 estimate of KL(pi || base) (Schulman 2020, "Approximating KL divergence") as GRPO adds it to the loss
+    (arXiv 2402.03300). The tokens come from mu, and that is not corrected for.
+    """
+    log_q_RK = log_base_RK - log_pi_RK
+    return ratio_of(log_q_RK) - 1 - log_q_RK
+
+
+def _to_tokens(tokens: Tokens, values_R1: Tensor) -> Tensor:
+    return values_R1.expand_as(tokens.log_pi_RK)

@@ -11,8 +11,7 @@ from dataclasses import astuple, dataclass
 import torch
 from torch import Tensor
 
-from prime_rl.trainer.loss import LossInputs, RowLosses
-from prime_rl.trainer.losses import ratio_of
+from prime_rl.trainer.loss import LossInputs, RowLosses, ratio_of
 
 
 @dataclass

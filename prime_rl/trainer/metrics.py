@@ -9,15 +9,14 @@ import contextlib
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import msgspec
 
 from prime_rl.contract.files import append_line, read_end
 from prime_rl.contract.layout import RunDir, list_steps
 from prime_rl.contract.status import StatusWriter, TrainerRunStatus
-from prime_rl.trainer.optim import MultiLoRAOptimizer
-from prime_rl.trainer.runs import MultiRunManager, Progress
+from prime_rl.trainer.runs import MultiRunManager, Progress, TrainerRun
 from prime_rl.trainer.runs.hooks import printable
 from prime_rl.trainer.runs.sync import ReadyRun
 from prime_rl.trainer.step import UpdateReport
@@ -53,24 +52,20 @@ class PhaseTimer:
 class MetricsWriter:
     """Appends to `metrics/trainer.jsonl` of each run."""
 
-    def __init__(self, manager: MultiRunManager, clock: Callable[[], float] = time.time) -> None:
-        self._manager = manager
+    def __init__(self, clock: Callable[[], float] = time.time) -> None:
         self._clock = clock
-        self._last_step: dict[str, int] = {}
 
-    def discovered_hook(self, run_idx: int, run_id: str, config: object) -> None:
-        """Remember up to which step the run was reported.
+    def admitted(self, run: TrainerRun) -> None:
+        """Find up to which step the run was reported, when it is decided where it resumes.
 
-        Comes after the hook that decides where the run resumes: a run that was rolled back has lost its later versions,
-        and is reported again from there.
+        A run that was rolled back has lost its later versions, and is reported again from there.
         """
-        run = self._manager.run_dir(run_idx)
-        published = max(list_steps(run.broadcast, stable_only=True), default=0)
-        self._last_step[run_id] = min(last_metrics_step(run), published)
+        published = max(list_steps(run.dir.broadcast, stable_only=True), default=0)
+        run.reported_step = min(last_metrics_step(run.dir), published)
 
-    def write(self, run: RunDir, ready: ReadyRun, report: UpdateReport, seconds: dict[str, float]) -> None:
+    def write(self, run: TrainerRun, ready: ReadyRun, report: UpdateReport, seconds: dict[str, float]) -> None:
         """One line, from any thread. `seconds` has what the phases after the update took. Raises OSError."""
-        if report.step <= self._last_step.get(run.run_id, 0):
+        if report.step <= run.reported_step:
             return
         sums, total_s = report.sums, report.forward_backward_s + report.optim_s
         line = {
@@ -91,8 +86,8 @@ class MetricsWriter:
             "time/optim": report.optim_s,
             **{f"time/{phase}": value for phase, value in seconds.items()},
         }
-        append_line(run.trainer_metrics, msgspec.json.encode(line).decode())
-        self._last_step[run.run_id] = report.step
+        append_line(run.dir.trainer_metrics, msgspec.json.encode(line).decode())
+        run.reported_step = report.step
 
 
 def last_metrics_step(run: RunDir) -> int:
@@ -125,24 +120,18 @@ class TokenRate:
 class StatusReporter:
     """Keeps `trainer/status.json`: what the trainer does, or what it waits for, and every slot."""
 
-    def __init__(self, writer: StatusWriter, manager: MultiRunManager, optimizer: MultiLoRAOptimizer) -> None:
+    def __init__(self, writer: StatusWriter, manager: MultiRunManager) -> None:
         self._writer = writer
         self._manager = manager
-        self._optimizer = optimizer
         self._num_updates = 0
         self._progress = 0
         self._rate = TokenRate()
         self._time_s: dict[str, float] = {}
-        self._published: dict[int, Progress] = {}
 
-    def creation_hook(self, run_idx: int, run_id: str) -> None:
-        """Where a run resumes is published already."""
-        self.published(run_idx, replace(self._manager.progress[run_idx]))
-
-    def published(self, run_idx: int, progress: Progress) -> None:
+    def published(self, run: TrainerRun, progress: Progress) -> None:
         """What a run did up to here is on disk, and may be reported."""
         self._progress += 1
-        self._published[run_idx] = progress
+        run.published = progress
 
     def training(self) -> None:
         """A pass begins, or an update is done."""
@@ -178,19 +167,18 @@ class StatusReporter:
         )
 
     def _runs(self) -> dict[str, TrainerRunStatus]:
-        manager = self._manager
         return {
-            run_id: TrainerRunStatus(
-                run_idx=idx,
-                step=progress.step,
-                max_steps=manager.config[idx].max_steps,
-                tokens=progress.total_tokens,
-                samples=progress.total_samples,
-                ready=manager.ready_to_update[idx],
-                lr=self._optimizer.lr(idx),
+            run.run_id: TrainerRunStatus(
+                run_idx=run.run_idx,
+                step=run.published.step,
+                max_steps=run.config.max_steps,
+                tokens=run.published.total_tokens,
+                samples=run.published.total_samples,
+                ready=run.ready,
+                lr=run.training.lr,
             )
-            for idx, run_id in sorted(manager.idx_2_id.items())
-            if (progress := self._published.get(idx)) is not None
+            for run in self._manager.used
+            if run.published is not None
         }
 
     def _no_run(self) -> str:

@@ -228,7 +228,7 @@ def _load_base(name: str, dtype: torch.dtype) -> nn.Module:
     if not path.is_dir() and (path.is_absolute() or name.count("/") != 1 or _is_offline()):
         raise ModelError(
             f"model.name = {name!r}: folder not found (from {Path.cwd()}); "
-            "build one with python -m prime_rl.trainer.make_base --out DIR, or name another"
+            "build one with prl make-base --out DIR, or name another"
         )
     transformers_logging.disable_progress_bar()
     try:

@@ -11,8 +11,7 @@ from pathlib import Path
 from prime_rl.configs.shared import BroadcastConfig
 from prime_rl.contract.layout import stable_marker
 from prime_rl.trainer.broadcast import FileSystemWeightBroadcast, write_version
-from prime_rl.trainer.runs import MultiRunManager
-from prime_rl.trainer.snapshot import Snapshots, WeightsSnapshot
+from prime_rl.trainer.snapshot import WeightsSnapshot
 from prime_rl.trainer.whole_model import ModelSnapshot
 from prime_rl.transfer import WeightSender
 
@@ -21,24 +20,21 @@ class BroadcastError(OSError):
     """The sender cannot be opened; the message has the address and the reason."""
 
 
-def open_broadcast(
-    config: BroadcastConfig, manager: MultiRunManager, snapshots: Snapshots
-) -> FileSystemWeightBroadcast:
+def open_broadcast(config: BroadcastConfig) -> FileSystemWeightBroadcast:
     """What `config.type` names (rank 0). Raises BroadcastError."""
     if config.type == "filesystem":
-        return FileSystemWeightBroadcast(manager, snapshots)
+        return FileSystemWeightBroadcast()
     try:
         sender = WeightSender(config.host, config.port, timeout_s=config.timeout_s)
     except (OSError, RuntimeError) as error:
         raise BroadcastError(f"broadcast: cannot listen on {config.host} port {config.port}: {error}") from error
-    return NCCLWeightBroadcast(manager, snapshots, sender)
+    return NCCLWeightBroadcast(sender)
 
 
 class NCCLWeightBroadcast(FileSystemWeightBroadcast):
     """Offers a version through `sender` instead of writing its weights (rank 0)."""
 
-    def __init__(self, manager: MultiRunManager, snapshots: Snapshots, sender: WeightSender) -> None:
-        super().__init__(manager, snapshots)
+    def __init__(self, sender: WeightSender) -> None:
         self._sender = sender
 
     def close(self) -> None:

@@ -1,29 +1,48 @@
-"""One torch optimizer for each run: its own type, rate, moments, clipping. Nothing is shared between slots.
+"""The optimizer of a run: its own type, rate, moments, schedule and clipping. Nothing is shared between runs.
 
-Gradients stay in the slots' leaf parameters, where backward puts them, until the run's batch is complete. The update
-itself works on the run's own part of the slot as one vector (`flat`). Which class of optimizer a run gets is decided in
-`optimizers`, its learning rate in `scheduler`.
+Gradients stay in the slot's leaf parameters, where backward puts them, until the run's batch is complete. The update
+itself works on `RunWeights`: for an adapter the run's own part of its slot as one vector (`flat`).
+
+Weight decay is decoupled in all types, and weights that are kept in bfloat16 are rounded after every update. Both hang
+on the torch optimizer itself, so a call of its `step` does the whole update. The rate is a pure function of config and
+step: a run that resumes gets the rate that it would have had without a break, with the constants of its present config.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import functools
+import math
+from collections.abc import Callable
 from typing import Any, Protocol
 
+import torch
 from torch import nn
-from torch.optim import Optimizer
+from torch.optim import SGD, Adagrad, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
-from prime_rl.configs.orchestrator import OptimConfig
-from prime_rl.trainer.flat import FlatWeights, Moments
-from prime_rl.trainer.optimizers import NEEDS_MATRICES, check_state, make_optimizer
-from prime_rl.trainer.runs import MultiRunManager
+from prime_rl.configs.orchestrator import OptimConfig, OrchestratorConfig, SchedulerConfig
+from prime_rl.trainer.muon import Muon
 from prime_rl.trainer.world import World
 
+Params = list[nn.Parameter]
+# An optimizer's state: by number of the parameter, its own names and values.
+Moments = dict[int, dict[str, Any]]
 
-class PostCreationCallback(Protocol):
-    """Called on all ranks with each new optimizer and its slot."""
+# Look at the shape of each weight matrix; the others take all weights of a run as one vector.
+NEEDS_MATRICES = ("muon",)
 
-    def __call__(self, optimizer: Optimizer, run_idx: int, /) -> None: ...
+# Decay is zero here: `make_optimizer` does it for all alike. With no decay Adam is AdamW.
+_MAKERS: dict[str, Callable[[Params, OptimConfig], Optimizer]] = {
+    "adamw": lambda params, config: AdamW(params, config.lr, config.betas, weight_decay=0.0, fused=True),
+    "adam": lambda params, config: AdamW(params, config.lr, config.betas, weight_decay=0.0, fused=True),
+    "nadam": lambda params, config: NAdam(params, config.lr, config.betas),
+    "radam": lambda params, config: RAdam(params, config.lr, config.betas),
+    "adamax": lambda params, config: Adamax(params, config.lr, config.betas),
+    "rmsprop": lambda params, config: RMSprop(params, config.lr, config.betas[1]),
+    "adagrad": lambda params, config: Adagrad(params, config.lr),
+    "sgd": lambda params, config: SGD(params, config.lr, config.betas[0]),
+    "muon": lambda params, config: Muon(params, lr=config.lr, momentum=config.betas[0]),
+}
 
 
 class RunWeights(Protocol):
@@ -58,110 +77,163 @@ class RunWeights(Protocol):
         """The reverse."""
 
 
-@dataclass(frozen=True)
-class _RunOptimizer:
-    config: OptimConfig
-    optimizer: Optimizer
-    weights: RunWeights
-
-
-class MultiLoRAOptimizer:
-    """The optimizers of all slots; made and dropped with their runs.
+class RunOptimizer:
+    """Optimizer and schedule of one run, for its `weights`, which are kept in `dtype`; it stands after `step` updates.
 
     Attributes:
-        optimizers: by slot; None where no run is.
+        optimizer, scheduler: torch's own.
     """
 
-    def __init__(self, manager: MultiRunManager, world: World) -> None:
-        self.optimizers: list[Optimizer | None] = [None] * manager.max_runs
-        self._manager = manager
+    def __init__(
+        self, config: OrchestratorConfig, weights: RunWeights, dtype: torch.dtype, world: World, step: int = 0
+    ) -> None:
+        self._config = config
+        self._weights = weights
         self._world = world
-        self._runs: dict[int, _RunOptimizer] = {}
-        self._post_creation: list[PostCreationCallback] = []
+        params = weights.matrices if config.optim.type in NEEDS_MATRICES else weights.vectors
+        self.optimizer = make_optimizer(config.optim, params, dtype)
+        self.scheduler = make_scheduler(self.optimizer, config, step)
 
-    def register_post_creation_callback(self, callback: PostCreationCallback) -> None:
-        """`callback` gets every optimizer that is made from now on, in the order of registration."""
-        self._post_creation.append(callback)
+    @property
+    def lr(self) -> float:
+        return float(self.optimizer.param_groups[0]["lr"])
 
-    def creation_hook(self, run_idx: int, run_id: str) -> None:
-        config, weights = self._manager.config[run_idx].optim, self._weights_of(run_idx)
-        params = weights.matrices if config.type in NEEDS_MATRICES else weights.vectors
-        optimizer = make_optimizer(config, params, self._manager.dtype_of(run_idx))
-        self._runs[run_idx] = _RunOptimizer(config, optimizer, weights)
-        self.optimizers[run_idx] = optimizer
-        for callback in self._post_creation:
-            callback(optimizer, run_idx)
-
-    def deletion_hook(self, run_idx: int, run_id: str) -> None:
-        self.optimizers[run_idx] = None
-        run = self._runs.pop(run_idx, None)
-        if run is not None:
-            run.weights.drop_gradients()
-
-    def lr(self, run_idx: int) -> float:
-        return float(self._runs[run_idx].optimizer.param_groups[0]["lr"])
-
-    def step(self) -> None:
-        """Update every run that is ready from the gradients of all ranks. A collective."""
-        for run_idx in self._manager.ready_to_update_idxs:
-            self.step_run(run_idx, self.reduce_gradients(run_idx))
-
-    def reduce_gradients(self, run_idx: int) -> float:
+    def reduce_gradients(self) -> float:
         """Sum the run's gradients over ranks and return their norm. A collective.
 
         A rank that had no row of the run adds zeros. The result is the same to the last bit on all ranks.
         """
-        return self._runs[run_idx].weights.begin(self._world)
+        return self._weights.begin(self._world)
 
-    def step_run(self, run_idx: int, grad_norm: float) -> None:
-        """Clip to the run's own `max_norm`, update, drop the gradients."""
-        run = self._runs[run_idx]
-        limit = run.config.max_norm
+    def step(self, grad_norm: float) -> bool:
+        """Clip to the run's own `max_norm`, update, drop the gradients; whether all weights are finite after it.
+
+        A collective where the weights are sharded. The rate stays until `next_rate`.
+        """
+        limit = self._config.optim.max_norm
         if 0 < limit < grad_norm:
-            run.weights.scale_gradients(limit / grad_norm)
-        run.optimizer.step()
-        run.weights.finish()
-        run.weights.drop_gradients()
+            self._weights.scale_gradients(limit / grad_norm)
+        self.optimizer.step()
+        self._weights.finish()
+        self.drop_gradients()
+        return self._weights.is_finite(self._world)
 
-    def is_finite(self, run_idx: int) -> bool:
-        """Whether all weights of the run are finite after its update. A collective where they are sharded."""
-        return self._runs[run_idx].weights.is_finite(self._world)
+    def next_rate(self) -> None:
+        """The learning rate of the next update."""
+        self.scheduler.step()
 
-    def drop_gradients(self, run_idx: int) -> None:
-        """Forget what was accumulated for the run."""
-        self._runs[run_idx].weights.drop_gradients()
+    def drop_gradients(self) -> None:
+        """Forget what was accumulated."""
+        self._weights.drop_gradients()
 
-    def state_dict(self, run_idx: int) -> dict[str, Any]:
-        """Moments of the run's optimizer, with the names they belong to. Tensors and plain values only.
+    def state_dict(self) -> dict[str, Any]:
+        """Moments with the names they belong to, and the steps that the schedule counted. Tensors and plain values.
 
         A collective where the weights are sharded; rank 0 alone has the whole then.
         """
-        run = self._runs[run_idx]
-        return {
-            "type": run.config.type,
-            "names": run.weights.names,
-            "num_weights": run.weights.num_weights,
-            "state": run.weights.join_state(run.optimizer.state_dict()["state"], self._world),
+        moments = {
+            "type": self._config.optim.type,
+            "names": self._weights.names,
+            "num_weights": self._weights.num_weights,
+            "state": self._weights.join_state(self.optimizer.state_dict()["state"], self._world),
         }
+        return {"optimizer": moments, "scheduler": {"step": self.scheduler.last_epoch}}
 
-    def load_state_dict(self, run_idx: int, saved: dict[str, Any]) -> None:
-        """Take over saved moments; rates and constants stay those of the run's config. Raises ValueError."""
-        run = self._runs[run_idx]
-        if saved["type"] != run.config.type:
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        """Take over saved moments and steps; rates and constants stay those of the run's config. Raises ValueError."""
+        self._load_moments(saved["optimizer"])
+        step = saved["scheduler"].get("step")
+        if not isinstance(step, int) or step < 0:
+            raise ValueError(f"the saved scheduler is at step {step!r}")
+        self.scheduler = make_scheduler(self.optimizer, self._config, step)
+
+    def _load_moments(self, saved: dict[str, Any]) -> None:
+        config, weights = self._config.optim, self._weights
+        if saved["type"] != config.type:
             raise ValueError(
                 f"the checkpoint has the state of {saved['type']!r}, the config asks for optim.type = "
-                f"{run.config.type!r}; change it back, or start over with ckpt.resume_step = 0"
+                f"{config.type!r}; change it back, or start over with ckpt.resume_step = 0"
             )
-        if saved["names"] != run.weights.names:
+        if saved["names"] != weights.names:
             raise ValueError("the checkpoint has other target modules than the model")
-        if saved["num_weights"] != run.weights.num_weights:
-            raise ValueError(
-                f"the checkpoint is of {saved['num_weights']} weights, the run has {run.weights.num_weights}"
-            )
-        groups = run.optimizer.state_dict()["param_groups"]
-        state = run.weights.cut_state(saved["state"])
-        check_state(run.config, run.optimizer.param_groups[0]["params"], state)
-        run.optimizer.load_state_dict({"state": state, "param_groups": groups})
+        if saved["num_weights"] != weights.num_weights:
+            raise ValueError(f"the checkpoint is of {saved['num_weights']} weights, the run has {weights.num_weights}")
+        groups = self.optimizer.state_dict()["param_groups"]
+        state = weights.cut_state(saved["state"])
+        check_state(config, self.optimizer.param_groups[0]["params"], state)
+        self.optimizer.load_state_dict({"state": state, "param_groups": groups})
 
-    def _weights_of(self, run_idx: int) -> RunWeights:
-        return FlatWeights(self._manager.get_named_parameters_for_run(run_idx), self._manager.rank_of(run_idx))
+
+def make_optimizer(config: OptimConfig, params: Params, dtype: torch.dtype = torch.float32) -> Optimizer:
+    """The optimizer of a run whose weights are kept in `dtype` (the parameters themselves are float32)."""
+    optimizer = _MAKERS[config.type](params, config)
+    if config.weight_decay:
+        optimizer.register_step_pre_hook(lambda opt, args, kwargs: _decay(opt, config.weight_decay))
+    if dtype != torch.float32:
+        optimizer.register_step_post_hook(lambda opt, args, kwargs: round_to(dtype, params))
+    return optimizer
+
+
+def check_state(config: OptimConfig, params: Params, state: dict[Any, Any]) -> None:
+    """Raises ValueError when `state` (by number of the parameter) is not what this optimizer has after a step.
+
+    torch takes any state and fails at the next update, where one run's damaged file would stop them all.
+    """
+    probe = nn.Parameter(torch.zeros(1, 1))
+    probe.grad = torch.zeros(1, 1)
+    optimizer = _MAKERS[config.type]([probe], config)
+    optimizer.step()
+    for number, values in state.items():
+        if number not in range(len(params)) or not isinstance(values, dict):
+            raise ValueError(f"the checkpoint has moments of parameter {number!r}, the run has {len(params)}")
+        for key in optimizer.state[probe].keys() | values.keys():
+            found, expected = _kind(values.get(key), 1), _kind(optimizer.state[probe].get(key), params[number].numel())
+            if found != expected:
+                raise ValueError(f"the checkpoint has {found} for {key!r} of parameter {number}, not {expected}")
+
+
+def _kind(value: Any, num_weights: int) -> str:
+    """Type and size of a part of a state; each number that is not a mere count belongs to `num_weights` weights."""
+    if not isinstance(value, torch.Tensor):
+        return type(value).__name__
+    return (
+        f"{value.dtype} of {value.numel() * num_weights} numbers" if value.dim() else f"{value.dtype} of no dimension"
+    )
+
+
+@torch.no_grad()
+def round_to(dtype: torch.dtype, params: Params) -> None:
+    """Round values to what `dtype` can hold; the parameters keep their own type."""
+    for param in params:
+        param.copy_(param.to(dtype))
+
+
+@torch.no_grad()
+def _decay(optimizer: Optimizer, weight_decay: float) -> None:
+    groups: list[dict[str, Any]] = optimizer.param_groups
+    for group in groups:
+        for param in group["params"]:
+            param.mul_(1.0 - group["lr"] * weight_decay)
+
+
+def lr_factor(config: SchedulerConfig, max_steps: int, step: int) -> float:
+    """Learning rate over its peak for the update after `step` updates.
+
+    The warm-up rises from zero but the first update already moves: its factor is 1 / (warmup_steps + 1).
+    """
+    if step < config.warmup_steps:
+        return (step + 1) / (config.warmup_steps + 1)
+    if config.type == "constant":
+        return 1.0
+    done = min(1.0, (step - config.warmup_steps) / max(1, max_steps - config.warmup_steps))
+    left = 1.0 - done if config.type == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
+    return config.min_lr_ratio + (1.0 - config.min_lr_ratio) * left
+
+
+def make_scheduler(optimizer: Optimizer, config: OrchestratorConfig, step: int) -> LRScheduler:
+    """A scheduler that stands after `step` updates, and has set the rate of the next one."""
+    for group in optimizer.param_groups:
+        group["initial_lr"] = config.optim.lr
+    factor = functools.partial(lr_factor, config.scheduler, config.max_steps)
+    # torch counts "epochs" and makes one step at the start.
+    return LambdaLR(optimizer, factor, last_epoch=step - 1)

@@ -14,7 +14,7 @@ from prime_rl.contract.layout import list_rollout_steps
 from prime_rl.contract.types import MicroBatch, TrainingBatch
 from prime_rl.trainer.intake import BatchLimits, take_batch
 from prime_rl.trainer.packing import RowQueue, blank_micro_batch, rows_of, to_micro_batch
-from prime_rl.trainer.runs import MultiRunManager
+from prime_rl.trainer.runs import MultiRunManager, TrainerRun
 from prime_rl.trainer.runs.sync import ReadyRun
 
 
@@ -43,21 +43,18 @@ class Packer:
         self._vocab_size = vocab_size
         self._num_ranks = num_ranks
         self._queue = RowQueue(max_tokens, packs)
-        self._in_work: dict[int, ReadyRun] = {}
 
-    def discovered_hook(self, run_idx: int, run_id: str, config: object) -> None:
-        """Refuse a run whose next batch can never come, instead of waiting for it in silence."""
-        run, step = self._manager.run_dir(run_idx), self._manager.progress[run_idx].step + 1
-        steps = list_rollout_steps(run)
+    def admitted(self, run: TrainerRun) -> None:
+        """Refuse a run whose next batch can never come, instead of waiting for it in silence. Raises ValueError."""
+        step, steps = run.progress.step + 1, list_rollout_steps(run.dir)
         if steps and step not in steps and steps[-1] > step:
             raise ValueError(
-                f"it is at step {step - 1}, but {run.rollout_file(step)} is missing while step {steps[-1]} exists; "
+                f"it is at step {step - 1}, but {run.dir.rollout_file(step)} is missing while step {steps[-1]} exists; "
                 "put the file back, or start over with ckpt.resume_step = 0"
             )
 
-    def forgotten_hook(self, run_idx: int, run_id: str) -> None:
-        self._queue.drop(run_idx)
-        self._in_work.pop(run_idx, None)
+    def forgotten(self, run: TrainerRun) -> None:
+        self._queue.drop(run.run_idx)
 
     def get_batch(self, held: Collection[str] = ()) -> dict[int, TrainingBatch]:
         """Take in the next batch of each run that has none in work: by slot, those that came.
@@ -66,46 +63,51 @@ class Packer:
         run that has no batch.
         """
         batches = {}
-        for run_idx in self._manager.active_idxs:
-            if run_idx in self._in_work or self._manager.idx_2_id[run_idx] in held:
-                continue
-            if (batch := self._take_in(run_idx)) is not None:
-                batches[run_idx] = batch
+        for run in self._manager.active:
+            if run.in_work is None and run.run_id not in held and (batch := self._take_in(run)) is not None:
+                batches[run.run_idx] = batch
         return batches
 
-    def _take_in(self, run_idx: int) -> TrainingBatch | None:
-        run, step = self._manager.run_dir(run_idx), self._manager.progress[run_idx].step + 1
-        path, config = run.rollout_file(step), self._manager.config[run_idx]
+    def _take_in(self, run: TrainerRun) -> TrainingBatch | None:
+        step, config = run.progress.step + 1, run.config
         batch: TrainingBatch | None = None
-        with self._manager.run_boundary(run_idx, f"reading rollouts/step_{step}"):
-            batch = take_batch(path, BatchLimits.of(config, run.run_id, step, self._vocab_size))
+        with self._manager.run_boundary(run, f"reading rollouts/step_{step}"):
+            limits = BatchLimits.of(config, run.run_id, step, self._vocab_size)
+            batch = take_batch(run.dir.rollout_file(step), limits)
             if batch is not None:
                 num_tokens = sum(len(sample.token_ids) for sample in batch.samples)
-                self._queue.add(run_idx, rows_of(run_idx, batch.samples, config.loss.mean, config.loss_length))
-                self._in_work[run_idx] = ReadyRun(run_idx, num_tokens, len(batch.samples))
+                self._queue.add(run.run_idx, rows_of(run.run_idx, batch.samples, config.loss.mean, config.loss_length))
+                run.in_work = ReadyRun(run.run_idx, num_tokens, len(batch.samples))
         return batch
 
     def pack(self, held: Collection[str] = ()) -> Pack | None:
         """Take in what came, but not of the runs in `held`; the next pass of each rank, or None when no rows wait."""
         self.get_batch(held)
-        for run_idx in set(self._in_work) - set(self._manager.active_idxs):
-            self._queue.drop(run_idx)
+        for run in self._manager.used:
+            if run.leaving is not None:
+                self._queue.drop(run.run_idx)
         if not self._queue:
             return None
         hands = self._queue.next_pack(self._num_ranks)
         rows = [row for hand in hands for row in hand]
-        base_pass = any(self._manager.config[row.run_idx].loss.kl_coef for row in rows)
+        runs = [self._manager.run(run_idx) for run_idx in sorted({row.run_idx for row in rows})]
+        base_pass = any(run.config.loss.kl_coef for run in runs)
         blanks = [blank_micro_batch(rows, base_pass) for _ in range(self._num_ranks - len(hands))]
-        done = [idx for idx in sorted({row.run_idx for row in rows}) if not self._queue.num_waiting(idx)]
-        micro_batches = [to_micro_batch(hand, base_pass) for hand in hands]
-        return Pack([*micro_batches, *blanks], [self._in_work.pop(idx) for idx in done])
+        ready = [self._finished(run) for run in runs if not self._queue.num_waiting(run.run_idx)]
+        return Pack([*(to_micro_batch(hand, base_pass) for hand in hands), *blanks], ready)
+
+    @staticmethod
+    def _finished(run: TrainerRun) -> ReadyRun:
+        """The batch of a run whose last rows were handed out."""
+        batch, run.in_work = run.in_work, None
+        assert batch is not None, "rows come from a batch"
+        return batch
 
     def waits_for(self) -> str | None:
         """What the trainer waits for when nothing is in work, in words; None when rows wait."""
         if self._queue:
             return None
-        ids, progress = self._manager.idx_2_id, self._manager.progress
-        wanted = [f"{ids[idx]} (step {progress[idx].step + 1})" for idx in self._manager.active_idxs]
+        wanted = [f"{run.run_id} (step {run.progress.step + 1})" for run in self._manager.active]
         return f"a batch of {_or(wanted)}" if wanted else None
 
 

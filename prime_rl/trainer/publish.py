@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from prime_rl.trainer.broadcast import FileSystemWeightBroadcast
 from prime_rl.trainer.checkpoint import CheckpointManager, is_due
 from prime_rl.trainer.metrics import MetricsWriter, PhaseTimer, StatusReporter
 from prime_rl.trainer.retention import prune
-from prime_rl.trainer.runs import MultiRunManager
+from prime_rl.trainer.runs import MultiRunManager, TrainerRun
 from prime_rl.trainer.runs.hooks import error_text
 from prime_rl.trainer.runs.sync import ReadyRun
 from prime_rl.trainer.snapshot import RunSnapshot, Snapshots
@@ -46,38 +47,46 @@ class Publisher:
         self._status = status
         self._writer = writer
 
-    def after_update(self, run_idx: int, ready: ReadyRun, report: UpdateReport, timer: PhaseTimer) -> None:
+    def resume(self, run: TrainerRun) -> None:
+        """A run has its slot: the version that it resumes from is published if it is gone, and reported."""
+        if run.progress.step:
+            self._broadcast.publish(RunSnapshot.of(run, self._snapshots.weights(run), state=None))
+        if run.progress.step >= run.config.max_steps:
+            self._manager.finish_run(run)
+        self._status.published(run, replace(run.progress))
+
+    def after_update(self, run: TrainerRun, ready: ReadyRun, report: UpdateReport, timer: PhaseTimer) -> None:
         """Make the update known. `timer` has the phases since the last update of any run, and is emptied."""
         if report.problem is not None:
-            self._manager.evict_run(run_idx, report.problem)
+            self._manager.evict_run(run.run_idx, report.problem)
         else:
-            with self._manager.run_boundary(run_idx, f"handing over version {report.step}"):
-                self._hand_over(run_idx, ready, report, timer)
-            if report.step >= self._manager.config[run_idx].max_steps:
-                self._finish(run_idx)
+            with self._manager.run_boundary(run, f"handing over version {report.step}"):
+                self._hand_over(run, ready, report, timer)
+            if report.step >= run.config.max_steps:
+                self._finish(run)
         self._status.updated(timer.take(), ready.num_tokens)
 
-    def _hand_over(self, run_idx: int, ready: ReadyRun, report: UpdateReport, timer: PhaseTimer) -> None:
+    def _hand_over(self, run: TrainerRun, ready: ReadyRun, report: UpdateReport, timer: PhaseTimer) -> None:
         with timer("broadcast"):
-            weights = self._snapshots.weights(run_idx)
+            weights = self._snapshots.weights(run)
         with timer("checkpoint"):
-            due = is_due(self._manager.config[run_idx], report.step)
-            snapshot = self._snapshots.of(run_idx, weights, self._snapshots.state(run_idx) if due else None)
+            state = self._snapshots.state(run) if is_due(run.config, report.step) else None
+            snapshot = RunSnapshot.of(run, weights, state)
         self._writer.submit(
             WriteJob(
-                snapshot.run.run_id,
-                f"version {report.step} of {snapshot.run.run_id}",
-                partial(self._write, snapshot, ready, report),
-                partial(self._status.published, run_idx, snapshot.progress),
+                run.run_id,
+                f"version {report.step} of {run.run_id}",
+                partial(self._write, run, snapshot, ready, report),
+                partial(self._status.published, run, snapshot.progress),
             )
         )
 
-    def _finish(self, run_idx: int) -> None:
+    def _finish(self, run: TrainerRun) -> None:
         """A run that is finished is never written again: what happens to its last version is waited for."""
-        self._writer.finish(self._manager.idx_2_id[run_idx], self._idle)
+        self._writer.finish(run.run_id, self._idle)
         self.collect()
-        if run_idx in self._manager.active_idxs:
-            self._manager.finish_run(run_idx)
+        if run.leaving is None:
+            self._manager.finish_run(run)
 
     def full(self) -> dict[str, str]:
         """Takes in what the writer did; returns the runs that wait for the disk, each with what for, in words."""
@@ -91,25 +100,25 @@ class Publisher:
     def collect(self) -> None:
         """Take in what the writer did: report what was published, evict what could not be."""
         for result in self._writer.take_results():
-            run_idx = self._manager.id_2_idx.get(result.job.run_id)
+            run = self._manager.run_of(result.job.run_id)
             if result.problem is None:
                 result.job.then()
-            elif result.problem and run_idx is not None and run_idx in self._manager.active_idxs:
-                self._manager.evict_run(run_idx, result.problem)
+            elif result.problem and run is not None and run.leaving is None:
+                self._manager.evict_run(run.run_idx, result.problem)
 
-    def forgotten_hook(self, run_idx: int, run_id: str) -> None:
+    def forgotten(self, run: TrainerRun) -> None:
         """The slot is about to be free: what the run made is written first."""
         try:
-            self._writer.finish(run_id, self._idle)
+            self._writer.finish(run.run_id, self._idle)
         finally:
-            self._writer.forget(run_id)
+            self._writer.forget(run.run_id)
 
     def before_exit(self) -> None:
         """Save every run after its last complete update, so that a stop loses nothing that was done."""
         self._writer.finish(idle=self._idle)
         self.collect()
-        for run_idx in self._manager.active_idxs:
-            snapshot = self._snapshots.whole(run_idx)
+        for run in self._manager.active:
+            snapshot = self._snapshots.whole(run)
             what = f"the last checkpoint of {snapshot.run.run_id}"
             self._writer.submit(
                 WriteJob(snapshot.run.run_id, what, partial(self._write_checkpoint, snapshot), lambda: None)
@@ -127,22 +136,22 @@ class Publisher:
 
     # The writer's thread
 
-    def _write(self, snapshot: RunSnapshot, ready: ReadyRun, report: UpdateReport) -> None:
-        run, step = snapshot.run, snapshot.progress.step
+    def _write(self, run: TrainerRun, snapshot: RunSnapshot, ready: ReadyRun, report: UpdateReport) -> None:
+        folder, step = snapshot.run, snapshot.progress.step
         timer = PhaseTimer()
         # A run has finished when its last version is published, and is not written again: its checkpoint comes first.
         is_last = step >= snapshot.config.max_steps
         if is_last:
             self._checkpoint(snapshot, timer)
-        with timer("broadcast"), _blamed(snapshot, f"publishing version {step}", run.broadcast_dir(step)):
+        with timer("broadcast"), _blamed(snapshot, f"publishing version {step}", folder.broadcast_dir(step)):
             self._broadcast.publish(snapshot)
         if not is_last:
             self._checkpoint(snapshot, timer)
         own_s = {phase: timer.seconds[phase] for phase in ("broadcast", "checkpoint")}
-        with _blamed(snapshot, f"telling of step {step}", run.trainer_metrics):
+        with _blamed(snapshot, f"writing the metrics of step {step}", folder.trainer_metrics):
             self._metrics.write(run, ready, report, own_s)
-        with _blamed(snapshot, "removing what is old", run.path):
-            prune(run, snapshot.config.ckpt)
+        with _blamed(snapshot, "removing what is old", folder.path):
+            prune(folder, snapshot.config.ckpt)
 
     def _checkpoint(self, snapshot: RunSnapshot, timer: PhaseTimer) -> None:
         """Save the run if its config asks for that at this step."""

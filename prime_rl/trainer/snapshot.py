@@ -18,9 +18,7 @@ from prime_rl.configs.orchestrator import OrchestratorConfig
 from prime_rl.configs.shared import LoRAConfig
 from prime_rl.contract.layout import RunDir
 from prime_rl.lora.adapter_state import load_peft, save_peft
-from prime_rl.trainer.optim import MultiLoRAOptimizer
-from prime_rl.trainer.runs import MultiRunManager, Progress
-from prime_rl.trainer.scheduler import MultiLoRAScheduler
+from prime_rl.trainer.runs import MultiRunManager, Progress, TrainerRun
 
 
 class WeightsSnapshot(Protocol):
@@ -69,6 +67,11 @@ class RunSnapshot:
     weights: WeightsSnapshot
     state: dict[str, Any] | None
 
+    @classmethod
+    def of(cls, run: TrainerRun, weights: WeightsSnapshot, state: dict[str, Any] | None) -> RunSnapshot:
+        """The parts together, with the progress of this moment."""
+        return cls(run.dir, run.inode, run.config, replace(run.progress), weights, state)
+
     def is_at_home(self) -> bool:
         """Whether the folder is still the run's own: not deleted, and not another one of the same name."""
         try:
@@ -86,88 +89,63 @@ class Snapshots(ABC):
 
     maps_files = False
 
-    def __init__(self, manager: MultiRunManager, optimizer: MultiLoRAOptimizer, scheduler: MultiLoRAScheduler) -> None:
+    def __init__(self, manager: MultiRunManager) -> None:
         self._manager = manager
-        self._optimizer = optimizer
-        self._scheduler = scheduler
 
     @abstractmethod
-    def collect(self, run_idx: int, *, with_state: bool) -> None:
+    def collect(self, run: TrainerRun, *, with_state: bool) -> None:
         """All ranks, after an update: gather on rank 0 what is sharded. A collective."""
 
     @abstractmethod
-    def weights(self, run_idx: int) -> WeightsSnapshot:
-        """The weights of a slot as they stand."""
+    def weights(self, run: TrainerRun) -> WeightsSnapshot:
+        """The weights of a run as they stand."""
 
     @abstractmethod
-    def read(self, run_idx: int, folder: Path) -> dict[str, Tensor]:
+    def read(self, run: TrainerRun, folder: Path) -> dict[str, Tensor]:
         """What the weights' `save` wrote. ValueError or OSError when it is damaged or does not fit the run's config."""
 
-    def state(self, run_idx: int) -> dict[str, Any]:
+    def state(self, run: TrainerRun) -> dict[str, Any]:
         """What a run needs besides its adapter to go on to the last bit: moments, schedule, random numbers."""
-        live = {
-            "optimizer": self._optimizer.state_dict(run_idx),
-            "scheduler": self._scheduler.state_dict(run_idx),
-            "generator": self._manager.generators[run_idx].get_state(),
-        }
-        copied: dict[str, Any] = copy_to_cpu(live)
+        copied: dict[str, Any] = copy_to_cpu({**run.training.state_dict(), "generator": run.generator.get_state()})
         return copied
 
-    def of(self, run_idx: int, weights: WeightsSnapshot, state: dict[str, Any] | None) -> RunSnapshot:
-        """The parts together, with the progress of this moment."""
-        manager = self._manager
-        return RunSnapshot(
-            manager.run_dir(run_idx),
-            manager.inode_of(run_idx),
-            manager.config[run_idx],
-            replace(manager.progress[run_idx]),
-            weights,
-            state,
-        )
-
-    def whole(self, run_idx: int) -> RunSnapshot:
+    def whole(self, run: TrainerRun) -> RunSnapshot:
         """All of a run, for a checkpoint."""
-        return self.of(run_idx, self.weights(run_idx), self.state(run_idx))
+        return RunSnapshot.of(run, self.weights(run), self.state(run))
 
-    def restore(self, run_idx: int, weights: dict[str, Tensor], state: dict[str, Any]) -> None:
+    def restore(self, run: TrainerRun, weights: dict[str, Tensor], state: dict[str, Any]) -> None:
         """Put what `whole` took back into a slot. Raises ValueError when it does not fit the run's config."""
-        self._manager.load_state_dict_for_run(run_idx, weights)
-        self._optimizer.load_state_dict(run_idx, state["optimizer"])
-        self._scheduler.load_state_dict(run_idx, state["scheduler"])
-        self._manager.generators[run_idx].set_state(state["generator"])
+        self._manager.load_state_dict_for_run(run.run_idx, weights)
+        run.training.load_state_dict(state)
+        run.generator.set_state(state["generator"])
 
 
 class AdapterSnapshots(Snapshots):
     """Snapshots of adapters, which are whole on every rank."""
 
-    def __init__(
-        self,
-        manager: MultiRunManager,
-        optimizer: MultiLoRAOptimizer,
-        scheduler: MultiLoRAScheduler,
-        base_model: str,
-        lora: LoRAConfig,
-    ) -> None:
-        super().__init__(manager, optimizer, scheduler)
+    def __init__(self, manager: MultiRunManager, base_model: str, lora: LoRAConfig) -> None:
+        super().__init__(manager)
         self._base_model = base_model
         self._lora = lora
 
-    def collect(self, run_idx: int, *, with_state: bool) -> None:
+    def collect(self, run: TrainerRun, *, with_state: bool) -> None:
         """There is nothing to put together."""
 
-    def weights(self, run_idx: int) -> AdapterSnapshot:
+    def weights(self, run: TrainerRun) -> AdapterSnapshot:
         return AdapterSnapshot(
-            self._manager.get_state_dict_for_run(run_idx),
-            self._manager.rank_of(run_idx),
-            self._manager.alpha_of(run_idx),
+            self._manager.get_state_dict_for_run(run.run_idx),
+            self._manager.rank_of(run.run_idx),
+            self._manager.alpha_of(run.run_idx),
             self._lora.target_modules,
             self._base_model,
         )
 
-    def read(self, run_idx: int, folder: Path) -> dict[str, Tensor]:
-        own_bytes = sum(t.numel() * t.element_size() for t in self._manager.get_state_dict_for_run(run_idx).values())
+    def read(self, run: TrainerRun, folder: Path) -> dict[str, Tensor]:
+        own_bytes = sum(
+            t.numel() * t.element_size() for t in self._manager.get_state_dict_for_run(run.run_idx).values()
+        )
         tensors, config = load_peft(folder, limit=own_bytes + ADAPTER_HEAD_BYTES)
-        rank = self._manager.rank_of(run_idx)
+        rank = self._manager.rank_of(run.run_idx)
         if config.rank != rank:
             raise ValueError(
                 f"{folder} has rank {config.rank}, the config asks for model.lora.rank = {rank}; "

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections import defaultdict
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -18,11 +17,9 @@ import torch
 from prime_rl.contract.types import MicroBatch
 from prime_rl.trainer.loss_report import LossSums, row_statistics, sums_by_run
 from prime_rl.trainer.model import PolicyModel
-from prime_rl.trainer.optim import MultiLoRAOptimizer
 from prime_rl.trainer.passes import forward_backward
-from prime_rl.trainer.runs import MultiRunManager
+from prime_rl.trainer.runs import MultiRunManager, TrainerRun
 from prime_rl.trainer.runs.sync import ReadyRun
-from prime_rl.trainer.scheduler import MultiLoRAScheduler
 from prime_rl.trainer.world import World
 
 
@@ -46,71 +43,51 @@ class UpdateReport:
 class TrainStep:
     """Collects the gradients of all runs and updates those that are ready."""
 
-    def __init__(
-        self,
-        model: PolicyModel,
-        manager: MultiRunManager,
-        optimizer: MultiLoRAOptimizer,
-        scheduler: MultiLoRAScheduler,
-        world: World,
-    ) -> None:
+    def __init__(self, model: PolicyModel, manager: MultiRunManager, world: World) -> None:
         self._model = model
         self._manager = manager
-        self._optimizer = optimizer
-        self._scheduler = scheduler
         self._world = world
-        self._sums: dict[int, LossSums] = defaultdict(LossSums)
-        self._pass_s: dict[int, float] = defaultdict(float)
-
-    def deletion_hook(self, run_idx: int, run_id: str) -> None:
-        self._sums.pop(run_idx, None)
-        self._pass_s.pop(run_idx, None)
 
     def forward_backward(self, batch: MicroBatch) -> float:
         """One pass; adds to the gradients and sums of the runs in `batch`. Returns the seconds it took."""
         start = time.perf_counter()
-        configs_R = [self._manager.config[run_idx].loss for run_idx in batch.run_idxs]
-        found = forward_backward(self._model, batch, configs_R, self._world.device)
+        runs_R = [self._manager.run(run_idx) for run_idx in batch.run_idxs]
+        found = forward_backward(self._model, batch, [run.config.loss for run in runs_R], self._world.device)
         if found is None:
             return time.perf_counter() - start
-        num_rows = {run_idx: len(list(same)) for run_idx, same in groupby(batch.run_idxs)}
+        num_rows = {run: len(list(same)) for run, same in groupby(runs_R)}
         statistics = row_statistics(found.inputs, found.losses, found.entropy_RK)
         sums = sums_by_run(statistics, list(num_rows.values()))
         seconds = time.perf_counter() - start
-        for run_idx, sums_of_run in zip(num_rows, sums, strict=True):
-            self._sums[run_idx].add(sums_of_run)
-            self._pass_s[run_idx] += seconds
+        for run, sums_of_run in zip(num_rows, sums, strict=True):
+            run.sums.add(sums_of_run)
+            run.pass_s += seconds
         return seconds
 
-    def update(self, run_idx: int, ready: ReadyRun) -> UpdateReport:
+    def update(self, run: TrainerRun, batch: ReadyRun) -> UpdateReport:
         """Update one run from what was collected. A collective: all ranks call it, for the same runs in one order."""
         start = time.perf_counter()
-        sums = self._reduced_sums(run_idx)
-        grad_norm = self._optimizer.reduce_gradients(run_idx)
-        lr = self._optimizer.lr(run_idx)
-        step = self._manager.progress[run_idx].step + 1
-        problem = None
-        is_finite = math.isfinite(sums.loss) and math.isfinite(grad_norm)
-        if is_finite:
-            self._optimizer.step_run(run_idx, grad_norm)
-        if is_finite and self._optimizer.is_finite(run_idx):
-            self._scheduler.step_run(run_idx)
-            progress = self._manager.progress[run_idx]
-            progress.step = step
-            progress.total_tokens += ready.num_tokens
-            progress.total_samples += ready.num_samples
-        else:
-            what = "the weights after it" if is_finite else "its loss or gradient"
+        sums, pass_s = self._reduced(run.sums), run.pass_s
+        run.sums, run.pass_s, run.ready = LossSums(), 0.0, False
+        optimizer, progress = run.training, run.progress
+        grad_norm, lr = optimizer.reduce_gradients(), optimizer.lr
+        problem = "its loss or gradient"
+        if math.isfinite(sums.loss) and math.isfinite(grad_norm):
+            problem = "" if optimizer.step(grad_norm) else "the weights after it"
+        step = progress.step + 1
+        if problem:
+            optimizer.drop_gradients()
             problem = (
-                f"update {step}: {what} are not finite: loss {sums.loss:g}, gradient norm {grad_norm:g}, lr {lr:g}"
+                f"update {step}: {problem} are not finite: loss {sums.loss:g}, gradient norm {grad_norm:g}, lr {lr:g}"
             )
-            self._optimizer.drop_gradients(run_idx)
-        self._manager.ready_to_update[run_idx] = False
+        else:
+            optimizer.next_rate()
+            progress.step = step
+            progress.total_tokens += batch.num_tokens
+            progress.total_samples += batch.num_samples
         seconds = time.perf_counter() - start
-        pass_s, compares = self._pass_s.pop(run_idx, 0.0), self._manager.config[run_idx].loss.kl_coef > 0
-        return UpdateReport(step, sums, grad_norm, lr, seconds, pass_s, problem, compares)
+        return UpdateReport(step, sums, grad_norm, lr, seconds, pass_s, problem or None, run.config.loss.kl_coef > 0)
 
-    def _reduced_sums(self, run_idx: int) -> LossSums:
-        mine = self._sums.pop(run_idx, LossSums())
+    def _reduced(self, mine: LossSums) -> LossSums:
         # On the CPU, in double precision: reports, small and rare.
         return LossSums(*self._world.sum(torch.tensor(mine.as_list(), dtype=torch.float64)).tolist())

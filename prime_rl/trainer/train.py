@@ -3,8 +3,8 @@
     python -m prime_rl.trainer.train @ trainer.toml [--a.b value]
     torchrun --nproc-per-node N -m prime_rl.trainer.train @ trainer.toml
 
-It reads top to bottom: parse, build, loop, clean up. Every rank runs the same loop; rank 0 alone looks at the disk,
-packs, and writes. Left to other processes: making rollouts, loading adapters into inference, starting and restarting.
+What is needed before torch is loaded, and how it ends; the trainer itself is in `loop`. Left to other processes:
+making rollouts, loading adapters into inference, starting and restarting.
 """
 
 from __future__ import annotations
@@ -16,17 +16,11 @@ from typing import TYPE_CHECKING
 
 from prime_rl.configs.base import ConfigError, parse_argv
 from prime_rl.configs.trainer import TrainerConfig
-from prime_rl.configs.validate import TrainerLimits
 from prime_rl.utils.allocator import give_back_large_blocks
 from prime_rl.utils.logger import complain, setup_logger
 from prime_rl.utils.signals import StopFlag
 
 if TYPE_CHECKING:
-    from prime_rl.trainer.data import DataLoader
-    from prime_rl.trainer.lead import Lead
-    from prime_rl.trainer.runs import MultiRunManager
-    from prime_rl.trainer.snapshot import Snapshots
-    from prime_rl.trainer.step import TrainStep
     from prime_rl.trainer.world import World
 
 
@@ -63,79 +57,9 @@ def main(argv: Sequence[str]) -> int:
 
 def train(config: TrainerConfig, world: World, stop: Callable[[], bool]) -> None:
     """Train every run that comes, until `stop`."""
-    from prime_rl.trainer.budget import with_a_budget
-    from prime_rl.trainer.checkpoint import CheckpointManager
-    from prime_rl.trainer.data import SETTLE_S, DataLoader, ReceivingSource
-    from prime_rl.trainer.lead import Lead, open_status
-    from prime_rl.trainer.model import load_model
-    from prime_rl.trainer.runs import setup_multi_run_manager
-    from prime_rl.trainer.runs.sync import Channel
-    from prime_rl.trainer.scheduler import MultiLoRAScheduler
-    from prime_rl.trainer.step import TrainStep
-    from prime_rl.trainer.tenancy import set_up_weights
+    from prime_rl.trainer.loop import Trainer
 
-    # The base model, and the runs that will share it (or, without adapters, the one that will change it).
-    status = open_status(config) if world.is_master else None
-    if world.is_master:
-        config = with_a_budget(config, world.device, world.size)
-    model = load_model(config.model, config.model.lora, config.max_concurrent_runs, world)
-    channel = Channel(world.store, world.rank, world.size, timeout_s=config.dist_timeout_s)
-    manager = setup_multi_run_manager(
-        config.output_dir,
-        config.max_concurrent_runs,
-        limits=TrainerLimits.of(config),
-        channel=channel,
-        settle_s=SETTLE_S,
-    )
-
-    # What every rank has for each run. Hooks are called in this order.
-    scheduler = MultiLoRAScheduler(manager)
-    optimizer, snapshots = set_up_weights(config.model, model, manager, scheduler, world)
-    optimizer.register_post_creation_callback(scheduler.scheduler_creation_hook)
-    checkpoints = CheckpointManager(manager, snapshots)
-    step = TrainStep(model, manager, optimizer, scheduler, world)
-    manager.register_deletion_hook(step.deletion_hook)
-    manager.register_deletion_hook(optimizer.deletion_hook)
-    manager.register_deletion_hook(scheduler.deletion_hook)
-    manager.register_creation_hook(optimizer.creation_hook)
-    manager.register_creation_hook(checkpoints.creation_hook)
-    lead: Lead | None = None
-    if status is not None:
-        sizes = {"vocab_size": model.vocab_size, "num_ranks": world.size}
-        lead = Lead(config, status, manager, optimizer, snapshots, checkpoints, **sizes, packs=model.packs, stop=stop)
-
-    loader = DataLoader(manager, lead.source if lead else ReceivingSource(manager))
-    loop(manager, loader, step, snapshots, lead)
-    # Only complete updates are saved; a batch that was cut short is trained on again.
-    for run_idx in sorted(manager.used_idxs):
-        snapshots.collect(run_idx, with_state=True)
-    if lead:
-        lead.close()
-
-
-def loop(
-    manager: MultiRunManager, loader: DataLoader, step: TrainStep, snapshots: Snapshots, lead: Lead | None
-) -> None:
-    """One pass over rows of many runs, then an update of each run whose batch is complete; until the trainer ends."""
-    from prime_rl.trainer.checkpoint import is_due
-    from prime_rl.trainer.metrics import PhaseTimer
-
-    timer = PhaseTimer()
-    while True:
-        with timer("wait"):
-            if not loader.wait_for_batch():
-                return
-        micro_batch, ready = loader.get_batch()
-        with timer("forward_backward"):
-            step.forward_backward(micro_batch)
-        for run_idx in manager.ready_to_update_idxs:
-            with timer("optim"):
-                report = step.update(run_idx, ready[run_idx])
-            if report.problem is None:
-                with timer("broadcast"):
-                    snapshots.collect(run_idx, with_state=is_due(manager.config[run_idx], report.step))
-            if lead:
-                lead.publisher.after_update(run_idx, ready[run_idx], report, timer)
+    Trainer(config, world, stop).train()
 
 
 if __name__ == "__main__":

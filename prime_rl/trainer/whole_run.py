@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from prime_rl.trainer.flat import Moments
-from prime_rl.trainer.optim import MultiLoRAOptimizer
-from prime_rl.trainer.runs import MultiRunManager
-from prime_rl.trainer.scheduler import MultiLoRAScheduler
+from prime_rl.trainer.optim import Moments
+from prime_rl.trainer.runs import MultiRunManager, TrainerRun
 from prime_rl.trainer.sharding import cut, join, part_here
 from prime_rl.trainer.snapshot import Snapshots
 from prime_rl.trainer.whole_model import ModelFiles, ModelSnapshot, load_weights
@@ -90,56 +89,50 @@ class ShardedWeights:
         }
 
 
-class WholeModelOptimizer(MultiLoRAOptimizer):
-    """The optimizer of the one slot, whose weights are sharded."""
+@dataclass(frozen=True)
+class Gathered:
+    """The run as `collect` put it together on rank 0; the other ranks have no tensors."""
 
-    def _weights_of(self, run_idx: int) -> ShardedWeights:
-        return ShardedWeights(self._manager.get_named_parameters_for_run(run_idx))
+    step: int
+    tensors: dict[str, Tensor]
+    state: dict[str, Any] | None = None
 
 
 class ModelSnapshots(Snapshots):
-    """Snapshots of the whole model, from what `collect` put together last. There is one slot."""
+    """Snapshots of the whole model, from what `collect` put together last (`TrainerRun.gathered`)."""
 
     maps_files = True
 
-    def __init__(
-        self,
-        manager: MultiRunManager,
-        optimizer: MultiLoRAOptimizer,
-        scheduler: MultiLoRAScheduler,
-        files: ModelFiles,
-    ) -> None:
-        super().__init__(manager, optimizer, scheduler)
+    def __init__(self, manager: MultiRunManager, files: ModelFiles) -> None:
+        super().__init__(manager)
         self._files = files
-        self._step: int | None = None
-        self._tensors: dict[str, Tensor] = {}
-        self._state: dict[str, Any] | None = None
 
-    def collect(self, run_idx: int, *, with_state: bool) -> None:
+    def collect(self, run: TrainerRun, *, with_state: bool) -> None:
         """Put the run together on rank 0 as it stands. A collective; nothing is done twice."""
-        step = self._manager.progress[run_idx].step
-        if self._step != step:
-            self._tensors = {}  # the old ones go before the new ones come
-            self._tensors = self._manager.get_state_dict_for_run(run_idx)
-            self._step, self._state = step, None
-        if with_state and self._state is None:
-            self._state = super().state(run_idx)
+        step = run.progress.step
+        if not isinstance(run.gathered, Gathered) or run.gathered.step != step:
+            run.gathered = None  # the old tensors go before the new ones come
+            run.gathered = Gathered(step, self._manager.get_state_dict_for_run(run.run_idx))
+        if with_state and run.gathered.state is None:
+            run.gathered = replace(run.gathered, state=super().state(run))
 
-    def weights(self, run_idx: int) -> ModelSnapshot:
-        assert self._step == self._manager.progress[run_idx].step, "collect comes first"
-        return ModelSnapshot(self._tensors, self._files)
+    def weights(self, run: TrainerRun) -> ModelSnapshot:
+        return ModelSnapshot(self._gathered(run).tensors, self._files)
 
-    def state(self, run_idx: int) -> dict[str, Any]:
-        assert self._state is not None and self._step == self._manager.progress[run_idx].step, "collect comes first"
-        return self._state
+    def state(self, run: TrainerRun) -> dict[str, Any]:
+        state = self._gathered(run).state
+        assert state is not None, "collect comes first"
+        return state
 
-    def read(self, run_idx: int, folder: Path) -> dict[str, Tensor]:
+    def read(self, run: TrainerRun, folder: Path) -> dict[str, Tensor]:
         return load_weights(folder)
 
-    def restore(self, run_idx: int, weights: dict[str, Tensor], state: dict[str, Any]) -> None:
-        super().restore(run_idx, weights, state)
-        self._step, self._state = self._manager.progress[run_idx].step, None
-        self._tensors = weights if self._manager.is_master else {}
+    def restore(self, run: TrainerRun, weights: dict[str, Tensor], state: dict[str, Any]) -> None:
+        super().restore(run, weights, state)
+        run.gathered = Gathered(run.progress.step, weights if self._manager.is_master else {})
 
-    def deletion_hook(self, run_idx: int, run_id: str) -> None:
-        self._step, self._tensors, self._state = None, {}, None
+    @staticmethod
+    def _gathered(run: TrainerRun) -> Gathered:
+        found = run.gathered
+        assert isinstance(found, Gathered) and found.step == run.progress.step, "collect comes first"
+        return found

@@ -1,7 +1,9 @@
 """The process group of the trainer: rank, size, device, the store. Always made, also for one process alone.
 
-`torchrun` describes the group in the environment; without it this process is a group of one on a free port. Sums over
-ranks go through here. How the model is laid over the ranks is in `sharding`, how a lost rank is found in `liveness`.
+`torchrun` describes the group in the environment; without it this process is a group of one on a free port. torchrun
+keeps its store when it starts the workers again, and counts restarts on each machine for itself: so rank 0 gives every
+start a new name, and each rank asks for that name under its own random key. Sums over ranks go through here. How the
+model is laid over the ranks is in `sharding`, how a lost rank is found in `liveness`.
 """
 
 from __future__ import annotations
@@ -9,6 +11,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import secrets
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -18,13 +22,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch.distributed import DistStoreError
 from torch.distributed.rendezvous import rendezvous
 
-from prime_rl.trainer.gathering import MissingRanks, name_of_this_start
 from prime_rl.trainer.liveness import Liveness
 
 logger = logging.getLogger(__name__)
 
+# How often rank 0 looks for ranks that have yet to join: an unnoticed wait.
+POLL_S = 0.05
 _TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -113,3 +119,43 @@ def _pick_device(wanted: Literal["auto", "cpu", "cuda"]) -> torch.device:
     torch.cuda.set_device(device)
     torch.set_float32_matmul_precision("high")  # TF32, where a config asks for float32
     return device
+
+
+class MissingRanks(RuntimeError):
+    """Ranks that did not join; the message names them."""
+
+
+def name_of_this_start(
+    store: Store, rank: int, size: int, timeout_s: float, clock: Callable[[], float] = time.monotonic
+) -> str:
+    """A name that all ranks of this start have and no earlier one had. Waits for all; raises MissingRanks."""
+    return _welcome_all(store, size, timeout_s, clock) if rank == 0 else _ask(store, rank, timeout_s)
+
+
+def _welcome_all(store: Store, size: int, timeout_s: float, clock: Callable[[], float]) -> str:
+    name, deadline = secrets.token_hex(8), clock() + timeout_s
+    missing = list(range(1, size))
+    while missing:
+        if clock() >= deadline:
+            who = " and ".join(map(str, missing))
+            raise MissingRanks(f"rank {who} of {size} did not join within {timeout_s:g} s")
+        for rank in missing:
+            # The key may be that of a process which is gone: try again until the rank itself answers.
+            if store.check([f"key/{rank}"]):
+                store.set(f"start/{store.get(f'key/{rank}').decode()}", name)
+        missing = [rank for rank in missing if not store.check([f"here/{name}/{rank}"])]
+        if missing:
+            time.sleep(POLL_S)
+    return name
+
+
+def _ask(store: Store, rank: int, timeout_s: float) -> str:
+    key = secrets.token_hex(8)
+    store.set(f"key/{rank}", key)
+    try:
+        store.wait([f"start/{key}"], timedelta(seconds=timeout_s))
+    except DistStoreError as error:
+        raise MissingRanks(f"rank 0 did not join within {timeout_s:g} s; rank {rank} waits for it") from error
+    name = store.get(f"start/{key}").decode()
+    store.set(f"here/{name}/{rank}", "")
+    return name

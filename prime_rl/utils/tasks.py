@@ -1,7 +1,7 @@
 """Small text tasks over generated words: what the built-in environments ask and what the base model was taught.
 
 Both sides import this module, so a base model meets in training exactly the instructions that it was taught. Pure
-functions over a `random.Random`. Conversations are `orchestrator.envs`' business, teaching is `trainer.base_model`'s.
+functions over a `random.Random`. Conversations are `orchestrator.envs`' business, teaching is `base_model`'s.
 """
 
 from __future__ import annotations

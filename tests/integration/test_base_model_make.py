@@ -1,4 +1,4 @@
-"""`python -m prime_rl.trainer.make_base` as a process: what it writes, and when it writes nothing."""
+"""`python -m prime_rl.base_model` as a process: what it writes, and when it writes nothing."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from prime_rl.trainer.base_model.demonstrations import Demonstrator
-from prime_rl.trainer.base_model.recipe import Recipe
-from prime_rl.trainer.base_model.teach import build_model, teach
-from prime_rl.trainer.base_model.tokenizer import PromptEncoder, build_tokenizer
+from prime_rl.base_model.demonstrations import Demonstrator
+from prime_rl.base_model.recipe import Recipe
+from prime_rl.base_model.teach import build_model, teach
+from prime_rl.base_model.tokenizer import PromptEncoder, build_tokenizer
 from prime_rl.utils.tasks import TASKS, similarity, split_of
 from tests.budgets import in_full
 from tests.patience import PATIENCE_S
 
-COMMAND = [sys.executable, "-m", "prime_rl.trainer.make_base"]
+COMMAND = [sys.executable, "-m", "prime_rl.base_model"]
 NUM_STEPS = 2
 
 

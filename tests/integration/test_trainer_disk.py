@@ -15,7 +15,7 @@ from prime_rl.contract.layout import RunDir, list_steps
 from prime_rl.contract.status import TrainerStatus, read_status
 from prime_rl.trainer.broadcast import FileSystemWeightBroadcast
 from prime_rl.trainer.publish import Publisher
-from prime_rl.trainer.runs import get_multi_run_manager
+from prime_rl.trainer.runs import TrainerRun, get_multi_run_manager
 from prime_rl.trainer.snapshot import RunSnapshot
 from tests.fork_runner import Runner
 from tests.isolation_support import TOLERANCE
@@ -113,15 +113,15 @@ def test_a_slot_is_given_away_when_its_run_is_on_disk(
     run = put_run(tmp_path, model, "run_a", num_batches=2)
     disk = SlowDisk(monkeypatch, step=2)
     seen: list[str] = []
-    real = Publisher.forgotten_hook
+    real = Publisher.forgotten
 
-    def forgotten(publisher: Publisher, run_idx: int, run_id: str) -> None:
+    def forgotten(publisher: Publisher, left: TrainerRun) -> None:
         seen.append(f"leaves with version {published(run)}")
         disk.is_free.set()
-        real(publisher, run_idx, run_id)
+        real(publisher, left)
         seen.append(f"left with version {published(run)}, checkpoints {list_steps(run.checkpoints, stable_only=True)}")
 
-    monkeypatch.setattr(Publisher, "forgotten_hook", forgotten)
+    monkeypatch.setattr(Publisher, "forgotten", forgotten)
 
     def done() -> bool:
         if disk.has_begun.is_set() and not seen and not run.evicted.exists():

@@ -17,10 +17,10 @@ from prime_rl.configs.base import ConfigError
 from prime_rl.configs.trainer import TrainerConfig
 from prime_rl.contract.layout import OutputDir, RunDir, list_rollout_steps
 from prime_rl.lora import linear
-from prime_rl.trainer.replay import ReplayError, Setting, find_recording, replay
-from prime_rl.trainer.replay import trainer_config as config_of_trainer
-from prime_rl.trainer.selfcheck import Progress, check
-from prime_rl.trainer.selfcheck import main as selfcheck
+from prime_rl.trainer.selfcheck.__main__ import Progress, check
+from prime_rl.trainer.selfcheck.__main__ import main as selfcheck
+from prime_rl.trainer.selfcheck.replay import ReplayError, Setting, find_recording, replay
+from prime_rl.trainer.selfcheck.replay import trainer_config as config_of_trainer
 from tests.patience import PATIENCE_S
 from tests.trainer_support import (
     adapter,

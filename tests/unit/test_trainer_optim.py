@@ -14,10 +14,9 @@ from prime_rl.configs.orchestrator import OptimConfig, SchedulerConfig
 from prime_rl.configs.validate import TrainerLimits
 from prime_rl.lora.linear import AdapterRouting, MultiLoRALinear
 from prime_rl.trainer.muon import Muon, orthogonalized
-from prime_rl.trainer.optim import MultiLoRAOptimizer
-from prime_rl.trainer.optimizers import NEEDS_MATRICES, make_optimizer
+from prime_rl.trainer.optim import NEEDS_MATRICES, RunOptimizer, lr_factor, make_optimizer
 from prime_rl.trainer.runs import MultiRunManager
-from prime_rl.trainer.scheduler import MultiLoRAScheduler, lr_factor
+from prime_rl.trainer.runs.older import MultiLoRAOptimizer, MultiLoRAScheduler
 from tests.trainer_support import solo_world, write_run
 
 BASE = Path("some/model")
@@ -25,20 +24,18 @@ TYPES = get_args(OptimConfig.model_fields["type"].annotation)
 Parts = tuple[MultiRunManager, MultiLoRAOptimizer, MultiLoRAScheduler]
 
 
-def with_runs(workspace: Path, *runs: dict[str, Any]) -> tuple[MultiRunManager, MultiLoRAOptimizer]:
-    return with_scheduler(workspace, *runs)[:2]
+def with_runs(workspace: Path, *runs: dict[str, Any]) -> tuple[MultiRunManager, list[RunOptimizer]]:
+    manager = with_views(workspace, *runs)[0]
+    return manager, [run.training for run in manager.used]
 
 
-def with_scheduler(workspace: Path, *runs: dict[str, Any]) -> Parts:
+def with_views(workspace: Path, *runs: dict[str, Any]) -> Parts:
     """A manager with one adapted layer of 6 inputs and 4 outputs in slots of rank 8; the runs take slots 0, 1, ..."""
     manager = MultiRunManager(workspace, 4, limits=TrainerLimits(str(BASE), 64, 8, 16.0))
     MultiLoRALinear(nn.Linear(6, 4), 8, 4, AdapterRouting(4)).register_with_runs(manager, "layer")
     optimizer = MultiLoRAOptimizer(manager, solo_world())
     scheduler = MultiLoRAScheduler(manager)
     optimizer.register_post_creation_callback(scheduler.scheduler_creation_hook)
-    manager.register_deletion_hook(optimizer.deletion_hook)
-    manager.register_deletion_hook(scheduler.deletion_hook)
-    manager.register_creation_hook(optimizer.creation_hook)
     for number, changes in enumerate(runs):
         write_run(workspace, f"run_{number}", BASE, **changes)
     manager.discover_runs()
@@ -66,46 +63,45 @@ def test_the_rate_follows_the_schedule() -> None:
 
 
 def test_each_run_has_its_own_rate(tmp_path: Path) -> None:
-    _, optimizer, scheduler = with_scheduler(
-        tmp_path, {"optim": {"lr": 0.1}, "scheduler": {"warmup_steps": 1}}, {"optim": {"lr": 0.3}}
-    )
-    assert [optimizer.lr(0), optimizer.lr(1)] == pytest.approx([0.05, 0.3])
-    update(optimizer, scheduler, 0)
-    assert [optimizer.lr(0), optimizer.lr(1)] == pytest.approx([0.1, 0.3])
+    _, runs = with_runs(tmp_path, {"optim": {"lr": 0.1}, "scheduler": {"warmup_steps": 1}}, {"optim": {"lr": 0.3}})
+    assert [run.lr for run in runs] == pytest.approx([0.05, 0.3])
+    update(runs[0])
+    assert [run.lr for run in runs] == pytest.approx([0.1, 0.3])
 
 
-def update(optimizer: MultiLoRAOptimizer, scheduler: MultiLoRAScheduler, run_idx: int) -> None:
-    optimizer.step_run(run_idx, optimizer.reduce_gradients(run_idx))
-    scheduler.step_run(run_idx)
+def update(run: RunOptimizer) -> None:
+    assert run.step(run.reduce_gradients())
+    run.next_rate()
 
 
 @pytest.mark.parametrize("kind", ["constant", "linear", "cosine"])
 def test_a_schedule_that_goes_on_from_its_state_has_the_rates_of_one_without_a_break(tmp_path: Path, kind: str) -> None:
     changes = {"max_steps": 12, "scheduler": {"type": kind, "warmup_steps": 3, "min_lr_ratio": 0.1}}
-    _, optimizer, scheduler = with_scheduler(tmp_path, changes, changes)
+    _, (one, other) = with_runs(tmp_path, changes, changes)
     for step in range(12):
-        scheduler.load_state_dict(1, scheduler.state_dict(0))
-        assert scheduler.state_dict(1) == {"step": step}
-        for idx in (0, 1):
-            update(optimizer, scheduler, idx)
-        assert optimizer.lr(0) == optimizer.lr(1)
+        other.load_state_dict(one.state_dict())
+        assert other.state_dict()["scheduler"] == {"step": step}
+        for run in (one, other):
+            update(run)
+        assert one.lr == other.lr
     with pytest.raises(ValueError, match="at step -1"):
-        scheduler.load_state_dict(0, {"step": -1})
+        one.load_state_dict({**one.state_dict(), "scheduler": {"step": -1}})
 
 
 def test_a_run_that_is_admitted_at_a_step_starts_with_the_rate_of_that_step(tmp_path: Path) -> None:
-    manager, optimizer, scheduler = with_scheduler(tmp_path)
+    manager, _, _ = with_views(tmp_path)
     manager.register_discovered_hook(lambda idx, run_id, config: setattr(manager.progress[idx], "step", 5))
     write_run(tmp_path, "run_a", BASE, optim={"lr": 0.5}, max_steps=10, scheduler={"type": "linear"})
     manager.discover_runs()
     manager.synchronize_state()
-    assert optimizer.lr(0) == pytest.approx(0.25) and scheduler.state_dict(0) == {"step": 5}
+    run = manager.run(0).training
+    assert run.lr == pytest.approx(0.25) and run.state_dict()["scheduler"] == {"step": 5}
 
 
 def test_a_step_without_arguments_is_that_of_the_ready_runs(tmp_path: Path) -> None:
     """Slots without a run have neither optimizer nor scheduler; other runs keep weights, gradients and rate."""
     linear = {"max_steps": 10, "scheduler": {"type": "linear"}, "optim": {"lr": 0.1}}
-    manager, optimizer, scheduler = with_scheduler(tmp_path, linear, linear)
+    manager, optimizer, scheduler = with_views(tmp_path, linear, linear)
     assert [made is not None for made in optimizer.optimizers] == [True, True, False, False]
     assert [made is not None for made in scheduler.schedulers] == [True, True, False, False]
     before = [manager.get_state_dict_for_run(idx) for idx in (0, 1)]
@@ -118,7 +114,7 @@ def test_a_step_without_arguments_is_that_of_the_ready_runs(tmp_path: Path) -> N
         all(torch.equal(tensor, old[name]) for name, tensor in manager.get_state_dict_for_run(idx).items())
         for idx, old in enumerate(before)
     ]
-    assert same == [True, False] and [optimizer.lr(0), optimizer.lr(1)] == pytest.approx([0.1, 0.09])
+    assert same == [True, False] and [run.training.lr for run in manager.used] == pytest.approx([0.1, 0.09])
     has_grads = [manager.get_named_parameters_for_run(idx)[0][1].grad is not None for idx in (0, 1)]
     assert has_grads == [True, False]
     manager.evict_run(1, "test")
@@ -129,15 +125,15 @@ def test_a_step_without_arguments_is_that_of_the_ready_runs(tmp_path: Path) -> N
 
 def test_a_gradient_is_clipped_by_the_limit_of_its_own_run(tmp_path: Path) -> None:
     sgd = {"type": "sgd", "lr": 1.0, "betas": [0.0, 0.0]}
-    manager, optimizer = with_runs(tmp_path, {"optim": {**sgd, "max_norm": 0.5}}, {"optim": {**sgd, "max_norm": 0}})
+    manager, runs = with_runs(tmp_path, {"optim": {**sgd, "max_norm": 0.5}}, {"optim": {**sgd, "max_norm": 0}})
     moved = []
     for idx in (0, 1):
         set_gradients(manager, idx, rank=8, scale=5.0)
         before = manager.get_state_dict_for_run(idx)
-        norm = optimizer.reduce_gradients(idx)
+        norm = runs[idx].reduce_gradients()
         expected = math.sqrt(sum(float(p.grad.square().sum()) for _, p in manager.get_named_parameters_for_run(idx)))
         assert norm == pytest.approx(expected)
-        optimizer.step_run(idx, norm)
+        assert runs[idx].step(norm)
         after = manager.get_state_dict_for_run(idx)
         moved.append(math.sqrt(sum(float((after[k] - before[k]).square().sum()) for k in before)))
         assert all(p.grad is None for _, p in manager.get_named_parameters_for_run(idx))
@@ -147,22 +143,22 @@ def test_a_gradient_is_clipped_by_the_limit_of_its_own_run(tmp_path: Path) -> No
 @pytest.mark.parametrize("kind", TYPES)
 def test_weight_decay_is_decoupled(tmp_path: Path, kind: str) -> None:
     """With a zero gradient, weights shrink by exactly lr x weight_decay."""
-    manager, optimizer = with_runs(tmp_path, {"optim": {"type": kind, "lr": 0.1, "weight_decay": 0.5}})
+    manager, [run] = with_runs(tmp_path, {"optim": {"type": kind, "lr": 0.1, "weight_decay": 0.5}})
     before = manager.get_state_dict_for_run(0)
-    optimizer.step_run(0, optimizer.reduce_gradients(0))
+    update(run)
     for name, tensor in manager.get_state_dict_for_run(0).items():
         torch.testing.assert_close(tensor, before[name] * 0.95)
 
 
 @pytest.mark.parametrize("kind", TYPES)
 def test_a_run_of_lower_rank_touches_only_its_part_and_keeps_only_its_state(tmp_path: Path, kind: str) -> None:
-    manager, optimizer = with_runs(tmp_path, {"optim": {"type": kind, "lr": 0.1}, "model": {"lora": {"rank": 2}}})
+    manager, [run] = with_runs(tmp_path, {"optim": {"type": kind, "lr": 0.1}, "model": {"lora": {"rank": 2}}})
     for _ in range(3):
         set_gradients(manager, 0, rank=2)
-        optimizer.step_run(0, optimizer.reduce_gradients(0))
+        update(run)
     (_, lora_A), (_, lora_B) = manager.get_named_parameters_for_run(0)
     assert lora_A[:2].all() and not lora_A[2:].any() and lora_B[:, :2].all() and not lora_B[:, 2:].any()
-    shapes = {tuple(t.shape) for s in optimizer.state_dict(0)["state"].values() for t in s.values() if t.dim()}
+    shapes = {tuple(t.shape) for s in run.state_dict()["optimizer"]["state"].values() for t in s.values() if t.dim()}
     assert shapes == ({(2, 6), (4, 2)} if kind in NEEDS_MATRICES else {(2 * 6 + 4 * 2,)})
 
 
@@ -170,35 +166,35 @@ def test_a_run_of_lower_rank_touches_only_its_part_and_keeps_only_its_state(tmp_
 @pytest.mark.parametrize("kind", TYPES)
 def test_a_saved_state_goes_on_to_the_last_bit(tmp_path: Path, kind: str, dtype: str) -> None:
     changes = {"optim": {"type": kind, "lr": 0.1}, "model": {"lora": {"rank": 2, "dtype": dtype}}}
-    manager, optimizer = with_runs(tmp_path, changes, changes)
+    manager, runs = with_runs(tmp_path, changes, changes)
     set_gradients(manager, 0, rank=2)
-    optimizer.step_run(0, optimizer.reduce_gradients(0))
+    update(runs[0])
     saved = tmp_path / "state.pt"
-    torch.save(optimizer.state_dict(0), saved)
+    torch.save(runs[0].state_dict(), saved)
     manager.load_state_dict_for_run(1, manager.get_state_dict_for_run(0))
-    optimizer.load_state_dict(1, torch.load(saved, weights_only=True))
+    runs[1].load_state_dict(torch.load(saved, weights_only=True))
     for idx in (0, 1):
         set_gradients(manager, idx, rank=2, scale=0.3)
-        optimizer.step_run(idx, optimizer.reduce_gradients(idx))
+        update(runs[idx])
     one, other = manager.get_state_dict_for_run(0), manager.get_state_dict_for_run(1)
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
 def test_weights_in_bfloat16_are_rounded_after_every_update_and_the_moments_are_not(tmp_path: Path) -> None:
     changes = {"optim": {"lr": 0.1}, "model": {"lora": {"rank": 2, "dtype": "bfloat16"}}}
-    manager, optimizer = with_runs(tmp_path, changes, {**changes, "model": {"lora": {"rank": 2}}})
+    manager, runs = with_runs(tmp_path, changes, {**changes, "model": {"lora": {"rank": 2}}})
     for idx in (0, 1):
         rounded = []
         for number in range(3):
             leaves = [leaf for _, leaf in manager.get_named_parameters_for_run(idx)]
             rounded.append(all(torch.equal(leaf, leaf.bfloat16().float()) for leaf in leaves))
             set_gradients(manager, idx, rank=2, scale=0.3 + number)
-            optimizer.step_run(idx, optimizer.reduce_gradients(idx))
+            update(runs[idx])
         assert rounded == [idx == 0] * 3, "the start values too"
     exported = manager.get_state_dict_for_run(0)
     assert {tensor.dtype for tensor in exported.values()} == {torch.bfloat16}
     assert {tensor.dtype for tensor in manager.get_state_dict_for_run(1).values()} == {torch.float32}
-    for state in optimizer.state_dict(0)["state"].values():
+    for state in runs[0].state_dict()["optimizer"]["state"].values():
         assert all(
             t.dtype == torch.float32 and not torch.equal(t, t.bfloat16().float()) for t in state.values() if t.dim()
         )
@@ -209,9 +205,9 @@ def test_weights_in_bfloat16_are_rounded_after_every_update_and_the_moments_are_
 
 
 def test_a_state_of_another_optimizer_is_refused(tmp_path: Path) -> None:
-    _, optimizer = with_runs(tmp_path, {"optim": {"type": "sgd"}}, {"optim": {"type": "adamw"}})
+    _, (sgd, adamw) = with_runs(tmp_path, {"optim": {"type": "sgd"}}, {"optim": {"type": "adamw"}})
     with pytest.raises(ValueError, match=r"state of 'sgd', the config asks for optim.type = 'adamw'"):
-        optimizer.load_state_dict(1, optimizer.state_dict(0))
+        adamw.load_state_dict(sgd.state_dict())
 
 
 def test_a_neighbour_of_a_deleted_run_keeps_its_gradients(tmp_path: Path) -> None:

@@ -163,7 +163,7 @@ def test_evict_and_readmit(tmp_path: Path) -> None:
     manager = look(manager_of(tmp_path, max_runs=1))
     manager.evict_run(0, "used too\nmuch memory")
     assert run.evicted.read_text() == "used too much memory"
-    assert manager.used_idxs == {0} and manager.active_idxs == [] and manager.needs_discovery
+    assert manager.used_idxs == {0} and manager.active == [] and manager.needs_discovery
     add(tmp_path, "run_b", landed=6)
     look(manager)
     assert manager.id_2_idx == {"run_b": 0} and manager.findings.evicted == ["run_a"] and not manager.needs_discovery
@@ -194,7 +194,7 @@ def test_a_finished_run_leaves_and_does_not_come_back(tmp_path: Path) -> None:
     manager = look(manager_of(tmp_path))
     run.broadcast_dir(3).mkdir(parents=True)
     (run.broadcast_dir(3) / "STABLE").touch()
-    manager.finish_run(0)
+    manager.finish_run(manager.run(0))
     look(manager)
     assert manager.used_idxs == set() and manager.findings.finished == ["run_a"]
     write_config(run, BASE, max_steps=4)
@@ -283,11 +283,11 @@ def test_a_fault_inside_a_boundary_evicts_and_a_deleted_folder_is_not_made_again
     run = add(tmp_path, "run_a", landed=1)
     add(tmp_path, "run_b", landed=2)
     manager = look(manager_of(tmp_path))
-    with manager.run_boundary(0, "publishing version 1"):
+    with manager.run_boundary(manager.run(0), "publishing version 1"):
         raise OSError(28, "No space left on device", "x")
     assert "publishing version 1 failed" in run.evicted.read_text() and "No space left" in run.evicted.read_text()
     shutil.rmtree(tmp_path / "run_b")
-    with manager.run_boundary(1, "publishing version 1"):
+    with manager.run_boundary(manager.run(1), "publishing version 1"):
         raise FileNotFoundError("gone")
     assert not (tmp_path / "run_b").exists()
     assert look(manager).used_idxs == set()

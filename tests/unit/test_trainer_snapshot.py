@@ -11,9 +11,8 @@ import torch
 from prime_rl.configs.orchestrator import OptimConfig
 from prime_rl.configs.shared import LoRAConfig
 from prime_rl.trainer.checkpoint import CheckpointManager
-from prime_rl.trainer.optim import MultiLoRAOptimizer
 from prime_rl.trainer.runs import MultiRunManager
-from prime_rl.trainer.scheduler import MultiLoRAScheduler
+from prime_rl.trainer.runs.older import MultiLoRAOptimizer
 from prime_rl.trainer.snapshot import AdapterSnapshots
 from tests.runs_support import add, look, manager_of
 from tests.trainer_support import solo_world
@@ -29,24 +28,24 @@ class Trainer:
 
     def __init__(self, workspace: Path) -> None:
         self.manager: MultiRunManager = manager_of(workspace)
-        self.optimizer = MultiLoRAOptimizer(self.manager, solo_world())
-        self.scheduler = MultiLoRAScheduler(self.manager)
-        self.optimizer.register_post_creation_callback(self.scheduler.scheduler_creation_hook)
-        self.snapshots = AdapterSnapshots(self.manager, self.optimizer, self.scheduler, "some/model", LORA)
-        self.checkpoints = CheckpointManager(self.manager, self.snapshots)
-        self.manager.register_discovered_hook(self.checkpoints.discovered_hook)
-        self.manager.register_creation_hook(self.optimizer.creation_hook)
-        self.manager.register_creation_hook(self.checkpoints.creation_hook)
+        self.snapshots = AdapterSnapshots(self.manager, "some/model", LORA)
+        self.checkpoints = CheckpointManager(self.snapshots)
+        self.manager.register_discovered_hook(
+            lambda idx, run_id, config: self.checkpoints.admitted(self.manager.run(idx))
+        )
+        MultiLoRAOptimizer(self.manager, solo_world())
+        self.manager.register_creation_hook(lambda idx, run_id: self.checkpoints.load(self.manager.run(idx)))
         look(self.manager)
+        self.run = self.manager.run(0)
 
     def update(self) -> torch.Tensor:
         """A step along random numbers of the run's own."""
         for _, leaf in self.manager.get_named_parameters_for_run(0):
-            leaf.grad = torch.rand(leaf.shape, generator=self.manager.generators[0]) - 0.3
-        self.optimizer.step_run(0, self.optimizer.reduce_gradients(0))
-        self.scheduler.step_run(0)
-        self.manager.progress[0].step += 1
-        self.manager.progress[0].total_tokens += 100
+            leaf.grad = torch.rand(leaf.shape, generator=self.run.generator) - 0.3
+        self.run.training.step(self.run.training.reduce_gradients())
+        self.run.training.next_rate()
+        self.run.progress.step += 1
+        self.run.progress.total_tokens += 100
         return self.weights()
 
     def weights(self) -> torch.Tensor:
@@ -66,12 +65,12 @@ def test_a_saved_run_goes_on_to_the_same_bits(tmp_path: Path, kind: str, dtype: 
     one = Trainer(tmp_path)
     for _ in range(4):
         one.update()
-    one.checkpoints.save(one.snapshots.whole(0))
+    one.checkpoints.save(one.snapshots.whole(one.run))
     other = Trainer(tmp_path)
-    assert other.manager.progress[0] == one.manager.progress[0] and other.manager.progress[0].step == 4
+    assert other.run.progress == one.run.progress and other.run.progress.step == 4
     assert torch.equal(other.weights(), one.weights())
     for _ in range(3):
-        assert other.optimizer.lr(0) == one.optimizer.lr(0)
+        assert other.run.training.lr == one.run.training.lr
         assert torch.equal(other.update(), one.update())
 
 
@@ -79,7 +78,7 @@ def test_a_snapshot_stays_as_it_was_taken(tmp_path: Path) -> None:
     run = add(tmp_path, "run_a")
     trainer = Trainer(tmp_path)
     trainer.update()
-    taken = trainer.snapshots.whole(0)
+    taken = trainer.snapshots.whole(trainer.run)
     trainer.update()
     trainer.checkpoints.save(taken)
     assert taken.progress.step == 1 and run.trainer_checkpoint(1).is_dir()

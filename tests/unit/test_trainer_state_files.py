@@ -8,11 +8,12 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
 from prime_rl.lora.tensor_files import load_tensors
+from prime_rl.trainer.checkpoint import join_tensors, split_tensors
 from prime_rl.trainer.snapshot import copy_to_cpu
-from prime_rl.trainer.state_files import join_tensors, save_tensors, split_tensors
 
 STATE: dict[str, Any] = {
     "type": "adamw",
@@ -35,7 +36,7 @@ def equal(one: Any, other: Any) -> bool:
 
 def through_files(state: Any, folder: Path) -> Any:
     plain, tensors = split_tensors(state)
-    save_tensors(folder / "state.safetensors", tensors)
+    save_file(tensors, folder / "state.safetensors")
     return join_tensors(msgspec.json.decode(msgspec.json.encode(plain)), load_tensors(folder / "state.safetensors"))
 
 

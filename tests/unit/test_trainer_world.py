@@ -9,9 +9,8 @@ import torch
 from torch._C._distributed_c10d import HashStore
 
 from prime_rl.contract.files import wait_for
-from prime_rl.trainer.gathering import MissingRanks, name_of_this_start
 from prime_rl.trainer.liveness import LEFT, Liveness, Pulse
-from prime_rl.trainer.world import WorldError, setup_world
+from prime_rl.trainer.world import MissingRanks, WorldError, name_of_this_start, setup_world
 from tests.patience import PATIENCE_S
 from tests.trainer_support import solo_world
 

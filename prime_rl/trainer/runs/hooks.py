@@ -1,4 +1,4 @@
-"""Hooks for runs that come and go. The manager calls them; the components of the trainer register them.
+"""Hooks for runs that come and go, for those who build on the manager, and how they are called.
 
 Hooks of one kind are called in the order of registration. What happens when one fails depends on the kind: a config is
 invalid, a run that comes is evicted, a run that leaves leaves anyway. When hooks are called is the manager's
@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 from prime_rl.configs.orchestrator import OrchestratorConfig
+from prime_rl.trainer.runs.run import TrainerRun
 from prime_rl.trainer.runs.sync import Channel, HookReport
 
 logger = logging.getLogger(__name__)
@@ -37,6 +39,22 @@ class ConfigValidationHook(Protocol):
     def __call__(self, config: OrchestratorConfig, /) -> tuple[bool, str]: ...
 
 
+class RunLife(Protocol):
+    """What the trainer itself does with a run that comes or goes."""
+
+    def admitted(self, run: TrainerRun) -> None:
+        """Rank 0, before any rank creates the run. What it raises refuses the run."""
+
+    def created(self, run: TrainerRun) -> None:
+        """All ranks, after the run's parameters were reset. What it raises on one rank refuses the run on all.
+
+        No collective: the ranks agree on whether it failed when all are through.
+        """
+
+    def forgotten(self, run: TrainerRun) -> None:
+        """Rank 0: the run loses its slot, while its data is still there."""
+
+
 @dataclass
 class Hooks:
     validation: list[ConfigValidationHook] = field(default_factory=list)
@@ -57,37 +75,54 @@ class Hooks:
         return None
 
 
-def call_coming(
-    channel: Channel, hooks: Sequence[RunHook], run_idx: int, run_id: str, fault: str | None = None
-) -> str | None:
-    """Hooks of a run that comes, on all ranks; returns what failed, or None.
+class HookError(ValueError):
+    """A hook failed: which one, and why."""
 
-    After each hook the ranks agree on whether it failed anywhere. Then all of them leave out the rest for this run
-    together, so a collective in a later hook, or for the next run, still meets its counterparts. `fault` is what failed
-    on this rank before any hook. A rank with fewer hooks waits for those that have more.
+
+def calls_of(
+    hooks: Sequence[Callable[..., object]], run_idx: int, run_id: str, *more: object
+) -> list[Callable[[], None]]:
+    """Calls of `hooks` for one run; what one raises comes out as HookError."""
+
+    def call(hook: Callable[..., object]) -> None:
+        try:
+            hook(run_idx, run_id, *more)
+        except Exception as error:
+            raise HookError(hook_failure(hook, error)) from error
+
+    return [partial(call, hook) for hook in hooks]
+
+
+def call_coming(
+    channel: Channel, calls: Sequence[Callable[[], None]], run_id: str, fault: str | None = None
+) -> str | None:
+    """Make the calls for a run that comes, on all ranks; returns what failed, or None.
+
+    After each call the ranks agree on whether it failed anywhere. Then all of them leave out the rest for this run
+    together, so a collective in a later one, or for the next run, still meets its counterparts. `fault` is what failed
+    on this rank before. A rank with fewer calls waits for those that have more.
     """
-    rest = deque(hooks)
+    rest = deque(calls)
     while True:
         if fault is None and rest:
-            hook = rest.popleft()
             try:
-                hook(run_idx, run_id)
+                rest.popleft()()
             except Exception as error:
                 logger.debug("creating %s failed", run_id, exc_info=True)
-                fault = hook_failure(hook, error)
+                fault = error_text(error)
         reports = channel.gather(HookReport(fault, bool(rest)))
         fault = next((report.fault for report in reports if report.fault is not None), None)
         if fault is not None or not any(report.has_more for report in reports):
             return fault
 
 
-def call_leaving(hooks: list[RunHook], run_idx: int, run_id: str) -> None:
-    """Hooks of a run that leaves: one that fails must not keep the others from letting go."""
-    for hook in hooks:
+def call_leaving(calls: Sequence[Callable[[], None]], run_id: str) -> None:
+    """Make the calls for a run that leaves: one that fails must not keep the others from letting go."""
+    for call in calls:
         try:
-            hook(run_idx, run_id)
+            call()
         except Exception:
-            logger.exception("%s: %s failed while the run left slot %d", run_id, hook_name(hook), run_idx)
+            logger.exception("%s: a part of the trainer failed while the run left its slot", run_id)
 
 
 def hook_name(hook: object) -> str:

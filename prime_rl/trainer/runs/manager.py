@@ -9,8 +9,9 @@ one look are called in this order:
 each kind in the order of registration. What belongs to one run may fail: the run is evicted with the reason written
 down and the others go on.
 
-The manager holds no optimizer and reads no batches; those parts register hooks. It reaches adapters only through layers
-that registered themselves, and a whole model, where that is trained, as their stand-in.
+Everything that a run has is its `TrainerRun`. What the trainer itself does with a run that comes or goes is one call
+each of its `RunLife`, before the hooks, which are for those who build on the manager. It reaches adapters only through
+layers that registered themselves, and a whole model, where that is trained, as their stand-in.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -37,25 +38,20 @@ from prime_rl.trainer.runs.hooks import (
     DiscoveredHook,
     Hooks,
     RunHook,
+    RunLife,
     call_coming,
     call_leaving,
+    calls_of,
     error_text,
-    hook_failure,
 )
-from prime_rl.trainer.runs.slots import Progress, Slots
+from prime_rl.trainer.runs.run import BySlot, Progress, TrainerRun
 from prime_rl.trainer.runs.sync import Channel, SlotState, StateMessage, slot_changes
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class _Admitted:  # what rank 0 remembers of a run in a slot
-    admission: int
-    inode: int
-
-
 class MultiRunManager:
-    """See the module. Per-slot lists have `max_runs` entries; those of a free slot mean nothing.
+    """See the module.
 
     Args:
         output_dir: where `run_*` folders are looked for.
@@ -65,9 +61,9 @@ class MultiRunManager:
         settle_s: how long a config may be half written before it is reported as bad.
 
     Attributes:
-        progress, config, scaling_factors, ready_to_update: by slot. A config is resolved: it has rank, alpha, seq_len.
-            What rank 0 sets before `synchronize_state` reaches all ranks with it.
-        generators: by slot, the run's own random numbers, a part of its checkpoints.
+        runs: by slot; null where it is free.
+        life: what the trainer does with a run that comes or goes; null where there is only a manager.
+        progress, ready_to_update: by slot. What rank 0 sets before `synchronize_state` reaches all ranks with it.
         findings: what the last look at the disk found (rank 0).
         waiting: ids of the runs for which there was no slot, in admission order (rank 0).
     """
@@ -84,22 +80,19 @@ class MultiRunManager:
         self.output_dir = Path(output_dir)
         self.max_runs = max_runs
         self.channel = channel or Channel.of_default_group()
-        self.progress = [Progress() for _ in range(max_runs)]
-        self.ready_to_update = [False] * max_runs
-        self.config: dict[int, OrchestratorConfig] = {}
-        self.generators: dict[int, torch.Generator] = {}
+        self.runs: list[TrainerRun | None] = [None] * max_runs
+        self.life: RunLife | None = None
+        self.progress = BySlot(self.runs, "progress", Progress)
+        self.ready_to_update = BySlot(self.runs, "ready", bool)
         self.findings = Findings()
         self.waiting: list[str] = []
         self._adapters = SlotAdapters(max_runs)
         self._weights: SlotWeights = self._adapters
         self._rules = AdmissionRules(limits, self._adapters)
-        self._slots = Slots(max_runs)
         self._hooks = Hooks(validation=[self._rules.check])
         self._discovery = Discovery(self.output_dir, self._hooks.problem_of, settle_s)
-        self._admitted: dict[int, _Admitted] = {}
         self._num_admissions = 0
         self._synced: list[SlotState] = []
-        self._leaving: dict[int, str] = {}
         self._evictions = Evictions(self.output_dir)
 
     # Slots
@@ -109,43 +102,61 @@ class MultiRunManager:
         return self.channel.is_master
 
     @property
+    def used(self) -> list[TrainerRun]:
+        """The runs in slots, by slot."""
+        return [run for run in self.runs if run is not None]
+
+    @property
+    def active(self) -> list[TrainerRun]:
+        """The runs that go on: neither evicted nor finished, only not yet removed. By slot."""
+        return [run for run in self.used if run.leaving is None]
+
+    @property
+    def ready(self) -> list[TrainerRun]:
+        """The runs to update. By slot."""
+        return [run for run in self.used if run.ready]
+
+    @property
+    def config(self) -> dict[int, OrchestratorConfig]:
+        """By slot in use, resolved: it has rank, alpha and seq_len."""
+        return {run.run_idx: run.config for run in self.used}
+
+    @property
     def idx_2_id(self) -> dict[int, str]:
-        return dict(self._slots.idx_2_id)
+        return {run.run_idx: run.run_id for run in self.used}
 
     @property
     def id_2_idx(self) -> dict[str, int]:
-        return dict(self._slots.id_2_idx)
+        return {run.run_id: run.run_idx for run in self.used}
 
     @property
     def used_idxs(self) -> set[int]:
-        return self._slots.used_idxs
+        return {run.run_idx for run in self.used}
 
     @property
     def unused_idxs(self) -> set[int]:
-        return self._slots.unused_idxs
-
-    @property
-    def active_idxs(self) -> list[int]:
-        """Slots whose run goes on: neither evicted nor finished, only not yet removed. Ascending."""
-        return [idx for idx in sorted(self.used_idxs) if idx not in self._leaving]
+        return {run_idx for run_idx, run in enumerate(self.runs) if run is None}
 
     @property
     def ready_to_update_idxs(self) -> list[int]:
-        return [idx for idx in sorted(self.used_idxs) if self.ready_to_update[idx]]
+        return [run.run_idx for run in self.ready]
+
+    def run(self, run_idx: int) -> TrainerRun:
+        """The run in a slot. Raises KeyError for a free one."""
+        run = self.runs[run_idx]
+        if run is None:
+            raise KeyError(f"no run in slot {run_idx}; slots in use: {sorted(self.used_idxs)}")
+        return run
+
+    def run_of(self, run_id: str) -> TrainerRun | None:
+        """The run of that id, if it has a slot."""
+        return next((run for run in self.used if run.run_id == run_id), None)
 
     def get_run_dir(self, idx: int) -> Path:
-        return self.run_dir(idx).path
-
-    def run_dir(self, run_idx: int) -> RunDir:
-        """The paths of the run in slot `run_idx`; its id and its folder were checked when it was admitted."""
-        return RunDir(self.output_dir / self._slots.run_in(run_idx))
-
-    def inode_of(self, run_idx: int) -> int:
-        """The folder of the run as it was admitted: another folder of the same name is another run (rank 0)."""
-        return self._admitted[run_idx].inode
+        return self.run(idx).dir.path
 
     def run_dirs(self) -> list[Path]:
-        return [self.get_run_dir(idx) for idx in sorted(self.used_idxs)]
+        return [run.dir.path for run in self.used]
 
     # Weights
 
@@ -168,15 +179,15 @@ class MultiRunManager:
         self._weights = weights
 
     def rank_of(self, run_idx: int) -> int:
-        return rank_of(self._config_of(run_idx).model.lora)
+        return rank_of(self.run(run_idx).config.model.lora)
 
     def dtype_of(self, run_idx: int) -> torch.dtype:
         """What the run's weights are rounded to, and published in; in memory all are float32."""
-        return dtype_of(self._config_of(run_idx).model.lora)
+        return dtype_of(self.run(run_idx).config.model.lora)
 
     def alpha_of(self, run_idx: int) -> float:
         """The alpha for the scale that the run is trained with: the config's, unless a hook changed it."""
-        return self._adapters.alpha_of(run_idx, self._config_of(run_idx).model.lora)
+        return self._adapters.alpha_of(run_idx, self.run(run_idx).config.model.lora)
 
     def get_named_parameters_for_run(self, idx: int) -> list[tuple[str, nn.Parameter]]:
         """The adapter's own leaf parameters, at the largest rank, by layer name; or those of the whole model."""
@@ -184,21 +195,17 @@ class MultiRunManager:
 
     def get_state_dict_for_run(self, idx: int) -> dict[str, Tensor]:
         """What is published (PEFT names, own rank and type); copies on the CPU. A collective for a whole model."""
-        return self._weights.export(idx, self._config_of(idx).model.lora)
+        return self._weights.export(idx, self.run(idx).config.model.lora)
 
     def load_state_dict_for_run(self, idx: int, tensors: dict[str, Tensor]) -> None:
         """Put an adapter of the run's own rank into its slot, or a whole model; ValueError when it does not fit."""
-        self._weights.load(idx, tensors, self._config_of(idx).model.lora)
+        self._weights.load(idx, tensors, self.run(idx).config.model.lora)
 
     def reset_run_parameters(self, idx: int) -> None:
         """Start values from the run's own seed: neither slot nor neighbours matter. Drops gradients."""
-        config = self._config_of(idx)
-        generator = self.generators[idx] = torch.Generator().manual_seed(config.seed)
-        self._weights.reset(idx, generator, config.model.lora)
-
-    def _config_of(self, run_idx: int) -> OrchestratorConfig:
-        self._slots.run_in(run_idx)
-        return self.config[run_idx]
+        run = self.run(idx)
+        run.generator.manual_seed(run.config.seed)
+        self._weights.reset(idx, run.generator, run.config.model.lora)
 
     # Hooks
 
@@ -231,16 +238,17 @@ class MultiRunManager:
     def evict_run(self, idx: int, reason: str) -> None:
         """Write the reason down (rank 0). The run leaves its slot at the next `discover_runs` and idles until then."""
         self._check_master("evict_run")
-        self._evictions.add(self._slots.run_in(idx), reason)
-        self._leaving[idx] = reason
+        run = self.run(idx)
+        self._evictions.add(run.run_id, reason)
+        run.leaving = reason
 
-    def finish_run(self, run_idx: int) -> None:
+    def finish_run(self, run: TrainerRun) -> None:
         """The run reached `max_steps` (rank 0): it leaves its slot at the next `discover_runs`."""
         self._check_master("finish_run")
-        self._leaving[run_idx] = "it reached max_steps"
+        run.leaving = "it reached max_steps"
 
     @contextlib.contextmanager
-    def run_boundary(self, run_idx: int, doing: str) -> Iterator[None]:
+    def run_boundary(self, run: TrainerRun, doing: str) -> Iterator[None]:
         """What fails in here is the run's own fault: it is evicted with the reason, and the others go on (rank 0).
 
         No collective may be called in here. A run whose folder was deleted meanwhile is not made again.
@@ -250,19 +258,19 @@ class MultiRunManager:
         except Exception as error:
             reason = f"{doing} failed: {error_text(error)}"
             logger.debug("%s", reason, exc_info=True)
-            self.evict_run(run_idx, reason)
+            self.evict_run(run.run_idx, reason)
 
     # Discovery (rank 0)
 
     @property
     def needs_discovery(self) -> bool:
         """Whether a run is to leave its slot, whatever is on disk."""
-        return bool(self._leaving or self._evictions)
+        return bool(self._evictions) or len(self.active) < len(self.used)
 
     @property
     def has_changes(self) -> bool:
         """Whether `synchronize_state` has runs that came or left to send."""
-        admitted = {(idx, seen.admission) for idx, seen in self._admitted.items()}
+        admitted = {(run.run_idx, run.admission) for run in self.used}
         return admitted != {(slot.run_idx, slot.admission) for slot in self._synced}
 
     def discover_runs(self, changed: Collection[Path] | None = None) -> None:
@@ -271,12 +279,10 @@ class MultiRunManager:
         # A look that finds nothing still proves that rank 0 is alive.
         self.channel.beat()
         self._evictions.write()
-        ids = self._slots.idx_2_id
-        leaving = {ids[idx]: reason for idx, reason in self._leaving.items()}
-        staying = {ids[idx]: seen.inode for idx, seen in self._admitted.items() if idx not in self._leaving}
-        self.findings = self._discovery.scan(staying, changed)
+        leaving = {run.run_id: run.leaving for run in self.used if run.leaving is not None}
+        self.findings = self._discovery.scan({run.run_id: run.inode for run in self.active}, changed)
         for run_id, reason in sorted({**self.findings.gone, **leaving}.items()):
-            self._forget(self._slots.id_2_idx[run_id], run_id, reason)
+            self._forget(self.run(self.id_2_idx[run_id]), reason)
         self._discovery.judge(self.findings)
         self.waiting = []
         for candidate in [each for each in self.findings.candidates if each.run.run_id not in self._evictions]:
@@ -286,27 +292,37 @@ class MultiRunManager:
                 self.waiting.append(candidate.run.run_id)
         self._discovery.report(self.findings)
 
-    def _forget(self, run_idx: int, run_id: str, reason: str) -> None:
-        logger.info("%s leaves slot %d: %s", run_id, run_idx, reason)
-        call_leaving(self._hooks.forgotten, run_idx, run_id)
-        self._admitted.pop(run_idx)
-        self._discovery.suspect(run_id)
-        self._delete_run_data(run_idx)
+    def _forget(self, run: TrainerRun, reason: str) -> None:
+        logger.info("%s leaves slot %d: %s", run.run_id, run.run_idx, reason)
+        own = [partial(self.life.forgotten, run)] if self.life else []
+        call_leaving([*own, *calls_of(self._hooks.forgotten, run.run_idx, run.run_id)], run.run_id)
+        self._discovery.suspect(run.run_id)
+        self._free(run.run_idx)
 
     def _admit(self, candidate: Candidate) -> None:
-        run_id, config = candidate.run.run_id, self._rules.resolve(candidate.config)
-        run_idx = self._slots.take(run_id)
+        config = self._rules.resolve(candidate.config)
         self._num_admissions += 1
-        self._admitted[run_idx] = _Admitted(self._num_admissions, candidate.inode)
-        self._create_run_data(run_idx, config)
-        for hook in self._hooks.discovered:
-            try:
-                hook(run_idx, run_id, config)
-            except Exception as error:
-                self._evictions.add(run_id, f"it cannot be admitted: {hook_failure(hook, error)}")
-                self._forget(run_idx, run_id, "a hook refused it")
-                return
-        logger.info("%s takes slot %d at step %d", run_id, run_idx, self.progress[run_idx].step)
+        run = TrainerRun(min(self.unused_idxs), candidate.run, config, self._num_admissions, candidate.inode)
+        self._take_slot(run)
+        try:
+            if self.life:
+                self.life.admitted(run)
+            for call in calls_of(self._hooks.discovered, run.run_idx, run.run_id, config):
+                call()
+        except Exception as error:
+            self._evictions.add(run.run_id, f"it cannot be admitted: {error_text(error)}")
+            self._forget(run, "it was refused")
+            return
+        logger.info("%s takes slot %d at step %d", run.run_id, run.run_idx, run.progress.step)
+
+    def _take_slot(self, run: TrainerRun) -> None:
+        self.runs[run.run_idx] = run
+        self.scaling_factors[run.run_idx] = self._weights.scale_of(run.config.model.lora)
+
+    def _free(self, run_idx: int) -> None:
+        self.runs[run_idx] = None
+        for _, parameter in self._weights.named_parameters(run_idx):
+            parameter.grad = None
 
     # Synchronization (all ranks)
 
@@ -317,45 +333,32 @@ class MultiRunManager:
         self._synced = state.slots
         faults = {} if self.is_master else self._catch_up(left, came, state.slots)
         for slot in left:
-            call_leaving(self._hooks.deletion, slot.run_idx, slot.run_id)
+            call_leaving(calls_of(self._hooks.deletion, slot.run_idx, slot.run_id), slot.run_id)
         for slot in came:
-            hooks = [self._reset, *self._hooks.creation]
-            fault = call_coming(self.channel, hooks, slot.run_idx, slot.run_id, faults.get(slot.run_idx))
+            hooks = calls_of(self._hooks.creation, slot.run_idx, slot.run_id)
+            own = partial(self._create, slot.run_idx)
+            fault = call_coming(self.channel, [own, *hooks], slot.run_id, faults.get(slot.run_idx))
             if fault is not None:
                 self._drop(slot, fault)
 
     def _exchange_state(self) -> StateMessage:
         if self.is_master:
-            state = StateMessage([self._state_of(idx) for idx in sorted(self._admitted)])
+            state = StateMessage([run.state(self.scaling_factors[run.run_idx]) for run in self.used])
             self.channel.send_all(state)
             return state
         message = self.channel.receive()
         assert isinstance(message, StateMessage), f"expected the state of the runs, got {type(message).__name__}"
         return message
 
-    def _state_of(self, run_idx: int) -> SlotState:
-        progress = self.progress[run_idx]
-        return SlotState(
-            run_idx,
-            self._slots.idx_2_id[run_idx],
-            self._admitted[run_idx].admission,
-            self.config[run_idx].model_dump_json(exclude_unset=True),
-            progress.step,
-            progress.total_tokens,
-            progress.total_samples,
-            self.ready_to_update[run_idx],
-            self.scaling_factors[run_idx],
-        )
-
     def _catch_up(self, left: list[SlotState], came: list[SlotState], slots: list[SlotState]) -> dict[int, str]:
         """Other ranks: have the same runs and values as rank 0. Returns what failed, by slot."""
         faults = {}
         for slot in left:
-            self._delete_run_data(slot.run_idx)
+            self._free(slot.run_idx)
         for slot in came:
-            self._slots.take(slot.run_id, slot.run_idx)
             try:
-                self._create_run_data(slot.run_idx, OrchestratorConfig.model_validate_json(slot.config_json))
+                config = OrchestratorConfig.model_validate_json(slot.config_json)
+                self._take_slot(TrainerRun(slot.run_idx, RunDir(self.output_dir / slot.run_id), config, slot.admission))
             except Exception as error:
                 faults[slot.run_idx] = f"its config does not reach rank {self.channel.rank}: {error_text(error)}"
         for slot in slots:
@@ -364,31 +367,20 @@ class MultiRunManager:
             self.scaling_factors[slot.run_idx] = slot.scaling
         return faults
 
-    def _reset(self, run_idx: int, run_id: str) -> None:
+    def _create(self, run_idx: int) -> None:
         self.reset_run_parameters(run_idx)
+        if self.life:
+            self.life.created(self.run(run_idx))
 
     def _drop(self, slot: SlotState, fault: str) -> None:
         """All ranks: release a run that could not be created."""
         self._synced = [other for other in self._synced if other is not slot]
         if self.is_master:
             self._evictions.add(slot.run_id, f"it cannot be started: {fault}")
-            self._forget(slot.run_idx, slot.run_id, "a hook failed")
+            self._forget(self.run(slot.run_idx), "it could not be started")
         else:
-            self._delete_run_data(slot.run_idx)
-        call_leaving(self._hooks.deletion, slot.run_idx, slot.run_id)
-
-    def _create_run_data(self, run_idx: int, config: OrchestratorConfig) -> None:
-        self.config[run_idx] = config
-        self.progress[run_idx] = Progress()
-        self.ready_to_update[run_idx] = False
-        self.scaling_factors[run_idx] = self._weights.scale_of(config.model.lora)
-
-    def _delete_run_data(self, run_idx: int) -> None:
-        self._slots.release(run_idx)
-        self.config.pop(run_idx, None)
-        self.generators.pop(run_idx, None)
-        self._leaving.pop(run_idx, None)
-        self.ready_to_update[run_idx] = False
+            self._free(slot.run_idx)
+        call_leaving(calls_of(self._hooks.deletion, slot.run_idx, slot.run_id), slot.run_id)
 
     # Names of an older version of this interface.
     check_for_changes = discover_runs

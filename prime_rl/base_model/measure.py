@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedTokenizerFast, Qwen3ForCausalLM
 
-from prime_rl.trainer.base_model.recipe import Recipe
-from prime_rl.trainer.base_model.tokenizer import PromptEncoder
+from prime_rl.base_model.recipe import Recipe
+from prime_rl.base_model.tokenizer import PromptEncoder
 from prime_rl.utils.tasks import TASKS, TextTask, make_words, normalise, similarity
 
 NUM_WORDS = 100

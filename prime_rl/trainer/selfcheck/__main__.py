@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from prime_rl.configs.trainer import TrainerConfig
-    from prime_rl.trainer.replay import Recording
+    from prime_rl.trainer.selfcheck.replay import Recording
     from prime_rl.trainer.world import World
 
 JSON_VERSION = 1
@@ -75,7 +75,7 @@ def check(
     config: TrainerConfig, world: World, recordings: Sequence[Recording], tolerance: float, progress: Progress
 ) -> list[Verdict]:
     """Replay all recordings alone and together, and compare. Raises ReplayError, ModelError, OSError."""
-    from prime_rl.trainer.replay import Setting, replay
+    from prime_rl.trainer.selfcheck.replay import Setting, replay
 
     budget, num_slots = config.micro_batch_tokens, len(recordings)
     small = max((recording.config.seq_len or config.seq_len) for recording in recordings)
@@ -161,7 +161,7 @@ def _runs(workspace: Path, run_ids: Sequence[str]) -> list[RunDir]:
 
 
 def _trainer(workspace: Path, recordings: Sequence[Recording]) -> TrainerConfig:
-    from prime_rl.trainer.replay import ReplayError, trainer_config
+    from prime_rl.trainer.selfcheck.replay import ReplayError, trainer_config
 
     try:
         return trainer_config(workspace, recordings)
@@ -186,7 +186,7 @@ def _checked(config: TrainerConfig, recordings: Sequence[Recording], tolerance: 
 
 def _recordings(runs: Sequence[RunDir], were_named: bool) -> list[Recording]:
     """What can be replayed; a run that was asked for by name must be."""
-    from prime_rl.trainer.replay import ReplayError, find_recording
+    from prime_rl.trainer.selfcheck.replay import ReplayError, find_recording
 
     recordings = []
     for run in runs:

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from prime_rl.trainer.base_model.demonstrations import Demonstration, Demonstrator
-from prime_rl.trainer.base_model.recipe import Recipe
-from prime_rl.trainer.base_model.tokenizer import PromptEncoder
+from prime_rl.base_model.demonstrations import Demonstration, Demonstrator
+from prime_rl.base_model.recipe import Recipe
+from prime_rl.base_model.tokenizer import PromptEncoder
 
 IGNORED = -100
 # Called after each step with (step, loss). What it raises ends the teaching.

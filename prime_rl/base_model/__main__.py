@@ -1,8 +1,8 @@
-"""Make a small base model to train on a CPU: `python -m prime_rl.trainer.make_base --out models/base [--seed 0]`.
+"""Make a small base model to train on a CPU: `prl make-base --out models/base [--seed 0]`.
 
 A Qwen3 of one million parameters with one token a byte, taught from scratch on generated instructions (reverse, sort,
 upper-case, copy) until it is half good at them. The same settings make the same bits; a folder that holds them already
-is left alone. The folder appears at once when all is done: Ctrl-C leaves nothing. How it is taught is in `base_model`.
+is left alone. The folder appears at once when all is done: Ctrl-C leaves nothing. How it is taught is in `teach`.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import Any
 
 from pydantic import Field
 
+from prime_rl.base_model.recipe import Recipe
+from prime_rl.base_model.store import StoreError, check_writable, is_up_to_date, save
 from prime_rl.configs.base import BaseConfig, ConfigError, help_text, parse_argv
-from prime_rl.trainer.base_model.recipe import Recipe
-from prime_rl.trainer.base_model.store import StoreError, check_writable, is_up_to_date, save
 from prime_rl.utils.logger import complain
 from prime_rl.utils.signals import EXIT_INTERRUPTED, StopFlag
 
@@ -80,9 +80,9 @@ def make(out: Path, recipe: Recipe, stop: Callable[[], bool]) -> None:
     # torch and transformers take seconds to import: not before it is known that there is work.
     from transformers.utils import logging as transformers_logging
 
-    from prime_rl.trainer.base_model.measure import measure
-    from prime_rl.trainer.base_model.teach import be_reproducible, build_model, teach
-    from prime_rl.trainer.base_model.tokenizer import PromptEncoder, build_tokenizer
+    from prime_rl.base_model.measure import measure
+    from prime_rl.base_model.teach import be_reproducible, build_model, teach
+    from prime_rl.base_model.tokenizer import PromptEncoder, build_tokenizer
 
     transformers_logging.disable_progress_bar()
     started_s = time.monotonic()

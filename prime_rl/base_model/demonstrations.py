@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from prime_rl.trainer.base_model.recipe import Recipe
+from prime_rl.base_model.recipe import Recipe
 from prime_rl.utils.tasks import CONSONANTS, TASKS, VOWELS, TextTask, make_train_word
 
 # Of the letters of a careless answer, these parts are mistaken and lost.

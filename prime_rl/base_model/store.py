@@ -9,8 +9,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from prime_rl.base_model.recipe import Recipe
 from prime_rl.contract.files import read_text, staged_dir
-from prime_rl.trainer.base_model.recipe import Recipe
 
 MANIFEST = "base_model.json"
 MANIFEST_VERSION = 1

@@ -1,0 +1,1 @@
+"""A base model from scratch: recipe, tokenizer, teaching, and how good it became."""

@@ -1,1 +1,0 @@
-"""A base model from scratch: recipe, tokenizer, teaching, and how good it became. `make_base` is the entry."""

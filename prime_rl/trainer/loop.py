@@ -1,0 +1,197 @@
+"""The trainer of one rank: it is built, it loops, runs come and go, it ends. It reads top to bottom.
+
+Every rank runs the same loop. Rank 0 alone looks at the disk, packs, publishes and reports; what that needs is its
+`Lead`, which the others do not have. What a run that comes or goes means for each part is in `Trainer.admitted`,
+`created` and `forgotten`, which the manager calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from prime_rl.configs.trainer import TrainerConfig
+from prime_rl.configs.validate import TrainerLimits
+from prime_rl.contract.layout import OutputDir
+from prime_rl.contract.status import StatusWriter, TrainerStatus
+from prime_rl.contract.types import MicroBatch
+from prime_rl.trainer.budget import with_a_budget
+from prime_rl.trainer.checkpoint import CheckpointManager, is_due
+from prime_rl.trainer.data import SETTLE_S, DataLoader, PackingSource, ReceivingSource, Scout
+from prime_rl.trainer.flat import FlatWeights
+from prime_rl.trainer.metrics import MetricsWriter, PhaseTimer, StatusReporter
+from prime_rl.trainer.model import PolicyModel, dtype_on, load_model
+from prime_rl.trainer.nccl_broadcast import open_broadcast
+from prime_rl.trainer.optim import RunOptimizer, RunWeights
+from prime_rl.trainer.packer import Packer
+from prime_rl.trainer.publish import Publisher
+from prime_rl.trainer.runs import MultiRunManager, TrainerRun, setup_multi_run_manager
+from prime_rl.trainer.runs.sync import Channel, ReadyRun
+from prime_rl.trainer.snapshot import AdapterSnapshots, Snapshots
+from prime_rl.trainer.step import TrainStep
+from prime_rl.trainer.whole_model import ModelFiles, WholeModel
+from prime_rl.trainer.whole_run import ModelSnapshots, ShardedWeights
+from prime_rl.trainer.world import World
+from prime_rl.trainer.writer import BackgroundWriter
+from prime_rl.utils.watch import Watcher
+
+
+class Trainer:
+    """The base model, the runs that share it (or, without adapters, the one that changes it), and the loop.
+
+    Args:
+        stop: whether the trainer is to end; rank 0 decides that for all.
+    """
+
+    def __init__(self, config: TrainerConfig, world: World, stop: Callable[[], bool]) -> None:
+        status = _open_status(config) if world.is_master else None
+        if world.is_master:
+            config = with_a_budget(config, world.device, world.size)
+        model = load_model(config.model, config.model.lora, config.max_concurrent_runs, world)
+        self._config = config
+        self._world = world
+        self._manager = setup_multi_run_manager(
+            config.output_dir,
+            config.max_concurrent_runs,
+            limits=TrainerLimits.of(config),
+            channel=Channel(world.store, world.rank, world.size, timeout_s=config.dist_timeout_s),
+            settle_s=SETTLE_S,
+        )
+        self._manager.life = self
+        self._snapshots = _set_up_weights(config, model, self._manager, world)
+        self._checkpoints = CheckpointManager(self._snapshots)
+        self._step = TrainStep(model, self._manager, world)
+        self._lead: Lead | None = None
+        if status is not None:
+            self._lead = _lead(config, model, self._manager, self._snapshots, self._checkpoints, status, world)
+        self._loader = DataLoader(self._manager, self._source(stop))
+        self._timer = PhaseTimer()
+
+    def train(self) -> None:
+        """One pass over rows of many runs, then an update of each run whose batch is complete; until the end."""
+        while self._wait():
+            self._train_step(*self._loader.get_batch())
+        # Only complete updates are saved; a batch that was cut short is trained on again.
+        for run in self._manager.used:
+            self._snapshots.collect(run, with_state=True)
+        if self._lead:
+            self._lead.close()
+
+    def _wait(self) -> bool:
+        with self._timer("wait"):
+            return self._loader.wait_for_batch()
+
+    def _train_step(self, micro_batch: MicroBatch, batches: dict[int, ReadyRun]) -> None:
+        with self._timer("forward_backward"):
+            self._step.forward_backward(micro_batch)
+        for run in self._manager.ready:
+            batch = batches[run.run_idx]
+            with self._timer("optim"):
+                report = self._step.update(run, batch)
+            if report.problem is None:
+                with self._timer("broadcast"):
+                    self._snapshots.collect(run, with_state=is_due(run.config, report.step))
+            if self._lead:
+                self._lead.publisher.after_update(run, batch, report, self._timer)
+
+    # The life of a run
+
+    def admitted(self, run: TrainerRun) -> None:
+        """Rank 0: decide where the run starts. Raises ValueError when it cannot."""
+        assert self._lead, "rank 0 admits"
+        self._checkpoints.admitted(run)
+        self._lead.packer.admitted(run)
+        self._lead.metrics.admitted(run)
+
+    def created(self, run: TrainerRun) -> None:
+        """All ranks: its optimizer, at the step where it starts, and what its checkpoint has."""
+        run.optimizer = RunOptimizer(
+            run.config, self._weights_of(run), self._manager.dtype_of(run.run_idx), self._world, run.progress.step
+        )
+        self._checkpoints.load(run)
+        if self._lead:
+            self._lead.publisher.resume(run)
+
+    def forgotten(self, run: TrainerRun) -> None:
+        """Rank 0: what the run made is written; what waits of it is dropped."""
+        assert self._lead, "rank 0 forgets"
+        self._lead.packer.forgotten(run)
+        self._lead.publisher.forgotten(run)
+
+    def _weights_of(self, run: TrainerRun) -> RunWeights:
+        named = self._manager.get_named_parameters_for_run(run.run_idx)
+        if self._config.model.lora is None:
+            return ShardedWeights(named)
+        return FlatWeights(named, self._manager.rank_of(run.run_idx))
+
+    # Rank 0
+
+    def _source(self, stop: Callable[[], bool]) -> PackingSource | ReceivingSource:
+        lead = self._lead
+        if lead is None:
+            return ReceivingSource(self._manager)
+
+        def ends() -> bool:
+            last = self._config.stop_after_step
+            steps = [run.progress.step for run in self._manager.used]
+            return stop() or (last is not None and min(steps, default=0) >= last)
+
+        scout = Scout(self._manager, lead.watcher)
+        return PackingSource(self._manager, lead.packer, scout, lead.reporter, lead.publisher, ends)
+
+
+@dataclass(frozen=True)
+class Lead:
+    """What rank 0 has beside what every rank has."""
+
+    packer: Packer
+    publisher: Publisher
+    metrics: MetricsWriter
+    reporter: StatusReporter
+    watcher: Watcher
+
+    def close(self) -> None:
+        """After the last update: what is still to be written is written."""
+        self.publisher.before_exit()
+        self.watcher.close()
+
+
+def _lead(
+    config: TrainerConfig,
+    model: PolicyModel,
+    manager: MultiRunManager,
+    snapshots: Snapshots,
+    checkpoints: CheckpointManager,
+    status: StatusWriter,
+    world: World,
+) -> Lead:
+    watcher = Watcher(rescan_s=config.watch.rescan_s, kind=config.watch.kind)
+    broadcast = open_broadcast(config.broadcast)
+    metrics, reporter = MetricsWriter(), StatusReporter(status, manager)
+    packer = Packer(manager, model.vocab_size, config.micro_batch_tokens, world.size, model.packs)
+    publisher = Publisher(manager, snapshots, broadcast, checkpoints, metrics, reporter, BackgroundWriter())
+    return Lead(packer, publisher, metrics, reporter, watcher)
+
+
+def _set_up_weights(config: TrainerConfig, model: PolicyModel, manager: MultiRunManager, world: World) -> Snapshots:
+    """Register with the manager what the runs train: an adapter each, or, without `model.lora`, the model itself."""
+    if config.model.lora is not None:
+        for name, layer in model.layers.items():
+            layer.register_with_runs(manager, name)
+        return AdapterSnapshots(manager, config.model.name, config.model.lora)
+    manager.register_model(WholeModel(model.module, keeps=world.is_master))
+    files = ModelFiles.of(config.model.name, model.module.config, dtype_on(config.model, world))
+    return ModelSnapshots(manager, files)
+
+
+def _open_status(config: TrainerConfig) -> StatusWriter:
+    """The trainer's status file, from before the base model is loaded."""
+    status = TrainerStatus(
+        waiting_on=f"the base model {config.model.name} to be loaded",
+        max_runs=config.max_concurrent_runs,
+        model=config.model.name,
+        max_rank=config.model.lora.rank if config.model.lora else None,
+        max_seq_len=config.seq_len,
+        max_async_level=config.max_async_level,
+    )
+    return StatusWriter(OutputDir(config.output_dir).trainer_status, status)

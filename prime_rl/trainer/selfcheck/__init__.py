@@ -1,0 +1,1 @@
+"""Whether neighbours change a run: its recorded batches are trained again, alone and together."""
