@@ -99,6 +99,7 @@ class Trainer:
     def admitted(self, run: TrainerRun) -> None:
         """Rank 0: decide where the run starts. Raises ValueError when it cannot."""
         assert self._lead, "rank 0 admits"
+        self._lead.publisher.admitted(run)
         self._checkpoints.admitted(run)
         self._lead.packer.admitted(run)
         self._lead.metrics.admitted(run)
@@ -112,8 +113,13 @@ class Trainer:
         if self._lead:
             self._lead.publisher.resume(run)
 
+    def may_leave(self, run: TrainerRun) -> bool:
+        """Rank 0: when what the run made is written."""
+        assert self._lead, "rank 0 decides"
+        return self._lead.publisher.may_leave(run)
+
     def forgotten(self, run: TrainerRun) -> None:
-        """Rank 0: what the run made is written; what waits of it is dropped."""
+        """Rank 0: what waits of the run is dropped."""
         assert self._lead, "rank 0 forgets"
         self._lead.packer.forgotten(run)
         self._lead.publisher.forgotten(run)

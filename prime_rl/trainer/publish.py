@@ -1,14 +1,16 @@
 """What follows an update of a run: publish, checkpoint, metrics, prune, always in this order, off the critical path.
 
 The main thread takes a snapshot and hands it to the background writer; it goes on training while the disk works.
-Whatever fails there on behalf of one run (its disk is full, its folder is gone) evicts that run and no other. A run's
-work is done before its slot is given away, so a run that comes back finds all that it made. Rank 0 only; holds no
-collective, so it may catch.
+Whatever fails there on behalf of one run (its disk is full, its folder is gone) evicts that run and no other. A run
+keeps its slot until what it made is written, and nothing else waits for that: so a run that comes back finds all of it.
+Rank 0 only; holds no collective, so it may catch.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -20,10 +22,13 @@ from prime_rl.trainer.metrics import MetricsWriter, PhaseTimer, StatusReporter
 from prime_rl.trainer.retention import prune
 from prime_rl.trainer.runs import MultiRunManager, TrainerRun
 from prime_rl.trainer.runs.hooks import error_text
+from prime_rl.trainer.runs.run import FINISHED
 from prime_rl.trainer.runs.sync import ReadyRun
 from prime_rl.trainer.snapshot import RunSnapshot, Snapshots
 from prime_rl.trainer.step import UpdateReport
-from prime_rl.trainer.writer import BackgroundWriter, FolderGone, WriteError, WriteJob
+from prime_rl.trainer.writer import DISK_TIMEOUT_S, BackgroundWriter, FolderGone, WriteError, WriteJob
+
+logger = logging.getLogger(__name__)
 
 
 class Publisher:
@@ -63,7 +68,7 @@ class Publisher:
             with self._manager.run_boundary(run, f"handing over version {report.step}"):
                 self._hand_over(run, ready, report, timer)
             if report.step >= run.config.max_steps:
-                self._finish(run)
+                self._manager.finish_run(run)
         self._status.updated(timer.take(), ready.num_tokens)
 
     def _hand_over(self, run: TrainerRun, ready: ReadyRun, report: UpdateReport, timer: PhaseTimer) -> None:
@@ -81,17 +86,11 @@ class Publisher:
             )
         )
 
-    def _finish(self, run: TrainerRun) -> None:
-        """A run that is finished is never written again: what happens to its last version is waited for."""
-        self._writer.finish(run.run_id, self._idle)
-        self.collect()
-        if run.leaving is None:
-            self._manager.finish_run(run)
-
     def full(self) -> dict[str, str]:
         """Takes in what the writer did; returns the runs that wait for the disk, each with what for, in words."""
         self.collect()
-        return self._writer.full()
+        leaving = {run.run_id: self._writer.waits_for(run.run_id) for run in self._manager.used if run.leaving}
+        return self._writer.full() | {run_id: what for run_id, what in leaving.items() if what}
 
     def wait(self, timeout_s: float) -> None:
         """Until something was written, at most `timeout_s`."""
@@ -103,19 +102,33 @@ class Publisher:
             run = self._manager.run_of(result.job.run_id)
             if result.problem is None:
                 result.job.then()
-            elif result.problem and run is not None and run.leaving is None:
+            elif result.problem and run is not None and run.leaving in (None, FINISHED):
                 self._manager.evict_run(run.run_idx, result.problem)
 
+    def admitted(self, run: TrainerRun) -> None:
+        """Raises ValueError while the disk has yet to take what the run made when it was here before."""
+        if what := self._writer.waits_for(run.run_id):
+            raise ValueError(f"it was here before and still waits for {what}: readmit it when the disk answers")
+        self._writer.forget(run.run_id)
+
+    def may_leave(self, run: TrainerRun) -> bool:
+        """Whether what the run made is written, or the disk has had its time."""
+        self.collect()
+        what, now = self._writer.waits_for(run.run_id), time.monotonic()
+        if what is None:
+            return True
+        run.waits_since = now if run.waits_since is None else run.waits_since
+        if now - run.waits_since < DISK_TIMEOUT_S:
+            return False
+        logger.error("%s leaves its slot after %g s of waiting for %s", run.run_id, DISK_TIMEOUT_S, what)
+        return True
+
     def forgotten(self, run: TrainerRun) -> None:
-        """The slot is about to be free: what the run made is written first."""
-        try:
-            self._writer.finish(run.run_id, self._idle)
-        finally:
-            self._writer.forget(run.run_id)
+        self._writer.forget(run.run_id)
 
     def before_exit(self) -> None:
         """Save every run after its last complete update, so that a stop loses nothing that was done."""
-        self._writer.finish(idle=self._idle)
+        self._writer.finish(self._idle)
         self.collect()
         for run in self._manager.active:
             snapshot = self._snapshots.whole(run)
@@ -124,9 +137,8 @@ class Publisher:
                 WriteJob(snapshot.run.run_id, what, partial(self._write_checkpoint, snapshot), lambda: None)
             )
             # One at a time, so that not all of them are in memory twice.
-            self._writer.finish(idle=self._idle)
+            self._writer.finish(self._idle)
         self.collect()
-        self._writer.close()
         self._broadcast.close()
         self._status.close()
 

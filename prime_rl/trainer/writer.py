@@ -1,15 +1,15 @@
-"""One thread that writes for the trainer, in the order in which work is handed to it, while the main thread trains.
+"""The trainer's writes, off the main thread: those of each run in order, in a thread of the run's own.
 
-Work belongs to a run. When a job fails, what the same run still has in the queue is dropped and nothing more of it is
-taken; the others go on. The main thread learns of each end in `take_results`, so every decision stays with it. Knows no
-files and no tensors.
+So a disk that is slow or hangs for one run's folder holds up that run alone. When a job fails, what the same run still
+has to write is dropped and nothing more of it is taken. The main thread learns of each end in `take_results`, so every
+decision stays with it. Knows no files and no tensors.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -55,38 +55,40 @@ class BackgroundWriter:
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._queue: deque[WriteJob] = deque()
-        self._current: WriteJob | None = None
+        # By run, the first is being written; a run that has nothing to write has no queue and no thread.
+        self._queues: dict[str, deque[WriteJob]] = {}
         self._results: list[Result] = []
         self._failed: set[str] = set()
-        self._closed = False
-        self._thread = threading.Thread(target=self._write, name="writer", daemon=True)
-        self._thread.start()
 
     def submit(self, job: WriteJob) -> None:
         """Queue a job; ignored if an earlier one of the run failed."""
         with self._changed:
-            assert not self._closed, "the writer is closed"
-            if job.run_id not in self._failed:
-                self._queue.append(job)
-                self._changed.notify_all()
+            if job.run_id in self._failed:
+                return
+            if job.run_id in self._queues:
+                self._queues[job.run_id].append(job)
+                return
+            self._queues[job.run_id] = deque([job])
+        name = f"writer of {job.run_id}"
+        threading.Thread(target=self._write, args=(self._queues[job.run_id],), name=name, daemon=True).start()
 
     def full(self) -> dict[str, str]:
         """The runs that may not hand over more for now, each with what its next update waits for."""
         with self._changed:
-            unfinished = self._unfinished()
-            counts = Counter(job.run_id for job in unfinished)
-            return {
-                run_id: f"the disk to take {unfinished[0].what}"
-                for run_id, num_jobs in counts.items()
-                if num_jobs >= MAX_WAITING_PER_RUN
-            }
+            return {run_id: _what(jobs) for run_id, jobs in self._queues.items() if len(jobs) >= MAX_WAITING_PER_RUN}
+
+    def waits_for(self, run_id: str) -> str | None:
+        """What of the run is still to be written, in words; None when all is done."""
+        with self._changed:
+            jobs = self._queues.get(run_id)
+            return _what(jobs) if jobs else None
 
     def wait(self, timeout_s: float) -> None:
         """Until a job ends, at most `timeout_s`; at once when none is under way."""
         with self._changed:
-            num_unfinished = len(self._unfinished())
-            self._changed.wait_for(lambda: len(self._unfinished()) < max(1, num_unfinished), timeout_s)
+            if self._queues:
+                num_unfinished = self._num_unfinished()
+                self._changed.wait_for(lambda: self._num_unfinished() < num_unfinished, timeout_s)
 
     def take_results(self) -> list[Result]:
         """What ended since the last call, in order."""
@@ -94,76 +96,71 @@ class BackgroundWriter:
             results, self._results = self._results, []
             return results
 
-    def finish(self, run_id: str | None = None, idle: Callable[[str], None] = lambda what: None) -> None:
-        """Wait until everything (of one run) is done. `idle` is called meanwhile with what is waited for.
+    def finish(self, idle: Callable[[str], None] = lambda what: None) -> None:
+        """Wait until everything is done. `idle` is called meanwhile with what is waited for.
 
         Raises WaitTimeout after DISK_TIMEOUT_S; what has not begun by then is dropped.
         """
 
         def is_done() -> bool:
             with self._changed:
-                if self._of(run_id):
+                if self._queues:
                     self._changed.wait(DEFAULT_POLL_S)
-                left = self._of(run_id)
-            if left:
-                idle(f"the disk to take {left[0].what}")
-            return not left
+                left = next(iter(self._queues.values()), None)
+                what = _what(left) if left else None
+            if what is not None:
+                idle(what)
+            return what is None
 
-        what = f"the disk to take what {run_id or 'the runs'} made"
         try:
-            wait_for(is_done, what, timeout_s=DISK_TIMEOUT_S, sleep=lambda poll_s: None)
+            wait_for(
+                is_done, "the disk to take what the runs made", timeout_s=DISK_TIMEOUT_S, sleep=lambda poll_s: None
+            )
         except WaitTimeout:
-            with self._changed:
-                self._drop(run_id)
+            for run_id in list(self._queues):
+                self.forget(run_id)
             raise
 
     def forget(self, run_id: str) -> None:
-        """Drop the results of a run that left; it may come back."""
+        """Drop what has not begun of a run that left, and its results; it may come back."""
         with self._changed:
             self._failed.discard(run_id)
             self._results = [result for result in self._results if result.job.run_id != run_id]
+            jobs = self._queues.get(run_id)
+            while jobs and len(jobs) > 1:
+                jobs.pop()
 
-    def close(self) -> None:
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
-        self._thread.join()
+    def _num_unfinished(self) -> int:
+        return sum(map(len, self._queues.values()))
 
-    def _unfinished(self) -> list[WriteJob]:
-        return [*([self._current] if self._current else []), *self._queue]
+    # The thread of a run
 
-    def _of(self, run_id: str | None) -> list[WriteJob]:
-        return [job for job in self._unfinished() if run_id in (None, job.run_id)]
-
-    def _drop(self, run_id: str | None) -> None:
-        self._queue = deque(job for job in self._queue if run_id not in (None, job.run_id))
-
-    # The thread
-
-    def _write(self) -> None:
-        while True:
+    def _write(self, jobs: deque[WriteJob]) -> None:
+        while jobs:
+            job = jobs[0]
+            problem = _problem_of(job)
             with self._changed:
-                self._changed.wait_for(lambda: self._queue or self._closed)
-                if not self._queue:
-                    return
-                job = self._current = self._queue.popleft()
-            problem = self._do(job)
-            with self._changed:
+                jobs.popleft()
                 if problem is not None:
                     self._failed.add(job.run_id)
-                    self._drop(job.run_id)
+                    jobs.clear()
                 self._results.append(Result(job, problem))
-                self._current = None
+                if not jobs:
+                    del self._queues[job.run_id]
                 self._changed.notify_all()
 
-    @staticmethod
-    def _do(job: WriteJob) -> str | None:
-        try:
-            job.write()
-        except FolderGone:
-            logger.info("%s: the folder of the run went away", job.what)
-            return ""
-        except Exception as error:  # the boundary of a run: the main thread evicts it with these words
-            logger.debug("%s failed", job.what, exc_info=True)
-            return str(error) if isinstance(error, WriteError) else f"{job.what}: {error_text(error)}"
-        return None
+
+def _what(jobs: deque[WriteJob]) -> str:
+    return f"the disk to take {jobs[0].what}"
+
+
+def _problem_of(job: WriteJob) -> str | None:
+    try:
+        job.write()
+    except FolderGone:
+        logger.info("%s: the folder of the run went away", job.what)
+        return ""
+    except Exception as error:  # the boundary of a run: the main thread evicts it with these words
+        logger.debug("%s failed", job.what, exc_info=True)
+        return str(error) if isinstance(error, WriteError) else f"{job.what}: {error_text(error)}"
+    return None

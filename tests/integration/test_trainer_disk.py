@@ -13,9 +13,9 @@ import pytest
 
 from prime_rl.contract.layout import RunDir, list_steps
 from prime_rl.contract.status import TrainerStatus, read_status
+from prime_rl.trainer import publish as publish_module
 from prime_rl.trainer.broadcast import FileSystemWeightBroadcast
-from prime_rl.trainer.publish import Publisher
-from prime_rl.trainer.runs import TrainerRun, get_multi_run_manager
+from prime_rl.trainer.runs import get_multi_run_manager
 from prime_rl.trainer.snapshot import RunSnapshot
 from tests.fork_runner import Runner
 from tests.isolation_support import TOLERANCE
@@ -110,29 +110,59 @@ def test_a_slot_is_given_away_when_its_run_is_on_disk(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Evicted while version 2 and its checkpoint are on their way; taken back, it goes on from there."""
+    run, other = put_run(tmp_path, model, "run_a", num_batches=2), put_run(tmp_path, model, "run_b", num_batches=0)
+    disk = SlowDisk(monkeypatch, step=2)
+    seen: list[str] = []
+
+    def note(what: str) -> None:
+        seen.append(f"{what} with version {published(run)}")
+
+    def done() -> bool:
+        in_slots = get_multi_run_manager().id_2_idx
+        if disk.has_begun.is_set() and not seen and not run.evicted.exists():
+            run.evicted.write_text("a break")
+            put_batches(other, 1)
+        elif len(seen) == 0 and run.evicted.exists() and published(other) == 1:
+            assert "run_a" in in_slots, "it keeps its slot until it is on disk, and run_b trains meanwhile"
+            note("waits")
+            disk.is_free.set()
+        elif len(seen) == 1 and "run_a" not in in_slots:
+            note(f"left, checkpoints {list_steps(run.checkpoints, stable_only=True)},")
+            put_batches(run, NUM_STEPS)
+            run.evicted.unlink()
+        return published(run) == NUM_STEPS
+
+    train_until(trainer_config(tmp_path, model, max_concurrent_runs=2), done)
+    assert seen == ["waits with version 1", "left, checkpoints [2], with version 2"]
+
+
+def test_a_disk_that_hangs_for_a_run_costs_its_slot_only_so_long(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run leaves, is refused as long as the old write hangs, and is taken back when it has ended."""
+    monkeypatch.setattr(publish_module, "DISK_TIMEOUT_S", 0.2)
     run = put_run(tmp_path, model, "run_a", num_batches=2)
     disk = SlowDisk(monkeypatch, step=2)
     seen: list[str] = []
-    real = Publisher.forgotten
-
-    def forgotten(publisher: Publisher, left: TrainerRun) -> None:
-        seen.append(f"leaves with version {published(run)}")
-        disk.is_free.set()
-        real(publisher, left)
-        seen.append(f"left with version {published(run)}, checkpoints {list_steps(run.checkpoints, stable_only=True)}")
-
-    monkeypatch.setattr(Publisher, "forgotten", forgotten)
 
     def done() -> bool:
+        in_slots = get_multi_run_manager().id_2_idx
         if disk.has_begun.is_set() and not seen and not run.evicted.exists():
+            seen.append("evicted")
             run.evicted.write_text("a break")
-        elif len(seen) == 2 and run.evicted.exists():
+        elif seen == ["evicted"] and "run_a" not in in_slots:
+            seen.append("left")
+            run.evicted.unlink()
+        elif seen == ["evicted", "left"] and run.evicted.exists():
+            seen.append(run.evicted.read_text())
+            disk.is_free.set()
+        elif len(seen) == 3 and published(run) == 2 and run.evicted.exists():
             put_batches(run, NUM_STEPS)
             run.evicted.unlink()
         return published(run) == NUM_STEPS
 
     train_until(trainer_config(tmp_path, model), done)
-    assert seen[:2] == ["leaves with version 1", "left with version 2, checkpoints [2]"]
+    assert "it was here before and still waits for the disk to take version 2 of run_a" in seen[2]
 
 
 def test_a_last_version_that_cannot_be_written_evicts_instead_of_finishing(

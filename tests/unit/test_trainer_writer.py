@@ -1,4 +1,4 @@
-"""The background writer: order, faults of one run, waiting, and what the main thread learns."""
+"""The background writers: order, faults of one run, waiting, and what the main thread learns."""
 
 from __future__ import annotations
 
@@ -38,22 +38,30 @@ def disk() -> Iterator[Disk]:
     disk = Disk(BackgroundWriter())
     yield disk
     disk.is_free.set()
-    disk.writer.close()
+    disk.writer.finish()
 
 
-def test_work_is_done_in_order_and_reported_in_order(disk: Disk) -> None:
-    for run_id, step in [("run_a", 1), ("run_b", 1), ("run_a", 2)]:
+def test_the_work_of_a_run_is_done_in_order_and_reported_in_order(disk: Disk) -> None:
+    for run_id, step in [("run_a", 1), ("run_b", 1), ("run_a", 2), ("run_a", 3)]:
         disk.put(run_id, step)
     assert disk.writer.take_results() == []
     disk.is_free.set()
     disk.writer.finish()
-    assert disk.taken == ["run_a/1", "run_b/1", "run_a/2"]
-    assert [(result.job.what, result.problem) for result in disk.writer.take_results()] == [
-        ("version 1 of run_a", None),
-        ("version 1 of run_b", None),
-        ("version 2 of run_a", None),
-    ]
+    assert [each for each in disk.taken if each != "run_b/1"] == ["run_a/1", "run_a/2", "run_a/3"]
+    results = [(result.job.what, result.problem) for result in disk.writer.take_results()]
+    assert [what for what, _ in results if what.endswith("run_a")] == [f"version {n} of run_a" for n in (1, 2, 3)]
+    assert {problem for _, problem in results} == {None} and len(results) == 4
     assert disk.writer.take_results() == []
+
+
+def test_a_disk_that_hangs_for_one_run_takes_the_work_of_another(disk: Disk) -> None:
+    disk.put("run_a", 1)
+    wait_for(disk.has_begun.is_set, "the first job to begin", timeout_s=PATIENCE_S)
+    taken: list[str] = []
+    disk.writer.submit(WriteJob("run_b", "version 1 of run_b", lambda: taken.append("run_b"), lambda: None))
+    wait_for(lambda: disk.writer.waits_for("run_b") is None, "run_b to be written", timeout_s=PATIENCE_S)
+    assert taken == ["run_b"] and disk.taken == []
+    assert disk.writer.waits_for("run_a") == "the disk to take version 1 of run_a"
 
 
 def test_a_fault_drops_what_the_run_still_wants_and_nothing_of_others(disk: Disk) -> None:
@@ -64,14 +72,14 @@ def test_a_fault_drops_what_the_run_still_wants_and_nothing_of_others(disk: Disk
     disk.writer.finish()
     disk.put("run_a", 3)
     disk.writer.finish()
-    assert disk.taken == ["run_a/1", "run_b/1"]
-    assert [result.problem for result in disk.writer.take_results()] == [
+    assert sorted(disk.taken) == ["run_a/1", "run_b/1"]
+    assert {result.problem for result in disk.writer.take_results()} == {
         "publishing version 1 failed: no room",
         "version 1 of run_b: [Errno 28] No space left on device",
-    ]
+    }
     disk.writer.forget("run_a")
     disk.put("run_a", 4)
-    disk.writer.finish("run_a")
+    disk.writer.finish()
     assert disk.taken[-1] == "run_a/4", "a run that comes back is written again"
 
 
@@ -83,32 +91,29 @@ def test_a_folder_that_is_gone_is_no_fault(disk: Disk) -> None:
     assert disk.taken == ["run_a/1"] and [result.problem for result in disk.writer.take_results()] == [""]
 
 
-def test_a_run_waits_for_its_own_work_alone(disk: Disk) -> None:
-    disk.put("run_a", 1)
-    disk.put("run_b", 1)
-    said: list[str] = []
-
-    def idle(what: str) -> None:
-        said.append(what)
-        disk.is_free.set()
-
-    disk.writer.finish("run_b", idle)
-    assert "run_b/1" in disk.taken and said[0] == "the disk to take version 1 of run_b"
-    disk.writer.finish("run_c")
-
-
-def test_the_queue_of_each_run_is_bounded_and_says_what_is_waited_for(disk: Disk) -> None:
+def test_the_queue_of_each_run_is_bounded_and_names_what_is_waited_for(disk: Disk) -> None:
     assert disk.writer.full() == {}
     disk.put("run_a", 1)
-    wait_for(disk.has_begun.is_set, "the first job to begin", timeout_s=PATIENCE_S)
     disk.put("run_b", 1)
     assert disk.writer.full() == {}, "one job of each run"
     disk.put("run_b", 2)
-    assert disk.writer.full() == {"run_b": "the disk to take version 1 of run_a"}, "run_a may hand over one more"
+    assert disk.writer.full() == {"run_b": "the disk to take version 1 of run_b"}, "run_a may hand over one more"
     disk.is_free.set()
     disk.writer.finish()
     assert disk.writer.full() == {}
     disk.writer.wait(600.0)  # nothing is under way: no reason to wait
+
+
+def test_what_is_waited_for_is_reported_meanwhile(disk: Disk) -> None:
+    disk.put("run_a", 1)
+    reported: list[str] = []
+
+    def idle(what: str) -> None:
+        reported.append(what)
+        disk.is_free.set()
+
+    disk.writer.finish(idle)
+    assert disk.taken == ["run_a/1"] and reported[0] == "the disk to take version 1 of run_a"
 
 
 def test_a_disk_that_takes_nothing_is_waited_for_only_so_long(disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,17 +121,8 @@ def test_a_disk_that_takes_nothing_is_waited_for_only_so_long(disk: Disk, monkey
     disk.put("run_a", 1)
     wait_for(disk.has_begun.is_set, "the first job to begin", timeout_s=PATIENCE_S)
     disk.put("run_a", 2)
-    with pytest.raises(WaitTimeout, match="the disk to take what run_a made"):
-        disk.writer.finish("run_a")
+    with pytest.raises(WaitTimeout, match="the disk to take what the runs made"):
+        disk.writer.finish()
     disk.is_free.set()
     disk.writer.finish()
     assert disk.taken == ["run_a/1"], "what had not begun is never written"
-
-
-def test_closing_finishes_the_queue() -> None:
-    writer = BackgroundWriter()
-    taken: list[int] = []
-    for step in range(5):
-        writer.submit(WriteJob("run_a", f"version {step}", lambda step=step: taken.append(step), lambda: None))  # type: ignore[misc]
-    writer.close()
-    assert taken == [0, 1, 2, 3, 4]

@@ -51,6 +51,9 @@ class RunLife(Protocol):
         No collective: the ranks agree on whether it failed when all are through.
         """
 
+    def may_leave(self, run: TrainerRun) -> bool:
+        """Rank 0: whether a run that is to leave its slot can leave it now; asked at every look."""
+
     def forgotten(self, run: TrainerRun) -> None:
         """Rank 0: the run loses its slot, while its data is still there."""
 

@@ -44,7 +44,7 @@ from prime_rl.trainer.runs.hooks import (
     calls_of,
     error_text,
 )
-from prime_rl.trainer.runs.run import BySlot, Progress, TrainerRun
+from prime_rl.trainer.runs.run import FINISHED, BySlot, Progress, TrainerRun
 from prime_rl.trainer.runs.sync import Channel, SlotState, StateMessage, slot_changes
 
 logger = logging.getLogger(__name__)
@@ -236,7 +236,7 @@ class MultiRunManager:
     # Eviction
 
     def evict_run(self, idx: int, reason: str) -> None:
-        """Write the reason down (rank 0). The run leaves its slot at the next `discover_runs` and idles until then."""
+        """Write the reason down (rank 0). The run leaves its slot at a next `discover_runs` and idles until then."""
         self._check_master("evict_run")
         run = self.run(idx)
         self._evictions.add(run.run_id, reason)
@@ -245,7 +245,7 @@ class MultiRunManager:
     def finish_run(self, run: TrainerRun) -> None:
         """The run reached `max_steps` (rank 0): it leaves its slot at the next `discover_runs`."""
         self._check_master("finish_run")
-        run.leaving = "it reached max_steps"
+        run.leaving = FINISHED
 
     @contextlib.contextmanager
     def run_boundary(self, run: TrainerRun, doing: str) -> Iterator[None]:
@@ -279,13 +279,16 @@ class MultiRunManager:
         # A look that finds nothing still proves that rank 0 is alive.
         self.channel.beat()
         self._evictions.write()
-        leaving = {run.run_id: run.leaving for run in self.used if run.leaving is not None}
         self.findings = self._discovery.scan({run.run_id: run.inode for run in self.active}, changed)
-        for run_id, reason in sorted({**self.findings.gone, **leaving}.items()):
-            self._forget(self.run(self.id_2_idx[run_id]), reason)
+        for run in sorted(self.used, key=lambda run: run.run_id):
+            run.leaving = run.leaving or self.findings.gone.get(run.run_id)
+            if run.leaving is not None and (self.life is None or self.life.may_leave(run)):
+                self._forget(run, run.leaving)
         self._discovery.judge(self.findings)
         self.waiting = []
-        for candidate in [each for each in self.findings.candidates if each.run.run_id not in self._evictions]:
+        for candidate in self.findings.candidates:
+            if candidate.run.run_id in self._evictions or self.run_of(candidate.run.run_id):
+                continue
             if self.unused_idxs:
                 self._admit(candidate)
             else:

@@ -14,6 +14,9 @@ from prime_rl.trainer.loss_report import LossSums
 from prime_rl.trainer.optim import RunOptimizer
 from prime_rl.trainer.runs.sync import ReadyRun, SlotState
 
+# Why a run leaves that needs no more.
+FINISHED = "it reached max_steps"
+
 
 @dataclass
 class Progress:
@@ -41,7 +44,8 @@ class TrainerRun:
         published: what it did up to here is on disk and may be reported (rank 0).
         reported_step: up to which its metrics have a line (rank 0).
         gathered: of a whole model that is sharded over ranks, what was put together last.
-        leaving: why it leaves its slot at the next look at the disk (rank 0).
+        leaving: why it is to leave its slot (rank 0).
+        waits_since: it leaves when the disk has taken what it made; seconds of the monotonic clock (rank 0).
     """
 
     run_idx: int
@@ -60,6 +64,7 @@ class TrainerRun:
     reported_step: int = 0
     gathered: object = None
     leaving: str | None = None
+    waits_since: float | None = None
 
     @property
     def run_id(self) -> str:
