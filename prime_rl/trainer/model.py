@@ -166,7 +166,7 @@ def _load_trainable(config: TrainerModelConfig, world: World) -> PolicyModel:
     if config.checkpoints_on(world.device.type):
         checkpoint_layers(base, offloads=config.activation_offload)
     vocab_size = base.get_input_embeddings().num_embeddings  # type: ignore[operator]
-    packs = config.packs_on(world.device.type) and _set_up_packing(base)
+    packs = _set_up_attention(base, config.packs_on(world.device.type))
     shard_trainable(base, world, dtype_on(config, world))
     return PolicyModel(base, head, {}, AdapterRouting(1), vocab_size, packs)
 
@@ -198,16 +198,18 @@ def adapt_model(
     if checkpoints:
         checkpoint_layers(base, offloads=offloads)
     embeddings = base.get_input_embeddings()  # type: ignore[operator]
-    packs = packs and _set_up_packing(base)
+    packs = _set_up_attention(base, packs)
     return PolicyModel(base, _put_head(base), layers, routing, embeddings.num_embeddings, packs)
 
 
-def _set_up_packing(base: Any) -> bool:
-    if not can_pack(base):
+def _set_up_attention(base: Any, packs: bool) -> bool:
+    """Leave out the mask where attention is causal and nothing else, for padded rows too. Returns whether rows pack."""
+    if can_pack(base):
+        use_packed_attention(base)
+        return packs
+    if packs:
         logger.warning("rows are padded, not packed: the model's attention is more than causal")
-        return False
-    use_packed_attention(base)
-    return True
+    return False
 
 
 def checkpoint_layers(base: nn.Module, *, offloads: bool = False) -> None:
