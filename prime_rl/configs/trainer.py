@@ -24,6 +24,10 @@ class TrainerModelConfig(ModelConfig):
     """Keep only the input of each layer for backward, which computes the layer again: a small part of the memory for a
     third more compute. auto: on a GPU."""
 
+    activation_offload: bool = False
+    """Keep the layer inputs of activation checkpointing in pinned memory of the host: a part of a GPU's memory for the
+    time of two copies. Turns activation checkpointing on where that is auto. Of no use on a CPU."""
+
     packed_rows: bool | Literal["auto"] = "auto"
     """Lay the rows of a pass end to end, with attention that stays inside each, instead of padding rows of similar
     length to the longest. auto: on a GPU."""
@@ -34,7 +38,17 @@ class TrainerModelConfig(ModelConfig):
 
     def checkpoints_on(self, device_type: str) -> bool:
         """Whether layers are computed again in backward on such a device."""
-        return device_type == "cuda" if self.activation_checkpointing == "auto" else self.activation_checkpointing
+        if self.activation_checkpointing == "auto":
+            return device_type == "cuda" or self.activation_offload
+        return self.activation_checkpointing
+
+    @model_validator(mode="after")
+    def _only_checkpointed_layers_are_offloaded(self) -> Self:
+        if self.activation_offload and self.activation_checkpointing is False:
+            raise ValueError(
+                "activation_offload = true requires activation_checkpointing: set that to true or 'auto', or remove one"
+            )
+        return self
 
 
 class TrainerConfig(BaseConfig):

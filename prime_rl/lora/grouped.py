@@ -2,7 +2,8 @@
 
 Out of autograd's hands because of what it would add: a temporary for every product, a second sum into the output and
 into the gradient of the inputs, and a multiplication by the scale as large as the activations. Here both low-rank
-products are added in place, and the scale goes onto x A^T, which is K wide. Knows no modules.
+products are added in place, and the scale goes onto x A^T, which is K wide. The inputs can be the product of a gated
+MLP, which backward then makes again from its two factors instead of keeping it. Knows no modules.
 
 Dimensions: N tokens of all rows, I inputs, O outputs, K rank, G groups (neighbouring tokens of one adapter), M tokens
 of a group.
@@ -17,7 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.nn.functional import linear
+from torch.nn.functional import linear, silu
 
 
 @dataclass(frozen=True)
@@ -68,11 +69,18 @@ def make_plan(groups: Sequence[TokenGroup], num_tokens: int, *, one_kernel: bool
 
 
 def grouped_lora(
-    x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, plan: Plan, A_G: Sequence[Tensor], B_G: Sequence[Tensor]
+    x_NI: Tensor,
+    weight_OI: Tensor,
+    bias_O: Tensor | None,
+    plan: Plan,
+    A_G: Sequence[Tensor],
+    B_G: Sequence[Tensor],
+    gate_NI: Tensor | None = None,
 ) -> Tensor:
     """`x W^T + bias`, and for the tokens of each group `+ scale * (x A^T) B^T`. Returns `[N, O]`.
 
     Args:
+        gate_NI: where it is given, `silu(gate) * x` takes the place of x.
         A_G, B_G: A `[K, I]` and B `[O, K]` of each group, in any floating type; they are used in that of `x_NI`.
             Backward adds their gradients to their own `.grad`; the frozen layer gets none.
 
@@ -80,12 +88,16 @@ def grouped_lora(
     decode step.
     """
     if not torch.is_grad_enabled():
-        out_NO, _, _, _ = _forward(x_NI, weight_OI, bias_O, plan, [*A_G, *B_G])
+        out_NO, _, _, _ = _forward(_gated(x_NI, gate_NI), weight_OI, bias_O, plan, [*A_G, *B_G])
         return out_NO
     grown_NO: Tensor = _GroupedLoRA.apply(  # type: ignore[no-untyped-call]
-        x_NI, weight_OI, bias_O, plan, [*A_G, *B_G], A_G[0]
+        x_NI, gate_NI, weight_OI, bias_O, plan, [*A_G, *B_G], A_G[0]
     )
     return grown_NO
+
+
+def _gated(x_NI: Tensor, gate_NI: Tensor | None) -> Tensor:
+    return x_NI if gate_NI is None else silu(gate_NI).mul_(x_NI)
 
 
 def _forward(
@@ -107,25 +119,36 @@ class _GroupedLoRA(torch.autograd.Function):
     def forward(
         ctx: Any,
         x_NI: Tensor,
+        gate_NI: Tensor | None,
         weight_OI: Tensor,
         bias_O: Tensor | None,
         plan: Plan,
         leaves: Sequence[Tensor],
         anchor: Tensor,
     ) -> Tensor:
-        out_NO, h, A_GKI, B_GOK = _forward(x_NI, weight_OI, bias_O, plan, leaves)
+        out_NO, h, A_GKI, B_GOK = _forward(_gated(x_NI, gate_NI), weight_OI, bias_O, plan, leaves)
         ctx.plan, ctx.leaves = plan, leaves
-        ctx.save_for_backward(x_NI, weight_OI, h, A_GKI, B_GOK)
+        ctx.save_for_backward(x_NI, gate_NI, weight_OI, h, A_GKI, B_GOK)
         return out_NO
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_NO: Tensor) -> tuple[Tensor | None, ...]:
-        x_NI, weight_OI, h, A_GKI, B_GOK = ctx.saved_tensors
-        grad_x_NI = grad_NO @ weight_OI if ctx.needs_input_grad[0] else None
-        grads_A, grads_B = ctx.plan.differentiate(grad_NO, grad_x_NI, x_NI, h, A_GKI, B_GOK)
+        x_NI, gate_NI, weight_OI, h, A_GKI, B_GOK = ctx.saved_tensors
+        grad_x_NI = grad_NO @ weight_OI if any(ctx.needs_input_grad[:2]) else None
+        grads_A, grads_B = ctx.plan.differentiate(grad_NO, grad_x_NI, _gated(x_NI, gate_NI), h, A_GKI, B_GOK)
         _accumulate(ctx.leaves, [*grads_A, *grads_B])
-        return grad_x_NI, None, None, None, None, None
+        grad_gate_NI = None
+        if gate_NI is not None and grad_x_NI is not None:
+            grad_x_NI, grad_gate_NI = _differentiate_gated(grad_x_NI, x_NI, gate_NI)
+        return grad_x_NI, grad_gate_NI, None, None, None, None, None
+
+
+def _differentiate_gated(grad_NI: Tensor, x_NI: Tensor, gate_NI: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients of x and of the gate, in the order and with the rounding of torch's own; `grad_NI` is overwritten."""
+    grad_x_NI = silu(gate_NI).mul_(grad_NI)
+    grad_NI.mul_(x_NI)
+    return grad_x_NI, torch.ops.aten.silu_backward.grad_input(grad_NI, gate_NI, grad_input=grad_NI)
 
 
 def _accumulate(leaves: Sequence[Tensor], grads: Sequence[Tensor]) -> None:

@@ -137,4 +137,4 @@ def _by_stretches(query: Tensor, key: Tensor, value: Tensor, segments: Segments,
         )
         parts.append(out_RHLD.transpose(1, 2).flatten(0, 1))
         start = stop
-    return torch.cat(parts)[None]
+    return (parts[0] if len(parts) == 1 else torch.cat(parts))[None]

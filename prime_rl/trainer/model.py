@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
@@ -30,7 +31,7 @@ from prime_rl.configs.trainer import TrainerModelConfig
 from prime_rl.lora.inject import apply_lora_to_model
 from prime_rl.lora.linear import AdapterRouting, MultiLoRALinear
 from prime_rl.trainer.attention import Segments, can_pack, use_packed_attention
-from prime_rl.trainer.frozen_norm import fuse_norms
+from prime_rl.trainer.fused import fuse_mlps, fuse_norms
 from prime_rl.trainer.logprobs import token_logprobs
 from prime_rl.trainer.sharding import decoder_layers, shard_model, shard_trainable
 from prime_rl.trainer.world import World
@@ -143,6 +144,7 @@ def load_model(config: TrainerModelConfig, lora: LoRAConfig | None, n_adapters: 
         lora,
         n_adapters,
         checkpoints=config.checkpoints_on(world.device.type),
+        offloads=config.activation_offload,
         packs=config.packs_on(world.device.type),
     )
     shard_model(model.module, world, replicated=model.adapters())
@@ -162,20 +164,26 @@ def _load_trainable(config: TrainerModelConfig, world: World) -> PolicyModel:
     base.eval()
     head = _put_head(base)
     if config.checkpoints_on(world.device.type):
-        checkpoint_layers(base)
+        checkpoint_layers(base, offloads=config.activation_offload)
     vocab_size = base.get_input_embeddings().num_embeddings  # type: ignore[operator]
-    packs = config.packs_on(world.device.type) and _set_up_packing(base)
+    packs = _set_up_attention(base, config.packs_on(world.device.type))
     shard_trainable(base, world, dtype_on(config, world))
     return PolicyModel(base, head, {}, AdapterRouting(1), vocab_size, packs)
 
 
 def adapt_model(
-    base: nn.Module, lora: LoRAConfig, n_adapters: int, *, checkpoints: bool = False, packs: bool = False
+    base: nn.Module,
+    lora: LoRAConfig,
+    n_adapters: int,
+    *,
+    checkpoints: bool = False,
+    offloads: bool = False,
+    packs: bool = False,
 ) -> PolicyModel:
     """Freeze `base` and give it adapter slots. Raises ModelError when a target module does not exist.
 
-    With `checkpoints`, a layer keeps only its input for backward, where it is computed again. With `packs`, rows lie
-    end to end in one, if the model's attention allows it.
+    With `checkpoints`, a layer keeps only its input for backward, where it is computed again; with `offloads`, in host
+    memory. With `packs`, rows lie end to end in one, if the model's attention allows it.
     """
     base.requires_grad_(False)
     # Dropout off: a run must not depend on random numbers that its neighbours draw too.
@@ -186,26 +194,41 @@ def adapt_model(
         layers = apply_lora_to_model(base, lora.rank, n_adapters, lora.target_modules, routing)
     except ValueError as error:
         raise ModelError(f"model.lora.{error}") from error
+    fuse_mlps(base)
     if checkpoints:
-        checkpoint_layers(base)
+        checkpoint_layers(base, offloads=offloads)
     embeddings = base.get_input_embeddings()  # type: ignore[operator]
-    packs = packs and _set_up_packing(base)
+    packs = _set_up_attention(base, packs)
     return PolicyModel(base, _put_head(base), layers, routing, embeddings.num_embeddings, packs)
 
 
-def _set_up_packing(base: Any) -> bool:
-    if not can_pack(base):
+def _set_up_attention(base: Any, packs: bool) -> bool:
+    """Leave out the mask where attention is causal and nothing else, for padded rows too. Returns whether rows pack."""
+    if can_pack(base):
+        use_packed_attention(base)
+        return packs
+    if packs:
         logger.warning("rows are padded, not packed: the model's attention is more than causal")
-        return False
-    use_packed_attention(base)
-    return True
+    return False
 
 
-def checkpoint_layers(base: nn.Module) -> None:
-    """Make every decoder layer keep its inputs alone, and compute itself again in backward."""
+def checkpoint_layers(base: nn.Module, *, offloads: bool = False) -> None:
+    """Make every decoder layer keep its inputs alone, in host memory if it `offloads`, and compute itself again."""
+    keep = _checkpoint_offloaded if offloads else _checkpoint
     for layer in decoder_layers(base):
-        # Nothing in a layer is random, and its attribute stays in place: names of parameters do not change.
-        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
+        # Its attribute stays in place: names of parameters do not change.
+        layer.forward = partial(keep, layer.forward)
+
+
+def _checkpoint(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    # Nothing in a layer is random.
+    return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+
+
+def _checkpoint_offloaded(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    # Both copies are in the order of the GPU's stream: the host waits for none. Inside, checkpoint's own hooks apply.
+    with save_on_cpu(pin_memory=True):
+        return _checkpoint(forward, *args, **kwargs)
 
 
 def _put_head(base: nn.Module) -> LogprobHead:

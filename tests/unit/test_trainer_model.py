@@ -24,11 +24,11 @@ HIDDEN_SIZE, NUM_VOCABULARY = 32, 71  # no other dimension of the model is 71
 RUN_IDXS = [0, 1, 1]
 
 
-def adapted(*, checkpoints: bool = False, targets: tuple[str, ...] = DEFAULT_TARGET_MODULES) -> PolicyModel:
+def adapted(*, targets: tuple[str, ...] = DEFAULT_TARGET_MODULES, **options: bool) -> PolicyModel:
     """Two adapters with weights that matter."""
     base = tiny_model()
     base.resize_token_embeddings(NUM_VOCABULARY, mean_resizing=False)
-    model = adapt_model(base, LoRAConfig(rank=4, target_modules=targets), 2, checkpoints=checkpoints)
+    model = adapt_model(base, LoRAConfig(rank=4, target_modules=targets), 2, **options)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.adapters():
@@ -111,6 +111,41 @@ def test_checkpointed_layers_give_the_same_gradients_and_keep_their_inputs_alone
     for ours, theirs in zip(*found, strict=True):
         assert torch.equal(ours, theirs)
     assert kept[1] < kept[0] / 4
+
+
+class Copied(TorchDispatchMode):
+    """The shapes of what is copied to the host, if the tensors are there already: from memory to memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: list[torch.Size] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.copy_.default:
+            self.shapes.append(args[0].shape)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.numeric
+def test_offloaded_inputs_of_layers_give_the_same_gradients() -> None:
+    found, copied = [], []
+    for offloads in (False, True):
+        model, (ids_RT, targets) = adapted(checkpoints=True, offloads=offloads), some_targets()
+        with Copied() as seen:
+            logprobs_N, _ = model.token_logprobs(ids_RT, RUN_IDXS, targets)
+        logprobs_N.sum().backward()
+        found.append([logprobs_N.detach(), *gradients(model)])
+        copied.append(seen.shapes.count(torch.Size([NUM_ROWS, NUM_TOKENS, HIDDEN_SIZE])))
+    for ours, theirs in zip(*found, strict=True):
+        assert torch.equal(ours, theirs)
+    # One for each of both layers, and nothing else that a layer works out.
+    assert copied[1] == copied[0] + 2
+
+
+def test_activation_offload_is_for_checkpointed_layers() -> None:
+    assert TrainerModelConfig(activation_offload=True).checkpoints_on("cpu")
+    with pytest.raises(ValueError, match="activation_offload = true requires activation_checkpointing"):
+        TrainerModelConfig(activation_offload=True, activation_checkpointing=False)
 
 
 @pytest.mark.parametrize(
