@@ -21,7 +21,7 @@ from benchmarks.trainer_peft import PeftTrainer
 from benchmarks.trainer_real import real_models
 from benchmarks.trainer_step import Tenants, bench_sample
 from benchmarks.trainer_workspace import memory_8_vs_1, publish_shares
-from prime_rl.contract.types import TrainingSample
+from prime_rl.contract.types import SampleColumns
 
 NUM_RUNS = 8
 EVEN = (2,) * NUM_RUNS
@@ -46,7 +46,7 @@ def run() -> dict[str, float]:
 
 def _ratio(
     tenants: Tenants,
-    other: Callable[[Sequence[Sequence[TrainingSample]]], None],
+    other: Callable[[Sequence[Sequence[SampleColumns]]], None],
     rows_by_run: Sequence[int],
     num_tokens: int,
     num_pairs: int = 21,
@@ -63,6 +63,6 @@ def _slots_64_vs_2(folder: Path) -> float:
     return paired_ratio(many, few, num_pairs=21)
 
 
-def _batches(rows_by_run: Sequence[int], num_tokens: int) -> list[list[TrainingSample]]:
+def _batches(rows_by_run: Sequence[int], num_tokens: int) -> list[list[SampleColumns]]:
     rng = random.Random(0)
-    return [[bench_sample(rng, num_tokens) for _ in range(num_rows)] for num_rows in rows_by_run]
+    return [[bench_sample(rng, num_tokens).columns() for _ in range(num_rows)] for num_rows in rows_by_run]

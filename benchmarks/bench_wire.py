@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 from benchmarks.frame import paired_ratio
-from prime_rl.contract.types import TrainingBatch, TrainingSample, read_batch, write_batch
+from prime_rl.contract.types import TrainingBatch, TrainingSample, read_columns, write_batch
 
 NUM_SAMPLES, NUM_TOKENS = 128, 512
 
@@ -31,8 +31,8 @@ def run() -> dict[str, float]:
             "write_vs_json": paired_ratio(
                 lambda: (path.unlink(), write_batch(path, batch)), lambda: json_path.write_text(json.dumps(plain))
             ),
-            "read_vs_json": paired_ratio(lambda: read_batch(path), lambda: json.loads(json_path.read_text())),
-            "read_vs_pickle": paired_ratio(lambda: read_batch(path), lambda: pickle.loads(pickle_path.read_bytes())),
+            "read_vs_json": paired_ratio(lambda: read_columns(path), lambda: json.loads(json_path.read_text())),
+            "read_vs_pickle": paired_ratio(lambda: read_columns(path), lambda: pickle.loads(pickle_path.read_bytes())),
             "size_vs_json": path.stat().st_size / json_path.stat().st_size,
         }
 

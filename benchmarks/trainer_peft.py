@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from benchmarks.trainer_step import ALPHA, LR, MAX_NORM, MAX_TOKENS, RANK, bench_model
 from prime_rl.configs.shared import DEFAULT_TARGET_MODULES
-from prime_rl.contract.types import TrainingSample
+from prime_rl.contract.types import SampleColumns
 from prime_rl.trainer.packing import Row, rows_of, to_micro_batch
 from prime_rl.trainer.passes import Rows
 
@@ -48,16 +48,16 @@ class PeftTrainer:
             self._params.append(named)
         self._optimizers = [torch.optim.AdamW(params, lr=LR, weight_decay=0.0) for params in self._params]
 
-    def step_one(self, batches: Sequence[Sequence[TrainingSample]]) -> None:
+    def step_one(self, batches: Sequence[Sequence[SampleColumns]]) -> None:
         """All samples on the first adapter."""
         self._step(0, [sample for samples in batches for sample in samples])
 
-    def step_sequential(self, batches: Sequence[Sequence[TrainingSample]]) -> None:
+    def step_sequential(self, batches: Sequence[Sequence[SampleColumns]]) -> None:
         """Each batch on its own adapter, one after another."""
         for number, samples in enumerate(batches):
             self._step(number, samples)
 
-    def _step(self, number: int, samples: Sequence[TrainingSample]) -> None:
+    def _step(self, number: int, samples: Sequence[SampleColumns]) -> None:
         self._model.set_adapter(str(number))
         rows = rows_of(0, samples)
         per_pass = max(1, MAX_TOKENS // rows[0].num_tokens)

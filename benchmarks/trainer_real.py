@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from benchmarks.trainer_peft import PeftTrainer
 from benchmarks.trainer_step import Tenants, bench_sample
-from prime_rl.contract.types import TrainingSample
+from prime_rl.contract.types import SampleColumns
 from prime_rl.trainer.fit.shapes import model_config
 from prime_rl.utils.allocator import give_back_large_blocks
 
@@ -72,7 +72,8 @@ def main(side: str, name: str, num_rows: str, num_tokens: str, checkpoints: str)
     torch.manual_seed(0)
     base: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     rng = random.Random(0)
-    rows = [bench_sample(rng, int(num_tokens), int(num_tokens) // 2, config.vocab_size) for _ in range(int(num_rows))]
+    shape = int(num_tokens), int(num_tokens) // 2, config.vocab_size
+    rows = [bench_sample(rng, *shape).columns() for _ in range(int(num_rows))]
     num_runs = min(NUM_RUNS, len(rows))
     batches = [rows[number::num_runs] for number in range(num_runs)]
     with tempfile.TemporaryDirectory() as folder:
@@ -83,7 +84,7 @@ def main(side: str, name: str, num_rows: str, num_tokens: str, checkpoints: str)
 
 
 def _step(
-    side: str, folder: Path, base: PreTrainedModel, batches: list[list[TrainingSample]], checkpoints: bool
+    side: str, folder: Path, base: PreTrainedModel, batches: list[list[SampleColumns]], checkpoints: bool
 ) -> Callable[[], None]:
     if side == "ours":
         tenants = Tenants(folder, len(batches), len(batches), base, RANK, checkpoints)

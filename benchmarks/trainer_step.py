@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 from prime_rl.configs.shared import LoRAConfig
 from prime_rl.configs.validate import TrainerLimits
 from prime_rl.contract.layout import RunDir
-from prime_rl.contract.types import TrainingSample
+from prime_rl.contract.types import SampleColumns, TrainingSample
 from prime_rl.trainer.model import adapt_model
 from prime_rl.trainer.packing import RowQueue, rows_of, to_micro_batch
 from prime_rl.trainer.runs import MultiRunManager
@@ -95,10 +95,10 @@ class Tenants:
         manager.synchronize_state()
         assert len(manager.used_idxs) == num_runs
 
-    def step_of(self, batches: Sequence[Sequence[TrainingSample]]) -> Callable[[], None]:
+    def step_of(self, batches: Sequence[Sequence[SampleColumns]]) -> Callable[[], None]:
         """A call that trains every run on its batch: all passes, then all updates."""
         ready = [
-            ReadyRun(idx, sum(len(sample.token_ids) for sample in samples), len(samples))
+            ReadyRun(idx, sum(len(sample.loss_mask) for sample in samples), len(samples))
             for idx, samples in enumerate(batches)
         ]
 

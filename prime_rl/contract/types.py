@@ -1,27 +1,38 @@
 """The wire types between orchestrator and trainer, and between trainer ranks. Encoded as msgpack, never pickled.
 
-A `TrainingBatch` is what one orchestrator hands over for one optimizer update of its run. A `MicroBatch` is what rank 0
-of the trainer hands to a rank for one forward/backward pass. Nothing here checks a sample against a model; the packer
-of the trainer does.
+A `TrainingBatch` is what one orchestrator hands over for one optimizer update of its run. `BatchColumns` is the same
+with the tokens of each sample as the bytes of arrays, so that the trainer needs no loop over tokens; a batch file has
+one or the other. A `MicroBatch` is what rank 0 of the trainer hands to a rank for one forward/backward pass. Nothing
+here checks a sample against a model; `trainer.intake` does.
 """
 
 from __future__ import annotations
 
+import struct
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
 from prime_rl.contract.files import FileRefused, read_file, write_atomic
 
-BATCH_FORMAT_VERSION = 1
+# Version 1 has lists (`TrainingBatch`), version 2 bytes (`BatchColumns`). Both are read, version 2 is written.
+LISTS_VERSION = 1
+BATCH_FORMAT_VERSION = 2
+# The columns of a sample: four bytes for an id and for a logprob, one for a flag. By the names of numpy.
+TOKEN_DTYPE, MASK_DTYPE, LOGPROB_DTYPE = "<i4", "|u1", "<f4"
+TOKEN_BYTES = 4
 # No batch file is larger: 4,096 samples of 32,768 tokens take about this much.
 MAX_BATCH_BYTES = 2 << 30
-# A token is an id (5 bytes), a flag (1) and a logprob (9); a sample has names and numbers besides, a batch the state of
-# the example sampler.
+# In version 1 a token is an id (5 bytes), a flag (1) and a logprob (9), in version 2 nine bytes; a sample has names and
+# numbers besides, a batch the state of the example sampler.
 BYTES_A_TOKEN = 16
 BYTES_A_SAMPLE = 4 << 10
 BYTES_BESIDES = 1 << 20
+
+OneT = TypeVar("OneT")
+OtherT = TypeVar("OtherT")
 
 
 class TrainingSample(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -49,6 +60,44 @@ class TrainingSample(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     example_id: str
     turn_versions: list[int] = []
 
+    def columns(self) -> SampleColumns:
+        """Logprobs are rounded to float32. Raises ValueError with field and number when one has no place in 32 bits."""
+        return SampleColumns(
+            _packed("token_ids", "i", self.token_ids),
+            bytes(self.loss_mask),
+            _packed("logprobs", "f", self.logprobs),
+            *msgspec.structs.astuple(self)[3:],
+        )
+
+
+class SampleColumns(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A `TrainingSample` whose lists over T are arrays, as bytes; the other fields are the same, in the same order.
+
+    Attributes:
+        token_ids: T little-endian int32 (`TOKEN_DTYPE`).
+        loss_mask: T bytes, 0 or 1.
+        logprobs: T little-endian float32 (`LOGPROB_DTYPE`).
+    """
+
+    token_ids: bytes
+    loss_mask: bytes
+    logprobs: bytes
+    advantage: float
+    reward: float
+    temperature: float
+    policy_version: int
+    example_id: str
+    turn_versions: list[int] = []
+
+    def lists(self) -> TrainingSample:
+        """Raises ValueError when the bytes are not whole numbers."""
+        return TrainingSample(
+            _unpacked("token_ids", "i", self.token_ids),
+            list(map(bool, self.loss_mask)),
+            _unpacked("logprobs", "f", self.logprobs),
+            *msgspec.structs.astuple(self)[3:],
+        )
+
 
 class TrainingBatch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """All samples of update number `step` of one run.
@@ -61,7 +110,26 @@ class TrainingBatch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     step: int
     samples: list[TrainingSample]
     sampler_state: dict[str, Any]
+    version: int = LISTS_VERSION
+
+    def columns(self) -> BatchColumns:
+        """Raises ValueError with sample, field and number when a number has no place in 32 bits."""
+        samples = _each(TrainingSample.columns, self.samples)
+        return BatchColumns(self.run_id, self.step, samples, self.sampler_state)
+
+
+class BatchColumns(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A `TrainingBatch` as it is written: with the columns of its samples."""
+
+    run_id: str
+    step: int
+    samples: list[SampleColumns]
+    sampler_state: dict[str, Any]
     version: int = BATCH_FORMAT_VERSION
+
+    def lists(self) -> TrainingBatch:
+        """Raises ValueError with sample and field when bytes are not whole numbers."""
+        return TrainingBatch(self.run_id, self.step, _each(SampleColumns.lists, self.samples), self.sampler_state)
 
 
 class MicroBatch(msgspec.Struct, frozen=True):
@@ -69,7 +137,8 @@ class MicroBatch(msgspec.Struct, frozen=True):
 
     Attributes:
         run_idxs: R slot numbers, ascending.
-        token_ids, loss_mask, logprobs: R lists of at most T entries; `num_tokens` is T, the length to pad to.
+        token_ids, loss_mask, logprobs: R columns (see `SampleColumns`) of at most T entries; `num_tokens` is T, the
+            length to pad to.
         advantages, temperatures: R numbers.
         loss_scales: R numbers, what makes the sum over the loss tokens of a row its share of the mean over that run's
             whole batch, so the loss of a run does not depend on its neighbours or on how its batch was split.
@@ -78,9 +147,9 @@ class MicroBatch(msgspec.Struct, frozen=True):
     """
 
     run_idxs: list[int]
-    token_ids: list[list[int]]
-    loss_mask: list[list[bool]]
-    logprobs: list[list[float]]
+    token_ids: list[bytes]
+    loss_mask: list[bytes]
+    logprobs: list[bytes]
     advantages: list[float]
     temperatures: list[float]
     loss_scales: list[float]
@@ -96,13 +165,14 @@ def oldest_allowed(step: int, max_async_level: int) -> int:
     return max(0, step - 1 - max_async_level)
 
 
-_batch_encoder = msgspec.msgpack.Encoder()
-_batch_decoder = msgspec.msgpack.Decoder(TrainingBatch)
-_sample_decoder = msgspec.msgpack.Decoder(TrainingSample)
-
-
 class BadBatchError(ValueError):
     """An invalid batch file; the message has the file and the reason."""
+
+
+class _Head(msgspec.Struct):
+    """What tells how to decode a batch file."""
+
+    version: int = LISTS_VERSION
 
 
 class _RawSamples(msgspec.Struct):
@@ -111,12 +181,24 @@ class _RawSamples(msgspec.Struct):
     samples: list[msgspec.Raw]
 
 
+# UnicodeDecodeError: text that is not UTF-8, which msgspec does not make its own error.
+_UNDECODABLE = (msgspec.MsgspecError, RecursionError, UnicodeDecodeError)
+_encoder = msgspec.msgpack.Encoder()
+_head_decoder = msgspec.msgpack.Decoder(_Head)
+_BATCH_TYPES: dict[int, type[TrainingBatch | BatchColumns]] = {
+    LISTS_VERSION: TrainingBatch,
+    BATCH_FORMAT_VERSION: BatchColumns,
+}
+_SAMPLE_TYPES = {LISTS_VERSION: TrainingSample, BATCH_FORMAT_VERSION: SampleColumns}
+
+
 def write_batch(path: Path, batch: TrainingBatch) -> None:
     """Write a batch file. Its appearance under its final name is the signal to the trainer.
 
-    Raises FileExistsError when another batch is there already. The same bytes are accepted: they were written before.
+    Raises FileExistsError when another batch is there already (the same bytes are accepted: they were written before),
+    ValueError when a number has no place in 32 bits.
     """
-    data = _batch_encoder.encode(batch)
+    data = _encoder.encode(batch.columns())
     try:
         write_atomic(path, data, exclusive=True)
     except FileExistsError:
@@ -131,24 +213,40 @@ def max_batch_bytes(batch_size: int, seq_len: int) -> int:
 
 def read_batch(path: Path, *, limit: int = MAX_BATCH_BYTES) -> TrainingBatch:
     """Read a batch file of at most `limit` bytes. Raises BadBatchError when it is not one, else OSError."""
+    batch = _read(path, limit)
     try:
-        return decode_batch(read_file(path, limit=limit), str(path))
+        return batch if isinstance(batch, TrainingBatch) else batch.lists()
+    except ValueError as error:
+        raise BadBatchError(f"{path}: {error}") from error
+
+
+def read_columns(path: Path, *, limit: int = MAX_BATCH_BYTES) -> BatchColumns:
+    """The same as arrays, whose bytes are unchecked. Raises as `read_batch` does."""
+    batch = _read(path, limit)
+    try:
+        return batch if isinstance(batch, BatchColumns) else batch.columns()
+    except ValueError as error:
+        raise BadBatchError(f"{path}: {error}") from error
+
+
+def _read(path: Path, limit: int) -> TrainingBatch | BatchColumns:
+    """A batch as the file has it."""
+    try:
+        data = read_file(path, limit=limit)
     except FileRefused as error:
         raise BadBatchError(str(error)) from error
-
-
-def decode_batch(data: bytes, source: str) -> TrainingBatch:
-    """The content of a batch file; `source` names it in messages. Raises BadBatchError when it is invalid."""
+    version = LISTS_VERSION
     try:
-        batch = _batch_decoder.decode(data)
-    except (msgspec.MsgspecError, RecursionError) as error:
-        raise BadBatchError(f"{source}: not a batch file: {_bad_sample(data) or error}") from error
-    if batch.version != BATCH_FORMAT_VERSION:
-        raise BadBatchError(f"{source}: format version {batch.version}, this program reads {BATCH_FORMAT_VERSION}")
-    return batch
+        version = _head_decoder.decode(data).version
+        if version not in _BATCH_TYPES:
+            known = " and ".join(map(str, _BATCH_TYPES))
+            raise BadBatchError(f"{path}: format version {version}, this program reads {known}")
+        return msgspec.msgpack.decode(data, type=_BATCH_TYPES[version])
+    except _UNDECODABLE as error:
+        raise BadBatchError(f"{path}: not a batch file: {_bad_sample(data, version) or error}") from error
 
 
-def _bad_sample(data: bytes) -> str | None:
+def _bad_sample(data: bytes, version: int) -> str | None:
     """The first sample that cannot be decoded, by its number, and why; None when the fault lies elsewhere.
 
     msgspec names the field and not the place in the list.
@@ -156,9 +254,43 @@ def _bad_sample(data: bytes) -> str | None:
     try:
         for index, raw in enumerate(msgspec.msgpack.decode(data, type=_RawSamples).samples):
             try:
-                _sample_decoder.decode(raw)
-            except (msgspec.MsgspecError, RecursionError) as error:
+                msgspec.msgpack.decode(raw, type=_SAMPLE_TYPES[version])
+            except _UNDECODABLE as error:
                 return f"sample {index}: {error}"
-    except (msgspec.MsgspecError, RecursionError):
+    except _UNDECODABLE:
         pass
     return None
+
+
+def _each(convert: Callable[[OneT], OtherT], samples: Sequence[OneT]) -> list[OtherT]:
+    """All `samples` converted; a ValueError gets the number of its sample."""
+    converted = []
+    for index, sample in enumerate(samples):
+        try:
+            converted.append(convert(sample))
+        except ValueError as error:
+            raise ValueError(f"sample {index}: {error}") from error
+    return converted
+
+
+def _packed(name: str, code: str, values: Sequence[float]) -> bytes:
+    """`values` as the bytes of an array; `code` as in `struct`."""
+    try:
+        return struct.pack(f"<{len(values)}{code}", *values)
+    except (struct.error, OverflowError):
+        at = next(at for at, value in enumerate(values) if not _has_place(code, value))
+        raise ValueError(f"{name}[{at}] is {values[at]}, which has no place in 32 bits") from None
+
+
+def _has_place(code: str, value: float) -> bool:
+    try:
+        struct.pack(f"<{code}", value)
+    except (struct.error, OverflowError):
+        return False
+    return True
+
+
+def _unpacked(name: str, code: str, data: bytes) -> list[Any]:
+    if len(data) % TOKEN_BYTES:
+        raise ValueError(f"{name} has {len(data)} bytes, expected {TOKEN_BYTES} for each token")
+    return list(struct.unpack(f"<{len(data) // TOKEN_BYTES}{code}", data))

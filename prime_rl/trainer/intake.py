@@ -1,29 +1,47 @@
-"""Read one batch file of a run, and check it: every sample, before any of it comes near a tensor.
+"""Read the batch files of the runs, and check them: every sample, before any of it comes near a tensor.
 
 Whatever a run left in place of the file is not trusted: nothing is followed, waited for, or read beyond what the run's
-own config allows. When to look, and what becomes of the samples, is the packer's.
+own config allows. A `BatchReader` does all of this in its own thread, so the main thread never waits for the disk. When
+to look, and what becomes of the samples, is the packer's.
 """
 
 from __future__ import annotations
 
+import logging
 import math
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from prime_rl.configs.orchestrator import OrchestratorConfig
 from prime_rl.contract.types import (
+    LOGPROB_DTYPE,
+    MASK_DTYPE,
     MAX_BATCH_BYTES,
+    TOKEN_BYTES,
+    TOKEN_DTYPE,
     BadBatchError,
-    TrainingBatch,
-    TrainingSample,
+    BatchColumns,
+    SampleColumns,
     max_batch_bytes,
     oldest_allowed,
-    read_batch,
+    read_columns,
 )
+from prime_rl.trainer.runs.hooks import error_text
+
+logger = logging.getLogger(__name__)
 
 # Numbers become float32, which has no place for others.
 MAX_FLOAT = 3.4e38
 MIN_TEMPERATURE = 1e-6
+# A disk that does not answer must not keep the trainer from ending.
+CLOSE_TIMEOUT_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -43,17 +61,17 @@ class BatchLimits:
         return cls(run_id, step, config.seq_len, vocab_size, config.max_async_level, max_bytes)
 
 
-def take_batch(path: Path, limits: BatchLimits) -> TrainingBatch | None:
+def take_batch(path: Path, limits: BatchLimits) -> BatchColumns | None:
     """The checked batch in `path`, or None when there is nothing yet. Raises BadBatchError or OSError."""
     try:
-        batch = read_batch(path, limit=limits.max_bytes)
+        batch = read_columns(path, limit=limits.max_bytes)
     except (FileNotFoundError, NotADirectoryError):
         return None
     check_batch(batch, limits)
     return batch
 
 
-def check_batch(batch: TrainingBatch, limits: BatchLimits) -> None:
+def check_batch(batch: BatchColumns, limits: BatchLimits) -> None:
     """Raises BadBatchError with sample, field and numbers when the batch cannot be trained on."""
     if batch.run_id != limits.run_id:
         raise BadBatchError(f"run_id is {batch.run_id!r}, expected {limits.run_id!r}")
@@ -62,30 +80,24 @@ def check_batch(batch: TrainingBatch, limits: BatchLimits) -> None:
     if not batch.samples:
         raise BadBatchError("the batch has no samples")
     for index, sample in enumerate(batch.samples):
-        if problem := _token_problem(sample, limits) or _number_problem(sample, limits):
+        if problem := _length_problem(sample, limits) or _number_problem(sample, limits):
             raise BadBatchError(f"sample {index}: {problem}")
-    if not any(any(sample.loss_mask) for sample in batch.samples):
-        raise BadBatchError(f"loss_mask is false everywhere: the {len(batch.samples)} samples have no loss tokens")
+    _check_tokens(batch.samples, limits.vocab_size)
 
 
-def _token_problem(sample: TrainingSample, limits: BatchLimits) -> str | None:
-    ids, mask, logprobs = sample.token_ids, sample.loss_mask, sample.logprobs
-    if not len(ids) == len(mask) == len(logprobs):
-        return f"token_ids has {len(ids)} entries, loss_mask {len(mask)}, logprobs {len(logprobs)}"
-    if not 2 <= len(ids) <= limits.seq_len:
-        return f"token_ids has {len(ids)} entries, expected 2 to seq_len = {limits.seq_len}"
-    if min(ids) < 0 or max(ids) >= limits.vocab_size:
-        at, bad = next((i, t) for i, t in enumerate(ids) if not 0 <= t < limits.vocab_size)
-        return f"token_ids[{at}] is {bad}, the vocabulary has {limits.vocab_size}"
-    if mask[0]:
-        return "loss_mask[0] is true, but nothing predicts the first token"
+def _length_problem(sample: SampleColumns, limits: BatchLimits) -> str | None:
+    for name, data in (("token_ids", sample.token_ids), ("logprobs", sample.logprobs)):
+        if len(data) % TOKEN_BYTES:
+            return f"{name} has {len(data)} bytes, expected {TOKEN_BYTES} for each token"
+    num_ids, num_logprobs = len(sample.token_ids) // TOKEN_BYTES, len(sample.logprobs) // TOKEN_BYTES
+    if not num_ids == len(sample.loss_mask) == num_logprobs:
+        return f"token_ids has {num_ids} entries, loss_mask {len(sample.loss_mask)}, logprobs {num_logprobs}"
+    if not 2 <= num_ids <= limits.seq_len:
+        return f"token_ids has {num_ids} entries, expected 2 to seq_len = {limits.seq_len}"
     return None
 
 
-def _number_problem(sample: TrainingSample, limits: BatchLimits) -> str | None:
-    if not all(map(_fits, sample.logprobs)):
-        at, value = next((i, p) for i, p in enumerate(sample.logprobs) if not _fits(p))
-        return f"logprobs[{at}] is {value}"
+def _number_problem(sample: SampleColumns, limits: BatchLimits) -> str | None:
     if not _fits(sample.advantage):
         return f"advantage is {sample.advantage}"
     if not (_fits(sample.temperature) and sample.temperature >= MIN_TEMPERATURE):
@@ -102,3 +114,168 @@ def _number_problem(sample: TrainingSample, limits: BatchLimits) -> str | None:
 def _fits(value: float) -> bool:
     """Whether float32 has a place for `value`. False for nan."""
     return math.fabs(value) <= MAX_FLOAT
+
+
+def _check_tokens(samples: Sequence[SampleColumns], vocab_size: int) -> None:
+    """Check the N tokens of all samples together; their lengths are right. Raises BadBatchError."""
+    lengths = [len(sample.loss_mask) for sample in samples]
+    ids_N = np.frombuffer(b"".join(sample.token_ids for sample in samples), TOKEN_DTYPE)
+    mask_N = np.frombuffer(b"".join(sample.loss_mask for sample in samples), MASK_DTYPE)
+    logprobs_N = np.frombuffer(b"".join(sample.logprobs for sample in samples), LOGPROB_DTYPE)
+    _refuse("token_ids", ids_N, (ids_N < 0) | (ids_N >= vocab_size), lengths, f", the vocabulary has {vocab_size}")
+    _refuse("loss_mask", mask_N, mask_N > 1, lengths, ", must be 0 or 1")
+    _refuse("logprobs", logprobs_N, ~(np.abs(logprobs_N) <= MAX_FLOAT), lengths)
+    for index, sample in enumerate(samples):
+        if sample.loss_mask[0]:
+            raise BadBatchError(f"sample {index}: loss_mask[0] is true, but nothing predicts the first token")
+    if not mask_N.any():
+        raise BadBatchError(f"loss_mask is false everywhere: the {len(samples)} samples have no loss tokens")
+
+
+def _refuse(
+    name: str, values_N: npt.NDArray[Any], bad_N: npt.NDArray[np.bool_], lengths: Sequence[int], rule: str = ""
+) -> None:
+    """Raises BadBatchError with the first bad value and its place, if there is one."""
+    if not bad_N.any():
+        return
+    at, ends = int(bad_N.argmax()), np.cumsum(lengths)
+    index = int(np.searchsorted(ends, at, side="right"))
+    place = at - (int(ends[index]) - lengths[index])
+    raise BadBatchError(f"sample {index}: {name}[{place}] is {values_N[at]!s}{rule}")
+
+
+@dataclass(eq=False)
+class _Order:
+    """A file to read for one run.
+
+    Attributes:
+        due: the turn of the run has come.
+        found: the batch, or why it cannot be trained on; None while that is not known.
+    """
+
+    path: Path
+    limits: BatchLimits
+    due: bool = False
+    is_begun: bool = False
+    found: BatchColumns | str | None = None
+
+
+class BatchReader:
+    """One thread that reads and checks batch files. It keeps one batch of a run until that is taken or forgotten.
+
+    A file may be asked for before its turn. A good batch is then the batch of that turn, whatever becomes of the file;
+    a bad one is read again when its turn comes, so a file is refused only for what is in it at its turn. Files whose
+    turn has come are read first. All methods are for the main thread, and none waits for the disk.
+
+    Args:
+        read: a checked batch, or None when there is no file; raises when it cannot be trained on.
+    """
+
+    def __init__(self, read: Callable[[Path, BatchLimits], BatchColumns | None] = take_batch) -> None:
+        self._read = read
+        self._changed = threading.Condition()
+        # By run.
+        self._orders: dict[str, _Order] = {}
+        # What is to be read, by whether it is due. An order may stand in both, and longer than it is wanted.
+        self._queues: dict[bool, deque[_Order]] = {True: deque(), False: deque()}
+        self._current: _Order | None = None
+        self._closed = False
+        self._thread = threading.Thread(target=self._work, name="batch reader", daemon=True)
+        self._thread.start()
+
+    def want(self, path: Path, limits: BatchLimits, *, due: bool) -> None:
+        """Read this file for the run in `limits`, once. A file that was not there has to be asked for again.
+
+        What was read for the run from another file, or checked against other limits, is dropped.
+        """
+        with self._changed:
+            order = self._orders.get(limits.run_id)
+            gets_due = order is not None and due and not order.due
+            is_other = order is None or (order.path, order.limits) != (path, limits)
+            if order is None or is_other or (gets_due and isinstance(order.found, str)):
+                order = self._orders[limits.run_id] = _Order(path, limits)
+                self._put(order, due)
+            elif gets_due and not order.is_begun:
+                self._put(order, due)
+            order.due = due
+
+    def take(self, timeout_s: float = 0.0) -> dict[str, BatchColumns | str]:
+        """By run, what was found in each file whose turn has come: a checked batch, or the problem. Each is given once.
+
+        Waits at most `timeout_s` until all of them were looked at.
+        """
+        with self._changed:
+            self._changed.wait_for(self._has_looked, timeout_s)
+            found = {
+                run_id: order.found for run_id, order in self._orders.items() if order.due and order.found is not None
+            }
+            for run_id in found:
+                del self._orders[run_id]
+        return found
+
+    def forget(self, run_id: str) -> None:
+        """Drop what was or is being read for a run that leaves; it may come back."""
+        with self._changed:
+            self._orders.pop(run_id, None)
+
+    def close(self) -> None:
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        self._thread.join(CLOSE_TIMEOUT_S)
+
+    def _has_looked(self) -> bool:
+        """Whether nothing whose turn has come is still to be read."""
+        return not self._queues[True] and not (self._current and self._current.due)
+
+    def _put(self, order: _Order, due: bool) -> None:
+        self._queues[due].append(order)
+        self._changed.notify_all()
+
+    # The thread
+
+    def _work(self) -> None:
+        # Between two files this thread holds on to none of them.
+        while self._read_next():
+            pass
+
+    def _read_next(self) -> bool:
+        """Wait for a file to read, and read it; false at the end."""
+        order = self._next()
+        if order is None:
+            return False
+        due, found = order.due, self._look(order)
+        with self._changed:
+            self._current = None
+            if isinstance(found, str) and order.due and not due:
+                order.is_begun = False
+                self._put(order, due=True)  # its turn came while it was read
+            elif found is not None:
+                order.found = found
+            elif self._is_wanted(order):
+                del self._orders[order.limits.run_id]
+        return True
+
+    def _next(self) -> _Order | None:
+        with self._changed:
+            while not self._closed:
+                if self._has_looked():
+                    self._changed.notify_all()
+                queue = self._queues[True] or self._queues[False]
+                if not queue:
+                    self._changed.wait()
+                elif self._is_wanted(order := queue.popleft()) and not order.is_begun:
+                    order.is_begun, self._current = True, order
+                    return order
+            return None
+
+    def _is_wanted(self, order: _Order) -> bool:
+        return self._orders.get(order.limits.run_id) is order
+
+    def _look(self, order: _Order) -> BatchColumns | str | None:
+        """The batch, or why it cannot be trained on, in words: an exception would hold on to the file's content."""
+        try:
+            return self._read(order.path, order.limits)
+        except Exception as error:  # the boundary of a run: the main thread evicts it with these words
+            logger.debug("%s cannot be read", order.path, exc_info=True)
+            return error_text(error)

@@ -19,6 +19,7 @@ from prime_rl.trainer.budget import with_a_budget
 from prime_rl.trainer.checkpoint import CheckpointManager, is_due
 from prime_rl.trainer.data import SETTLE_S, DataLoader, PackingSource, ReceivingSource, Scout
 from prime_rl.trainer.flat import FlatWeights
+from prime_rl.trainer.intake import BatchReader
 from prime_rl.trainer.metrics import MetricsWriter, PhaseTimer, StatusReporter
 from prime_rl.trainer.model import PolicyModel, dtype_on, load_model
 from prime_rl.trainer.nccl_broadcast import open_broadcast
@@ -159,6 +160,7 @@ class Lead:
     def close(self) -> None:
         """After the last update: what is still to be written is written."""
         self.publisher.before_exit()
+        self.packer.close()
         self.watcher.close()
 
 
@@ -174,7 +176,7 @@ def _lead(
     watcher = Watcher(rescan_s=config.watch.rescan_s, kind=config.watch.kind)
     broadcast = open_broadcast(config.broadcast)
     metrics, reporter = MetricsWriter(), StatusReporter(status, manager)
-    packer = Packer(manager, model.vocab_size, config.micro_batch_tokens, world.size, model.packs)
+    packer = Packer(manager, BatchReader(), model.vocab_size, config.micro_batch_tokens, world.size, model.packs)
     publisher = Publisher(manager, snapshots, broadcast, checkpoints, metrics, reporter, BackgroundWriter())
     return Lead(packer, publisher, metrics, reporter, watcher)
 

@@ -1,8 +1,8 @@
-"""Rank 0: find the next batch file of each run, queue its rows, hand out passes.
+"""Rank 0: ask for the next batch of each run, queue its rows, hand out passes.
 
-A run trains on `rollouts/step_{progress.step + 1}` and on nothing else, so one batch of a run is in work at a time. A
-batch that cannot be trained on (`intake` judges it) evicts its run, with the sample, the field and the numbers. Which
-rows go together is decided in `packing`.
+A run trains on `rollouts/step_{progress.step + 1}` and on nothing else, so one batch of a run is in work at a time; the
+next one is read meanwhile. A batch that cannot be trained on (`intake` judges it) evicts its run, with the sample, the
+field and the numbers. Which rows go together is decided in `packing`.
 """
 
 from __future__ import annotations
@@ -11,11 +11,15 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from prime_rl.contract.layout import list_rollout_steps
-from prime_rl.contract.types import MicroBatch, TrainingBatch
-from prime_rl.trainer.intake import BatchLimits, take_batch
+from prime_rl.contract.types import BadBatchError, BatchColumns, MicroBatch
+from prime_rl.trainer.intake import BatchLimits, BatchReader
 from prime_rl.trainer.packing import RowQueue, blank_micro_batch, rows_of, to_micro_batch
 from prime_rl.trainer.runs import MultiRunManager, TrainerRun
 from prime_rl.trainer.runs.sync import ReadyRun
+
+# While no rows wait there is nothing better to do than to wait for a file that is being read; but a stop and the next
+# look at the runs must not wait long.
+READ_WAIT_S = 0.05
 
 
 @dataclass(frozen=True)
@@ -30,6 +34,7 @@ class Packer:
     """See the module. `rank 0` only.
 
     Args:
+        reader: reads the batches; of this packer alone.
         vocab_size: ids must be below it.
         max_tokens: token positions of one pass of one rank.
         num_ranks: passes of one pack.
@@ -37,9 +42,16 @@ class Packer:
     """
 
     def __init__(
-        self, manager: MultiRunManager, vocab_size: int, max_tokens: int, num_ranks: int, packs: bool = False
+        self,
+        manager: MultiRunManager,
+        reader: BatchReader,
+        vocab_size: int,
+        max_tokens: int,
+        num_ranks: int,
+        packs: bool = False,
     ) -> None:
         self._manager = manager
+        self._reader = reader
         self._vocab_size = vocab_size
         self._num_ranks = num_ranks
         self._queue = RowQueue(max_tokens, packs)
@@ -55,30 +67,40 @@ class Packer:
 
     def forgotten(self, run: TrainerRun) -> None:
         self._queue.drop(run.run_idx)
+        self._reader.forget(run.run_id)
 
-    def get_batch(self, held: Collection[str] = ()) -> dict[int, TrainingBatch]:
-        """Take in the next batch of each run that has none in work: by slot, those that came.
+    def close(self) -> None:
+        self._reader.close()
 
-        Runs in `held` (ids) have to wait: the disk has yet to take their last updates. Costs one failed `open` for each
-        run that has no batch.
+    def get_batch(self, held: Collection[str] = ()) -> dict[int, BatchColumns]:
+        """Take in the next batch of each run that has none in work: by slot, those that were read.
+
+        Runs in `held` (ids) have to wait: the disk has yet to take their last updates. While rows wait, this does not.
         """
+        active = self._manager.active
+        for run in active:
+            self._want(run, is_due=run.run_id not in held)
+        found = self._reader.take(0.0 if self._queue else READ_WAIT_S)
         batches = {}
-        for run in self._manager.active:
-            if run.in_work is None and run.run_id not in held and (batch := self._take_in(run)) is not None:
-                batches[run.run_idx] = batch
+        for run in active:
+            if run.run_id in found:
+                with self._manager.run_boundary(run, f"reading rollouts/step_{run.progress.step + 1}"):
+                    batches[run.run_idx] = self._take_in(run, found[run.run_id])
         return batches
 
-    def _take_in(self, run: TrainerRun) -> TrainingBatch | None:
-        step, config = run.progress.step + 1, run.config
-        batch: TrainingBatch | None = None
-        with self._manager.run_boundary(run, f"reading rollouts/step_{step}"):
-            limits = BatchLimits.of(config, run.run_id, step, self._vocab_size)
-            batch = take_batch(run.dir.rollout_file(step), limits)
-            if batch is not None:
-                num_tokens = sum(len(sample.token_ids) for sample in batch.samples)
-                self._queue.add(run.run_idx, rows_of(run.run_idx, batch.samples, config.loss.mean, config.loss_length))
-                run.in_work = ReadyRun(run.run_idx, num_tokens, len(batch.samples))
-        return batch
+    def _want(self, run: TrainerRun, is_due: bool) -> None:
+        """Have the batch read that the run needs next: while one is in work, the one after it."""
+        step = run.progress.step + (1 if run.in_work is None else 2)
+        limits = BatchLimits.of(run.config, run.run_id, step, self._vocab_size)
+        self._reader.want(run.dir.rollout_file(step), limits, due=is_due and run.in_work is None)
+
+    def _take_in(self, run: TrainerRun, found: BatchColumns | str) -> BatchColumns:
+        if isinstance(found, str):
+            raise BadBatchError(found)
+        config, num_tokens = run.config, sum(len(sample.loss_mask) for sample in found.samples)
+        self._queue.add(run.run_idx, rows_of(run.run_idx, found.samples, config.loss.mean, config.loss_length))
+        run.in_work = ReadyRun(run.run_idx, num_tokens, len(found.samples))
+        return found
 
     def pack(self, held: Collection[str] = ()) -> Pack | None:
         """Take in what came, but not of the runs in `held`; the next pass of each rank, or None when no rows wait."""

@@ -21,8 +21,10 @@ from dataclasses import dataclass, field
 import msgspec
 
 from prime_rl.configs.losses import LossMean
-from prime_rl.contract.types import MicroBatch, TrainingSample
+from prime_rl.contract.types import TOKEN_BYTES, MicroBatch, SampleColumns
 
+# In the mask of a sample.
+LOSS_TOKEN = b"\x01"
 # A pass may be cut short for fairness or for padding, but not below this part (an eighth) of the tokens it may have:
 # smaller ones hardly cost less.
 SMALLEST_SHARE = 8
@@ -36,25 +38,25 @@ class Row:
 
     run_idx: int
     order: int
-    sample: TrainingSample
+    sample: SampleColumns
     num_tokens: int
     loss_scale: float
 
 
 def rows_of(
-    run_idx: int, samples: Sequence[TrainingSample], mean: LossMean = "token", length: int | None = None
+    run_idx: int, samples: Sequence[SampleColumns], mean: LossMean = "token", length: int | None = None
 ) -> list[Row]:
     """The rows of a batch, shortest first. Samples without a loss token train nothing and make no row.
 
     Args:
         mean: what the run's loss is divided by; `length` is the constant of "constant".
     """
-    num_loss_tokens = [sum(sample.loss_mask) for sample in samples]
+    num_loss_tokens = [sample.loss_mask.count(LOSS_TOKEN) for sample in samples]
     scales = loss_scales(num_loss_tokens, mean, length)
     rows = []
     for order, (sample, scale) in enumerate(zip(samples, scales, strict=True)):
         if num_loss_tokens[order]:
-            num_tokens = len(sample.loss_mask) - sample.loss_mask[::-1].index(True)
+            num_tokens = sample.loss_mask.rindex(LOSS_TOKEN) + 1
             rows.append(Row(run_idx, order, sample, num_tokens, scale))
     return sorted(rows, key=lambda row: (row.num_tokens, row.order))
 
@@ -78,9 +80,9 @@ def to_micro_batch(rows: Sequence[Row], base_pass: bool = False) -> MicroBatch:
     ordered = sorted(rows, key=lambda row: (row.run_idx, row.order))
     return MicroBatch(
         run_idxs=[row.run_idx for row in ordered],
-        token_ids=[row.sample.token_ids[: row.num_tokens] for row in ordered],
+        token_ids=[row.sample.token_ids[: row.num_tokens * TOKEN_BYTES] for row in ordered],
         loss_mask=[row.sample.loss_mask[: row.num_tokens] for row in ordered],
-        logprobs=[row.sample.logprobs[: row.num_tokens] for row in ordered],
+        logprobs=[row.sample.logprobs[: row.num_tokens * TOKEN_BYTES] for row in ordered],
         advantages=[row.sample.advantage for row in ordered],
         temperatures=[row.sample.temperature for row in ordered],
         loss_scales=[row.loss_scale for row in ordered],
@@ -93,7 +95,7 @@ def blank_micro_batch(rows: Sequence[Row], base_pass: bool = False) -> MicroBatc
     """A pass for a rank without rows: the shortest of `rows` without its loss tokens. It adds zero to its own run."""
     row = min(rows, key=lambda row: row.num_tokens)
     micro_batch = to_micro_batch([row], base_pass)
-    return msgspec.structs.replace(micro_batch, loss_mask=[[False] * row.num_tokens], loss_scales=[0.0])
+    return msgspec.structs.replace(micro_batch, loss_mask=[bytes(row.num_tokens)], loss_scales=[0.0])
 
 
 def deal(rows: Sequence[Row], num_ranks: int) -> list[list[Row]]:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from prime_rl.configs.losses import LossConfig
-from prime_rl.contract.types import MicroBatch
+from prime_rl.contract.types import LOGPROB_DTYPE, MASK_DTYPE, TOKEN_DTYPE, MicroBatch
 from prime_rl.trainer.loss import LossInputs, RowLosses, compute_losses
 from prime_rl.trainer.model import PolicyModel, Targets
 
@@ -46,16 +46,16 @@ class Rows:
 
     @classmethod
     def of(cls, batch: MicroBatch) -> Rows:
-        mask_RT = _padded(batch.loss_mask, batch.num_tokens, np.bool_)
+        mask_RT = _padded(batch.loss_mask, MASK_DTYPE, batch.num_tokens, np.bool_)
         mask_RT[:, 0] = False
         columns_K = np.flatnonzero(mask_RT.any(axis=0))
         return cls(
-            lengths_R=np.array([len(row) for row in batch.token_ids], dtype=np.int64),
-            token_ids_RT=_padded(batch.token_ids, batch.num_tokens, np.int64),
+            lengths_R=np.array([len(row) for row in batch.loss_mask], dtype=np.int64),
+            token_ids_RT=_padded(batch.token_ids, TOKEN_DTYPE, batch.num_tokens, np.int64),
             mask_RT=mask_RT,
             columns_K=columns_K,
             mask_RK=mask_RT[:, columns_K],
-            sampled_logprobs_RK=_padded(batch.logprobs, batch.num_tokens, np.float32)[:, columns_K],
+            sampled_logprobs_RK=_padded(batch.logprobs, LOGPROB_DTYPE, batch.num_tokens, np.float32)[:, columns_K],
             advantages_R=np.array(batch.advantages, dtype=np.float32),
             temperatures_R=np.array(batch.temperatures, dtype=np.float32),
             scales_R=np.array(batch.loss_scales, dtype=np.float32),
@@ -82,9 +82,10 @@ class Rows:
         return np.concatenate(parts)[None], [len(part) for part in parts]
 
 
-def _padded(rows: Sequence[Sequence[float]], width: int, dtype: type) -> npt.NDArray[Any]:
-    array: npt.NDArray[Any] = np.zeros((len(rows), width), dtype=dtype)
-    for row, values in enumerate(rows):
+def _padded(columns: Sequence[bytes], column_dtype: str, width: int, dtype: type) -> npt.NDArray[Any]:
+    array: npt.NDArray[Any] = np.zeros((len(columns), width), dtype=dtype)
+    for row, column in enumerate(columns):
+        values = np.frombuffer(column, column_dtype)
         array[row, : len(values)] = values
     return array
 

@@ -71,6 +71,31 @@ def with_sample(**changes: Any) -> Callable[[RunDir, TrainingBatch], None]:
     return put
 
 
+def with_lists(**changes: Any) -> Callable[[RunDir, TrainingBatch], None]:
+    """The same as a file of version 1."""
+
+    def put(run: RunDir, batch: TrainingBatch) -> None:
+        bad = msgspec.structs.replace(sample(random.Random(0), policy_version=1), **changes)
+        put_batch(run, batch)
+        lists = msgspec.structs.replace(batch, samples=[*batch.samples, bad])
+        run.rollout_file(2).write_bytes(msgspec.msgpack.encode(lists))
+
+    return put
+
+
+def with_columns(**changes: Any) -> Callable[[RunDir, TrainingBatch], None]:
+    """One more sample whose columns are these bytes."""
+
+    def put(run: RunDir, batch: TrainingBatch) -> None:
+        bad = msgspec.structs.replace(sample(random.Random(0), policy_version=1).columns(), **changes)
+        put_batch(run, batch)
+        columns = batch.columns()
+        columns = msgspec.structs.replace(columns, samples=[*columns.samples, bad])
+        run.rollout_file(2).write_bytes(msgspec.msgpack.encode(columns))
+
+    return put
+
+
 def with_bytes(change: Callable[[bytes], bytes]) -> Callable[[RunDir, TrainingBatch], None]:
     def put(run: RunDir, batch: TrainingBatch) -> None:
         put_batch(run, batch)
@@ -112,7 +137,17 @@ BAD_BATCHES: dict[str, tuple[Callable[[RunDir, TrainingBatch], None], str]] = {
     "empty": (with_fields(samples=[]), "the batch has no samples"),
     "another run's": (with_fields(run_id="run_sgd"), "run_id is 'run_sgd', expected 'run_bad'"),
     "another step's": (with_fields(step=7), "step is 7, expected 2"),
-    "another format": (with_fields(version=99), "format version 99"),
+    "another format": (
+        with_bytes(lambda data: data.replace(b"\xa7version\x02", b"\xa7version\x63")),
+        "format version 99, this program reads 1 and 2",
+    ),
+    "half a token": (with_columns(token_ids=b"\0" * 47), "sample 8: token_ids has 47 bytes, expected 4 for each token"),
+    "a mask of numbers": (with_columns(loss_mask=b"\x07" * 12), "sample 8: loss_mask[0] is 7, must be 0 or 1"),
+    "version 1, nan": (with_lists(advantage=float("nan")), "sample 8: advantage is nan"),
+    "version 1, id too large": (
+        with_lists(token_ids=[2**40] * 12),
+        "sample 8: token_ids[0] is 1099511627776, which has no place in 32 bits",
+    ),
     "0 bytes": (with_bytes(lambda data: b""), "not a batch file: Input data was truncated"),
     "cut": (with_bytes(lambda data: data[: len(data) // 2]), "not a batch file"),
     "junk": (with_bytes(lambda data: b"\x00junk"), "not a batch file"),

@@ -5,6 +5,7 @@ import resource
 import threading
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from prime_rl.contract.files import (
@@ -17,7 +18,15 @@ from prime_rl.contract.files import (
     wait_for,
     write_atomic,
 )
-from prime_rl.contract.types import BadBatchError, TrainingBatch, TrainingSample, read_batch, write_batch
+from prime_rl.contract.types import (
+    BadBatchError,
+    BatchColumns,
+    TrainingBatch,
+    TrainingSample,
+    read_batch,
+    read_columns,
+    write_batch,
+)
 
 
 def test_a_reader_never_sees_a_part(tmp_path: Path) -> None:
@@ -144,6 +153,27 @@ def test_batches_round_trip(tmp_path: Path) -> None:
     batch = TrainingBatch("run_a", 5, [sample(), sample()], {"next_index": 9})
     write_batch(tmp_path / "rollouts.msgpack", batch)
     assert read_batch(tmp_path / "rollouts.msgpack") == batch
+    assert read_columns(tmp_path / "rollouts.msgpack") == batch.columns()
+    (tmp_path / "lists").write_bytes(msgspec.msgpack.encode(batch))
+    assert read_batch(tmp_path / "lists") == batch, "version 1"
+
+
+def test_columns_are_little_endian_arrays() -> None:
+    columns = sample().columns()
+    assert columns.token_ids == bytes([1, 0, 0, 0, 2, 0, 0, 0, 3, 0, 0, 0])
+    assert columns.loss_mask == bytes([0, 1, 1])
+    assert columns.logprobs == bytes([0, 0, 0, 0, 0, 0, 0, 0xBF, 0, 0, 0xC0, 0xBF])
+    assert columns.lists() == sample()
+
+
+@pytest.mark.parametrize("field", ["token_ids", "logprobs"])
+def test_bytes_that_are_not_whole_numbers_are_named(tmp_path: Path, field: str) -> None:
+    good = sample().columns()
+    bad = msgspec.structs.replace(good, **{field: b"\0" * 11})
+    path = tmp_path / "rollouts.msgpack"
+    path.write_bytes(msgspec.msgpack.encode(BatchColumns("run_a", 5, [good, bad], {})))
+    with pytest.raises(BadBatchError, match=rf"rollouts\.msgpack: sample 1: {field} has 11 bytes, expected 4 for each"):
+        read_batch(path)
 
 
 @pytest.mark.parametrize("data", [b"", b"\x80", b"not msgpack", b"\x81\xa1a\x01"])
@@ -156,6 +186,6 @@ def test_a_damaged_batch_is_named(tmp_path: Path, data: bytes) -> None:
 
 def test_a_batch_of_another_format_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "rollouts.msgpack"
-    write_batch(path, TrainingBatch("run_a", 5, [], {}, version=99))
+    path.write_bytes(msgspec.msgpack.encode(TrainingBatch("run_a", 5, [], {}, version=99)))
     with pytest.raises(BadBatchError, match="format version 99"):
         read_batch(path)

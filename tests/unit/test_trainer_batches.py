@@ -1,24 +1,32 @@
-"""What makes a batch file unfit, and that the reason names sample, field and numbers. Hostile files included."""
+"""What makes a batch file unfit, and that the reason names sample, field and numbers. Hostile files included.
+
+Both versions of the file are read: lists (1) and columns (2).
+"""
 
 from __future__ import annotations
 
 import os
 import random
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 
 from prime_rl.configs.orchestrator import OrchestratorConfig
-from prime_rl.contract.types import BYTES_BESIDES, BadBatchError, TrainingBatch, write_batch
+from prime_rl.contract.types import BYTES_BESIDES, BadBatchError, BatchColumns, TrainingBatch, read_batch, write_batch
 from prime_rl.trainer.intake import BatchLimits, check_batch, take_batch
+from prime_rl.trainer.packing import rows_of, to_micro_batch
+from prime_rl.trainer.passes import Rows
 from tests.trainer_support import VOCAB, make_batch, sample
 
 LIMITS = BatchLimits("run_a", 3, seq_len=32, vocab_size=VOCAB, max_async_level=1, max_bytes=20_000)
 NAN, INF = float("nan"), float("inf")
 GOOD = make_batch("run_a", 3)
+VERSION_1 = Path(__file__).parent.parent / "files" / "rollouts_version_1.msgpack"
 
 
 def with_sample(**changes: Any) -> TrainingBatch:
@@ -26,12 +34,56 @@ def with_sample(**changes: Any) -> TrainingBatch:
     return msgspec.structs.replace(GOOD, samples=[GOOD.samples[0], bad])
 
 
-def test_a_good_batch_passes(tmp_path: Path) -> None:
-    check_batch(GOOD, LIMITS)
+def as_lists(batch: TrainingBatch) -> bytes:
+    """A file of version 1."""
+    return msgspec.msgpack.encode(batch)
+
+
+def as_columns(batch: TrainingBatch) -> bytes:
+    """A file of version 2."""
+    return msgspec.msgpack.encode(batch.columns())
+
+
+def refusal(path: Path, data: bytes) -> str:
+    path.write_bytes(data)
+    with pytest.raises(BadBatchError) as error:
+        take_batch(path, LIMITS)
+    return str(error.value)
+
+
+def test_a_good_batch_passes_and_keeps_every_value(tmp_path: Path) -> None:
     write_batch(tmp_path / "b", GOOD)
-    assert take_batch(tmp_path / "b", LIMITS) == GOOD
+    taken = take_batch(tmp_path / "b", LIMITS)
+    assert taken == GOOD.columns()
+    for one, good in zip(taken.samples, GOOD.samples, strict=True):
+        assert np.frombuffer(one.token_ids, "<i4").tolist() == good.token_ids
+        assert list(one.loss_mask) == good.loss_mask
+        assert np.frombuffer(one.logprobs, "<f4").tolist() == np.float32(good.logprobs).tolist()
     for version in (1, 2):
-        check_batch(with_sample(policy_version=version), LIMITS)
+        check_batch(with_sample(policy_version=version).columns(), LIMITS)
+
+
+def test_a_file_of_version_1_that_its_own_program_wrote_is_the_same_batch(tmp_path: Path) -> None:
+    """The bytes come from the program before version 2; the values beside them are decoded without this project."""
+    plain = msgspec.msgpack.decode(VERSION_1.read_bytes())
+    assert plain["version"] == 1 and isinstance(plain["samples"][0]["token_ids"], list)
+    batch = take_batch(VERSION_1, LIMITS)
+    assert batch is not None and (batch.run_id, batch.step, batch.sampler_state) == ("run_a", 3, {"position": 3})
+    assert len(batch.samples) == len(plain["samples"]) == 8
+    for one, values in zip(batch.samples, plain["samples"], strict=True):
+        assert np.frombuffer(one.token_ids, "<i4").tolist() == values.pop("token_ids")
+        assert list(one.loss_mask) == values.pop("loss_mask")
+        assert np.frombuffer(one.logprobs, "<f4").tolist() == np.float32(values.pop("logprobs")).tolist()
+        assert {name: getattr(one, name) for name in values} == values and len(values) == 6
+    write_batch(tmp_path / "b", read_batch(VERSION_1))
+    assert take_batch(tmp_path / "b", LIMITS) == batch, "the same batch in both versions"
+
+
+def test_a_file_without_a_version_has_version_1(tmp_path: Path) -> None:
+    plain = msgspec.msgpack.decode(VERSION_1.read_bytes())
+    del plain["version"]
+    (tmp_path / "b").write_bytes(msgspec.msgpack.encode(plain))
+    assert take_batch(tmp_path / "b", LIMITS) == take_batch(VERSION_1, LIMITS)
 
 
 @pytest.mark.parametrize(
@@ -48,11 +100,12 @@ def test_a_good_batch_passes(tmp_path: Path) -> None:
         (with_sample(token_ids=[], loss_mask=[], logprobs=[]), "sample 1: token_ids has 0 entries"),
         (with_sample(token_ids=[1, 2, VOCAB] + [0] * 9), rf"token_ids\[2\] is {VOCAB}, the vocabulary has {VOCAB}"),
         (with_sample(token_ids=[1, -1] + [0] * 10), r"token_ids\[1\] is -1"),
-        (with_sample(token_ids=[2**63] + [0] * 11), r"token_ids\[0\] is 9223372036854775808"),
+        (with_sample(token_ids=[0] * 11 + [2**31 - 1]), r"sample 1: token_ids\[11\] is 2147483647, the vocabulary has"),
+        (with_sample(token_ids=[0] * 11 + [-(2**31)]), r"sample 1: token_ids\[11\] is -2147483648, the vocabulary has"),
         (with_sample(loss_mask=[True] * 12), r"loss_mask\[0\] is true"),
         (with_sample(logprobs=[0.0, NAN] + [0.0] * 10), r"logprobs\[1\] is nan"),
         (with_sample(logprobs=[0.0] * 11 + [-INF]), r"logprobs\[11\] is -inf"),
-        (with_sample(logprobs=[-1e300] + [0.0] * 11), r"logprobs\[0\] is -1e\+300"),
+        (with_sample(logprobs=[3.402e38] + [0.0] * 11), r"sample 1: logprobs\[0\] is 3.402e\+38"),
         (with_sample(advantage=INF), "sample 1: advantage is inf"),
         (with_sample(advantage=NAN), "sample 1: advantage is nan"),
         (with_sample(advantage=1e300), r"sample 1: advantage is 1e\+300"),
@@ -70,16 +123,113 @@ def test_a_good_batch_passes(tmp_path: Path) -> None:
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_a_bad_batch_is_explained(batch: TrainingBatch, reason: str) -> None:
-    with pytest.raises(BadBatchError, match=reason):
-        check_batch(batch, LIMITS)
+@pytest.mark.parametrize("version", [as_lists, as_columns])
+def test_a_bad_batch_is_explained(
+    tmp_path: Path, batch: TrainingBatch, reason: str, version: Callable[[TrainingBatch], bytes]
+) -> None:
+    assert re.search(reason, refusal(tmp_path / "b", version(batch)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"token_ids": [1, 2**63] + [0] * 10}, "sample 1: token_ids[1] is 9223372036854775808, which has no place"),
+        ({"token_ids": [1, -(2**31) - 1] + [0] * 10}, "sample 1: token_ids[1] is -2147483649, which has no place"),
+        ({"logprobs": [0.0, NAN, -1e300] + [0.0] * 9}, "sample 1: logprobs[2] is -1e+300, which has no place"),
+    ],
+)
+def test_numbers_of_version_1_that_have_no_place_in_a_column_are_named(
+    tmp_path: Path, changes: dict[str, Any], reason: str
+) -> None:
+    assert reason in refusal(tmp_path / "b", as_lists(with_sample(**changes)))
+    with pytest.raises(ValueError, match=re.escape(reason)):
+        write_batch(tmp_path / "c", with_sample(**changes))
+
+
+def test_the_first_bad_token_of_the_first_bad_sample_is_named(tmp_path: Path) -> None:
+    samples = [msgspec.structs.replace(one, token_ids=list(one.token_ids)) for one in GOOD.samples]
+    for index, at in ((5, 0), (3, 5), (3, 4)):
+        samples[index].token_ids[at] = VOCAB + 10 * index + at
+    batch = msgspec.structs.replace(GOOD, samples=samples)
+    for version in (as_lists, as_columns):
+        assert f"sample 3: token_ids[4] is {VOCAB + 34}, the" in refusal(tmp_path / "b", version(batch))
 
 
 def encoded(**changes: Any) -> bytes:
-    """The good batch with fields of its second sample replaced by anything."""
-    plain: dict[str, Any] = msgspec.to_builtins(GOOD)
-    plain["samples"][1] |= changes
-    return msgspec.msgpack.encode(plain)
+    """The good batch (lists) with fields of its second sample replaced by anything."""
+    return changed(GOOD, **changes)
+
+
+def columns(**changes: Any) -> bytes:
+    """The good batch (columns) with fields of its second sample, of 12 tokens, replaced by anything."""
+    return changed(with_sample().columns(), **changes)
+
+
+def changed(batch: TrainingBatch | BatchColumns, **changes: Any) -> bytes:
+    samples: list[Any] = [msgspec.structs.asdict(sample) for sample in batch.samples]
+    samples[1] |= changes
+    return msgspec.msgpack.encode({**msgspec.structs.asdict(batch), "samples": samples})
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (columns(token_ids=b"\0" * 47), "sample 1: token_ids has 47 bytes, expected 4 for each token"),
+        (columns(logprobs=b"\0" * 49), "sample 1: logprobs has 49 bytes, expected 4 for each token"),
+        (columns(token_ids=b"\0" * 44), "sample 1: token_ids has 11 entries, loss_mask 12, logprobs 12"),
+        (columns(loss_mask=b""), "sample 1: token_ids has 12 entries, loss_mask 0, logprobs 12"),
+        (columns(loss_mask=b"\0" * 10 + b"\x02\x01"), "sample 1: loss_mask[10] is 2, must be 0 or 1"),
+        (columns(loss_mask=b"\xff" * 12), "sample 1: loss_mask[0] is 255, must be 0 or 1"),
+        (columns(token_ids=b"\xff" * 48), "sample 1: token_ids[0] is -1, the vocabulary has"),
+        (columns(logprobs=b"\0" * 4 + b"\xff" * 44), "sample 1: logprobs[1] is nan"),
+        (columns(token_ids=[1] * 12), "sample 1: Expected `bytes`, got `array` - at `$.token_ids`"),
+        (columns(loss_mask="0" * 12), "sample 1: "),
+        (columns(logprobs=None), "sample 1: Expected `bytes`, got `None` - at `$.logprobs`"),
+        (columns(advantage=b"1"), "sample 1: Expected `float`, got `bytes` - at `$.advantage`"),
+        (columns(lengths=[12]), "sample 1: Object contains unknown field `lengths`"),
+        (as_columns(GOOD)[:-9], "not a batch file: Input data was truncated"),
+        (as_columns(GOOD) + b"\x00", "trailing"),
+        (as_columns(GOOD).replace(b"\xa7version\x02", b"\xa7version\x01"), "sample 0: Expected `array`, got `bytes`"),
+        (as_lists(GOOD).replace(b"\xa7version\x01", b"\xa7version\x02"), "sample 0: Expected `bytes`, got `array`"),
+        (
+            as_lists(GOOD).replace(b"\xa7version\x01", b"\xa7version\x63"),
+            "format version 99, this program reads 1 and 2",
+        ),
+        (b"\x82\xa7version\x02\xa7samples\xdd\xff\xff\xff\xff", "truncated"),
+        (b"\x82\xa7version\x02\xa6run_id\xc6\xff\xff\xff\xff", "truncated"),
+        (as_columns(GOOD).replace(b"reverse-text", b"reverse\xfftext"), "sample 0: 'utf-8' codec can't decode"),
+        (as_lists(GOOD).replace(b"position", b"posi\xffion"), "not a batch file: 'utf-8' codec can't decode"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_hostile_file_of_version_2_is_refused_with_its_sample(tmp_path: Path, data: bytes, reason: str) -> None:
+    problem = refusal(tmp_path / "b", data)
+    assert reason in problem
+
+
+@pytest.mark.parametrize("version", [as_lists, as_columns])
+def test_what_damage_leaves_is_refused_or_can_be_trained_on(
+    tmp_path: Path, version: Callable[[TrainingBatch], bytes]
+) -> None:
+    """Bytes of a good file changed, cut out and put in, at random places."""
+    rng, good, path = random.Random(7), version(GOOD), tmp_path / "b"
+    num_taken = 0
+    for _ in range(1_500):
+        data = bytearray(good)
+        for _ in range(rng.choice([1, 1, 1, 3, 30])):
+            at = rng.randrange(len(data))
+            data[at : at + rng.choice([0, 1, 1, 1, 8])] = rng.randbytes(rng.choice([0, 1, 1, 1, 8]))
+        path.write_bytes(data)
+        try:
+            batch = take_batch(path, LIMITS)
+        except BadBatchError:
+            continue
+        assert batch is not None
+        num_taken += 1
+        rows = Rows.of(to_micro_batch(rows_of(0, batch.samples)))
+        assert rows.token_ids_RT.min() >= 0 and rows.token_ids_RT.max() < VOCAB
+        assert np.isfinite(rows.sampled_logprobs_RK).all() and rows.mask_RK.any()
+    assert 50 < num_taken < 1_450
 
 
 @pytest.mark.parametrize(
@@ -104,11 +254,8 @@ def encoded(**changes: Any) -> bytes:
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_a_hostile_file_is_refused_with_its_sample(tmp_path: Path, data: bytes, reason: str) -> None:
-    path = tmp_path / "rollouts.msgpack"
-    path.write_bytes(data)
-    with pytest.raises(BadBatchError) as error:
-        take_batch(path, LIMITS)
-    assert reason in str(error.value) and str(path) in str(error.value)
+    problem = refusal(tmp_path / "b", data)
+    assert reason in problem and str(tmp_path / "b") in problem
 
 
 @pytest.mark.parametrize("place", ["sampler_state", "sample"])
@@ -165,9 +312,10 @@ def test_the_allowed_size_follows_from_what_the_run_asked_for(tmp_path: Path) ->
         loss_mask=[False] + [True] * 511,
         logprobs=[-0.1234567] * 512,
     )
-    write_batch(tmp_path / "b", TrainingBatch("run_a", 1, [full] * 64, {"position": 1}))
-    assert take_batch(tmp_path / "b", limits) is not None
-    assert (tmp_path / "b").stat().st_size < limits.max_bytes < 2 * BYTES_BESIDES
+    for version in (as_lists, as_columns):
+        (tmp_path / "b").write_bytes(version(TrainingBatch("run_a", 1, [full] * 64, {"position": 1})))
+        assert take_batch(tmp_path / "b", limits) is not None
+        assert (tmp_path / "b").stat().st_size < limits.max_bytes < 2 * BYTES_BESIDES
     os.truncate(tmp_path / "b", 1 << 40)  # a hole: it takes no space on disk
     with pytest.raises(BadBatchError, match="has 1099511627776 bytes"):
         take_batch(tmp_path / "b", limits)

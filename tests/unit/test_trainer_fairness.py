@@ -20,7 +20,7 @@ from tests.trainer_support import sample
 
 PASS = 1_000  # token positions of one pass
 SHARE = 0.8
-SAMPLE = sample(random.Random(0))
+SAMPLE = sample(random.Random(0)).columns()
 PACKS = False
 
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 import random
 from collections import Counter
 
+import msgspec
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prime_rl.configs.losses import LossConfig, LossMean
-from prime_rl.contract.types import TrainingSample
+from prime_rl.contract.types import TOKEN_BYTES, TOKEN_DTYPE, SampleColumns, TrainingSample
 from prime_rl.trainer.loss import LossInputs, compute_loss
 from prime_rl.trainer.packing import Row, RowQueue, blank_micro_batch, deal, rows_of, to_micro_batch
 from prime_rl.trainer.passes import Rows
@@ -19,9 +21,13 @@ from tests.loss_support import EVERY_LOSS, name_of
 from tests.trainer_support import sample
 
 
-def batch(lengths: list[int], seed: int = 0) -> list[TrainingSample]:
+def batch(lengths: list[int], seed: int = 0) -> list[SampleColumns]:
     rng = random.Random(seed)
-    return [sample(rng, num_tokens=length) for length in lengths]
+    return [sample(rng, num_tokens=length).columns() for length in lengths]
+
+
+def with_mask(one: TrainingSample, loss_mask: list[bool]) -> SampleColumns:
+    return msgspec.structs.replace(one, loss_mask=loss_mask).columns()
 
 
 def drain(queue: RowQueue, limit: int = 10_000) -> list[list[Row]]:
@@ -73,7 +79,7 @@ def test_each_mean_has_its_scale_and_a_sample_without_loss_tokens_is_a_sample(
     mean: LossMean, scales: list[float]
 ) -> None:
     """Loss tokens by sample, shortest first: none, 1, 6, 10."""
-    none = TrainingSample(**{**_fields(sample(random.Random(0), num_tokens=9)), "loss_mask": [False] * 9})
+    none = with_mask(sample(random.Random(0), num_tokens=9), [False] * 9)
     rows = rows_of(0, [*batch([10, 14, 5]), none], mean, length=32)
     assert [row.loss_scale for row in rows] == pytest.approx(scales)
 
@@ -102,17 +108,33 @@ def test_any_split_of_a_batch_over_passes_sums_to_one_loss(config: LossConfig, m
 
 def test_rows_end_with_their_last_loss_token_and_rows_without_one_are_left_out() -> None:
     full = sample(random.Random(0), num_tokens=10)
-    tail = TrainingSample(**{**_fields(full), "loss_mask": [False] * 4 + [True] * 3 + [False] * 3})
-    none = TrainingSample(**{**_fields(full), "loss_mask": [False] * 10})
-    rows = rows_of(0, [none, tail, full])
+    tail = with_mask(full, [False] * 4 + [True] * 3 + [False] * 3)
+    none = with_mask(full, [False] * 10)
+    rows = rows_of(0, [none, tail, full.columns()])
     assert [(row.order, row.num_tokens) for row in rows] == [(1, 7), (2, 10)]
     micro_batch = to_micro_batch(rows)
     assert micro_batch.num_tokens == 10
-    assert [len(ids) for ids in micro_batch.token_ids] == [7, 10]
+    tokens = [np.frombuffer(ids, TOKEN_DTYPE).tolist() for ids in micro_batch.token_ids]
+    assert tokens == [full.token_ids[:7], full.token_ids]
+    assert [len(mask) for mask in micro_batch.loss_mask] == [7, 10]
+    assert [len(logprobs) // TOKEN_BYTES for logprobs in micro_batch.logprobs] == [7, 10]
 
 
-def _fields(one: TrainingSample) -> dict[str, object]:
-    return {name: getattr(one, name) for name in one.__struct_fields__}
+def test_columns_become_the_arrays_of_a_pass_without_a_change() -> None:
+    """Compared with the lists that they came from, value by value."""
+    rng = random.Random(3)
+    one, two = sample(rng, num_tokens=9, advantage=-0.5), sample(rng, num_tokens=6, advantage=2.0)
+    two = msgspec.structs.replace(two, temperature=0.7)
+    rows = Rows.of(to_micro_batch([*rows_of(4, [one.columns()]), *rows_of(1, [two.columns()])], base_pass=True))
+    assert rows.token_ids_RT.tolist() == [two.token_ids + [0] * 3, one.token_ids]
+    assert rows.mask_RT.tolist() == [two.loss_mask + [False] * 3, one.loss_mask]
+    assert rows.lengths_R.tolist() == [6, 9]
+    assert rows.columns_K.tolist() == list(range(4, 9))
+    expected_RK = np.array([two.logprobs[4:] + [0.0] * 3, one.logprobs[4:]], dtype=np.float32)
+    assert rows.sampled_logprobs_RK.tolist() == expected_RK.tolist()
+    assert rows.advantages_R.tolist() == [2.0, -0.5]
+    assert rows.temperatures_R.tolist() == pytest.approx([0.7, 1.0])
+    assert torch.from_numpy(rows.token_ids_RT).dtype == torch.int64
 
 
 def test_micro_batches_are_sorted_by_slot() -> None:
@@ -209,4 +231,4 @@ def test_a_packed_pass_takes_rows_of_any_length() -> None:
 def test_a_blank_row_trains_nothing() -> None:
     blank = blank_micro_batch([*rows_of(2, batch([30, 12])), *rows_of(5, batch([20]))])
     assert (blank.run_idxs, blank.num_tokens, blank.loss_scales) == ([2], 12, [0.0])
-    assert len(blank.token_ids[0]) == 12 and not any(blank.loss_mask[0])
+    assert len(blank.token_ids[0]) == 12 * TOKEN_BYTES and blank.loss_mask == [bytes(12)]

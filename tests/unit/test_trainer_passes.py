@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
 import pytest
 import torch
 from msgspec.structs import replace
@@ -13,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from prime_rl.configs.losses import AipoLossConfig, GspoLossConfig, LossConfig
 from prime_rl.configs.shared import LoRAConfig
-from prime_rl.contract.types import MicroBatch
+from prime_rl.contract.types import TOKEN_DTYPE, MicroBatch
 from prime_rl.trainer.attention import can_pack
 from prime_rl.trainer.model import PolicyModel, adapt_model
 from prime_rl.trainer.packing import rows_of, to_micro_batch
@@ -43,7 +44,7 @@ def some_batch() -> MicroBatch:
     rows = [
         row
         for idx, lengths in LENGTHS.items()
-        for row in rows_of(idx, [sample(rng, num_tokens=length, advantage=0.7) for length in lengths])
+        for row in rows_of(idx, [sample(rng, num_tokens=length, advantage=0.7).columns() for length in lengths])
     ]
     return to_micro_batch(rows, base_pass=True)
 
@@ -106,7 +107,7 @@ def test_a_sample_does_not_see_its_neighbours() -> None:
     model, batch = model_of(packs=True), some_batch()
     first = forward_backward(model, batch, losses_of(batch), CPU)
     pairs = zip(batch.run_idxs, batch.token_ids, strict=True)
-    others = [[token ^ 1 for token in row] if idx else row for idx, row in pairs]
+    others = [(np.frombuffer(row, TOKEN_DTYPE) ^ 1).tobytes() if idx else row for idx, row in pairs]
     changed = forward_backward(model, replace(batch, token_ids=others), losses_of(batch), CPU)
     assert first is not None and changed is not None
     same = [idx == 0 for idx in batch.run_idxs]

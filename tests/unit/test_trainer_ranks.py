@@ -91,7 +91,9 @@ def test_a_hook_that_fails_on_one_rank_drops_the_run_on_all(
 def test_messages_come_in_order_and_each_once() -> None:
     store = HashStore()
     sender, receiver = (Channel(store, rank, 2, timeout_s=PATIENCE_S) for rank in range(2))
-    packs = [PackMessage(to_micro_batch(rows_of(idx, make_batch("run_a", 1).samples)), []) for idx in range(2)]
+    packs = [
+        PackMessage(to_micro_batch(rows_of(idx, make_batch("run_a", 1).columns().samples)), []) for idx in range(2)
+    ]
     sender.send(packs)
     sender.send_all(StopMessage())
     assert receiver.peek() == receiver.peek() == packs[1]

@@ -16,10 +16,11 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from prime_rl.configs.losses import AipoLossConfig
 from prime_rl.configs.shared import LoRAConfig
 from prime_rl.configs.trainer import TrainerConfig
-from prime_rl.contract.types import MicroBatch
+from prime_rl.contract.types import TOKEN_BYTES, MicroBatch
 from prime_rl.trainer.fit.meter import Meter, metered
 from prime_rl.trainer.fit.shapes import model_config
 from prime_rl.trainer.model import PolicyModel, adapt_model
+from prime_rl.trainer.packing import LOSS_TOKEN
 from prime_rl.trainer.passes import forward_backward
 
 # Float32 numbers that Adam keeps for each weight of an adapter.
@@ -172,9 +173,9 @@ def micro_batch(setting: Setting) -> MicroBatch:
     prompt = num_tokens // 2
     return MicroBatch(
         run_idxs=[row * setting.num_runs // num_rows for row in range(num_rows)],
-        token_ids=[[0] * num_tokens] * num_rows,
-        loss_mask=[[False] * prompt + [True] * (num_tokens - prompt)] * num_rows,
-        logprobs=[[0.0] * num_tokens] * num_rows,
+        token_ids=[bytes(num_tokens * TOKEN_BYTES)] * num_rows,
+        loss_mask=[bytes(prompt) + LOSS_TOKEN * (num_tokens - prompt)] * num_rows,
+        logprobs=[bytes(num_tokens * TOKEN_BYTES)] * num_rows,
         advantages=[1.0] * num_rows,
         temperatures=[1.0] * num_rows,
         loss_scales=[1.0] * num_rows,

@@ -1,0 +1,134 @@
+"""When the packer takes a batch that was read ahead: at the turn of its run, or not at all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from prime_rl.contract.files import wait_for
+from prime_rl.contract.layout import RunDir
+from prime_rl.contract.types import BatchColumns
+from prime_rl.trainer.intake import BatchLimits, BatchReader, take_batch
+from prime_rl.trainer.packer import Packer
+from tests.patience import PATIENCE_S
+from tests.runs_support import add, look, manager_of
+from tests.trainer_support import VOCAB, make_batch, put_batch
+
+
+class Trainer:
+    """The packer over real runs; what the training loop does around it. `reads` are the files that were read."""
+
+    def __init__(self, workspace: Path) -> None:
+        self.workspace = workspace
+        self.manager = manager_of(workspace)
+        self.reader = BatchReader(self.read)
+        self.packer = Packer(self.manager, self.reader, VOCAB, max_tokens=10_000, num_ranks=1, packs=True)
+        self.manager.register_forgotten_hook(lambda idx, run_id: self.packer.forgotten(self.manager.run(idx)))
+        self.reads: list[Path] = []
+
+    def read(self, path: Path, limits: BatchLimits) -> BatchColumns | None:
+        try:
+            return take_batch(path, limits)
+        finally:
+            self.reads.append(path)
+
+    def reads_ahead(self, *files: Path) -> None:
+        """While rows wait: nothing is taken, and `files` are read."""
+        num_before = len(self.reads)
+        assert self.packer.get_batch() == {}
+        wait_for(lambda: {*files} <= {*self.reads[num_before:]}, f"{files} to be read", timeout_s=PATIENCE_S)
+
+    def takes(self, held: tuple[str, ...] = ()) -> dict[int, BatchColumns]:
+        """The batches that come, once there are some, or a run was evicted."""
+        taken: dict[int, BatchColumns] = {}
+        num_active = len(self.manager.active)
+
+        def came() -> bool:
+            taken.update(self.packer.get_batch(held))
+            return bool(taken) or len(self.manager.active) < num_active
+
+        wait_for(came, "a batch", timeout_s=PATIENCE_S)
+        return taken
+
+    def update(self) -> None:
+        """Train what is in work: all its rows are in one pass."""
+        pack = self.packer.pack()
+        assert pack is not None and pack.ready
+        for ready in pack.ready:
+            self.manager.progress[ready.run_idx].step += 1
+
+    def put(self, run: RunDir, step: int, seed: int = 0) -> BatchColumns:
+        batch = make_batch(run.run_id, step, seed=seed)
+        put_batch(run, batch)
+        return batch.columns()
+
+
+@pytest.fixture
+def trainer(tmp_path: Path) -> Iterator[Trainer]:
+    trainer = Trainer(tmp_path)
+    yield trainer
+    trainer.reader.close()
+
+
+def test_one_batch_of_a_run_is_in_work_and_the_next_one_is_ready_at_its_turn(trainer: Trainer) -> None:
+    run = add(trainer.workspace, "run_a")
+    look(trainer.manager)
+    first, second = trainer.put(run, 1), trainer.put(run, 2)
+    assert trainer.takes() == {0: first}
+    trainer.reads_ahead(run.rollout_file(2))
+    trainer.put(run, 2, seed=1)
+    for _ in range(3):
+        assert trainer.packer.get_batch() == {}
+    trainer.update()
+    assert trainer.takes() == {0: second}, "the one that was read"
+    assert trainer.reads.count(run.rollout_file(2)) == 1
+
+
+def test_a_bad_batch_evicts_at_its_turn_and_not_before(trainer: Trainer) -> None:
+    run, other = add(trainer.workspace, "run_a"), add(trainer.workspace, "run_b")
+    look(trainer.manager)
+    for each in (run, other):
+        trainer.put(each, 1)
+        trainer.put(each, 2)
+        each.rollout_file(2).write_bytes(b"no batch")
+    assert trainer.takes().keys() == {0, 1}
+    trainer.reads_ahead(run.rollout_file(2), other.rollout_file(2))
+    repaired = trainer.put(other, 2)
+    assert len(trainer.manager.active) == 2 and not run.evicted.exists()
+    trainer.update()
+    taken = trainer.takes()
+    assert [run.run_idx for run in trainer.manager.active] == [1]
+    look(trainer.manager)
+    assert f"reading rollouts/step_2 failed: {run.rollout_file(2)}: not a batch file" in run.evicted.read_text()
+    assert (taken or trainer.takes()) == {1: repaired}
+
+
+def test_a_run_that_leaves_takes_what_was_read_ahead_with_it(trainer: Trainer) -> None:
+    run = add(trainer.workspace, "run_a")
+    look(trainer.manager)
+    trainer.put(run, 1)
+    trainer.put(run, 2)
+    trainer.takes()
+    trainer.reads_ahead(run.rollout_file(2))
+    trainer.update()
+    trainer.manager.evict_run(0, "a test")
+    assert trainer.packer.get_batch() == {}
+    look(trainer.manager)
+    assert trainer.manager.used_idxs == set()
+    run.evicted.unlink()
+    look(trainer.manager)
+    trainer.manager.progress[0].step = 1  # as after its checkpoint was loaded
+    new = trainer.put(run, 2, seed=1)
+    assert trainer.takes() == {0: new}
+
+
+def test_a_run_that_is_held_takes_nothing_until_it_is_released(trainer: Trainer) -> None:
+    run, other = add(trainer.workspace, "run_a"), add(trainer.workspace, "run_b")
+    look(trainer.manager)
+    batches = {number: trainer.put(each, 1) for number, each in enumerate((run, other))}
+    assert trainer.takes(held=("run_a",)) == {1: batches[1]}
+    wait_for(lambda: run.rollout_file(1) in trainer.reads, "the batch of run_a to be read", timeout_s=PATIENCE_S)
+    assert trainer.packer.get_batch(held=("run_a",)) == {}
+    assert trainer.takes() == {0: batches[0]}
