@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from benchmarks.trainer_step import ALPHA, LR, MAX_NORM, MAX_TOKENS, RANK, bench_model
 from prime_rl.configs.shared import DEFAULT_TARGET_MODULES
 from prime_rl.contract.types import SampleColumns
-from prime_rl.trainer.packing import Row, rows_of, to_micro_batch
+from prime_rl.trainer.fair_queue import Row, rows_of, to_micro_batch
 from prime_rl.trainer.passes import Rows
 
 DELTA = 8.0

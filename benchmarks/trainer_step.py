@@ -16,8 +16,8 @@ from prime_rl.configs.shared import LoRAConfig
 from prime_rl.configs.validate import TrainerLimits
 from prime_rl.contract.layout import RunDir
 from prime_rl.contract.types import SampleColumns, TrainingSample
+from prime_rl.trainer.fair_queue import RowQueue, rows_of, to_micro_batch
 from prime_rl.trainer.model import adapt_model
-from prime_rl.trainer.packing import RowQueue, rows_of, to_micro_batch
 from prime_rl.trainer.runs import MultiRunManager
 from prime_rl.trainer.runs.older import MultiLoRAOptimizer
 from prime_rl.trainer.runs.sync import ReadyRun

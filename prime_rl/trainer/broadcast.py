@@ -11,8 +11,8 @@ from pathlib import Path
 
 from prime_rl.contract.files import make_folder, mark_stable, staged_dir
 from prime_rl.contract.layout import RunDir, list_steps, stable_marker
+from prime_rl.trainer.checkpoint import RunSnapshot, WeightsSnapshot
 from prime_rl.trainer.retention import remove_step
-from prime_rl.trainer.snapshot import RunSnapshot, WeightsSnapshot
 
 # Beside the versions that rollouts may still lag behind by: the newest, the one that is being loaded, and one to spare.
 NUM_SPARE_VERSIONS = 3

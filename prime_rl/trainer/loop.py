@@ -15,20 +15,18 @@ from prime_rl.configs.validate import TrainerLimits
 from prime_rl.contract.layout import OutputDir
 from prime_rl.contract.status import StatusWriter, TrainerStatus
 from prime_rl.contract.types import MicroBatch
+from prime_rl.trainer.batch_files import BatchReader
 from prime_rl.trainer.budget import with_a_budget
-from prime_rl.trainer.checkpoint import CheckpointManager, is_due
+from prime_rl.trainer.checkpoint import AdapterSnapshots, CheckpointManager, Snapshots, is_due
 from prime_rl.trainer.data import SETTLE_S, DataLoader, PackingSource, ReceivingSource, Scout
-from prime_rl.trainer.flat import FlatWeights
-from prime_rl.trainer.intake import BatchReader
 from prime_rl.trainer.metrics import MetricsWriter, PhaseTimer, StatusReporter
 from prime_rl.trainer.model import PolicyModel, dtype_on, load_model
 from prime_rl.trainer.nccl_broadcast import open_broadcast
-from prime_rl.trainer.optim import RunOptimizer, RunWeights
+from prime_rl.trainer.optim import FlatWeights, RunOptimizer, RunWeights
 from prime_rl.trainer.packer import Packer
 from prime_rl.trainer.publish import Publisher
 from prime_rl.trainer.runs import MultiRunManager, TrainerRun, setup_multi_run_manager
 from prime_rl.trainer.runs.sync import Channel, ReadyRun
-from prime_rl.trainer.snapshot import AdapterSnapshots, Snapshots
 from prime_rl.trainer.step import TrainStep
 from prime_rl.trainer.whole_model import ModelFiles, WholeModel
 from prime_rl.trainer.whole_run import ModelSnapshots, ShardedWeights

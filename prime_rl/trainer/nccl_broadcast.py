@@ -11,7 +11,7 @@ from pathlib import Path
 from prime_rl.configs.shared import BroadcastConfig
 from prime_rl.contract.layout import stable_marker
 from prime_rl.trainer.broadcast import FileSystemWeightBroadcast, write_version
-from prime_rl.trainer.snapshot import WeightsSnapshot
+from prime_rl.trainer.checkpoint import WeightsSnapshot
 from prime_rl.trainer.whole_model import ModelSnapshot
 from prime_rl.transfer import WeightSender
 

@@ -1,8 +1,8 @@
 """Rank 0: ask for the next batch of each run, queue its rows, hand out passes.
 
 A run trains on `rollouts/step_{progress.step + 1}` and on nothing else, so one batch of a run is in work at a time; the
-next one is read meanwhile. A batch that cannot be trained on (`intake` judges it) evicts its run, with the sample, the
-field and the numbers. Which rows go together is decided in `packing`.
+next one is read meanwhile. A batch that cannot be trained on (`batch_files` judges it) evicts its run, with the sample,
+the field and the numbers. Which rows go together is decided in `fair_queue`.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 from prime_rl.contract.layout import list_rollout_steps
 from prime_rl.contract.types import BadBatchError, BatchColumns, MicroBatch
-from prime_rl.trainer.intake import BatchLimits, BatchReader
-from prime_rl.trainer.packing import RowQueue, blank_micro_batch, rows_of, to_micro_batch
+from prime_rl.trainer.batch_files import BatchLimits, BatchReader
+from prime_rl.trainer.fair_queue import RowQueue, blank_micro_batch, rows_of, to_micro_batch
 from prime_rl.trainer.runs import MultiRunManager, TrainerRun
 from prime_rl.trainer.runs.sync import ReadyRun
 

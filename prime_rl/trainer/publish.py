@@ -17,14 +17,13 @@ from functools import partial
 from pathlib import Path
 
 from prime_rl.trainer.broadcast import FileSystemWeightBroadcast
-from prime_rl.trainer.checkpoint import CheckpointManager, is_due
+from prime_rl.trainer.checkpoint import CheckpointManager, RunSnapshot, Snapshots, is_due
 from prime_rl.trainer.metrics import MetricsWriter, PhaseTimer, StatusReporter
 from prime_rl.trainer.retention import prune
 from prime_rl.trainer.runs import MultiRunManager, TrainerRun
 from prime_rl.trainer.runs.hooks import error_text
 from prime_rl.trainer.runs.run import FINISHED
 from prime_rl.trainer.runs.sync import ReadyRun
-from prime_rl.trainer.snapshot import RunSnapshot, Snapshots
 from prime_rl.trainer.step import UpdateReport
 from prime_rl.trainer.writer import DISK_TIMEOUT_S, BackgroundWriter, FolderGone, WriteError, WriteJob
 

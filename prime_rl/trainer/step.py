@@ -15,7 +15,7 @@ from itertools import groupby
 import torch
 
 from prime_rl.contract.types import MicroBatch
-from prime_rl.trainer.loss_report import LossSums, row_statistics, sums_by_run
+from prime_rl.trainer.loss import LossSums, row_statistics, sums_by_run
 from prime_rl.trainer.model import PolicyModel
 from prime_rl.trainer.passes import forward_backward
 from prime_rl.trainer.runs import MultiRunManager, TrainerRun

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from prime_rl.trainer.checkpoint import Snapshots
 from prime_rl.trainer.optim import Moments
 from prime_rl.trainer.runs import MultiRunManager, TrainerRun
 from prime_rl.trainer.sharding import cut, join, part_here
-from prime_rl.trainer.snapshot import Snapshots
 from prime_rl.trainer.whole_model import ModelFiles, ModelSnapshot, load_weights
 from prime_rl.trainer.world import World
 

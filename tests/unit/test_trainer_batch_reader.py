@@ -13,8 +13,8 @@ import pytest
 
 from prime_rl.contract.files import wait_for
 from prime_rl.contract.types import BatchColumns, write_batch
-from prime_rl.trainer import intake
-from prime_rl.trainer.intake import BatchLimits, BatchReader, take_batch
+from prime_rl.trainer import batch_files
+from prime_rl.trainer.batch_files import BatchLimits, BatchReader, take_batch
 from tests.patience import PATIENCE_S
 from tests.trainer_support import VOCAB, make_batch
 
@@ -128,7 +128,7 @@ def test_a_pipe_in_the_place_of_a_file_is_a_value_and_holds_up_nothing(disk: Dis
 def test_any_fault_is_a_value_and_the_next_file_is_read(disk: Disk, kind: str) -> None:
     disk.error = FAULTS[kind]
     disk.want("run_a")
-    assert disk.take() == {"run_a": intake.error_text(FAULTS[kind])}
+    assert disk.take() == {"run_a": batch_files.error_text(FAULTS[kind])}
     disk.error = None
     batch = disk.put("run_a")
     disk.want("run_a")
@@ -249,7 +249,7 @@ def test_no_more_than_one_batch_of_a_run_is_kept() -> None:
 
 
 def test_closing_waits_for_no_disk(disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(intake, "CLOSE_TIMEOUT_S", 0.01)
+    monkeypatch.setattr(batch_files, "CLOSE_TIMEOUT_S", 0.01)
     disk.put("run_a")
     disk.stop()
     disk.want("run_a")

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from prime_rl.trainer.packing import SMALLEST_SHARE, Row, RowQueue
+from prime_rl.trainer.fair_queue import SMALLEST_SHARE, Row, RowQueue
 from tests.trainer_support import sample
 
 PASS = 1_000  # token positions of one pass

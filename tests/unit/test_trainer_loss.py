@@ -13,8 +13,7 @@ from torch import Tensor
 from prime_rl.configs.losses import AipoLossConfig, DapoLossConfig, GspoLossConfig, LossConfig, TisLossConfig
 from prime_rl.trainer import logprobs as logprobs_module
 from prime_rl.trainer.logprobs import token_logprobs
-from prime_rl.trainer.loss import LossInputs, compute_loss, compute_losses
-from prime_rl.trainer.loss_report import LossSums, row_statistics, sums_by_run
+from prime_rl.trainer.loss import LossInputs, LossSums, compute_loss, compute_losses, row_statistics, sums_by_run
 from tests.loss_support import EVERY_LOSS, inputs_of, name_of
 from tests.numeric import check_same
 

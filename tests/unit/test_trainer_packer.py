@@ -10,7 +10,7 @@ import pytest
 from prime_rl.contract.files import wait_for
 from prime_rl.contract.layout import RunDir
 from prime_rl.contract.types import BatchColumns
-from prime_rl.trainer.intake import BatchLimits, BatchReader, take_batch
+from prime_rl.trainer.batch_files import BatchLimits, BatchReader, take_batch
 from prime_rl.trainer.packer import Packer
 from tests.patience import PATIENCE_S
 from tests.runs_support import add, look, manager_of

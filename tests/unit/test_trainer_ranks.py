@@ -10,7 +10,7 @@ import pytest
 from torch._C._distributed_c10d import HashStore
 
 from prime_rl.contract.files import WaitTimeout
-from prime_rl.trainer.packing import rows_of, to_micro_batch
+from prime_rl.trainer.fair_queue import rows_of, to_micro_batch
 from prime_rl.trainer.runs import MultiRunManager
 from prime_rl.trainer.runs.sync import Channel, PackMessage, SlotState, StopMessage, slot_changes
 from tests.patience import PATIENCE_S

@@ -10,10 +10,9 @@ import torch
 
 from prime_rl.configs.orchestrator import OptimConfig
 from prime_rl.configs.shared import LoRAConfig
-from prime_rl.trainer.checkpoint import CheckpointManager
+from prime_rl.trainer.checkpoint import AdapterSnapshots, CheckpointManager
 from prime_rl.trainer.runs import MultiRunManager
 from prime_rl.trainer.runs.older import MultiLoRAOptimizer
-from prime_rl.trainer.snapshot import AdapterSnapshots
 from tests.runs_support import add, look, manager_of
 from tests.trainer_support import solo_world
 

@@ -12,8 +12,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from prime_rl.lora.tensor_files import load_tensors
-from prime_rl.trainer.checkpoint import join_tensors, split_tensors
-from prime_rl.trainer.snapshot import copy_to_cpu
+from prime_rl.trainer.checkpoint import copy_to_cpu, join_tensors, split_tensors
 
 STATE: dict[str, Any] = {
     "type": "adamw",

@@ -17,10 +17,10 @@ from prime_rl.configs.losses import AipoLossConfig
 from prime_rl.configs.shared import LoRAConfig
 from prime_rl.configs.trainer import TrainerConfig
 from prime_rl.contract.types import TOKEN_BYTES, MicroBatch
+from prime_rl.trainer.fair_queue import LOSS_TOKEN
 from prime_rl.trainer.fit.meter import Meter, metered
 from prime_rl.trainer.fit.shapes import model_config
 from prime_rl.trainer.model import PolicyModel, adapt_model
-from prime_rl.trainer.packing import LOSS_TOKEN
 from prime_rl.trainer.passes import forward_backward
 
 # Float32 numbers that Adam keeps for each weight of an adapter.

@@ -11,8 +11,7 @@ from typing import Protocol
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from prime_rl.trainer.flat import FlatWeights
-from prime_rl.trainer.optim import RunOptimizer, make_scheduler
+from prime_rl.trainer.optim import FlatWeights, RunOptimizer, make_scheduler
 from prime_rl.trainer.runs.manager import MultiRunManager
 from prime_rl.trainer.runs.singleton import get_multi_run_manager, setup_multi_run_manager
 from prime_rl.trainer.world import World

@@ -10,7 +10,7 @@ import torch
 
 from prime_rl.configs.orchestrator import OrchestratorConfig
 from prime_rl.contract.layout import RunDir
-from prime_rl.trainer.loss_report import LossSums
+from prime_rl.trainer.loss import LossSums
 from prime_rl.trainer.optim import RunOptimizer
 from prime_rl.trainer.runs.sync import ReadyRun, SlotState
 
