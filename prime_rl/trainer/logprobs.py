@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 # Largest table of a chunk, in bytes of float32. Large enough to keep a GPU busy, small beside any real model.
-CHUNK_BYTES = 256 * 2**20
+CHUNK_BYTES = 128 * 2**20
 
 
 def token_logprobs(
