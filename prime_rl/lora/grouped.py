@@ -231,7 +231,8 @@ class GroupedPlan:
         self.adapters = [group.adapter for group in groups]
         self._ends_G = torch.tensor([group.stop for group in groups], dtype=torch.int32)
         sizes_G = torch.tensor([group.stop - group.start for group in groups])
-        self._scales_N1 = torch.tensor([group.scale for group in groups]).repeat_interleave(sizes_G)[:, None]
+        scales_G = torch.tensor([group.scale for group in groups])
+        self._scales_N1 = scales_G.repeat_interleave(sizes_G, output_size=groups[-1].stop)[:, None]
 
     def add(self, out_NO: Tensor, x_NI: Tensor, A_GKI: Tensor, B_GOK: Tensor) -> Tensor:
         self._move_to(x_NI)

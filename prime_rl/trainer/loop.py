@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
+
 from prime_rl.configs.trainer import TrainerConfig
 from prime_rl.configs.validate import TrainerLimits
 from prime_rl.contract.layout import OutputDir
@@ -185,9 +187,11 @@ def _set_up_weights(config: TrainerConfig, model: PolicyModel, manager: MultiRun
         for name, layer in model.layers.items():
             layer.register_with_runs(manager, name)
         return AdapterSnapshots(manager, config.model.name, config.model.lora)
-    manager.register_model(WholeModel(model.module, keeps=world.is_master))
+    weights = WholeModel(model.module, keeps=world.is_master)
+    manager.register_model(weights)
     files = ModelFiles.of(config.model.name, model.module.config, dtype_on(config.model, world))
-    return ModelSnapshots(manager, files)
+    from_memory = config.broadcast.type == "nccl" and world.is_master
+    return ModelSnapshots(manager, weights, files, home=world.device if from_memory else torch.device("cpu"))
 
 
 def _open_status(config: TrainerConfig) -> StatusWriter:

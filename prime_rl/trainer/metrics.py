@@ -6,12 +6,14 @@ Both are written by rank 0 alone. A replayed update (after a restart) writes no 
 from __future__ import annotations
 
 import contextlib
+import resource
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import msgspec
+import torch
 
 from prime_rl.contract.files import append_line, read_end
 from prime_rl.contract.layout import RunDir, list_steps
@@ -82,12 +84,21 @@ class MetricsWriter:
             "tokens": ready.num_tokens,
             "samples": ready.num_samples,
             "tokens_per_s": ready.num_tokens / total_s if total_s else 0.0,
+            "memory/peak_gib": peak_gib(),
             "time/forward_backward": report.forward_backward_s,
             "time/optim": report.optim_s,
             **{f"time/{phase}": value for phase, value in seconds.items()},
         }
         append_line(run.dir.trainer_metrics, msgspec.json.encode(line).decode())
         run.reported_step = report.step
+
+
+def peak_gib() -> float:
+    """The most that this process has held: in tensors on its GPU, or, without one, in all of its host memory."""
+    # 0 in a process that has not used a GPU.
+    if on_gpu := torch.cuda.max_memory_allocated():
+        return on_gpu / 2**30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 
 def last_metrics_step(run: RunDir) -> int:

@@ -1,7 +1,8 @@
 """Publish a new version of the whole model from memory: the folder marks that it exists, without its weights.
 
 Inference sees the folder appear as always, and asks the sender for its weights. They are kept until the next version,
-so a server that starts again, or a second one, gets them as often as it asks.
+so a server that starts again, or a second one, gets them as often as it asks. Where the trainer has a GPU they are kept
+on it, in the type that the model computes in: beside the version that is trained, that one, and for a moment the next.
 """
 
 from __future__ import annotations

@@ -53,13 +53,28 @@ class WholeModel:
     def named_parameters(self, run_idx: int) -> list[tuple[str, nn.Parameter]]:
         return list(self._named)
 
+    @property
+    def device(self) -> torch.device:
+        """What this rank trains on."""
+        return self._named[0][1].device
+
     def export(self, run_idx: int, lora: RunLoRAConfig) -> dict[str, Tensor]:
         """The whole weights on rank 0 (`keeps`), {} on the others. A collective."""
+        return self.gather(torch.float32, torch.device("cpu"))
+
+    @torch.no_grad()
+    def gather(self, dtype: torch.dtype, home: torch.device) -> dict[str, Tensor]:
+        """The same as `dtype`, on `home`: the CPU, or the device itself. A collective.
+
+        Rounded before it is sent: half of the bytes between the ranks and to the host.
+        """
         tensors = {}
         for name, parameter in self._named:
-            whole = join(part_here(parameter).detach(), parameter)
+            # What stays on the device must not be the parameter itself.
+            whole = join(part_here(parameter).to(dtype, copy=home.type != "cpu"), parameter)
             if self._keeps:
-                tensors[name] = whole.to("cpu", copy=True)
+                tensors[name] = to_host(whole) if home.type == "cpu" else whole
+        finish_copies(self.device)
         return tensors
 
     @torch.no_grad()
@@ -115,17 +130,38 @@ class ModelFiles:
 
 @dataclass(frozen=True)
 class ModelSnapshot:
+    """The weights that were trained, in float32, and those for inference, in the type that the model computes in.
+
+    `tensors` are {} where no checkpoint is due.
+    """
+
     tensors: dict[str, Tensor]
+    for_inference: dict[str, Tensor]
     files: ModelFiles
 
     def published(self) -> ModelSnapshot:
-        """What inference gets: in the type that the model computes in."""
-        return replace(self, tensors={name: tensor.to(self.files.dtype) for name, tensor in self.tensors.items()})
+        """What inference gets."""
+        return replace(self, tensors=self.for_inference)
 
     def save(self, folder: Path) -> None:
         """Write a model folder into `folder`, which must exist. Raises OSError."""
+        assert self.tensors, "no checkpoint was due"
         save_file(self.tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
         self.files.save(folder)
+
+
+def to_host(tensor: Tensor) -> Tensor:
+    """A copy on the CPU. One from a GPU is complete after `finish_copies`, and is in pinned memory: else the copies
+    would wait for each other, and go through another buffer."""
+    if not tensor.is_cuda:
+        return tensor.to("cpu", copy=True)
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+
+
+def finish_copies(device: torch.device) -> None:
+    """Wait for what `to_host` began."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
 
 
 def load_weights(folder: Path) -> dict[str, Tensor]:

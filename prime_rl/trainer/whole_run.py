@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from prime_rl.trainer.checkpoint import Snapshots
 from prime_rl.trainer.optim import Moments
 from prime_rl.trainer.runs import MultiRunManager, TrainerRun
 from prime_rl.trainer.sharding import cut, join, part_here
-from prime_rl.trainer.whole_model import ModelFiles, ModelSnapshot, load_weights
+from prime_rl.trainer.whole_model import ModelFiles, ModelSnapshot, WholeModel, load_weights
 from prime_rl.trainer.world import World
 
 
@@ -70,7 +70,8 @@ class ShardedWeights:
 
         def to_rank_0(part: Tensor, leaf: Tensor) -> Tensor:
             whole = join(part, leaf)
-            return whole.to("cpu") if world.is_master else whole[:0]
+            # A view of none of it would keep all of it.
+            return whole.to("cpu") if world.is_master else whole.new_empty(0)
 
         return self._each(state, to_rank_0)
 
@@ -91,33 +92,47 @@ class ShardedWeights:
 
 @dataclass(frozen=True)
 class Gathered:
-    """The run as `collect` put it together on rank 0; the other ranks have no tensors."""
+    """The run as `collect` put it together on rank 0; the other ranks have no tensors.
+
+    `weights` and `state` only where a checkpoint is due; the former as they were trained.
+    """
 
     step: int
-    tensors: dict[str, Tensor]
+    for_inference: dict[str, Tensor]
+    weights: dict[str, Tensor] = field(default_factory=dict)
     state: dict[str, Any] | None = None
 
 
 class ModelSnapshots(Snapshots):
-    """Snapshots of the whole model, from what `collect` put together last (`TrainerRun.gathered`)."""
+    """Snapshots of the whole model, from what `collect` put together last (`TrainerRun.gathered`).
+
+    Args:
+        home: where what is for inference is kept.
+    """
 
     maps_files = True
 
-    def __init__(self, manager: MultiRunManager, files: ModelFiles) -> None:
+    def __init__(self, manager: MultiRunManager, model: WholeModel, files: ModelFiles, home: torch.device) -> None:
         super().__init__(manager)
+        self._model = model
         self._files = files
+        self._home = home
 
     def collect(self, run: TrainerRun, *, with_state: bool) -> None:
         """Put the run together on rank 0 as it stands. A collective; nothing is done twice."""
         step = run.progress.step
         if not isinstance(run.gathered, Gathered) or run.gathered.step != step:
             run.gathered = None  # the old tensors go before the new ones come
-            run.gathered = Gathered(step, self._manager.get_state_dict_for_run(run.run_idx))
+            run.gathered = Gathered(step, self._model.gather(self._files.dtype, self._home))
         if with_state and run.gathered.state is None:
-            run.gathered = replace(run.gathered, state=super().state(run))
+            # In float32 what inference gets is what was trained.
+            same = self._files.dtype == torch.float32 and self._home.type == "cpu"
+            weights = run.gathered.for_inference if same else self._manager.get_state_dict_for_run(run.run_idx)
+            run.gathered = replace(run.gathered, weights=weights, state=super().state(run))
 
     def weights(self, run: TrainerRun) -> ModelSnapshot:
-        return ModelSnapshot(self._gathered(run).tensors, self._files)
+        found = self._gathered(run)
+        return ModelSnapshot(found.weights, found.for_inference, self._files)
 
     def state(self, run: TrainerRun) -> dict[str, Any]:
         state = self._gathered(run).state
@@ -129,7 +144,9 @@ class ModelSnapshots(Snapshots):
 
     def restore(self, run: TrainerRun, weights: dict[str, Tensor], state: dict[str, Any]) -> None:
         super().restore(run, weights, state)
-        run.gathered = Gathered(run.progress.step, weights if self._manager.is_master else {})
+        held = weights if self._manager.is_master else {}
+        for_inference = {name: tensor.to(self._home, self._files.dtype) for name, tensor in held.items()}
+        run.gathered = Gathered(run.progress.step, for_inference)
 
     @staticmethod
     def _gathered(run: TrainerRun) -> Gathered:

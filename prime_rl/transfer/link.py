@@ -1,14 +1,18 @@
-"""How the two sides meet: a store that the trainer keeps open, and a new process group for each transfer.
+"""How the two sides meet: a store that the trainer keeps open, and a process group that lasts over many transfers.
 
-A receiver asks through the store (`Request`), the sender answers (`Answer`), and where the answer is a yes both join a
-group in which the sender is rank 0: gloo between CPUs, NCCL between GPUs. A group lives for one transfer, so either
-side may die and come back at any time. The store is as trusting as torch's: for machines that trust each other.
+Every worker of a server leaves a `Hello` in the store, the first of them also a `Request`. The sender puts down one
+`Answer`: a refusal, or the group in which it is rank 0 and which tensors come. That group is the one of the last
+transfer if all of them still have it, else a new one, so either side may die and come back at any time. Groups are
+gloo's between CPUs, NCCL's between GPUs. The store is as trusting as torch's: for machines that trust each other.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
+import os
 import socket
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -22,13 +26,19 @@ from torch._C._distributed_c10d import BroadcastOptions, PrefixStore, ProcessGro
 NUM_REQUESTS_KEY = "num_requests"
 
 
-class Request(msgspec.Struct):
-    """The wish of all workers of one server for the weights called `label`."""
+class Request(msgspec.Struct, frozen=True):
+    """All workers of one server ask for the weights called `label`."""
 
     ticket: str
     label: str
     num_receivers: int
-    has_gpu: bool
+
+
+class Hello(msgspec.Struct, frozen=True):
+    """One worker: the group that it still has from the last transfer, and its GPU, if it has one (`gpu_name`)."""
+
+    group_id: str | None = None
+    gpu: str | None = None
 
 
 class Description(msgspec.Struct, frozen=True):
@@ -37,10 +47,11 @@ class Description(msgspec.Struct, frozen=True):
     shape: tuple[int, ...]
 
 
-class Answer(msgspec.Struct):
-    """`problem` is the reason of a refusal; else the tensors come over `backend` in this order."""
+class Answer(msgspec.Struct, frozen=True):
+    """`problem` is the reason of a refusal; else the tensors come over the group `group_id`, in this order."""
 
     problem: str | None = None
+    group_id: str = ""
     backend: str = "gloo"
     tensors: tuple[Description, ...] = ()
 
@@ -49,8 +60,17 @@ def request_key(number: int) -> str:
     return f"request/{number}"
 
 
+def hello_key(ticket: str, rank: int) -> str:
+    return f"hello/{ticket}/{rank}"
+
+
 def answer_key(ticket: str) -> str:
     return f"answer/{ticket}"
+
+
+def gpu_name(device: torch.device) -> str | None:
+    """What tells a GPU from all others, on any machine; None for a CPU."""
+    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
 
 
 def listen(host: str, port: int, timeout_s: float) -> TCPStore:
@@ -74,25 +94,50 @@ def connect(host: str, port: int, timeout_s: float) -> TCPStore:
 
 
 class Group:
-    """The process group of one transfer; `rank` 0 sends. Raises RuntimeError when the others do not join in time."""
+    """The sender (rank 0) and the workers of one server, until one of them fails.
+
+    Args:
+        device: where the tensors of this side are: of type "cuda" for NCCL, "cpu" for gloo.
+
+    Raises RuntimeError when the others do not join within `timeout_s`.
+    """
 
     def __init__(
-        self, store: Store, ticket: str, backend: str, *, host: str, rank: int, size: int, timeout_s: float
+        self, store: Store, group_id: str, *, device: torch.device, host: str, rank: int, size: int, timeout_s: float
     ) -> None:
+        self.device = device
         self._timeout = timedelta(seconds=timeout_s)
-        self.device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
-        own = PrefixStore(f"group/{ticket}", store)
-        self._group = (
-            _nccl(own, rank, size, self._timeout) if backend == "nccl" else _gloo(own, rank, size, self._timeout, host)
-        )
+        own = PrefixStore(f"group/{group_id}", store)
+        if device.type == "cuda":
+            self._group = _nccl(own, rank, size, self._timeout)
+            # The streams that train or generate never wait for a transfer.
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        else:
+            self._group = _gloo(own, rank, size, self._timeout, host)
 
     def broadcast(self, tensor: Tensor) -> None:
-        """From rank 0 to all; in place. Raises RuntimeError when a side is gone or too slow."""
+        """From rank 0 to all, in place; done when it returns. Raises RuntimeError when a side is gone or too slow."""
         options = BroadcastOptions()
         options.rootRank = 0
         options.rootTensor = 0
         options.timeout = self._timeout
-        self._group.broadcast([tensor], options).wait(self._timeout)
+        with self._on_own_stream():
+            self._group.broadcast([tensor], options).wait(self._timeout)
+
+    def close(self) -> None:
+        """Never waits for the others."""
+        if self.device.type == "cuda":
+            self._group.abort()
+        del self._group
+
+    @contextlib.contextmanager
+    def _on_own_stream(self) -> Iterator[None]:
+        if self.device.type != "cuda":
+            yield
+            return
+        self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.device(self.device), torch.cuda.stream(self._stream):
+            yield
 
 
 def _gloo(store: Store, rank: int, size: int, timeout: timedelta, host: str) -> Any:
@@ -109,7 +154,20 @@ def _nccl(store: Store, rank: int, size: int, timeout: timedelta) -> Any:
 
     options = ProcessGroupNCCL.Options()
     options._timeout = timeout
-    return ProcessGroupNCCL(store, rank, size, options)
+    with _blocking_wait():
+        return ProcessGroupNCCL(store, rank, size, options)
+
+
+@contextlib.contextmanager
+def _blocking_wait() -> Iterator[None]:
+    """A group made in here raises when the other side is gone; by default it would end this process."""
+    name = "TORCH_NCCL_BLOCKING_WAIT"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        os.environ.pop(name) if before is None else os.environ.update({name: before})
 
 
 def _is_loopback(host: str) -> bool:

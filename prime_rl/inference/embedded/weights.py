@@ -18,7 +18,7 @@ from prime_rl.inference.errors import ApiError
 from prime_rl.inference.weight_files import WEIGHTS_FILE, check_weight_file
 from prime_rl.lora.misfit import misfit, shapes_of
 from prime_rl.lora.tensor_files import load_tensors
-from prime_rl.transfer import TransferError, receive
+from prime_rl.transfer import TransferError, WeightReceiver
 
 _ADAPTERS = (".lora_A.", ".lora_B.")
 
@@ -33,6 +33,7 @@ class WholeWeights:
             if not any(part in name for part in _ADAPTERS)
         }
         self.shapes = shapes_of(self._parameters)
+        self._receiver: WeightReceiver | None = None
         self._base: dict[str, Tensor] | None = None  # made when it is first needed: adapters alone never do
 
     def read(self, folder: Path) -> dict[str, Tensor]:
@@ -48,16 +49,13 @@ class WholeWeights:
 
     def fetch(self, broadcast: BroadcastConfig, label: str) -> dict[str, Tensor]:
         """The weights that the trainer calls `label`, from its memory. Raises ApiError (400) as `read` does."""
-        try:
-            tensors = receive(
-                broadcast.host,
-                broadcast.port,
-                label=label,
-                ticket=uuid.uuid4().hex,
-                rank=1,
-                num_receivers=1,
-                timeout_s=broadcast.timeout_s,
+        if self._receiver is None:
+            device = next(iter(self._parameters.values())).device
+            self._receiver = WeightReceiver(
+                broadcast.host, broadcast.port, timeout_s=broadcast.timeout_s, device=device
             )
+        try:
+            tensors = self._receiver.receive(label, ticket=uuid.uuid4().hex)
         except TransferError as error:
             raise _not_taken(str(error)) from error
         if problem := misfit(shapes_of(tensors), self.shapes):

@@ -12,12 +12,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 from vllm.platforms import current_platform
 
 from prime_rl.inference.weight_files import WEIGHTS_FILE
 from prime_rl.lora.tensor_files import load_tensors
-from prime_rl.transfer import TransferError, receive
+from prime_rl.transfer import TransferError, WeightReceiver
 
 if current_platform.is_cpu():
     import prime_rl.inference.vllm.cpu_rows  # noqa: F401
@@ -78,22 +79,20 @@ class FileSystemWeightUpdateWorker(_WeightUpdateWorker):
 class NCCLWeightUpdateWorker(_WeightUpdateWorker):
     """Weights from the trainer's memory."""
 
-    # vLLM's own: which of all workers this one is.
+    _prl_receiver: WeightReceiver | None = None
+    # vLLM's own: which of all workers this one is, and where its model is.
     rank: int
+    device: torch.device
 
     def prl_stage_weights(
         self, host: str, port: int, label: str, ticket: str, num_workers: int, timeout_s: float
     ) -> Staged:
-        try:
-            tensors = receive(
-                host,
-                port,
-                label=label,
-                ticket=ticket,
-                rank=1 + self.rank,
-                num_receivers=num_workers,
-                timeout_s=timeout_s,
+        if self._prl_receiver is None:
+            self._prl_receiver = WeightReceiver(
+                host, port, rank=1 + self.rank, num_receivers=num_workers, timeout_s=timeout_s, device=self.device
             )
+        try:
+            tensors = self._prl_receiver.receive(label, ticket)
         except TransferError as error:
             return str(error)
         return self._prl_keep(tensors)
