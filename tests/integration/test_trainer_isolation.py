@@ -10,9 +10,11 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from prime_rl.contract.layout import RunDir
+from prime_rl.contract.types import read_batch
 from prime_rl.trainer.runs import get_multi_run_manager
 from tests.budgets import in_full
 from tests.isolation_support import (
@@ -63,6 +65,18 @@ def test_together_equals_alone_however_batches_are_split(
     """From one row a pass to all runs' whole batches in one."""
     runs = put_runs(tmp_path, tiny)
     train_until(trainer_config(tmp_path, tiny, max_tokens_per_micro_batch=max_tokens), all_done(runs))
+    check(runs, alone)
+
+
+def test_files_of_version_1_train_the_same(alone: dict[str, Adapter], tiny: Path, tmp_path: Path) -> None:
+    """Every other batch of each run."""
+    runs = put_runs(tmp_path, tiny)
+    for run in runs:
+        for path in [run.rollout_file(step) for step in range(1, NUM_STEPS + 1, 2)]:
+            batch = read_batch(path)
+            assert batch.version == 1 and msgspec.msgpack.decode(path.read_bytes())["version"] == 2
+            path.write_bytes(msgspec.msgpack.encode(batch))
+    train_until(trainer_config(tmp_path, tiny), all_done(runs))
     check(runs, alone)
 
 
