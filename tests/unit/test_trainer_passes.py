@@ -17,6 +17,7 @@ from prime_rl.configs.shared import LoRAConfig
 from prime_rl.contract.types import TOKEN_DTYPE, MicroBatch
 from prime_rl.trainer.attention import can_pack
 from prime_rl.trainer.fair_queue import rows_of, to_micro_batch
+from prime_rl.trainer.fit.meter import metered
 from prime_rl.trainer.model import PolicyModel, adapt_model
 from prime_rl.trainer.passes import PassResult, forward_backward
 from tests.numeric import check_same, num_terms
@@ -101,6 +102,16 @@ def test_a_packed_row_has_no_padding_and_no_mask() -> None:
     # The pass of the base model has the rows of the run whose loss compares with it alone.
     assert seen == [sum(LENGTHS[0]), sum(map(sum, LENGTHS.values()))]
     assert widest.num_tokens < sum(LENGTHS[0])
+
+
+def test_padded_rows_have_no_mask_on_tensors_without_memory_either() -> None:
+    """There, transformers cannot look at a mask to find that it is not needed: `prl fit` would count it."""
+    rng, num_tokens = random.Random(0), 40
+    batch = to_micro_batch(rows_of(0, [sample(rng, num_tokens=num_tokens) for _ in range(2)]))
+    with metered(), WidestMask() as widest:
+        model = adapt_model(tiny_model(), LoRAConfig(rank=4), 1)
+        forward_backward(model, batch, [AipoLossConfig()] * 2, CPU)
+    assert 0 < widest.num_tokens < num_tokens
 
 
 def test_a_sample_does_not_see_its_neighbours() -> None:
