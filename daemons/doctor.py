@@ -54,7 +54,7 @@ def examine(output_dir: Path, *, say: Say, import_libraries: bool = True) -> Ite
     yield from _place(output)
     workspace = WorkspaceReader(output_dir).read()
     states: dict[str, str] = {daemon.name: daemon.state for daemon in workspace.daemons}
-    num_slots = workspace.max_runs or system.max_concurrent_runs
+    num_slots = workspace.max_runs or system.inference.max_concurrent_runs
     yield checks.check_inotify(max(len(workspace.runs), num_slots), _inotify_limits())
     url = workspace.inference.base_url if workspace.inference else ""
     port = system.inference.port

@@ -71,7 +71,7 @@ def prepare(system: SystemConfig, output: OutputDir, say: Say) -> SupervisorLock
     try:
         _refuse_rival(output)
         lock.write_info(time.time())
-        _check_model(system.model.name)
+        check_model(system.model.name)
         topology, moved = settle_topology(saved_topology(output), os.environ, say)
         keep = adoptable(output, system, topology, moved)
         left = end_leftovers(output, system.supervisor, say, keep)
@@ -297,7 +297,8 @@ def means_folder(model_name: str) -> bool:
     return path.is_absolute() or path.parts[:1] in ((), *((each,) for each in _FOLDERS)) or path.parent.exists()
 
 
-def _check_model(name: str) -> None:
+def check_model(name: str) -> None:
+    """Raises LaunchError for a model folder that is not there."""
     if means_folder(name) and not (Path(name) / "config.json").exists():
         raise LaunchError(
             f"base model {name!r} not found: this folder has no config.json; "

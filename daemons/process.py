@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -30,6 +31,7 @@ DAEMON_MARK = "PRL_DAEMON"
 _OLD_DAEMON_MARK = "PRL_PART"
 # After SIGKILL the kernel needs moments; more means a process that hangs in the kernel (a dead file server).
 KILL_WAIT_S = 10.0
+CHILD_POLL_S = 0.1
 
 
 def daemon_environment(output_dir: Path, name: str) -> dict[str, str]:
@@ -262,6 +264,27 @@ def gpu_processes() -> set[int]:
     except (OSError, subprocess.SubprocessError):
         return set()
     return {int(line) for line in done.stdout.split() if line.isdigit()}
+
+
+def run_child(argv: Sequence[str], stop: Callable[[], bool], **options: Any) -> int | None:
+    """Run `argv` to its end and return its exit code; None when `stop()` came first, which ends it.
+
+    Args:
+        options: of `subprocess.Popen`.
+    """
+    child = subprocess.Popen(argv, stdin=subprocess.DEVNULL, **options)
+    try:
+        while child.poll() is None and not stop():
+            time.sleep(CHILD_POLL_S)
+    finally:
+        if child.poll() is None:
+            child.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            child.wait(timeout=KILL_WAIT_S)
+        if child.poll() is None:
+            child.kill()
+            child.wait()
+    return None if stop() else child.returncode
 
 
 def python_module(module: str, *args: str) -> list[str]:

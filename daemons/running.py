@@ -11,7 +11,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +22,14 @@ from daemons.client import SUPERVISOR, Workspace, WorkspaceReader, read_workspac
 from daemons.errors import ActionError, WrongUseError
 from daemons.launch import LOOK_EVERY_S, LaunchError, waits
 from daemons.pidfile import SupervisorLock
+from daemons.slots import settle_slots
+from daemons.specs import UP
 from prime_rl.configs.base import ConfigError, build, load_toml, merge, read_argv
 from prime_rl.configs.system import SystemConfig
 from prime_rl.contract.condition import STALLED
 from prime_rl.contract.files import WaitTimeout, wait_for, write_atomic
 from prime_rl.contract.layout import OutputDir
 
-UP = "up"
 CONFIGS = Path(__file__).resolve().parents[1] / "configs" / "demo"
 
 Say = Callable[[str], None]
@@ -72,28 +73,38 @@ def start_workspace(
     `is_quiet`: children print no progress on our terminal. Raises LaunchError.
     """
     output = OutputDir(wanted.system.output_dir)
-    if not make_model(wanted, output, stop=stop, say=say, is_quiet=is_quiet):
+    ready = make_ready(wanted, output, stop=stop, say=say, is_quiet=is_quiet)
+    if ready is None:
         return None
+    wanted = ready
     child = launch.start_supervisor(output, take_workspace(wanted, output, say))
     try:
-        ready = launch.wait_until_ready(wanted.system, output, child, stop=stop, on_look=on_look)
+        answers = launch.wait_until_ready(wanted.system, output, child, stop=stop, on_look=on_look)
     except launch.LaunchError:
         launch.down(output, timeout_s=None, say=say, supervisor=child)
         raise
-    if not ready:
+    if not answers:
         launch.down(output, timeout_s=None, say=say, supervisor=child)
         return None
     _reap(child)
     return read_workspace(output.path)
 
 
-def make_model(wanted: Wanted, output: OutputDir, *, stop: Callable[[], bool], say: Say, is_quiet: bool) -> bool:
-    """Make the small workspace's base model when it is missing; false when `stop()` came first."""
+def make_ready(
+    wanted: Wanted, output: OutputDir, *, stop: Callable[[], bool], say: Say, is_quiet: bool
+) -> Wanted | None:
+    """Make the small workspace's base model when it is missing, and settle its slots; None when `stop()` came first.
+
+    Raises LaunchError.
+    """
     if wanted.is_small and not _is_held(output):
         from daemons.base_model import make_base_model
 
         make_base_model(wanted.system.model.name, stop, say, is_quiet=is_quiet)
-    return not (wanted.is_small and stop())
+        if stop():
+            return None
+    system = settle_slots(wanted.system, output, stop=stop, say=say)
+    return replace(wanted, system=system) if system else None
 
 
 def take_workspace(wanted: Wanted, output: OutputDir, say: Say) -> SupervisorLock:

@@ -27,6 +27,8 @@ TRAINER = "trainer"
 INFERENCE = "inference"
 ORCHESTRATOR = "orchestrator"
 SYSTEM = "system"
+# The settings that the last `prl up` was given.
+UP = "up"
 _MODULES = {
     TRAINER: "prime_rl.trainer.train",
     INFERENCE: "prime_rl.inference.server",

@@ -8,6 +8,7 @@ machine, because the supervisor watches its process. `PRL_TRAINER_GPUS` ("0,1,2,
 
 from __future__ import annotations
 
+import argparse
 import os
 import shlex
 import sys
@@ -23,6 +24,18 @@ def command(arguments: Sequence[str], environ: Mapping[str, str]) -> list[str]:
     """argv of torchrun with the trainer's own arguments."""
     options = shlex.split(environ.get(OPTIONS_VARIABLE) or DEFAULT_OPTIONS)
     return [sys.executable, "-m", "torch.distributed.run", *options, "-m", TRAINER_MODULE, *arguments]
+
+
+def num_ranks(environ: Mapping[str, str]) -> str:
+    """How many ranks those options start, or "all" for one on each GPU of this machine."""
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("--nproc-per-node", "--nproc_per_node", default="1")
+    parser.add_argument("--nnodes", default="1")
+    known, _ = parser.parse_known_args(shlex.split(environ.get(OPTIONS_VARIABLE) or DEFAULT_OPTIONS))
+    gpus = [gpu for gpu in environ.get(GPUS_VARIABLE, "").split(",") if gpu]
+    each = known.nproc_per_node if known.nproc_per_node.isdecimal() else str(len(gpus) or "all")
+    nodes = known.nnodes.partition(":")[0]
+    return str(int(each) * int(nodes)) if each.isdecimal() and nodes.isdecimal() else "all"
 
 
 def main() -> None:

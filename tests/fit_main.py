@@ -1,8 +1,8 @@
 """A real pass of the trainer in a process of its own, and the most memory that it took.
 
-    python -m tests.fit_main SHAPE SEQ_LEN TOKENS RUNS CHECKPOINTS
+    python -m tests.fit_main SHAPE SEQ_LEN TOKENS RUNS CHECKPOINTS [HOST_COPIES]
 
-Prints the bytes, without those of the interpreter and the libraries.
+RUNS 0 trains the whole model. Prints the bytes, without those of the interpreter and the libraries.
 """
 
 from __future__ import annotations
@@ -12,15 +12,24 @@ import sys
 from pathlib import Path
 
 import torch
+from torch import nn
 from transformers import AutoModelForCausalLM
 
 from prime_rl.configs.losses import AipoLossConfig
+from prime_rl.configs.orchestrator import OptimConfig, RunLoRAConfig
 from prime_rl.configs.shared import LoRAConfig
+from prime_rl.trainer.checkpoint import copy_to_cpu
 from prime_rl.trainer.fit.predict import MOMENTS, Setting, micro_batch
 from prime_rl.trainer.fit.shapes import model_config
-from prime_rl.trainer.model import adapt_model
+from prime_rl.trainer.model import PolicyModel, adapt_model, train_whole
+from prime_rl.trainer.optim import make_optimizer
 from prime_rl.trainer.passes import forward_backward
+from prime_rl.trainer.sharding import mesh_of
+from prime_rl.trainer.whole_model import WholeModel
+from prime_rl.trainer.whole_run import ShardedWeights
+from prime_rl.trainer.world import setup_world
 from prime_rl.utils.allocator import give_back_large_blocks
+from tests.patience import PATIENCE_S
 
 PROC = Path("/proc/self")
 
@@ -37,23 +46,52 @@ def warm_up() -> None:
     layer(torch.ones(64, 64)).sum().backward()
 
 
-def main(name: str, seq_len: str, tokens: str, runs: str, checkpoints: str) -> None:
-    config, lora = model_config(name), LoRAConfig()
-    setting = Setting(config, torch.float32, lora, int(runs), int(seq_len), int(tokens), checkpoints == "True")
-    give_back_large_blocks()  # as the trainer does
-    warm_up()
-    before = memory("VmRSS")
-    base = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    model = adapt_model(base, lora, setting.num_runs, checkpoints=setting.checkpoints)
+def with_adapters(setting: Setting, base: nn.Module) -> tuple[PolicyModel, object]:
+    """The model, and what else its trainer keeps."""
+    assert setting.lora is not None
+    model = adapt_model(base, setting.lora, setting.num_runs, checkpoints=setting.checkpoints)
     moments = []
     for leaf in model.adapters():
         torch.nn.init.uniform_(leaf.data)
         leaf.grad = torch.ones_like(leaf)  # zeros would take no memory before they are written
         moments += [torch.ones_like(leaf) for _ in range(MOMENTS)]
+    return model, moments
+
+
+def as_a_whole(setting: Setting, base: nn.Module) -> tuple[PolicyModel, object]:
+    """The same, with optimizer, base copy, snapshot and saved moments of the trainer itself, after an update."""
+    world = setup_world("cpu", PATIENCE_S)
+    model = train_whole(base, mesh_of(world), torch.float32, checkpoints=setting.checkpoints)
+    named = list(base.named_parameters())
+    kept: list[object] = []
+    if setting.host_copies:
+        whole = WholeModel(base, keeps=True)
+        kept += [whole, whole.export(0, RunLoRAConfig())]
+    weights = ShardedWeights(named)
+    optimizer = make_optimizer(OptimConfig(), weights.vectors)
+    for _, leaf in named:
+        leaf.grad = torch.ones_like(leaf)
+    weights.begin(world)
+    optimizer.step()
+    if setting.host_copies:
+        kept.append(copy_to_cpu(optimizer.state_dict()))
+    return model, [*kept, optimizer, weights, world]
+
+
+def main(name: str, seq_len: str, tokens: str, runs: str, checkpoints: str, host_copies: str = "0") -> None:
+    config, lora = model_config(name), LoRAConfig() if int(runs) else None
+    sizes = {"num_runs": int(runs), "seq_len": int(seq_len), "tokens": int(tokens), "host_copies": int(host_copies)}
+    setting = Setting(config, torch.float32, lora, checkpoints=checkpoints == "True", **sizes)
+    give_back_large_blocks()  # as the trainer does
+    warm_up()
+    before = memory("VmRSS")
+    base = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model, kept = with_adapters(setting, base) if lora else as_a_whole(setting, base)
     (PROC / "clear_refs").write_text("5")  # the peak counts from here
     batch = micro_batch(setting)
     forward_backward(model, batch, [AipoLossConfig()] * len(batch.run_idxs), torch.device("cpu"))
     print(memory("VmHWM") - before)
+    del kept
 
 
 if __name__ == "__main__":

@@ -45,9 +45,9 @@ from prime_rl.lora.linear import AdapterRouting
 from prime_rl.trainer.checkpoint import AdapterSnapshot, AdapterSnapshots
 from prime_rl.trainer.fair_queue import rows_of, to_micro_batch
 from prime_rl.trainer.model import PolicyModel, _put_head, _set_up_attention, adapt_model
+from prime_rl.trainer.optim import FlatWeights, RunOptimizer
 from prime_rl.trainer.passes import forward_backward
 from prime_rl.trainer.runs import MultiRunManager
-from prime_rl.trainer.runs.older import MultiLoRAOptimizer
 from prime_rl.trainer.runs.sync import Channel, ReadyRun
 from prime_rl.trainer.step import TrainStep
 from prime_rl.trainer.world import World
@@ -119,8 +119,8 @@ def move_to_gpu(model: nn.Module) -> None:
             table[name] = moved[id(old)][1]
 
 
-def adapted(dtype: torch.dtype, *, packs: bool, lora: LoRAConfig = LORA) -> PolicyModel:
-    return adapt_model(base_on_gpu(dtype), lora, NUM_RUNS, checkpoints=True, packs=packs)
+def adapted(dtype: torch.dtype, *, packs: bool, offloads: bool = False, lora: LoRAConfig = LORA) -> PolicyModel:
+    return adapt_model(base_on_gpu(dtype), lora, NUM_RUNS, checkpoints=True, offloads=offloads, packs=packs)
 
 
 def micro_batch(seed: int = 0) -> MicroBatch:
@@ -150,6 +150,10 @@ def packed_bfloat16() -> None:
 
 def packed_bfloat16_of_an_odd_rank() -> None:
     run_passes(adapted(torch.bfloat16, packs=True, lora=LoRAConfig(rank=12)))
+
+
+def offloaded() -> None:
+    run_passes(adapted(torch.bfloat16, packs=True, offloads=True))
 
 
 def packed_float32() -> None:
@@ -193,11 +197,17 @@ def update_with(kinds: Sequence[str], model: PolicyModel, world: World, workspac
     manager = MultiRunManager(workspace, NUM_RUNS, limits=limits, channel=Channel())
     for name, layer in model.layers.items():
         layer.register_with_runs(manager, name)
-    MultiLoRAOptimizer(manager, world)
-    snapshots, step = AdapterSnapshots(manager, str(base), LORA), TrainStep(model, manager, world)
+
+    def create(run_idx: int, run_id: str) -> None:
+        run = manager.run(run_idx)
+        weights = FlatWeights(manager.get_named_parameters_for_run(run_idx), manager.rank_of(run_idx))
+        run.optimizer = RunOptimizer(run.config, weights, manager.dtype_of(run_idx), world, 0)
+
+    manager.register_creation_hook(create)
     manager.discover_runs()
     manager.synchronize_state()
-    assert len(manager.used_idxs) == NUM_RUNS, manager.findings
+    assert len(manager.used) == NUM_RUNS, manager.findings
+    snapshots, step = AdapterSnapshots(manager, str(base), LORA), TrainStep(model, manager, world)
     for seed in range(2):
         step.forward_backward(micro_batch(seed))
     for run in manager.used:
@@ -224,6 +234,7 @@ def batched(values: Sequence[Any], size: int) -> list[Sequence[Any]]:
 SCENARIOS: list[Callable[[], None]] = [
     packed_bfloat16,
     packed_bfloat16_of_an_odd_rank,
+    offloaded,
     packed_float32,
     padded_bfloat16,
     trained_head,

@@ -45,9 +45,10 @@ def up(
     wanted = choose_system(context.args, output_dir)
     output = OutputDir(wanted.system.output_dir)
     if foreground:
-        if not running.make_model(wanted, output, stop=stop, say=say, is_quiet=False):
+        ready = running.make_ready(wanted, output, stop=stop, say=say, is_quiet=False)
+        if ready is None:
             raise typer.Exit(130)
-        raise typer.Exit(supervisor.supervise(output, running.take_workspace(wanted, output, say), stop))
+        raise typer.Exit(supervisor.supervise(output, running.take_workspace(ready, output, say), stop))
     with Progress() as look:
         workspace = running.start_workspace(wanted, stop=stop, say=say, on_look=look)
     if workspace is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from prime_rl.configs.base import ConfigError, ConfigProblem, build, merge, read_argv
+from prime_rl.configs.base import build, merge, read_argv
 from prime_rl.configs.node_flags import FlagError, FlagParser
 from prime_rl.configs.system import SystemConfig
 
@@ -31,7 +31,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "smollm2-135m": _shape(_LLAMA, 576, 1536, 30, 9, head_dim=64, num_key_value_heads=3, vocab_size=49_152),
 }
 _ENDING = f"""\
-NAME is a model folder, or one of
+N may be auto for --tokens and --runs. NAME is a model folder, or one of
 {", ".join(SHAPES)}.
 @ FILE is the system file (TOML) of prl up; --key.subkey VALUE overrides one of its fields.
 """
@@ -48,20 +48,31 @@ def fit_parser() -> FlagParser:
     add = parser.add_argument
     add("--model", metavar="NAME", help="base model (default: that of FILE)")
     add("--seq-len", type=int, metavar="N", help="longest sample, in tokens")
-    add("--tokens", type=int, metavar="N", help="tokens of a pass (default: max_tokens_per_micro_batch)")
-    add("--runs", type=int, metavar="N", help="slots (default: max_concurrent_runs)")
+    add("--tokens", type=_number_or_auto, metavar="N", help="tokens of a pass (default: max_tokens_per_micro_batch)")
+    add("--runs", type=_number_or_auto, metavar="N", help="slots (default: max_concurrent_runs)")
     add("--rank", type=int, metavar="R", help="largest rank of the adapters")
     add("--gpu-memory", type=float, metavar="GB", help="memory of a GPU (default: this machine's, else 80)")
-    add("--gpus", type=int, default=1, metavar="N", help="GPUs that the trainer shards the model over (default 1)")
+    add("--full-finetune", action="store_true", help="train the whole model instead of adapters")
+    add("--gpus", default="1", metavar="N", help="GPUs that the trainer shards the model over (default 1), or all")
     add("--json", action="store_true", help="print JSON")
     return parser
 
 
+def _number_or_auto(text: str) -> int | str:
+    if text == "auto" or text.isdecimal():
+        return text if text == "auto" else int(text)
+    raise argparse.ArgumentTypeError(f"invalid value {text!r}: must be a whole number, or auto")
+
+
 def read_flags(argv: list[str]) -> tuple[argparse.Namespace, SystemConfig]:
-    """The flags, and the system file with what they say. Raises FlagError or ConfigError."""
+    """The flags, and the system file with what they say. Raises FlagError or ConfigError.
+
+    `gpus` is a number, or None for all.
+    """
     args, rest = fit_parser().parse_known_args(argv)
-    if args.gpus < 1:
-        raise FlagError(f"--gpus {args.gpus}: must be 1 or more")
+    if args.gpus != "all" and not (args.gpus.isdecimal() and int(args.gpus)):
+        raise FlagError(f"--gpus {args.gpus}: must be 1 or more, or all")
+    args.gpus = None if args.gpus == "all" else int(args.gpus)
     if args.gpu_memory is not None and not 0 < args.gpu_memory < float("inf"):
         raise FlagError(f"--gpu-memory {args.gpu_memory:g}: must be above 0")
     data, source = read_argv(rest)
@@ -71,6 +82,7 @@ def read_flags(argv: list[str]) -> tuple[argparse.Namespace, SystemConfig]:
         ("trainer", "max_tokens_per_micro_batch"): args.tokens,
         ("max_concurrent_runs",): args.runs,
         ("lora", "rank"): args.rank,
+        ("full_finetune",): args.full_finetune or None,
     }
     for keys, value in said.items():
         nested: Any = value
@@ -79,7 +91,4 @@ def read_flags(argv: list[str]) -> tuple[argparse.Namespace, SystemConfig]:
         data = merge(data, nested) if value is not None else data
     if not data.get("model"):
         raise FlagError("no model: name one with --model NAME, or a system file with @ FILE")
-    system = build(SystemConfig, data, source)
-    if system.full_finetune:
-        raise ConfigError(source, [ConfigProblem("full_finetune", "only adapters can be predicted: remove it")])
-    return args, system
+    return args, build(SystemConfig, data, source)

@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 from prime_rl.configs.base import BaseConfig, merge
 from prime_rl.configs.inference import InferenceConfig
 from prime_rl.configs.shared import BroadcastConfig, LoRAConfig, ModelConfig
-from prime_rl.configs.trainer import TrainerConfig, TrainerModelConfig
+from prime_rl.configs.trainer import MOST_SLOTS, SlotsSetting, TrainerConfig, TrainerModelConfig
 
 # Versions that rollouts lag behind by, and besides the newest one and the one that is being loaded.
 SPARE_VERSIONS = 2
@@ -105,8 +105,10 @@ class SystemConfig(BaseConfig):
     broadcast: BroadcastConfig = BroadcastConfig()
     """How the whole model's new weights get from trainer to inference."""
 
-    max_concurrent_runs: int = Field(4, ge=1, le=1024)
-    """Slots: how many runs train at once. Must be 1, the default then, with `full_finetune`."""
+    max_concurrent_runs: SlotsSetting = 4
+    """Slots, 1 to 1024: how many runs train at once. Must be 1, the default then, with `full_finetune`. auto: as many
+    as fit into the memory of trainer and inference, at most 64; `prl up` counts them once, and again only when the
+    settings that decide it change."""
 
     max_async_level: int = Field(DEFAULT_MAX_ASYNC_LEVEL, ge=0, le=MAX_ASYNC_LEVEL)
     """Largest `max_async_level` of the runs: it sizes `inference.max_versions_per_run`, and a run with more is
@@ -138,6 +140,8 @@ class SystemConfig(BaseConfig):
         seq_len = data.get("seq_len")
         trainer: dict[str, Any] = {**common}
         inference: dict[str, Any] = {**common, **({"full_finetune": True} if whole else {})}
+        if not _is_number_of_slots(common.get("max_concurrent_runs")):  # auto: until `with_slots`
+            inference.pop("max_concurrent_runs", None)
         if isinstance(model, dict):
             trainer["model"] = {**model, **lora}
             inference["model"] = {**model, **lora}
@@ -164,7 +168,24 @@ class SystemConfig(BaseConfig):
             )
         if self.trainer.broadcast.type != self.inference.broadcast.type:
             raise ValueError("broadcast.type applies to trainer and inference: set it in [broadcast] only")
+        own = "max_concurrent_runs" in self.inference.model_fields_set
+        slots, trainers = self.max_concurrent_runs, self.trainer.max_concurrent_runs
+        if "auto" in (slots, trainers) and (slots != trainers or own):
+            raise ValueError(
+                "max_concurrent_runs = 'auto' applies to trainer and inference: set it at the top level only, "
+                "not in [trainer] or [inference]"
+            )
         return self
+
+    def with_slots(self, num_slots: int) -> Self:
+        """A copy in which `max_concurrent_runs` is a number, in trainer and inference too."""
+        slots = {"max_concurrent_runs": num_slots}
+        trainer, inference = (daemon.model_copy(update=slots) for daemon in (self.trainer, self.inference))
+        return self.model_copy(update={**slots, "trainer": trainer, "inference": inference})
+
+
+def _is_number_of_slots(value: object) -> bool:
+    return isinstance(value, int) and 1 <= value <= MOST_SLOTS
 
 
 def _for_adapters(data: dict[str, Any]) -> dict[str, Any]:
@@ -181,6 +202,6 @@ def _for_the_whole_model(data: dict[str, Any]) -> dict[str, Any]:
     """Raises ValueError for what does not go with `full_finetune`."""
     if data.get("lora") is not None:
         raise ValueError("full_finetune: remove [lora], full fine-tuning has no adapters")
-    if (slots := data.get("max_concurrent_runs", 1)) != 1:
+    if (slots := data.get("max_concurrent_runs", 1)) not in (1, "auto"):
         raise ValueError(f"max_concurrent_runs = {slots}: must be 1 (or omitted) with full_finetune")
     return {**data, "max_concurrent_runs": 1, "lora": None}

@@ -2,15 +2,32 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from prime_rl.configs.base import BaseConfig
 from prime_rl.configs.shared import BroadcastConfig, LogConfig, LoRAConfig, ModelConfig, WatchConfig
 
 DEFAULT_MICRO_BATCH_TOKENS = 8192
+MOST_SLOTS = 1024
+
+
+def _whole_number(least: int, most: float, allowed: str) -> BeforeValidator:
+    """Accepts "auto" and whole numbers from `least` to `most`."""
+
+    def check(value: object) -> object:
+        if value == "auto" or (type(value) is int and least <= value <= most):
+            return value
+        raise ValueError(f"found {value!r}: must be {allowed}, or 'auto'")
+
+    return BeforeValidator(check)
+
+
+SlotsSetting = Annotated[int | Literal["auto"], _whole_number(1, MOST_SLOTS, f"1 to {MOST_SLOTS}")]
+TokensSetting = Annotated[int | Literal["auto"], _whole_number(8, math.inf, "8 or more")]
 
 
 class TrainerModelConfig(ModelConfig):
@@ -60,8 +77,10 @@ class TrainerConfig(BaseConfig):
     model: TrainerModelConfig = TrainerModelConfig()
     """Base model and adapters."""
 
-    max_concurrent_runs: int = Field(4, ge=1, le=1024)
-    """Slots: how many runs train at once. Further runs wait, first come, first served."""
+    max_concurrent_runs: SlotsSetting = 4
+    """Slots, 1 to 1024: how many runs train at once. Further runs wait, first come, first served. auto: as many as fit
+    beside a pass, at most 64; 1 without `[model.lora]` (`prl fit` shows it). If `max_tokens_per_micro_batch` is auto
+    too, slots come first, beside a pass of 8192 tokens or of `seq_len`; the pass then takes the rest."""
 
     seq_len: int = Field(2048, ge=8)
     """Longest sample in tokens."""
@@ -70,9 +89,9 @@ class TrainerConfig(BaseConfig):
     """Largest `max_async_level` that a run may ask for; null: any. In a workspace: the workspace's, as inference
     has room for the policy versions of so many, and a run that used more would never get its turn."""
 
-    max_tokens_per_micro_batch: Annotated[int, Field(ge=8)] | Literal["auto"] = DEFAULT_MICRO_BATCH_TOKENS
+    max_tokens_per_micro_batch: TokensSetting = DEFAULT_MICRO_BATCH_TOKENS
     """Token positions of one forward/backward pass (rows x padded length, or of packed rows the tokens); bounds memory,
-    does not change results. auto: as many as fit into the memory that is free when the trainer starts (`prl fit`)."""
+    does not change results. 8 or more. auto: as many as fit into the memory that is free when the trainer starts."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device to train on."""
@@ -96,6 +115,12 @@ class TrainerConfig(BaseConfig):
     """Logging."""
 
     @property
+    def num_slots(self) -> int:
+        """`max_concurrent_runs` as a number; 0 while it is auto and has not been worked out."""
+        value = self.max_concurrent_runs
+        return value if value != "auto" else 1 if self.model.lora is None else 0
+
+    @property
     def micro_batch_tokens(self) -> int:
         """`max_tokens_per_micro_batch` as a number: the default as long as the trainer has not worked it out."""
         value = self.max_tokens_per_micro_batch
@@ -103,18 +128,10 @@ class TrainerConfig(BaseConfig):
 
     @model_validator(mode="after")
     def _one_run_has_the_whole_model(self) -> Self:
-        if self.model.lora is None and self.max_concurrent_runs != 1:
+        if self.model.lora is None and self.num_slots != 1:
             raise ValueError(
                 f"max_concurrent_runs = {self.max_concurrent_runs}: must be 1 without [model.lora] (full fine-tuning); "
                 "set it to 1, or add [model.lora]"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _only_adapters_are_predicted(self) -> Self:
-        if self.max_tokens_per_micro_batch == "auto" and self.model.lora is None:
-            raise ValueError(
-                "max_tokens_per_micro_batch = 'auto' requires [model.lora]: give a number for full fine-tuning"
             )
         return self
 

@@ -45,15 +45,14 @@ class Trainer:
     """
 
     def __init__(self, config: TrainerConfig, world: World, stop: Callable[[], bool]) -> None:
+        config = with_a_budget(config, world)
         status = _open_status(config) if world.is_master else None
-        if world.is_master:
-            config = with_a_budget(config, world.device, world.size)
-        model = load_model(config.model, config.model.lora, config.max_concurrent_runs, world)
+        model = load_model(config.model, config.model.lora, config.num_slots, world)
         self._config = config
         self._world = world
         self._manager = setup_multi_run_manager(
             config.output_dir,
-            config.max_concurrent_runs,
+            config.num_slots,
             limits=TrainerLimits.of(config),
             channel=Channel(world.store, world.rank, world.size, timeout_s=config.dist_timeout_s),
             settle_s=SETTLE_S,
@@ -198,7 +197,7 @@ def _open_status(config: TrainerConfig) -> StatusWriter:
     """The trainer's status file, from before the base model is loaded."""
     status = TrainerStatus(
         waiting_on=f"the base model {config.model.name} to be loaded",
-        max_runs=config.max_concurrent_runs,
+        max_runs=config.num_slots,
         model=config.model.name,
         max_rank=config.model.lora.rank if config.model.lora else None,
         max_seq_len=config.seq_len,

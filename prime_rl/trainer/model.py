@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
@@ -33,7 +34,7 @@ from prime_rl.lora.linear import AdapterRouting, MultiLoRALinear
 from prime_rl.trainer.attention import Segments, can_pack, use_packed_attention
 from prime_rl.trainer.fused import fuse_mlps, fuse_norms
 from prime_rl.trainer.logprobs import token_logprobs
-from prime_rl.trainer.sharding import decoder_layers, shard_model, shard_trainable
+from prime_rl.trainer.sharding import decoder_layers, mesh_of, shard_model, shard_trainable
 from prime_rl.trainer.world import World
 
 logger = logging.getLogger(__name__)
@@ -136,17 +137,15 @@ class PolicyModel:
 
 def load_model(config: TrainerModelConfig, lora: LoRAConfig | None, n_adapters: int, world: World) -> PolicyModel:
     """Load, freeze, adapt, shard over the ranks; without `lora` all weights are trained. Raises ModelError."""
+    device_type = world.device.type
+    modes = {
+        "checkpoints": config.checkpoints_on(device_type),
+        "offloads": config.activation_offload,
+        "packs": config.packs_on(device_type),
+    }
     if lora is None:
-        return _load_trainable(config, world)
-    base = _load_base(config.name, dtype_on(config, world))
-    model = adapt_model(
-        base,
-        lora,
-        n_adapters,
-        checkpoints=config.checkpoints_on(world.device.type),
-        offloads=config.activation_offload,
-        packs=config.packs_on(world.device.type),
-    )
+        return train_whole(_load_base(config.name, torch.float32), mesh_of(world), dtype_on(config, world), **modes)
+    model = adapt_model(_load_base(config.name, dtype_on(config, world)), lora, n_adapters, **modes)
     shard_model(model.module, world, replicated=model.adapters())
     return model
 
@@ -157,17 +156,28 @@ def dtype_on(config: TrainerModelConfig, world: World) -> torch.dtype:
     return dtype
 
 
-def _load_trainable(config: TrainerModelConfig, world: World) -> PolicyModel:
-    """The masters are in float32 whatever the model computes in: small updates must not be rounded away."""
-    base = _load_base(config.name, torch.float32)
+def train_whole(
+    base: nn.Module,
+    mesh: DeviceMesh,
+    dtype: torch.dtype,
+    *,
+    checkpoints: bool = False,
+    offloads: bool = False,
+    packs: bool = False,
+) -> PolicyModel:
+    """Make all weights of `base` trainable, each a part on each rank of `mesh`. A collective.
+
+    They are in float32 whatever the model computes in (`dtype`): small updates must not be rounded away. The rest is
+    as in `adapt_model`.
+    """
     base.requires_grad_(True)
     base.eval()
     head = _put_head(base)
-    if config.checkpoints_on(world.device.type):
-        checkpoint_layers(base, offloads=config.activation_offload)
+    if checkpoints:
+        checkpoint_layers(base, offloads=offloads)
     vocab_size = base.get_input_embeddings().num_embeddings  # type: ignore[operator]
-    packs = _set_up_attention(base, config.packs_on(world.device.type))
-    shard_trainable(base, world, dtype_on(config, world))
+    packs = _set_up_attention(base, packs)
+    shard_trainable(base, mesh, dtype)
     return PolicyModel(base, head, {}, AdapterRouting(1), vocab_size, packs)
 
 

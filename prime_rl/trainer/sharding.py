@@ -13,7 +13,7 @@ from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
@@ -34,24 +34,28 @@ def shard_model(model: nn.Module, world: World, replicated: Iterable[nn.Paramete
     whole = set(replicated)
     for parameter in whole:
         parameter.data = parameter.data.to(world.device)
-    _shard(model, world, MixedPrecisionPolicy(), whole)
+    _shard(model, mesh_of(world), MixedPrecisionPolicy(), whole)
 
 
-def shard_trainable(model: nn.Module, world: World, dtype: torch.dtype) -> None:
+def shard_trainable(model: nn.Module, mesh: DeviceMesh, dtype: torch.dtype) -> None:
     """The same for a model whose own weights are trained, on any number of ranks.
 
     It computes in `dtype`; weights and gradients stay in their own type. Gradients are summed over ranks, not averaged:
     each row carries the scale of its whole batch.
     """
-    _shard(model, world, MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32), set())
+    _shard(model, mesh, MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32), set())
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
 
 
-def _shard(model: nn.Module, world: World, policy: MixedPrecisionPolicy, ignored: set[nn.Parameter]) -> None:
-    mesh = init_device_mesh(world.device.type, (world.size,))
+def mesh_of(world: World) -> DeviceMesh:
+    """All ranks in a row."""
+    return init_device_mesh(world.device.type, (world.size,))
+
+
+def _shard(model: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy, ignored: set[nn.Parameter]) -> None:
     for layer in decoder_layers(model):
         fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=True, ignored_params=ignored)
     # Embedding, last norm and head: backward begins where forward ends, so they stay together in between.

@@ -219,6 +219,35 @@ def test_a_system_says_things_once(tmp_path: Path) -> None:
     assert system.trainer.max_concurrent_runs == system.inference.max_concurrent_runs == 2
 
 
+def test_slots_that_are_left_to_the_memory_become_one_number_for_both() -> None:
+    system = build(SystemConfig, {"max_concurrent_runs": "auto"}, "system.toml")
+    assert system.max_concurrent_runs == system.trainer.max_concurrent_runs == "auto" and system.trainer.num_slots == 0
+    settled = system.with_slots(9)
+    found = settled.max_concurrent_runs, settled.trainer.max_concurrent_runs, settled.inference.max_concurrent_runs
+    assert found == (9, 9, 9)
+    assert build(SystemConfig, settled.model_dump(exclude_none=True), "again") == settled
+    whole = build(SystemConfig, {"max_concurrent_runs": "auto", "full_finetune": True}, "system.toml")
+    assert whole.max_concurrent_runs == whole.trainer.num_slots == whole.inference.max_concurrent_runs == 1
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        ({"max_concurrent_runs": 0}, "max_concurrent_runs: found 0: must be 1 to 1024, or 'auto'"),
+        ({"max_concurrent_runs": "many"}, "max_concurrent_runs: found 'many': must be 1 to 1024, or 'auto'"),
+        ({"trainer": {"max_tokens_per_micro_batch": 7}}, "found 7: must be 8 or more, or 'auto'"),
+        ({"trainer": {"max_concurrent_runs": "auto"}}, "set it at the top level only"),
+        ({"max_concurrent_runs": "auto", "inference": {"max_concurrent_runs": 4}}, "set it at the top level only"),
+        ({"max_concurrent_runs": "auto", "trainer": {"max_concurrent_runs": 4}}, "set it at the top level only"),
+    ],
+)
+def test_a_wrong_number_of_slots_is_one_problem(data: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        build(SystemConfig, data, "system.toml")
+    (problem,) = caught.value.problems
+    assert words in str(problem)
+
+
 def test_a_mistake_in_what_is_set_once_is_reported_once() -> None:
     with pytest.raises(ConfigError) as caught:
         build(SystemConfig, {"lora": {"rnk": 4, "rank": 0}, "max_async_level": 17}, "system.toml")

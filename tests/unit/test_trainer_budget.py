@@ -1,20 +1,21 @@
-"""`max_tokens_per_micro_batch = "auto"`: what fits into the memory that is free, or a clear end."""
+"""`max_concurrent_runs` and `max_tokens_per_micro_batch` = "auto": what fits into the memory that is free."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
-import torch
 
+from prime_rl.configs.trainer import TrainerConfig
 from prime_rl.trainer import budget
 from prime_rl.trainer.budget import with_a_budget
+from prime_rl.trainer.fit.auto import MOST_AUTO_SLOTS, MOST_TOKENS
 from prime_rl.trainer.fit.capacity import FRAGMENTS
 from prime_rl.trainer.fit.predict import predict, setting_of
 from prime_rl.trainer.model import ModelError
-from tests.trainer_support import trainer_config, write_model
-
-CPU = torch.device("cpu")
+from tests.trainer_support import solo_world, trainer_config, write_model
 
 
 @pytest.fixture
@@ -22,33 +23,88 @@ def model(tmp_path: Path) -> Path:
     return write_model(tmp_path / "model")
 
 
-def test_a_number_stays(tmp_path: Path, model: Path) -> None:
+def free(monkeypatch: pytest.MonkeyPatch, usable: float) -> None:
+    monkeypatch.setattr(budget, "_free_bytes", lambda device: usable / (1.0 - FRAGMENTS))
+
+
+def asked(workspace: Path, base: Path, **changes: Any) -> TrainerConfig:
+    return trainer_config(workspace, base, **{"max_tokens_per_micro_batch": "auto", **changes})
+
+
+def peak(config: TrainerConfig) -> float:
+    return predict(setting_of(config, "cpu", 1)).peak
+
+
+def test_numbers_stay(tmp_path: Path, model: Path) -> None:
     config = trainer_config(tmp_path, model, max_tokens_per_micro_batch=77)
-    assert with_a_budget(config, CPU, 1) is config
+    assert with_a_budget(config, solo_world()) is config
 
 
-def test_auto_is_what_fits(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = trainer_config(tmp_path, model, max_tokens_per_micro_batch="auto")
-    assert with_a_budget(asked, CPU, 1).micro_batch_tokens == budget.MOST_TOKENS, "the model is tiny"
-    setting = setting_of(asked, "cpu", 1)
-    free = 1.5 * predict(setting).peak / (1.0 - FRAGMENTS)
-    monkeypatch.setattr(budget, "_free_bytes", lambda device: free)
-    config = with_a_budget(asked, CPU, 1)
-    assert setting.tokens < config.micro_batch_tokens < 4 * setting.tokens
-    assert predict(setting_of(config, "cpu", 1)).peak <= free * (1.0 - FRAGMENTS)
+def test_tokens_are_as_many_as_fit(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = asked(tmp_path, model)
+    assert with_a_budget(config, solo_world()).micro_batch_tokens == MOST_TOKENS, "the model is tiny"
+    setting = setting_of(config, "cpu", 1)
+    usable = 1.5 * predict(setting).peak
+    free(monkeypatch, usable)
+    found = with_a_budget(config, solo_world())
+    assert setting.tokens < found.micro_batch_tokens < 4 * setting.tokens
+    assert peak(found) <= usable and found.max_concurrent_runs == config.max_concurrent_runs
 
 
-def test_what_does_not_fit_is_said_with_what_to_lower(
+def test_slots_are_as_many_as_fit_beside_the_pass(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = asked(tmp_path, model, max_concurrent_runs="auto", max_tokens_per_micro_batch=256)
+    assert with_a_budget(config, solo_world()).max_concurrent_runs == MOST_AUTO_SLOTS, "the model is tiny"
+    eight = predict(setting_of(config.model_copy(update={"max_concurrent_runs": 8}), "cpu", 1))
+    usable = eight.peak + 0.5 * (eight.adapters + eight.optimizer) / 8
+    free(monkeypatch, usable)
+    found = with_a_budget(config, solo_world())
+    assert (found.max_concurrent_runs, found.max_tokens_per_micro_batch) == (8, 256)
+    assert peak(found) <= usable
+
+
+def test_of_two_autos_slots_come_first_and_tokens_take_the_rest(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(budget, "_free_bytes", lambda device: 1000.0)
-    asked = trainer_config(tmp_path, model, max_tokens_per_micro_batch="auto")
-    with pytest.raises(ModelError, match=r"a row of seq_len = 64 does not fit .* lower seq_len"):
-        with_a_budget(asked, CPU, 1)
+    config = asked(tmp_path, model, max_concurrent_runs="auto", seq_len=2048)
+    one = setting_of(config.model_copy(update={"max_concurrent_runs": 1}), "cpu", 1)
+    usual, row = predict(one), predict(replace(one, tokens=2048))
+    each = usual.adapters + usual.optimizer
+    free(monkeypatch, usual.peak + 1.5 * each)
+    found = with_a_budget(config, solo_world())
+    assert found.max_concurrent_runs == 2 and one.tokens <= found.micro_batch_tokens < 1.1 * one.tokens
+    free(monkeypatch, row.peak + 0.5 * each)
+    found = with_a_budget(config, solo_world())
+    assert (found.max_concurrent_runs, found.micro_batch_tokens) == (1, 2048), "the usual pass does not fit, a row does"
 
 
-def test_full_fine_tuning_needs_a_number(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"requires \[model.lora\]"):
-        trainer_config(
-            tmp_path, tmp_path, max_tokens_per_micro_batch="auto", max_concurrent_runs=1, model={"lora": None}
-        )
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({}, r"^max_tokens_per_micro_batch = 'auto': a row of seq_len = 64 does not fit .* lower seq_len"),
+        ({"max_concurrent_runs": "auto"}, r"^max_concurrent_runs = 'auto': one run with a pass of 64 tokens does not"),
+        ({"model": {"lora": None}, "max_concurrent_runs": "auto"}, r"or train on more GPUs"),
+    ],
+)
+def test_what_does_not_fit_is_told_with_what_to_lower(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], words: str
+) -> None:
+    free(monkeypatch, 1000.0)
+    with pytest.raises(ModelError, match=words) as caught:
+        with_a_budget(asked(tmp_path, model, **changes), solo_world())
+    assert "\n" not in str(caught.value)
+
+
+def test_full_fine_tuning_has_one_slot_and_as_many_tokens_as_fit(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = asked(tmp_path, model, max_concurrent_runs="auto", model={"lora": None})
+    usable = 1.2 * peak(config)
+    free(monkeypatch, usable)
+    found = with_a_budget(config, solo_world())
+    assert found.max_concurrent_runs == 1 and 8192 < found.micro_batch_tokens < 4 * 8192
+    assert peak(found) <= usable
+
+
+def test_an_unknown_model_is_told_before_it_is_loaded(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"^model\.name: .*nowhere not found"):
+        with_a_budget(asked(tmp_path, tmp_path / "nowhere", max_concurrent_runs="auto"), solo_world())

@@ -43,6 +43,7 @@ def traces(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]
     [
         ("packed_bfloat16", {GROUPED, VARLEN}),
         ("packed_bfloat16_of_an_odd_rank", {VARLEN}),
+        ("offloaded", {GROUPED, VARLEN}),
         ("packed_float32", set()),
         ("padded_bfloat16", {GROUPED}),
         ("trained_head", {VARLEN}),

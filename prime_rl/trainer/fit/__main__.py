@@ -19,7 +19,10 @@ if TYPE_CHECKING:
 
 
 def main(argv: Sequence[str]) -> int:
-    """0 when all was answered, also that nothing fits; 2 for wrong use, an unknown model or one without support."""
+    """0 when all was answered, also that nothing fits.
+
+    2 for wrong use, an unknown model or one without support, and where "auto" stands for no number.
+    """
     try:
         args, system = read_flags(list(argv))
     except (FlagError, ConfigError) as error:
@@ -28,12 +31,13 @@ def main(argv: Sequence[str]) -> int:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     # torch and transformers take seconds to import: not before the question is known to be one.
     from prime_rl.trainer.fit.answer import answer
+    from prime_rl.trainer.fit.auto import DoesNotFit
     from prime_rl.trainer.fit.shapes import UnknownModel
     from prime_rl.trainer.model import ModelError
 
     try:
         found = answer(system, args.gpu_memory, args.gpus)
-    except (UnknownModel, ModelError) as error:
+    except (UnknownModel, ModelError, DoesNotFit) as error:
         complain("prl fit", error)
         return 2
     except KeyboardInterrupt:
@@ -44,14 +48,16 @@ def main(argv: Sequence[str]) -> int:
 
 def _table(found: Answer) -> str:
     memory, setting = found.memory, found.setting
+    lora = setting.lora
+    trained = f"{setting.num_runs} runs of rank {lora.rank}" if lora else "all weights trained"
     lines = [
-        f"{found.model} in {found.dtype}, {setting.num_runs} runs of rank {setting.lora.rank}, one pass of "
+        f"{found.model} in {found.dtype}, {trained}, one pass of "
         f"{setting.num_rows} x {setting.row_tokens:,} tokens, {found.hardware}",
         "",
     ]
     sizes = {
         "weights": memory.weights,
-        "adapters and their gradients": memory.adapters,
+        "adapters and their gradients" if lora else "gradients": memory.adapters,
         "optimizer": memory.optimizer,
         "saved activations": memory.activations,
         "head": memory.head,

@@ -9,7 +9,18 @@ from typing import Any
 import torch
 
 from prime_rl.configs.system import SystemConfig
-from prime_rl.trainer.fit.capacity import GIB, Capacity, Split, capacity, split
+from prime_rl.configs.trainer import TrainerConfig
+from prime_rl.trainer.fit.auto import CPU_SHARE, MOST_AUTO_SLOTS, DoesNotFit, with_numbers
+from prime_rl.trainer.fit.capacity import (
+    GIB,
+    INFERENCE_WORK_BYTES,
+    Capacity,
+    Split,
+    capacity,
+    most_served,
+    split,
+    usable_bytes,
+)
 from prime_rl.trainer.fit.predict import PassMemory, Setting, predict, setting_of
 
 VERSION = 1
@@ -49,7 +60,7 @@ class Answer:
             "tokens": self.setting.tokens,
             "seq_len": self.setting.seq_len,
             "runs": self.setting.num_runs,
-            "rank": self.setting.lora.rank,
+            "rank": self.setting.lora.rank if self.setting.lora else None,
             **{f"{name}_gib": round(size / GIB, 3) for name, size in sizes.items()},
             "max_tokens_per_micro_batch": self.capacity.max_tokens,
             "max_concurrent_runs": self.capacity.max_runs,
@@ -58,21 +69,52 @@ class Answer:
         }
 
 
-def answer(system: SystemConfig, gpu_gib: float | None = None, num_gpus: int = 1) -> Answer:
-    """Predict a pass of the system's trainer. Raises UnknownModel.
+def answer(system: SystemConfig, gpu_gib: float | None = None, num_gpus: int | None = 1) -> Answer:
+    """Predict a pass of the system's trainer. Raises UnknownModel, ModelError or DoesNotFit.
 
     Args:
         gpu_gib: memory of one GPU; None: of this machine's, or of an H100. On a CPU, this machine's memory.
+        num_gpus: ranks of the trainer; None: all GPUs of this machine.
     """
-    trainer = system.trainer
-    device_type = "cpu" if trainer.device == "cpu" else "cuda"
+    device_type = "cpu" if system.trainer.device == "cpu" else "cuda"
+    num_gpus = num_gpus or max(1, torch.cuda.device_count())
+    gib, hardware = _hardware(device_type, gpu_gib, num_gpus)
+    trainer = _with_numbers(system, device_type, gib, num_gpus)
     setting = setting_of(trainer, device_type, num_gpus)
     memory = predict(setting)
-    gib, hardware = _hardware(device_type, gpu_gib, num_gpus)
     room = capacity(setting, memory, gib)
-    shared = split(setting, memory, gib, system.inference.max_loras) if device_type == "cuda" else None
+    adapters = setting.num_runs * system.inference.max_versions_per_run
+    shared = split(setting, memory, gib, adapters) if device_type == "cuda" else None
     dtype = trainer.model.dtype_on(device_type)
     return Answer(trainer.model.name, dtype, hardware, device_type == "cuda", setting, memory, room, shared)
+
+
+def _with_numbers(system: SystemConfig, device_type: str, gib: float, num_gpus: int) -> TrainerConfig:
+    """The trainer's config with numbers, for a workspace whose trainer and inference share this hardware."""
+    trainer, inference = system.trainer, system.inference
+    share, taken = _share_of_trainer(system, device_type)
+    most_slots = MOST_AUTO_SLOTS
+    if trainer.num_slots == 0:
+        setting = setting_of(trainer.model_copy(update={"max_concurrent_runs": 1}), device_type, num_gpus)
+        if device_type == "cuda":
+            of_inference = inference.vllm.gpu_memory_utilization * gib * GIB - INFERENCE_WORK_BYTES
+        else:
+            of_inference = (1.0 - CPU_SHARE) * gib * GIB
+        most_slots = most_served(setting, predict(setting), of_inference, inference.max_versions_per_run)
+    try:
+        return with_numbers(trainer, device_type, num_gpus, usable_bytes(share * gib), most_slots)
+    except DoesNotFit as error:
+        raise DoesNotFit(f"{error}{taken}") from error
+
+
+def _share_of_trainer(system: SystemConfig, device_type: str) -> tuple[float, str]:
+    """The part of a device's memory that is the trainer's, and what a message says of the rest."""
+    if device_type == "cpu":
+        return CPU_SHARE, ""
+    if system.inference.engine == "vllm" and torch.cuda.device_count() == 1:
+        of_inference = system.inference.vllm.gpu_memory_utilization
+        return 1.0 - of_inference, f", or inference.vllm.gpu_memory_utilization = {of_inference:g} of the only GPU"
+    return 1.0, ""
 
 
 def _hardware(device_type: str, gib: float | None, num_gpus: int) -> tuple[float, str]:

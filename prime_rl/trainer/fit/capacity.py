@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from transformers import PretrainedConfig
 
+from prime_rl.configs.trainer import MOST_SLOTS
 from prime_rl.trainer.fit.predict import PassMemory, Setting, predict
 
 GIB = 2**30
@@ -20,8 +21,6 @@ TOKENS_STEP = 256
 # How often, and how far beyond the pass that was asked for, the line is looked at. A pass of many tokens takes seconds,
 # though it holds nothing.
 NUM_PROBES, LONGEST_PROBE = 2, 8
-# Slots that a config may ask for at most.
-MOST_RUNS = 1024
 
 
 @dataclass(frozen=True)
@@ -52,10 +51,15 @@ def capacity(setting: Setting, memory: PassMemory, gpu_gib: float) -> Capacity:
 
 
 def most_runs(setting: Setting, memory: PassMemory, usable: float) -> int:
-    """Slots that fit beside passes of `setting.tokens`: each holds weights, gradients and moments of one adapter."""
+    """Slots that fit beside passes of `setting.tokens`: each holds weights, gradients and moments of one adapter.
+
+    At most MOST_SLOTS, the most that a config may ask for; without adapters 1.
+    """
+    if setting.lora is None:
+        return int(memory.peak <= usable)
     of_runs = memory.adapters + memory.optimizer
     each = of_runs / setting.num_runs
-    return max(0, min(MOST_RUNS, math.floor((usable - (memory.peak - of_runs)) / each)))
+    return max(0, min(MOST_SLOTS, math.floor((usable - (memory.peak - of_runs)) / each)))
 
 
 def most_tokens(setting: Setting, memory: PassMemory, usable: float) -> int:
@@ -73,11 +77,13 @@ def most_tokens(setting: Setting, memory: PassMemory, usable: float) -> int:
     for _ in range(NUM_PROBES):
         probe = min(found, LONGEST_PROBE * setting.tokens)
         if probe < setting.seq_len:
-            return 0
+            break
         before, here = here, (probe, peak(probe))
         if probe == found and here[1] <= usable:
             return found
         found = min(_crossing(before, here, usable), probe - TOKENS_STEP if probe == found else found)
+    if found < setting.seq_len and peak(setting.seq_len) <= usable:
+        return setting.seq_len  # less than TOKENS_STEP
     return found if found >= setting.seq_len else 0
 
 
@@ -95,10 +101,32 @@ def split(setting: Setting, memory: PassMemory, gpu_gib: float, num_adapters: in
     """
     trainer = memory.peak / (1.0 - FRAGMENTS) + CONTEXT_BYTES
     utilization = math.floor(100 * (1.0 - trainer / (gpu_gib * GIB))) / 100
-    adapter = memory.adapters / 2 / setting.num_runs * setting.dtype.itemsize / 4
-    cache = utilization * gpu_gib * GIB - memory.weights - INFERENCE_WORK_BYTES - num_adapters * adapter
+    room = utilization * gpu_gib * GIB - served_bytes(setting, memory) - INFERENCE_WORK_BYTES
+    cache = room - num_adapters * served_adapter_bytes(setting, memory)
     tokens = int(cache / kv_bytes(setting.model, setting.dtype.itemsize))
     return Split(utilization, tokens) if tokens >= setting.seq_len else None
+
+
+def most_served(setting: Setting, memory: PassMemory, inference_bytes: float, versions: int) -> int:
+    """Runs of which inference can hold `versions` adapters each in half of what it has beside the model; at least 1.
+
+    The other half is for its KV cache.
+    """
+    room = inference_bytes - served_bytes(setting, memory)
+    return max(1, math.floor(room / 2 / (versions * served_adapter_bytes(setting, memory))))
+
+
+def served_bytes(setting: Setting, memory: PassMemory) -> float:
+    """The model as inference holds it: whole, and in the type that it computes in."""
+    if setting.lora is not None and setting.num_ranks == 1:
+        return memory.weights
+    alone = predict(replace(setting, num_ranks=1, host_copies=0, num_runs=1, seq_len=16, tokens=16))
+    return alone.weights if setting.lora else alone.weights * setting.dtype.itemsize / 4
+
+
+def served_adapter_bytes(setting: Setting, memory: PassMemory) -> float:
+    """One adapter as inference holds it. `memory.adapters` has float32 weights and gradients of all slots."""
+    return memory.adapters / 2 / setting.num_runs * setting.dtype.itemsize / 4 if setting.lora else 0.0
 
 
 def kv_bytes(model: PretrainedConfig, itemsize: int) -> int:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -26,9 +28,11 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.alive = 0
         self.peak = 0
-        self._seen: weakref.WeakKeyDictionary[torch.UntypedStorage, int] = weakref.WeakKeyDictionary()
+        self._seen: weakref.WeakKeyDictionary[torch.UntypedStorage, _Size] = weakref.WeakKeyDictionary()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if DTensor in types:
+            return NotImplemented  # it comes again, as an operation on the part of this rank
         result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
             # Numbers that code makes on the side are real tensors, and small.
@@ -40,22 +44,45 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def reset_peak(self) -> None:
         self.peak = self.alive
 
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        """`storage` has another size now: sharded weights come and go so."""
+        if size := self._seen.get(storage):
+            self.alive += storage.nbytes() - size.num_bytes
+            size.num_bytes = storage.nbytes()
+            self.peak = max(self.peak, self.alive)
+
     def _add(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
         if storage in self._seen:
             return
-        num_bytes = storage.nbytes()
-        self._seen[storage] = num_bytes
-        self.alive += num_bytes
-        weakref.finalize(storage, self._remove, num_bytes)
+        size = self._seen[storage] = _Size(storage.nbytes())
+        self.alive += size.num_bytes
+        weakref.finalize(storage, self._remove, size)
 
-    def _remove(self, num_bytes: int) -> None:
-        self.alive -= num_bytes
+    def _remove(self, size: _Size) -> None:
+        self.alive -= size.num_bytes
+
+
+@dataclass
+class _Size:
+    num_bytes: int
 
 
 @contextmanager
 def metered() -> Iterator[Meter]:
     """Inside, tensors have shapes and types and no memory, and the meter counts them."""
     meter = Meter()
-    with FakeTensorMode(allow_non_fake_inputs=True), meter:
-        yield meter
+    storage_class: Any = torch.UntypedStorage
+    resize = storage_class.resize_
+
+    def resize_and_tell(storage: torch.UntypedStorage, num_bytes: int) -> Any:
+        resized = resize(storage, num_bytes)
+        meter.resized(storage)
+        return resized
+
+    storage_class.resize_ = resize_and_tell
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True), meter:
+            yield meter
+    finally:
+        storage_class.resize_ = resize

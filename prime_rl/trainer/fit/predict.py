@@ -1,7 +1,7 @@
 """The memory of a pass, from the trainer's own model, head and losses on tensors without memory.
 
-The layers of a model are alike, so every figure is a straight line over their number: a pass of two layers and one of
-three give it for all of them, in seconds for a model of any size. A model whose layers differ is measured as a whole.
+The layers of a model are alike, so every figure is a straight line over their number: two passes of a few layers give
+it for all of them, in seconds for a model of any size. A model whose layers differ is measured as a whole.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from dataclasses import astuple, dataclass, replace
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from prime_rl.configs.losses import AipoLossConfig
@@ -19,35 +20,46 @@ from prime_rl.configs.trainer import TrainerConfig
 from prime_rl.contract.types import TOKEN_BYTES, MicroBatch
 from prime_rl.trainer.fair_queue import LOSS_TOKEN
 from prime_rl.trainer.fit.meter import Meter, metered
+from prime_rl.trainer.fit.ranks import mesh_of_ranks
 from prime_rl.trainer.fit.shapes import model_config
-from prime_rl.trainer.model import PolicyModel, adapt_model
+from prime_rl.trainer.model import PolicyModel, adapt_model, train_whole
 from prime_rl.trainer.passes import forward_backward
 
-# Float32 numbers that Adam keeps for each weight of an adapter.
+# Float32 numbers that Adam keeps for each trained weight.
 MOMENTS = 2
-FEW_LAYERS, MORE_LAYERS = 2, 3
+# Of a whole model that is trained the trainer keeps in host memory: the base, the newest snapshot, and for a checkpoint
+# the moments. On a CPU that is the memory of the passes too.
+HOST_COPIES = 2 + MOMENTS
+# Slots that are measured: of more, each costs its own bytes, and a pass over their rows takes no more.
+MOST_MEASURED_RUNS = 8
+# The layers that are measured; more of a sharded model, as only from the third on all that overlaps does.
+FEW_LAYERS, FEW_SHARDED_LAYERS = 2, 3
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What is asked: a model, its adapters, and the passes.
+    """What is asked: a model, what is trained of it, and the passes.
 
     Attributes:
+        dtype: what the model computes in; frozen weights are in it too.
+        lora: the adapters; None: all weights are trained.
         tokens: token positions of a pass: as many rows of `seq_len` as fit, at least one.
         checkpoints: whether layers are computed again in backward.
         packs: whether rows lie end to end.
-        num_ranks: GPUs that the base model is sharded over.
+        num_ranks: GPUs that the model is sharded over.
+        host_copies: copies of all trained weights that lie in the same memory.
     """
 
     model: PretrainedConfig
     dtype: torch.dtype
-    lora: LoRAConfig
+    lora: LoRAConfig | None
     num_runs: int
     seq_len: int
     tokens: int
     checkpoints: bool
     packs: bool = False
     num_ranks: int = 1
+    host_copies: int = 0
 
     @property
     def num_rows(self) -> int:
@@ -61,17 +73,17 @@ class Setting:
 def setting_of(trainer: TrainerConfig, device_type: str, num_ranks: int) -> Setting:
     """Of the trainer's largest pass on devices of type "cuda" or "cpu". Raises UnknownModel."""
     model = trainer.model
-    assert model.lora is not None, "only adapters can be predicted"
     return Setting(
         model=model_config(model.name),
         dtype=getattr(torch, model.dtype_on(device_type)),
         lora=model.lora,
-        num_runs=trainer.max_concurrent_runs,
+        num_runs=trainer.num_slots,
         seq_len=trainer.seq_len,
         tokens=max(trainer.seq_len, trainer.micro_batch_tokens),
         checkpoints=model.checkpoints_on(device_type),
         packs=model.packs_on(device_type),
         num_ranks=num_ranks,
+        host_copies=HOST_COPIES if device_type == "cpu" and model.lora is None else 0,
     )
 
 
@@ -80,12 +92,13 @@ class PassMemory:
     """Bytes on one rank.
 
     Attributes:
-        weights: the frozen base model; of several ranks, this one's part and what it puts together in a pass.
-        adapters: weights and gradients of all slots, in float32.
-        optimizer: their moments.
+        weights: the model; of several ranks, this one's part. Of a frozen model also the layers that a rank puts
+            together in a pass; of one that is trained, the copies in host memory where that is the device's.
+        adapters: weights and gradients of all slots, in float32; of a model that is trained, its gradients.
+        optimizer: the moments of what is trained.
         activations: what backward needs, when the layers' forward ends.
         head: the most that log-probabilities and entropies take then.
-        work: what backward takes beyond all that.
+        work: what backward takes beyond all that; of a model that is trained, with the layers that are put together.
     """
 
     weights: float
@@ -100,21 +113,57 @@ class PassMemory:
         """The most that is held at one time."""
         return float(sum(astuple(self)))
 
-    def plus(self, other: PassMemory, times: float) -> PassMemory:
+
+@dataclass(frozen=True)
+class _Levels:
+    """Bytes, each a straight line over the layers of a model (but not the largest of them: that one may change).
+
+    Attributes:
+        at_head: when the head begins, beyond what was there before the pass; so are the next four.
+        forward: the most before that.
+        in_head: the most until the head's forward ends.
+        backward: the most from then until the embedding's backward begins.
+        last: the most from then on: gradients of what is around the layers.
+    """
+
+    weights: float
+    adapters: float
+    optimizer: float
+    at_head: float
+    forward: float
+    in_head: float
+    backward: float
+    last: float
+
+    def memory(self) -> PassMemory:
+        peak = max(self.forward, self.in_head, self.backward, self.last)
+        head = self.in_head - self.at_head
+        return PassMemory(self.weights, self.adapters, self.optimizer, self.at_head, head, peak - self.in_head)
+
+    def plus(self, other: _Levels, times: float) -> _Levels:
         """`times` the other added to this one."""
-        return PassMemory(*(mine + times * its for mine, its in zip(astuple(self), astuple(other), strict=True)))
+        return _Levels(*(mine + times * its for mine, its in zip(astuple(self), astuple(other), strict=True)))
 
 
 def predict(setting: Setting) -> PassMemory:
     """The memory of a pass half of whose positions are loss tokens of the default loss."""
+    num_runs = min(setting.num_runs, MOST_MEASURED_RUNS)
+    found = _predict(replace(setting, num_runs=num_runs))
+    times = setting.num_runs / num_runs
+    return replace(found, adapters=times * found.adapters, optimizer=times * found.optimizer)
+
+
+def _predict(setting: Setting) -> PassMemory:
     num_layers = setting.model.num_hidden_layers
     are_alike = len(set(getattr(setting.model, "layer_types", None) or ())) <= 1
-    low, high = (FEW_LAYERS, MORE_LAYERS) if are_alike and num_layers > MORE_LAYERS else (1, num_layers)
-    small, large = measure(setting, low), measure(setting, high)
-    num_more = max(1, high - low)
-    more = large.plus(small, -1.0)
-    whole = small.plus(more, (num_layers - low) / num_more)
-    weights = _on_each_rank(whole.weights, more.weights / num_more, num_layers, setting.num_ranks)
+    few = FEW_LAYERS if setting.lora else FEW_SHARDED_LAYERS
+    low, high = (few, few + 1) if are_alike and num_layers > few + 1 else (1, num_layers)
+    small, large = _levels(setting, low), _levels(setting, high)
+    layer = large.plus(small, -1.0)  # of one layer, where the difference is one
+    whole = small.plus(layer, (num_layers - low) / max(1, high - low)).memory()
+    if setting.lora is None:
+        return whole
+    weights = _on_each_rank(whole.weights, layer.weights / max(1, high - low), num_layers, setting.num_ranks)
     return replace(whole, weights=weights)
 
 
@@ -126,45 +175,79 @@ def _on_each_rank(weights: float, layer: float, num_layers: int, num_ranks: int)
 
 
 def measure(setting: Setting, num_layers: int) -> PassMemory:
+    """On one rank; a model that is trained as it is sharded, a frozen one whole."""
+    return _levels(setting, num_layers).memory()
+
+
+def _levels(setting: Setting, num_layers: int) -> _Levels:
     config = copy.deepcopy(setting.model)
     config.num_hidden_layers = num_layers
+    return _levels_whole(setting, config) if setting.lora is None else _levels_adapters(setting, config)
+
+
+def _levels_adapters(setting: Setting, config: PretrainedConfig) -> _Levels:
+    assert setting.lora is not None
     with metered() as meter:
         base = AutoModelForCausalLM.from_config(config, dtype=setting.dtype)
         weights = meter.alive
-        runs, checkpoints = setting.num_runs, setting.checkpoints
-        model = adapt_model(base, setting.lora, runs, checkpoints=checkpoints, packs=setting.packs)
+        modes = {"checkpoints": setting.checkpoints, "packs": setting.packs}
+        model = adapt_model(base, setting.lora, setting.num_runs, **modes)
         adapters = meter.alive - weights
-        for leaf in model.adapters():
-            leaf.grad = torch.zeros_like(leaf)
-        stages = _Stages(meter, model)
-        batch = micro_batch(setting)
-        forward_backward(model, batch, [AipoLossConfig()] * len(batch.run_idxs), torch.device("cpu"))
-        return stages.memory(weights, adapters)
+        stages = _run_pass(setting, meter, model, model.adapters())
+        return stages.levels(weights, 2 * adapters, MOMENTS * adapters)
+
+
+def _levels_whole(setting: Setting, config: PretrainedConfig) -> _Levels:
+    with mesh_of_ranks(setting.num_ranks) as mesh, metered() as meter:
+        base = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        modes = {"checkpoints": setting.checkpoints, "packs": setting.packs}
+        model = train_whole(base, mesh, setting.dtype, **modes)
+        weights = meter.alive
+        stages = _run_pass(setting, meter, model, list(base.parameters()))
+        return stages.levels((1 + setting.host_copies) * weights, weights, MOMENTS * weights)
+
+
+def _run_pass(setting: Setting, meter: Meter, model: PolicyModel, trained: list[nn.Parameter]) -> _Stages:
+    """A pass that is not the first of its batch: there are gradients already."""
+    for leaf in trained:
+        leaf.grad = torch.zeros_like(leaf)
+    stages = _Stages(meter, model)
+    batch = micro_batch(setting)
+    forward_backward(model, batch, [AipoLossConfig()] * len(batch.run_idxs), torch.device("cpu"))
+    return stages
 
 
 class _Stages:
-    """What is alive when the head begins, and the most that was until it ended."""
+    """The most that is alive in each stage of a pass, and what is alive when the head begins."""
 
     def __init__(self, meter: Meter, model: PolicyModel) -> None:
         self._meter = meter
         self._start = meter.alive
-        self._at_head = self._in_head = self._before_head = 0
+        self._at_head = 0
+        self._peaks: list[int] = []
         meter.reset_peak()
         model.head.register_forward_pre_hook(self._head_begins)
-        model.head.register_forward_hook(self._head_ends)
+        model.head.register_forward_hook(lambda *_: self._stage_ends())
+        model.module.get_input_embeddings().register_forward_hook(self._embedded)  # type: ignore[operator]
 
-    def _head_begins(self, *_: Any) -> None:
-        self._at_head, self._before_head = self._meter.alive, self._meter.peak
+    def _stage_ends(self) -> None:
+        self._peaks.append(self._meter.peak - self._start)
         self._meter.reset_peak()
 
-    def _head_ends(self, *_: Any) -> None:
-        self._in_head = self._meter.peak
+    def _head_begins(self, *_: Any) -> None:
+        self._at_head = self._meter.alive - self._start
+        self._stage_ends()
 
-    def memory(self, weights: int, adapters: int) -> PassMemory:
-        peak = max(self._before_head, self._meter.peak)
-        activations, head = self._at_head - self._start, self._in_head - self._at_head
-        work = peak - self._start - activations - head
-        return PassMemory(weights, 2 * adapters, MOMENTS * adapters, activations, head, work)
+    def _embedded(self, module: nn.Module, inputs: Any, hidden_RTH: Tensor) -> None:
+        if hidden_RTH.requires_grad:
+            hidden_RTH.register_hook(lambda _: self._stage_ends())  # type: ignore[no-untyped-call]
+
+    def levels(self, weights: int, adapters: int, optimizer: int) -> _Levels:
+        self._stage_ends()
+        forward, in_head, backward, *last = self._peaks
+        return _Levels(
+            weights, adapters, optimizer, self._at_head, forward, in_head, backward, max(last, default=backward)
+        )
 
 
 def micro_batch(setting: Setting) -> MicroBatch:
