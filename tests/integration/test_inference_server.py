@@ -83,7 +83,7 @@ def test_wrong_use_is_one_line_and_exit_code_2(model: Path, tmp_path: Path) -> N
 def test_a_missing_model_is_one_line(tmp_path: Path) -> None:
     config = write_config(tmp_path / "a.toml", port=0, model={"name": str(tmp_path / "none")})
     code, stderr = run_to_end(config)
-    assert code == 1 and str(tmp_path / "none") in stderr and "make_base" in stderr and stderr.count("\n") == 1
+    assert code == 1 and str(tmp_path / "none") in stderr and "prl make-base" in stderr and stderr.count("\n") == 1
 
 
 @pytest.mark.slow
