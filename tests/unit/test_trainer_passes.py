@@ -107,7 +107,7 @@ def test_a_packed_row_has_no_padding_and_no_mask() -> None:
 def test_padded_rows_have_no_mask_on_tensors_without_memory_either() -> None:
     """There, transformers cannot look at a mask to find that it is not needed: `prl fit` would count it."""
     rng, num_tokens = random.Random(0), 40
-    batch = to_micro_batch(rows_of(0, [sample(rng, num_tokens=num_tokens) for _ in range(2)]))
+    batch = to_micro_batch(rows_of(0, [sample(rng, num_tokens=num_tokens).columns() for _ in range(2)]))
     with metered(), WidestMask() as widest:
         model = adapt_model(tiny_model(), LoRAConfig(rank=4), 1)
         forward_backward(model, batch, [AipoLossConfig()] * 2, CPU)
