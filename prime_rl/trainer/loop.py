@@ -1,7 +1,8 @@
 """The trainer of one rank: it is built, it loops, runs come and go, it ends. It reads top to bottom.
 
 Every rank runs the same loop. Rank 0 alone looks at the disk, packs, publishes and reports; what that needs is its
-`Lead`, which the others do not have. What a run that comes or goes means for each part is in `Trainer.admitted`,
+`Lead`, which the others do not have. They wait for its messages, which bring the next pass to each rank, and with it
+every change of the runs. What a run that comes or goes means for each part is in `Trainer.admitted`,
 `created` and `forgotten`, which the manager calls.
 """
 
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -20,15 +22,14 @@ from prime_rl.contract.types import MicroBatch
 from prime_rl.trainer.batch_files import BatchReader
 from prime_rl.trainer.budget import with_a_budget
 from prime_rl.trainer.checkpoint import AdapterSnapshots, CheckpointManager, Snapshots, is_due
-from prime_rl.trainer.data import SETTLE_S, DataLoader, PackingSource, ReceivingSource, Scout
 from prime_rl.trainer.metrics import MetricsWriter, PhaseTimer, StatusReporter
 from prime_rl.trainer.model import PolicyModel, dtype_on, load_model
-from prime_rl.trainer.nccl_broadcast import open_broadcast
 from prime_rl.trainer.optim import FlatWeights, RunOptimizer, RunWeights
 from prime_rl.trainer.packer import Packer
-from prime_rl.trainer.publish import Publisher
+from prime_rl.trainer.publish import Publisher, open_broadcast
 from prime_rl.trainer.runs import MultiRunManager, TrainerRun, setup_multi_run_manager
-from prime_rl.trainer.runs.sync import Channel, ReadyRun
+from prime_rl.trainer.runs.scout import POLL_S, SETTLE_S, Scout
+from prime_rl.trainer.runs.sync import Channel, PackMessage, ReadyRun, StateMessage, StopMessage
 from prime_rl.trainer.step import TrainStep
 from prime_rl.trainer.whole_model import ModelFiles, WholeModel
 from prime_rl.trainer.whole_run import ModelSnapshots, ShardedWeights
@@ -144,6 +145,92 @@ class Trainer:
 
         scout = Scout(self._manager, lead.watcher)
         return PackingSource(self._manager, lead.packer, scout, lead.reporter, lead.publisher, ends)
+
+
+class PackSource(Protocol):
+    """Where a rank's passes come from."""
+
+    def next(self) -> PackMessage | None:
+        """Wait for the next pass of this rank; None when the trainer ends."""
+
+
+class PackingSource:
+    """Rank 0: look, pack, inform the others. It decides for all when the trainer ends.
+
+    A run of which the disk has yet to take too much trains nothing until it has; the others go on.
+    """
+
+    def __init__(
+        self,
+        manager: MultiRunManager,
+        packer: Packer,
+        scout: Scout,
+        status: StatusReporter,
+        publisher: Publisher,
+        stop: Callable[[], bool],
+    ) -> None:
+        self._manager = manager
+        self._packer = packer
+        self._scout = scout
+        self._status = status
+        self._publisher = publisher
+        self._stop = stop
+
+    def next(self) -> PackMessage | None:
+        self._scout.wait(0)
+        while not self._stop():
+            self._scout.look()
+            full = self._publisher.full()
+            pack = self._packer.pack(full)
+            if pack is not None:
+                self._status.training()
+                messages = [PackMessage(micro_batch, pack.ready) for micro_batch in pack.micro_batches]
+                self._manager.channel.send(messages)
+                return messages[0]
+            self._manager.channel.beat()
+            self._status.waiting(next(iter(full.values()), None) or self._packer.waits_for())
+            if full:
+                self._publisher.wait(POLL_S)
+            self._scout.wait(0 if full else POLL_S)
+        self._manager.channel.send_all(StopMessage())
+        return None
+
+
+class ReceivingSource:
+    """The other ranks: follow rank 0's messages, in order."""
+
+    def __init__(self, manager: MultiRunManager) -> None:
+        self._manager = manager
+
+    def next(self) -> PackMessage | None:
+        while isinstance(self._manager.channel.peek(), StateMessage):
+            self._manager.synchronize_state()
+        message = self._manager.channel.receive()
+        return message if isinstance(message, PackMessage) else None
+
+
+class DataLoader:
+    """`wait_for_batch` until there is one, then `get_batch`."""
+
+    def __init__(self, manager: MultiRunManager, source: PackSource) -> None:
+        self._manager = manager
+        self._source = source
+        self._message: PackMessage | None = None
+
+    def wait_for_batch(self) -> bool:
+        """Wait until this rank has something to do; false when the trainer ends. Marks the runs that get ready."""
+        self._message = self._source.next()
+        if self._message is None:
+            return False
+        for run in self._message.ready:
+            self._manager.ready_to_update[run.run_idx] = True
+        return True
+
+    def get_batch(self) -> tuple[MicroBatch, dict[int, ReadyRun]]:
+        """The pass of this rank, and by slot the runs to update after it."""
+        assert self._message is not None, "wait_for_batch first"
+        message, self._message = self._message, None
+        return message.micro_batch, {run.run_idx: run for run in message.ready}
 
 
 @dataclass(frozen=True)

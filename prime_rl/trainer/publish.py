@@ -4,6 +4,10 @@ The main thread takes a snapshot and hands it to the background writer; it goes 
 Whatever fails there on behalf of one run (its disk is full, its folder is gone) evicts that run and no other. A run
 keeps its slot until what it made is written, and nothing else waits for that: so a run that comes back finds all of it.
 Rank 0 only; holds no collective, so it may catch.
+
+A policy version is a folder that appears complete at once: PEFT for an adapter, or a whole model. Versions that no
+orchestrator can ask for again are removed. One that was published is not written again: inference may serve it under a
+name that identifies exactly these weights.
 """
 
 from __future__ import annotations
@@ -11,23 +15,30 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from prime_rl.trainer.broadcast import FileSystemWeightBroadcast
-from prime_rl.trainer.checkpoint import CheckpointManager, RunSnapshot, Snapshots, is_due
+from prime_rl.configs.shared import BroadcastConfig
+from prime_rl.contract.files import make_folder, mark_stable, staged_dir
+from prime_rl.contract.layout import RunDir, list_steps, stable_marker
+from prime_rl.trainer.checkpoint import CheckpointManager, RunSnapshot, Snapshots, WeightsSnapshot, is_due
 from prime_rl.trainer.metrics import MetricsWriter, PhaseTimer, StatusReporter
-from prime_rl.trainer.retention import prune
+from prime_rl.trainer.retention import prune, remove_step
 from prime_rl.trainer.runs import MultiRunManager, TrainerRun
 from prime_rl.trainer.runs.hooks import error_text
 from prime_rl.trainer.runs.run import FINISHED
 from prime_rl.trainer.runs.sync import ReadyRun
 from prime_rl.trainer.step import UpdateReport
+from prime_rl.trainer.whole_model import ModelSnapshot
 from prime_rl.trainer.writer import DISK_TIMEOUT_S, BackgroundWriter, FolderGone, WriteError, WriteJob
+from prime_rl.transfer import WeightSender
 
 logger = logging.getLogger(__name__)
+
+# Beside the versions that rollouts may still lag behind by: the newest, the one that is being loaded, and one to spare.
+NUM_SPARE_VERSIONS = 3
 
 
 class Publisher:
@@ -187,3 +198,78 @@ def _blamed(snapshot: RunSnapshot, what: str, path: Path) -> Iterator[None]:
         if not snapshot.is_at_home():
             raise FolderGone(snapshot.run.run_id) from error
         raise WriteError(f"{what} failed: {path}: {error_text(error)}") from error
+
+
+class FileSystemWeightBroadcast:
+    """Writes `broadcast/step_N` of a run (rank 0)."""
+
+    def publish(self, snapshot: RunSnapshot) -> Path:
+        """Publish what was taken, from any thread; returns the folder. Raises OSError."""
+        run, target = snapshot.run, snapshot.run.broadcast_dir(snapshot.progress.step)
+        self._put(target, snapshot.weights)
+        self._prune(run, keep=snapshot.config.max_async_level + NUM_SPARE_VERSIONS)
+        return target
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+    def _put(self, target: Path, weights: WeightsSnapshot) -> None:
+        if not stable_marker(target).exists():
+            write_version(target, weights.published().save)
+
+    @staticmethod
+    def _prune(run: RunDir, keep: int) -> None:
+        for old in list_steps(run.broadcast)[:-keep]:
+            remove_step(run.broadcast_dir(old))
+
+
+def write_version(target: Path, save: Callable[[Path], None]) -> None:
+    """Let `save` fill a folder that then appears as `target`, complete at once. Raises OSError."""
+    make_folder(target.parent)
+    with staged_dir(target) as folder:
+        save(folder)
+        mark_stable(folder, sync=False)
+
+
+class BroadcastError(OSError):
+    """The sender cannot be opened; the message has the address and the reason."""
+
+
+def open_broadcast(config: BroadcastConfig) -> FileSystemWeightBroadcast:
+    """What `config.type` names (rank 0). Raises BroadcastError."""
+    if config.type == "filesystem":
+        return FileSystemWeightBroadcast()
+    try:
+        sender = WeightSender(config.host, config.port, timeout_s=config.timeout_s)
+    except (OSError, RuntimeError) as error:
+        raise BroadcastError(f"broadcast: cannot listen on {config.host} port {config.port}: {error}") from error
+    return NCCLWeightBroadcast(sender)
+
+
+class NCCLWeightBroadcast(FileSystemWeightBroadcast):
+    """Offers a version of the whole model from memory (rank 0): the folder marks that it exists, without its weights.
+
+    Inference sees the folder appear as always, and asks `sender` for the weights. They are kept until the next version,
+    so a server that starts again, or a second one, gets them as often as it asks. Where the trainer has a GPU they are
+    kept on it, in the type that the model computes in: beside the version that is trained, that one, and for a moment
+    the next.
+    """
+
+    def __init__(self, sender: WeightSender) -> None:
+        self._sender = sender
+
+    def close(self) -> None:
+        self._sender.close()
+
+    def _put(self, target: Path, weights: WeightsSnapshot) -> None:
+        published = weights.published()
+        assert isinstance(published, ModelSnapshot), "adapters go through the disk: enforced by the config"
+        # Also when the folder is there already, from before a restart of the trainer: the weights in memory were lost.
+        self._sender.offer(label_of(target), published.tensors)
+        if not stable_marker(target).exists():
+            write_version(target, published.files.save)
+
+
+def label_of(folder: Path) -> str:
+    """What both sides call the version in `output_dir/run_X/broadcast/step_N`: the path below `output_dir`."""
+    return folder.relative_to(folder.parent.parent.parent).as_posix()

@@ -14,8 +14,8 @@ import pytest
 from prime_rl.contract.layout import RunDir, list_steps
 from prime_rl.contract.status import TrainerStatus, read_status
 from prime_rl.trainer import publish as publish_module
-from prime_rl.trainer.broadcast import FileSystemWeightBroadcast
 from prime_rl.trainer.checkpoint import RunSnapshot
+from prime_rl.trainer.publish import FileSystemWeightBroadcast
 from prime_rl.trainer.runs import get_multi_run_manager
 from tests.fork_runner import Runner
 from tests.isolation_support import TOLERANCE

@@ -11,8 +11,8 @@ from prime_rl.configs.base import merge
 from prime_rl.contract.layout import RunDir, list_steps
 from prime_rl.lora.adapter_state import load_peft
 from prime_rl.trainer import writer
-from prime_rl.trainer.broadcast import FileSystemWeightBroadcast
 from prime_rl.trainer.checkpoint import RunSnapshot
+from prime_rl.trainer.publish import FileSystemWeightBroadcast
 from prime_rl.trainer.runs import get_multi_run_manager
 from tests.isolation_support import TOLERANCE, Adapter
 from tests.trainer_support import (

@@ -47,9 +47,9 @@ from prime_rl.orchestrator.checkpoint import find_progress, save_state
 from prime_rl.orchestrator.guard import check_run
 from prime_rl.orchestrator.metrics import last_eval_step, write_metrics
 from prime_rl.orchestrator.monitors.feed import MonitorFeed
-from prime_rl.trainer.broadcast import write_version
 from prime_rl.trainer.checkpoint import STATE_FILE
 from prime_rl.trainer.metrics import last_metrics_step
+from prime_rl.trainer.publish import write_version
 from prime_rl.trainer.retention import PROGRESS_FILE, prune, remove_step, sweep, trainer_steps
 from prime_rl.trainer.runs.discovery import Discovery, given_up, is_finished
 from prime_rl.trainer.runs.evictions import Evictions

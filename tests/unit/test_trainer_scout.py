@@ -11,9 +11,9 @@ import pytest
 from prime_rl.configs.orchestrator import OrchestratorConfig
 from prime_rl.contract.files import write_atomic
 from prime_rl.contract.layout import RunDir
-from prime_rl.trainer.data import POLL_S, Scout
 from prime_rl.trainer.runs import MultiRunManager
 from prime_rl.trainer.runs.discovery import Discovery
+from prime_rl.trainer.runs.scout import POLL_S, Scout
 from prime_rl.utils.watch import Watcher
 from prime_rl.utils.watch_backends import Backend, OnChange
 from tests.patience import PATIENCE_S
