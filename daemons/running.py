@@ -76,10 +76,9 @@ def start_workspace(
     ready = make_ready(wanted, output, stop=stop, say=say, is_quiet=is_quiet)
     if ready is None:
         return None
-    wanted = ready
-    child = launch.start_supervisor(output, take_workspace(wanted, output, say))
+    child = launch.start_supervisor(output, take_workspace(ready, output, say))
     try:
-        answers = launch.wait_until_ready(wanted.system, output, child, stop=stop, on_look=on_look)
+        answers = launch.wait_until_ready(ready.system, output, child, stop=stop, on_look=on_look)
     except launch.LaunchError:
         launch.down(output, timeout_s=None, say=say, supervisor=child)
         raise

@@ -76,7 +76,7 @@ def read_flags(argv: list[str]) -> tuple[argparse.Namespace, SystemConfig]:
     if args.gpu_memory is not None and not 0 < args.gpu_memory < float("inf"):
         raise FlagError(f"--gpu-memory {args.gpu_memory:g}: must be above 0")
     data, source = read_argv(rest)
-    said = {
+    given = {
         ("model", "name"): args.model,
         ("seq_len",): args.seq_len,
         ("trainer", "max_tokens_per_micro_batch"): args.tokens,
@@ -84,7 +84,7 @@ def read_flags(argv: list[str]) -> tuple[argparse.Namespace, SystemConfig]:
         ("lora", "rank"): args.rank,
         ("full_finetune",): args.full_finetune or None,
     }
-    for keys, value in said.items():
+    for keys, value in given.items():
         nested: Any = value
         for key in reversed(keys):
             nested = {key: nested}

@@ -117,8 +117,10 @@ class TrainerConfig(BaseConfig):
     @property
     def num_slots(self) -> int:
         """`max_concurrent_runs` as a number; 0 while it is auto and has not been worked out."""
-        value = self.max_concurrent_runs
-        return value if value != "auto" else 1 if self.model.lora is None else 0
+        if self.max_concurrent_runs != "auto":
+            return self.max_concurrent_runs
+        is_whole_model = self.model.lora is None
+        return 1 if is_whole_model else 0
 
     @property
     def micro_batch_tokens(self) -> int:

@@ -171,7 +171,7 @@ class WeightSender:
             server = self._servers[group_id] = _Server(group, backend, offer.number, request.ticket)
             logger.info("inference joined over %s, %d workers", backend, request.num_receivers)
         elif server.ticket != request.ticket:
-            # Who asks again has read the answer before.
+            # A server that asks again has read the answer before.
             self._store.delete_key(answer_key(server.ticket))
         server.offer, server.ticket = offer.number, request.ticket
         return server.group

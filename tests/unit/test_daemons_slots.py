@@ -1,4 +1,4 @@
-"""When the slots of a workspace are counted anew, and the trainer's ranks, for which they are counted."""
+"""When the slots of a workspace are counted again, and the trainer's ranks, for which they are counted."""
 
 from __future__ import annotations
 

@@ -178,20 +178,25 @@ def test_the_documents_have_the_models_that_matter() -> None:
 
 
 TABLES = re.findall(r"```\nprl fit FLAGS (.*)\n```\n\n\| FLAGS \| (.*) \|\n\|[-|]+\n((?:\| .*\n)+)", DOCUMENT)
-ANSWERS = [
-    pytest.param(f"{flags} {common}", dict(zip(columns.split(" | "), figures.split(" | "), strict=True)), id=flags)
-    for common, columns, rows in TABLES
-    for flags, figures in re.findall(r"^\| `(.*)` \| (.*) \|$", rows, re.M)
-]
+ONE_BY_ONE = """
+import sys
+from prime_rl.trainer.fit.__main__ import main
+for line in sys.stdin:
+    assert main([*line.split(), "--json"]) == 0, line
+"""
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("flags", "figures"), ANSWERS)
-def test_the_documents_have_what_prl_fit_answers(flags: str, figures: dict[str, str]) -> None:
-    """In a process of its own: a whole model on many ranks needs a process group, of which there is one a process."""
-    argv = [sys.executable, "-m", "prime_rl.trainer.fit", *flags.split(), "--json"]
-    found = json.loads(subprocess.run(argv, cwd=ROOT, check=True, capture_output=True, text=True).stdout)
-    assert {name: shown(name, found[name]) for name in figures} == figures
+@pytest.mark.parametrize(("common", "columns", "rows"), TABLES, ids=["one", "eight", "laptop"])
+def test_the_documents_have_what_prl_fit_answers(common: str, columns: str, rows: str) -> None:
+    """In a process of its own: another test may have made a process group of one."""
+    table = [line.strip("| ").split(" | ") for line in rows.splitlines()]
+    flags = "".join(f"{cells[0].strip('`')} {common}\n" for cells in table)
+    argv = [sys.executable, "-c", ONE_BY_ONE]
+    answers = subprocess.run(argv, cwd=ROOT, check=True, capture_output=True, text=True, input=flags).stdout
+    found = [json.loads(line) for line in answers.splitlines()]
+    shown_as = [[shown(name, answer[name]) for name in columns.split(" | ")] for answer in found]
+    assert shown_as == [cells[1:] for cells in table]
 
 
 def shown(name: str, value: float) -> str:
@@ -199,7 +204,7 @@ def shown(name: str, value: float) -> str:
 
 
 def test_the_documents_have_a_table_for_each_kind_of_machine_and_the_chunks_of_the_head() -> None:
-    assert [len(rows.splitlines()) for _, _, rows in TABLES] == [5, 4, 3] and len(ANSWERS) == 12
+    assert [len(rows.splitlines()) for _, _, rows in TABLES] == [5, 4, 3]
     chunks = re.findall(r"^\| ([\d,]+) \| ([\w ]+) \| ([\d,]+) \|$", DOCUMENT, re.M)
     assert [family for _, family, _ in chunks] == ["Qwen3", "Llama 3", "SmolLM2"]
     vocabularies = {str(shape["vocab_size"]) for shape in SHAPES.values()}
