@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator
 
 from prime_rl.contract.layout import LayoutError
@@ -28,7 +29,14 @@ def one_line_errors(what: str) -> Iterator[None]:
     except LayoutError as error:
         raise WrongUseError(in_one_line(str(error))) from error
     except (OSError, UnicodeError) as error:
-        raise ActionError(in_one_line(f"{what} failed: {error}")) from error
+        raise ActionError(in_one_line(f"{what} failed: {_in_words(error)}")) from error
+
+
+def _in_words(error: Exception) -> str:
+    """Of an error of the operating system its file and what is wrong, without its number."""
+    if isinstance(error, OSError) and error.strerror and error.filename:
+        return f"{os.fsdecode(error.filename)}: {error.strerror}"
+    return str(error)
 
 
 def in_one_line(text: str) -> str:

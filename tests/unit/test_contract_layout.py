@@ -36,6 +36,14 @@ def test_bad_run_ids_are_refused_by_name(run_id: str) -> None:
         OutputDir(Path("/nowhere")).run(run_id)
 
 
+def test_an_id_without_its_prefix_is_understood_in_the_message() -> None:
+    with pytest.raises(LayoutError, match=r"did you mean 'run_a'\?"):
+        check_run_id("a")
+    with pytest.raises(LayoutError) as refused:
+        check_run_id("../a")
+    assert "did you mean" not in str(refused.value)
+
+
 @given(st.text(max_size=80))
 def test_no_run_id_leaves_the_workspace(text: str) -> None:
     workspace = OutputDir(Path("/nowhere/workspace"))
