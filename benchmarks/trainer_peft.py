@@ -16,7 +16,7 @@ from benchmarks.trainer_step import ALPHA, LR, MAX_NORM, MAX_TOKENS, RANK, bench
 from prime_rl.configs.shared import DEFAULT_TARGET_MODULES
 from prime_rl.contract.types import SampleColumns
 from prime_rl.trainer.fair_queue import Row, rows_of, to_micro_batch
-from prime_rl.trainer.passes import Rows
+from prime_rl.trainer.step import Rows
 
 DELTA = 8.0
 

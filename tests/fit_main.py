@@ -23,8 +23,8 @@ from prime_rl.trainer.fit.predict import MOMENTS, Setting, micro_batch
 from prime_rl.trainer.fit.shapes import model_config
 from prime_rl.trainer.model import PolicyModel, adapt_model, train_whole
 from prime_rl.trainer.optim import make_optimizer
-from prime_rl.trainer.passes import forward_backward
 from prime_rl.trainer.sharding import mesh_of
+from prime_rl.trainer.step import forward_backward
 from prime_rl.trainer.whole_model import WholeModel
 from prime_rl.trainer.whole_run import ShardedWeights
 from prime_rl.trainer.world import setup_world

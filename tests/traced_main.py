@@ -46,10 +46,9 @@ from prime_rl.trainer.checkpoint import AdapterSnapshot, AdapterSnapshots
 from prime_rl.trainer.fair_queue import rows_of, to_micro_batch
 from prime_rl.trainer.model import PolicyModel, _put_head, _set_up_attention, adapt_model
 from prime_rl.trainer.optim import FlatWeights, RunOptimizer
-from prime_rl.trainer.passes import forward_backward
 from prime_rl.trainer.runs import MultiRunManager
 from prime_rl.trainer.runs.sync import Channel, ReadyRun
-from prime_rl.trainer.step import TrainStep
+from prime_rl.trainer.step import TrainStep, forward_backward
 from prime_rl.trainer.world import World
 from tests.trainer_support import sample, write_run
 

@@ -1,23 +1,34 @@
 """Passes over rows of many runs, and the update of one run.
 
-Gradients of a run collect in its own slot over as many passes as its batch takes; `update` then sums them over ranks,
-clips them by the run's own limit, and steps the run's optimizer and scheduler. What is not finite is reported, not
-raised: every rank sees the same numbers and comes to the same end.
+A pass is one forward and backward: each row's loss is that of its run, and its gradients go to its run's own slot. They
+collect there over as many passes as the run's batch takes; `TrainStep.update` then sums them over ranks, clips them by
+the run's own limit, and steps the run's optimizer and scheduler. What is not finite is reported, not raised: every rank
+sees the same numbers and comes to the same end.
+
+A pass does not wait for the device, and nothing in it depends on a number that it worked out: so the same code runs on
+tensors without memory (`fit`).
+
+Dimensions: R rows, T tokens, K positions of tokens that are a loss token in at least one row, N loss tokens.
 """
 
 from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
+from torch import Tensor
 
-from prime_rl.contract.types import MicroBatch
-from prime_rl.trainer.loss import LossSums, row_statistics, sums_by_run
-from prime_rl.trainer.model import PolicyModel
-from prime_rl.trainer.passes import forward_backward
+from prime_rl.configs.losses import LossConfig
+from prime_rl.contract.types import LOGPROB_DTYPE, MASK_DTYPE, TOKEN_DTYPE, MicroBatch
+from prime_rl.trainer.loss import LossInputs, LossSums, RowLosses, compute_losses, row_statistics, sums_by_run
+from prime_rl.trainer.model import PolicyModel, Targets
 from prime_rl.trainer.runs import MultiRunManager, TrainerRun
 from prime_rl.trainer.runs.sync import ReadyRun
 from prime_rl.trainer.world import World
@@ -91,3 +102,142 @@ class TrainStep:
     def _reduced(self, mine: LossSums) -> LossSums:
         # On the CPU, in double precision: reports, small and rare.
         return LossSums(*self._world.sum(torch.tensor(mine.as_list(), dtype=torch.float64)).tolist())
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A micro-batch on the host, padded at the right with token 0, which no loss token ever sees.
+
+    Attributes:
+        lengths_R: tokens of each row without the padding.
+        mask_RT: true at loss tokens. The first token of a row is never one: nothing predicts it.
+        columns_K: the positions in T of the tokens that are loss tokens in at least one row.
+    """
+
+    lengths_R: npt.NDArray[np.int64]
+    token_ids_RT: npt.NDArray[np.int64]
+    mask_RT: npt.NDArray[np.bool_]
+    columns_K: npt.NDArray[np.int64]
+    mask_RK: npt.NDArray[np.bool_]
+    sampled_logprobs_RK: npt.NDArray[np.float32]
+    advantages_R: npt.NDArray[np.float32]
+    temperatures_R: npt.NDArray[np.float32]
+    scales_R: npt.NDArray[np.float32]
+
+    @classmethod
+    def of(cls, batch: MicroBatch) -> Rows:
+        mask_RT = _padded(batch.loss_mask, MASK_DTYPE, batch.num_tokens, np.bool_)
+        mask_RT[:, 0] = False
+        columns_K = np.flatnonzero(mask_RT.any(axis=0))
+        return cls(
+            lengths_R=np.array([len(row) for row in batch.loss_mask], dtype=np.int64),
+            token_ids_RT=_padded(batch.token_ids, TOKEN_DTYPE, batch.num_tokens, np.int64),
+            mask_RT=mask_RT,
+            columns_K=columns_K,
+            mask_RK=mask_RT[:, columns_K],
+            sampled_logprobs_RK=_padded(batch.logprobs, LOGPROB_DTYPE, batch.num_tokens, np.float32)[:, columns_K],
+            advantages_R=np.array(batch.advantages, dtype=np.float32),
+            temperatures_R=np.array(batch.temperatures, dtype=np.float32),
+            scales_R=np.array(batch.loss_scales, dtype=np.float32),
+        )
+
+    def targets(self, rows: Sequence[int], device: torch.device, *, packed: bool) -> tuple[Targets, Tensor]:
+        """The loss tokens of `rows`, and the cells of `[R, K]` in which they stand.
+
+        The rows lie end to end, `packed` or each padded to T.
+        """
+        chosen = np.asarray(rows)
+        lengths_R = self.lengths_R[chosen] if packed else np.full(len(chosen), self.mask_RT.shape[1])
+        starts_R = np.cumsum(lengths_R) - lengths_R
+        row_N, token_N = np.nonzero(self.mask_RT[chosen])
+        at_N = starts_R[row_N] + token_N - 1
+        cells_N = chosen[row_N] * len(self.columns_K) + np.searchsorted(self.columns_K, token_N)
+        ids_N, temperatures_N = self.token_ids_RT[chosen[row_N], token_N], self.temperatures_R[chosen[row_N]]
+        found = [torch.from_numpy(array).to(device) for array in (at_N, ids_N, temperatures_N, cells_N)]
+        return Targets(*found[:3]), found[3]
+
+    def packed(self, rows: Sequence[int]) -> tuple[npt.NDArray[np.int64], list[int]]:
+        """The tokens of `rows` end to end, `[1, N]`, and how many each has."""
+        parts = [self.token_ids_RT[row, : self.lengths_R[row]] for row in rows]
+        return np.concatenate(parts)[None], [len(part) for part in parts]
+
+
+def _padded(columns: Sequence[bytes], column_dtype: str, width: int, dtype: type) -> npt.NDArray[Any]:
+    array: npt.NDArray[Any] = np.zeros((len(columns), width), dtype=dtype)
+    for row, column in enumerate(columns):
+        values = np.frombuffer(column, column_dtype)
+        array[row, : len(values)] = values
+    return array
+
+
+@dataclass(frozen=True)
+class PassResult:
+    """What a pass found, without gradient: for reports."""
+
+    inputs: LossInputs
+    losses: RowLosses
+    entropy_RK: Tensor
+
+
+def forward_backward(
+    model: PolicyModel, batch: MicroBatch, configs_R: Sequence[LossConfig], device: torch.device
+) -> PassResult | None:
+    """Add the gradients of `batch`, whose rows have the losses `configs_R`; None when it has no loss token.
+
+    A collective when the base model is sharded: every rank makes a pass for each pack, if only a blank one.
+    """
+    return _Pass(model, Rows.of(batch), device).run(batch, configs_R)
+
+
+@dataclass(frozen=True)
+class _Pass:
+    model: PolicyModel
+    rows: Rows
+    device: torch.device
+
+    def run(self, batch: MicroBatch, configs_R: Sequence[LossConfig]) -> PassResult | None:
+        rows = self.rows
+        # Before the pass with gradients: the adapters that it routes to must stay the same until its end.
+        base_logprobs_RK = self._base_logprobs(configs_R) if batch.base_pass else None
+        logprobs_RK, entropy_RK = self._logprobs(range(len(configs_R)), batch.run_idxs)
+        if not len(rows.columns_K):
+            # A sum over no position: it goes through all layers, for the other ranks, and its gradients are zero.
+            torch.autograd.backward(logprobs_RK.sum())
+            return None
+        inputs = LossInputs(
+            logprobs_RK=logprobs_RK,
+            sampled_logprobs_RK=self._on_device(rows.sampled_logprobs_RK),
+            advantages_R=self._on_device(rows.advantages_R),
+            mask_RK=self._on_device(rows.mask_RK),
+            scales_R=self._on_device(rows.scales_R),
+            base_logprobs_RK=base_logprobs_RK,
+        )
+        losses = compute_losses(configs_R, inputs)
+        # The sum mixes no gradients: each row reaches its run's adapter alone.
+        torch.autograd.backward(losses.loss_R.sum())
+        return PassResult(inputs, losses, entropy_RK)
+
+    def _logprobs(self, chosen: Sequence[int], run_idxs: Sequence[int | None]) -> tuple[Tensor, Tensor]:
+        """Log-probabilities and entropies `[R, K]` of the `chosen` rows, each with its adapter; zero elsewhere."""
+        rows, packs = self.rows, self.model.packs
+        targets, cells_N = rows.targets(chosen, self.device, packed=packs)
+        ids, lengths = rows.packed(chosen) if packs else (rows.token_ids_RT[list(chosen)], None)
+        both_N = self.model.token_logprobs(self._on_device(ids), run_idxs, targets, lengths)
+        shape = len(rows.mask_RT), len(rows.columns_K)
+        logprobs_RK, entropy_RK = (
+            each_N.new_zeros(math.prod(shape)).index_copy(0, cells_N, each_N).view(shape) for each_N in both_N
+        )
+        return logprobs_RK, entropy_RK
+
+    @torch.no_grad()
+    def _base_logprobs(self, configs_R: Sequence[LossConfig]) -> Tensor:
+        """The base model's log-probabilities for rows whose loss compares with it, and zero for the others.
+
+        A collective like the pass that follows: a rank that needs no row takes part too.
+        """
+        chosen = [row for row, config in enumerate(configs_R) if config.kl_coef > 0] or [0]
+        logprobs_RK, _ = self._logprobs(chosen, [None] * len(chosen))
+        return logprobs_RK
+
+    def _on_device(self, array: npt.NDArray[Any]) -> Tensor:
+        return torch.from_numpy(array).to(self.device)

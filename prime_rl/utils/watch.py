@@ -57,8 +57,7 @@ class Watcher:
         self._event = threading.Event()
         self._lock = threading.Lock()
         self._backend: Backend | None = None
-        # With the inode: a folder that was replaced by another is watched again.
-        self._watched: dict[Path, int] = {}
+        self._watched: set[Path] = set()
         self._changed: set[Path] = set()
         self._all_changed = False
         self._listed: list[Path] = []
@@ -89,12 +88,15 @@ class Watcher:
             return
         wanted, self._listed = set(listed), listed
         self._parents = {folder.parent for folder in wanted}
-        for folder in self._watched.keys() - wanted:
-            del self._watched[folder]
+        for folder in self._watched - wanted:
+            self._watched.discard(folder)
             if self._backend is not None:
                 self._backend.remove(folder)
-        stale = {folder for folder in wanted if folder in suspects or folder.parent in suspects} if suspects else set()
-        for folder in sorted((wanted - self._watched.keys()) | stale | self._replaced()):
+        if is_due:  # folders may have been replaced without an event
+            self._verified_at, unsure = time.monotonic(), wanted
+        else:
+            unsure = {folder for folder in wanted if folder in suspects or folder.parent in suspects}
+        for folder in sorted((wanted - self._watched) | unsure):
             if self._add(folder):
                 self._hint(folder)  # what landed before the watch was set is found by a look
 
@@ -144,25 +146,16 @@ class Watcher:
         self._event.set()
 
     def _add(self, folder: Path) -> bool:
+        """Whether `folder` is watched from now on, and was not before, or another folder was in its place."""
         backend = self._backend or self._start(folder)
         try:
             added = backend.add(folder)
         except OSError as error:  # ENOSPC, EMFILE: no more watches
             self._fall_back(error)
             return folder in self._watched or self._add(folder)
-        if added:
-            self._watched[folder] = _inode(folder)
-        else:
-            self._watched.pop(folder, None)
-        return added
-
-    def _replaced(self) -> set[Path]:
-        """Folders that were replaced without an event, at every rescan."""
-        now = time.monotonic()
-        if now - self._verified_at < self.rescan_s:
-            return set()
-        self._verified_at = now
-        return {folder for folder, inode in self._watched.items() if _inode(folder) != inode}
+        is_new = added is True or (added is False and folder not in self._watched)
+        (self._watched.discard if added is None else self._watched.add)(folder)
+        return is_new
 
     def _start(self, folder: Path) -> Backend:
         if self._kind == "auto" and not events_come(folder, self._mount_table):
@@ -197,10 +190,3 @@ class Watcher:
 
     def _polling(self) -> PollingEvents:
         return PollingEvents(self._on_change, self._poll_s)
-
-
-def _inode(folder: Path) -> int:
-    try:
-        return folder.stat().st_ino
-    except OSError:
-        return 0

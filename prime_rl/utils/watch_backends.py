@@ -38,8 +38,8 @@ warnings.filterwarnings("ignore", message="Callback with id", category=RuntimeWa
 class Backend(Protocol):
     """A changing set of watched folders."""
 
-    def add(self, folder: Path) -> bool:
-        """Watch `folder`, again if it is watched; false when it does not exist. OSError at a limit."""
+    def add(self, folder: Path) -> bool | None:
+        """Watch what is at `folder` now: false when it was watched, None when there is nothing. OSError at a limit."""
 
     def remove(self, folder: Path) -> None:
         """Watch `folder` no longer."""
@@ -76,7 +76,7 @@ class NativeEvents:
         self._reader = InotifyFD()
         self._reader.start()
 
-    def add(self, folder: Path) -> bool:
+    def add(self, folder: Path) -> bool | None:
         from watchdog.observers.inotify_c import CallbackId
 
         new_id = CallbackId(next(self._ids))
@@ -84,7 +84,7 @@ class NativeEvents:
             wd = self._reader.add_callback(os.fsencode(folder), self._mask, self, new_id)
         except (FileNotFoundError, NotADirectoryError):
             self.remove(folder)
-            return False
+            return None
         with self._lock:
             old = self._watches.pop(folder, None)
             if wd != -1:  # no permission
@@ -94,7 +94,8 @@ class NativeEvents:
             self._drop(*old, is_replaced=old[0] == wd)
         if wd == -1:
             self._drop(wd, new_id)
-        return wd != -1
+            return None
+        return old is None or old[0] != wd
 
     def remove(self, folder: Path) -> None:
         with self._lock:
@@ -150,12 +151,13 @@ class PollingEvents:
         self._thread = threading.Thread(target=self._run, name="watch-poll", daemon=True)
         self._thread.start()
 
-    def add(self, folder: Path) -> bool:
+    def add(self, folder: Path) -> bool | None:
+        if folder in self._pictures:  # what changed since the last look at it must still be reported
+            return False if folder.is_dir() else None
         picture = picture_of(folder)
         with self._lock:
-            # What changed since the last look at a known folder must still be reported.
-            self._pictures.setdefault(folder, picture)
-            return picture is not None
+            self._pictures[folder] = picture
+        return None if picture is None else True
 
     def remove(self, folder: Path) -> None:
         with self._lock:

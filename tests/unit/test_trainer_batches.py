@@ -20,7 +20,7 @@ from prime_rl.configs.orchestrator import OrchestratorConfig
 from prime_rl.contract.types import BYTES_BESIDES, BadBatchError, BatchColumns, TrainingBatch, read_batch, write_batch
 from prime_rl.trainer.batch_files import BatchLimits, check_batch, take_batch
 from prime_rl.trainer.fair_queue import rows_of, to_micro_batch
-from prime_rl.trainer.passes import Rows
+from prime_rl.trainer.step import Rows
 from tests.trainer_support import VOCAB, make_batch, sample
 
 LIMITS = BatchLimits("run_a", 3, seq_len=32, vocab_size=VOCAB, max_async_level=1, max_bytes=20_000)

@@ -17,8 +17,7 @@ from hypothesis import strategies as st
 from prime_rl.configs.orchestrator import OrchestratorConfig
 from prime_rl.contract.layout import OutputDir, RunDir
 from prime_rl.trainer.runs.config_file import QUIET_S
-from prime_rl.trainer.runs.discovery import Discovery, Findings
-from prime_rl.trainer.runs.presence import CLOSE_LOOKS, Presence
+from prime_rl.trainer.runs.discovery import CLOSE_LOOKS, Discovery, Findings
 
 SETTLE_S = 0.5
 
@@ -293,12 +292,13 @@ def test_a_linked_config_is_not_followed(tmp_path: Path) -> None:
 
 def test_prints_spare_what_has_not_changed(tmp_path: Path) -> None:
     runs = [run_of(tmp_path, f"run_{number}", text_of()) for number in range(3 * CLOSE_LOOKS)]
-    later = Presence(tmp_path, wall_ns=lambda: time.time_ns() + 10**10)
+    later = Discovery(tmp_path, lambda config: None, wall_ns=lambda: time.time_ns() + 10**10)
     names = {run.run_id for run in runs}
-    assert later.look() == names
-    turns = [later.look() for _ in range(CLOSE_LOOKS)]
+    assert later.suspects() == names
+    turns = [later.suspects() for _ in range(CLOSE_LOOKS)]
     assert {len(turn) for turn in turns} == {3} and set().union(*turns) == names, "each has its turn"
-    changed = next(run for run in runs if (list(later.entries).index(run.run_id) + 1) % CLOSE_LOOKS)
+    in_order = sorted(runs, key=lambda run: run.run_id)
+    changed = next(run for index, run in enumerate(in_order) if (index + 1) % CLOSE_LOOKS)
     for change in (
         lambda: place(changed, text_of(2)),
         lambda: changed.evicted.write_text("no"),
@@ -307,14 +307,14 @@ def test_prints_spare_what_has_not_changed(tmp_path: Path) -> None:
         lambda: OutputDir(tmp_path).daemons.mkdir(),
         lambda: OutputDir(tmp_path).daemon_status(changed.run_id).write_text("{}"),
     ):
-        while changed.run_id in later.look():
+        while changed.run_id in later.suspects():
             pass
         change()
-        again = later.look() | later.look()
+        again = later.suspects() | later.suspects()
         assert changed.run_id in again or not OutputDir(tmp_path).daemon_status(changed.run_id).exists()
-    young = Presence(tmp_path)
-    young.look()
-    assert young.look() == names, "times that are too young are not believed"
+    young = Discovery(tmp_path, lambda config: None)
+    young.suspects()
+    assert young.suspects() == names, "times that are too young are not believed"
 
 
 # Sequences of file operations against a Discovery that has no memory.

@@ -23,7 +23,7 @@ from prime_rl.trainer.fit.capacity import GIB, TOKENS_STEP, most_runs, most_serv
 from prime_rl.trainer.fit.meter import metered
 from prime_rl.trainer.fit.predict import HOST_COPIES, PassMemory, Setting, measure, predict
 from prime_rl.trainer.fit.shapes import UnknownModel, model_config
-from prime_rl.trainer.logprobs import CHUNK_BYTES
+from prime_rl.trainer.fused import CHUNK_BYTES
 from tests.daemons_support import ROOT
 
 TINY = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}

@@ -36,7 +36,7 @@ def test_without_limits_the_layers_decide(tmp_path: Path) -> None:
     lora = manager.config[0].model.lora
     assert (lora.rank, lora.alpha, manager.scaling_factors) == (8, 32.0, [4.0, 3.0])
     text = large.config_error.read_text()
-    assert "model.lora.rank: found 9: the registered layers hold at most 8" in text
+    assert "model.lora.rank: found 9: must be at most the trainer's 8" in text
 
 
 def test_without_layers_any_rank_is_taken(tmp_path: Path) -> None:

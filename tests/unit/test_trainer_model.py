@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from prime_rl.configs.shared import DEFAULT_TARGET_MODULES, LoRAConfig
 from prime_rl.configs.trainer import TrainerModelConfig
-from prime_rl.trainer import logprobs
+from prime_rl.trainer import fused
 from prime_rl.trainer.model import ModelError, PolicyModel, Targets, adapt_model
 from tests.numeric import check_same, num_terms
 from tests.trainer_support import tiny_model
@@ -90,7 +90,7 @@ def test_log_probabilities_are_those_of_the_logits() -> None:
 
 
 def test_no_more_than_a_chunk_of_the_logits_exists(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(logprobs, "CHUNK_BYTES", 4 * NUM_VOCABULARY * 6)
+    monkeypatch.setattr(fused, "CHUNK_BYTES", 4 * NUM_VOCABULARY * 6)
     model, (ids_RT, targets) = adapted(), some_targets()
     with LargestLogits() as seen, saved_shapes() as shapes:
         logprobs_N, _ = model.token_logprobs(ids_RT, RUN_IDXS, targets)

@@ -16,7 +16,7 @@ from prime_rl.configs.losses import LossConfig, LossMean
 from prime_rl.contract.types import TOKEN_BYTES, TOKEN_DTYPE, SampleColumns, TrainingSample
 from prime_rl.trainer.fair_queue import Row, RowQueue, blank_micro_batch, deal, rows_of, to_micro_batch
 from prime_rl.trainer.loss import LossInputs, compute_loss
-from prime_rl.trainer.passes import Rows
+from prime_rl.trainer.step import Rows
 from tests.loss_support import EVERY_LOSS, name_of
 from tests.trainer_support import sample
 

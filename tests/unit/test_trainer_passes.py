@@ -19,7 +19,7 @@ from prime_rl.trainer.attention import can_pack
 from prime_rl.trainer.fair_queue import rows_of, to_micro_batch
 from prime_rl.trainer.fit.meter import metered
 from prime_rl.trainer.model import PolicyModel, adapt_model
-from prime_rl.trainer.passes import PassResult, forward_backward
+from prime_rl.trainer.step import PassResult, forward_backward
 from tests.numeric import check_same, num_terms
 from tests.trainer_support import sample, tiny_model
 

@@ -11,7 +11,10 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from prime_rl.configs.orchestrator import RunLoRAConfig
+from prime_rl.configs.orchestrator import OrchestratorConfig, RunLoRAConfig
+from prime_rl.configs.shared import LoRAConfig
+from prime_rl.configs.trainer import TrainerConfig
+from prime_rl.configs.validate import TrainerLimits
 from prime_rl.lora.adapter_state import export_adapter, load_adapter, reset_adapter
 from prime_rl.lora.linear import MultiLoRALinear
 
@@ -46,6 +49,12 @@ class SlotAdapters:
     def __init__(self, max_runs: int) -> None:
         self.layers: dict[str, MultiLoRALinear] = {}
         self.scaling = [1.0] * max_runs
+
+    def limits_for(self, config: OrchestratorConfig) -> TrainerLimits:
+        """What the layers can serve, where there is no trainer's config: any model, and ranks that they hold."""
+        rank = self.max_rank or config.model.lora.rank or LoRAConfig().rank
+        seq_len = config.seq_len or TrainerConfig(max_concurrent_runs=1).seq_len
+        return TrainerLimits(config.model.name, seq_len, rank, LoRAConfig().alpha)
 
     @property
     def max_rank(self) -> int | None:

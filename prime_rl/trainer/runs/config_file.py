@@ -1,8 +1,8 @@
-"""The `orch.toml` of runs without a slot: read once for every content, when it has stopped changing.
+"""The `orch.toml` of one run: read once for every content, when it has stopped changing.
 
 An editor may empty a file and write it again, write it twice, or touch it. So a file that was written in place is left
-alone for a moment after each change, and an invalid one is reported only when it stays unchanged for `settle_s`. A file
-that was renamed into place is whole at once. The same content is not judged twice. Writes nothing but
+alone for a moment after each change, and an invalid one is a problem only when it stays unchanged for `settle_s`. A
+file that was renamed into place is whole at once. The same content is not judged twice. Writes nothing but
 `config_validation_error.txt`: made by `report` when a config is bad, removed when it is valid again.
 """
 
@@ -12,8 +12,7 @@ import contextlib
 import hashlib
 import logging
 import os
-from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 
 from prime_rl.configs.base import ConfigError, ConfigProblem
@@ -31,171 +30,111 @@ MAX_ERROR_CHARS = 20_000
 # The beginning of a file can be a valid config with other defaults. Between two writes of one save less time passes.
 QUIET_S = 0.05
 
-# So long, or so many of them, may reports hold up the other work of one look.
-REPORT_S, MIN_REPORTS = 0.1, 16
-
 # Null when the config is good, else what is wrong with it.
 Validate = Callable[[OrchestratorConfig], str | None]
-# Changes with every write, rename and change of permissions.
-Signature = tuple[str, int, int, int, int]
+# Of one path: inode, times of content and of attributes, size. Another one after every write, rename and chmod.
+Print = tuple[int, int, int, int]
 
 
-@dataclass(frozen=True)
-class Reading:
-    """What one look at a file gave.
+class ConfigFile:
+    """What is known of it. After a `read` that ended, either `config` or `problem` is set.
 
-    `config` is None when it is bad, or while the file still changes: then read it again at `due` (seconds of the
-    clock). `landed_ns` is the time of the file.
+    Attributes:
+        landed_ns: the time of the file.
+        is_reported: whether `report` wrote down the problem that the last `read` found.
     """
 
-    config: OrchestratorConfig | None
-    landed_ns: int
-    due: float | None = None
+    def __init__(self, run: RunDir) -> None:
+        self.run = run
+        self.config: OrchestratorConfig | None = None
+        self.problem: str | None = None
+        self.landed_ns = 0
+        self.is_reported = False
+        self._print: Print | None = None
+        self._since = 0.0
+        self._is_judged = False
+        self._digest: bytes | None = None
 
+    def read(self, validate: Validate, settle_s: float, now: float) -> float | None:
+        """Look at it: null, or when to look again because it may still change. OSError when it cannot be read.
 
-@dataclass
-class _File:
-    """What is known of a file. `seen_at` is when it was first seen with this signature."""
-
-    signature: Signature
-    seen_at: float
-    is_judged: bool = False
-    digest: bytes = b""
-    config: OrchestratorConfig | None = None
-    problem: str | None = None
-
-
-class ConfigFiles:
-    """Reads them, and remembers what it read.
-
-    Args:
-        settle_s: how long a bad file must stay as it is before that is reported; 0 judges every file at once.
-        clock: monotonic seconds.
-    """
-
-    def __init__(self, validate: Validate, settle_s: float, clock: Callable[[], float]) -> None:
-        self._validate = validate
-        self._settle_s = settle_s
-        self._clock = clock
-        self._files: dict[str, _File] = {}
-        self._unreported: dict[str, tuple[RunDir, str]] = {}
-
-    @property
-    def has_unreported(self) -> bool:
-        """Whether `report` has more to write."""
-        return bool(self._unreported)
-
-    def read(self, run: RunDir) -> Reading:
-        """Look at the config of `run`. OSError when it is gone or cannot be read."""
-        path = run.orch_toml
+        Args:
+            settle_s: how long a bad file must stay as it is; 0 judges every file at once.
+            now: monotonic seconds.
+        """
+        path = self.run.orch_toml
         stat = path.lstat()
-        now = self._clock()
-        file = self._seen(run.run_id, _signature(path, stat), now)
-        rest_s = now - file.seen_at
-        quiet_s = min(QUIET_S, self._settle_s)
-        if not file.is_judged:
-            was_renamed = stat.st_ctime_ns > stat.st_mtime_ns
-            if rest_s < quiet_s and not was_renamed:
-                return Reading(None, stat.st_mtime_ns, due=file.seen_at + quiet_s)
-            self._judge(file, path, stat.st_size)
-        if file.problem is not None:
-            if rest_s < self._settle_s:
-                return Reading(None, stat.st_mtime_ns, due=file.seen_at + self._settle_s)
-            self._unreported[run.run_id] = (run, file.problem)
-        else:
-            self._unreported.pop(run.run_id, None)
+        if print_of(stat) != self._print:
+            self._print, self._since, self._is_judged = print_of(stat), now, False
+        self.landed_ns = stat.st_mtime_ns
+        quiet_until = self._since + min(QUIET_S, settle_s)
+        was_renamed = stat.st_ctime_ns > stat.st_mtime_ns
+        if not (self._is_judged or was_renamed) and now < quiet_until:
+            return quiet_until
+        self._judge(path, stat.st_size, validate)
+        if self.problem is not None and now < self._since + settle_s:
+            return self._since + settle_s
+        self.is_reported = False
+        if self.problem is None:
             with contextlib.suppress(IsADirectoryError):  # a folder was not written by us
-                run.config_error.unlink(missing_ok=True)
-        return Reading(file.config, stat.st_mtime_ns)
+                self.run.config_error.unlink(missing_ok=True)
+        return None
 
-    def has_changed(self, run: RunDir) -> bool:
+    def has_changed(self) -> bool:
         """Whether the content is another one than at the last look; for a run that is not to be judged."""
-        path = run.orch_toml
-        file = self._files.get(run.run_id)
+        path = self.run.orch_toml
         try:
-            signature = _signature(path, path.lstat())
-            if file is None or file.signature == signature:
+            found = print_of(path.lstat())
+            if found == self._print:
                 return False
-            before, digest = file.digest, _digest(path)
+            before, digest = self._digest, _digest(path)
         except OSError:
             return False
-        file.signature, file.is_judged = signature, False
+        self._print, self._is_judged = found, False
         if digest != before:
-            file.digest, file.config, file.problem = digest, None, None
+            self._digest, self.config, self.problem = digest, None, None
         return digest != before
 
-    def forget(self, run_id: str) -> None:
-        self._files.pop(run_id, None)
-        self._unreported.pop(run_id, None)
+    def report(self) -> None:
+        """Write the problem down where people look for it, not through a link that the run has become meanwhile."""
+        try:
+            known = read_text(self.run.config_error)
+        except FileRefused:
+            known = None
+        if refusal(self.run.path.parent, self.run.path) is None and known != f"{self.problem}\n":
+            logger.warning("%s: %s", self.run.run_id, self.problem)
+            write_atomic(self.run.config_error, f"{self.problem}\n")
+        self.is_reported = True
 
-    def forget_all(self) -> None:
-        self._files.clear()
-        self._unreported.clear()
-
-    def forget_except(self, run_ids: Collection[str]) -> None:
-        for run_id in self._files.keys() - run_ids:
-            self.forget(run_id)
-
-    def report(self) -> list[str]:
-        """Write down what is wrong with some bad configs, oldest first; the ids of the runs for which that failed.
-
-        Each is a file that the disk must take: thousands must keep neither the next run waiting nor those that train.
-        """
-        failed = []
-        end_s = self._clock() + REPORT_S
-        for number, run_id in enumerate(list(self._unreported)):
-            if number >= MIN_REPORTS and self._clock() >= end_s:
-                break
-            try:
-                _report(*self._unreported.pop(run_id))
-            except OSError as error:
-                logger.debug("cannot write the config error of %s: %s", run_id, error)
-                failed.append(run_id)
-        return failed
-
-    def _seen(self, run_id: str, signature: Signature, now: float) -> _File:
-        file = self._files.setdefault(run_id, _File(signature, now))
-        if file.signature != signature:
-            file.signature, file.seen_at, file.is_judged = signature, now, False
-        return file
-
-    def _judge(self, file: _File, path: Path, size: int) -> None:
+    def _judge(self, path: Path, size: int, validate: Validate) -> None:
+        if self._is_judged:
+            return
         try:
             digest = _digest(path)
         except (PermissionError, FileRefused):
             digest = b""  # the error is reported when it is read as a config
-        if digest != file.digest or (file.config is None and file.problem is None):
-            file.config, file.problem = self._parse(path, size)
-            file.digest = digest
-        file.is_judged = True
-
-    def _parse(self, path: Path, size: int) -> tuple[OrchestratorConfig | None, str | None]:
-        try:
-            if size > MAX_CONFIG_BYTES:
-                raise ConfigError(str(path), [ConfigProblem("", f"larger than {MAX_CONFIG_BYTES} bytes")])
-            config = load_run_config(path)
-            problem = self._validate(config)
-            text = f"{PARSE_ERROR_PREFIX}: {path}: {problem}" if problem else None
-        except ConfigError as error:
-            text = explain(error)
-        except Exception as error:  # what a hostile file makes a parser do (nesting without end) is its own fault
-            text = f"{PARSE_ERROR_PREFIX}: {path}: {error_text(error)}"
-        return (config, None) if text is None else (None, printable(text)[:MAX_ERROR_CHARS])
+        if digest != self._digest or (self.config is None and self.problem is None):
+            self.config, self.problem = _parse(path, size, validate)
+            self._digest = digest
+        self._is_judged = True
 
 
-def _report(run: RunDir, problem: str) -> None:
-    """Write it down where people look for it, once; not through a link that the run has become meanwhile."""
+def print_of(stat: os.stat_result) -> Print:
+    return (stat.st_ino, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_size)
+
+
+def _parse(path: Path, size: int, validate: Validate) -> tuple[OrchestratorConfig | None, str | None]:
     try:
-        known = read_text(run.config_error)
-    except FileRefused:
-        known = None
-    if refusal(run.path.parent, run.path) is None and known != problem + "\n":
-        logger.warning("%s: %s", run.run_id, problem)
-        write_atomic(run.config_error, problem + "\n")
-
-
-def _signature(path: Path, stat: os.stat_result) -> Signature:
-    return (str(path), stat.st_ino, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_size)
+        if size > MAX_CONFIG_BYTES:
+            raise ConfigError(str(path), [ConfigProblem("", f"larger than {MAX_CONFIG_BYTES} bytes")])
+        config = load_run_config(path)
+        problem = validate(config)
+        text = f"{PARSE_ERROR_PREFIX}: {path}: {problem}" if problem else None
+    except ConfigError as error:
+        text = explain(error)
+    except Exception as error:  # what a hostile file makes a parser do (nesting without end) is its own fault
+        text = f"{PARSE_ERROR_PREFIX}: {path}: {error_text(error)}"
+    return (config, None) if text is None else (None, printable(text)[:MAX_ERROR_CHARS])
 
 
 def _digest(path: Path) -> bytes:

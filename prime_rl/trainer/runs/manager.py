@@ -26,11 +26,10 @@ import torch
 from torch import Tensor, nn
 
 from prime_rl.configs.orchestrator import OrchestratorConfig
-from prime_rl.configs.validate import TrainerLimits
+from prime_rl.configs.validate import TrainerLimits, check_against_trainer, resolve
 from prime_rl.contract.layout import RunDir
 from prime_rl.lora.linear import MultiLoRALinear
 from prime_rl.trainer.runs.adapters import SlotAdapters, SlotWeights, dtype_of, rank_of
-from prime_rl.trainer.runs.admission import AdmissionRules
 from prime_rl.trainer.runs.discovery import Candidate, Discovery, Findings
 from prime_rl.trainer.runs.evictions import Evictions
 from prime_rl.trainer.runs.hooks import (
@@ -88,8 +87,8 @@ class MultiRunManager:
         self.waiting: list[str] = []
         self._adapters = SlotAdapters(max_runs)
         self._weights: SlotWeights = self._adapters
-        self._rules = AdmissionRules(limits, self._adapters)
-        self._hooks = Hooks(validation=[self._rules.check])
+        self._limits = limits
+        self._hooks = Hooks(validation=[self._fits])
         self._discovery = Discovery(self.output_dir, self._hooks.problem_of, settle_s)
         self._num_admissions = 0
         self._synced: list[SlotState] = []
@@ -295,6 +294,14 @@ class MultiRunManager:
                 self.waiting.append(candidate.run.run_id)
         self._discovery.report(self.findings)
 
+    def _limits_for(self, config: OrchestratorConfig) -> TrainerLimits:
+        return self._limits or self._adapters.limits_for(config)
+
+    def _fits(self, config: OrchestratorConfig) -> tuple[bool, str]:
+        """The first config validation hook."""
+        problems = "; ".join(str(problem) for problem in check_against_trainer(config, self._limits_for(config)))
+        return not problems, problems
+
     def _forget(self, run: TrainerRun, reason: str) -> None:
         logger.info("%s leaves slot %d: %s", run.run_id, run.run_idx, reason)
         own = [partial(self.life.forgotten, run)] if self.life else []
@@ -303,7 +310,7 @@ class MultiRunManager:
         self._free(run.run_idx)
 
     def _admit(self, candidate: Candidate) -> None:
-        config = self._rules.resolve(candidate.config)
+        config = resolve(candidate.config, self._limits_for(candidate.config))
         self._num_admissions += 1
         run = TrainerRun(min(self.unused_idxs), candidate.run, config, self._num_admissions, candidate.inode)
         self._take_slot(run)
