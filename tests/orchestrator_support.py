@@ -19,7 +19,8 @@ import uvicorn
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from prime_rl.configs.base import build, merge
-from prime_rl.configs.orchestrator import OrchestratorConfig, SamplingConfig
+from prime_rl.configs.orchestrator import OrchestratorConfig
+from prime_rl.configs.sampling import SamplingConfig
 from prime_rl.contract.files import mark_stable, staged_dir
 from prime_rl.contract.layout import (
     BASE_WEIGHTS,
@@ -243,10 +244,13 @@ class FakeInference:
     def _choice(self, model: str, body: dict[str, Any], number: int) -> dict[str, Any]:
         letter = self.letter or 65 + (body["seed"] + number) % 26
         token_ids = [FIRST_BYTE + self.version_of(model), FIRST_BYTE + letter, IM_END][: body["max_tokens"]]
+        stops = chr(letter) in body.get("stop", ())
+        token_ids = token_ids[:2] if stops else token_ids
         return {
             "token_ids": token_ids,
             "logprobs": {"token_logprobs": [-0.5] * len(token_ids)},
-            "finish_reason": "stop" if token_ids[-1] == IM_END else "length",
+            "finish_reason": "stop" if stops or token_ids[-1] == IM_END else "length",
+            "stop_reason": chr(letter) if stops else None,
             "text": "",
         }
 
@@ -338,7 +342,7 @@ def make_worker(
     client: InferenceClient, policy: PolicyVersions, model: Path, envs: Mapping[str, Environment], **over: Any
 ) -> RolloutWorker:
     settings = {"seq_len": 256, "max_tokens": 8, "rollouts_per_example": 2, "seed": 1, **over}
-    sampling = SamplingConfig(max_tokens=settings.pop("max_tokens"))
+    sampling = settings.pop("sampling", SamplingConfig(max_tokens=settings.pop("max_tokens")))
     return RolloutWorker(
         TurnSampler(client, policy, sampling, seq_len=settings.pop("seq_len")),
         ChatTokenizer.load(str(model)),

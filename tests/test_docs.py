@@ -153,7 +153,7 @@ def test_advantages_are_those_of_the_config() -> None:
     assert re.findall(r"^\| (\w+) \|", text, re.MULTILINE)[1:] == list(get_args(AdvantageType))
     assert re.findall(r"^\| (\w+) \|.*\| the default:", text, re.MULTILINE) == [AdvantageConfig().type]
     assert re.findall(r"^`(\w+)` = coef \(default 0,", text, re.MULTILINE) == ["length_penalty"]
-    assert set(AdvantageConfig.model_fields) == {"type", "length_penalty"}
+    assert set(AdvantageConfig.model_fields) == {"type", "length_penalty", "mask_truncated"}
 
 
 def defaults_of(config: BaseLossConfig) -> dict[str, object]:
@@ -183,7 +183,8 @@ def test_environments_and_their_arguments_are_those_of_the_code() -> None:
     """docs/environments.md has every built-in environment, its arguments and their defaults."""
     import json
 
-    from prime_rl.configs.orchestrator import BUILT_IN_ENVS, EnvConfig, OrchestratorConfig
+    from prime_rl.configs.envs import BUILT_IN_ENVS, EnvConfig
+    from prime_rl.configs.orchestrator import OrchestratorConfig
     from prime_rl.orchestrator.envs import BUILT_IN_ARGS
     from prime_rl.orchestrator.envs.checked import FAILURE_WINDOW, MIN_ROLLOUTS
     from prime_rl.orchestrator.envs.child import PLUGIN_GROUP
@@ -222,13 +223,14 @@ async def test_the_environment_of_the_document_works() -> None:
     assert check_outcome(await env.rollout(example, Yes()), (0, 1)).reward == 1.0
 
 
-def test_arguments_of_verifiers_are_those_of_the_code() -> None:
+@pytest.mark.parametrize("provider", ["verifiers", "reasoning-gym"])
+def test_arguments_of_other_peoples_environments_are_those_of_the_code(provider: str) -> None:
     """Read from the source: to import it takes seconds."""
-
-    source = (ROOT / "prime_rl" / "orchestrator" / "envs" / "verifiers_env.py").read_text()
+    module = provider.replace("-", "_") + "_env.py"
+    source = (ROOT / "prime_rl" / "orchestrator" / "envs" / module).read_text()
     fields = set(re.findall(r"^    (\w+): \S+.* = Field\(", source, re.MULTILINE))
     blocks = re.findall(r"```toml\n(.*?)```", TEXT[ROOT / "docs" / "environments.md"], re.DOTALL)
-    (args,) = [e["args"] for b in blocks for e in tomllib.loads(b).get("env", []) if e["id"].startswith("verifiers:")]
+    (args,) = [e["args"] for b in blocks for e in tomllib.loads(b).get("env", []) if e["id"].startswith(f"{provider}:")]
     assert set(args) == fields
 
 

@@ -6,23 +6,18 @@ to the trainer's: `validate.resolve`. TOML has no null: "null" in a help text be
 
 from __future__ import annotations
 
-import difflib
-import math
-import re
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
 from prime_rl.configs.base import BaseConfig
+from prime_rl.configs.envs import EnvConfig
 from prime_rl.configs.losses import AipoLossConfig, DrGrpoLossConfig, LossConfig
 from prime_rl.configs.monitors import MonitorConfig, SamplesConfig
+from prime_rl.configs.sampling import EvalSamplingConfig, SamplingConfig
 from prime_rl.configs.shared import LogConfig, WatchConfig
 
-Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
 ServerUrl = Annotated[str, Field(pattern=r"^https?://[^/\s]+(/\S*)?$")]
-# Environments that need nothing but this project, and the form of all others: provider and name.
-BUILT_IN_ENVS = ("reverse-text", "sort-letters", "upper-case", "arithmetic", "guess-number")
-PLUGGED_ENV = re.compile(r"(?:verifiers|plugin):[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 Beta = Annotated[float, Field(ge=0, lt=1)]
 AdvantageType = Literal["mean", "grpo", "rloo", "dr_grpo", "maxrl"]
 
@@ -109,72 +104,9 @@ class AdvantageConfig(BaseConfig):
     """Share of its reward that a right answer loses for being long, compared with the right answers of its group;
     0: off. The reward in metrics and batches does not change."""
 
-
-class SamplingConfig(BaseConfig):
-    """How completions are sampled."""
-
-    temperature: float = Field(1.0, gt=0, le=2)
-    """Logits are divided by this. Must be above zero: greedy rollouts carry no gradient."""
-
-    max_tokens: int = Field(64, ge=1)
-    """Longest completion of one turn, in tokens."""
-
-
-class EnvConfig(BaseConfig):
-    """One environment of the run; several are sampled equally often."""
-
-    id: str
-    """The environment: a built-in one, "verifiers:TASKSET", or "plugin:NAME" (docs/environments.md)."""
-
-    name: Name | None = None
-    """Name in metrics; null takes the last part of the id."""
-
-    args: dict[str, Any] = Field(default_factory=dict)
-    """Arguments of the environment."""
-
-    env_vars: list[str] = Field(default_factory=list)
-    """Environment variables that the process of the environment gets besides what every process needs (PATH, HOME and
-    the like, docs/environments.md), by name. The API key of inference is never among them."""
-
-    timeout_s: float = Field(60.0, gt=0, allow_inf_nan=False)
-    """Deadline, in seconds, of each step of the environment between two answers of the policy. Waiting for the policy
-    does not count. A rollout that misses it is dropped."""
-
-    reward_range: tuple[float, float] = (0.0, 1.0)
-    """Lowest and highest reward of the environment. A rollout with a reward outside of it is dropped."""
-
-    @property
-    def label(self) -> str:
-        """The environment's name in metrics."""
-        return self.name or self.id.rpartition(":")[2]
-
-    @field_validator("id")
-    @classmethod
-    def _is_known(cls, env_id: str) -> str:
-        if env_id in BUILT_IN_ENVS or PLUGGED_ENV.fullmatch(env_id):
-            return env_id
-        near = difflib.get_close_matches(env_id, BUILT_IN_ENVS, n=1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
-        raise ValueError(
-            f"found {env_id!r}; {hint}expected one of {', '.join(BUILT_IN_ENVS)}, verifiers:TASKSET, plugin:NAME"
-        )
-
-    @model_validator(mode="after")
-    def _range_has_a_length(self) -> Self:
-        low, high = self.reward_range
-        if not (math.isfinite(low) and math.isfinite(high) and low < high):
-            raise ValueError(f"reward_range: found [{low}, {high}]: must be two numbers, the lower one first")
-        return self
-
-
-class EvalSamplingConfig(BaseConfig):
-    """How completions are sampled in evaluations; defaults come from `[sampling]`."""
-
-    temperature: float | None = Field(None, ge=0, le=2)
-    """Logits are divided by this; 0 always takes the most likely token; null: that of `[sampling]`."""
-
-    max_tokens: int | None = Field(None, ge=1)
-    """Longest completion of one turn, in tokens; null: that of `[sampling]`."""
+    mask_truncated: bool = False
+    """Learn nothing from a rollout that was cut at a token limit: its advantage is 0. Its reward still counts for its
+    group."""
 
 
 class EvalConfig(BaseConfig):
@@ -187,7 +119,10 @@ class EvalConfig(BaseConfig):
     """Number of examples, from the start of the eval split."""
 
     rollouts_per_example: int = Field(1, ge=1)
-    """Rollouts per example."""
+    """Rollouts per example. `pass@k` is reported for every power of two up to it."""
+
+    pass_reward: float | None = None
+    """Lowest reward of a rollout that has passed; null: the highest of the environment's `reward_range`."""
 
     sampling: EvalSamplingConfig = EvalSamplingConfig()
     """Sampling of evaluations."""
@@ -292,7 +227,7 @@ class OrchestratorConfig(BaseConfig):
     a line in the log."""
 
     seed: int = Field(42, ge=0)
-    """Seed of the example order and of the adapter's initial weights."""
+    """Seed of the example order, of the sampling and of the adapter's initial weights."""
 
     model: RunModelConfig
     """Base model and adapter."""
@@ -344,15 +279,30 @@ class OrchestratorConfig(BaseConfig):
         return self.batch_size // self.rollouts_per_example
 
     @property
+    def env_weights(self) -> dict[str, float]:
+        """By the environments' names in metrics."""
+        return {env.label: env.weight for env in self.env}
+
+    @property
     def eval_envs(self) -> list[EnvConfig]:
         """The environments of evaluations; [] without evaluation."""
         return (self.eval.env or self.env) if self.eval else []
+
+    @property
+    def pass_rewards(self) -> dict[str, float]:
+        """Lowest reward that passes an evaluation, by the environments' names in metrics."""
+        chosen = self.eval.pass_reward if self.eval else None
+        return {env.label: env.reward_range[1] if chosen is None else chosen for env in self.eval_envs}
 
     @property
     def eval_sampling(self) -> SamplingConfig:
         """The sampling of evaluations. Its temperature may be 0."""
         own = self.eval.sampling.model_dump(exclude_none=True) if self.eval else {}
         return self.sampling.model_copy(update=own)
+
+    @property
+    def sampling_seed(self) -> int:
+        return self.seed if self.sampling.seed is None else self.sampling.seed
 
     @property
     def loss_length(self) -> int:

@@ -68,4 +68,7 @@ def _samples(group: Group, advantage: AdvantageConfig, temperature: float) -> li
 def _advantages(group: Group, advantage: AdvantageConfig) -> list[float]:
     rewards_G = [rollout.reward for rollout in group.rollouts_G]
     lengths_G = [rollout.num_completion_tokens for rollout in group.rollouts_G]
-    return compute_advantages(rewards_G, lengths_G, advantage)
+    values_G = compute_advantages(rewards_G, lengths_G, advantage)
+    if not advantage.mask_truncated:
+        return values_G
+    return [0.0 if rollout.truncated else value for rollout, value in zip(group.rollouts_G, values_G, strict=True)]

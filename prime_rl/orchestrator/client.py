@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import httpx
 import msgspec
 
+from prime_rl.configs.sampling import SamplingConfig
 from prime_rl.contract.layout import WEIGHTS_HEADER, OutputDir
 from prime_rl.contract.status import InferenceStatus, is_there, read_status
 
@@ -63,25 +64,31 @@ class UnknownModel(RequestRefused):
 class Completion:
     """One sampled turn. `logprobs` are those of the distribution that was sampled, one a token.
 
-    `weights`: the whole weights that it was sampled from, by the server's header; None without one.
+    `weights`: the whole weights that it was sampled from, by the server's header; None without one. `stop`: the text
+    that ended it, which is a part of it; None when none did.
     """
 
     token_ids: list[int]
     logprobs: list[float]
     finish_reason: str
     weights: str | None = None
+    stop: str | None = None
 
 
 @dataclass(frozen=True)
 class CompletionRequest:
-    """`num_choices` completions of `prompt` (token ids), all from one seed."""
+    """`num_choices` completions of `prompt` (token ids), all from one seed, each of at most `max_tokens`.
+
+    `num_prefix`: tokens with which all prompts of its conversation and of its group begin; 0 when nothing is known.
+    """
 
     model: str
     prompt: Sequence[int]
+    sampling: SamplingConfig
     max_tokens: int
-    temperature: float
     seed: int
     num_choices: int = 1
+    num_prefix: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -93,7 +100,8 @@ class CompletionRequest:
             "model": self.model,
             "prompt": list(self.prompt),
             "max_tokens": self.max_tokens,
-            "temperature": self.temperature,
+            "min_tokens": min(self.sampling.min_tokens, self.max_tokens),
+            **self.sampling.request_fields,
             "seed": self.seed,
             "n": self.num_choices,
             "logprobs": 1,
@@ -109,6 +117,7 @@ class _Choice(msgspec.Struct):
     token_ids: list[int]
     logprobs: _Logprobs
     finish_reason: str
+    stop_reason: str | int | None = None
 
 
 class _Completions(msgspec.Struct):
@@ -253,7 +262,8 @@ def _checked(choice: _Choice, weights: str | None) -> Completion:
         raise InferenceError(f"inference returned {len(choice.token_ids)} tokens with {len(logprobs)} logprobs")
     if not (max(logprobs) <= LOGPROB_SLACK and math.isfinite(sum(logprobs))):  # a NaN in it makes the sum one
         raise InferenceError("inference returned an invalid logprob: must be a finite number and at most 0")
-    return Completion(choice.token_ids, logprobs, choice.finish_reason, weights)
+    stop = choice.stop_reason if isinstance(choice.stop_reason, str) else None
+    return Completion(choice.token_ids, logprobs, choice.finish_reason, weights, stop)
 
 
 def _raise_for(response: httpx.Response, url: str) -> None:

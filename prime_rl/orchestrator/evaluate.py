@@ -18,7 +18,7 @@ from prime_rl.contract.layout import RunDir
 from prime_rl.orchestrator.client import AccessDenied
 from prime_rl.orchestrator.envs.base import Environment
 from prime_rl.orchestrator.envs.checked import EnvironmentBroken
-from prime_rl.orchestrator.metrics import last_eval_step, mean, outcome_metrics, write_metrics
+from prime_rl.orchestrator.metrics import eval_metrics, last_eval_step, write_metrics
 from prime_rl.orchestrator.policy import PolicyVersions
 from prime_rl.orchestrator.rollout import PolicySession, Rollout, derive_seed, together
 from prime_rl.orchestrator.sampler import Pick
@@ -60,6 +60,7 @@ class Evaluator:
         self._tokenizer = tokenizer
         self._policy = policy
         self._envs = envs
+        self._pass_rewards = config.pass_rewards
         self._seed = config.seed
         self._max_steps = config.max_steps
         self._last_step = last_eval_step(run.orchestrator_metrics, at_most=step)
@@ -91,16 +92,16 @@ class Evaluator:
             for example in examples
             for number in range(self._config.rollouts_per_example)
         )
-        rollouts = [rollout for rollout in results if rollout is not None]
-        if not rollouts:
+        each = self._config.rollouts_per_example
+        of_example = (results[at : at + each] for at in range(0, len(results), each))
+        by_example = [[rollout for rollout in tried if rollout is not None] for tried in of_example]
+        succeeded = [rollouts for rollouts in by_example if rollouts]
+        if not succeeded:
             logger.warning("eval of version %d: no rollout of %s succeeded", version, env_name)
             return {}
-        prefix = f"eval/{env_name}"
-        return {
-            f"{prefix}/reward": mean([rollout.reward for rollout in rollouts]),
-            f"{prefix}/num_failed": len(results) - len(rollouts),
-            **outcome_metrics(prefix, rollouts),
-        }
+        num_failed = len(results) - sum(map(len, succeeded))
+        figures = eval_metrics(env_name, succeeded, self._pass_rewards[env_name])
+        return {f"eval/{env_name}/num_failed": num_failed, **figures}
 
     async def _one(self, pick: Pick, number: int, version: int) -> Rollout | None:
         """One rollout, with the same seed at every version; None when it failed, which the run survives."""

@@ -165,6 +165,39 @@ def outcome_metrics(prefix: str, rollouts: Sequence[Rollout]) -> dict[str, float
     return {f"{prefix}/{n}": mean([r.metrics[n] for r in rollouts if n in r.metrics]) for n in names}
 
 
+def eval_metrics(env_name: str, examples: Sequence[Sequence[Rollout]], pass_reward: float) -> dict[str, float]:
+    """The figures of one environment in an evaluation. The standard errors are those over examples.
+
+    Args:
+        examples: the rollouts of each, at least one of each.
+        pass_reward: lowest reward of a rollout that has passed.
+    """
+    prefix = f"eval/{env_name}"
+    rollouts = [rollout for rollouts in examples for rollout in rollouts]
+    passed = [[rollout.reward >= pass_reward for rollout in rollouts] for rollouts in examples]
+    figures = {
+        f"{prefix}/reward": mean([rollout.reward for rollout in rollouts]),
+        f"{prefix}/reward_se": standard_error([mean([rollout.reward for rollout in each]) for each in examples]),
+        f"{prefix}/truncated": mean([float(rollout.truncated) for rollout in rollouts]),
+    }
+    k, fewest = 1, min(map(len, examples))
+    while k <= fewest:
+        chances = [pass_at(k, len(each), sum(each)) for each in passed]
+        figures |= {f"{prefix}/pass@{k}": mean(chances), f"{prefix}/pass@{k}_se": standard_error(chances)}
+        k *= 2
+    return figures | outcome_metrics(prefix, rollouts)
+
+
+def pass_at(k: int, num_rollouts: int, num_passed: int) -> float:
+    """Chance that of `k` rollouts at least one passes, without bias from `num_rollouts` >= k (arXiv 2107.03374)."""
+    return 1.0 - math.comb(num_rollouts - num_passed, k) / math.comb(num_rollouts, k)
+
+
+def standard_error(values: Sequence[float]) -> float:
+    """Of their mean; 0 for a single value."""
+    return std(values) / math.sqrt(len(values) - 1) if len(values) > 1 else 0.0
+
+
 def write_metrics(path: Path, step: int, values: Mapping[str, float | str], now: float) -> None:
     """Append one line. JSON has no infinity and no NaN: such a value is null."""
     finite = {name: value if isinstance(value, str) or math.isfinite(value) else None for name, value in values.items()}

@@ -22,6 +22,7 @@ from pathlib import Path
 
 from prime_rl.configs.base import ConfigError, ConfigProblem, parse_argv
 from prime_rl.configs.orchestrator import OrchestratorConfig
+from prime_rl.configs.sampling import SamplingConfig
 from prime_rl.contract.files import WaitStopped, WaitTimeout, make_folder, wait_for
 from prime_rl.contract.layout import LayoutError, OutputDir, RunDir
 from prime_rl.contract.resume import pending_request
@@ -78,6 +79,7 @@ async def orchestrate(
 ) -> None:
     """Make every batch of the run, then wait until its last update is published (and evaluated, if asked for)."""
     # -- what the run needs ----
+    warn_of_narrow_sampling(config.sampling)
     for folder in (run.rollouts, run.broadcast, run.checkpoints, run.metrics):
         make_folder(folder)  # not their parents: a deleted run is not made again
     monitors = MonitorProcess(config, run)
@@ -85,7 +87,7 @@ async def orchestrate(
     await resume_done(run, config, reporter)
     trainer = TrainerWatch(OutputDir(run.path.parent).trainer_status)
     seq_len = config.seq_len or (await trainer_says(run, reporter, "the trainer's seq_len")).max_seq_len
-    tokenizer = ChatTokenizer.load(config.model.name)
+    tokenizer = ChatTokenizer.load(config.model.name, config.sampling.chat_template_kwargs)
     meter = RolloutMeter()
     envs, eval_envs = await load_environments(config, meter, cleanup, reporter.wait_for)
     progress = find_progress(run, config.groups_per_batch, max_bytes=max_batch_bytes(config.batch_size, seq_len))
@@ -101,9 +103,9 @@ async def orchestrate(
         TurnSampler(client, policy, config.sampling, seq_len=seq_len),
         tokenizer,
         envs,
-        ExampleSampler(envs, config.seed),
+        ExampleSampler(envs, config.seed, config.env_weights),
         rollouts_per_example=config.rollouts_per_example,
-        seed=config.seed,
+        seed=config.sampling_seed,
     )
     scheduler = make_scheduler(config, run, progress, worker, client, policy, trainer, wake, cleanup)
     scheduler.phases.follow(meter)
@@ -181,6 +183,14 @@ def connect(config: OrchestratorConfig, run: RunDir) -> InferenceClient:
         timeout_s=config.client.timeout_s,
         max_concurrent_requests=config.client.max_concurrent_requests,
     )
+
+
+def warn_of_narrow_sampling(sampling: SamplingConfig) -> None:
+    if sampling.narrows:
+        logger.warning(
+            "sampling.%s: answers are not sampled from the policy itself, so importance ratios begin away from 1",
+            ", sampling.".join(sampling.narrows),
+        )
 
 
 async def base_model(client: InferenceClient, wanted: str) -> str:

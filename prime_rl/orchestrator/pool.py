@@ -1,9 +1,10 @@
 """A run's connection to inference: one server or several, which of them is asked, and trying again.
 
-A request goes to the living server with the fewest outstanding tokens. A server that does not answer is taken out and
-looked at with back-off; before it is asked again it gets the policy versions that are in use. One that answers "not
-now" is left alone for a while. A request is tried again, with the same seed, until some server has answered it; as long
-as none can, `trouble` names what is missing. Permanent errors are raised.
+A request goes to the living server that has read its prefix, by consistent hashing, as long as that has little more
+than its share of the outstanding tokens; else to the one with the fewest. A server that does not answer is taken out
+and looked at with back-off; before it is asked again it gets the policy versions that are in use. One that answers "not
+now" is left alone for a while. A request is tried again, with the same seed, until some server has answered it; as
+long as none can, `trouble` names what is missing. Permanent errors are raised.
 
 `policy` decides which version a request asks for, a `Publication` how the servers get it.
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import itertools
 import logging
 import random
@@ -22,6 +24,7 @@ from typing import TypeVar
 
 import httpx
 
+from prime_rl.configs.sampling import SamplingConfig
 from prime_rl.orchestrator.client import (
     AccessDenied,
     Completion,
@@ -43,6 +46,8 @@ BACKOFF_START_S = 0.2
 BACKOFF_MAX_S = 5.0
 # Below the servers' five seconds: a connection that they are about to close must not be used again.
 KEEPALIVE_S = 2.0
+# So much of its share of the outstanding tokens may a server have for the sake of its cache.
+LOAD_BOUND = 1.25
 
 ResultT = TypeVar("ResultT")
 
@@ -78,6 +83,23 @@ class Server:
             f"{prefix}/failures": self.num_failures,
             f"{prefix}/sampled_tokens": self.num_sampled_tokens,
         }
+
+
+def choose(ready: Sequence[Server], request: CompletionRequest | None) -> Server:
+    """Which of the `ready` servers gets a request.
+
+    Requests that begin alike go to one server, which has the beginning in its cache. Another one gets them when that
+    would have more than LOAD_BOUND times its share (consistent hashing with bounded loads, arXiv 1608.01350). A server
+    that comes or goes moves only the requests that were or will be its own.
+    """
+    least = min(ready, key=lambda server: (server.outstanding_tokens, server.num_requests))
+    if request is None or not request.num_prefix:
+        return least
+    prefix = repr((request.model, *request.prompt[: request.num_prefix])).encode()
+    share = (sum(server.outstanding_tokens for server in ready) + request.num_tokens) / len(ready)
+    room = max(LOAD_BOUND * share, request.num_tokens) - request.num_tokens
+    ranked = sorted(ready, key=lambda server: hashlib.blake2b(prefix, salt=str(server.number).encode()).digest())
+    return next((server for server in ranked if server.outstanding_tokens <= room), least)
 
 
 class InferenceClient:
@@ -138,16 +160,20 @@ class InferenceClient:
         self,
         model: str,
         prompt: Sequence[int],
+        sampling: SamplingConfig,
         *,
         max_tokens: int,
-        temperature: float,
         seed: int,
         num_choices: int = 1,
+        num_prefix: int = 0,
     ) -> list[Completion]:
-        """Sample `num_choices` completions of `prompt` (token ids). Call it while holding `places`."""
-        request = CompletionRequest(model, prompt, max_tokens, temperature, seed, num_choices)
+        """Sample `num_choices` completions of `prompt` (token ids), each of at most `max_tokens`.
+
+        Call it while holding `places`.
+        """
+        request = CompletionRequest(model, prompt, sampling, max_tokens, seed, num_choices, num_prefix)
         while True:
-            server = await self._pick()
+            server = await self._pick(request)
             epoch, start_s = self.places.control.epoch, time.monotonic()
             server.num_requests += 1
             server.outstanding_tokens += request.num_tokens
@@ -198,14 +224,14 @@ class InferenceClient:
 
     # -- servers ----
 
-    async def _pick(self) -> Server:
+    async def _pick(self, request: CompletionRequest | None = None) -> Server:
         """The server for the next request; waits until there is one."""
         while True:
             now_s = asyncio.get_running_loop().time()
             living = [server for server in self._servers if server.living]
             ready = [server for server in living if server.not_before_s <= now_s]
             if ready:
-                return min(ready, key=lambda server: (server.outstanding_tokens, server.num_requests))
+                return choose(ready, request)
             self._set_trouble(self._describe_trouble())
             self._changed.clear()
             soonest_s = min((server.not_before_s for server in living), default=None)

@@ -100,7 +100,7 @@ class PolicySession:
         self._number = number
         self._note_version = note_version
         self._seen: list[Message] = []
-        self._stopped_by_eos = False
+        self._ended = False
         self._token_ids_T: list[int] = []
         self._loss_mask_T: list[bool] = []
         self._logprobs_T: list[float] = []
@@ -114,6 +114,8 @@ class PolicySession:
         version, completion = await self._sample(self._token_ids_T + new_ids)
         self._append(new_ids)
         text = self._tokenizer.decode(completion.token_ids)
+        if completion.stop is not None:
+            text = text.rpartition(completion.stop)[0]
         self._record(completion, version)
         self._seen = [*messages, {"role": "assistant", "content": text}]
         return text
@@ -144,7 +146,7 @@ class PolicySession:
             raise RolloutError("the environment changed earlier messages, or added no new one")
         token_ids = self._tokenizer.continuation(messages, num_seen)
         # The end of the turn is already there when the policy sampled it.
-        sampled_end = self._stopped_by_eos and token_ids[:1] == self._token_ids_T[-1:]
+        sampled_end = self._ended and token_ids[:1] == self._token_ids_T[-1:]
         return token_ids[1:] if sampled_end else token_ids
 
     async def _sample(self, prompt_ids: list[int]) -> tuple[int, Completion]:
@@ -155,6 +157,7 @@ class PolicySession:
                 prompt_ids,
                 seed=seed,
                 num_choices=num_choices,
+                num_prefix=self._num_prompt_tokens,
                 version=self._version,
                 note_version=self._note_version,
             )
@@ -176,8 +179,8 @@ class PolicySession:
         self._loss_mask_T += [True] * len(completion.token_ids)
         self._logprobs_T += completion.logprobs
         self._turn_versions.append(version)
-        self._stopped_by_eos = completion.finish_reason == "stop"
-        self._truncated = self._truncated or not self._stopped_by_eos
+        self._ended = completion.finish_reason == "stop"
+        self._truncated = self._truncated or not self._ended
 
 
 class RolloutWorker:

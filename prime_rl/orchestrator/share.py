@@ -31,7 +31,7 @@ from prime_rl.orchestrator.batch import SecondOrchestrator, assemble_batch, publ
 from prime_rl.orchestrator.checkpoint import checkpoint_is_due, save_state
 from prime_rl.orchestrator.envs.checked import EnvironmentFault
 from prime_rl.orchestrator.envs.loading import Environments, load_environments
-from prime_rl.orchestrator.metrics import RolloutMeter, mean, write_metrics
+from prime_rl.orchestrator.metrics import RolloutMeter, eval_metrics, mean, write_metrics
 from prime_rl.orchestrator.orchestrator import FINAL, base_model, connect
 from prime_rl.orchestrator.policy import PolicyVersions
 from prime_rl.orchestrator.rollout import (
@@ -81,7 +81,7 @@ async def make(request: MakeRequest, run: RunDir, config: OrchestratorConfig) ->
 
 async def set_up(request: MakeRequest, run: RunDir, config: OrchestratorConfig, cleanup: AsyncExitStack) -> MakeTask:
     """What makes one task, with the requested version and nothing newer."""
-    tokenizer = ChatTokenizer.load(config.model.name)
+    tokenizer = ChatTokenizer.load(config.model.name, config.sampling.chat_template_kwargs)
     envs, eval_envs = await load_environments(config, RolloutMeter(), cleanup, lambda words: None)
     client = connect(config.replace(client={**config.client.model_dump(), "base_url": request.base_url}), run)
     cleanup.push_async_callback(client.close)
@@ -98,9 +98,9 @@ async def set_up(request: MakeRequest, run: RunDir, config: OrchestratorConfig, 
         turns,
         tokenizer,
         envs,
-        ExampleSampler(envs, config.seed),
+        ExampleSampler(envs, config.seed, config.env_weights),
         rollouts_per_example=config.rollouts_per_example,
-        seed=config.seed,
+        seed=config.sampling_seed,
     )
     return worker.group
 
@@ -157,7 +157,8 @@ def join(request: JoinRequest, run: RunDir, config: OrchestratorConfig) -> JoinR
     """Put the results together in the order of the tasks. Raises KeyError for a task that is not where it should be."""
     groups = read_groups(request.sources)
     num_rollouts = sum(len(group.rollouts_G) for group in groups)
-    rewards = _join_eval(request, run, groups) if request.split == "eval" else _join_train(request, run, config, groups)
+    join_split = _join_eval if request.split == "eval" else _join_train
+    rewards = join_split(request, run, config, groups)
     return JoinResult(rewards=rewards, num_rollouts=num_rollouts, steps=request.steps)
 
 
@@ -192,14 +193,18 @@ def _join_train(
     return rewards
 
 
-def _join_eval(request: JoinRequest, run: RunDir, groups: Sequence[Group]) -> dict[str, float]:
-    by_env: dict[str, list[float]] = {}
+def _join_eval(
+    request: JoinRequest, run: RunDir, config: OrchestratorConfig, groups: Sequence[Group]
+) -> dict[str, float]:
+    by_env: dict[str, list[list[Rollout]]] = {}
     for group in groups:
-        by_env.setdefault(group.env_name, []).extend(rollout.reward for rollout in group.rollouts_G)
-    rewards = {name: mean(values) for name, values in sorted(by_env.items()) if values}
-    values = {f"eval/{name}/reward": reward for name, reward in rewards.items()}
+        if group.rollouts_G:
+            by_env.setdefault(group.env_name, []).append(group.rollouts_G)
+    values: dict[str, float] = {}
+    for name, examples in sorted(by_env.items()):
+        values |= eval_metrics(name, examples, config.pass_rewards[name])
     write_metrics(run.orchestrator_metrics, request.steps[0], values, time.time())
-    return rewards
+    return {name: values[f"eval/{name}/reward"] for name in sorted(by_env)}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

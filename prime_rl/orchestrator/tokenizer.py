@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import json
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn
@@ -29,11 +29,14 @@ class TokenizerError(ValueError):
 
 
 class ChatTokenizer:
-    """The tokenizer and the chat template of one model."""
+    """The tokenizer and the chat template of one model.
 
-    def __init__(self, tokenizer: Tokenizer, template: str, special: dict[str, str]) -> None:
+    `arguments` are those of the template besides the conversation: special tokens, and what the run sets.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, template: str, arguments: Mapping[str, Any]) -> None:
         self._tokenizer = tokenizer
-        self._special = special
+        self._arguments = arguments
         self._prompts: dict[tuple[tuple[str, str], ...], list[int]] = {}
         # Replaces the policy's message where only the text behind it is needed. Random, so that no message
         # can contain it by intent.
@@ -44,10 +47,10 @@ class ChatTokenizer:
             raise TokenizerError(f"the chat template is not valid: {error}") from error
 
     @classmethod
-    def load(cls, model: str) -> ChatTokenizer:
+    def load(cls, model: str, template_kwargs: Mapping[str, Any] | None = None) -> ChatTokenizer:
         """Load from a model folder, or from the local hub cache (else the hub) when `model` is not a folder.
 
-        Raises TokenizerError that names the missing file.
+        Raises TokenizerError that names the missing file, or the argument of the template that may not be set.
         """
         tokenizer_file = _model_file(model, "tokenizer.json")
         if tokenizer_file is None:
@@ -60,7 +63,10 @@ class ChatTokenizer:
                 f"model {model!r}: chat template not found in chat_template.jinja and in the tokenizer config"
             )
         special = {key: text for key in ("bos_token", "eos_token", "pad_token") if (text := _text(config.get(key)))}
-        return cls(Tokenizer.from_file(str(tokenizer_file)), template, special)
+        own = template_kwargs or {}
+        if taken := sorted(own.keys() & {*special, "messages", "add_generation_prompt"}):
+            raise TokenizerError(f"sampling.chat_template_kwargs: {', '.join(taken)} must not be set here")
+        return cls(Tokenizer.from_file(str(tokenizer_file)), template, {**own, **special})
 
     def prompt(self, messages: Sequence[Message]) -> list[int]:
         """Token ids of a conversation, ready for the assistant's next turn."""
@@ -94,7 +100,7 @@ class ChatTokenizer:
 
     def _render(self, messages: Sequence[Message]) -> str:
         try:
-            return self._template.render(messages=list(messages), add_generation_prompt=True, **self._special)
+            return self._template.render(messages=list(messages), add_generation_prompt=True, **self._arguments)
         except jinja2.TemplateError as error:
             raise TokenizerError(f"the chat template refuses the conversation: {error}") from error
 

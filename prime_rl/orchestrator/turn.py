@@ -10,7 +10,7 @@ import asyncio
 import itertools
 from collections.abc import Awaitable, Callable, Sequence
 
-from prime_rl.configs.orchestrator import SamplingConfig
+from prime_rl.configs.sampling import SamplingConfig
 from prime_rl.orchestrator.client import Completion, UnknownModel
 from prime_rl.orchestrator.policy import PolicyVersions
 from prime_rl.orchestrator.pool import InferenceClient
@@ -40,11 +40,13 @@ class TurnSampler:
         *,
         seed: int,
         num_choices: int = 1,
+        num_prefix: int = 0,
         version: int | None = None,
         note_version: Callable[[int], None] = lambda version: None,
     ) -> tuple[int, list[Completion]]:
         """The version that answered (default: the current one) and its completions, from one seed.
 
+        `num_prefix` tokens of the prompt are those of the whole conversation and of its group.
         `note_version` gets the version before the request; the answer's may be newer, unless `version` was given. What
         a restarted server has lost is loaded again. Raises RolloutError when the prompt fills `seq_len`.
         """
@@ -59,10 +61,11 @@ class TurnSampler:
                         completions = await self._client.complete(
                             model,
                             prompt_ids,
+                            self._sampling,
                             max_tokens=max_tokens,
-                            temperature=self._sampling.temperature,
                             seed=seed,
                             num_choices=num_choices,
+                            num_prefix=num_prefix,
                         )
                         exactly = version is not None
                         return self._policy.answered_by(used, completions[0].weights, exactly=exactly), completions

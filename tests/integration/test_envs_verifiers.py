@@ -16,7 +16,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from prime_rl.configs.base import ConfigError
-from prime_rl.configs.orchestrator import EnvConfig
+from prime_rl.configs.envs import EnvConfig
 from prime_rl.contract.status import RunStatus, read_status
 from prime_rl.contract.types import TrainingSample, read_batch
 from prime_rl.orchestrator.envs import ProcessEnvironment

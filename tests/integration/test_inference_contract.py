@@ -12,7 +12,16 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    MinPLogitsWarper,
+    PreTrainedModel,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from prime_rl.contract.files import wait_for
 from prime_rl.contract.layout import OutputDir
@@ -223,6 +232,46 @@ def test_top_p_leaves_only_the_likely_tokens(server: RunningServer, references: 
     choice = server.complete(PROMPTS[0], max_tokens=NUM_TOKENS, temperature=1.0, top_p=0.01, seed=2)["choices"][0]
     assert choice["token_ids"] == greedy(references[server.model], PROMPTS[0], NUM_TOKENS)
     assert choice["logprobs"]["token_logprobs"] == pytest.approx([0.0] * len(choice["token_ids"]), abs=1e-4)
+
+
+@pytest.mark.numeric
+def test_every_setting_narrows_as_its_definition_says(
+    server: RunningServer, references: dict[str, PreTrainedModel]
+) -> None:
+    """Token by token: the reported logprob is that of the model's logits after the processors of transformers."""
+    settings = {"temperature": 0.8, "min_p": 0.02, "top_k": 30, "top_p": 0.95}
+    penalties = {"repetition_penalty": 1.2, "presence_penalty": 0.3, "frequency_penalty": 0.2}
+    body = server.complete(PROMPTS[0], max_tokens=NUM_TOKENS, seed=5, n=2, ignore_eos=True, **settings, **penalties)
+    for choice in body["choices"]:
+        said = [list(PROMPTS[0]), choice["token_ids"]]
+        for at, logprob in enumerate(choice["logprobs"]["token_logprobs"]):
+            token_id = choice["token_ids"][at]
+            ids = torch.tensor([said[0] + said[1][:at]])
+            with torch.no_grad():
+                logits = references[server.model](ids).logits[:, -1].float()
+            logits = RepetitionPenaltyLogitsProcessor(1.2)(ids, logits)
+            for other in set(said[1][:at]):
+                logits[0, other] -= 0.3 + 0.2 * said[1][:at].count(other)
+            for warper in (
+                TemperatureLogitsWarper(0.8),
+                MinPLogitsWarper(0.02),
+                TopKLogitsWarper(30),
+                TopPLogitsWarper(0.95),
+            ):
+                logits = warper(ids, logits)
+            assert logprob == pytest.approx(float(logits.log_softmax(-1)[0, token_id]), abs=2e-3)
+
+
+def test_a_stop_token_ends_a_completion_and_none_ends_it_too_early(server: RunningServer) -> None:
+    whole = server.complete(PROMPTS[0], max_tokens=NUM_TOKENS, temperature=0, ignore_eos=True)["choices"][0]
+    stop = whole["token_ids"][5]
+    at = whole["token_ids"].index(stop)
+    asked = {"max_tokens": NUM_TOKENS, "temperature": 0, "ignore_eos": True, "stop_token_ids": [stop]}
+    choice = server.complete(PROMPTS[0], **asked)["choices"][0]
+    assert choice["token_ids"] == whole["token_ids"][: at + 1]
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", stop)
+    longer = server.complete(PROMPTS[0], **asked, min_tokens=at + 3)["choices"][0]
+    assert len(longer["token_ids"]) >= at + 3 and stop not in longer["token_ids"][: at + 3]
 
 
 def test_models_are_listed_and_unloaded_ones_are_gone(server: RunningServer, model: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from prime_rl.configs.orchestrator import EnvConfig
+from prime_rl.configs.envs import EnvConfig
 from prime_rl.orchestrator.client import AccessDenied
 from prime_rl.orchestrator.envs.base import Environment, Example, Outcome, Policy
 from prime_rl.orchestrator.envs.checked import (

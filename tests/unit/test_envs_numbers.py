@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from prime_rl.configs.orchestrator import EnvConfig
+from prime_rl.configs.envs import EnvConfig
 from prime_rl.orchestrator.envs import Environment, Message, load_environment
 from prime_rl.orchestrator.envs.arithmetic import last_number
 

@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from prime_rl.configs.base import ConfigError
-from prime_rl.configs.orchestrator import EnvConfig
+from prime_rl.configs.envs import EnvConfig
 from prime_rl.orchestrator.envs import Example, Message, ProcessEnvironment
 from prime_rl.orchestrator.envs.checked import CheckedEnvironment, EnvironmentFault, Interrupted
 from tests.orchestrator_support import until
@@ -210,7 +210,7 @@ async def test_a_rollout_that_lets_go_costs_nothing_and_one_that_does_not_costs_
 
 HOST = """
 import asyncio
-from prime_rl.configs.orchestrator import EnvConfig
+from prime_rl.configs.envs import EnvConfig
 from prime_rl.orchestrator.envs import ProcessEnvironment
 
 async def main():

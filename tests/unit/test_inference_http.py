@@ -136,7 +136,13 @@ def test_adapters_outside_are_refused_by_any_way(tmp_path: Path) -> None:
 
 def test_fields_without_effect_are_accepted_at_neutral_values_only() -> None:
     CompletionRequest.model_validate({"prompt": "x", "top_k": -1, "frequency_penalty": 0.0, "user": "me", "echo": None})
-    for name, value in (("top_k", 5), ("stream", True), ("echo", True), ("logit_bias", {"1": 2}), ("temprature", 1)):
+    for name, value in (
+        ("length_penalty", 2),
+        ("stream", True),
+        ("echo", True),
+        ("logit_bias", {"1": 2}),
+        ("temprature", 1),
+    ):
         with pytest.raises(ValidationError, match=name):
             CompletionRequest.model_validate({"prompt": "x", name: value})
     with pytest.raises(ValidationError, match="tools"):

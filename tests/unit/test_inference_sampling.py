@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
+from transformers import (
+    LogitsProcessor,
+    MinNewTokensLengthLogitsProcessor,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from prime_rl.inference.embedded.sampling import (
     BatchParams,
+    History,
     SamplingParams,
     _draw,
     find_stop,
@@ -19,15 +32,23 @@ from prime_rl.inference.embedded.sampling import (
 pytestmark = pytest.mark.numeric
 
 CPU = torch.device("cpu")
+EOS = 3
 
 
 def positions(*values: int) -> np.ndarray:
     return np.array(values, dtype=np.uint64)
 
 
-def batch(*params: SamplingParams, seeds: list[int] | None = None) -> BatchParams:
+def batch(
+    *params: SamplingParams,
+    seeds: list[int] | None = None,
+    histories: Sequence[History] | None = None,
+    num_vocabulary: int = 40,
+) -> BatchParams:
     seeds = seeds or list(range(len(params)))
-    return BatchParams.of(params, [stream_key(seed, 0) for seed in seeds], CPU)
+    histories = histories or [History((), ())] * len(params)
+    keys = [stream_key(seed, 0) for seed in seeds]
+    return BatchParams.of(params, keys, histories, eos_ids={EOS}, num_vocabulary=num_vocabulary, device=CPU)
 
 
 def test_greedy_takes_the_most_likely_and_reports_unscaled_logprobs() -> None:
@@ -118,3 +139,90 @@ def test_top_logprobs_are_sorted_and_bounded_by_the_vocabulary() -> None:
 def test_the_earliest_stop_string_counts() -> None:
     assert find_stop("one two three", ["three", "two"]) == (4, "two")
     assert find_stop("one", ["two"]) is None
+
+
+PROMPT, ANSWER = (5, 9, 9, 30), (7, 7, 5, 12)
+
+
+def additive(scores_RV: torch.Tensor, presence: float, frequency: float) -> torch.Tensor:
+    """OpenAI's penalties, which transformers does not have, by their definition."""
+    for token_id in set(ANSWER):
+        scores_RV[:, token_id] -= presence + frequency * ANSWER.count(token_id)
+    return scores_RV
+
+
+@pytest.mark.parametrize(
+    ("params", "theirs"),
+    [
+        (SamplingParams(top_k=5), [TopKLogitsWarper(5)]),
+        (SamplingParams(top_k=1000), []),
+        (SamplingParams(top_p=0.6), [TopPLogitsWarper(0.6)]),
+        (SamplingParams(min_p=0.2), [MinPLogitsWarper(0.2)]),
+        (SamplingParams(temperature=0.7, min_p=0.2), [TemperatureLogitsWarper(0.7), MinPLogitsWarper(0.2)]),
+        (SamplingParams(repetition_penalty=1.3), [RepetitionPenaltyLogitsProcessor(1.3)]),
+        (SamplingParams(min_tokens=5), [MinNewTokensLengthLogitsProcessor(len(PROMPT), 5, EOS)]),
+        (SamplingParams(min_tokens=4), []),
+        (
+            SamplingParams(min_tokens=9, stop_token_ids=(11, 12)),
+            [MinNewTokensLengthLogitsProcessor(len(PROMPT), 9, [EOS, 11, 12])],
+        ),
+        (
+            SamplingParams(repetition_penalty=0.8, temperature=1.4, min_p=0.05, top_k=20, top_p=0.9),
+            [
+                RepetitionPenaltyLogitsProcessor(0.8),
+                TemperatureLogitsWarper(1.4),
+                MinPLogitsWarper(0.05),
+                TopKLogitsWarper(20),
+                TopPLogitsWarper(0.9),
+            ],
+        ),
+    ],
+    ids=lambda value: None,
+)
+def test_every_setting_does_what_it_does_in_transformers(params: SamplingParams, theirs: list[LogitsProcessor]) -> None:
+    logits = 3 * torch.randn(50, 40, generator=torch.Generator().manual_seed(1))
+    ids = torch.tensor([PROMPT + ANSWER]).expand(50, -1)
+    expected = logits.clone()
+    for processor in theirs:
+        expected = processor(ids, expected)
+    assert_distribution(params, logits, expected)
+
+
+@pytest.mark.parametrize(("presence", "frequency"), [(0.7, 0.0), (0.0, 0.4), (-1.0, 0.3)])
+def test_penalties_of_what_was_said(presence: float, frequency: float) -> None:
+    logits = torch.randn(50, 40, generator=torch.Generator().manual_seed(2))
+    params = SamplingParams(presence_penalty=presence, frequency_penalty=frequency)
+    assert_distribution(params, logits, additive(logits.clone(), presence, frequency))
+
+
+def assert_distribution(params: SamplingParams, logits: torch.Tensor, expected: torch.Tensor) -> None:
+    """In a batch with rows that have no such setting, which are not changed."""
+    both = torch.cat([logits, logits])
+    history = History(PROMPT, ANSWER)
+    params = replace(params, num_top_logprobs=40)
+    rows = [params] * len(logits) + [SamplingParams()] * len(logits)
+    sampled = sample(both, batch(*rows, histories=[history] * len(rows)), positions(*[len(ANSWER)] * len(rows)))
+    assert sampled.top_ids_RK is not None and sampled.top_logprobs_RK is not None
+    found = torch.empty_like(both).scatter_(1, sampled.top_ids_RK, sampled.top_logprobs_RK)
+    torch.testing.assert_close(found, torch.cat([expected, logits]).log_softmax(-1))
+    assert (found.gather(1, sampled.token_ids_R[:, None]) > float("-inf")).all()
+
+
+def test_penalties_count_what_comes_while_the_batch_runs() -> None:
+    params = SamplingParams(temperature=0, frequency_penalty=1.0, repetition_penalty=1.5)
+    logits = torch.tensor([[2.0, 1.6, 1.2, 0.1]])
+    running, token_ids = batch(params, histories=[History((2,), ())], num_vocabulary=4), []
+    for position in range(6):
+        sampled = sample(logits, running, positions(position))
+        fresh = batch(params, histories=[History((2,), tuple(token_ids))], num_vocabulary=4)
+        assert torch.equal(sampled.logprobs_R, sample(logits, fresh, positions(position)).logprobs_R)
+        running.advance(sampled.token_ids_R)
+        token_ids.append(int(sampled.token_ids_R))
+    assert token_ids[:3] == [0, 1, 2]
+
+
+def test_a_stop_string_before_the_shortest_length_does_not_count() -> None:
+    assert find_stop("abab", ["ab"]) == (0, "ab")
+    assert find_stop("abab", ["ab"], too_early=2) == (2, "ab")
+    assert find_stop("abab", ["aba"], too_early=2) == (0, "aba"), "it ends later"
+    assert find_stop("abab", ["ab"], too_early=4) is None

@@ -11,6 +11,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from prime_rl.configs.sampling import SamplingConfig
 from prime_rl.contract.layout import OutputDir
 from prime_rl.contract.status import InferenceStatus, StatusWriter
 from prime_rl.orchestrator.client import (
@@ -95,7 +96,7 @@ def test_a_model_without_a_tokenizer_is_named(tmp_path: Path) -> None:
 
 
 async def sample(client: InferenceClient, model: str, seed: int = 3) -> list[int]:
-    (completion,) = await client.complete(model, [5, 6], max_tokens=8, temperature=1.0, seed=seed)
+    (completion,) = await client.complete(model, [5, 6], SamplingConfig(), max_tokens=8, seed=seed)
     return completion.token_ids
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from prime_rl.configs.base import ConfigError
+from prime_rl.configs.sampling import SamplingConfig
 from prime_rl.orchestrator.adapters import AdapterSet
 from prime_rl.orchestrator.client import RequestRefused, UnknownModel
 from prime_rl.orchestrator.pool import InferenceClient
@@ -34,7 +35,7 @@ def model(tmp_path: Path) -> Path:
 
 
 async def sample(client: InferenceClient, model: Any, *, max_tokens: int = 8, seed: int = 3) -> list[int]:
-    (completion,) = await client.complete(str(model), [5, 6], max_tokens=max_tokens, temperature=1.0, seed=seed)
+    (completion,) = await client.complete(str(model), [5, 6], SamplingConfig(), max_tokens=max_tokens, seed=seed)
     return completion.token_ids
 
 

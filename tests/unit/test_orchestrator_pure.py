@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
+import statistics
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +16,7 @@ from prime_rl.configs.orchestrator import AdvantageConfig, CkptConfig
 from prime_rl.contract.files import mark_stable
 from prime_rl.contract.layout import RunDir
 from prime_rl.contract.types import BadBatchError, read_batch
-from prime_rl.orchestrator.batch import SecondOrchestrator, assemble_batch, publish_batch
+from prime_rl.orchestrator.batch import SecondOrchestrator, assemble_batch, has_signal, publish_batch
 from prime_rl.orchestrator.checkpoint import (
     CheckpointError,
     Progress,
@@ -23,7 +26,7 @@ from prime_rl.orchestrator.checkpoint import (
 )
 from prime_rl.orchestrator.evaluate import next_due
 from prime_rl.orchestrator.ledger import MAX_FILTERED_BATCHES, GroupLedger
-from prime_rl.orchestrator.metrics import TokenRate, last_eval_step, write_metrics
+from prime_rl.orchestrator.metrics import TokenRate, eval_metrics, last_eval_step, pass_at, write_metrics
 from prime_rl.orchestrator.rollout import Group, Rollout, derive_seed
 from prime_rl.orchestrator.sampler import ExampleSampler
 from tests.orchestrator_support import TalkEnv, make_run
@@ -67,6 +70,21 @@ def test_environments_are_sampled_in_equal_parts() -> None:
     assert names.count("a") == names.count("b") == 10
 
 
+@pytest.mark.parametrize("weights", [{"a": 3.0, "b": 1.0}, {"a": 0.2, "b": 0.5, "c": 0.3}, {"a": 1, "b": 10, "c": 1}])
+def test_weights_are_shares_of_any_stretch_and_skip_no_example(weights: dict[str, float]) -> None:
+    envs = {name: TalkEnv(7) for name in weights}
+    picks = [ExampleSampler(envs, 1, weights).pick(index) for index in range(400)]
+    total = sum(weights.values())
+    for name, weight in weights.items():
+        for start in range(0, 400, 37):
+            stretch = [pick for pick in picks[start : start + 100] if pick.env_name == name]
+            assert abs(len(stretch) - weight / total * len(picks[start : start + 100])) < len(weights)
+        own = [pick.example.id for pick in picks if pick.env_name == name]
+        assert all(len(set(own[at : at + 7])) == 7 for at in range(0, len(own) - 7, 7)), "epochs are whole"
+    late = ExampleSampler(envs, 1, weights)
+    assert [late.pick(index) for index in (399, 12, 200)] == [picks[index] for index in (399, 12, 200)]
+
+
 def test_an_environment_without_examples_is_refused() -> None:
     with pytest.raises(ValueError, match="env empty"):
         ExampleSampler({"empty": TalkEnv(num_examples=0)}, seed=0)
@@ -88,6 +106,19 @@ def test_a_batch_holds_all_samples_in_order_with_advantages_of_their_own_group()
     assert batch.samples[0].loss_mask == [False, False, False, True, True]
     assert batch.samples[0].temperature == 0.7
     assert batch.sampler_state == {"next_index": 7}
+
+
+def test_a_truncated_rollout_may_be_scored_and_not_learned_from() -> None:
+    whole = a_group(4, [0.0, 1.0, 0.5])
+    cut = replace(whole, rollouts_G=[replace(whole.rollouts_G[0], truncated=True), *whole.rollouts_G[1:]])
+    advantages = {}
+    for masks in (False, True):
+        advantage = AdvantageConfig(type="mean", mask_truncated=masks)
+        batch = assemble_batch("run_a", 3, [cut], advantage=advantage, temperature=1.0)
+        advantages[masks] = [sample.advantage for sample in batch.samples]
+    assert advantages == {False: [-0.5, 0.5, 0.0], True: [0.0, 0.5, 0.0]}
+    hopeless = replace(whole, rollouts_G=[replace(rollout, truncated=True) for rollout in whole.rollouts_G])
+    assert has_signal(hopeless, AdvantageConfig()) and not has_signal(hopeless, AdvantageConfig(mask_truncated=True))
 
 
 def test_a_batch_is_never_written_twice(tmp_path: Path) -> None:
@@ -355,6 +386,30 @@ def test_metrics_lines_are_json_and_the_newest_evaluation_is_found(tmp_path: Pat
     assert last_eval_step(path, at_most=9) == 5
     assert last_eval_step(path, at_most=4) is None
     assert json.loads(path.read_text().splitlines()[1]) == {"step": 6, "time": 2.0, "reward/mean": None}
+
+
+def test_pass_at_k_is_the_chance_among_all_choices_of_k() -> None:
+    for num_rollouts, num_passed, k in itertools.product(range(1, 7), range(7), range(1, 7)):
+        if num_passed <= num_rollouts >= k:
+            outcomes = [True] * num_passed + [False] * (num_rollouts - num_passed)
+            chosen = list(itertools.combinations(outcomes, k))
+            assert pass_at(k, num_rollouts, num_passed) == pytest.approx(sum(map(any, chosen)) / len(chosen))
+
+
+def test_an_evaluation_reports_mean_and_passes_with_their_errors() -> None:
+    examples = [[a_rollout(1.0), a_rollout(0.0)], [a_rollout(0.5), replace(a_rollout(0.5), truncated=True)]]
+    examples.append([a_rollout(1.0)] * 2)
+    figures = eval_metrics("talk", examples, pass_reward=1.0)
+    assert figures["eval/talk/reward"] == pytest.approx(4 / 6) and figures["eval/talk/truncated"] == pytest.approx(
+        1 / 6
+    )
+    assert figures["eval/talk/reward_se"] == pytest.approx(statistics.stdev([0.5, 0.5, 1.0]) / 3**0.5)
+    assert figures["eval/talk/pass@1"] == pytest.approx(0.5) and figures["eval/talk/pass@2"] == pytest.approx(2 / 3)
+    assert figures["eval/talk/pass@2_se"] == pytest.approx(statistics.stdev([1, 0, 1]) / 3**0.5)
+    assert "eval/talk/pass@4" not in figures and figures["eval/talk/exact_match"] == pytest.approx(0.5)
+    assert eval_metrics("talk", examples, pass_reward=0.5)["eval/talk/pass@2"] == 1.0
+    one = eval_metrics("talk", examples[:1], pass_reward=1.0)
+    assert one["eval/talk/reward_se"] == 0.0, "one example says nothing about others"
 
 
 def test_evaluations_are_due_at_zero_at_the_interval_and_at_the_end() -> None:

@@ -116,11 +116,14 @@ class Api:
             if len(prompt) <= LONG_TEXT_CHARS:
                 return encode(prompt, add_special_tokens=body.add_special_tokens)
             return await asyncio.to_thread(encode, prompt, add_special_tokens=body.add_special_tokens)
-        if prompt and max(prompt) >= self._engine.served.vocab_size:
-            raise ApiError(
-                400, f"Token id {max(prompt)} is out of vocabulary ({self._engine.served.vocab_size})", param="prompt"
-            )
+        if prompt:
+            self._check_ids(prompt, "prompt")
         return prompt
+
+    def _check_ids(self, token_ids: Sequence[int], param: str) -> None:
+        vocab_size = self._engine.served.vocab_size
+        if max(token_ids) >= vocab_size:
+            raise ApiError(400, f"Token id {max(token_ids)} is out of vocabulary ({vocab_size})", param=param)
 
     async def _generate(
         self,
@@ -131,11 +134,14 @@ class Api:
     ) -> list[Finished]:
         rooms = [self._room(len(prompt)) for prompt in prompts]
         adapter = None if body.model in (None, self._model) else body.model
+        if params.stop_token_ids:
+            self._check_ids(params.stop_token_ids, "stop_token_ids")
         self._check_size(body.n * len(prompts), params)
         jobs: list[Job] = []
         try:
             for prompt, room in zip(prompts, rooms, strict=True):
-                fitting = replace(params, max_tokens=min(params.max_tokens, room))
+                max_tokens = min(params.max_tokens, room)
+                fitting = replace(params, max_tokens=max_tokens, min_tokens=min(params.min_tokens, max_tokens))
                 job = self._engine.submit(prompt, fitting, adapter=adapter, num_choices=body.n, seed=body.seed)
                 jobs.append(job)
             results = await _unless_disconnected(jobs, request)

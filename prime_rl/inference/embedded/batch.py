@@ -21,7 +21,7 @@ from torch.nn.functional import pad
 from prime_rl.inference.embedded.kv import SPARE_COLUMNS, CacheRows, RowCache, compose
 from prime_rl.inference.embedded.model import ModelRunner
 from prime_rl.inference.embedded.request import Row
-from prime_rl.inference.embedded.sampling import BatchParams, Sampled, find_stop, sample
+from prime_rl.inference.embedded.sampling import BatchParams, History, Sampled, SamplingParams, find_stop, sample
 
 # Token positions (prompts x longest prompt) of one prefill forward: bounds its activations to tens of MB a layer.
 MAX_PREFILL_TOKENS = 8192
@@ -47,7 +47,7 @@ class _State:
     mask_RC: Tensor
 
     @classmethod
-    def of(cls, rows: Sequence[Row], lengths: Sequence[int], device: torch.device) -> _State:
+    def of(cls, rows: Sequence[Row], lengths: Sequence[int], params: BatchParams, device: torch.device) -> _State:
         lengths_R = torch.tensor(lengths, device=device)
         columns_C = torch.arange(max(lengths) + SPARE_COLUMNS, device=device)
         return cls(
@@ -55,7 +55,7 @@ class _State:
             ids_R=torch.tensor([row.completion.token_ids[-1] for row in rows], device=device),
             lengths_R=lengths_R,
             positions_R=np.array([len(row.completion.token_ids) for row in rows], dtype=np.uint64),
-            params=BatchParams.of([row.job.params for row in rows], [row.key for row in rows], device),
+            params=params,
             mask_RC=columns_C >= max(lengths) - lengths_R[:, None],
         )
 
@@ -68,6 +68,7 @@ class _State:
         self.ids_R = ids_R
         self.lengths_R = self.lengths_R + 1
         self.positions_R = self.positions_R + np.uint64(1)
+        self.params.advance(ids_R)
 
 
 class Batch:
@@ -87,6 +88,7 @@ class Batch:
         self._rows: list[Row | None] = []
         self._cache = RowCache()
         self._state: _State | None = None
+        self._num_vocabulary = 0
         self.num_generated_tokens = 0
 
     @property
@@ -136,8 +138,18 @@ class Batch:
         return dropped
 
     def _first_tokens(self, rows: Sequence[Row], logits_RV: Tensor, finished: list[Row]) -> None:
-        params = BatchParams.of([row.job.params for row in rows], [row.key for row in rows], self._runner.device)
-        finished += self._append(rows, sample(logits_RV, params, np.zeros(len(rows), dtype=np.uint64)))
+        self._num_vocabulary = logits_RV.shape[1]
+        finished += self._append(rows, sample(logits_RV, self._params(rows), np.zeros(len(rows), dtype=np.uint64)))
+
+    def _params(self, rows: Sequence[Row]) -> BatchParams:
+        return BatchParams.of(
+            [row.job.params for row in rows],
+            [row.key for row in rows],
+            [History(row.job.prompt_ids, row.completion.token_ids) for row in rows],
+            eos_ids=self._eos_ids,
+            num_vocabulary=self._num_vocabulary,
+            device=self._runner.device,
+        )
 
     def _append(self, rows: Sequence[Row | None], sampled: Sampled) -> list[Row]:
         """Hand every row its token; returns the rows that end with it."""
@@ -163,20 +175,25 @@ class Batch:
         completion, params = row.completion, row.job.params
         if token_id in self._eos_ids and not params.ignore_eos:
             completion.finish_reason = "stop"
-        elif params.stop and (stop := self._stop_string(completion.token_ids, params.stop)):
+        elif token_id in params.stop_token_ids:
+            completion.finish_reason, completion.stop_reason = "stop", token_id
+        elif params.stop and (stop := self._stop_string(completion.token_ids, params)):
             completion.finish_reason = "stop"
             completion.stop_at, completion.stop_reason = stop
         elif len(completion.token_ids) >= params.max_tokens:
             completion.finish_reason = "length"
         return completion.finish_reason is not None
 
-    def _stop_string(self, token_ids: Sequence[int], stop: Sequence[str]) -> tuple[int, str] | None:
+    def _stop_string(self, token_ids: Sequence[int], params: SamplingParams) -> tuple[int, str] | None:
         """A stop string that the last token completed. Only the tail is decoded until then."""
-        # A token has at least one byte, special tokens apart, of which a few are allowed for.
-        tail = max(len(s.encode()) for s in stop) + 8
-        if find_stop(self._decode(token_ids[-tail:]), stop) is None:
+        if len(token_ids) <= params.min_tokens:
             return None
-        return find_stop(self._decode(token_ids), stop)
+        # A token has at least one byte, special tokens apart, of which a few are allowed for.
+        tail = max(len(s.encode()) for s in params.stop) + 8
+        if find_stop(self._decode(token_ids[-tail:]), params.stop) is None:
+            return None
+        too_early = len(self._decode(token_ids[: params.min_tokens])) if params.min_tokens else 0
+        return find_stop(self._decode(token_ids), params.stop, too_early)
 
     def _punch_holes(self, leaves: Callable[[Row], bool]) -> None:
         self._rows = [None if row is not None and leaves(row) else row for row in self._rows]
@@ -202,7 +219,7 @@ class Batch:
         lengths = [len(row.job.prompt_ids) + len(row.completion.token_ids) - 1 for row in rows]
         self._cache = compose(parts, max(lengths))
         self._rows = list(rows)
-        self._state = _State.of(rows, lengths, self._runner.device)
+        self._state = _State.of(rows, lengths, self._params(rows), self._runner.device)
 
 
 Group = tuple[tuple[int, tuple[int, ...]], list[Row]]

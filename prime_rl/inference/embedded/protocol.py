@@ -17,6 +17,7 @@ MAX_PROMPTS = 1024
 # vLLM's default limit.
 MAX_TOP_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
+MAX_STOP_TOKENS = 64
 
 # Say nothing about what is generated.
 _IGNORED = frozenset(
@@ -43,16 +44,9 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "echo": (False,),
     "suffix": ("",),
     "best_of": (1,),
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
-    "repetition_penalty": (1,),
     "length_penalty": (1,),
     "logit_bias": ({},),
-    "top_k": (0, -1),
-    "min_p": (0,),
-    "min_tokens": (0,),
     "use_beam_search": (False,),
-    "stop_token_ids": ([],),
     "include_stop_str_in_output": (False,),
     "bad_words": ([],),
     "tools": ([],),
@@ -83,8 +77,17 @@ class _Generation(BaseModel):
     n: int = Field(1, ge=1, le=MAX_CHOICES)
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     # The range of OpenAI and vLLM.
+    max_tokens: int | None = Field(None, ge=1)
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)
+    # -1, like 0: all.
+    top_k: int | None = Field(None, ge=-1)
+    min_p: float | None = Field(None, ge=0, le=1)
+    repetition_penalty: float | None = Field(None, gt=0, le=2)
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    min_tokens: int | None = Field(None, ge=0)
+    stop_token_ids: list[TokenId] | None = Field(None, max_length=MAX_STOP_TOKENS)
     stop: str | list[str] | None = None
     ignore_eos: bool = False
     skip_special_tokens: bool = True
@@ -107,6 +110,13 @@ class _Generation(BaseModel):
             raise ValueError(f"stop: at most {MAX_STOP_STRINGS} strings, none of them empty")
         return self
 
+    @model_validator(mode="after")
+    def _shortest_below_longest(self) -> Self:
+        most = getattr(self, "max_completion_tokens", None) or self.max_tokens
+        if most is not None and (self.min_tokens or 0) > most:
+            raise ValueError(f"min_tokens: found {self.min_tokens}: must be at most max_tokens = {most}")
+        return self
+
     @property
     def stop_strings(self) -> tuple[str, ...]:
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
@@ -115,7 +125,14 @@ class _Generation(BaseModel):
         return SamplingParams(
             temperature=1.0 if self.temperature is None else self.temperature,
             top_p=1.0 if self.top_p is None else self.top_p,
+            top_k=max(self.top_k or 0, 0),
+            min_p=self.min_p or 0.0,
+            repetition_penalty=self.repetition_penalty or 1.0,
+            presence_penalty=self.presence_penalty or 0.0,
+            frequency_penalty=self.frequency_penalty or 0.0,
             max_tokens=max_tokens,
+            min_tokens=self.min_tokens or 0,
+            stop_token_ids=tuple(self.stop_token_ids or ()),
             stop=self.stop_strings,
             num_top_logprobs=num_top_logprobs,
             ignore_eos=self.ignore_eos,
@@ -126,7 +143,6 @@ class CompletionRequest(_Generation):
     """POST /v1/completions."""
 
     prompt: Prompt | Annotated[list[Prompt], Field(min_length=1, max_length=MAX_PROMPTS)]
-    max_tokens: int | None = Field(None, ge=1)
     logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
     add_special_tokens: bool = True
 
@@ -161,7 +177,6 @@ class ChatRequest(_Generation):
     """POST /v1/chat/completions."""
 
     messages: list[ChatMessage] = Field(min_length=1)
-    max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)

@@ -18,8 +18,9 @@ class Completion:
         token_ids: what was generated, the end-of-sequence token included when it ended the choice.
         logprobs: of each token, in the distribution it was drawn from.
         top: the most likely tokens at each position; empty when not asked for.
-        finish_reason: "stop" (end of sequence, or a stop string) or "length".
+        finish_reason: "stop" (end of sequence, a stop token or a stop string) or "length".
         stop_at: length of the text before the stop string, None when no stop string ended it.
+        stop_reason: the stop string or stop token that ended it.
     """
 
     token_ids: list[int] = field(default_factory=list)
@@ -27,7 +28,7 @@ class Completion:
     top: list[TopLogprobs] = field(default_factory=list)
     finish_reason: str | None = None
     stop_at: int | None = None
-    stop_reason: str | None = None
+    stop_reason: str | int | None = None
 
 
 class Job:

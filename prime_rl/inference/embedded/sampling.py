@@ -1,5 +1,8 @@
 """Choosing the next token: pure functions over one decode step's logits. No model, no requests, no state.
 
+A request's settings act in vLLM's order: tokens that may not end it yet, penalties, temperature, `min_p`, `top_k`,
+`top_p`. What comes out is the distribution that is sampled from.
+
 Randomness is counter-based: the uniform number for a token depends on the row's key and the token's position alone, so
 a seeded request gets the same tokens whatever else is in the batch and whenever it joined. The generator is SplitMix64
 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014). The token is drawn by inverting the
@@ -10,8 +13,8 @@ Dimensions: R rows, V vocabulary, K most likely alternatives.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -24,56 +27,156 @@ _MASK = (1 << 64) - 1
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How one request is sampled.
+    """How one request is sampled; what is not said here is in `configs.sampling.SamplingConfig`.
 
     Attributes:
         temperature: 0 takes the most likely token.
-        top_p: only the smallest set of tokens with at least this probability is sampled from.
         num_top_logprobs: how many of the most likely tokens are reported at each position; 0 none.
         stop: strings that end the text; they are not part of it.
+        stop_token_ids: tokens that end it, beside the end of sequence.
         ignore_eos: go on after an end-of-sequence token (for measurements).
     """
 
     temperature: float = 1.0
     top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
     max_tokens: int = 16
+    min_tokens: int = 0
     stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
     num_top_logprobs: int = 0
     ignore_eos: bool = False
+
+    @property
+    def penalizes(self) -> bool:
+        return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
+
+
+@dataclass(frozen=True)
+class History:
+    """What one row has so far."""
+
+    prompt_ids: Sequence[int]
+    token_ids: Sequence[int]
 
 
 @dataclass(frozen=True)
 class BatchParams:
-    """The parameters of all rows of a batch as tensors, made once whenever the batch changes."""
+    """The parameters of all rows of a batch as tensors, made once whenever the batch changes.
+
+    Null where no row has such a setting. `min_tokens_R` come with `ends_RV`, the tokens that may not come before.
+    """
 
     temperature_R: Tensor
     greedy_R: Tensor
-    top_p_R: Tensor
     keys_R: npt.NDArray[np.uint64]
     any_random: bool
-    any_top_p: bool
+    top_p_R: Tensor | None
+    top_k_R: Tensor | None
+    min_p_R: Tensor | None
+    min_tokens_R: Tensor | None
+    ends_RV: Tensor | None
+    penalties: Penalties | None
     num_top_logprobs: int
 
     @classmethod
-    def of(cls, params: Sequence[SamplingParams], keys: Sequence[int], device: torch.device) -> BatchParams:
+    def of(
+        cls,
+        params: Sequence[SamplingParams],
+        keys: Sequence[int],
+        histories: Sequence[History],
+        *,
+        eos_ids: Collection[int],
+        num_vocabulary: int,
+        device: torch.device,
+    ) -> BatchParams:
         """Stack `params` of the rows; `keys` are their random streams (`stream_key`)."""
+
+        def column(values: Sequence[float], off: float) -> Tensor | None:
+            return torch.tensor(values, device=device) if any(value != off for value in values) else None
+
         temperatures = [p.temperature for p in params]
-        top_ps = [1.0 if p.temperature == 0 else p.top_p for p in params]
+        # The most likely token is the same whatever is left out.
+        narrowing = [replace(p, top_p=1.0, top_k=0, min_p=0.0) if p.temperature == 0 else p for p in params]
+        min_tokens_R = column([p.min_tokens for p in params], 0)
+        ends = [sorted({*p.stop_token_ids, *(() if p.ignore_eos else eos_ids)}) for p in params]
+        penalizes = any(p.penalizes for p in params)
         return cls(
             # A greedy row reports the logprobs of the unscaled distribution.
             temperature_R=torch.tensor([t or 1.0 for t in temperatures], device=device),
             greedy_R=torch.tensor([t == 0 for t in temperatures], device=device),
-            top_p_R=torch.tensor(top_ps, device=device),
             keys_R=np.array(keys, dtype=np.uint64),
             any_random=any(t > 0 for t in temperatures),
-            any_top_p=any(p < 1 for p in top_ps),
+            top_p_R=column([p.top_p for p in narrowing], 1.0),
+            top_k_R=column([p.top_k for p in narrowing], 0),
+            min_p_R=column([p.min_p for p in narrowing], 0.0),
+            min_tokens_R=min_tokens_R,
+            ends_RV=None if min_tokens_R is None else _marked(ends, num_vocabulary, device),
+            penalties=Penalties.of(params, histories, num_vocabulary, device) if penalizes else None,
             num_top_logprobs=max(p.num_top_logprobs for p in params),
         )
+
+    def advance(self, token_ids_R: Tensor) -> None:
+        """Every row has one more token."""
+        if self.penalties is not None:
+            ones_R1 = torch.ones_like(token_ids_R, dtype=torch.int32)[:, None]
+            self.penalties.counts_RV.scatter_add_(1, token_ids_R[:, None], ones_R1)
+
+
+@dataclass(frozen=True)
+class Penalties:
+    """Of tokens that a row has already.
+
+    Attributes:
+        prompt_RV: whether the prompt has the token.
+        counts_RV: how often the completion has it.
+    """
+
+    repetition_R: Tensor
+    presence_R: Tensor
+    frequency_R: Tensor
+    prompt_RV: Tensor
+    counts_RV: Tensor
+
+    @classmethod
+    def of(
+        cls, params: Sequence[SamplingParams], histories: Sequence[History], num_vocabulary: int, device: torch.device
+    ) -> Penalties:
+        counts_RV = torch.zeros(len(params), num_vocabulary, dtype=torch.int32, device=device)
+        for row, history in enumerate(histories):
+            if history.token_ids:
+                ids = torch.tensor(history.token_ids, device=device)
+                counts_RV[row].scatter_add_(0, ids, torch.ones_like(ids, dtype=torch.int32))
+        return cls(
+            torch.tensor([p.repetition_penalty for p in params], device=device),
+            torch.tensor([p.presence_penalty for p in params], device=device),
+            torch.tensor([p.frequency_penalty for p in params], device=device),
+            _marked([history.prompt_ids for history in histories], num_vocabulary, device),
+            counts_RV,
+        )
+
+    def applied(self, logits_RV: Tensor) -> Tensor:
+        has_RV = self.counts_RV > 0
+        repetition_RV = torch.where(self.prompt_RV | has_RV, self.repetition_R[:, None], 1.0)
+        logits_RV = torch.where(logits_RV > 0, logits_RV / repetition_RV, logits_RV * repetition_RV)
+        return logits_RV - self.frequency_R[:, None] * self.counts_RV - self.presence_R[:, None] * has_RV
+
+
+def _marked(ids: Sequence[Sequence[int]], num_vocabulary: int, device: torch.device) -> Tensor:
+    """`[R, V]`: true at the `ids` of each row."""
+    marked_RV = torch.zeros(len(ids), num_vocabulary, dtype=torch.bool, device=device)
+    for row, chosen in enumerate(ids):
+        marked_RV[row, [token_id for token_id in chosen if token_id < num_vocabulary]] = True
+    return marked_RV
 
 
 @dataclass(frozen=True)
 class Sampled:
-    """One token a row, with its logprob in the distribution it was drawn from (after temperature and top_p)."""
+    """One token a row, with its logprob in the distribution it was drawn from."""
 
     token_ids_R: Tensor
     logprobs_R: Tensor
@@ -106,11 +209,9 @@ def uniforms(keys_R: npt.NDArray[np.uint64], positions_R: npt.NDArray[np.uint64]
 
 def sample(logits_RV: Tensor, params: BatchParams, positions_R: npt.NDArray[np.uint64]) -> Sampled:
     """Draw one token a row. `positions_R` counts the tokens that each row has generated before this one."""
-    scaled_RV = logits_RV.float() / params.temperature_R[:, None]
-    if params.any_top_p:
-        scaled_RV = _keep_top_p(scaled_RV, params.top_p_R)
-    logprobs_RV = torch.log_softmax(scaled_RV, dim=-1)
-    token_ids_R = logits_RV.argmax(dim=-1)
+    allowed_RV = _allowed(logits_RV.float(), params, positions_R)
+    logprobs_RV = torch.log_softmax(_narrowed(allowed_RV / params.temperature_R[:, None], params), dim=-1)
+    token_ids_R = allowed_RV.argmax(dim=-1)
     if params.any_random:
         drawn_R = _draw(logprobs_RV, uniforms(params.keys_R, positions_R))
         token_ids_R = torch.where(params.greedy_R, token_ids_R, drawn_R)
@@ -119,6 +220,29 @@ def sample(logits_RV: Tensor, params: BatchParams, positions_R: npt.NDArray[np.u
         return Sampled(token_ids_R, logprobs_R, None, None)
     top = logprobs_RV.topk(min(params.num_top_logprobs, logprobs_RV.shape[1]), dim=-1)
     return Sampled(token_ids_R, logprobs_R, top.indices, top.values)
+
+
+def _allowed(logits_RV: Tensor, params: BatchParams, positions_R: npt.NDArray[np.uint64]) -> Tensor:
+    """Without an end before `min_tokens`, and with penalties."""
+    if params.min_tokens_R is not None and params.ends_RV is not None:
+        num_tokens_R = torch.from_numpy(positions_R.astype(np.int64)).to(logits_RV.device)
+        too_short_R = num_tokens_R < params.min_tokens_R
+        logits_RV = logits_RV.masked_fill(params.ends_RV & too_short_R[:, None], float("-inf"))
+    return logits_RV if params.penalties is None else params.penalties.applied(logits_RV)
+
+
+def _narrowed(scaled_RV: Tensor, params: BatchParams) -> Tensor:
+    """-inf where a token is not sampled at all."""
+    if params.min_p_R is not None:
+        # p < min_p x p_max is scaled < max + log(min_p).
+        limit_R = scaled_RV.amax(-1) + params.min_p_R.log()
+        scaled_RV = scaled_RV.masked_fill(scaled_RV < limit_R[:, None], float("-inf"))
+    if params.top_k_R is not None:
+        k_R1 = params.top_k_R.clamp(max=scaled_RV.shape[1])[:, None]
+        best_RK = scaled_RV.topk(int(k_R1.max())).values
+        last_R1 = best_RK.gather(1, (k_R1 - 1).clamp(min=0)).masked_fill(k_R1 == 0, float("-inf"))
+        scaled_RV = scaled_RV.masked_fill(scaled_RV < last_R1, float("-inf"))
+    return scaled_RV if params.top_p_R is None else _keep_top_p(scaled_RV, params.top_p_R)
 
 
 def _draw(logprobs_RV: Tensor, uniforms_R: npt.NDArray[np.float64]) -> Tensor:
@@ -138,7 +262,10 @@ def _keep_top_p(logits_RV: Tensor, top_p_R: Tensor) -> Tensor:
     return logits_RV.masked_fill(torch.zeros_like(drop_RV).scatter(1, order_RV, drop_RV), float("-inf"))
 
 
-def find_stop(text: str, stop: Sequence[str]) -> tuple[int, str] | None:
-    """Where the earliest of the `stop` strings begins in `text`, and which one it is; None when not found."""
-    found = [(at, s) for s in stop if (at := text.find(s)) >= 0]
+def find_stop(text: str, stop: Sequence[str], too_early: int = 0) -> tuple[int, str] | None:
+    """Where the earliest of the `stop` strings begins in `text`, and which one it is; None when not found.
+
+    Those that end in the first `too_early` characters do not count.
+    """
+    found = [(at, s) for s in stop if (at := text.find(s, max(0, too_early - len(s) + 1))) >= 0]
     return min(found, default=None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from prime_rl.configs.base import BaseConfig, ConfigError, ConfigProblem, build
-from prime_rl.configs.orchestrator import EnvConfig
+from prime_rl.configs.envs import EnvConfig
 from prime_rl.orchestrator.envs.arithmetic import ArithmeticArgs, ArithmeticEnvironment
 from prime_rl.orchestrator.envs.base import Environment, Example, Message, Outcome, Policy, Split
 from prime_rl.orchestrator.envs.guess import GuessNumberArgs, GuessNumberEnvironment

@@ -16,7 +16,7 @@ import re
 from collections import deque
 from collections.abc import Sequence
 
-from prime_rl.configs.orchestrator import EnvConfig
+from prime_rl.configs.envs import EnvConfig
 from prime_rl.orchestrator.envs.base import Environment, Example, Message, Outcome, Policy, Split
 from prime_rl.orchestrator.turn import RolloutError
 from prime_rl.utils.text import one_line

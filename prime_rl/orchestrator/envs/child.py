@@ -133,6 +133,10 @@ async def load(request: Load, stack: contextlib.AsyncExitStack) -> Environment:
         env = VerifiersEnvironment(request.name, request.args, request.seed)
         await stack.enter_async_context(env.serving())
         return env
+    if request.provider == "reasoning-gym":
+        from prime_rl.orchestrator.envs.reasoning_gym_env import ReasoningGymEnvironment  # takes seconds
+
+        return ReasoningGymEnvironment(request.name, request.args, request.seed)
     found = list(importlib.metadata.entry_points(group=PLUGIN_GROUP, name=request.name))
     if not found:
         known = sorted(point.name for point in importlib.metadata.entry_points(group=PLUGIN_GROUP))

@@ -16,7 +16,7 @@ HEADER_BYTES = 4
 
 
 class Load(msgspec.Struct, tag=True):
-    """Which environment to make (`provider` is "verifiers" or "plugin"), and how often to send a `Beat`."""
+    """Which environment to make (`provider`: its id up to the colon), and how often to send a `Beat`."""
 
     provider: str
     name: str

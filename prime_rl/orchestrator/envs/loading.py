@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 
-from prime_rl.configs.orchestrator import EnvConfig, OrchestratorConfig
+from prime_rl.configs.envs import EnvConfig, PromptConfig
+from prime_rl.configs.orchestrator import OrchestratorConfig
 from prime_rl.orchestrator.envs import Environment, ProcessEnvironment, load_environment
 from prime_rl.orchestrator.envs.checked import CheckedEnvironment
 from prime_rl.orchestrator.envs.metered import MeteredEnvironment
+from prime_rl.orchestrator.envs.prompted import PromptedEnvironment
 from prime_rl.orchestrator.metrics import RolloutMeter
 from prime_rl.utils.secrets import names_of
 
@@ -49,7 +51,7 @@ async def _load(
         say(f"env {env.label} (loading {env.id}, takes seconds)")
         cleanup.push_async_callback(made.close)
         await made.start()
-    return made
+    return made if env.prompt == PromptConfig() else PromptedEnvironment(made, env.prompt)
 
 
 def _key(env: EnvConfig) -> str:

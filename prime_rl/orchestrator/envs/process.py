@@ -1,4 +1,4 @@
-"""An environment that runs in its own process: `verifiers:TASKSET` and `plugin:NAME`.
+"""An environment that runs in its own process: `verifiers:TASKSET`, `reasoning-gym:FAMILY` and `plugin:NAME`.
 
 A process and not threads: code that hangs can be killed with all that it started, code that crashes takes nothing with
 it, a heavy library (verifiers: seconds and hundreds of megabytes) is not loaded into the orchestrator, and the API key
@@ -22,7 +22,7 @@ import sys
 from collections.abc import Collection, Mapping, Sequence
 
 from prime_rl.configs.base import ConfigError, ConfigProblem
-from prime_rl.configs.orchestrator import EnvConfig
+from prime_rl.configs.envs import EnvConfig
 from prime_rl.orchestrator.envs.base import Example, Outcome, Policy, Split
 from prime_rl.orchestrator.envs.checked import EnvironmentFault, Interrupted
 from prime_rl.orchestrator.envs.frames import (
@@ -93,8 +93,8 @@ BASE_VARIABLES = frozenset(
     }
 )
 BASE_PREFIXES = ("LC_", "OMP_", "MKL_", "OPENBLAS_")
-# What must be installed for a provider, and the extra that installs it.
-EXTRAS = {"verifiers": "verifiers"}
+# What must be installed for a provider; the extra that installs it has the provider's name.
+MODULES = {"verifiers": "verifiers", "reasoning-gym": "reasoning_gym"}
 
 
 def environment_of_its_own(environ: Mapping[str, str], named: Collection[str]) -> dict[str, str]:
@@ -227,8 +227,8 @@ class ProcessEnvironment:
     async def start(self) -> None:
         """Start the process and wait until it has the environment. Raises ConfigError."""
         source = f"env {self._id!r}"
-        if (extra := EXTRAS.get(self.provider)) and importlib.util.find_spec(extra) is None:
-            message = f"{self.provider} is not installed: pip install 'prl-multirun[{extra}]'"
+        if (module := MODULES.get(self.provider)) and importlib.util.find_spec(module) is None:
+            message = f"{self.provider} is not installed: pip install 'prl-multirun[{self.provider}]'"
             raise ConfigError(source, [ConfigProblem("", message)])
         try:
             child = await self._living()

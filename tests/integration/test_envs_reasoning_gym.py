@@ -1,0 +1,116 @@
+"""Families of the real reasoning-gym as environments: its examples, its scores, in a process of their own."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+import pytest
+
+from prime_rl.configs.base import ConfigError
+from prime_rl.configs.envs import EnvConfig
+from prime_rl.orchestrator.envs import Example, Message, ProcessEnvironment
+
+reasoning_gym = pytest.importorskip("reasoning_gym", reason="not installed: a part of it needs a C compiler")
+from prime_rl.orchestrator.envs.reasoning_gym_env import BROKEN, INSTRUCTION, ReasoningGymEnvironment  # noqa: E402
+
+SEED = 3
+NUM_EVAL, NUM_TRAIN = 4, 12
+EASY = ("chain_sum", "spell_backward", "letter_counting", "leg_counting", "gcd", "number_sorting")
+
+
+class Says:
+    """A policy that always answers the same."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.heard: Sequence[Message] = ()
+
+    async def complete(self, messages: Sequence[Message]) -> str:
+        self.heard = messages
+        return self.text
+
+
+def environment(family: str, **args: object) -> ReasoningGymEnvironment:
+    return ReasoningGymEnvironment(family, {"num_examples": NUM_TRAIN, "num_eval_examples": NUM_EVAL, **args}, SEED)
+
+
+def asked(examples: Sequence[Example]) -> list[str]:
+    return [example.messages[-1]["content"] for example in examples]
+
+
+@pytest.mark.parametrize("family", EASY)
+async def test_examples_and_scores_are_the_librarys_own(family: str) -> None:
+    env = environment(family)
+    theirs = reasoning_gym.create_dataset(family, seed=SEED, size=NUM_EVAL + NUM_TRAIN)
+    entries = [theirs[number] for number in range(NUM_EVAL + NUM_TRAIN)]
+    assert [each.messages[-1]["content"] for each in env.examples("eval")] == [
+        e["question"] for e in entries[:NUM_EVAL]
+    ]
+    held = {entry["question"] for entry in entries[:NUM_EVAL]}
+    questions = [entry["question"] for entry in entries[NUM_EVAL:] if entry["question"] not in held]
+    assert [each.messages[-1]["content"] for each in env.examples("train")] == questions
+    entry, example = entries[0], env.examples("eval")[0]
+    for answer in (str(entry["answer"]), "7", "", "no idea"):
+        for text in (f"I think <answer>wrong</answer>, or rather <answer> {answer} </answer>", answer):
+            outcome = await env.rollout(example, Says(text))
+            assert outcome.reward == theirs.score_answer(answer, entry)
+            assert outcome.metrics["tagged"] == float("<answer>" in text)
+    assert (await env.rollout(example, Says(str(entry["answer"])))).metrics["solved"] == 1.0
+
+
+async def test_the_policy_is_told_which_form_counts() -> None:
+    policy = Says("")
+    env = environment("gcd")
+    await env.rollout(env.examples("train")[0], policy)
+    assert [message["role"] for message in policy.heard] == ["system", "user"]
+    assert policy.heard[0]["content"] == INSTRUCTION
+    assert environment("gcd", instruction="").examples("train")[0].messages[0]["role"] == "user"
+
+
+def test_settings_are_the_familys_own_and_small_ones_repeat_no_example_of_the_evaluation() -> None:
+    env = environment("chain_sum", settings={"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1})
+    assert not set(asked(env.examples("eval"))) & set(asked(env.examples("train")))
+    with pytest.raises(TypeError, match="max_words"):
+        environment("chain_sum", settings={"max_words": 2})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", sorted(BROKEN))
+def test_families_that_are_refused_score_their_own_answer_low(family: str) -> None:
+    """When a new version of the library has mended one, this fails, and the family is welcome."""
+    dataset = reasoning_gym.create_dataset(family, seed=SEED, size=5)
+    scores = [dataset.score_answer(dataset[number]["answer"], dataset[number]) for number in range(5)]
+    assert min(scores) < 1.0
+
+
+@pytest.mark.parametrize(
+    ("env_id", "problem"),
+    [
+        ("reasoning-gym:chain_sums", "has no family 'chain_sums'; did you mean 'chain_sum'?"),
+        ("reasoning-gym:graph_color", "graph_color gives its own right answer no reward"),
+    ],
+)
+async def test_what_cannot_be_is_told_when_it_is_loaded(env_id: str, problem: str) -> None:
+    env = ProcessEnvironment(EnvConfig(id=env_id), seed=0)
+    with pytest.raises(ConfigError, match=problem.replace("?", r"\?")):
+        await env.start()
+    await env.close()
+
+
+async def test_it_runs_in_a_process_of_its_own() -> None:
+    env = ProcessEnvironment(EnvConfig(id="reasoning-gym:spell_backward", args={"num_examples": 5}), seed=SEED)
+    try:
+        await env.start()
+        outcome = await env.rollout(env.examples("train")[0], Says("<answer>nothing</answer>"))
+        assert outcome.metrics == {"solved": 0.0, "tagged": 1.0}
+    finally:
+        await env.close()
+
+
+async def test_a_missing_package_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "reasoning_gym", None)
+    with pytest.raises(
+        ConfigError, match=r"reasoning-gym is not installed: pip install 'prl-multirun\[reasoning-gym\]'"
+    ):
+        await ProcessEnvironment(EnvConfig(id="reasoning-gym:gcd"), seed=0).start()

@@ -1,0 +1,149 @@
+"""What a run's `[sampling]` and `[env.prompt]` make of requests and of conversations."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prime_rl.configs.base import ConfigError, build
+from prime_rl.configs.envs import PromptConfig, ShotConfig
+from prime_rl.configs.orchestrator import OrchestratorConfig
+from prime_rl.configs.sampling import SamplingConfig
+from prime_rl.orchestrator.envs.base import Message
+from prime_rl.orchestrator.envs.prompted import PromptedEnvironment, shown
+from prime_rl.orchestrator.orchestrator import warn_of_narrow_sampling
+from prime_rl.orchestrator.tokenizer import ChatTokenizer, TokenizerError
+from tests.orchestrator_support import (
+    FIRST_BYTE,
+    FakeInference,
+    TalkEnv,
+    make_client,
+    make_model,
+    make_policy,
+    make_run,
+    make_worker,
+    serving,
+)
+
+MINIMAL = {"batch_size": 8, "rollouts_per_example": 4, "model": {"name": "m"}, "env": [{"id": "reverse-text"}]}
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    (tmp_path / "STABLE").touch()  # the folder that all adapters are loaded from
+    return make_model(tmp_path / "model")
+
+
+def config_of(**changes: Any) -> OrchestratorConfig:
+    return build(OrchestratorConfig, {**MINIMAL, **changes}, "orch.toml")
+
+
+def test_a_request_says_what_is_set_and_nothing_else() -> None:
+    assert SamplingConfig().request_fields == {"temperature": 1.0}
+    fields = {"temperature": 0.6, "top_p": 0.9, "top_k": 20, "min_p": 0.1, "stop": ["\n\n"], "stop_token_ids": [7]}
+    fields |= {"repetition_penalty": 1.1, "presence_penalty": 0.5, "frequency_penalty": -0.5}
+    given = SamplingConfig(
+        **fields, max_tokens=9, min_tokens=2, seed=3, chat_template_kwargs={"enable_thinking": False}
+    )
+    assert given.request_fields == fields
+
+
+def test_evaluations_sample_as_the_run_does_where_they_say_nothing() -> None:
+    config = config_of(
+        sampling={"top_p": 0.9, "top_k": 20, "stop": ["x"], "seed": 5},
+        eval={"sampling": {"temperature": 0.0, "top_k": 0}},
+    )
+    sampling = config.eval_sampling
+    assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.stop) == (0.0, 0.9, 0, ["x"])
+    assert config.sampling_seed == 5 and config_of(seed=9).sampling_seed == 9
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"sampling": {"min_tokens": 70}}, "min_tokens: found 70: must be at most max_tokens = 64"),
+        ({"sampling": {"top_p": 0.0}}, "sampling.top_p"),
+        ({"sampling": {"stop": [""]}}, "sampling.stop"),
+        ({"env": [{"id": "reverse-text", "prompt": {"template": "Reverse it"}}]}, "must contain {prompt}"),
+    ],
+)
+def test_what_cannot_be_is_refused(changes: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        config_of(**changes)
+    assert problem in str(refused.value)
+
+
+def test_a_run_is_told_which_settings_move_the_importance_ratio(caplog: pytest.LogCaptureFixture) -> None:
+    warn_of_narrow_sampling(SamplingConfig(temperature=0.5, stop=["x"], seed=1))
+    assert not caplog.records
+    warn_of_narrow_sampling(SamplingConfig(top_p=0.9, frequency_penalty=0.1))
+    assert "sampling.top_p, sampling.frequency_penalty: " in caplog.records[0].getMessage()
+
+
+async def test_every_setting_reaches_the_server_and_a_stop_text_is_learned_but_not_read(
+    model: Path, tmp_path: Path
+) -> None:
+    fake, env = FakeInference(model), TalkEnv(num_turns=2)
+    fake.letter = ord("Z")
+    sampling = SamplingConfig(max_tokens=8, min_tokens=6, stop=["Z"], top_k=3, temperature=0.5)
+    async with serving(fake) as url:
+        client = make_client(url, tmp_path)
+        policy = make_policy(client, make_run(tmp_path), model)
+        worker = make_worker(client, policy, model, {"talk": env}, rollouts_per_example=1, sampling=sampling)
+        (rollout,) = (await worker.group(0)).rollouts_G
+        await client.close()
+    first, second = (body for path, body in fake.requests if path == "/v1/completions")
+    asked = {"temperature": 0.5, "top_k": 3, "stop": ["Z"], "min_tokens": 6, "max_tokens": 8}
+    assert {name: first[name] for name in asked} == asked and "top_p" not in first
+    n = rollout.num_prompt_tokens
+    assert rollout.token_ids_T[n : n + 2] == [FIRST_BYTE, FIRST_BYTE + ord("Z")] and all(rollout.loss_mask_T[n : n + 2])
+    assert not rollout.truncated
+    assert len(env.answers) == 2 and not any("Z" in answer for answer in env.answers), "nor read by the environment"
+    assert second["prompt"][: n + 2] == rollout.token_ids_T[: n + 2]
+
+
+def test_arguments_of_the_chat_template(model: Path) -> None:
+    (model / "chat_template.jinja").write_text("{{ 'think ' if enable_thinking else '' }}{{ messages[0].content }}")
+    message: list[Message] = [{"role": "user", "content": "hi"}]
+    for arguments, text in (({}, "hi"), ({"enable_thinking": True}, "think hi"), ({"enable_thinking": False}, "hi")):
+        tokenizer = ChatTokenizer.load(str(model), arguments)
+        assert tokenizer.decode(tokenizer.prompt(message)) == text
+    with pytest.raises(TokenizerError, match=r"sampling\.chat_template_kwargs: messages must not be set here"):
+        ChatTokenizer.load(str(model), {"messages": []})
+
+
+PROMPT = PromptConfig(system="Be brief.", template="Q: {prompt}\nA:", examples=[ShotConfig(prompt="1 + 1", answer="2")])
+SHOWN = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "Q: 1 + 1\nA:"},
+    {"role": "assistant", "content": "2"},
+]
+
+
+def test_a_question_comes_with_system_prompt_examples_and_template() -> None:
+    question: list[Message] = [{"role": "user", "content": "2 + {x}"}]
+    first = [*SHOWN, {"role": "user", "content": "Q: 2 + {x}\nA:"}]
+    assert shown(question, PROMPT) == first
+    assert shown([{"role": "system", "content": "its own"}, *question], PROMPT) == first
+    more: list[Message] = [{"role": "assistant", "content": "3"}, {"role": "user", "content": "no"}]
+    assert shown([*question, *more], PROMPT) == [*first, *more], "only the first question is put into the template"
+    assert shown([{"role": "system", "content": "its own"}, *question], PromptConfig()) == [
+        {"role": "system", "content": "its own"},
+        *question,
+    ]
+
+
+async def test_an_environment_does_not_see_how_it_is_asked(model: Path, tmp_path: Path) -> None:
+    fake, env = FakeInference(model), TalkEnv(num_turns=2)
+    async with serving(fake) as url:
+        client = make_client(url, tmp_path)
+        policy = make_policy(client, make_run(tmp_path), model)
+        worker = make_worker(client, policy, model, {"talk": PromptedEnvironment(env, PROMPT)}, rollouts_per_example=1)
+        (rollout,) = (await worker.group(0)).rollouts_G
+        await client.close()
+    tokenizer = ChatTokenizer.load(str(model))
+    text = tokenizer.decode(rollout.token_ids_T)
+    assert text.startswith("system\nBe brief.\nuser\nQ: 1 + 1\nA:\nassistant\n2\nuser\nQ: ")
+    assert text.count("Q: ") == 2 and text.endswith("more 0\nassistant\n" + env.answers[-1])
