@@ -6,6 +6,7 @@ body whole (bounded) and hands it on. Requests that it refuses never reach the e
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import re
 from collections.abc import Awaitable, Callable, MutableMapping
@@ -65,6 +66,7 @@ class Guard:
         self._api_key = api_key
         self._output_dir = output_dir
         self._check_adapter = check_adapter
+        self._one_load = asyncio.Lock()
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -75,7 +77,9 @@ class Guard:
             self._check_request(scope)
             body = await _read_body(receive)
             if scope["path"] == "/v1/load_lora_adapter":
-                body = self._checked_load(body)
+                # A large file takes long to read and to check; tokens of others must not wait for that.
+                async with self._one_load:
+                    body = await asyncio.to_thread(self._checked_load, body)
         except ApiError as error:
             await refuse(send, error)
             return

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+import threading
 from collections.abc import MutableMapping
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +24,7 @@ from prime_rl.inference.guard import MAX_BODY_BYTES, Guard, confined_adapter
 from prime_rl.inference.reporting import WINDOW_S, Reporter, Snapshot
 from prime_rl.inference.serve import EngineFailed, serve
 from prime_rl.inference.vllm.arguments import command_line, environment, round_rank, server_arguments
+from tests.patience import PATIENCE_S
 
 
 async def ask(
@@ -89,6 +91,26 @@ async def test_guard_bounds_the_body_whatever_the_header_says(tmp_path: Path) ->
     assert (await ask(guard, "/v1/completions", piece, piece))[0] == 200
     status, body = await ask(guard, "/v1/completions", piece, piece, b"x", headers={"content-length": "3"})
     assert status == 413 and "larger" in body["error"]["message"]
+
+
+async def test_other_requests_are_answered_while_an_adapter_is_checked(tmp_path: Path) -> None:
+    folder = adapter(tmp_path / "run_a" / "broadcast" / "step_1")
+    answered, at_once = threading.Event(), []
+
+    def check(name: str, path: Path) -> str:
+        at_once.append(name)
+        assert answered.wait(PATIENCE_S), "the event loop waits for the check"
+        return str(path)
+
+    guard = Guard(echo, api_key=None, output_dir=tmp_path, check_adapter=check)
+    bodies = [json.dumps({"lora_name": f"run_a@v{n}", "lora_path": str(folder)}).encode() for n in (1, 2)]
+    loads = [asyncio.create_task(ask(guard, "/v1/load_lora_adapter", body)) for body in bodies]
+    while not at_once:
+        await asyncio.sleep(0.001)
+    assert (await ask(guard, "/v1/completions", b"x"))[0] == 200
+    assert len(at_once) == 1, "one after the other: they share a model"
+    answered.set()
+    assert [status for status, _ in await asyncio.gather(*loads)] == [200, 200]
 
 
 async def test_guard_hands_on_the_resolved_path(tmp_path: Path) -> None:
