@@ -169,7 +169,7 @@ def validate(
 
 @runs_app.command()
 def add(
-    file: FileArgument,
+    files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="Configs of runs, TOML files.")],
     output_dir: OutputDirOption = None,
     run_id: Annotated[
         str | None, typer.Option("--id", metavar="ID", help="The run's id. Default: run_ and the file's name.")
@@ -177,15 +177,22 @@ def add(
     changes: SetOption = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check only; add nothing.")] = False,
 ) -> None:
-    """Add a run to the workspace.
+    """Add runs to the workspace.
 
-    FILE is checked first. Training starts when a slot is free; runs are admitted in the order in which they were added.
+    All files are checked before a run is added. Training starts when a slot is free; runs are admitted in the order in
+    which they were added.
 
     Example: prl runs add configs/demo/reverse.toml --set max_steps=20
     """
-    place = choose_output_dir(output_dir)
-    added = actions.add_run(place, file, run_id=run_id, overrides=_overrides(changes), dry_run=dry_run)
-    say(f"{'would add' if dry_run else 'added'} {added} to {place}")
+    if run_id is not None and len(files) > 1:
+        raise UsageError(f"--id names one run, and there are {len(files)} files: leave it out, or add one at a time")
+    place, changed = choose_output_dir(output_dir), _overrides(changes)
+    if len(files) > 1:
+        for file in files:
+            actions.add_run(place, file, overrides=changed, dry_run=True)
+    for file in files:
+        added = actions.add_run(place, file, run_id=run_id, overrides=changed, dry_run=dry_run)
+        say(f"{'would add' if dry_run else 'added'} {added} to {place}")
 
 
 def _states(words: list[str] | None) -> set[RunState]:

@@ -147,6 +147,17 @@ def test_show_and_status_for_people(inline: Inline) -> None:
     assert " age " in inline("runs", "list").stdout
 
 
+def test_several_files_are_added_or_none(inline: Inline, tmp_path: Path) -> None:
+    files = [str(inline.prl.run_file(name)) for name in "ab"]
+    bad = tmp_path / "bad.toml"
+    bad.write_text("batch_size = 4")
+    refused = inline("runs", "add", *files, str(bad), exit_code=1)
+    assert "bad.toml: rollouts_per_example: required" in refused.stderr and inline.json("runs", "list")["runs"] == []
+    assert inline("runs", "add", *files, "--dry-run").stdout.count("would add") == 2
+    assert inline("runs", "add", *files).stdout.count("added run_") == 2
+    assert {run["run_id"] for run in inline.json("runs", "list")["runs"]} == {"run_a", "run_b"}
+
+
 def test_the_doctor_says_what_to_do(inline: Inline, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     checks = inline.json("doctor", "--quick")
     assert checks["version"] == 1 and checks["ok"]
@@ -164,6 +175,7 @@ def test_the_doctor_says_what_to_do(inline: Inline, monkeypatch: pytest.MonkeyPa
         (("runs", "validate", "none.toml"), 1, "not found: none.toml"),
         (("runs", "add", "{file}", "--id", "run_a/../../x"), 2, "invalid run id 'run_a/../../x'"),
         (("runs", "add", "{file}", "--id", ".."), 2, "invalid run id '..'"),
+        (("runs", "add", "{file}", "{file}", "--id", "run_a"), 2, "--id names one run, and there are 2 files"),
         (("runs", "add", "{file}", "--set", "max_steps"), 2, "invalid 'max_steps': expected KEY=VALUE"),
         (("runs", "add", "{file}", "--set", "optim.rl=1"), 1, "optim.rl: unknown key; did you mean 'lr'?"),
         (("runs", "show", "run_none"), 1, "run 'run_none' not found"),
