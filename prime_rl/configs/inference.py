@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -24,8 +24,8 @@ class InferenceModelConfig(ModelConfig):
 class VllmConfig(BaseConfig):
     """Settings of the vLLM engine."""
 
-    enforce_eager: bool = True
-    """Disable compilation and CUDA graphs: the fastest start on a CPU."""
+    enforce_eager: bool | Literal["auto"] = "auto"
+    """Disable compilation and CUDA graphs. auto: on a CPU, where they only make the start longer."""
 
     kv_cache_gb: float = Field(1.0, gt=0)
     """KV cache on a CPU, in GiB. On a GPU use `gpu_memory_utilization`."""
@@ -35,6 +35,10 @@ class VllmConfig(BaseConfig):
 
     extra_args: dict[str, Any] = Field(default_factory=dict)
     """More arguments of vLLM's own server, by their names there (`{"tensor_parallel_size": 2}`)."""
+
+    def is_eager_on(self, device_type: str) -> bool:
+        """`enforce_eager` on devices of type "cuda" or "cpu"."""
+        return device_type == "cpu" if self.enforce_eager == "auto" else self.enforce_eager
 
 
 class EmbeddedConfig(BaseConfig):
@@ -83,8 +87,8 @@ class InferenceConfig(BaseConfig):
     """Policy versions of one run that may be loaded at one time: no more than 2 above its `max_async_level` are ever of
     use. A run that needs more at a moment waits for its own."""
 
-    max_num_seqs: int = Field(64, ge=1)
-    """Largest number of sequences that are decoded together."""
+    max_num_seqs: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
+    """Largest number of sequences that are decoded together. auto: 256 on a GPU, 64 on a CPU."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device to generate on."""
@@ -116,6 +120,12 @@ class InferenceConfig(BaseConfig):
         if model.get("lora") is not None:
             raise ValueError("full_finetune: remove [model.lora], full fine-tuning has no adapters")
         return {**data, "model": {**model, "lora": None}}
+
+    def num_seqs_on(self, device_type: str) -> int:
+        """`max_num_seqs` on devices of type "cuda" or "cpu"."""
+        if self.max_num_seqs != "auto":
+            return self.max_num_seqs
+        return 64 if device_type == "cpu" else 256
 
     @property
     def max_loras(self) -> int:

@@ -70,7 +70,7 @@ QWEN = Scale(
     pass_tokens=16_384,
     max_mismatch_kl=5e-3,
     # Beside the trainer on one GPU.
-    inference={"max_num_seqs": 256, "vllm": {"gpu_memory_utilization": 0.4, "enforce_eager": False}},
+    inference={"vllm": {"gpu_memory_utilization": 0.4}},
 )
 TINY = Scale(
     name="tiny",

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from prime_rl.configs.inference import InferenceConfig
+from prime_rl.configs.inference import InferenceConfig, VllmConfig
 from prime_rl.contract.layout import OutputDir
 from prime_rl.contract.status import InferenceStatus, StatusWriter, read_status
 from prime_rl.inference.checks import StartError, base_url, bind, check_model, is_loopback, read_api_key
@@ -331,7 +331,14 @@ def test_vllm_gets_our_config_in_its_words() -> None:
     ):
         assert line[line.index(flag) + 1] == value
     assert {"--enable-lora", "--enforce-eager", "--no-enable-prefix-caching"} <= set(line)
-    assert "--gpu-memory-utilization" in command_line(server_arguments(config, max_model_len=64, on_cpu=False))
+    on_gpu = server_arguments(config, max_model_len=64, on_cpu=False)
+    assert "--gpu-memory-utilization" in command_line(on_gpu)
+    auto = InferenceConfig()
+    of_auto = [server_arguments(auto, max_model_len=64, on_cpu=on_cpu) for on_cpu in (True, False)]
+    assert [(each["max_num_seqs"], each["enforce_eager"]) for each in of_auto] == [(64, True), (256, False)]
+    chosen = InferenceConfig(max_num_seqs=7, vllm=VllmConfig(enforce_eager=True))
+    found = server_arguments(chosen, max_model_len=64, on_cpu=False)
+    assert (found["max_num_seqs"], found["enforce_eager"]) == (7, True)
     assert environment(config, Path("/tmp/x"))["OMP_NUM_THREADS"] == "3"
     assert environment(config, Path("/tmp/x"))["VLLM_RPC_BASE_PATH"] == "/tmp/x"
     assert "OMP_NUM_THREADS" not in environment(InferenceConfig(), Path("/tmp/x"))

@@ -34,7 +34,7 @@ def run(context: ServerContext) -> None:
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
     served, text = _load(context)
-    engine = Engine(served, text.decode, max_num_seqs=config.max_num_seqs)
+    engine = Engine(served, text.decode, max_num_seqs=config.num_seqs_on(served.runner.device.type))
     api = Api(
         engine,
         text,

@@ -42,13 +42,14 @@ def environment(config: InferenceConfig, tmp: Path) -> dict[str, str]:
 
 def server_arguments(config: InferenceConfig, *, max_model_len: int, on_cpu: bool) -> dict[str, Any]:
     """Arguments of vLLM's server by their names there."""
+    device_type = "cpu" if on_cpu else "cuda"
     arguments: dict[str, Any] = {
         "model": config.model.name,
         "served_model_name": config.model.name,
-        "dtype": config.model.dtype_on("cpu" if on_cpu else "cuda"),
+        "dtype": config.model.dtype_on(device_type),
         "max_model_len": max_model_len,
-        "max_num_seqs": config.max_num_seqs,
-        "enforce_eager": config.vllm.enforce_eager,
+        "max_num_seqs": config.num_seqs_on(device_type),
+        "enforce_eager": config.vllm.is_eager_on(device_type),
         # Rollouts need the logprobs of the distribution that was sampled from.
         "logprobs_mode": "processed_logprobs",
         # Else top_k, top_p and temperature of the model's own generation config would apply unasked.
