@@ -15,6 +15,7 @@ from prime_rl.orchestrator.evaluate import Evaluator
 from prime_rl.orchestrator.guard import check_run
 from prime_rl.orchestrator.pool import InferenceClient
 from prime_rl.orchestrator.report import BatchReporter, Reporter
+from prime_rl.orchestrator.sampler import ExampleSampler
 from prime_rl.orchestrator.samples import SampleKeeper
 from prime_rl.orchestrator.scheduler import Scheduler
 
@@ -27,6 +28,7 @@ class BatchLoop:
     run: RunDir
     client: InferenceClient
     scheduler: Scheduler
+    sampler: ExampleSampler
     evaluator: Evaluator | None
     batches: BatchReporter
     samples: SampleKeeper
@@ -48,7 +50,14 @@ class BatchLoop:
     async def _make_one(self, step: int) -> None:
         groups = await self.scheduler.next_groups()
         temperature = self.config.sampling.temperature
-        batch = assemble_batch(self.run.run_id, step, groups, advantage=self.config.advantage, temperature=temperature)
+        batch = assemble_batch(
+            self.run.run_id,
+            step,
+            groups,
+            advantage=self.config.advantage,
+            temperature=temperature,
+            pools=self.sampler.pools,
+        )
         if checkpoint_is_due(step, self.config.ckpt, self.config.max_steps):
             save_state(self.run, batch)
         publish_batch(self.run, batch)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +20,12 @@ from prime_rl.configs.orchestrator import CkptConfig
 from prime_rl.contract.files import make_folder, read_file, read_text, write_atomic
 from prime_rl.contract.layout import RunDir, list_rollout_steps, list_steps
 from prime_rl.contract.types import MAX_BATCH_BYTES, TrainingBatch, read_batch
+from prime_rl.orchestrator.pools import Pools
 
 logger = logging.getLogger(__name__)
 
 STATE_FORMAT_VERSION = 1
-# It holds one number.
+# It holds a number and two bits for each example.
 MAX_STATE_BYTES = 1 << 20
 
 
@@ -34,10 +35,11 @@ class CheckpointError(RuntimeError):
 
 @dataclass(frozen=True)
 class Progress:
-    """The newest batch that is done with, and where the example order goes on after it."""
+    """The newest batch that is done with, where the example order goes on after it, and what is known of examples."""
 
     step: int
     next_index: int
+    pools: dict[str, Any] = field(default_factory=dict)
 
 
 class _State(msgspec.Struct, forbid_unknown_fields=True):
@@ -46,8 +48,8 @@ class _State(msgspec.Struct, forbid_unknown_fields=True):
     sampler_state: dict[str, Any]
 
 
-def sampler_state(next_index: int) -> dict[str, Any]:
-    return {"next_index": next_index}
+def sampler_state(next_index: int, pools: Pools | None = None) -> dict[str, Any]:
+    return {"next_index": next_index, **({"pools": pools.state()} if pools else {})}
 
 
 def checkpoint_is_due(step: int, config: CkptConfig, max_steps: int) -> bool:
@@ -91,12 +93,12 @@ def find_progress(run: RunDir, groups_per_batch: int, *, max_bytes: int = MAX_BA
         return Progress(0, 0)
     if newest_batch >= newest_checkpoint:
         batch = read_batch(run.rollout_file(newest_batch), limit=max_bytes)
-        return Progress(newest_batch, _next_index(batch.sampler_state))
+        return _progress(newest_batch, batch.sampler_state)
     path = _state_file(run, newest_checkpoint)
     if not os.path.lexists(path):
         logger.warning("%s not found: the example order continues as if no group had been dropped", path)
         return Progress(newest_checkpoint, newest_checkpoint * groups_per_batch)
-    return Progress(newest_checkpoint, _next_index(_load_state(path).sampler_state))
+    return _progress(newest_checkpoint, _load_state(path).sampler_state)
 
 
 def _load_state(path: Path) -> _State:
@@ -109,8 +111,8 @@ def _load_state(path: Path) -> _State:
     return state
 
 
-def _next_index(state: dict[str, Any]) -> int:
+def _progress(step: int, state: dict[str, Any]) -> Progress:
     try:
-        return int(state["next_index"])
+        return Progress(step, int(state["next_index"]), dict(state.get("pools", {})))
     except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"sampler state {state!r} has no usable 'next_index'") from error
+        raise CheckpointError(f"sampler state {str(state)[:200]} cannot be used: {error!r}") from error

@@ -37,7 +37,7 @@ from prime_rl.orchestrator.checkpoint import (
 )
 from prime_rl.orchestrator.client import AccessDenied, Endpoint
 from prime_rl.orchestrator.envs.checked import EnvironmentBroken
-from prime_rl.orchestrator.envs.loading import load_environments
+from prime_rl.orchestrator.envs.loading import Environments, load_environments
 from prime_rl.orchestrator.evaluate import Evaluator
 from prime_rl.orchestrator.guard import (
     MAX_LOOK_S,
@@ -54,6 +54,7 @@ from prime_rl.orchestrator.metrics import RolloutMeter
 from prime_rl.orchestrator.monitors.process import MonitorProcess
 from prime_rl.orchestrator.policy import PolicyVersions, find_base_model
 from prime_rl.orchestrator.pool import InferenceClient
+from prime_rl.orchestrator.pools import Pools
 from prime_rl.orchestrator.report import BatchReporter, Reporter
 from prime_rl.orchestrator.rollout import RolloutWorker
 from prime_rl.orchestrator.sampler import ExampleSampler
@@ -99,11 +100,12 @@ async def orchestrate(
     reporter.waiting_on, client.on_change = lambda now: client.trouble, wake.set
     base = await base_model(client, config.model.name)
     policy = await set_up_versions(config, run, client, base, reporter, cleanup)
+    sampler = make_sampler(config, envs, progress)
     worker = RolloutWorker(
         TurnSampler(client, policy, config.sampling, seq_len=seq_len),
         tokenizer,
         envs,
-        ExampleSampler(envs, config.seed, config.env_weights),
+        sampler,
         rollouts_per_example=config.rollouts_per_example,
         seed=config.sampling_seed,
     )
@@ -113,7 +115,7 @@ async def orchestrate(
     evaluator = (
         Evaluator(config, run, eval_turns, tokenizer, policy, eval_envs, step=progress.step) if config.eval else None
     )
-    batches = BatchReporter(run, scheduler, client, reporter, envs)
+    batches = BatchReporter(run, scheduler, client, reporter, envs, sampler.pools)
     samples = SampleKeeper(run, config.samples, tokenizer.decode)
     reporter.waiting_on = scheduler.waiting_on
     reporter.figures = lambda: {
@@ -123,9 +125,19 @@ async def orchestrate(
     }
 
     # -- the run ----
-    loop = BatchLoop(config, run, client, scheduler, evaluator, batches, samples, reporter)
+    loop = BatchLoop(config, run, client, scheduler, sampler, evaluator, batches, samples, reporter)
     loops = [scheduler.watch_loop(), scheduler.update_policy_loop()] + ([evaluator.loop()] if evaluator else [])
     await run_beside(loop.make_all(), *loops)
+
+
+def make_sampler(config: OrchestratorConfig, envs: Environments, progress: Progress) -> ExampleSampler:
+    """The example order, with what `progress` knows of the examples. Raises CheckpointError."""
+    pools = Pools(envs, {env.label: env.reward_range for env in config.env})
+    try:
+        pools.restore(progress.pools)
+    except ValueError as error:
+        raise CheckpointError(f"the sampler state of step {progress.step}: {error}") from error
+    return ExampleSampler(envs, config.seed, config.env_weights, pools, config.settled_share)
 
 
 def make_scheduler(

@@ -1,8 +1,9 @@
-"""Which example comes next: a pure function of the seed and a running index, so a restart needs one number.
+"""Which example comes next: a function of the seed and a running index, so a restart needs one number.
 
 Several environments take turns by their weights: next is the one that is furthest behind its share, so every stretch of
 examples has nearly the shares of the whole. Each goes through its train split in epochs, and every epoch has its own
-order.
+order. Where settled examples (`pools`) are to be drawn seldom, others stand in for most of them; which, depends on what
+was known when the example was drawn.
 """
 
 from __future__ import annotations
@@ -10,10 +11,14 @@ from __future__ import annotations
 import functools
 import random
 from array import array
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from prime_rl.orchestrator.envs.base import Environment, Example
+from prime_rl.orchestrator.pools import Pools
+
+# For one that stands in for a settled example; if nearly all are settled, the example itself is as good as any.
+MAX_DRAWS = 100
 
 
 @dataclass(frozen=True)
@@ -29,9 +34,20 @@ class ExampleSampler:
 
     Args:
         weights: by the names of `envs`; without, all are alike.
+        pools: what is known of the examples; kept up to date by `note`.
+        settled_share: how often a settled example is drawn, as a share of how often others are.
     """
 
-    def __init__(self, envs: Mapping[str, Environment], seed: int, weights: Mapping[str, float] | None = None) -> None:
+    def __init__(
+        self,
+        envs: Mapping[str, Environment],
+        seed: int,
+        weights: Mapping[str, float] | None = None,
+        pools: Pools | None = None,
+        settled_share: float = 1.0,
+    ) -> None:
+        self.pools = pools
+        self._settled_share = settled_share
         self._examples = [(name, env.examples("train")) for name, env in envs.items()]
         self._seed = seed
         given = [weights[name] if weights else 1.0 for name in envs]
@@ -49,7 +65,24 @@ class ExampleSampler:
         self._take_turns(index + 1)
         name, examples = self._examples[self._turns[index]]
         epoch, position = divmod(self._rounds[index], len(examples))
-        return Pick(name, examples[self._order(name, len(examples), epoch)[position]])
+        return Pick(
+            name, self._unless_settled(name, examples, self._order(name, len(examples), epoch)[position], index)
+        )
+
+    def note(self, pick: Pick, rewards: Sequence[float]) -> None:
+        """The rewards of the group that was made of `pick`."""
+        if self.pools is not None:
+            self.pools.note(pick.env_name, pick.example.id, rewards)
+
+    def _unless_settled(self, name: str, examples: Sequence[Example], position: int, index: int) -> Example:
+        example = examples[position]
+        if self.pools is None or self._settled_share == 1.0 or not self.pools.has(name, example.id):
+            return example
+        rng = random.Random(f"{self._seed}/settled/{index}")
+        if rng.random() < self._settled_share:
+            return example
+        drawn = (rng.choice(examples) for _ in range(MAX_DRAWS))
+        return next((other for other in drawn if not self.pools.has(name, other.id)), example)
 
     def _take_turns(self, num_turns: int) -> None:
         for turn in range(len(self._turns), num_turns):
