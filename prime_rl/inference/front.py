@@ -22,6 +22,7 @@ from prime_rl.contract.layout import BASE_WEIGHTS, WEIGHTS_HEADER, parse_adapter
 from prime_rl.inference.errors import ApiError
 from prime_rl.inference.guard import AsgiApp, Message, Receive, Send, answer, refuse, replay
 from prime_rl.inference.health import HealthProbe
+from prime_rl.inference.tokens import COMPLETIONS, GENERATE, TokensInOut
 from prime_rl.inference.turnstile import StillInUse, Turnstile
 from prime_rl.inference.weight_files import confined_folder, weights_label
 
@@ -30,7 +31,7 @@ logger = logging.getLogger(__name__)
 # How long requests under way may hold up new weights. Shorter than what a client waits for an answer.
 DRAIN_S = 60.0
 LOAD_ADAPTER = "/v1/load_lora_adapter"
-GENERATING = frozenset({"/v1/completions", "/v1/chat/completions"})
+GENERATING = frozenset({COMPLETIONS, "/v1/chat/completions", GENERATE})
 
 
 class EngineControl(Protocol):
@@ -71,7 +72,7 @@ class Front:
     def __init__(
         self, app: AsgiApp, engine: EngineControl, config: InferenceConfig, *, drain_s: float = DRAIN_S
     ) -> None:
-        self._app = app
+        self._app = TokensInOut(app)
         self._engine = engine
         self._output_dir = config.output_dir
         self._max_versions = config.max_versions_per_run

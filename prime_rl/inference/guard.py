@@ -34,6 +34,7 @@ ROUTES = {
     "/v1/models": "GET",
     "/v1/completions": "POST",
     "/v1/chat/completions": "POST",
+    "/inference/v1/generate": "POST",
     "/v1/load_lora_adapter": "POST",
     "/v1/unload_lora_adapter": "POST",
     "/update_weights": "POST",
@@ -84,7 +85,7 @@ class Guard:
             await refuse(send, error)
             return
         whole = {"type": "http.request", "body": body, "more_body": False}
-        await self._app(_with_length(scope, body), replay(whole, receive), send)
+        await self._app(with_length(scope, body), replay(whole, receive), send)
 
     def _check_request(self, scope: MutableMapping[str, Any]) -> None:
         path, method = scope["path"], scope["method"]
@@ -162,7 +163,8 @@ async def _read_body(receive: Receive) -> bytes:
     return b"".join(chunks)
 
 
-def _with_length(scope: MutableMapping[str, Any], body: bytes) -> MutableMapping[str, Any]:
+def with_length(scope: MutableMapping[str, Any], body: bytes) -> MutableMapping[str, Any]:
+    """The scope of a request that has this whole body."""
     headers = [(k, v) for k, v in scope["headers"] if k not in (b"content-length", b"transfer-encoding")]
     return {**scope, "headers": [*headers, (b"content-length", str(len(body)).encode())]}
 

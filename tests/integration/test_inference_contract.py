@@ -5,12 +5,14 @@ from __future__ import annotations
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import openai
 import pytest
 import torch
 from peft import PeftModel
+from renderers.client import generate as renderers_generate
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
@@ -54,6 +56,7 @@ from tests.weights_contract import (  # noqa: F401
 A, B = LOADED
 PROMPTS = [[9, 6, 13, 13, 16], [20, 3], [40, 41, 42, 43, 44, 45, 46, 47, 48, 49, 50, 51], [7, 30, 7]]
 NUM_TOKENS = 24
+EOS_ID = 1
 
 
 @pytest.fixture(scope="module")
@@ -272,6 +275,43 @@ def test_a_stop_token_ends_a_completion_and_none_ends_it_too_early(server: Runni
     assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", stop)
     longer = server.complete(PROMPTS[0], **asked, min_tokens=at + 3)["choices"][0]
     assert len(longer["token_ids"]) >= at + 3 and stop not in longer["token_ids"][: at + 3]
+
+
+class Plain:
+    """As much of a renderer as a prompt of token ids needs."""
+
+    supports_tools = True
+
+    def get_stop_token_ids(self) -> list[int]:
+        return [EOS_ID]
+
+    def parse_response(self, token_ids: list[int], **_: Any) -> Any:
+        return SimpleNamespace(content="", reasoning_content=None, tool_calls=[], reasoning_complete=False)
+
+
+async def test_the_training_client_of_others_gets_the_same_tokens_and_logprobs(server: RunningServer) -> None:
+    """`renderers` is what the training client of verifiers asks through."""
+    settings = {"max_tokens": NUM_TOKENS, "temperature": 0.9, "seed": 4, "top_p": 0.9}
+    async with openai.AsyncOpenAI(base_url=server.base_url, api_key=server.api_key or "none", max_retries=0) as client:
+        for model in (server.model, A):
+            answer = await renderers_generate(
+                client=client,
+                renderer=Plain(),
+                messages=[],
+                model=model,
+                prompt_ids=PROMPTS[0],
+                sampling_params=settings,
+            )
+            choice = server.complete(PROMPTS[0], model=model, stop_token_ids=[EOS_ID], **settings)["choices"][0]
+            assert answer["completion_ids"] == choice["token_ids"]
+            assert answer["completion_logprobs"] == pytest.approx(choice["logprobs"]["token_logprobs"], abs=1e-4)
+            assert answer["finish_reason"] == choice["finish_reason"]
+        for body in ({"token_ids": [1], "stream": True}, {"token_ids": "x"}, {"prompt": [1]}):
+            assert server.post("/inference/v1/generate", **body).status_code == 400
+        with pytest.raises(openai.NotFoundError):
+            await renderers_generate(
+                client=client, renderer=Plain(), messages=[], model="nobody", prompt_ids=PROMPTS[0], sampling_params={}
+            )
 
 
 def test_models_are_listed_and_unloaded_ones_are_gone(server: RunningServer, model: Path) -> None:
