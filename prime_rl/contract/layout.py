@@ -57,8 +57,7 @@ def check_run_id(run_id: str) -> str:
 
 
 def _bad_id(run_id: str) -> str:
-    meant = f"{RUN_PREFIX}{run_id}"
-    hint = f"; did you mean {meant!r}?" if _RUN_ID.fullmatch(meant) else ""
+    hint = f"; did you mean 'run_{run_id}'?" if _RUN_ID.fullmatch(RUN_PREFIX + run_id) else ""
     return f"invalid run id {run_id!r}: must be 'run_' followed by 1 to 64 letters, digits, '.', '_' or '-'{hint}"
 
 

@@ -294,12 +294,10 @@ class MultiRunManager:
                 self.waiting.append(candidate.run.run_id)
         self._discovery.report(self.findings)
 
-    def _limits_for(self, config: OrchestratorConfig) -> TrainerLimits:
-        return self._limits or self._adapters.limits_for(config)
-
     def _fits(self, config: OrchestratorConfig) -> tuple[bool, str]:
         """The first config validation hook."""
-        problems = "; ".join(str(problem) for problem in check_against_trainer(config, self._limits_for(config)))
+        limits = self._limits or self._adapters.limits_for(config)
+        problems = "; ".join(str(problem) for problem in check_against_trainer(config, limits))
         return not problems, problems
 
     def _forget(self, run: TrainerRun, reason: str) -> None:
@@ -310,7 +308,7 @@ class MultiRunManager:
         self._free(run.run_idx)
 
     def _admit(self, candidate: Candidate) -> None:
-        config = resolve(candidate.config, self._limits_for(candidate.config))
+        config = resolve(candidate.config, self._limits or self._adapters.limits_for(candidate.config))
         self._num_admissions += 1
         run = TrainerRun(min(self.unused_idxs), candidate.run, config, self._num_admissions, candidate.inode)
         self._take_slot(run)
@@ -392,7 +390,7 @@ class MultiRunManager:
             self._free(slot.run_idx)
         call_leaving(calls_of(self._hooks.deletion, slot.run_idx, slot.run_id), slot.run_id)
 
-    # Names of an older version of this interface.
+    # Older names.
     check_for_changes = discover_runs
     sync_runs = synchronize_state
 
