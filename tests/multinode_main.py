@@ -67,10 +67,10 @@ class DoomedWork(PhaseWork):
         report = super().look()
         if self.place.position.phase is not PHASE:
             return report
-        if LOOP_HANGS and self.was_seen_here:
+        was_seen, self.was_seen_here = self.was_seen_here, True
+        if LOOP_HANGS and was_seen:
             threading.Event().wait()
-        self.was_seen_here = True
-        if IS_LONG and not IS_HELD and (report.progress or PHASE is Phase.TRAIN):
+        if IS_LONG and not IS_HELD and was_seen and (report.progress or PHASE is Phase.TRAIN):
             die(self.rank_files())
         return replace(report, done=report.done and not IS_HELD)
 
