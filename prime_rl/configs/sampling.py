@@ -26,7 +26,7 @@ class SamplingConfig(BaseConfig):
     top_p: float = Field(1.0, gt=0, le=1)
     """Only the smallest set of tokens with at least this probability is sampled from; 1: off."""
 
-    top_k: int = Field(0, ge=0)
+    top_k: int = Field(0, ge=0, lt=2**31)
     """Only this many of the most likely tokens are sampled from; 0: off."""
 
     min_p: float = Field(0.0, ge=0, le=1)
@@ -85,7 +85,7 @@ class EvalSamplingConfig(BaseConfig):
     top_p: float | None = Field(None, gt=0, le=1)
     """As in `[sampling]`; null: its value."""
 
-    top_k: int | None = Field(None, ge=0)
+    top_k: int | None = Field(None, ge=0, lt=2**31)
     """As in `[sampling]`; null: its value."""
 
     min_p: float | None = Field(None, ge=0, le=1)

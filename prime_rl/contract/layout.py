@@ -67,8 +67,7 @@ def step_name(step: int) -> str:
 
 def parse_step(name: str) -> int | None:
     """`step_12` -> 12; anything else (also `step_012`) -> None."""
-    match = _STEP.fullmatch(name)
-    return int(match[1]) if match else None
+    return int(match[1]) if (match := _STEP.fullmatch(name)) else None
 
 
 def adapter_name(run_id: str, policy_version: int) -> str:

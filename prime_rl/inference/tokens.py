@@ -65,7 +65,7 @@ def _read(body: bytes) -> _Asked:
         asked = msgspec.json.decode(body, type=_Asked)
     except msgspec.MsgspecError as error:
         raise ApiError(400, f"The body must be {{model, token_ids, sampling_params}}: {error}") from error
-    if asked.stream:
+    if asked.stream or asked.sampling_params.get("stream"):
         raise ApiError(400, "stream: this route answers at once only.", param="stream")
     return asked
 

@@ -164,6 +164,7 @@ def test_fields_without_effect_are_accepted_at_neutral_values_only() -> None:
         ("echo", True),
         ("logit_bias", {"1": 2}),
         ("temprature", 1),
+        ("top_k", 2**70),
     ):
         with pytest.raises(ValidationError, match=name):
             CompletionRequest.model_validate({"prompt": "x", name: value})

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
-import statistics
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +24,7 @@ from prime_rl.orchestrator.checkpoint import (
 )
 from prime_rl.orchestrator.evaluate import next_due
 from prime_rl.orchestrator.ledger import MAX_FILTERED_BATCHES, GroupLedger
-from prime_rl.orchestrator.metrics import TokenRate, eval_metrics, last_eval_step, pass_at, write_metrics
+from prime_rl.orchestrator.metrics import TokenRate, last_eval_step, write_metrics
 from prime_rl.orchestrator.rollout import Group, Rollout, derive_seed
 from prime_rl.orchestrator.sampler import ExampleSampler
 from tests.orchestrator_support import TalkEnv, make_run
@@ -386,30 +384,6 @@ def test_metrics_lines_are_json_and_the_newest_evaluation_is_found(tmp_path: Pat
     assert last_eval_step(path, at_most=9) == 5
     assert last_eval_step(path, at_most=4) is None
     assert json.loads(path.read_text().splitlines()[1]) == {"step": 6, "time": 2.0, "reward/mean": None}
-
-
-def test_pass_at_k_is_the_chance_among_all_choices_of_k() -> None:
-    for num_rollouts, num_passed, k in itertools.product(range(1, 7), range(7), range(1, 7)):
-        if num_passed <= num_rollouts >= k:
-            outcomes = [True] * num_passed + [False] * (num_rollouts - num_passed)
-            chosen = list(itertools.combinations(outcomes, k))
-            assert pass_at(k, num_rollouts, num_passed) == pytest.approx(sum(map(any, chosen)) / len(chosen))
-
-
-def test_an_evaluation_reports_mean_and_passes_with_their_errors() -> None:
-    examples = [[a_rollout(1.0), a_rollout(0.0)], [a_rollout(0.5), replace(a_rollout(0.5), truncated=True)]]
-    examples.append([a_rollout(1.0)] * 2)
-    figures = eval_metrics("talk", examples, pass_reward=1.0)
-    assert figures["eval/talk/reward"] == pytest.approx(4 / 6) and figures["eval/talk/truncated"] == pytest.approx(
-        1 / 6
-    )
-    assert figures["eval/talk/reward_se"] == pytest.approx(statistics.stdev([0.5, 0.5, 1.0]) / 3**0.5)
-    assert figures["eval/talk/pass@1"] == pytest.approx(0.5) and figures["eval/talk/pass@2"] == pytest.approx(2 / 3)
-    assert figures["eval/talk/pass@2_se"] == pytest.approx(statistics.stdev([1, 0, 1]) / 3**0.5)
-    assert "eval/talk/pass@4" not in figures and figures["eval/talk/exact_match"] == pytest.approx(0.5)
-    assert eval_metrics("talk", examples, pass_reward=0.5)["eval/talk/pass@2"] == 1.0
-    one = eval_metrics("talk", examples[:1], pass_reward=1.0)
-    assert one["eval/talk/reward_se"] == 0.0, "one example says nothing about others"
 
 
 def test_evaluations_are_due_at_zero_at_the_interval_and_at_the_end() -> None:

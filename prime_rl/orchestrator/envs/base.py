@@ -58,3 +58,17 @@ class Environment(Protocol):
     async def rollout(self, example: Example, policy: Policy) -> Outcome:
         """Let `policy` work on `example` and score what it did."""
         ...
+
+
+class WrappedEnvironment:
+    """An environment that is `environment` but for what a subclass does in `rollout`."""
+
+    def __init__(self, environment: Environment) -> None:
+        self._environment = environment
+
+    @property
+    def id(self) -> str:
+        return self._environment.id
+
+    def examples(self, split: Split) -> Sequence[Example]:
+        return self._environment.examples(split)

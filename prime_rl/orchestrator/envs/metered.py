@@ -4,23 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from prime_rl.orchestrator.envs.base import Environment, Example, Message, Outcome, Policy, Split
+from prime_rl.orchestrator.envs.base import Environment, Example, Message, Outcome, Policy, WrappedEnvironment
 from prime_rl.orchestrator.metrics import RolloutMeter
 
 
-class MeteredEnvironment:
+class MeteredEnvironment(WrappedEnvironment):
     """`environment`; `meter` counts every rollout that enters its code or asks the policy."""
 
     def __init__(self, environment: Environment, meter: RolloutMeter) -> None:
-        self._environment = environment
+        super().__init__(environment)
         self._meter = meter
-
-    @property
-    def id(self) -> str:
-        return self._environment.id
-
-    def examples(self, split: Split) -> Sequence[Example]:
-        return self._environment.examples(split)
 
     async def rollout(self, example: Example, policy: Policy) -> Outcome:
         self._meter.enter_environment()

@@ -5,22 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from prime_rl.configs.envs import QUESTION, PromptConfig
-from prime_rl.orchestrator.envs.base import Environment, Example, Message, Outcome, Policy, Split
+from prime_rl.orchestrator.envs.base import Environment, Example, Message, Outcome, Policy, WrappedEnvironment
 
 
-class PromptedEnvironment:
+class PromptedEnvironment(WrappedEnvironment):
     """`environment`, asked as `config` says; it does not see that itself."""
 
     def __init__(self, environment: Environment, config: PromptConfig) -> None:
-        self._environment = environment
+        super().__init__(environment)
         self._config = config
-
-    @property
-    def id(self) -> str:
-        return self._environment.id
-
-    def examples(self, split: Split) -> Sequence[Example]:
-        return self._environment.examples(split)
 
     async def rollout(self, example: Example, policy: Policy) -> Outcome:
         return await self._environment.rollout(example, _PromptedPolicy(policy, self._config))
