@@ -18,6 +18,7 @@ import itertools
 import logging
 import random
 import time
+from array import array
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -93,9 +94,10 @@ def choose(ready: Sequence[Server], request: CompletionRequest | None) -> Server
     that comes or goes moves only the requests that were or will be its own.
     """
     least = min(ready, key=lambda server: (server.outstanding_tokens, server.num_requests))
-    if request is None or not request.num_prefix:
+    if len(ready) == 1 or request is None or not request.num_prefix:
         return least
-    prefix = repr((request.model, *request.prompt[: request.num_prefix])).encode()
+    token_ids = array("q", request.prompt[: request.num_prefix]).tobytes()
+    prefix = hashlib.blake2b(request.model.encode() + token_ids).digest()
     share = (sum(server.outstanding_tokens for server in ready) + request.num_tokens) / len(ready)
     room = max(LOAD_BOUND * share, request.num_tokens) - request.num_tokens
     ranked = sorted(ready, key=lambda server: hashlib.blake2b(prefix, salt=str(server.number).encode()).digest())

@@ -103,7 +103,7 @@ class BatchParams:
         # The most likely token is the same whatever is left out.
         narrowing = [replace(p, top_p=1.0, top_k=0, min_p=0.0) if p.temperature == 0 else p for p in params]
         min_tokens_R = column([p.min_tokens for p in params], 0)
-        ends = [sorted({*p.stop_token_ids, *(() if p.ignore_eos else eos_ids)}) for p in params]
+        ends = [(*p.stop_token_ids, *(() if p.ignore_eos else eos_ids)) for p in params]
         penalizes = any(p.penalizes for p in params)
         return cls(
             # A greedy row reports the logprobs of the unscaled distribution.
