@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import tomli_w
 import torch
 from openai import OpenAI
@@ -149,6 +150,22 @@ class RunningServer:
     def stop(self) -> int:
         self.process.terminate()
         return self.process.wait(PATIENCE_S)
+
+    def stop_and_leave_nothing(self) -> None:
+        """SIGTERM ends it with 0, leaves no process and no socket, and its status says that it stopped."""
+        family = [psutil.Process(self.process.pid), *psutil.Process(self.process.pid).children(recursive=True)]
+        sockets = [path for each in family for path in sockets_of(each.pid)]
+        assert self.stop() == 0, self.log.read_text()[-3000:]
+        assert psutil.wait_procs(family, timeout=PATIENCE_S)[1] == []
+        assert not any(path.exists() or (path.parent != Path("/tmp") and path.parent.exists()) for path in sockets)
+        status = read_status(OutputDir(self.output_dir).inference_status, InferenceStatus)
+        assert status is not None and status.state == "stopped" and status.adapters == []
+
+
+def sockets_of(pid: int) -> list[Path]:
+    """The files of the unix sockets that a process has open."""
+    connections = psutil.Process(pid).net_connections(kind="unix")
+    return [Path(each.laddr) for each in connections if each.laddr and str(each.laddr).startswith("/")]
 
 
 def adapter_dir(server: RunningServer, name: str) -> Path:

@@ -118,7 +118,10 @@ VLLM = pytest.param("vllm", marks=[pytest.mark.vllm, pytest.mark.slow, pytest.ma
 def server(
     request: pytest.FixtureRequest, served_model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[RunningServer]:
-    """One server of each engine for all tests that only talk to one. Two adapters are loaded."""
+    """One server of each engine for all tests that only talk to one. Two adapters are loaded.
+
+    Its end is tested too, here, since no test that ends it can be sure to be the last one that needs it.
+    """
     from tests.inference_support import KEY, LOADED, NUM_RUNS, adapter_dir, make_adapter, start
 
     output_dir = tmp_path_factory.mktemp(request.param)
@@ -127,6 +130,7 @@ def server(
         for seed, name in enumerate(LOADED):
             running.load(name, make_adapter(adapter_dir(running, name), served_model, seed=seed, rank=4 * (seed + 1)))
         yield running
+        running.stop_and_leave_nothing()
     finally:
         if running.process.poll() is None:
             running.stop()

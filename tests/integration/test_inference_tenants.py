@@ -16,8 +16,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from prime_rl.contract.layout import OutputDir, RunDir
-from prime_rl.contract.status import InferenceStatus, read_status
+from prime_rl.contract.layout import RunDir
 from tests.inference_support import (
     RunningServer,
     adapter_dir,
@@ -211,21 +210,3 @@ def test_a_killed_server_takes_its_processes_with_it(fetching: RunningServer) ->
         for child in children:
             with contextlib.suppress(psutil.NoSuchProcess):
                 child.kill()
-
-
-def test_sigterm_leaves_no_sockets_and_no_processes(server: RunningServer) -> None:
-    """The last test of the server that is shared."""
-    family = [psutil.Process(server.process.pid), *psutil.Process(server.process.pid).children(recursive=True)]
-    before = sockets_of(server.process.pid)
-    assert server.stop() == 0, server.log.read_text()[-3000:]
-    assert psutil.wait_procs(family, timeout=PATIENCE_S)[1] == []
-    assert not any(path.parent.exists() for path in before if path.parent != Path("/tmp"))
-    assert not any(path.exists() for path in before)
-    status = read_status(OutputDir(server.output_dir).inference_status, InferenceStatus)
-    assert status is not None and status.state == "stopped" and status.adapters == []
-
-
-def sockets_of(pid: int) -> list[Path]:
-    """The files of the unix sockets that a process has open."""
-    connections = psutil.Process(pid).net_connections(kind="unix")
-    return [Path(each.laddr) for each in connections if each.laddr and str(each.laddr).startswith("/")]
