@@ -19,6 +19,7 @@ from pydantic import Field
 from prime_rl.base_model.recipe import Recipe
 from prime_rl.base_model.store import StoreError, check_writable, is_up_to_date, save
 from prime_rl.configs.base import BaseConfig, ConfigError, help_text, parse_argv
+from prime_rl.utils.heavy import heavy_imports
 from prime_rl.utils.logger import complain
 from prime_rl.utils.signals import EXIT_INTERRUPTED, StopFlag
 
@@ -78,11 +79,12 @@ def main(argv: Sequence[str]) -> int:
 def make(out: Path, recipe: Recipe, stop: Callable[[], bool]) -> None:
     """Build, teach, measure, save, report. Raises Interrupted or StoreError."""
     # torch and transformers take seconds to import: not before it is known that there is work.
-    from transformers.utils import logging as transformers_logging
+    with heavy_imports():
+        from transformers.utils import logging as transformers_logging
 
-    from prime_rl.base_model.measure import measure
-    from prime_rl.base_model.teach import be_reproducible, build_model, teach
-    from prime_rl.base_model.tokenizer import PromptEncoder, build_tokenizer
+        from prime_rl.base_model.measure import measure
+        from prime_rl.base_model.teach import be_reproducible, build_model, teach
+        from prime_rl.base_model.tokenizer import PromptEncoder, build_tokenizer
 
     transformers_logging.disable_progress_bar()
     started_s = time.monotonic()

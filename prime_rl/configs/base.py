@@ -7,11 +7,15 @@ An error names the file, the key, the value found and the values allowed; for an
 
 from __future__ import annotations
 
+import ast
 import difflib
+import inspect
 import re
+import textwrap
 import types
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar, Union, get_args, get_origin
 
@@ -22,13 +26,27 @@ from prime_rl.contract.files import FileRefused, read_file
 
 
 class BaseConfig(BaseModel):
-    """Base of all configs: unknown keys are errors, values are frozen, field docstrings are help texts."""
+    """Base of all configs: unknown keys are errors, values are frozen, field docstrings are help texts (`docs`)."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, protected_namespaces=())
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
 
     def replace(self, **changes: Any) -> Self:
         """A validated copy with `changes`."""
         return type(self).model_validate({**self.model_dump(exclude_unset=True), **changes})
+
+    @classmethod
+    def docs(cls) -> dict[str, str]:
+        """Field to its docstring, in one line. Read from the sources when asked: that is too dear for every start."""
+        found = {}
+        for base in reversed([base for base in cls.__mro__ if issubclass(base, BaseConfig)]):
+            body = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0]
+            assert isinstance(body, ast.ClassDef)
+            for field, text in pairwise(body.body):
+                if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
+                    value = text.value if isinstance(text, ast.Expr) else None
+                    if isinstance(value, ast.Constant) and isinstance(value.value, str):
+                        found[field.target.id] = " ".join(value.value.split())
+        return found
 
 
 ConfigT = TypeVar("ConfigT", bound=BaseConfig)
@@ -187,6 +205,7 @@ def help_text(cls: type[BaseConfig]) -> str:
 
 
 def _walk(cls: type[BaseConfig], prefix: str = "") -> Iterator[HelpLine]:
+    docs = cls.docs()
     for name, field in cls.model_fields.items():
         if get_origin(field.annotation) is not list and (nested := _models_in(field.annotation)):
             members = [list(_walk(model, f"{prefix}{name}.")) for model in nested]
@@ -199,7 +218,7 @@ def _walk(cls: type[BaseConfig], prefix: str = "") -> Iterator[HelpLine]:
         default = (
             " (required)" if field.is_required() else f" (default {field.get_default(call_default_factory=True)!r})"
         )
-        yield f"{prefix}{name}", annotation, default, " ".join((field.description or "").split())
+        yield f"{prefix}{name}", annotation, default, docs.get(name, "")
 
 
 def _type_name(annotation: Any) -> str:

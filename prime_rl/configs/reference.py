@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from prime_rl.configs.base import BaseConfig
 from prime_rl.configs.orchestrator import OrchestratorConfig
 from prime_rl.configs.system import SystemConfig
 
@@ -23,7 +23,7 @@ HEAD = """\
 Every field, with its default. An unknown field is an error. Any field can be set on the command line:
 `prl up @ system.toml --trainer.seq_len 4096`, `prl runs add run.toml --set optim.lr=1e-4`.
 """
-FILES: list[tuple[str, str, type[BaseModel]]] = [
+FILES: list[tuple[str, str, type[BaseConfig]]] = [
     (
         "A run: `orch.toml`",
         "What `prl runs add FILE` takes. Fields without a default are required.",
@@ -48,26 +48,30 @@ def tables() -> str:
     return "\n".join(sections)
 
 
-def _tables(model: type[BaseModel], path: str) -> Iterator[str]:
+def _tables(model: type[BaseConfig], path: str) -> Iterator[str]:
     """The fields of a TOML table, then the tables below it."""
+    texts = {name: text.replace("|", "\\|") for name, text in model.docs().items()}
     inner = {name: _models(field.annotation) for name, field in model.model_fields.items()}
     plain = {name: field for name, field in model.model_fields.items() if len(inner[name]) != 1}
     if plain:
-        rows = [f"| `{name}` | {_kind(field)} | {_default(field)} | {_text(field)} |" for name, field in plain.items()]
+        rows = [
+            f"| `{name}` | {_kind(field)} | {_default(field)} | {texts.get(name, '')} |"
+            for name, field in plain.items()
+        ]
         yield "\n".join(["| field | type | default | meaning |", "|---|---|---|---|", *rows]) + "\n"
     for name in (name for name in inner if name not in plain):
         field, key = model.model_fields[name], f"{path}.{name}".lstrip(".")
         heading = f"[[{key}]]" if "list[" in str(field.annotation) else f"[{key}]"
-        yield f"### `{heading}`\n\n{'Required. ' * field.is_required()}{_text(field)}\n"
+        yield f"### `{heading}`\n\n{'Required. ' * field.is_required()}{texts.get(name, '')}\n"
         yield from _tables(inner[name][0], key)
 
 
-def _models(annotation: Any) -> list[type[BaseModel]]:
+def _models(annotation: Any) -> list[type[BaseConfig]]:
     """The config classes in a type: one for a table, several for a choice by `type`."""
     parts = typing.get_args(annotation)
     if parts:
         return [model for part in parts for model in _models(part)]
-    return [annotation] if isinstance(annotation, type) and issubclass(annotation, BaseModel) else []
+    return [annotation] if isinstance(annotation, type) and issubclass(annotation, BaseConfig) else []
 
 
 def _kind(field: FieldInfo) -> str:
@@ -103,7 +107,7 @@ def _default(field: FieldInfo) -> str:
         return "required"
     if value is None:
         return "not set"
-    return f"`{_toml(value)}`" if not isinstance(value, BaseModel) else f'`type = "{getattr(value, "type", "")}"`'
+    return f"`{_toml(value)}`" if not isinstance(value, BaseConfig) else f'`type = "{getattr(value, "type", "")}"`'
 
 
 def _toml(value: Any) -> str:
@@ -114,10 +118,6 @@ def _toml(value: Any) -> str:
     if isinstance(value, dict):
         return "{" + ", ".join(f"{key} = {_toml(item)}" for key, item in value.items()) + "}"
     return str(value) if isinstance(value, (int, float)) else f'"{value}"'
-
-
-def _text(field: FieldInfo) -> str:
-    return " ".join((field.description or "").split()).replace("|", "\\|")
 
 
 if __name__ == "__main__":

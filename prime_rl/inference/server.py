@@ -17,6 +17,7 @@ from prime_rl.contract.status import InferenceStatus, StatusWriter
 from prime_rl.inference.checks import StartError, base_url, bind, check_model, read_api_key
 from prime_rl.inference.children import die_with_parent
 from prime_rl.inference.context import ServerContext
+from prime_rl.utils.heavy import heavy_imports
 from prime_rl.utils.logger import complain, setup_logger
 from prime_rl.utils.signals import StopFlag
 
@@ -51,10 +52,11 @@ def _run_engine(context: ServerContext) -> None:
     """Serve until the stop flag is set. The imports take seconds, so they come after every check."""
     # Threads of OpenMP that wait must not spin: beside a trainer on the same cores a step takes up to 50 times as long.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    if context.config.engine == "vllm":
-        from prime_rl.inference.vllm.server import run
-    else:
-        from prime_rl.inference.embedded.server import run
+    with heavy_imports():
+        if context.config.engine == "vllm":
+            from prime_rl.inference.vllm.server import run
+        else:
+            from prime_rl.inference.embedded.server import run
     if not context.stop():
         run(context)
 

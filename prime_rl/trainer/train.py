@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from prime_rl.configs.base import ConfigError, parse_argv
 from prime_rl.configs.trainer import TrainerConfig
 from prime_rl.utils.allocator import give_back_large_blocks
+from prime_rl.utils.heavy import heavy_imports
 from prime_rl.utils.logger import complain, setup_logger
 from prime_rl.utils.signals import StopFlag
 
@@ -38,8 +39,10 @@ def main(argv: Sequence[str]) -> int:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     give_back_large_blocks()
 
-    from prime_rl.trainer.model import ModelError
-    from prime_rl.trainer.world import WorldError, setup_world
+    with heavy_imports():
+        import prime_rl.trainer.loop  # noqa: F401 (what `train` needs)
+        from prime_rl.trainer.model import ModelError
+        from prime_rl.trainer.world import WorldError, setup_world
 
     try:
         config.output_dir.mkdir(parents=True, exist_ok=True)

@@ -25,7 +25,7 @@ from tests.system_support import Workspace
 from tests.text_attacks import ALL, ATTACKS, RUN, Document, check_clean, sample_line, write_attacked, write_config
 
 # So many files of a run are something else at the same time: a round takes a heartbeat.
-GROUP = 6
+GROUP = 12
 
 
 def test_a_log_and_a_status_that_are_pipes_hold_up_their_own_run_alone(prl: Prl) -> None:

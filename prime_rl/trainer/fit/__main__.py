@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from prime_rl.configs.base import ConfigError
 from prime_rl.configs.fit_flags import read_flags
 from prime_rl.configs.node_flags import FlagError
+from prime_rl.utils.heavy import heavy_imports
 from prime_rl.utils.logger import complain
 from prime_rl.utils.signals import EXIT_INTERRUPTED
 
@@ -30,10 +31,11 @@ def main(argv: Sequence[str]) -> int:
         return 2
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     # torch and transformers take seconds to import: not before the question is known to be one.
-    from prime_rl.trainer.fit.answer import answer
-    from prime_rl.trainer.fit.auto import DoesNotFit
-    from prime_rl.trainer.fit.shapes import UnknownModel
-    from prime_rl.trainer.model import ModelError
+    with heavy_imports():
+        from prime_rl.trainer.fit.answer import answer
+        from prime_rl.trainer.fit.auto import DoesNotFit
+        from prime_rl.trainer.fit.shapes import UnknownModel
+        from prime_rl.trainer.model import ModelError
 
     try:
         found = answer(system, args.gpu_memory, args.gpus)
