@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 from daemons.actions import ActionError
-from daemons.commands import acts, demo, doctor, foreground, lifecycle, multinode, up
+from daemons.commands import acts, alerts, demo, doctor, foreground, lifecycle, multinode, up
 from daemons.commands.common import UsageError, complain
 from daemons.commands.runs import runs_app
 from daemons.launch import LaunchError
@@ -32,6 +32,7 @@ demo.register(app)
 up.register(app)
 lifecycle.register(app)
 doctor.register(app)
+alerts.register(app)
 acts.register(runs_app)
 app.add_typer(runs_app, name="runs")
 foreground.register(app)

@@ -5,17 +5,20 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from daemons.specs import INFERENCE, DaemonSpec
-from prime_rl.configs.base import ConfigError, parse_toml
+from daemons.specs import ALERTS, INFERENCE, DaemonSpec
+from prime_rl.configs.alerts import AlertsConfig
+from prime_rl.configs.base import ConfigError, load_config, parse_toml
 from prime_rl.contract.files import read_text
 from prime_rl.contract.layout import OutputDir, RunDir, scan_runs
 from prime_rl.utils.secrets import DEFAULT_VARIABLE
 
 
 def keys_of(spec: DaemonSpec, output: OutputDir) -> list[str]:
-    """The variables whose keys a daemon is handed: inference and each orchestrator its own, the trainer none."""
+    """The variables whose keys a daemon is handed: inference and each orchestrator its own, alerts its URLs."""
     if spec.run_id:
         return [_variable(RunDir(output.path / spec.run_id).orch_toml, "client")]
+    if spec.name == ALERTS:
+        return _alerts_variables(output)
     return [_variable(output.component_config(INFERENCE))] if spec.name == INFERENCE else []
 
 
@@ -23,7 +26,14 @@ def all_keys(output: OutputDir) -> list[str]:
     """What the supervisor is handed, to hand it on."""
     runs, _ = scan_runs(output.path)
     variables = [_variable(run.orch_toml, "client") for run in runs]
-    return sorted({_variable(output.component_config(INFERENCE)), *variables})
+    return sorted({_variable(output.component_config(INFERENCE)), *variables, *_alerts_variables(output)})
+
+
+def _alerts_variables(output: OutputDir) -> list[str]:
+    try:
+        return load_config(AlertsConfig, output.component_config(ALERTS)).variables()
+    except ConfigError:  # most workspaces have none
+        return []
 
 
 def _variable(path: Path, *tables: str) -> str:

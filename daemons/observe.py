@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+from daemons.alerts.incident_file import own_status
 from daemons.children import Child
 from daemons.daemon import Daemon, Seen
-from daemons.specs import INFERENCE, TRAINER, RunNow
+from daemons.specs import ALERTS, INFERENCE, TRAINER, RunNow
 from prime_rl.configs.base import ConfigError
 from prime_rl.configs.validate import load_run_config
 from prime_rl.contract.condition import stalled_since
@@ -139,6 +140,8 @@ class Observer:
             status = self._read(self.output.trainer_status, TrainerStatus)
         elif daemon.spec.name == INFERENCE:
             status = self._read(self.output.inference_status, InferenceStatus)
+        elif daemon.spec.name == ALERTS:
+            status = self._read(own_status(self.output), Status)
         else:
             status = run.status if run else None
         return status if status and daemon.process and _wrote(daemon.process, status) else None

@@ -25,6 +25,7 @@ from prime_rl.contract.status import RunStatus
 
 TRAINER = "trainer"
 INFERENCE = "inference"
+ALERTS = "alerts"
 ORCHESTRATOR = "orchestrator"
 SYSTEM = "system"
 # The settings that the last `prl up` was given.
@@ -33,6 +34,7 @@ _MODULES = {
     TRAINER: "prime_rl.trainer.train",
     INFERENCE: "prime_rl.inference.server",
     ORCHESTRATOR: "prime_rl.orchestrator.orchestrator",
+    ALERTS: "daemons.alerts",
 }
 MAKE_BASE_MODULE = "prime_rl.base_model"
 FIT_MODULE = "prime_rl.trainer.fit"
@@ -103,20 +105,21 @@ def settle_topology(
 
 
 def module_of(daemon: str, environ: Mapping[str, str] = os.environ) -> str:
-    """The module that `python -m` runs for trainer, inference or orchestrator."""
+    """The module that `python -m` runs for trainer, inference, orchestrator or alerts."""
     own = dict(item.partition("=")[::2] for item in environ.get(MODULES_VARIABLE, "").split(",") if item)
     return own.get(daemon, _MODULES[daemon])
 
 
 def service_specs(output: OutputDir, environ: Mapping[str, str] = os.environ) -> list[DaemonSpec]:
-    """Inference and trainer, in the order in which they are started."""
+    """Inference, trainer, and alerts where they are asked for, in the order in which they are started."""
+    names = [INFERENCE, TRAINER, *([ALERTS] if output.component_config(ALERTS).exists() else [])]
     return [
         DaemonSpec(
             name,
             tuple(python_module(module_of(name, environ), "@", str(output.component_config(name)))),
             output.log(name),
         )
-        for name in (INFERENCE, TRAINER)
+        for name in names
     ]
 
 
@@ -151,13 +154,18 @@ def component_texts(system: SystemConfig, output: OutputDir) -> dict[str, str]:
         INFERENCE: system.inference.model_dump(mode="json") | {"output_dir": path},
         SYSTEM: system.model_dump(mode="json") | {"output_dir": path},
     }
+    if system.alerts is not None:
+        configs[ALERTS] = system.alerts.model_dump(mode="json") | {"output_dir": path}
     return {name: tomli_w.dumps(without_nulls(config)) for name, config in configs.items()}
 
 
 def write_component_configs(system: SystemConfig, output: OutputDir) -> None:
     output.component_config(SYSTEM).parent.mkdir(parents=True, exist_ok=True)
-    for name, text in component_texts(system, output).items():
+    texts = component_texts(system, output)
+    for name, text in texts.items():
         write_atomic(output.component_config(name), text)
+    if ALERTS not in texts:
+        output.component_config(ALERTS).unlink(missing_ok=True)
 
 
 def without_nulls(value: Any) -> Any:

@@ -30,7 +30,7 @@ from daemons.process import end_daemons, find_members, kill_all, log_tail, send_
 from daemons.records import Records
 from daemons.relay import LogRelay
 from daemons.rotation import rotate
-from daemons.specs import INFERENCE, SYSTEM, TRAINER, RunNow, saved_topology, wanted
+from daemons.specs import ALERTS, INFERENCE, SYSTEM, TRAINER, RunNow, saved_topology, wanted
 from prime_rl.configs.base import load_config
 from prime_rl.configs.system import SupervisorConfig, SystemConfig
 from prime_rl.contract.layout import OutputDir
@@ -309,6 +309,7 @@ def shutdown_order(daemons: Iterable[Daemon]) -> list[list[Daemon]]:
     """Groups of daemons to end one after another: a daemon ends before those that it uses."""
     daemons = list(daemons)
     groups = [
+        [daemon for daemon in daemons if daemon.spec.name == ALERTS],  # or it would report the end of the others
         [daemon for daemon in daemons if daemon.spec.run_id],
         [daemon for daemon in daemons if daemon.spec.name == TRAINER],
         [daemon for daemon in daemons if daemon.spec.name == INFERENCE],

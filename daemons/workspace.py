@@ -60,7 +60,7 @@ class RunView:
 class DaemonView:
     """One daemon. `state`: starting, running, stalled, backoff, failed, stopped, done, or lost (not supervised).
 
-    `stalled_since` in Unix seconds.
+    `stalled_since` and `crashed_at` (its newest crash) in Unix seconds.
     """
 
     name: CleanText
@@ -74,6 +74,7 @@ class DaemonView:
     pid_create_time: float | None = None
     pid_start: str = ""
     stalled_since: float | None = None
+    crashed_at: float | None = None
 
     @property
     def process(self) -> ProcessId | None:
@@ -180,6 +181,7 @@ def daemon_view(status: DaemonStatus, now: float) -> DaemonView:
         pid_create_time=process.create_time if process else None,
         pid_start=process.start if process else "",
         stalled_since=since,
+        crashed_at=status.crashes[-1].at if status.crashes else None,
     )
 
 

@@ -19,7 +19,7 @@ def _number(name: str, *, small: int, full: int) -> int:
 
 
 # kill -9 of random daemons of a working system; which ones is drawn from the seed.
-KILL_ROUNDS = _number("PRL_KILL_ROUNDS", small=8, full=20)
+KILL_ROUNDS = _number("PRL_KILL_ROUNDS", small=8, full=12)
 KILL_SEED = int(os.environ.get("PRL_KILL_SEED", "20261121"))
 # Simulated lives of groups of nodes, in each of five tests; a tenth of a second each.
 SIMULATIONS = _number("PRL_SIMULATIONS", small=10, full=50)

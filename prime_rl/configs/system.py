@@ -7,6 +7,7 @@ from typing import Any, Self
 
 from pydantic import Field, model_validator
 
+from prime_rl.configs.alerts import AlertsConfig
 from prime_rl.configs.base import BaseConfig, merge
 from prime_rl.configs.inference import InferenceConfig
 from prime_rl.configs.shared import BroadcastConfig, LoRAConfig, ModelConfig
@@ -125,6 +126,9 @@ class SystemConfig(BaseConfig):
 
     supervisor: SupervisorConfig = SupervisorConfig()
     """The supervisor's settings."""
+
+    alerts: AlertsConfig | None = None
+    """Alerts that leave the machine. Without this table none do."""
 
     @model_validator(mode="before")
     @classmethod

@@ -1,0 +1,1 @@
+"""Alerts that leave the machine: what is wrong (`rules`), where it is sent (`targets`), and the daemon (`__main__`)."""

@@ -1,0 +1,140 @@
+"""The daemon `alerts`: looks at the workspace and reports what is wrong, once, and once more when it is over.
+
+    python -m daemons.alerts @ alerts.toml
+
+Files -> snapshot -> incidents (`rules`) -> messages (`targets`). It changes nothing in the workspace but its own files.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable, Sequence
+
+from daemons.alerts.incident_file import OpenIncident, own_status, read_open, write_open
+from daemons.alerts.messages import message
+from daemons.alerts.rules import Incident, RewardWatch, incidents, is_well
+from daemons.alerts.stacks import keep_stack
+from daemons.alerts.targets import Target, TargetError, dead_man, message_targets
+from daemons.client import WorkspaceReader
+from daemons.workspace import Workspace
+from prime_rl.configs.alerts import AlertsConfig
+from prime_rl.configs.base import ConfigError, parse_argv
+from prime_rl.contract.layout import OutputDir
+from prime_rl.contract.nodes import BeatWatch, Sighting
+from prime_rl.contract.status import NodeStatus, Status, StatusWriter, read_status
+from prime_rl.utils.logger import complain, setup_logger
+from prime_rl.utils.signals import StopFlag
+
+logger = logging.getLogger("alerts")
+
+# What is wrong at two looks in a row is reported, what is right at two is over: no alert for a half-written config.
+LOOK_EVERY_S = 5.0
+# For what still waits to be sent at the end; below the supervisor's grace.
+CLOSE_WITHIN_S = 5.0
+
+
+class Alerts:
+    """Compares each look with the last one. `clock` in Unix seconds; `keep_stack(name, pid)` is called for a stall."""
+
+    def __init__(
+        self,
+        config: AlertsConfig,
+        targets: Sequence[Target],
+        heart: Target | None = None,
+        *,
+        clock: Callable[[], float] = time.time,
+        keep_stack: Callable[[str, int], object] = lambda name, pid: None,
+    ) -> None:
+        self.config = config
+        self.output = OutputDir(config.output_dir)
+        self._targets, self._heart, self._clock, self._keep_stack = targets, heart, clock, keep_stack
+        self._reader = WorkspaceReader(config.output_dir)
+        self._rewards = RewardWatch(config.reward)
+        self._beats = BeatWatch()
+        self._last: set[str] = set()
+        self._open = read_open(self.output)
+        self._beat_at = -config.dead_man_s
+
+    def look(self) -> None:
+        now = self._clock()
+        workspace = self._reader.read(now=now)
+        found = {each.key: each for each in self._wrong(workspace) if each.kind in self.config.kinds}
+        opened = [each for key, each in found.items() if key in self._last and key not in self._open]
+        over = [each for key, each in self._open.items() if key not in found and key not in self._last]
+        self._last = set(found)
+        if opened or over:
+            self._report(workspace, opened, over, now)
+        if self._heart is not None and is_well(workspace) and not 0 <= now - self._beat_at < self.config.dead_man_s:
+            self._beat_at = now
+            self._heart.put({})
+
+    def _report(
+        self, workspace: Workspace, opened: Sequence[Incident], over: Sequence[OpenIncident], now: float
+    ) -> None:
+        new = [OpenIncident(each.kind, each.subject, each.text, now) for each in opened]
+        note = message(self.config.output_dir, new, over, now)
+        for line in note["text"].splitlines():
+            logger.warning("%s", line)
+        for target in self._targets:
+            target.put(note)
+        for incident in over:
+            del self._open[incident.key]
+        self._open |= {each.key: each for each in new}
+        write_open(self.output, self._open)
+        for each in opened:
+            daemon = workspace.daemon(each.subject)
+            if each.kind in ("run_stalled", "daemon_stalled") and daemon is not None and daemon.pid is not None:
+                self._keep_stack(daemon.name, daemon.pid)
+
+    def _wrong(self, workspace: Workspace) -> list[Incident]:
+        try:
+            free_bytes = shutil.disk_usage(self.config.output_dir).free
+        except OSError:
+            free_bytes = None
+        found = incidents(workspace, self._nodes(), free_bytes, self.config.min_free_gb)
+        return [*found, *self._rewards.look(workspace.runs)]
+
+    def _nodes(self) -> list[Sighting]:
+        ranks = self.output.list_nodes()
+        self._beats.forget(ranks)
+        statuses = [read_status(self.output.node_status(rank), NodeStatus) for rank in ranks]
+        return [self._beats.see(status, time.monotonic()) for status in statuses if status is not None]
+
+
+def main(argv: Sequence[str]) -> int:
+    """Returns the exit code: 0 stopped as asked, 1 failed, 2 wrong use."""
+    stop = StopFlag().install()
+    try:
+        config = parse_argv(AlertsConfig, argv)
+        setup_logger("alerts", config.log.level)
+        targets = [Target(name, send) for name, send in message_targets(config, os.environ)]
+        heart = dead_man(config, os.environ)
+    except (ConfigError, TargetError) as error:
+        complain("alerts", error)
+        return 2
+    beating = Target(heart[0], heart[1], max_waiting=1) if heart else None
+    alerts = Alerts(config, targets, beating, keep_stack=keep_stack(OutputDir(config.output_dir)))
+    own_status(alerts.output).parent.mkdir(parents=True, exist_ok=True)
+    status = StatusWriter(own_status(alerts.output), Status(state="running"))
+    names = [target.name for target in [*targets, *([beating] if beating else [])]]
+    logger.info("watching %s for %s", config.output_dir, ", ".join(names) or "no target: alerts go to this log only")
+    while not stop():
+        status.turn()
+        try:
+            alerts.look()
+        except Exception:  # one bad look must not end the alarms
+            logger.exception("a look at the workspace failed; next one in %g s", LOOK_EVERY_S)
+        stop.wait(LOOK_EVERY_S)
+    deadline = time.monotonic() + CLOSE_WITHIN_S
+    for target in targets:
+        target.close(deadline - time.monotonic())
+    status.close(state="stopped")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

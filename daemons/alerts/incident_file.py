@@ -1,0 +1,54 @@
+"""The incidents that are open, on disk: for a new start of the daemon, and for `prl alerts`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+
+from prime_rl.contract.files import read_file, write_atomic
+from prime_rl.contract.layout import OutputDir
+
+MAX_BYTES = 10_000_000
+
+
+class OpenIncident(msgspec.Struct, frozen=True):
+    """`since` in Unix seconds: when it was first seen."""
+
+    kind: str
+    subject: str
+    text: str
+    since: float
+
+    @property
+    def key(self) -> str:
+        return f"{self.kind} {self.subject}"
+
+
+class _File(msgspec.Struct):
+    version: int
+    open: list[OpenIncident]
+
+
+def own_status(output: OutputDir) -> Path:
+    """Where the daemon says that it lives."""
+    return output.daemons / "alerts" / "status.json"
+
+
+def path_of(output: OutputDir) -> Path:
+    return output.daemons / "alerts" / "open.json"
+
+
+def read_open(output: OutputDir) -> dict[str, OpenIncident]:
+    """By key; {} when there is no file, or a damaged one."""
+    try:
+        found = msgspec.json.decode(read_file(path_of(output), limit=MAX_BYTES), type=_File)
+    except (OSError, msgspec.MsgspecError):
+        return {}
+    return {each.key: each for each in found.open}
+
+
+def write_open(output: OutputDir, incidents: Mapping[str, OpenIncident]) -> None:
+    path_of(output).parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(path_of(output), msgspec.json.encode(_File(1, list(incidents.values()))))

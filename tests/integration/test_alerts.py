@@ -1,0 +1,86 @@
+"""A workspace with alerts: real daemons that crash, stall and fail, and a webhook beside one that hangs."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+from collections.abc import Iterator
+
+import pytest
+
+from prime_rl.contract.files import wait_for
+from tests.daemons_support import Prl
+from tests.patience import PATIENCE_S
+from tests.unit.test_alerts_targets import Server
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    running = Server()
+    yield running
+    running.close()
+
+
+@pytest.fixture
+def hanging() -> Iterator[str]:
+    """A target that takes connections and never answers."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+
+
+def changes(server: Server) -> list[tuple[str, str, str]]:
+    notes = [body for path, body in server.got if path == "/hook"]
+    return [(each["kind"], each["subject"], each["state"]) for note in notes for each in note["alerts"]]
+
+
+def wait_told(server: Server, *change: str) -> None:
+    wait_for(lambda: change in changes(server), f"an alert {change}; there are {changes(server)}", timeout_s=PATIENCE_S)
+
+
+@pytest.mark.slow
+def test_what_goes_wrong_reaches_the_webhook_once_though_another_target_hangs(
+    prl: Prl, server: Server, hanging: str
+) -> None:
+    prl.env["HOOK"] = f"{server.url}/hook"
+    hooks = f'["{hanging}", "$HOOK"]'
+    prl.up("--alerts.webhooks", hooks, "--alerts.dead_man_url", f"{server.url}/ping", "--alerts.dead_man_s", "1")
+    wait_for(lambda: ("/ping", None) in server.got, "the dead man to be asked", timeout_s=PATIENCE_S)
+
+    link = prl.output_dir / "run_link"
+    link.symlink_to(prl.model)
+    (prl.output_dir / "fail_run_fails").touch()
+    prl("runs", "add", str(prl.run_file("fails")))
+    trainer = prl.daemon("trainer")
+    assert trainer.pid is not None
+    os.kill(trainer.pid, signal.SIGKILL)
+    wait_told(server, "run_invalid", "run_link", "open")
+    wait_told(server, "run_failed", "run_fails", "open")
+    wait_told(server, "daemon_crashed", "trainer", "open")
+
+    shown = {each["kind"] for each in prl.json("alerts")["open"]}
+    assert {"run_invalid", "run_failed"} <= shown
+    assert "run_fails failed: told to fail" in prl("alerts").stdout
+    tested = json.loads(prl("alerts", "--test", "--json", exit_code=1).stdout)["sent"]
+    assert [each["error"] for each in tested] == ["TimeoutError", None, None]
+
+    link.unlink()
+    wait_told(server, "run_invalid", "run_link", "over")
+    (prl.output_dir / "hangs").write_text("inference/status.json\n")
+    wait_told(server, "daemon_stalled", "inference", "open")
+    (prl.output_dir / "hangs").unlink()
+    wait_told(server, "daemon_stalled", "inference", "over")
+    alerts = prl.daemon("alerts")
+    assert alerts.state == "running" and alerts.num_restarts == 0
+
+    assert "no process is left" in prl("down").stdout
+    told = changes(server)
+    assert len(told) == len(set(told)), "each once; the end of the workspace is no alert"
+    assert not any(kind == "daemon_crashed" and subject != "trainer" for kind, subject, _ in told)
+
+
+def test_a_workspace_without_the_table_has_no_such_daemon_and_says_what_to_do(prl: Prl) -> None:
+    prl.up()
+    assert "alerts" not in {each["name"] for each in prl.json("status")["daemons"]}
+    assert "add [alerts] and run prl up again" in prl("alerts", exit_code=2).stderr

@@ -1,0 +1,301 @@
+"""What is an incident, and when it is reported: once, and once more when it is over."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+
+from daemons.alerts.__main__ import Alerts
+from daemons.alerts.incident_file import OpenIncident, read_open
+from daemons.alerts.messages import _WORDS, message
+from daemons.alerts.rules import CRASH_LASTS_S, MAX_TEXT_CHARS, RewardWatch, incidents, is_well
+from daemons.alerts.targets import Message
+from daemons.workspace import DaemonView, RefusedView, RunView, Workspace
+from prime_rl.configs.alerts import ALERT_KINDS, AlertKind, AlertsConfig, RewardRule
+from prime_rl.configs.base import ConfigError, build
+from prime_rl.contract.layout import OutputDir
+from prime_rl.contract.nodes import Sighting
+from prime_rl.contract.status import NodeStatus, RunState
+from prime_rl.utils.text import clean_text
+
+NOW = 1000.0
+RUN = RunView(
+    run_id="run_a",
+    state=RunState.ACTIVE,
+    step=3,
+    max_steps=10,
+    reward=0.5,
+    reason=None,
+    waiting_on=None,
+    updated_at=NOW,
+    run_idx=0,
+    queue_position=None,
+    tokens_per_s=None,
+    async_level=None,
+    policy_version=None,
+    lr=None,
+    bottleneck=None,
+    model=None,
+    batch_size=None,
+    num_restarts=0,
+    added_at=None,
+)
+
+
+def daemon(name: str, state: str = "running", **fields: Any) -> DaemonView:
+    texts = {"waiting_on": None, "reason": None, "log_tail": (), **fields}
+    return DaemonView(name=clean_text(name), state=clean_text(state), pid=1, updated_at=NOW, num_restarts=0, **texts)
+
+
+SERVICES = (daemon("supervisor"), daemon("trainer"), daemon("inference"))
+
+
+def workspace(*runs: RunView, daemons: tuple[DaemonView, ...] = SERVICES, refused: str | None = None) -> Workspace:
+    refusals = (RefusedView(clean_text("run_link"), clean_text(refused)),) if refused else ()
+    return Workspace(Path("out"), runs, refusals, daemons, 2, 1, None, None, True, None, NOW)
+
+
+def node(*, silent_s: float = 0.0, loop_still_s: float = 0.0) -> Sighting:
+    status = NodeStatus(rank=1, host="gpu7", phase=10, state="working", heartbeat_s=1.0, loop=5)
+    status.loop_still_s = loop_still_s
+    return Sighting(status, silent_s=silent_s, still_s=0.0, has_moved=True)
+
+
+def with_daemon(name: str, state: str, **fields: Any) -> Workspace:
+    return workspace(RUN, daemons=(*(each for each in SERVICES if each.name != name), daemon(name, state, **fields)))
+
+
+def text(value: str) -> Any:
+    return clean_text(value)
+
+
+CASES: list[tuple[AlertKind, str, str, Workspace, list[Sighting], int]] = [
+    ("run_failed", "run_a", "boom", workspace(replace(RUN, state=RunState.FAILED, reason=text("boom"))), [], 10),
+    ("run_invalid", "run_a", "lr", workspace(replace(RUN, state=RunState.INVALID, reason=text("lr"))), [], 10),
+    ("run_invalid", "run_link", "a link", workspace(refused="a link"), [], 10),
+    ("run_evicted", "run_a", "asked", workspace(replace(RUN, state=RunState.EVICTED, reason=text("asked"))), [], 10),
+    (
+        "run_not_finite",
+        "run_a",
+        "update 3: its loss or gradient are not finite: loss nan",
+        workspace(
+            replace(
+                RUN,
+                state=RunState.EVICTED,
+                reason=text("update 3: its loss or gradient are not finite: loss nan"),
+            )
+        ),
+        [],
+        10,
+    ),
+    (
+        "run_stalled",
+        "run_a",
+        "hangs; it waits for an answer",
+        workspace(replace(RUN, stalled_since=1.0, reason=text("hangs"), waiting_on=text("an answer"))),
+        [],
+        10,
+    ),
+    (
+        "daemon_crashed",
+        "trainer",
+        "backoff: exit code 1",
+        with_daemon("trainer", "backoff", reason="exit code 1"),
+        [],
+        10,
+    ),
+    ("daemon_crashed", "trainer", "failed: no config", with_daemon("trainer", "failed", reason="no config"), [], 10),
+    ("daemon_crashed", "supervisor", "lost: gone", with_daemon("supervisor", "lost", reason="gone"), [], 10),
+    ("daemon_crashed", "run_a", "running: it ended", with_daemon("run_a", "running", crashed_at=NOW - 1), [], 10),
+    (
+        "daemon_stalled",
+        "inference",
+        "no turn; it waits for a lock",
+        with_daemon("inference", "stalled", reason="no turn", waiting_on="a lock"),
+        [],
+        10,
+    ),
+    ("node_lost", "node 1", "no heartbeat for 20 s; gpu7, phase 10 (train)", workspace(), [node(silent_s=20.0)], 10),
+    ("daemon_stalled", "node 1", "stands still; gpu7, phase 10 (train)", workspace(), [node(loop_still_s=9e9)], 10),
+    ("disk_low", "disk", "1.0 GB free, less than 5 GB", workspace(), [], 1),
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "subject", "words", "seen", "nodes", "free_gb"),
+    CASES,
+    ids=lambda case: case if isinstance(case, str) else "",
+)
+def test_what_is_wrong_is_one_incident_that_says_why(
+    kind: AlertKind, subject: str, words: str, seen: Workspace, nodes: list[Sighting], free_gb: int
+) -> None:
+    found = incidents(seen, nodes, free_gb * 10**9, 5.0)
+    assert [(each.kind, each.subject, each.text) for each in found] == [(kind, subject, words)]
+
+
+def test_every_kind_has_a_case_and_words() -> None:
+    assert {case[0] for case in CASES} | {"reward_collapsed"} == set(ALERT_KINDS) == set(get_args(AlertKind))
+    assert set(_WORDS) == {*ALERT_KINDS, "test"}
+
+
+def test_nothing_is_wrong_with_what_works() -> None:
+    crashed_long_ago = with_daemon("trainer", "running", crashed_at=NOW - CRASH_LASTS_S)
+    for seen in (workspace(RUN), crashed_long_ago, workspace(replace(RUN, state=RunState.FINISHED))):
+        assert incidents(seen, [node()], 10**11, 5.0) == []
+        assert is_well(seen)
+
+
+def test_a_lost_supervisor_is_one_incident_and_not_one_for_each_of_its_daemons() -> None:
+    daemons = tuple(daemon(name, "lost") for name in ("supervisor", "trainer", "inference", "run_a"))
+    seen = workspace(RUN, daemons=daemons)
+    assert [each.subject for each in incidents(seen, [], None, 5.0)] == ["supervisor"]
+    assert not is_well(seen)
+
+
+def test_text_of_a_run_is_one_clean_line_of_limited_length() -> None:
+    seen = workspace(replace(RUN, state=RunState.FAILED, reason=text("a\nb" + "c" * 5000)))
+    (found,) = incidents(seen, [], None, 5.0)
+    assert "\n" not in found.text and len(found.text) <= MAX_TEXT_CHARS
+
+
+def rewards(rule: RewardRule, *values: float) -> list[str]:
+    watch, found = RewardWatch(rule), []
+    for step, value in enumerate(values):
+        found = [each.text for each in watch.look([replace(RUN, step=step, reward=value)])]
+    return found
+
+
+def test_a_reward_has_collapsed_when_its_mean_fell_by_the_share_of_the_best() -> None:
+    rule = RewardRule(window=2, drop=0.5)
+    assert rewards(rule, 0.1, 0.8, 0.8, 0.45, 0.4) == []
+    assert rewards(rule, 0.1, 0.8, 0.8, 0.4, 0.3) == ["mean reward of 2 batches is 0.35, was 0.8 at best"]
+    assert rewards(rule, 0.8, 0.0) == [], "a window that rises or falls for the first time is no collapse"
+    assert rewards(rule, -1.0, -1.0, -1.6, -1.6) != [], "rewards may be negative"
+    assert rewards(rule, 0.8, 0.8, 0.1, 0.1, 0.8, 0.8) == [], "it is over when it has risen again"
+
+
+def test_the_same_batch_is_counted_once_and_a_run_that_left_is_forgotten() -> None:
+    watch = RewardWatch(RewardRule(window=2, drop=0.5))
+    for step in (1, 2):
+        assert list(watch.look([replace(RUN, step=step, reward=0.8)])) == []
+    low = replace(RUN, step=3, reward=0.1)
+    assert all(list(watch.look([low])) == [] for _ in range(3)), "the mean of 0.8 and 0.1 is above the limit"
+    assert list(watch.look([])) == []
+    assert all(list(watch.look([replace(RUN, step=step, reward=0.1)])) == [] for step in (4, 5))
+
+
+class Recorder:
+    """A target that keeps what it is given."""
+
+    name = "recorder"
+
+    def __init__(self) -> None:
+        self.got: list[Message] = []
+
+    def put(self, note: Message) -> None:
+        self.got.append(note)
+
+    def changes(self) -> list[tuple[str, str]]:
+        return [(each["kind"], each["state"]) for note in self.got for each in note["alerts"]]
+
+
+class Looks(Alerts):
+    """Sees the given snapshots instead of a folder's."""
+
+    def __init__(self, folder: Path, *targets: Any, heart: Any = None, **config: Any) -> None:
+        settings = AlertsConfig(output_dir=folder, min_free_gb=0, **config)
+        super().__init__(settings, targets, heart, clock=lambda: self.now, keep_stack=self.keep)
+        self.now, self.stacks = NOW, list[tuple[str, int]]()
+
+    def keep(self, name: str, pid: int) -> None:
+        self.stacks.append((name, pid))
+
+    def see(self, *snapshots: Workspace) -> None:
+        for snapshot in snapshots:
+            self._reader.read = lambda snapshot=snapshot, **kwargs: snapshot  # type: ignore[method-assign]
+            self.look()
+
+
+FAILED = workspace(replace(RUN, state=RunState.FAILED, reason=text("boom")))
+
+
+def test_an_incident_is_reported_once_and_its_end_once(tmp_path: Path) -> None:
+    target = Recorder()
+    looks = Looks(tmp_path, target)
+    looks.see(FAILED)
+    assert target.got == [], "only what two looks have seen"
+    looks.see(FAILED, FAILED, FAILED)
+    assert target.changes() == [("run_failed", "open")]
+    assert target.got[0]["text"] == "run_a failed: boom"
+    looks.see(workspace(RUN))
+    assert len(target.got) == 1
+    looks.see(workspace(RUN), workspace(RUN))
+    assert target.changes() == [("run_failed", "open"), ("run_failed", "over")]
+    assert target.got[1]["text"] == "over: run_a failed: boom"
+
+
+def test_what_is_seen_at_one_look_only_is_not_reported(tmp_path: Path) -> None:
+    target = Recorder()
+    Looks(tmp_path, target).see(*[FAILED, workspace(RUN)] * 5)
+    assert target.got == []
+
+
+def test_a_new_start_reports_nothing_again_and_the_end_of_what_ended_meanwhile(tmp_path: Path) -> None:
+    Looks(tmp_path, Recorder()).see(FAILED, FAILED)
+    assert list(read_open(OutputDir(tmp_path))) == ["run_failed run_a"]
+    target = Recorder()
+    looks = Looks(tmp_path, target)
+    looks.see(FAILED, FAILED)
+    assert target.got == []
+    looks.see(workspace(RUN), workspace(RUN))
+    assert target.changes() == [("run_failed", "over")]
+    assert read_open(OutputDir(tmp_path)) == {}
+
+
+def test_only_the_chosen_kinds_are_reported(tmp_path: Path) -> None:
+    target = Recorder()
+    Looks(tmp_path, target, kinds=["run_evicted"]).see(FAILED, FAILED)
+    assert target.got == []
+
+
+def test_the_dead_man_hears_as_long_as_the_daemons_work(tmp_path: Path) -> None:
+    heart = Recorder()
+    looks = Looks(tmp_path, heart=heart, dead_man_s=60)
+    looks.see(FAILED, FAILED)
+    assert len(heart.got) == 1, "a run that failed does not stop it"
+    looks.now += 59
+    looks.see(workspace(RUN))
+    assert len(heart.got) == 1
+    looks.now += 1
+    looks.see(with_daemon("trainer", "stalled"))
+    assert len(heart.got) == 1
+    looks.see(workspace(RUN))
+    assert len(heart.got) == 2
+
+
+def test_the_stack_of_what_stalls_is_kept(tmp_path: Path) -> None:
+    looks = Looks(tmp_path)
+    looks.see(*[with_daemon("trainer", "stalled")] * 3)
+    assert looks.stacks == [("trainer", 1)]
+
+
+def test_a_message_has_a_line_for_each_alert() -> None:
+    first, second = (OpenIncident("run_failed", f"run_{name}", "boom", NOW) for name in "ab")
+    note = message(Path("/w"), [first], [second], NOW + 5)
+    assert note["text"].splitlines() == ["run_a failed: boom", "over: run_b failed: boom"]
+    assert (note["version"], note["workspace"], note["at"]) == (1, "/w", NOW + 5)
+    assert [each["state"] for each in note["alerts"]] == ["open", "over"]
+
+
+@pytest.mark.parametrize("table", [{"webhooks": ["ftp://x"]}, {"apprise": ["slack"]}, {"kinds": ["run_fails"]}])
+def test_a_wrong_table_is_refused_by_name(table: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(table))):
+        build(AlertsConfig, table, "system.toml")
+
+
+def test_the_variables_of_the_targets_are_known() -> None:
+    config = AlertsConfig(webhooks=["$ONE", "https://x/$TWO"], apprise=["$THREE"], dead_man_url="$ONE")
+    assert config.variables() == ["ONE", "THREE"]
