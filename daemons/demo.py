@@ -1,6 +1,6 @@
-"""`prl demo`: three runs with different tasks on two slots, from the base model to a report.
+"""`prl demo`: the runs of a folder of configs, from the base model to a report; by default three on two slots.
 
-Starts a fresh workspace as daemons, adds the runs of `configs/demo`, shows them train (in `prl-tui` on a terminal, else
+Starts a fresh workspace as daemons, adds the runs of the folder, shows them train (in `prl-tui` on a terminal, else
 one line a step), prints a table, writes `report.json`, and stops everything. It uses `launch`, `actions` and `client`,
 as a person would use `prl`.
 """
@@ -29,8 +29,7 @@ from prime_rl.contract.layout import OutputDir, RunDir
 from prime_rl.contract.status import RunState
 from prime_rl.utils.signals import StopFlag
 
-RUN_FILES = ("reverse", "sort", "upper")
-NUM_SLOTS = 2
+SYSTEM_FILE = "system.toml"
 REPORT_VERSION = 1
 REPORT = "report.json"
 # A folder with this file in it was made by a demo, so the next demo may remove it.
@@ -52,9 +51,24 @@ class DemoError(RuntimeError):
     exit_code = 1
 
 
+@dataclass(frozen=True)
+class Recipe:
+    """What a demo shows: a folder with a system file and runs, and how `prl make-base` makes its base model."""
+
+    configs: Path
+    base_model: str = "demo"
+
+    @property
+    def system_file(self) -> Path:
+        return self.configs / SYSTEM_FILE
+
+    def run_files(self) -> list[Path]:
+        return sorted(path for path in self.configs.glob("*.toml") if path.name != SYSTEM_FILE)
+
+
 def demo_settings(output_dir: Path, engine: str | None) -> Mapping[str, Any]:
-    """What a demo always sets: its folder, two slots for three runs, a free port."""
-    place = {"output_dir": str(output_dir), "max_concurrent_runs": NUM_SLOTS}
+    """What a demo always sets: its folder, a free port."""
+    place = {"output_dir": str(output_dir)}
     inference = {**place, "port": 0, **({"engine": engine} if engine else {})}
     return {**place, "trainer": place, "inference": inference}
 
@@ -212,7 +226,7 @@ class Demo:
 
 
 def run_demo(
-    system: SystemConfig, configs: Path, say: launch.Say, stop: StopFlag, progress: Progress, *, with_tui: bool
+    system: SystemConfig, recipe: Recipe, say: launch.Say, stop: StopFlag, progress: Progress, *, with_tui: bool
 ) -> dict[str, Any] | None:
     """The whole demo; returns its report, or None when it was asked to stop. Everything it started is stopped again.
 
@@ -221,7 +235,7 @@ def run_demo(
     started_s = time.monotonic()
     output = OutputDir(system.output_dir)
     make_room(output, say)
-    make_base_model(system.model.name, stop, say)
+    make_base_model(system.model.name, stop, say, kind=recipe.base_model)
     if stop():
         return None
     lock = launch.prepare(system, output, say)
@@ -231,7 +245,7 @@ def run_demo(
             ready = launch.wait_until_ready(system, output, supervisor, stop=stop, on_look=look)
         if not ready:
             return None
-        run_ids = [add_demo_run(output, configs / f"{name}.toml", system.model.name) for name in RUN_FILES]
+        run_ids = [add_demo_run(output, path, system.model.name) for path in recipe.run_files()]
         say(f"added {', '.join(run_ids)} on {system.max_concurrent_runs} slots; prl-tui {output.path} shows them")
         demo = Demo(output, run_ids, say, stop)
         try:

@@ -72,6 +72,7 @@ def prepare(system: SystemConfig, output: OutputDir, say: Say) -> SupervisorLock
         _refuse_rival(output)
         lock.write_info(time.time())
         check_model(system.model.name)
+        _check_alerts(system)
         topology, moved = settle_topology(saved_topology(output), os.environ, say)
         keep = adoptable(output, system, topology, moved)
         left = end_leftovers(output, system.supervisor, say, keep)
@@ -89,6 +90,19 @@ def prepare(system: SystemConfig, output: OutputDir, say: Say) -> SupervisorLock
         lock.release()
         raise
     return lock
+
+
+def _check_alerts(system: SystemConfig) -> None:
+    """A target that cannot be used is known before anything runs."""
+    if system.alerts is None:
+        return
+    from daemons.alerts.targets import TargetError, dead_man, message_targets
+
+    try:
+        message_targets(system.alerts, os.environ)
+        dead_man(system.alerts, os.environ)
+    except TargetError as error:
+        raise LaunchError(f"[alerts]: {error}") from error
 
 
 def _refuse_rival(output: OutputDir) -> None:

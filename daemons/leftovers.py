@@ -19,7 +19,7 @@ from daemons.client import SUPERVISOR
 from daemons.daemon import Daemon, State
 from daemons.pidfile import is_this_boot
 from daemons.process import end_daemons, find_members, kill_all
-from daemons.specs import INFERENCE, TRAINER, DaemonSpec, component_texts, orchestrator_spec, service_specs
+from daemons.specs import ALERTS, INFERENCE, TRAINER, DaemonSpec, component_texts, orchestrator_spec, service_specs
 from prime_rl.configs.system import SupervisorConfig, SystemConfig
 from prime_rl.contract.files import read_text, write_atomic
 from prime_rl.contract.layout import LayoutError, OutputDir
@@ -65,11 +65,9 @@ def adoptable(
     moved: Collection[str] = (),
 ) -> set[str]:
     """Daemons that live and would be started today just as they were; not those that `moved` to other devices."""
-    changed = set(moved) | {
-        name
-        for name, text in component_texts(system, output).items()
-        if read_text(output.component_config(name)) != text
-    }
+    texts = component_texts(system, output)
+    changed = {*moved, *({ALERTS} - texts.keys())}  # alerts that nobody asks for any more
+    changed |= {name for name, text in texts.items() if read_text(output.component_config(name)) != text}
     statuses = recorded(output)
     return {
         name

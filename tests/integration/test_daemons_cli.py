@@ -299,7 +299,9 @@ def test_a_component_runs_in_place_of_prl(prl: Prl) -> None:
 def demo_configs(prl: Prl, max_steps: int = 6) -> str:
     configs = prl.output_dir.parent / "configs"
     configs.mkdir()
-    (configs / "system.toml").write_text(f'[model]\nname = "{prl.model}"\n[supervisor]\ngrace_s = 2\n')
+    (configs / "system.toml").write_text(
+        f'max_concurrent_runs = 2\n[model]\nname = "{prl.model}"\n[supervisor]\ngrace_s = 2\n'
+    )
     for name in ("reverse", "sort", "upper"):
         (configs / f"{name}.toml").write_text(RUN_TOML.format(max_steps=max_steps, model="models/base"))
     return str(configs)
