@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
-from textual.app import App, SystemCommand
+from textual.app import SystemCommand
 from textual.binding import Binding, BindingType
 from textual.dom import DOMNode
 from textual.filter import LineFilter
@@ -31,12 +31,13 @@ from tui.palette import DARK
 from tui.screens.base import MOVES, Place, ProbeMaker, Setting, ShowsAction, ShowsWorkspace, WorkspaceScreen
 from tui.screens.places import HOME, PLACES, make_screen
 from tui.themes import THEMES, add_row_colours, base_name, shown_name
+from tui.type_ahead import KeysInOrder
 from tui.watcher import ReadDisk, WorkspaceWatcher
 
 MAX_ENTRIES = 500
 
 
-class PrlApp(App[None]):
+class PrlApp(KeysInOrder):
     """The terminal view of one workspace."""
 
     TITLE = "prl"

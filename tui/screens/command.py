@@ -10,12 +10,12 @@ from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Horizontal
 from textual.content import Content
-from textual.screen import ModalScreen
 from textual.suggester import Suggester
 from textual.widgets import Input, Static
 
 from prime_rl.utils.text import one_line
 from tui.commands import Command, CommandError, complete, parse
+from tui.type_ahead import LineScreen
 from tui.widgets.filter_bar import FilterInput
 
 
@@ -28,7 +28,7 @@ class _Completer(Suggester):
         return complete(value, self._commands)
 
 
-class CommandScreen(ModalScreen[None]):
+class CommandScreen(LineScreen):
     """Opens over any screen, which defines its commands."""
 
     DEFAULT_CSS = """
