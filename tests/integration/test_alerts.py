@@ -71,8 +71,8 @@ def test_what_goes_wrong_reaches_the_webhook_once_though_another_target_hangs(
     wait_told(server, "daemon_stalled", "inference", "open")
     (prl.output_dir / "hangs").unlink()
     wait_told(server, "daemon_stalled", "inference", "over")
-    alerts = prl.daemon("alerts")
-    assert alerts.state == "running" and alerts.num_restarts == 0
+    prl.wait_state("alerts", "running")
+    assert prl.daemon("alerts").num_restarts == 0
 
     before = changes(server)
     assert "no process is left" in prl("down").stdout
