@@ -108,7 +108,9 @@ def check_the_end(run: RunDir) -> None:
         except msgspec.DecodeError:
             continue
     assert steps == sorted(set(steps)), "no step is reported twice"
-    assert set(range(1, NUM_STEPS + 1)) - set(steps) <= {4}, "only a kill right before its line may cost one"
+    missing = set(range(1, NUM_STEPS + 1)) - set(steps)
+    # The writer may be there at a kill of the main thread as well: it is one update behind.
+    assert missing <= {2, 4} and len(missing) <= 1, "only a kill between a checkpoint and its line may cost that line"
     assert last_metrics_step(run) == NUM_STEPS
     assert sorted(path.name for path in run.checkpoints.iterdir()) == [f"step_{NUM_STEPS}"]
     assert sorted(path.name for path in run.broadcast.iterdir()) == [f"step_{step}" for step in (4, 5, 6)]
