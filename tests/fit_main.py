@@ -1,6 +1,6 @@
 """A real pass of the trainer in a process of its own, and the most memory that it took.
 
-    python -m tests.fit_main SHAPE SEQ_LEN TOKENS RUNS CHECKPOINTS [HOST_COPIES]
+    python -m tests.fit_main MODEL SEQ_LEN TOKENS RUNS CHECKPOINTS [HOST_COPIES]
 
 RUNS 0 trains the whole model. Prints the bytes, without those of the interpreter and the libraries.
 """

@@ -1,4 +1,4 @@
-"""Three real nodes over one folder: iterations of rollouts, evaluation and training; kills; modes; elastic groups.
+"""Real nodes over one folder: iterations of rollouts, evaluation and training; kills; modes; elastic groups.
 
 Training is killed here where the group goes on without the node; test_multinode_network cuts it off where it must not.
 """
@@ -51,11 +51,12 @@ def config(model: Path) -> str:
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory, base_model: Path) -> Iterator[Nodes]:
-    """Two iterations, with evaluation."""
-    nodes = Nodes(tmp_path_factory.mktemp("group"), config(base_model), "--max-iterations 2 --eval-interval 1")
+    """Two iterations, with evaluation, of two nodes: what is made does not depend on how many there are."""
+    flags = "--max-iterations 2 --eval-interval 1"
+    nodes = Nodes(tmp_path_factory.mktemp("group"), config(base_model), flags, num_nodes=2)
     try:
         nodes.start()
-        assert nodes.wait() == {0: 0, 1: 0, 2: 0}, nodes.last_line(0)
+        assert nodes.wait() == {0: 0, 1: 0}, nodes.last_line(0)
         yield nodes
     finally:
         nodes.kill_all()
@@ -71,7 +72,7 @@ def test_two_iterations_make_each_task_once_and_train(undisturbed: Nodes, base_m
         aggregate = nodes.proof(iteration, "train")
         assert sorted(aggregate["sources"], key=int) == tasks
         assert sorted(nodes.made(iteration), key=int) == tasks
-        assert len(set(aggregate["sources"].values())) == 3, "every node has made some"
+        assert len(set(aggregate["sources"].values())) == 2, "each node has made some"
         assert aggregate["policy_version"] == (iteration - 1) * UPDATES
         assert nodes.proof(iteration, "update")["num_rollouts"] == ROLLOUTS * GROUPS
         assert (nodes.output.iteration(iteration).path / "adapter" / "adapter_model.safetensors").exists()
@@ -85,7 +86,6 @@ def test_two_iterations_make_each_task_once_and_train(undisturbed: Nodes, base_m
 
 
 def test_kills_cost_no_task_and_change_nothing(tmp_path: Path, base_model: Path, undisturbed: Nodes) -> None:
-    """Two nodes are enough here: what is made does not depend on how many there are."""
     nodes = Nodes(tmp_path, config(base_model), "--max-iterations 1", num_nodes=2)
     try:
         for phase in PHASES:

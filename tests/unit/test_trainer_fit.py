@@ -26,6 +26,7 @@ from prime_rl.trainer.fit.shapes import UnknownModel, model_config
 from prime_rl.trainer.fused import CHUNK_BYTES
 from tests.daemons_support import ROOT
 
+ROW_TOKENS = 256
 TINY = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
 
 
@@ -306,22 +307,37 @@ def test_the_table_and_the_json_tell_the_same(capsys: Any) -> None:
     assert "does not fit" in table and found["gpu_memory_utilization"] is None
 
 
+@pytest.fixture(scope="module")
+def shallow(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model as wide as people's, with fewer layers: all figures are straight lines over them."""
+    folder = tmp_path_factory.mktemp("shallow")
+    config = model_config("smollm2-135m")
+    config.num_hidden_layers = 8
+    config.save_pretrained(folder)
+    return folder
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("checkpoints", "tokens", "runs"), [(False, 1024, 4), (True, 1024, 8)])
-def test_the_real_peak_on_a_cpu_is_what_was_predicted(checkpoints: bool, tokens: int, runs: int) -> None:
+def test_the_real_peak_on_a_cpu_is_what_was_predicted(shallow: Path, checkpoints: bool, tokens: int, runs: int) -> None:
     """A pass large enough that what libraries take for themselves does not count."""
-    name, seq_len = "smollm2-135m", 256
-    argv = [sys.executable, "-m", "tests.fit_main", name, *map(str, (seq_len, tokens, runs, checkpoints))]
-    took = int(subprocess.run(argv, cwd=ROOT, check=True, capture_output=True, text=True).stdout)
-    setting = Setting(model_config(name), torch.float32, LoRAConfig(), runs, seq_len, tokens, checkpoints)
+    took = real_peak(shallow, tokens, runs, checkpoints)
+    setting = Setting(model_config(str(shallow)), torch.float32, LoRAConfig(), runs, ROW_TOKENS, tokens, checkpoints)
     assert took == pytest.approx(predict(setting).peak, rel=0.15)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("checkpoints", "tokens", "host_copies"), [(False, 512, 0), (True, 1024, HOST_COPIES)])
-def test_the_real_peak_of_a_whole_model_is_what_was_predicted(checkpoints: bool, tokens: int, host_copies: int) -> None:
-    name, seq_len = "smollm2-135m", 256
-    argv = [sys.executable, "-m", "tests.fit_main", name, *map(str, (seq_len, tokens, 0, checkpoints, host_copies))]
-    took = int(subprocess.run(argv, cwd=ROOT, check=True, capture_output=True, text=True).stdout)
-    setting = replace(whole(), model=model_config(name), seq_len=seq_len, tokens=tokens, checkpoints=checkpoints)
+def test_the_real_peak_of_a_whole_model_is_what_was_predicted(
+    shallow: Path, checkpoints: bool, tokens: int, host_copies: int
+) -> None:
+    took = real_peak(shallow, tokens, 0, checkpoints, host_copies)
+    setting = whole(8, model=model_config(str(shallow)), seq_len=ROW_TOKENS, tokens=tokens, checkpoints=checkpoints)
     assert took == pytest.approx(predict(replace(setting, host_copies=host_copies)).peak, rel=0.15)
+
+
+def real_peak(model: Path, tokens: int, runs: int, checkpoints: bool, host_copies: int = 0) -> int:
+    """Bytes."""
+    argv = [sys.executable, "-m", "tests.fit_main", str(model)]
+    argv += map(str, (ROW_TOKENS, tokens, runs, checkpoints, host_copies))
+    return int(subprocess.run(argv, cwd=ROOT, check=True, capture_output=True, text=True).stdout)
