@@ -90,7 +90,7 @@ RANKS = """
 import sys
 from tests.unit.test_trainer_fit import predict, whole
 import json
-print(json.dumps([vars(predict(whole(checkpoints=True, num_ranks=ranks))) for ranks in (1, 2, 4)]))
+print(json.dumps([vars(predict(whole(3, checkpoints=True, num_ranks=ranks))) for ranks in (1, 2, 4)]))
 """
 
 
