@@ -11,12 +11,11 @@ import httpx
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
 
 from prime_rl.contract.layout import list_steps
 from prime_rl.contract.status import DaemonStatus, InferenceStatus, RunStatus, read_status
 from prime_rl.contract.types import read_batch
-from tests.integration.test_system_vllm import TOLERANCE, Recorder, worst_difference
+from tests.integration.test_system_vllm import TOLERANCE, worst_difference
 from tests.learning import ascent, load_policy
 from tests.metrics_support import undocumented
 from tests.patience import PATIENCE_S
@@ -84,24 +83,29 @@ def check_learning_and_end(workspace: Workspace) -> None:
     assert (answer.status_code, answer.headers["x-weights"]) == (200, "base")
 
 
+def policy(workspace: Workspace, version: int) -> torch.nn.Module:
+    """The weights of a version as the trainer's checkpoint has them; a published one may have been in memory only."""
+    model = load_policy(workspace.model, None)
+    if version:
+        checkpoint = workspace.run_dir("run_a").trainer_checkpoint(version)
+        model.load_state_dict(load_file(checkpoint / WEIGHTS_FILE), strict=False)
+    return model
+
+
 def check_first_update(workspace: Workspace) -> None:
-    """Its weights are those of the trainer's checkpoint; a version may have been in memory only."""
-    run, model = workspace.run_dir("run_a"), load_policy(workspace.model, None)
-    base = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    model.load_state_dict(load_file(run.trainer_checkpoint(1) / WEIGHTS_FILE), strict=False)
-    update = {name: parameter.detach() - base[name] for name, parameter in model.named_parameters()}
-    ascent(model, update, read_batch(run.rollout_file(1)).samples).check()
+    base = dict(policy(workspace, 0).named_parameters())
+    model = policy(workspace, 1)
+    update = {name: (parameter - base[name]).detach() for name, parameter in model.named_parameters()}
+    ascent(model, update, read_batch(workspace.run_dir("run_a").rollout_file(1)).samples).check()
 
 
-def check_versions(recorder: Recorder, base: Path) -> None:
+def check_versions(workspace: Workspace) -> None:
     """Each sample was sampled from the weights of the version that it names, and from no other."""
-    batches = recorder.batches("run_a")
-    assert sorted(batches) == list(range(1, NUM_STEPS + 1))
-    folders = {0: base} | {version: recorder.adapter("run_a", version) for version in range(1, NUM_STEPS)}
-    models = {v: AutoModelForCausalLM.from_pretrained(f, dtype=torch.float32) for v, f in folders.items()}
+    run = workspace.run_dir("run_a")
+    models = {version: policy(workspace, version) for version in range(NUM_STEPS)}
     worst = {version: dict.fromkeys(models, 0.0) for version in models}
-    for step, path in batches.items():
-        for sample in read_batch(path).samples[::16]:
+    for step in range(1, NUM_STEPS + 1):
+        for sample in read_batch(run.rollout_file(step)).samples[::16]:
             version = sample.policy_version
             assert max(0, step - 2) <= version <= step - 1
             for other, model in models.items():
@@ -113,23 +117,18 @@ def check_versions(recorder: Recorder, base: Path) -> None:
 
 
 @pytest.mark.parametrize("whole_workspace", [("embedded", "filesystem")], indirect=True)
-def test_it_learns_and_a_killed_server_gets_the_newest_weights_again(
-    whole_workspace: Workspace, tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
+def test_it_learns_and_a_killed_server_gets_the_newest_weights_again(whole_workspace: Workspace) -> None:
     workspace = whole_workspace
     workspace.up()
     source = write_run(workspace)
-    recorder = Recorder([workspace.run_dir("run_a")], tmp_path / "recorded")
     wrong = workspace.prl("runs", "add", str(source), "--set", "model.lora.rank=4", check=False)
     assert wrong.returncode == 1 and "add the run to a workspace with adapters" in wrong.stderr
-    request.addfinalizer(recorder.stop)
     workspace.prl("runs", "add", str(source))
     workspace.wait(lambda: (workspace.runs()["run_a"]["step"] or 0) >= KILL_AT, "run_a to train")
     os.kill(inference(workspace).pid, signal.SIGKILL)
     workspace.wait(lambda: workspace.state("run_a") == "finished", "run_a to finish after inference was killed")
-    recorder.stop()
     check_learning_and_end(workspace)
-    check_versions(recorder, workspace.model)
+    check_versions(workspace)
     assert (workspace.run_dir("run_a").broadcast_dir(NUM_STEPS) / WEIGHTS_FILE).is_file()
     daemon = read_status(workspace.paths.daemon_status("inference"), DaemonStatus)
     assert daemon is not None and daemon.num_restarts == 1
