@@ -15,6 +15,9 @@ import pytest
 
 pytest_plugins = ["tests.durations"]
 
+# What the tests import stays: the collector of garbage need not look through it again and again, now and later.
+gc.disable()
+
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 # Workers share the cores: threads that wait for each other across processes cost more than they bring.
@@ -86,9 +89,8 @@ def _shares(item: pytest.Item) -> bool:
 
 
 def pytest_collection_finish() -> None:
-    """What the tests import stays: the collector of garbage need not look through it again and again."""
-    gc.collect()
     gc.freeze()
+    gc.enable()
     atexit.register(gc.unfreeze)  # triton reports what is not collected at the end
 
 

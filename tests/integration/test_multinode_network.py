@@ -1,7 +1,7 @@
 """Three nodes with a network each (namespaces, joined by a bridge): one is lost, and comes back. As root only.
 
-In every second phase (in three with the small budget) one is cut off or killed, in turn; with PRL_ALL_PHASES=1 both
-happen in each of the fourteen. How soon a loss is found is tested in simulated time.
+In five phases one is cut off or killed, in turn; with PRL_ALL_PHASES=1 both happen in each of the fourteen. How soon a
+loss is found, and what each phase leaves, is tested in simulated time.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import pytest
 
 from prime_rl.contract.files import wait_for
 from prime_rl.multinode.phases import Phase
-from tests.budgets import ALL_PHASES, IS_FULL
+from tests.budgets import ALL_PHASES
 from tests.multinode_support import CONFIG, HEARTBEAT_S, PATIENCE_S, Nodes, check_same_adapter
 
 pytestmark = pytest.mark.slow
-SOME_PHASES = list(Phase)[::2] if IS_FULL else [Phase.TRAIN_ROLLOUT, Phase.EVAL_AGGREGATE, Phase.TRAIN]
+SOME_PHASES = [Phase.TRAIN_ROLLOUT, Phase.EVAL_ROLLOUT, Phase.PREPARE, Phase.TRAIN, Phase.RESTART_INFERENCE]
 PHASES = list(Phase) if ALL_PHASES else SOME_PHASES
 # Each node has its network for itself.
 RENDEZVOUS_PORT = 29400
