@@ -61,6 +61,7 @@ max_tokens = 12
 max_concurrent_requests = 256
 [[env]]
 id = "reverse-text"
+args = {{ wording = "short" }}
 [ckpt]
 interval = 100
 """

@@ -80,7 +80,7 @@ def _run(path: Path, model: Path, url: str, over: dict[str, Any]) -> RunDir:
         "seq_len": 256,
         "model": {"name": str(model), "full_finetune": False},  # else it waits for a trainer to decide
         "sampling": {"max_tokens": 32},
-        "env": [{"id": "reverse-text"}],
+        "env": [{"id": "reverse-text", "args": {"wording": "short"}}],
         "client": {"base_url": url, "max_concurrent_requests": 256},
     }
     run.orch_toml.write_text(tomli_w.dumps({**config, **over}))

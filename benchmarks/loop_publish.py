@@ -120,7 +120,7 @@ def _write_run(run: RunDir, seed: int) -> None:
         "seed": seed,
         "model": {"name": str(MODEL.resolve())},
         "sampling": {"max_tokens": 1},
-        "env": [{"id": "reverse-text"}],
+        "env": [{"id": "reverse-text", "args": {"wording": "short"}}],
         "ckpt": {"interval": 1000, "keep_rollouts": True},
     }
     (staged / "control" / "orch.toml").write_text(tomli_w.dumps(config))

@@ -55,6 +55,7 @@ keep_rollouts = true
 max_tokens = 12
 [[run.env]]
 id = "reverse-text"
+args = {{ wording = "short" }}
 [run.eval]
 num_examples = {examples}
 [trainer]

@@ -80,7 +80,7 @@ def config_data(model: Path, **over: Any) -> dict[str, Any]:
         "max_steps": 3,
         "model": {"name": str(model), "full_finetune": False},
         "sampling": {"max_tokens": 16},
-        "env": [{"id": "reverse-text", "args": {"num_examples": 20, "num_eval_examples": 4}}],
+        "env": [{"id": "reverse-text", "args": {"wording": "short", "num_examples": 20, "num_eval_examples": 4}}],
         "watch": {"rescan_s": 0.2},
     }
     return merge(base, over)

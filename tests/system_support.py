@@ -36,6 +36,7 @@ lr = 0.003
 max_tokens = 12
 [[env]]
 id = "{env}"
+args = {{ wording = "short" }}
 [ckpt]
 interval = 2
 """

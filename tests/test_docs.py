@@ -192,7 +192,7 @@ def test_environments_and_their_arguments_are_those_of_the_code() -> None:
 
     text = TEXT[ROOT / "docs" / "environments.md"]
     section = text.partition("## Built in\n")[2].partition("\n## ")[0]
-    common = set(re.findall(r"`(num_\w+)` \(", section))
+    common = set(re.findall(r"`(num_\w+|wording)` \(", section))
     rows = dict(re.findall(r"^\| ([\w-]+) \| [^|]+ \| ([^|]+) \|", section, re.MULTILINE))
     assert set(rows) - {"id"} == set(BUILT_IN_ARGS) == set(BUILT_IN_ENVS)
     for env_id, args in BUILT_IN_ARGS.items():

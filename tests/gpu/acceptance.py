@@ -163,7 +163,7 @@ def run_toml(workspace: Workspace, scale: Scale, run_id: str) -> Path:
         # Small: what an answer is older by must not count as disagreement of trainer and engine.
         "optim": {"lr": 1e-5},
         "sampling": {"max_tokens": scale.max_tokens},
-        "env": [{"id": "reverse-text"}],
+        "env": [{"id": "reverse-text", "args": {"wording": "short"}}],
         "ckpt": {"interval": scale.num_updates},
     }
     path = workspace.output_dir.parent / f"{run_id}.toml"

@@ -35,8 +35,9 @@ interval = 100
 keep_rollouts = true
 """
 ARGS = {
-    "guess-number": f"{{ num_numbers = {NUM_NUMBERS}, max_turns = {MAX_TURNS} }}",
-    "arithmetic": f'{{ max_operand = {MAX_OPERAND}, operations = ["+"], num_examples = 12, num_eval_examples = 1 }}',
+    "guess-number": f'{{ wording = "short", num_numbers = {NUM_NUMBERS}, max_turns = {MAX_TURNS} }}',
+    "arithmetic": f'{{ wording = "short", max_operand = {MAX_OPERAND}, operations = ["+"], num_examples = 12, '
+    "num_eval_examples = 1 }",
 }
 
 

@@ -166,7 +166,10 @@ async def test_samples_come_from_the_version_that_they_name(model: Path, tmp_pat
             max_steps=6,
             max_async_level=2,
             sampling={"max_tokens": 12, "temperature": TEMPERATURE},
-            env=[{"id": "reverse-text"}, {"id": "guess-number", "args": {"max_turns": 3}}],
+            env=[
+                {"id": "reverse-text", "args": {"wording": "short"}},
+                {"id": "guess-number", "args": {"wording": "short", "max_turns": 3}},
+            ],
             eval={"interval": 3, "num_examples": 2},
             ckpt={"interval": 2},
         )

@@ -38,7 +38,7 @@ lr = 5e-5
 max_tokens = 12
 [[env]]
 id = "reverse-text"
-args = {{ num_examples = 4, num_eval_examples = 2, min_len = 2, max_len = 3 }}
+args = {{ wording = "short", num_examples = 4, num_eval_examples = 2, min_len = 2, max_len = 3 }}
 [eval]
 interval = {max_steps}
 [ckpt]

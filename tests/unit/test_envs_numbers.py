@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -42,11 +43,28 @@ def test_examples_come_from_the_seed_and_the_splits_share_none(env_id: str) -> N
 async def test_sums_are_right() -> None:
     env = make("arithmetic", num_examples=300, max_operand=20, operations=["+", "-", "*"])
     for example in env.examples("train"):
-        problem = example.messages[0]["content"].removeprefix("Compute: ")
+        (problem,) = re.fullmatch(r"Work out (.*)\. Answer with .*", example.messages[0]["content"]).groups()  # type: ignore[union-attr]
         right = str(eval(problem))
         for answer in (right, f"It is {right}.", f"2 + 2 = 4, and so: {right}\n"):
             outcome = await env.rollout(example, Says(lambda _, answer=answer: answer))
             assert (outcome.reward, outcome.metrics) == (1.0, {"exact_match": 1.0, "is_number": 1.0})
+
+
+@pytest.mark.parametrize(
+    ("env_id", "short", "full"),
+    [
+        ("arithmetic", "Compute: {}", "Work out {}. Answer with the result only, as a whole number in digits."),
+        ("guess-number", "Guess a number from {}. Answer with the number only.", "Guess a number from {}. After each"),
+    ],
+)
+def test_the_wordings_ask_the_same(env_id: str, short: str, full: str) -> None:
+    for asked, taught in zip(
+        *(make(env_id, wording=each).examples("train") for each in ("full", "short")), strict=True
+    ):
+        before, after = short.split("{}")
+        problem = taught.messages[0]["content"].removeprefix(before).removesuffix(after)
+        assert problem and taught.messages[0]["content"] == short.format(problem)
+        assert asked.messages[0]["content"].startswith(full.format(problem)) and asked.answer == taught.answer
 
 
 @pytest.mark.parametrize(("answer", "is_number"), [("", 0), ("no idea", 0), ("9" * 5000, 0), ("31", 1), ("-7", 1)])

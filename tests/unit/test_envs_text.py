@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from prime_rl.configs.envs import EnvConfig
 from prime_rl.orchestrator.envs import Environment, Message, load_environment
+from prime_rl.utils.tasks import TASKS
 
 IDS = ["reverse-text", "sort-letters", "upper-case"]
 
@@ -19,15 +21,13 @@ def make(env_id: str, seed: int = 0, **args: Any) -> Environment:
 
 
 class Says:
-    """A policy that answers the last user's word by a function of it."""
+    """A policy that always answers the same."""
 
-    def __init__(self, answer: Callable[[str], str]) -> None:
+    def __init__(self, answer: str) -> None:
         self._answer = answer
-        self.seen: list[Sequence[Message]] = []
 
     async def complete(self, messages: Sequence[Message]) -> str:
-        self.seen.append(messages)
-        return self._answer(messages[-1]["content"].rpartition(" ")[2])
+        return self._answer
 
 
 RIGHT: dict[str, Callable[[str], str]] = {
@@ -37,23 +37,23 @@ RIGHT: dict[str, Callable[[str], str]] = {
 }
 
 
-async def rewards(env: Environment, policy: Says) -> list[tuple[float, float]]:
-    outcomes = [await env.rollout(example, policy) for example in env.examples("train")[:50]]
+async def rewards(env: Environment, answer: Callable[[str], str]) -> list[tuple[float, float]]:
+    """Reward and `exact_match` of the answers to 50 words, each a function of the word."""
+    examples = env.examples("train")[:50]
+    outcomes = [await env.rollout(example, Says(answer(example.info["text"]))) for example in examples]
     assert all(set(outcome.metrics) == {"exact_match"} for outcome in outcomes)
     return [(outcome.reward, outcome.metrics["exact_match"]) for outcome in outcomes]
 
 
 @pytest.mark.parametrize("env_id", IDS)
 async def test_right_answers_have_reward_one(env_id: str) -> None:
-    policy = Says(lambda word: f" {RIGHT[env_id](word)}\n")
-    assert await rewards(make(env_id), policy) == [(1.0, 1.0)] * 50
-    assert len(policy.seen) == 50
+    assert await rewards(make(env_id), lambda word: f" {RIGHT[env_id](word)}\n") == [(1.0, 1.0)] * 50
 
 
 @pytest.mark.parametrize("env_id", IDS)
 async def test_nearly_right_answers_lie_between(env_id: str) -> None:
-    nearly = await rewards(make(env_id), Says(lambda word: RIGHT[env_id](word)[:-1] + "?"))
-    nearer = await rewards(make(env_id), Says(lambda word: RIGHT[env_id](word) + "?"))
+    nearly = await rewards(make(env_id), lambda word: RIGHT[env_id](word)[:-1] + "?")
+    nearer = await rewards(make(env_id), lambda word: RIGHT[env_id](word) + "?")
     assert all(0.5 < reward < 1.0 and exact == 0.0 for reward, exact in nearly)
     assert all(a < b < 1.0 for (a, _), (b, _) in zip(nearly, nearer, strict=True))
 
@@ -61,7 +61,7 @@ async def test_nearly_right_answers_lie_between(env_id: str) -> None:
 @pytest.mark.parametrize("env_id", IDS)
 @pytest.mark.parametrize("answer", ["", "1234567", "?" * 500, "\x1b]0;7\x07"])
 async def test_garbage_has_no_reward(env_id: str, answer: str) -> None:
-    assert all(outcome == (0.0, 0.0) for outcome in await rewards(make(env_id), Says(lambda _: answer)))
+    assert all(outcome == (0.0, 0.0) for outcome in await rewards(make(env_id), lambda _: answer))
 
 
 @pytest.mark.parametrize("env_id", IDS)
@@ -72,12 +72,12 @@ async def test_rewards_stay_in_range(env_id: str) -> None:
         lambda word: word[:1],
         lambda word: RIGHT[env_id](word) * 2,
     ):
-        assert all(0.0 <= reward <= 1.0 for reward, _ in await rewards(make(env_id), Says(answer)))
+        assert all(0.0 <= reward <= 1.0 for reward, _ in await rewards(make(env_id), answer))
 
 
 async def test_case_is_part_of_the_answer() -> None:
     env = make("upper-case")
-    assert all(reward == 0.0 for reward, _ in await rewards(env, Says(str.lower)))
+    assert all(reward == 0.0 for reward, _ in await rewards(env, str.lower))
 
 
 @pytest.mark.parametrize("env_id", IDS)
@@ -89,10 +89,21 @@ def test_examples(env_id: str) -> None:
         word = example.info["text"]
         assert 4 <= len(word) <= 5 and example.answer == RIGHT[env_id](word)
         (message,) = example.messages
-        assert message["role"] == "user" and message["content"].endswith(f": {word}")
+        assert message["role"] == "user" and f"word {word} " in message["content"], "the full wording is the default"
     words = [example.info["text"] for example in train], [example.info["text"] for example in held]
     assert not set(words[0]) & set(words[1])
     assert len({example.id for example in train}) == 300 and len(set(words[0])) == 300
+
+
+@pytest.mark.parametrize("env_id", IDS)
+def test_the_short_wording_is_what_the_base_model_was_taught_and_changes_nothing_else(env_id: str) -> None:
+    full, short = make(env_id), make(env_id, wording="short")
+    for asked, taught in zip(full.examples("train"), short.examples("train"), strict=True):
+        assert replace(asked, messages=taught.messages) == taught
+        assert taught.messages == [{"role": "user", "content": TASKS[env_id].prompt(taught.info["text"])}]
+        assert "Answer with" in asked.messages[0]["content"]
+    with pytest.raises(ValueError, match=r"wording.*'long'"):
+        make(env_id, wording="long")
 
 
 def test_no_seed_trains_on_what_another_evaluates_on() -> None:

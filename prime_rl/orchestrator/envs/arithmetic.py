@@ -14,17 +14,20 @@ from typing import Literal
 
 from pydantic import Field
 
-from prime_rl.configs.base import BaseConfig
-from prime_rl.orchestrator.envs.base import Example, Outcome, Policy, Split
+from prime_rl.orchestrator.envs.base import BuiltInArgs, Example, Outcome, Policy, Split
 from prime_rl.utils.tasks import draw_distinct, similarity
 
 OPERATIONS: dict[str, Callable[[int, int], int]] = {"+": operator.add, "-": operator.sub, "*": operator.mul}
+QUESTIONS = {
+    "full": "Work out {problem}. Answer with the result only, as a whole number in digits.",
+    "short": "Compute: {problem}",
+}
 NUMBER = re.compile(r"-?\d+")
 # Of the reward, for a number that is not the right one.
 WRONG_SHARE = 0.5
 
 
-class ArithmeticArgs(BaseConfig):
+class ArithmeticArgs(BuiltInArgs):
     """`[env.args]` of `arithmetic`."""
 
     num_examples: int = Field(500, ge=1, le=1_000_000)
@@ -41,7 +44,7 @@ class ArithmeticArgs(BaseConfig):
 
 
 class ArithmeticEnvironment:
-    """`Compute: 17 + 5`. Raises ValueError when there are not enough different problems."""
+    """One sum to work out. Raises ValueError when there are not enough different problems."""
 
     id = "arithmetic"
 
@@ -80,10 +83,11 @@ def _make(split: Split, count: int, args: ArithmeticArgs, seed: int) -> list[Exa
             f"found only {len(problems)} different problems for the {split} split, wanted {count}: ask for fewer "
             "examples or for a higher max_operand"
         )
-    return [_example(f"{split}-{i}", problem) for i, problem in enumerate(problems)]
+    return [_example(f"{split}-{i}", problem, args) for i, problem in enumerate(problems)]
 
 
-def _example(example_id: str, problem: str) -> Example:
+def _example(example_id: str, problem: str, args: ArithmeticArgs) -> Example:
     left, operation, right = problem.split()
     answer = OPERATIONS[operation](int(left), int(right))
-    return Example(example_id, [{"role": "user", "content": f"Compute: {problem}"}], str(answer))
+    question = QUESTIONS[args.wording].format(problem=problem)
+    return Example(example_id, [{"role": "user", "content": question}], str(answer))

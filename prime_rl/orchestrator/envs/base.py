@@ -11,7 +11,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, TypedDict
 
+from prime_rl.configs.base import BaseConfig
+
 Split = Literal["train", "eval"]
+
+
+class BuiltInArgs(BaseConfig):
+    """What `[env.args]` of every built-in environment has."""
+
+    wording: Literal["full", "short"] = "full"
+    """How the policy is asked: "full" tells what to do and which form of answer counts, as a chat model expects it;
+    "short" is a few words, which is all that the base model of `prl make-base` was taught."""
 
 
 class Message(TypedDict):

@@ -11,16 +11,22 @@ from collections.abc import Sequence
 
 from pydantic import Field
 
-from prime_rl.configs.base import BaseConfig
 from prime_rl.orchestrator.envs.arithmetic import last_number
-from prime_rl.orchestrator.envs.base import Example, Message, Outcome, Policy, Split
+from prime_rl.orchestrator.envs.base import BuiltInArgs, Example, Message, Outcome, Policy, Split
 from prime_rl.utils.tasks import draw_distinct
 
 # The intervals begin anywhere below this, so that there are more examples than numbers in one interval.
 MAX_LOW = 1000
+QUESTIONS = {
+    "full": (
+        "Guess a number from {low} to {high}. After each guess you are told whether the number is higher or lower "
+        "than your guess. Number of guesses: {turns}. Answer each time with one number only, in digits."
+    ),
+    "short": "Guess a number from {low} to {high}. Answer with the number only.",
+}
 
 
-class GuessNumberArgs(BaseConfig):
+class GuessNumberArgs(BuiltInArgs):
     """`[env.args]` of `guess-number`."""
 
     num_examples: int = Field(500, ge=1, le=1_000_000)
@@ -85,7 +91,7 @@ class GuessNumberEnvironment:
 
     def _example(self, example_id: str, low: int, secret: int) -> Example:
         high = low + self._args.num_numbers - 1
-        prompt = f"Guess a number from {low} to {high}. Answer with the number only."
+        prompt = QUESTIONS[self._args.wording].format(low=low, high=high, turns=self._args.max_turns)
         return Example(example_id, [{"role": "user", "content": prompt}], str(secret), {"low": low, "high": high})
 
 

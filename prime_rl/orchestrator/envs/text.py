@@ -13,8 +13,7 @@ from typing import Self
 
 from pydantic import Field, model_validator
 
-from prime_rl.configs.base import BaseConfig
-from prime_rl.orchestrator.envs.base import Example, Outcome, Policy, Split
+from prime_rl.orchestrator.envs.base import BuiltInArgs, Example, Outcome, Policy, Split
 from prime_rl.utils.tasks import (
     MAX_WORD_LEN,
     MIN_WORD_LEN,
@@ -28,9 +27,18 @@ from prime_rl.utils.tasks import (
 )
 
 TEXT_TASKS = {task.id: task for task in (REVERSE, SORT, UPPER)}
+# The full wording of each task; the short one is its `TextTask.prompt`.
+QUESTIONS = {
+    REVERSE.id: "Spell the word {word} backwards. Answer with the result only, in lower case.",
+    SORT.id: (
+        "Sort the letters of the word {word} from a to z; a letter that occurs twice is written twice. "
+        "Answer with the sorted letters only, in lower case, without blanks or commas between them."
+    ),
+    UPPER.id: "Write the word {word} in capital letters. Answer with the result only.",
+}
 
 
-class TextArgs(BaseConfig):
+class TextArgs(BuiltInArgs):
     """`[env.args]` of the three environments."""
 
     num_examples: int = Field(1000, ge=1, le=1_000_000)
@@ -57,6 +65,7 @@ class TextEnvironment:
 
     def __init__(self, task: TextTask, args: TextArgs, seed: int) -> None:
         self._task = task
+        self._wording = args.wording
         counts: dict[Split, int] = {"train": args.num_examples, "eval": args.num_eval_examples}
         self._examples = {split: self._make(split, count, args, seed) for split, count in counts.items()}
 
@@ -80,5 +89,6 @@ class TextEnvironment:
         return [self._example(f"{split}-{i}", word) for i, word in enumerate(words)]
 
     def _example(self, example_id: str, word: str) -> Example:
-        prompt = self._task.prompt(word)
+        full = self._wording == "full"
+        prompt = QUESTIONS[self._task.id].format(word=word) if full else self._task.prompt(word)
         return Example(example_id, [{"role": "user", "content": prompt}], self._task.solve(word), {"text": word})
