@@ -10,6 +10,7 @@ from typing import Annotated, Any, Self
 from pydantic import Field, field_validator, model_validator
 
 from prime_rl.configs.base import BaseConfig
+from prime_rl.configs.reasoning_gym import PROVIDER, check_family, read_args
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
 # Environments that need nothing but this project, and the form of all others: provider and name.
@@ -89,6 +90,8 @@ class EnvConfig(BaseConfig):
     @classmethod
     def _is_known(cls, env_id: str) -> str:
         if env_id in BUILT_IN_ENVS or PLUGGED_ENV.fullmatch(env_id):
+            if env_id.startswith(f"{PROVIDER}:"):
+                check_family(env_id.partition(":")[2])
             return env_id
         near = difflib.get_close_matches(env_id, BUILT_IN_ENVS, n=1)
         hint = f"did you mean {near[0]!r}? " if near else ""
@@ -96,6 +99,12 @@ class EnvConfig(BaseConfig):
             f"found {env_id!r}; {hint}expected one of {', '.join(BUILT_IN_ENVS)}, verifiers:TASKSET, "
             "reasoning-gym:FAMILY, plugin:NAME"
         )
+
+    @model_validator(mode="after")
+    def _args_are_known(self) -> Self:
+        if self.id.startswith(f"{PROVIDER}:"):
+            read_args(self.args)
+        return self
 
     @model_validator(mode="after")
     def _range_has_a_length(self) -> Self:

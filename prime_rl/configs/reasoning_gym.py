@@ -1,0 +1,68 @@
+"""`reasoning-gym:FAMILY`: what can be checked of it without the library, whose import takes seconds.
+
+The lists are those of reasoning-gym VERSION; a test compares them with the installed library.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import Field
+
+from prime_rl.configs.base import BaseConfig, build
+
+PROVIDER = "reasoning-gym"
+VERSION = "0.1.25"
+_NAMES = """
+ab acre advanced_geometry aiw arc_1d arc_agi base_conversion basic_arithmetic bf binary_alternation binary_matrix
+bitwise_arithmetic boxnet caesar_cipher calendar_arithmetic chain_sum circuit_logic codeio coin_flip
+color_cube_rotation complex_arithmetic composite count_bits count_primes countdown course_schedule cryptarithm
+decimal_arithmetic decimal_chain_sum dice emoji_mystery family_relationships figlet_font fraction_simplification
+futoshiki game_of_life game_of_life_halting gcd graph_color group_anagrams gsm_symbolic intermediate_integration
+isomorphic_strings jugs kakurasu knight_swap knights_knaves largest_island lcm leg_counting letter_counting
+letter_jumble list_functions mahjong_puzzle manipulate_matrix maze mini_sudoku modulo_grid n_queens needle_haystack
+number_filtering number_format number_sequence number_sorting palindrome_generation palindrome_partitioning path_star
+polynomial_equations polynomial_multiplication pool_matrix power_function prime_factorization products
+propositional_logic puzzle24 quantum_lock ransom_note rearc rectangle_count rotate_matrix rotten_oranges rubiks_cube
+rush_hour self_reference sentence_reordering shortest_path simple_equations simple_geometry simple_integration sokoban
+spell_backward spiral_matrix string_insertion string_manipulation string_splitting string_synthesis sudoku survo
+syllogism time_intervals tower_of_hanoi tsumego word_ladder word_sequence_reversal word_sorting zebra_puzzles
+"""
+FAMILIES = frozenset(_NAMES.split())
+# Families that give their own right answer no reward: nothing true can be learned from them.
+BROKEN = frozenset({"boxnet", "graph_color", "propositional_logic", "rubiks_cube", "rush_hour"})
+INSTRUCTION = "Think first if you like. Write the final answer between <answer> and </answer>."
+
+
+class ReasoningGymArgs(BaseConfig):
+    """`[env.args]` of `reasoning-gym:FAMILY`."""
+
+    settings: dict[str, Any] = Field(default_factory=dict)
+    """The family's own settings, for example `{ min_terms = 2, max_terms = 3 }`."""
+
+    num_examples: int = Field(1000, ge=1, le=100_000)
+    """Examples to train on."""
+
+    num_eval_examples: int = Field(100, ge=0, le=100_000)
+    """Examples to evaluate on."""
+
+    instruction: str = INSTRUCTION
+    """System prompt: which form of answer counts. If the policy writes `<answer>`, the last one is scored, else all
+    that it wrote."""
+
+
+def check_family(family: str) -> None:
+    """Raises ValueError for a family that the library does not have, or that cannot be learned from."""
+    if family in BROKEN:
+        raise ValueError(f"{family} gives its own right answer no reward: choose another family")
+    if family not in FAMILIES:
+        near = difflib.get_close_matches(family, FAMILIES, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ValueError(f"reasoning-gym {VERSION} has no family {family!r}{hint}")
+
+
+def read_args(args: Mapping[str, Any]) -> ReasoningGymArgs:
+    """`[env.args]`, checked but for the family's own settings. Raises ConfigError (a ValueError)."""
+    return build(ReasoningGymArgs, args, "args")
