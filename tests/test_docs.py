@@ -15,7 +15,7 @@ import pytest
 
 from prime_rl.configs.losses import BaseLossConfig, LossConfig, MisLossConfig, TisLossConfig
 from prime_rl.configs.orchestrator import AdvantageConfig, AdvantageType
-from prime_rl.configs.reasoning_gym import ReasoningGymArgs
+from prime_rl.configs.reasoning_gym import WITHOUT_CURRICULUM, CurriculumConfig, ReasoningGymArgs
 from prime_rl.configs.reference import tables
 
 ROOT = Path(__file__).parent.parent
@@ -234,6 +234,15 @@ def test_arguments_of_other_peoples_environments_are_those_of_the_code(provider:
     blocks = re.findall(r"```toml\n(.*?)```", TEXT[ROOT / "docs" / "environments.md"], re.DOTALL)
     (args,) = [e["args"] for b in blocks for e in tomllib.loads(b).get("env", []) if e["id"].startswith(f"{provider}:")]
     assert set(args) == fields
+
+
+def test_the_defaults_of_a_curriculum_are_those_of_the_document() -> None:
+    section = TEXT[ROOT / "docs" / "environments.md"].partition("With `curriculum`")[2].partition("\n## ")[0]
+    told = {key: float(value) for key, value in re.findall(r"^\| `(\w+)` \| ([\d.]+) \|", section, re.MULTILINE)}
+    assert told == dict(CurriculumConfig())
+    assert re.findall(r"^- ([\w, ]+) have no levels", section, re.MULTILINE)[0].replace(" and ", ", ").split(
+        ", "
+    ) == sorted(WITHOUT_CURRICULUM)
 
 
 def test_what_the_console_understands_is_what_the_document_says() -> None:

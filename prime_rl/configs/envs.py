@@ -10,7 +10,7 @@ from typing import Annotated, Any, Self
 from pydantic import Field, field_validator, model_validator
 
 from prime_rl.configs.base import BaseConfig
-from prime_rl.configs.reasoning_gym import PROVIDER, check_family, read_args
+from prime_rl.configs.reasoning_gym import PROVIDER, CurriculumConfig, check_family, read_args
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
 # Environments that need nothing but this project, and the form of all others: provider and name.
@@ -82,6 +82,12 @@ class EnvConfig(BaseConfig):
     """Lowest and highest reward of the environment. A rollout with a reward outside of it is dropped."""
 
     @property
+    def curriculum(self) -> CurriculumConfig | None:
+        """The levels of a family of reasoning-gym, where the run asks for them."""
+        provider, _, family = self.id.partition(":")
+        return read_args(family, self.args).curriculum if provider == PROVIDER else None
+
+    @property
     def label(self) -> str:
         """The environment's name in metrics."""
         return self.name or self.id.rpartition(":")[2]
@@ -102,8 +108,7 @@ class EnvConfig(BaseConfig):
 
     @model_validator(mode="after")
     def _args_are_known(self) -> Self:
-        if self.id.startswith(f"{PROVIDER}:"):
-            read_args(self.args)
+        _ = self.curriculum
         return self
 
     @model_validator(mode="after")

@@ -137,9 +137,11 @@ class MultinodeConfig(BaseConfig):
             raise ValueError(f"run.{taken[0]}: is set by the group: remove it")
         place = Path("outputs")
         try:
-            build(OrchestratorConfig, self.orchestrator(1), "run")
+            run = build(OrchestratorConfig, self.orchestrator(1), "run")
             build(TrainerConfig, self.trainer_toml(place), "trainer")
             build(InferenceConfig, self.inference_toml(place, place), "inference")
         except ConfigError as error:
             raise ValueError(str(error)) from error
+        if any(env.curriculum for env in run.env):
+            raise ValueError("run.env: args.curriculum: not available on several nodes: remove it")
         return self

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from prime_rl.configs.base import BaseConfig, build
 
@@ -33,7 +33,31 @@ syllogism time_intervals tower_of_hanoi tsumego word_ladder word_sequence_revers
 FAMILIES = frozenset(_NAMES.split())
 # Families that give their own right answer no reward: nothing true can be learned from them.
 BROKEN = frozenset({"boxnet", "graph_color", "propositional_logic", "rubiks_cube", "rush_hour"})
+# Families without levels of their own.
+WITHOUT_CURRICULUM = frozenset({"acre", "composite", "gsm_symbolic", "list_functions"})
 INSTRUCTION = "Think first if you like. Write the final answer between <answer> and </answer>."
+
+
+class CurriculumConfig(BaseConfig):
+    """`[env.args] curriculum`: examples get harder while they are solved. It begins at level 0, the easiest."""
+
+    max_level: int = Field(3, ge=1, le=50)
+    """The highest level, or the family's own highest if that is lower. There are `num_examples` of each."""
+
+    raise_at: float = Field(0.8, gt=0, le=1)
+    """One level up when at least this share of the rollouts in the window has the full reward."""
+
+    lower_at: float = Field(0.2, ge=0, lt=1)
+    """One level down when less than this share has."""
+
+    window: int = Field(32, ge=1, le=1000)
+    """How many groups, all of the present level, the share is taken over."""
+
+    @model_validator(mode="after")
+    def _is_a_gap(self) -> Self:
+        if self.lower_at >= self.raise_at:
+            raise ValueError(f"lower_at: found {self.lower_at}: must be less than raise_at = {self.raise_at}")
+        return self
 
 
 class ReasoningGymArgs(BaseConfig):
@@ -52,6 +76,10 @@ class ReasoningGymArgs(BaseConfig):
     """System prompt: which form of answer counts. If the policy writes `<answer>`, the last one is scored, else all
     that it wrote."""
 
+    curriculum: CurriculumConfig | None = None
+    """Examples of the family's own levels, from the easiest on, and when the level changes. `settings` hold at every
+    level. Evaluations keep their examples."""
+
 
 def check_family(family: str) -> None:
     """Raises ValueError for a family that the library does not have, or that cannot be learned from."""
@@ -63,6 +91,9 @@ def check_family(family: str) -> None:
         raise ValueError(f"reasoning-gym {VERSION} has no family {family!r}{hint}")
 
 
-def read_args(args: Mapping[str, Any]) -> ReasoningGymArgs:
-    """`[env.args]`, checked but for the family's own settings. Raises ConfigError (a ValueError)."""
-    return build(ReasoningGymArgs, args, "args")
+def read_args(family: str, args: Mapping[str, Any]) -> ReasoningGymArgs:
+    """`[env.args]`, checked but for the family's own settings. Raises ValueError."""
+    config = build(ReasoningGymArgs, args, "args")
+    if config.curriculum and family in WITHOUT_CURRICULUM:
+        raise ValueError(f"args.curriculum: {family} has no levels in reasoning-gym {VERSION}: remove it")
+    return config

@@ -9,9 +9,9 @@ from prime_rl.contract.files import make_folder
 from prime_rl.contract.layout import RunDir
 from prime_rl.contract.types import TrainingBatch, TrainingSample, read_batch, write_batch
 from prime_rl.orchestrator.advantage import compute_advantages
-from prime_rl.orchestrator.checkpoint import correct_state, sampler_state
-from prime_rl.orchestrator.pools import Pools
+from prime_rl.orchestrator.checkpoint import correct_state
 from prime_rl.orchestrator.rollout import Group
+from prime_rl.orchestrator.sampler import ExampleSampler
 
 
 class SecondOrchestrator(RuntimeError):
@@ -25,14 +25,16 @@ def assemble_batch(
     *,
     advantage: AdvantageConfig,
     temperature: float,
-    pools: Pools | None = None,
+    sampler: ExampleSampler | None = None,
 ) -> TrainingBatch:
     """The batch of update `step`: all rollouts of `groups`, in example order, and what is known of the examples.
 
     A group whose rewards are all equal may be among them: its advantage is zero, and it counts in the loss's mean.
     """
     samples = [sample for group in groups for sample in _samples(group, advantage, temperature)]
-    return TrainingBatch(run_id, step, samples, sampler_state(groups[-1].index + 1, pools))
+    next_index = groups[-1].index + 1
+    state = sampler.state(next_index) if sampler else {"next_index": next_index}
+    return TrainingBatch(run_id, step, samples, state)
 
 
 def has_signal(group: Group, advantage: AdvantageConfig) -> bool:

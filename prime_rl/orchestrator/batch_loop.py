@@ -49,6 +49,7 @@ class BatchLoop:
 
     async def _make_one(self, step: int) -> None:
         groups = await self.scheduler.next_groups()
+        self.sampler.end_batch(groups[-1].index)
         temperature = self.config.sampling.temperature
         batch = assemble_batch(
             self.run.run_id,
@@ -56,7 +57,7 @@ class BatchLoop:
             groups,
             advantage=self.config.advantage,
             temperature=temperature,
-            pools=self.sampler.pools,
+            sampler=self.sampler,
         )
         if checkpoint_is_due(step, self.config.ckpt, self.config.max_steps):
             save_state(self.run, batch)

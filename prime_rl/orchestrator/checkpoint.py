@@ -20,12 +20,11 @@ from prime_rl.configs.orchestrator import CkptConfig
 from prime_rl.contract.files import make_folder, read_file, read_text, write_atomic
 from prime_rl.contract.layout import RunDir, list_rollout_steps, list_steps
 from prime_rl.contract.types import MAX_BATCH_BYTES, TrainingBatch, read_batch
-from prime_rl.orchestrator.pools import Pools
 
 logger = logging.getLogger(__name__)
 
 STATE_FORMAT_VERSION = 1
-# It holds a number and two bits for each example.
+# It holds a number, two bits for each example, and a thousand shares for each curriculum.
 MAX_STATE_BYTES = 1 << 20
 
 
@@ -40,16 +39,13 @@ class Progress:
     step: int
     next_index: int
     pools: dict[str, Any] = field(default_factory=dict)
+    curricula: dict[str, Any] = field(default_factory=dict)
 
 
 class _State(msgspec.Struct, forbid_unknown_fields=True):
     version: int
     step: int
     sampler_state: dict[str, Any]
-
-
-def sampler_state(next_index: int, pools: Pools | None = None) -> dict[str, Any]:
-    return {"next_index": next_index, **({"pools": pools.state()} if pools else {})}
 
 
 def checkpoint_is_due(step: int, config: CkptConfig, max_steps: int) -> bool:
@@ -113,6 +109,7 @@ def _load_state(path: Path) -> _State:
 
 def _progress(step: int, state: dict[str, Any]) -> Progress:
     try:
-        return Progress(step, int(state["next_index"]), dict(state.get("pools", {})))
+        known = dict(state.get("pools", {})), dict(state.get("curricula", {}))
+        return Progress(step, int(state["next_index"]), *known)
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"sampler state {str(state)[:200]} cannot be used: {error!r}") from error

@@ -36,6 +36,7 @@ from prime_rl.orchestrator.checkpoint import (
     find_progress,
 )
 from prime_rl.orchestrator.client import AccessDenied, Endpoint
+from prime_rl.orchestrator.curriculum import Curricula
 from prime_rl.orchestrator.envs.checked import EnvironmentBroken
 from prime_rl.orchestrator.envs.loading import Environments, load_environments
 from prime_rl.orchestrator.evaluate import Evaluator
@@ -115,7 +116,7 @@ async def orchestrate(
     evaluator = (
         Evaluator(config, run, eval_turns, tokenizer, policy, eval_envs, step=progress.step) if config.eval else None
     )
-    batches = BatchReporter(run, scheduler, client, reporter, envs, sampler.pools)
+    batches = BatchReporter(run, scheduler, client, reporter, envs, sampler)
     samples = SampleKeeper(run, config.samples, tokenizer.decode)
     reporter.waiting_on = scheduler.waiting_on
     reporter.figures = lambda: {
@@ -133,11 +134,13 @@ async def orchestrate(
 def make_sampler(config: OrchestratorConfig, envs: Environments, progress: Progress) -> ExampleSampler:
     """The example order, with what `progress` knows of the examples. Raises CheckpointError."""
     pools = Pools(envs, {env.label: env.reward_range for env in config.env})
+    curricula = Curricula.of(config.env, envs)
     try:
         pools.restore(progress.pools)
+        curricula.restore(progress.curricula)
     except ValueError as error:
         raise CheckpointError(f"the sampler state of step {progress.step}: {error}") from error
-    return ExampleSampler(envs, config.seed, config.env_weights, pools, config.settled_share)
+    return ExampleSampler(envs, config.seed, config.env_weights, pools, config.settled_share, curricula)
 
 
 def make_scheduler(

@@ -11,8 +11,8 @@ from prime_rl.contract.status import StatusWriter
 from prime_rl.orchestrator.envs.checked import CheckedEnvironment
 from prime_rl.orchestrator.metrics import TokenRate, batch_metrics, bottleneck, write_metrics
 from prime_rl.orchestrator.pool import InferenceClient
-from prime_rl.orchestrator.pools import Pools
 from prime_rl.orchestrator.rollout import Group
+from prime_rl.orchestrator.sampler import ExampleSampler
 from prime_rl.orchestrator.scheduler import Scheduler
 
 logger = logging.getLogger("orchestrator")
@@ -63,10 +63,10 @@ class BatchReporter:
         client: InferenceClient,
         reporter: Reporter,
         envs: Mapping[str, CheckedEnvironment],
-        pools: Pools | None,
+        sampler: ExampleSampler,
     ) -> None:
         self._run = run
-        self._pools = pools
+        self._sampler = sampler
         self._envs = envs
         self._scheduler = scheduler
         self._client = client
@@ -79,7 +79,7 @@ class BatchReporter:
         values = batch_metrics(step, groups, time_s, ledger.num_dropped)
         values |= {"groups_filtered": ledger.num_filtered, "groups_too_old": ledger.num_too_old}
         values |= {f"env/{name}/dropped": env.num_dropped for name, env in self._envs.items()}
-        values |= self._pools.figures() if self._pools else {}
+        values |= self._sampler.figures()
         values["tokens_per_s"] = self._rate.per_s(self._client.num_sampled_tokens)
         values |= self._client.metrics()
         line: dict[str, float | str] = {**values, "bottleneck": held_by or "none"}

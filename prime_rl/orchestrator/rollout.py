@@ -220,7 +220,7 @@ class RolloutWorker:
             raise
         except Exception as error:  # whatever an environment raises is its own affair
             raise GroupFailed(f"env {pick.env_name}: {type(error).__name__}: {error}") from error
-        self._sampler.note(pick, [rollout.reward for rollout in rollouts])
+        self._sampler.note(index, pick, [rollout.reward for rollout in rollouts])
         return Group(index, pick.env_name, f"{pick.env_name}/{pick.example.id}", rollouts)
 
     async def _member(

@@ -3,7 +3,8 @@
 Several environments take turns by their weights: next is the one that is furthest behind its share, so every stretch of
 examples has nearly the shares of the whole. Each goes through its train split in epochs, and every epoch has its own
 order. Where settled examples (`pools`) are to be drawn seldom, others stand in for most of them; which, depends on what
-was known when the example was drawn.
+was known when the example was drawn. An environment with a curriculum has one level in force at each index, and only
+examples of that level are drawn.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ import random
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+from prime_rl.orchestrator.curriculum import Curricula
 from prime_rl.orchestrator.envs.base import Environment, Example
 from prime_rl.orchestrator.pools import Pools
 
@@ -36,6 +39,7 @@ class ExampleSampler:
         weights: by the names of `envs`; without, all are alike.
         pools: what is known of the examples; kept up to date by `note`.
         settled_share: how often a settled example is drawn, as a share of how often others are.
+        curricula: the levels of environments; kept up to date by `note` and `end_batch`.
     """
 
     def __init__(
@@ -45,8 +49,11 @@ class ExampleSampler:
         weights: Mapping[str, float] | None = None,
         pools: Pools | None = None,
         settled_share: float = 1.0,
+        curricula: Curricula | None = None,
     ) -> None:
         self.pools = pools
+        self.curricula = curricula
+        self._next_index = 0  # no example from here on was drawn yet
         self._settled_share = settled_share
         self._examples = [(name, env.examples("train")) for name, env in envs.items()]
         self._seed = seed
@@ -58,21 +65,46 @@ class ExampleSampler:
         self._counts = [0] * len(given)
         if empty := [name for name, examples in self._examples if not examples]:
             raise ValueError(f"env {empty[0]}: its train split has no examples")
+        self._of_level: dict[tuple[str, int], list[Example]] = {}
+        for name, examples in self._examples:
+            for example in examples:
+                self._of_level.setdefault((name, example.level), []).append(example)
         # An epoch's order is needed for all of the epoch; its neighbours may overlap in flight.
         self._order = functools.lru_cache(maxsize=2 * len(self._examples))(self._shuffled)
 
     def pick(self, index: int) -> Pick:
         self._take_turns(index + 1)
+        self._next_index = max(self._next_index, index + 1)
         name, examples = self._examples[self._turns[index]]
+        level = self.curricula.level_at(name, index) if self.curricula else None
+        if level is not None:
+            examples = self._of_level[name, level]
         epoch, position = divmod(self._rounds[index], len(examples))
         return Pick(
             name, self._unless_settled(name, examples, self._order(name, len(examples), epoch)[position], index)
         )
 
-    def note(self, pick: Pick, rewards: Sequence[float]) -> None:
-        """The rewards of the group that was made of `pick`."""
+    def note(self, index: int, pick: Pick, rewards: Sequence[float]) -> None:
+        """The rewards of the group that was made of `pick`, the example at `index`."""
         if self.pools is not None:
             self.pools.note(pick.env_name, pick.example.id, rewards)
+        if self.curricula is not None:
+            self.curricula.note(index, pick.env_name, rewards)
+
+    def end_batch(self, last_index: int) -> None:
+        """A batch is complete with the group at `last_index`: time to change levels."""
+        if self.curricula is not None:
+            self.curricula.end_batch(last_index, self._next_index)
+
+    def state(self, next_index: int) -> dict[str, Any]:
+        """As JSON: where the order goes on, and what is known of the examples."""
+        parts = {"pools": self.pools, "curricula": self.curricula}
+        states = {name: part.state() for name, part in parts.items() if part}
+        return {"next_index": next_index, **{name: state for name, state in states.items() if state}}
+
+    def figures(self) -> dict[str, float]:
+        """What is known of the examples, as metrics."""
+        return {name: value for part in (self.pools, self.curricula) if part for name, value in part.figures().items()}
 
     def _unless_settled(self, name: str, examples: Sequence[Example], position: int, index: int) -> Example:
         example = examples[position]

@@ -2,19 +2,37 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
+import re
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
+from pathlib import Path
+from typing import Any
 
 import pytest
+from tokenizers import Tokenizer
 
 from prime_rl.configs.base import ConfigError
 from prime_rl.configs.envs import EnvConfig
-from prime_rl.configs.reasoning_gym import BROKEN, FAMILIES, INSTRUCTION, VERSION
+from prime_rl.configs.reasoning_gym import BROKEN, FAMILIES, INSTRUCTION, VERSION, WITHOUT_CURRICULUM
+from prime_rl.contract.types import read_batch
 from prime_rl.orchestrator.envs import Example, Message, ProcessEnvironment
+from prime_rl.orchestrator.orchestrator import run_to_the_end
+from tests.orchestrator_support import (
+    IM_END,
+    FakeInference,
+    make_model,
+    make_run,
+    run_config,
+    serving,
+    stand_in_trainer,
+)
+from tests.patience import PATIENCE_S
 
 reasoning_gym = pytest.importorskip("reasoning_gym", reason="not installed: a part of it needs a C compiler")
-from reasoning_gym.factory import DATASETS  # noqa: E402
+from reasoning_gym.factory import CURRICULA, DATASETS  # noqa: E402
 
 from prime_rl.orchestrator.envs.reasoning_gym_env import ReasoningGymEnvironment  # noqa: E402
 
@@ -117,3 +135,65 @@ async def test_a_missing_package_is_named_with_its_extra(monkeypatch: pytest.Mon
         ConfigError, match=r"reasoning-gym is not installed: pip install 'prl-multirun\[reasoning-gym\]'"
     ):
         await ProcessEnvironment(EnvConfig(id="reasoning-gym:gcd"), seed=0).start()
+
+
+def test_each_level_has_its_own_examples_and_settings_hold_at_all_of_them() -> None:
+    plain, env = environment("chain_sum"), environment("chain_sum", curriculum={"max_level": 2})
+    assert asked(env.examples("eval")) == asked(plain.examples("eval")), "evaluations can be compared over the levels"
+    train = env.examples("train")
+    assert [sum(each.level == level for each in train) for level in range(4)] == [NUM_TRAIN] * 3 + [0]
+    assert len({each.id for each in train}) == len(train) and list(train) == list(
+        environment("chain_sum", curriculum={"max_level": 2}).examples("train")
+    )
+    sizes = [max(len(each.answer.lstrip("-")) for each in train if each.level == level) for level in range(3)]
+    assert sizes == sorted(sizes) and sizes[0] < sizes[2], "more terms and more digits"
+    held = environment("chain_sum", curriculum={"max_level": 2}, settings={"max_digits": 1})
+    assert all(abs(int(each.answer)) < 40 for each in held.examples("train")), "at most four terms of one digit"
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "message"),
+    [
+        ("caesar_cipher", {}, "caesar_cipher has no level 2 with these settings .* set curriculum.max_level below 2"),
+        ("chain_sum", {"max_terms": 1}, "max_terms"),
+    ],
+)
+def test_a_level_that_the_library_cannot_make_is_told(family: str, settings: dict[str, int], message: str) -> None:
+    with pytest.raises((ValueError, AssertionError), match=message):
+        environment(family, curriculum={}, settings=settings)
+
+
+def test_the_families_without_levels_are_those_of_the_library() -> None:
+    assert set(DATASETS) - set(CURRICULA) == WITHOUT_CURRICULUM
+
+
+class SolvesSums(FakeInference):
+    """A model that answers every sum right."""
+
+    def __init__(self, model: Path) -> None:
+        super().__init__(model)
+        self._tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+
+    def _choice(self, model: str, body: dict[str, Any], number: int) -> dict[str, Any]:
+        text = self._tokenizer.decode(body["prompt"])
+        (problem,) = re.findall(r"problem: ([-+\d ]+) =", text)
+        token_ids = [*self._tokenizer.encode(str(eval(problem))).ids, IM_END]
+        logprobs = {"token_logprobs": [-0.5] * len(token_ids)}
+        return {"token_ids": token_ids, "logprobs": logprobs, "finish_reason": "stop", "stop_reason": None, "text": ""}
+
+
+async def test_a_run_climbs_and_goes_on_at_its_level_after_a_restart(tmp_path: Path) -> None:
+    model, run = make_model(tmp_path / "model"), make_run(tmp_path / "workspace")
+    args = {"num_examples": 8, "num_eval_examples": 2, "curriculum": {"max_level": 2, "window": 2}}
+    over = {"seq_len": 512, "max_async_level": 0, "env": [{"id": "reasoning-gym:chain_sum", "args": args}]}
+    async with serving(SolvesSums(model)) as url:
+        trainer = asyncio.create_task(stand_in_trainer(run))
+        for max_steps in (2, 4):
+            config = run_config(model, **over, max_steps=max_steps, client={"base_url": url})
+            assert await asyncio.wait_for(run_to_the_end(config, run, lambda: False), PATIENCE_S) == 0
+        trainer.cancel()
+    batches = [read_batch(run.rollout_file(step)) for step in range(1, 5)]
+    levels = [{sample.example_id.split("-")[1] for sample in batch.samples} for batch in batches]
+    assert levels == [{"0"}, {"1"}, {"2"}, {"2"}]
+    lines = [json.loads(line) for line in run.orchestrator_metrics.read_text().splitlines()]
+    assert [line["env/chain_sum/level"] for line in lines if "env/chain_sum/level" in line] == [1, 2, 2, 2]

@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prime_rl.orchestrator.checkpoint import CheckpointError, Progress, sampler_state
+from prime_rl.orchestrator.checkpoint import CheckpointError, Progress
+from prime_rl.orchestrator.curriculum import Curricula
 from prime_rl.orchestrator.orchestrator import make_sampler
 from prime_rl.orchestrator.pools import Pools
 from prime_rl.orchestrator.sampler import ExampleSampler
@@ -97,7 +98,8 @@ def test_a_damaged_state_ends_the_run_with_the_reason(pools: dict[str, Any], tmp
 
 
 def test_a_batch_has_what_was_known_when_it_was_made() -> None:
-    assert sampler_state(4) == {"next_index": 4}
-    pools = pools_of(3)
+    envs, pools = {"talk": TalkEnv(3)}, pools_of(3)
+    assert ExampleSampler(envs, 0).state(4) == {"next_index": 4}
     pools.note("talk", "e1", [1.0])
-    assert sampler_state(4, pools) == {"next_index": 4, "pools": {"talk": {"right": "Ag==", "wrong": "AA=="}}}
+    known = {"next_index": 4, "pools": {"talk": {"right": "Ag==", "wrong": "AA=="}}}
+    assert ExampleSampler(envs, 0, pools=pools, curricula=Curricula({})).state(4) == known

@@ -33,12 +33,16 @@ class Message(TypedDict):
 
 @dataclass(frozen=True)
 class Example:
-    """One problem. `id` is unique in its environment and split; `info` is the environment's own."""
+    """One problem. `id` is unique in its environment and split; `info` is the environment's own.
+
+    `level` is how hard it is, from 0 on, where a run goes from easy to hard ones (`curriculum`).
+    """
 
     id: str
     messages: list[Message]
     answer: str
     info: dict[str, Any] = field(default_factory=dict)
+    level: int = 0
 
 
 @dataclass(frozen=True)

@@ -83,8 +83,8 @@ class Host:
         self._tasks: dict[int, asyncio.Task[None]] = {}
 
     def ready(self) -> Ready:
-        train, held = ([example_id for of, example_id in self._examples if of == split] for split in SPLITS)
-        return Ready(train, held)
+        train, held = ([each for (of, _), each in self._examples.items() if of == split] for split in SPLITS)
+        return Ready([each.id for each in train], [each.level for each in train], [each.id for each in held])
 
     def take(self, request: Request) -> None:
         if isinstance(request, Start):

@@ -41,9 +41,10 @@ class Cancel(msgspec.Struct, tag=True):
 
 
 class Ready(msgspec.Struct, tag=True):
-    """The environment is there, with the ids of its examples."""
+    """The environment is there, with the ids of its examples, and the level of each of `train`."""
 
     train: list[str]
+    train_levels: list[int]
     eval: list[str]
 
 

@@ -235,9 +235,10 @@ class ProcessEnvironment:
         except EnvironmentFault as fault:
             raise ConfigError(source, [ConfigProblem("", str(fault))]) from fault
         ready = child.ready.result()
-        ids: dict[Split, list[str]] = {"train": ready.train, "eval": ready.eval}
+        levels = zip(ready.train, ready.train_levels, strict=True)
         self._examples = {
-            split: [Example(example_id, [], "", {"split": split}) for example_id in ids[split]] for split in ids
+            "train": [Example(example_id, [], "", {"split": "train"}, level) for example_id, level in levels],
+            "eval": [Example(example_id, [], "", {"split": "eval"}) for example_id in ready.eval],
         }
 
     async def rollout(self, example: Example, policy: Policy) -> Outcome:
