@@ -24,6 +24,7 @@ from prime_rl.configs.sampling import SamplingConfig
 from prime_rl.contract.files import mark_stable, staged_dir
 from prime_rl.contract.layout import (
     BASE_WEIGHTS,
+    LOGPROBS_HEADER,
     WEIGHTS_HEADER,
     RunDir,
     list_rollout_steps,
@@ -122,6 +123,7 @@ class FakeInference:
     Attributes:
         gate: awaited by every completion with its request body; a test lets it go when it likes.
         letter: the text of every completion; None: a letter by its seed.
+        logprobs_mode: what every answer names as such; None: no answer does.
         weights: the whole weights in force, by the name that its answers give them; they change between requests.
         num_cancelled: requests whose client hung up before the gate let them go.
         faults: for each coming request (path, body) -> HTTP status to answer with, or None to answer properly.
@@ -131,6 +133,7 @@ class FakeInference:
         self.model = str(model)
         self.adapters: dict[str, str] = {}
         self.weights = BASE_WEIGHTS
+        self.logprobs_mode: str | None = None
         self._turnstile = Turnstile()
         self.requests: list[tuple[str, dict[str, Any]]] = []
         self.num_unknown = 0
@@ -164,6 +167,8 @@ class FakeInference:
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(payload)).encode())]
         if weights is not None:
             headers.append((WEIGHTS_HEADER.encode(), weights.encode()))
+        if self.logprobs_mode is not None:
+            headers.append((LOGPROBS_HEADER.encode(), self.logprobs_mode.encode()))
         if self.retry_after_s is not None and status >= 500:
             headers.append((b"retry-after", str(self.retry_after_s).encode()))
         await send({"type": "http.response.start", "status": status, "headers": headers})

@@ -10,6 +10,9 @@ from pydantic import Field, model_validator
 from prime_rl.configs.base import BaseConfig
 from prime_rl.configs.shared import BroadcastConfig, LogConfig, LoRAConfig, ModelConfig
 
+# vLLM's own names.
+LogprobsMode = Literal["processed_logprobs", "raw_logprobs"]
+
 
 class InferenceModelConfig(ModelConfig):
     """The base model as the server holds it."""
@@ -95,6 +98,11 @@ class InferenceConfig(BaseConfig):
 
     num_threads: int | None = Field(None, ge=1)
     """Number of CPU threads of torch; null leaves it to torch."""
+
+    logprobs_mode: LogprobsMode = "processed_logprobs"
+    """Which log-probabilities rollouts carry: those of the distribution that was sampled from, after temperature,
+    penalties and what cuts off tokens; or the model's own before all that, for runs with a temperature of 1
+    (docs/inference.md)."""
 
     embedded: EmbeddedConfig = EmbeddedConfig()
     """The embedded engine's own settings."""

@@ -43,6 +43,8 @@ _ADAPTER = re.compile(r"(run_[A-Za-z0-9._-]{1,64})@v(0|[1-9][0-9]{0,9})")
 # The header in which inference names the whole weights of an answer: a broadcast folder, or the base model.
 WEIGHTS_HEADER = "x-weights"
 BASE_WEIGHTS = "base"
+# The header in which inference names its `logprobs_mode`.
+LOGPROBS_HEADER = "x-logprobs-mode"
 
 
 class LayoutError(ValueError):

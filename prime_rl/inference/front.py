@@ -18,7 +18,7 @@ from urllib.parse import quote
 import msgspec
 
 from prime_rl.configs.inference import InferenceConfig
-from prime_rl.contract.layout import BASE_WEIGHTS, WEIGHTS_HEADER, parse_adapter_name
+from prime_rl.contract.layout import BASE_WEIGHTS, LOGPROBS_HEADER, WEIGHTS_HEADER, parse_adapter_name
 from prime_rl.inference.errors import ApiError
 from prime_rl.inference.guard import AsgiApp, Message, Receive, Send, answer, refuse, replay
 from prime_rl.inference.health import HealthProbe
@@ -76,12 +76,14 @@ class Front:
         self._engine = engine
         self._output_dir = config.output_dir
         self._max_versions = config.max_versions_per_run
+        self._logprobs_mode = config.logprobs_mode
         self._drain_s = drain_s
         self._health = HealthProbe(engine.generate_one, engine.num_tokens)
         self._turnstile = Turnstile()
         self._weights = BASE_WEIGHTS
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
+        send = _with_header(send, LOGPROBS_HEADER, self._logprobs_mode)
         path = scope.get("path")
         own: dict[Any, Callable[[bytes], Awaitable[None]]] = {
             "/health": self._prove,
@@ -92,7 +94,7 @@ class Front:
             await self._reply(own[path], receive, send)
         elif path in GENERATING:
             with await self._turnstile.enter():
-                await self._app(scope, receive, _named(send, self._weights))
+                await self._app(scope, receive, _with_header(send, WEIGHTS_HEADER, self._weights))
         elif path == LOAD_ADAPTER:
             with await self._turnstile.enter():
                 await self._load(scope, receive, send)
@@ -179,10 +181,10 @@ def _as_api_error(error: Exception) -> ApiError:
     return ApiError(500, f"The server failed on this request: {type(error).__name__}.")
 
 
-def _named(send: Send, weights: str) -> Send:
+def _with_header(send: Send, name: str, value: str) -> Send:
     async def with_header(message: Message) -> None:
         if message["type"] == "http.response.start":
-            message = {**message, "headers": [*message.get("headers", ()), (WEIGHTS_HEADER.encode(), weights.encode())]}
+            message = {**message, "headers": [*message.get("headers", ()), (name.encode(), value.encode())]}
         await send(message)
 
     return with_header

@@ -13,6 +13,7 @@ from prime_rl.orchestrator.batch import assemble_batch, publish_batch
 from prime_rl.orchestrator.checkpoint import checkpoint_is_due, save_state
 from prime_rl.orchestrator.evaluate import Evaluator
 from prime_rl.orchestrator.guard import check_run
+from prime_rl.orchestrator.logprobs import check_temperature
 from prime_rl.orchestrator.pool import InferenceClient
 from prime_rl.orchestrator.report import BatchReporter, Reporter
 from prime_rl.orchestrator.sampler import ExampleSampler
@@ -49,6 +50,7 @@ class BatchLoop:
 
     async def _make_one(self, step: int) -> None:
         groups = await self.scheduler.next_groups()
+        check_temperature(self.config.sampling, raw=self.client.reports_raw_logprobs)  # a restarted server may differ
         self.sampler.end_batch(groups[-1].index)
         temperature = self.config.sampling.temperature
         batch = assemble_batch(

@@ -18,7 +18,7 @@ import httpx
 import msgspec
 
 from prime_rl.configs.sampling import SamplingConfig
-from prime_rl.contract.layout import WEIGHTS_HEADER, OutputDir
+from prime_rl.contract.layout import LOGPROBS_HEADER, WEIGHTS_HEADER, OutputDir
 from prime_rl.contract.status import InferenceStatus, is_there, read_status
 
 MAX_ERROR_TEXT = 500
@@ -62,7 +62,7 @@ class UnknownModel(RequestRefused):
 
 @dataclass(frozen=True)
 class Completion:
-    """One sampled turn. `logprobs` are those of the distribution that was sampled, one a token.
+    """One sampled turn. `logprobs` has one a token, by the server's `logprobs_mode`.
 
     `weights`: the whole weights that it was sampled from, by the server's header; None without one. `stop`: the text
     that ended it, which is a part of it; None when none did.
@@ -186,6 +186,7 @@ class ServerClient:
 
     Attributes:
         weights: the whole weights that it answered with last; None before the first answer.
+        logprobs_mode: the `logprobs_mode` of its newest answer; None when that does not tell.
     """
 
     def __init__(self, endpoint: Endpoint, http: httpx.AsyncClient, *, timeout_s: float) -> None:
@@ -193,6 +194,7 @@ class ServerClient:
         self._http = http
         self._timeout_s = timeout_s
         self.weights: str | None = None
+        self.logprobs_mode: str | None = None
 
     @property
     def address(self) -> str:
@@ -245,6 +247,7 @@ class ServerClient:
             self._endpoint.forget()
             raise ServerDown(f"inference at {url} ({_reason(error)})") from error
         _raise_for(response, url)
+        self.logprobs_mode = response.headers.get(LOGPROBS_HEADER)
         return response, url
 
 

@@ -22,7 +22,6 @@ from pathlib import Path
 
 from prime_rl.configs.base import ConfigError, ConfigProblem, parse_argv
 from prime_rl.configs.orchestrator import OrchestratorConfig
-from prime_rl.configs.sampling import SamplingConfig
 from prime_rl.contract.files import WaitStopped, WaitTimeout, make_folder, wait_for
 from prime_rl.contract.layout import LayoutError, OutputDir, RunDir
 from prime_rl.contract.resume import pending_request
@@ -51,6 +50,7 @@ from prime_rl.orchestrator.guard import (
     woken_by_signals,
 )
 from prime_rl.orchestrator.ledger import GroupLedger
+from prime_rl.orchestrator.logprobs import check_temperature, warn_of_narrow_sampling
 from prime_rl.orchestrator.metrics import RolloutMeter
 from prime_rl.orchestrator.monitors.process import MonitorProcess
 from prime_rl.orchestrator.policy import PolicyVersions, find_base_model
@@ -81,7 +81,6 @@ async def orchestrate(
 ) -> None:
     """Make every batch of the run, then wait until its last update is published (and evaluated, if asked for)."""
     # -- what the run needs ----
-    warn_of_narrow_sampling(config.sampling)
     for folder in (run.rollouts, run.broadcast, run.checkpoints, run.metrics):
         make_folder(folder)  # not their parents: a deleted run is not made again
     monitors = MonitorProcess(config, run)
@@ -100,6 +99,8 @@ async def orchestrate(
     cleanup.push_async_callback(client.close)
     reporter.waiting_on, client.on_change = lambda now: client.trouble, wake.set
     base = await base_model(client, config.model.name)
+    check_temperature(config.sampling, raw=client.reports_raw_logprobs)
+    warn_of_narrow_sampling(config.sampling, raw=client.reports_raw_logprobs)
     policy = await set_up_versions(config, run, client, base, reporter, cleanup)
     sampler = make_sampler(config, envs, progress)
     worker = RolloutWorker(
@@ -198,14 +199,6 @@ def connect(config: OrchestratorConfig, run: RunDir) -> InferenceClient:
         timeout_s=config.client.timeout_s,
         max_concurrent_requests=config.client.max_concurrent_requests,
     )
-
-
-def warn_of_narrow_sampling(sampling: SamplingConfig) -> None:
-    if sampling.narrows:
-        logger.warning(
-            "sampling.%s: answers are not sampled from the policy itself, so importance ratios begin away from 1",
-            ", sampling.".join(sampling.narrows),
-        )
 
 
 async def base_model(client: InferenceClient, wanted: str) -> str:

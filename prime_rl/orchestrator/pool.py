@@ -148,6 +148,11 @@ class InferenceClient:
         await self._http.aclose()
 
     @property
+    def reports_raw_logprobs(self) -> bool:
+        """Whether any server has raw log-probabilities, by its newest answer. One that does not tell has not."""
+        return any(server.client.logprobs_mode == "raw_logprobs" for server in self._servers)
+
+    @property
     def num_sampled_tokens(self) -> int:
         return sum(server.num_sampled_tokens for server in self._servers)
 

@@ -31,6 +31,7 @@ from prime_rl.orchestrator.batch import SecondOrchestrator, assemble_batch, publ
 from prime_rl.orchestrator.checkpoint import checkpoint_is_due, save_state
 from prime_rl.orchestrator.envs.checked import EnvironmentFault
 from prime_rl.orchestrator.envs.loading import Environments, load_environments
+from prime_rl.orchestrator.logprobs import check_temperature
 from prime_rl.orchestrator.metrics import RolloutMeter, eval_metrics, mean, write_metrics
 from prime_rl.orchestrator.orchestrator import FINAL, base_model, connect
 from prime_rl.orchestrator.policy import PolicyVersions
@@ -85,7 +86,10 @@ async def set_up(request: MakeRequest, run: RunDir, config: OrchestratorConfig, 
     envs, eval_envs = await load_environments(config, RolloutMeter(), cleanup, lambda words: None)
     client = connect(config.replace(client={**config.client.model_dump(), "base_url": request.base_url}), run)
     cleanup.push_async_callback(client.close)
-    policy = PolicyVersions(AdapterPublication(client, run, await base_model(client, config.model.name)))
+    base = await base_model(client, config.model.name)
+    if request.split == "train":
+        check_temperature(config.sampling, raw=client.reports_raw_logprobs)
+    policy = PolicyVersions(AdapterPublication(client, run, base))
     cleanup.push_async_callback(policy.close)
     await policy.begin()
     if request.policy_version:

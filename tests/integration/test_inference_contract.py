@@ -24,7 +24,7 @@ from transformers import (
 )
 
 from prime_rl.contract.files import wait_for
-from prime_rl.contract.layout import OutputDir
+from prime_rl.contract.layout import LOGPROBS_HEADER, OutputDir
 from prime_rl.contract.status import InferenceStatus, is_alive, read_status
 from tests.adapter_sets import TARGET_SETS, TrainedAdapter
 from tests.inference_support import (
@@ -249,6 +249,7 @@ def test_every_setting_narrows_as_its_definition_says(
 
 
 def test_models_are_listed_and_unloaded_ones_are_gone(server: RunningServer, model: Path) -> None:
+    assert server.get("/v1/models").headers[LOGPROBS_HEADER] == "processed_logprobs"
     folder = make_adapter(adapter_dir(server, "run_c@v2"), model, seed=9)
     server.load("run_c@v2", folder)
     with server.openai() as client:

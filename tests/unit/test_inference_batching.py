@@ -76,8 +76,13 @@ def job(prompt: list[int], max_tokens: int, slot: int | None = None, *, num_choi
     return Job(tuple(prompt), sampling, num_choices=num_choices, seed=len(prompt), slot=slot)
 
 
-def new_batch(served: Served) -> Batch:
-    return Batch(served.runner, served.eos_ids, lambda ids: "".join(chr(ord("a") + i % 26) for i in ids))
+def new_batch(served: Served, *, raw_logprobs: bool = False) -> Batch:
+    return Batch(
+        served.runner,
+        served.eos_ids,
+        lambda ids: "".join(chr(ord("a") + i % 26) for i in ids),
+        raw_logprobs=raw_logprobs,
+    )
 
 
 def run_out(batch: Batch) -> None:
@@ -135,6 +140,25 @@ def test_staggered_rows_equal_transformers_generate(name: str, tmp_path: Path) -
             pad_token_id=0,
         )
         assert ids == [whole[0, len(prompt) :].tolist()]
+
+
+def test_raw_logprobs_are_the_models_own_whatever_is_sampled(tmp_path: Path) -> None:
+    """Of the same tokens as with processed ones: of a prompt's first token and of the later ones."""
+    folder = save(next(iter(ARCHITECTURES.values())), tmp_path / "model")
+    served, prompt = serve(folder, with_lora=False), [5, 6, 7]
+    completions = []
+    for raw_logprobs in (True, False):
+        each = job(prompt, 6, temperature=0.5, top_k=4, presence_penalty=1.0, ignore_eos=True)
+        batch = new_batch(served, raw_logprobs=raw_logprobs)
+        batch.add(each.rows)
+        run_out(batch)
+        completions.append(each.rows[0].completion)
+    raw, processed = completions
+    assert raw.token_ids == processed.token_ids and raw.logprobs != processed.logprobs
+    with torch.no_grad():
+        logits = AutoModelForCausalLM.from_pretrained(folder)(torch.tensor([prompt + raw.token_ids])).logits[0]
+    own = logits[len(prompt) - 1 : -1].log_softmax(-1).gather(1, torch.tensor(raw.token_ids)[:, None])[:, 0]
+    torch.testing.assert_close(torch.tensor(raw.logprobs), own, atol=1e-4, rtol=1e-4)
 
 
 def test_adapters_and_sampling_are_the_same_alone_and_staggered(served: Served) -> None:

@@ -8,12 +8,15 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import get_args
 
+import httpx
 import pytest
 from safetensors.torch import load_file
 
-from prime_rl.configs.inference import InferenceConfig
+from prime_rl.configs.inference import InferenceConfig, LogprobsMode
 from prime_rl.configs.system import SPARE_VERSIONS, SystemConfig
+from prime_rl.contract.layout import LOGPROBS_HEADER
 from prime_rl.inference.checks import StartError
 from prime_rl.inference.errors import ApiError
 from prime_rl.inference.front import Front
@@ -156,6 +159,20 @@ async def test_a_folder_with_an_odd_name_does_no_harm_to_headers(tmp_path: Path)
     guard = Guard(Front(app, Engine(), InferenceConfig(output_dir=tmp_path)), api_key=None, output_dir=tmp_path)
     status, body = await ask(guard, "/update_weights", b'{"weight_dir": "%s/a\\r\\nb: c"}' % str(tmp_path).encode())
     assert (status, body) == (200, {"weights": "a%0D%0Ab%3A%20c"})
+
+
+@pytest.mark.parametrize("mode", get_args(LogprobsMode))
+async def test_every_answer_names_which_logprobs_there_are(tmp_path: Path, mode: LogprobsMode) -> None:
+    async def app(scope: object, receive: object, send: object) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"x-own", b"1")]})  # type: ignore[operator]
+        await send({"type": "http.response.body", "body": b"{}"})  # type: ignore[operator]
+
+    front = Front(app, Engine(), InferenceConfig(output_dir=tmp_path, logprobs_mode=mode))
+    transport = httpx.ASGITransport(front)
+    async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+        for path in ("/v1/models", "/v1/completions", "/reload_weights"):
+            answer = await client.post(path)
+            assert (answer.status_code, answer.headers[LOGPROBS_HEADER]) == (200, mode), path
 
 
 @pytest.fixture

@@ -331,6 +331,8 @@ def test_vllm_gets_our_config_in_its_words() -> None:
         ("--seed", "4"),
     ):
         assert line[line.index(flag) + 1] == value
+    raw = server_arguments(config.replace(logprobs_mode="raw_logprobs"), max_model_len=64, on_cpu=True)
+    assert raw["logprobs_mode"] == "raw_logprobs"
     assert {"--enable-lora", "--enforce-eager", "--no-enable-prefix-caching"} <= set(line)
     on_gpu = server_arguments(config, max_model_len=64, on_cpu=False)
     assert "--gpu-memory-utilization" in command_line(on_gpu)

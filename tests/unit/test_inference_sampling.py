@@ -51,6 +51,22 @@ def batch(
     return BatchParams.of(params, keys, histories, eos_ids={EOS}, num_vocabulary=num_vocabulary, device=CPU)
 
 
+def test_raw_logprobs_are_those_of_the_logits_as_they_are_and_change_no_token() -> None:
+    logits = torch.randn(3, 40, generator=torch.Generator().manual_seed(0))
+    params = batch(
+        SamplingParams(temperature=0.5, top_k=5, num_top_logprobs=2),
+        SamplingParams(temperature=0, min_tokens=3, frequency_penalty=2.0),
+        SamplingParams(),
+        histories=[History((1, 2), (4, 4))] * 3,
+    )
+    raw, processed = (sample(logits, params, positions(0, 1, 2), raw_logprobs=each) for each in (True, False))
+    assert raw.token_ids_R.tolist() == processed.token_ids_R.tolist()
+    own_RV = logits.log_softmax(-1)
+    assert raw.logprobs_R.tolist() == own_RV.gather(1, raw.token_ids_R[:, None])[:, 0].tolist()
+    assert raw.top_logprobs_RK is not None and raw.top_logprobs_RK.tolist() == own_RV.topk(2).values.tolist()
+    assert raw.logprobs_R[0] != processed.logprobs_R[0] and raw.logprobs_R[2] == processed.logprobs_R[2]
+
+
 def test_greedy_takes_the_most_likely_and_reports_unscaled_logprobs() -> None:
     logits = torch.tensor([[0.0, 2.0, 1.0], [3.0, 0.0, 0.0]])
     sampled = sample(

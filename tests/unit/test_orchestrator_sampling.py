@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +13,13 @@ from prime_rl.configs.base import ConfigError, build
 from prime_rl.configs.envs import PromptConfig, ShotConfig
 from prime_rl.configs.orchestrator import OrchestratorConfig
 from prime_rl.configs.sampling import SamplingConfig
+from prime_rl.contract.layout import list_rollout_steps
+from prime_rl.contract.status import RunStatus, read_status
 from prime_rl.orchestrator.envs.base import Message
 from prime_rl.orchestrator.envs.prompted import PromptedEnvironment, shown
-from prime_rl.orchestrator.orchestrator import warn_of_narrow_sampling
+from prime_rl.orchestrator.logprobs import check_temperature, warn_of_narrow_sampling
+from prime_rl.orchestrator.orchestrator import run_to_the_end
+from prime_rl.orchestrator.scheduler import RunFailed
 from prime_rl.orchestrator.tokenizer import ChatTokenizer, TokenizerError
 from tests.orchestrator_support import (
     FIRST_BYTE,
@@ -24,8 +30,13 @@ from tests.orchestrator_support import (
     make_policy,
     make_run,
     make_worker,
+    publish,
+    run_config,
     serving,
+    stand_in_trainer,
+    until,
 )
+from tests.patience import PATIENCE_S
 
 MINIMAL = {"batch_size": 8, "rollouts_per_example": 4, "model": {"name": "m"}, "env": [{"id": "reverse-text"}]}
 
@@ -76,10 +87,55 @@ def test_what_cannot_be_is_refused(changes: dict[str, Any], problem: str) -> Non
 
 
 def test_a_run_is_told_which_settings_move_the_importance_ratio(caplog: pytest.LogCaptureFixture) -> None:
-    warn_of_narrow_sampling(SamplingConfig(temperature=0.5, stop=["x"], seed=1))
+    for raw in (False, True):
+        warn_of_narrow_sampling(SamplingConfig(temperature=0.5, stop=["x"], seed=1), raw=raw)
     assert not caplog.records
-    warn_of_narrow_sampling(SamplingConfig(top_p=0.9, frequency_penalty=0.1))
-    assert "sampling.top_p, sampling.frequency_penalty: " in caplog.records[0].getMessage()
+    for raw in (False, True):
+        warn_of_narrow_sampling(SamplingConfig(top_p=0.9, frequency_penalty=0.1), raw=raw)
+    processed, raw_too = (record.getMessage() for record in caplog.records)
+    assert all("sampling.top_p, sampling.frequency_penalty: " in message for message in (processed, raw_too))
+    assert "begin away from 1" in processed
+    assert "raw_logprobs" in raw_too and "begin at 1 and do not correct for that" in raw_too
+
+
+@pytest.mark.parametrize(("temperature", "raw", "fits"), [(1.0, True, True), (0.7, False, True), (0.7, True, False)])
+def test_raw_logprobs_need_a_temperature_of_one(temperature: float, raw: bool, fits: bool) -> None:
+    with contextlib.nullcontext() if fits else pytest.raises(RunFailed, match=r"temperature: found 0\.7.*raw_logprobs"):
+        check_temperature(SamplingConfig(temperature=temperature), raw=raw)
+
+
+@pytest.mark.parametrize("begins_as", ["processed_logprobs", None, "raw_logprobs"])
+async def test_a_run_whose_server_has_raw_logprobs_of_another_temperature_ends(
+    model: Path, tmp_path: Path, begins_as: str | None
+) -> None:
+    """Before its first rollout; or before the batch in which a restarted server has them."""
+    run, fake = make_run(tmp_path), FakeInference(model)
+    fake.logprobs_mode = begins_as
+    changes = {"max_async_level": 0, "sampling": {"temperature": 0.7, "max_tokens": 8}}
+    async with serving(fake) as url:
+        config = run_config(model, **changes, client={"base_url": url})
+        task = asyncio.create_task(run_to_the_end(config, run, lambda: False))
+        if begins_as != "raw_logprobs":
+            await until(lambda: list_rollout_steps(run) == [1], "the first batch")
+            fake.logprobs_mode = "raw_logprobs"
+            publish(run, 1)
+        assert await asyncio.wait_for(task, PATIENCE_S) == 1
+    status = read_status(run.status, RunStatus)
+    assert status is not None and status.state == "failed"
+    assert "sampling.temperature: found 0.7: must be 1" in (status.reason or "")
+    assert list_rollout_steps(run) == ([] if begins_as == "raw_logprobs" else [1])
+    assert bool([path for path, _ in fake.requests if path == "/v1/completions"]) == (begins_as != "raw_logprobs")
+
+
+async def test_a_run_trains_on_raw_logprobs_of_its_own_temperature(model: Path, tmp_path: Path) -> None:
+    run, fake = make_run(tmp_path), FakeInference(model)
+    fake.logprobs_mode = "raw_logprobs"
+    async with serving(fake) as url:
+        trainer = asyncio.create_task(stand_in_trainer(run))
+        config = run_config(model, max_steps=1, client={"base_url": url})
+        assert await asyncio.wait_for(run_to_the_end(config, run, lambda: False), PATIENCE_S) == 0
+        trainer.cancel()
+    assert list_rollout_steps(run) == [1]
 
 
 async def test_every_setting_reaches_the_server_and_a_stop_text_is_learned_but_not_read(

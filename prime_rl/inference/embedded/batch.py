@@ -76,15 +76,19 @@ class Batch:
 
     Args:
         decode: text of token ids, for stop strings.
+        raw_logprobs: as in `sample`.
 
     Attributes:
         num_generated_tokens: since the start.
     """
 
-    def __init__(self, runner: ModelRunner, eos_ids: frozenset[int], decode: Decode) -> None:
+    def __init__(
+        self, runner: ModelRunner, eos_ids: frozenset[int], decode: Decode, *, raw_logprobs: bool = False
+    ) -> None:
         self._runner = runner
         self._eos_ids = eos_ids
         self._decode = decode
+        self._raw_logprobs = raw_logprobs
         self._rows: list[Row | None] = []
         self._cache = RowCache()
         self._state: _State | None = None
@@ -124,7 +128,7 @@ class Batch:
         logits_RV = self._runner.decode(
             state.ids_R, state.lengths_R, state.mask(self._cache.num_columns + 1), self._cache, state.slots
         )
-        sampled = sample(logits_RV, state.params, state.positions_R)
+        sampled = sample(logits_RV, state.params, state.positions_R, raw_logprobs=self._raw_logprobs)
         state.advance(sampled.token_ids_R)
         finished = self._append(self._rows, sampled)
         self._punch_holes(lambda row: row.completion.finish_reason is not None)
@@ -139,7 +143,9 @@ class Batch:
 
     def _first_tokens(self, rows: Sequence[Row], logits_RV: Tensor, finished: list[Row]) -> None:
         self._num_vocabulary = logits_RV.shape[1]
-        finished += self._append(rows, sample(logits_RV, self._params(rows), np.zeros(len(rows), dtype=np.uint64)))
+        positions_R = np.zeros(len(rows), dtype=np.uint64)
+        sampled = sample(logits_RV, self._params(rows), positions_R, raw_logprobs=self._raw_logprobs)
+        finished += self._append(rows, sampled)
 
     def _params(self, rows: Sequence[Row]) -> BatchParams:
         return BatchParams.of(

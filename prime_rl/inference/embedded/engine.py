@@ -41,11 +41,11 @@ class EngineStats:
 class Engine:
     """Start it once with `start`; `submit`, `cancel`, `run_between_steps` and `stats` may be called from any thread."""
 
-    def __init__(self, served: Served, decode: Decode, *, max_num_seqs: int) -> None:
+    def __init__(self, served: Served, decode: Decode, *, max_num_seqs: int, raw_logprobs: bool = False) -> None:
         self.served = served
         self.adapters = AdapterStore(served.layers, served.routing, self.run_between_steps)
         self.error: BaseException | None = None
-        self._batch = Batch(served.runner, served.eos_ids, decode)
+        self._batch = Batch(served.runner, served.eos_ids, decode, raw_logprobs=raw_logprobs)
         self.max_num_seqs = max_num_seqs
         self._wake = threading.Condition()
         self._waiting: deque[Row] = deque()

@@ -176,7 +176,7 @@ def _marked(ids: Sequence[Sequence[int]], num_vocabulary: int, device: torch.dev
 
 @dataclass(frozen=True)
 class Sampled:
-    """One token a row, with its logprob in the distribution it was drawn from."""
+    """One token a row, with its logprob."""
 
     token_ids_R: Tensor
     logprobs_R: Tensor
@@ -207,14 +207,21 @@ def uniforms(keys_R: npt.NDArray[np.uint64], positions_R: npt.NDArray[np.uint64]
     return fractions_R
 
 
-def sample(logits_RV: Tensor, params: BatchParams, positions_R: npt.NDArray[np.uint64]) -> Sampled:
-    """Draw one token a row. `positions_R` counts the tokens that each row has generated before this one."""
+def sample(
+    logits_RV: Tensor, params: BatchParams, positions_R: npt.NDArray[np.uint64], *, raw_logprobs: bool = False
+) -> Sampled:
+    """Draw one token a row. `positions_R` counts the tokens that each row has generated before this one.
+
+    With `raw_logprobs` the reported logprobs are those of `logits_RV` as they are, else of what was drawn from.
+    """
     allowed_RV = _allowed(logits_RV.float(), params, positions_R)
     logprobs_RV = torch.log_softmax(_narrowed(allowed_RV / params.temperature_R[:, None], params), dim=-1)
     token_ids_R = allowed_RV.argmax(dim=-1)
     if params.any_random:
         drawn_R = _draw(logprobs_RV, uniforms(params.keys_R, positions_R))
         token_ids_R = torch.where(params.greedy_R, token_ids_R, drawn_R)
+    if raw_logprobs:
+        logprobs_RV = torch.log_softmax(logits_RV.float(), dim=-1)
     logprobs_R = logprobs_RV.gather(1, token_ids_R[:, None])[:, 0]
     if not params.num_top_logprobs:
         return Sampled(token_ids_R, logprobs_R, None, None)

@@ -34,7 +34,12 @@ def run(context: ServerContext) -> None:
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
     served, text = _load(context)
-    engine = Engine(served, text.decode, max_num_seqs=config.num_seqs_on(served.runner.device.type))
+    engine = Engine(
+        served,
+        text.decode,
+        max_num_seqs=config.num_seqs_on(served.runner.device.type),
+        raw_logprobs=config.logprobs_mode == "raw_logprobs",
+    )
     api = Api(
         engine,
         text,

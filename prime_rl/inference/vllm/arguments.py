@@ -50,8 +50,7 @@ def server_arguments(config: InferenceConfig, *, max_model_len: int, on_cpu: boo
         "max_model_len": max_model_len,
         "max_num_seqs": config.num_seqs_on(device_type),
         "enforce_eager": config.vllm.is_eager_on(device_type),
-        # Rollouts need the logprobs of the distribution that was sampled from.
-        "logprobs_mode": "processed_logprobs",
+        "logprobs_mode": config.logprobs_mode,
         # Else top_k, top_p and temperature of the model's own generation config would apply unasked.
         "generation_config": "vllm",
         # Let its processes end by themselves: killed ones leave shared memory behind.
