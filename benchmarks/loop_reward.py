@@ -17,7 +17,6 @@ from prime_rl.contract.layout import RunDir
 from prime_rl.orchestrator.adapters import AdapterPublication
 from prime_rl.orchestrator.envs.loading import load_environments
 from prime_rl.orchestrator.evaluate import Evaluator
-from prime_rl.orchestrator.metrics import RolloutMeter
 from prime_rl.orchestrator.orchestrator import base_model, connect
 from prime_rl.orchestrator.policy import PolicyVersions
 from prime_rl.orchestrator.tokenizer import ChatTokenizer
@@ -38,7 +37,7 @@ async def _reward_of(run: RunDir, version: int) -> float:
     evaluation = EvalConfig(num_examples=NUM_EXAMPLES, rollouts_per_example=ROLLOUTS_PER_EXAMPLE, env=[env])
     config = config.model_copy(update={"seed": SEED, "eval": evaluation})
     async with AsyncExitStack() as cleanup:
-        _, envs = await load_environments(config, RolloutMeter(), cleanup, lambda sentence: None)
+        _, envs = await load_environments(config, None, cleanup, lambda sentence: None)
         client = connect(config, run)
         cleanup.push_async_callback(client.close)
         policy = PolicyVersions(AdapterPublication(client, run, await base_model(client, config.model.name)))

@@ -41,6 +41,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "psutil",
     ),
     "prime_rl/orchestrator": (*LAYER_1, "prime_rl.orchestrator", "tokenizers", "httpx", "reasoning_gym"),
+    "prime_rl/orchestrator/envs": (*LAYER_1, "prime_rl.orchestrator.envs", "httpx", "reasoning_gym"),
     "prime_rl/multinode": (*LAYER_1, "prime_rl.multinode"),
     "daemons": (*LAYER_1, "daemons", "psutil", "typer"),
     "tui": (*LAYER_1, "daemons.client", "daemons.actions", "daemons.resume", "daemons.running", "tui", "textual"),

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from prime_rl.contract.files import append_line, read_end
+from prime_rl.orchestrator.envs.checked import RolloutMeter
 from prime_rl.orchestrator.rollout import Group, Rollout
 
 Phase = Literal["generate", "environment", "wait_for_policy", "wait_for_inference"]
@@ -34,40 +35,11 @@ RATE_WINDOW_S = 10.0
 TAIL_BYTES = 1_000_000
 
 
-class RolloutMeter:
-    """How many rollouts are in the code of an environment and how many are in a turn of the policy, at this moment.
-
-    `on_change` is called before a number changes.
-    """
-
-    def __init__(self) -> None:
-        self.num_in_environment = 0
-        self.num_in_turn = 0
-        self.on_change: Callable[[], None] = lambda: None
-
-    def enter_environment(self) -> None:
-        self._add(1, 0)
-
-    def leave_environment(self) -> None:
-        self._add(-1, 0)
-
-    def begin_turn(self) -> None:
-        self._add(-1, 1)
-
-    def end_turn(self) -> None:
-        self._add(1, -1)
-
-    def _add(self, in_environment: int, in_turn: int) -> None:
-        self.on_change()
-        self.num_in_environment += in_environment
-        self.num_in_turn += in_turn
-
-
-class PhaseClock:
+class PhaseClock(RolloutMeter):
     """Adds up how long each phase lasted since the last `lap`.
 
     Of the time in which groups are made ("generate"), the share of the rollouts that are in the code of their
-    environment goes to "environment", once it is known from a meter (`follow`).
+    environment goes to "environment".
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -75,11 +47,20 @@ class PhaseClock:
         self._phase: Phase = "generate"
         self._since_s = clock()
         self._spent_s: dict[Phase, float] = dict.fromkeys(PHASES, 0.0)
-        self._meter = RolloutMeter()
+        self._num_in_environment = 0
+        self._num_in_turn = 0
 
-    def follow(self, meter: RolloutMeter) -> None:
-        self._meter = meter
-        meter.on_change = self._settle
+    def enter_environment(self) -> None:
+        self._move(1, 0)
+
+    def leave_environment(self) -> None:
+        self._move(-1, 0)
+
+    def begin_turn(self) -> None:
+        self._move(-1, 1)
+
+    def end_turn(self) -> None:
+        self._move(1, -1)
 
     def switch(self, phase: Phase) -> None:
         self._settle()
@@ -91,12 +72,16 @@ class PhaseClock:
         spent_s, self._spent_s = self._spent_s, dict.fromkeys(PHASES, 0.0)
         return spent_s
 
+    def _move(self, in_environment: int, in_turn: int) -> None:
+        self._settle()
+        self._num_in_environment += in_environment
+        self._num_in_turn += in_turn
+
     def _settle(self) -> None:
         now_s = self._clock()
         passed_s, self._since_s = now_s - self._since_s, now_s
-        meter = self._meter
-        if self._phase == "generate" and meter.num_in_environment:
-            share = meter.num_in_environment / (meter.num_in_environment + meter.num_in_turn)
+        if self._phase == "generate" and self._num_in_environment:
+            share = self._num_in_environment / (self._num_in_environment + self._num_in_turn)
             self._spent_s["environment"] += share * passed_s
             passed_s *= 1 - share
         self._spent_s[self._phase] += passed_s

@@ -51,7 +51,7 @@ from prime_rl.orchestrator.guard import (
 )
 from prime_rl.orchestrator.ledger import GroupLedger
 from prime_rl.orchestrator.logprobs import check_temperature, warn_of_narrow_sampling
-from prime_rl.orchestrator.metrics import RolloutMeter
+from prime_rl.orchestrator.metrics import PhaseClock
 from prime_rl.orchestrator.monitors.process import MonitorProcess
 from prime_rl.orchestrator.policy import PolicyVersions, find_base_model
 from prime_rl.orchestrator.pool import InferenceClient
@@ -89,8 +89,8 @@ async def orchestrate(
     trainer = TrainerWatch(OutputDir(run.path.parent).trainer_status)
     seq_len = config.seq_len or (await trainer_says(run, reporter, "the trainer's seq_len")).max_seq_len
     tokenizer = ChatTokenizer.load(config.model.name, config.sampling.chat_template_kwargs)
-    meter = RolloutMeter()
-    envs, eval_envs = await load_environments(config, meter, cleanup, reporter.wait_for)
+    phases = PhaseClock()
+    envs, eval_envs = await load_environments(config, phases, cleanup, reporter.wait_for)
     progress = find_progress(run, config.groups_per_batch, max_bytes=max_batch_bytes(config.batch_size, seq_len))
     reporter.update(step=progress.step)
 
@@ -111,8 +111,7 @@ async def orchestrate(
         rollouts_per_example=config.rollouts_per_example,
         seed=config.sampling_seed,
     )
-    scheduler = make_scheduler(config, run, progress, worker, client, policy, trainer, wake, cleanup)
-    scheduler.phases.follow(meter)
+    scheduler = make_scheduler(config, run, progress, worker, client, policy, trainer, phases, wake, cleanup)
     eval_turns = TurnSampler(client, policy, config.eval_sampling, seq_len=seq_len)
     evaluator = (
         Evaluator(config, run, eval_turns, tokenizer, policy, eval_envs, step=progress.step) if config.eval else None
@@ -152,6 +151,7 @@ def make_scheduler(
     client: InferenceClient,
     policy: PolicyVersions,
     trainer: TrainerWatch,
+    phases: PhaseClock,
     wake: Wake,
     cleanup: AsyncExitStack,
 ) -> Scheduler:
@@ -167,6 +167,7 @@ def make_scheduler(
         policy,
         watcher,
         trainer,
+        phases=phases,
         max_groups=max(1, config.client.max_concurrent_requests // config.rollouts_per_example),
         has_signal=lambda group: not config.filter_zero_advantage or has_signal(group, config.advantage),
         on_phase=wake.set,

@@ -19,11 +19,11 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from prime_rl.orchestrator.client import AccessDenied, Completion
-from prime_rl.orchestrator.envs.base import Environment, Message, Outcome
+from prime_rl.orchestrator.envs.base import Environment, Message, Outcome, RolloutError
 from prime_rl.orchestrator.envs.checked import EnvironmentBroken, EnvironmentFault, Interrupted
 from prime_rl.orchestrator.sampler import ExampleSampler, Pick
 from prime_rl.orchestrator.tokenizer import ChatTokenizer
-from prime_rl.orchestrator.turn import RolloutError, SharedFirstTurn, TurnSampler
+from prime_rl.orchestrator.turn import SharedFirstTurn, TurnSampler
 
 logger = logging.getLogger(__name__)
 

@@ -43,6 +43,7 @@ class Scheduler:
 
     Args:
         make_group: makes the group of one index, and notes the version of each of its requests; raises GroupFailed.
+        phases: takes account of where the time goes, from `start` on.
         max_groups: groups in flight at one time.
         has_signal: whether a group is worth training on.
         on_phase: called when something else is waited for than before.
@@ -58,13 +59,14 @@ class Scheduler:
         watcher: Watcher,
         trainer: TrainerWatch,
         *,
+        phases: PhaseClock,
         max_groups: int,
         has_signal: Callable[[Group], bool] = lambda group: True,
         on_phase: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.ledger = ledger
-        self.phases = PhaseClock(clock)
+        self.phases = phases
         self.published = 0
         self._run = run
         self._make_group = make_group
@@ -91,6 +93,7 @@ class Scheduler:
 
     async def start(self) -> None:
         """Begin with the newest policy that there is, not with the base model."""
+        self.phases.lap()
         await self._policy.begin()
         await self.notice_published()
         if self._switch_is_due():

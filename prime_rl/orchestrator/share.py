@@ -32,7 +32,7 @@ from prime_rl.orchestrator.checkpoint import checkpoint_is_due, save_state
 from prime_rl.orchestrator.envs.checked import EnvironmentFault
 from prime_rl.orchestrator.envs.loading import Environments, load_environments
 from prime_rl.orchestrator.logprobs import check_temperature
-from prime_rl.orchestrator.metrics import RolloutMeter, eval_metrics, mean, write_metrics
+from prime_rl.orchestrator.metrics import eval_metrics, mean, write_metrics
 from prime_rl.orchestrator.orchestrator import FINAL, base_model, connect
 from prime_rl.orchestrator.policy import PolicyVersions
 from prime_rl.orchestrator.rollout import (
@@ -83,7 +83,7 @@ async def make(request: MakeRequest, run: RunDir, config: OrchestratorConfig) ->
 async def set_up(request: MakeRequest, run: RunDir, config: OrchestratorConfig, cleanup: AsyncExitStack) -> MakeTask:
     """What makes one task, with the requested version and nothing newer."""
     tokenizer = ChatTokenizer.load(config.model.name, config.sampling.chat_template_kwargs)
-    envs, eval_envs = await load_environments(config, RolloutMeter(), cleanup, lambda words: None)
+    envs, eval_envs = await load_environments(config, None, cleanup, lambda words: None)
     client = connect(config.replace(client={**config.client.model_dump(), "base_url": request.base_url}), run)
     cleanup.push_async_callback(client.close)
     base = await base_model(client, config.model.name)

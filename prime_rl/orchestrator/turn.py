@@ -12,15 +12,12 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from prime_rl.configs.sampling import SamplingConfig
 from prime_rl.orchestrator.client import Completion, UnknownModel
+from prime_rl.orchestrator.envs.base import RolloutError
 from prime_rl.orchestrator.policy import PolicyVersions
 from prime_rl.orchestrator.pool import InferenceClient
 
 # A server that keeps losing what it has just loaded is broken, not restarted.
 MAX_RESTORES = 5
-
-
-class RolloutError(RuntimeError):
-    """A failed rollout; the message has the reason."""
 
 
 class TurnSampler:

@@ -21,7 +21,6 @@ from prime_rl.orchestrator.envs.checked import (
     Interrupted,
 )
 from prime_rl.orchestrator.envs.loading import load_environments
-from prime_rl.orchestrator.metrics import RolloutMeter
 from prime_rl.orchestrator.pool import InferenceClient
 from prime_rl.orchestrator.rollout import MAX_REPLACEMENTS, GroupFailed, RolloutWorker
 from tests.orchestrator_support import (
@@ -254,7 +253,7 @@ async def test_an_environment_to_train_and_to_evaluate_on_is_loaded_once(workspa
         workspace[0], env=[{"id": "arithmetic"}, {"id": "upper-case"}], eval={"env": [{"id": "arithmetic"}]}
     )
     async with AsyncExitStack() as cleanup:
-        envs, eval_envs = await load_environments(config, RolloutMeter(), cleanup, said.append)
+        envs, eval_envs = await load_environments(config, None, cleanup, said.append)
     assert (list(envs), list(eval_envs), said) == (["arithmetic", "upper-case"], ["arithmetic"], [None])
     assert envs["arithmetic"].examples("eval") is eval_envs["arithmetic"].examples("eval")
     assert envs["arithmetic"] is not eval_envs["arithmetic"], "each has its own count of faults"

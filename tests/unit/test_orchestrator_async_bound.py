@@ -22,6 +22,7 @@ from prime_rl.contract.layout import RunDir
 from prime_rl.orchestrator.client import Endpoint
 from prime_rl.orchestrator.envs.base import Example
 from prime_rl.orchestrator.ledger import GroupLedger
+from prime_rl.orchestrator.metrics import PhaseClock
 from prime_rl.orchestrator.policy import PolicyVersions
 from prime_rl.orchestrator.pool import InferenceClient
 from prime_rl.orchestrator.rollout import Group
@@ -129,7 +130,11 @@ async def play(case: Case, choose: Callable[[int], int], folder: Path) -> Played
     )
     with Watcher(rescan_s=60.0) as watcher:
         trainer = TrainerWatch(folder / "no-trainer")
-        scheduler = Scheduler(run, ledger, worker.group, client, policy, watcher, trainer, max_groups=case.max_groups)
+        scheduler = Scheduler(
+            *(run, ledger, worker.group, client, policy, watcher, trainer),
+            phases=PhaseClock(),
+            max_groups=case.max_groups,
+        )
         tasks = [
             asyncio.create_task(take_batches(scheduler, case.max_steps, played)),
             asyncio.create_task(scheduler.update_policy_loop()),

@@ -9,11 +9,12 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
+from prime_rl.configs.envs import EnvConfig
 from prime_rl.configs.reasoning_gym import CurriculumConfig
 from prime_rl.orchestrator.curriculum import Curricula, Curriculum
 from prime_rl.orchestrator.envs.base import Message
-from prime_rl.orchestrator.envs.metered import MeteredEnvironment
-from prime_rl.orchestrator.metrics import PHASES, Phase, PhaseClock, RolloutMeter, batch_metrics, bottleneck
+from prime_rl.orchestrator.envs.checked import CheckedEnvironment, RolloutMeter
+from prime_rl.orchestrator.metrics import PHASES, Phase, PhaseClock, batch_metrics, bottleneck
 from tests.metrics_support import documented, undocumented
 from tests.orchestrator_support import TalkEnv
 from tests.unit.test_orchestrator_pure import a_group
@@ -51,42 +52,54 @@ def test_phases_add_up_and_begin_again_after_a_lap() -> None:
 
 def test_time_goes_to_the_environment_by_the_share_of_rollouts_in_its_code() -> None:
     now = [0.0]
-    clock, meter = PhaseClock(lambda: now[0]), RolloutMeter()
-    clock.follow(meter)
-    meter.enter_environment()
-    meter.enter_environment()
+    clock = PhaseClock(lambda: now[0])
+    clock.enter_environment()
+    clock.enter_environment()
     now[0] = 1.0  # both in the environment: all of it
-    meter.begin_turn()
+    clock.begin_turn()
     now[0] = 5.0  # one in each: half of it
-    meter.begin_turn()
+    clock.begin_turn()
     now[0] = 7.0  # both generate
     clock.switch("wait_for_inference")
-    meter.end_turn()
+    clock.end_turn()
     now[0] = 9.0  # nothing is generated, so inference is waited for, whatever works meanwhile
     assert clock.lap() == {**NO_TIME, "environment": 3.0, "generate": 4.0, "wait_for_inference": 2.0}
 
 
 async def test_an_environment_is_metered_also_when_it_or_the_policy_fails() -> None:
-    meter = RolloutMeter()
-    seen: list[tuple[int, int]] = []
-    meter.on_change = lambda: seen.append((meter.num_in_environment, meter.num_in_turn))
+    seen: list[str] = []
+
+    class Meter(RolloutMeter):
+        def enter_environment(self) -> None:
+            seen.append("enter")
+
+        def leave_environment(self) -> None:
+            seen.append("leave")
+
+        def begin_turn(self) -> None:
+            seen.append("begin")
+
+        def end_turn(self) -> None:
+            seen.append("end")
 
     class Echo:
         fails = False
 
         async def complete(self, messages: Sequence[Message]) -> str:
-            assert (meter.num_in_environment, meter.num_in_turn) == (0, 1)
+            seen.append("turn")
             if self.fails:
                 raise RuntimeError("no answer")
             return "hi"
 
-    env = MeteredEnvironment(TalkEnv(num_turns=2), meter)
+    turn = ["begin", "turn", "end"]
+    env = CheckedEnvironment(TalkEnv(num_turns=2), EnvConfig(id="plugin:talk"), max_failure_share=1.0, meter=Meter())
     assert (await env.rollout(env.examples("train")[0], Echo())).reward == 0.5
-    assert seen == [(0, 0), (1, 0), (0, 1), (1, 0), (0, 1), (1, 0)]
+    assert seen == ["enter", *turn, *turn, "leave"]
+    seen.clear()
     Echo.fails = True
     with pytest.raises(RuntimeError, match="no answer"):
         await env.rollout(env.examples("train")[0], Echo())
-    assert (meter.num_in_environment, meter.num_in_turn) == (0, 0)
+    assert seen == ["enter", *turn, "leave"]
 
 
 @pytest.mark.parametrize(

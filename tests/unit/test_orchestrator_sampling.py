@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 from prime_rl.configs.base import ConfigError, build
-from prime_rl.configs.envs import PromptConfig, ShotConfig
+from prime_rl.configs.envs import EnvConfig, PromptConfig, ShotConfig
 from prime_rl.configs.orchestrator import OrchestratorConfig
 from prime_rl.configs.sampling import SamplingConfig
 from prime_rl.contract.layout import list_rollout_steps
 from prime_rl.contract.status import RunStatus, read_status
 from prime_rl.orchestrator.envs.base import Message
-from prime_rl.orchestrator.envs.prompted import PromptedEnvironment, shown
+from prime_rl.orchestrator.envs.checked import CheckedEnvironment, shown
 from prime_rl.orchestrator.logprobs import check_temperature, warn_of_narrow_sampling
 from prime_rl.orchestrator.orchestrator import run_to_the_end
 from prime_rl.orchestrator.scheduler import RunFailed
@@ -196,7 +196,8 @@ async def test_an_environment_does_not_see_how_it_is_asked(model: Path, tmp_path
     async with serving(fake) as url:
         client = make_client(url, tmp_path)
         policy = make_policy(client, make_run(tmp_path), model)
-        worker = make_worker(client, policy, model, {"talk": PromptedEnvironment(env, PROMPT)}, rollouts_per_example=1)
+        asked = CheckedEnvironment(env, EnvConfig(id="plugin:talk", prompt=PROMPT), max_failure_share=1.0)
+        worker = make_worker(client, policy, model, {"talk": asked}, rollouts_per_example=1)
         (rollout,) = (await worker.group(0)).rollouts_G
         await client.close()
     tokenizer = ChatTokenizer.load(str(model))

@@ -53,11 +53,15 @@ class Outcome:
     metrics: dict[str, float] = field(default_factory=dict)
 
 
+class RolloutError(RuntimeError):
+    """What was asked of the policy cannot be a part of a rollout; the message has the reason."""
+
+
 class Policy(Protocol):
     """The model as an environment sees it."""
 
     async def complete(self, messages: Sequence[Message]) -> str:
-        """One assistant turn that follows `messages`. Raises what inference raises."""
+        """One assistant turn that follows `messages`. Raises RolloutError, and what inference raises."""
         ...
 
 
@@ -72,17 +76,3 @@ class Environment(Protocol):
     async def rollout(self, example: Example, policy: Policy) -> Outcome:
         """Let `policy` work on `example` and score what it did."""
         ...
-
-
-class WrappedEnvironment:
-    """An environment that is `environment` but for what a subclass does in `rollout`."""
-
-    def __init__(self, environment: Environment) -> None:
-        self._environment = environment
-
-    @property
-    def id(self) -> str:
-        return self._environment.id
-
-    def examples(self, split: Split) -> Sequence[Example]:
-        return self._environment.examples(split)

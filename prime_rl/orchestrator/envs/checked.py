@@ -1,4 +1,7 @@
-"""Around every environment: a deadline for each of its steps, a check of what it returns, a count of what went wrong.
+"""Around every environment: how it asks, a deadline for each of its steps, a check of what it returns.
+
+The system prompt, the examples and the template of the run are put around its questions; it does not see them. What
+happens to its rollouts is counted: where they are, for the account of time (`RolloutMeter`), and which failed.
 
 Environment code may raise, hang, or return an invalid reward. Such a rollout is dropped (`EnvironmentFault`), and its
 group is completed by another one: see `rollout.RolloutWorker`. When too large a share of the newest rollouts is
@@ -16,15 +19,15 @@ import re
 from collections import deque
 from collections.abc import Sequence
 
-from prime_rl.configs.envs import EnvConfig
-from prime_rl.orchestrator.envs.base import Environment, Example, Message, Outcome, Policy, Split
-from prime_rl.orchestrator.turn import RolloutError
+from prime_rl.configs.envs import QUESTION, EnvConfig, PromptConfig
+from prime_rl.orchestrator.envs.base import Environment, Example, Message, Outcome, Policy, RolloutError, Split
 from prime_rl.utils.text import one_line
 
 # The share of failures is taken over the newest so many rollouts, and not before there are so many.
 FAILURE_WINDOW = 100
 MIN_ROLLOUTS = 10
 METRIC_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,63}")
+NO_PROMPT = PromptConfig()
 
 
 class EnvironmentFault(RuntimeError):
@@ -39,15 +42,36 @@ class EnvironmentBroken(RuntimeError):
     """The environment fails too often to go on."""
 
 
-class CheckedEnvironment:
-    """One `[[env]]` of a run as the rest of the orchestrator uses it. `num_dropped` counts since the start."""
+class RolloutMeter:
+    """Is called when a rollout enters or leaves the code of an environment or a turn of the policy. This one does
+    nothing; `metrics.PhaseClock` accounts for the time."""
 
-    def __init__(self, env: Environment, config: EnvConfig, *, max_failure_share: float) -> None:
+    def enter_environment(self) -> None: ...
+
+    def leave_environment(self) -> None: ...
+
+    def begin_turn(self) -> None:
+        """From the environment's code to the policy."""
+
+    def end_turn(self) -> None:
+        """And back."""
+
+
+class CheckedEnvironment:
+    """One `[[env]]` of a run as the rest of the orchestrator uses it. `num_dropped` counts since the start.
+
+    Args:
+        max_failure_share: of the newest rollouts; when more were dropped, `EnvironmentBroken` is raised.
+        meter: of its rollouts; None where the time is not accounted for.
+    """
+
+    def __init__(
+        self, env: Environment, config: EnvConfig, *, max_failure_share: float, meter: RolloutMeter | None = None
+    ) -> None:
         self.num_dropped = 0
         self._env = env
-        self._name = config.label
-        self._timeout_s = config.timeout_s
-        self._reward_range = config.reward_range
+        self._config = config
+        self._meter = meter or RolloutMeter()
         self._max_failure_share = max_failure_share
         self._dropped: deque[bool] = deque(maxlen=FAILURE_WINDOW)
 
@@ -71,23 +95,26 @@ class CheckedEnvironment:
         return outcome
 
     async def _bounded(self, example: Example, policy: Policy) -> Outcome:
-        timed = _TimedPolicy(policy, self._timeout_s)
+        asked = _AskedPolicy(policy, self._config, self._meter)
         task = asyncio.current_task()
         assert task is not None
+        self._meter.enter_environment()
         try:
-            async with timed.deadline:
-                outcome = await self._env.rollout(example, timed)
-            return check_outcome(outcome, self._reward_range)
+            async with asked.deadline:
+                outcome = await self._env.rollout(example, asked)
+            return check_outcome(outcome, self._config.reward_range)
         except EnvironmentFault:
             raise
         except (Exception, asyncio.CancelledError, SystemExit) as error:
             if isinstance(error, asyncio.CancelledError) and task.cancelling():
                 raise
-            if timed.error is not None and not isinstance(timed.error, RolloutError):
-                raise timed.error from None
-            if timed.deadline.expired():
-                raise EnvironmentFault(f"a step took longer than timeout_s = {self._timeout_s:g}") from None
+            if asked.error is not None and not isinstance(asked.error, RolloutError):
+                raise asked.error from None
+            if asked.deadline.expired():
+                raise EnvironmentFault(f"a step took longer than timeout_s = {self._config.timeout_s:g}") from None
             raise EnvironmentFault(one_line(f"{type(error).__name__}: {error}")) from error
+        finally:
+            self._meter.leave_environment()
 
     def _note_dropped(self, fault: EnvironmentFault) -> None:
         self.num_dropped += 1
@@ -95,29 +122,56 @@ class CheckedEnvironment:
         num_dropped, num_seen = self._dropped.count(True), len(self._dropped)
         if num_seen >= MIN_ROLLOUTS and num_dropped > self._max_failure_share * num_seen:
             raise EnvironmentBroken(
-                f"env {self._name}: {num_dropped} of its newest {num_seen} rollouts were dropped, more than "
+                f"env {self._config.label}: {num_dropped} of its newest {num_seen} rollouts were dropped, more than "
                 f"max_env_failure_share = {self._max_failure_share:g} of them; last: {fault}"
             ) from fault
 
 
-class _TimedPolicy:
-    """The policy, with a clock that runs only while the environment works. `error` is what the policy raised."""
+class _AskedPolicy:
+    """The policy as the environment's code has it in one rollout.
 
-    def __init__(self, policy: Policy, timeout_s: float) -> None:
-        self.deadline = asyncio.timeout(timeout_s)
+    `deadline` runs only while that code works; `error` is what the policy raised.
+    """
+
+    def __init__(self, policy: Policy, config: EnvConfig, meter: RolloutMeter) -> None:
+        self.deadline = asyncio.timeout(config.timeout_s)
         self.error: Exception | None = None
         self._policy = policy
-        self._timeout_s = timeout_s
+        self._config = config
+        self._meter = meter
 
     async def complete(self, messages: Sequence[Message]) -> str:
+        if self._config.prompt != NO_PROMPT:
+            messages = shown(messages, self._config.prompt)
         self.deadline.reschedule(None)
+        self._meter.begin_turn()
         try:
             return await self._policy.complete(messages)
         except Exception as error:
             self.error = error
             raise
         finally:
-            self.deadline.reschedule(asyncio.get_running_loop().time() + self._timeout_s)
+            self._meter.end_turn()
+            self.deadline.reschedule(asyncio.get_running_loop().time() + self._config.timeout_s)
+
+
+def shown(messages: Sequence[Message], prompt: PromptConfig) -> list[Message]:
+    """A conversation as the policy sees it. Of a longer one the beginning is the same."""
+    has_system = bool(messages) and messages[0]["role"] == "system"
+    system = list(messages[:1]) if has_system else []
+    rest = list(messages[has_system:])
+    if prompt.system is not None:
+        system = [{"role": "system", "content": prompt.system}]
+    if rest and rest[0]["role"] == "user":
+        rest[0] = _asked(rest[0]["content"], prompt)
+    examples: list[Message] = []
+    for example in prompt.examples:
+        examples += [_asked(example.prompt, prompt), {"role": "assistant", "content": example.answer}]
+    return [*system, *examples, *rest]
+
+
+def _asked(question: str, prompt: PromptConfig) -> Message:
+    return {"role": "user", "content": prompt.template.replace(QUESTION, question)}
 
 
 def check_outcome(outcome: object, reward_range: tuple[float, float]) -> Outcome:

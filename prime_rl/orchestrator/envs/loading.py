@@ -5,20 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 
-from prime_rl.configs.envs import EnvConfig, PromptConfig
+from prime_rl.configs.envs import EnvConfig
 from prime_rl.configs.orchestrator import OrchestratorConfig
 from prime_rl.orchestrator.envs import Environment, ProcessEnvironment, load_environment
-from prime_rl.orchestrator.envs.checked import CheckedEnvironment
-from prime_rl.orchestrator.envs.metered import MeteredEnvironment
-from prime_rl.orchestrator.envs.prompted import PromptedEnvironment
-from prime_rl.orchestrator.metrics import RolloutMeter
+from prime_rl.orchestrator.envs.checked import CheckedEnvironment, RolloutMeter
 from prime_rl.utils.secrets import names_of
 
 Environments = dict[str, CheckedEnvironment]
 
 
 async def load_environments(
-    config: OrchestratorConfig, meter: RolloutMeter, cleanup: AsyncExitStack, say: Callable[[str | None], None]
+    config: OrchestratorConfig, meter: RolloutMeter | None, cleanup: AsyncExitStack, say: Callable[[str | None], None]
 ) -> tuple[Environments, Environments]:
     """The environments to train on and those to evaluate on, by their names in metrics. Raises ConfigError.
 
@@ -31,15 +28,11 @@ async def load_environments(
             loaded[_key(env)] = await _load(env, config, cleanup, say)
     say(None)
 
-    def use(env: EnvConfig, meter: RolloutMeter) -> CheckedEnvironment:
-        metered = MeteredEnvironment(loaded[_key(env)], meter)
-        return CheckedEnvironment(metered, env, max_failure_share=config.max_env_failure_share)
+    def use(env: EnvConfig, meter: RolloutMeter | None) -> CheckedEnvironment:
+        share = config.max_env_failure_share
+        return CheckedEnvironment(loaded[_key(env)], env, max_failure_share=share, meter=meter)
 
-    eval_meter = RolloutMeter()
-    return (
-        {env.label: use(env, meter) for env in config.env},
-        {env.label: use(env, eval_meter) for env in config.eval_envs},
-    )
+    return {env.label: use(env, meter) for env in config.env}, {env.label: use(env, None) for env in config.eval_envs}
 
 
 async def _load(
@@ -51,7 +44,7 @@ async def _load(
         say(f"env {env.label} (loading {env.id}, takes seconds)")
         cleanup.push_async_callback(made.close)
         await made.start()
-    return made if env.prompt == PromptConfig() else PromptedEnvironment(made, env.prompt)
+    return made
 
 
 def _key(env: EnvConfig) -> str:
