@@ -18,9 +18,8 @@ from prime_rl.orchestrator.adapters import AdapterPublication
 from prime_rl.orchestrator.envs.loading import load_environments
 from prime_rl.orchestrator.evaluate import Evaluator
 from prime_rl.orchestrator.orchestrator import base_model, connect
-from prime_rl.orchestrator.policy import PolicyVersions
+from prime_rl.orchestrator.policy import PolicyVersions, TurnSampler
 from prime_rl.orchestrator.tokenizer import ChatTokenizer
-from prime_rl.orchestrator.turn import TurnSampler
 
 NUM_EXAMPLES, ROLLOUTS_PER_EXAMPLE = 256, 4
 SEED, SEQ_LEN = 0, 96

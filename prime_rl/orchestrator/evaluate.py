@@ -19,11 +19,10 @@ from prime_rl.orchestrator.client import AccessDenied
 from prime_rl.orchestrator.envs.base import Environment
 from prime_rl.orchestrator.envs.checked import EnvironmentBroken
 from prime_rl.orchestrator.metrics import eval_metrics, last_eval_step, write_metrics
-from prime_rl.orchestrator.policy import PolicyVersions
+from prime_rl.orchestrator.policy import PolicyVersions, TurnSampler
 from prime_rl.orchestrator.rollout import PolicySession, Rollout, derive_seed, together
 from prime_rl.orchestrator.sampler import Pick
 from prime_rl.orchestrator.tokenizer import ChatTokenizer
-from prime_rl.orchestrator.turn import TurnSampler
 
 logger = logging.getLogger(__name__)
 

@@ -53,7 +53,7 @@ from prime_rl.orchestrator.ledger import GroupLedger
 from prime_rl.orchestrator.logprobs import check_temperature, warn_of_narrow_sampling
 from prime_rl.orchestrator.metrics import PhaseClock
 from prime_rl.orchestrator.monitors.process import MonitorProcess
-from prime_rl.orchestrator.policy import PolicyVersions, find_base_model
+from prime_rl.orchestrator.policy import PolicyVersions, TurnSampler, find_base_model
 from prime_rl.orchestrator.pool import InferenceClient
 from prime_rl.orchestrator.pools import Pools
 from prime_rl.orchestrator.report import BatchReporter, Reporter
@@ -64,7 +64,6 @@ from prime_rl.orchestrator.scheduler import RunFailed, Scheduler
 from prime_rl.orchestrator.tenancy import set_up_versions, trainer_says
 from prime_rl.orchestrator.tokenizer import ChatTokenizer, TokenizerError
 from prime_rl.orchestrator.trainer_watch import TrainerWatch
-from prime_rl.orchestrator.turn import TurnSampler
 from prime_rl.utils.logger import complain, setup_logger
 from prime_rl.utils.secrets import SecretError, read_secret
 from prime_rl.utils.signals import StopFlag

@@ -1,22 +1,28 @@
-"""The policy versions of one run that inference serves: which is current, which are in use, what is restored.
+"""The policy of one run: the versions of it that inference serves, and one turn that is sampled with one of them.
 
-Version 0 is the base model. A `Publication` brings a version to the servers and finds which version an answer comes
-from: `adapters`, or `whole_weights` where the run trains the whole model. The scheduler decides when to switch.
+`PolicyVersions` has which version is current, which are in use, and what is restored; version 0 is the base model. A
+`Publication` brings a version to the servers and finds which version an answer comes from: `adapters`, or
+`whole_weights` where the run trains the whole model. The scheduler decides when to switch. `TurnSampler` samples.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from prime_rl.configs.sampling import SamplingConfig
 from prime_rl.contract.layout import parse_adapter_name
-from prime_rl.orchestrator.client import RequestRefused, ServedModel
+from prime_rl.orchestrator.client import Completion, RequestRefused, ServedModel, UnknownModel
+from prime_rl.orchestrator.envs.base import RolloutError
+from prime_rl.orchestrator.pool import InferenceClient
 
 logger = logging.getLogger(__name__)
 
@@ -26,6 +32,8 @@ CLOSE_TIMEOUT_S = 5.0
 # A current version that is refused may be had a moment later, or a newer one is: for so long requests wait for that.
 RESTORE_LIMIT_S = 120.0
 RESTORE_RETRY_S = 1.0
+# A server that keeps losing what it has just loaded is broken, not restarted.
+MAX_RESTORES = 5
 
 
 def find_base_model(wanted: str, served: Sequence[ServedModel]) -> str | None:
@@ -162,3 +170,102 @@ class PolicyVersions:
     def _sweep(self) -> None:
         """Let go of what is older than the current version and not in use."""
         self._publication.retain(lambda version: version >= self.version or self._users[version] > 0)
+
+
+@dataclass(eq=False)
+class FirstTurn:
+    """The first turn of `num_rollouts` rollouts of one example: one request, made by the first that needs it."""
+
+    num_rollouts: int
+    prompt_ids: Sequence[int] = ()
+    answer: asyncio.Future[tuple[int, list[Completion]]] | None = None
+
+
+class TurnSampler:
+    """Samples turns with the policy version of the moment, or with a given one: prompt tokens in, completions out."""
+
+    def __init__(
+        self, client: InferenceClient, policy: PolicyVersions, sampling: SamplingConfig, *, seq_len: int
+    ) -> None:
+        self._client = client
+        self._policy = policy
+        self._sampling = sampling
+        self._seq_len = seq_len
+
+    async def sample(
+        self,
+        prompt_ids: Sequence[int],
+        *,
+        seed: int,
+        num_choices: int = 1,
+        num_prefix: int = 0,
+        version: int | None = None,
+        note_version: Callable[[int], None] = lambda version: None,
+    ) -> tuple[int, list[Completion]]:
+        """The version that answered (default: the current one) and its completions, from one seed.
+
+        `num_prefix` tokens of the prompt are those of the whole conversation and of its group.
+        `note_version` gets the version before the request; the answer's may be newer, unless `version` was given. What
+        a restarted server has lost is loaded again. Raises RolloutError when the prompt fills `seq_len`.
+        """
+        max_tokens = min(self._sampling.max_tokens, self._seq_len - len(prompt_ids))
+        if max_tokens < 1:
+            raise RolloutError(f"{len(prompt_ids)} prompt tokens leave no room in seq_len = {self._seq_len}")
+        async with self._client.places.hold(num_choices):
+            for attempt in itertools.count():
+                with self._policy.use(version) as (used, model):
+                    note_version(used)
+                    try:
+                        completions = await self._client.complete(
+                            model,
+                            prompt_ids,
+                            self._sampling,
+                            max_tokens=max_tokens,
+                            seed=seed,
+                            num_choices=num_choices,
+                            num_prefix=num_prefix,
+                        )
+                        exactly = version is not None
+                        return self._policy.answered_by(used, completions[0].weights, exactly=exactly), completions
+                    except UnknownModel:
+                        if attempt == MAX_RESTORES:
+                            raise
+                    await self._policy.restore(version)
+        raise AssertionError("unreachable")
+
+    async def sample_first(
+        self,
+        first: FirstTurn,
+        number: int,
+        prompt_ids: Sequence[int],
+        *,
+        seed: int,
+        note_version: Callable[[int], None] = lambda version: None,
+    ) -> tuple[int, Completion]:
+        """The first turn of rollout `number` of a group, with the current version.
+
+        All rollouts of a group begin with the same prompt, so this is one request with as many choices: the prompt is
+        read once. Its error is raised in every rollout. One whose prompt is another one has a request of its own.
+        """
+
+        async def ask(num_choices: int) -> tuple[int, list[Completion]]:
+            num_prefix = len(prompt_ids)
+            return await self.sample(
+                prompt_ids, seed=seed, num_choices=num_choices, num_prefix=num_prefix, note_version=note_version
+            )
+
+        if first.answer is None:
+            first.prompt_ids, first.answer = prompt_ids, asyncio.get_running_loop().create_future()
+            try:
+                first.answer.set_result(await ask(first.num_rollouts))
+            except Exception as error:
+                first.answer.set_exception(error)
+            except BaseException:
+                first.answer.cancel()
+                raise
+        elif prompt_ids != first.prompt_ids:
+            version, (completion,) = await ask(1)
+            return version, completion
+        # Shielded: a rollout that is cancelled must not take the answer from the others.
+        version, completions = await asyncio.shield(first.answer)
+        return version, completions[number]

@@ -21,9 +21,9 @@ from typing import Any, TypeVar
 from prime_rl.orchestrator.client import AccessDenied, Completion
 from prime_rl.orchestrator.envs.base import Environment, Message, Outcome, RolloutError
 from prime_rl.orchestrator.envs.checked import EnvironmentBroken, EnvironmentFault, Interrupted
+from prime_rl.orchestrator.policy import FirstTurn, TurnSampler
 from prime_rl.orchestrator.sampler import ExampleSampler, Pick
 from prime_rl.orchestrator.tokenizer import ChatTokenizer
-from prime_rl.orchestrator.turn import SharedFirstTurn, TurnSampler
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +77,7 @@ class PolicySession:
     Args:
         seed: of this rollout; every turn derives its own.
         version: the policy version for all turns; None takes the current one at each turn.
-        first_turn: shared with the other rollouts of the group, of which this is number `number`.
+        first_turn: shared with the other rollouts of the group, of which this is number `number`. Needs `version` None.
         note_version: called with the version of each request before it goes out.
     """
 
@@ -88,7 +88,7 @@ class PolicySession:
         *,
         seed: int,
         version: int | None = None,
-        first_turn: SharedFirstTurn | None = None,
+        first_turn: FirstTurn | None = None,
         number: int = 0,
         note_version: Callable[[int], None] = lambda version: None,
     ) -> None:
@@ -151,23 +151,18 @@ class PolicySession:
 
     async def _sample(self, prompt_ids: list[int]) -> tuple[int, Completion]:
         seed = derive_seed(self._seed, len(self._turn_versions))
-
-        async def sample(num_choices: int) -> tuple[int, list[Completion]]:
-            return await self._turns.sample(
-                prompt_ids,
-                seed=seed,
-                num_choices=num_choices,
-                num_prefix=self._num_prompt_tokens,
-                version=self._version,
-                note_version=self._note_version,
-            )
-
         if self._first_turn is not None and not self._turn_versions:
-            shared = await self._first_turn.take(self._number, prompt_ids, sample)
-            if shared is not None:
-                return shared
-        version, completions = await sample(1)
-        return version, completions[0]
+            return await self._turns.sample_first(
+                self._first_turn, self._number, prompt_ids, seed=seed, note_version=self._note_version
+            )
+        version, (completion,) = await self._turns.sample(
+            prompt_ids,
+            seed=seed,
+            num_prefix=self._num_prompt_tokens,
+            version=self._version,
+            note_version=self._note_version,
+        )
+        return version, completion
 
     def _append(self, token_ids: list[int]) -> None:
         self._token_ids_T += token_ids
@@ -210,7 +205,7 @@ class RolloutWorker:
         whole group would throw away every good rollout in it. Raises GroupFailed when one cannot be made at all.
         """
         pick = self._sampler.pick(index)
-        first_turn = SharedFirstTurn(self._rollouts_per_example)
+        first_turn = FirstTurn(self._rollouts_per_example)
         try:
             rollouts = await together(
                 self._member(pick, index, number, first_turn, note_version)
@@ -228,7 +223,7 @@ class RolloutWorker:
         pick: Pick,
         index: int,
         number: int,
-        first_turn: SharedFirstTurn,
+        first_turn: FirstTurn,
         note_version: Callable[[int], None],
     ) -> Rollout:
         """Rollout `number` of a group, or what replaces it: sampled with its own seed from its first turn on."""

@@ -34,7 +34,7 @@ from prime_rl.orchestrator.envs.loading import Environments, load_environments
 from prime_rl.orchestrator.logprobs import check_temperature
 from prime_rl.orchestrator.metrics import eval_metrics, mean, write_metrics
 from prime_rl.orchestrator.orchestrator import FINAL, base_model, connect
-from prime_rl.orchestrator.policy import PolicyVersions
+from prime_rl.orchestrator.policy import PolicyVersions, TurnSampler
 from prime_rl.orchestrator.rollout import (
     Group,
     GroupFailed,
@@ -46,7 +46,6 @@ from prime_rl.orchestrator.rollout import (
 )
 from prime_rl.orchestrator.sampler import ExampleSampler
 from prime_rl.orchestrator.tokenizer import ChatTokenizer
-from prime_rl.orchestrator.turn import TurnSampler
 from prime_rl.utils.logger import complain, setup_logger
 
 logger = logging.getLogger("share")
