@@ -17,6 +17,7 @@ from prime_rl.configs.base import (
     parse_argv,
     parse_set,
 )
+from prime_rl.configs.envs import BUILT_IN_ENVS
 from prime_rl.configs.losses import AipoLossConfig, TisLossConfig
 from prime_rl.configs.orchestrator import OrchestratorConfig
 from prime_rl.configs.system import SystemConfig
@@ -359,3 +360,10 @@ def test_a_run_says_what_it_trains_or_leaves_that_to_the_trainer(tmp_path: Path)
     config = load_run_config(run_toml(tmp_path, MINIMAL))
     assert resolve(config, replace(LIMITS, max_rank=None)).model.trains_whole_model is True
     assert resolve(config, LIMITS).model.trains_whole_model is False
+
+
+def test_runs_on_the_small_base_model_ask_in_the_words_that_it_was_taught() -> None:
+    tables = [load_toml(path) for path in (Path(__file__).parents[2] / "configs").rglob("*.toml")]
+    runs = [table.get("run", table) for table in tables if table.get("model", {}).get("name") == "models/base"]
+    envs = [env for run in runs for env in run.get("env", []) if env["id"] in BUILT_IN_ENVS]
+    assert len(envs) > 5 and [env for env in envs if env.get("args", {}).get("wording") != "short"] == []
