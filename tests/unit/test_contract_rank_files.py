@@ -29,7 +29,7 @@ def test_entries_come_back_in_order_also_after_the_writer_starts_again(tmp_path:
 
 
 @given(data=st.data())
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60, deadline=None)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60)
 def test_a_torn_end_costs_its_own_entry_only_and_the_next_writer_cuts_it_off(
     tmp_path: Path, data: st.DataObject
 ) -> None:

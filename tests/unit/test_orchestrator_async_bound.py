@@ -235,7 +235,7 @@ def versions_in(token_ids: list[int], loss_mask: list[bool]) -> list[int]:
     return [token_ids[i] - FIRST_BYTE for i in starts]
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(case=CASES, data=st.data())
 def test_no_token_is_older_than_the_bound_whatever_the_order(case: Case, data: st.DataObject) -> None:
     with tempfile.TemporaryDirectory() as folder:

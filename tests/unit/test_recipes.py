@@ -40,15 +40,8 @@ def test_a_system_file_has_runs_that_fit_it(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", RUNS, ids=shown)
-def test_a_run_is_valid_and_its_families_exist(path: Path) -> None:
-    families = [env.id.partition(":")[2] for env in load_run_config(path).env if env.id.startswith("reasoning-gym:")]
-    if families:
-        pytest.importorskip("reasoning_gym")
-        from reasoning_gym.factory import DATASETS
-
-        from prime_rl.orchestrator.envs.reasoning_gym_env import BROKEN
-
-        assert set(families) <= DATASETS.keys() - BROKEN
+def test_a_run_is_valid(path: Path) -> None:
+    assert load_run_config(path).env
 
 
 def test_the_readme_names_every_recipe() -> None:

@@ -367,7 +367,7 @@ def verdicts(found: Findings) -> dict[str, object]:
     return told | found.refused
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     steps=st.lists(
         st.tuples(st.sampled_from(RUN_IDS), st.sampled_from(OPERATIONS), st.integers(1, 3), st.booleans()), max_size=25

@@ -39,7 +39,7 @@ def drain(queue: RowQueue, limit: int = 10_000) -> list[list[Row]]:
     return passes
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     runs=st.lists(st.lists(st.integers(6, 60), min_size=1, max_size=12), min_size=1, max_size=5),
     max_tokens=st.sampled_from([8, 40, 200, 5_000]),
@@ -178,7 +178,7 @@ def test_a_dropped_run_leaves_nothing_behind() -> None:
     assert len(drain(queue)) == 1
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(lengths=st.lists(st.integers(20, 39), min_size=1, max_size=40), num_ranks=st.integers(1, 8))
 def test_rows_are_dealt_evenly(lengths: list[int], num_ranks: int) -> None:
     rows = rows_of(0, batch(lengths))

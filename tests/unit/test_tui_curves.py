@@ -40,7 +40,7 @@ def test_the_column_under_the_cursor_is_the_nearest(steps: list[int], wanted: fl
     assert Curve("reward").at(wanted) is None
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(steps=st.lists(st.integers(0, 30), max_size=60), cuts=st.lists(st.integers(0, 60), max_size=4))
 def test_a_step_seen_before_replaces_what_follows_however_the_lines_come(steps: list[int], cuts: list[int]) -> None:
     history = History()
@@ -53,7 +53,7 @@ def test_a_step_seen_before_replaces_what_follows_however_the_lines_come(steps: 
     assert list(zip(history.steps, history.values, strict=True)) == kept
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(values=VALUES, factor=st.sampled_from([0.6, 0.9, 0.97]), cut=st.integers(0, 200))
 def test_smoothing_is_the_moving_average_without_bias_and_grows(values: list[float], factor: float, cut: int) -> None:
     history = history_of(values[:cut])
@@ -66,7 +66,7 @@ def test_smoothing_is_the_moving_average_without_bias_and_grows(values: list[flo
     assert history.smoothed(0.0) is history.values
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @example(values=[0.0, 0.0, 0.0], num_columns=2, start=0.0, share=1.0)  # a step between two columns
 @given(values=VALUES, num_columns=st.integers(2, 60), start=st.floats(0, 1), share=st.floats(0.01, 1))
 def test_a_thinned_curve_keeps_every_peak_of_what_is_shown(

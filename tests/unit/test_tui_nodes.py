@@ -129,7 +129,7 @@ def test_the_cells_of_each_kind_of_group(tmp_path: Path) -> None:
     assert group.rows[0].cells == (Cell.OFF,) * 7 + (Cell.PAST,) * 2 + (Cell.ARRIVED,) + (Cell.AHEAD,) * 4
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     fields=st.fixed_dictionaries(
         {

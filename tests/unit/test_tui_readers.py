@@ -29,7 +29,7 @@ def drain(tail: FileTail) -> tuple[list[bytes], bool]:
             return lines, reset
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(lines=LINES, cuts=st.lists(st.integers(0, 1300), max_size=8), chunk=st.integers(1, 64))
 def test_whole_lines_come_once_and_in_order_however_the_file_grows(
     lines: list[bytes], cuts: list[int], chunk: int
@@ -50,7 +50,7 @@ def test_whole_lines_come_once_and_in_order_however_the_file_grows(
     assert found == lines
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(before=LINES, after=LINES, in_place=st.booleans())
 def test_another_file_under_the_name_is_read_from_its_start(
     before: list[bytes], after: list[bytes], in_place: bool

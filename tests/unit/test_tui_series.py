@@ -14,7 +14,7 @@ from tui.series import NUM_RECENT, Series, change, downsample, sparkline
 FLOATS = st.floats(allow_nan=False, allow_infinity=False)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(num=st.integers(0, 2000), capacity=st.integers(2, 33))
 def test_a_series_fits_and_keeps_every_value_in_some_mean(num: int, capacity: int) -> None:
     series = Series(capacity)

@@ -183,7 +183,7 @@ def test_hostile_text_is_clean_in_every_row_and_problem(workspace: OutputDir) ->
         assert "owned" not in text
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(width=st.integers(80, 260), longest=st.integers(5, 68))
 def test_the_columns_fit_and_hold_the_essential(width: int, longest: int) -> None:
     columns = choose_columns(width, longest)

