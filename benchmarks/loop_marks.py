@@ -10,7 +10,6 @@ import functools
 import json
 import sys
 import time
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -43,22 +42,27 @@ def listen_to_trainer(marks: Marks) -> None:
 
 def listen_to_orchestrator(marks: Marks) -> None:
     """`loading` and `loaded`: the load call of a version; `asking` and `answered`: a request to it."""
-    from prime_rl.orchestrator.adapters import AdapterSet
+    from prime_rl.orchestrator.adapters import AdapterPublication
     from prime_rl.orchestrator.pool import InferenceClient
 
-    def noted(call: Callable[..., Awaitable[Any]], before: str, after: str) -> Callable[..., Awaitable[Any]]:
-        @functools.wraps(call)
-        async def wrapped(self: Any, model: str, *args: Any, **kwargs: Any) -> Any:
-            version = (parse_adapter_name(model) or ("", 0))[1]
-            marks.note(before, version)
-            answer = await call(self, model, *args, **kwargs)
-            marks.note(after, version)
-            return answer
+    publish, complete = AdapterPublication.publish, InferenceClient.complete
 
-        return wrapped
+    @functools.wraps(publish)
+    async def noted_publish(self: AdapterPublication, client: InferenceClient, version: int) -> None:
+        marks.note("loading", version)
+        await publish(self, client, version)
+        marks.note("loaded", version)
 
-    AdapterSet.load = noted(AdapterSet.load, "loading", "loaded")  # type: ignore[method-assign]
-    InferenceClient.complete = noted(InferenceClient.complete, "asking", "answered")  # type: ignore[method-assign]
+    @functools.wraps(complete)
+    async def noted_complete(self: InferenceClient, model: str, *args: Any, **kwargs: Any) -> Any:
+        version = (parse_adapter_name(model) or ("", 0))[1]
+        marks.note("asking", version)
+        answer = await complete(self, model, *args, **kwargs)
+        marks.note("answered", version)
+        return answer
+
+    AdapterPublication.publish = noted_publish  # type: ignore[method-assign]
+    InferenceClient.complete = noted_complete  # type: ignore[method-assign]
 
 
 def main(daemon: str, path: str, argv: list[str]) -> int:

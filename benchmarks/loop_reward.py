@@ -37,9 +37,10 @@ async def _reward_of(run: RunDir, version: int) -> float:
     config = config.model_copy(update={"seed": SEED, "eval": evaluation})
     async with AsyncExitStack() as cleanup:
         _, envs = await load_environments(config, None, cleanup, lambda sentence: None)
-        client = connect(config, run)
+        adapters = AdapterPublication(run)
+        client = connect(config, run, adapters.equip)
         cleanup.push_async_callback(client.close)
-        policy = PolicyVersions(AdapterPublication(client, run, await base_model(client, config.model.name)))
+        policy = PolicyVersions(adapters, client, await base_model(client, config.model.name))
         cleanup.push_async_callback(policy.close)
         turns = TurnSampler(client, policy, config.sampling, seq_len=SEQ_LEN)
         tokenizer = ChatTokenizer.load(config.model.name)

@@ -33,10 +33,11 @@ from prime_rl.contract.layout import (
 )
 from prime_rl.inference.turnstile import Turnstile
 from prime_rl.orchestrator.adapters import AdapterPublication
-from prime_rl.orchestrator.client import Endpoint
+from prime_rl.orchestrator.client import Endpoint, ServerClient
 from prime_rl.orchestrator.envs.base import Environment, Example, Outcome, Policy, Split
 from prime_rl.orchestrator.policy import PolicyVersions, TurnSampler
 from prime_rl.orchestrator.pool import InferenceClient
+from prime_rl.orchestrator.publication import Publication
 from prime_rl.orchestrator.rollout import RolloutWorker
 from prime_rl.orchestrator.sampler import ExampleSampler
 from prime_rl.orchestrator.tokenizer import ChatTokenizer
@@ -326,20 +327,29 @@ class TalkEnv:
         return Outcome(0.5, {"turns": float(self._num_turns)})
 
 
+async def answers(server: ServerClient) -> None:
+    """To equip a server that needs nothing but the base model."""
+    await server.list_models()
+
+
 def make_client(urls: str | Sequence[str], output_dir: Path, **over: Any) -> InferenceClient:
     """A client of one server or several, which does not wait long before it looks again."""
     endpoints = [Endpoint(output_dir, url) for url in ([urls] if isinstance(urls, str) else urls)]
-    return InferenceClient(endpoints, **{"backoff_start_s": 0.01, **over})
+    return InferenceClient(endpoints, **{"equip": answers, "backoff_start_s": 0.01, **over})
 
 
 def make_policy(client: InferenceClient, run: RunDir, model: Path) -> PolicyVersions:
-    """The versions of a run that trains an adapter."""
-    return PolicyVersions(AdapterPublication(client, run, str(model)))
+    """The versions of a run that trains an adapter, on servers that stay; else see `connected`."""
+    return PolicyVersions(AdapterPublication(run), client, str(model))
 
 
-def make_whole_policy(client: InferenceClient, run: RunDir, model: Path) -> PolicyVersions:
-    """The versions of a run that trains the whole model."""
-    return PolicyVersions(WholeWeights(client, run, str(model)))
+def connected(
+    urls: str | Sequence[str], run: RunDir, model: Path, *, whole: bool = False, **over: Any
+) -> tuple[InferenceClient, PolicyVersions]:
+    """A client and the versions of a run that trains an adapter or the `whole` model, which servers get back."""
+    publication: Publication = WholeWeights(run) if whole else AdapterPublication(run)
+    client = make_client(urls, run.path.parent, equip=publication.equip, **over)
+    return client, PolicyVersions(publication, client, str(model))
 
 
 def make_worker(

@@ -45,7 +45,7 @@ class BatchLoop:
         last = self.config.max_steps
         await self.scheduler.wait_for_version(last, serve=self.evaluator is not None)
         if self.evaluator is not None:
-            self.reporter.waiting_on = lambda now: self.client.trouble or f"the evaluation of policy version {last}"
+            self.reporter.wait_for(lambda now: self.client.trouble or f"the evaluation of policy version {last}")
             await self.evaluator.done.wait()
 
     async def _make_one(self, step: int) -> None:

@@ -12,7 +12,7 @@ import contextlib
 import signal
 import socket
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
-from typing import Any, Never
+from typing import Any, Never, TypeVar
 
 from prime_rl.contract.files import FileRefused, read_text
 from prime_rl.contract.layout import RunDir
@@ -21,6 +21,8 @@ from prime_rl.utils.background import cancel_all, log_failure
 # Between two looks: at least, whatever wakes it, and at most.
 MIN_LOOK_S = 0.2
 MAX_LOOK_S = 2.0
+
+ResultT = TypeVar("ResultT")
 
 
 class RunEvicted(RuntimeError):
@@ -98,10 +100,10 @@ def woken_by_signals(wake: Wake) -> Iterator[None]:
         writing.close()
 
 
-async def run_beside(main: Coroutine[Any, Any, None], *loops: Awaitable[None]) -> None:
-    """Run `main` with `loops` beside it until `main` has ended or one of them raises; then cancel the rest."""
+async def run_beside(main: Coroutine[Any, Any, ResultT], *loops: Awaitable[None]) -> ResultT:
+    """The result of `main`, with `loops` beside it until it has ended or one of them raises; then cancel the rest."""
     main_task = asyncio.ensure_future(main)
-    tasks = {main_task, *(asyncio.ensure_future(loop) for loop in loops)}
+    tasks: set[asyncio.Task[Any]] = {main_task, *(asyncio.ensure_future(loop) for loop in loops)}
     unread = set(tasks)
     try:
         while not main_task.done():
@@ -113,3 +115,4 @@ async def run_beside(main: Coroutine[Any, Any, None], *loops: Awaitable[None]) -
         await cancel_all(tasks)
         for task in unread:  # one that failed at the same time, or while it was cancelled
             log_failure(task)
+    return main_task.result()

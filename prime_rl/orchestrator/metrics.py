@@ -39,12 +39,19 @@ class PhaseClock(RolloutMeter):
     """Adds up how long each phase lasted since the last `lap`.
 
     Of the time in which groups are made ("generate"), the share of the rollouts that are in the code of their
-    environment goes to "environment".
+    environment goes to "environment". While inference is in trouble, all of it goes to "wait_for_inference".
+
+    Args:
+        on_change: called when something else is waited for than before.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, clock: Callable[[], float] = time.monotonic, on_change: Callable[[], None] = lambda: None
+    ) -> None:
         self._clock = clock
+        self._on_change = on_change
         self._phase: Phase = "generate"
+        self._trouble: str | None = None
         self._since_s = clock()
         self._spent_s: dict[Phase, float] = dict.fromkeys(PHASES, 0.0)
         self._num_in_environment = 0
@@ -63,8 +70,16 @@ class PhaseClock(RolloutMeter):
         self._move(1, -1)
 
     def switch(self, phase: Phase) -> None:
+        if phase != self._phase:
+            self._settle()
+            self._phase = phase
+            self._on_change()
+
+    def note_trouble(self, trouble: str | None) -> None:
+        """What is wrong with inference from now on; None when nothing is."""
         self._settle()
-        self._phase = phase
+        self._trouble = trouble
+        self._on_change()
 
     def lap(self) -> dict[Phase, float]:
         """Seconds of each phase since the last call."""
@@ -80,11 +95,12 @@ class PhaseClock(RolloutMeter):
     def _settle(self) -> None:
         now_s = self._clock()
         passed_s, self._since_s = now_s - self._since_s, now_s
-        if self._phase == "generate" and self._num_in_environment:
+        phase = "wait_for_inference" if self._trouble else self._phase
+        if phase == "generate" and self._num_in_environment:
             share = self._num_in_environment / (self._num_in_environment + self._num_in_turn)
             self._spent_s["environment"] += share * passed_s
             passed_s *= 1 - share
-        self._spent_s[self._phase] += passed_s
+        self._spent_s[phase] += passed_s
 
 
 class TokenRate:

@@ -2,9 +2,9 @@
 
     python -m prime_rl.orchestrator.orchestrator @ OUTPUT_DIR/run_a/control/orch.toml [--a.b value]
 
-`orchestrate` is the run's whole life. Around it a guard looks whether the run was evicted, deleted or asked to
-stop, so no wait outlasts that. The final `state` in `control/status.json` is finished, evicted, failed or stopped; a
-crash leaves none, so the supervisor may start it again.
+`orchestrate` is the run's whole life: `set_up`, then its loops. Beside both a guard looks whether the run was evicted,
+deleted or asked to stop, so no wait outlasts that. The final `state` in `control/status.json` is finished, evicted,
+failed or stopped; a crash leaves none, so the supervisor may start it again.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import logging
 import math
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 
@@ -34,7 +34,7 @@ from prime_rl.orchestrator.checkpoint import (
     Progress,
     find_progress,
 )
-from prime_rl.orchestrator.client import AccessDenied, Endpoint
+from prime_rl.orchestrator.client import AccessDenied, Endpoint, ServerClient
 from prime_rl.orchestrator.curriculum import Curricula
 from prime_rl.orchestrator.envs.checked import EnvironmentBroken
 from prime_rl.orchestrator.envs.loading import Environments, load_environments
@@ -56,14 +56,14 @@ from prime_rl.orchestrator.monitors.process import MonitorProcess
 from prime_rl.orchestrator.policy import PolicyVersions, TurnSampler, find_base_model
 from prime_rl.orchestrator.pool import InferenceClient
 from prime_rl.orchestrator.pools import Pools
+from prime_rl.orchestrator.publication import choose_publication
 from prime_rl.orchestrator.report import BatchReporter, Reporter
 from prime_rl.orchestrator.rollout import RolloutWorker
 from prime_rl.orchestrator.sampler import ExampleSampler
 from prime_rl.orchestrator.samples import SampleKeeper
 from prime_rl.orchestrator.scheduler import RunFailed, Scheduler
-from prime_rl.orchestrator.tenancy import set_up_versions, trainer_says
 from prime_rl.orchestrator.tokenizer import ChatTokenizer, TokenizerError
-from prime_rl.orchestrator.trainer_watch import TrainerWatch
+from prime_rl.orchestrator.trainer_watch import TrainerWatch, trainer_status
 from prime_rl.utils.logger import complain, setup_logger
 from prime_rl.utils.secrets import SecretError, read_secret
 from prime_rl.utils.signals import StopFlag
@@ -76,31 +76,55 @@ FINAL = (RunFailed, ConfigError, EnvironmentBroken, AccessDenied, TokenizerError
 
 
 async def orchestrate(
-    config: OrchestratorConfig, run: RunDir, reporter: Reporter, wake: Wake, cleanup: AsyncExitStack
+    config: OrchestratorConfig, run: RunDir, writer: StatusWriter, stop: Callable[[], bool], cleanup: AsyncExitStack
 ) -> None:
     """Make every batch of the run, then wait until its last update is published (and evaluated, if asked for)."""
-    # -- what the run needs ----
+    wake = Wake()
+    cleanup.enter_context(woken_by_signals(wake))
+    reporter = Reporter(writer)
+    loop = await run_beside(set_up(config, run, writer, reporter, wake, cleanup), guard(run, stop, reporter.tick, wake))
+    evaluation = [loop.evaluator.loop()] if loop.evaluator else []
+    await run_beside(
+        loop.make_all(),
+        loop.scheduler.watch_loop(),
+        loop.scheduler.update_policy_loop(),
+        *evaluation,
+        guard(run, stop, loop.reporter.tick, wake),
+    )
+
+
+async def set_up(
+    config: OrchestratorConfig,
+    run: RunDir,
+    writer: StatusWriter,
+    reporter: Reporter,
+    wake: Wake,
+    cleanup: AsyncExitStack,
+) -> BatchLoop:
+    """All that the run needs. What is waited for meanwhile goes to `reporter`, what must be ended to `cleanup`."""
     for folder in (run.rollouts, run.broadcast, run.checkpoints, run.metrics):
         make_folder(folder)  # not their parents: a deleted run is not made again
     monitors = MonitorProcess(config, run)
     cleanup.push_async_callback(asyncio.to_thread, monitors.close)
     await resume_done(run, config, reporter)
     trainer = TrainerWatch(OutputDir(run.path.parent).trainer_status)
-    seq_len = config.seq_len or (await trainer_says(run, reporter, "the trainer's seq_len")).max_seq_len
+    seq_len = config.seq_len or (await trainer_status(run, reporter.wait_for, "the trainer's seq_len")).max_seq_len
     tokenizer = ChatTokenizer.load(config.model.name, config.sampling.chat_template_kwargs)
-    phases = PhaseClock()
+    phases = PhaseClock(on_change=wake.set)
     envs, eval_envs = await load_environments(config, phases, cleanup, reporter.wait_for)
     progress = find_progress(run, config.groups_per_batch, max_bytes=max_batch_bytes(config.batch_size, seq_len))
     reporter.update(step=progress.step)
 
     # -- tasks ----
-    client = connect(config, run)
+    publication = await choose_publication(config, run, reporter.wait_for, cleanup)
+    client = connect(config, run, publication.equip, phases.note_trouble)
     cleanup.push_async_callback(client.close)
-    reporter.waiting_on, client.on_change = lambda now: client.trouble, wake.set
+    reporter.wait_for(lambda now: client.trouble)
     base = await base_model(client, config.model.name)
     check_temperature(config.sampling, raw=client.reports_raw_logprobs)
     warn_of_narrow_sampling(config.sampling, raw=client.reports_raw_logprobs)
-    policy = await set_up_versions(config, run, client, base, reporter, cleanup)
+    policy = PolicyVersions(publication, client, base)
+    cleanup.push_async_callback(policy.close)
     sampler = make_sampler(config, envs, progress)
     worker = RolloutWorker(
         TurnSampler(client, policy, config.sampling, seq_len=seq_len),
@@ -110,24 +134,23 @@ async def orchestrate(
         rollouts_per_example=config.rollouts_per_example,
         seed=config.sampling_seed,
     )
-    scheduler = make_scheduler(config, run, progress, worker, client, policy, trainer, phases, wake, cleanup)
+    scheduler = make_scheduler(config, run, progress, worker, client, policy, trainer, phases, cleanup)
     eval_turns = TurnSampler(client, policy, config.eval_sampling, seq_len=seq_len)
     evaluator = (
         Evaluator(config, run, eval_turns, tokenizer, policy, eval_envs, step=progress.step) if config.eval else None
     )
-    batches = BatchReporter(run, scheduler, client, reporter, envs, sampler)
-    samples = SampleKeeper(run, config.samples, tokenizer.decode)
-    reporter.waiting_on = scheduler.waiting_on
-    reporter.figures = lambda: {
-        "policy_version": policy.version,
-        "num_in_flight": scheduler.ledger.num_in_flight,
-        "progress": client.num_sampled_tokens + policy.version + scheduler.ledger.step,
-    }
 
-    # -- the run ----
-    loop = BatchLoop(config, run, client, scheduler, sampler, evaluator, batches, samples, reporter)
-    loops = [scheduler.watch_loop(), scheduler.update_policy_loop()] + ([evaluator.loop()] if evaluator else [])
-    await run_beside(loop.make_all(), *loops)
+    def figures() -> dict[str, object]:
+        return {
+            "policy_version": policy.version,
+            "num_in_flight": scheduler.ledger.num_in_flight,
+            "progress": client.num_sampled_tokens + policy.version + scheduler.ledger.step,
+        }
+
+    status = Reporter(writer, scheduler.waiting_on, figures)
+    batches = BatchReporter(run, scheduler, client, status, envs, sampler)
+    samples = SampleKeeper(run, config.samples, tokenizer.decode)
+    return BatchLoop(config, run, client, scheduler, sampler, evaluator, batches, samples, status)
 
 
 def make_sampler(config: OrchestratorConfig, envs: Environments, progress: Progress) -> ExampleSampler:
@@ -151,7 +174,6 @@ def make_scheduler(
     policy: PolicyVersions,
     trainer: TrainerWatch,
     phases: PhaseClock,
-    wake: Wake,
     cleanup: AsyncExitStack,
 ) -> Scheduler:
     """The scheduler of the groups that are still to be made; `cleanup` ends it, then what it watches with."""
@@ -169,7 +191,6 @@ def make_scheduler(
         phases=phases,
         max_groups=max(1, config.client.max_concurrent_requests // config.rollouts_per_example),
         has_signal=lambda group: not config.filter_zero_advantage or has_signal(group, config.advantage),
-        on_phase=wake.set,
     )
     cleanup.push_async_callback(scheduler.close)
     return scheduler
@@ -188,13 +209,21 @@ def make_ledger(config: OrchestratorConfig, progress: Progress) -> GroupLedger:
     )
 
 
-def connect(config: OrchestratorConfig, run: RunDir) -> InferenceClient:
+def connect(
+    config: OrchestratorConfig,
+    run: RunDir,
+    equip: Callable[[ServerClient], Awaitable[None]],
+    on_trouble: Callable[[str | None], None] = lambda trouble: None,
+) -> InferenceClient:
+    """The run's servers; `equip` and `on_trouble` as for InferenceClient. Raises RunFailed."""
     try:
         api_key = read_secret(config.client.api_key_var, os.environ)
     except SecretError as error:
         raise RunFailed(str(error)) from error
     return InferenceClient(
         [Endpoint(run.path.parent, url) for url in config.client.urls],
+        equip,
+        on_trouble=on_trouble,
         api_key=api_key,
         timeout_s=config.client.timeout_s,
         max_concurrent_requests=config.client.max_concurrent_requests,
@@ -213,22 +242,19 @@ async def base_model(client: InferenceClient, wanted: str) -> str:
 async def resume_done(run: RunDir, config: OrchestratorConfig, reporter: Reporter) -> None:
     """Wait until the trainer has gone back to `ckpt.resume_step`, if the run asks for that."""
     while pending_request(run, config.ckpt.resume_step):
-        reporter.waiting_on = lambda now: f"the trainer to go back to ckpt.resume_step = {config.ckpt.resume_step}"
+        reporter.wait_for(f"the trainer to go back to ckpt.resume_step = {config.ckpt.resume_step}")
         await asyncio.sleep(MAX_LOOK_S)
-    reporter.waiting_on = lambda now: None
+    reporter.wait_for(None)
 
 
 async def run_to_the_end(config: OrchestratorConfig, run: RunDir, stop: Callable[[], bool]) -> int:
     """`orchestrate` under guard, and its last word in the status file. Returns the exit code."""
     writer = StatusWriter(run.status, RunStatus(run_id=run.run_id, max_steps=config.max_steps))
-    reporter = Reporter(writer)
     final_status: dict[str, object] = {}
     second: SecondOrchestrator | None = None
     try:
         async with AsyncExitStack() as cleanup:
-            wake = Wake()
-            cleanup.enter_context(woken_by_signals(wake))
-            await run_beside(orchestrate(config, run, reporter, wake, cleanup), guard(run, stop, reporter.tick, wake))
+            await orchestrate(config, run, writer, stop, cleanup)
         final_status = {"state": "finished"}
         logger.info("finished: %d steps", config.max_steps)
     except StopRequested:

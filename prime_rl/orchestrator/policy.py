@@ -1,8 +1,8 @@
 """The policy of one run: the versions of it that inference serves, and one turn that is sampled with one of them.
 
 `PolicyVersions` has which version is current, which are in use, and what is restored; version 0 is the base model. A
-`Publication` brings a version to the servers and finds which version an answer comes from: `adapters`, or
-`whole_weights` where the run trains the whole model. The scheduler decides when to switch. `TurnSampler` samples.
+`Publication` brings a version to the servers and finds which version an answer comes from. The scheduler decides when
+to switch. `TurnSampler` samples.
 """
 
 from __future__ import annotations
@@ -13,16 +13,15 @@ import itertools
 import logging
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from prime_rl.configs.sampling import SamplingConfig
 from prime_rl.contract.layout import parse_adapter_name
 from prime_rl.orchestrator.client import Completion, RequestRefused, ServedModel, UnknownModel
 from prime_rl.orchestrator.envs.base import RolloutError
 from prime_rl.orchestrator.pool import InferenceClient
+from prime_rl.orchestrator.publication import Publication
 
 logger = logging.getLogger(__name__)
 
@@ -48,45 +47,18 @@ def find_base_model(wanted: str, served: Sequence[ServedModel]) -> str | None:
     return None
 
 
-class Publication(Protocol):
-    """How the versions of one run get to the servers."""
-
-    async def begin(self) -> None:
-        """Take away what an earlier orchestrator of the run left; afterwards version 0 is served."""
-
-    async def publish(self, version: int) -> None:
-        """Have every living server serve `version`, and each that comes back. Raises RequestRefused."""
-
-    async def restore(self, version: int) -> None:
-        """Give `version` again to the servers that have lost it. Raises RequestRefused."""
-
-    def retain(self, is_needed: Callable[[int], bool]) -> None:
-        """Let go of the versions that are not needed."""
-
-    async def withdraw(self) -> None:
-        """Leave the servers as they were before the run."""
-
-    def unchanged(self) -> AbstractAsyncContextManager[object]:
-        """Inside, the current version is not replaced, where a new one would take its place."""
-
-    def model_name(self, version: int) -> str:
-        """What a request for `version` names."""
-
-    def label(self, version: int) -> str:
-        """What people and logs call `version`."""
-
-    def answered_by(self, asked: int, weights: str | None, *, exactly: bool) -> int:
-        """The version behind an answer to a request for `asked`: that one, or unless `exactly` a newer one.
-
-        `weights` is from the server's answer. Raises UnknownModel when it is neither: the server has lost it.
-        """
-
-
 class PolicyVersions:
-    """What inference serves of this run. `version` is what new requests use."""
+    """What inference serves of this run. `version` is what new requests use.
 
-    def __init__(self, publication: Publication) -> None:
+    Args:
+        client: the run's servers; those that come back are equipped by `publication`.
+        base_model: the name under which inference serves version 0.
+    """
+
+    def __init__(self, publication: Publication, client: InferenceClient, base_model: str) -> None:
         self._publication = publication
+        self._client = client
+        self._base_model = base_model
         self.version = 0
         self._users: Counter[int] = Counter()
         self._switched = asyncio.Condition()
@@ -94,12 +66,12 @@ class PolicyVersions:
 
     async def begin(self) -> None:
         """Before the first request: what an earlier orchestrator of this run left (it was killed) goes."""
-        await self._publication.begin()
+        await self._publication.begin(self._client)
 
     async def switch_to(self, version: int) -> None:
         """Have `version` served and use it for all new requests. Requests under way go on. Raises RequestRefused."""
         async with self._publication.unchanged():
-            await self._publication.publish(version)
+            await self._publication.publish(self._client, version)
             before, self.version = self.version, version
         logger.info("policy version %d (before: %d)", version, before)
         self._sweep()
@@ -121,7 +93,7 @@ class PolicyVersions:
         held = self.version if version is None else version
         self._users[held] += 1
         try:
-            yield held, self._publication.model_name(held)
+            yield held, self._publication.model_name(held) or self._base_model
         finally:
             self._users[held] -= 1
             self._sweep()
@@ -137,12 +109,12 @@ class PolicyVersions:
         one is tried for a while: a switch to a newer one fixes it too.
         """
         if version is not None:
-            await self._publication.restore(version)
+            await self._publication.restore(self._client, version)
             return
         give_up_s = asyncio.get_running_loop().time() + RESTORE_LIMIT_S
         while True:
             try:
-                await self._publication.restore(self.version)
+                await self._publication.restore(self._client, self.version)
                 return
             except RequestRefused as error:
                 if asyncio.get_running_loop().time() > give_up_s:
@@ -154,7 +126,7 @@ class PolicyVersions:
         """Leave the servers as they were before the run, as far as they answer in time."""
         try:
             async with asyncio.timeout(CLOSE_TIMEOUT_S):
-                await self._publication.withdraw()
+                await self._publication.withdraw(self._client)
         except TimeoutError:
             logger.warning("inference did not unload %s in time", self.label(self.version))
 
@@ -169,7 +141,7 @@ class PolicyVersions:
 
     def _sweep(self) -> None:
         """Let go of what is older than the current version and not in use."""
-        self._publication.retain(lambda version: version >= self.version or self._users[version] > 0)
+        self._publication.retain(self._client, lambda version: version >= self.version or self._users[version] > 0)
 
 
 @dataclass(eq=False)

@@ -107,19 +107,19 @@ def choose(ready: Sequence[Server], request: CompletionRequest | None) -> Server
 class InferenceClient:
     """All servers of one run. Every one of them serves the same base model and gets the same policy versions.
 
-    Attributes:
-        on_change: called when `trouble` comes or goes.
-        equip: gives a server that comes back what it needs before it is asked again. Once it returns, the
-        server counts as living.
-
     Args:
+        equip: gives a server that comes back what it needs before it is asked again. Once it returns, the
+            server counts as living.
+        on_trouble: called with `trouble` when that changes.
         transport: of httpx, for tests.
     """
 
     def __init__(
         self,
         endpoints: Sequence[Endpoint],
+        equip: Callable[[ServerClient], Awaitable[None]],
         *,
+        on_trouble: Callable[[str | None], None] = lambda trouble: None,
         api_key: str | None = None,
         timeout_s: float = 120.0,
         max_concurrent_requests: int = 64,
@@ -128,8 +128,8 @@ class InferenceClient:
     ) -> None:
         self.places = Places(max_concurrent_requests)
         self.trouble: str | None = None
-        self.on_change: Callable[[], None] = lambda: None
-        self.equip: Callable[[ServerClient], Awaitable[None]] = _nothing
+        self._equip = equip
+        self._on_trouble = on_trouble
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         limits = httpx.Limits(
             max_connections=None, max_keepalive_connections=max_concurrent_requests, keepalive_expiry=KEEPALIVE_S
@@ -273,7 +273,7 @@ class InferenceClient:
         for attempt in itertools.count():
             await asyncio.sleep(self._backoff_s(attempt))
             try:
-                await self.equip(server.client)
+                await self._equip(server.client)
                 break
             except AccessDenied:
                 break  # raised again by the next request, which has a caller
@@ -302,15 +302,10 @@ class InferenceClient:
     def _set_trouble(self, trouble: str | None) -> None:
         if trouble != self.trouble:
             self.trouble = trouble
-            self.on_change()
+            self._on_trouble(trouble)
 
 
 def _describe(error: Exception, server: Server) -> str:
     if isinstance(error, InferenceError):
         return str(error)
     return f"inference at {server.client.address} ({type(error).__name__}: {' '.join(str(error).split())})"
-
-
-async def _nothing(server: ServerClient) -> None:
-    """Only the base model is served: an answer is enough."""
-    await server.list_models()

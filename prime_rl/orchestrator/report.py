@@ -22,34 +22,44 @@ REPORT_S = 2.0
 
 
 class Reporter:
-    """Keeps `control/status.json` true: a new wait at once, figures that changed every REPORT_S, nothing else."""
+    """Keeps `control/status.json` true: a new wait at once, figures that changed every REPORT_S, nothing else.
 
-    def __init__(self, writer: StatusWriter) -> None:
-        self.waiting_on: Callable[[float], str | None] = lambda now: None
-        self.figures: Callable[[], dict[str, object]] = dict
+    Args:
+        waiting_on: the sentence about what is waited for, at a time in Unix seconds; None while nothing is.
+        figures: fields that change all the time.
+    """
+
+    def __init__(
+        self,
+        writer: StatusWriter,
+        waiting_on: Callable[[float], str | None] = lambda now: None,
+        figures: Callable[[], dict[str, object]] = dict,
+    ) -> None:
         self._writer = writer
+        self._waiting_on = waiting_on
+        self._figures = figures
         self._written_s = 0.0
         self._written: dict[str, object] = {}
 
-    def wait_for(self, sentence: str | None) -> None:
+    def wait_for(self, what: str | Callable[[float], str | None] | None) -> None:
         """What is waited for from now on, written at once."""
-        self.waiting_on = lambda now: sentence
+        self._waiting_on = what if callable(what) else lambda now: what
         self.tick()
 
     def update(self, **fields: object) -> None:
         self._written_s = time.monotonic()
-        self._written = self.figures()
-        self._writer.update(waiting_on=self.waiting_on(time.time()), **self._written, **fields)
+        self._written = self._figures()
+        self._writer.update(waiting_on=self._waiting_on(time.time()), **self._written, **fields)
 
     def tick(self) -> None:
         """One turn of the event loop: a new wait is written at once, figures that changed every REPORT_S."""
         self._writer.turn()
-        sentence = self.waiting_on(time.time())
+        sentence = self._waiting_on(time.time())
         if sentence != self._writer.status.waiting_on:
             if sentence:
                 logger.info("waiting for %s", sentence)
             self.update()
-        elif time.monotonic() - self._written_s >= REPORT_S and self.figures() != self._written:
+        elif time.monotonic() - self._written_s >= REPORT_S and self._figures() != self._written:
             self.update()
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from prime_rl.contract.layout import RunDir, list_steps, stable_marker
 from prime_rl.orchestrator.client import RequestRefused
 from prime_rl.orchestrator.ledger import Flight, GroupLedger
-from prime_rl.orchestrator.metrics import Phase, PhaseClock
+from prime_rl.orchestrator.metrics import PhaseClock
 from prime_rl.orchestrator.policy import PolicyVersions
 from prime_rl.orchestrator.pool import InferenceClient
 from prime_rl.orchestrator.rollout import Group, GroupFailed
@@ -43,10 +43,9 @@ class Scheduler:
 
     Args:
         make_group: makes the group of one index, and notes the version of each of its requests; raises GroupFailed.
-        phases: takes account of where the time goes, from `start` on.
+        phases: takes account of where the time goes, from `start` on; `client` tells it of trouble.
         max_groups: groups in flight at one time.
         has_signal: whether a group is worth training on.
-        on_phase: called when something else is waited for than before.
     """
 
     def __init__(
@@ -62,7 +61,6 @@ class Scheduler:
         phases: PhaseClock,
         max_groups: int,
         has_signal: Callable[[Group], bool] = lambda group: True,
-        on_phase: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.ledger = ledger
@@ -76,8 +74,6 @@ class Scheduler:
         self._trainer = trainer
         self._max_groups = max_groups
         self._has_signal = has_signal
-        self._on_phase = on_phase
-        self._noted: tuple[Phase, str | None] | None = None
         self._clock = clock
         self._tasks = Background()
         self._task_of: dict[int, asyncio.Task[None]] = {}
@@ -89,7 +85,6 @@ class Scheduler:
         self._final_version: int | None = None
         self._serve_final = False
         self._closed = False
-        client.on_change = self.note_phase
 
     async def start(self) -> None:
         """Begin with the newest policy that there is, not with the base model."""
@@ -139,7 +134,7 @@ class Scheduler:
         """After the last batch: until the trainer has published `version` and, with `serve`, inference serves it."""
         self._final_version = version
         self._serve_final = serve
-        self.note_phase()
+        self._note_phase()
         await self._notify()
         async with self._changed:
             await self._changed.wait_for(lambda: (self._policy.version if serve else self.published) >= version)
@@ -154,7 +149,7 @@ class Scheduler:
         if self._clock() - self._refused_since > LOAD_REFUSED_LIMIT_S:
             raise RunFailed(f"timed out after {LOAD_REFUSED_LIMIT_S:g} s waiting for {self._refusal}")
         logger.warning("waiting for %s", self._refusal)
-        self.note_phase()
+        self._note_phase()
 
     # -- groups ----
 
@@ -179,7 +174,7 @@ class Scheduler:
         while not self._closed and self._may_start():
             flight = self.ledger.start()
             self._task_of[flight.index] = self._tasks.start(self._run_group(flight), f"group {flight.index}")
-        self.note_phase()
+        self._note_phase()
 
     def _stop_too_old(self) -> None:
         """Stop the generation of groups that no batch can take any longer; they are started again by `_fill`."""
@@ -239,20 +234,11 @@ class Scheduler:
 
     # -- what is waited for ----
 
-    @property
-    def phase(self) -> Phase:
-        if self._client.trouble:
-            return "wait_for_inference"
+    def _note_phase(self) -> None:
         if self.ledger.num_in_flight:
-            return "generate"
-        return "wait_for_inference" if self._refusal else "wait_for_policy"
-
-    def note_phase(self) -> None:
-        phase = self.phase
-        self.phases.switch(phase)
-        if self._noted != (phase, self._client.trouble):
-            self._noted = (phase, self._client.trouble)
-            self._on_phase()
+            self.phases.switch("generate")
+        else:
+            self.phases.switch("wait_for_inference" if self._refusal else "wait_for_policy")
 
     def waiting_on(self, now: float) -> str | None:
         """The sentence for the status file; None while groups are being made. `now` is Unix seconds."""

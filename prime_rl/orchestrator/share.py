@@ -83,12 +83,14 @@ async def set_up(request: MakeRequest, run: RunDir, config: OrchestratorConfig, 
     """What makes one task, with the requested version and nothing newer."""
     tokenizer = ChatTokenizer.load(config.model.name, config.sampling.chat_template_kwargs)
     envs, eval_envs = await load_environments(config, None, cleanup, lambda words: None)
-    client = connect(config.replace(client={**config.client.model_dump(), "base_url": request.base_url}), run)
+    adapters = AdapterPublication(run)
+    config = config.replace(client={**config.client.model_dump(), "base_url": request.base_url})
+    client = connect(config, run, adapters.equip)
     cleanup.push_async_callback(client.close)
     base = await base_model(client, config.model.name)
     if request.split == "train":
         check_temperature(config.sampling, raw=client.reports_raw_logprobs)
-    policy = PolicyVersions(AdapterPublication(client, run, base))
+    policy = PolicyVersions(adapters, client, base)
     cleanup.push_async_callback(policy.close)
     await policy.begin()
     if request.policy_version:

@@ -7,13 +7,26 @@ supervisor does that.
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable
 from pathlib import Path
 
 from prime_rl.contract.condition import stall_text, stalled_since
+from prime_rl.contract.layout import OutputDir, RunDir
 from prime_rl.contract.status import HEARTBEAT_S, TrainerStatus, is_alive, read_status
+from prime_rl.orchestrator.guard import MAX_LOOK_S
 
 # A heartbeat that is later than this is looked into; below it the writer lived a moment ago.
 LATE_AFTER_S = HEARTBEAT_S + 1.0
+
+
+async def trainer_status(run: RunDir, say: Callable[[str | None], None], what: str) -> TrainerStatus:
+    """The trainer's status, once it has what it trains. `what` is needed of it; `say` gets what is waited for."""
+    path = OutputDir(run.path.parent).trainer_status
+    while (status := read_status(path, TrainerStatus)) is None or not status.max_seq_len:
+        say(f"{path} (for {what})")
+        await asyncio.sleep(MAX_LOOK_S)
+    return status
 
 
 class TrainerWatch:

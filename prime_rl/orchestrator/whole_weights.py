@@ -42,50 +42,54 @@ async def lease(path: Path, tell: Callable[[str | None], None]) -> AsyncIterator
 
 
 class WholeWeights:
-    """See the module. `base_model` is the name under which inference serves whatever weights it has."""
+    """See the module."""
 
-    def __init__(self, client: InferenceClient, run: RunDir, base_model: str) -> None:
-        self._client = client
+    def __init__(self, run: RunDir) -> None:
         self._run = run
-        self._base_model = base_model
         self._wanted = 0  # what every living server has, or is being given
         self._giving = asyncio.Lock()
         self._pinned = asyncio.Lock()
-        client.equip = self._equip
 
-    async def begin(self) -> None:
+    async def equip(self, server: ServerClient) -> None:
+        server.weights = None  # whatever it had, it may have lost
+        try:
+            await self._give(server)
+        except RequestRefused as error:  # its answers will not be taken, and the next version is given to it again
+            logger.warning("a restarted server refuses %s: %s", self.label(self._wanted), error)
+
+    async def begin(self, client: InferenceClient) -> None:
         """Back to the base model: a version of an earlier life may have been rolled back and made again since."""
-        await self.publish(0)
+        await self.publish(client, 0)
 
-    async def publish(self, version: int) -> None:
+    async def publish(self, client: InferenceClient, version: int) -> None:
         async with self._giving:
             before, self._wanted = self._wanted, version
             try:
-                await self._client.everywhere(self._give)
+                await client.everywhere(self._give)
             except BaseException:
                 self._wanted = before
                 raise
 
-    async def restore(self, version: int) -> None:
+    async def restore(self, client: InferenceClient, version: int) -> None:
         """Load the current version, which is `version` or newer, on servers that have lost it."""
         async with self._giving:
-            await self._client.everywhere(self._give)
+            await client.everywhere(self._give)
 
-    def retain(self, is_needed: Callable[[int], bool]) -> None:
+    def retain(self, client: InferenceClient, is_needed: Callable[[int], bool]) -> None:
         """The one version that a server has goes when the next one comes."""
 
-    async def withdraw(self) -> None:
+    async def withdraw(self, client: InferenceClient) -> None:
         """The next request for the base model loads it."""
         self._wanted = 0
-        for error in await self._client.once_everywhere(self._give):
+        for error in await client.once_everywhere(self._give):
             if isinstance(error, InferenceError):
                 logger.warning("a server keeps the weights of %s: %s", self._run.run_id, error)
 
     def unchanged(self) -> contextlib.AbstractAsyncContextManager[object]:
         return self._pinned
 
-    def model_name(self, version: int) -> str:
-        return self._base_model
+    def model_name(self, version: int) -> None:
+        return None  # the base model's name stands for whatever weights a server has
 
     def label(self, version: int) -> str:
         return weights_name(self._run.run_id, version)
@@ -104,10 +108,3 @@ class WholeWeights:
                 continue
             if server.weights != label:
                 raise RequestRefused(f"inference reports the weights {server.weights!r} instead of {label!r}")
-
-    async def _equip(self, server: ServerClient) -> None:
-        server.weights = None  # whatever it had, it may have lost
-        try:
-            await self._give(server)
-        except RequestRefused as error:  # its answers will not be taken, and the next version is given to it again
-            logger.warning("a restarted server refuses %s: %s", self.label(self._wanted), error)

@@ -19,12 +19,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from prime_rl.contract.layout import RunDir
-from prime_rl.orchestrator.client import Endpoint
 from prime_rl.orchestrator.envs.base import Example
 from prime_rl.orchestrator.ledger import GroupLedger
 from prime_rl.orchestrator.metrics import PhaseClock
 from prime_rl.orchestrator.policy import PolicyVersions
-from prime_rl.orchestrator.pool import InferenceClient
 from prime_rl.orchestrator.rollout import Group
 from prime_rl.orchestrator.scheduler import Scheduler
 from prime_rl.orchestrator.trainer_watch import TrainerWatch
@@ -33,10 +31,9 @@ from tests.orchestrator_support import (
     FIRST_BYTE,
     FakeInference,
     TalkEnv,
+    connected,
     make_model,
-    make_policy,
     make_run,
-    make_whole_policy,
     make_worker,
     publish,
 )
@@ -115,8 +112,8 @@ async def play(case: Case, choose: Callable[[int], int], folder: Path) -> Played
     run, model = make_run(folder), make_model(folder / "model")
     fake, played = FakeInference(model), Played()
     fake.gate = gate = Gate(fake.version_of)
-    client = InferenceClient([Endpoint(folder, "http://fake/v1")], transport=httpx.ASGITransport(app=fake))
-    policy = (make_whole_policy if case.whole else make_policy)(client, run, model)
+    transport = httpx.ASGITransport(app=fake)
+    client, policy = connected("http://fake/v1", run, model, whole=case.whole, transport=transport)
     env = TalkEnv(num_examples=10, num_turns=case.num_turns, on_rollout=failing(case.failing))
     worker = make_worker(client, policy, model, {"talk": env})
     ledger = GroupLedger(

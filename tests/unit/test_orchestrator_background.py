@@ -78,8 +78,7 @@ async def test_no_failure_of_one_try_ends_the_bringing_back_and_its_cause_is_log
             raise RecursionError("too deep")
 
     async with serving(FakeInference(model)) as url:
-        client = make_client([NOWHERE, url], tmp_path)
-        client.equip = equip
+        client = make_client([NOWHERE, url], tmp_path, equip=equip)
         await client.list_models()
         await until(lambda: bool(client.metrics()["inference/0/living"]), "the server to be asked again")
         await client.close()

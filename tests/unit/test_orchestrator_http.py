@@ -34,6 +34,7 @@ from tests.orchestrator_support import (
     IM_END,
     FakeInference,
     TalkEnv,
+    answers,
     make_client,
     make_model,
     make_policy,
@@ -105,9 +106,8 @@ async def test_server_errors_are_tried_again_and_named_meanwhile(model: Path, tm
     statuses = [500, 503, 429]
     fake.fault = lambda path, body: statuses.pop(0) if statuses and path == "/v1/completions" else None
     async with serving(fake) as url:
-        client = make_client(url, tmp_path)
         troubles: list[str | None] = []
-        client.on_change = lambda: troubles.append(client.trouble)
+        client = make_client(url, tmp_path, on_trouble=troubles.append)
         assert (await sample(client, str(model)))[-1] == IM_END
         await client.close()
     assert client.places.control.limit == START_LIMIT // 4, "halved at 503 and at 429"
@@ -146,9 +146,8 @@ async def test_a_request_without_answer_is_given_up_at_its_deadline_and_tried_ag
 
     fake.gate = hang_once
     async with serving(fake) as url:
-        client = make_client(url, tmp_path, timeout_s=0.2)
         troubles: list[str | None] = []
-        client.on_change = lambda: troubles.append(client.trouble)
+        client = make_client(url, tmp_path, timeout_s=0.2, on_trouble=troubles.append)
         assert await sample(client, str(model))
         await client.close()
     assert troubles[0] is not None and "no answer in 0.2 s" in troubles[0] and troubles[-1] is None
@@ -170,7 +169,7 @@ async def test_the_key_is_sent(model: Path, tmp_path: Path) -> None:
 
 async def test_without_a_base_url_the_server_is_found_again_at_its_new_address(model: Path, tmp_path: Path) -> None:
     fake = FakeInference(model)
-    client = InferenceClient([Endpoint(tmp_path, None)], backoff_start_s=0.01)
+    client = InferenceClient([Endpoint(tmp_path, None)], answers, backoff_start_s=0.01)
     waiting = asyncio.create_task(client.list_models())
     await until(lambda: client.trouble is not None, "the missing status file to be named")
     assert "inference/status.json (not found" in str(client.trouble)

@@ -50,6 +50,20 @@ def test_phases_add_up_and_begin_again_after_a_lap() -> None:
     assert clock.lap() == {**NO_TIME, "generate": 0.5}
 
 
+def test_time_in_trouble_is_time_without_inference_and_every_change_is_told() -> None:
+    now, changes = [0.0], list[float]()
+    clock = PhaseClock(lambda: now[0], on_change=lambda: changes.append(now[0]))
+    clock.switch("generate")  # as before
+    for now_s, trouble in ((1.0, "503"), (3.0, "429"), (4.0, None)):
+        now[0] = now_s
+        clock.note_trouble(trouble)
+    now[0] = 6.0
+    clock.switch("wait_for_policy")
+    now[0] = 7.0
+    assert clock.lap() == {**NO_TIME, "generate": 3.0, "wait_for_inference": 3.0, "wait_for_policy": 1.0}
+    assert changes == [1.0, 3.0, 4.0, 6.0]
+
+
 def test_time_goes_to_the_environment_by_the_share_of_rollouts_in_its_code() -> None:
     now = [0.0]
     clock = PhaseClock(lambda: now[0])

@@ -11,14 +11,17 @@ import pytest
 
 from prime_rl.configs.base import ConfigError
 from prime_rl.configs.sampling import SamplingConfig
-from prime_rl.orchestrator.adapters import AdapterSet
-from prime_rl.orchestrator.client import RequestRefused, UnknownModel
+from prime_rl.contract.layout import RunDir
+from prime_rl.orchestrator.adapters import AdapterPublication
+from prime_rl.orchestrator.client import RequestRefused
 from prime_rl.orchestrator.pool import InferenceClient
 from tests.orchestrator_support import (
     IM_END,
     FakeInference,
     make_client,
     make_model,
+    make_run,
+    publish,
     run_config,
     serving,
     until,
@@ -30,8 +33,15 @@ NOWHERE = "http://127.0.0.1:9/v1"
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    (tmp_path / "STABLE").touch()  # the folder that all adapters are loaded from
     return make_model(tmp_path / "model")
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    run = make_run(tmp_path)
+    for version in (1, 2, 3):
+        publish(run, version)
+    return run
 
 
 async def sample(client: InferenceClient, model: Any, *, max_tokens: int = 8, seed: int = 3) -> list[int]:
@@ -81,22 +91,20 @@ async def test_requests_go_where_the_fewest_tokens_are_outstanding(model: Path, 
 
 
 async def test_a_dead_server_is_taken_out_in_silence_and_comes_back_with_its_adapters(
-    model: Path, tmp_path: Path
+    model: Path, run: RunDir, tmp_path: Path
 ) -> None:
     fakes = [FakeInference(model) for _ in range(3)]
     async with serving(fakes[0]) as first:
         async with serving(fakes[1]) as second:
-            client = make_client([first, second], tmp_path)
-            adapters = AdapterSet(client, "run_a")
-            troubles: list[str | None] = []
-            client.on_change = lambda: troubles.append(client.trouble)
+            adapters, troubles = AdapterPublication(run), list[str | None]()
+            client = make_client([first, second], tmp_path, equip=adapters.equip, on_trouble=troubles.append)
             for version in (1, 2):
-                await adapters.load(f"run_a@v{version}", tmp_path)
+                await adapters.publish(client, version)
         for seed in range(6):
             assert (await sample(client, "run_a@v2", seed=seed))[-1] == IM_END
-        await adapters.load("run_a@v3", tmp_path)
-        await adapters.unload("run_a@v1")
-        assert await adapters.serves("run_a@v3") and not await adapters.serves("run_a@v1")
+        await adapters.publish(client, 3)
+        adapters.retain(client, lambda version: version > 1)
+        await until(lambda: set(fakes[0].adapters) == {"run_a@v2", "run_a@v3"}, "version 1 to be unloaded")
         assert client.metrics()["inference/1/living"] == 0 and client.metrics()["inference/1/failures"] == 1
         fakes[2].adapters = dict.fromkeys(("run_a@v1", "run_a@v9", "run_b@v1"), "before it was cut off")
         async with serving(fakes[2], port_of(second)):
@@ -109,12 +117,12 @@ async def test_a_dead_server_is_taken_out_in_silence_and_comes_back_with_its_ada
     assert troubles == []
 
 
-async def test_only_when_none_is_left_is_that_waited_for(model: Path, tmp_path: Path) -> None:
+async def test_only_when_none_is_left_is_that_waited_for(model: Path, run: RunDir, tmp_path: Path) -> None:
     fake = FakeInference(model)
     async with serving(fake) as url:
-        client = make_client([NOWHERE, url], tmp_path)
-        adapters = AdapterSet(client, "run_a")
-        await adapters.load("run_a@v1", tmp_path)
+        adapters = AdapterPublication(run)
+        client = make_client([NOWHERE, url], tmp_path, equip=adapters.equip)
+        await adapters.publish(client, 1)
         assert client.trouble is None
     waiting = asyncio.create_task(sample(client, "run_a@v1"))
     await until(lambda: client.trouble is not None, "the loss to be said")
@@ -127,23 +135,23 @@ async def test_only_when_none_is_left_is_that_waited_for(model: Path, tmp_path: 
         await client.close()
 
 
-async def test_a_version_is_loaded_when_every_living_server_has_it(model: Path, tmp_path: Path) -> None:
+async def test_a_version_is_loaded_when_every_living_server_has_it(model: Path, run: RunDir, tmp_path: Path) -> None:
     fakes = [FakeInference(model) for _ in range(2)]
     async with serving(fakes[0]) as first, serving(fakes[1]) as second:
-        client = make_client([first, NOWHERE, second], tmp_path)
-        adapters = AdapterSet(client, "run_a")
-        await adapters.load("run_a@v1", tmp_path)
+        adapters = AdapterPublication(run)
+        client = make_client([first, NOWHERE, second], tmp_path, equip=adapters.equip)
+        await adapters.publish(client, 1)
         assert [set(fake.adapters) for fake in fakes] == [{"run_a@v1"}] * 2
         fakes[1].adapters.clear()  # restarted too fast to be noticed
-        assert not await adapters.serves("run_a@v1")
-        await adapters.load("run_a@v1", tmp_path)
-        assert await adapters.serves("run_a@v1")
+        await adapters.restore(client, 1)
+        assert [fake.num_loads for fake in fakes] == [1, 2] and set(fakes[1].adapters) == {"run_a@v1"}
+        await adapters.restore(client, 1)
+        assert [fake.num_loads for fake in fakes] == [1, 2], "every server has it"
         fakes[1].fault = lambda path, body: 400 if path == "/v1/load_lora_adapter" else None
         with pytest.raises(RequestRefused):
-            await adapters.load("run_a@v2", tmp_path)
-        await adapters.unload("run_a@v2")  # only one has it
-        with pytest.raises(UnknownModel):
-            await adapters.unload("run_a@v2")
+            await adapters.publish(client, 2)
+        adapters.retain(client, lambda version: version == 1)  # only one has version 2
+        await until(lambda: set(fakes[0].adapters) == {"run_a@v1"}, "version 2 to be unloaded")
         assert {entry.id for entry in await client.list_models()} == {str(model), "run_a@v1"}
         await client.close()
 

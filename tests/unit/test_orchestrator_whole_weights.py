@@ -24,10 +24,9 @@ from tests.orchestrator_support import (
     FIRST_BYTE,
     FakeInference,
     TalkEnv,
-    make_client,
+    connected,
     make_model,
     make_run,
-    make_whole_policy,
     make_worker,
     publish,
     run_config,
@@ -64,8 +63,7 @@ async def at_version(
 ) -> AsyncIterator[tuple[InferenceClient, PolicyVersions]]:
     """The run's client and its policy, whose `version` the server has."""
     async with serving(fake) as url:
-        client = make_client(url, run.path.parent)
-        policy = make_whole_policy(client, run, Path(fake.model))
+        client, policy = connected(url, run, Path(fake.model), whole=True)
         await policy.begin()
         await policy.switch_to(version)
         yield client, policy
@@ -108,8 +106,7 @@ async def test_a_server_that_comes_back_has_the_weights_before_it_is_asked(model
     fakes = [FakeInference(model) for _ in range(3)]
     async with serving(fakes[0]) as first:
         async with serving(fakes[1]) as second:
-            client = make_client([first, second], run.path.parent)
-            policy = make_whole_policy(client, run, model)
+            client, policy = connected([first, second], run, model, whole=True)
             await policy.begin()
             await policy.switch_to(1)
         worker = make_worker(client, policy, model, {"talk": TalkEnv()})

@@ -1,0 +1,69 @@
+"""How the policy versions of a run get to the servers: as adapters, or, where the trainer has none, as whole weights.
+
+The one place that distinguishes the two. The run's config may choose; else the trainer decides, in its status file.
+Everything else works with a `Publication`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from typing import Protocol
+
+from prime_rl.configs.orchestrator import OrchestratorConfig
+from prime_rl.contract.layout import OutputDir, RunDir
+from prime_rl.orchestrator.adapters import AdapterPublication
+from prime_rl.orchestrator.client import ServerClient
+from prime_rl.orchestrator.pool import InferenceClient
+from prime_rl.orchestrator.trainer_watch import trainer_status
+from prime_rl.orchestrator.whole_weights import WholeWeights, lease
+
+
+class Publication(Protocol):
+    """How the versions of one run get to the servers; `client` has these, and calls `equip` for one that comes back."""
+
+    async def equip(self, server: ServerClient) -> None:
+        """Give a server that comes back what the others have."""
+
+    async def begin(self, client: InferenceClient) -> None:
+        """Remove what an earlier orchestrator of the run left; afterwards version 0 is served."""
+
+    async def publish(self, client: InferenceClient, version: int) -> None:
+        """Have every living server serve `version`, and each that comes back. Raises RequestRefused."""
+
+    async def restore(self, client: InferenceClient, version: int) -> None:
+        """Give `version` again to the servers that have lost it. Raises RequestRefused."""
+
+    def retain(self, client: InferenceClient, is_needed: Callable[[int], bool]) -> None:
+        """Let go of the versions that are not needed."""
+
+    async def withdraw(self, client: InferenceClient) -> None:
+        """Leave the servers as they were before the run."""
+
+    def unchanged(self) -> AbstractAsyncContextManager[object]:
+        """Inside, the current version is not replaced, where a new one would take its place."""
+
+    def model_name(self, version: int) -> str | None:
+        """What a request for `version` names; None for the name of the base model."""
+
+    def label(self, version: int) -> str:
+        """What people and logs call `version`."""
+
+    def answered_by(self, asked: int, weights: str | None, *, exactly: bool) -> int:
+        """The version behind an answer to a request for `asked`: that one, or unless `exactly` a newer one.
+
+        `weights` is from the server's answer. Raises UnknownModel when it is neither: the server has lost it.
+        """
+
+
+async def choose_publication(
+    config: OrchestratorConfig, run: RunDir, say: Callable[[str | None], None], cleanup: AsyncExitStack
+) -> Publication:
+    """Adapters or whole weights. `say` gets what is waited for; `cleanup` gives the servers' weights back."""
+    whole = config.model.trains_whole_model
+    if whole is None:
+        whole = (await trainer_status(run, say, "whether it trains adapters")).max_rank is None
+    if not whole:
+        return AdapterPublication(run)
+    await cleanup.enter_async_context(lease(OutputDir(run.path.parent).weights_lock, say))
+    return WholeWeights(run)
