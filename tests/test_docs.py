@@ -90,20 +90,21 @@ def test_kill_points_are_those_that_are_tested() -> None:
 
 
 def test_endpoints_are_those_of_the_server() -> None:
-    """The table of docs/inference.md, what the guard lets through, and what answers it: the engine or the front."""
-    from fastapi.routing import APIRoute
+    """The table of docs/inference.md, and the routes of both engines."""
+    from starlette.routing import Route
 
-    from prime_rl.inference.embedded.app import Api, build_app
-    from prime_rl.inference.embedded.metrics import EngineMetrics
-    from prime_rl.inference.guard import ROUTES
+    from prime_rl.configs.inference import InferenceConfig
+    from prime_rl.inference.embedded.api import Api
+    from prime_rl.inference.front import build_app
+    from prime_rl.inference.vllm.control import ENDPOINTS
 
     told = re.findall(r"^\| `(/[\w/]+)` \| (GET|POST) \|", TEXT[ROOT / "docs" / "inference.md"], re.MULTILINE)
-    assert len(told) == len(ROUTES) and dict(told) == ROUTES
     nothing: Any = None  # routes are declared before anything is asked of an engine
-    app = build_app(Api(nothing, nothing, model="m", max_model_len=8, max_waiting=1, created=0), EngineMetrics(nothing))
-    engine = {route.path: method for route in app.routes if isinstance(route, APIRoute) for method in route.methods}
-    front = dict.fromkeys(("/update_weights", "/reload_weights", "/inference/v1/generate"), "POST") | {"/health": "GET"}
-    assert engine | front == ROUTES and not engine.keys() & front.keys()
+    api = Api(nothing, nothing, InferenceConfig(), max_model_len=8)
+    assert sorted(api.endpoints) == sorted(ENDPOINTS)
+    routes = [route for route in build_app(api, InferenceConfig()).routes if isinstance(route, Route)]
+    methods = {route.path: ", ".join(route.methods - {"HEAD"}) for route in routes if route.methods}
+    assert len(told) == len(routes) and dict(told) == methods
 
 
 def test_console_scripts_start() -> None:

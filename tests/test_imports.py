@@ -37,7 +37,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "torch",
         "transformers",
         "vllm",
-        "fastapi",
+        "starlette",
         "psutil",
     ),
     "prime_rl/orchestrator": (*LAYER_1, "prime_rl.orchestrator", "tokenizers", "httpx", "reasoning_gym"),
@@ -49,7 +49,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
 OURS = ("prime_rl", "daemons", "tui")
 # Libraries whose place is limited: a package that is not named with them above may not load them.
 GUARDED = (
-    *("torch", "transformers", "vllm", "fastapi", "textual", "typer", "tokenizers", "httpx", "watchdog", "psutil"),
+    *("torch", "transformers", "vllm", "starlette", "textual", "typer", "tokenizers", "httpx", "watchdog", "psutil"),
     "reasoning_gym",
 )
 

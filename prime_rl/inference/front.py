@@ -1,41 +1,61 @@
-"""What both engines' servers do alike behind the guard: health, whole weights, and a tenant's share of the adapters.
+"""The server's application, the same for both engines: its routes, whole weights, and a tenant's share of the adapters.
 
-An ASGI application around the engine's own. Whole weights change while nothing generates: requests under way end first,
-new ones wait, so each is answered by one set of weights, which its answer names in the header `x-weights`. Adapters
-belong to the base model: while one is loaded the weights stay, and while other weights are in force none is loaded.
-A run holds no more adapters than its share, so that no run takes the room of another.
+A request goes through `Guard`, then to one of the routes: those below, or one that the engine answers itself. Whole
+weights change while nothing generates: requests under way end first, new ones wait, so each is answered by one set of
+weights, which its answer names in the header `x-weights`. Adapters belong to the base model: while one is loaded the
+weights stay, and while other weights are in force none is loaded. A run holds no more adapters than its share, so that
+no run takes the room of another.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, MutableMapping
+import re
+from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import quote
 
 import msgspec
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Lifespan, Message, Receive, Scope, Send
 
 from prime_rl.configs.inference import InferenceConfig
 from prime_rl.contract.layout import BASE_WEIGHTS, LOGPROBS_HEADER, WEIGHTS_HEADER, parse_adapter_name
+from prime_rl.inference.bodies import decoded, error_response, json_response
 from prime_rl.inference.errors import ApiError
-from prime_rl.inference.guard import AsgiApp, Message, Receive, Send, answer, refuse, replay
+from prime_rl.inference.guard import Guard, confined_adapter, confined_weights
 from prime_rl.inference.health import HealthProbe
-from prime_rl.inference.tokens import COMPLETIONS, GENERATE, TokensInOut
+from prime_rl.inference.tokens import GenerateRequest, completion_request, generate_response
 from prime_rl.inference.turnstile import StillInUse, Turnstile
-from prime_rl.inference.weight_files import confined_folder, weights_label
+from prime_rl.inference.weight_files import weights_label
 
 logger = logging.getLogger(__name__)
 
 # How long requests under way may hold up new weights. Shorter than what a client waits for an answer.
 DRAIN_S = 60.0
-LOAD_ADAPTER = "/v1/load_lora_adapter"
-GENERATING = frozenset({COMPLETIONS, "/v1/chat/completions", GENERATE})
+GENERATING = frozenset({"/v1/completions", "/v1/chat/completions", "/inference/v1/generate"})
+READING = frozenset({"/health", "/metrics", "/v1/models"})
+_ADAPTER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@/-]{0,127}")
 
 
 class EngineControl(Protocol):
-    """What the front needs of an engine."""
+    """What the front needs of an engine. `request` is the one that is answered: it tells when the client goes away."""
+
+    @property
+    def endpoints(self) -> Mapping[str, Callable[..., Any]]:
+        """The routes that the engine answers itself, each a function of a request or an ASGI application."""
+
+    @property
+    def lifespan(self) -> Lifespan[Any] | None:
+        """What must run around the server."""
 
     def adapters(self) -> Collection[str]:
         """Names of the adapters that are loaded."""
@@ -43,9 +63,12 @@ class EngineControl(Protocol):
     def num_tokens(self) -> int:
         """Tokens generated since the start."""
 
-    async def verify_adapter(self, name: str) -> None:
-        """Make sure that an adapter that was just loaded is what answers under its name. Raises ApiError, and the
-        adapter is no longer loaded, when it is not."""
+    async def complete(self, request: Request, body: dict[str, Any]) -> dict[str, Any]:
+        """The answer of /v1/completions to `body`. Raises ApiError."""
+
+    async def load_adapter(self, request: Request, name: str, folder: Path) -> None:
+        """Load the adapter in `folder` (confined), and make sure that it answers under its name. Raises ApiError, and
+        the adapter is not loaded, when it cannot be."""
 
     async def generate_one(self) -> None:
         """Generate one token with the base model. Raises when that fails."""
@@ -58,113 +81,111 @@ class EngineControl(Protocol):
         """The same with the weights that the server was started with."""
 
 
-class _UpdateBody(msgspec.Struct, forbid_unknown_fields=True):
+class _UpdateRequest(msgspec.Struct, forbid_unknown_fields=True):
     weight_dir: str
 
 
-class _LoadBody(msgspec.Struct):
+class _LoadRequest(msgspec.Struct, forbid_unknown_fields=True):
     lora_name: str
+    lora_path: str
+
+
+def build_app(
+    engine: EngineControl, config: InferenceConfig, *, api_key: str | None = None, drain_s: float = DRAIN_S
+) -> Starlette:
+    """The application that a server serves; `api_key` None: no key is required."""
+    front = Front(engine, config, drain_s)
+    endpoints = {**engine.endpoints, **front.endpoints}
+    in_turn = [Middleware(_InTurn, front=front)]
+    app = Starlette(
+        routes=[
+            Route(
+                path,
+                endpoint,
+                methods=["GET" if path in READING else "POST"],
+                middleware=in_turn if path in GENERATING else None,
+            )
+            for path, endpoint in endpoints.items()
+        ],
+        middleware=[Middleware(_TellsLogprobs, mode=config.logprobs_mode), Middleware(Guard, api_key=api_key)],
+        exception_handlers={ApiError: _refused, HTTPException: _not_routed, Exception: _failed},
+        lifespan=engine.lifespan,
+    )
+    app.router.redirect_slashes = False
+    return app
 
 
 class Front:
     """See the module."""
 
-    def __init__(
-        self, app: AsgiApp, engine: EngineControl, config: InferenceConfig, *, drain_s: float = DRAIN_S
-    ) -> None:
-        self._app = TokensInOut(app)
+    def __init__(self, engine: EngineControl, config: InferenceConfig, drain_s: float) -> None:
         self._engine = engine
         self._output_dir = config.output_dir
         self._max_versions = config.max_versions_per_run
-        self._logprobs_mode = config.logprobs_mode
         self._drain_s = drain_s
         self._health = HealthProbe(engine.generate_one, engine.num_tokens)
-        self._turnstile = Turnstile()
-        self._weights = BASE_WEIGHTS
-
-    async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
-        send = _with_header(send, LOGPROBS_HEADER, self._logprobs_mode)
-        path = scope.get("path")
-        own: dict[Any, Callable[[bytes], Awaitable[None]]] = {
+        self.turnstile = Turnstile()
+        self.weights = BASE_WEIGHTS
+        self.endpoints: dict[str, Callable[..., Any]] = {
             "/health": self._prove,
+            "/inference/v1/generate": self._generate,
+            "/v1/load_lora_adapter": self._load,
             "/update_weights": self._update,
             "/reload_weights": self._reload,
         }
-        if path in own:
-            await self._reply(own[path], receive, send)
-        elif path in GENERATING:
-            with await self._turnstile.enter():
-                await self._app(scope, receive, _with_header(send, WEIGHTS_HEADER, self._weights))
-        elif path == LOAD_ADAPTER:
-            with await self._turnstile.enter():
-                await self._load(scope, receive, send)
-        else:
-            await self._app(scope, receive, send)
 
-    async def _reply(self, handler: Callable[[bytes], Awaitable[None]], receive: Receive, send: Send) -> None:
-        try:
-            await handler((await receive()).get("body", b""))
-        except Exception as error:
-            await refuse(send, _as_api_error(error))
-        else:
-            await answer(send, 200, {"weights": self._weights})
+    async def _prove(self, request: Request) -> Response:
+        await self._health.check()
+        return json_response({"weights": self.weights})
 
-    async def _load(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
-        message = await receive()
-        name = msgspec.json.decode(message["body"], type=_LoadBody).lora_name
-        held: list[Message] = []
+    async def _generate(self, request: Request) -> Response:
+        asked = await decoded(request, GenerateRequest)
+        return json_response(generate_response(asked, await self._engine.complete(request, completion_request(asked))))
 
-        async def hold(message: Message) -> None:
-            held.append(message)
-
-        try:
+    async def _load(self, request: Request) -> Response:
+        asked = await decoded(request, _LoadRequest)
+        name = asked.lora_name
+        if not _ADAPTER_NAME.fullmatch(name):
+            message = "lora_name must be 1 to 128 of letters, digits and '._@/-', the first a letter or digit."
+            raise ApiError(400, message, param="lora_name")
+        folder = await asyncio.to_thread(confined_adapter, self._output_dir, asked.lora_path)
+        with await self.turnstile.enter():
             self._check_share(name)
-            await self._app(scope, replay(message, receive), hold)
-            if held and held[0].get("status") == 200:
-                await self._engine.verify_adapter(name)
-        except Exception as error:
-            await refuse(send, _as_api_error(error))
-            return
-        for message in held:
-            await send(message)
+            await self._engine.load_adapter(request, name, folder)
+        return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
 
     def _check_share(self, name: str) -> None:
-        if self._weights != BASE_WEIGHTS:
-            message = f"Adapters belong to the base model, and {self._weights} is in force: reload_weights first."
+        if self.weights != BASE_WEIGHTS:
+            message = f"Adapters belong to the base model, and {self.weights} is in force: reload_weights first."
             raise ApiError(409, message)
         if parsed := parse_adapter_name(name):
             run_id, loaded = parsed[0], self._engine.adapters()
             own = [each for each in loaded if (parse_adapter_name(each) or ("",))[0] == run_id]
             if name not in own and len(own) >= self._max_versions:
-                raise ApiError(
-                    400, f"{run_id} holds its {self._max_versions} adapter slots: unload one first.", param="lora_name"
-                )
+                message = f"{run_id} holds its {self._max_versions} adapter slots: unload one first."
+                raise ApiError(400, message, param="lora_name")
 
-    async def _prove(self, body: bytes) -> None:
-        await self._health.check()
-
-    async def _update(self, body: bytes) -> None:
-        try:
-            given = msgspec.json.decode(body, type=_UpdateBody).weight_dir
-        except msgspec.MsgspecError as error:
-            raise ApiError(400, f"The body must be {{weight_dir}}: {error}") from error
-        folder = confined_folder(self._output_dir, given)
+    async def _update(self, request: Request) -> Response:
+        asked = await decoded(request, _UpdateRequest)
+        folder = await asyncio.to_thread(confined_weights, self._output_dir, asked.weight_dir)
         async with self._alone():
             await self._engine.load_weights(folder)
             # It goes into a header, where not every character of a file name may stand.
-            self._weights = quote(weights_label(self._output_dir.resolve(), folder))
+            self.weights = quote(weights_label(self._output_dir.resolve(), folder))
         logger.info("now serving the weights of %s", folder)
+        return json_response({"weights": self.weights})
 
-    async def _reload(self, body: bytes) -> None:
+    async def _reload(self, request: Request) -> Response:
         async with self._alone():
             await self._engine.load_base()
-            self._weights = BASE_WEIGHTS
+            self.weights = BASE_WEIGHTS
         logger.info("now serving the base model")
+        return json_response({"weights": self.weights})
 
     @contextlib.asynccontextmanager
     async def _alone(self) -> AsyncIterator[None]:
         try:
-            async with self._turnstile.alone(self._drain_s):
+            async with self.turnstile.alone(self._drain_s):
                 if loaded := sorted(self._engine.adapters()):
                     raise ApiError(409, f"Adapters are loaded ({', '.join(loaded[:3])}): unload them first.")
                 yield
@@ -173,12 +194,27 @@ class Front:
             raise ApiError(503, message) from error
 
 
-def _as_api_error(error: Exception) -> ApiError:
-    """Any exception of an engine: the client gets an error, the log the reason."""
-    if isinstance(error, ApiError):
-        return error
-    logger.error("the server failed on a request", exc_info=error)
-    return ApiError(500, f"The server failed on this request: {type(error).__name__}.")
+class _InTurn:
+    """Middleware of what generates: it waits while weights change, and its answer names those that it was made with."""
+
+    def __init__(self, app: ASGIApp, front: Front) -> None:
+        self._app = app
+        self._front = front
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with await self._front.turnstile.enter():
+            await self._app(scope, receive, _with_header(send, WEIGHTS_HEADER, self._front.weights))
+
+
+class _TellsLogprobs:
+    """Middleware: every answer tells which log-probabilities there are."""
+
+    def __init__(self, app: ASGIApp, mode: str) -> None:
+        self._app = app
+        self._mode = mode
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._app(scope, receive, _with_header(send, LOGPROBS_HEADER, self._mode))
 
 
 def _with_header(send: Send, name: str, value: str) -> Send:
@@ -188,3 +224,23 @@ def _with_header(send: Send, name: str, value: str) -> Send:
         await send(message)
 
     return with_header
+
+
+async def _refused(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    return error_response(error)
+
+
+async def _not_routed(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    path = request.url.path
+    method = "GET" if path in READING else "POST"
+    message = f"{path} takes {method}, not {request.method}." if error.status_code == 405 else error.detail
+    if error.status_code == 404:
+        message = f"Not found: {path[:200]}."
+    return error_response(ApiError(error.status_code, message))
+
+
+async def _failed(request: Request, error: Exception) -> Response:
+    """The framework raises the error again, so its traceback goes to the log, not to the client."""
+    return error_response(ApiError(500, f"The server failed on this request: {type(error).__name__}."))

@@ -11,9 +11,9 @@ import socket
 from collections.abc import Callable, Iterator
 
 import uvicorn
+from starlette.types import ASGIApp
 
 from prime_rl.contract.status import StatusWriter
-from prime_rl.inference.guard import AsgiApp
 from prime_rl.inference.reporting import Reporter
 
 # How long requests in flight may still take after a stop was asked for; below the supervisor's grace.
@@ -36,7 +36,7 @@ class _Server(uvicorn.Server):
 
 
 async def serve(
-    app: AsgiApp,
+    app: ASGIApp,
     sock: socket.socket,
     *,
     stop: Callable[[], bool],

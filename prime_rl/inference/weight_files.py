@@ -7,7 +7,6 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from prime_rl.contract.layout import stable_marker
 from prime_rl.inference.errors import ApiError
 from prime_rl.lora.misfit import Shapes, misfit, shapes_of
 from prime_rl.lora.tensor_files import read_shapes
@@ -20,26 +19,6 @@ def model_shapes(name: str) -> Shapes:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(name))
     return shapes_of(dict(model.named_parameters()))
-
-
-def confined_folder(output_dir: Path, given: str) -> Path:
-    """The folder `given` with all links resolved. Raises ApiError: 403 outside of `output_dir`, 400 for no folder."""
-    if "\0" in given or not given:
-        raise ApiError(400, "weight_dir is empty or contains a NUL.", param="weight_dir")
-    try:
-        folder = Path(given).resolve()
-        inside = all(path.resolve().is_relative_to(output_dir.resolve()) for path in (folder, folder / WEIGHTS_FILE))
-        is_folder = inside and folder.is_dir()
-        complete = is_folder and stable_marker(folder).is_file()
-    except (OSError, RuntimeError) as error:  # a name that is too long, a loop of links
-        raise ApiError(400, f"weight_dir {given[:200]!r} cannot be read: {error}", param="weight_dir") from error
-    if not inside:
-        raise ApiError(403, f"weight_dir {given[:200]!r} is outside of {output_dir}.", param="weight_dir")
-    if not is_folder:
-        raise ApiError(400, f"weight_dir {given[:200]!r} is not a folder.", param="weight_dir")
-    if not complete:
-        raise ApiError(400, f"weight_dir {given[:200]!r} is not complete: it has no STABLE.", param="weight_dir")
-    return folder
 
 
 def weights_label(output_dir: Path, folder: Path) -> str:

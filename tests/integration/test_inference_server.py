@@ -91,7 +91,7 @@ def test_only_the_chosen_engine_is_imported(model: Path, tmp_path: Path) -> None
     """And neither torch nor an engine before the checks are done."""
     script = (
         "import sys, prime_rl.inference.server\n"
-        "heavy = {'torch', 'transformers', 'vllm', 'fastapi', 'uvicorn'} & set(sys.modules)\n"
+        "heavy = {'torch', 'transformers', 'vllm', 'starlette', 'uvicorn'} & set(sys.modules)\n"
         "assert not heavy, heavy\n"
         "import prime_rl.inference.embedded.server\n"
         "assert 'vllm' not in sys.modules\n"

@@ -20,10 +20,9 @@ from transformers import (
 )
 
 from prime_rl.configs.inference import InferenceConfig
-from prime_rl.inference.embedded.batch import MAX_PREFILL_TOKENS, Batch, _by_prompt, _chunks
+from prime_rl.inference.embedded.batch import MAX_PREFILL_TOKENS, Batch, Job, Row, _by_prompt, _chunks
 from prime_rl.inference.embedded.kv import SPARE_COLUMNS
 from prime_rl.inference.embedded.model import ModelError, Served, load_model
-from prime_rl.inference.embedded.request import Job, Row
 from prime_rl.inference.embedded.sampling import SamplingParams
 from prime_rl.inference.limits import max_model_len
 from prime_rl.lora.adapter_state import load_adapter
@@ -91,7 +90,7 @@ def run_out(batch: Batch) -> None:
 
 
 def outputs(jobs: list[Job]) -> list[list[list[int]]]:
-    return [[row.completion.token_ids for row in each.rows] for each in jobs]
+    return [[row.token_ids for row in each.rows] for each in jobs]
 
 
 def staggered(served: Served, jobs: list[Job]) -> list[list[list[int]]]:
@@ -152,7 +151,7 @@ def test_raw_logprobs_are_the_models_own_whatever_is_sampled(tmp_path: Path) -> 
         batch = new_batch(served, raw_logprobs=raw_logprobs)
         batch.add(each.rows)
         run_out(batch)
-        completions.append(each.rows[0].completion)
+        completions.append(each.rows[0])
     raw, processed = completions
     assert raw.token_ids == processed.token_ids and raw.logprobs != processed.logprobs
     with torch.no_grad():
@@ -182,7 +181,7 @@ def test_logprobs_do_not_depend_on_the_batch(served: Served) -> None:
     single, crowd = job([5, 6, 7], 10, slot=1, temperature=1.0), job([5, 6, 7], 10, slot=1, temperature=1.0)
     alone(served, single)
     staggered(served, [job([4] * 30, 40), crowd, job([2], 9, slot=0)])
-    assert crowd.rows[0].completion.logprobs == pytest.approx(single.rows[0].completion.logprobs, abs=1e-4)
+    assert crowd.rows[0].logprobs == pytest.approx(single.rows[0].logprobs, abs=1e-4)
 
 
 def test_a_row_may_outgrow_its_room_many_times(served: Served) -> None:
@@ -220,10 +219,10 @@ def test_cancelled_rows_leave_and_the_others_go_on(served: Served) -> None:
 def test_stop_strings_end_a_row_where_they_are_complete(served: Served) -> None:
     whole = alone(served, job([5, 6, 7], 20, ignore_eos=True))[0]
     letters = "".join(chr(ord("a") + i % 26) for i in whole)
-    stopped = job([5, 6, 7], 20, ignore_eos=True, stop=(letters[9:12],))
+    stopped = job([5, 6, 7], 20, ignore_eos=True, stop=[letters[9:12]])
     ids = alone(served, stopped)[0]
     at = letters.index(letters[9:12])
-    completion = stopped.rows[0].completion
+    completion = stopped.rows[0]
     assert ids == whole[: at + 3] and completion.stop_at == at and completion.finish_reason == "stop"
 
 
@@ -233,7 +232,7 @@ def test_end_of_sequence_ends_a_row(served: Served) -> None:
     each = job([5, 6, 7], 20)
     batch.add(each.rows)
     run_out(batch)
-    completion = each.rows[0].completion
+    completion = each.rows[0]
     assert completion.token_ids == whole[: whole.index(whole[4]) + 1] and completion.finish_reason == "stop"
 
 

@@ -13,9 +13,9 @@ from transformers import AutoModelForCausalLM
 
 from prime_rl.configs.inference import InferenceConfig
 from prime_rl.contract.files import wait_for
+from prime_rl.inference.embedded.batch import Row
 from prime_rl.inference.embedded.engine import Engine, EngineDead
 from prime_rl.inference.embedded.model import Served, load_model
-from prime_rl.inference.embedded.request import Completion
 from prime_rl.inference.embedded.sampling import SamplingParams
 from prime_rl.inference.errors import ApiError
 from prime_rl.inference.weight_files import model_shapes
@@ -51,7 +51,7 @@ def params(max_tokens: int) -> SamplingParams:
     return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
 
 
-def generate(engine: Engine, max_tokens: int = 12, **kwargs: Any) -> list[Completion]:
+def generate(engine: Engine, max_tokens: int = 12, **kwargs: Any) -> list[Row]:
     return engine.submit(PROMPT, params(max_tokens), **kwargs).future.result(PATIENCE_S)
 
 
@@ -64,7 +64,7 @@ def test_more_choices_than_rows_wait_for_room(engine: Engine) -> None:
     assert [completion.token_ids for completion in completions] == [completions[0].token_ids] * 11
     wait_for(lambda: engine.stats().num_running == 0, "the rows to leave", timeout_s=PATIENCE_S)
     stats = engine.stats()
-    assert (stats.num_waiting, stats.num_prompt_tokens, stats.num_generated_tokens) == (0, 3, 11 * 12)
+    assert (stats.num_waiting, stats.num_prompt_tokens, stats.num_tokens) == (0, 3, 11 * 12)
 
 
 def test_rows_wait_when_the_cache_could_not_hold_them(served: Served) -> None:

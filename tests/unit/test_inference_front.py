@@ -3,31 +3,38 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import json
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import httpx
 import pytest
 from safetensors.torch import load_file
+from starlette.requests import Request
+from starlette.responses import Response
 
 from prime_rl.configs.inference import InferenceConfig, LogprobsMode
 from prime_rl.configs.system import SPARE_VERSIONS, SystemConfig
 from prime_rl.contract.layout import LOGPROBS_HEADER
+from prime_rl.inference.bodies import decoded, json_response
 from prime_rl.inference.checks import StartError
 from prime_rl.inference.errors import ApiError
-from prime_rl.inference.front import Front
-from prime_rl.inference.guard import Guard
+from prime_rl.inference.front import build_app
 from prime_rl.inference.health import FRESH_S, HealthProbe
 from prime_rl.inference.limits import adapter_bytes, check_adapter_room
 from prime_rl.inference.private_tmp import PREFIX, private_tmp
 from prime_rl.inference.turnstile import StillInUse, Turnstile
 from prime_rl.inference.vllm.adapters import AdapterGate
+from prime_rl.inference.vllm.control import VllmControl
 from tests.inference_support import make_adapter, make_model
-from tests.unit.test_inference_http import ask
+from tests.patience import PATIENCE_S
+from tests.unit.test_inference_http import adapter, ask
 
 
 class Engine:
@@ -38,6 +45,24 @@ class Engine:
         self.stuck = False
         self.broken = False
         self.num_asked = 0
+        self.loads: list[tuple[str, Path]] = []
+        self.release = asyncio.Event()
+        self.release.set()
+        self.endpoints = {"/v1/completions": self.complete_at_once}
+        self.lifespan = None
+
+    async def complete_at_once(self, request: Request) -> Response:
+        return json_response(await self.complete(request, await decoded(request, dict[str, Any])))
+
+    async def complete(self, request: Request, body: dict[str, Any]) -> dict[str, Any]:
+        if self.broken:
+            raise RuntimeError("secret detail")
+        choice = {"index": 0, "token_ids": body["prompt"], "finish_reason": "length"}
+        return {"id": "own", "choices": [choice], "model": body.get("model")}
+
+    async def load_adapter(self, request: Request, name: str, folder: Path) -> None:
+        self.loads.append((name, folder))
+        await self.release.wait()
 
     def num_tokens(self) -> int:
         return self.tokens
@@ -51,9 +76,6 @@ class Engine:
             raise RuntimeError("secret detail")
         while self.stuck:
             await asyncio.sleep(0.01)
-
-    async def verify_adapter(self, name: str) -> None:
-        """It has none."""
 
     async def load_weights(self, folder: Path) -> None:
         """It takes what it gets."""
@@ -149,30 +171,136 @@ async def test_requests_that_do_not_end_hold_up_a_change_for_so_long_only() -> N
 
 
 async def test_a_folder_with_an_odd_name_does_no_harm_to_headers(tmp_path: Path) -> None:
-    async def app(scope: object, receive: object, send: object) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": []})  # type: ignore[operator]
-        await send({"type": "http.response.body", "body": b"{}"})  # type: ignore[operator]
-
     folder = tmp_path / "a\r\nb: c"
     folder.mkdir()
     (folder / "STABLE").touch()
-    guard = Guard(Front(app, Engine(), InferenceConfig(output_dir=tmp_path)), api_key=None, output_dir=tmp_path)
-    status, body = await ask(guard, "/update_weights", b'{"weight_dir": "%s/a\\r\\nb: c"}' % str(tmp_path).encode())
+    app = build_app(Engine(), InferenceConfig(output_dir=tmp_path))
+    status, body = await ask(app, "/update_weights", b'{"weight_dir": "%s/a\\r\\nb: c"}' % str(tmp_path).encode())
     assert (status, body) == (200, {"weights": "a%0D%0Ab%3A%20c"})
 
 
 @pytest.mark.parametrize("mode", get_args(LogprobsMode))
-async def test_every_answer_names_which_logprobs_there_are(tmp_path: Path, mode: LogprobsMode) -> None:
-    async def app(scope: object, receive: object, send: object) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": [(b"x-own", b"1")]})  # type: ignore[operator]
-        await send({"type": "http.response.body", "body": b"{}"})  # type: ignore[operator]
+async def test_every_answer_tells_which_logprobs_there_are(tmp_path: Path, mode: LogprobsMode) -> None:
+    app = build_app(Engine(), InferenceConfig(output_dir=tmp_path, logprobs_mode=mode))
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
+        for path, status in (("/v1/completions", 200), ("/reload_weights", 200), ("/nowhere", 404)):
+            answer = await client.post(path, json={"prompt": [1]})
+            assert (answer.status_code, answer.headers[LOGPROBS_HEADER]) == (status, mode), path
 
-    front = Front(app, Engine(), InferenceConfig(output_dir=tmp_path, logprobs_mode=mode))
-    transport = httpx.ASGITransport(front)
-    async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
-        for path in ("/v1/models", "/v1/completions", "/reload_weights"):
-            answer = await client.post(path)
-            assert (answer.status_code, answer.headers[LOGPROBS_HEADER]) == (200, mode), path
+
+async def test_only_known_routes_are_answered_and_by_their_method(tmp_path: Path) -> None:
+    app = build_app(Engine(), InferenceConfig(output_dir=tmp_path), api_key="secret")
+    key = {"authorization": "Bearer secret"}
+    for path in ("/adapters", "/v1/load_lora_adapter/", "/invocations", "/v1/../metrics", "/sleep"):
+        assert (await ask(app, path, headers=key))[0] == 404 and (await ask(app, path))[0] == 401
+    status, body = await ask(app, "/v1/completions", method="GET", headers=key)
+    assert status == body["error"]["code"] == 405 and "takes POST, not GET" in body["error"]["message"]
+
+
+async def test_bodies_are_json_of_the_expected_shape(tmp_path: Path) -> None:
+    app = build_app(Engine(), InferenceConfig(output_dir=tmp_path))
+    bad = (
+        b"",
+        b"{",
+        b"[]",
+        b'{"weight_dir": 1}',
+        b'{"weight_dir": "\xff"}',
+        b"[" * 10**6,
+        b'{"weight_dir": "", "y": 1}',
+    )
+    for body in bad:
+        status, answered = await ask(app, "/update_weights", body)
+        assert status == 400 and "\n" not in answered["error"]["message"], body[:30]
+    assert (await ask(app, "/v1/completions", b'{"prompt": [1]}', headers={"content-type": "text/plain"}))[0] == 400
+
+
+async def test_a_fault_of_the_engine_is_an_error_without_details(tmp_path: Path) -> None:
+    engine = Engine()
+    engine.broken = True
+    sent: list[Any] = []
+
+    async def receive() -> Any:
+        return {"type": "http.request", "body": b'{"prompt": [1]}', "more_body": False}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    headers = [(b"content-type", b"application/json")]
+    scope = {"type": "http", "path": "/v1/completions", "method": "POST", "headers": headers}
+    with pytest.raises(RuntimeError):  # for the log
+        await build_app(engine, InferenceConfig(output_dir=tmp_path))(scope, receive, send)
+    assert sent[0]["status"] == 500 and b"RuntimeError" in sent[1]["body"] and b"secret" not in sent[1]["body"]
+
+
+async def test_token_ids_go_in_and_out_without_text(tmp_path: Path) -> None:
+    app = build_app(Engine(), InferenceConfig(output_dir=tmp_path))
+    body = b'{"token_ids": [5, 6], "sampling_params": {"max_tokens": 2}, "model": "run_a@v1", "request_id": "mine"}'
+    status, answered = await ask(app, "/inference/v1/generate", body)
+    assert status == 200 and answered["request_id"] == "mine" and answered["choices"][0]["token_ids"] == [5, 6]
+    assert answered["model"] == "run_a@v1"
+
+
+async def test_adapters_are_loaded_from_the_resolved_path(tmp_path: Path) -> None:
+    folder, engine = adapter(tmp_path / "run_a" / "broadcast" / "step_1"), Engine()
+    (tmp_path / "newest").symlink_to(folder)
+    app = build_app(engine, InferenceConfig(output_dir=tmp_path))
+
+    def body(**fields: Any) -> bytes:
+        return json.dumps({"lora_name": "run_a@v1", "lora_path": str(tmp_path / "newest"), **fields}).encode()
+
+    async def status(**fields: Any) -> int:
+        with contextlib.suppress(json.JSONDecodeError):  # success is told in plain text
+            return (await ask(app, "/v1/load_lora_adapter", body(**fields)))[0]
+        return 200
+
+    assert await status() == 200 and engine.loads == [("run_a@v1", folder)]
+    for fields in ({"load_inplace": True}, {"lora_name": "../x"}, {"lora_name": "x" * 129}, {"lora_name": ""}):
+        assert await status(**fields) == 400
+    assert len(engine.loads) == 1
+
+
+async def test_other_requests_are_answered_while_an_adapter_is_loaded(tmp_path: Path) -> None:
+    folder, engine = adapter(tmp_path / "run_a" / "broadcast" / "step_1"), Engine()
+    engine.release.clear()
+    app = build_app(engine, InferenceConfig(output_dir=tmp_path))
+    body = json.dumps({"lora_name": "run_a@v1", "lora_path": str(folder)}).encode()
+    load = asyncio.create_task(ask(app, "/v1/load_lora_adapter", body))
+    while not engine.loads:
+        await asyncio.sleep(0.001)
+    assert (await ask(app, "/v1/completions", b'{"prompt": [1]}'))[0] == 200
+    engine.release.set()
+    with pytest.raises(json.JSONDecodeError):
+        await load
+
+
+async def test_vllm_checks_one_adapter_at_a_time_beside_the_event_loop(tmp_path: Path) -> None:
+    model = make_model(tmp_path / "base")
+    folder = make_adapter(tmp_path / "run_a", model, seed=1)
+    config = InferenceConfig.model_validate({"model": {"name": str(model), "lora": {"rank": 8}}})
+    answered, at_once, loaded = threading.Event(), list[int](), list[dict[str, Any]]()
+
+    def wait() -> list[str]:
+        at_once.append(1)
+        assert answered.wait(PATIENCE_S), "the event loop waits for the check"
+        return []
+
+    async def vllm(scope: Any, receive: Any, send: Any) -> None:
+        loaded.append({"path": scope["path"], **json.loads((await receive())["body"])})
+        await send({"type": "http.response.start", "status": 400, "headers": []})
+        await send({"type": "http.response.body", "body": b'{"error": {"message": "no room", "param": "lora_name"}}'})
+
+    requests: dict[str, Any] = {}
+    control = VllmControl(config, vllm, None, requests, AdapterGate(config, wait), lambda: 0)
+    request = Request({"type": "http", "path": "/v1/load_lora_adapter", "headers": []})
+    loads = [asyncio.create_task(control.load_adapter(request, f"run_a@v{n}", folder)) for n in (1, 2)]
+    while not at_once:
+        await asyncio.sleep(0.001)
+    assert len(at_once) == 1, "one after the other: they share a model"
+    answered.set()
+    for error in await asyncio.gather(*loads, return_exceptions=True):
+        assert isinstance(error, ApiError) and (error.status, error.message) == (400, "no room")
+    asked = {"path": "/v1/load_lora_adapter", "lora_name": "run_a@v1", "lora_path": str(folder)}
+    assert loaded[0] == asked and len(loaded) == 2
 
 
 @pytest.fixture

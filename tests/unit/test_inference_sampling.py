@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 from transformers import (
     LogitsProcessor,
     MinNewTokensLengthLogitsProcessor,
@@ -54,7 +54,7 @@ def batch(
 def test_raw_logprobs_are_those_of_the_logits_as_they_are_and_change_no_token() -> None:
     logits = torch.randn(3, 40, generator=torch.Generator().manual_seed(0))
     params = batch(
-        SamplingParams(temperature=0.5, top_k=5, num_top_logprobs=2),
+        SamplingParams(temperature=0.5, top_k=5, top_logprobs=2),
         SamplingParams(temperature=0, min_tokens=3, frequency_penalty=2.0),
         SamplingParams(),
         histories=[History((1, 2), (4, 4))] * 3,
@@ -147,7 +147,7 @@ def test_top_p_of_one_row_leaves_the_others_alone() -> None:
 
 def test_top_logprobs_are_sorted_and_bounded_by_the_vocabulary() -> None:
     logits = torch.tensor([[1.0, 3.0, 2.0]])
-    sampled = sample(logits, batch(SamplingParams(num_top_logprobs=20)), positions(0))
+    sampled = sample(logits, batch(SamplingParams(top_logprobs=20)), positions(0))
     assert sampled.top_ids_RK is not None and sampled.top_ids_RK.tolist() == [[1, 2, 0]]
     assert sample(logits, batch(SamplingParams()), positions(0)).top_ids_RK is None
 
@@ -179,7 +179,7 @@ def additive(scores_RV: torch.Tensor, presence: float, frequency: float) -> torc
         (SamplingParams(min_tokens=5), [MinNewTokensLengthLogitsProcessor(len(PROMPT), 5, EOS)]),
         (SamplingParams(min_tokens=4), []),
         (
-            SamplingParams(min_tokens=9, stop_token_ids=(11, 12)),
+            SamplingParams(min_tokens=9, stop_token_ids=[11, 12]),
             [MinNewTokensLengthLogitsProcessor(len(PROMPT), 9, [EOS, 11, 12])],
         ),
         (
@@ -215,7 +215,7 @@ def assert_distribution(params: SamplingParams, logits: torch.Tensor, expected: 
     """In a batch with rows that have no such setting, which are not changed."""
     both = torch.cat([logits, logits])
     history = History(PROMPT, ANSWER)
-    params = replace(params, num_top_logprobs=40)
+    params = replace(params, top_logprobs=40)
     rows = [params] * len(logits) + [SamplingParams()] * len(logits)
     sampled = sample(both, batch(*rows, histories=[history] * len(rows)), positions(*[len(ANSWER)] * len(rows)))
     assert sampled.top_ids_RK is not None and sampled.top_logprobs_RK is not None

@@ -12,7 +12,7 @@ import pytest
 from tests.patience import PATIENCE_S
 from tui.cli import main
 
-HEAVY = ("torch", "vllm", "transformers", "peft", "fastapi")
+HEAVY = ("torch", "vllm", "transformers", "peft", "starlette")
 
 
 def run_python(code: str, cwd: Path | None = None) -> str:

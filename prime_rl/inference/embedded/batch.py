@@ -1,4 +1,4 @@
-"""The rows that are decoded together: their order, and one token for all of them a step.
+"""Jobs, their rows, and the rows that are decoded together: one token for all of them a step.
 
 Collaborators: `ModelRunner` does the forwards, `sampling` draws, `kv.compose` copies rows together when the batch
 changes. Rows are sorted by adapter. A row that ends leaves a hole that is computed along until enough holes are worth a
@@ -10,7 +10,8 @@ Dimensions: R rows (holes included), T columns of the cache, C columns of the ma
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from concurrent.futures import Future
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -18,10 +19,17 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from prime_rl.inference.embedded.kv import SPARE_COLUMNS, CacheRows, RowCache, compose
+from prime_rl.inference.embedded.kv import SPARE_COLUMNS, RowCache, compose
 from prime_rl.inference.embedded.model import ModelRunner
-from prime_rl.inference.embedded.request import Row
-from prime_rl.inference.embedded.sampling import BatchParams, History, Sampled, SamplingParams, find_stop, sample
+from prime_rl.inference.embedded.sampling import (
+    BatchParams,
+    History,
+    Sampled,
+    SamplingParams,
+    find_stop,
+    sample,
+    stream_key,
+)
 
 # Token positions (prompts x longest prompt) of one prefill forward: bounds its activations to tens of MB a layer.
 MAX_PREFILL_TOKENS = 8192
@@ -29,6 +37,55 @@ MAX_PREFILL_TOKENS = 8192
 MAX_HOLES = 1 / 8
 
 Decode = Callable[[Sequence[int]], str]
+
+
+class Job:
+    """One prompt with n choices, its `rows`. `future` gets them when the last one has ended."""
+
+    def __init__(
+        self, prompt_ids: Sequence[int], params: SamplingParams, *, num_choices: int, seed: int, slot: int | None
+    ) -> None:
+        self.prompt_ids = tuple(prompt_ids)
+        self.params = params
+        self.slot = slot
+        self.cancelled = False
+        self.future: Future[list[Row]] = Future()
+        self.future.set_running_or_notify_cancel()  # from now on only the engine ends it
+        self.rows = [Row(self, stream_key(seed, idx)) for idx in range(num_choices)]
+        self.num_open = num_choices
+
+
+@dataclass(eq=False)
+class Row:
+    """One choice: what has been generated, and how it ended.
+
+    Attributes:
+        key: of its random stream.
+        token_ids: the end-of-sequence token included when it ended the row.
+        logprobs: of each token, as in `sample`.
+        top: the most likely tokens at each position; empty when not asked for.
+        finish_reason: "stop" (end of sequence, a stop token or a stop string) or "length"; None while it runs.
+        stop_at: length of the text before the stop string, None when no stop string ended it.
+        stop_reason: the stop string or stop token that ended it.
+    """
+
+    job: Job
+    key: int
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    top: list[list[tuple[int, float]]] = field(default_factory=list)
+    finish_reason: str | None = None
+    stop_at: int | None = None
+    stop_reason: str | int | None = None
+
+    @property
+    def max_length(self) -> int:
+        return len(self.job.prompt_ids) + self.job.params.max_tokens
+
+    @property
+    def slot_order(self) -> int:
+        """Sort key that puts rows of one adapter together, rows of the base model first."""
+        return -1 if self.job.slot is None else self.job.slot
 
 
 @dataclass
@@ -52,9 +109,9 @@ class _State:
         columns_C = torch.arange(max(lengths) + SPARE_COLUMNS, device=device)
         return cls(
             slots=[row.job.slot for row in rows],
-            ids_R=torch.tensor([row.completion.token_ids[-1] for row in rows], device=device),
+            ids_R=torch.tensor([row.token_ids[-1] for row in rows], device=device),
             lengths_R=lengths_R,
-            positions_R=np.array([len(row.completion.token_ids) for row in rows], dtype=np.uint64),
+            positions_R=np.array([len(row.token_ids) for row in rows], dtype=np.uint64),
             params=params,
             mask_RC=columns_C >= max(lengths) - lengths_R[:, None],
         )
@@ -113,8 +170,12 @@ class Batch:
                 [key[1] for key, _ in chunk], [None if key[0] < 0 else key[0] for key, _ in chunk]
             )
             members = [(row, source) for source, (_, same) in enumerate(chunk) for row in same]
-            self._first_tokens([row for row, _ in members], logits_RV[[source for _, source in members]], finished)
-            joining.update({row: (cache, source) for row, source in members if row.completion.finish_reason is None})
+            firsts, sources = [row for row, _ in members], [source for _, source in members]
+            self._num_vocabulary = logits_RV.shape[1]
+            positions_R = np.zeros(len(firsts), dtype=np.uint64)
+            sampled = sample(logits_RV[sources], self._params(firsts), positions_R, raw_logprobs=self._raw_logprobs)
+            finished += self._append(firsts, sampled)
+            joining.update({row: (cache, source) for row, source in members if row.finish_reason is None})
         if joining:
             self._recompose(joining)
         return finished
@@ -131,7 +192,7 @@ class Batch:
         sampled = sample(logits_RV, state.params, state.positions_R, raw_logprobs=self._raw_logprobs)
         state.advance(sampled.token_ids_R)
         finished = self._append(self._rows, sampled)
-        self._punch_holes(lambda row: row.completion.finish_reason is not None)
+        self._punch_holes(lambda row: row.finish_reason is not None)
         return finished
 
     def drop_cancelled(self) -> list[Row]:
@@ -141,17 +202,11 @@ class Batch:
             self._punch_holes(lambda row: row.job.cancelled)
         return dropped
 
-    def _first_tokens(self, rows: Sequence[Row], logits_RV: Tensor, finished: list[Row]) -> None:
-        self._num_vocabulary = logits_RV.shape[1]
-        positions_R = np.zeros(len(rows), dtype=np.uint64)
-        sampled = sample(logits_RV, self._params(rows), positions_R, raw_logprobs=self._raw_logprobs)
-        finished += self._append(rows, sampled)
-
     def _params(self, rows: Sequence[Row]) -> BatchParams:
         return BatchParams.of(
             [row.job.params for row in rows],
             [row.key for row in rows],
-            [History(row.job.prompt_ids, row.completion.token_ids) for row in rows],
+            [History(row.job.prompt_ids, row.token_ids) for row in rows],
             eos_ids=self._eos_ids,
             num_vocabulary=self._num_vocabulary,
             device=self._runner.device,
@@ -160,46 +215,45 @@ class Batch:
     def _append(self, rows: Sequence[Row | None], sampled: Sampled) -> list[Row]:
         """Hand every row its token; returns the rows that end with it."""
         token_ids, logprobs = sampled.token_ids_R.tolist(), sampled.logprobs_R.tolist()
-        top_ids = sampled.top_ids_RK.tolist() if sampled.top_ids_RK is not None else None
-        top_logprobs = sampled.top_logprobs_RK.tolist() if sampled.top_logprobs_RK is not None else None
+        top_ids = [] if sampled.top_ids_RK is None else sampled.top_ids_RK.tolist()
+        top_logprobs = [] if sampled.top_logprobs_RK is None else sampled.top_logprobs_RK.tolist()
         finished = []
         for idx, row in enumerate(rows):
             if row is None:
                 continue
-            completion, params = row.completion, row.job.params
-            completion.token_ids.append(token_ids[idx])
-            completion.logprobs.append(logprobs[idx])
+            row.token_ids.append(token_ids[idx])
+            row.logprobs.append(logprobs[idx])
             self.num_generated_tokens += 1
-            if params.num_top_logprobs and top_ids is not None and top_logprobs is not None:
-                pairs = list(zip(top_ids[idx], top_logprobs[idx], strict=True))[: params.num_top_logprobs]
-                completion.top.append(pairs)
+            if row.job.params.top_logprobs:
+                row.top.append(list(zip(top_ids[idx], top_logprobs[idx], strict=True))[: row.job.params.top_logprobs])
             if self._ends(row, token_ids[idx]):
                 finished.append(row)
         return finished
 
     def _ends(self, row: Row, token_id: int) -> bool:
-        completion, params = row.completion, row.job.params
+        params = row.job.params
         if token_id in self._eos_ids and not params.ignore_eos:
-            completion.finish_reason = "stop"
+            row.finish_reason = "stop"
         elif token_id in params.stop_token_ids:
-            completion.finish_reason, completion.stop_reason = "stop", token_id
-        elif params.stop and (stop := self._stop_string(completion.token_ids, params)):
-            completion.finish_reason = "stop"
-            completion.stop_at, completion.stop_reason = stop
-        elif len(completion.token_ids) >= params.max_tokens:
-            completion.finish_reason = "length"
-        return completion.finish_reason is not None
+            row.finish_reason, row.stop_reason = "stop", token_id
+        elif params.stop and (stop := self._stop_string(row.token_ids, params)):
+            row.finish_reason = "stop"
+            row.stop_at, row.stop_reason = stop
+        elif len(row.token_ids) >= params.max_tokens:
+            row.finish_reason = "length"
+        return row.finish_reason is not None
 
     def _stop_string(self, token_ids: Sequence[int], params: SamplingParams) -> tuple[int, str] | None:
         """A stop string that the last token completed. Only the tail is decoded until then."""
         if len(token_ids) <= params.min_tokens:
             return None
+        stop = params.stop_strings
         # A token has at least one byte, special tokens apart, of which a few are allowed for.
-        tail = max(len(s.encode()) for s in params.stop) + 8
-        if find_stop(self._decode(token_ids[-tail:]), params.stop) is None:
+        tail = max(len(s.encode()) for s in stop) + 8
+        if find_stop(self._decode(token_ids[-tail:]), stop) is None:
             return None
         too_early = len(self._decode(token_ids[: params.min_tokens])) if params.min_tokens else 0
-        return find_stop(self._decode(token_ids), params.stop, too_early)
+        return find_stop(self._decode(token_ids), stop, too_early)
 
     def _punch_holes(self, leaves: Callable[[Row], bool]) -> None:
         self._rows = [None if row is not None and leaves(row) else row for row in self._rows]
@@ -213,17 +267,9 @@ class Batch:
         """Copy the rows that live and those that join into a new cache, sorted by adapter."""
         sources = {row: (self._cache, idx) for idx, row in enumerate(self._rows) if row is not None} | joining
         rows = sorted(sources, key=lambda row: row.slot_order)
-        dest = {row: idx for idx, row in enumerate(rows)}
-        by_cache: dict[int, list[Row]] = {}
-        for row, (cache, _) in sources.items():
-            by_cache.setdefault(id(cache), []).append(row)
-        parts = [
-            CacheRows(sources[same[0]][0], [sources[row][1] for row in same], [dest[row] for row in same])
-            for same in by_cache.values()
-        ]
         # The newest token of a row is not in the cache yet: the next step puts it there.
-        lengths = [len(row.job.prompt_ids) + len(row.completion.token_ids) - 1 for row in rows]
-        self._cache = compose(parts, max(lengths))
+        lengths = [len(row.job.prompt_ids) + len(row.token_ids) - 1 for row in rows]
+        self._cache = compose([sources[row] for row in rows], max(lengths))
         self._rows = list(rows)
         self._state = _State.of(rows, lengths, self._params(rows), self._runner.device)
 

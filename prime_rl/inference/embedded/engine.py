@@ -12,13 +12,13 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 
 from prime_rl.inference.embedded.adapters import AdapterStore
-from prime_rl.inference.embedded.batch import Batch, Decode
+from prime_rl.inference.embedded.batch import Batch, Decode, Job, Row
 from prime_rl.inference.embedded.model import Served
-from prime_rl.inference.embedded.request import Job, Row
 from prime_rl.inference.embedded.sampling import SamplingParams
+from prime_rl.inference.errors import ApiError
+from prime_rl.inference.reporting import Snapshot
 
 logger = logging.getLogger(__name__)
 
@@ -26,16 +26,11 @@ logger = logging.getLogger(__name__)
 IDLE_S = 1.0
 
 
-class EngineDead(RuntimeError):
-    """The engine has stopped; the message has the reason."""
+class EngineDead(ApiError):
+    """The engine has stopped, by a request or by the error `reason`."""
 
-
-@dataclass(frozen=True)
-class EngineStats:
-    num_running: int
-    num_waiting: int
-    num_prompt_tokens: int
-    num_generated_tokens: int
+    def __init__(self, reason: BaseException | None) -> None:
+        super().__init__(503, f"the engine has stopped: {reason or 'shutdown'}")
 
 
 class Engine:
@@ -46,7 +41,7 @@ class Engine:
         self.adapters = AdapterStore(served.layers, served.routing, self.run_between_steps)
         self.error: BaseException | None = None
         self._batch = Batch(served.runner, served.eos_ids, decode, raw_logprobs=raw_logprobs)
-        self.max_num_seqs = max_num_seqs
+        self._max_num_seqs = max_num_seqs
         self._wake = threading.Condition()
         self._waiting: deque[Row] = deque()
         self._commands: deque[tuple[Callable[[], None], Future[None]]] = deque()
@@ -84,11 +79,11 @@ class Engine:
         """Queue one prompt. Raises ApiError (404) for an unknown adapter and EngineDead when the engine has stopped."""
         slot = self.adapters.acquire(adapter) if adapter is not None else None
         seed = secrets.randbits(64) if seed is None else seed
-        job = Job(tuple(prompt_ids), params, num_choices=num_choices, seed=seed, slot=slot)
+        job = Job(prompt_ids, params, num_choices=num_choices, seed=seed, slot=slot)
         with self._wake:
             if self._stopping or self.error is not None:
                 self._close(job)
-                raise EngineDead(f"the engine has stopped: {self.error or 'shutdown'}")
+                raise EngineDead(self.error)
             self._open_jobs.add(job)
             self._waiting.extend(job.rows)
             self._num_prompt_tokens += len(job.prompt_ids)
@@ -108,15 +103,21 @@ class Engine:
         future.set_running_or_notify_cancel()  # a caller that goes away must not take it from the engine
         with self._wake:
             if self._stopping or self.error is not None:
-                raise EngineDead(f"the engine has stopped: {self.error or 'shutdown'}")
+                raise EngineDead(self.error)
             self._commands.append((action, future))
             self._wake.notify()
         return future
 
-    def stats(self) -> EngineStats:
+    def stats(self) -> Snapshot:
+        adapters = sorted(self.adapters.loaded())
         with self._wake:
-            return EngineStats(
-                self._num_running, len(self._waiting), self._num_prompt_tokens, self._batch.num_generated_tokens
+            return Snapshot(
+                adapters=adapters,
+                num_running=self._num_running,
+                num_waiting=len(self._waiting),
+                num_prompt_tokens=self._num_prompt_tokens,
+                num_tokens=self._batch.num_generated_tokens,
+                kv_use=self._num_running / self._max_num_seqs,
             )
 
     def _main(self) -> None:
@@ -158,7 +159,7 @@ class Engine:
         """Waiting rows that may join, in the order they came: by number, and by what the cache may grow to."""
         joining: list[Row] = []
         num_rows, longest = self._batch.num_rows, self._batch.longest if self._waiting else 0
-        while self._waiting and num_rows < self.max_num_seqs:
+        while self._waiting and num_rows < self._max_num_seqs:
             longest = max(longest, self._waiting[0].max_length)
             # A row that is alone always runs: max_model_len bounds it.
             if num_rows and (num_rows + 1) * longest > self.served.cache_tokens:
@@ -176,7 +177,7 @@ class Engine:
             row.job.num_open -= 1
             if row.job.num_open == 0:
                 self._close(row.job)
-                row.job.future.set_result([row.completion for row in row.job.rows])
+                row.job.future.set_result(row.job.rows)
 
     def _close(self, job: Job) -> None:
         with self._wake:
@@ -185,7 +186,7 @@ class Engine:
             self.adapters.release(job.slot)
 
     def _fail_open_jobs(self) -> None:
-        error = EngineDead(f"the engine has stopped: {self.error or 'shutdown'}")
+        error = EngineDead(self.error)
         with self._wake:
             self._stopping = True
             jobs, commands = list(self._open_jobs), list(self._commands)

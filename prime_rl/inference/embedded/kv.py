@@ -11,57 +11,45 @@ Dimensions: R rows, H KV heads, C columns allocated, T columns in use, Q new col
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache, DynamicLayer
 
 # Free columns after a copy: a copy costs about a fifth of a step of a small model, so once in 64 steps is nothing.
 SPARE_COLUMNS = 64
 
 
-class ColumnLayer(CacheLayerMixin):  # type: ignore[misc]
+class ColumnLayer(DynamicLayer):  # type: ignore[misc]
     """Keys and values of one layer, `[R, H, C, D]`, of which `num_columns` columns are in use."""
 
-    is_sliding = False
-    is_compileable = False
+    is_croppable = False
+    keys: Any
+    values: Any
+    is_initialized: bool
 
     def __init__(self) -> None:
         super().__init__()
         self.num_columns = 0
-        self.keys: Tensor | None = None
-        self.values: Tensor | None = None
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        self.keys = _room(key_states, key_states.shape[2])
-        self.values = _room(value_states, key_states.shape[2])
-        self.is_initialized = True
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
         """Append Q columns `[R, H, Q, D]`; returns all columns in use, as views."""
-        if self.keys is None or self.values is None:
-            self.lazy_initialization(key_states, value_states)
-        assert self.keys is not None and self.values is not None
         start, end = self.num_columns, self.num_columns + key_states.shape[2]
-        if end > self.keys.shape[2]:
-            self.keys = _grown(self.keys, start, end)
-            self.values = _grown(self.values, start, end)
+        if not self.is_initialized or end > self.keys.shape[2]:
+            # A prompt gets no spare columns: it is copied when its row joins the others.
+            room = end + SPARE_COLUMNS if start else end
+            self.keys, self.values = _grown(self.keys, key_states, room), _grown(self.values, value_states, room)
+            self.is_initialized = True
         self.keys[:, :, start:end] = key_states
         self.values[:, :, start:end] = value_states
         self.num_columns = end
         return self.keys[:, :, :end], self.values[:, :, :end]
 
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.num_columns + query_length, 0
-
     def get_seq_length(self) -> int:
         return self.num_columns
-
-    def get_max_length(self) -> int:
-        return -1
 
 
 class RowCache(Cache):  # type: ignore[misc]
@@ -81,51 +69,39 @@ class RowCache(Cache):  # type: ignore[misc]
         return sum(int(t.shape[1] * t.shape[3] * t.element_size()) for t in tensors)
 
 
-@dataclass(frozen=True)
-class CacheRows:
-    """Rows `source_rows` of `cache` go to `dest_rows` of the new one, a source row perhaps several times."""
-
-    cache: RowCache
-    source_rows: Sequence[int]
-    dest_rows: Sequence[int]
-
-
-def compose(parts: Sequence[CacheRows], num_columns: int) -> RowCache:
-    """A new cache of the rows of all `parts`, with the last `num_columns` columns of each.
+def compose(rows: Sequence[tuple[RowCache, int]], num_columns: int) -> RowCache:
+    """A new cache whose rows are the given rows of other caches, with the last `num_columns` columns of each.
 
     `num_columns` must be the length of the longest row at least; what is cut off is lost.
     """
+    caches = {id(cache): cache for cache, _ in rows}.values()
+    device = rows[0][0].layers[0].keys.device
+    # Of each old cache: rows of it, and where they go.
+    moves = [
+        torch.tensor([(row, dest) for dest, (cache, row) in enumerate(rows) if cache is each], device=device).unbind(1)
+        for each in caches
+    ]
     new = RowCache()
-    for layers in zip(*(part.cache.layers for part in parts), strict=True):
+    # Zeros and not garbage: a masked column is multiplied by zero, and zero times NaN is NaN.
+    for olds in zip(*(cache.layers for cache in caches), strict=True):
         layer = ColumnLayer()
-        layer.keys = _joined(parts, [(old.keys, old.num_columns) for old in layers], num_columns)
-        layer.values = _joined(parts, [(old.values, old.num_columns) for old in layers], num_columns)
-        layer.num_columns = num_columns
-        layer.is_initialized = True
+        layer.keys, layer.values = (
+            like.new_zeros((len(rows), like.shape[1], num_columns + SPARE_COLUMNS, like.shape[3]))
+            for like in (olds[0].keys, olds[0].values)
+        )
+        layer.num_columns, layer.is_initialized = num_columns, True
+        for old, (source_R, dest_R) in zip(olds, moves, strict=True):
+            width = min(num_columns, old.num_columns)
+            to, since = slice(num_columns - width, num_columns), slice(old.num_columns - width, old.num_columns)
+            layer.keys[dest_R, :, to] = old.keys[source_R, :, since]
+            layer.values[dest_R, :, to] = old.values[source_R, :, since]
         new.layers.append(layer)
     return new
 
 
-def _joined(parts: Sequence[CacheRows], olds: Sequence[tuple[Tensor, int]], num_columns: int) -> Tensor:
-    first_RHCD = olds[0][0]
-    num_rows = sum(len(part.dest_rows) for part in parts)
-    shape = (num_rows, first_RHCD.shape[1], num_columns + SPARE_COLUMNS, first_RHCD.shape[3])
-    # Zeros and not garbage: a masked column is multiplied by zero, and zero times NaN is NaN.
-    joined_RHCD = first_RHCD.new_zeros(shape)
-    for part, (old_RHCD, old_columns) in zip(parts, olds, strict=True):
-        width = min(num_columns, old_columns)
-        source = torch.tensor(part.source_rows, device=first_RHCD.device)
-        dest = torch.tensor(part.dest_rows, device=first_RHCD.device)
-        joined_RHCD[dest, :, num_columns - width : num_columns] = old_RHCD[source, :, old_columns - width : old_columns]
-    return joined_RHCD
-
-
-def _room(states_RHQD: Tensor, num_columns: int) -> Tensor:
+def _grown(old_RHCD: Tensor | None, states_RHQD: Tensor, room: int) -> Tensor:
     R, H, _, D = states_RHQD.shape
-    return states_RHQD.new_zeros((R, H, num_columns, D))
-
-
-def _grown(old_RHCD: Tensor, used: int, needed: int) -> Tensor:
-    new_RHCD = _room(old_RHCD, needed + SPARE_COLUMNS)
-    new_RHCD[:, :, :used] = old_RHCD[:, :, :used]
+    new_RHCD = states_RHQD.new_zeros((R, H, room, D))
+    if old_RHCD is not None:
+        new_RHCD[:, :, : old_RHCD.shape[2]] = old_RHCD
     return new_RHCD

@@ -1,4 +1,4 @@
-"""Requests as clients send them: OpenAI's fields, plus vLLM's that this engine has.
+"""Requests as clients send them, OpenAI's fields and those of vLLM that this engine has, and the answers to them.
 
 Fields of vLLM's that this engine does not have are accepted at the value that changes nothing, and refused otherwise:
 a setting must never be ignored in silence.
@@ -6,165 +6,87 @@ a setting must never be ignored in silence.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Self
+import time
+import uuid
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from msgspec import Meta, Struct, field
 
-from prime_rl.inference.embedded.sampling import SamplingParams
+from prime_rl.inference.bodies import checked
+from prime_rl.inference.embedded.batch import Job, Row
+from prime_rl.inference.embedded.sampling import MAX_TOP_LOGPROBS, SamplingParams, TokenId
+from prime_rl.inference.embedded.text import Text
+from prime_rl.inference.errors import ApiError
 
 MAX_CHOICES = 256
 MAX_PROMPTS = 1024
-# vLLM's default limit.
-MAX_TOP_LOGPROBS = 20
-MAX_STOP_STRINGS = 16
-MAX_STOP_TOKENS = 64
+# JSON has no minus infinity; vLLM writes this too.
+MIN_LOGPROB = -9999.0
 
-# Say nothing about what is generated.
-_IGNORED = frozenset(
-    {
-        "cache_salt",
-        "include_reasoning",
-        "metadata",
-        "parallel_tool_calls",
-        "priority",
-        "prompt_cache_key",
-        "request_id",
-        "safety_identifier",
-        "service_tier",
-        "session_id",
-        "spaces_between_special_tokens",
-        "store",
-        "stream_options",
-        "user",
-    }
-)
-# Field -> values at which it changes nothing (null never does).
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "stream": (False,),
-    "echo": (False,),
-    "suffix": ("",),
-    "best_of": (1,),
-    "length_penalty": (1,),
-    "logit_bias": ({},),
-    "use_beam_search": (False,),
-    "include_stop_str_in_output": (False,),
-    "bad_words": ([],),
-    "tools": ([],),
-    "tool_choice": ("none",),
-    "response_format": ({"type": "text"},),
-    "return_tokens_as_token_ids": (False,),
-    "add_generation_prompt": (True,),
-    "continue_final_message": (False,),
-    "truncate_prompt_tokens": (),
-    "allowed_token_ids": (),
-    "prompt_logprobs": (),
-    "logprob_token_ids": (),
-    "structured_outputs": (),
-    "chat_template": (),
-    "reasoning_effort": (),
+# Neither the text nor the tokens depend on them.
+_IGNORED = {
+    *("cache_salt", "include_reasoning", "metadata", "parallel_tool_calls", "priority", "prompt_cache_key"),
+    *("request_id", "safety_identifier", "service_tier", "session_id", "spaces_between_special_tokens", "store"),
+    *("stream_options", "user"),
+}
+# Field -> value at which it changes nothing. Null never does, and is the only one for fields with None here.
+_NEUTRAL: dict[str, Any] = {
+    **dict.fromkeys(("stream", "echo", "use_beam_search", "include_stop_str_in_output"), False),
+    **dict.fromkeys(("return_tokens_as_token_ids", "continue_final_message"), False),
+    **{"best_of": 1, "length_penalty": 1, "add_generation_prompt": True, "tool_choice": "none", "suffix": ""},
+    **{"logit_bias": {}, "bad_words": [], "tools": [], "response_format": {"type": "text"}},
+    **dict.fromkeys(("truncate_prompt_tokens", "allowed_token_ids", "prompt_logprobs", "logprob_token_ids")),
+    **dict.fromkeys(("structured_outputs", "chat_template", "reasoning_effort")),
 }
 
-TokenId = Annotated[int, Field(ge=0)]
-Prompt = str | list[TokenId]
+R = TypeVar("R", bound="Generation")
 
 
-class _Generation(BaseModel):
-    """What both kinds of requests share."""
-
-    model_config = ConfigDict(extra="allow", strict=True)
+class Generation(SamplingParams, kw_only=True):
+    """What both kinds of requests share. `seed` None: another one for each request."""
 
     model: str | None = None
-    n: int = Field(1, ge=1, le=MAX_CHOICES)
-    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
-    # The range of OpenAI and vLLM.
-    max_tokens: int | None = Field(None, ge=1)
-    temperature: float | None = Field(None, ge=0, le=2)
-    top_p: float | None = Field(None, gt=0, le=1)
-    # -1, like 0: all.
-    top_k: int | None = Field(None, ge=-1, lt=2**31)
-    min_p: float | None = Field(None, ge=0, le=1)
-    repetition_penalty: float | None = Field(None, gt=0, le=2)
-    presence_penalty: float | None = Field(None, ge=-2, le=2)
-    frequency_penalty: float | None = Field(None, ge=-2, le=2)
-    min_tokens: int | None = Field(None, ge=0)
-    stop_token_ids: list[TokenId] | None = Field(None, max_length=MAX_STOP_TOKENS)
-    stop: str | list[str] | None = None
-    ignore_eos: bool = False
+    n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] = 1
+    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
     skip_special_tokens: bool = True
-    return_token_ids: bool | None = None
+    return_token_ids: bool = False
 
-    @model_validator(mode="after")
-    def _refuse_what_has_no_effect(self) -> Self:
-        for name, value in (self.model_extra or {}).items():
-            if name in _IGNORED or value is None:
-                continue
-            if name not in _NEUTRAL:
-                raise ValueError(f"{name!r} is not a field of this server")
-            if value not in _NEUTRAL[name]:
-                raise ValueError(f"{name!r} is not supported by the embedded engine: remove it or use vLLM")
-        return self
-
-    @model_validator(mode="after")
-    def _stop_strings(self) -> Self:
-        if len(self.stop_strings) > MAX_STOP_STRINGS or "" in self.stop_strings:
-            raise ValueError(f"stop: at most {MAX_STOP_STRINGS} strings, none of them empty")
-        return self
-
-    @model_validator(mode="after")
-    def _shortest_below_longest(self) -> Self:
-        most = getattr(self, "max_completion_tokens", None) or self.max_tokens
-        if most is not None and (self.min_tokens or 0) > most:
-            raise ValueError(f"min_tokens: found {self.min_tokens}: must be at most max_tokens = {most}")
-        return self
-
-    @property
-    def stop_strings(self) -> tuple[str, ...]:
-        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-
-    def sampling(self, max_tokens: int, num_top_logprobs: int) -> SamplingParams:
-        return SamplingParams(
-            temperature=1.0 if self.temperature is None else self.temperature,
-            top_p=1.0 if self.top_p is None else self.top_p,
-            top_k=max(self.top_k or 0, 0),
-            min_p=self.min_p or 0.0,
-            repetition_penalty=self.repetition_penalty or 1.0,
-            presence_penalty=self.presence_penalty or 0.0,
-            frequency_penalty=self.frequency_penalty or 0.0,
-            max_tokens=max_tokens,
-            min_tokens=self.min_tokens or 0,
-            stop_token_ids=tuple(self.stop_token_ids or ()),
-            stop=self.stop_strings,
-            num_top_logprobs=num_top_logprobs,
-            ignore_eos=self.ignore_eos,
-        )
+    def __post_init__(self) -> None:
+        self.top_k = max(self.top_k, 0)  # -1 is off too
+        if self.min_tokens > self.max_tokens:
+            raise ValueError(f"min_tokens: found {self.min_tokens}: must be at most max_tokens = {self.max_tokens}")
 
 
-class CompletionRequest(_Generation):
-    """POST /v1/completions."""
+class CompletionRequest(Generation, kw_only=True):
+    """POST /v1/completions. `prompt` becomes a list of prompts, each a text or a list of token ids."""
 
-    prompt: Prompt | Annotated[list[Prompt], Field(min_length=1, max_length=MAX_PROMPTS)]
-    logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
+    prompt: str | list[str | TokenId | list[TokenId]]
+    logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     add_special_tokens: bool = True
 
-    @property
-    def prompts(self) -> list[Prompt]:
-        given: Any = self.prompt
-        return [given] if isinstance(given, str) or not given or isinstance(given[0], int) else given
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.top_logprobs = self.logprobs or 0
+        are_ids = {isinstance(each, int) for each in self.prompt}
+        if are_ids == {True, False}:
+            raise ValueError("prompt: found token ids next to whole prompts")
+        if isinstance(self.prompt, str) or are_ids != {False}:
+            self.prompt = [self.prompt]  # type: ignore[list-item]
+        if len(self.prompt) > MAX_PROMPTS:
+            raise ValueError(f"prompt: found {len(self.prompt)} prompts: must be at most {MAX_PROMPTS}")
 
 
-class TextPart(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-    type: str = Field(pattern="^text$")
+class TextPart(Struct, forbid_unknown_fields=True):
+    type: Literal["text"]
     text: str
 
 
-class ChatMessage(BaseModel):
+class ChatMessage(Struct, forbid_unknown_fields=True):
     """One message; pictures, sounds and tool calls are refused."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-    role: str = Field(max_length=64)
+    role: Annotated[str, Meta(max_length=64)]
     content: str | list[TextPart]
     name: str | None = None
 
@@ -173,35 +95,109 @@ class ChatMessage(BaseModel):
         return {"role": self.role, "content": text} | ({"name": self.name} if self.name else {})
 
 
-class ChatRequest(_Generation):
-    """POST /v1/chat/completions."""
+class ChatRequest(Generation, kw_only=True):
+    """POST /v1/chat/completions. Without a limit an answer goes on to the end of the model's context."""
 
-    messages: list[ChatMessage] = Field(min_length=1)
-    max_completion_tokens: int | None = Field(None, ge=1)
-    logprobs: bool | None = None
-    top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
-    chat_template_kwargs: dict[str, Any] = {}
+    messages: Annotated[list[ChatMessage], Meta(min_length=1)]
+    max_tokens: Annotated[int, Meta(ge=1)] = 2**31
+    max_completion_tokens: Annotated[int, Meta(ge=1)] | None = None
+    logprobs: bool = False
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
 
-    @model_validator(mode="after")
-    def _top_needs_logprobs(self) -> Self:
+    def __post_init__(self) -> None:
+        self.max_tokens = self.max_completion_tokens or self.max_tokens
+        super().__post_init__()
         if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs needs logprobs = true")
-        return self
 
 
-class LoadAdapterRequest(BaseModel):
-    """POST /v1/load_lora_adapter. The path was already checked by the guard."""
+def parsed(body: dict[str, Any], kind: type[R]) -> R:
+    """The decoded `body` as a request. Raises ApiError (400)."""
+    given = {name: value for name, value in body.items() if value is not None}
+    if kind is CompletionRequest and "top_logprobs" in given:
+        raise ApiError(400, "'top_logprobs' is a field of chats: use logprobs", param="top_logprobs")
+    for name in given.keys() - set(kind.__struct_fields__) - _IGNORED:
+        if name not in _NEUTRAL:
+            raise ApiError(400, f"{name!r} is not a field of this server", param=name)
+        if given[name] != _NEUTRAL[name]:
+            message = f"{name!r} is not supported by the embedded engine: remove it or use vLLM"
+            raise ApiError(400, message, param=name)
+    return checked(given, kind)
 
-    model_config = ConfigDict(extra="forbid", strict=True)
 
-    lora_name: str
-    lora_path: str
+def completion_response(text: Text, model: str, asked: CompletionRequest, jobs: Sequence[Job]) -> dict[str, Any]:
+    """Body of /v1/completions: the choices of all prompts in order."""
+    choices = [
+        {
+            "text": _text(text, row, asked),
+            "logprobs": None if asked.logprobs is None else _completion_logprobs(text, row),
+            "prompt_token_ids": job.prompt_ids if asked.return_token_ids else None,
+            **_ending(row, asked),
+        }
+        for job in jobs
+        for row in job.rows
+    ]
+    return _answer("cmpl", "text_completion", model, choices, jobs)
 
 
-class UnloadAdapterRequest(BaseModel):
-    """POST /v1/unload_lora_adapter."""
+def chat_response(text: Text, model: str, asked: ChatRequest, job: Job) -> dict[str, Any]:
+    """Body of /v1/chat/completions."""
+    choices = [
+        {
+            "message": {"role": "assistant", "content": _text(text, row, asked)},
+            "logprobs": {"content": _chat_logprobs(text, row)} if asked.logprobs else None,
+            **_ending(row, asked),
+        }
+        for row in job.rows
+    ]
+    body = _answer("chatcmpl", "chat.completion", model, choices, [job])
+    return {**body, "prompt_token_ids": job.prompt_ids if asked.return_token_ids else None}
 
-    model_config = ConfigDict(extra="forbid", strict=True)
 
-    lora_name: str
-    lora_int_id: int | None = None
+def _ending(row: Row, asked: Generation) -> dict[str, Any]:
+    token_ids = row.token_ids if asked.return_token_ids else None
+    return {"finish_reason": row.finish_reason, "stop_reason": row.stop_reason, "token_ids": token_ids}
+
+
+def _answer(prefix: str, kind: str, model: str, choices: list[dict[str, Any]], jobs: Sequence[Job]) -> dict[str, Any]:
+    num_prompt = sum(len(job.prompt_ids) for job in jobs)
+    num_generated = sum(len(row.token_ids) for job in jobs for row in job.rows)
+    return {
+        "id": f"{prefix}-{uuid.uuid4().hex}",
+        "object": kind,
+        "created": int(time.time()),
+        "model": model,
+        "choices": [{"index": index, **choice} for index, choice in enumerate(choices)],
+        "usage": {
+            "prompt_tokens": num_prompt,
+            "completion_tokens": num_generated,
+            "total_tokens": num_prompt + num_generated,
+        },
+    }
+
+
+def _text(text: Text, row: Row, asked: Generation) -> str:
+    return text.decode(row.token_ids, skip_special_tokens=asked.skip_special_tokens)[: row.stop_at]
+
+
+def _completion_logprobs(text: Text, row: Row) -> dict[str, Any]:
+    tokens = [text.token(token_id) for token_id in row.token_ids]
+    top = [
+        {text.token(token_id): max(value, MIN_LOGPROB) for token_id, value in [*pairs, (token_id, logprob)]}
+        for pairs, token_id, logprob in zip(row.top, row.token_ids, row.logprobs, strict=False)
+    ]
+    offsets = list(accumulate(map(len, tokens[:-1]), initial=0))
+    return {"tokens": tokens, "token_logprobs": row.logprobs, "top_logprobs": top or None, "text_offset": offsets}
+
+
+def _chat_logprobs(text: Text, row: Row) -> list[dict[str, Any]]:
+    def entry(token_id: int, logprob: float) -> dict[str, Any]:
+        token = text.token(token_id)
+        return {"token": token, "logprob": max(logprob, MIN_LOGPROB), "bytes": list(token.encode())}
+
+    return [
+        {**entry(token_id, logprob), "top_logprobs": [entry(*pair) for pair in top]}
+        for token_id, logprob, top in zip(
+            row.token_ids, row.logprobs, row.top or [[]] * len(row.token_ids), strict=True
+        )
+    ]

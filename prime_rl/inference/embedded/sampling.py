@@ -14,46 +14,58 @@ Dimensions: R rows, V vocabulary, K most likely alternatives.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import Annotated
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from msgspec import Meta, Struct
 from torch import Tensor
 
 _GOLDEN = 0x9E3779B97F4A7C15
 _MASK = (1 << 64) - 1
 
 
-@dataclass(frozen=True)
-class SamplingParams:
-    """How one request is sampled; what is not said here is in `configs.sampling.SamplingConfig`.
+TokenId = Annotated[int, Meta(ge=0)]
+# The ranges of OpenAI and vLLM.
+_Penalty = Annotated[float, Meta(ge=-2, le=2)]
+_StopString = Annotated[str, Meta(min_length=1)]
+MAX_TOP_LOGPROBS = 20
+
+
+class SamplingParams(Struct, kw_only=True):
+    """How one request is sampled, in the fields of clients; what is not said here is in `configs.sampling`.
 
     Attributes:
         temperature: 0 takes the most likely token.
-        num_top_logprobs: how many of the most likely tokens are reported at each position; 0 none.
+        top_logprobs: how many of the most likely tokens are reported at each position; 0 none.
         stop: strings that end the text; they are not part of it.
         stop_token_ids: tokens that end it, beside the end of sequence.
         ignore_eos: go on after an end-of-sequence token (for measurements).
     """
 
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    max_tokens: int = 16
-    min_tokens: int = 0
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
-    num_top_logprobs: int = 0
+    temperature: Annotated[float, Meta(ge=0, le=2)] = 1.0
+    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    top_k: Annotated[int, Meta(ge=-1, lt=2**31)] = 0
+    min_p: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    repetition_penalty: Annotated[float, Meta(gt=0, le=2)] = 1.0
+    presence_penalty: _Penalty = 0.0
+    frequency_penalty: _Penalty = 0.0
+    max_tokens: Annotated[int, Meta(ge=1)] = 16
+    min_tokens: Annotated[int, Meta(ge=0)] = 0
+    stop: _StopString | Annotated[list[_StopString], Meta(max_length=16)] = []
+    stop_token_ids: Annotated[list[TokenId], Meta(max_length=64)] = []
+    top_logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] = 0
     ignore_eos: bool = False
 
     @property
     def penalizes(self) -> bool:
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
+
+    @property
+    def stop_strings(self) -> list[str]:
+        return [self.stop] if isinstance(self.stop, str) else self.stop
 
 
 @dataclass(frozen=True)
@@ -96,13 +108,13 @@ class BatchParams:
     ) -> BatchParams:
         """Stack `params` of the rows; `keys` are their random streams (`stream_key`)."""
 
-        def column(values: Sequence[float], off: float) -> Tensor | None:
+        def column(name: str, off: float) -> Tensor | None:
+            # What a greedy row takes is the same whatever is left out.
+            values = [getattr(p, name) if p.temperature > 0 else off for p in params]
             return torch.tensor(values, device=device) if any(value != off for value in values) else None
 
         temperatures = [p.temperature for p in params]
-        # The most likely token is the same whatever is left out.
-        narrowing = [replace(p, top_p=1.0, top_k=0, min_p=0.0) if p.temperature == 0 else p for p in params]
-        min_tokens_R = column([p.min_tokens for p in params], 0)
+        min_tokens = [p.min_tokens for p in params]
         ends = [(*p.stop_token_ids, *(() if p.ignore_eos else eos_ids)) for p in params]
         penalizes = any(p.penalizes for p in params)
         return cls(
@@ -110,14 +122,14 @@ class BatchParams:
             temperature_R=torch.tensor([t or 1.0 for t in temperatures], device=device),
             greedy_R=torch.tensor([t == 0 for t in temperatures], device=device),
             keys_R=np.array(keys, dtype=np.uint64),
-            any_random=any(t > 0 for t in temperatures),
-            top_p_R=column([p.top_p for p in narrowing], 1.0),
-            top_k_R=column([p.top_k for p in narrowing], 0),
-            min_p_R=column([p.min_p for p in narrowing], 0.0),
-            min_tokens_R=min_tokens_R,
-            ends_RV=None if min_tokens_R is None else _marked(ends, num_vocabulary, device),
+            any_random=any(temperatures),
+            top_p_R=column("top_p", 1.0),
+            top_k_R=column("top_k", 0),
+            min_p_R=column("min_p", 0.0),
+            min_tokens_R=torch.tensor(min_tokens, device=device) if any(min_tokens) else None,
+            ends_RV=_marked(ends, num_vocabulary, device) if any(min_tokens) else None,
             penalties=Penalties.of(params, histories, num_vocabulary, device) if penalizes else None,
-            num_top_logprobs=max(p.num_top_logprobs for p in params),
+            num_top_logprobs=max(p.top_logprobs for p in params),
         )
 
     def advance(self, token_ids_R: Tensor) -> None:

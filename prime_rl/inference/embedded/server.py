@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 
 import torch
 
 from prime_rl.inference.checks import StartError
 from prime_rl.inference.context import ServerContext
-from prime_rl.inference.embedded.app import Api, build_app
-from prime_rl.inference.embedded.control import EmbeddedControl
+from prime_rl.inference.embedded.api import Api
 from prime_rl.inference.embedded.engine import Engine
-from prime_rl.inference.embedded.metrics import EngineMetrics
 from prime_rl.inference.embedded.model import ModelError, Served, load_model
 from prime_rl.inference.embedded.text import Text
-from prime_rl.inference.front import Front
-from prime_rl.inference.guard import Guard
+from prime_rl.inference.front import build_app
 from prime_rl.inference.limits import max_model_len
-from prime_rl.inference.reporting import Reporter, Snapshot
+from prime_rl.inference.reporting import Reporter
 from prime_rl.inference.serve import EngineFailed, serve
 
 logger = logging.getLogger(__name__)
@@ -40,16 +36,8 @@ def run(context: ServerContext) -> None:
         max_num_seqs=config.num_seqs_on(served.runner.device.type),
         raw_logprobs=config.logprobs_mode == "raw_logprobs",
     )
-    api = Api(
-        engine,
-        text,
-        model=config.model.name,
-        max_model_len=max_model_len(config),
-        max_waiting=config.embedded.max_waiting,
-        created=int(time.time()),
-    )
-    front = Front(build_app(api, EngineMetrics(engine)), EmbeddedControl(engine, served.weights, config), config)
-    app = Guard(front, api_key=context.api_key, output_dir=config.output_dir)
+    api = Api(engine, text, config, max_model_len=max_model_len(config))
+    app = build_app(api, config, api_key=context.api_key)
     engine.start()
     try:
         asyncio.run(
@@ -59,7 +47,7 @@ def run(context: ServerContext) -> None:
                 stop=context.stop,
                 engine_alive=lambda: engine.alive,
                 status=context.status,
-                reporter=Reporter(context.status, lambda: snapshot(engine)),
+                reporter=Reporter(context.status, engine.stats),
                 abort=lambda: engine.stop(STOP_TIMEOUT_S),
             )
         )
@@ -79,14 +67,3 @@ def _load(context: ServerContext) -> tuple[Served, Text]:
         raise StartError(f"{hint}{error}") from error
     logger.info("loaded %s: capacity for %d adapters", config.model.name, config.max_loras if served.layers else 0)
     return served, text
-
-
-def snapshot(engine: Engine) -> Snapshot:
-    stats = engine.stats()
-    return Snapshot(
-        adapters=sorted(engine.adapters.loaded()),
-        num_running=stats.num_running,
-        num_waiting=stats.num_waiting,
-        num_tokens=stats.num_generated_tokens,
-        kv_use=stats.num_running / engine.max_num_seqs,
-    )

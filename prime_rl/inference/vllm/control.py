@@ -1,4 +1,4 @@
-"""What the front asks of vLLM: a token, the adapters it has, other weights for all of its workers."""
+"""What the front asks of vLLM: completions, a token, adapters, other weights for all of its workers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,12 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+from starlette.requests import Request
+from starlette.types import ASGIApp, Message
+
 from prime_rl.configs.inference import InferenceConfig
+from prime_rl.inference.bodies import replay
 from prime_rl.inference.errors import ApiError
 from prime_rl.inference.vllm.adapters import AdapterGate
 from prime_rl.inference.weight_files import check_weight_file, model_shapes, weights_label
@@ -24,33 +29,73 @@ logger = logging.getLogger(__name__)
 # The front has let all requests end: what vLLM may still have is a probe of its health or a client that went away.
 PAUSE_TIMEOUT_S = 30.0
 PROBE_PROMPT = [0]
+COMPLETIONS = "/v1/completions"
+LOAD = "/v1/load_lora_adapter"
+# What vLLM answers itself.
+ENDPOINTS = (COMPLETIONS, "/v1/chat/completions", "/v1/models", "/v1/unload_lora_adapter", "/metrics")
 
 
 class VllmControl:
     """See the module. `failed`: the weights are in an unknown state, so the server must stop serving.
 
     Args:
-        engine: vLLM's engine client.
+        app: vLLM's application.
+        engine: its engine client.
         requests: vLLM's own table of loaded adapters, by name.
     """
 
     def __init__(
         self,
         config: InferenceConfig,
+        app: Any,
         engine: Any,
         requests: dict[str, Any],
         gate: AdapterGate,
         num_tokens: Callable[[], int],
     ) -> None:
+        self._app: ASGIApp = app
         self._engine = engine
         self._requests = requests
         self._gate = gate
+        self._one_check = asyncio.Lock()
         self._output_dir = config.output_dir.resolve()
         self._broadcast = config.broadcast
         self._shapes = model_shapes(config.model.name)
         self.adapters = requests.keys
         self.num_tokens = num_tokens
         self.failed = False
+        self.endpoints = dict.fromkeys(ENDPOINTS, app)
+        self.lifespan = lambda _: app.router.lifespan_context(app)
+
+    async def complete(self, request: Request, body: dict[str, Any]) -> dict[str, Any]:
+        answered: dict[str, Any] | None = msgspec.json.decode(await self._answer(request, COMPLETIONS, body))
+        if answered is None:
+            raise ApiError(400, "The client has closed the connection.")
+        return answered
+
+    async def load_adapter(self, request: Request, name: str, folder: Path) -> None:
+        # A large file takes long to read and to check; tokens of others must not wait for that.
+        async with self._one_check:
+            path = await asyncio.to_thread(self._gate, name, folder)
+        await self._answer(request, LOAD, {"lora_name": name, "lora_path": path})
+        await self._verify(name)
+
+    async def _answer(self, request: Request, path: str, body: Any) -> bytes:
+        """What vLLM's application answers to `body` at `path`. Raises ApiError with its message when it refuses."""
+        data, sent = msgspec.json.encode(body), list[Message]()
+        headers = [(name, value) for name, value in request.scope["headers"] if name != b"content-length"]
+        headers.append((b"content-length", str(len(data)).encode()))
+        scope = {**request.scope, "path": path, "raw_path": path.encode(), "headers": headers}
+
+        async def hold(message: Message) -> None:
+            sent.append(message)
+
+        await self._app(scope, replay(data, request.receive), hold)
+        answered = b"".join(message.get("body", b"") for message in sent[1:])
+        if (status := sent[0]["status"]) == 200:
+            return answered
+        error = msgspec.json.decode(answered)["error"]
+        raise ApiError(status, error["message"], param=error.get("param"))
 
     async def generate_one(self) -> None:
         from vllm import SamplingParams
@@ -59,7 +104,8 @@ class VllmControl:
         async for _ in self._engine.generate({"prompt_token_ids": PROBE_PROMPT}, params, f"health-{uuid.uuid4()}"):
             pass
 
-    async def verify_adapter(self, name: str) -> None:
+    async def _verify(self, name: str) -> None:
+        """Make sure that its layers hold what the adapter's file holds."""
         request = self._requests[name]
         found = await self._engine.collective_rpc("prl_adapter_size", args=(request.lora_int_id,))
         try:

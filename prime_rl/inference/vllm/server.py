@@ -22,8 +22,7 @@ from prime_rl.configs.inference import InferenceConfig
 from prime_rl.inference.checks import StartError
 from prime_rl.inference.children import end_children, signal_children
 from prime_rl.inference.context import ServerContext
-from prime_rl.inference.front import Front
-from prime_rl.inference.guard import Guard
+from prime_rl.inference.front import build_app
 from prime_rl.inference.limits import adapter_bytes, check_adapter_room, max_model_len
 from prime_rl.inference.private_tmp import private_tmp
 from prime_rl.inference.reporting import Reporter, Snapshot
@@ -95,23 +94,22 @@ def _break_off(stop: StopFlag, started: threading.Event) -> None:
 async def _serve(context: ServerContext, arguments: dict[str, Any], started: threading.Event) -> None:
     from vllm.entrypoints.launchers.api_server.app_state import init_app_state
     from vllm.entrypoints.launchers.api_server.entry import build_async_engine_client
-    from vllm.entrypoints.launchers.app import build_app
+    from vllm.entrypoints.launchers.app import build_app as build_vllm
 
     args = _parse(arguments)
     if context.stop():
         return
     async with build_async_engine_client(args) as engine:
         tasks = await engine.get_supported_tasks()
-        app = build_app(args, tasks, engine.model_config)
+        app = build_vllm(args, tasks, engine.model_config)
         await init_app_state(engine, app.state, args, tasks)
         adapters = app.state.openai_serving_models.lora_requests
         config = context.config
         gate = AdapterGate(config, adapters.keys)
-        control = VllmControl(config, engine, adapters, gate, _num_tokens)
-        front = Front(app, control, config)
+        control = VllmControl(config, app, engine, adapters, gate, _num_tokens)
         started.set()
         await serve(
-            Guard(front, api_key=context.api_key, output_dir=config.output_dir, check_adapter=gate),
+            build_app(control, config, api_key=context.api_key),
             context.sock,
             stop=context.stop,
             engine_alive=lambda: not (engine.errored or control.failed),
