@@ -40,11 +40,9 @@ _STEP = re.compile(r"step_(0|[1-9][0-9]{0,9})")
 _ITERATION = re.compile(r"iteration_([1-9][0-9]{0,9})")
 _NODE = re.compile(r"node_(0|[1-9][0-9]{0,4})\.json")
 _ADAPTER = re.compile(r"(run_[A-Za-z0-9._-]{1,64})@v(0|[1-9][0-9]{0,9})")
-# The header in which inference names the whole weights of an answer: a broadcast folder, or the base model.
-WEIGHTS_HEADER = "x-weights"
+# Headers of inference: the whole weights of an answer (a broadcast folder, or the base model), its `logprobs_mode`.
+WEIGHTS_HEADER, LOGPROBS_HEADER = "x-weights", "x-logprobs-mode"
 BASE_WEIGHTS = "base"
-# The header in which inference names its `logprobs_mode`.
-LOGPROBS_HEADER = "x-logprobs-mode"
 
 
 class LayoutError(ValueError):
