@@ -69,12 +69,12 @@ _ORCHESTRATOR = "prime_rl.orchestrator"
 POINTS = {
     "before the first group is finished": KillPoint(f"{_ORCHESTRATOR}.ledger:GroupLedger.finish", before),
     "while groups are generated": KillPoint(f"{_ORCHESTRATOR}.ledger:GroupLedger.finish", before, nth=6),
-    "before the state of a checkpoint": KillPoint(f"{_ORCHESTRATOR}.batch_loop:save_state", before),
-    "between a state and its batch": KillPoint(f"{_ORCHESTRATOR}.batch_loop:save_state", after),
+    "before the state of a checkpoint": KillPoint(f"{_ORCHESTRATOR}.batch:save_state", before),
+    "between a state and its batch": KillPoint(f"{_ORCHESTRATOR}.batch:save_state", after),
     "before a batch file gets its name": KillPoint(
         "os:link", before, nth=3, matches=lambda source, target, **folders: Path(target).name == "rollouts.msgpack"
     ),
-    "between a batch and its line of metrics": KillPoint(f"{_ORCHESTRATOR}.batch_loop:publish_batch", after, nth=2),
+    "between a batch and its line of metrics": KillPoint(f"{_ORCHESTRATOR}.batch:publish_batch", after, nth=2),
     "inside a line of metrics": KillPoint(f"{_ORCHESTRATOR}.metrics:append_line", half_a_line, nth=2),
     "while an adapter is loaded": KillPoint(
         f"{_ORCHESTRATOR}.adapters:AdapterPublication.publish", after_awaiting, nth=2

@@ -107,7 +107,7 @@ class Evaluator:
         seed = derive_seed(self._seed, "eval", pick.env_name, pick.example.id, number)
         try:
             session = PolicySession(self._turns, self._tokenizer, seed=seed, version=version)
-            return session.finish(await self._envs[pick.env_name].rollout(pick.example, session))
+            return await session.rollout(self._envs[pick.env_name], pick.example)
         except (AccessDenied, EnvironmentBroken):
             raise
         except Exception as error:  # whatever an environment raises is its own affair

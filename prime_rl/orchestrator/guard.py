@@ -1,4 +1,4 @@
-"""What ends a run from outside, and how its parts run beside each other.
+"""What ends a run from outside or keeps it from starting, and how its loops run beside each other.
 
 The guard looks at the disk every other second, and up to five times a second when something wakes it (a signal, a
 change of what is waited for), so that fifty runs that wait cost next to nothing. It does not watch `control/`: the
@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import signal
 import socket
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from typing import Any, Never, TypeVar
 
-from prime_rl.contract.files import FileRefused, read_text
+from prime_rl.contract.files import FileRefused, WaitStopped, WaitTimeout, read_text, wait_for
 from prime_rl.contract.layout import RunDir
+from prime_rl.contract.status import LOST_AFTER_S, RunStatus, is_there, read_status
 from prime_rl.utils.background import cancel_all, log_failure
 
 # Between two looks: at least, whatever wakes it, and at most.
@@ -47,6 +49,30 @@ def check_run(run: RunDir) -> None:
         reason = str(error)
     if reason is not None:
         raise RunEvicted(" ".join(reason.split()) or "no reason given")
+
+
+def find_other(run: RunDir, stop: Callable[[], bool], beat_s: float = LOST_AFTER_S) -> str | None:
+    """The living orchestrator of the run, if there is one, in words.
+
+    One on another machine is judged by its heartbeat, for `beat_s` and without comparing clocks.
+    """
+    status = read_status(run.status, RunStatus)
+    if status is None:
+        return None
+    if not status.writer.is_of_another_boot():
+        return f"pid {status.pid}" if is_there(status) and status.pid != os.getpid() else None
+    if status.state not in ("starting", "running"):
+        return None
+    seen = status.updated_at
+
+    def has_beaten() -> bool:
+        status = read_status(run.status, RunStatus)
+        return status is not None and status.updated_at != seen
+
+    with contextlib.suppress(WaitTimeout, WaitStopped):
+        wait_for(has_beaten, f"a heartbeat of {run.status}", timeout_s=beat_s, stop=stop)
+        return f"pid {status.pid} on another machine"
+    return None
 
 
 class Wake:

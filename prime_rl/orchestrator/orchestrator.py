@@ -10,7 +10,6 @@ failed or stopped; a crash leaves none, so the supervisor may start it again.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import logging
 import math
@@ -22,13 +21,12 @@ from pathlib import Path
 
 from prime_rl.configs.base import ConfigError, ConfigProblem, parse_argv
 from prime_rl.configs.orchestrator import OrchestratorConfig
-from prime_rl.contract.files import WaitStopped, WaitTimeout, make_folder, wait_for
+from prime_rl.contract.files import make_folder
 from prime_rl.contract.layout import LayoutError, OutputDir, RunDir
 from prime_rl.contract.resume import pending_request
-from prime_rl.contract.status import LOST_AFTER_S, RunStatus, StatusWriter, is_there, read_status
+from prime_rl.contract.status import RunStatus, StatusWriter
 from prime_rl.contract.types import BadBatchError, max_batch_bytes
-from prime_rl.orchestrator.batch import SecondOrchestrator, has_signal
-from prime_rl.orchestrator.batch_loop import BatchLoop
+from prime_rl.orchestrator.batch import BatchLoop, SecondOrchestrator, has_signal
 from prime_rl.orchestrator.checkpoint import (
     CheckpointError,
     Progress,
@@ -45,6 +43,7 @@ from prime_rl.orchestrator.guard import (
     RunGone,
     StopRequested,
     Wake,
+    find_other,
     guard,
     run_beside,
     woken_by_signals,
@@ -296,30 +295,6 @@ def find_run(argv: Sequence[str]) -> RunDir:
             run_path = Path(name).absolute().parent.parent
             return OutputDir(run_path.parent).run(run_path.name)
     raise ConfigError("command line", [ConfigProblem("", "write @ OUTPUT_DIR/run_<id>/control/orch.toml")])
-
-
-def find_other(run: RunDir, stop: Callable[[], bool], beat_s: float = LOST_AFTER_S) -> str | None:
-    """The living orchestrator of the run, if there is one, in words.
-
-    One on another machine is judged by its heartbeat, for `beat_s` and without comparing clocks.
-    """
-    status = read_status(run.status, RunStatus)
-    if status is None:
-        return None
-    if not status.writer.is_of_another_boot():
-        return f"pid {status.pid}" if is_there(status) and status.pid != os.getpid() else None
-    if status.state not in ("starting", "running"):
-        return None
-    seen = status.updated_at
-
-    def has_beaten() -> bool:
-        status = read_status(run.status, RunStatus)
-        return status is not None and status.updated_at != seen
-
-    with contextlib.suppress(WaitTimeout, WaitStopped):
-        wait_for(has_beaten, f"a heartbeat of {run.status}", timeout_s=beat_s, stop=stop)
-        return f"pid {status.pid} on another machine"
-    return None
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from prime_rl.orchestrator.client import AccessDenied, Completion
-from prime_rl.orchestrator.envs.base import Environment, Message, Outcome, RolloutError
+from prime_rl.orchestrator.envs.base import Environment, Example, Message, RolloutError
 from prime_rl.orchestrator.envs.checked import EnvironmentBroken, EnvironmentFault, Interrupted
 from prime_rl.orchestrator.policy import FirstTurn, TurnSampler
 from prime_rl.orchestrator.sampler import ExampleSampler, Pick
@@ -120,8 +120,12 @@ class PolicySession:
         self._seen = [*messages, {"role": "assistant", "content": text}]
         return text
 
-    def finish(self, outcome: Outcome) -> Rollout:
-        """The rollout with its score. Raises RolloutError when it cannot be trained on."""
+    async def rollout(self, env: Environment, example: Example) -> Rollout:
+        """What `env` makes of `example` with this session, and its score.
+
+        Raises RolloutError when it cannot be trained on, and what the environment raises.
+        """
+        outcome = await env.rollout(example, self)
         if not self._turn_versions:
             raise RolloutError("the environment ended without asking the policy")
         return Rollout(
@@ -239,16 +243,13 @@ class RolloutWorker:
                 note_version=note_version,
             )
             try:
-                return await self._run(pick, session)
+                return await session.rollout(self._envs[pick.env_name], pick.example)
             except EnvironmentFault as fault:
                 num_faults += not isinstance(fault, Interrupted)
                 if num_faults > MAX_REPLACEMENTS:
                     raise
                 logger.warning("env %s, %s: rollout dropped: %s", pick.env_name, pick.example.id, fault)
         raise AssertionError("unreachable")
-
-    async def _run(self, pick: Pick, session: PolicySession) -> Rollout:
-        return session.finish(await self._envs[pick.env_name].rollout(pick.example, session))
 
 
 async def together(parts: Iterable[Coroutine[Any, Any, ResultT]]) -> list[ResultT]:

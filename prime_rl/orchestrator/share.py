@@ -140,7 +140,7 @@ class EvalTasks:
         async def rollout(number: int) -> Rollout:
             seed = derive_seed(self._seed, "eval", env_name, example.id, number)
             session = PolicySession(self._turns, self._tokenizer, seed=seed, version=self._version)
-            return session.finish(await self._envs[env_name].rollout(example, session))
+            return await session.rollout(self._envs[env_name], example)
 
         rollouts = await together(rollout(number) for number in range(self._config.rollouts_per_example))
         return Group(index, env_name, f"{env_name}/{example.id}", rollouts)

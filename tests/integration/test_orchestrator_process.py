@@ -20,7 +20,7 @@ import pytest
 from prime_rl.contract.files import write_atomic
 from prime_rl.contract.layout import RunDir, list_rollout_steps
 from prime_rl.contract.status import RunStatus, read_status
-from prime_rl.orchestrator.orchestrator import find_other
+from prime_rl.orchestrator.guard import find_other
 from prime_rl.utils.process import ProcessId
 from tests.orchestrator_support import (
     FakeInference,
