@@ -51,9 +51,8 @@ class WholeWeights:
         self._pinned = asyncio.Lock()
 
     async def equip(self, server: ServerClient) -> None:
-        server.weights = None  # whatever it had, it may have lost
         try:
-            await self._give(server)
+            await self._give(server, anyway=True)  # whatever it had, it may have lost
         except RequestRefused as error:  # its answers will not be taken, and the next version is given to it again
             logger.warning("a restarted server refuses %s: %s", self.label(self._wanted), error)
 
@@ -100,11 +99,11 @@ class WholeWeights:
             raise UnknownModel(f"inference answered with the weights {weights!r} instead of {self.label(asked)!r}")
         return version
 
-    async def _give(self, server: ServerClient) -> None:
+    async def _give(self, server: ServerClient, *, anyway: bool = False) -> None:
+        """Load the wanted version on a server that does not report it, or `anyway`. Raises RequestRefused."""
         # Again after every answer: the version may have changed meanwhile.
-        while server.weights != (label := self.label(self._wanted)):
+        while anyway or server.weights != self.label(self._wanted):
+            anyway, label = False, self.label(self._wanted)
             await server.load_weights(self._run.broadcast_dir(self._wanted).resolve() if self._wanted else None)
-            if label != self.label(self._wanted):
-                continue
-            if server.weights != label:
+            if label == self.label(self._wanted) and server.weights != label:
                 raise RequestRefused(f"inference reports the weights {server.weights!r} instead of {label!r}")
