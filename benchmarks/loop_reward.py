@@ -17,8 +17,8 @@ from prime_rl.contract.layout import RunDir
 from prime_rl.orchestrator.adapters import AdapterPublication
 from prime_rl.orchestrator.envs.loading import load_environments
 from prime_rl.orchestrator.evaluate import Evaluator
-from prime_rl.orchestrator.orchestrator import base_model, connect
 from prime_rl.orchestrator.policy import PolicyVersions, TurnSampler
+from prime_rl.orchestrator.publication import base_model, connect
 from prime_rl.orchestrator.tokenizer import ChatTokenizer
 
 NUM_EXAMPLES, ROLLOUTS_PER_EXAMPLE = 256, 4
@@ -38,7 +38,7 @@ async def _reward_of(run: RunDir, version: int) -> float:
     async with AsyncExitStack() as cleanup:
         _, envs = await load_environments(config, None, cleanup, lambda sentence: None)
         adapters = AdapterPublication(run)
-        client = connect(config, run, adapters.equip)
+        client = connect(config, run, adapters)
         cleanup.push_async_callback(client.close)
         policy = PolicyVersions(adapters, client, await base_model(client, config.model.name))
         cleanup.push_async_callback(policy.close)

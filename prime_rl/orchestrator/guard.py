@@ -27,6 +27,10 @@ MAX_LOOK_S = 2.0
 ResultT = TypeVar("ResultT")
 
 
+class RunFailed(RuntimeError):
+    """The run cannot continue, and a restart would not help. The message has the reason."""
+
+
 class RunEvicted(RuntimeError):
     """`control/evicted.txt` is there; the message is its text."""
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 
 from prime_rl.configs.sampling import SamplingConfig
-from prime_rl.orchestrator.scheduler import RunFailed
+from prime_rl.orchestrator.guard import RunFailed
 
 logger = logging.getLogger("orchestrator")
 

@@ -13,9 +13,8 @@ import asyncio
 import itertools
 import logging
 import math
-import os
 import sys
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 
@@ -32,7 +31,7 @@ from prime_rl.orchestrator.checkpoint import (
     Progress,
     find_progress,
 )
-from prime_rl.orchestrator.client import AccessDenied, Endpoint, ServerClient
+from prime_rl.orchestrator.client import AccessDenied
 from prime_rl.orchestrator.curriculum import Curricula
 from prime_rl.orchestrator.envs.checked import EnvironmentBroken
 from prime_rl.orchestrator.envs.loading import Environments, load_environments
@@ -40,6 +39,7 @@ from prime_rl.orchestrator.evaluate import Evaluator
 from prime_rl.orchestrator.guard import (
     MAX_LOOK_S,
     RunEvicted,
+    RunFailed,
     RunGone,
     StopRequested,
     Wake,
@@ -52,19 +52,18 @@ from prime_rl.orchestrator.ledger import GroupLedger
 from prime_rl.orchestrator.logprobs import check_temperature, warn_of_narrow_sampling
 from prime_rl.orchestrator.metrics import PhaseClock
 from prime_rl.orchestrator.monitors.process import MonitorProcess
-from prime_rl.orchestrator.policy import PolicyVersions, TurnSampler, find_base_model
+from prime_rl.orchestrator.policy import PolicyVersions, TurnSampler
 from prime_rl.orchestrator.pool import InferenceClient
 from prime_rl.orchestrator.pools import Pools
-from prime_rl.orchestrator.publication import choose_publication
+from prime_rl.orchestrator.publication import base_model, choose_publication, connect
 from prime_rl.orchestrator.report import BatchReporter, Reporter
 from prime_rl.orchestrator.rollout import RolloutWorker
 from prime_rl.orchestrator.sampler import ExampleSampler
 from prime_rl.orchestrator.samples import SampleKeeper
-from prime_rl.orchestrator.scheduler import RunFailed, Scheduler
+from prime_rl.orchestrator.scheduler import Scheduler
 from prime_rl.orchestrator.tokenizer import ChatTokenizer, TokenizerError
 from prime_rl.orchestrator.trainer_watch import TrainerWatch, trainer_status
 from prime_rl.utils.logger import complain, setup_logger
-from prime_rl.utils.secrets import SecretError, read_secret
 from prime_rl.utils.signals import StopFlag
 from prime_rl.utils.watch import Watcher
 
@@ -116,7 +115,7 @@ async def set_up(
 
     # -- tasks ----
     publication = await choose_publication(config, run, reporter.wait_for, cleanup)
-    client = connect(config, run, publication.equip, phases.note_trouble)
+    client = connect(config, run, publication, phases.note_trouble)
     cleanup.push_async_callback(client.close)
     reporter.wait_for(lambda now: client.trouble)
     base = await base_model(client, config.model.name)
@@ -206,36 +205,6 @@ def make_ledger(config: OrchestratorConfig, progress: Progress) -> GroupLedger:
         max_off_policy_steps=config.max_off_policy_steps,
         num_spare=math.ceil((config.oversampling_factor - 1) * config.groups_per_batch),
     )
-
-
-def connect(
-    config: OrchestratorConfig,
-    run: RunDir,
-    equip: Callable[[ServerClient], Awaitable[None]],
-    on_trouble: Callable[[str | None], None] = lambda trouble: None,
-) -> InferenceClient:
-    """The run's servers; `equip` and `on_trouble` as for InferenceClient. Raises RunFailed."""
-    try:
-        api_key = read_secret(config.client.api_key_var, os.environ)
-    except SecretError as error:
-        raise RunFailed(str(error)) from error
-    return InferenceClient(
-        [Endpoint(run.path.parent, url) for url in config.client.urls],
-        equip,
-        on_trouble=on_trouble,
-        api_key=api_key,
-        timeout_s=config.client.timeout_s,
-        max_concurrent_requests=config.client.max_concurrent_requests,
-    )
-
-
-async def base_model(client: InferenceClient, wanted: str) -> str:
-    """The name under which inference serves the run's base model; waits until inference answers."""
-    served = await client.list_models()
-    name = find_base_model(wanted, served)
-    if name is None:
-        raise RunFailed(f"inference serves {[model.id for model in served]}, but this run trains {wanted!r}")
-    return name
 
 
 async def resume_done(run: RunDir, config: OrchestratorConfig, reporter: Reporter) -> None:

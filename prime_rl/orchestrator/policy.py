@@ -14,11 +14,9 @@ import logging
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from prime_rl.configs.sampling import SamplingConfig
-from prime_rl.contract.layout import parse_adapter_name
-from prime_rl.orchestrator.client import Completion, RequestRefused, ServedModel, UnknownModel
+from prime_rl.orchestrator.client import Completion, RequestRefused, UnknownModel
 from prime_rl.orchestrator.envs.base import RolloutError
 from prime_rl.orchestrator.pool import InferenceClient
 from prime_rl.orchestrator.publication import Publication
@@ -33,18 +31,6 @@ RESTORE_LIMIT_S = 120.0
 RESTORE_RETRY_S = 1.0
 # A server that keeps losing what it has just loaded is broken, not restarted.
 MAX_RESTORES = 5
-
-
-def find_base_model(wanted: str, served: Sequence[ServedModel]) -> str | None:
-    """The name under which inference serves the base model `wanted` (its name, or the same folder), or None."""
-    names = [model.id for model in served if parse_adapter_name(model.id) is None]
-    if wanted in names:
-        return wanted
-    folder = Path(wanted)
-    for model in served:
-        if model.id in names and folder.exists() and Path(model.root or model.id).resolve() == folder.resolve():
-            return model.id
-    return None
 
 
 class PolicyVersions:

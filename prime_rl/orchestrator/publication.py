@@ -1,22 +1,26 @@
-"""How the policy versions of a run get to the servers: as adapters, or, where the trainer has none, as whole weights.
+"""A run's connection to inference: its servers, its base model there, and how its policy versions get there.
 
-The one place that distinguishes the two. The run's config may choose; else the trainer decides, in its status file.
-Everything else works with a `Publication`.
+They do as adapters, or, where the trainer has none, as whole weights. This is the one place that distinguishes the two:
+the run's config may choose, else the trainer decides, in its status file. Everything else works with a `Publication`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from pathlib import Path
 from typing import Protocol
 
 from prime_rl.configs.orchestrator import OrchestratorConfig
-from prime_rl.contract.layout import OutputDir, RunDir
+from prime_rl.contract.layout import OutputDir, RunDir, parse_adapter_name
 from prime_rl.orchestrator.adapters import AdapterPublication
-from prime_rl.orchestrator.client import ServerClient
+from prime_rl.orchestrator.client import Endpoint, ServedModel, ServerClient
+from prime_rl.orchestrator.guard import RunFailed
 from prime_rl.orchestrator.pool import InferenceClient
 from prime_rl.orchestrator.trainer_watch import trainer_status
 from prime_rl.orchestrator.whole_weights import WholeWeights, lease
+from prime_rl.utils.secrets import SecretError, read_secret
 
 
 class Publication(Protocol):
@@ -67,3 +71,45 @@ async def choose_publication(
         return AdapterPublication(run)
     await cleanup.enter_async_context(lease(OutputDir(run.path.parent).weights_lock, say))
     return WholeWeights(run)
+
+
+def connect(
+    config: OrchestratorConfig,
+    run: RunDir,
+    publication: Publication,
+    on_trouble: Callable[[str | None], None] = lambda trouble: None,
+) -> InferenceClient:
+    """The run's servers, which get what is published; `on_trouble` as for InferenceClient. Raises RunFailed."""
+    try:
+        api_key = read_secret(config.client.api_key_var, os.environ)
+    except SecretError as error:
+        raise RunFailed(str(error)) from error
+    return InferenceClient(
+        [Endpoint(run.path.parent, url) for url in config.client.urls],
+        publication.equip,
+        on_trouble=on_trouble,
+        api_key=api_key,
+        timeout_s=config.client.timeout_s,
+        max_concurrent_requests=config.client.max_concurrent_requests,
+    )
+
+
+async def base_model(client: InferenceClient, wanted: str) -> str:
+    """The name under which inference serves the run's base model; waits until inference answers."""
+    served = await client.list_models()
+    name = find_base_model(wanted, served)
+    if name is None:
+        raise RunFailed(f"inference serves {[model.id for model in served]}, but this run trains {wanted!r}")
+    return name
+
+
+def find_base_model(wanted: str, served: Sequence[ServedModel]) -> str | None:
+    """The name under which inference serves the base model `wanted` (its name, or the same folder), or None."""
+    names = [model.id for model in served if parse_adapter_name(model.id) is None]
+    if wanted in names:
+        return wanted
+    folder = Path(wanted)
+    for model in served:
+        if model.id in names and folder.exists() and Path(model.root or model.id).resolve() == folder.resolve():
+            return model.id
+    return None

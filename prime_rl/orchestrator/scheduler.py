@@ -16,6 +16,7 @@ from pathlib import Path
 
 from prime_rl.contract.layout import RunDir, list_steps, stable_marker
 from prime_rl.orchestrator.client import RequestRefused
+from prime_rl.orchestrator.guard import RunFailed
 from prime_rl.orchestrator.ledger import Flight, GroupLedger
 from prime_rl.orchestrator.metrics import PhaseClock
 from prime_rl.orchestrator.policy import PolicyVersions
@@ -32,10 +33,6 @@ FAILURE_WINDOW = 20
 # A server that is full takes an adapter as soon as another run releases one; one that refuses for this long never will.
 LOAD_REFUSED_LIMIT_S = 120.0
 LOAD_RETRY_S = 1.0
-
-
-class RunFailed(RuntimeError):
-    """The run cannot continue, and a restart would not help. The message has the reason."""
 
 
 class Scheduler:

@@ -33,8 +33,9 @@ from prime_rl.orchestrator.envs.checked import EnvironmentFault
 from prime_rl.orchestrator.envs.loading import Environments, load_environments
 from prime_rl.orchestrator.logprobs import check_temperature
 from prime_rl.orchestrator.metrics import eval_metrics, mean, write_metrics
-from prime_rl.orchestrator.orchestrator import FINAL, base_model, connect
+from prime_rl.orchestrator.orchestrator import FINAL
 from prime_rl.orchestrator.policy import PolicyVersions, TurnSampler
+from prime_rl.orchestrator.publication import base_model, connect
 from prime_rl.orchestrator.rollout import (
     Group,
     GroupFailed,
@@ -85,7 +86,7 @@ async def set_up(request: MakeRequest, run: RunDir, config: OrchestratorConfig, 
     envs, eval_envs = await load_environments(config, None, cleanup, lambda words: None)
     adapters = AdapterPublication(run)
     config = config.replace(client={**config.client.model_dump(), "base_url": request.base_url})
-    client = connect(config, run, adapters.equip)
+    client = connect(config, run, adapters)
     cleanup.push_async_callback(client.close)
     base = await base_model(client, config.model.name)
     if request.split == "train":

@@ -24,8 +24,8 @@ from prime_rl.orchestrator.client import (
 )
 from prime_rl.orchestrator.concurrency import START_LIMIT
 from prime_rl.orchestrator.envs.base import Example, Outcome, Policy
-from prime_rl.orchestrator.policy import find_base_model
 from prime_rl.orchestrator.pool import InferenceClient
+from prime_rl.orchestrator.publication import find_base_model
 from prime_rl.orchestrator.rollout import GroupFailed
 from prime_rl.orchestrator.tokenizer import ChatTokenizer, TokenizerError
 from prime_rl.utils.process import ProcessId
