@@ -1,7 +1,9 @@
-"""Which folder whole weights may come from, and whether they fit the model: checked before an engine sees them."""
+"""Whether whole weights fit the model: checked before an engine takes them."""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -27,13 +29,25 @@ def weights_label(output_dir: Path, folder: Path) -> str:
 
 
 def check_weight_file(folder: Path, shapes: Shapes) -> None:
-    """Raises ApiError (400) unless the weight file of `folder` holds exactly these names and shapes."""
+    """Raises ApiError (400) unless the weight file of `folder` holds exactly these names and shapes. Reads its head."""
     path = folder / WEIGHTS_FILE
-    try:
+    with readable(path):
         found = read_shapes(path)
+    check_fit(str(path), found, shapes)
+
+
+@contextlib.contextmanager
+def readable(path: Path) -> Iterator[None]:
+    """What goes wrong inside as `path` is read becomes an ApiError (400)."""
+    try:
+        yield
     except FileNotFoundError as error:
         raise ApiError(400, f"{path} is missing.", param="weight_dir") from error
     except (ValueError, OSError) as error:
         raise ApiError(400, f"{path} cannot be read: {error}", param="weight_dir") from error
+
+
+def check_fit(name: str, found: Shapes, shapes: Shapes) -> None:
+    """Raises ApiError (400) unless the names and shapes of the weights that are called `name` are these."""
     if problem := misfit(found, shapes):
-        raise ApiError(400, f"{path} does not fit the model: {problem}.", param="weight_dir")
+        raise ApiError(400, f"{name} does not fit the model: {problem}.", param="weight_dir")

@@ -5,7 +5,12 @@ next token of every row then goes into the same column (a plain slice, no gather
 distances between tokens (sliding windows stay right), and transformers' own masks for left-padded batches apply. When
 the batch changes (`compose`), rows are copied together and columns that no row needs are cut off.
 
-Dimensions: R rows, H KV heads, C columns allocated, T columns in use, Q new columns, D head size.
+transformers repeats the KV heads for every masked call, which copies the whole cache once a step and layer. With one
+query a row, the queries of a group can stand where the tokens of a query stand: the same numbers, no copy
+(`grouped_attention`).
+
+Dimensions: R rows, H KV heads, C columns allocated, T columns in use, Q new columns, D head size; in the attention
+also G query heads of one KV head.
 """
 
 from __future__ import annotations
@@ -14,11 +19,17 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+from transformers.modeling_utils import AttentionInterface
 
 # Free columns after a copy: a copy costs about a fifth of a step of a small model, so once in 64 steps is nothing.
 SPARE_COLUMNS = 64
+ATTENTION = "prl_grouped"
 
 
 class ColumnLayer(DynamicLayer):  # type: ignore[misc]
@@ -105,3 +116,36 @@ def _grown(old_RHCD: Tensor | None, states_RHQD: Tensor, room: int) -> Tensor:
     if old_RHCD is not None:
         new_RHCD[:, :, : old_RHCD.shape[2]] = old_RHCD
     return new_RHCD
+
+
+def use_grouped_attention(model: PreTrainedModel) -> None:
+    """Switch `model` to `grouped_attention` when it uses transformers' sdpa; other kinds are left as they are."""
+    if model.config._attn_implementation != "sdpa":
+        return
+    AttentionInterface.register(ATTENTION, grouped_attention)
+    AttentionMaskInterface.register(ATTENTION, sdpa_mask)
+    model.set_attn_implementation(ATTENTION)
+
+
+def grouped_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Same arguments and result as transformers' sdpa function: query `[R, HG, Q, D]` -> `[R, Q, HG, D]`."""
+    num_groups = getattr(module, "num_key_value_groups", 1)
+    plain = query.shape[2] == 1 and num_groups > 1 and kwargs.get("position_bias") is None
+    if not plain or (attention_mask is not None and attention_mask.shape[1] != 1):
+        result: tuple[Tensor, None] = sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
+        )
+        return result
+    query_RHGD = query.reshape(query.shape[0], key.shape[1], num_groups, query.shape[3])
+    mask_R1GT = None if attention_mask is None else attention_mask.expand(-1, -1, num_groups, -1)
+    out_RHGD = F.scaled_dot_product_attention(query_RHGD, key, value, attn_mask=mask_R1GT, scale=scaling)
+    return out_RHGD.flatten(1, 2)[:, None], None

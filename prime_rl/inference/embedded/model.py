@@ -19,8 +19,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from prime_rl.configs.inference import InferenceConfig
-from prime_rl.inference.embedded.attention import use_grouped_attention
-from prime_rl.inference.embedded.kv import RowCache
+from prime_rl.inference.embedded.kv import RowCache, use_grouped_attention
 from prime_rl.inference.embedded.weights import WholeWeights
 from prime_rl.lora.inject import apply_lora_to_model
 from prime_rl.lora.linear import AdapterRouting, MultiLoRALinear

@@ -198,22 +198,19 @@ class Sampled:
 
 def stream_key(seed: int, choice_idx: int) -> int:
     """The key of the random stream of choice number `choice_idx` of a request seeded with `seed`: 64 bits."""
-    return _mix(_mix(seed & _MASK) + (choice_idx + 1) * _GOLDEN)
+    of_request = _mix(np.array([seed & _MASK], dtype=np.uint64))
+    return int(_mix(of_request + np.uint64((choice_idx + 1) * _GOLDEN & _MASK))[0])
 
 
-def _mix(value: int) -> int:
-    z = value & _MASK
-    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
-    return z ^ (z >> 31)
+def _mix(z: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))
 
 
 def uniforms(keys_R: npt.NDArray[np.uint64], positions_R: npt.NDArray[np.uint64]) -> npt.NDArray[np.float64]:
     """Number `positions_R` of each row's stream, in [0, 1 - 2^-52]."""
-    z = keys_R + (positions_R + np.uint64(1)) * np.uint64(_GOLDEN)
-    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    z ^= z >> np.uint64(31)
+    z = _mix(keys_R + (positions_R + np.uint64(1)) * np.uint64(_GOLDEN))
     # 52 bits: the largest number times any total stays below that total after rounding.
     fractions_R: npt.NDArray[np.float64] = (z >> np.uint64(12)).astype(np.float64) * 2.0**-52
     return fractions_R

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from prime_rl.configs.shared import BroadcastConfig
 from prime_rl.inference.errors import ApiError
-from prime_rl.inference.weight_files import WEIGHTS_FILE, check_weight_file
-from prime_rl.lora.misfit import misfit, shapes_of
+from prime_rl.inference.weight_files import WEIGHTS_FILE, check_fit, readable
+from prime_rl.lora.misfit import shapes_of
 from prime_rl.lora.tensor_files import load_tensors
 from prime_rl.transfer import TransferError, WeightReceiver
 
@@ -38,13 +38,10 @@ class WholeWeights:
 
     def read(self, folder: Path) -> dict[str, Tensor]:
         """The weights in `folder`. Raises ApiError (400) when they do not fit the model. Changes nothing."""
-        check_weight_file(folder, self.shapes)
-        try:
-            tensors = load_tensors(folder / WEIGHTS_FILE, mapped=True)
-        except (ValueError, OSError) as error:
-            raise _not_taken(str(error)) from error
-        if problem := misfit(shapes_of(tensors), self.shapes):  # another file than the one that was checked
-            raise _not_taken(problem)
+        path = folder / WEIGHTS_FILE
+        with readable(path):
+            tensors = load_tensors(path, mapped=True)
+        check_fit(str(path), shapes_of(tensors), self.shapes)
         return tensors
 
     def fetch(self, broadcast: BroadcastConfig, label: str) -> dict[str, Tensor]:
@@ -57,28 +54,22 @@ class WholeWeights:
         try:
             tensors = self._receiver.receive(label, ticket=uuid.uuid4().hex)
         except TransferError as error:
-            raise _not_taken(str(error)) from error
-        if problem := misfit(shapes_of(tensors), self.shapes):
-            raise _not_taken(problem)
+            raise ApiError(400, f"The weights stay as they are: {error}", param="weight_dir") from error
+        check_fit(label, shapes_of(tensors), self.shapes)
         return tensors
 
-    @torch.no_grad()
     def apply(self, tensors: Mapping[str, Tensor]) -> None:
         """Put what `read` returned in place. No forward may run meanwhile."""
         if self._base is None:
             self._base = {name: parameter.to("cpu", copy=True) for name, parameter in self._parameters.items()}
         self._copy(tensors)
 
-    @torch.no_grad()
     def apply_base(self) -> None:
         """Back to the weights that the model was loaded with."""
         if self._base is not None:
             self._copy(self._base)
 
+    @torch.no_grad()
     def _copy(self, tensors: Mapping[str, Tensor]) -> None:
         for name, parameter in self._parameters.items():
             parameter.copy_(tensors[name])
-
-
-def _not_taken(problem: str) -> ApiError:
-    return ApiError(400, f"The weights stay as they are: {problem}", param="weight_dir")
