@@ -1,7 +1,8 @@
-"""`max_concurrent_runs = "auto"`: counted once, when a workspace is brought up, and the same from then on.
+"""`max_concurrent_runs = "auto"`, and vLLM's share of a GPU that the trainer uses too.
 
-The number stands in the saved system file as if it had been set there, and a later `prl up` takes it from there, unless
-something that decides it has changed. `prime_rl.trainer.fit` counts, in a process of its own, as it loads torch.
+Both are worked out when a workspace is brought up. The numbers stand in the saved system file as if they had been set
+there, and a later `prl up` takes them from there, unless something that decides them has changed.
+`prime_rl.trainer.fit` answers, in a process of its own, as it loads torch.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,48 +21,97 @@ from daemons.launch import LaunchError, Say, check_model
 from daemons.process import python_module, run_child
 from daemons.specs import FIT_MODULE, SYSTEM, TRAINER, UP, module_of, saved_topology, settle_topology, without_nulls
 from prime_rl.configs.base import ConfigError, load_config
+from prime_rl.configs.inference import WHOLE_GPU
 from prime_rl.configs.system import SystemConfig
 from prime_rl.contract.layout import OutputDir
+from prime_rl.utils.gpus import count_gpus
 
-# The fields that decide how many slots fit.
+SLOTS, SHARE = "max_concurrent_runs", "inference.vllm.gpu_memory_utilization"
+# Arguments of vLLM with which it uses several GPUs.
+_SEVERAL_GPUS = {"tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"}
+# The fields that decide how many slots fit, and what of a GPU is left for inference.
 _DECIDES: dict[str, Any] = {
+    "max_concurrent_runs": True,
     "trainer": {"model", "seq_len", "max_tokens_per_micro_batch", "device"},
     "inference": {"engine": True, "model": True, "max_versions_per_run": True, "vllm": {"gpu_memory_utilization"}},
 }
 
 
 def settle_slots(system: SystemConfig, output: OutputDir, *, stop: Callable[[], bool], say: Say) -> SystemConfig | None:
-    """`system` with a number of slots; None when `stop()` came first. Raises LaunchError."""
-    if system.max_concurrent_runs != "auto":
-        return system
-    check_model(system.model.name)
+    """`system` with numbers for what is to be worked out; None when `stop()` came first. Raises LaunchError."""
     before = saved_topology(output)
     now, _ = settle_topology(before, os.environ, lambda line: None)
-    earlier = _earlier(output)
+    is_shared = share_a_gpu(system, now)
+    wanted = [SLOTS] * (system.max_concurrent_runs == "auto") + [SHARE] * is_shared
+    if not wanted:
+        return system
+    check_model(system.model.name)
+    earlier = _earlier(output, wanted)
     if earlier is not None and _question(earlier[0], before or {}) == _question(system, now):
-        say(f"max_concurrent_runs = 'auto': {earlier[1]} slots, as counted before")
-        return system.with_slots(earlier[1])
-    say("max_concurrent_runs = 'auto': counting the slots that fit into memory (takes a few seconds)")
-    num_slots = _count(system, now, stop)
-    if num_slots is None:
-        return None
-    say(f"max_concurrent_runs = 'auto': {num_slots} slots")
-    return system.with_slots(num_slots)
+        found, source = earlier[1], ", as counted before"
+    else:
+        say(f"{' and '.join(wanted)} = 'auto': counting what fits into memory (takes a few seconds)")
+        answer = _ask(system, now, stop, wanted)
+        if answer is None:
+            return None
+        found, source = _numbers(answer, is_shared), ""
+    if SLOTS in wanted:
+        system = system.with_slots(int(found[SLOTS]))
+        say(f"{SLOTS} = 'auto': {int(found[SLOTS])} slots{source}")
+    if SHARE in wanted:
+        system = system.with_gpu_share(found[SHARE])
+        say(f"{SHARE} = 'auto': {found[SHARE]:g} of the GPU that trainer and inference share{source}")
+    return system
 
 
-def _earlier(output: OutputDir) -> tuple[SystemConfig, int] | None:
-    """What the last `prl up` was asked for, and the slots that it counted; None if it counted none."""
+def share_a_gpu(system: SystemConfig, environ: Mapping[str, str]) -> bool:
+    """Whether vLLM's share of its GPU is to be worked out: it is "auto", and the trainer uses the same GPU.
+
+    One process takes the first GPU that it sees. What several GPUs of one vLLM hold is left to whoever set that up.
+    """
+    inference = system.inference
+    several = _SEVERAL_GPUS & inference.vllm.extra_args.keys()
+    if inference.engine != "vllm" or inference.vllm.gpu_memory_utilization != "auto" or several:
+        return False
+    if "cpu" in (system.trainer.device, inference.device) or not count_gpus({**os.environ, **environ}):
+        return False
+    if module_of(TRAINER, environ) != torchrun.__name__ or not environ.get(torchrun.GPUS_VARIABLE):
+        return True
+    first = environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
+    return first in environ[torchrun.GPUS_VARIABLE].split(",")
+
+
+def _earlier(output: OutputDir, wanted: Sequence[str]) -> tuple[SystemConfig, dict[str, Any]] | None:
+    """What the last `prl up` was asked for, and the `wanted` numbers that it ran with; None where one is missing."""
     try:
         asked = load_config(SystemConfig, output.component_config(UP))
         held = load_config(SystemConfig, output.component_config(SYSTEM))
     except ConfigError:  # never started, or of another version
         return None
-    is_counted = asked.max_concurrent_runs == "auto" and held.max_concurrent_runs != "auto"
-    return (asked, held.inference.max_concurrent_runs) if is_counted else None
+    numbers = {SLOTS: held.max_concurrent_runs, SHARE: held.inference.vllm.gpu_memory_utilization}
+    return None if "auto" in map(numbers.get, wanted) else (asked, numbers)
 
 
 def _question(system: SystemConfig, environ: Mapping[str, str]) -> dict[str, Any]:
-    return {**system.model_dump(mode="json", include=_DECIDES), "gpus": _gpus(environ)}
+    asked = system.model_dump(mode="json", include=_DECIDES)
+    visible = {name: environ.get(name) for name in ("CUDA_VISIBLE_DEVICES", torchrun.GPUS_VARIABLE)}
+    return {**asked, **visible, "ranks": _gpus(environ)}
+
+
+def _numbers(answer: Mapping[str, Any], is_shared: bool) -> dict[str, float]:
+    """The slots and vLLM's share, from what `prl fit` answered.
+
+    Raises LaunchError when trainer and inference do not fit onto one GPU.
+    """
+    share = answer["gpu_memory_utilization"]
+    if is_shared and share is None:
+        raise LaunchError(
+            f"trainer and inference do not fit onto one GPU: a pass of {answer['tokens']} tokens with {answer['runs']} "
+            f"slots takes {answer['peak_gib']:.1f} of {answer['usable_gib']:.1f} GiB, and the rest is too small for "
+            f"vLLM with its own {answer['weights_gib']:.1f} GiB of weights: lower trainer.max_tokens_per_micro_batch, "
+            f"seq_len or {SLOTS}, or give each its own GPU (docs/deploy.md)"
+        )
+    return {SLOTS: answer["runs"], SHARE: min(share or WHOLE_GPU, WHOLE_GPU)}
 
 
 def _gpus(environ: Mapping[str, str]) -> str:
@@ -69,7 +119,10 @@ def _gpus(environ: Mapping[str, str]) -> str:
     return torchrun.num_ranks(environ) if module_of(TRAINER, environ) == torchrun.__name__ else "1"
 
 
-def _count(system: SystemConfig, environ: Mapping[str, str], stop: Callable[[], bool]) -> int | None:
+def _ask(
+    system: SystemConfig, environ: Mapping[str, str], stop: Callable[[], bool], wanted: Sequence[str]
+) -> dict[str, Any] | None:
+    """What `prl fit` answers; None when `stop()` came first. Raises LaunchError."""
     with tempfile.TemporaryDirectory() as name:
         file, out, errors = (Path(name) / each for each in ("system.toml", "out", "errors"))
         # What was left to defaults stays so: inference gets its number of slots only now.
@@ -83,5 +136,6 @@ def _count(system: SystemConfig, environ: Mapping[str, str], stop: Callable[[], 
             return None
         if exit_code:
             said = errors.read_text(errors="replace").strip().splitlines() or [f"prl fit exited with code {exit_code}"]
-            raise LaunchError(f"{said[-1].removeprefix('prl fit: ')}; or set max_concurrent_runs to a number")
-        return int(json.loads(out.read_text())["runs"])
+            raise LaunchError(f"{said[-1].removeprefix('prl fit: ')}; or set {' and '.join(wanted)} to a number")
+        answer: dict[str, Any] = json.loads(out.read_text())
+        return answer

@@ -12,6 +12,8 @@ from prime_rl.configs.shared import BroadcastConfig, LogConfig, LoRAConfig, Mode
 
 # vLLM's own names.
 LogprobsMode = Literal["processed_logprobs", "raw_logprobs"]
+# The share of a GPU that vLLM has to itself: its own default.
+WHOLE_GPU = 0.9
 
 
 class InferenceModelConfig(ModelConfig):
@@ -33,11 +35,17 @@ class VllmConfig(BaseConfig):
     kv_cache_gb: float = Field(1.0, gt=0)
     """KV cache on a CPU, in GiB. On a GPU use `gpu_memory_utilization`."""
 
-    gpu_memory_utilization: float = Field(0.9, gt=0, le=1)
-    """Share of GPU memory that the engine uses."""
+    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] | Literal["auto"] = "auto"
+    """Share of GPU memory that the engine uses. auto: 0.9; beside the trainer on one GPU, what its passes leave, which
+    `prl up` works out."""
 
     extra_args: dict[str, Any] = Field(default_factory=dict)
     """More arguments of vLLM's own server, by their names there (`{"tensor_parallel_size": 2}`)."""
+
+    @property
+    def gpu_share(self) -> float:
+        """`gpu_memory_utilization` as a number; for "auto" that of a GPU without a trainer."""
+        return WHOLE_GPU if self.gpu_memory_utilization == "auto" else self.gpu_memory_utilization
 
     def is_eager_on(self, device_type: str) -> bool:
         """`enforce_eager` on devices of type "cuda" or "cpu"."""

@@ -181,6 +181,11 @@ class SystemConfig(BaseConfig):
             )
         return self
 
+    def with_gpu_share(self, utilization: float) -> Self:
+        """A copy in which `inference.vllm.gpu_memory_utilization` is a number."""
+        vllm = self.inference.vllm.model_copy(update={"gpu_memory_utilization": utilization})
+        return self.model_copy(update={"inference": self.inference.model_copy(update={"vllm": vllm})})
+
     def with_slots(self, num_slots: int) -> Self:
         """A copy in which `max_concurrent_runs` is a number, in trainer and inference too."""
         slots = {"max_concurrent_runs": num_slots}

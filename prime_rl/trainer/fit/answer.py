@@ -24,6 +24,8 @@ from prime_rl.trainer.fit.capacity import (
 from prime_rl.trainer.fit.predict import PassMemory, Setting, predict, setting_of
 
 VERSION = 1
+# With gpu_memory_utilization = "auto", what slots or tokens that are "auto" too leave to inference of one GPU for both.
+AUTO_SHARE = 0.5
 # An H100, when no GPU is named and this machine has none.
 ASSUMED_GPU_GIB = 80.0
 
@@ -97,7 +99,7 @@ def _with_numbers(system: SystemConfig, device_type: str, gib: float, num_gpus: 
     if trainer.num_slots == 0:
         setting = setting_of(trainer.model_copy(update={"max_concurrent_runs": 1}), device_type, num_gpus)
         if device_type == "cuda":
-            of_inference = inference.vllm.gpu_memory_utilization * gib * GIB - INFERENCE_WORK_BYTES
+            of_inference = _share_of_inference(system) * gib * GIB - INFERENCE_WORK_BYTES
         else:
             of_inference = (1.0 - CPU_SHARE) * gib * GIB
         most_slots = most_served(setting, predict(setting), of_inference, inference.max_versions_per_run)
@@ -111,10 +113,20 @@ def _share_of_trainer(system: SystemConfig, device_type: str) -> tuple[float, st
     """The part of a device's memory that is the trainer's, and what a message says of the rest."""
     if device_type == "cpu":
         return CPU_SHARE, ""
-    if system.inference.engine == "vllm" and torch.cuda.device_count() == 1:
-        of_inference = system.inference.vllm.gpu_memory_utilization
+    if _has_one_gpu(system):
+        of_inference = _share_of_inference(system)
         return 1.0 - of_inference, f", or inference.vllm.gpu_memory_utilization = {of_inference:g} of the only GPU"
     return 1.0, ""
+
+
+def _share_of_inference(system: SystemConfig) -> float:
+    vllm = system.inference.vllm
+    return AUTO_SHARE if vllm.gpu_memory_utilization == "auto" and _has_one_gpu(system) else vllm.gpu_share
+
+
+def _has_one_gpu(system: SystemConfig) -> bool:
+    """Whether trainer and vLLM have one GPU between them."""
+    return system.inference.engine == "vllm" and torch.cuda.device_count() == 1
 
 
 def _hardware(device_type: str, gib: float | None, num_gpus: int) -> tuple[float, str]:
