@@ -25,6 +25,7 @@ EXIT_WRONG_USE = 2
 MAX_CRASHES_KEPT = 10
 # So long an orchestrator that starts takes the cores away from others that start: its imports, several times over.
 LOADS_WITHIN_S = 60.0
+NOT_ASKED_FOR = "no longer asked for by the system file or a run"
 _UNKILLABLE = "hangs in the kernel, SIGKILL was sent"
 _SILENT = "alive, but has not written its status file for more than three heartbeats"
 
@@ -60,7 +61,7 @@ def _decide_one(
     if daemon is None:
         return Action(Do.START, Daemon(spec, State.STARTING, started_at=now)) if spec else None
     if daemon.state in LIVE:
-        return _alive(daemon, seen, asked, config, now) if seen.lives else _ended(daemon, seen, config, now)
+        return _alive(daemon, spec, seen, asked, config, now) if seen.lives else _ended(daemon, seen, config, now)
     if seen.gone:
         return Action(Do.FORGET, daemon)
     if asked and daemon.state is not State.BACKOFF:
@@ -74,11 +75,15 @@ def _decide_one(
     return Action(Do.NOTE, replace(daemon, waiting_on=None))
 
 
-def _alive(daemon: Daemon, seen: Seen, asked: bool, config: SupervisorConfig, now: float) -> Action:
+def _alive(
+    daemon: Daemon, spec: DaemonSpec | None, seen: Seen, asked: bool, config: SupervisorConfig, now: float
+) -> Action:
     if daemon.state is State.STOPPING:
         return _stopping(daemon, config, now)
     if seen.gone:
         return _stop(daemon, "its run folder is gone", now)
+    if spec is None and daemon.spec.run_id is None:  # an orchestrator ends by itself
+        return _stop(daemon, NOT_ASKED_FOR, now)
     if asked:
         return _stop(daemon, "restart requested", now, After.RESTART)
     if seen.evicted:
@@ -203,6 +208,8 @@ def _exit_text(code: int | None) -> str:
 def _backoff(daemon: Daemon, spec: DaemonSpec | None, seen: Seen, now: float, asked: bool) -> Action:
     if seen.evicted:
         return Action(Do.NOTE, replace(daemon, state=State.DONE, waiting_on=None, reason="its run is evicted"))
+    if spec is None and daemon.spec.run_id is None:
+        return Action(Do.NOTE, replace(daemon, state=State.DONE, waiting_on=None, reason=NOT_ASKED_FOR))
     if spec is None:
         return Action(Do.NOTE, replace(daemon, waiting_on="the trainer to hold its run in a slot"))
     if asked or now >= daemon.retry_at:

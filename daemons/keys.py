@@ -5,20 +5,25 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from daemons.specs import ALERTS, INFERENCE, DaemonSpec
+from daemons.specs import ALERTS, INFERENCE, MONITORS, DaemonSpec
 from prime_rl.configs.alerts import AlertsConfig
 from prime_rl.configs.base import ConfigError, load_config, parse_toml
 from prime_rl.contract.files import read_text
 from prime_rl.contract.layout import OutputDir, RunDir, scan_runs
-from prime_rl.utils.secrets import DEFAULT_VARIABLE
+from prime_rl.utils.secrets import DEFAULT_VARIABLE, WANDB_VARIABLE
 
 
 def keys_of(spec: DaemonSpec, output: OutputDir) -> list[str]:
-    """The variables whose keys a daemon is handed: inference and each orchestrator its own, alerts its URLs."""
+    """The variables whose keys a daemon is handed: inference and each orchestrator its own, alerts its URLs.
+
+    Monitors are handed that of W&B, also before a run asks for it: a daemon is handed keys only when it starts.
+    """
     if spec.run_id:
         return [_variable(RunDir(output.path / spec.run_id).orch_toml, "client")]
     if spec.name == ALERTS:
         return _alerts_variables(output)
+    if spec.name == MONITORS:
+        return [WANDB_VARIABLE]
     return [_variable(output.component_config(INFERENCE))] if spec.name == INFERENCE else []
 
 
@@ -26,7 +31,9 @@ def all_keys(output: OutputDir) -> list[str]:
     """What the supervisor is handed, to hand it on."""
     runs, _ = scan_runs(output.path)
     variables = [_variable(run.orch_toml, "client") for run in runs]
-    return sorted({_variable(output.component_config(INFERENCE)), *variables, *_alerts_variables(output)})
+    return sorted(
+        {_variable(output.component_config(INFERENCE)), *variables, *_alerts_variables(output), WANDB_VARIABLE}
+    )
 
 
 def _alerts_variables(output: OutputDir) -> list[str]:

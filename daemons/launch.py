@@ -22,6 +22,7 @@ from daemons.pidfile import SupervisorLock, find_rival, read_info
 from daemons.process import log_tail, python_module, spawn
 from daemons.specs import (
     INFERENCE,
+    MONITORS,
     SYSTEM,
     TRAINER,
     save_topology,
@@ -81,7 +82,9 @@ def prepare(system: SystemConfig, output: OutputDir, say: Say) -> SupervisorLock
         if keep:
             say(f"keeping {', '.join(sorted(keep))}: already running with the same config")
         if INFERENCE not in keep:
-            _check_port(system.inference.host, system.inference.port)
+            _check_port(INFERENCE, "--inference.port", system.inference.host, system.inference.port)
+        if MONITORS not in keep and system.monitors.prometheus is not None:
+            _check_port(MONITORS, "--monitors.prometheus.port", "127.0.0.1", system.monitors.prometheus.port)
         forget_endings(output, keep)
         write_component_configs(system, output)
         save_topology(output, topology)
@@ -222,8 +225,8 @@ def down(
 
 
 def down_timeout_s(limits: SupervisorConfig) -> float:
-    """Orchestrators and trainer may finish, all may need the grace, and a margin."""
-    return 2 * limits.drain_s + 4 * limits.grace_s + 15.0
+    """Orchestrators, trainer and monitors may finish, all may need the grace, and a margin."""
+    return 2 * limits.drain_s + 5 * limits.grace_s + 30.0
 
 
 def restart_timeout_s(limits: SupervisorConfig) -> float:
@@ -320,13 +323,13 @@ def check_model(name: str) -> None:
         )
 
 
-def _check_port(host: str, port: int) -> None:
+def _check_port(daemon: str, flag: str, host: str, port: int) -> None:
     if port == 0:
         return
     try:
         bound_socket(host, port).close()
     except OSError as error:
         raise LaunchError(
-            f"inference cannot listen on {host}:{port}: {error.strerror}; choose another port with --inference.port N "
+            f"{daemon} cannot listen on {host}:{port}: {error.strerror}; choose another port with {flag} N "
             "(0 takes a free one)"
         ) from error

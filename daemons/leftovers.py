@@ -19,7 +19,17 @@ from daemons.client import SUPERVISOR
 from daemons.daemon import Daemon, State
 from daemons.pidfile import is_this_boot
 from daemons.process import end_daemons, find_members, kill_all
-from daemons.specs import ALERTS, INFERENCE, TRAINER, DaemonSpec, component_texts, orchestrator_spec, service_specs
+from daemons.specs import (
+    INFERENCE,
+    MONITORS,
+    OPTIONAL,
+    TRAINER,
+    DaemonSpec,
+    component_texts,
+    monitors_spec,
+    orchestrator_spec,
+    service_specs,
+)
 from prime_rl.configs.system import SupervisorConfig, SystemConfig
 from prime_rl.contract.files import read_text, write_atomic
 from prime_rl.contract.layout import LayoutError, OutputDir
@@ -66,8 +76,8 @@ def adoptable(
 ) -> set[str]:
     """Daemons that live and would be started today just as they were; not those that `moved` to other devices."""
     texts = component_texts(system, output)
-    changed = {*moved, *({ALERTS} - texts.keys())}  # alerts that nobody asks for any more
-    changed |= {name for name, text in texts.items() if read_text(output.component_config(name)) != text}
+    configs = {*texts, *OPTIONAL}  # also of what the system file no longer asks for
+    changed = {*moved, *(name for name in configs if read_text(output.component_config(name)) != texts.get(name))}
     statuses = recorded(output)
     return {
         name
@@ -103,8 +113,8 @@ def end_leftovers(
     """End all daemons but those to `keep`, in order; returns the pids that could not be ended."""
     left: set[ProcessId] = set()
     alive = {name: process for name, process in living(output).items() if name not in keep}
-    services = (TRAINER, INFERENCE)
-    for group in (set(alive) - set(services), {TRAINER}, {INFERENCE}):
+    services = (TRAINER, MONITORS, INFERENCE)
+    for group in (set(alive) - set(services), {TRAINER}, {MONITORS}, {INFERENCE}):
         daemons = [(name, alive[name]) for name in sorted(group & set(alive))]
         if daemons:
             say("ending " + ", ".join(f"{name} (pid {each.pid})" for name, each in daemons))
@@ -148,6 +158,8 @@ def forget_endings(output: OutputDir, keep: Collection[str]) -> None:
 
 def _spec(output: OutputDir, name: str, environ: Mapping[str, str] = os.environ) -> DaemonSpec | None:
     """How the daemon is started, or None if it is not a daemon (any more)."""
+    if name == MONITORS:
+        return monitors_spec(output, environ)
     for spec in service_specs(output, environ):
         if spec.name == name:
             return spec

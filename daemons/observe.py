@@ -13,11 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from daemons.alerts.incident_file import own_status
 from daemons.children import Child
 from daemons.daemon import Daemon, Seen
-from daemons.specs import ALERTS, INFERENCE, TRAINER, RunNow
-from prime_rl.configs.base import ConfigError
+from daemons.specs import INFERENCE, OPTIONAL, TRAINER, RunNow
+from prime_rl.configs.base import ConfigError, load_toml
 from prime_rl.configs.validate import load_run_config
 from prime_rl.contract.condition import stalled_since
 from prime_rl.contract.layout import LayoutError, OutputDir, RunDir
@@ -67,6 +66,7 @@ class Observer:
         self._complain = complain
         self._statuses: dict[Path, tuple[Stamp | None, Status | None]] = {}
         self._runs: dict[str, _Folder] = {}
+        self._monitored: dict[str, tuple[Stamp | None, bool]] = {}
         self._unchanged: dict[tuple[str, str], tuple[object, float]] = {}
         self._refused: dict[str, str] = {}
         self._held: frozenset[str] = frozenset()
@@ -116,6 +116,7 @@ class Observer:
         """Drop what is kept about a daemon and its run."""
         self._runs.pop(name, None)
         self._refused.pop(name, None)
+        self._monitored.pop(name, None)
         for what in ("beat", "progress"):
             self._unchanged.pop((name, what), None)
         self._statuses.pop(RunDir(self.output.path / name).status, None)
@@ -140,8 +141,8 @@ class Observer:
             status = self._read(self.output.trainer_status, TrainerStatus)
         elif daemon.spec.name == INFERENCE:
             status = self._read(self.output.inference_status, InferenceStatus)
-        elif daemon.spec.name == ALERTS:
-            status = self._read(own_status(self.output), Status)
+        elif daemon.spec.name in OPTIONAL:
+            status = self._read(self.output.own_status(daemon.spec.name), Status)
         else:
             status = run.status if run else None
         return status if status and daemon.process and _wrote(daemon.process, status) else None
@@ -169,7 +170,15 @@ class Observer:
             return RunNow(run_id, in_slot, evicted=False, gone=True, status=None, max_steps=None)
         status = self._read(folder.status, RunStatus)
         max_steps = _max_steps(folder.run) if in_slot and status is not None and status.state == "finished" else None
-        return RunNow(run_id, in_slot, os.path.lexists(folder.evicted), False, status, max_steps)
+        evicted = os.path.lexists(folder.evicted)
+        return RunNow(run_id, in_slot, evicted, False, status, max_steps, self._has_monitors(folder.run))
+
+    def _has_monitors(self, run: RunDir) -> bool:
+        path = run.orch_toml
+        now, known = stamp(path), self._monitored.get(run.run_id)
+        if known is None or known[0] != now:
+            known = self._monitored[run.run_id] = now, _asks_for_monitors(path)
+        return known[1]
 
     def _checked(self, run_id: str) -> _Folder | None:
         """The folder of a run, checked again when it or its `control/` was replaced; None when it is gone."""
@@ -222,6 +231,15 @@ def _wrote(process: ProcessId, status: Status) -> bool:
         return os.getsid(status.pid) == process.pid or is_below(status.pid, process.pid)
     except (OSError, OverflowError):
         return False
+
+
+def _asks_for_monitors(path: Path) -> bool:
+    """Whether a run's config has a table below [monitor]. One that is invalid otherwise is not used by any daemon."""
+    try:
+        table = load_toml(path).get("monitor")
+    except ConfigError:
+        return False
+    return isinstance(table, dict) and any(isinstance(each, dict) for each in table.values())
 
 
 def _max_steps(run: RunDir) -> int | None:

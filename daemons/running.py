@@ -28,7 +28,7 @@ from prime_rl.configs.base import ConfigError, build, load_toml, merge, read_arg
 from prime_rl.configs.system import SystemConfig
 from prime_rl.contract.condition import STALLED
 from prime_rl.contract.files import WaitTimeout, wait_for, write_atomic
-from prime_rl.contract.layout import OutputDir
+from prime_rl.contract.layout import RUN_PREFIX, OutputDir
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs" / "demo"
 
@@ -142,7 +142,8 @@ def restart_daemon(
         known = ", ".join(each.name for each in workspace.daemons if each.name != SUPERVISOR)
         raise WrongUseError(f"daemon {name!r} not found; running here: {known}")
     if daemon.state == "done":
-        raise ActionError(f"{name} has ended ({daemon.reason}): continue it with prl runs readmit {name}")
+        remedy = f": continue it with prl runs readmit {name}" if name.startswith(RUN_PREFIX) else ""
+        raise ActionError(f"{name} has ended ({daemon.reason}){remedy}")
     write_atomic(output.start_request(name), "restart")
     limits = launch.limits_of(output)
     say(f"waiting for {name} to restart; first it may finish and save, for up to {limits.drain_s:g} s")

@@ -2,7 +2,8 @@
 environment that `prl up` saved.
 
 Trainer and inference should always run; an orchestrator for each run that the trainer holds in a slot, unless its final
-state shows that it is done. It starts nothing (`supervisor` does).
+state shows that it is done; alerts where the system file asks for them; monitors where it does or a run that trains. It
+starts nothing (`supervisor` does).
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from prime_rl.contract.status import RunStatus
 TRAINER = "trainer"
 INFERENCE = "inference"
 ALERTS = "alerts"
+MONITORS = "monitors"
 ORCHESTRATOR = "orchestrator"
 SYSTEM = "system"
 # The settings that the last `prl up` was given.
@@ -35,7 +37,10 @@ _MODULES = {
     INFERENCE: "prime_rl.inference.server",
     ORCHESTRATOR: "prime_rl.orchestrator.orchestrator",
     ALERTS: "daemons.alerts",
+    MONITORS: "daemons.monitors",
 }
+# Daemons that have a config only where the system file asks for them.
+OPTIONAL = (ALERTS, MONITORS)
 MAKE_BASE_MODULE = "prime_rl.base_model"
 FIT_MODULE = "prime_rl.trainer.fit"
 # "trainer=my.trainer,inference=my.server": other programs for the daemons, for tests and for one's own engines.
@@ -67,7 +72,10 @@ class DaemonSpec:
 
 @dataclass(frozen=True)
 class RunNow:
-    """The facts about a run that decide about its orchestrator. `max_steps` is None when its config cannot be read."""
+    """The facts about a run that decide about its orchestrator. `max_steps` is None when its config cannot be read.
+
+    `has_monitors`: its config asks for monitors.
+    """
 
     run_id: str
     in_slot: bool
@@ -75,6 +83,7 @@ class RunNow:
     gone: bool
     status: RunStatus | None
     max_steps: int | None
+    has_monitors: bool = False
 
 
 def saved_topology(output: OutputDir) -> dict[str, str] | None:
@@ -105,14 +114,15 @@ def settle_topology(
 
 
 def module_of(daemon: str, environ: Mapping[str, str] = os.environ) -> str:
-    """The module that `python -m` runs for trainer, inference, orchestrator or alerts."""
+    """The module that `python -m` runs for a daemon, by its kind."""
     own = dict(item.partition("=")[::2] for item in environ.get(MODULES_VARIABLE, "").split(",") if item)
     return own.get(daemon, _MODULES[daemon])
 
 
 def service_specs(output: OutputDir, environ: Mapping[str, str] = os.environ) -> list[DaemonSpec]:
-    """Inference, trainer, and alerts where they are asked for, in the order in which they are started."""
+    """Inference, trainer, and what else the system file asks for, in the order in which they are started."""
     names = [INFERENCE, TRAINER, *([ALERTS] if output.component_config(ALERTS).exists() else [])]
+    asks_for_monitors = output.component_config(MONITORS).exists()
     return [
         DaemonSpec(
             name,
@@ -120,7 +130,14 @@ def service_specs(output: OutputDir, environ: Mapping[str, str] = os.environ) ->
             output.log(name),
         )
         for name in names
-    ]
+    ] + ([monitors_spec(output, environ)] if asks_for_monitors else [])
+
+
+def monitors_spec(output: OutputDir, environ: Mapping[str, str] = os.environ) -> DaemonSpec:
+    """It reads its config itself: there is none where only runs ask for monitors."""
+    return DaemonSpec(
+        MONITORS, tuple(python_module(module_of(MONITORS, environ), str(output.path))), output.log(MONITORS)
+    )
 
 
 def orchestrator_spec(run: RunDir, environ: Mapping[str, str] = os.environ) -> DaemonSpec:
@@ -139,10 +156,18 @@ def wants_orchestrator(run: RunNow) -> bool:
     return run.status.state != "failed"
 
 
+def wants_monitors(run: RunNow) -> bool:
+    """Whether a run has metrics to come for monitors of its own: also those of its last evaluation, without a slot."""
+    evaluates = not run.evicted and run.status is not None and run.status.state in ("starting", "running")
+    return run.has_monitors and (run.in_slot or evaluates) and not run.gone
+
+
 def wanted(output: OutputDir, runs: Iterable[RunNow]) -> Mapping[str, DaemonSpec]:
-    specs = service_specs(output) + [
-        orchestrator_spec(RunDir(output.path / run.run_id)) for run in runs if wants_orchestrator(run)
-    ]
+    runs = list(runs)
+    specs = service_specs(output)
+    if any(wants_monitors(run) for run in runs):
+        specs.append(monitors_spec(output))
+    specs += [orchestrator_spec(RunDir(output.path / run.run_id)) for run in runs if wants_orchestrator(run)]
     return {spec.name: spec for spec in specs}
 
 
@@ -156,6 +181,8 @@ def component_texts(system: SystemConfig, output: OutputDir) -> dict[str, str]:
     }
     if system.alerts is not None:
         configs[ALERTS] = system.alerts.model_dump(mode="json") | {"output_dir": path}
+    if system.monitors.any_on:
+        configs[MONITORS] = system.monitors.model_dump(mode="json")
     return {name: tomli_w.dumps(without_nulls(config)) for name, config in configs.items()}
 
 
@@ -164,8 +191,9 @@ def write_component_configs(system: SystemConfig, output: OutputDir) -> None:
     texts = component_texts(system, output)
     for name, text in texts.items():
         write_atomic(output.component_config(name), text)
-    if ALERTS not in texts:
-        output.component_config(ALERTS).unlink(missing_ok=True)
+    for name in OPTIONAL:
+        if name not in texts:
+            output.component_config(name).unlink(missing_ok=True)
 
 
 def without_nulls(value: Any) -> Any:

@@ -30,7 +30,7 @@ from daemons.process import end_daemons, find_members, kill_all, log_tail, send_
 from daemons.records import Records
 from daemons.relay import LogRelay
 from daemons.rotation import rotate
-from daemons.specs import ALERTS, INFERENCE, SYSTEM, TRAINER, RunNow, saved_topology, wanted
+from daemons.specs import ALERTS, INFERENCE, MONITORS, SYSTEM, TRAINER, RunNow, saved_topology, wanted
 from prime_rl.configs.base import load_config
 from prime_rl.configs.system import SupervisorConfig, SystemConfig
 from prime_rl.contract.layout import OutputDir
@@ -58,7 +58,7 @@ class Supervisor:
 
     Args:
         lock: the workspace's lock, held until the end of `run`.
-        stop: asked at every tick; true ends everything in order: orchestrators, trainer, inference.
+        stop: asked at every tick; true ends everything in order: orchestrators, trainer, monitors, inference.
         relay: where the daemons' logs go besides; with it a service that cannot start ends everything too.
         clock: by which everything is decided, in Unix seconds that never jump.
     """
@@ -312,6 +312,7 @@ def shutdown_order(daemons: Iterable[Daemon]) -> list[list[Daemon]]:
         [daemon for daemon in daemons if daemon.spec.name == ALERTS],  # or it would report the end of the others
         [daemon for daemon in daemons if daemon.spec.run_id],
         [daemon for daemon in daemons if daemon.spec.name == TRAINER],
+        [daemon for daemon in daemons if daemon.spec.name == MONITORS],  # they pass its last lines on
         [daemon for daemon in daemons if daemon.spec.name == INFERENCE],
     ]
     return [group for group in groups if group]

@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 
-from daemons.alerts.incident_file import OpenIncident, own_status, read_open, write_open
+from daemons.alerts.incident_file import OpenIncident, read_open, write_open
 from daemons.alerts.messages import message
 from daemons.alerts.rules import Incident, RewardWatch, incidents, is_well
 from daemons.alerts.stacks import keep_stack
@@ -118,8 +118,9 @@ def main(argv: Sequence[str]) -> int:
         return 2
     beating = Target(heart[0], heart[1], max_waiting=1) if heart else None
     alerts = Alerts(config, targets, beating, keep_stack=keep_stack(OutputDir(config.output_dir)))
-    own_status(alerts.output).parent.mkdir(parents=True, exist_ok=True)
-    status = StatusWriter(own_status(alerts.output), Status(state="running"))
+    path = alerts.output.own_status("alerts")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    status = StatusWriter(path, Status(state="running"))
     names = [target.name for target in [*targets, *([beating] if beating else [])]]
     logger.info("watching %s for %s", config.output_dir, ", ".join(names) or "no target: alerts go to this log only")
     while not stop():

@@ -31,11 +31,6 @@ class _File(msgspec.Struct):
     open: list[OpenIncident]
 
 
-def own_status(output: OutputDir) -> Path:
-    """Where the daemon says that it lives."""
-    return output.daemons / "alerts" / "status.json"
-
-
 def path_of(output: OutputDir) -> Path:
     return output.daemons / "alerts" / "open.json"
 

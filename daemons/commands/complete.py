@@ -8,7 +8,7 @@ import typer
 
 from daemons.actions import list_trash
 from daemons.commands.common import choose_output
-from daemons.specs import ALERTS, INFERENCE, TRAINER
+from daemons.specs import INFERENCE, MONITORS, OPTIONAL, TRAINER
 from prime_rl.contract.layout import OutputDir, scan_runs
 from prime_rl.contract.status import RunState
 
@@ -28,16 +28,22 @@ def deleted_ids(context: typer.Context, incomplete: str) -> list[str]:
 
 def log_names(context: typer.Context, incomplete: str) -> list[str]:
     """Everything that has a log."""
-    return _starting(incomplete, ["supervisor", TRAINER, INFERENCE, *_alerts(context), *_runs(_workspace(context))])
+    return _starting(incomplete, ["supervisor", TRAINER, INFERENCE, *_optional(context), *_runs(_workspace(context))])
 
 
 def daemon_names(context: typer.Context, incomplete: str) -> list[str]:
     """Everything that can be restarted."""
-    return _starting(incomplete, [TRAINER, INFERENCE, *_alerts(context), *_runs(_workspace(context))])
+    return _starting(incomplete, [TRAINER, INFERENCE, *_optional(context), *_runs(_workspace(context))])
 
 
-def _alerts(context: typer.Context) -> list[str]:
-    return [ALERTS] if _workspace(context).component_config(ALERTS).exists() else []
+def _optional(context: typer.Context) -> list[str]:
+    """Those that the system file asks for, and monitors that only runs ask for."""
+    output = _workspace(context)
+    return [
+        name
+        for name in OPTIONAL
+        if output.component_config(name).exists() or (name == MONITORS and output.daemon_status(name).exists())
+    ]
 
 
 def states(incomplete: str) -> list[str]:

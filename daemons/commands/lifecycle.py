@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from daemons.actions import ActionError
-from daemons.client import WorkspaceReader
+from daemons.client import SUPERVISOR, WorkspaceReader
 from daemons.commands import complete
 from daemons.commands.common import (
     JsonOption,
@@ -29,6 +29,7 @@ from daemons.commands.common import (
 from daemons.commands.views import workspace_json, workspace_view
 from daemons.disk import DiskReader
 from daemons.logs import end_of_lines, last_lines
+from daemons.specs import INFERENCE, OPTIONAL, TRAINER
 from prime_rl.contract.layout import LayoutError, OutputDir
 from prime_rl.utils.tail import FileTail
 from prime_rl.utils.text import clean_text
@@ -78,7 +79,9 @@ def logs(
     name: Annotated[
         str,
         typer.Argument(
-            metavar="NAME", help="supervisor, trainer, inference, or a run's id.", autocompletion=complete.log_names
+            metavar="NAME",
+            help="supervisor, trainer, inference, alerts, monitors, or a run's id.",
+            autocompletion=complete.log_names,
         ),
     ],
     output_dir: OutputDirOption = None,
@@ -131,14 +134,13 @@ def _line_filter(pattern: str | None) -> Callable[[str], bool]:
 
 
 def _log_path(output: OutputDir, name: str) -> Path:
-    if name in ("supervisor", "trainer", "inference"):
+    services = (SUPERVISOR, INFERENCE, TRAINER, *OPTIONAL)
+    if name in services:
         return output.log(name)
     try:
         run = output.run(name)
     except LayoutError as error:
-        raise UsageError(
-            f"{name!r} not found: expected supervisor, trainer, inference or a run's id ({error})"
-        ) from error
+        raise UsageError(f"{name!r} not found: expected {', '.join(services)} or a run's id ({error})") from error
     if not run.path.is_dir():
         raise ActionError(f"run {name!r} not found in {output.path}: prl runs list shows all runs")
     return run.log
@@ -149,7 +151,7 @@ def restart(
         str,
         typer.Argument(
             metavar="NAME",
-            help="trainer, inference, or a run's id (restarts its orchestrator).",
+            help="trainer, inference, alerts, monitors, or a run's id (restarts its orchestrator).",
             autocompletion=complete.daemon_names,
         ),
     ],

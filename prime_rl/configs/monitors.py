@@ -1,12 +1,13 @@
-"""Where a run's metrics go in addition to its JSONL files, and which rollouts are kept as text."""
+"""Where the metrics of runs go in addition to their JSONL files, and which rollouts are kept as text."""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeVar
 
 from pydantic import Field
 
 from prime_rl.configs.base import BaseConfig
+from prime_rl.configs.shared import LogConfig
 
 # Names on a service: no path, nothing that a URL would have to escape.
 Slug = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")]
@@ -33,14 +34,15 @@ class TensorBoardConfig(BaseConfig):
 
 
 class PrometheusConfig(BaseConfig):
-    """The newest metrics at http://127.0.0.1:PORT/metrics, while the orchestrator runs."""
+    """The newest metrics at http://127.0.0.1:PORT/metrics."""
 
     port: int = Field(0, ge=0, le=65535)
-    """TCP port, on loopback only; each run needs its own. 0 takes a free port and writes it to the run's log."""
+    """TCP port, on loopback only. 0 takes a free port and writes it to logs/monitors.log."""
 
 
 class MonitorConfig(BaseConfig):
-    """Monitors in addition to the JSONL files. One that fails is logged once, and the run continues."""
+    """Monitors of one run. What is set here stands over `[monitors]` of the workspace. One that fails is logged once,
+    and the run continues."""
 
     wandb: WandbConfig | None = None
     """Weights & Biases; null: off."""
@@ -49,11 +51,38 @@ class MonitorConfig(BaseConfig):
     """TensorBoard; null: off."""
 
     prometheus: PrometheusConfig | None = None
-    """Prometheus; null: off."""
+    """Deprecated: a page for this run alone. Ignored where the workspace has `[monitors.prometheus]`."""
 
     @property
     def any_on(self) -> bool:
-        return any(value is not None for _, value in self)
+        return any(value is not None for value in (self.wandb, self.tensorboard, self.prometheus))
+
+
+class MonitorsConfig(MonitorConfig):
+    """Monitors of all runs of a workspace, fed by the daemon `monitors`."""
+
+    prometheus: PrometheusConfig | None = None
+    """One page with the newest metrics of all runs; null: off."""
+
+    log: LogConfig = LogConfig()
+    """Logging."""
+
+    def of_run(self, own: MonitorConfig) -> MonitorConfig:
+        """What holds for a run whose config has `own`. Its `prometheus` is a page for it alone."""
+        return MonitorConfig(
+            wandb=_over(self.wandb, own.wandb),
+            tensorboard=_over(self.tensorboard, own.tensorboard),
+            prometheus=None if self.prometheus else own.prometheus,
+        )
+
+
+TableT = TypeVar("TableT", bound=BaseConfig)
+
+
+def _over(default: TableT | None, own: TableT | None) -> TableT | None:
+    if default is None or own is None:
+        return own or default
+    return default.replace(**own.model_dump(exclude_unset=True))
 
 
 class SamplesConfig(BaseConfig):

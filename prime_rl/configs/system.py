@@ -10,6 +10,7 @@ from pydantic import Field, model_validator
 from prime_rl.configs.alerts import AlertsConfig
 from prime_rl.configs.base import BaseConfig, merge
 from prime_rl.configs.inference import InferenceConfig
+from prime_rl.configs.monitors import MonitorsConfig
 from prime_rl.configs.shared import BroadcastConfig, LoRAConfig, ModelConfig
 from prime_rl.configs.trainer import MOST_SLOTS, SlotsSetting, TrainerConfig, TrainerModelConfig
 
@@ -129,6 +130,9 @@ class SystemConfig(BaseConfig):
 
     alerts: AlertsConfig | None = None
     """Alerts that leave the machine. Without this table none do."""
+
+    monitors: MonitorsConfig = MonitorsConfig()
+    """Where the metrics of all runs go in addition to their JSONL files."""
 
     @model_validator(mode="before")
     @classmethod

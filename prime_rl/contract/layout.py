@@ -11,7 +11,7 @@ below `output_dir`. It only computes and validates paths; reading and writing is
         broadcast/step_N/    adapter_model.safetensors  adapter_config.json  STABLE
                              (full fine-tune: model.safetensors  config.json  tokenizer files  STABLE)
         metrics/     trainer.jsonl  orchestrator.jsonl  samples.jsonl (the newest rollouts, for people)
-        monitors/    tensorboard/  wandb/  state.json (only with [monitor])
+        monitors/    tensorboard/  wandb/  state.json (only with a monitor)
         logs/        orchestrator.log
       trainer/status.json   inference/status.json   daemons/<name>.json   logs/<name>.log
       multinode/   node_<rank>.json (one a node of a multi-node group)  group/group.json  iteration_N/
@@ -275,6 +275,10 @@ class OutputDir:
 
     def daemon_status(self, name: str) -> Path:
         return self.daemons / f"{name}.json"
+
+    def own_status(self, name: str) -> Path:
+        """Written by a daemon that has no other place for its status: alerts, monitors."""
+        return self.daemons / name / "status.json"
 
     @property
     def supervisor_lock(self) -> Path:

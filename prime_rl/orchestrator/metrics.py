@@ -1,7 +1,7 @@
 """The metrics of a run: one flat JSON line per step, and where its time went.
 
 Names are dotted with "/": `reward/mean`, `env/<env name>/<metric>`, `time/<phase>`; all of them are in
-`docs/metrics.md`. Reading, drawing and passing on (`monitors/`) is done elsewhere.
+`docs/metrics.md`. Reading, drawing and passing on (`daemons/monitors`) is done elsewhere.
 """
 
 from __future__ import annotations

@@ -51,7 +51,6 @@ from prime_rl.orchestrator.guard import (
 from prime_rl.orchestrator.ledger import GroupLedger
 from prime_rl.orchestrator.logprobs import check_temperature, warn_of_narrow_sampling
 from prime_rl.orchestrator.metrics import PhaseClock
-from prime_rl.orchestrator.monitors.process import MonitorProcess
 from prime_rl.orchestrator.policy import PolicyVersions, TurnSampler
 from prime_rl.orchestrator.pool import InferenceClient
 from prime_rl.orchestrator.pools import Pools
@@ -102,8 +101,6 @@ async def set_up(
     """All that the run needs. What is waited for meanwhile goes to `reporter`, what must be ended to `cleanup`."""
     for folder in (run.rollouts, run.broadcast, run.checkpoints, run.metrics):
         make_folder(folder)  # not their parents: a deleted run is not made again
-    monitors = MonitorProcess(config, run)
-    cleanup.push_async_callback(asyncio.to_thread, monitors.close)
     await resume_done(run, config, reporter)
     trainer = TrainerWatch(OutputDir(run.path.parent).trainer_status)
     seq_len = config.seq_len or (await trainer_status(run, reporter.wait_for, "the trainer's seq_len")).max_seq_len

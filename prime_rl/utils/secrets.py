@@ -16,6 +16,8 @@ from typing import IO
 
 FILE_SUFFIX = "_FILE"
 DEFAULT_VARIABLE = "PRL_API_KEY"
+# For the daemon `monitors` alone.
+WANDB_VARIABLE = "WANDB_API_KEY"
 _FD_FOLDER = "/dev/fd/"
 MAX_KEY_BYTES = 4096
 # What an HTTP header may contain.
@@ -41,7 +43,7 @@ def handed_over(environ: Mapping[str, str], needed: Collection[str]) -> Iterator
     child = dict(environ)
     with contextlib.ExitStack() as closing:
         fds = []
-        for variable in {*needed, *_handed_keys(environ), DEFAULT_VARIABLE}:
+        for variable in {*needed, *_handed_keys(environ), DEFAULT_VARIABLE, WANDB_VARIABLE}:
             key, name = child.pop(variable, None), child.pop(variable + FILE_SUFFIX, None)
             if variable not in needed:
                 continue

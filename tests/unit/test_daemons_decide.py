@@ -381,6 +381,16 @@ def test_an_orchestrator_that_does_not_heed_its_eviction_is_ended() -> None:
     assert history.daemon.state is State.DONE
 
 
+def test_a_service_ends_when_it_is_no_longer_asked_for_and_starts_again_when_it_is() -> None:
+    history = running()
+    history.wanted = False
+    assert history.see(READY) == [Do.TERM]
+    assert history.see(Seen(exit_code=0)) == [Do.CLEAN]
+    assert history.daemon.state is State.DONE and history.see(after_s=1000) == []
+    history.wanted = True
+    assert history.see() == [Do.START]
+
+
 def test_a_deleted_run_is_ended_and_forgotten() -> None:
     history = running(RUN)
     history.wanted = False

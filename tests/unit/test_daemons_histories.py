@@ -68,7 +68,8 @@ class World:
             assert before is not None
             stalled = self.config.stall.of(self.spec.kind).restart
             never_ready = before.state is State.STARTING and not event.seen.ready
-            assert stalled or never_ready, "a stall ends a daemon only where that is configured"
+            not_asked_for = not event.wanted and self.spec.run_id is None
+            assert stalled or never_ready or not_asked_for, "a stall ends a daemon only where that is configured"
         if after.state is State.BACKOFF and do is Do.CLEAN:
             assert 0 <= after.retry_at - self.now <= self.config.max_backoff_s
         assert after.num_early_ends < self.config.max_early_crashes or after.state is State.FAILED

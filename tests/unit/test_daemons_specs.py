@@ -1,10 +1,10 @@
-"""Which runs get an orchestrator."""
+"""Which runs get an orchestrator, and which ask for monitors."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from daemons.specs import RunNow, wants_orchestrator
+from daemons.specs import RunNow, wants_monitors, wants_orchestrator
 from prime_rl.contract.status import RunStatus
 
 
@@ -22,3 +22,15 @@ def test_which_runs_want_an_orchestrator() -> None:
     assert not wants_orchestrator(replace(run, in_slot=False))
     assert not wants_orchestrator(replace(run, evicted=True))
     assert not wants_orchestrator(replace(run, gone=True))
+
+
+def test_which_runs_ask_for_monitors() -> None:
+    run = RunNow("run_a", in_slot=True, evicted=False, gone=False, status=None, max_steps=None, has_monitors=True)
+    assert wants_monitors(run)
+    assert wants_monitors(replace(run, status=status("finished")))  # the trainer may have a line to write
+    assert wants_monitors(replace(run, in_slot=False, status=status("running")))  # its last evaluation
+    assert not wants_monitors(replace(run, in_slot=False, status=status("finished")))
+    assert not wants_monitors(replace(run, in_slot=False))
+    assert not wants_monitors(replace(run, in_slot=False, status=status("running"), evicted=True))
+    assert not wants_monitors(replace(run, has_monitors=False))
+    assert not wants_monitors(replace(run, gone=True))

@@ -25,13 +25,16 @@ from daemons import actions
 from daemons.client import WorkspaceReader
 from daemons.disk import DiskReader
 from daemons.logs import end_of_lines, last_lines
+from daemons.monitors.__main__ import Monitors
+from daemons.monitors.feed import Feed, Positions
 from daemons.observe import Observer
 from daemons.process import log_tail, spawn
 from daemons.rotation import rotate
 from prime_rl.configs.base import parse_argv
+from prime_rl.configs.monitors import MonitorsConfig
 from prime_rl.configs.orchestrator import OrchestratorConfig
 from prime_rl.configs.validate import load_run_config
-from prime_rl.contract.files import append_line, mark_stable, write_atomic
+from prime_rl.contract.files import append_line, mark_stable, wait_for, write_atomic
 from prime_rl.contract.layout import OutputDir, RunDir, list_steps, scan_runs, step_name
 from prime_rl.contract.rank_files import RankEntry, RankFileWriter, read_rank_file
 from prime_rl.contract.resume import ResumeRequest, pending_request
@@ -46,7 +49,6 @@ from prime_rl.orchestrator.batch import publish_batch
 from prime_rl.orchestrator.checkpoint import find_progress, save_state
 from prime_rl.orchestrator.guard import check_run
 from prime_rl.orchestrator.metrics import last_eval_step, write_metrics
-from prime_rl.orchestrator.monitors.feed import MonitorFeed
 from prime_rl.trainer.checkpoint import STATE_FILE
 from prime_rl.trainer.metrics import last_metrics_step
 from prime_rl.trainer.publish import write_version
@@ -55,6 +57,7 @@ from prime_rl.trainer.runs.discovery import Discovery, given_up, is_finished
 from prime_rl.trainer.runs.evictions import Evictions
 from prime_rl.utils.tail import FileTail
 from tests.attack_support import ATTACKS, STEP, Outside, as_ordinary_user, attack, being_replaced, finishes, run_paths
+from tests.patience import PATIENCE_S
 from tests.trainer_support import (
     make_batch,
     published,
@@ -92,13 +95,30 @@ def whole_run(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
     SampleFile(run.samples, keep=4).append([Sample(1, "e", "1", "prompt", "completion", 1.0, 0.0, [0], 9, 4)])
     StatusWriter(run.status, RunStatus(run_id=GOOD, state="running", max_steps=NUM_STEPS)).close(state="stopped")
     write_atomic(run.resumed, msgspec.json.encode(ResumeRequest(0, "")))
-    feed = MonitorFeed(run, [])
-    feed.start({})
-    feed.forward()
+    pass_on(run)
     spawn(["true"], run.log, folder, GOOD).wait()
     # Without these it is a run that trains; each stands there when it is attacked.
     assert not run.evicted.exists() and not run.config_error.exists()
     return run
+
+
+class Silent:
+    """A monitor that does nothing with what it is given."""
+
+    name, wants_all = "silent", True
+
+    def start(self, run_id: str, config: object) -> None: ...
+
+    def log(self, step: int, metrics: object) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def pass_on(run: RunDir) -> None:
+    """All lines of its metrics, to a monitor."""
+    feed = Feed(run, Silent(), {}, Positions(run))
+    feed.stop()
+    wait_for(lambda: feed.is_over, "the feed to end", timeout_s=PATIENCE_S)
 
 
 @pytest.fixture
@@ -141,6 +161,7 @@ def looks_at_all(workspace: Path) -> Iterator[tuple[str, Look]]:
         yield f"the {turn} look of the supervisor", lambda: eyes.runs(names)
     yield "the console's metrics", lambda: WorkspaceMetrics(workspace).update(reader.read())
     yield "the look at the disk", DiskReader(workspace).read
+    yield "the look of the monitors", Monitors(output, MonitorsConfig()).look
     for argv in (["status"], ["status", "--json"], ["runs", "list"], ["runs", "list", "--json"]):
         yield f"prl {' '.join(argv)}", prl(workspace, *argv)
 
@@ -181,7 +202,7 @@ def writes_of_one(run: RunDir) -> Iterator[tuple[str, Look]]:
     workspace = run.path.parent
     yield "starting its orchestrator", lambda: spawn(["true"], run.log, workspace, run.run_id).wait()
     yield "putting its log aside", lambda: rotate(run.log, 1 << 20, 2)
-    yield "its monitors", lambda: (feed := MonitorFeed(run, [])).start({}) or feed.forward()
+    yield "its monitors", lambda: pass_on(run)
     yield "its status", lambda: StatusWriter(run.status, RunStatus(run_id=run.run_id)).close(state="stopped")
     yield "its metrics", lambda: write_metrics(run.orchestrator_metrics, 9, {"reward/mean": 1.0}, 1.0)
     yield "the trainer's metrics", lambda: append_line(run.trainer_metrics, "{}")

@@ -1,24 +1,29 @@
-"""Weights & Biases. One W&B run for the life of a run, however often its orchestrator starts again."""
+"""Weights & Biases. One W&B run for the life of a run, however often it is started. All share W&B's one process."""
 
 from __future__ import annotations
 
+import os
+import re
 import secrets
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from daemons.monitors.base import missing_package
 from prime_rl.configs.monitors import WandbConfig
 from prime_rl.contract.files import make_folder, read_text, write_atomic
-from prime_rl.orchestrator.monitors.base import missing_package
+from prime_rl.utils.secrets import WANDB_VARIABLE, read_secret
 
 # Without a network, or without a key, W&B must give up rather than wait for a person.
 INIT_TIMEOUT_S = 60.0
+_ID = re.compile(r"[0-9a-f]{16}")
 
 
 class WandbMonitor:
     """Figures over `step`, as trainer and orchestrator are at different steps at the same time."""
 
     name = "wandb"
+    wants_all = True
 
     def __init__(self, config: WandbConfig, folder: Path) -> None:
         self._config = config
@@ -39,8 +44,10 @@ class WandbMonitor:
             id=self._wandb_id(),
             name=run_id,
             config=dict(config),
+            reinit="create_new",  # beside those of other runs
             resume="allow" if self._config.mode == "online" else None,
             settings=wandb.Settings(
+                api_key=read_secret(WANDB_VARIABLE, os.environ) if self._config.mode == "online" else None,
                 silent=True,
                 console="off",
                 disable_git=True,
@@ -62,7 +69,7 @@ class WandbMonitor:
     def _wandb_id(self) -> str:
         path = self._folder / "wandb_id.txt"
         known = read_text(path)
-        if known:
+        if known and _ID.fullmatch(known.strip()):
             return known.strip()
         new = secrets.token_hex(8)
         write_atomic(path, new)

@@ -7,14 +7,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from daemons.monitors.base import missing_package
 from prime_rl.configs.monitors import TensorBoardConfig
-from prime_rl.orchestrator.monitors.base import missing_package
+from prime_rl.contract.files import make_folder
 
 
 class TensorBoardMonitor:
-    """Scalars in `{folder}/tensorboard`; every start of the orchestrator adds a file to those that are read as one."""
+    """Scalars in `{folder}/tensorboard`; every start adds a file to those that are read as one."""
 
     name = "tensorboard"
+    wants_all = True
 
     def __init__(self, config: TensorBoardConfig, folder: Path) -> None:
         self._config = config
@@ -28,6 +30,7 @@ class TensorBoardMonitor:
         except ImportError as error:
             raise missing_package("tensorboard") from error
         self._event, self._summary = event_pb2.Event, summary_pb2.Summary
+        make_folder(self._folder)  # refuses a link, which the library would follow
         self._writer = EventFileWriter(str(self._folder), flush_secs=self._config.flush_s)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, Protocol
-
-from prime_rl.configs.monitors import MonitorConfig
 
 
 class MonitorError(RuntimeError):
@@ -14,9 +11,11 @@ class MonitorError(RuntimeError):
 
 
 class Monitor(Protocol):
-    """Takes the metrics of one run. Any of the calls may raise: the monitor is then left out from there on."""
+    """Takes the metrics of one run, called by one thread. Any call may raise, which ends this monitor of this run."""
 
     name: str
+    # Whether it gets every line once, over all starts; else the newest lines at each start.
+    wants_all: bool
 
     def start(self, run_id: str, config: Mapping[str, Any]) -> None:
         """Called once, before all else. `config` is the run's whole config, as plain data."""
@@ -29,24 +28,6 @@ class Monitor(Protocol):
     def close(self) -> None:
         """Called once, also when `start` failed half way."""
         ...
-
-
-def make_monitors(config: MonitorConfig, folder: Path) -> list[Monitor]:
-    """The monitors that a run asks for; `folder` is for what they write."""
-    monitors: list[Monitor] = []
-    if config.wandb is not None:
-        from prime_rl.orchestrator.monitors.wandb import WandbMonitor
-
-        monitors.append(WandbMonitor(config.wandb, folder))
-    if config.tensorboard is not None:
-        from prime_rl.orchestrator.monitors.tensorboard import TensorBoardMonitor
-
-        monitors.append(TensorBoardMonitor(config.tensorboard, folder))
-    if config.prometheus is not None:
-        from prime_rl.orchestrator.monitors.prometheus import PrometheusMonitor
-
-        monitors.append(PrometheusMonitor(config.prometheus))
-    return monitors
 
 
 def missing_package(name: str) -> MonitorError:
