@@ -89,6 +89,13 @@ def build_base_model(folder: Path, num_steps: int = 30) -> Path:
     return folder
 
 
+def fetch_smollm2(folder: Path) -> Path:
+    """A pretrained model, as `prl make-base` fetches it."""
+    command = [sys.executable, "-m", "prime_rl.base_model", "--out", str(folder), "--kind", "smollm2-135m"]
+    subprocess.run(command, check=True, cwd=ROOT, capture_output=True, text=True)
+    return folder
+
+
 def build_number_model(base: Path, folder: Path) -> Path:
     """See tests/number_model.py."""
     command = [sys.executable, "-m", "tests.number_model", str(base), str(folder)]

