@@ -332,11 +332,7 @@ class OutputDir:
         return self._numbers(_NODE)
 
     def _numbers(self, pattern: re.Pattern[str]) -> list[int]:
-        try:
-            names = os.listdir(self.multinode)
-        except OSError:
-            return []
-        return sorted(int(match[1]) for name in names if (match := pattern.fullmatch(name)))
+        return sorted(int(match[1]) for path in self.multinode.glob("*") if (match := pattern.fullmatch(path.name)))
 
     @property
     def trash(self) -> Path:
