@@ -63,6 +63,7 @@ class Monitors:
             is_gone = run_id not in runs or folder_id(followed.run) != followed.folder
             if is_gone and followed.stop(now):
                 del self._runs[run_id]
+                self._troubles.pop(run_id, None)
         for run_id, run in runs.items():
             in_slot = trainer is not None and run_id in trainer.runs
             self._guarded(run_id, partial(self._follow, run, now, in_slot))
