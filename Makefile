@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 # Processes that run the tests side by side; 0 runs them one after another. Much of their time they wait.
-WORKERS ?= 6
+WORKERS ?= 4
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
 # Checked here, in words that every Python understands: an old one could not even read the install script.
 define CHECK_PYTHON

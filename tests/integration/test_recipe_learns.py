@@ -1,7 +1,7 @@
-"""The recipe for a laptop as `prl demo --recipe smollm2` runs it, with the real pretrained weights, for two updates.
+"""The recipe for a laptop as `prl demo --recipe smollm2` runs it, with the real pretrained weights, for one update.
 
-That its reward rises takes minutes, and is shown in configs/recipes/README.md. Here is what is certain after one
-update.
+That its reward rises takes minutes, and is shown in configs/recipes/README.md. Here is what is certain
+after one update.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from tests.system_support import ROOT, Workspace, closed
 
 pytestmark = [pytest.mark.slow, pytest.mark.numeric]
 RECIPE = ROOT / "configs" / "recipes" / "smollm2-sums"
-NUM_STEPS = 2
+NUM_STEPS = 1
 
 
 @pytest.fixture
 def recipe(tmp_path: Path, smollm2: Path) -> Iterator[Workspace]:
-    """The recipe's own files, with fewer and smaller updates."""
+    """The recipe's own files, with one smaller update."""
     folder = tmp_path / "recipe"
     folder.mkdir()
     system = folder / "system.toml"

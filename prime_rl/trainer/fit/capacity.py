@@ -76,7 +76,7 @@ def most_tokens(setting: Setting, memory: PassMemory, usable: float) -> int:
     found = _crossing(before, here, usable)
     for _ in range(NUM_PROBES):
         probe = min(found, LONGEST_PROBE * setting.tokens)
-        if probe < setting.seq_len:
+        if probe < setting.seq_len or probe == here[0]:
             break
         before, here = here, (probe, peak(probe))
         if probe == found and here[1] <= usable:
