@@ -204,7 +204,7 @@ def start(
         "port": 0,
         "max_concurrent_runs": 2,
         "max_versions_per_run": 2,
-        "num_threads": 2,
+        "num_threads": 1,
         "model": model_table,
     }
     log = output_dir / "server.log"

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Protocol
+
+_IMPORTS = threading.Lock()
 
 
 class MonitorError(RuntimeError):
@@ -30,5 +34,14 @@ class Monitor(Protocol):
         ...
 
 
-def missing_package(name: str) -> MonitorError:
-    return MonitorError(f"the package {name} is not installed: pip install prl-multirun[monitors]")
+@contextmanager
+def importing(package: str) -> Iterator[None]:
+    """Import a monitor's library in here, one after another: numpy, begun by two threads at once, is broken for good.
+
+    Raises MonitorError when it is not installed.
+    """
+    with _IMPORTS:
+        try:
+            yield
+        except ImportError as error:
+            raise MonitorError(f"the package {package} is not installed: pip install prl-multirun[monitors]") from error

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from daemons.monitors.base import missing_package
+from daemons.monitors.base import importing
 from prime_rl.configs.monitors import TensorBoardConfig
 from prime_rl.contract.files import make_folder
 
@@ -24,11 +24,9 @@ class TensorBoardMonitor:
         self._writer: Any = None
 
     def start(self, run_id: str, config: Mapping[str, Any]) -> None:
-        try:
+        with importing("tensorboard"):
             from tensorboard.compat.proto import event_pb2, summary_pb2
             from tensorboard.summary.writer.event_file_writer import EventFileWriter
-        except ImportError as error:
-            raise missing_package("tensorboard") from error
         self._event, self._summary = event_pb2.Event, summary_pb2.Summary
         make_folder(self._folder)  # refuses a link, which the library would follow
         self._writer = EventFileWriter(str(self._folder), flush_secs=self._config.flush_s)

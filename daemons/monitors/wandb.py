@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from daemons.monitors.base import missing_package
+from daemons.monitors.base import importing
 from prime_rl.configs.monitors import WandbConfig
 from prime_rl.contract.files import make_folder, read_text, write_atomic
 from prime_rl.utils.secrets import WANDB_VARIABLE, read_secret
@@ -31,10 +31,8 @@ class WandbMonitor:
         self._run: Any = None
 
     def start(self, run_id: str, config: Mapping[str, Any]) -> None:
-        try:
+        with importing("wandb"):
             import wandb
-        except ImportError as error:
-            raise missing_package("wandb") from error
         make_folder(self._folder / "wandb")  # else W&B takes the system's temporary folder
         self._run = wandb.init(
             project=self._config.project,

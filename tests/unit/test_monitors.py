@@ -8,6 +8,7 @@ import re
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 import httpx
 import pytest
 
-from daemons.monitors.base import Monitor
+from daemons.monitors.base import Monitor, importing
 from daemons.monitors.feed import MAX_FIGURES, Feed, Positions
 from daemons.monitors.prometheus import PrometheusMonitor, PrometheusPage
 from daemons.monitors.tensorboard import TensorBoardMonitor
@@ -340,6 +341,23 @@ def test_names_that_attack_reach_no_monitor_as_they_are(tmp_path: Path, page: Pr
     assert all(name.startswith("prl_") for name in (family.name for family in families))
     assert len({name for _, metrics in recorder.calls[1:-1] for name in metrics}) == MAX_FIGURES
     assert "shown" in handed or attack in ("title", "title, other end"), "nothing was attacked"
+
+
+def test_libraries_are_imported_one_after_another() -> None:
+    seen: list[str] = []
+
+    def load(name: str) -> None:
+        with importing(name):
+            seen.append(f"{name} begins")
+            time.sleep(0.1)
+            seen.append(f"{name} ends")
+
+    threads = [threading.Thread(target=load, args=(name,)) for name in "ab"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE_S)
+    assert sorted([seen[:2], seen[2:]]) == [["a begins", "a ends"], ["b begins", "b ends"]]
 
 
 @pytest.mark.parametrize(
