@@ -202,6 +202,7 @@ def _models(annotation: Any) -> tuple[list[type[pydantic.BaseModel]], bool, bool
     return models, is_list, origin is dict or any(each for _, _, each in looks)
 
 
+LONG_CHARS = 10_000
 BASE_CONFIG: Document = {
     "batch_size": 8,
     "rollouts_per_example": 4,
@@ -213,7 +214,29 @@ BASE_CONFIG: Document = {
 def write_config(output: OutputDir, run_id: str, config: Document) -> None:
     toml = output.run(run_id).orch_toml
     toml.parent.mkdir(parents=True, exist_ok=True)
-    toml.write_text(tomli_w.dumps(config))
+    long: dict[str, str] = {}
+    text = tomli_w.dumps(_with_marks(config, long))
+    for mark, value in long.items():
+        text = text.replace(f'"{mark}"', _quoted(value))
+    toml.write_text(text)
+
+
+def _with_marks(found: Any, long: dict[str, str]) -> Any:
+    """`found` with marks for long texts, which are in `long` then: tomli_w is slow with them."""
+    if isinstance(found, Mapping):
+        return {_with_marks(key, long): _with_marks(value, long) for key, value in found.items()}
+    if isinstance(found, list):
+        return [_with_marks(each, long) for each in found]
+    if not isinstance(found, str) or len(found) < LONG_CHARS:
+        return found
+    mark = f"long text {len(long)}"
+    long[mark] = found
+    return mark
+
+
+def _quoted(text: str) -> str:
+    """A string of TOML."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def sample_line(fill: Fill) -> bytes:
