@@ -31,8 +31,8 @@ def make_base(out: Path, *args: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
 
 
-def make(out: Path, seed: int = 0) -> Path:
-    done = make_base(out, "--steps", str(NUM_STEPS), "--seed", str(seed))
+def make(out: Path) -> Path:
+    done = make_base(out, "--steps", str(NUM_STEPS))
     assert done.returncode == 0, done.stderr
     return out
 
@@ -65,10 +65,9 @@ def test_it_says_what_it_made(model: Path) -> None:
 
 
 @pytest.mark.slow
-def test_same_seed_same_bytes_and_another_seed_others(model: Path, tmp_path: Path) -> None:
+def test_same_seed_same_bytes(model: Path, tmp_path: Path) -> None:
     first = (model / "model.safetensors").read_bytes()
     assert (make(tmp_path / "again") / "model.safetensors").read_bytes() == first
-    assert (make(tmp_path / "again", seed=1) / "model.safetensors").read_bytes() != first
 
 
 def test_the_same_recipe_teaches_the_same_bits() -> None:
