@@ -385,9 +385,10 @@ async def settled(pilot: Pilot[None], *, num_same: int = 5) -> None:
 
 
 async def until(pilot: Pilot[None], condition: Callable[[], bool], what: str, *, timeout_s: float = PATIENCE_S) -> None:
-    """Let the app work until `condition()`; fails naming `what`."""
+    """Let the app work until `condition()` on a screen that has its widgets; fails naming `what`."""
     loop = asyncio.get_running_loop()
     deadline = loop.time() + timeout_s
-    while not condition():
+    # A pushed screen is the app's screen before it is composed.
+    while not (all(screen.is_mounted for screen in pilot.app.screen_stack[-1:]) and condition()):
         assert loop.time() < deadline, f"timed out after {timeout_s} s waiting for {what}"
         await pilot.pause(0.02)
