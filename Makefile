@@ -63,8 +63,8 @@ bench-loop: install-test ## the asynchronous loop: what the orchestrator costs
 bench-discovery: install-test ## how soon the trainer sees a new run; the idle supervisor
 	@$(BIN)/python -m benchmarks.run discovery
 
-bench-tui: install-test ## prl-tui in a pseudo terminal, beside wandb leet on the same numbers
-	@$(BIN)/python -m benchmarks.run tui
+bench-tui: install-test ## prl-tui beside wandb leet on the same numbers; our widgets beside others
+	@$(BIN)/python -m benchmarks.run tui tui_widgets
 
 screenshots: install-test ## pictures of prl-tui for the documents, from a demo that is run for them
 	@$(BIN)/python scripts/screenshots.py

@@ -1,7 +1,9 @@
 """`prl-tui` in a pseudo terminal, and `wandb leet` beside it on the same numbers: what one waits for, what it takes.
 
 Both are started as people start them, and timed by what is on the screen (`tui_terminal`). The clock begins before the
-process is made. Not measured of leet: what it has no counterpart for.
+process is made. Not measured of leet: what it has no counterpart for. `ratio_NAME` is ours divided by leet's, of one
+run of this benchmark: below 1 is better. Everything but the long chart is taken twice, in a small and in a large
+workspace (`_5000`).
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -23,28 +26,60 @@ from benchmarks.tui_leet import WandbLog, history_record, make_runs, two_figures
 from benchmarks.tui_terminal import Screen, Terminal
 from benchmarks.tui_workspace import BenchWorkspace, append, long_run_line, orchestrator_line, ten_metrics
 
-NUM_RUNS, NUM_STEPS, NUM_LIVE = 1000, 2000, 100
+NUM_STEPS = 2000
 LONG_STEPS = 100_000
 NUM_STARTS, NUM_KEYS, NUM_LINES = 5, 150, 8
 IDLE_S = 20.0
 Figures = dict[str, float]
 
 
+@dataclass(frozen=True)
+class Scale:
+    """How many runs there are, how many of them are in slots, and what the names of the figures end in."""
+
+    num_runs: int
+    num_live: int
+    suffix: str = ""
+
+
+SCALES = (Scale(1000, 100), Scale(5000, 500, "_5000"))
+
+
 def run() -> Figures:
+    leet = shutil.which("wandb", path=str(Path(sys.executable).parent))
+    figures: Figures = {}
+    for scale in SCALES:
+        with bench_folder() as folder:
+            found = with_ratios(ours(folder / "workspace", scale), leets(leet, folder, scale) if leet else {})
+        figures |= {f"{name}{scale.suffix}": value for name, value in found.items()}
+    with bench_folder() as folder:
+        long = {"charts_100k_s": our_charts(folder / "long")}
+        figures |= with_ratios(long, leets_charts(leet, folder) if leet else {})
+    return figures
+
+
+def with_ratios(found: Figures, others: Figures) -> Figures:
+    """Ours, leet's, and each ratio of the two."""
+    ratios = {f"ratio_{ratio_name(name)}": found[name] / value for name, value in others.items() if value}
+    return found | {f"leet_{name}": value for name, value in others.items()} | ratios
+
+
+def ratio_name(name: str) -> str:
+    """Without the unit."""
+    return name.rpartition("_")[0] if name.endswith(("_s", "_ms", "_mb")) else name
+
+
+@contextmanager
+def bench_folder() -> Iterator[Path]:
     folder = Path(tempfile.mkdtemp(prefix="bench-tui-"))
     try:
-        figures = ours(folder / "workspace", folder / "long")
-        leet = shutil.which("wandb", path=str(Path(sys.executable).parent))
-        if leet is not None:
-            found = leets(leet, folder / "leet" / "wandb", folder / "leet-long" / "wandb", folder)
-            figures |= {f"leet_{name}": value for name, value in found.items()}
-        return figures
+        yield folder
     finally:
         shutil.rmtree(folder)
 
 
-def ours(path: Path, long_path: Path) -> Figures:
-    workspace = BenchWorkspace(path, num_runs=NUM_RUNS, num_steps=NUM_STEPS, num_live=NUM_LIVE)
+def ours(path: Path, scale: Scale) -> Figures:
+    workspace = BenchWorkspace(path, num_runs=scale.num_runs, num_steps=NUM_STEPS, num_live=scale.num_live)
     command = [sys.executable, "-m", "tui", str(path)]
     os.environ["XDG_STATE_HOME"] = str(path.parent / "state")
     figures: Figures = {}
@@ -64,7 +99,6 @@ def ours(path: Path, long_path: Path) -> Figures:
         terminal.wait(_shows_curve, "the first live row")
         terminal.drain(4.0)
         figures["key_p95_ms"] = key_p95_ms(terminal, down="j", up="k", top=3)
-    figures["charts_100k_s"] = our_charts(long_path)
     return figures
 
 
@@ -103,12 +137,13 @@ def our_charts(path: Path) -> float:
     return statistics.median(times)
 
 
-def leets(leet: str, path: Path, long_path: Path, home: Path) -> Figures:
+def leets(leet: str, home: Path, scale: Scale) -> Figures:
     """Offline, with its own settings."""
     os.environ |= {"HOME": str(home), "WANDB_MODE": "offline", "WANDB_ERROR_REPORTING": "false"}
+    path, last_id = home / "leet" / "wandb", f"run{scale.num_runs - 1:05d}"
     records = (history_record(step, two_figures(step)) for step in range(1, NUM_STEPS + 1))
-    runs = make_runs(path, NUM_RUNS, records)
-    logs = [WandbLog(run) for run in runs[-NUM_LIVE:]]
+    runs = make_runs(path, scale.num_runs, records)
+    logs = [WandbLog(run) for run in runs[-scale.num_live :]]
     step = NUM_STEPS
 
     def step_all() -> None:
@@ -123,7 +158,7 @@ def leets(leet: str, path: Path, long_path: Path, home: Path) -> Figures:
         logs[-1].flush()
 
     def first_curve(screen: Screen) -> object:
-        return screen.find(f"run{NUM_RUNS - 1:05d}") is not None and "0.848" in screen.text()
+        return screen.find(last_id) is not None and "0.848" in screen.text()
 
     command = [leet, "leet", str(path)]
     figures: Figures = {"first_paint_s": median_start(command, first_curve)}
@@ -136,16 +171,20 @@ def leets(leet: str, path: Path, long_path: Path, home: Path) -> Figures:
         values = [(1.11 * number, f"{1.11 * number:.2f}") for number in range(1, NUM_LINES + 1)]
         measure(figures, "metric_to_screen_s", lambda: line_to_screen(terminal, values, write_reward))
     with going(step_all, every_s=1.0), Terminal(command) as terminal:
-        terminal.wait(lambda screen: screen.find(f"run{NUM_RUNS - 1:05d}") is not None, "the list")
+        terminal.wait(lambda screen: screen.find(last_id) is not None, "the list")
         terminal.drain(4.0)
         measure(figures, "key_p95_ms", lambda: key_p95_ms(terminal, down="s", up="w", top=1))
     for log in logs:
         log.close()
-    long_records = (history_record(step, ten_metrics(step)) for step in range(1, LONG_STEPS + 1))
-    (run,) = make_runs(long_path, 1, long_records)
-    # From the start of the process: given one run, it has no list to open it from. Its last label is at 77 %.
-    figures["charts_100k_s"] = median_start([leet, "leet", str(run)], lambda screen: "76.9k" in screen.text())
     return figures
+
+
+def leets_charts(leet: str, home: Path) -> Figures:
+    """From the start of the process: given one run, it has no list to open it from. Its last label is at 77 %."""
+    os.environ["HOME"] = str(home)
+    records = (history_record(step, ten_metrics(step)) for step in range(1, LONG_STEPS + 1))
+    (run,) = make_runs(home / "leet" / "wandb", 1, records)
+    return {"charts_100k_s": median_start([leet, "leet", str(run)], lambda screen: "76.9k" in screen.text())}
 
 
 def measure(figures: Figures, name: str, take: Callable[[], float]) -> None:

@@ -27,7 +27,7 @@ env = [{ id = "reverse-text" }]
 
 def lost_of_5000() -> float:
     """Runs without a call of the discovered hook after all were placed and a rescan has gone by."""
-    from prime_rl.trainer.runs.scout import POLL_S, Scout
+    from prime_rl.trainer.loop import POLL_S, Scout
     from tests.runs_support import manager_of
 
     discovered: set[str] = set()

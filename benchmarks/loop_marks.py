@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from prime_rl.contract.layout import parse_adapter_name
+from prime_rl.contract.served import parse_adapter_name
 
 
 class Marks:

@@ -95,6 +95,7 @@ class BenchWorkspace:
         self.num_live = num_live
         self.step = num_steps
         self._writer = ProcessId.of(os.getpid())
+        self._finished: dict[str, Path] = {}
         self.run_ids = [f"run_{number:04d}" for number in range(num_runs)]
         steps, began_at = range(1, num_steps + 1), time.time() - num_steps
         first = "".join(orchestrator_line(step, at=began_at + step) for step in steps)
@@ -154,8 +155,14 @@ class BenchWorkspace:
             folder.mkdir(parents=True)
         max_steps = 2 * self.step if is_live else self.step
         run.orch_toml.write_text(ORCH_TOML.format(max_steps=max_steps))
-        run.orchestrator_metrics.write_text(first)
-        run.trainer_metrics.write_text(second)
+        for path, lines in ((run.orchestrator_metrics, first), (run.trainer_metrics, second)):
+            known = self._finished.get(path.name)
+            if known is not None and not is_live:
+                path.hardlink_to(known)  # they are never written again: five thousand of them would take gigabytes
+                continue
+            path.write_text(lines)
+            if not is_live:
+                self._finished[path.name] = path
         stable_marker(run.broadcast_dir(self.step)).touch()
         if not is_live:
             status = RunStatus(run_id=run.run_id, state="finished", step=self.step, max_steps=max_steps)

@@ -18,7 +18,7 @@ def record(output: OutputDir, action: str, run_id: str | None, *, reason: str = 
 
     Raises ActionError when the line cannot be written; the action itself is done by then.
     """
-    line = {"time": time.time(), "who": _who(), "action": action, "run_id": run_id, "reason": reason, "detail": detail}
+    line = {"time": time.time(), "who": who(), "action": action, "run_id": run_id, "reason": reason, "detail": detail}
     try:
         append_line(output.audit, json.dumps(line))
     except OSError as error:
@@ -27,7 +27,8 @@ def record(output: OutputDir, action: str, run_id: str | None, *, reason: str = 
         ) from error
 
 
-def _who() -> str:
+def who() -> str:
+    """The person who acts, as `user@host`."""
     try:
         user = getpass.getuser()
     except (OSError, KeyError):

@@ -13,7 +13,20 @@ from typing import Annotated
 import typer
 
 from daemons.actions import ActionError
-from daemons.commands import acts, alerts, demo, doctor, foreground, lifecycle, multinode, up
+from daemons.commands import (
+    acts,
+    alerts,
+    branches,
+    demo,
+    doctor,
+    foreground,
+    lifecycle,
+    multinode,
+    sharing,
+    takeaway,
+    up,
+    usage,
+)
 from daemons.commands.common import UsageError, complain
 from daemons.commands.runs import runs_app
 from daemons.launch import LaunchError
@@ -33,7 +46,11 @@ up.register(app)
 lifecycle.register(app)
 doctor.register(app)
 alerts.register(app)
+usage.register(app)
 acts.register(runs_app)
+sharing.register(runs_app)
+branches.register(runs_app)
+takeaway.register(app, runs_app)
 app.add_typer(runs_app, name="runs")
 foreground.register(app)
 multinode.register(app)

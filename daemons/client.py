@@ -91,13 +91,16 @@ class WorkspaceReader:
         self._statuses: dict[Path, tuple[Stamp, Status | None]] = {}
         self._scanned: tuple[Stamp, dict[str, RunDir], list[RefusedRun]] = (NO_FILE, {}, [])
 
-    def read(self, *, now: float | None = None, with_configs: bool = True, at_rest: bool = True) -> Workspace:
+    def read(
+        self, *, now: float | None = None, with_configs: bool = True, at_rest: bool = True, most: int | None = None
+    ) -> Workspace:
         """A new snapshot. Never raises for what is in the folder; an unreadable folder is an empty workspace.
 
         Args:
             with_configs: false leaves out what only configs contain, for a quick first look.
             at_rest: false leaves idle runs as they were if trainer and supervisor report nothing new about them: most
                 of a large workspace.
+            most: while there are runs in slots, read at most so many of them and no others.
         """
         now = self._clock() if now is None else now
         trainer = self._living(self.output.trainer_status, TrainerStatus, now)
@@ -107,8 +110,10 @@ class WorkspaceReader:
         found, refused = self._scan(at_rest)
         reasons = {each.name: each.reason for each in refused} | (trainer.refused if trainer else {})
         places = {run_id: place for place, run_id in enumerate(trainer.waiting if trainer else [], start=1)}
+        first = list(trainer.runs)[:most] if trainer and most is not None else []
+        wanted = {run_id: found[run_id] for run_id in first if run_id in found} or found
         runs = []
-        for run_id, run in found.items():
+        for run_id, run in wanted.items():
             if run_id in reasons:
                 continue
             files = self._files.get(run_id)
@@ -143,6 +148,7 @@ class WorkspaceReader:
             supervisor_alive=supervisor is not None,
             bottleneck=shown(find_bottleneck(runs, trainer, inference)),
             read_at=now,
+            num_unread=len(found) - len(wanted),
         )
 
     def _scan(self, again: bool) -> tuple[dict[str, RunDir], list[RefusedRun]]:
@@ -222,9 +228,13 @@ def _make_view(facts: _Facts) -> RunView:
             supervisor_gave_up=daemon.reason or "its orchestrator failed"
             if daemon and daemon.state == "failed"
             else None,
+            paused=record.paused,
+            ended=record.ended,
         )
     )
     position = facts.place if state is RunState.WAITING else None
+    if state is RunState.WAITING:
+        reason = record.preempted
     since, why = _stall(facts) if state is RunState.ACTIVE else (None, None)
     living = status if facts.lives else None
     return RunView(
@@ -248,6 +258,11 @@ def _make_view(facts: _Facts) -> RunView:
         num_restarts=daemon.num_restarts if daemon else 0,
         added_at=record.added_at,
         stalled_since=since,
+        tags=tuple(one_line(tag) for tag in config.tags) if config else (),
+        weight=config.weight if config else None,
+        priority=config.priority if config else None,
+        max_tokens=config.budget.max_tokens if config else None,
+        max_hours=config.budget.max_hours if config else None,
     )
 
 

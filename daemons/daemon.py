@@ -46,7 +46,7 @@ class Daemon:
 
     `num_crashes` counts in a row, for the wait before the next start; `num_early_ends` counts starts in a row that
     ended before the daemon was ready or soon after; `crashes` are the newest, whatever came between. `killed_at` is
-    when SIGKILL was last sent to processes of this start.
+    when SIGKILL was last sent to processes of this start; `held_at` since when its run is evicted or paused.
     """
 
     spec: DaemonSpec
@@ -56,7 +56,7 @@ class Daemon:
     stop_at: float = 0.0
     killed_at: float | None = None
     retry_at: float = 0.0
-    evicted_at: float | None = None
+    held_at: float | None = None
     stalled_since: float | None = None
     after_stop: After = After.END
     num_restarts: int = 0
@@ -88,6 +88,8 @@ class Seen:
     final_state: str | None = None
     last_reason: str | None = None
     evicted: bool = False
+    ended: bool = False
+    paused: bool = False
     gone: bool = False
     left: frozenset[int] = frozenset()
 

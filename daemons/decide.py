@@ -61,7 +61,9 @@ def _decide_one(
     if daemon is None:
         return Action(Do.START, Daemon(spec, State.STARTING, started_at=now)) if spec else None
     if daemon.state in LIVE:
-        return _alive(daemon, spec, seen, asked, config, now) if seen.lives else _ended(daemon, seen, config, now)
+        if seen.lives:
+            return _alive(daemon, spec, seen, asked, config, now)
+        return _ended(daemon, spec, seen, config, now)
     if seen.gone:
         return Action(Do.FORGET, daemon)
     if asked and daemon.state is not State.BACKOFF:
@@ -86,19 +88,26 @@ def _alive(
         return _stop(daemon, NOT_ASKED_FOR, now)
     if asked:
         return _stop(daemon, "restart requested", now, After.RESTART)
-    if seen.evicted:
-        since = daemon.evicted_at if daemon.evicted_at is not None else now
+    clears_up = spec is not None and daemon.state is State.STARTING  # after one that was killed at a pause
+    if (held := _held(seen)) and not clears_up:
+        since = daemon.held_at if daemon.held_at is not None else now
         if now - since >= config.grace_s:
-            return _stop(daemon, "its run is evicted", now)
-        daemon = replace(daemon, evicted_at=since)
+            return _stop(daemon, held, now)
+        daemon = replace(daemon, held_at=since)
     else:
-        daemon = replace(daemon, evicted_at=None)
+        daemon = replace(daemon, held_at=None)
     if daemon.state is State.STARTING and not seen.ready:
         if now - daemon.started_at >= config.start_timeout_s:
             what = f" (it waits for {seen.waiting_on})" if seen.waiting_on else ""
             return _stop(daemon, f"not ready within {config.start_timeout_s:g} s{what}", now, After.NOT_READY)
         return Action(Do.NOTE, replace(daemon, waiting_on=seen.waiting_on))
     return _judged(daemon, seen, config, now)
+
+
+def _held(seen: Seen) -> str | None:
+    """Why a run has no orchestrator until a person or the trainer changes that."""
+    states = {"evicted": seen.evicted, "finished": seen.ended, "paused": seen.paused}
+    return next((f"its run is {state}" for state, holds in states.items() if holds), None)
 
 
 def _stopping(daemon: Daemon, config: SupervisorConfig, now: float) -> Action:
@@ -150,7 +159,7 @@ def _judged(daemon: Daemon, seen: Seen, config: SupervisorConfig, now: float) ->
     )
 
 
-def _ended(daemon: Daemon, seen: Seen, config: SupervisorConfig, now: float) -> Action:
+def _ended(daemon: Daemon, spec: DaemonSpec | None, seen: Seen, config: SupervisorConfig, now: float) -> Action:
     """The process is gone: stopped by us, in a final state, or crashed."""
     before = daemon.state
     daemon = replace(
@@ -158,7 +167,7 @@ def _ended(daemon: Daemon, seen: Seen, config: SupervisorConfig, now: float) -> 
         process=None,
         exit_code=seen.exit_code,
         waiting_on=None,
-        evicted_at=None,
+        held_at=None,
         stalled_since=None,
         killed_at=now,  # what it left behind is killed now
     )
@@ -167,8 +176,9 @@ def _ended(daemon: Daemon, seen: Seen, config: SupervisorConfig, now: float) -> 
         return Action(Do.CLEAN, replace(daemon, state=State.DONE))
     if seen.final_state is not None:
         return Action(Do.CLEAN, replace(daemon, state=State.DONE, reason=seen.last_reason or seen.final_state))
-    if seen.evicted or seen.gone:
-        return Action(Do.CLEAN, replace(daemon, state=State.DONE, reason="its run is evicted or gone"))
+    held = _held(seen)
+    if (held and spec is None) or seen.gone:
+        return Action(Do.CLEAN, replace(daemon, state=State.DONE, reason=held or "its run is gone"))
     if stopped and daemon.after_stop is After.RESTART:
         return Action(Do.CLEAN, replace(daemon, state=State.BACKOFF, retry_at=now))
     return Action(Do.CLEAN, _after_crash(daemon, _crash(daemon, before, now), before, config, now))
@@ -206,8 +216,8 @@ def _exit_text(code: int | None) -> str:
 
 
 def _backoff(daemon: Daemon, spec: DaemonSpec | None, seen: Seen, now: float, asked: bool) -> Action:
-    if seen.evicted:
-        return Action(Do.NOTE, replace(daemon, state=State.DONE, waiting_on=None, reason="its run is evicted"))
+    if (held := _held(seen)) and spec is None:
+        return Action(Do.NOTE, replace(daemon, state=State.DONE, waiting_on=None, reason=held))
     if spec is None and daemon.spec.run_id is None:
         return Action(Do.NOTE, replace(daemon, state=State.DONE, waiting_on=None, reason=NOT_ASKED_FOR))
     if spec is None:
@@ -228,6 +238,7 @@ def _started(daemon: Daemon, spec: DaemonSpec, now: float) -> Daemon:
         num_restarts=daemon.num_restarts + 1,
         exit_code=None,
         waiting_on=None,
+        reason=daemon.reason if daemon.state is State.BACKOFF else None,
     )
 
 

@@ -1,8 +1,8 @@
 """`prl demo`: the runs of a folder of configs, from the base model to a report; by default three on two slots.
 
 Starts a fresh workspace as daemons, adds the runs of the folder, shows them train (in `prl-tui` on a terminal, else
-one line a step), prints a table, writes `report.json`, and stops everything. It uses `launch`, `actions` and `client`,
-as a person would use `prl`.
+one line a step), prints a table, writes `report.json`, and stops everything. `prl-tui` stays when the runs are done,
+until it is left. It uses `launch`, `actions` and `client`, as a person would use `prl`.
 """
 
 from __future__ import annotations
@@ -152,18 +152,25 @@ class Demo:
         self.stories = {run_id: RunStory(run_id) for run_id in run_ids}
         self._say = say
         self._stop = stop
+        self._ended_s: float | None = None
         self._progress: tuple[int, ...] = ()
         self._progress_at = time.monotonic()
 
-    def watch(self, *, with_tui: bool) -> bool:
-        """Until all runs are finished; false when asked to stop. Raises DemoError when it can no longer succeed."""
+    def watch(self, *, with_tui: bool, stays: bool = True) -> bool:
+        """Until all runs are finished, and, with `stays`, until a person leaves `prl-tui`; false when asked to stop.
+
+        Raises DemoError when it can no longer succeed.
+        """
         reader = WorkspaceReader(self.output.path)
-        with TuiChild(self.output.path if with_tui else None) as tui:
+        with TuiChild(self.output.path if with_tui else None, *(["--demo"] if stays else [])) as tui:
             while not self._stop():
                 self.look(reader.read(), quiet=tui.lives())
                 if tui.interrupted:
                     return False
                 if all(story.state is RunState.FINISHED for story in self.stories.values()):
+                    self._ended_s = time.monotonic()
+                    while stays and tui.lives() and not self._stop():
+                        time.sleep(LOOK_EVERY_S)
                     return True
                 time.sleep(LOOK_EVERY_S)
         return False
@@ -217,8 +224,9 @@ class Demo:
     def _metrics_of(self, run_id: str) -> list[dict[str, float]]:
         return self.stories[run_id].metrics if run_id in self.stories else []
 
-    def report(self, wall_s: float) -> dict[str, Any]:
-        """Write `report.json` and return what is in it."""
+    def report(self, started_s: float) -> dict[str, Any]:
+        """Write `report.json` and return what is in it. The time in which a person only looked is left out."""
+        wall_s = (self._ended_s or time.monotonic()) - started_s
         runs = {run_id: story.summary() for run_id, story in self.stories.items()}
         report = {"version": REPORT_VERSION, "wall_s": wall_s, "runs": runs}
         write_atomic(self.output.path / REPORT, json.dumps(report, indent=2) + "\n")
@@ -226,7 +234,14 @@ class Demo:
 
 
 def run_demo(
-    system: SystemConfig, recipe: Recipe, say: launch.Say, stop: StopFlag, progress: Progress, *, with_tui: bool
+    system: SystemConfig,
+    recipe: Recipe,
+    say: launch.Say,
+    stop: StopFlag,
+    progress: Progress,
+    *,
+    with_tui: bool,
+    stays: bool = True,
 ) -> dict[str, Any] | None:
     """The whole demo; returns its report, or None when it was asked to stop. Everything it started is stopped again.
 
@@ -249,9 +264,9 @@ def run_demo(
         say(f"added {', '.join(run_ids)} on {system.max_concurrent_runs} slots; prl-tui {output.path} shows them")
         demo = Demo(output, run_ids, say, stop)
         try:
-            finished = demo.watch(with_tui=with_tui)
+            finished = demo.watch(with_tui=with_tui, stays=stays)
         finally:
-            report = demo.report(time.monotonic() - started_s)
+            report = demo.report(started_s)
         return report if finished else None
     finally:
         launch.down(output, timeout_s=3 * system.supervisor.grace_s + 15.0, say=say, supervisor=supervisor)

@@ -1,4 +1,4 @@
-"""Which processes use a run, and waiting until they release it: for `trash` and `resume`.
+"""Which processes use a run, and waiting until they release it: for `trash` and `rollback`.
 
 It evicts no run and ends no process: trainer and orchestrator leave by themselves when their run is evicted.
 """

@@ -24,16 +24,19 @@ def keys_of(spec: DaemonSpec, output: OutputDir) -> list[str]:
         return _alerts_variables(output)
     if spec.name == MONITORS:
         return [WANDB_VARIABLE]
-    return [_variable(output.component_config(INFERENCE))] if spec.name == INFERENCE else []
+    return [inference_variable(output)] if spec.name == INFERENCE else []
 
 
 def all_keys(output: OutputDir) -> list[str]:
     """What the supervisor is handed, to hand it on."""
     runs, _ = scan_runs(output.path)
     variables = [_variable(run.orch_toml, "client") for run in runs]
-    return sorted(
-        {_variable(output.component_config(INFERENCE)), *variables, *_alerts_variables(output), WANDB_VARIABLE}
-    )
+    return sorted({inference_variable(output), *variables, *_alerts_variables(output), WANDB_VARIABLE})
+
+
+def inference_variable(output: OutputDir) -> str:
+    """The variable of the key that inference asks its clients for."""
+    return _variable(output.component_config(INFERENCE))
 
 
 def _alerts_variables(output: OutputDir) -> list[str]:

@@ -24,7 +24,7 @@ from prime_rl.contract.status import InferenceStatus, RunStatus, Status, Trainer
 from prime_rl.utils.process import ProcessId, is_below
 
 _READY = {TRAINER: ("waiting", "training"), INFERENCE: ("serving",)}
-_FINAL_STATES = ("finished", "evicted", "failed")
+_FINAL_STATES = ("finished", "evicted", "paused", "failed")
 StatusT = TypeVar("StatusT", bound=Status)
 Stamp = tuple[int, int, int]
 
@@ -48,10 +48,13 @@ class _Folder:
     control: str
     status: Path
     evicted: str
+    finished: str
+    pauses: tuple[str, str]
 
     @classmethod
     def of(cls, checked: tuple[int, ...], run: RunDir) -> _Folder:
-        return cls(checked, run, str(run.path), str(run.control), run.status, str(run.evicted))
+        marks = str(run.evicted), str(run.finished), (str(run.paused), str(run.preempted))
+        return cls(checked, run, str(run.path), str(run.control), run.status, *marks)
 
 
 class Observer:
@@ -109,6 +112,8 @@ class Observer:
             final_state=last,
             last_reason=status.reason if status and last else None,
             evicted=run.evicted if run else False,
+            ended=run.ended if run else False,
+            paused=run.paused if run else False,
             gone=run.gone if run else False,
         )
 
@@ -170,8 +175,10 @@ class Observer:
             return RunNow(run_id, in_slot, evicted=False, gone=True, status=None, max_steps=None)
         status = self._read(folder.status, RunStatus)
         max_steps = _max_steps(folder.run) if in_slot and status is not None and status.state == "finished" else None
-        evicted = os.path.lexists(folder.evicted)
-        return RunNow(run_id, in_slot, evicted, False, status, max_steps, self._has_monitors(folder.run))
+        evicted, ended = os.path.lexists(folder.evicted), os.path.lexists(folder.finished)
+        paused = any(map(os.path.lexists, folder.pauses))
+        has_monitors = self._has_monitors(folder.run)
+        return RunNow(run_id, in_slot, evicted, False, status, max_steps, has_monitors, ended, paused)
 
     def _has_monitors(self, run: RunDir) -> bool:
         path = run.orch_toml

@@ -83,7 +83,8 @@ NOT_PARSED = ParsedConfig()
 class RunRecord:
     """All facts from a run's own files. `published` is its newest STABLE broadcast, 0 without one.
 
-    `toml` is the path of its config, None when it has none; `added_at` when that landed (Unix seconds).
+    `toml` is the path of its config, None when it has none; `added_at` when that landed (Unix seconds). `paused`,
+    `ended` and `preempted` are the texts of `paused.txt`, `finished.txt` and `preempted.txt`.
     """
 
     run: RunDir
@@ -94,6 +95,9 @@ class RunRecord:
     evicted: str | None
     config_error: str | None
     published: int
+    paused: str | None = None
+    ended: str | None = None
+    preempted: str | None = None
 
 
 class RunFiles:
@@ -106,7 +110,8 @@ class RunFiles:
         self._tomls = (f"{control}/orch.toml", f"{folder}/configs/orch.toml")
         self._notes = (f"{control}/status.json", f"{control}/evicted.txt", f"{control}/config_validation_error.txt")
         self._broadcast = f"{folder}/broadcast"
-        self._names = (*self._tomls, *self._notes, self._broadcast)
+        self._marks = (f"{control}/paused.txt", f"{control}/finished.txt", f"{control}/preempted.txt")
+        self._names = (*self._tomls, *self._notes, self._broadcast, *self._marks)
         self._stamps: list[Stamp] = []
         self._record: RunRecord | None = None
         self._whole: tuple[Stamp, int] = (NO_FILE, 0)
@@ -148,6 +153,9 @@ class RunFiles:
             evicted=_note(self._notes[1], stamps[3], empty="no reason was given"),
             config_error=_note(self._notes[2], stamps[4]),
             published=self._published(stamps[5]) if stamps[5] is not NO_FILE else 0,
+            paused=_note(self._marks[0], stamps[6], empty="paused"),
+            ended=_note(self._marks[1], stamps[7], empty="ended before max_steps"),
+            preempted=_note(self._marks[2], stamps[8], empty="preempted by a more urgent run"),
         )
 
     def _published(self, stamp: Stamp) -> int:

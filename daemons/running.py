@@ -18,11 +18,11 @@ from typing import Any
 import tomli_w
 
 from daemons import launch
+from daemons.auto_limits import settle_slots
 from daemons.client import SUPERVISOR, Workspace, WorkspaceReader, read_workspace
 from daemons.errors import ActionError, WrongUseError
 from daemons.launch import LOOK_EVERY_S, LaunchError, waits
 from daemons.pidfile import SupervisorLock
-from daemons.slots import settle_slots
 from daemons.specs import UP
 from prime_rl.configs.base import ConfigError, build, load_toml, merge, read_argv
 from prime_rl.configs.system import SystemConfig

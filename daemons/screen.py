@@ -19,11 +19,13 @@ _END_S = 5.0
 class TuiChild:
     """Shows a workspace until it is closed or the person quits. With None it shows nothing.
 
-    `interrupted`: the person left with Ctrl-C, which arrives as a key because the terminal is in raw mode.
+    `interrupted`: the person left with Ctrl-C, which arrives as a key because the terminal is in raw mode. `options`
+    are those of `prl-tui`.
     """
 
-    def __init__(self, output_dir: Path | None) -> None:
+    def __init__(self, output_dir: Path | None, *options: str) -> None:
         self._output_dir = output_dir
+        self._options = options
         self.interrupted = False
         self._child: subprocess.Popen[bytes] | None = None
         self._settings: list[object] | None = None
@@ -32,7 +34,7 @@ class TuiChild:
         if self._output_dir is not None:
             with suppress(termios.error):
                 self._settings = termios.tcgetattr(sys.stdin.fileno())
-            self._child = subprocess.Popen([sys.executable, "-m", "tui", str(self._output_dir)])
+            self._child = subprocess.Popen([sys.executable, "-m", "tui", str(self._output_dir), *self._options])
         return self
 
     def lives(self) -> bool:

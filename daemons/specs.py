@@ -43,6 +43,7 @@ _MODULES = {
 OPTIONAL = (ALERTS, MONITORS)
 MAKE_BASE_MODULE = "prime_rl.base_model"
 FIT_MODULE = "prime_rl.trainer.fit"
+MERGE_MODULE = "prime_rl.trainer.merge"
 # "trainer=my.trainer,inference=my.server": other programs for the daemons, for tests and for one's own engines.
 MODULES_VARIABLE = "PRL_MODULES"
 # The environment variables that decide how daemons are started, and the daemons that each of them changes beside their
@@ -74,7 +75,8 @@ class DaemonSpec:
 class RunNow:
     """The facts about a run that decide about its orchestrator. `max_steps` is None when its config cannot be read.
 
-    `has_monitors`: its config asks for monitors.
+    `ended`: `finished.txt` is there. `has_monitors`: its config asks for monitors. `paused`: by a person, or by the
+    trainer for a more urgent run.
     """
 
     run_id: str
@@ -84,6 +86,8 @@ class RunNow:
     status: RunStatus | None
     max_steps: int | None
     has_monitors: bool = False
+    ended: bool = False
+    paused: bool = False
 
 
 def saved_topology(output: OutputDir) -> dict[str, str] | None:
@@ -146,10 +150,19 @@ def orchestrator_spec(run: RunDir, environ: Mapping[str, str] = os.environ) -> D
 
 
 def wants_orchestrator(run: RunNow) -> bool:
-    """Whether a run's orchestrator should live: the run has a slot, and its orchestrator is not in a final state."""
-    if not run.in_slot or run.evicted or run.gone:
+    """Whether a run's orchestrator should live: the run has a slot, and its orchestrator is not in a final state.
+
+    That of a paused run, too, if it was killed before it ended: another one unloads the adapters that it left.
+    """
+    if run.evicted or run.ended or run.gone:
+        return False
+    if run.paused:
+        return run.status is not None and run.status.state in ("starting", "running")
+    if not run.in_slot:
         return False
     if run.status is None:
+        return True
+    if run.status.state == "finished" and run.status.reason:  # it ended early, and was readmitted
         return True
     if run.status.state == "finished":  # raised since then: there is more to do
         return run.max_steps is not None and 0 < run.status.max_steps < run.max_steps

@@ -22,6 +22,7 @@ from daemons.children import AdoptedChild, Child, OwnChild, any_ended
 from daemons.client import SUPERVISOR
 from daemons.daemon import LIVE, Action, Daemon, Do, Seen, Snapshot, State
 from daemons.decide import decide
+from daemons.halving import Halving
 from daemons.keys import keys_of
 from daemons.leftovers import Past, adopt
 from daemons.observe import Observer, held_runs
@@ -81,6 +82,7 @@ class Supervisor:
         self._daemons: dict[str, Daemon] = {}
         self._children: dict[str, Child] = {}
         self._observer = Observer(output, logger.error)
+        self._halving = Halving(output)
         self._records = Records(output, self._clock)
         self._relay = relay
         self._next_look_s = 0.0
@@ -149,6 +151,7 @@ class Supervisor:
         An error with one daemon costs the others nothing; the first one is raised at the end.
         """
         now = self._clock()
+        self._halving.look()
         requests = self._observer.requests()
         runs = self._observer.runs(held_runs(self._daemons))
         seen = {name: self._see(daemon, runs.get(name), now) for name, daemon in self._daemons.items()}

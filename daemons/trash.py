@@ -22,7 +22,7 @@ from daemons import audit
 from daemons.errors import ActionError, one_line_errors
 from daemons.in_use import Progress, users, wait_until_released
 from prime_rl.contract.files import read_text, write_atomic
-from prime_rl.contract.layout import LayoutError, OutputDir, RunDir, parse_trashed, refusal
+from prime_rl.contract.layout import LayoutError, OutputDir, RunDir, check_run_id, refusal
 
 # The note in `evicted.txt` of a deleted run; undelete takes away this one and leaves any other.
 DELETED_NOTE = "deleted with prl; prl runs undelete brings it back"
@@ -208,3 +208,12 @@ def _move_to_trash(output: OutputDir, run: RunDir) -> Path:
 def _in_trash(output: OutputDir, run_id: str) -> Path | None:
     stamps = [stamp for name, stamp in list_trash(output.path) if name == run_id]
     return output.trashed(run_id, stamps[-1]) if stamps else None
+
+
+def parse_trashed(name: str) -> tuple[str, str] | None:
+    """`run_a.20260102T030405Z` -> ("run_a", "20260102T030405Z"); anything else -> None."""
+    run_id, _, stamp = name.rpartition(".")
+    try:
+        return (check_run_id(run_id), stamp) if stamp else None
+    except LayoutError:
+        return None

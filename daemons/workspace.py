@@ -31,7 +31,7 @@ class RunView:
     """One run as people see it. `step` counts updates done; `run_idx` is its slot, `queue_position` counts from 1.
 
     `updated_at`, `added_at` (when its config landed) and `stalled_since` (of its orchestrator) are Unix seconds;
-    `async_level` is the lag of its last batch.
+    `async_level` is the lag of its last batch. `max_tokens` and `max_hours` are its budget.
     """
 
     run_id: str
@@ -54,6 +54,11 @@ class RunView:
     num_restarts: int
     added_at: float | None
     stalled_since: float | None = None
+    tags: tuple[CleanText, ...] = ()
+    weight: float | None = None
+    priority: int | None = None
+    max_tokens: int | None = None
+    max_hours: float | None = None
 
 
 @dataclass(frozen=True)
@@ -93,7 +98,8 @@ class RefusedView:
 class Workspace:
     """One look at a workspace.
 
-    `trainer` and `inference` are None when they do not live; `max_runs` is 0 when unknown.
+    `trainer` and `inference` are None when they do not live; `max_runs` is 0 when unknown. `num_unread` runs are left
+    out of a first look.
     """
 
     output_dir: Path
@@ -107,6 +113,7 @@ class Workspace:
     supervisor_alive: bool
     bottleneck: CleanText | None
     read_at: float
+    num_unread: int = 0
 
     def run(self, run_id: str) -> RunView | None:
         return next((run for run in self.runs if run.run_id == run_id), None)

@@ -2,7 +2,8 @@
 
 Without OUTPUT_DIR it starts the demo's workspace in a temporary folder and takes the pictures while its runs train;
 then a group of three nodes, of which one is killed meanwhile. Every screen is taken read-only and in two sizes:
-NAME.svg for the documents, and NAME-small.svg of 80x24. A new screen is one line in `PICTURES`.
+NAME.svg for the documents, and NAME-small.svg of 80x24. A new screen is one line in `PICTURES`. `tour` is what is
+recorded: about a minute of use.
 """
 
 from __future__ import annotations
@@ -20,27 +21,29 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from recording import Recorder
 from textual.pilot import Pilot
 
-from daemons import actions, running
+from daemons import actions, pausing, running
 from daemons.base_model import make_base_model
 from daemons.client import read_workspace
 from prime_rl.contract.files import wait_for
 from prime_rl.contract.layout import OutputDir
 from prime_rl.contract.nodes import NodeHealth
-from prime_rl.contract.status import NodeStatus, read_status
+from prime_rl.contract.status import NodeStatus, RunState, read_status
 from tui.app import PrlApp
+from tui.model.snapshot import RunRow
+from tui.readers.tabs import TABS
 from tui.screens.base import WorkspaceScreen
 from tui.screens.run import RunScreen
-from tui.snapshot import RunRow
-from tui.tabs import TABS
 
 ROOT = Path(__file__).resolve().parents[1]
 SIZES = {"": (132, 36), "-small": (80, 24)}
 TIMEOUT_S = 60.0
 DEMO_TIMEOUT_S = 900.0
 DEMO = ROOT / "configs" / "demo"
-RUNS = ("reverse", "sort", "upper")
+# With the tags by which they are grouped.
+RUNS = {"reverse": "letters", "sort": "letters", "upper": "case"}
 # More than the demo's own: they must not end before the last picture.
 MAX_STEPS = 200
 # The two runs in the slots have done this many steps before pictures are taken: their curves show something by then.
@@ -48,6 +51,7 @@ NUM_STEPS = 30
 # After the data is there: long enough for the tab's underline to be drawn.
 SETTLE_S = 0.7
 PREPARE_S = 2.0
+RECORDING, RECORDING_SIZE = "recording.svg", (120, 34)
 NUM_NODES, VICTIM = 3, 2
 # Times of the phases of two iterations are in the picture, and the victim dies while it makes rollouts of the third.
 GROUP_ITERATION = 3
@@ -90,9 +94,7 @@ def run_tab(name: str) -> Open:
 
 def trouble(output_dir: Path) -> None:
     """Something that needs a person: a config with a mistake, and a run that was evicted."""
-    broken = OutputDir(output_dir).run("run_typo")
-    broken.control.mkdir(parents=True, exist_ok=True)
-    broken.orch_toml.write_text('batch_size = 64\nrollouts_per_example = 8\n[optim]\nlr = "fast"\n')
+    make_mistake(output_dir)
     for run in read_workspace(output_dir).runs:
         if run.state == "active":
             actions.evict_run(output_dir, run.run_id, "the reward does not improve")
@@ -120,12 +122,13 @@ async def a_node_dies(pilot: Pilot[None]) -> None:
 
 NODES = Picture("nodes", keys("4"))
 NODES_OF_OURS = Picture("nodes", a_node_dies)
+PROBLEMS = Picture("problems", keys("5"), prepare=trouble)
 PICTURES = (
     Picture("home", keys()),
     Picture("run", run_tab("charts")),
-    Picture("problems", keys("5"), prepare=trouble),
     Picture("system", keys("3")),
     Picture("rollouts", run_tab("rollouts")),
+    Picture("compare", keys("6")),
 )
 
 
@@ -161,6 +164,69 @@ async def take(output_dir: Path, dest: Path, picture: Picture) -> list[Path]:
     return taken
 
 
+def make_mistake(output_dir: Path) -> None:
+    """A run with a mistake in its config."""
+    broken = OutputDir(output_dir).run("run_typo")
+    broken.control.mkdir(parents=True, exist_ok=True)
+    broken.orch_toml.write_text('batch_size = 64\nrollouts_per_example = 8\n[optim]\nlr = "fast"\n')
+
+
+async def tour(pilot: Pilot[None], recorder: Recorder, output_dir: Path) -> None:
+    """Home, a run's charts and rollouts, the runs compared, a mistake, a pause."""
+    app = pilot.app
+    assert isinstance(app, PrlApp)
+
+    async def open_run() -> None:
+        await pilot.press("enter")
+        await until(pilot, lambda: isinstance(app.screen, RunScreen) and app.screen.can_show, "the run screen")
+
+    async def pause() -> None:
+        """By its key where there is one, else as `prl runs pause` does."""
+        assert isinstance(app.screen, WorkspaceScreen) and app.screen.snapshot is not None
+        run_id = app.screen.snapshot.rows[0].run_id
+        if any(active.binding.action == "pause" for active in app.screen.active_bindings.values()):
+            await pilot.press("z")
+            await recorder.watch(SETTLE_S)
+            await pilot.press("enter")
+        else:
+            await asyncio.to_thread(pausing.pause_run, output_dir, run_id)
+
+        def is_paused() -> bool:
+            run = read_workspace(output_dir).run(run_id)
+            return run is not None and run.state is RunState.PAUSED
+
+        await until(pilot, is_paused, f"the pause of {run_id}")
+
+    await recorder.watch(4.0)
+    await recorder.press("j: the next run", "j")
+    await recorder.press("k: back", "k")
+    await recorder.do("enter: open the run: its charts", open_run, 5.0)
+    await recorder.press("2: its rollouts", str(TABS.index("rollouts") + 1), watch_s=3.0)
+    for _ in range(3):
+        await recorder.press("j: the next rollout", "j")
+    await recorder.press("esc: home", "escape")
+    await recorder.press("6: compare", "6", watch_s=4.0)
+    await recorder.press("b: group by", "b")
+    await recorder.press("group by tag", *"tag", watch_s=2.0)
+    await recorder.press("enter: mean and spread of each group", "enter", watch_s=5.0)
+    make_mistake(output_dir)
+    await recorder.press("5: problems", "5", watch_s=5.0)
+    await recorder.press("1: home", "1", watch_s=2.0)
+    await recorder.press("g: the first run", "g")
+    await recorder.do("pause: the run is saved and leaves its slot", pause, 2.0)
+    await recorder.press("the run that waited takes it", watch_s=6.0)
+
+
+async def record(output_dir: Path, dest: Path) -> Path:
+    app = PrlApp(output_dir)
+    app.animation_level = "none"
+    async with app.run_test(size=RECORDING_SIZE) as pilot:
+        await until(pilot, lambda: bool(getattr(app.screen, "snapshot", None)), "a look at the workspace")
+        recorder = Recorder(pilot)
+        await tour(pilot, recorder, output_dir)
+        return recorder.save(dest / RECORDING, RECORDING_SIZE)
+
+
 @contextmanager
 def demo() -> Iterator[Path]:
     """The output directory of the demo's workspace while it trains; it is stopped afterwards."""
@@ -171,8 +237,8 @@ def demo() -> Iterator[Path]:
         make_base_model(system.system.model.name, lambda: False, print)
         try:
             running.start_workspace(system, stop=lambda: False, say=print, on_look=lambda workspace: None)
-            for name in RUNS:
-                actions.add_run(place, DEMO / f"{name}.toml", overrides={"max_steps": MAX_STEPS})
+            for name, tag in RUNS.items():
+                actions.add_run(place, DEMO / f"{name}.toml", overrides={"max_steps": MAX_STEPS, "tags": [tag]})
 
             def trains() -> bool:
                 return sum(run.step >= NUM_STEPS for run in read_workspace(place).runs) >= 2
@@ -234,6 +300,8 @@ def main() -> int:
         if args.only != "group":
             with demo() as place:
                 take_all(place, args.dest, PICTURES, is_ours=True)
+                print(asyncio.run(record(place, args.dest)))
+                take_all(place, args.dest, [PROBLEMS], is_ours=True)
         if args.only != "demo":
             with group() as place:
                 take_all(place, args.dest, [NODES_OF_OURS], is_ours=True)
@@ -241,7 +309,7 @@ def main() -> int:
     if not args.output_dir.is_dir():
         print(f"screenshots: no folder {args.output_dir}", file=sys.stderr)
         return 2
-    take_all(args.output_dir, args.dest, [*PICTURES, NODES], is_ours=False)
+    take_all(args.output_dir, args.dest, [*PICTURES, PROBLEMS, NODES], is_ours=False)
     return 0
 
 

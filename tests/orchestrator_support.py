@@ -22,15 +22,8 @@ from prime_rl.configs.base import build, merge
 from prime_rl.configs.orchestrator import OrchestratorConfig
 from prime_rl.configs.sampling import SamplingConfig
 from prime_rl.contract.files import mark_stable, staged_dir
-from prime_rl.contract.layout import (
-    BASE_WEIGHTS,
-    LOGPROBS_HEADER,
-    WEIGHTS_HEADER,
-    RunDir,
-    list_rollout_steps,
-    list_steps,
-    parse_adapter_name,
-)
+from prime_rl.contract.layout import RunDir, list_rollout_steps, list_steps
+from prime_rl.contract.served import BASE_WEIGHTS, LOGPROBS_HEADER, WEIGHTS_HEADER, parse_adapter_name
 from prime_rl.inference.turnstile import Turnstile
 from prime_rl.orchestrator.adapters import AdapterPublication
 from prime_rl.orchestrator.client import Endpoint, ServerClient

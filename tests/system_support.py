@@ -19,6 +19,8 @@ from prime_rl.contract.layout import OutputDir, RunDir
 from tests.patience import PATIENCE_S
 
 ROOT = Path(__file__).parent.parent
+# Of a greedy answer: `[sampling] max_tokens` of the runs.
+NUM_ANSWER_TOKENS = 12
 # Enough for a loaded two-core machine; a wait that reaches it is a failure and names what it waited for.
 RUN_TOML = """\
 batch_size = 16
@@ -118,10 +120,12 @@ class Workspace:
     def run_dir(self, run_id: str) -> RunDir:
         return self.paths.run(run_id)
 
-    def prl(self, *args: str, check: bool = True) -> subprocess.CompletedProcess[str]:
+    def prl(self, *args: str, check: bool = True, stdin: str | None = None) -> subprocess.CompletedProcess[str]:
         environment = {**os.environ, "PRL_OUTPUT_DIR": str(self.output_dir)}
         command = [sys.executable, "-m", "daemons.cli", *args]
-        done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT, timeout=PATIENCE_S)
+        done = subprocess.run(
+            command, capture_output=True, text=True, env=environment, cwd=ROOT, timeout=PATIENCE_S, input=stdin
+        )
         if check and done.returncode:
             raise AssertionError(f"prl {' '.join(args)} exited {done.returncode}\n{done.stdout}{done.stderr}")
         return done
@@ -152,6 +156,11 @@ class Workspace:
         path = self.output_dir.parent / f"{name}.toml"
         path.write_text(RUN_TOML.format(**{**defaults, **values}))
         return path
+
+    def answer(self, version: str, question: str) -> str:
+        """The greedy answer of the running inference, through `prl chat`."""
+        options = (f"--max-tokens={NUM_ANSWER_TOKENS}", "--temperature=0")
+        return self.prl("chat", version, *options, stdin=f"{question}\n").stdout.removesuffix("\n")
 
     def wait(self, condition: Callable[[], bool], what: str) -> None:
         def tell() -> bool:
@@ -216,3 +225,14 @@ def free_port() -> int:
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def greedy_answer(model: Any, tokenizer: Path, question: str) -> str:
+    """What a model of `transformers` answers, as a chat with the running inference at temperature 0 does."""
+    from transformers import AutoTokenizer  # with torch, which most of the tests here do without
+
+    words = AutoTokenizer.from_pretrained(tokenizer)
+    turn = {"role": "user", "content": question}
+    prompt = words.apply_chat_template([turn], add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    ids = model.generate(**prompt, max_new_tokens=NUM_ANSWER_TOKENS, do_sample=False)
+    return str(words.decode(ids[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True))

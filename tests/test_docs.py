@@ -248,8 +248,8 @@ def test_the_defaults_of_a_curriculum_are_those_of_the_document() -> None:
 
 def test_what_the_console_understands_is_what_the_document_says() -> None:
     """docs/tui.md has every field of the filter language, every place with its key, and every command."""
-    from tui.query import FIELDS, parse
-    from tui.screens.places import PLACES
+    from tui.model.query import FIELDS, parse
+    from tui.screens.base import PLACES
 
     text = TEXT[ROOT / "docs" / "tui.md"].partition("\n## Keys\n")[0]
     (fields,) = re.findall(r"^Fields: (.*?)\.$", text, re.MULTILINE | re.DOTALL)

@@ -13,6 +13,12 @@ import pytest
 ROOT = Path(__file__).parent.parent
 LAYER_0 = ("prime_rl.contract", "prime_rl.utils")
 LAYER_1 = (*LAYER_0, "prime_rl.configs")
+# What the console does to a workspace, as `prl` does.
+ACTS = (
+    *("daemons.actions", "daemons.pausing", "daemons.set_keys", "daemons.forks", "daemons.rollback", "daemons.sweeps"),
+    *("daemons.exports", "daemons.chat", "daemons.quiet", "daemons.running", "daemons.versions", "daemons.doctor"),
+    *("daemons.alerts.incident_file", "daemons.alerts.messages", "daemons.errors", "daemons.differences"),
+)
 # package -> what of this project, and of the heavy libraries, it may import
 ALLOWED: dict[str, tuple[str, ...]] = {
     "prime_rl/contract": (*LAYER_0, "msgspec", "watchdog", "psutil"),
@@ -44,7 +50,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "prime_rl/orchestrator/envs": (*LAYER_1, "prime_rl.orchestrator.envs", "httpx", "reasoning_gym"),
     "prime_rl/multinode": (*LAYER_1, "prime_rl.multinode"),
     "daemons": (*LAYER_1, "daemons", "psutil", "typer"),
-    "tui": (*LAYER_1, "daemons.client", "daemons.actions", "daemons.resume", "daemons.running", "tui", "textual"),
+    "tui": (*LAYER_1, "daemons.client", *ACTS, "tui", "textual"),
 }
 OURS = ("prime_rl", "daemons", "tui")
 # Libraries whose place is limited: a package that is not named with them above may not load them.
@@ -76,6 +82,55 @@ def violations(package: str, allowed: tuple[str, ...]) -> Iterator[str]:
             guarded = is_within(name, OURS) or is_within(name, GUARDED)
             if guarded and not is_within(name, (*allowed, "prime_rl.__version__")):
                 yield f"{path.relative_to(ROOT)}:{line} imports {name}"
+
+
+# The console: each room imports from itself and from those before it, also inside functions.
+ROOMS = (
+    ("tui.fmt", "tui.memory", "tui.commands", "tui.glyphs", "tui.type_ahead", "tui.keys"),
+    ("tui.readers",),
+    ("tui.model",),
+    ("tui.messages",),
+    ("tui.watcher", "tui.actions", "tui.themes"),
+    ("tui.widgets",),
+    ("tui.dialogs",),
+    ("tui.screens",),
+    ("tui.app", "tui.serve"),
+    ("tui.cli",),
+    ("tui.__main__",),
+)
+
+
+def room_of(module: str) -> int:
+    return next(number for number, room in enumerate(ROOMS) if is_within(module, room))
+
+
+def console_imports() -> dict[str, set[str]]:
+    """Module of the console -> the modules of the console that it imports."""
+    files = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in (ROOT / "tui").rglob("*.py")}
+    modules = {name: path for name, path in files.items() if not name.endswith("__init__")}
+    found: dict[str, set[str]] = {}
+    for module, path in modules.items():
+        names = {name for _, name in imported_names(path)}
+        found[module] = {each for each in modules for name in names if name == each or name.startswith(f"{each}.")}
+    return found
+
+
+def circles(imports: dict[str, set[str]]) -> list[str]:
+    """The modules of circles, and those that import them: what is left when modules that import none are taken out."""
+    left = {module: set(names) for module, names in imports.items()}
+    while free := {module for module, names in left.items() if not names & left.keys()}:
+        left = {module: names for module, names in left.items() if module not in free}
+    return sorted(left)
+
+
+def test_the_console_flows_one_way() -> None:
+    imports = console_imports()
+    wrong = [f"{a} imports {b}" for a, names in imports.items() for b in names if room_of(b) > room_of(a)]
+    assert (wrong, circles(imports)) == ([], [])
+
+
+def test_circles_are_seen() -> None:
+    assert circles({"a": {"b"}, "b": {"a"}, "c": set(), "d": {"c"}}) == ["a", "b"]
 
 
 @pytest.mark.parametrize("package", ALLOWED)

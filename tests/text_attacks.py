@@ -26,7 +26,7 @@ import tomli_w
 from prime_rl.configs.base import ConfigError, build
 from prime_rl.configs.orchestrator import OrchestratorConfig
 from prime_rl.contract.layout import OutputDir, stable_marker
-from prime_rl.contract.samples import Sample
+from prime_rl.contract.samples import TokenSample
 from prime_rl.contract.status import Status
 from prime_rl.utils.process import ProcessId
 
@@ -240,7 +240,7 @@ def _quoted(text: str) -> str:
 
 
 def sample_line(fill: Fill) -> bytes:
-    return msgspec.json.encode(example(Sample, fill)) + b"\n"
+    return msgspec.json.encode(example(TokenSample, fill)) + b"\n"
 
 
 def texts(value: object) -> Iterator[str]:
@@ -347,6 +347,17 @@ class Attacked:
             output.log(name).write_text(f"{stamp}   {name}: {RUN} {self.text('log of ' + name)}\n")
         audit = {key: self.text(f"audit.jsonl {key}") for key in ("who", "action", "reason", "detail")}
         output.audit.write_text(json.dumps({"time": 1.0, "run_id": RUN, **audit}) + "\n")
+        self._add_alerts()
+
+    def _add_alerts(self) -> None:
+        output = self.output
+        output.component_config("alerts").parent.mkdir(parents=True, exist_ok=True)
+        output.component_config("alerts").touch()
+        incident = {key: self.text(f"open.json {key}") for key in ("kind", "subject", "text")}
+        said = {key: self.text(f"said {key}") for key in ("who", "reason")}
+        output.alerts_said.mkdir(parents=True)
+        output.alerts_open.write_text(json.dumps({"version": 1, "open": [{**incident, "since": 1.0}]}))
+        output.alert_said("all").write_text(json.dumps({"action": "muted", "at": 1.0, **said}))
 
     def _add_ended(self) -> None:
         output = self.output

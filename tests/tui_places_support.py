@@ -12,7 +12,7 @@ from prime_rl.contract.layout import OutputDir
 from prime_rl.contract.status import InferenceStatus, NodeStatus, PhaseTime, TrainerStatus, read_status
 from prime_rl.utils.process import ProcessId
 from tests.tui_support import NOW, write_status
-from tui.system_watch import SystemLook
+from tui.readers.machine import SystemLook
 
 GIB = 1 << 30
 

@@ -11,8 +11,8 @@ from textual.pilot import Pilot
 
 from tests.tui_support import opened_app, screen_text, until
 from tui.app import PrlApp
+from tui.readers.tabs import TABS
 from tui.screens.run import RunScreen
-from tui.tabs import TABS
 
 SIZE = (100, 30)
 RUN = "run_reverse-lr1e-3"

@@ -33,7 +33,7 @@ from prime_rl.contract.status import (
 from prime_rl.utils.process import ProcessId
 from tests.patience import PATIENCE_S
 from tui.app import PrlApp
-from tui.snapshot import Disk
+from tui.model.snapshot import Disk
 
 NOW = 1_790_000_000.0
 MODEL = "models/base"

@@ -1,8 +1,9 @@
 """`prl-tui [OUTPUT_DIR] [--read-only]`: see all runs of a workspace, and act on them.
 
-Reading order: `watcher` (threads) -> `messages` -> this app -> `screens` -> `widgets`. The app only hands on:
-a new look at the workspace goes to every screen, an action's outcome too. Actions are in `acting` and `dialogs`, which
-are not imported when read-only. Closing it stops nothing: the daemons keep running.
+Rooms, in the order in which data flows: `readers` (files) -> `model` -> `watcher` (threads) -> `messages` -> this app
+-> `screens` -> `widgets`. The app only hands on: a new look at the workspace goes to every screen, an action's outcome
+too. What acts is in `actions`, `dialogs` and the `acting*` screens, which are not imported when read-only. Closing it
+stops nothing: the daemons keep running.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import signal
-import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -19,7 +19,6 @@ from typing import ClassVar
 
 from textual.app import SystemCommand
 from textual.binding import Binding, BindingType
-from textual.dom import DOMNode
 from textual.filter import LineFilter
 from textual.screen import Screen
 from textual.theme import Theme
@@ -27,10 +26,17 @@ from textual.theme import Theme
 from prime_rl.utils.signals import EXIT_INTERRUPTED, EXIT_TERMINATED
 from tui.memory import Memory
 from tui.messages import ActionChanged, ActionEntry, WorkspaceChanged
-from tui.palette import DARK
-from tui.screens.base import MOVES, Place, ProbeMaker, Setting, ShowsAction, ShowsWorkspace, WorkspaceScreen
-from tui.screens.places import HOME, PLACES, make_screen
-from tui.themes import THEMES, add_row_colours, base_name, shown_name
+from tui.screens.base import (
+    HOME,
+    PLACES,
+    Examine,
+    ProbeMaker,
+    Setting,
+    ShowsAction,
+    ShowsWorkspace,
+    WorkspaceScreen,
+)
+from tui.themes import DARK, THEMES, add_row_colours, base_name, shown_name, text_styles
 from tui.type_ahead import KeysInOrder
 from tui.watcher import ReadDisk, WorkspaceWatcher
 
@@ -41,6 +47,7 @@ class PrlApp(KeysInOrder):
     """The terminal view of one workspace."""
 
     TITLE = "prl"
+    _has_styles = False
     ENABLE_COMMAND_PALETTE = True
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("ctrl+q", "quit", "Quit", show=False, priority=True),
@@ -58,10 +65,20 @@ class PrlApp(KeysInOrder):
         monotonic: Callable[[], float] = time.monotonic,
         make_probe: ProbeMaker | None = None,
         glyphs: LineFilter | None = None,
+        is_demo: bool = False,
+        examine: Examine | None = None,
     ) -> None:
         super().__init__()
         self._glyphs = glyphs
-        self.setting = Setting(output_dir, clock, read_only, Memory(output_dir, memory_path), make_probe=make_probe)
+        self.setting = Setting(
+            output_dir,
+            clock,
+            read_only,
+            Memory(output_dir, memory_path),
+            make_probe=make_probe,
+            is_demo=is_demo,
+            examine=examine,
+        )
         self._entries: dict[int, ActionEntry] = {}
         self.watcher = WorkspaceWatcher(output_dir, self.post_message, clock, read_disk, monotonic)
 
@@ -75,7 +92,7 @@ class PrlApp(KeysInOrder):
         chosen = known if known in self.available_themes else DARK.name
         self.theme = self.shown_theme(chosen)
         self.theme_changed_signal.subscribe(self, self._remember_theme)
-        self.push_screen(make_screen(HOME, self.setting))
+        self.push_screen(self._place(HOME))
         self.run_worker(self.watcher.run, thread=True, name="watch the workspace")
 
     def shown_theme(self, chosen: str) -> str:
@@ -89,6 +106,11 @@ class PrlApp(KeysInOrder):
     def get_css_variables(self) -> dict[str, str]:
         variables = super().get_css_variables()
         add_row_colours(variables)
+        # The names that text is styled with are those of this theme too.
+        if self._has_styles:
+            self.console.pop_theme()
+        self.console.push_theme(text_styles(variables))
+        self._has_styles = True
         return variables
 
     def on_unmount(self) -> None:
@@ -102,8 +124,14 @@ class PrlApp(KeysInOrder):
         for screen in self.screen_stack:
             if isinstance(screen, ShowsWorkspace):
                 screen.show_workspace(message.snapshot)
+        self.call_after_refresh(self._drawn_once)
+
+    def _drawn_once(self) -> None:
+        """From the first picture on garbage is collected, but for what the start made: `cli` has switched it off."""
+        self.watcher.drawn()
         if not gc.isenabled():
-            self.call_after_refresh(_collect_garbage)
+            gc.freeze()
+            gc.enable()
 
     def entries(self) -> Sequence[ActionEntry]:
         return list(self._entries.values())
@@ -122,34 +150,15 @@ class PrlApp(KeysInOrder):
             self.watcher.wake()
 
     def get_system_commands(self, screen: Screen[object]) -> Iterable[SystemCommand]:
-        """Every key's action by name, then a jump to each run."""
-        for active in screen.active_bindings.values():
-            binding = active.binding
-            name = binding.action.rpartition(".")[2].partition("(")[0]
-            is_command = binding.description and active.enabled and not binding.system
-            if is_command and name not in (*MOVES, "command_palette"):
-                key = self.get_key_display(binding)
-                yield SystemCommand(binding.description, f"key {key}", self._runner(active.node, binding.action))
-        for place in PLACES:
-            yield SystemCommand(place.title, f"key {place.key}", lambda name=place.name: self.go(name))
-        if isinstance(screen, WorkspaceScreen) and screen.snapshot:
-            for row in screen.snapshot.rows:
-                yield SystemCommand(f"Open {row.run_id}", row.state, lambda run_id=row.run_id: self.open_run(run_id))
-        yield SystemCommand("Theme", "dark, light and many others", self.action_change_theme)
-
-    def _runner(self, owner: DOMNode, action: str) -> Callable[[], None]:
-        async def run() -> None:
-            await self.run_action(action, default_namespace=owner)
-
-        return lambda: self.call_next(run)
-
-    @property
-    def places(self) -> Sequence[Place]:
-        return PLACES
+        """Of ctrl+p: the commands of the screen."""
+        for command in screen.commands().values() if isinstance(screen, WorkspaceScreen) else ():
+            if command.alone:
+                yield SystemCommand(command.title, f"key {command.key}" if command.key else command.help, command.alone)
+            for word, note in command.words().items() if command.is_listed else ():
+                yield SystemCommand(f"{command.title} {word}", note, partial(command.run, word))
 
     def look_closely(self, closely: bool) -> None:
-        self.watcher.is_watched_closely = closely
-        self.watcher.wake()
+        self.watcher.look_closely(closely)
 
     def save_memory(self) -> None:
         """In a thread: a home on a slow disk must not block the keys."""
@@ -166,7 +175,10 @@ class PrlApp(KeysInOrder):
         while len(self.screen_stack) > 2:
             self.pop_screen()
         if name != HOME:
-            self._push(make_screen(name, self.setting))
+            self._push(self._place(name))
+
+    def _place(self, name: str) -> WorkspaceScreen:
+        return next(place for place in PLACES if place.name == name).make(self.setting)
 
     def go_number(self, number: int) -> None:
         for place in PLACES:
@@ -174,34 +186,18 @@ class PrlApp(KeysInOrder):
                 self.go(place.name)
 
     def open_run(self, run_id: str, compare: tuple[str, ...] = ()) -> None:
-        from tui.screens.run import RunScreen
+        """Imported here: the app starts faster without it."""
+        if self.setting.read_only:
+            from tui.screens.run import RunScreen
 
-        kind = RunScreen
-        if not self.setting.read_only:
-            from tui.acting import acting
+            self._push(RunScreen(self.setting, run_id, compare))
+        else:
+            from tui.screens.acting_run import ActingRunScreen
 
-            kind = acting(RunScreen)
-        self._push(kind(self.setting, run_id, compare))
+            self._push(ActingRunScreen(self.setting, run_id, compare))
 
     def _push(self, screen: WorkspaceScreen) -> None:
         home = self.screen_stack[1]
         if isinstance(home, WorkspaceScreen):
             screen.snapshot, screen.entry = home.snapshot, home.entry
         self.push_screen(screen)
-
-
-def _collect_garbage() -> None:
-    """From the first picture on, without the objects of the start: `cli` has switched it off."""
-    gc.freeze()
-    gc.enable()
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """`prl-tui`, when this module is already imported."""
-    from tui.cli import main
-
-    return main(argv)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

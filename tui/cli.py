@@ -6,13 +6,17 @@ import argparse
 import gc
 import importlib.util
 import os
+import select
+import signal
 import sys
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 # Beside the usual ports of inference (8000) and of other web tools.
 DEFAULT_PORT = 8765
+SWITCH_S = 0.001
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -25,6 +29,8 @@ def make_parser() -> argparse.ArgumentParser:
     workspace = "the workspace (default: PRL_OUTPUT_DIR, else outputs)"
     parser.add_argument("output_dir", nargs="?", default=default, type=Path, help=workspace)
     parser.add_argument("--read-only", action="store_true", help="show everything, change nothing")
+    # Of prl demo: what q does then stands in the header when all runs are done.
+    parser.add_argument("--demo", action="store_true", help=argparse.SUPPRESS)
     browser = parser.add_argument_group("in a browser")
     browser.add_argument("--serve", action="store_true", help="serve it to a browser on this machine, read-only")
     browser.add_argument(
@@ -56,6 +62,19 @@ def wrong_use(args: argparse.Namespace) -> str | None:
     return None
 
 
+def end_with_the_terminal() -> None:
+    """End at once when the terminal goes away: not everything that closes one sends SIGHUP to who draws on it."""
+
+    def wait() -> None:
+        closed = select.poll()
+        closed.register(sys.stdin, 0)  # nothing but that it is closed
+        closed.poll()
+        os._exit(128 + signal.SIGHUP)
+
+    if sys.stdin.isatty():
+        threading.Thread(target=wait, name="terminal", daemon=True).start()
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """0 after a quit, 130 after Ctrl-C, 2 for wrong usage, 1 when the port is not available."""
     args = make_parser().parse_args(argv)
@@ -71,11 +90,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         return serve(args.output_dir, host=args.host or LOOPBACK[0], port=port, allow_actions=args.allow_actions)
     # What is made while starting stays: looking through it again and again for garbage delays the first picture.
     gc.disable()
+    # A key passes through three threads, and each waits this long for the interpreter while files are parsed.
+    sys.setswitchinterval(SWITCH_S)
     from tui.app import PrlApp
     from tui.glyphs import plain_glyphs
     from tui.memory import default_path
+    from tui.readers.findings import find
 
     glyphs = plain_glyphs(os.environ.get("TERM", ""), sys.stdout.encoding or "utf-8")
-    app = PrlApp(args.output_dir, read_only=args.read_only, memory_path=default_path(), glyphs=glyphs)
+    app = PrlApp(
+        args.output_dir,
+        read_only=args.read_only,
+        memory_path=default_path(),
+        glyphs=glyphs,
+        is_demo=args.demo,
+        examine=find,
+    )
+    end_with_the_terminal()
     app.run()
     return app.return_code or 0

@@ -1,8 +1,8 @@
-"""The command line: parses and completes a line. Pure; each screen defines its commands."""
+"""The commands of `:` and ctrl+p: parses and completes a line. Pure; `screens.base` makes them from the keys."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 
@@ -10,22 +10,46 @@ class CommandError(ValueError):
     """An invalid command line. The message is one line."""
 
 
-def _no_words() -> Sequence[str]:
-    return ()
+def _no_words() -> Mapping[str, str]:
+    return {}
 
 
 @dataclass(frozen=True)
 class Command:
-    """`run` takes what stands after the name; `words` are what can stand there."""
+    """What a key does, by name; some commands also take words.
 
-    usage: str
+    Attributes:
+        title: its name in the list of ctrl+p; default: the name.
+        alone: what it does without words; None where that is nothing now.
+        take: takes what stands after the name, which `argument` describes; None where nothing may stand there.
+        words: some of what can stand there, each with a note.
+        is_listed: ctrl+p has it with each of its words.
+        repeats: it takes several of its words, with blanks between.
+    """
+
+    name: str
     help: str
-    run: Callable[[str], None]
-    words: Callable[[], Sequence[str]] = _no_words
+    alone: Callable[[], object] | None = None
+    title: str = ""
+    key: str = ""
+    take: Callable[[str], None] | None = None
+    argument: str = ""
+    words: Callable[[], Mapping[str, str]] = _no_words
+    is_listed: bool = False
+    repeats: bool = False
 
     @property
-    def takes_words(self) -> bool:
-        return " " in self.usage
+    def usage(self) -> str:
+        return f"{self.name} {self.argument}".rstrip()
+
+    def run(self, words: str) -> None:
+        """Raises CommandError."""
+        if words and self.take:
+            self.take(words)
+        elif self.alone:
+            self.alone()
+        else:
+            raise CommandError(f"missing words: {self.usage}" if self.take else f"{self.name} has no effect here")
 
 
 def parse(line: str, commands: Mapping[str, Command]) -> tuple[Command, str]:
@@ -38,7 +62,7 @@ def parse(line: str, commands: Mapping[str, Command]) -> tuple[Command, str]:
             f"{name!r} is ambiguous: {among}" if fits else f"unknown command {name!r}; commands: {among}"
         )
     command = commands[fits[0]]
-    if rest.strip() and not command.takes_words:
+    if rest.strip() and not command.take:
         raise CommandError(f"{fits[0]} takes no arguments")
     return command, rest.strip()
 
@@ -51,5 +75,6 @@ def complete(line: str, commands: Mapping[str, Command]) -> str | None:
         return next(fits, None)
     if name not in commands or not rest or rest != rest.lstrip():
         return None
-    found = next((word for word in commands[name].words() if word.startswith(rest) and word != rest), None)
-    return f"{name} {found}" if found else None
+    before, gap, last = rest.rpartition(" ") if commands[name].repeats else ("", "", rest)
+    found = next((word for word in commands[name].words() if last and word.startswith(last) and word != last), None)
+    return f"{name} {before}{gap}{found}" if found else None

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Sequence
 
 from prime_rl.contract.status import HEARTBEAT_S
 
 DASH = "·"
+_BLOCKS = "▁▂▃▄▅▆▇█"
 # The status of a live process is never older than this, so a younger age is shown as "now".
 FRESH_S = 2 * HEARTBEAT_S
+# Rewards are about one; a smaller change of them is noise.
+LEAST_GAIN = 0.0005
 
 
 def number(value: float | None) -> str:
@@ -28,20 +32,35 @@ def number(value: float | None) -> str:
     return f"{value:.1f}" if size < 1000 else f"{value:.0f}"
 
 
-def fixed(value: float | None) -> str:
-    """Three digits after the point where there is room, for columns: `0.812`, `0.004`, `12.3`."""
+def signed(value: float | None) -> str:
+    """A change of anything: `+0.120`, `-1.2e-5`, `±0`."""
+    if value is None or not math.isfinite(value):
+        return DASH
+    return f"{'+' if value > 0 else '-'}{number(abs(value))}" if value else "±0"
+
+
+def reward(value: float | None) -> str:
+    """A reward, everywhere: three digits after the point where there is room: `0.812`, `0.004`, `12.3`."""
     if value is None or not math.isfinite(value):
         return DASH
     return f"{value:.3f}" if abs(value) < 10 else number(value)
 
 
-def signed(value: float | None, *, least: float = 0.0) -> str:
-    """A change: `+0.120`, `-1.2e-5`; `±0` below `least`."""
+def gain(value: float | None) -> str:
+    """An advantage or a change of a reward, everywhere: `+0.120`, `-0.004`, `±0` where nothing of it would be seen."""
     if value is None or not math.isfinite(value):
         return DASH
-    if value == 0 or abs(value) < least:
-        return "±0"
-    return f"{'+' if value > 0 else '-'}{number(abs(value))}"
+    return f"{'+' if value > 0 else '-'}{reward(abs(value))}" if abs(value) >= LEAST_GAIN else "±0"
+
+
+def percent(share: float | None) -> str:
+    """`7 %`, of a share of 0.07."""
+    return DASH if share is None else f"{100 * share:.0f} %"
+
+
+def counted(num: int, word: str) -> str:
+    """`1 step`, `2 steps`."""
+    return f"{num} {word}{'' if num == 1 else 's'}"
 
 
 def count(value: float | None) -> str:
@@ -67,6 +86,20 @@ def age(seconds: float | None) -> str:
     return f"{min(int(seconds // 86400), 999)}d"
 
 
+def duration(seconds: float) -> str:
+    """A short time exactly: `0.21s`, `4.2s`, `71s`, `12m`; `·` for next to nothing."""
+    if seconds < 0.05:
+        return DASH
+    if seconds < 10:
+        return f"{seconds:.2g}s"
+    return f"{seconds:.0f}s" if seconds < 600 else age(seconds)
+
+
+def stamp(seconds: float | None) -> str:
+    """A moment (Unix seconds) in UTC: `2026-01-31 23:59:59`, 19 characters."""
+    return "?" * 19 if seconds is None else time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(seconds))
+
+
 def seen(seconds: float | None) -> str:
     """The age of a heartbeat: `now` as long as the next one is not overdue, so that it does not flicker."""
     return "now" if seconds is not None and seconds < FRESH_S else age(seconds)
@@ -86,6 +119,46 @@ def bar(done: float, total: float | None, width: int) -> tuple[str, str]:
     full, half = divmod(int(share * width * 2), 2)
     filled = "━" * full + ("╸" if half else "")
     return filled, "─" * (width - len(filled))
+
+
+def ticks(low: float, high: float, most: int) -> list[tuple[float, str]]:
+    """At most `most` round values from `low` to `high`, 1, 2 or 5 times a power of ten apart, each with its text."""
+    if not (math.isfinite(low) and math.isfinite(high) and high > low):
+        return []
+    power = 10.0 ** (math.floor(math.log10((high - low) / most)) - 1)
+    for factor in (1, 2, 5, 10, 20, 50, 100):
+        step = factor * power
+        first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+        if last - first < most:
+            digits = max(-math.floor(math.log10(step) + 1e-9), 0)
+            return [(number * step, _tick(number * step, digits)) for number in range(first, last + 1)]
+    return []
+
+
+def log_ticks(low: float, high: float, most: int) -> list[tuple[float, str]]:
+    """As `ticks`, from 10 to the power `low` to 10 to the power `high`: powers of ten where there are two of them."""
+    first, last = math.ceil(low - 1e-9), math.floor(high + 1e-9)
+    if last > first:
+        every = -(-(last - first + 1) // most)
+        return [(float(exponent), number(10.0**exponent)) for exponent in range(first, last + 1, every)]
+    return [(math.log10(value), text) for value, text in ticks(10.0**low, 10.0**high, most) if value > 0]
+
+
+def _tick(value: float, digits: int) -> str:
+    text = f"{value:.{digits}f}" if digits <= 4 else number(value)
+    return "0" if value == 0 else text if len(text) <= 7 else number(value)
+
+
+def sparkline(values: Sequence[float], width: int) -> str:
+    """The newest `width` values as block characters, scaled to their own range. A flat line is drawn in the middle."""
+    shown = list(values)[-width:]
+    if not shown:
+        return ""
+    low, high = min(shown), max(shown)
+    if high - low <= 1e-12 * max(abs(low), abs(high), 1e-12):
+        return _BLOCKS[3] * len(shown)
+    top = len(_BLOCKS) - 1
+    return "".join(_BLOCKS[round((value / 2 - low / 2) / (high / 2 - low / 2) * top)] for value in shown)
 
 
 def shorten(text: str, width: int) -> str:

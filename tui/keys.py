@@ -22,26 +22,39 @@ _PLACES = {
     "Runs": ("screens.runs:RunsScreen", "widgets.runs_table:RunsTable", "widgets.filter_bar:FilterInput"),
     "One run": ("screens.run:RunScreen",),
     "Charts": ("widgets.charts:ChartsView",),
-    "Rollouts": ("widgets.rollouts_view:RolloutsView",),
+    "Rollouts": ("widgets.rollouts_view:RolloutsView", "widgets.rollouts_view:Page"),
     "Config": ("widgets.config_view:ConfigView",),
     "Logs": ("widgets.log_view:LogView",),
-    "Checkpoints": ("widgets.checkpoints_view:CheckpointsView", "widgets.row_list:RowList"),
     "Events": ("widgets.events_view:EventsView",),
-    "System, nodes, problems": (
+    "Compare": ("screens.compare:CompareScreen",),
+    "Checkpoints, system, nodes, problems": (
         "screens.system:SystemScreen",
         "screens.nodes:NodesScreen",
         "screens.problems:ProblemsScreen",
         "widgets.line_list:LineList",
     ),
-    "Act": ("acting:ActsOnRuns", "acting:ActsOnWorkspace", "resuming:ActsOnOneRun"),
-    "Dialogs": ("dialogs.job:JobDialog", "dialogs.add:AddDialog", "screens.action_log:ActionLogScreen"),
+    "Act": (
+        "screens.steering:SteersRuns",
+        "screens.acting:ActsOnRuns",
+        "screens.acting:ActsOnWorkspace",
+        "screens.acting_run:ActingRunScreen",
+        "screens.acting_places:ActingProblemsScreen",
+    ),
+    "Chat": ("widgets.chat_view:ChatView",),
+    "Dialogs": (
+        "dialogs.job:JobDialog",
+        "dialogs.form:FormDialog",
+        "dialogs.add:AddDialog",
+        "dialogs.diff:DiffDialog",
+        "screens.action_log:ActionLogScreen",
+    ),
     "Help, command line, choice of runs": (
         "screens.help:HelpScreen",
         "screens.command:CommandScreen",
         "screens.pick_runs:PickRuns",
     ),
 }
-_ACTING = ("Act", "Dialogs")
+_ACTING = ("Act", "Chat", "Dialogs")
 _NAMES = {
     "down": "↓",
     "up": "↑",
@@ -61,6 +74,7 @@ _NAMES = {
     "greater_than_sign": ">",
     "comma": ",",
     "full_stop": ".",
+    "percent_sign": "%",
     "right_square_bracket": "]",
     "left_square_bracket": "[",
 }

@@ -9,9 +9,10 @@ from textual.message import Message
 
 if TYPE_CHECKING:
     from prime_rl.utils.text import CleanText
-    from tui.log_search import Found
-    from tui.snapshot import Snapshot
-    from tui.tabs import TabData
+    from tui.model.snapshot import Snapshot
+    from tui.readers.log_reader import Found
+    from tui.readers.machine import SystemLook
+    from tui.readers.tabs import TabData
 
 
 class WorkspaceChanged(Message):
@@ -38,6 +39,17 @@ class RunChanged(Message):
         return self.data.replaces and message.data.run_id == self.data.run_id
 
 
+class SystemChanged(Message):
+    """A new look at the machine."""
+
+    def __init__(self, look: SystemLook) -> None:
+        super().__init__()
+        self.look = look
+
+    def can_replace(self, message: Message) -> bool:
+        return isinstance(message, SystemChanged)
+
+
 class LogFound(Message):
     """Progress of a search in a log."""
 
@@ -47,6 +59,44 @@ class LogFound(Message):
 
     def can_replace(self, message: Message) -> bool:
         return isinstance(message, LogFound) and message.found.serial <= self.found.serial
+
+
+@dataclass(frozen=True)
+class ChatTurn:
+    """`name` is what answered, such as `run_a@v3`; None for a question."""
+
+    name: CleanText | None
+    text: CleanText
+
+
+@dataclass(frozen=True)
+class ChatLook:
+    """What the tab Chat shows.
+
+    Attributes:
+        target: what is to answer: a run (its newest version), `run_a@v3`, or "base".
+        label: what is loaded, such as `run_a@v3`.
+        problem: why a question was not answered, in one line.
+        question: one to ask again: it was not answered, or another version is to answer it.
+    """
+
+    target: CleanText
+    state: Literal["idle", "loading", "answering"] = "idle"
+    label: CleanText | None = None
+    turns: tuple[ChatTurn, ...] = ()
+    problem: CleanText | None = None
+    question: str = ""
+
+
+class ChatChanged(Message):
+    """Progress of a conversation."""
+
+    def __init__(self, look: ChatLook) -> None:
+        super().__init__()
+        self.look = look
+
+    def can_replace(self, message: Message) -> bool:
+        return isinstance(message, ChatChanged)
 
 
 ActionState = Literal["running", "done", "failed"]

@@ -1,35 +1,39 @@
-"""The two reading threads: one looks at the workspace, one at the run that is open. They post messages and never draw.
+"""The threads that look: at the workspace, at the run that is open, at the machine. They post messages and never draw.
 
-Events of the file system are hints (`utils.watch`); between them a slow look finds what no event reported. Both loops
+Events of the file system are hints (`utils.watch`); between them a slow look finds what no event reported. All
 end within one wait after `stop`.
 """
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import shutil
 import threading
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 from textual.message import Message
 
-from daemons.client import RunView, Workspace, WorkspaceReader
+from daemons.client import Workspace, WorkspaceReader
 from prime_rl.contract.layout import OutputDir, RunDir
 from prime_rl.contract.status import LOST_AFTER_S, RunState
 from prime_rl.utils.node_watch import NodeReader
 from prime_rl.utils.watch import Watcher
-from tui.messages import RunChanged, WorkspaceChanged
-from tui.nodes import make_group, node_problems
-from tui.signs import Signs
-from tui.snapshot import Disk, Snapshot, make_snapshot
-from tui.workspace_metrics import WorkspaceMetrics
+from tui.messages import RunChanged, SystemChanged, WorkspaceChanged
+from tui.model.nodes import make_group, node_problems
+from tui.model.snapshot import Disk, Snapshot, make_snapshot
+from tui.readers.alerts import read_alerts
+from tui.readers.machine import INTERVAL_S, Probe
+from tui.readers.times import Signs, StateTimes
+from tui.readers.workspace_metrics import WorkspaceMetrics
 
 if TYPE_CHECKING:
-    from tui.run_reader import RunReader
+    from tui.readers.tabs import TabData
 
+RequestT = TypeVar("RequestT")
+RequestT_contra = TypeVar("RequestT_contra", contravariant=True)
 Post = Callable[[Message], object]
 ReadDisk = Callable[[Path], Disk | None]
 # Two looks are at least this far apart: status files change at most twice a second each, a person reads no faster.
@@ -44,7 +48,11 @@ SETTLE_S = 0.02
 # of them together take at most this share of a core.
 REST_S, REST_MOST_S = 2.0, 20.0
 REST_SHARE = 1 / 400
-# The first screenful of figures is on the screen after the first slice; a person who acts meanwhile waits for no more.
+# A first screenful: more rows than a terminal has lines.
+FIRST_RUNS = 80
+# It is drawn before more is read, since both need the interpreter; without a terminal that draws, so late.
+FIRST_DRAWN_S = 0.5
+# The figures of the first screenful; a person who acts while figures are read waits for no more than a slice.
 FIRST_SLICE_S = 0.08
 SLICE_S = 0.3
 
@@ -56,29 +64,6 @@ def disk_of(path: Path) -> Disk | None:
     except OSError:
         return None
     return Disk(usage.free, usage.total)
-
-
-class StateTimes:
-    """When evicted and invalid runs became so: the time of the file with the reason."""
-
-    def __init__(self, output: OutputDir) -> None:
-        self._output = output
-        self._known: dict[str, tuple[RunView, float]] = {}
-
-    def read(self, workspace: Workspace) -> dict[str, float]:
-        """Of all that are so now. A run of which nothing changed is not looked at again."""
-        known, self._known = self._known, {}
-        for view in workspace.runs:
-            if view.state in (RunState.EVICTED, RunState.INVALID):
-                before = known.get(view.run_id)
-                if before is not None and before[0] is view:
-                    self._known[view.run_id] = before
-                    continue
-                run = RunDir(self._output.path / view.run_id)
-                path = run.evicted if view.state is RunState.EVICTED else run.config_error
-                with contextlib.suppress(OSError):
-                    self._known[view.run_id] = (view, path.stat().st_mtime)
-        return {run_id: at for run_id, (_, at) in self._known.items()}
 
 
 class Rest:
@@ -118,8 +103,7 @@ class WorkspaceWatcher:
         self._reader = WorkspaceReader(output_dir, clock=clock)
         self._metrics = WorkspaceMetrics(output_dir)
         self._nodes = NodeReader(output_dir, monotonic)
-        # Set by a screen on which things move fast, while a person looks at it.
-        self.is_watched_closely = False
+        self._closely = False
         self._shown: Snapshot | None = None
         self._signs = Signs()
         self._since = StateTimes(self._output)
@@ -127,15 +111,19 @@ class WorkspaceWatcher:
         self._metrics_folders: dict[str, Path] = {}
         self._stopped = threading.Event()
         self._woken = threading.Event()
+        self._drawn = threading.Event()
         self._watcher: Watcher | None = None
 
     def run(self) -> None:
         with Watcher(self._folders(()), rescan_s=RESCAN_MOST_S) as watcher:
             self._watcher = watcher
-            # In this order: names and states, the first screenful of figures, then what takes longer.
-            workspace = self._look(with_configs=False)
+            # In this order: the first screenful, names and states of all, then what takes longer.
+            workspace = self._reader.read(with_configs=False, most=FIRST_RUNS)
             self._metrics.read_slice(workspace, self._stopped.is_set, FIRST_SLICE_S)
             self._show(workspace)
+            self._drawn.wait(FIRST_DRAWN_S)
+            if workspace.num_unread:
+                self._show(self._reader.read(with_configs=False))
             while not self._stopped.is_set():
                 workspace = self._look(at_rest=self._take_wake() or self._rest.is_over)
                 while self._metrics.read_slice(workspace, self._stopped.is_set, SLICE_S):
@@ -156,19 +144,17 @@ class WorkspaceWatcher:
 
     def _pause_s(self, workspace: Workspace) -> float:
         """How long to wait for a hint. A run that is silent is looked at again in the moment in which it is lost."""
-        if self.is_watched_closely:
+        if self._closely:
             return CLOSE_LOOK_S
         times = (run.updated_at for run in workspace.runs if run.state is RunState.ACTIVE)
         left = [LOST_AFTER_S - (workspace.read_at - said) for said in times if said is not None]
         until_loss_s = min((each for each in left if each > 0.0), default=RESCAN_MOST_S)
         return min(self._rest.look_s, until_loss_s + SETTLE_S)
 
-    def _look(self, *, with_configs: bool = True, at_rest: bool = True) -> Workspace:
+    def _look(self, *, at_rest: bool) -> Workspace:
         began_s = time.thread_time()
-        workspace = self._reader.read(with_configs=with_configs, at_rest=at_rest)
-        if not with_configs:
-            self._show(workspace)
-        elif at_rest:
+        workspace = self._reader.read(at_rest=at_rest)
+        if at_rest:
             self._metrics.rest_s = self._rest.begin(time.thread_time() - began_s)
         return workspace
 
@@ -186,17 +172,28 @@ class WorkspaceWatcher:
             alive_at=self._signs.times(((run.run_id, run.updated_at) for run in workspace.runs), workspace.read_at),
             group=group,
             group_problems=node_problems(group, workspace.read_at),
+            alerts=read_alerts(self._output, workspace.read_at),
         )
         self._post(WorkspaceChanged(self._shown))
 
+    def look_closely(self, closely: bool) -> None:
+        """Look more often while a person is on a screen on which things move fast. From any thread."""
+        self._closely = closely
+        self.wake()
+
     def wake(self) -> None:
-        """Look again now, at everything."""
+        """Look again now, at everything. From any thread."""
         self._woken.set()
         if self._watcher is not None:
             self._watcher.wake()
 
+    def drawn(self) -> None:
+        """What was posted first is on the screen. From any thread."""
+        self._drawn.set()
+
     def stop(self) -> None:
         self._stopped.set()
+        self._drawn.set()
         self.wake()
 
     def _folders(self, working: Iterable[str]) -> list[Path]:
@@ -210,29 +207,73 @@ class WorkspaceWatcher:
         return [output.path, output.trainer_status.parent, output.inference_status.parent, output.daemons, *steps]
 
 
-class RunWatcher:
-    """Posts a `RunChanged` whenever what the open tab shows of one run changed."""
+class RequestReader(Protocol[RequestT_contra]):
+    """`RunReader` and others: what has changed of what the request asks for, and whether to look again at once."""
 
-    def __init__(self, reader: RunReader, post: Post) -> None:
-        self.reader = reader
+    def read(self, request: RequestT_contra, is_wanted: Callable[[], bool]) -> tuple[TabData | None, bool]: ...
+
+
+class RunWatcher(Generic[RequestT]):
+    """Posts a `RunChanged` whenever what is shown of the open run, or of those that are compared, changed."""
+
+    def __init__(self, reader: RequestReader[RequestT], request: RequestT, post: Post) -> None:
+        self._reader = reader
+        self._request = request
         self._post = post
         self._stopped = threading.Event()
         self._woken = threading.Event()
 
     def run(self) -> None:
         while not self._stopped.is_set():
-            data, more = self.reader.read()
+            request = self._request
+            data, more = self._reader.read(request, functools.partial(self._is_wanted, request))
             if data is not None:
                 self._post(RunChanged(data))
             if not more:
                 self._woken.wait(RUN_INTERVAL_S)
                 self._woken.clear()
 
-    def wake(self) -> None:
-        """Look now: the request changed."""
+    def _is_wanted(self, request: RequestT) -> bool:
+        return self._request == request and not self._stopped.is_set()
+
+    def ask(self, request: RequestT) -> None:
+        """Look at this from now on. From any thread."""
+        self._request = request
         self._woken.set()
 
     def stop(self) -> None:
         self._stopped.set()
-        self.reader.stop()
+        self._woken.set()
+
+
+class SystemWatcher:
+    """Posts a `SystemChanged` every INTERVAL_S, from the first look at the workspace on."""
+
+    def __init__(self, probe: Probe, post: Callable[[Message], object]) -> None:
+        self._workspace: Workspace | None = None
+        self._probe = probe
+        self._post = post
+        self._woken = threading.Event()
+        self._stopped = threading.Event()
+
+    def run(self) -> None:
+        num_looks = 0
+        while not self._stopped.is_set():
+            workspace = self._workspace
+            if workspace is not None:
+                self._post(SystemChanged(self._probe.read(workspace)))
+                num_looks += 1
+            # The second look follows soon: it is the first with shares.
+            self._woken.wait(0.5 if num_looks < 2 else INTERVAL_S)
+            self._woken.clear()
+
+    def take(self, workspace: Workspace) -> None:
+        """The newest look at the workspace. From any thread."""
+        is_first = self._workspace is None
+        self._workspace = workspace
+        if is_first:
+            self._woken.set()
+
+    def stop(self) -> None:
+        self._stopped.set()
         self._woken.set()

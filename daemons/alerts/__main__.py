@@ -7,12 +7,15 @@ Files -> snapshot -> incidents (`rules`) -> messages (`targets`). It changes not
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+
+import msgspec
 
 from daemons.alerts.incident_file import OpenIncident, read_open, write_open
 from daemons.alerts.messages import message
@@ -20,6 +23,7 @@ from daemons.alerts.rules import Incident, RewardWatch, incidents, is_well
 from daemons.alerts.stacks import keep_stack
 from daemons.alerts.targets import Target, TargetError, dead_man, message_targets
 from daemons.client import WorkspaceReader
+from daemons.quiet import Named, Saying, forget, is_silenced, muting, name_of, read_sayings
 from daemons.workspace import Workspace
 from prime_rl.configs.alerts import AlertsConfig
 from prime_rl.configs.base import ConfigError, parse_argv
@@ -35,6 +39,8 @@ logger = logging.getLogger("alerts")
 LOOK_EVERY_S = 5.0
 # For what still waits to be sent at the end; below the supervisor's grace.
 CLOSE_WITHIN_S = 5.0
+# What was acknowledged and comes back within this time after its end is not reported again.
+ACKNOWLEDGED_FOR_S = 600.0
 
 
 class Alerts:
@@ -57,38 +63,62 @@ class Alerts:
         self._beats = BeatWatch()
         self._last: set[str] = set()
         self._open = read_open(self.output)
+        self._over_since: dict[str, float] = {}
         self._beat_at = -config.dead_man_s
 
     def look(self) -> None:
         now = self._clock()
         workspace = self._reader.read(now=now)
         found = {each.key: each for each in self._wrong(workspace) if each.kind in self.config.kinds}
+        sayings = read_sayings(self.output, now)
         opened = [each for key, each in found.items() if key in self._last and key not in self._open]
+        new = [OpenIncident(each.kind, each.subject, each.text, now, is_silenced(each, sayings)) for each in opened]
+        waiting = [each for key, each in self._open.items() if each.quiet and key in found]
+        new += [msgspec.structs.replace(each, quiet=False) for each in waiting if not is_silenced(each, sayings)]
         over = [each for key, each in self._open.items() if key not in found and key not in self._last]
         self._last = set(found)
-        if opened or over:
-            self._report(workspace, opened, over, now)
+        if new or over:
+            told = [each for each in over if _is_told(each, sayings)]
+            self._send([each for each in new if not each.quiet], told, now)
+            self._note(new, over)
+        self._keep_stacks(workspace, opened)
+        self._forget(sayings, found, now)
         if self._heart is not None and is_well(workspace) and not 0 <= now - self._beat_at < self.config.dead_man_s:
             self._beat_at = now
             self._heart.put({})
 
-    def _report(
-        self, workspace: Workspace, opened: Sequence[Incident], over: Sequence[OpenIncident], now: float
-    ) -> None:
-        new = [OpenIncident(each.kind, each.subject, each.text, now) for each in opened]
+    def _send(self, new: Sequence[OpenIncident], over: Sequence[OpenIncident], now: float) -> None:
+        if not new and not over:
+            return
         note = message(self.config.output_dir, new, over, now)
         for line in note["text"].splitlines():
             logger.warning("%s", line)
         for target in self._targets:
             target.put(note)
+
+    def _note(self, new: Sequence[OpenIncident], over: Sequence[OpenIncident]) -> None:
         for incident in over:
             del self._open[incident.key]
         self._open |= {each.key: each for each in new}
         write_open(self.output, self._open)
+
+    def _keep_stacks(self, workspace: Workspace, opened: Sequence[Incident]) -> None:
         for each in opened:
             daemon = workspace.daemon(each.subject)
             if each.kind in ("run_stalled", "daemon_stalled") and daemon is not None and daemon.pid is not None:
                 self._keep_stack(daemon.name, daemon.pid)
+
+    def _forget(self, sayings: Sequence[Saying], found: Mapping[str, Incident], now: float) -> None:
+        """Drop the acknowledgements of what has been over for so long that it would be something new."""
+        ended = {each.name: each for each in sayings if each.action == "acknowledged"}
+        here: list[Named] = [*self._open.values(), *found.values()]
+        for incident in here:
+            ended.pop(name_of(incident), None)
+        self._over_since = {name: self._over_since.get(name, now) for name in ended}
+        for name, saying in ended.items():
+            if now - self._over_since[name] >= ACKNOWLEDGED_FOR_S:
+                with contextlib.suppress(OSError):
+                    forget(self.output, saying)
 
     def _wrong(self, workspace: Workspace) -> list[Incident]:
         try:
@@ -103,6 +133,11 @@ class Alerts:
         self._beats.forget(ranks)
         statuses = [read_status(self.output.node_status(rank), NodeStatus) for rank in ranks]
         return [self._beats.see(status, time.monotonic()) for status in statuses if status is not None]
+
+
+def _is_told(over: OpenIncident, sayings: Sequence[Saying]) -> bool:
+    """Whether the end of an incident is reported: when its beginning was, and nobody muted it meanwhile."""
+    return not over.quiet and muting(over, sayings) is None
 
 
 def main(argv: Sequence[str]) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 
 import msgspec
 
@@ -14,12 +13,13 @@ MAX_BYTES = 10_000_000
 
 
 class OpenIncident(msgspec.Struct, frozen=True):
-    """`since` in Unix seconds: when it was first seen."""
+    """`since` in Unix seconds: when it was first seen. `quiet`: it was silenced then, and is not reported yet."""
 
     kind: str
     subject: str
     text: str
     since: float
+    quiet: bool = False
 
     @property
     def key(self) -> str:
@@ -31,19 +31,15 @@ class _File(msgspec.Struct):
     open: list[OpenIncident]
 
 
-def path_of(output: OutputDir) -> Path:
-    return output.daemons / "alerts" / "open.json"
-
-
 def read_open(output: OutputDir) -> dict[str, OpenIncident]:
     """By key; {} when there is no file, or a damaged one."""
     try:
-        found = msgspec.json.decode(read_file(path_of(output), limit=MAX_BYTES), type=_File)
+        found = msgspec.json.decode(read_file(output.alerts_open, limit=MAX_BYTES), type=_File)
     except (OSError, msgspec.MsgspecError):
         return {}
     return {each.key: each for each in found.open}
 
 
 def write_open(output: OutputDir, incidents: Mapping[str, OpenIncident]) -> None:
-    path_of(output).parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(path_of(output), msgspec.json.encode(_File(1, list(incidents.values()))))
+    output.alerts_open.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(output.alerts_open, msgspec.json.encode(_File(1, list(incidents.values()))))

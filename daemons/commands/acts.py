@@ -1,4 +1,7 @@
-"""`prl runs evict|readmit|resume|delete|undelete|purge`: commands that change runs. They work with the daemons down."""
+"""`prl runs evict|readmit|rollback|delete|undelete|purge`: commands that change runs.
+
+They work with the daemons down.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ import typer
 from daemons import actions
 from daemons.commands import complete
 from daemons.commands.common import OutputDirOption, UsageError, choose_output_dir, complain, parse_duration, say
-from daemons.resume import resume_run
+from daemons.rollback import rollback_run
 
 RunIdsArgument = Annotated[
     list[str],
@@ -19,6 +22,9 @@ RunIdsArgument = Annotated[
 ]
 DeletedIdsArgument = Annotated[
     list[str], typer.Argument(metavar="ID...", help="One or more deleted runs.", autocompletion=complete.deleted_ids)
+]
+OneRunArgument = Annotated[
+    str, typer.Argument(metavar="ID", help="A run, such as run_reverse.", autocompletion=complete.run_ids)
 ]
 ReasonOption = Annotated[str, typer.Option(metavar="TEXT", help="Why; recorded in logs/audit.jsonl.")]
 
@@ -40,11 +46,11 @@ def evict(
         new = actions.evict_run(place, run_id, reason)
         return f"{run_id}: evicted" if new else f"{run_id}: already evicted"
 
-    _each(run_ids, act)
+    each(run_ids, act)
 
 
 def readmit(run_ids: RunIdsArgument, output_dir: OutputDirOption = None, reason: ReasonOption = "") -> None:
-    """Continue evicted or failed runs.
+    """Continue runs that are evicted, have failed, or were ended early by a budget, a stop rule or a sweep.
 
     Each continues from its newest complete checkpoint or published version, when a slot is free.
 
@@ -54,15 +60,15 @@ def readmit(run_ids: RunIdsArgument, output_dir: OutputDirOption = None, reason:
 
     def act(run_id: str) -> str:
         new = actions.readmit_run(place, run_id, reason=reason)
-        return f"{run_id}: readmitted" if new else f"{run_id}: neither evicted nor failed, nothing to do"
+        return (
+            f"{run_id}: readmitted" if new else f"{run_id}: neither evicted nor failed nor ended early, nothing to do"
+        )
 
-    _each(run_ids, act)
+    each(run_ids, act)
 
 
-def resume(
-    run_id: Annotated[
-        str, typer.Argument(metavar="ID", help="A run, such as run_reverse.", autocompletion=complete.run_ids)
-    ],
+def rollback(
+    run_id: OneRunArgument,
     step: Annotated[int, typer.Option(min=0, help="Step of the checkpoint; 0 starts over.")],
     output_dir: OutputDirOption = None,
     wait: Annotated[
@@ -72,13 +78,29 @@ def resume(
 ) -> None:
     """Go back to a checkpoint of a run.
 
-    Everything that the run made after that step is removed. prl runs show ID lists its checkpoints.
+    Everything that the run made after that step is removed. prl runs show ID lists its checkpoints. To keep all, fork
+    the run instead.
+
+    Example: prl runs rollback run_reverse --step 40
+    """
+    place = choose_output_dir(output_dir)
+    rollback_run(place, run_id, step, wait_s=wait, on_progress=_say_once(), reason=reason)
+    say(f"{run_id}: rolled back to step {step}")
+
+
+def old_rollback(
+    run_id: OneRunArgument,
+    step: Annotated[int, typer.Option(min=0)],
+    output_dir: OutputDirOption = None,
+    wait: Annotated[float, typer.Option(min=0)] = 60.0,
+    reason: ReasonOption = "",
+) -> None:
+    """The old name of rollback.
 
     Example: prl runs resume run_reverse --step 40
     """
-    place = choose_output_dir(output_dir)
-    resume_run(place, run_id, step, wait_s=wait, on_progress=_say_once(), reason=reason)
-    say(f"{run_id}: resumes from step {step}")
+    complain("prl runs resume is now prl runs rollback; the old name will go with the next version")
+    rollback(run_id, step, output_dir, wait, reason)
 
 
 def delete(
@@ -109,7 +131,7 @@ def delete(
             raise
         return f"{run_id}: moved to {trashed}; prl runs undelete {run_id} restores it"
 
-    _each(run_ids, act)
+    each(run_ids, act)
 
 
 def undelete(run_ids: DeletedIdsArgument, output_dir: OutputDirOption = None) -> None:
@@ -124,7 +146,7 @@ def undelete(run_ids: DeletedIdsArgument, output_dir: OutputDirOption = None) ->
     def act(run_id: str) -> str:
         return f"{run_id}: restored" if actions.undelete_run(place, run_id) else f"{run_id}: not deleted, nothing to do"
 
-    _each(run_ids, act)
+    each(run_ids, act)
 
 
 def purge(
@@ -148,7 +170,7 @@ def purge(
     say(f"deleted runs removed: {actions.purge_trash(place, older_than_s=older_than_s, reason=reason)}")
 
 
-def _each(run_ids: list[str], act: Callable[[str], str]) -> None:
+def each(run_ids: list[str], act: Callable[[str], str]) -> None:
     """Act on each run, even after one failed, then exit with the worst code. A single run just raises."""
     wanted = list(dict.fromkeys(run_ids))
     if len(wanted) == 1:
@@ -187,5 +209,6 @@ def _confirm(question: str, yes: bool) -> None:
 
 
 def register(app: typer.Typer) -> None:
-    for command in (evict, readmit, resume, delete, undelete, purge):
+    for command in (evict, readmit, rollback, delete, undelete, purge):
         app.command()(command)
+    app.command("resume", hidden=True)(old_rollback)

@@ -1,10 +1,12 @@
-"""`prl alerts`: what is wrong now, and whether alerts arrive where they should."""
+"""`prl alerts`: what is wrong now, what people have said about it, and whether alerts arrive where they should."""
 
 from __future__ import annotations
 
 import os
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
@@ -18,16 +20,29 @@ from daemons.commands.common import (
     UsageError,
     check_readable,
     choose_output,
+    parse_duration,
     print_json,
     say,
     short_time,
 )
+from daemons.quiet import (
+    Saying,
+    acknowledge,
+    acknowledgement,
+    mute,
+    muting,
+    name_of,
+    read_sayings,
+    require_alerts,
+    subjects,
+    unmute,
+)
 from daemons.specs import ALERTS
-from prime_rl.configs.alerts import AlertsConfig
+from prime_rl.configs.alerts import ALERT_KINDS, AlertsConfig
 from prime_rl.configs.base import load_config
 from prime_rl.contract.layout import OutputDir
 
-NONE_SET = "no alerts in the system file of {}: add [alerts] and run prl up again (docs/alerts.md)"
+ReasonOption = Annotated[str, typer.Option(metavar="TEXT", help="Why; shown by prl alerts, and in logs/audit.jsonl.")]
 
 
 @dataclass(frozen=True)
@@ -38,29 +53,152 @@ class Sent:
     error: str | None
 
 
+def open_names(context: typer.Context, incomplete: str) -> list[str]:
+    return [each for each in map(name_of, read_open(_output(context)).values()) if each.startswith(incomplete)]
+
+
+def mutable_names(context: typer.Context, incomplete: str) -> list[str]:
+    try:
+        found = [*ALERT_KINDS, *sorted(subjects(_output(context)))]
+    except OSError:
+        return []
+    return [each for each in found if each.startswith(incomplete)]
+
+
+def muted_names(context: typer.Context, incomplete: str) -> list[str]:
+    sayings = read_sayings(_output(context), time.time())
+    return [each.name for each in sayings if each.action == "muted" and each.name.startswith(incomplete)]
+
+
+WhatArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="WHAT", help="A kind, a run, a daemon, or KIND:RUN (docs/alerts.md).", autocompletion=mutable_names
+    ),
+]
+
+
 def alerts(
+    context: typer.Context,
     output_dir: OutputDirOption = None,
     as_json: JsonOption = False,
     test: Annotated[bool, typer.Option("--test", help="Send a test message to every target.")] = False,
 ) -> None:
-    """Show what is wrong in a workspace with [alerts], or test where alerts go.
+    """Show what is wrong in a workspace with [alerts], test where alerts go, acknowledge and mute.
 
     Example: prl alerts --test
     """
+    if context.invoked_subcommand is not None:
+        return
     output = choose_output(output_dir)
     check_readable(output.path)
-    if not output.component_config(ALERTS).exists():
-        raise UsageError(NONE_SET.format(output.path))
+    require_alerts(output)
     if test:
         _test(output, as_json)
         return
     found = sorted(read_open(output).values(), key=lambda each: each.since)
+    now = time.time()
+    sayings = read_sayings(output, now)
     if as_json:
-        print_json({"open": msgspec.to_builtins(found)})
-    for incident in [] if as_json else found:
-        say(f"{short_time(time.time() - incident.since)} ago: {sentence(incident)}")
-    if not found and not as_json:
+        print_json({"open": [_as_json(each, sayings) for each in found], "said": list(map(_said_as_json, sayings))})
+        return
+    for incident in found:
+        say(f"{short_time(now - incident.since)} ago: {sentence(incident)}{_note(incident, sayings, now)}")
+    for saying in sayings:
+        if saying.action == "muted":
+            say(f"muted: {saying.name}{_details(saying, now)}")
+    if not found:
         say(f"{output.path}: nothing is wrong")
+
+
+def _as_json(incident: OpenIncident, sayings: Sequence[Saying]) -> dict[str, Any]:
+    acknowledged, muted = acknowledgement(incident, sayings), muting(incident, sayings)
+    return {
+        **msgspec.to_builtins(incident),
+        "name": name_of(incident),
+        "acknowledged": acknowledged and _said_as_json(acknowledged),
+        "muted": muted and _said_as_json(muted),
+    }
+
+
+def _said_as_json(saying: Saying) -> dict[str, Any]:
+    return {"name": saying.name, **msgspec.to_builtins(saying)}
+
+
+def _note(incident: OpenIncident, sayings: Sequence[Saying], now: float) -> str:
+    found = [acknowledgement(incident, sayings), muting(incident, sayings)]
+    return "".join(f" [{saying.action}{_details(saying, now)}]" for saying in found if saying is not None)
+
+
+def _details(saying: Saying, now: float) -> str:
+    left = f" for {short_time(saying.until - now)} more" if saying.until is not None else ""
+    reason = f": {saying.reason}" if saying.reason else ""
+    return f"{left} by {saying.who}{reason}"
+
+
+def ack(
+    context: typer.Context,
+    names: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="NAME...", help="KIND:RUN as in prl alerts --json, or a run or daemon.", autocompletion=open_names
+        ),
+    ],
+    output_dir: OutputDirOption = None,
+    reason: ReasonOption = "",
+) -> None:
+    """Acknowledge what is wrong: it is known, and is not reported again. Its end still is.
+
+    It stays in every list. What comes back within ten minutes of its end is the same.
+
+    Example: prl alerts ack run_failed:run_reverse --reason "the disk was full"
+    """
+    output = _output(context, output_dir)
+    for name in names:
+        new = acknowledge(output.path, name, reason=reason)
+        say(f"{name}: already acknowledged" if not new else f"acknowledged {', '.join(map(name_of, new))}")
+
+
+def mute_alerts(
+    context: typer.Context,
+    what: WhatArgument,
+    output_dir: OutputDirOption = None,
+    duration: Annotated[
+        str | None, typer.Option("--for", metavar="TIME", help="Such as 30m or 2h. Default: until prl alerts unmute.")
+    ] = None,
+    reason: ReasonOption = "",
+) -> None:
+    """Send nothing of a kind, a run or a daemon.
+
+    What is still wrong when the mute ends is reported then.
+
+    Example: prl alerts mute run_stalled --for 2h --reason "the file server restarts"
+    """
+    for_s = parse_duration(duration) if duration is not None else None
+    saying = mute(_output(context, output_dir).path, what, for_s=for_s, reason=reason)
+    say(f"muted {saying.name} " + (f"for {short_time(for_s)}" if for_s else f"until prl alerts unmute {saying.name}"))
+
+
+def unmute_alerts(
+    context: typer.Context,
+    what: Annotated[
+        str, typer.Argument(metavar="WHAT", help="As it was muted; see prl alerts.", autocompletion=muted_names)
+    ],
+    output_dir: OutputDirOption = None,
+    reason: ReasonOption = "",
+) -> None:
+    """End a mute; what is still wrong is reported.
+
+    Example: prl alerts unmute run_stalled
+    """
+    ended = unmute(_output(context, output_dir).path, what, reason=reason)
+    say(f"unmuted {what}" if ended else f"{what}: not muted")
+
+
+def _output(context: typer.Context, output_dir: Path | None = None) -> OutputDir:
+    """--output-dir may stand before the name of the subcommand, or after it."""
+    before = context.parent.params.get("output_dir") if context.parent else None
+    return choose_output(output_dir or context.params.get("output_dir") or before)
 
 
 def _test(output: OutputDir, as_json: bool) -> None:
@@ -93,4 +231,8 @@ def _try(name: str, send: Any, note: dict[str, Any]) -> Sent:
 
 
 def register(app: typer.Typer) -> None:
-    app.command()(alerts)
+    group = typer.Typer(invoke_without_command=True, callback=alerts)
+    group.command("ack")(ack)
+    group.command("mute")(mute_alerts)
+    group.command("unmute")(unmute_alerts)
+    app.add_typer(group, name="alerts")

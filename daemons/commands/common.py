@@ -9,7 +9,6 @@ import argparse
 import contextlib
 import json
 import os
-import re
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -25,6 +24,7 @@ from rich.text import Text
 from daemons.errors import ActionError
 from prime_rl.contract.layout import OutputDir
 from prime_rl.utils import logger
+from prime_rl.utils.clock import parse_duration_s
 from prime_rl.utils.text import clean_text, one_line
 
 JSON_VERSION = 1
@@ -49,8 +49,7 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of 
 WatchOption = Annotated[bool, typer.Option("--watch", help="Refresh every second until Ctrl-C.")]
 
 
-_UNIT_S = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0, "w": 7 * 86400.0}
-_DURATION = re.compile(r"(\d+(?:\.\d+)?)([smhdw]?)")
+_UNIT_S = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 
 class UsageError(RuntimeError):
@@ -147,11 +146,11 @@ def number(value: float | None, digits: int = 3) -> str:
 
 
 def parse_duration(text: str) -> float:
-    """ "7d", "12h", "30m", "45s" or plain seconds -> seconds. Raises UsageError."""
-    match = _DURATION.fullmatch(text.strip().lower())
-    if match is None:
-        raise UsageError(f"invalid duration {text!r}: expected a number and s, m, h, d or w, such as 7d")
-    return float(match[1]) * _UNIT_S[match[2] or "s"]
+    """As `parse_duration_s`. Raises UsageError."""
+    try:
+        return parse_duration_s(text)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
 
 
 def short_time(seconds: float | None) -> str:

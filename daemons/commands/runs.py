@@ -33,7 +33,7 @@ from prime_rl.contract.samples import read_samples
 from prime_rl.contract.status import RunState
 from prime_rl.utils.text import one_line
 
-RUNS_HELP = """List, add, evict and delete runs.
+RUNS_HELP = """List, add, fork, evict and delete runs.
 
 Example: prl runs list --state active,failed --watch
 """

@@ -27,6 +27,7 @@ _STYLES = {
     RunState.FAILED: "red",
     RunState.INVALID: "red",
     RunState.EVICTED: "magenta",
+    RunState.PAUSED: "blue",
     RunState.STOPPED: "dim",
 }
 _DAEMON_STYLES = {"running": "green", "done": "cyan", "failed": "red", "lost": "red", "stalled": "yellow"}

@@ -45,7 +45,8 @@ class BaseConfig(BaseModel):
                 if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
                     value = text.value if isinstance(text, ast.Expr) else None
                     if isinstance(value, ast.Constant) and isinstance(value.value, str):
-                        found[field.target.id] = " ".join(value.value.split())
+                        # A TOML key that is a word of Python has a field with an underscore behind it.
+                        found[field.target.id.rstrip("_")] = " ".join(value.value.split())
         return found
 
 

@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 
 from prime_rl.configs.base import BaseConfig
 from prime_rl.configs.shared import BroadcastConfig, LogConfig, LoRAConfig, ModelConfig
+from prime_rl.contract.served import NUM_CHAT_ADAPTERS
 
 # vLLM's own names.
 LogprobsMode = Literal["processed_logprobs", "raw_logprobs"]
@@ -145,5 +146,10 @@ class InferenceConfig(BaseConfig):
 
     @property
     def max_loras(self) -> int:
-        """Largest number of adapters loaded at one time."""
+        """Largest number of adapters loaded at one time: of all runs, and one that a person talks to."""
+        return self.max_run_loras + NUM_CHAT_ADAPTERS
+
+    @property
+    def max_run_loras(self) -> int:
+        """Largest number of adapters of runs loaded at one time."""
         return self.max_concurrent_runs * self.max_versions_per_run

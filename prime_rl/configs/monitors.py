@@ -89,7 +89,7 @@ class SamplesConfig(BaseConfig):
     """Rollouts kept as text in `metrics/samples.jsonl`, for people."""
 
     per_step: int = Field(4, ge=0, le=64)
-    """Rollouts kept of each batch, from the lowest reward to the highest; 0: off."""
+    """About so many rollouts of each batch are kept, in whole groups, at least one; 0: off."""
 
     keep_steps: int = Field(50, ge=1, le=10_000)
     """Batches whose rollouts are kept; older ones are removed. The file stays below 16 MB."""

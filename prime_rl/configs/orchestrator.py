@@ -12,6 +12,7 @@ from pydantic import Field, field_validator, model_validator
 
 from prime_rl.configs.base import BaseConfig
 from prime_rl.configs.envs import EnvConfig
+from prime_rl.configs.lifetime import RunLifetime
 from prime_rl.configs.losses import AipoLossConfig, DrGrpoLossConfig, LossConfig
 from prime_rl.configs.monitors import MonitorConfig, SamplesConfig
 from prime_rl.configs.sampling import EvalSamplingConfig, SamplingConfig
@@ -196,7 +197,7 @@ class ClientConfig(BaseConfig):
         return self
 
 
-class OrchestratorConfig(BaseConfig):
+class OrchestratorConfig(RunLifetime):
     """`control/orch.toml`: the config of one run."""
 
     batch_size: int = Field(ge=1)

@@ -51,8 +51,9 @@ def tables() -> str:
 def _tables(model: type[BaseConfig], path: str) -> Iterator[str]:
     """The fields of a TOML table, then the tables below it."""
     texts = {name: text.replace("|", "\\|") for name, text in model.docs().items()}
-    inner = {name: _models(field.annotation) for name, field in model.model_fields.items()}
-    plain = {name: field for name, field in model.model_fields.items() if len(inner[name]) != 1}
+    fields = {field.alias or name: field for name, field in model.model_fields.items()}
+    inner = {name: _models(field.annotation) for name, field in fields.items()}
+    plain = {name: field for name, field in fields.items() if len(inner[name]) != 1}
     if plain:
         rows = [
             f"| `{name}` | {_kind(field)} | {_default(field)} | {texts.get(name, '')} |"
@@ -60,7 +61,7 @@ def _tables(model: type[BaseConfig], path: str) -> Iterator[str]:
         ]
         yield "\n".join(["| field | type | default | meaning |", "|---|---|---|---|", *rows]) + "\n"
     for name in (name for name in inner if name not in plain):
-        field, key = model.model_fields[name], f"{path}.{name}".lstrip(".")
+        field, key = fields[name], f"{path}.{name}".lstrip(".")
         heading = f"[[{key}]]" if "list[" in str(field.annotation) else f"[{key}]"
         yield f"### `{heading}`\n\n{'Required. ' * field.is_required()}{texts.get(name, '')}\n"
         yield from _tables(inner[name][0], key)

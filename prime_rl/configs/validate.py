@@ -146,6 +146,8 @@ def _adapter_problems(config: OrchestratorConfig, limits: TrainerLimits) -> list
     tables = [f"model.lora.{name}" for name in sorted(lora.model_fields_set)] or ["model.lora"]
     has_table = "lora" in config.model.model_fields_set
     problems = [ConfigProblem(key, _WRONG_WORKSPACE_FOR_LORA) for key in tables if has_table]
+    if config.init.from_ is not None:
+        problems.append(ConfigProblem("init.from", f"found {config.init.from_!r}: {_WRONG_WORKSPACE_FOR_LORA}"))
     if config.model.full_finetune is False:
         problems.append(ConfigProblem("model.full_finetune", f"found false: {_WRONG_WORKSPACE_FOR_LORA}"))
     if config.optim.type == "muon":

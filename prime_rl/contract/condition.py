@@ -15,7 +15,7 @@ from prime_rl.contract.status import Status, is_alive
 LOST = "lost"
 STALLED = "stalled"
 # States that a writer leaves behind when it ends.
-_LAST_STATES = frozenset({"stopped", "failed", "done", "finished", "evicted"})
+_LAST_STATES = frozenset({"stopped", "failed", "done", "finished", "evicted", "paused"})
 
 
 @dataclass(frozen=True)

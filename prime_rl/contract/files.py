@@ -240,12 +240,19 @@ def _read(fd: int, limit: int) -> bytes:
 
 
 def write_atomic(
-    path: Path, data: bytes | str, *, mode: int = 0o644, durable: bool = True, exclusive: bool = False
+    path: Path,
+    data: bytes | str,
+    *,
+    mode: int = 0o644,
+    durable: bool = True,
+    exclusive: bool = False,
+    modified_ns: int | None = None,
 ) -> None:
     """Write `data` to `path` so that no reader ever sees a part of it. What stood there (a link, a pipe) is replaced.
 
     `durable` waits until the disk has it; without that a power cut may leave an empty file. `exclusive` raises
     FileExistsError when `path` is there already: of several writers, also on several machines, one succeeds.
+    `modified_ns` is the time that the file gets, default now.
 
     Makes the parent folder but not its parents, so a run folder that was deleted meanwhile is not made again.
     Raises OSError (disk full, no permission, folder gone, FileRefused for a folder that is a link); the old content is
@@ -260,8 +267,10 @@ def write_atomic(
             with os.fdopen(fd, "wb") as file:
                 file.write(payload)
                 os.fchmod(fd, mode)
+                file.flush()
+                if modified_ns is not None:
+                    os.utime(fd, ns=(modified_ns, modified_ns))
                 if durable:
-                    file.flush()
                     os.fsync(fd)
             if exclusive:
                 os.link(tmp, path.name, src_dir_fd=folder, dst_dir_fd=folder)  # a rename replaces what is there

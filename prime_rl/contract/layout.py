@@ -5,20 +5,26 @@ below `output_dir`. It only computes and validates paths; reading and writing is
 
     {output_dir}/
       run_<id>/
-        control/     orch.toml  config_validation_error.txt  evicted.txt  status.json
+        control/     orch.toml  config_validation_error.txt  status.json
+                     evicted.txt  paused.txt  preempted.txt  finished.txt  life.txt
+        init/        the adapter that the run starts from (only with [init])
         checkpoints/step_N/  trainer/  orchestrator/  STABLE
         rollouts/step_N/     rollouts.msgpack
         broadcast/step_N/    adapter_model.safetensors  adapter_config.json  STABLE
                              (full fine-tune: model.safetensors  config.json  tokenizer files  STABLE)
         metrics/     trainer.jsonl  orchestrator.jsonl  samples.jsonl (the newest rollouts, for people)
+                     ratios.jsonl (the trainer's log-ratio of each kept token)
         monitors/    tensorboard/  wandb/  state.json (only with a monitor)
         logs/        orchestrator.log
       trainer/status.json   inference/status.json   daemons/<name>.json   logs/<name>.log
+      usage/       <run_id>.jsonl, trainer.jsonl (what each run has used)
+      sweeps/      <name>.json (the plan of one sweep)  decisions/<name>.json
       multinode/   node_<rank>.json (one a node of a multi-node group)  group/group.json  iteration_N/
       .trash/
 
 `step` counts optimizer updates done. `rollouts/step_N` (N from 1) feeds the N-th update, which makes policy version N,
-published at `broadcast/step_N` and saved at `checkpoints/step_N`. Version 0 is the untouched adapter, or model.
+published at `broadcast/step_N` and saved at `checkpoints/step_N`. Version 0 is the untouched adapter, or model; it is
+published only where the run starts from `init/`.
 """
 
 from __future__ import annotations
@@ -28,9 +34,11 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from prime_rl.contract.iterations import IterationDir
+
 RUN_PREFIX = "run_"
 # What a run folder holds; `configs` is an older place of the config.
-RUN_FOLDERS = ("control", "configs", "checkpoints", "rollouts", "broadcast", "metrics", "monitors", "logs")
+RUN_FOLDERS = ("control", "configs", "init", "checkpoints", "rollouts", "broadcast", "metrics", "monitors", "logs")
 STABLE = "STABLE"
 # How `config_validation_error.txt` begins.
 CONFIG_ERROR_PREFIX = "Error parsing orchestrator config"
@@ -39,10 +47,6 @@ _RUN_ID = re.compile(r"run_[A-Za-z0-9._-]{1,64}")
 _STEP = re.compile(r"step_(0|[1-9][0-9]{0,9})")
 _ITERATION = re.compile(r"iteration_([1-9][0-9]{0,9})")
 _NODE = re.compile(r"node_(0|[1-9][0-9]{0,4})\.json")
-_ADAPTER = re.compile(r"(run_[A-Za-z0-9._-]{1,64})@v(0|[1-9][0-9]{0,9})")
-# Headers of inference: the whole weights of an answer (a broadcast folder, or the base model), its `logprobs_mode`.
-WEIGHTS_HEADER, LOGPROBS_HEADER = "x-weights", "x-logprobs-mode"
-BASE_WEIGHTS = "base"
 
 
 class LayoutError(ValueError):
@@ -68,31 +72,6 @@ def step_name(step: int) -> str:
 def parse_step(name: str) -> int | None:
     """`step_12` -> 12; anything else (also `step_012`) -> None."""
     return int(match[1]) if (match := _STEP.fullmatch(name)) else None
-
-
-def adapter_name(run_id: str, policy_version: int) -> str:
-    """The name under which inference serves one published version. A new name a version: a name is never reused."""
-    return f"{run_id}@v{policy_version}"
-
-
-def parse_adapter_name(name: str) -> tuple[str, int] | None:
-    """`run_a@v3` -> ("run_a", 3); anything else -> None."""
-    match = _ADAPTER.fullmatch(name)
-    return (match[1], int(match[2])) if match else None
-
-
-def weights_name(run_id: str, policy_version: int) -> str:
-    """What inference calls the whole weights of one published version; version 0 is the base model."""
-    return f"{run_id}/broadcast/{step_name(policy_version)}" if policy_version else BASE_WEIGHTS
-
-
-def parse_weights_name(run_id: str, name: str) -> int | None:
-    """The version of `run_id` that `weights_name` gave this name; None for what is not of this run."""
-    if name == BASE_WEIGHTS:
-        return 0
-    folder, _, last = name.rpartition("/")
-    version = parse_step(last)
-    return version if version and folder == f"{run_id}/broadcast" else None
 
 
 @dataclass(frozen=True, order=True)
@@ -123,6 +102,31 @@ class RunDir:
     @property
     def evicted(self) -> Path:
         return self.control / "evicted.txt"
+
+    @property
+    def paused(self) -> Path:
+        """Written by a person's pause; the run leaves its slot until the file is removed."""
+        return self.control / "paused.txt"
+
+    @property
+    def preempted(self) -> Path:
+        """Written by the trainer when a more urgent run takes the slot, and removed by it when the run is back."""
+        return self.control / "preempted.txt"
+
+    @property
+    def finished(self) -> Path:
+        """Why the run ends before `max_steps`: its budget, its stop rule, a sweep. It ends after a checkpoint."""
+        return self.control / "finished.txt"
+
+    @property
+    def life(self) -> Path:
+        """A random name, by which usage tells this run from an earlier one of the same id."""
+        return self.control / "life.txt"
+
+    @property
+    def init(self) -> Path:
+        """The adapter that the run starts from, with the moments of its optimizer or without."""
+        return self.path / "init"
 
     @property
     def status(self) -> Path:
@@ -162,6 +166,11 @@ class RunDir:
     def samples(self) -> Path:
         """Some of the newest rollouts as text, for people (`contract.samples`). Nothing depends on it."""
         return self.metrics / "samples.jsonl"
+
+    @property
+    def ratios(self) -> Path:
+        """The trainer's log-ratio of each token of the kept rollouts (`contract.samples`), for people."""
+        return self.metrics / "ratios.jsonl"
 
     @property
     def monitors(self) -> Path:
@@ -212,38 +221,6 @@ def list_rollout_steps(run: RunDir) -> list[int]:
 
 
 @dataclass(frozen=True)
-class IterationDir:
-    """What one iteration of a multi-node group leaves: `multinode/iteration_N/`. `split` is "train" or "eval"."""
-
-    path: Path
-
-    def plan(self, split: str, epoch: str, round: int) -> Path:
-        """The tasks of each rank in one round of one epoch; written by the master."""
-        return self.path / f"{split}_plan_{epoch}_{round}.json"
-
-    def plans(self, split: str, epoch: str) -> list[Path]:
-        """Those of all rounds of one epoch, the last round last."""
-        found = self.path.glob(f"{split}_plan_{epoch}_*.json")
-        return sorted(found, key=lambda path: int(path.stem.rpartition("_")[2]))
-
-    def rank_file(self, split: str, rank: int, version: int, key: str, incarnation: str) -> Path:
-        """What one process of one rank has finished with one policy version. `key` identifies their settings."""
-        return self.path / f"{split}_rank_{rank}_v{version}_{key}_{incarnation}.msgpack"
-
-    def rank_files(self, split: str, *, rank: int | str = "*", version: int | str = "*", key: str = "*") -> list[Path]:
-        """Those of all processes of a rank, with a version and with settings; or of any."""
-        return sorted(self.path.glob(f"{split}_rank_{rank}_v{version}_{key}_*.msgpack"))
-
-    def request(self, what: str, rank: int) -> Path:
-        """What a node requests from its own rollout worker."""
-        return self.path / f"{what}_request_{rank}.json"
-
-    def proof(self, name: str) -> Path:
-        """The proof that a phase is done: train, eval, update, checkpoint, done. Written by the master, last of all."""
-        return self.path / f"{name}.json"
-
-
-@dataclass(frozen=True)
 class OutputDir:
     """The paths of one workspace of tenants."""
 
@@ -279,6 +256,34 @@ class OutputDir:
     def own_status(self, name: str) -> Path:
         """Written by a daemon that has no other place for its status: alerts, monitors."""
         return self.daemons / name / "status.json"
+
+    @property
+    def alerts_open(self) -> Path:
+        """What the daemon `alerts` reports now, written by it alone."""
+        return self.daemons / "alerts" / "open.json"
+
+    @property
+    def alerts_said(self) -> Path:
+        """What people have said about alerts: acknowledged, muted. One file each, written by `prl` and `prl-tui`."""
+        return self.daemons / "alerts" / "said"
+
+    def alert_said(self, name: str) -> Path:
+        return self.alerts_said / f"{name}.json"
+
+    @property
+    def usage(self) -> Path:
+        return self.path / "usage"
+
+    def run_usage(self, run_id: str) -> Path:
+        """What a run has used, as its orchestrator counts it, or for "trainer" the trainer. It outlives the run."""
+        return self.usage / f"{run_id}.jsonl"
+
+    def sweep(self, name: str) -> Path:
+        return self.path / "sweeps" / f"{name}.json"
+
+    def sweep_decisions(self, name: str) -> Path:
+        """What successive halving has decided about the sweep, rung by rung; written by the supervisor."""
+        return self.path / "sweeps" / "decisions" / f"{name}.json"
 
     @property
     def supervisor_lock(self) -> Path:
@@ -355,12 +360,6 @@ def refusal(output_dir: Path, run_path: Path) -> str | None:
         if run_path.resolve().parent != output_dir.resolve():
             return f"{run_path} leads outside {output_dir}: a run must lie directly in it"
     return None
-
-
-def parse_trashed(name: str) -> tuple[str, str] | None:
-    """`run_a.20260102T030405Z` -> ("run_a", "20260102T030405Z"); anything else -> None."""
-    run_id, _, stamp = name.rpartition(".")
-    return (run_id, stamp) if stamp and _RUN_ID.fullmatch(run_id) else None
 
 
 @dataclass(frozen=True)

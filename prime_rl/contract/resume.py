@@ -9,7 +9,7 @@ import hashlib
 
 import msgspec
 
-from prime_rl.contract.files import FileRefused, read_file
+from prime_rl.contract.files import FileRefused, read_file, write_atomic
 from prime_rl.contract.layout import RunDir
 
 RESUMED_VERSION = 1
@@ -35,3 +35,9 @@ def pending_request(run: RunDir, resume_step: int) -> ResumeRequest | None:
     except (FileNotFoundError, FileRefused, msgspec.MsgspecError):
         return request
     return None if done == request else request
+
+
+def note_done(run: RunDir, resume_step: int) -> None:
+    """The text of the config as it stands now asks for nothing more. Raises OSError."""
+    if request := pending_request(run, resume_step):
+        write_atomic(run.resumed, msgspec.json.encode(request))

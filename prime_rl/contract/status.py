@@ -1,25 +1,25 @@
-"""Status files (one writer each) and the one function that derives the state of a run.
+"""Status files, one writer each.
 
 A status file is written at every change of state, at most twice a second, and by a heartbeat thread in between, so long
 work is not death. The thread would also write beside a main loop that hangs, so the file shows two things: that the
 process is alive, and when its main loop last turned. `contract.condition` judges both, for all readers alike.
-`run_state` is pure: trainer, daemons, CLI and TUI all derive a run's state from the same facts.
 """
 
 from __future__ import annotations
 
-import enum
 import os
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
 import msgspec
 
 from prime_rl.contract.files import read_file, write_atomic
+from prime_rl.contract.run_state import RunFacts as RunFacts
+from prime_rl.contract.run_state import RunState as RunState
+from prime_rl.contract.run_state import run_state as run_state
 from prime_rl.utils.process import ProcessId
 
 STATUS_FORMAT_VERSION = 1
@@ -70,9 +70,9 @@ class Status(msgspec.Struct, kw_only=True):
 class RunStatus(Status, kw_only=True):
     """`control/status.json`, written by the run's orchestrator.
 
-    `state`: starting, running, finished, failed, evicted, stopped. `step` is the last batch written, `policy_version`
-    the version that generates now, `reward` the mean of the last batch, `reason` why it ended. `bottleneck`: what
-    held the last batch up: trainer, inference or environment; null for none.
+    `state`: starting, running, finished, failed, evicted, paused, stopped. `step` is the last batch written,
+    `policy_version` the version that generates now, `reward` the mean of the last batch, `reason` why it ended.
+    `bottleneck`: what held the last batch up: trainer, inference or environment; null for none.
     """
 
     run_id: str
@@ -100,7 +100,10 @@ class TrainerRunStatus(msgspec.Struct, kw_only=True):
 
 
 class TrainerStatus(Status, kw_only=True):
-    """`trainer/status.json`. `state`: starting, waiting, training, stopped. `waiting` is in admission order."""
+    """`trainer/status.json`. `state`: starting, waiting, training, stopped. `waiting` is in admission order.
+
+    `time_s` is where the time between the last two updates went, `total_s` that of the process up to its last update.
+    """
 
     loop_limit_s: float = TRAINER_LOOP_LIMIT_S
     max_runs: int = 0
@@ -112,6 +115,7 @@ class TrainerStatus(Status, kw_only=True):
     waiting: list[str] = []
     refused: dict[str, str] = {}
     time_s: dict[str, float] = {}
+    total_s: dict[str, float] = {}
     num_updates: int = 0
     tokens_per_s: float = 0.0
 
@@ -348,50 +352,3 @@ class StatusWriter:
         while not self._closed.wait(HEARTBEAT_S):
             with self._lock:
                 self._write()
-
-
-class RunState(enum.StrEnum):
-    """The state of a run as people see it."""
-
-    INVALID = "invalid"
-    WAITING = "waiting"
-    ACTIVE = "active"
-    FINISHED = "finished"
-    FAILED = "failed"
-    EVICTED = "evicted"
-    STOPPED = "stopped"
-
-
-@dataclass(frozen=True)
-class RunFacts:
-    """All that decides a run's state, as read from disk.
-
-    `published_step` is the newest STABLE broadcast (0 when none); `max_steps` is None when the config cannot be read;
-    `supervisor_gave_up` is the reason when the supervisor no longer restarts the run's orchestrator.
-    """
-
-    evicted: str | None
-    config_error: str | None
-    max_steps: int | None
-    published_step: int
-    orchestrator: RunStatus | None
-    trainer_alive: bool
-    in_slot: bool
-    supervisor_gave_up: str | None = None
-
-
-def run_state(facts: RunFacts) -> tuple[RunState, str | None]:
-    """The state of a run and its reason, if any. What a person did or must fix comes first."""
-    if facts.evicted is not None:
-        return RunState.EVICTED, facts.evicted
-    if facts.config_error is not None:
-        return RunState.INVALID, facts.config_error
-    if facts.max_steps is not None and facts.published_step >= facts.max_steps:
-        return RunState.FINISHED, None
-    if facts.orchestrator is not None and facts.orchestrator.state == "failed":
-        return RunState.FAILED, facts.orchestrator.reason
-    if facts.supervisor_gave_up is not None:
-        return RunState.FAILED, facts.supervisor_gave_up
-    if not facts.trainer_alive:
-        return RunState.STOPPED, None
-    return (RunState.ACTIVE, None) if facts.in_slot else (RunState.WAITING, None)

@@ -144,6 +144,7 @@ class MicroBatch(msgspec.Struct, frozen=True):
             whole batch, so the loss of a run does not depend on its neighbours or on how its batch was split.
         base_pass: the base model alone is asked first, for rows whose loss compares with it. Equal on all ranks of a
             pack: ranks that share a model go through it together.
+        kept: R numbers: which of its run's kept rollouts a row is (`ReadyRun.kept`), -1 for all others; [] for none.
     """
 
     run_idxs: list[int]
@@ -155,6 +156,7 @@ class MicroBatch(msgspec.Struct, frozen=True):
     loss_scales: list[float]
     num_tokens: int
     base_pass: bool = False
+    kept: list[int] = []
 
 
 def oldest_allowed(step: int, max_async_level: int) -> int:

@@ -3,8 +3,8 @@
 A request goes through `Guard`, then to one of the routes: those below, or one that the engine answers itself. Whole
 weights change while nothing generates: requests under way end first, new ones wait, so each is answered by one set of
 weights, which its answer names in the header `x-weights`. Adapters belong to the base model: while one is loaded the
-weights stay, and while other weights are in force none is loaded. A run holds no more adapters than its share, so that
-no run takes the room of another.
+weights stay, and while other weights are in force none is loaded. A run holds no more adapters than its share, and a
+chat has a slot of its own, so that nobody takes the room of a run.
 """
 
 from __future__ import annotations
@@ -28,7 +28,14 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Lifespan, Message, Receive, Scope, Send
 
 from prime_rl.configs.inference import InferenceConfig
-from prime_rl.contract.layout import BASE_WEIGHTS, LOGPROBS_HEADER, WEIGHTS_HEADER, parse_adapter_name
+from prime_rl.contract.served import (
+    BASE_WEIGHTS,
+    LOGPROBS_HEADER,
+    NUM_CHAT_ADAPTERS,
+    WEIGHTS_HEADER,
+    is_chat,
+    parse_adapter_name,
+)
 from prime_rl.inference.bodies import decoded, error_response, json_response
 from prime_rl.inference.errors import ApiError
 from prime_rl.inference.guard import Guard, confined_adapter, confined_weights
@@ -67,8 +74,8 @@ class EngineControl(Protocol):
         """The answer of /v1/completions to `body`. Raises ApiError."""
 
     async def load_adapter(self, request: Request, name: str, folder: Path) -> None:
-        """Load the adapter in `folder` (confined), and make sure that it answers under its name. Raises ApiError, and
-        the adapter is not loaded, when it cannot be."""
+        """Load the adapter in `folder` (confined), and make sure that it answers under its name, which no other has.
+        One at a time. Raises ApiError, and the adapter is not loaded, when it cannot be."""
 
     async def generate_one(self) -> None:
         """Generate one token with the base model. Raises when that fails."""
@@ -120,10 +127,11 @@ class Front:
 
     def __init__(self, engine: EngineControl, config: InferenceConfig, drain_s: float) -> None:
         self._engine = engine
+        self._config = config
         self._output_dir = config.output_dir
-        self._max_versions = config.max_versions_per_run
         self._drain_s = drain_s
         self._health = HealthProbe(engine.generate_one, engine.num_tokens)
+        self._one_load = asyncio.Lock()
         self.turnstile = Turnstile()
         self.weights = BASE_WEIGHTS
         self.endpoints: dict[str, Callable[..., Any]] = {
@@ -149,21 +157,37 @@ class Front:
             message = "lora_name must be 1 to 128 of letters, digits and '._@/-', the first a letter or digit."
             raise ApiError(400, message, param="lora_name")
         folder = await asyncio.to_thread(confined_adapter, self._output_dir, asked.lora_path)
-        with await self.turnstile.enter():
-            self._check_share(name)
-            await self._engine.load_adapter(request, name, folder)
+        # A large file takes long to read and to check: nothing else waits for that.
+        async with self._one_load:
+            with await self.turnstile.enter():
+                self._check_room(name)
+                await self._engine.load_adapter(request, name, folder)
         return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
 
-    def _check_share(self, name: str) -> None:
+    def _check_room(self, name: str) -> None:
+        """Raises ApiError unless an adapter may be loaded as `name`. Beyond the slots vLLM would drop another."""
         if self.weights != BASE_WEIGHTS:
             message = f"Adapters belong to the base model, and {self.weights} is in force: reload_weights first."
             raise ApiError(409, message)
-        if parsed := parse_adapter_name(name):
-            run_id, loaded = parsed[0], self._engine.adapters()
-            own = [each for each in loaded if (parse_adapter_name(each) or ("",))[0] == run_id]
-            if name not in own and len(own) >= self._max_versions:
-                message = f"{run_id} holds its {self._max_versions} adapter slots: unload one first."
-                raise ApiError(400, message, param="lora_name")
+        model, loaded = self._config.model, self._engine.adapters()
+        parsed = parse_adapter_name(name)
+        own = [each for each in loaded if parsed and (parse_adapter_name(each) or ("",))[0] == parsed[0]]
+        chats = [each for each in loaded if is_chat(each)]
+        if model.lora is None:
+            problem = "This server serves no adapters (model.lora is null)."
+        elif name == model.name:
+            problem = f"{name!r} is the name of the base model."
+        elif name in loaded:
+            problem = f"The lora adapter {name!r} has already been loaded."
+        elif parsed and len(own) >= self._config.max_versions_per_run:
+            problem = f"{parsed[0]} holds its {len(own)} adapter slots: unload one first."
+        elif is_chat(name) and len(chats) >= NUM_CHAT_ADAPTERS:
+            problem = f"The adapter slot for chats is in use by {chats[0]}: unload it first."
+        elif not is_chat(name) and len(loaded) - len(chats) >= self._config.max_run_loras:
+            problem = f"All {self._config.max_run_loras} adapter slots are in use: unload an adapter first."
+        else:
+            return
+        raise ApiError(400, problem, param="lora_name")
 
     async def _update(self, request: Request) -> Response:
         asked = await decoded(request, _UpdateRequest)

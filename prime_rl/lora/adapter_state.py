@@ -10,47 +10,23 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import save
 from torch import Tensor
 
-from prime_rl.contract.files import read_file
+# Re-exported: who loads an adapter needs them.
+from prime_rl.contract.peft import ADAPTER_FILE as ADAPTER_FILE
+from prime_rl.contract.peft import CONFIG_FILE, read_adapter_config
+from prime_rl.contract.peft import AdapterConfig as AdapterConfig
 from prime_rl.lora.linear import MultiLoRALinear
 from prime_rl.lora.misfit import misfit, shapes_of
 from prime_rl.lora.tensor_files import load_tensors
 
-ADAPTER_FILE = "adapter_model.safetensors"
-CONFIG_FILE = "adapter_config.json"
-MAX_CONFIG_BYTES = 1 << 20
 # A rank of 256 in every linear layer of a model with 70 billion parameters takes about as much.
 MAX_ADAPTER_BYTES = 8 << 30
 PEFT_PREFIX = "base_model.model."
-# Each changes what an adapter does; ignored, it would be served as something that was never trained.
-NOT_PLAIN = (
-    "use_rslora",
-    "use_dora",
-    "lora_bias",
-    "fan_in_fan_out",
-    "rank_pattern",
-    "alpha_pattern",
-    "modules_to_save",
-)
-
-
-@dataclass(frozen=True)
-class AdapterConfig:
-    rank: int
-    alpha: float
-    target_modules: tuple[str, ...]
-    base_model: str
-
-    @property
-    def scaling(self) -> float:
-        return self.alpha / self.rank
 
 
 def peft_names(layer_name: str) -> tuple[str, str]:
@@ -177,28 +153,9 @@ def load_peft(folder: Path, *, limit: int = MAX_ADAPTER_BYTES) -> tuple[dict[str
 
     Raises ValueError when the files are not an adapter that this project can use, OSError when they cannot be read.
     """
+    config = read_adapter_config(folder)
     try:
-        data = json.loads(read_file(folder / CONFIG_FILE, limit=MAX_CONFIG_BYTES))
         tensors = load_tensors(folder / ADAPTER_FILE, limit=limit)
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise ValueError(f"{folder}: not an adapter: {error}") from error
-    return tensors, _adapter_config(folder, data)
-
-
-def _adapter_config(folder: Path, data: Any) -> AdapterConfig:
-    if not isinstance(data, dict) or not isinstance(data.get("target_modules"), list):
-        raise ValueError(f"{folder / CONFIG_FILE}: target_modules must be a list of names")
-    try:
-        config = AdapterConfig(
-            rank=int(data["r"]),
-            alpha=float(data["lora_alpha"]),
-            target_modules=tuple(str(name) for name in data["target_modules"]),
-            base_model=str(data["base_model_name_or_path"]),
-        )
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{folder / CONFIG_FILE}: {type(error).__name__}: {error}") from error
-    if data.get("peft_type") != "LORA" or any(data.get(name) for name in NOT_PLAIN):
-        raise ValueError(f"{folder / CONFIG_FILE}: only plain LoRA adapters can be loaded")
-    if config.rank < 1:
-        raise ValueError(f"{folder / CONFIG_FILE}: r is {config.rank}, must be at least 1")
-    return config
+    return tensors, config

@@ -136,17 +136,21 @@ class _GroupedLoRA(torch.autograd.Function):
     def backward(ctx: Any, grad_NO: Tensor) -> tuple[Tensor | None, ...]:
         x_NI, gate_NI, weight_OI, h, A_GKI, B_GOK = ctx.saved_tensors
         grad_x_NI = grad_NO @ weight_OI if any(ctx.needs_input_grad[:2]) else None
-        grads_A, grads_B = ctx.plan.differentiate(grad_NO, grad_x_NI, _gated(x_NI, gate_NI), h, A_GKI, B_GOK)
+        product_NI = _gated(x_NI, gate_NI)
+        grads_A, grads_B = ctx.plan.differentiate(grad_NO, grad_x_NI, product_NI, h, A_GKI, B_GOK)
         _accumulate(ctx.leaves, [*grads_A, *grads_B])
         grad_gate_NI = None
         if gate_NI is not None and grad_x_NI is not None:
-            grad_x_NI, grad_gate_NI = _differentiate_gated(grad_x_NI, x_NI, gate_NI)
+            grad_x_NI, grad_gate_NI = _differentiate_gated(grad_x_NI, x_NI, gate_NI, product_NI)
         return grad_x_NI, grad_gate_NI, None, None, None, None, None
 
 
-def _differentiate_gated(grad_NI: Tensor, x_NI: Tensor, gate_NI: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of x and of the gate, in the order and with the rounding of torch's own; `grad_NI` is overwritten."""
-    grad_x_NI = silu(gate_NI).mul_(grad_NI)
+def _differentiate_gated(grad_NI: Tensor, x_NI: Tensor, gate_NI: Tensor, spare_NI: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients of x and of the gate, in the order and with the rounding of torch's own.
+
+    `grad_NI` and `spare_NI` are overwritten: memory that the system must clear first costs more than the operation.
+    """
+    grad_x_NI = torch.ops.aten.silu.out(gate_NI, out=spare_NI).mul_(grad_NI)
     grad_NI.mul_(x_NI)
     return grad_x_NI, torch.ops.aten.silu_backward.grad_input(grad_NI, gate_NI, grad_input=grad_NI)
 

@@ -15,7 +15,8 @@ import tomli_w
 
 from prime_rl.configs.multinode import RUN_ID, MultinodeConfig
 from prime_rl.contract.files import make_folder, read_text, write_atomic
-from prime_rl.contract.layout import IterationDir, OutputDir
+from prime_rl.contract.iterations import IterationDir
+from prime_rl.contract.layout import OutputDir
 from prime_rl.contract.shares import JoinRequest, MakeRequest, Split
 from prime_rl.multinode.children import Child
 from prime_rl.multinode.decide import MASTER_RANK

@@ -11,7 +11,8 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterable
 
-from prime_rl.contract.layout import RunDir, adapter_name, parse_adapter_name
+from prime_rl.contract.layout import RunDir
+from prime_rl.contract.served import adapter_name, parse_adapter_name
 from prime_rl.orchestrator.client import InferenceError, RequestRefused, ServedModel, ServerClient, UnknownModel
 from prime_rl.orchestrator.pool import InferenceClient
 from prime_rl.utils.background import Background
@@ -20,9 +21,10 @@ logger = logging.getLogger(__name__)
 
 
 class AdapterPublication:
-    """See the module."""
+    """See the module. `from_adapter`: version 0 is published too; else it is the base model."""
 
-    def __init__(self, run: RunDir) -> None:
+    def __init__(self, run: RunDir, *, from_adapter: bool = False) -> None:
+        self.first = -1 if from_adapter else 0
         self._run = run
         self._wanted: set[int] = set()  # what every living server has, or is being given
         self._loaded: set[int] = set()  # what some server may have, also while a load is under way
@@ -64,7 +66,7 @@ class AdapterPublication:
 
     async def restore(self, client: InferenceClient, version: int) -> None:
         async with self._restoring:  # several callers cause one load
-            if version and not await self._is_everywhere(client, version):
+            if version > self.first and not await self._is_everywhere(client, version):
                 logger.warning("inference has lost %s: loading it again", self.label(version))
                 await self.publish(client, version)
 
@@ -83,10 +85,10 @@ class AdapterPublication:
         return contextlib.nullcontext()
 
     def model_name(self, version: int) -> str | None:
-        return self._name(version) if version else None
+        return self._name(version) if version > self.first else None
 
     def label(self, version: int) -> str:
-        return self._name(version) if version else "the base model"
+        return self._name(version) if version > self.first else "the base model"
 
     def answered_by(self, asked: int, weights: str | None, *, exactly: bool) -> int:
         return asked  # a server has the adapter of that name, or it answers 404

@@ -1,14 +1,15 @@
 """From finished groups to the batch file of one update, step after step. The file's appearance is the signal to the
 trainer.
 
-`BatchLoop` goes on until the run's last update is published (and evaluated). What it awaits is the scheduler's: groups,
-and the last policy version.
+`BatchLoop` goes on until the run's last update is published (and evaluated), or until the run has its reason to end
+before that. What it awaits is the scheduler's: groups, and the last policy version.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NoReturn
 
 from prime_rl.configs.orchestrator import AdvantageConfig, OrchestratorConfig
 from prime_rl.contract.files import make_folder
@@ -16,8 +17,9 @@ from prime_rl.contract.layout import RunDir
 from prime_rl.contract.types import TrainingBatch, TrainingSample, read_batch, write_batch
 from prime_rl.orchestrator.advantage import compute_advantages
 from prime_rl.orchestrator.checkpoint import checkpoint_is_due, correct_state, save_state
+from prime_rl.orchestrator.ending import Ending
 from prime_rl.orchestrator.evaluate import Evaluator
-from prime_rl.orchestrator.guard import check_run
+from prime_rl.orchestrator.guard import RunEnded, check_run
 from prime_rl.orchestrator.logprobs import check_temperature
 from prime_rl.orchestrator.pool import InferenceClient
 from prime_rl.orchestrator.report import BatchReporter, Reporter
@@ -44,19 +46,34 @@ class BatchLoop:
     batches: BatchReporter
     samples: SampleKeeper
     reporter: Reporter
+    ending: Ending
 
     async def make_all(self) -> None:
-        """Make the batches of all steps that are left, then wait for what the last one leads to."""
+        """Make the batches of all steps that are left, then wait for what the last one leads to.
+
+        Raises RunEnded when the run has its reason to end before `max_steps`.
+        """
         await self.scheduler.start()
         self.reporter.update(state="running")
         while self.scheduler.ledger.step <= self.config.max_steps:
             check_run(self.run)
-            await self._make_one(self.scheduler.ledger.step)
+            if reason := self.ending.reason():
+                await self._end(reason)
+            step = self.scheduler.ledger.step
+            await self._make_one(step)
+            self.ending.note(step)
         last = self.config.max_steps
         await self.scheduler.wait_for_version(last, serve=self.evaluator is not None)
         if self.evaluator is not None:
             self.reporter.wait_for(lambda now: self.client.trouble or f"the evaluation of policy version {last}")
             await self.evaluator.done.wait()
+
+    async def _end(self, reason: str) -> NoReturn:
+        """Wait until the trainer has trained on what it was handed, then end the run."""
+        await self.scheduler.end()
+        await self.scheduler.wait_for_version(self.scheduler.ledger.step - 1, serve=False)
+        self.ending.write(reason)
+        raise RunEnded(reason)
 
     async def _make_one(self, step: int) -> None:
         groups = await self.scheduler.next_groups()
@@ -74,7 +91,7 @@ class BatchLoop:
         if checkpoint_is_due(step, self.config.ckpt, self.config.max_steps):
             save_state(self.run, batch)
         publish_batch(self.run, batch)
-        self.batches.report(step, groups)
+        self.ending.feed(step, self.batches.report(step, groups))
         self.samples.keep(groups, batch)
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from prime_rl.configs.orchestrator import EvalConfig, OrchestratorConfig
 from prime_rl.contract.layout import RunDir
@@ -38,6 +38,7 @@ class Evaluator:
     Args:
         turns: samples as evaluations do.
         envs: of evaluations.
+        on_figures: called with the version and the figures of each evaluation.
         step: where the run goes on; evaluations of later versions are void.
     """
 
@@ -51,6 +52,7 @@ class Evaluator:
         envs: Mapping[str, Environment],
         *,
         step: int,
+        on_figures: Callable[[int, Mapping[str, float]], None] = lambda version, figures: None,
     ) -> None:
         self.done = asyncio.Event()
         self._config = config.eval or EvalConfig()
@@ -59,6 +61,7 @@ class Evaluator:
         self._tokenizer = tokenizer
         self._policy = policy
         self._envs = envs
+        self._on_figures = on_figures
         self._pass_rewards = config.pass_rewards
         self._seed = config.seed
         self._max_steps = config.max_steps
@@ -83,6 +86,7 @@ class Evaluator:
             logger.info("eval of version %d: %s", version, {name: round(value, 4) for name, value in values.items()})
             values["time/eval"] = time.monotonic() - start_s
             write_metrics(self._run.orchestrator_metrics, version, values, time.time())
+            self._on_figures(version, values)
 
     async def _evaluate_env(self, env_name: str, version: int) -> dict[str, float]:
         examples = self._envs[env_name].examples("eval")[: self._config.num_examples]

@@ -15,8 +15,9 @@ import socket
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from typing import Any, Never, TypeVar
 
-from prime_rl.contract.files import FileRefused, WaitStopped, WaitTimeout, read_text, wait_for
+from prime_rl.contract.files import WaitStopped, WaitTimeout, wait_for
 from prime_rl.contract.layout import RunDir
+from prime_rl.contract.marks import read_mark
 from prime_rl.contract.status import LOST_AFTER_S, RunStatus, is_there, read_status
 from prime_rl.utils.background import cancel_all, log_failure
 
@@ -35,6 +36,14 @@ class RunEvicted(RuntimeError):
     """`control/evicted.txt` is there; the message is its text."""
 
 
+class RunEnded(RuntimeError):
+    """`control/finished.txt` is there, so the run ends before `max_steps`; the message is its text."""
+
+
+class RunPaused(RuntimeError):
+    """`control/paused.txt` is there, or the trainer's `preempted.txt`; the message is its text."""
+
+
 class RunGone(RuntimeError):
     """The run's folder was removed."""
 
@@ -44,15 +53,16 @@ class StopRequested(RuntimeError):
 
 
 def check_run(run: RunDir) -> None:
-    """Raises RunEvicted or RunGone when the run is not to go on."""
+    """Raises RunEvicted, RunEnded, RunPaused or RunGone when the run is not to go on."""
     if not run.path.is_dir():
         raise RunGone(f"{run.path} is gone")
-    try:
-        reason = read_text(run.evicted)
-    except FileRefused as error:
-        reason = str(error)
-    if reason is not None:
-        raise RunEvicted(" ".join(reason.split()) or "no reason given")
+    if (reason := read_mark(run.evicted)) is not None:
+        raise RunEvicted(reason)
+    if (reason := read_mark(run.finished)) is not None:
+        raise RunEnded(reason)
+    for mark in (run.paused, run.preempted):
+        if (reason := read_mark(mark, empty="paused")) is not None:
+            raise RunPaused(reason)
 
 
 def find_other(run: RunDir, stop: Callable[[], bool], beat_s: float = LOST_AFTER_S) -> str | None:

@@ -155,6 +155,13 @@ class GroupLedger:
         self._num_filtered_now = 0
         return groups
 
+    def end(self) -> None:
+        """No further groups: what is under way, and what no batch has, is given up."""
+        self.max_steps = self.step - 1
+        self.num_in_flight = 0
+        self._groups.clear()
+        self._to_restart.clear()
+
     def _restart(self, index: int) -> None:
         self.num_in_flight -= isinstance(self._groups[index], Flight)
         self._groups[index] = None

@@ -3,8 +3,8 @@
     python -m prime_rl.orchestrator.orchestrator @ OUTPUT_DIR/run_a/control/orch.toml [--a.b value]
 
 `orchestrate` is the run's whole life: `set_up`, then its loops. Beside both a guard looks whether the run was evicted,
-deleted or asked to stop, so no wait outlasts that. The final `state` in `control/status.json` is finished, evicted,
-failed or stopped; a crash leaves none, so the supervisor may start it again.
+ended, deleted, paused or asked to stop, so no wait outlasts that. The final `state` in `control/status.json` is
+finished, evicted, paused, failed or stopped; a crash leaves none, so the supervisor may start it again.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import asyncio
 import itertools
 import logging
 import math
+import os
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
@@ -33,14 +34,17 @@ from prime_rl.orchestrator.checkpoint import (
 )
 from prime_rl.orchestrator.client import AccessDenied
 from prime_rl.orchestrator.curriculum import Curricula
+from prime_rl.orchestrator.ending import Ending, RunMeter
 from prime_rl.orchestrator.envs.checked import EnvironmentBroken
 from prime_rl.orchestrator.envs.loading import Environments, load_environments
 from prime_rl.orchestrator.evaluate import Evaluator
 from prime_rl.orchestrator.guard import (
     MAX_LOOK_S,
+    RunEnded,
     RunEvicted,
     RunFailed,
     RunGone,
+    RunPaused,
     StopRequested,
     Wake,
     find_other,
@@ -54,7 +58,7 @@ from prime_rl.orchestrator.metrics import PhaseClock
 from prime_rl.orchestrator.policy import PolicyVersions, TurnSampler
 from prime_rl.orchestrator.pool import InferenceClient
 from prime_rl.orchestrator.pools import Pools
-from prime_rl.orchestrator.publication import base_model, choose_publication, connect
+from prime_rl.orchestrator.publication import base_model, choose_publication, clear_inference, connect
 from prime_rl.orchestrator.report import BatchReporter, Reporter
 from prime_rl.orchestrator.rollout import RolloutWorker
 from prime_rl.orchestrator.sampler import ExampleSampler
@@ -76,6 +80,8 @@ async def orchestrate(
     config: OrchestratorConfig, run: RunDir, writer: StatusWriter, stop: Callable[[], bool], cleanup: AsyncExitStack
 ) -> None:
     """Make every batch of the run, then wait until its last update is published (and evaluated, if asked for)."""
+    if any(map(os.path.lexists, (run.paused, run.preempted))):
+        await clear_inference(config, run)
     wake = Wake()
     cleanup.enter_context(woken_by_signals(wake))
     reporter = Reporter(writer)
@@ -118,6 +124,7 @@ async def set_up(
     base = await base_model(client, config.model.name)
     check_temperature(config.sampling, raw=client.reports_raw_logprobs)
     warn_of_narrow_sampling(config.sampling, raw=client.reports_raw_logprobs)
+    ending = Ending(run, config, RunMeter(run, config, client), step=progress.step)
     policy = PolicyVersions(publication, client, base)
     cleanup.push_async_callback(policy.close)
     sampler = make_sampler(config, envs, progress)
@@ -132,12 +139,14 @@ async def set_up(
     scheduler = make_scheduler(config, run, progress, worker, client, policy, trainer, phases, cleanup)
     eval_turns = TurnSampler(client, policy, config.eval_sampling, seq_len=seq_len)
     evaluator = (
-        Evaluator(config, run, eval_turns, tokenizer, policy, eval_envs, step=progress.step) if config.eval else None
+        Evaluator(config, run, eval_turns, tokenizer, policy, eval_envs, step=progress.step, on_figures=ending.feed)
+        if config.eval
+        else None
     )
 
     def figures() -> dict[str, object]:
         return {
-            "policy_version": policy.version,
+            "policy_version": max(0, policy.version),
             "num_in_flight": scheduler.ledger.num_in_flight,
             "progress": client.num_sampled_tokens + policy.version + scheduler.ledger.step,
         }
@@ -145,7 +154,8 @@ async def set_up(
     status = Reporter(writer, scheduler.waiting_on, figures)
     batches = BatchReporter(run, scheduler, client, status, envs, sampler)
     samples = SampleKeeper(run, config.samples, tokenizer.decode)
-    return BatchLoop(config, run, client, scheduler, sampler, evaluator, batches, samples, status)
+    cleanup.callback(lambda: ending.note(scheduler.ledger.step - 1))
+    return BatchLoop(config, run, client, scheduler, sampler, evaluator, batches, samples, status, ending)
 
 
 def make_sampler(config: OrchestratorConfig, envs: Environments, progress: Progress) -> ExampleSampler:
@@ -225,8 +235,14 @@ async def run_to_the_end(config: OrchestratorConfig, run: RunDir, stop: Callable
     except StopRequested:
         final_status = {"state": "stopped"}
         logger.info("stopped")
+    except RunEnded as error:
+        final_status = {"state": "finished", "reason": str(error)}
+        logger.info("finished: %s", error)
     except RunEvicted as error:
         final_status = {"state": "evicted", "reason": str(error)}
+    except RunPaused as error:
+        final_status = {"state": "paused"}
+        logger.info("paused: %s", error)
     except FINAL as error:
         final_status = {"state": "failed", "reason": str(error)}
     except RunGone as error:
@@ -247,7 +263,7 @@ async def run_to_the_end(config: OrchestratorConfig, run: RunDir, stop: Callable
     if second is not None:
         complain("orchestrator", second)
         return 1
-    if "reason" in final_status:
+    if "reason" in final_status and final_status.get("state") != "finished":
         complain(f"{run.run_id} {writer.status.state}", final_status["reason"])
         return 1
     return 0

@@ -1,8 +1,8 @@
 """The policy of one run: the versions of it that inference serves, and one turn that is sampled with one of them.
 
-`PolicyVersions` has which version is current, which are in use, and what is restored; version 0 is the base model. A
-`Publication` brings a version to the servers and finds which version an answer comes from. The scheduler decides when
-to switch. `TurnSampler` samples.
+`PolicyVersions` has which version is current, which are in use, and what is restored. A `Publication` brings a version
+to the servers and finds which version an answer comes from. The scheduler decides when to switch. `TurnSampler`
+samples.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ class PolicyVersions:
 
     Args:
         client: the run's servers; those that come back are equipped by `publication`.
-        base_model: the name under which inference serves version 0.
+        base_model: the name under which inference serves version 0, unless the run starts from an adapter.
     """
 
     def __init__(self, publication: Publication, client: InferenceClient, base_model: str) -> None:
         self._publication = publication
         self._client = client
         self._base_model = base_model
-        self.version = 0
+        self.version = publication.first
         self._users: Counter[int] = Counter()
         self._switched = asyncio.Condition()
         self._refusal = ""

@@ -74,6 +74,7 @@ class Server:
     num_requests: int = 0
     num_failures: int = 0
     num_sampled_tokens: int = 0
+    request_s: float = 0.0
 
     def metrics(self) -> dict[str, float]:
         prefix = f"inference/{self.number}"
@@ -156,6 +157,11 @@ class InferenceClient:
     def num_sampled_tokens(self) -> int:
         return sum(server.num_sampled_tokens for server in self._servers)
 
+    @property
+    def request_s(self) -> float:
+        """The durations of all requests for completions together."""
+        return sum(server.request_s for server in self._servers)
+
     def metrics(self) -> dict[str, float]:
         """Figures of each server by its number in `client.base_url`; counts are since the start."""
         figures = {name: value for server in self._servers for name, value in server.metrics().items()}
@@ -193,6 +199,7 @@ class InferenceClient:
                 continue
             finally:
                 server.outstanding_tokens -= request.num_tokens
+                server.request_s += time.monotonic() - start_s
             server.num_refused = 0
             num_tokens = sum(len(completion.token_ids) for completion in completions)
             server.num_sampled_tokens += num_tokens

@@ -6,6 +6,8 @@ the run's config may choose, else the trainer decides, in its status file. Every
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
@@ -13,7 +15,8 @@ from pathlib import Path
 from typing import Protocol
 
 from prime_rl.configs.orchestrator import OrchestratorConfig
-from prime_rl.contract.layout import OutputDir, RunDir, parse_adapter_name
+from prime_rl.contract.layout import OutputDir, RunDir
+from prime_rl.contract.served import parse_adapter_name
 from prime_rl.orchestrator.adapters import AdapterPublication
 from prime_rl.orchestrator.client import Endpoint, ServedModel, ServerClient
 from prime_rl.orchestrator.guard import RunFailed
@@ -22,15 +25,27 @@ from prime_rl.orchestrator.trainer_watch import trainer_status
 from prime_rl.orchestrator.whole_weights import WholeWeights, lease
 from prime_rl.utils.secrets import SecretError, read_secret
 
+logger = logging.getLogger(__name__)
+
+# Below the supervisor's grace.
+CLEAR_TIMEOUT_S = 5.0
+
 
 class Publication(Protocol):
-    """How the versions of one run get to the servers; `client` has these, and calls `equip` for one that comes back."""
+    """How the versions of one run get to the servers; `client` has these, and calls `equip` for one that comes back.
+
+    Attributes:
+        first: the version that is served before any is published: 0, the base model, or -1 where that is none of the
+            run's versions, because it starts from an adapter.
+    """
+
+    first: int
 
     async def equip(self, server: ServerClient) -> None:
         """Give a server that comes back what the others have."""
 
     async def begin(self, client: InferenceClient) -> None:
-        """Remove what an earlier orchestrator of the run left; afterwards version 0 is served."""
+        """Remove what an earlier orchestrator of the run left; afterwards `first` is served."""
 
     async def publish(self, client: InferenceClient, version: int) -> None:
         """Have every living server serve `version`, and each that comes back. Raises RequestRefused."""
@@ -68,7 +83,7 @@ async def choose_publication(
     if whole is None:
         whole = (await trainer_status(run, say, "whether it trains adapters")).max_rank is None
     if not whole:
-        return AdapterPublication(run)
+        return AdapterPublication(run, from_adapter=config.init.from_ is not None)
     await cleanup.enter_async_context(lease(OutputDir(run.path.parent).weights_lock, say))
     return WholeWeights(run)
 
@@ -92,6 +107,19 @@ def connect(
         timeout_s=config.client.timeout_s,
         max_concurrent_requests=config.client.max_concurrent_requests,
     )
+
+
+async def clear_inference(config: OrchestratorConfig, run: RunDir) -> None:
+    """Unload the run's adapters, as far as inference answers in time: an orchestrator that was killed left them."""
+    publication = AdapterPublication(run)
+    client = connect(config, run, publication)
+    try:
+        async with asyncio.timeout(CLEAR_TIMEOUT_S):
+            await publication.begin(client)
+    except TimeoutError:
+        logger.warning("inference does not answer: it has no adapters of %s, or keeps them", run.run_id)
+    finally:
+        await client.close()
 
 
 async def base_model(client: InferenceClient, wanted: str) -> str:

@@ -83,7 +83,8 @@ class BatchReporter:
         self._reporter = reporter
         self._rate = TokenRate()
 
-    def report(self, step: int, groups: Sequence[Group]) -> None:
+    def report(self, step: int, groups: Sequence[Group]) -> dict[str, float]:
+        """Returns the figures of the batch."""
         time_s, ledger = self._scheduler.phases.lap(), self._scheduler.ledger
         held_by = bottleneck(time_s, num_ahead=step - 1 - self._scheduler.published)
         values = batch_metrics(step, groups, time_s, ledger.num_dropped)
@@ -109,3 +110,4 @@ class BatchReporter:
             values["time/step"],
             values["tokens_per_s"],
         )
+        return values

@@ -62,7 +62,7 @@ class Scheduler:
     ) -> None:
         self.ledger = ledger
         self.phases = phases
-        self.published = 0
+        self.published = policy.version
         self._run = run
         self._make_group = make_group
         self._client = client
@@ -162,6 +162,12 @@ class Scheduler:
         self._stop_too_old()
         self._fill()
         return groups
+
+    async def end(self) -> None:
+        """No further batches: what is being generated is stopped, and the policy is not switched any more."""
+        await self.close()
+        self._task_of.clear()
+        self.ledger.end()
 
     async def close(self) -> None:
         self._closed = True  # a group that fails just now starts no other in its place

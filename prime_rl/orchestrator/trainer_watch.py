@@ -71,7 +71,7 @@ def describe_policy_wait(
     needed: int, have: int, published_at: float | None, now: float, trouble: str | None = None, *, started: bool = True
 ) -> str:
     """E.g. "policy version 7 (have 6), trainer last updated 40 s ago"; `trouble` is from `TrainerWatch`."""
-    sentence = f"policy version {needed} (have {have})"
+    sentence = f"policy version {needed} (have {have if have >= 0 else 'none'})"
     if trouble is not None:
         return f"{sentence}; {trouble}"
     if published_at is None:

@@ -16,7 +16,8 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 from prime_rl.contract.files import make_folder, open_append
-from prime_rl.contract.layout import RunDir, parse_weights_name, weights_name
+from prime_rl.contract.layout import RunDir
+from prime_rl.contract.served import parse_weights_name, weights_name
 from prime_rl.orchestrator.client import InferenceError, RequestRefused, ServerClient, UnknownModel
 from prime_rl.orchestrator.pool import InferenceClient
 
@@ -45,6 +46,7 @@ class WholeWeights:
     """See the module."""
 
     def __init__(self, run: RunDir) -> None:
+        self.first = 0
         self._run = run
         self._wanted = 0  # what every living server has, or is being given
         self._giving = asyncio.Lock()

@@ -33,7 +33,7 @@ from prime_rl.contract.types import (
     oldest_allowed,
     read_columns,
 )
-from prime_rl.trainer.runs.hooks import error_text
+from prime_rl.utils.text import error_text
 
 logger = logging.getLogger(__name__)
 

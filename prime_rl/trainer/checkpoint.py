@@ -14,6 +14,7 @@ reads: safetensors and JSON. What may be removed is decided in `retention`.
 from __future__ import annotations
 
 import logging
+import os
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -32,6 +33,7 @@ from prime_rl.lora.adapter_state import load_peft, save_peft
 from prime_rl.lora.tensor_files import load_tensors
 from prime_rl.trainer.retention import PROGRESS_FILE, drop_after, sweep, trainer_steps
 from prime_rl.trainer.runs import MultiRunManager, Progress, TrainerRun
+from prime_rl.trainer.warm_start import begun_from, check_init
 
 
 class WeightsSnapshot(Protocol):
@@ -117,6 +119,10 @@ class Snapshots(ABC):
     def read(self, run: TrainerRun, folder: Path) -> dict[str, Tensor]:
         """What the weights' `save` wrote. ValueError or OSError when it is damaged or does not fit the run's config."""
 
+    def begin(self, run: TrainerRun) -> None:
+        """Put the adapter of the run's `init/` into its slot. ValueError or OSError when it cannot be."""
+        raise ValueError("init.from: only a run with an adapter can start from one")
+
     def state(self, run: TrainerRun) -> dict[str, Any]:
         """What a run needs besides its adapter to go on to the last bit: moments, schedule, random numbers."""
         copied: dict[str, Any] = copy_to_cpu({**run.training.state_dict(), "generator": run.generator.get_state()})
@@ -165,6 +171,13 @@ class AdapterSnapshots(Snapshots):
                 "change it back, or start over with ckpt.resume_step = 0"
             )
         return tensors
+
+    def begin(self, run: TrainerRun) -> None:
+        fresh, idx = self._manager.get_state_dict_for_run(run.run_idx), run.run_idx
+        limit = 4 * sum(tensor.numel() for tensor in fresh.values()) + ADAPTER_HEAD_BYTES
+        tensors, config = load_peft(run.dir.init, limit=limit)
+        rank, scale = self._manager.rank_of(idx), self._manager.scaling_factors[idx]
+        self._manager.load_state_dict_for_run(idx, begun_from(fresh, tensors, config, rank=rank, scale=scale))
 
 
 def copy_to_cpu(value: Any) -> Any:
@@ -231,15 +244,19 @@ class CheckpointManager:
                 )
             drop_after(run.dir, step)
             write_atomic(run.dir.resumed, msgspec.json.encode(request))
+        if step == 0 and run.config.init.from_ is not None:
+            check_init(run.dir, run.config.init.from_)
         run.progress.step = step
 
     def load(self, run: TrainerRun) -> None:
         """Load the checkpoint of `progress.step`. ValueError or OSError when it is damaged or does not fit the config.
 
-        Nothing to do at step 0.
+        At step 0 that is the adapter of its `init/`, if it has one.
         """
         step = run.progress.step
         if step == 0:
+            if run.config.init.from_ is not None:
+                self._begin(run)
             return
         folder = run.dir.trainer_checkpoint(step)
         saved, weights, state = self._read(run, folder)
@@ -252,7 +269,21 @@ class CheckpointManager:
         run.progress.total_tokens, run.progress.total_samples = saved.total_tokens, saved.total_samples
         logger.info("%s resumes from its checkpoint of step %d", run.run_id, step)
 
+    def _begin(self, run: TrainerRun) -> None:
+        folder = run.dir.init
+        self._snapshots.begin(run)
+        if os.path.lexists(folder / PROGRESS_FILE):
+            try:
+                run.training.load_moments(self._read_state(folder)[1]["optimizer"])
+            except (KeyError, TypeError) as error:
+                raise ValueError(f"{folder} is damaged: {type(error).__name__}: {error}") from error
+        logger.info("%s starts from %s", run.run_id, run.config.init.from_)
+
     def _read(self, run: TrainerRun, folder: Path) -> tuple[SavedProgress, dict[str, Tensor], dict[str, Any]]:
+        saved, state = self._read_state(folder)
+        return saved, self._snapshots.read(run, folder), state
+
+    def _read_state(self, folder: Path) -> tuple[SavedProgress, dict[str, Any]]:
         try:
             progress = read_file(folder / PROGRESS_FILE, limit=MAX_PROGRESS_BYTES)
             version = msgspec.json.decode(progress, type=_Version).version
@@ -262,11 +293,10 @@ class CheckpointManager:
                     "the program that wrote it, or start over with ckpt.resume_step = 0"
                 )
             saved = msgspec.json.decode(progress, type=SavedProgress)
-            tensors = self._snapshots.read(run, folder)
             state = join_tensors(saved.state, load_tensors(folder / STATE_FILE, mapped=self._snapshots.maps_files))
         except msgspec.MsgspecError as error:
             raise ValueError(f"{folder} is damaged: {' '.join(str(error).split())}") from error
-        return saved, tensors, state
+        return saved, state
 
     # Save
 

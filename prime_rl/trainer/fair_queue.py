@@ -1,7 +1,8 @@
 """Which rows go into the next forward/backward pass. Pure: no files, no tensors, no clock.
 
-Runs take turns row by row: next is always the run with the largest deficit, the one that had the fewest tokens. So a
-run with a large batch cannot hold up one with a small batch. A pass ends early rather than take others far beyond what
+Runs take turns row by row: next is always the run with the largest deficit, the one that had the fewest tokens for its
+weight. So a run with a large batch cannot hold up one with a small batch, and while all have work one of weight 2 gets
+twice the tokens of one of weight 1. A pass ends early rather than take others far beyond what
 a run has had that has no more rows for it. Where rows are padded, those of one pass have similar length (the shortest
 is more than half of the longest), so little is padding; where they are packed end to end, any go together. A batch may
 be spread over any number of passes: each row carries the scale that makes the sum over all of them the mean over its
@@ -34,30 +35,40 @@ MAX_PADDING_SHARE = 5
 
 @dataclass(frozen=True)
 class Row:
-    """One sample of one run, cut after its last loss token. `order` is its place in the batch."""
+    """One sample of one run, cut after its last loss token. `order` is its place in the batch.
+
+    `kept`: which of the rollouts it is that people get to read (`contract.samples`); -1: none of them.
+    """
 
     run_idx: int
     order: int
     sample: SampleColumns
     num_tokens: int
     loss_scale: float
+    kept: int = -1
 
 
 def rows_of(
-    run_idx: int, samples: Sequence[SampleColumns], mean: LossMean = "token", length: int | None = None
+    run_idx: int,
+    samples: Sequence[SampleColumns],
+    mean: LossMean = "token",
+    length: int | None = None,
+    kept: Sequence[int] = (),
 ) -> list[Row]:
     """The rows of a batch, shortest first. Samples without a loss token train nothing and make no row.
 
     Args:
         mean: what the run's loss is divided by; `length` is the constant of "constant".
+        kept: places in the batch of the rollouts that people get to read.
     """
+    kept_at = {place: number for number, place in enumerate(kept)}
     num_loss_tokens = [sample.loss_mask.count(LOSS_TOKEN) for sample in samples]
     scales = loss_scales(num_loss_tokens, mean, length)
     rows = []
     for order, (sample, scale) in enumerate(zip(samples, scales, strict=True)):
         if num_loss_tokens[order]:
             num_tokens = sample.loss_mask.rindex(LOSS_TOKEN) + 1
-            rows.append(Row(run_idx, order, sample, num_tokens, scale))
+            rows.append(Row(run_idx, order, sample, num_tokens, scale, kept_at.get(order, -1)))
     return sorted(rows, key=lambda row: (row.num_tokens, row.order))
 
 
@@ -88,6 +99,7 @@ def to_micro_batch(rows: Sequence[Row], base_pass: bool = False) -> MicroBatch:
         loss_scales=[row.loss_scale for row in ordered],
         num_tokens=max(row.num_tokens for row in ordered),
         base_pass=base_pass,
+        kept=[row.kept for row in ordered],
     )
 
 
@@ -95,7 +107,7 @@ def blank_micro_batch(rows: Sequence[Row], base_pass: bool = False) -> MicroBatc
     """A pass for a rank without rows: the shortest of `rows` without its loss tokens. It adds zero to its own run."""
     row = min(rows, key=lambda row: row.num_tokens)
     micro_batch = to_micro_batch([row], base_pass)
-    return msgspec.structs.replace(micro_batch, loss_mask=[bytes(row.num_tokens)], loss_scales=[0.0])
+    return msgspec.structs.replace(micro_batch, loss_mask=[bytes(row.num_tokens)], loss_scales=[0.0], kept=[-1])
 
 
 def deal(rows: Sequence[Row], num_ranks: int) -> list[list[Row]]:
@@ -111,7 +123,7 @@ def deal(rows: Sequence[Row], num_ranks: int) -> list[list[Row]]:
 
 @dataclass
 class RowQueue:
-    """The rows that wait, by run, shortest first, and how many tokens each run had.
+    """The rows that wait, by run, shortest first, and how many tokens each run had, divided by its weight.
 
     Attributes:
         max_tokens: positions of one pass (padded: rows x longest row; packed: tokens); a single row may be longer.
@@ -121,25 +133,28 @@ class RowQueue:
     max_tokens: int
     packs: bool = False
     _rows: dict[int, list[Row]] = field(default_factory=dict)
+    _weights: dict[int, float] = field(default_factory=dict)
     # Also of the runs whose next batch is not there yet.
-    _served: dict[int, int] = field(default_factory=dict)
+    _served: dict[int, float] = field(default_factory=dict)
     # What the run that had least had when the last pass began.
-    _level: int = 0
+    _level: float = 0.0
 
     def __bool__(self) -> bool:
         return bool(self._rows)
 
-    def add(self, run_idx: int, rows: Sequence[Row]) -> None:
-        """Queue a whole batch, shortest row first (as `rows_of` gives it)."""
+    def add(self, run_idx: int, rows: Sequence[Row], weight: float = 1.0) -> None:
+        """Queue a whole batch, shortest row first (as `rows_of` gives it). `weight`: its run's, for this batch."""
         assert rows and run_idx not in self._rows, "a run queues one batch at a time, and not an empty one"
+        self._weights[run_idx] = weight
         # Waiting for its own rollouts earns a run no priority, so it is level with the run that had least; what it had
         # beyond that in its last batch is not forgotten.
-        self._served[run_idx] = max(self._served.get(run_idx, 0), self._level)
+        self._served[run_idx] = max(self._served.get(run_idx, 0.0), self._level)
         self._rows[run_idx] = list(rows)
 
     def drop(self, run_idx: int) -> None:
         self._rows.pop(run_idx, None)
         self._served.pop(run_idx, None)
+        self._weights.pop(run_idx, None)
 
     def num_waiting(self, run_idx: int) -> int:
         """Rows of the run that were not handed out yet."""
@@ -178,7 +193,7 @@ class RowQueue:
             if self._served[run_idx] > limit and not taken.is_small:
                 break
             if at >= 0 and taken.takes(rows[at]):
-                self._served[run_idx] += taken.add(rows.pop(at))
+                self._served[run_idx] += taken.add(rows.pop(at)) / self._weights[run_idx]
                 part_of_it.add(run_idx)
                 if at:
                     fitting[run_idx] = at - 1

@@ -8,6 +8,7 @@ every change of the runs. What a run that comes or goes means for each part is i
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
@@ -19,6 +20,7 @@ from prime_rl.configs.validate import TrainerLimits
 from prime_rl.contract.layout import OutputDir
 from prime_rl.contract.status import StatusWriter, TrainerStatus
 from prime_rl.contract.types import MicroBatch
+from prime_rl.contract.usage import UsageLog
 from prime_rl.trainer.batch_files import BatchReader
 from prime_rl.trainer.budget import with_a_budget
 from prime_rl.trainer.checkpoint import AdapterSnapshots, CheckpointManager, Snapshots, is_due
@@ -28,14 +30,30 @@ from prime_rl.trainer.optim import FlatWeights, RunOptimizer, RunWeights
 from prime_rl.trainer.packer import Packer
 from prime_rl.trainer.publish import Publisher, open_broadcast
 from prime_rl.trainer.runs import MultiRunManager, TrainerRun, setup_multi_run_manager
-from prime_rl.trainer.runs.scout import POLL_S, SETTLE_S, Scout
-from prime_rl.trainer.runs.sync import Channel, PackMessage, ReadyRun, StateMessage, StopMessage
+from prime_rl.trainer.runs.sync import (
+    Channel,
+    PackMessage,
+    ReadyRun,
+    SaveMessage,
+    StateMessage,
+    StopMessage,
+)
 from prime_rl.trainer.step import TrainStep
+from prime_rl.trainer.usage import TrainerUsage
 from prime_rl.trainer.whole_model import ModelFiles, WholeModel
 from prime_rl.trainer.whole_run import ModelSnapshots, ShardedWeights
 from prime_rl.trainer.world import World
 from prime_rl.trainer.writer import BackgroundWriter
 from prime_rl.utils.watch import Watcher
+
+# How often an idle trainer looks for the next batch of its runs: unnoticed by people, microseconds of work.
+POLL_S = 0.05
+# Looks that find nothing new take at most a twentieth of one core: the status files of many runs change all the time.
+LOOK_SHARE = 20
+# But one look at a thousand new runs must not keep the next run waiting.
+MAX_REST_S = 0.25
+# A config that is bad is reported when it has stayed so for this long: an editor may be about to write the rest.
+SETTLE_S = 0.5
 
 
 class Trainer:
@@ -75,7 +93,10 @@ class Trainer:
         # Only complete updates are saved; a batch that was cut short is trained on again.
         for run in self._manager.used:
             self._snapshots.collect(run, with_state=True)
+            if self._lead:
+                self._lead.usage.write(run)
         if self._lead:
+            self._lead.reporter.spent(self._timer.take())
             self._lead.close()
 
     def _wait(self) -> bool:
@@ -85,6 +106,8 @@ class Trainer:
     def _train_step(self, micro_batch: MicroBatch, batches: dict[int, ReadyRun]) -> None:
         with self._timer("forward_backward"):
             self._step.forward_backward(micro_batch)
+        if self._lead:
+            self._lead.usage.passed(self._timer.last_s)
         for run in self._manager.ready:
             batch = batches[run.run_idx]
             with self._timer("optim"):
@@ -94,6 +117,9 @@ class Trainer:
                     self._snapshots.collect(run, with_state=is_due(run.config, report.step))
             if self._lead:
                 self._lead.publisher.after_update(run, batch, report, self._timer)
+                time_s = self._timer.take()
+                self._lead.usage.updated(run, time_s)
+                self._lead.reporter.updated(time_s, batch.num_tokens)
 
     # The life of a run
 
@@ -115,15 +141,23 @@ class Trainer:
             self._lead.publisher.resume(run)
 
     def may_leave(self, run: TrainerRun) -> bool:
-        """Rank 0: when what the run made is written."""
+        """Rank 0: when what the run made is written, and the run saved if it is to be."""
         assert self._lead, "rank 0 decides"
+        if run.saves and run.waits_since is None and run.optimizer is not None:  # once
+            self._manager.channel.send_all(SaveMessage(run.run_idx))
+            self._collect(run.run_idx)
+            self._lead.publisher.save(run)
         return self._lead.publisher.may_leave(run)
 
     def forgotten(self, run: TrainerRun) -> None:
         """Rank 0: what waits of the run is dropped."""
         assert self._lead, "rank 0 forgets"
+        self._lead.usage.write(run)
         self._lead.packer.forgotten(run)
         self._lead.publisher.forgotten(run)
+
+    def _collect(self, run_idx: int) -> None:
+        self._snapshots.collect(self._manager.run(run_idx), with_state=True)
 
     def _weights_of(self, run: TrainerRun) -> RunWeights:
         named = self._manager.get_named_parameters_for_run(run.run_idx)
@@ -136,7 +170,7 @@ class Trainer:
     def _source(self, stop: Callable[[], bool]) -> PackingSource | ReceivingSource:
         lead = self._lead
         if lead is None:
-            return ReceivingSource(self._manager)
+            return ReceivingSource(self._manager, self._collect)
 
         def ends() -> bool:
             last = self._config.stop_after_step
@@ -196,17 +230,65 @@ class PackingSource:
         return None
 
 
-class ReceivingSource:
-    """The other ranks: follow rank 0's messages, in order."""
-
-    def __init__(self, manager: MultiRunManager) -> None:
+class Scout:
+    def __init__(self, manager: MultiRunManager, watcher: Watcher) -> None:
         self._manager = manager
+        self._watcher = watcher
+        self._hinted = False
+        self._earliest = 0.0
+        self._rescan_at = 0.0
+
+    def wait(self, timeout_s: float) -> None:
+        """Sleep until there is something to look at, at most `timeout_s`."""
+        now = time.monotonic()
+        due = min(self._rescan_at, self._manager.findings.due)
+        # A hint that may not be followed yet must not keep this loop spinning.
+        if self._hinted and timeout_s:
+            time.sleep(max(0.0, min(timeout_s, self._earliest - now, due - now)))
+        elif self._watcher.wait(max(0.0, min(timeout_s, due - now))):
+            self._hinted = True
+
+    def look(self) -> None:
+        """Discover runs and inform all ranks, if it is time."""
+        now = time.monotonic()
+        everything = now >= self._rescan_at
+        hinted = self._hinted and now >= self._earliest
+        settled = now >= self._manager.findings.due
+        if not (everything or hinted or settled or self._manager.needs_discovery):
+            return
+        self._hinted = False
+        start_s = time.thread_time()
+        changed = self._watcher.take_changed()
+        everything |= changed is None
+        self._manager.discover_runs(None if everything else changed)
+        self._watcher.watch(self._manager.findings.folders)
+        # Of this thread alone: on a machine with other work to do a look takes long and costs the same.
+        rest_s = LOOK_SHARE * (time.thread_time() - start_s)
+        done = time.monotonic()
+        if everything:
+            self._rescan_at = done + max(self._watcher.rescan_s, rest_s)
+        if self._manager.has_changes:
+            self._manager.synchronize_state()
+        elif not everything:
+            self._earliest = done + min(rest_s, MAX_REST_S)
+
+
+class ReceivingSource:
+    """The other ranks: follow rank 0's messages, in order. `collect` a run that is to be saved, by its slot."""
+
+    def __init__(self, manager: MultiRunManager, collect: Callable[[int], None]) -> None:
+        self._manager = manager
+        self._collect = collect
 
     def next(self) -> PackMessage | None:
-        while isinstance(self._manager.channel.peek(), StateMessage):
-            self._manager.synchronize_state()
-        message = self._manager.channel.receive()
-        return message if isinstance(message, PackMessage) else None
+        while True:
+            if isinstance(self._manager.channel.peek(), StateMessage):
+                self._manager.synchronize_state()
+                continue
+            message = self._manager.channel.receive()
+            if not isinstance(message, SaveMessage):
+                return message if isinstance(message, PackMessage) else None
+            self._collect(message.run_idx)
 
 
 class DataLoader:
@@ -240,6 +322,7 @@ class Lead:
     packer: Packer
     publisher: Publisher
     metrics: MetricsWriter
+    usage: TrainerUsage
     reporter: StatusReporter
     watcher: Watcher
 
@@ -264,7 +347,8 @@ def _lead(
     metrics, reporter = MetricsWriter(), StatusReporter(status, manager)
     packer = Packer(manager, BatchReader(), model.vocab_size, config.micro_batch_tokens, world.size, model.packs)
     publisher = Publisher(manager, snapshots, broadcast, checkpoints, metrics, reporter, BackgroundWriter())
-    return Lead(packer, publisher, metrics, reporter, watcher)
+    usage = TrainerUsage(manager, UsageLog(OutputDir(config.output_dir).run_usage("trainer")))
+    return Lead(packer, publisher, metrics, usage, reporter, watcher)
 
 
 def _set_up_weights(config: TrainerConfig, model: PolicyModel, manager: MultiRunManager, world: World) -> Snapshots:

@@ -18,10 +18,11 @@ import torch
 from prime_rl.contract.files import append_line, read_end
 from prime_rl.contract.layout import RunDir, list_steps
 from prime_rl.contract.status import StatusWriter, TrainerRunStatus
+from prime_rl.trainer.kept import RatioWriter
 from prime_rl.trainer.runs import MultiRunManager, Progress, TrainerRun
-from prime_rl.trainer.runs.hooks import printable
 from prime_rl.trainer.runs.sync import ReadyRun
 from prime_rl.trainer.step import UpdateReport
+from prime_rl.utils.text import printable
 
 PHASES = ("wait", "forward_backward", "optim", "broadcast", "checkpoint")
 # A line of metrics is far shorter than this.
@@ -32,10 +33,11 @@ RATE_WINDOW_S = 30.0
 
 @dataclass
 class PhaseTimer:
-    """Seconds by phase since the last `take`."""
+    """Seconds by phase since the last `take`. `last_s`: those of the phase that ended last."""
 
     clock: Callable[[], float] = time.perf_counter
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
+    last_s: float = 0.0
 
     @contextlib.contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
@@ -43,7 +45,8 @@ class PhaseTimer:
         try:
             yield
         finally:
-            self.seconds[phase] += self.clock() - start
+            self.last_s = self.clock() - start
+            self.seconds[phase] += self.last_s
 
     def take(self) -> dict[str, float]:
         """The seconds so far; starts again at zero."""
@@ -52,10 +55,11 @@ class PhaseTimer:
 
 
 class MetricsWriter:
-    """Appends to `metrics/trainer.jsonl` of each run."""
+    """Appends to `metrics/trainer.jsonl` of each run, and to `metrics/ratios.jsonl`."""
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
         self._clock = clock
+        self._ratios = RatioWriter()
 
     def admitted(self, run: TrainerRun) -> None:
         """Find up to which step the run was reported, when it is decided where it resumes.
@@ -64,6 +68,7 @@ class MetricsWriter:
         """
         published = max(list_steps(run.dir.broadcast, stable_only=True), default=0)
         run.reported_step = min(last_metrics_step(run.dir), published)
+        self._ratios.admitted(run)
 
     def write(self, run: TrainerRun, ready: ReadyRun, report: UpdateReport, seconds: dict[str, float]) -> None:
         """One line, from any thread. `seconds` has what the phases after the update took. Raises OSError."""
@@ -90,6 +95,7 @@ class MetricsWriter:
             **{f"time/{phase}": value for phase, value in seconds.items()},
         }
         append_line(run.dir.trainer_metrics, msgspec.json.encode(line).decode())
+        self._ratios.write(run, report.step, report.ratios)
         run.reported_step = report.step
 
 
@@ -138,6 +144,7 @@ class StatusReporter:
         self._progress = 0
         self._rate = TokenRate()
         self._time_s: dict[str, float] = {}
+        self._total_s = dict.fromkeys(PHASES, 0.0)
 
     def published(self, run: TrainerRun, progress: Progress) -> None:
         """What a run did up to here is on disk, and may be reported."""
@@ -157,11 +164,16 @@ class StatusReporter:
         """A run was updated. `time_s` is where the time since the last update went."""
         self._num_updates += 1
         self._time_s = dict(time_s)
+        self.spent(time_s)
         self._rate.add(num_tokens)
         self.training()
 
+    def spent(self, time_s: dict[str, float]) -> None:
+        """Where more time went."""
+        self._total_s = {phase: seconds + time_s[phase] for phase, seconds in self._total_s.items()}
+
     def close(self) -> None:
-        self._writer.close(state="stopped", waiting_on=None, runs=self._runs())
+        self._writer.close(state="stopped", waiting_on=None, runs=self._runs(), total_s=self._total_s)
 
     def _update(self, state: str, waiting_on: str | None) -> None:
         self._writer.turn()  # the main loop comes by here at every pass and at every look for one
@@ -173,6 +185,7 @@ class StatusReporter:
             waiting=list(self._manager.waiting),
             refused={printable(name): printable(why) for name, why in self._manager.findings.refused.items()},
             time_s=self._time_s,
+            total_s=self._total_s,
             num_updates=self._num_updates,
             tokens_per_s=self._rate.per_s(),
         )
@@ -199,6 +212,7 @@ class StatusReporter:
             for word, names in (
                 ("finished", findings.finished),
                 ("evicted", findings.evicted),
+                ("paused", findings.paused),
                 ("failed", findings.failed),
                 ("invalid", findings.invalid),
                 ("without control/orch.toml", findings.unconfigured),

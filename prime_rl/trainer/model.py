@@ -31,8 +31,7 @@ from prime_rl.configs.shared import LoRAConfig
 from prime_rl.configs.trainer import TrainerModelConfig
 from prime_rl.lora.inject import apply_lora_to_model
 from prime_rl.lora.linear import AdapterRouting, MultiLoRALinear
-from prime_rl.trainer.attention import Segments, can_pack, use_packed_attention
-from prime_rl.trainer.fused import fuse_mlps, fuse_norms, token_logprobs
+from prime_rl.trainer.fused import Segments, can_pack, fuse_mlps, fuse_norms, token_logprobs, use_packed_attention
 from prime_rl.trainer.sharding import decoder_layers, mesh_of, shard_model, shard_trainable
 from prime_rl.trainer.world import World
 

@@ -143,13 +143,14 @@ class RunOptimizer:
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Take over saved moments and steps; rates and constants stay those of the run's config. Raises ValueError."""
-        self._load_moments(saved["optimizer"])
+        self.load_moments(saved["optimizer"])
         step = saved["scheduler"].get("step")
         if not isinstance(step, int) or step < 0:
             raise ValueError(f"the saved scheduler is at step {step!r}")
         self.scheduler = make_scheduler(self.optimizer, self._config, step)
 
-    def _load_moments(self, saved: dict[str, Any]) -> None:
+    def load_moments(self, saved: dict[str, Any]) -> None:
+        """Take over the moments alone: the schedule stays where it is. Raises ValueError when they do not fit."""
         config, weights = self._config.optim, self._weights
         if saved["type"] != config.type:
             raise ValueError(

@@ -14,6 +14,7 @@ from prime_rl.contract.layout import list_rollout_steps
 from prime_rl.contract.types import BadBatchError, BatchColumns, MicroBatch
 from prime_rl.trainer.batch_files import BatchLimits, BatchReader
 from prime_rl.trainer.fair_queue import RowQueue, blank_micro_batch, rows_of, to_micro_batch
+from prime_rl.trainer.kept import keeping_of
 from prime_rl.trainer.runs import MultiRunManager, TrainerRun
 from prime_rl.trainer.runs.sync import ReadyRun
 
@@ -98,8 +99,10 @@ class Packer:
         if isinstance(found, str):
             raise BadBatchError(found)
         config, num_tokens = run.config, sum(len(sample.loss_mask) for sample in found.samples)
-        self._queue.add(run.run_idx, rows_of(run.run_idx, found.samples, config.loss.mean, config.loss_length))
-        run.in_work = ReadyRun(run.run_idx, num_tokens, len(found.samples))
+        kept = keeping_of(config).places([sample.reward for sample in found.samples])
+        rows = rows_of(run.run_idx, found.samples, config.loss.mean, config.loss_length, kept)
+        self._queue.add(run.run_idx, rows, config.weight)
+        run.in_work = ReadyRun(run.run_idx, num_tokens, len(found.samples), kept)
         return found
 
     def pack(self, held: Collection[str] = ()) -> Pack | None:
@@ -113,6 +116,8 @@ class Packer:
         hands = self._queue.next_pack(self._num_ranks)
         rows = [row for hand in hands for row in hand]
         runs = [self._manager.run(run_idx) for run_idx in sorted({row.run_idx for row in rows})]
+        for row in rows:
+            self._manager.run(row.run_idx).pass_tokens += row.num_tokens
         base_pass = any(run.config.loss.kl_coef for run in runs)
         blanks = [blank_micro_batch(rows, base_pass) for _ in range(self._num_ranks - len(hands))]
         ready = [self._finished(run) for run in runs if not self._queue.num_waiting(run.run_idx)]

@@ -27,13 +27,13 @@ from prime_rl.trainer.checkpoint import CheckpointManager, RunSnapshot, Snapshot
 from prime_rl.trainer.metrics import MetricsWriter, PhaseTimer, StatusReporter
 from prime_rl.trainer.retention import prune, remove_step
 from prime_rl.trainer.runs import MultiRunManager, TrainerRun
-from prime_rl.trainer.runs.hooks import error_text
 from prime_rl.trainer.runs.run import FINISHED
 from prime_rl.trainer.runs.sync import ReadyRun
 from prime_rl.trainer.step import UpdateReport
 from prime_rl.trainer.whole_model import ModelSnapshot
 from prime_rl.trainer.writer import DISK_TIMEOUT_S, BackgroundWriter, FolderGone, WriteError, WriteJob
 from prime_rl.transfer import WeightSender
+from prime_rl.utils.text import error_text
 
 logger = logging.getLogger(__name__)
 
@@ -63,15 +63,18 @@ class Publisher:
         self._writer = writer
 
     def resume(self, run: TrainerRun) -> None:
-        """A run has its slot: the version that it resumes from is published if it is gone, and reported."""
-        if run.progress.step:
+        """A run has its slot: the version that it starts or resumes from is published if it is gone, and reported.
+
+        The base model, which is version 0 of a run without `[init]`, is not.
+        """
+        if run.progress.step or run.config.init.from_ is not None:
             self._broadcast.publish(RunSnapshot.of(run, self._snapshots.weights(run), state=None))
         if run.progress.step >= run.config.max_steps:
             self._manager.finish_run(run)
         self._status.published(run, replace(run.progress))
 
     def after_update(self, run: TrainerRun, ready: ReadyRun, report: UpdateReport, timer: PhaseTimer) -> None:
-        """Make the update known. `timer` has the phases since the last update of any run, and is emptied."""
+        """Make the update known. `timer` has the phases since the last update of any run."""
         if report.problem is not None:
             self._manager.evict_run(run.run_idx, report.problem)
         else:
@@ -79,7 +82,6 @@ class Publisher:
                 self._hand_over(run, ready, report, timer)
             if report.step >= run.config.max_steps:
                 self._manager.finish_run(run)
-        self._status.updated(timer.take(), ready.num_tokens)
 
     def _hand_over(self, run: TrainerRun, ready: ReadyRun, report: UpdateReport, timer: PhaseTimer) -> None:
         with timer("broadcast"):
@@ -112,7 +114,7 @@ class Publisher:
             run = self._manager.run_of(result.job.run_id)
             if result.problem is None:
                 result.job.then()
-            elif result.problem and run is not None and run.leaving in (None, FINISHED):
+            elif result.problem and run is not None and (run.leaving in (None, FINISHED) or run.saves):
                 self._manager.evict_run(run.run_idx, result.problem)
 
     def admitted(self, run: TrainerRun) -> None:
@@ -123,8 +125,8 @@ class Publisher:
 
     def may_leave(self, run: TrainerRun) -> bool:
         """Whether what the run made is written, or the disk has had its time."""
-        self.collect()
         what, now = self._writer.waits_for(run.run_id), time.monotonic()
+        self.collect()
         if what is None:
             return True
         run.waits_since = now if run.waits_since is None else run.waits_since
@@ -132,6 +134,12 @@ class Publisher:
             return False
         logger.error("%s leaves its slot after %g s of waiting for %s", run.run_id, DISK_TIMEOUT_S, what)
         return True
+
+    def save(self, run: TrainerRun) -> None:
+        """Have the run saved after its last complete update. All ranks have collected it."""
+        snapshot = self._snapshots.whole(run)
+        what = f"the last checkpoint of {run.run_id}"
+        self._writer.submit(WriteJob(run.run_id, what, partial(self._write_checkpoint, snapshot), lambda: None))
 
     def forgotten(self, run: TrainerRun) -> None:
         self._writer.forget(run.run_id)
@@ -141,11 +149,7 @@ class Publisher:
         self._writer.finish(self._idle)
         self.collect()
         for run in self._manager.active:
-            snapshot = self._snapshots.whole(run)
-            what = f"the last checkpoint of {snapshot.run.run_id}"
-            self._writer.submit(
-                WriteJob(snapshot.run.run_id, what, partial(self._write_checkpoint, snapshot), lambda: None)
-            )
+            self.save(run)
             # One at a time, so that not all of them are in memory twice.
             self._writer.finish(self._idle)
         self.collect()

@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
 
@@ -27,6 +27,7 @@ from torch import Tensor
 
 from prime_rl.configs.losses import LossConfig
 from prime_rl.contract.types import LOGPROB_DTYPE, MASK_DTYPE, TOKEN_DTYPE, MicroBatch
+from prime_rl.trainer import kept
 from prime_rl.trainer.loss import LossInputs, LossSums, RowLosses, compute_losses, row_statistics, sums_by_run
 from prime_rl.trainer.model import PolicyModel, Targets
 from prime_rl.trainer.runs import MultiRunManager, TrainerRun
@@ -38,7 +39,8 @@ from prime_rl.trainer.world import World
 class UpdateReport:
     """What one update of a run did. `problem` is set when it was not done, with the numbers.
 
-    `compares_with_base`: the loss has a KL to the base model, and `sums.kl_base` is it.
+    `compares_with_base`: the loss has a KL to the base model, and `sums.kl_base` is it. `ratios`: log-ratios of the
+    kept rollouts, by place in the batch.
     """
 
     step: int
@@ -49,6 +51,7 @@ class UpdateReport:
     forward_backward_s: float
     problem: str | None = None
     compares_with_base: bool = False
+    ratios: Mapping[int, Sequence[float]] = field(default_factory=dict)
 
 
 class TrainStep:
@@ -67,6 +70,7 @@ class TrainStep:
         if found is None:
             return time.perf_counter() - start
         num_rows = {run: len(list(same)) for run, same in groupby(runs_R)}
+        kept.collect(runs_R, batch, found.inputs)
         statistics = row_statistics(found.inputs, found.losses, found.entropy_RK)
         sums = sums_by_run(statistics, list(num_rows.values()))
         seconds = time.perf_counter() - start
@@ -79,6 +83,7 @@ class TrainStep:
         """Update one run from what was collected. A collective: all ranks call it, for the same runs in one order."""
         start = time.perf_counter()
         sums, pass_s = self._reduced(run.sums), run.pass_s
+        ratios = kept.gathered(run, batch.kept, self._world)
         run.sums, run.pass_s, run.ready = LossSums(), 0.0, False
         optimizer, progress = run.training, run.progress
         grad_norm, lr = optimizer.reduce_gradients(), optimizer.lr
@@ -97,7 +102,8 @@ class TrainStep:
             progress.total_tokens += batch.num_tokens
             progress.total_samples += batch.num_samples
         seconds = time.perf_counter() - start
-        return UpdateReport(step, sums, grad_norm, lr, seconds, pass_s, problem or None, run.config.loss.kl_coef > 0)
+        compares = run.config.loss.kl_coef > 0
+        return UpdateReport(step, sums, grad_norm, lr, seconds, pass_s, problem or None, compares, ratios)
 
     def _reduced(self, mine: LossSums) -> LossSums:
         # On the CPU, in double precision: reports, small and rare.

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from prime_rl.contract.files import DEFAULT_POLL_S, WaitTimeout, wait_for
-from prime_rl.trainer.runs.hooks import error_text
+from prime_rl.utils.text import error_text
 
 logger = logging.getLogger(__name__)
 

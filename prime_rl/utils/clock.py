@@ -1,8 +1,23 @@
-"""A clock for decisions within one process. What is written for others, and read by people, is `time.time()`."""
+"""A clock for decisions within one process, and durations as people write them.
+
+What is written for others, and read by people, is `time.time()`.
+"""
 
 from __future__ import annotations
 
+import re
 import time
+
+_UNIT_S = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0, "w": 7 * 86400.0}
+_DURATION = re.compile(r"(\d+(?:\.\d+)?)([smhdw]?)")
+
+
+def parse_duration_s(text: str) -> float:
+    """ "7d", "12h", "30m", "45s" or plain seconds -> seconds. Raises ValueError."""
+    match = _DURATION.fullmatch(text.strip().lower())
+    if match is None:
+        raise ValueError(f"invalid duration {text!r}: expected a number and s, m, h, d or w, such as 7d")
+    return float(match[1]) * _UNIT_S[match[2] or "s"]
 
 
 class SteadyClock:

@@ -1,6 +1,7 @@
 """Text from runs (names, prompts, errors, logs) made safe to show in a terminal.
 
 Readers call it where text enters; what they hand on is a `CleanText`, or a struct that went through `clean_strings`.
+Errors and file names in words are here too.
 """
 
 from __future__ import annotations
@@ -84,3 +85,14 @@ def clean_strings(value: T, clean: Callable[[str], str] = clean_text) -> T:
     elif isinstance(value, list | tuple):
         result = type(value)(clean_strings(each, clean) for each in value)
     return result  # type: ignore[no-any-return]
+
+
+def printable(text: str) -> str:
+    """`text` with what cannot be encoded (bytes of a file name that are not UTF-8) written as escapes."""
+    return text.encode(errors="backslashreplace").decode()
+
+
+def error_text(error: Exception) -> str:
+    """An error as part of a sentence; the type is named unless the text was written for people."""
+    text = str(error)
+    return text if isinstance(error, ValueError | OSError) and text else f"{type(error).__name__}: {text}"

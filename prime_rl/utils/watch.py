@@ -4,32 +4,239 @@ Events are hints. `Watcher.wait` returns when something may have changed or when
 looks at the disk itself, at the folders that `take_changed` names or at all. So a lost event costs at most `rescan_s`,
 never a run. The trainer watches the output directory and the `control/` folders, the others a few folders each; step
 folders are scanned by the caller.
+
+Hints come from inotify, through watchdog, or from a thread that looks again and again: one thread for all folders,
+which are not watched recursively. Temporary and hidden files (a leading dot) are left out: what is renamed into place
+is reported under its final name.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import itertools
 import logging
+import os
+import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from prime_rl.utils.mounts import MOUNT_TABLE, events_come
-from prime_rl.utils.watch_backends import POLL_S, Backend, OnChange, PollingEvents, native_events
+
+if TYPE_CHECKING:
+    from watchdog.observers.inotify_c import InotifyEvent, WatchDescriptor
 
 logger = logging.getLogger(__name__)
 
 ObserverKind = Literal["auto", "native", "polling"]
+# Called from the thread of a backend: the folder with a hint (None: any may have changed), and one that may be another
+# folder now: that one or one in it.
+OnChange = Callable[[Path | None, Path | None], None]
+POLL_S = 1.0
+# A poll may take at most this share of one core, whatever the number of folders and the speed of the file system.
+POLL_SHARE = 20
+# What a folder looks like: names with their inode and, for files, time of change and size.
+Picture = frozenset[tuple[str, int, int, int]]
 _CURES = {
     errno.ENOSPC: "sudo sysctl fs.inotify.max_user_watches=1048576",
     errno.EMFILE: "sudo sysctl fs.inotify.max_user_instances=1024, or a higher ulimit -n",
 }
 
+# watchdog may log this for each of many short-lived folders; there is nothing to act on.
+warnings.filterwarnings("ignore", message="Callback with id", category=RuntimeWarning)
+
+
+class Backend(Protocol):
+    """A changing set of watched folders."""
+
+    @property
+    def folders(self) -> set[Path]:
+        """Those that are watched; one that was deleted may still be among them until it is added again."""
+
+    def add(self, folder: Path) -> bool:
+        """Watch what is at `folder` now; whether there is something that was not watched before. OSError at a limit."""
+
+    def remove(self, folder: Path) -> None:
+        """Watch `folder` no longer."""
+
+    def lives(self) -> bool:
+        """Whether hints still come."""
+
+    def close(self) -> None:
+        """End the thread."""
+
+
+class NativeEvents:
+    """inotify, one watch a folder. OSError where the system has none, or no more of them.
+
+    watchdog's own observer has a thread a folder and holds unpaired renames back for half a second. Here its inotify
+    reader is used directly: one thread and one inotify instance for all folders.
+    """
+
+    def __init__(self, on_change: OnChange) -> None:
+        if sys.platform != "linux":
+            raise OSError("this system has no inotify")
+        # Loads the C library's inotify calls, which only Linux has.
+        from watchdog.observers.inotify_c import InotifyConstants as Event
+        from watchdog.observers.inotify_c import InotifyFD, Mask
+
+        self._on_change = on_change
+        changes = Event.IN_CREATE | Event.IN_MODIFY | Event.IN_ATTRIB | Event.IN_CLOSE_WRITE | Event.IN_DELETE
+        self._mask = Mask(changes | Event.IN_MOVE | Event.IN_DELETE_SELF | Event.IN_MOVE_SELF | Event.IN_ONLYDIR)
+        self._lock = threading.Lock()
+        self._ids = itertools.count(1)
+        self._watches: dict[Path, tuple[WatchDescriptor, int]] = {}
+        self._folders: dict[WatchDescriptor, Path] = {}
+        self._reader = InotifyFD()
+        self._reader.start()
+
+    @property
+    def folders(self) -> set[Path]:
+        with self._lock:
+            return set(self._watches)
+
+    def add(self, folder: Path) -> bool:
+        from watchdog.observers.inotify_c import CallbackId
+
+        new_id = CallbackId(next(self._ids))
+        try:
+            wd = self._reader.add_callback(os.fsencode(folder), self._mask, self, new_id)
+        except (FileNotFoundError, NotADirectoryError):
+            self.remove(folder)
+            return False
+        with self._lock:
+            old = self._watches.pop(folder, None)
+            if wd != -1:  # no permission
+                self._watches[folder], self._folders[wd] = (wd, new_id), folder
+        if old is not None:
+            self._drop(folder, *old)
+        if wd == -1:
+            self._drop(folder, wd, new_id)
+        return wd != -1 and (old is None or old[0] != wd)
+
+    def remove(self, folder: Path) -> None:
+        with self._lock:
+            old = self._watches.pop(folder, None)
+        if old is not None:
+            self._drop(folder, *old)
+
+    def lives(self) -> bool:
+        return self._reader.is_alive()
+
+    def close(self) -> None:
+        self._reader.stop()
+        self._reader.join()
+
+    def _drop(self, folder: Path, wd: WatchDescriptor, old_id: int) -> None:
+        """End one request for a watch. A folder that was moved keeps its watch, which may be that of its new place."""
+        from watchdog.observers.inotify_c import CallbackId
+
+        with self._lock:
+            is_watched = self._watches.get(folder, (None, 0))[0] == wd
+            if not is_watched and self._folders.get(wd) == folder:
+                del self._folders[wd]
+        with contextlib.suppress(OSError):  # its folder is gone, and the watch with it
+            self._reader.remove_callbacks([(wd, CallbackId(old_id))])
+
+    # What watchdog's reader calls, in its thread.
+
+    def on_event(self, event: InotifyEvent) -> None:
+        name, folder = os.fsdecode(event.name), self._folders.get(event.wd)
+        if folder is not None and not name.startswith("."):
+            self._on_change(folder, folder / name if event.is_directory or not name else None)
+
+    def on_watch_deleted(self, wd: WatchDescriptor) -> None:
+        with self._lock:
+            folder = self._folders.pop(wd, None)
+            if folder is not None and self._watches.get(folder, (None, 0))[0] == wd:
+                del self._watches[folder]
+        if folder is not None:
+            self._on_change(folder, folder)
+
+    def on_queue_overflow(self) -> None:
+        self._on_change(None, None)
+
+
+class PollingEvents:
+    """One thread that takes a picture of each folder every `interval_s`, or as often as it can afford."""
+
+    def __init__(self, on_change: OnChange, interval_s: float = POLL_S) -> None:
+        self._on_change = on_change
+        self._interval_s = interval_s
+        self._lock = threading.Lock()
+        self._pictures: dict[Path, Picture] = {}
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="watch-poll", daemon=True)
+        self._thread.start()
+
+    @property
+    def folders(self) -> set[Path]:
+        with self._lock:
+            return set(self._pictures)
+
+    def add(self, folder: Path) -> bool:
+        # Of one that is watched, what changed since the last look at it must still be reported.
+        picture = None if folder in self.folders else picture_of(folder)
+        if picture is not None:
+            with self._lock:
+                self._pictures[folder] = picture
+        return picture is not None
+
+    def remove(self, folder: Path) -> None:
+        with self._lock:
+            self._pictures.pop(folder, None)
+
+    def lives(self) -> bool:
+        return self._thread.is_alive()
+
+    def close(self) -> None:
+        self._stopped.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        pause_s = self._interval_s
+        while not self._stopped.wait(pause_s):
+            start_s = time.thread_time()
+            with self._lock:
+                known = list(self._pictures.items())
+            for folder, before in known:
+                now = picture_of(folder)
+                if now == before or self._stopped.is_set():
+                    continue
+                with self._lock:
+                    if self._pictures.pop(folder, None) is None:
+                        continue
+                    if now is not None:
+                        self._pictures[folder] = now
+                self._on_change(folder, None)
+            pause_s = max(self._interval_s, POLL_SHARE * (time.thread_time() - start_s))
+
+
+def picture_of(folder: Path) -> Picture | None:
+    """What there is in `folder` now, None without it. Of a folder in it only whether it is the same one."""
+    seen = []
+    try:
+        with os.scandir(folder) as entries:
+            for entry in entries:
+                if entry.name.startswith("."):
+                    continue
+                if entry.is_dir(follow_symlinks=False):
+                    seen.append((entry.name, entry.inode(), 0, 0))
+                    continue
+                with contextlib.suppress(OSError):  # deleted meanwhile
+                    stat = entry.stat(follow_symlinks=False)
+                    seen.append((entry.name, stat.st_ino, stat.st_mtime_ns, stat.st_size))
+    except OSError:
+        return None
+    return frozenset(seen)
+
 
 class Watcher:
-    """Watch a changing set of folders (not recursive). One thread calls it; any may call `wake`.
+    """Watch a changing set of folders. One thread calls it; any may call `wake`.
 
     Args:
         rescan_s: longest time between two looks at the disk, whatever events arrive.
@@ -47,7 +254,7 @@ class Watcher:
         kind: ObserverKind = "auto",
         poll_s: float = POLL_S,
         mount_table: Path = MOUNT_TABLE,
-        make_native: Callable[[OnChange], Backend] = native_events,
+        make_native: Callable[[OnChange], Backend] = NativeEvents,
     ) -> None:
         self.rescan_s = rescan_s
         self._kind = kind
@@ -57,12 +264,10 @@ class Watcher:
         self._event = threading.Event()
         self._lock = threading.Lock()
         self._backend: Backend | None = None
-        self._watched: set[Path] = set()
+        self._wanted: set[Path] = set()
         self._changed: set[Path] = set()
         self._all_changed = False
-        self._listed: list[Path] = []
-        self._parents: set[Path] = set()
-        # Names that came or went in a watched folder: a folder of that name, or in it, may be another one now.
+        # Folders that may be others now.
         self._suspects: set[Path] = set()
         self._verified_at = time.monotonic()
         self.watch(folders)
@@ -73,32 +278,30 @@ class Watcher:
 
     @property
     def folders(self) -> frozenset[Path]:
-        return frozenset(self._watched)
+        return frozenset(self._backend.folders if self._backend else ())
 
     def watch(self, folders: Iterable[Path]) -> None:
         """Watch exactly `folders` from now on; those that do not exist (yet) are left out until the next call."""
-        listed = list(folders)
-        self._check_backend()
+        wanted = self._wanted = set(folders)
+        if not wanted and self._backend is None:
+            return
+        backend = self._backend or self._start(min(wanted))
+        if not backend.lives():
+            backend = self._fall_back(OSError("the thread that reads events has ended"))
         with self._lock:
             suspects, self._suspects = self._suspects, set()
-        concerned = any(path in self._watched or path in self._parents for path in suspects)
-        is_due = time.monotonic() - self._verified_at >= self.rescan_s
-        # Thousands of folders, the same ones as at the last call: the rule while runs write into their folders.
-        if listed == self._listed and len(listed) == len(self._watched) and not (concerned or is_due):
-            return
-        wanted, self._listed = set(listed), listed
-        self._parents = {folder.parent for folder in wanted}
-        for folder in self._watched - wanted:
-            self._watched.discard(folder)
-            if self._backend is not None:
-                self._backend.remove(folder)
-        if is_due:  # folders may have been replaced without an event
+        unsure = {each for each in wanted if each in suspects or each.parent in suspects} if suspects else set()
+        if time.monotonic() - self._verified_at >= self.rescan_s:  # folders may have been replaced without an event
             self._verified_at, unsure = time.monotonic(), wanted
-        else:
-            unsure = {folder for folder in wanted if folder in suspects or folder.parent in suspects}
-        for folder in sorted((wanted - self._watched) | unsure):
-            if self._add(folder):
-                self._hint(folder)  # what landed before the watch was set is found by a look
+        watched = backend.folders
+        for folder in watched - wanted:
+            backend.remove(folder)
+        try:
+            for folder in sorted((wanted - watched) | unsure):
+                if backend.add(folder):
+                    self._hint(folder)  # what landed before the watch was set is found by a look
+        except OSError as error:  # ENOSPC, EMFILE: no more watches
+            self._fall_back(error)
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait for a hint, the rescan or `timeout_s`; true when it was a hint. Also returns after `wake`."""
@@ -122,7 +325,6 @@ class Watcher:
         if self._backend is not None:
             self._backend.close()
         self._backend = None
-        self._watched.clear()
 
     def __enter__(self) -> Watcher:
         return self
@@ -130,49 +332,28 @@ class Watcher:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def _on_change(self, folder: Path | None, name: str) -> None:
-        """From a thread of the backend."""
-        if folder is not None:
-            with self._lock:
-                self._suspects.add(folder / name if name else folder)
-        self._hint(folder)
-
-    def _hint(self, folder: Path | None) -> None:
+    def _hint(self, folder: Path | None, suspect: Path | None = None) -> None:
         with self._lock:
+            if suspect is not None:
+                self._suspects.add(suspect)
             if folder is None:
                 self._all_changed = True
             else:
                 self._changed.add(folder)
         self._event.set()
 
-    def _add(self, folder: Path) -> bool:
-        """Whether `folder` is watched from now on, and was not before, or another folder was in its place."""
-        backend = self._backend or self._start(folder)
-        try:
-            added = backend.add(folder)
-        except OSError as error:  # ENOSPC, EMFILE: no more watches
-            self._fall_back(error)
-            return folder in self._watched or self._add(folder)
-        is_new = added is True or (added is False and folder not in self._watched)
-        (self._watched.discard if added is None else self._watched.add)(folder)
-        return is_new
-
     def _start(self, folder: Path) -> Backend:
         if self._kind == "auto" and not events_come(folder, self._mount_table):
             self._kind = "polling"
         try:
-            self._backend = self._make_native(self._on_change) if self._kind != "polling" else self._polling()
+            is_polling = self._kind == "polling"
+            self._backend = PollingEvents(self._hint, self._poll_s) if is_polling else self._make_native(self._hint)
         except OSError as error:
-            self._fall_back(error)
-        assert self._backend is not None
+            return self._fall_back(error)
         return self._backend
 
-    def _check_backend(self) -> None:
-        if self._backend is not None and not self._backend.lives():
-            self._fall_back(OSError("the thread that reads events has ended"))
-
-    def _fall_back(self, error: OSError) -> None:
-        """From events to polling, for good."""
+    def _fall_back(self, error: OSError) -> Backend:
+        """From events to polling, for good. All folders are watched then, and each may have changed."""
         cure = _CURES.get(error.errno or 0)
         logger.warning(
             "no more file events (%s): polling the folders every %g s from now on%s",
@@ -180,13 +361,10 @@ class Watcher:
             self._poll_s,
             f"; to restore events: {cure}, then restart" if cure else "",
         )
-        folders = list(self._watched)
         self.close()
         self._kind = "polling"
-        self._backend = self._polling()
-        for folder in folders:
-            self._add(folder)
-        self._on_change(None, "")
-
-    def _polling(self) -> PollingEvents:
-        return PollingEvents(self._on_change, self._poll_s)
+        self._backend = PollingEvents(self._hint, self._poll_s)
+        for folder in self._wanted:
+            self._backend.add(folder)
+        self._hint(None)
+        return self._backend

@@ -48,6 +48,11 @@ def test_what_goes_wrong_reaches_the_webhook_once_though_another_target_hangs(
     prl.up("--alerts.webhooks", hooks, "--alerts.dead_man_url", f"{server.url}/ping", "--alerts.dead_man_s", "1")
     wait_for(lambda: ("/ping", None) in server.got, "the dead man to be asked", timeout_s=PATIENCE_S)
 
+    muted = prl.output_dir / "run_muted"
+    muted.mkdir()
+    prl("alerts", "mute", "run_invalid:run_muted", "--for", "1h")
+    muted.rmdir()
+    muted.symlink_to(prl.model)
     link = prl.output_dir / "run_link"
     link.symlink_to(prl.model)
     (prl.output_dir / "fail_run_fails").touch()
@@ -62,6 +67,9 @@ def test_what_goes_wrong_reaches_the_webhook_once_though_another_target_hangs(
     shown = {each["kind"] for each in prl.json("alerts")["open"]}
     assert {"run_invalid", "run_failed"} <= shown
     assert "run_fails failed: told to fail" in prl("alerts").stdout
+    prl("alerts", "ack", "run_failed:run_fails", "--reason", "told to")
+    said = {each["subject"]: (each["muted"], each["acknowledged"]) for each in prl.json("alerts")["open"]}
+    assert said["run_muted"][0]["name"] == "run_invalid:run_muted" and said["run_fails"][1]["reason"] == "told to"
     tested = json.loads(prl("alerts", "--test", "--json", exit_code=1).stdout)["sent"]
     assert [each["error"] for each in tested] == ["TimeoutError", None, None]
 
@@ -77,6 +85,7 @@ def test_what_goes_wrong_reaches_the_webhook_once_though_another_target_hangs(
     before = changes(server)
     assert "no process is left" in prl("down").stdout
     told = changes(server)
+    assert not any(subject == "run_muted" for _, subject, _ in told)
     assert {state for *_, state in told[len(before) :]} <= {"over"}, "the end of a workspace is no alert"
     for change in (("run_failed", "run_fails", "open"), ("run_invalid", "run_link", "open")):
         assert told.count(change) == 1, "each is told once"

@@ -12,7 +12,7 @@ from daemons.client import DaemonView, read_workspace
 from prime_rl.contract.files import wait_for
 from prime_rl.utils.process import ProcessId
 from tests.daemons_support import PATIENCE_S, Prl
-from tui.snapshot import Snapshot, make_snapshot
+from tui.model.snapshot import Snapshot, make_snapshot
 
 
 def console(prl: Prl) -> Snapshot:

@@ -24,7 +24,8 @@ from transformers import (
 )
 
 from prime_rl.contract.files import wait_for
-from prime_rl.contract.layout import LOGPROBS_HEADER, OutputDir
+from prime_rl.contract.layout import OutputDir
+from prime_rl.contract.served import LOGPROBS_HEADER
 from prime_rl.contract.status import InferenceStatus, is_alive, read_status
 from tests.adapter_sets import TARGET_SETS, TrainedAdapter
 from tests.inference_support import (

@@ -92,9 +92,9 @@ async def test_one_that_is_killed_again_and_again_never_outruns_the_trainer(tmp_
             await until(lambda: written(run).keys() == {1, 2} and waits_for_version_1(run), "the trainer to be needed")
             status = read_status(run.status, RunStatus)
             assert status is not None
-            run.status.unlink()
             os.kill(status.pid, signal.SIGKILL)
             assert await life == -signal.SIGKILL
+            run.status.unlink()  # not before: a heartbeat would write it again
 
 
 def waits_for_version_1(run: RunDir) -> bool:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from prime_rl.contract.layout import list_steps
+from prime_rl.contract.samples import read_batches
 from prime_rl.contract.status import TrainerStatus, read_status
 from tests.metrics_support import undocumented
 from tests.system_support import Workspace, closed, make_workspace, read_metrics
@@ -47,6 +48,17 @@ def test_a_run_trains_and_leaves_its_versions_checkpoint_and_figures(lived: tupl
     assert [line["step"] for line in lines] == list(range(1, NUM_STEPS + 1))
     assert undocumented("trainer", lines) == set()
     assert undocumented("orchestrator", read_metrics(run.orchestrator_metrics)) == set()
+
+
+def test_the_trainer_has_the_ratios_of_the_rollouts_that_the_run_keeps(lived: tuple[Workspace, dict[str, str]]) -> None:
+    run = lived[0].run_dir("run_a")
+    batches = read_batches(run.samples, run.ratios, 9)
+    assert batches
+    for batch in batches:
+        assert [sample.place for sample in batch.samples] == sorted(batch.ratios)
+        for sample in batch.samples:
+            assert sample.tokens is not None
+            assert len(batch.ratios[sample.place]) == sum(each is not None for each in sample.tokens.logprobs)
 
 
 def test_down_leaves_no_process(lived: tuple[Workspace, dict[str, str]]) -> None:

@@ -18,8 +18,8 @@ from prime_rl.contract.layout import OutputDir
 from tests.text_attacks import ALL, RUN, Attacked, check_clean
 from tests.tui_support import has_looked, screen_text, until
 from tui.app import PrlApp
+from tui.readers.tabs import TABS
 from tui.screens.run import RunScreen
-from tui.tabs import TABS
 
 # Keys, and a word of ours that stands on the screen when what they open is there.
 PLACES = (("1", "run_attacked"), ("3", "MEMORY"), ("4", "HOST"), ("5", "WHAT"))

@@ -13,6 +13,8 @@ import torch
 from safetensors.torch import load_file
 
 from prime_rl.contract.layout import RunDir
+from prime_rl.contract.samples import read_ratios
+from prime_rl.contract.types import read_batch
 from tests.patience import PATIENCE_S
 from tests.ranks_main import NUM_STEPS, RUNS, SHORT_TIMEOUT_S, TIGHT, put_run, put_whole_run, tight_config
 from tests.trainer_support import adapter, published, relative_difference, tiny_model, train_until, whole_config
@@ -69,6 +71,18 @@ def test_a_group_ends_as_it_should(folder: Path, size: int) -> None:
 @pytest.mark.parametrize("size", [2, 4])
 def test_many_ranks_reach_what_one_rank_and_one_run_reach(folder: Path, alone: Adapters, size: int) -> None:
     check(folder / f"together_{size}", alone, list(RUNS))
+
+
+@pytest.mark.parametrize("run_id", RUNS)
+def test_the_kept_ratios_of_all_ranks_come_together(folder: Path, run_id: str) -> None:
+    two, four = (read_ratios(RunDir(folder / f"together_{size}" / run_id).ratios)[1] for size in (2, 4))
+    samples = read_batch(RunDir(folder / "together_2" / run_id).rollout_file(1)).samples[:4]
+    assert {place: len(values) for place, values in two.items()} == {
+        place: sum(sample.loss_mask) for place, sample in enumerate(samples)
+    }
+    assert two.keys() == four.keys()
+    for place, values in two.items():
+        assert values == pytest.approx(four[place], abs=1e-3)
 
 
 def test_an_eviction_in_the_middle_of_a_batch_and_a_reused_slot_harm_no_other_run(

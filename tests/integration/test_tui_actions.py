@@ -21,16 +21,15 @@ from prime_rl.contract.layout import OutputDir, RunDir
 from prime_rl.contract.status import RunStatus, read_status
 from tests.patience import PATIENCE_S
 from tests.tui_support import add_run, build_workspace, opened_app, orch_toml, until
-from tui.acting import ActsOnRuns
+from tui.actions.jobs import Job
 from tui.app import PrlApp
 from tui.dialogs.add import AddDialog
 from tui.dialogs.delete import DeleteDialog
-from tui.dialogs.evict import EvictDialog
-from tui.jobs import Job
+from tui.dialogs.evict import ALWAYS, EvictDialog
 from tui.messages import ActionEntry
+from tui.screens.acting import ActsOnRuns
 from tui.screens.runs import RunsScreen
-from tui.suggest import ALWAYS
-from tui.widgets.command_line import CommandLine
+from tui.widgets.foot import CommandLine
 from tui.widgets.runs_table import RunsTable
 from tui.widgets.toml_area import TomlArea
 

@@ -24,11 +24,11 @@ from tests.tui_support import (
     write_status,
 )
 from tui.app import PrlApp
+from tui.model.query import SORTS
 from tui.screens.help import HelpScreen
 from tui.screens.run import RunScreen
 from tui.screens.runs import RunsScreen
 from tui.screens.system import SystemScreen
-from tui.sorting import SORTS
 from tui.widgets.runs_table import RunsTable
 
 SIZE = (100, 30)

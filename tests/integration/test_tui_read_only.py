@@ -13,8 +13,8 @@ from tests.tui_places_support import FakeProbe, put_group
 from tests.tui_support import NOW, Ticker, add_history, build_workspace, roomy_disk, screen_text, until
 from tui.app import PrlApp
 from tui.memory import Memory
+from tui.readers.tabs import TABS
 from tui.screens.run import RunScreen
-from tui.tabs import TABS
 
 RUN = "run_reverse-lr1e-3"
 
@@ -71,9 +71,9 @@ async def test_looking_at_everything_changes_no_byte(copied: OutputDir, tmp_path
             await pilot.press(str(number))
             await until(pilot, lambda name=name: name in screen.shown, name)
         # Keys that act where it may: here they do nothing.
-        await pilot.press("5", "enter", "a", "e", "r", "d", "u", "c", "x", "U", "D", "L", "escape")
+        await pilot.press("5", "enter", *"aerducxzwBFWEUDL", "escape")
         app.go("runs")
-        await pilot.press("a", "e", "r", "d", "u", "c", "x", "U", "D", "L", "q")
+        await pilot.press(*"aerducxzwBFWEUDLq")
         await until(pilot, lambda: not app.is_running, "the end")
     assert tree(copied.path) == before
     assert Memory(copied.path, tmp_path / "state" / "state.json").workspace.pins, "what it remembers lies elsewhere"

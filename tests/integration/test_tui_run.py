@@ -13,11 +13,11 @@ from textual.widgets import Static
 from prime_rl.contract.layout import OutputDir, RunDir
 from tests.tui_run_support import RUN, SIZE, Opened, opened_run
 from tests.tui_support import add_history, build_workspace, metrics_lines, screen_text
-from tui.curves import SMOOTHINGS
+from tui.readers.charts import SMOOTHINGS
+from tui.readers.tabs import TABS
 from tui.screens.pick_runs import PickRuns
 from tui.screens.run import RunScreen
 from tui.screens.runs import RunsScreen
-from tui.tabs import TABS
 from tui.widgets.chart import Chart
 
 
@@ -42,8 +42,9 @@ async def test_tabs_by_number_letter_and_arrow(workspace: OutputDir) -> None:
             await o.press(str(number))
             assert o.screen.tab == name
         for key, name in (
-            ("tab", "charts"), ("shift+tab", "events"), ("left_square_bracket", "checkpoints"),
-            ("right_square_bracket", "events"), ("tab", "charts"),
+            ("tab", "chat"), ("tab", "charts"), ("shift+tab", "chat"), ("shift+tab", "events"),
+            ("left_square_bracket", "checkpoints"), ("right_square_bracket", "events"),
+            ("tab", "chat"), ("tab", "charts"),
         ):  # fmt: skip
             await o.press(key)
             assert o.screen.tab == name, key
@@ -342,7 +343,7 @@ async def test_checkpoints_newest_first(workspace: OutputDir) -> None:
     async with opened_run(workspace.path, size=(120, 30)) as o:
         await see(o, "checkpoints", "4 checkpoints, 11.5 MiB", "◌ partial", "✔ STABLE", "orchestrator trainer")
         assert o.screen.checkpoints.selected is not None and o.screen.checkpoints.selected.step == 40
-        (line,) = [line for line in screen_text(o.app).splitlines() if "resumes here" in line]
+        (line,) = [line for line in screen_text(o.app).splitlines() if "starts here" in line]
         assert " 30 " in line and "30m" in line
         await o.press("j")
         assert o.screen.checkpoints.selected.step == 30
@@ -362,33 +363,33 @@ async def test_events_tell_who_did_what_and_why(workspace: OutputDir) -> None:
         await see(o, "events", "the reward collapsed", "after step 25; see the curves", "evicted")
 
 
-async def test_a_run_goes_on_from_the_chosen_checkpoint(workspace: OutputDir) -> None:
+async def test_a_run_is_rolled_back_to_the_chosen_checkpoint(workspace: OutputDir) -> None:
     run = add_history(workspace, "run_collapsed")
     run.status.unlink()  # it names the process of this test, which lives
     async with opened_run(workspace.path, "run_collapsed") as o:
         await see(o, "checkpoints", "◌ partial")
-        assert not o.screen.check_action("resume", ()), "step 40 is not complete"
+        assert not o.screen.check_action("rollback", ()), "step 40 is not complete"
         await o.press("enter")
         assert o.app.screen is o.screen
         await o.press("j", "j")
-        await o.sees("Resume from here")
+        await o.sees("Roll back")
         await o.press("enter")
-        await o.sees("resume from step 20", "Everything it made")
+        await o.sees("roll back run_collapsed", "to step 20", "Everything it made")
         await o.press("enter")
-        await o.sees("resumes from step 20", "prl runs resume run_collapsed --step 20")
+        await o.sees("rolled back to step 20", "prl runs rollback run_collapsed --step 20")
         assert "resume_step = 20" in run.orch_toml.read_text() and not run.evicted.exists()
         await o.press("1")
-        assert o.screen.check_action("resume", ()) is False
+        assert o.screen.check_action("rollback", ()) is False
 
 
-async def test_read_only_offers_no_resume(workspace: OutputDir) -> None:
+async def test_read_only_offers_no_rollback(workspace: OutputDir) -> None:
     add_history(workspace, RUN)
     before = {path: path.read_bytes() for path in workspace.path.rglob("*") if path.is_file()}
     async with opened_run(workspace.path, read_only=True) as o:
         await see(o, "checkpoints", "✔ STABLE")
         await o.press("j", "enter")
-        assert o.app.screen is o.screen and "Resume" not in screen_text(o.app)
+        assert o.app.screen is o.screen and "Roll back" not in screen_text(o.app)
         for tab in TABS:
             await o.tab(tab)
-            assert "resume" not in {each.binding.action for each in o.screen.active_bindings.values()}
+            assert "rollback" not in {each.binding.action for each in o.screen.active_bindings.values()}
     assert {path: path.read_bytes() for path in workspace.path.rglob("*") if path.is_file()} == before

@@ -18,7 +18,7 @@ from prime_rl.contract.layout import OutputDir
 from tests.integration.test_tui_actions import opened, outcome, select
 from tests.tui_support import build_workspace, orch_toml, until
 from tui.dialogs.add import AddDialog
-from tui.dialogs.choose import ChooseDialog
+from tui.dialogs.job import ChooseDialog
 from tui.screens.runs import RunsScreen
 from tui.widgets.runs_table import RunsTable
 from tui.widgets.toml_area import TomlArea

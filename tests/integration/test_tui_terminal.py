@@ -17,7 +17,9 @@ import psutil
 import pytest
 
 from prime_rl.contract.files import wait_for
+from prime_rl.contract.layout import OutputDir
 from tests.patience import PATIENCE_S
+from tests.tui_support import add_run
 
 # As `prl demo` shows a workspace; the code says whether a person has ended it with Ctrl-C.
 AS_A_CHILD = """\
@@ -28,6 +30,18 @@ with TuiChild(Path(sys.argv[1])) as tui:
     while tui.lives():
         time.sleep(0.05)
 sys.exit(tui.interrupted)
+"""
+# A demo whose runs are done at once.
+AS_A_DEMO = """\
+import sys
+from pathlib import Path
+from daemons.demo import Demo
+from prime_rl.contract.layout import OutputDir
+class Over(Demo):
+    def look(self, workspace, *, quiet):
+        pass
+demo = Over(OutputDir(Path(sys.argv[1])), [], print, lambda: False)
+print("watched", demo.watch(with_tui=True, stays=sys.argv[2] == "stays"))
 """
 
 
@@ -102,3 +116,30 @@ def test_the_terminal_is_as_before_when_a_child_that_shows_it_is_ended(tmp_path:
         tui.send_signal(sent)
         assert program.wait() == 0
     assert program.modes_left_changed() == set()
+
+
+def test_a_demo_whose_runs_are_done_stays_until_it_is_left(tmp_path: Path) -> None:
+    place = tmp_path / "demo"
+    add_run(OutputDir(place), "run_done", step=6, max_steps=6, status={"state": "finished"})
+    with shown("-c", AS_A_DEMO, str(place), "stays") as program:
+        wait_for(lambda: b"q ends the demo" in program.output, "the header to say so", timeout_s=PATIENCE_S)
+        program.press(b"q")
+        assert program.wait() == 0
+    assert b"watched True" in program.output and program.modes_left_changed() == set()
+
+
+def test_it_ends_when_its_terminal_is_gone_though_nothing_sends_a_signal(tmp_path: Path) -> None:
+    """Without a controlling terminal there is no SIGHUP; what reads the terminal would spin on it for ever."""
+    add_run(OutputDir(tmp_path), "run_a")
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-m", "tui", str(tmp_path)]
+    child = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True)
+    os.close(theirs)
+    seen = b""
+    while b"run_a" not in seen:
+        seen += os.read(ours, 1 << 16)
+    os.close(ours)
+    try:
+        assert child.wait(PATIENCE_S) == 128 + signal.SIGHUP
+    finally:
+        child.kill()

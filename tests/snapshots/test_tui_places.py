@@ -20,8 +20,8 @@ Compare = Callable[..., bool]
 @pytest.mark.parametrize("size", [(80, 24), (200, 50)], ids=["80x24", "200x50"])
 @pytest.mark.parametrize(
     ("key", "words"),
-    [("3", "87 %"), ("4", "node 3 is dead"), ("5", "dead: no heartbeat")],
-    ids=["system", "nodes", "problems"],
+    [("3", "87 %"), ("4", "node 3 is dead"), ("5", "dead: no heartbeat"), ("6", "★")],
+    ids=["system", "nodes", "problems", "compare"],
 )
 def test_place(
     snap_compare: Compare,

@@ -8,12 +8,14 @@ from pathlib import Path
 import pytest
 from textual.pilot import Pilot
 
+from prime_rl.contract.layout import RunDir
 from tests.budgets import in_full
+from tests.rollouts_support import add_batches
 from tests.tui_run_support import RUN
 from tests.tui_support import add_history, build_workspace, frozen_clock, has_looked, roomy_disk, settled, until
 from tui.app import PrlApp
+from tui.readers.tabs import CHARTS, CONFIG, EVENTS, LOGS, ROLLOUTS, TABS
 from tui.screens.run import RunScreen
-from tui.tabs import CHARTS, CONFIG, EVENTS, LOGS, ROLLOUTS, TABS
 
 SMALL, LARGE = (80, 24), (200, 50)
 Compare = Callable[..., bool]
@@ -75,6 +77,20 @@ def test_tab(snap_compare: Compare, app: PrlApp, size: tuple[int, int], tab: str
 )
 def test_small(snap_compare: Compare, app: PrlApp, tab: str, keys: tuple[str, ...]) -> None:
     assert snap_compare(app, terminal_size=SMALL, run_before=opened(tab, *keys))
+
+
+@pytest.mark.parametrize("size", [SMALL, LARGE], ids=["80x24", "200x50"])
+@pytest.mark.parametrize(
+    "keys",
+    [("v", "n", "t", "t"), ("slash", *"again reward>0.5", "enter", "v", "t"), ("v", "v", "less_than_sign")],
+    ids=["group", "found", "rewards"],
+)
+def test_rollouts_with_their_tokens(
+    snap_compare: Compare, app: PrlApp, size: tuple[int, int], keys: tuple[str, ...]
+) -> None:
+    run_id = "run_sort-rank16"
+    add_batches(RunDir(app.setting.output_dir / run_id), 30)
+    assert snap_compare(app, terminal_size=size, run_before=opened(ROLLOUTS, *keys, run_id=run_id))
 
 
 def test_an_invalid_config(snap_compare: Compare, app: PrlApp) -> None:

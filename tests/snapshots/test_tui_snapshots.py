@@ -9,8 +9,10 @@ import pytest
 from textual.pilot import Pilot
 from textual.widgets import Input
 
-from tests.tui_support import build_workspace, frozen_clock, has_looked, roomy_disk, settled, until
+from prime_rl.utils.text import one_line
+from tests.tui_support import build_workspace, frozen_clock, has_looked, roomy_disk, screen_text, settled, until
 from tui.app import PrlApp
+from tui.readers.findings import Finding
 
 SMALL, LARGE = (80, 24), (200, 50)
 Compare = Callable[..., bool]
@@ -38,6 +40,7 @@ def looked(*keys: str) -> Steps:
             await pilot.press(key)
         for field in app.screen.query(Input):
             field.cursor_blink = False  # seen or not, by the moment
+        app.clear_notifications()  # as well
         await settled(pilot)
 
     return run
@@ -89,8 +92,17 @@ def test_read_only_home(snap_compare: Compare, tmp_path: Path) -> None:
     assert snap_compare(app, terminal_size=SMALL, run_before=looked())
 
 
-def test_empty_home(snap_compare: Compare, tmp_path: Path) -> None:
+@pytest.mark.parametrize("size", [SMALL, LARGE], ids=["80x24", "200x50"])
+def test_empty_home(snap_compare: Compare, tmp_path: Path, size: tuple[int, int]) -> None:
+    """What to do first, and what `prl doctor` finds."""
     (tmp_path / "lab").mkdir()
-    app = PrlApp(tmp_path / "lab", clock=frozen_clock, read_disk=roomy_disk)
+    low = "disk: 2.1 GB free: remove files, or choose a workspace on another disk before checkpoints fail to be written"
+    found = [Finding(one_line("port: 8000 is in use: stop what listens there"), True), Finding(one_line(low), False)]
+    app = PrlApp(tmp_path / "lab", clock=frozen_clock, read_disk=roomy_disk, examine=lambda path: found)
     app.animation_level = "none"
-    assert snap_compare(app, terminal_size=SMALL, run_before=looked())
+
+    async def steps(pilot: Pilot[None]) -> None:
+        await looked()(pilot)
+        await until(pilot, lambda: "port: 8000" in screen_text(app), "the findings")
+
+    assert snap_compare(app, terminal_size=size, run_before=steps)

@@ -10,16 +10,15 @@ from prime_rl.contract.layout import (
     LayoutError,
     OutputDir,
     RunDir,
-    adapter_name,
     check_run_id,
     list_rollout_steps,
     list_steps,
-    parse_adapter_name,
     parse_step,
     scan_runs,
     stable_marker,
     step_name,
 )
+from prime_rl.contract.served import adapter_name, parse_adapter_name
 
 
 @pytest.mark.parametrize("run_id", ["run_a", "run_1.5", "run_" + "x" * 64, "run_..", "run_-_."])

@@ -213,6 +213,20 @@ def test_the_first_look_may_leave_configs_unread_and_the_next_reads_them(tmp_pat
     assert reader.read(now=NOW, with_configs=False).runs == second.runs
 
 
+def test_a_first_look_may_read_only_runs_in_slots_and_the_next_reads_all(tmp_path: Path) -> None:
+    for name in "abcd":
+        make_run(tmp_path, f"run_{name}")
+    reader = WorkspaceReader(tmp_path)
+    without_slots = reader.read(now=NOW, with_configs=False, most=2)
+    assert (len(without_slots.runs), without_slots.num_unread) == (4, 0)
+    put_trainer(tmp_path, {"run_c": 0, "run_b": 1, "run_a": 2}, ["run_d"])
+    first = WorkspaceReader(tmp_path).read(now=NOW, with_configs=False, most=2)
+    assert ([view.run_id for view in first.runs], first.num_unread) == (["run_c", "run_b"], 2)
+    reader.read(now=NOW, with_configs=False, most=2)
+    second = reader.read(now=NOW)
+    assert (len(second.runs), second.num_unread) == (4, 0)
+
+
 def test_what_did_not_change_is_the_same_view(tmp_path: Path) -> None:
     run = make_run(tmp_path, "run_a", published=3)
     put_trainer(tmp_path, {"run_a": 0}, [])

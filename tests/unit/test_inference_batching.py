@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from transformers import (
 )
 
 from prime_rl.configs.inference import InferenceConfig
-from prime_rl.inference.embedded.batch import MAX_PREFILL_TOKENS, Batch, Job, Row, _by_prompt, _chunks
+from prime_rl.inference.embedded.batch import MAX_PREFILL_TOKENS, Batch, Job, _chunks
 from prime_rl.inference.embedded.kv import SPARE_COLUMNS
 from prime_rl.inference.embedded.model import ModelError, Served, load_model
 from prime_rl.inference.embedded.sampling import SamplingParams
@@ -76,12 +77,7 @@ def job(prompt: list[int], max_tokens: int, slot: int | None = None, *, num_choi
 
 
 def new_batch(served: Served, *, raw_logprobs: bool = False) -> Batch:
-    return Batch(
-        served.runner,
-        served.eos_ids,
-        lambda ids: "".join(chr(ord("a") + i % 26) for i in ids),
-        raw_logprobs=raw_logprobs,
-    )
+    return Batch(served, lambda ids: "".join(chr(ord("a") + i % 26) for i in ids), raw_logprobs=raw_logprobs)
 
 
 def run_out(batch: Batch) -> None:
@@ -209,8 +205,7 @@ def test_cancelled_rows_leave_and_the_others_go_on(served: Served) -> None:
     stays, goes = job([5, 6, 7], 20, slot=1), job([9, 9], 20, slot=0, num_choices=3)
     batch.add([*stays.rows, *goes.rows])
     batch.step()
-    goes.cancelled = True
-    assert set(batch.drop_cancelled()) == set(goes.rows)
+    assert set(batch.drop([goes])) == set(goes.rows)
     assert batch.num_rows == 1
     run_out(batch)
     assert outputs([stays])[0] == alone(served, job([5, 6, 7], 20, slot=1))
@@ -228,7 +223,7 @@ def test_stop_strings_end_a_row_where_they_are_complete(served: Served) -> None:
 
 def test_end_of_sequence_ends_a_row(served: Served) -> None:
     whole = alone(served, job([5, 6, 7], 20, ignore_eos=True))[0]
-    batch = Batch(served.runner, frozenset({whole[4]}), lambda ids: "")
+    batch = new_batch(replace(served, eos_ids=frozenset({whole[4]})))
     each = job([5, 6, 7], 20)
     batch.add(each.rows)
     run_out(batch)
@@ -237,20 +232,21 @@ def test_end_of_sequence_ends_a_row(served: Served) -> None:
 
 
 def test_equal_prompts_of_one_adapter_share_a_prefill() -> None:
-    rows = [row for slot in (None, 1, None) for row in job([1, 2], 4, slot=slot, num_choices=2).rows]
-    groups = _by_prompt(rows)
-    assert [(key, len(same)) for key, same in groups] == [((-1, (1, 2)), 4), ((1, (1, 2)), 2)]
+    rows = [row for slot in (1, None, 1) for row in job([1, 2], 4, slot=slot, num_choices=2).rows]
+    rows += job([3], 4, slot=1).rows
+    [chunk] = _chunks(rows)
+    assert chunk == [rows[2:4], rows[6:], [*rows[:2], *rows[4:6]]], "by adapter, then by length"
 
 
 def test_prefill_is_cut_into_pieces_of_bounded_size() -> None:
-    def group(length: int) -> tuple[tuple[int, tuple[int, ...]], list[Row]]:
-        return ((-1, tuple(range(length))), [])
-
-    lengths = [10] * 3000 + [MAX_PREFILL_TOKENS + 5, 1, 1]
-    chunks = _chunks([group(n) for n in lengths])
-    assert [len(key[1]) for chunk in chunks for key, _ in chunk] == lengths
+    lengths = [1, 1, *[10] * 3000, MAX_PREFILL_TOKENS + 5]
+    rows = [job([number, *[0] * (length - 1)], 1).rows[0] for number, length in enumerate(lengths)]
+    chunks = _chunks(rows)
+    assert [row for chunk in chunks for same in chunk for row in same] == rows
     for chunk in chunks:
-        assert len(chunk) == 1 or len(chunk) * max(len(key[1]) for key, _ in chunk) <= MAX_PREFILL_TOKENS
+        longest = max(len(same[0].job.prompt_ids) for same in chunk)
+        assert len(chunk) == 1 or len(chunk) * longest <= MAX_PREFILL_TOKENS
+    assert len(chunks) == 5, "no more than are needed"
 
 
 def test_models_with_a_recurrent_state_are_refused(tmp_path: Path) -> None:

@@ -84,12 +84,12 @@ def test_rows_wait_when_the_cache_could_not_hold_them(served: Served) -> None:
 def test_unloading_never_changes_what_a_running_request_gets(engine: Engine, folder: Path, tmp_path: Path) -> None:
     first = make_adapter(tmp_path / "first", folder, seed=1)
     other = make_adapter(tmp_path / "other", folder, seed=2)
-    engine.adapters.load("run_a@v1", first)
+    engine.load_adapter("run_a@v1", first)
     expected = tokens(engine, adapter="run_a@v1", max_tokens=LONG)
     pending = engine.submit(PROMPT, params(LONG), adapter="run_a@v1")
-    engine.adapters.unload("run_a@v1")
-    engine.adapters.load("run_b@v1", other)
-    assert engine.adapters.loaded() == {"run_b@v1": str(other)}
+    engine.unload_adapter("run_a@v1")
+    engine.load_adapter("run_b@v1", other)
+    assert engine.adapters() == {"run_b@v1": str(other)}
     with pytest.raises(ApiError, match="does not exist"):
         engine.submit(PROMPT, params(1), adapter="run_a@v1")
     b_tokens = tokens(engine, adapter="run_b@v1", max_tokens=LONG)
@@ -98,27 +98,28 @@ def test_unloading_never_changes_what_a_running_request_gets(engine: Engine, fol
 
 def test_a_slot_is_free_when_its_last_request_has_ended(engine: Engine, folder: Path, tmp_path: Path) -> None:
     path = make_adapter(tmp_path / "adapter", folder, seed=1)
-    engine.adapters.load("run_a@v1", path)
-    engine.adapters.load("run_b@v1", path)
+    engine.load_adapter("run_a@v1", path)
+    engine.load_adapter("run_b@v1", path)
+    engine.load_adapter("chat/run_b@v1", path)
     pending = engine.submit(PROMPT, params(LONG), adapter="run_a@v1", num_choices=8)
-    engine.adapters.unload("run_a@v1")
+    engine.unload_adapter("run_a@v1")
     with pytest.raises(ApiError, match=r"slots are in use, 1 of them unloaded but still in use"):
-        engine.adapters.load("run_c@v1", path)
+        engine.load_adapter("run_c@v1", path)
     pending.future.result(PATIENCE_S)
-    engine.adapters.load("run_c@v1", path)
-    assert sorted(engine.adapters.loaded()) == ["run_b@v1", "run_c@v1"]
+    engine.load_adapter("run_c@v1", path)
+    assert sorted(engine.adapters()) == ["chat/run_b@v1", "run_b@v1", "run_c@v1"]
 
 
 def test_a_refused_adapter_leaves_its_slot_free(engine: Engine, folder: Path, tmp_path: Path) -> None:
     wide = make_adapter(tmp_path / "wide", folder, seed=1, rank=16)
     for _ in range(3):
         with pytest.raises(ApiError, match="rank 16"):
-            engine.adapters.load("run_a@v1", wide)
+            engine.load_adapter("run_a@v1", wide)
     with pytest.raises(ApiError, match="refused"):
-        engine.adapters.load("run_a@v1", tmp_path / "nowhere")
+        engine.load_adapter("run_a@v1", tmp_path / "nowhere")
     good = make_adapter(tmp_path / "good", folder, seed=1)
-    engine.adapters.load("run_a@v1", good)
-    engine.adapters.load("run_b@v1", good)
+    engine.load_adapter("run_a@v1", good)
+    engine.load_adapter("run_b@v1", good)
     assert tokens(engine, adapter="run_a@v1") == tokens(engine, adapter="run_b@v1") != tokens(engine)
 
 
@@ -126,30 +127,30 @@ def test_an_adapter_of_lower_rank_after_one_of_higher_rank_is_itself(
     engine: Engine, folder: Path, tmp_path: Path
 ) -> None:
     high, low = (make_adapter(tmp_path / f"rank{rank}", folder, seed=rank, rank=rank) for rank in (8, 2))
-    engine.adapters.load("run_low@v1", low)
+    engine.load_adapter("run_low@v1", low)
     expected = tokens(engine, adapter="run_low@v1")
-    engine.adapters.unload("run_low@v1")
+    engine.unload_adapter("run_low@v1")
     for name in ("run_high@v1", "run_high@v2"):  # both slots have held the higher rank
-        engine.adapters.load(name, high)
-    engine.adapters.unload("run_high@v1")
-    engine.adapters.unload("run_high@v2")
-    engine.adapters.load("run_low@v2", low)
+        engine.load_adapter(name, high)
+    engine.unload_adapter("run_high@v1")
+    engine.unload_adapter("run_high@v2")
+    engine.load_adapter("run_low@v2", low)
     assert tokens(engine, adapter="run_low@v2") == expected
 
 
 def test_a_cancelled_job_frees_rows_and_slot(engine: Engine, folder: Path, tmp_path: Path) -> None:
     path = make_adapter(tmp_path / "adapter", folder, seed=1)
-    engine.adapters.load("run_a@v1", path)
+    engine.load_adapter("run_a@v1", path)
     endless = engine.submit(PROMPT, params(10**5), adapter="run_a@v1", num_choices=6)
     wait_for(lambda: engine.stats().num_running == 4, "the endless job to run", timeout_s=PATIENCE_S)
     assert engine.stats().num_waiting == 2
-    engine.cancel(endless)
+    engine.cancel([endless])
     endless.future.result(PATIENCE_S)
     assert len(tokens(engine)) == 12
     wait_for(lambda: engine.stats().num_running == 0, "the rows to be free", timeout_s=PATIENCE_S)
-    engine.adapters.unload("run_a@v1")
+    engine.unload_adapter("run_a@v1")
     for name in ("run_b@v1", "run_c@v1"):
-        engine.adapters.load(name, path)
+        engine.load_adapter(name, path)
 
 
 def test_stopping_fails_all_waiters(served: Served) -> None:
@@ -175,7 +176,7 @@ def test_a_failure_in_the_engine_is_said_to_everybody_and_shows(
         assert both_wait.wait(PATIENCE_S)
         raise MemoryError("no room for activations")
 
-    monkeypatch.setattr(served.runner, "decode", broken)
+    monkeypatch.setattr(served, "forward", broken)
     engine = Engine(served, lambda ids: "", max_num_seqs=1)
     engine.start()
     jobs = [engine.submit(PROMPT, params(5)) for _ in range(2)]
@@ -194,7 +195,7 @@ def test_a_caller_that_goes_away_takes_nothing_from_the_engine(engine: Engine) -
     endless = engine.submit(PROMPT, params(10**5))
     assert not engine.run_between_steps(done.set).cancel()
     assert done.wait(PATIENCE_S)
-    engine.cancel(endless)
+    engine.cancel([endless])
     assert len(tokens(engine)) == 12 and engine.alive
 
 
@@ -206,14 +207,17 @@ def test_whole_weights_reach_every_layer_below_its_adapters(
     expected = greedy(AutoModelForCausalLM.from_pretrained(newer), PROMPT, 12)
     before = tokens(engine)
     read = served.weights.read(newer)
-    for apply, after in ((lambda: served.weights.apply(read), expected), (served.weights.apply_base, before)):
-        engine.run_between_steps(apply).result(PATIENCE_S)
+    for weights, after in ((read, expected), (None, before)):
+        engine.run_between_steps(lambda weights=weights: served.weights.apply(weights)).result(PATIENCE_S)  # type: ignore[misc]
         assert tokens(engine) == after
     assert before != expected
 
 
-def test_a_server_without_adapters_says_so(folder: Path, tmp_path: Path) -> None:
-    config = InferenceConfig.model_validate({"model": {"name": str(folder), "lora": None}})
-    engine = Engine(load_model(config), lambda ids: "", max_num_seqs=1)
-    with pytest.raises(ApiError, match="serves no adapters"):
-        engine.adapters.load("run_a@v1", tmp_path)
+def test_an_action_that_ends_the_engine_is_told_to_its_caller_and_to_those_behind(served: Served) -> None:
+    engine = Engine(served, lambda ids: "", max_num_seqs=1)
+    actions = [engine.run_between_steps(lambda: [][0]), engine.run_between_steps(lambda: None)]  # type: ignore[func-returns-value]
+    engine.start()
+    for action in actions:
+        with pytest.raises(EngineDead, match="list index out of range"):
+            action.result(PATIENCE_S)
+    engine.stop(PATIENCE_S)

@@ -8,20 +8,18 @@ import json
 import subprocess
 import sys
 import tempfile
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_args
 
 import httpx
 import pytest
-from safetensors.torch import load_file
 from starlette.requests import Request
 from starlette.responses import Response
 
 from prime_rl.configs.inference import InferenceConfig, LogprobsMode
 from prime_rl.configs.system import SPARE_VERSIONS, SystemConfig
-from prime_rl.contract.layout import LOGPROBS_HEADER
+from prime_rl.contract.served import LOGPROBS_HEADER
 from prime_rl.inference.bodies import decoded, json_response
 from prime_rl.inference.checks import StartError
 from prime_rl.inference.errors import ApiError
@@ -30,10 +28,6 @@ from prime_rl.inference.health import FRESH_S, HealthProbe
 from prime_rl.inference.limits import adapter_bytes, check_adapter_room
 from prime_rl.inference.private_tmp import PREFIX, private_tmp
 from prime_rl.inference.turnstile import StillInUse, Turnstile
-from prime_rl.inference.vllm.adapters import AdapterGate
-from prime_rl.inference.vllm.control import VllmControl
-from tests.inference_support import make_adapter, make_model
-from tests.patience import PATIENCE_S
 from tests.unit.test_inference_http import adapter, ask
 
 
@@ -46,6 +40,7 @@ class Engine:
         self.broken = False
         self.num_asked = 0
         self.loads: list[tuple[str, Path]] = []
+        self.loaded: list[str] = []
         self.release = asyncio.Event()
         self.release.set()
         self.endpoints = {"/v1/completions": self.complete_at_once}
@@ -63,12 +58,13 @@ class Engine:
     async def load_adapter(self, request: Request, name: str, folder: Path) -> None:
         self.loads.append((name, folder))
         await self.release.wait()
+        self.loaded.append(name)
 
     def num_tokens(self) -> int:
         return self.tokens
 
     def adapters(self) -> list[str]:
-        return []
+        return self.loaded
 
     async def generate_one(self) -> None:
         self.num_asked += 1
@@ -273,34 +269,36 @@ async def test_other_requests_are_answered_while_an_adapter_is_loaded(tmp_path: 
         await load
 
 
-async def test_vllm_checks_one_adapter_at_a_time_beside_the_event_loop(tmp_path: Path) -> None:
-    model = make_model(tmp_path / "base")
-    folder = make_adapter(tmp_path / "run_a", model, seed=1)
-    config = InferenceConfig.model_validate({"model": {"name": str(model), "lora": {"rank": 8}}})
-    answered, at_once, loaded = threading.Event(), list[int](), list[dict[str, Any]]()
+async def test_adapters_are_loaded_one_at_a_time(tmp_path: Path) -> None:
+    """Two that come together under one name, or for the last slot, see each other."""
+    folder, engine = adapter(tmp_path / "adapter"), Engine()
+    engine.release.clear()
+    app = build_app(engine, InferenceConfig(output_dir=tmp_path, max_concurrent_runs=1, max_versions_per_run=1))
 
-    def wait() -> list[str]:
-        at_once.append(1)
-        assert answered.wait(PATIENCE_S), "the event loop waits for the check"
-        return []
+    async def load(name: str) -> str:
+        body = json.dumps({"lora_name": name, "lora_path": str(folder)}).encode()
+        try:
+            return str((await ask(app, "/v1/load_lora_adapter", body))[1]["error"]["message"])
+        except json.JSONDecodeError:  # success is told in plain text
+            return "loaded"
 
-    async def vllm(scope: Any, receive: Any, send: Any) -> None:
-        loaded.append({"path": scope["path"], **json.loads((await receive())["body"])})
-        await send({"type": "http.response.start", "status": 400, "headers": []})
-        await send({"type": "http.response.body", "body": b'{"error": {"message": "no room", "param": "lora_name"}}'})
-
-    requests: dict[str, Any] = {}
-    control = VllmControl(config, vllm, None, requests, AdapterGate(config, wait), lambda: 0)
-    request = Request({"type": "http", "path": "/v1/load_lora_adapter", "headers": []})
-    loads = [asyncio.create_task(control.load_adapter(request, f"run_a@v{n}", folder)) for n in (1, 2)]
-    while not at_once:
+    loads = [asyncio.create_task(load(name)) for name in ("run_a@v1", "run_a@v1", "run_b@v1")]
+    while not engine.loads:
         await asyncio.sleep(0.001)
-    assert len(at_once) == 1, "one after the other: they share a model"
-    answered.set()
-    for error in await asyncio.gather(*loads, return_exceptions=True):
-        assert isinstance(error, ApiError) and (error.status, error.message) == (400, "no room")
-    asked = {"path": "/v1/load_lora_adapter", "lora_name": "run_a@v1", "lora_path": str(folder)}
-    assert loaded[0] == asked and len(loaded) == 2
+    engine.release.set()
+    already, full = "The lora adapter 'run_a@v1' has already been loaded.", "All 1 adapter slots are in use"
+    first, second, third = await asyncio.gather(*loads)
+    assert (first, second) == ("loaded", already) and third.startswith(full) and engine.loaded == ["run_a@v1"]
+
+
+async def test_names_that_no_adapter_may_have_and_servers_without_adapters(tmp_path: Path) -> None:
+    folder = adapter(tmp_path / "adapter")
+    config = InferenceConfig.model_validate({"output_dir": tmp_path, "model": {"name": "base"}})
+    bare = InferenceConfig.model_validate({"output_dir": tmp_path, "full_finetune": True})
+    for each, words in ((config, "'base' is the name of the base model"), (bare, "serves no adapters")):
+        body = json.dumps({"lora_name": "base", "lora_path": str(folder)}).encode()
+        status, answered = await ask(build_app(Engine(), each), "/v1/load_lora_adapter", body)
+        assert status == 400 and words in answered["error"]["message"]
 
 
 @pytest.fixture
@@ -341,7 +339,7 @@ def test_adapters_that_cannot_fit_are_refused_with_what_to_lower() -> None:
     config = InferenceConfig.model_validate(data)
     shapes = {"layers.0.q_proj.weight": (64, 32), "layers.0.norm.weight": (64,), "layers.0.other.weight": (9, 9)}
     assert adapter_bytes(config, shapes, "cpu") == 2 * adapter_bytes(config, shapes, "cuda") == 512 * (64 + 32) * 4
-    check_adapter_room(config, 2**20, 3, 12 * 2**30)
+    check_adapter_room(config, 2**20, 3, 12 * 2**30 + 3 * 2**20)  # one adapter more is that of a chat
     with pytest.raises(StartError, match=r"need 12\.00 GiB .*rank 512, 11\.00 GiB free: lower max_conc") as caught:
         check_adapter_room(config, 2**20, 3, 11 * 2**30)
     assert caught.value.exit_code == 2
@@ -349,27 +347,8 @@ def test_adapters_that_cannot_fit_are_refused_with_what_to_lower() -> None:
 
 def test_a_workspace_sizes_inference_for_its_runs_and_their_async_level() -> None:
     workspace = SystemConfig.model_validate({"max_concurrent_runs": 3, "max_async_level": 5})
-    assert workspace.inference.max_versions_per_run == 7 and workspace.inference.max_loras == 21
+    assert workspace.inference.max_versions_per_run == 7
+    assert workspace.inference.max_run_loras == 21 and workspace.inference.max_loras == 22
     assert SystemConfig().inference.max_versions_per_run == SystemConfig().max_async_level + SPARE_VERSIONS
     own = SystemConfig.model_validate({"max_async_level": 5, "inference": {"max_versions_per_run": 2}})
     assert own.inference.max_versions_per_run == 2
-
-
-def test_an_adapter_that_vllm_ignored_or_cut_is_seen(tmp_path: Path) -> None:
-    """What vLLM's layers hold is said here; that they hold it is in the contract, where every load is measured."""
-    model = make_model(tmp_path / "base")
-    folder = make_adapter(tmp_path / "run_a", model, seed=1)
-    tensors = load_file(folder / "adapter_model.safetensors")
-    size_A, size_B = (
-        sum(float(t.double().square().sum()) for name, t in tensors.items() if kind in name)
-        for kind in ("lora_A", "lora_B")
-    )
-    config = InferenceConfig.model_validate({"model": {"name": str(model), "lora": {"rank": 8}}})
-    whole = (size_A, 4 * size_B)  # alpha is twice the rank
-    gate = AdapterGate(config, list)
-    gate("run_a@v1", folder)
-    gate.check_sizes("run_a@v1", [whole])
-    for held in ([None], [(0.0, 0.0)], [(size_A, size_B)], [(0.99 * size_A, 4 * size_B)], [whole, (size_A, 0.0)]):
-        gate("run_a@v1", folder)
-        with pytest.raises(ValueError, match="its layers hold"):
-            gate.check_sizes("run_a@v1", held)

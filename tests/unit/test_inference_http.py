@@ -124,6 +124,7 @@ def test_fields_without_effect_are_accepted_at_neutral_values_only() -> None:
         ("stop", ["a", ""]),
         ("stop", [str(number) for number in range(17)]),
         ("stop_token_ids", [-1]),
+        ("min_tokens", 2**31),
     ):
         with pytest.raises(ApiError, match=name) as caught:
             parsed({"prompt": "x", name: value}, CompletionRequest)
@@ -288,7 +289,7 @@ def test_vllm_gets_our_config_in_its_words() -> None:
         ("--served-model-name", "models/x"),
         ("--dtype", "bfloat16"),
         ("--max-model-len", "64"),
-        ("--max-loras", "6"),
+        ("--max-loras", "7"),
         ("--max-lora-rank", "16"),
         ("--logprobs-mode", "processed_logprobs"),
         ("--kv-cache-memory-bytes", str(2**29)),

@@ -18,16 +18,8 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from prime_rl.inference.embedded.sampling import (
-    BatchParams,
-    History,
-    SamplingParams,
-    _draw,
-    find_stop,
-    sample,
-    stream_key,
-    uniforms,
-)
+from prime_rl.inference.embedded.batch import Job, Row
+from prime_rl.inference.embedded.sampling import BatchParams, RowSampling, SamplingParams, _draw, find_stop, sample
 
 pytestmark = pytest.mark.numeric
 
@@ -35,20 +27,21 @@ CPU = torch.device("cpu")
 EOS = 3
 
 
-def positions(*values: int) -> np.ndarray:
-    return np.array(values, dtype=np.uint64)
-
-
 def batch(
-    *params: SamplingParams,
-    seeds: list[int] | None = None,
-    histories: Sequence[History] | None = None,
-    num_vocabulary: int = 40,
+    *params: SamplingParams, prompt: Sequence[int] = (), said: Sequence[int] = (), num_vocabulary: int = 40
 ) -> BatchParams:
-    seeds = seeds or list(range(len(params)))
-    histories = histories or [History((), ())] * len(params)
-    keys = [stream_key(seed, 0) for seed in seeds]
-    return BatchParams.of(params, keys, histories, eos_ids={EOS}, num_vocabulary=num_vocabulary, device=CPU)
+    """Each row has the same prompt, and has said the same."""
+    rows = [RowSampling(each, prompt, said) for each in params]
+    return BatchParams.of(rows, eos_ids={EOS}, num_vocabulary=num_vocabulary, device=CPU)
+
+
+def uniforms(num_draws: int) -> list[float]:
+    """Those of the first draw of many requests."""
+    return [row_of(seed).uniform() for seed in range(num_draws)]
+
+
+def row_of(seed: int, choice: int = 0) -> Row:
+    return Job((), SamplingParams(), num_choices=choice + 1, seed=seed, slot=None).rows[choice]
 
 
 def test_raw_logprobs_are_those_of_the_logits_as_they_are_and_change_no_token() -> None:
@@ -57,9 +50,10 @@ def test_raw_logprobs_are_those_of_the_logits_as_they_are_and_change_no_token() 
         SamplingParams(temperature=0.5, top_k=5, top_logprobs=2),
         SamplingParams(temperature=0, min_tokens=3, frequency_penalty=2.0),
         SamplingParams(),
-        histories=[History((1, 2), (4, 4))] * 3,
+        prompt=(1, 2),
+        said=(4, 4),
     )
-    raw, processed = (sample(logits, params, positions(0, 1, 2), raw_logprobs=each) for each in (True, False))
+    raw, processed = (sample(logits, params, uniforms(3), raw_logprobs=each) for each in (True, False))
     assert raw.token_ids_R.tolist() == processed.token_ids_R.tolist()
     own_RV = logits.log_softmax(-1)
     assert raw.logprobs_R.tolist() == own_RV.gather(1, raw.token_ids_R[:, None])[:, 0].tolist()
@@ -69,9 +63,7 @@ def test_raw_logprobs_are_those_of_the_logits_as_they_are_and_change_no_token() 
 
 def test_greedy_takes_the_most_likely_and_reports_unscaled_logprobs() -> None:
     logits = torch.tensor([[0.0, 2.0, 1.0], [3.0, 0.0, 0.0]])
-    sampled = sample(
-        logits, batch(SamplingParams(temperature=0, top_p=0.1), SamplingParams(temperature=0)), positions(0, 0)
-    )
+    sampled = sample(logits, batch(SamplingParams(temperature=0, top_p=0.1), SamplingParams(temperature=0)), [0.9, 0.9])
     assert sampled.token_ids_R.tolist() == [1, 0]
     assert sampled.logprobs_R.tolist() == pytest.approx(logits.log_softmax(-1).amax(-1).tolist())
 
@@ -80,7 +72,7 @@ def test_frequencies_are_the_probabilities_after_temperature() -> None:
     num_draws, temperature = 40_000, 0.7
     logits = torch.tensor([0.0, 1.0, -1.0, 2.0, 0.5])
     params = batch(*[SamplingParams(temperature=temperature)] * num_draws)
-    sampled = sample(logits.expand(num_draws, -1), params, positions(*[3] * num_draws))
+    sampled = sample(logits.expand(num_draws, -1), params, uniforms(num_draws))
     expected = (logits / temperature).softmax(-1)
     found = torch.bincount(sampled.token_ids_R, minlength=5) / num_draws
     sigma = (expected * (1 - expected) / num_draws).sqrt()
@@ -88,13 +80,9 @@ def test_frequencies_are_the_probabilities_after_temperature() -> None:
     assert torch.allclose(sampled.logprobs_R, expected.log()[sampled.token_ids_R], atol=1e-5)
 
 
-def test_uniforms_are_uniform_along_and_across_streams() -> None:
-    key = np.array([stream_key(7, 0)], dtype=np.uint64)
-    along = uniforms(np.repeat(key, 20_000), np.arange(20_000, dtype=np.uint64))
-    across = uniforms(
-        np.array([stream_key(seed, 0) for seed in range(20_000)], dtype=np.uint64), positions(*[0] * 20_000)
-    )
-    for values in (along, across):
+def test_draws_are_uniform_along_and_across_streams() -> None:
+    one = row_of(7)
+    for values in (np.array([one.uniform() for _ in range(20_000)]), np.array(uniforms(20_000))):
         assert values.min() >= 0 and values.max() < 1
         counts, _ = np.histogram(values, bins=20, range=(0, 1))
         # chi-square with 19 degrees of freedom: beyond 50 once in 10,000 fair draws
@@ -102,26 +90,21 @@ def test_uniforms_are_uniform_along_and_across_streams() -> None:
         assert abs(np.corrcoef(values[:-1], values[1:])[0, 1]) < 0.03
 
 
-def test_a_row_draws_the_same_whatever_else_is_in_the_batch() -> None:
-    logits = torch.randn(6, 50, generator=torch.Generator().manual_seed(0))
-    params = [SamplingParams(temperature=1.0 + idx / 10) for idx in range(6)]
-    together = sample(logits, batch(*params), positions(*range(6))).token_ids_R
-    for idx in (0, 3, 5):
-        alone = sample(logits[idx : idx + 1], batch(params[idx], seeds=[idx]), positions(idx)).token_ids_R
-        assert alone[0] == together[idx]
+def test_streams_differ_by_seed_choice_and_position_and_come_again() -> None:
+    seeds, choices = (-1, 0, 1, 2**63 - 1), range(4)
 
+    def streams() -> list[list[float]]:
+        rows = [row_of(seed, choice) for seed in seeds for choice in choices]
+        return [[row.uniform() for _ in range(2)] for row in rows]
 
-def test_streams_differ_by_seed_choice_and_position() -> None:
-    keys = {stream_key(seed, choice) for seed in (-1, 0, 1, 2**63 - 1) for choice in range(4)}
-    assert len(keys) == 16 and all(0 <= key < 2**64 for key in keys)
-    key = np.array([stream_key(0, 0)] * 3, dtype=np.uint64)
-    assert len(set(uniforms(key, positions(0, 1, 2)).tolist())) == 3
+    assert streams() == streams()
+    assert len({value for values in streams() for value in values}) == 2 * len(seeds) * len(choices)
 
 
 def test_what_has_no_probability_is_never_drawn() -> None:
     logprobs = torch.tensor([[float("-inf"), 0.5, 0.5, float("-inf")]]).log_softmax(-1)
     for value, expected in ((0.0, 1), (0.4999, 1), (0.5001, 2), (1 - 2.0**-52, 2)):
-        assert _draw(logprobs, np.array([value])).item() == expected
+        assert _draw(logprobs, [value]).item() == expected
 
 
 def test_top_p_keeps_the_smallest_set_that_is_large_enough() -> None:
@@ -129,7 +112,7 @@ def test_top_p_keeps_the_smallest_set_that_is_large_enough() -> None:
     wanted = {0.4: {0}, 0.5: {0}, 0.6: {0, 1}, 0.9: {0, 1, 2}, 1.0: {0, 1, 2, 3}}
     for top_p, kept in wanted.items():
         params = batch(*[SamplingParams(top_p=top_p)] * 400)
-        sampled = sample(logits.expand(400, -1), params, positions(*range(400)))
+        sampled = sample(logits.expand(400, -1), params, uniforms(400))
         assert set(sampled.token_ids_R.tolist()) == kept, top_p
         total = logits.exp()[sorted(kept)].sum()
         expected = logits[sampled.token_ids_R] - total.log()
@@ -138,8 +121,8 @@ def test_top_p_keeps_the_smallest_set_that_is_large_enough() -> None:
 
 def test_top_p_of_one_row_leaves_the_others_alone() -> None:
     logits = torch.randn(1, 30, generator=torch.Generator().manual_seed(1)).expand(2, -1)
-    mixed = sample(logits, batch(SamplingParams(), SamplingParams(top_p=0.01)), positions(0, 0))
-    alone = sample(logits[:1], batch(SamplingParams()), positions(0))
+    mixed = sample(logits, batch(SamplingParams(), SamplingParams(top_p=0.01)), uniforms(1) * 2)
+    alone = sample(logits[:1], batch(SamplingParams()), uniforms(1))
     assert mixed.token_ids_R[0] == alone.token_ids_R[0]
     assert mixed.logprobs_R[0] == pytest.approx(alone.logprobs_R[0].item(), abs=1e-6)
     assert mixed.token_ids_R[1] == logits[0].argmax()
@@ -147,9 +130,9 @@ def test_top_p_of_one_row_leaves_the_others_alone() -> None:
 
 def test_top_logprobs_are_sorted_and_bounded_by_the_vocabulary() -> None:
     logits = torch.tensor([[1.0, 3.0, 2.0]])
-    sampled = sample(logits, batch(SamplingParams(top_logprobs=20)), positions(0))
+    sampled = sample(logits, batch(SamplingParams(top_logprobs=20)), [0.5])
     assert sampled.top_ids_RK is not None and sampled.top_ids_RK.tolist() == [[1, 2, 0]]
-    assert sample(logits, batch(SamplingParams()), positions(0)).top_ids_RK is None
+    assert sample(logits, batch(SamplingParams()), uniforms(1)).top_ids_RK is None
 
 
 def test_the_earliest_stop_string_counts() -> None:
@@ -214,27 +197,26 @@ def test_penalties_of_what_was_said(presence: float, frequency: float) -> None:
 def assert_distribution(params: SamplingParams, logits: torch.Tensor, expected: torch.Tensor) -> None:
     """In a batch with rows that have no such setting, which are not changed."""
     both = torch.cat([logits, logits])
-    history = History(PROMPT, ANSWER)
     params = replace(params, top_logprobs=40)
     rows = [params] * len(logits) + [SamplingParams()] * len(logits)
-    sampled = sample(both, batch(*rows, histories=[history] * len(rows)), positions(*[len(ANSWER)] * len(rows)))
+    sampled = sample(both, batch(*rows, prompt=PROMPT, said=ANSWER), uniforms(len(rows)))
     assert sampled.top_ids_RK is not None and sampled.top_logprobs_RK is not None
     found = torch.empty_like(both).scatter_(1, sampled.top_ids_RK, sampled.top_logprobs_RK)
     torch.testing.assert_close(found, torch.cat([expected, logits]).log_softmax(-1))
     assert (found.gather(1, sampled.token_ids_R[:, None]) > float("-inf")).all()
 
 
-def test_penalties_count_what_comes_while_the_batch_runs() -> None:
-    params = SamplingParams(temperature=0, frequency_penalty=1.0, repetition_penalty=1.5)
-    logits = torch.tensor([[2.0, 1.6, 1.2, 0.1]])
-    running, token_ids = batch(params, histories=[History((2,), ())], num_vocabulary=4), []
-    for position in range(6):
-        sampled = sample(logits, running, positions(position))
-        fresh = batch(params, histories=[History((2,), tuple(token_ids))], num_vocabulary=4)
-        assert torch.equal(sampled.logprobs_R, sample(logits, fresh, positions(position)).logprobs_R)
+def test_penalties_and_the_shortest_length_count_what_comes_while_the_batch_runs() -> None:
+    params = SamplingParams(temperature=0, frequency_penalty=1.0, repetition_penalty=1.5, min_tokens=3)
+    logits = torch.tensor([[2.0, 1.6, 1.2, 9.0]])  # EOS is the most likely
+    running, token_ids = batch(params, prompt=(2,), num_vocabulary=4), list[int]()
+    for _ in range(6):
+        sampled = sample(logits, running, [0.0])
+        fresh = batch(params, prompt=(2,), said=tuple(token_ids), num_vocabulary=4)
+        assert torch.equal(sampled.logprobs_R, sample(logits, fresh, [0.0]).logprobs_R)
         running.advance(sampled.token_ids_R)
         token_ids.append(int(sampled.token_ids_R))
-    assert token_ids[:3] == [0, 1, 2]
+    assert token_ids[:4] == [0, 1, 2, EOS]
 
 
 def test_a_stop_string_before_the_shortest_length_does_not_count() -> None:

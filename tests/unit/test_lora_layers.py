@@ -200,7 +200,7 @@ def test_a_damaged_adapter_is_a_value_error(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="not an adapter"):
         load_peft(folder)
     (folder / "adapter_config.json").write_text('{"r": 4}')
-    with pytest.raises(ValueError, match=r"not an adapter|lora_alpha"):
+    with pytest.raises(ValueError, match=r"target_modules must be a list"):
         load_peft(folder)
 
 

@@ -1,7 +1,6 @@
 """Whatever is in place of a run's file: nothing waits for it, follows it, or takes the memory for it.
 
-In turn each file and folder that a run may hold is something else, in its own run; then all that reads runs looks
-at all of them, and at one that is as it should be.
+Each file and folder of a run is in turn something else, in its own run; then all that reads runs looks at all of them.
 """
 
 from __future__ import annotations
@@ -24,6 +23,7 @@ import daemons.cli
 from daemons import actions
 from daemons.client import WorkspaceReader
 from daemons.disk import DiskReader
+from daemons.endings import end_run, ends_again
 from daemons.logs import end_of_lines, last_lines
 from daemons.monitors.__main__ import Monitors
 from daemons.monitors.feed import Feed, Positions
@@ -41,6 +41,7 @@ from prime_rl.contract.resume import ResumeRequest, pending_request
 from prime_rl.contract.samples import Sample, SampleFile, read_samples
 from prime_rl.contract.status import RunStatus, StatusWriter, read_status
 from prime_rl.contract.types import max_batch_bytes, read_batch
+from prime_rl.contract.usage import life_of
 from prime_rl.inference.errors import ApiError
 from prime_rl.inference.guard import confined_adapter
 from prime_rl.lora.adapter_state import ADAPTER_FILE, load_peft
@@ -53,8 +54,9 @@ from prime_rl.trainer.checkpoint import STATE_FILE
 from prime_rl.trainer.metrics import last_metrics_step
 from prime_rl.trainer.publish import write_version
 from prime_rl.trainer.retention import PROGRESS_FILE, prune, remove_step, sweep, trainer_steps
-from prime_rl.trainer.runs.discovery import Discovery, given_up, is_finished
-from prime_rl.trainer.runs.evictions import Evictions
+from prime_rl.trainer.runs.control import Evictions, is_finished
+from prime_rl.trainer.runs.discovery import Discovery
+from prime_rl.trainer.runs.leaving import find_leave
 from prime_rl.utils.tail import FileTail
 from tests.attack_support import ATTACKS, STEP, Outside, as_ordinary_user, attack, being_replaced, finishes, run_paths
 from tests.patience import PATIENCE_S
@@ -67,10 +69,10 @@ from tests.trainer_support import (
     write_model,
     write_run,
 )
-from tui.dialogs.draft import looks_like_run, read_draft
-from tui.run_reader import RunReader
-from tui.tabs import TABS
-from tui.workspace_metrics import WorkspaceMetrics
+from tui.actions.draft import looks_like_run, read_draft
+from tui.readers.run_reader import RunReader, RunRequest
+from tui.readers.tabs import TABS
+from tui.readers.workspace_metrics import WorkspaceMetrics
 
 NUM_STEPS = 2
 # A sparse file is 2 GB; what a look may hold of it, and all else that a look needs.
@@ -171,7 +173,7 @@ def reads_of_one(run: RunDir) -> Iterator[tuple[str, Look]]:
     workspace, saved = run.path.parent, run.trainer_checkpoint(STEP)
     yield "the supervisor's tail of the log", lambda: log_tail(run.log)
     yield "following the log", lambda: (FileTail(run.log).read(), end_of_lines(run.log), last_lines(run.log, 3))
-    yield "the trainer's admission", lambda: (given_up(run), trainer_steps(run), pending_request(run, 1))
+    yield "the trainer's admission", lambda: (find_leave(run), trainer_steps(run), pending_request(run, 1))
     yield "whether it is finished", lambda: is_finished(run, load_run_config(run.orch_toml))
     yield "the trainer's last metrics", lambda: last_metrics_step(run)
     yield "a batch", lambda: read_batch(run.rollout_file(STEP), limit=MAX_BATCH)
@@ -180,7 +182,7 @@ def reads_of_one(run: RunDir) -> Iterator[tuple[str, Look]]:
     yield "a checkpoint's state", lambda: load_tensors(saved / STATE_FILE)
     yield "the shapes of a file", lambda: read_shapes(run.broadcast_dir(STEP) / ADAPTER_FILE)
     yield "inference's check", lambda: load_peft(confined_adapter(workspace, str(run.broadcast_dir(STEP))))
-    yield "the orchestrator's guard", lambda: check_run(run)
+    yield "the orchestrator's guard", lambda: (ends_again(OutputDir(workspace), run), check_run(run))
     yield "the orchestrator's config", lambda: parse_argv(OrchestratorConfig, ["@", str(run.orch_toml)])
     yield "the orchestrator's place", lambda: find_progress(run, 2, max_bytes=MAX_BATCH)
     yield "the last evaluation", lambda: last_eval_step(run.orchestrator_metrics, at_most=9)
@@ -188,8 +190,11 @@ def reads_of_one(run: RunDir) -> Iterator[tuple[str, Look]]:
     yield "a draft of the console", lambda: (looks_like_run(run.orch_toml), read_draft(run.orch_toml))
     for tab in TABS:
         reader = RunReader(workspace, run.run_id)
-        reader.tab = tab
-        yield f"the tab {tab} of the console", lambda reader=reader: [reader.read() for _ in range(3)]
+        request = RunRequest(tab)
+        yield (
+            f"the tab {tab} of the console",
+            lambda reader=reader, request=request: [reader.read(request) for _ in range(3)],
+        )
     yield "prl runs show --json", prl(workspace, "runs", "show", run.run_id, "--json")
     yield "prl runs show", prl(workspace, "runs", "show", run.run_id)
     yield "prl runs samples", prl(workspace, "runs", "samples", run.run_id)
@@ -216,6 +221,7 @@ def writes_of_one(run: RunDir) -> Iterator[tuple[str, Look]]:
     yield "a marker", lambda: mark_stable(run.checkpoint_dir(STEP))
     yield "pruning", lambda: (sweep(run), prune(run, load_run_config(run.orch_toml).ckpt))
     yield "removing a step", lambda: [remove_step(run.broadcast / step_name(s)) for s in list_steps(run.broadcast)]
+    yield "its life and its end", lambda: (life_of(run), end_run(OutputDir(workspace), run, "end", "a reason"))
     yield "its eviction by a person", lambda: actions.evict_run(workspace, run.run_id, "a reason")
     yield "its return", lambda: actions.readmit_run(workspace, run.run_id)
     yield "its eviction by the trainer", lambda: Evictions(workspace).add(run.run_id, "a reason")
@@ -376,11 +382,9 @@ def test_a_status_that_is_a_pipe_holds_up_no_other_run(tmp_path: Path, whole_run
         discovery.judge(found)
         return [each.run.run_id for each in found.candidates]
 
-    assert finishes("the trainer's look", discover, tmp_path / "run_bad" / "control" / "status.json") == [
-        "run_bad",
-        "run_other",
-    ]
-    assert read_status(tmp_path / "run_bad" / "control" / "status.json", RunStatus) is None
+    pipe = tmp_path / "run_bad" / "control" / "status.json"
+    assert finishes("the trainer's look", discover, pipe) == ["run_bad", "run_other"]
+    assert read_status(pipe, RunStatus) is None
 
 
 def test_a_refused_config_is_explained_to_people(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import logging
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,10 +14,24 @@ from hypothesis import strategies as st
 
 from prime_rl.configs.monitors import SamplesConfig
 from prime_rl.configs.orchestrator import AdvantageConfig
-from prime_rl.contract.samples import Sample, SampleFile, read_samples
+from prime_rl.contract.samples import (
+    BatchRatios,
+    BatchRewards,
+    Keeping,
+    RatioFile,
+    Sample,
+    SampleFile,
+    SampleTokens,
+    TokenSample,
+    read_batches,
+    read_ratios,
+    read_samples,
+    spread,
+    token_ratios,
+)
 from prime_rl.contract.types import read_batch
 from prime_rl.orchestrator.batch import assemble_batch
-from prime_rl.orchestrator.samples import SampleKeeper, shorten, spread
+from prime_rl.orchestrator.samples import SampleKeeper, pieces, shorten
 from prime_rl.orchestrator.tokenizer import ChatTokenizer
 from tests.orchestrator_support import make_run
 from tests.unit.test_orchestrator_pure import a_group
@@ -60,8 +75,12 @@ def test_the_kept_rollouts_of_a_batch(tmp_path: Path) -> None:
     batch = assemble_batch("run_a", 3, groups, advantage=AdvantageConfig(type="mean"), temperature=1.0)
     SampleKeeper(run, SamplesConfig(per_step=2), as_letters).keep(groups, batch)
     worst, best = read_samples(run.samples, 9)
-    assert worst == Sample(3, "talk", "talk/e0", "hhh", "ii", 0.0, -0.5, [1], 5, 2)
-    assert (best.reward, best.advantage) == (1.0, 0.5)
+    assert worst == Sample(3, "talk", "talk/e0", "hhh", "ii", 0.0, -0.5, [1], 5, 2, place=0, group=0)
+    assert (best.reward, best.advantage, best.place) == (1.0, 0.5, 1)
+    (kept,) = read_batches(run.samples, run.ratios, 9)
+    assert (kept.step, kept.rewards, kept.ratios) == (3, (0.0, 1.0, 0.25, 0.5), {})
+    logprobs = groups[0].rollouts_G[0].logprobs_T[3:]
+    assert kept.samples[0].tokens == SampleTokens(["i", "i"], [round(each, 4) for each in logprobs])
     SampleKeeper(run, SamplesConfig(per_step=0), as_letters).keep(groups, batch)
     assert len(read_samples(run.samples, 9)) == 2
 
@@ -138,3 +157,80 @@ def test_a_conversation_keeps_its_turns_apart(tmp_path: Path) -> None:
     (sample,) = read_samples(run.samples, 9)
     assert sample.prompt == "ab"
     assert [(turn.by_policy, turn.text) for turn in sample.turns] == [(True, "cd"), (False, "efg"), (True, "h")]
+
+
+@given(st.lists(st.floats(0, 1), min_size=8, max_size=8).map(lambda rewards: rewards * 3), st.integers(0, 30))
+def test_whole_groups_are_kept(rewards: list[float], per_step: int) -> None:
+    places = Keeping(per_step, 4).places(rewards)
+    assert len(places) == (0 if not per_step else 4 * min(6, max(1, per_step // 4)))
+    assert places == [first + at for first in places[::4] for at in range(4)]
+    assert all(first % 4 == 0 for first in places[::4])
+
+
+def test_one_group_alone_is_that_whose_rewards_differ_most_and_several_span_the_means() -> None:
+    rewards = [1.0, 1.0, 0.0, 1.0, 0.4, 0.6, 0.0, 0.0]
+    assert Keeping(2, 2).places(rewards) == [2, 3]
+    assert Keeping(4, 2).places(rewards) == [0, 1, 6, 7]
+
+
+@given(st.binary(max_size=40).map(lambda data: bytes(each % 2 for each in data)), st.integers(1, 3))
+def test_of_a_long_rollout_the_two_ends_are_kept(mask: bytes, times: int) -> None:
+    mask = mask * times * 20
+    keeping = Keeping(64, 2)
+    found = keeping.positions(mask)
+    assert found == sorted(set(found)) and len(found) <= keeping.max_tokens == 256
+    if 1 in mask:
+        start, end = mask.index(1), mask.rindex(1)
+        assert (found[0], found[-1]) == (start, end)
+        assert len(found) == min(end + 1 - start, 256)
+    else:
+        assert found == []
+
+
+def test_the_text_of_tokens_adds_up_also_where_a_character_has_several() -> None:
+    text = "héé 漢😀 x"
+    whole = text.encode()
+    found = pieces(list(whole), lambda ids: bytes(ids).decode(errors="replace"))
+    assert "".join(found) == text and len(found) == len(whole)
+    assert found[:3] == ["h", "", "é"]
+
+
+def test_pieces_of_a_broken_character_end() -> None:
+    found = pieces([0xE6, 0xBC, 0x41, 0xFF, 0x42], lambda ids: bytes(ids).decode(errors="replace"))
+    assert len(found) == 5 and "A" in "".join(found) and found[-1].endswith("B")
+
+
+def test_a_batch_that_was_made_again_after_a_rollback_replaces_all_from_there(tmp_path: Path) -> None:
+    file, ratios = SampleFile(tmp_path / "s", keep=99), RatioFile(tmp_path / "r", keep=99)
+    for step, reward in [(1, 0.1), (2, 0.2), (3, 0.3), (2, 0.9)]:
+        tokens = SampleTokens(["a", "b", "c"], [-1.0, None, -2.0])
+        sample = TokenSample(step, "talk", "e", "p", "c", reward, 0.0, [0], 9, 4, place=0, group=0, tokens=tokens)
+        file.append([BatchRewards([reward, 1.0], step), sample])
+        ratios.append(BatchRatios(step, {0: [reward, float("inf")]}))
+    first, second = read_batches(tmp_path / "s", tmp_path / "r", 9)
+    assert [(each.step, list(each.rewards), len(each.samples)) for each in (first, second)] == [
+        (1, [0.1, 1.0], 1),
+        (2, [0.9, 1.0], 1),
+    ]
+    assert second.samples[0].tokens is not None
+    assert token_ratios(second.samples[0].tokens, second.ratios[0]) == [0.9, None, None]
+    assert [sample.reward for sample in read_samples(tmp_path / "s", 9)] == [0.1, 0.9]
+    assert [each.step for each in read_batches(tmp_path / "s", tmp_path / "r", 1)] == [2]
+
+
+def test_a_file_is_cut_where_a_batch_begins(tmp_path: Path) -> None:
+    path = tmp_path / "samples.jsonl"
+    for step in range(9):
+        SampleFile(path, keep=4).append([BatchRewards([0.5], step), a_sample(step), a_sample(step)])
+        assert path.read_bytes().startswith(b'{"rewards"')
+    assert {len(each.samples) for each in read_batches(path, tmp_path / "none", 9)} == {2}
+
+
+def test_files_of_an_earlier_version_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "samples.jsonl"
+    old = {"step": 1, "env": "talk", "example_id": "e", "prompt": "p", "completion": "c", "reward": 0.5}
+    old |= {"advantage": 0.1, "policy_versions": [0], "num_tokens": 5, "num_completion_tokens": 2, "turns": []}
+    path.write_text(json.dumps(old) + "\n")
+    (batch,) = read_batches(path, tmp_path / "none", 9)
+    assert (batch.rewards, batch.samples[0].place, batch.samples[0].tokens) == ((), -1, None)
+    assert len(read_samples(path, 9)) == 1 and read_ratios(tmp_path / "none") == {}

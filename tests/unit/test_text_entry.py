@@ -18,7 +18,7 @@ from daemons.cli import run
 from daemons.client import read_workspace
 from daemons.details import read_details
 from prime_rl.contract.layout import OutputDir
-from prime_rl.contract.samples import Sample
+from prime_rl.contract.samples import TokenSample
 from prime_rl.utils.logger import complain, setup_logger
 from prime_rl.utils.node_watch import NodeReader
 from tests.text_attacks import (
@@ -36,11 +36,13 @@ from tests.text_attacks import (
     write_attacked,
     write_config,
 )
-from tui.nodes import make_group, node_problems
-from tui.run_config import ConfigReader
-from tui.run_reader import RunReader
-from tui.snapshot import make_snapshot
-from tui.tabs import TABS
+from tui.model.nodes import make_group, node_problems
+from tui.model.snapshot import make_snapshot
+from tui.readers.alerts import read_alerts
+from tui.readers.rollouts import RolloutsRequest
+from tui.readers.run_config import ConfigReader, ConfigRequest
+from tui.readers.run_reader import RunReader, RunRequest
+from tui.readers.tabs import TABS
 
 WORD = "wherever"
 LONG = "megabyte"
@@ -54,16 +56,17 @@ def looked_at(output: OutputDir) -> Iterator[str]:
     now = time.time()
     workspace = read_workspace(output.path)
     group = make_group(NodeReader(output.path).read())
-    yield from texts(make_snapshot(workspace, {}, now, group=group, group_problems=node_problems(group, now)))
+    problems, alerts = node_problems(group, now), read_alerts(output, now)
+    yield from texts(make_snapshot(workspace, {}, now, group=group, group_problems=problems, alerts=alerts))
 
 
 def tabs_of(output: OutputDir, run_id: str) -> Iterator[str]:
     """All text of the tabs of one run."""
     reader = RunReader(output.path, run_id)
-    for reader.tab in TABS:
+    for tab in TABS:
         more = True
         while more:
-            data, more = reader.read()
+            data, more = reader.read(RunRequest(tab, rollouts=RolloutsRequest(step=1)))
             yield from texts(data)
 
 
@@ -118,10 +121,8 @@ def test_every_key_of_a_config_in_its_tab(tmp_path: Path) -> None:
         run_id = f"run_{number}"
         write_config(output, run_id, place.put(BASE_CONFIG, ALL.replace("{}", WORD)))
         reader = ConfigReader(output.path, run_id)
-        reader.wants_all = True
-        found = check_clean(str(place), texts(reader.read()[0]))
-        reader.wants_all, reader.other = False, "run_other"
-        found += check_clean(str(place), texts(reader.read()[0]))
+        found = check_clean(str(place), texts(reader.read(ConfigRequest(wants_all=True))[0]))
+        found += check_clean(str(place), texts(reader.read(ConfigRequest(other="run_other"))[0]))
         assert WORD in found
 
 
@@ -130,9 +131,9 @@ def test_every_string_of_a_rollout(output: OutputDir, attack: str) -> None:
     run = output.run(RUN)
     run.metrics.mkdir(exist_ok=True)
     text = ATTACKS[attack].replace("{}", WORD)
-    for place in string_places(Sample):
+    for place in string_places(TokenSample):
         run.samples.write_bytes(sample_line(lambda each, place=place: text if each == place else None))
-        check_clean(f"Sample{place}", tabs_of(output, RUN))
+        check_clean(f"TokenSample{place}", tabs_of(output, RUN))
 
 
 @pytest.mark.parametrize("attack", IN_TURN)
@@ -158,8 +159,12 @@ def test_everything_at_once(tmp_path: Path, attack: str) -> None:
             "audit.jsonl",
             "checkpoint",
             "folder",
+            "open.json",
+            "said",
+            "samples.jsonl.prompt",
+            "samples.jsonl.tokens.pieces[]",
         )
-        assert {*expected, "samples.jsonl.prompt", "RunStatus.reason", "DaemonStatus.log_tail[]"} <= shown
+        assert {*expected, "RunStatus.reason", "DaemonStatus.log_tail[]"} <= shown
 
 
 @pytest.fixture(scope="module", params=["all", "lines", pytest.param(LONG, marks=pytest.mark.slow)])
@@ -172,6 +177,7 @@ READING = (
     *(("status",), ("runs", "list"), ("doctor", "--quick"), ("multinode", "status")),
     *(("runs", "show", run_id) for run_id in (RUN, "run_evicted", "run_noted", "run_failed", "run_c000")),
     *(("runs", "samples", RUN), ("logs", RUN), ("logs", "trainer"), ("logs", RUN, "--grep", "after")),
+    ("alerts",),
     *(("runs", "show", "run_\x1b]2;x\x07"), ("logs", "\x1b]2;x\x07"), ("--debug\x1b[31m",)),
 )
 

@@ -10,64 +10,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-import tomli_w
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
-from prime_rl.configs.orchestrator import OrchestratorConfig
 from prime_rl.contract.layout import OutputDir, RunDir
-from prime_rl.trainer.runs.config_file import QUIET_S
+from prime_rl.trainer.runs.control import QUIET_S
 from prime_rl.trainer.runs.discovery import CLOSE_LOOKS, Discovery, Findings
-
-SETTLE_S = 0.5
-
-
-def text_of(seed: int = 1) -> str:
-    config = {"batch_size": 8, "rollouts_per_example": 4, "model": {"name": "m"}, "env": [{"id": "reverse-text"}]}
-    return tomli_w.dumps({"seed": seed} | config)
-
-
-def run_of(workspace: Path, run_id: str = "run_a", text: str | None = None) -> RunDir:
-    run = RunDir(workspace / run_id)
-    run.control.mkdir(parents=True)
-    if text is not None:
-        place(run, text)
-    return run
-
-
-def place(run: RunDir, text: str) -> None:
-    """As `prl` does: whole, under another name, then renamed."""
-    staged = run.control / ".orch.toml.tmp"
-    staged.write_text(text)
-    os.utime(staged, (1e9, 1e9))  # as if the write was long ago: clocks of file systems are coarse
-    staged.rename(run.control / "orch.toml")
-
-
-class Look:
-    """A Discovery with a clock in the test's hand. `seeds`: of every config that was judged."""
-
-    def __init__(self, workspace: Path, settle_s: float = SETTLE_S) -> None:
-        self.now = 0.0
-        self.seeds: list[int] = []
-        self.discovery = Discovery(workspace, self._validate, settle_s, lambda: self.now)
-
-    def _validate(self, config: OrchestratorConfig) -> str | None:
-        self.seeds.append(config.seed)
-        return "odious" if config.seed == 666 else None
-
-    def __call__(self, *changed: Path, active: dict[str, int] | None = None, everything: bool = False) -> Findings:
-        found = self.discovery.scan(active or {}, None if everything else set(changed))
-        self.discovery.judge(found)
-        self.discovery.report(found)
-        return found
-
-    def all(self, **arguments: dict[str, int]) -> Findings:
-        return self(everything=True, **arguments)  # type: ignore[arg-type]
-
-    def later(self, seconds: float) -> Findings:
-        """What is found without any hint when time has passed."""
-        self.now += seconds
-        return self()
+from tests.discovery_support import SETTLE_S, Look, place, run_of, text_of
 
 
 def ids(found: Findings) -> list[str]:
@@ -208,20 +155,36 @@ def test_a_save_is_one_reload_whatever_the_editor_does(tmp_path: Path, save: Sav
     assert look.seeds == [1, 2, 3]
 
 
-def test_a_config_that_changes_in_its_slot_counts_from_the_next_admission(
+def test_a_config_that_changes_in_its_slot_is_reported_once_and_an_invalid_one_is_not(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     run = run_of(tmp_path, text=text_of(1))
     look = Look(tmp_path)
     active = {"run_a": look.all().candidates[0].inode}
-    with caplog.at_level(logging.INFO):
-        for text in (text_of(1), text_of(2), text_of(2), "half ="):
-            place(run, text)
-            assert not look(run.control, active=active).gone
-    assert [record.getMessage()[:30] for record in caplog.records] == ["run_a: orch.toml has changed; "] * 2
-    assert look.seeds == [1] and not run.config_error.exists()
+    changed = []
+    for text in (text_of(1), text_of(2), text_of(2), "half ="):
+        place(run, text)
+        found = look(run.control, active=active)
+        assert not found.gone
+        changed.append([config.seed for config in found.changed.values()])
+    assert changed == [[], [2], [], []] and not caplog.records
+    look.now += SETTLE_S
+    assert not look(active=active).changed and not run.config_error.exists()
+    assert [record.getMessage()[:40] for record in caplog.records] == ["run_a: its changed orch.toml is invalid,"]
+    assert look.seeds == [1, 2]
     place(run, text_of(2))
     assert [each.config.seed for each in look(run.control).candidates] == [2]
+
+
+def test_a_new_rule_is_no_change_of_a_config(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run_of(tmp_path, text=text_of(1))
+    look = Look(tmp_path)
+    active = {"run_a": look.all().candidates[0].inode}
+    look.discovery.forget_verdicts()
+    with caplog.at_level(logging.INFO):
+        assert not look.all(active=active).gone
+    assert not caplog.records
+    assert ids(look.all()) == ["run_a"] and look.seeds == [1, 1]
 
 
 def test_a_hint_is_followed_where_it_points_and_a_lost_one_at_the_rescan(tmp_path: Path) -> None:
@@ -315,86 +278,3 @@ def test_prints_spare_what_has_not_changed(tmp_path: Path) -> None:
     young = Discovery(tmp_path, lambda config: None)
     young.suspects()
     assert young.suspects() == names, "times that are too young are not believed"
-
-
-# Sequences of file operations against a Discovery that has no memory.
-
-RUN_IDS = ["run_a", "run_b"]
-OPERATIONS = ["mkdir", "control", "place", "write", "bad", "touch", "unlink", "evict", "readmit", "rmtree", "replace"]
-
-
-def operate(workspace: Path, run: RunDir, operation: str, number: int) -> list[Path]:
-    """Do it as far as it can be done; the paths that changed."""
-    config, has_control = run.control / "orch.toml", run.control.is_dir()
-    if operation == "mkdir":
-        run.path.mkdir(exist_ok=True)
-        return [run.path]
-    if operation == "control" and run.path.is_dir():
-        run.control.mkdir(exist_ok=True)
-        return [run.control]
-    if operation in ("place", "write", "bad") and has_control:
-        if operation == "place":
-            place(run, text_of(number))
-        else:
-            config.write_text(text_of(number) if operation == "write" else f"seed = {number}")
-        return [config]
-    if operation == "touch" and config.exists():
-        os.utime(config)
-        return [config]
-    if operation == "unlink":
-        config.unlink(missing_ok=True)
-        return [config]
-    if operation == "evict" and has_control:
-        run.evicted.write_text("no")
-        return [run.evicted]
-    if operation == "readmit":
-        run.evicted.unlink(missing_ok=True)
-        return [run.evicted]
-    if operation == "rmtree":
-        shutil.rmtree(run.path, ignore_errors=True)
-        return [run.evicted, config, run.control, run.path]
-    if operation == "replace" and run.path.is_dir():
-        run.path.rename(workspace / f"aside_{number}_{time.monotonic_ns()}")
-        run_of(workspace, run.run_id, text_of(number))
-        return [run.path]
-    return []
-
-
-def verdicts(found: Findings) -> dict[str, object]:
-    told: dict[str, object] = {each.run.run_id: each.config.seed for each in found.candidates}
-    for word in ("invalid", "evicted", "failed", "finished", "unconfigured", "settling"):
-        told |= dict.fromkeys(getattr(found, word), word)
-    return told | found.refused
-
-
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(
-    steps=st.lists(
-        st.tuples(st.sampled_from(RUN_IDS), st.sampled_from(OPERATIONS), st.integers(1, 3), st.booleans()), max_size=25
-    ),
-    is_lossy=st.booleans(),
-)
-def test_memory_changes_no_verdict(
-    tmp_path_factory: pytest.TempPathFactory, steps: list[tuple[str, str, int, bool]], is_lossy: bool
-) -> None:
-    workspace = tmp_path_factory.mktemp("workspace")
-    look = Look(workspace)
-    watched = set(look.all().folders)
-    hints: set[Path] = set()
-    for run_id, operation, number, looks in steps:
-        changed = operate(workspace, RunDir(workspace / run_id), operation, number)
-        if not is_lossy:
-            hints |= {folder for path in changed for folder in (path, path.parent)} & watched
-        if looks:
-            look.now += QUIET_S
-            found = look(*hints)
-            # A folder that is new to the watcher gets a hint.
-            hints, watched = set(found.folders) - watched, set(found.folders)
-    while hints:
-        found = look(*hints)
-        hints, watched = set(found.folders) - watched, set(found.folders)
-    found = look.all() if is_lossy else look()
-    if found.due is not None:
-        look.later(QUIET_S)
-        found = look.later(SETTLE_S)
-    assert verdicts(found) == verdicts(Look(workspace, settle_s=0).all())

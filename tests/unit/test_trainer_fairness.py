@@ -35,6 +35,7 @@ class Tenant:
 
     lengths: tuple[int, ...]
     think: int = 0
+    weight: float = 1.0
     arrives: int = 0
     idle_from: int | None = None
     idle_until: int = 0
@@ -72,7 +73,7 @@ def play(tenants: list[Tenant], until: float) -> Played:
     played = Played([[] for _ in tenants])
     while now < until:
         for idx in [idx for idx, at in ready_at.items() if at <= now]:
-            queue.add(idx, tenants[idx].rows(idx))
+            queue.add(idx, tenants[idx].rows(idx), tenants[idx].weight)
             del ready_at[idx]
         if not queue:
             now = min(ready_at.values())
@@ -178,3 +179,34 @@ def test_padding_is_at_most_a_fifth_of_a_pass_that_is_not_small() -> None:
     while rows := queue.next_rows():
         padding = 1 - sum(row.num_tokens for row in rows) / positions(rows)
         assert padding <= 0.2 or (len(rows) - 1) * rows[0].num_tokens * SMALLEST_SHARE <= PASS
+
+
+@pytest.mark.parametrize(
+    "batch", [(50,) * 40, (50,) * 400, mixed(3, 200, 10, 90)], ids=["of two passes", "20", "mixed"]
+)
+@pytest.mark.parametrize("weights", [(1.0, 2.0, 4.0), (4.0, 1.0, 2.0), (0.25, 0.5, 1.0)])
+def test_runs_with_equal_work_share_the_tokens_by_their_weights(
+    weights: tuple[float, ...], batch: tuple[int, ...]
+) -> None:
+    num_updates = 200
+    tenants = [Tenant(batch, weight=weight) for weight in weights]
+    played = play(tenants, num_updates * sum(batch))
+    counts = [len(updates) for updates in played.updates]
+    assert sum(counts) >= 0.75 * num_updates
+    for count, weight in zip(counts, weights, strict=True):
+        assert count / sum(counts) == pytest.approx(weight / sum(weights), rel=0.1), counts
+
+
+def test_a_weight_takes_nothing_from_others_that_its_run_cannot_use() -> None:
+    """A run that is slow to make batches trains all it makes; the others have the rest, by their weights."""
+    slow = Tenant((50,) * 20, think=20_000, weight=1000.0)
+    played = play([slow, Tenant((50,) * 40), Tenant((50,) * 40, weight=2.0)], 400_000)
+    made, one, two = (len(updates) for updates in played.updates)
+    assert made >= 0.9 * 400_000 / (20_000 + 3 * PASS)
+    assert two / one == pytest.approx(2.0, rel=0.1)
+    assert one * 2_000 + two * 2_000 >= 0.85 * (400_000 - made * 1_000)
+
+
+def test_a_heavy_run_starves_nobody() -> None:
+    light, heavy = Tenant((50,) * 20), Tenant((50,) * 400, weight=100.0)
+    assert len(play([light, heavy], 1_000_000).updates[0]) >= 8

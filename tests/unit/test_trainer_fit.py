@@ -18,11 +18,12 @@ from transformers import AutoConfig
 
 from prime_rl.configs.fit_flags import SHAPES
 from prime_rl.configs.shared import LoRAConfig
+from prime_rl.configs.trainer import TrainerConfig, TrainerModelConfig
 from prime_rl.trainer.fit import __main__ as cli
 from prime_rl.trainer.fit.auto import MOST_AUTO_SLOTS, MOST_TOKENS
 from prime_rl.trainer.fit.capacity import GIB, TOKENS_STEP, most_runs, most_served, most_tokens, served_bytes, split
 from prime_rl.trainer.fit.meter import metered
-from prime_rl.trainer.fit.predict import HOST_COPIES, PassMemory, Setting, measure, predict
+from prime_rl.trainer.fit.predict import HOST_COPIES, PassMemory, Setting, measure, predict, setting_of
 from prime_rl.trainer.fit.shapes import UnknownModel, model_config
 from prime_rl.trainer.fused import CHUNK_BYTES
 from tests.daemons_support import ROOT
@@ -71,6 +72,19 @@ def test_a_few_layers_tell_what_all_of_them_take(
     found, measured = predict(setting), measure(setting, 6)
     assert vars(found) == pytest.approx(vars(measured), rel=1e-9)
     assert found.peak > found.weights + found.adapters + found.optimizer
+
+
+@pytest.mark.parametrize("make", [tiny, whole])
+def test_offloaded_inputs_of_layers_are_in_the_memory_of_the_host(make: Callable[..., Setting]) -> None:
+    setting = make(checkpoints=True)
+    kept, found = predict(setting), predict(replace(setting, offloads=True))
+    one_layer = 4 * setting.tokens * TINY["hidden_size"]
+    assert (kept.offloaded, found.offloaded) == (0, 6 * one_layer)
+    assert kept.activations - found.activations == 6 * one_layer
+    # In backward the layer that is at work has its input on the device.
+    assert 4 * one_layer <= kept.peak - found.peak <= 6 * one_layer
+    assert found.peak == sum(vars(found).values()) - found.offloaded
+    assert vars(found) == pytest.approx(vars(measure(replace(setting, offloads=True), 6)), rel=1e-9)
 
 
 def test_what_is_largest_may_change_with_the_number_of_layers() -> None:
@@ -170,9 +184,19 @@ def test_real_models_fit_and_the_documents_have_the_figures(row: tuple[str, ...]
     family, name, num_rows, row_tokens, figures = row
     seq_len = int(row_tokens.replace(",", ""))
     memory = real((family + name.partition(",")[0]).lower(), seq_len, int(num_rows) * seq_len)
-    assert [f"{value / GIB:.2f}" for value in (*vars(memory).values(), memory.peak)] == figures.split(" | ")
+    *sizes, _offloaded = vars(memory).values()
+    assert [f"{value / GIB:.2f}" for value in (*sizes, memory.peak)] == figures.split(" | ")
     # Beyond the weights and gradients of the adapters themselves, and their moments.
     assert (memory.peak - memory.adapters - memory.optimizer) / GIB <= MOST_GIB.get(name, 80.0)
+
+
+def test_the_documents_have_what_offload_saves() -> None:
+    seq_len = 16_384
+    setting = Setting(model_config("qwen3-8b"), torch.bfloat16, LoRAConfig(), 8, seq_len, seq_len, True, True, True)
+    found = predict(setting)
+    shown = re.search(r"keeps (.*) GiB on the GPU and (.*) GiB on the host, and its peak is (.*) GiB", DOCUMENT)
+    sizes = found.activations, found.offloaded, found.peak
+    assert shown and tuple(f"{size / GIB:.2f}" for size in sizes) == shown.groups()
 
 
 def test_the_documents_have_the_models_that_matter() -> None:
@@ -279,8 +303,9 @@ def test_inference_has_room_for_all_versions_of_a_run_and_as_much_for_its_cache(
     memory = predict(setting)
     adapter = dtype.itemsize * 4 * (2 * (64 + 64) + 2 * (64 + 32) + 3 * (64 + 128))
     versions, runs = 3, 5
-    assert most_served(setting, memory, memory.weights + 2 * versions * adapter * runs, versions) == runs
-    assert most_served(setting, memory, memory.weights + 2 * versions * adapter * runs - 9, versions) == runs - 1
+    enough = memory.weights + 2 * adapter * (versions * runs + 1)  # one is that of a chat
+    assert most_served(setting, memory, enough, versions) == runs
+    assert most_served(setting, memory, enough - 9, versions) == runs - 1
     assert most_served(setting, memory, 0.0, versions) == 1
     # A model that is trained is served in the type that it computes in, and whole, by however many ranks it is trained.
     trained = whole(1, tokens=32, dtype=dtype, host_copies=4)
@@ -308,6 +333,20 @@ def test_the_table_and_the_json_tell_the_same(capsys: Any) -> None:
         assert f"{found[f'{name}_gib']:.2f} GiB" in table, name
     assert f"{found['max_tokens_per_micro_batch']:,} tokens" in table
     assert "does not fit" in table and found["gpu_memory_utilization"] is None
+
+
+def test_offload_is_counted_on_a_gpu_and_shown(capsys: Any) -> None:
+    argv = ["--model", "smollm2-135m", "--seq-len", "64", "--tokens", "128", "--runs", "2", "--gpu-memory", "16"]
+    argv += ["--trainer.model.activation_offload", "true"]
+    assert cli.main([*argv, "--json"]) == 0
+    on_gpu = json.loads(capsys.readouterr().out)
+    # One input of each of 30 layers, 128 x 576 in bfloat16.
+    assert on_gpu["offloaded_gib"] == round(30 * 128 * 576 * 2 / GIB, 3) > 0
+    assert cli.main(argv) == 0
+    assert re.search(rf"saved in host memory +{on_gpu['offloaded_gib']:.2f} GiB", capsys.readouterr().out)
+    model = TrainerModelConfig(name="smollm2-135m", lora=LoRAConfig(), activation_offload=True)
+    on_cpu = setting_of(TrainerConfig(model=model), "cpu", 1)
+    assert on_cpu.checkpoints and not on_cpu.offloads, "a CPU's memory is the host's"
 
 
 @pytest.fixture(scope="module")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import shutil
 from collections.abc import Callable, Collection
@@ -19,7 +20,7 @@ from prime_rl.contract.layout import OutputDir, RunDir
 from prime_rl.contract.status import DaemonStatus, RunStatus, Status
 from prime_rl.trainer import runs as runs_module
 from prime_rl.trainer.runs.discovery import MIN_REPORTS, Discovery, Findings
-from prime_rl.trainer.runs.hooks import printable
+from prime_rl.utils.text import printable
 from tests.runs_support import BASE, add, look, manager_of
 from tests.trainer_support import write_config
 
@@ -100,14 +101,14 @@ def test_many_bad_configs_are_reported_in_slices_and_none_is_forgotten(tmp_path:
         return found
 
     found = find(None)
-    assert len(found.invalid) == len(bad) and found.due is not None and found.due < next(seconds)
+    assert len(found.invalid) == len(bad) and found.due < next(seconds)
     assert [run for run in bad if run.config_error.exists()] == bad[:MIN_REPORTS]
     shutil.rmtree(gone.path)
     outside = tmp_path / "outside"
     became_a_link.path.rename(outside)
     became_a_link.path.symlink_to(outside)
     write_config(mended, BASE)
-    while found.due is not None:
+    while found.due < math.inf:
         found = find([mended.control])
     assert [run for run in bad if run.config_error.exists()] == others and not RunDir(outside).config_error.exists()
     assert [each.run for each in found.candidates] == [mended]

@@ -11,11 +11,10 @@ import pytest
 from prime_rl.configs.orchestrator import OrchestratorConfig
 from prime_rl.contract.files import write_atomic
 from prime_rl.contract.layout import RunDir
+from prime_rl.trainer.loop import POLL_S, Scout
 from prime_rl.trainer.runs import MultiRunManager
 from prime_rl.trainer.runs.discovery import Discovery
-from prime_rl.trainer.runs.scout import POLL_S, Scout
-from prime_rl.utils.watch import Watcher
-from prime_rl.utils.watch_backends import Backend, OnChange
+from prime_rl.utils.watch import Backend, OnChange, Watcher
 from tests.patience import PATIENCE_S
 from tests.runs_support import BASE, add, manager_of
 from tests.trainer_support import write_config
@@ -27,13 +26,15 @@ class Deaf:
     """Watches and reports nothing."""
 
     def __init__(self, on_change: OnChange) -> None:
-        pass
+        self.folders: set[Path] = set()
 
     def add(self, folder: Path) -> bool:
-        return folder.is_dir()
+        is_new = folder.is_dir() and folder not in self.folders
+        self.folders |= {folder} if is_new else set()
+        return is_new
 
     def remove(self, folder: Path) -> None:
-        pass
+        self.folders.discard(folder)
 
     def lives(self) -> bool:
         return True

@@ -12,9 +12,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.tui_support import metrics_lines
-from tui.charts_reader import ChartsReader
-from tui.curves import CHARTS, KEYS, ChartView, Curve, build_chart, simple_chart, thin, window
-from tui.history import MAX_EVALS, History, HistoryReader
+from tui.readers.charts import CHARTS, KEYS, ChartsReader, ChartView, Curve, build_chart, simple_chart, thin, window
+from tui.readers.history import MAX_EVALS, History, HistoryReader
 from tui.widgets.canvas import NOTHING, SHADES, Canvas, draw_curve, draw_stack
 from tui.widgets.chart import name_letters
 
@@ -132,16 +131,15 @@ def test_charts_of_one_run_and_of_several(tmp_path: Path) -> None:
         (folder / "orchestrator.jsonl").write_text("\n".join(orchestrator) + "\n")
         (folder / "trainer.jsonl").write_text("\n".join(trainer) + "\n")
     reader = ChartsReader(tmp_path, "run_a")
-    data, more = reader.read()
-    assert data is not None and not more and reader.read() == (None, False)
+    data, more = reader.read(ChartView())
+    assert data is not None and not more and reader.read(ChartView()) == (None, False)
     by_title = dict(zip((spec.title for spec in CHARTS), data.charts, strict=True))
     assert [curve.name for curve in by_title["step time, s"].curves] == [
         "generate", "environment", "policy", "inference",
     ]  # fmt: skip
     assert by_title["step time, s"].is_stacked and not by_title["lengths"].is_stacked
     assert by_title["reward"].change is not None and not by_title["evaluation"].has_values
-    reader.view = ChartView(compare=("run_b", "run_gone"), smoothing=0.9)
-    data, _ = reader.read()
+    data, _ = reader.read(ChartView(compare=("run_b", "run_gone"), smoothing=0.9))
     assert data is not None and data.run_ids == ("run_a", "run_b", "run_gone")
     assert all([curve.name for curve in chart.curves] == ["run_a", "run_b"] for chart in data.charts[:8])
     assert not any(chart.is_stacked for chart in data.charts)

@@ -12,11 +12,11 @@ from textual.color import Color
 import tui
 from tests.tui_support import build_workspace, frozen_clock, has_looked, roomy_disk, screen_text, settled, until
 from tui.app import PrlApp
+from tui.fmt import sparkline
 from tui.glyphs import PlainGlyphs, plain_glyphs
-from tui.nodes import HEALTH
-from tui.nodes_view import CELLS
-from tui.series import sparkline
-from tui.snapshot import LEVEL_SYMBOLS, STATES
+from tui.model.levels import LEVEL_SYMBOLS, STATES
+from tui.model.nodes import HEALTH
+from tui.widgets.node_lines import CELLS
 
 BLACK = Color.parse("black")
 

@@ -15,10 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prime_rl.contract.layout import RunDir
-from tui import log_file, log_search
-from tui.log_file import LEVELS, lines_after, lines_before, open_log, rank, rank_at
-from tui.log_reader import NUM_AROUND, LogData, LogRequest, LogTabReader
-from tui.log_search import Found, LogSearch
+from tui.readers import log_file, log_reader
+from tui.readers.log_file import LEVELS, lines_after, lines_before, open_log, rank, rank_at
+from tui.readers.log_reader import NUM_AROUND, Found, LogData, LogRequest, LogSearch, LogTabReader
 
 ResultT = TypeVar("ResultT")
 WORDS = (
@@ -38,7 +37,7 @@ LINES = st.lists(st.sampled_from(WORDS), max_size=60)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """The places where blocks meet are where reading breaks."""
     monkeypatch.setattr(log_file, "BLOCK_BYTES", 64)
-    monkeypatch.setattr(log_search, "BLOCK_BYTES", 64)
+    monkeypatch.setattr(log_reader, "BLOCK_BYTES", 64)
 
 
 def done(steps: Generator[None, None, ResultT]) -> ResultT:
@@ -148,10 +147,11 @@ class Log:
         self.path = RunDir(folder / "run_a").log
         self.path.parent.mkdir(parents=True)
         self.reader = LogTabReader(folder, "run_a")
+        self.request = LogRequest()
         self.last = LogData("run_a")
 
     def look(self) -> LogData | None:
-        data, more = self.reader.read()
+        data, more = self.reader.read(self.request)
         assert not more
         self.last = data or self.last
         return data
@@ -231,19 +231,19 @@ def test_around_a_place_and_back_to_the_end(tmp_path: Path) -> None:
     log.look()
     assert log.texts[-1] == "04999 INFO x" and len(log.texts) == 2 * NUM_AROUND
     assert (log.last.slice.is_first, log.last.slice.is_last) == (False, True)
-    log.reader.request = LogRequest(2_000 * 13)
+    log.request = LogRequest(2_000 * 13)
     log.look()
     assert log.texts[NUM_AROUND] == "02000 INFO x" and len(log.texts) == 2 * NUM_AROUND
     assert (log.last.slice.is_first, log.last.slice.is_last) == (False, False)
-    log.reader.request = LogRequest(0)
+    log.request = LogRequest(0)
     log.look()
     assert log.texts[0] == "00000 INFO x" and log.last.slice.is_first
-    log.reader.request = LogRequest(10**9)
+    log.request = LogRequest(10**9)
     log.look()
     assert log.texts[-1] == "04999 INFO x"
     with log.path.open("a") as file:
         file.write("05000 INFO y\n")
-    log.reader.request = LogRequest()
+    log.request = LogRequest()
     log.look()
     assert log.texts[-1] == "05000 INFO y"
 
@@ -251,13 +251,11 @@ def test_around_a_place_and_back_to_the_end(tmp_path: Path) -> None:
 def test_rare_levels_are_found_far_away_and_a_new_wish_ends_the_search(tmp_path: Path) -> None:
     log = Log(tmp_path)
     log.path.write_text("ERROR boom\n  at x\n" + "INFO x\n" * 20_000)
-    log.reader.request = LogRequest(None, LEVELS.index("error"))
+    log.request = LogRequest(None, LEVELS.index("error"))
     log.look()
     assert log.texts == ["ERROR boom", "  at x"] and log.last.slice.is_first
-    log.reader.is_open = False
-    log.reader.request = LogRequest(None, LEVELS.index("warning"))
-    assert log.reader.read() == (None, True), "nothing waits for it"
-    log.reader.is_open = True
+    log.request = LogRequest(None, LEVELS.index("warning"))
+    assert log.reader.read(log.request, lambda: False) == (None, True), "nothing waits for it"
     log.look()
     assert log.texts == ["ERROR boom", "  at x"]
 

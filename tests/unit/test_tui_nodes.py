@@ -14,17 +14,9 @@ from prime_rl.utils.node_watch import NodeReader
 from prime_rl.utils.text import clean_text
 from tests.tui_places_support import put_group, put_node
 from tests.tui_support import HOSTILE, NOW
-from tui.nodes import MISSING, SLOW, Cell, Group, describe, make_group, node_problems
-from tui.nodes_view import grid_heading, group_line, node_detail, node_line, phase_lines
-from tui.palette import DARK, make_palette
-from tui.snapshot import Level
-
-PALETTE = make_palette(
-    {
-        name: getattr(DARK, name)
-        for name in ("foreground", "background", "accent", "primary", "secondary", "success", "warning", "error")
-    }
-)
+from tui.model.levels import Level
+from tui.model.nodes import MISSING, SLOW, Cell, Group, describe, make_group, node_problems
+from tui.widgets.node_lines import grid_heading, group_line, node_detail, node_line, phase_lines
 
 
 class Clock:
@@ -97,7 +89,7 @@ def test_a_node_whose_loop_stands_still_is_stalled_and_never_alive(tmp_path: Pat
     group = make_group(reader.read())
     assert words(group) == {0: NodeHealth.STALLED} and group is not None
     (row,) = group.rows
-    assert row.note == "its loop has stood still for 41s" and row.note in node_line(row, 160, PALETTE).plain
+    assert row.note == "its loop has stood still for 41s" and row.note in node_line(row, 160).plain
     (problem,) = node_problems(group, NOW)
     assert problem.level is Level.BAD and problem.since == NOW - 41.0
     assert problem.text == "stalled in phase 4 (aggregate) of iteration 12; its loop has stood still for 41s"
@@ -156,11 +148,11 @@ def test_nothing_that_a_file_says_breaks_a_line(
     assert group is not None
     row = group.rows[0]
     lines = [
-        group_line(group, PALETTE),
+        group_line(group),
         *grid_heading(width),
-        node_line(row, width, PALETTE),
-        *phase_lines(group, width, PALETTE, 14),
-        *node_detail(row, width, PALETTE),
+        node_line(row, width),
+        *phase_lines(group, width, 14),
+        *node_detail(row, width),
     ]
     for line in lines:
         assert clean_text(line.plain) == line.plain

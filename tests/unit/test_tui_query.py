@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from daemons.client import WorkspaceReader
 from tests.tui_support import NOW, build_workspace
-from tui.query import FIELDS, FLAGS, NUMBERS, Subject, complete, parse
-from tui.snapshot import STATES, RunRow, make_snapshot
-from tui.sorting import SORTS, sort_rows
-from tui.watcher import WorkspaceMetrics
+from tui.model.levels import STATES
+from tui.model.query import FIELDS, FLAGS, NUMBERS, SORTS, Subject, complete, parse, sort_rows
+from tui.model.snapshot import RunRow, make_snapshot
+from tui.readers.workspace_metrics import WorkspaceMetrics
 
 WORDS = ["state:active", "state:wai,fin", "!state:invalid", "reward>0.5", "reward>=50%", "lag<2", "tokens>1k", "name~q",
          "note!=x", "is:problem", "!is:pinned", "seen<5m", "step!=42", '"waits for"', "run_"]  # fmt: skip

@@ -12,7 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tui.readers import MAX_LINE_BYTES, FileTail, MetricsReader, parse_metrics
+from prime_rl.contract.layout import RunDir
+from prime_rl.contract.metrics import parse_metrics
+from prime_rl.utils.tail import MAX_LINE_BYTES, FileTail
+from tui.readers.history import NUM_RECENT, History, HistoryReader, RunMetrics
 
 # Lines without the newline byte; the text around chunk ends is where a reader breaks.
 LINES = st.lists(st.binary(max_size=40).map(lambda data: data.replace(b"\n", b"?")), max_size=30)
@@ -142,29 +145,40 @@ def test_a_metrics_line_keeps_its_finite_numbers() -> None:
     assert parse_metrics(b'{"step": 3, "loss": 1%s}' % (b"0" * 400)) == (3, {})
 
 
+def points(history: History) -> tuple[list[float], list[float]]:
+    return list(history.steps), list(history.values)
+
+
 def test_metrics_of_both_files_by_name(tmp_path: Path) -> None:
-    one, two = tmp_path / "o.jsonl", tmp_path / "t.jsonl"
-    one.write_text('{"step": 1, "reward/mean": 0.5, "other": 1}\nbroken {\n{"step": 2, "reward/mean": 0.75}\n')
-    two.write_text('{"step": 1, "loss": 0.1}\n')
-    reader = MetricsReader([one, two], ["reward/mean", "loss"], capacity=16)
-    assert reader.update() == (True, False)
-    reward, loss = reader.series("reward/mean"), reader.series("loss")
-    assert reward is not None and loss is not None
-    assert reward.points() == ([1, 2], [0.5, 0.75])
-    assert loss.points() == ([1], [0.1])
-    assert reader.series("other") is None
-    assert reader.update() == (False, False)
+    run = RunDir(tmp_path / "run_a")
+    run.metrics.mkdir(parents=True)
+    run.orchestrator_metrics.write_text('{"step": 1, "loss": 9}\nbroken {\n{"step": 2, "reward/mean": 0.1}\n')
+    run.trainer_metrics.write_text('{"step": 1, "reward/mean": 7, "time": 1790000000.123, "eval/a/reward": 1}\n')
+    metrics = RunMetrics(run, ("reward/mean", "loss", "time"), 16, newest_bytes=1 << 10)
+    assert metrics.update() == (True, False)
+    found = {key: points(history) for key, history in metrics.histories().items()}
+    assert found == {"reward/mean": ([2], [0.1]), "loss": ([1], [9]), "time": ([1], [1790000000.123])}, "exact"
+    assert metrics.update() == (False, False)
+
+
+def test_the_newest_values_of_a_long_history_are_never_thinned() -> None:
+    history = History(4 * NUM_RECENT)
+    for step in range(20 * NUM_RECENT):
+        history.extend((float(step),), (float(step % 100),))
+        assert len(history) <= 4 * NUM_RECENT
+        recent = min(step + 1, NUM_RECENT)
+        assert history.steps[-recent] == step + 1 - recent, "the steps of the newest values stand without a gap"
+    assert history.steps[0] == 0
 
 
 def test_a_replaced_metrics_file_restarts_its_series(tmp_path: Path) -> None:
     path = tmp_path / "m.jsonl"
     path.write_text("".join(json.dumps({"step": step, "loss": 1.0}) + "\n" for step in range(1, 9)))
-    reader = MetricsReader([path], ["loss"], capacity=16)
+    reader = HistoryReader(path, ["loss"], 16)
     reader.update()
     path.write_text('{"step": 1, "loss": 3.0}\n')
     reader.update()
-    series = reader.series("loss")
-    assert series is not None and series.points() == ([1], [3.0])
+    assert points(reader.histories["loss"]) == ([1], [3.0])
 
 
 def test_two_gigabytes_of_nothing_a_megabyte_of_line_and_a_pipe(tmp_path: Path) -> None:

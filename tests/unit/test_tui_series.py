@@ -1,54 +1,19 @@
-"""Bounded series, thinning, sparklines, and numbers as text."""
+"""Thinning, sparklines, and numbers as text."""
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tui import fmt
-from tui.series import NUM_RECENT, Series, change, downsample, sparkline
+from tui.fmt import sparkline
+from tui.readers.history import change, downsample
 
 FLOATS = st.floats(allow_nan=False, allow_infinity=False)
-
-
-@settings(max_examples=60)
-@given(num=st.integers(0, 2000), capacity=st.integers(2, 33))
-def test_a_series_fits_and_keeps_every_value_in_some_mean(num: int, capacity: int) -> None:
-    series = Series(capacity)
-    for step in range(1, num + 1):
-        series.append(step, 2.0)
-    steps, values = series.points()
-    assert len(steps) <= capacity
-    assert steps == sorted(set(steps))
-    assert values == [2.0] * len(steps)
-    assert sum(series._counts) == num
-    assert steps[-1:] == ([num] if num else [])
-    assert series.recent(NUM_RECENT) == [2.0] * min(num, NUM_RECENT)
-
-
-def test_a_full_series_holds_means_of_neighbours() -> None:
-    series = Series(4)
-    for step in range(1, 9):
-        series.append(step, float(step))
-    assert series.points() == ([2, 4, 6, 8], [1.5, 3.5, 5.5, 7.5])
-
-
-def test_a_replayed_step_replaces_what_followed() -> None:
-    series = Series(16)
-    for step in (1, 2, 3, 4, 5):
-        series.append(step, 1.0)
-    series.append(3, 9.0)
-    assert series.points() == ([1, 2, 3], [1.0, 1.0, 9.0])
-    assert series.recent(10) == [1.0, 1.0, 9.0]
-    assert (series.last_step, series.last) == (3, 9.0)
-
-
-def test_a_series_needs_room() -> None:
-    with pytest.raises(ValueError, match="at least 2"):
-        Series(1)
 
 
 @given(values=st.lists(FLOATS, max_size=200), limit=st.integers(4, 60))
@@ -129,9 +94,37 @@ def test_short_texts() -> None:
     assert fmt.first_line("\n\n two\nthree") == "two"
     assert fmt.first_line(None) == ""
     assert [fmt.size(number) for number in (512, 2048, 5 * 1024**3)] == ["512 B", "2.0 KiB", "5.0 GiB"]
-    assert (
-        fmt.signed(0.12) == "+0.120"
-        and fmt.signed(-0.0001, least=0.001) == "±0"
-        and fmt.fixed(0.0042) == "0.004"
-        and fmt.signed(None) == "·"
-    )
+    assert [fmt.signed(value) for value in (0.12, -1.2e-5, 0.0, None)] == ["+0.120", "-1.2e-5", "±0", "·"]
+    assert [fmt.reward(value) for value in (0.0042, 12.34, None)] == ["0.004", "12.3", "·"]
+    assert [fmt.gain(value) for value in (0.12, -0.0042, 0.0004, math.nan)] == ["+0.120", "-0.004", "±0", "·"]
+    assert [fmt.percent(0.074), fmt.counted(1, "step"), fmt.counted(0, "step")] == ["7 %", "1 step", "0 steps"]
+    assert [fmt.duration(value) for value in (0.01, 0.21, 71, 720)] == ["·", "0.21s", "71s", "12m"]
+    assert fmt.stamp(0.0) == "1970-01-01 00:00:00" and len(fmt.stamp(None)) == 19
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "most", "texts"),
+    [(0.0, 1.0, 4, ["0", "0.5", "1.0"]), (0.13, 0.87, 4, ["0.2", "0.4", "0.6", "0.8"]),
+     (1, 50, 5, ["10", "20", "30", "40", "50"]),
+     (-0.02, 0.031, 6, ["-0.02", "-0.01", "0", "0.01", "0.02", "0.03"]),
+     (1e-5, 3e-5, 3, ["1.0e-5", "2.0e-5", "3.0e-5"]),
+     (0, 123_456, 3, ["0", "50000", "100000"]), (3.0, 3.0, 4, []), (0.0, math.inf, 4, [])],
+)  # fmt: skip
+def test_ticks_are_round(low: float, high: float, most: int, texts: list[str]) -> None:
+    assert [text for _, text in fmt.ticks(low, high, most)] == texts
+
+
+@given(low=st.floats(-1e4, 1e4), span=st.floats(1e-3, 1e9), most=st.integers(2, 8))
+def test_ticks_are_few_inside_and_1_2_or_5_apart(low: float, span: float, most: int) -> None:
+    high = low + span
+    found = fmt.ticks(low, high, most)
+    assert len(found) <= most and all(len(text) <= 8 for _, text in found)
+    values = [value for value, _ in found]
+    assert all(low - 1e-6 * span <= value <= high + 1e-6 * span for value in values)
+    for near, far in itertools.pairwise(values):
+        assert f"{far - near:.0e}"[0] in "125"
+
+
+def test_ticks_of_a_logarithm_are_powers_of_ten_where_there_are_two() -> None:
+    assert [text for _, text in fmt.log_ticks(-5.3, 0.2, 4)] == ["1.0e-5", "1.0e-3", "0.100"]
+    assert [text for _, text in fmt.log_ticks(math.log10(2), math.log10(7), 3)] == ["2", "4", "6"]

@@ -13,17 +13,17 @@ from rich.cells import cell_len
 from daemons.client import WorkspaceReader
 from prime_rl.contract.condition import utc
 from prime_rl.contract.layout import OutputDir, RunDir
-from prime_rl.contract.status import LOST_AFTER_S, DaemonStatus, TrainerStatus, read_status
+from prime_rl.contract.status import LOST_AFTER_S, DaemonStatus, RunState, TrainerStatus, read_status
 from tests.tui_support import HOSTILE, NOW, build_workspace, write_status
-from tui.palette import Palette, make_palette
-from tui.run_config import find_error_lines
-from tui.run_events import parse_audit
-from tui.snapshot import STALL_MIN_S, STATES, Disk, Level, RunRow, Snapshot, make_snapshot
-from tui.system import daemon_line
-from tui.watcher import StateTimes
+from tui.model.levels import STATES, Level
+from tui.model.snapshot import STALL_MIN_S, Disk, RunRow, Snapshot, make_snapshot
+from tui.readers.run_config import find_error_lines
+from tui.readers.run_events import parse_audit
+from tui.readers.times import StateTimes
+from tui.readers.workspace_metrics import WorkspaceMetrics
 from tui.widgets.columns import PADDING, choose_columns, make_cells
 from tui.widgets.header import run_lines, workspace_lines
-from tui.workspace_metrics import WorkspaceMetrics
+from tui.widgets.system_lines import daemon_line
 
 ESSENTIAL = {"state", "run", "progress", "reward", "note"}
 
@@ -36,11 +36,6 @@ def workspace(tmp_path: Path) -> OutputDir:
 def look(output: OutputDir, now: float = NOW) -> Snapshot:
     found = WorkspaceReader(output.path).read(now=now)
     return make_snapshot(found, WorkspaceMetrics(output.path).update(found), now, since=StateTimes(output).read(found))
-
-
-def a_palette() -> Palette:
-    names = ("foreground", "background", "accent", "primary", "secondary", "success", "warning", "error")
-    return make_palette({name: f"#0000{index}0" for index, name in enumerate(names)})
 
 
 def test_every_state_is_told_apart(workspace: OutputDir) -> None:
@@ -58,6 +53,14 @@ def test_every_state_is_told_apart(workspace: OutputDir) -> None:
     }
     symbols = [symbol for symbol, _ in STATES.values()]
     assert len(set(symbols)) == len(symbols), "a state must be readable without colour"
+
+
+def test_the_header_of_a_demo_says_how_it_ends_when_all_runs_are_done(workspace: OutputDir) -> None:
+    snapshot = look(workspace)
+    done = replace(snapshot, rows=tuple(replace(row, state=RunState.FINISHED) for row in snapshot.rows))
+    for shown, is_demo, says in ((snapshot, True, False), (done, False, False), (done, True, True)):
+        line = workspace_lines(shown, 80, read_only=False, is_demo=is_demo)[0].plain
+        assert ("q ends the demo" in line) is says
 
 
 def test_a_run_that_gives_no_sign_of_life_is_lost_and_says_since_when(workspace: OutputDir) -> None:
@@ -144,8 +147,8 @@ def test_a_daemon_whose_loop_hangs_is_stalled_in_header_system_and_problems(work
         daemon = next(each for each in snapshot.daemons if each.name == name)
         assert (daemon.state, daemon.level) == ("stalled", Level.WARN)
         assert daemon.detail == f"its main loop has not turned since {at}"
-        assert daemon.detail in daemon_line(daemon, None, 12, a_palette()).plain
-        assert f"{name} stalled" in workspace_lines(snapshot, 140, a_palette(), read_only=False)[0].plain
+        assert daemon.detail in daemon_line(daemon, None, 12).plain
+        assert f"{name} stalled" in workspace_lines(snapshot, 140, read_only=False)[0].plain
         assert f"stalled: {daemon.detail}" in [problem.text for problem in snapshot.problems if problem.name == name]
     assert snapshot.bottleneck is not None and snapshot.bottleneck.endswith("the trainer is stalled")
 
@@ -197,7 +200,7 @@ def test_cells_are_as_wide_as_their_column(workspace: OutputDir) -> None:
     for width in (79, 119, 199):
         columns = choose_columns(width, 18)
         for row in look(workspace).rows:
-            cells = make_cells(row, columns, a_palette(), NOW)
+            cells = make_cells(row, columns, NOW)
             assert {key: cell for key, cell in cells.items() if cell_len(cell) != _width(columns, key)} == {}
 
 
@@ -208,16 +211,16 @@ def _width(columns: object, key: str) -> int:
 @pytest.mark.parametrize("width", [80, 120, 200])
 def test_headers_fit_their_width(workspace: OutputDir, width: int) -> None:
     snapshot = look(workspace)
-    lines = [*workspace_lines(snapshot, width, a_palette(), True)]
+    lines = [*workspace_lines(snapshot, width, True)]
     for row in snapshot.rows:
-        lines += run_lines(row, width, a_palette(), NOW)
+        lines += run_lines(row, width, NOW)
     assert all(cell_len(line.plain) <= width for line in lines), [line.plain for line in lines]
 
 
 def test_a_small_header_of_a_workspace_that_is_down_says_so_and_that_it_is_read_only(workspace: OutputDir) -> None:
     snapshot = look(workspace)
     down = tuple(replace(daemon, state="stopped", level=Level.QUIET) for daemon in snapshot.daemons)
-    first, _ = workspace_lines(replace(snapshot, daemons=down), 80, a_palette(), True)
+    first, _ = workspace_lines(replace(snapshot, daemons=down), 80, True)
     assert "read-only" in first.plain and "■ trainer, inference, supervisor stopped" in first.plain
 
 

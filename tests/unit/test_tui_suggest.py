@@ -8,10 +8,11 @@ import pytest
 
 from daemons.client import WorkspaceReader
 from tests.tui_support import NOW, build_workspace
-from tui.dialogs.draft import free_id
-from tui.jobs import each
-from tui.snapshot import RunRow, RunTail, make_snapshot
-from tui.suggest import ALWAYS, MAX_SUGGESTIONS, suggest
+from tui.actions.draft import free_id
+from tui.actions.jobs import each
+from tui.dialogs.evict import ALWAYS, MAX_SUGGESTIONS, suggest
+from tui.model.snapshot import RunRow, make_snapshot
+from tui.readers.workspace_metrics import RunTail
 
 
 @pytest.fixture(scope="module")

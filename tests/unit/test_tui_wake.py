@@ -1,4 +1,4 @@
-"""A wake of the console's watcher is followed by a look at everything, whenever it comes."""
+"""When the console's watcher looks at what: a wake, and the first looks."""
 
 from __future__ import annotations
 
@@ -6,10 +6,14 @@ import threading
 from pathlib import Path
 
 import pytest
+from textual.message import Message
 
 from prime_rl.contract.files import wait_for
 from tests.tui_support import build_workspace, frozen_clock, roomy_disk
+from tui.messages import WorkspaceChanged
+from tui.model.snapshot import Snapshot
 from tui.watcher import Rest, WorkspaceReader, WorkspaceWatcher
+from tui.widgets.header import workspace_lines
 
 TIMEOUT_S = 60.0
 
@@ -39,10 +43,12 @@ def test_a_wake_between_reading_and_resetting_the_flag_is_not_lost(
     looks: list[bool] = []
     real = WorkspaceReader.read
 
-    def read(reader: WorkspaceReader, *, with_configs: bool, at_rest: bool) -> object:
+    def read(
+        reader: WorkspaceReader, *, with_configs: bool = True, at_rest: bool = True, most: int | None = None
+    ) -> object:
         if with_configs:  # all but the first
             looks.append(at_rest)
-        return real(reader, with_configs=with_configs, at_rest=at_rest)
+        return real(reader, with_configs=with_configs, at_rest=at_rest, most=most)
 
     monkeypatch.setattr(WorkspaceReader, "read", read)
     thread = threading.Thread(target=watcher.run)
@@ -53,3 +59,33 @@ def test_a_wake_between_reading_and_resetting_the_flag_is_not_lost(
         watcher.stop()
         thread.join(TIMEOUT_S)
     assert looks[:3] == [False, True, False], "the look after the wake is at everything, and no other"
+
+
+def test_the_first_picture_is_of_runs_in_slots_and_the_others_are_read_when_it_is_drawn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workspace = build_workspace(tmp_path / "workspace")
+    monkeypatch.setattr("tui.watcher.FIRST_RUNS", 2)
+    monkeypatch.setattr("tui.watcher.FIRST_DRAWN_S", 10 * TIMEOUT_S)
+    shown: list[Snapshot] = []
+
+    def post(message: Message) -> None:
+        if isinstance(message, WorkspaceChanged):
+            shown.append(message.snapshot)
+
+    watcher = WorkspaceWatcher(workspace.path, post, frozen_clock, roomy_disk)
+    thread = threading.Thread(target=watcher.run)
+    thread.start()
+    try:
+        wait_for(lambda: bool(shown), "the first picture", timeout_s=TIMEOUT_S)
+        assert len(shown) == 1, "more is read before it is drawn"
+        watcher.drawn()
+        wait_for(lambda: len(shown) >= 2, "all runs", timeout_s=TIMEOUT_S)
+    finally:
+        watcher.stop()
+        thread.join(TIMEOUT_S)
+    first, second = shown[:2]
+    assert len(first.rows) == 2 and all(row.tail.rewards for row in first.rows)
+    num_left = len(second.rows) - 2
+    assert num_left > 2 and f"reading {num_left} more runs" in workspace_lines(first, 120, False)[0].plain
+    assert "reading" not in workspace_lines(second, 120, False)[0].plain

@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 
 from prime_rl.contract.files import wait_for, write_atomic
-from prime_rl.utils.watch import ObserverKind, Watcher
-from prime_rl.utils.watch_backends import Backend, NativeEvents, OnChange
+from prime_rl.utils.watch import Backend, NativeEvents, ObserverKind, OnChange, Watcher
 from tests.patience import PATIENCE_S
 
 # Far above any delay of the system: a test that needs it fails, it does not pass slowly.
@@ -130,6 +129,22 @@ def test_a_folder_that_was_replaced_is_watched_again(tmp_path: Path, kind: Obser
         quiet(watcher)
         write_atomic(control / "orch.toml", "x")
         assert watcher.wait() and hinted(watcher, control)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("old", "new"), [("a", "b"), ("b", "a")])
+def test_a_folder_that_moved_is_watched_where_it_is(tmp_path: Path, kind: ObserverKind, old: str, new: str) -> None:
+    """Its watch moves with it, and must not end with that of the former place."""
+    (tmp_path / old).mkdir()
+    with watcher_of(tmp_path / old, kind=kind) as watcher:
+        quiet(watcher)
+        (tmp_path / old).rename(tmp_path / new)
+        watcher.watch([tmp_path / old, tmp_path / new])
+        quiet(watcher)
+        write_atomic(tmp_path / new / "x", "1")
+        assert watcher.wait() and hinted(watcher, tmp_path / new)
+        watcher.watch([tmp_path / new])
+        assert watcher.folders == {tmp_path / new}
 
 
 def test_a_replacement_that_no_event_tells_is_found_at_the_rescan(tmp_path: Path) -> None:

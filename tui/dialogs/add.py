@@ -19,9 +19,9 @@ from textual.widgets.option_list import Option
 
 from daemons.actions import ActionError
 from prime_rl.utils.text import CleanText, one_line
-from tui.dialogs.draft import Check, Template, add_draft, check_draft, find_templates, read_draft
+from tui.actions.draft import Check, Template, add_draft, check_draft, configs_folder, find_templates, read_draft
+from tui.actions.jobs import Job, Perform
 from tui.dialogs.job import JobDialog
-from tui.jobs import Job, Perform
 from tui.widgets.toml_area import TomlArea
 
 DEBOUNCE_S = 0.25
@@ -77,7 +77,7 @@ class AddDialog(JobDialog):
         run_ids: Sequence[str],
         perform: Perform,
         *,
-        configs: Path = Path("configs"),
+        configs: Path | None = None,
         source: Path | None = None,
         run_id: str = "",
     ) -> None:
@@ -116,11 +116,10 @@ class AddDialog(JobDialog):
                     )
             yield Static("choose a file on the left, or type a path", id="check", markup=False)
             yield Static(id="outcome", markup=False)
-            with Horizontal(classes="buttons"):
-                yield Button("Cancel", id="cancel", compact=True)
-                yield Button("Start", id="start", variant="success", disabled=True, compact=True)
+            yield from self.buttons("Start", "start", "success")
 
     def on_mount(self) -> None:
+        self.query_one("#start", Button).disabled = True
         source, run_id = self._first
         self.query_one("#run-id", Input).value = run_id
         if source is not None:
@@ -130,7 +129,9 @@ class AddDialog(JobDialog):
         self.run_worker(self._find, thread=True, name="find templates")
 
     def _find(self) -> None:
-        self.post_message(self.Templates(find_templates(self._output_dir, self._run_ids, self._configs)))
+        self.post_message(
+            self.Templates(find_templates(self._output_dir, self._run_ids, self._configs or configs_folder()))
+        )
 
     def on_add_dialog_templates(self, message: Templates) -> None:
         self._templates = message.templates
@@ -206,10 +207,6 @@ class AddDialog(JobDialog):
             shown.append(f"  and {len(check.problems) - MAX_SHOWN_PROBLEMS} more")
         line.update(Content("\n".join(shown) if shown else f"✔ valid: {check.summary}"))
         self.query_one("#start", Button).disabled = not check.ok
-
-    @on(Button.Pressed, "#cancel")
-    def _cancel(self) -> None:
-        self.dismiss()
 
     @on(Button.Pressed, "#start")
     def action_start(self) -> None:

@@ -8,18 +8,17 @@ from pathlib import Path
 
 from textual import on
 from textual.app import ComposeResult
-from textual.containers import Horizontal, Vertical
+from textual.containers import Vertical
 from textual.content import Content
 from textual.message import Message
 from textual.widgets import Button, Input, Static
 
 from daemons import actions
 from tui import fmt
-from tui.dialogs.job import JobDialog
-from tui.dialogs.listing import Listing
-from tui.jobs import Job, Perform, Progress, each, name_runs, prl_command
+from tui.actions.jobs import Job, Perform, Progress, each, name_runs, prl_command
+from tui.dialogs.job import JobDialog, Listing
 from tui.messages import ActionEntry
-from tui.snapshot import RunRow
+from tui.model.snapshot import RunRow
 
 # Counting further would keep a thread busy long after the person has decided.
 MAX_FILES = 100_000
@@ -86,9 +85,7 @@ class DeleteDialog(JobDialog):
             yield Static(self._warning(), classes="label", markup=False)
             yield Input(id="name", placeholder=self.wanted, compact=True)
             yield Static(id="outcome", markup=False)
-            with Horizontal(classes="buttons"):
-                yield Button("Cancel", id="cancel", compact=True)
-                yield Button("Delete", id="delete", variant="error", compact=True)
+            yield from self.buttons("Delete", "delete", "error")
 
     def on_mount(self) -> None:
         self.query_one(Listing).display = len(self._rows) > 1
@@ -115,12 +112,12 @@ class DeleteDialog(JobDialog):
 
     def _lines(self, sizes: dict[str, str]) -> list[str]:
         return [
-            f"· {row.run_id}  {row.symbol} {row.state}  {steps(row)}  {sizes.get(row.run_id, '...')}"
+            f"· {row.run_id}  {row.symbol} {row.state}  {fmt.counted(row.step, 'step')}  {sizes.get(row.run_id, '...')}"
             for row in self._rows
         ]
 
     def _facts(self, size: str) -> Content:
-        what = steps(self._rows[0]) if len(self._rows) == 1 else f"{len(self._rows)} runs"
+        what = fmt.counted(self._rows[0].step, "step") if len(self._rows) == 1 else f"{len(self._rows)} runs"
         return Content.assemble(
             (f"{what} of training, {size} on disk", "bold"),
             f"\nMoves to the trash; u restores {'it' if len(self._rows) == 1 else 'them'} until prl runs purge.",
@@ -141,10 +138,6 @@ class DeleteDialog(JobDialog):
     @on(Input.Changed, "#name")
     def _name_changed(self, event: Input.Changed) -> None:
         self.query_one("#delete", Button).disabled = event.value.strip() != self.wanted
-
-    @on(Button.Pressed, "#cancel")
-    def _cancel(self) -> None:
-        self.dismiss()
 
     @on(Button.Pressed, "#delete")
     @on(Input.Submitted, "#name")
@@ -168,10 +161,6 @@ class DeleteDialog(JobDialog):
 
         yes = ["--yes"] if force or len(run_ids) > 1 else []
         self.start(Job(prl_command(output_dir, "runs", "delete", *run_ids, *yes), work))
-
-
-def steps(row: RunRow) -> str:
-    return f"{row.step} step{'' if row.step == 1 else 's'}"
 
 
 def _said(size: int, complete: bool) -> str:

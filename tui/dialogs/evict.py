@@ -1,21 +1,62 @@
-"""Evict runs: the reason is required, because their owners will read it."""
+"""Evict runs with a reason: chosen among those that what is seen of the run suggests, or written."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
 from textual import on
 from textual.app import ComposeResult
-from textual.containers import Horizontal, Vertical
+from textual.containers import Vertical
 from textual.content import Content
 from textual.widgets import Button, Input, OptionList, Static
 from textual.widgets.option_list import Option
 
 from daemons import actions
-from tui.dialogs.job import JobDialog
-from tui.dialogs.listing import listing
-from tui.jobs import Job, Perform, Progress, each, name_runs, prl_command
+from prime_rl.contract.condition import LOST, STALLED
+from prime_rl.contract.status import RunState
+from tui import fmt
+from tui.actions.jobs import Job, Perform, Progress, each, name_runs, prl_command
+from tui.dialogs.job import JobDialog, listing
+from tui.model.snapshot import RunRow
+
+# A mean of five rewards below this share of the best mean is a collapse; a smaller change is ignored.
+COLLAPSE_SHARE = 0.5
+LEAST_GAIN = 0.005
+WINDOW = 5
+MAX_SUGGESTIONS = 5
+ALWAYS = ("makes room for another run", "the reward does not improve", "wrong configuration")
+
+
+def suggest(rows: Sequence[RunRow], all_rows: Sequence[RunRow]) -> list[str]:
+    """What fits the run best comes first; for several runs only what is true of any."""
+    found: list[str] = []
+    if len(rows) == 1:
+        found += _seen(rows[0])
+    waiting = next((row for row in all_rows if row.state == RunState.WAITING and row not in rows), None)
+    if waiting is not None:
+        found.append(f"makes room for {waiting.run_id}, which waits for a slot")
+    heads = {reason.split(":")[0] for reason in found}
+    return [*found, *(reason for reason in ALWAYS if reason not in heads)][:MAX_SUGGESTIONS]
+
+
+def _seen(row: RunRow) -> list[str]:
+    found: list[str] = []
+    if row.state in (LOST, STALLED):
+        found.append(row.note)
+    if row.loss is not None and not math.isfinite(row.loss):
+        found.append(f"the loss is {row.loss}")
+    rewards = row.tail.rewards
+    if len(rewards) >= 2 * WINDOW:
+        means = [sum(rewards[i : i + WINDOW]) / WINDOW for i in range(len(rewards) - WINDOW + 1)]
+        best, last = max(means), means[-1]
+        if best > 0 and last < COLLAPSE_SHARE * best:
+            found.append(f"the reward collapsed: {fmt.reward(last)} after {fmt.reward(best)}")
+        elif row.reward_change is not None and row.reward_change < LEAST_GAIN:
+            change = fmt.gain(row.reward_change)
+            found.append(f"the reward does not improve: {fmt.reward(last)}, {change} over {2 * WINDOW} steps")
+    return found
 
 
 class EvictDialog(JobDialog):
@@ -51,16 +92,10 @@ class EvictDialog(JobDialog):
                 *(Option(Content(each)) for each in self._suggestions), id="suggestions", markup=False, compact=True
             )
             yield Static(id="outcome", markup=False)
-            with Horizontal(classes="buttons"):
-                yield Button("Cancel", id="cancel", compact=True)
-                yield Button("Evict", id="evict", variant="warning", compact=True)
+            yield from self.buttons("Evict", "evict", "warning")
 
     def on_mount(self) -> None:
         self.query_one("#reason").focus()
-
-    @on(Button.Pressed, "#cancel")
-    def _cancel(self) -> None:
-        self.dismiss()
 
     @on(Button.Pressed, "#evict")
     @on(Input.Submitted, "#reason")

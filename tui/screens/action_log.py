@@ -18,16 +18,15 @@ from textual.widgets.option_list import Option
 
 from tui import fmt
 from tui.messages import ActionEntry
-from tui.palette import Palette, make_palette
-from tui.widgets.command_line import SYMBOLS
+from tui.widgets.foot import SYMBOLS
 
 
-def describe(entry: ActionEntry, palette: Palette, width: int) -> Text:
+def describe(entry: ActionEntry, width: int) -> Text:
     """One line: when, how it went, the command."""
-    colour = {"running": palette.secondary, "done": palette.success, "failed": palette.error}[entry.state]
+    colour = {"running": "secondary", "done": "success", "failed": "error"}[entry.state]
     when = time.strftime("%H:%M:%S", time.localtime(entry.at))
     command = fmt.shorten(entry.command, width - len(when) - 3)
-    return Text.assemble((f"{when} ", palette.muted), (f"{SYMBOLS[entry.state]} ", colour), command)
+    return Text.assemble((f"{when} ", "muted"), (f"{SYMBOLS[entry.state]} ", colour), command)
 
 
 class ActionLogScreen(ModalScreen[None]):
@@ -79,9 +78,9 @@ class ActionLogScreen(ModalScreen[None]):
     def _refill(self) -> None:
         place = self._options.highlighted
         self._shown = list(reversed(self._entries()))
-        palette, width = make_palette(self.app.theme_variables), max(min(self.app.size.width * 94 // 100, 150) - 8, 20)
+        width = max(min(self.app.size.width * 94 // 100, 150) - 8, 20)
         self._options.clear_options()
-        self._options.add_options([Option(describe(entry, palette, width)) for entry in self._shown])
+        self._options.add_options([Option(describe(entry, width)) for entry in self._shown])
         if self._shown:
             self._options.highlighted = min(place or 0, len(self._shown) - 1)
         self._tell()

@@ -1,31 +1,34 @@
 """What the screens share: each gets every new snapshot of the workspace, and every action.
 
-`WorkspaceScreen` is the base of all; `PlaceScreen` of those that stand side by side (`places`): they have the
-workspace's header on top, and a number key leads from each to each.
+`WorkspaceScreen` is the base of all; `PlaceScreen` of those that stand side by side (`PLACES`): they have the
+workspace's header on top, and a number key leads from each to each. A new one is one line in `PLACES`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+import functools
+import importlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Protocol, TypeAlias, runtime_checkable
 
 from textual import on
 from textual.app import ComposeResult
 from textual.binding import ActiveBinding, Binding, BindingType
+from textual.dom import DOMNode
 from textual.screen import Screen
 
 from tui.commands import Command, CommandError
 from tui.memory import Memory
 from tui.messages import ActionEntry
-from tui.snapshot import RunRow, Snapshot
-from tui.widgets.command_line import CommandLine
+from tui.model.snapshot import RunRow, Snapshot
+from tui.widgets.foot import CommandLine, KeyFooter
 from tui.widgets.header import WorkspaceHeader
-from tui.widgets.keys import KeyFooter
 
 if TYPE_CHECKING:
-    from tui.system_watch import Probe
+    from tui.readers.findings import Finding
+    from tui.readers.machine import Probe
 
 # How the footer names the keys, by action; the others follow.
 KEY_ORDER = (
@@ -43,6 +46,7 @@ KEY_ORDER = (
     "command",
     "help",
     "app.quit",
+    "pause",
 )
 # Keys that only move are not commands: all other named ones are in the command palette.
 MOVES = ("move", "page", "end", "scroll", "cursor", "extend", "go", "next_tab", "focus", "copy_text")
@@ -50,24 +54,49 @@ MOVES = ("move", "page", "end", "scroll", "cursor", "extend", "go", "next_tab", 
 
 @dataclass(frozen=True)
 class Place:
-    """A screen beside others. `key` opens it from every place; `module` and `class_name` locate it."""
+    """A screen beside others. `key` opens it from every place.
+
+    `reads` and `acts` ("module:class" below `tui.screens`) are what it is for a person who may only look, and who may
+    act. They are imported when the screen is opened: what acts never is for the first.
+    """
 
     name: str
     key: str
     title: str
-    module: str
-    class_name: str
+    reads: str
+    acts: str
+
+    def make(self, setting: Setting) -> WorkspaceScreen:
+        module, _, name = (self.reads if setting.read_only else self.acts).partition(":")
+        screen: type[WorkspaceScreen] = getattr(importlib.import_module(f"tui.screens.{module}"), name)
+        return screen(setting)
+
+
+HOME = "runs"
+PLACES = (
+    Place(HOME, "1", "Runs", "runs:RunsScreen", "acting:ActingRunsScreen"),
+    Place("system", "3", "System", "system:SystemScreen", "acting_places:ActingSystemScreen"),
+    Place("nodes", "4", "Nodes", "nodes:NodesScreen", "acting_places:ActingNodesScreen"),
+    Place("problems", "5", "Problems", "problems:ProblemsScreen", "acting_places:ActingProblemsScreen"),
+    Place("compare", "6", "Compare", "compare:CompareScreen", "acting_places:ActingCompareScreen"),
+)
 
 
 # Among the numbers of the places: one run.
 RUN_KEY = 2
 # From the workspace's folder to what asks the machine: `system_watch.SystemProbe` in real life.
 ProbeMaker: TypeAlias = "Callable[[Path], Probe]"
+# From the workspace's folder to what keeps it from working: `findings.find` in real life.
+Examine: TypeAlias = "Callable[[Path], Sequence[Finding]]"
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What every screen is given. `clock` gives Unix seconds; `make_probe` takes the place of the real machine."""
+    """What every screen is given.
+
+    `clock` gives Unix seconds; `make_probe` takes the place of the real machine; `is_demo`: `prl demo` shows it;
+    `examine` finds what keeps the workspace from working.
+    """
 
     output_dir: Path
     clock: Callable[[], float]
@@ -76,6 +105,8 @@ class Setting:
     # Runs that were deleted from here, newest last: what undo brings back.
     deleted: list[tuple[str, ...]] = field(default_factory=list)
     make_probe: ProbeMaker | None = None
+    is_demo: bool = False
+    examine: Examine | None = None
 
 
 @runtime_checkable
@@ -95,9 +126,6 @@ class ShowsAction(Protocol):
 @runtime_checkable
 class Guide(Protocol):
     """The part of the app that screens use: it opens one from another."""
-
-    @property
-    def places(self) -> Sequence[Place]: ...
 
     def go(self, name: str) -> None: ...
 
@@ -190,29 +218,37 @@ class WorkspaceScreen(Screen[None]):
     def run_ids(self) -> list[str]:
         return [row.run_id for row in self.snapshot.rows] if self.snapshot else []
 
-    def commands(self) -> Mapping[str, Command]:
-        """The commands of `:` here, by name."""
-        guide = self.guide
-        return {
-            **{place.name: self.go_command(place.name, place.title) for place in guide.places},
-            "open": Command("open RUN", "open a run; part of its name is enough", self._command_open, self.run_ids),
-            "theme": Command("theme NAME", "colours", self._command_theme, lambda: sorted(self.app.available_themes)),
-            "help": self.simple_command("help", "keys and symbols", "help"),
-            "quit": self.simple_command("quit", "quit; the daemons keep running", "app.quit"),
-        }
+    def commands(self) -> dict[str, Command]:
+        """The commands of `:` and ctrl+p here, by name: of every key that does more than move, and of the places."""
+        found: dict[str, Command] = {}
+        for command in self._key_commands():
+            found.setdefault(command.name, command)
+        for place in PLACES:
+            go = functools.partial(self.guide.go, place.name)
+            found[place.name] = Command(place.name, f"the screen {place.title}", go, place.title, place.key)
+        states = {row.run_id: row.state for row in self.snapshot.rows} if self.snapshot else {}
+        about = "open a run; part of its name is enough"
+        take_words(found, "open", about, "RUN", self._command_open, lambda: states, is_listed=True)
+        found["theme"] = Command("theme", "dark, light and many others", self.app.action_change_theme, "Theme")
+        themes = dict.fromkeys(sorted(self.app.available_themes), "")
+        take_words(found, "theme", found["theme"].help, "NAME", self._command_theme, lambda: themes)
+        return found
 
-    def go_command(self, name: str, title: str) -> Command:
-        return Command(name, f"the screen {title}", lambda words: self.guide.go(name))
+    def _key_commands(self) -> Iterator[Command]:
+        """Those with a name of their own (the binding's `id`) first, then those that are called as in the footer."""
+        for active in sorted(self.active_bindings.values(), key=lambda each: each.binding.id is None):
+            binding = active.binding
+            action = binding.action.rpartition(".")[2].partition("(")[0]
+            if binding.description and not binding.system and action not in (*MOVES, "command_palette"):
+                name = binding.id or binding.description.lower().replace(" ", "-")
+                words = binding.tooltip or binding.description
+                run = functools.partial(self._run_key, active.node, binding.action) if active.enabled else None
+                key = self.app.get_key_display(binding)
+                yield Command(name, words[:1].lower() + words[1:], run, binding.description, key)
 
-    def simple_command(self, name: str, help_text: str, action: str) -> Command:
-        """A command without words that does what a key does."""
-        return Command(name, help_text, lambda words: self.run_named(action))
-
-    def run_named(self, action: str) -> None:
-        """Run an action of this screen by name."""
-
+    def _run_key(self, owner: DOMNode, action: str) -> None:
         async def run() -> None:
-            await self.app.run_action(action, default_namespace=self)
+            await self.app.run_action(action, default_namespace=owner)
 
         self.app.call_next(run)
 
@@ -241,8 +277,26 @@ class WorkspaceScreen(Screen[None]):
         self.app.push_screen(HelpScreen(self.setting.read_only))
 
 
+def take_words(
+    commands: dict[str, Command],
+    name: str,
+    about: str,
+    argument: str,
+    take: Callable[[str], None],
+    words: Callable[[], Mapping[str, str]] = dict,
+    *,
+    is_listed: bool = False,
+    repeats: bool = False,
+) -> None:
+    """Let the command of that name take words too; without a key for it now it needs them."""
+    known = commands.get(name) or Command(name, about, title=name.capitalize())
+    commands[name] = replace(
+        known, help=about, argument=argument, take=take, words=words, is_listed=is_listed, repeats=repeats
+    )
+
+
 class PlaceScreen(WorkspaceScreen):
-    """A screen of `places`: header, `compose_body`, the line of the last action, the keys.
+    """A screen of `PLACES`: header, `compose_body`, the line of the last action, the keys.
 
     A subclass gives `compose_body` and shows `self.snapshot` in `refill`, which is called for each new look once the
     widgets are there.
@@ -250,15 +304,15 @@ class PlaceScreen(WorkspaceScreen):
 
     BINDINGS: ClassVar[list[BindingType]] = [
         *(
-            Binding(str(number), f"go({number})", "Runs, the chosen run, system, nodes, problems", show=False)
-            for number in range(1, 6)
+            Binding(str(number), f"go({number})", "Runs, the chosen run, system, nodes, problems, compare", show=False)
+            for number in range(1, 7)
         ),
     ]
 
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting)
         # Held, not looked up: a look at the workspace may arrive while the app ends and takes its widgets away.
-        self.header = WorkspaceHeader(read_only=setting.read_only)
+        self.header = WorkspaceHeader(read_only=setting.read_only, is_demo=setting.is_demo)
         self.command_line = CommandLine()
 
     def compose(self) -> ComposeResult:

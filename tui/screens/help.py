@@ -12,8 +12,7 @@ from textual.screen import ModalScreen
 from textual.widgets import Static
 
 from tui.keys import key_rows
-from tui.palette import Palette, make_palette
-from tui.snapshot import STATE_WORDS, STATES
+from tui.model.levels import STATE_WORDS, STATES
 
 FILTER = (
     ("math", "in the id, state or note"),
@@ -27,20 +26,20 @@ ALSO = (
 )
 
 
-def describe(read_only: bool, palette: Palette) -> Text:
+def describe(read_only: bool) -> Text:
     """Every key, the filter's terms, the states. What is shortened here stands whole in docs/tui.md."""
     text = Text()
     groups = [(place, [(" ".join(keys), words) for keys, words in rows]) for place, rows in key_rows(read_only).items()]
     groups[0][1].extend(ALSO)
     groups.insert(2, ("Filter", list(FILTER)))
     for title, rows in groups:
-        text.append(f"{title}\n", f"bold {palette.primary}")
+        text.append(f"{title}\n", "bold primary")
         for key, words in rows:
-            text.append(f"  {key:<13} ", palette.accent).append(f"{words}\n")
+            text.append(f"  {key:<13} ", "accent").append(f"{words}\n")
         text.append("\n")
-    text.append("States\n", f"bold {palette.primary}")
+    text.append("States\n", "bold primary")
     for state, (symbol, level) in STATES.items():
-        text.append(f"  {symbol} {state:<9}", palette.level(level)).append(f" {STATE_WORDS[state]}\n")
+        text.append(f"  {symbol} {state:<9}", level.style).append(f" {STATE_WORDS[state]}\n")
     text.rstrip()
     return text
 
@@ -71,7 +70,7 @@ class HelpScreen(ModalScreen[None]):
         with VerticalScroll() as box:
             box.border_title = "help"
             box.border_subtitle = "esc closes"
-            yield Static(describe(self._read_only, make_palette(self.app.theme_variables)), markup=False)
+            yield Static(describe(self._read_only), markup=False)
 
     def action_scroll(self, direction: int) -> None:
         self.query_one(VerticalScroll).scroll_relative(y=direction, animate=False)

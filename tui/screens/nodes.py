@@ -10,11 +10,10 @@ from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.widgets import Static
 
-from tui.nodes_view import grid_heading, group_line, node_detail, node_line, phase_lines
-from tui.palette import make_palette
+from tui.model.snapshot import Snapshot
 from tui.screens.base import PlaceScreen, Setting
-from tui.snapshot import Snapshot
 from tui.widgets.line_list import LineList, joined
+from tui.widgets.node_lines import grid_heading, group_line, node_detail, node_line, phase_lines
 
 START = (
     "prl multinode --num-nodes 3 --rank-weights 1,1,1 --rl-phase both --log-path WORKSPACE --data-path DATA --master"
@@ -44,7 +43,7 @@ class NodesScreen(PlaceScreen):
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting)
         self.group = Static(id="group", markup=False)
-        self.nodes = LineList(id="nodes", opens=False)
+        self.nodes = LineList[str](id="nodes")
         self.phases = Static(id="phases", markup=False)
         self.node = Static(id="node", markup=False)
         self.nothing = Static(id="none", markup=False)
@@ -77,30 +76,30 @@ class NodesScreen(PlaceScreen):
     def _redraw(self) -> None:
         if self.snapshot is None or not self.can_show:
             return
-        group, palette = self.snapshot.group, make_palette(self.app.theme_variables)
+        group = self.snapshot.group
         for widget in (self.group, self.nodes, self.phases, self.node):
             widget.display = group is not None
         self.nothing.display = group is None
         if group is None:
             self.nothing.update(
                 Text.assemble(
-                    ("no multi-node group in this workspace\n\n", f"bold {palette.primary}"),
+                    ("no multi-node group in this workspace\n\n", "bold primary"),
                     (
                         "run this on the master, and on each other node with --worker RANK instead of --master:\n",
-                        palette.muted,
+                        "muted",
                     ),
-                    (START, palette.accent),
+                    (START, "accent"),
                     justify="center",
                 )
             )
             return
         width = self.size.width
-        self.group.update(group_line(group, palette))
-        lines = [(str(row.rank), node_line(row, width, palette)) for row in group.rows]
-        self.nodes.show(lines, grid_heading(width))
+        self.group.update(group_line(group))
+        lines = [node_line(row, width) for row in group.rows]
+        self.nodes.show([str(row.rank) for row in group.rows], lines.__getitem__, grid_heading(width))
         room = self.size.height - len(lines) - NUM_OTHER_LINES
         self.phases.display = room >= 3
-        self.phases.update(joined(phase_lines(group, width, palette, max(room, 3))))
+        self.phases.update(joined(phase_lines(group, width, max(room, 3))))
         self._show_node()
 
     def _show_node(self) -> None:
@@ -108,5 +107,5 @@ class NodesScreen(PlaceScreen):
         row = group.row(int(self.nodes.selected)) if group and self.nodes.selected else None
         self.node.display = row is not None
         if row is not None:
-            lines = node_detail(row, self.size.width, make_palette(self.app.theme_variables))
+            lines = node_detail(row, self.size.width)
             self.node.update(joined(lines))

@@ -13,8 +13,7 @@ from textual.containers import Vertical
 from textual.screen import ModalScreen
 from textual.widgets import Input
 
-from tui.palette import make_palette
-from tui.widgets.row_list import RowList
+from tui.widgets.line_list import LineList
 
 
 class PickRuns(ModalScreen[tuple[str, ...] | None]):
@@ -29,7 +28,7 @@ class PickRuns(ModalScreen[tuple[str, ...] | None]):
             background: $surface;
         }
         & Input { background: $panel; padding: 0 1; margin-bottom: 1; }
-        & RowList { height: 12; }
+        & LineList { height: 12; background: $surface; }
     }
     """
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -39,21 +38,23 @@ class PickRuns(ModalScreen[tuple[str, ...] | None]):
         Binding("tab", "mark", "Mark", show=False, priority=True),
     ]
 
-    def __init__(self, run_ids: Sequence[str], chosen: Sequence[str] = (), *, limit: int = 1) -> None:
+    def __init__(
+        self, run_ids: Sequence[str], chosen: Sequence[str] = (), *, limit: int = 1, title: str = "compare with"
+    ) -> None:
         super().__init__()
         self._run_ids = list(run_ids)
         self._chosen = [run_id for run_id in chosen if run_id in run_ids]
         self._had_some = bool(self._chosen)
         self._limit = limit
-        self._shown: list[str] = []
+        self._title = title
         self.input = Input(placeholder="type to narrow", compact=True)
-        self.list = RowList("no other runs")
+        self.list = LineList[str]("no other runs")
         self.list.can_focus = False
 
     def compose(self) -> ComposeResult:
         with Vertical() as box:
             several = self._limit > 1
-            box.border_title = f"compare with up to {self._limit} runs" if several else "compare with"
+            box.border_title = f"compare with up to {self._limit} runs" if several else self._title
             box.border_subtitle = "tab marks · enter takes · esc closes" if several else "enter takes · esc closes"
             yield self.input
             yield self.list
@@ -63,27 +64,27 @@ class PickRuns(ModalScreen[tuple[str, ...] | None]):
         self._fill("")
 
     def action_move(self, num: int) -> None:
-        self.list.move(num)
+        self.list.action_move(num)
 
     def action_mark(self) -> None:
-        if self._limit == 1 or not self._shown:
+        run_id = self.list.selected
+        if self._limit == 1 or run_id is None:
             return
-        run_id = self._shown[self.list.cursor]
         if run_id in self._chosen:
             self._chosen.remove(run_id)
         elif len(self._chosen) < self._limit:
             self._chosen.append(run_id)
         self._fill(self.input.value)
-        self.list.move(1)
+        self.list.action_move(1)
 
     @on(Input.Changed)
     def _narrow(self, event: Input.Changed) -> None:
         self._fill(event.value)
 
     @on(Input.Submitted)
-    @on(RowList.Chosen)
+    @on(LineList.Opened)
     def _take(self) -> None:
-        under = self._shown[self.list.cursor] if self._shown else None
+        under = self.list.selected
         if self._limit == 1:
             self.dismiss((under,) if under else None)
         else:
@@ -92,11 +93,10 @@ class PickRuns(ModalScreen[tuple[str, ...] | None]):
             self.dismiss((under,) if take_one and under else tuple(self._chosen))
 
     def _fill(self, needle: str) -> None:
-        self._shown = shown = [run_id for run_id in self._run_ids if needle.lower() in run_id.lower()]
-        palette = make_palette(self.app.theme_variables)
+        shown = [run_id for run_id in self._run_ids if needle.lower() in run_id.lower()]
 
         def make(index: int) -> Text:
             is_chosen = shown[index] in self._chosen
-            return Text.assemble(("  ● " if is_chosen else "    ", palette.success), shown[index])
+            return Text.assemble(("  ● " if is_chosen else "    ", "success"), shown[index])
 
-        self.list.show(len(shown), make, self.list.cursor, ())
+        self.list.show(shown, make)

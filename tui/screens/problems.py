@@ -11,10 +11,10 @@ from textual.binding import Binding, BindingType
 from textual.widgets import Static
 
 from tui import fmt
-from tui.palette import Palette, make_palette
+from tui.model.levels import LEVEL_SYMBOLS, Problem
+from tui.model.snapshot import RunRow, Snapshot
 from tui.screens.base import PlaceScreen, Setting
-from tui.snapshot import LEVEL_SYMBOLS, Problem, RunRow, Snapshot
-from tui.widgets.line_list import Line, LineList
+from tui.widgets.line_list import LineList
 
 _PLACES = {"daemon": "system", "workspace": "system", "node": "nodes"}
 
@@ -23,22 +23,24 @@ def key_of(problem: Problem) -> str:
     return f"{problem.target} {problem.name}"
 
 
-def problem_line(problem: Problem, now: float, width: int, palette: Palette) -> Text:
+def problem_line(problem: Problem, now: float, width: int) -> Text:
     age = fmt.age(now - problem.since) if problem.since is not None else fmt.DASH
     name_width = 22 if width < 110 else 40
-    colour = palette.level(problem.level)
+    colour = problem.level.style
     return Text.assemble(
         f"  {age:>4} ",
         (f"{LEVEL_SYMBOLS[problem.level]} ", colour),
         (f"{fmt.shorten_middle(problem.name, name_width):<{name_width}} ", "bold"),
-        (problem.text, palette.text),
+        (f"{problem.note.partition(' ')[0]} " if problem.note else "", "muted"),
+        (problem.text, "text"),
     )
 
 
-def problem_detail(problem: Problem, row: RunRow | None, palette: Palette) -> Text:
+def problem_detail(problem: Problem, row: RunRow | None) -> Text:
     """All that is known of it; of a run the whole reason."""
     whole = row.reason if row and row.reason else problem.text
-    return Text.assemble((f"{problem.name}\n", f"bold {palette.level(problem.level)}"), whole)
+    note = f"\n{problem.note}" if problem.note else ""
+    return Text.assemble((f"{problem.name}\n", f"bold {problem.level.style}"), whole, (note, "muted"))
 
 
 class ProblemsScreen(PlaceScreen):
@@ -60,7 +62,7 @@ class ProblemsScreen(PlaceScreen):
 
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting)
-        self.problems = LineList(id="problems")
+        self.problems = LineList[str](id="problems", opens=True)
         self.nothing = Static("✔ no problems in this workspace", id="none", markup=False)
         self.detail = Static(id="detail", markup=False)
 
@@ -80,11 +82,11 @@ class ProblemsScreen(PlaceScreen):
         self._redraw()
 
     def target_row(self) -> RunRow | None:
-        problem = self._selected()
+        problem = self.selected_problem()
         return self.snapshot.row(problem.name) if problem and self.snapshot and problem.target == "run" else None
 
     def target_daemon(self) -> str | None:
-        problem = self._selected()
+        problem = self.selected_problem()
         return problem.name if problem and problem.target in ("daemon", "run") else None
 
     @on(LineList.Moved)
@@ -93,7 +95,7 @@ class ProblemsScreen(PlaceScreen):
 
     @on(LineList.Opened)
     def _opened(self) -> None:
-        problem = self._selected()
+        problem = self.selected_problem()
         if problem is None:
             return
         if self.target_row() is not None:
@@ -107,23 +109,22 @@ class ProblemsScreen(PlaceScreen):
         snapshot = self.snapshot
         if snapshot is None or not self.can_show:
             return
-        palette, now = make_palette(self.app.theme_variables), self.setting.clock()
-        lines: list[Line] = [
-            (key_of(problem), problem_line(problem, now, self.size.width, palette)) for problem in snapshot.problems
-        ]
+        now = self.setting.clock()
+        keys = [key_of(problem) for problem in snapshot.problems]
+        lines = [problem_line(problem, now, self.size.width) for problem in snapshot.problems]
         self.set_class(not lines, "-none")
-        self.problems.show(lines, [Text("   AGE   WHAT")])
+        self.problems.show(keys, lines.__getitem__, [Text("   AGE   WHAT")])
         if lines and self.focused is None:
             self.problems.focus()
         self._show_detail()
 
     def _show_detail(self) -> None:
-        problem, palette = self._selected(), make_palette(self.app.theme_variables)
+        problem = self.selected_problem()
         self.detail.display = problem is not None
         if problem is not None:
-            self.detail.update(problem_detail(problem, self.target_row(), palette))
+            self.detail.update(problem_detail(problem, self.target_row()))
         self.show_keys()
 
-    def _selected(self) -> Problem | None:
+    def selected_problem(self) -> Problem | None:
         problems = self.snapshot.problems if self.snapshot else ()
         return next((problem for problem in problems if key_of(problem) == self.problems.selected), None)

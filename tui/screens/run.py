@@ -6,6 +6,7 @@ Only the tab that is open is read (`run_reader`), in a thread; what it finds com
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, ClassVar
 
 from textual import on
@@ -17,37 +18,36 @@ from textual.widget import Widget
 from textual.widgets import Static, TabbedContent, TabPane
 
 from prime_rl.contract.condition import LOST
+from prime_rl.contract.layout import RunDir
 from prime_rl.contract.status import RunState
-from tui.charts_reader import MAX_COMPARED
-from tui.checkpoints import CheckpointsData
-from tui.curves import CHARTS, ChartsData
-from tui.log_reader import LogData
-from tui.log_search import LogSearch
 from tui.messages import ActionEntry, LogFound, RunChanged
-from tui.rollouts import RolloutsData
-from tui.run_config import ConfigData
-from tui.run_events import EventsData
-from tui.run_reader import RunReader
+from tui.model.snapshot import RunRow, Snapshot
+from tui.readers.charts import CHARTS, MAX_COMPARED, ChartsData
+from tui.readers.checkpoints import CheckpointsData
+from tui.readers.log_reader import LogData, LogSearch
+from tui.readers.rollouts import RolloutsData
+from tui.readers.run_config import ConfigData
+from tui.readers.run_events import EventsData
+from tui.readers.run_reader import RunReader, RunRequest
+from tui.readers.tabs import CONFIG, TABS, TabData
 from tui.screens.base import Setting, WorkspaceScreen
 from tui.screens.pick_runs import PickRuns
-from tui.snapshot import RunRow, Snapshot
-from tui.tabs import CONFIG, TABS, TabData
 from tui.watcher import RunWatcher
 from tui.widgets.charts import ChartsView
 from tui.widgets.checkpoints_view import CheckpointsView
-from tui.widgets.command_line import CommandLine
 from tui.widgets.config_view import ConfigView
 from tui.widgets.events_view import EventsView
+from tui.widgets.foot import CommandLine, KeyFooter
 from tui.widgets.header import RunHeader
-from tui.widgets.keys import KeyFooter
+from tui.widgets.line_list import LineList
 from tui.widgets.log_view import LogView
 from tui.widgets.rollouts_view import RolloutsView
-from tui.widgets.row_list import RowList
 
 # In the footer the keys of the open tab come before those that act: 80 columns do not hold all.
 KEY_ORDER = (
-    *("app.pop_screen", "next_tab(1)", "help", "resume", "point(1)", "maximise", "zoom(1)", "log", "smooth", "compare"),
-    *("order", "move(1)", "move(-1)", "values", "follow", "ask", "level", "command", "evict", "readmit", "delete"),
+    *("app.pop_screen", "next_tab(1)", "help", "version", "reset", "rollback", "point(1)", "maximise", "zoom(1)"),
+    *("log", "smooth", "compare", "view", "tint", "order", "move(1)", "move(-1)", "values", "follow", "ask", "level"),
+    *("command", "evict", "pause", "readmit", "delete"),
 )
 
 
@@ -59,7 +59,7 @@ class _Pane(TabPane):
 
 
 class RunScreen(WorkspaceScreen):
-    """Reads only; `acting.ActingRunScreen` adds what acts. Owns the thread that reads the run's files.
+    """Reads only; `acting_run` adds what acts. Owns the thread that reads the run's files.
 
     Args:
         compare: runs whose curves are drawn beside this one's.
@@ -114,21 +114,25 @@ class RunScreen(WorkspaceScreen):
         # A key may come before the tabs have opened the first of them, which they do by themselves and late.
         self._has_opened = False
         self._asked = 0
-        self.reader = RunReader(setting.output_dir, run_id)
-        self.reader.charts.view = self.charts.view
         self._search: LogSearch | None = None
-        self._watcher = RunWatcher(self.reader, self.post_message)
+        self._log = RunDir(setting.output_dir / run_id).log
+        self._request = RunRequest(charts=self.charts.view)
+        self._watcher = RunWatcher(RunReader(setting.output_dir, run_id), self._request, self.post_message)
+
+    @property
+    def tab_names(self) -> tuple[str, ...]:
+        return TABS
 
     @property
     def views(self) -> tuple[Widget, ...]:
-        """In the order of TABS."""
+        """In the order of `tab_names`."""
         return (self.charts, self.rollouts, self.config, self.log_view, self.checkpoints, self.events)
 
     def compose(self) -> ComposeResult:
         yield self.header
         yield self.banner
         with self.tabs:
-            for number, (name, view) in enumerate(zip(TABS, self.views, strict=True), start=1):
+            for number, (name, view) in enumerate(zip(self.tab_names, self.views, strict=True), start=1):
                 with _Pane(f"{number} {name.capitalize()}", id=f"tab-{name}"):
                     yield view
         yield self.command_line
@@ -170,15 +174,19 @@ class RunScreen(WorkspaceScreen):
             if isinstance(message.data, CheckpointsData):
                 self.refresh_bindings()
 
-    @on(RowList.Moved)
+    @on(LineList.Moved)
     def _row_moved(self) -> None:
         """What can be done may depend on the row, such as a checkpoint that is not complete."""
         self.refresh_bindings()
 
+    def _ask(self, **changes: Any) -> None:
+        """Of the reading thread: what `changes` in the request."""
+        self._request = replace(self._request, **changes)
+        self._watcher.ask(self._request)
+
     @on(ChartsView.Wanted)
     def _charts_wanted(self, message: ChartsView.Wanted) -> None:
-        self.reader.charts.view = message.view
-        self._watcher.wake()
+        self._ask(charts=message.view)
 
     @on(ChartsView.Compare)
     def _compare_charts(self) -> None:
@@ -190,8 +198,7 @@ class RunScreen(WorkspaceScreen):
 
     @on(ConfigView.Wanted)
     def _config_wanted(self, message: ConfigView.Wanted) -> None:
-        self.reader.config.wants_all, self.reader.config.other = message.wants_all, message.other
-        self._watcher.wake()
+        self._ask(config=message.request)
 
     @on(ConfigView.Compare)
     def _compare_config(self) -> None:
@@ -201,10 +208,14 @@ class RunScreen(WorkspaceScreen):
 
         self._pick((), 1, take)
 
+    @on(RolloutsView.Wanted)
+    def _rollouts_wanted(self, message: RolloutsView.Wanted) -> None:
+        self._ask(rollouts=message.request)
+        self.refresh_bindings()
+
     @on(LogView.Wanted)
     def _log_wanted(self, message: LogView.Wanted) -> None:
-        self.reader.logs.request = message.request
-        self._watcher.wake()
+        self._ask(log=message.request)
 
     @on(LogView.Search)
     def _search_log(self, message: LogView.Search) -> None:
@@ -213,7 +224,7 @@ class RunScreen(WorkspaceScreen):
             self._search = None
         if message.words:
             self._search = LogSearch(
-                self.reader.logs.path,
+                self._log,
                 message.words,
                 message.offset,
                 forwards=message.forwards,
@@ -244,22 +255,23 @@ class RunScreen(WorkspaceScreen):
     def action_tab(self, index: int) -> None:
         self._asked = index
         if self._has_opened:
-            self.tabs.active = f"tab-{TABS[index]}"
+            self.tabs.active = f"tab-{self.tab_names[index]}"
 
     def action_next_tab(self, direction: int) -> None:
-        self.action_tab((TABS.index(self.tab) + direction) % len(TABS))
+        self.action_tab((self.tab_names.index(self.tab) + direction) % len(self.tab_names))
 
     @property
     def tab(self) -> str:
-        """The open tab, one of TABS."""
+        """The open tab, one of `tab_names`."""
         return self.tabs.active.removeprefix("tab-") or TABS[0]
 
     def _open_tab(self) -> None:
-        self.reader.tab = self.tab
-        self._watcher.wake()
+        self._ask(tab=self.tab)
         self.refresh_bindings()
-        view = self.views[TABS.index(self.tab)]
-        if isinstance(view, RolloutsView | CheckpointsView):
+        view = self.views[self.tab_names.index(self.tab)]
+        if isinstance(view, RolloutsView):
+            view.take_focus()
+        elif isinstance(view, CheckpointsView):
             view.list.focus()
         elif isinstance(view, LogView):
             view.rows.focus()

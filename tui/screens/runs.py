@@ -5,7 +5,7 @@ What it remembers (order, filter, pins) is in `memory`, the orders are in `sorti
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from typing import ClassVar
 
 import msgspec
@@ -16,13 +16,12 @@ from textual.events import Resize
 from textual.widgets import Input
 
 from tui.commands import Command, CommandError
-from tui.query import Subject
-from tui.screens.base import PlaceScreen, Setting
-from tui.snapshot import RunRow, Snapshot
-from tui.sorting import DEFAULT_SORT, SORTS, sort_rows
-from tui.widgets.empty import EmptyState
+from tui.model.query import DEFAULT_SORT, SORTS, Subject, sort_rows
+from tui.model.snapshot import RunRow, Snapshot
+from tui.readers.findings import Finding
+from tui.screens.base import PlaceScreen, Setting, take_words
 from tui.widgets.filter_bar import FilterBar
-from tui.widgets.preview import Preview
+from tui.widgets.preview import EmptyState, Nothing, Preview
 from tui.widgets.runs_table import RunsTable
 
 # The selected run's curves have room under the table from this height on, or where so many lines are left over.
@@ -57,6 +56,8 @@ class RunsScreen(PlaceScreen):
         self.filter_bar = FilterBar(lambda: self.run_ids())
         self.empty = EmptyState(read_only=setting.read_only)
         self.preview = Preview()
+        self._findings: Sequence[Finding] | None = None
+        self._is_examined = False
         if self.memory.workspace.sort not in SORTS:
             self.memory.workspace = msgspec.structs.replace(self.memory.workspace, sort=DEFAULT_SORT, descending=False)
 
@@ -98,12 +99,12 @@ class RunsScreen(PlaceScreen):
         shown = [marked.pop(run_id) for run_id in self.table.run_ids if run_id in marked]
         return [*shown, *marked.values()]
 
-    def commands(self) -> Mapping[str, Command]:
-        return {
-            **super().commands(),
-            "sort": Command("sort COLUMN [asc|desc]", "sort the runs", self._command_sort, lambda: list(SORTS)),
-            "filter": Command("filter TERMS", "filter the runs", self.set_filter),
-        }
+    def commands(self) -> dict[str, Command]:
+        found = super().commands()
+        columns = {name: sort.title for name, sort in SORTS.items()}
+        take_words(found, "sort", "sort the runs", "[COLUMN [asc|desc]]", self._command_sort, lambda: columns)
+        take_words(found, "filter", "filter the runs", "[TERMS]", self.set_filter)
+        return found
 
     def refill(self, snapshot: Snapshot) -> None:
         workspace, now = self.memory.workspace, self.setting.clock()
@@ -119,11 +120,30 @@ class RunsScreen(PlaceScreen):
         self.set_class(not rows, "-empty")
         if rows and self.focused is None:
             self.table.focus()
-        self.empty.show(workspace.filter, snapshot.workspace.trainer is not None)
+        if not snapshot.rows:
+            self._examine()
+        trainer_lives = snapshot.workspace.trainer is not None
+        self.empty.show(Nothing(workspace.filter if snapshot.rows else "", trainer_lives, self._findings))
         self.filter_bar.say_count(len(rows), len(snapshot.rows))
         self.table.show(rows, now, pins=pins, sort=(workspace.sort, workspace.descending))
         self._fit_preview(self.size.height)
         self._show_selected()
+
+    def _examine(self) -> None:
+        """Once, in a thread: an empty workspace is where a person starts. It tries to write: never when read-only."""
+        app, examine, output_dir = self.app, self.setting.examine, self.setting.output_dir
+        if examine is None or self._is_examined or self.setting.read_only:
+            return
+        self._is_examined = True
+
+        def work() -> None:
+            app.call_later(self._take_findings, examine(output_dir))
+
+        app.run_worker(work, thread=True, name="examine the machine")
+
+    def _take_findings(self, findings: Sequence[Finding]) -> None:
+        self._findings = findings
+        self._refill()
 
     def action_filter(self) -> None:
         self.filter_bar.open()

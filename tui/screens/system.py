@@ -9,10 +9,13 @@ from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.widgets import Static
 
-from tui.palette import make_palette
+from tui.messages import SystemChanged
+from tui.model.snapshot import DaemonRow, RunRow, Snapshot
+from tui.readers.machine import SystemLook, SystemProbe
 from tui.screens.base import PlaceScreen, Setting
-from tui.snapshot import DaemonRow, RunRow, Snapshot
-from tui.system import (
+from tui.watcher import SystemWatcher
+from tui.widgets.line_list import LineList, joined
+from tui.widgets.system_lines import (
     daemon_detail,
     daemon_heading,
     daemon_line,
@@ -21,8 +24,6 @@ from tui.system import (
     machine_lines,
     trainer_lines,
 )
-from tui.system_watch import SystemChanged, SystemLook, SystemProbe, SystemWatcher
-from tui.widgets.line_list import LineList, joined
 
 # Where there is room, so many lines of the selected daemon's log.
 DETAIL_LINES = 8
@@ -53,7 +54,7 @@ class SystemScreen(PlaceScreen):
         self.machine = Static(id="machine", markup=False)
         self.trainer = Static(id="trainer", markup=False)
         self.inference = Static(id="inference", markup=False)
-        self.daemons = LineList(id="daemons")
+        self.daemons = LineList[str](id="daemons", opens=True)
         self.detail = Static(id="detail", markup=False)
         self.look: SystemLook | None = None
         probe = (setting.make_probe or SystemProbe)(setting.output_dir)
@@ -87,10 +88,7 @@ class SystemScreen(PlaceScreen):
         return self.daemons.selected
 
     def refill(self, snapshot: Snapshot) -> None:
-        if self._watcher.workspace is None:
-            self._watcher.workspace = snapshot.workspace
-            self._watcher.wake()
-        self._watcher.workspace = snapshot.workspace
+        self._watcher.take(snapshot.workspace)
         self._redraw()
 
     def on_system_changed(self, message: SystemChanged) -> None:
@@ -102,30 +100,28 @@ class SystemScreen(PlaceScreen):
         self._show_detail()
 
     @on(LineList.Opened)
-    def _opened(self, event: LineList.Opened) -> None:
-        if event.key in self.run_ids():
-            self.guide.open_run(event.key)
+    def _opened(self) -> None:
+        if row := self.target_row():
+            self.guide.open_run(row.run_id)
 
     def _redraw(self) -> None:
         snapshot = self.snapshot
         if snapshot is None or not self.can_show:
             return
-        width, palette = max(self.size.width - 2, 20), make_palette(self.app.theme_variables)
-        self.machine.update(joined(machine_lines(self.look, width, palette)))
-        self.trainer.update(joined(trainer_lines(snapshot, self.look, width, palette)))
-        self.inference.update(joined(inference_lines(snapshot, width, palette)))
+        width = max(self.size.width - 2, 20)
+        self.machine.update(joined(machine_lines(self.look, width)))
+        self.trainer.update(joined(trainer_lines(snapshot, self.look, width)))
+        self.inference.update(joined(inference_lines(snapshot, width)))
         uses = self.look.machine.daemons if self.look else {}
         names = daemon_name_width(snapshot.daemons, width)
-        lines = [
-            (daemon.name, daemon_line(daemon, uses.get(daemon.name), names, palette)) for daemon in snapshot.daemons
-        ]
-        self.daemons.show(lines, [daemon_heading(names)])
+        lines = [daemon_line(daemon, uses.get(daemon.name), names) for daemon in snapshot.daemons]
+        self.daemons.show([daemon.name for daemon in snapshot.daemons], lines.__getitem__, [daemon_heading(names)])
         self._show_detail()
 
     def _show_detail(self) -> None:
         daemon = self._selected_daemon()
         room = DETAIL_LINES if self.size.height >= 34 else 2
-        lines = daemon_detail(daemon, make_palette(self.app.theme_variables), room) if daemon else []
+        lines = daemon_detail(daemon, room) if daemon else []
         self.detail.display = bool(lines)
         self.detail.update(joined(lines))
         self.show_keys()

@@ -5,9 +5,10 @@ Drawn by hand because a screen of twelve charts is drawn again at every key; a p
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
-from tui.curves import Curve
+from tui.readers.charts import Curve
 
 # Bit of each dot of a braille character, by [row][column].
 _DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
@@ -67,15 +68,21 @@ class Canvas:
         ]
 
 
+def _dot_of(value: float, low: float, high: float, num_dots: int) -> int:
+    share = (value - low) / (high - low)
+    return round((1 - min(max(share, 0.0), 1.0)) * (num_dots - 1))
+
+
+def row_of(value: float, low: float, high: float, height: int) -> int:
+    """The row of `height` in which the dot of `value` is, between `low` (bottom) and `high` (top)."""
+    return _dot_of(value, low, high, height * 4) // 4
+
+
 def draw_curve(canvas: Canvas, curve: Curve, num_columns: int, low: float, high: float) -> None:
     """One line with its spikes, between the values `low` (bottom) and `high` (top)."""
     width, height = canvas.num_dots
     scale = (width - 1) / max(num_columns - 1, 1)
-
-    def place(value: float) -> int:
-        share = (value - low) / (high - low)
-        return round((1 - min(max(share, 0.0), 1.0)) * (height - 1))
-
+    place = functools.partial(_dot_of, low=low, high=high, num_dots=height)
     before: tuple[int, int] | None = None
     for x, value, least, greatest in zip(curve.xs, curve.values, curve.lows, curve.highs, strict=True):
         dot = round(x * scale), place(value)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from rich.segment import Segment
 from rich.style import Style
+from rich.text import Text
 from textual.content import Content
 from textual.events import Click, Leave, MouseMove
 from textual.geometry import Size
@@ -16,11 +17,12 @@ from textual.strip import Strip
 from textual.widget import Widget
 
 from tui import fmt
-from tui.curves import ChartData, Curve
-from tui.palette import Palette, make_palette
-from tui.widgets.canvas import NOTHING, SHADES, Canvas, Cell, draw_curve, draw_stack
+from tui.readers.charts import ChartData, Curve
+from tui.widgets.canvas import NOTHING, SHADES, Canvas, Cell, draw_curve, draw_stack, row_of
 
 LABEL_WIDTH = 8
+# A step has this many cells of the axis.
+STEP_WIDTH = 14
 # The shortest name of a curve, in letters.
 MIN_LETTERS = 3
 # Added to the colour of a curve that is drawn faint; the colour of labels.
@@ -61,9 +63,10 @@ class Chart(Widget):
             self.step = step
             self.num_clicks = num_clicks
 
-    def __init__(self, title: str, *, colour: str = "secondary") -> None:
+    def __init__(self, title: str, *, colour: str = "secondary", is_reward: bool = False) -> None:
         super().__init__()
         self._title = title
+        self._figure, self._change = (fmt.reward, fmt.gain) if is_reward else (fmt.number, fmt.signed)
         self._first_colour = COLOURS.index(colour)
         self._data = ChartData()
         self._cursor: float | None = None
@@ -78,6 +81,11 @@ class Chart(Widget):
 
     def on_mount(self) -> None:
         self.app.theme_changed_signal.subscribe(self, lambda _: self._redraw())
+
+    def rename(self, title: str) -> None:
+        if title != self._title:
+            self._title = title
+            self._head()
 
     def show(self, data: ChartData) -> None:
         if data != self._data:
@@ -147,21 +155,30 @@ class Chart(Widget):
             for curve in sorted(curves, key=lambda each: not each.is_faint):
                 shade = replace(curve, colour=curve.colour + _FAINT * curve.is_faint)
                 draw_curve(canvas, shade, data.num_columns, low, high)
-        self._mark_ticks(low, high, (lambda value: 10.0**value) if data.is_log else float)
+        self._mark_ticks(low, high)
         return canvas.rows()
 
-    def _mark_ticks(self, low: float, high: float, meaning: Callable[[float], float]) -> None:
+    def _mark_ticks(self, low: float, high: float) -> None:
+        """Label the rows of round values; those of both ends where there are too few."""
         height = len(self._ticks)
-        num = max(min(height // 3 + 1, 6), 2) if height > 1 else 1
-        for index in range(num):
-            row = round(index * (height - 1) / max(num - 1, 1))
-            value = high - (high - low) * row / max(height - 1, 1)
-            self._ticks[row] = f"{fmt.number(meaning(value)):>{LABEL_WIDTH - 1}} "
+        most = max(min(height // 2 + 1, 8), 2)
+        ticks = (fmt.log_ticks if self._data.is_log else fmt.ticks)(low, high, most)
+        if len(ticks) < 2:
+            ticks = [(end, fmt.number(10.0**end if self._data.is_log else end)) for end in (low, high)]
+        for value, text in ticks:
+            self._ticks[row_of(value, low, high, height)] = f"{text:>{LABEL_WIDTH - 1}} "
 
     def _axis(self, width: int) -> str:
+        """The first and the last step at the ends, round ones between them where there is room."""
         first, last = self._data.window
         left, right = f"step {first:.0f}", f"{last:.0f}"
-        return " " * LABEL_WIDTH + left + right.rjust(max(width - LABEL_WIDTH - len(left), 0))
+        line = " " * LABEL_WIDTH + left + right.rjust(max(width - LABEL_WIDTH - len(left), 0))
+        for step, text in fmt.ticks(first, last, max(width // STEP_WIDTH, 1)):
+            start = LABEL_WIDTH + self._column_of(step) - len(text) // 2
+            around = slice(start - 2, start + len(text) + 2)
+            if not line[around].strip():
+                line = line[:start] + text + line[start + len(text) :]
+        return line
 
     def _step_at(self, x: int) -> float | None:
         """The step under column `x` of the widget."""
@@ -175,40 +192,40 @@ class Chart(Widget):
         if self._cursor is None:
             return None
         first, last = self._data.window
-        share = (self._cursor - first) / max(last - first, 1e-9)
-        if not 0 <= share <= 1:
-            return None
-        # As the dots are placed: the first step on the first dot, the last on the last.
-        return round(share * (self._plot_size().width * 2 - 1)) // 2
+        return self._column_of(self._cursor) if first <= self._cursor <= last else None
+
+    def _column_of(self, step: float) -> int:
+        """As the dots are placed: the first step on the first dot, the last on the last."""
+        first, last = self._data.window
+        return round((step - first) / max(last - first, 1e-9) * (self._plot_size().width * 2 - 1)) // 2
 
     def _head(self) -> None:
         """The frame: title with the value, and the names of several curves below."""
-        palette = make_palette(self.app.theme_variables)
         curves = [curve for curve in self._data.curves if not curve.is_faint]
         title: list[str | tuple[str, str]] = [(self._title, "bold")]
         if len(curves) == 1 and not curves[0].name:
-            title += ["  ", (fmt.number(self._value(curves[0])), self._colour(palette, curves[0].colour))]
+            title += ["  ", (self._figure(self._value(curves[0])), self._colour(curves[0].colour))]
         if self._cursor is not None and (step := self._step_of(curves)) is not None:
-            title.append((f"  at {step:.0f}", palette.muted))
+            title.append((f"  at {step:.0f}", "muted"))
         elif self._data.change is not None:
-            title += ["  ", (fmt.signed(self._data.change), palette.muted)]
-        self.border_title = Content.assemble(*title)
-        bare = self._legend(curves, palette, 0)
+            title += ["  ", (self._change(self._data.change), "muted")]
+        self.border_title = Content.from_rich_text(Text.assemble(*title), self.app.console)
+        bare = self._legend(curves, 0)
         room = self.size.width - 4 - bare.cell_length
         letters = name_letters([curve.name for curve in curves], room)
-        self.border_subtitle = self._legend(curves, palette, letters) if letters else bare
+        self.border_subtitle = self._legend(curves, letters) if letters else bare
 
-    def _legend(self, curves: list[Curve], palette: Palette, num_letters: int) -> Content:
+    def _legend(self, curves: list[Curve], num_letters: int) -> Content:
         """Mark, name (its first letters) and value of several curves."""
         if len(curves) == 1 and not curves[0].name:
             return Content("")
         parts: list[str | tuple[str, str]] = []
         for index, curve in enumerate(curves):
-            colour = self._colour(palette, curve.colour)
+            colour = self._colour(curve.colour)
             mark = SHADES[index % len(SHADES)] if self._data.is_stacked else "━"
             name = f"{curve.name[:num_letters]} " if num_letters else ""
-            parts += ["  " if index else "", (f"{mark} ", colour), name, (fmt.number(self._value(curve)), colour)]
-        return Content.assemble(*parts)
+            parts += ["  " if index else "", (f"{mark} ", colour), name, (self._figure(self._value(curve)), colour)]
+        return Content.from_rich_text(Text.assemble(*parts), self.app.console)
 
     def _value(self, curve: Curve) -> float | None:
         if self._cursor is None:
@@ -221,15 +238,14 @@ class Chart(Widget):
         found = [curve.steps[index] for curve in curves if (index := curve.at(cursor)) is not None]
         return min(found, key=lambda step: abs(step - cursor), default=None)
 
-    def _colour(self, palette: Palette, colour: int) -> str:
-        return str(getattr(palette, COLOURS[(colour + self._first_colour) % len(COLOURS)]))
+    def _colour(self, colour: int) -> str:
+        return COLOURS[(colour + self._first_colour) % len(COLOURS)]
 
     def _style(self, colour: int, *, under_cursor: bool = False) -> Style:
         key = colour + 1000 * under_cursor
         if key not in self._styles:
-            palette = make_palette(self.app.theme_variables)
-            word = palette.muted if colour < 0 else palette.faint if colour >= _FAINT else self._colour(palette, colour)
-            self._styles[key] = Style.parse(word)
+            word = "muted" if colour < 0 else "faint" if colour >= _FAINT else self._colour(colour)
+            self._styles[key] = self.app.console.get_style(word)
         return self._styles[key]
 
 

@@ -18,8 +18,7 @@ from textual.events import MouseScrollDown, MouseScrollUp, Resize
 from textual.message import Message
 from textual.widgets import Static
 
-from tui.curves import SMOOTHINGS, ChartsData, ChartSpec, ChartView, window
-from tui.palette import make_palette
+from tui.readers.charts import SMOOTHINGS, ChartsData, ChartSpec, ChartView, window
 from tui.widgets.chart import COLOURS, LABEL_WIDTH, Chart
 
 MIN_CHART_WIDTH = 38
@@ -59,7 +58,7 @@ class ChartsView(Vertical, can_focus=True):
         Binding("less_than_sign,comma", "pan(-1)", "Earlier steps", show=False),
         Binding("greater_than_sign,full_stop", "pan(1)", "Later steps", show=False),
         Binding("0", "all_steps", "All steps", show=False),
-        Binding("y", "log", "Log", tooltip="logarithmic scale"),
+        Binding("y", "log", "Log", id="log-scale", tooltip="logarithmic scale"),
         Binding("s", "smooth", "Smooth", tooltip="smoothing: factors 0.6, 0.9, 0.97"),
         Binding("w", "compare", "Compare", tooltip="other runs in the same charts"),
         Binding("t", "stack", "Stacked or lines", show=False, tooltip="times stacked, or as lines"),
@@ -76,7 +75,7 @@ class ChartsView(Vertical, can_focus=True):
 
     def __init__(self, specs: Sequence[ChartSpec], compare: tuple[str, ...] = ()) -> None:
         super().__init__(id="charts")
-        self.charts = [Chart(spec.title) for spec in specs]
+        self.charts = [Chart(spec.title, is_reward=spec.is_reward) for spec in specs]
         self.grid = ChartGrid()
         self.view = ChartView(compare=compare)
         self.cursor: float | None = None
@@ -223,7 +222,7 @@ class ChartsView(Vertical, can_focus=True):
         """The line above the charts: steps and scale."""
         if self._data is None:
             return
-        palette, view, data = make_palette(self.app.theme_variables), self.view, self._data
+        view, data = self.view, self._data
         first, last = window(view, data.newest)
         which = "all steps" if view.span is None else f"steps {first:.0f} to {last:.0f}"
         if view.span is not None and view.end is None:
@@ -234,10 +233,10 @@ class ChartsView(Vertical, can_focus=True):
             pieces.append(f"at step {self.cursor:.0f}")
         if data.is_reading:
             pieces.append("reading …")
-        text = Text(" · ".join(pieces), palette.muted, no_wrap=True, overflow="ellipsis")
+        text = Text(no_wrap=True, overflow="ellipsis").append(" · ".join(pieces), "muted")
         if len(data.run_ids) > 1:
             for index, run_id in enumerate(data.run_ids):
-                text.append("   ━ ", getattr(palette, COLOURS[index % len(COLOURS)])).append(run_id)
+                text.append("   ━ ", COLOURS[index % len(COLOURS)]).append(run_id)
         self._looking.update(text)
 
 

@@ -2,35 +2,31 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
-from typing import ClassVar
 
 from rich.text import Text
 from textual.app import ComposeResult
-from textual.binding import BindingType
 from textual.containers import Vertical
 
 from tui import fmt
-from tui.checkpoints import Checkpoint, CheckpointsData
-from tui.palette import Palette, make_palette
-from tui.widgets.row_list import RowList
+from tui.readers.checkpoints import Checkpoint, CheckpointsData
+from tui.widgets.line_list import LineList
 
 HEADING = "   step  state       size        age   saved (UTC)          holds"
 
 
-def list_row(checkpoint: Checkpoint, palette: Palette, now: float, *, is_next: bool) -> Text:
+def list_row(checkpoint: Checkpoint, now: float, *, is_next: bool) -> Text:
     """One checkpoint; `is_next`: a restart goes on from it."""
     stable = checkpoint.is_stable
     saved = checkpoint.saved_at
-    when = "-" if saved is None else time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(saved))
+    when = "-" if saved is None else fmt.stamp(saved)
     text = Text.assemble(
-        (f"{checkpoint.step:>7}  ", "bold" if stable else palette.muted),
-        (f"{'✔ STABLE' if stable else '◌ partial':<10}", palette.success if stable else palette.warning),
+        (f"{checkpoint.step:>7}  ", "bold" if stable else "muted"),
+        (f"{'✔ STABLE' if stable else '◌ partial':<10}", "success" if stable else "warning"),
         f"{fmt.size(checkpoint.num_bytes):>10}  ",
-        (f"{fmt.age(None if saved is None else max(now - saved, 0.0)):>5}   {when:<21}", palette.muted),
-        ("◂ resumes here  " if is_next else "", palette.accent),
-        (" ".join(checkpoint.parts) or "nothing yet", palette.muted),
+        (f"{fmt.age(None if saved is None else max(now - saved, 0.0)):>5}   {when:<21}", "muted"),
+        ("◂ starts here  " if is_next else "", "accent"),
+        (" ".join(checkpoint.parts) or "nothing yet", "muted"),
         no_wrap=True,
     )
     return text
@@ -40,15 +36,13 @@ class CheckpointsView(Vertical, can_focus=False):
     """Has the keys through its list. What acts on the chosen step is the screen's."""
 
     DEFAULT_CSS = """
-    CheckpointsView { background: $surface; & > RowList { height: 1fr; } }
+    CheckpointsView { background: $surface; & > LineList { height: 1fr; background: $surface; } }
     """
-    BINDINGS: ClassVar[list[BindingType]] = []
 
     def __init__(self, clock: Callable[[], float]) -> None:
         super().__init__(id="checkpoints")
-        self.list = RowList("no checkpoints yet: ckpt.interval sets how often one is saved")
+        self.list = LineList[int]("no checkpoints yet: ckpt.interval sets how often one is saved")
         self._clock = clock
-        self._rows: list[Checkpoint] = []
         self._data: CheckpointsData | None = None
 
     def compose(self) -> ComposeResult:
@@ -59,7 +53,8 @@ class CheckpointsView(Vertical, can_focus=False):
 
     @property
     def selected(self) -> Checkpoint | None:
-        return self._rows[self.list.cursor] if self._rows else None
+        rows = self._data.checkpoints if self._data else ()
+        return next((row for row in rows if row.step == self.list.selected), None)
 
     def show(self, data: CheckpointsData) -> None:
         self._data = data
@@ -69,13 +64,11 @@ class CheckpointsView(Vertical, can_focus=False):
         data = self._data
         if data is None:
             return
-        selected, palette, clock = self.selected, make_palette(self.app.theme_variables), self._clock
-        self._rows = rows = list(reversed(data.checkpoints))
-        place = next((i for i, row in enumerate(rows) if selected and row.step == selected.step), 0)
+        clock, rows = self._clock, data.checkpoints[::-1]
         total = sum(row.num_bytes for row in rows)
         about = f"{len(rows)} checkpoints, {fmt.size(total)}" if rows else ""
 
         def make(index: int) -> Text:
-            return list_row(rows[index], palette, clock(), is_next=rows[index].step == data.resumes_at)
+            return list_row(rows[index], clock(), is_next=rows[index].step == data.starts_at)
 
-        self.list.show(len(rows), make, place, (about, HEADING if rows else ""))
+        self.list.show([row.step for row in rows], make, (Text(about), Text(HEADING if rows else "")))

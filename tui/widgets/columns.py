@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from rich.cells import cell_len, set_cell_size
 
 from prime_rl.contract.condition import LOST
+from prime_rl.contract.status import RunState
 from tui import fmt
-from tui.palette import Palette
-from tui.series import sparkline
-from tui.snapshot import RunRow
-from tui.sorting import age_s
+from tui.model.query import age_s
+from tui.model.snapshot import RunRow
+from tui.model.standing import standing_words
 
 _FIRST = ("state", "run", "progress", "reward", "change", "loss", "tokens", "lag", "version", "lr", "note")
 ORDER = (*_FIRST, "seen", "age")
@@ -20,7 +20,6 @@ PADDING = 1  # cells on each side of a column
 MIN_NOTE = 12
 MIN_ID = 10
 MAX_ID = 28
-LEAST_CHANGE = 0.0005  # rewards are in [0, 1]; smaller changes are noise
 
 # Pieces of text with their styles, not a `Text`: a screenful of these is made at each sign of life of its runs.
 Cell = tuple[tuple[str, str], ...]
@@ -71,35 +70,38 @@ def choose_columns(width: int, longest_id: int) -> tuple[Column, ...]:
     return tuple(wanted[key] for key in ORDER if key in wanted)
 
 
-def make_cells(row: RunRow, columns: Sequence[Column], palette: Palette, now: float) -> dict[str, str]:
+def make_cells(row: RunRow, columns: Sequence[Column], now: float) -> dict[str, str]:
     """Column key -> what stands there without colours, exactly as wide as the column."""
-    return {column.key: plain(make_cell(column, row, palette, now)) for column in columns}
+    return {column.key: plain(make_cell(column, row, now)) for column in columns}
 
 
 def plain(cell: Cell) -> str:
     return "".join(text for text, _ in cell)
 
 
-def make_cell(column: Column, row: RunRow, palette: Palette, now: float) -> Cell:
+def make_cell(column: Column, row: RunRow, now: float) -> Cell:
     """The cell of one column of one run, exactly as wide as the column. `now` in Unix seconds."""
     width = column.width
     match column.key:
         case "state":
-            return ((fit(f"{row.symbol} {row.state}", width), palette.level(row.level)),)
+            return ((fit(f"{row.symbol} {row.state}", width), row.level.style),)
         case "run":
             return ((fit(fmt.shorten_middle(row.run_id, width), width), "bold"),)
         case "progress":
-            return _progress(row, width, palette)
+            return _progress(row, width)
         case "reward":
-            return _reward(row, width, palette)
+            return _reward(row, width)
         case "change":
-            return _change(row, width, palette)
+            return _change(row, width)
         case "note":
-            return ((fit(row.note, width), palette.level(row.level) if row.is_problem else palette.muted),)
+            # Of a run that trains, what it waits for just now counts less.
+            words = [row.note, standing_words(row)]
+            said = " · ".join(filter(None, reversed(words) if row.state == RunState.ACTIVE else words))
+            return ((fit(said, width), row.level.style if row.is_problem else "muted"),)
         case "seen":
-            return _right(seen_age(row, now), width, palette.error if row.state == LOST else palette.muted)
+            return _right(seen_age(row, now), width, "error" if row.state == LOST else "muted")
         case "age":
-            return _right(fmt.age(age_s(row, now)), width, palette.muted)
+            return _right(fmt.age(age_s(row, now)), width, "muted")
     figures = {
         "loss": fmt.number(row.loss),
         "tokens": fmt.count(row.tokens_per_s),
@@ -108,7 +110,7 @@ def make_cell(column: Column, row: RunRow, palette: Palette, now: float) -> Cell
         "lr": fmt.number(row.view.lr),
     }
     text = figures[column.key]
-    return _right(text, width, palette.faint if text == fmt.DASH else palette.text)
+    return _right(text, width, "faint" if text == fmt.DASH else "text")
 
 
 def fit(text: str, width: int) -> str:
@@ -128,30 +130,26 @@ def seen_age(row: RunRow, now: float) -> str:
     return fmt.seen(now - row.updated_at) if row.updated_at is not None else fmt.DASH
 
 
-def _progress(row: RunRow, width: int, palette: Palette) -> Cell:
+def _progress(row: RunRow, width: int) -> Cell:
     digits = len(str(row.max_steps or "?"))
     figures = f"{row.step:>{digits}}/{row.max_steps or '?'}"
     filled, empty = fmt.bar(row.step, row.max_steps, max(width - len(figures) - 1, 3))
     room = width - len(filled) - len(empty)
-    return (filled, palette.primary), (empty, palette.faint), (fit(f" {figures}", room), palette.text)
+    return (filled, "primary"), (empty, "faint"), (fit(f" {figures}", room), "text")
 
 
-def _reward(row: RunRow, width: int, palette: Palette) -> Cell:
+def _reward(row: RunRow, width: int) -> Cell:
     if row.reward is None:
-        return ((fit(f"{fmt.DASH:>5}", width), palette.faint),)
-    figure = f"{fmt.fixed(row.reward):>5} "
-    curve = sparkline(row.tail.rewards, width - len(figure))
-    return (figure, "bold"), (fit(curve, width - len(figure)), palette.secondary)
+        return ((fit(f"{fmt.DASH:>5}", width), "faint"),)
+    figure = f"{fmt.reward(row.reward):>5} "
+    curve = fmt.sparkline(row.tail.rewards, width - len(figure))
+    return (figure, "bold"), (fit(curve, width - len(figure)), "secondary")
 
 
-def _change(row: RunRow, width: int, palette: Palette) -> Cell:
-    text = fmt.fixed(row.reward_change)
-    if row.reward_change is not None:
-        text = f"{'+' if row.reward_change > 0 else ''}{text}" if abs(row.reward_change) >= LEAST_CHANGE else "±0"
-    colour = palette.muted
-    if row.reward_change is not None and abs(row.reward_change) >= LEAST_CHANGE:
-        colour = palette.success if row.reward_change > 0 else palette.error
-    return _right(text, width, palette.faint if text == fmt.DASH else colour)
+def _change(row: RunRow, width: int) -> Cell:
+    text = fmt.gain(row.reward_change)
+    colours = {"+": "success", "-": "error", "±": "muted"}
+    return _right(text, width, colours.get(text[0], "faint"))
 
 
 def _right(text: str, width: int, style: str) -> Cell:

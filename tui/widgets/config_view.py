@@ -16,8 +16,7 @@ from textual.message import Message
 from textual.widgets import Static
 
 from tui import fmt
-from tui.palette import Palette, make_palette
-from tui.run_config import ConfigData, Difference, Value
+from tui.readers.run_config import ConfigData, ConfigRequest, Difference, Value
 
 MAX_LINES = 2_000
 MAX_KEY_WIDTH = 36
@@ -37,35 +36,33 @@ def numbered(config: str, error_lines: Sequence[int]) -> Content:
     return Content("\n").join(built)
 
 
-def describe_values(values: Sequence[Value], palette: Palette) -> Text:
+def describe_values(values: Sequence[Value]) -> Text:
     """Every key; defaults are dimmed and marked."""
     width = min(max((len(value.key) for value in values), default=0), MAX_KEY_WIDTH)
     num_said = sum(not value.is_default for value in values)
     text = Text.assemble(
-        (f"{num_said} of {len(values)} keys are set in orch.toml (●), the others are defaults\n\n", palette.muted)
+        (f"{num_said} of {len(values)} keys are set in orch.toml (●), the others are defaults\n\n", "muted")
     )
     for value in values:
-        text.append("  " if value.is_default else "● ", palette.success)
-        text.append(f"{fmt.shorten_middle(value.key, width):<{width}}  ", "" if not value.is_default else palette.muted)
-        text.append(f"{value.text}\n", palette.muted if value.is_default else palette.accent)
+        text.append("  " if value.is_default else "● ", "success")
+        text.append(f"{fmt.shorten_middle(value.key, width):<{width}}  ", "" if not value.is_default else "muted")
+        text.append(f"{value.text}\n", "muted" if value.is_default else "accent")
     return text
 
 
-def describe_differences(
-    mine: str, other: str, differences: Sequence[Difference], palette: Palette, width: int
-) -> Text:
+def describe_differences(mine: str, other: str, differences: Sequence[Difference], width: int) -> Text:
     """Key by key: this run's value, the other's."""
     if not differences:
-        return Text(f"{mine} and {other} have equal configs", palette.muted)
+        return Text.styled(f"{mine} and {other} have equal configs", "muted")
     key_width = min(max(len(each.key) for each in differences), MAX_KEY_WIDTH)
     column = max((width - key_width - 8) // 2, 10)
     cut = fmt.shorten_middle
-    text = Text(f"{len(differences)} keys differ (defaults included)\n\n", palette.muted)
-    text.append(f"{'key':<{key_width}}  {cut(mine, column):<{column}}  {cut(other, column)}\n", "bold")
+    text = Text.styled(f"{len(differences)} keys differ (defaults included)\n\n", "muted")
+    text.append(f"{'key':<{key_width}}  {cut(mine, column):<{column}}  {cut(other, column)}\n", "bold muted")
     for each in differences:
-        text.append(f"{cut(each.key, key_width):<{key_width}}  ", palette.primary)
-        text.append(f"{fmt.shorten(each.mine, column):<{column}}  ", palette.accent)
-        text.append(f"{fmt.shorten(each.other, column)}\n", palette.secondary)
+        text.append(f"{cut(each.key, key_width):<{key_width}}  ", "primary")
+        text.append(f"{fmt.shorten(each.mine, column):<{column}}  ", "accent")
+        text.append(f"{fmt.shorten(each.other, column)}\n", "secondary")
     return text
 
 
@@ -94,11 +91,9 @@ class ConfigView(VerticalScroll):
     ]
 
     class Wanted(Message):
-        """All values, or the file again, are requested."""
-
-        def __init__(self, wants_all: bool, other: str | None) -> None:
+        def __init__(self, request: ConfigRequest) -> None:
             super().__init__()
-            self.wants_all, self.other = wants_all, other
+            self.request = request
 
     class Compare(Message):
         """The user asks to choose the run to compare with."""
@@ -108,8 +103,7 @@ class ConfigView(VerticalScroll):
         self._error = Static(id="config-error", markup=False)
         self._text = Static(id="config-text", markup=False)
         self.data: ConfigData | None = None
-        self.wants_all = False
-        self.other: str | None = None
+        self.request = ConfigRequest()
 
     def compose(self) -> ComposeResult:
         yield self._error
@@ -127,27 +121,27 @@ class ConfigView(VerticalScroll):
             self._draw()
 
     def action_values(self) -> None:
-        self._want(not self.wants_all, None)
+        self._want(ConfigRequest(wants_all=not self.request.wants_all))
 
     def action_compare(self) -> None:
-        if self.other is not None:
-            self._want(False, None)
+        if self.request.other is not None:
+            self._want(ConfigRequest())
         else:
             self.post_message(self.Compare())
 
     def action_leave(self) -> None:
-        if self.other is not None or self.wants_all:
-            self._want(False, None)
+        if self.request != ConfigRequest():
+            self._want(ConfigRequest())
         else:
             self.app.pop_screen()
 
     def compare_with(self, other: str) -> None:
-        self._want(False, other)
+        self._want(ConfigRequest(other=other))
 
-    def _want(self, wants_all: bool, other: str | None) -> None:
-        self.wants_all, self.other = wants_all, other
+    def _want(self, request: ConfigRequest) -> None:
+        self.request = request
         self.scroll_home(animate=False)
-        self.post_message(self.Wanted(wants_all, other))
+        self.post_message(self.Wanted(request))
 
     def _draw(self) -> None:
         data = self.data
@@ -159,12 +153,11 @@ class ConfigView(VerticalScroll):
         self._text.update(self._content(data))
 
     def _content(self, data: ConfigData) -> Content | Text:
-        palette = make_palette(self.app.theme_variables)
         if data.other_id is not None and data.problem is None:
             width = max(self.size.width - 3, 40)
-            return describe_differences(data.run_id, data.other_id, data.differences, palette, width)
+            return describe_differences(data.run_id, data.other_id, data.differences, width)
         if data.values is not None:
-            return describe_values(data.values, palette)
+            return describe_values(data.values)
         if not data.text.strip():
             return Content("orch.toml is empty or missing")
         return numbered(data.text, data.error_lines)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import textwrap
-import time
 from collections.abc import Sequence
 from typing import ClassVar
 
@@ -13,40 +12,40 @@ from textual.binding import Binding, BindingType
 from textual.containers import VerticalScroll
 from textual.widgets import Static
 
-from tui.palette import Palette, make_palette
-from tui.run_events import Event, EventsData
+from tui import fmt
+from tui.readers.run_events import Event, EventsData
 
 _INDENT = 32
 MAX_LINES_EACH = 40
 
 
-def describe(events: Sequence[Event], palette: Palette, width: int) -> Text:
+def describe(events: Sequence[Event], width: int) -> Text:
     """One event a paragraph: time (UTC), kind, text, person; wrapped under the text."""
     if not events:
-        return Text("no events yet: actions, admission, restarts and evictions appear here", palette.muted)
+        return Text.styled("no events yet: actions, admission, restarts and evictions appear here", "muted")
     text = Text()
     room = max(width - _INDENT, 20)
     for event in events:
-        when = "?" * 19 if event.time is None else time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(event.time))
-        text.append(f"{when}Z ", palette.muted).append(f"{event.kind:<10} ", f"bold {_colour(event, palette)}")
+        text.append(f"{fmt.stamp(event.time)}Z ", "muted")
+        text.append(f"{event.kind:<10} ", f"bold {_colour(event)}")
         pieces = [piece for line in event.text.splitlines() for piece in textwrap.wrap(line, room) or [""]]
         by = f"by {event.who}" if event.who else ""
         if pieces and len(pieces[-1]) + len(by) + 2 <= room:
-            text.append(f"\n{' ' * _INDENT}".join(pieces[:MAX_LINES_EACH])).append(f"  {by}\n", palette.muted)
+            text.append(f"\n{' ' * _INDENT}".join(pieces[:MAX_LINES_EACH])).append(f"  {by}\n", "muted")
         else:
             text.append("".join(f"{piece}\n{' ' * _INDENT}" for piece in pieces[:MAX_LINES_EACH]))
-            text.append(f"{by}\n", palette.muted)
+            text.append(f"{by}\n", "muted")
     text.rstrip()
     return text
 
 
-def _colour(event: Event, palette: Palette) -> str:
+def _colour(event: Event) -> str:
     colours = {
-        **dict.fromkeys(("invalid", "failed", "error"), palette.error),
-        **dict.fromkeys(("evict", "evicted", "restart", "stalled", "warning", "left", "delete"), palette.warning),
-        **dict.fromkeys(("add", "admitted", "readmit", "finished", "done"), palette.success),
+        **dict.fromkeys(("invalid", "failed", "error"), "error"),
+        **dict.fromkeys(("evict", "evicted", "restart", "stalled", "warning", "left", "delete"), "warning"),
+        **dict.fromkeys(("add", "admitted", "readmit", "finished", "done"), "success"),
     }
-    return colours.get(event.kind, palette.secondary)
+    return colours.get(event.kind, "secondary")
 
 
 class EventsView(VerticalScroll):
@@ -85,5 +84,4 @@ class EventsView(VerticalScroll):
 
     def _draw(self) -> None:
         if self._data is not None:
-            palette = make_palette(self.app.theme_variables)
-            self._text.update(describe(self._data.events, palette, max(self.size.width - 3, 40)))
+            self._text.update(describe(self._data.events, max(self.size.width - 3, 40)))

@@ -14,7 +14,7 @@ from textual.content import Content
 from textual.suggester import Suggester
 from textual.widgets import Input, Static
 
-from tui.query import Query, complete, parse
+from tui.model.query import Query, complete, parse
 
 
 class _Painter(Highlighter):

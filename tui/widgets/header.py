@@ -13,13 +13,17 @@ from textual.message import Message
 from textual.reactive import reactive
 from textual.widget import Widget
 
+from prime_rl.contract.status import RunState
 from prime_rl.utils.text import one_line
 from tui import fmt
-from tui.nodes import Group, phase_name
-from tui.palette import Palette, make_palette
-from tui.snapshot import LEVEL_SYMBOLS, DaemonRow, Level, RunRow, Snapshot
+from tui.model.levels import LEVEL_SYMBOLS, Level
+from tui.model.nodes import Group, phase_name
+from tui.model.snapshot import DaemonRow, RunRow, Snapshot
+from tui.model.standing import budget_share, standing
 
 PROBLEMS_WIDTH = 14  # cells at the right end that a click on the count of problems may hit
+BUDGET_WIDTH = 8  # cells of the bar
+NEARLY_USED = 0.9  # of a budget: from here on its bar warns
 MAIN_DAEMONS = ("trainer", "inference", "supervisor")
 
 
@@ -43,101 +47,100 @@ def spread(left: Text, right: Text, width: int) -> Text:
     return Text.assemble(left, " " * max(width - left.cell_len - right.cell_len, 1), right, no_wrap=True, end="")
 
 
-def workspace_lines(snapshot: Snapshot, width: int, palette: Palette, read_only: bool) -> tuple[Text, Text]:
+def workspace_lines(snapshot: Snapshot, width: int, read_only: bool, is_demo: bool = False) -> tuple[Text, Text]:
     """Workspace and health of its daemons; use of slots, speed, bottleneck."""
-    name = Text.assemble(
-        (" prl ", f"bold {palette.primary} reverse"), " ", (snapshot.name, "bold"), no_wrap=True, end=""
-    )
+    name = Text.assemble((" prl ", "bold primary reverse"), " ", (snapshot.name, "bold"), no_wrap=True, end="")
+    if num_unread := snapshot.workspace.num_unread:
+        name.append(f"  reading {fmt.counted(num_unread, 'more run')}", "muted")
     if read_only:
-        name.append("  read-only", palette.warning)
+        name.append("  read-only", "warning")
+    if is_demo and snapshot.rows and all(row.state == RunState.FINISHED for row in snapshot.rows):
+        done = "all runs are done" if width >= 100 else "done"
+        name.append(f"  {done}: q ends the demo", "bold success")
     daemons = [daemon for daemon in snapshot.daemons if daemon.name in MAIN_DAEMONS]
     group = snapshot.group if all(daemon.state == "down" for daemon in daemons) else None
     words = width >= 100
-    who = [_nodes(group, palette)] if group else _daemons(daemons, palette, words)
+    who = [_nodes(group)] if group else _daemons(daemons, words)
     first = spread(name, join(who, "   ", width - 12), width - 1)
-    alert = _problems(len(snapshot.problems), palette)
-    full = [_position(group, palette)] if group else [_slots(snapshot, palette), *_throughput(snapshot, palette)]
+    alert = _problems(len(snapshot.problems))
+    full = [_position(group)] if group else [_slots(snapshot), *_throughput(snapshot)]
     facts = join(full, "   ", width - alert.cell_len - 2)
     facts.pad_left(1)
     room = width - facts.cell_len - alert.cell_len - 4
     if snapshot.bottleneck and room > 20:
-        held = Text.assemble(("   bottleneck ", palette.muted), (snapshot.bottleneck, palette.warning))
+        held = Text.assemble(("   bottleneck ", "muted"), (snapshot.bottleneck, "warning"))
         held.truncate(room + 3, overflow="ellipsis")
         facts.append_text(held)
     return first, spread(facts, alert, width)
 
 
-def _daemons(daemons: Sequence[DaemonRow], palette: Palette, words: bool) -> list[Text]:
+def _daemons(daemons: Sequence[DaemonRow], words: bool) -> list[Text]:
     """One by one; where there is little room, all that are down alike in one."""
     alike = len({(daemon.state, daemon.level) for daemon in daemons}) == 1
     if alike and not words and daemons[0].level is not Level.GOOD:
-        return [
-            _daemon(replace(daemons[0], name=one_line(", ".join(daemon.name for daemon in daemons))), palette, words)
-        ]
-    return [_daemon(daemon, palette, words) for daemon in daemons]
+        return [_daemon(replace(daemons[0], name=one_line(", ".join(daemon.name for daemon in daemons))), words)]
+    return [_daemon(daemon, words) for daemon in daemons]
 
 
-def _daemon(daemon: DaemonRow, palette: Palette, words: bool) -> Text:
-    colour = palette.level(daemon.level)
+def _daemon(daemon: DaemonRow, words: bool) -> Text:
+    colour = daemon.level.style
     text = Text.assemble((f"{daemon.symbol} ", colour), (daemon.name, ""))
     if words or daemon.level is not Level.GOOD:
-        text.append(f" {daemon.state}", colour if daemon.level is not Level.GOOD else palette.muted)
+        text.append(f" {daemon.state}", colour if daemon.level is not Level.GOOD else "muted")
     return text
 
 
-def _nodes(group: Group, palette: Palette) -> Text:
+def _nodes(group: Group) -> Text:
     """A multi-node group has no daemons of this workspace: its nodes are."""
-    colour = palette.level(group.level)
+    colour = group.level.style
     return Text.assemble(
         (f"{LEVEL_SYMBOLS[group.level]} ", colour), f"nodes {group.num_living}/{group.num_nodes} alive"
     )
 
 
-def _position(group: Group, palette: Palette) -> Text:
+def _position(group: Group) -> Text:
     return Text.assemble(
-        ("iteration ", palette.muted),
+        ("iteration ", "muted"),
         (f"{group.iteration}", "bold"),
-        (f"   phase {group.phase} ", palette.muted),
+        (f"   phase {group.phase} ", "muted"),
         phase_name(group.phase),
     )
 
 
-def _slots(snapshot: Snapshot, palette: Palette) -> Text:
+def _slots(snapshot: Snapshot) -> Text:
     used, most = snapshot.num_used, snapshot.max_runs
-    text = Text.assemble(("slots ", palette.muted))
+    text = Text.assemble(("slots ", "muted"))
     if most:
         if most <= 16:
-            text.append("▮" * used, palette.success).append("▯" * max(most - used, 0), palette.muted).append(" ")
+            text.append("▮" * used, "success").append("▯" * max(most - used, 0), "muted").append(" ")
         text.append(f"{used}/{most}", "bold")
     else:
-        text.append("unknown", palette.muted)
+        text.append("unknown", "muted")
     if snapshot.num_waiting:
-        text.append(f" +{snapshot.num_waiting} waiting", palette.secondary)
+        text.append(f" +{snapshot.num_waiting} waiting", "secondary")
     return text
 
 
-def _throughput(snapshot: Snapshot, palette: Palette) -> list[Text]:
+def _throughput(snapshot: Snapshot) -> list[Text]:
     if snapshot.tokens_per_s is None:
         return []
-    return [Text.assemble((fmt.count(snapshot.tokens_per_s), "bold"), (" tok/s", palette.muted))]
+    return [Text.assemble((fmt.count(snapshot.tokens_per_s), "bold"), (" tok/s", "muted"))]
 
 
-def _problems(num: int, palette: Palette) -> Text:
+def _problems(num: int) -> Text:
     if not num:
-        return Text.assemble(("✔ no problems ", palette.muted))
-    return Text.assemble((f"▲ {num} problem{'s' if num > 1 else ''} ", f"bold {palette.error}"))
+        return Text.assemble(("✔ no problems ", "muted"))
+    return Text.assemble((f"▲ {fmt.counted(num, 'problem')} ", "bold error"))
 
 
-def run_lines(
-    row: RunRow, width: int, palette: Palette, now: float, num_problems: int | None = None
-) -> tuple[Text, Text]:
+def run_lines(row: RunRow, width: int, now: float, num_problems: int | None = None) -> tuple[Text, Text]:
     """Which run, how it is, how far it is;
 
     then its figures, as many as fit, and the problems of the whole workspace.
     """
-    colour = palette.level(row.level)
+    colour = row.level.style
     left = Text.assemble(
-        (" prl ", f"bold {palette.primary} reverse"),
+        (" prl ", "bold primary reverse"),
         " ",
         (row.run_id, "bold"),
         "   ",
@@ -148,29 +151,42 @@ def run_lines(
     bar_width = 24 if width >= 110 else 10
     filled, empty = fmt.bar(row.step, row.max_steps, bar_width)
     progress = Text.assemble(
-        (filled, palette.primary), (empty, palette.faint), f" {row.step}/{row.max_steps or '?'} ", no_wrap=True, end=""
+        (filled, "primary"), (empty, "faint"), f" {row.step}/{row.max_steps or '?'} ", no_wrap=True, end=""
     )
     view = row.view
     seen = fmt.seen(now - row.updated_at) if row.updated_at is not None else None
     facts = [
-        ("reward", fmt.number(row.reward) if row.reward is not None else None),
+        ("reward", fmt.reward(row.reward) if row.reward is not None else None),
         ("loss", fmt.number(row.loss) if row.loss is not None else None),
         ("tok/s", fmt.count(row.tokens_per_s) if row.tokens_per_s is not None else None),
         ("lag", str(row.lag) if row.lag is not None else None),
         ("seen", None if seen is None else seen if seen == "now" else f"{seen} ago"),
         ("slot", str(view.run_idx) if view.run_idx is not None else None),
         ("queue", str(view.queue_position) if view.queue_position is not None else None),
+        *standing(row),
         ("version", str(view.policy_version) if view.policy_version is not None else None),
         ("lr", fmt.number(view.lr) if view.lr is not None else None),
         ("batch", str(view.batch_size) if view.batch_size is not None else None),
         ("restarts", str(view.num_restarts) if view.num_restarts else None),
         ("model", fmt.shorten_middle(view.model, 40) if view.model else None),
     ]
-    pieces = [Text.assemble((f"{name} ", palette.muted), value) for name, value in facts if value is not None]
-    alert = _problems(num_problems, palette) if num_problems is not None else Text()
+    pieces = [Text.assemble((f"{name} ", "muted"), value) for name, value in facts if value is not None]
+    if (budget := budget_text(row)) is not None:
+        pieces.insert(0, budget)
+    alert = _problems(num_problems) if num_problems is not None else Text()
     second = join(pieces, "   ", width - alert.cell_len - 2)
     second.pad_left(1)
     return spread(left, progress, width), spread(second, alert, width)
+
+
+def budget_text(row: RunRow) -> Text | None:
+    """How much of its budget a run has used, as a bar; None without a budget."""
+    share = budget_share(row)
+    if share is None:
+        return None
+    filled, empty = fmt.bar(share, 1.0, BUDGET_WIDTH)
+    colour = "warning" if share >= NEARLY_USED else "primary"
+    return Text.assemble(("budget ", "muted"), (filled, colour), (empty, "faint"), f" {fmt.percent(share)}")
 
 
 class WorkspaceHeader(Widget):
@@ -178,9 +194,10 @@ class WorkspaceHeader(Widget):
     WorkspaceHeader { height: 2; background: $panel; }
     """
 
-    def __init__(self, *, read_only: bool) -> None:
+    def __init__(self, *, read_only: bool, is_demo: bool = False) -> None:
         super().__init__()
         self._read_only = read_only
+        self._is_demo = is_demo
         self._snapshot: Snapshot | None = None
         self._drawn: Text | None = None
 
@@ -201,10 +218,10 @@ class WorkspaceHeader(Widget):
         return self._drawn
 
     def _lines(self) -> Text:
-        palette = make_palette(self.app.theme_variables)
         if self._snapshot is None:
-            return Text("reading the workspace ...", style=palette.muted)
-        return Text("\n").join(workspace_lines(self._snapshot, self.size.width, palette, self._read_only))
+            return Text.styled("reading the workspace ...", "muted")
+        lines = workspace_lines(self._snapshot, self.size.width, self._read_only, self._is_demo)
+        return Text("\n").join(lines)
 
 
 class RunHeader(Widget):
@@ -218,7 +235,6 @@ class RunHeader(Widget):
     num_problems: reactive[int] = reactive(0)
 
     def render(self) -> RenderResult:
-        palette = make_palette(self.app.theme_variables)
         if self.row is None:
-            return Text("this run was removed", style=palette.warning)
-        return Text("\n").join(run_lines(self.row, self.size.width, palette, self.now, self.num_problems))
+            return Text.styled("this run was removed", "warning")
+        return Text("\n").join(run_lines(self.row, self.size.width, self.now, self.num_problems))

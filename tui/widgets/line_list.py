@@ -1,9 +1,9 @@
-"""A list of lines with a cursor that stays on its line, whatever moves around it: daemons, nodes, problems."""
+"""A list of any length of which only the visible lines are made: rollouts, checkpoints, daemons, nodes, problems."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import ClassVar
+from collections.abc import Callable, Sequence
+from typing import ClassVar, Generic, TypeVar
 
 from rich.style import Style
 from rich.text import Text
@@ -14,7 +14,7 @@ from textual.message import Message
 from textual.scroll_view import ScrollView
 from textual.strip import Strip
 
-Line = tuple[str, Text]
+KeyT = TypeVar("KeyT")
 
 
 def joined(lines: Sequence[Text]) -> Text:
@@ -22,8 +22,13 @@ def joined(lines: Sequence[Text]) -> Text:
     return Text("\n").join(lines)
 
 
-class LineList(ScrollView, can_focus=True):
-    """`show` hands it lines with their keys, under a heading that does not scroll. A line of key "" is never chosen."""
+class LineList(ScrollView, Generic[KeyT], can_focus=True):
+    """`show` hands it the keys of its lines and how to make one. The cursor stays on its key, whatever moves around it.
+
+    Args:
+        empty: what stands there without lines.
+        opens: whether enter opens a line.
+    """
 
     DEFAULT_CSS = """
     LineList {
@@ -38,8 +43,8 @@ class LineList(ScrollView, can_focus=True):
         Binding("enter", "open", "Open", key_display="⏎"),
         Binding("j,down", "move(1)", "Down", show=False),
         Binding("k,up", "move(-1)", "Up", show=False),
-        Binding("pagedown", "move(10)", "Page down", show=False),
-        Binding("pageup", "move(-10)", "Page up", show=False),
+        Binding("pagedown", "page(1)", "Page down", show=False),
+        Binding("pageup", "page(-1)", "Page up", show=False),
         Binding("g,home", "end(-1)", "First", show=False),
         Binding("G,end", "end(1)", "Last", show=False),
     ]
@@ -48,89 +53,105 @@ class LineList(ScrollView, can_focus=True):
         """Another line is under the cursor."""
 
     class Opened(Message):
-        """Enter, or a double click, on a line."""
+        """Enter, or a double click, on the line under the cursor."""
 
-        def __init__(self, key: str) -> None:
-            super().__init__()
-            self.key = key
-
-    def __init__(self, *, id: str | None = None, opens: bool = True) -> None:
+    def __init__(self, empty: str = "", *, id: str | None = None, opens: bool = False) -> None:
         super().__init__(id=id)
+        self.cursor = 0
+        self._empty = empty
         self._opens = opens
-        self._lines: list[Line] = []
-        self._heading: list[Text] = []
-        self._cursor = 0
+        self._keys: Sequence[KeyT] = ()
+        self._make: Callable[[int], Text] = lambda index: Text()
+        self._heading: Sequence[Text] = ()
 
     @property
-    def selected(self) -> str | None:
+    def selected(self) -> KeyT | None:
         """The key under the cursor."""
-        return self._lines[self._cursor][0] if self._cursor < len(self._lines) else None
+        return self._keys[self.cursor] if self.cursor < len(self._keys) else None
 
     @property
-    def keys(self) -> list[str]:
-        return [key for key, _ in self._lines if key]
+    def keys(self) -> Sequence[KeyT]:
+        return self._keys
 
-    def show(self, lines: Sequence[Line], heading: Sequence[Text] = ()) -> None:
-        selected = self.selected
-        self._lines, self._heading = list(lines), list(heading)
-        places = [index for index, (key, _) in enumerate(lines) if key and key == selected]
-        free = [index for index, (key, _) in enumerate(lines) if key]
-        self._cursor = (places or [index for index in free if index >= self._cursor] or free or [0])[0]
-        size = Size(self.size.width, len(lines) + len(heading))
-        if size != self.virtual_size:
-            self.virtual_size = size
-        self.refresh(layout=size.height != len(self._lines) + len(self._heading))
-        self.refresh()
+    def show(
+        self,
+        keys: Sequence[KeyT],
+        make: Callable[[int], Text],
+        heading: Sequence[Text] = (),
+        *,
+        cursor: int | None = None,
+    ) -> None:
+        """A line for each of `keys`, made by `make(index)` when it is seen, under `heading`, which does not scroll.
+
+        `cursor`: the index to go to, where that is not the key under the cursor.
+        """
+        selected, before = self.selected, (len(self._keys), len(self._heading), self.cursor)
+        self._keys, self._make, self._heading = keys, make, heading
+        if cursor is None:
+            cursor = keys.index(selected) if selected in keys else self.cursor if self.cursor < len(keys) else 0
+        self.cursor = min(max(cursor, 0), max(len(keys) - 1, 0))
+        after = (len(self._keys), len(self._heading), self.cursor)
+        if before[:2] != after[:2]:
+            self._fit()
+        if before != after:
+            self._keep_in_sight()
+        self.refresh(layout=before[:2] != after[:2])
 
     def get_content_height(self, container: Size, viewport: Size, width: int) -> int:
-        return len(self._lines) + len(self._heading)
+        return len(self._keys) + len(self._heading)
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         return action != "open" or self._opens
 
     def action_move(self, num: int) -> None:
-        free = [index for index, (key, _) in enumerate(self._lines) if key]
-        if free:
-            at = free.index(self._cursor) if self._cursor in free else 0
-            self._go(free[min(max(at + num, 0), len(free) - 1)])
+        index = min(max(self.cursor + num, 0), max(len(self._keys) - 1, 0))
+        if index != self.cursor:
+            self.cursor = index
+            self._keep_in_sight()
+            self.refresh()
+            self.post_message(self.Moved())
+
+    def action_page(self, direction: int) -> None:
+        self.action_move(direction * max(self.size.height - len(self._heading) - 1, 1))
 
     def action_end(self, direction: int) -> None:
-        self.action_move(direction * len(self._lines))
+        self.action_move(direction * len(self._keys))
 
     def action_open(self) -> None:
-        if self.selected:
-            self.post_message(self.Opened(self.selected))
+        if self._keys:
+            self.post_message(self.Opened())
 
     def on_click(self, event: Click) -> None:
         index = event.y - len(self._heading) + self.scroll_offset.y
-        if event.y >= len(self._heading) and 0 <= index < len(self._lines) and self._lines[index][0]:
-            self._go(index)
+        if event.y >= len(self._heading) and 0 <= index < len(self._keys):
+            self.action_move(index - self.cursor)
             if event.chain == 2:
                 self.action_open()
 
     def on_resize(self) -> None:
-        self.virtual_size = Size(self.size.width, len(self._lines) + len(self._heading))
+        self._fit()
+        self._keep_in_sight()
 
-    def _go(self, index: int) -> None:
-        if index == self._cursor:
-            return
-        self._cursor = index
-        top = len(self._heading)
-        self.scroll_to_region(Region(0, index, 1, top + 1), animate=False, force=True)
-        self.refresh()
-        self.post_message(self.Moved())
+    def _fit(self) -> None:
+        self.virtual_size = Size(self.size.width, len(self._keys) + len(self._heading))
+
+    def _keep_in_sight(self) -> None:
+        self.scroll_to_region(Region(0, self.cursor, 1, len(self._heading) + 1), animate=False, force=True)
 
     def render_line(self, y: int) -> Strip:
         width, base = self.size.width, self.rich_style
+        quiet = base + self.get_component_rich_style("lines--heading")
         if y < len(self._heading):
-            return self._strip(self._heading[y], base + self.get_component_rich_style("lines--heading"), width)
+            return self._strip(self._heading[y], quiet, width)
         index = y - len(self._heading) + self.scroll_offset.y
-        if index >= len(self._lines):
+        if not self._keys and index == 0:
+            return self._strip(Text(f" {self._empty}"), quiet, width)
+        if index >= len(self._keys):
             return Strip.blank(width, base)
-        key, text = self._lines[index]
-        if key and index == self._cursor:
+        text = self._make(index)
+        if index == self.cursor:
             # A mark too: without colour the cursor must be seen as well.
-            text = Text.assemble(("▌", base), text[1:])
+            text = Text.assemble(("▌", base), text[1:] if text.plain.startswith(" ") else text)
             base += Style(bgcolor=self.get_component_rich_style("lines--cursor").bgcolor)
         return self._strip(text, base, width)
 

@@ -15,23 +15,22 @@ from textual.message import Message
 from textual.strip import Strip
 from textual.widget import Widget
 
-from tui.log_file import LogLine
-from tui.palette import Palette, make_palette
+from tui.readers.log_file import LogLine
 
 _LEVEL = re.compile(r"\b(DEBUG|INFO|WARNING|WARN|ERROR|CRITICAL|Traceback|[A-Z]\w*(?:Error|Exception))\b")
 _STAMP = re.compile(r"^\d{4}-\d\d-\d\dT[\d:.]+Z?")
 
 
-def paint(line: str, palette: Palette, words: str = "") -> Text:
+def paint(line: str, words: str = "") -> Text:
     """One cleaned log line with its time dimmed, its level coloured and `words` marked."""
     text = Text(line, no_wrap=False)
     if stamp := _STAMP.match(line):
-        text.stylize(palette.muted, 0, stamp.end())
+        text.stylize("muted", 0, stamp.end())
     if level := _LEVEL.search(line, 0, 200):
         word = level[1]
         quiet = word in ("DEBUG", "INFO")
         warns = word in ("WARNING", "WARN")
-        colour = palette.muted if quiet else palette.warning if warns else palette.error
+        colour = "muted" if quiet else "warning" if warns else "error"
         text.stylize(colour, level.start(), level.end() if quiet else len(line))
     if words:
         where = line if words != words.lower() else line.lower()
@@ -149,7 +148,7 @@ class LogRows(Widget, can_focus=True):
         return self._rows[line.start]
 
     def _wrap(self, line: str) -> list[list[Segment]]:
-        text = paint(line, make_palette(self.app.theme_variables), self.words)
+        text = paint(line, self.words)
         pieces = chop_cells(line, max(self.size.width, 10)) or [""]
         ends, place = [], 0
         for piece in pieces[:-1]:

@@ -17,10 +17,8 @@ from textual.message import Message
 from textual.widgets import Input, Static
 
 from tui import fmt
-from tui.log_file import LEVELS
-from tui.log_reader import LogData, LogRequest
-from tui.log_search import Found
-from tui.palette import make_palette
+from tui.readers.log_file import LEVELS
+from tui.readers.log_reader import Found, LogData, LogRequest
 from tui.widgets.log_rows import LogRows
 
 # With fewer lines than this to the edge of those it has, it asks for others.
@@ -226,31 +224,29 @@ class LogView(Vertical, can_focus=False):
 
     def _say(self) -> None:
         """The line above: where one is, what is left out, how the search goes."""
-        data, palette = self.data, make_palette(self.app.theme_variables)
+        data = self.data
         if data is None:
             return
         if data.request.level != self.request.level:
             words = f"searching for lines of level {LEVELS[self.request.level]} and above …"
-            self._where.update(Text(words, palette.secondary))
+            self._where.update(Text.styled(words, "secondary"))
             return
         if not self.rows.lines:
             words = "no log yet" if not data.size else f"no lines of level {LEVELS[self.request.level]} or above"
-            self._where.update(Text(words, palette.muted))
+            self._where.update(Text.styled(words, "muted"))
             return
-        share = 100 * self._bottom_offset() / max(data.size, 1)
+        share = min(self._bottom_offset() / max(data.size, 1), 1.0)
         text = Text(no_wrap=True, overflow="ellipsis")
-        text.append(
-            "following" if self.follows else f"{min(share, 100):.0f} %", palette.success if self.follows else ""
-        )
-        text.append(f" · {fmt.size(data.size)} · level {LEVELS[self.request.level]}", palette.muted)
+        text.append("following" if self.follows else fmt.percent(share), "success" if self.follows else "")
+        text.append(f" · {fmt.size(data.size)} · level {LEVELS[self.request.level]}", "muted")
         if self.rows.words:
-            text.append(f" · /{self.rows.words}", palette.accent).append(f"  {self._found_text()}", palette.muted)
+            text.append(f" · /{self.rows.words}", "accent").append(f"  {self._found_text()}", "muted")
         self._where.update(text)
 
     def _found_text(self) -> str:
         found = self.found
         if not found.is_done:
-            return f"{100 * found.share:.0f} % searched, esc stops"
+            return f"{fmt.percent(found.share)} searched, esc stops"
         if found.start is None:
             return "not found"
         return "found, wrapped around" if found.is_around else "found"

@@ -1,36 +1,45 @@
-"""The selected run under the table: its reason in full, and its curves when the terminal is tall."""
+"""Below the table of home: the selected run in short, with its curves in a tall terminal; without runs, advice."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 from rich.text import Text
-from textual.app import ComposeResult
+from textual.app import ComposeResult, RenderResult
 from textual.containers import Horizontal, Vertical
+from textual.widget import Widget
 from textual.widgets import Static
 
 from prime_rl.contract.condition import LOST
 from tui import fmt
-from tui.curves import simple_chart
-from tui.palette import Palette, make_palette
-from tui.series import change
-from tui.snapshot import STATE_WORDS, RunRow
+from tui.model.levels import STATE_WORDS
+from tui.model.snapshot import RunRow
+from tui.model.standing import budget_words, standing
+from tui.readers.charts import simple_chart
+from tui.readers.findings import Finding
+from tui.readers.history import change
 from tui.widgets.chart import Chart
+from tui.widgets.header import budget_text
 
 
-def describe(row: RunRow, palette: Palette, now: float, num_marked: int = 0) -> Text:
+def describe(row: RunRow, now: float, num_marked: int = 0) -> Text:
     """A few sentences about one run; the first lines are the ones that matter."""
-    colour = palette.level(row.level)
+    colour = row.level.style
     text = Text.assemble((row.run_id, "bold"), "  ", (f"{row.symbol} {row.state}", colour))
-    text.append(f"  {STATE_WORDS[row.state]}", palette.muted)
+    text.append(f"  {STATE_WORDS[row.state]}", "muted")
     if num_marked:
-        text.append(f"  ✓ {num_marked} marked", palette.accent)
+        text.append(f"  ✓ {num_marked} marked", "accent")
     body = row.reason or row.note
     if row.state == LOST:
         body = row.note
     if body:
         text.append("\n")
-        text.append(body, palette.error if row.is_problem else palette.text)
+        text.append(body, "error" if row.is_problem else "text")
     text.append("\n")
-    text.append(_figures(row, now), palette.muted)
+    if (budget := budget_text(row)) is not None:
+        text.append_text(budget).append(f" {budget_words(row)} · ", "muted")
+    text.append(_figures(row, now), "muted")
     return text
 
 
@@ -42,6 +51,7 @@ def _figures(row: RunRow, now: float) -> str:
         pieces.append(f"batch {row.view.batch_size}")
     if row.view.lr is not None:
         pieces.append(f"lr {fmt.number(row.view.lr)}")
+    pieces += [f"{name} {value}" for name, value in standing(row)]
     if row.updated_at is not None:
         pieces.append(f"seen {fmt.seen(now - row.updated_at)} ago".replace("now ago", "now"))
     return " · ".join(pieces)
@@ -64,7 +74,7 @@ class Preview(Vertical):
         super().__init__(id="preview")
         self._text = Static(markup=False)
         self._described = Text()
-        self._reward = Chart("reward", colour="secondary")
+        self._reward = Chart("reward", is_reward=True)
         self._loss = Chart("loss", colour="accent")
 
     def compose(self) -> ComposeResult:
@@ -73,11 +83,14 @@ class Preview(Vertical):
             yield self._reward
             yield self._loss
 
+    def on_mount(self) -> None:
+        self.app.theme_changed_signal.subscribe(self, lambda _: self._text.update(self._described, layout=False))
+
     def show(self, row: RunRow | None, now: float, num_marked: int = 0) -> None:
         self.display = row is not None
         if row is None:
             return
-        text = describe(row, make_palette(self.app.theme_variables), now, num_marked)
+        text = describe(row, now, num_marked)
         if text != self._described:
             self._described = text
             self._text.update(text, layout=False)
@@ -86,3 +99,82 @@ class Preview(Vertical):
             simple_chart(*tail.reward_curve, last=rewards[-1] if rewards else None, change=change(rewards))
         )
         self._loss.show(simple_chart(*tail.loss_curve, last=tail.loss))
+
+
+@dataclass(frozen=True)
+class Nothing:
+    """Why no run is shown, and what a person who starts should know.
+
+    Attributes:
+        needle: the filter that no run matches; "" for a workspace without runs.
+        findings: what `prl doctor` found; None: it is not done yet.
+    """
+
+    needle: str = ""
+    trainer_lives: bool = False
+    findings: Sequence[Finding] | None = None
+
+
+# More than fit into the smallest terminal under the advice.
+MAX_FINDINGS = 6
+
+
+def describe_nothing(nothing: Nothing, *, read_only: bool, width: int = 80) -> Text:
+    """What to do next, in the order in which to do it; then what stands in the way, one line each."""
+    key = "bold accent"
+    if nothing.needle:
+        return Text.assemble(
+            ("no runs match ", "muted"),
+            (nothing.needle, "bold"),
+            "\n\n",
+            ("esc", key),
+            (" shows all runs", "muted"),
+        )
+    text = Text.assemble(("no runs here yet", "bold primary"), "\n\n", justify="left")
+    lines = [] if nothing.trainer_lives else [("prl up", "start trainer and inference")]
+    if not (nothing.trainer_lives or read_only):
+        lines[0] = ("U", "start trainer and inference; from a shell: prl up")
+    if not read_only:
+        lines.append(("a", "add a run: from a template, or from a TOML file of yours"))
+    lines.append(("prl runs add FILE", "add a run from a shell" if read_only else "the same from a shell"))
+    if not nothing.trainer_lives:
+        lines.append(("prl demo", "see it work first: three small runs in their own folder"))
+    for name, words in lines:
+        text.append(f"{name:<22}", key).append(f"{words}\n", "muted")
+    return text.append_text(_findings(nothing.findings, width))
+
+
+def _findings(findings: Sequence[Finding] | None, width: int) -> Text:
+    if findings is None:
+        return Text()
+    if not findings:
+        return Text.styled("\n✔ prl doctor finds no problem here", "success")
+    text = Text()
+    for finding in findings[:MAX_FINDINGS]:
+        colour = "error" if finding.is_broken else "warning"
+        line = Text.assemble((f"{'✖' if finding.is_broken else '▲'} ", colour), (finding.text, "text"))
+        line.truncate(max(width - 4, 1), overflow="ellipsis")
+        text.append("\n").append_text(line)
+    more = len(findings) - MAX_FINDINGS
+    return text.append(f"\n{f'{more} more, and ' if more > 0 else ''}what to do: prl doctor", "muted")
+
+
+class EmptyState(Widget):
+    """Takes the table's place."""
+
+    DEFAULT_CSS = """
+    EmptyState { height: 1fr; width: 1fr; align: center middle; content-align: center middle; }
+    """
+
+    def __init__(self, *, read_only: bool) -> None:
+        super().__init__(id="empty")
+        self._read_only = read_only
+        self._nothing = Nothing()
+
+    def show(self, nothing: Nothing) -> None:
+        if nothing != self._nothing:
+            self._nothing = nothing
+            self.refresh()
+
+    def render(self) -> RenderResult:
+        return describe_nothing(self._nothing, read_only=self._read_only, width=self.size.width)

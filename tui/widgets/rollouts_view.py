@@ -1,38 +1,55 @@
-"""The rollouts that a run keeps: a list of them in a chosen order, and the one under the cursor turn by turn."""
+"""The rollouts that a run keeps, in three views: a list in a chosen order with the one under the cursor turn by turn;
+all of its example side by side; the rewards of its batch. The cursor of the list is the place in all of them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import ClassVar
 
 from rich.text import Text
 from textual import on
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
-from textual.containers import Horizontal, VerticalScroll
+from textual.containers import Horizontal, Vertical, VerticalScroll
 from textual.events import Resize
-from textual.widgets import Static
+from textual.message import Message
+from textual.widgets import Input, Static
 
 from prime_rl.contract.samples import Sample
 from tui import fmt
-from tui.palette import Palette, make_palette
-from tui.rollouts import ORDERS, RolloutsData, arrange, turns, versions
-from tui.widgets.row_list import RowList
+from tui.model.sample_query import SampleQuery, parse_search
+from tui.model.tints import TINTS
+from tui.readers.rollouts import (
+    ORDERS,
+    RolloutsData,
+    RolloutsRequest,
+    arrange,
+    group_key,
+    group_of,
+    step_rewards,
+    turns,
+    versions,
+)
+from tui.widgets.line_list import LineList
+from tui.widgets.rollout_pictures import GroupPicture, draw_group, draw_rewards, legend, rewards_head
 
 # From this width on the list has room for what else is known of each.
 WIDE = 120
+LIST, GROUP, REWARDS = VIEWS = ("list", "group", "rewards")
 
 
-def list_row(sample: Sample, palette: Palette, *, wide: bool) -> Text:
+def list_row(sample: Sample, *, wide: bool, is_hit: bool = False) -> Text:
     """`   87  0.333  -0.577`: step, reward, advantage; wide also environment, versions and length."""
     text = Text.assemble(
-        (f"{sample.step:>6} ", palette.muted),
-        f"{fmt.fixed(sample.reward):>7} ",
-        (f"{fmt.signed(sample.advantage):>8}", palette.success if sample.advantage > 0 else palette.warning),
+        (f"{sample.step:>6}", "muted"),
+        ("*" if is_hit else " ", "bold accent"),
+        f"{fmt.reward(sample.reward):>7} ",
+        (f"{fmt.gain(sample.advantage):>8}", "success" if sample.advantage > 0 else "warning"),
         no_wrap=True,
     )
     if wide:
-        text.append(f"  {versions(sample):<12} {sample.num_completion_tokens:>5}  ", palette.muted)
+        text.append(f"  {versions(sample):<12} {sample.num_completion_tokens:>5}  ", "muted")
         text.append(fmt.shorten(sample.env, 40))
     return text
 
@@ -41,109 +58,293 @@ def list_head(*, wide: bool) -> str:
     return "  step  reward   advant." + ("  version      tokens environment" if wide else "")
 
 
-def describe(sample: Sample, palette: Palette) -> Text:
+def describe(sample: Sample, words: Sequence[str] = ()) -> Text:
+    """The rollout turn by turn, with `words` marked."""
     text = Text.assemble(
-        ("reward ", palette.muted),
-        (fmt.fixed(sample.reward), "bold"),
-        ("  advantage ", palette.muted),
-        (fmt.signed(sample.advantage), f"bold {palette.success if sample.advantage > 0 else palette.warning}"),
-        (f"\nstep {sample.step} · {versions(sample)} · {sample.num_completion_tokens} tokens", palette.muted),
-        (f"\n{fmt.shorten(sample.env, 60)} · {fmt.shorten(sample.example_id, 80)}\n", palette.muted),
+        ("reward ", "muted"),
+        (fmt.reward(sample.reward), "bold"),
+        ("  advantage ", "muted"),
+        (fmt.gain(sample.advantage), "bold success" if sample.advantage > 0 else "bold warning"),
+        (f"\nstep {sample.step} · {versions(sample)} · {sample.num_completion_tokens} tokens", "muted"),
+        (f"\n{fmt.shorten(sample.env, 60)} · {fmt.shorten(sample.example_id, 80)}\n", "muted"),
     )
-    colours = {"prompt": palette.primary, "policy": palette.accent, "environment": palette.secondary}
+    colours = {"prompt": "primary", "policy": "accent", "environment": "secondary"}
     conversation = turns(sample)
     for number, turn in enumerate(conversation):
         place = f" {number} of {len(conversation) - 1}" if number and len(conversation) > 2 else ""
         text.append(f"\n── {turn.speaker}{place} ──\n", f"bold {colours[turn.speaker]}")
-        text.append(turn.text or "(nothing)", "" if turn.text else palette.muted).append("\n")
+        text.append(turn.text or "(nothing)", "" if turn.text else "muted").append("\n")
+    if words:
+        text.highlight_words(words, "bold reverse", case_sensitive=False)
     return text
 
 
-class RolloutsView(Horizontal, can_focus=False):
-    """Has the keys through its list."""
+def next_place(keys: Sequence[Hashable], allowed: Sequence[int], cursor: int, direction: int) -> int:
+    """From `cursor` the next place with another key, or the one before; `cursor` where there is none.
+
+    A key stands where it is first. `allowed`: the places that count, ascending.
+    """
+    firsts: dict[Hashable, int] = {}
+    for index in allowed:
+        firsts.setdefault(keys[index], index)
+    here = firsts.get(keys[cursor], cursor) if cursor < len(keys) else cursor
+    places = sorted(firsts.values())
+    if direction > 0:
+        return next((place for place in places if place > here), cursor)
+    return next((place for place in reversed(places) if place < here), cursor)
+
+
+class Page(VerticalScroll, can_focus=True):
+    """One picture, which scrolls."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("j", "scroll_down", "Down", show=False),
+        Binding("k", "scroll_up", "Up", show=False),
+        Binding("g", "scroll_home", "Start", show=False),
+        Binding("G", "scroll_end", "End", show=False),
+    ]
+
+
+class RolloutsView(Vertical, can_focus=False):
+    """Has the keys through its list, or its page."""
 
     DEFAULT_CSS = """
     RolloutsView {
         background: $surface;
-        & > RowList { width: 27; }
-        &.-wide > RowList { width: 62; }
-        & > VerticalScroll { width: 1fr; border-left: solid $border; padding: 0 1; scrollbar-size-vertical: 1; }
-        & > VerticalScroll > Static { height: auto; }
+        & > #about { height: auto; max-height: 3; padding: 0 1; display: none; }
+        & > #about.-shown { display: block; }
+        & > Horizontal { height: 1fr; }
+        & > Horizontal > LineList { width: 27; height: 1fr; background: $surface; }
+        &.-wide > Horizontal > LineList { width: 62; }
+        & > Horizontal > VerticalScroll {
+            width: 1fr; border-left: solid $border; padding: 0 1; scrollbar-size-vertical: 1;
+        }
+        & > Horizontal > Page { display: none; border-left: none; background: $surface; }
+        & > Horizontal > VerticalScroll > Static { height: auto; }
+        &.-page > Horizontal > * { display: none; }
+        &.-page > Horizontal > Page { display: block; }
+        & > Input { display: none; height: 1; padding: 0 1; background: $panel; }
+        &.-asking > Input { display: block; }
     }
     """
     BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("v", "view", "View", tooltip="the list, one example side by side, the rewards of a step"),
+        Binding("t", "tint", "Colours", tooltip="tokens coloured by advantage, log-ratio, surprise"),
         Binding("o", "order", "Order", tooltip="order: newest, reward, advantage"),
-        Binding("n", "move(1)", "Next"),
+        Binding("slash", "ask", "Search", key_display="/", tooltip="search: words, reward>0.5, env:NAME, step:12"),
+        Binding("n", "move(1)", "Next", tooltip="next rollout, example or step; of a search the next found"),
         Binding("N,p", "move(-1)", "Previous", key_display="N"),
+        Binding("less_than_sign,comma", "go(-1)", "Earlier step", show=False),
+        Binding("greater_than_sign,full_stop", "go(1)", "Later step", show=False),
         Binding("space,J", "read(1)", "Read on", show=False),
         Binding("b,K", "read(-1)", "Read back", show=False),
+        Binding("escape", "leave", "Back", show=False),
     ]
+
+    class Wanted(Message):
+        def __init__(self, request: RolloutsRequest) -> None:
+            super().__init__()
+            self.request = request
 
     def __init__(self) -> None:
         super().__init__(id="rollouts")
-        self.list = RowList("no rollouts are kept yet")
-        self.order = ORDERS[0]
+        self.list = LineList[Sample]("no rollouts are kept yet")
+        self.page = Page(can_focus=True)
+        self.input = Input(placeholder="words, or reward>0.5 env:math step:12", compact=True)
+        self.order, self.view, self.tint = ORDERS[0], VIEWS[0], TINTS[0]
+        self.request = RolloutsRequest()
+        self.search = SampleQuery()
+        self.data = RolloutsData("")
+        self._about = Static(id="about", markup=False)
         self._detail = VerticalScroll(can_focus=False)
-        self._text = Static(markup=False)
-        self._samples: Sequence[Sample] = ()
-        self._arranged: list[Sample] = []
-        self._described: Sample | None = None
+        self._text, self._picture = Static(markup=False), Static(markup=False)
+        self._hits: Sequence[int] = ()
+        self._described: object = None
 
     def compose(self) -> ComposeResult:
-        yield self.list
-        with self._detail:
-            yield self._text
+        yield self._about
+        with Horizontal():
+            yield self.list
+            with self._detail:
+                yield self._text
+            with self.page:
+                yield self._picture
+        yield self.input
 
     def on_mount(self) -> None:
+        self.input.can_focus = False
         self.app.theme_changed_signal.subscribe(self, lambda _: self._fill())
 
     @property
     def selected(self) -> Sample | None:
-        return self._arranged[self.list.cursor] if self._arranged else None
+        return self.list.selected
+
+    def take_focus(self) -> None:
+        (self.list if self.view == LIST else self.page).focus()
 
     def show(self, data: RolloutsData) -> None:
-        self._samples = data.samples
+        self.data = data
         self._fill()
 
     def on_resize(self, event: Resize) -> None:
         self.set_class(event.size.width >= WIDE, "-wide")
         self._fill()
 
-    def action_order(self) -> None:
-        self.order = ORDERS[(ORDERS.index(self.order) + 1) % len(ORDERS)]
-        self.list.cursor = 0
-        self._arranged = []
-        self._fill()
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        return action != "tint" or self.view == GROUP
 
-    def action_move(self, num: int) -> None:
-        self.list.move(num)
+    def action_view(self) -> None:
+        self._open(VIEWS[(VIEWS.index(self.view) + 1) % len(VIEWS)])
 
-    def action_read(self, direction: int) -> None:
-        self._detail.scroll_relative(y=direction * max(self._detail.size.height - 1, 1), animate=False)
-
-    def _fill(self) -> None:
-        selected = self.selected
-        # On top of the newest it stays on top; else it stays with the rollout that is read.
-        follows = self.order == "newest" and self.list.cursor == 0
-        self._arranged = arrange(self._samples, self.order)
-        place = 0 if follows or selected not in self._arranged else self._arranged.index(selected)
-        wide, palette = self.has_class("-wide"), make_palette(self.app.theme_variables)
-        arranged = self._arranged
-        heading = (f"{len(arranged)}, {self.order} first" if arranged else "", list_head(wide=wide))
-        self.list.show(len(arranged), lambda index: list_row(arranged[index], palette, wide=wide), place, heading)
-        self._described = None
+    def action_tint(self) -> None:
+        self.tint = TINTS[(TINTS.index(self.tint) + 1) % len(TINTS)]
         self._describe()
 
-    @on(RowList.Moved)
-    def _moved(self, event: RowList.Moved) -> None:
+    def action_order(self) -> None:
+        self.order = ORDERS[(ORDERS.index(self.order) + 1) % len(ORDERS)]
+        self._fill(from_top=True)
+
+    def action_move(self, num: int) -> None:
+        """To the next rollout, example or step, by the view; while there is a search, of those that it found."""
+        samples = self.list.keys
+        keys: Sequence[Hashable] = range(len(samples))
+        if self.view != LIST:
+            keys = [group_key(each) if self.view == GROUP else each.step for each in samples]
+        allowed = self._hits if self.search.text else range(len(samples))
+        self.list.action_move(next_place(keys, allowed, self.list.cursor, num) - self.list.cursor)
+
+    def action_go(self, direction: int) -> None:
+        """To the first rollout of the next later or earlier step."""
+        steps = [sample.step for sample in self.list.keys]
+        if steps:
+            here = steps[self.list.cursor]
+            others = {step for step in steps if (step > here) == (direction > 0) and step != here}
+            if others:
+                place = steps.index(min(others) if direction > 0 else max(others))
+                self.list.action_move(place - self.list.cursor)
+
+    def action_read(self, direction: int) -> None:
+        page = self._detail if self.view == LIST else self.page
+        page.scroll_relative(y=direction * max(page.size.height - 1, 1), animate=False)
+
+    def action_ask(self) -> None:
+        self.add_class("-asking")
+        self.input.value = self.search.text
+        self.input.can_focus = True
+        self.input.focus()
+
+    def action_leave(self) -> None:
+        """Close the search, forget it, go back to the list; then leave."""
+        if self.has_class("-asking"):
+            self._close_input()
+        elif self.search.text:
+            self._look_for("")
+        elif self.view != LIST:
+            self._open(LIST)
+        else:
+            self.app.pop_screen()
+
+    @on(Input.Submitted)
+    def _asked(self, event: Input.Submitted) -> None:
+        event.stop()
+        self._close_input()
+        self._look_for(event.value)
+
+    def _look_for(self, text: str) -> None:
+        self.search = parse_search(text)
+        self._fill()
+        if text and self._hits and self.list.cursor not in self._hits:
+            place = next((each for each in self._hits if each > self.list.cursor), self._hits[0])
+            self.list.action_move(place - self.list.cursor)
+
+    def _close_input(self) -> None:
+        self.remove_class("-asking")
+        self.input.can_focus = False
+        self.take_focus()
+
+    def _open(self, view: str) -> None:
+        self.view = view
+        self.set_class(view != LIST, "-page")
+        self.take_focus()
+        self._describe()
+        self.screen.refresh_bindings()
+
+    def _fill(self, *, from_top: bool = False) -> None:
+        selected, arranged = self.selected, arrange(self.data.samples, self.order)
+        # On top of the newest it stays on top; else, and beside others, it stays with the rollout that is read.
+        follows = from_top or (self.order == "newest" and self.list.cursor == 0 and self.view != GROUP)
+        place = 0 if follows or selected not in arranged else arranged.index(selected)
+        search, wide = self.search, self.has_class("-wide")
+        hits = {index for index, each in enumerate(arranged) if search.matches(each)} if search.text else set()
+        self._hits = sorted(hits)
+        heading = (Text(f"{len(arranged)}, {self.order} first" if arranged else ""), Text(list_head(wide=wide)))
+        self.list.show(
+            arranged,
+            lambda index: list_row(arranged[index], wide=wide, is_hit=index in hits),
+            heading,
+            cursor=place,
+        )
+        self._described = None
+        self._describe(is_new=selected != self.selected)
+
+    @on(LineList.Moved)
+    def _moved(self, event: LineList.Moved) -> None:
         event.stop()
         self._describe()
 
-    def _describe(self) -> None:
+    def _describe(self, *, is_new: bool = True) -> None:
+        """Show the rollout under the cursor in the view; from its start when it `is_new` there."""
         sample = self.selected
-        if sample is None:
-            self._text.update("")
-        elif sample != self._described:
-            self._described = sample
-            self._text.update(describe(sample, make_palette(self.app.theme_variables)))
-            self._detail.scroll_home(animate=False)
+        request = RolloutsRequest(sample.step if sample is not None and self.view == GROUP else None)
+        if request != self.request:
+            self.request = request
+            self.post_message(self.Wanted(request))
+        head = self._head(sample)
+        if self.search.text:
+            head.append("\n" if head else "").append(self._found(), "error" if self.search.errors else "accent")
+        self._about.set_class(bool(head), "-shown")
+        self._about.update(head)
+        self._draw(sample, is_new=is_new)
+
+    def _head(self, sample: Sample | None) -> Text:
+        if sample is None or self.view == LIST:
+            return Text()
+        if self.view == GROUP:
+            return legend(self._group(sample))
+        return rewards_head(sample.step, step_rewards(self.data).get(sample.step, ()))
+
+    def _found(self) -> str:
+        if self.search.errors:
+            return f"/{self.search.text}: {self.search.errors[0]}"
+        cursor, hits = self.list.cursor, self._hits
+        place = f"{hits.index(cursor) + 1} of {len(hits)}" if cursor in hits else fmt.counted(len(hits), "rollout")
+        return f"/{self.search.text}: {place if hits else 'not'} found"
+
+    def _draw(self, sample: Sample | None, *, is_new: bool) -> None:
+        drawn = (self.view, sample, self.tint)
+        if drawn == self._described:
+            return
+        self._described = drawn
+        if self.view == LIST or sample is None:
+            self._text.update(describe(sample, self.search.words) if sample else "")
+            self._picture.update("")
+            if is_new:
+                self._detail.scroll_home(animate=False)
+            return
+        # The width without the scroll bar, which comes and goes with the height.
+        width, height = self.size.width - 3, self.size.height - 1 - bool(self.search.text)
+        if self.view == GROUP:
+            self._picture.update(draw_group(self._group(sample), width))
+        else:
+            by_step = step_rewards(self.data)
+            by_step = by_step if sample.step in by_step else {**by_step, sample.step: ()}
+            self._picture.update(draw_rewards(by_step, sample.step, width, height))
+        if is_new:
+            self.page.scroll_home(animate=False)
+
+    def _group(self, sample: Sample) -> GroupPicture:
+        samples = self.data.samples
+        keys = list(dict.fromkeys(group_key(each) for each in samples if each.step == sample.step))
+        tokens = self.data.tokens if self.data.request.step == sample.step else {}
+        place = (keys.index(group_key(sample)) + 1, len(keys))
+        return GroupPicture(tuple(group_of(samples, sample)), sample, tokens, self.tint, place, self.search.words)

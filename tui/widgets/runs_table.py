@@ -20,8 +20,7 @@ from textual.reactive import reactive
 from textual.scroll_view import ScrollView
 from textual.strip import Strip
 
-from tui.palette import Palette, make_palette
-from tui.snapshot import RunRow
+from tui.model.snapshot import RunRow
 from tui.widgets.columns import PADDING, Cell, Column, ages, choose_columns, make_cell, plain
 
 GUTTER = 2  # cells before the first column: whether the run is marked, whether it is pinned
@@ -126,8 +125,7 @@ class RunsTable(ScrollView, can_focus=True):
     def get_cell(self, run_id: str, column: str) -> str:
         """The cell of a run in a column. Raises KeyError for a run or column that is not shown."""
         shown = {each.key: each for each in self._layout}[column]
-        palette = make_palette(self.app.theme_variables)
-        return plain(make_cell(shown, self._rows[self._index[run_id]], palette, self._now)).strip()
+        return plain(make_cell(shown, self._rows[self._index[run_id]], self._now)).strip()
 
     def get_row_index(self, run_id: str) -> int:
         return self._index[run_id]
@@ -239,13 +237,13 @@ class RunsTable(ScrollView, can_focus=True):
 
     def _draw(self, row: RunRow, is_marked: bool, is_pinned: bool, width: int, background: Style) -> Strip:
         # One strip from plain segments: a line is drawn at each sign of life of its run.
-        palette, base = make_palette(self.app.theme_variables), self.rich_style + background
-        segments = [Segment(text, base + Style.parse(style)) for text, style in _gutter(is_marked, is_pinned, palette)]
+        base, get_style = self.rich_style + background, self.app.console.get_style
+        segments = [Segment(text, base + get_style(style)) for text, style in _gutter(is_marked, is_pinned)]
         pad = Segment(" " * PADDING, base)
         for column in self._layout:
-            cell = make_cell(column, row, palette, self._now)
+            cell = make_cell(column, row, self._now)
             segments.append(pad)
-            segments += [Segment(text, base + Style.parse(style)) for text, style in cell]
+            segments += [Segment(text, base + get_style(style)) for text, style in cell]
             segments.append(pad)
         return Strip(segments).adjust_cell_length(width, base)
 
@@ -364,5 +362,5 @@ class RunsTable(ScrollView, can_focus=True):
         self.post_message(self.Moved())
 
 
-def _gutter(is_marked: bool, is_pinned: bool, palette: Palette) -> Cell:
-    return (MARK if is_marked else " ", f"bold {palette.accent}"), (PIN if is_pinned else " ", palette.warning)
+def _gutter(is_marked: bool, is_pinned: bool) -> Cell:
+    return (MARK if is_marked else " ", "bold accent"), (PIN if is_pinned else " ", "warning")

@@ -15,8 +15,6 @@ from rich.text import Text
 from textual.strip import Strip
 from textual.widgets import TextArea
 
-from tui.palette import Palette, make_palette
-
 _TOKEN = re.compile(
     r"""
       (?P<comment>\#.*)
@@ -30,15 +28,15 @@ _TOKEN = re.compile(
 )
 
 
-def paint(line: Text, palette: Palette) -> Text:
+def paint(line: Text) -> Text:
     """Colour one line in place. Strings over several lines are left plain."""
     colours = {
-        "comment": palette.muted,
-        "string": palette.success,
-        "table": f"bold {palette.accent}",
-        "key": palette.primary,
-        "number": palette.warning,
-        "bool": palette.secondary,
+        "comment": "muted",
+        "string": "success",
+        "table": "bold accent",
+        "key": "primary",
+        "number": "warning",
+        "bool": "secondary",
     }
     for token in _TOKEN.finditer(line.plain):
         line.stylize(colours[token.lastgroup or "comment"], token.start(), token.end())
@@ -60,7 +58,7 @@ class TomlArea(TextArea):
             self.refresh()
 
     def get_line(self, line_index: int) -> Text:
-        return paint(super().get_line(line_index), make_palette(self.app.theme_variables))
+        return paint(super().get_line(line_index))
 
     def render_line(self, y: int) -> Strip:
         strip = super().render_line(y)
@@ -72,8 +70,7 @@ class TomlArea(TextArea):
         text = self.document.get_line(number - 1).expandtabs(self.indent_width)
         end = self.gutter_width + cell_len(text) - self.scroll_offset.x + 2
         place = max(min(end, width - MIN_MESSAGE), 0)
-        error = make_palette(self.app.theme_variables).error
-        style = Style.parse(f"italic {error}") + Style(bgcolor=self.rich_style.bgcolor)
-        mark = Segment("✖", Style.parse(f"bold {error}") + Style(bgcolor=self.rich_style.bgcolor))
+        error = self.app.console.get_style("error") + Style(bgcolor=self.rich_style.bgcolor)
+        style, mark = error + Style(italic=True), Segment("✖", error + Style(bold=True))
         said = Strip([Segment(f"◀ {message}", style)]).adjust_cell_length(width - place, style)
         return Strip.join([Strip([mark]), strip.crop(1, place), said])

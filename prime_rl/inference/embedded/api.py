@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,27 +17,19 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 from starlette.requests import Request
-from starlette.responses import PlainTextResponse, Response
+from starlette.responses import PlainTextResponse, Response, StreamingResponse
+from torch import Tensor
 
 from prime_rl.configs.inference import InferenceConfig
 from prime_rl.inference.bodies import decoded, json_response
 from prime_rl.inference.embedded.batch import Job
 from prime_rl.inference.embedded.engine import Engine
-from prime_rl.inference.embedded.protocol import (
-    ChatRequest,
-    CompletionRequest,
-    Generation,
-    chat_response,
-    completion_response,
-    parsed,
-)
+from prime_rl.inference.embedded.protocol import ChatRequest, CompletionRequest, Generation, parsed, response
 from prime_rl.inference.embedded.sampling import SamplingParams
+from prime_rl.inference.embedded.streaming import chat_events
 from prime_rl.inference.embedded.text import Text
 from prime_rl.inference.errors import ApiError
-from prime_rl.inference.weight_files import weights_label
 
-# Longer texts are tokenised beside the event loop.
-LONG_TEXT_CHARS = 20_000
 # Tokens and logprobs of one answer: it is put together in memory, some 20 bytes each.
 MAX_ANSWER_SIZE = 4_000_000
 # A full queue moves on within a second or so.
@@ -64,7 +56,6 @@ class Api:
     def __init__(self, engine: Engine, text: Text, config: InferenceConfig, *, max_model_len: int) -> None:
         self._engine = engine
         self._text = text
-        self._config = config
         self._model = config.model.name
         self._max_model_len = max_model_len
         self._max_waiting = config.embedded.max_waiting
@@ -80,7 +71,7 @@ class Api:
         }
 
     def adapters(self) -> Collection[str]:
-        return self._engine.adapters.loaded().keys()
+        return self._engine.adapters()
 
     def num_tokens(self) -> int:
         return self._engine.stats().num_tokens
@@ -90,36 +81,30 @@ class Api:
         try:
             await asyncio.wrap_future(job.future)
         except asyncio.CancelledError:
-            self._engine.cancel(job)
+            self._engine.cancel([job])
             raise
 
     async def load_adapter(self, request: Request, name: str, folder: Path) -> None:
-        if name == self._model:
-            raise ApiError(400, f"{name!r} is the name of the base model.", param="lora_name")
-        await asyncio.to_thread(self._engine.adapters.load, name, folder)
+        await asyncio.to_thread(self._engine.load_adapter, name, folder)
 
     async def load_weights(self, folder: Path) -> None:
         """The front has let every request end, and the engine keeps no keys and values of those: nothing that was
         computed with other weights is left."""
-        weights, broadcast = self._engine.served.weights, self._config.broadcast
-        if broadcast.type == "filesystem":
-            tensors = await asyncio.to_thread(weights.read, folder)
-        else:
-            label = weights_label(self._config.output_dir.resolve(), folder)
-            tensors = await asyncio.to_thread(weights.fetch, broadcast, label)
-        await self._between_steps(lambda: weights.apply(tensors))
+        await self._apply(await asyncio.to_thread(self._engine.served.weights.read, folder))
 
     async def load_base(self) -> None:
-        await self._between_steps(self._engine.served.weights.apply_base)
+        await self._apply(None)
 
-    async def _between_steps(self, action: Callable[[], None]) -> None:
-        await asyncio.wrap_future(self._engine.run_between_steps(action))
+    async def _apply(self, tensors: dict[str, Tensor] | None) -> None:
+        weights = self._engine.served.weights
+        await asyncio.wrap_future(self._engine.run_between_steps(lambda: weights.apply(tensors)))
 
     async def complete(self, request: Request, body: dict[str, Any]) -> dict[str, Any]:
         asked = parsed(body, CompletionRequest)
-        prompts = [await self._prompt_ids(prompt, asked) for prompt in asked.prompt]
-        jobs = await self._generate(prompts, asked, request)
-        return completion_response(self._text, asked.model or self._model, asked, jobs)
+        prompts: Any = asked.prompt
+        if any(isinstance(prompt, str) for prompt in prompts):
+            prompts = await asyncio.to_thread(self._text.encode_all, prompts, asked.add_special_tokens)
+        return response(asked, await self._generate(prompts, asked, request), self._text, self._model)
 
     async def _completions(self, request: Request) -> Response:
         return json_response(await self.complete(request, await decoded(request, dict[str, Any])))
@@ -128,12 +113,16 @@ class Api:
         asked = parsed(await decoded(request, dict[str, Any]), ChatRequest)
         messages = [message.for_template() for message in asked.messages]
         prompt = await asyncio.to_thread(self._text.render_chat, messages, asked.chat_template_kwargs)
-        [job] = await self._generate([prompt], asked, request)
-        return json_response(chat_response(self._text, asked.model or self._model, asked, job))
+        if asked.stream:
+            [job] = self._submit([prompt], asked)
+            events = chat_events(self._text, asked.model or self._model, asked, job, self._engine.cancel)
+            return StreamingResponse(events, media_type="text/event-stream")
+        jobs = await self._generate([prompt], asked, request)
+        return json_response(response(asked, jobs, self._text, self._model))
 
     async def _models(self, request: Request) -> Response:
         base = self._card(self._model, self._model, None) | {"max_model_len": self._max_model_len}
-        loaded = self._engine.adapters.loaded()
+        loaded = self._engine.adapters()
         adapters = [self._card(name, path, self._model) for name, path in loaded.items()]
         return json_response({"object": "list", "data": [base, *adapters]})
 
@@ -143,29 +132,27 @@ class Api:
 
     async def _unload(self, request: Request) -> Response:
         name = (await decoded(request, _UnloadRequest)).lora_name
-        self._engine.adapters.unload(name)
+        self._engine.unload_adapter(name)
         return PlainTextResponse(f"Success: LoRA adapter '{name}' removed successfully.")
 
     async def _metrics(self, request: Request) -> Response:
         return Response(generate_latest(self._registry), media_type=METRICS_TYPE)
 
-    async def _prompt_ids(self, prompt: Any, asked: CompletionRequest) -> Sequence[int]:
-        if isinstance(prompt, list):
-            self._check_ids(prompt, "prompt")
-            return prompt
-        if len(prompt) <= LONG_TEXT_CHARS:
-            return self._text.encode(prompt, add_special_tokens=asked.add_special_tokens)
-        return await asyncio.to_thread(self._text.encode, prompt, add_special_tokens=asked.add_special_tokens)
-
-    def _check_ids(self, token_ids: Sequence[int], param: str) -> None:
-        vocab_size = self._engine.served.vocab_size
-        if (largest := max(token_ids, default=0)) >= vocab_size:
-            raise ApiError(400, f"Token id {largest} is out of vocabulary ({vocab_size})", param=param)
-
     async def _generate(self, prompts: Sequence[Sequence[int]], asked: Generation, request: Request) -> list[Job]:
         """The finished jobs of all prompts."""
+        jobs = self._submit(prompts, asked)
+        try:
+            await _ended(jobs, request)
+        except BaseException:
+            self._engine.cancel(jobs)
+            raise
+        return jobs
+
+    def _submit(self, prompts: Sequence[Sequence[int]], asked: Generation) -> list[Job]:
+        """The jobs of all prompts, or none: then it raises ApiError."""
+        for token_ids, param in [(asked.stop_token_ids, "stop_token_ids"), *((prompt, "prompt") for prompt in prompts)]:
+            self._check_ids(token_ids, param)
         rooms = [self._room(len(prompt)) for prompt in prompts]
-        self._check_ids(asked.stop_token_ids, "stop_token_ids")
         self._check_size(asked.n * len(prompts), asked)
         adapter = None if asked.model in (None, self._model) else asked.model
         jobs: list[Job] = []
@@ -175,12 +162,15 @@ class Api:
                 params.max_tokens = min(asked.max_tokens, room)
                 job = self._engine.submit(prompt, params, adapter=adapter, num_choices=asked.n, seed=asked.seed)
                 jobs.append(job)
-            await _unless_disconnected(jobs, request)
         except BaseException:
-            for job in jobs:
-                self._engine.cancel(job)
+            self._engine.cancel(jobs)
             raise
         return jobs
+
+    def _check_ids(self, token_ids: Sequence[int], param: str) -> None:
+        vocab_size = self._engine.served.vocab_size
+        if (largest := max(token_ids, default=0)) >= vocab_size:
+            raise ApiError(400, f"Token id {largest} is out of vocabulary ({vocab_size})", param=param)
 
     def _check_size(self, num_choices: int, params: SamplingParams) -> None:
         """Raises ApiError: 400 for what is too much at any time, 503 for what is too much now."""
@@ -225,22 +215,21 @@ class _Metrics(Collector):
         yield GaugeMetricFamily("prl_adapters_loaded", "Adapters loaded.", len(stats.adapters))
 
 
-async def _unless_disconnected(jobs: Sequence[Job], request: Request) -> None:
+async def _ended(jobs: Sequence[Job], request: Request) -> None:
     """Wait for all jobs; raises ApiError when the client goes away first."""
-    done = asyncio.gather(*(asyncio.wrap_future(job.future) for job in jobs))
-    done.add_done_callback(lambda future: future.cancelled() or future.exception())  # no "never retrieved" warning
-    gone = asyncio.ensure_future(_disconnected(request))
-    either: set[asyncio.Future[Any]] = {done, gone}
+
+    async def disconnected() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    all_done = asyncio.gather(*(asyncio.wrap_future(job.future) for job in jobs))
+    gone = asyncio.ensure_future(disconnected())
+    gone.add_done_callback(lambda _: all_done.cancel())
     try:
-        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-        if not done.done():
-            raise ApiError(400, "The client has closed the connection.")
-        done.result()
+        await all_done
+    except asyncio.CancelledError:
+        if gone.done():
+            raise ApiError(400, "The client has closed the connection.") from None
+        raise
     finally:
         gone.cancel()
-        done.cancel()
-
-
-async def _disconnected(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass

@@ -1,35 +1,31 @@
 """Jobs, their rows, and the rows that are decoded together: one token for all of them a step.
 
-Collaborators: `ModelRunner` does the forwards, `sampling` draws, `kv.compose` copies rows together when the batch
+Collaborators: `Served` does the forwards, `sampling` draws, `kv.compose` copies rows together when the batch
 changes. Rows are sorted by adapter. A row that ends leaves a hole that is computed along until enough holes are worth a
 copy. No threads, no clients: the engine calls it from its one thread.
 
-Dimensions: R rows (holes included), T columns of the cache, C columns of the mask.
+Each row has a random stream of its own, so a seeded request gets the same tokens whatever else is in the batch and
+whenever it joined.
+
+Dimensions: R rows (holes included), V vocabulary, C columns of the cache.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import groupby
+from random import Random
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
+from transformers.cache_utils import Cache
 
-from prime_rl.inference.embedded.kv import SPARE_COLUMNS, RowCache, compose
-from prime_rl.inference.embedded.model import ModelRunner
-from prime_rl.inference.embedded.sampling import (
-    BatchParams,
-    History,
-    Sampled,
-    SamplingParams,
-    find_stop,
-    sample,
-    stream_key,
-)
+from prime_rl.inference.embedded.kv import SPARE_COLUMNS, compose, new_cache
+from prime_rl.inference.embedded.model import Served
+from prime_rl.inference.embedded.sampling import BatchParams, RowSampling, Sampled, SamplingParams, find_stop, sample
 
 # Token positions (prompts x longest prompt) of one prefill forward: bounds its activations to tens of MB a layer.
 MAX_PREFILL_TOKENS = 8192
@@ -48,10 +44,9 @@ class Job:
         self.prompt_ids = tuple(prompt_ids)
         self.params = params
         self.slot = slot
-        self.cancelled = False
         self.future: Future[list[Row]] = Future()
         self.future.set_running_or_notify_cancel()  # from now on only the engine ends it
-        self.rows = [Row(self, stream_key(seed, idx)) for idx in range(num_choices)]
+        self.rows = [Row(self, f"{seed}/{idx}") for idx in range(num_choices)]
         self.num_open = num_choices
 
 
@@ -60,7 +55,7 @@ class Row:
     """One choice: what has been generated, and how it ended.
 
     Attributes:
-        key: of its random stream.
+        seed: of its random stream.
         token_ids: the end-of-sequence token included when it ended the row.
         logprobs: of each token, as in `sample`.
         top: the most likely tokens at each position; empty when not asked for.
@@ -70,7 +65,7 @@ class Row:
     """
 
     job: Job
-    key: int
+    seed: str
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     top: list[list[tuple[int, float]]] = field(default_factory=list)
@@ -83,49 +78,18 @@ class Row:
         return len(self.job.prompt_ids) + self.job.params.max_tokens
 
     @property
-    def slot_order(self) -> int:
-        """Sort key that puts rows of one adapter together, rows of the base model first."""
-        return -1 if self.job.slot is None else self.job.slot
+    def prefill_key(self) -> tuple[int, int, tuple[int, ...]]:
+        """Rows with the same one share a prefill. Sorts by adapter, the base model first, then by length."""
+        slot = -1 if self.job.slot is None else self.job.slot
+        return slot, len(self.job.prompt_ids), self.job.prompt_ids
 
+    @cached_property
+    def _stream(self) -> Random:
+        return Random(self.seed)
 
-@dataclass
-class _State:
-    """What the next step needs of all rows, as tensors; rebuilt whenever the batch changes.
-
-    `ids_R` are the newest tokens, not in the cache yet, `lengths_R` the tokens before them, `positions_R` the tokens
-    generated so far. A column that a row may see is true in `mask_RC`; columns to come are true for all.
-    """
-
-    slots: list[int | None]
-    ids_R: Tensor
-    lengths_R: Tensor
-    positions_R: npt.NDArray[np.uint64]
-    params: BatchParams
-    mask_RC: Tensor
-
-    @classmethod
-    def of(cls, rows: Sequence[Row], lengths: Sequence[int], params: BatchParams, device: torch.device) -> _State:
-        lengths_R = torch.tensor(lengths, device=device)
-        columns_C = torch.arange(max(lengths) + SPARE_COLUMNS, device=device)
-        return cls(
-            slots=[row.job.slot for row in rows],
-            ids_R=torch.tensor([row.token_ids[-1] for row in rows], device=device),
-            lengths_R=lengths_R,
-            positions_R=np.array([len(row.token_ids) for row in rows], dtype=np.uint64),
-            params=params,
-            mask_RC=columns_C >= max(lengths) - lengths_R[:, None],
-        )
-
-    def mask(self, num_columns: int) -> Tensor:
-        if num_columns > self.mask_RC.shape[1]:
-            self.mask_RC = pad(self.mask_RC, (0, SPARE_COLUMNS), value=True)
-        return self.mask_RC[:, :num_columns]
-
-    def advance(self, ids_R: Tensor) -> None:
-        self.ids_R = ids_R
-        self.lengths_R = self.lengths_R + 1
-        self.positions_R = self.positions_R + np.uint64(1)
-        self.params.advance(ids_R)
+    def uniform(self) -> float:
+        """The next number of its stream, of 52 bits."""
+        return self._stream.getrandbits(52) * 2.0**-52
 
 
 class Batch:
@@ -139,17 +103,20 @@ class Batch:
         num_generated_tokens: since the start.
     """
 
-    def __init__(
-        self, runner: ModelRunner, eos_ids: frozenset[int], decode: Decode, *, raw_logprobs: bool = False
-    ) -> None:
-        self._runner = runner
-        self._eos_ids = eos_ids
+    # Of all rows, holes too, made new whenever the batch changes: the newest tokens, which are not in the cache yet;
+    # the number of tokens before them; the columns that a row may see, columns to come included.
+    _ids_R: Tensor
+    _lengths_R: Tensor
+    _mask_RC: Tensor
+    _slots: list[int | None]
+    _params: BatchParams
+
+    def __init__(self, served: Served, decode: Decode, *, raw_logprobs: bool = False) -> None:
+        self._served = served
         self._decode = decode
         self._raw_logprobs = raw_logprobs
         self._rows: list[Row | None] = []
-        self._cache = RowCache()
-        self._state: _State | None = None
-        self._num_vocabulary = 0
+        self._cache = new_cache()
         self.num_generated_tokens = 0
 
     @property
@@ -164,17 +131,14 @@ class Batch:
     def add(self, rows: Sequence[Row]) -> list[Row]:
         """Prefill `rows`, give each its first token, and let them join. Returns those that are finished already."""
         finished: list[Row] = []
-        joining: dict[Row, tuple[RowCache, int]] = {}
-        for chunk in _chunks(_by_prompt(rows)):
-            cache, logits_RV = self._runner.prefill(
-                [key[1] for key, _ in chunk], [None if key[0] < 0 else key[0] for key, _ in chunk]
+        joining: dict[Row, tuple[Cache, int]] = {}
+        for chunk in _chunks(rows):
+            cache, logits_RV = self._served.prefill(
+                [same[0].job.prompt_ids for same in chunk], [same[0].job.slot for same in chunk]
             )
-            members = [(row, source) for source, (_, same) in enumerate(chunk) for row in same]
+            members = [(row, source) for source, same in enumerate(chunk) for row in same]
             firsts, sources = [row for row, _ in members], [source for _, source in members]
-            self._num_vocabulary = logits_RV.shape[1]
-            positions_R = np.zeros(len(firsts), dtype=np.uint64)
-            sampled = sample(logits_RV[sources], self._params(firsts), positions_R, raw_logprobs=self._raw_logprobs)
-            finished += self._append(firsts, sampled)
+            finished += self._append(firsts, self._sample(logits_RV[sources], self._params_of(firsts), firsts))
             joining.update({row: (cache, source) for row, source in members if row.finish_reason is None})
         if joining:
             self._recompose(joining)
@@ -184,39 +148,41 @@ class Batch:
         """One token for every row. Returns the rows that finished with it."""
         if not self._rows:
             return []
-        state = self._state
-        assert state is not None
-        logits_RV = self._runner.decode(
-            state.ids_R, state.lengths_R, state.mask(self._cache.num_columns + 1), self._cache, state.slots
+        if self._cache.get_seq_length() == self._mask_RC.shape[1]:
+            self._recompose({})
+        num_columns = self._cache.get_seq_length() + 1
+        logits_RV = self._served.forward(
+            self._ids_R[:, None], self._mask_RC[:, :num_columns], self._lengths_R[:, None], self._cache, self._slots
         )
-        sampled = sample(logits_RV, state.params, state.positions_R, raw_logprobs=self._raw_logprobs)
-        state.advance(sampled.token_ids_R)
+        sampled = self._sample(logits_RV, self._params, self._rows)
+        self._ids_R = sampled.token_ids_R
+        self._lengths_R += 1
+        self._params.advance(sampled.token_ids_R)
         finished = self._append(self._rows, sampled)
-        self._punch_holes(lambda row: row.finish_reason is not None)
+        self._punch_holes(finished)
         return finished
 
-    def drop_cancelled(self) -> list[Row]:
-        """Take out the rows whose client is gone; returns them."""
-        dropped = [row for row in self._rows if row is not None and row.job.cancelled]
-        if dropped:
-            self._punch_holes(lambda row: row.job.cancelled)
+    def drop(self, jobs: Collection[Job]) -> list[Row]:
+        """Take out the rows of `jobs`; returns them."""
+        dropped = [row for row in self._rows if row is not None and row.job in jobs]
+        self._punch_holes(dropped)
         return dropped
 
-    def _params(self, rows: Sequence[Row]) -> BatchParams:
+    def _params_of(self, rows: Sequence[Row]) -> BatchParams:
         return BatchParams.of(
-            [row.job.params for row in rows],
-            [row.key for row in rows],
-            [History(row.job.prompt_ids, row.token_ids) for row in rows],
-            eos_ids=self._eos_ids,
-            num_vocabulary=self._num_vocabulary,
-            device=self._runner.device,
+            [RowSampling(row.job.params, row.job.prompt_ids, row.token_ids) for row in rows],
+            eos_ids=self._served.eos_ids,
+            num_vocabulary=self._served.num_logits,
+            device=self._served.device,
         )
+
+    def _sample(self, logits_RV: Tensor, params: BatchParams, rows: Sequence[Row | None]) -> Sampled:
+        uniforms = [0.0 if row is None else row.uniform() for row in rows]
+        return sample(logits_RV, params, uniforms, raw_logprobs=self._raw_logprobs)
 
     def _append(self, rows: Sequence[Row | None], sampled: Sampled) -> list[Row]:
         """Hand every row its token; returns the rows that end with it."""
-        token_ids, logprobs = sampled.token_ids_R.tolist(), sampled.logprobs_R.tolist()
-        top_ids = [] if sampled.top_ids_RK is None else sampled.top_ids_RK.tolist()
-        top_logprobs = [] if sampled.top_logprobs_RK is None else sampled.top_logprobs_RK.tolist()
+        token_ids, logprobs, top_ids, top_logprobs = ([] if each is None else each.tolist() for each in sampled)
         finished = []
         for idx, row in enumerate(rows):
             if row is None:
@@ -224,15 +190,15 @@ class Batch:
             row.token_ids.append(token_ids[idx])
             row.logprobs.append(logprobs[idx])
             self.num_generated_tokens += 1
-            if row.job.params.top_logprobs:
-                row.top.append(list(zip(top_ids[idx], top_logprobs[idx], strict=True))[: row.job.params.top_logprobs])
+            if num_top := row.job.params.top_logprobs:
+                row.top.append(list(zip(top_ids[idx], top_logprobs[idx], strict=True))[:num_top])
             if self._ends(row, token_ids[idx]):
                 finished.append(row)
         return finished
 
     def _ends(self, row: Row, token_id: int) -> bool:
         params = row.job.params
-        if token_id in self._eos_ids and not params.ignore_eos:
+        if token_id in self._served.eos_ids and not params.ignore_eos:
             row.finish_reason = "stop"
         elif token_id in params.stop_token_ids:
             row.finish_reason, row.stop_reason = "stop", token_id
@@ -247,7 +213,7 @@ class Batch:
         """A stop string that the last token completed. Only the tail is decoded until then."""
         if len(token_ids) <= params.min_tokens:
             return None
-        stop = params.stop_strings
+        stop = params.stops
         # A token has at least one byte, special tokens apart, of which a few are allowed for.
         tail = max(len(s.encode()) for s in stop) + 8
         if find_stop(self._decode(token_ids[-tail:]), stop) is None:
@@ -255,45 +221,38 @@ class Batch:
         too_early = len(self._decode(token_ids[: params.min_tokens])) if params.min_tokens else 0
         return find_stop(self._decode(token_ids), stop, too_early)
 
-    def _punch_holes(self, leaves: Callable[[Row], bool]) -> None:
-        self._rows = [None if row is not None and leaves(row) else row for row in self._rows]
+    def _punch_holes(self, leaving: Sequence[Row]) -> None:
+        self._rows = [None if row in leaving else row for row in self._rows]
         num_holes = len(self._rows) - self.num_rows
         if num_holes == len(self._rows):
-            self._rows, self._cache, self._state = [], RowCache(), None
+            self._rows, self._cache = [], new_cache()
         elif num_holes > MAX_HOLES * len(self._rows):
             self._recompose({})
 
-    def _recompose(self, joining: dict[Row, tuple[RowCache, int]]) -> None:
-        """Copy the rows that live and those that join into a new cache, sorted by adapter."""
+    def _recompose(self, joining: dict[Row, tuple[Cache, int]]) -> None:
+        """Copy the rows that live and those that join into a new cache with room, sorted by adapter."""
         sources = {row: (self._cache, idx) for idx, row in enumerate(self._rows) if row is not None} | joining
-        rows = sorted(sources, key=lambda row: row.slot_order)
-        # The newest token of a row is not in the cache yet: the next step puts it there.
+        rows, device = sorted(sources, key=lambda row: row.prefill_key[0]), self._served.device
         lengths = [len(row.job.prompt_ids) + len(row.token_ids) - 1 for row in rows]
         self._cache = compose([sources[row] for row in rows], max(lengths))
         self._rows = list(rows)
-        self._state = _State.of(rows, lengths, self._params(rows), self._runner.device)
+        self._slots = [row.job.slot for row in rows]
+        self._ids_R = torch.tensor([row.token_ids[-1] for row in rows], device=device)
+        self._lengths_R = torch.tensor(lengths, device=device)
+        columns_C = torch.arange(max(lengths) + SPARE_COLUMNS, device=device)
+        self._mask_RC = columns_C >= max(lengths) - self._lengths_R[:, None]
+        self._params = self._params_of(rows)
 
 
-Group = tuple[tuple[int, tuple[int, ...]], list[Row]]
-
-
-def _by_prompt(rows: Sequence[Row]) -> list[Group]:
-    """Rows that share adapter and prompt share one prefill; sorted by adapter, then length."""
-    groups: dict[tuple[int, tuple[int, ...]], list[Row]] = {}
-    for row in rows:
-        groups.setdefault((row.slot_order, row.job.prompt_ids), []).append(row)
-    return sorted(groups.items(), key=lambda item: (item[0][0], len(item[0][1])))
-
-
-def _chunks(groups: Sequence[Group]) -> list[list[Group]]:
-    """Cut so that (prompts x longest prompt) of a chunk stays within MAX_PREFILL_TOKENS; a longer prompt is alone."""
-    chunks: list[list[Group]] = []
+def _chunks(rows: Sequence[Row]) -> list[list[list[Row]]]:
+    """Rows that share a prefill, and of those as many together that (prompts x longest prompt) stays within
+    MAX_PREFILL_TOKENS; a longer prompt is alone."""
+    chunks: list[list[list[Row]]] = []
     longest = 0
-    for group in groups:
-        length = len(group[0][1])
+    for (_, length, _), same in groupby(sorted(rows, key=lambda row: row.prefill_key), lambda row: row.prefill_key):
         if not chunks or max(longest, length) * (len(chunks[-1]) + 1) > MAX_PREFILL_TOKENS:
             chunks.append([])
             longest = 0
-        chunks[-1].append(group)
+        chunks[-1].append(list(same))
         longest = max(longest, length)
     return chunks

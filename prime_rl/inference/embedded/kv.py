@@ -3,7 +3,8 @@
 Rows are aligned at the right: a row of n tokens fills the last n columns and the columns before them are masked. The
 next token of every row then goes into the same column (a plain slice, no gather), distances between columns are
 distances between tokens (sliding windows stay right), and transformers' own masks for left-padded batches apply. When
-the batch changes (`compose`), rows are copied together and columns that no row needs are cut off.
+the batch changes or its columns are full (`compose`), rows are copied together and columns that no row needs are cut
+off.
 
 transformers repeats the KV heads for every masked call, which copies the whole cache once a step and layer. With one
 query a row, the queries of a group can stand where the tokens of a query stand: the same numbers, no copy
@@ -36,51 +37,38 @@ class ColumnLayer(DynamicLayer):  # type: ignore[misc]
     """Keys and values of one layer, `[R, H, C, D]`, of which `num_columns` columns are in use."""
 
     is_croppable = False
-    keys: Any
-    values: Any
     is_initialized: bool
 
-    def __init__(self) -> None:
+    def __init__(self, keys: Tensor | None = None, values: Tensor | None = None, num_columns: int = 0) -> None:
         super().__init__()
-        self.num_columns = 0
+        self.keys: Any = keys
+        self.values: Any = values
+        self.num_columns = num_columns
+        self.is_initialized = keys is not None
 
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
-    ) -> tuple[Tensor, Tensor]:
-        """Append Q columns `[R, H, Q, D]`; returns all columns in use, as views."""
-        start, end = self.num_columns, self.num_columns + key_states.shape[2]
-        if not self.is_initialized or end > self.keys.shape[2]:
-            # A prompt gets no spare columns: it is copied when its row joins the others.
-            room = end + SPARE_COLUMNS if start else end
-            self.keys, self.values = _grown(self.keys, key_states, room), _grown(self.values, value_states, room)
-            self.is_initialized = True
-        self.keys[:, :, start:end] = key_states
-        self.values[:, :, start:end] = value_states
-        self.num_columns = end
-        return self.keys[:, :, :end], self.values[:, :, :end]
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Append Q columns `[R, H, Q, D]`; returns all columns in use, as views.
+
+        The columns of a prompt are kept as they come: they are copied when its row joins the others.
+        """
+        start, self.num_columns = self.num_columns, self.num_columns + key_states.shape[2]
+        if not self.is_initialized:
+            self.keys, self.values, self.is_initialized = key_states, value_states, True
+        else:
+            self.keys[:, :, start : self.num_columns] = key_states
+            self.values[:, :, start : self.num_columns] = value_states
+        return self.keys[:, :, : self.num_columns], self.values[:, :, : self.num_columns]
 
     def get_seq_length(self) -> int:
         return self.num_columns
 
 
-class RowCache(Cache):  # type: ignore[misc]
-    """The cache of one batch; give it to a transformers model as `past_key_values`."""
-
-    def __init__(self) -> None:
-        super().__init__(layer_class_to_replicate=ColumnLayer)
-
-    @property
-    def num_columns(self) -> int:
-        return int(self.layers[0].num_columns) if self.layers else 0
-
-    @property
-    def bytes_per_token(self) -> int:
-        """Keys and values of one token of one row, in all layers."""
-        tensors = [tensor for layer in self.layers for tensor in (layer.keys, layer.values)]
-        return sum(int(t.shape[1] * t.shape[3] * t.element_size()) for t in tensors)
+def new_cache() -> Cache:
+    """An empty cache; give it to a transformers model as `past_key_values`."""
+    return Cache(layer_class_to_replicate=ColumnLayer)
 
 
-def compose(rows: Sequence[tuple[RowCache, int]], num_columns: int) -> RowCache:
+def compose(rows: Sequence[tuple[Cache, int]], num_columns: int) -> Cache:
     """A new cache whose rows are the given rows of other caches, with the last `num_columns` columns of each.
 
     `num_columns` must be the length of the longest row at least; what is cut off is lost.
@@ -92,30 +80,22 @@ def compose(rows: Sequence[tuple[RowCache, int]], num_columns: int) -> RowCache:
         torch.tensor([(row, dest) for dest, (cache, row) in enumerate(rows) if cache is each], device=device).unbind(1)
         for each in caches
     ]
-    new = RowCache()
-    # Zeros and not garbage: a masked column is multiplied by zero, and zero times NaN is NaN.
+
+    def moved(olds: Sequence[Tensor], used: Sequence[int]) -> Tensor:
+        _, H, _, D = olds[0].shape
+        # Zeros and not garbage: a masked column is multiplied by zero, and zero times NaN is NaN.
+        new_RHCD = olds[0].new_zeros((len(rows), H, num_columns + SPARE_COLUMNS, D))
+        for old_RHCD, end, (source_R, dest_R) in zip(olds, used, moves, strict=True):
+            width = min(num_columns, end)
+            new_RHCD[dest_R, :, num_columns - width : num_columns] = old_RHCD[source_R, :, end - width : end]
+        return new_RHCD
+
+    new = new_cache()
     for olds in zip(*(cache.layers for cache in caches), strict=True):
-        layer = ColumnLayer()
-        layer.keys, layer.values = (
-            like.new_zeros((len(rows), like.shape[1], num_columns + SPARE_COLUMNS, like.shape[3]))
-            for like in (olds[0].keys, olds[0].values)
-        )
-        layer.num_columns, layer.is_initialized = num_columns, True
-        for old, (source_R, dest_R) in zip(olds, moves, strict=True):
-            width = min(num_columns, old.num_columns)
-            to, since = slice(num_columns - width, num_columns), slice(old.num_columns - width, old.num_columns)
-            layer.keys[dest_R, :, to] = old.keys[source_R, :, since]
-            layer.values[dest_R, :, to] = old.values[source_R, :, since]
-        new.layers.append(layer)
+        used = [old.num_columns for old in olds]
+        keys, values = moved([old.keys for old in olds], used), moved([old.values for old in olds], used)
+        new.layers.append(ColumnLayer(keys, values, num_columns))
     return new
-
-
-def _grown(old_RHCD: Tensor | None, states_RHQD: Tensor, room: int) -> Tensor:
-    R, H, _, D = states_RHQD.shape
-    new_RHCD = states_RHQD.new_zeros((R, H, room, D))
-    if old_RHCD is not None:
-        new_RHCD[:, :, : old_RHCD.shape[2]] = old_RHCD
-    return new_RHCD
 
 
 def use_grouped_attention(model: PreTrainedModel) -> None:
@@ -133,7 +113,6 @@ def grouped_attention(
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
-    dropout: float = 0.0,
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
@@ -142,7 +121,7 @@ def grouped_attention(
     plain = query.shape[2] == 1 and num_groups > 1 and kwargs.get("position_bias") is None
     if not plain or (attention_mask is not None and attention_mask.shape[1] != 1):
         result: tuple[Tensor, None] = sdpa_attention_forward(
-            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
+            module, query, key, value, attention_mask, scaling=scaling, **kwargs
         )
         return result
     query_RHGD = query.reshape(query.shape[0], key.shape[1], num_groups, query.shape[3])

@@ -11,15 +11,15 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import psutil
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.cache_utils import Cache
 
 from prime_rl.configs.inference import InferenceConfig
-from prime_rl.inference.embedded.kv import RowCache, use_grouped_attention
+from prime_rl.inference.embedded.kv import new_cache, use_grouped_attention
 from prime_rl.inference.embedded.weights import WholeWeights
 from prime_rl.lora.inject import apply_lora_to_model
 from prime_rl.lora.linear import AdapterRouting, MultiLoRALinear
@@ -34,51 +34,84 @@ class ModelError(ValueError):
     """A model that this engine cannot serve; the message has its name and the reason."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Served:
-    """A loaded model with room for adapters. `layers` is empty when adapters are switched off; `weights` are its own.
+    """A loaded model with room for adapters. Not thread-safe: one thread owns it.
 
-    `cache_tokens` is how many tokens of all rows together, padding included, the KV cache may hold.
+    Attributes:
+        layers: those that take adapters, by name; empty when adapters are switched off.
+        weights: its own.
+        eos_ids: tokens that end a sequence.
+        num_logits: V, which a model may have padded beyond its tokens.
+        cache_tokens: how many tokens of all rows together, padding included, the KV cache may hold.
     """
 
-    runner: ModelRunner
+    model: PreTrainedModel
     layers: Mapping[str, MultiLoRALinear]
     routing: AdapterRouting
     weights: WholeWeights
-    vocab_size: int
     eos_ids: frozenset[int]
-    cache_tokens: int
+    num_logits: int = 0
+    cache_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        self.device: torch.device = self.model.device
+        self.vocab_size: int = self.model.get_input_embeddings().num_embeddings
+        self._accepted = inspect.signature(self.model.forward).parameters
+
+    def prefill(self, prompts: Sequence[Sequence[int]], slots: Sequence[int | None]) -> tuple[Cache, Tensor]:
+        """Run whole prompts, padded at the left; returns their cache and the logits `[R, V]` after each."""
+        longest = max(len(prompt) for prompt in prompts)
+        ids_RP = torch.zeros((len(prompts), longest), dtype=torch.long)
+        mask_RP = torch.zeros((len(prompts), longest), dtype=torch.bool)
+        for row, prompt in enumerate(prompts):
+            ids_RP[row, longest - len(prompt) :] = torch.tensor(prompt)
+            mask_RP[row, longest - len(prompt) :] = True
+        positions_RP = (mask_RP.cumsum(dim=-1) - 1).clamp(min=0)
+        cache = new_cache()
+        return cache, self.forward(ids_RP, mask_RP, positions_RP, cache, slots)
+
+    def forward(
+        self, ids_RP: Tensor, mask_RT: Tensor, positions_RP: Tensor, cache: Cache, slots: Sequence[int | None]
+    ) -> Tensor:
+        """The logits `[R, V]` after the new tokens of every row: the tokens, the columns that the row may see, the
+        positions (= tokens before each), and the row's adapter. The cache then has the tokens too."""
+        self.routing.set_rows(slots)
+        optional = {"position_ids": positions_RP.to(self.device), "logits_to_keep": 1}
+        with torch.inference_mode():
+            out = self.model(
+                input_ids=ids_RP.to(self.device),
+                attention_mask=mask_RT.to(self.device),
+                past_key_values=cache,
+                use_cache=True,
+                **{name: value for name, value in optional.items() if name in self._accepted},
+            )
+        logits_RV: Tensor = out.logits[:, -1]
+        return logits_RV
 
 
 def load_model(config: InferenceConfig) -> Served:
     """Load the base model of `config` and put empty adapters into it. Raises ModelError or OSError."""
-    device = pick_device(config.device)
-    dtype = getattr(torch, config.model.dtype_on(device.type))
-    model = AutoModelForCausalLM.from_pretrained(config.model.name, dtype=dtype)
+    auto = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(auto if config.device == "auto" else config.device)
+    model = AutoModelForCausalLM.from_pretrained(
+        config.model.name, dtype=getattr(torch, config.model.dtype_on(device.type))
+    )
     _refuse_stateful(config.model.name, model)
     use_grouped_attention(model)
-    model.to(device).eval().requires_grad_(False)
-    lora = config.model.lora
+    model.to(device).eval()
     routing = AdapterRouting(config.max_loras)
     layers: dict[str, MultiLoRALinear] = {}
-    if lora is not None:
+    if (lora := config.model.lora) is not None:
         layers = apply_lora_to_model(model, lora.rank, config.max_loras, lora.target_modules, routing)
-        model.requires_grad_(False)
-    vocab_size = model.get_input_embeddings().num_embeddings
-    runner = ModelRunner(model, routing)
-    cache, _ = runner.prefill([[0]], [None])
-    cache_tokens = int(_free_bytes(device) * CACHE_SHARE / cache.bytes_per_token)
-    return Served(runner, layers, routing, WholeWeights(model), vocab_size, _eos_ids(model), cache_tokens)
-
-
-def _free_bytes(device: torch.device) -> int:
-    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
-
-
-def pick_device(name: str) -> torch.device:
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return torch.device(name)
+    model.requires_grad_(False)
+    served = Served(model, layers, routing, WholeWeights(model, config), _eos_ids(model))
+    cache, logits_RV = served.prefill([[0]], [None])
+    served.num_logits = logits_RV.shape[1]
+    token_bytes = sum(each.nbytes for layer in cache.layers for each in (layer.keys, layer.values))
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
+    served.cache_tokens = int(free * CACHE_SHARE / token_bytes)
+    return served
 
 
 def _refuse_stateful(name: str, model: PreTrainedModel) -> None:
@@ -91,54 +124,5 @@ def _refuse_stateful(name: str, model: PreTrainedModel) -> None:
 
 
 def _eos_ids(model: PreTrainedModel) -> frozenset[int]:
-    found: set[int] = set()
-    for value in (getattr(model.generation_config, "eos_token_id", None), getattr(model.config, "eos_token_id", None)):
-        found.update([value] if isinstance(value, int) else value or [])
-    return frozenset(found)
-
-
-class ModelRunner:
-    """Forward passes without gradients. Not thread-safe: one thread owns it."""
-
-    def __init__(self, model: PreTrainedModel, routing: AdapterRouting) -> None:
-        self.device = model.device
-        self._model = model
-        self._routing = routing
-        accepted = inspect.signature(model.forward).parameters
-        self._last_only: dict[str, Any] = {"logits_to_keep": 1} if "logits_to_keep" in accepted else {}
-        self._takes_positions = "position_ids" in accepted
-
-    def prefill(self, prompts: Sequence[Sequence[int]], slots: Sequence[int | None]) -> tuple[RowCache, Tensor]:
-        """Run whole prompts, padded at the left; returns their cache and the logits `[R, V]` after each."""
-        longest = max(len(prompt) for prompt in prompts)
-        ids_RP = torch.zeros((len(prompts), longest), dtype=torch.long)
-        mask_RP = torch.zeros((len(prompts), longest), dtype=torch.bool)
-        for row, prompt in enumerate(prompts):
-            ids_RP[row, longest - len(prompt) :] = torch.tensor(prompt)
-            mask_RP[row, longest - len(prompt) :] = True
-        positions_RP = (mask_RP.cumsum(dim=-1) - 1).clamp(min=0)
-        cache = RowCache()
-        return cache, self._forward(ids_RP, mask_RP, positions_RP, cache, slots)
-
-    def decode(
-        self, ids_R: Tensor, lengths_R: Tensor, mask_RT: Tensor, cache: RowCache, slots: Sequence[int | None]
-    ) -> Tensor:
-        """One more token for every row: its last token, its position (= tokens before it), the columns it may see."""
-        return self._forward(ids_R[:, None], mask_RT, lengths_R[:, None], cache, slots)
-
-    def _forward(
-        self, ids_RP: Tensor, mask_RT: Tensor, positions_RP: Tensor, cache: RowCache, slots: Sequence[int | None]
-    ) -> Tensor:
-        self._routing.set_rows(slots)
-        positions = {"position_ids": positions_RP.to(self.device)} if self._takes_positions else {}
-        with torch.inference_mode():
-            out = self._model(
-                input_ids=ids_RP.to(self.device),
-                attention_mask=mask_RT.to(self.device),
-                past_key_values=cache,
-                use_cache=True,
-                **positions,
-                **self._last_only,
-            )
-        logits_RV: Tensor = out.logits[:, -1]
-        return logits_RV
+    given = [getattr(each, "eos_token_id", None) for each in (model.generation_config, model.config)]
+    return frozenset(eos for value in given for eos in ([value] if isinstance(value, int) else value or []))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, repeat
 from typing import Annotated, Any, Literal, TypeVar
 
 from msgspec import Meta, Struct, field
@@ -58,6 +58,9 @@ class Generation(SamplingParams, kw_only=True):
         if self.min_tokens > self.max_tokens:
             raise ValueError(f"min_tokens: found {self.min_tokens}: must be at most max_tokens = {self.max_tokens}")
 
+    def text_of(self, row: Row, text: Text) -> str:
+        return text.decode(row.token_ids, skip_special_tokens=self.skip_special_tokens)[: row.stop_at]
+
 
 class CompletionRequest(Generation, kw_only=True):
     """POST /v1/completions. `prompt` becomes a list of prompts, each a text or a list of token ids."""
@@ -76,6 +79,19 @@ class CompletionRequest(Generation, kw_only=True):
             self.prompt = [self.prompt]  # type: ignore[list-item]
         if len(self.prompt) > MAX_PROMPTS:
             raise ValueError(f"prompt: found {len(self.prompt)} prompts: must be at most {MAX_PROMPTS}")
+
+    def choice(self, row: Row, text: Text) -> dict[str, Any]:
+        prompt_ids = row.job.prompt_ids if self.return_token_ids else None
+        found = {"text": self.text_of(row, text), "logprobs": None, "prompt_token_ids": prompt_ids}
+        if self.logprobs is None:
+            return found
+        tokens = [text.token(token_id) for token_id in row.token_ids]
+        top = [
+            {text.token(token_id): max(value, MIN_LOGPROB) for token_id, value in [*pairs, (token_id, logprob)]}
+            for pairs, token_id, logprob in zip(row.top, row.token_ids, row.logprobs, strict=False)
+        ]
+        logprobs = {"tokens": tokens, "token_logprobs": row.logprobs, "top_logprobs": top or None}
+        return {**found, "logprobs": {**logprobs, "text_offset": list(accumulate(map(len, tokens[:-1]), initial=0))}}
 
 
 class TextPart(Struct, forbid_unknown_fields=True):
@@ -103,12 +119,29 @@ class ChatRequest(Generation, kw_only=True):
     max_completion_tokens: Annotated[int, Meta(ge=1)] | None = None
     logprobs: bool = False
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    stream: bool = False
 
     def __post_init__(self) -> None:
         self.max_tokens = self.max_completion_tokens or self.max_tokens
         super().__post_init__()
+        if self.stream and (self.logprobs or self.return_token_ids):
+            raise ValueError("stream: text only, without logprobs and return_token_ids")
         if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs needs logprobs = true")
+
+    def choice(self, row: Row, text: Text) -> dict[str, Any]:
+        def entry(token_id: int, logprob: float) -> dict[str, Any]:
+            token = text.token(token_id)
+            return {"token": token, "logprob": max(logprob, MIN_LOGPROB), "bytes": list(token.encode())}
+
+        found = {"message": {"role": "assistant", "content": self.text_of(row, text)}, "logprobs": None}
+        if not self.logprobs:
+            return found
+        content = [
+            {**entry(token_id, logprob), "top_logprobs": [entry(*pair) for pair in top]}
+            for token_id, logprob, top in zip(row.token_ids, row.logprobs, row.top or repeat([]), strict=False)
+        ]
+        return {**found, "logprobs": {"content": content}}
 
 
 def parsed(body: dict[str, Any], kind: type[R]) -> R:
@@ -125,79 +158,30 @@ def parsed(body: dict[str, Any], kind: type[R]) -> R:
     return checked(given, kind)
 
 
-def completion_response(text: Text, model: str, asked: CompletionRequest, jobs: Sequence[Job]) -> dict[str, Any]:
-    """Body of /v1/completions: the choices of all prompts in order."""
+def response(asked: CompletionRequest | ChatRequest, jobs: Sequence[Job], text: Text, model: str) -> dict[str, Any]:
+    """The body of the answer: the choices of all prompts in order."""
+    is_chat, rows = isinstance(asked, ChatRequest), [row for job in jobs for row in job.rows]
+    num_prompt, num_generated = sum(len(job.prompt_ids) for job in jobs), sum(len(row.token_ids) for row in rows)
     choices = [
         {
-            "text": _text(text, row, asked),
-            "logprobs": None if asked.logprobs is None else _completion_logprobs(text, row),
-            "prompt_token_ids": job.prompt_ids if asked.return_token_ids else None,
-            **_ending(row, asked),
+            "index": index,
+            **asked.choice(row, text),
+            "finish_reason": row.finish_reason,
+            "stop_reason": row.stop_reason,
+            "token_ids": row.token_ids if asked.return_token_ids else None,
         }
-        for job in jobs
-        for row in job.rows
+        for index, row in enumerate(rows)
     ]
-    return _answer("cmpl", "text_completion", model, choices, jobs)
-
-
-def chat_response(text: Text, model: str, asked: ChatRequest, job: Job) -> dict[str, Any]:
-    """Body of /v1/chat/completions."""
-    choices = [
-        {
-            "message": {"role": "assistant", "content": _text(text, row, asked)},
-            "logprobs": {"content": _chat_logprobs(text, row)} if asked.logprobs else None,
-            **_ending(row, asked),
-        }
-        for row in job.rows
-    ]
-    body = _answer("chatcmpl", "chat.completion", model, choices, [job])
-    return {**body, "prompt_token_ids": job.prompt_ids if asked.return_token_ids else None}
-
-
-def _ending(row: Row, asked: Generation) -> dict[str, Any]:
-    token_ids = row.token_ids if asked.return_token_ids else None
-    return {"finish_reason": row.finish_reason, "stop_reason": row.stop_reason, "token_ids": token_ids}
-
-
-def _answer(prefix: str, kind: str, model: str, choices: list[dict[str, Any]], jobs: Sequence[Job]) -> dict[str, Any]:
-    num_prompt = sum(len(job.prompt_ids) for job in jobs)
-    num_generated = sum(len(row.token_ids) for job in jobs for row in job.rows)
     return {
-        "id": f"{prefix}-{uuid.uuid4().hex}",
-        "object": kind,
+        "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{uuid.uuid4().hex}",
+        "object": "chat.completion" if is_chat else "text_completion",
         "created": int(time.time()),
-        "model": model,
-        "choices": [{"index": index, **choice} for index, choice in enumerate(choices)],
+        "model": asked.model or model,
+        "choices": choices,
         "usage": {
             "prompt_tokens": num_prompt,
             "completion_tokens": num_generated,
             "total_tokens": num_prompt + num_generated,
         },
+        **({"prompt_token_ids": jobs[0].prompt_ids if asked.return_token_ids else None} if is_chat else {}),
     }
-
-
-def _text(text: Text, row: Row, asked: Generation) -> str:
-    return text.decode(row.token_ids, skip_special_tokens=asked.skip_special_tokens)[: row.stop_at]
-
-
-def _completion_logprobs(text: Text, row: Row) -> dict[str, Any]:
-    tokens = [text.token(token_id) for token_id in row.token_ids]
-    top = [
-        {text.token(token_id): max(value, MIN_LOGPROB) for token_id, value in [*pairs, (token_id, logprob)]}
-        for pairs, token_id, logprob in zip(row.top, row.token_ids, row.logprobs, strict=False)
-    ]
-    offsets = list(accumulate(map(len, tokens[:-1]), initial=0))
-    return {"tokens": tokens, "token_logprobs": row.logprobs, "top_logprobs": top or None, "text_offset": offsets}
-
-
-def _chat_logprobs(text: Text, row: Row) -> list[dict[str, Any]]:
-    def entry(token_id: int, logprob: float) -> dict[str, Any]:
-        token = text.token(token_id)
-        return {"token": token, "logprob": max(logprob, MIN_LOGPROB), "bytes": list(token.encode())}
-
-    return [
-        {**entry(token_id, logprob), "top_logprobs": [entry(*pair) for pair in top]}
-        for token_id, logprob, top in zip(
-            row.token_ids, row.logprobs, row.top or [[]] * len(row.token_ids), strict=True
-        )
-    ]

@@ -33,7 +33,7 @@ def run(context: ServerContext) -> None:
     engine = Engine(
         served,
         text.decode,
-        max_num_seqs=config.num_seqs_on(served.runner.device.type),
+        max_num_seqs=config.num_seqs_on(served.device.type),
         raw_logprobs=config.logprobs_mode == "raw_logprobs",
     )
     api = Api(engine, text, config, max_model_len=max_model_len(config))

@@ -23,12 +23,11 @@ class Text:
         self._template_arguments = set(inspect.signature(self._tokenizer.apply_chat_template).parameters)
         self._token_texts: dict[int, str] = {}
 
-    @property
-    def eos_id(self) -> int | None:
-        value: int | None = self._tokenizer.eos_token_id
-        return value
+    def encode_all(self, prompts: Sequence[str | list[int]], add_special_tokens: bool) -> list[list[int]]:
+        """Token ids of each prompt; what is token ids already stays."""
+        return [self._encode(each, add_special_tokens) if isinstance(each, str) else each for each in prompts]
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
         return ids
 
@@ -54,4 +53,4 @@ class Text:
             )
         except TemplateError as error:
             raise ApiError(400, f"The chat template refuses these messages: {error}", param="messages") from error
-        return self.encode(text, add_special_tokens=False)
+        return self._encode(text, False)

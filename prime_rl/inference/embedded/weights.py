@@ -1,6 +1,6 @@
-"""Whole weights for the model that the embedded engine holds: checked and read first, then put in place at once.
+"""Whole weights for the model that the embedded engine holds: read and checked first, then put in place at once.
 
-Knows the model's parameters by the names that a model folder has for them, whatever adapters were put around its
+Identifies the model's parameters by the names that a model folder has for them, whatever adapters were put around its
 layers. When it is safe to change them is the caller's business.
 """
 
@@ -13,9 +13,9 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from prime_rl.configs.shared import BroadcastConfig
+from prime_rl.configs.inference import InferenceConfig
 from prime_rl.inference.errors import ApiError
-from prime_rl.inference.weight_files import WEIGHTS_FILE, check_fit, readable
+from prime_rl.inference.weight_files import WEIGHTS_FILE, check_fit, readable, weights_label
 from prime_rl.lora.misfit import shapes_of
 from prime_rl.lora.tensor_files import load_tensors
 from prime_rl.transfer import TransferError, WeightReceiver
@@ -26,50 +26,46 @@ _ADAPTERS = (".lora_A.", ".lora_B.")
 class WholeWeights:
     """The parameters of `model`. `shapes` are those that a weight file must have; a tied weight is there once."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, config: InferenceConfig) -> None:
         self._parameters = {
             name.replace(".base_layer.", "."): parameter
             for name, parameter in model.named_parameters()
             if not any(part in name for part in _ADAPTERS)
         }
         self.shapes = shapes_of(self._parameters)
+        self._config = config
         self._receiver: WeightReceiver | None = None
         self._base: dict[str, Tensor] | None = None  # made when it is first needed: adapters alone never do
 
     def read(self, folder: Path) -> dict[str, Tensor]:
-        """The weights in `folder`. Raises ApiError (400) when they do not fit the model. Changes nothing."""
-        path = folder / WEIGHTS_FILE
-        with readable(path):
-            tensors = load_tensors(path, mapped=True)
-        check_fit(str(path), shapes_of(tensors), self.shapes)
+        """The weights that were published in `folder`: from its file, or from the trainer's memory. Raises ApiError
+        (400) when they do not fit the model. Changes nothing."""
+        if self._config.broadcast.type == "nccl":
+            name = weights_label(self._config.output_dir.resolve(), folder)
+            tensors = self._received(name)
+        else:
+            name = str(folder / WEIGHTS_FILE)
+            with readable(folder / WEIGHTS_FILE):
+                tensors = load_tensors(folder / WEIGHTS_FILE, mapped=True)
+        check_fit(name, shapes_of(tensors), self.shapes)
         return tensors
 
-    def fetch(self, broadcast: BroadcastConfig, label: str) -> dict[str, Tensor]:
-        """The weights that the trainer calls `label`, from its memory. Raises ApiError (400) as `read` does."""
+    def _received(self, label: str) -> dict[str, Tensor]:
         if self._receiver is None:
-            device = next(iter(self._parameters.values())).device
-            self._receiver = WeightReceiver(
-                broadcast.host, broadcast.port, timeout_s=broadcast.timeout_s, device=device
-            )
+            source, device = self._config.broadcast, next(iter(self._parameters.values())).device
+            self._receiver = WeightReceiver(source.host, source.port, timeout_s=source.timeout_s, device=device)
         try:
-            tensors = self._receiver.receive(label, ticket=uuid.uuid4().hex)
+            return self._receiver.receive(label, ticket=uuid.uuid4().hex)
         except TransferError as error:
             raise ApiError(400, f"The weights stay as they are: {error}", param="weight_dir") from error
-        check_fit(label, shapes_of(tensors), self.shapes)
-        return tensors
-
-    def apply(self, tensors: Mapping[str, Tensor]) -> None:
-        """Put what `read` returned in place. No forward may run meanwhile."""
-        if self._base is None:
-            self._base = {name: parameter.to("cpu", copy=True) for name, parameter in self._parameters.items()}
-        self._copy(tensors)
-
-    def apply_base(self) -> None:
-        """Back to the weights that the model was loaded with."""
-        if self._base is not None:
-            self._copy(self._base)
 
     @torch.no_grad()
-    def _copy(self, tensors: Mapping[str, Tensor]) -> None:
+    def apply(self, tensors: Mapping[str, Tensor] | None) -> None:
+        """Put what `read` returned in place; None: the weights that the model was loaded with. No forward may run
+        meanwhile."""
+        if self._base is None:
+            if tensors is None:
+                return
+            self._base = {name: parameter.to("cpu", copy=True) for name, parameter in self._parameters.items()}
         for name, parameter in self._parameters.items():
-            parameter.copy_(tensors[name])
+            parameter.copy_((tensors or self._base)[name])

@@ -1,15 +1,15 @@
-"""What vLLM does not check of an adapter: that every tensor belongs to the model, and that there is room.
+"""What vLLM does not check of an adapter: that every tensor belongs to the model.
 
-vLLM serves an adapter whose names match nothing as the base model, and beyond its limit drops the adapter used least.
-Both are refused here, before vLLM sees the request, with the words of the embedded engine. And after it has loaded an
-adapter, what its layers hold is measured against the file: an adapter that it ignored or cut is not served.
+vLLM serves an adapter whose names match nothing as the base model. That is refused here, before vLLM sees the request,
+with the words of the embedded engine. And after it has loaded an adapter, what its layers hold is measured against the
+file: an adapter that it ignored or cut is not served.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -20,7 +20,7 @@ from prime_rl.configs.inference import InferenceConfig
 from prime_rl.inference.errors import ApiError
 from prime_rl.lora.adapter_state import AdapterConfig, load_peft, load_served_adapter
 from prime_rl.lora.inject import apply_lora_to_model
-from prime_rl.lora.linear import AdapterRouting
+from prime_rl.lora.linear import AdapterRouting, MultiLoRALinear
 
 # Sum of squares of all A and of all scaled B.
 AdapterSize = tuple[float, float]
@@ -44,18 +44,12 @@ def _is_there(found: float, expected: float) -> bool:
 
 
 class AdapterGate:
-    """Call it with name and folder of an adapter; it returns the path that vLLM is to load, or raises ApiError.
+    """Call it with name and folder of an adapter; it returns the path that vLLM is to load, or raises ApiError."""
 
-    Args:
-        loaded: names that are loaded now.
-    """
-
-    def __init__(self, config: InferenceConfig, loaded: Callable[[], Collection[str]]) -> None:
-        self._loaded = loaded
-        self._max_loras = config.max_loras
+    def __init__(self, config: InferenceConfig) -> None:
         self._num_loads: Counter[str] = Counter()
         self._sizes: dict[str, AdapterSize] = {}
-        self._layers = None
+        self._layers: dict[str, MultiLoRALinear] = {}
         if config.model.lora is not None:
             # A model without weights, only for the names and shapes of its layers.
             with torch.device("meta"):
@@ -64,15 +58,6 @@ class AdapterGate:
             self._layers = apply_lora_to_model(model, lora.rank, 1, lora.target_modules, AdapterRouting(1))
 
     def __call__(self, name: str, folder: Path) -> str:
-        loaded = self._loaded()
-        if self._layers is None:
-            raise ApiError(400, "This server serves no adapters (model.lora is null).", param="lora_name")
-        if name in loaded:
-            raise ApiError(400, f"The lora adapter {name!r} has already been loaded.", param="lora_name")
-        if len(loaded) >= self._max_loras:
-            raise ApiError(
-                400, f"All {self._max_loras} adapter slots are in use: unload an adapter first.", param="lora_name"
-            )
         try:
             tensors, config = load_peft(folder)
             load_served_adapter(self._layers, 0, {key: t.to("meta") for key, t in tensors.items()}, config)
@@ -81,15 +66,16 @@ class AdapterGate:
         self._sizes[name] = _size(tensors, config)
         return self._fresh_path(name, folder)
 
-    def check_sizes(self, name: str, found: Sequence[AdapterSize | None]) -> None:
-        """Raises ValueError unless vLLM's layers, on each of its workers, hold what the adapter's file holds."""
+    def check_sizes(self, name: str, found: Sequence[Sequence[AdapterSize | None]]) -> None:
+        """Raises ValueError unless vLLM's layers, on each worker of each engine, hold what the adapter's file holds."""
         expected = self._sizes.pop(name)
-        for size in found:
+        for workers in found:
             # vLLM decides how layers are cut over several workers, so only check that each holds something where it
             # should.
-            fits = _is_close if len(found) == 1 else _is_there
-            if size is None or not all(fits(one, other) for one, other in zip(size, expected, strict=True)):
-                raise ValueError(f"its layers hold {size}, the file holds {expected}")
+            fits = _is_close if len(workers) == 1 else _is_there
+            for size in workers:
+                if size is None or not all(fits(one, other) for one, other in zip(size, expected, strict=True)):
+                    raise ValueError(f"its layers hold {size}, the file holds {expected}")
 
     def _fresh_path(self, name: str, folder: Path) -> str:
         """The same folder, spelled differently every time a name is loaded again.

@@ -57,7 +57,6 @@ class VllmControl:
         self._engine = engine
         self._requests = requests
         self._gate = gate
-        self._one_check = asyncio.Lock()
         self._output_dir = config.output_dir.resolve()
         self._broadcast = config.broadcast
         self._shapes = model_shapes(config.model.name)
@@ -74,9 +73,7 @@ class VllmControl:
         return answered
 
     async def load_adapter(self, request: Request, name: str, folder: Path) -> None:
-        # A large file takes long to read and to check; tokens of others must not wait for that.
-        async with self._one_check:
-            path = await asyncio.to_thread(self._gate, name, folder)
+        path = await asyncio.to_thread(self._gate, name, folder)
         await self._answer(request, LOAD, {"lora_name": name, "lora_path": path})
         await self._verify(name)
 
@@ -107,7 +104,7 @@ class VllmControl:
     async def _verify(self, name: str) -> None:
         """Make sure that its layers hold what the adapter's file holds."""
         request = self._requests[name]
-        found = await self._engine.collective_rpc("prl_adapter_size", args=(request.lora_int_id,))
+        found = await self._workers("prl_adapter_size", request.lora_int_id)
         try:
             self._gate.check_sizes(name, found)
         except ValueError as error:
@@ -131,7 +128,8 @@ class VllmControl:
             await asyncio.to_thread(check_weight_file, folder, self._shapes)
             return (str(folder),)
         label = weights_label(self._output_dir, folder)
-        num_workers = self._engine.vllm_config.parallel_config.world_size
+        parallel = self._engine.vllm_config.parallel_config
+        num_workers = parallel.world_size * parallel.data_parallel_size
         return (broadcast.host, broadcast.port, label, uuid.uuid4().hex, num_workers, broadcast.timeout_s)
 
     async def load_base(self) -> None:
@@ -139,9 +137,9 @@ class VllmControl:
             await self._apply()
 
     async def _stage(self, *source: Any) -> None:
-        answers: list[Staged] = await self._engine.collective_rpc("prl_stage_weights", args=source)
-        if problem := next((problem for problem in map(self._problem, answers) if problem), None):
-            await self._engine.collective_rpc("prl_drop_weights")
+        answers = await self._workers("prl_stage_weights", *source)
+        if problem := next((problem for each in answers for problem in map(self._problem, each) if problem), None):
+            await self._workers("prl_drop_weights")
             raise ApiError(400, f"The weights were not changed: {problem}", param="weight_dir")
 
     def _problem(self, staged: Staged) -> str | None:
@@ -151,10 +149,17 @@ class VllmControl:
 
     async def _apply(self) -> None:
         try:
-            await self._engine.collective_rpc("prl_apply_weights")
+            await self._workers("prl_apply_weights")
         except BaseException:
             self.failed = True
             raise
+
+    async def _workers(self, method: str, *args: Any) -> list[list[Any]]:
+        """What each worker of each data-parallel engine answers. vLLM's own `collective_rpc` asks all engines too, but
+        returns the answers of the first engine only."""
+        core = self._engine.engine_core
+        answers: list[list[Any]] = await core.call_utility_all_async("collective_rpc", method, None, args, None)
+        return answers
 
     @contextlib.asynccontextmanager
     async def _paused(self) -> AsyncIterator[None]:

@@ -29,11 +29,13 @@ IMPORTED: Mapping[str, Mapping[str, tuple[str, ...]]] = {
 # Class: methods and attributes of its objects.
 MEMBERS: Mapping[str, tuple[str, ...]] = {
     "vllm.v1.engine.async_llm.AsyncLLM": (
-        *("generate", "collective_rpc", "pause_generation", "resume_generation", "remove_lora"),
+        *("generate", "engine_core", "pause_generation", "resume_generation", "remove_lora"),
         *("get_supported_tasks", "errored", "model_config", "vllm_config"),
     ),
+    "vllm.v1.engine.core_client.AsyncMPClient": ("call_utility_all_async",),
+    "vllm.v1.engine.core.EngineCore": ("collective_rpc",),
     "vllm.entrypoints.openai.models.serving.OpenAIServingModels": ("lora_requests",),
-    "vllm.v1.worker.gpu_worker.Worker": ("reload_weights", "model_runner", "rank", "device"),
+    "vllm.v1.worker.gpu_worker.Worker": ("reload_weights", "model_runner", "rank", "parallel_config", "device"),
     "vllm.lora.worker_manager.WorkerLoRAManager": ("_adapter_manager",),
     "vllm.lora.model_manager.LoRAModelManager": ("lora_index_to_id", "modules"),
     "vllm.lora.layers.base_linear.BaseLinearLayerWithLoRA": ("lora_a_stacked", "lora_b_stacked"),

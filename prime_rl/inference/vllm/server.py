@@ -105,8 +105,7 @@ async def _serve(context: ServerContext, arguments: dict[str, Any], started: thr
         await init_app_state(engine, app.state, args, tasks)
         adapters = app.state.openai_serving_models.lora_requests
         config = context.config
-        gate = AdapterGate(config, adapters.keys)
-        control = VllmControl(config, app, engine, adapters, gate, _num_tokens)
+        control = VllmControl(config, app, engine, adapters, AdapterGate(config), _num_tokens)
         started.set()
         await serve(
             build_app(control, config, api_key=context.api_key),
@@ -135,24 +134,24 @@ def _snapshot(adapters: list[str]) -> Snapshot:
     running, waiting, tokens, kv_use = _measured(_RUNNING, _WAITING, _TOKENS, _KV_USE)
     return Snapshot(
         adapters=adapters,
-        num_running=int(running),
-        num_waiting=int(waiting),
-        num_tokens=int(tokens),
-        kv_use=min(kv_use, 1.0),
+        num_running=int(sum(running)),
+        num_waiting=int(sum(waiting)),
+        num_tokens=int(sum(tokens)),
+        kv_use=min(sum(kv_use) / max(len(kv_use), 1), 1.0),
     )
 
 
 def _num_tokens() -> int:
-    return int(_measured(_TOKENS)[0])
+    return int(sum(_measured(_TOKENS)[0]))
 
 
-def _measured(*names: str) -> list[float]:
-    """vLLM measures for its /metrics, in this process's registry."""
+def _measured(*names: str) -> list[list[float]]:
+    """The values of each data-parallel engine. vLLM measures for its /metrics, in this process's registry."""
     from prometheus_client import REGISTRY
 
-    values = dict.fromkeys(names, 0.0)
+    values: dict[str, list[float]] = {name: [] for name in names}
     for metric in REGISTRY.restricted_registry(names).collect():
         for sample in metric.samples:
             if sample.name in values:
-                values[sample.name] += sample.value
+                values[sample.name].append(sample.value)
     return list(values.values())

@@ -80,16 +80,19 @@ class NCCLWeightUpdateWorker(_WeightUpdateWorker):
     """Weights from the trainer's memory."""
 
     _prl_receiver: WeightReceiver | None = None
-    # vLLM's own: which of all workers this one is, and where its model is.
+    # vLLM's own: which worker of its engine this one is, which engine that is, and where the model is.
     rank: int
+    parallel_config: Any
     device: torch.device
 
     def prl_stage_weights(
         self, host: str, port: int, label: str, ticket: str, num_workers: int, timeout_s: float
     ) -> Staged:
         if self._prl_receiver is None:
+            before = self.parallel_config.data_parallel_index * self.parallel_config.world_size
+            rank = 1 + before + self.rank
             self._prl_receiver = WeightReceiver(
-                host, port, rank=1 + self.rank, num_receivers=num_workers, timeout_s=timeout_s, device=self.device
+                host, port, rank=rank, num_receivers=num_workers, timeout_s=timeout_s, device=self.device
             )
         try:
             tensors = self._prl_receiver.receive(label, ticket)

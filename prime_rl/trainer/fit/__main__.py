@@ -67,6 +67,8 @@ def _table(found: Answer) -> str:
         "peak of a pass": memory.peak,
         "room on the device": found.capacity.usable,
     }
+    if setting.offloads:
+        sizes["saved in host memory"] = memory.offloaded
     lines += [f"  {name:<30}{size / 2**30:>9.2f} GiB" for name, size in sizes.items()]
     lines += ["", *(f"  {name:<30}{value}" for name, value in _advice(found).items())]
     return "\n".join(lines)

@@ -10,6 +10,7 @@ import torch
 
 from prime_rl.configs.system import SystemConfig
 from prime_rl.configs.trainer import TrainerConfig
+from prime_rl.contract.served import NUM_CHAT_ADAPTERS
 from prime_rl.trainer.fit.auto import CPU_SHARE, MOST_AUTO_SLOTS, DoesNotFit, with_numbers
 from prime_rl.trainer.fit.capacity import (
     GIB,
@@ -53,6 +54,7 @@ class Answer:
             "activations": memory.activations,
             "head": memory.head,
             "backward": memory.work,
+            "offloaded": memory.offloaded,
             "usable": self.capacity.usable,
         }
         return {
@@ -85,7 +87,7 @@ def answer(system: SystemConfig, gpu_gib: float | None = None, num_gpus: int | N
     setting = setting_of(trainer, device_type, num_gpus)
     memory = predict(setting)
     room = capacity(setting, memory, gib)
-    adapters = setting.num_runs * system.inference.max_versions_per_run
+    adapters = setting.num_runs * system.inference.max_versions_per_run + NUM_CHAT_ADAPTERS
     shared = split(setting, memory, gib, adapters) if device_type == "cuda" else None
     dtype = trainer.model.dtype_on(device_type)
     return Answer(trainer.model.name, dtype, hardware, device_type == "cuda", setting, memory, room, shared)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from transformers import PretrainedConfig
 
 from prime_rl.configs.trainer import MOST_SLOTS
+from prime_rl.contract.served import NUM_CHAT_ADAPTERS
 from prime_rl.trainer.fit.predict import PassMemory, Setting, predict
 
 GIB = 2**30
@@ -97,7 +98,7 @@ def split(setting: Setting, memory: PassMemory, gpu_gib: float, num_adapters: in
     """How one GPU is divided between the trainer, for passes of `setting`, and vLLM; None when both do not fit.
 
     Args:
-        num_adapters: policy versions of all runs that vLLM holds at one time.
+        num_adapters: policy versions that vLLM holds at one time: of all runs, and that of a chat.
     """
     trainer = memory.peak / (1.0 - FRAGMENTS) + CONTEXT_BYTES
     utilization = math.floor(100 * (1.0 - trainer / (gpu_gib * GIB))) / 100
@@ -110,10 +111,10 @@ def split(setting: Setting, memory: PassMemory, gpu_gib: float, num_adapters: in
 def most_served(setting: Setting, memory: PassMemory, inference_bytes: float, versions: int) -> int:
     """Runs of which inference can hold `versions` adapters each in half of what it has beside the model; at least 1.
 
-    The other half is for its KV cache.
+    One more adapter is that of a chat. The other half is for its KV cache.
     """
-    room = inference_bytes - served_bytes(setting, memory)
-    return max(1, math.floor(room / 2 / (versions * served_adapter_bytes(setting, memory))))
+    adapters = (inference_bytes - served_bytes(setting, memory)) / 2 / served_adapter_bytes(setting, memory)
+    return max(1, math.floor((adapters - NUM_CHAT_ADAPTERS) / versions))
 
 
 def served_bytes(setting: Setting, memory: PassMemory) -> float:

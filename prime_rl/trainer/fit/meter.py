@@ -22,12 +22,15 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Attributes:
         alive: bytes now.
         peak: most bytes since the start, or since `reset_peak`.
+        on_host: bytes that lie elsewhere, in the memory of the host; they do not count as alive.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.alive = 0
         self.peak = 0
+        self.on_host = 0
+        self._is_host = False
         self._seen: weakref.WeakKeyDictionary[torch.UntypedStorage, _Size] = weakref.WeakKeyDictionary()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -46,6 +49,14 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def reset_peak(self) -> None:
         self.peak = self.alive
 
+    def copy_on_host(self, tensor: Tensor) -> Tensor:
+        """As large as `tensor`, in the memory of the host."""
+        self._is_host = True
+        try:
+            return torch.empty_like(tensor)
+        finally:
+            self._is_host = False
+
     def resized(self, storage: torch.UntypedStorage) -> None:
         """`storage` has another size now: sharded weights come and go so."""
         if size := self._seen.get(storage):
@@ -57,17 +68,24 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         storage = tensor.untyped_storage()
         if storage in self._seen:
             return
-        size = self._seen[storage] = _Size(storage.nbytes())
-        self.alive += size.num_bytes
+        size = self._seen[storage] = _Size(storage.nbytes(), self._is_host)
+        self._count(size, size.num_bytes)
         weakref.finalize(storage, self._remove, size)
 
     def _remove(self, size: _Size) -> None:
-        self.alive -= size.num_bytes
+        self._count(size, -size.num_bytes)
+
+    def _count(self, size: _Size, num_bytes: int) -> None:
+        if size.is_on_host:
+            self.on_host += num_bytes
+        else:
+            self.alive += num_bytes
 
 
 @dataclass
 class _Size:
     num_bytes: int
+    is_on_host: bool
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from prime_rl.configs.losses import AipoLossConfig
@@ -21,6 +22,7 @@ from prime_rl.configs.shared import LoRAConfig
 from prime_rl.configs.trainer import TrainerConfig
 from prime_rl.contract.types import TOKEN_BYTES, MicroBatch
 from prime_rl.trainer import fused
+from prime_rl.trainer import model as policy_model
 from prime_rl.trainer.fair_queue import LOSS_TOKEN
 from prime_rl.trainer.fit.meter import Meter, metered
 from prime_rl.trainer.fit.ranks import mesh_of_ranks
@@ -48,6 +50,7 @@ class Setting:
         lora: the adapters; None: all weights are trained.
         tokens: token positions of a pass: as many rows of `seq_len` as fit, at least one.
         checkpoints: whether layers are computed again in backward.
+        offloads: whether they keep what they need for that in the memory of the host, apart from the device's.
         packs: whether rows lie end to end.
         num_ranks: GPUs that the model is sharded over.
         host_copies: copies of all trained weights that lie in the same memory.
@@ -61,6 +64,7 @@ class Setting:
     tokens: int
     checkpoints: bool
     packs: bool = False
+    offloads: bool = False
     num_ranks: int = 1
     host_copies: int = 0
 
@@ -71,6 +75,10 @@ class Setting:
     @property
     def row_tokens(self) -> int:
         return self.tokens // self.num_rows
+
+    @property
+    def modes(self) -> dict[str, bool]:
+        return {"checkpoints": self.checkpoints, "offloads": self.offloads, "packs": self.packs}
 
 
 def setting_of(trainer: TrainerConfig, device_type: str, num_ranks: int) -> Setting:
@@ -85,6 +93,7 @@ def setting_of(trainer: TrainerConfig, device_type: str, num_ranks: int) -> Sett
         tokens=max(trainer.seq_len, trainer.micro_batch_tokens),
         checkpoints=model.checkpoints_on(device_type),
         packs=model.packs_on(device_type),
+        offloads=model.activation_offload and device_type == "cuda",
         num_ranks=num_ranks,
         host_copies=HOST_COPIES if device_type == "cpu" and model.lora is None else 0,
     )
@@ -102,6 +111,7 @@ class PassMemory:
         activations: what backward needs, when the layers' forward ends.
         head: the most that log-probabilities and entropies take then.
         work: what backward takes beyond all that; of a model that is trained, with the layers that are put together.
+        offloaded: what backward needs of which the host keeps a copy in the device's place: no part of the peak.
     """
 
     weights: float
@@ -110,11 +120,12 @@ class PassMemory:
     activations: float
     head: float
     work: float
+    offloaded: float = 0.0
 
     @property
     def peak(self) -> float:
-        """The most that is held at one time."""
-        return float(sum(astuple(self)))
+        """The most that the device holds at one time."""
+        return float(sum(astuple(self)) - self.offloaded)
 
 
 @dataclass(frozen=True)
@@ -127,6 +138,7 @@ class _Levels:
         in_head: the most until the head's forward ends.
         backward: the most from then until the embedding's backward begins.
         last: the most from then on: gradients of what is around the layers.
+        offloaded: what the host keeps when the head begins.
     """
 
     weights: float
@@ -137,11 +149,13 @@ class _Levels:
     in_head: float
     backward: float
     last: float
+    offloaded: float
 
     def memory(self) -> PassMemory:
         peak = max(self.forward, self.in_head, self.backward, self.last)
         head = self.in_head - self.at_head
-        return PassMemory(self.weights, self.adapters, self.optimizer, self.at_head, head, peak - self.in_head)
+        of_runs = self.weights, self.adapters, self.optimizer
+        return PassMemory(*of_runs, self.at_head, head, peak - self.in_head, self.offloaded)
 
     def plus(self, other: _Levels, times: float) -> _Levels:
         """`times` the other added to this one."""
@@ -193,8 +207,7 @@ def _levels_adapters(setting: Setting, config: PretrainedConfig) -> _Levels:
     with metered() as meter:
         base = AutoModelForCausalLM.from_config(config, dtype=setting.dtype)
         weights = meter.alive
-        modes = {"checkpoints": setting.checkpoints, "packs": setting.packs}
-        model = adapt_model(base, setting.lora, setting.num_runs, **modes)
+        model = adapt_model(base, setting.lora, setting.num_runs, **setting.modes)
         adapters = meter.alive - weights
         stages = _run_pass(setting, meter, model, model.adapters())
         return stages.levels(weights, 2 * adapters, MOMENTS * adapters)
@@ -203,8 +216,7 @@ def _levels_adapters(setting: Setting, config: PretrainedConfig) -> _Levels:
 def _levels_whole(setting: Setting, config: PretrainedConfig) -> _Levels:
     with mesh_of_ranks(setting.num_ranks) as mesh, metered() as meter:
         base = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-        modes = {"checkpoints": setting.checkpoints, "packs": setting.packs}
-        model = train_whole(base, mesh, setting.dtype, **modes)
+        model = train_whole(base, mesh, setting.dtype, **setting.modes)
         weights = meter.alive
         stages = _run_pass(setting, meter, model, list(base.parameters()))
         return stages.levels((1 + setting.host_copies) * weights, weights, MOMENTS * weights)
@@ -216,7 +228,7 @@ def _run_pass(setting: Setting, meter: Meter, model: PolicyModel, trained: list[
         leaf.grad = torch.zeros_like(leaf)
     stages = _Stages(meter, model)
     batch = micro_batch(setting)
-    with _few_chunks():
+    with _few_chunks(), _host_apart(meter):
         forward_backward(model, batch, [AipoLossConfig()] * len(batch.run_idxs), torch.device("cpu"))
     return stages
 
@@ -238,13 +250,26 @@ def _few_chunks() -> Iterator[None]:
         module.head_chunks = every
 
 
+@contextmanager
+def _host_apart(meter: Meter) -> Iterator[None]:
+    """Inside, what layers offload is copied to the memory of the host and back, as it is on a GPU."""
+    module: Any = policy_model
+    on_cpu = module.save_on_cpu
+    # Without memory all devices are the same one, so nothing would be copied.
+    module.save_on_cpu = lambda pin_memory: saved_tensors_hooks(meter.copy_on_host, torch.empty_like)
+    try:
+        yield
+    finally:
+        module.save_on_cpu = on_cpu
+
+
 class _Stages:
     """The most that is alive in each stage of a pass, and what is alive when the head begins."""
 
     def __init__(self, meter: Meter, model: PolicyModel) -> None:
         self._meter = meter
         self._start = meter.alive
-        self._at_head = 0
+        self._at_head = self._offloaded = 0
         self._peaks: list[int] = []
         meter.reset_peak()
         model.head.register_forward_pre_hook(self._head_begins)
@@ -257,6 +282,7 @@ class _Stages:
 
     def _head_begins(self, *_: Any) -> None:
         self._at_head = self._meter.alive - self._start
+        self._offloaded = self._meter.on_host
         self._stage_ends()
 
     def _embedded(self, module: nn.Module, inputs: Any, hidden_RTH: Tensor) -> None:
@@ -266,9 +292,8 @@ class _Stages:
     def levels(self, weights: int, adapters: int, optimizer: int) -> _Levels:
         self._stage_ends()
         forward, in_head, backward, *last = self._peaks
-        return _Levels(
-            weights, adapters, optimizer, self._at_head, forward, in_head, backward, max(last, default=backward)
-        )
+        most = (forward, in_head, backward, max(last, default=backward))
+        return _Levels(weights, adapters, optimizer, self._at_head, *most, self._offloaded)
 
 
 def micro_batch(setting: Setting) -> MicroBatch:

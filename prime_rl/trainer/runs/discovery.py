@@ -2,7 +2,7 @@
 
 `Discovery.scan` finds the runs that must leave, `Discovery.judge` those that may come; between the two the manager
 drops those that leave. When the new runs have their slots, `Discovery.report` reports invalid configs. Nothing is
-decided about slots: the manager does that.
+decided about slots: the manager does that. What the files of one run mean is in `control`.
 
 What was found of a run stands until something of it changes, or it leaves its slot. With hints only the runs that they
 name are looked at. Without any, the prints of each run (inodes and times of a few paths) are compared, which takes a
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import time
 from collections.abc import Callable, Collection, Mapping
@@ -21,19 +22,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from prime_rl.configs.orchestrator import OrchestratorConfig
-from prime_rl.contract.layout import (
-    RUN_FOLDERS,
-    RUN_PREFIX,
-    LayoutError,
-    OutputDir,
-    RunDir,
-    check_run_id,
-    list_steps,
-    refusal,
-)
-from prime_rl.contract.resume import pending_request
-from prime_rl.contract.status import DaemonStatus, RunStatus, read_status
-from prime_rl.trainer.runs.config_file import ConfigFile, Print, Validate, print_of
+from prime_rl.contract.layout import RUN_FOLDERS, RUN_PREFIX, LayoutError, OutputDir, RunDir, check_run_id, refusal
+from prime_rl.trainer.runs.admission import Claim
+from prime_rl.trainer.runs.control import ConfigFile, Print, Validate, is_finished, print_of
+from prime_rl.trainer.runs.leaving import Leave, find_leave
 
 logger = logging.getLogger(__name__)
 
@@ -43,9 +35,7 @@ YOUNG_NS = 2 * 10**9
 CLOSE_LOOKS = 12
 # So long, or so many of them, may reports hold up the other work of one look.
 REPORT_S, MIN_REPORTS = 0.1, 16
-# In the folder of a run: what decides about it.
-_DECIDING = ("", "/control", "/control/orch.toml", "/configs/orch.toml", "/broadcast")
-# What was found of a run in a slot that keeps it. Everything else is the name of a list of `Findings`.
+# Verdict on a run in a slot that keeps it. All others are names of fields of `Findings`.
 _STAYS = "stays"
 
 
@@ -58,6 +48,10 @@ class Candidate:
     landed_ns: int
     inode: int
 
+    @property
+    def claim(self) -> Claim:
+        return Claim(self.run.run_id, self.config.priority, self.landed_ns, self.config.preempt)
+
 
 @dataclass
 class Findings:
@@ -65,50 +59,126 @@ class Findings:
 
     Attributes:
         gone: active runs that must leave their slot, with the reason.
+        saved: those of them that leave after a checkpoint.
         candidates: runs that may have a slot, in admission order; active ones are not among them.
         refused: `run_*` entries that may not be used, with the reason.
-        invalid, evicted, failed, finished, unconfigured, settling: run ids that have no slot for that reason; the last
-            are those whose config has not come to rest.
-        due: when to look again at those that settle (seconds of the clock), else None.
+        changed: the configs of active runs that changed, by run id.
+        invalid, evicted, paused, failed, finished, unconfigured, settling: run ids that have no slot for that reason;
+            the last are those whose config has not come to rest.
+        due: when to look again at those that settle (seconds of the clock).
         folders: what to watch.
     """
 
     gone: dict[str, str] = field(default_factory=dict)
+    saved: set[str] = field(default_factory=set)
     candidates: list[Candidate] = field(default_factory=list)
     refused: dict[str, str] = field(default_factory=dict)
     invalid: list[str] = field(default_factory=list)
+    changed: dict[str, OrchestratorConfig] = field(default_factory=dict)
     evicted: list[str] = field(default_factory=list)
+    paused: list[str] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
     finished: list[str] = field(default_factory=list)
     unconfigured: list[str] = field(default_factory=list)
     settling: list[str] = field(default_factory=list)
-    due: float | None = None
+    due: float = math.inf
     folders: list[Path] = field(default_factory=list)
 
 
-@dataclass
 class _Entry:
-    """What is known of one `run_*` entry.
+    """One `run_*` entry: what was found of it, and how that is found.
 
     Attributes:
         inode: of the folder; another one means another run.
-        config: what was read of its config.
-        folder: what to watch: the folder in which the next change is expected.
-        refusal: why it may not be used, else None.
-        link: a folder of it that is a link, if that is why it has no slot.
-        outcome: what was found, None as long as it must be judged.
+        deciding: paths that decide about it; `prints` are those of the last look at everything.
+        folder: what to watch, where the next change is expected; null when the entry is refused as a run.
+        refusal: why it may not be used.
+        verdict: see `_STAYS`; null while it must be judged.
         due: when to judge a config again that may still change.
     """
 
-    run: RunDir
-    inode: int
-    config: ConfigFile
-    folder: Path = field(default_factory=Path)
-    prints: tuple[Print | None, ...] = ()
-    refusal: str | None = None
-    link: Path | None = None
-    outcome: str | None = None
-    due: float | None = None
+    def __init__(self, output: OutputDir, run_id: str, inode: int) -> None:
+        self.run = RunDir(output.path / run_id)
+        self.inode = inode
+        self.config = ConfigFile(self.run)
+        inside = ("", "/control", "/control/orch.toml", "/configs/orch.toml", "/broadcast")
+        self.deciding = [*(f"{self.run.path}{path}" for path in inside), str(output.daemon_status(run_id))]
+        self.prints: list[Print | None] = []
+        self.folder: Path | None = None
+        self.refusal: str | None = None
+        self.verdict: str | None = None
+        self.due = math.inf
+
+    def look(self) -> None:
+        """What was found may be outdated: whether it can be a run, and what to watch."""
+        run, self.verdict, self.folder = self.run, None, None
+        try:
+            check_run_id(run.run_id)
+            self.refusal = refusal(run.path.parent, run.path)
+        except LayoutError as error:
+            self.refusal = str(error)
+        except OSError as error:
+            self.refusal = f"{run.path} cannot be looked at: {error.strerror}"
+        if self.refusal is None:
+            # `control/`, or the folder in which it will be made; the older place of configs is one such folder.
+            places = (run.control, run.orch_toml.parent)
+            self.folder = next((folder for folder in places if os.path.isdir(folder)), run.path)
+
+    def must_leave(self, inode: int) -> Leave | None:
+        """Why the run that was admitted from the folder `inode` must leave its slot, or None."""
+        if self.folder is None:
+            return Leave(self.refusal or "", "refused")
+        if inode != self.inode:
+            return Leave("its folder was replaced by another", "refused")
+        if leave := find_leave(self.run):
+            return leave
+        if self.config.has_changed():
+            self.due = -math.inf
+        return None
+
+    def read_again(self, validate: Validate, settle_s: float, now: float) -> OrchestratorConfig | None:
+        """The changed config of a run that keeps its slot, when it rests and is valid. OSError as in `judge`."""
+        is_there = os.path.lexists(self.run.orch_toml)
+        due = self.config.read(validate, settle_s, now) if is_there else None
+        self.due = math.inf if due is None else due
+        if is_there and due is None and self.config.config is None:
+            text = "%s: its changed orch.toml is invalid, it keeps its admitted config: %s"
+            logger.warning(text, self.run.run_id, self.config.problem)
+        return self.config.config if is_there and due is None else None
+
+    def judge(self, validate: Validate, settle_s: float, now: float) -> str:
+        """The verdict on a run without a slot. OSError when it was deleted meanwhile or cannot be read."""
+        run, config, self.due = self.run, self.config, math.inf
+        if self.folder is None:
+            return "refused"
+        if leave := find_leave(run):
+            config.forget_verdict()  # it is read again when the run comes back
+            return leave.outcome
+        # Pruning and publishing would write outside the run.
+        links = (folder for name in RUN_FOLDERS if os.path.islink(folder := run.path / name))
+        if (link := next(links, None)) is not None:
+            self.refusal = f"{link} is a symbolic link: the folders of a run must be real ones"
+            return "refused"
+        if not os.path.lexists(run.orch_toml):
+            return "unconfigured"
+        if (due := config.read(validate, settle_s, now)) is not None:
+            self.due = due
+            return "settling"
+        if config.config is None:
+            return "invalid"
+        return "finished" if is_finished(run, config.config) else "candidates"
+
+    def tell(self, found: Findings) -> None:
+        """Enter the verdict."""
+        run_id, config = self.run.run_id, self.config
+        if self.verdict == "candidates":
+            assert config.config is not None and config.print is not None
+            found.candidates.append(Candidate(self.run, config.config, config.print.mtime_ns, self.inode))
+        elif self.verdict == "refused":
+            found.refused[run_id] = self.refusal or ""
+        elif self.verdict:
+            getattr(found, self.verdict).append(run_id)
+        found.due = min(found.due, self.due)
 
 
 class Discovery:
@@ -143,36 +213,43 @@ class Discovery:
         watched folders with a hint; None looks at everything.
         """
         for run_id in self.suspects(changed):
-            self._look_at(self._entries[run_id])
+            self._entries[run_id].look()
         found = Findings(folders=[self._output.path])
         for run_id, entry in self._entries.items():
-            if entry.refusal is not None:
-                found.refused[run_id] = entry.refusal
-                continue
-            found.folders.append(entry.folder)
-            if run_id not in active:
-                entry.outcome = None if entry.outcome == _STAYS else entry.outcome
-            elif entry.outcome != _STAYS or entry.inode != active[run_id]:
-                if reason := _must_leave(entry, active[run_id]):
-                    found.gone[run_id] = reason
-                entry.outcome = None if reason else _STAYS
-        for run_id in active.keys() - self._entries.keys() | active.keys() & found.refused.keys():
-            found.gone[run_id] = found.refused.get(run_id, "its folder is gone")
+            if entry.folder is not None:
+                found.folders.append(entry.folder)
+            if run_id in active and entry.verdict != _STAYS:
+                if leave := entry.must_leave(active[run_id]):
+                    found.gone[run_id] = leave.reason
+                    found.saved.update({run_id} if leave.saves else ())
+                entry.verdict = None if leave else _STAYS
+        found.gone |= dict.fromkeys(active.keys() - self._entries.keys(), "its folder is gone")
         return found
 
     def judge(self, found: Findings) -> None:
-        """Say of each run without a slot whether it may have one, or why not."""
+        """Find for each run without a slot whether it may have one, or why not."""
         for run_id, entry in self._entries.items():
-            if entry.refusal is not None or entry.outcome == _STAYS:
+            if entry.verdict == _STAYS:
+                self._read_again(entry, found)
                 continue
-            if entry.outcome is None or entry.due is not None:
+            if entry.verdict is None or entry.due < math.inf:
                 try:
-                    entry.outcome = self._judge(entry)
+                    entry.verdict = entry.judge(self._validate, self._settle_s, self._clock())
                 except OSError as error:  # deleted meanwhile, or it cannot be read: looked at again next time
                     logger.debug("looking at %s failed: %s", run_id, error)
-                    continue
-            _tell(entry, entry.outcome, found)
-        found.candidates.sort(key=lambda candidate: (candidate.landed_ns, candidate.run.run_id))
+                    entry.verdict = None
+            entry.tell(found)
+        found.candidates.sort(key=lambda candidate: candidate.claim.order)
+
+    def _read_again(self, entry: _Entry, found: Findings) -> None:
+        if entry.due == math.inf:
+            return
+        try:
+            if (config := entry.read_again(self._validate, self._settle_s, self._clock())) is not None:
+                found.changed[entry.run.run_id] = config
+        except OSError as error:
+            logger.debug("reading the changed config of %s failed: %s", entry.run.run_id, error)
+        found.due = min(found.due, entry.due)
 
     def report(self, found: Findings) -> None:
         """Report some invalid configs to their owners; the others at the next look, which is due at once.
@@ -194,12 +271,13 @@ class Discovery:
     def suspect(self, run_id: str) -> None:
         """What was found about a run may be outdated."""
         if run_id in self._entries:
-            self._entries[run_id].outcome = None
+            self._entries[run_id].verdict = None
 
     def forget_verdicts(self) -> None:
         """All configs are to be validated again."""
         for entry in self._entries.values():
-            entry.config, entry.outcome = ConfigFile(entry.run), None
+            entry.config.forget_verdict()
+            entry.verdict = None
 
     def suspects(self, changed: Collection[Path] | None = None) -> set[str]:
         """Bring the entries up to date; the ids of those that may be other than before."""
@@ -216,10 +294,7 @@ class Discovery:
             inodes = {entry.name: entry.inode() for entry in entries if entry.name.startswith(RUN_PREFIX)}
         known = {run_id: entry for run_id, entry in self._entries.items() if entry.inode == inodes.get(run_id)}
         came = inodes.keys() - known.keys()
-        for run_id in sorted(came):
-            run = RunDir(self._output.path / run_id)
-            known[run_id] = _Entry(run, inodes[run_id], ConfigFile(run))
-        self._entries = known
+        self._entries = known | {run_id: _Entry(self._output, run_id, inodes[run_id]) for run_id in sorted(came)}
         return came
 
     def _compare(self) -> set[str]:
@@ -228,109 +303,9 @@ class Discovery:
         old_ns = self._wall_ns() - YOUNG_NS
         suspects = set()
         for index, (run_id, entry) in enumerate(self._entries.items()):
-            prints = _prints(entry.run, self._output.daemon_status(run_id))
-            is_young = any(each is not None and max(each[1], each[2]) > old_ns for each in prints)
+            prints = [print_of(path) for path in entry.deciding]
+            is_young = any(each is not None and max(each.mtime_ns, each.ctime_ns) > old_ns for each in prints)
             if is_young or prints != entry.prints or (index + self._num_looks) % CLOSE_LOOKS == 0:
                 suspects.add(run_id)
             entry.prints = prints
         return suspects
-
-    def _look_at(self, entry: _Entry) -> None:
-        entry.outcome, run = None, entry.run
-        try:
-            check_run_id(run.run_id)
-            entry.refusal = refusal(self._output.path, run.path)
-        except LayoutError as error:
-            entry.refusal = str(error)
-        except OSError as error:
-            entry.refusal = f"{run.path} cannot be looked at: {error.strerror}"
-        # `control/`, or the folder in which it will be made; the older place of configs is one such folder.
-        places = (run.control, run.orch_toml.parent)
-        entry.folder = next((folder for folder in places if os.path.isdir(folder)), run.path)
-
-    def _judge(self, entry: _Entry) -> str:
-        run, config, entry.due = entry.run, entry.config, None
-        if os.path.lexists(run.evicted):
-            entry.config = ConfigFile(run)  # it is read again when the run comes back
-            return "evicted"
-        if given_up(run):
-            entry.config = ConfigFile(run)
-            return "failed"
-        entry.link = _linked_folder(run)
-        if entry.link is not None:
-            return "refused"
-        if not os.path.lexists(run.orch_toml):
-            return "unconfigured"
-        entry.due = config.read(self._validate, self._settle_s, self._clock())
-        if entry.due is not None:
-            return "settling"
-        if config.config is None:
-            return "invalid"
-        return "finished" if is_finished(run, config.config) else "candidates"
-
-
-def _tell(entry: _Entry, outcome: str, found: Findings) -> None:
-    run, config = entry.run, entry.config.config
-    if outcome == "candidates":
-        assert config is not None
-        found.candidates.append(Candidate(run, config, entry.config.landed_ns, entry.inode))
-    elif outcome == "refused":
-        found.refused[run.run_id] = f"{entry.link} is a symbolic link: the folders of a run must be real ones"
-    else:
-        getattr(found, outcome).append(run.run_id)
-    if entry.due is not None:
-        found.due = min(entry.due, found.due or entry.due)
-
-
-def _must_leave(entry: _Entry, inode: int) -> str | None:
-    """Why a run that was admitted from the folder `inode` must leave its slot, or None."""
-    if inode != entry.inode:
-        return "its folder was replaced by another"
-    if os.path.lexists(entry.run.evicted):
-        return "it was evicted"
-    if reason := given_up(entry.run):
-        return reason
-    if entry.config.has_changed():
-        logger.info(
-            "%s: orch.toml has changed; the run keeps its admitted config while it is in its slot", entry.run.run_id
-        )
-    return None
-
-
-def is_finished(run: RunDir, config: OrchestratorConfig) -> bool:
-    """Whether the newest published version is the last one that the run asked for, and it does not ask to go back."""
-    published = list_steps(run.broadcast, stable_only=True)
-    return (
-        bool(published) and published[-1] >= config.max_steps and pending_request(run, config.ckpt.resume_step) is None
-    )
-
-
-def given_up(run: RunDir) -> str | None:
-    """Why the run gets no more batches: the final state of its orchestrator or daemon; else None.
-
-    A run without batches would hold its slot forever while others wait.
-    """
-    status = read_status(run.status, RunStatus)
-    if status is not None and status.state == "failed":
-        return f"its orchestrator failed: {status.reason}"
-    daemon = read_status(OutputDir(run.path.parent).daemon_status(run.run_id), DaemonStatus)
-    if daemon is not None and daemon.state == "failed":
-        return f"its orchestrator is not started again: {daemon.reason}"
-    return None
-
-
-def _linked_folder(run: RunDir) -> Path | None:
-    """A folder of the run that is a link: pruning and publishing would write outside the run."""
-    return next((folder for name in RUN_FOLDERS if os.path.islink(folder := run.path / name)), None)
-
-
-def _prints(run: RunDir, daemon_status: Path) -> tuple[Print | None, ...]:
-    """Of what decides about a run."""
-    return (*(_print_of(f"{run.path}{name}") for name in _DECIDING), _print_of(daemon_status))
-
-
-def _print_of(path: str | Path) -> Print | None:
-    try:
-        return print_of(os.lstat(path))
-    except OSError:
-        return None

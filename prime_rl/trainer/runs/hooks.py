@@ -17,6 +17,7 @@ from typing import Protocol
 from prime_rl.configs.orchestrator import OrchestratorConfig
 from prime_rl.trainer.runs.run import TrainerRun
 from prime_rl.trainer.runs.sync import Channel, HookReport
+from prime_rl.utils.text import error_text
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +53,8 @@ class RunLife(Protocol):
         """
 
     def may_leave(self, run: TrainerRun) -> bool:
-        """Rank 0: whether a run that is to leave its slot can leave it now; asked at every look."""
+        """Rank 0: whether a run that is to leave its slot can leave it now; asked at every look. It sees to it that
+        one that `saves` is saved."""
 
     def forgotten(self, run: TrainerRun) -> None:
         """Rank 0: the run loses its slot, while its data is still there."""
@@ -128,22 +130,6 @@ def call_leaving(calls: Sequence[Callable[[], None]], run_id: str) -> None:
             logger.exception("%s: a part of the trainer failed while the run left its slot", run_id)
 
 
-def hook_name(hook: object) -> str:
-    """`Packer.discovered_hook`."""
-    return str(getattr(hook, "__qualname__", type(hook).__qualname__))
-
-
 def hook_failure(hook: object, error: Exception) -> str:
-    """Which hook failed, and why."""
-    return f"{hook_name(hook)}: {error_text(error)}"
-
-
-def printable(text: str) -> str:
-    """`text` with what cannot be encoded (bytes of a file name that are no UTF-8) written as escapes."""
-    return text.encode(errors="backslashreplace").decode()
-
-
-def error_text(error: Exception) -> str:
-    """An error as part of a sentence; the type is named unless the text was written for people."""
-    text = str(error)
-    return text if isinstance(error, ValueError | OSError) and text else f"{type(error).__name__}: {text}"
+    """Which hook failed, and why: "Packer.check_room: KeyError: 3"."""
+    return f"{getattr(hook, '__qualname__', type(hook).__qualname__)}: {error_text(error)}"

@@ -27,11 +27,13 @@ from torch import Tensor, nn
 
 from prime_rl.configs.orchestrator import OrchestratorConfig
 from prime_rl.configs.validate import TrainerLimits, check_against_trainer, resolve
+from prime_rl.contract.files import remove
 from prime_rl.contract.layout import RunDir
 from prime_rl.lora.linear import MultiLoRALinear
 from prime_rl.trainer.runs.adapters import SlotAdapters, SlotWeights, dtype_of, rank_of
+from prime_rl.trainer.runs.admission import preempted
+from prime_rl.trainer.runs.control import Evictions
 from prime_rl.trainer.runs.discovery import Candidate, Discovery, Findings
-from prime_rl.trainer.runs.evictions import Evictions
 from prime_rl.trainer.runs.hooks import (
     ConfigValidationHook,
     DiscoveredHook,
@@ -41,15 +43,15 @@ from prime_rl.trainer.runs.hooks import (
     call_coming,
     call_leaving,
     calls_of,
-    error_text,
 )
-from prime_rl.trainer.runs.run import FINISHED, BySlot, Progress, TrainerRun
+from prime_rl.trainer.runs.run import FINISHED, Progress, Slots, TrainerRun
 from prime_rl.trainer.runs.sync import Channel, SlotState, StateMessage, slot_changes
+from prime_rl.utils.text import error_text
 
 logger = logging.getLogger(__name__)
 
 
-class MultiRunManager:
+class MultiRunManager(Slots):
     """See the module.
 
     Args:
@@ -60,9 +62,7 @@ class MultiRunManager:
         settle_s: how long a config may be half written before it is reported as bad.
 
     Attributes:
-        runs: by slot; null where it is free.
         life: what the trainer does with a run that comes or goes; null where there is only a manager.
-        progress, ready_to_update: by slot. What rank 0 sets before `synchronize_state` reaches all ranks with it.
         findings: what the last look at the disk found (rank 0).
         waiting: ids of the runs for which there was no slot, in admission order (rank 0).
     """
@@ -76,13 +76,10 @@ class MultiRunManager:
         channel: Channel | None = None,
         settle_s: float = 0.0,
     ) -> None:
+        super().__init__(max_runs)
         self.output_dir = Path(output_dir)
-        self.max_runs = max_runs
         self.channel = channel or Channel.of_default_group()
-        self.runs: list[TrainerRun | None] = [None] * max_runs
         self.life: RunLife | None = None
-        self.progress = BySlot(self.runs, "progress", Progress)
-        self.ready_to_update = BySlot(self.runs, "ready", bool)
         self.findings = Findings()
         self.waiting: list[str] = []
         self._adapters = SlotAdapters(max_runs)
@@ -93,69 +90,12 @@ class MultiRunManager:
         self._num_admissions = 0
         self._synced: list[SlotState] = []
         self._evictions = Evictions(self.output_dir)
-
-    # Slots
+        # Ids of waiting runs for which others give up their slots.
+        self._urgent: set[str] = set()
 
     @property
     def is_master(self) -> bool:
         return self.channel.is_master
-
-    @property
-    def used(self) -> list[TrainerRun]:
-        """The runs in slots, by slot."""
-        return [run for run in self.runs if run is not None]
-
-    @property
-    def active(self) -> list[TrainerRun]:
-        """The runs that go on: neither evicted nor finished, only not yet removed. By slot."""
-        return [run for run in self.used if run.leaving is None]
-
-    @property
-    def ready(self) -> list[TrainerRun]:
-        """The runs to update. By slot."""
-        return [run for run in self.used if run.ready]
-
-    @property
-    def config(self) -> dict[int, OrchestratorConfig]:
-        """By slot in use, resolved: it has rank, alpha and seq_len."""
-        return {run.run_idx: run.config for run in self.used}
-
-    @property
-    def idx_2_id(self) -> dict[int, str]:
-        return {run.run_idx: run.run_id for run in self.used}
-
-    @property
-    def id_2_idx(self) -> dict[str, int]:
-        return {run.run_id: run.run_idx for run in self.used}
-
-    @property
-    def used_idxs(self) -> set[int]:
-        return {run.run_idx for run in self.used}
-
-    @property
-    def unused_idxs(self) -> set[int]:
-        return {run_idx for run_idx, run in enumerate(self.runs) if run is None}
-
-    @property
-    def ready_to_update_idxs(self) -> list[int]:
-        return [run.run_idx for run in self.ready]
-
-    def run(self, run_idx: int) -> TrainerRun:
-        """The run in a slot. Raises KeyError for a free one."""
-        run = self.runs[run_idx]
-        if run is None:
-            raise KeyError(f"no run in slot {run_idx}; slots in use: {sorted(self.used_idxs)}")
-        return run
-
-    def run_of(self, run_id: str) -> TrainerRun | None:
-        """The run of that id, if it has a slot."""
-        return next((run for run in self.used if run.run_id == run_id), None)
-
-    def get_run_dir(self, idx: int) -> Path:
-        return self.run(idx).dir.path
-
-    def run_dirs(self) -> list[Path]:
-        return [run.dir.path for run in self.used]
 
     # Weights
 
@@ -264,7 +204,8 @@ class MultiRunManager:
     @property
     def needs_discovery(self) -> bool:
         """Whether a run is to leave its slot, whatever is on disk."""
-        return bool(self._evictions) or len(self.active) < len(self.used)
+        are_done = (run.parting is not None and run.in_work is None for run in self.used)
+        return bool(self._evictions.unwritten) or len(self.active) < len(self.used) or any(are_done)
 
     @property
     def has_changes(self) -> bool:
@@ -279,19 +220,12 @@ class MultiRunManager:
         self.channel.beat()
         self._evictions.write()
         self.findings = self._discovery.scan({run.run_id: run.inode for run in self.active}, changed)
-        for run in sorted(self.used, key=lambda run: run.run_id):
-            run.leaving = run.leaving or self.findings.gone.get(run.run_id)
-            if run.leaving is not None and (self.life is None or self.life.may_leave(run)):
-                self._forget(run, run.leaving)
+        self._remove_leaving()
         self._discovery.judge(self.findings)
-        self.waiting = []
-        for candidate in self.findings.candidates:
-            if candidate.run.run_id in self._evictions or self.run_of(candidate.run.run_id):
-                continue
-            if self.unused_idxs:
-                self._admit(candidate)
-            else:
-                self.waiting.append(candidate.run.run_id)
+        for run_id, config in self.findings.changed.items():
+            if (run := self.run_of(run_id)) is not None:
+                run.take_live_keys(config)
+        self._admit_waiting()
         self._discovery.report(self.findings)
 
     def _fits(self, config: OrchestratorConfig) -> tuple[bool, str]:
@@ -299,6 +233,36 @@ class MultiRunManager:
         limits = self._limits or self._adapters.limits_for(config)
         problems = "; ".join(str(problem) for problem in check_against_trainer(config, limits))
         return not problems, problems
+
+    def _remove_leaving(self) -> None:
+        for run in sorted(self.used, key=lambda run: run.run_id):
+            if run.leaving is None:
+                run.part(self.findings.gone.get(run.run_id), saves=run.run_id in self.findings.saved)
+            if run.leaving is not None and (self.life is None or self.life.may_leave(run)):
+                self._forget(run, run.leaving)
+
+    def _admit_waiting(self) -> None:
+        """Admit those whose turn it is; of the others, some may take the slots of less urgent runs."""
+        taken = self._evictions.unwritten.keys() | self.id_2_idx.keys()
+        candidates = [each for each in self.findings.candidates if each.run.run_id not in taken]
+        candidates.sort(key=lambda candidate: candidate.run.run_id not in self._urgent)
+        waiting = []
+        for candidate in candidates:
+            if self.unused_idxs:
+                self._admit(candidate)
+            else:
+                waiting.append(candidate.claim)
+        self.waiting = [claim.run_id for claim in waiting]
+        stay = [run.claim for run in self.active if run.parting is None]
+        pairs = preempted(waiting, stay, len(self.used) - len(stay))
+        self._urgent = self._urgent.intersection(self.waiting).union(pairs.values())
+        for run_id, by in pairs.items():
+            self._preempt(self.run(self.id_2_idx[run_id]), f"preempted by {by}")
+
+    def _preempt(self, run: TrainerRun, why: str) -> None:
+        run.part(why, saves=True)
+        if run.leaving is not None and run.note_preempted() and self.life:
+            self.life.may_leave(run)  # to have it saved; it leaves at the next look
 
     def _forget(self, run: TrainerRun, reason: str) -> None:
         logger.info("%s leaves slot %d: %s", run.run_id, run.run_idx, reason)
@@ -311,8 +275,10 @@ class MultiRunManager:
         config = resolve(candidate.config, self._limits or self._adapters.limits_for(candidate.config))
         self._num_admissions += 1
         run = TrainerRun(min(self.unused_idxs), candidate.run, config, self._num_admissions, candidate.inode)
+        run.landed_ns = candidate.landed_ns
         self._take_slot(run)
         try:
+            remove(run.dir.preempted)
             if self.life:
                 self.life.admitted(run)
             for call in calls_of(self._hooks.discovered, run.run_idx, run.run_id, config):

@@ -45,11 +45,15 @@ class StateMessage(msgspec.Struct, frozen=True, tag="state"):
 
 
 class ReadyRun(msgspec.Struct, frozen=True):
-    """A run whose whole batch has been handed out: it is updated after this pack."""
+    """A run whose whole batch has been handed out: it is updated after this pack.
+
+    `kept`: places in the batch of the rollouts that people get to read.
+    """
 
     run_idx: int
     num_tokens: int
     num_samples: int
+    kept: list[int] = []
 
 
 class PackMessage(msgspec.Struct, frozen=True, tag="pack"):
@@ -57,6 +61,12 @@ class PackMessage(msgspec.Struct, frozen=True, tag="pack"):
 
     micro_batch: MicroBatch
     ready: list[ReadyRun]
+
+
+class SaveMessage(msgspec.Struct, frozen=True, tag="save"):
+    """The run in this slot is to be saved: all ranks collect it."""
+
+    run_idx: int
 
 
 class StopMessage(msgspec.Struct, frozen=True, tag="stop"):
@@ -70,7 +80,7 @@ class HookReport(msgspec.Struct, frozen=True):
     has_more: bool
 
 
-Message = StateMessage | PackMessage | StopMessage
+Message = StateMessage | PackMessage | SaveMessage | StopMessage
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
 _report_decoder = msgspec.msgpack.Decoder(HookReport)

@@ -155,4 +155,6 @@ def _copy(recording: Recording, workspace: Path, place: int) -> RunDir:
         write_atomic(copy.rollout_file(step), batch, durable=False)
     if recording.start:
         shutil.copytree(source.checkpoint_dir(recording.start), copy.checkpoint_dir(recording.start), symlinks=True)
+    elif recording.config.init.from_ is not None:
+        shutil.copytree(source.init, copy.init, symlinks=True)
     return copy

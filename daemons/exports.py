@@ -1,0 +1,249 @@
+"""A version of a run as a folder to take home: `prl runs export`, and the same in the TUI.
+
+An adapter in PEFT format, or a whole model with its tokenizer, each with a model card. It is written beside its place
+and renamed when it is complete, so a kill leaves nothing half; what a killed export left there is removed by the next
+one. An adapter is merged into the base model by a process of its own (`prime_rl.trainer.merge`), which has torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import IO
+
+from daemons import audit
+from daemons.cards import CardFacts, model_card
+from daemons.details import hide_secrets
+from daemons.errors import ActionError, WrongUseError, in_one_line, one_line_errors
+from daemons.in_use import Progress
+from daemons.process import python_module, run_child
+from daemons.results import read_result
+from daemons.specs import MERGE_MODULE
+from daemons.trash import existing_run
+from daemons.versions import Version, find_version
+from prime_rl.configs.base import ConfigError, load_toml
+from prime_rl.contract.files import open_file
+from prime_rl.contract.layout import OutputDir, RunDir
+from prime_rl.contract.peft import ADAPTER_FILE, CONFIG_FILE, read_adapter_config
+from prime_rl.utils.text import clean_strings, one_line
+
+ADAPTER, MERGED, MODEL = "adapter", "merged", "model"
+CARD_FILE = "README.md"
+MODEL_FILES = ("config.json", "model.safetensors")
+# What a checkpoint has besides the weights: of use to the trainer alone.
+_OF_TRAINER = ("state.safetensors", "progress.json")
+# A log of the merge is read from its end: transformers may warn at length.
+MAX_LOG_BYTES = 64_000
+_REPOSITORY = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}/[A-Za-z0-9][A-Za-z0-9._-]{0,95}")
+
+
+@dataclass(frozen=True)
+class Export:
+    """What was written, or would be. `kind`: adapter, merged (into the base model) or model (it was trained whole).
+
+    `url` is where it was pushed to.
+    """
+
+    run_id: str
+    step: int
+    kind: str
+    out: Path
+    base_model: str
+    num_bytes: int = 0
+    url: str | None = None
+
+
+def export_run(
+    output_dir: Path,
+    run_id: str,
+    out: Path,
+    *,
+    step: int | None = None,
+    merge: bool = False,
+    push: str | None = None,
+    dry_run: bool = False,
+    stop: Callable[[], bool] = lambda: False,
+    on_progress: Progress = lambda message: None,
+) -> Export:
+    """Write version `step` (default: the newest) to the new folder `out`, and push it to the hub as `push`.
+
+    A merge ends early when `stop()` is true. Raises ActionError; then `out` is not there, unless only the push failed.
+    """
+    output, out = OutputDir(Path(output_dir)), Path(os.path.abspath(out))
+    with one_line_errors(f"exporting {run_id}"):
+        run = existing_run(output, run_id)
+        version = find_version(run, step)
+        source, planned = _plan(run, version, out, merge)
+        _check_place(output, out)
+        if push is not None:
+            _check_push(push)
+        if dry_run:
+            return planned
+        on_progress(f"writing version {version.step} of {run_id} to {out}")
+        with _staged(out) as folder:
+            if planned.kind == MERGED:
+                _merge(planned, source, folder, stop)
+            else:
+                _copy(source, folder, planned.kind)
+            (folder / CARD_FILE).write_text(_card(run, planned))
+            num_bytes = sum(path.stat().st_size for path in folder.iterdir())
+        audit.record(output, "export", run_id, detail=f"version {version.step} ({planned.kind}) to {out}")
+    done = replace(planned, num_bytes=num_bytes)
+    return done if push is None else replace(done, url=_push(output, done, push, on_progress))
+
+
+def _plan(run: RunDir, version: Version, out: Path, merge: bool) -> tuple[Path, Export]:
+    """The folder with the weights, and what is made of it."""
+    if (source := version.adapter) is not None:
+        try:
+            config = read_adapter_config(source)
+        except ValueError as error:
+            raise ActionError(in_one_line(str(error))) from error
+        return source, Export(run.run_id, version.step, MERGED if merge else ADAPTER, out, config.base_model)
+    for folder in (version.published, version.checkpoint):
+        if folder is not None and all((folder / name).is_file() for name in MODEL_FILES):
+            return folder, Export(run.run_id, version.step, MODEL, out, _base_model(run))
+    raise ActionError(
+        f"the weights of {version.name} are not on disk, only inference has them: export a step with a checkpoint"
+    )
+
+
+def _base_model(run: RunDir) -> str:
+    model = _config(run).get("model")
+    return str(model.get("name", "")) if isinstance(model, dict) else ""
+
+
+def _check_place(output: OutputDir, out: Path) -> None:
+    if os.path.lexists(out):
+        raise ActionError(f"{out} already exists: choose a new folder with --out")
+    if not out.parent.is_dir():
+        raise ActionError(f"{out.parent} not found: make the folder first, or choose another with --out")
+    if Path(os.path.realpath(out)).is_relative_to(os.path.realpath(output.path)):
+        raise ActionError(f"{out} is inside the workspace: choose a folder outside of it with --out")
+
+
+@contextlib.contextmanager
+def _staged(out: Path) -> Iterator[Path]:
+    """A folder to fill beside `out`, which becomes `out` when it is complete.
+
+    Its lock ends with this process, so that a folder which a killed export left is told from one that is being filled.
+    """
+    for left in out.parent.glob(f".{_plain(out.name)}.*.exporting"):
+        with contextlib.suppress(OSError), _locked(left):
+            shutil.rmtree(left)
+    folder = Path(tempfile.mkdtemp(prefix=f".{out.name}.", suffix=".exporting", dir=out.parent))
+    try:
+        with _locked(folder):
+            folder.chmod(0o755)
+            yield folder
+            for path in folder.iterdir():
+                _sync(path)
+            _sync(folder)
+            os.rename(folder, out)  # fails when something has come there meanwhile
+            _sync(out.parent)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _plain(name: str) -> str:
+    """Without what a pattern of file names obeys."""
+    return re.sub(r"([*?[])", r"[\1]", name)
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Raises BlockingIOError when another process has it."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(fd)
+
+
+def _sync(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _copy(source: Path, folder: Path, kind: str) -> None:
+    """The two files of an adapter, or all of a model but what is the trainer's."""
+    names = [ADAPTER_FILE, CONFIG_FILE]
+    if kind == MODEL:
+        files = [path for path in source.iterdir() if path.is_file() and not path.is_symlink()]
+        names = [path.name for path in files if path.stat().st_size and path.name not in _OF_TRAINER]
+    for name in names:
+        with os.fdopen(open_file(source / name), "rb") as file, (folder / name).open("xb") as copy:
+            shutil.copyfileobj(file, copy)
+
+
+def _merge(planned: Export, source: Path, folder: Path, stop: Callable[[], bool]) -> None:
+    command = python_module(MERGE_MODULE, f"--base={planned.base_model}", f"--adapter={source}", f"--out={folder}")
+    with tempfile.TemporaryFile() as log:
+        exit_code = run_child(command, stop, stdout=log, stderr=log)
+        if exit_code is None:
+            raise ActionError(f"the export of {planned.run_id} was stopped; nothing was written")
+        if exit_code:
+            raise ActionError(f"exporting {planned.run_id} failed: {_last_line(log) or f'exit code {exit_code}'}")
+
+
+def _last_line(log: IO[bytes]) -> str:
+    log.seek(max(0, log.seek(0, os.SEEK_END) - MAX_LOG_BYTES))
+    lines = log.read().decode(errors="replace").splitlines()
+    return one_line(next((line for line in reversed(lines) if line.strip()), ""), 1000).removeprefix("merge: ")
+
+
+def _card(run: RunDir, planned: Export) -> str:
+    config = clean_strings(hide_secrets(_config(run)))
+    result = read_result(run, until=planned.step)
+    base = one_line(planned.base_model, 1000)
+    return model_card(CardFacts(run.run_id, planned.step, base, planned.kind == ADAPTER, config, result))
+
+
+def _config(run: RunDir) -> dict[str, object]:
+    try:
+        return load_toml(run.orch_toml)
+    except ConfigError as error:
+        raise ActionError(in_one_line(str(error))) from error
+
+
+# The hub
+
+
+def _check_push(repository: str) -> None:
+    if not _REPOSITORY.fullmatch(repository):
+        raise WrongUseError(f"invalid --push {repository!r}: expected ORG/NAME")
+    from huggingface_hub import get_token
+
+    if get_token() is None:
+        raise ActionError(f"cannot push to {repository}: no token found; set HF_TOKEN, or run hf auth login")
+
+
+def _push(output: OutputDir, done: Export, repository: str, on_progress: Progress) -> str:
+    """Upload what was written to a repository, which is made, private, when there is none; returns its address."""
+    from huggingface_hub import HfApi
+
+    on_progress(f"pushing {done.out} to {repository}")
+    hub = HfApi()
+    try:
+        url = str(hub.create_repo(repository, private=True, exist_ok=True))
+        hub.upload_folder(repo_id=repository, folder_path=done.out, commit_message=f"{done.run_id} step {done.step}")
+    except Exception as error:  # of a foreign library, and of whatever it uses to reach the hub
+        raise ActionError(
+            in_one_line(
+                f"{done.out} is complete, but pushing it to {repository} failed: {one_line(str(error), 500)}; "
+                f"try again with: hf upload {repository} {done.out}"
+            )
+        ) from error
+    audit.record(output, "push", done.run_id, detail=f"version {done.step} ({done.kind}) to {url}")
+    return url

@@ -1,0 +1,218 @@
+"""What people have said about alerts: an incident is acknowledged, a kind or a subject is muted.
+
+One small file each in `daemons/alerts/said/`, written by `prl` and `prl-tui`, also with the daemons down. The daemon
+`alerts` sends nothing of what is silenced; every list still shows it. Each act is in the audit log.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Literal, Protocol
+
+import msgspec
+
+from daemons import audit
+from daemons.alerts.incident_file import OpenIncident, read_open
+from daemons.errors import ActionError, WrongUseError, in_one_line, one_line_errors, printable
+from daemons.specs import ALERTS
+from prime_rl.configs.alerts import ALERT_KINDS
+from prime_rl.contract.files import read_file, write_atomic
+from prime_rl.contract.layout import OutputDir, scan_runs
+from prime_rl.utils.text import clean_strings, one_line
+
+NONE_SET = "no alerts in the system file of {}: add [alerts] and run prl up again (docs/alerts.md)"
+# The daemon reads all of them every few seconds.
+MAX_SAYINGS = 1_000
+MAX_BYTES = 65_536
+
+
+class Named(Protocol):
+    """An incident, open or just found."""
+
+    @property
+    def kind(self) -> str: ...
+
+    @property
+    def subject(self) -> str: ...
+
+
+class Saying(msgspec.Struct, frozen=True, kw_only=True):
+    """An empty `kind` or `subject` stands for all of them. `at` and `until` in Unix seconds; `until` None: no end."""
+
+    action: Literal["acknowledged", "muted"]
+    kind: str = ""
+    subject: str = ""
+    at: float
+    until: float | None = None
+    who: str = ""
+    reason: str = ""
+    version: int = 1
+
+    @property
+    def name(self) -> str:
+        return ":".join(filter(None, (self.kind, self.subject)))
+
+    def covers(self, incident: Named) -> bool:
+        return self.kind in ("", incident.kind) and self.subject in ("", incident.subject)
+
+
+def name_of(incident: Named) -> str:
+    """What `acknowledge` and `mute` take."""
+    return f"{incident.kind}:{incident.subject}"
+
+
+def read_sayings(output: OutputDir, now: float) -> list[Saying]:
+    """What holds at `now`, the oldest first, with clean text; damaged files are skipped."""
+    found = [each for each in map(_read, _files(output)) if each is not None and not _is_past(each, now)]
+    return sorted(found, key=lambda each: each.at)
+
+
+def acknowledgement(incident: Named, sayings: Iterable[Saying]) -> Saying | None:
+    return next((each for each in sayings if each.action == "acknowledged" and each.covers(incident)), None)
+
+
+def muting(incident: Named, sayings: Iterable[Saying]) -> Saying | None:
+    return next((each for each in sayings if each.action == "muted" and each.covers(incident)), None)
+
+
+def is_silenced(incident: Named, sayings: Sequence[Saying]) -> bool:
+    """Whether it is not reported when it opens."""
+    return acknowledgement(incident, sayings) is not None or muting(incident, sayings) is not None
+
+
+def acknowledge(output_dir: Path, name: str, *, reason: str = "") -> list[OpenIncident]:
+    """Acknowledge the open incident KIND:SUBJECT, or all open ones of a subject; returns those that were not yet.
+
+    Raises ActionError when there is none.
+    """
+    output, now = OutputDir(Path(output_dir)), time.time()
+    with one_line_errors(f"acknowledging {name}"):
+        require_alerts(output)
+        matching = [each for each in read_open(output).values() if name in (name_of(each), each.key, each.subject)]
+        if not matching:
+            raise ActionError(in_one_line(f"{name} is not open in {output.path}: prl alerts lists what is"))
+        sayings = read_sayings(output, now)
+        new = [each for each in matching if acknowledgement(each, sayings) is None]
+        for each in new:
+            _write(output, _saying("acknowledged", each.kind, each.subject, now, None, reason))
+            audit.record(output, "acknowledge", _run_id(each.subject), reason=reason, detail=name_of(each))
+        return new
+
+
+def mute(output_dir: Path, what: str, *, for_s: float | None = None, reason: str = "") -> Saying:
+    """Send nothing of a KIND, a SUBJECT (a run, a daemon, a node, disk) or KIND:SUBJECT, for `for_s` or until `unmute`.
+
+    Raises ActionError when it is neither.
+    """
+    output, now = OutputDir(Path(output_dir)), time.time()
+    with one_line_errors(f"muting {what}"):
+        require_alerts(output)
+        if for_s is not None and for_s <= 0:
+            raise WrongUseError(f"invalid duration {for_s:g} s: must be above 0")
+        kind, subject = _parse(output, what)
+        for path in _files(output):  # nobody reads them any more
+            if (old := _read(path)) is not None and _is_past(old, now):
+                path.unlink(missing_ok=True)
+        saying = _saying("muted", kind, subject, now, None if for_s is None else now + for_s, reason)
+        _write(output, saying)
+        how_long = "until it is unmuted" if for_s is None else f"for {for_s:g} s"
+        audit.record(output, "mute", _run_id(subject), reason=reason, detail=f"{saying.name} {how_long}")
+        return saying
+
+
+def unmute(output_dir: Path, what: str, *, reason: str = "") -> bool:
+    """End a mute; false when `what` is not muted."""
+    output = OutputDir(Path(output_dir))
+    with one_line_errors(f"unmuting {what}"):
+        for each in read_sayings(output, time.time()):
+            if each.action == "muted" and each.name == what:
+                _path(output, each).unlink(missing_ok=True)
+                audit.record(output, "unmute", _run_id(each.subject), reason=reason, detail=each.name)
+                return True
+        return False
+
+
+def forget(output: OutputDir, saying: Saying) -> None:
+    """Of the daemon: an acknowledged incident has been over for long enough. Raises OSError."""
+    _path(output, saying).unlink(missing_ok=True)
+
+
+def require_alerts(output: OutputDir) -> None:
+    """Raises WrongUseError for a workspace without the daemon `alerts`."""
+    if not output.component_config(ALERTS).exists():
+        raise WrongUseError(NONE_SET.format(output.path))
+
+
+def _parse(output: OutputDir, what: str) -> tuple[str, str]:
+    """Kind and subject of what is muted; one may be empty."""
+    kind, colon, subject = what.partition(":")
+    if not colon:
+        kind, subject = (what, "") if what in ALERT_KINDS else ("", what)
+    if kind and kind not in ALERT_KINDS:
+        raise WrongUseError(in_one_line(f"invalid kind {kind!r}: must be one of {', '.join(ALERT_KINDS)}"))
+    if subject and subject not in subjects(output):
+        expected = f"expected a run, a daemon or a kind ({', '.join(ALERT_KINDS)})"
+        raise ActionError(in_one_line(f"{subject!r} not found in {output.path}: {expected}"))
+    if not (kind or subject):
+        raise WrongUseError("nothing to mute: give a kind, a run or KIND:RUN")
+    return kind, subject
+
+
+def subjects(output: OutputDir) -> set[str]:
+    """Everything in the workspace that an incident may be about."""
+    runs, refused = scan_runs(output.path)
+    return {
+        "disk",
+        "supervisor",
+        *(run.run_id for run in runs),
+        *(one_line(each.name) for each in refused),
+        *(path.stem for path in output.daemons.glob("*.json")),
+        *(f"node {rank}" for rank in output.list_nodes()),
+        *(each.subject for each in read_open(output).values()),
+    }
+
+
+def _saying(
+    action: Literal["acknowledged", "muted"], kind: str, subject: str, now: float, until: float | None, reason: str
+) -> Saying:
+    text = printable(reason).strip()
+    return Saying(action=action, kind=kind, subject=subject, at=now, until=until, who=audit.who(), reason=text)
+
+
+def _run_id(subject: str) -> str | None:
+    return subject if subject.startswith("run_") else None
+
+
+def _is_past(saying: Saying, now: float) -> bool:
+    return saying.until is not None and saying.until <= now
+
+
+def _path(output: OutputDir, saying: Saying) -> Path:
+    """A subject may be any name of a file, so its digest stands in the name of this one."""
+    digest = hashlib.blake2b(f"{saying.kind}\0{saying.subject}".encode(errors="surrogateescape"), digest_size=12)
+    return output.alert_said(f"{saying.action}-{digest.hexdigest()}")
+
+
+def _write(output: OutputDir, saying: Saying) -> None:
+    path = _path(output, saying)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(path, msgspec.json.encode(saying))
+
+
+def _files(output: OutputDir) -> list[Path]:
+    try:
+        names = sorted(name for name in os.listdir(output.alerts_said) if name.endswith(".json"))
+    except OSError:
+        return []
+    return [output.alerts_said / name for name in names[:MAX_SAYINGS]]
+
+
+def _read(path: Path) -> Saying | None:
+    try:
+        return clean_strings(msgspec.json.decode(read_file(path, limit=MAX_BYTES), type=Saying), one_line)
+    except (OSError, msgspec.MsgspecError):
+        return None

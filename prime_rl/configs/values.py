@@ -1,0 +1,41 @@
+"""A run's config as dotted keys with values, and what differs between two."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from prime_rl.configs.base import ConfigError, build
+from prime_rl.configs.orchestrator import OrchestratorConfig
+
+
+def flatten(data: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Nested tables as ("model.lora.rank", 8); tables in a list get their number: ("env.0.id", ...)."""
+    for name, value in data.items():
+        key = f"{prefix}{name}"
+        if isinstance(value, Mapping) and value:
+            yield from flatten(value, f"{key}.")
+        elif isinstance(value, list) and value and all(isinstance(each, Mapping) for each in value):
+            for number, each in enumerate(value):
+                yield from flatten(each, f"{key}.{number}.")
+        else:
+            yield key, value
+
+
+def resolved(data: Mapping[str, Any]) -> dict[str, Any]:
+    """A run's config with its defaults. Raises ConfigError when it is not valid."""
+    return build(OrchestratorConfig, data, "orch.toml").model_dump(mode="json")
+
+
+def differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
+    """(key, value in one, value in other) for all keys of two configs that differ; null where there is none.
+
+    A default equals the same value in the file, unless one of the two is not valid.
+    """
+    with contextlib.suppress(ConfigError):
+        one, other = resolved(one), resolved(other)
+    sides = dict(flatten(one)), dict(flatten(other))
+    keys = dict.fromkeys([*sides[0], *sides[1]])
+    pairs = ((key, sides[0].get(key), sides[1].get(key)) for key in keys)
+    return [pair for pair in pairs if pair[1] != pair[2]]

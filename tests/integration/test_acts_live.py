@@ -1,0 +1,172 @@
+"""The acts on runs in a living system, through the console and through prl, with kill -9 in the middle.
+
+What else is shown there: pause, continue, weight and preemption through prl in `test_system_sharing`, forks and sweeps
+in `test_forks_live`, the end of a sweep with halving in `test_daemons_sweep`. Quicker: `test_tui_steering`,
+`test_chat`, `test_exports`, `test_daemons_forks`, which also kill in the middle.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import psutil
+import pytest
+from textual.widgets import Checkbox, Input
+
+from daemons.chat import ChatSettings
+from prime_rl.configs.base import load_toml
+from prime_rl.contract.layout import list_steps
+from prime_rl.contract.status import InferenceStatus, read_status
+from tests.integration.test_system_sharing import FOREVER, add, is_let_go, process, published, trainer
+from tests.integration.test_tui_actions import outcome, select
+from tests.integration.test_tui_steering import form
+from tests.system_support import NUM_ANSWER_TOKENS, ROOT, Workspace, closed, greedy_answer, make_workspace
+from tests.tui_support import opened_app, until
+from tui.actions.chat import ChatTalk
+from tui.app import PrlApp
+from tui.screens.acting_run import ActingRunScreen
+
+pytestmark = pytest.mark.slow
+RUN, FORK = "run_a", "run_a-fork"
+QUESTION = "Reverse: abc"
+opened = partial(opened_app, clock=time.time, size=(120, 40))
+
+
+@pytest.fixture(scope="module")
+def living(tmp_path_factory: pytest.TempPathFactory, untaught_model: Path) -> Iterator[Workspace]:
+    """A system with two slots; one run trains without end."""
+    workspace = make_workspace(tmp_path_factory.mktemp("acts"), untaught_model)
+    for _ in closed(workspace):
+        workspace.up()
+        add(workspace, "a")
+        workspace.wait(lambda: published(workspace, RUN) >= 1, "the run to train")
+        yield workspace
+
+
+def is_out(living: Workspace, run_id: str) -> bool:
+    """It has no slot and no adapter in inference."""
+    status = read_status(living.paths.inference_status, InferenceStatus)
+    assert status is not None
+    return run_id not in trainer(living).runs and not any(name.startswith(f"{run_id}@") for name in status.adapters)
+
+
+def state_in(app: PrlApp, run_id: str) -> str | None:
+    snapshot = getattr(app.screen_stack[1], "snapshot", None)
+    row = snapshot.row(run_id) if snapshot else None
+    return row.state if row else None
+
+
+async def test_the_console_pauses_forks_weighs_and_continues(living: Workspace) -> None:
+    run = living.run_dir(RUN)
+    async with opened(living.output_dir) as (app, pilot):
+        await select(app, pilot, RUN)
+        await pilot.press("z")
+        await form(app, pilot)
+        await pilot.press(*"others first", "enter")
+        await until(pilot, lambda: is_out(living, RUN), "the run to leave")
+        await until(pilot, lambda: state_in(app, RUN) == "paused", "its state")
+        step = published(living, RUN)
+        assert list_steps(run.checkpoints, stable_only=True)[-1] == step, "its newest version is saved"
+
+        await pilot.press("F")
+        await form(app, pilot)
+        await pilot.press("ctrl+s")
+        await until(pilot, lambda: published(living, FORK) >= 1, "the fork to train")
+        assert load_toml(living.run_dir(FORK).orch_toml)["init"] == {"from": f"{RUN}@v{step}"}
+
+        await select(app, pilot, RUN)
+        await pilot.press("w")
+        (await form(app, pilot)).query_one("#weight", Input).value = "2"
+        await pilot.press("enter")
+        assert (await outcome(app, pilot)).command.startswith(f"prl runs set {RUN} weight=2")
+        await until(pilot, lambda: state_in(app, RUN) == "paused" and app.screen is app.screen_stack[1], "home")
+        await pilot.press("z")
+        await until(pilot, lambda: published(living, RUN) > step, "the run to go on where it was")
+    view = living.runs()[RUN]
+    assert (view["state"], view["weight"], run.paused.exists()) == ("active", 2.0, False)
+
+
+async def test_a_version_that_is_taken_home_has_the_answers_of_inference(living: Workspace, tmp_path: Path) -> None:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    living.prl("runs", "pause", RUN, FORK)  # a quiet machine, and the version stays the newest
+    step, merged = published(living, RUN), tmp_path / "merged"
+    answer = living.answer(f"{RUN}@v{step}", QUESTION)
+    living.prl("runs", "export", RUN, "--step", str(step), "--out", str(tmp_path / "adapter"))
+    killed_in_a_merge(living, merged)
+    async with opened(living.output_dir) as (app, pilot):
+        await select(app, pilot, RUN)
+        await pilot.press("E")
+        dialog = await form(app, pilot)
+        dialog.query_one("#out", Input).value = str(merged)
+        dialog.query_one("#merge", Checkbox).value = True
+        await pilot.press("ctrl+s")
+        await until(pilot, lambda: merged.exists(), "the merged model")
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter", "merged"], "the killed one left nothing"
+
+        await until(pilot, lambda: app.screen is app.screen_stack[1], "home")
+        await pilot.press("enter")
+        await until(pilot, lambda: isinstance(app.screen, ActingRunScreen) and app.screen.can_show, "the run")
+        screen = app.screen
+        assert isinstance(screen, ActingRunScreen)
+        view = screen.chat
+        settings = ChatSettings(max_tokens=NUM_ANSWER_TOKENS, temperature=0.0)
+        view.talk = ChatTalk(living.output_dir, RUN, view.post_message, settings)
+        await pilot.press("7")
+        await until(pilot, lambda: view.line.has_focus, "the tab Chat")
+        await pilot.press(*QUESTION, "enter")
+        await until(pilot, lambda: len(view.look.turns) == 2 and view.look.state == "idle", "the answer")
+        assert (view.look.turns[1].name, view.look.turns[1].text) == (f"{RUN}@v{step}", answer)
+    base = AutoModelForCausalLM.from_pretrained(living.model)
+    assert greedy_answer(AutoModelForCausalLM.from_pretrained(merged), merged, QUESTION) == answer
+    assert greedy_answer(PeftModel.from_pretrained(base, tmp_path / "adapter"), living.model, QUESTION) == answer
+    living.wait(lambda: is_out(living, "chat/run_a"), "the console's end to unload the version")
+
+
+def killed_in_a_merge(living: Workspace, out: Path) -> None:
+    """kill -9 of a `prl runs export --merge` whose own process is at work."""
+    command = [sys.executable, "-m", "daemons.cli", "runs", "export", RUN, "--merge", "--out", str(out)]
+    environment = {**os.environ, "PRL_OUTPUT_DIR": str(living.output_dir)}
+    with subprocess.Popen(command, env=environment, cwd=ROOT, stdout=subprocess.DEVNULL) as exporting:
+        living.wait(lambda: bool(children_of(exporting.pid)), "the process that merges")
+        children = children_of(exporting.pid)
+        exporting.kill()
+    assert not out.exists() and list(out.parent.glob(".merged.*"))
+    living.wait(lambda: not any(child.is_running() for child in children), "the process that merges to end too")
+
+
+def children_of(pid: int) -> list[psutil.Process]:
+    return [each for each in psutil.Process(pid).children() if "prime_rl.trainer.merge" in " ".join(each.cmdline())]
+
+
+def test_a_kill_in_the_middle_of_a_preemption_loses_nothing(living: Workspace) -> None:
+    """Of the trainer and of the run that is to give up its slot, between the mark and the save."""
+    living.prl("runs", "continue", RUN, FORK)
+    before = published(living, FORK)
+    living.wait(lambda: {RUN, FORK} <= trainer(living).runs.keys(), "both to have slots again")
+    path = living.write_run("urgent", max_steps=FOREVER)
+    path.write_text(f"priority = 5\npreempt = true\n{path.read_text()}")
+    victims = [process(living, name) for name in ("trainer", FORK)]
+    number = trainer(living).pid
+    fork = living.run_dir(FORK)
+    living.prl("runs", "add", str(path))
+    living.wait(fork.preempted.exists, "the preemption to begin")
+    for victim in victims:
+        victim.send(signal.SIGKILL)
+    living.wait(lambda: trainer(living).pid != number, "the trainer's restart")
+    living.wait(lambda: published(living, "run_urgent") >= 1, "the urgent run to train")
+    is_let_go(living, FORK)
+    waits = living.runs()[FORK]
+    assert waits["state"] == "waiting" and waits["reason"].startswith("preempted by run_urgent")
+    assert list_steps(fork.checkpoints, stable_only=True)[-1] >= before
+    before = published(living, FORK)
+    living.prl("runs", "evict", "run_urgent", "--reason", "enough")
+    living.wait(lambda: published(living, FORK) > before, "the preempted run to come back by itself and train")

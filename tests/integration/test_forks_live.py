@@ -1,0 +1,56 @@
+"""A fork and a sweep in a workspace that works: real trainer, real inference, real orchestrators."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from safetensors.numpy import load_file
+
+from prime_rl.contract.layout import RunDir
+from prime_rl.contract.types import read_batch
+from tests.system_support import Workspace, closed, make_workspace, read_metrics
+
+# What these guard in every run: tests/unit/test_trainer_warm_start.py, test_orchestrator_first_version.py,
+# test_daemons_forks.py and test_daemons_sweeps.py.
+pytestmark = pytest.mark.slow
+# Else a batch goes when a checkpoint covers it.
+KEPT = ("--set", "ckpt.keep_rollouts=true")
+
+
+@pytest.fixture(scope="module")
+def lived(tmp_path_factory: pytest.TempPathFactory, untaught_model: Path) -> Iterator[Workspace]:
+    """A run of two steps, a fork of it and a sweep over two seeds that starts from the fork, all finished."""
+    workspace = make_workspace(tmp_path_factory.mktemp("forks"), untaught_model)
+    for _ in closed(workspace):
+        workspace.up()
+        workspace.prl("runs", "add", str(workspace.write_run("a", max_steps=2)))
+        workspace.wait(lambda: workspace.state("run_a") == "finished", "run_a to finish")
+        workspace.prl("runs", "fork", "run_a", "--id", "run_b", *KEPT, "--set", "max_steps=1")
+        base = workspace.write_run("c", max_steps=1)
+        base.write_text(base.read_text() + '[init]\nfrom = "run_a@v2"\n')
+        workspace.prl("runs", "sweep", str(base), *KEPT, "--set", "seed=1,2")
+        for run_id in ("run_b", "run_c-seed1", "run_c-seed2"):
+            workspace.wait(lambda run_id=run_id: workspace.state(run_id) == "finished", f"{run_id} to finish")
+        workspace.prl("down")
+        yield workspace
+
+
+def weights(run: RunDir, step: int) -> dict[str, bytes]:
+    tensors = load_file(run.broadcast_dir(step) / "adapter_model.safetensors")
+    return {name: tensor.tobytes() for name, tensor in tensors.items()}
+
+
+@pytest.mark.parametrize("run_id", ["run_b", "run_c-seed1", "run_c-seed2"])
+def test_version_0_is_the_source_and_its_rollouts_come_from_it(lived: Workspace, run_id: str) -> None:
+    source, run = lived.run_dir("run_a"), lived.run_dir(run_id)
+    assert weights(run, 0) == weights(source, 2) != weights(run, 1)
+    assert {sample.policy_version for sample in read_batch(run.rollout_file(1)).samples} == {0}
+
+
+def test_what_inference_sampled_from_is_what_the_trainer_has(lived: Workspace) -> None:
+    """Had the base model answered, its log-probabilities would differ from those of the trainer's version 0."""
+    forked = read_metrics(lived.run_dir("run_b").trainer_metrics)[0]["mismatch_kl"]
+    first = read_metrics(lived.run_dir("run_a").trainer_metrics)[0]["mismatch_kl"]
+    assert abs(forked) <= abs(first) * 10 + 1e-6

@@ -1,0 +1,295 @@
+"""Pause, share, fork, sweep, export and compare runs with keys and commands in a real app, looked up on disk."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+from textual.pilot import Pilot
+from textual.widgets import Button, Checkbox, Input, Static, TextArea
+
+from prime_rl.configs.base import load_toml
+from prime_rl.contract.layout import OutputDir, RunDir
+from tests.integration.test_tui_actions import audit, entry_of, outcome, select
+from tests.tui_support import add_history, build_workspace, opened_app, orch_toml, screen_text, until
+from tests.unit.test_daemons_forks import put_adapter
+from tui.actions.run_jobs import ExportForm, ForkForm, SweepForm
+from tui.app import PrlApp
+from tui.commands import Command, complete
+from tui.dialogs.form import FormDialog
+from tui.screens.runs import RunsScreen
+from tui.widgets.runs_table import RunsTable
+
+QUEUED = "run_queued-a"
+opened = partial(opened_app, clock=time.time, size=(120, 40))
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_workspace(tmp_path_factory.mktemp("built") / "workspace").path
+
+
+@pytest.fixture
+def workspace(built: Path, tmp_path: Path) -> OutputDir:
+    shutil.copytree(built, tmp_path / "workspace")
+    return OutputDir(tmp_path / "workspace")
+
+
+async def form(app: PrlApp, pilot: Pilot[None]) -> FormDialog:
+    await until(pilot, lambda: isinstance(app.screen, FormDialog), "the form")
+    dialog = app.screen
+    assert isinstance(dialog, FormDialog)
+    return dialog
+
+
+async def checked(dialog: FormDialog, pilot: Pilot[None], words: str) -> None:
+    await until(pilot, lambda: words in str(dialog.query_one("#check", Static).render()), words)
+
+
+async def refused(dialog: FormDialog, pilot: Pilot[None], field: str, words: str) -> None:
+    problem = dialog.query_one(f"#problem-{field}", Static)
+    await until(pilot, lambda: words in str(problem.render()), f"{words} at {field}: {screen_text(pilot.app)}")
+    assert problem.has_class("-shown") and dialog.query_one("#do", Button).disabled
+
+
+async def typed(app: PrlApp, pilot: Pilot[None], line: str) -> None:
+    await pilot.press("colon")
+    app.screen.query_one(Input).value = line
+    await pilot.press("enter")
+
+
+async def test_pause_with_a_reason_and_continue(workspace: OutputDir) -> None:
+    run = RunDir(workspace.path / QUEUED)
+    async with opened(workspace.path) as (app, pilot):
+        await select(app, pilot, QUEUED)
+        await pilot.press("z")
+        await form(app, pilot)
+        await pilot.press(*"others first", "enter")
+        entry = await outcome(app, pilot)
+        assert run.paused.read_text() == "others first"
+        assert entry.command.startswith(f"prl runs pause {QUEUED} --reason 'others first'")
+        table = app.screen_stack[1].query_one(RunsTable)
+        await until(pilot, lambda: "paused" in str(table.get_cell(QUEUED, "state")), "the new state")
+        assert "others first" in str(table.get_cell(QUEUED, "note"))
+        await pilot.press("z")
+        await until(pilot, lambda: not run.paused.exists(), "the end of the pause")
+        assert (await outcome(app, pilot)).text == f"{QUEUED}: continues"
+    assert audit(workspace) == [("pause", QUEUED), ("continue", QUEUED)]
+
+
+async def test_pause_many_and_continue_them_by_command(workspace: OutputDir) -> None:
+    runs = [RunDir(workspace.path / name) for name in (QUEUED, "run_queued-b")]
+    async with opened(workspace.path) as (app, pilot):
+        for run in runs:
+            await select(app, pilot, run.run_id)
+            await pilot.press("space")
+        await typed(app, pilot, "pause no need")
+        await until(pilot, lambda: all(run.paused.exists() for run in runs), "both pauses")
+        assert (await outcome(app, pilot)).text == "2 runs paused"
+        rows = app.screen_stack[1]
+        assert isinstance(rows, RunsScreen)
+        await until(pilot, lambda: {row.state for row in rows.target_rows()} == {"paused"}, "the states")
+        await typed(app, pilot, "continue")
+        await until(pilot, lambda: "continue 2 runs" in screen_text(app), "the question")
+        await pilot.press("enter")
+        await until(pilot, lambda: not any(run.paused.exists() for run in runs), "the end of both")
+
+
+async def test_pause_is_grey_for_a_finished_run(workspace: OutputDir) -> None:
+    async with opened(workspace.path) as (app, pilot):
+        await select(app, pilot, "run_done")
+        assert not app.screen.active_bindings["z"].enabled
+        await pilot.press("z")
+        await typed(app, pilot, "pause")
+        await pilot.pause()
+        assert entry_of(app) is None and isinstance(app.screen, RunsScreen)
+
+
+async def test_weight_is_checked_at_its_field_and_set(workspace: OutputDir) -> None:
+    async with opened(workspace.path) as (app, pilot):
+        await select(app, pilot, QUEUED)
+        await pilot.press("w")
+        dialog = await form(app, pilot)
+        field = dialog.query_one("#weight", Input)
+        assert field.value == "1"
+        field.value = "-1"
+        await refused(dialog, pilot, "weight", "greater than 0")
+        field.value = "2"
+        await checked(dialog, pilot, "share of the trainer")
+        await pilot.press("enter")
+        entry = await outcome(app, pilot)
+        assert entry.command.startswith(f"prl runs set {QUEUED} weight=2")
+        table = app.screen_stack[1].query_one(RunsTable)
+        await until(pilot, lambda: "weight 2" in str(table.get_cell(QUEUED, "note")), "the weight in the table")
+        await typed(app, pilot, "set weight=3 tags=a,b")
+        await until(pilot, lambda: "weight 3" in str(table.get_cell(QUEUED, "note")), "the other weight")
+    config = load_toml(RunDir(workspace.path / QUEUED).orch_toml)
+    assert (config["weight"], config["tags"]) == (3, ["a", "b"])
+
+
+async def test_a_mistake_in_a_set_is_told(workspace: OutputDir) -> None:
+    async with opened(workspace.path) as (app, pilot):
+        await select(app, pilot, QUEUED)
+        await typed(app, pilot, "set weight")
+        await until(pilot, lambda: any("expected KEY=VALUE" in each.message for each in app._notifications), "why")
+        assert entry_of(app) is None
+
+
+async def test_to_remove_what_is_not_there_changes_nothing(workspace: OutputDir) -> None:
+    path = RunDir(workspace.path / QUEUED).orch_toml
+    before = path.read_text()
+    async with opened(workspace.path) as (app, pilot):
+        await select(app, pilot, QUEUED)
+        await typed(app, pilot, "set budget.max_hours=null")
+        assert (await outcome(app, pilot)).text == f"{QUEUED}: has these values already"
+    assert path.read_text() == before
+
+
+async def test_budget_shows_what_is_used_and_is_taken_back(workspace: OutputDir) -> None:
+    run = RunDir(workspace.path / QUEUED)
+    before = run.orch_toml.read_text()
+    run.life.write_text("one")
+    workspace.usage.mkdir(exist_ok=True)
+    line = '{"version":1,"run_id":"run_queued-a","day":"2026-09-21","life":"%s","tokens":900,"work_s":1800}\n'
+    workspace.run_usage(QUEUED).write_text(line % "one" + line % "before")
+    async with opened(workspace.path) as (app, pilot):
+        await select(app, pilot, QUEUED)
+        await pilot.press("B")
+        dialog = await form(app, pilot)
+        await checked(dialog, pilot, "used so far: 900 tokens, 0.50 hours")
+        dialog.query_one("#tokens", Input).value = "800"
+        await checked(dialog, pilot, f"would end at once: {QUEUED}")
+        dialog.query_one("#tokens", Input).value = "a lot"
+        await refused(dialog, pilot, "tokens", "integer")
+        dialog.query_one("#tokens", Input).value = "1e3"
+        await checked(dialog, pilot, "0.50 hours")
+        await pilot.press("enter")
+        await outcome(app, pilot)
+        assert load_toml(run.orch_toml)["budget"] == {"max_tokens": 1000}
+        table = app.screen_stack[1].query_one(RunsTable)
+        await until(pilot, lambda: "budget 90 %" in str(table.get_cell(QUEUED, "note")), "the share")
+        await until(pilot, lambda: "900 of 1.0k tokens" in screen_text(app), "the bar of the preview")
+        await pilot.press("B")
+        dialog = await form(app, pilot)
+        assert dialog.query_one("#tokens", Input).value == "1000"
+        dialog.query_one("#tokens", Input).value = ""
+        await pilot.press("enter")
+        await until(pilot, lambda: "max_tokens" not in run.orch_toml.read_text().replace("max_tokens = 64", ""), "none")
+    assert run.orch_toml.read_text().startswith(before.rstrip()), "its comments stay"
+
+
+async def test_fork_from_the_chosen_version(workspace: OutputDir) -> None:
+    put_adapter(RunDir(workspace.path / "run_done").broadcast_dir(60))
+    async with opened(workspace.path) as (app, pilot):
+        await select(app, pilot, "run_done")
+        await pilot.press("F")
+        dialog = await form(app, pilot)
+        await checked(dialog, pilot, "run_done-fork would start from run_done@v60")
+        dialog.query_one("#version", Input).value = "7"
+        await refused(dialog, pilot, "version", "does not have a version of step 7")
+        dialog.query_one("#version", Input).value = "v60"
+        dialog.query_one("#settings", Input).value = "optim.lr"
+        await refused(dialog, pilot, "settings", "expected KEY=VALUE")
+        dialog.query_one("#settings", Input).value = "optim.lr=3e-5"
+        dialog.query_one("#new-id", Input).value = "run_slower"
+        await checked(dialog, pilot, "run_slower would start from run_done@v60")
+        await pilot.press("ctrl+s")
+        entry = await outcome(app, pilot)
+        words = "prl runs fork run_done --step 60 --id run_slower --set optim.lr=3e-5"
+        assert entry.command.startswith(words)
+    config = load_toml(RunDir(workspace.path / "run_slower").orch_toml)
+    assert (config["optim"]["lr"], config["init"]) == (3e-5, {"from": "run_done@v60"})
+    assert audit(workspace) == [("fork", "run_slower")]
+
+
+async def test_sweep_shows_the_grid_before_it_is_added(workspace: OutputDir, tmp_path: Path) -> None:
+    (tmp_path / "grid.toml").write_text(orch_toml())
+    async with opened(workspace.path) as (app, pilot):
+        await typed(app, pilot, f"sweep {tmp_path / 'grid.toml'}")
+        dialog = await form(app, pilot)
+        axes = dialog.query_one("#axes", TextArea)
+        axes.load_text("seed")
+        await refused(dialog, pilot, "axes", "expected KEY=VALUE")
+        axes.load_text("seed=1,2\noptim.lr=1e-4,-1")
+        await refused(dialog, pilot, "axes", "optim.lr")
+        axes.load_text("seed=1,2\noptim.lr=1e-4,3e-4")
+        dialog.query_one("#halving", Input).value = "1"
+        await refused(dialog, pilot, "halving", "at least 2")
+        dialog.query_one("#halving", Input).value = "2"
+        await checked(dialog, pilot, "4 runs, of 2 one goes on at each rung, by reward/mean (max)")
+        await checked(dialog, pilot, "· run_grid-seed2-lr3e-4  seed=2  optim.lr=0.0003")
+        assert not workspace.run("run_grid-seed2-lr3e-4").path.exists()
+        await pilot.press("ctrl+s")
+        entry = await outcome(app, pilot)
+        assert entry.text == "sweep grid: 4 runs added"
+    assert len(list(workspace.path.glob("run_grid-*/control/orch.toml"))) == 4
+
+
+async def test_export_writes_the_folder(workspace: OutputDir, tmp_path: Path) -> None:
+    put_adapter(RunDir(workspace.path / "run_done").broadcast_dir(60))
+    async with opened(workspace.path) as (app, pilot):
+        await select(app, pilot, "run_done")
+        await pilot.press("E")
+        dialog = await form(app, pilot)
+        out = dialog.query_one("#out", Input)
+        out.value = str(workspace.path / "inside")
+        await refused(dialog, pilot, "out", "is inside the workspace")
+        out.value = str(tmp_path / "home")
+        await checked(dialog, pilot, "version 60 of run_done (adapter) would be written")
+        dialog.query_one("#merge", Checkbox).toggle()
+        await checked(dialog, pilot, "version 60 of run_done (merged) would be written")
+        dialog.query_one("#merge", Checkbox).toggle()
+        await checked(dialog, pilot, "(adapter)")
+        await pilot.press("ctrl+s")
+        entry = await outcome(app, pilot)
+        assert entry.command.startswith(f"prl runs export run_done --out {tmp_path / 'home'}")
+    assert (tmp_path / "home" / "adapter_config.json").is_file()
+
+
+async def test_diff_tells_what_differs(workspace: OutputDir) -> None:
+    async with opened(workspace.path) as (app, pilot):
+        await select(app, pilot, QUEUED)
+        await typed(app, pilot, "diff run_done")
+        await until(pilot, lambda: f"prl runs diff {QUEUED} run_done" in screen_text(app), "the differences")
+        assert "max_steps" in screen_text(app) and "result" in screen_text(app)
+
+
+async def test_a_run_offers_its_chosen_checkpoint_and_tells_its_budget(workspace: OutputDir) -> None:
+    run = add_history(workspace, "run_collapsed")
+    run.orch_toml.write_text(orch_toml(extra="weight = 4\npriority = 2\nbudget = { max_hours = 2 }\n"))
+    run.life.write_text("one")
+    workspace.usage.mkdir(exist_ok=True)
+    workspace.run_usage(run.run_id).write_text(
+        '{"version":1,"run_id":"run_collapsed","day":"2026-09-21","life":"one","work_s":3600}\n'
+    )
+    async with opened(workspace.path) as (app, pilot):
+        await select(app, pilot, "run_collapsed")
+        await pilot.press("enter", "5")
+        await until(pilot, lambda: "◌ partial" in screen_text(app), "the checkpoints")
+        assert "budget ━━━━──── 50 %" in screen_text(app) and "weight 4   priority 2" in screen_text(app)
+        await pilot.press("j", "j", "F")
+        dialog = await form(app, pilot)
+        assert dialog.query_one("#version", Input).value == "20"
+        await pilot.press("escape", "percent_sign")
+        assert (await form(app, pilot)).query_one("#weight", Input).value == "4"
+
+
+def test_forms_have_the_words_of_their_command() -> None:
+    fork = ForkForm("run_a", "4", "run_b", "seed=2 optim.lr=1e-4", with_optimizer=True)
+    words = "run_a --step 4 --id run_b --set seed=2 --set optim.lr=1e-4 --with-optimizer"
+    assert fork.words() == words.split()
+    assert ExportForm("run_a", "home", "4", merge=True).words() == ["run_a", "--step", "4", "--merge", "--out", "home"]
+    sweep = SweepForm("a.toml", " seed=1,2\n\nx=3,4 ", "grid", "3")
+    assert sweep.words() == ["a.toml", "--set", "seed=1,2", "--set", "x=3,4", "--name", "grid", "--halving", "3"]
+
+
+def test_live_keys_are_completed_one_after_another() -> None:
+    keys = {"weight=": "", "budget.max_hours=": ""}
+    several = {"set": Command("set", "", words=lambda: keys, repeats=True)}
+    assert complete("set we", several) == "set weight="
+    assert complete("set weight=2 bud", several) == "set weight=2 budget.max_hours="
+    assert complete("set weight=2 ", several) is None
+    assert complete("set weight=2 bud", {"set": Command("set", "", words=lambda: keys)}) is None

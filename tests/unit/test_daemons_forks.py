@@ -1,0 +1,282 @@
+"""Forks and warm starts, with no daemon anywhere: what is copied, written and refused, and what a kill leaves."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from daemons import actions, starts
+from daemons.actions import ActionError
+from daemons.cli import app
+from daemons.client import read_workspace
+from daemons.forks import fork_run
+from daemons.versions import find_version, parse_version, versions_of
+from prime_rl.configs.validate import TrainerLimits, check_against_trainer, key_of, load_run_config
+from prime_rl.contract.layout import OutputDir, RunDir, list_steps, stable_marker
+from prime_rl.contract.status import StatusWriter, TrainerStatus
+from tests.daemons_support import ROOT, RUN_TOML
+
+
+def put_adapter(folder: Path, *, rank: int = 4, targets: tuple[str, ...] = ("q_proj",), text: str = "") -> Path:
+    """A folder in PEFT format whose weights are some bytes that begin as safetensors do."""
+    folder.mkdir(parents=True, exist_ok=True)
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": 8, "target_modules": list(targets)}
+    (folder / "adapter_config.json").write_text(json.dumps({**config, "base_model_name_or_path": "m"}))
+    head = json.dumps({"__metadata__": {"text": text}}).encode()
+    (folder / "adapter_model.safetensors").write_bytes(len(head).to_bytes(8, "little") + head)
+    return folder
+
+
+def put_version(run: RunDir, step: int, *, saved: bool = False) -> None:
+    put_adapter(run.broadcast_dir(step), text=f"{run.run_id} {step}")
+    stable_marker(run.broadcast_dir(step)).touch()
+    if saved:
+        folder = put_adapter(run.trainer_checkpoint(step), text=f"{run.run_id} {step}")
+        (folder / "progress.json").write_text("{}")
+        (folder / "state.safetensors").write_text("moments")
+        stable_marker(run.checkpoint_dir(step)).touch()
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    """Versions 2, 4 and 6 are published, 4 is saved, 8 is half published."""
+    run = RunDir(tmp_path / "out" / "run_a")
+    run.control.mkdir(parents=True)
+    run.orch_toml.write_text(RUN_TOML.format(max_steps=9, model="m") + "[ckpt]\nresume_step = 4\n")
+    for step in (2, 4, 6):
+        put_version(run, step, saved=step == 4)
+    put_adapter(run.broadcast_dir(8))
+    return run
+
+
+def home(run: RunDir) -> Path:
+    return run.path.parent
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def events(run: RunDir) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in OutputDir(home(run)).audit.read_text().splitlines()]
+
+
+def prl(run: RunDir, *args: str) -> Any:
+    done = CliRunner().invoke(app, ["runs", *args, "--output-dir", str(home(run)), "--json"])
+    assert done.exit_code == 0, done.output
+    return json.loads(done.stdout)
+
+
+def test_versions_are_what_is_complete(run: RunDir) -> None:
+    found = {each.step: (each.published is not None, each.checkpoint is not None) for each in versions_of(run)}
+    assert found == {2: (True, False), 4: (True, True), 6: (True, False)}
+    assert find_version(run).name == "run_a@v6" and find_version(run, saved=True).step == 4
+    with pytest.raises(ActionError, match="does not have a version of step 8; its versions: 2, 4, 6"):
+        find_version(run, 8)
+    with pytest.raises(ActionError, match="does not have a checkpoint of step 6; its checkpoints: 4"):
+        find_version(run, 6, saved=True)
+    shutil.rmtree(run.broadcast_dir(4))
+    assert find_version(run, 4).adapter == run.trainer_checkpoint(4)
+
+
+@pytest.mark.parametrize(
+    ("text", "parsed"),
+    [
+        ("run_a", ("run_a", None)), ("run_a@v20", ("run_a", 20)), ("run_a@v0", ("run_a", 0)), ("run_a@v01", None),
+        ("run_a@", None), ("a", None), ("org/run_a", None), ("./run_a", None), ("run_a/../b", None),
+    ],
+)  # fmt: skip
+def test_names_of_versions(text: str, parsed: tuple[str, int | None] | None) -> None:
+    assert parse_version(text) == parsed
+
+
+def test_a_fork_has_the_version_the_config_and_the_changes(run: RunDir) -> None:
+    made = fork_run(home(run), "run_a", overrides={"optim": {"lr": 0.5}}, reason="slower")
+    fork, config = RunDir(home(run) / made.run_id), load_run_config(RunDir(home(run) / made.run_id).orch_toml)
+    assert (made.run_id, made.source, made.added) == ("run_a-fork", "run_a@v6", True)
+    assert (config.init.from_, config.optim.lr, config.max_steps) == ("run_a@v6", 0.5, 9)
+    assert config.ckpt.resume_step == -1, "that of the source means nothing here"
+    assert files(fork.init) == {k: v for k, v in files(run.broadcast_dir(6)).items() if k != "STABLE"}
+    assert sorted(path.name for path in fork.path.iterdir()) == ["control", "init"]
+    line = events(run)[-1]
+    assert (line["action"], line["run_id"], line["detail"]) == ("fork", "run_a-fork", "from run_a@v6")
+    shutil.rmtree(run.path)
+    assert read_workspace(home(run)).run("run_a-fork") is not None
+
+
+def test_a_fork_with_its_optimizer_comes_from_a_checkpoint(run: RunDir) -> None:
+    made = prl(run, "fork", "run_a", "--with-optimizer", "--id", "run_b")["fork"]
+    assert made == {"run_id": "run_b", "source": "run_a@v4", "with_optimizer": True, "added": True}
+    assert files(RunDir(home(run) / "run_b").init) == files(run.trainer_checkpoint(4))
+    assert fork_run(home(run), "run_a", step=4, new_id="run_b", with_optimizer=True).added is False
+    with pytest.raises(ActionError, match="'run_b' already exists"):
+        fork_run(home(run), "run_a", step=4, new_id="run_b")
+    for changes in ({"optim": {"type": "sgd"}}, {"model": {"lora": {"rank": 8}}}):
+        with pytest.raises(ActionError, match="--with-optimizer: run_a was trained with"):
+            fork_run(home(run), "run_a", with_optimizer=True, overrides=changes)
+    assert len(events(run)) == 1
+
+
+def test_a_dry_run_adds_nothing(run: RunDir) -> None:
+    answer = prl(run, "fork", "run_a", "--step", "2", "--set", "seed=5", "--dry-run")
+    assert answer["dry_run"] and answer["fork"]["run_id"] == "run_a-fork" and answer["fork"]["source"] == "run_a@v2"
+    assert [path.name for path in home(run).iterdir()] == ["run_a"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"max_steps": 0}, "the fork of run_a would be invalid: .*max_steps"),
+        ({"init": {"from": "run_b"}}, "choose it with --step"),
+        ({"model": {"lora": {"rank": 2}}}, r"run_a@v6 has rank 4, the run has model\.lora\.rank = 2"),
+    ],
+)
+def test_what_cannot_start_is_refused_before_anything_is_made(
+    run: RunDir, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ActionError, match=message):
+        fork_run(home(run), "run_a", overrides=changes)
+    assert [path.name for path in home(run).iterdir()] == ["run_a"]
+
+
+def test_the_trainers_limits_are_the_forks(run: RunDir) -> None:
+    output = OutputDir(home(run))
+    status = TrainerStatus(state="waiting", model="m", max_rank=2, max_seq_len=4096)
+    writer = StatusWriter(output.trainer_status, status)
+    try:
+        with pytest.raises(ActionError, match=r"run_a@v6 has rank 4, the run has model\.lora\.rank = 2"):
+            fork_run(home(run), "run_a")
+    finally:
+        writer.close(state="stopped")
+    path = output.component_config("trainer")
+    path.parent.mkdir(parents=True)
+    path.write_text('model = { name = "m", lora = { target_modules = ["v_proj"] } }\n')
+    with pytest.raises(ActionError, match="run_a@v6 adapts q_proj, this workspace's trainer only v_proj"):
+        fork_run(home(run), "run_a")
+
+
+def test_a_run_can_be_added_from_a_version_or_a_folder(run: RunDir, tmp_path: Path) -> None:
+    source = tmp_path / "warm.toml"
+    folder = put_adapter(tmp_path / "peft", text="mine")
+    (tmp_path / "linked").symlink_to(folder)
+    for name, copied in (("run_a", run.broadcast_dir(6)), (str(tmp_path / "linked"), folder)):
+        source.write_text(RUN_TOML.format(max_steps=3, model="m") + f'[init]\nfrom = "{name}"\n')
+        added = RunDir(home(run) / actions.add_run(home(run), source))
+        assert added.orch_toml.read_text() == source.read_text()
+        assert files(added.init) == {k: v for k, v in files(copied).items() if k != "STABLE"}
+    assert "starts from run_a@v6" in events(run)[0]["detail"]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("run_z", "run 'run_z' not found"), ("run_a@v3", "does not have a version of step 3"),
+        ("nothing", "'nothing' not found: must be a run"), ("/", "/ has no adapter_config.json"),
+    ],
+)  # fmt: skip
+def test_validate_reports_what_cannot_be_started_from(run: RunDir, tmp_path: Path, name: str, message: str) -> None:
+    source = tmp_path / "warm.toml"
+    source.write_text(RUN_TOML.format(max_steps=3, model="m") + f'[init]\nfrom = "{name}"\n')
+    (problem,) = actions.check_file(home(run), source)
+    assert key_of(problem).startswith("init.from") and message in problem.message
+    with pytest.raises(ActionError):
+        actions.add_run(home(run), source)
+    assert [path.name for path in home(run).iterdir()] == ["run_a"]
+
+
+def test_a_whole_model_is_not_started_from(run: RunDir, tmp_path: Path) -> None:
+    (run.broadcast_dir(6) / "adapter_config.json").unlink()
+    with pytest.raises(ActionError, match="run_a@v6 is a version of a whole model"):
+        fork_run(home(run), "run_a")
+    config = load_run_config(run.orch_toml).replace(init={"from": "run_a"})
+    whole = TrainerLimits("m", max_seq_len=4096, max_rank=None)
+    (problem,) = check_against_trainer(config, whole)
+    assert problem.key == "init.from" and "fine-tunes the whole model" in problem.message
+
+
+def test_an_adapter_on_the_hub_is_fetched_and_copied(
+    run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, folder = tmp_path / "warm.toml", put_adapter(tmp_path / "cache", text="from afar")
+    source.write_text(RUN_TOML.format(max_steps=3, model="m") + '[init]\nfrom = "org/name"\n')
+    asked: list[str] = []
+
+    def hub(name: str, **options: Any) -> str:
+        asked.append(name)
+        if len(asked) == 1:
+            raise FileNotFoundError("no network, and not in the cache")
+        return str(folder)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", hub)
+    assert actions.check_file(home(run), source) == [] and asked == [], "a check fetches nothing"
+    with pytest.raises(ActionError, match="the hub does not give it: no network"):
+        actions.add_run(home(run), source)
+    assert files(RunDir(home(run) / actions.add_run(home(run), source)).init) == files(folder)
+    (folder / "adapter_model.safetensors").unlink()
+    with pytest.raises(ActionError, match=r"'org/name' on the hub has no adapter_config\.json"):
+        actions.add_run(home(run), source)
+
+
+def test_pipes_links_and_pieces_are_not_copied(run: RunDir, tmp_path: Path) -> None:
+    weights = run.broadcast_dir(6) / "adapter_model.safetensors"
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[:9])
+    with pytest.raises(ActionError, match="only the beginning of one"):
+        fork_run(home(run), "run_a")
+    weights.unlink()
+    weights.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ActionError, match="is a symbolic link"):
+        fork_run(home(run), "run_a")
+    weights.unlink()
+    os.mkfifo(weights)
+    with pytest.raises(ActionError, match="is a named pipe"):
+        fork_run(home(run), "run_a")
+    assert [path.name for path in home(run).iterdir()] == ["run_a"]
+
+
+def test_a_version_that_is_removed_meanwhile_is_not_started_from(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    copy = starts._copy
+
+    def removed(source: Path, target: Path) -> None:
+        copy(source, target)
+        stable_marker(run.broadcast_dir(6)).unlink(missing_ok=True)
+
+    monkeypatch.setattr(starts, "_copy", removed)
+    with pytest.raises(ActionError, match="run_a@v6 was removed while it was copied"):
+        fork_run(home(run), "run_a")
+    assert list_steps(run.broadcast, stable_only=True) == [2, 4]
+
+
+# What is killed: `prl`, in the middle of copying, just before the folder gets its name.
+KILLED = """
+import os, signal, sys
+from daemons import starts
+from daemons.cli import run
+copy = starts._copy
+def killed(source, target):
+    if target.name == "adapter_model.safetensors":
+        os.kill(os.getpid(), signal.SIGKILL)
+    copy(source, target)
+starts._copy = killed
+run(sys.argv[1:])
+"""
+
+
+def test_a_kill_leaves_no_half_run_and_the_next_add_cleans_up(run: RunDir) -> None:
+    command = [sys.executable, "-c", KILLED, "runs", "fork", "run_a", "--output-dir", str(home(run))]
+    assert subprocess.run(command, cwd=ROOT).returncode == -signal.SIGKILL
+    assert [each.run_id for each in read_workspace(home(run)).runs] == ["run_a"]
+    (left,) = home(run).glob(".adding.*")
+    assert (left / "init" / "adapter_config.json").exists(), "it was in the middle"
+    assert fork_run(home(run), "run_a").run_id == "run_a-fork" and left.exists(), "it may be another prl at work"
+    os.utime(left, (0, 0))
+    assert fork_run(home(run), "run_a").run_id == "run_a-fork-2" and not left.exists()

@@ -1,0 +1,112 @@
+"""Before and after vLLM loads an adapter: what it is asked for, and whether its layers hold what the file holds."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+from starlette.requests import Request
+
+from prime_rl.configs.inference import InferenceConfig
+from prime_rl.inference.errors import ApiError
+from prime_rl.inference.vllm.adapters import AdapterGate
+from prime_rl.inference.vllm.control import VllmControl
+from prime_rl.inference.weight_files import model_shapes
+from tests.inference_support import make_adapter, make_model
+from tests.patience import PATIENCE_S
+
+
+async def test_vllm_is_asked_after_a_check_beside_the_event_loop(tmp_path: Path) -> None:
+    model = make_model(tmp_path / "base")
+    folder = make_adapter(tmp_path / "run_a", model, seed=1)
+    config = InferenceConfig.model_validate({"model": {"name": str(model), "lora": {"rank": 8}}})
+    checking, answered, loaded = threading.Event(), threading.Event(), list[dict[str, Any]]()
+
+    class SlowGate(AdapterGate):
+        def __call__(self, name: str, folder: Path) -> str:
+            checking.set()
+            assert answered.wait(PATIENCE_S), "the event loop waits for the check"
+            return super().__call__(name, folder)
+
+    async def vllm(scope: Any, receive: Any, send: Any) -> None:
+        loaded.append({"path": scope["path"], **json.loads((await receive())["body"])})
+        await send({"type": "http.response.start", "status": 400, "headers": []})
+        await send({"type": "http.response.body", "body": b'{"error": {"message": "no room", "param": "lora_name"}}'})
+
+    requests: dict[str, Any] = {}
+    control = VllmControl(config, vllm, None, requests, SlowGate(config), lambda: 0)
+    request = Request({"type": "http", "path": "/v1/load_lora_adapter", "headers": []})
+    load = asyncio.create_task(control.load_adapter(request, "run_a@v1", folder))
+    while not checking.is_set():
+        await asyncio.sleep(0.001)
+    answered.set()
+    with pytest.raises(ApiError, match="no room") as caught:
+        await load
+    assert caught.value.status == 400
+    assert loaded == [{"path": "/v1/load_lora_adapter", "lora_name": "run_a@v1", "lora_path": str(folder)}]
+
+
+def test_an_adapter_that_vllm_ignored_or_cut_is_seen(tmp_path: Path) -> None:
+    """What vLLM's layers hold is said here; that they hold it is in the contract, where every load is measured."""
+    model = make_model(tmp_path / "base")
+    folder = make_adapter(tmp_path / "run_a", model, seed=1)
+    tensors = load_file(folder / "adapter_model.safetensors")
+    size_A, size_B = (
+        sum(float(t.double().square().sum()) for name, t in tensors.items() if kind in name)
+        for kind in ("lora_A", "lora_B")
+    )
+    config = InferenceConfig.model_validate({"model": {"name": str(model), "lora": {"rank": 8}}})
+    whole = (size_A, 4 * size_B)  # alpha is twice the rank
+    gate = AdapterGate(config)
+    gate("run_a@v1", folder)
+    gate.check_sizes("run_a@v1", [[whole], [whole]])
+    one_worker = [[None], [(0.0, 0.0)], [(size_A, size_B)], [(0.99 * size_A, 4 * size_B)]]
+    for held in (*([each] for each in one_worker), *([[whole], each] for each in one_worker), [[whole, (size_A, 0.0)]]):
+        gate("run_a@v1", folder)
+        with pytest.raises(ValueError, match="its layers hold"):
+            gate.check_sizes("run_a@v1", held)
+
+
+class Core:
+    """Two data-parallel engines of one worker each, which answer as they are told."""
+
+    def __init__(self, *answers: object) -> None:
+        self.answers, self.asked = answers, list[str]()
+
+    async def call_utility_all_async(self, utility: str, method: str, *_: object) -> list[list[object]]:
+        assert utility == "collective_rpc"
+        self.asked.append(method)
+        return [[answer] for answer in self.answers]
+
+    async def do_nothing(self, **_: object) -> None: ...
+
+
+async def test_weights_are_taken_by_all_engines_or_by_none(tmp_path: Path) -> None:
+    model = make_model(tmp_path / "base")
+    config = InferenceConfig.model_validate({"model": {"name": str(model)}})
+    fits = {name: list(shape) for name, shape in model_shapes(str(model)).items()}
+    asked = {}
+    for answers, refusal in (
+        ((fits, fits), None),
+        ((fits, "cannot be read"), "cannot be read"),
+        ((fits, {}), "missing"),
+    ):
+        core = Core(*answers)
+        idle: Any = SimpleNamespace(
+            engine_core=core, pause_generation=core.do_nothing, resume_generation=core.do_nothing
+        )
+        control = VllmControl(config, None, idle, {}, AdapterGate(config), lambda: 0)
+        try:
+            await control.load_weights(model)
+            assert refusal is None
+        except ApiError as error:
+            assert refusal is not None and refusal in error.message
+        asked[refusal] = core.asked
+    refused = ["prl_stage_weights", "prl_drop_weights"]
+    assert asked == {None: ["prl_stage_weights", "prl_apply_weights"], "cannot be read": refused, "missing": refused}

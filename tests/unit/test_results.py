@@ -1,0 +1,100 @@
+"""What a run has reached, and what differs between two."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from daemons.cards import CardFacts, model_card, sparkline
+from daemons.cli import run as prl
+from daemons.differences import config_differences
+from daemons.results import RunResult, read_result
+from prime_rl.contract.layout import RunDir
+
+CONFIG = {
+    "batch_size": 8,
+    "rollouts_per_example": 4,
+    "model": {"name": "m"},
+    "env": [{"id": "reverse-text"}],
+}
+
+
+def make_run(folder: Path, lines: list[dict[str, Any]], trained: list[dict[str, Any]]) -> RunDir:
+    run = RunDir(folder)
+    run.metrics.mkdir(parents=True)
+    for path, written in ((run.orchestrator_metrics, lines), (run.trainer_metrics, trained)):
+        path.write_text("".join(json.dumps(line) + "\n" for line in written))
+    return run
+
+
+def test_steps_that_were_gone_back_from_do_not_count(tmp_path: Path) -> None:
+    rewards = [(1, 0.1), (2, 0.2), (3, 0.9), (4, 0.9), (2, 0.3)]
+    run = make_run(
+        tmp_path / "run_a",
+        [{"step": s, "time": 3600.0 * s, "reward/mean": r} for s, r in rewards]
+        + [{"step": s, "eval/x/pass@1": s / 10, "eval/x/pass@1_se": 0.1} for s in (1, 4, 2)],
+        [{"step": s, "tokens": 100} for s in (1, 2, 3, 4, 2)],
+    )
+    found = read_result(run)
+    assert found == RunResult({1: 0.1, 2: 0.3}, {1: {"eval/x/pass@1": 0.1}, 2: {"eval/x/pass@1": 0.2}}, 200, 1.0)
+    assert found.reward == pytest.approx(0.2) and found.steps == 2
+    assert read_result(run, until=1) == RunResult({1: 0.1}, {1: {"eval/x/pass@1": 0.1}}, 100, 0.0)
+    assert read_result(RunDir(tmp_path / "run_none")) == RunResult({}, {}, 0, 0.0)
+
+
+def test_a_default_equals_the_same_value_in_the_file() -> None:
+    one, other = {**CONFIG, "max_async_level": 2}, {**CONFIG, "optim": {"lr": 0.5}, "client": {"api_key_var": "X"}}
+    found = {row.name: row.values for row in config_differences({**CONFIG, "seed": 7}, {**CONFIG, "seed": 8})}
+    assert found == {"seed": (7, 8)}
+    found = {row.name: row.values for row in config_differences(one, other)}
+    assert set(found) == {"optim.lr", "client.api_key_var"} and found["optim.lr"][1] == 0.5
+    # A config that is not valid is compared by its own keys; text is clean, and keys are hidden.
+    invalid = {"a": "\x1b[31mred", "api_key": "secret", "env": [{"id": "x"}]}
+    found = {row.name: row.values for row in config_differences(invalid, {"env": [{"id": "y"}]})}
+    assert found == {"a": ("red", None), "api_key": ("(hidden)", None), "env.0.id": ("x", "y")}
+
+
+def test_runs_diff_shows_both_and_is_stable_json(tmp_path: Path, capsys: Any) -> None:
+    for run_id, lr, reward in (("run_a", 0.001, 0.5), ("run_b", 0.002, 0.75)):
+        run = make_run(tmp_path / run_id, [{"step": 1, "time": 1.0, "reward/mean": reward}], [{"step": 1, "tokens": 7}])
+        run.control.mkdir()
+        run.orch_toml.write_text(
+            f'batch_size = 8\nrollouts_per_example = 4\noptim = {{ lr = {lr} }}\nmodel = {{ name = "m" }}\n'
+            'env = [{ id = "reverse-text" }]\n'
+        )
+    place = ["--output-dir", str(tmp_path)]
+    assert prl(["runs", "diff", "run_a", "run_b", *place, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {
+        "version": 1,
+        "runs": ["run_a", "run_b"],
+        "config": [{"name": "optim.lr", "values": [0.001, 0.002]}],
+        "result": [
+            {"name": "step", "values": [1.0, 1.0]},
+            {"name": "reward", "values": [0.5, 0.75]},
+            {"name": "tokens", "values": [7.0, 7.0]},
+            {"name": "hours", "values": [0.0, 0.0]},
+        ],
+    }
+    assert prl(["runs", "diff", "run_a", "run_b", *place]) == 0
+    shown = capsys.readouterr().out
+    assert "optim.lr" in shown and "0.75" in shown
+    assert prl(["runs", "diff", "run_a", "run_c", *place]) == 1
+    assert "run 'run_c' not found" in capsys.readouterr().err
+
+
+def test_a_card_is_short_and_takes_no_markup_from_a_run() -> None:
+    names = "eval/a|b`<x>/pass@1"
+    result = RunResult({step: step / 100 for step in range(1, 501)}, {500: {names: 0.5}}, 10_000, 1.0)
+    text = model_card(CardFacts("run_a", 500, "Qwen/Qwen3-0.6B", False, {"x": None, "y": "`````"}, result))
+    assert "\nbase_model: Qwen/Qwen3-0.6B\n" in text and "library_name: transformers" in text and "lora" not in text
+    rows = [line for line in text.splitlines() if line.startswith("| ") and line.count("|") == 3]
+    assert len(rows) <= 25 and "| 1 | 0.01 |" in rows and "| 500 | 5 |" in rows
+    assert names not in text and "``````toml" in text and "x =" not in text
+
+
+def test_a_sparkline_has_the_shape_of_the_curve() -> None:
+    assert sparkline([0, 1, 2, 3, 4, 5, 6, 7]) == "▁▂▃▄▅▆▇█" and sparkline([3, 3]) == "▁▁"
+    assert sparkline([float(n) for n in range(600)])[::59] == "▁█" and len(sparkline(list(range(600)))) == 60

@@ -1,0 +1,92 @@
+"""Runs grouped by tag or config key: results, spread, the best run, what differs, and the mean curve."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping
+
+import pytest
+
+from tui import fmt
+from tui.readers.charts import ChartView
+from tui.readers.groups import (
+    MAX_CURVES,
+    NUM_RESULT,
+    RUN,
+    TAG,
+    Contender,
+    best_run,
+    compare_chart,
+    differing_keys,
+    make_groups,
+)
+from tui.readers.history import History
+
+
+def contender(
+    name: str, values: list[float], *, tags: tuple[str, ...] = (), config: Mapping[str, str] | None = None
+) -> Contender:
+    history = History()
+    history.extend([float(step) for step in range(1, len(values) + 1)], values)
+    return Contender(name, tags, config or {}, history if values else None)
+
+
+def test_a_result_is_the_mean_of_the_newest_values() -> None:
+    run = contender("run_a", [0.0] * 5 + [0.5] * NUM_RESULT)
+    assert run.result == 0.5 and run.step == 5 + NUM_RESULT
+    assert contender("run_b", []).result is None and contender("run_b", []).step == 0
+
+
+def test_only_keys_that_differ_are_named_and_a_missing_key_differs() -> None:
+    runs = [
+        contender("run_a", [], config={"seed": "1", "optim.lr": "1e-4", "tags": "x", "batch_size": "8"}),
+        contender("run_b", [], config={"seed": "2", "optim.lr": "3e-4", "tags": "y", "batch_size": "8"}),
+        contender("run_c", [], config={"seed": "3", "optim.lr": "3e-4", "tags": "z", "batch_size": "8", "stop": "1"}),
+    ]
+    assert differing_keys(runs) == ("optim.lr", "stop", "seed")
+    assert differing_keys(runs[:1]) == ()
+    invalid = contender("run_d", [])
+    assert differing_keys([*runs, invalid]) == differing_keys(runs), "a run without a valid config tells nothing"
+
+
+@pytest.mark.parametrize(("metric", "order"), [("reward/mean", ["b", "a", "none"]), ("loss", ["a", "b", "none"])])
+def test_the_best_group_is_first_and_one_without_a_result_last(metric: str, order: list[str]) -> None:
+    runs = [contender("none", []), contender("a", [0.2]), contender("b", [0.7])]
+    assert [group.name for group in make_groups(runs, RUN, metric)] == order
+    best = best_run(runs, metric)
+    assert best is not None and best.run_id == order[0]
+    assert best_run(runs[:1], metric) is None
+
+
+def test_a_group_has_mean_and_spread_of_its_runs() -> None:
+    runs = [
+        contender("run_a", [0.2], tags=("x",), config={"optim.lr": "1"}),
+        contender("run_b", [0.6], tags=("x", "y"), config={"optim.lr": "1"}),
+        contender("run_c", [0.9], config={"optim.lr": "2"}),
+    ]
+    groups = {group.name: group for group in make_groups(runs, "optim.lr", "reward/mean")}
+    assert [run.run_id for run in groups["1"].runs] == ["run_b", "run_a"]
+    assert groups["1"].result == pytest.approx(0.4) and groups["1"].spread == pytest.approx(0.2)
+    assert groups["2"].spread is None
+    by_tag = {group.name: [run.run_id for run in group.runs] for group in make_groups(runs, TAG, "reward/mean")}
+    assert by_tag == {"x": ["run_b", "run_a"], "y": ["run_b"], "no tag": ["run_c"]}
+    assert [group.name for group in make_groups(runs, "seed", "reward/mean")] == [fmt.DASH]
+
+
+def test_the_curve_of_a_group_is_the_mean_and_a_run_that_ended_no_longer_counts() -> None:
+    long, short = [0.0, 0.2, 0.4, 0.6], [1.0, 1.0]
+    runs = [contender("run_a", long, config={"k": "1"}), contender("run_b", short, config={"k": "1"})]
+    chart = compare_chart(make_groups(runs, "k", "reward/mean"), ChartView(num_columns=4))
+    band, mean = chart.curves
+    assert band.is_faint and not mean.is_faint
+    assert mean.values == pytest.approx((0.5, 0.6, 0.4, 0.6))
+    assert mean.steps == (1, 2, 3, 4)
+    deviation = statistics.pstdev([0.2, 1.0])
+    assert band.lows[1] == pytest.approx(0.6 - deviation) and band.highs[1] == pytest.approx(0.6 + deviation)
+
+
+def test_at_most_so_many_curves_are_drawn_the_best_ones() -> None:
+    runs = [contender(f"run_{number:02}", [number / 10]) for number in range(MAX_CURVES + 3)]
+    chart = compare_chart(make_groups(runs, RUN, "reward/mean"), ChartView(num_columns=10))
+    assert [curve.name for curve in chart.curves] == [f"run_{number:02}" for number in range(MAX_CURVES + 2, 2, -1)]
+    assert not compare_chart(make_groups([contender("run_a", [])], RUN, "loss"), ChartView()).has_values

@@ -1,0 +1,275 @@
+"""The jobs of single acts on runs, as `prl runs` does them: pause, continue, set, fork, export, sweep. No widgets.
+
+The `check_` functions are the dry runs: what would be done, in words, or a `FieldError` at what is wrong.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from daemons.errors import ActionError, in_one_line
+from daemons.exports import export_run
+from daemons.forks import fork_run
+from daemons.pausing import continue_run, pause_run
+from daemons.set_keys import parse_changes, set_run_keys
+from daemons.sweeps import Sweep, parse_axis, sweep_runs
+from prime_rl.configs.base import ConfigError, build, parse_set
+from prime_rl.configs.lifetime import RunLifetime
+from prime_rl.contract.files import read_text
+from prime_rl.contract.layout import OutputDir
+from prime_rl.contract.sweeps import check_sweep_name
+from prime_rl.contract.usage import used_in_life
+from prime_rl.utils.text import one_line
+from tui import fmt
+from tui.actions.jobs import Job, Progress, each, prl_command
+
+
+class FieldError(ActionError):
+    """An invalid form: which field, and why."""
+
+    def __init__(self, field: str, why: str) -> None:
+        super().__init__(in_one_line(why))
+        self.field = field
+
+
+@contextlib.contextmanager
+def at_field(field: str, others: Mapping[str, str] = {}) -> Iterator[None]:
+    """Errors belong to `field`, or to the first of `others` (field by a word) whose word is in the message."""
+    try:
+        yield
+    except FieldError:
+        raise
+    except (ActionError, ConfigError, OSError, ValueError) as error:
+        why = str(error)
+        raise FieldError(next((other for word, other in others.items() if word in why), field), why) from error
+
+
+def pause_job(output_dir: Path, run_ids: Sequence[str], reason: str = "") -> Job:
+    def act(run_id: str, progress: Progress) -> str:
+        done = pause_run(output_dir, run_id, reason=reason)
+        return f"{run_id}: paused" if done else f"{run_id}: already paused; its first reason stays"
+
+    words = ["--reason", reason] if reason else []
+    return Job(prl_command(output_dir, "runs", "pause", *run_ids, *words), each(run_ids, "paused", act))
+
+
+def continue_job(output_dir: Path, run_ids: Sequence[str]) -> Job:
+    def act(run_id: str, progress: Progress) -> str:
+        done = continue_run(output_dir, run_id)
+        return f"{run_id}: continues" if done else f"{run_id}: not paused, nothing to do"
+
+    return Job(prl_command(output_dir, "runs", "continue", *run_ids), each(run_ids, "continue", act))
+
+
+def set_job(output_dir: Path, run_ids: Sequence[str], items: Sequence[str]) -> Job:
+    """Set keys of several runs. Raises ActionError for an item that is not KEY=VALUE."""
+    changes = parse_changes(items)
+
+    def act(run_id: str, progress: Progress) -> str:
+        done = set_run_keys(output_dir, run_id, changes)
+        return f"{run_id}: {'set ' + ' '.join(items) if done else 'has these values already'}"
+
+    commands = [prl_command(output_dir, "runs", "set", run_id, *items) for run_id in run_ids]
+    return Job(one_line("; ".join(commands), 4000), each(run_ids, f"set {' '.join(items)}", act))
+
+
+def check_live(items: Sequence[str], field: str) -> None:
+    """Check values of keys that are read while a run trains. Raises FieldError."""
+    with at_field(field):
+        try:
+            build(RunLifetime, _without_nulls(parse_changes(items)), "")
+        except ConfigError as error:
+            raise FieldError(field, error.problems[0].message) from error
+
+
+def check_budget(output_dir: Path, run_ids: Sequence[str], tokens: str, hours: str) -> str:
+    """What has been used, and which runs would end at once. Raises FieldError."""
+    check_live([f"budget.max_tokens={tokens or 'null'}"], "tokens")
+    check_live([f"budget.max_hours={hours or 'null'}"], "hours")
+    max_tokens, max_hours = (float(tokens) if tokens else None), (float(hours) if hours else None)
+    total_tokens, total_hours, ended = 0, 0.0, []
+    for run_id in run_ids:
+        run = OutputDir(output_dir).run(run_id)
+        used = used_in_life(OutputDir(output_dir).run_usage(run_id), read_text(run.life) or "")
+        total_tokens, total_hours = total_tokens + used[0], total_hours + used[1]
+        if (max_tokens and used[0] >= max_tokens) or (max_hours and used[1] >= max_hours):
+            ended.append(run_id)
+    words = f"used so far: {fmt.count(total_tokens)} tokens, {total_hours:.2f} hours"
+    return f"{words}\n▲ used up already, so it would end at once: {', '.join(ended)}" if ended else words
+
+
+def _without_nulls(changes: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        key: _without_nulls(value) if isinstance(value, Mapping) else value
+        for key, value in changes.items()
+        if value is not None
+    }
+
+
+@dataclass(frozen=True)
+class ForkForm:
+    """What a person fills in to fork `run_id`; "" is the default of each."""
+
+    run_id: str
+    version: str = ""
+    new_id: str = ""
+    settings: str = ""
+    with_optimizer: bool = False
+
+    def words(self) -> list[str]:
+        """For `prl runs fork`."""
+        found = [self.run_id, *_option("--step", self.version), *_option("--id", self.new_id)]
+        for item in self.settings.split():
+            found += ["--set", item]
+        return [*found, "--with-optimizer"] if self.with_optimizer else found
+
+
+# A word of a refusal -> the field that it is about.
+_FORK_FIELDS = {"with-optimizer": "optimizer", "run id": "new-id", "already exists": "new-id", "of step": "version"}
+
+
+def check_fork(output_dir: Path, form: ForkForm) -> str:
+    """What the fork would be. Raises FieldError."""
+    return _fork(output_dir, form, dry_run=True)
+
+
+def fork_job(output_dir: Path, form: ForkForm) -> Job:
+    command = prl_command(output_dir, "runs", "fork", *form.words())
+    return Job(command, lambda progress: _fork(output_dir, form))
+
+
+def _fork(output_dir: Path, form: ForkForm, *, dry_run: bool = False) -> str:
+    step = _number(form.version, "version")
+    with at_field("settings"):
+        overrides = parse_set(form.settings.split())
+    with at_field("settings", _FORK_FIELDS):
+        made = fork_run(
+            output_dir,
+            form.run_id,
+            step=step,
+            new_id=form.new_id or None,
+            overrides=overrides,
+            with_optimizer=form.with_optimizer,
+            dry_run=dry_run,
+        )
+    optimizer = " with its optimizer" if made.with_optimizer else ""
+    if dry_run:
+        return f"{made.run_id} would start from {made.source}{optimizer}"
+    done = "starts" if made.added else "is there already, starts"
+    return f"{made.run_id} {done} from {made.source}{optimizer}"
+
+
+@dataclass(frozen=True)
+class ExportForm:
+    """What a person fills in to export `run_id`; the newest version without a `version`."""
+
+    run_id: str
+    out: str
+    version: str = ""
+    merge: bool = False
+
+    def words(self) -> list[str]:
+        """For `prl runs export`."""
+        found = [self.run_id, *_option("--step", self.version), *(["--merge"] if self.merge else [])]
+        return [*found, "--out", self.out]
+
+
+_EXPORT_FIELDS = {"of step": "version", "does not have": "version", "not on disk": "version"}
+
+
+def check_export(output_dir: Path, form: ExportForm) -> str:
+    """What would be written. Raises FieldError."""
+    return _export(output_dir, form, dry_run=True)
+
+
+def export_job(output_dir: Path, form: ExportForm) -> Job:
+    command = prl_command(output_dir, "runs", "export", *form.words())
+    return Job(command, lambda progress: _export(output_dir, form, progress))
+
+
+def _export(output_dir: Path, form: ExportForm, progress: Progress = lambda words: None, dry_run: bool = False) -> str:
+    step = _number(form.version, "version")
+    if not form.out:
+        raise FieldError("out", "folder missing: type the path of a new one")
+    with at_field("out", _EXPORT_FIELDS):
+        done = export_run(
+            output_dir,
+            form.run_id,
+            Path(form.out).expanduser(),
+            step=step,
+            merge=form.merge,
+            dry_run=dry_run,
+            on_progress=progress,
+        )
+    what = f"version {done.step} of {done.run_id} ({done.kind})"
+    return f"{what} would be written to {done.out}" if dry_run else f"{what}: {fmt.size(done.num_bytes)} in {done.out}"
+
+
+@dataclass(frozen=True)
+class SweepForm:
+    """What a person fills in to sweep over a config file; `axes` has one `key=v1,v2` a line."""
+
+    file: str
+    axes: str
+    name: str = ""
+    halving: str = ""
+
+    @property
+    def items(self) -> list[str]:
+        return [line.strip() for line in self.axes.splitlines() if line.strip()]
+
+    def words(self) -> list[str]:
+        """For `prl runs sweep`."""
+        found = [self.file]
+        for item in self.items:
+            found += ["--set", item]
+        return [*found, *_option("--name", self.name), *_option("--halving", self.halving)]
+
+
+_SWEEP_FIELDS = {"--name": "name", "sweep name": "name"}
+
+
+def check_sweep(output_dir: Path, form: SweepForm) -> Sweep:
+    """The grid. Raises FieldError."""
+    return _sweep(output_dir, form, dry_run=True)
+
+
+def sweep_job(output_dir: Path, form: SweepForm) -> Job:
+    def work(progress: Progress) -> str:
+        made = _sweep(output_dir, form)
+        return f"sweep {made.plan.name}: {fmt.counted(len(made.added), 'run')} added"
+
+    return Job(prl_command(output_dir, "runs", "sweep", *form.words()), work)
+
+
+def _sweep(output_dir: Path, form: SweepForm, *, dry_run: bool = False) -> Sweep:
+    eta = _number(form.halving, "halving", at_least=2)
+    source = Path(form.file).expanduser()
+    if not form.file or not source.is_file():
+        raise FieldError(
+            "file", f"{source} not found: type the path of a run's config" if form.file else "file missing"
+        )
+    with at_field("name"):
+        name = check_sweep_name(form.name) if form.name else None
+    with at_field("axes"):
+        for item in form.items:
+            parse_axis(item)
+    with at_field("axes", {str(source): "file"} | _SWEEP_FIELDS):
+        return sweep_runs(output_dir, source, form.items, name=name, halving=eta, dry_run=dry_run)
+
+
+def _number(text: str, field: str, at_least: int = 0) -> int | None:
+    """A whole number, None for "". Raises FieldError."""
+    if not text:
+        return None
+    if not text.isdecimal() or int(text) < at_least:
+        raise FieldError(field, f"invalid {field} {text!r}: must be a whole number of at least {at_least}")
+    return int(text)
+
+
+def _option(name: str, value: str) -> list[str]:
+    return [name, value] if value else []

@@ -1,0 +1,62 @@
+"""The jobs that start and stop the workspace and its daemons, as `prl up`, `down` and `restart` do them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+
+from daemons import running
+from daemons.client import Workspace
+from prime_rl.utils.text import CleanText, clean_text, one_line
+from tui.actions.jobs import Job, Progress, prl_command
+
+MAX_SYSTEMS = 20
+
+
+def restart_job(output_dir: Path, name: str) -> Job:
+    def work(progress: Progress) -> str:
+        running.restart_daemon(output_dir, name, say=progress)
+        return f"{name}: restarted"
+
+    return Job(prl_command(output_dir, "restart", name), work)
+
+
+def down_job(output_dir: Path) -> Job:
+    def work(progress: Progress) -> str:
+        was_running = running.stop_workspace(output_dir, say=progress)
+        return "stopped, no process is left" if was_running else "nothing was running"
+
+    return Job(prl_command(output_dir, "down"), work)
+
+
+def up_job(output_dir: Path, system: Path | None) -> Job:
+    """Start the workspace with its last settings, or with those of the file."""
+    words = ["@", str(system)] if system else []
+
+    def work(progress: Progress) -> str:
+        wanted = running.choose_system(words, output_dir, say=progress)
+        said: list[str] = []
+
+        def look(workspace: Workspace) -> None:
+            line = " · ".join(running.waits(workspace))
+            if [line] != said:
+                said[:] = [line]
+                progress(line)
+
+        workspace = running.start_workspace(wanted, stop=lambda: False, say=progress, on_look=look, is_quiet=True)
+        url = workspace.inference.base_url if workspace and workspace.inference else "?"
+        return f"up: {workspace.max_runs if workspace else 0} slots, inference at {url}"
+
+    return Job(prl_command(output_dir, "up", *words), work)
+
+
+def up_choices(output_dir: Path, configs: Path = Path("configs")) -> list[tuple[CleanText, Callable[[], Job]]]:
+    """(label, job) of each way to start the workspace, the most likely first."""
+    last = running.last_start(output_dir)
+    first = "with its last settings" if last else "a small workspace for this machine's CPU"
+    found: list[tuple[CleanText, Callable[[], Job]]] = [(one_line(first), functools.partial(up_job, output_dir, None))]
+    for path in sorted(configs.glob("*/system.toml"))[:MAX_SYSTEMS]:
+        if clean_text(str(path)) == str(path):
+            found.append((one_line(f"as in {path}", 100), functools.partial(up_job, output_dir, path)))
+    return found

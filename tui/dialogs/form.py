@@ -1,0 +1,169 @@
+"""The base of the dialogs with fields: each change is checked after a pause in typing, a refusal stands at its field.
+
+A subclass gives the fields (`compose_fields`), the check, which runs in a thread, and the job. The job refuses what the
+check refuses, so that enter need not wait for it.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from textual import on
+from textual.app import ComposeResult
+from textual.binding import Binding, BindingType
+from textual.containers import Horizontal, Vertical, VerticalScroll
+from textual.content import Content
+from textual.message import Message
+from textual.timer import Timer
+from textual.widgets import Button, Checkbox, Input, Static, TextArea
+from textual.widgets.button import ButtonVariant
+
+from daemons.errors import ActionError
+from prime_rl.configs.base import ConfigError
+from prime_rl.utils.text import CleanText, clean_text, one_line
+from tui.actions.jobs import Job, Perform
+from tui.dialogs.job import JobDialog
+
+DEBOUNCE_S = 0.25
+MAX_CHECK_CHARS = 8_000
+
+
+class FormDialog(JobDialog):
+    """Enter in a field and ctrl+s do it, when the fields are valid."""
+
+    DEFAULT_CSS = """
+    FormDialog {
+        & .box { padding: 0 2; }
+        & .field { height: 1; }
+        & .field Static { width: 13; color: $foreground 60%; }
+        & .field Input { width: 1fr; }
+        & TextArea { height: 5; padding: 0; background: $panel; border: none; scrollbar-size-vertical: 1; }
+        & Checkbox { margin-left: 13; background: $surface; }
+        & Checkbox > .toggle--button { color: $panel; }
+        & Checkbox.-on > .toggle--button { color: $text-success; }
+        & .problem { display: none; height: auto; max-height: 3; margin-left: 13; color: $text-error; }
+        & .problem.-shown { display: block; }
+        & #check-box { height: auto; max-height: 8; margin-top: 1; scrollbar-size-vertical: 1; }
+        & #check { height: auto; color: $foreground 80%; }
+        & #check.-bad { color: $text-error; }
+        & .command { height: auto; max-height: 3; margin-top: 1; color: $foreground 60%; }
+    }
+    """
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("ctrl+s", "submit", "Do it", priority=True, tooltip="in a form: do it")
+    ]
+    head: ClassVar[str] = ""
+    verb: ClassVar[str] = ""
+    variant: ClassVar[ButtonVariant] = "success"
+
+    class Checked(Message):
+        """The result of checking the form numbered `serial`: words, or a problem with its field ("" for none)."""
+
+        def __init__(self, serial: int, words: CleanText, field: str | None) -> None:
+            super().__init__()
+            self.serial, self.words, self.field = serial, words, field
+
+    def __init__(self, subject: str, perform: Perform) -> None:
+        super().__init__(perform)
+        self._subject = subject
+        self._serial_of_form = 0
+        self._serial_of_check = 0
+        self._timer: Timer | None = None
+
+    @property
+    def is_checked(self) -> bool:
+        """Whether what is shown is the check of the newest text."""
+        return self._serial_of_check == self._serial_of_form
+
+    def compose(self) -> ComposeResult:
+        with Vertical(classes="box") as box:
+            box.border_title = Content(f"{self.head or self.verb.lower()} {self._subject}")
+            box.border_subtitle = "ctrl+s confirms · esc cancels"
+            yield from self.compose_fields()
+            with VerticalScroll(id="check-box", can_focus=False):
+                yield Static("...", id="check", markup=False)
+            yield Static(id="command", classes="command", markup=False)
+            yield Static(id="outcome", markup=False)
+            yield from self.buttons(self.verb, "do", self.variant)
+
+    def compose_fields(self) -> ComposeResult:
+        raise NotImplementedError
+
+    def check(self) -> str:
+        """Returns what the form would do now, in words, from what `take` has read. In a thread; raises FieldError."""
+        raise NotImplementedError
+
+    def take(self) -> None:
+        """Read the widgets, before `check` and `job`."""
+        raise NotImplementedError
+
+    def job(self) -> Job:
+        """Raises ActionError where the form makes none."""
+        raise NotImplementedError
+
+    def field(self, name: str, label: str, value: str = "", placeholder: str = "") -> ComposeResult:
+        """A line with a label and an input, and room for what is wrong with it."""
+        with Horizontal(classes="field"):
+            yield Static(label, markup=False)
+            yield Input(value, id=name, placeholder=placeholder, compact=True)
+        yield self.problem(name)
+
+    def problem(self, name: str) -> Static:
+        return Static(id=f"problem-{name}", classes="problem", markup=False)
+
+    def value(self, name: str) -> str:
+        return self.query_one(f"#{name}", Input).value.strip()
+
+    def ticked(self, name: str) -> bool:
+        return self.query_one(f"#{name}", Checkbox).value
+
+    def on_mount(self) -> None:
+        self._changed()
+
+    @on(Input.Changed)
+    @on(TextArea.Changed)
+    @on(Checkbox.Changed)
+    def _changed(self) -> None:
+        self._serial_of_form += 1
+        if self._timer is not None:
+            self._timer.stop()
+        self._timer = self.set_timer(DEBOUNCE_S, self._check_now)
+
+    def _check_now(self) -> None:
+        self.take()
+        serial = self._serial_of_form
+
+        def work() -> None:
+            try:
+                words, field = self.check(), None
+            except (ActionError, ConfigError, OSError, ValueError) as error:
+                words, field = str(error), getattr(error, "field", "")
+            self.post_message(self.Checked(serial, clean_text(words, MAX_CHECK_CHARS), field))
+
+        self.run_worker(work, thread=True, group="check", name="check the form")
+
+    def on_form_dialog_checked(self, message: Checked) -> None:
+        if message.serial != self._serial_of_form:
+            return
+        for problem in self.query(".problem").results(Static):
+            is_here = problem.id == f"problem-{message.field}"
+            problem.set_class(is_here, "-shown")
+            problem.update(Content(f"✖ {message.words}" if is_here else ""))
+        self._serial_of_check = message.serial
+        bad = message.field is not None
+        check = self.query_one("#check", Static)
+        check.update(Content("" if message.field else message.words))
+        check.set_class(bad, "-bad")
+        self.query_one("#do", Button).disabled = bad
+        self.query_one("#command", Static).update(Content("" if bad else f"$ {self.job().command}"))
+
+    @on(Button.Pressed, "#do")
+    @on(Input.Submitted)
+    def action_submit(self) -> None:
+        if self.is_busy:
+            return
+        self.take()
+        try:
+            self.start(self.job())
+        except ActionError as error:
+            self.say(one_line(str(error), 400), failed=True)

@@ -1,0 +1,52 @@
+"""What the daemon `alerts` reports now, and what people have said about it. All text is clean."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from prime_rl.contract.layout import OutputDir
+from prime_rl.utils.text import CleanText, one_line
+
+if TYPE_CHECKING:
+    from daemons.quiet import Saying
+
+
+@dataclass(frozen=True)
+class Alert:
+    """One open incident.
+
+    Attributes:
+        name: KIND:SUBJECT, as it is acknowledged and muted; `subject` is a run, a daemon, a node or "disk".
+        since: Unix seconds.
+        note: who acknowledged or muted it, and why; "" when nobody has.
+    """
+
+    name: CleanText
+    subject: CleanText
+    text: CleanText
+    since: float
+    note: CleanText
+
+
+def read_alerts(output: OutputDir, now: float) -> list[Alert]:
+    """[] in a workspace without alerts, at the cost of one look for a file."""
+    if not output.alerts_open.exists():
+        return []
+    from daemons import quiet
+    from daemons.alerts.incident_file import read_open
+    from daemons.alerts.messages import sentence
+
+    sayings = quiet.read_sayings(output, now)
+    found = []
+    for incident in read_open(output).values():
+        said = quiet.acknowledgement(incident, sayings), quiet.muting(incident, sayings)
+        name, subject = one_line(quiet.name_of(incident)), one_line(incident.subject)
+        found.append(Alert(name, subject, one_line(sentence(incident)), incident.since, _note(filter(None, said))))
+    return found
+
+
+def _note(said: Iterable[Saying]) -> CleanText:
+    reasons = ((each, f": {each.reason}" if each.reason else "") for each in said)
+    return one_line("; ".join(f"{each.action} by {each.who}{reason}" for each, reason in reasons))

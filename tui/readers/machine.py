@@ -1,0 +1,66 @@
+"""What a workspace uses of its machine and disk.
+
+The first look has no shares of processors: they need the time between two looks.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from daemons.client import DiskReader, DiskView, MachineReader, MachineView, Workspace
+from prime_rl.utils.process import ProcessId
+
+INTERVAL_S = 2.0
+# The step rate is of the last so many looks, a minute.
+NUM_RATE_LOOKS = 30
+
+
+@dataclass(frozen=True)
+class SystemLook:
+    """One look. `updates_per_s` is of the trainer's last minute, null while it is not known."""
+
+    machine: MachineView
+    disk: DiskView | None
+    updates_per_s: float | None = None
+
+
+class Probe(Protocol):
+    """Measures what the workspace uses of the machine."""
+
+    def read(self, workspace: Workspace) -> SystemLook: ...
+
+
+class SystemProbe:
+    def __init__(self, output_dir: Path, clock: Callable[[], float] = time.monotonic) -> None:
+        self._machine = MachineReader()
+        self._disk = DiskReader(output_dir)
+        self._clock = clock
+        self._updates: deque[tuple[float, int]] = deque(maxlen=NUM_RATE_LOOKS)
+
+    def read(self, workspace: Workspace) -> SystemLook:
+        return SystemLook(self._machine.read(daemon_processes(workspace)), self._disk.read(), self._rate(workspace))
+
+    def _rate(self, workspace: Workspace) -> float | None:
+        if workspace.trainer is None:
+            self._updates.clear()
+            return None
+        now, num = self._clock(), workspace.trainer.num_updates
+        if self._updates and num < self._updates[-1][1]:  # another trainer, which counts from zero
+            self._updates.clear()
+        self._updates.append((now, num))
+        then, before = self._updates[0]
+        return (num - before) / (now - then) if now - then >= INTERVAL_S else None
+
+
+def daemon_processes(workspace: Workspace) -> dict[str, ProcessId]:
+    """The processes of the daemons that are known to live. Their own status is the newest."""
+    found: dict[str, ProcessId] = {each.name: each.process for each in workspace.daemons if each.process is not None}
+    for name, status in (("trainer", workspace.trainer), ("inference", workspace.inference)):
+        if status is not None:
+            found.setdefault(name, status.writer)
+    return found

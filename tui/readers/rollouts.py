@@ -1,0 +1,200 @@
+"""What the rollouts tab shows: the samples that a run keeps of its batches, ordered and in their groups, and one of
+them turn by turn; of one batch also the tokens, and of the newest batches all rewards.
+
+The texts of environment and policy are clean. No widgets here.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import msgspec
+
+from prime_rl.contract.layout import RunDir
+from prime_rl.contract.samples import (
+    MAX_TOKENS,
+    Batch,
+    Sample,
+    SampleTokens,
+    TokenSample,
+    read_batches,
+    read_rewards,
+    read_samples,
+    token_ratios,
+)
+from prime_rl.utils.text import clean_strings, clean_text, one_line
+from tui.readers.tabs import ROLLOUTS, TabData, file_stamp
+
+# The list shows at most so many of the newest; the file itself is bounded by its writer.
+MAX_SAMPLES = 2_000
+MAX_REWARDS = 100_000
+# Characters of one token: longer ones are no tokens.
+MAX_PIECE = 100
+ORDERS = ("newest", "highest reward", "lowest reward", "highest advantage", "lowest advantage")
+# An example of a batch: its step, and what tells it from the others.
+GroupKey = tuple[int, str]
+
+
+@dataclass(frozen=True)
+class RolloutsRequest:
+    """The step whose tokens are wanted; None: of none."""
+
+    step: int | None = None
+
+
+@dataclass(frozen=True)
+class TokenLine:
+    """The kept tokens of a rollout, after its prompt.
+
+    Attributes:
+        pieces: their texts, clean.
+        logprobs: under the policy that sampled; None for a token of the environment.
+        ratios: log(pi / mu); None where it is not there.
+        num_left_out: in the middle, after the first half of `pieces`.
+    """
+
+    pieces: tuple[str, ...]
+    logprobs: tuple[float | None, ...]
+    ratios: tuple[float | None, ...]
+    num_left_out: int = 0
+
+
+@dataclass(frozen=True)
+class RolloutsData(TabData):
+    """One look: the newest samples, oldest first, all their text clean.
+
+    Attributes:
+        rewards: of all rollouts of a batch, by step, ascending; empty in files of an earlier version.
+        request: what `tokens` answers.
+        tokens: by the place of their rollout in the batch of that step.
+    """
+
+    tab = ROLLOUTS
+    samples: tuple[Sample, ...] = ()
+    rewards: dict[int, tuple[float, ...]] = field(default_factory=dict)
+    request: RolloutsRequest = RolloutsRequest()
+    tokens: dict[int, TokenLine] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One turn: its speaker ("prompt", "policy", "environment") and its text."""
+
+    speaker: str
+    text: str
+
+
+class RolloutsReader:
+    """Reads the samples file again whenever it changed, and the tokens of a step when they are wanted."""
+
+    def __init__(self, output_dir: Path, run_id: str) -> None:
+        self._run = RunDir(output_dir / run_id)
+        self._stamps: tuple[object, object] | None = None
+        self._shown = RolloutsData(run_id)
+
+    def read(self, request: RolloutsRequest = RolloutsRequest()) -> tuple[RolloutsData | None, bool]:
+        stamps, before = (file_stamp(self._run.samples), file_stamp(self._run.ratios)), self._stamps
+        if stamps == before and request == self._shown.request:
+            return None, False
+        if before is None or before[0] != stamps[0]:
+            path = self._run.samples
+            self._shown = replace(self._shown, samples=_samples(path), rewards=_rewards(path))
+        self._stamps = stamps
+        self._shown = replace(self._shown, request=request, tokens=self._tokens(request.step))
+        return self._shown, False
+
+    def _tokens(self, step: int | None) -> dict[int, TokenLine]:
+        if step is None:
+            return {}
+        try:
+            batches = read_batches(self._run.samples, self._run.ratios, 1, step)
+        except OSError:
+            return {}
+        return tokens_of(batches[0]) if batches else {}
+
+
+def tokens_of(batch: Batch) -> dict[int, TokenLine]:
+    """By place; of rollouts that have tokens."""
+    return {
+        sample.place: _token_line(sample.tokens, batch.ratios.get(sample.place, ()))
+        for sample in batch.samples
+        if isinstance(sample, TokenSample) and sample.tokens is not None and sample.place >= 0
+    }
+
+
+def _token_line(tokens: SampleTokens, ratios: Sequence[float | None]) -> TokenLine:
+    num = min(len(tokens.pieces), len(tokens.logprobs), MAX_TOKENS)
+    return TokenLine(
+        tuple(clean_text(piece.expandtabs(4), MAX_PIECE) for piece in tokens.pieces[:num]),
+        tuple(tokens.logprobs[:num]),
+        tuple(token_ratios(tokens, ratios)[:num]),
+        max(tokens.num_left_out, 0),
+    )
+
+
+def _samples(path: Path) -> tuple[Sample, ...]:
+    try:
+        return tuple(map(clean, read_samples(path, MAX_SAMPLES)))
+    except OSError:
+        return ()
+
+
+def _rewards(path: Path) -> dict[int, tuple[float, ...]]:
+    """Without those that are not finite."""
+    try:
+        return {step: tuple(filter(math.isfinite, each)) for step, each in read_rewards(path, MAX_REWARDS).items()}
+    except OSError:
+        return {}
+
+
+def clean(sample: Sample) -> Sample:
+    """With all its text clean, its names on one line."""
+    names = {"env": one_line(sample.env), "example_id": one_line(sample.example_id)}
+    return msgspec.structs.replace(clean_strings(sample), **names)
+
+
+def arrange(samples: Sequence[Sample], order: str) -> list[Sample]:
+    """In one of ORDERS; equals stay newest first."""
+    newest_first = list(reversed(samples))
+    if order == "newest":
+        return newest_first
+    sign = -1.0 if order.startswith("highest") else 1.0
+    if order.endswith("reward"):
+        return sorted(newest_first, key=lambda sample: sign * sample.reward)
+    return sorted(newest_first, key=lambda sample: sign * sample.advantage)
+
+
+def group_key(sample: Sample) -> GroupKey:
+    """The same for all rollouts of one example of one batch."""
+    return sample.step, str(sample.group) if sample.group >= 0 else f"{sample.env} {sample.example_id}"
+
+
+def group_of(samples: Sequence[Sample], chosen: Sample) -> list[Sample]:
+    """All kept rollouts of its example, in the order of their batch."""
+    key = group_key(chosen)
+    return sorted((each for each in samples if group_key(each) == key), key=lambda sample: sample.place)
+
+
+def step_rewards(data: RolloutsData) -> dict[int, tuple[float, ...]]:
+    """All rewards by step, ascending; without them those of the kept rollouts."""
+    if data.rewards:
+        return data.rewards
+    by_step = sorted(data.samples, key=lambda sample: sample.step)
+    grouped = itertools.groupby(by_step, key=lambda sample: sample.step)
+    return {step: tuple(sample.reward for sample in each if math.isfinite(sample.reward)) for step, each in grouped}
+
+
+def turns(sample: Sample) -> list[Turn]:
+    found = [Turn("prompt", sample.prompt.strip("\n"))]
+    if not sample.turns:
+        return [*found, Turn("policy", sample.completion)]
+    return found + [Turn("policy" if turn.by_policy else "environment", turn.text.strip("\n")) for turn in sample.turns]
+
+
+def versions(sample: Sample) -> str:
+    """`v41`, or `v40 v41` when its turns came from several."""
+    return " ".join(f"v{version}" for version in sample.policy_versions) or "-"

@@ -1,0 +1,331 @@
+"""Compare: runs grouped by tag or config key, their curves in one chart, and what differs beside what came of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import ClassVar
+
+from rich.text import Text
+from textual import on
+from textual.app import ComposeResult
+from textual.binding import Binding, BindingType
+from textual.widgets import Input, Static
+
+from tui import fmt
+from tui.commands import Command, CommandError
+from tui.messages import RunChanged
+from tui.model.query import Subject
+from tui.model.snapshot import RunRow, Snapshot
+from tui.readers.charts import SMOOTHINGS
+from tui.readers.compare import MAX_RUNS, CompareData, CompareReader, CompareRequest
+from tui.readers.groups import RUN, Contender, Group, drawn_groups
+from tui.screens.base import PlaceScreen, Setting, take_words
+from tui.screens.pick_runs import PickRuns
+from tui.watcher import RunWatcher
+from tui.widgets.chart import COLOURS, LABEL_WIDTH, Chart
+from tui.widgets.filter_bar import FilterBar
+from tui.widgets.line_list import LineList
+
+# Before the name of a group in a list of lines: what no run id has.
+GROUP = "\0"
+NAME_WIDTHS = (22, 34)
+MAX_VALUE = 14
+KEY_ORDER = ("open", "filter", "group_by", "metric", "smooth", "back", "help")
+
+
+class CompareScreen(PlaceScreen):
+    """Reads only. Owns the thread that reads the compared runs' files."""
+
+    DEFAULT_CSS = """
+    CompareScreen {
+        & > #about { height: 1; padding: 0 1; text-wrap: nowrap; text-overflow: ellipsis; }
+        & > Chart { height: 45%; min-height: 8; }
+        & > #contenders { height: 1fr; }
+    }
+    """
+    key_order = KEY_ORDER
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("b", "group_by", "Group by", id="group", tooltip="group the runs by a tag or a config key"),
+        Binding("m", "metric", "Metric", tooltip="the metric that is compared"),
+        Binding("s", "smooth", "Smooth", tooltip="smoothing: factors 0.6, 0.9, 0.97"),
+        Binding("slash", "filter", "Filter", key_display="/", tooltip="compare some of the runs; tab completes"),
+        Binding("escape,q", "back", "Back", key_display="esc"),
+    ]
+    AUTO_FOCUS = "#contenders"
+
+    def __init__(self, setting: Setting) -> None:
+        super().__init__(setting)
+        self.filter_bar = FilterBar(lambda: self.run_ids())
+        self.about = Static(id="about", markup=False)
+        self.chart = Chart(CompareRequest().metric)
+        self.list = LineList[str]("no runs", id="contenders", opens=True)
+        self.request = CompareRequest()
+        self.data: CompareData | None = None
+        self._watcher = RunWatcher(CompareReader(setting.output_dir), self.request, self.post_message)
+
+    def compose_body(self) -> ComposeResult:
+        yield self.filter_bar
+        yield self.about
+        yield self.chart
+        yield self.list
+
+    def on_mount(self) -> None:
+        text = self.setting.memory.workspace.filter
+        if text:  # what is compared at first is what the home screen shows
+            self.filter_bar.open()
+            self.filter_bar.input.value = text
+            self.filter_bar.take(text)
+        super().on_mount()
+        self.list.focus()
+        self.app.theme_changed_signal.subscribe(self, lambda _: self._redraw())
+        self.run_worker(self._watcher.run, thread=True, name="read the compared runs")
+
+    def on_unmount(self) -> None:
+        self._watcher.stop()
+
+    def on_resize(self) -> None:
+        self._ask()
+        self._redraw()
+
+    def refill(self, snapshot: Snapshot) -> None:
+        self._ask()
+        self._redraw()
+
+    def on_run_changed(self, message: RunChanged) -> None:
+        if self.can_show and isinstance(message.data, CompareData):
+            self.data = message.data
+            self._redraw()
+
+    def target_row(self) -> RunRow | None:
+        key = self.list.selected
+        return self.snapshot.row(key) if key and self.snapshot and not key.startswith(GROUP) else None
+
+    def target_rows(self) -> list[RunRow]:
+        """The selected run, or all of the selected group."""
+        group = self._selected_group()
+        if group is None or self.snapshot is None:
+            return super().target_rows()
+        return [row for run in group.runs if (row := self.snapshot.row(run.run_id)) is not None]
+
+    def commands(self) -> dict[str, Command]:
+        def names(kind: str) -> Callable[[], Mapping[str, str]]:
+            return lambda: dict.fromkeys(getattr(self.data, kind, ()), "")
+
+        found = super().commands()
+        about = "group by run, tag or a config key"
+        take_words(found, "group", about, "KEY", self._group_by, names("groupings"))
+        take_words(found, "metric", "the metric that is compared", "NAME", self._take_metric, names("metrics"))
+        take_words(found, "filter", "compare the runs that match", "TERMS", self._set_filter)
+        return found
+
+    def action_back(self) -> None:
+        """The filter goes first."""
+        if self.filter_bar.input.value:
+            self._set_filter("")
+            self.list.focus()
+        else:
+            self.app.pop_screen()
+
+    def action_filter(self) -> None:
+        self.filter_bar.open()
+
+    def action_group_by(self) -> None:
+        self._pick("group by", self.data.groupings if self.data else (RUN,), self._group_by)
+
+    def action_metric(self) -> None:
+        self._pick("compare by", self.data.metrics if self.data else (), self._take_metric)
+
+    def action_smooth(self) -> None:
+        view = self.request.view
+        after = SMOOTHINGS[(SMOOTHINGS.index(view.smoothing) + 1) % len(SMOOTHINGS)]
+        self._ask(view=replace(view, smoothing=after))
+
+    @on(Input.Changed, "#filter")
+    def _filter_changed(self, event: Input.Changed) -> None:
+        self.filter_bar.take(event.value)
+        self._ask()
+
+    @on(Input.Submitted, "#filter")
+    def _filter_done(self) -> None:
+        self.list.focus()
+        if not self.filter_bar.input.value:
+            self.filter_bar.close()
+
+    @on(LineList.Opened)
+    def _opened(self) -> None:
+        """A run, or the best of a group with the others of the group beside it."""
+        group = self._selected_group()
+        if group is not None:
+            first, *others = [run.run_id for run in group.runs]
+            self.guide.open_run(first, tuple(others))
+        else:
+            self.guide.open_run(self.list.selected or "")
+
+    def _set_filter(self, text: str) -> None:
+        self.filter_bar.input.value = text
+        if text:
+            self.filter_bar.add_class("-open")
+        else:
+            self.filter_bar.close()
+
+    def _group_by(self, words: str) -> None:
+        self._ask(by=_known(words, self.data.groupings if self.data else (), "grouping"))
+
+    def _take_metric(self, words: str) -> None:
+        self._ask(metric=_known(words, self.data.metrics if self.data else (), "metric"))
+
+    def _pick(self, title: str, names: Sequence[str], take: Callable[[str], None]) -> None:
+        def chosen(found: tuple[str, ...] | None) -> None:
+            if found:
+                take(found[0])
+
+        self.app.push_screen(PickRuns(names, title=title), chosen)
+
+    def _selected_group(self) -> Group | None:
+        key = self.list.selected or ""
+        groups = self.data.groups if self.data and key.startswith(GROUP) else ()
+        return next((group for group in groups if GROUP + group.name == key), None)
+
+    def _ask(self, **changes: object) -> None:
+        if self.snapshot is None or not self.can_show:
+            return
+        now, query = self.setting.clock(), self.filter_bar.parsed
+        pins = frozenset(self.setting.memory.workspace.pins)
+        rows = [
+            row for row in self.snapshot.rows if query.matches(Subject(row, now, row.run_id in pins, is_marked=False))
+        ]
+        self.filter_bar.say_count(len(rows), len(self.snapshot.rows))
+        width = max(self.chart.size.width - LABEL_WIDTH, 20) * 2
+        request = replace(self.request, **changes)  # type: ignore[arg-type]
+        runs = tuple((row.run_id, tuple(map(str, row.view.tags))) for row in rows)
+        request = replace(request, runs=runs, view=replace(request.view, num_columns=width))
+        if request != self.request:
+            self.request = request
+            self._watcher.ask(request)
+
+    def _redraw(self) -> None:
+        data = self.data
+        if data is None or not self.can_show:
+            return
+        self.about.update(about_line(data))
+        self.chart.rename(data.request.metric)
+        self.chart.show(data.chart)
+        table = Table(data, self.size.width)
+        self.list.show(table.keys, table.line, [table.heading()])
+
+
+def _known(words: str, names: Sequence[str], what: str) -> str:
+    """The name that `words` begins, or is. Raises CommandError."""
+    fits = [words] if words in names else [name for name in names if words and words in name]
+    if len(fits) != 1:
+        raise CommandError(f"{what} {words!r} {'is ambiguous' if fits else 'not found'}: {', '.join(fits or names)}")
+    return fits[0]
+
+
+def about_line(data: CompareData) -> Text:
+    """What is compared, and which run is best."""
+    line = Text.assemble(
+        ("by ", "muted"),
+        (data.request.by if data.request.by in data.groupings else RUN, "bold"),
+        ("  ·  ", "faint"),
+        (data.request.metric, "bold"),
+    )
+    best = data.best
+    if best is not None:
+        line.append_text(
+            Text.assemble(
+                ("  ·  best ", "muted"),
+                (f"★ {best.run_id} ", "bold success"),
+                (fmt.reward(best.result), "success"),
+            )
+        )
+        settings = [f"{key} = {best.config.get(key, fmt.DASH)}" for key in data.keys[:3]]
+        if settings:
+            line.append(f"  {', '.join(settings)}", "muted")
+    if data.num_left_out:
+        line.append(f"  ·  the first {MAX_RUNS}, {data.num_left_out} more: narrow with /", "warning")
+    if data.is_reading:
+        line.append("  ·  reading ...", "muted")
+    return line
+
+
+class Table:
+    """The lines of the list: each run with its result and the values that differ; groups of several runs first."""
+
+    def __init__(self, data: CompareData, width: int) -> None:
+        self._data = data
+        self._name = NAME_WIDTHS[width >= 120]
+        self._has_groups = not all(map(is_alone, data.groups))
+        self._colours = {
+            group.name: COLOURS[index % len(COLOURS)] for index, group in enumerate(drawn_groups(data.groups))
+        }
+        room = width - self._name - 22 - 8 * self._has_groups
+        self._keys: list[tuple[str, int]] = []
+        for key in data.keys:
+            texts = [run.config.get(key, fmt.DASH) for group in data.groups for run in group.runs]
+            column = min(max(len(_short(key)), *map(len, texts)), MAX_VALUE)
+            if room < column + 2:
+                break
+            self._keys.append((key, column))
+            room -= column + 2
+        self._lines: dict[str, tuple[Group, Contender | None]] = {}
+        for group in data.groups:
+            if not is_alone(group):
+                self._lines[GROUP + group.name] = (group, None)
+            for run in group.runs:  # one with several tags is listed once, in its best group
+                self._lines.setdefault(run.run_id, (group, run))
+
+    def heading(self) -> Text:
+        values = "".join(f"  {fmt.shorten_middle(_short(key).upper(), width):<{width}}" for key, width in self._keys)
+        spread = f" {'±':>7}" if self._has_groups else ""
+        return Text(f"     {'RUN':<{self._name}} {'STEP':>6} {'RESULT':>7}{spread}{values}")
+
+    @property
+    def keys(self) -> list[str]:
+        """A group of several runs is a line of its own, before them."""
+        return list(self._lines)
+
+    def line(self, index: int) -> Text:
+        group, run = self._lines[self.keys[index]]
+        return self._group_line(group) if run is None else self._run_line(group, run)
+
+    def _group_line(self, group: Group) -> Text:
+        name = fmt.shorten(f"{group.name}  {fmt.counted(len(group.runs), 'run')}", self._name)
+        return Text.assemble(
+            "   ",
+            self._mark(group),
+            (f"{name:<{self._name}} ", "bold primary"),
+            f"{'':>6} ",
+            (f"{fmt.reward(group.result):>7} ", "bold"),
+            (f"{fmt.reward(group.spread):>7}", "muted"),
+        )
+
+    def _run_line(self, group: Group, run: Contender) -> Text:
+        is_best = self._data.best is not None and self._data.best.run_id == run.run_id
+        name = fmt.shorten_middle(run.run_id, self._name)
+        line = Text.assemble(
+            (" ★ " if is_best else "   ", "success"),
+            self._mark(group) if is_alone(group) else "  ",
+            (f"{name:<{self._name}} ", "bold" if is_best else "text"),
+            (f"{run.step or fmt.DASH:>6} ", "muted"),
+            (f"{fmt.reward(run.result):>7}", "success" if is_best else "text"),
+            " " * 8 * self._has_groups,
+        )
+        for key, width in self._keys:
+            line.append(f"  {fmt.shorten_middle(run.config.get(key, fmt.DASH), width):<{width}}", "text")
+        return line
+
+    def _mark(self, group: Group) -> tuple[str, str]:
+        """As in the legend of the chart; nothing where the group has no curve."""
+        colour = self._colours.get(group.name)
+        return ("━ ", colour) if colour else ("  ", "")
+
+
+def is_alone(group: Group) -> bool:
+    return len(group.runs) == 1 and group.name == group.runs[0].run_id
+
+
+def _short(key: str) -> str:
+    """The end of a dotted key: what tells it from others at the head of a column."""
+    return key.rpartition(".")[2]

@@ -1,0 +1,178 @@
+"""The keys that decide how runs share the trainer, and those that make something from a run. Not for read-only.
+
+Pause, weight and budget act on all of `target_rows()`; fork, sweep, export and diff start from the first of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+from textual.binding import Binding, BindingType
+
+from prime_rl.contract.layout import OutputDir
+from prime_rl.contract.status import RunState
+from tui.actions.jobs import name_runs, prl_command
+from tui.commands import Command, CommandError
+from tui.model.snapshot import RunRow
+from tui.screens.base import take_words
+from tui.screens.performing import Performs, ids_of
+
+# A run in one of these has no slot to leave, and waits for none.
+_NO_PAUSE = (RunState.INVALID, RunState.FINISHED, RunState.EVICTED, RunState.FAILED)
+
+
+class SteersRuns(Performs):
+    """`w` compares in two tabs of a run, so the weight has a second key."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("z", "pause", "Pause", id="pause", tooltip="pause: save and free the slot; continue a paused run"),
+        Binding(
+            "w,percent_sign", "weight", "Weight", id="weight", show=False, tooltip="weight: its share of the trainer"
+        ),
+        Binding("B", "budget", "Budget", id="budget", show=False, tooltip="budget: tokens and hours it may use"),
+        Binding("F", "fork", "Fork", id="fork", show=False, tooltip="fork: a new run from one of its versions"),
+        Binding("W", "sweep", "Sweep", id="sweep", show=False, tooltip="sweep: a run for each combination of values"),
+        Binding("E", "export", "Export", id="export", show=False, tooltip="export a version: adapter, or merged model"),
+    ]
+
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        rows = self.target_rows()
+        if action in ("pause", "weight", "budget", "fork", "export") and not rows:
+            return False
+        if action == "pause":
+            return True if any(row.state not in _NO_PAUSE for row in rows) else None
+        return super().check_action(action, parameters)
+
+    def commands(self) -> dict[str, Command]:
+        found = super().commands()
+        paused = [row for row in self.target_rows() if row.state == RunState.PAUSED]
+        go_on = (lambda: self._continue(paused)) if paused else None
+        found["continue"] = Command("continue", "let paused runs go on", go_on, "Continue", "z" if paused else "")
+        take_words(found, "pause", "pause runs", "[REASON]", self._command_pause)
+        take_words(found, "weight", "set the share of the trainer", "[NUMBER]", self._command_weight)
+        keys, runs = self._live_keys, self._other_runs
+        take_words(found, "set", "set keys of runs", "KEY=VALUE ...", self._command_set, keys, repeats=True)
+        take_words(found, "fork", "fork a run", "[VERSION]", self._open_fork)
+        take_words(found, "sweep", "sweep over a config", "[FILE]", lambda words: self._open_sweep(words, ""))
+        take_words(found, "export", "export a version", "[FOLDER]", self._open_export)
+        take_words(found, "diff", "what differs from another run", "RUN", self._command_diff, runs)
+        return found
+
+    def target_version(self) -> str:
+        """The version that is chosen here, "" for the newest."""
+        return ""
+
+    def action_pause(self) -> None:
+        rows = self._steerable()
+        if running := [row for row in rows if row.state != RunState.PAUSED]:
+            from tui.dialogs.steer import PauseDialog
+
+            self.app.push_screen(PauseDialog(self.output_dir, running, self.perform))
+        elif rows:
+            self._continue(rows)
+
+    def action_weight(self) -> None:
+        from tui.dialogs.steer import WeightDialog
+
+        self.app.push_screen(WeightDialog(self.output_dir, self.target_rows(), self.perform))
+
+    def action_budget(self) -> None:
+        from tui.dialogs.steer import BudgetDialog
+
+        self.app.push_screen(BudgetDialog(self.output_dir, self.target_rows(), self.perform))
+
+    def action_fork(self) -> None:
+        self._open_fork(self.target_version())
+
+    def action_export(self) -> None:
+        self._open_export("")
+
+    def action_sweep(self) -> None:
+        row = self.target_row()
+        if row is None:
+            self._open_sweep("", "")
+            return
+        file = OutputDir(self.output_dir).run(row.run_id).orch_toml
+        self._open_sweep(str(file), row.run_id.removeprefix("run_")[:40])
+
+    def _steerable(self) -> list[RunRow]:
+        return [row for row in self.target_rows() if row.state not in _NO_PAUSE]
+
+    def _some(self) -> list[RunRow]:
+        """Raises CommandError when no run is chosen here."""
+        if rows := self.target_rows():
+            return rows
+        raise CommandError("no run is chosen here")
+
+    def _continue(self, rows: list[RunRow]) -> None:
+        from tui.actions.run_jobs import continue_job
+
+        run_ids = ids_of(rows)
+        words = "They go on where they were, as soon as slots are free."
+        job = continue_job(self.output_dir, run_ids)
+        self._ask_for_many(f"continue {name_runs(run_ids)}", run_ids, words, "Continue", job)
+
+    def _open_fork(self, version: str) -> None:
+        from tui.dialogs.branch import ForkDialog
+
+        run_id = self._some()[0].run_id
+        self.app.push_screen(ForkDialog(self.output_dir, run_id, self.perform, version=version))
+
+    def _open_export(self, folder: str) -> None:
+        from tui.dialogs.branch import ExportDialog
+
+        run_id, version = self._some()[0].run_id, self.target_version()
+        self.app.push_screen(ExportDialog(self.output_dir, run_id, self.perform, version=version, out=folder))
+
+    def _open_sweep(self, file: str, name: str) -> None:
+        from tui.dialogs.branch import SweepDialog
+
+        self.app.push_screen(SweepDialog(self.output_dir, self.perform, file=file, name=name))
+
+    def _command_pause(self, reason: str) -> None:
+        from tui.actions.run_jobs import pause_job
+
+        self._some()
+        if not (rows := self._steerable()):
+            raise CommandError("none of these runs can be paused: they have no slot and wait for none")
+        self.perform(pause_job(self.output_dir, ids_of(rows), reason))
+
+    def _command_weight(self, words: str) -> None:
+        self._set([f"weight={words}"])
+
+    def _command_set(self, words: str) -> None:
+        self._set(words.split())
+
+    def _set(self, items: list[str]) -> None:
+        from daemons.errors import ActionError
+        from tui.actions.run_jobs import set_job
+
+        try:
+            self.perform(set_job(self.output_dir, ids_of(self._some()), items))
+        except ActionError as error:
+            raise CommandError(str(error)) from error
+
+    def _command_diff(self, words: str) -> None:
+        run_id = self._some()[0].run_id
+        if words not in self.run_ids():
+            raise CommandError(f"run {words!r} not found")
+        from daemons.differences import RunDifference, diff_runs
+        from tui.dialogs.diff import DiffDialog
+
+        command = prl_command(self.output_dir, "runs", "diff", run_id, words)
+
+        def show(difference: RunDifference) -> None:
+            self.app.push_screen(DiffDialog(difference, command))
+
+        self._after_look(lambda: diff_runs(self.output_dir, run_id, words), show, needs_screen=True)
+
+    def _other_runs(self) -> Mapping[str, str]:
+        own = self.target_row()
+        return {run_id: "" for run_id in self.run_ids() if own is None or run_id != own.run_id}
+
+    def _live_keys(self) -> Mapping[str, str]:
+        from prime_rl.configs.lifetime import LIVE_KEYS, BudgetConfig
+
+        names = [key for key in LIVE_KEYS if key != "budget"] + [f"budget.{name}" for name in BudgetConfig.model_fields]
+        return {f"{name}=": "" for name in names}

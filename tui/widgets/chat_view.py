@@ -1,0 +1,166 @@
+"""A conversation with a version of the run: the turns, and a line to type the next question in."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import ClassVar, Self
+
+from rich.text import Text
+from textual import on
+from textual.app import ComposeResult
+from textual.binding import Binding, BindingType
+from textual.containers import Vertical, VerticalScroll
+from textual.content import Content
+from textual.message import Message
+from textual.widgets import Input, Static
+
+from prime_rl.utils.text import one_line
+from tui.actions.chat import ChatTalk
+from tui.messages import ChatChanged, ChatLook
+
+
+def head(look: ChatLook) -> Text:
+    """What answers, and whether it is loaded."""
+    newest = "" if "@" in look.target or look.target == "base" else ", its newest version"
+    if look.state == "loading":
+        return Text.assemble(("◌ ", "secondary"), look.target, (f"{newest}  is being loaded", "muted"))
+    if look.label is None:
+        return Text.assemble(("◌ ", "muted"), look.target, (f"{newest}  is loaded with the next question", "muted"))
+    state = "answers" if look.state == "answering" else "is loaded"
+    return Text.assemble(("● ", "success"), look.label, (f"  {state}", "muted"))
+
+
+def describe(look: ChatLook) -> Text:
+    text = Text()
+    for number, turn in enumerate(look.turns):
+        text.append("\n\n" if number else "")
+        text.append(f"── {turn.name or 'you'} ──\n", "bold accent" if turn.name else "bold primary")
+        text.append(turn.text or "(nothing)", "" if turn.text else "muted")
+    return text
+
+
+class ChatView(Vertical, can_focus=False):
+    """Has the keys through its line, or through the turns.
+
+    Args:
+        run_id: its newest version answers, until another is chosen.
+    """
+
+    DEFAULT_CSS = """
+    ChatView {
+        background: $surface; padding: 0 1;
+        & > #chat-head { height: 1; background: $background; }
+        & > VerticalScroll { height: 1fr; padding: 1 0; scrollbar-size-vertical: 1; background: $surface; }
+        & > VerticalScroll > Static { height: auto; }
+        & > #chat-problem { height: auto; max-height: 3; color: $text-error; display: none; }
+        & > #chat-problem.-shown { display: block; }
+        & > Input { background: $panel; padding: 0 1; }
+    }
+    """
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("ctrl+t", "version", "Version", tooltip="the version that answers"),
+        Binding("ctrl+r", "reset", "New chat", tooltip="forget the conversation"),
+        Binding(
+            "escape", "leave", "Back", key_display="esc", tooltip="stop the answer; then leave the line; then back"
+        ),
+        Binding("enter,i", "write", "Write", show=False, tooltip="ask; in the line"),
+        Binding("up,k", "read(-1)", "Up", show=False),
+        Binding("down,j", "read(1)", "Down", show=False),
+        Binding("pageup,b", "read_page(-1)", "Page up", show=False),
+        Binding("pagedown,space", "read_page(1)", "Page down", show=False),
+    ]
+
+    class ChooseVersion(Message):
+        """Another version is to answer."""
+
+    def __init__(self, output_dir: Path, run_id: str) -> None:
+        super().__init__(id="chat")
+        self.talk = ChatTalk(output_dir, run_id, self.post_message)
+        self.line = Input(placeholder="type a question", compact=True)
+        self.look = ChatLook(one_line(run_id))
+        self._head = Static(id="chat-head", markup=False)
+        self._turns = VerticalScroll(can_focus=True)
+        self._text = Static(markup=False)
+        self._problem = Static(id="chat-problem", markup=False)
+        self._is_running = False
+        self._may_refill = False
+
+    def compose(self) -> ComposeResult:
+        yield self._head
+        with self._turns:
+            yield self._text
+        yield self._problem
+        yield self.line
+
+    def on_mount(self) -> None:
+        self._turns.anchor()
+        self.app.theme_changed_signal.subscribe(self, lambda _: self.show(self.look))
+        self.show(self.look)
+
+    def on_unmount(self) -> None:
+        self.talk.end()
+
+    def focus(self, scroll_visible: bool = True) -> Self:
+        self.line.focus(scroll_visible)
+        return self
+
+    def show(self, look: ChatLook) -> None:
+        self.look = look
+        self._head.update(head(look))
+        self._text.update(describe(look))
+        self._problem.update(Content(look.problem or ""))
+        self._problem.set_class(look.problem is not None, "-shown")
+        if look.question and self._may_refill and not self.line.value:
+            self._may_refill = False
+            self.line.value = look.question
+            self.line.cursor_position = len(look.question)
+
+    def on_chat_changed(self, message: ChatChanged) -> None:
+        if self.is_mounted:
+            self.show(message.look)
+
+    @on(Input.Submitted)
+    def _submitted(self, event: Input.Submitted) -> None:
+        event.stop()
+        if not event.value.strip() or self.look.state != "idle":
+            return
+        self.line.clear()
+        self._may_refill = True
+        self._turns.anchor()
+        self._start()
+        self.talk.ask(event.value)
+
+    def choose(self, target: str) -> None:
+        self._may_refill = True
+        self._start()
+        self.talk.choose(target)
+
+    def _start(self) -> None:
+        """The thread of the conversation: a tab that is only looked at needs none."""
+        if not self._is_running:
+            self._is_running = True
+            self.run_worker(self.talk.run, thread=True, name="chat")
+
+    def action_version(self) -> None:
+        self.post_message(self.ChooseVersion())
+
+    def action_reset(self) -> None:
+        self._may_refill = False
+        self.talk.reset()
+
+    def action_leave(self) -> None:
+        if self.look.state != "idle":
+            self.talk.stop()
+        elif self.line.has_focus:
+            self._turns.focus()
+        else:
+            self.app.pop_screen()
+
+    def action_write(self) -> None:
+        self.line.focus()
+
+    def action_read(self, direction: int) -> None:
+        self._turns.scroll_relative(y=direction, animate=False)
+
+    def action_read_page(self, direction: int) -> None:
+        self._turns.scroll_relative(y=direction * max(self._turns.size.height - 1, 1), animate=False)

@@ -1,0 +1,65 @@
+"""The foot of a screen: one line with the outcome of the last action, and as many keys as stand there whole."""
+
+from __future__ import annotations
+
+from rich.text import Text
+from textual.app import RenderResult
+from textual.events import Resize
+from textual.message import Message
+from textual.reactive import reactive
+from textual.widget import Widget
+from textual.widgets import Footer, Label
+
+from tui.messages import ActionEntry
+from tui.widgets.header import spread
+
+SYMBOLS = {"running": "◌", "done": "✔", "failed": "✖"}
+
+
+class CommandLine(Widget):
+    """Hidden until the first action."""
+
+    DEFAULT_CSS = """
+    CommandLine { height: 1; display: none; background: $panel; padding: 0 1; }
+    CommandLine.-used { display: block; }
+    """
+    entry: reactive[ActionEntry | None] = reactive(None)
+
+    def watch_entry(self, entry: ActionEntry | None) -> None:
+        self.set_class(entry is not None, "-used")
+
+    class Asked(Message):
+        """The line was clicked."""
+
+    def on_click(self) -> None:
+        self.post_message(self.Asked())
+
+    def render(self) -> RenderResult:
+        entry = self.entry
+        if entry is None:
+            return Text()
+        colour = {"running": "secondary", "done": "success", "failed": "error"}[entry.state]
+        outcome = Text.assemble((f"{SYMBOLS[entry.state]} {entry.text}", colour), no_wrap=True, end="")
+        outcome.truncate(max(self.size.width * 2 // 3, 10), overflow="ellipsis")
+        return spread(Text.assemble(("$ ", "muted"), entry.command, no_wrap=True), outcome, self.size.width)
+
+
+class KeyFooter(Footer):
+    def __init__(self) -> None:
+        super().__init__(compact=True, show_command_palette=False)
+
+    async def recompose(self) -> None:
+        await super().recompose()
+        self.call_after_refresh(self._hide_what_is_cut)
+
+    def on_resize(self, event: Resize) -> None:
+        self._hide_what_is_cut()
+
+    def _hide_what_is_cut(self) -> None:
+        """The first key that does not fit and all after it; with a label its keys, which stand before it."""
+        shown = list(self.children)
+        fits = next((at for at, key in enumerate(shown) if key.region.right > self.region.right), len(shown))
+        if fits < len(shown) and isinstance(shown[fits], Label):
+            fits -= 1
+        for at, key in enumerate(shown):
+            key.visible = at < fits
