@@ -34,6 +34,7 @@ from prime_rl.utils.process import ProcessId
 from tests.patience import PATIENCE_S
 from tui.app import PrlApp
 from tui.model.snapshot import Disk
+from tui.watcher import RunWatcher
 
 NOW = 1_790_000_000.0
 MODEL = "models/base"
@@ -374,10 +375,13 @@ async def opened_app(
 
 
 async def settled(pilot: Pilot[None], *, num_same: int = 5) -> None:
-    """Let the app work until it has drawn the same `num_same` times in a row."""
+    """Let the app work until what it asked of the disk is there and `num_same` pictures in a row are the same."""
     seen: list[str] = []
 
     def same() -> bool:
+        watcher = getattr(pilot.app.screen, "_watcher", None)
+        if isinstance(watcher, RunWatcher) and not watcher.is_caught_up:
+            seen.clear()
         seen.append(screen_text(pilot.app))
         return len(seen) >= num_same and len(set(seen[-num_same:])) == 1
 

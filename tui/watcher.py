@@ -219,9 +219,15 @@ class RunWatcher(Generic[RequestT]):
     def __init__(self, reader: RequestReader[RequestT], request: RequestT, post: Post) -> None:
         self._reader = reader
         self._request = request
+        self._answered: RequestT | None = None
         self._post = post
         self._stopped = threading.Event()
         self._woken = threading.Event()
+
+    @property
+    def is_caught_up(self) -> bool:
+        """Whether all of what is asked for now was read and posted."""
+        return self._answered == self._request
 
     def run(self) -> None:
         while not self._stopped.is_set():
@@ -230,6 +236,7 @@ class RunWatcher(Generic[RequestT]):
             if data is not None:
                 self._post(RunChanged(data))
             if not more:
+                self._answered = request
                 self._woken.wait(RUN_INTERVAL_S)
                 self._woken.clear()
 

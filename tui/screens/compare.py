@@ -30,6 +30,7 @@ from tui.widgets.line_list import LineList
 # Before the name of a group in a list of lines: what no run id has.
 GROUP = "\0"
 NAME_WIDTHS = (22, 34)
+BORDERS = 2
 MAX_VALUE = 14
 KEY_ORDER = ("open", "filter", "group_by", "metric", "smooth", "back", "help")
 
@@ -196,7 +197,7 @@ class CompareScreen(PlaceScreen):
             row for row in self.snapshot.rows if query.matches(Subject(row, now, row.run_id in pins, is_marked=False))
         ]
         self.filter_bar.say_count(len(rows), len(self.snapshot.rows))
-        width = max(self.chart.size.width - LABEL_WIDTH, 20) * 2
+        width = max(self.size.width - BORDERS - LABEL_WIDTH, 20) * 2  # the chart's own comes one layout later
         request = replace(self.request, **changes)  # type: ignore[arg-type]
         runs = tuple((row.run_id, tuple(map(str, row.view.tags))) for row in rows)
         request = replace(request, runs=runs, view=replace(request.view, num_columns=width))
