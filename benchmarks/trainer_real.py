@@ -27,7 +27,7 @@ from benchmarks.trainer_peft import PeftTrainer
 from benchmarks.trainer_step import Tenants, bench_sample
 from prime_rl.contract.types import SampleColumns
 from prime_rl.trainer.fit.shapes import model_config
-from prime_rl.utils.allocator import give_back_large_blocks
+from prime_rl.utils.allocator import set_up_memory
 
 NUM_RUNS, RANK, NUM_STEPS, NUM_PAIRS = 8, 16, 3, 3
 SMOLLM2 = ("smollm2-135m", 16, 256)
@@ -67,7 +67,7 @@ def _child(side: str, shape: tuple[str, int, int], checkpoints: bool) -> Cost:
 
 def main(side: str, name: str, num_rows: str, num_tokens: str, checkpoints: str) -> None:
     if side == "ours":
-        give_back_large_blocks()  # as the trainer does
+        set_up_memory(gives_back=checkpoints == "True")  # as the trainer does
     config = model_config(name)
     torch.manual_seed(0)
     base: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()

@@ -28,7 +28,7 @@ from prime_rl.trainer.step import forward_backward
 from prime_rl.trainer.whole_model import WholeModel
 from prime_rl.trainer.whole_run import ShardedWeights
 from prime_rl.trainer.world import setup_world
-from prime_rl.utils.allocator import give_back_large_blocks
+from prime_rl.utils.allocator import set_up_memory
 from tests.patience import PATIENCE_S
 
 PROC = Path("/proc/self")
@@ -82,7 +82,7 @@ def main(name: str, seq_len: str, tokens: str, runs: str, checkpoints: str, host
     config, lora = model_config(name), LoRAConfig() if int(runs) else None
     sizes = {"num_runs": int(runs), "seq_len": int(seq_len), "tokens": int(tokens), "host_copies": int(host_copies)}
     setting = Setting(config, torch.float32, lora, checkpoints=checkpoints == "True", **sizes)
-    give_back_large_blocks()  # as the trainer does
+    set_up_memory(gives_back=checkpoints == "True")  # as the trainer does
     warm_up()
     before = memory("VmRSS")
     base = AutoModelForCausalLM.from_config(config, dtype=torch.float32)

@@ -2,18 +2,18 @@
 
 Out of autograd's hands because of what it would add: a temporary for every product, a second sum into the output and
 into the gradient of the inputs, and a multiplication by the scale as large as the activations. Here both low-rank
-products are added in place, and the scale goes onto x A^T, which is K wide. The inputs can be the product of a gated
-MLP, which backward then makes again from its two factors instead of keeping it. Knows no modules.
+products are added in place, and the scale goes onto x A^T, which is K wide. A gated MLP is one operation too: it keeps
+its input alone, and backward makes what lies between again, at two products of seven. Knows no modules.
 
-Dimensions: N tokens of all rows, I inputs, O outputs, K rank, G groups (neighbouring tokens of one adapter), M tokens
-of a group.
+Dimensions: N tokens of all rows, I inputs, O outputs, W width of an MLP, K rank, G groups (neighbouring tokens of one
+adapter), M tokens of a group.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -68,46 +68,49 @@ def make_plan(groups: Sequence[TokenGroup], num_tokens: int, *, one_kernel: bool
     return LoopedPlan(groups)
 
 
-def grouped_lora(
-    x_NI: Tensor,
-    weight_OI: Tensor,
-    bias_O: Tensor | None,
-    plan: Plan,
-    A_G: Sequence[Tensor],
-    B_G: Sequence[Tensor],
-    gate_NI: Tensor | None = None,
-) -> Tensor:
+@dataclass(frozen=True)
+class Layer:
+    """A frozen layer, weight `[O, I]`, and A `[K, I]` and B `[O, K]` of each group, in any floating type."""
+
+    weight_OI: Tensor
+    bias_O: Tensor | None
+    A_G: Sequence[Tensor]
+    B_G: Sequence[Tensor]
+
+    @property
+    def leaves(self) -> list[Tensor]:
+        return [*self.A_G, *self.B_G]
+
+    def run(self, x_NI: Tensor, plan: Plan, out_NO: Tensor | None = None) -> _Kept:
+        """The output, in `out_NO` where that is given, and what backward needs."""
+        if out_NO is None:
+            out_NO = linear(x_NI, self.weight_OI, self.bias_O)
+        else:
+            torch.mm(x_NI, self.weight_OI.T, out=out_NO)
+            if self.bias_O is not None:
+                out_NO.add_(self.bias_O)
+        A_GKI, B_GOK = (torch.stack(list(part)).to(x_NI.dtype) for part in (self.A_G, self.B_G))
+        return _Kept(out_NO, plan.add(out_NO, x_NI, A_GKI, B_GOK), A_GKI, B_GOK)
+
+
+class _Kept(NamedTuple):
+    out_NO: Tensor
+    h: Tensor
+    A_GKI: Tensor
+    B_GOK: Tensor
+
+
+def grouped_lora(x_NI: Tensor, layer: Layer, plan: Plan) -> Tensor:
     """`x W^T + bias`, and for the tokens of each group `+ scale * (x A^T) B^T`. Returns `[N, O]`.
 
-    Args:
-        gate_NI: where it is given, `silu(gate) * x` takes the place of x.
-        A_G, B_G: A `[K, I]` and B `[O, K]` of each group, in any floating type; they are used in that of `x_NI`.
-            Backward adds their gradients to their own `.grad`; the frozen layer gets none.
-
-    Without gradients (a server) the operation goes around autograd, whose bookkeeping was measured to take a tenth of a
-    decode step.
+    A and B are used in the type of `x_NI`. Backward adds their gradients to their own `.grad`; the frozen layer gets
+    none. Without gradients (a server) the operation goes around autograd, whose bookkeeping was measured to take a
+    tenth of a decode step.
     """
     if not torch.is_grad_enabled():
-        out_NO, _, _, _ = _forward(_gated(x_NI, gate_NI), weight_OI, bias_O, plan, [*A_G, *B_G])
-        return out_NO
-    grown_NO: Tensor = _GroupedLoRA.apply(  # type: ignore[no-untyped-call]
-        x_NI, gate_NI, weight_OI, bias_O, plan, [*A_G, *B_G], A_G[0]
-    )
-    return grown_NO
-
-
-def _gated(x_NI: Tensor, gate_NI: Tensor | None) -> Tensor:
-    return x_NI if gate_NI is None else silu(gate_NI).mul_(x_NI)
-
-
-def _forward(
-    x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, plan: Plan, leaves: Sequence[Tensor]
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The output, and what backward needs: h, and A and B stacked."""
-    num = len(leaves) // 2
-    out_NO = linear(x_NI, weight_OI, bias_O)
-    A_GKI, B_GOK = (torch.stack(list(part)).to(x_NI.dtype) for part in (leaves[:num], leaves[num:]))
-    return out_NO, plan.add(out_NO, x_NI, A_GKI, B_GOK), A_GKI, B_GOK
+        return layer.run(x_NI, plan).out_NO
+    out_NO: Tensor = _GroupedLoRA.apply(x_NI, layer, plan, layer.A_G[0])  # type: ignore[no-untyped-call]
+    return out_NO
 
 
 class _GroupedLoRA(torch.autograd.Function):
@@ -116,49 +119,84 @@ class _GroupedLoRA(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        x_NI: Tensor,
-        gate_NI: Tensor | None,
-        weight_OI: Tensor,
-        bias_O: Tensor | None,
-        plan: Plan,
-        leaves: Sequence[Tensor],
-        anchor: Tensor,
-    ) -> Tensor:
-        out_NO, h, A_GKI, B_GOK = _forward(_gated(x_NI, gate_NI), weight_OI, bias_O, plan, leaves)
-        ctx.plan, ctx.leaves = plan, leaves
-        ctx.save_for_backward(x_NI, gate_NI, weight_OI, h, A_GKI, B_GOK)
+    def forward(ctx: Any, x_NI: Tensor, layer: Layer, plan: Plan, anchor: Tensor) -> Tensor:
+        out_NO, *kept = layer.run(x_NI, plan)
+        ctx.plan, ctx.leaves = plan, layer.leaves
+        ctx.save_for_backward(x_NI, layer.weight_OI, *kept)
         return out_NO
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_NO: Tensor) -> tuple[Tensor | None, ...]:
-        x_NI, gate_NI, weight_OI, h, A_GKI, B_GOK = ctx.saved_tensors
-        grad_x_NI = grad_NO @ weight_OI if any(ctx.needs_input_grad[:2]) else None
-        product_NI = _gated(x_NI, gate_NI)
-        grads_A, grads_B = ctx.plan.differentiate(grad_NO, grad_x_NI, product_NI, h, A_GKI, B_GOK)
-        _accumulate(ctx.leaves, [*grads_A, *grads_B])
-        grad_gate_NI = None
-        if gate_NI is not None and grad_x_NI is not None:
-            grad_x_NI, grad_gate_NI = _differentiate_gated(grad_x_NI, x_NI, gate_NI, product_NI)
-        return grad_x_NI, grad_gate_NI, None, None, None, None, None
+        x_NI, weight_OI, h, A_GKI, B_GOK = ctx.saved_tensors
+        grad_x_NI = grad_NO @ weight_OI if ctx.needs_input_grad[0] else None
+        _accumulate(ctx.leaves, ctx.plan.differentiate(grad_NO, grad_x_NI, x_NI, h, A_GKI, B_GOK))
+        return grad_x_NI, None, None, None
 
 
-def _differentiate_gated(grad_NI: Tensor, x_NI: Tensor, gate_NI: Tensor, spare_NI: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of x and of the gate, in the order and with the rounding of torch's own.
+def gated_mlp(x_NI: Tensor, gate: Layer, up: Layer, down: Layer, plan: Plan, *, keeps: bool) -> Tensor:
+    """`down(silu(gate(x)) * up(x))`, each layer with its adapters as in `grouped_lora`. Returns `[N, I]`.
 
-    `grad_NI` and `spare_NI` are overwritten: memory that the system must clear first costs more than the operation.
+    Args:
+        keeps: keep what gate and up gave for backward, two tables of `[N, W]`, instead of making them again there.
     """
-    grad_x_NI = torch.ops.aten.silu.out(gate_NI, out=spare_NI).mul_(grad_NI)
-    grad_NI.mul_(x_NI)
-    return grad_x_NI, torch.ops.aten.silu_backward.grad_input(grad_NI, gate_NI, grad_input=grad_NI)
+    out_NI: Tensor = _GatedMLP.apply(x_NI, gate, up, down, plan, keeps, gate.A_G[0])  # type: ignore[no-untyped-call]
+    return out_NI
 
 
-def _accumulate(leaves: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
-    """Add to each leaf's `.grad`; in few launches, however many leaves there are."""
+class _GatedMLP(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x_NI: Tensor, gate: Layer, up: Layer, down: Layer, plan: Plan, keeps: bool, anchor: Tensor
+    ) -> Tensor:
+        out_NI = x_NI.new_empty(len(x_NI), len(down.weight_OI))  # what stays is made before what goes: fewer holes
+        gate_NW, *of_gate = gate.run(x_NI, plan)
+        up_NW, *of_up = up.run(x_NI, plan)
+        kept = (gate_NW, up_NW) if keeps else (None, None)
+        _, *of_down = down.run(silu(gate_NW, inplace=not keeps).mul_(up_NW), plan, out_NI)
+        ctx.plan, ctx.layers = plan, (gate, up, down)
+        weights = (each.weight_OI for each in (gate, up, down))
+        ctx.save_for_backward(x_NI, *kept, *weights, *of_gate, *of_up, *of_down)
+        return out_NI
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_NI: Tensor) -> tuple[Tensor | None, ...]:
+        x_NI, gate_NW, up_NW, gate_WI, up_WI, down_IW, *kept = ctx.saved_tensors
+        of_gate, of_up, of_down = kept[:3], kept[3:6], kept[6:]
+        plan: Plan = ctx.plan
+        gate, up, down = ctx.layers
+        if gate_NW is None:
+            gate_NW, up_NW = gate.run(x_NI, plan).out_NO, up.run(x_NI, plan).out_NO
+        product_NW = silu(gate_NW).mul_(up_NW)
+        grad_NW = grad_NI @ down_IW
+        _accumulate(down.leaves, plan.differentiate(grad_NI, grad_NW, product_NW, *of_down))
+        grad_up_NW, grad_gate_NW = _differentiate_gated(grad_NW, up_NW, gate_NW, product_NW)
+        del product_NW, grad_NW, gate_NW, up_NW
+        grad_x_NI = grad_up_NW @ up_WI if ctx.needs_input_grad[0] else None
+        _accumulate(up.leaves, plan.differentiate(grad_up_NW, grad_x_NI, x_NI, *of_up))
+        del grad_up_NW
+        rest_NI = grad_gate_NW @ gate_WI if grad_x_NI is not None else None
+        _accumulate(gate.leaves, plan.differentiate(grad_gate_NW, rest_NI, x_NI, *of_gate))
+        if grad_x_NI is not None:
+            grad_x_NI.add_(rest_NI)
+        return grad_x_NI, None, None, None, None, None, None
+
+
+def _differentiate_gated(grad_NW: Tensor, up_NW: Tensor, gate_NW: Tensor, spare_NW: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients of up and of the gate, in the order and with the rounding of torch's own.
+
+    `grad_NW` and `spare_NW` are overwritten: memory that the system must clear first costs more than the operation.
+    """
+    grad_up_NW = torch.ops.aten.silu.out(gate_NW, out=spare_NW).mul_(grad_NW)
+    grad_NW.mul_(up_NW)
+    return grad_up_NW, torch.ops.aten.silu_backward.grad_input(grad_NW, gate_NW, grad_input=grad_NW)
+
+
+def _accumulate(leaves: Sequence[Tensor], grads: tuple[Sequence[Tensor], Sequence[Tensor]]) -> None:
+    """Add to each leaf's `.grad`, those of A and then of B; in few launches, however many leaves there are."""
     old, new = [], []
-    for leaf, grad in zip(leaves, grads, strict=True):
+    for leaf, grad in zip(leaves, [*grads[0], *grads[1]], strict=True):
         if leaf.grad is None:
             leaf.grad = grad
         else:

@@ -16,9 +16,8 @@ from typing import Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import silu
 
-from prime_rl.lora.grouped import Plan, TokenGroup, grouped_lora, make_plan
+from prime_rl.lora.grouped import Layer, Plan, TokenGroup, grouped_lora, make_plan
 
 
 @dataclass(frozen=True)
@@ -122,19 +121,26 @@ class MultiLoRALinear(nn.Module):
         """A `[rank, in]` and B `[out, rank]` of adapter `idx`."""
         return self._pairs[idx]
 
-    def forward(self, x_RTI: Tensor, gate_RTI: Tensor | None = None) -> Tensor:
-        """`[R, T, O]`. With a gate, `silu(gate) * x` takes the place of x; backward keeps the two, not the product."""
+    def plan_for(self, x_RTI: Tensor) -> Plan | None:
+        """How the products of these activations are computed; None where all rows are the base model's alone."""
         routing = self.routing
         if x_RTI.shape[0] != routing.num_rows:
             raise ValueError(f"activations have {x_RTI.shape[0]} rows, the routing was set for {routing.num_rows}")
         if routing.all_base:
-            base_RTO: Tensor = self.base_layer(x_RTI if gate_RTI is None else silu(gate_RTI) * x_RTI)
-            return base_RTO
+            return None
         # A rank that is no multiple of eight has strides that the kernel does not take.
         one_kernel = x_RTI.is_cuda and x_RTI.dtype == torch.bfloat16 and self.rank % 8 == 0
-        plan = routing.plan(x_RTI.shape[1], one_kernel=one_kernel)
+        return routing.plan(x_RTI.shape[1], one_kernel=one_kernel)
+
+    def with_adapters(self, plan: Plan) -> Layer:
         A_G, B_G = zip(*(self._pairs[idx] for idx in plan.adapters), strict=True)
-        x_NI = x_RTI.reshape(-1, x_RTI.shape[-1])
-        gate_NI = None if gate_RTI is None else gate_RTI.reshape(x_NI.shape)
-        out_NO = grouped_lora(x_NI, self.base_layer.weight, self.base_layer.bias, plan, A_G, B_G, gate_NI)
+        return Layer(self.base_layer.weight, self.base_layer.bias, A_G, B_G)
+
+    def forward(self, x_RTI: Tensor) -> Tensor:
+        """`[R, T, O]`"""
+        plan = self.plan_for(x_RTI)
+        if plan is None:
+            base_RTO: Tensor = self.base_layer(x_RTI)
+            return base_RTO
+        out_NO = grouped_lora(x_RTI.reshape(-1, x_RTI.shape[-1]), self.with_adapters(plan), plan)
         return out_NO.reshape(*x_RTI.shape[:-1], -1)

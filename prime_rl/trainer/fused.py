@@ -4,42 +4,30 @@
   backward, each over all activations, and there are four of it in a layer: on the CPU that is a tenth of a step. What
   is frozen needs one gradient only, that of the input.
 - The gated MLP, `down(silu(gate(x)) * up(x))`. As the libraries write it, four tables of the width of the MLP are kept
-  for each token: a half of all that a layer keeps. Here it is two; backward makes the others again.
+  for each token: more than a half of all that a layer keeps. Here it is none: backward makes them again, at a tenth of
+  a pass. Where a layer is computed again as a whole, it is two.
 - The head: log-probability of the sampled tokens and entropy, a chunk of tokens at a time. The logits of a real
   vocabulary are most of the memory of a pass: 16,384 tokens of 151,936 entries are 9.3 GiB in float32, and autograd
   keeps several tables of that size. Here only a chunk of them exists at a time. The gradient with respect to a hidden
   state, `(W[target] - sum_v p_v W[v]) / temperature`, needs nothing but the chunk, so it is worked out there and
   backward only multiplies. Where the head itself is trained, backward computes each chunk again instead.
-- Causal attention inside each sample of a packed row: many samples end to end, no padding between them. On a GPU in 16
-  bits it is one kernel for all samples: flash-attn's where that is installed, else torch's own. Elsewhere each sample,
-  or each stretch of neighbours of one length, is a call of torch's scaled dot product. The mask of tokens x tokens that
-  transformers would make never exists.
 
-Dimensions: ... any, D normalized, N tokens, C tokens of a chunk, H hidden size, V vocabulary; for attention N tokens of
-a packed row, S samples, H query heads, K KV heads, D head size, R neighbours of L tokens.
+Dimensions: ... any, D normalized, N tokens, C tokens of a chunk, H hidden size, V vocabulary.
 """
 
 from __future__ import annotations
 
-import importlib.util
-import logging
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cache
-from itertools import accumulate, groupby
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from transformers import PreTrainedModel
+from torch.nn.functional import silu
 from transformers.activations import ACT2FN
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.modeling_utils import AttentionInterface
 
+from prime_rl.lora.grouped import gated_mlp
 from prime_rl.lora.linear import MultiLoRALinear
-
-logger = logging.getLogger(__name__)
 
 # Those of transformers that are `weight * x / rms(x)`; others add one to the weight, or have a bias.
 PLAIN_NORMS = frozenset({"LlamaRMSNorm", "MistralRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm"})
@@ -48,9 +36,6 @@ GATED_MLPS = frozenset({"LlamaMLP", "MistralMLP", "Qwen2MLP", "Qwen3MLP"})
 SILUS = nn.SiLU, type(ACT2FN["silu"])
 # Largest table of a chunk of the head, in bytes of float32: enough to keep a GPU busy, small beside any real model.
 CHUNK_BYTES = 128 * 2**20
-# The name of packed attention. No mask function is registered under it, so transformers makes no mask: causal is all
-# that there is.
-PACKED_ATTENTION = "prl_packed"
 
 
 class FrozenRMSNorm(nn.Module):
@@ -90,16 +75,23 @@ class _RMSNorm(torch.autograd.Function):
 
 
 class GatedMLP(nn.Module):
-    """`down_proj(silu(gate_proj(x)) * up_proj(x))`; what backward needs of it is kept by `MultiLoRALinear`."""
+    """`down_proj(silu(gate_proj(x)) * up_proj(x))`; `keeps`: as in `gated_mlp`."""
 
-    def __init__(self, gate_proj: nn.Module, up_proj: nn.Module, down_proj: MultiLoRALinear) -> None:
+    def __init__(
+        self, gate_proj: MultiLoRALinear, up_proj: MultiLoRALinear, down_proj: MultiLoRALinear, keeps: bool
+    ) -> None:
         super().__init__()
         self.gate_proj, self.up_proj, self.down_proj = gate_proj, up_proj, down_proj
+        self.keeps = keeps
 
-    def forward(self, x: Tensor) -> Tensor:
-        gate = self.gate_proj(x)
-        out: Tensor = self.down_proj(self.up_proj(x), gate)
-        return out
+    def forward(self, x_RTI: Tensor) -> Tensor:
+        plan = self.down_proj.plan_for(x_RTI)
+        if plan is None:
+            base_RTI: Tensor = self.down_proj(silu(self.gate_proj(x_RTI)) * self.up_proj(x_RTI))
+            return base_RTI
+        gate, up, down = (each.with_adapters(plan) for each in (self.gate_proj, self.up_proj, self.down_proj))
+        out_NI = gated_mlp(x_RTI.reshape(-1, x_RTI.shape[-1]), gate, up, down, plan, keeps=self.keeps)
+        return out_NI.view_as(x_RTI)
 
 
 def fuse_norms(model: nn.Module) -> int:
@@ -112,14 +104,14 @@ def fuse_norms(model: nn.Module) -> int:
     return _replace(model, norms)
 
 
-def fuse_mlps(model: nn.Module) -> int:
-    """Replace the gated MLPs whose last layer has adapters; returns how many. Names of parameters stay the same."""
+def fuse_mlps(model: nn.Module, *, keeps: bool) -> int:
+    """Replace the gated MLPs whose layers have adapters; returns how many. Names of parameters stay the same."""
     mlps = {
-        name: GatedMLP(module.gate_proj, module.up_proj, module.down_proj)
+        name: GatedMLP(module.gate_proj, module.up_proj, module.down_proj, keeps)
         for name, module in model.named_modules()
         if type(module).__name__ in GATED_MLPS
         and isinstance(module.act_fn, SILUS)
-        and isinstance(module.down_proj, MultiLoRALinear)
+        and all(isinstance(each, MultiLoRALinear) for each in (module.gate_proj, module.up_proj, module.down_proj))
     }
     return _replace(model, mlps)
 
@@ -241,117 +233,3 @@ def _slope(probs_CV: Tensor, targets_C: Tensor, temperatures_C: Tensor) -> Tenso
     slope_CV = probs_CV.neg_()
     slope_CV.scatter_add_(-1, targets_C[:, None], torch.ones_like(targets_C, dtype=slope_CV.dtype)[:, None])
     return slope_CV.div_(temperatures_C[:, None])
-
-
-# Attention of packed rows
-
-
-@dataclass(frozen=True)
-class Segments:
-    """Where the samples of a packed row lie.
-
-    Attributes:
-        stretches: (number of neighbours of one length, that length), in order.
-        positions_1N: the place of each token in its own sample.
-        ends_S: int32, 0 and the end of each sample, as the kernels want it.
-        longest: tokens of the longest sample.
-    """
-
-    stretches: tuple[tuple[int, int], ...]
-    positions_1N: Tensor
-    ends_S: Tensor
-    longest: int
-
-    @classmethod
-    def of(cls, lengths: Sequence[int], device: torch.device) -> Segments:
-        stretches = tuple((len(list(same)), length) for length, same in groupby(lengths))
-        positions_N = torch.cat([torch.arange(length) for length in lengths])
-        ends_S = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
-        return cls(stretches, positions_N[None].to(device), ends_S.to(device), max(lengths))
-
-
-def can_pack(model: nn.Module) -> bool:
-    """Whether attention of `model` is causal and nothing else: a window or a score of its own needs its own mask."""
-    config: Any = model.config
-    kinds = set(getattr(config, "layer_types", None) or ("full_attention",))
-    return kinds == {"full_attention"} and config._attn_implementation in ("sdpa", PACKED_ATTENTION)
-
-
-def use_packed_attention(model: PreTrainedModel) -> None:
-    """Let `model` take `segments=Segments(...)` with a packed row; without it attention is plainly causal."""
-    AttentionInterface.register(PACKED_ATTENTION, packed_attention)
-    model.set_attn_implementation(PACKED_ATTENTION)
-
-
-def packed_attention(
-    module: nn.Module,
-    query_1HND: Tensor,
-    key_1KND: Tensor,
-    value_1KND: Tensor,
-    attention_mask: Tensor | None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    segments: Segments | None = None,
-    **kwargs: Any,
-) -> tuple[Tensor, None]:
-    """Same arguments and result (`[1, N, H, D]`) as transformers' sdpa function."""
-    query, key, value = query_1HND, key_1KND, value_1KND
-    if segments is None:
-        result: tuple[Tensor, None] = sdpa_attention_forward(
-            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
-        )
-        return result
-    if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
-        q_NHD, k_NKD, v_NKD = (each[0].transpose(0, 1) for each in (query, key, value))
-        return varlen_kernel()(q_NHD, k_NKD, v_NKD, segments, scaling)[None], None
-    return _by_stretches(query, key, value, segments, scaling), None
-
-
-VarlenKernel = Callable[[Tensor, Tensor, Tensor, Segments, float | None], Tensor]
-
-
-@cache
-def varlen_kernel() -> VarlenKernel:
-    """The best one that is installed; told in the log. Query `[N, H, D]`, key and value `[N, K, D]`."""
-    has_flash = importlib.util.find_spec("flash_attn") is not None
-    logger.info("packed rows: attention of %s", "flash-attn" if has_flash else "torch (varlen_attn)")
-    return _flash_attn if has_flash else _torch_varlen
-
-
-def _flash_attn(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scaling: float | None) -> Tensor:
-    from flash_attn import flash_attn_varlen_func  # type: ignore[import-not-found, unused-ignore]
-
-    ends, longest = segments.ends_S, segments.longest
-    out: Tensor = flash_attn_varlen_func(
-        query, key, value, ends, ends, longest, longest, softmax_scale=scaling, causal=True
-    )
-    return out
-
-
-def _torch_varlen(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scaling: float | None) -> Tensor:
-    from torch.nn.attention.varlen import varlen_attn
-
-    ends, longest = segments.ends_S, segments.longest
-    # A window without end to the left and none to the right is causal.
-    out = varlen_attn(
-        query, key, value, ends, ends, longest, longest, scale=scaling, window_size=(-1, 0), enable_gqa=True
-    )
-    assert isinstance(out, Tensor)
-    return out
-
-
-def _by_stretches(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scaling: float | None) -> Tensor:
-    """`[1, N, H, D]`"""
-    parts, start = [], 0
-    for num_samples, length in segments.stretches:
-        stop = start + num_samples * length
-        q_RHLD, k_RKLD, v_RKLD = (
-            each[0, :, start:stop].reshape(each.shape[1], num_samples, length, -1).transpose(0, 1)
-            for each in (query, key, value)
-        )
-        out_RHLD = nn.functional.scaled_dot_product_attention(
-            q_RHLD, k_RKLD, v_RKLD, is_causal=True, scale=scaling, enable_gqa=True
-        )
-        parts.append(out_RHLD.transpose(1, 2).flatten(0, 1))
-        start = stop
-    return (parts[0] if len(parts) == 1 else torch.cat(parts))[None]

@@ -31,7 +31,8 @@ from prime_rl.configs.shared import LoRAConfig
 from prime_rl.configs.trainer import TrainerModelConfig
 from prime_rl.lora.inject import apply_lora_to_model
 from prime_rl.lora.linear import AdapterRouting, MultiLoRALinear
-from prime_rl.trainer.fused import Segments, can_pack, fuse_mlps, fuse_norms, token_logprobs, use_packed_attention
+from prime_rl.trainer.attention import Segments, can_pack, use_packed_attention, use_rotary
+from prime_rl.trainer.fused import fuse_mlps, fuse_norms, token_logprobs
 from prime_rl.trainer.sharding import decoder_layers, mesh_of, shard_model, shard_trainable
 from prime_rl.trainer.world import World
 
@@ -202,7 +203,7 @@ def adapt_model(
         layers = apply_lora_to_model(base, lora.rank, n_adapters, lora.target_modules, routing)
     except ValueError as error:
         raise ModelError(f"model.lora.{error}") from error
-    fuse_mlps(base)
+    fuse_mlps(base, keeps=checkpoints)
     if checkpoints:
         checkpoint_layers(base, offloads=offloads)
     embeddings = base.get_input_embeddings()  # type: ignore[operator]
@@ -212,6 +213,7 @@ def adapt_model(
 
 def _set_up_attention(base: Any, packs: bool) -> bool:
     """Leave out the mask where attention is causal and nothing else, for padded rows too. Returns whether rows pack."""
+    use_rotary(base)
     if can_pack(base):
         use_packed_attention(base)
         return packs

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from prime_rl.configs.base import ConfigError, parse_argv
 from prime_rl.configs.trainer import TrainerConfig
-from prime_rl.utils.allocator import give_back_large_blocks
+from prime_rl.utils.allocator import set_up_memory
 from prime_rl.utils.heavy import heavy_imports
 from prime_rl.utils.logger import complain, setup_logger
 from prime_rl.utils.signals import StopFlag
@@ -37,7 +37,7 @@ def main(argv: Sequence[str]) -> int:
     logger = setup_logger("trainer", config.log.level)
     # Before torch is loaded: threads that spin while they wait take the cores away from inference.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    give_back_large_blocks()
+    set_up_memory(gives_back=config.model.checkpoints_on("cpu"))
 
     with heavy_imports():
         import prime_rl.trainer.loop  # noqa: F401 (what `train` needs)

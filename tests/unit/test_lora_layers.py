@@ -219,8 +219,7 @@ def routed(layer: MultiLoRALinear, x_NI: Tensor, plan: Plan) -> tuple[Tensor, di
     """Output, and gradients of inputs and adapters, with the products of `plan`."""
     layer.zero_grad()
     x_NI = x_NI.clone().requires_grad_()
-    A_G, B_G = zip(*(layer.parameters_of(idx) for idx in plan.adapters), strict=True)
-    out_NO = grouped_lora(x_NI, layer.base_layer.weight, layer.base_layer.bias, plan, A_G, B_G)
+    out_NO = grouped_lora(x_NI, layer.with_adapters(plan), plan)
     (out_NO * torch.linspace(-1, 1, out_NO.numel()).view(out_NO.shape).to(out_NO)).sum().backward()
     grads = {name: p.grad.clone() for name, p in layer.named_parameters() if p.grad is not None}
     assert x_NI.grad is not None
@@ -271,10 +270,9 @@ def test_launches_do_not_grow_with_the_number_of_runs(is_even: bool) -> None:
         ]
         plan = make_plan(groups, ends[-1], one_kernel=True)
         x_NI = torch.randn(ends[-1], 32, dtype=torch.bfloat16)
-        A_G, B_G = zip(*(layer.parameters_of(idx) for idx in plan.adapters), strict=True)
         for _ in range(2):  # the second time gradients are there
             with Launches() as launches:
-                grouped_lora(x_NI, layer.base_layer.weight, None, plan, A_G, B_G).sum().backward()
+                grouped_lora(x_NI, layer.with_adapters(plan), plan).sum().backward()
         numbers.append(launches.number)
     assert numbers[0] == numbers[1]
 

@@ -91,8 +91,9 @@ def kept_by(mlp: nn.Module, x: Tensor) -> tuple[list[Tensor], int]:
     [([0, 1, 2], None), ([0, 0, 2], None), ([0, None, 1], None), ([None] * 3, None), ([0, 2, None], [5, 9, 1])],
     ids=str,
 )
-def test_a_gated_mlp_gives_the_numbers_of_the_library_and_keeps_half(
-    idxs: list[int | None], lengths: list[int] | None, dtype: torch.dtype
+@pytest.mark.parametrize("keeps", [False, True])
+def test_a_gated_mlp_gives_the_numbers_of_the_library_and_keeps_half_or_nothing(
+    idxs: list[int | None], lengths: list[int] | None, dtype: torch.dtype, keeps: bool
 ) -> None:
     """The very same operations, so the very same bits."""
     model, routing = adapted_model(dtype=dtype)
@@ -101,7 +102,7 @@ def test_a_gated_mlp_gives_the_numbers_of_the_library_and_keeps_half(
     routing.set_rows(idxs, lengths)
     x = torch.randn((3, 5, 32) if lengths is None else (1, 15, 32)).to(dtype)
     expected, plainly_kept = kept_by(plain, x)
-    assert fuse_mlps(model) == 2
+    assert fuse_mlps(model, keeps=keeps) == 2
     fused = model.model.layers[0].mlp
     assert isinstance(fused, GatedMLP)
     found, kept = kept_by(fused, x)
@@ -110,19 +111,20 @@ def test_a_gated_mlp_gives_the_numbers_of_the_library_and_keeps_half(
     with torch.no_grad():
         assert torch.equal(fused(x), expected[0])
     if any(idx is not None for idx in idxs):
-        assert (plainly_kept, kept) == (4, 2)
+        assert (plainly_kept, kept) == (4, 2 if keeps else 0)
 
 
 def test_only_gated_mlps_of_known_meaning_are_replaced_and_names_stay() -> None:
     plain, _ = adapted_model()
     fused = copy.deepcopy(plain)
-    assert fuse_mlps(fused) == 2
+    assert fuse_mlps(fused, keeps=False) == 2
     assert [name for name, _ in fused.named_parameters()] == [name for name, _ in plain.named_parameters()]
-    assert fuse_mlps(adapted_model(("gate_proj", "up_proj"))[0]) == 0, "the last layer has no adapter"
+    for targets in (("gate_proj", "up_proj"), ("down_proj",)):
+        assert fuse_mlps(adapted_model(targets)[0], keeps=False) == 0, "not all layers have adapters"
     for layer in plain.model.layers:
         layer.mlp.act_fn = nn.GELU()
-    assert fuse_mlps(plain) == 0
+    assert fuse_mlps(plain, keeps=False) == 0
     other, _ = adapted_model()
     for layer in other.model.layers:
         layer.mlp.__class__ = type("OtherMLP", (Qwen3MLP,), {})
-    assert fuse_mlps(other) == 0
+    assert fuse_mlps(other, keeps=False) == 0

@@ -37,6 +37,8 @@ MOMENTS = 2
 HOST_COPIES = 2 + MOMENTS
 # Slots that are measured: of more, each costs its own bytes, and a pass over their rows takes no more.
 MOST_MEASURED_RUNS = 8
+# Blocks that are used again leave holes (`utils.allocator`): of what is kept for backward, so much more. Measured.
+HOLES = 0.35
 # The layers that are measured; more of a sharded model, as only from the third on all that overlaps does.
 FEW_LAYERS, FEW_SHARDED_LAYERS = 2, 3
 
@@ -54,6 +56,7 @@ class Setting:
         packs: whether rows lie end to end.
         num_ranks: GPUs that the model is sharded over.
         host_copies: copies of all trained weights that lie in the same memory.
+        reuses_blocks: whether memory is a heap with holes: on a CPU, where layers are not computed again.
     """
 
     model: PretrainedConfig
@@ -67,6 +70,7 @@ class Setting:
     offloads: bool = False
     num_ranks: int = 1
     host_copies: int = 0
+    reuses_blocks: bool = False
 
     @property
     def num_rows(self) -> int:
@@ -96,6 +100,7 @@ def setting_of(trainer: TrainerConfig, device_type: str, num_ranks: int) -> Sett
         offloads=model.activation_offload and device_type == "cuda",
         num_ranks=num_ranks,
         host_copies=HOST_COPIES if device_type == "cpu" and model.lora is None else 0,
+        reuses_blocks=device_type == "cpu" and not model.checkpoints_on(device_type),
     )
 
 
@@ -108,7 +113,7 @@ class PassMemory:
             together in a pass; of one that is trained, the copies in host memory where that is the device's.
         adapters: weights and gradients of all slots, in float32; of a model that is trained, its gradients.
         optimizer: the moments of what is trained.
-        activations: what backward needs, when the layers' forward ends.
+        activations: what backward needs, when the layers' forward ends, with the holes between.
         head: the most that log-probabilities and entropies take then.
         work: what backward takes beyond all that; of a model that is trained, with the layers that are put together.
         offloaded: what backward needs of which the host keeps a copy in the device's place: no part of the peak.
@@ -167,7 +172,8 @@ def predict(setting: Setting) -> PassMemory:
     num_runs = min(setting.num_runs, MOST_MEASURED_RUNS)
     found = _predict(replace(setting, num_runs=num_runs))
     times = setting.num_runs / num_runs
-    return replace(found, adapters=times * found.adapters, optimizer=times * found.optimizer)
+    activations = found.activations * (1 + HOLES * setting.reuses_blocks)
+    return replace(found, adapters=times * found.adapters, optimizer=times * found.optimizer, activations=activations)
 
 
 def _predict(setting: Setting) -> PassMemory:
