@@ -27,7 +27,7 @@ from daemons.process import python_module, run_child
 from daemons.results import read_result
 from daemons.specs import MERGE_MODULE
 from daemons.trash import existing_run
-from daemons.versions import Version, find_version
+from daemons.versions import Version, find_version, versions_of
 from prime_rl.configs.base import ConfigError, load_toml
 from prime_rl.contract.files import open_file
 from prime_rl.contract.layout import OutputDir, RunDir
@@ -37,6 +37,10 @@ from prime_rl.utils.text import clean_strings, one_line
 ADAPTER, MERGED, MODEL = "adapter", "merged", "model"
 CARD_FILE = "README.md"
 MODEL_FILES = ("config.json", "model.safetensors")
+# A version that is merged is held here, in the folder that is being filled.
+HELD = ".adapter"
+# A run removes versions as quickly as it makes them; each attempt copies an adapter.
+MOST_ATTEMPTS = 10
 # What a checkpoint has besides the weights: of use to the trainer alone.
 _OF_TRAINER = ("state.safetensors", "progress.json")
 # A log of the merge is read from its end: transformers may warn at length.
@@ -79,24 +83,44 @@ def export_run(
     output, out = OutputDir(Path(output_dir)), Path(os.path.abspath(out))
     with one_line_errors(f"exporting {run_id}"):
         run = existing_run(output, run_id)
-        version = find_version(run, step)
-        source, planned = _plan(run, version, out, merge)
+        _, planned = _plan(run, find_version(run, step), out, merge)
         _check_place(output, out)
         if push is not None:
             _check_push(push)
         if dry_run:
             return planned
-        on_progress(f"writing version {version.step} of {run_id} to {out}")
         with _staged(out) as folder:
+            source, planned = _take(run, step, merge, out, folder)
+            on_progress(f"writing version {planned.step} of {run_id} to {out}")
             if planned.kind == MERGED:
                 _merge(planned, source, folder, stop)
-            else:
-                _copy(source, folder, planned.kind)
             (folder / CARD_FILE).write_text(_card(run, planned))
             num_bytes = sum(path.stat().st_size for path in folder.iterdir())
-        audit.record(output, "export", run_id, detail=f"version {version.step} ({planned.kind}) to {out}")
+        audit.record(output, "export", run_id, detail=f"version {planned.step} ({planned.kind}) to {out}")
     done = replace(planned, num_bytes=num_bytes)
     return done if push is None else replace(done, url=_push(output, done, push, on_progress))
+
+
+def _take(run: RunDir, step: int | None, merge: bool, out: Path, folder: Path) -> tuple[Path, Export]:
+    """Copy a version's weights into `folder`, an adapter to be merged into HELD there; returns where they were.
+
+    A run that trains removes its old versions. One that goes meanwhile is followed by the then newest, or by the
+    sentence of `find_version` where a step was asked for.
+    """
+    for attempts_left in reversed(range(MOST_ATTEMPTS)):
+        version = find_version(run, step)
+        try:
+            source, planned = _plan(run, version, out, merge)
+            to = folder / HELD if planned.kind == MERGED else folder
+            to.mkdir(exist_ok=True)
+            _copy(source, to, ADAPTER if planned.kind == MERGED else planned.kind)
+            return source, planned
+        except (OSError, ActionError):
+            if version in versions_of(run) or not attempts_left:
+                raise
+            for path in folder.iterdir():
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+    raise AssertionError("the last attempt raises")
 
 
 def _plan(run: RunDir, version: Version, out: Path, merge: bool) -> tuple[Path, Export]:
@@ -188,13 +212,17 @@ def _copy(source: Path, folder: Path, kind: str) -> None:
 
 
 def _merge(planned: Export, source: Path, folder: Path, stop: Callable[[], bool]) -> None:
-    command = python_module(MERGE_MODULE, f"--base={planned.base_model}", f"--adapter={source}", f"--out={folder}")
+    """Merge the adapter in HELD, which is gone then."""
+    held = folder / HELD
+    command = python_module(MERGE_MODULE, f"--base={planned.base_model}", f"--adapter={held}", f"--out={folder}")
     with tempfile.TemporaryFile() as log:
         exit_code = run_child(command, stop, stdout=log, stderr=log)
         if exit_code is None:
             raise ActionError(f"the export of {planned.run_id} was stopped; nothing was written")
         if exit_code:
-            raise ActionError(f"exporting {planned.run_id} failed: {_last_line(log) or f'exit code {exit_code}'}")
+            why = _last_line(log).replace(str(held), str(source)) or f"exit code {exit_code}"
+            raise ActionError(f"exporting {planned.run_id} failed: {why}")
+    shutil.rmtree(held)
 
 
 def _last_line(log: IO[bytes]) -> str:

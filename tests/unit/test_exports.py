@@ -19,6 +19,7 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from daemons import exports
 from daemons.errors import ActionError
 from daemons.exports import Export, export_run
 from prime_rl.contract.files import mark_stable
@@ -133,6 +134,53 @@ def test_a_merge_that_fails_leaves_nothing_and_tells_why(run: RunDir, tmp_path: 
     with pytest.raises(ActionError, match="was stopped; nothing was written"):
         export(run, place / "merged", merge=True, stop=lambda: True)
     assert list(place.iterdir()) == []
+
+
+@pytest.mark.parametrize("merge", [False, True])
+def test_a_version_that_goes_while_it_is_read_is_followed_by_the_next(
+    run: RunDir, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, merge: bool
+) -> None:
+    """As of a run that makes versions quickly and keeps one: its newest goes right before it is copied."""
+    copy_of, newest = exports._copy, 2
+
+    def prune_then_copy(source: Path, folder: Path, kind: str) -> None:
+        nonlocal newest
+        if newest < 4:
+            newest += 1
+            shutil.rmtree(run.broadcast_dir(newest), ignore_errors=True)
+            make_adapter(run.broadcast_dir(newest), base, seed=newest)
+            mark_stable(run.broadcast_dir(newest))
+            shutil.rmtree(run.broadcast_dir(newest - 1))
+        copy_of(source, folder, kind)
+
+    monkeypatch.setattr(exports, "_copy", prune_then_copy)
+    done = export(run, tmp_path / "out", merge=merge)
+    assert done.step == 4 and f"version {done.step}" in (run.path.parent / "logs" / "audit.jsonl").read_text()
+    expected = with_adapter(base, run.broadcast_dir(4))
+    if merge:
+        assert not (done.out / ".adapter").exists()
+        check_same(logits(AutoModelForCausalLM.from_pretrained(done.out)), expected)
+    else:
+        assert torch.equal(with_adapter(base, done.out), expected)
+    make_adapter(run.broadcast_dir(3), base, seed=3)
+    mark_stable(run.broadcast_dir(3))
+    newest = 3  # so version 4 is made once more, and 3 goes
+    with pytest.raises(ActionError, match="does not have a version of step 3; its versions: 1, 4"):
+        export(run, tmp_path / "again", step=3, merge=merge)
+    assert not (tmp_path / "again").exists()
+
+
+def test_the_merge_needs_the_run_no_more(run: RunDir, base: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    expected = with_adapter(base, run.broadcast_dir(2))
+    merge_of = exports._merge
+
+    def prune_then_merge(*args: Any) -> None:
+        shutil.rmtree(run.broadcast_dir(2))
+        merge_of(*args)
+
+    monkeypatch.setattr(exports, "_merge", prune_then_merge)
+    done = export(run, tmp_path / "merged", merge=True)
+    check_same(logits(AutoModelForCausalLM.from_pretrained(done.out)), expected)
 
 
 def test_what_cannot_be_exported_is_refused_in_one_line(run: RunDir, tmp_path: Path) -> None:
