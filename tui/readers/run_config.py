@@ -114,16 +114,15 @@ def find_differences(mine: str, other: str) -> tuple[Difference, ...]:
 
     If one of the texts is not a valid config, the files' own keys are compared. Raises ConfigError for invalid TOML.
     """
-    try:
-        sides = [{value.key: value.text for value in all_values(text)} for text in (mine, other)]
-    except ConfigError:
-        sides = [
-            {key: toml_text(value) for key, value in flatten(parse_toml(text, source))}
-            for text, source in ((mine, "this orch.toml"), (other, "the other orch.toml"))
-        ]
-    keys = dict.fromkeys([*sides[0], *sides[1]])
-    pairs = ((key, sides[0].get(key, MISSING), sides[1].get(key, MISSING)) for key in keys)
-    return tuple(Difference(*pair) for pair in pairs if pair[1] != pair[2])
+    one, two = parse_toml(mine, "this orch.toml"), parse_toml(other, "the other orch.toml")
+    return tuple(
+        Difference(one_line(key, MAX_VALUE_CHARS), _side(ours), _side(theirs))
+        for key, ours, theirs in values.differing(one, two)
+    )
+
+
+def _side(value: Any) -> CleanText:
+    return MISSING if value is None else toml_text(value)
 
 
 def flatten(data: Mapping[str, Any]) -> Iterator[tuple[CleanText, Any]]:
