@@ -29,6 +29,8 @@ from transformers import PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import AttentionInterface
 
+from prime_rl.trainer.remade import recipe_of, remember
+
 logger = logging.getLogger(__name__)
 
 # The name of packed attention. No mask function is registered under it, so transformers makes no mask: causal is all
@@ -166,22 +168,31 @@ def rotary(
 ) -> tuple[Tensor, Tensor]:
     """Queries and keys at their positions: of the halves each pair (x, y) becomes (x cos - y sin, y cos + x sin)."""
     cos, sin = cos_RND.unsqueeze(unsqueeze_dim), sin_RND.unsqueeze(unsqueeze_dim)
-    q_out: Tensor = _Rotary.apply(q_RHND, cos, sin)  # type: ignore[no-untyped-call]
-    k_out: Tensor = _Rotary.apply(k_RKND, cos, sin)  # type: ignore[no-untyped-call]
-    return q_out, k_out
+    return _rotate(q_RHND, cos, sin), _rotate(k_RKND, cos, sin)
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    out: Tensor = _Rotary.apply(x, cos, sin)  # type: ignore[no-untyped-call]
+    if make := recipe_of(x):
+        remember(out, lambda cos, sin: _rotated(make(), cos, sin), cos, sin)
+    return out
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = x.chunk(2, -1)
+    sin_first, sin_second = sin.chunk(2, -1)
+    out = x * cos
+    out_first, out_second = out.chunk(2, -1)
+    out_first.addcmul_(second, sin_first, value=-1)
+    out_second.addcmul_(first, sin_second)
+    return out
 
 
 class _Rotary(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        first, second = x.chunk(2, -1)
-        sin_first, sin_second = sin.chunk(2, -1)
-        out = x * cos
-        out_first, out_second = out.chunk(2, -1)
-        out_first.addcmul_(second, sin_first, value=-1)
-        out_second.addcmul_(first, sin_second)
-        return out
+        return _rotated(x, cos, sin)
 
     @staticmethod
     @once_differentiable

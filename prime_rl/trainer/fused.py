@@ -28,6 +28,7 @@ from transformers.activations import ACT2FN
 
 from prime_rl.lora.grouped import gated_mlp
 from prime_rl.lora.linear import MultiLoRALinear
+from prime_rl.trainer.remade import remember
 
 # Those of transformers that are `weight * x / rms(x)`; others add one to the weight, or have a bias.
 PLAIN_NORMS = frozenset({"LlamaRMSNorm", "MistralRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm"})
@@ -48,19 +49,29 @@ class FrozenRMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if x.is_cuda:  # torch has one kernel for it there, forward and backward
-            return nn.functional.rms_norm(x, self.weight.shape, self.weight, self.eps)
-        out: Tensor = _RMSNorm.apply(x, self.weight, self.eps)  # type: ignore[no-untyped-call]
+            out = nn.functional.rms_norm(x, self.weight.shape, self.weight, self.eps)
+            remember(out, nn.functional.rms_norm, x, self.weight.shape, self.weight, self.eps)
+            return out
+        out = _RMSNorm.apply(x, self.weight, self.eps)  # type: ignore[no-untyped-call]
+        remember(out, _normalize, x, self.weight, self.eps)
         return out
+
+
+def _normalize(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+    return (x * _norm_scale(x, eps)).to(x.dtype).mul_(weight_D)
+
+
+def _norm_scale(x: Tensor, eps: float) -> Tensor:
+    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
+    return norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
 
 
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
-        scale = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+        scale = _norm_scale(x, eps)
         ctx.save_for_backward(x, weight_D, scale)
-        out: Tensor = (x * scale).to(x.dtype).mul_(weight_D)
-        return out
+        return (x * scale).to(x.dtype).mul_(weight_D)
 
     @staticmethod
     @once_differentiable

@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -33,6 +34,7 @@ from prime_rl.lora.inject import apply_lora_to_model
 from prime_rl.lora.linear import AdapterRouting, MultiLoRALinear
 from prime_rl.trainer.attention import Segments, can_pack, use_packed_attention, use_rotary
 from prime_rl.trainer.fused import fuse_mlps, fuse_norms, token_logprobs
+from prime_rl.trainer.remade import made_again
 from prime_rl.trainer.sharding import decoder_layers, mesh_of, shard_model, shard_trainable
 from prime_rl.trainer.world import World
 
@@ -87,6 +89,7 @@ class PolicyModel:
         layers: the adapted layers by their name in the base model.
         routing: maps rows to adapters; set it before each call.
         packs: whether rows lie end to end in one; else they are padded.
+        remakes: whether backward makes cheap tables again; not where it computes whole layers again.
     """
 
     module: nn.Module
@@ -95,6 +98,7 @@ class PolicyModel:
     routing: AdapterRouting
     vocab_size: int
     packs: bool = False
+    remakes: bool = False
 
     def adapters(self) -> list[nn.Parameter]:
         """The parameters of all slots."""
@@ -121,7 +125,8 @@ class PolicyModel:
             segments = Segments.of(lengths, token_ids_RT.device)
             packed = {"position_ids": segments.positions_1N, "segments": segments}
         try:
-            logprobs_N, entropy_N = self.module(input_ids=token_ids_RT, use_cache=False, **packed).logits
+            with made_again() if self.remakes else nullcontext():
+                logprobs_N, entropy_N = self.module(input_ids=token_ids_RT, use_cache=False, **packed).logits
         finally:
             self.head.targets = None
         return logprobs_N, entropy_N.detach()
@@ -208,7 +213,7 @@ def adapt_model(
         checkpoint_layers(base, offloads=offloads)
     embeddings = base.get_input_embeddings()  # type: ignore[operator]
     packs = _set_up_attention(base, packs)
-    return PolicyModel(base, _put_head(base), layers, routing, embeddings.num_embeddings, packs)
+    return PolicyModel(base, _put_head(base), layers, routing, embeddings.num_embeddings, packs, not checkpoints)
 
 
 def _set_up_attention(base: Any, packs: bool) -> bool:
