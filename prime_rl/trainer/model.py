@@ -37,6 +37,7 @@ from prime_rl.trainer.fused import fuse_mlps, fuse_norms, token_logprobs
 from prime_rl.trainer.remade import made_again
 from prime_rl.trainer.sharding import decoder_layers, mesh_of, shard_model, shard_trainable
 from prime_rl.trainer.world import World
+from prime_rl.utils.allocator import LARGE_BYTES, give_back_holes
 
 logger = logging.getLogger(__name__)
 
@@ -179,6 +180,8 @@ def train_whole(
     head = _put_head(base)
     if checkpoints:
         checkpoint_layers(base, offloads=offloads)
+    else:
+        close_holes(base)
     vocab_size = base.get_input_embeddings().num_embeddings  # type: ignore[operator]
     packs = _set_up_attention(base, packs)
     shard_trainable(base, mesh, dtype)
@@ -211,6 +214,8 @@ def adapt_model(
     fuse_mlps(base, keeps=checkpoints)
     if checkpoints:
         checkpoint_layers(base, offloads=offloads)
+    else:
+        close_holes(base)
     embeddings = base.get_input_embeddings()  # type: ignore[operator]
     packs = _set_up_attention(base, packs)
     return PolicyModel(base, _put_head(base), layers, routing, embeddings.num_embeddings, packs, not checkpoints)
@@ -244,6 +249,20 @@ def _checkpoint_offloaded(forward: Callable[..., Any], *args: Any, **kwargs: Any
     # Both copies are in the order of the GPU's stream: the host waits for none. Inside, checkpoint's own hooks apply.
     with save_on_cpu(pin_memory=True):
         return _checkpoint(forward, *args, **kwargs)
+
+
+def close_holes(base: nn.Module) -> None:
+    """Make a pass on a CPU give the holes between its tensors back, after each quarter of the layers, both ways."""
+    layers = decoder_layers(base)[::-1]
+    for layer in layers[:: max(1, len(layers) // 4)]:
+        layer.register_forward_hook(_give_back_holes)
+
+
+def _give_back_holes(layer: nn.Module, inputs: Any, output: Any) -> None:
+    hidden: Tensor = output[0] if isinstance(output, tuple) else output
+    if hidden.is_cpu and hidden.requires_grad and hidden.nbytes >= LARGE_BYTES:
+        give_back_holes()
+        hidden.register_hook(lambda _: give_back_holes())  # type: ignore[no-untyped-call]
 
 
 def _put_head(base: nn.Module) -> LogprobHead:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
 
 # Results that are remembered: from a norm to the last operation that keeps its result there are two others.
 _NUM_REMEMBERED = 3
@@ -36,8 +37,9 @@ class _View:
             return self.recipe().as_strided(self.shape, self.stride, self.offset)
 
 
-# Result, its version, how it is made; a result that is remembered lives, so that no other can lie where it lay.
-_remembered: deque[tuple[Tensor, int, _Recipe]] | None = None
+# Result, its version, how it is made. A weak reference: what is freed late leaves a hole in the heap. As long as there
+# is one, no other storage has its address.
+_remembered: deque[tuple[StorageWeakRef, int, _Recipe]] | None = None
 
 
 @contextmanager
@@ -56,7 +58,7 @@ def remember(result: Tensor, make: Callable[..., Tensor], *inputs: Any) -> None:
     """Let `make(*inputs)` stand for `result`, which it equals; of the inputs, those that are kept anyway."""
     if _remembered is not None and torch.is_grad_enabled():
         inputs = tuple(each.detach() if isinstance(each, Tensor) else each for each in inputs)
-        _remembered.append((result.detach(), result._version, lambda: make(*inputs)))
+        _remembered.append((StorageWeakRef(result.untyped_storage()), result._version, lambda: make(*inputs)))
 
 
 def recipe_of(tensor: Tensor) -> _Recipe | None:
@@ -67,7 +69,7 @@ def recipe_of(tensor: Tensor) -> _Recipe | None:
 
 def _pack(tensor: Tensor) -> Tensor | _View:
     for result, version, recipe in _remembered or ():
-        if tensor.untyped_storage()._cdata == result.untyped_storage()._cdata and tensor._version == version:
+        if tensor.untyped_storage()._cdata == result.cdata and tensor._version == version:
             return _View(recipe, tensor.shape, tensor.stride(), tensor.storage_offset())
     return tensor
 

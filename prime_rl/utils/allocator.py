@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
+from collections.abc import Callable
+from functools import cache
 
 # glibc's name for it in mallopt(3), and the most that it takes: larger blocks are always mappings of their own.
 _M_MMAP_THRESHOLD = -3
@@ -23,8 +25,8 @@ def set_up_memory(*, gives_back: bool) -> bool:
       freed. A pass holds what its tensors take and no more; the price is that the system clears new pages all the time,
       a third of a pass, somewhat less in pages of 2 MiB. For activation checkpointing, where a pass would hold twice
       as much as its tensors.
-    - else blocks of up to 32 MiB lie in one heap and are used again. The tensors come and go in another order than
-      they came, so the heap has holes: about a third of what a pass keeps for backward (`fit.predict`).
+    - else blocks of up to 32 MiB lie in one heap and are used again. The tensors go in another order than they came, so
+      the heap has holes; a pass calls `give_back_holes` from time to time. What is left of them is in `fit.predict`.
 
     Returns whether the C library knows such a thing.
     """
@@ -34,3 +36,17 @@ def set_up_memory(*, gives_back: bool) -> bool:
         os.environ.setdefault(_TORCH_HUGE_PAGES, "1")
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     return mallopt is not None and mallopt(_M_MMAP_THRESHOLD, LARGE_BYTES if gives_back else _MOST_BYTES) == 1
+
+
+def give_back_holes() -> None:
+    """Give free pages of the heap back to the system: a fraction of a millisecond, and each is cleared when used again.
+
+    Left alone they add up: for an aligned block glibc looks for more than its size, so not in a hole of that size.
+    """
+    if trim := _trim():
+        trim(0)
+
+
+@cache
+def _trim() -> Callable[[int], int] | None:
+    return getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform.startswith("linux") else None

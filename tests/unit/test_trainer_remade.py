@@ -8,12 +8,13 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 from prime_rl.trainer import attention
 from prime_rl.trainer.fused import FrozenRMSNorm
 from prime_rl.trainer.model import PolicyModel
-from prime_rl.trainer.remade import made_again, remember
+from prime_rl.trainer.remade import made_again, recipe_of, remember
 from tests.unit.test_trainer_model import RUN_IDXS, adapted, gradients, some_targets
 
 # Of each layer of the tiny model: before attention and the MLP, of queries and of keys; and the last one.
@@ -93,21 +94,23 @@ def test_views_are_made_again_with_their_strides() -> None:
     assert slope.grad is not None and slope.grad.tolist() == [[6.0, 12.0], [8.0, 14.0], [10.0, 16.0]]
 
 
-def test_only_the_last_few_are_remembered_and_none_outside() -> None:
-    lives = []
+def test_what_is_remembered_is_not_kept_alive_and_what_lies_there_next_is_another() -> None:
+    slope = torch.ones(2, requires_grad=True)
     with made_again():
-        for number in range(10):
+        for number in range(1, 10):
             result = torch.full((2,), float(number))
-            remember(result, torch.full, (2,), float(number))
-            lives.append(weakref.ref(result.untyped_storage()))
+            assert recipe_of(result) is None  # the last one's memory, most likely
+            remember(result, torch.zeros, 2)
+            assert recipe_of(result) is not None
+            life = StorageWeakRef(result.untyped_storage())
             del result
-        assert 0 < sum(each() is not None for each in lives) < 5
-    assert not any(each() is not None for each in lives)
-    result = torch.ones(1)
-    remember(result, torch.ones, 1)
-    life = weakref.ref(result.untyped_storage())
-    del result
-    assert life() is None
+            assert life.expired()
+        out = slope * torch.full((2,), 5.0)
+    out.sum().backward()
+    assert slope.grad is not None and slope.grad.tolist() == [5.0, 5.0]
+    result = torch.ones(2)
+    remember(result, torch.ones, 2)
+    assert recipe_of(result) is None
 
 
 def test_a_layer_that_is_computed_again_as_a_whole_has_its_own_way() -> None:

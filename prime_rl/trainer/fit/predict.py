@@ -38,7 +38,7 @@ HOST_COPIES = 2 + MOMENTS
 # Slots that are measured: of more, each costs its own bytes, and a pass over their rows takes no more.
 MOST_MEASURED_RUNS = 8
 # Blocks that are used again leave holes (`utils.allocator`): of what is kept for backward, so much more. Measured.
-HOLES = 0.35
+HOLES = 0.15
 # The layers that are measured; more of a sharded model, as only from the third on all that overlaps does.
 FEW_LAYERS, FEW_SHARDED_LAYERS = 2, 3
 
