@@ -52,13 +52,10 @@ class FrozenRMSNorm(nn.Module):
             out = nn.functional.rms_norm(x, self.weight.shape, self.weight, self.eps)
             remember(out, nn.functional.rms_norm, x, self.weight.shape, self.weight, self.eps)
             return out
-        out = _RMSNorm.apply(x, self.weight, self.eps)  # type: ignore[no-untyped-call]
-        remember(out, _normalize, x, self.weight, self.eps)
+        scale = _norm_scale(x.detach(), self.eps)
+        out = _RMSNorm.apply(x, self.weight, scale)  # type: ignore[no-untyped-call]
+        remember(out, _normalized, x, self.weight, scale)
         return out
-
-
-def _normalize(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-    return (x * _norm_scale(x, eps)).to(x.dtype).mul_(weight_D)
 
 
 def _norm_scale(x: Tensor, eps: float) -> Tensor:
@@ -66,12 +63,15 @@ def _norm_scale(x: Tensor, eps: float) -> Tensor:
     return norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
 
 
+def _normalized(x: Tensor, weight_D: Tensor, scale: Tensor) -> Tensor:
+    return (x * scale).to(x.dtype).mul_(weight_D)
+
+
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-        scale = _norm_scale(x, eps)
+    def forward(ctx: Any, x: Tensor, weight_D: Tensor, scale: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight_D, scale)
-        return (x * scale).to(x.dtype).mul_(weight_D)
+        return _normalized(x, weight_D, scale)
 
     @staticmethod
     @once_differentiable

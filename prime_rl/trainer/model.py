@@ -252,9 +252,11 @@ def _checkpoint_offloaded(forward: Callable[..., Any], *args: Any, **kwargs: Any
 
 
 def close_holes(base: nn.Module) -> None:
-    """Make a pass on a CPU give the holes between its tensors back, after each quarter of the layers, both ways."""
-    layers = decoder_layers(base)[::-1]
-    for layer in layers[:: max(1, len(layers) // 4)]:
+    """Make a pass on a CPU give the holes between its tensors back after every fourth layer.
+
+    On the way back tensors go and no more are kept: there the holes do no harm.
+    """
+    for layer in decoder_layers(base)[::-1][::4]:
         layer.register_forward_hook(_give_back_holes)
 
 
@@ -262,7 +264,6 @@ def _give_back_holes(layer: nn.Module, inputs: Any, output: Any) -> None:
     hidden: Tensor = output[0] if isinstance(output, tuple) else output
     if hidden.is_cpu and hidden.requires_grad and hidden.nbytes >= LARGE_BYTES:
         give_back_holes()
-        hidden.register_hook(lambda _: give_back_holes())  # type: ignore[no-untyped-call]
 
 
 def _put_head(base: nn.Module) -> LogprobHead:

@@ -33,8 +33,7 @@ class _View:
     offset: int
 
     def make(self) -> Tensor:
-        with torch.no_grad():
-            return self.recipe().as_strided(self.shape, self.stride, self.offset)
+        return _made(self.recipe).as_strided(self.shape, self.stride, self.offset)
 
 
 # Result, its version, how it is made. A weak reference: what is freed late leaves a hole in the heap. As long as there
@@ -45,8 +44,8 @@ _remembered: deque[tuple[StorageWeakRef, int, _Recipe]] | None = None
 @contextmanager
 def made_again() -> Iterator[None]:
     """Inside, what was `remember`ed is not kept for backward."""
-    global _remembered
-    before, _remembered = _remembered, deque(maxlen=_NUM_REMEMBERED)
+    global _remembered, _last
+    before, _remembered, _last = _remembered, deque(maxlen=_NUM_REMEMBERED), None
     try:
         with saved_tensors_hooks(_pack, _unpack):
             yield
@@ -72,6 +71,15 @@ def _pack(tensor: Tensor) -> Tensor | _View:
         if tensor.untyped_storage()._cdata == result.cdata and tensor._version == version:
             return _View(recipe, tensor.shape, tensor.stride(), tensor.storage_offset())
     return tensor
+
+
+def _made(recipe: _Recipe) -> Tensor:
+    global _last
+    if _last is None or _last[0] is not recipe:
+        _last = None
+        with torch.no_grad():
+            _last = recipe, recipe()
+    return _last[1]
 
 
 def _unpack(kept: Tensor | _View) -> Tensor:
