@@ -151,13 +151,31 @@ class Crash(msgspec.Struct, frozen=True, kw_only=True):
     uptime_s: float = 0.0
 
 
+class Handle(msgspec.Struct, frozen=True, kw_only=True):
+    """One start of one daemon, as data. It is saved, so that a later supervisor finds the daemon again.
+
+    `start_id`: 12 random hex digits, others at every start. `pid`, `create_time` and `start` are those of the daemon's
+    process on `host` since its boot `boot_id`; pid 0: not known yet. `ref` is the engine's own name of the start.
+    """
+
+    engine: str
+    name: str
+    start_id: str
+    host: str = ""
+    boot_id: str = ""
+    pid: int = 0
+    create_time: float = 0.0
+    start: str = ""
+    ref: str = ""
+
+
 class DaemonStatus(Status, kw_only=True):
     """`daemons/<name>.json`, written by the supervisor about one daemon (or about itself, `supervisor`).
 
     `state`: starting, running, stalled, backoff, failed, stopped, done. `child_pid`, `child_create_time` and
     `child_start` identify the daemon on the machine `host` since its boot `boot_id`; `pid` is that of the writer, the
     supervisor. `log_tail` are the last lines before the newest of `crashes` (oldest first); `stalled_since` when its
-    progress last moved.
+    progress last moved. `handle` is the start that runs, for the launcher.
     """
 
     loop_limit_s: float = SUPERVISOR_LOOP_LIMIT_S
@@ -175,6 +193,7 @@ class DaemonStatus(Status, kw_only=True):
     crashes: list[Crash] = []
     host: str = ""
     boot_id: str = ""
+    handle: Handle | None = None
 
     @property
     def child(self) -> ProcessId | None:
