@@ -70,7 +70,7 @@ def train(folder: Path, size: int) -> int:
 
 def main(folder: Path) -> int:
     torch.set_num_threads(1)
-    set_up_memory(gives_back=True)  # as the trainer does
+    set_up_memory(gives_back=True)  # what is freed does not count
     write_model(folder / "model")
     for size in SIZES:
         (folder / str(size)).mkdir()
