@@ -26,6 +26,17 @@ def command(arguments: Sequence[str], environ: Mapping[str, str]) -> list[str]:
     return [sys.executable, "-m", "torch.distributed.run", *options, "-m", TRAINER_MODULE, *arguments]
 
 
+def on_nodes(argv: Sequence[str], num_nodes: int, endpoint: str, start_id: str) -> tuple[str, ...]:
+    """A torchrun's argv for one machine (with `--standalone`), for a rendezvous of several at `endpoint` (HOST:PORT).
+
+    A command of another kind is returned as it is: it runs on each of the nodes.
+    """
+    rendezvous = ("--nnodes", str(num_nodes), "--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint)
+    return tuple(
+        word for each in argv for word in ((*rendezvous, "--rdzv-id", start_id) if each == "--standalone" else (each,))
+    )
+
+
 def num_ranks(environ: Mapping[str, str]) -> str:
     """How many ranks those options start, or "all" for one on each GPU of this machine."""
     parser = argparse.ArgumentParser(add_help=False)
