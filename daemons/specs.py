@@ -61,8 +61,8 @@ _TOPOLOGY_FILE = "environment"
 class DaemonSpec:
     """How one daemon is started. `run_id` is set for an orchestrator, which is named after its run.
 
-    `num_nodes`: on how many machines, `min_nodes` at least; `gpus` and `ranks` are for each of them. `replica` is the
-    number of an inference server.
+    `num_nodes`: on how many machines, `min_nodes` at least; `gpus` and `ranks` are for each of them. `devices`: the
+    GPUs of this machine that it sees, () for all. `replica` is the number of an inference server.
     """
 
     name: str
@@ -73,6 +73,7 @@ class DaemonSpec:
     min_nodes: int = 1
     gpus: int = 0
     ranks: int = 1
+    devices: tuple[int, ...] = ()
     replica: int | None = None
 
     @property

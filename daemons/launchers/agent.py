@@ -1,6 +1,6 @@
 """The agent: starts one daemon on the machine where it should run, writes down how it is, and ends all of it.
 
-    python -m daemons.launchers.agent OUTPUT_DIR NAME START_ID [--node K] [--death-pipe] -- ARGV...
+    python -m daemons.launchers.agent OUTPUT_DIR NAME START_ID [--node K] [--devices 0,1] [--death-pipe] -- ARGV...
 
 An engine (a Slurm step, a Ray actor) starts one agent a node. Agent and launcher meet in `daemons/starts/` of the
 workspace and nowhere else: the agent writes `NAME.START_ID.K.json` every BEAT_S, and reads `NAME.START_ID.stop`. It
@@ -20,7 +20,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -38,6 +38,7 @@ from prime_rl.utils.signals import StopFlag
 # In the environment of a daemon and all below it: which start they belong to.
 START_MARK = "PRL_START"
 BEAT_S = 1.0
+GPUS_VARIABLE = "CUDA_VISIBLE_DEVICES"
 # How soon a request to stop is seen, and the death of the parent.
 LOOK_S = 0.2
 # When nobody says how long: Slurm itself kills what lives 30 s after its SIGTERM (KillWait).
@@ -150,10 +151,15 @@ class Agent:
         self._deadline: float | None = None
         self._next_beat_s = 0.0
 
-    def start(self, argv: list[str], keys: Mapping[str, str]) -> bool:
-        """Start the daemon; false when it cannot be started, with the reason in the record."""
+    def start(self, argv: list[str], keys: Mapping[str, str], devices: Sequence[int] = ()) -> bool:
+        """Start the daemon; false when it cannot be started, with the reason in the record.
+
+        `devices`: which of the GPUs that this process sees are the daemon's; () for all.
+        """
         _end_earlier_starts(self.output, self.record.name, self.record.start_id)
         environ = {**daemon_environment(self.output.path, self.record.name), START_MARK: self.record.start_id, **keys}
+        if devices:
+            environ[GPUS_VARIABLE] = visible_devices(environ.get(GPUS_VARIABLE, ""), devices)
         log = log_of(self.output, self.record.name, self.record.node)
         try:
             make_folder(log.parent)
@@ -270,6 +276,12 @@ def log_of(output: OutputDir, name: str, node: int = 0) -> Path:
     return log if node == 0 else log.with_name(f"{log.stem}-node{node}{log.suffix}")
 
 
+def visible_devices(visible: str, devices: Sequence[int]) -> str:
+    """CUDA_VISIBLE_DEVICES of a daemon: its `devices`, counted among those that are `visible`."""
+    names = [name for name in visible.split(",") if name]
+    return ",".join(names[number] if number < len(names) else str(number) for number in devices)
+
+
 def _end_earlier_starts(output: OutputDir, name: str, start_id: str) -> None:
     """A killed agent may have left processes of an earlier start on this machine: a daemon has no twin."""
     workspace = str(output.path.resolve())
@@ -327,6 +339,7 @@ def main(args: list[str]) -> int:
     parser.add_argument("name")
     parser.add_argument("start_id")
     parser.add_argument("--node", type=_node, default=0, help="its number, or the variable that has it")
+    parser.add_argument("--devices", default="", help="of the GPUs that are visible here, by number: 0,1")
     parser.add_argument("--death-pipe", action="store_true", help="end the daemon at the end of standard input")
     mine, argv = (args[: args.index("--")], args[args.index("--") + 1 :]) if "--" in args else (args, [])
     options = parser.parse_args(mine)
@@ -336,7 +349,8 @@ def main(args: list[str]) -> int:
     output = OutputDir(options.output_dir)
     make_folder(output.starts)
     agent = Agent(output, options.name, options.start_id, options.node)
-    if not agent.start(argv, _read_keys()):
+    devices = [int(number) for number in options.devices.split(",") if number]
+    if not agent.start(argv, _read_keys(), devices):
         return 1
     code = agent.watch(stop, sys.stdin.fileno() if options.death_pipe else None)
     return code if code >= 0 else 128 - code
