@@ -11,7 +11,7 @@ from pathlib import Path
 from daemons.errors import ActionError, one_line_errors
 from prime_rl.contract.files import WaitTimeout, wait_for
 from prime_rl.contract.layout import OutputDir, RunDir
-from prime_rl.contract.status import DaemonStatus, RunStatus, TrainerStatus, is_there, read_status
+from prime_rl.contract.status import DaemonStatus, RunStatus, TrainerStatus, is_elsewhere, is_there, read_status
 
 Progress = Callable[[str], None]
 
@@ -34,6 +34,8 @@ def users(output: OutputDir, run: RunDir) -> list[str]:
             found.append("the trainer (its queue)")
     status = read_status(run.status, RunStatus)
     daemon = read_status(output.daemon_status(run.run_id), DaemonStatus)
+    if status is not None and is_elsewhere(status) and is_there(status):
+        return [*found, f"its orchestrator (pid {status.pid} on {status.host})"]
     for process in (status.writer if status else None, daemon.child if daemon else None):
         if process is not None and process.is_running():
             found.append(f"its orchestrator (pid {process.pid})")

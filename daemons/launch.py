@@ -17,6 +17,7 @@ from pathlib import Path
 
 from daemons.client import SUPERVISOR, Workspace, WorkspaceReader
 from daemons.keys import all_keys
+from daemons.launchers.base import LaunchError as LaunchError
 from daemons.leftovers import adoptable, count_living, end_leftovers, forget_endings
 from daemons.pidfile import SupervisorLock, find_rival, read_info
 from daemons.process import log_tail, python_module, spawn
@@ -47,15 +48,6 @@ LOOK_EVERY_S = 0.25
 _HEALTH_TIMEOUT_S = 2.0
 # First folder of a model's name that is never the name of an owner on the hub.
 _FOLDERS = (".", "..", "models", "outputs")
-
-
-class LaunchError(RuntimeError):
-    """A workspace that cannot be started or stopped.
-
-    The first line has the error, the place and the remedy; a log may follow.
-    """
-
-    exit_code = 1
 
 
 def prepare(system: SystemConfig, output: OutputDir, say: Say) -> SupervisorLock:

@@ -59,12 +59,22 @@ _TOPOLOGY_FILE = "environment"
 
 @dataclass(frozen=True)
 class DaemonSpec:
-    """How one daemon is started. `run_id` is set for an orchestrator, which is named after its run."""
+    """How one daemon is started. `run_id` is set for an orchestrator, which is named after its run.
+
+    `num_nodes`: on how many machines, `min_nodes` at least; `gpus` and `ranks` are for each of them. `devices`: the
+    GPUs of this machine that it sees, () for all. `replica` is the number of an inference server.
+    """
 
     name: str
     argv: tuple[str, ...]
     log: Path
     run_id: str | None = None
+    num_nodes: int = 1
+    min_nodes: int = 1
+    gpus: int = 0
+    ranks: int = 1
+    devices: tuple[int, ...] = ()
+    replica: int | None = None
 
     @property
     def kind(self) -> str:

@@ -26,6 +26,21 @@ def command(arguments: Sequence[str], environ: Mapping[str, str]) -> list[str]:
     return [sys.executable, "-m", "torch.distributed.run", *options, "-m", TRAINER_MODULE, *arguments]
 
 
+def on_nodes(
+    argv: Sequence[str], num_nodes: int, endpoint: str, start_id: str, *, address: str = "", node: int | None = None
+) -> tuple[str, ...]:
+    """A torchrun's argv for one machine (with `--standalone`), for a rendezvous of several at `endpoint` (HOST:PORT).
+
+    `address` and `node`: of the machine that the argv is for, 0 is HOST; without them torch finds out which machine is.
+    A command of another kind is returned as it is: it runs on each of the nodes.
+    """
+    rendezvous = ["--nnodes", str(num_nodes), "--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint]
+    rendezvous += ["--rdzv-id", start_id]
+    if node is not None:
+        rendezvous += ["--local-addr", address, "--rdzv-conf", f"is_host={node == 0:d}"]
+    return tuple(word for each in argv for word in (rendezvous if each == "--standalone" else (each,)))
+
+
 def num_ranks(environ: Mapping[str, str]) -> str:
     """How many ranks those options start, or "all" for one on each GPU of this machine."""
     parser = argparse.ArgumentParser(add_help=False)

@@ -16,6 +16,7 @@ from prime_rl.contract.status import (
     RunStatus,
     TrainerRunStatus,
     TrainerStatus,
+    is_elsewhere,
 )
 from prime_rl.utils.process import ProcessId
 from prime_rl.utils.text import CleanText, clean_text
@@ -194,7 +195,7 @@ def daemon_view(status: DaemonStatus, now: float) -> DaemonView:
 
 def _lost_text(status: DaemonStatus) -> str:
     """Why the daemon of `status` is not supervised; the supervisor writes that file."""
-    is_there = status.writer.is_running()
+    is_there = is_elsewhere(status) or status.writer.is_running()
     if status.name == SUPERVISOR:
         return f"no heartbeat since {utc(status.updated_at)}" if is_there else "its process is gone"
     why = f"its supervisor last looked at it at {utc(status.updated_at)}" if is_there else "its supervisor is gone"

@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 
 from prime_rl.configs.alerts import AlertsConfig
 from prime_rl.configs.base import BaseConfig, merge
+from prime_rl.configs.deployment import DeploymentConfig
 from prime_rl.configs.inference import InferenceConfig
 from prime_rl.configs.monitors import MonitorsConfig
 from prime_rl.configs.shared import BroadcastConfig, LoRAConfig, ModelConfig
@@ -127,6 +128,9 @@ class SystemConfig(BaseConfig):
 
     supervisor: SupervisorConfig = SupervisorConfig()
     """The supervisor's settings."""
+
+    deployment: DeploymentConfig = DeploymentConfig()
+    """Where the daemons run."""
 
     alerts: AlertsConfig | None = None
     """Alerts that leave the machine. Without this table none do."""

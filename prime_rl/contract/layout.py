@@ -17,6 +17,7 @@ below `output_dir`. It only computes and validates paths; reading and writing is
         monitors/    tensorboard/  wandb/  state.json (only with a monitor)
         logs/        orchestrator.log
       trainer/status.json   inference/status.json   daemons/<name>.json   logs/<name>.log
+      daemons/starts/       <name>.<start>.<node>.json (one an agent)  <name>.<start>.stop
       usage/       <run_id>.jsonl, trainer.jsonl (what each run has used)
       sweeps/      <name>.json (the plan of one sweep)  decisions/<name>.json
       multinode/   node_<rank>.json (one a node of a multi-node group)  group/group.json  iteration_N/
@@ -284,6 +285,19 @@ class OutputDir:
     def sweep_decisions(self, name: str) -> Path:
         """What successive halving has decided about the sweep, rung by rung; written by the supervisor."""
         return self.path / "sweeps" / "decisions" / f"{name}.json"
+
+    @property
+    def starts(self) -> Path:
+        """What agents write about daemons that they started on other machines, and what they are asked."""
+        return self.daemons / "starts"
+
+    def agent_record(self, name: str, start_id: str, node: int) -> Path:
+        """Written by the agent of that node only."""
+        return self.starts / f"{name}.{start_id}.{node}.json"
+
+    def stop_request(self, name: str, start_id: str) -> Path:
+        """Asks the agents of one start to end their daemon; holds the grace in seconds."""
+        return self.starts / f"{name}.{start_id}.stop"
 
     @property
     def supervisor_lock(self) -> Path:

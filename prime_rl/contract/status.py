@@ -8,6 +8,7 @@ process is alive, and when its main loop last turned. `contract.condition` judge
 from __future__ import annotations
 
 import os
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -44,13 +45,14 @@ class Status(msgspec.Struct, kw_only=True):
     stands still while there is work shows that the daemon is stuck, not busy. `loop` counts the turns of the writer's
     main loop, which turns without work too (null: it has not begun, or counts none); `loop_still_s` is how long ago it
     had last turned at `updated_at`, and `loop_limit_s` how long one turn may take. `pid_create_time` (Unix seconds) and
-    `pid_start` identify the process `pid` (`utils.process`).
+    `pid_start` identify the process `pid` (`utils.process`) on the machine `host` ("" in what earlier versions wrote).
     """
 
     version: int = STATUS_FORMAT_VERSION
     pid: int = 0
     pid_create_time: float = 0.0
     pid_start: str = ""
+    host: str = ""
     state: str = "starting"
     waiting_on: str | None = None
     updated_at: float = 0.0
@@ -64,7 +66,9 @@ class Status(msgspec.Struct, kw_only=True):
         return ProcessId(self.pid, self.pid_create_time, self.pid_start)
 
     def sign(self, writer: ProcessId) -> None:
+        """`writer` is a process of this machine."""
         self.pid, self.pid_create_time, self.pid_start = writer.pid, writer.create_time, writer.start
+        self.host = socket.gethostname()
 
 
 class RunStatus(Status, kw_only=True):
@@ -151,13 +155,31 @@ class Crash(msgspec.Struct, frozen=True, kw_only=True):
     uptime_s: float = 0.0
 
 
+class Handle(msgspec.Struct, frozen=True, kw_only=True):
+    """One start of one daemon, as data. It is saved, so that a later supervisor finds the daemon again.
+
+    `start_id`: 12 random hex digits, others at every start. `pid`, `create_time` and `start` are those of the daemon's
+    process on `host` since its boot `boot_id`; pid 0: not known yet. `ref` is the engine's own name of the start.
+    """
+
+    engine: str
+    name: str
+    start_id: str
+    host: str = ""
+    boot_id: str = ""
+    pid: int = 0
+    create_time: float = 0.0
+    start: str = ""
+    ref: str = ""
+
+
 class DaemonStatus(Status, kw_only=True):
     """`daemons/<name>.json`, written by the supervisor about one daemon (or about itself, `supervisor`).
 
     `state`: starting, running, stalled, backoff, failed, stopped, done. `child_pid`, `child_create_time` and
     `child_start` identify the daemon on the machine `host` since its boot `boot_id`; `pid` is that of the writer, the
     supervisor. `log_tail` are the last lines before the newest of `crashes` (oldest first); `stalled_since` when its
-    progress last moved.
+    progress last moved. `handle` is the start that runs, for the launcher.
     """
 
     loop_limit_s: float = SUPERVISOR_LOOP_LIMIT_S
@@ -173,8 +195,8 @@ class DaemonStatus(Status, kw_only=True):
     started_at: float | None = None
     stalled_since: float | None = None
     crashes: list[Crash] = []
-    host: str = ""
     boot_id: str = ""
+    handle: Handle | None = None
 
     @property
     def child(self) -> ProcessId | None:
@@ -218,7 +240,6 @@ class NodeStatus(Status, kw_only=True):
     round: int = 0
     num_nodes: int = 1
     weight: float = 1.0
-    host: str = ""
     address: str = ""
     port: int = 0
     unreached: int = 0
@@ -270,7 +291,7 @@ def read_status(path: Path, kind: type[StatusT]) -> StatusT | None:
 
 
 def is_alive(status: Status | None, now: float) -> bool:
-    """Whether the writer of `status` still lives: fresh enough, and its pid is still that very process.
+    """Whether the writer of `status` still lives: fresh enough, and on this machine its pid is that very process.
 
     `now` is Unix seconds. A status from the future (clock skew) counts as fresh. When the clock was set forward, all
     look lost until their next write: use `is_there` before starting, ending or moving anything.
@@ -279,8 +300,21 @@ def is_alive(status: Status | None, now: float) -> bool:
 
 
 def is_there(status: Status) -> bool:
-    """Whether the writer of `status` has not stopped and its process runs, however old the file is."""
-    return status.state != "stopped" and status.writer.is_running()
+    """Whether the writer of `status` has not stopped and its process runs.
+
+    However old the file is, where the writer is a process of this machine; one of another machine must have beaten
+    within LOST_AFTER_S.
+    """
+    if status.state == "stopped":
+        return False
+    if is_elsewhere(status):
+        return time.time() - status.updated_at <= LOST_AFTER_S
+    return status.writer.is_running()
+
+
+def is_elsewhere(status: Status) -> bool:
+    """Whether another machine wrote `status`, so that its pid means nothing here; not this one before it was booted."""
+    return status.host not in ("", socket.gethostname()) and status.writer.is_of_another_boot()
 
 
 class StatusWriter:

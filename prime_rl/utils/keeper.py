@@ -45,16 +45,16 @@ def main(argv: list[str]) -> int:
 def end_all(child: subprocess.Popen[bytes], grace_s: float = GRACE_S) -> None:
     """SIGTERM to everything below this process, then SIGKILL until nothing is there."""
     for process in psutil.Process().children(recursive=True):
-        _send(process, signal.SIGTERM)
+        send(process, signal.SIGTERM)
     deadline = time.monotonic() + grace_s
-    while left := _living(child):
+    while left := living(child):
         if time.monotonic() > deadline:
             for process in left:
-                _send(process, signal.SIGKILL)
+                send(process, signal.SIGKILL)
         time.sleep(POLL_S)
 
 
-def _living(child: subprocess.Popen[bytes]) -> list[psutil.Process]:
+def living(child: subprocess.Popen[bytes]) -> list[psutil.Process]:
     """What lives below this process; orphans that became ours are reaped on the way."""
     child.poll()
     for process in psutil.Process().children():
@@ -70,7 +70,7 @@ def _lives(process: psutil.Process) -> bool:
     return False
 
 
-def _send(process: psutil.Process, signum: signal.Signals) -> None:
+def send(process: psutil.Process, signum: signal.Signals) -> None:
     with contextlib.suppress(psutil.Error):
         process.send_signal(signum)
 
@@ -78,11 +78,16 @@ def _send(process: psutil.Process, signum: signal.Signals) -> None:
 def _tell_of_the_parents_death() -> None:
     if sys.platform != "linux":
         return
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    inherit_orphans()
     if os.getppid() == 1:  # it died before the call
         os.kill(os.getpid(), signal.SIGTERM)
+
+
+def inherit_orphans() -> None:
+    """Whatever a process below this one leaves behind becomes this one's own. Linux only; elsewhere it does nothing."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 if __name__ == "__main__":

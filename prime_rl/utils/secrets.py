@@ -48,7 +48,7 @@ def handed_over(environ: Mapping[str, str], needed: Collection[str]) -> Iterator
             if variable not in needed:
                 continue
             if key:
-                file = closing.enter_context(_nameless_file())
+                file = closing.enter_context(nameless_file())
                 file.write(key.encode())
                 file.flush()
                 name = f"{_FD_FOLDER}{file.fileno()}"
@@ -67,7 +67,7 @@ def _handed_keys(environ: Mapping[str, str]) -> list[str]:
     ]
 
 
-def _nameless_file() -> IO[bytes]:
+def nameless_file() -> IO[bytes]:
     """A file for its owner only, in memory where the system has such files."""
     if not hasattr(os, "memfd_create"):
         return tempfile.TemporaryFile()

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import msgspec
@@ -17,10 +19,12 @@ from prime_rl.contract.status import (
     StatusWriter,
     TrainerStatus,
     is_alive,
+    is_elsewhere,
+    is_there,
     read_status,
     run_state,
 )
-from prime_rl.utils.process import ProcessId
+from prime_rl.utils.process import ProcessId, boot_id
 from tests.patience import PATIENCE_S
 
 
@@ -116,6 +120,27 @@ def test_alive_needs_a_fresh_file_and_that_very_process(tmp_path: Path) -> None:
         child.communicate()
     assert not is_alive(status, 1000.0)
     assert not is_alive(None, 1000.0)
+
+
+def test_a_writer_of_another_machine_is_judged_by_its_heartbeat() -> None:
+    now = time.time()
+    far = TrainerStatus(state="training", updated_at=now, pid=os.getpid(), pid_start="another-boot/1", host="elsewhere")
+    assert is_elsewhere(far) and is_there(far) and is_alive(far, now)
+    silent = msgspec.structs.replace(far, updated_at=now - LOST_AFTER_S - 1)
+    assert not is_there(silent) and not is_alive(silent, now)
+    assert not is_there(msgspec.structs.replace(far, state="stopped"))
+    rebooted = msgspec.structs.replace(far, host=socket.gethostname())
+    assert not is_elsewhere(rebooted) and not is_there(rebooted), "no process outlives the boot of its machine"
+    assert not is_there(msgspec.structs.replace(far, host="")), "earlier versions did not write it"
+    here = msgspec.structs.replace(far, pid_start=f"{boot_id()}/1")
+    assert not is_elsewhere(here) and not is_there(here), "one of this boot is judged by its pid"
+
+
+def test_a_status_names_the_machine_of_its_writer(tmp_path: Path) -> None:
+    path = tmp_path / "status.json"
+    StatusWriter(path, RunStatus(run_id="run_a")).close()
+    status = read_status(path, RunStatus)
+    assert status is not None and status.host == socket.gethostname() and not is_elsewhere(status)
 
 
 def test_a_zombie_is_not_alive() -> None:

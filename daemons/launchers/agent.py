@@ -1,0 +1,360 @@
+"""The agent: starts one daemon on the machine where it should run, writes down how it is, and ends all of it.
+
+    python -m daemons.launchers.agent OUTPUT_DIR NAME START_ID [--node K] [--devices 0,1] [--death-pipe] -- ARGV...
+
+An engine (a Slurm step, a Ray actor) starts one agent a node. Agent and launcher meet in `daemons/starts/` of the
+workspace and nowhere else: the agent writes `NAME.START_ID.K.json` every BEAT_S, and reads `NAME.START_ID.stop`. It
+ends its daemon when asked there, on SIGTERM, or when its own parent goes. The first line of its standard input is a
+JSON object: the API keys that the daemon is handed, by the names of their variables.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+import psutil
+
+from daemons.process import DAEMON_MARK, WORKSPACE_MARK, daemon_environment, log_header, send_kill
+from prime_rl.contract.files import make_folder, open_append, read_file, read_text, write_atomic
+from prime_rl.contract.layout import RUN_PREFIX, OutputDir
+from prime_rl.contract.status import LOST_AFTER_S
+from prime_rl.utils import keeper
+from prime_rl.utils.process import ProcessId, boot_id
+from prime_rl.utils.secrets import handed_over
+from prime_rl.utils.signals import StopFlag
+
+# In the environment of a daemon and all below it: which start they belong to.
+START_MARK = "PRL_START"
+BEAT_S = 1.0
+GPUS_VARIABLE = "CUDA_VISIBLE_DEVICES"
+# How soon a request to stop is seen, and the death of the parent.
+LOOK_S = 0.2
+# When nobody says how long: Slurm itself kills what lives 30 s after its SIGTERM (KillWait).
+DEFAULT_GRACE_S = 25.0
+# How long the last record is tried: a shared folder may be away for a moment, and only this file has the exit code.
+LAST_RECORD_S = 30.0
+MAX_RECORD_BYTES = 20_000
+_MAX_KEY_LINE_BYTES = 100_000
+_PR_SET_PDEATHSIG = 1
+
+
+class AgentRecord(msgspec.Struct, kw_only=True):
+    """What the agent of one node writes about its daemon.
+
+    `state`: running, ended. `pid`, `create_time` and `start` are those of the daemon on `host` since its boot
+    `boot_id`; pid 0: it could not be started. `beat` grows every BEAT_S while the agent lives. `exit_code` is negative
+    for a signal. `reason`: why the agent ended it, or could not start it.
+    """
+
+    version: int = 1
+    name: str
+    start_id: str
+    node: int = 0
+    state: str = "running"
+    host: str = ""
+    boot_id: str = ""
+    pid: int = 0
+    create_time: float = 0.0
+    start: str = ""
+    beat: int = 0
+    exit_code: int | None = None
+    reason: str | None = None
+    updated_at: float = 0.0
+
+    @property
+    def process(self) -> ProcessId | None:
+        return ProcessId(self.pid, self.create_time, self.start) if self.pid else None
+
+
+# What launchers read and write
+
+
+def read_starts(output: OutputDir, name: str, start_id: str) -> list[AgentRecord]:
+    """The records of one start, by node; a damaged one, or one of another start, is left out."""
+    records = []
+    for path in output.starts.glob(f"{name}.{start_id}.*.json"):
+        with contextlib.suppress(OSError, msgspec.MsgspecError, RecursionError):
+            record = msgspec.json.decode(read_file(path, limit=MAX_RECORD_BYTES), type=AgentRecord)
+            if path == output.agent_record(name, start_id, record.node):
+                records.append(record)
+    return sorted(records, key=lambda record: record.node)
+
+
+def ask_to_stop(output: OutputDir, name: str, start_id: str, grace_s: float) -> None:
+    """Ask the agents of one start to end their daemon: SIGTERM, and SIGKILL `grace_s` later. Raises OSError."""
+    make_folder(output.starts)
+    write_atomic(output.stop_request(name, start_id), f"{grace_s:g}\n")
+
+
+def forget_starts(output: OutputDir, name: str, *, but: Iterable[str] = ()) -> None:
+    """Remove what earlier starts of a daemon left in `daemons/starts/`, except those of the start ids in `but`."""
+    kept = set(but)
+    for path in output.starts.glob(f"{name}.*"):
+        parts = path.name[len(name) + 1 :].split(".")
+        if len(parts) in (2, 3) and parts[-1] in ("json", "stop") and parts[0] not in kept:
+            path.unlink(missing_ok=True)
+
+
+class Beats:
+    """How long each agent has been silent, by our own clock: the clocks of machines differ."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._last: dict[tuple[str, int], tuple[int, float]] = {}
+
+    def silent_s(self, start_id: str, node: int, beat: int) -> float:
+        """Seconds since the beat of this node was first seen as it is now."""
+        now = self._clock()
+        last = self._last.get((start_id, node))
+        if last is None or last[0] != beat:
+            last = self._last[start_id, node] = (beat, now)
+        return now - last[1]
+
+    def forget(self, start_id: str) -> None:
+        self._last = {key: value for key, value in self._last.items() if key[0] != start_id}
+
+
+def lost_node(output: OutputDir, name: str, start_id: str, num_nodes: int, beats: Beats) -> int | None:
+    """The first node of a start whose agent has shown no sign of life for LOST_AFTER_S, or None."""
+    records = {record.node: record for record in read_starts(output, name, start_id)}
+    for node in range(num_nodes):
+        record = records.get(node)
+        if record is not None and record.state == "ended":
+            continue
+        if beats.silent_s(start_id, node, record.beat if record else -1) > LOST_AFTER_S:
+            return node
+    return None
+
+
+# The agent's own process
+
+
+class Agent:
+    """One daemon on this node, from its start to its end."""
+
+    def __init__(self, output: OutputDir, name: str, start_id: str, node: int) -> None:
+        self.output = output
+        self.record = AgentRecord(name=name, start_id=start_id, node=node, host=socket.gethostname(), boot_id=boot_id())
+        self._child: subprocess.Popen[bytes] | None = None
+        self._deadline: float | None = None
+        self._next_beat_s = 0.0
+
+    def start(self, argv: list[str], keys: Mapping[str, str], devices: Sequence[int] = ()) -> bool:
+        """Start the daemon; false when it cannot be started, with the reason in the record.
+
+        `devices`: which of the GPUs that this process sees are the daemon's; () for all.
+        """
+        _end_earlier_starts(self.output, self.record.name, self.record.start_id)
+        environ = {**daemon_environment(self.output.path, self.record.name), START_MARK: self.record.start_id, **keys}
+        if devices:
+            environ[GPUS_VARIABLE] = visible_devices(environ.get(GPUS_VARIABLE, ""), devices)
+        log = log_of(self.output, self.record.name, self.record.node)
+        try:
+            make_folder(log.parent)
+            with open_append(log) as file, handed_over(environ, list(keys)) as (environ, fds):
+                file.write(log_header(self.record.name, argv).encode())
+                file.flush()
+                self._child = subprocess.Popen(
+                    argv,
+                    stdin=subprocess.DEVNULL,
+                    stdout=file,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                    env=environ,
+                    pass_fds=fds,
+                    preexec_fn=_die_with_agent,  # no thread runs here yet
+                )
+        except (OSError, ValueError) as error:
+            self._close(None, f"cannot start: {error}")
+            return False
+        process = ProcessId.of(self._child.pid)
+        self.record.pid, self.record.create_time, self.record.start = process.pid, process.create_time, process.start
+        self.beat()
+        return True
+
+    def watch(self, stop: StopFlag, pipe: int | None) -> int:
+        """Until the daemon has ended, by itself or as asked, and nothing of it is left; returns its exit code."""
+        assert self._child is not None
+        parent = os.getppid()
+        poll = select.poll()
+        if pipe is not None:
+            poll.register(pipe, select.POLLIN)
+        child_fd = _pidfd(self._child.pid)
+        if child_fd is not None:
+            poll.register(child_fd, select.POLLIN)
+        while self._child.poll() is None:
+            ready = [fd for fd, _ in poll.poll(LOOK_S * 1000)]
+            if pipe in ready and not os.read(pipe or 0, 4096):
+                poll.unregister(pipe or 0)
+                self.end("the process that started it has ended", DEFAULT_GRACE_S)
+            if os.getppid() != parent:
+                self.end("the process that started it has ended", DEFAULT_GRACE_S)
+            if stop():
+                self.end(f"{stop.signal_name} was sent to its agent", DEFAULT_GRACE_S)
+            if (grace_s := self._requested()) is not None:
+                self.end("it was asked to stop", grace_s)
+            self._kill_in_time()
+            _reap_orphans(self._child)
+            self.beat()
+        self._kill_rest()
+        self._close(self._child.returncode, self.record.reason)
+        return self._child.returncode
+
+    def end(self, why: str, grace_s: float) -> None:
+        """SIGTERM to the daemon at the first call, SIGKILL to all of it when the shortest grace has passed."""
+        deadline = time.monotonic() + grace_s
+        if self._deadline is None and self._child is not None:
+            self.record.reason = why
+            self._child.send_signal(signal.SIGTERM)
+            self._deadline = deadline
+        self._deadline = min(deadline, self._deadline or deadline)
+
+    def beat(self) -> None:
+        """Write the record if it is time. A folder that is away for a moment must not end the daemon."""
+        if time.monotonic() >= self._next_beat_s:
+            self._next_beat_s = time.monotonic() + BEAT_S
+            with contextlib.suppress(OSError):
+                self._write()
+
+    def _requested(self) -> float | None:
+        with contextlib.suppress(OSError, ValueError):
+            text = read_text(self.output.stop_request(self.record.name, self.record.start_id), limit=100)
+            return max(0.0, float(text)) if text else None
+        return None
+
+    def _kill_in_time(self) -> None:
+        assert self._child is not None
+        if self._deadline is not None and time.monotonic() >= self._deadline:
+            for process in keeper.living(self._child):
+                keeper.send(process, signal.SIGKILL)
+
+    def _kill_rest(self) -> None:
+        """What the daemon left behind is a child of ours now."""
+        assert self._child is not None
+        deadline = time.monotonic() + DEFAULT_GRACE_S
+        while (left := keeper.living(self._child)) and time.monotonic() < deadline:
+            for process in left:
+                keeper.send(process, signal.SIGKILL)
+            psutil.wait_procs(left, timeout=LOOK_S)
+            self.beat()
+
+    def _close(self, exit_code: int | None, reason: str | None) -> None:
+        self.record.state, self.record.exit_code, self.record.reason = "ended", exit_code, reason
+        deadline = time.monotonic() + LAST_RECORD_S
+        while True:
+            try:
+                return self._write()
+            except OSError as error:
+                if time.monotonic() > deadline or not self.output.daemons.is_dir():
+                    print(f"{self.record.name}: cannot write its last record: {error}", file=sys.stderr)
+                    return None
+                time.sleep(BEAT_S)
+
+    def _write(self) -> None:
+        record = self.record
+        record.beat += 1
+        record.updated_at = time.time()
+        path = self.output.agent_record(record.name, record.start_id, record.node)
+        write_atomic(path, msgspec.json.encode(record), durable=record.state == "ended")
+
+
+def log_of(output: OutputDir, name: str, node: int = 0) -> Path:
+    """Each node after the first has a log of its own: what several machines append to one file may overlap."""
+    log = output.run(name).log if name.startswith(RUN_PREFIX) else output.log(name)
+    return log if node == 0 else log.with_name(f"{log.stem}-node{node}{log.suffix}")
+
+
+def visible_devices(visible: str, devices: Sequence[int]) -> str:
+    """CUDA_VISIBLE_DEVICES of a daemon: its `devices`, counted among those that are `visible`."""
+    names = [name for name in visible.split(",") if name]
+    return ",".join(names[number] if number < len(names) else str(number) for number in devices)
+
+
+def _end_earlier_starts(output: OutputDir, name: str, start_id: str) -> None:
+    """A killed agent may have left processes of an earlier start on this machine: a daemon has no twin."""
+    workspace = str(output.path.resolve())
+    me = {os.getpid(), *(parent.pid for parent in psutil.Process().parents())}
+    found = set()
+    for pid in psutil.pids():
+        with contextlib.suppress(psutil.Error, OSError):
+            marks = psutil.Process(pid).environ()
+            other = marks.get(START_MARK) not in (None, start_id)
+            if other and (marks.get(WORKSPACE_MARK), marks.get(DAEMON_MARK)) == (workspace, name) and pid not in me:
+                found.add(ProcessId.of(pid))
+    send_kill(found)
+
+
+def _reap_orphans(child: subprocess.Popen[bytes]) -> None:
+    """What the daemon's processes leave behind becomes ours; without this each would stay as a zombie."""
+    with contextlib.suppress(ChildProcessError):
+        while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
+            if ended.si_pid == child.pid:
+                child.poll()
+            else:
+                os.waitpid(ended.si_pid, os.WNOHANG)
+
+
+def _pidfd(pid: int) -> int | None:
+    with contextlib.suppress(AttributeError, OSError):  # an old kernel, or too many open files
+        return os.pidfd_open(pid)
+    return None
+
+
+def _die_with_agent() -> None:
+    """Runs in the daemon before its program: the kernel kills it when the agent is killed."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _read_keys() -> dict[str, str]:
+    """The first line of standard input, byte by byte: what comes after it belongs to others. Raises MsgspecError."""
+    line = b""
+    while len(line) < _MAX_KEY_LINE_BYTES and (byte := os.read(sys.stdin.fileno(), 1)) not in (b"", b"\n"):
+        line += byte
+    return msgspec.json.decode(line, type=dict[str, str]) if line.strip() else {}
+
+
+def _node(text: str) -> int:
+    """A number, or the environment variable that has it."""
+    return int(os.environ.get(text, text))
+
+
+def main(args: list[str]) -> int:
+    stop = StopFlag().install()
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    parser = argparse.ArgumentParser(prog="daemons.launchers.agent")
+    parser.add_argument("output_dir", type=Path)
+    parser.add_argument("name")
+    parser.add_argument("start_id")
+    parser.add_argument("--node", type=_node, default=0, help="its number, or the variable that has it")
+    parser.add_argument("--devices", default="", help="of the GPUs that are visible here, by number: 0,1")
+    parser.add_argument("--death-pipe", action="store_true", help="end the daemon at the end of standard input")
+    mine, argv = (args[: args.index("--")], args[args.index("--") + 1 :]) if "--" in args else (args, [])
+    options = parser.parse_args(mine)
+    if not argv:
+        parser.error("the daemon's command must follow --")
+    keeper.inherit_orphans()
+    output = OutputDir(options.output_dir)
+    make_folder(output.starts)
+    agent = Agent(output, options.name, options.start_id, options.node)
+    devices = [int(number) for number in options.devices.split(",") if number]
+    if not agent.start(argv, _read_keys(), devices):
+        return 1
+    code = agent.watch(stop, sys.stdin.fileno() if options.death_pipe else None)
+    return code if code >= 0 else 128 - code
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,286 @@
+"""Daemons as steps of one Slurm job: `srun` starts an agent on each node of a step, which starts the daemon.
+
+A step is judged by the records of its agents, because srun exits with 0 when it loses a node, and Slurm shows a step
+whose daemon was orphaned as running. Where srun itself ends, its step is over, and that is seen at once. Steps share
+the CPUs and the memory of the job; GPUs are dealt out here, by number, so that no two daemons have the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from daemons.keys import keys_of
+from daemons.launchers.agent import (
+    START_MARK,
+    AgentRecord,
+    Beats,
+    ask_to_stop,
+    forget_starts,
+    log_of,
+    read_starts,
+)
+from daemons.launchers.base import Alive, Ended, Handle, LaunchError, new_start_id
+from daemons.process import daemon_environment
+from daemons.specs import DaemonSpec
+from daemons.torchrun import on_nodes
+from prime_rl.contract.files import make_folder, open_append
+from prime_rl.contract.layout import OutputDir
+from prime_rl.contract.status import LOST_AFTER_S, DaemonStatus
+from prime_rl.utils.secrets import handed_over, nameless_file, read_secret
+
+ENGINE = "slurm"
+# The name of the log of all steps' srun, which has what Slurm complains about.
+SRUN_LOG = "srun"
+# A controller that is busy answers within moments; one that is away must not stop the supervisor's loop for long.
+COMMAND_TIMEOUT_S = 5.0
+# After srun has ended, what its agents wrote last may still be on its way through a shared folder.
+SETTLE_S = 4.0
+# An agent kills within moments; later the step itself is cancelled.
+LAST_RESORT_S = 5.0
+# A node that has lost a start is not chosen again before Slurm must have noticed that it is gone.
+AVOID_S = 60.0
+# States (as sinfo shows them) of nodes that still run steps of our own job.
+_USABLE = frozenset({"alloc", "mix", "idle", "comp", "drng", "plnd", "resv"})
+_FIRST_PORT, _NUM_PORTS = 20_000, 10_000
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """The job that this process runs in. `restart` counts how often it was requeued: its steps ended with each."""
+
+    job: str
+    restart: str
+    nodelist: str
+
+    @classmethod
+    def of(cls, environ: Mapping[str, str] = os.environ) -> Allocation | None:
+        """None outside a job."""
+        job, nodelist = environ.get("SLURM_JOB_ID"), environ.get("SLURM_JOB_NODELIST")
+        return cls(job, environ.get("SLURM_RESTART_COUNT", "0"), nodelist) if job and nodelist else None
+
+
+@dataclass(frozen=True)
+class Place:
+    """The nodes of a start, first the one of rank 0, and the GPUs that it has on each. As text in `Handle.ref`."""
+
+    job: str
+    restart: str
+    nodes: tuple[str, ...]
+    devices: tuple[int, ...] = ()
+
+    def __str__(self) -> str:
+        return " ".join([self.job, self.restart, ",".join(self.nodes), ",".join(map(str, self.devices))])
+
+    @classmethod
+    def parse(cls, ref: str) -> Place | None:
+        match = re.fullmatch(r"(\d+) (\d+) ([\w.,-]+) ([\d,]*)", ref)
+        if match is None:
+            return None
+        devices = tuple(int(number) for number in match[4].split(",") if number)
+        return cls(match[1], match[2], tuple(match[3].split(",")), devices)
+
+
+class Slurm:
+    """Launcher in one allocation.
+
+    Args:
+        allocation: the job whose steps the daemons are.
+    """
+
+    def __init__(self, output: OutputDir, allocation: Allocation) -> None:
+        self.output = output
+        self._allocation = allocation
+        self._sruns: dict[str, subprocess.Popen[bytes]] = {}
+        self._ended_at: dict[str, float] = {}
+        self._places: dict[str, Place] = {}
+        self._lost: dict[str, float] = {}
+        self._last_resorts: dict[str, threading.Thread] = {}
+        self._beats = Beats()
+
+    def start(self, spec: DaemonSpec) -> Handle:
+        place = self._place(spec)
+        start_id = new_start_id()
+        forget_starts(self.output, spec.name, but=self._places)
+        make_folder(self.output.starts)
+        make_folder(self.output.logs)
+        argv = spec.argv
+        if len(place.nodes) > 1:
+            port = _FIRST_PORT + int(start_id, 16) % _NUM_PORTS
+            argv = on_nodes(argv, len(place.nodes), f"{_address(place.nodes[0])}:{port}", start_id)
+        command = step_command(self.output, spec.name, start_id, place, argv)
+        environ = daemon_environment(self.output.path, spec.name) | {START_MARK: start_id}
+        keys = {each: key for each in keys_of(spec, self.output) if (key := read_secret(each, os.environ))}
+        log = self.output.log(SRUN_LOG)
+        with _key_file(keys) as stdin, handed_over(environ, []) as (clean, _), open_append(log) as file:
+            srun = subprocess.Popen(
+                command, stdin=stdin, stdout=file, stderr=subprocess.STDOUT, start_new_session=True, env=clean
+            )
+        self._sruns[start_id] = srun
+        self._places[start_id] = place
+        return Handle(engine=ENGINE, name=spec.name, start_id=start_id, ref=str(place))
+
+    def look(self, handle: Handle) -> Alive | Ended:
+        place = Place.parse(handle.ref)
+        if place is None or (place.job, place.restart) != (self._allocation.job, self._allocation.restart):
+            return Ended(None, "the Slurm job that it ran in is over")
+        records = {record.node: record for record in read_starts(self.output, handle.name, handle.start_id)}
+        seen = self._judge(handle, place, records)
+        if isinstance(seen, Ended):
+            self._places.pop(handle.start_id, None)
+            self._beats.forget(handle.start_id)
+        else:
+            self._places.setdefault(handle.start_id, place)
+        return seen
+
+    def stop(self, handle: Handle, grace_s: float) -> None:
+        ask_to_stop(self.output, handle.name, handle.start_id, grace_s)
+        running = self._last_resorts.get(handle.start_id)
+        if grace_s <= 0 and (running is None or not running.is_alive()):
+            thread = threading.Thread(target=self._cancel_later, args=(handle,), name=f"scancel {handle.name}")
+            self._last_resorts[handle.start_id] = thread
+            thread.start()
+
+    def adopt(self, record: DaemonStatus) -> Handle | None:
+        handle = record.handle
+        if handle is None or handle.engine != ENGINE or not isinstance(self.look(handle), Alive):
+            return None
+        return handle
+
+    def logs(self, handle: Handle) -> Path:
+        return log_of(self.output, handle.name)
+
+    def _judge(self, handle: Handle, place: Place, records: Mapping[int, AgentRecord]) -> Alive | Ended:
+        ended = [record for record in records.values() if record.state == "ended"]
+        failed = [record for record in ended if record.exit_code != 0]
+        if failed or len(ended) == len(place.nodes):
+            worst = (failed or ended)[0]
+            return Ended(worst.exit_code, worst.reason if worst.pid == 0 else None)
+        missing = [number for number in range(len(place.nodes)) if getattr(records.get(number), "state", "") != "ended"]
+        for number in missing:
+            record = records.get(number)
+            if self._beats.silent_s(handle.start_id, number, record.beat if record else -1) > LOST_AFTER_S:
+                self._lost[place.nodes[number]] = time.monotonic()
+                return Ended(None, f"node {place.nodes[number]} is lost: its agent is silent")
+        srun = self._sruns.get(handle.start_id)
+        if srun is not None and srun.poll() is not None:
+            since = self._ended_at.setdefault(handle.start_id, time.monotonic())
+            if time.monotonic() - since > SETTLE_S:
+                names = ", ".join(place.nodes[number] for number in missing)
+                code = f"srun exit code {srun.returncode}, see {self.output.log(SRUN_LOG)}"
+                return Ended(None, f"its step on {names} is over without a last word ({code})")
+        first = records.get(0)
+        return Alive(first.process if first else None)
+
+    def _place(self, spec: DaemonSpec) -> Place:
+        now = time.monotonic()
+        self._lost = {node: at for node, at in self._lost.items() if now - at < AVOID_S}
+        up = [node for node in usable_nodes(self._allocation.nodelist) if node not in self._lost]
+        nodes, devices = choose(spec, up, list(self._places.values()))
+        return Place(self._allocation.job, self._allocation.restart, tuple(nodes), devices)
+
+    def _cancel_later(self, handle: Handle) -> None:
+        """SIGKILL by Slurm, to a step whose agents do not answer."""
+        deadline = time.monotonic() + LAST_RESORT_S
+        srun = self._sruns.get(handle.start_id)
+        while time.monotonic() < deadline:
+            records = read_starts(self.output, handle.name, handle.start_id)
+            place = Place.parse(handle.ref)
+            all_ended = place is not None and sum(each.state == "ended" for each in records) == len(place.nodes)
+            if all_ended and (srun is None or srun.poll() is not None):
+                return
+            time.sleep(0.1)
+        if step := find_step(self._allocation.job, handle.start_id):
+            _slurm("scancel", step)
+
+
+def step_command(
+    output: OutputDir, name: str, start_id: str, place: Place, argv: Sequence[str], python: str = sys.executable
+) -> list[str]:
+    """argv of srun: an agent on each node of `place`, in a step that is named after its start."""
+    num_nodes = str(len(place.nodes))
+    devices = ["--devices", ",".join(map(str, place.devices))] if place.devices else []
+    agent = [python, "-m", "daemons.launchers.agent", str(output.path.resolve()), name, start_id]
+    return [
+        *("srun", "--jobid", place.job, "--job-name", start_id, "--overlap", "--mem=0", "--cpu-bind=none"),
+        *("-N", num_nodes, "-n", num_nodes, "--ntasks-per-node=1", "-w", ",".join(place.nodes)),
+        *("--kill-on-bad-exit=0", "--distribution=block", "--unbuffered"),
+        *(*agent, "--node", "SLURM_PROCID", *devices, "--", *argv),
+    ]
+
+
+def choose(spec: DaemonSpec, up: Sequence[str], taken: Collection[Place]) -> tuple[list[str], tuple[int, ...]]:
+    """The nodes of a daemon, and its GPUs on each of them, by number.
+
+    The trainer takes as many nodes as are up, `min_nodes` at least; inference servers are spread; all others are on the
+    first node. Raises LaunchError.
+    """
+    num_nodes = min(spec.num_nodes, len(up))
+    if num_nodes < max(1, spec.min_nodes):
+        found = ", ".join(up) or "none"
+        raise LaunchError(f"{spec.name}: expected at least {spec.min_nodes} nodes that are up, found {found}")
+    used = {node: {number for place in taken if node in place.nodes for number in place.devices} for node in up}
+    if spec.gpus:
+        order = sorted(up, key=lambda node: (len(used[node]), up.index(node)))
+    else:
+        first = (spec.replica or 0) % len(up)
+        order = [*up[first:], *up[:first]]
+    nodes = sorted(order[:num_nodes], key=list(up).index) if num_nodes > 1 else order[:1]
+    busy = set().union(*(used[node] for node in nodes))
+    free = (number for number in range(len(busy) + spec.gpus) if number not in busy)
+    return nodes, tuple(number for number, _ in zip(free, range(spec.gpus), strict=False))
+
+
+def usable_nodes(nodelist: str) -> list[str]:
+    """The nodes of an allocation that can run a step now, in its order. Raises LaunchError."""
+    names = _slurm("scontrol", "show", "hostnames", nodelist).split()
+    lines = _slurm("sinfo", "-h", "-N", "-n", nodelist, "-o", "%N %t").splitlines()
+    states = dict(line.split()[:2] for line in lines if " " in line)
+    return [name for name in names if states.get(name) in _USABLE]
+
+
+def find_step(job: str, start_id: str) -> str | None:
+    """JOB.STEP of a start that Slurm still shows, or None. Raises LaunchError."""
+    for line in _slurm("squeue", "-h", "-s", "-j", job, "-o", "%i %j").splitlines():
+        step, _, name = line.partition(" ")
+        if name.strip() == start_id:
+            return step
+    return None
+
+
+@contextlib.contextmanager
+def _key_file(keys: Mapping[str, str]) -> Iterator[IO[bytes]]:
+    """Standard input of srun, which hands it on to the agents: one line, in a file without a name."""
+    with nameless_file() as file:
+        file.write(json.dumps(keys).encode() + b"\n")
+        file.seek(0)
+        yield file
+
+
+def _address(node: str) -> str:
+    """Where others reach a node, as Slurm's configuration has it."""
+    match = re.search(r"\bNodeAddr=(\S+)", _slurm("scontrol", "show", "node", "-o", node))
+    return match[1] if match else node
+
+
+def _slurm(*command: str) -> str:
+    """Standard output of one of Slurm's commands. Raises LaunchError."""
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S, stdin=subprocess.DEVNULL
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise LaunchError(f"{command[0]} did not answer: {error}") from error
+    if done.returncode:
+        raise LaunchError(f"{' '.join(command)} failed: {(done.stderr or done.stdout).strip().splitlines()[:1]}")
+    return done.stdout

@@ -1,0 +1,40 @@
+"""Daemons as steps of a job on a real Slurm of three nodes, all on this host."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+
+from prime_rl.contract.files import wait_for
+from tests.daemons_support import ROOT
+from tests.patience import PATIENCE_S
+from tests.slurm_support import MISSING, WHY_SKIPPED, slurm_cluster
+
+pytestmark = [
+    pytest.mark.slurm,
+    pytest.mark.slow,
+    pytest.mark.xdist_group("slurm"),
+    pytest.mark.skipif(bool(MISSING), reason=WHY_SKIPPED),
+]
+ACTS = ["exit_code", "two_nodes_adopted_and_stopped", "stubborn_is_killed", "node_down_then_what_is_left"]
+
+
+def test_a_daemon_is_started_adopted_stopped_and_killed_and_a_lost_node_is_seen(tmp_path: Path) -> None:
+    """Each act is a function of tests/slurm_main.py, which runs as the batch script of a job of three nodes."""
+    log, script = tmp_path / "job.log", tmp_path / "job.sh"
+    command = shlex.join([sys.executable, "-m", "tests.slurm_main", str(tmp_path / "workspace")])
+    script.write_text(f"#!/bin/sh\ncd {shlex.quote(str(ROOT))}\nexec {command}\n")
+    with slurm_cluster(tmp_path / "slurm") as cluster:
+        job = cluster.call("sbatch", "--parsable", "-N3", "-k", "--no-requeue", "-o", str(log), str(script)).strip()
+        wait_for(lambda: cluster.job_state(job) == "", f"job {job} to end", timeout_s=4 * PATIENCE_S)
+        cluster.call("scontrol", "show", "nodes")
+        said = log.read_text()
+        assert [f"done: {act}" for act in ACTS] == [line for line in said.splitlines() if line.startswith("done:")], (
+            said
+        )
+        wait_for(lambda: not cluster.processes(), "no process to be left", timeout_s=PATIENCE_S)
+    assert os.listdir(tmp_path / "workspace" / "daemons") == ["starts"]

@@ -1,0 +1,229 @@
+"""The agent with real daemons: exit codes, stopping, what it leaves behind, and what a launcher reads of it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import psutil
+import pytest
+
+from daemons.launchers.agent import AgentRecord, Beats, ask_to_stop, forget_starts, lost_node, read_starts
+from prime_rl.contract.files import wait_for, write_atomic
+from prime_rl.contract.layout import OutputDir
+from prime_rl.contract.status import LOST_AFTER_S
+from tests.patience import PATIENCE_S
+
+START = "0123456789ab"
+STUBBORN = (
+    "import os, signal, subprocess, sys, time\n"
+    "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+    "code = 'import signal, time; signal.signal(15, signal.SIG_IGN); print(\"child\", flush=True); time.sleep(600)'\n"
+    "subprocess.Popen([sys.executable, '-c', code], start_new_session=True)\n"
+    "print('ready', flush=True); time.sleep(600)\n"
+)
+POLITE = (
+    "import signal, sys, time\n"
+    "signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))\n"
+    "print('ready', flush=True); time.sleep(600)\n"
+)
+Start = Callable[..., subprocess.Popen[bytes]]
+
+
+@pytest.fixture
+def output(tmp_path: Path) -> OutputDir:
+    output = OutputDir(tmp_path)
+    output.daemons.mkdir()
+    return output
+
+
+@pytest.fixture
+def start(output: OutputDir) -> Iterator[Start]:
+    """Starts an agent with `python -c code` as its daemon."""
+    agents: list[subprocess.Popen[bytes]] = []
+
+    def run(code: str, *options: str, start_id: str = START, stdin: bytes | None = b"") -> subprocess.Popen[bytes]:
+        argv = [sys.executable, "-m", "daemons.launchers.agent", str(output.path), "trainer", start_id, *options]
+        agent = subprocess.Popen([*argv, "--", sys.executable, "-c", code], stdin=subprocess.PIPE)
+        agents.append(agent)
+        assert agent.stdin is not None
+        if stdin is not None:
+            agent.stdin.write(stdin + b"\n")
+            agent.stdin.flush()
+        return agent
+
+    yield run
+    for agent in agents:
+        agent.kill()
+        agent.wait()
+        assert agent.stdin is not None
+        agent.stdin.close()
+
+
+def record(output: OutputDir, start_id: str = START) -> AgentRecord | None:
+    return next(iter(read_starts(output, "trainer", start_id)), None)
+
+
+def log(output: OutputDir) -> list[str]:
+    """The lines that the daemon printed; its command stands in the log too."""
+    path = output.log("trainer")
+    return path.read_text().splitlines() if path.exists() else []
+
+
+def until(condition: Callable[[], bool], what: str) -> None:
+    wait_for(condition, what, timeout_s=PATIENCE_S)
+
+
+def members(output: OutputDir) -> list[int]:
+    """Processes of this workspace's daemon, by its mark."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            marked = process.environ().get("PRL_OUTPUT_DIR") == str(output.path.resolve())
+            if marked and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process.pid)
+        except psutil.Error:
+            continue
+    return found
+
+
+@pytest.mark.parametrize(
+    ("code", "recorded", "own"), [("exit(3)", 3, 3), ("import os; os.kill(os.getpid(), 9)", -9, 137)]
+)
+def test_the_record_has_the_exit_code_of_the_daemon(
+    output: OutputDir, start: Start, code: str, recorded: int, own: int
+) -> None:
+    assert start(code).wait(PATIENCE_S) == own
+    last = record(output)
+    assert last is not None and (last.state, last.exit_code, last.reason) == ("ended", recorded, None)
+
+
+def test_a_program_that_is_missing_is_a_reason(output: OutputDir) -> None:
+    argv = [sys.executable, "-m", "daemons.launchers.agent", str(output.path), "trainer", START, "--", "/no/such"]
+    assert subprocess.run(argv, stdin=subprocess.DEVNULL).returncode == 1
+    last = record(output)
+    assert last is not None and (last.state, last.pid, last.process) == ("ended", 0, None)
+    assert "/no/such" in (last.reason or "")
+
+
+def test_a_stop_lets_the_daemon_end_by_itself(output: OutputDir, start: Start) -> None:
+    agent = start(POLITE)
+    until(lambda: "ready" in log(output), "the daemon")
+    before = record(output)
+    assert before is not None and before.state == "running" and before.process is not None
+    assert before.process.is_running()
+    until(lambda: (now := record(output)) is not None and now.beat > before.beat, "a beat")
+    ask_to_stop(output, "trainer", START, PATIENCE_S)
+    assert agent.wait(PATIENCE_S) == 7
+    last = record(output)
+    assert last is not None and (last.exit_code, last.reason) == (7, "it was asked to stop")
+
+
+def test_what_ignores_sigterm_is_killed_after_the_grace_with_its_children(output: OutputDir, start: Start) -> None:
+    agent = start(STUBBORN)
+    until(lambda: "ready" in log(output) and "child" in log(output), "the daemon and its child")
+    assert len(members(output)) == 2
+    ask_to_stop(output, "trainer", START, PATIENCE_S)
+    ask_to_stop(output, "trainer", START, 0.0)
+    assert agent.wait(PATIENCE_S) == 137 and members(output) == []
+
+
+def test_what_a_dead_daemon_leaves_behind_is_killed(output: OutputDir, start: Start) -> None:
+    agent = start(STUBBORN)
+    until(lambda: "ready" in log(output) and "child" in log(output), "the daemon and its child")
+    now = record(output)
+    assert now is not None
+    os.kill(now.pid, signal.SIGKILL)
+    assert agent.wait(PATIENCE_S) == 137 and members(output) == []
+
+
+def test_the_end_of_its_pipe_ends_the_daemon(output: OutputDir, start: Start) -> None:
+    agent = start(POLITE, "--death-pipe")
+    until(lambda: "ready" in log(output), "the daemon")
+    assert agent.stdin is not None
+    agent.stdin.close()
+    assert agent.wait(PATIENCE_S) == 7
+    last = record(output)
+    assert last is not None and last.reason == "the process that started it has ended"
+
+
+def test_the_death_of_its_parent_ends_the_daemon(output: OutputDir) -> None:
+    argv = [sys.executable, "-m", "daemons.launchers.agent", str(output.path), "trainer", START, "--"]
+    code = f"import subprocess; subprocess.run({[*argv, sys.executable, '-c', POLITE]!r}, stdin=subprocess.DEVNULL)"
+    parent = subprocess.Popen([sys.executable, "-c", code])
+    until(lambda: "ready" in log(output), "the daemon")
+    parent.kill()
+    parent.wait()
+    until(lambda: (last := record(output)) is not None and last.state == "ended", "the end of the daemon")
+    assert members(output) == []
+
+
+def test_a_killed_agent_takes_its_daemon_along_and_the_next_start_what_is_left(output: OutputDir, start: Start) -> None:
+    first = start(STUBBORN)
+    until(lambda: "ready" in log(output) and "child" in log(output), "the daemon and its child")
+    first.kill()
+    first.wait()
+    until(lambda: len(members(output)) == 1, "the daemon to be gone")
+    start(POLITE, start_id="b" * 12)
+    until(lambda: (now := record(output, "b" * 12)) is not None and members(output) == [now.pid], "one daemon")
+
+
+def test_keys_come_by_standard_input_and_in_no_environment(output: OutputDir, start: Start) -> None:
+    code = (
+        "import os; from prime_rl.utils.secrets import read_secret\n"
+        "assert 'PRL_API_KEY' not in os.environ and read_secret('PRL_API_KEY', os.environ) == 'k3y'\n"
+    )
+    assert start(code, stdin=b'{"PRL_API_KEY": "k3y"}').wait(PATIENCE_S) == 0, log(output)
+
+
+def test_a_torn_record_is_no_record(output: OutputDir) -> None:
+    output.starts.mkdir()
+    whole = AgentRecord(name="trainer", start_id=START, node=1, pid=1)
+    write_atomic(output.agent_record("trainer", START, 1), msgspec.json.encode(whole))
+    write_atomic(output.agent_record("trainer", START, 0), msgspec.json.encode(whole)[:40])
+    write_atomic(output.agent_record("trainer", START, 2), msgspec.json.encode(whole))  # of another node
+    assert [each.node for each in read_starts(output, "trainer", START)] == [1]
+
+
+def test_a_silent_agent_is_lost_by_our_own_clock(output: OutputDir) -> None:
+    output.starts.mkdir()
+    now = [0.0]
+    beats = Beats(lambda: now[0])
+
+    def beat(node: int, number: int, state: str = "running") -> None:
+        each = AgentRecord(name="trainer", start_id=START, node=node, beat=number, state=state, updated_at=9e9)
+        write_atomic(output.agent_record("trainer", START, node), msgspec.json.encode(each))
+
+    def lost() -> int | None:
+        return lost_node(output, "trainer", START, 2, beats)
+
+    assert lost() is None
+    now[0] = LOST_AFTER_S
+    beat(0, 1)
+    beat(1, 1)
+    assert lost() is None
+    now[0] += LOST_AFTER_S
+    beat(0, 2)
+    assert lost() is None
+    now[0] += 1.0
+    assert lost() == 1
+    beat(1, 1, "ended")
+    assert lost() is None
+
+
+def test_files_of_earlier_starts_are_removed(output: OutputDir) -> None:
+    output.starts.mkdir()
+    names = ["trainer.a.0.json", "trainer.a.stop", "trainer.b.0.json", "trainer-2.a.0.json", "run_x.a.stop"]
+    for name in names:
+        (output.starts / name).touch()
+    forget_starts(output, "trainer", but=["b"])
+    assert sorted(path.name for path in output.starts.iterdir()) == [
+        "run_x.a.stop",
+        "trainer-2.a.0.json",
+        "trainer.b.0.json",
+    ]
