@@ -15,8 +15,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO
 
@@ -30,13 +30,15 @@ from daemons.launchers.agent import (
     log_of,
     read_starts,
 )
-from daemons.launchers.base import Alive, Ended, Handle, LaunchError, new_start_id
+from daemons.launchers.base import Alive, Ended, Handle, LaunchError, Left, new_start_id
+from daemons.launchers.ending import end_starts, kill_strays, left_of, strays_of
 from daemons.process import daemon_environment
 from daemons.specs import DaemonSpec
 from daemons.torchrun import on_nodes
 from prime_rl.contract.files import make_folder, open_append
 from prime_rl.contract.layout import OutputDir
 from prime_rl.contract.status import LOST_AFTER_S, DaemonStatus
+from prime_rl.utils.process import ProcessId
 from prime_rl.utils.secrets import handed_over, nameless_file, read_secret
 
 ENGINE = "slurm"
@@ -68,6 +70,14 @@ class Allocation:
         """None outside a job."""
         job, nodelist = environ.get("SLURM_JOB_ID"), environ.get("SLURM_JOB_NODELIST")
         return cls(job, environ.get("SLURM_RESTART_COUNT", "0"), nodelist) if job and nodelist else None
+
+    @classmethod
+    def here(cls) -> Allocation:
+        """Raises LaunchError outside a job."""
+        allocation = cls.of()
+        if allocation is None:
+            raise LaunchError('deployment.engine = "slurm" outside a Slurm job: run prl in a batch script or in salloc')
+        return allocation
 
 
 @dataclass(frozen=True)
@@ -136,12 +146,17 @@ class Slurm:
             return Ended(None, "the Slurm job that it ran in is over")
         records = {record.node: record for record in read_starts(self.output, handle.name, handle.start_id)}
         seen = self._judge(handle, place, records)
+        if isinstance(seen, Ended) and (left := left_of(records.values(), self._beats)):
+            return replace(seen, left=left)
         if isinstance(seen, Ended):
             self._places.pop(handle.start_id, None)
             self._beats.forget(handle.start_id)
         else:
             self._places.setdefault(handle.start_id, place)
         return seen
+
+    def has_news(self) -> bool:
+        return any(srun.poll() is not None for start, srun in self._sruns.items() if start in self._places)
 
     def stop(self, handle: Handle, grace_s: float) -> None:
         ask_to_stop(self.output, handle.name, handle.start_id, grace_s)
@@ -151,6 +166,9 @@ class Slurm:
             self._last_resorts[handle.start_id] = thread
             thread.start()
 
+    def end(self, handles: Sequence[Handle], grace_s: float, drain_s: float, tick: Callable[[], None]) -> Left:
+        return end_starts(self, handles, grace_s, drain_s, tick)
+
     def adopt(self, record: DaemonStatus) -> Handle | None:
         handle = record.handle
         if handle is None or handle.engine != ENGINE or not isinstance(self.look(handle), Alive):
@@ -159,6 +177,12 @@ class Slurm:
 
     def logs(self, handle: Handle) -> Path:
         return log_of(self.output, handle.name)
+
+    def strays(self, but: Collection[str] = ()) -> set[ProcessId]:
+        return strays_of(self.output, but)
+
+    def kill(self, strays: Collection[ProcessId], tick: Callable[[], None]) -> Left:
+        return kill_strays(self.output, strays, tick)
 
     def _judge(self, handle: Handle, place: Place, records: Mapping[int, AgentRecord]) -> Alive | Ended:
         ended = [record for record in records.values() if record.state == "ended"]
