@@ -62,7 +62,7 @@ class Local:
 
     def has_news(self) -> bool:
         own = frozenset(each.pid for each, child in self._children.items() if isinstance(child, OwnChild))
-        return any_ended(self._children, own)
+        return any_ended(self._children.values(), own)
 
     def stop(self, handle: Handle, grace_s: float) -> None:
         if grace_s > 0:

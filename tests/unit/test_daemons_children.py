@@ -26,13 +26,13 @@ orphan = subprocess.Popen(["true"])
 daemon = subprocess.Popen(["sleep", "600"])
 children, own = {"daemon": OwnChild(daemon)}, frozenset({daemon.pid})
 while os.path.exists(f"/proc/{orphan.pid}"):
-    assert not any_ended(children, own), "an orphan is not a daemon"
+    assert not any_ended(children.values(), own), "an orphan is not a daemon"
     time.sleep(0.01)
 daemon.kill()
-while not any_ended(children, own):
+while not any_ended(children.values(), own):
     time.sleep(0.01)
 assert not children["daemon"].lives() and children["daemon"].exit_code == -9
-assert not any_ended(children, own)
+assert not any_ended(children.values(), own)
 """
 
 
