@@ -276,7 +276,7 @@ class Supervisor:
         if self._lock.is_in_place():  # else the marks may be those of another workspace at the same path
             left |= self._launcher.kill(self._launcher.strays(), tick)
         self._try_write_statuses(stopped=True)
-        return {each for each in left if each.is_running()}
+        return {each for each in left if each.is_of_another_boot() or each.is_running()}
 
     def _end_group(self, group: list[Daemon], tick: Callable[[], None]) -> Left:
         """A daemon that still starts, and inference, have nothing to save."""

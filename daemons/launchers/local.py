@@ -44,14 +44,13 @@ class Local:
         return handle
 
     def look(self, handle: Handle) -> Alive | Ended:
-        if handle in self._killed:
-            left = {each for each in self._killed[handle] if each.is_running()}
-            self._killed[handle] = left
-            if not left:
-                del self._killed[handle]
-            return Ended(None, left=frozenset(each.pid for each in left))
-        process = _process(handle)
         child = self._children.get(handle)
+        if handle in self._killed:
+            left = self._killed[handle] = {each for each in self._killed[handle] if each.is_running()}
+            if not left:
+                self._forget(handle)
+            return Ended(child.exit_code if child else None, left=frozenset(each.pid for each in left))
+        process = _process(handle)
         if child is None:  # of an earlier supervisor
             child = self._children[handle] = AdoptedChild(process)
         if not child.lives():
@@ -62,7 +61,7 @@ class Local:
 
     def has_news(self) -> bool:
         own = frozenset(each.pid for each, child in self._children.items() if isinstance(child, OwnChild))
-        return any_ended(self._children.values(), own)
+        return any_ended([child for each, child in self._children.items() if each not in self._killed], own)
 
     def stop(self, handle: Handle, grace_s: float) -> None:
         if grace_s > 0:
@@ -111,13 +110,16 @@ class Local:
 
     def _kill_rest(self, handle: Handle) -> None:
         """Kill what a dead daemon left behind in its session."""
-        child = self._children.pop(handle, None)
-        self._deadlines.pop(handle, None)
+        child = self._children.get(handle)
         is_own = isinstance(child, OwnChild)
         if child is not None:
             child.close()
         members = find_members(self.output.path, [_process(handle)], {handle.name}, trust_sessions=is_own)
         self._killed[handle] = send_kill(members)
+
+    def _forget(self, handle: Handle) -> None:
+        for known in (self._children, self._deadlines, self._killed):
+            known.pop(handle, None)
 
     def _reaping(self, tick: Callable[[], None]) -> Callable[[], None]:
         def turn() -> None:

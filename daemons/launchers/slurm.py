@@ -71,14 +71,6 @@ class Allocation:
         job, nodelist = environ.get("SLURM_JOB_ID"), environ.get("SLURM_JOB_NODELIST")
         return cls(job, environ.get("SLURM_RESTART_COUNT", "0"), nodelist) if job and nodelist else None
 
-    @classmethod
-    def here(cls) -> Allocation:
-        """Raises LaunchError outside a job."""
-        allocation = cls.of()
-        if allocation is None:
-            raise LaunchError('deployment.engine = "slurm" outside a Slurm job: run prl in a batch script or in salloc')
-        return allocation
-
 
 @dataclass(frozen=True)
 class Place:
@@ -105,10 +97,10 @@ class Slurm:
     """Launcher in one allocation.
 
     Args:
-        allocation: the job whose steps the daemons are.
+        allocation: the job whose steps the daemons are. None, outside a job: it starts none, and ends what is left.
     """
 
-    def __init__(self, output: OutputDir, allocation: Allocation) -> None:
+    def __init__(self, output: OutputDir, allocation: Allocation | None) -> None:
         self.output = output
         self._allocation = allocation
         self._sruns: dict[str, subprocess.Popen[bytes]] = {}
@@ -142,7 +134,8 @@ class Slurm:
 
     def look(self, handle: Handle) -> Alive | Ended:
         place = Place.parse(handle.ref)
-        if place is None or (place.job, place.restart) != (self._allocation.job, self._allocation.restart):
+        here = self._allocation
+        if place is None or here is None or (place.job, place.restart) != (here.job, here.restart):
             return Ended(None, "the Slurm job that it ran in is over")
         records = {record.node: record for record in read_starts(self.output, handle.name, handle.start_id)}
         seen = self._judge(handle, place, records)
@@ -207,11 +200,14 @@ class Slurm:
         return Alive(first.process if first else None)
 
     def _place(self, spec: DaemonSpec) -> Place:
+        here = self._allocation
+        if here is None:
+            raise LaunchError('deployment.engine = "slurm" outside a Slurm job: run prl in a batch script or in salloc')
         now = time.monotonic()
         self._lost = {node: at for node, at in self._lost.items() if now - at < AVOID_S}
-        up = [node for node in usable_nodes(self._allocation.nodelist) if node not in self._lost]
+        up = [node for node in usable_nodes(here.nodelist) if node not in self._lost]
         nodes, devices = choose(spec, up, list(self._places.values()))
-        return Place(self._allocation.job, self._allocation.restart, tuple(nodes), devices)
+        return Place(here.job, here.restart, tuple(nodes), devices)
 
     def _cancel_later(self, handle: Handle) -> None:
         """SIGKILL by Slurm, to a step whose agents do not answer."""
@@ -224,7 +220,8 @@ class Slurm:
             if all_ended and (srun is None or srun.poll() is not None):
                 return
             time.sleep(0.1)
-        if step := find_step(self._allocation.job, handle.start_id):
+        place = Place.parse(handle.ref)
+        if place is not None and (step := find_step(place.job, handle.start_id)):
             _slurm("scancel", step)
 
 

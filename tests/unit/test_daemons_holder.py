@@ -23,7 +23,7 @@ from daemons.torchrun import command
 from prime_rl.configs.system import SupervisorConfig, SystemConfig
 from prime_rl.contract.files import write_atomic
 from prime_rl.contract.layout import OutputDir
-from prime_rl.contract.status import Crash, DaemonStatus, read_status
+from prime_rl.contract.status import Crash, DaemonStatus, Handle, read_status
 from prime_rl.utils.process import ProcessId, boot_id
 
 HERE = socket.gethostname()
@@ -119,6 +119,19 @@ def test_a_daemon_that_moves_to_other_devices_or_has_another_program_is_not_kept
     assert leftovers.adoptable(output, Local(output), system, {}, {"inference"}) == {"trainer"}
     assert leftovers.adoptable(output, Local(output), system, {}, {"trainer"}) == set()
     assert leftovers.adoptable(output, Local(output), system, {"PRL_MODULES": "trainer=another"}) == set()
+
+
+def test_a_workspace_of_a_slurm_job_that_is_over_starts_on_this_machine(tmp_path: Path, output: OutputDir) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    data = {"output_dir": str(output.path), "model": {"name": str(model)}, "inference": {"port": 0}}
+    write_component_configs(SystemConfig.model_validate({**data, "deployment": {"engine": "slurm"}}), output)
+    handle = Handle(engine="slurm", name="trainer", start_id="0" * 12, ref="7 0 node1 ")
+    status = DaemonStatus(name="trainer", state="running", handle=handle)
+    write_atomic(output.daemon_status("trainer"), msgspec.json.encode(status))
+    assert down(output, timeout_s=1.0, say=print) is False
+    prepare(SystemConfig.model_validate(data), output, print).release()
 
 
 @pytest.mark.parametrize(
