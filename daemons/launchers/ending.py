@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Collection, Iterable, Sequence
 
-from daemons.launchers.agent import AgentRecord, Beats, all_starts, ask_to_stop, forget_starts
+from daemons.launchers.agent import AgentRecord, Beats, all_starts, ask_to_stop
 from daemons.launchers.base import Alive, Handle, Launcher, Left
 from prime_rl.contract.files import WaitTimeout, wait_for
 from prime_rl.contract.layout import OutputDir
@@ -59,7 +59,7 @@ def strays_of(output: OutputDir, but: Collection[str] = ()) -> set[ProcessId]:
 
 
 def kill_strays(output: OutputDir, strays: Collection[ProcessId], tick: Callable[[], None]) -> Left:
-    """`Launcher.kill`. An agent that has been silent for LOST_AFTER_S is gone, and its daemon with it: forgotten."""
+    """`Launcher.kill`. An agent that has been silent for LOST_AFTER_S is gone with its daemon. Its stop file stays."""
     beats = Beats()
     starts = {(record.name, record.start_id) for record in running(output) if record.process in strays}
     for name, start_id in starts:
@@ -77,8 +77,7 @@ def kill_strays(output: OutputDir, strays: Collection[ProcessId], tick: Callable
 
     with contextlib.suppress(WaitTimeout):
         wait_for(gone, "killed daemons to be gone", timeout_s=LOST_AFTER_S + KILLED_WITHIN_S, poll_s=POLL_S)
-    there = {(record.name, record.start_id) for record in running(output) if record.process in left}
-    kept = {record.start_id for record in all_starts(output)} - {start_id for _, start_id in starts - there}
-    for name, _ in starts - there:
-        forget_starts(output, name, but=kept)
+    for record in all_starts(output):
+        if (record.name, record.start_id) in starts and record.process not in left:
+            output.agent_record(record.name, record.start_id, record.node).unlink(missing_ok=True)
     return left
