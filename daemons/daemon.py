@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from daemons.specs import DaemonSpec
 from prime_rl.configs.system import SupervisorConfig
-from prime_rl.contract.status import Crash
+from prime_rl.contract.status import Crash, Handle
 from prime_rl.utils.process import ProcessId
 
 
@@ -44,13 +44,15 @@ LIVE = frozenset({State.STARTING, State.RUNNING, State.STALLED, State.STOPPING})
 class Daemon:
     """What the supervisor remembers of one daemon.
 
-    `num_crashes` counts in a row, for the wait before the next start; `num_early_ends` counts starts in a row that
-    ended before the daemon was ready or soon after; `crashes` are the newest, whatever came between. `killed_at` is
-    when SIGKILL was last sent to processes of this start; `held_at` since when its run is evicted or paused.
+    `handle` is its last start, for the launcher, until nothing of that is left; `process` its first process while it
+    lives. `num_crashes` counts in a row, for the wait before the next start; `num_early_ends` counts starts in a row
+    that ended before the daemon was ready or soon after; `crashes` are the newest, whatever came between. `killed_at`
+    is when SIGKILL was last sent to processes of this start; `held_at` since when its run is evicted or paused.
     """
 
     spec: DaemonSpec
     state: State
+    handle: Handle | None = None
     process: ProcessId | None = None
     started_at: float = 0.0
     stop_at: float = 0.0
@@ -74,12 +76,14 @@ class Seen:
 
     `exit_code` is None while it lives, and for a process that is not our child. `still_s`: how long its progress has
     stood still though it had work; None: no work, or it counts none. `loop_still_s`: how long its main loop has not
-    turned, once that is longer than the loop may take. `final_state`: written by an orchestrator since this start.
+    turned, once that is longer than the loop may take. `end_reason`: why it ended, where its engine knows more than
+    the exit code. `final_state`: written by an orchestrator since this start.
     `left` are processes of its last start that still run, though SIGKILL was sent to them.
     """
 
     lives: bool = False
     exit_code: int | None = None
+    end_reason: str | None = None
     ready: bool = False
     waiting_on: str | None = None
     heartbeat_age_s: float | None = None

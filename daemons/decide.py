@@ -181,12 +181,12 @@ def _ended(daemon: Daemon, spec: DaemonSpec | None, seen: Seen, config: Supervis
         return Action(Do.CLEAN, replace(daemon, state=State.DONE, reason=held or "its run is gone"))
     if stopped and daemon.after_stop is After.RESTART:
         return Action(Do.CLEAN, replace(daemon, state=State.BACKOFF, retry_at=now))
-    return Action(Do.CLEAN, _after_crash(daemon, _crash(daemon, before, now), before, config, now))
+    return Action(Do.CLEAN, _after_crash(daemon, _crash(daemon, before, seen, now), before, config, now))
 
 
-def _crash(daemon: Daemon, before: State, now: float) -> Crash:
+def _crash(daemon: Daemon, before: State, seen: Seen, now: float) -> Crash:
     """How it ended. A process that exits by itself before it is ready did not start; it has not crashed."""
-    kind, why = "crash", _exit_text(daemon.exit_code)
+    kind, why = "crash", seen.end_reason or _exit_text(daemon.exit_code)
     if before is State.STOPPING:
         kind, why = ("stall" if daemon.after_stop is After.STALL else "start"), daemon.reason or why
     elif before is State.STARTING and daemon.exit_code is not None and daemon.exit_code >= 0:

@@ -17,8 +17,10 @@ from pathlib import Path
 
 from daemons.client import SUPERVISOR, Workspace, WorkspaceReader
 from daemons.keys import all_keys
+from daemons.launchers import launcher_of
+from daemons.launchers.base import Launcher
 from daemons.launchers.base import LaunchError as LaunchError
-from daemons.leftovers import adoptable, count_living, end_leftovers, forget_endings
+from daemons.leftovers import adoptable, end_leftovers, forget_endings, is_anything_left
 from daemons.pidfile import SupervisorLock, find_rival, read_info
 from daemons.process import log_tail, python_module, spawn
 from daemons.specs import (
@@ -67,8 +69,10 @@ def prepare(system: SystemConfig, output: OutputDir, say: Say) -> SupervisorLock
         check_model(system.model.name)
         _check_alerts(system)
         topology, moved = settle_topology(saved_topology(output), os.environ, say)
-        keep = adoptable(output, system, topology, moved)
-        left = end_leftovers(output, system.supervisor, say, keep)
+        launcher = saved_launcher(output)
+        is_same = saved_system(output).deployment.engine == system.deployment.engine
+        keep = adoptable(output, launcher, system, topology, moved) if is_same else set[str]()
+        left = end_leftovers(output, launcher, system.supervisor, say, keep)
         if left:
             raise LaunchError(f"cannot end processes {left} of an earlier start: end them, then try again")
         if keep:
@@ -207,11 +211,12 @@ def down(
         if timeout_s is not None:
             drain_s, grace_s = min(limits.drain_s, timeout_s), min(limits.grace_s, timeout_s)
             limits = limits.replace(drain_s=drain_s, grace_s=grace_s)
-        count = count_living(output)
-        left = end_leftovers(output, limits, say)
+        launcher = saved_launcher(output)
+        was_running = was_running or is_anything_left(output, launcher)
+        left = end_leftovers(output, launcher, limits, say)
         if left:
             raise LaunchError(f"cannot end processes {left} (SIGKILL was sent): they hang in the kernel")
-        return was_running or count > 0
+        return was_running
     finally:
         lock.release()
 
@@ -227,10 +232,20 @@ def restart_timeout_s(limits: SupervisorConfig) -> float:
 
 
 def limits_of(output: OutputDir) -> SupervisorConfig:
+    return saved_system(output).supervisor
+
+
+def saved_system(output: OutputDir) -> SystemConfig:
+    """The system of the last start."""
     try:
-        return load_config(SystemConfig, output.component_config(SYSTEM)).supervisor
+        return load_config(SystemConfig, output.component_config(SYSTEM))
     except ConfigError:  # never started, or of another version
-        return SupervisorConfig()
+        return SystemConfig()
+
+
+def saved_launcher(output: OutputDir) -> Launcher:
+    """The launcher of the last start. Raises LaunchError."""
+    return launcher_of(saved_system(output).deployment, output)
 
 
 def _stop_supervisor(

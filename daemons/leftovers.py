@@ -1,9 +1,9 @@
 """Daemons that a dead supervisor left running: found by its records and by their marks, then kept or ended.
 
-A daemon is trusted to be ours only on this machine, in this boot, with this pid and start time. One that lives, and
-would be started today with the same command and the same config, is kept: the next supervisor adopts it, so that weeks
-of training do not end because their supervisor did. All others are ended before anything new is started, so a workspace
-never has twins. Needs the workspace's lock; starts nothing.
+The launcher tells which recorded daemons live. One that lives, and would be started today with the same command and the
+same config, is kept: the next supervisor adopts it, so that weeks of training do not end because their supervisor did.
+All others are ended before anything new is started, so a workspace never has twins. Needs the workspace's lock; starts
+nothing.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ import msgspec
 
 from daemons.client import SUPERVISOR
 from daemons.daemon import Daemon, State
-from daemons.pidfile import is_this_boot
-from daemons.process import end_daemons, find_members, kill_all
+from daemons.launchers.base import Handle, Launcher
 from daemons.specs import (
     INFERENCE,
     MONITORS,
@@ -57,19 +56,14 @@ def recorded(output: OutputDir) -> dict[str, DaemonStatus]:
     return found
 
 
-def living_process(status: DaemonStatus) -> ProcessId | None:
-    """The daemon's process, if that lives and is certainly the one that was recorded."""
-    is_here = is_this_boot(status.host, status.boot_id)
-    return status.child if is_here and status.child and status.child.is_running() else None
-
-
-def living(output: OutputDir) -> dict[str, ProcessId]:
-    """Processes of daemons that live, by name of the daemon."""
-    return {name: process for name, status in recorded(output).items() if (process := living_process(status))}
+def living(output: OutputDir, launcher: Launcher) -> dict[str, Handle]:
+    """The daemons that live, by name."""
+    return {name: handle for name, status in recorded(output).items() if (handle := launcher.adopt(status))}
 
 
 def adoptable(
     output: OutputDir,
+    launcher: Launcher,
     system: SystemConfig,
     environ: Mapping[str, str] = os.environ,
     moved: Collection[str] = (),
@@ -81,7 +75,7 @@ def adoptable(
     statuses = recorded(output)
     return {
         name
-        for name in living(output)
+        for name in living(output, launcher)
         if name not in changed
         and statuses[name].state in _ADOPTED_AS
         and (spec := _spec(output, name, environ)) is not None
@@ -89,18 +83,19 @@ def adoptable(
     }
 
 
-def adopt(output: OutputDir) -> tuple[dict[str, Daemon], dict[str, Past]]:
+def adopt(output: OutputDir, launcher: Launcher) -> tuple[dict[str, Daemon], dict[str, Past]]:
     """For a new supervisor: the daemons that live, and what is remembered of all."""
     daemons, pasts = {}, {}
     for name, status in recorded(output).items():
         pasts[name] = Past(tuple(status.crashes), status.log_tail)
-        process, spec = living_process(status), _spec(output, name)
-        if process is not None and spec is not None and status.state in _ADOPTED_AS:
+        handle, spec = launcher.adopt(status), _spec(output, name)
+        if handle is not None and spec is not None and status.state in _ADOPTED_AS:
             daemons[name] = Daemon(
                 spec,
                 _ADOPTED_AS[status.state],
-                process,
-                started_at=ProcessId.of(process.pid).create_time,  # by the clock as it is now
+                handle,
+                status.child,
+                started_at=handle.create_time or status.started_at or 0.0,
                 num_restarts=status.num_restarts,
                 crashes=tuple(status.crashes),
             )
@@ -108,28 +103,36 @@ def adopt(output: OutputDir) -> tuple[dict[str, Daemon], dict[str, Past]]:
 
 
 def end_leftovers(
-    output: OutputDir, limits: SupervisorConfig, say: Callable[[str], None], keep: Collection[str] = ()
+    output: OutputDir,
+    launcher: Launcher,
+    limits: SupervisorConfig,
+    say: Callable[[str], None],
+    keep: Collection[str] = (),
 ) -> list[int]:
     """End all daemons but those to `keep`, in order; returns the pids that could not be ended."""
     left: set[ProcessId] = set()
-    alive = {name: process for name, process in living(output).items() if name not in keep}
+    alive = {name: handle for name, handle in living(output, launcher).items() if name not in keep}
     services = (TRAINER, MONITORS, INFERENCE)
     for group in (set(alive) - set(services), {TRAINER}, {MONITORS}, {INFERENCE}):
-        daemons = [(name, alive[name]) for name in sorted(group & set(alive))]
-        if daemons:
-            say("ending " + ", ".join(f"{name} (pid {each.pid})" for name, each in daemons))
+        handles = [alive[name] for name in sorted(group & set(alive))]
+        if handles:
+            say("ending " + ", ".join(f"{each.name} ({each.ref})" for each in handles))
             drain_s = limits.grace_s if group == {INFERENCE} else limits.drain_s
-            left |= end_daemons(output.path, daemons, limits.grace_s, drain_s=drain_s)
-    strays = find_members(output.path, [], None, but=keep)
+            left |= launcher.end(handles, limits.grace_s, drain_s, _nothing)
+    strays = launcher.strays(keep)
     if strays:
         say(f"ending processes {sorted(each.pid for each in strays)} that outlived their daemons")
-        left |= kill_all(strays)
+        left |= launcher.kill(strays, _nothing)
     _write_stopped(output, recorded(output), keep)
     return sorted(each.pid for each in left)
 
 
-def count_living(output: OutputDir) -> int:
-    return len(find_members(output.path, list(living(output).values()), None))
+def _nothing() -> None:
+    """While daemons end here, nobody else is to be looked after."""
+
+
+def is_anything_left(output: OutputDir, launcher: Launcher) -> bool:
+    return bool(living(output, launcher) or launcher.strays())
 
 
 def _write_stopped(output: OutputDir, statuses: Mapping[str, DaemonStatus], keep: Collection[str]) -> None:
@@ -138,7 +141,7 @@ def _write_stopped(output: OutputDir, statuses: Mapping[str, DaemonStatus], keep
     everybody = [*statuses.values(), *([supervisor] if supervisor else [])]
     for status in everybody:
         if status.name not in keep and status.state not in ("stopped", "failed", "done"):
-            status.state, status.child, status.waiting_on = "stopped", None, None
+            status.state, status.child, status.handle, status.waiting_on = "stopped", None, None, None
             status.updated_at = time.time()
             write_atomic(output.daemon_status(status.name), msgspec.json.encode(status))
 

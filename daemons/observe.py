@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from daemons.children import Child
 from daemons.daemon import Daemon, Seen
+from daemons.launchers.base import Alive, Ended
 from daemons.specs import INFERENCE, OPTIONAL, TRAINER, RunNow
 from prime_rl.configs.base import ConfigError, load_toml
 from prime_rl.configs.validate import load_run_config
@@ -94,14 +94,15 @@ class Observer:
         found = {run_id: self._guarded(run_id, run_id in held) for run_id in sorted(held | set(known))}
         return {run_id: run for run_id, run in found.items() if run is not None}
 
-    def see(self, daemon: Daemon, child: Child | None, run: RunNow | None, now: float) -> Seen:
+    def see(self, daemon: Daemon, look: Alive | Ended, run: RunNow | None, now: float) -> Seen:
         own = self._own_status(daemon, run)
         status = run.status if run and run.status and daemon.process and _wrote(daemon.process, run.status) else None
         last = status.state if status and status.state in _FINAL_STATES else None
-        lives = child is not None and child.lives()
+        end = look if isinstance(look, Ended) else None
         return Seen(
-            lives=lives,
-            exit_code=child.exit_code if child else None,
+            lives=end is None,
+            exit_code=end.exit_code if end else None,
+            end_reason=end.reason if end else None,
             ready=own is not None and own.state in _READY.get(daemon.spec.name, ("running", *_FINAL_STATES)),
             waiting_on=own.waiting_on if own else None,
             heartbeat_age_s=self._unchanged_s(daemon.spec.name, "beat", (own.pid, own.updated_at), now)
@@ -115,6 +116,7 @@ class Observer:
             ended=run.ended if run else False,
             paused=run.paused if run else False,
             gone=run.gone if run else False,
+            left=end.left if end else frozenset(),
         )
 
     def forget(self, name: str) -> None:
@@ -231,7 +233,9 @@ def _what(path: str) -> tuple[int, ...]:
 
 def _wrote(process: ProcessId, status: Status) -> bool:
     """Whether `status` was written by `process`, a process of its session, or one that it started (each of torchrun's
-    ranks has its own session)."""
+    ranks has its own session). On another machine: by one that was started there after it."""
+    if process.is_of_another_boot():
+        return status.writer.is_started_after(process)
     if status.pid == process.pid:
         return status.writer.is_same(process)
     try:

@@ -52,7 +52,8 @@ class Records:
                 continue
             status = self._status(daemon)
             if stopped and (daemon.state in LIVE or daemon.state is State.BACKOFF):
-                status.state, status.child, status.waiting_on, status.reason = "stopped", None, None, None
+                status.state, status.child, status.handle = "stopped", None, None
+                status.waiting_on, status.reason = None, None
             try:
                 write_atomic(self._output.daemon_status(name), msgspec.json.encode(status), durable=changed)
                 self._written[name] = (now, daemon)
@@ -80,6 +81,7 @@ class Records:
         )
         status.sign(self._writer)
         status.child = daemon.process
+        status.handle = daemon.handle if daemon.state in LIVE else None
         return status
 
 

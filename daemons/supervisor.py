@@ -1,8 +1,8 @@
 """The supervisor: keeps the daemons of one workspace alive without a terminal, and ends them when asked to stop.
 
-A loop looks at the disk and at its children (`observe`), lets `decide` choose what to do, and does it. It records one
-file per daemon (`records`) for all readers. `launch` starts it and hands it the workspace's lock. It only reads what is
-inside a run.
+A loop looks at the disk (`observe`) and, through a launcher, at its daemons, lets `decide` choose what to do, and does
+it. It records one file per daemon (`records`) for all readers. `launch` starts it and hands it the workspace's lock. It
+only reads what is inside a run, and handles no process: `launchers` do.
 
     python -m daemons.supervisor OUTPUT_DIR LOCK_FD
 """
@@ -10,6 +10,7 @@ inside a run.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import signal
 import sys
@@ -18,16 +19,16 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 
-from daemons.children import AdoptedChild, Child, OwnChild, any_ended
 from daemons.client import SUPERVISOR
 from daemons.daemon import LIVE, Action, Daemon, Do, Seen, Snapshot, State
 from daemons.decide import decide
 from daemons.halving import Halving
-from daemons.keys import keys_of
+from daemons.launchers import launcher_of
+from daemons.launchers.base import Alive, Ended, Launcher, LaunchError, Left
 from daemons.leftovers import Past, adopt
 from daemons.observe import Observer, held_runs
 from daemons.pidfile import SupervisorLock
-from daemons.process import end_daemons, find_members, kill_all, log_tail, send_kill, spawn
+from daemons.process import log_tail
 from daemons.records import Records
 from daemons.relay import LogRelay
 from daemons.rotation import rotate
@@ -38,7 +39,6 @@ from prime_rl.contract.layout import OutputDir
 from prime_rl.contract.status import DaemonStatus, StatusWriter
 from prime_rl.utils.clock import SteadyClock
 from prime_rl.utils.logger import complain, setup_logger
-from prime_rl.utils.process import ProcessId
 from prime_rl.utils.signals import StopFlag
 from prime_rl.utils.text import one_line
 from prime_rl.utils.watch import Watcher
@@ -58,6 +58,7 @@ class Supervisor:
     """Executes the actions of `decide` for one workspace.
 
     Args:
+        launcher: starts and ends the daemons.
         lock: the workspace's lock, held until the end of `run`.
         stop: asked at every tick; true ends everything in order: orchestrators, trainer, monitors, inference.
         relay: where the daemons' logs go besides; with it a service that cannot start ends everything too.
@@ -68,6 +69,7 @@ class Supervisor:
         self,
         output: OutputDir,
         config: SupervisorConfig,
+        launcher: Launcher,
         lock: SupervisorLock,
         stop: StopFlag,
         *,
@@ -76,11 +78,11 @@ class Supervisor:
     ) -> None:
         self.output = output
         self.config = config
+        self._launcher = launcher
         self._lock = lock
         self._stop = stop
         self._clock = clock or SteadyClock()
         self._daemons: dict[str, Daemon] = {}
-        self._children: dict[str, Child] = {}
         self._observer = Observer(output, logger.error)
         self._halving = Halving(output)
         self._records = Records(output, self._clock)
@@ -88,12 +90,10 @@ class Supervisor:
         self._next_look_s = 0.0
         self._next_rotation_s = 0.0
         self._pasts: dict[str, Past] = {}
-        # What was sent SIGKILL after its daemon had ended; no daemon is started beside what is left of it.
-        self._killed: dict[str, set[ProcessId]] = {}
         self._was_up = False
         self.start_failure: str | None = None
 
-    def run(self) -> set[ProcessId]:
+    def run(self) -> Left:
         """Supervise until asked to stop, then end everything; returns the processes that could not be ended."""
         status = StatusWriter(
             self.output.daemon_status(SUPERVISOR),
@@ -132,18 +132,15 @@ class Supervisor:
 
     def adopt(self) -> None:
         """Take over the daemons that outlived an earlier supervisor."""
-        self._daemons, self._pasts = adopt(self.output)
+        self._daemons, self._pasts = adopt(self.output, self._launcher)
         for name, daemon in self._daemons.items():
-            if daemon.process:
-                logger.info("%s: adopted, pid %d", name, daemon.process.pid)
-                self._children[name] = AdoptedChild(daemon.process)
-                self._records.keep_tail(name, self._pasts.pop(name).log_tail)
-                self._follow(name, daemon.spec.log)
+            logger.info("%s: adopted, %s", name, daemon.handle.ref if daemon.handle else "")
+            self._records.keep_tail(name, self._pasts.pop(name).log_tail)
+            self._follow(name, daemon.spec.log)
 
     def is_due(self) -> bool:
         """Whether it is time to look at everything, or something has happened."""
-        own = frozenset(daemon.process.pid for daemon in self._daemons.values() if daemon.process)
-        return time.monotonic() >= self._next_look_s or any_ended(self._children, own) or self._observer.has_changes()
+        return time.monotonic() >= self._next_look_s or self._launcher.has_news() or self._observer.has_changes()
 
     def tick(self) -> None:
         """Look, decide, act, and record it. It waits for nothing.
@@ -173,16 +170,19 @@ class Supervisor:
             raise troubles[0]
 
     def _see(self, daemon: Daemon, run: RunNow | None, now: float) -> Seen:
-        name = daemon.spec.name
-        if name in self._killed:
-            self._killed[name] = {each for each in self._killed[name] if each.is_running()}
-        left = frozenset(each.pid for each in self._killed.get(name, ()))
-        return replace(self._observer.see(daemon, self._children.get(name), run, now), left=left)
+        look = self._launcher.look(daemon.handle) if daemon.handle else Ended(None)
+        if isinstance(look, Alive) and look.process != daemon.process:
+            daemon = self._daemons[daemon.spec.name] = replace(daemon, process=look.process)
+        elif isinstance(look, Ended) and daemon.handle and daemon.state not in LIVE and not look.left:
+            daemon = self._daemons[daemon.spec.name] = replace(daemon, handle=None)
+        return self._observer.see(daemon, look, run, now)
 
     def _rest_s(self, now: float) -> float:
         """How long to wait unless something happens."""
         daemons = self._daemons.values()
-        if any(self._killed.values()) or any(each.state in (State.STARTING, State.STOPPING) for each in daemons):
+        if any(each.state in (State.STARTING, State.STOPPING) for each in daemons):
+            return 0.0
+        if any(each.handle and each.state not in LIVE for each in daemons):  # something of it may be left
             return 0.0
         retries = [daemon.retry_at - now for daemon in daemons if daemon.state is State.BACKOFF]
         return min([IDLE_S, *(wait_s for wait_s in retries if wait_s > 0)])
@@ -218,12 +218,12 @@ class Supervisor:
         daemon, name = action.daemon, action.daemon.spec.name
         if action.do is Do.START:
             daemon = self._start(daemon)
-        elif action.do is Do.TERM and daemon.process:
+        elif action.do is Do.TERM and daemon.handle:
             logger.info("%s: SIGTERM, because %s", name, daemon.reason)
-            daemon.process.send(signal.SIGTERM)
-        elif action.do is Do.KILL and daemon.process:
+            self._launcher.stop(daemon.handle, math.inf)  # `decide` says when its time is over
+        elif action.do is Do.KILL and daemon.handle:
             logger.warning("%s: did not end in time: SIGKILL", name)
-            send_kill(find_members(self.output.path, [daemon.process], {name}))
+            self._launcher.stop(daemon.handle, 0.0)
         elif action.do is Do.CLEAN:
             self._clean(daemon)
         elif action.do is Do.FORGET:
@@ -240,72 +240,57 @@ class Supervisor:
             self._records.keep_tail(spec.name, past.log_tail)
         self._follow(spec.name, spec.log)
         try:
-            child = spawn(spec.argv, spec.log, self.output.path, spec.name, keys=keys_of(spec, self.output))
-        except (OSError, ValueError) as error:
+            handle = self._launcher.start(spec)
+        except (OSError, ValueError, LaunchError) as error:
             retry_at = daemon.started_at + self.config.max_backoff_s
             return replace(daemon, state=State.BACKOFF, retry_at=retry_at, reason=f"cannot start: {error}")
-        self._children[spec.name] = OwnChild(child)
-        logger.info("%s: pid %d", spec.name, child.pid)
-        return replace(daemon, process=ProcessId.of(child.pid))
+        logger.info("%s: %s", spec.name, handle.ref)
+        look = self._launcher.look(handle)
+        return replace(daemon, handle=handle, process=look.process if isinstance(look, Alive) else None)
 
     def _clean(self, daemon: Daemon) -> None:
-        """Kill what a dead daemon left behind in its session; keep the last lines of its log."""
-        name = daemon.spec.name
-        child = self._children.pop(name, None)
-        if child is not None:
-            child.close()
-        before = self._daemons[name].process
-        if before is not None:
-            own_session = isinstance(child, OwnChild)
-            members = find_members(self.output.path, [before], {name}, trust_sessions=own_session)
-            self._killed[name] = send_kill(members)
-        self._records.keep_tail(name, [one_line(line, _TAIL_LINE_CHARS) for line in log_tail(daemon.spec.log)])
+        """Kill what a dead daemon left behind; keep the last lines of its log."""
+        if daemon.handle:
+            self._launcher.stop(daemon.handle, 0.0)
+        self._records.keep_tail(
+            daemon.spec.name, [one_line(line, _TAIL_LINE_CHARS) for line in log_tail(daemon.spec.log)]
+        )
 
     def _forget(self, name: str) -> None:
         self._daemons.pop(name, None)
-        self._children.pop(name, None)
         self._pasts.pop(name, None)
-        self._killed.pop(name, None)
         self._observer.forget(name)
         self._records.forget(name)
 
-    def _end_all(self, turn: Callable[[], None]) -> set[ProcessId]:
+    def _end_all(self, turn: Callable[[], None]) -> Left:
         def tick() -> None:
             turn()
-            self._reap()
             if self._relay is not None:
                 self._relay.pump()
             self._try_write_statuses()
 
-        left: set[ProcessId] = set()
-        living = [daemon for daemon in self._daemons.values() if daemon.process and daemon.state in LIVE]
+        left: Left = set()
+        living = [daemon for daemon in self._daemons.values() if daemon.handle and daemon.state in LIVE]
         for group in shutdown_order(living):
             left |= self._end_group(group, tick)
         if self._lock.is_in_place():  # else the marks may be those of another workspace at the same path
-            left |= kill_all(find_members(self.output.path, [], None), reap=tick)
+            left |= self._launcher.kill(self._launcher.strays(), tick)
         self._try_write_statuses(stopped=True)
-        return {each for each in left if each.is_running()}
+        return {each for each in left if each.is_of_another_boot() or each.is_running()}
 
-    def _end_group(self, group: list[Daemon], tick: Callable[[], None]) -> set[ProcessId]:
+    def _end_group(self, group: list[Daemon], tick: Callable[[], None]) -> Left:
         """A daemon that still starts, and inference, have nothing to save."""
-        names = [(daemon.spec.name, daemon.process) for daemon in group if daemon.process]
+        handles = [daemon.handle for daemon in group if daemon.handle]
         works = any(daemon.state is not State.STARTING and daemon.spec.name != INFERENCE for daemon in group)
-        is_own = all(isinstance(self._children.get(name), OwnChild) for name, _ in names)
-        logger.info("ending %s", ", ".join(name for name, _ in names))
+        logger.info("ending %s", ", ".join(handle.name for handle in handles))
         drain_s = self.config.drain_s if works else self.config.grace_s
-        return end_daemons(
-            self.output.path, names, self.config.grace_s, drain_s=drain_s, tick=tick, trust_sessions=is_own
-        )
+        return self._launcher.end(handles, self.config.grace_s, drain_s, tick)
 
     def _try_write_statuses(self, *, stopped: bool = False) -> None:
         try:
             self._records.write(self._daemons, stopped=stopped)
         except OSError as error:  # a full disk or a removed workspace must not keep the daemons alive
             logger.error("cannot write status files: %s", error)
-
-    def _reap(self) -> None:
-        for child in self._children.values():
-            child.lives()
 
 
 def shutdown_order(daemons: Iterable[Daemon]) -> list[list[Daemon]]:
@@ -334,7 +319,8 @@ def supervise(output: OutputDir, lock: SupervisorLock, stop: StopFlag, *, foregr
         os.environ.update(saved_topology(output) or {})
         lock.write_info(time.time())
         relay = LogRelay(sys.stdout) if foreground else None
-        supervisor = Supervisor(output, system.supervisor, lock, stop, relay=relay)
+        launcher = launcher_of(system.deployment, output)
+        supervisor = Supervisor(output, system.supervisor, launcher, lock, stop, relay=relay)
         left = supervisor.run()
     finally:
         lock.release()

@@ -26,7 +26,8 @@ from pathlib import Path
 import msgspec
 import psutil
 
-from daemons.process import DAEMON_MARK, WORKSPACE_MARK, daemon_environment, log_header, send_kill
+from daemons.launchers.members import send_kill
+from daemons.process import DAEMON_MARK, WORKSPACE_MARK, daemon_environment, log_header
 from prime_rl.contract.files import make_folder, open_append, read_file, read_text, write_atomic
 from prime_rl.contract.layout import RUN_PREFIX, OutputDir
 from prime_rl.contract.status import LOST_AFTER_S
@@ -90,6 +91,12 @@ def read_starts(output: OutputDir, name: str, start_id: str) -> list[AgentRecord
             if path == output.agent_record(name, start_id, record.node):
                 records.append(record)
     return sorted(records, key=lambda record: record.node)
+
+
+def all_starts(output: OutputDir) -> list[AgentRecord]:
+    """The records of all starts of a workspace; damaged ones are left out."""
+    starts = {tuple(path.name.rsplit(".", 3)[:2]) for path in output.starts.glob("*.*.*.json")}
+    return [record for name, start_id in sorted(starts) for record in read_starts(output, name, start_id)]
 
 
 def ask_to_stop(output: OutputDir, name: str, start_id: str, grace_s: float) -> None:

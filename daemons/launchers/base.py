@@ -7,6 +7,7 @@ what a daemon is.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -28,10 +29,14 @@ class Alive:
 
 @dataclass(frozen=True)
 class Ended:
-    """The daemon has ended; `exit_code` is None when it is not known. `reason`: what the engine knows besides."""
+    """The daemon has ended; `exit_code` is None when it is not known. `reason`: what the engine knows besides.
+
+    `left`: its processes that still run, though they were killed.
+    """
 
     exit_code: int | None
     reason: str | None = None
+    left: frozenset[int] = frozenset()
 
 
 class LaunchError(RuntimeError):
@@ -43,6 +48,9 @@ class LaunchError(RuntimeError):
     exit_code = 1
 
 
+Left = set[ProcessId]
+
+
 class Launcher(Protocol):
     """One engine in one workspace."""
 
@@ -51,18 +59,41 @@ class Launcher(Protocol):
         ...
 
     def look(self, handle: Handle) -> Alive | Ended:
-        """How a start is now. Cheap: called at every tick, and asks no network."""
+        """How a start is now. Cheap: called at every look, and asks no network.
+
+        A start that has ended is looked at until `stop` has killed what it left behind, and nothing is left.
+        """
+        ...
+
+    def has_news(self) -> bool:
+        """Whether a start that was looked at may have ended since. Called at every tick: costs a few system calls."""
         ...
 
     def stop(self, handle: Handle, grace_s: float) -> None:
-        """Ask a daemon to end; what lives `grace_s` later is killed. 0: kill it now, and all that it left behind.
+        """Ask a daemon to end; what lives `grace_s` later is killed, never with infinity. 0: kill it now, and all that
+        it left behind.
 
         Does not wait, and may be called again.
         """
         ...
 
+    def end(self, handles: Sequence[Handle], grace_s: float, drain_s: float, tick: Callable[[], None]) -> Left:
+        """End daemons side by side, and prove it: each may finish and save for `drain_s`, then has `grace_s` to end.
+
+        Waits, and calls `tick` meanwhile. Returns what could not be ended.
+        """
+        ...
+
     def adopt(self, record: DaemonStatus) -> Handle | None:
-        """The recorded start, also of an earlier supervisor, if it still lives."""
+        """The recorded start, also of an earlier supervisor, if it still lives. Keeps nothing."""
+        ...
+
+    def strays(self, but: Collection[str] = ()) -> set[ProcessId]:
+        """All processes that run for daemons of this workspace, recorded or not, except for those named in `but`."""
+        ...
+
+    def kill(self, strays: Collection[ProcessId], tick: Callable[[], None]) -> Left:
+        """SIGKILL some `strays`, and wait until they are gone, calling `tick`. Returns what could not be ended."""
         ...
 
     def logs(self, handle: Handle) -> Path:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from daemons.keys import keys_of
@@ -21,13 +22,15 @@ from daemons.launchers.agent import (
     log_of,
     read_starts,
 )
-from daemons.launchers.base import Alive, Ended, Handle, new_start_id
+from daemons.launchers.base import Alive, Ended, Handle, Left, new_start_id
+from daemons.launchers.ending import end_starts, kill_strays, left_of, strays_of
 from daemons.launchers.ray_cluster import GPUS_VARIABLE, RayCluster, Start
 from daemons.process import daemon_environment
 from daemons.specs import INFERENCE, TRAINER, DaemonSpec
 from prime_rl.contract.files import make_folder
 from prime_rl.contract.layout import OutputDir
 from prime_rl.contract.status import LOST_AFTER_S, DaemonStatus
+from prime_rl.utils.process import ProcessId
 from prime_rl.utils.secrets import handed_over, read_secret
 
 ENGINE = "ray"
@@ -77,17 +80,26 @@ class RayLauncher:
             self._watch(start)
         seen = self._judge(start)
         if isinstance(seen, Ended):
-            self._starts.pop(start.start_id, None)
-            self._beats.forget(start.start_id)
+            left = left_of(read_starts(self.output, start.name, start.start_id), self._beats)
+            seen = replace(seen, left=left)
+            if not left:
+                self._starts.pop(start.start_id, None)
+                self._beats.forget(start.start_id)
             with contextlib.suppress(OSError):  # what is left on other nodes
                 ask_to_stop(self.output, start.name, start.start_id, 0.0)
             start.release_by(0.0)
         return seen
 
+    def has_news(self) -> bool:
+        return any(start.trouble is not None or start.returned_at is not None for start in self._starts.values())
+
     def stop(self, handle: Handle, grace_s: float) -> None:
         ask_to_stop(self.output, handle.name, handle.start_id, grace_s)
         if start := self._starts.get(handle.start_id):
             start.release_by(grace_s)
+
+    def end(self, handles: Sequence[Handle], grace_s: float, drain_s: float, tick: Callable[[], None]) -> Left:
+        return end_starts(self, handles, grace_s, drain_s, tick)
 
     def adopt(self, record: DaemonStatus) -> Handle | None:
         handle = record.handle
@@ -97,6 +109,12 @@ class RayLauncher:
 
     def logs(self, handle: Handle) -> Path:
         return log_of(self.output, handle.name)
+
+    def strays(self, but: Collection[str] = ()) -> set[ProcessId]:
+        return strays_of(self.output, but)
+
+    def kill(self, strays: Collection[ProcessId], tick: Callable[[], None]) -> Left:
+        return kill_strays(self.output, strays, tick)
 
     def _watch(self, start: Start) -> None:
         self._starts[start.start_id] = start

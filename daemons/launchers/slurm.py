@@ -15,8 +15,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO
 
@@ -30,13 +30,15 @@ from daemons.launchers.agent import (
     log_of,
     read_starts,
 )
-from daemons.launchers.base import Alive, Ended, Handle, LaunchError, new_start_id
+from daemons.launchers.base import Alive, Ended, Handle, LaunchError, Left, new_start_id
+from daemons.launchers.ending import end_starts, kill_strays, left_of, strays_of
 from daemons.process import daemon_environment
 from daemons.specs import DaemonSpec
 from daemons.torchrun import on_nodes
 from prime_rl.contract.files import make_folder, open_append
 from prime_rl.contract.layout import OutputDir
 from prime_rl.contract.status import LOST_AFTER_S, DaemonStatus
+from prime_rl.utils.process import ProcessId
 from prime_rl.utils.secrets import handed_over, nameless_file, read_secret
 
 ENGINE = "slurm"
@@ -95,10 +97,10 @@ class Slurm:
     """Launcher in one allocation.
 
     Args:
-        allocation: the job whose steps the daemons are.
+        allocation: the job whose steps the daemons are. None, outside a job: it starts none, and ends what is left.
     """
 
-    def __init__(self, output: OutputDir, allocation: Allocation) -> None:
+    def __init__(self, output: OutputDir, allocation: Allocation | None) -> None:
         self.output = output
         self._allocation = allocation
         self._sruns: dict[str, subprocess.Popen[bytes]] = {}
@@ -132,16 +134,22 @@ class Slurm:
 
     def look(self, handle: Handle) -> Alive | Ended:
         place = Place.parse(handle.ref)
-        if place is None or (place.job, place.restart) != (self._allocation.job, self._allocation.restart):
+        here = self._allocation
+        if place is None or here is None or (place.job, place.restart) != (here.job, here.restart):
             return Ended(None, "the Slurm job that it ran in is over")
         records = {record.node: record for record in read_starts(self.output, handle.name, handle.start_id)}
         seen = self._judge(handle, place, records)
+        if isinstance(seen, Ended) and (left := left_of(records.values(), self._beats)):
+            return replace(seen, left=left)
         if isinstance(seen, Ended):
             self._places.pop(handle.start_id, None)
             self._beats.forget(handle.start_id)
         else:
             self._places.setdefault(handle.start_id, place)
         return seen
+
+    def has_news(self) -> bool:
+        return any(srun.poll() is not None for start, srun in self._sruns.items() if start in self._places)
 
     def stop(self, handle: Handle, grace_s: float) -> None:
         ask_to_stop(self.output, handle.name, handle.start_id, grace_s)
@@ -151,6 +159,9 @@ class Slurm:
             self._last_resorts[handle.start_id] = thread
             thread.start()
 
+    def end(self, handles: Sequence[Handle], grace_s: float, drain_s: float, tick: Callable[[], None]) -> Left:
+        return end_starts(self, handles, grace_s, drain_s, tick)
+
     def adopt(self, record: DaemonStatus) -> Handle | None:
         handle = record.handle
         if handle is None or handle.engine != ENGINE or not isinstance(self.look(handle), Alive):
@@ -159,6 +170,12 @@ class Slurm:
 
     def logs(self, handle: Handle) -> Path:
         return log_of(self.output, handle.name)
+
+    def strays(self, but: Collection[str] = ()) -> set[ProcessId]:
+        return strays_of(self.output, but)
+
+    def kill(self, strays: Collection[ProcessId], tick: Callable[[], None]) -> Left:
+        return kill_strays(self.output, strays, tick)
 
     def _judge(self, handle: Handle, place: Place, records: Mapping[int, AgentRecord]) -> Alive | Ended:
         ended = [record for record in records.values() if record.state == "ended"]
@@ -183,11 +200,14 @@ class Slurm:
         return Alive(first.process if first else None)
 
     def _place(self, spec: DaemonSpec) -> Place:
+        here = self._allocation
+        if here is None:
+            raise LaunchError('deployment.engine = "slurm" outside a Slurm job: run prl in a batch script or in salloc')
         now = time.monotonic()
         self._lost = {node: at for node, at in self._lost.items() if now - at < AVOID_S}
-        up = [node for node in usable_nodes(self._allocation.nodelist) if node not in self._lost]
+        up = [node for node in usable_nodes(here.nodelist) if node not in self._lost]
         nodes, devices = choose(spec, up, list(self._places.values()))
-        return Place(self._allocation.job, self._allocation.restart, tuple(nodes), devices)
+        return Place(here.job, here.restart, tuple(nodes), devices)
 
     def _cancel_later(self, handle: Handle) -> None:
         """SIGKILL by Slurm, to a step whose agents do not answer."""
@@ -200,7 +220,8 @@ class Slurm:
             if all_ended and (srun is None or srun.poll() is not None):
                 return
             time.sleep(0.1)
-        if step := find_step(self._allocation.job, handle.start_id):
+        place = Place.parse(handle.ref)
+        if place is not None and (step := find_step(place.job, handle.start_id)):
             _slurm("scancel", step)
 
 

@@ -61,6 +61,12 @@ class ProcessId:
         boot = self.start.partition("/")[0]
         return bool(boot and boot_id()) and boot != boot_id()
 
+    def is_started_after(self, other: ProcessId) -> bool:
+        """Whether it is `other`, or started after it in the same boot of the same machine."""
+        boot, _, ticks = self.start.partition("/")
+        other_boot, _, other_ticks = other.start.partition("/")
+        return bool(boot) and boot == other_boot and int(ticks) >= int(other_ticks)
+
     def send(self, signum: signal.Signals) -> None:
         """Send a signal if this process still is that process."""
         if self.is_running():

@@ -10,7 +10,8 @@ import httpx
 import psutil
 import pytest
 
-from daemons.process import find_members, kill_all, spawn
+from daemons.launchers.members import find_members, kill_all
+from daemons.process import spawn
 from daemons.specs import orchestrator_spec
 from prime_rl.contract.layout import list_rollout_steps
 from prime_rl.contract.status import InferenceStatus, read_status

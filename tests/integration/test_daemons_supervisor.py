@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from daemons.client import read_workspace
+from daemons.launchers.members import end_daemons, find_members
 from daemons.pidfile import SupervisorLock
-from daemons.process import end_daemons, find_members, log_tail, spawn
+from daemons.process import log_tail, spawn
 from daemons.running import stop_workspace
 from prime_rl.contract.files import wait_for
 from prime_rl.contract.layout import OutputDir

@@ -12,7 +12,7 @@ import pytest
 from prime_rl.contract.files import wait_for
 from tests.daemons_support import ROOT
 from tests.patience import PATIENCE_S
-from tests.slurm_support import MISSING, WHY_SKIPPED, slurm_cluster
+from tests.slurm_support import MISSING, WHY_SKIPPED, SlurmCluster, slurm_cluster
 
 pytestmark = [
     pytest.mark.slurm,
@@ -23,18 +23,31 @@ pytestmark = [
 ACTS = ["exit_code", "two_nodes_adopted_and_stopped", "stubborn_is_killed", "node_down_then_what_is_left"]
 
 
+SYSTEM_ACTS = ["up", "adopted_by_the_next_supervisor", "restarted_after_a_kill", "down"]
+
+
 def test_a_daemon_is_started_adopted_stopped_and_killed_and_a_lost_node_is_seen(tmp_path: Path) -> None:
-    """Each act is a function of tests/slurm_main.py, which runs as the batch script of a job of three nodes."""
-    log, script = tmp_path / "job.log", tmp_path / "job.sh"
-    command = shlex.join([sys.executable, "-m", "tests.slurm_main", str(tmp_path / "workspace")])
-    script.write_text(f"#!/bin/sh\ncd {shlex.quote(str(ROOT))}\nexec {command}\n")
+    """Each act is a function of tests/slurm_main.py."""
     with slurm_cluster(tmp_path / "slurm") as cluster:
-        job = cluster.call("sbatch", "--parsable", "-N3", "-k", "--no-requeue", "-o", str(log), str(script)).strip()
-        wait_for(lambda: cluster.job_state(job) == "", f"job {job} to end", timeout_s=4 * PATIENCE_S)
-        cluster.call("scontrol", "show", "nodes")
-        said = log.read_text()
-        assert [f"done: {act}" for act in ACTS] == [line for line in said.splitlines() if line.startswith("done:")], (
-            said
-        )
+        run_job(cluster, tmp_path, "tests.slurm_main", ACTS)
         wait_for(lambda: not cluster.processes(), "no process to be left", timeout_s=PATIENCE_S)
     assert os.listdir(tmp_path / "workspace" / "daemons") == ["starts"]
+
+
+def test_a_workspace_is_adopted_after_the_death_of_its_supervisor_and_down_leaves_nothing(tmp_path: Path) -> None:
+    """Each act is a function of tests/slurm_system_main.py."""
+    with slurm_cluster(tmp_path / "slurm") as cluster:
+        run_job(cluster, tmp_path, "tests.slurm_system_main", SYSTEM_ACTS)
+        wait_for(lambda: not cluster.processes(), "no process to be left", timeout_s=PATIENCE_S)
+
+
+def run_job(cluster: SlurmCluster, folder: Path, module: str, acts: list[str]) -> None:
+    """Run a module as the batch script of a job of three nodes; it must do all of its acts."""
+    log, script = folder / "job.log", folder / "job.sh"
+    command = shlex.join([sys.executable, "-m", module, str(folder / "workspace")])
+    script.write_text(f"#!/bin/sh\ncd {shlex.quote(str(ROOT))}\nexec {command}\n")
+    job = cluster.call("sbatch", "--parsable", "-N3", "-k", "--no-requeue", "-o", str(log), str(script)).strip()
+    wait_for(lambda: cluster.job_state(job) == "", f"job {job} to end", timeout_s=4 * PATIENCE_S)
+    wait_for(log.exists, f"the log of job {job}", timeout_s=PATIENCE_S)
+    said = log.read_text()
+    assert [f"done: {act}" for act in acts] == [line for line in said.splitlines() if line.startswith("done:")], said

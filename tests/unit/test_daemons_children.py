@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from daemons.children import AdoptedChild
-from daemons.process import gpu_processes, wait_for_gpus
+from daemons.launchers.children import AdoptedChild
+from daemons.launchers.members import gpu_processes, wait_for_gpus
 from prime_rl.contract.files import wait_for
 from prime_rl.utils.process import ProcessId, boot_id
 from tests.patience import PATIENCE_S
@@ -21,18 +21,18 @@ from tests.patience import PATIENCE_S
 # As the first process of a container: it gets a child that it did not start as a daemon, and one that is a daemon.
 FIRST_PROCESS = """
 import os, subprocess, sys, time
-from daemons.children import OwnChild, any_ended
+from daemons.launchers.children import OwnChild, any_ended
 orphan = subprocess.Popen(["true"])
 daemon = subprocess.Popen(["sleep", "600"])
 children, own = {"daemon": OwnChild(daemon)}, frozenset({daemon.pid})
 while os.path.exists(f"/proc/{orphan.pid}"):
-    assert not any_ended(children, own), "an orphan is not a daemon"
+    assert not any_ended(children.values(), own), "an orphan is not a daemon"
     time.sleep(0.01)
 daemon.kill()
-while not any_ended(children, own):
+while not any_ended(children.values(), own):
     time.sleep(0.01)
 assert not children["daemon"].lives() and children["daemon"].exit_code == -9
-assert not any_ended(children, own)
+assert not any_ended(children.values(), own)
 """
 
 

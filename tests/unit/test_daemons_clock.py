@@ -13,6 +13,7 @@ import msgspec
 import pytest
 
 from daemons.in_use import users_of_run
+from daemons.launchers.local import Local
 from daemons.pidfile import SupervisorLock
 from daemons.specs import service_specs, write_component_configs
 from daemons.supervisor import Supervisor
@@ -78,7 +79,7 @@ class Workspace:
     def supervisor(self) -> Supervisor:
         self.lock = SupervisorLock.acquire(self.output)
         assert self.lock is not None
-        found = Supervisor(self.output, SYSTEM.supervisor, self.lock, StopFlag())
+        found = Supervisor(self.output, SYSTEM.supervisor, Local(self.output), self.lock, StopFlag())
         found.adopt()
         return found
 

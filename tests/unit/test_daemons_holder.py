@@ -16,13 +16,14 @@ import pytest
 
 from daemons import leftovers
 from daemons.launch import LaunchError, down, prepare
+from daemons.launchers.local import Local
 from daemons.pidfile import SupervisorInfo, SupervisorLock, find_rival, read_info
 from daemons.specs import save_topology, saved_topology, service_specs, settle_topology, write_component_configs
 from daemons.torchrun import command
 from prime_rl.configs.system import SupervisorConfig, SystemConfig
 from prime_rl.contract.files import write_atomic
 from prime_rl.contract.layout import OutputDir
-from prime_rl.contract.status import Crash, DaemonStatus, read_status
+from prime_rl.contract.status import Crash, DaemonStatus, Handle, read_status
 from prime_rl.utils.process import ProcessId, boot_id
 
 HERE = socket.gethostname()
@@ -75,8 +76,8 @@ def beat(output: OutputDir, number: int) -> None:
 def test_after_a_reboot_a_stranger_with_the_recorded_pid_is_left_alone(output: OutputDir, stranger: ProcessId) -> None:
     record(output, "trainer", stranger, boot="before the reboot")
     record(output, "inference", replace(stranger, start=f"{boot_id()}/1"))
-    assert leftovers.living(output) == {}
-    assert leftovers.end_leftovers(output, LIMITS, print) == []
+    assert leftovers.living(output, Local(output)) == {}
+    assert leftovers.end_leftovers(output, Local(output), LIMITS, print) == []
     assert down(output, timeout_s=1.0, say=print) is False
     assert stranger.is_running()
     status = read_status(output.daemon_status("trainer"), DaemonStatus)
@@ -85,13 +86,13 @@ def test_after_a_reboot_a_stranger_with_the_recorded_pid_is_left_alone(output: O
 
 def test_pids_of_another_machine_mean_nothing_here(output: OutputDir, stranger: ProcessId) -> None:
     record(output, "trainer", stranger, host="elsewhere")
-    assert leftovers.end_leftovers(output, LIMITS, print) == []
+    assert leftovers.end_leftovers(output, Local(output), LIMITS, print) == []
     assert stranger.is_running()
 
 
 def test_the_very_process_that_was_recorded_is_ended(output: OutputDir, stranger: ProcessId) -> None:
     record(output, "trainer", stranger)
-    assert leftovers.end_leftovers(output, LIMITS, print) == []
+    assert leftovers.end_leftovers(output, Local(output), LIMITS, print) == []
     assert not stranger.is_running()
 
 
@@ -101,9 +102,9 @@ def test_a_daemon_is_adopted_with_its_history_unless_its_config_or_command_chang
     system = SystemConfig()
     write_component_configs(system, output)
     record(output, "trainer", stranger)
-    assert leftovers.adoptable(output, system) == {"trainer"}
-    assert leftovers.adoptable(output, SystemConfig.model_validate({"seq_len": 64})) == set()
-    daemons, pasts = leftovers.adopt(output)
+    assert leftovers.adoptable(output, Local(output), system) == {"trainer"}
+    assert leftovers.adoptable(output, Local(output), SystemConfig.model_validate({"seq_len": 64})) == set()
+    daemons, pasts = leftovers.adopt(output, Local(output))
     assert daemons["trainer"].process == stranger
     assert [crash.exit_code for crash in daemons["trainer"].crashes] == [-9]
     assert (daemons["trainer"].num_restarts, pasts["trainer"].log_tail) == (1, ["last words"])
@@ -115,9 +116,22 @@ def test_a_daemon_that_moves_to_other_devices_or_has_another_program_is_not_kept
     system = SystemConfig()
     write_component_configs(system, output)
     record(output, "trainer", stranger)
-    assert leftovers.adoptable(output, system, {}, {"inference"}) == {"trainer"}
-    assert leftovers.adoptable(output, system, {}, {"trainer"}) == set()
-    assert leftovers.adoptable(output, system, {"PRL_MODULES": "trainer=another"}) == set()
+    assert leftovers.adoptable(output, Local(output), system, {}, {"inference"}) == {"trainer"}
+    assert leftovers.adoptable(output, Local(output), system, {}, {"trainer"}) == set()
+    assert leftovers.adoptable(output, Local(output), system, {"PRL_MODULES": "trainer=another"}) == set()
+
+
+def test_a_workspace_of_a_slurm_job_that_is_over_starts_on_this_machine(tmp_path: Path, output: OutputDir) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    data = {"output_dir": str(output.path), "model": {"name": str(model)}, "inference": {"port": 0}}
+    write_component_configs(SystemConfig.model_validate({**data, "deployment": {"engine": "slurm"}}), output)
+    handle = Handle(engine="slurm", name="trainer", start_id="0" * 12, ref="7 0 node1 ")
+    status = DaemonStatus(name="trainer", state="running", handle=handle)
+    write_atomic(output.daemon_status("trainer"), msgspec.json.encode(status))
+    assert down(output, timeout_s=1.0, say=print) is False
+    prepare(SystemConfig.model_validate(data), output, print).release()
 
 
 @pytest.mark.parametrize(

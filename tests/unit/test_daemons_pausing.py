@@ -16,6 +16,7 @@ from daemons import actions
 from daemons.client import read_workspace
 from daemons.daemon import Daemon, Do, Seen, State
 from daemons.errors import ActionError, WrongUseError
+from daemons.launchers.base import Ended
 from daemons.observe import Observer
 from daemons.pausing import continue_run, pause_run
 from daemons.set_keys import edited, parse_changes, set_run_keys
@@ -226,4 +227,4 @@ def test_the_last_word_of_a_paused_orchestrator_is_final(run: RunDir) -> None:
     observer = Observer(OutputDir(run.path.parent))
     now = observer.runs([run.run_id])[run.run_id]
     daemon = Daemon(orchestrator_spec(run), State.RUNNING, process=process)
-    assert observer.see(daemon, None, now, 0.0).final_state == "paused"
+    assert observer.see(daemon, Ended(None), now, 0.0).final_state == "paused"

@@ -13,8 +13,10 @@ from typing import Any
 
 import pytest
 
+from daemons.launchers.local import Local
+from daemons.launchers.members import find_members, kill_all
 from daemons.pidfile import SupervisorLock
-from daemons.process import KILL_WAIT_S, find_members, kill_all, spawn
+from daemons.process import KILL_WAIT_S, spawn
 from daemons.specs import write_component_configs
 from daemons.supervisor import Supervisor
 from prime_rl.configs.system import SystemConfig
@@ -32,7 +34,8 @@ class Workspace:
     def __init__(self, output: OutputDir, system: SystemConfig, lock: SupervisorLock) -> None:
         self.output = output
         self.now = time.time()
-        self.supervisor = Supervisor(output, system.supervisor, lock, StopFlag(), clock=lambda: self.now)
+        self.launcher = Local(output)
+        self.supervisor = Supervisor(output, system.supervisor, self.launcher, lock, StopFlag(), clock=lambda: self.now)
 
     def tell(self, name: str) -> DaemonStatus:
         status = read_status(self.output.daemon_status(name), DaemonStatus)
@@ -53,7 +56,7 @@ class Workspace:
             with contextlib.suppress(OSError):
                 self.supervisor.tick()
         # Killed is not yet ended: what nobody has waited for is a warning wherever the garbage is collected.
-        children = list(self.supervisor._children.values())
+        children = list(self.launcher._children.values())
         wait_for(lambda: not any(child.lives() for child in children), "every child to end", timeout_s=PATIENCE_S)
 
     def all_run(self) -> bool:
@@ -95,7 +98,7 @@ def test_a_look_goes_on_beside_what_cannot_be_killed(workspace: Workspace, monke
         raise AssertionError("a look waits")
 
     monkeypatch.setattr(ProcessId, "send", hang)
-    monkeypatch.setattr("daemons.process.wait_for", wait)
+    monkeypatch.setattr("daemons.launchers.members.wait_for", wait)
     write_atomic(workspace.output.start_request("inference"), "restart")
     workspace.supervisor.tick()
     workspace.now += 1.0
@@ -119,7 +122,7 @@ def test_a_look_goes_on_beside_what_cannot_be_killed(workspace: Workspace, monke
     assert (told.state, told.child_pid) == ("backoff", None), "it is not started beside its last start"
     assert told.waiting_on == f"{left} (it hangs in the kernel, SIGKILL was sent)"
     monkeypatch.setattr(ProcessId, "send", send)
-    monkeypatch.setattr("daemons.process.wait_for", wait_for)
+    monkeypatch.setattr("daemons.launchers.members.wait_for", wait_for)
     os.kill(worker.pid, signal.SIGKILL)
     workspace.look_until("it to run again", workspace.all_run)
 
@@ -134,11 +137,11 @@ def test_a_daemon_that_cannot_be_started_for_whatever_reason_keeps_no_other_from
             raise RuntimeError("a fault of inference")
         return spawn(argv, log, output_dir, name, keys=keys)
 
-    monkeypatch.setattr("daemons.supervisor.spawn", fail)
+    monkeypatch.setattr("daemons.launchers.local.spawn", fail)
     with pytest.raises(RuntimeError, match="a fault of inference"):
         workspace.supervisor.tick()
     assert workspace.tell("trainer").state == "starting"
-    monkeypatch.setattr("daemons.supervisor.spawn", spawn)
+    monkeypatch.setattr("daemons.launchers.local.spawn", spawn)
     workspace.supervisor.tick()
     workspace.look_until("both to run", workspace.all_run)
 

@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from daemons.launchers.agent import AgentRecord, Beats, ask_to_stop, forget_starts, lost_node, read_starts
+from daemons.launchers.ending import kill_strays, strays_of
 from prime_rl.contract.files import wait_for, write_atomic
 from prime_rl.contract.layout import OutputDir
 from prime_rl.contract.status import LOST_AFTER_S
@@ -227,3 +228,13 @@ def test_files_of_earlier_starts_are_removed(output: OutputDir) -> None:
         "trainer-2.a.0.json",
         "trainer.b.0.json",
     ]
+
+
+def test_a_start_that_no_supervisor_has_recorded_is_found_and_killed(output: OutputDir, start: Start) -> None:
+    start(STUBBORN)
+    until(lambda: "ready" in log(output), "the daemon")
+    strays = strays_of(output)
+    assert len(strays) == 1 and strays_of(output, but=["trainer"]) == set()
+    assert kill_strays(output, strays, lambda: None) == set()
+    assert not any(process.is_running() for process in strays)
+    assert strays_of(output) == set()

@@ -1,8 +1,7 @@
 """The processes of the daemons as the supervisor holds them: its own children, and those that it adopted.
 
 An adopted daemon was started by a supervisor that is gone. It is not our child, so the kernel reports its end (through
-a pidfd, where supported) but not its exit code. This module starts, signals and kills nothing (`process` and
-`supervisor` do).
+a pidfd, where supported) but not its exit code. This module starts, signals and kills nothing (`local` does).
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import contextlib
 import os
 import select
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Iterable
 from typing import Protocol
 
 from prime_rl.utils.process import ProcessId
@@ -67,7 +66,7 @@ class AdoptedChild:
             self._fd = None
 
 
-def any_ended(children: Mapping[str, Child], own_pids: frozenset[int]) -> bool:
+def any_ended(children: Iterable[Child], own_pids: frozenset[int]) -> bool:
     """Whether one of `children` has ended, in one system call for all of our own.
 
     Reaps other processes too: as the first process of a container this one inherits every orphan.
@@ -77,7 +76,7 @@ def any_ended(children: Mapping[str, Child], own_pids: frozenset[int]) -> bool:
             return True
         with contextlib.suppress(ChildProcessError):
             os.waitpid(ended, os.WNOHANG)
-    return any(isinstance(child, AdoptedChild) and not child.lives() for child in children.values())
+    return any(isinstance(child, AdoptedChild) and not child.lives() for child in children)
 
 
 def _ended_child() -> int | None:

@@ -1,0 +1,83 @@
+"""Ending daemons that agents have started: all of them are asked, and what does not end in time is killed."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Collection, Iterable, Sequence
+
+from daemons.launchers.agent import AgentRecord, Beats, all_starts, ask_to_stop
+from daemons.launchers.base import Alive, Handle, Launcher, Left
+from prime_rl.contract.files import WaitTimeout, wait_for
+from prime_rl.contract.layout import OutputDir
+from prime_rl.contract.status import LOST_AFTER_S
+from prime_rl.utils.process import ProcessId
+
+POLL_S = 0.2
+# An agent kills within moments, and then the engine may be asked to, which takes seconds.
+KILLED_WITHIN_S = 30.0
+
+
+def end_starts(
+    launcher: Launcher, handles: Sequence[Handle], grace_s: float, drain_s: float, tick: Callable[[], None]
+) -> Left:
+    """`Launcher.end`. Agents end all of a daemon once its first process has ended."""
+    living: list[Handle] = []
+
+    def all_ended() -> bool:
+        tick()
+        living[:] = [handle for handle in handles if isinstance(launcher.look(handle), Alive)]
+        return not living
+
+    for handle in handles:
+        launcher.stop(handle, drain_s + grace_s)
+    with contextlib.suppress(WaitTimeout):
+        wait_for(all_ended, "daemons to end", timeout_s=drain_s + grace_s, poll_s=POLL_S)
+    for handle in living:
+        launcher.stop(handle, 0.0)
+    with contextlib.suppress(WaitTimeout):
+        wait_for(all_ended, "killed daemons to be gone", timeout_s=KILLED_WITHIN_S, poll_s=POLL_S)
+    seen = [launcher.look(handle) for handle in living]
+    return {look.process for look in seen if isinstance(look, Alive) and look.process}
+
+
+def left_of(records: Iterable[AgentRecord], beats: Beats) -> frozenset[int]:
+    """`Ended.left`: daemons of one start whose agents still report them."""
+    return frozenset(
+        record.pid
+        for record in records
+        if record.state != "ended" and beats.silent_s(record.start_id, record.node, record.beat) <= LOST_AFTER_S
+    )
+
+
+def running(output: OutputDir, but: Collection[str] = ()) -> list[AgentRecord]:
+    return [record for record in all_starts(output) if record.state != "ended" and record.name not in but]
+
+
+def strays_of(output: OutputDir, but: Collection[str] = ()) -> set[ProcessId]:
+    """`Launcher.strays`: by the agents' records, also those of an agent that is gone."""
+    return {record.process for record in running(output, but) if record.process}
+
+
+def kill_strays(output: OutputDir, strays: Collection[ProcessId], tick: Callable[[], None]) -> Left:
+    """`Launcher.kill`. An agent that has been silent for LOST_AFTER_S is gone with its daemon. Its stop file stays."""
+    beats = Beats()
+    starts = {(record.name, record.start_id) for record in running(output) if record.process in strays}
+    for name, start_id in starts:
+        ask_to_stop(output, name, start_id, 0.0)
+    left: Left = set()
+
+    def gone() -> bool:
+        tick()
+        left.clear()
+        for record in running(output):
+            silent_s = beats.silent_s(record.start_id, record.node, record.beat)
+            if record.process is not None and record.process in strays and silent_s <= LOST_AFTER_S:
+                left.add(record.process)
+        return not left
+
+    with contextlib.suppress(WaitTimeout):
+        wait_for(gone, "killed daemons to be gone", timeout_s=LOST_AFTER_S + KILLED_WITHIN_S, poll_s=POLL_S)
+    for record in all_starts(output):
+        if (record.name, record.start_id) in starts and record.process not in left:
+            output.agent_record(record.name, record.start_id, record.node).unlink(missing_ok=True)
+    return left

@@ -1,0 +1,148 @@
+"""Daemons as processes of this machine: each in a session of its own, known by pid and start time.
+
+A start of this process is our child. One of an earlier supervisor is not: its end is seen, its exit code is not.
+"""
+
+from __future__ import annotations
+
+import signal
+import socket
+import time
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
+
+from daemons.keys import keys_of
+from daemons.launchers.agent import log_of
+from daemons.launchers.base import Alive, Ended, Handle, Left, new_start_id
+from daemons.launchers.children import AdoptedChild, Child, OwnChild, any_ended
+from daemons.launchers.members import end_daemons, find_members, kill_all, send_kill
+from daemons.pidfile import is_this_boot
+from daemons.process import spawn
+from daemons.specs import DaemonSpec
+from prime_rl.contract.layout import OutputDir
+from prime_rl.contract.status import DaemonStatus
+from prime_rl.utils.process import ProcessId, boot_id
+
+ENGINE = "local"
+
+
+class Local:
+    """Launcher on this machine."""
+
+    def __init__(self, output: OutputDir) -> None:
+        self.output = output
+        self._children: dict[Handle, Child] = {}
+        self._deadlines: dict[Handle, float] = {}
+        # What was sent SIGKILL after its daemon had ended, until it is gone.
+        self._killed: dict[Handle, Left] = {}
+
+    def start(self, spec: DaemonSpec) -> Handle:
+        """Raises OSError and ValueError."""
+        child = spawn(spec.argv, spec.log, self.output.path, spec.name, keys=keys_of(spec, self.output))
+        handle = _handle(spec.name, ProcessId.of(child.pid), new_start_id())
+        self._children[handle] = OwnChild(child)
+        return handle
+
+    def look(self, handle: Handle) -> Alive | Ended:
+        child = self._children.get(handle)
+        if handle in self._killed:
+            left = self._killed[handle] = {each for each in self._killed[handle] if each.is_running()}
+            if not left:
+                self._forget(handle)
+            return Ended(child.exit_code if child else None, left=frozenset(each.pid for each in left))
+        process = _process(handle)
+        if child is None:  # of an earlier supervisor
+            child = self._children[handle] = AdoptedChild(process)
+        if not child.lives():
+            return Ended(child.exit_code)
+        if time.monotonic() >= self._deadlines.get(handle, float("inf")):
+            self._kill_living(handle)
+        return Alive(process)
+
+    def has_news(self) -> bool:
+        own = frozenset(each.pid for each, child in self._children.items() if isinstance(child, OwnChild))
+        return any_ended([child for each, child in self._children.items() if each not in self._killed], own)
+
+    def stop(self, handle: Handle, grace_s: float) -> None:
+        if grace_s > 0:
+            deadline = time.monotonic() + grace_s
+            self._deadlines[handle] = min(deadline, self._deadlines.get(handle, deadline))
+            _process(handle).send(signal.SIGTERM)
+        elif (child := self._children.get(handle)) is not None and child.lives():
+            self._kill_living(handle)
+        else:
+            self._kill_rest(handle)
+
+    def end(self, handles: Sequence[Handle], grace_s: float, drain_s: float, tick: Callable[[], None]) -> Left:
+        return end_daemons(
+            self.output.path,
+            [(handle.name, _process(handle)) for handle in handles],
+            grace_s,
+            drain_s=drain_s,
+            tick=self._reaping(tick),
+            trust_sessions=all(isinstance(self._children.get(handle), OwnChild) for handle in handles),
+        )
+
+    def adopt(self, record: DaemonStatus) -> Handle | None:
+        """A record of the version before has no handle, but the process."""
+        handle = record.handle
+        if handle is not None and handle.engine != ENGINE:
+            return None
+        host, boot, process = record.host, record.boot_id, record.child
+        if handle is not None:
+            host, boot, process = handle.host, handle.boot_id, _process(handle)
+        if process is None or not is_this_boot(host, boot) or not process.is_running():
+            return None
+        # Its start by the clock as it is now, which may have been set since.
+        return _handle(record.name, ProcessId.of(process.pid), handle.start_id if handle else new_start_id())
+
+    def logs(self, handle: Handle) -> Path:
+        return log_of(self.output, handle.name)
+
+    def strays(self, but: Collection[str] = ()) -> set[ProcessId]:
+        return find_members(self.output.path, [], None, but=but)
+
+    def kill(self, strays: Collection[ProcessId], tick: Callable[[], None]) -> Left:
+        return kill_all(strays, reap=self._reaping(tick))
+
+    def _kill_living(self, handle: Handle) -> None:
+        send_kill(find_members(self.output.path, [_process(handle)], {handle.name}))
+
+    def _kill_rest(self, handle: Handle) -> None:
+        """Kill what a dead daemon left behind in its session."""
+        child = self._children.get(handle)
+        is_own = isinstance(child, OwnChild)
+        if child is not None:
+            child.close()
+        members = find_members(self.output.path, [_process(handle)], {handle.name}, trust_sessions=is_own)
+        self._killed[handle] = send_kill(members)
+
+    def _forget(self, handle: Handle) -> None:
+        for known in (self._children, self._deadlines, self._killed):
+            known.pop(handle, None)
+
+    def _reaping(self, tick: Callable[[], None]) -> Callable[[], None]:
+        def turn() -> None:
+            for child in self._children.values():
+                child.lives()
+            tick()
+
+        return turn
+
+
+def _handle(name: str, process: ProcessId, start_id: str) -> Handle:
+    return Handle(
+        engine=ENGINE,
+        name=name,
+        start_id=start_id,
+        host=socket.gethostname(),
+        boot_id=boot_id(),
+        pid=process.pid,
+        create_time=process.create_time,
+        start=process.start,
+        ref=f"pid {process.pid}",
+    )
+
+
+def _process(handle: Handle) -> ProcessId:
+    return ProcessId(handle.pid, handle.create_time, handle.start)

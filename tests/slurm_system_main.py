@@ -1,0 +1,83 @@
+"""Runs inside a Slurm job: a whole workspace whose daemons are steps of the job. Prints a line for each act.
+
+python -m tests.slurm_system_main FOLDER
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+from daemons.client import SUPERVISOR
+from prime_rl.contract.files import wait_for
+from prime_rl.contract.layout import OutputDir
+from prime_rl.contract.status import DaemonStatus, read_status
+from prime_rl.utils.process import ProcessId
+from tests.daemons_support import fake_workspace
+from tests.patience import PATIENCE_S
+
+
+class Acts:
+    def __init__(self, folder: Path) -> None:
+        self.prl = fake_workspace(folder)
+        self.prl.output_dir.mkdir()
+        self.output = OutputDir(self.prl.output_dir)
+
+    def record(self, name: str) -> DaemonStatus:
+        status = read_status(self.output.daemon_status(name), DaemonStatus)
+        assert status is not None, name
+        return status
+
+    def process(self, name: str) -> ProcessId:
+        process = self.record(name).child
+        assert process is not None, name
+        return process
+
+    def up(self) -> None:
+        self.prl.up("--deployment.engine", "slurm")
+        self.prl("runs", "add", str(self.prl.run_file(max_steps=100_000)))
+        self.prl.wait_state("run_reverse", "active")
+        for name in ("trainer", "inference", "run_reverse"):
+            self.prl.wait_state(name, "running", "active")
+            handle = self.record(name).handle
+            assert handle is not None and handle.engine == "slurm", (name, handle)
+
+    def adopted_by_the_next_supervisor(self) -> None:
+        names = ("trainer", "inference")
+        before = [self.process(name) for name in names]
+        supervisor = self.record(SUPERVISOR).writer
+        os.kill(supervisor.pid, signal.SIGKILL)
+        wait_for(lambda: not supervisor.is_running(), "the supervisor to be dead", timeout_s=PATIENCE_S)
+        self.prl.up("--deployment.engine", "slurm")
+        assert [self.process(name) for name in names] == before and all(each.is_running() for each in before)
+        assert all(self.record(name).pid != supervisor.pid for name in names)
+
+    def restarted_after_a_kill(self) -> None:
+        before = self.process("trainer")
+        os.kill(before.pid, signal.SIGKILL)
+
+        def again() -> bool:
+            now = self.record("trainer")
+            return now.state == "running" and now.child not in (None, before)
+
+        wait_for(again, "the trainer to run again", timeout_s=PATIENCE_S)
+        assert self.record("trainer").crashes[-1].exit_code == -9
+
+    def down(self) -> None:
+        self.prl("down")
+        assert self.prl.members() == []
+        assert self.record("trainer").state == "stopped" and self.record("trainer").handle is None
+
+
+def main(folder: Path) -> None:
+    folder.mkdir()
+    acts = Acts(folder)
+    for act in (acts.up, acts.adopted_by_the_next_supervisor, acts.restarted_after_a_kill, acts.down):
+        act()
+        print(f"done: {act.__name__}", flush=True)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

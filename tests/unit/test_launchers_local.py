@@ -1,0 +1,98 @@
+"""Daemons as processes of this machine, through their launcher."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from daemons.launchers.base import Alive, Ended, Handle
+from daemons.launchers.local import Local
+from daemons.specs import DaemonSpec
+from prime_rl.contract.files import wait_for
+from prime_rl.contract.layout import OutputDir
+from prime_rl.contract.status import DaemonStatus
+from prime_rl.utils.process import ProcessId
+from tests.patience import PATIENCE_S
+
+WAITS = "import time; print('ready', flush=True); time.sleep(600)"
+STUBBORN = f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); {WAITS}"
+LEAVES_A_CHILD = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {STUBBORN!r}]); {WAITS}"
+
+
+@pytest.fixture
+def local(tmp_path: Path) -> Iterator[Local]:
+    local = Local(OutputDir(tmp_path))
+    yield local
+    assert local.kill(local.strays(), lambda: None) == set()
+
+
+def start(local: Local, code: str, num_ready: int = 1) -> Handle:
+    handle = local.start(DaemonSpec("trainer", (sys.executable, "-c", code), local.output.log("trainer")))
+    said = local.logs(handle)
+    until(lambda: said.read_text().count("\nready") >= num_ready, "the daemon to be ready")
+    return handle
+
+
+def until(condition: Callable[[], bool], what: str) -> None:
+    wait_for(condition, what, timeout_s=PATIENCE_S)
+
+
+def end_of(local: Local, handle: Handle) -> Ended:
+    until(lambda: isinstance(local.look(handle), Ended), "the daemon to end")
+    seen = local.look(handle)
+    assert isinstance(seen, Ended)
+    return seen
+
+
+def test_an_end_is_news_until_it_is_looked_at(local: Local) -> None:
+    handle = start(local, WAITS)
+    assert not local.has_news()
+    local.stop(handle, float("inf"))
+    until(local.has_news, "the end to be seen")
+    assert end_of(local, handle) == Ended(-signal.SIGTERM)
+    local.stop(handle, 0.0)
+    assert not local.has_news()
+
+
+def test_what_ignores_sigterm_is_killed_when_its_grace_is_over(local: Local) -> None:
+    patient, handle = start(local, STUBBORN), start(local, STUBBORN, 2)
+    local.stop(patient, float("inf"))
+    local.stop(handle, 0.1)
+    assert end_of(local, handle).exit_code == -signal.SIGKILL
+
+
+def test_what_a_dead_daemon_left_behind_is_killed_and_counts_until_it_is_gone(
+    local: Local, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handle = start(local, LEAVES_A_CHILD, 2)
+    send = ProcessId.send
+    monkeypatch.setattr(ProcessId, "send", lambda process, signum: None)  # as what hangs in the kernel
+    send(ProcessId(handle.pid, handle.create_time, handle.start), signal.SIGKILL)
+    assert end_of(local, handle) == Ended(-signal.SIGKILL)
+    local.stop(handle, 0.0)
+    seen = local.look(handle)
+    assert isinstance(seen, Ended) and len(seen.left) == 1
+    monkeypatch.setattr(ProcessId, "send", send)
+    assert local.kill(local.strays(), lambda: None) == set()
+    assert local.look(handle) == Ended(-signal.SIGKILL)
+
+
+def test_a_start_is_adopted_by_its_handle_or_by_the_process_that_an_earlier_version_recorded(local: Local) -> None:
+    handle = start(local, WAITS)
+    process = ProcessId(handle.pid, handle.create_time, handle.start)
+    now = msgspec.json.decode(msgspec.json.encode(DaemonStatus(name="trainer", state="running", handle=handle)))
+    before = DaemonStatus(name="trainer", state="running", host=handle.host, boot_id=handle.boot_id)
+    before.child = process
+    other = Local(local.output)
+    assert other.adopt(msgspec.convert(now, DaemonStatus)) == handle
+    old = other.adopt(before)
+    assert old is not None and other.look(old) == Alive(process)
+    assert other.end([old], 1.0, PATIENCE_S, lambda: None) == set()
+    assert isinstance(other.look(old), Ended) and other.adopt(before) is None
+    elsewhere = msgspec.structs.replace(handle, host="elsewhere")
+    assert other.adopt(DaemonStatus(name="trainer", state="running", handle=elsewhere)) is None
