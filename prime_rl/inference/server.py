@@ -69,8 +69,9 @@ def _open_status(config: InferenceConfig, url: str) -> StatusWriter:
     if config.status_file:
         return StatusWriter(config.status_file, status)
     output = OutputDir(config.output_dir)
-    copies = [output.inference_status] if config.replica == 0 else []
-    return StatusWriter(output.replica_status(config.replica), status, copies=copies)
+    output.inference.mkdir(exist_ok=True)
+    own = output.replica_status(config.replica)
+    return StatusWriter(own, status, copies=[output.inference_status] if config.replica == 0 else [])
 
 
 def _fail(message: str, exit_code: int) -> int:
