@@ -34,6 +34,7 @@ from daemons.workspace import (
     by_importance,
     daemon_view,
     find_bottleneck,
+    replica_name,
     shown,
     together,
     waits_for,
@@ -70,6 +71,7 @@ __all__ = [
     "Workspace",
     "WorkspaceReader",
     "read_workspace",
+    "replica_name",
     "stamp_of",
 ]
 

@@ -127,6 +127,11 @@ class Workspace:
         return next((daemon for daemon in self.daemons if daemon.name == name), None)
 
 
+def replica_name(number: int) -> str:
+    """The daemon that is this inference server."""
+    return f"inference-{number}" if number else "inference"
+
+
 def together(replicas: Sequence[InferenceStatus]) -> InferenceStatus | None:
     """Several inference servers as one: what the first that serves is, and what all of them do. None without any."""
     if len(replicas) < 2:

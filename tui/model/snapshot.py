@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from daemons.client import DaemonView, RunView, Workspace
+from daemons.client import DaemonView, RunView, Workspace, replica_name
 from prime_rl.contract.condition import LOST, STALLED, stall_text, stalled_since
 from prime_rl.contract.layout import CONFIG_ERROR_PREFIX
 from prime_rl.contract.status import LOST_AFTER_S, RunState, Status
@@ -264,7 +264,7 @@ def _daemons(workspace: Workspace) -> tuple[DaemonRow, ...]:
 
 def _replica(workspace: Workspace, number: int) -> DaemonRow:
     """One inference server."""
-    name = f"inference-{number}" if number else "inference"
+    name = replica_name(number)
     alone = workspace.inference if not (number or workspace.replicas) else None
     status = dict(workspace.replicas).get(number, alone)
     return _daemon(name, *_own_state(status), workspace.daemon(name))
