@@ -154,9 +154,11 @@ class Chat:
                 self._server.post("/v1/unload_lora_adapter", {"lora_name": self._model})
 
     def _find_inference(self) -> tuple[_Server, str]:
-        status = read_status(self._output.inference_status, InferenceStatus)
-        if status is None or not is_alive(status, time.time()):
+        found = [read_status(path, InferenceStatus) for path in self._output.inference_statuses().values()]
+        living = [status for status in found if status is not None and is_alive(status, time.time())]
+        if not living:
             raise ActionError(f"inference of {self._output.path} is not running: start the workspace with prl up")
+        status = next((status for status in living if status.state == "serving"), living[0])
         if status.state != "serving":
             raise ActionError(f"inference is not ready: it waits for {one_line(status.waiting_on or status.state)}")
         variable = inference_variable(self._output)

@@ -22,6 +22,7 @@ from daemons.commands import (
     foreground,
     lifecycle,
     multinode,
+    scale,
     sharing,
     takeaway,
     up,
@@ -44,6 +45,7 @@ app = typer.Typer(
 demo.register(app)
 up.register(app)
 lifecycle.register(app)
+scale.register(app)
 doctor.register(app)
 alerts.register(app)
 usage.register(app)

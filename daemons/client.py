@@ -34,7 +34,9 @@ from daemons.workspace import (
     by_importance,
     daemon_view,
     find_bottleneck,
+    replica_name,
     shown,
+    together,
     waits_for,
 )
 from prime_rl.contract.condition import STALLED, stall_text, stalled_since
@@ -69,6 +71,7 @@ __all__ = [
     "Workspace",
     "WorkspaceReader",
     "read_workspace",
+    "replica_name",
     "stamp_of",
 ]
 
@@ -104,7 +107,8 @@ class WorkspaceReader:
         """
         now = self._clock() if now is None else now
         trainer = self._living(self.output.trainer_status, TrainerStatus, now)
-        inference = self._living(self.output.inference_status, InferenceStatus, now)
+        replicas = self._replicas(now)
+        inference = together([status for _, status in replicas])
         supervisor = self._living(self.output.daemon_status(SUPERVISOR), DaemonStatus, now)
         daemons = self._daemons(now)
         found, refused = self._scan(at_rest)
@@ -145,6 +149,7 @@ class WorkspaceReader:
             num_used=len(trainer.runs) if trainer else 0,
             trainer=trainer,
             inference=inference,
+            replicas=replicas,
             supervisor_alive=supervisor is not None,
             bottleneck=shown(find_bottleneck(runs, trainer, inference)),
             read_at=now,
@@ -190,6 +195,14 @@ class WorkspaceReader:
         status = read_status_file(path, stamp, kind)
         self._statuses[path] = (stamp, status)
         return status
+
+    def _replicas(self, now: float) -> tuple[tuple[int, InferenceStatus], ...]:
+        try:
+            paths = self.output.inference_statuses()
+        except OSError:
+            paths = {}
+        found = [(number, self._living(path, InferenceStatus, now)) for number, path in paths.items()]
+        return tuple((number, status) for number, status in found if status is not None)
 
     def _living(self, path: Path, kind: type[StatusT], now: float) -> StatusT | None:
         status = self._status(path, kind)

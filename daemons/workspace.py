@@ -5,8 +5,11 @@ All text in a view is clean: it may be shown anywhere. Pure but for a look at th
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+import msgspec
 
 from prime_rl.contract.condition import LOST, condition, stall_text, stalled_since, utc
 from prime_rl.contract.status import (
@@ -100,7 +103,7 @@ class Workspace:
     """One look at a workspace.
 
     `trainer` and `inference` are None when they do not live; `max_runs` is 0 when unknown. `num_unread` runs are left
-    out of a first look.
+    out of a first look. `replicas` are the inference servers that live, by number, and `inference` all of them in one.
     """
 
     output_dir: Path
@@ -115,12 +118,34 @@ class Workspace:
     bottleneck: CleanText | None
     read_at: float
     num_unread: int = 0
+    replicas: tuple[tuple[int, InferenceStatus], ...] = ()
 
     def run(self, run_id: str) -> RunView | None:
         return next((run for run in self.runs if run.run_id == run_id), None)
 
     def daemon(self, name: str) -> DaemonView | None:
         return next((daemon for daemon in self.daemons if daemon.name == name), None)
+
+
+def replica_name(number: int) -> str:
+    """The daemon that is this inference server."""
+    return f"inference-{number}" if number else "inference"
+
+
+def together(replicas: Sequence[InferenceStatus]) -> InferenceStatus | None:
+    """Several inference servers as one: what the first that serves is, and what all of them do. None without any."""
+    if len(replicas) < 2:
+        return replicas[0] if replicas else None
+    first = next((each for each in replicas if each.state == "serving"), replicas[0])
+    shares = [each.kv_use for each in replicas if each.kv_use is not None]
+    return msgspec.structs.replace(
+        first,
+        adapters=sorted({name for each in replicas for name in each.adapters}),
+        num_running=sum(each.num_running for each in replicas),
+        num_waiting=sum(each.num_waiting for each in replicas),
+        tokens_per_s=sum(each.tokens_per_s for each in replicas),
+        kv_use=max(shares) if shares else None,
+    )
 
 
 def find_bottleneck(

@@ -204,7 +204,8 @@ class WorkspaceWatcher:
             run_id: known.get(run_id) or RunDir(output.path / run_id).metrics for run_id in working
         }
         steps = self._metrics_folders.values()
-        return [output.path, output.trainer_status.parent, output.inference_status.parent, output.daemons, *steps]
+        inference = [path.parent for path in output.inference_statuses().values()]
+        return [output.path, output.trainer_status.parent, *inference, output.daemons, *steps]
 
 
 class RequestReader(Protocol[RequestT_contra]):

@@ -18,7 +18,8 @@ from daemons.disk import DiskView
 from prime_rl.configs.base import ConfigError, ConfigProblem, load_toml, merge
 from prime_rl.configs.validate import key_of
 from prime_rl.contract.condition import STALLED
-from prime_rl.contract.status import RunState
+from prime_rl.contract.status import InferenceStatus, RunState
+from prime_rl.utils.text import one_line
 
 _STYLES = {
     RunState.ACTIVE: "green",
@@ -76,11 +77,26 @@ def workspace_json(workspace: Workspace, disk: DiskView | None) -> dict[str, Any
         "output_dir": str(workspace.output_dir),
         "supervisor_alive": workspace.supervisor_alive,
         "daemons": [daemon_json(daemon) for daemon in workspace.daemons],
+        "inference": [replica_json(number, status) for number, status in workspace.replicas],
         "slots": slots(workspace),
         "runs": [run_json(run) for run in workspace.runs],
         "refused": [asdict(each) for each in workspace.refused],
         "disk": disk_json(disk) if disk else None,
         "bottleneck": workspace.bottleneck,
+    }
+
+
+def replica_json(number: int, status: InferenceStatus) -> dict[str, Any]:
+    """One inference server that lives."""
+    return {
+        "replica": number,
+        "state": one_line(status.state),
+        "base_url": one_line(status.base_url),
+        "num_running": status.num_running,
+        "num_waiting": status.num_waiting,
+        "tokens_per_s": status.tokens_per_s,
+        "kv_use": status.kv_use,
+        "adapters": [one_line(name) for name in status.adapters],
     }
 
 

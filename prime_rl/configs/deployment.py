@@ -86,7 +86,7 @@ class InferenceDeployment(BaseConfig):
     def _fits(self) -> Self:
         _check_numbers(self.gpus)
         each = self.gpus_per_replica
-        if self.gpus and (len(self.gpus) % self.replicas or each not in (0, len(self.gpus) // self.replicas)):
+        if self.gpus and (each * self.replicas > len(self.gpus) if each else len(self.gpus) % self.replicas):
             asked = f"{each} GPUs each" if each else "the same number of GPUs each"
             raise ValueError(f"gpus lists {len(self.gpus)} GPUs: {self.replicas} replicas need {asked}")
         if self.tensor_parallel > 1 and (not self.gpus_each or self.gpus_each % self.tensor_parallel):

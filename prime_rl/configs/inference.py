@@ -66,11 +66,13 @@ class InferenceConfig(BaseConfig):
     output_dir: Path = Path("outputs")
     """The workspace. Adapters are loaded only from below it; the status file is in it."""
 
+    replica: int = Field(0, ge=0, le=99_999)
+    """Number of this server of the workspace; others find it as inference/<n>/status.json."""
+
     status_file: Path | None = None
     """Path of the server's status file;
 
-    null: `inference/status.json` in the workspace. One writer a file: a second server of a workspace needs one of its
-    own.
+    null: the one of its `replica` in the workspace. With a file of its own it is found by nothing else.
     """
 
     engine: Literal["embedded", "vllm"] = "embedded"

@@ -161,8 +161,8 @@ class ClientConfig(BaseConfig):
     """How the orchestrator reaches inference."""
 
     base_url: ServerUrl | Annotated[list[ServerUrl], Field(min_length=1, max_length=64)] | None = None
-    """URL that ends in /v1, or a list of them: requests are spread over all that answer. null takes the one in
-    `inference/status.json`."""
+    """URL that ends in /v1, or a list of them: requests are spread over all that answer. null takes all
+    servers of the workspace, as they come and go."""
 
     api_key_var: str = "PRL_API_KEY"
     """Name of the environment variable that holds the API key; the same name with `_FILE` may name a file instead that

@@ -17,6 +17,7 @@ below `output_dir`. It only computes and validates paths; reading and writing is
         monitors/    tensorboard/  wandb/  state.json (only with a monitor)
         logs/        orchestrator.log
       trainer/status.json   inference/status.json   daemons/<name>.json   logs/<name>.log
+      inference/<n>/        status.json (one an inference server; 0 writes inference/status.json too)
       daemons/starts/       <name>.<start>.<node>.json (one an agent)  <name>.<start>.stop
       usage/       <run_id>.jsonl, trainer.jsonl (what each run has used)
       sweeps/      <name>.json (the plan of one sweep)  decisions/<name>.json
@@ -35,6 +36,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from prime_rl.contract.daemon_paths import DaemonPaths
 from prime_rl.contract.iterations import IterationDir
 
 RUN_PREFIX = "run_"
@@ -222,10 +224,8 @@ def list_rollout_steps(run: RunDir) -> list[int]:
 
 
 @dataclass(frozen=True)
-class OutputDir:
+class OutputDir(DaemonPaths):
     """The paths of one workspace of tenants."""
-
-    path: Path
 
     def run(self, run_id: str) -> RunDir:
         """Paths of `run_id`. Raises LayoutError for an invalid id, or a folder that is a link or leads outside."""
@@ -233,43 +233,6 @@ class OutputDir:
         if reason := refusal(self.path, run.path):
             raise LayoutError(reason)
         return run
-
-    @property
-    def trainer_status(self) -> Path:
-        return self.path / "trainer" / "status.json"
-
-    @property
-    def inference_status(self) -> Path:
-        return self.path / "inference" / "status.json"
-
-    @property
-    def weights_lock(self) -> Path:
-        """Held by the orchestrator whose run's whole weights the inference servers have."""
-        return self.path / "inference" / "weights.lock"
-
-    @property
-    def daemons(self) -> Path:
-        return self.path / "daemons"
-
-    def daemon_status(self, name: str) -> Path:
-        return self.daemons / f"{name}.json"
-
-    def own_status(self, name: str) -> Path:
-        """Written by a daemon that has no other place for its status: alerts, monitors."""
-        return self.daemons / name / "status.json"
-
-    @property
-    def alerts_open(self) -> Path:
-        """What the daemon `alerts` reports now, written by it alone."""
-        return self.daemons / "alerts" / "open.json"
-
-    @property
-    def alerts_said(self) -> Path:
-        """What people have said about alerts: acknowledged, muted. One file each, written by `prl` and `prl-tui`."""
-        return self.daemons / "alerts" / "said"
-
-    def alert_said(self, name: str) -> Path:
-        return self.alerts_said / f"{name}.json"
 
     @property
     def usage(self) -> Path:
@@ -285,35 +248,6 @@ class OutputDir:
     def sweep_decisions(self, name: str) -> Path:
         """What successive halving has decided about the sweep, rung by rung; written by the supervisor."""
         return self.path / "sweeps" / "decisions" / f"{name}.json"
-
-    @property
-    def starts(self) -> Path:
-        """What agents write about daemons that they started on other machines, and what they are asked."""
-        return self.daemons / "starts"
-
-    def agent_record(self, name: str, start_id: str, node: int) -> Path:
-        """Written by the agent of that node only."""
-        return self.starts / f"{name}.{start_id}.{node}.json"
-
-    def stop_request(self, name: str, start_id: str) -> Path:
-        """Asks the agents of one start to end their daemon; holds the grace in seconds."""
-        return self.starts / f"{name}.{start_id}.stop"
-
-    @property
-    def supervisor_lock(self) -> Path:
-        return self.daemons / "supervisor.lock"
-
-    @property
-    def supervisor_pidfile(self) -> Path:
-        return self.daemons / "supervisor.pid"
-
-    def start_request(self, name: str) -> Path:
-        """Requests the restart of a daemon; the supervisor removes it when it has read it."""
-        return self.daemons / "requests" / name
-
-    def component_config(self, name: str) -> Path:
-        """The resolved config that the supervisor hands to a daemon."""
-        return self.daemons / "configs" / f"{name}.toml"
 
     @property
     def logs(self) -> Path:

@@ -11,7 +11,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -125,7 +125,9 @@ class TrainerStatus(Status, kw_only=True):
 
 
 class InferenceStatus(Status, kw_only=True):
-    """`inference/status.json`. `state`: starting, serving, stopped. `base_url` ends in `/v1`.
+    """`inference/<n>/status.json`, one a server. `base_url` ends in `/v1`.
+
+    `state`: starting, serving, stopping (it takes no more requests and answers those under way), stopped.
 
     `kv_use` is the share of the room for running requests that is taken (vLLM: blocks of its KV cache; embedded: rows
     of its batch), null when the engine does not report it.
@@ -324,10 +326,14 @@ class StatusWriter:
     most every MIN_WRITE_INTERVAL_S; a daemon thread writes it every HEARTBEAT_S. The main loop calls `turn` at every
     turn, also when it has nothing to do. After `close` the file holds the last state. An OSError while writing (folder
     deleted, disk full) is kept in `error` and never stops the writer's process. `clock` is Unix seconds, for readers.
+    `copies` are more files that hold the same.
     """
 
-    def __init__(self, path: Path, status: Status, *, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self, path: Path, status: Status, *, copies: Sequence[Path] = (), clock: Callable[[], float] = time.time
+    ) -> None:
         self.path = path
+        self._copies = copies
         self.status = status
         self.error: OSError | None = None
         self._clock = clock
@@ -377,7 +383,8 @@ class StatusWriter:
             self.status.loop = self._num_turns
             self.status.loop_still_s = round(max(0.0, time.monotonic() - self._turned_s), 3)
         try:
-            write_atomic(self.path, msgspec.json.encode(self.status))
+            for path in (self.path, *self._copies):
+                write_atomic(path, msgspec.json.encode(self.status))
             self.error = None
         except OSError as error:
             self.error = error

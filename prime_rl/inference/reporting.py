@@ -1,4 +1,4 @@
-"""From what an engine counts to `inference/status.json`. The same for both engines."""
+"""From what an engine counts to its status file. The same for both engines."""
 
 from __future__ import annotations
 

@@ -57,6 +57,9 @@ async def serve(
             status.turn()
             await asyncio.sleep(POLL_S)
         failed = not task.done() and not stop()
+        beat.cancel()
+        # Clients see it, and go to another server.
+        await asyncio.to_thread(status.update, state="stopping", waiting_on="the requests under way")
         server.should_exit = True
         _, late = await asyncio.wait({task}, timeout=DRAIN_S)
         if late:

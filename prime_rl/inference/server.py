@@ -1,7 +1,7 @@
 """The inference server: `python -m prime_rl.inference.server @ inference.toml`. Reads top to bottom.
 
-Checks what can be checked, takes the port, writes "starting" to `inference/status.json`, and hands over to the chosen
-engine; only that engine is imported. Exit codes: 0 stopped, 1 failed, 2 wrong config.
+Checks what can be checked, takes the port, writes "starting" to `inference/<n>/status.json`, and hands over to the
+chosen engine; only that engine is imported. Exit codes: 0 stopped, 1 failed, 2 wrong config.
 """
 
 from __future__ import annotations
@@ -66,7 +66,12 @@ def _open_status(config: InferenceConfig, url: str) -> StatusWriter:
     status = InferenceStatus(
         base_url=url, engine=config.engine, model=config.model.name, waiting_on="the model to be loaded"
     )
-    return StatusWriter(config.status_file or OutputDir(config.output_dir).inference_status, status)
+    if config.status_file:
+        return StatusWriter(config.status_file, status)
+    output = OutputDir(config.output_dir)
+    output.inference.mkdir(exist_ok=True)
+    own = output.replica_status(config.replica)
+    return StatusWriter(own, status, copies=[output.inference_status] if config.replica == 0 else [])
 
 
 def _fail(message: str, exit_code: int) -> int:

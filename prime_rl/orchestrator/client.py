@@ -144,10 +144,11 @@ _AnswerT = TypeVar("_AnswerT")
 
 
 class Endpoint:
-    """Where inference is: a fixed URL, or the one that the workspace's server wrote to its status file."""
+    """Where inference is: a fixed URL, or the one that a server of the workspace wrote to its status file."""
 
-    def __init__(self, output_dir: Path, base_url: str | None) -> None:
-        self._status_path = OutputDir(output_dir).inference_status
+    def __init__(self, output_dir: Path, base_url: str | None, *, replica: int = 0) -> None:
+        output = OutputDir(output_dir)
+        self._status_path = output.replica_status(replica) if replica else output.inference_status
         self._fixed = base_url.rstrip("/") if base_url else None
         self._found: str | None = None
 
@@ -196,11 +197,23 @@ class ServerClient:
         self._timeout_s = timeout_s
         self.weights: str | None = None
         self.logprobs_mode: str | None = None
+        self._under_way: set[asyncio.Timeout] = set()
 
     @property
     def address(self) -> str:
         """The server's URL, or the status file that is to have it."""
         return self._endpoint.address
+
+    def abandon(self) -> None:
+        """End the requests under way, which fail with ServerDown, and look for its address again."""
+        under_way, self._under_way = self._under_way, set()
+        for deadline in under_way:
+            deadline.reschedule(asyncio.get_running_loop().time())
+        self._endpoint.forget()
+
+    def forget(self) -> None:
+        """Look for its address again before the next request."""
+        self._endpoint.forget()
 
     async def list_models(self) -> list[ServedModel]:
         """The base model and all loaded adapters, also those of other runs."""
@@ -240,13 +253,18 @@ class ServerClient:
         url = self._endpoint.url()
         whole_url = url.removesuffix("/v1") + path if path.startswith("/") else f"{url}/{path}"
         try:
-            async with asyncio.timeout(self._timeout_s):
+            async with asyncio.timeout(self._timeout_s) as deadline:
+                self._under_way.add(deadline)
                 response = await self._http.request(method, whole_url, json=body)
         except TimeoutError:
+            if deadline not in self._under_way:
+                raise ServerDown(f"inference at {url} (its process is gone, or shows no sign of life)") from None
             raise ServerDown(f"inference at {url} (no answer in {self._timeout_s:g} s)", is_overload=True) from None
         except httpx.RequestError as error:  # no connection, a lost one, or a body that cannot be decoded
             self._endpoint.forget()
             raise ServerDown(f"inference at {url} ({_reason(error)})") from error
+        finally:
+            self._under_way.discard(deadline)
         _raise_for(response, url)
         self.logprobs_mode = response.headers.get(LOGPROBS_HEADER)
         return response, url

@@ -38,6 +38,7 @@ from prime_rl.orchestrator.client import (
     ServerDown,
 )
 from prime_rl.orchestrator.concurrency import Places
+from prime_rl.orchestrator.replicas import LOOK_EVERY_S, Replicas, Standing
 from prime_rl.utils.background import Background
 
 logger = logging.getLogger(__name__)
@@ -50,6 +51,14 @@ KEEPALIVE_S = 2.0
 # So much of its share of the outstanding tokens may a server have for the sake of its cache.
 LOAD_BOUND = 1.25
 
+# An idle server answers a question without tokens in milliseconds, a loaded one within this.
+SIGN_OF_LIFE_S = 10.0
+_LEFT = {
+    Standing.BUSY: "it takes no requests now",
+    Standing.DEAD: "its process is gone",
+    Standing.GONE: "it has stopped",
+}
+
 ResultT = TypeVar("ResultT")
 
 
@@ -58,7 +67,8 @@ class Server:
     """One server as the run sees it.
 
     Attributes:
-        living: whether it is asked. One that is not is checked by its own task.
+        living: whether it is asked. One that is not is checked by its own task, unless it is `retired`.
+        retired: it has left the workspace; another one of its number may come.
         error: what it last failed with, for `trouble`.
         not_before_s: it asked to be left alone until then, in the event loop's time.
         num_refused: failures since it last answered.
@@ -67,7 +77,9 @@ class Server:
     number: int
     client: ServerClient
     living: bool = True
+    retired: bool = False
     error: str = ""
+    is_doubted: bool = False
     not_before_s: float = 0.0
     num_refused: int = 0
     outstanding_tokens: int = 0
@@ -136,16 +148,16 @@ class InferenceClient:
             max_connections=None, max_keepalive_connections=max_concurrent_requests, keepalive_expiry=KEEPALIVE_S
         )
         self._http = httpx.AsyncClient(headers=headers, timeout=None, limits=limits, transport=transport)
-        self._servers = [
-            Server(number, ServerClient(endpoint, self._http, timeout_s=timeout_s))
-            for number, endpoint in enumerate(endpoints)
-        ]
+        self._timeout_s = timeout_s
+        self._servers: list[Server] = []
+        for number, endpoint in enumerate(endpoints):
+            self._add(number, endpoint)
         self._backoff_start_s = backoff_start_s
         self._changed = asyncio.Event()
-        self._returning = Background()
+        self._background = Background()
 
     async def close(self) -> None:
-        await self._returning.cancel()
+        await self._background.cancel()
         await self._http.aclose()
 
     @property
@@ -163,8 +175,9 @@ class InferenceClient:
         return sum(server.request_s for server in self._servers)
 
     def metrics(self) -> dict[str, float]:
-        """Figures of each server by its number in `client.base_url`; counts are since the start."""
-        figures = {name: value for server in self._servers for name, value in server.metrics().items()}
+        """Figures of each server by its number in `client.base_url` or the workspace; counts are since the start."""
+        present = [server for server in self._servers if not server.retired]
+        figures = {name: value for server in present for name, value in server.metrics().items()}
         return {**figures, "inference/max_in_flight": self.places.control.limit}
 
     # -- requests ----
@@ -238,6 +251,59 @@ class InferenceClient:
 
     # -- servers ----
 
+    def follow(self, replicas: Replicas) -> None:
+        """Take the servers of the workspace as they come and go, from now until `close`."""
+        for number, standing in replicas.look().items():
+            if number and standing is Standing.SERVING:
+                self._add(number, replicas.endpoint(number))
+        self._background.start(self._follow(replicas), "looking for inference servers")
+
+    async def _follow(self, replicas: Replicas) -> None:
+        while True:
+            await asyncio.sleep(LOOK_EVERY_S)
+            for number, standing in (await asyncio.to_thread(replicas.look)).items():
+                server = next((each for each in self._servers if each.number == number), None)
+                if server is None and standing is Standing.SERVING:
+                    server = self._add(number, replicas.endpoint(number), retired=True)
+                if server is not None:
+                    self._heed(server, standing)
+
+    def _add(self, number: int, endpoint: Endpoint, *, retired: bool = False) -> Server:
+        client = ServerClient(endpoint, self._http, timeout_s=self._timeout_s)
+        self._servers.append(server := Server(number, client, living=not retired, retired=retired))
+        return server
+
+    def _heed(self, server: Server, standing: Standing) -> None:
+        """Do what a look at the workspace asks for. Replica 0 is never retired: it is what is waited for."""
+        if standing is Standing.SERVING:
+            if server.retired:
+                logger.info("inference server %d has come: %s", server.number, server.client.address)
+                server.retired, server.error = False, f"inference at {server.client.address} (it has just come)"
+                self._background.start(self._bring_back(server), f"equipping {server.client.address}")
+        elif standing is Standing.SILENT:
+            if server.living and not server.is_doubted:
+                server.is_doubted = True
+                self._background.start(self._doubt(server), f"asking {server.client.address} for a sign of life")
+        else:
+            if server.living:
+                address = server.client.address
+                server.client.abandon() if standing is Standing.DEAD else server.client.forget()
+                self._take_out(server, ServerDown(f"inference at {address} ({_LEFT[standing]})"))
+            if standing is Standing.GONE and server.number:
+                server.retired = True
+
+    async def _doubt(self, server: Server) -> None:
+        """Take out a server that does not answer; its requests under way are made again elsewhere."""
+        try:
+            async with asyncio.timeout(SIGN_OF_LIFE_S):
+                await server.client.list_models()
+        except (InferenceError, TimeoutError):
+            error = ServerDown(f"inference at {server.client.address} (no heartbeat and no answer)")
+            server.client.abandon()
+            self._take_out(server, error)
+        finally:
+            server.is_doubted = False
+
     async def _pick(self, request: CompletionRequest | None = None) -> Server:
         """The server for the next request; waits until there is one."""
         while True:
@@ -272,13 +338,15 @@ class InferenceClient:
             return
         server.living = False
         logger.warning("no more requests to it until it answers: %s", error)
-        self._returning.start(self._bring_back(server), f"bringing back {server.client.address}")
+        self._background.start(self._bring_back(server), f"bringing back {server.client.address}")
 
     async def _bring_back(self, server: Server) -> None:
         """Look at a server that was taken out until it answers and is equipped; then it is asked again."""
         logged = server.error
         for attempt in itertools.count():
             await asyncio.sleep(self._backoff_s(attempt))
+            if server.retired:
+                return
             try:
                 await self._equip(server.client)
                 break
@@ -291,7 +359,9 @@ class InferenceClient:
                 if server.error != logged and not isinstance(error, InferenceUnavailable):
                     logged = server.error
                     logger.warning("cannot restore %s yet, will retry: %s", server.client.address, server.error)
-        logger.info("inference server %d answers again", server.number)
+        if server.retired:
+            return
+        logger.info("inference server %d answers", server.number)
         server.living, server.not_before_s, server.num_refused = True, 0.0, 0
         self._changed.set()
 
@@ -303,7 +373,7 @@ class InferenceClient:
     # -- trouble ----
 
     def _describe_trouble(self) -> str:
-        errors = [server.error for server in self._servers]
+        errors = [server.error for server in self._servers if not server.retired]
         return errors[0] if len(errors) == 1 else f"one of {len(errors)} inference servers: {'; '.join(errors)}"
 
     def _set_trouble(self, trouble: str | None) -> None:

@@ -21,6 +21,7 @@ from prime_rl.orchestrator.adapters import AdapterPublication
 from prime_rl.orchestrator.client import Endpoint, ServedModel, ServerClient
 from prime_rl.orchestrator.guard import RunFailed
 from prime_rl.orchestrator.pool import InferenceClient
+from prime_rl.orchestrator.replicas import Replicas
 from prime_rl.orchestrator.trainer_watch import trainer_status
 from prime_rl.orchestrator.whole_weights import WholeWeights, lease
 from prime_rl.utils.secrets import SecretError, read_secret
@@ -99,7 +100,7 @@ def connect(
         api_key = read_secret(config.client.api_key_var, os.environ)
     except SecretError as error:
         raise RunFailed(str(error)) from error
-    return InferenceClient(
+    client = InferenceClient(
         [Endpoint(run.path.parent, url) for url in config.client.urls],
         publication.equip,
         on_trouble=on_trouble,
@@ -107,6 +108,9 @@ def connect(
         timeout_s=config.client.timeout_s,
         max_concurrent_requests=config.client.max_concurrent_requests,
     )
+    if config.client.base_url is None:
+        client.follow(Replicas(run.path.parent))
+    return client
 
 
 async def clear_inference(config: OrchestratorConfig, run: RunDir) -> None:

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from daemons.client import DaemonView, RunView, Workspace
+from daemons.client import DaemonView, RunView, Workspace, replica_name
 from prime_rl.contract.condition import LOST, STALLED, stall_text, stalled_since
 from prime_rl.contract.layout import CONFIG_ERROR_PREFIX
 from prime_rl.contract.status import LOST_AFTER_S, RunState, Status
@@ -250,16 +250,24 @@ def _note(run: RunView, state: str, now: float, tail: RunTail, alive_at: float |
 
 
 def _daemons(workspace: Workspace) -> tuple[DaemonRow, ...]:
-    trainer, inference = workspace.trainer, workspace.inference
+    trainer = workspace.trainer
     supervisor = workspace.daemon("supervisor")
     found = [
         _daemon("trainer", *_own_state(trainer), workspace.daemon("trainer")),
-        _daemon("inference", *_own_state(inference), workspace.daemon("inference")),
+        *(_replica(workspace, number) for number in sorted({0, *dict(workspace.replicas)})),
         _daemon("supervisor", "running" if workspace.supervisor_alive else None, None, supervisor),
     ]
     known = {daemon.name for daemon in found}
     others = [_daemon(each.name, each.state, None, each) for each in workspace.daemons if each.name not in known]
     return (*found, *others)
+
+
+def _replica(workspace: Workspace, number: int) -> DaemonRow:
+    """One inference server."""
+    name = replica_name(number)
+    alone = workspace.inference if not (number or workspace.replicas) else None
+    status = dict(workspace.replicas).get(number, alone)
+    return _daemon(name, *_own_state(status), workspace.daemon(name))
 
 
 def _own_state(status: Status | None) -> tuple[str | None, str | None]:

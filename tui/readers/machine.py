@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from daemons.client import DiskReader, DiskView, MachineReader, MachineView, Workspace
+from daemons.client import DiskReader, DiskView, MachineReader, MachineView, Workspace, replica_name
 from prime_rl.utils.process import ProcessId
 
 INTERVAL_S = 2.0
@@ -60,7 +60,9 @@ class SystemProbe:
 def daemon_processes(workspace: Workspace) -> dict[str, ProcessId]:
     """The processes of the daemons that are known to live. Their own status is the newest."""
     found: dict[str, ProcessId] = {each.name: each.process for each in workspace.daemons if each.process is not None}
-    for name, status in (("trainer", workspace.trainer), ("inference", workspace.inference)):
+    servers = workspace.replicas or ((0, workspace.inference),)
+    replicas = [(replica_name(number), status) for number, status in servers]
+    for name, status in (("trainer", workspace.trainer), *replicas):
         if status is not None:
             found.setdefault(name, status.writer)
     return found

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from rich.text import Text
 
 from daemons.client import DaemonUse, DiskView, MachineView
+from prime_rl.contract.status import InferenceStatus
 from prime_rl.utils.text import one_line
 from tui import fmt
 from tui.model.levels import Level
@@ -116,10 +117,23 @@ def inference_lines(snapshot: Snapshot, width: int) -> Lines:
     inference = snapshot.workspace.inference
     if inference is None:
         return [_title("inference", "not running: start it with prl up")]
-    facts = ((inference.engine, 20), (inference.model, 40), (inference.base_url, 40))
+    replicas = snapshot.workspace.replicas
+    several = len(replicas) > 1
+    place = f"{len(replicas)} servers" if several else inference.base_url
+    facts = ((inference.engine, 20), (inference.model, 40), (place, 40))
     lines = [_title("inference", " · ".join(fmt.shorten(fact, width) for fact, width in facts if fact))]
+    lines.append(_requests("  requests ", inference))
+    if several:
+        lines += [_requests(f"  {number} {fmt.shorten(each.base_url, 40)} ", each) for number, each in replicas]
+    names = [fmt.shorten(name, 80) for name in inference.adapters]
+    shown = ", ".join(names[:MAX_ADAPTERS]) + (f" and {len(names) - MAX_ADAPTERS} more" if names[MAX_ADAPTERS:] else "")
+    return [*lines, Text.assemble((f"  adapters {len(names)}  ", "muted"), shown)] if names else lines
+
+
+def _requests(label: str, inference: InferenceStatus) -> Text:
+    """What one server, or all together, do."""
     requests = Text.assemble(
-        ("  requests ", "muted"),
+        (label, "muted"),
         (f"{inference.num_running} running", "bold" if inference.num_running else "muted"),
         (f" {inference.num_waiting} waiting", "warning" if inference.num_waiting else "muted"),
         (f"   {fmt.count(inference.tokens_per_s)} tok/s", "muted"),
@@ -129,10 +143,7 @@ def inference_lines(snapshot: Snapshot, width: int) -> Lines:
         colour = "warning" if inference.kv_use >= HIGH else "success"
         requests.append("   room ", "muted").append(filled, colour).append(empty, "faint")
         requests.append(f" {fmt.percent(inference.kv_use)}", "muted")
-    names = [fmt.shorten(name, 80) for name in inference.adapters]
-    shown = ", ".join(names[:MAX_ADAPTERS]) + (f" and {len(names) - MAX_ADAPTERS} more" if names[MAX_ADAPTERS:] else "")
-    adapters = Text.assemble((f"  adapters {len(names)}  ", "muted"), shown)
-    return [*lines, requests, adapters] if names else [*lines, requests]
+    return requests
 
 
 def _title(name: str, facts: str) -> Text:

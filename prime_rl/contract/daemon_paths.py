@@ -1,0 +1,100 @@
+"""The paths of daemons: their status files, configs, starts, requests. `contract.layout` has all others."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+# Replica 0 is found without a folder.
+_REPLICA = re.compile(r"[1-9][0-9]{0,4}")
+
+
+@dataclass(frozen=True)
+class DaemonPaths:
+    """See the module. `path` is the workspace."""
+
+    path: Path
+
+    @property
+    def trainer_status(self) -> Path:
+        return self.path / "trainer" / "status.json"
+
+    @property
+    def inference(self) -> Path:
+        return self.path / "inference"
+
+    @property
+    def inference_status(self) -> Path:
+        """Of the first inference server, replica 0."""
+        return self.inference / "status.json"
+
+    def replica_status(self, replica: int) -> Path:
+        """Written by the inference server of that number only."""
+        return self.inference / str(replica) / "status.json"
+
+    def inference_statuses(self) -> dict[int, Path]:
+        """The status file of each inference server that ever was, by its number, ascending; always that of replica 0.
+
+        What replica 0 writes to both of its files is read from `inference_status`, which any engine may write.
+        """
+        others = sorted(int(path.name) for path in self.inference.glob("*") if _REPLICA.fullmatch(path.name))
+        return {0: self.inference_status} | {number: self.replica_status(number) for number in others}
+
+    @property
+    def weights_lock(self) -> Path:
+        """Held by the orchestrator whose run's whole weights the inference servers have."""
+        return self.inference / "weights.lock"
+
+    @property
+    def daemons(self) -> Path:
+        return self.path / "daemons"
+
+    def daemon_status(self, name: str) -> Path:
+        return self.daemons / f"{name}.json"
+
+    def own_status(self, name: str) -> Path:
+        """Written by a daemon that has no other place for its status: alerts, monitors."""
+        return self.daemons / name / "status.json"
+
+    @property
+    def alerts_open(self) -> Path:
+        """What the daemon `alerts` reports now, written by it alone."""
+        return self.daemons / "alerts" / "open.json"
+
+    @property
+    def alerts_said(self) -> Path:
+        """What people have said about alerts: acknowledged, muted. One file each, written by `prl` and `prl-tui`."""
+        return self.daemons / "alerts" / "said"
+
+    def alert_said(self, name: str) -> Path:
+        return self.alerts_said / f"{name}.json"
+
+    @property
+    def starts(self) -> Path:
+        """What agents write about daemons that they started on other machines, and what they are asked."""
+        return self.daemons / "starts"
+
+    def agent_record(self, name: str, start_id: str, node: int) -> Path:
+        """Written by the agent of that node only."""
+        return self.starts / f"{name}.{start_id}.{node}.json"
+
+    def stop_request(self, name: str, start_id: str) -> Path:
+        """Asks the agents of one start to end their daemon; holds the grace in seconds."""
+        return self.starts / f"{name}.{start_id}.stop"
+
+    @property
+    def supervisor_lock(self) -> Path:
+        return self.daemons / "supervisor.lock"
+
+    @property
+    def supervisor_pidfile(self) -> Path:
+        return self.daemons / "supervisor.pid"
+
+    def start_request(self, name: str) -> Path:
+        """Requests the restart of a daemon; the supervisor removes it when it has read it."""
+        return self.daemons / "requests" / name
+
+    def component_config(self, name: str) -> Path:
+        """The resolved config that the supervisor hands to a daemon."""
+        return self.daemons / "configs" / f"{name}.toml"
