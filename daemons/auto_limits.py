@@ -75,6 +75,11 @@ def share_a_gpu(system: SystemConfig, environ: Mapping[str, str]) -> bool:
         return False
     if "cpu" in (system.trainer.device, inference.device) or not count_gpus({**os.environ, **environ}):
         return False
+    trainer, server = system.deployment.trainer, system.deployment.inference
+    if trainer.gpus and (server.gpus or system.deployment.engine != "local"):
+        return False
+    if trainer.gpus:
+        return environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0] in map(str, trainer.gpus)
     if module_of(TRAINER, environ) != torchrun.__name__ or not environ.get(torchrun.GPUS_VARIABLE):
         return True
     first = environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
@@ -95,7 +100,7 @@ def _earlier(output: OutputDir, wanted: Sequence[str]) -> tuple[SystemConfig, di
 def _question(system: SystemConfig, environ: Mapping[str, str]) -> dict[str, Any]:
     asked = system.model_dump(mode="json", include=_DECIDES)
     visible = {name: environ.get(name) for name in ("CUDA_VISIBLE_DEVICES", torchrun.GPUS_VARIABLE)}
-    return {**asked, **visible, "ranks": _gpus(environ)}
+    return {**asked, **visible, "ranks": _gpus(environ, system.deployment.trainer)}
 
 
 def _numbers(answer: Mapping[str, Any], is_shared: bool) -> dict[str, float]:
@@ -114,9 +119,11 @@ def _numbers(answer: Mapping[str, Any], is_shared: bool) -> dict[str, float]:
     return {SLOTS: answer["runs"], SHARE: min(share or WHOLE_GPU, WHOLE_GPU)}
 
 
-def _gpus(environ: Mapping[str, str]) -> str:
+def _gpus(environ: Mapping[str, str], trainer: TrainerDeployment) -> str:
     """The trainer's ranks, for `prl fit --gpus`."""
-    return torchrun.num_ranks(environ) if module_of(TRAINER, environ) == torchrun.__name__ else "1"
+    if module_of(TRAINER, environ) == torchrun.__name__:
+        return torchrun.num_ranks(environ)
+    return str(trainer.ranks * trainer.nodes)
 
 
 def _ask(
@@ -127,7 +134,7 @@ def _ask(
         file, out, errors = (Path(name) / each for each in ("system.toml", "out", "errors"))
         # What was left to defaults stays so: inference gets its number of slots only now.
         file.write_text(tomli_w.dumps(without_nulls(system.model_dump(mode="json", exclude_unset=True))))
-        argv = python_module(FIT_MODULE, "@", str(file), "--gpus", _gpus(environ), "--json")
+        argv = python_module(FIT_MODULE, "@", str(file), "--gpus", _gpus(environ, system.deployment.trainer), "--json")
         # A model of the hub may be asked for its config.json, which the trainer will load anyway.
         env = {"HF_HUB_OFFLINE": "0", **os.environ, **environ}
         with out.open("wb") as stdout, errors.open("wb") as stderr:

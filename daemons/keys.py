@@ -24,7 +24,7 @@ def keys_of(spec: DaemonSpec, output: OutputDir) -> list[str]:
         return _alerts_variables(output)
     if spec.name == MONITORS:
         return [WANDB_VARIABLE]
-    return [inference_variable(output)] if spec.name == INFERENCE else []
+    return [inference_variable(output)] if spec.kind == INFERENCE else []
 
 
 def all_keys(output: OutputDir) -> list[str]:

@@ -15,7 +15,7 @@ import urllib.request
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from daemons.client import SUPERVISOR, Workspace, WorkspaceReader
+from daemons.client import SUPERVISOR, Workspace, WorkspaceReader, replica_name
 from daemons.keys import all_keys
 from daemons.launchers import launcher_of
 from daemons.launchers.base import Launcher
@@ -26,14 +26,13 @@ from daemons.process import log_tail, python_module, spawn
 from daemons.specs import (
     INFERENCE,
     MONITORS,
-    SYSTEM,
     TRAINER,
     save_topology,
+    saved_system,
     saved_topology,
     settle_topology,
     write_component_configs,
 )
-from prime_rl.configs.base import ConfigError, load_config
 from prime_rl.configs.system import SupervisorConfig, SystemConfig
 from prime_rl.contract.condition import stall_text, stalled_since
 from prime_rl.contract.files import WaitTimeout, wait_for
@@ -77,8 +76,10 @@ def prepare(system: SystemConfig, output: OutputDir, say: Say) -> SupervisorLock
             raise LaunchError(f"cannot end processes {left} of an earlier start: end them, then try again")
         if keep:
             say(f"keeping {', '.join(sorted(keep))}: already running with the same config")
-        if INFERENCE not in keep:
-            _check_port(INFERENCE, "--inference.port", system.inference.host, system.inference.port)
+        for number in range(system.deployment.inference.replicas):
+            name, port = replica_name(number), system.inference.port
+            if name not in keep:
+                _check_port(name, "--inference.port", system.inference.host, port + number if port else 0)
         if MONITORS not in keep and system.monitors.prometheus is not None:
             _check_port(MONITORS, "--monitors.prometheus.port", "127.0.0.1", system.monitors.prometheus.port)
         forget_endings(output, keep)
@@ -233,14 +234,6 @@ def restart_timeout_s(limits: SupervisorConfig) -> float:
 
 def limits_of(output: OutputDir) -> SupervisorConfig:
     return saved_system(output).supervisor
-
-
-def saved_system(output: OutputDir) -> SystemConfig:
-    """The system of the last start."""
-    try:
-        return load_config(SystemConfig, output.component_config(SYSTEM))
-    except ConfigError:  # never started, or of another version
-        return SystemConfig()
 
 
 def saved_launcher(output: OutputDir) -> Launcher:

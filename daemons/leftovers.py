@@ -25,6 +25,7 @@ from daemons.specs import (
     TRAINER,
     DaemonSpec,
     component_texts,
+    kind_of,
     monitors_spec,
     orchestrator_spec,
     service_specs,
@@ -76,9 +77,9 @@ def adoptable(
     return {
         name
         for name in living(output, launcher)
-        if name not in changed
+        if kind_of(name) not in changed
         and statuses[name].state in _ADOPTED_AS
-        and (spec := _spec(output, name, environ)) is not None
+        and (spec := _spec(output, name, environ, system)) is not None
         and list(spec.argv) == statuses[name].argv
     }
 
@@ -113,8 +114,9 @@ def end_leftovers(
     left: set[ProcessId] = set()
     alive = {name: handle for name, handle in living(output, launcher).items() if name not in keep}
     services = (TRAINER, MONITORS, INFERENCE)
-    for group in (set(alive) - set(services), {TRAINER}, {MONITORS}, {INFERENCE}):
-        handles = [alive[name] for name in sorted(group & set(alive))]
+    kinds = {name: kind_of(name) for name in alive}
+    for group in (set(kinds.values()) - set(services), {TRAINER}, {MONITORS}, {INFERENCE}):
+        handles = [alive[name] for name in sorted(alive) if kinds[name] in group]
         if handles:
             say("ending " + ", ".join(f"{each.name} ({each.ref})" for each in handles))
             drain_s = limits.grace_s if group == {INFERENCE} else limits.drain_s
@@ -159,15 +161,17 @@ def forget_endings(output: OutputDir, keep: Collection[str]) -> None:
             write_atomic(path, msgspec.json.encode(status))
 
 
-def _spec(output: OutputDir, name: str, environ: Mapping[str, str] = os.environ) -> DaemonSpec | None:
-    """How the daemon is started, or None if it is not a daemon (any more)."""
+def _spec(
+    output: OutputDir, name: str, environ: Mapping[str, str] = os.environ, system: SystemConfig | None = None
+) -> DaemonSpec | None:
+    """How the daemon is started, or None if it is not a daemon (any more). Default: by the system of the last start."""
     if name == MONITORS:
-        return monitors_spec(output, environ)
-    for spec in service_specs(output, environ):
+        return monitors_spec(output, environ, system)
+    for spec in service_specs(output, environ, system):
         if spec.name == name:
             return spec
     try:
         run = output.run(name)
     except LayoutError:
         return None
-    return orchestrator_spec(run, environ) if run.path.is_dir() else None
+    return orchestrator_spec(run, environ, system) if run.path.is_dir() else None

@@ -103,7 +103,7 @@ class Observer:
             lives=end is None,
             exit_code=end.exit_code if end else None,
             end_reason=end.reason if end else None,
-            ready=own is not None and own.state in _READY.get(daemon.spec.name, ("running", *_FINAL_STATES)),
+            ready=own is not None and own.state in _READY.get(daemon.spec.kind, ("running", *_FINAL_STATES)),
             waiting_on=own.waiting_on if own else None,
             heartbeat_age_s=self._unchanged_s(daemon.spec.name, "beat", (own.pid, own.updated_at), now)
             if own
@@ -146,8 +146,10 @@ class Observer:
         status: Status | None
         if daemon.spec.name == TRAINER:
             status = self._read(self.output.trainer_status, TrainerStatus)
-        elif daemon.spec.name == INFERENCE:
-            status = self._read(self.output.inference_status, InferenceStatus)
+        elif daemon.spec.kind == INFERENCE:
+            number = daemon.spec.replica
+            path = self.output.replica_status(number) if number else self.output.inference_status
+            status = self._read(path, InferenceStatus)
         elif daemon.spec.name in OPTIONAL:
             status = self._read(self.output.own_status(daemon.spec.name), Status)
         else:

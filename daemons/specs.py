@@ -9,16 +9,19 @@ starts nothing (`supervisor` does).
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import tomli_w
 
 from daemons.process import python_module
-from daemons.torchrun import GPUS_VARIABLE, OPTIONS_VARIABLE
-from prime_rl.configs.base import load_toml
+from daemons.run_files import Stamp, stamp_of
+from daemons.torchrun import GPUS_VARIABLE, OPTIONS_VARIABLE, start_ranks
+from daemons.workspace import replica_name
+from prime_rl.configs.base import ConfigError, load_config, load_toml
 from prime_rl.configs.system import SystemConfig
 from prime_rl.contract.files import write_atomic
 from prime_rl.contract.layout import OutputDir, RunDir
@@ -78,7 +81,7 @@ class DaemonSpec:
 
     @property
     def kind(self) -> str:
-        return ORCHESTRATOR if self.run_id else self.name
+        return ORCHESTRATOR if self.run_id else kind_of(self.name)
 
 
 @dataclass(frozen=True)
@@ -98,6 +101,25 @@ class RunNow:
     has_monitors: bool = False
     ended: bool = False
     paused: bool = False
+
+
+def kind_of(service: str) -> str:
+    """The kind of a daemon that is no orchestrator: of "inference-1" it is "inference"."""
+    return INFERENCE if service.startswith(f"{INFERENCE}-") else service
+
+
+def saved_system(output: OutputDir) -> SystemConfig:
+    """The system of the last start; the defaults without one. Read again only when its file has changed."""
+    path = output.component_config(SYSTEM)
+    return _read_system(path, stamp_of(path))
+
+
+@lru_cache(maxsize=8)
+def _read_system(path: Path, stamp: Stamp) -> SystemConfig:
+    try:
+        return load_config(SystemConfig, path)
+    except ConfigError:  # never started, or of another version
+        return SystemConfig()
 
 
 def saved_topology(output: OutputDir) -> dict[str, str] | None:
@@ -127,35 +149,85 @@ def settle_topology(
     return now, changed
 
 
-def module_of(daemon: str, environ: Mapping[str, str] = os.environ) -> str:
-    """The module that `python -m` runs for a daemon, by its kind."""
-    own = dict(item.partition("=")[::2] for item in environ.get(MODULES_VARIABLE, "").split(",") if item)
-    return own.get(daemon, _MODULES[daemon])
+def module_of(daemon: str, environ: Mapping[str, str] = os.environ, own: Mapping[str, str] | None = None) -> str:
+    """The module that `python -m` runs for a daemon, by its kind; `own`: those of `deployment.modules`."""
+    return _set_modules(environ).get(daemon) or (own or {}).get(daemon, _MODULES[daemon])
 
 
-def service_specs(output: OutputDir, environ: Mapping[str, str] = os.environ) -> list[DaemonSpec]:
-    """Inference, trainer, and what else the system file asks for, in the order in which they are started."""
-    names = [INFERENCE, TRAINER, *([ALERTS] if output.component_config(ALERTS).exists() else [])]
-    asks_for_monitors = output.component_config(MONITORS).exists()
-    return [
-        DaemonSpec(
-            name,
-            tuple(python_module(module_of(name, environ), "@", str(output.component_config(name)))),
-            output.log(name),
-        )
-        for name in names
-    ] + ([monitors_spec(output, environ)] if asks_for_monitors else [])
+def _set_modules(environ: Mapping[str, str]) -> dict[str, str]:
+    return dict(item.partition("=")[::2] for item in environ.get(MODULES_VARIABLE, "").split(",") if item)
 
 
-def monitors_spec(output: OutputDir, environ: Mapping[str, str] = os.environ) -> DaemonSpec:
-    """It reads its config itself: there is none where only runs ask for monitors."""
+def service_specs(
+    output: OutputDir, environ: Mapping[str, str] = os.environ, system: SystemConfig | None = None
+) -> list[DaemonSpec]:
+    """Inference, trainer, and what else the system file asks for, in the order in which they are started.
+
+    Default: by the system of the last start.
+    """
+    system = system or saved_system(output)
+    specs = [_inference_spec(output, environ, system, n) for n in range(system.deployment.inference.replicas)]
+    specs.append(_trainer_spec(output, environ, system))
+    if output.component_config(ALERTS).exists():
+        module = module_of(ALERTS, environ, system.deployment.modules)
+        argv = python_module(module, "@", str(output.component_config(ALERTS)))
+        specs.append(DaemonSpec(ALERTS, tuple(argv), output.log(ALERTS)))
+    if output.component_config(MONITORS).exists():
+        specs.append(monitors_spec(output, environ, system))
+    return specs
+
+
+def _inference_spec(output: OutputDir, environ: Mapping[str, str], system: SystemConfig, replica: int) -> DaemonSpec:
+    table, port, name = system.deployment.inference, system.inference.port, replica_name(replica)
+    argv = python_module(
+        module_of(INFERENCE, environ, system.deployment.modules), "@", str(output.component_config(INFERENCE))
+    )
+    if replica:
+        argv += ["--replica", str(replica), "--port", str(port + replica if port else 0)]
+    if table.tensor_parallel > 1:
+        argv += ["--vllm.extra_args.tensor_parallel_size", str(table.tensor_parallel)]
+    devices = table.devices(replica)
+    argv = [*_only_on(devices), *argv]
     return DaemonSpec(
-        MONITORS, tuple(python_module(module_of(MONITORS, environ), str(output.path))), output.log(MONITORS)
+        name, tuple(argv), output.log(name), gpus=table.gpus_per_replica, devices=devices, replica=replica
     )
 
 
-def orchestrator_spec(run: RunDir, environ: Mapping[str, str] = os.environ) -> DaemonSpec:
-    argv = python_module(module_of(ORCHESTRATOR, environ), "@", str(run.orch_toml))
+def _trainer_spec(output: OutputDir, environ: Mapping[str, str], system: SystemConfig) -> DaemonSpec:
+    table, config = system.deployment.trainer, ("@", str(output.component_config(TRAINER)))
+    module = module_of(TRAINER, environ, system.deployment.modules)
+    starts_ranks = table.ranks * table.nodes > 1 and TRAINER not in _set_modules(environ)
+    argv = start_ranks(table.ranks, module, config) if starts_ranks else python_module(module, *config)
+    return DaemonSpec(
+        TRAINER,
+        (*_only_on(table.gpus), *argv),
+        output.log(TRAINER),
+        num_nodes=table.nodes,
+        min_nodes=table.min_nodes,
+        gpus=table.gpus_per_node,
+        ranks=table.ranks,
+        devices=tuple(table.gpus),
+    )
+
+
+def _only_on(gpus: Sequence[int]) -> list[str]:
+    """In the command itself: it is seen there, and a daemon that is to have other GPUs is started anew."""
+    return ["env", f"CUDA_VISIBLE_DEVICES={','.join(map(str, gpus))}"] if gpus else []
+
+
+def monitors_spec(
+    output: OutputDir, environ: Mapping[str, str] = os.environ, system: SystemConfig | None = None
+) -> DaemonSpec:
+    """It reads its config itself: there is none where only runs ask for monitors."""
+    module = module_of(MONITORS, environ, (system or saved_system(output)).deployment.modules)
+    return DaemonSpec(MONITORS, tuple(python_module(module, str(output.path))), output.log(MONITORS))
+
+
+def orchestrator_spec(
+    run: RunDir, environ: Mapping[str, str] = os.environ, system: SystemConfig | None = None
+) -> DaemonSpec:
+    system = system or saved_system(OutputDir(run.path.parent))
+    argv = python_module(module_of(ORCHESTRATOR, environ, system.deployment.modules), "@", str(run.orch_toml))
     return DaemonSpec(run.run_id, tuple(argv), run.log, run.run_id)
 
 
@@ -186,11 +258,12 @@ def wants_monitors(run: RunNow) -> bool:
 
 
 def wanted(output: OutputDir, runs: Iterable[RunNow]) -> Mapping[str, DaemonSpec]:
-    runs = list(runs)
-    specs = service_specs(output)
+    runs, system = list(runs), saved_system(output)
+    specs = service_specs(output, system=system)
     if any(wants_monitors(run) for run in runs):
-        specs.append(monitors_spec(output))
-    specs += [orchestrator_spec(RunDir(output.path / run.run_id)) for run in runs if wants_orchestrator(run)]
+        specs.append(monitors_spec(output, system=system))
+    paths = [RunDir(output.path / run.run_id) for run in runs if wants_orchestrator(run)]
+    specs += [orchestrator_spec(path, system=system) for path in paths]
     return {spec.name: spec for spec in specs}
 
 

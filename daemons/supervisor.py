@@ -281,7 +281,7 @@ class Supervisor:
     def _end_group(self, group: list[Daemon], tick: Callable[[], None]) -> Left:
         """A daemon that still starts, and inference, have nothing to save."""
         handles = [daemon.handle for daemon in group if daemon.handle]
-        works = any(daemon.state is not State.STARTING and daemon.spec.name != INFERENCE for daemon in group)
+        works = any(daemon.state is not State.STARTING and daemon.spec.kind != INFERENCE for daemon in group)
         logger.info("ending %s", ", ".join(handle.name for handle in handles))
         drain_s = self.config.drain_s if works else self.config.grace_s
         return self._launcher.end(handles, self.config.grace_s, drain_s, tick)
@@ -301,7 +301,7 @@ def shutdown_order(daemons: Iterable[Daemon]) -> list[list[Daemon]]:
         [daemon for daemon in daemons if daemon.spec.run_id],
         [daemon for daemon in daemons if daemon.spec.name == TRAINER],
         [daemon for daemon in daemons if daemon.spec.name == MONITORS],  # they pass its last lines on
-        [daemon for daemon in daemons if daemon.spec.name == INFERENCE],
+        [daemon for daemon in daemons if daemon.spec.kind == INFERENCE],
     ]
     return [group for group in groups if group]
 

@@ -17,6 +17,8 @@ from collections.abc import Mapping, Sequence
 TRAINER_MODULE = "prime_rl.trainer.train"
 OPTIONS_VARIABLE = "PRL_TORCHRUN"
 GPUS_VARIABLE = "PRL_TRAINER_GPUS"
+# Ranks wait for work by asking the store again and again; torch would warn of each time that none came.
+_QUIET = "TORCH_CPP_LOG_LEVEL"
 DEFAULT_OPTIONS = "--standalone --nproc-per-node gpu"
 
 
@@ -24,6 +26,12 @@ def command(arguments: Sequence[str], environ: Mapping[str, str]) -> list[str]:
     """argv of torchrun with the trainer's own arguments."""
     options = shlex.split(environ.get(OPTIONS_VARIABLE) or DEFAULT_OPTIONS)
     return [sys.executable, "-m", "torch.distributed.run", *options, "-m", TRAINER_MODULE, *arguments]
+
+
+def start_ranks(num_ranks: int, module: str, arguments: Sequence[str]) -> list[str]:
+    """argv that starts so many ranks of a module on this machine; see `on_nodes` for several."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
+    return ["env", f"{_QUIET}=ERROR", *torchrun, "-m", module, *arguments]
 
 
 def on_nodes(
@@ -54,8 +62,7 @@ def num_ranks(environ: Mapping[str, str]) -> str:
 
 
 def main() -> None:
-    # Ranks wait for work by asking the store again and again; torch would warn of each time that none came.
-    environ = {"TORCH_CPP_LOG_LEVEL": "ERROR", **os.environ}
+    environ = {_QUIET: "ERROR", **os.environ}
     if environ.get(GPUS_VARIABLE):
         environ["CUDA_VISIBLE_DEVICES"] = environ[GPUS_VARIABLE]
     os.execve(sys.executable, command(sys.argv[1:], environ), environ)

@@ -107,8 +107,9 @@ def incidents(
 
 
 def is_well(workspace: Workspace) -> bool:
-    """Whether supervisor, trainer and inference work. Runs that failed do not count: the others go on."""
+    """Whether supervisor, trainer and all of inference work. Runs that failed do not count: the others go on."""
     services = [workspace.daemon(name) for name in (SUPERVISOR, "trainer", "inference")]
+    services += [each for each in workspace.daemons if each.name.startswith("inference-") and each.state != "done"]
     return workspace.supervisor_alive and all(each is not None and each.state == "running" for each in services)
 
 

@@ -42,12 +42,17 @@ def deleted_ids(context: typer.Context, incomplete: str) -> list[str]:
 
 def log_names(context: typer.Context, incomplete: str) -> list[str]:
     """Everything that has a log."""
-    return _starting(incomplete, ["supervisor", TRAINER, INFERENCE, *_optional(context), *_runs(_workspace(context))])
+    return _starting(incomplete, ["supervisor", TRAINER, *_servers(context), *_optional(context), *_runs(_workspace(context))])
 
 
 def daemon_names(context: typer.Context, incomplete: str) -> list[str]:
     """Everything that can be restarted."""
-    return _starting(incomplete, [TRAINER, INFERENCE, *_optional(context), *_runs(_workspace(context))])
+    return _starting(incomplete, [TRAINER, *_servers(context), *_optional(context), *_runs(_workspace(context))])
+
+
+def _servers(context: typer.Context) -> list[str]:
+    replicas = saved_system(_workspace(context)).deployment.inference.replicas
+    return [replica_name(number) for number in range(replicas)]
 
 
 def _optional(context: typer.Context) -> list[str]:

@@ -135,7 +135,7 @@ def _line_filter(pattern: str | None) -> Callable[[str], bool]:
 
 def _log_path(output: OutputDir, name: str) -> Path:
     services = (SUPERVISOR, INFERENCE, TRAINER, *OPTIONAL)
-    if name in services:
+    if name in services or kind_of(name) == INFERENCE:
         return output.log(name)
     try:
         run = output.run(name)
