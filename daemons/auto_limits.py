@@ -21,6 +21,7 @@ from daemons.launch import LaunchError, Say, check_model
 from daemons.process import python_module, run_child
 from daemons.specs import FIT_MODULE, SYSTEM, TRAINER, UP, module_of, saved_topology, settle_topology, without_nulls
 from prime_rl.configs.base import ConfigError, load_config
+from prime_rl.configs.deployment import TrainerDeployment
 from prime_rl.configs.inference import WHOLE_GPU
 from prime_rl.configs.system import SystemConfig
 from prime_rl.contract.layout import OutputDir

@@ -8,8 +8,9 @@ import typer
 
 from daemons.actions import list_trash
 from daemons.commands.common import choose_output
-from daemons.specs import INFERENCE, MONITORS, OPTIONAL, TRAINER
+from daemons.specs import MONITORS, OPTIONAL, TRAINER, saved_system
 from daemons.versions import versions_of
+from daemons.workspace import replica_name
 from prime_rl.configs.lifetime import LIVE_KEYS, BudgetConfig
 from prime_rl.contract.layout import LayoutError, OutputDir, scan_runs
 from prime_rl.contract.status import RunState
@@ -42,7 +43,9 @@ def deleted_ids(context: typer.Context, incomplete: str) -> list[str]:
 
 def log_names(context: typer.Context, incomplete: str) -> list[str]:
     """Everything that has a log."""
-    return _starting(incomplete, ["supervisor", TRAINER, *_servers(context), *_optional(context), *_runs(_workspace(context))])
+    return _starting(
+        incomplete, ["supervisor", TRAINER, *_servers(context), *_optional(context), *_runs(_workspace(context))]
+    )
 
 
 def daemon_names(context: typer.Context, incomplete: str) -> list[str]:

@@ -29,7 +29,7 @@ from daemons.commands.common import (
 from daemons.commands.views import workspace_json, workspace_view
 from daemons.disk import DiskReader
 from daemons.logs import end_of_lines, last_lines
-from daemons.specs import INFERENCE, OPTIONAL, TRAINER
+from daemons.specs import INFERENCE, OPTIONAL, TRAINER, kind_of
 from prime_rl.contract.layout import LayoutError, OutputDir
 from prime_rl.utils.tail import FileTail
 from prime_rl.utils.text import clean_text
