@@ -22,6 +22,7 @@ from daemons.run_files import Stamp, stamp_of
 from daemons.torchrun import GPUS_VARIABLE, OPTIONS_VARIABLE, start_ranks
 from daemons.workspace import replica_name
 from prime_rl.configs.base import ConfigError, load_config, load_toml
+from prime_rl.configs.deployment import DaemonKind
 from prime_rl.configs.system import SystemConfig
 from prime_rl.contract.files import write_atomic
 from prime_rl.contract.layout import OutputDir, RunDir
@@ -149,9 +150,9 @@ def settle_topology(
     return now, changed
 
 
-def module_of(daemon: str, environ: Mapping[str, str] = os.environ, own: Mapping[str, str] | None = None) -> str:
+def module_of(daemon: str, environ: Mapping[str, str] = os.environ, own: Mapping[DaemonKind, str] | None = None) -> str:
     """The module that `python -m` runs for a daemon, by its kind; `own`: those of `deployment.modules`."""
-    return _set_modules(environ).get(daemon) or (own or {}).get(daemon, _MODULES[daemon])
+    return _set_modules(environ).get(daemon) or dict[str, str]((own or {}).items()).get(daemon, _MODULES[daemon])
 
 
 def _set_modules(environ: Mapping[str, str]) -> dict[str, str]:
