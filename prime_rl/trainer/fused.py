@@ -49,22 +49,24 @@ class FrozenRMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if x.is_cuda:  # torch has one kernel for it there, forward and backward
-            out = nn.functional.rms_norm(x, self.weight.shape, self.weight, self.eps)
-            remember(out, nn.functional.rms_norm, x, self.weight.shape, self.weight, self.eps)
-            return out
+            fused = nn.functional.rms_norm(x, self.weight.shape, self.weight, self.eps)
+            remember(fused, nn.functional.rms_norm, x, self.weight.shape, self.weight, self.eps)
+            return fused
         scale = _norm_scale(x.detach(), self.eps)
-        out = _RMSNorm.apply(x, self.weight, scale)  # type: ignore[no-untyped-call]
+        out: Tensor = _RMSNorm.apply(x, self.weight, scale)  # type: ignore[no-untyped-call]
         remember(out, _normalized, x, self.weight, scale)
         return out
 
 
 def _norm_scale(x: Tensor, eps: float) -> Tensor:
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
-    return norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+    scale: Tensor = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+    return scale
 
 
 def _normalized(x: Tensor, weight_D: Tensor, scale: Tensor) -> Tensor:
-    return (x * scale).to(x.dtype).mul_(weight_D)
+    out: Tensor = (x * scale).to(x.dtype).mul_(weight_D)
+    return out
 
 
 class _RMSNorm(torch.autograd.Function):

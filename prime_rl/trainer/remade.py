@@ -39,6 +39,8 @@ class _View:
 # Result, its version, how it is made. A weak reference: what is freed late leaves a hole in the heap. As long as there
 # is one, no other storage has its address.
 _remembered: deque[tuple[StorageWeakRef, int, _Recipe]] | None = None
+# What was made last: queries, keys and values come from the same input, one after another.
+_last: tuple[_Recipe, Tensor] | None = None
 
 
 @contextmanager
@@ -57,7 +59,8 @@ def remember(result: Tensor, make: Callable[..., Tensor], *inputs: Any) -> None:
     """Let `make(*inputs)` stand for `result`, which it equals; of the inputs, those that are kept anyway."""
     if _remembered is not None and torch.is_grad_enabled():
         inputs = tuple(each.detach() if isinstance(each, Tensor) else each for each in inputs)
-        _remembered.append((StorageWeakRef(result.untyped_storage()), result._version, lambda: make(*inputs)))
+        storage = StorageWeakRef(result.untyped_storage())  # type: ignore[no-untyped-call]
+        _remembered.append((storage, result._version, lambda: make(*inputs)))
 
 
 def recipe_of(tensor: Tensor) -> _Recipe | None:
@@ -69,17 +72,19 @@ def recipe_of(tensor: Tensor) -> _Recipe | None:
 def _pack(tensor: Tensor) -> Tensor | _View:
     for result, version, recipe in _remembered or ():
         if tensor.untyped_storage()._cdata == result.cdata and tensor._version == version:
-            return _View(recipe, tensor.shape, tensor.stride(), tensor.storage_offset())
+            return _View(recipe, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
     return tensor
 
 
 def _made(recipe: _Recipe) -> Tensor:
     global _last
-    if _last is None or _last[0] is not recipe:
-        _last = None
-        with torch.no_grad():
-            _last = recipe, recipe()
-    return _last[1]
+    if _last is not None and _last[0] is recipe:
+        return _last[1]
+    _last = None  # gone before the next is made
+    with torch.no_grad():
+        made = recipe()
+    _last = recipe, made
+    return made
 
 
 def _unpack(kept: Tensor | _View) -> Tensor:
