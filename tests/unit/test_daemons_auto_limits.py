@@ -14,6 +14,7 @@ from daemons.auto_limits import _gpus, _numbers, settle_slots, share_a_gpu
 from daemons.launch import LaunchError
 from daemons.specs import UP, save_topology, write_component_configs
 from prime_rl.configs.base import build, merge
+from prime_rl.configs.deployment import TrainerDeployment
 from prime_rl.configs.system import SystemConfig
 from prime_rl.contract.layout import OutputDir
 
@@ -34,7 +35,9 @@ RANKS = {"PRL_MODULES": "trainer=daemons.torchrun"}
     ],
 )
 def test_the_ranks_of_the_trainer_are_those_that_torchrun_starts(environ: dict[str, str], gpus: str) -> None:
-    assert _gpus(environ) == gpus
+    assert _gpus(environ, TrainerDeployment()) == gpus
+    several = TrainerDeployment(ranks_per_node=3)
+    assert _gpus(environ, several) == (gpus if "PRL_MODULES" in environ else "3")
 
 
 SAID = {"max_concurrent_runs": "auto", "model": {"name": "models/somewhere/base"}}
