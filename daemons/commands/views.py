@@ -77,12 +77,12 @@ def workspace_json(workspace: Workspace, disk: DiskView | None) -> dict[str, Any
         "output_dir": str(workspace.output_dir),
         "supervisor_alive": workspace.supervisor_alive,
         "daemons": [daemon_json(daemon) for daemon in workspace.daemons],
-        "inference": [replica_json(number, status) for number, status in workspace.replicas],
         "slots": slots(workspace),
         "runs": [run_json(run) for run in workspace.runs],
         "refused": [asdict(each) for each in workspace.refused],
         "disk": disk_json(disk) if disk else None,
         "bottleneck": workspace.bottleneck,
+        "inference": [replica_json(number, status) for number, status in workspace.replicas],
     }
 
 

@@ -130,7 +130,8 @@ def test_json_is_stable(inline: Inline) -> None:
         *("max_tokens", "max_hours"),
     ]
     assert list(prl.json("status")) == [
-        *("version", "output_dir", "supervisor_alive", "daemons", "slots", "runs", "refused", "disk", "bottleneck")
+        *("version", "output_dir", "supervisor_alive", "daemons", "slots", "runs", "refused", "disk", "bottleneck"),
+        "inference",
     ]
     shown = prl.json("runs", "show", "run_reverse")
     assert list(shown) == ["version", "run", "config", "metrics", "errors", "checkpoints", "disk"]
