@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from functools import partial
 from pathlib import Path
 
 from daemons.client import SUPERVISOR
@@ -40,9 +41,13 @@ class Acts:
         self.prl("runs", "add", str(self.prl.run_file(max_steps=100_000)))
         self.prl.wait_state("run_reverse", "active")
         for name in ("trainer", "inference", "run_reverse"):
-            self.prl.wait_state(name, "running", "active")
+            wait_for(partial(self.has_started, name), f"a record of {name}", timeout_s=PATIENCE_S)
             handle = self.record(name).handle
             assert handle is not None and handle.engine == "slurm", (name, handle)
+
+    def has_started(self, name: str) -> bool:
+        status = read_status(self.output.daemon_status(name), DaemonStatus)
+        return status is not None and status.state == "running"
 
     def adopted_by_the_next_supervisor(self) -> None:
         names = ("trainer", "inference")
