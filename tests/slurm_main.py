@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from daemons.launchers import slurm
 from daemons.launchers.agent import read_starts
 from daemons.launchers.base import Alive, Ended, Handle
 from daemons.launchers.slurm import Allocation, Slurm
@@ -88,6 +89,8 @@ class Acts:
 
 
 def main(folder: Path) -> None:
+    # No supervisor's loop waits here: a controller on a busy host is given the time it takes.
+    slurm.COMMAND_TIMEOUT_S = PATIENCE_S
     output = OutputDir(folder)
     output.daemons.mkdir(parents=True)
     acts = Acts(output)

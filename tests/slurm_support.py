@@ -12,6 +12,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -26,7 +27,7 @@ PROGRAMS = ("slurmctld", "slurmd", "srun", "sbatch", "scancel", "scontrol", "sin
 MISSING = [program for program in PROGRAMS if shutil.which(program) is None]
 WHY_SKIPPED = f"{', '.join(MISSING)} not found: apt-get install --no-install-recommends slurm-wlm"
 NUM_NODES = 3
-# Short timeouts: a dead slurmd is noticed within ten seconds.
+# Long timeouts: on a busy host a slurmd that answers late is no dead one.
 _CONF = """\
 ClusterName=t
 SlurmctldHost=localhost(127.0.0.1)
@@ -51,9 +52,9 @@ SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
 ReturnToService=1
 KillWait=3
-SlurmdTimeout=5
-MessageTimeout=2
-TCPTimeout=1
+SlurmdTimeout=300
+MessageTimeout=30
+TCPTimeout=10
 SlurmdParameters=config_overrides
 JobCompType=jobcomp/filetxt
 JobCompLoc={folder}/log/jobcomp
@@ -167,8 +168,16 @@ def free_ports(number: int) -> int:
 
 
 @contextmanager
-def slurm_cluster(folder: Path) -> Iterator[SlurmCluster]:
-    """Three nodes, idle; all of it is taken down afterwards, also what its jobs left behind."""
+def slurm_cluster() -> Iterator[SlurmCluster]:
+    """Three nodes, idle; all of it is taken down afterwards, also what its jobs left behind.
+
+    In a folder with a short path: slurmd makes its sockets there, whose paths are 107 bytes at most.
+    """
+    with tempfile.TemporaryDirectory(prefix="slurm-", ignore_cleanup_errors=True) as folder:
+        yield from _cluster(Path(folder))
+
+
+def _cluster(folder: Path) -> Iterator[SlurmCluster]:
     for name in ("state", "log", "run", *(f"spool/node{number + 1}" for number in range(NUM_NODES))):
         (folder / name).mkdir(parents=True)
     port, host = free_ports(NUM_NODES + 1), socket.gethostname().split(".")[0]

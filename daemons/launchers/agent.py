@@ -56,7 +56,7 @@ class AgentRecord(msgspec.Struct, kw_only=True):
 
     `state`: running, ended. `pid`, `create_time` and `start` are those of the daemon on `host` since its boot
     `boot_id`; pid 0: it could not be started. `beat` grows every BEAT_S while the agent lives. `exit_code` is negative
-    for a signal. `reason`: why the agent ended it, or could not start it.
+    for a signal. `reason`: why the agent could not start it, or ended it although the launcher had not asked.
     """
 
     version: int = 1
@@ -91,6 +91,11 @@ def read_starts(output: OutputDir, name: str, start_id: str) -> list[AgentRecord
             if path == output.agent_record(name, start_id, record.node):
                 records.append(record)
     return sorted(records, key=lambda record: record.node)
+
+
+def worst_of(ended: Sequence[AgentRecord]) -> AgentRecord:
+    """The one of a start's last records that says most about its end: with a reason, or else with an exit code."""
+    return max(ended, key=lambda record: (record.reason is not None, record.exit_code != 0))
 
 
 def all_starts(output: OutputDir) -> list[AgentRecord]:
@@ -211,7 +216,7 @@ class Agent:
             if stop():
                 self.end(f"{stop.signal_name} was sent to its agent", DEFAULT_GRACE_S)
             if (grace_s := self._requested()) is not None:
-                self.end("it was asked to stop", grace_s)
+                self.end(None, grace_s)
             self._kill_in_time()
             _reap_orphans(self._child)
             self.beat()
@@ -219,8 +224,11 @@ class Agent:
         self._close(self._child.returncode, self.record.reason)
         return self._child.returncode
 
-    def end(self, why: str, grace_s: float) -> None:
-        """SIGTERM to the daemon at the first call, SIGKILL to all of it when the shortest grace has passed."""
+    def end(self, why: str | None, grace_s: float) -> None:
+        """SIGTERM to the daemon at the first call, SIGKILL to all of it when the shortest grace has passed.
+
+        `why` is None when the launcher asked for it, which knows why.
+        """
         deadline = time.monotonic() + grace_s
         if self._deadline is None and self._child is not None:
             self.record.reason = why

@@ -21,6 +21,7 @@ from daemons.launchers.agent import (
     forget_starts,
     log_of,
     read_starts,
+    worst_of,
 )
 from daemons.launchers.base import Alive, Ended, Handle, Left, new_start_id
 from daemons.launchers.ending import end_starts, kill_strays, left_of, strays_of
@@ -125,10 +126,10 @@ class RayLauncher:
         ended = [record for record in records.values() if record.state == "ended"]
         failed = [record for record in ended if record.exit_code != 0]
         if failed or (ended and len(ended) == start.num_placed):
-            worst = (failed or ended)[0]
+            worst = worst_of(ended)
             if start.trouble is not None or worst.node in start.dead:
                 return Ended(None, start.trouble or f"its actor on node {start.node_name(worst.node)} has died")
-            return Ended(worst.exit_code, worst.reason if worst.pid == 0 else None)
+            return Ended(worst.exit_code, worst.reason)
         if start.trouble is not None:
             return Ended(None, start.trouble)
         if start.returned_at is not None and time.monotonic() - start.returned_at > SETTLE_S:

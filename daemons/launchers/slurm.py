@@ -29,6 +29,7 @@ from daemons.launchers.agent import (
     forget_starts,
     log_of,
     read_starts,
+    worst_of,
 )
 from daemons.launchers.base import Alive, Ended, Handle, LaunchError, Left, new_start_id
 from daemons.launchers.ending import end_starts, kill_strays, left_of, strays_of
@@ -181,8 +182,8 @@ class Slurm:
         ended = [record for record in records.values() if record.state == "ended"]
         failed = [record for record in ended if record.exit_code != 0]
         if failed or len(ended) == len(place.nodes):
-            worst = (failed or ended)[0]
-            return Ended(worst.exit_code, worst.reason if worst.pid == 0 else None)
+            worst = worst_of(ended)
+            return Ended(worst.exit_code, worst.reason)
         missing = [number for number in range(len(place.nodes)) if getattr(records.get(number), "state", "") != "ended"]
         for number in missing:
             record = records.get(number)

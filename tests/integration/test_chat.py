@@ -10,6 +10,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -292,7 +293,25 @@ async def test_another_version_is_chosen_and_gets_the_last_question(server: Runn
     wait_for(lambda: loaded(server) == [], "the console's end to unload it", timeout_s=PATIENCE_S)
 
 
-async def test_escape_stops_the_answer_and_not_the_conversation(server: RunningServer) -> None:
+@pytest.fixture
+def slow_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing comes after the first piece of an answer until someone stops a chat."""
+    stopped, answer, stop = threading.Event(), Chat.answer, Chat.stop
+
+    def first_then_wait(chat: Chat, text: str) -> Iterator[str]:
+        for part in answer(chat, text):
+            yield part
+            stopped.wait(PATIENCE_S)
+
+    def stop_and_tell(chat: Chat) -> None:
+        stop(chat)
+        stopped.set()
+
+    monkeypatch.setattr(Chat, "answer", first_then_wait)
+    monkeypatch.setattr(Chat, "stop", stop_and_tell)
+
+
+async def test_escape_stops_the_answer_and_not_the_conversation(server: RunningServer, slow_answers: None) -> None:
     async with opened_chat(server.output_dir, settings=ChatSettings(max_tokens=240)) as (o, view):
         await o.press(*"hello", "enter")
         await o.until(lambda: len(view.look.turns) == 2, "the beginning of an answer")

@@ -28,7 +28,7 @@ SYSTEM_ACTS = ["up", "adopted_by_the_next_supervisor", "restarted_after_a_kill",
 
 def test_a_daemon_is_started_adopted_stopped_and_killed_and_a_lost_node_is_seen(tmp_path: Path) -> None:
     """Each act is a function of tests/slurm_main.py."""
-    with slurm_cluster(tmp_path / "slurm") as cluster:
+    with slurm_cluster() as cluster:
         run_job(cluster, tmp_path, "tests.slurm_main", ACTS)
         wait_for(lambda: not cluster.processes(), "no process to be left", timeout_s=PATIENCE_S)
     assert os.listdir(tmp_path / "workspace" / "daemons") == ["starts"]
@@ -36,7 +36,7 @@ def test_a_daemon_is_started_adopted_stopped_and_killed_and_a_lost_node_is_seen(
 
 def test_a_workspace_is_adopted_after_the_death_of_its_supervisor_and_down_leaves_nothing(tmp_path: Path) -> None:
     """Each act is a function of tests/slurm_system_main.py."""
-    with slurm_cluster(tmp_path / "slurm") as cluster:
+    with slurm_cluster() as cluster:
         run_job(cluster, tmp_path, "tests.slurm_system_main", SYSTEM_ACTS)
         wait_for(lambda: not cluster.processes(), "no process to be left", timeout_s=PATIENCE_S)
 
