@@ -67,11 +67,12 @@ def _cpu_s(process: psutil.Process) -> float:
 
 
 def _prl(command: str, output: OutputDir, *more: str) -> None:
-    modules = ",".join(f"{daemon}={DAEMON}" for daemon in ("trainer", "inference", "orchestrator"))
+    kinds = ("trainer", "inference", "orchestrator") if command == "up" else ()
+    modules = [word for kind in kinds for word in (f"--deployment.modules.{kind}", DAEMON)]
     environment = {key: value for key, value in os.environ.items() if key != "PRL_OUTPUT_DIR"}
     subprocess.run(
-        [sys.executable, "-m", "daemons.cli", command, *more, "--output-dir", str(output.path)],
-        env=environment | {"PRL_MODULES": modules},
+        [sys.executable, "-m", "daemons.cli", command, *more, "--output-dir", str(output.path), *modules],
+        env=environment,
         stdout=subprocess.DEVNULL,
         check=True,
     )

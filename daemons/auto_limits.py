@@ -16,10 +16,9 @@ from typing import Any
 
 import tomli_w
 
-from daemons import torchrun
 from daemons.launch import LaunchError, Say, check_model
 from daemons.process import python_module, run_child
-from daemons.specs import FIT_MODULE, SYSTEM, TRAINER, UP, module_of, saved_topology, settle_topology, without_nulls
+from daemons.specs import DEVICES_VARIABLE, FIT_MODULE, SYSTEM, UP, saved_devices, settle_devices, without_nulls
 from prime_rl.configs.base import ConfigError, load_config
 from prime_rl.configs.deployment import TrainerDeployment
 from prime_rl.configs.inference import WHOLE_GPU
@@ -40,15 +39,15 @@ _DECIDES: dict[str, Any] = {
 
 def settle_slots(system: SystemConfig, output: OutputDir, *, stop: Callable[[], bool], say: Say) -> SystemConfig | None:
     """`system` with numbers for what is to be worked out; None when `stop()` came first. Raises LaunchError."""
-    before = saved_topology(output)
-    now, _ = settle_topology(before, os.environ, lambda line: None)
+    before = saved_devices(output)
+    now = settle_devices(before, os.environ)
     is_shared = share_a_gpu(system, now)
     wanted = [SLOTS] * (system.max_concurrent_runs == "auto") + [SHARE] * is_shared
     if not wanted:
         return system
     check_model(system.model.name)
     earlier = _earlier(output, wanted)
-    if earlier is not None and _question(earlier[0], before or {}) == _question(system, now):
+    if earlier is not None and _question(earlier[0], before) == _question(system, now):
         found, source = earlier[1], ", as counted before"
     else:
         say(f"{' and '.join(wanted)} = 'auto': counting what fits into memory (takes a few seconds)")
@@ -65,26 +64,27 @@ def settle_slots(system: SystemConfig, output: OutputDir, *, stop: Callable[[], 
     return system
 
 
-def share_a_gpu(system: SystemConfig, environ: Mapping[str, str]) -> bool:
+def share_a_gpu(system: SystemConfig, devices: str | None) -> bool:
     """Whether vLLM's share of its GPU is to be worked out: it is "auto", and the trainer uses the same GPU.
 
-    One process takes the first GPU that it sees. What several GPUs of one vLLM hold is left to whoever set that up.
+    `devices`: CUDA_VISIBLE_DEVICES. One process takes the first GPU that it sees. What several GPUs of one vLLM
+    hold is left to whoever set that up.
     """
     inference = system.inference
     several = _SEVERAL_GPUS & inference.vllm.extra_args.keys()
     if inference.engine != "vllm" or inference.vllm.gpu_memory_utilization != "auto" or several:
         return False
-    if "cpu" in (system.trainer.device, inference.device) or not count_gpus({**os.environ, **environ}):
+    if "cpu" in (system.trainer.device, inference.device) or not count_gpus(_with_devices(devices)):
         return False
     trainer, server = system.deployment.trainer, system.deployment.inference
     if trainer.gpus and (server.gpus or system.deployment.engine != "local"):
         return False
-    if trainer.gpus:
-        return environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0] in map(str, trainer.gpus)
-    if module_of(TRAINER, environ) != torchrun.__name__ or not environ.get(torchrun.GPUS_VARIABLE):
-        return True
-    first = environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
-    return first in environ[torchrun.GPUS_VARIABLE].split(",")
+    first = "0" if devices is None else devices.partition(",")[0]
+    return not trainer.gpus or first in map(str, trainer.gpus)
+
+
+def _with_devices(devices: str | None) -> dict[str, str]:
+    return {**os.environ, **({} if devices is None else {DEVICES_VARIABLE: devices})}
 
 
 def _earlier(output: OutputDir, wanted: Sequence[str]) -> tuple[SystemConfig, dict[str, Any]] | None:
@@ -98,10 +98,14 @@ def _earlier(output: OutputDir, wanted: Sequence[str]) -> tuple[SystemConfig, di
     return None if "auto" in map(numbers.get, wanted) else (asked, numbers)
 
 
-def _question(system: SystemConfig, environ: Mapping[str, str]) -> dict[str, Any]:
-    asked = system.model_dump(mode="json", include=_DECIDES)
-    visible = {name: environ.get(name) for name in ("CUDA_VISIBLE_DEVICES", torchrun.GPUS_VARIABLE)}
-    return {**asked, **visible, "ranks": _gpus(environ, system.deployment.trainer)}
+def _question(system: SystemConfig, devices: str | None) -> dict[str, Any]:
+    trainer = system.deployment.trainer
+    return {
+        **system.model_dump(mode="json", include=_DECIDES),
+        "devices": devices,
+        "gpus": trainer.gpus,
+        "ranks": _ranks(trainer),
+    }
 
 
 def _numbers(answer: Mapping[str, Any], is_shared: bool) -> dict[str, float]:
@@ -120,24 +124,22 @@ def _numbers(answer: Mapping[str, Any], is_shared: bool) -> dict[str, float]:
     return {SLOTS: answer["runs"], SHARE: min(share or WHOLE_GPU, WHOLE_GPU)}
 
 
-def _gpus(environ: Mapping[str, str], trainer: TrainerDeployment) -> str:
-    """The trainer's ranks, for `prl fit --gpus`."""
-    if module_of(TRAINER, environ) == torchrun.__name__:
-        return torchrun.num_ranks(environ)
-    return str(trainer.ranks * trainer.nodes)
+def _ranks(trainer: TrainerDeployment) -> int:
+    return trainer.ranks * trainer.nodes
 
 
 def _ask(
-    system: SystemConfig, environ: Mapping[str, str], stop: Callable[[], bool], wanted: Sequence[str]
+    system: SystemConfig, devices: str | None, stop: Callable[[], bool], wanted: Sequence[str]
 ) -> dict[str, Any] | None:
     """What `prl fit` answers; None when `stop()` came first. Raises LaunchError."""
     with tempfile.TemporaryDirectory() as name:
         file, out, errors = (Path(name) / each for each in ("system.toml", "out", "errors"))
         # What was left to defaults stays so: inference gets its number of slots only now.
         file.write_text(tomli_w.dumps(without_nulls(system.model_dump(mode="json", exclude_unset=True))))
-        argv = python_module(FIT_MODULE, "@", str(file), "--gpus", _gpus(environ, system.deployment.trainer), "--json")
+        ranks = str(_ranks(system.deployment.trainer))
+        argv = python_module(FIT_MODULE, "@", str(file), "--gpus", ranks, "--json")
         # A model of the hub may be asked for its config.json, which the trainer will load anyway.
-        env = {"HF_HUB_OFFLINE": "0", **os.environ, **environ}
+        env = {"HF_HUB_OFFLINE": "0", **_with_devices(devices)}
         with out.open("wb") as stdout, errors.open("wb") as stderr:
             exit_code = run_child(argv, stop, env=env, stdout=stdout, stderr=stderr)
         if exit_code is None:

@@ -12,7 +12,7 @@ import subprocess
 import tempfile
 import time
 import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from daemons.client import SUPERVISOR, Workspace, WorkspaceReader, replica_name
@@ -26,11 +26,13 @@ from daemons.process import log_tail, python_module, spawn
 from daemons.specs import (
     INFERENCE,
     MONITORS,
+    MOVED_BY_DEVICES,
+    REMOVED_VARIABLES,
     TRAINER,
-    save_topology,
+    save_devices,
+    saved_devices,
     saved_system,
-    saved_topology,
-    settle_topology,
+    settle_devices,
     write_component_configs,
 )
 from prime_rl.configs.system import SupervisorConfig, SystemConfig
@@ -57,6 +59,7 @@ def prepare(system: SystemConfig, output: OutputDir, say: Say) -> SupervisorLock
     Raises LaunchError.
     """
     _check_writable(output)
+    _refuse_removed(os.environ)
     lock = SupervisorLock.acquire(output)
     if lock is None:
         info = read_info(output)
@@ -67,10 +70,15 @@ def prepare(system: SystemConfig, output: OutputDir, say: Say) -> SupervisorLock
         lock.write_info(time.time())
         check_model(system.model.name)
         _check_alerts(system)
-        topology, moved = settle_topology(saved_topology(output), os.environ, say)
+        before = saved_devices(output)
+        devices = settle_devices(before, os.environ, say)
         launcher = saved_launcher(output)
         is_same = saved_system(output).deployment.engine == system.deployment.engine
-        keep = adoptable(output, launcher, system, topology, moved) if is_same else set[str]()
+        keep = (
+            adoptable(output, launcher, system, MOVED_BY_DEVICES if devices != before else ())
+            if is_same
+            else set[str]()
+        )
         left = end_leftovers(output, launcher, system.supervisor, say, keep)
         if left:
             raise LaunchError(f"cannot end processes {left} of an earlier start: end them, then try again")
@@ -84,12 +92,21 @@ def prepare(system: SystemConfig, output: OutputDir, say: Say) -> SupervisorLock
             _check_port(MONITORS, "--monitors.prometheus.port", "127.0.0.1", system.monitors.prometheus.port)
         forget_endings(output, keep)
         write_component_configs(system, output)
-        save_topology(output, topology)
+        save_devices(output, devices)
         output.logs.mkdir(exist_ok=True)
     except BaseException:
         lock.release()
         raise
     return lock
+
+
+def _refuse_removed(environ: Mapping[str, str]) -> None:
+    """A variable of an earlier version would be ignored, and the daemons started elsewhere than it says."""
+    for name, place in REMOVED_VARIABLES.items():
+        if environ.get(name):
+            raise LaunchError(
+                f"{name} is not read any more: set {place} in the system file (docs/deploy.md), and unset it"
+            )
 
 
 def _check_alerts(system: SystemConfig) -> None:
@@ -141,11 +158,11 @@ def wait_until_ready(
         workspace = reader.read()
         on_look(workspace)
         if supervisor.poll() is not None:
-            raise LaunchError(_with_log(f"the supervisor ended with code {supervisor.returncode}", output, SUPERVISOR))
+            raise LaunchError(with_log(f"the supervisor ended with code {supervisor.returncode}", output, SUPERVISOR))
         for name in (INFERENCE, TRAINER):
             daemon = workspace.daemon(name)
             if daemon is not None and daemon.state in ("backoff", "failed"):
-                raise LaunchError(_with_log(f"{name} did not start: {daemon.reason}", output, name, daemon.log_tail))
+                raise LaunchError(with_log(f"{name} did not start: {daemon.reason}", output, name, daemon.log_tail))
         if is_ready(workspace):
             return True
         if time.monotonic() > deadline:
@@ -290,7 +307,7 @@ def _holder(output: OutputDir) -> ProcessId:
     return info.process
 
 
-def _with_log(message: str, output: OutputDir, name: str, kept: Sequence[str] = ()) -> str:
+def with_log(message: str, output: OutputDir, name: str, kept: Sequence[str] = ()) -> str:
     """`kept` are the last lines of a start that ended; the log itself may be that of the next one by now."""
     tail = kept or log_tail(output.log(name), NUM_LOG_LINES)
     where = f"{output.log(name)}"

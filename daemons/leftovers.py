@@ -8,7 +8,6 @@ nothing.
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
@@ -66,7 +65,6 @@ def adoptable(
     output: OutputDir,
     launcher: Launcher,
     system: SystemConfig,
-    environ: Mapping[str, str] = os.environ,
     moved: Collection[str] = (),
 ) -> set[str]:
     """Daemons that live and would be started today just as they were; not those that `moved` to other devices."""
@@ -79,7 +77,7 @@ def adoptable(
         for name in living(output, launcher)
         if kind_of(name) not in changed
         and statuses[name].state in _ADOPTED_AS
-        and (spec := _spec(output, name, environ, system)) is not None
+        and (spec := _spec(output, name, system)) is not None
         and list(spec.argv) == statuses[name].argv
     }
 
@@ -161,17 +159,15 @@ def forget_endings(output: OutputDir, keep: Collection[str]) -> None:
             write_atomic(path, msgspec.json.encode(status))
 
 
-def _spec(
-    output: OutputDir, name: str, environ: Mapping[str, str] = os.environ, system: SystemConfig | None = None
-) -> DaemonSpec | None:
+def _spec(output: OutputDir, name: str, system: SystemConfig | None = None) -> DaemonSpec | None:
     """How the daemon is started, or None if it is not a daemon (any more). Default: by the system of the last start."""
     if name == MONITORS:
-        return monitors_spec(output, environ, system)
-    for spec in service_specs(output, environ, system):
+        return monitors_spec(output, system)
+    for spec in service_specs(output, system):
         if spec.name == name:
             return spec
     try:
         run = output.run(name)
     except LayoutError:
         return None
-    return orchestrator_spec(run, environ, system) if run.path.is_dir() else None
+    return orchestrator_spec(run, system) if run.path.is_dir() else None

@@ -24,6 +24,7 @@ from daemons.errors import ActionError, WrongUseError
 from daemons.launch import LOOK_EVERY_S, LaunchError, waits
 from daemons.pidfile import SupervisorLock
 from daemons.specs import UP
+from daemons.submit import end_job, has_job, is_for_a_job, start_job
 from prime_rl.configs.base import ConfigError, build, load_toml, merge, read_argv
 from prime_rl.configs.system import SystemConfig
 from prime_rl.contract.condition import STALLED
@@ -73,6 +74,9 @@ def start_workspace(
     `is_quiet`: children print no progress on our terminal. Raises LaunchError.
     """
     output = OutputDir(wanted.system.output_dir)
+    if is_for_a_job(wanted.system):
+        is_up = start_job(wanted.system, wanted.said, output, stop=stop, say=say, on_look=on_look)
+        return read_workspace(output.path) if is_up else None
     ready = make_ready(wanted, output, stop=stop, say=say, is_quiet=is_quiet)
     if ready is None:
         return None
@@ -115,7 +119,10 @@ def take_workspace(wanted: Wanted, output: OutputDir, say: Say) -> SupervisorLoc
 
 def stop_workspace(output_dir: Path, *, timeout_s: float | None = None, say: Say) -> bool:
     """Stop all daemons and check that none is left; false when nothing was running. Raises LaunchError."""
-    return launch.down(OutputDir(output_dir), timeout_s=timeout_s, say=say)
+    output = OutputDir(output_dir)
+    limit_s = launch.down_timeout_s(launch.limits_of(output)) if timeout_s is None else timeout_s
+    had_job = has_job(output) and end_job(output, limit_s, say)
+    return launch.down(output, timeout_s=timeout_s, say=say) or had_job
 
 
 def restart_daemon(

@@ -1,5 +1,4 @@
-"""Which daemons should run in a workspace now, and how each is started: from the system config, the disk, and the
-environment that `prl up` saved.
+"""Which daemons should run in a workspace now, and how each is started: from the system config and the disk.
 
 Trainer and inference should always run; an orchestrator for each run that the trainer holds in a slot, unless its final
 state shows that it is done; alerts where the system file asks for them; monitors where it does or a run that trains. It
@@ -8,7 +7,6 @@ starts nothing (`supervisor` does).
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -19,7 +17,7 @@ import tomli_w
 
 from daemons.process import python_module
 from daemons.run_files import Stamp, stamp_of
-from daemons.torchrun import GPUS_VARIABLE, OPTIONS_VARIABLE, start_ranks
+from daemons.torchrun import start_ranks
 from daemons.workspace import replica_name
 from prime_rl.configs.base import ConfigError, load_config, load_toml
 from prime_rl.configs.deployment import DaemonKind
@@ -48,17 +46,16 @@ OPTIONAL = (ALERTS, MONITORS)
 MAKE_BASE_MODULE = "prime_rl.base_model"
 FIT_MODULE = "prime_rl.trainer.fit"
 MERGE_MODULE = "prime_rl.trainer.merge"
-# "trainer=my.trainer,inference=my.server": other programs for the daemons, for tests and for one's own engines.
-MODULES_VARIABLE = "PRL_MODULES"
-# The environment variables that decide how daemons are started, and the daemons that each of them changes beside their
-# command lines. `prl up` saves them, for a later `prl up` comes from another shell.
-TOPOLOGY: Mapping[str, tuple[str, ...]] = {
-    MODULES_VARIABLE: (),
-    OPTIONS_VARIABLE: (TRAINER,),
-    GPUS_VARIABLE: (TRAINER,),
-    "CUDA_VISIBLE_DEVICES": (TRAINER, INFERENCE),
+# Decides which GPUs daemons see beside their command lines. `prl up` saves it: a later one comes from another shell.
+DEVICES_VARIABLE = "CUDA_VISIBLE_DEVICES"
+MOVED_BY_DEVICES = frozenset({TRAINER, INFERENCE})
+# What earlier versions read, and what has taken its place.
+REMOVED_VARIABLES = {
+    "PRL_MODULES": "deployment.modules",
+    "PRL_TORCHRUN": "deployment.trainer.ranks_per_node and nodes",
+    "PRL_TRAINER_GPUS": "deployment.trainer.gpus",
 }
-_TOPOLOGY_FILE = "environment"
+_ENVIRONMENT_FILE = "environment"
 
 
 @dataclass(frozen=True)
@@ -123,66 +120,56 @@ def _read_system(path: Path, stamp: Stamp) -> SystemConfig:
         return SystemConfig()
 
 
-def saved_topology(output: OutputDir) -> dict[str, str] | None:
-    """The variables of TOPOLOGY as `prl up` saved them; None when it never did. Raises ConfigError."""
-    path = output.component_config(_TOPOLOGY_FILE)
-    return {name: str(value) for name, value in load_toml(path).items() if name in TOPOLOGY} if path.exists() else None
+def saved_devices(output: OutputDir) -> str | None:
+    """CUDA_VISIBLE_DEVICES as `prl up` saved it; None when it was never set. Raises ConfigError."""
+    path = output.component_config(_ENVIRONMENT_FILE)
+    value = load_toml(path).get(DEVICES_VARIABLE) if path.exists() else None
+    return None if value is None else str(value)
 
 
-def save_topology(output: OutputDir, topology: Mapping[str, str]) -> None:
-    write_atomic(output.component_config(_TOPOLOGY_FILE), tomli_w.dumps(dict(topology)))
+def save_devices(output: OutputDir, devices: str | None) -> None:
+    text = tomli_w.dumps({} if devices is None else {DEVICES_VARIABLE: devices})
+    write_atomic(output.component_config(_ENVIRONMENT_FILE), text)
 
 
-def settle_topology(
-    saved: Mapping[str, str] | None, environ: Mapping[str, str], say: Callable[[str], None]
-) -> tuple[dict[str, str], set[str]]:
-    """What holds from now on, and the daemons that do not run by it: a variable that is set wins over the saved one."""
-    before = saved or {}
-    now = {**before, **{name: environ[name] for name in TOPOLOGY if name in environ}}
-    changed = set[str]()
-    for name, value in now.items():
-        if saved is not None and before.get(name) != value:
-            was = repr(before[name]) if name in before else "not set"
-            say(f"{name}: {value!r} (was {was})")
-            changed.update(TOPOLOGY[name])
-        elif name not in environ:
-            say(f"{name}: {value!r} (saved by an earlier prl up; set it to change it)")
-    return now, changed
+def settle_devices(
+    saved: str | None, environ: Mapping[str, str], say: Callable[[str], None] = lambda line: None
+) -> str | None:
+    """CUDA_VISIBLE_DEVICES from now on: one that is set wins over the saved one."""
+    now = environ.get(DEVICES_VARIABLE, saved)
+    if now != saved:
+        say(f"{DEVICES_VARIABLE}: {now!r}" + (f" (was {saved!r})" if saved is not None else ""))
+    elif now is not None and DEVICES_VARIABLE not in environ:
+        say(f"{DEVICES_VARIABLE}: {now!r} (saved by an earlier prl up; set it to change it)")
+    return now
 
 
-def module_of(daemon: str, environ: Mapping[str, str] = os.environ, own: Mapping[DaemonKind, str] | None = None) -> str:
+def module_of(daemon: str, own: Mapping[DaemonKind, str] | None = None) -> str:
     """The module that `python -m` runs for a daemon, by its kind; `own`: those of `deployment.modules`."""
-    return _set_modules(environ).get(daemon) or dict[str, str]((own or {}).items()).get(daemon, _MODULES[daemon])
+    return dict[str, str]((own or {}).items()).get(daemon, _MODULES[daemon])
 
 
-def _set_modules(environ: Mapping[str, str]) -> dict[str, str]:
-    return dict(item.partition("=")[::2] for item in environ.get(MODULES_VARIABLE, "").split(",") if item)
-
-
-def service_specs(
-    output: OutputDir, environ: Mapping[str, str] = os.environ, system: SystemConfig | None = None
-) -> list[DaemonSpec]:
+def service_specs(output: OutputDir, system: SystemConfig | None = None) -> list[DaemonSpec]:
     """Inference, trainer, and what else the system file asks for, in the order in which they are started.
 
     Default: by the system of the last start.
     """
     system = system or saved_system(output)
-    specs = [_inference_spec(output, environ, system, n) for n in range(system.deployment.inference.replicas)]
-    specs.append(_trainer_spec(output, environ, system))
+    specs = [_inference_spec(output, system, n) for n in range(system.deployment.inference.replicas)]
+    specs.append(_trainer_spec(output, system))
     if output.component_config(ALERTS).exists():
-        module = module_of(ALERTS, environ, system.deployment.modules)
+        module = module_of(ALERTS, system.deployment.modules)
         argv = python_module(module, "@", str(output.component_config(ALERTS)))
         specs.append(DaemonSpec(ALERTS, tuple(argv), output.log(ALERTS)))
     if output.component_config(MONITORS).exists():
-        specs.append(monitors_spec(output, environ, system))
+        specs.append(monitors_spec(output, system))
     return specs
 
 
-def _inference_spec(output: OutputDir, environ: Mapping[str, str], system: SystemConfig, replica: int) -> DaemonSpec:
+def _inference_spec(output: OutputDir, system: SystemConfig, replica: int) -> DaemonSpec:
     table, port, name = system.deployment.inference, system.inference.port, replica_name(replica)
-    argv = python_module(
-        module_of(INFERENCE, environ, system.deployment.modules), "@", str(output.component_config(INFERENCE))
-    )
+    module = module_of(INFERENCE, system.deployment.modules)
+    argv = python_module(module, "@", str(output.component_config(INFERENCE)))
     if replica:
         argv += ["--replica", str(replica), "--port", str(port + replica if port else 0)]
     if table.tensor_parallel > 1:
@@ -194,11 +181,11 @@ def _inference_spec(output: OutputDir, environ: Mapping[str, str], system: Syste
     )
 
 
-def _trainer_spec(output: OutputDir, environ: Mapping[str, str], system: SystemConfig) -> DaemonSpec:
+def _trainer_spec(output: OutputDir, system: SystemConfig) -> DaemonSpec:
     table, config = system.deployment.trainer, ("@", str(output.component_config(TRAINER)))
-    module = module_of(TRAINER, environ, system.deployment.modules)
-    starts_ranks = table.ranks * table.nodes > 1 and TRAINER not in _set_modules(environ)
-    argv = start_ranks(table.ranks, module, config) if starts_ranks else python_module(module, *config)
+    module = module_of(TRAINER, system.deployment.modules)
+    is_alone = table.ranks * table.nodes == 1
+    argv = python_module(module, *config) if is_alone else start_ranks(table.ranks, module, config)
     return DaemonSpec(
         TRAINER,
         (*_only_on(table.gpus), *argv),
@@ -216,19 +203,15 @@ def _only_on(gpus: Sequence[int]) -> list[str]:
     return ["env", f"CUDA_VISIBLE_DEVICES={','.join(map(str, gpus))}"] if gpus else []
 
 
-def monitors_spec(
-    output: OutputDir, environ: Mapping[str, str] = os.environ, system: SystemConfig | None = None
-) -> DaemonSpec:
+def monitors_spec(output: OutputDir, system: SystemConfig | None = None) -> DaemonSpec:
     """It reads its config itself: there is none where only runs ask for monitors."""
-    module = module_of(MONITORS, environ, (system or saved_system(output)).deployment.modules)
+    module = module_of(MONITORS, (system or saved_system(output)).deployment.modules)
     return DaemonSpec(MONITORS, tuple(python_module(module, str(output.path))), output.log(MONITORS))
 
 
-def orchestrator_spec(
-    run: RunDir, environ: Mapping[str, str] = os.environ, system: SystemConfig | None = None
-) -> DaemonSpec:
+def orchestrator_spec(run: RunDir, system: SystemConfig | None = None) -> DaemonSpec:
     system = system or saved_system(OutputDir(run.path.parent))
-    argv = python_module(module_of(ORCHESTRATOR, environ, system.deployment.modules), "@", str(run.orch_toml))
+    argv = python_module(module_of(ORCHESTRATOR, system.deployment.modules), "@", str(run.orch_toml))
     return DaemonSpec(run.run_id, tuple(argv), run.log, run.run_id)
 
 
@@ -260,11 +243,11 @@ def wants_monitors(run: RunNow) -> bool:
 
 def wanted(output: OutputDir, runs: Iterable[RunNow]) -> Mapping[str, DaemonSpec]:
     runs, system = list(runs), saved_system(output)
-    specs = service_specs(output, system=system)
+    specs = service_specs(output, system)
     if any(wants_monitors(run) for run in runs):
-        specs.append(monitors_spec(output, system=system))
+        specs.append(monitors_spec(output, system))
     paths = [RunDir(output.path / run.run_id) for run in runs if wants_orchestrator(run)]
-    specs += [orchestrator_spec(path, system=system) for path in paths]
+    specs += [orchestrator_spec(path, system) for path in paths]
     return {spec.name: spec for spec in specs}
 
 

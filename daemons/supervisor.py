@@ -32,7 +32,7 @@ from daemons.process import log_tail
 from daemons.records import Records
 from daemons.relay import LogRelay
 from daemons.rotation import rotate
-from daemons.specs import ALERTS, INFERENCE, MONITORS, SYSTEM, TRAINER, RunNow, saved_topology, wanted
+from daemons.specs import ALERTS, DEVICES_VARIABLE, INFERENCE, MONITORS, SYSTEM, TRAINER, RunNow, saved_devices, wanted
 from prime_rl.configs.base import load_config
 from prime_rl.configs.system import SupervisorConfig, SystemConfig
 from prime_rl.contract.layout import OutputDir
@@ -316,7 +316,8 @@ def supervise(output: OutputDir, lock: SupervisorLock, stop: StopFlag, *, foregr
     try:
         system = load_config(SystemConfig, output.component_config(SYSTEM))
         # What `prl up` decided holds for every daemon that is started from here, whichever shell this was started in.
-        os.environ.update(saved_topology(output) or {})
+        if (devices := saved_devices(output)) is not None:
+            os.environ[DEVICES_VARIABLE] = devices
         lock.write_info(time.time())
         relay = LogRelay(sys.stdout) if foreground else None
         launcher = launcher_of(system.deployment, output)

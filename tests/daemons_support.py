@@ -14,7 +14,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -195,6 +195,9 @@ sys.exit(0 if state in ("finished", "stopped") else 1)
 """
 
 
+FAKE_MODULES = {kind: f"fake_{kind}" for kind in ("trainer", "inference", "orchestrator")}
+
+
 @dataclass(frozen=True)
 class Prl:
     """The real `prl` on one workspace, with the fake daemons."""
@@ -202,6 +205,7 @@ class Prl:
     output_dir: Path
     model: Path
     env: dict[str, str]
+    modules: dict[str, str] = field(default_factory=lambda: dict(FAKE_MODULES))
 
     def start(self, *args: str) -> subprocess.Popen[str]:
         command = [sys.executable, "-m", "daemons.cli", *args, "--output-dir", str(self.output_dir)]
@@ -224,6 +228,7 @@ class Prl:
             *("up", "--model.name", str(self.model), "--max_concurrent_runs", "2", "--inference.port", "0"),
             *("--supervisor.grace_s", "2", "--supervisor.backoff_s", "0.1", "--supervisor.max_backoff_s", "0.2"),
             *("--supervisor.drain_s", "5"),
+            *(word for kind, module in self.modules.items() for word in (f"--deployment.modules.{kind}", module)),
             *more,
         ]
 
@@ -290,7 +295,6 @@ def fake_workspace(tmp_path: Path) -> Prl:
     (model / "config.json").write_text("{}")
     env = {key: value for key, value in os.environ.items() if key not in ("PRL_OUTPUT_DIR", "PRL_DAEMON")}
     env["PYTHONPATH"] = f"{modules}{os.pathsep}{ROOT}"
-    env["PRL_MODULES"] = "trainer=fake_trainer,inference=fake_inference,orchestrator=fake_orchestrator"
     return Prl(tmp_path / "out", model, env)
 
 

@@ -47,14 +47,14 @@ def down(
     """Stop all daemons of a workspace; runs are kept.
 
     Orchestrators may finish their batch and the trainer its step and checkpoint. Then checks that no process is left.
-    prl up continues later.
+    A workspace that is a Slurm job ends with its job. prl up continues later.
 
     Example: prl down --output-dir outputs/demo
     """
-    from daemons import launch
+    from daemons import running
 
     output = choose_output(output_dir)
-    was_running = launch.down(output, timeout_s=timeout, say=say)
+    was_running = running.stop_workspace(output.path, timeout_s=timeout, say=say)
     say(f"{output.path}: stopped, no process is left" if was_running else f"{output.path}: nothing is running")
 
 

@@ -16,7 +16,17 @@ from rich.text import Text
 
 from daemons import launch, running
 from daemons.client import Workspace
-from daemons.commands.common import EXTRA, FILE_AND_OPTIONS, OutputDirOption, choose_output_dir, console, say
+from daemons.commands.common import (
+    EXTRA,
+    FILE_AND_OPTIONS,
+    OutputDirOption,
+    UsageError,
+    choose_output_dir,
+    console,
+    print_json,
+    say,
+)
+from daemons.submit import is_for_a_job
 from prime_rl.contract.layout import OutputDir
 
 
@@ -26,6 +36,10 @@ def up(
     foreground: Annotated[
         bool, typer.Option("--foreground", help="Stay in the foreground until Ctrl-C, for systemd and containers.")
     ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print what would run where, with the exact commands; start nothing.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="With --dry-run: print JSON; its format is stable.")] = False,
 ) -> None:
     """Start a workspace's daemons in the background.
 
@@ -36,14 +50,24 @@ def up(
     the workspace starts with its last settings; a new one starts small, on this machine's CPU, and builds its base
     model.
 
+    With deployment.engine = "slurm" outside an allocation it submits a job, which does this on its first node.
+
     Example: prl up @ configs/demo/system.toml --inference.port 8001
     """
+    if as_json and not dry_run:
+        raise UsageError("--json is for prl up --dry-run")
+    if dry_run:
+        return show_plan(choose_system(context.args, output_dir, say=ignore), as_json)
     from daemons import supervisor
     from prime_rl.utils.signals import StopFlag
 
     stop = StopFlag().install()
     wanted = choose_system(context.args, output_dir)
     output = OutputDir(wanted.system.output_dir)
+    if foreground and is_for_a_job(wanted.system):
+        raise UsageError(
+            '--foreground with deployment.engine = "slurm" outside an allocation: leave it out to submit a job'
+        )
     if foreground:
         ready = running.make_ready(wanted, output, stop=stop, say=say, is_quiet=False)
         if ready is None:
@@ -62,9 +86,24 @@ def up(
     )
 
 
-def choose_system(args: Sequence[str], output_dir: Path | None) -> running.Wanted:
+def choose_system(args: Sequence[str], output_dir: Path | None, say: launch.Say = say) -> running.Wanted:
     """The system config that the command line describes. Raises ConfigError."""
     return running.choose_system(args, output_dir, say=say, default=lambda: choose_output_dir(None))
+
+
+def ignore(line: str) -> None:
+    """What is said on the way is no part of what was asked for."""
+
+
+def show_plan(wanted: running.Wanted, as_json: bool) -> None:
+    from daemons.dry_run import plan_of
+
+    plan = plan_of(wanted.system, OutputDir(wanted.system.output_dir))
+    if as_json:
+        return print_json(plan.as_json())
+    for line in plan.lines():
+        say(line)
+    return None
 
 
 class Progress:

@@ -21,7 +21,7 @@ def launcher_of(deployment: DeploymentConfig, output: OutputDir) -> Launcher:
     if deployment.engine == "slurm":
         from daemons.launchers.slurm import Allocation, Slurm
 
-        return Slurm(output, Allocation.of())
+        return Slurm(output, Allocation.of(), deployment.slurm.gpus_per_node if deployment.slurm else None)
     from daemons.launchers.local import Local
 
     return Local(output)

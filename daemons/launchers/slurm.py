@@ -33,8 +33,9 @@ from daemons.launchers.agent import (
 )
 from daemons.launchers.base import Alive, Ended, Handle, LaunchError, Left, new_start_id
 from daemons.launchers.ending import end_starts, kill_strays, left_of, strays_of
+from daemons.launchers.placement import Place, find_place
 from daemons.process import daemon_environment
-from daemons.specs import DaemonSpec
+from daemons.specs import TRAINER, DaemonSpec, service_specs
 from daemons.torchrun import on_nodes
 from prime_rl.contract.files import make_folder, open_append
 from prime_rl.contract.layout import OutputDir
@@ -74,24 +75,23 @@ class Allocation:
 
 
 @dataclass(frozen=True)
-class Place:
-    """The nodes of a start, first the one of rank 0, and the GPUs that it has on each. As text in `Handle.ref`."""
+class Start:
+    """A start of one daemon in one life of a job: `Handle.ref`, as text."""
 
     job: str
     restart: str
-    nodes: tuple[str, ...]
-    devices: tuple[int, ...] = ()
+    place: Place
 
     def __str__(self) -> str:
-        return " ".join([self.job, self.restart, ",".join(self.nodes), ",".join(map(str, self.devices))])
+        return " ".join([self.job, self.restart, ",".join(self.place.nodes), ",".join(map(str, self.place.devices))])
 
     @classmethod
-    def parse(cls, ref: str) -> Place | None:
+    def parse(cls, ref: str) -> Start | None:
         match = re.fullmatch(r"(\d+) (\d+) ([\w.,-]+) ([\d,]*)", ref)
         if match is None:
             return None
         devices = tuple(int(number) for number in match[4].split(",") if number)
-        return cls(match[1], match[2], tuple(match[3].split(",")), devices)
+        return cls(match[1], match[2], Place(tuple(match[3].split(",")), devices))
 
 
 class Slurm:
@@ -99,29 +99,28 @@ class Slurm:
 
     Args:
         allocation: the job whose steps the daemons are. None, outside a job: it starts none, and ends what is left.
+        gpus_per_node: GPUs that each node has, None if that is not known.
     """
 
-    def __init__(self, output: OutputDir, allocation: Allocation | None) -> None:
+    def __init__(self, output: OutputDir, allocation: Allocation | None, gpus_per_node: int | None = None) -> None:
         self.output = output
         self._allocation = allocation
+        self._gpus_per_node = gpus_per_node
         self._sruns: dict[str, subprocess.Popen[bytes]] = {}
         self._ended_at: dict[str, float] = {}
-        self._places: dict[str, Place] = {}
+        self._started: dict[str, tuple[str, Place]] = {}
         self._lost: dict[str, float] = {}
         self._last_resorts: dict[str, threading.Thread] = {}
         self._beats = Beats()
 
     def start(self, spec: DaemonSpec) -> Handle:
-        place = self._place(spec)
+        here, place = self._place(spec)
         start_id = new_start_id()
-        forget_starts(self.output, spec.name, but=self._places)
+        forget_starts(self.output, spec.name, but=self._started)
         make_folder(self.output.starts)
         make_folder(self.output.logs)
-        argv = spec.argv
-        if len(place.nodes) > 1:
-            port = _FIRST_PORT + int(start_id, 16) % _NUM_PORTS
-            argv = on_nodes(argv, len(place.nodes), f"{_address(place.nodes[0])}:{port}", start_id)
-        command = step_command(self.output, spec.name, start_id, place, argv)
+        address = node_address(place.nodes[0]) if len(place.nodes) > 1 else ""
+        command = step_command(self.output, spec, here.job, start_id, place, address)
         environ = daemon_environment(self.output.path, spec.name) | {START_MARK: start_id}
         keys = {each: key for each in keys_of(spec, self.output) if (key := read_secret(each, os.environ))}
         log = self.output.log(SRUN_LOG)
@@ -130,27 +129,27 @@ class Slurm:
                 command, stdin=stdin, stdout=file, stderr=subprocess.STDOUT, start_new_session=True, env=clean
             )
         self._sruns[start_id] = srun
-        self._places[start_id] = place
-        return Handle(engine=ENGINE, name=spec.name, start_id=start_id, ref=str(place))
+        self._started[start_id] = (spec.name, place)
+        return Handle(engine=ENGINE, name=spec.name, start_id=start_id, ref=str(Start(here.job, here.restart, place)))
 
     def look(self, handle: Handle) -> Alive | Ended:
-        place = Place.parse(handle.ref)
+        start = Start.parse(handle.ref)
         here = self._allocation
-        if place is None or here is None or (place.job, place.restart) != (here.job, here.restart):
+        if start is None or here is None or (start.job, start.restart) != (here.job, here.restart):
             return Ended(None, "the Slurm job that it ran in is over")
         records = {record.node: record for record in read_starts(self.output, handle.name, handle.start_id)}
-        seen = self._judge(handle, place, records)
+        seen = self._judge(handle, start.place, records)
         if isinstance(seen, Ended) and (left := left_of(records.values(), self._beats)):
             return replace(seen, left=left)
         if isinstance(seen, Ended):
-            self._places.pop(handle.start_id, None)
+            self._started.pop(handle.start_id, None)
             self._beats.forget(handle.start_id)
         else:
-            self._places.setdefault(handle.start_id, place)
+            self._started.setdefault(handle.start_id, (handle.name, start.place))
         return seen
 
     def has_news(self) -> bool:
-        return any(srun.poll() is not None for start, srun in self._sruns.items() if start in self._places)
+        return any(srun.poll() is not None for start, srun in self._sruns.items() if start in self._started)
 
     def stop(self, handle: Handle, grace_s: float) -> None:
         ask_to_stop(self.output, handle.name, handle.start_id, grace_s)
@@ -200,15 +199,15 @@ class Slurm:
         first = records.get(0)
         return Alive(first.process if first else None)
 
-    def _place(self, spec: DaemonSpec) -> Place:
+    def _place(self, spec: DaemonSpec) -> tuple[Allocation, Place]:
         here = self._allocation
         if here is None:
-            raise LaunchError('deployment.engine = "slurm" outside a Slurm job: run prl in a batch script or in salloc')
+            raise LaunchError('deployment.engine = "slurm" outside a Slurm job: start the workspace with prl up')
         now = time.monotonic()
         self._lost = {node: at for node, at in self._lost.items() if now - at < AVOID_S}
         up = [node for node in usable_nodes(here.nodelist) if node not in self._lost]
-        nodes, devices = choose(spec, up, list(self._places.values()))
-        return Place(here.job, here.restart, tuple(nodes), devices)
+        trainer = next(each for each in service_specs(self.output) if each.name == TRAINER)
+        return here, find_place(spec, up, dict(self._started.values()), trainer, self._gpus_per_node)
 
     def _cancel_later(self, handle: Handle) -> None:
         """SIGKILL by Slurm, to a step whose agents do not answer."""
@@ -216,64 +215,55 @@ class Slurm:
         srun = self._sruns.get(handle.start_id)
         while time.monotonic() < deadline:
             records = read_starts(self.output, handle.name, handle.start_id)
-            place = Place.parse(handle.ref)
-            all_ended = place is not None and sum(each.state == "ended" for each in records) == len(place.nodes)
+            start = Start.parse(handle.ref)
+            all_ended = start is not None and sum(each.state == "ended" for each in records) == len(start.place.nodes)
             if all_ended and (srun is None or srun.poll() is not None):
                 return
             time.sleep(0.1)
-        place = Place.parse(handle.ref)
-        if place is not None and (step := find_step(place.job, handle.start_id)):
-            _slurm("scancel", step)
+        start = Start.parse(handle.ref)
+        if start is not None and (step := find_step(start.job, handle.start_id)):
+            run_slurm("scancel", step)
 
 
 def step_command(
-    output: OutputDir, name: str, start_id: str, place: Place, argv: Sequence[str], python: str = sys.executable
+    output: OutputDir,
+    spec: DaemonSpec,
+    job: str,
+    start_id: str,
+    place: Place,
+    address: str,
+    python: str = sys.executable,
 ) -> list[str]:
-    """argv of srun: an agent on each node of `place`, in a step that is named after its start."""
+    """argv of srun: an agent on each node of `place`, in a step that is named after its start.
+
+    `address`: where other nodes reach the first one, for the ranks' rendezvous.
+    """
+    argv = spec.argv
+    if len(place.nodes) > 1:
+        endpoint = f"{address}:{_FIRST_PORT + int(start_id, 16) % _NUM_PORTS}"
+        argv = on_nodes(argv, len(place.nodes), endpoint, start_id)
     num_nodes = str(len(place.nodes))
     devices = ["--devices", ",".join(map(str, place.devices))] if place.devices else []
-    agent = [python, "-m", "daemons.launchers.agent", str(output.path.resolve()), name, start_id]
+    agent = [python, "-m", "daemons.launchers.agent", str(output.path.resolve()), spec.name, start_id]
     return [
-        *("srun", "--jobid", place.job, "--job-name", start_id, "--overlap", "--mem=0", "--cpu-bind=none"),
+        *("srun", "--jobid", job, "--job-name", start_id, "--overlap", "--mem=0", "--cpu-bind=none"),
         *("-N", num_nodes, "-n", num_nodes, "--ntasks-per-node=1", "-w", ",".join(place.nodes)),
         *("--kill-on-bad-exit=0", "--distribution=block", "--unbuffered"),
         *(*agent, "--node", "SLURM_PROCID", *devices, "--", *argv),
     ]
 
 
-def choose(spec: DaemonSpec, up: Sequence[str], taken: Collection[Place]) -> tuple[list[str], tuple[int, ...]]:
-    """The nodes of a daemon, and its GPUs on each of them, by number.
-
-    The trainer takes as many nodes as are up, `min_nodes` at least; inference servers are spread; all others are on the
-    first node. Raises LaunchError.
-    """
-    num_nodes = min(spec.num_nodes, len(up))
-    if num_nodes < max(1, spec.min_nodes):
-        found = ", ".join(up) or "none"
-        raise LaunchError(f"{spec.name}: expected at least {spec.min_nodes} nodes that are up, found {found}")
-    used = {node: {number for place in taken if node in place.nodes for number in place.devices} for node in up}
-    if spec.gpus:
-        order = sorted(up, key=lambda node: (len(used[node]), up.index(node)))
-    else:
-        first = (spec.replica or 0) % len(up)
-        order = [*up[first:], *up[:first]]
-    nodes = sorted(order[:num_nodes], key=list(up).index) if num_nodes > 1 else order[:1]
-    busy = set().union(*(used[node] for node in nodes))
-    free = (number for number in range(len(busy) + spec.gpus) if number not in busy)
-    return nodes, tuple(number for number, _ in zip(free, range(spec.gpus), strict=False))
-
-
 def usable_nodes(nodelist: str) -> list[str]:
     """The nodes of an allocation that can run a step now, in its order. Raises LaunchError."""
-    names = _slurm("scontrol", "show", "hostnames", nodelist).split()
-    lines = _slurm("sinfo", "-h", "-N", "-n", nodelist, "-o", "%N %t").splitlines()
+    names = run_slurm("scontrol", "show", "hostnames", nodelist).split()
+    lines = run_slurm("sinfo", "-h", "-N", "-n", nodelist, "-o", "%N %t").splitlines()
     states = dict(line.split()[:2] for line in lines if " " in line)
     return [name for name in names if states.get(name) in _USABLE]
 
 
 def find_step(job: str, start_id: str) -> str | None:
     """JOB.STEP of a start that Slurm still shows, or None. Raises LaunchError."""
-    for line in _slurm("squeue", "-h", "-s", "-j", job, "-o", "%i %j").splitlines():
+    for line in run_slurm("squeue", "-h", "-s", "-j", job, "-o", "%i %j").splitlines():
         step, _, name = line.partition(" ")
         if name.strip() == start_id:
             return step
@@ -289,13 +279,13 @@ def _key_file(keys: Mapping[str, str]) -> Iterator[IO[bytes]]:
         yield file
 
 
-def _address(node: str) -> str:
+def node_address(node: str) -> str:
     """Where others reach a node, as Slurm's configuration has it."""
-    match = re.search(r"\bNodeAddr=(\S+)", _slurm("scontrol", "show", "node", "-o", node))
+    match = re.search(r"\bNodeAddr=(\S+)", run_slurm("scontrol", "show", "node", "-o", node))
     return match[1] if match else node
 
 
-def _slurm(*command: str) -> str:
+def run_slurm(*command: str) -> str:
     """Standard output of one of Slurm's commands. Raises LaunchError."""
     try:
         done = subprocess.run(

@@ -115,6 +115,12 @@ class SlurmConfig(BaseConfig):
     constraint: str | None = None
     """Features that the nodes must have."""
 
+    nodes: int | None = Field(None, ge=1, le=MOST_NODES)
+    """Nodes of the job. Default: those of the trainer, and as many more as the GPUs of inference need."""
+
+    gpus_per_node: int | None = Field(None, ge=1)
+    """GPUs that each node of the job has. Default: as many as its daemons need."""
+
     extra_args: list[str] = Field(default_factory=list)
     """More arguments for sbatch, one string each."""
 

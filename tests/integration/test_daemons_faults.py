@@ -80,31 +80,27 @@ def test_daemons_whose_loops_hang_are_stalled_for_all_until_they_turn_again(prl:
     assert [prl.daemon(name).pid for name in names] == pids, "nothing was ended for it"
 
 
-def test_what_up_decided_by_the_environment_holds_for_a_later_up_from_another_shell(prl: Prl) -> None:
-    prl.env.update(PRL_TORCHRUN="--standalone --nproc-per-node 2", PRL_TRAINER_GPUS="0,1")
+def test_what_up_was_given_holds_for_a_later_up_from_another_shell(prl: Prl) -> None:
+    prl.env["CUDA_VISIBLE_DEVICES"] = "0,1"
     prl.up()
     before = {name: prl.daemon(name).process for name in ("trainer", "inference")}
     kill_supervisor(prl)
-    modules = prl.env["PRL_MODULES"]
-    for name in ("PRL_MODULES", "PRL_TORCHRUN", "PRL_TRAINER_GPUS"):
-        del prl.env[name]
-    said = prl(*prl.up_args()).stdout
+    del prl.env["CUDA_VISIBLE_DEVICES"]
+    said = prl("up").stdout
     assert "keeping inference, trainer: already running with the same config" in said
-    assert f"PRL_MODULES: {modules!r} (saved by an earlier prl up; set it to change it)" in said
+    assert "CUDA_VISIBLE_DEVICES: '0,1' (saved by an earlier prl up; set it to change it)" in said
     assert {name: prl.daemon(name).process for name in before} == before
     prl("restart", "trainer")
     trainer = next(each for each in prl.members() if each.pid == prl.daemon("trainer").pid)
     assert "fake_trainer" in trainer.cmdline(), "nor does a restart forget it"
-    assert trainer.environ()["PRL_TORCHRUN"] == "--standalone --nproc-per-node 2"
+    assert trainer.environ()["CUDA_VISIBLE_DEVICES"] == "0,1"
     kill_supervisor(prl)
-    prl.env["PRL_TORCHRUN"] = "--standalone --nproc-per-node 4"
-    said = prl(*prl.up_args()).stdout
-    assert "PRL_TORCHRUN: '--standalone --nproc-per-node 4' (was '--standalone --nproc-per-node 2')" in said
-    assert "keeping inference: already running" in said
-    assert trainer.pid not in {each.pid for each in prl.members()}
-    assert prl.daemon("inference").process == before["inference"]
+    prl.env["CUDA_VISIBLE_DEVICES"] = "1"
+    said = prl("up").stdout
+    assert "CUDA_VISIBLE_DEVICES: '1' (was '0,1')" in said and "keeping" not in said
+    assert not {trainer.pid, before["inference"].pid} & {each.pid for each in prl.members()}
     now = next(each for each in prl.members() if each.pid == prl.daemon("trainer").pid)
-    assert now.environ()["PRL_TORCHRUN"] == "--standalone --nproc-per-node 4"
+    assert now.environ()["CUDA_VISIBLE_DEVICES"] == "1"
 
 
 def kill_supervisor(prl: Prl) -> None:

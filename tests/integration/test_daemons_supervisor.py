@@ -246,7 +246,7 @@ def test_one_of_two_ups_wins(prl: Prl) -> None:
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
 def test_ctrl_c_during_up_stops_everything(prl: Prl, signum: signal.Signals) -> None:
-    prl.env["PRL_MODULES"] = prl.env["PRL_MODULES"].replace("inference=fake_inference", "inference=slow_start")
+    prl.modules["inference"] = "slow_start"
     (prl.output_dir.parent / "modules" / "slow_start.py").write_text(
         "import time\nprint('loading', flush=True)\ntime.sleep(600)\n"
     )

@@ -35,8 +35,6 @@ from prime_rl.utils.process import ProcessId
 from prime_rl.utils.text import one_line
 from tests.unit.test_daemons_holder import record
 
-NO_VARIABLES: dict[str, str] = {}
-
 
 @pytest.fixture
 def output(tmp_path: Path) -> OutputDir:
@@ -57,8 +55,8 @@ def up(output: OutputDir, deployment: dict[str, Any] | None = None, **settings: 
     return system
 
 
-def specs(output: OutputDir, environ: dict[str, str] = NO_VARIABLES) -> dict[str, DaemonSpec]:
-    return {spec.name: spec for spec in service_specs(output, environ)}
+def specs(output: OutputDir) -> dict[str, DaemonSpec]:
+    return {spec.name: spec for spec in service_specs(output)}
 
 
 def test_without_the_table_each_is_one_process(output: OutputDir) -> None:
@@ -100,16 +98,14 @@ def test_each_inference_server_has_its_number_port_and_gpus(output: OutputDir) -
     assert specs(output)["inference-1"].argv[-1] == "0"
 
 
-def test_modules_stand_in_and_a_variable_wins(output: OutputDir) -> None:
+def test_modules_stand_in(output: OutputDir) -> None:
     modules = {"trainer": "my.trainer", "inference": "my.server", "orchestrator": "my.loop", "monitors": "my.eyes"}
     up(output, {"modules": modules, "trainer": {"ranks_per_node": 2}})
     found = specs(output)
     assert "my.trainer" in found[TRAINER].argv and "torch.distributed.run" in found[TRAINER].argv
     assert "my.server" in found[INFERENCE].argv
-    assert "my.loop" in orchestrator_spec(RunDir(output.path / "run_a"), NO_VARIABLES).argv
-    assert "my.eyes" in monitors_spec(output, NO_VARIABLES).argv
-    own = specs(output, {"PRL_MODULES": "trainer=their.trainer"})[TRAINER]
-    assert "their.trainer" in own.argv and "torch.distributed.run" not in own.argv
+    assert "my.loop" in orchestrator_spec(RunDir(output.path / "run_a")).argv
+    assert "my.eyes" in monitors_spec(output).argv
 
 
 def test_a_change_of_the_saved_settings_is_seen(output: OutputDir) -> None:
@@ -129,7 +125,7 @@ def test_only_what_the_table_changes_is_started_anew(output: OutputDir, alive: P
 
     def kept(deployment: dict[str, Any], **settings: Any) -> set[str]:
         data = {"output_dir": output.path, "deployment": deployment, **settings}
-        return adoptable(output, Local(output), SystemConfig.model_validate(data), NO_VARIABLES)
+        return adoptable(output, Local(output), SystemConfig.model_validate(data))
 
     assert kept({"inference": two}) == {INFERENCE, "inference-1", TRAINER}
     assert kept({"inference": two, "trainer": {"gpus": [2]}}) == {INFERENCE, "inference-1"}
@@ -140,7 +136,7 @@ def test_only_what_the_table_changes_is_started_anew(output: OutputDir, alive: P
 
 def test_all_servers_end_last(output: OutputDir) -> None:
     up(output, {"inference": {"replicas": 2}})
-    daemons = [Daemon(spec, State.RUNNING) for spec in service_specs(output, NO_VARIABLES)]
+    daemons = [Daemon(spec, State.RUNNING) for spec in service_specs(output)]
     groups = [[daemon.spec.name for daemon in group] for group in shutdown_order(daemons)]
     assert groups == [[TRAINER], [INFERENCE, "inference-1"]]
 

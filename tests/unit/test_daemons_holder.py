@@ -18,8 +18,7 @@ from daemons import leftovers
 from daemons.launch import LaunchError, down, prepare
 from daemons.launchers.local import Local
 from daemons.pidfile import SupervisorInfo, SupervisorLock, find_rival, read_info
-from daemons.specs import save_topology, saved_topology, service_specs, settle_topology, write_component_configs
-from daemons.torchrun import command
+from daemons.specs import save_devices, saved_devices, service_specs, settle_devices, write_component_configs
 from prime_rl.configs.system import SupervisorConfig, SystemConfig
 from prime_rl.contract.files import write_atomic
 from prime_rl.contract.layout import OutputDir
@@ -116,9 +115,10 @@ def test_a_daemon_that_moves_to_other_devices_or_has_another_program_is_not_kept
     system = SystemConfig()
     write_component_configs(system, output)
     record(output, "trainer", stranger)
-    assert leftovers.adoptable(output, Local(output), system, {}, {"inference"}) == {"trainer"}
-    assert leftovers.adoptable(output, Local(output), system, {}, {"trainer"}) == set()
-    assert leftovers.adoptable(output, Local(output), system, {"PRL_MODULES": "trainer=another"}) == set()
+    assert leftovers.adoptable(output, Local(output), system, {"inference"}) == {"trainer"}
+    assert leftovers.adoptable(output, Local(output), system, {"trainer"}) == set()
+    other = SystemConfig.model_validate({"deployment": {"modules": {"trainer": "another"}}})
+    assert leftovers.adoptable(output, Local(output), other) == set()
 
 
 def test_a_workspace_of_a_slurm_job_that_is_over_starts_on_this_machine(tmp_path: Path, output: OutputDir) -> None:
@@ -135,48 +135,39 @@ def test_a_workspace_of_a_slurm_job_that_is_over_starts_on_this_machine(tmp_path
 
 
 @pytest.mark.parametrize(
-    ("saved", "shell", "holds", "moved", "said"),
+    ("saved", "shell", "holds", "said"),
     [
-        (None, {"PRL_MODULES": "x", "HOME": "/h"}, {"PRL_MODULES": "x"}, set(), []),
-        ({"PRL_MODULES": "x"}, {"PRL_MODULES": "x"}, {"PRL_MODULES": "x"}, set(), []),
-        (
-            {"PRL_TORCHRUN": "n 2"},
-            {},
-            {"PRL_TORCHRUN": "n 2"},
-            set(),
-            ["PRL_TORCHRUN: 'n 2' (saved by an earlier prl up; set it to change it)"],
-        ),
-        ({"PRL_MODULES": "y"}, {"PRL_MODULES": "x"}, {"PRL_MODULES": "x"}, set(), ["PRL_MODULES: 'x' (was 'y')"]),
-        (
-            {},
-            {"PRL_TRAINER_GPUS": "0"},
-            {"PRL_TRAINER_GPUS": "0"},
-            {"trainer"},
-            ["PRL_TRAINER_GPUS: '0' (was not set)"],
-        ),
-        (
-            {"CUDA_VISIBLE_DEVICES": "0,1"},
-            {"CUDA_VISIBLE_DEVICES": ""},
-            {"CUDA_VISIBLE_DEVICES": ""},
-            {"trainer", "inference"},
-            ["CUDA_VISIBLE_DEVICES: '' (was '0,1')"],
-        ),
+        (None, {"HOME": "/h"}, None, []),
+        (None, {"CUDA_VISIBLE_DEVICES": "0"}, "0", ["CUDA_VISIBLE_DEVICES: '0'"]),
+        ("0,1", {"CUDA_VISIBLE_DEVICES": "0,1"}, "0,1", []),
+        ("0,1", {}, "0,1", ["CUDA_VISIBLE_DEVICES: '0,1' (saved by an earlier prl up; set it to change it)"]),
+        ("0,1", {"CUDA_VISIBLE_DEVICES": ""}, "", ["CUDA_VISIBLE_DEVICES: '' (was '0,1')"]),
     ],
 )
-def test_a_variable_that_is_set_wins_over_the_saved_one_and_that_is_told(
-    saved: dict[str, str] | None, shell: dict[str, str], holds: dict[str, str], moved: set[str], said: list[str]
+def test_devices_that_are_set_win_over_the_saved_ones_and_that_is_told(
+    saved: str | None, shell: dict[str, str], holds: str | None, said: list[str]
 ) -> None:
     lines: list[str] = []
-    assert settle_topology(saved, shell, lines.append) == (holds, moved)
+    assert settle_devices(saved, shell, lines.append) == holds
     assert lines == said
 
 
-def test_what_is_saved_is_read_again(output: OutputDir) -> None:
-    assert saved_topology(output) is None
+def test_devices_that_are_saved_are_read_again(output: OutputDir) -> None:
+    assert saved_devices(output) is None
     output.component_config("x").parent.mkdir()
-    save_topology(output, {"PRL_TORCHRUN": "--standalone --nproc-per-node 2", "PRL_MODULES": ""})
-    assert saved_topology(output) == {"PRL_TORCHRUN": "--standalone --nproc-per-node 2", "PRL_MODULES": ""}
-    assert command([], {"PRL_TORCHRUN": ""}) == command([], {}), "emptied is as if it had never been set"
+    for devices in ("0,1", "", None):
+        save_devices(output, devices)
+        assert saved_devices(output) == devices
+
+
+@pytest.mark.parametrize("name", ["PRL_MODULES", "PRL_TORCHRUN", "PRL_TRAINER_GPUS"])
+def test_a_variable_of_an_earlier_version_is_refused_before_anything_is_touched(
+    output: OutputDir, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(name, "x")
+    with pytest.raises(LaunchError, match=rf"^{name} is not read any more: set deployment\.\w+"):
+        prepare(SystemConfig.model_validate({"output_dir": str(output.path)}), output, print)
+    assert not output.supervisor_lock.exists()
 
 
 def test_a_workspace_whose_supervisor_on_another_machine_beats_is_refused(output: OutputDir) -> None:

@@ -66,11 +66,11 @@ class Workspace:
 @pytest.fixture
 def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Workspace]:
     prl = fake_workspace(tmp_path)
-    for name in ("PYTHONPATH", "PRL_MODULES"):
-        monkeypatch.setenv(name, prl.env[name])
+    monkeypatch.setenv("PYTHONPATH", prl.env["PYTHONPATH"])
     output = OutputDir(prl.output_dir)
     output.logs.mkdir(parents=True)
     data: dict[str, Any] = {"output_dir": str(output.path), "model": {"name": str(prl.model)}, "inference": {"port": 0}}
+    data["deployment"] = {"modules": prl.modules}
     system = SystemConfig.model_validate({**data, "supervisor": {"drain_s": 1.0, "grace_s": 1.0}})
     write_component_configs(system, output)
     lock = SupervisorLock.acquire(output)
