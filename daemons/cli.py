@@ -18,6 +18,7 @@ from daemons.commands import (
     alerts,
     branches,
     demo,
+    deploy,
     doctor,
     foreground,
     lifecycle,
@@ -46,6 +47,7 @@ demo.register(app)
 up.register(app)
 lifecycle.register(app)
 scale.register(app)
+deploy.register(app)
 doctor.register(app)
 alerts.register(app)
 usage.register(app)

@@ -58,7 +58,7 @@ def prepare(system: SystemConfig, output: OutputDir, say: Say) -> SupervisorLock
 
     Raises LaunchError.
     """
-    _check_writable(output)
+    check_writable(output)
     _refuse_removed(os.environ)
     lock = SupervisorLock.acquire(output)
     if lock is None:
@@ -314,7 +314,7 @@ def with_log(message: str, output: OutputDir, name: str, kept: Sequence[str] = (
     return "\n".join([f"{message}; last lines of {where}:", *tail]) if tail else f"{message}; {where} is empty"
 
 
-def _check_writable(output: OutputDir) -> None:
+def check_writable(output: OutputDir) -> None:
     try:
         output.path.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=output.path):

@@ -20,7 +20,7 @@ import tomli_w
 
 from daemons.client import WorkspaceReader, read_workspace
 from daemons.keys import all_keys
-from daemons.launch import Look, Say, check_model, down_timeout_s, is_ready, waits, with_log
+from daemons.launch import Look, Say, check_model, check_writable, down_timeout_s, is_ready, waits, with_log
 from daemons.launchers.base import LaunchError
 from daemons.launchers.placement import nodes_needed
 from daemons.launchers.slurm import Allocation, run_slurm
@@ -99,6 +99,7 @@ def start_job(
     """
     if (workspace := read_workspace(output.path)).supervisor_alive:
         raise LaunchError(f"already running: {workspace.output_dir}; stop it with prl down")
+    check_writable(output)
     check_model(system.model.name)
     job = submit(system, said, output)
     say(f"submitted job {job}; its log: {output.log(JOB_LOG)}")
@@ -119,7 +120,7 @@ def submit(
         )
     command = submission(system, output)
     make_folder(output.logs)
-    make_folder(script_file(output).parent)
+    script_file(output).parent.mkdir(parents=True, exist_ok=True)
     write_atomic(output.component_config(UP), tomli_w.dumps(dict(said)))
     write_atomic(script_file(output), script(output))
     keys = {*all_keys(output), key}

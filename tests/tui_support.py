@@ -18,6 +18,7 @@ from typing import Any
 import msgspec
 from textual.app import App
 from textual.pilot import Pilot
+from textual.widgets import Input
 
 from prime_rl.contract.files import write_atomic
 from prime_rl.contract.layout import OutputDir, RunDir, stable_marker
@@ -34,6 +35,7 @@ from prime_rl.utils.process import ProcessId
 from tests.patience import PATIENCE_S
 from tui.app import PrlApp
 from tui.model.snapshot import Disk
+from tui.screens.command import CommandScreen
 from tui.watcher import RunWatcher
 
 NOW = 1_790_000_000.0
@@ -386,6 +388,14 @@ async def settled(pilot: Pilot[None], *, num_same: int = 5) -> None:
         return len(seen) >= num_same and len(set(seen[-num_same:])) == 1
 
     await until(pilot, same, "a picture that stays")
+
+
+async def command(pilot: Pilot[None], line: str) -> None:
+    """Type a command at `:`. The screen below may have a line of its own, so it is waited for."""
+    await pilot.press("colon")
+    await until(pilot, lambda: isinstance(pilot.app.screen, CommandScreen), "the command line")
+    pilot.app.screen.query_one(Input).value = line
+    await pilot.press("enter")
 
 
 async def until(pilot: Pilot[None], condition: Callable[[], bool], what: str, *, timeout_s: float = PATIENCE_S) -> None:

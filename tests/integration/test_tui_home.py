@@ -14,12 +14,12 @@ from prime_rl.contract.layout import OutputDir
 from tests.tui_support import (
     add_run,
     build_workspace,
+    command,
     opened_app,
     screen_text,
     until,
 )
 from tui.memory import Memory
-from tui.screens.command import CommandScreen
 from tui.screens.run import RunScreen
 from tui.screens.runs import RunsScreen
 from tui.widgets.runs_table import RunsTable
@@ -150,14 +150,6 @@ async def test_a_thousand_runs_are_drawn_only_where_they_are_seen(tmp_path: Path
         assert len(same) >= 12, "what did not change is not drawn again"
 
 
-async def command(pilot: Pilot[None], line: str) -> None:
-    await pilot.press("colon")
-    assert isinstance(pilot.app.screen, CommandScreen)
-    pilot.app.screen.query_one(Input).value = line
-    await pilot.press("enter")
-    await pilot.pause()
-
-
 @pytest.mark.slow
 async def test_the_command_line(workspace: OutputDir) -> None:
     async with opened(workspace.path) as (home, table, pilot):
@@ -176,7 +168,7 @@ async def test_the_command_line(workspace: OutputDir) -> None:
         await until(pilot, lambda: app.screen is home, "home")
         for line, words in (("nonsense", "unknown command 'nonsense'"), ("help me", "takes no arguments")):
             await command(pilot, line)
-            assert words in screen_text(app)
+            await until(pilot, lambda words=words: words in screen_text(app), words)  # type: ignore[misc]
             await pilot.press("escape")
         await command(pilot, "sort colour")
         await until(pilot, lambda: any("columns:" in note.message for note in app._notifications), "what is wrong")

@@ -18,6 +18,7 @@ from tests.tui_support import (
     NOW,
     Ticker,
     build_workspace,
+    command,
     frozen_clock,
     opened_app,
     screen_text,
@@ -95,9 +96,7 @@ async def test_command_line_help_and_palette_work_everywhere(workspace: OutputDi
             await sees(app, pilot, "unknown command 'nix'")
             await pilot.press("escape")
             await comes(here, f"esc on {keys}")
-            await pilot.press("colon")
-            app.screen.query_one(Input).value = "op crashed"
-            await pilot.press("enter")
+            await command(pilot, "op crashed")
             await until(pilot, lambda: getattr(app.screen, "run_id", None) == "run_crashed", f"the run, on {keys}")
             await pilot.press("escape")
             await comes(here, f"esc on {keys}")

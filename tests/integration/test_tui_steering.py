@@ -14,7 +14,7 @@ from textual.widgets import Button, Checkbox, Input, Static, TextArea
 from prime_rl.configs.base import load_toml
 from prime_rl.contract.layout import OutputDir, RunDir
 from tests.integration.test_tui_actions import audit, entry_of, outcome, select
-from tests.tui_support import add_history, build_workspace, opened_app, orch_toml, screen_text, until
+from tests.tui_support import add_history, build_workspace, command, opened_app, orch_toml, screen_text, until
 from tests.unit.test_daemons_forks import put_adapter
 from tui.actions.run_jobs import ExportForm, ForkForm, SweepForm
 from tui.app import PrlApp
@@ -56,9 +56,7 @@ async def refused(dialog: FormDialog, pilot: Pilot[None], field: str, words: str
 
 
 async def typed(app: PrlApp, pilot: Pilot[None], line: str) -> None:
-    await pilot.press("colon")
-    app.screen.query_one(Input).value = line
-    await pilot.press("enter")
+    await command(pilot, line)
 
 
 async def test_pause_with_a_reason_and_continue(workspace: OutputDir) -> None:

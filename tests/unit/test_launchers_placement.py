@@ -102,9 +102,7 @@ def test_a_trainer_goes_on_with_the_nodes_that_are_left_if_they_suffice() -> Non
     up = ["n0", "n2", "n3"]
     taken = {inference.name: Place(("n4",), (0, 1))}
     assert find_place(trainer, up, taken, trainer, GPUS).nodes == ("n0", "n2", "n3")
-    with pytest.raises(
-        LaunchError, match="expected at least 3 nodes that are up with 8 free GPUs, found 2 of 2"
-    ):
+    with pytest.raises(LaunchError, match="expected at least 3 nodes that are up with 8 free GPUs, found 2 of 2"):
         find_place(trainer, up[:2], taken, trainer, GPUS)
     with pytest.raises(LaunchError, match="found 0 of 0: none"):
         choose(inference, [], [], GPUS)
