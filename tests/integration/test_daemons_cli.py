@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import tomli_w
 
 from daemons.cli import run
 from prime_rl.contract.files import append_line, wait_for
@@ -287,15 +288,18 @@ def test_output_into_a_closed_pipe_makes_no_noise(prl: Prl) -> None:
 
 
 def test_a_component_runs_in_place_of_prl(prl: Prl) -> None:
-    command = [sys.executable, "-m", "daemons.cli", "trainer", "--output_dir", str(prl.output_dir)]
-    command += ["--model.lora.rank", "8"]
-    prl.output_dir.mkdir()
-    with subprocess.Popen(command, env=prl.env, cwd=ROOT, stdout=subprocess.PIPE, text=True) as child:
-        assert child.stdout is not None
-        assert child.stdout.readline() == f"begin trainer {child.pid}\n"
-        child.terminate()
-        child.communicate(timeout=PATIENCE_S)
-    assert child.returncode == 0
+    """It is the same process, with the component's own arguments, exit code and words."""
+    (prl.output_dir.parent / "modules" / "sitecustomize.py").write_text(
+        "import os, sys\nsys.orig_argv[1:2] == ['-m'] and print(os.getpid(), *sys.orig_argv[2:4], flush=True)\n"
+    )
+    command = [sys.executable, "-m", "daemons.cli", "trainer", "--no_such_key", "8"]
+    with subprocess.Popen(
+        command, env=prl.env, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as child:
+        out, err = child.communicate(timeout=PATIENCE_S)
+    modules = ("daemons.cli trainer", "prime_rl.trainer.train --no_such_key")
+    assert out.splitlines() == [f"{child.pid} {each}" for each in modules]
+    assert child.returncode == 2 and err.startswith("trainer: ") and "no_such_key: unknown key" in err
 
 
 def demo_configs(prl: Prl, max_steps: int = 6) -> str:
@@ -303,6 +307,7 @@ def demo_configs(prl: Prl, max_steps: int = 6) -> str:
     configs.mkdir()
     (configs / "system.toml").write_text(
         f'max_concurrent_runs = 2\n[model]\nname = "{prl.model}"\n[supervisor]\ngrace_s = 2\n'
+        + tomli_w.dumps({"deployment": {"modules": prl.modules}})
     )
     for name in ("reverse", "sort", "upper"):
         (configs / f"{name}.toml").write_text(RUN_TOML.format(max_steps=max_steps, model="models/base"))
