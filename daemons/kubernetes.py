@@ -134,7 +134,7 @@ def _job(pods: Pods, num_pods: int, gpus: int, grace_s: int) -> dict[str, Any]:
 
 def _pod(pods: Pods, gpus: int, grace_s: int) -> dict[str, Any]:
     amounts = {"cpu": pods.cpus, "memory": pods.memory, **({"nvidia.com/gpu": str(gpus)} if gpus else {})}
-    volumes = {
+    volumes: dict[str, tuple[str, dict[str, Any]]] = {
         "workspace": (_WORKSPACE, {"persistentVolumeClaim": {"claimName": pods.name}}),
         "config": (_CONFIG, {"configMap": {"name": pods.name}}),
         # kubectl create secret generic NAME-key --from-file=key=FILE; the workspace runs without it, too.
