@@ -31,7 +31,7 @@ logger = logging.getLogger("monitors")
 
 # Figures come once a step; people do not see the difference.
 POLL_S = 1.0
-# Far above what trainer and orchestrator write.
+# Of each writer, so that none takes the other's room: far above what trainer and orchestrator write.
 MAX_FIGURES = 1_000
 MAX_NAME_CHARS = 128
 # Of 1 MiB each: what one run may have read before it rests.
@@ -103,7 +103,7 @@ class Feed:
         self._run, self._monitor, self._config, self._positions = run, monitor, config, positions
         self._folder = folder_id(run)
         self._poll_s = poll_s
-        self._names: set[str] = set()
+        self._names: dict[str, set[str]] = {writer: set() for writer in metrics_files(run)}
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._work, name=f"{self.name} of {self.run_id}", daemon=True)
         self._thread.start()
@@ -165,10 +165,11 @@ class Feed:
         step, values = parsed
         values.pop("time", None)
         figures = {f"{writer}/{one_line(name, MAX_NAME_CHARS)}": value for name, value in values.items()}
-        new = [name for name in figures if name not in self._names]
-        for name in new[max(0, MAX_FIGURES - len(self._names)) :]:
+        known = self._names[writer]
+        new = [name for name in figures if name not in known]
+        for name in new[MAX_FIGURES - len(known) :]:
             del figures[name]
-        self._names.update(figures)
+        known.update(figures)
         with self._call():
             self._monitor.log(step, figures)
 
