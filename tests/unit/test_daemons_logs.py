@@ -55,7 +55,8 @@ def test_a_log_is_put_aside_while_it_is_written_and_a_reader_misses_nothing(tmp_
     followed += lines_of(tail)
     kept = [old_log(log, number) for number in range(100, 0, -1)]
     stored = b"".join(path.read_bytes() for path in [*kept, log] if path.exists()).splitlines()
-    assert num_rotations >= NUM_PARTS and stored[-1] == b"end"
+    # A cut may take the end of a line with it: then the next one, here the last, goes on in its place.
+    assert num_rotations >= NUM_PARTS and stored[-1].endswith(b"end")
     assert followed == stored
     # A cut takes what is written in that very moment: next to nothing, more when this process has no core just then.
     assert len(stored) >= 400 * NUM_PARTS / 2
