@@ -70,7 +70,12 @@ def world() -> World:
 
 
 class Tenants:
-    """`num_runs` runs in a trainer of `num_slots`; `base` is the small model when none is given."""
+    """`num_runs` runs in a trainer of `num_slots`.
+
+    Args:
+        base: by default the small model.
+        again: what backward computes again: none, mlp, layers.
+    """
 
     def __init__(
         self,
@@ -79,10 +84,14 @@ class Tenants:
         num_runs: int,
         base: PreTrainedModel | None = None,
         rank: int = RANK,
-        checkpoints: bool = False,
+        again: str = "none",
     ) -> None:
         base = bench_model() if base is None else base
-        model = adapt_model(base, LoRAConfig(rank=rank, alpha=ALPHA), num_slots, checkpoints=checkpoints)
+        lora, modes = (
+            LoRAConfig(rank=rank, alpha=ALPHA),
+            {"checkpoints": again == "layers", "lean_mlps": again == "mlp"},
+        )
+        model = adapt_model(base, lora, num_slots, **modes)
         limits = TrainerLimits("bench", max_seq_len=2048, max_rank=rank, alpha=ALPHA)
         self.manager = manager = MultiRunManager(workspace, num_slots, limits=limits)
         for name, layer in model.layers.items():

@@ -82,7 +82,7 @@ def main(name: str, seq_len: str, tokens: str, runs: str, checkpoints: str, host
     config, lora = model_config(name), LoRAConfig() if int(runs) else None
     sizes = {"num_runs": int(runs), "seq_len": int(seq_len), "tokens": int(tokens), "host_copies": int(host_copies)}
     setting = Setting(config, torch.float32, lora, checkpoints=checkpoints == "True", **sizes)
-    set_up_memory(gives_back=checkpoints == "True")  # as the trainer does
+    set_up_memory()  # as the trainer does
     warm_up()
     before = memory("VmRSS")
     base = AutoModelForCausalLM.from_config(config, dtype=torch.float32)

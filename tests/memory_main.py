@@ -18,7 +18,6 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from prime_rl.contract.layout import RunDir
 from prime_rl.trainer import train as trainer
 from prime_rl.trainer.world import setup_world
-from prime_rl.utils.allocator import set_up_memory
 from tests.fit_main import PROC, memory, warm_up
 from tests.patience import PATIENCE_S
 from tests.ranks_main import Ranks
@@ -70,7 +69,6 @@ def train(folder: Path, size: int) -> int:
 
 def main(folder: Path) -> int:
     torch.set_num_threads(1)
-    set_up_memory(gives_back=True)  # what is freed does not count
     write_model(folder / "model")
     for size in SIZES:
         (folder / str(size)).mkdir()

@@ -11,6 +11,7 @@ adapter), M tokens of a group.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -42,8 +43,11 @@ class Plan(Protocol):
     def adapters(self) -> list[int]:
         """The adapter of each group."""
 
-    def add(self, out_NO: Tensor, x_NI: Tensor, A_GKI: Tensor, B_GOK: Tensor) -> Tensor:
-        """Add `scale * (x A^T) B^T` to `out_NO`, in place. Returns `scale * (x A^T)`, which backward needs."""
+    def project(self, x_NI: Tensor, A_GKI: Tensor) -> Tensor:
+        """`h`, that is `scale * (x A^T)`, which backward needs too."""
+
+    def add(self, out_NO: Tensor, h: Tensor, B_GOK: Tensor) -> None:
+        """Add `h B^T` to `out_NO`, in place."""
 
     def differentiate(
         self, grad_NO: Tensor, grad_x_NI: Tensor | None, x_NI: Tensor, h: Tensor, A_GKI: Tensor, B_GOK: Tensor
@@ -81,7 +85,12 @@ class Layer:
     def leaves(self) -> list[Tensor]:
         return [*self.A_G, *self.B_G]
 
-    def run(self, x_NI: Tensor, plan: Plan, out_NO: Tensor | None = None) -> _Kept:
+    def kept(self, x_NI: Tensor, plan: Plan) -> _Kept:
+        """What backward needs."""
+        A_GKI, B_GOK = (torch.stack(list(part)).to(x_NI.dtype) for part in (self.A_G, self.B_G))
+        return _Kept(plan.project(x_NI, A_GKI), A_GKI, B_GOK)
+
+    def run(self, x_NI: Tensor, plan: Plan, out_NO: Tensor | None = None) -> tuple[Tensor, _Kept]:
         """The output, in `out_NO` where that is given, and what backward needs."""
         if out_NO is None:
             out_NO = linear(x_NI, self.weight_OI, self.bias_O)
@@ -89,12 +98,12 @@ class Layer:
             torch.mm(x_NI, self.weight_OI.T, out=out_NO)
             if self.bias_O is not None:
                 out_NO.add_(self.bias_O)
-        A_GKI, B_GOK = (torch.stack(list(part)).to(x_NI.dtype) for part in (self.A_G, self.B_G))
-        return _Kept(out_NO, plan.add(out_NO, x_NI, A_GKI, B_GOK), A_GKI, B_GOK)
+        kept = self.kept(x_NI, plan)
+        plan.add(out_NO, kept.h, kept.B_GOK)
+        return out_NO, kept
 
 
 class _Kept(NamedTuple):
-    out_NO: Tensor
     h: Tensor
     A_GKI: Tensor
     B_GOK: Tensor
@@ -108,7 +117,7 @@ def grouped_lora(x_NI: Tensor, layer: Layer, plan: Plan) -> Tensor:
     tenth of a decode step.
     """
     if not torch.is_grad_enabled():
-        return layer.run(x_NI, plan).out_NO
+        return layer.run(x_NI, plan)[0]
     out_NO: Tensor = _GroupedLoRA.apply(x_NI, layer, plan, layer.A_G[0])  # type: ignore[no-untyped-call]
     return out_NO
 
@@ -120,7 +129,7 @@ class _GroupedLoRA(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x_NI: Tensor, layer: Layer, plan: Plan, anchor: Tensor) -> Tensor:
-        out_NO, *kept = layer.run(x_NI, plan)
+        out_NO, kept = layer.run(x_NI, plan)
         ctx.plan, ctx.leaves = plan, layer.leaves
         ctx.save_for_backward(x_NI, layer.weight_OI, *kept)
         return out_NO
@@ -134,26 +143,42 @@ class _GroupedLoRA(torch.autograd.Function):
         return grad_x_NI, None, None, None
 
 
-def gated_mlp(x_NI: Tensor, gate: Layer, up: Layer, down: Layer, plan: Plan, *, keeps: bool) -> Tensor:
+def gated_mlp(
+    x_NI: Tensor, gate: Layer, up: Layer, down: Layer, plan: Plan, *, keeps: bool, for_backward: bool = False
+) -> Tensor:
     """`down(silu(gate(x)) * up(x))`, each layer with its adapters as in `grouped_lora`. Returns `[N, I]`.
 
     Args:
         keeps: keep what gate and up gave for backward, two tables of `[N, W]`, instead of making them again there.
+        for_backward: the result is NaN, and only what backward needs is computed.
     """
-    out_NI: Tensor = _GatedMLP.apply(x_NI, gate, up, down, plan, keeps, gate.A_G[0])  # type: ignore[no-untyped-call]
+    out_NI: Tensor = _GatedMLP.apply(  # type: ignore[no-untyped-call]
+        x_NI, gate, up, down, plan, keeps, for_backward, gate.A_G[0]
+    )
     return out_NI
 
 
 class _GatedMLP(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x_NI: Tensor, gate: Layer, up: Layer, down: Layer, plan: Plan, keeps: bool, anchor: Tensor
+        ctx: Any,
+        x_NI: Tensor,
+        gate: Layer,
+        up: Layer,
+        down: Layer,
+        plan: Plan,
+        keeps: bool,
+        for_backward: bool,
+        anchor: Tensor,
     ) -> Tensor:
         out_NI = x_NI.new_empty(len(x_NI), len(down.weight_OI))  # what stays is made before what goes: fewer holes
-        gate_NW, *of_gate = gate.run(x_NI, plan)
-        up_NW, *of_up = up.run(x_NI, plan)
+        gate_NW, of_gate = gate.run(x_NI, plan)
+        up_NW, of_up = up.run(x_NI, plan)
         kept = (gate_NW, up_NW) if keeps else (None, None)
-        _, *of_down = down.run(silu(gate_NW, inplace=not keeps).mul_(up_NW), plan, out_NI)
+        product_NW = silu(gate_NW, inplace=not keeps).mul_(up_NW)
+        of_down = down.kept(product_NW, plan) if for_backward else down.run(product_NW, plan, out_NI)[1]
+        if for_backward:
+            out_NI.fill_(math.nan)
         ctx.plan, ctx.layers = plan, (gate, up, down)
         weights = (each.weight_OI for each in (gate, up, down))
         ctx.save_for_backward(x_NI, *kept, *weights, *of_gate, *of_up, *of_down)
@@ -167,7 +192,7 @@ class _GatedMLP(torch.autograd.Function):
         plan: Plan = ctx.plan
         gate, up, down = ctx.layers
         if gate_NW is None:
-            gate_NW, up_NW = gate.run(x_NI, plan).out_NO, up.run(x_NI, plan).out_NO
+            gate_NW, up_NW = gate.run(x_NI, plan)[0], up.run(x_NI, plan)[0]
         product_NW = silu(gate_NW).mul_(up_NW)
         grad_NW = grad_NI @ down_IW
         _accumulate(down.leaves, plan.differentiate(grad_NI, grad_NW, product_NW, *of_down))
@@ -180,7 +205,7 @@ class _GatedMLP(torch.autograd.Function):
         _accumulate(gate.leaves, plan.differentiate(grad_gate_NW, rest_NI, x_NI, *of_gate))
         if grad_x_NI is not None:
             grad_x_NI.add_(rest_NI)
-        return grad_x_NI, None, None, None, None, None, None
+        return grad_x_NI, *[None] * 7
 
 
 def _differentiate_gated(grad_NW: Tensor, up_NW: Tensor, gate_NW: Tensor, spare_NW: Tensor) -> tuple[Tensor, Tensor]:
@@ -214,10 +239,11 @@ class BatchedPlan:
         self._shape = len(groups), groups[0].stop - groups[0].start, -1
         self._scales_G11 = torch.tensor([group.scale for group in groups]).view(-1, 1, 1)
 
-    def add(self, out_NO: Tensor, x_NI: Tensor, A_GKI: Tensor, B_GOK: Tensor) -> Tensor:
-        h_GMK = torch.bmm(x_NI.view(self._shape), A_GKI.mT).mul_(self._scales_like(x_NI))
-        out_NO.view(self._shape).baddbmm_(h_GMK, B_GOK.mT)
-        return h_GMK
+    def project(self, x_NI: Tensor, A_GKI: Tensor) -> Tensor:
+        return torch.bmm(x_NI.view(self._shape), A_GKI.mT).mul_(self._scales_like(x_NI))
+
+    def add(self, out_NO: Tensor, h: Tensor, B_GOK: Tensor) -> None:
+        out_NO.view(self._shape).baddbmm_(h, B_GOK.mT)
 
     def differentiate(
         self, grad_NO: Tensor, grad_x_NI: Tensor | None, x_NI: Tensor, h: Tensor, A_GKI: Tensor, B_GOK: Tensor
@@ -242,12 +268,15 @@ class LoopedPlan:
         self.adapters = [group.adapter for group in groups]
         self._groups = groups
 
-    def add(self, out_NO: Tensor, x_NI: Tensor, A_GKI: Tensor, B_GOK: Tensor) -> Tensor:
+    def project(self, x_NI: Tensor, A_GKI: Tensor) -> Tensor:
         h_NK = x_NI.new_empty(len(x_NI), A_GKI.shape[1])
-        for group, A_KI, B_OK in zip(self._groups, A_GKI.unbind(), B_GOK.unbind(), strict=True):
-            h_MK = torch.mm(x_NI[group.tokens], A_KI.T, out=h_NK[group.tokens]).mul_(group.scale)
-            out_NO[group.tokens].addmm_(h_MK, B_OK.T)
+        for group, A_KI in zip(self._groups, A_GKI.unbind(), strict=True):
+            torch.mm(x_NI[group.tokens], A_KI.T, out=h_NK[group.tokens]).mul_(group.scale)
         return h_NK
+
+    def add(self, out_NO: Tensor, h: Tensor, B_GOK: Tensor) -> None:
+        for group, B_OK in zip(self._groups, B_GOK.unbind(), strict=True):
+            out_NO[group.tokens].addmm_(h[group.tokens], B_OK.T)
 
     def differentiate(
         self, grad_NO: Tensor, grad_x_NI: Tensor | None, x_NI: Tensor, h: Tensor, A_GKI: Tensor, B_GOK: Tensor
@@ -276,11 +305,12 @@ class GroupedPlan:
         scales_G = torch.tensor([group.scale for group in groups])
         self._scales_N1 = scales_G.repeat_interleave(sizes_G, output_size=groups[-1].stop)[:, None]
 
-    def add(self, out_NO: Tensor, x_NI: Tensor, A_GKI: Tensor, B_GOK: Tensor) -> Tensor:
+    def project(self, x_NI: Tensor, A_GKI: Tensor) -> Tensor:
         self._move_to(x_NI)
-        h_NK = torch._grouped_mm(x_NI, A_GKI.mT, offs=self._ends_G).mul_(self._scales_N1)
-        out_NO.add_(torch._grouped_mm(h_NK, B_GOK.mT, offs=self._ends_G))
-        return h_NK
+        return torch._grouped_mm(x_NI, A_GKI.mT, offs=self._ends_G).mul_(self._scales_N1)
+
+    def add(self, out_NO: Tensor, h: Tensor, B_GOK: Tensor) -> None:
+        out_NO.add_(torch._grouped_mm(h, B_GOK.mT, offs=self._ends_G))
 
     def differentiate(
         self, grad_NO: Tensor, grad_x_NI: Tensor | None, x_NI: Tensor, h: Tensor, A_GKI: Tensor, B_GOK: Tensor

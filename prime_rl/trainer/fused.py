@@ -4,8 +4,8 @@
   backward, each over all activations, and there are four of it in a layer: on the CPU that is a tenth of a step. What
   is frozen needs one gradient only, that of the input.
 - The gated MLP, `down(silu(gate(x)) * up(x))`. As the libraries write it, four tables of the width of the MLP are kept
-  for each token: more than a half of all that a layer keeps. Here it is none: backward makes them again, at a tenth of
-  a pass. Where a layer is computed again as a whole, it is two.
+  for each token: more than a half of all that a layer keeps. Here it is two, what gate and up gave. It may be none:
+  then backward makes these again, at a tenth of a pass.
 - The head: log-probability of the sampled tokens and entropy, a chunk of tokens at a time. The logits of a real
   vocabulary are most of the memory of a pass: 16,384 tokens of 151,936 entries are 9.3 GiB in float32, and autograd
   keeps several tables of that size. Here only a chunk of them exists at a time. The gradient with respect to a hidden
@@ -17,7 +17,9 @@ Dimensions: ... any, D normalized, N tokens, C tokens of a chunk, H hidden size,
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -87,8 +89,22 @@ class _RMSNorm(torch.autograd.Function):
         return weighted.addcmul_(x, along).mul_(scale).to(x.dtype), None, None
 
 
+# Set while a layer is computed again in backward.
+_computes_again: ContextVar[bool] = ContextVar("computes_again", default=False)
+
+
+@contextmanager
+def computed_again() -> Iterator[None]:
+    """Inside, a decoder layer is computed for backward alone, which does not need the result of its last operation."""
+    token = _computes_again.set(True)
+    try:
+        yield
+    finally:
+        _computes_again.reset(token)
+
+
 class GatedMLP(nn.Module):
-    """`down_proj(silu(gate_proj(x)) * up_proj(x))`; `keeps`: as in `gated_mlp`."""
+    """`down_proj(silu(gate_proj(x)) * up_proj(x))`, the last of its decoder layer; `keeps`: as in `gated_mlp`."""
 
     def __init__(
         self, gate_proj: MultiLoRALinear, up_proj: MultiLoRALinear, down_proj: MultiLoRALinear, keeps: bool
@@ -103,8 +119,8 @@ class GatedMLP(nn.Module):
             base_RTI: Tensor = self.down_proj(silu(self.gate_proj(x_RTI)) * self.up_proj(x_RTI))
             return base_RTI
         gate, up, down = (each.with_adapters(plan) for each in (self.gate_proj, self.up_proj, self.down_proj))
-        out_NI = gated_mlp(x_RTI.reshape(-1, x_RTI.shape[-1]), gate, up, down, plan, keeps=self.keeps)
-        return out_NI.view_as(x_RTI)
+        x_NI, for_backward = x_RTI.reshape(-1, x_RTI.shape[-1]), _computes_again.get()
+        return gated_mlp(x_NI, gate, up, down, plan, keeps=self.keeps, for_backward=for_backward).view_as(x_RTI)
 
 
 def fuse_norms(model: nn.Module) -> int:
@@ -162,9 +178,10 @@ def head_chunks(num_tokens: int, num_vocabulary: int) -> list[slice]:
 
 def _scaled(hidden_CH: Tensor, weight_VH: Tensor, temperatures_C: Tensor) -> Tensor:
     """Logits after temperature, in float32 (or wider)."""
-    logits_CV = hidden_CH @ weight_VH.T
-    logits_CV = logits_CV.to(torch.promote_types(logits_CV.dtype, torch.float32))
-    return logits_CV.div_(temperatures_C[:, None])
+    if hidden_CH.dtype.itemsize >= torch.float32.itemsize:  # H of a token is much less than V
+        return (hidden_CH / temperatures_C[:, None]) @ weight_VH.T
+    scaled_CV: Tensor = (hidden_CH @ weight_VH.T) / temperatures_C[:, None]
+    return scaled_CV
 
 
 class _TokenLogprobs(torch.autograd.Function):
@@ -216,16 +233,17 @@ def _found(
     """
     scaled_CV = _scaled(hidden_CH, weight_VH, temperatures_C)
     most_C = scaled_CV.amax(-1)
-    probs_CV = scaled_CV.sub_(most_C[:, None]).exp()
-    total_C = probs_CV.sum(-1)
-    scaled_CV.sub_(total_C.log()[:, None])  # log-probabilities of the whole vocabulary
-    probs_CV.div_(total_C[:, None])
-    logprobs_C = scaled_CV.gather(-1, targets_C[:, None]).squeeze(-1)
-    entropy_C = -scaled_CV.mul_(probs_CV).sum(-1)
+    exps_CV = scaled_CV.sub_(most_C[:, None]).exp()
+    total_C = exps_CV.sum(-1)
+    log_total_C = total_C.log()
+    logprobs_C = scaled_CV.gather(-1, targets_C[:, None]).squeeze(-1) - log_total_C
+    entropy_C = log_total_C - scaled_CV.mul_(exps_CV).sum(-1) / total_C
     if slope_CH is not None:
         del scaled_CV
-        slope_CH.copy_(_slope(probs_CV, targets_C, temperatures_C).to(hidden_CH.dtype) @ weight_VH)
-    return logprobs_C, entropy_C, most_C + total_C.log()
+        at_target_C = 1 / temperatures_C.to(exps_CV.dtype)
+        slope_CV = _slope(exps_CV, targets_C, at_target_C, at_target_C / total_C)
+        slope_CH.copy_(slope_CV.to(hidden_CH.dtype) @ weight_VH)
+    return logprobs_C, entropy_C, most_C + log_total_C
 
 
 def _grad(
@@ -238,11 +256,10 @@ def _grad(
 ) -> Tensor:
     """`[C, V]`, of the logits, in the type of the hidden states."""
     probs_CV = _scaled(hidden_CH, weight_VH, temperatures_C).sub_(log_total_C[:, None]).exp_()
-    return _slope(probs_CV, targets_C, temperatures_C).mul_(grad_C[:, None]).to(hidden_CH.dtype)
+    weights_C = grad_C / temperatures_C.to(probs_CV.dtype)
+    return _slope(probs_CV, targets_C, weights_C, weights_C).to(hidden_CH.dtype)
 
 
-def _slope(probs_CV: Tensor, targets_C: Tensor, temperatures_C: Tensor) -> Tensor:
-    """d log pi(target) / d logits, in place of `probs_CV`."""
-    slope_CV = probs_CV.neg_()
-    slope_CV.scatter_add_(-1, targets_C[:, None], torch.ones_like(targets_C, dtype=slope_CV.dtype)[:, None])
-    return slope_CV.div_(temperatures_C[:, None])
+def _slope(exps_CV: Tensor, targets_C: Tensor, at_target_C: Tensor, scales_C: Tensor) -> Tensor:
+    """`at_target` at the target, less the scaled exponentials: d log pi(target) / d logits; in place of `exps_CV`."""
+    return exps_CV.mul_(-scales_C[:, None]).scatter_add_(-1, targets_C[:, None], at_target_C[:, None])

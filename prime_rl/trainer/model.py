@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -33,16 +33,19 @@ from prime_rl.configs.trainer import TrainerModelConfig
 from prime_rl.lora.inject import apply_lora_to_model
 from prime_rl.lora.linear import AdapterRouting, MultiLoRALinear
 from prime_rl.trainer.attention import Segments, can_pack, use_packed_attention, use_rotary
-from prime_rl.trainer.fused import fuse_mlps, fuse_norms, token_logprobs
+from prime_rl.trainer.fused import computed_again, fuse_mlps, fuse_norms, token_logprobs
 from prime_rl.trainer.remade import made_again
 from prime_rl.trainer.sharding import decoder_layers, mesh_of, shard_model, shard_trainable
 from prime_rl.trainer.world import World
-from prime_rl.utils.allocator import LARGE_BYTES, give_back_holes
+from prime_rl.utils.allocator import give_back_holes
 
 logger = logging.getLogger(__name__)
 
 # Entries of a model's config that change its logits after the head.
 CHANGES_LOGITS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
+
+# Hidden states from which on the holes between the tensors of a pass are worth giving back.
+LARGE_BYTES = 1 << 20
 
 
 class ModelError(RuntimeError):
@@ -150,7 +153,8 @@ def load_model(config: TrainerModelConfig, lora: LoRAConfig | None, n_adapters: 
     }
     if lora is None:
         return train_whole(_load_base(config.name, torch.float32), mesh_of(world), dtype_on(config, world), **modes)
-    model = adapt_model(_load_base(config.name, dtype_on(config, world)), lora, n_adapters, **modes)
+    base = _load_base(config.name, dtype_on(config, world))
+    model = adapt_model(base, lora, n_adapters, lean_mlps=config.lean_mlps, **modes)
     shard_model(model.module, world, replicated=model.adapters())
     return model
 
@@ -180,8 +184,7 @@ def train_whole(
     head = _put_head(base)
     if checkpoints:
         checkpoint_layers(base, offloads=offloads)
-    else:
-        close_holes(base)
+    close_holes(base)
     vocab_size = base.get_input_embeddings().num_embeddings  # type: ignore[operator]
     packs = _set_up_attention(base, packs)
     shard_trainable(base, mesh, dtype)
@@ -194,13 +197,15 @@ def adapt_model(
     n_adapters: int,
     *,
     checkpoints: bool = False,
+    lean_mlps: bool = False,
     offloads: bool = False,
     packs: bool = False,
 ) -> PolicyModel:
     """Freeze `base` and give it adapter slots. Raises ModelError when a target module does not exist.
 
     With `checkpoints`, a layer keeps only its input for backward, where it is computed again; with `offloads`, in host
-    memory. With `packs`, rows lie end to end in one, if the model's attention allows it.
+    memory. With `lean_mlps` gated MLPs do so too, and not what is around them. With `packs`, rows lie end to end in
+    one, if the model's attention allows it.
     """
     base.requires_grad_(False)
     # Dropout off: a run must not depend on random numbers that its neighbours draw too.
@@ -211,11 +216,10 @@ def adapt_model(
         layers = apply_lora_to_model(base, lora.rank, n_adapters, lora.target_modules, routing)
     except ValueError as error:
         raise ModelError(f"model.lora.{error}") from error
-    fuse_mlps(base, keeps=checkpoints)
+    fuse_mlps(base, keeps=not lean_mlps)
     if checkpoints:
         checkpoint_layers(base, offloads=offloads)
-    else:
-        close_holes(base)
+    close_holes(base)
     embeddings = base.get_input_embeddings()  # type: ignore[operator]
     packs = _set_up_attention(base, packs)
     return PolicyModel(base, _put_head(base), layers, routing, embeddings.num_embeddings, packs, not checkpoints)
@@ -242,7 +246,11 @@ def checkpoint_layers(base: nn.Module, *, offloads: bool = False) -> None:
 
 def _checkpoint(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     # Nothing in a layer is random.
-    return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+    return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, context_fn=_contexts, **kwargs)
+
+
+def _contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    return nullcontext(), computed_again()
 
 
 def _checkpoint_offloaded(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -37,7 +37,7 @@ def main(argv: Sequence[str]) -> int:
     logger = setup_logger("trainer", config.log.level)
     # Before torch is loaded: threads that spin while they wait take the cores away from inference.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    set_up_memory(gives_back=config.model.checkpoints_on("cpu"))
+    set_up_memory()
 
     with heavy_imports():
         import prime_rl.trainer.loop  # noqa: F401 (what `train` needs)

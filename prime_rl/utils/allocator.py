@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import os
 import sys
 from collections.abc import Callable
 from functools import cache
@@ -11,31 +10,20 @@ from functools import cache
 # glibc's name for it in mallopt(3), and the most that it takes: larger blocks are always mappings of their own.
 _M_MMAP_THRESHOLD = -3
 _MOST_BYTES = 32 << 20
-LARGE_BYTES = 1 << 20
-# torch asks the system for pages of 2 MiB for tensors that are at least so large; read at its first allocation.
-_TORCH_HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"
 
 
-def set_up_memory(*, gives_back: bool) -> bool:
+def set_up_memory() -> bool:
     """What happens to the memory of the tensors of a pass on a CPU. Call it before the first tensor is made.
 
-    Left alone, glibc decides by what was freed last. Here it is decided:
-
-    - `gives_back`: every block of a mebibyte or more is a mapping of its own, which goes back to the system when it is
-      freed. A pass holds what its tensors take and no more; the price is that the system clears new pages all the time,
-      a third of a pass, somewhat less in pages of 2 MiB. For activation checkpointing, where a pass would hold twice
-      as much as its tensors.
-    - else blocks of up to 32 MiB lie in one heap and are used again. The tensors go in another order than they came, so
-      the heap has holes; a pass calls `give_back_holes` from time to time. What is left of them is in `fit.predict`.
+    Left alone, glibc decides by what was freed last, and a block that goes back to the system is cleared when it comes
+    again: a third of a pass. Here blocks of up to 32 MiB lie in one heap and are used again. The tensors go in another
+    order than they came, so the heap has holes; a pass calls `give_back_holes` from time to time. What is left of them
+    is in `fit.predict`.
 
     Returns whether the C library knows such a thing.
     """
-    if not sys.platform.startswith("linux"):
-        return False
-    if gives_back:
-        os.environ.setdefault(_TORCH_HUGE_PAGES, "1")
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    return mallopt is not None and mallopt(_M_MMAP_THRESHOLD, LARGE_BYTES if gives_back else _MOST_BYTES) == 1
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform.startswith("linux") else None
+    return mallopt is not None and mallopt(_M_MMAP_THRESHOLD, _MOST_BYTES) == 1
 
 
 def give_back_holes() -> None:

@@ -100,10 +100,11 @@ def test_no_more_than_a_chunk_of_the_logits_exists(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.numeric
-def test_checkpointed_layers_give_the_same_gradients_and_keep_their_inputs_alone() -> None:
+@pytest.mark.parametrize(("modes", "share"), [({"checkpoints": True}, 0.25), ({"lean_mlps": True}, 0.85)])
+def test_what_is_computed_again_gives_the_same_gradients_and_is_not_kept(modes: dict[str, bool], share: float) -> None:
     found, kept = [], []
-    for checkpoints in (False, True):
-        model, (ids_RT, targets) = replace(adapted(checkpoints=checkpoints), remakes=False), some_targets()
+    for each in ({}, modes):
+        model, (ids_RT, targets) = replace(adapted(**each), remakes=False), some_targets()
         with saved_shapes() as shapes:
             logprobs_N, _ = model.token_logprobs(ids_RT, RUN_IDXS, targets)
         logprobs_N.sum().backward()
@@ -111,7 +112,31 @@ def test_checkpointed_layers_give_the_same_gradients_and_keep_their_inputs_alone
         kept.append(sum(shape.numel() for shape in shapes))
     for ours, theirs in zip(*found, strict=True):
         assert torch.equal(ours, theirs)
-    assert kept[1] < kept[0] / 4
+    assert kept[1] < share * kept[0]
+
+
+class Products(TorchDispatchMode):
+    """How many products there were with a table of this shape on the right."""
+
+    def __init__(self, *shape: int) -> None:
+        super().__init__()
+        self.num, self._shape = 0, shape
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.num += func._schema.name == "aten::mm" and tuple(args[1].shape) == self._shape
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_layer_that_is_computed_again_leaves_out_its_last_product() -> None:
+    """Its result is not asked for, and what the product's own backward needs is there."""
+    model, (ids_RT, targets) = adapted(checkpoints=True), some_targets()
+    config = model.module.config
+    with Products(config.intermediate_size, config.hidden_size) as forward:
+        logprobs_N, _ = model.token_logprobs(ids_RT, RUN_IDXS, targets)
+    with Products(config.intermediate_size, config.hidden_size) as backward:
+        logprobs_N.sum().backward()
+    assert forward.num == config.num_hidden_layers
+    assert backward.num == 2 * config.num_hidden_layers, "the gradients of gate and up, and no third"
 
 
 class Copied(TorchDispatchMode):
@@ -147,6 +172,10 @@ def test_activation_offload_is_for_checkpointed_layers() -> None:
     assert TrainerModelConfig(activation_offload=True).checkpoints_on("cpu")
     with pytest.raises(ValueError, match="activation_offload = true requires activation_checkpointing"):
         TrainerModelConfig(activation_offload=True, activation_checkpointing=False)
+    with pytest.raises(ValueError, match="activation_checkpointing = 'mlp' requires"):
+        TrainerModelConfig(activation_checkpointing="mlp")
+    lean = TrainerModelConfig(activation_checkpointing="mlp", lora=LoRAConfig())
+    assert lean.lean_mlps and not lean.checkpoints_on("cuda")
 
 
 @pytest.mark.parametrize(

@@ -56,7 +56,8 @@ class Setting:
         packs: whether rows lie end to end.
         num_ranks: GPUs that the model is sharded over.
         host_copies: copies of all trained weights that lie in the same memory.
-        reuses_blocks: whether memory is a heap with holes: on a CPU, where layers are not computed again.
+        reuses_blocks: whether memory is a heap with holes: on a CPU.
+        lean_mlps: whether gated MLPs are computed again, where layers are not.
     """
 
     model: PretrainedConfig
@@ -71,6 +72,7 @@ class Setting:
     num_ranks: int = 1
     host_copies: int = 0
     reuses_blocks: bool = False
+    lean_mlps: bool = False
 
     @property
     def num_rows(self) -> int:
@@ -100,7 +102,8 @@ def setting_of(trainer: TrainerConfig, device_type: str, num_ranks: int) -> Sett
         offloads=model.activation_offload and device_type == "cuda",
         num_ranks=num_ranks,
         host_copies=HOST_COPIES if device_type == "cpu" and model.lora is None else 0,
-        reuses_blocks=device_type == "cpu" and not model.checkpoints_on(device_type),
+        reuses_blocks=device_type == "cpu",
+        lean_mlps=model.lean_mlps,
     )
 
 
@@ -213,7 +216,7 @@ def _levels_adapters(setting: Setting, config: PretrainedConfig) -> _Levels:
     with metered() as meter:
         base = AutoModelForCausalLM.from_config(config, dtype=setting.dtype)
         weights = meter.alive
-        model = adapt_model(base, setting.lora, setting.num_runs, **setting.modes)
+        model = adapt_model(base, setting.lora, setting.num_runs, lean_mlps=setting.lean_mlps, **setting.modes)
         adapters = meter.alive - weights
         stages = _run_pass(setting, meter, model, model.adapters())
         return stages.levels(weights, 2 * adapters, MOMENTS * adapters)
