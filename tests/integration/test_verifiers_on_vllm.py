@@ -139,7 +139,8 @@ def check_messages(sample: TrainingSample, tokenizer: Any, call_id: int) -> None
     assert [ours for ours, _ in said] == [False, True] * len(sample.turn_versions)
     prompt = tokenizer.decode(said[0][1])
     number = int(prompt.rpartition("in box ")[2][0])
-    assert f"<tools>\n{json.dumps(TOOL)}\n</tools>" in prompt
+    offered = prompt.partition("</tools> XML tags:\n<tools>\n")[2].partition("\n</tools>")[0]
+    assert offered == json.dumps(TOOL)
     for (_, call), (_, result) in zip(said[1:-1:2], said[2:-1:2], strict=True):
         assert call_id in call and "<tool_response>" in tokenizer.decode(result)
     answer = tokenizer.decode(said[-1][1], skip_special_tokens=True)
