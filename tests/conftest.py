@@ -41,7 +41,7 @@ os.environ.setdefault(_MARK, uuid.uuid4().hex)
 
 
 # Fixtures of tests/integration/conftest.py that are made once for all workers.
-ONCE = {"base_model", "untaught_model", "number_model", "tiny", "model", "alone"}
+ONCE = {"base_model", "untaught_model", "number_model", "tool_model", "tiny", "model", "alone"}
 
 
 def processes_of_this_session() -> list[psutil.Process]:

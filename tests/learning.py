@@ -35,6 +35,14 @@ def token_logprobs(model: nn.Module, sample: TrainingSample) -> Tensor:
     return logits_TV.log_softmax(-1)[:-1].gather(1, ids_T[1:, None])[:, 0]
 
 
+@torch.no_grad()
+def worst_difference(model: nn.Module, sample: TrainingSample) -> float:
+    """Of the recorded logprobs of sampled tokens from those of `model`."""
+    mask_T = torch.tensor(sample.loss_mask)[1:]
+    recorded_T = torch.tensor(sample.logprobs)[1:]
+    return float((token_logprobs(model, sample) - recorded_T)[mask_T].abs().max())
+
+
 @dataclass(frozen=True)
 class Ascent:
     """What an update brought on a batch. The objective is the sum of advantage x log-probability over loss tokens."""

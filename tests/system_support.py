@@ -105,6 +105,13 @@ def build_number_model(base: Path, folder: Path) -> Path:
     return folder
 
 
+def build_tool_model(folder: Path) -> Path:
+    """See tests/tool_model.py."""
+    command = [sys.executable, "-m", "tests.tool_model", str(folder)]
+    subprocess.run(command, check=True, cwd=ROOT, capture_output=True, text=True)
+    return folder
+
+
 @dataclass(frozen=True)
 class Workspace:
     """One output_dir with its system file, and `prl` on it."""

@@ -17,6 +17,7 @@ from tests.system_support import (
     Workspace,
     build_base_model,
     build_number_model,
+    build_tool_model,
     closed,
     fetch_smollm2,
     make_whole_workspace,
@@ -56,6 +57,12 @@ def untaught_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def number_model(tmp_path_factory: pytest.TempPathFactory, base_model: Path) -> Path:
     """Can say numbers."""
     return _once(tmp_path_factory, "numbers", lambda folder: build_number_model(base_model, folder))
+
+
+@pytest.fixture(scope="session")
+def tool_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Can call the tool of tests/tasksets/word_box.py."""
+    return _once(tmp_path_factory, "tools", build_tool_model)
 
 
 @pytest.fixture(scope="session")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,14 @@ def answers(server: RunningServer, name: str) -> list[list[int]]:
     return found
 
 
+def num_requests(server: RunningServer) -> list[float]:
+    """How many each engine has answered since it started, by its own count."""
+    found = re.findall(r"^vllm:request_success_total\{(.*)\} (.*)$", server.get("/metrics").text, re.MULTILINE)
+    return [
+        sum(float(value) for labels, value in found if f'engine="{engine}"' in labels) for engine in range(NUM_ENGINES)
+    ]
+
+
 @pytest.mark.vllm
 @pytest.mark.slow
 @pytest.mark.xdist_group("vllm")
@@ -39,7 +48,9 @@ def test_adapters_and_whole_weights_reach_every_engine(served_model: Path, tmp_p
         adapted = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(served_model), folder).eval()
         base, tuned = (greedy(model, PROMPT, NUM_TOKENS) for model in (reference(served_model), adapted))
         server.load("run_a@v1", folder)
+        before = num_requests(server)
         assert answers(server, "run_a@v1") == [tuned] * NUM_ENGINES
+        assert [after - each for after, each in zip(num_requests(server), before, strict=True)] == [1] * NUM_ENGINES
         assert answers(server, server.model) == [base] * NUM_ENGINES != [tuned] * NUM_ENGINES
         server.unload("run_a@v1")
         newer = publish(server, "step_1", seed=1)

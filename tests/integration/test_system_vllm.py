@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 
 from prime_rl.contract.layout import RunDir, list_rollout_steps
-from prime_rl.contract.types import TrainingSample, read_batch
-from tests.learning import load_policy, token_logprobs
+from prime_rl.contract.types import read_batch
+from tests.learning import load_policy, worst_difference
 from tests.system_support import Workspace
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
@@ -20,13 +19,6 @@ RUNS: dict[str, tuple[int, int, dict[str, Any]]] = {
 }
 # Between logprobs of one policy on two paths, in float32. Another policy is further off in some sample, not in each.
 TOLERANCE = 2e-3
-
-
-@torch.no_grad()
-def worst_difference(model: torch.nn.Module, sample: TrainingSample) -> float:
-    mask_T = torch.tensor(sample.loss_mask)[1:]
-    recorded_T = torch.tensor(sample.logprobs)[1:]
-    return float((token_logprobs(model, sample) - recorded_T)[mask_T].abs().max())
 
 
 def test_two_runs_on_vllm_and_every_version_is_the_one_that_generated(vllm_workspace: Workspace) -> None:

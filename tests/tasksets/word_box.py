@@ -36,11 +36,11 @@ class WordBoxTask(vf.Task[WordBoxData]):
     async def says_the_word(self, trace: vf.Trace) -> float:
         if self.data.fault == "raise":
             raise ValueError("a reward that fails")
-        return float(self.data.word in trace.messages[-1].content)
+        return float(self.data.word in (trace.messages[-1].content or ""))
 
     @vf.reward(weight=0.25)
     async def is_short(self, trace: vf.Trace) -> float:
-        return float(len(trace.messages[-1].content) < 20)
+        return float(len(trace.messages[-1].content or "") < 20)
 
     @vf.metric
     async def looks(self, trace: vf.Trace) -> float:
