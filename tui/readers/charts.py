@@ -184,16 +184,20 @@ def thin(name: str, history: History, values: Sequence[float], shown: tuple[floa
     return Curve(name, 0, *map(tuple, zip(*columns, strict=True)), last=last_value)  # type: ignore[arg-type, misc]
 
 
+# Of a small picture: more dots than it has beside each other.
+SIMPLE_COLUMNS = 240
+
+
 def simple_chart(
     steps: Sequence[float], values: Sequence[float], *, last: float | None = None, change: float | None = None
 ) -> ChartData:
-    """One curve as it is, for a small picture of a few points."""
+    """One curve of a few points, for a small picture."""
     history = History()
     history.extend(list(steps), list(values))
     if not len(history):
         return ChartData()
     shown = (history.steps[0], history.steps[-1])
-    num_columns = max(len(history), 2)
+    num_columns = min(max(len(history), 2), SIMPLE_COLUMNS)
     curve = replace(thin("", history, history.values, shown, num_columns), last=last)
     return ChartData((curve,), shown, num_columns, change=change)
 
