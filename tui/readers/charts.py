@@ -15,7 +15,16 @@ from pathlib import Path
 
 from prime_rl.contract.layout import RunDir
 from prime_rl.utils.text import one_line
-from tui.readers.history import CAPACITY, EVAL_PREFIX, EVAL_SUFFIX, History, RunMetrics, change
+from tui.readers.history import (
+    CAPACITY,
+    EVAL_PREFIX,
+    EVAL_SUFFIX,
+    SMALL_POINTS,
+    History,
+    RunMetrics,
+    change,
+    downsample,
+)
 from tui.readers.tabs import CHARTS as CHARTS_TAB
 from tui.readers.tabs import TabData
 
@@ -184,20 +193,16 @@ def thin(name: str, history: History, values: Sequence[float], shown: tuple[floa
     return Curve(name, 0, *map(tuple, zip(*columns, strict=True)), last=last_value)  # type: ignore[arg-type, misc]
 
 
-# Of a small picture: more dots than it has beside each other.
-SIMPLE_COLUMNS = 240
-
-
 def simple_chart(
     steps: Sequence[float], values: Sequence[float], *, last: float | None = None, change: float | None = None
 ) -> ChartData:
-    """One curve of a few points, for a small picture."""
+    """One curve, for a small picture."""
     history = History()
-    history.extend(list(steps), list(values))
+    history.extend(*downsample(steps, values, SMALL_POINTS))
     if not len(history):
         return ChartData()
     shown = (history.steps[0], history.steps[-1])
-    num_columns = min(max(len(history), 2), SIMPLE_COLUMNS)
+    num_columns = max(len(history), 2)
     curve = replace(thin("", history, history.values, shown, num_columns), last=last)
     return ChartData((curve,), shown, num_columns, change=change)
 

@@ -25,6 +25,8 @@ from prime_rl.contract.metrics import parse_metrics
 from prime_rl.utils.tail import FileTail
 
 CAPACITY = 1 << 17
+# Of a curve in a small picture: more than it has dots beside each other.
+SMALL_POINTS = 240
 MAX_STEP = 2.0**53
 # So many of the newest values are never thinned, but for a quarter of the capacity at most.
 NUM_RECENT = 128

@@ -18,11 +18,8 @@ from prime_rl.contract.files import read_text
 from prime_rl.contract.layout import OutputDir, RunDir
 from prime_rl.contract.status import RunState
 from prime_rl.contract.usage import used_in_life
-from tui.readers.history import History, RunMetrics, downsample
+from tui.readers.history import SMALL_POINTS, History, RunMetrics, downsample
 
-# Of the curves of a run at rest so many points are kept. Those of a run at work are kept as they are: they are few, and
-# thinned out at each of its steps for a picture that only the selected run has.
-REST_POINTS = 240
 HOME_KEYS = ("reward/mean", "loss", "time")
 HOME_CAPACITY = 512
 # Of each metrics file the home screen reads this much from the end: 60 steps of long lines, 200 of short ones. The run
@@ -144,9 +141,9 @@ def _tail(histories: Mapping[str, History], *, at_rest: bool) -> RunTail:
     def curve(history: History | None) -> Points:
         if history is None:
             return (), ()
-        if not at_rest:
+        if not at_rest:  # it changes at each step, and is thinned out when it is drawn: only the selected run is
             return history.steps[:], history.values[:]
-        steps, values = downsample(history.steps, history.values, REST_POINTS)
+        steps, values = downsample(history.steps, history.values, SMALL_POINTS)
         return array("d", steps), array("d", values)  # a quarter of what lists of floats take, a thousand times
 
     ended = times.values[-12:] if times else ()

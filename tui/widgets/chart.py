@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+import operator
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -126,10 +128,11 @@ class Chart(Widget):
         cells, cursor = self._rows[y], self._cursor_column()
         if cursor is not None and cells[cursor][1] == NOTHING:
             cells = [*cells[:cursor], ("│", _LABEL), *cells[cursor + 1 :]]
-        pieces = [(self._ticks[y], _LABEL), *_pieces(cells)]
-        return Strip([Segment(text, base + self._style(colour)) for text, colour in pieces]).adjust_cell_length(
-            width, base
-        )
+        segments = [Segment(self._ticks[y], base + self._style(_LABEL))]
+        for colour, piece in itertools.groupby(cells, key=operator.itemgetter(1)):
+            text = "".join(char for char, _ in piece)
+            segments.append(Segment(text, base if colour == NOTHING else base + self._style(colour)))
+        return Strip(segments).adjust_cell_length(width, base)
 
     def _redraw(self) -> None:
         self._rows = None
@@ -245,19 +248,6 @@ class Chart(Widget):
             word = "muted" if colour < 0 else "faint" if colour >= _FAINT else self._colour(colour)
             self._styles[colour] = self.app.console.get_style(word)
         return self._styles[colour]
-
-
-def _pieces(cells: Sequence[Cell]) -> list[Cell]:
-    """The cells of a row, those of one colour together. Nothing has no colour of its own: it goes with what is before
-    it, so that a row of many gaps is one piece."""
-    pieces: list[Cell] = []
-    start, colour = 0, _LABEL
-    for x, (_, own) in enumerate(cells):
-        if own not in (colour, NOTHING):
-            if x > start:
-                pieces.append(("".join(char for char, _ in cells[start:x]), colour))
-            start, colour = x, own
-    return [*pieces, ("".join(char for char, _ in cells[start:]), colour)]
 
 
 def _range(curves: list[Curve]) -> tuple[float, float]:
