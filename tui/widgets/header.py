@@ -82,7 +82,7 @@ def _shown_daemons(daemons: Sequence[DaemonRow]) -> list[DaemonRow]:
     Of the daemons at the side only those that something is wrong with. A server that was scaled away is done.
     """
     servers = [each for each in daemons if replica_number(each.name) is not None and each.state != "done"]
-    shown = {daemon.name: daemon for daemon in daemons}
+    shown: dict[str, DaemonRow] = {daemon.name: daemon for daemon in daemons}
     if len(servers) > 1:
         num_up = sum(server.level is Level.GOOD for server in servers)
         worst = max(servers, key=lambda server: (server.level is not Level.GOOD, server.level))
