@@ -199,8 +199,7 @@ def whole(server: RunningServer) -> Iterator[list[Path]]:
     run.control.mkdir(parents=True)
     run.orch_toml.write_text(RUN_TOML.format(max_steps=3, model=server.model))
     folders = [make_model(run.broadcast_dir(step), seed=step) for step in (1, 2, 3)]
-    for folder in folders:
-        mark_stable(folder)
+    list(map(mark_stable, folders))
     serve(server, folders[1])
     yield folders
     assert server.post("/reload_weights").status_code == 200
@@ -208,8 +207,7 @@ def whole(server: RunningServer) -> Iterator[list[Path]]:
 
 
 def serve(server: RunningServer, folder: Path) -> None:
-    response = server.post("/update_weights", weight_dir=str(folder))
-    assert response.status_code == 200, response.text
+    assert server.post("/update_weights", weight_dir=str(folder)).status_code == 200
 
 
 def test_a_run_that_trains_the_whole_model_is_talked_to_as_inference_serves_it(
@@ -222,10 +220,7 @@ def test_a_run_that_trains_the_whole_model_is_talked_to_as_inference_serves_it(
         serve(server, whole[2])  # as the run does with its next version
         chat.reset()
         assert ask(chat) != first and chat.label == "run_w@v3"
-    for target, words in (
-        ("run_w@v2", "run_w@v2: a workspace that trains whole"),
-        ("base", "the base model: chat with"),
-    ):
+    for target, words in (("run_w@v2", "run_w@v2: a workspace that trains"), ("base", "the base model: chat with")):
         with pytest.raises(ActionError, match=f"serves run_w/broadcast/step_3 now, not {words}"):
             Chat(server.output_dir, target).open()
     with Chat(server.output_dir, "run_w@v3", GREEDY) as chat:
