@@ -74,6 +74,7 @@ class Chat:
         self._target = target
         self._settings = settings or ChatSettings()
         self._folder: Path | None = None  # of the adapter; None while whole weights answer
+        self._whole: tuple[str | None, int | None] | None = None  # the run (None: the base model) and version of those
         self._model = ""
         self._server = _Server("", None)
         self.label = one_line(target)
@@ -100,7 +101,7 @@ class Chat:
         self._server, self._model = self._find_inference()
         if self._target == BASE:
             self.label = one_line(BASE)
-            self._check_weights(None, None)
+            self._answer_whole(None, None)
             return
         parsed = parse_version(self._target)
         if parsed is None:
@@ -108,12 +109,12 @@ class Chat:
         run = existing_run(self._output, parsed[0])
         if parsed[1] == 0 and not os.path.lexists(run.broadcast_dir(0)):  # the untouched adapter
             self.label = one_line(adapter_name(run.run_id, 0))
-            self._check_weights(None, None)
+            self._answer_whole(None, None)
             return
         version = find_version(run, parsed[1])
         self.label = one_line(version.name)
         if version.adapter is None:
-            self._check_weights(run.run_id, parsed[1])
+            self._answer_whole(run.run_id, parsed[1])
             return
         self._folder, self._model = version.adapter, chat_name(run.run_id, version.step)
         self._load()
@@ -122,8 +123,11 @@ class Chat:
     def answer(self, text: str) -> Generator[CleanText, None, None]:
         """Ask, and yield the answer as it comes, clean. Raises ActionError.
 
+        Where whole weights answer they are those of now: `label` names them, and what has gone is refused.
         After `stop` it ends. What came until then is part of the conversation; a question without any answer is not.
         """
+        if self._whole is not None:
+            self._check_weights(*self._whole)
         self.messages.append({"role": "user", "content": text})
         parts: list[str] = []
         try:
@@ -167,6 +171,10 @@ class Chat:
         except SecretError as error:
             raise ActionError(str(error)) from error
         return _Server(status.base_url.removesuffix("/v1"), key, variable), status.model
+
+    def _answer_whole(self, run_id: str | None, wanted: int | None) -> None:
+        self._whole = run_id, wanted
+        self._check_weights(run_id, wanted)
 
     def _check_weights(self, run_id: str | None, wanted: int | None) -> None:
         """In a workspace without adapters: the weights in force must be those that are asked for."""

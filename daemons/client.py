@@ -35,6 +35,7 @@ from daemons.workspace import (
     daemon_view,
     find_bottleneck,
     replica_name,
+    replica_number,
     shown,
     together,
     waits_for,
@@ -72,6 +73,7 @@ __all__ = [
     "WorkspaceReader",
     "read_workspace",
     "replica_name",
+    "replica_number",
     "stamp_of",
 ]
 

@@ -132,6 +132,14 @@ def replica_name(number: int) -> str:
     return f"inference-{number}" if number else "inference"
 
 
+def replica_number(name: str) -> int | None:
+    """The number of the inference server that the daemon `name` is; None for other daemons."""
+    kind, _, number = name.partition("-")
+    if kind != "inference":
+        return None
+    return int(number) if number.isdecimal() else None if number else 0
+
+
 def together(replicas: Sequence[InferenceStatus]) -> InferenceStatus | None:
     """Several inference servers as one: what the first that serves is, and what all of them do. None without any."""
     if len(replicas) < 2:

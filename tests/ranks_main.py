@@ -29,7 +29,7 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from prime_rl.configs.trainer import TrainerConfig
 from prime_rl.contract.files import wait_for
-from prime_rl.contract.layout import RunDir
+from prime_rl.contract.layout import RunDir, list_steps
 from prime_rl.trainer import train as trainer
 from prime_rl.trainer.runs import get_multi_run_manager
 from prime_rl.trainer.sharding import part_here
@@ -164,6 +164,28 @@ def scenario_evicted(group: Group) -> None:
     group.train("evicted", done, max_concurrent_runs=2)
 
 
+def scenario_paused(group: Group) -> None:
+    """A run is paused amid its training, its neighbour ends meanwhile, and then it is continued."""
+    workspace = group.workspace("paused")
+    paused, other = RunDir(workspace / "run_adamw"), RunDir(workspace / "run_sgd")
+    if group.world.is_master:
+        for run in (paused, other):
+            put_run(workspace, group.model, run.run_id)
+    left: list[int] = []
+
+    def done() -> bool:
+        if not left and not paused.paused.exists() and published(paused) >= 1:
+            paused.paused.write_text("later")
+        if not left and paused.paused.exists() and paused.run_id not in get_multi_run_manager().id_2_idx:
+            left.append(list_steps(paused.checkpoints, stable_only=True)[-1])
+            (workspace / "left.json").write_text(json.dumps(left))
+        if left and published(other) == NUM_STEPS:
+            paused.paused.unlink(missing_ok=True)
+        return published(paused) == published(other) == NUM_STEPS
+
+    group.train("paused", done)
+
+
 def scenario_whole(group: Group) -> None:
     """The whole model, for one run."""
     run = RunDir(group.workspace("whole") / "run_a")
@@ -200,7 +222,7 @@ def scenario_other_half(group: Group) -> None:
 
 
 SCENARIOS = {
-    2: [scenario_together, scenario_evicted, scenario_half, scenario_whole, scenario_whole_half],
+    2: [scenario_together, scenario_evicted, scenario_paused, scenario_half, scenario_whole, scenario_whole_half],
     4: [scenario_together, scenario_other_half, scenario_whole_other_half],
 }
 

@@ -48,6 +48,7 @@ class PrlApp(KeysInOrder):
 
     TITLE = "prl"
     _has_styles = False
+    _is_starting = False
     ENABLE_COMMAND_PALETTE = True
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("ctrl+q", "quit", "Quit", show=False, priority=True),
@@ -127,11 +128,19 @@ class PrlApp(KeysInOrder):
         self.call_after_refresh(self._drawn_once)
 
     def _drawn_once(self) -> None:
-        """From the first picture on garbage is collected, but for what the start made: `cli` has switched it off."""
+        """From the first picture on garbage is collected: `cli` has switched it off.
+
+        What the start made is left out, and then what the first whole look has read: it stays, and keys would wait
+        while a thousand runs are looked through.
+        """
         self.watcher.drawn()
         if not gc.isenabled():
+            self._is_starting = True
             gc.freeze()
             gc.enable()
+        elif self._is_starting and self.watcher.is_caught_up:
+            self._is_starting = False
+            gc.freeze()
 
     def entries(self) -> Sequence[ActionEntry]:
         return list(self._entries.values())

@@ -113,6 +113,8 @@ class WorkspaceWatcher:
         self._woken = threading.Event()
         self._drawn = threading.Event()
         self._watcher: Watcher | None = None
+        self.is_caught_up = False
+        """Whether all that there was at the start has been read."""
 
     def run(self) -> None:
         with Watcher(self._folders(()), rescan_s=RESCAN_MOST_S) as watcher:
@@ -128,6 +130,7 @@ class WorkspaceWatcher:
                 workspace = self._look(at_rest=self._take_wake() or self._rest.is_over)
                 while self._metrics.read_slice(workspace, self._stopped.is_set, SLICE_S):
                     self._show(workspace)
+                self.is_caught_up = True
                 self._show(workspace)
                 watcher.watch(self._folders(run.run_id for run in workspace.runs if run.state is RunState.ACTIVE))
                 self._stopped.wait(MIN_INTERVAL_S)

@@ -156,7 +156,8 @@ def _talk(talk: Chat) -> None:
     """Questions from a terminal. An answer that fails, or is ended by Ctrl-C, does not end the chat."""
     import readline  # noqa: F401  # lines can be edited and repeated
 
-    say(f"{talk.label}: {RESET} begins a new conversation, {QUIT} ends")
+    label = talk.label
+    say(f"{label}: {RESET} begins a new conversation, {QUIT} ends")
     while True:
         try:
             line = input("> ").strip()
@@ -170,6 +171,9 @@ def _talk(talk: Chat) -> None:
         elif line:
             try:
                 _answer(talk, line)
+                if talk.label != label:  # whole weights, and the run has published newer ones
+                    label = talk.label
+                    say(f"answered by {label}")
             except KeyboardInterrupt:
                 talk.stop()
                 print(flush=True)

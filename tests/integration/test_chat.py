@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -189,6 +190,47 @@ def test_what_cannot_be_talked_to_is_refused_in_one_line(
     with pytest.raises(ActionError, match="set PRL_API_KEY or PRL_API_KEY_FILE"):
         Chat(server.output_dir, "run_a").open()
     assert loaded(server) == []
+
+
+@pytest.fixture
+def whole(server: RunningServer) -> Iterator[list[Path]]:
+    """Three versions of `run_w`, which trains the whole model; the second is served, and afterwards the base model."""
+    run = OutputDir(server.output_dir).run("run_w")
+    run.control.mkdir(parents=True)
+    run.orch_toml.write_text(RUN_TOML.format(max_steps=3, model=server.model))
+    folders = [make_model(run.broadcast_dir(step), seed=step) for step in (1, 2, 3)]
+    list(map(mark_stable, folders))
+    serve(server, folders[1])
+    yield folders
+    assert server.post("/reload_weights").status_code == 200
+    shutil.rmtree(run.path)
+
+
+def serve(server: RunningServer, folder: Path) -> None:
+    assert server.post("/update_weights", weight_dir=str(folder)).status_code == 200
+
+
+def test_a_run_that_trains_the_whole_model_is_talked_to_as_inference_serves_it(
+    server: RunningServer, whole: list[Path]
+) -> None:
+    with Chat(server.output_dir, "run_w", GREEDY) as chat:
+        assert chat.label == "run_w@v2" and loaded(server) == []
+        first = ask(chat)
+        assert first == answer_of(server, server.model, "hello")
+        serve(server, whole[2])  # as the run does with its next version
+        chat.reset()
+        assert ask(chat) != first and chat.label == "run_w@v3"
+    for target, words in (("run_w@v2", "run_w@v2: a workspace that trains"), ("base", "the base model: chat with")):
+        with pytest.raises(ActionError, match=f"serves run_w/broadcast/step_3 now, not {words}"):
+            Chat(server.output_dir, target).open()
+    with Chat(server.output_dir, "run_w@v3", GREEDY) as chat:
+        serve(server, whole[1])
+        with pytest.raises(ActionError, match="serves run_w/broadcast/step_2 now, not run_w@v3"):
+            ask(chat)
+        assert chat.messages == []
+    with prl_chat(server, "run_w@v1") as process:
+        out, err = process.communicate("hello\n", timeout=PATIENCE_S)
+    assert (process.returncode, out, err.count("\n")) == (1, "", 1) and "not run_w@v1" in err
 
 
 def prl_chat(server: RunningServer, *args: str) -> subprocess.Popen[str]:

@@ -93,8 +93,17 @@ def test_an_eviction_in_the_middle_of_a_batch_and_a_reused_slot_harm_no_other_ru
     assert 1 <= published(RunDir(workspace / "run_0")) < 30
 
 
+def test_a_run_that_was_paused_and_continued_reaches_what_it_reaches_undisturbed(folder: Path, alone: Adapters) -> None:
+    """On two ranks, and its neighbour too: both let it go after the same update, which is saved."""
+    workspace = folder / "paused_2"
+    (left,) = json.loads((workspace / "left.json").read_text())
+    assert 1 <= left < NUM_STEPS
+    assert (RunDir(workspace / "run_adamw").checkpoint_dir(left) / "STABLE").exists()
+    check(workspace, alone, ["run_adamw", "run_sgd"])
+
+
 @pytest.mark.parametrize(
-    ("scenario", "size"), [("together", 2), ("together", 4), ("evicted", 2), ("half", 4), ("whole", 2)]
+    ("scenario", "size"), [("together", 2), ("together", 4), ("evicted", 2), ("paused", 2), ("half", 4), ("whole", 2)]
 )
 def test_adapters_are_equal_on_all_ranks_and_the_base_is_shared_out(folder: Path, scenario: str, size: int) -> None:
     holdings = [json.loads(path.read_text()) for path in (folder / f"{scenario}_{size}").glob("rank_*.json")]

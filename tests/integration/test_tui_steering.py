@@ -15,7 +15,7 @@ from prime_rl.configs.base import load_toml
 from prime_rl.contract.layout import OutputDir, RunDir
 from tests.integration.test_tui_actions import audit, entry_of, outcome, select
 from tests.tui_support import add_history, build_workspace, command, opened_app, orch_toml, screen_text, until
-from tests.unit.test_daemons_forks import put_adapter
+from tests.unit.test_daemons_forks import put_adapter, put_version
 from tui.actions.run_jobs import ExportForm, ForkForm, SweepForm
 from tui.app import PrlApp
 from tui.commands import Command, complete
@@ -81,9 +81,7 @@ async def test_pause_with_a_reason_and_continue(workspace: OutputDir) -> None:
 async def test_pause_many_and_continue_them_by_command(workspace: OutputDir) -> None:
     runs = [RunDir(workspace.path / name) for name in (QUEUED, "run_queued-b")]
     async with opened(workspace.path) as (app, pilot):
-        for run in runs:
-            await select(app, pilot, run.run_id)
-            await pilot.press("space")
+        await mark(app, pilot, [run.run_id for run in runs])
         await typed(app, pilot, "pause no need")
         await until(pilot, lambda: all(run.paused.exists() for run in runs), "both pauses")
         assert (await outcome(app, pilot)).text == "2 runs paused"
@@ -247,6 +245,85 @@ async def test_export_writes_the_folder(workspace: OutputDir, tmp_path: Path) ->
     assert (tmp_path / "home" / "adapter_config.json").is_file()
 
 
+@pytest.fixture
+def two_with_versions(workspace: OutputDir) -> list[str]:
+    for run_id, step in (("run_done", 60), (QUEUED, 3)):
+        put_version(RunDir(workspace.path / run_id), step)
+    return ["run_done", QUEUED]
+
+
+async def mark(app: PrlApp, pilot: Pilot[None], run_ids: list[str]) -> None:
+    for run_id in run_ids:
+        await select(app, pilot, run_id)
+        await pilot.press("space")
+
+
+async def test_all_marked_runs_are_forked(workspace: OutputDir, two_with_versions: list[str]) -> None:
+    async with opened(workspace.path) as (app, pilot):
+        await mark(app, pilot, two_with_versions)
+        await pilot.press("F")
+        dialog = await form(app, pilot)
+        assert not dialog.query("#new-id"), "one name for several runs"
+        for words in ("run_done-fork would start from run_done@v60", f"{QUEUED}-fork would start from {QUEUED}@v3"):
+            await checked(dialog, pilot, words)
+        dialog.query_one("#version", Input).value = "60"
+        await refused(dialog, pilot, "version", f"{QUEUED} does not have a version of step 60")
+        dialog.query_one("#version", Input).value = ""
+        dialog.query_one("#settings", Input).value = "seed=9"
+        await checked(dialog, pilot, f"{QUEUED}-fork would start")
+        await pilot.press("ctrl+s")
+        entry = await outcome(app, pilot)
+        assert entry.text == "2 runs forked"
+        assert all(f"prl runs fork {run_id} --set seed=9" in entry.command for run_id in two_with_versions)
+    made = [load_toml(RunDir(workspace.path / f"{run_id}-fork").orch_toml) for run_id in two_with_versions]
+    assert [each["init"]["from"] for each in made] == ["run_done@v60", f"{QUEUED}@v3"]
+    assert [each["seed"] for each in made] == [9, 9]
+
+
+async def test_all_marked_runs_are_exported_each_into_its_folder(
+    workspace: OutputDir, two_with_versions: list[str], tmp_path: Path
+) -> None:
+    async with opened(workspace.path) as (app, pilot):
+        await mark(app, pilot, two_with_versions)
+        await pilot.press("E")
+        dialog = await form(app, pilot)
+        out = dialog.query_one("#out", Input)
+        out.value = str(tmp_path / "nowhere")
+        await refused(dialog, pilot, "out", "nowhere not found")
+        (tmp_path / "exports").mkdir()
+        out.value = str(tmp_path / "exports")
+        await checked(dialog, pilot, f"version 3 of {QUEUED} (adapter) would be written to {tmp_path}/exports/queued-a")
+        await pilot.press("ctrl+s")
+        assert (await outcome(app, pilot)).text == "2 runs exported"
+    folders = sorted(path.parent.name for path in (tmp_path / "exports").glob("*/adapter_config.json"))
+    assert folders == ["done", "queued-a"]
+
+
+async def test_all_marked_runs_get_the_budget(workspace: OutputDir) -> None:
+    run_ids = [QUEUED, "run_queued-b"]
+    async with opened(workspace.path) as (app, pilot):
+        await mark(app, pilot, run_ids)
+        await pilot.press("B")
+        dialog = await form(app, pilot)
+        dialog.query_one("#hours", Input).value = "2"
+        await pilot.press("ctrl+s")
+        assert (await outcome(app, pilot)).text.startswith("2 runs set budget.max_tokens=null budget.max_hours=2")
+    budgets = [load_toml(RunDir(workspace.path / run_id).orch_toml)["budget"] for run_id in run_ids]
+    assert budgets == [{"max_hours": 2}] * 2
+
+
+@pytest.mark.parametrize(("key", "what"), [("W", "a sweep"), ("c", "a clone")])
+async def test_what_starts_from_one_run_refuses_several(workspace: OutputDir, key: str, what: str) -> None:
+    async with opened(workspace.path) as (app, pilot):
+        await mark(app, pilot, [QUEUED, "run_queued-b"])
+        await pilot.press(key)
+        words = f"{what} starts from one run, and 2 are marked: clear the marks with esc"
+        await until(pilot, lambda: [note.message for note in app._notifications] == [words], words)
+        assert isinstance(app.screen, RunsScreen)
+        await pilot.press("escape", key)
+        await until(pilot, lambda: not isinstance(app.screen, RunsScreen), "the form for the run under the cursor")
+
+
 async def test_diff_tells_what_differs(workspace: OutputDir) -> None:
     async with opened(workspace.path) as (app, pilot):
         await select(app, pilot, QUEUED)
@@ -276,10 +353,13 @@ async def test_a_run_offers_its_chosen_checkpoint_and_tells_its_budget(workspace
 
 
 def test_forms_have_the_words_of_their_command() -> None:
-    fork = ForkForm("run_a", "4", "run_b", "seed=2 optim.lr=1e-4", with_optimizer=True)
+    fork = ForkForm(("run_a",), "4", "run_b", "seed=2 optim.lr=1e-4", with_optimizer=True)
     words = "run_a --step 4 --id run_b --set seed=2 --set optim.lr=1e-4 --with-optimizer"
-    assert fork.words() == words.split()
-    assert ExportForm("run_a", "home", "4", merge=True).words() == ["run_a", "--step", "4", "--merge", "--out", "home"]
+    assert fork.words("run_a") == words.split()
+    export = ExportForm(("run_a",), "home", "4", merge=True)
+    assert export.words("run_a") == ["run_a", "--step", "4", "--merge", "--out", "home"]
+    both = ExportForm(("run_a", "run_b"), "home")
+    assert both.words("run_b") == ["run_b", "--out", "home/b"]
     sweep = SweepForm("a.toml", " seed=1,2\n\nx=3,4 ", "grid", "3")
     assert sweep.words() == ["a.toml", "--set", "seed=1,2", "--set", "x=3,4", "--name", "grid", "--halving", "3"]
 

@@ -13,7 +13,7 @@ from rich.cells import cell_len
 from daemons.client import WorkspaceReader
 from prime_rl.contract.condition import utc
 from prime_rl.contract.layout import OutputDir, RunDir
-from prime_rl.contract.status import LOST_AFTER_S, DaemonStatus, RunState, TrainerStatus, read_status
+from prime_rl.contract.status import LOST_AFTER_S, DaemonStatus, InferenceStatus, RunState, TrainerStatus, read_status
 from tests.tui_support import HOSTILE, NOW, build_workspace, write_status
 from tui.model.levels import STATES, Level
 from tui.model.snapshot import STALL_MIN_S, Disk, RunRow, Snapshot, make_snapshot
@@ -222,6 +222,37 @@ def test_a_small_header_of_a_workspace_that_is_down_says_so_and_that_it_is_read_
     down = tuple(replace(daemon, state="stopped", level=Level.QUIET) for daemon in snapshot.daemons)
     first, _ = workspace_lines(replace(snapshot, daemons=down), 80, True)
     assert "read-only" in first.plain and "■ trainer, inference, supervisor stopped" in first.plain
+
+
+def test_the_header_counts_the_inference_servers_that_are_up(workspace: OutputDir) -> None:
+    def head(width: int) -> str:
+        return workspace_lines(look(workspace), width, False)[0].plain
+
+    assert "● inference serving" in head(140), "one server is not counted"
+    serving = InferenceStatus(state="serving", engine="vllm", model="models/base")
+    write_status(workspace.replica_status(1), serving)
+    for number, state in ((1, "running"), (2, "backoff"), (3, "done")):
+        write_status(
+            workspace.daemon_status(f"inference-{number}"), DaemonStatus(name=f"inference-{number}", state=state)
+        )
+    assert "▲ inference 2/3 backoff" in head(140) and "▲ inference 2/3 backoff" in head(80)
+    write_status(workspace.daemon_status("inference-2"), DaemonStatus(name="inference-2", state="running"))
+    assert "◌ inference 2/3 starting" in head(140), "it runs, and does not serve yet"
+    write_status(workspace.daemon_status("inference-2"), DaemonStatus(name="inference-2", state="done"))
+    assert "● inference 2/2 serving" in head(140) and "● inference 2/2 " in head(80)
+
+
+@pytest.mark.parametrize("name", ["alerts", "monitors"])
+def test_a_daemon_at_the_side_is_shown_when_it_has_crashed(workspace: OutputDir, name: str) -> None:
+    write_status(workspace.daemon_status(name), DaemonStatus(name=name, state="running"))
+    assert name not in workspace_lines(look(workspace), 140, False)[0].plain
+    for state, symbol in (("backoff", "▲"), ("failed", "✖")):
+        status = DaemonStatus(name=name, state=state, reason="exit code 1")
+        write_status(workspace.daemon_status(name), status)
+        snapshot = look(workspace)
+        assert f"{symbol} {name} {state}" in workspace_lines(snapshot, 140, False)[0].plain
+        (problem,) = [problem for problem in snapshot.problems if problem.name == name]
+        assert problem.text == f"{state}: exit code 1"
 
 
 def test_error_lines_are_found_by_number_and_by_key() -> None:

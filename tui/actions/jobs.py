@@ -44,7 +44,7 @@ def name_runs(run_ids: Sequence[str]) -> str:
     return run_ids[0] if len(run_ids) == 1 else f"{len(run_ids)} runs"
 
 
-def each(run_ids: Sequence[str], done: str, act: Callable[[str, Progress], str]) -> Work:
+def each(run_ids: Sequence[str], done: str, act: Callable[[str, Progress], str], *, at_once: int = NUM_AT_ONCE) -> Work:
     """Apply `act` to every run, also after one failed; raises ActionError that names the failed ones.
 
     A single run returns its own message; several are counted: "3 runs `done`".
@@ -61,7 +61,7 @@ def each(run_ids: Sequence[str], done: str, act: Callable[[str, Progress], str])
             except (RuntimeError, OSError) as error:  # an ActionError is a RuntimeError
                 failed.append(f"{run_id}: {error}")
 
-        with ThreadPoolExecutor(NUM_AT_ONCE) as pool:
+        with ThreadPoolExecutor(at_once) as pool:
             for number, _ in enumerate(pool.map(one, run_ids), start=1):
                 progress(f"{number} of {len(run_ids)}")
         if failed:

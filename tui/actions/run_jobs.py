@@ -25,7 +25,7 @@ from prime_rl.contract.sweeps import check_sweep_name
 from prime_rl.contract.usage import used_in_life
 from prime_rl.utils.text import one_line
 from tui import fmt
-from tui.actions.jobs import Job, Progress, each, prl_command
+from tui.actions.jobs import NUM_AT_ONCE, Job, Progress, Work, each, prl_command
 
 
 class FieldError(ActionError):
@@ -112,17 +112,17 @@ def _without_nulls(changes: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class ForkForm:
-    """What a person fills in to fork `run_id`; "" is the default of each."""
+    """What a person fills in to fork each of `run_ids`; "" is the default of each. A `new_id` is for one run alone."""
 
-    run_id: str
+    run_ids: tuple[str, ...]
     version: str = ""
     new_id: str = ""
     settings: str = ""
     with_optimizer: bool = False
 
-    def words(self) -> list[str]:
+    def words(self, run_id: str) -> list[str]:
         """For `prl runs fork`."""
-        found = [self.run_id, *_option("--step", self.version), *_option("--id", self.new_id)]
+        found = [run_id, *_option("--step", self.version), *_option("--id", self.new_id)]
         for item in self.settings.split():
             found += ["--set", item]
         return [*found, "--with-optimizer"] if self.with_optimizer else found
@@ -133,23 +133,25 @@ _FORK_FIELDS = {"with-optimizer": "optimizer", "run id": "new-id", "already exis
 
 
 def check_fork(output_dir: Path, form: ForkForm) -> str:
-    """What the fork would be. Raises FieldError."""
-    return _fork(output_dir, form, dry_run=True)
+    """What the forks would be, one a line. Raises FieldError."""
+    return "\n".join(_fork(output_dir, form, run_id, dry_run=True) for run_id in form.run_ids)
 
 
 def fork_job(output_dir: Path, form: ForkForm) -> Job:
-    command = prl_command(output_dir, "runs", "fork", *form.words())
-    return Job(command, lambda progress: _fork(output_dir, form))
+    def act(run_id: str, progress: Progress) -> str:
+        return _fork(output_dir, form, run_id)
+
+    return _job(output_dir, "fork", form, each(form.run_ids, "forked", act))
 
 
-def _fork(output_dir: Path, form: ForkForm, *, dry_run: bool = False) -> str:
+def _fork(output_dir: Path, form: ForkForm, run_id: str, *, dry_run: bool = False) -> str:
     step = _number(form.version, "version")
     with at_field("settings"):
         overrides = parse_set(form.settings.split())
     with at_field("settings", _FORK_FIELDS):
         made = fork_run(
             output_dir,
-            form.run_id,
+            run_id,
             step=step,
             new_id=form.new_id or None,
             overrides=overrides,
@@ -165,41 +167,59 @@ def _fork(output_dir: Path, form: ForkForm, *, dry_run: bool = False) -> str:
 
 @dataclass(frozen=True)
 class ExportForm:
-    """What a person fills in to export `run_id`; the newest version without a `version`."""
+    """What a person fills in to export each of `run_ids`; the newest version without a `version`.
 
-    run_id: str
+    `out` is the new folder of one run; of several, the folder with a new one for each.
+    """
+
+    run_ids: tuple[str, ...]
     out: str
     version: str = ""
     merge: bool = False
 
-    def words(self) -> list[str]:
+    def folder(self, run_id: str) -> str:
+        return self.out if len(self.run_ids) == 1 else str(Path(self.out, export_name(run_id)))
+
+    def words(self, run_id: str) -> list[str]:
         """For `prl runs export`."""
-        found = [self.run_id, *_option("--step", self.version), *(["--merge"] if self.merge else [])]
-        return [*found, "--out", self.out]
+        found = [run_id, *_option("--step", self.version), *(["--merge"] if self.merge else [])]
+        return [*found, "--out", self.folder(run_id)]
 
 
 _EXPORT_FIELDS = {"of step": "version", "does not have": "version", "not on disk": "version"}
 
 
+def export_name(run_id: str) -> str:
+    """The usual name of the folder."""
+    return run_id.removeprefix("run_")
+
+
 def check_export(output_dir: Path, form: ExportForm) -> str:
-    """What would be written. Raises FieldError."""
-    return _export(output_dir, form, dry_run=True)
+    """What would be written, one folder a line. Raises FieldError."""
+    return "\n".join(_export(output_dir, form, run_id, dry_run=True) for run_id in form.run_ids)
 
 
 def export_job(output_dir: Path, form: ExportForm) -> Job:
-    command = prl_command(output_dir, "runs", "export", *form.words())
-    return Job(command, lambda progress: _export(output_dir, form, progress))
+    def act(run_id: str, progress: Progress) -> str:
+        return _export(output_dir, form, run_id, progress)
+
+    # A merge holds the whole base model.
+    return _job(
+        output_dir, "export", form, each(form.run_ids, "exported", act, at_once=1 if form.merge else NUM_AT_ONCE)
+    )
 
 
-def _export(output_dir: Path, form: ExportForm, progress: Progress = lambda words: None, dry_run: bool = False) -> str:
+def _export(
+    output_dir: Path, form: ExportForm, run_id: str, progress: Progress = lambda words: None, dry_run: bool = False
+) -> str:
     step = _number(form.version, "version")
     if not form.out:
         raise FieldError("out", "folder missing: type the path of a new one")
     with at_field("out", _EXPORT_FIELDS):
         done = export_run(
             output_dir,
-            form.run_id,
-            Path(form.out).expanduser(),
+            run_id,
+            Path(form.folder(run_id)).expanduser(),
             step=step,
             merge=form.merge,
             dry_run=dry_run,
@@ -207,6 +227,12 @@ def _export(output_dir: Path, form: ExportForm, progress: Progress = lambda word
         )
     what = f"version {done.step} of {done.run_id} ({done.kind})"
     return f"{what} would be written to {done.out}" if dry_run else f"{what}: {fmt.size(done.num_bytes)} in {done.out}"
+
+
+def _job(output_dir: Path, verb: str, form: ForkForm | ExportForm, work: Work) -> Job:
+    """`prl runs VERB` for each run of `form`."""
+    commands = [prl_command(output_dir, "runs", verb, *form.words(run_id)) for run_id in form.run_ids]
+    return Job(one_line("; ".join(commands), 4000), work)
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
-"""Fork a run, sweep over a config, export a version: what is made from what is there."""
+"""Fork runs, sweep over a config, export versions: what is made from what is there."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from textual.app import ComposeResult
@@ -10,7 +11,7 @@ from textual.widgets import Checkbox, Static, TextArea
 
 from daemons.sweeps import Sweep
 from tui import fmt
-from tui.actions.jobs import Job, Perform
+from tui.actions.jobs import Job, Perform, name_runs
 from tui.actions.run_jobs import (
     ExportForm,
     ForkForm,
@@ -19,6 +20,7 @@ from tui.actions.run_jobs import (
     check_fork,
     check_sweep,
     export_job,
+    export_name,
     fork_job,
     sweep_job,
 )
@@ -29,27 +31,33 @@ MAX_POINTS = 200
 
 
 class ForkDialog(FormDialog):
-    """A new run that starts from one version of another."""
+    """A new run that starts from one version of another; of several runs, one for each."""
 
     verb = "Fork"
 
-    def __init__(self, output_dir: Path, run_id: str, perform: Perform, *, version: str = "") -> None:
-        super().__init__(run_id, perform)
+    def __init__(self, output_dir: Path, run_ids: Sequence[str], perform: Perform, *, version: str = "") -> None:
+        super().__init__(name_runs(run_ids), perform)
         self._output_dir = output_dir
-        self._form = ForkForm(run_id, version)
+        self._form = ForkForm(tuple(run_ids), version)
+
+    @property
+    def _is_one(self) -> bool:
+        return len(self._form.run_ids) == 1
 
     def compose_fields(self) -> ComposeResult:
-        yield from self.field("version", "version", self._form.version, "the newest")
-        yield from self.field("new-id", "new id", placeholder=f"{self._form.run_id}-fork")
+        newest = "the newest" if self._is_one else "the newest of each"
+        yield from self.field("version", "version", self._form.version, newest)
+        if self._is_one:
+            yield from self.field("new-id", "new id", placeholder=f"{self._form.run_ids[0]}-fork")
         yield from self.field("settings", "settings", placeholder="optim.lr=3e-5 seed=2")
         yield Checkbox("with the moments of its optimizer", id="optimizer", compact=True)
         yield self.problem("optimizer")
 
     def take(self) -> None:
         self._form = ForkForm(
-            self._form.run_id,
+            self._form.run_ids,
             self.value("version").removeprefix("v"),
-            self.value("new-id"),
+            self.value("new-id") if self._is_one else "",
             self.value("settings"),
             self.ticked("optimizer"),
         )
@@ -62,23 +70,31 @@ class ForkDialog(FormDialog):
 
 
 class ExportDialog(FormDialog):
-    """A version as a folder: an adapter, or merged into the base model. The dialog shows how far the job is."""
+    """A version as a folder: an adapter, or merged into the base model. Of several runs, a folder for each in one.
+
+    The dialog shows how far the job is.
+    """
 
     verb = "Export"
 
-    def __init__(self, output_dir: Path, run_id: str, perform: Perform, *, version: str = "", out: str = "") -> None:
-        super().__init__(run_id, perform)
+    def __init__(
+        self, output_dir: Path, run_ids: Sequence[str], perform: Perform, *, version: str = "", out: str = ""
+    ) -> None:
+        super().__init__(name_runs(run_ids), perform)
         self._output_dir = output_dir
-        self._form = ExportForm(run_id, out or run_id.removeprefix("run_"), version)
+        usual = export_name(run_ids[0]) if len(run_ids) == 1 else "."
+        self._form = ExportForm(tuple(run_ids), out or usual, version)
 
     def compose_fields(self) -> ComposeResult:
-        yield from self.field("version", "version", self._form.version, "the newest")
-        yield from self.field("out", "folder", self._form.out, "a new one, outside of the workspace")
+        one = len(self._form.run_ids) == 1
+        yield from self.field("version", "version", self._form.version, "the newest" if one else "the newest of each")
+        place = "a new one, outside of the workspace" if one else "for a new one of each run, outside of the workspace"
+        yield from self.field("out", "folder", self._form.out, place)
         yield Checkbox("merge the adapter into the base model", id="merge", compact=True)
 
     def take(self) -> None:
         version = self.value("version").removeprefix("v")
-        self._form = ExportForm(self._form.run_id, self.value("out"), version, self.ticked("merge"))
+        self._form = ExportForm(self._form.run_ids, self.value("out"), version, self.ticked("merge"))
 
     def check(self) -> str:
         return check_export(self._output_dir, self._form)

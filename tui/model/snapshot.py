@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from daemons.client import DaemonView, RunView, Workspace, replica_name
+from daemons.client import DaemonView, RunView, Workspace, replica_name, replica_number
 from prime_rl.contract.condition import LOST, STALLED, stall_text, stalled_since
 from prime_rl.contract.layout import CONFIG_ERROR_PREFIX
 from prime_rl.contract.status import LOST_AFTER_S, RunState, Status
@@ -254,12 +254,18 @@ def _daemons(workspace: Workspace) -> tuple[DaemonRow, ...]:
     supervisor = workspace.daemon("supervisor")
     found = [
         _daemon("trainer", *_own_state(trainer), workspace.daemon("trainer")),
-        *(_replica(workspace, number) for number in sorted({0, *dict(workspace.replicas)})),
+        *(_replica(workspace, number) for number in _replica_numbers(workspace)),
         _daemon("supervisor", "running" if workspace.supervisor_alive else None, None, supervisor),
     ]
     known = {daemon.name for daemon in found}
     others = [_daemon(each.name, each.state, None, each) for each in workspace.daemons if each.name not in known]
     return (*found, *others)
+
+
+def _replica_numbers(workspace: Workspace) -> list[int]:
+    """Of all inference servers: those that live, and those that should. One that was scaled away is done."""
+    named = (replica_number(daemon.name) for daemon in workspace.daemons if daemon.state != "done")
+    return sorted({0, *dict(workspace.replicas), *(number for number in named if number is not None)})
 
 
 def _replica(workspace: Workspace, number: int) -> DaemonRow:

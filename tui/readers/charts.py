@@ -15,7 +15,16 @@ from pathlib import Path
 
 from prime_rl.contract.layout import RunDir
 from prime_rl.utils.text import one_line
-from tui.readers.history import CAPACITY, EVAL_PREFIX, EVAL_SUFFIX, History, RunMetrics, change
+from tui.readers.history import (
+    CAPACITY,
+    EVAL_PREFIX,
+    EVAL_SUFFIX,
+    SMALL_POINTS,
+    History,
+    RunMetrics,
+    change,
+    downsample,
+)
 from tui.readers.tabs import CHARTS as CHARTS_TAB
 from tui.readers.tabs import TabData
 
@@ -187,9 +196,9 @@ def thin(name: str, history: History, values: Sequence[float], shown: tuple[floa
 def simple_chart(
     steps: Sequence[float], values: Sequence[float], *, last: float | None = None, change: float | None = None
 ) -> ChartData:
-    """One curve as it is, for a small picture of a few points."""
+    """One curve, for a small picture."""
     history = History()
-    history.extend(list(steps), list(values))
+    history.extend(*downsample(steps, values, SMALL_POINTS))
     if not len(history):
         return ChartData()
     shown = (history.steps[0], history.steps[-1])

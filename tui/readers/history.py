@@ -25,6 +25,8 @@ from prime_rl.contract.metrics import parse_metrics
 from prime_rl.utils.tail import FileTail
 
 CAPACITY = 1 << 17
+# Of a curve in a small picture: more than it has dots beside each other.
+SMALL_POINTS = 240
 MAX_STEP = 2.0**53
 # So many of the newest values are never thinned, but for a quarter of the capacity at most.
 NUM_RECENT = 128
@@ -229,9 +231,8 @@ def downsample(steps: Sequence[float], values: Sequence[float], limit: int) -> t
     kept = [0]
     for bucket in range(num_buckets):
         start, end = 1 + bucket * num_inner // num_buckets, 1 + (bucket + 1) * num_inner // num_buckets
-        low = min(range(start, end), key=values.__getitem__)
-        high = max(range(start, end), key=values.__getitem__)
-        kept.extend(sorted({low, high}))
+        piece = values[start:end]
+        kept.extend(sorted({start + piece.index(min(piece)), start + piece.index(max(piece))}))
     kept.append(len(steps) - 1)
     return [steps[i] for i in kept], [values[i] for i in kept]
 

@@ -18,10 +18,8 @@ from prime_rl.contract.files import read_text
 from prime_rl.contract.layout import OutputDir, RunDir
 from prime_rl.contract.status import RunState
 from prime_rl.contract.usage import used_in_life
-from tui.readers.history import History, RunMetrics, downsample
+from tui.readers.history import SMALL_POINTS, History, RunMetrics, downsample
 
-# The home screen draws at most this many points of a curve.
-HOME_POINTS = 240
 HOME_KEYS = ("reward/mean", "loss", "time")
 HOME_CAPACITY = 512
 # Of each metrics file the home screen reads this much from the end: 60 steps of long lines, 200 of short ones. The run
@@ -34,7 +32,7 @@ Points = tuple[Sequence[float], Sequence[float]]
 
 @dataclass(frozen=True)
 class RunTail:
-    """The newest metrics of one run: `rewards` as they came, newest last; the curves thinned out.
+    """The newest metrics of one run: `rewards` as they came, newest last; the curves of a run at rest are thinned out.
 
     `last_step_at` is when the newest step ended, on the clock of the run's machine (Unix seconds); `step_s` the usual
     time between steps. `used` (tokens, hours) is read of runs with a budget only.
@@ -115,7 +113,9 @@ class WorkspaceMetrics:
                 _, more = metrics.update()
             if changed:
                 before = self.tails.get(run.run_id, _NO_TAIL)
-                self.tails[run.run_id] = replace(_tail(metrics.histories()), used=before.used)
+                self.tails[run.run_id] = replace(
+                    _tail(metrics.histories(), at_rest=run.state is not RunState.ACTIVE), used=before.used
+                )
         if run.max_tokens is not None or run.max_hours is not None:
             self._read_use(run.run_id, known)
         if run.state is not RunState.ACTIVE:
@@ -135,12 +135,15 @@ class WorkspaceMetrics:
         self.tails[run_id] = replace(self.tails.get(run_id, _NO_TAIL), used=used)
 
 
-def _tail(histories: Mapping[str, History]) -> RunTail:
+def _tail(histories: Mapping[str, History], *, at_rest: bool) -> RunTail:
     rewards, losses, times = (histories.get(key) for key in HOME_KEYS)
 
-    def curve(key: str) -> Points:
-        history = histories.get(key)
-        steps, values = downsample(history.steps, history.values, HOME_POINTS) if history else ([], [])
+    def curve(history: History | None) -> Points:
+        if history is None:
+            return (), ()
+        if not at_rest:  # it changes at each step, and is thinned out when it is drawn: only the selected run is
+            return history.steps[:], history.values[:]
+        steps, values = downsample(history.steps, history.values, SMALL_POINTS)
         return array("d", steps), array("d", values)  # a quarter of what lists of floats take, a thousand times
 
     ended = times.values[-12:] if times else ()
@@ -150,6 +153,6 @@ def _tail(histories: Mapping[str, History]) -> RunTail:
         step_s=statistics.median(steps_s) if steps_s else None,
         rewards=tuple(rewards.values[-64:]) if rewards else (),
         loss=losses.values[-1] if losses else None,
-        reward_curve=curve("reward/mean"),
-        loss_curve=curve("loss"),
+        reward_curve=curve(rewards),
+        loss_curve=curve(losses),
     )

@@ -117,10 +117,10 @@ class ActsOnRuns(SteersRuns):
     def action_clone(self) -> None:
         from tui.actions.draft import free_id
 
-        rows = self.target_rows()
-        if not rows:
+        row = self._only("a clone")
+        if row is None:
             return
-        run_id, output = rows[0].run_id, OutputDir(self.output_dir)
+        run_id, output = row.run_id, OutputDir(self.output_dir)
 
         def show(source: Path) -> None:
             self.open_add(source, free_id(run_id, self.run_ids()))

@@ -225,7 +225,8 @@ class RunsScreen(PlaceScreen):
 
     @on(RunsTable.Moved)
     def _moved(self) -> None:
-        self._show_selected()
+        """The cursor is drawn first: the curves take several times as long."""
+        self.call_after_refresh(self._show_selected)
 
     def _refill(self) -> None:
         if self.snapshot is not None and self.can_show:

@@ -1,6 +1,6 @@
 """The keys that decide how runs share the trainer, and those that make something from a run. Not for read-only.
 
-Pause, weight and budget act on all of `target_rows()`; fork, sweep, export and diff start from the first of them.
+They act on all of `target_rows()`; a sweep and a comparison start from one run and refuse several.
 """
 
 from __future__ import annotations
@@ -89,12 +89,11 @@ class SteersRuns(Performs):
         self._open_export("")
 
     def action_sweep(self) -> None:
-        row = self.target_row()
-        if row is None:
+        if not self.target_rows():
             self._open_sweep("", "")
-            return
-        file = OutputDir(self.output_dir).run(row.run_id).orch_toml
-        self._open_sweep(str(file), row.run_id.removeprefix("run_")[:40])
+        elif (row := self._only("a sweep")) is not None:
+            file = OutputDir(self.output_dir).run(row.run_id).orch_toml
+            self._open_sweep(str(file), row.run_id.removeprefix("run_")[:40])
 
     def _steerable(self) -> list[RunRow]:
         return [row for row in self.target_rows() if row.state not in _NO_PAUSE]
@@ -104,6 +103,15 @@ class SteersRuns(Performs):
         if rows := self.target_rows():
             return rows
         raise CommandError("no run is chosen here")
+
+    def _only(self, what: str) -> RunRow | None:
+        """The one run that `what` starts from. None of several, and why is shown."""
+        rows = self.target_rows()
+        if len(rows) > 1:
+            words = f"{what} starts from one run, and {len(rows)} are marked: clear the marks with esc"
+            self.notify(words, severity="warning", markup=False)
+            return None
+        return rows[0] if rows else None
 
     def _continue(self, rows: list[RunRow]) -> None:
         from tui.actions.run_jobs import continue_job
@@ -116,14 +124,14 @@ class SteersRuns(Performs):
     def _open_fork(self, version: str) -> None:
         from tui.dialogs.branch import ForkDialog
 
-        run_id = self._some()[0].run_id
-        self.app.push_screen(ForkDialog(self.output_dir, run_id, self.perform, version=version))
+        run_ids = ids_of(self._some())
+        self.app.push_screen(ForkDialog(self.output_dir, run_ids, self.perform, version=version))
 
     def _open_export(self, folder: str) -> None:
         from tui.dialogs.branch import ExportDialog
 
-        run_id, version = self._some()[0].run_id, self.target_version()
-        self.app.push_screen(ExportDialog(self.output_dir, run_id, self.perform, version=version, out=folder))
+        run_ids, version = ids_of(self._some()), self.target_version()
+        self.app.push_screen(ExportDialog(self.output_dir, run_ids, self.perform, version=version, out=folder))
 
     def _open_sweep(self, file: str, name: str) -> None:
         from tui.dialogs.branch import SweepDialog
@@ -154,9 +162,12 @@ class SteersRuns(Performs):
             raise CommandError(str(error)) from error
 
     def _command_diff(self, words: str) -> None:
-        run_id = self._some()[0].run_id
+        self._some()
         if words not in self.run_ids():
             raise CommandError(f"run {words!r} not found")
+        if (row := self._only("a comparison")) is None:
+            return
+        run_id = row.run_id
         from daemons.differences import RunDifference, diff_runs
         from tui.dialogs.diff import DiffDialog
 

@@ -12,6 +12,11 @@ from tui.readers.charts import Curve
 
 # Bit of each dot of a braille character, by [row][column].
 _DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
+# Bits of all dots of one side from a row to another: [side][from][to].
+_SPANS = [
+    [[sum(_DOTS[row][side] for row in range(top, bottom + 1)) for bottom in range(4)] for top in range(4)]
+    for side in range(2)
+]
 _BRAILLE = 0x2800
 # Bands of a stack differ in shade too, so that they need no colour.
 SHADES = "█▓▒░"
@@ -37,11 +42,12 @@ class Canvas:
         """Dots of column `x` from `top` to `bottom`, both included, in any order."""
         if not 0 <= x < self.width * 2:
             return
-        column, side = x // 2, x % 2
+        column, spans = x // 2, _SPANS[x % 2]
         first, last = max(min(top, bottom), 0), min(max(top, bottom), self.height * 4 - 1)
-        for y in range(first, last + 1):
-            row = y // 4
-            self._bits[row][column] |= _DOTS[y % 4][side]
+        first_row, last_row = first // 4, last // 4
+        for row in range(first_row, last_row + 1):
+            start, end = first % 4 if row == first_row else 0, last % 4 if row == last_row else 3
+            self._bits[row][column] |= spans[start][end]
             self._colours[row][column] = colour
 
     def connect(self, start: tuple[int, int], end: tuple[int, int], colour: int) -> None:

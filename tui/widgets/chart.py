@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+import operator
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -123,14 +125,14 @@ class Chart(Widget):
             return Strip([Segment(words.center(width), base + self._style(_LABEL))], width)
         if y >= len(self._rows):
             return Strip([Segment(self._axis(width), base + self._style(_LABEL))], width)
-        cursor = self._cursor_column()
+        cells, cursor = self._rows[y], self._cursor_column()
+        if cursor is not None and cells[cursor][1] == NOTHING:
+            cells = [*cells[:cursor], ("│", _LABEL), *cells[cursor + 1 :]]
         segments = [Segment(self._ticks[y], base + self._style(_LABEL))]
-        for x, (char, colour) in enumerate(self._rows[y]):
-            if x == cursor:
-                segments.append(Segment("│" if char == " " else char, base + self._style(colour, under_cursor=True)))
-            else:
-                segments.append(Segment(char, base + self._style(colour) if colour != NOTHING else base))
-        return Strip(segments).simplify().adjust_cell_length(width, base)
+        for colour, piece in itertools.groupby(cells, key=operator.itemgetter(1)):
+            text = "".join(char for char, _ in piece)
+            segments.append(Segment(text, base if colour == NOTHING else base + self._style(colour)))
+        return Strip(segments).adjust_cell_length(width, base)
 
     def _redraw(self) -> None:
         self._rows = None
@@ -241,12 +243,11 @@ class Chart(Widget):
     def _colour(self, colour: int) -> str:
         return COLOURS[(colour + self._first_colour) % len(COLOURS)]
 
-    def _style(self, colour: int, *, under_cursor: bool = False) -> Style:
-        key = colour + 1000 * under_cursor
-        if key not in self._styles:
+    def _style(self, colour: int) -> Style:
+        if colour not in self._styles:
             word = "muted" if colour < 0 else "faint" if colour >= _FAINT else self._colour(colour)
-            self._styles[key] = self.app.console.get_style(word)
-        return self._styles[key]
+            self._styles[colour] = self.app.console.get_style(word)
+        return self._styles[colour]
 
 
 def _range(curves: list[Curve]) -> tuple[float, float]:

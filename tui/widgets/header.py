@@ -13,6 +13,7 @@ from textual.message import Message
 from textual.reactive import reactive
 from textual.widget import Widget
 
+from daemons.client import replica_number
 from prime_rl.contract.status import RunState
 from prime_rl.utils.text import one_line
 from tui import fmt
@@ -25,6 +26,7 @@ PROBLEMS_WIDTH = 14  # cells at the right end that a click on the count of probl
 BUDGET_WIDTH = 8  # cells of the bar
 NEARLY_USED = 0.9  # of a budget: from here on its bar warns
 MAIN_DAEMONS = ("trainer", "inference", "supervisor")
+SIDE_DAEMONS = ("alerts", "monitors")  # shown when something is wrong with them
 
 
 def join(pieces: Sequence[Text], gap: str, width: int) -> Text:
@@ -57,7 +59,7 @@ def workspace_lines(snapshot: Snapshot, width: int, read_only: bool, is_demo: bo
     if is_demo and snapshot.rows and all(row.state == RunState.FINISHED for row in snapshot.rows):
         done = "all runs are done" if width >= 100 else "done"
         name.append(f"  {done}: q ends the demo", "bold success")
-    daemons = [daemon for daemon in snapshot.daemons if daemon.name in MAIN_DAEMONS]
+    daemons = _shown_daemons(snapshot.daemons)
     group = snapshot.group if all(daemon.state == "down" for daemon in daemons) else None
     words = width >= 100
     who = [_nodes(group)] if group else _daemons(daemons, words)
@@ -72,6 +74,21 @@ def workspace_lines(snapshot: Snapshot, width: int, read_only: bool, is_demo: bo
         held.truncate(room + 3, overflow="ellipsis")
         facts.append_text(held)
     return first, spread(facts, alert, width)
+
+
+def _shown_daemons(daemons: Sequence[DaemonRow]) -> list[DaemonRow]:
+    """Several inference servers as one: how many of them are up, and how the worst one is.
+
+    Of the daemons at the side only those that something is wrong with. A server that was scaled away is done.
+    """
+    servers = [each for each in daemons if replica_number(each.name) is not None and each.state != "done"]
+    shown: dict[str, DaemonRow] = {daemon.name: daemon for daemon in daemons}
+    if len(servers) > 1:
+        num_up = sum(server.level is Level.GOOD for server in servers)
+        worst = max(servers, key=lambda server: (server.level is not Level.GOOD, server.level))
+        shown["inference"] = replace(worst, name=one_line(f"inference {num_up}/{len(servers)}"))
+    main = [shown[name] for name in MAIN_DAEMONS if name in shown]
+    return main + [shown[name] for name in SIDE_DAEMONS if name in shown and shown[name].level >= Level.WARN]
 
 
 def _daemons(daemons: Sequence[DaemonRow], words: bool) -> list[Text]:

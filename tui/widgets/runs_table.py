@@ -25,6 +25,7 @@ from tui.widgets.columns import PADDING, Cell, Column, ages, choose_columns, mak
 
 GUTTER = 2  # cells before the first column: whether the run is marked, whether it is pinned
 HEADER = 1  # lines above the rows that do not scroll
+LINES_AT_ONCE = 12  # new lines of one picture, so that the cursor does not wait for a screenful of them
 MARK, PIN = "✓", "★"
 
 
@@ -106,6 +107,9 @@ class RunsTable(ScrollView, can_focus=True):
         self._anchor: str | None = None
         # The lines of the screen as they were drawn last, by their place on it.
         self._seen: dict[int, Strip] = {}
+        # Places of lines that may look otherwise by now, the first one last.
+        self._unsure: list[int] = []
+        self._is_drawing = False
         self._blank = Strip.blank(0)
         self._now = 0.0
 
@@ -139,7 +143,7 @@ class RunsTable(ScrollView, can_focus=True):
         sort: tuple[str, bool] = ("", False),
     ) -> None:
         """Show exactly `rows`, in this order; `sort` is (column, descending) for the head."""
-        selected, before = self.selected_id, (self._sort, self._layout, self.virtual_size)
+        selected, before = self.selected_id, self._frame()
         longest = max((len(row.run_id) for row in rows), default=0)
         self._rows, self._now, self._pins, self._sort = list(rows), now, pins, sort
         self._index = {row.run_id: index for index, row in enumerate(rows)}
@@ -148,16 +152,34 @@ class RunsTable(ScrollView, can_focus=True):
         self.virtual_size = Size(self.size.width, len(rows) + HEADER)
         place = self._index.get(selected) if selected else None
         self.cursor = place if place is not None else max(min(self.cursor, len(rows) - 1), 0)
-        if before == (self._sort, self._layout, self.virtual_size):
-            self._refresh_changed()
+        if before == self._frame():
+            self._unsure = sorted(self._seen, reverse=True)
+            self._refresh_some()
         else:
+            self._unsure = []
             self.refresh()
 
-    def _refresh_changed(self) -> None:
-        """Draw again only the lines that look otherwise than they did."""
-        for y, strip in list(self._seen.items()):
-            if self._line_at(y) is not strip:
+    def _frame(self) -> tuple[object, ...]:
+        """All but the lines themselves. As long as it stays, some lines can be drawn before others."""
+        top = self.scroll_offset.y
+        shown = [row.run_id for row in self._rows[top : top + self.size.height]]
+        return self._sort, self._layout, self.virtual_size, shown
+
+    def _refresh_some(self) -> None:
+        """Draw again the lines that look otherwise than they did, a few at a time: a key comes before the others."""
+        num_drawn = 0
+        while self._unsure and num_drawn < LINES_AT_ONCE:
+            y = self._unsure.pop()
+            if self._line_at(y) is not self._seen.get(y):
                 self.refresh_line(y + self.scroll_offset.y)
+                num_drawn += 1
+        if self._unsure and not self._is_drawing:
+            self._is_drawing = True
+            self.call_after_refresh(self._refresh_more)
+
+    def _refresh_more(self) -> None:
+        self._is_drawing = False
+        self._refresh_some()
 
     def forget_marks(self, run_ids: set[str]) -> None:
         """Marks of runs that are gone from the workspace go too."""
@@ -239,12 +261,12 @@ class RunsTable(ScrollView, can_focus=True):
         # One strip from plain segments: a line is drawn at each sign of life of its run.
         base, get_style = self.rich_style + background, self.app.console.get_style
         segments = [Segment(text, base + get_style(style)) for text, style in _gutter(is_marked, is_pinned)]
-        pad = Segment(" " * PADDING, base)
+        segments.append(Segment(" " * PADDING, base))
+        between = Segment(" " * 2 * PADDING, base)
         for column in self._layout:
             cell = make_cell(column, row, self._now)
-            segments.append(pad)
             segments += [Segment(text, base + get_style(style)) for text, style in cell]
-            segments.append(pad)
+            segments.append(between)
         return Strip(segments).adjust_cell_length(width, base)
 
     # What a person does

@@ -1,0 +1,34 @@
+"""Runs with equal work share a living trainer by their weights. The packer alone: `test_trainer_fairness`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from prime_rl.contract.layout import RunDir
+from tests.trainer_support import published, put_batches, train_until, trainer_config, write_run
+
+WEIGHTS = {"run_a": 1.0, "run_b": 2.0, "run_c": 4.0}
+# Updates of the heaviest run: a quarter of them of the lightest, so that one more or less of it is a twentieth.
+NUM_UPDATES = 80
+
+
+def test_tokens_are_shared_by_weight(tiny: Path, tmp_path: Path) -> None:
+    runs = {run_id: write_run(tmp_path, run_id, tiny, weight=weight) for run_id, weight in WEIGHTS.items()}
+    for run in runs.values():
+        put_batches(run, NUM_UPDATES + 10)  # the same for all, and more than any of them gets through
+    heaviest = runs["run_c"]
+    train_until(
+        trainer_config(tmp_path, tiny, max_tokens_per_micro_batch=96),
+        lambda: published(heaviest) >= NUM_UPDATES,
+    )
+    counts = {run_id: tokens_of(run) for run_id, run in runs.items()}
+    for run_id, weight in WEIGHTS.items():
+        share = counts[run_id] / sum(counts.values())
+        assert share == pytest.approx(weight / sum(WEIGHTS.values()), rel=0.1), counts
+
+
+def tokens_of(run: RunDir) -> int:
+    return sum(json.loads(line)["tokens"] for line in run.trainer_metrics.read_text().splitlines())
