@@ -245,14 +245,17 @@ class RayCluster:
         """When the first actor has told its address: the agents."""
         if not self._ready([start.endpoint]):
             return
-        endpoint = self._ray.get(start.endpoint)
-        addresses = {each["NodeID"]: each["NodeManagerAddress"] for each in self._ray.nodes()}
+        try:
+            endpoint = self._ray.get(start.endpoint)
+        except self._ray.exceptions.RayActorError:
+            start.trouble = f"its actor on node {start.node_name(0)} has died"
+            return
         agent = [sys.executable, "-m", "daemons.launchers.agent", str(self.output.path.resolve())]
         agent += [start.name, start.start_id, "--death-pipe", "--node"]
-        for node, (actor, place) in enumerate(zip(start.actors, start.node_ids, strict=True)):
-            argv = start.argv
-            if start.num_placed > 1:
-                argv = on_nodes(argv, start.num_placed, endpoint, start.start_id, address=addresses[place], node=node)
+        argv = start.argv
+        if start.num_placed > 1:
+            argv = on_nodes(argv, start.num_placed, endpoint, start.start_id)
+        for node, actor in enumerate(start.actors):
             call = actor.run.remote([*agent, str(node), "--", *argv], dict(start.environ), dict(start.keys))
             start.calls[call] = node
         start.is_launched = True
@@ -294,8 +297,8 @@ class RayCluster:
 
     def _is_over(self, start: Start) -> bool:
         """Whether its group can go: no agent runs any more, or those that were asked to end did not do so in time."""
-        records = read_starts(self.output, start.name, start.start_id)
-        ended = {record.node for record in records if record.state == "ended"}
+        records = read_starts(self.output, start.name, start.start_id, start.num_placed)
+        ended = {node for node, record in records.items() if record.state == "ended"}
         late = start.release_at is not None and time.monotonic() > start.release_at
         return not start.is_launched or late or ended | start.dead >= set(range(start.num_placed))
 
