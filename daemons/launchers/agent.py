@@ -43,6 +43,8 @@ START_MARK = "PRL_START"
 ORPHANED = "the process that started it has ended"
 BEAT_S = 1.0
 GPUS_VARIABLE = "CUDA_VISIBLE_DEVICES"
+# How long an agent may take to its first record: Python and its modules may come from a slow shared folder.
+FIRST_BEAT_S = 60.0
 # How soon a request to stop is seen, and the death of the parent.
 LOOK_S = 0.2
 # When nobody says how long: Slurm itself kills what lives 30 s after its SIGTERM (KillWait).
@@ -159,12 +161,13 @@ class Beats:
 
 
 def lost_node(start_id: str, num_nodes: int, records: Mapping[int, AgentRecord], beats: Beats) -> int | None:
-    """The first node of a start whose agent has shown no sign of life for LOST_AFTER_S, or None."""
+    """The first node of a start whose agent has been silent for too long, or None."""
     for node in range(num_nodes):
         record = records.get(node)
         if record is not None and record.state == "ended":
             continue
-        if beats.silent_s(start_id, node, record.beat if record else -1) > LOST_AFTER_S:
+        beat, limit_s = (record.beat, LOST_AFTER_S) if record else (-1, FIRST_BEAT_S)
+        if beats.silent_s(start_id, node, beat) > limit_s:
             return node
     return None
 

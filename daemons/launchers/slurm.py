@@ -224,8 +224,9 @@ class Slurm:
             if all_ended and (srun is None or srun.poll() is not None):
                 return
             time.sleep(0.1)
-        if start is not None and (step := find_step(start.job, handle.start_id)):
-            run_slurm("scancel", step)
+        with contextlib.suppress(LaunchError):  # Slurm is away, and the agents were asked
+            if start is not None and (step := find_step(start.job, handle.start_id)):
+                run_slurm("scancel", step)
 
 
 def step_command(

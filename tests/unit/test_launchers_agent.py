@@ -13,7 +13,16 @@ import msgspec
 import psutil
 import pytest
 
-from daemons.launchers.agent import AgentRecord, Beats, ask_to_stop, forget_starts, log_of, lost_node, read_starts
+from daemons.launchers.agent import (
+    FIRST_BEAT_S,
+    AgentRecord,
+    Beats,
+    ask_to_stop,
+    forget_starts,
+    log_of,
+    lost_node,
+    read_starts,
+)
 from daemons.launchers.ending import kill_strays, strays_of
 from daemons.torchrun import on_nodes, start_ranks
 from prime_rl.contract.files import wait_for, write_atomic
@@ -218,7 +227,8 @@ def test_a_silent_agent_is_lost_by_our_own_clock(output: OutputDir) -> None:
         return lost_node(START, 2, read_starts(output, "trainer", START, 2), beats)
 
     assert lost() is None
-    now[0] = LOST_AFTER_S
+    now[0] = FIRST_BEAT_S  # it may take longer to its first record
+    assert lost() is None
     beat(0, 1)
     beat(1, 1)
     assert lost() is None
@@ -229,6 +239,9 @@ def test_a_silent_agent_is_lost_by_our_own_clock(output: OutputDir) -> None:
     assert lost() == 1
     beat(1, 1, "ended")
     assert lost() is None
+    assert lost_node("another", 1, {}, beats) is None
+    now[0] += FIRST_BEAT_S + 1.0
+    assert lost_node("another", 1, {}, beats) == 0
 
 
 def test_files_of_earlier_starts_are_removed(output: OutputDir) -> None:
