@@ -77,6 +77,7 @@ class RayLauncher:
         return Handle(engine=ENGINE, name=spec.name, start_id=start_id, ref=start.ref)
 
     def look(self, handle: Handle) -> Alive | Ended:
+        self._cluster.keep_signals()
         start = self._starts.get(handle.start_id)
         if start is None:  # of an earlier supervisor
             start = Start(handle.name, handle.start_id)
