@@ -1,4 +1,4 @@
-"""Actions on runs: add, evict, readmit, delete, undelete, purge. Used by `prl` and by the TUI.
+"""Actions on runs: add, pause, continue, evict, readmit, delete, undelete, purge. Used by `prl` and by the TUI.
 
 Every action works on files alone, so it works with the daemons down; doing it twice does no more than doing it once;
 each is appended to `logs/audit.jsonl`. A run is checked with the trainer's own rules (`configs.validate`). Failure is
@@ -7,6 +7,7 @@ an `ActionError` of one line. Actions start and end no process: the supervisor d
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from daemons import audit
@@ -33,9 +34,11 @@ __all__ = [
     "WrongUseError",
     "add_run",
     "check_file",
+    "continue_run",
     "delete_run",
     "evict_run",
     "list_trash",
+    "pause_run",
     "purge_trash",
     "readmit_run",
     "trainer_limits",
@@ -44,6 +47,14 @@ __all__ = [
     "validate_file",
     "view_of_run",
 ]
+
+# Why a run in this state cannot be paused, and what to do.
+_REFUSALS = {
+    RunState.INVALID: "it is invalid and has no slot: fix its orch.toml instead",
+    RunState.FINISHED: "it is finished",
+    RunState.EVICTED: "it is evicted and has no slot: prl runs readmit continues it",
+    RunState.FAILED: "it has failed and has no slot: prl runs readmit continues it",
+}
 
 
 def evict_run(output_dir: Path, run_id: str, reason: str) -> bool:
@@ -85,6 +96,37 @@ def readmit_run(output_dir: Path, run_id: str, *, reason: str = "") -> bool:
         if output.daemons.exists():
             write_atomic(output.start_request(run_id), "readmit")
         audit.record(output, "readmit", run_id, reason=reason)
+        return True
+
+
+def pause_run(output_dir: Path, run_id: str, *, reason: str = "") -> bool:
+    """Pause a run that trains or waits; false when it is paused already (its first reason stays).
+
+    The trainer saves the run and frees its slot, the orchestrator unloads its adapters and ends, and the supervisor
+    starts none until the run has a slot again.
+    """
+    output = OutputDir(Path(output_dir))
+    with one_line_errors(f"pausing {run_id}"):
+        run = existing_run(output, run_id)
+        view = view_of_run(output, run_id)
+        if why := _REFUSALS.get(view.state):
+            raise ActionError(in_one_line(f"{run_id} cannot be paused: {why}"))
+        if os.path.lexists(run.paused):
+            return False
+        write_atomic(run.paused, printable(reason).strip())
+        audit.record(output, "pause", run_id, reason=reason)
+        return True
+
+
+def continue_run(output_dir: Path, run_id: str, *, reason: str = "") -> bool:
+    """Let a paused run go on when a slot is free; false when it is not paused."""
+    output = OutputDir(Path(output_dir))
+    with one_line_errors(f"continuing {run_id}"):
+        run = existing_run(output, run_id)
+        if not os.path.lexists(run.paused):
+            return False
+        remove(run.paused)
+        audit.record(output, "continue", run_id, reason=reason)
         return True
 
 

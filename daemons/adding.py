@@ -23,7 +23,7 @@ import tomli_w
 
 from daemons import audit
 from daemons.errors import ActionError, in_one_line, one_line_errors
-from daemons.starts import Start, check_start, copy_start, find_start
+from daemons.init_adapter import Start, check_start, copy_start, find_start
 from prime_rl.configs.base import (
     MAX_TOML_BYTES,
     ConfigError,

@@ -31,7 +31,7 @@ from daemons.commands import (
 )
 from daemons.commands.common import UsageError, complain
 from daemons.commands.runs import runs_app
-from daemons.launch import LaunchError
+from daemons.launchers.base import LaunchError
 from prime_rl import __version__
 from prime_rl.configs.base import ConfigError
 from prime_rl.contract.layout import LayoutError

@@ -2,7 +2,7 @@
 
 Starts a fresh workspace as daemons, adds the runs of the folder, shows them train (in `prl-tui` on a terminal, else
 one line a step), prints a table, writes `report.json`, and stops everything. `prl-tui` stays when the runs are done,
-until it is left. It uses `launch`, `actions` and `client`, as a person would use `prl`.
+until it is left. It uses `supervision`, `actions` and `client`, as a person would use `prl`.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from daemons import actions, launch
+from daemons import actions, supervision
 from daemons.base_model import make_base_model
 from daemons.client import RunView, Workspace, WorkspaceReader
 from daemons.screen import TuiChild
+from daemons.supervision import Look, Say
 from prime_rl.configs.base import merge
 from prime_rl.configs.system import SystemConfig
 from prime_rl.configs.validate import load_run_config
@@ -42,7 +43,7 @@ _BAD = (RunState.EVICTED, RunState.FAILED, RunState.INVALID)
 
 
 # Shows the wait for readiness while it is entered.
-Progress = Callable[[], AbstractContextManager[launch.Look]]
+Progress = Callable[[], AbstractContextManager[Look]]
 
 
 class DemoError(RuntimeError):
@@ -73,12 +74,12 @@ def demo_settings(output_dir: Path, engine: str | None) -> Mapping[str, Any]:
     return {**place, "trainer": place, "inference": inference}
 
 
-def make_room(output: OutputDir, say: launch.Say) -> None:
+def make_room(output: OutputDir, say: Say) -> None:
     """Stop and remove the workspace of an earlier demo. Raises DemoError for a folder that a demo did not create."""
     if not output.path.exists() or not any(output.path.iterdir()):
         output.path.mkdir(parents=True, exist_ok=True)
     elif (output.path / MARKER).exists():
-        if launch.down(output, timeout_s=90.0, say=say):
+        if supervision.down(output, timeout_s=90.0, say=say):
             say("stopped an earlier demo that was still running")
         shutil.rmtree(output.path)
         output.path.mkdir()
@@ -147,7 +148,7 @@ class Demo:
         stop: true when the person had enough.
     """
 
-    def __init__(self, output: OutputDir, run_ids: Sequence[str], say: launch.Say, stop: Callable[[], bool]) -> None:
+    def __init__(self, output: OutputDir, run_ids: Sequence[str], say: Say, stop: Callable[[], bool]) -> None:
         self.output = output
         self.stories = {run_id: RunStory(run_id) for run_id in run_ids}
         self._say = say
@@ -219,7 +220,7 @@ class Demo:
             self._progress, self._progress_at = progress, time.monotonic()
         elif time.monotonic() - self._progress_at > NO_PROGRESS_S:
             waits = [f"{run.run_id}: {run.state}, waits for {run.waiting_on}" for run in workspace.runs]
-            raise DemoError(f"no step for {NO_PROGRESS_S:g} s; " + "; ".join([*launch.waits(workspace), *waits]))
+            raise DemoError(f"no step for {NO_PROGRESS_S:g} s; " + "; ".join([*supervision.waits(workspace), *waits]))
 
     def _metrics_of(self, run_id: str) -> list[dict[str, float]]:
         return self.stories[run_id].metrics if run_id in self.stories else []
@@ -236,7 +237,7 @@ class Demo:
 def run_demo(
     system: SystemConfig,
     recipe: Recipe,
-    say: launch.Say,
+    say: Say,
     stop: StopFlag,
     progress: Progress,
     *,
@@ -253,11 +254,11 @@ def run_demo(
     make_base_model(system.model.name, stop, say, kind=recipe.base_model)
     if stop():
         return None
-    lock = launch.prepare(system, output, say)
-    supervisor = launch.start_supervisor(output, lock)
+    lock = supervision.prepare(system, output, say)
+    supervisor = supervision.start_supervisor(output, lock)
     try:
         with progress() as look:
-            ready = launch.wait_until_ready(system, output, supervisor, stop=stop, on_look=look)
+            ready = supervision.wait_until_ready(system, output, supervisor, stop=stop, on_look=look)
         if not ready:
             return None
         run_ids = [add_demo_run(output, path, system.model.name) for path in recipe.run_files()]
@@ -269,7 +270,7 @@ def run_demo(
             report = demo.report(started_s)
         return report if finished else None
     finally:
-        launch.down(output, timeout_s=3 * system.supervisor.grace_s + 15.0, say=say, supervisor=supervisor)
+        supervision.down(output, timeout_s=3 * system.supervisor.grace_s + 15.0, say=say, supervisor=supervisor)
 
 
 def add_demo_run(output: OutputDir, source: Path, model: str) -> str:

@@ -92,7 +92,7 @@ def _on_slurm(system: SystemConfig, output: OutputDir, specs: Sequence[DaemonSpe
     if here is None:
         nodes = [f"node{number + 1}" for number in range(table.nodes or nodes_needed(specs, table.gpus_per_node))]
     else:
-        nodes = usable_nodes(here.nodelist)
+        nodes = usable_nodes(here.job)
     job = here.job if here else "JOB"
     daemons = []
     places = place_all(specs, nodes, table.gpus_per_node) | {run.name: Place((nodes[0],))}

@@ -16,7 +16,7 @@ import tomli_w
 from daemons import audit
 from daemons.adding import NewRun, candidates, checked, free_id, has_text, mode_like, place, trainer_limits
 from daemons.errors import ActionError, in_one_line, one_line_errors
-from daemons.starts import check_start, has_optimizer, start_from
+from daemons.init_adapter import check_start, has_optimizer, start_from
 from daemons.trash import existing_run
 from daemons.versions import find_version
 from prime_rl.configs.base import ConfigError, build, load_toml, merge

@@ -1,24 +1,34 @@
-"""The last lines of a log, from the older files beside it too: `x.log.1` is the newest of the old ones.
+"""The logs of daemons: their last lines, their rotation, and all of them as one stream.
 
-Following a log as it grows is `prime_rl.utils.tail`'s work. It cleans no text and prints nothing.
+Following one log as it grows is `prime_rl.utils.tail`'s work.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TextIO
 
-from daemons.rotation import old_log
 from prime_rl.contract.files import open_file
+from prime_rl.utils.tail import FileTail
+from prime_rl.utils.text import clean_text
 
 MAX_LINE_BYTES = 1 << 18
 _BLOCK_BYTES = 1 << 16
 # Reading stops at a longer stretch without a line's end: a file with a hole is not a log.
 _MAX_UNBROKEN_BYTES = 1 << 24
+_COPY_BYTES = 1 << 20
+# Of a log that is far larger than allowed (a flood, a file with a hole) only the newest is kept, at least so much.
+_MIN_KEPT_BYTES = 64 << 20
+_UNKNOWN = -1
 
 Wanted = Callable[[str], bool]
+
+
+# The last lines. No text is cleaned here.
 
 
 def last_lines(path: Path, num_lines: int, wanted: Wanted = lambda line: True, *, end: int | None = None) -> list[str]:
@@ -74,3 +84,84 @@ def end_of_lines(path: Path) -> int:
             return start + os.pread(file.fileno(), size - start, start).rfind(b"\n") + 1
     except OSError:
         return 0
+
+
+# Rotation. A daemon and all that it starts append to one open file, so that the output of a crash in native code is
+# kept too; they cannot be asked to open another file. So the supervisor alone copies `x.log` to `x.log.1` and
+# truncates it. What is written between the last copied byte and the truncation, some microseconds, is lost.
+
+
+def old_log(log: Path, number: int) -> Path:
+    """`x.log.1` is the newest of the old ones."""
+    return log.with_name(f"{log.name}.{number}")
+
+
+def rotate(log: Path, max_bytes: int, num_old: int) -> bool:
+    """Rotate `log` if it is larger than `max_bytes`; keep `num_old` old files. Raises OSError."""
+    try:
+        if os.stat(log, follow_symlinks=False).st_size <= max_bytes:
+            return False
+    except FileNotFoundError:
+        return False
+    for number in range(num_old, 1, -1):
+        with contextlib.suppress(FileNotFoundError):
+            os.rename(old_log(log, number - 1), old_log(log, number))
+    newest = old_log(log, 1)
+    staged = log.with_name(f".{log.name}.tmp")
+    with _opened(log, os.O_RDWR) as source, _opened(staged, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) as copy:
+        os.lseek(source, max(0, os.fstat(source).st_size - max(_MIN_KEPT_BYTES, 2 * max_bytes)), os.SEEK_SET)
+        _copy_rest(source, copy)
+        os.rename(staged, newest)  # before the cut: a kill in between leaves the lines twice, never not at all
+        _copy_rest(source, copy)
+        os.ftruncate(source, 0)
+    return True
+
+
+def _copy_rest(source: int, copy: int) -> None:
+    """From where `source` stands to its end."""
+    while data := os.read(source, _COPY_BYTES):
+        while data:
+            data = data[os.write(copy, data) :]
+
+
+@contextlib.contextmanager
+def _opened(path: Path, flags: int) -> Iterator[int]:
+    fd = open_file(path, flags)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+# One stream of lines, for `prl up --foreground`: a container's logs, systemd's journal.
+
+
+class LogRelay:
+    """Writes `name | line` for each new line of each daemon's log, from where it ended at `follow`."""
+
+    def __init__(self, out: TextIO) -> None:
+        self._out = out
+        self._tails: dict[str, tuple[FileTail, int]] = {}
+
+    def follow(self, name: str, log: Path) -> None:
+        """Add a daemon. Call it before the daemon is started."""
+        if name not in self._tails:
+            self._tails[name] = (FileTail(log, position=_size(log)), _size(log))
+
+    def pump(self) -> None:
+        """Write what is new; of each log at most what one look takes, so one that grows quickly holds up no other."""
+        for name, (tail, size) in self._tails.items():
+            now = _size(tail.path)
+            if now == size:
+                continue
+            read = tail.read()
+            self._tails[name] = (tail, _UNKNOWN if read.more else now)
+            for line in read.lines:
+                self._out.write(f"{name} | {clean_text(line.decode(errors='replace'))}\n")
+        self._out.flush()
+
+
+def _size(path: Path) -> int:
+    with contextlib.suppress(OSError):
+        return os.stat(path).st_size
+    return 0

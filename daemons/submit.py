@@ -18,13 +18,14 @@ from typing import Any
 
 import tomli_w
 
+from daemons.base_model import check_model
 from daemons.client import WorkspaceReader, read_workspace
 from daemons.keys import all_keys
-from daemons.launch import Look, Say, check_model, check_writable, down_timeout_s, is_ready, waits, with_log
 from daemons.launchers.base import LaunchError
 from daemons.launchers.placement import nodes_needed
 from daemons.launchers.slurm import Allocation, run_slurm
 from daemons.specs import UP, service_specs
+from daemons.supervision import Look, Say, check_writable, down_timeout_s, is_ready, waits, with_log
 from prime_rl.configs.deployment import SlurmConfig
 from prime_rl.configs.system import SystemConfig
 from prime_rl.contract.files import make_folder, write_atomic

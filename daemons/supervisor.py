@@ -1,8 +1,8 @@
 """The supervisor: keeps the daemons of one workspace alive without a terminal, and ends them when asked to stop.
 
 A loop looks at the disk (`observe`) and, through a launcher, at its daemons, lets `decide` choose what to do, and does
-it. It records one file per daemon (`records`) for all readers. `launch` starts it and hands it the workspace's lock. It
-only reads what is inside a run, and handles no process: `launchers` do.
+it. It records one file per daemon (`records`) for all readers. `supervision` starts it and hands it the workspace's
+lock. It only reads what is inside a run, and handles no process: `launchers` do.
 
     python -m daemons.supervisor OUTPUT_DIR LOCK_FD
 """
@@ -26,12 +26,11 @@ from daemons.halving import Halving
 from daemons.launchers import launcher_of
 from daemons.launchers.base import Alive, Ended, Launcher, LaunchError, Left
 from daemons.leftovers import Past, adopt
+from daemons.logs import LogRelay, rotate
 from daemons.observe import Observer, held_runs
 from daemons.pidfile import SupervisorLock
 from daemons.process import log_tail
 from daemons.records import Records
-from daemons.relay import LogRelay
-from daemons.rotation import rotate
 from daemons.specs import ALERTS, DEVICES_VARIABLE, INFERENCE, MONITORS, SYSTEM, TRAINER, RunNow, saved_devices, wanted
 from prime_rl.configs.base import load_config
 from prime_rl.configs.system import SupervisorConfig, SystemConfig

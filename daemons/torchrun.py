@@ -10,6 +10,8 @@ from collections.abc import Sequence
 
 # Ranks wait for work by asking the store again and again; torch would warn of each time that none came.
 _QUIET = "TORCH_CPP_LOG_LEVEL=ERROR"
+# torchrun's name for its option `--node-rank` in the environment.
+NODE_VARIABLE = "PET_NODE_RANK"
 
 
 def start_ranks(num_ranks: int, module: str, arguments: Sequence[str]) -> list[str]:
@@ -18,16 +20,12 @@ def start_ranks(num_ranks: int, module: str, arguments: Sequence[str]) -> list[s
     return ["env", _QUIET, *torchrun, "-m", module, *arguments]
 
 
-def on_nodes(
-    argv: Sequence[str], num_nodes: int, endpoint: str, start_id: str, *, address: str = "", node: int | None = None
-) -> tuple[str, ...]:
-    """A torchrun's argv for one machine (with `--standalone`), for a rendezvous of several at `endpoint` (HOST:PORT).
+def on_nodes(argv: Sequence[str], num_nodes: int, endpoint: str, start_id: str) -> tuple[str, ...]:
+    """The argv of torchrun for one machine (`--standalone`), for several that meet at `endpoint` (HOST:PORT of node 0).
 
-    `address` and `node`: of the machine that the argv is for, 0 is HOST; without them torch finds out which machine is.
-    A command of another kind is returned as it is: it runs on each of the nodes.
+    Each finds its number in NODE_VARIABLE, so rank 0 is on node 0. A command of another kind is returned as it is: it
+    runs on each of the nodes.
     """
-    rendezvous = ["--nnodes", str(num_nodes), "--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint]
+    rendezvous = ["--nnodes", str(num_nodes), "--rdzv-backend", "static", "--rdzv-endpoint", endpoint]
     rendezvous += ["--rdzv-id", start_id]
-    if node is not None:
-        rendezvous += ["--local-addr", address, "--rdzv-conf", f"is_host={node == 0:d}"]
     return tuple(word for each in argv for word in (rendezvous if each == "--standalone" else (each,)))

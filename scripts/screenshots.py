@@ -24,7 +24,7 @@ from pathlib import Path
 from recording import Recorder
 from textual.pilot import Pilot
 
-from daemons import actions, pausing, running
+from daemons import actions, up_and_down
 from daemons.base_model import make_base_model
 from daemons.client import read_workspace
 from prime_rl.contract.files import wait_for
@@ -189,7 +189,7 @@ async def tour(pilot: Pilot[None], recorder: Recorder, output_dir: Path) -> None
             await recorder.watch(SETTLE_S)
             await pilot.press("enter")
         else:
-            await asyncio.to_thread(pausing.pause_run, output_dir, run_id)
+            await asyncio.to_thread(actions.pause_run, output_dir, run_id)
 
         def is_paused() -> bool:
             run = read_workspace(output_dir).run(run_id)
@@ -233,10 +233,10 @@ def demo() -> Iterator[Path]:
     os.chdir(ROOT)
     with tempfile.TemporaryDirectory(prefix="prl-screenshots-") as folder:
         place = Path(folder) / "demo"
-        system = running.choose_system(["@", str(DEMO / "system.toml")], place, say=print)
+        system = up_and_down.choose_system(["@", str(DEMO / "system.toml")], place, say=print)
         make_base_model(system.system.model.name, lambda: False, print)
         try:
-            running.start_workspace(system, stop=lambda: False, say=print, on_look=lambda workspace: None)
+            up_and_down.start_workspace(system, stop=lambda: False, say=print, on_look=lambda workspace: None)
             for name, tag in RUNS.items():
                 actions.add_run(place, DEMO / f"{name}.toml", overrides={"max_steps": MAX_STEPS, "tags": [tag]})
 
@@ -246,7 +246,7 @@ def demo() -> Iterator[Path]:
             wait_for(trains, f"two runs of the demo at step {NUM_STEPS}", timeout_s=DEMO_TIMEOUT_S, poll_s=0.5)
             yield place
         finally:
-            running.stop_workspace(place, say=print)
+            up_and_down.stop_workspace(place, say=print)
 
 
 @contextmanager

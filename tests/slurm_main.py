@@ -41,7 +41,7 @@ class Acts:
             seen = self.slurm.look(handle)
             assert isinstance(seen, Alive), seen
             records = read_starts(self.output, handle.name, handle.start_id)
-            return len(records) == num_nodes and all(record.process for record in records)
+            return len(records) == num_nodes and all(record.process for record in records.values())
 
         self.wait(all_there, "the daemon to run")
 

@@ -27,6 +27,8 @@ PROGRAMS = ("slurmctld", "slurmd", "srun", "sbatch", "scancel", "scontrol", "sin
 MISSING = [program for program in PROGRAMS if shutil.which(program) is None]
 WHY_SKIPPED = f"{', '.join(MISSING)} not found: apt-get install --no-install-recommends slurm-wlm"
 NUM_NODES = 3
+# States of nodes, as sinfo shows them, that work.
+_UP = {"idle", "mix", "alloc", "comp"}
 # Long timeouts: on a busy host a slurmd that answers late is no dead one.
 _CONF = """\
 ClusterName=t
@@ -52,6 +54,7 @@ SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
 ReturnToService=1
 KillWait=3
+UnkillableStepTimeout=600
 SlurmdTimeout=300
 MessageTimeout=30
 TCPTimeout=10
@@ -121,31 +124,24 @@ class SlurmCluster:
                     found.append(process)
         return found
 
-    def stepds(self, node: str) -> list[psutil.Process]:
-        """The slurmstepds of one node: of its steps, and of its batch script."""
-        pid = self.daemons[node].pid
-        found = []
-        for process in psutil.process_iter():
+    def stepds(self, node: str) -> set[psutil.Process]:
+        """The slurmstepds of the steps on one node."""
+        found = set()
+        for process in self.processes():
             with contextlib.suppress(psutil.Error):
-                if process.name() == "slurmstepd" and process.ppid() in (pid, 1) and _spool_node(process) == node:
-                    found.append(process)
+                parent = process.parent()
+                if process.environ().get("SLURMD_NODENAME") == node and parent and parent.name() == "slurmstepd":
+                    found.add(parent)
         return found
 
-    def clear(self) -> None:
-        """End all jobs and bring all nodes back."""
-        self.call("scancel", "-u", getpass.getuser(), check=False)
-        wait_for(lambda: not self.call("squeue", "-h").strip(), "all jobs to end", timeout_s=PATIENCE_S)
+    def restore(self) -> None:
+        """Bring all nodes back."""
         for node in self.nodes:
             if self.daemons[node].poll() is not None:
                 self.start_node(node)
-        self.call("scontrol", "update", f"NodeName={','.join(self.nodes)}", "State=RESUME", check=False)
-        self.wait_for_nodes()
-
-
-def _spool_node(process: psutil.Process) -> str | None:
-    with contextlib.suppress(psutil.Error):
-        return process.environ().get("SLURMD_NODENAME") or process.environ().get("SLURM_NODENAME")
-    return None
+        if set(self.node_states().values()) - _UP:
+            self.call("scontrol", "update", f"NodeName={','.join(self.nodes)}", "State=RESUME", check=False)
+        wait_for(lambda: set(self.node_states().values()) <= _UP, "all nodes to be up", timeout_s=PATIENCE_S)
 
 
 def _daemon(argv: list[str]) -> subprocess.Popen[bytes]:

@@ -15,8 +15,8 @@ LAYER_0 = ("prime_rl.contract", "prime_rl.utils")
 LAYER_1 = (*LAYER_0, "prime_rl.configs")
 # What the console does to a workspace, as `prl` does.
 ACTS = (
-    *("daemons.actions", "daemons.pausing", "daemons.set_keys", "daemons.forks", "daemons.rollback", "daemons.sweeps"),
-    *("daemons.exports", "daemons.chat", "daemons.quiet", "daemons.running", "daemons.versions", "daemons.doctor"),
+    *("daemons.actions", "daemons.set_keys", "daemons.forks", "daemons.rollback", "daemons.sweeps"),
+    *("daemons.exports", "daemons.chat", "daemons.quiet", "daemons.up_and_down", "daemons.versions", "daemons.doctor"),
     *("daemons.alerts.incident_file", "daemons.alerts.messages", "daemons.errors", "daemons.differences"),
 )
 # package -> what of this project, and of the heavy libraries, it may import

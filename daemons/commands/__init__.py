@@ -1,1 +1,1 @@
-"""The commands of `prl`, by subject: the workspace, the runs, single components. Thin: `launch` and `actions` act."""
+"""The commands of `prl`, by subject: the workspace, the runs, single components. `up_and_down` and `actions` act."""

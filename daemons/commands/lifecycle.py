@@ -51,10 +51,10 @@ def down(
 
     Example: prl down --output-dir outputs/demo
     """
-    from daemons import running
+    from daemons import up_and_down
 
     output = choose_output(output_dir)
-    was_running = running.stop_workspace(output.path, timeout_s=timeout, say=say)
+    was_running = up_and_down.stop_workspace(output.path, timeout_s=timeout, say=say)
     say(f"{output.path}: stopped, no process is left" if was_running else f"{output.path}: nothing is running")
 
 
@@ -163,9 +163,9 @@ def restart(
 
     Example: prl restart inference
     """
-    from daemons import running
+    from daemons import up_and_down
 
-    running.restart_daemon(choose_output(output_dir).path, name, say=say)
+    up_and_down.restart_daemon(choose_output(output_dir).path, name, say=say)
     say(f"{name}: restarted")
 
 

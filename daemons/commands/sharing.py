@@ -6,11 +6,11 @@ from typing import Annotated
 
 import typer
 
+from daemons.actions import continue_run, pause_run
 from daemons.commands import complete
 from daemons.commands.acts import ReasonOption, RunIdsArgument, each
 from daemons.commands.common import OutputDirOption, choose_output_dir, say
 from daemons.commands.runs import RunIdArgument
-from daemons.pausing import continue_run, pause_run
 from daemons.set_keys import parse_changes, set_run_keys
 from prime_rl.configs.lifetime import LIVE_KEYS
 

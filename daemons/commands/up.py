@@ -1,7 +1,7 @@
 """`prl up`: choose the workspace, make its base model if needed, start it and wait until everything answers.
 
 Without `@ FILE` it starts the workspace with its last settings (kept in `daemons/configs/up.toml`), else a small one as
-in `configs/demo/system.toml`, whose base model is made when it is missing. `running` does the work.
+in `configs/demo/system.toml`, whose base model is made when it is missing. `up_and_down` does the work.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import typer
 from rich.live import Live
 from rich.text import Text
 
-from daemons import launch, running
+from daemons import supervision, up_and_down
 from daemons.client import Workspace
 from daemons.commands.common import (
     EXTRA,
@@ -69,12 +69,12 @@ def up(
             '--foreground with deployment.engine = "slurm" outside an allocation: leave it out to submit a job'
         )
     if foreground:
-        ready = running.make_ready(wanted, output, stop=stop, say=say, is_quiet=False)
+        ready = up_and_down.make_ready(wanted, output, stop=stop, say=say, is_quiet=False)
         if ready is None:
             raise typer.Exit(130)
-        raise typer.Exit(supervisor.supervise(output, running.take_workspace(ready, output, say), stop))
+        raise typer.Exit(supervisor.supervise(output, up_and_down.take_workspace(ready, output, say), stop))
     with Progress() as look:
-        workspace = running.start_workspace(wanted, stop=stop, say=say, on_look=look)
+        workspace = up_and_down.start_workspace(wanted, stop=stop, say=say, on_look=look)
     if workspace is None:
         raise typer.Exit(130)
     url = workspace.inference.base_url if workspace.inference else ""
@@ -86,16 +86,16 @@ def up(
     )
 
 
-def choose_system(args: Sequence[str], output_dir: Path | None, say: launch.Say = say) -> running.Wanted:
+def choose_system(args: Sequence[str], output_dir: Path | None, say: supervision.Say = say) -> up_and_down.Wanted:
     """The system config that the command line describes. Raises ConfigError."""
-    return running.choose_system(args, output_dir, say=say, default=lambda: choose_output_dir(None))
+    return up_and_down.choose_system(args, output_dir, say=say, default=lambda: choose_output_dir(None))
 
 
 def ignore(line: str) -> None:
     """What is said on the way is no part of what was asked for."""
 
 
-def show_plan(wanted: running.Wanted, as_json: bool) -> None:
+def show_plan(wanted: up_and_down.Wanted, as_json: bool) -> None:
     from daemons.dry_run import plan_of
 
     plan = plan_of(wanted.system, OutputDir(wanted.system.output_dir))
@@ -120,7 +120,7 @@ class Progress:
             self._live.stop()
 
     def _look(self, workspace: Workspace) -> None:
-        lines = launch.waits(workspace)
+        lines = supervision.waits(workspace)
         if self._live is not None:
             self._live.start()  # only now, so that earlier messages stand above it
             self._live.update(Text("\n".join(lines)), refresh=True)

@@ -28,6 +28,7 @@ import psutil
 
 from daemons.launchers.members import send_kill
 from daemons.process import DAEMON_MARK, WORKSPACE_MARK, daemon_environment, log_header
+from daemons.torchrun import NODE_VARIABLE
 from prime_rl.contract.files import make_folder, open_append, read_file, read_text, write_atomic
 from prime_rl.contract.layout import RUN_PREFIX, OutputDir
 from prime_rl.contract.status import LOST_AFTER_S
@@ -38,8 +39,12 @@ from prime_rl.utils.signals import StopFlag
 
 # In the environment of a daemon and all below it: which start they belong to.
 START_MARK = "PRL_START"
+# Why an agent ended its daemon, where the engine on its node is gone.
+ORPHANED = "the process that started it has ended"
 BEAT_S = 1.0
 GPUS_VARIABLE = "CUDA_VISIBLE_DEVICES"
+# How long an agent may take to its first record: Python and its modules may come from a slow shared folder.
+FIRST_BEAT_S = 60.0
 # How soon a request to stop is seen, and the death of the parent.
 LOOK_S = 0.2
 # When nobody says how long: Slurm itself kills what lives 30 s after its SIGTERM (KillWait).
@@ -82,15 +87,28 @@ class AgentRecord(msgspec.Struct, kw_only=True):
 # What launchers read and write
 
 
-def read_starts(output: OutputDir, name: str, start_id: str) -> list[AgentRecord]:
-    """The records of one start, by node; a damaged one, or one of another start, is left out."""
-    records = []
-    for path in output.starts.glob(f"{name}.{start_id}.*.json"):
-        with contextlib.suppress(OSError, msgspec.MsgspecError, RecursionError):
-            record = msgspec.json.decode(read_file(path, limit=MAX_RECORD_BYTES), type=AgentRecord)
-            if path == output.agent_record(name, start_id, record.node):
-                records.append(record)
-    return sorted(records, key=lambda record: record.node)
+def read_starts(output: OutputDir, name: str, start_id: str, num_nodes: int | None = None) -> dict[int, AgentRecord]:
+    """The records of one start, by node; what is damaged, or of another start, is left out.
+
+    `num_nodes`: how many nodes it has, so that one file a node is opened and no folder with thousands of files is
+    listed. None: not known.
+    """
+    if num_nodes is None:
+        found = [path.name.rsplit(".", 2)[1] for path in output.starts.glob(f"{name}.{start_id}.*.json")]
+        nodes = sorted(int(node) for node in found if node.isdecimal())
+    else:
+        nodes = list(range(num_nodes))
+    records = ((node, _read_record(output, name, start_id, node)) for node in nodes)
+    return {node: record for node, record in records if record is not None}
+
+
+def _read_record(output: OutputDir, name: str, start_id: str, node: int) -> AgentRecord | None:
+    with contextlib.suppress(OSError, msgspec.MsgspecError, RecursionError):
+        path = output.agent_record(name, start_id, node)
+        record = msgspec.json.decode(read_file(path, limit=MAX_RECORD_BYTES), type=AgentRecord)
+        if (record.name, record.start_id, record.node) == (name, start_id, node):
+            return record
+    return None
 
 
 def worst_of(ended: Sequence[AgentRecord]) -> AgentRecord:
@@ -100,8 +118,12 @@ def worst_of(ended: Sequence[AgentRecord]) -> AgentRecord:
 
 def all_starts(output: OutputDir) -> list[AgentRecord]:
     """The records of all starts of a workspace; damaged ones are left out."""
-    starts = {tuple(path.name.rsplit(".", 3)[:2]) for path in output.starts.glob("*.*.*.json")}
-    return [record for name, start_id in sorted(starts) for record in read_starts(output, name, start_id)]
+    found = []
+    for path in sorted(output.starts.glob("*.*.*.json")):
+        name, start_id, node, _ = path.name.rsplit(".", 3)
+        if node.isdecimal() and (record := _read_record(output, name, start_id, int(node))):
+            found.append(record)
+    return found
 
 
 def ask_to_stop(output: OutputDir, name: str, start_id: str, grace_s: float) -> None:
@@ -138,14 +160,14 @@ class Beats:
         self._last = {key: value for key, value in self._last.items() if key[0] != start_id}
 
 
-def lost_node(output: OutputDir, name: str, start_id: str, num_nodes: int, beats: Beats) -> int | None:
-    """The first node of a start whose agent has shown no sign of life for LOST_AFTER_S, or None."""
-    records = {record.node: record for record in read_starts(output, name, start_id)}
+def lost_node(start_id: str, num_nodes: int, records: Mapping[int, AgentRecord], beats: Beats) -> int | None:
+    """The first node of a start whose agent has been silent for too long, or None."""
     for node in range(num_nodes):
         record = records.get(node)
         if record is not None and record.state == "ended":
             continue
-        if beats.silent_s(start_id, node, record.beat if record else -1) > LOST_AFTER_S:
+        beat, limit_s = (record.beat, LOST_AFTER_S) if record else (-1, FIRST_BEAT_S)
+        if beats.silent_s(start_id, node, beat) > limit_s:
             return node
     return None
 
@@ -169,7 +191,8 @@ class Agent:
         `devices`: which of the GPUs that this process sees are the daemon's; () for all.
         """
         _end_earlier_starts(self.output, self.record.name, self.record.start_id)
-        environ = {**daemon_environment(self.output.path, self.record.name), START_MARK: self.record.start_id, **keys}
+        marks = {START_MARK: self.record.start_id, NODE_VARIABLE: str(self.record.node)}
+        environ = {**daemon_environment(self.output.path, self.record.name), **marks, **keys}
         if devices:
             environ[GPUS_VARIABLE] = visible_devices(environ.get(GPUS_VARIABLE, ""), devices)
         log = log_of(self.output, self.record.name, self.record.node)
@@ -210,9 +233,9 @@ class Agent:
             ready = [fd for fd, _ in poll.poll(LOOK_S * 1000)]
             if pipe in ready and not os.read(pipe or 0, 4096):
                 poll.unregister(pipe or 0)
-                self.end("the process that started it has ended", DEFAULT_GRACE_S)
+                self.end(ORPHANED, DEFAULT_GRACE_S)
             if os.getppid() != parent:
-                self.end("the process that started it has ended", DEFAULT_GRACE_S)
+                self.end(ORPHANED, DEFAULT_GRACE_S)
             if stop():
                 self.end(f"{stop.signal_name} was sent to its agent", DEFAULT_GRACE_S)
             if (grace_s := self._requested()) is not None:

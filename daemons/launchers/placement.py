@@ -33,9 +33,14 @@ def choose(spec: DaemonSpec, up: Sequence[str], taken: Collection[Place], capaci
     if not spec.gpus:
         first = (spec.replica or 0) % max(1, len(up))
         return Place(_in_order(spec, [*up[first:], *up[:first]], up, up))
-    used = {node: {number for place in taken if node in place.nodes for number in place.devices} for node in up}
+    used: dict[str, set[int]] = {node: set() for node in up}
+    for place in taken:
+        for node in place.nodes:
+            if node in used:
+                used[node].update(place.devices)
+    rank = {node: number for number, node in enumerate(up)}
     roomy = [node for node in up if capacity is None or capacity - len(used[node]) >= spec.gpus]
-    nodes = _in_order(spec, sorted(roomy, key=lambda node: (len(used[node]), up.index(node))), roomy, up)
+    nodes = _in_order(spec, sorted(roomy, key=lambda node: (len(used[node]), rank[node])), roomy, up)
     busy = set().union(*(used[node] for node in nodes))
     free = [number for number in range(len(busy) + spec.gpus) if number not in busy][: spec.gpus]
     if capacity is not None and free[-1] >= capacity:
@@ -50,7 +55,8 @@ def _in_order(spec: DaemonSpec, preferred: Sequence[str], fitting: Sequence[str]
         room = f" with {spec.gpus} free GPUs" if spec.gpus else ""
         found = f"{len(fitting)} of {len(up)}: {compact(up) or 'none'}"
         raise LaunchError(f"{spec.name}: expected at least {spec.min_nodes} nodes that are up{room}, found {found}")
-    return tuple(sorted(preferred[:num_nodes], key=list(up).index))
+    rank = {node: number for number, node in enumerate(up)}
+    return tuple(sorted(preferred[:num_nodes], key=rank.__getitem__))
 
 
 def find_place(

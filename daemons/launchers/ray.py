@@ -16,10 +16,12 @@ from pathlib import Path
 from daemons.keys import keys_of
 from daemons.launchers.agent import (
     START_MARK,
+    AgentRecord,
     Beats,
     ask_to_stop,
     forget_starts,
     log_of,
+    lost_node,
     read_starts,
     worst_of,
 )
@@ -30,7 +32,7 @@ from daemons.process import daemon_environment
 from daemons.specs import INFERENCE, TRAINER, DaemonSpec
 from prime_rl.contract.files import make_folder
 from prime_rl.contract.layout import OutputDir
-from prime_rl.contract.status import LOST_AFTER_S, DaemonStatus
+from prime_rl.contract.status import DaemonStatus
 from prime_rl.utils.process import ProcessId
 from prime_rl.utils.secrets import handed_over, read_secret
 
@@ -75,13 +77,14 @@ class RayLauncher:
         return Handle(engine=ENGINE, name=spec.name, start_id=start_id, ref=start.ref)
 
     def look(self, handle: Handle) -> Alive | Ended:
+        self._cluster.keep_signals()
         start = self._starts.get(handle.start_id)
         if start is None:  # of an earlier supervisor
             start = Start(handle.name, handle.start_id)
             self._watch(start)
         seen = self._judge(start)
         if isinstance(seen, Ended):
-            left = left_of(read_starts(self.output, start.name, start.start_id), self._beats)
+            left = left_of(self._records(start).values(), self._beats)
             seen = replace(seen, left=left)
             if not left:
                 self._starts.pop(start.start_id, None)
@@ -122,7 +125,7 @@ class RayLauncher:
         self._cluster.add(start)
 
     def _judge(self, start: Start) -> Alive | Ended:
-        records = {record.node: record for record in read_starts(self.output, start.name, start.start_id)}
+        records = self._records(start)
         ended = [record for record in records.values() if record.state == "ended"]
         failed = [record for record in ended if record.exit_code != 0]
         if failed or (ended and len(ended) == start.num_placed):
@@ -134,12 +137,16 @@ class RayLauncher:
             return Ended(None, start.trouble)
         if start.returned_at is not None and time.monotonic() - start.returned_at > SETTLE_S:
             return Ended(None, f"{start.name} ended without a last word of its agent")
-        for node in range(start.num_placed if start.is_launched else 0):
-            record = records.get(node)
-            silent_s = self._beats.silent_s(start.start_id, node, record.beat if record else -1)
-            if silent_s > LOST_AFTER_S and (record is None or record.state != "ended"):
-                return Ended(None, f"node {start.node_name(node)} is lost: its agent is silent")
+        num_launched = start.num_placed if start.is_launched else 0
+        lost = lost_node(start.start_id, num_launched, records, self._beats)
+        if lost is not None:
+            return Ended(None, f"node {start.node_name(lost)} is lost: its agent is silent")
         return Alive(records[0].process if 0 in records else None)
+
+    def _records(self, start: Start) -> Mapping[int, AgentRecord]:
+        """How many nodes an earlier supervisor's start has is not known before Ray has answered."""
+        num_nodes = start.num_placed if start.argv or start.num_placed else None
+        return read_starts(self.output, start.name, start.start_id, num_nodes)
 
     def _bundle(self, spec: DaemonSpec) -> dict[str, float]:
         """What a daemon takes of each of its nodes, by Ray's names."""

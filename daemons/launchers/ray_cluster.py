@@ -11,6 +11,7 @@ import contextlib
 import json
 import logging
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -130,6 +131,7 @@ class RayCluster:
         self._starts: list[Start] = []
         self._thread: threading.Thread | None = None
         self._ray: Any = None
+        self._has_signals = False
         self._complaint = ""
 
     def add(self, start: Start) -> None:
@@ -138,6 +140,12 @@ class RayCluster:
         if self._thread is None:
             self._thread = threading.Thread(target=self._loop, name="ray", daemon=True)
             self._thread.start()
+
+    def keep_signals(self) -> None:
+        """Take SIGTERM back. Called in the main thread, which alone may do that: Ray's handler aborts us 3 s later."""
+        if self._ray is not None and not self._has_signals and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
+            self._has_signals = True
 
     def _loop(self) -> None:
         while True:
@@ -179,6 +187,8 @@ class RayCluster:
 
     def _turn(self, start: Start) -> None:
         if start.release_at is not None and self._is_over(start):
+            if not start.num_placed:
+                start.trouble = start.trouble or "it was asked to end before it had its places"
             self._remove(start)
         elif start.trouble is not None or start.returned_at is not None:
             pass  # until the launcher has seen it
@@ -245,14 +255,17 @@ class RayCluster:
         """When the first actor has told its address: the agents."""
         if not self._ready([start.endpoint]):
             return
-        endpoint = self._ray.get(start.endpoint)
-        addresses = {each["NodeID"]: each["NodeManagerAddress"] for each in self._ray.nodes()}
+        try:
+            endpoint = self._ray.get(start.endpoint)
+        except self._ray.exceptions.RayActorError:
+            start.trouble = f"its actor on node {start.node_name(0)} has died"
+            return
         agent = [sys.executable, "-m", "daemons.launchers.agent", str(self.output.path.resolve())]
         agent += [start.name, start.start_id, "--death-pipe", "--node"]
-        for node, (actor, place) in enumerate(zip(start.actors, start.node_ids, strict=True)):
-            argv = start.argv
-            if start.num_placed > 1:
-                argv = on_nodes(argv, start.num_placed, endpoint, start.start_id, address=addresses[place], node=node)
+        argv = start.argv
+        if start.num_placed > 1:
+            argv = on_nodes(argv, start.num_placed, endpoint, start.start_id)
+        for node, actor in enumerate(start.actors):
             call = actor.run.remote([*agent, str(node), "--", *argv], dict(start.environ), dict(start.keys))
             start.calls[call] = node
         start.is_launched = True
@@ -294,9 +307,11 @@ class RayCluster:
 
     def _is_over(self, start: Start) -> bool:
         """Whether its group can go: no agent runs any more, or those that were asked to end did not do so in time."""
-        records = read_starts(self.output, start.name, start.start_id)
-        ended = {record.node for record in records if record.state == "ended"}
+        records = read_starts(self.output, start.name, start.start_id, start.num_placed)
+        ended = {node for node, record in records.items() if record.state == "ended"}
         late = start.release_at is not None and time.monotonic() > start.release_at
+        if not start.argv and not start.is_launched and start.trouble is None:
+            return late  # an earlier supervisor's: it is looked for first
         return not start.is_launched or late or ended | start.dead >= set(range(start.num_placed))
 
     def _remove(self, start: Start) -> None:

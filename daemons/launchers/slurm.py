@@ -15,19 +15,21 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO
 
 from daemons.keys import keys_of
 from daemons.launchers.agent import (
+    ORPHANED,
     START_MARK,
     AgentRecord,
     Beats,
     ask_to_stop,
     forget_starts,
     log_of,
+    lost_node,
     read_starts,
     worst_of,
 )
@@ -39,7 +41,7 @@ from daemons.specs import TRAINER, DaemonSpec, service_specs
 from daemons.torchrun import on_nodes
 from prime_rl.contract.files import make_folder, open_append
 from prime_rl.contract.layout import OutputDir
-from prime_rl.contract.status import LOST_AFTER_S, DaemonStatus
+from prime_rl.contract.status import DaemonStatus
 from prime_rl.utils.process import ProcessId
 from prime_rl.utils.secrets import handed_over, nameless_file, read_secret
 
@@ -65,13 +67,12 @@ class Allocation:
 
     job: str
     restart: str
-    nodelist: str
 
     @classmethod
     def of(cls, environ: Mapping[str, str] = os.environ) -> Allocation | None:
         """None outside a job."""
-        job, nodelist = environ.get("SLURM_JOB_ID"), environ.get("SLURM_JOB_NODELIST")
-        return cls(job, environ.get("SLURM_RESTART_COUNT", "0"), nodelist) if job and nodelist else None
+        job = environ.get("SLURM_JOB_ID")
+        return cls(job, environ.get("SLURM_RESTART_COUNT", "0")) if job else None
 
 
 @dataclass(frozen=True)
@@ -137,7 +138,7 @@ class Slurm:
         here = self._allocation
         if start is None or here is None or (start.job, start.restart) != (here.job, here.restart):
             return Ended(None, "the Slurm job that it ran in is over")
-        records = {record.node: record for record in read_starts(self.output, handle.name, handle.start_id)}
+        records = read_starts(self.output, handle.name, handle.start_id, len(start.place.nodes))
         seen = self._judge(handle, start.place, records)
         if isinstance(seen, Ended) and (left := left_of(records.values(), self._beats)):
             return replace(seen, left=left)
@@ -181,23 +182,25 @@ class Slurm:
         ended = [record for record in records.values() if record.state == "ended"]
         failed = [record for record in ended if record.exit_code != 0]
         if failed or len(ended) == len(place.nodes):
+            self._avoid(place.nodes[record.node] for record in ended if record.reason == ORPHANED)
             worst = worst_of(ended)
             return Ended(worst.exit_code, worst.reason)
-        missing = [number for number in range(len(place.nodes)) if getattr(records.get(number), "state", "") != "ended"]
-        for number in missing:
-            record = records.get(number)
-            if self._beats.silent_s(handle.start_id, number, record.beat if record else -1) > LOST_AFTER_S:
-                self._lost[place.nodes[number]] = time.monotonic()
-                return Ended(None, f"node {place.nodes[number]} is lost: its agent is silent")
         srun = self._sruns.get(handle.start_id)
-        if srun is not None and srun.poll() is not None:
+        if srun is not None and srun.poll() is not None:  # its agents are killed: their silence says nothing of nodes
             since = self._ended_at.setdefault(handle.start_id, time.monotonic())
             if time.monotonic() - since > SETTLE_S:
-                names = ", ".join(place.nodes[number] for number in missing)
+                self._avoid(node for number, node in enumerate(place.nodes) if number not in records)
+                names = ", ".join(node for number, node in enumerate(place.nodes) if records.get(number) not in ended)
                 code = f"srun exit code {srun.returncode}, see {self.output.log(SRUN_LOG)}"
                 return Ended(None, f"its step on {names} is over without a last word ({code})")
+        elif (lost := lost_node(handle.start_id, len(place.nodes), records, self._beats)) is not None:
+            self._avoid([place.nodes[lost]])
+            return Ended(None, f"node {place.nodes[lost]} is lost: its agent is silent")
         first = records.get(0)
         return Alive(first.process if first else None)
+
+    def _avoid(self, nodes: Iterable[str]) -> None:
+        self._lost |= dict.fromkeys(nodes, time.monotonic())
 
     def _place(self, spec: DaemonSpec) -> tuple[Allocation, Place]:
         here = self._allocation
@@ -205,24 +208,25 @@ class Slurm:
             raise LaunchError('deployment.engine = "slurm" outside a Slurm job: start the workspace with prl up')
         now = time.monotonic()
         self._lost = {node: at for node, at in self._lost.items() if now - at < AVOID_S}
-        up = [node for node in usable_nodes(here.nodelist) if node not in self._lost]
+        usable = usable_nodes(here.job)
+        up = [node for node in usable if node not in self._lost] or usable
         trainer = next(each for each in service_specs(self.output) if each.name == TRAINER)
         return here, find_place(spec, up, dict(self._started.values()), trainer, self._gpus_per_node)
 
     def _cancel_later(self, handle: Handle) -> None:
         """SIGKILL by Slurm, to a step whose agents do not answer."""
         deadline = time.monotonic() + LAST_RESORT_S
-        srun = self._sruns.get(handle.start_id)
+        srun, start = self._sruns.get(handle.start_id), Start.parse(handle.ref)
+        num_nodes = len(start.place.nodes) if start else 0
         while time.monotonic() < deadline:
-            records = read_starts(self.output, handle.name, handle.start_id)
-            start = Start.parse(handle.ref)
-            all_ended = start is not None and sum(each.state == "ended" for each in records) == len(start.place.nodes)
+            records = read_starts(self.output, handle.name, handle.start_id, num_nodes).values()
+            all_ended = sum(each.state == "ended" for each in records) == num_nodes
             if all_ended and (srun is None or srun.poll() is not None):
                 return
             time.sleep(0.1)
-        start = Start.parse(handle.ref)
-        if start is not None and (step := find_step(start.job, handle.start_id)):
-            run_slurm("scancel", step)
+        with contextlib.suppress(LaunchError):  # Slurm is away, and the agents were asked
+            if start is not None and (step := find_step(start.job, handle.start_id)):
+                run_slurm("scancel", step)
 
 
 def step_command(
@@ -236,6 +240,7 @@ def step_command(
 ) -> list[str]:
     """argv of srun: an agent on each node of `place`, in a step that is named after its start.
 
+    Steps overlap, and each has all CPUs of its nodes: with `--exact` it would have one CPU a task.
     `address`: where other nodes reach the first one, for the ranks' rendezvous.
     """
     argv = spec.argv
@@ -253,8 +258,12 @@ def step_command(
     ]
 
 
-def usable_nodes(nodelist: str) -> list[str]:
-    """The nodes of an allocation that can run a step now, in its order. Raises LaunchError."""
+def usable_nodes(job: str) -> list[str]:
+    """The nodes that a job has now and that can run a step, in its order. Raises LaunchError.
+
+    A node that was lost is not the job's any more, also when it is back.
+    """
+    nodelist = run_slurm("squeue", "-h", "-j", job, "-o", "%N").strip()
     names = run_slurm("scontrol", "show", "hostnames", nodelist).split()
     lines = run_slurm("sinfo", "-h", "-N", "-n", nodelist, "-o", "%N %t").splitlines()
     states = dict(line.split()[:2] for line in lines if " " in line)

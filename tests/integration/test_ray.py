@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -23,15 +21,9 @@ from prime_rl.contract.files import wait_for
 from prime_rl.contract.layout import OutputDir
 from prime_rl.contract.status import DaemonStatus
 from tests.patience import PATIENCE_S
+from tests.ray_support import MARKS, Cluster, groups, ray_cluster
 
-pytestmark = [
-    pytest.mark.ray,
-    pytest.mark.slow,
-    pytest.mark.xdist_group("ray"),
-    pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="ray is not installed: pip install ray"),
-    pytest.mark.filterwarnings("default"),  # those of Ray's own modules
-]
-NODES = ("n1", "n2", "n3")
+pytestmark = MARKS
 WAITS = "import time; print('ready', flush=True); time.sleep(600)"
 POLITE = f"import signal, sys; signal.signal(signal.SIGTERM, lambda *_: sys.exit(7)); {WAITS}"
 STUBBORN = (
@@ -43,7 +35,8 @@ STUBBORN = (
 RANKS = (
     "import os, torch; import torch.distributed as dist; dist.init_process_group('gloo')\n"
     "one = torch.tensor([dist.get_rank() + 1.0]); dist.all_reduce(one)\n"
-    "print('sum', one.item(), 'of', dist.get_world_size(), flush=True); dist.destroy_process_group()"
+    "print('sum', one.item(), 'of', dist.get_world_size(), 'at rank', dist.get_rank(), flush=True)\n"
+    "dist.destroy_process_group()"
 )
 # A supervisor in one line: it starts a daemon, tells its handle, and waits to be killed.
 SUPERVISOR = """
@@ -74,34 +67,10 @@ print(seen.reason)
 """
 
 
-@dataclass(frozen=True)
-class Cluster:
-    address: str
-    process: subprocess.Popen[str]
-
-    def ask(self, *words: str) -> None:
-        assert self.process.stdin is not None and self.process.stdout is not None
-        print(*words, file=self.process.stdin, flush=True)
-        assert self.process.stdout.readline() == "ok\n"
-
-
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
-    environ = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled"}
-    os.environ.update(environ)
-    command = [sys.executable, "-m", "tests.ray_main", *NODES]
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environ
-    ) as process:
-        assert process.stdout is not None and process.stdin is not None
-        try:
-            yield Cluster(process.stdout.readline().strip(), process)
-        finally:
-            import ray
-
-            ray.shutdown()
-            process.stdin.close()
-            process.wait()
+    with ray_cluster() as cluster:
+        yield cluster
 
 
 @pytest.fixture
@@ -140,7 +109,7 @@ def until(condition: Callable[[], bool], what: str) -> None:
 
 
 def records(output: OutputDir, handle: Handle) -> Mapping[int, AgentRecord]:
-    return {record.node: record for record in read_starts(output, handle.name, handle.start_id)}
+    return read_starts(output, handle.name, handle.start_id)
 
 
 def until_ready(launcher: RayLauncher, handle: Handle, num_nodes: int = 1) -> None:
@@ -163,17 +132,9 @@ def until_ended(launcher: RayLauncher, handle: Handle) -> Ended:
 
     until(has_ended, "the daemon to end")
     until(lambda: members(launcher.output) == [], "all of it to end")
-    until(lambda: groups(launcher, handle) == [], "its placement group to go")
+    until(lambda: handle.ref not in groups(), "its placement group to go")
     assert isinstance(seen[-1], Ended)
     return seen[-1]
-
-
-def groups(launcher: RayLauncher, handle: Handle) -> list[str]:
-    """The placement groups of this start that Ray still has."""
-    import ray
-
-    tables = ray.util.placement_group_table().values()
-    return [each["name"] for each in tables if each["name"] == handle.ref and each["state"] != "REMOVED"]
 
 
 def test_a_daemon_runs_and_its_exit_code_and_log_are_seen(launcher: RayLauncher, output: OutputDir) -> None:
@@ -237,7 +198,7 @@ def test_a_lost_node_ends_its_start_and_a_new_one_takes_its_place(
     launcher.stop(fewer, 0)
     until_ended(launcher, fewer)
     waits = launcher.start(spec(output, WAITS, num_nodes=3, min_nodes=3))
-    until(lambda: groups(launcher, waits) != [], "its placement group")
+    until(lambda: waits.ref in groups(), "its placement group")
     assert launcher.look(waits) == Alive(None) and records(output, waits) == {}
     cluster.ask("add", "n4")
     until_ready(launcher, waits, num_nodes=3)
@@ -251,7 +212,8 @@ def test_ranks_on_two_nodes_meet(launcher: RayLauncher, output: OutputDir) -> No
     torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1", str(script))
     handle = launcher.start(DaemonSpec(TRAINER, torchrun, output.log(TRAINER), num_nodes=2, min_nodes=2))
     assert until_ended(launcher, handle) == Ended(0)
-    assert "sum 3.0 of 2" in launcher.logs(handle).read_text()
+    for node in range(2):
+        assert f"sum 3.0 of 2 at rank {node}" in log_of(output, TRAINER, node).read_text()
 
 
 def test_a_cluster_that_is_away_is_reported(output: OutputDir) -> None:

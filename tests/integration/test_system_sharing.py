@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from daemons.pausing import pause_run
+from daemons.actions import pause_run
 from prime_rl.contract.layout import list_steps
 from prime_rl.contract.status import InferenceStatus, TrainerStatus, read_status
 from prime_rl.utils.process import ProcessId

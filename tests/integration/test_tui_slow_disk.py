@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from textual.widgets import OptionList
 
-from daemons import actions, running
+from daemons import actions, up_and_down
 from prime_rl.contract.layout import OutputDir
 from tests.integration.test_tui_actions import opened, outcome, select
 from tests.tui_support import build_workspace, orch_toml, until
@@ -90,7 +90,7 @@ async def test_no_action_asks_the_disk_in_the_thread_that_draws(
 
 @pytest.mark.parametrize(
     ("key", "owner", "name"),
-    [("u", actions, "list_trash"), ("U", running, "last_start"), ("c", OutputDir, "run")],
+    [("u", actions, "list_trash"), ("U", up_and_down, "last_start"), ("c", OutputDir, "run")],
 )
 async def test_a_key_is_answered_while_an_action_waits_for_the_disk(
     workspace: OutputDir, monkeypatch: pytest.MonkeyPatch, key: str, owner: Any, name: str

@@ -11,7 +11,7 @@ import pytest
 import tomli_w
 
 from daemons.auto_limits import _numbers, settle_slots, share_a_gpu
-from daemons.launch import LaunchError
+from daemons.launchers.base import LaunchError
 from daemons.specs import UP, save_devices, write_component_configs
 from prime_rl.configs.base import build, merge
 from prime_rl.configs.system import SystemConfig

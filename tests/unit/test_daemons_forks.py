@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from daemons import actions, starts
+from daemons import actions, init_adapter
 from daemons.actions import ActionError
 from daemons.cli import app
 from daemons.client import read_workspace
@@ -244,13 +244,13 @@ def test_pipes_links_and_pieces_are_not_copied(run: RunDir, tmp_path: Path) -> N
 
 
 def test_a_version_that_is_removed_meanwhile_is_not_started_from(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    copy = starts._copy
+    copy = init_adapter._copy
 
     def removed(source: Path, target: Path) -> None:
         copy(source, target)
         stable_marker(run.broadcast_dir(6)).unlink(missing_ok=True)
 
-    monkeypatch.setattr(starts, "_copy", removed)
+    monkeypatch.setattr(init_adapter, "_copy", removed)
     with pytest.raises(ActionError, match="run_a@v6 was removed while it was copied"):
         fork_run(home(run), "run_a")
     assert list_steps(run.broadcast, stable_only=True) == [2, 4]
@@ -259,14 +259,14 @@ def test_a_version_that_is_removed_meanwhile_is_not_started_from(run: RunDir, mo
 # What is killed: `prl`, in the middle of copying, just before the folder gets its name.
 KILLED = """
 import os, signal, sys
-from daemons import starts
+from daemons import init_adapter
 from daemons.cli import run
-copy = starts._copy
+copy = init_adapter._copy
 def killed(source, target):
     if target.name == "adapter_model.safetensors":
         os.kill(os.getpid(), signal.SIGKILL)
     copy(source, target)
-starts._copy = killed
+init_adapter._copy = killed
 run(sys.argv[1:])
 """
 

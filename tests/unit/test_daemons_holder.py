@@ -15,10 +15,11 @@ import msgspec
 import pytest
 
 from daemons import leftovers
-from daemons.launch import LaunchError, down, prepare
+from daemons.launchers.base import LaunchError
 from daemons.launchers.local import Local
 from daemons.pidfile import SupervisorInfo, SupervisorLock, find_rival, read_info
 from daemons.specs import save_devices, saved_devices, service_specs, settle_devices, write_component_configs
+from daemons.supervision import down, prepare
 from prime_rl.configs.system import SupervisorConfig, SystemConfig
 from prime_rl.contract.files import write_atomic
 from prime_rl.contract.layout import OutputDir

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from daemons.logs import end_of_lines, last_lines
-from daemons.rotation import rotate
+from daemons.logs import end_of_lines, last_lines, rotate
 from prime_rl.utils.tail import FileTail
 
 

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from daemons.relay import LogRelay
-from daemons.rotation import old_log, rotate
+from daemons.logs import LogRelay, old_log, rotate
 from prime_rl.contract.files import wait_for
 from prime_rl.utils.tail import CHUNK_BYTES, FileTail
 from tests.patience import PATIENCE_S

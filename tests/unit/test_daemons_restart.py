@@ -11,8 +11,8 @@ import msgspec
 import pytest
 
 from daemons.errors import ActionError
-from daemons.running import restart_daemon
 from daemons.specs import write_component_configs
+from daemons.up_and_down import restart_daemon
 from prime_rl.configs.system import SystemConfig
 from prime_rl.contract.files import write_atomic
 from prime_rl.contract.layout import OutputDir

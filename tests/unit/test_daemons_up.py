@@ -8,7 +8,7 @@ import pytest
 import tomli_w
 
 from daemons.commands.up import choose_system
-from daemons.running import UP
+from daemons.specs import UP
 from prime_rl.configs.base import ConfigError
 from prime_rl.contract.layout import OutputDir
 

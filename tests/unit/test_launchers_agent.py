@@ -13,8 +13,18 @@ import msgspec
 import psutil
 import pytest
 
-from daemons.launchers.agent import AgentRecord, Beats, ask_to_stop, forget_starts, lost_node, read_starts
+from daemons.launchers.agent import (
+    FIRST_BEAT_S,
+    AgentRecord,
+    Beats,
+    ask_to_stop,
+    forget_starts,
+    log_of,
+    lost_node,
+    read_starts,
+)
 from daemons.launchers.ending import kill_strays, strays_of
+from daemons.torchrun import on_nodes, start_ranks
 from prime_rl.contract.files import wait_for, write_atomic
 from prime_rl.contract.layout import OutputDir
 from prime_rl.contract.status import LOST_AFTER_S
@@ -67,7 +77,7 @@ def start(output: OutputDir) -> Iterator[Start]:
 
 
 def record(output: OutputDir, start_id: str = START) -> AgentRecord | None:
-    return next(iter(read_starts(output, "trainer", start_id)), None)
+    return read_starts(output, "trainer", start_id).get(0)
 
 
 def log(output: OutputDir) -> list[str]:
@@ -102,6 +112,17 @@ def test_the_record_has_the_exit_code_of_the_daemon(
     assert start(code).wait(PATIENCE_S) == own
     last = record(output)
     assert last is not None and (last.state, last.exit_code, last.reason) == ("ended", recorded, None)
+
+
+def test_torchrun_finds_the_number_of_its_node(output: OutputDir, start: Start) -> None:
+    """So the ranks of the first node come first, and rank 0 is where its daemon's process is looked for."""
+    assert start("import os; print(os.environ['PET_NODE_RANK'])", "--node", "1").wait(PATIENCE_S) == 0
+    assert log_of(output, "trainer", 1).read_text().splitlines()[-1] == "1"
+    argv = start_ranks(4, "m", [])
+    assert on_nodes(argv[1:], 2, "first:7", START)[4:] == (
+        *("--nnodes", "2", "--rdzv-backend", "static", "--rdzv-endpoint", "first:7", "--rdzv-id", START),
+        *("--nproc-per-node", "4", "-m", "m"),
+    )
 
 
 def test_a_program_that_is_missing_is_a_reason(output: OutputDir) -> None:
@@ -188,7 +209,9 @@ def test_a_torn_record_is_no_record(output: OutputDir) -> None:
     write_atomic(output.agent_record("trainer", START, 1), msgspec.json.encode(whole))
     write_atomic(output.agent_record("trainer", START, 0), msgspec.json.encode(whole)[:40])
     write_atomic(output.agent_record("trainer", START, 2), msgspec.json.encode(whole))  # of another node
-    assert [each.node for each in read_starts(output, "trainer", START)] == [1]
+    for num_nodes in (None, 3):
+        assert list(read_starts(output, "trainer", START, num_nodes)) == [1]
+    assert read_starts(output, "trainer", START, 1) == {}
 
 
 def test_a_silent_agent_is_lost_by_our_own_clock(output: OutputDir) -> None:
@@ -201,10 +224,11 @@ def test_a_silent_agent_is_lost_by_our_own_clock(output: OutputDir) -> None:
         write_atomic(output.agent_record("trainer", START, node), msgspec.json.encode(each))
 
     def lost() -> int | None:
-        return lost_node(output, "trainer", START, 2, beats)
+        return lost_node(START, 2, read_starts(output, "trainer", START, 2), beats)
 
     assert lost() is None
-    now[0] = LOST_AFTER_S
+    now[0] = FIRST_BEAT_S  # it may take longer to its first record
+    assert lost() is None
     beat(0, 1)
     beat(1, 1)
     assert lost() is None
@@ -215,6 +239,9 @@ def test_a_silent_agent_is_lost_by_our_own_clock(output: OutputDir) -> None:
     assert lost() == 1
     beat(1, 1, "ended")
     assert lost() is None
+    assert lost_node("another", 1, {}, beats) is None
+    now[0] += FIRST_BEAT_S + 1.0
+    assert lost_node("another", 1, {}, beats) == 0
 
 
 def test_files_of_earlier_starts_are_removed(output: OutputDir) -> None:

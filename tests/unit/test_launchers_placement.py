@@ -20,7 +20,7 @@ from prime_rl.configs.system import SystemConfig
 from prime_rl.contract.layout import OutputDir
 
 GPUS = 8
-SLURM_VARIABLES = ("SLURM_JOB_ID", "SLURM_JOB_NODELIST")
+SLURM_VARIABLES = ("SLURM_JOB_ID",)
 
 
 @pytest.fixture(autouse=True)

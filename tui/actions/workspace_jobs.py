@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable
 from pathlib import Path
 
-from daemons import running
+from daemons import up_and_down
 from daemons.client import Workspace
 from prime_rl.utils.text import CleanText, clean_text, one_line
 from tui.actions.jobs import Job, Progress, prl_command
@@ -16,7 +16,7 @@ MAX_SYSTEMS = 20
 
 def restart_job(output_dir: Path, name: str) -> Job:
     def work(progress: Progress) -> str:
-        running.restart_daemon(output_dir, name, say=progress)
+        up_and_down.restart_daemon(output_dir, name, say=progress)
         return f"{name}: restarted"
 
     return Job(prl_command(output_dir, "restart", name), work)
@@ -24,7 +24,7 @@ def restart_job(output_dir: Path, name: str) -> Job:
 
 def down_job(output_dir: Path) -> Job:
     def work(progress: Progress) -> str:
-        was_running = running.stop_workspace(output_dir, say=progress)
+        was_running = up_and_down.stop_workspace(output_dir, say=progress)
         return "stopped, no process is left" if was_running else "nothing was running"
 
     return Job(prl_command(output_dir, "down"), work)
@@ -35,16 +35,16 @@ def up_job(output_dir: Path, system: Path | None) -> Job:
     words = ["@", str(system)] if system else []
 
     def work(progress: Progress) -> str:
-        wanted = running.choose_system(words, output_dir, say=progress)
+        wanted = up_and_down.choose_system(words, output_dir, say=progress)
         said: list[str] = []
 
         def look(workspace: Workspace) -> None:
-            line = " · ".join(running.waits(workspace))
+            line = " · ".join(up_and_down.waits(workspace))
             if [line] != said:
                 said[:] = [line]
                 progress(line)
 
-        workspace = running.start_workspace(wanted, stop=lambda: False, say=progress, on_look=look, is_quiet=True)
+        workspace = up_and_down.start_workspace(wanted, stop=lambda: False, say=progress, on_look=look, is_quiet=True)
         url = workspace.inference.base_url if workspace and workspace.inference else "?"
         return f"up: {workspace.max_runs if workspace else 0} slots, inference at {url}"
 
@@ -53,7 +53,7 @@ def up_job(output_dir: Path, system: Path | None) -> Job:
 
 def up_choices(output_dir: Path, configs: Path = Path("configs")) -> list[tuple[CleanText, Callable[[], Job]]]:
     """(label, job) of each way to start the workspace, the most likely first."""
-    last = running.last_start(output_dir)
+    last = up_and_down.last_start(output_dir)
     first = "with its last settings" if last else "a small workspace for this machine's CPU"
     found: list[tuple[CleanText, Callable[[], Job]]] = [(one_line(first), functools.partial(up_job, output_dir, None))]
     for path in sorted(configs.glob("*/system.toml"))[:MAX_SYSTEMS]:

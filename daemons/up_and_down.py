@@ -1,7 +1,8 @@
-"""Start a workspace, stop it, restart one daemon: what `prl up`, `down` and `restart` do, and `prl-tui` too.
+"""A workspace goes up and down, and one daemon restarts: what `prl up`, `down` and `restart` do, and `prl-tui` too.
 
-`choose_system` decides which workspace is meant, `start_workspace` starts it and waits until everything answers. They
-report progress through `say`; nothing here prints. `launch` does the work.
+`choose_system` decides which workspace is meant, `start_workspace` starts it and waits until everything answers: here
+with a supervisor process (`supervision`), or as a Slurm job (`submit`). They report progress through `say`; nothing
+here prints.
 """
 
 from __future__ import annotations
@@ -17,24 +18,23 @@ from typing import Any
 
 import tomli_w
 
-from daemons import launch
+from daemons import supervision
 from daemons.auto_limits import settle_slots
 from daemons.client import SUPERVISOR, Workspace, WorkspaceReader, read_workspace
 from daemons.errors import ActionError, WrongUseError
-from daemons.launch import LOOK_EVERY_S, LaunchError, waits
+from daemons.launchers.base import LaunchError
 from daemons.pidfile import SupervisorLock
 from daemons.specs import UP
 from daemons.submit import end_job, has_job, is_for_a_job, start_job
-from prime_rl.configs.base import ConfigError, build, load_toml, merge, read_argv
+from daemons.supervision import LOOK_EVERY_S, Look, Say
+from daemons.supervision import waits as waits
+from prime_rl.configs.base import build, load_toml, merge, read_argv
 from prime_rl.configs.system import SystemConfig
 from prime_rl.contract.condition import STALLED
 from prime_rl.contract.files import WaitTimeout, wait_for, write_atomic
 from prime_rl.contract.layout import RUN_PREFIX, OutputDir
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs" / "demo"
-
-Say = Callable[[str], None]
-Look = Callable[[Workspace], None]
 
 
 @dataclass(frozen=True)
@@ -80,14 +80,14 @@ def start_workspace(
     ready = make_ready(wanted, output, stop=stop, say=say, is_quiet=is_quiet)
     if ready is None:
         return None
-    child = launch.start_supervisor(output, take_workspace(ready, output, say))
+    child = supervision.start_supervisor(output, take_workspace(ready, output, say))
     try:
-        answers = launch.wait_until_ready(ready.system, output, child, stop=stop, on_look=on_look)
-    except launch.LaunchError:
-        launch.down(output, timeout_s=None, say=say, supervisor=child)
+        answers = supervision.wait_until_ready(ready.system, output, child, stop=stop, on_look=on_look)
+    except LaunchError:
+        supervision.down(output, timeout_s=None, say=say, supervisor=child)
         raise
     if not answers:
-        launch.down(output, timeout_s=None, say=say, supervisor=child)
+        supervision.down(output, timeout_s=None, say=say, supervisor=child)
         return None
     _reap(child)
     return read_workspace(output.path)
@@ -112,7 +112,7 @@ def make_ready(
 
 def take_workspace(wanted: Wanted, output: OutputDir, say: Say) -> SupervisorLock:
     """Check and prepare the workspace and save its settings; returns its lock. Raises LaunchError."""
-    lock = launch.prepare(wanted.system, output, say)
+    lock = supervision.prepare(wanted.system, output, say)
     write_atomic(output.component_config(UP), tomli_w.dumps(wanted.said))
     return lock
 
@@ -120,9 +120,9 @@ def take_workspace(wanted: Wanted, output: OutputDir, say: Say) -> SupervisorLoc
 def stop_workspace(output_dir: Path, *, timeout_s: float | None = None, say: Say) -> bool:
     """Stop all daemons and check that none is left; false when nothing was running. Raises LaunchError."""
     output = OutputDir(output_dir)
-    limit_s = launch.down_timeout_s(launch.limits_of(output)) if timeout_s is None else timeout_s
+    limit_s = supervision.down_timeout_s(supervision.limits_of(output)) if timeout_s is None else timeout_s
     had_job = has_job(output) and end_job(output, limit_s, say)
-    return launch.down(output, timeout_s=timeout_s, say=say) or had_job
+    return supervision.down(output, timeout_s=timeout_s, say=say) or had_job
 
 
 def restart_daemon(
@@ -152,7 +152,7 @@ def restart_daemon(
         remedy = f": continue it with prl runs readmit {name}" if name.startswith(RUN_PREFIX) else ""
         raise ActionError(f"{name} has ended ({daemon.reason}){remedy}")
     write_atomic(output.start_request(name), "restart")
-    limits = launch.limits_of(output)
+    limits = supervision.limits_of(output)
     say(f"waiting for {name} to restart; first it may finish and save, for up to {limits.drain_s:g} s")
 
     def new() -> bool:
@@ -160,7 +160,7 @@ def restart_daemon(
         return now is not None and now.pid not in (None, daemon.pid) and now.state in ("starting", "running")
 
     try:
-        timeout_s = launch.restart_timeout_s(limits)
+        timeout_s = supervision.restart_timeout_s(limits)
         wait_for(new, f"{name} to restart", timeout_s=timeout_s, poll_s=LOOK_EVERY_S, clock=clock, sleep=sleep)
     except WaitTimeout as error:
         raise ActionError(
@@ -193,7 +193,7 @@ def _short(path: Path) -> Path:
 
 
 def _is_held(output: OutputDir) -> bool:
-    """Whether a supervisor holds this workspace: then nothing is made for it, and `launch.prepare` names the holder."""
+    """Whether a supervisor holds this workspace: nothing is made for it, and `supervision.prepare` names the holder."""
     if not output.supervisor_lock.exists():
         return False
     lock = SupervisorLock.acquire(output)
@@ -205,18 +205,3 @@ def _is_held(output: OutputDir) -> bool:
 def _reap(child: subprocess.Popen[bytes]) -> None:
     """The supervisor outlives us; if it ends first, it must not stay behind as a zombie."""
     threading.Thread(target=child.wait, name="reap the supervisor", daemon=True).start()
-
-
-__all__ = [
-    "UP",
-    "ConfigError",
-    "LaunchError",
-    "Wanted",
-    "Workspace",
-    "choose_system",
-    "last_start",
-    "restart_daemon",
-    "start_workspace",
-    "stop_workspace",
-    "waits",
-]

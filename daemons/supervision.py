@@ -1,6 +1,7 @@
-"""Start and stop a workspace: checks first, one supervisor, proof at the end. For `prl up`, `down`, `demo`.
+"""The supervisor of a workspace on this machine, from outside: checks first, one process, and proof of its end.
 
-A supervisor that was killed leaves its daemons running; `leftovers` decides which of them the next one may keep.
+A supervisor that was killed leaves its daemons running; `leftovers` decides which of them the next one may keep. What
+people ask for, and a Slurm job's supervisor, is `up_and_down`.
 """
 
 from __future__ import annotations
@@ -13,13 +14,12 @@ import tempfile
 import time
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 
+from daemons.base_model import check_model
 from daemons.client import SUPERVISOR, Workspace, WorkspaceReader, replica_name
 from daemons.keys import all_keys
 from daemons.launchers import launcher_of
-from daemons.launchers.base import Launcher
-from daemons.launchers.base import LaunchError as LaunchError
+from daemons.launchers.base import Launcher, LaunchError
 from daemons.leftovers import adoptable, end_leftovers, forget_endings, is_anything_left
 from daemons.pidfile import SupervisorLock, find_rival, read_info
 from daemons.process import log_tail, python_module, spawn
@@ -49,8 +49,6 @@ Look = Callable[[Workspace], None]
 NUM_LOG_LINES = 20
 LOOK_EVERY_S = 0.25
 _HEALTH_TIMEOUT_S = 2.0
-# First folder of a model's name that is never the name of an owner on the hub.
-_FOLDERS = (".", "..", "models", "outputs")
 
 
 def prepare(system: SystemConfig, output: OutputDir, say: Say) -> SupervisorLock:
@@ -323,21 +321,6 @@ def check_writable(output: OutputDir) -> None:
         raise LaunchError(
             f"cannot write to workspace {output.path}: {error.strerror}; choose another with --output-dir"
         ) from error
-
-
-def means_folder(model_name: str) -> bool:
-    """Whether a model's name is meant as a folder; all other names are left to the hub's cache."""
-    path = Path(model_name)
-    return path.is_absolute() or path.parts[:1] in ((), *((each,) for each in _FOLDERS)) or path.parent.exists()
-
-
-def check_model(name: str) -> None:
-    """Raises LaunchError for a model folder that is not there."""
-    if means_folder(name) and not (Path(name) / "config.json").exists():
-        raise LaunchError(
-            f"base model {name!r} not found: this folder has no config.json; "
-            f"build a small base model with prl make-base --out {name}"
-        )
 
 
 def _check_port(daemon: str, flag: str, host: str, port: int) -> None:

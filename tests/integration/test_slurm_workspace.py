@@ -1,0 +1,173 @@
+"""A workspace of real daemons on a real Slurm of three nodes, through one fault after another.
+
+Each test finds three runs that train, does one thing to them, and needs all three to train on. At the end nothing is
+lost: their adapters are those of one machine. Quicker, with stand-ins for the daemons: `test_slurm`.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from daemons.client import SUPERVISOR, read_workspace
+from prime_rl.contract.files import wait_for
+from prime_rl.contract.layout import list_steps
+from tests.patience import PATIENCE_S
+from tests.several_nodes import NUM_RANKS, SeveralNodes, install_paced, path_with
+from tests.slurm_support import MISSING, WHY_SKIPPED, SlurmCluster, slurm_cluster
+from tests.system_support import closed
+
+pytestmark = [
+    pytest.mark.slurm,
+    pytest.mark.slow,
+    pytest.mark.xdist_group("slurm"),
+    pytest.mark.skipif(bool(MISSING), reason=WHY_SKIPPED),
+]
+TABLE = """
+[deployment.slurm]
+nodes = 3
+"""
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[SlurmCluster]:
+    with slurm_cluster() as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def living(
+    cluster: SlurmCluster, tmp_path_factory: pytest.TempPathFactory, untaught_model: Path
+) -> Iterator[SeveralNodes]:
+    folder = tmp_path_factory.mktemp("slurm")
+    install_paced(folder / "environment")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SLURM_CONF", str(cluster.conf))
+        patch.setenv("PYTHONPATH", path_with(folder / "environment"))
+        nodes = SeveralNodes.make(folder, untaught_model, "slurm", TABLE)
+        for _ in closed(nodes.workspace):
+            yield nodes
+            cluster.restore()  # a job does not end on a node without a slurmd
+
+
+@pytest.fixture
+def training(cluster: SlurmCluster, living: SeveralNodes) -> SeveralNodes:
+    """All nodes are there, the job runs on them, and all runs train."""
+    cluster.restore()
+    if not read_workspace(living.workspace.output_dir).supervisor_alive:
+        living.workspace.up()
+    living.all_train()
+    return living
+
+
+def nodes_of(nodes: SeveralNodes, name: str) -> list[str]:
+    handle = nodes.record(name).handle
+    assert handle is not None and handle.engine == "slurm", (name, handle)
+    return handle.ref.split()[2].split(",")
+
+
+def job_of(nodes: SeveralNodes) -> str:
+    handle = nodes.record("trainer").handle
+    assert handle is not None
+    return handle.ref.split()[0]
+
+
+def crash(nodes: SeveralNodes, name: str, process: psutil.Process) -> None:
+    before = len(nodes.record(name).crashes)
+    nodes.restart(name, process.kill)
+    assert len(nodes.record(name).crashes) == before + 1
+
+
+def test_up_places_two_ranks_and_two_servers_on_nodes_of_their_own(training: SeveralNodes) -> None:
+    assert len(set(nodes_of(training, "trainer"))) == NUM_RANKS
+    training.wait(lambda: training.record("trainer").state == "running", "the supervisor to see the trainer run")
+    assert {rank: process.environ()["SLURMD_NODENAME"] for rank, process in training.ranks().items()} == dict(
+        enumerate(nodes_of(training, "trainer"))
+    )
+    assert nodes_of(training, "inference") != nodes_of(training, "inference-1")
+    training.wait(training.serve_all, "both servers to have the adapters of all runs")
+
+
+def test_a_killed_rank_ends_its_group_which_starts_again(training: SeveralNodes) -> None:
+    crash(training, "trainer", training.ranks()[1])
+    assert set(training.ranks()) == {0, 1}
+
+
+def test_a_killed_orchestrator_starts_again(training: SeveralNodes) -> None:
+    crash(training, "run_b", training.process("run_b"))
+
+
+def test_a_killed_inference_server_starts_again_and_gets_the_adapters(training: SeveralNodes) -> None:
+    crash(training, "inference-1", training.process("inference-1"))
+    training.wait(training.serve_all, "both servers to have the adapters of all runs")
+
+
+def test_a_killed_slurmd_and_its_stepds_leave_nothing_behind(training: SeveralNodes, cluster: SlurmCluster) -> None:
+    lost = nodes_of(training, "trainer")[-1]
+
+    def kill() -> None:
+        stepds = cluster.stepds(lost)
+        assert stepds
+        cluster.daemons[lost].kill()
+        for stepd in stepds:
+            stepd.kill()
+
+    training.restart("trainer", kill)
+    assert lost not in nodes_of(training, "trainer")
+    training.wait(
+        lambda: not [each for each in cluster.processes() if each.environ().get("SLURMD_NODENAME") == lost],
+        f"no process to be left on {lost}",
+    )
+
+
+def test_a_node_that_is_set_down_is_left(training: SeveralNodes, cluster: SlurmCluster) -> None:
+    lost = nodes_of(training, "trainer")[1]
+    down = ("scontrol", "update", f"NodeName={lost}", "State=DOWN", "Reason=test")
+    training.restart("trainer", lambda: cluster.call(*down))
+    assert lost not in nodes_of(training, "trainer")
+
+
+def test_a_requeued_job_goes_on(training: SeveralNodes, cluster: SlurmCluster) -> None:
+    job = job_of(training)
+    training.restart("trainer", lambda: cluster.call("scontrol", "requeue", job))
+    assert job_of(training) == job
+
+
+def test_the_death_of_the_supervisor_ends_the_job_and_the_next_one_goes_on(
+    training: SeveralNodes, cluster: SlurmCluster
+) -> None:
+    job, before = job_of(training), training.published()
+    os.kill(training.record(SUPERVISOR).writer.pid, signal.SIGKILL)
+    training.wait(lambda: cluster.job_state(job) == "", "the job to end")
+    wait_for(lambda: not cluster.processes(), "no process to be left", timeout_s=PATIENCE_S)
+    training.workspace.up()
+    training.all_train()
+    assert job_of(training) != job
+    assert all(training.published()[run_id] >= step for run_id, step in before.items())
+
+
+def test_the_time_limit_is_announced_and_everything_is_saved(training: SeveralNodes, cluster: SlurmCluster) -> None:
+    job = job_of(training)
+    minutes = int(cluster.call("squeue", "-h", "-j", job, "-o", "%M").split(":")[-2])
+    cluster.call("scontrol", "update", f"JobId={job}", f"TimeLimit={minutes + 2}")
+    training.wait(lambda: cluster.job_state(job) == "", "the job to end")
+    wait_for(lambda: not cluster.processes(), "no process to be left", timeout_s=PATIENCE_S)
+    assert training.record("trainer").state == "stopped"
+    for run_id, step in training.published().items():
+        assert list_steps(training.workspace.run_dir(run_id).checkpoints, stable_only=True)[-1] == step, run_id
+
+
+def test_all_runs_finish_with_the_weights_of_one_machine_and_down_leaves_nothing(
+    training: SeveralNodes, cluster: SlurmCluster
+) -> None:
+    job = job_of(training)
+    training.finish()
+    assert f"ending job {job} (RUNNING" in training.workspace.prl("down").stdout
+    assert cluster.job_state(job) == ""
+    wait_for(lambda: not cluster.processes(), "no process to be left", timeout_s=PATIENCE_S)
+    training.check_weights()
