@@ -18,6 +18,7 @@ from typing import Literal
 
 from daemons.disk import DiskView
 from prime_rl.contract.status import HEARTBEAT_S
+from prime_rl.utils.extras import install_command
 from prime_rl.utils.mounts import events_come, file_system_type
 from prime_rl.utils.network import bound_socket
 from prime_rl.utils.secrets import SecretError, read_secret
@@ -60,7 +61,8 @@ def check_python(version: Sequence[int], executable: str) -> Check:
 def check_package(name: str, version: str | None, *, needed: bool, error: str | None = None) -> Check:
     """`version` from the installed files; `error`: why it cannot be imported, where that was tried."""
     if version is None:
-        advice = "make install" if name == "torch" else "make install-test (CPU) or make install-gpu"
+        extra, target = ("gpu", "make install-gpu") if name == "vllm" else ("cpu", "make install")
+        advice = f"{install_command(extra)}, or {target} in a checkout"
         message = "is not installed" + ("" if needed else '; only engine = "vllm" needs it')
         return Check(name, "broken" if needed else "ok", message, advice if needed else "")
     if error is not None:

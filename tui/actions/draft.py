@@ -16,13 +16,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from daemons import actions
+from prime_rl.configs import EXAMPLES
 from prime_rl.contract.files import open_file
 from prime_rl.contract.layout import LayoutError, OutputDir
 from prime_rl.utils.text import CleanText, clean_text, one_line
 from tui.actions.jobs import prl_command
 from tui.readers.run_config import key_lines
 
-_SHIPPED_CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 MAX_TEMPLATES = 200
 # Of the 68 of an id; the rest is for the number.
 MAX_STEM_CHARS = 60
@@ -60,9 +60,9 @@ class Check:
 
 
 def configs_folder() -> Path:
-    """`configs` where the console was started, else the one that comes with this program."""
+    """`configs` where the console was started, else the examples that come with this program."""
     here = Path("configs")
-    return here if here.is_dir() else _SHIPPED_CONFIGS
+    return here if here.is_dir() else EXAMPLES
 
 
 def find_templates(output_dir: Path, run_ids: Sequence[str], configs: Path = Path("configs")) -> list[Template]:
