@@ -71,6 +71,29 @@ def check_package(name: str, version: str | None, *, needed: bool, error: str | 
     return Check(name, "ok", version)
 
 
+def check_control_plane() -> Check:
+    """Of an installation without any extra that trains."""
+    message = f"none that trains, this machine can only look at workspaces: {install_command('cpu')}"
+    return Check("extras", "ok", message)
+
+
+def check_ours(found: Mapping[str, Path | None], home: Path, here: Path) -> Check:
+    """Whether our packages are what a daemon would import. `found`: the folder of each; ours are in `home`."""
+    foreign = {name: place for name, place in found.items() if place != home / name}
+    if not foreign:
+        return Check("packages", "ok", f"{', '.join(found)} from {home}")
+    name, place = next(iter(foreign.items()))
+    message = f"a daemon would import {name} from {place or 'nowhere'}, not from {home / name}"
+    if place is not None and place.is_relative_to(here):
+        advice = f"start prl in another folder, or rename {place}"
+    else:
+        advice = (
+            "another package has this name: remove it (pip uninstall, PYTHONPATH), or install prl into an environment "
+        )
+        advice += "of its own with python -m venv"
+    return Check("packages", "broken", message, advice)
+
+
 def check_gpu(devices: Sequence[str], *, driver_sees_some: bool, threads: int) -> Check:
     """`devices`: as torch names them."""
     if devices:

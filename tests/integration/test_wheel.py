@@ -51,7 +51,7 @@ def test_the_commands_answer(installed: Installed, workspace: Path) -> None:
     listed = installed.run("prl", "runs", "list", "--output-dir", str(workspace), "--json")
     assert json.loads(listed.stdout)["runs"], listed.stderr
     shown = installed.run("prl", "doctor", "--output-dir", str(workspace)).stdout
-    assert 'torch: is not installed: pip install "prl-multirun[cpu]"' in shown
+    assert 'only look at workspaces: pip install "prl-multirun[cpu]"' in shown and "broken" not in shown
 
 
 def test_the_examples_are_in_it_and_valid(installed: Installed) -> None:
