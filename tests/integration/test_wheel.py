@@ -44,6 +44,11 @@ def test_every_module_of_the_control_plane_loads(installed: Installed) -> None:
     assert loaded.returncode == 0 and int(loaded.stdout) > 100, loaded.stderr
 
 
+def test_it_tells_type_checkers_that_it_is_typed(installed: Installed) -> None:
+    (packages,) = (installed.venv / "lib").glob("python*/site-packages")
+    assert all((packages / name / "py.typed").is_file() for name in ("prime_rl", "daemons", "tui"))
+
+
 def test_the_commands_answer(installed: Installed, workspace: Path) -> None:
     assert installed.run("prl", "--version").stdout == f"prl {__version__}\n"
     assert "prl runs add RUN.toml" in installed.run("prl", "--help").stdout
