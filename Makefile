@@ -12,7 +12,7 @@ define CHECK_PYTHON
 endef
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-test install-gpu demo test test-all test-cpus check format bench bench-trainer bench-loop bench-discovery bench-tui bench-multinode screenshots docs-check clean
+.PHONY: help install install-test install-gpu demo test test-all test-cpus check format bench bench-trainer bench-loop bench-discovery bench-tui bench-multinode screenshots docs-check wheel clean
 
 help: ## list the commands
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -74,6 +74,10 @@ bench-multinode: install-test ## a group of nodes: what barriers and waiting cos
 
 docs-check: install-test ## the commands and names that the documents mention are real
 	@$(BIN)/python -m pytest -q tests/test_docs.py
+
+wheel: install ## the package to install elsewhere: dist/prl_multirun-*.whl
+	@rm -rf build/lib build/bdist.*
+	@$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
 
 clean: ## remove what was built (not the runs in outputs/)
 	rm -rf .venv build dist *.egg-info models .pytest_cache .mypy_cache .ruff_cache

@@ -18,6 +18,7 @@ from typing import Literal
 
 from daemons.disk import DiskView
 from prime_rl.contract.status import HEARTBEAT_S
+from prime_rl.utils.extras import install_command
 from prime_rl.utils.mounts import events_come, file_system_type
 from prime_rl.utils.network import bound_socket
 from prime_rl.utils.secrets import SecretError, read_secret
@@ -60,13 +61,37 @@ def check_python(version: Sequence[int], executable: str) -> Check:
 def check_package(name: str, version: str | None, *, needed: bool, error: str | None = None) -> Check:
     """`version` from the installed files; `error`: why it cannot be imported, where that was tried."""
     if version is None:
-        advice = "make install" if name == "torch" else "make install-test (CPU) or make install-gpu"
+        extra, target = ("gpu", "make install-gpu") if name == "vllm" else ("cpu", "make install")
+        advice = f"{install_command(extra)}, or {target} in a checkout"
         message = "is not installed" + ("" if needed else '; only engine = "vllm" needs it')
         return Check(name, "broken" if needed else "ok", message, advice if needed else "")
     if error is not None:
         advice = "it is damaged or built for another machine: rm -r .venv, then make install"
         return Check(name, "broken" if needed else "warning", f"{version} cannot be imported: {error}", advice)
     return Check(name, "ok", version)
+
+
+def check_control_plane() -> Check:
+    """Of an installation without any extra that trains."""
+    message = f"none that trains, this machine can only look at workspaces: {install_command('cpu')}"
+    return Check("extras", "ok", message)
+
+
+def check_ours(found: Mapping[str, Path | None], home: Path, here: Path) -> Check:
+    """Whether our packages are what a daemon would import. `found`: the folder of each; ours are in `home`."""
+    foreign = {name: place for name, place in found.items() if place != home / name}
+    if not foreign:
+        return Check("packages", "ok", f"{', '.join(found)} from {home}")
+    name, place = next(iter(foreign.items()))
+    message = f"a daemon would import {name} from {place or 'nowhere'}, not from {home / name}"
+    if place is not None and place.is_relative_to(here):
+        advice = f"start prl in another folder, or rename {place}"
+    else:
+        advice = (
+            "another package has this name: remove it (pip uninstall, PYTHONPATH), or install prl into an environment "
+        )
+        advice += "of its own with python -m venv"
+    return Check("packages", "broken", message, advice)
 
 
 def check_gpu(devices: Sequence[str], *, driver_sees_some: bool, threads: int) -> Check:

@@ -17,6 +17,7 @@ from daemons.commands import (
     acts,
     alerts,
     branches,
+    config,
     demo,
     deploy,
     doctor,
@@ -49,6 +50,7 @@ lifecycle.register(app)
 scale.register(app)
 deploy.register(app)
 doctor.register(app)
+config.register(app)
 alerts.register(app)
 usage.register(app)
 acts.register(runs_app)

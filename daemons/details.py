@@ -79,6 +79,11 @@ def hide_secrets(value: Any) -> Any:
     return [hide_secrets(item) for item in value] if isinstance(value, list) else value
 
 
+def hide_secret(key: str, value: Any) -> Any:
+    """The value of a dotted key, hidden when a part of the key is the name of one."""
+    return HIDDEN if value and any(map(_SECRET.search, key.split("."))) else hide_secrets(value)
+
+
 def last_figures(path: Path) -> dict[str, float]:
     """All figures of the last step of a metrics file, with `step`; {} without one."""
     found: dict[str, float] = {}

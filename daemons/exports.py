@@ -22,6 +22,7 @@ from daemons import audit
 from daemons.cards import CardFacts, model_card
 from daemons.details import hide_secrets
 from daemons.errors import ActionError, WrongUseError, in_one_line, one_line_errors
+from daemons.extras import need, need_cpu
 from daemons.in_use import Progress
 from daemons.process import python_module, run_child
 from daemons.results import read_result
@@ -85,6 +86,8 @@ def export_run(
         run = existing_run(output, run_id)
         _, planned = _plan(run, find_version(run, step), out, merge)
         _check_place(output, out)
+        if planned.kind == MERGED:
+            need_cpu()
         if push is not None:
             _check_push(push)
         if dry_run:
@@ -251,6 +254,7 @@ def _config(run: RunDir) -> dict[str, object]:
 def _check_push(repository: str) -> None:
     if not _REPOSITORY.fullmatch(repository):
         raise WrongUseError(f"invalid --push {repository!r}: expected ORG/NAME")
+    need("cpu", "huggingface_hub")
     from huggingface_hub import get_token
 
     if get_token() is None:

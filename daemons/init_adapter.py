@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from daemons.errors import ActionError, in_one_line
+from daemons.extras import need
 from daemons.trash import existing_run
 from daemons.versions import Version, find_version, parse_version
 from prime_rl.configs.base import ConfigError, load_config
@@ -146,6 +147,7 @@ def _config(folder: Path) -> AdapterConfig:
 
 def _download(name: str) -> Path:
     """The folder with the adapter `name` of the hub, from its cache if it is there."""
+    need("cpu", "huggingface_hub")
     from huggingface_hub import snapshot_download  # a slow import, and most adapters are in a folder
 
     try:

@@ -22,19 +22,20 @@ from daemons import supervision
 from daemons.auto_limits import settle_slots
 from daemons.client import SUPERVISOR, Workspace, WorkspaceReader, read_workspace
 from daemons.errors import ActionError, WrongUseError
+from daemons.extras import need_daemons
 from daemons.launchers.base import LaunchError
 from daemons.pidfile import SupervisorLock
 from daemons.specs import UP
 from daemons.submit import end_job, has_job, is_for_a_job, start_job
 from daemons.supervision import LOOK_EVERY_S, Look, Say
 from daemons.supervision import waits as waits
+from prime_rl.configs import EXAMPLES
 from prime_rl.configs.base import build, load_toml, merge, read_argv
 from prime_rl.configs.system import SystemConfig
 from prime_rl.contract.condition import STALLED
 from prime_rl.contract.files import WaitTimeout, wait_for, write_atomic
 from prime_rl.contract.layout import RUN_PREFIX, OutputDir
 
-CONFIGS = Path(__file__).resolve().parents[1] / "configs" / "demo"
 
 
 @dataclass(frozen=True)
@@ -71,10 +72,11 @@ def start_workspace(
 ) -> Workspace | None:
     """Start the daemons and wait until all of them answer; if `stop()` comes first, end them and return None.
 
-    `is_quiet`: children print no progress on our terminal. Raises LaunchError.
+    `is_quiet`: children print no progress on our terminal. Raises LaunchError and ActionError.
     """
     output = OutputDir(wanted.system.output_dir)
     if is_for_a_job(wanted.system):
+        need_daemons(wanted.system)
         is_up = start_job(wanted.system, wanted.said, output, stop=stop, say=say, on_look=on_look)
         return read_workspace(output.path) if is_up else None
     ready = make_ready(wanted, output, stop=stop, say=say, is_quiet=is_quiet)
@@ -98,8 +100,9 @@ def make_ready(
 ) -> Wanted | None:
     """Make the small workspace's base model when it is missing, and settle its slots; None when `stop()` came first.
 
-    Raises LaunchError.
+    Raises LaunchError, and ActionError without what the daemons need.
     """
+    need_daemons(wanted.system)
     if wanted.is_small and not _is_held(output):
         from daemons.base_model import make_base_model
 
@@ -181,11 +184,9 @@ def _without_a_file(output_dir: Path, say: Say) -> tuple[dict[str, Any], str, bo
     if last is not None:
         say(f"no system file given: starting {output_dir} with its last settings ({last})")
         return load_toml(last), str(last), False
-    small = CONFIGS / "system.toml"
-    if small.is_file():
-        say(f"no system file given: starting a small workspace on this machine's CPU, as in {_short(small)}")
-        return load_toml(small), str(small), True
-    return {}, "command line", False
+    small = EXAMPLES / "demo" / "system.toml"
+    say(f"no system file given: starting a small workspace on this machine's CPU, as in {_short(small)}")
+    return load_toml(small), str(small), True
 
 
 def _short(path: Path) -> Path:

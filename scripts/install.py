@@ -121,7 +121,7 @@ def install_torch_cpu() -> None:
 
 def install_core() -> None:
     """The project and what it needs to run."""
-    pip("--no-build-isolation", "--editable", f"{ROOT}[serve]")
+    pip("--no-build-isolation", "--editable", f"{ROOT}[cpu,serve]")
 
 
 def install_test() -> None:
@@ -140,7 +140,7 @@ def install_reasoning_gym() -> None:
 
 def install_gpu() -> None:
     """The project with PyPI's vLLM and the CUDA build of torch that it asks for."""
-    pip("--no-build-isolation", "--editable", f"{ROOT}[vllm,serve]", versions="constraints-gpu.txt")
+    pip("--no-build-isolation", "--editable", f"{ROOT}[gpu,serve]", versions="constraints-gpu.txt")
     pip("-r", str(ROOT / "requirements" / "dev.txt"), versions="constraints-gpu.txt")
 
 

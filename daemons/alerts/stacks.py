@@ -12,6 +12,7 @@ from pathlib import Path
 
 from prime_rl.contract.files import write_atomic
 from prime_rl.contract.layout import OutputDir
+from prime_rl.utils.extras import install_command
 
 logger = logging.getLogger("alerts")
 
@@ -33,7 +34,7 @@ def keep_stack(output: OutputDir) -> Callable[[str, int], threading.Thread]:
 def _keep(path: Path, name: str, pid: int) -> None:
     program = shutil.which("py-spy") or shutil.which("py-spy", path=str(Path(sys.executable).parent))
     if program is None:
-        logger.info("%s: no stack is kept: py-spy not found; pip install prl-multirun[alerts]", name)
+        logger.info("%s: no stack is kept: py-spy not found; %s", name, install_command("alerts"))
         return
     try:
         command = [program, "dump", "--pid", str(pid)]

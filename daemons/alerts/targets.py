@@ -16,6 +16,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from prime_rl.configs.alerts import AlertsConfig, variable_of
+from prime_rl.utils.extras import install_command
 from prime_rl.utils.secrets import SecretError, read_secret
 from prime_rl.utils.text import one_line
 
@@ -152,7 +153,7 @@ def _apprise(url: str, name: str) -> Send:
     try:
         import apprise
     except ImportError as error:
-        raise TargetError(f"{name}: package apprise not found; pip install prl-multirun[alerts]") from error
+        raise TargetError(f"{name}: package apprise not found; {install_command('alerts')}") from error
     service = apprise.Apprise()
     if not service.add(url):
         raise TargetError(f"{name}: not a URL that apprise knows")

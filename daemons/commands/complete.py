@@ -1,7 +1,9 @@
-"""Shell completion: ids of runs, names of daemons, states. Reads names on disk only."""
+"""Shell completion: ids of runs, names of daemons, states, configs. Reads names on disk only."""
 
 from __future__ import annotations
 
+import glob
+import os
 from collections.abc import Iterable
 
 import typer
@@ -11,6 +13,7 @@ from daemons.commands.common import choose_output
 from daemons.specs import MONITORS, OPTIONAL, TRAINER, saved_system
 from daemons.versions import versions_of
 from daemons.workspace import replica_name
+from prime_rl.configs.explain import KINDS, keys_of
 from prime_rl.configs.lifetime import LIVE_KEYS, BudgetConfig
 from prime_rl.contract.layout import LayoutError, OutputDir, scan_runs
 from prime_rl.contract.status import RunState
@@ -78,6 +81,25 @@ def live_keys(incomplete: str) -> list[str]:
     """Keys that can be set while a run is in its slot."""
     names = [key for key in LIVE_KEYS if key != "budget"] + [f"budget.{name}" for name in BudgetConfig.model_fields]
     return _starting(incomplete, [f"{name}=" for name in names])
+
+
+def config_kinds(incomplete: str) -> list[str]:
+    """Kinds of config files."""
+    return _starting(incomplete, KINDS)
+
+
+def config_keys(context: typer.Context, incomplete: str) -> list[str]:
+    """Keys of config files, one table at a time."""
+    keys = keys_of(context.params.get("kind"))
+    depth = incomplete.count(".")
+    return _starting(incomplete, [key for key in keys if key.count(".") == depth])
+
+
+def config_files(context: typer.Context, incomplete: str) -> list[str]:
+    """TOML files and folders, and runs of the workspace."""
+    paths = [path for path in glob.glob(f"{glob.escape(incomplete)}*") if path.endswith(".toml") or os.path.isdir(path)]
+    names = [f"{path}/" if os.path.isdir(path) else path for path in sorted(paths)]
+    return [*names, *_starting(incomplete, _runs(_workspace(context)))]
 
 
 def _workspace(context: typer.Context) -> OutputDir:

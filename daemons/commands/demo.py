@@ -11,8 +11,8 @@ import typer
 from rich.console import RenderableType
 
 from daemons.commands.common import EXTRA, console, make_table, number, say
+from prime_rl.configs import EXAMPLES
 
-CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 DEFAULT_DEMO_DIR = Path("outputs/demo")
 
 
@@ -39,8 +39,8 @@ class AtEnd(enum.StrEnum):
 
 # Folder of configs, and how its base model is made.
 RECIPES = {
-    RecipeName.SMALL: (CONFIGS / "demo", "demo"),
-    RecipeName.SMOLLM2: (CONFIGS / "recipes" / "smollm2-sums", "smollm2-135m"),
+    RecipeName.SMALL: (EXAMPLES / "demo", "demo"),
+    RecipeName.SMOLLM2: (EXAMPLES / "recipes" / "smollm2-sums", "smollm2-135m"),
 }
 
 
@@ -75,6 +75,7 @@ def demo(
     """
     from daemons.commands.up import Progress
     from daemons.demo import Recipe, run_demo, with_settings
+    from daemons.extras import need_daemons
     from prime_rl.configs.base import build, load_toml, merge, read_argv
     from prime_rl.configs.system import SystemConfig
     from prime_rl.utils.signals import StopFlag
@@ -86,6 +87,7 @@ def demo(
     settings = with_settings(load_toml(source), output_dir, engine)
     data = merge(settings, read_argv(context.args)[0])
     system = build(SystemConfig, data, str(source))
+    need_daemons(system)
     with_tui = sys.stdout.isatty() and sys.stdin.isatty() and not plain
     report = run_demo(system, shown, say, stop, Progress, with_tui=with_tui, stays=at_end is AtEnd.STAY)
     if report is None:

@@ -9,12 +9,14 @@ from collections.abc import Sequence
 import typer
 
 from daemons.commands.common import EXTRA, FILE_AND_OPTIONS, flags_help
+from daemons.extras import need_cpu
 from daemons.specs import FIT_MODULE, INFERENCE, MAKE_BASE_MODULE, ORCHESTRATOR, TRAINER, module_of
 from prime_rl.configs import fit_flags
 
 
 def _become(module: str, args: Sequence[str]) -> None:
-    """Replace this process, so signals and the exit code are the component's own."""
+    """Replace this process, so signals and the exit code are the component's own. Raises ActionError."""
+    need_cpu()
     sys.stdout.flush()
     os.execv(sys.executable, [sys.executable, "-m", module, *args])
 

@@ -26,6 +26,7 @@ from daemons.commands.common import (
     short_time,
     watch,
 )
+from daemons.extras import need_cpu
 from prime_rl.configs.node_flags import EXAMPLE, node_parser
 from prime_rl.contract.layout import OutputDir
 from prime_rl.contract.nodes import NodeHealth, Sighting, Stall, node_health, stall, waited_for
@@ -53,6 +54,8 @@ prl multinode status shows the group."""
 
 
 def start(context: typer.Context) -> None:
+    if "--dry-run" not in context.args:
+        need_cpu()
     sys.stdout.flush()
     os.execv(sys.executable, [sys.executable, "-m", NODE, *context.args])
 

@@ -150,7 +150,7 @@ def validate(
     Example: prl runs validate configs/demo/reverse.toml
     """
     place = choose_output_dir(output_dir)
-    changed = _overrides(changes)
+    changed = parse_changes(changes)
     problems = actions.check_file(place, file, overrides=changed)
     limits = actions.trainer_limits(place)
     if as_json:
@@ -186,7 +186,7 @@ def add(
     """
     if run_id is not None and len(files) > 1:
         raise UsageError(f"--id names one run, and there are {len(files)} files: leave it out, or add one at a time")
-    place, changed = choose_output_dir(output_dir), _overrides(changes)
+    place, changed = choose_output_dir(output_dir), parse_changes(changes)
     if len(files) > 1:
         for file in files:
             actions.add_run(place, file, overrides=changed, dry_run=True)
@@ -203,7 +203,8 @@ def _states(words: list[str] | None) -> set[RunState]:
     return {RunState(name) for name in names}
 
 
-def _overrides(changes: list[str] | None) -> dict[str, object] | None:
+def parse_changes(changes: list[str] | None) -> dict[str, object] | None:
+    """What `--set` was given, nested; None without it. Raises UsageError."""
     try:
         return parse_set(changes) if changes else None
     except ConfigError as error:

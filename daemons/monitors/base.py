@@ -7,6 +7,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Protocol
 
+from prime_rl.utils.extras import install_command
+
 _IMPORTS = threading.Lock()
 
 
@@ -44,4 +46,4 @@ def importing(package: str) -> Iterator[None]:
         try:
             yield
         except ImportError as error:
-            raise MonitorError(f"the package {package} is not installed: pip install prl-multirun[monitors]") from error
+            raise MonitorError(f"the package {package} is not installed: {install_command('monitors')}") from error

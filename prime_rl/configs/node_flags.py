@@ -9,11 +9,13 @@ import argparse
 from pathlib import Path
 from typing import NoReturn
 
+from prime_rl.configs import EXAMPLES
+
 EXAMPLE = "--data-path DATA --log-path LOGS --num-nodes 3 --rank-weights 2,1,1 --max-iterations 10 --master"
-DEFAULT_TOML = Path("configs/multinode/demo.toml")
-_ENDING = f"""\
+DEFAULT_TOML = EXAMPLES / "multinode" / "demo.toml"
+_ENDING = """\
 @ FILE.toml [--a.b VALUE ...]
-                      what is trained and how (default: {DEFAULT_TOML})
+                      what is trained and how (default: the example multinode/demo.toml)
 
 All nodes get the same flags, except --master, --worker, --master-addr and --gpus-per-node. Exit codes: 0 done, 1 this
 node failed, 2 wrong usage or refused by the group, 75 a node was lost (start the same commands again), 130 interrupted.

@@ -22,6 +22,14 @@ HEAD = """\
 
 Every field, with its default. An unknown field is an error. Any field can be set on the command line:
 `prl up @ system.toml --trainer.seq_len 4096`, `prl runs add run.toml --set optim.lr=1e-4`.
+
+`prl config explain optim.lr` prints one of them, and `prl config show FILE` all values of a file or a run with where
+each comes from: a line of the file, a flag, the workspace, other values, or the default. `prl config examples` lists
+example files; with `--copy DIR` it copies them.
+
+For completion and checks in an editor (Taplo, the TOML extension of VS Code), keep what
+`prl config schema orch` prints as `orch.schema.json` and begin the file with `#:schema ./orch.schema.json`. Other kinds
+are `system`, `trainer`, `inference` and `multinode`. Rules between fields are left to `prl runs validate FILE`.
 """
 FILES: list[tuple[str, str, type[BaseConfig]]] = [
     (
@@ -52,11 +60,11 @@ def _tables(model: type[BaseConfig], path: str) -> Iterator[str]:
     """The fields of a TOML table, then the tables below it."""
     texts = {name: text.replace("|", "\\|") for name, text in model.docs().items()}
     fields = {field.alias or name: field for name, field in model.model_fields.items()}
-    inner = {name: _models(field.annotation) for name, field in fields.items()}
+    inner = {name: models_in(field.annotation) for name, field in fields.items()}
     plain = {name: field for name, field in fields.items() if len(inner[name]) != 1}
     if plain:
         rows = [
-            f"| `{name}` | {_kind(field)} | {_default(field)} | {texts.get(name, '')} |"
+            f"| `{name}` | {type_text(field)} | {default_text(field)} | {texts.get(name, '')} |"
             for name, field in plain.items()
         ]
         yield "\n".join(["| field | type | default | meaning |", "|---|---|---|---|", *rows]) + "\n"
@@ -67,16 +75,16 @@ def _tables(model: type[BaseConfig], path: str) -> Iterator[str]:
         yield from _tables(inner[name][0], key)
 
 
-def _models(annotation: Any) -> list[type[BaseConfig]]:
+def models_in(annotation: Any) -> list[type[BaseConfig]]:
     """The config classes in a type: one for a table, several for a choice by `type`."""
     parts = typing.get_args(annotation)
     if parts:
-        return [model for part in parts for model in _models(part)]
+        return [model for part in parts for model in models_in(part)]
     return [annotation] if isinstance(annotation, type) and issubclass(annotation, BaseConfig) else []
 
 
-def _kind(field: FieldInfo) -> str:
-    if _models(field.annotation):
+def type_text(field: FieldInfo) -> str:
+    if models_in(field.annotation):
         return "table, by its `type`"
     limits = [
         words.format(getattr(limit, name))
@@ -84,25 +92,25 @@ def _kind(field: FieldInfo) -> str:
         for name, words in LIMITS.items()
         if getattr(limit, name, None) is not None
     ]
-    return ", ".join([_type_text(field.annotation), *limits])
+    return ", ".join([_annotation_text(field.annotation), *limits])
 
 
-def _type_text(annotation: Any) -> str:
+def _annotation_text(annotation: Any) -> str:
     origin, inner = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is typing.Annotated:
-        return _type_text(inner[0])
+        return _annotation_text(inner[0])
     if origin is Literal:
         return ", ".join(f"`{value}`" for value in inner)
     if origin in (typing.Union, types.UnionType):
-        return " or ".join(_type_text(part) for part in inner if part is not type(None))
+        return " or ".join(_annotation_text(part) for part in inner if part is not type(None))
     if origin in (list, tuple):
-        return f"list of {_type_text(inner[0])}"
+        return f"list of {_annotation_text(inner[0])}"
     if origin is dict:
         return "table"
     return {int: "integer", float: "number", str: "text", bool: "boolean", Path: "path"}.get(annotation, "any")
 
 
-def _default(field: FieldInfo) -> str:
+def default_text(field: FieldInfo) -> str:
     value = field.get_default(call_default_factory=True)
     if field.is_required():
         return "required"

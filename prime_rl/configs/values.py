@@ -1,9 +1,9 @@
-"""A run's config as dotted keys with values, and what differs between two."""
+"""A config as dotted keys with values, the lines that set them, and what differs between two runs."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from prime_rl.configs.base import ConfigError, build
@@ -39,3 +39,33 @@ def differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[tuple[st
     keys = dict.fromkeys([*sides[0], *sides[1]])
     pairs = ((key, sides[0].get(key), sides[1].get(key)) for key in keys)
     return [pair for pair in pairs if pair[1] != pair[2]]
+
+
+def key_lines(lines: Sequence[str]) -> dict[str, int]:
+    """Dotted key ("model.lora.rank", "env.0.id") -> line (from 1) that sets it; tables too. Simple TOML only."""
+    found: dict[str, int] = {}
+    counts: dict[str, int] = {}
+    table = ""
+    for number, line in enumerate(lines, start=1):
+        text = line.split("#", 1)[0].strip()
+        if text.startswith("[[") and text.endswith("]]"):
+            name = text[2:-2].strip()
+            table = f"{name}.{counts.get(name, 0)}"
+            counts[name] = counts.get(name, 0) + 1
+            found.setdefault(table, number)
+        elif text.startswith("[") and text.endswith("]"):
+            table = text[1:-1].strip()
+            found.setdefault(table, number)
+        elif "=" in text:
+            key = text.split("=", 1)[0].strip().strip("\"'")
+            found.setdefault(f"{table}.{key}" if table else key, number)
+    return found
+
+
+def line_of(key: str, lines: Mapping[str, int]) -> int | None:
+    """The line that sets `key`, else that of the innermost table around it in the text."""
+    while key:
+        if key in lines:
+            return lines[key]
+        key = key.rpartition(".")[0]
+    return None

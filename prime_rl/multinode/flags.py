@@ -98,8 +98,6 @@ def parse_flags(argv: Sequence[str], environment: Mapping[str, str]) -> NodeFlag
         raise FlagError(f"--resume: nothing to resume in {found.log_path}; remove it to begin")
     data, source = read_argv(rest)
     if source == "command line":
-        if not DEFAULT_TOML.exists():
-            raise FlagError(f"@ FILE.toml is required: the default, {DEFAULT_TOML}, is not in this folder")
         data, source = merge(read_argv(["@", str(DEFAULT_TOML)])[0], data), str(DEFAULT_TOML)
     if found.debug_mode:
         data = merge(data, {"log": {"level": "debug"}})

@@ -130,5 +130,5 @@ async def test_a_missing_package_is_named_with_its_extra(monkeypatch: pytest.Mon
     with pytest.raises(ConfigError) as error:
         await env.start()
     assert str(error.value) == (
-        "env 'verifiers:word-box': verifiers is not installed: pip install 'prl-multirun[verifiers]'"
+        "env 'verifiers:word-box': not installed: verifiers; pip install \"prl-multirun[environments]\""
     )

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
 import socket
+import subprocess
 import sys
 from pathlib import Path
 
@@ -10,9 +13,10 @@ import pytest
 
 from daemons import checks
 from daemons.disk import DiskView
-from daemons.doctor import examine, probe
+from daemons.doctor import HOME, examine, packages_found, probe
 from prime_rl.contract.layout import OutputDir
 
+ROOT = Path(__file__).parents[2]
 MOUNTS = """\
 21 1 8:1 / / rw - ext4 /dev/sda1 rw
 22 21 0:40 / /srv/nfs rw - nfs4 server:/x rw
@@ -128,7 +132,19 @@ def test_a_library_that_cannot_be_imported_is_found_by_importing_it(
 def test_everything_is_looked_at_without_changing_anything(tmp_path: Path) -> None:
     found = list(examine(tmp_path / "none", say=lambda message: None, import_libraries=False))
     assert [check.name for check in found] == [
-        *("python", "torch", "transformers", "vllm", "output_dir", "file system", "disk", "inotify", "port", "clock"),
+        *(
+            "python",
+            "packages",
+            "torch",
+            "transformers",
+            "vllm",
+            "output_dir",
+            "file system",
+            "disk",
+            "inotify",
+            "port",
+            "clock",
+        ),
         *("descriptors", "/dev/shm", "lingering", "api key", "daemons"),
     ]
     assert all(check.advice for check in found if check.level != "ok") and list(tmp_path.iterdir()) == []
@@ -146,3 +162,34 @@ def test_a_taken_port_that_was_not_chosen_is_only_a_warning(tmp_path: Path) -> N
         assert found["port"].level == "broken" and str(port) in found["port"].message
     found = {check.name: check for check in examine(tmp_path, say=print, import_libraries=False)}
     assert found["port"].level in ("ok", "warning"), "the default port, which may be taken here"
+
+
+@pytest.mark.parametrize("name", ["daemons", "tui"])
+@pytest.mark.parametrize("by", ["folder", "path"])
+def test_a_foreign_package_of_our_name_is_found(name: str, by: str, tmp_path: Path) -> None:
+    """As `prl` runs: its own package is found first, but a daemon begins its search in the working folder."""
+    package, elsewhere = tmp_path / "foreign" / name, tmp_path / "elsewhere"
+    package.mkdir(parents=True)
+    elsewhere.mkdir()
+    (package / "__init__.py").write_text("")
+    code = "import sys; sys.path.remove(''); from daemons.cli import main; sys.path[:0] = ['']; main()"
+    environ = {**os.environ, **({"PYTHONPATH": str(package.parent)} if by == "path" else {})}
+    if by == "path":
+        code = f"import sys; sys.path.remove({str(package.parent)!r}); {code}"
+    done = subprocess.run(
+        [sys.executable, "-c", code, "doctor", "--quick", "--json"],
+        cwd=package.parent if by == "folder" else elsewhere,
+        env=environ,
+        capture_output=True,
+        text=True,
+    )
+    (check,) = [each for each in json.loads(done.stdout)["checks"] if each["name"] == "packages"]
+    assert done.returncode == 1 and check["level"] == "broken"
+    assert check["message"].startswith(f"a daemon would import {name} from {package}, not from {ROOT / name}")
+    told = f"rename {package}" if by == "folder" else "environment of its own"
+    assert told in check["advice"]
+
+
+def test_our_packages_are_ours_here() -> None:
+    assert checks.check_ours(packages_found(), HOME, Path("/")).level == "ok"
+    assert checks.check_ours({"tui": None}, Path("/a"), Path("/b")).message.endswith("from nowhere, not from /a/tui")

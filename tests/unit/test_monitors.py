@@ -377,5 +377,5 @@ def test_a_missing_package_is_one_line_that_says_what_to_install(
     feeds.end()
     assert caplog.messages == [
         f"run_a: {package} is disabled: MonitorError: the package {package} is not installed: "
-        "pip install prl-multirun[monitors]"
+        'pip install "prl-multirun[monitors]"'
     ]

@@ -11,18 +11,18 @@ import itertools
 import os
 import re
 import tempfile
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from daemons import actions
+from prime_rl.configs import EXAMPLES
+from prime_rl.configs.values import key_lines, line_of
 from prime_rl.contract.files import open_file
 from prime_rl.contract.layout import LayoutError, OutputDir
 from prime_rl.utils.text import CleanText, clean_text, one_line
 from tui.actions.jobs import prl_command
-from tui.readers.run_config import key_lines
 
-_SHIPPED_CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 MAX_TEMPLATES = 200
 # Of the 68 of an id; the rest is for the number.
 MAX_STEM_CHARS = 60
@@ -60,9 +60,9 @@ class Check:
 
 
 def configs_folder() -> Path:
-    """`configs` where the console was started, else the one that comes with this program."""
+    """`configs` where the console was started, else the examples that come with this program."""
     here = Path("configs")
-    return here if here.is_dir() else _SHIPPED_CONFIGS
+    return here if here.is_dir() else EXAMPLES
 
 
 def find_templates(output_dir: Path, run_ids: Sequence[str], configs: Path = Path("configs")) -> list[Template]:
@@ -136,15 +136,6 @@ def check_draft(output_dir: Path, text: str, run_id: str, source: Path | None = 
         for each in found
     ]
     return Check(tuple(problems), one_line(summary, 300), add_command(output_dir, text, run_id, source))
-
-
-def line_of(key: str, lines: Mapping[str, int]) -> int | None:
-    """The line that sets `key`, else that of the innermost table around it in the text."""
-    while key:
-        if key in lines:
-            return lines[key]
-        key = key.rpartition(".")[0]
-    return None
 
 
 def free_id(run_id: str, taken: Collection[str]) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 from prime_rl.configs import values
 from prime_rl.configs.base import ConfigError, build, parse_toml
 from prime_rl.configs.orchestrator import OrchestratorConfig
+from prime_rl.configs.values import key_lines
 from prime_rl.contract.layout import RunDir
 from prime_rl.utils.text import CleanText, clean_text, one_line
 from tui.readers.tabs import CONFIG, TabData, file_stamp, read_clean
@@ -142,24 +143,3 @@ def find_error_lines(config: str, error: str) -> tuple[int, ...]:
     lines = config.splitlines()
     named = {int(number) for number in _LINE.findall(error) if 1 <= int(number) <= len(lines)}
     return tuple(sorted(named | {number for key, number in key_lines(lines).items() if f": {key}: " in f": {error}"}))
-
-
-def key_lines(lines: Sequence[str]) -> dict[str, int]:
-    """Dotted key ("model.lora.rank", "env.0.id") -> line (from 1) that sets it; tables too. Simple TOML only."""
-    found: dict[str, int] = {}
-    counts: dict[str, int] = {}
-    table = ""
-    for number, line in enumerate(lines, start=1):
-        text = line.split("#", 1)[0].strip()
-        if text.startswith("[[") and text.endswith("]]"):
-            name = text[2:-2].strip()
-            table = f"{name}.{counts.get(name, 0)}"
-            counts[name] = counts.get(name, 0) + 1
-            found.setdefault(table, number)
-        elif text.startswith("[") and text.endswith("]"):
-            table = text[1:-1].strip()
-            found.setdefault(table, number)
-        elif "=" in text:
-            key = text.split("=", 1)[0].strip().strip("\"'")
-            found.setdefault(f"{table}.{key}" if table else key, number)
-    return found

@@ -14,7 +14,6 @@ The built-in environments are ours and quick: they run inside the orchestrator.
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import itertools
 import logging
 import os
@@ -45,6 +44,7 @@ from prime_rl.orchestrator.envs.frames import (
     payload_len,
 )
 from prime_rl.utils.background import Background
+from prime_rl.utils.extras import missing
 from prime_rl.utils.process import kill_tree
 
 logger = logging.getLogger("orchestrator")
@@ -227,9 +227,9 @@ class ProcessEnvironment:
     async def start(self) -> None:
         """Start the process and wait until it has the environment. Raises ConfigError."""
         source = f"env {self._id!r}"
-        if (module := MODULES.get(self.provider)) and importlib.util.find_spec(module) is None:
-            message = f"{self.provider} is not installed: pip install 'prl-multirun[{self.provider}]'"
-            raise ConfigError(source, [ConfigProblem("", message)])
+        module = MODULES.get(self.provider)
+        if module and (sentence := missing("environments", module)):
+            raise ConfigError(source, [ConfigProblem("", sentence)])
         try:
             child = await self._living()
         except EnvironmentFault as fault:

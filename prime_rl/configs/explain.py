@@ -1,0 +1,163 @@
+"""The fields of the config files by their dotted keys, and JSON schemas for editors.
+
+`prl config explain` and `prl config schema` print them. Types, limits and defaults come from the config classes.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any, get_args
+
+from pydantic.fields import FieldInfo
+from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
+from pydantic_core import core_schema
+
+from prime_rl.configs.base import BaseConfig
+from prime_rl.configs.inference import InferenceConfig
+from prime_rl.configs.multinode import MultinodeConfig
+from prime_rl.configs.orchestrator import OrchestratorConfig
+from prime_rl.configs.reference import default_text, models_in, type_text
+from prime_rl.configs.system import SystemConfig
+from prime_rl.configs.trainer import TrainerConfig
+
+# Kind of config file -> its class, and what takes it.
+KINDS: dict[str, tuple[type[BaseConfig], str]] = {
+    "orch": (OrchestratorConfig, "prl runs add FILE"),
+    "system": (SystemConfig, "prl up @ FILE"),
+    "trainer": (TrainerConfig, "prl trainer @ FILE"),
+    "inference": (InferenceConfig, "prl inference @ FILE"),
+    "multinode": (MultinodeConfig, "prl multinode start @ FILE"),
+}
+
+
+@dataclass(frozen=True)
+class FieldFacts:
+    """One field of a kind of file. `default` and `type` are texts, `value` is the default (None when required).
+
+    `choice`: the field is there only with this setting, such as `loss.type = "tis"`.
+    """
+
+    kind: str
+    key: str
+    type: str
+    default: str
+    value: Any
+    help: str
+    is_required: bool
+    is_table: bool
+    choice: str = ""
+
+
+@cache
+def all_fields(kind: str) -> tuple[FieldFacts, ...]:
+    """Every field of a kind of file, tables before what is in them."""
+    return tuple(_walk(KINDS[kind][0], kind, ""))
+
+
+def kinds_to_search(kind: str | None) -> list[list[str]]:
+    """The kinds to look in, one group after another: a system file has what its daemons' files have."""
+    return [[kind]] if kind else [["orch", "system"], ["trainer", "inference", "multinode"]]
+
+
+def find_fields(key: str, kind: str | None = None) -> list[FieldFacts]:
+    """The fields of this key, in one kind of file or in those of a workspace. env.0.id means env.id."""
+    wanted = _plain(key)
+    groups = ([f for each in kinds for f in all_fields(each) if f.key == wanted] for kinds in kinds_to_search(kind))
+    return next(filter(None, groups), [])
+
+
+def fields_below(table: FieldFacts) -> list[FieldFacts]:
+    """The fields of a table, without those of tables in it."""
+    return [each for each in all_fields(table.kind) if each.key.rpartition(".")[0] == table.key]
+
+
+def nearest_keys(key: str, kind: str | None = None) -> list[str]:
+    """Keys that may be meant by an unknown one: the same last name first, then similar ones."""
+    wanted = _plain(key)
+    known = keys_of(kind)
+    same = [each for each in known if each.rpartition(".")[2] == wanted.rpartition(".")[2]]
+    return list(dict.fromkeys([*same, *difflib.get_close_matches(wanted, known, n=3)]))[:3]
+
+
+def keys_of(kind: str | None) -> list[str]:
+    """All keys of one kind of file, or of those of a workspace."""
+    return list(dict.fromkeys(field.key for each in kinds_to_search(kind)[0] for field in all_fields(each)))
+
+
+def json_schema(kind: str) -> dict[str, Any]:
+    """JSON schema (2020-12) of a kind of file, with help texts. Rules between fields are not in it."""
+    model, use = KINDS[kind]
+    schema = model.model_json_schema(schema_generator=_WithHelp)
+    return {"$schema": GenerateJsonSchema.schema_dialect, **schema, "title": f"prl {kind} config: {use}"}
+
+
+class _WithHelp(GenerateJsonSchema):
+    """Describes each property by the docstring of its field."""
+
+    def model_schema(self, schema: core_schema.ModelSchema) -> JsonSchemaValue:
+        made = super().model_schema(schema)
+        model = schema["cls"]
+        texts = _texts(model) if issubclass(model, BaseConfig) else {}
+        for name, each in made.get("properties", {}).items():
+            if text := texts.get(name):
+                each["description"] = text
+        return made
+
+
+def _walk(model: type[BaseConfig], kind: str, prefix: str) -> Iterator[FieldFacts]:
+    texts = _texts(model)
+    for name, field in model.model_fields.items():
+        name, key = field.alias or name, f"{prefix}{field.alias or name}"
+        inner = models_in(field.annotation)
+        value = None if field.is_required() else field.get_default(call_default_factory=True)
+        yield FieldFacts(
+            kind=kind,
+            key=key,
+            type=_table_text(field, key, inner) if inner else type_text(field).replace("`", ""),
+            default=default_text(field).replace("`", ""),
+            value=value.model_dump(mode="json", by_alias=True) if isinstance(value, BaseConfig) else value,
+            help=texts.get(name, "").replace("`", ""),
+            is_required=field.is_required(),
+            is_table=bool(inner),
+        )
+        if len(inner) == 1:
+            yield from _walk(inner[0], kind, f"{key}.")
+        elif inner:
+            yield from _walk_choices(inner, kind, key)
+
+
+def _walk_choices(models: list[type[BaseConfig]], kind: str, table: str) -> Iterator[FieldFacts]:
+    """The fields of tables of which `type` chooses one; each once, with the types that have it unless all do."""
+    found: list[tuple[FieldFacts, list[str]]] = []
+    for model in models:
+        tag = get_args(model.model_fields["type"].annotation)[0]
+        for field in _walk(model, kind, f"{table}."):
+            tags = next((tags for same, tags in found if same == field), None)
+            if tags is None:
+                found.append((field, [tag]))
+            else:
+                tags.append(tag)
+    for field, tags in found:
+        only = f"{table}.type = {' or '.join(map(repr, tags))}".replace("'", '"')
+        yield field if len(tags) == len(models) else replace(field, choice=only)
+
+
+def _table_text(field: FieldInfo, key: str, inner: list[type[BaseConfig]]) -> str:
+    if "list[" in str(field.annotation):
+        return f"list of tables, [[{key}]]"
+    return f"table, [{key}], by its type" if len(inner) > 1 else f"table, [{key}]"
+
+
+@cache
+def _texts(model: type[BaseConfig]) -> dict[str, str]:
+    """Reading them from the sources is slow, and tables are met more than once."""
+    return model.docs()
+
+
+def _plain(key: str) -> str:
+    """As a key stands in a file: "--env.0.reward-range" -> "env.reward_range"."""
+    parts = key.lstrip("-").replace("-", "_").split(".")
+    return ".".join(part for part in parts if not part.isdigit())

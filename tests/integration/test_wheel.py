@@ -1,0 +1,102 @@
+"""The wheel in an empty environment: the control plane works there, without torch, and says what it lacks."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from prime_rl import __version__
+from prime_rl.configs import EXAMPLES
+from tests.integration.test_tui_tmux import Terminal
+from tests.tui_support import build_workspace
+from tests.wheel_support import LOAD_ALL, Installed, clean_environment, install_wheel
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("wheel")]
+MAX_BYTES = 60_000_000
+NEEDS_CPU = 'prl: not installed: torch, transformers, tokenizers, httpx, starlette; pip install "prl-multirun[cpu]"\n'
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
+    return install_wheel(tmp_path_factory.mktemp("wheel"))
+
+
+@pytest.fixture(scope="module")
+def workspace(installed: Installed) -> Path:
+    """A copy of a workspace, as somebody has it who looks at it through a mount."""
+    there = installed.work / "there"
+    build_workspace(there, living=False)
+    return Path(shutil.copytree(there, installed.work / "copy"))
+
+
+def test_it_is_small_and_has_no_torch(installed: Installed) -> None:
+    assert installed.num_bytes < MAX_BYTES, f"{installed.num_bytes / 1e6:.0f} MB"
+    for module in ("torch", "transformers"):
+        assert f"No module named '{module}'" in installed.run("python", "-c", f"import {module}").stderr
+
+
+def test_every_module_of_the_control_plane_loads(installed: Installed) -> None:
+    loaded = installed.run("python", "-c", LOAD_ALL)
+    assert loaded.returncode == 0 and int(loaded.stdout) > 100, loaded.stderr
+
+
+def test_it_tells_type_checkers_that_it_is_typed(installed: Installed) -> None:
+    (packages,) = (installed.venv / "lib").glob("python*/site-packages")
+    assert all((packages / name / "py.typed").is_file() for name in ("prime_rl", "daemons", "tui"))
+
+
+def test_the_commands_answer(installed: Installed, workspace: Path) -> None:
+    assert installed.run("prl", "--version").stdout == f"prl {__version__}\n"
+    assert "prl runs add RUN.toml" in installed.run("prl", "--help").stdout
+    assert "--read-only" in installed.run("prl-tui", "--help").stdout
+    listed = installed.run("prl", "runs", "list", "--output-dir", str(workspace), "--json")
+    assert json.loads(listed.stdout)["runs"], listed.stderr
+    shown = installed.run("prl", "doctor", "--output-dir", str(workspace)).stdout
+    assert 'only look at workspaces: pip install "prl-multirun[cpu]"' in shown and "broken" not in shown
+
+
+def test_the_examples_are_in_it_and_valid(installed: Installed) -> None:
+    found = installed.run("python", "-c", "from prime_rl.configs import EXAMPLES; print(EXAMPLES)").stdout.strip()
+    examples = Path(found)
+    assert examples.is_relative_to(installed.venv)
+    names = {path.relative_to(EXAMPLES) for path in EXAMPLES.rglob("*") if path.is_file()}
+    assert {path.relative_to(examples) for path in examples.rglob("*") if path.is_file()} == names
+    run = examples / "demo" / "reverse.toml"
+    assert installed.run("prl", "runs", "validate", str(run)).stdout.startswith(f"{run}: valid")
+    wrong = installed.run("prl", "runs", "validate", str(examples / "demo" / "system.toml"))
+    assert wrong.returncode == 1 and "unknown key" in wrong.stderr
+
+
+@pytest.mark.parametrize(
+    "words", ["up --output-dir new", "demo --plain", "make-base --out models/base", "trainer @ trainer.toml", "fit"]
+)
+def test_what_needs_an_extra_names_it(installed: Installed, words: str) -> None:
+    done = installed.run("prl", *words.split())
+    assert (done.returncode, done.stderr) == (1, NEEDS_CPU)
+
+
+def test_the_browser_needs_an_extra_too(installed: Installed, workspace: Path) -> None:
+    done = installed.run("prl-tui", str(workspace), "--serve")
+    told = 'prl-tui: --serve: not installed: textual_serve; pip install "prl-multirun[serve]"\n'
+    assert (done.returncode, done.stderr) == (2, told)
+
+
+@pytest.fixture
+def terminal(installed: Installed, workspace: Path) -> Iterator[Terminal]:
+    state = f"XDG_STATE_HOME={installed.work / 'state'}"
+    environment = [f"{key}={value}" for key, value in clean_environment().items() if key not in ("COLUMNS", "LINES")]
+    command = ["env", "-i", *environment, state, installed.command("prl-tui"), "--read-only", str(workspace)]
+    opened = Terminal(installed.work, command)
+    yield opened
+    opened.close()
+
+
+@pytest.mark.skipif(shutil.which("tmux") is None, reason="tmux is not installed")
+def test_the_console_shows_the_workspace(terminal: Terminal) -> None:
+    terminal.wait("read-only")
+    terminal.wait("run_")
+    terminal.press("q")

@@ -1,0 +1,65 @@
+"""The control plane without the extras: it loads, and a command that needs one names it."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tomllib
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from daemons.cli import run
+from prime_rl.configs import EXAMPLES
+from prime_rl.utils.extras import CPU, install_command, missing
+from tests.wheel_support import LOAD_ALL, ROOT
+
+EXTRAS: dict[str, list[str]] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+
+
+def test_all_extras_together_are_not_needed_to_load_the_control_plane() -> None:
+    names = {re.split(r"[<>=\[]", line)[0].replace("-", "_") for line in chain(*EXTRAS.values())}
+    done = subprocess.run([sys.executable, "-c", LOAD_ALL, *names], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0 and int(done.stdout) > 100, done.stderr
+
+
+def test_what_the_daemons_need_is_in_the_extra() -> None:
+    assert set(CPU) <= {re.split(r"[<>=]", line)[0] for line in EXTRAS["cpu"]}
+    assert missing("cpu", *CPU) is None
+
+
+@pytest.mark.parametrize(
+    ("words", "module", "extra"),
+    [
+        ("up --output-dir {0}/new", "torch", "cpu"),
+        ("up --foreground --output-dir {0}/new", "transformers", "cpu"),
+        ("up --output-dir {0}/new --inference.engine vllm", "vllm", "gpu"),
+        ("demo --plain --output-dir {0}/new", "transformers", "cpu"),
+        ("make-base --out {0}/new", "torch", "cpu"),
+        ("inference @ {0}/none.toml", "starlette", "cpu"),
+        ("multinode start --master", "httpx", "cpu"),
+    ],
+)
+def test_a_missing_extra_is_named_before_anything_starts(
+    words: str, module: str, extra: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.setitem(sys.modules, module, None)
+    assert run(words.format(tmp_path).split()) == 1
+    assert capsys.readouterr().err == f"prl: not installed: {module}; {install_command(extra)}\n"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_examples_of_a_checkout_are_its_configs() -> None:
+    assert EXAMPLES == ROOT / "configs" and (EXAMPLES / "demo" / "system.toml").is_file()
+
+
+def test_extras_that_are_named_exist() -> None:
+    files = [path for folder in ("prime_rl", "daemons", "tui", "docs") for path in (ROOT / folder).rglob("*.*")]
+    texts = [path.read_text() for path in [*files, ROOT / "README.md"] if path.suffix in (".py", ".md")]
+    in_text = [name for text in texts for name in re.findall(r"prl-multirun\[([\w,-]+)\]", text)]
+    in_code = [name for text in texts for name in re.findall(r"install_command\([\"'](\w+)[\"']\)", text)]
+    named = {each for name in [*in_text, *in_code] for each in name.split(",")}
+    assert len(named) >= 4 and named <= EXTRAS.keys()
