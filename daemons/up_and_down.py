@@ -37,7 +37,6 @@ from prime_rl.contract.files import WaitTimeout, wait_for, write_atomic
 from prime_rl.contract.layout import RUN_PREFIX, OutputDir
 
 
-
 @dataclass(frozen=True)
 class Wanted:
     """The request of `prl up`. `said` is kept for the next start; `is_small`: neither a file nor a model was given."""
