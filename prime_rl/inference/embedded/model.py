@@ -42,7 +42,6 @@ class Served:
         layers: those that take adapters, by name; empty when adapters are switched off.
         weights: its own.
         eos_ids: tokens that end a sequence.
-        num_logits: V, which a model may have padded beyond its tokens.
         cache_tokens: how many tokens of all rows together, padding included, the KV cache may hold.
     """
 
@@ -51,25 +50,27 @@ class Served:
     routing: AdapterRouting
     weights: WholeWeights
     eos_ids: frozenset[int]
-    num_logits: int = 0
     cache_tokens: int = 0
 
     def __post_init__(self) -> None:
         self.device: torch.device = self.model.device
         self.vocab_size: int = self.model.get_input_embeddings().num_embeddings
+        # V, which a model may have padded beyond its tokens.
+        self.num_logits: int = self.model.get_output_embeddings().weight.shape[0]
         self._accepted = inspect.signature(self.model.forward).parameters
 
-    def prefill(self, prompts: Sequence[Sequence[int]], slots: Sequence[int | None]) -> tuple[Cache, Tensor]:
-        """Run whole prompts, padded at the left; returns their cache and the logits `[R, V]` after each."""
-        longest = max(len(prompt) for prompt in prompts)
+    def prefill(self, prompts: Sequence[Sequence[int]], slots: Sequence[int | None]) -> Cache:
+        """The cache of whole prompts, padded at the left. They may be empty: there is one column at least."""
+        longest = max(1, *map(len, prompts))
         ids_RP = torch.zeros((len(prompts), longest), dtype=torch.long)
         mask_RP = torch.zeros((len(prompts), longest), dtype=torch.bool)
         for row, prompt in enumerate(prompts):
-            ids_RP[row, longest - len(prompt) :] = torch.tensor(prompt)
+            ids_RP[row, longest - len(prompt) :] = torch.tensor(prompt, dtype=torch.long)
             mask_RP[row, longest - len(prompt) :] = True
         positions_RP = (mask_RP.cumsum(dim=-1) - 1).clamp(min=0)
         cache = new_cache()
-        return cache, self.forward(ids_RP, mask_RP, positions_RP, cache, slots)
+        self.forward(ids_RP, mask_RP, positions_RP, cache, slots)
+        return cache
 
     def forward(
         self, ids_RP: Tensor, mask_RT: Tensor, positions_RP: Tensor, cache: Cache, slots: Sequence[int | None]
@@ -106,9 +107,8 @@ def load_model(config: InferenceConfig) -> Served:
         layers = apply_lora_to_model(model, lora.rank, config.max_loras, lora.target_modules, routing)
     model.requires_grad_(False)
     served = Served(model, layers, routing, WholeWeights(model, config), _eos_ids(model))
-    cache, logits_RV = served.prefill([[0]], [None])
-    served.num_logits = logits_RV.shape[1]
-    token_bytes = sum(each.nbytes for layer in cache.layers for each in (layer.keys, layer.values))
+    layers_of_one = served.prefill([[0]], [None]).layers
+    token_bytes = sum(each.nbytes for layer in layers_of_one for each in (layer.keys, layer.values))
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
     served.cache_tokens = int(free * CACHE_SHARE / token_bytes)
     return served

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Sequence
 from itertools import accumulate, repeat
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -81,7 +80,7 @@ class CompletionRequest(Generation, kw_only=True):
             raise ValueError(f"prompt: found {len(self.prompt)} prompts: must be at most {MAX_PROMPTS}")
 
     def choice(self, row: Row, text: Text) -> dict[str, Any]:
-        prompt_ids = row.job.prompt_ids if self.return_token_ids else None
+        prompt_ids = row.prompt_ids if self.return_token_ids else None
         found = {"text": self.text_of(row, text), "logprobs": None, "prompt_token_ids": prompt_ids}
         if self.logprobs is None:
             return found
@@ -158,10 +157,10 @@ def parsed(body: dict[str, Any], kind: type[R]) -> R:
     return checked(given, kind)
 
 
-def response(asked: CompletionRequest | ChatRequest, jobs: Sequence[Job], text: Text, model: str) -> dict[str, Any]:
+def response(asked: CompletionRequest | ChatRequest, job: Job, text: Text, model: str) -> dict[str, Any]:
     """The body of the answer: the choices of all prompts in order."""
-    is_chat, rows = isinstance(asked, ChatRequest), [row for job in jobs for row in job.rows]
-    num_prompt, num_generated = sum(len(job.prompt_ids) for job in jobs), sum(len(row.token_ids) for row in rows)
+    is_chat = isinstance(asked, ChatRequest)
+    num_prompt, num_generated = sum(map(len, job.prompts)), sum(len(row.token_ids) for row in job.rows)
     choices = [
         {
             "index": index,
@@ -170,7 +169,7 @@ def response(asked: CompletionRequest | ChatRequest, jobs: Sequence[Job], text: 
             "stop_reason": row.stop_reason,
             "token_ids": row.token_ids if asked.return_token_ids else None,
         }
-        for index, row in enumerate(rows)
+        for index, row in enumerate(job.rows)
     ]
     return {
         "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{uuid.uuid4().hex}",
@@ -183,5 +182,5 @@ def response(asked: CompletionRequest | ChatRequest, jobs: Sequence[Job], text: 
             "completion_tokens": num_generated,
             "total_tokens": num_prompt + num_generated,
         },
-        **({"prompt_token_ids": jobs[0].prompt_ids if asked.return_token_ids else None} if is_chat else {}),
+        **({"prompt_token_ids": job.prompts[0] if asked.return_token_ids else None} if is_chat else {}),
     }

@@ -27,7 +27,7 @@ _END = b"data: [DONE]\n\n"
 
 
 async def chat_events(
-    text: Text, model: str, asked: ChatRequest, job: Job, cancel: Callable[[list[Job]], None]
+    text: Text, model: str, asked: ChatRequest, job: Job, cancel: Callable[[Job], None]
 ) -> AsyncIterator[bytes]:
     """The events of `job`, which is cancelled when the client goes away."""
     head = {
@@ -45,9 +45,8 @@ async def chat_events(
         for index in range(len(job.rows)):
             yield event(index, {"role": "assistant", "content": ""})
         while True:
-            is_done = job.future.done()
-            if is_done:
-                job.future.result()  # raises what ended the engine
+            if is_done := job.ended.is_set():
+                await job.result()  # raises what ended the engine
             for index, row in enumerate(job.rows):
                 shown = _shown(text, row, asked, is_whole=is_done)
                 if len(shown) > sent[index]:
@@ -62,8 +61,7 @@ async def chat_events(
     except ApiError as error:
         yield _event(error.body())
     finally:
-        if not job.future.done():
-            cancel([job])
+        cancel(job)
 
 
 def _event(body: dict[str, Any]) -> bytes:
