@@ -73,8 +73,10 @@ def save(config: PreTrainedConfig, folder: Path) -> Path:
 
 
 def job(prompt: list[int], max_tokens: int, slot: int | None = None, *, num_choices: int = 1, **params: Any) -> Job:
-    sampling = SamplingParams(**{"temperature": 0.0, "max_tokens": max_tokens, **params})
-    return Job([prompt], sampling, num_choices=num_choices, seed=len(prompt), slot=slot, max_length=MAX_LENGTH)
+    sampling = SamplingParams(
+        **{"n": num_choices, "seed": len(prompt), "temperature": 0.0, "max_tokens": max_tokens, **params}
+    )
+    return Job([prompt], sampling, slot=slot, max_length=MAX_LENGTH)
 
 
 def new_batch(served: Served, *, raw_logprobs: bool = False) -> Batch:

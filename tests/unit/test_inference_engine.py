@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
+from msgspec.structs import replace
 from transformers import AutoModelForCausalLM
 
 from prime_rl.configs.inference import InferenceConfig
@@ -74,12 +75,12 @@ async def until(condition: Callable[[], bool]) -> None:
     await within(poll())
 
 
-def params(max_tokens: int) -> SamplingParams:
-    return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+def params(max_tokens: int, n: int = 1) -> SamplingParams:
+    return SamplingParams(n=n, temperature=0, max_tokens=max_tokens, ignore_eos=True)
 
 
-async def generate(engine: Engine, max_tokens: int = 12, **kwargs: Any) -> list[Row]:
-    return await within(engine.submit([PROMPT], params(max_tokens), **kwargs).result())
+async def generate(engine: Engine, max_tokens: int = 12, n: int = 1, **kwargs: Any) -> list[Row]:
+    return await within(engine.submit([PROMPT], params(max_tokens, n), **kwargs).result())
 
 
 async def tokens(engine: Engine, **kwargs: Any) -> list[int]:
@@ -87,7 +88,7 @@ async def tokens(engine: Engine, **kwargs: Any) -> list[int]:
 
 
 async def test_more_choices_than_rows_wait_for_room(engine: Engine) -> None:
-    completions = await generate(engine, num_choices=11)
+    completions = await generate(engine, n=11)
     assert [completion.token_ids for completion in completions] == [completions[0].token_ids] * 11
     await until(lambda: engine.stats().num_running == 0)
     stats = engine.stats()
@@ -96,7 +97,7 @@ async def test_more_choices_than_rows_wait_for_room(engine: Engine) -> None:
 
 async def test_rows_wait_when_the_cache_could_not_hold_them(served: Served) -> None:
     """Room for 100 tokens: three rows of at most 33, or one of 403."""
-    small = replace(served, cache_tokens=100)
+    small = dataclasses.replace(served, cache_tokens=100)
     engine = new_engine(small, 64)
     short = [engine.submit([PROMPT], params(30)) for _ in range(5)]
     engine.submit([PROMPT], params(LONG))
@@ -130,7 +131,7 @@ async def test_a_slot_is_free_when_its_last_request_has_ended(engine: Engine, fo
     await engine.load_adapter("run_a@v1", path)
     await engine.load_adapter("run_b@v1", path)
     await engine.load_adapter("chat/run_b@v1", path)
-    pending = engine.submit([PROMPT], params(LONG), adapter="run_a@v1", num_choices=8)
+    pending = engine.submit([PROMPT], params(LONG, 8), adapter="run_a@v1")
     engine.unload_adapter("run_a@v1")
     with pytest.raises(ApiError, match=r"slots are in use, 1 of them unloaded but still in use"):
         await engine.load_adapter("run_c@v1", path)
@@ -170,7 +171,7 @@ async def test_an_adapter_of_lower_rank_after_one_of_higher_rank_is_itself(
 async def test_a_cancelled_job_frees_rows_and_slot(engine: Engine, folder: Path, tmp_path: Path) -> None:
     path = make_adapter(tmp_path / "adapter", folder, seed=1)
     await engine.load_adapter("run_a@v1", path)
-    endless = engine.submit([PROMPT], params(10**5), adapter="run_a@v1", num_choices=6)
+    endless = engine.submit([PROMPT], params(10**5, 6), adapter="run_a@v1")
     await until(lambda: engine.stats().num_running == 4)
     assert engine.stats().num_waiting == 2
     engine.cancel(endless)
@@ -231,7 +232,7 @@ async def test_a_caller_that_goes_away_takes_nothing_from_the_engine(engine: Eng
 async def test_requests_of_which_no_row_is_wanted_are_not_computed(served: Served) -> None:
     """An engine that stops while prompts wait for their first token does not compute them first."""
     engine = new_engine(served, 4)
-    job = engine.submit([PROMPT, PROMPT[:2]], params(5), num_choices=2)
+    job = engine.submit([PROMPT, PROMPT[:2]], params(5, 2))
     rows = engine._take_fitting()
     engine.stop()
     assert engine._batch.add(rows) == job.rows
@@ -240,12 +241,12 @@ async def test_requests_of_which_no_row_is_wanted_are_not_computed(served: Serve
 
 async def test_prompts_of_one_request_have_their_own_room_and_without_a_seed_their_own_streams(served: Served) -> None:
     engine = Engine(served, lambda ids: "", max_num_seqs=8, max_model_len=10)
-    sampled = SamplingParams(max_tokens=9, ignore_eos=True)
+    sampled = SamplingParams(n=2, max_tokens=9, ignore_eos=True)
     async with running(engine):
-        rows = await within(engine.submit([PROMPT, PROMPT, [5] * 8], sampled, num_choices=2).result())
+        rows = await within(engine.submit([PROMPT, PROMPT, [5] * 8], sampled).result())
         assert [len(row.token_ids) for row in rows] == [7, 7, 7, 7, 2, 2]
         assert len({tuple(row.token_ids) for row in rows[:4]}) == 4
-        rows = await within(engine.submit([PROMPT, PROMPT], sampled, num_choices=2, seed=1).result())
+        rows = await within(engine.submit([PROMPT, PROMPT], replace(sampled, seed=1)).result())
         assert [row.token_ids for row in rows[:2]] == [row.token_ids for row in rows[2:]]
 
 

@@ -43,7 +43,7 @@ def uniforms(num_draws: int) -> list[float]:
 
 
 def row_of(seed: int, choice: int = 0) -> Row:
-    return Job([()], SamplingParams(), num_choices=choice + 1, seed=seed, slot=None, max_length=1).rows[choice]
+    return Job([()], SamplingParams(n=choice + 1, seed=seed), slot=None, max_length=1).rows[choice]
 
 
 def test_raw_logprobs_are_those_of_the_logits_as_they_are_and_change_no_token() -> None:

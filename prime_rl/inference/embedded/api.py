@@ -22,9 +22,15 @@ from prime_rl.configs.inference import InferenceConfig
 from prime_rl.inference.bodies import decoded, json_response
 from prime_rl.inference.embedded.batch import Job
 from prime_rl.inference.embedded.engine import Engine
-from prime_rl.inference.embedded.protocol import ChatRequest, CompletionRequest, Generation, parsed, response
+from prime_rl.inference.embedded.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    Generation,
+    chat_events,
+    parsed,
+    response,
+)
 from prime_rl.inference.embedded.sampling import SamplingParams
-from prime_rl.inference.embedded.streaming import chat_events
 from prime_rl.inference.embedded.text import Text
 from prime_rl.inference.errors import ApiError
 
@@ -151,7 +157,7 @@ class Api:
             self._check_length(len(prompt))
         self._check_size(asked.n * len(prompts), asked)
         adapter = None if asked.model in (None, self._model) else asked.model
-        return self._engine.submit(prompts, asked, adapter=adapter, num_choices=asked.n, seed=asked.seed)
+        return self._engine.submit(prompts, asked, adapter=adapter)
 
     def _check_ids(self, token_ids: Sequence[int], param: str) -> None:
         vocab_size = self._engine.served.vocab_size

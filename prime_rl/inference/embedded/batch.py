@@ -41,29 +41,21 @@ class Job:
     """One request: prompts with n choices each, its `rows`. It has ended when they all have, or with an `error`.
 
     Args:
-        seed: of the choices of each prompt; None: another one for each prompt.
         slot: of the adapter; None: the base model.
         max_length: of a prompt and what follows it, in tokens.
     """
 
     def __init__(
-        self,
-        prompts: Sequence[Sequence[int]],
-        params: SamplingParams,
-        *,
-        num_choices: int,
-        seed: int | None,
-        slot: int | None,
-        max_length: int,
+        self, prompts: Sequence[Sequence[int]], params: SamplingParams, *, slot: int | None, max_length: int
     ) -> None:
         self.prompts = [tuple(prompt) for prompt in prompts]
         self.params = params
         self.slot = slot
         self.rows: list[Row] = []
         for prompt in self.prompts:
-            own_seed = secrets.randbits(64) if seed is None else seed
+            seed = secrets.randbits(64) if params.seed is None else params.seed
             max_tokens = min(params.max_tokens, max_length - len(prompt))
-            self.rows += [Row(self, prompt, max_tokens, f"{own_seed}/{idx}") for idx in range(num_choices)]
+            self.rows += [Row(self, prompt, max_tokens, f"{seed}/{idx}") for idx in range(params.n)]
         self.num_open = len(self.rows)
         self.is_cancelled = False
         self.ended = asyncio.Event()

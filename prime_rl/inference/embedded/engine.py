@@ -88,21 +88,13 @@ class Engine:
         self._has_news.set()
         self._thread.shutdown(wait=False)
 
-    def submit(
-        self,
-        prompts: Sequence[Sequence[int]],
-        params: SamplingParams,
-        *,
-        adapter: str | None = None,
-        num_choices: int = 1,
-        seed: int | None = None,
-    ) -> Job:
+    def submit(self, prompts: Sequence[Sequence[int]], params: SamplingParams, *, adapter: str | None = None) -> Job:
         """Queue a request. Raises ApiError (404) for an unknown adapter and EngineDead when the engine has stopped."""
         self._refuse_when_dead()
         if adapter is not None and adapter not in self._adapters:
             raise ApiError(404, f"The model {adapter!r} does not exist.", param="model")
         slot = None if adapter is None else self._adapters[adapter][0]
-        job = Job(prompts, params, num_choices=num_choices, seed=seed, slot=slot, max_length=self.max_model_len)
+        job = Job(prompts, params, slot=slot, max_length=self.max_model_len)
         self._open_jobs.add(job)
         self._waiting.extend(job.rows)
         self._num_prompt_tokens += sum(map(len, job.prompts))

@@ -1,4 +1,5 @@
-"""The model of the embedded engine: loading it, and one forward over many rows of different lengths and adapters.
+"""The model of the embedded engine: loading it, one forward over many rows of different lengths and adapters, and
+changing its weights.
 
 Works for every causal LM of transformers whose cache is made of keys and values only; models with a recurrent state are
 refused when they are loaded. Which rows run together is decided elsewhere (`batch`).
@@ -9,29 +10,89 @@ Dimensions: R rows, P longest prompt, T columns of the cache, V vocabulary.
 from __future__ import annotations
 
 import inspect
+import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import psutil
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.cache_utils import Cache
 
 from prime_rl.configs.inference import InferenceConfig
 from prime_rl.inference.embedded.kv import new_cache, use_grouped_attention
-from prime_rl.inference.embedded.weights import WholeWeights
+from prime_rl.inference.errors import ApiError
+from prime_rl.inference.weight_files import WEIGHTS_FILE, check_fit, readable, weights_label
 from prime_rl.lora.inject import apply_lora_to_model
 from prime_rl.lora.linear import AdapterRouting, MultiLoRALinear
+from prime_rl.lora.misfit import shapes_of
+from prime_rl.lora.tensor_files import load_tensors
+from prime_rl.transfer import TransferError, WeightReceiver
 
 # Of the memory that is free after loading: the cache is copied when the batch changes, and others live here too.
 CACHE_SHARE = 0.25
 # Layer kinds whose whole memory is keys and values, masked by column.
 _KV_LAYERS = frozenset({"full_attention", "sliding_attention"})
+_ADAPTERS = (".lora_A.", ".lora_B.")
 
 
 class ModelError(ValueError):
     """A model that this engine cannot serve; the message has its name and the reason."""
+
+
+class WholeWeights:
+    """The parameters of `model`, and other weights for them: read and checked first, then put in place at once. When it
+    is safe to change them is the caller's business.
+
+    Each has the name that a model folder has for it, whatever adapters were put around the layers. `shapes` are those
+    that a weight file must have; a tied weight is there once.
+    """
+
+    def __init__(self, model: nn.Module, config: InferenceConfig) -> None:
+        self._parameters = {
+            name.replace(".base_layer.", "."): parameter
+            for name, parameter in model.named_parameters()
+            if not any(part in name for part in _ADAPTERS)
+        }
+        self.shapes = shapes_of(self._parameters)
+        self._config = config
+        self._receiver: WeightReceiver | None = None
+        self._base: dict[str, Tensor] | None = None  # made when it is first needed: adapters alone never do
+
+    def read(self, folder: Path) -> dict[str, Tensor]:
+        """The weights that were published in `folder`: from its file, or from the trainer's memory. Raises ApiError
+        (400) when they do not fit the model. Changes nothing."""
+        if self._config.broadcast.type == "nccl":
+            name = weights_label(self._config.output_dir.resolve(), folder)
+            tensors = self._received(name)
+        else:
+            name = str(folder / WEIGHTS_FILE)
+            with readable(folder / WEIGHTS_FILE):
+                tensors = load_tensors(folder / WEIGHTS_FILE, mapped=True)
+        check_fit(name, shapes_of(tensors), self.shapes)
+        return tensors
+
+    def _received(self, label: str) -> dict[str, Tensor]:
+        if self._receiver is None:
+            source, device = self._config.broadcast, next(iter(self._parameters.values())).device
+            self._receiver = WeightReceiver(source.host, source.port, timeout_s=source.timeout_s, device=device)
+        try:
+            return self._receiver.receive(label, ticket=uuid.uuid4().hex)
+        except TransferError as error:
+            raise ApiError(400, f"The weights stay as they are: {error}", param="weight_dir") from error
+
+    @torch.no_grad()
+    def apply(self, tensors: Mapping[str, Tensor] | None) -> None:
+        """Put what `read` returned in place; None: the weights that the model was loaded with. No forward may run
+        meanwhile."""
+        if self._base is None:
+            if tensors is None:
+                return
+            self._base = {name: parameter.to("cpu", copy=True) for name, parameter in self._parameters.items()}
+        for name, parameter in self._parameters.items():
+            parameter.copy_((tensors or self._base)[name])
 
 
 @dataclass

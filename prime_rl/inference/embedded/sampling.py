@@ -20,6 +20,7 @@ TokenId = Annotated[int, Meta(ge=0)]
 # The ranges of OpenAI and vLLM.
 _Penalty = Annotated[float, Meta(ge=-2, le=2)]
 _StopString = Annotated[str, Meta(min_length=1)]
+MAX_CHOICES = 256
 MAX_TOP_LOGPROBS = 20
 _CUTS = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
 _PENALTIES = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
@@ -31,6 +32,8 @@ class SamplingParams(Struct, kw_only=True):
     """How one request is sampled, in the fields of clients; what is not said here is in `configs.sampling`.
 
     Attributes:
+        n: choices of each prompt.
+        seed: of the choices of each prompt; None: another one for each prompt.
         temperature: 0 takes the most likely token.
         top_logprobs: how many of the most likely tokens are reported at each position; 0 none.
         stop: strings that end the text; they are not part of it.
@@ -38,6 +41,8 @@ class SamplingParams(Struct, kw_only=True):
         ignore_eos: go on after an end-of-sequence token (for measurements).
     """
 
+    n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] = 1
+    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
     temperature: Annotated[float, Meta(ge=0, le=2)] = 1.0
     top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
     top_k: Annotated[int, Meta(ge=-1, lt=2**31)] = 0
