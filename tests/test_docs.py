@@ -121,7 +121,7 @@ def test_endpoints_are_those_of_the_server() -> None:
 
     told = re.findall(r"^\| `(/[\w/]+)` \| (GET|POST) \|", TEXT[ROOT / "docs" / "inference.md"], re.MULTILINE)
     nothing: Any = None  # routes are declared before anything is asked of an engine
-    api = Api(nothing, nothing, InferenceConfig(), max_model_len=8)
+    api = Api(nothing, nothing, InferenceConfig())
     assert sorted(api.endpoints) == sorted(ENDPOINTS)
     routes = [route for route in build_app(api, InferenceConfig()).routes if isinstance(route, Route)]
     methods = {route.path: ", ".join(route.methods - {"HEAD"}) for route in routes if route.methods}

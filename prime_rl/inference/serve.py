@@ -63,7 +63,7 @@ async def serve(
         server.should_exit = True
         _, late = await asyncio.wait({task}, timeout=DRAIN_S)
         if late:
-            await asyncio.to_thread(abort)
+            abort()
         await task
     finally:
         beat.cancel()

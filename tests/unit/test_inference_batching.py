@@ -44,6 +44,7 @@ SIZES: dict[str, Any] = {
     "bos_token_id": None,
     "pad_token_id": 0,
 }
+MAX_LENGTH = 10**6
 ARCHITECTURES: dict[str, PreTrainedConfig] = {
     "qwen3": Qwen3Config(**SIZES),
     "llama": LlamaConfig(**SIZES),
@@ -72,8 +73,10 @@ def save(config: PreTrainedConfig, folder: Path) -> Path:
 
 
 def job(prompt: list[int], max_tokens: int, slot: int | None = None, *, num_choices: int = 1, **params: Any) -> Job:
-    sampling = SamplingParams(**{"temperature": 0.0, "max_tokens": max_tokens, **params})
-    return Job(tuple(prompt), sampling, num_choices=num_choices, seed=len(prompt), slot=slot)
+    sampling = SamplingParams(
+        **{"n": num_choices, "seed": len(prompt), "temperature": 0.0, "max_tokens": max_tokens, **params}
+    )
+    return Job([prompt], sampling, slot=slot, max_length=MAX_LENGTH)
 
 
 def new_batch(served: Served, *, raw_logprobs: bool = False) -> Batch:
@@ -195,7 +198,7 @@ def test_rows_that_end_leave_room_and_are_reported_once(served: Served) -> None:
     while batch.num_rows:
         ended += batch.step()
         counts.append(batch.num_rows)
-    assert counts == list(range(9, -1, -1))
+    assert counts == list(range(10, -1, -1))
     assert ended == [row for each in jobs for row in each.rows]
     assert batch.num_generated_tokens == 55
 
@@ -205,7 +208,8 @@ def test_cancelled_rows_leave_and_the_others_go_on(served: Served) -> None:
     stays, goes = job([5, 6, 7], 20, slot=1), job([9, 9], 20, slot=0, num_choices=3)
     batch.add([*stays.rows, *goes.rows])
     batch.step()
-    assert set(batch.drop([goes])) == set(goes.rows)
+    goes.is_cancelled = True
+    assert set(batch.step()) == set(goes.rows) and {row.finish_reason for row in goes.rows} == {"abort"}
     assert batch.num_rows == 1
     run_out(batch)
     assert outputs([stays])[0] == alone(served, job([5, 6, 7], 20, slot=1))
@@ -244,7 +248,7 @@ def test_prefill_is_cut_into_pieces_of_bounded_size() -> None:
     chunks = _chunks(rows)
     assert [row for chunk in chunks for same in chunk for row in same] == rows
     for chunk in chunks:
-        longest = max(len(same[0].job.prompt_ids) for same in chunk)
+        longest = max(len(same[0].prompt_ids) for same in chunk)
         assert len(chunk) == 1 or len(chunk) * longest <= MAX_PREFILL_TOKENS
     assert len(chunks) == 5, "no more than are needed"
 

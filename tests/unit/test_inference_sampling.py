@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from prime_rl.inference.embedded.batch import Job, Row
-from prime_rl.inference.embedded.sampling import BatchParams, RowSampling, SamplingParams, _draw, find_stop, sample
+from prime_rl.inference.embedded.sampling import BatchParams, SamplingParams, _draw, find_stop, sample
 
 pytestmark = pytest.mark.numeric
 
@@ -31,8 +31,10 @@ def batch(
     *params: SamplingParams, prompt: Sequence[int] = (), said: Sequence[int] = (), num_vocabulary: int = 40
 ) -> BatchParams:
     """Each row has the same prompt, and has said the same."""
-    rows = [RowSampling(each, prompt, said) for each in params]
-    return BatchParams.of(rows, eos_ids={EOS}, num_vocabulary=num_vocabulary, device=CPU)
+    num_rows = len(params)
+    return BatchParams(
+        params, [prompt] * num_rows, [said] * num_rows, eos_ids={EOS}, num_vocabulary=num_vocabulary, device=CPU
+    )
 
 
 def uniforms(num_draws: int) -> list[float]:
@@ -41,7 +43,7 @@ def uniforms(num_draws: int) -> list[float]:
 
 
 def row_of(seed: int, choice: int = 0) -> Row:
-    return Job((), SamplingParams(), num_choices=choice + 1, seed=seed, slot=None).rows[choice]
+    return Job([()], SamplingParams(n=choice + 1, seed=seed), slot=None, max_length=1).rows[choice]
 
 
 def test_raw_logprobs_are_those_of_the_logits_as_they_are_and_change_no_token() -> None:

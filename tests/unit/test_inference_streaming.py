@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from prime_rl.inference.embedded.batch import Job
-from prime_rl.inference.embedded.protocol import ChatMessage, ChatRequest
-from prime_rl.inference.embedded.streaming import chat_events
+from prime_rl.inference.embedded.protocol import ChatMessage, ChatRequest, chat_events
 
 
 class Letters:
@@ -28,11 +27,11 @@ async def test_only_text_that_stays_is_sent_and_a_client_that_goes_away_cancels(
     text: Any = Letters()
     # The beginning of a stop string, one that is complete, and a character of which bytes are missing.
     for seen in ("abxy", "abxyz", "ab\N{REPLACEMENT CHARACTER}qq"):
-        job = Job([1], asked, num_choices=1, seed=0, slot=None)
-        cancelled: list[list[Job]] = []
+        job = Job([[1]], asked, slot=None, max_length=100)
+        cancelled: list[Job] = []
         events = chat_events(text, "m", asked, job, cancelled.append)
         assert content(await anext(events)) == ""
         job.rows[0].token_ids.extend(map(ord, seen))
         assert content(await anext(events)) == "ab"
         await events.aclose()
-        assert cancelled == [[job]]
+        assert cancelled == [job]

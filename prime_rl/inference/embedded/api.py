@@ -6,7 +6,6 @@ Collaborators: `Engine` generates, `Text` turns text into ids and back, `protoco
 from __future__ import annotations
 
 import asyncio
-import copy
 import time
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
@@ -18,15 +17,20 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
-from torch import Tensor
 
 from prime_rl.configs.inference import InferenceConfig
 from prime_rl.inference.bodies import decoded, json_response
 from prime_rl.inference.embedded.batch import Job
 from prime_rl.inference.embedded.engine import Engine
-from prime_rl.inference.embedded.protocol import ChatRequest, CompletionRequest, Generation, parsed, response
+from prime_rl.inference.embedded.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    Generation,
+    chat_events,
+    parsed,
+    response,
+)
 from prime_rl.inference.embedded.sampling import SamplingParams
-from prime_rl.inference.embedded.streaming import chat_events
 from prime_rl.inference.embedded.text import Text
 from prime_rl.inference.errors import ApiError
 
@@ -45,19 +49,14 @@ class _UnloadRequest(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Api:
-    """An `EngineControl`.
-
-    Args:
-        max_model_len: longest prompt and completion together, in tokens.
-    """
+    """An `EngineControl`."""
 
     lifespan = None
 
-    def __init__(self, engine: Engine, text: Text, config: InferenceConfig, *, max_model_len: int) -> None:
+    def __init__(self, engine: Engine, text: Text, config: InferenceConfig) -> None:
         self._engine = engine
         self._text = text
         self._model = config.model.name
-        self._max_model_len = max_model_len
         self._max_waiting = config.embedded.max_waiting
         self._created = int(time.time())
         self._registry = CollectorRegistry()
@@ -77,27 +76,24 @@ class Api:
         return self._engine.stats().num_tokens
 
     async def generate_one(self) -> None:
-        job = self._engine.submit(PROBE_PROMPT, _PROBE)
+        job = self._engine.submit([PROBE_PROMPT], _PROBE)
         try:
-            await asyncio.wrap_future(job.future)
-        except asyncio.CancelledError:
-            self._engine.cancel([job])
-            raise
+            await job.result()
+        finally:
+            self._engine.cancel(job)
 
     async def load_adapter(self, request: Request, name: str, folder: Path) -> None:
-        await asyncio.to_thread(self._engine.load_adapter, name, folder)
+        await self._engine.load_adapter(name, folder)
 
     async def load_weights(self, folder: Path) -> None:
         """The front has let every request end, and the engine keeps no keys and values of those: nothing that was
         computed with other weights is left."""
-        await self._apply(await asyncio.to_thread(self._engine.served.weights.read, folder))
+        weights = self._engine.served.weights
+        tensors = await asyncio.to_thread(weights.read, folder)
+        await self._engine.change(lambda: weights.apply(tensors))
 
     async def load_base(self) -> None:
-        await self._apply(None)
-
-    async def _apply(self, tensors: dict[str, Tensor] | None) -> None:
-        weights = self._engine.served.weights
-        await asyncio.wrap_future(self._engine.run_between_steps(lambda: weights.apply(tensors)))
+        await self._engine.change(lambda: self._engine.served.weights.apply(None))
 
     async def complete(self, request: Request, body: dict[str, Any]) -> dict[str, Any]:
         asked = parsed(body, CompletionRequest)
@@ -114,14 +110,14 @@ class Api:
         messages = [message.for_template() for message in asked.messages]
         prompt = await asyncio.to_thread(self._text.render_chat, messages, asked.chat_template_kwargs)
         if asked.stream:
-            [job] = self._submit([prompt], asked)
+            job = self._submit([prompt], asked)
             events = chat_events(self._text, asked.model or self._model, asked, job, self._engine.cancel)
             return StreamingResponse(events, media_type="text/event-stream")
-        jobs = await self._generate([prompt], asked, request)
-        return json_response(response(asked, jobs, self._text, self._model))
+        job = await self._generate([prompt], asked, request)
+        return json_response(response(asked, job, self._text, self._model))
 
     async def _models(self, request: Request) -> Response:
-        base = self._card(self._model, self._model, None) | {"max_model_len": self._max_model_len}
+        base = self._card(self._model, self._model, None) | {"max_model_len": self._engine.max_model_len}
         loaded = self._engine.adapters()
         adapters = [self._card(name, path, self._model) for name, path in loaded.items()]
         return json_response({"object": "list", "data": [base, *adapters]})
@@ -138,34 +134,30 @@ class Api:
     async def _metrics(self, request: Request) -> Response:
         return Response(generate_latest(self._registry), media_type=METRICS_TYPE)
 
-    async def _generate(self, prompts: Sequence[Sequence[int]], asked: Generation, request: Request) -> list[Job]:
-        """The finished jobs of all prompts."""
-        jobs = self._submit(prompts, asked)
+    async def _generate(self, prompts: Sequence[Sequence[int]], asked: Generation, request: Request) -> Job:
+        """The job of all prompts, ended. Raises ApiError, also when the client goes away first."""
+        job = self._submit(prompts, asked)
+        ended, gone = asyncio.ensure_future(job.result()), asyncio.ensure_future(_disconnected(request))
         try:
-            await _ended(jobs, request)
-        except BaseException:
-            self._engine.cancel(jobs)
-            raise
-        return jobs
+            await asyncio.wait({ended, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if not ended.done():
+                raise ApiError(400, "The client has closed the connection.")
+            ended.result()
+        finally:
+            self._engine.cancel(job)
+            ended.cancel()
+            gone.cancel()
+        return job
 
-    def _submit(self, prompts: Sequence[Sequence[int]], asked: Generation) -> list[Job]:
-        """The jobs of all prompts, or none: then it raises ApiError."""
-        for token_ids, param in [(asked.stop_token_ids, "stop_token_ids"), *((prompt, "prompt") for prompt in prompts)]:
-            self._check_ids(token_ids, param)
-        rooms = [self._room(len(prompt)) for prompt in prompts]
+    def _submit(self, prompts: Sequence[Sequence[int]], asked: Generation) -> Job:
+        """Raises ApiError."""
+        self._check_ids(asked.stop_token_ids, "stop_token_ids")
+        for prompt in prompts:
+            self._check_ids(prompt, "prompt")
+            self._check_length(len(prompt))
         self._check_size(asked.n * len(prompts), asked)
         adapter = None if asked.model in (None, self._model) else asked.model
-        jobs: list[Job] = []
-        try:
-            for prompt, room in zip(prompts, rooms, strict=True):
-                params = copy.copy(asked)
-                params.max_tokens = min(asked.max_tokens, room)
-                job = self._engine.submit(prompt, params, adapter=adapter, num_choices=asked.n, seed=asked.seed)
-                jobs.append(job)
-        except BaseException:
-            self._engine.cancel(jobs)
-            raise
-        return jobs
+        return self._engine.submit(prompts, asked, adapter=adapter)
 
     def _check_ids(self, token_ids: Sequence[int], param: str) -> None:
         vocab_size = self._engine.served.vocab_size
@@ -174,7 +166,7 @@ class Api:
 
     def _check_size(self, num_choices: int, params: SamplingParams) -> None:
         """Raises ApiError: 400 for what is too much at any time, 503 for what is too much now."""
-        size = num_choices * min(params.max_tokens, self._max_model_len) * (1 + params.top_logprobs)
+        size = num_choices * min(params.max_tokens, self._engine.max_model_len) * (1 + params.top_logprobs)
         if num_choices > self._max_waiting or size > MAX_ANSWER_SIZE:
             raise ApiError(
                 400,
@@ -186,18 +178,17 @@ class Api:
             message = f"{num_waiting} choices wait already, {self._max_waiting} may."
             raise ApiError(503, message, retry_after_s=RETRY_AFTER_S)
 
-    def _room(self, num_prompt: int) -> int:
-        """How many tokens may follow the prompt; as in vLLM, a larger max_tokens is cut to it."""
+    def _check_length(self, num_prompt: int) -> None:
+        """At least one token must have room after the prompt; as in vLLM, a larger max_tokens is cut to the rest."""
         if num_prompt == 0:
             raise ApiError(400, "The prompt is empty.", param="prompt")
-        if num_prompt >= self._max_model_len:
+        if num_prompt >= self._engine.max_model_len:
             raise ApiError(
                 400,
-                f"The prompt has {num_prompt} tokens: with one more it would exceed the {self._max_model_len} tokens "
-                "of max_model_len.",
+                f"The prompt has {num_prompt} tokens: with one more it would exceed the {self._engine.max_model_len} "
+                "tokens of max_model_len.",
                 param="prompt",
             )
-        return self._max_model_len - num_prompt
 
 
 class _Metrics(Collector):
@@ -215,21 +206,6 @@ class _Metrics(Collector):
         yield GaugeMetricFamily("prl_adapters_loaded", "Adapters loaded.", len(stats.adapters))
 
 
-async def _ended(jobs: Sequence[Job], request: Request) -> None:
-    """Wait for all jobs; raises ApiError when the client goes away first."""
-
-    async def disconnected() -> None:
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
-
-    all_done = asyncio.gather(*(asyncio.wrap_future(job.future) for job in jobs))
-    gone = asyncio.ensure_future(disconnected())
-    gone.add_done_callback(lambda _: all_done.cancel())
-    try:
-        await all_done
-    except asyncio.CancelledError:
-        if gone.done():
-            raise ApiError(400, "The client has closed the connection.") from None
-        raise
-    finally:
-        gone.cancel()
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

@@ -1,8 +1,8 @@
 """Jobs, their rows, and the rows that are decoded together: one token for all of them a step.
 
 Collaborators: `Served` does the forwards, `sampling` draws, `kv.compose` copies rows together when the batch
-changes. Rows are sorted by adapter. A row that ends leaves a hole that is computed along until enough holes are worth a
-copy. No threads, no clients: the engine calls it from its one thread.
+changes. Rows are sorted by adapter. A row that ends is a hole, computed along until enough holes are worth a copy. No
+threads, no clients: the engine calls it from its one thread.
 
 Each row has a random stream of its own, so a seeded request gets the same tokens whatever else is in the batch and
 whenever it joined.
@@ -12,8 +12,9 @@ Dimensions: R rows (holes included), V vocabulary, C columns of the cache.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from concurrent.futures import Future
+import asyncio
+import secrets
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import groupby
@@ -25,7 +26,8 @@ from transformers.cache_utils import Cache
 
 from prime_rl.inference.embedded.kv import SPARE_COLUMNS, compose, new_cache
 from prime_rl.inference.embedded.model import Served
-from prime_rl.inference.embedded.sampling import BatchParams, RowSampling, Sampled, SamplingParams, find_stop, sample
+from prime_rl.inference.embedded.sampling import BatchParams, Sampled, SamplingParams, find_stop, sample
+from prime_rl.inference.errors import ApiError
 
 # Token positions (prompts x longest prompt) of one prefill forward: bounds its activations to tens of MB a layer.
 MAX_PREFILL_TOKENS = 8192
@@ -36,18 +38,35 @@ Decode = Callable[[Sequence[int]], str]
 
 
 class Job:
-    """One prompt with n choices, its `rows`. `future` gets them when the last one has ended."""
+    """One request: prompts with n choices each, its `rows`. It has ended when they all have, or with an `error`.
+
+    Args:
+        slot: of the adapter; None: the base model.
+        max_length: of a prompt and what follows it, in tokens.
+    """
 
     def __init__(
-        self, prompt_ids: Sequence[int], params: SamplingParams, *, num_choices: int, seed: int, slot: int | None
+        self, prompts: Sequence[Sequence[int]], params: SamplingParams, *, slot: int | None, max_length: int
     ) -> None:
-        self.prompt_ids = tuple(prompt_ids)
+        self.prompts = [tuple(prompt) for prompt in prompts]
         self.params = params
         self.slot = slot
-        self.future: Future[list[Row]] = Future()
-        self.future.set_running_or_notify_cancel()  # from now on only the engine ends it
-        self.rows = [Row(self, f"{seed}/{idx}") for idx in range(num_choices)]
-        self.num_open = num_choices
+        self.rows: list[Row] = []
+        for prompt in self.prompts:
+            seed = secrets.randbits(64) if params.seed is None else params.seed
+            max_tokens = min(params.max_tokens, max_length - len(prompt))
+            self.rows += [Row(self, prompt, max_tokens, f"{seed}/{idx}") for idx in range(params.n)]
+        self.num_open = len(self.rows)
+        self.is_cancelled = False
+        self.ended = asyncio.Event()
+        self.error: ApiError | None = None
+
+    async def result(self) -> list[Row]:
+        """The rows when the last one has ended. Raises `error`."""
+        await self.ended.wait()
+        if self.error is not None:
+            raise self.error
+        return self.rows
 
 
 @dataclass(eq=False)
@@ -59,12 +78,15 @@ class Row:
         token_ids: the end-of-sequence token included when it ended the row.
         logprobs: of each token, as in `sample`.
         top: the most likely tokens at each position; empty when not asked for.
-        finish_reason: "stop" (end of sequence, a stop token or a stop string) or "length"; None while it runs.
+        finish_reason: "stop" (end of sequence, a stop token or a stop string), "length" or "abort" (its job was
+            cancelled); None while it runs.
         stop_at: length of the text before the stop string, None when no stop string ended it.
         stop_reason: the stop string or stop token that ended it.
     """
 
     job: Job
+    prompt_ids: tuple[int, ...]
+    max_tokens: int
     seed: str
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -75,13 +97,12 @@ class Row:
 
     @property
     def max_length(self) -> int:
-        return len(self.job.prompt_ids) + self.job.params.max_tokens
+        return len(self.prompt_ids) + self.max_tokens
 
     @property
     def prefill_key(self) -> tuple[int, int, tuple[int, ...]]:
         """Rows with the same one share a prefill. Sorts by adapter, the base model first, then by length."""
-        slot = -1 if self.job.slot is None else self.job.slot
-        return slot, len(self.job.prompt_ids), self.job.prompt_ids
+        return -1 if self.job.slot is None else self.job.slot, len(self.prompt_ids), self.prompt_ids
 
     @cached_property
     def _stream(self) -> Random:
@@ -115,34 +136,32 @@ class Batch:
         self._served = served
         self._decode = decode
         self._raw_logprobs = raw_logprobs
-        self._rows: list[Row | None] = []
+        self._rows: list[Row] = []  # those that have ended too, until the next copy
         self._cache = new_cache()
         self.num_generated_tokens = 0
 
     @property
     def num_rows(self) -> int:
-        return sum(row is not None for row in self._rows)
+        return sum(row.finish_reason is None for row in self._rows)
 
     @property
     def longest(self) -> int:
         """Tokens that the longest row may come to."""
-        return max((row.max_length for row in self._rows if row is not None), default=0)
+        return max((row.max_length for row in self._rows if row.finish_reason is None), default=0)
 
     def add(self, rows: Sequence[Row]) -> list[Row]:
-        """Prefill `rows`, give each its first token, and let them join. Returns those that are finished already."""
-        finished: list[Row] = []
+        """Let `rows` join: their prompts are in the cache then, but for the last token, which the next step takes.
+        Returns those that do not join, because their jobs were cancelled meanwhile."""
         joining: dict[Row, tuple[Cache, int]] = {}
         for chunk in _chunks(rows):
-            cache, logits_RV = self._served.prefill(
-                [same[0].job.prompt_ids for same in chunk], [same[0].job.slot for same in chunk]
-            )
-            members = [(row, source) for source, same in enumerate(chunk) for row in same]
-            firsts, sources = [row for row, _ in members], [source for _, source in members]
-            finished += self._append(firsts, self._sample(logits_RV[sources], self._params_of(firsts), firsts))
-            joining.update({row: (cache, source) for row, source in members if row.finish_reason is None})
+            if all(row.job.is_cancelled for same in chunk for row in same):
+                continue
+            firsts = [same[0] for same in chunk]
+            cache = self._served.prefill([row.prompt_ids[:-1] for row in firsts], [row.job.slot for row in firsts])
+            joining.update({row: (cache, source) for source, same in enumerate(chunk) for row in same})
         if joining:
             self._recompose(joining)
-        return finished
+        return [row for row in rows if row not in joining]
 
     def step(self) -> list[Row]:
         """One token for every row. Returns the rows that finished with it."""
@@ -154,38 +173,25 @@ class Batch:
         logits_RV = self._served.forward(
             self._ids_R[:, None], self._mask_RC[:, :num_columns], self._lengths_R[:, None], self._cache, self._slots
         )
-        sampled = self._sample(logits_RV, self._params, self._rows)
+        uniforms = [row.uniform() for row in self._rows]
+        sampled = sample(logits_RV, self._params, uniforms, raw_logprobs=self._raw_logprobs)
         self._ids_R = sampled.token_ids_R
         self._lengths_R += 1
         self._params.advance(sampled.token_ids_R)
-        finished = self._append(self._rows, sampled)
-        self._punch_holes(finished)
+        finished = self._append(sampled)
+        num_rows = self.num_rows
+        if not num_rows:
+            self._rows, self._cache = [], new_cache()
+        elif len(self._rows) - num_rows > MAX_HOLES * len(self._rows):
+            self._recompose({})
         return finished
 
-    def drop(self, jobs: Collection[Job]) -> list[Row]:
-        """Take out the rows of `jobs`; returns them."""
-        dropped = [row for row in self._rows if row is not None and row.job in jobs]
-        self._punch_holes(dropped)
-        return dropped
-
-    def _params_of(self, rows: Sequence[Row]) -> BatchParams:
-        return BatchParams.of(
-            [RowSampling(row.job.params, row.job.prompt_ids, row.token_ids) for row in rows],
-            eos_ids=self._served.eos_ids,
-            num_vocabulary=self._served.num_logits,
-            device=self._served.device,
-        )
-
-    def _sample(self, logits_RV: Tensor, params: BatchParams, rows: Sequence[Row | None]) -> Sampled:
-        uniforms = [0.0 if row is None else row.uniform() for row in rows]
-        return sample(logits_RV, params, uniforms, raw_logprobs=self._raw_logprobs)
-
-    def _append(self, rows: Sequence[Row | None], sampled: Sampled) -> list[Row]:
+    def _append(self, sampled: Sampled) -> list[Row]:
         """Hand every row its token; returns the rows that end with it."""
         token_ids, logprobs, top_ids, top_logprobs = ([] if each is None else each.tolist() for each in sampled)
         finished = []
-        for idx, row in enumerate(rows):
-            if row is None:
+        for idx, row in enumerate(self._rows):
+            if row.finish_reason is not None:
                 continue
             row.token_ids.append(token_ids[idx])
             row.logprobs.append(logprobs[idx])
@@ -198,14 +204,16 @@ class Batch:
 
     def _ends(self, row: Row, token_id: int) -> bool:
         params = row.job.params
-        if token_id in self._served.eos_ids and not params.ignore_eos:
+        if row.job.is_cancelled:
+            row.finish_reason = "abort"
+        elif token_id in self._served.eos_ids and not params.ignore_eos:
             row.finish_reason = "stop"
         elif token_id in params.stop_token_ids:
             row.finish_reason, row.stop_reason = "stop", token_id
         elif params.stop and (stop := self._stop_string(row.token_ids, params)):
             row.finish_reason = "stop"
             row.stop_at, row.stop_reason = stop
-        elif len(row.token_ids) >= params.max_tokens:
+        elif len(row.token_ids) >= row.max_tokens:
             row.finish_reason = "length"
         return row.finish_reason is not None
 
@@ -221,27 +229,27 @@ class Batch:
         too_early = len(self._decode(token_ids[: params.min_tokens])) if params.min_tokens else 0
         return find_stop(self._decode(token_ids), stop, too_early)
 
-    def _punch_holes(self, leaving: Sequence[Row]) -> None:
-        self._rows = [None if row in leaving else row for row in self._rows]
-        num_holes = len(self._rows) - self.num_rows
-        if num_holes == len(self._rows):
-            self._rows, self._cache = [], new_cache()
-        elif num_holes > MAX_HOLES * len(self._rows):
-            self._recompose({})
-
     def _recompose(self, joining: dict[Row, tuple[Cache, int]]) -> None:
         """Copy the rows that live and those that join into a new cache with room, sorted by adapter."""
-        sources = {row: (self._cache, idx) for idx, row in enumerate(self._rows) if row is not None} | joining
+        sources = {row: (self._cache, idx) for idx, row in enumerate(self._rows) if row.finish_reason is None}
+        sources |= joining
         rows, device = sorted(sources, key=lambda row: row.prefill_key[0]), self._served.device
-        lengths = [len(row.job.prompt_ids) + len(row.token_ids) - 1 for row in rows]
+        lengths = [len(row.prompt_ids) + len(row.token_ids) - 1 for row in rows]
         self._cache = compose([sources[row] for row in rows], max(lengths))
-        self._rows = list(rows)
+        self._rows = rows
         self._slots = [row.job.slot for row in rows]
-        self._ids_R = torch.tensor([row.token_ids[-1] for row in rows], device=device)
+        self._ids_R = torch.tensor([(row.token_ids or row.prompt_ids)[-1] for row in rows], device=device)
         self._lengths_R = torch.tensor(lengths, device=device)
         columns_C = torch.arange(max(lengths) + SPARE_COLUMNS, device=device)
         self._mask_RC = columns_C >= max(lengths) - self._lengths_R[:, None]
-        self._params = self._params_of(rows)
+        self._params = BatchParams(
+            [row.job.params for row in rows],
+            [row.prompt_ids for row in rows],
+            [row.token_ids for row in rows],
+            eos_ids=self._served.eos_ids,
+            num_vocabulary=self._served.num_logits,
+            device=device,
+        )
 
 
 def _chunks(rows: Sequence[Row]) -> list[list[list[Row]]]:

@@ -1,7 +1,8 @@
-"""The engine: one thread that owns the model and decodes all requests together (continuous batching).
+"""The engine: decodes all requests together (continuous batching), one round of the batch after the other.
 
-Between two steps it runs what others have for it (adapters, weights, the end of a job whose client went away), and lets
-waiting rows join as far as there is room. Collaborator: `Batch` (the rows).
+All state belongs to the event loop. The model belongs to a thread of its own, which does one thing at a time: a round
+of steps, or between two rounds what changes the weights. Waiting rows join as far as there is room. Collaborator:
+`Batch` (the rows).
 
 An adapter has a name and a slot that holds its weights. A slot is given to another adapter only when its name was
 unloaded and no job uses it, so a job is never served weights other than those its name meant when it came. Whether a
@@ -10,14 +11,14 @@ name may be loaded is decided before (`front`).
 
 from __future__ import annotations
 
+import asyncio
 import logging
-import secrets
-import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 from prime_rl.inference.embedded.batch import Batch, Decode, Job, Row
 from prime_rl.inference.embedded.model import Served
@@ -28,10 +29,7 @@ from prime_rl.lora.adapter_state import load_peft, load_served_adapter
 
 logger = logging.getLogger(__name__)
 
-# How long an idle engine sleeps before it looks again without having been woken.
-IDLE_S = 1.0
-# A step of a model that this engine is for takes milliseconds, a long prefill seconds.
-APPLY_TIMEOUT_S = 60.0
+T = TypeVar("T")
 
 
 class EngineDead(ApiError):
@@ -42,88 +40,94 @@ class EngineDead(ApiError):
 
 
 class Engine:
-    """Start it once with `start`. Other methods may be called from any thread, `load_adapter` from one at a time."""
+    """Decodes as long as `run` runs. Its methods belong to the event loop, but for `stats`.
 
-    def __init__(self, served: Served, decode: Decode, *, max_num_seqs: int, raw_logprobs: bool = False) -> None:
+    Args:
+        max_num_seqs: rows that are decoded together.
+        max_model_len: longest prompt and completion together, in tokens.
+    """
+
+    def __init__(
+        self, served: Served, decode: Decode, *, max_num_seqs: int, max_model_len: int, raw_logprobs: bool = False
+    ) -> None:
         self.served = served
-        self.error: BaseException | None = None
-        self._batch = Batch(served, decode, raw_logprobs=raw_logprobs)
+        self.max_model_len = max_model_len
         self._max_num_seqs = max_num_seqs
-        self._wake = threading.Condition()
+        self._batch = Batch(served, decode, raw_logprobs=raw_logprobs)
+        self._thread = ThreadPoolExecutor(1, "engine")
+        self._has_news = asyncio.Event()  # for `run`: a request, a change, or the end
         self._waiting: deque[Row] = deque()
-        self._commands: deque[tuple[Callable[[], None], Future[None]]] = deque()
         self._open_jobs: set[Job] = set()
         self._adapters: dict[str, tuple[int, str]] = {}  # slot and path by name
-        self._num_users = [0] * len(served.routing.scaling)  # of each slot
-        self._stopping = False
+        self._dead: EngineDead | None = None
         self._num_prompt_tokens = 0
-        self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
 
     @property
     def alive(self) -> bool:
-        return self._thread.is_alive() and self.error is None
+        return self._dead is None
 
-    def start(self) -> None:
-        self._thread.start()
+    async def run(self) -> None:
+        """Decode until `stop`. Boundary of the engine: whatever ends it is logged and passed to every open job."""
+        try:
+            while self.alive:
+                self._has_news.clear()
+                joining = self._take_fitting()
+                if joining or self._batch.num_rows:
+                    self._end(await self._on_thread(partial(self._round, joining)))
+                else:
+                    await self._has_news.wait()
+        except Exception as error:
+            self._fail(error)
 
-    def stop(self, timeout_s: float) -> None:
-        """End the thread after the step it is in; open jobs fail with EngineDead."""
-        with self._wake:
-            self._stopping = True
-            self._wake.notify()
-        if self._thread.ident is not None:
-            self._thread.join(timeout_s)
+    def stop(self, reason: Exception | None = None) -> None:
+        """Take no more; open jobs fail with EngineDead. A round that is under way goes on without them."""
+        self._dead = self._dead or EngineDead(reason)
+        for job in self._open_jobs:
+            job.is_cancelled, job.error = True, self._dead
+            job.ended.set()
+        self._has_news.set()
+        self._thread.shutdown(wait=False)
 
-    def submit(
-        self,
-        prompt_ids: Sequence[int],
-        params: SamplingParams,
-        *,
-        adapter: str | None = None,
-        num_choices: int = 1,
-        seed: int | None = None,
-    ) -> Job:
-        """Queue one prompt. Raises ApiError (404) for an unknown adapter and EngineDead when the engine has stopped."""
-        seed = secrets.randbits(64) if seed is None else seed
-        with self._wake:
-            self._refuse_when_stopped()
-            slot = None
-            if adapter is not None:
-                if adapter not in self._adapters:
-                    raise ApiError(404, f"The model {adapter!r} does not exist.", param="model")
-                slot, _ = self._adapters[adapter]
-                self._num_users[slot] += 1
-            job = Job(prompt_ids, params, num_choices=num_choices, seed=seed, slot=slot)
-            self._open_jobs.add(job)
-            self._waiting.extend(job.rows)
-            self._num_prompt_tokens += len(job.prompt_ids)
-            self._wake.notify()
+    def submit(self, prompts: Sequence[Sequence[int]], params: SamplingParams, *, adapter: str | None = None) -> Job:
+        """Queue a request. Raises ApiError (404) for an unknown adapter and EngineDead when the engine has stopped."""
+        self._refuse_when_dead()
+        if adapter is not None and adapter not in self._adapters:
+            raise ApiError(404, f"The model {adapter!r} does not exist.", param="model")
+        slot = None if adapter is None else self._adapters[adapter][0]
+        job = Job(prompts, params, slot=slot, max_length=self.max_model_len)
+        self._open_jobs.add(job)
+        self._waiting.extend(job.rows)
+        self._num_prompt_tokens += sum(map(len, job.prompts))
+        self._has_news.set()
         return job
 
-    def cancel(self, jobs: Iterable[Job]) -> None:
-        """Take their rows out before the next step; the jobs end with what these have."""
-        leaving = frozenset(jobs)
-        with self._wake:
-            self._commands.append((lambda: self._drop(leaving), Future()))
-            self._wake.notify()
+    def cancel(self, job: Job) -> None:
+        """Its waiting rows end now, and those that run with their next token."""
+        if job.ended.is_set():
+            return
+        job.is_cancelled = True
+        self._end([row for row in self._waiting if row.job is job])
+        self._waiting = deque(row for row in self._waiting if row.job is not job)
 
-    def run_between_steps(self, action: Callable[[], None]) -> Future[None]:
-        """Run `action` in the engine's thread while no forward runs; its exception is the future's."""
-        future: Future[None] = Future()
-        future.set_running_or_notify_cancel()  # a caller that goes away must not take it from the engine
-        with self._wake:
-            self._refuse_when_stopped()
-            self._commands.append((action, future))
-            self._wake.notify()
-        return future
+    async def change(self, action: Callable[[], None]) -> None:
+        """Run `action` in the engine's thread while no forward runs. What it raises ends the engine, ValueError and
+        OSError apart: bad weights are their loader's trouble."""
+        self._refuse_when_dead()
+        self._has_news.set()
+        try:
+            await self._on_thread(action)
+        except (ValueError, OSError):
+            raise
+        except Exception as error:
+            self._fail(error)
+        self._refuse_when_dead()
 
     def adapters(self) -> dict[str, str]:
         """Name to path of the adapters that can be used now."""
-        with self._wake:
-            return {name: path for name, (_, path) in self._adapters.items()}
+        return {name: path for name, (_, path) in self._adapters.items()}
 
-    def load_adapter(self, name: str, folder: Path) -> None:
-        """Read and check it here, load it between steps. Raises ApiError 400 with one clear line."""
+    async def load_adapter(self, name: str, folder: Path) -> None:
+        """Read and check it, load it between rounds; one at a time. Raises ApiError 400 with one clear line."""
         slot = self._free_slot()
 
         def apply() -> None:
@@ -131,23 +135,21 @@ class Engine:
             self.served.routing.scaling[slot] = config.scaling
 
         try:
-            tensors, config = load_peft(folder)
-            self.run_between_steps(apply).result(APPLY_TIMEOUT_S)
+            tensors, config = await asyncio.to_thread(load_peft, folder)
+            await self.change(apply)
         except (ValueError, OSError) as error:
             raise ApiError(400, f"adapter {name!r} is refused: {error}", param="lora_path") from error
-        with self._wake:
-            self._adapters[name] = slot, str(folder)
+        self._adapters[name] = slot, str(folder)
 
     def unload_adapter(self, name: str) -> None:
         """Forget `name` at once; its slot is free when the last job that uses it has ended. Raises ApiError 404."""
-        with self._wake:
-            if self._adapters.pop(name, None) is None:
-                raise ApiError(404, f"The lora adapter {name!r} cannot be found.", param="lora_name")
+        if self._adapters.pop(name, None) is None:
+            raise ApiError(404, f"The lora adapter {name!r} cannot be found.", param="lora_name")
 
     def stats(self) -> Snapshot:
         num_running = self._batch.num_rows
         return Snapshot(
-            adapters=sorted(self.adapters()),
+            adapters=sorted(self._adapters),
             num_running=num_running,
             num_waiting=len(self._waiting),
             num_prompt_tokens=self._num_prompt_tokens,
@@ -156,54 +158,17 @@ class Engine:
         )
 
     def _free_slot(self) -> int:
-        with self._wake:
-            named = {slot for slot, _ in self._adapters.values()}
-            draining = {slot for slot, num_users in enumerate(self._num_users) if num_users} - named
-        for slot in range(len(self._num_users)):
+        slots = range(len(self.served.routing.scaling))
+        named = {slot for slot, _ in self._adapters.values()}
+        draining = {job.slot for job in self._open_jobs} - named - {None}
+        for slot in slots:
             if slot not in named | draining:
                 return slot
         message = (
-            f"All {len(self._num_users)} adapter slots are in use, {len(draining)} of them unloaded but still in use "
+            f"All {len(slots)} adapter slots are in use, {len(draining)} of them unloaded but still in use "
             "by requests: unload an adapter first."
         )
         raise ApiError(400, message, param="lora_name")
-
-    def _refuse_when_stopped(self) -> None:
-        if self._stopping or self.error is not None:
-            raise EngineDead(self.error)
-
-    def _main(self) -> None:
-        """Boundary of the thread: whatever ends it is logged and passed to every waiting job."""
-        try:
-            while self._one_round():
-                pass
-        except BaseException as error:
-            logger.exception("the engine has failed")
-            self.error = error
-        finally:
-            self._fail_open_jobs()
-
-    def _one_round(self) -> bool:
-        with self._wake:
-            if not (self._stopping or self._commands or self._waiting or self._batch.num_rows):
-                self._wake.wait(IDLE_S)
-            if self._stopping:
-                return False
-        while self._commands:
-            action, future = self._commands[0]  # it stays there if it ends the engine, so that its caller is told
-            try:
-                action()
-            except (ValueError, OSError) as error:  # a bad adapter is its loader's trouble, not the engine's
-                future.set_exception(error)
-            else:
-                future.set_result(None)
-            self._commands.popleft()
-        self._end(self._batch.step())
-        with self._wake:
-            joining = self._take_fitting()
-        if joining:
-            self._end(self._batch.add(joining))
-        return True
 
     def _take_fitting(self) -> list[Row]:
         """Waiting rows that may join, in the order they came: by number, and by what the cache may grow to."""
@@ -218,28 +183,28 @@ class Engine:
             num_rows += 1
         return joining
 
-    def _drop(self, jobs: frozenset[Job]) -> None:
-        with self._wake:
-            waiting = [row for row in self._waiting if row.job in jobs]
-            self._waiting = deque(row for row in self._waiting if row.job not in jobs)
-        self._end(waiting + self._batch.drop(jobs))
-
     def _end(self, rows: Iterable[Row]) -> None:
-        """Count down the jobs of finished or dropped rows; deliver those that are complete."""
+        """Count down the jobs of rows that have ended; deliver those that are complete."""
         for row in rows:
-            job = row.job
-            job.num_open -= 1
-            if job.num_open == 0:
-                with self._wake:
-                    self._open_jobs.discard(job)
-                    if job.slot is not None:
-                        self._num_users[job.slot] -= 1
-                job.future.set_result(job.rows)
+            row.job.num_open -= 1
+            if row.job.num_open == 0:
+                self._open_jobs.discard(row.job)
+                row.job.ended.set()
 
-    def _fail_open_jobs(self) -> None:
-        with self._wake:
-            self._stopping = True
-            futures: list[Future[Any]] = [job.future for job in self._open_jobs]
-            futures += [future for _, future in self._commands]
-        for future in futures:
-            future.set_exception(EngineDead(self.error))
+    def _round(self, joining: Sequence[Row]) -> list[Row]:
+        """Let rows join and decode until there is something to do elsewhere. Returns the rows that have ended."""
+        ended = [*self._batch.add(joining), *self._batch.step()]
+        while self._batch.num_rows and not ended and not self._has_news.is_set():
+            ended = self._batch.step()
+        return ended
+
+    async def _on_thread(self, action: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, action)
+
+    def _fail(self, error: Exception) -> None:
+        logger.error("the engine has failed", exc_info=error)
+        self.stop(error)
+
+    def _refuse_when_dead(self) -> None:
+        if self._dead is not None:
+            raise self._dead

@@ -1,4 +1,5 @@
-"""Requests as clients send them, OpenAI's fields and those of vLLM that this engine has, and the answers to them.
+"""Requests as clients send them, OpenAI's fields and those of vLLM that this engine has, and the answers to them, whole
+or as they are generated.
 
 Fields of vLLM's that this engine does not have are accepted at the value that changes nothing, and refused otherwise:
 a setting must never be ignored in silence.
@@ -6,12 +7,14 @@ a setting must never be ignored in silence.
 
 from __future__ import annotations
 
+import asyncio
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Callable
 from itertools import accumulate, repeat
 from typing import Annotated, Any, Literal, TypeVar
 
+import msgspec
 from msgspec import Meta, Struct, field
 
 from prime_rl.inference.bodies import checked
@@ -20,10 +23,13 @@ from prime_rl.inference.embedded.sampling import MAX_TOP_LOGPROBS, SamplingParam
 from prime_rl.inference.embedded.text import Text
 from prime_rl.inference.errors import ApiError
 
-MAX_CHOICES = 256
 MAX_PROMPTS = 1024
 # JSON has no minus infinity; vLLM writes this too.
 MIN_LOGPROB = -9999.0
+# The reader of a streamed answer does not see a difference below this.
+POLL_S = 0.03
+# What a decoder gives for the first bytes of a character whose rest has not come.
+_UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 
 # Neither the text nor the tokens depend on them.
 _IGNORED = {
@@ -45,11 +51,9 @@ R = TypeVar("R", bound="Generation")
 
 
 class Generation(SamplingParams, kw_only=True):
-    """What both kinds of requests share. `seed` None: another one for each request."""
+    """What both kinds of requests share."""
 
     model: str | None = None
-    n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] = 1
-    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
     skip_special_tokens: bool = True
     return_token_ids: bool = False
 
@@ -81,7 +85,7 @@ class CompletionRequest(Generation, kw_only=True):
             raise ValueError(f"prompt: found {len(self.prompt)} prompts: must be at most {MAX_PROMPTS}")
 
     def choice(self, row: Row, text: Text) -> dict[str, Any]:
-        prompt_ids = row.job.prompt_ids if self.return_token_ids else None
+        prompt_ids = row.prompt_ids if self.return_token_ids else None
         found = {"text": self.text_of(row, text), "logprobs": None, "prompt_token_ids": prompt_ids}
         if self.logprobs is None:
             return found
@@ -158,10 +162,10 @@ def parsed(body: dict[str, Any], kind: type[R]) -> R:
     return checked(given, kind)
 
 
-def response(asked: CompletionRequest | ChatRequest, jobs: Sequence[Job], text: Text, model: str) -> dict[str, Any]:
+def response(asked: CompletionRequest | ChatRequest, job: Job, text: Text, model: str) -> dict[str, Any]:
     """The body of the answer: the choices of all prompts in order."""
-    is_chat, rows = isinstance(asked, ChatRequest), [row for job in jobs for row in job.rows]
-    num_prompt, num_generated = sum(len(job.prompt_ids) for job in jobs), sum(len(row.token_ids) for row in rows)
+    is_chat = isinstance(asked, ChatRequest)
+    num_prompt, num_generated = sum(map(len, job.prompts)), sum(len(row.token_ids) for row in job.rows)
     choices = [
         {
             "index": index,
@@ -170,7 +174,7 @@ def response(asked: CompletionRequest | ChatRequest, jobs: Sequence[Job], text: 
             "stop_reason": row.stop_reason,
             "token_ids": row.token_ids if asked.return_token_ids else None,
         }
-        for index, row in enumerate(rows)
+        for index, row in enumerate(job.rows)
     ]
     return {
         "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{uuid.uuid4().hex}",
@@ -183,5 +187,62 @@ def response(asked: CompletionRequest | ChatRequest, jobs: Sequence[Job], text: 
             "completion_tokens": num_generated,
             "total_tokens": num_prompt + num_generated,
         },
-        **({"prompt_token_ids": jobs[0].prompt_ids if asked.return_token_ids else None} if is_chat else {}),
+        **({"prompt_token_ids": job.prompts[0] if asked.return_token_ids else None} if is_chat else {}),
     }
+
+
+async def chat_events(
+    text: Text, model: str, asked: ChatRequest, job: Job, cancel: Callable[[Job], None]
+) -> AsyncIterator[bytes]:
+    """A chat whose answer is sent as it is generated: server-sent events. `job` is cancelled when the client goes away.
+
+    The engine's thread appends tokens to its rows. They are read from there, so a client that reads slowly holds up
+    nothing. Text is sent when later tokens cannot change it.
+    """
+    head = {
+        "id": f"chatcmpl-{uuid.uuid4().hex}",
+        "object": "chat.completion.chunk",
+        "created": int(time.time()),
+        "model": model,
+    }
+
+    def event(index: int, delta: dict[str, str], finish_reason: str | None = None) -> bytes:
+        return _event({**head, "choices": [{"index": index, "delta": delta, "finish_reason": finish_reason}]})
+
+    sent = [0] * len(job.rows)
+    try:
+        for index in range(len(job.rows)):
+            yield event(index, {"role": "assistant", "content": ""})
+        while True:
+            if is_done := job.ended.is_set():
+                await job.result()  # raises what ended the engine
+            for index, row in enumerate(job.rows):
+                shown = _shown(text, row, asked, is_whole=is_done)
+                if len(shown) > sent[index]:
+                    yield event(index, {"content": shown[sent[index] :]})
+                    sent[index] = len(shown)
+                if is_done:
+                    yield event(index, {}, row.finish_reason)
+            if is_done:
+                break
+            await asyncio.sleep(POLL_S)
+        yield b"data: [DONE]\n\n"
+    except ApiError as error:
+        yield _event(error.body())
+    finally:
+        cancel(job)
+
+
+def _event(body: dict[str, Any]) -> bytes:
+    return b"data: " + msgspec.json.encode(body) + b"\n\n"
+
+
+def _shown(text: Text, row: Row, asked: ChatRequest, *, is_whole: bool) -> str:
+    """What may be sent of a row now."""
+    if is_whole:
+        return asked.text_of(row, text)
+    decoded = text.decode(list(row.token_ids), skip_special_tokens=asked.skip_special_tokens)
+    # A stop string is not part of the answer, neither when the engine is about to end the row nor the beginning of one.
+    found = [at for stop in asked.stops if (at := decoded.find(stop)) >= 0]
+    end = min(found, default=len(decoded) - max(map(len, asked.stops), default=1) + 1)
+    return decoded[: max(end, 0)].rstrip(_UNFINISHED)

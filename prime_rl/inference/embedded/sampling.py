@@ -10,7 +10,6 @@ Dimensions: R rows, V vocabulary, K most likely alternatives.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 from typing import Annotated, NamedTuple
 
 import torch
@@ -21,6 +20,7 @@ TokenId = Annotated[int, Meta(ge=0)]
 # The ranges of OpenAI and vLLM.
 _Penalty = Annotated[float, Meta(ge=-2, le=2)]
 _StopString = Annotated[str, Meta(min_length=1)]
+MAX_CHOICES = 256
 MAX_TOP_LOGPROBS = 20
 _CUTS = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
 _PENALTIES = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
@@ -32,6 +32,8 @@ class SamplingParams(Struct, kw_only=True):
     """How one request is sampled, in the fields of clients; what is not said here is in `configs.sampling`.
 
     Attributes:
+        n: choices of each prompt.
+        seed: of the choices of each prompt; None: another one for each prompt.
         temperature: 0 takes the most likely token.
         top_logprobs: how many of the most likely tokens are reported at each position; 0 none.
         stop: strings that end the text; they are not part of it.
@@ -39,6 +41,8 @@ class SamplingParams(Struct, kw_only=True):
         ignore_eos: go on after an end-of-sequence token (for measurements).
     """
 
+    n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] = 1
+    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
     temperature: Annotated[float, Meta(ge=0, le=2)] = 1.0
     top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
     top_k: Annotated[int, Meta(ge=-1, lt=2**31)] = 0
@@ -58,40 +62,30 @@ class SamplingParams(Struct, kw_only=True):
         return [self.stop] if isinstance(self.stop, str) else self.stop
 
 
-class RowSampling(NamedTuple):
-    """What one row has: its settings, and its tokens so far."""
-
-    params: SamplingParams
-    prompt_ids: Sequence[int]
-    token_ids: Sequence[int]
-
-
-@dataclass(frozen=True)
 class BatchParams:
     """The parameters of all rows of a batch as tensors, made once whenever the batch changes.
+
+    Args:
+        params, prompts, completions: settings, prompt and tokens so far of each row.
 
     Attributes:
         settings: by name, `[R, 1]`, only those that some row has.
         num_tokens_R1: how many tokens each row has.
-        ends_RV: the tokens that may not come before `min_tokens`.
-        prompt_RV: whether the prompt has the token.
-        counts_RV: how often the completion has it.
+        ends_RV: the tokens that may not come before `min_tokens`; None where no row has it.
+        prompt_RV: whether the prompt has the token; None without penalties.
+        counts_RV: how often the completion has it; None without penalties.
     """
 
-    temperature_R1: Tensor
-    greedy_R: Tensor
-    any_random: bool
-    settings: dict[str, Tensor]
-    num_tokens_R1: Tensor
-    ends_RV: Tensor | None
-    prompt_RV: Tensor | None
-    counts_RV: Tensor | None
-    num_top_logprobs: int
-
-    @classmethod
-    def of(
-        cls, rows: Sequence[RowSampling], *, eos_ids: Collection[int], num_vocabulary: int, device: torch.device
-    ) -> BatchParams:
+    def __init__(
+        self,
+        params: Sequence[SamplingParams],
+        prompts: Sequence[Sequence[int]],
+        completions: Sequence[Sequence[int]],
+        *,
+        eos_ids: Collection[int],
+        num_vocabulary: int,
+        device: torch.device,
+    ) -> None:
         def counted(ids: Sequence[Sequence[int]]) -> Tensor:
             counts_RV = torch.zeros(len(ids), num_vocabulary, dtype=torch.int32, device=device)
             for row, chosen in enumerate(ids):
@@ -99,7 +93,6 @@ class BatchParams:
                 counts_RV[row].scatter_add_(0, known, torch.ones_like(known, dtype=torch.int32))
             return counts_RV
 
-        params = [row.params for row in rows]
         # What a greedy row takes is the same whatever is cut off.
         values = {
             name: [off if name in _CUTS and not p.temperature else getattr(p, name) for p in params]
@@ -109,18 +102,16 @@ class BatchParams:
         if penalizes := not used.isdisjoint(_PENALTIES):
             used.update(_PENALTIES)
         ends = [(*p.stop_token_ids, *(() if p.ignore_eos else eos_ids)) for p in params]
-        return cls(
-            # A greedy row reports the logprobs of the unscaled distribution.
-            temperature_R1=torch.tensor([[p.temperature or 1.0] for p in params], device=device),
-            greedy_R=torch.tensor([p.temperature == 0 for p in params], device=device),
-            any_random=any(p.temperature for p in params),
-            settings={name: torch.tensor(values[name], device=device)[:, None] for name in used},
-            num_tokens_R1=torch.tensor([[len(row.token_ids)] for row in rows], device=device),
-            ends_RV=counted(ends) > 0 if "min_tokens" in used else None,
-            prompt_RV=counted([row.prompt_ids for row in rows]) > 0 if penalizes else None,
-            counts_RV=counted([row.token_ids for row in rows]) if penalizes else None,
-            num_top_logprobs=max(p.top_logprobs for p in params),
-        )
+        # A greedy row reports the logprobs of the unscaled distribution.
+        self.temperature_R1 = torch.tensor([[p.temperature or 1.0] for p in params], device=device)
+        self.greedy_R = torch.tensor([p.temperature == 0 for p in params], device=device)
+        self.any_random = any(p.temperature for p in params)
+        self.num_top_logprobs = max(p.top_logprobs for p in params)
+        self.settings = {name: torch.tensor(values[name], device=device)[:, None] for name in used}
+        self.num_tokens_R1 = torch.tensor([[len(token_ids)] for token_ids in completions], device=device)
+        self.ends_RV = counted(ends) > 0 if "min_tokens" in used else None
+        self.prompt_RV = counted(prompts) > 0 if penalizes else None
+        self.counts_RV = counted(completions) if penalizes else None
 
     def advance(self, token_ids_R: Tensor) -> None:
         """Every row has one more token."""

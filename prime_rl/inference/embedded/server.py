@@ -20,9 +20,6 @@ from prime_rl.inference.serve import EngineFailed, serve
 
 logger = logging.getLogger(__name__)
 
-# A forward of a model that this engine is for takes far less.
-STOP_TIMEOUT_S = 10.0
-
 
 def run(context: ServerContext) -> None:
     """Load the model, serve, clean up. Raises StartError."""
@@ -30,31 +27,35 @@ def run(context: ServerContext) -> None:
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
     served, text = _load(context)
+    try:
+        asyncio.run(_serve(context, served, text))
+    except EngineFailed as error:
+        raise StartError(str(error)) from error
+
+
+async def _serve(context: ServerContext, served: Served, text: Text) -> None:
+    config = context.config
     engine = Engine(
         served,
         text.decode,
         max_num_seqs=config.num_seqs_on(served.device.type),
+        max_model_len=max_model_len(config),
         raw_logprobs=config.logprobs_mode == "raw_logprobs",
     )
-    api = Api(engine, text, config, max_model_len=max_model_len(config))
-    app = build_app(api, config, api_key=context.api_key)
-    engine.start()
+    running = asyncio.create_task(engine.run())
     try:
-        asyncio.run(
-            serve(
-                app,
-                context.sock,
-                stop=context.stop,
-                engine_alive=lambda: engine.alive,
-                status=context.status,
-                reporter=Reporter(context.status, engine.stats),
-                abort=lambda: engine.stop(STOP_TIMEOUT_S),
-            )
+        await serve(
+            build_app(Api(engine, text, config), config, api_key=context.api_key),
+            context.sock,
+            stop=context.stop,
+            engine_alive=lambda: engine.alive,
+            status=context.status,
+            reporter=Reporter(context.status, engine.stats),
+            abort=engine.stop,
         )
-    except EngineFailed as error:
-        raise StartError(str(error)) from error
     finally:
-        engine.stop(STOP_TIMEOUT_S)
+        engine.stop()
+        await running
 
 
 def _load(context: ServerContext) -> tuple[Served, Text]:
