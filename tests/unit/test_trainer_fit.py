@@ -295,7 +295,7 @@ def test_wrong_use_is_told_in_one_line(argv: list[str], problem: str, capsys: An
 
 
 def test_auto_is_slots_and_tokens_that_fit(tmp_path: Path, capsys: Any) -> None:
-    tiny(4).model.save_pretrained(tmp_path)
+    tiny(2).model.save_pretrained(tmp_path)
     argv = ["--model", str(tmp_path), "--seq-len", "2048", "--runs", "auto", "--tokens", "auto", "--gpu-memory"]
     argv[:0] = ["--trainer.device", "cpu"]
     assert cli.main([*argv, "2.8", "--json"]) == 0
