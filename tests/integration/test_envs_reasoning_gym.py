@@ -132,7 +132,8 @@ async def test_it_runs_in_a_process_of_its_own() -> None:
 async def test_a_missing_package_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
     with pytest.raises(
-        ConfigError, match=r"reasoning-gym is not installed: pip install 'prl-multirun\[reasoning-gym\]'"
+        ConfigError,
+        match=r'env .reasoning-gym:gcd.: not installed: reasoning_gym; pip install "prl-multirun\[environments\]"',
     ):
         await ProcessEnvironment(EnvConfig(id="reasoning-gym:gcd"), seed=0).start()
 

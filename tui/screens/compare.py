@@ -153,6 +153,10 @@ class CompareScreen(PlaceScreen):
         if not self.filter_bar.input.value:
             self.filter_bar.close()
 
+    @on(LineList.Moved)
+    def _moved(self) -> None:
+        self.show_keys()
+
     @on(LineList.Opened)
     def _opened(self) -> None:
         """A run, or the best of a group with the others of the group beside it."""
@@ -214,6 +218,7 @@ class CompareScreen(PlaceScreen):
         self.chart.show(data.chart)
         table = Table(data, self.size.width)
         self.list.show(table.keys, table.line, [table.heading()])
+        self.show_keys()
 
 
 def _known(words: str, names: Sequence[str], what: str) -> str:
