@@ -122,9 +122,7 @@ class WorkspaceReader:
         for run_id, run in wanted.items():
             if run_id in reasons:
                 continue
-            files = self._files.get(run_id)
-            if files is None:
-                files = self._files[run_id] = RunFiles(run)
+            files = self._files.get(run_id) or self._files.setdefault(run_id, RunFiles(run))
             slot = trainer.runs.get(run_id) if trainer else None
             known = self._views.get(run_id)
             others = (slot, places.get(run_id), daemons.get(run_id), trainer is not None, False)

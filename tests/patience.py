@@ -5,6 +5,24 @@ wait takes on an idle machine with two cores (a vLLM server that starts: 60 s). 
 stands in the test. `PRL_TEST_PATIENCE_S` shortens it while debugging a wait that never ends.
 """
 
+from __future__ import annotations
+
+import asyncio
 import os
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from textual.pilot import Pilot
 
 PATIENCE_S = float(os.environ.get("PRL_TEST_PATIENCE_S", "600"))
+
+
+async def until(pilot: Pilot[None], condition: Callable[[], bool], what: str, *, timeout_s: float = PATIENCE_S) -> None:
+    """Let the app work until `condition()` on a screen that has its widgets; fails naming `what`."""
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + timeout_s
+    # A pushed screen is the app's screen before it is composed.
+    while not (all(screen.is_mounted for screen in pilot.app.screen_stack[-1:]) and condition()):
+        assert loop.time() < deadline, f"timed out after {timeout_s} s waiting for {what}"
+        await pilot.pause(0.02)

@@ -5,12 +5,11 @@ All status files name the test's own process, so that they count as alive as lon
 
 from __future__ import annotations
 
-import asyncio
 import json
 import math
 import os
 import random
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -32,7 +31,7 @@ from prime_rl.contract.status import (
     TrainerStatus,
 )
 from prime_rl.utils.process import ProcessId
-from tests.patience import PATIENCE_S
+from tests.patience import until as until
 from tui.app import PrlApp
 from tui.model.snapshot import Disk
 from tui.screens.command import CommandScreen
@@ -396,13 +395,3 @@ async def command(pilot: Pilot[None], line: str) -> None:
     await until(pilot, lambda: isinstance(pilot.app.screen, CommandScreen), "the command line")
     pilot.app.screen.query_one(Input).value = line
     await pilot.press("enter")
-
-
-async def until(pilot: Pilot[None], condition: Callable[[], bool], what: str, *, timeout_s: float = PATIENCE_S) -> None:
-    """Let the app work until `condition()` on a screen that has its widgets; fails naming `what`."""
-    loop = asyncio.get_running_loop()
-    deadline = loop.time() + timeout_s
-    # A pushed screen is the app's screen before it is composed.
-    while not (all(screen.is_mounted for screen in pilot.app.screen_stack[-1:]) and condition()):
-        assert loop.time() < deadline, f"timed out after {timeout_s} s waiting for {what}"
-        await pilot.pause(0.02)
