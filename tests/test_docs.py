@@ -21,7 +21,7 @@ from prime_rl.configs.reference import tables
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [
     ROOT / name for name in ("README.md", "AGENTS.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")
-] + sorted((ROOT / "docs").glob("*.md"))
+] + sorted((ROOT / "docs").rglob("*.md"))
 TEXT = {path: path.read_text() for path in DOCUMENTS}
 # A path in backticks is one of ours when it begins like this.
 OUR_PATH = re.compile(r"`((?:prime_rl|daemons|tui|tests|configs|scripts|benchmarks|docs|requirements)/[\w./-]*)`")
@@ -41,10 +41,9 @@ def test_paths_exist(document: str, path: str) -> None:
     assert (ROOT / path).exists(), f"{document} names {path}"
 
 
-@pytest.mark.parametrize(("document", "link"), [(p.name, m) for p in DOCUMENTS for m in LINK.findall(TEXT[p])])
-def test_links_lead_somewhere(document: str, link: str) -> None:
-    folder = ROOT if (ROOT / document).exists() else ROOT / "docs"
-    assert (folder / link).exists(), f"{document} links to {link}"
+@pytest.mark.parametrize(("folder", "link"), sorted({(p.parent, m) for p in DOCUMENTS for m in LINK.findall(TEXT[p])}))
+def test_links_lead_somewhere(folder: Path, link: str) -> None:
+    assert (folder / link).exists(), f"a page in {folder} links to {link}"
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,8 @@ from prime_rl.contract.layout import RunDir
 from tests.trainer_support import published, put_batches, train_until, trainer_config, write_run
 
 WEIGHTS = {"run_a": 1.0, "run_b": 2.0, "run_c": 4.0}
-# Updates of the heaviest run: a quarter of them of the lightest, so that one more or less of it is a twentieth.
-NUM_UPDATES = 80
+# Updates of the heaviest run, 210 of all three. The lightest has a quarter: one more or less of it is a thirtieth.
+NUM_UPDATES = 120
 
 
 def test_tokens_are_shared_by_weight(tiny: Path, tmp_path: Path) -> None:
