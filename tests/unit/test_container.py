@@ -1,0 +1,49 @@
+"""The container's files: linted, and of one mind with the rest of the project. Docker itself is not asked."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "deploy" / "container"
+DOCKERFILE = FOLDER / "Dockerfile"
+LINTER = Path(sys.executable).parent / "hadolint"
+
+
+@pytest.mark.skipif(not LINTER.exists(), reason="hadolint has no build for this platform")
+def test_the_dockerfile_is_without_findings() -> None:
+    done = subprocess.run([LINTER, "--no-color", DOCKERFILE], check=False, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "")
+
+
+def test_each_service_has_its_stage_and_files_that_exist() -> None:
+    compose = yaml.safe_load((FOLDER / "compose.yaml").read_text())
+    stages = set(re.findall(r"^FROM \S+ AS (\w+)$", DOCKERFILE.read_text(), re.MULTILINE))
+    assert set(compose["services"]) == {"cpu", "gpu"} < stages
+    for name, service in compose["services"].items():
+        build = service["build"]
+        assert build["target"] == name
+        assert (FOLDER / build["context"]).resolve() == ROOT and (ROOT / build["dockerfile"]).samefile(DOCKERFILE)
+        (configs,) = [each.split(":") for each in service["volumes"] if each.startswith("..")]
+        assert (FOLDER / configs[0]).resolve() == ROOT / "configs"
+        for word in service.get("command", ()):
+            if word.startswith("/configs/"):
+                assert (ROOT / word.lstrip("/")).is_file(), word
+
+
+def test_torch_is_the_version_of_the_constraints() -> None:
+    (version,) = re.findall(r'"torch==([\d.]+)\+cpu"', DOCKERFILE.read_text())
+    assert f"\ntorch=={version}\n" in (ROOT / "constraints.txt").read_text()
+
+
+def test_what_the_image_copies_is_not_ignored() -> None:
+    ignored = (ROOT / ".dockerignore").read_text().split()
+    copied = re.findall(r"^COPY (?!--from)(.+) \S+$", DOCKERFILE.read_text(), re.MULTILINE)
+    names = {name for line in copied for name in line.split()} - {"."}
+    assert names and not names & set(ignored) and all((ROOT / name).exists() for name in names)
