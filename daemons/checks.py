@@ -174,8 +174,11 @@ def check_port(host: str, port: int, *, served_by_workspace: bool) -> Check:
 
 
 def check_clock(path: Path, status_times: Mapping[str, float], now: float | None = None) -> Check:
-    """Compare our clock with the file server's (the time of a file written now) and with those of status files: one
-    from the future was written by a machine whose clock is ahead."""
+    """Compare our clock with those of the file server and of the status files.
+
+    The first is the time of a file written now. A status file from the future was written by a machine whose clock is
+    ahead.
+    """
     name = "clock"
     try:
         with tempfile.TemporaryFile(dir=_existing(path)) as file:

@@ -88,7 +88,7 @@ def _root(
     prl down                 stop the workspace
 
     Every command has --help with an example.
-    """
+    """  # noqa: D301 (click reads \b)
 
 
 def run(argv: Sequence[str]) -> int:

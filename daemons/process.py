@@ -1,5 +1,7 @@
-"""Start a process in its own session, with the marks `PRL_OUTPUT_DIR` and `PRL_DAEMON` in its environment and its
-output in a log; and run one to its end. `launchers.members` finds and ends what carries the marks.
+"""Start a process in its own session, and run one to its end.
+
+It has the marks `PRL_OUTPUT_DIR` and `PRL_DAEMON` in its environment and its output in a log. `launchers.members` finds
+and ends what carries the marks.
 """
 
 from __future__ import annotations

@@ -57,7 +57,8 @@ def up(
     if as_json and not dry_run:
         raise UsageError("--json is for prl up --dry-run")
     if dry_run:
-        return show_plan(choose_system(context.args, output_dir, say=ignore), as_json)
+        show_plan(choose_system(context.args, output_dir, say=ignore), as_json)
+        return
     from daemons import supervisor
     from prime_rl.utils.signals import StopFlag
 

@@ -209,7 +209,7 @@ class Agent:
                     start_new_session=True,
                     env=environ,
                     pass_fds=fds,
-                    preexec_fn=_die_with_agent,  # no thread runs here yet
+                    preexec_fn=_die_with_agent,  # noqa: PLW1509 (no thread runs here yet)
                 )
         except (OSError, ValueError) as error:
             self._close(None, f"cannot start: {error}")

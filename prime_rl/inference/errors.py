@@ -19,8 +19,11 @@ _TYPES = {
 
 
 class ApiError(Exception):
-    """A request that is refused. `status` is the HTTP status, `param` the field that is wrong, where there is one;
-    `retry_after_s` is when the same request may be taken."""
+    """A request that is refused.
+
+    `status` is the HTTP status, `param` the field that is wrong, where there is one; `retry_after_s` is when the same
+    request may be taken.
+    """
 
     def __init__(
         self, status: int, message: str, *, param: str | None = None, retry_after_s: int | None = None

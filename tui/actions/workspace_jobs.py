@@ -55,8 +55,8 @@ def up_choices(output_dir: Path, configs: Path = Path("configs")) -> list[tuple[
     """(label, job) of each way to start the workspace, the most likely first."""
     last = up_and_down.last_start(output_dir)
     first = "with its last settings" if last else "a small workspace for this machine's CPU"
-    found: list[tuple[CleanText, Callable[[], Job]]] = [(one_line(first), functools.partial(up_job, output_dir, None))]
-    for path in sorted(configs.glob("*/system.toml"))[:MAX_SYSTEMS]:
-        if clean_text(str(path)) == str(path):
-            found.append((one_line(f"as in {path}", 100), functools.partial(up_job, output_dir, path)))
-    return found
+    files = [path for path in sorted(configs.glob("*/system.toml"))[:MAX_SYSTEMS] if clean_text(str(path)) == str(path)]
+    return [
+        (one_line(first), functools.partial(up_job, output_dir, None)),
+        *((one_line(f"as in {path}", 100), functools.partial(up_job, output_dir, path)) for path in files),
+    ]
