@@ -122,6 +122,7 @@ def _fail(error: Exception, exit_code: int, debug: bool) -> int:
 
 
 def main() -> None:
+    """Run the command line and exit with its code."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a terminal that cannot show a character shows "?"
             stream.reconfigure(errors="replace")

@@ -70,6 +70,7 @@ _HEADER = "=== start of "
 
 
 def log_header(name: str, argv: Sequence[str]) -> str:
+    """The line that begins each start of a daemon in its log; `log_tail` looks for it."""
     return f"{_HEADER}{name} at {time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime())}: {' '.join(argv)}\n"
 
 

@@ -76,6 +76,7 @@ def submission(system: SystemConfig, output: OutputDir) -> list[str]:
 
 
 def script_file(output: OutputDir) -> Path:
+    """The absolute path of the batch script."""
     return output.component_config("job").with_suffix(".sh").resolve()
 
 

@@ -370,6 +370,7 @@ def _node(text: str) -> int:
 
 
 def main(args: list[str]) -> int:
+    """Returns the exit code: that of the daemon, 128 + N after signal N, 1 when it could not be started."""
     stop = StopFlag().install()
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     parser = argparse.ArgumentParser(prog="daemons.launchers.agent")

@@ -101,4 +101,5 @@ class Launcher(Protocol):
 
 
 def new_start_id() -> str:
+    """An id that no other start has: random, in hexadecimal digits."""
     return os.urandom(_START_ID_BYTES).hex()

@@ -39,5 +39,6 @@ class ApiError(Exception):
 
 
 def error_body(status: int, message: str, *, param: str | None = None) -> dict[str, Any]:
+    """OpenAI's JSON for an error; `param` is the field that is wrong, where there is one."""
     kind = _TYPES.get(status, "InternalServerError" if status >= 500 else "BadRequestError")
     return {"error": {"message": message, "type": kind, "param": param, "code": status}}

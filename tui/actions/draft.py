@@ -31,6 +31,8 @@ MAX_DRAFT_BYTES = 256 * 1024
 
 @dataclass(frozen=True)
 class Template:
+    """A file that a draft may begin with; `label` is its name in the list."""
+
     label: CleanText
     path: Path
 

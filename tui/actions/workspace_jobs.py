@@ -15,6 +15,8 @@ MAX_SYSTEMS = 20
 
 
 def restart_job(output_dir: Path, name: str) -> Job:
+    """Restart one daemon."""
+
     def work(progress: Progress) -> str:
         up_and_down.restart_daemon(output_dir, name, say=progress)
         return f"{name}: restarted"
@@ -23,6 +25,8 @@ def restart_job(output_dir: Path, name: str) -> Job:
 
 
 def down_job(output_dir: Path) -> Job:
+    """Stop the workspace."""
+
     def work(progress: Progress) -> str:
         was_running = up_and_down.stop_workspace(output_dir, say=progress)
         return "stopped, no process is left" if was_running else "nothing was running"

@@ -189,6 +189,7 @@ def step_rewards(data: RolloutsData) -> dict[int, tuple[float, ...]]:
 
 
 def turns(sample: Sample) -> list[Turn]:
+    """The prompt and the turns of a rollout, in order; a completion without turns is one turn of the policy."""
     found = [Turn("prompt", sample.prompt.strip("\n"))]
     if not sample.turns:
         return [*found, Turn("policy", sample.completion)]

@@ -69,4 +69,5 @@ class Performs(WorkspaceScreen):
 
 
 def ids_of(rows: Sequence[RunRow]) -> list[str]:
+    """The ids of runs, in the order of their rows."""
     return [row.run_id for row in rows]

@@ -207,6 +207,8 @@ def budget_text(row: RunRow) -> Text | None:
 
 
 class WorkspaceHeader(Widget):
+    """The two `workspace_lines` at the top of a screen."""
+
     DEFAULT_CSS = """
     WorkspaceHeader { height: 2; background: $panel; }
     """

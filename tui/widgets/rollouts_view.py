@@ -57,6 +57,7 @@ def list_row(sample: Sample, *, wide: bool, is_hit: bool = False) -> Text:
 
 
 def list_head(*, wide: bool) -> str:
+    """The heading above the rows of `list_row`."""
     return "  step  reward   advant." + ("  version      tokens environment" if wide else "")
 
 

@@ -100,6 +100,8 @@ class CompletionRequest(Generation, kw_only=True):
 
 
 class TextPart(Struct, forbid_unknown_fields=True):
+    """A part of a message's content; parts of OpenAI's other types are refused."""
+
     type: Literal["text"]
     text: str
 

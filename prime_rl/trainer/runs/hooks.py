@@ -64,6 +64,8 @@ class RunLife(Protocol):
 
 @dataclass
 class Hooks:
+    """The hooks of each kind, in the order of registration."""
+
     validation: list[ConfigValidationHook] = field(default_factory=list)
     discovered: list[DiscoveredHook] = field(default_factory=list)
     forgotten: list[RunHook] = field(default_factory=list)
