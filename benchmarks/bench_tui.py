@@ -275,8 +275,7 @@ def cursor_row(screen: Screen, top: int) -> int:
 
 
 def line_to_screen(terminal: Terminal, values: list[tuple[float, str]], write: Callable[[int, float], None]) -> float:
-    """From a new line in a metrics file to its figure, in these words, on the screen; median over lines at uneven
-    times."""
+    """From a new line in a metrics file to its figure on the screen; median over lines at uneven times."""
     times = []
     for number, (value, words) in enumerate(values):
         if words in terminal.screen.text():

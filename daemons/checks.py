@@ -52,6 +52,7 @@ class Check:
 
 
 def check_python(version: Sequence[int], executable: str) -> Check:
+    """Whether this Python is new enough; `executable` is shown beside its version."""
     found = f"{'.'.join(map(str, version[:3]))} ({executable})"
     if tuple(version[:2]) >= MIN_PYTHON:
         return Check("python", "ok", found)
@@ -137,6 +138,7 @@ def check_file_system(path: Path, mountinfo: Path = Path("/proc/self/mountinfo")
 
 
 def check_disk(disk: DiskView | None) -> Check:
+    """Whether the disk of the workspace has enough free space. `disk`: None when that is unknown."""
     if disk is None:
         return Check("disk", "warning", "free space unknown", "check it with df")
     found = f"{disk.free_bytes / 1e9:.1f} GB of {disk.total_bytes / 1e9:.0f} GB free"
@@ -160,6 +162,7 @@ def check_inotify(num_runs: int, limits: Mapping[str, int]) -> Check:
 
 
 def check_port(host: str, port: int, *, served_by_workspace: bool) -> Check:
+    """Whether inference can listen on `port`. `served_by_workspace`: our own server listens there already."""
     if port == 0:
         return Check("port", "ok", "inference takes a free port")
     if served_by_workspace:
@@ -174,8 +177,11 @@ def check_port(host: str, port: int, *, served_by_workspace: bool) -> Check:
 
 
 def check_clock(path: Path, status_times: Mapping[str, float], now: float | None = None) -> Check:
-    """Compare our clock with the file server's (the time of a file written now) and with those of status files: one
-    from the future was written by a machine whose clock is ahead."""
+    """Compare our clock with those of the file server and of the status files.
+
+    The first is the time of a file written now. A status file from the future was written by a machine whose clock is
+    ahead.
+    """
     name = "clock"
     try:
         with tempfile.TemporaryFile(dir=_existing(path)) as file:
@@ -197,6 +203,7 @@ def check_clock(path: Path, status_times: Mapping[str, float], now: float | None
 
 
 def check_descriptors(soft: int, num_slots: int) -> Check:
+    """Whether a process may open the files of `num_slots` runs. `soft`: its limit; negative for none."""
     wanted = FDS_OWN + FDS_PER_RUN * num_slots
     if soft < 0 or soft >= wanted:
         return Check("descriptors", "ok", f"{'no limit' if soft < 0 else soft} open files per process")
@@ -205,6 +212,7 @@ def check_descriptors(soft: int, num_slots: int) -> Check:
 
 
 def check_shm(free_bytes: int | None) -> Check:
+    """Whether /dev/shm has room for tensors that processes share. `free_bytes`: None when it does not exist."""
     if free_bytes is None:
         return Check("/dev/shm", "ok", "not present")
     found = f"{free_bytes / 1e9:.2f} GB free"
@@ -214,6 +222,7 @@ def check_shm(free_bytes: int | None) -> Check:
 
 
 def check_lingering(*, has_systemd: bool, lingers: bool, user: str) -> Check:
+    """Whether the daemons outlive the last session of `user`. `lingers`: systemd keeps the user's processes then."""
     if not has_systemd:
         return Check("lingering", "ok", "no systemd: daemons outlive a logout")
     if lingers:

@@ -88,7 +88,7 @@ def _root(
     prl down                 stop the workspace
 
     Every command has --help with an example.
-    """
+    """  # noqa: D301 (click reads \b)
 
 
 def run(argv: Sequence[str]) -> int:
@@ -122,6 +122,7 @@ def _fail(error: Exception, exit_code: int, debug: bool) -> int:
 
 
 def main() -> None:
+    """Run the command line and exit with its code."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a terminal that cannot show a character shows "?"
             stream.reconfigure(errors="replace")

@@ -1,7 +1,7 @@
-"""What the supervisor does next: a pure function of a snapshot and the clock.
+r"""What the supervisor does next: a pure function of a snapshot and the clock.
 
     start -> starting -> running <-> stalled
-                 \\-> crash -> backoff -> start ... or failed;  an orchestrator's final state -> done
+                 \-> crash -> backoff -> start ... or failed;  an orchestrator's final state -> done
 
 A process that exits by itself before the daemon is ready counts as a failed start, not as a crash. Either way a daemon
 that ends early several times in a row has failed and is left alone until a person restarts it; so is one that refuses

@@ -40,8 +40,11 @@ class CheckpointView:
 
 @dataclass(frozen=True)
 class RunDetails:
-    """`config` is None unless it is valid TOML. `metrics`: the figures of the last step by writer. `disk`: bytes by
-    folder."""
+    """What is shown of one run.
+
+    `config` is None unless it is valid TOML. `metrics`: the figures of the last step by writer. `disk`: bytes by
+    folder.
+    """
 
     run: RunView
     config: Mapping[str, Any] | None

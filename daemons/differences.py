@@ -68,6 +68,7 @@ def figures_of(result: RunResult) -> dict[CleanText, float]:
 
 
 def result_differences(one: Mapping[CleanText, float], other: Mapping[CleanText, float]) -> tuple[Difference, ...]:
+    """Every figure that at least one of the runs has, with both values; None for one that is missing."""
     names = dict.fromkeys([*one, *other])
     return tuple(Difference(name, (one.get(name), other.get(name))) for name in names)
 

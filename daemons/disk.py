@@ -73,6 +73,12 @@ def disk_use(folder: Path, *, limit_s: float = WALK_LIMIT_S, clock: Callable[[],
 
 
 class DiskReader:
+    """Looks at the disk of a workspace; measures the workspace itself at most once in WALK_EVERY_S.
+
+    Args:
+        clock: monotonic seconds.
+    """
+
     def __init__(self, output_dir: Path, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._output_dir = output_dir
         self._clock = clock

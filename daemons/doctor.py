@@ -137,6 +137,7 @@ def probe(name: str, *, timeout_s: float = IMPORT_TIMEOUT_S) -> tuple[dict[str, 
             errors="replace",
             timeout=timeout_s,
             stdin=subprocess.DEVNULL,
+            check=False,
         )
     except subprocess.TimeoutExpired:
         return {}, f"the import took more than {timeout_s:g} s"

@@ -32,6 +32,7 @@ def end_run(output: OutputDir, run: RunDir, action: str, reason: str, detail: st
 
 
 def is_ended(run: RunDir) -> bool:
+    """Whether the run has a `finished.txt`; a broken link counts."""
     return os.path.lexists(run.finished)
 
 

@@ -40,6 +40,7 @@ def _in_words(error: Exception) -> str:
 
 
 def in_one_line(text: str) -> str:
+    """`text` with each stretch of white space, line breaks included, as one blank."""
     return " ".join(text.split())
 
 

@@ -282,6 +282,10 @@ def _unpause(run: RunDir) -> bool:
 
 
 def read_decisions(output: OutputDir, name: str) -> Decisions:
+    """What was decided about a sweep so far; nothing without a file.
+
+    Raises ValueError for another version, OSError or MsgspecError when the file cannot be read.
+    """
     path = output.sweep_decisions(name)
     if not os.path.lexists(path):
         return Decisions()
@@ -292,6 +296,7 @@ def read_decisions(output: OutputDir, name: str) -> Decisions:
 
 
 def write_decisions(output: OutputDir, name: str, decisions: Decisions) -> None:
+    """Write `decisions` in place of those in the file. Raises OSError."""
     write_atomic(output.sweep_decisions(name), msgspec.json.encode(decisions))
 
 

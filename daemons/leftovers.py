@@ -132,6 +132,7 @@ def _nothing() -> None:
 
 
 def is_anything_left(output: OutputDir, launcher: Launcher) -> bool:
+    """Whether a daemon of the workspace lives, or a process that outlived its daemon."""
     return bool(living(output, launcher) or launcher.strays())
 
 

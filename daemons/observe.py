@@ -234,8 +234,10 @@ def _what(path: str) -> tuple[int, ...]:
 
 
 def _wrote(process: ProcessId, status: Status) -> bool:
-    """Whether `status` was written by `process`, a process of its session, or one that it started (each of torchrun's
-    ranks has its own session). On another machine: by one that was started there after it."""
+    """Whether `status` was written by `process`, a process of its session, or one that it started.
+
+    Each of torchrun's ranks has its own session. On another machine: by one that was started there after it.
+    """
     if process.is_of_another_boot():
         return status.writer.is_started_after(process)
     if status.pid == process.pid:

@@ -1,5 +1,7 @@
-"""Start a process in its own session, with the marks `PRL_OUTPUT_DIR` and `PRL_DAEMON` in its environment and its
-output in a log; and run one to its end. `launchers.members` finds and ends what carries the marks.
+"""Start a process in its own session, and run one to its end.
+
+It has the marks `PRL_OUTPUT_DIR` and `PRL_DAEMON` in its environment and its output in a log. `launchers.members` finds
+and ends what carries the marks.
 """
 
 from __future__ import annotations
@@ -68,6 +70,7 @@ _HEADER = "=== start of "
 
 
 def log_header(name: str, argv: Sequence[str]) -> str:
+    """The line that begins each start of a daemon in its log; `log_tail` looks for it."""
     return f"{_HEADER}{name} at {time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime())}: {' '.join(argv)}\n"
 
 

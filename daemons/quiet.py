@@ -72,10 +72,12 @@ def read_sayings(output: OutputDir, now: float) -> list[Saying]:
 
 
 def acknowledgement(incident: Named, sayings: Iterable[Saying]) -> Saying | None:
+    """The first saying that acknowledges `incident`, or None."""
     return next((each for each in sayings if each.action == "acknowledged" and each.covers(incident)), None)
 
 
 def muting(incident: Named, sayings: Iterable[Saying]) -> Saying | None:
+    """The first saying that mutes `incident`, or None."""
     return next((each for each in sayings if each.action == "muted" and each.covers(incident)), None)
 
 

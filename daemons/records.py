@@ -21,6 +21,12 @@ from prime_rl.utils.process import ProcessId, boot_id
 
 
 class Records:
+    """Writes the records of one supervisor, each when it has changed or its heartbeat is due.
+
+    Args:
+        clock: seconds that never jump.
+    """
+
     def __init__(self, output: OutputDir, clock: Callable[[], float]) -> None:
         self._output = output
         self._clock = clock

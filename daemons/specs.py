@@ -128,6 +128,7 @@ def saved_devices(output: OutputDir) -> str | None:
 
 
 def save_devices(output: OutputDir, devices: str | None) -> None:
+    """Save CUDA_VISIBLE_DEVICES for later starts; None: not set. Raises OSError."""
     text = tomli_w.dumps({} if devices is None else {DEVICES_VARIABLE: devices})
     write_atomic(output.component_config(_ENVIRONMENT_FILE), text)
 
@@ -210,6 +211,7 @@ def monitors_spec(output: OutputDir, system: SystemConfig | None = None) -> Daem
 
 
 def orchestrator_spec(run: RunDir, system: SystemConfig | None = None) -> DaemonSpec:
+    """How a run's orchestrator is started. Default: by the system of the last start."""
     system = system or saved_system(OutputDir(run.path.parent))
     argv = python_module(module_of(ORCHESTRATOR, system.deployment.modules), "@", str(run.orch_toml))
     return DaemonSpec(run.run_id, tuple(argv), run.log, run.run_id)
@@ -242,6 +244,7 @@ def wants_monitors(run: RunNow) -> bool:
 
 
 def wanted(output: OutputDir, runs: Iterable[RunNow]) -> Mapping[str, DaemonSpec]:
+    """The daemons that should run now, by name; `runs` decide about orchestrators and monitors."""
     runs, system = list(runs), saved_system(output)
     specs = service_specs(output, system)
     if any(wants_monitors(run) for run in runs):
@@ -252,7 +255,7 @@ def wanted(output: OutputDir, runs: Iterable[RunNow]) -> Mapping[str, DaemonSpec
 
 
 def component_texts(system: SystemConfig, output: OutputDir) -> dict[str, str]:
-    """Write each daemon's complete config, so that later changes of defaults or of the current folder do not matter."""
+    """Each daemon's complete config as TOML: later changes of defaults or of the current folder do not matter."""
     path = str(output.path.resolve())
     configs = {
         TRAINER: system.trainer.model_dump(mode="json") | {"output_dir": path},
@@ -267,6 +270,7 @@ def component_texts(system: SystemConfig, output: OutputDir) -> dict[str, str]:
 
 
 def write_component_configs(system: SystemConfig, output: OutputDir) -> None:
+    """Write each daemon's config file, and remove those of optional daemons that `system` does not ask for."""
     output.component_config(SYSTEM).parent.mkdir(parents=True, exist_ok=True)
     texts = component_texts(system, output)
     for name, text in texts.items():

@@ -76,6 +76,7 @@ def submission(system: SystemConfig, output: OutputDir) -> list[str]:
 
 
 def script_file(output: OutputDir) -> Path:
+    """The absolute path of the batch script."""
     return output.component_config("job").with_suffix(".sh").resolve()
 
 
@@ -126,7 +127,7 @@ def submit(
     write_atomic(script_file(output), script(output))
     keys = {*all_keys(output), key}
     clean = {name: value for name, value in environ.items() if name not in keys and not value.startswith("/dev/fd/")}
-    done = subprocess.run(command, capture_output=True, text=True, env=clean, stdin=subprocess.DEVNULL)
+    done = subprocess.run(command, capture_output=True, text=True, env=clean, stdin=subprocess.DEVNULL, check=False)
     if done.returncode:
         complaint = (done.stderr or done.stdout).strip().splitlines() or [f"exit code {done.returncode}"]
         raise LaunchError(f"Slurm refuses the job: {complaint[-1]}")

@@ -248,6 +248,7 @@ def restart_timeout_s(limits: SupervisorConfig) -> float:
 
 
 def limits_of(output: OutputDir) -> SupervisorConfig:
+    """The supervisor's config of the last start; the defaults without one."""
     return saved_system(output).supervisor
 
 
@@ -313,6 +314,7 @@ def with_log(message: str, output: OutputDir, name: str, kept: Sequence[str] = (
 
 
 def check_writable(output: OutputDir) -> None:
+    """Make the folder of the workspace and try to write there. Raises LaunchError."""
     try:
         output.path.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=output.path):

@@ -330,6 +330,7 @@ def supervise(output: OutputDir, lock: SupervisorLock, stop: StopFlag, *, foregr
 
 
 def main() -> int:
+    """Supervise OUTPUT_DIR with the lock handed over as LOCK_FD; returns the exit code."""
     stop = StopFlag().install()
     output = OutputDir(Path(sys.argv[1]))
     return supervise(output, SupervisorLock.inherit(output, int(sys.argv[2])), stop, foreground=False)

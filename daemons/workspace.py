@@ -186,6 +186,14 @@ def waits_for(
     position: int | None,
     daemon: DaemonView | None,
 ) -> str | None:
+    """What a run waits for; None when it waits for nothing.
+
+    Args:
+        status: of its orchestrator, while that lives.
+        slot: its slot, as the trainer reports it.
+        position: in the queue for slots, from 1.
+        daemon: its orchestrator, as the supervisor records it.
+    """
     if state is RunState.WAITING:
         return f"a free slot ({position}. in the queue)" if position else "the trainer to look at it"
     if state is not RunState.ACTIVE:
@@ -203,6 +211,7 @@ def shown(text: str | None) -> CleanText | None:
 
 
 def daemon_view(status: DaemonStatus, now: float) -> DaemonView:
+    """The view of a daemon, by its status file. `now` in Unix seconds."""
     found = condition(status, now)
     state, reason, since = found.state, status.reason, status.stalled_since
     process = status.writer if status.name == SUPERVISOR else status.child

@@ -98,7 +98,7 @@ def run_once(step: Callable[[], None]) -> None:
 def make_venv() -> None:
     """Virtual environment in .venv."""
     command = [sys.executable, "-m", "venv", *(["--clear"] if VENV.exists() else []), str(VENV)]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         VENV.mkdir(exist_ok=True)
         PIP_LOG.write_text(

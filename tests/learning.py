@@ -71,7 +71,7 @@ def ascent(model: nn.Module, update: Mapping[str, Tensor], samples: Sequence[Tra
     with torch.no_grad():
         after = sum(float(_objective(model, sample)) for sample in samples)
         for name, parameter in moved.items():
-            parameter -= update[name]
+            parameter.sub_(update[name])
     before = 0.0
     for parameter in model.parameters():
         parameter.requires_grad_(False)

@@ -131,7 +131,14 @@ class Workspace:
         environment = {**os.environ, "PRL_OUTPUT_DIR": str(self.output_dir)}
         command = [sys.executable, "-m", "daemons.cli", *args]
         done = subprocess.run(
-            command, capture_output=True, text=True, env=environment, cwd=ROOT, timeout=PATIENCE_S, input=stdin
+            command,
+            capture_output=True,
+            text=True,
+            env=environment,
+            cwd=ROOT,
+            timeout=PATIENCE_S,
+            input=stdin,
+            check=False,
         )
         if check and done.returncode:
             raise AssertionError(f"prl {' '.join(args)} exited {done.returncode}\n{done.stdout}{done.stderr}")

@@ -21,6 +21,7 @@ SWITCH_S = 0.001
 
 
 def make_parser() -> argparse.ArgumentParser:
+    """The parser of the command line; the default workspace depends on the environment."""
     parser = argparse.ArgumentParser(
         prog="prl-tui",
         description="Watch all runs of a workspace in the terminal, and act on them.",

@@ -41,5 +41,6 @@ def read_open(output: OutputDir) -> dict[str, OpenIncident]:
 
 
 def write_open(output: OutputDir, incidents: Mapping[str, OpenIncident]) -> None:
+    """Replace the incidents in the file. Raises OSError."""
     output.alerts_open.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(output.alerts_open, msgspec.json.encode(_File(1, list(incidents.values()))))

@@ -26,6 +26,7 @@ _WORDS = {
 
 
 def sentence(incident: OpenIncident) -> str:
+    """The line that people read: "run_a was evicted: its loss is not finite"."""
     return f"{incident.subject} {_WORDS.get(incident.kind, incident.kind)}: {incident.text}"
 
 

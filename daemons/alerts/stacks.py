@@ -38,7 +38,7 @@ def _keep(path: Path, name: str, pid: int) -> None:
         return
     try:
         command = [program, "dump", "--pid", str(pid)]
-        done = subprocess.run(command, capture_output=True, timeout=TIMEOUT_S, stdin=subprocess.DEVNULL)
+        done = subprocess.run(command, capture_output=True, timeout=TIMEOUT_S, stdin=subprocess.DEVNULL, check=False)
         if done.returncode:
             why = done.stderr.decode(errors="replace").strip().splitlines()
             logger.warning("%s: no stack is kept: py-spy: %s", name, why[-1] if why else done.returncode)

@@ -209,6 +209,7 @@ def _confirm(question: str, yes: bool) -> None:
 
 
 def register(app: typer.Typer) -> None:
+    """Add the commands to `prl runs`; `resume`, the old name of `rollback`, is hidden."""
     for command in (evict, readmit, rollback, delete, undelete, purge):
         app.command()(command)
     app.command("resume", hidden=True)(old_rollback)

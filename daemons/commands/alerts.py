@@ -54,10 +54,12 @@ class Sent:
 
 
 def open_names(context: typer.Context, incomplete: str) -> list[str]:
+    """Completions for `prl alerts ack`: the open incidents."""
     return [each for each in map(name_of, read_open(_output(context)).values()) if each.startswith(incomplete)]
 
 
 def mutable_names(context: typer.Context, incomplete: str) -> list[str]:
+    """Completions for `prl alerts mute`: the kinds of incidents, then runs, daemons and nodes."""
     try:
         found = [*ALERT_KINDS, *sorted(subjects(_output(context)))]
     except OSError:
@@ -66,6 +68,7 @@ def mutable_names(context: typer.Context, incomplete: str) -> list[str]:
 
 
 def muted_names(context: typer.Context, incomplete: str) -> list[str]:
+    """Completions for `prl alerts unmute`: what is muted."""
     sayings = read_sayings(_output(context), time.time())
     return [each.name for each in sayings if each.action == "muted" and each.name.startswith(incomplete)]
 
@@ -231,6 +234,7 @@ def _try(name: str, send: Any, note: dict[str, Any]) -> Sent:
 
 
 def register(app: typer.Typer) -> None:
+    """Add the group `prl alerts`; without a command it runs `alerts`."""
     group = typer.Typer(invoke_without_command=True, callback=alerts)
     group.command("ack")(ack)
     group.command("mute")(mute_alerts)

@@ -109,5 +109,6 @@ def sweep(
 
 
 def register(app: typer.Typer) -> None:
+    """Add the commands to `prl runs`."""
     app.command()(fork)
     app.command()(sweep)

@@ -64,6 +64,7 @@ def choose_output_dir(option: Path | None) -> Path:
 
 
 def choose_output(option: Path | None) -> OutputDir:
+    """The workspace in the folder of `choose_output_dir`."""
     return OutputDir(choose_output_dir(option))
 
 
@@ -86,10 +87,12 @@ def say(message: str) -> None:
 
 
 def complain(message: str) -> None:
+    """Print one line to standard error, as "prl: message"."""
     logger.complain("prl", message)
 
 
 def print_json(payload: dict[str, Any]) -> None:
+    """Print the answer to --json: `payload` below the version of its format."""
     print(json.dumps({"version": JSON_VERSION, **payload}, indent=2, default=str), flush=True)
 
 
@@ -105,6 +108,10 @@ def cell(value: object, limit: int = 160) -> Text:
 
 
 def make_table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> Table:
+    """A table of `rows`; the last column is folded to fit, the others are cut.
+
+    A value that is not Text goes through `cell`. Without any column name there is no heading.
+    """
     table = Table(box=None, header_style="bold", pad_edge=False, show_header=any(columns))
     for column in columns:
         table.add_column(
@@ -142,6 +149,7 @@ class FittingTable:
 
 
 def number(value: float | None, digits: int = 3) -> str:
+    """`value` with `digits` decimal places; empty for None."""
     return "" if value is None else f"{value:.{digits}f}"
 
 

@@ -204,4 +204,5 @@ def _first_comment(path: Path) -> str:
 
 
 def register(app: typer.Typer) -> None:
+    """Add the group `prl config`."""
     app.add_typer(config_app, name="config")

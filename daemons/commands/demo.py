@@ -93,11 +93,11 @@ def demo(
     if report is None:
         say("stopped")
         raise typer.Exit(130)
-    console().print(report_table(report))
+    console().print(_report_table(report))
     say(f"done in {report['wall_s']:.0f} s; report: {system.output_dir / 'report.json'}")
 
 
-def report_table(report: dict[str, Any]) -> RenderableType:
+def _report_table(report: dict[str, Any]) -> RenderableType:
     rows = [
         [
             run_id,
@@ -115,4 +115,5 @@ def report_table(report: dict[str, Any]) -> RenderableType:
 
 
 def register(app: typer.Typer) -> None:
+    """Add `prl demo`."""
     app.command(context_settings=EXTRA)(demo)

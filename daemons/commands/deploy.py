@@ -50,5 +50,6 @@ def kubernetes(
 
 
 def register(app: typer.Typer) -> None:
+    """Add the group `prl deploy`."""
     deploy_app.command("kubernetes", context_settings=EXTRA, options_metavar=FILE_AND_OPTIONS)(kubernetes)
     app.add_typer(deploy_app, name="deploy")

@@ -72,12 +72,13 @@ def details_view(details: RunDetails) -> RenderableType:
 def _facts(details: RunDetails) -> RenderableType:
     rows = []
     for name, value in run_json(details.run).items():
+        shown: object = value
         if name in ("updated_at", "added_at", "stalled_since") and isinstance(value, float):
-            value = utc(value)
+            shown = utc(value)
         if name == "state":
-            value = state_text(details.run)
-        if value is not None:
-            rows.append([name, cell(value, 2_000)])
+            shown = state_text(details.run)
+        if shown is not None:
+            rows.append([name, cell(shown, 2_000)])
     return make_table(["", ""], rows)
 
 

@@ -50,4 +50,5 @@ def doctor(
 
 
 def register(app: typer.Typer) -> None:
+    """Add `prl doctor`."""
     app.command()(doctor)

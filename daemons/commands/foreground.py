@@ -68,10 +68,12 @@ most runs, and how to divide one GPU between trainer and vLLM."""
 
 
 def fit(context: typer.Context) -> None:
+    """Replace this process with that of `prl fit`. `register` gives the command its help."""
     _become(FIT_MODULE, context.args)
 
 
 def register(app: typer.Typer) -> None:
+    """Add the commands to `prl`."""
     help_text = flags_help(FIT_HELP, f"prl fit {fit_flags.EXAMPLE}", fit_flags.fit_parser())
     app.command(help=help_text, context_settings=EXTRA, options_metavar=FILE_AND_OPTIONS)(fit)
     for command in (trainer, orchestrator, inference):

@@ -170,5 +170,6 @@ def restart(
 
 
 def register(app: typer.Typer) -> None:
+    """Add the commands to `prl`."""
     for command in (down, status, logs, restart):
         app.command()(command)

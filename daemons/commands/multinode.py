@@ -54,6 +54,7 @@ prl multinode status shows the group."""
 
 
 def start(context: typer.Context) -> None:
+    """Replace this process with that of one node. `register` gives the command its help."""
     if "--dry-run" not in context.args:
         need_cpu()
     sys.stdout.flush()
@@ -162,6 +163,7 @@ def stall_reason(found: Stall | None) -> str | None:
 
 
 def register(app: typer.Typer) -> None:
+    """Add the group `prl multinode`."""
     help_text = flags_help(START_HELP, f"prl multinode start {EXAMPLE}", node_parser())
     settings = {**EXTRA, "help_option_names": ["--help"]}
     multinode_app.command(DEFAULT, help=help_text, context_settings=settings)(start)

@@ -39,5 +39,6 @@ def inference(
 
 
 def register(app: typer.Typer) -> None:
+    """Add the group `prl scale`."""
     scale_app.command("inference")(inference)
     app.add_typer(scale_app, name="scale")

@@ -67,6 +67,7 @@ def set_keys(
 
 
 def register(app: typer.Typer) -> None:
+    """Add the commands to `prl runs`."""
     app.command()(pause)
     app.command("continue")(go_on)
     app.command("set")(set_keys)

@@ -189,6 +189,7 @@ def _answer(talk: Chat, question: str) -> None:
 
 
 def register(app: typer.Typer, runs_app: typer.Typer) -> None:
+    """Add `export` and `diff` to `prl runs`, and `chat` to `prl`."""
     for command in (export, diff):
         runs_app.command()(command)
     app.command()(chat)

@@ -57,7 +57,8 @@ def up(
     if as_json and not dry_run:
         raise UsageError("--json is for prl up --dry-run")
     if dry_run:
-        return show_plan(choose_system(context.args, output_dir, say=ignore), as_json)
+        _show_plan(choose_system(context.args, output_dir, say=ignore), as_json)
+        return
     from daemons import supervisor
     from prime_rl.utils.signals import StopFlag
 
@@ -95,7 +96,7 @@ def ignore(line: str) -> None:
     """What is said on the way is no part of what was asked for."""
 
 
-def show_plan(wanted: up_and_down.Wanted, as_json: bool) -> None:
+def _show_plan(wanted: up_and_down.Wanted, as_json: bool) -> None:
     from daemons.dry_run import plan_of
 
     plan = plan_of(wanted.system, OutputDir(wanted.system.output_dir))
@@ -132,4 +133,5 @@ class Progress:
 
 
 def register(app: typer.Typer) -> None:
+    """Add `prl up`."""
     app.command(context_settings=EXTRA, options_metavar=FILE_AND_OPTIONS)(up)

@@ -59,4 +59,5 @@ def _cells(use: Use) -> list[object]:
 
 
 def register(app: typer.Typer) -> None:
+    """Add `prl usage`."""
     app.command()(usage)

@@ -35,6 +35,7 @@ _DAEMON_STYLES = {"running": "green", "done": "cyan", "failed": "red", "lost": "
 
 
 def run_json(run: RunView) -> dict[str, Any]:
+    """One run in every --json: all fields of its view, its state as text."""
     return {**asdict(run), "state": str(run.state)}
 
 
@@ -68,6 +69,7 @@ def state_text(run: RunView) -> str:
 
 
 def daemon_json(daemon: DaemonView) -> dict[str, Any]:
+    """One daemon in `prl status --json`: all fields of its view."""
     return asdict(daemon)
 
 
@@ -112,6 +114,7 @@ def slots(workspace: Workspace) -> list[dict[str, Any]]:
 
 
 def runs_table(runs: Sequence[RunView], now: float | None = None) -> RenderableType:
+    """A line per run, or how to add the first one. `now` in Unix seconds; None: the time of the call."""
     now = time.time() if now is None else now
     if not runs:
         return Text("no runs yet: add one with prl runs add FILE.toml")
@@ -140,6 +143,7 @@ def _place(run: RunView) -> str:
 
 
 def daemons_table(daemons: Sequence[DaemonView]) -> RenderableType:
+    """A line per daemon; the last column has the reason of its state, or what it waits for."""
     rows = [
         [
             cell(daemon.name, 70),

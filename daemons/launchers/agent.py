@@ -209,7 +209,7 @@ class Agent:
                     start_new_session=True,
                     env=environ,
                     pass_fds=fds,
-                    preexec_fn=_die_with_agent,  # no thread runs here yet
+                    preexec_fn=_die_with_agent,  # noqa: PLW1509 (no thread runs here yet)
                 )
         except (OSError, ValueError) as error:
             self._close(None, f"cannot start: {error}")
@@ -370,6 +370,7 @@ def _node(text: str) -> int:
 
 
 def main(args: list[str]) -> int:
+    """Returns the exit code: that of the daemon, 128 + N after signal N, 1 when it could not be started."""
     stop = StopFlag().install()
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     parser = argparse.ArgumentParser(prog="daemons.launchers.agent")

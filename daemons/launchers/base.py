@@ -70,10 +70,9 @@ class Launcher(Protocol):
         ...
 
     def stop(self, handle: Handle, grace_s: float) -> None:
-        """Ask a daemon to end; what lives `grace_s` later is killed, never with infinity. 0: kill it now, and all that
-        it left behind.
+        """Ask a daemon to end; what lives `grace_s` later is killed.
 
-        Does not wait, and may be called again.
+        With infinity never; with 0 now, and all that it left behind. Does not wait, and may be called again.
         """
         ...
 
@@ -102,4 +101,5 @@ class Launcher(Protocol):
 
 
 def new_start_id() -> str:
+    """An id that no other start has: random, in hexadecimal digits."""
     return os.urandom(_START_ID_BYTES).hex()

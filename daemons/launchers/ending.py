@@ -50,6 +50,7 @@ def left_of(records: Iterable[AgentRecord], beats: Beats) -> frozenset[int]:
 
 
 def running(output: OutputDir, but: Collection[str] = ()) -> list[AgentRecord]:
+    """The agents' records of daemons that have not ended, without the daemons named in `but`."""
     return [record for record in all_starts(output) if record.state != "ended" and record.name not in but]
 
 

@@ -191,7 +191,9 @@ def gpu_processes() -> set[int]:
         return set()
     command = [tool, "--query-compute-apps=pid", "--format=csv,noheader,nounits"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=KILL_WAIT_S, stdin=subprocess.DEVNULL)
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=KILL_WAIT_S, stdin=subprocess.DEVNULL, check=False
+        )
     except (OSError, subprocess.SubprocessError):
         return set()
     return {int(line) for line in done.stdout.split() if line.isdigit()}

@@ -298,7 +298,7 @@ def run_slurm(*command: str) -> str:
     """Standard output of one of Slurm's commands. Raises LaunchError."""
     try:
         done = subprocess.run(
-            command, capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S, stdin=subprocess.DEVNULL
+            command, capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S, stdin=subprocess.DEVNULL, check=False
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise LaunchError(f"{command[0]} did not answer: {error}") from error

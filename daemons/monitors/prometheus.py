@@ -94,5 +94,5 @@ class PrometheusMonitor:
 
 
 def gauge_name(name: str) -> str:
-    """ "orchestrator/reward/mean" -> "prl_orchestrator_reward_mean" """
+    """Name of a metric on the page: orchestrator/reward/mean -> prl_orchestrator_reward_mean."""
     return "prl_" + re.sub(r"[^a-zA-Z0-9_]", "_", name)

@@ -51,6 +51,7 @@ class MakeBaseConfig(BaseConfig):
 
 
 def main(argv: Sequence[str]) -> int:
+    """Returns the exit code: 0 the model is there, 1 failed, 2 wrong config, 130 interrupted."""
     if {"-h", "--help"} & set(argv):
         print(f"usage: prl make-base --out DIR [--key value]...\n\n{help_text(MakeBaseConfig)}")
         return 0

@@ -15,6 +15,8 @@ LOST_SHARE = 0.07
 
 @dataclass(frozen=True)
 class Demonstration:
+    """A prompt, and the answer that the model is taught to give to it."""
+
     prompt: str
     answer: str
 

@@ -27,6 +27,7 @@ CHAT_TEMPLATE = """\
 
 
 def build_tokenizer(max_positions: int) -> PreTrainedTokenizerFast:
+    """The tokenizer of a model with room for `max_positions` tokens."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {token: i for i, token in enumerate((*SPECIAL_TOKENS, *letters))}
     backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))

@@ -109,8 +109,9 @@ class _WithHelp(GenerateJsonSchema):
 
 def _walk(model: type[BaseConfig], kind: str, prefix: str) -> Iterator[FieldFacts]:
     texts = _texts(model)
-    for name, field in model.model_fields.items():
-        name, key = field.alias or name, f"{prefix}{field.alias or name}"
+    for attribute, field in model.model_fields.items():
+        name = field.alias or attribute
+        key = f"{prefix}{name}"
         inner = models_in(field.annotation)
         value = None if field.is_required() else field.get_default(call_default_factory=True)
         yield FieldFacts(

@@ -38,6 +38,7 @@ N may be auto for --tokens and --runs. NAME is a model folder, or one of
 
 
 def fit_parser() -> FlagParser:
+    """The parser of the flags; `@ FILE` and the overrides of its keys are not among them."""
     parser = FlagParser(
         prog="prl fit",
         usage=f"prl fit {EXAMPLE}",

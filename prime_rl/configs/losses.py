@@ -110,7 +110,7 @@ class MisLossConfig(BaseLossConfig):
 
     @property
     def limits(self) -> tuple[float, float]:
-        """(low, high)"""
+        """(low, high)."""
         low, high = {"geometric": (0.99, 1.01), "product": (0.5, 2.0)}[self.ratio]
         return low if self.low is None else self.low, high if self.high is None else self.high
 

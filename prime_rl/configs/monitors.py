@@ -41,8 +41,10 @@ class PrometheusConfig(BaseConfig):
 
 
 class MonitorConfig(BaseConfig):
-    """Monitors of one run. What is set here stands over `[monitors]` of the workspace. One that fails is logged once,
-    and the run continues."""
+    """Monitors of one run. What is set here stands over `[monitors]` of the workspace.
+
+    One that fails is logged once, and the run continues.
+    """
 
     wandb: WandbConfig | None = None
     """Weights & Biases; null: off."""

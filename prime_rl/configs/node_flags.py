@@ -34,6 +34,7 @@ class FlagParser(argparse.ArgumentParser):
 
 
 def node_parser() -> FlagParser:
+    """The parser of the flags; `@ FILE` and the overrides of its keys are not among them."""
     parser = FlagParser(
         prog="prl multinode",
         usage=f"prl multinode {EXAMPLE}",

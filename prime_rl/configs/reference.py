@@ -50,6 +50,7 @@ LIMITS = {
 
 
 def tables() -> str:
+    """The whole text of docs/config.md."""
     sections = [HEAD]
     for title, text, model in FILES:
         sections += [f"## {title}\n\n{text}\n", *_tables(model, "")]
@@ -84,6 +85,7 @@ def models_in(annotation: Any) -> list[type[BaseConfig]]:
 
 
 def type_text(field: FieldInfo) -> str:
+    """The type of a field in Markdown, with its limits: "integer, ≥ 1"."""
     if models_in(field.annotation):
         return "table, by its `type`"
     limits = [
@@ -111,6 +113,7 @@ def _annotation_text(annotation: Any) -> str:
 
 
 def default_text(field: FieldInfo) -> str:
+    """The default of a field in Markdown: its value as in TOML, "required" or "not set"."""
     value = field.get_default(call_default_factory=True)
     if field.is_required():
         return "required"

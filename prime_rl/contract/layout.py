@@ -69,6 +69,7 @@ def _bad_id(run_id: str) -> str:
 
 
 def step_name(step: int) -> str:
+    """12 -> `step_12`, the name of that step's folders."""
     return f"step_{step}"
 
 

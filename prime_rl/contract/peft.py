@@ -31,6 +31,8 @@ NOT_PLAIN = (
 
 @dataclass(frozen=True)
 class AdapterConfig:
+    """What a plain LoRA adapter needs of its `adapter_config.json`. `base_model`: a name on the hub, or a path."""
+
     rank: int
     alpha: float
     target_modules: tuple[str, ...]

@@ -33,6 +33,7 @@ def chat_name(run_id: str, policy_version: int) -> str:
 
 
 def is_chat(name: str) -> bool:
+    """Whether the name is one of `chat_name`."""
     return name.startswith(CHAT_PREFIX)
 
 

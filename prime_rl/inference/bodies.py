@@ -41,10 +41,12 @@ def refused(error: Exception) -> ApiError:
 
 
 def json_response(body: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    """An answer with `body` as JSON."""
     return Response(msgspec.json.encode(body), status, headers, "application/json")
 
 
 def error_response(error: ApiError) -> Response:
+    """The answer for a refused request, with the headers that belong to its status."""
     headers = {}
     if error.retry_after_s is not None:
         headers["retry-after"] = str(error.retry_after_s)

@@ -41,6 +41,7 @@ def read_api_key(config: InferenceConfig, environ: dict[str, str]) -> str | None
 
 
 def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach `host`: "localhost", or a loopback address. Looks up no name."""
     if host == "localhost":
         return True
     try:
@@ -75,10 +76,10 @@ def bind(host: str, port: int) -> socket.socket:
     try:
         return bound_socket(host, port)
     except OSError as error:
-        raise address_error(host, port, error) from error
+        raise _address_error(host, port, error) from error
 
 
-def address_error(host: str, port: int, error: OSError) -> StartError:
+def _address_error(host: str, port: int, error: OSError) -> StartError:
     if error.errno == errno.EADDRINUSE:
         return StartError(
             f"port {port} on {host} is in use: stop the other server or set another `port` (0: a free one)"

@@ -19,8 +19,11 @@ _TYPES = {
 
 
 class ApiError(Exception):
-    """A request that is refused. `status` is the HTTP status, `param` the field that is wrong, where there is one;
-    `retry_after_s` is when the same request may be taken."""
+    """A request that is refused.
+
+    `status` is the HTTP status, `param` the field that is wrong, where there is one; `retry_after_s` is when the same
+    request may be taken.
+    """
 
     def __init__(
         self, status: int, message: str, *, param: str | None = None, retry_after_s: int | None = None
@@ -36,5 +39,6 @@ class ApiError(Exception):
 
 
 def error_body(status: int, message: str, *, param: str | None = None) -> dict[str, Any]:
+    """OpenAI's JSON for an error; `param` is the field that is wrong, where there is one."""
     kind = _TYPES.get(status, "InternalServerError" if status >= 500 else "BadRequestError")
     return {"error": {"message": message, "type": kind, "param": param, "code": status}}

@@ -75,14 +75,18 @@ class EngineControl(Protocol):
 
     async def load_adapter(self, request: Request, name: str, folder: Path) -> None:
         """Load the adapter in `folder` (confined), and make sure that it answers under its name, which no other has.
-        One at a time. Raises ApiError, and the adapter is not loaded, when it cannot be."""
+
+        One at a time. Raises ApiError, and the adapter is not loaded, when it cannot be.
+        """
 
     async def generate_one(self) -> None:
         """Generate one token with the base model. Raises when that fails."""
 
     async def load_weights(self, folder: Path) -> None:
-        """Take over the weights of `folder` (confined, complete), and forget what was computed with
-        others. Nothing generates meanwhile. Raises ApiError; then the weights of before are in force."""
+        """Take over the weights of `folder` (confined, complete), and forget what was computed with others.
+
+        Nothing generates meanwhile. Raises ApiError; then the weights of before are in force.
+        """
 
     async def load_base(self) -> None:
         """The same with the weights that the server was started with."""

@@ -23,6 +23,7 @@ from prime_rl.utils.signals import StopFlag
 
 
 def main(argv: Sequence[str]) -> int:
+    """Returns the exit code: 0 stopped, 1 failed, 2 wrong config."""
     stop = StopFlag().install()
     try:
         config = parse_argv(InferenceConfig, argv)

@@ -16,6 +16,8 @@ NOT_PASSED_ON = frozenset({"routed_experts_prompt_start"})
 
 
 class GenerateRequest(msgspec.Struct, forbid_unknown_fields=True):
+    """The body of POST /inference/v1/generate; `stream` must be false."""
+
     token_ids: list[int]
     sampling_params: dict[str, Any] = {}
     model: str | None = None

@@ -123,8 +123,10 @@ def grouped_lora(x_NI: Tensor, layer: Layer, plan: Plan) -> Tensor:
 
 
 class _GroupedLoRA(torch.autograd.Function):
-    """`anchor` is one of the leaves: it makes autograd come by. The others are not handed to it, and none comes back to
-    it: for the hundreds of small leaves of a pass, its bookkeeping was measured to take a twentieth of a short step.
+    """A grouped product whose gradients are added to the leaves here.
+
+    `anchor` is one of the leaves: autograd calls backward for it. The others are not handed to autograd, whose
+    bookkeeping for the hundreds of small leaves of a pass was measured to take a twentieth of a short step.
     """
 
     @staticmethod

@@ -137,7 +137,7 @@ class MultiLoRALinear(nn.Module):
         return Layer(self.base_layer.weight, self.base_layer.bias, A_G, B_G)
 
     def forward(self, x_RTI: Tensor) -> Tensor:
-        """`[R, T, O]`"""
+        """`[R, T, O]`."""
         plan = self.plan_for(x_RTI)
         if plan is None:
             base_RTO: Tensor = self.base_layer(x_RTI)

@@ -18,6 +18,7 @@ MAX_NAME_CHARS = 200
 
 
 def shapes_of(tensors: Mapping[str, Tensor]) -> Shapes:
+    """The shape of each tensor, by name."""
     return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
 
 

@@ -66,6 +66,13 @@ def sight(before: Sighting | None, incarnation: str, seq: int, progress: int, no
 
 
 def health(sighting: Sighting, now: float, *, heartbeat_s: float, dead_after_s: float, stall_s: float) -> Health:
+    """The health of a node at `now`, by when its record last moved and when its work last progressed.
+
+    Args:
+        heartbeat_s: one beat of the node.
+        dead_after_s: a record that has not moved for longer is of a dead node.
+        stall_s: a node without progress for longer is stalled.
+    """
     age_s = sighting.age_s(now)
     if age_s > dead_after_s:
         return Health.DEAD

@@ -80,8 +80,10 @@ class Work(Protocol):
     """The work of the phases, one position at a time; `begin` gives up what was under way. No call waits."""
 
     def resume(self) -> Position | None:
-        """Where a group goes on, by the proofs on disk; None while they are read. After an answer they are read
-        again."""
+        """Where a group goes on, by the proofs on disk; None while they are read.
+
+        After an answer they are read again.
+        """
 
     def begin(self, position: Position, group: GroupRecord) -> None: ...
 

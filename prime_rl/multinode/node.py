@@ -37,6 +37,7 @@ from prime_rl.utils.watch import Watcher
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit code: 0 done, 1 failed, 2 refused, 75 a node died, 130 interrupted."""
     stop = StopFlag().install()
     try:
         flags = parse_flags(sys.argv[1:] if argv is None else argv, os.environ)
@@ -128,6 +129,7 @@ def own_record(flags: NodeFlags) -> NodeRecord:
 
 
 def group_setting(flags: NodeFlags, fingerprint: Mapping[str, str]) -> GroupSetting:
+    """What the decisions need of the flags. `fingerprint`: the settings that must be equal on all nodes."""
     return GroupSetting(
         flags.rank,
         flags.num_nodes,

@@ -96,10 +96,12 @@ class Position(NamedTuple):
 
 
 def phases_of(rl_phase: RlPhase) -> Sequence[Phase]:
+    """The phases of one iteration in a mode, in their order."""
     return [Phase(number) for number in RL_PHASES[rl_phase]]
 
 
 def first_position(rl_phase: RlPhase, iteration: int) -> Position:
+    """Where an iteration begins in a mode."""
     return Position(iteration, phases_of(rl_phase)[0])
 
 

@@ -24,8 +24,10 @@ KindT = TypeVar("KindT")
 
 
 class TrainProof(msgspec.Struct, frozen=True, kw_only=True):
-    """All rollouts of an iteration: the policy version and the settings (`Proofs.key`) that made them, and the name of
-    each task's file."""
+    """All rollouts of an iteration.
+
+    The policy version and the settings (`Proofs.key`) that made them, and the name of each task's file.
+    """
 
     policy_version: int
     key: str

@@ -149,11 +149,11 @@ class GroupSetting:
 
 
 def epoch_number(epoch: str) -> int:
-    """ "3-9f2c" -> 3; anything else -> 0."""
+    """Its number: "3-9f2c" -> 3; anything else -> 0."""
     number = epoch.partition("-")[0]
     return int(number) if number.isdecimal() else 0
 
 
 def epoch_master(epoch: str) -> str:
-    """ "3-9f2c" -> "9f2c", the incarnation of the master of that epoch."""
+    """The incarnation of the master of that epoch: 3-9f2c -> 9f2c."""
     return epoch.partition("-")[2]

@@ -33,8 +33,9 @@ class AdapterPublication:
         self._tasks = Background()
 
     async def equip(self, server: ServerClient) -> None:
-        """Give the server every adapter of the run, and unload those of this run that are no longer in use:
-        they were unloaded while it was away, or an earlier orchestrator left them.
+        """Give the server every adapter of the run, and unload those of this run that are no longer in use.
+
+        They were unloaded while it was away, or an earlier orchestrator left them.
         """
         has = self._own(await server.list_models())
         tried: set[int] = set()

@@ -1,5 +1,6 @@
-"""From finished groups to the batch file of one update, step after step. The file's appearance is the signal to the
-trainer.
+"""From finished groups to the batch file of one update, step after step.
+
+The file's appearance is the signal to the trainer.
 
 `BatchLoop` goes on until the run's last update is published (and evaluated), or until the run has its reason to end
 before that. What it awaits is the scheduler's: groups, and the last policy version.

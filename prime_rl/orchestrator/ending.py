@@ -81,7 +81,7 @@ class Ending:
         self._meter = meter
         self._budget = config.budget
         self._stamp = self._toml_stamp()
-        self._rule = stop_rule(config.stop)
+        self._rule = _stop_rule(config.stop)
         if self._rule is not None:
             if self._rule.metric.startswith("eval/") and config.eval is None:
                 logger.warning("stop.metric = %r, but the run has no [eval]: it never stops early", self._rule.metric)
@@ -135,7 +135,7 @@ class Ending:
         return info.st_mtime_ns, info.st_size, info.st_ino
 
 
-def stop_rule(config: StopConfig | None) -> EarlyStop | None:
+def _stop_rule(config: StopConfig | None) -> EarlyStop | None:
     return None if config is None else EarlyStop(**config.model_dump())
 
 

@@ -90,6 +90,8 @@ def find_other(run: RunDir, stop: Callable[[], bool], beat_s: float = LOST_AFTER
 
 
 class Wake:
+    """Wakes the guard before its next look is due."""
+
     def __init__(self) -> None:
         self._event = asyncio.Event()
 

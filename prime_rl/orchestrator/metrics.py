@@ -218,6 +218,7 @@ def last_eval_step(path: Path, *, at_most: int) -> int | None:
 
 
 def mean(values: Iterable[float]) -> float:
+    """The mean, from a sum without rounding errors. Raises ZeroDivisionError without values."""
     values = list(values)
     return math.fsum(values) / len(values)
 

@@ -280,6 +280,7 @@ def find_run(argv: Sequence[str]) -> RunDir:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit code: 0 finished, stopped or paused, 1 failed or evicted, 2 wrong config."""
     stop = StopFlag().install()
     argv = sys.argv[1:] if argv is None else argv
     try:

@@ -22,8 +22,11 @@ LOOK_EVERY_S = 1.0
 
 
 class Standing(Enum):
-    """What a status file shows: it serves; it serves, but has not beaten for long; it starts or takes no more requests;
-    its process is gone; there is none."""
+    """What a status file shows of a server.
+
+    It serves; it serves, but its heartbeat is old; it starts or takes no more requests; its process is gone; there is
+    no file.
+    """
 
     SERVING = "serving"
     SILENT = "silent"

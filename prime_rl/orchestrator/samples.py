@@ -1,5 +1,7 @@
-"""The rollouts of a batch that people get to read, with their tokens. Written to `metrics/samples.jsonl`; nothing
-depends on it."""
+"""The rollouts of a batch that people get to read, with their tokens.
+
+Written to `metrics/samples.jsonl`; nothing depends on it.
+"""
 
 from __future__ import annotations
 

@@ -214,6 +214,7 @@ def _join_eval(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit code: 0 done, 1 failed. `argv` is ["make" or "join", path]; None takes that of the process."""
     what, path = sys.argv[1:] if argv is None else argv
     data = read_file(Path(path), limit=MAX_REQUEST_BYTES)
     try:

@@ -30,6 +30,8 @@ async def trainer_status(run: RunDir, say: Callable[[str | None], None], what: s
 
 
 class TrainerWatch:
+    """The trainer's state, by its status file at `path`."""
+
     def __init__(self, path: Path) -> None:
         self._path = path
         self._mtime_ns: int | None = None

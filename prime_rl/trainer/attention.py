@@ -135,7 +135,7 @@ def _torch_varlen(query: Tensor, key: Tensor, value: Tensor, segments: Segments,
 
 
 def _by_stretches(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scaling: float | None) -> Tensor:
-    """`[1, N, H, D]`"""
+    """`[1, N, H, D]`."""
     parts, start = [], 0
     for num_samples, length in segments.stretches:
         stop = start + num_samples * length

@@ -46,6 +46,8 @@ CLOSE_TIMEOUT_S = 5.0
 
 @dataclass(frozen=True)
 class BatchLimits:
+    """The run and step that a batch file must have, and the limits of its rows, token ids, versions and size."""
+
     run_id: str
     step: int
     seq_len: int

@@ -25,6 +25,7 @@ DIGITS = 4
 
 
 def keeping_of(config: OrchestratorConfig) -> Keeping:
+    """Which rollouts of the run's batches are kept, by its config."""
     return Keeping(config.samples.per_step, config.rollouts_per_example)
 
 

@@ -231,6 +231,8 @@ class PackingSource:
 
 
 class Scout:
+    """Finds changes of the runs on disk: when the watcher reports one, and at each rescan. Rests in between."""
+
     def __init__(self, manager: MultiRunManager, watcher: Watcher) -> None:
         self._manager = manager
         self._watcher = watcher

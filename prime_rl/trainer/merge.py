@@ -168,6 +168,7 @@ def _bytes(tensor: Tensor) -> memoryview:
 
 
 def main(argv: Sequence[str]) -> int:
+    """Returns the exit code: 0 done, 1 failed."""
     parser = argparse.ArgumentParser(prog="python -m prime_rl.trainer.merge")
     parser.add_argument("--base", required=True)
     parser.add_argument("--adapter", required=True, type=Path)

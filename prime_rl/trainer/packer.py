@@ -139,6 +139,6 @@ class Packer:
 
 
 def _or(words: list[str], limit: int = 8) -> str:
-    """ "a", "a or b", "a, b or c"; a long list is cut."""
+    """As a sentence has it: "a", "a or b", "a, b or c". A long list is cut."""
     shown = words[:limit] + ([f"{len(words) - limit} more"] if len(words) > limit else [])
     return " or ".join(filter(None, [", ".join(shown[:-1]), shown[-1]]))

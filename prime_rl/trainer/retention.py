@@ -34,8 +34,11 @@ def trainer_steps(run: RunDir) -> list[int]:
 
 
 def steps_to_remove(config: CkptConfig, complete: Sequence[int], with_orchestrator: Sequence[int]) -> list[int]:
-    """Complete checkpoints that may go: not among the newest `keep_last`, no multiple of `keep_interval`, and not the
-    newest one from which the orchestrator can go on too."""
+    """Complete checkpoints that may go.
+
+    Not among the newest `keep_last`, no multiple of `keep_interval`, and not the newest one from which the orchestrator
+    can go on too.
+    """
     keep = set(sorted(complete)[-config.keep_last :])
     if config.keep_interval is not None:
         keep |= {step for step in complete if step % config.keep_interval == 0}

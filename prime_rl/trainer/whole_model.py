@@ -151,8 +151,11 @@ class ModelSnapshot:
 
 
 def to_host(tensor: Tensor) -> Tensor:
-    """A copy on the CPU. One from a GPU is complete after `finish_copies`, and is in pinned memory: else the copies
-    would wait for each other, and go through another buffer."""
+    """A copy on the CPU.
+
+    One from a GPU is complete after `finish_copies`, and is in pinned memory: else the copies would wait for each
+    other, and go through another buffer.
+    """
     if not tensor.is_cuda:
         return tensor.to("cpu", copy=True)
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)

@@ -42,6 +42,8 @@ class Hello(msgspec.Struct, frozen=True):
 
 
 class Description(msgspec.Struct, frozen=True):
+    """One tensor that is sent. `dtype` is its name in `torch`: "bfloat16"."""
+
     name: str
     dtype: str
     shape: tuple[int, ...]
@@ -57,14 +59,17 @@ class Answer(msgspec.Struct, frozen=True):
 
 
 def request_key(number: int) -> str:
+    """Where the store has the `Request` of that number, from 1."""
     return f"request/{number}"
 
 
 def hello_key(ticket: str, rank: int) -> str:
+    """Where the store has the `Hello` of worker `rank`, from 1, for the request with that ticket."""
     return f"hello/{ticket}/{rank}"
 
 
 def answer_key(ticket: str) -> str:
+    """Where the store has the `Answer` to the request with that ticket."""
     return f"answer/{ticket}"
 
 

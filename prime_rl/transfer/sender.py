@@ -190,7 +190,10 @@ class WeightSender:
 
 
 def choose_backend(sender: str | None, receivers: Sequence[str | None]) -> str:
-    """ "nccl" where both sides have GPUs, else "gloo", by their names. Raises ValueError where two share a GPU."""
+    """The library that moves the weights: nccl where both sides have GPUs, else gloo. Both by the names of their GPUs.
+
+    Raises ValueError where two share a GPU.
+    """
     if sender is None or None in receivers:
         return "gloo"
     if sender in receivers:

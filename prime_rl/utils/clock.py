@@ -13,7 +13,7 @@ _DURATION = re.compile(r"(\d+(?:\.\d+)?)([smhdw]?)")
 
 
 def parse_duration_s(text: str) -> float:
-    """ "7d", "12h", "30m", "45s" or plain seconds -> seconds. Raises ValueError."""
+    """Seconds of "7d", "12h", "30m", "45s" or plain seconds. Raises ValueError."""
     match = _DURATION.fullmatch(text.strip().lower())
     if match is None:
         raise ValueError(f"invalid duration {text!r}: expected a number and s, m, h, d or w, such as 7d")

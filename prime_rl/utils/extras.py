@@ -9,6 +9,7 @@ CPU = ("torch", "transformers", "tokenizers", "httpx", "starlette")
 
 
 def install_command(extra: str) -> str:
+    """The shell command that installs this project with an extra."""
     return f'pip install "prl-multirun[{extra}]"'
 
 

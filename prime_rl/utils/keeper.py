@@ -26,6 +26,10 @@ POLL_S = 0.1
 
 
 def main(argv: list[str]) -> int:
+    """Run `argv` and return its exit code, 128 + N when signal N ended it.
+
+    SIGTERM, SIGINT and SIGHUP end everything below this process.
+    """
     told: list[int] = []
 
     def note(signum: int, frame: FrameType | None) -> None:
@@ -71,6 +75,7 @@ def _lives(process: psutil.Process) -> bool:
 
 
 def send(process: psutil.Process, signum: signal.Signals) -> None:
+    """Send a signal; a process that has ended, or may not be signalled, is left alone."""
     with contextlib.suppress(psutil.Error):
         process.send_signal(signum)
 

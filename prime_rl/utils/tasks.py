@@ -54,6 +54,7 @@ def split_of(word: str) -> Literal["train", "eval"]:
 
 
 def make_train_word(rng: random.Random, min_len: int, max_len: int) -> str:
+    """A word of the train split, otherwise as `make_word`."""
     word = make_word(rng, min_len, max_len)
     while split_of(word) != "train":
         word = make_word(rng, min_len, max_len)

@@ -94,7 +94,7 @@ def whole_on_cpu(model: Path, tmp_path: Path) -> Iterator[dict[str, Tensor]]:
     run = write_run(tmp_path / "cpu", "run_a", model, max_steps=NUM_STEPS, optim={"lr": 1e-3})
     put_batches(run, NUM_STEPS)
     train_until(whole_config(tmp_path / "cpu", model), lambda: done([run]))
-    yield load_file(run.broadcast_dir(NUM_STEPS) / "model.safetensors")
+    return load_file(run.broadcast_dir(NUM_STEPS) / "model.safetensors")
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])

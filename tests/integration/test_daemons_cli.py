@@ -227,6 +227,7 @@ def test_a_question_that_has_no_answer_is_wrong_use(prl: Prl) -> None:
         env=prl.env,
         cwd=ROOT,
         stdin=subprocess.DEVNULL,
+        check=False,
     )
     assert (done.returncode, "add --yes" in done.stderr) == (2, True)
     assert prl.json("runs", "list")["runs"] != []
@@ -281,7 +282,12 @@ def test_output_into_a_closed_pipe_makes_no_noise(prl: Prl) -> None:
     os.close(reader)
     command = [sys.executable, "-m", "daemons.cli", "logs", "run_reverse", "-n", "50000"]
     done = subprocess.run(
-        [*command, "--output-dir", str(prl.output_dir)], stdout=writer, stderr=subprocess.PIPE, env=prl.env, cwd=ROOT
+        [*command, "--output-dir", str(prl.output_dir)],
+        stdout=writer,
+        stderr=subprocess.PIPE,
+        env=prl.env,
+        cwd=ROOT,
+        check=False,
     )
     os.close(writer)
     assert done.stderr == b""

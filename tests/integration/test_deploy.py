@@ -28,7 +28,7 @@ def test_systemd_takes_the_unit(tmp_path: Path) -> None:
     shutil.copy(UNIT, tmp_path / "prl@.service")
     env = {**os.environ, "HOME": str(tmp_path), "XDG_RUNTIME_DIR": str(tmp_path)}
     command = ["systemd-analyze", "--user", "--man=no", "verify", str(tmp_path / "prl@main.service")]
-    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     assert (done.returncode, [line for line in done.stderr.splitlines() if "prl@" in line]) == (0, [])
 
 

@@ -215,6 +215,7 @@ def test_wrong_use_is_one_line_and_exit_code_2(tmp_path: Path, argv: list[str], 
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
+        check=False,
     )
     assert done.returncode == 2
     assert message in done.stderr and len(done.stderr.splitlines()) == 1

@@ -219,5 +219,5 @@ def test_ranks_on_two_nodes_meet(launcher: RayLauncher, output: OutputDir) -> No
 def test_a_cluster_that_is_away_is_reported(output: OutputDir) -> None:
     """In a process of its own: one process is connected to one cluster."""
     command = [sys.executable, "-c", STRANGER, str(output.path)]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert "no answer from the Ray cluster at 127.0.0.1:1: [Errno 111] Connection refused" in done.stdout

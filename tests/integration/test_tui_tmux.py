@@ -63,7 +63,9 @@ class Terminal:
         self._run("kill-server", check=False)
 
     def _run(self, *words: str, check: bool = True) -> str:
-        done = subprocess.run(["tmux", "-L", self._socket, *words], capture_output=True, text=True, timeout=PATIENCE_S)
+        done = subprocess.run(
+            ["tmux", "-L", self._socket, *words], capture_output=True, text=True, timeout=PATIENCE_S, check=False
+        )
         assert not check or done.returncode == 0, done.stderr
         return done.stdout + ("" if check else done.stderr)
 

@@ -21,7 +21,7 @@ FOLDER = ROOT / "prime_rl/inference/vllm"
 @pytest.mark.slow
 def test_the_installed_vllm_has_all_of_it() -> None:
     command = [sys.executable, "-m", "prime_rl.inference.vllm.private"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert (done.stdout, done.returncode) == ("", 0), done.stderr[-2000:]
 
 

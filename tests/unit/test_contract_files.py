@@ -90,7 +90,7 @@ def test_staged_dir_appears_whole_and_replaces_a_leftover(tmp_path: Path) -> Non
 
 
 def test_staged_dir_leaves_nothing_when_the_body_fails(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError), staged_dir(tmp_path / "step_1") as tmp:
+    with pytest.raises(RuntimeError), staged_dir(tmp_path / "step_1") as tmp:  # noqa: PT012 (the body is what fails)
         (tmp / "weights").write_text("w")
         raise RuntimeError
     assert os.listdir(tmp_path) == []

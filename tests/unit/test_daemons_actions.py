@@ -328,7 +328,7 @@ def test_what_is_missing_hides_nothing(workspace: Path, source: Path, trainer: S
     text = RUN_TOML.format(max_steps=1, model="m").replace(missing, "")
     source.write_text(text + "[sampling]\nmax_tokens = 64\n")
     found = [key_of(problem) for problem in actions.check_file(workspace, source)]
-    assert found == [missing.split()[0].strip("[]"), "sampling.max_tokens"]
+    assert found == [missing.split(maxsplit=1)[0].strip("[]"), "sampling.max_tokens"]
 
 
 def test_a_done_action_that_cannot_be_noted_says_both(workspace: Path, source: Path) -> None:

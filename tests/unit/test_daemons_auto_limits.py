@@ -114,7 +114,7 @@ def test_trainer_and_vllm_share_a_gpu_unless_they_are_told_apart(
 
 
 def test_without_a_gpu_nothing_is_shared() -> None:
-    if subprocess.run(["sh", "-c", "command -v nvidia-smi"], capture_output=True).returncode == 0:
+    if subprocess.run(["sh", "-c", "command -v nvidia-smi"], capture_output=True, check=False).returncode == 0:
         pytest.skip("this machine has the driver's tool")
     assert not share_a_gpu(build(SystemConfig, VLLM, "said"), None)
 

@@ -182,6 +182,7 @@ def test_a_foreign_package_of_our_name_is_found(name: str, by: str, tmp_path: Pa
         env=environ,
         capture_output=True,
         text=True,
+        check=False,
     )
     (check,) = [each for each in json.loads(done.stdout)["checks"] if each["name"] == "packages"]
     assert done.returncode == 1 and check["level"] == "broken"

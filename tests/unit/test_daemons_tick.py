@@ -148,6 +148,6 @@ def test_a_daemon_that_cannot_be_started_for_whatever_reason_keeps_no_other_from
 
 def test_a_file_that_cannot_be_written_costs_the_other_daemons_nothing(workspace: Workspace) -> None:
     workspace.output.daemon_status("inference").mkdir(parents=True)  # it is written first
-    with pytest.raises(OSError):
+    with pytest.raises(OSError, match="inference"):
         workspace.supervisor.tick()
     assert workspace.tell("trainer").state == "starting"

@@ -22,7 +22,9 @@ EXTRAS: dict[str, list[str]] = tomllib.loads((ROOT / "pyproject.toml").read_text
 
 def test_all_extras_together_are_not_needed_to_load_the_control_plane() -> None:
     names = {re.split(r"[<>=\[]", line)[0].replace("-", "_") for line in chain(*EXTRAS.values())}
-    done = subprocess.run([sys.executable, "-c", LOAD_ALL, *names], capture_output=True, text=True, cwd=ROOT)
+    done = subprocess.run(
+        [sys.executable, "-c", LOAD_ALL, *names], capture_output=True, text=True, cwd=ROOT, check=False
+    )
     assert done.returncode == 0 and int(done.stdout) > 100, done.stderr
 
 

@@ -266,7 +266,7 @@ async def test_whole_weights_reach_every_layer_below_its_adapters(
 
 async def test_an_action_that_ends_the_engine_is_told_to_its_caller_and_to_those_behind(served: Served) -> None:
     async with running(new_engine(served, 1)) as engine:
-        actions = [asyncio.create_task(engine.change(each)) for each in (lambda: [][0], lambda: None)]
+        actions = [asyncio.create_task(engine.change(each)) for each in (lambda: {}["key"], lambda: None)]
         for action in actions:
-            with pytest.raises(EngineDead, match="list index out of range"):
+            with pytest.raises(EngineDead, match="key"):
                 await within(action)

@@ -150,8 +150,9 @@ def test_every_run_gets_its_share_and_none_starves(name: str, place: str) -> Non
 
 
 @pytest.mark.parametrize("returning", [HOG, SMALL, Tenant((1000,) * 20)], ids=["hog", "small", "long rows"])
-def test_a_run_that_was_away_has_saved_nothing_up(returning: Tenant, away: float = 200_000) -> None:
+def test_a_run_that_was_away_has_saved_nothing_up(returning: Tenant) -> None:
     """From the moment it is back it has its share, and the others keep theirs."""
+    away = 200_000.0
     back = replace(returning, idle_from=30_000, idle_until=int(away))
     tenants = [back, SMALL, HOG]
     end = away + 12 * owed_every(tenants, 2)

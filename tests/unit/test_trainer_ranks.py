@@ -30,7 +30,7 @@ def test_only_rank_0_discovers(tmp_path: Path) -> None:
 def two_ranks(tmp_path: Path) -> Iterator[tuple[MultiRunManager, MultiRunManager]]:
     store = HashStore()
     channels = [Channel(store, rank, 2, timeout_s=PATIENCE_S) for rank in range(2)]
-    yield manager_of(tmp_path, channel=channels[0]), manager_of(tmp_path, channel=channels[1])
+    return manager_of(tmp_path, channel=channels[0]), manager_of(tmp_path, channel=channels[1])
 
 
 def both(managers: tuple[MultiRunManager, MultiRunManager]) -> None:

@@ -225,10 +225,11 @@ def test_a_sender_listens_on_its_address_only_and_its_port_is_free_again(port: i
     WeightSender(HOST, port, timeout_s=PATIENCE_S).close()
     sender = WeightSender(HOST, port, timeout_s=PATIENCE_S)
     try:
-        with socket.socket() as other, pytest.raises(OSError):
+        with socket.socket() as other:
             other.settimeout(2)
-            other.connect(("127.0.0.2", port))
-        with pytest.raises(OSError):
+            with pytest.raises(ConnectionRefusedError):
+                other.connect(("127.0.0.2", port))
+        with pytest.raises(OSError, match="in use"):
             WeightSender(HOST, port, timeout_s=PATIENCE_S)
     finally:
         sender.close()

@@ -16,7 +16,9 @@ HEAVY = ("torch", "vllm", "transformers", "peft", "starlette")
 
 
 def run_python(code: str, cwd: Path | None = None) -> str:
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE_S, cwd=cwd)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE_S, cwd=cwd, check=False
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 
@@ -46,7 +48,7 @@ print([name for name in sys.modules if name.startswith(acts)])
 def test_a_missing_folder_is_wrong_use_in_one_line(tmp_path: Path) -> None:
     missing = tmp_path / "nowhere"
     done = subprocess.run(
-        [sys.executable, "-m", "tui", str(missing)], capture_output=True, text=True, timeout=PATIENCE_S
+        [sys.executable, "-m", "tui", str(missing)], capture_output=True, text=True, timeout=PATIENCE_S, check=False
     )
     assert done.returncode == 2
     assert done.stdout == ""
@@ -73,5 +75,7 @@ def test_wrong_use_is_one_line(
 
 def test_the_folder_comes_from_the_environment(tmp_path: Path) -> None:
     env = {**os.environ, "PRL_OUTPUT_DIR": str(tmp_path / "from-env")}
-    done = subprocess.run([sys.executable, "-m", "tui"], capture_output=True, text=True, timeout=PATIENCE_S, env=env)
+    done = subprocess.run(
+        [sys.executable, "-m", "tui"], capture_output=True, text=True, timeout=PATIENCE_S, env=env, check=False
+    )
     assert done.returncode == 2 and "from-env" in done.stderr

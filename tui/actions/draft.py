@@ -31,6 +31,8 @@ MAX_DRAFT_BYTES = 256 * 1024
 
 @dataclass(frozen=True)
 class Template:
+    """A file that a draft may begin with; `label` is its name in the list."""
+
     label: CleanText
     path: Path
 
@@ -67,11 +69,12 @@ def configs_folder() -> Path:
 
 def find_templates(output_dir: Path, run_ids: Sequence[str], configs: Path = Path("configs")) -> list[Template]:
     """Run configs below `configs`, then the configs of existing runs."""
-    found = []
-    for path in sorted(configs.rglob("*.toml"))[: 10 * MAX_TEMPLATES]:
-        # A name with an escape in it would be shown where it can be edited, so it is not offered.
-        if clean_text(str(path)) == str(path) and looks_like_run(path):
-            found.append(Template(one_line(str(path.relative_to(configs)), 80), path))
+    # A name with an escape in it would be shown where it can be edited, so it is not offered.
+    found = [
+        Template(one_line(str(path.relative_to(configs)), 80), path)
+        for path in sorted(configs.rglob("*.toml"))[: 10 * MAX_TEMPLATES]
+        if clean_text(str(path)) == str(path) and looks_like_run(path)
+    ]
     output = OutputDir(output_dir)
     for run_id in run_ids:
         with contextlib.suppress(LayoutError):

@@ -17,6 +17,8 @@ DURATIONS = ("1h", "8h", None)
 
 
 def ack_job(output_dir: Path, names: Sequence[str]) -> Job:
+    """Acknowledge incidents; each name is KIND:SUBJECT, or a subject for all of its open ones."""
+
     def act(name: str, progress: Progress) -> str:
         new = quiet.acknowledge(output_dir, name)
         return f"{name}: acknowledged" if new else f"{name}: already acknowledged"
@@ -36,6 +38,8 @@ def mute_job(output_dir: Path, what: str, duration: str | None = None) -> Job:
 
 
 def unmute_job(output_dir: Path, what: str) -> Job:
+    """End the mute of a kind, a subject or KIND:SUBJECT."""
+
     def work(progress: Progress) -> str:
         return f"{what}: {'unmuted' if quiet.unmute(output_dir, what) else 'not muted'}"
 

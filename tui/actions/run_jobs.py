@@ -49,6 +49,8 @@ def at_field(field: str, others: Mapping[str, str] = {}) -> Iterator[None]:
 
 
 def pause_job(output_dir: Path, run_ids: Sequence[str], reason: str = "") -> Job:
+    """Pause runs; `reason` is kept in `paused.txt`."""
+
     def act(run_id: str, progress: Progress) -> str:
         done = pause_run(output_dir, run_id, reason=reason)
         return f"{run_id}: paused" if done else f"{run_id}: already paused; its first reason stays"
@@ -58,6 +60,8 @@ def pause_job(output_dir: Path, run_ids: Sequence[str], reason: str = "") -> Job
 
 
 def continue_job(output_dir: Path, run_ids: Sequence[str]) -> Job:
+    """End the pause of runs."""
+
     def act(run_id: str, progress: Progress) -> str:
         done = continue_run(output_dir, run_id)
         return f"{run_id}: continues" if done else f"{run_id}: not paused, nothing to do"
@@ -138,6 +142,8 @@ def check_fork(output_dir: Path, form: ForkForm) -> str:
 
 
 def fork_job(output_dir: Path, form: ForkForm) -> Job:
+    """Fork each run of `form`."""
+
     def act(run_id: str, progress: Progress) -> str:
         return _fork(output_dir, form, run_id)
 
@@ -200,6 +206,8 @@ def check_export(output_dir: Path, form: ExportForm) -> str:
 
 
 def export_job(output_dir: Path, form: ExportForm) -> Job:
+    """Export each run of `form`."""
+
     def act(run_id: str, progress: Progress) -> str:
         return _export(output_dir, form, run_id, progress)
 
@@ -265,6 +273,8 @@ def check_sweep(output_dir: Path, form: SweepForm) -> Sweep:
 
 
 def sweep_job(output_dir: Path, form: SweepForm) -> Job:
+    """Add the runs of the sweep in `form`."""
+
     def work(progress: Progress) -> str:
         made = _sweep(output_dir, form)
         return f"sweep {made.plan.name}: {fmt.counted(len(made.added), 'run')} added"

@@ -15,6 +15,8 @@ MAX_SYSTEMS = 20
 
 
 def restart_job(output_dir: Path, name: str) -> Job:
+    """Restart one daemon."""
+
     def work(progress: Progress) -> str:
         up_and_down.restart_daemon(output_dir, name, say=progress)
         return f"{name}: restarted"
@@ -23,6 +25,8 @@ def restart_job(output_dir: Path, name: str) -> Job:
 
 
 def down_job(output_dir: Path) -> Job:
+    """Stop the workspace."""
+
     def work(progress: Progress) -> str:
         was_running = up_and_down.stop_workspace(output_dir, say=progress)
         return "stopped, no process is left" if was_running else "nothing was running"
@@ -55,8 +59,8 @@ def up_choices(output_dir: Path, configs: Path = Path("configs")) -> list[tuple[
     """(label, job) of each way to start the workspace, the most likely first."""
     last = up_and_down.last_start(output_dir)
     first = "with its last settings" if last else "a small workspace for this machine's CPU"
-    found: list[tuple[CleanText, Callable[[], Job]]] = [(one_line(first), functools.partial(up_job, output_dir, None))]
-    for path in sorted(configs.glob("*/system.toml"))[:MAX_SYSTEMS]:
-        if clean_text(str(path)) == str(path):
-            found.append((one_line(f"as in {path}", 100), functools.partial(up_job, output_dir, path)))
-    return found
+    files = [path for path in sorted(configs.glob("*/system.toml"))[:MAX_SYSTEMS] if clean_text(str(path)) == str(path)]
+    return [
+        (one_line(first), functools.partial(up_job, output_dir, None)),
+        *((one_line(f"as in {path}", 100), functools.partial(up_job, output_dir, path)) for path in files),
+    ]

@@ -1,5 +1,7 @@
-"""Add a run: choose a TOML file, type its path or clone an existing run; edit the text with its problems shown at their
-lines, name it, start it."""
+"""Add a run: choose a TOML file, type its path or clone a run; edit the text, name it, start it.
+
+Problems of the text are shown at their lines.
+"""
 
 from __future__ import annotations
 

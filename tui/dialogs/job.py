@@ -89,6 +89,8 @@ class JobDialog(ModalScreen[None]):
 
 
 class Listing(VerticalScroll):
+    """Lines of text, at most nine at a time; more of them scroll."""
+
     DEFAULT_CSS = """
     Listing {
         height: auto; max-height: 9; margin-bottom: 1; scrollbar-size-vertical: 1;
@@ -108,6 +110,7 @@ class Listing(VerticalScroll):
 
 
 def listing(run_ids: Sequence[str]) -> Listing:
+    """Runs, one a line."""
     return Listing([f"· {run_id}" for run_id in run_ids])
 
 

@@ -186,6 +186,7 @@ def node_problems(group: Group | None, now: float) -> list[Problem]:
 
 
 def describe(row: NodeRow) -> str:
+    """A node's health, place and note, as in "dead: no heartbeat for 40s, in phase 1 (rollout) of iteration 3"."""
     where = f"in phase {row.phase} ({phase_name(row.phase)}) of iteration {row.iteration}"
     match row.health:
         case NodeHealth.DEAD if row.is_gone:
@@ -202,6 +203,7 @@ def describe(row: NodeRow) -> str:
 
 
 def phase_name(phase: int | None) -> str:
+    """The name of a phase by its number; "?" for None, or for a number without a phase."""
     return PHASE_NAMES[phase] if phase is not None and 0 <= phase < NUM_PHASES else "?"
 
 

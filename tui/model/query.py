@@ -155,6 +155,8 @@ class FilterError:
 
 @dataclass(frozen=True)
 class Query:
+    """A filter as it was parsed. Terms with an error are not in `tests`, all of which a run must pass."""
+
     tests: tuple[Test, ...] = ()
     errors: tuple[FilterError, ...] = ()
 
@@ -196,6 +198,7 @@ def complete(text: str, run_ids: Iterable[str] = ()) -> str | None:
 
 
 def split_term(term: str) -> tuple[str, str, str]:
+    """Field, operator and value of a term: ("reward", ">", "0.5"); ("", "", term) for a plain word."""
     parts = _PARTS.fullmatch(term)
     return (parts["field"].lower(), parts["op"], parts["value"]) if parts else ("", "", term)
 

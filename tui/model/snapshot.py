@@ -144,8 +144,10 @@ def make_snapshot(
     alerts: Sequence[Alert] = (),
     alive_at: Mapping[str, float] | None = None,
 ) -> Snapshot:
-    """`now` in Unix seconds; `since`: when evicted and invalid runs became so; `alive_at`: each run's last sign of life
-    on our own clock (default: the time that the run wrote).
+    """The row of a run.
+
+    `now` in Unix seconds; `since`: when evicted and invalid runs became so; `alive_at`: each run's last sign of life on
+    our own clock (default: the time that the run wrote).
 
     A row that equals the one in `before` is the same object, so widgets compare rows by identity.
     """
@@ -177,8 +179,11 @@ def make_snapshot(
 
 
 def display_state(run: RunView, now: float, tail: RunTail, alive_at: float | None) -> str:
-    """The run's state; `lost` for one that should work and gives no sign of life, `stalled` for one whose orchestrator
-    is, or whose steps do not go on."""
+    """The run's state, or `lost` or `stalled`.
+
+    Lost is one that should work and gives no sign of life, stalled one whose orchestrator is, or whose steps do not go
+    on.
+    """
     if run.state is not RunState.ACTIVE:
         return str(run.state)
     if alive_at is not None and now - alive_at > LOST_AFTER_S:

@@ -51,7 +51,7 @@ class Group:
     spread: float | None
 
 
-def is_less_better(metric: str) -> bool:
+def _is_less_better(metric: str) -> bool:
     return metric in _LESS_IS_BETTER
 
 
@@ -149,4 +149,4 @@ def _rank(result: float | None, metric: str) -> float:
     """Smaller is better; without a result last."""
     if result is None or not math.isfinite(result):
         return math.inf
-    return result if is_less_better(metric) else -result
+    return result if _is_less_better(metric) else -result

@@ -158,8 +158,8 @@ def _split(data: bytes, offset: int, cut: int) -> list[Raw]:
     lines: list[Raw] = []
     place = cut
     for line in data[cut:].removesuffix(b"\n").split(b"\n") if len(data) > cut else ():
-        for piece in range(0, max(len(line), 1), MAX_LINE_BYTES):
-            lines.append((offset + place + piece, line[piece : piece + MAX_LINE_BYTES]))
+        pieces = range(0, max(len(line), 1), MAX_LINE_BYTES)
+        lines += [(offset + place + piece, line[piece : piece + MAX_LINE_BYTES]) for piece in pieces]
         place += len(line) + 1
     return lines
 

@@ -34,8 +34,10 @@ _MARK_BYTES = 64
 
 @dataclass(frozen=True)
 class LogRequest:
-    """Lines of at least `level` (index of `log_file.LEVELS`) around the line that starts at `anchor`;
-    None: the end, also when it grows."""
+    """Lines of at least `level` (index of `log_file.LEVELS`) around the line that starts at `anchor`.
+
+    None: the end, also when it grows.
+    """
 
     anchor: int | None = None
     level: int = 0

@@ -36,6 +36,8 @@ class Probe(Protocol):
 
 
 class SystemProbe:
+    """Measures the machine, the disk and the trainer's rate of updates. `clock`: monotonic seconds."""
+
     def __init__(self, output_dir: Path, clock: Callable[[], float] = time.monotonic) -> None:
         self._machine = MachineReader()
         self._disk = DiskReader(output_dir)

@@ -1,7 +1,7 @@
-"""What the rollouts tab shows: the samples that a run keeps of its batches, ordered and in their groups, and one of
-them turn by turn; of one batch also the tokens, and of the newest batches all rewards.
+"""What the rollouts tab shows: the samples that a run keeps of its batches, in order and in groups.
 
-The texts of environment and policy are clean. No widgets here.
+One of them turn by turn; of one batch also the tokens, and of the newest batches all rewards. The texts of environment
+and policy are clean. No widgets here.
 """
 
 from __future__ import annotations
@@ -189,6 +189,7 @@ def step_rewards(data: RolloutsData) -> dict[int, tuple[float, ...]]:
 
 
 def turns(sample: Sample) -> list[Turn]:
+    """The prompt and the turns of a rollout, in order; a completion without turns is one turn of the policy."""
     found = [Turn("prompt", sample.prompt.strip("\n"))]
     if not sample.turns:
         return [*found, Turn("policy", sample.completion)]

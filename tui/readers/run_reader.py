@@ -27,6 +27,8 @@ class RunRequest:
 
 
 class RunReader:
+    """The readers of all tabs of one run."""
+
     def __init__(self, output_dir: Path, run_id: str) -> None:
         self._charts = ChartsReader(output_dir, run_id)
         self._config = ConfigReader(output_dir, run_id)

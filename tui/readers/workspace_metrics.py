@@ -52,8 +52,10 @@ _NO_TAIL = RunTail()
 
 @dataclass
 class _Known:
-    """What is known of one run: its two files (as text: joining paths would cost more than the system calls), how they
-    were when they were read last, and when that was."""
+    """What is known of one run: its two files, how they were when they were read last, and when that was.
+
+    Their paths are text: joining paths would cost more than the system calls.
+    """
 
     paths: tuple[str, str]
     metrics: RunMetrics | None = None

@@ -349,7 +349,7 @@ class PlaceScreen(WorkspaceScreen):
         self.guide.go("problems")
 
     def action_go(self, number: int) -> None:
-        """Open the place with that number;
+        """Open the place with that number.
 
         RUN_KEY opens the run that is chosen here, else the first of the workspace.
         """

@@ -262,7 +262,7 @@ class Table:
     def __init__(self, data: CompareData, width: int) -> None:
         self._data = data
         self._name = NAME_WIDTHS[width >= 120]
-        self._has_groups = not all(map(is_alone, data.groups))
+        self._has_groups = not all(map(_is_alone, data.groups))
         self._colours = {
             group.name: COLOURS[index % len(COLOURS)] for index, group in enumerate(drawn_groups(data.groups))
         }
@@ -277,7 +277,7 @@ class Table:
             room -= column + 2
         self._lines: dict[str, tuple[Group, Contender | None]] = {}
         for group in data.groups:
-            if not is_alone(group):
+            if not _is_alone(group):
                 self._lines[GROUP + group.name] = (group, None)
             for run in group.runs:  # one with several tags is listed once, in its best group
                 self._lines.setdefault(run.run_id, (group, run))
@@ -312,7 +312,7 @@ class Table:
         name = fmt.shorten_middle(run.run_id, self._name)
         line = Text.assemble(
             (" ★ " if is_best else "   ", "success"),
-            self._mark(group) if is_alone(group) else "  ",
+            self._mark(group) if _is_alone(group) else "  ",
             (f"{name:<{self._name}} ", "bold" if is_best else "text"),
             (f"{run.step or fmt.DASH:>6} ", "muted"),
             (f"{fmt.reward(run.result):>7}", "success" if is_best else "text"),
@@ -328,7 +328,7 @@ class Table:
         return ("━ ", colour) if colour else ("  ", "")
 
 
-def is_alone(group: Group) -> bool:
+def _is_alone(group: Group) -> bool:
     return len(group.runs) == 1 and group.name == group.runs[0].run_id
 
 

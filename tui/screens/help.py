@@ -45,6 +45,8 @@ def describe(read_only: bool) -> Text:
 
 
 class HelpScreen(ModalScreen[None]):
+    """The help, over the screen on which it was opened."""
+
     DEFAULT_CSS = """
     HelpScreen {
         align: center middle;

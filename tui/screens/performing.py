@@ -40,7 +40,6 @@ class Performs(WorkspaceScreen):
         self, look: Callable[[], LookT], then: Callable[[LookT], None], *, needs_screen: bool = False
     ) -> None:
         """`look` at the disk in a thread, `then` go on here; with `needs_screen` only if this screen is still open."""
-
         app = self.app  # once the console has ended, a screen does not find it any more
 
         def go_on(found: LookT) -> None:
@@ -70,4 +69,5 @@ class Performs(WorkspaceScreen):
 
 
 def ids_of(rows: Sequence[RunRow]) -> list[str]:
+    """The ids of runs, in the order of their rows."""
     return [row.run_id for row in rows]

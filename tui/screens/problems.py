@@ -20,10 +20,12 @@ _PLACES = {"daemon": "system", "workspace": "system", "node": "nodes"}
 
 
 def key_of(problem: Problem) -> str:
+    """The key of a problem's line, the same at each look."""
     return f"{problem.target} {problem.name}"
 
 
 def problem_line(problem: Problem, now: float, width: int) -> Text:
+    """Age, level, name and text of a problem. `now` in Unix seconds, `width` in cells."""
     age = fmt.age(now - problem.since) if problem.since is not None else fmt.DASH
     name_width = 22 if width < 110 else 40
     colour = problem.level.style

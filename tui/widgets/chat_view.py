@@ -31,6 +31,7 @@ def head(look: ChatLook) -> Text:
 
 
 def describe(look: ChatLook) -> Text:
+    """The conversation so far, turn by turn."""
     text = Text()
     for number, turn in enumerate(look.turns):
         text.append("\n\n" if number else "")

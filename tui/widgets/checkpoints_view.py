@@ -20,7 +20,7 @@ def list_row(checkpoint: Checkpoint, now: float, *, is_next: bool) -> Text:
     stable = checkpoint.is_stable
     saved = checkpoint.saved_at
     when = "-" if saved is None else fmt.stamp(saved)
-    text = Text.assemble(
+    return Text.assemble(
         (f"{checkpoint.step:>7}  ", "bold" if stable else "muted"),
         (f"{'✔ STABLE' if stable else '◌ partial':<10}", "success" if stable else "warning"),
         f"{fmt.size(checkpoint.num_bytes):>10}  ",
@@ -29,7 +29,6 @@ def list_row(checkpoint: Checkpoint, now: float, *, is_next: bool) -> Text:
         (" ".join(checkpoint.parts) or "nothing yet", "muted"),
         no_wrap=True,
     )
-    return text
 
 
 class CheckpointsView(Vertical, can_focus=False):

@@ -76,6 +76,7 @@ def make_cells(row: RunRow, columns: Sequence[Column], now: float) -> dict[str, 
 
 
 def plain(cell: Cell) -> str:
+    """The text of a cell without colours."""
     return "".join(text for text, _ in cell)
 
 

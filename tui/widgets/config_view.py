@@ -1,5 +1,7 @@
-"""A run's `orch.toml`: highlighted and numbered, what is wrong with it on top and at its line; or all its values with
-their defaults; or its differences to another run."""
+"""A run's `orch.toml`: its text, all its values, or its differences to another run.
+
+The text is highlighted and numbered, with what is wrong on top and at its line; the values have their defaults.
+"""
 
 from __future__ import annotations
 

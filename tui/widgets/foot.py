@@ -45,6 +45,8 @@ class CommandLine(Widget):
 
 
 class KeyFooter(Footer):
+    """The keys of the screen, without those that do not fit into its width."""
+
     def __init__(self) -> None:
         super().__init__(compact=True, show_command_palette=False)
 

@@ -151,7 +151,7 @@ def _problems(num: int) -> Text:
 
 
 def run_lines(row: RunRow, width: int, now: float, num_problems: int | None = None) -> tuple[Text, Text]:
-    """Which run, how it is, how far it is;
+    """Which run, how it is, how far it is.
 
     then its figures, as many as fit, and the problems of the whole workspace.
     """
@@ -207,6 +207,8 @@ def budget_text(row: RunRow) -> Text | None:
 
 
 class WorkspaceHeader(Widget):
+    """The two `workspace_lines` at the top of a screen."""
+
     DEFAULT_CSS = """
     WorkspaceHeader { height: 2; background: $panel; }
     """

@@ -63,6 +63,7 @@ def group_line(group: Group) -> Text:
 
 
 def grid_heading(width: int) -> list[Text]:
+    """The heading above the `node_line` of each node; two lines when `width` has room for the names of the phases."""
     cell, host = _cell_width(width), _host_width(width)
     numbers = "".join(f"{number:<{cell}}" for number in range(NUM_PHASES))
     left = f"  {'NODE':<5}{'HOST':<{host}}" if host else f"  {'NODE':<5}"
@@ -74,6 +75,7 @@ def grid_heading(width: int) -> list[Text]:
 
 
 def node_line(row: NodeRow, width: int) -> Text:
+    """One node: its health, a cell for each phase, its ages and its note. `width` in cells of the terminal."""
     cell, host = _cell_width(width), _host_width(width)
     colour = row.level.style
     stands_out = f"bold {colour}" if row.level >= Level.WARN else colour

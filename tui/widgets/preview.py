@@ -58,6 +58,8 @@ def _figures(row: RunRow, now: float) -> str:
 
 
 class Preview(Vertical):
+    """The selected run; hidden while there is none."""
+
     DEFAULT_CSS = """
     Preview {
         height: 4;

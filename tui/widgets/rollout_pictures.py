@@ -144,6 +144,7 @@ def _body(picture: GroupPicture, sample: Sample) -> Text:
 
 
 def rewards_head(step: int, rewards: Sequence[float]) -> Text:
+    """The line above the histogram of a step: how many rewards there are, their mean and their range."""
     text = Text.assemble((f"step {step}", "bold"), (f" · {fmt.counted(len(rewards), 'rollout')}", "muted"))
     if rewards:
         mean, low, high = map(fmt.reward, (statistics.fmean(rewards), min(rewards), max(rewards)))

@@ -1,5 +1,7 @@
-"""The rollouts that a run keeps, in three views: a list in a chosen order with the one under the cursor turn by turn;
-all of its example side by side; the rewards of its batch. The cursor of the list is the place in all of them.
+"""The rollouts that a run keeps, in three views.
+
+A list in a chosen order with the one under the cursor turn by turn; all of its example side by side; the rewards of its
+batch. The cursor of the list is the place in all of them.
 """
 
 from __future__ import annotations
@@ -55,6 +57,7 @@ def list_row(sample: Sample, *, wide: bool, is_hit: bool = False) -> Text:
 
 
 def list_head(*, wide: bool) -> str:
+    """The heading above the rows of `list_row`."""
     return "  step  reward   advant." + ("  version      tokens environment" if wide else "")
 
 

@@ -80,6 +80,7 @@ def _daemons_memory(machine: MachineView) -> str:
 
 
 def trainer_lines(snapshot: Snapshot, look: SystemLook | None, width: int) -> Lines:
+    """What the trainer does: slots, speed, what it waits for, where its time goes. `look`: None before the first."""
     trainer = snapshot.workspace.trainer
     if trainer is None:
         return [_title("trainer", "not running: start it with prl up")]
@@ -114,6 +115,7 @@ def time_split(time_s: Mapping[str, float], width: int) -> Lines:
 
 
 def inference_lines(snapshot: Snapshot, width: int) -> Lines:
+    """What inference does: engine, model, requests of each server, loaded adapters."""
     inference = snapshot.workspace.inference
     if inference is None:
         return [_title("inference", "not running: start it with prl up")]
@@ -151,10 +153,12 @@ def _title(name: str, facts: str) -> Text:
 
 
 def daemon_heading(name_width: int) -> Text:
+    """The heading above the `daemon_line` of each daemon; `name_width` in cells."""
     return Text(f"  {'DAEMON':<{name_width}}  {'STATE':<11}{'CPU':>6}{'MEMORY':>11}{'PROC':>6}  NOTE")
 
 
 def daemon_line(daemon: DaemonRow, use: DaemonUse | None, name_width: int) -> Text:
+    """A daemon: its state, what it uses, its restarts and details. `use`: None when it was not measured."""
     colour = daemon.level.style
     name = fmt.shorten_middle(daemon.name, name_width)
     cores = fmt.percent(use.cores if use else None)

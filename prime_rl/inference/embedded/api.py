@@ -86,8 +86,11 @@ class Api:
         await self._engine.load_adapter(name, folder)
 
     async def load_weights(self, folder: Path) -> None:
-        """The front has let every request end, and the engine keeps no keys and values of those: nothing that was
-        computed with other weights is left."""
+        """Put the weights of `folder` in place of those that are served.
+
+        The front has let every request end, and the engine keeps no keys and values of those: nothing that was computed
+        with other weights is left.
+        """
         weights = self._engine.served.weights
         tensors = await asyncio.to_thread(weights.read, folder)
         await self._engine.change(lambda: weights.apply(tensors))

@@ -151,7 +151,9 @@ class Batch:
 
     def add(self, rows: Sequence[Row]) -> list[Row]:
         """Let `rows` join: their prompts are in the cache then, but for the last token, which the next step takes.
-        Returns those that do not join, because their jobs were cancelled meanwhile."""
+
+        Returns those that do not join, because their jobs were cancelled meanwhile.
+        """
         joining: dict[Row, tuple[Cache, int]] = {}
         for chunk in _chunks(rows):
             if all(row.job.is_cancelled for same in chunk for row in same):
@@ -253,8 +255,10 @@ class Batch:
 
 
 def _chunks(rows: Sequence[Row]) -> list[list[list[Row]]]:
-    """Rows that share a prefill, and of those as many together that (prompts x longest prompt) stays within
-    MAX_PREFILL_TOKENS; a longer prompt is alone."""
+    """Rows that share a prefill, and of those as many together as one forward takes.
+
+    (Prompts x longest prompt) stays within MAX_PREFILL_TOKENS; a longer prompt is alone.
+    """
     chunks: list[list[list[Row]]] = []
     longest = 0
     for (_, length, _), same in groupby(sorted(rows, key=lambda row: row.prefill_key), lambda row: row.prefill_key):

@@ -110,8 +110,10 @@ class Engine:
         self._waiting = deque(row for row in self._waiting if row.job is not job)
 
     async def change(self, action: Callable[[], None]) -> None:
-        """Run `action` in the engine's thread while no forward runs. What it raises ends the engine, ValueError and
-        OSError apart: bad weights are their loader's trouble."""
+        """Run `action` in the engine's thread while no forward runs.
+
+        What it raises ends the engine, ValueError and OSError apart: bad weights are their loader's trouble.
+        """
         self._refuse_when_dead()
         self._has_news.set()
         try:

@@ -1,5 +1,4 @@
-"""The model of the embedded engine: loading it, one forward over many rows of different lengths and adapters, and
-changing its weights.
+"""The model of the embedded engine: loading it, one forward over rows of many adapters, changing its weights.
 
 Works for every causal LM of transformers whose cache is made of keys and values only; models with a recurrent state are
 refused when they are loaded. Which rows run together is decided elsewhere (`batch`).
@@ -43,8 +42,10 @@ class ModelError(ValueError):
 
 
 class WholeWeights:
-    """The parameters of `model`, and other weights for them: read and checked first, then put in place at once. When it
-    is safe to change them is the caller's business.
+    """The parameters of `model`, and other weights for them.
+
+    Those are read and checked first, then put in place at once. When it is safe to change them is the caller's
+    business.
 
     Each has the name that a model folder has for it, whatever adapters were put around the layers. `shapes` are those
     that a weight file must have; a tied weight is there once.
@@ -62,8 +63,10 @@ class WholeWeights:
         self._base: dict[str, Tensor] | None = None  # made when it is first needed: adapters alone never do
 
     def read(self, folder: Path) -> dict[str, Tensor]:
-        """The weights that were published in `folder`: from its file, or from the trainer's memory. Raises ApiError
-        (400) when they do not fit the model. Changes nothing."""
+        """The weights that were published in `folder`: from its file, or from the trainer's memory.
+
+        Raises ApiError (400) when they do not fit the model. Changes nothing.
+        """
         if self._config.broadcast.type == "nccl":
             name = weights_label(self._config.output_dir.resolve(), folder)
             tensors = self._received(name)
@@ -85,8 +88,10 @@ class WholeWeights:
 
     @torch.no_grad()
     def apply(self, tensors: Mapping[str, Tensor] | None) -> None:
-        """Put what `read` returned in place; None: the weights that the model was loaded with. No forward may run
-        meanwhile."""
+        """Put what `read` returned in place; None: the weights that the model was loaded with.
+
+        No forward may run meanwhile.
+        """
         if self._base is None:
             if tensors is None:
                 return
@@ -136,8 +141,11 @@ class Served:
     def forward(
         self, ids_RP: Tensor, mask_RT: Tensor, positions_RP: Tensor, cache: Cache, slots: Sequence[int | None]
     ) -> Tensor:
-        """The logits `[R, V]` after the new tokens of every row: the tokens, the columns that the row may see, the
-        positions (= tokens before each), and the row's adapter. The cache then has the tokens too."""
+        """The logits `[R, V]` after the new tokens of every row.
+
+        Given are the tokens, the columns that the row may see, the positions (= tokens before each), and the row's
+        adapter. The cache then has the tokens too.
+        """
         self.routing.set_rows(slots)
         optional = {"position_ids": positions_RP.to(self.device), "logits_to_keep": 1}
         with torch.inference_mode():

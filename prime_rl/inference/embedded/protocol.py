@@ -1,5 +1,6 @@
-"""Requests as clients send them, OpenAI's fields and those of vLLM that this engine has, and the answers to them, whole
-or as they are generated.
+"""Requests as clients send them, and the answers to them, whole or as they are generated.
+
+OpenAI's fields, and those of vLLM that this engine has.
 
 Fields of vLLM's that this engine does not have are accepted at the value that changes nothing, and refused otherwise:
 a setting must never be ignored in silence.
@@ -99,6 +100,8 @@ class CompletionRequest(Generation, kw_only=True):
 
 
 class TextPart(Struct, forbid_unknown_fields=True):
+    """A part of a message's content; parts of OpenAI's other types are refused."""
+
     type: Literal["text"]
     text: str
 

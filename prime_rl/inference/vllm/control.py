@@ -155,8 +155,10 @@ class VllmControl:
             raise
 
     async def _workers(self, method: str, *args: Any) -> list[list[Any]]:
-        """What each worker of each data-parallel engine answers. vLLM's own `collective_rpc` asks all engines too, but
-        returns the answers of the first engine only."""
+        """What each worker of each data-parallel engine answers.
+
+        vLLM's own `collective_rpc` asks all engines too, but returns the answers of the first engine only.
+        """
         core = self._engine.engine_core
         answers: list[list[Any]] = await core.call_utility_all_async("collective_rpc", method, None, args, None)
         return answers

@@ -66,6 +66,8 @@ class Policy(Protocol):
 
 
 class Environment(Protocol):
+    """Examples, and how a rollout of one of them goes. `id` is that of its `[[env]]` table."""
+
     @property
     def id(self) -> str: ...
 

@@ -43,8 +43,10 @@ class EnvironmentBroken(RuntimeError):
 
 
 class RolloutMeter:
-    """Is called when a rollout enters or leaves the code of an environment or a turn of the policy. This one does
-    nothing; `metrics.PhaseClock` accounts for the time."""
+    """Is called when a rollout enters or leaves the code of an environment or a turn of the policy.
+
+    This one does nothing; `metrics.PhaseClock` accounts for the time.
+    """
 
     def enter_environment(self) -> None: ...
 

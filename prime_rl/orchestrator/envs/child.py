@@ -149,6 +149,7 @@ async def load(request: Load, stack: contextlib.AsyncExitStack) -> Environment:
 
 
 async def beat(interval_s: float, send: Callable[[Report], None]) -> Never:
+    """Send a `Beat` every `interval_s` seconds, until it is cancelled."""
     while True:
         send(Beat())
         await asyncio.sleep(interval_s)
@@ -193,6 +194,7 @@ def read_requests(stream: BinaryIO, post: Callable[[Request | None], None]) -> N
 
 
 async def run(stream_in: BinaryIO, stream_out: BinaryIO) -> None:
+    """Serve the requests in `stream_in`, which a thread reads, and report to `stream_out`, until the input ends."""
     loop = asyncio.get_running_loop()
     requests: asyncio.Queue[Request | None] = asyncio.Queue()
 
@@ -209,6 +211,7 @@ async def run(stream_in: BinaryIO, stream_out: BinaryIO) -> None:
 
 
 def main() -> None:
+    """Keep standard input and output for the messages, serve, then kill this process and all that it started."""
     logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
     stream_in, stream_out = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     with open(os.devnull, "rb") as nothing:

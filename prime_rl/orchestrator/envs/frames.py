@@ -26,17 +26,23 @@ class Load(msgspec.Struct, tag=True):
 
 
 class Start(msgspec.Struct, tag=True):
+    """Start a rollout of one example. It ends with `Done` or `Lost`."""
+
     key: int
     split: str
     example_id: str
 
 
 class Answer(msgspec.Struct, tag=True):
+    """The policy's turn, for the last `Ask` of the rollout."""
+
     key: int
     text: str
 
 
 class Cancel(msgspec.Struct, tag=True):
+    """End a rollout whose outcome is not needed. `Ended` follows."""
+
     key: int
 
 
@@ -77,6 +83,8 @@ class Lost(msgspec.Struct, tag=True):
 
 
 class Ended(msgspec.Struct, tag=True):
+    """The cancelled rollout has ended, or had ended before."""
+
     key: int
 
 
@@ -93,6 +101,7 @@ decode_report = msgspec.msgpack.Decoder(Report).decode
 
 
 def frame(message: Request | Report) -> bytes:
+    """The bytes of a message on the stream: its length in HEADER_BYTES, then its msgpack."""
     payload = _encoder.encode(message)
     return len(payload).to_bytes(HEADER_BYTES) + payload
 

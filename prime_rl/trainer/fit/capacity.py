@@ -42,6 +42,7 @@ class Split:
 
 
 def usable_bytes(gpu_gib: float) -> float:
+    """Bytes for tensors on a GPU of `gpu_gib` GiB: without the CUDA context, and without what the allocator loses."""
     return max(0.0, gpu_gib * GIB * (1.0 - FRAGMENTS) - CONTEXT_BYTES)
 
 

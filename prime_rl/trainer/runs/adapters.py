@@ -100,11 +100,13 @@ class SlotAdapters:
 
 
 def rank_of(lora: RunLoRAConfig) -> int:
+    """The rank of a run in a slot, whose config is resolved."""
     assert lora.rank is not None, "the config in a slot is resolved"
     return lora.rank
 
 
 def scale_of(lora: RunLoRAConfig) -> float:
+    """alpha / rank of a run in a slot, whose config is resolved."""
     assert lora.alpha is not None, "the config in a slot is resolved"
     return lora.alpha / rank_of(lora)
 

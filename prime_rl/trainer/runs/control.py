@@ -46,6 +46,7 @@ class Print(NamedTuple):
 
 
 def print_of(path: str | Path) -> Print | None:
+    """The print of a path; a link is not followed. None when it cannot be looked at."""
     try:
         stat = os.lstat(path)
     except OSError:

@@ -53,8 +53,10 @@ class RunLife(Protocol):
         """
 
     def may_leave(self, run: TrainerRun) -> bool:
-        """Rank 0: whether a run that is to leave its slot can leave it now; asked at every look. It sees to it that
-        one that `saves` is saved."""
+        """Rank 0: whether a run that is to leave its slot can leave it now; asked at every look.
+
+        It sees to it that one that `saves` is saved.
+        """
 
     def forgotten(self, run: TrainerRun) -> None:
         """Rank 0: the run loses its slot, while its data is still there."""
@@ -62,6 +64,8 @@ class RunLife(Protocol):
 
 @dataclass
 class Hooks:
+    """The hooks of each kind, in the order of registration."""
+
     validation: list[ConfigValidationHook] = field(default_factory=list)
     discovered: list[DiscoveredHook] = field(default_factory=list)
     forgotten: list[RunHook] = field(default_factory=list)
