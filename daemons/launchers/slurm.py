@@ -173,15 +173,14 @@ class Slurm:
             return Ended(None, "the Slurm job that it ran in is over")
         records = read_starts(self.output, handle.name, handle.start_id, len(start.place.nodes))
         seen = self._judge(handle, start.place, records)
-        if isinstance(seen, Ended):
-            self._usable = None  # its nodes may have ended with it
-        if isinstance(seen, Ended) and (left := left_of(records.values(), self._beats)):
-            return replace(seen, left=left)
-        if isinstance(seen, Ended):
-            self._started.pop(handle.start_id, None)
-            self._beats.forget(handle.start_id)
-        else:
+        if isinstance(seen, Alive):
             self._started.setdefault(handle.start_id, (handle.name, start.place))
+            return seen
+        self._usable = None  # its nodes may have ended with it
+        if left := left_of(records.values(), self._beats):
+            return replace(seen, left=left)
+        self._started.pop(handle.start_id, None)
+        self._beats.forget(handle.start_id)
         return seen
 
     def has_news(self) -> bool:
