@@ -69,8 +69,9 @@ bench-tui: install-test ## prl-tui beside wandb leet on the same numbers; our wi
 screenshots: install-test ## pictures of prl-tui for the documents, from a demo that is run for them
 	@$(BIN)/python scripts/screenshots.py
 
-bench-multinode: install-test ## a group of nodes: what barriers and waiting cost, how soon a death is seen
+bench-multinode: install-test ## what the barriers of a group cost; the supervisor of 1,000 nodes with 5,000 runs
 	@$(BIN)/python -m benchmarks.run multinode
+	@$(BIN)/python -m benchmarks.supervisor_scale
 
 docs-check: install-test ## the commands and names that the documents mention are real
 	@$(BIN)/python -m pytest -q tests/test_docs.py

@@ -21,7 +21,7 @@ from textual.app import App, ComposeResult
 from textual.widget import Widget
 from textual.widgets import DataTable
 
-from daemons.client import RunView
+from daemons.workspace import RunView
 from prime_rl.contract.status import RunState
 from prime_rl.utils.text import one_line
 from tui.model.levels import Level

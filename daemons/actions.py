@@ -12,7 +12,6 @@ from pathlib import Path
 
 from daemons import audit
 from daemons.adding import add_run, check_file, trainer_limits, validate_file
-from daemons.client import RunView, WorkspaceReader
 from daemons.endings import ends_again, is_ended
 from daemons.errors import ActionError, WrongUseError, in_one_line, one_line_errors, printable
 from daemons.in_use import users_of_run
@@ -24,6 +23,8 @@ from daemons.trash import (
     purge_trash,
     undelete_run,
 )
+from daemons.workspace import RunView
+from daemons.workspace_reader import WorkspaceReader
 from prime_rl.contract.files import remove, write_atomic
 from prime_rl.contract.layout import OutputDir
 from prime_rl.contract.status import DaemonStatus, RunState, RunStatus, read_status

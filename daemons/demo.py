@@ -2,7 +2,7 @@
 
 Starts a fresh workspace as daemons, adds the runs of the folder, shows them train (in `prl-tui` on a terminal, else
 one line a step), prints a table, writes `report.json`, and stops everything. `prl-tui` stays when the runs are done,
-until it is left. It uses `supervision`, `actions` and `client`, as a person would use `prl`.
+until it is left. It uses `supervision`, `actions` and `workspace_reader`, as a person would use `prl`.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from typing import Any
 
 from daemons import actions, supervision
 from daemons.base_model import make_base_model
-from daemons.client import RunView, Workspace, WorkspaceReader
 from daemons.screen import TuiChild
 from daemons.supervision import Look, Say
+from daemons.workspace import RunView, Workspace
+from daemons.workspace_reader import WorkspaceReader
 from prime_rl.configs.base import merge
 from prime_rl.configs.system import SystemConfig
 from prime_rl.configs.validate import load_run_config

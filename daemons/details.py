@@ -1,7 +1,7 @@
 """All facts about one run, for `prl runs show`: config, latest metrics and errors, checkpoints, disk use.
 
-Reads what `client` need not read at every look. A file that is missing or damaged costs its own facts. Values that look
-like API keys are hidden. All text is clean but `config`, which is data.
+Reads what `workspace_reader` need not read at every look. A file that is missing or damaged costs its own facts. Values
+that look like API keys are hidden. All text is clean but `config`, which is data.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from daemons.client import DaemonView, RunView
 from daemons.disk import Use, disk_use
+from daemons.workspace import DaemonView, RunView
 from prime_rl.configs.base import ConfigError, load_toml
 from prime_rl.contract.layout import RunDir, list_steps, stable_marker
 from prime_rl.contract.metrics import parse_metrics

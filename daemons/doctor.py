@@ -22,9 +22,10 @@ from typing import Any
 
 from daemons import checks
 from daemons.checks import Check
-from daemons.client import SUPERVISOR, WorkspaceReader
 from daemons.disk import DiskReader
 from daemons.specs import SYSTEM
+from daemons.workspace import SUPERVISOR
+from daemons.workspace_reader import WorkspaceReader
 from prime_rl.configs.base import ConfigError, load_config
 from prime_rl.configs.system import SystemConfig
 from prime_rl.contract.layout import OutputDir

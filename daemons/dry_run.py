@@ -13,9 +13,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from daemons.launchers.placement import Place, compact, nodes_needed, place_all
-from daemons.launchers.slurm import Allocation, node_address, step_command, usable_nodes
+from daemons.launchers.slurm import Allocation, step_command
 from daemons.specs import DaemonSpec, orchestrator_spec, service_specs
 from daemons.submit import is_for_a_job, script, submission
+from daemons.torchrun import on_nodes
 from prime_rl.configs.deployment import SlurmConfig
 from prime_rl.configs.system import SystemConfig
 from prime_rl.contract.layout import OutputDir, RunDir
@@ -56,7 +57,8 @@ class Plan:
 
     def lines(self) -> list[str]:
         """For people: the job, the table, the commands."""
-        found = [f"engine {self.engine}, {len(self.nodes)} nodes" if self.nodes else f"engine {self.engine}"]
+        size = f", {len(self.nodes)} node{'s' if len(self.nodes) > 1 else ''}" if self.nodes else ""
+        found = [f"engine {self.engine}{size}"]
         if self.submit:
             found += ["", f"job: {shlex.join(self.submit)}", *(f"  {line}" for line in self.script.splitlines())]
         cells = [("daemon", "nodes", "GPUs of each", "ranks")]
@@ -79,7 +81,7 @@ def plan_of(system: SystemConfig, output: OutputDir) -> Plan:
     if system.deployment.engine == "slurm":
         return _on_slurm(system, output, specs, run)
     if system.deployment.engine == "ray":
-        daemons = [_planned(spec, Place((), tuple(range(spec.gpus))), spec.argv) for spec in (*specs, run)]
+        daemons = [_planned(spec, Place((), tuple(range(spec.gpus))), _on_ray(spec)) for spec in (*specs, run)]
         return Plan("ray", (), (), "", tuple(daemons))
     here = (socket.gethostname(),)
     daemons = [_planned(spec, Place(here, spec.devices), spec.argv) for spec in (*specs, run)]
@@ -92,18 +94,23 @@ def _on_slurm(system: SystemConfig, output: OutputDir, specs: Sequence[DaemonSpe
     if here is None:
         nodes = [f"node{number + 1}" for number in range(table.nodes or nodes_needed(specs, table.gpus_per_node))]
     else:
-        nodes = usable_nodes(here.job)
+        nodes = here.usable_nodes()
     job = here.job if here else "JOB"
     daemons = []
     places = place_all(specs, nodes, table.gpus_per_node) | {run.name: Place((nodes[0],))}
     for spec in (*specs, run):
         place = places[spec.name]
         several = len(place.nodes) > 1
-        address = (node_address(place.nodes[0]) if here else place.nodes[0]) if several else ""
+        address = (here.address(place.nodes[0]) if here else place.nodes[0]) if several else ""
         command = step_command(output, spec, job, _START, place, address)
         daemons.append(_planned(spec, place, tuple(command)))
     submit = tuple(submission(system, output)) if is_submitted else ()
     return Plan("slurm", tuple(nodes), submit, script(output) if is_submitted else "", tuple(daemons))
+
+
+def _on_ray(spec: DaemonSpec) -> tuple[str, ...]:
+    """Ray chooses the node where ranks meet, and a port there."""
+    return on_nodes(spec.argv, spec.num_nodes, "NODE:PORT", _START) if spec.num_nodes > 1 else spec.argv
 
 
 def _planned(spec: DaemonSpec, place: Place, command: Sequence[str]) -> Planned:

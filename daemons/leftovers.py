@@ -14,7 +14,6 @@ from dataclasses import dataclass
 
 import msgspec
 
-from daemons.client import SUPERVISOR
 from daemons.daemon import Daemon, State
 from daemons.launchers.base import Handle, Launcher
 from daemons.specs import (
@@ -29,6 +28,7 @@ from daemons.specs import (
     orchestrator_spec,
     service_specs,
 )
+from daemons.workspace import SUPERVISOR
 from prime_rl.configs.system import SupervisorConfig, SystemConfig
 from prime_rl.contract.files import read_text, write_atomic
 from prime_rl.contract.layout import LayoutError, OutputDir

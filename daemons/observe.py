@@ -15,6 +15,7 @@ from typing import TypeVar
 
 from daemons.daemon import Daemon, Seen
 from daemons.launchers.base import Alive, Ended
+from daemons.run_files import NO_FILE, Stamp, stamp_of
 from daemons.specs import INFERENCE, OPTIONAL, TRAINER, RunNow
 from prime_rl.configs.base import ConfigError, load_toml
 from prime_rl.configs.validate import load_run_config
@@ -26,16 +27,6 @@ from prime_rl.utils.process import ProcessId, is_below
 _READY = {TRAINER: ("waiting", "training"), INFERENCE: ("serving",)}
 _FINAL_STATES = ("finished", "evicted", "paused", "failed")
 StatusT = TypeVar("StatusT", bound=Status)
-Stamp = tuple[int, int, int]
-
-
-def stamp(path: Path) -> Stamp | None:
-    """A value that differs when a file or folder has changed; None when it does not exist."""
-    try:
-        info = os.lstat(path)
-    except OSError:
-        return None
-    return info.st_mtime_ns, info.st_size, info.st_ino
 
 
 @dataclass(frozen=True)
@@ -67,9 +58,9 @@ class Observer:
     def __init__(self, output: OutputDir, complain: Callable[[str], None] = lambda why: None) -> None:
         self.output = output
         self._complain = complain
-        self._statuses: dict[Path, tuple[Stamp | None, Status | None]] = {}
+        self._statuses: dict[Path, tuple[Stamp, Status | None]] = {}
         self._runs: dict[str, _Folder] = {}
-        self._monitored: dict[str, tuple[Stamp | None, bool]] = {}
+        self._monitored: dict[str, tuple[Stamp, bool]] = {}
         self._unchanged: dict[tuple[str, str], tuple[object, float]] = {}
         self._refused: dict[str, str] = {}
         self._held: frozenset[str] = frozenset()
@@ -186,7 +177,7 @@ class Observer:
 
     def _has_monitors(self, run: RunDir) -> bool:
         path = run.orch_toml
-        now, known = stamp(path), self._monitored.get(run.run_id)
+        now, known = stamp_of(path), self._monitored.get(run.run_id)
         if known is None or known[0] != now:
             known = self._monitored[run.run_id] = now, _asks_for_monitors(path)
         return known[1]
@@ -203,10 +194,10 @@ class Observer:
         return known
 
     def _read(self, path: Path, kind: type[StatusT]) -> StatusT | None:
-        now = stamp(path)
+        now = stamp_of(path)
         known = self._statuses.get(path)
         if known is None or known[0] != now:
-            known = self._statuses[path] = (now, read_status(path, kind) if now is not None else None)
+            known = self._statuses[path] = (now, read_status(path, kind) if now != NO_FILE else None)
         return known[1] if isinstance(known[1], kind) else None
 
 

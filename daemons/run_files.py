@@ -1,7 +1,7 @@
 """The contents of a run's own files, read again only when one of them changed.
 
-`client` keeps one `RunFiles` per run. An idle run costs a few system calls a look. It reads no file of other daemons
-and derives no state.
+`workspace_reader` keeps one `RunFiles` per run. An idle run costs a few system calls a look. It reads no file of other
+daemons and derives no state.
 """
 
 from __future__ import annotations

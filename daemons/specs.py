@@ -157,7 +157,7 @@ def service_specs(output: OutputDir, system: SystemConfig | None = None) -> list
     """
     system = system or saved_system(output)
     specs = [_inference_spec(output, system, n) for n in range(system.deployment.inference.replicas)]
-    specs.append(_trainer_spec(output, system))
+    specs.append(trainer_spec(output, system))
     if output.component_config(ALERTS).exists():
         module = module_of(ALERTS, system.deployment.modules)
         argv = python_module(module, "@", str(output.component_config(ALERTS)))
@@ -182,7 +182,9 @@ def _inference_spec(output: OutputDir, system: SystemConfig, replica: int) -> Da
     )
 
 
-def _trainer_spec(output: OutputDir, system: SystemConfig) -> DaemonSpec:
+def trainer_spec(output: OutputDir, system: SystemConfig | None = None) -> DaemonSpec:
+    """The trainer of `system`, by default of the last start."""
+    system = system or saved_system(output)
     table, config = system.deployment.trainer, ("@", str(output.component_config(TRAINER)))
     module = module_of(TRAINER, system.deployment.modules)
     is_alone = table.ranks * table.nodes == 1

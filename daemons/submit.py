@@ -19,13 +19,13 @@ from typing import Any
 import tomli_w
 
 from daemons.base_model import check_model
-from daemons.client import WorkspaceReader, read_workspace
 from daemons.keys import all_keys
 from daemons.launchers.base import LaunchError
 from daemons.launchers.placement import nodes_needed
-from daemons.launchers.slurm import Allocation, run_slurm
+from daemons.launchers.slurm import PATIENT_TIMEOUT_S, Allocation, run_slurm
 from daemons.specs import UP, service_specs
 from daemons.supervision import Look, Say, check_writable, down_timeout_s, is_ready, waits, with_log
+from daemons.workspace_reader import WorkspaceReader, read_workspace
 from prime_rl.configs.deployment import SlurmConfig
 from prime_rl.configs.system import SystemConfig
 from prime_rl.contract.files import make_folder, write_atomic
@@ -167,10 +167,11 @@ def has_job(output: OutputDir) -> bool:
 def find_job(output: OutputDir) -> Job | None:
     """The job of a workspace that waits, runs or ends. Raises LaunchError when Slurm does not answer."""
     wanted = str(output.path.resolve())
-    for line in run_slurm("squeue", "-h", "--me", "-o", "%A|%T|%R|%k").splitlines():
+    listed = run_slurm("squeue", "-h", "--me", "-o", "%A|%T|%R|%k", timeout_s=PATIENT_TIMEOUT_S)
+    for line in listed.splitlines():
         job, state, reason, comment = line.split("|", 3)
         if comment == wanted:
-            return Job(job, state, reason)
+            return Job(job, state, "" if reason == "(None)" else reason.strip("()"))
     return None
 
 
@@ -181,14 +182,15 @@ def end_job(output: OutputDir, timeout_s: float, say: Say, sleep: Callable[[floa
         return False
     say(f"ending {job}")
     is_running = job.state == "RUNNING"
-    run_slurm(*("scancel", "--batch", "--signal=TERM") if is_running else ("scancel",), job.job)
+    cancel = ("scancel", "--batch", "--signal=TERM") if is_running else ("scancel",)
+    run_slurm(*cancel, job.job, timeout_s=PATIENT_TIMEOUT_S)
     deadline = time.monotonic() + timeout_s
     while (job := find_job(output)) is not None:
         if time.monotonic() > deadline:
             if not is_running:
                 raise LaunchError(f"{job} does not end: Slurm still has it")
             say(f"{job} did not stop within {timeout_s:g} s: cancelled")
-            run_slurm("scancel", job.job)
+            run_slurm("scancel", job.job, timeout_s=PATIENT_TIMEOUT_S)
             is_running, deadline = False, time.monotonic() + timeout_s
         sleep(_LOOK_EVERY_S)
     return True

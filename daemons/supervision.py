@@ -16,7 +16,6 @@ import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 
 from daemons.base_model import check_model
-from daemons.client import SUPERVISOR, Workspace, WorkspaceReader, replica_name
 from daemons.keys import all_keys
 from daemons.launchers import launcher_of
 from daemons.launchers.base import Launcher, LaunchError
@@ -35,6 +34,8 @@ from daemons.specs import (
     settle_devices,
     write_component_configs,
 )
+from daemons.workspace import SUPERVISOR, Workspace, replica_name
+from daemons.workspace_reader import WorkspaceReader
 from prime_rl.configs.system import SupervisorConfig, SystemConfig
 from prime_rl.contract.condition import stall_text, stalled_since
 from prime_rl.contract.files import WaitTimeout, wait_for

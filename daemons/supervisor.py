@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 
-from daemons.client import SUPERVISOR
 from daemons.daemon import LIVE, Action, Daemon, Do, Seen, Snapshot, State
 from daemons.decide import decide
 from daemons.halving import Halving
@@ -32,6 +31,7 @@ from daemons.pidfile import SupervisorLock
 from daemons.process import log_tail
 from daemons.records import Records
 from daemons.specs import ALERTS, DEVICES_VARIABLE, INFERENCE, MONITORS, SYSTEM, TRAINER, RunNow, saved_devices, wanted
+from daemons.workspace import SUPERVISOR
 from prime_rl.configs.base import load_config
 from prime_rl.configs.system import SupervisorConfig, SystemConfig
 from prime_rl.contract.layout import OutputDir
@@ -87,6 +87,7 @@ class Supervisor:
         self._records = Records(output, self._clock)
         self._relay = relay
         self._next_look_s = 0.0
+        self._rest_until_s = 0.0
         self._next_rotation_s = 0.0
         self._pasts: dict[str, Past] = {}
         self._was_up = False
@@ -138,15 +139,21 @@ class Supervisor:
             self._follow(name, daemon.spec.log)
 
     def is_due(self) -> bool:
-        """Whether it is time to look at everything, or something has happened."""
-        return time.monotonic() >= self._next_look_s or self._launcher.has_news() or self._observer.has_changes()
+        """Whether it is time to look at everything, or something has happened.
+
+        Looking takes half of the time at most: with thousands of daemons a look may take longer than TICK_S.
+        """
+        now = time.monotonic()
+        if now < self._rest_until_s:
+            return False
+        return now >= self._next_look_s or self._launcher.has_news() or self._observer.has_changes()
 
     def tick(self) -> None:
         """Look, decide, act, and record it. It waits for nothing.
 
         An error with one daemon costs the others nothing; the first one is raised at the end.
         """
-        now = self._clock()
+        began, now = time.monotonic(), self._clock()
         self._halving.look()
         requests = self._observer.requests()
         runs = self._observer.runs(held_runs(self._daemons))
@@ -164,7 +171,8 @@ class Supervisor:
         self._records.write(self._daemons)
         if self._relay is not None and not self._was_up:
             self._judge_start()
-        self._next_look_s = time.monotonic() + self._rest_s(now)
+        ended = time.monotonic()
+        self._next_look_s, self._rest_until_s = ended + self._rest_s(now), ended + (ended - began)
         if troubles:
             raise troubles[0]
 

@@ -20,7 +20,6 @@ import tomli_w
 
 from daemons import supervision
 from daemons.auto_limits import settle_slots
-from daemons.client import SUPERVISOR, Workspace, WorkspaceReader, read_workspace
 from daemons.errors import ActionError, WrongUseError
 from daemons.extras import need_daemons
 from daemons.launchers.base import LaunchError
@@ -29,6 +28,8 @@ from daemons.specs import UP
 from daemons.submit import end_job, has_job, is_for_a_job, start_job
 from daemons.supervision import LOOK_EVERY_S, Look, Say
 from daemons.supervision import waits as waits
+from daemons.workspace import SUPERVISOR, Workspace
+from daemons.workspace_reader import WorkspaceReader, read_workspace
 from prime_rl.configs import EXAMPLES
 from prime_rl.configs.base import build, load_toml, merge, read_argv
 from prime_rl.configs.system import SystemConfig

@@ -1,4 +1,4 @@
-"""The frozen views of a workspace that `client` reads, and what follows from them: order, bottleneck.
+"""The frozen views of a workspace that `workspace_reader` reads, and what follows from them: order, bottleneck.
 
 All text in a view is clean: it may be shown anywhere. Pure but for a look at the process table. It reads no file.
 """

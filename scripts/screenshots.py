@@ -26,7 +26,7 @@ from textual.pilot import Pilot
 
 from daemons import actions, up_and_down
 from daemons.base_model import make_base_model
-from daemons.client import read_workspace
+from daemons.workspace_reader import read_workspace
 from prime_rl.contract.files import wait_for
 from prime_rl.contract.layout import OutputDir
 from prime_rl.contract.nodes import NodeHealth

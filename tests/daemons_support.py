@@ -21,7 +21,8 @@ from typing import Any
 import psutil
 import pytest
 
-from daemons.client import DaemonView, RunView, WorkspaceReader, read_workspace
+from daemons.workspace import DaemonView, RunView
+from daemons.workspace_reader import WorkspaceReader, read_workspace
 from prime_rl.contract.files import wait_for
 from tests.patience import PATIENCE_S
 

@@ -26,7 +26,7 @@ NUM_RANKS = NUM_SERVERS = 2
 TABLES = """
 [supervisor]
 grace_s = 2.0
-drain_s = 10.0
+drain_s = 30.0
 backoff_s = 0.1
 max_backoff_s = 2.0
 [deployment]

@@ -89,7 +89,9 @@ class SlurmCluster:
 
     def call(self, *argv: str, check: bool = True) -> str:
         """The standard output of one of Slurm's commands."""
-        done = subprocess.run(argv, env=self.environment, capture_output=True, text=True, timeout=60, check=False)
+        done = subprocess.run(
+            argv, env=self.environment, capture_output=True, text=True, timeout=PATIENCE_S, check=False
+        )
         if check and done.returncode:
             raise AssertionError(f"{' '.join(argv)} exited {done.returncode}\n{done.stdout}{done.stderr}")
         return done.stdout

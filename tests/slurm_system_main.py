@@ -11,7 +11,7 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from daemons.client import SUPERVISOR
+from daemons.workspace import SUPERVISOR
 from prime_rl.contract.files import wait_for
 from prime_rl.contract.layout import OutputDir
 from prime_rl.contract.status import DaemonStatus, read_status

@@ -13,7 +13,9 @@ import pytest
 ROOT = Path(__file__).parent.parent
 LAYER_0 = ("prime_rl.contract", "prime_rl.utils")
 LAYER_1 = (*LAYER_0, "prime_rl.configs")
-# What the console does to a workspace, as `prl` does.
+# How the console reads a workspace, as `prl` does.
+READS = ("daemons.workspace", "daemons.workspace_reader", "daemons.disk", "daemons.machine", "daemons.run_files")
+# What it does to one.
 ACTS = (
     *("daemons.actions", "daemons.set_keys", "daemons.forks", "daemons.rollback", "daemons.sweeps"),
     *("daemons.exports", "daemons.chat", "daemons.quiet", "daemons.up_and_down", "daemons.versions", "daemons.doctor"),
@@ -50,7 +52,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "prime_rl/orchestrator/envs": (*LAYER_1, "prime_rl.orchestrator.envs", "httpx", "reasoning_gym"),
     "prime_rl/multinode": (*LAYER_1, "prime_rl.multinode"),
     "daemons": (*LAYER_1, "daemons", "psutil", "typer"),
-    "tui": (*LAYER_1, "daemons.client", *ACTS, "tui", "textual"),
+    "tui": (*LAYER_1, *READS, *ACTS, "tui", "textual"),
 }
 OURS = ("prime_rl", "daemons", "tui")
 # Libraries whose place is limited: a package that is not named with them above may not load them.

@@ -6,7 +6,9 @@ import os
 
 import msgspec
 
-from daemons.client import DaemonUse, DiskView, GpuView, MachineView, Workspace
+from daemons.disk import DiskView
+from daemons.machine import DaemonUse, GpuView, MachineView
+from daemons.workspace import Workspace
 from prime_rl.contract.files import write_atomic
 from prime_rl.contract.layout import OutputDir
 from prime_rl.contract.status import InferenceStatus, NodeStatus, PhaseTime, TrainerStatus, read_status

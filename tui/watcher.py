@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 from textual.message import Message
 
-from daemons.client import Workspace, WorkspaceReader
+from daemons.workspace import Workspace
+from daemons.workspace_reader import WorkspaceReader
 from prime_rl.contract.layout import OutputDir, RunDir
 from prime_rl.contract.status import LOST_AFTER_S, RunState
 from prime_rl.utils.node_watch import NodeReader

@@ -22,9 +22,9 @@ from daemons.alerts.messages import message
 from daemons.alerts.rules import Incident, RewardWatch, incidents, is_well
 from daemons.alerts.stacks import keep_stack
 from daemons.alerts.targets import Target, TargetError, dead_man, message_targets
-from daemons.client import WorkspaceReader
 from daemons.quiet import Named, Saying, forget, is_silenced, muting, name_of, read_sayings
 from daemons.workspace import Workspace
+from daemons.workspace_reader import WorkspaceReader
 from prime_rl.configs.alerts import AlertsConfig
 from prime_rl.configs.base import ConfigError, parse_argv
 from prime_rl.contract.layout import OutputDir

@@ -12,7 +12,6 @@ from typing import Annotated
 import typer
 
 from daemons.actions import ActionError
-from daemons.client import SUPERVISOR, WorkspaceReader
 from daemons.commands import complete
 from daemons.commands.common import (
     JsonOption,
@@ -30,6 +29,8 @@ from daemons.commands.views import workspace_json, workspace_view
 from daemons.disk import DiskReader
 from daemons.logs import end_of_lines, last_lines
 from daemons.specs import INFERENCE, OPTIONAL, TRAINER, kind_of
+from daemons.workspace import SUPERVISOR
+from daemons.workspace_reader import WorkspaceReader
 from prime_rl.contract.layout import LayoutError, OutputDir
 from prime_rl.utils.tail import FileTail
 from prime_rl.utils.text import clean_text

@@ -9,7 +9,6 @@ import msgspec
 import typer
 
 from daemons import actions
-from daemons.client import RunView, WorkspaceReader
 from daemons.commands import complete
 from daemons.commands.common import (
     JsonOption,
@@ -27,6 +26,8 @@ from daemons.commands.common import (
 from daemons.commands.detail_views import details_json, details_view, sample_view
 from daemons.commands.views import problem_json, run_json, runs_table
 from daemons.details import read_details
+from daemons.workspace import RunView
+from daemons.workspace_reader import WorkspaceReader
 from prime_rl.configs.base import NOT_FOUND, ConfigError, parse_set
 from prime_rl.contract.layout import LayoutError, OutputDir, check_run_id
 from prime_rl.contract.samples import read_samples

@@ -6,10 +6,10 @@ from typing import Annotated
 
 import typer
 
-from daemons.client import read_workspace
 from daemons.commands.acts import ReasonOption
 from daemons.commands.common import JsonOption, OutputDirOption, choose_output_dir, print_json, say
 from daemons.scaling import scale_inference
+from daemons.workspace_reader import read_workspace
 
 scale_app = typer.Typer(no_args_is_help=True, help="Change how many of a daemon there are, while they run.")
 

@@ -15,7 +15,6 @@ from rich.live import Live
 from rich.text import Text
 
 from daemons import supervision, up_and_down
-from daemons.client import Workspace
 from daemons.commands.common import (
     EXTRA,
     FILE_AND_OPTIONS,
@@ -27,6 +26,7 @@ from daemons.commands.common import (
     say,
 )
 from daemons.submit import is_for_a_job
+from daemons.workspace import Workspace
 from prime_rl.contract.layout import OutputDir
 
 

@@ -12,9 +12,9 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from daemons.client import DaemonView, RunView, Workspace
 from daemons.commands.common import FittingTable, cell, number, short_time, size
 from daemons.disk import DiskView
+from daemons.workspace import DaemonView, RunView, Workspace
 from prime_rl.configs.base import ConfigError, ConfigProblem, load_toml, merge
 from prime_rl.configs.validate import key_of
 from prime_rl.contract.condition import STALLED

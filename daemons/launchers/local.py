@@ -14,7 +14,7 @@ from pathlib import Path
 from daemons.keys import keys_of
 from daemons.launchers.agent import log_of
 from daemons.launchers.base import Alive, Ended, Handle, Left, new_start_id
-from daemons.launchers.children import AdoptedChild, Child, OwnChild, any_ended
+from daemons.launchers.local_processes import AdoptedChild, Child, OwnChild, any_ended
 from daemons.launchers.members import end_daemons, find_members, kill_all, send_kill
 from daemons.pidfile import is_this_boot
 from daemons.process import spawn

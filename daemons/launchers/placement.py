@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from daemons.launchers.base import LaunchError
 from daemons.specs import TRAINER, DaemonSpec
+
+# At about 120 MB each: what a node has beside a server or a rank. One node is enough for most workspaces.
+ORCHESTRATORS_PER_NODE = 100
 
 
 @dataclass(frozen=True)
@@ -22,7 +26,7 @@ def choose(spec: DaemonSpec, up: Sequence[str], taken: Collection[Place], capaci
     """Where a daemon goes, beside what is `taken`.
 
     The trainer takes as many nodes as are up, `min_nodes` at least; what needs GPUs goes to the nodes with the most
-    free ones; other inference servers are spread; all else is on the first node.
+    free ones; other inference servers are spread; orchestrators fill one node after another; all else is on the first.
 
     Args:
         up: the nodes that can be used, in the allocation's order.
@@ -31,7 +35,7 @@ def choose(spec: DaemonSpec, up: Sequence[str], taken: Collection[Place], capaci
     Raises LaunchError.
     """
     if not spec.gpus:
-        first = (spec.replica or 0) % max(1, len(up))
+        first = _first_for_a_run(up, taken) if spec.run_id else (spec.replica or 0) % max(1, len(up))
         return Place(_in_order(spec, [*up[first:], *up[:first]], up, up))
     used: dict[str, set[int]] = {node: set() for node in up}
     for place in taken:
@@ -46,6 +50,12 @@ def choose(spec: DaemonSpec, up: Sequence[str], taken: Collection[Place], capaci
     if capacity is not None and free[-1] >= capacity:
         raise LaunchError(f"{spec.name}: no {spec.gpus} GPUs are free on all of {', '.join(nodes)}")
     return Place(nodes, tuple(free))
+
+
+def _first_for_a_run(up: Sequence[str], taken: Collection[Place]) -> int:
+    """The number of the first node that has the fewest orchestrators, in hundreds: a node is filled before the next."""
+    counts = Counter(place.nodes[0] for place in taken if not place.devices)
+    return min(range(len(up)), key=lambda number: counts[up[number]] // ORCHESTRATORS_PER_NODE, default=0)
 
 
 def _in_order(spec: DaemonSpec, preferred: Sequence[str], fitting: Sequence[str], up: Sequence[str]) -> tuple[str, ...]:

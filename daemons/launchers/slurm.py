@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO
+from typing import IO, Any, Protocol
 
 from daemons.keys import keys_of
 from daemons.launchers.agent import (
@@ -37,7 +37,7 @@ from daemons.launchers.base import Alive, Ended, Handle, LaunchError, Left, new_
 from daemons.launchers.ending import end_starts, kill_strays, left_of, strays_of
 from daemons.launchers.placement import Place, find_place
 from daemons.process import daemon_environment
-from daemons.specs import TRAINER, DaemonSpec, service_specs
+from daemons.specs import DaemonSpec, trainer_spec
 from daemons.torchrun import on_nodes
 from prime_rl.contract.files import make_folder, open_append
 from prime_rl.contract.layout import OutputDir
@@ -50,15 +50,27 @@ ENGINE = "slurm"
 SRUN_LOG = "srun"
 # A controller that is busy answers within moments; one that is away must not stop the supervisor's loop for long.
 COMMAND_TIMEOUT_S = 5.0
+# A command of a person waits longer: a controller may be restarting, and the job waits in its queue meanwhile.
+PATIENT_TIMEOUT_S = 60.0
 # After srun has ended, what its agents wrote last may still be on its way through a shared folder.
 SETTLE_S = 4.0
 # An agent kills within moments; later the step itself is cancelled.
 LAST_RESORT_S = 5.0
 # A node that has lost a start is not chosen again before Slurm must have noticed that it is gone.
 AVOID_S = 60.0
+# Daemons that start together ask Slurm for the job's nodes once.
+NODES_KNOWN_S = 5.0
 # States (as sinfo shows them) of nodes that still run steps of our own job.
 _USABLE = frozenset({"alloc", "mix", "idle", "comp", "drng", "plnd", "resv"})
 _FIRST_PORT, _NUM_PORTS = 20_000, 10_000
+
+
+class Step(Protocol):
+    """The srun of one step, as `subprocess` has it."""
+
+    returncode: int | Any
+
+    def poll(self) -> int | None: ...
 
 
 @dataclass(frozen=True)
@@ -73,6 +85,31 @@ class Allocation:
         """None outside a job."""
         job = environ.get("SLURM_JOB_ID")
         return cls(job, environ.get("SLURM_RESTART_COUNT", "0")) if job else None
+
+    def usable_nodes(self) -> list[str]:
+        """The nodes that the job has now and that can run a step, in its order. Raises LaunchError.
+
+        A node that was lost is not the job's any more, also when it is back.
+        """
+        nodelist = run_slurm("squeue", "-h", "-j", self.job, "-o", "%N").strip()
+        names = run_slurm("scontrol", "show", "hostnames", nodelist).split()
+        lines = run_slurm("sinfo", "-h", "-N", "-n", nodelist, "-o", "%N %t").splitlines()
+        states = dict(line.split()[:2] for line in lines if " " in line)
+        return [name for name in names if states.get(name) in _USABLE]
+
+    def address(self, node: str) -> str:
+        """Where others reach a node, as Slurm's configuration has it. Raises LaunchError."""
+        match = re.search(r"\bNodeAddr=(\S+)", run_slurm("scontrol", "show", "node", "-o", node))
+        return match[1] if match else node
+
+    def start_step(
+        self, command: Sequence[str], keys: Mapping[str, str], environ: Mapping[str, str], log: Path
+    ) -> Step:
+        """Run srun, which hands `keys` on to the agents; `log` gets what it complains about. Raises OSError."""
+        with _key_file(keys) as stdin, handed_over(environ, []) as (clean, _), open_append(log) as file:
+            return subprocess.Popen(
+                command, stdin=stdin, stdout=file, stderr=subprocess.STDOUT, start_new_session=True, env=clean
+            )
 
 
 @dataclass(frozen=True)
@@ -107,10 +144,11 @@ class Slurm:
         self.output = output
         self._allocation = allocation
         self._gpus_per_node = gpus_per_node
-        self._sruns: dict[str, subprocess.Popen[bytes]] = {}
+        self._sruns: dict[str, Step] = {}
         self._ended_at: dict[str, float] = {}
         self._started: dict[str, tuple[str, Place]] = {}
         self._lost: dict[str, float] = {}
+        self._usable: tuple[float, list[str]] | None = None
         self._last_resorts: dict[str, threading.Thread] = {}
         self._beats = Beats()
 
@@ -120,16 +158,11 @@ class Slurm:
         forget_starts(self.output, spec.name, but=self._started)
         make_folder(self.output.starts)
         make_folder(self.output.logs)
-        address = node_address(place.nodes[0]) if len(place.nodes) > 1 else ""
+        address = here.address(place.nodes[0]) if len(place.nodes) > 1 else ""
         command = step_command(self.output, spec, here.job, start_id, place, address)
         environ = daemon_environment(self.output.path, spec.name) | {START_MARK: start_id}
         keys = {each: key for each in keys_of(spec, self.output) if (key := read_secret(each, os.environ))}
-        log = self.output.log(SRUN_LOG)
-        with _key_file(keys) as stdin, handed_over(environ, []) as (clean, _), open_append(log) as file:
-            srun = subprocess.Popen(
-                command, stdin=stdin, stdout=file, stderr=subprocess.STDOUT, start_new_session=True, env=clean
-            )
-        self._sruns[start_id] = srun
+        self._sruns[start_id] = here.start_step(command, keys, environ, self.output.log(SRUN_LOG))
         self._started[start_id] = (spec.name, place)
         return Handle(engine=ENGINE, name=spec.name, start_id=start_id, ref=str(Start(here.job, here.restart, place)))
 
@@ -140,13 +173,14 @@ class Slurm:
             return Ended(None, "the Slurm job that it ran in is over")
         records = read_starts(self.output, handle.name, handle.start_id, len(start.place.nodes))
         seen = self._judge(handle, start.place, records)
-        if isinstance(seen, Ended) and (left := left_of(records.values(), self._beats)):
-            return replace(seen, left=left)
-        if isinstance(seen, Ended):
-            self._started.pop(handle.start_id, None)
-            self._beats.forget(handle.start_id)
-        else:
+        if isinstance(seen, Alive):
             self._started.setdefault(handle.start_id, (handle.name, start.place))
+            return seen
+        self._usable = None  # its nodes may have ended with it
+        if left := left_of(records.values(), self._beats):
+            return replace(seen, left=left)
+        self._started.pop(handle.start_id, None)
+        self._beats.forget(handle.start_id)
         return seen
 
     def has_news(self) -> bool:
@@ -208,10 +242,12 @@ class Slurm:
             raise LaunchError('deployment.engine = "slurm" outside a Slurm job: start the workspace with prl up')
         now = time.monotonic()
         self._lost = {node: at for node, at in self._lost.items() if now - at < AVOID_S}
-        usable = usable_nodes(here.job)
+        if self._usable is None or now - self._usable[0] > NODES_KNOWN_S:
+            self._usable = (now, here.usable_nodes())
+        usable = self._usable[1]
         up = [node for node in usable if node not in self._lost] or usable
-        trainer = next(each for each in service_specs(self.output) if each.name == TRAINER)
-        return here, find_place(spec, up, dict(self._started.values()), trainer, self._gpus_per_node)
+        taken, trainer = dict(self._started.values()), trainer_spec(self.output)
+        return here, find_place(spec, up, taken, trainer, self._gpus_per_node)
 
     def _cancel_later(self, handle: Handle) -> None:
         """SIGKILL by Slurm, to a step whose agents do not answer."""
@@ -258,18 +294,6 @@ def step_command(
     ]
 
 
-def usable_nodes(job: str) -> list[str]:
-    """The nodes that a job has now and that can run a step, in its order. Raises LaunchError.
-
-    A node that was lost is not the job's any more, also when it is back.
-    """
-    nodelist = run_slurm("squeue", "-h", "-j", job, "-o", "%N").strip()
-    names = run_slurm("scontrol", "show", "hostnames", nodelist).split()
-    lines = run_slurm("sinfo", "-h", "-N", "-n", nodelist, "-o", "%N %t").splitlines()
-    states = dict(line.split()[:2] for line in lines if " " in line)
-    return [name for name in names if states.get(name) in _USABLE]
-
-
 def find_step(job: str, start_id: str) -> str | None:
     """JOB.STEP of a start that Slurm still shows, or None. Raises LaunchError."""
     for line in run_slurm("squeue", "-h", "-s", "-j", job, "-o", "%i %j").splitlines():
@@ -288,17 +312,12 @@ def _key_file(keys: Mapping[str, str]) -> Iterator[IO[bytes]]:
         yield file
 
 
-def node_address(node: str) -> str:
-    """Where others reach a node, as Slurm's configuration has it."""
-    match = re.search(r"\bNodeAddr=(\S+)", run_slurm("scontrol", "show", "node", "-o", node))
-    return match[1] if match else node
-
-
-def run_slurm(*command: str) -> str:
-    """Standard output of one of Slurm's commands. Raises LaunchError."""
+def run_slurm(*command: str, timeout_s: float | None = None) -> str:
+    """Standard output of one of Slurm's commands. Raises LaunchError, also after `timeout_s` (COMMAND_TIMEOUT_S)."""
+    limit_s = COMMAND_TIMEOUT_S if timeout_s is None else timeout_s
     try:
         done = subprocess.run(
-            command, capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S, stdin=subprocess.DEVNULL, check=False
+            command, capture_output=True, text=True, timeout=limit_s, stdin=subprocess.DEVNULL, check=False
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise LaunchError(f"{command[0]} did not answer: {error}") from error

@@ -18,9 +18,9 @@ from prime_rl.contract.files import make_folder, read_text, write_atomic
 from prime_rl.contract.iterations import IterationDir
 from prime_rl.contract.layout import OutputDir
 from prime_rl.contract.shares import JoinRequest, MakeRequest, Split
-from prime_rl.multinode.children import Child
 from prime_rl.multinode.decide import MASTER_RANK
 from prime_rl.multinode.phases import Phase, Position, RlPhase
+from prime_rl.multinode.processes import Child
 from prime_rl.multinode.proofs import Proofs
 from prime_rl.multinode.records import GroupRecord
 

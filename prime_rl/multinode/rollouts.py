@@ -13,8 +13,8 @@ from prime_rl.contract.files import write_atomic
 from prime_rl.contract.layout import stable_marker
 from prime_rl.contract.rank_files import read_rank_file
 from prime_rl.contract.shares import MakeRequest, Split
-from prime_rl.multinode.children import Child, Nothing
 from prime_rl.multinode.place import Place
+from prime_rl.multinode.processes import Child, Nothing
 from prime_rl.multinode.proofs import TrainProof, read_json
 from prime_rl.multinode.split import Plan, make_plan
 from prime_rl.multinode.tasks import SERVER, InferenceServer, Now, Process, Task, size

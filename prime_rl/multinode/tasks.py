@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Protocol
 
 from prime_rl.contract.status import InferenceStatus, read_status
-from prime_rl.multinode.children import Child, Nothing
 from prime_rl.multinode.member import Report
+from prime_rl.multinode.processes import Child, Nothing
 
 SERVER = "this node's inference server to serve"
 

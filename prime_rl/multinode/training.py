@@ -11,8 +11,8 @@ import tomli_w
 
 from prime_rl.contract.files import staged_dir, write_atomic
 from prime_rl.contract.layout import stable_marker
-from prime_rl.multinode.children import Child
 from prime_rl.multinode.place import Place
+from prime_rl.multinode.processes import Child
 from prime_rl.multinode.tasks import InferenceServer, Now, Process, Task, size
 from prime_rl.utils.network import bound_socket, interface_of
 

@@ -22,10 +22,10 @@ import tomli_w
 from prime_rl.configs.multinode import MultinodeConfig
 from prime_rl.contract.files import write_atomic
 from prime_rl.contract.layout import OutputDir
-from prime_rl.multinode.children import Child
 from prime_rl.multinode.member import Report
 from prime_rl.multinode.phases import Phase, Position, RlPhase
 from prime_rl.multinode.place import Place, WorkSetting
+from prime_rl.multinode.processes import Child
 from prime_rl.multinode.records import GroupRecord
 from prime_rl.multinode.rollouts import Rollouts
 from prime_rl.multinode.tasks import InferenceServer, Now, Serving, Task

@@ -8,7 +8,8 @@ import time
 
 import pytest
 
-from daemons.client import DaemonView, read_workspace
+from daemons.workspace import DaemonView
+from daemons.workspace_reader import read_workspace
 from prime_rl.contract.files import wait_for
 from prime_rl.utils.process import ProcessId
 from tests.daemons_support import PATIENCE_S, Prl

@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from daemons.client import DaemonView, WorkspaceReader
+from daemons.workspace import DaemonView
+from daemons.workspace_reader import WorkspaceReader
 from prime_rl.configs.validate import load_run_config
 from prime_rl.contract.files import wait_for
 from prime_rl.contract.layout import RunDir, list_rollout_steps, list_steps

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from daemons.client import read_workspace
 from daemons.launchers.members import end_daemons, find_members
 from daemons.pidfile import SupervisorLock
 from daemons.process import log_tail, spawn
 from daemons.up_and_down import stop_workspace
+from daemons.workspace_reader import read_workspace
 from prime_rl.contract.files import wait_for
 from prime_rl.contract.layout import OutputDir
 from prime_rl.contract.status import DaemonStatus, read_status

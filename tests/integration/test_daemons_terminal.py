@@ -16,8 +16,8 @@ from rich.console import Console
 
 from daemons import actions
 from daemons.cli import run
-from daemons.client import read_workspace
 from daemons.commands.views import runs_table
+from daemons.workspace_reader import read_workspace
 from prime_rl.contract.layout import OutputDir
 from prime_rl.contract.status import RunStatus
 from prime_rl.utils.process import ProcessId

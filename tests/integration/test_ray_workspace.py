@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from daemons.client import SUPERVISOR, read_workspace
+from daemons.workspace import SUPERVISOR
+from daemons.workspace_reader import read_workspace
 from prime_rl.contract.files import wait_for
 from tests.patience import PATIENCE_S
 from tests.ray_support import MARKS, Cluster, groups, nodes_of, ray_cluster

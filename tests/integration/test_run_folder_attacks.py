@@ -14,7 +14,7 @@ import pytest
 
 from daemons import actions
 from daemons.cli import run
-from daemons.client import WorkspaceReader
+from daemons.workspace_reader import WorkspaceReader
 from prime_rl.contract.files import append_line, wait_for, write_atomic
 from prime_rl.contract.layout import OutputDir, RunDir
 from prime_rl.contract.status import DaemonStatus, RunStatus, Status, TrainerStatus, read_status

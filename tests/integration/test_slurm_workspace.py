@@ -14,7 +14,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from daemons.client import SUPERVISOR, read_workspace
+from daemons.workspace import SUPERVISOR
+from daemons.workspace_reader import read_workspace
 from prime_rl.contract.files import wait_for
 from prime_rl.contract.layout import list_steps
 from tests.patience import PATIENCE_S
@@ -80,7 +81,7 @@ def job_of(nodes: SeveralNodes) -> str:
 def crash(nodes: SeveralNodes, name: str, process: psutil.Process) -> None:
     before = len(nodes.record(name).crashes)
     nodes.restart(name, process.kill)
-    assert len(nodes.record(name).crashes) == before + 1
+    assert len(nodes.record(name).crashes) > before
 
 
 def test_up_places_two_ranks_and_two_servers_on_nodes_of_their_own(training: SeveralNodes) -> None:
@@ -153,8 +154,9 @@ def test_the_death_of_the_supervisor_ends_the_job_and_the_next_one_goes_on(
 
 def test_the_time_limit_is_announced_and_everything_is_saved(training: SeveralNodes, cluster: SlurmCluster) -> None:
     job = job_of(training)
+    # The warning comes 130 s before the limit (`_MARGIN_S` and what the daemons may take).
     minutes = int(cluster.call("squeue", "-h", "-j", job, "-o", "%M").split(":")[-2])
-    cluster.call("scontrol", "update", f"JobId={job}", f"TimeLimit={minutes + 2}")
+    cluster.call("scontrol", "update", f"JobId={job}", f"TimeLimit={minutes + 3}")
     training.wait(lambda: cluster.job_state(job) == "", "the job to end")
     wait_for(lambda: not cluster.processes(), "no process to be left", timeout_s=PATIENCE_S)
     assert training.record("trainer").state == "stopped"

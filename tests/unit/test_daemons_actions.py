@@ -17,7 +17,7 @@ import pytest
 
 from daemons import actions
 from daemons.actions import ActionError, WrongUseError
-from daemons.client import read_workspace
+from daemons.workspace_reader import read_workspace
 from prime_rl.configs.validate import key_of, load_run_config
 from prime_rl.contract.layout import OutputDir
 from prime_rl.contract.status import RunStatus, StatusWriter, TrainerRunStatus, TrainerStatus

@@ -6,9 +6,9 @@ import json
 import os
 from pathlib import Path
 
-from daemons.client import read_workspace
 from daemons.details import HIDDEN, RunDetails, hide_secrets, read_details
 from daemons.disk import MIN_FORECAST_S, DiskReader, disk_use
+from daemons.workspace_reader import read_workspace
 from prime_rl.contract.layout import RunDir
 from tests.daemons_support import RUN_TOML
 

@@ -17,9 +17,9 @@ from typer.testing import CliRunner
 from daemons import actions, init_adapter
 from daemons.actions import ActionError
 from daemons.cli import app
-from daemons.client import read_workspace
 from daemons.forks import fork_run
 from daemons.versions import find_version, parse_version, versions_of
+from daemons.workspace_reader import read_workspace
 from prime_rl.configs.validate import TrainerLimits, check_against_trainer, key_of, load_run_config
 from prime_rl.contract.layout import OutputDir, RunDir, list_steps, stable_marker
 from prime_rl.contract.status import StatusWriter, TrainerStatus

@@ -14,13 +14,13 @@ import pytest
 
 from daemons import actions
 from daemons.actions import continue_run, pause_run
-from daemons.client import read_workspace
 from daemons.daemon import Daemon, Do, Seen, State
 from daemons.errors import ActionError, WrongUseError
 from daemons.launchers.base import Ended
 from daemons.observe import Observer
 from daemons.set_keys import edited, parse_changes, set_run_keys
 from daemons.specs import RunNow, orchestrator_spec, wants_orchestrator
+from daemons.workspace_reader import read_workspace
 from prime_rl.configs.base import parse_toml
 from prime_rl.configs.validate import load_run_config
 from prime_rl.contract.layout import OutputDir, RunDir

@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 
 from daemons.actions import ActionError
 from daemons.cli import app
-from daemons.client import read_workspace
 from daemons.rollback import rollback_run, set_resume_step
+from daemons.workspace_reader import read_workspace
 from prime_rl.configs.base import merge, parse_toml
 from prime_rl.configs.validate import load_run_config
 from prime_rl.contract.layout import OutputDir, RunDir, list_steps

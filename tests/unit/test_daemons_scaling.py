@@ -12,8 +12,8 @@ import pytest
 import tomli_w
 
 from daemons.cli import run
-from daemons.client import read_workspace
 from daemons.specs import SYSTEM, UP, write_component_configs
+from daemons.workspace_reader import read_workspace
 from prime_rl.configs.base import build, load_config
 from prime_rl.configs.system import SystemConfig
 from prime_rl.contract.files import write_atomic

@@ -16,8 +16,8 @@ from typer.testing import CliRunner
 from daemons import adding, sweeps
 from daemons.actions import ActionError, WrongUseError
 from daemons.cli import app
-from daemons.client import read_workspace
 from daemons.sweeps import grid, parse_axis, sweep_runs
+from daemons.workspace_reader import read_workspace
 from prime_rl.configs.validate import load_run_config
 from prime_rl.contract.layout import OutputDir
 from prime_rl.contract.sweeps import list_sweeps, read_plan

@@ -9,10 +9,12 @@ import subprocess
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from daemons.launchers.base import Alive, Ended, Handle
 from daemons.launchers.local import Local
 from daemons.launchers.members import find_members, kill_all
 from daemons.pidfile import SupervisorLock
@@ -151,3 +153,26 @@ def test_a_file_that_cannot_be_written_costs_the_other_daemons_nothing(workspace
     with pytest.raises(OSError, match="inference"):
         workspace.supervisor.tick()
     assert workspace.tell("trainer").state == "starting"
+
+
+def test_after_a_long_look_it_rests_as_long_whatever_has_happened(
+    workspace: Workspace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workspace.look_until("both to run", workspace.all_run)
+    now_s, look = 1000.0, Local.look
+
+    def slow_look(launcher: Local, handle: Handle) -> Alive | Ended:
+        nonlocal now_s
+        now_s += 3.0
+        return look(launcher, handle)
+
+    monkeypatch.setattr(Local, "look", slow_look)
+    monkeypatch.setattr("daemons.supervisor.time", SimpleNamespace(monotonic=lambda: now_s, time=time.time))
+    workspace.supervisor.tick()
+    request = workspace.output.start_request("inference")
+    write_atomic(request, "restart")
+    now_s += 5.9
+    assert not workspace.supervisor.is_due(), "two daemons took 6 s"
+    now_s += 0.2
+    assert workspace.supervisor.is_due()
+    request.unlink()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +16,19 @@ from hypothesis import strategies as st
 from daemons.cli import run
 from daemons.dry_run import plan_of
 from daemons.launchers.base import LaunchError
-from daemons.launchers.placement import Place, choose, compact, find_place, nodes_needed, place_all
+from daemons.launchers.placement import (
+    ORCHESTRATORS_PER_NODE,
+    Place,
+    choose,
+    compact,
+    find_place,
+    nodes_needed,
+    place_all,
+)
 from daemons.specs import TRAINER, DaemonSpec, service_specs
 from prime_rl.configs.system import SystemConfig
 from prime_rl.contract.layout import OutputDir
+from tests.daemons_support import ROOT
 
 GPUS = 8
 SLURM_VARIABLES = ("SLURM_JOB_ID",)
@@ -108,11 +119,25 @@ def test_a_trainer_goes_on_with_the_nodes_that_are_left_if_they_suffice() -> Non
         choose(inference, [], [], GPUS)
 
 
-def test_without_gpus_servers_are_spread_and_all_else_is_on_the_first_node() -> None:
+def test_without_gpus_servers_are_spread_and_a_trainer_is_on_the_first_node() -> None:
     *servers, trainer = specs({}, {"replicas": 4})
     placed = place_all([*servers, trainer], names(3))
     assert [placed[spec.name].nodes for spec in servers] == [("n0",), ("n1",), ("n2",), ("n0",)]
     assert placed[TRAINER] == Place(("n0",))
+
+
+def test_orchestrators_fill_one_node_after_another() -> None:
+    each = ORCHESTRATORS_PER_NODE
+    found = [DaemonSpec(f"run_{number}", (), Path("log"), f"run_{number}") for number in range(2 * each + 2)]
+    (trainer,) = (spec for spec in specs({}, {}) if spec.name == TRAINER)
+    placed: dict[str, Place] = {}
+    for spec in found:
+        placed[spec.name] = find_place(spec, names(2), placed, trainer)
+    nodes = [placed[spec.name].nodes[0] for spec in found]
+    assert nodes == ["n0"] * each + ["n1"] * each + ["n0"] * 2
+    assert find_place(found[0], names(2)[1:], placed, trainer).nodes == ("n1",)
+    with pytest.raises(LaunchError, match="found 0 of 0"):
+        find_place(found[0], [], placed, trainer)
 
 
 def test_what_no_node_can_hold_is_refused() -> None:
@@ -156,6 +181,14 @@ def test_a_dry_run_tells_what_goes_where_and_touches_nothing(tmp_path: Path, num
     assert (f"--nnodes {num_nodes} " in text) is (num_nodes > 1)
 
 
+def test_the_table_of_the_document_is_what_a_dry_run_prints(tmp_path: Path) -> None:
+    section = (ROOT / "docs" / "deploy.md").read_text().partition("## Slurm\n")[2].partition("\n## ")[0]
+    blocks = re.findall(r"^```\n(.*?)^```", section, re.DOTALL | re.MULTILINE)
+    asked = SystemConfig.model_validate({**tomllib.loads(blocks[0]), "model": {"name": "m"}})
+    (table,) = (block for block in blocks if block.startswith("daemon "))
+    assert f"\n{table}\n" in "\n".join(plan_of(asked, OutputDir(tmp_path / "none")).lines())
+
+
 def test_a_dry_run_by_the_command_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -172,7 +205,8 @@ def test_a_dry_run_by_the_command_line(
     assert "CUDA_VISIBLE_DEVICES=0,1" in told["daemons"][1]["command"]
     assert run(words) == 0
     assert "daemon     nodes" in capsys.readouterr().out
-    assert run([*words, "--deployment.engine", "ray", "--deployment.trainer.gpus", "[]"]) == 0
-    assert "any" in capsys.readouterr().out
+    assert run([*words, "--deployment.engine=ray", "--deployment.trainer.gpus=[]", "--deployment.trainer.nodes=4"]) == 0
+    printed = capsys.readouterr().out
+    assert "trainer    any 4  -" in printed and "--nnodes 4 --rdzv-backend static --rdzv-endpoint NODE:PORT" in printed
     assert run(["up", "--json"]) == 2 and "--dry-run" in capsys.readouterr().err
     assert not (tmp_path / "w").exists()

@@ -21,7 +21,6 @@ import typer.main
 
 import daemons.cli
 from daemons import actions
-from daemons.client import WorkspaceReader
 from daemons.disk import DiskReader
 from daemons.endings import end_run, ends_again
 from daemons.logs import end_of_lines, last_lines, rotate
@@ -29,6 +28,7 @@ from daemons.monitors.__main__ import Monitors
 from daemons.monitors.feed import Feed, Positions
 from daemons.observe import Observer
 from daemons.process import log_tail, spawn
+from daemons.workspace_reader import WorkspaceReader
 from prime_rl.configs.base import parse_argv
 from prime_rl.configs.monitors import MonitorsConfig
 from prime_rl.configs.orchestrator import OrchestratorConfig

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from daemons.cli import run
-from daemons.client import read_workspace
 from daemons.details import read_details
+from daemons.workspace_reader import read_workspace
 from prime_rl.contract.layout import OutputDir
 from prime_rl.contract.samples import TokenSample
 from prime_rl.utils.logger import complain, setup_logger

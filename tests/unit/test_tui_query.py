@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from daemons.client import WorkspaceReader
+from daemons.workspace_reader import WorkspaceReader
 from tests.tui_support import NOW, build_workspace
 from tui.model.levels import STATES
 from tui.model.query import FIELDS, FLAGS, NUMBERS, SORTS, Subject, complete, parse, sort_rows

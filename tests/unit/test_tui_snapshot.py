@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.cells import cell_len
 
-from daemons.client import WorkspaceReader
+from daemons.workspace_reader import WorkspaceReader
 from prime_rl.contract.condition import utc
 from prime_rl.contract.layout import OutputDir, RunDir
 from prime_rl.contract.status import LOST_AFTER_S, DaemonStatus, InferenceStatus, RunState, TrainerStatus, read_status

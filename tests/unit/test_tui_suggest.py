@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from daemons.client import WorkspaceReader
+from daemons.workspace_reader import WorkspaceReader
 from tests.tui_support import NOW, build_workspace
 from tui.actions.draft import free_id
 from tui.actions.jobs import each

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from daemons import up_and_down
-from daemons.client import Workspace
+from daemons.workspace import Workspace
 from prime_rl.utils.text import CleanText, clean_text, one_line
 from tui.actions.jobs import Job, Progress, prl_command
 

@@ -1,6 +1,6 @@
 """From the files on disk to the text on the screen: pure.
 
-`make_snapshot` takes one look at the workspace (`daemons.client.Workspace`), the newest metrics of each run and the
+`make_snapshot` takes one look at the workspace (`daemons.workspace.Workspace`), the newest metrics of each run and the
 room on the disk, and gives rows, daemons and problems in words. `find_problems` alone decides what counts as a problem.
 All text in a look and in a snapshot is clean.
 """
@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from daemons.client import DaemonView, RunView, Workspace, replica_name, replica_number
+from daemons.workspace import DaemonView, RunView, Workspace, replica_name, replica_number
 from prime_rl.contract.condition import LOST, STALLED, stall_text, stalled_since
 from prime_rl.contract.layout import CONFIG_ERROR_PREFIX
 from prime_rl.contract.status import LOST_AFTER_S, RunState, Status

@@ -12,7 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from daemons.client import DiskReader, DiskView, MachineReader, MachineView, Workspace, replica_name
+from daemons.disk import DiskReader, DiskView
+from daemons.machine import MachineReader, MachineView
+from daemons.workspace import Workspace, replica_name
 from prime_rl.utils.process import ProcessId
 
 INTERVAL_S = 2.0

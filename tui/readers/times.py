@@ -10,7 +10,7 @@ import contextlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from daemons.client import RunView, Workspace
+from daemons.workspace import RunView, Workspace
 from prime_rl.contract.layout import OutputDir, RunDir
 from prime_rl.contract.status import RunState
 

@@ -13,7 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from daemons.client import RunView, Stamp, Workspace, stamp_of
+from daemons.run_files import Stamp, stamp_of
+from daemons.workspace import RunView, Workspace
 from prime_rl.contract.files import read_text
 from prime_rl.contract.layout import OutputDir, RunDir
 from prime_rl.contract.status import RunState

@@ -13,7 +13,7 @@ from textual.message import Message
 from textual.reactive import reactive
 from textual.widget import Widget
 
-from daemons.client import replica_number
+from daemons.workspace import replica_number
 from prime_rl.contract.status import RunState
 from prime_rl.utils.text import one_line
 from tui import fmt

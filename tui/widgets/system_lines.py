@@ -9,7 +9,8 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from rich.text import Text
 
-from daemons.client import DaemonUse, DiskView, MachineView
+from daemons.disk import DiskView
+from daemons.machine import DaemonUse, MachineView
 from prime_rl.contract.status import InferenceStatus
 from prime_rl.utils.text import one_line
 from tui import fmt

@@ -1,0 +1,268 @@
+"""The state of a workspace: one snapshot, read from disk only.
+
+`WorkspaceReader.read()` returns a `Workspace` of frozen views, for `prl`, the TUI and the supervisor. It only reads, so
+it also works with the daemons down and on a copied output directory. A file that is missing, half written, damaged or
+huge costs its own facts and nothing else. A run's state comes from `contract.status.run_state`. It changes nothing
+(`actions` does). All text in a snapshot is clean.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Set
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+from daemons.run_files import (
+    NO_FILE,
+    NOT_PARSED,
+    RunFiles,
+    RunRecord,
+    Stamp,
+    read_status_file,
+    stamp_of,
+)
+from daemons.workspace import (
+    SUPERVISOR,
+    DaemonView,
+    RefusedView,
+    RunView,
+    Workspace,
+    by_importance,
+    daemon_view,
+    find_bottleneck,
+    shown,
+    together,
+    waits_for,
+)
+from prime_rl.contract.condition import STALLED, stall_text, stalled_since
+from prime_rl.contract.files import file_problem
+from prime_rl.contract.layout import OutputDir, RefusedRun, RunDir, scan_runs
+from prime_rl.contract.status import (
+    DaemonStatus,
+    InferenceStatus,
+    RunFacts,
+    RunState,
+    Status,
+    TrainerRunStatus,
+    TrainerStatus,
+    is_alive,
+    run_state,
+)
+from prime_rl.utils.text import one_line
+
+StatusT = TypeVar("StatusT", bound=Status)
+
+
+def read_workspace(output_dir: Path, *, now: float | None = None) -> Workspace:
+    """One look at `output_dir` (`now` in Unix seconds). To look again and again keep a `WorkspaceReader`."""
+    return WorkspaceReader(output_dir).read(now=now)
+
+
+class WorkspaceReader:
+    """Reads one workspace again and again; files that did not change are not parsed again."""
+
+    def __init__(self, output_dir: Path, *, clock: Callable[[], float] = time.time) -> None:
+        self.output = OutputDir(Path(output_dir))
+        self._clock = clock
+        self._files: dict[str, RunFiles] = {}
+        self._views: dict[str, tuple[_Facts, RunView]] = {}
+        self._statuses: dict[Path, tuple[Stamp, Status | None]] = {}
+        self._scanned: tuple[Stamp, dict[str, RunDir], list[RefusedRun]] = (NO_FILE, {}, [])
+
+    def read(
+        self, *, now: float | None = None, with_configs: bool = True, at_rest: bool = True, most: int | None = None
+    ) -> Workspace:
+        """A new snapshot. Never raises for what is in the folder; an unreadable folder is an empty workspace.
+
+        Args:
+            with_configs: false leaves out what only configs contain, for a quick first look.
+            at_rest: false leaves idle runs as they were if trainer and supervisor report nothing new about them: most
+                of a large workspace.
+            most: while there are runs in slots, read at most so many of them and no others.
+        """
+        now = self._clock() if now is None else now
+        trainer = self._living(self.output.trainer_status, TrainerStatus, now)
+        replicas = self._replicas(now)
+        inference = together([status for _, status in replicas])
+        supervisor = self._living(self.output.daemon_status(SUPERVISOR), DaemonStatus, now)
+        daemons = self._daemons(now)
+        found, refused = self._scan(at_rest)
+        reasons = {each.name: each.reason for each in refused} | (trainer.refused if trainer else {})
+        places = {run_id: place for place, run_id in enumerate(trainer.waiting if trainer else [], start=1)}
+        first = list(trainer.runs)[:most] if trainer and most is not None else []
+        wanted = {run_id: found[run_id] for run_id in first if run_id in found} or found
+        runs = []
+        for run_id, run in wanted.items():
+            if run_id in reasons:
+                continue
+            files = self._files.get(run_id) or self._files.setdefault(run_id, RunFiles(run))
+            slot = trainer.runs.get(run_id) if trainer else None
+            known = self._views.get(run_id)
+            others = (slot, places.get(run_id), daemons.get(run_id), trainer is not None, False)
+            if not at_rest and known is not None and slot is None and known[0][1:] == others:
+                runs.append(known[1])
+                continue
+            try:
+                record = files.read(is_busy=slot is not None, with_config=with_configs)
+            except OSError as error:
+                reasons[run_id] = f"cannot read it: {error}"
+                continue
+            if record.toml is None:
+                missing = f"{run.control / 'orch.toml'} not found: a run needs this file"
+                reasons[run_id] = file_problem(run.orch_toml) or missing
+                continue
+            runs.append(self._view(run_id, _Facts(record, *others[:-1], is_alive(record.status, now))))
+        self._forget(found.keys())
+        return Workspace(
+            output_dir=self.output.path,
+            runs=tuple(sorted(runs, key=by_importance)),
+            refused=tuple(RefusedView(one_line(name), one_line(reason)) for name, reason in sorted(reasons.items())),
+            daemons=tuple(daemons.values()),
+            max_runs=trainer.max_runs if trainer else 0,
+            num_used=len(trainer.runs) if trainer else 0,
+            trainer=trainer,
+            inference=inference,
+            replicas=replicas,
+            supervisor_alive=supervisor is not None,
+            bottleneck=shown(find_bottleneck(runs, trainer, inference)),
+            read_at=now,
+            num_unread=len(found) - len(wanted),
+        )
+
+    def _scan(self, again: bool) -> tuple[dict[str, RunDir], list[RefusedRun]]:
+        stamp = stamp_of(self.output.path)
+        if again or stamp != self._scanned[0]:
+            try:
+                runs, refused = scan_runs(self.output.path)
+            except OSError:
+                runs, refused = [], []
+            self._scanned = (stamp, {run.run_id: run for run in runs}, refused)
+        return self._scanned[1:]
+
+    def _view(self, run_id: str, facts: _Facts) -> RunView:
+        """What follows from `facts`; the same object as long as they are the same."""
+        known = self._views.get(run_id)
+        if known is None or known[0] != facts:
+            known = self._views[run_id] = (facts, _make_view(facts))
+        return known[1]
+
+    def _daemons(self, now: float) -> dict[str, DaemonView]:
+        """Views by name: supervisor, trainer, inference, then the orchestrators."""
+        try:
+            paths = list(self.output.daemons.glob("*.json"))
+        except OSError:
+            paths = []
+        order = {SUPERVISOR: 0, "trainer": 1, "inference": 2}
+        views = {}
+        for path in sorted(paths, key=lambda path: (order.get(path.stem, 3), path.name)):
+            status = self._status(path, DaemonStatus)
+            if status is not None and path.name == f"{status.name}.json":
+                views[status.name] = daemon_view(status, now)
+        return views
+
+    def _status(self, path: Path, kind: type[StatusT]) -> StatusT | None:
+        stamp = stamp_of(path)
+        known = self._statuses.get(path)
+        if known and known[0] == stamp:
+            return known[1] if isinstance(known[1], kind) else None
+        status = read_status_file(path, stamp, kind)
+        self._statuses[path] = (stamp, status)
+        return status
+
+    def _replicas(self, now: float) -> tuple[tuple[int, InferenceStatus], ...]:
+        try:
+            paths = self.output.inference_statuses()
+        except OSError:
+            paths = {}
+        found = [(number, self._living(path, InferenceStatus, now)) for number, path in paths.items()]
+        return tuple((number, status) for number, status in found if status is not None)
+
+    def _living(self, path: Path, kind: type[StatusT], now: float) -> StatusT | None:
+        status = self._status(path, kind)
+        return status if is_alive(status, now) else None
+
+    def _forget(self, run_ids: Set[str]) -> None:
+        """Drop what is kept about runs and daemons that are gone, so that a reader of months does not grow."""
+        self._files = {run_id: files for run_id, files in self._files.items() if run_id in run_ids}
+        self._views = {run_id: view for run_id, view in self._views.items() if run_id in run_ids}
+        self._statuses = {path: value for path, value in self._statuses.items() if value[0].readable}
+
+
+class _Facts(NamedTuple):
+    """All that a run's view is made of. `place` is its place in the trainer's queue, `lives` its orchestrator's."""
+
+    record: RunRecord
+    slot: TrainerRunStatus | None
+    place: int | None
+    daemon: DaemonView | None
+    trainer_lives: bool
+    lives: bool
+
+
+def _make_view(facts: _Facts) -> RunView:
+    record, slot, daemon, status = facts.record, facts.slot, facts.daemon, facts.record.status
+    config, max_steps = record.parsed.config, _max_steps(record)
+    state, reason = run_state(
+        RunFacts(
+            evicted=record.evicted,
+            config_error=record.config_error or (None if slot else record.parsed.error),
+            max_steps=max_steps,
+            published_step=record.published,
+            orchestrator=status,
+            trainer_alive=facts.trainer_lives,
+            in_slot=slot is not None,
+            supervisor_gave_up=daemon.reason or "its orchestrator failed"
+            if daemon and daemon.state == "failed"
+            else None,
+            paused=record.paused,
+            ended=record.ended,
+        )
+    )
+    position = facts.place if state is RunState.WAITING else None
+    if state is RunState.WAITING:
+        reason = record.preempted
+    since, why = _stall(facts) if state is RunState.ACTIVE else (None, None)
+    living = status if facts.lives else None
+    return RunView(
+        run_id=record.run.run_id,
+        state=state,
+        step=max(slot.step if slot else 0, record.published),
+        max_steps=max_steps,
+        reward=status.reward if status else None,
+        reason=shown(f"its orchestrator is stalled: {why}" if why else reason),
+        waiting_on=shown(waits_for(state, living, slot, position, daemon)),
+        updated_at=status.updated_at if status else None,
+        run_idx=slot.run_idx if slot else None,
+        queue_position=position,
+        tokens_per_s=living.tokens_per_s if living else None,
+        async_level=status.async_level if status else None,
+        policy_version=status.policy_version if status else None,
+        lr=slot.lr if slot else (config.optim.lr if config else None),
+        bottleneck=shown(living.bottleneck) if living else None,
+        model=one_line(config.model.name) if config else None,
+        batch_size=config.batch_size if config else None,
+        num_restarts=daemon.num_restarts if daemon else 0,
+        added_at=record.added_at,
+        stalled_since=since,
+        tags=tuple(one_line(tag) for tag in config.tags) if config else (),
+        weight=config.weight if config else None,
+        priority=config.priority if config else None,
+        max_tokens=config.budget.max_tokens if config else None,
+        max_hours=config.budget.max_hours if config else None,
+    )
+
+
+def _stall(facts: _Facts) -> tuple[float | None, str | None]:
+    """Since when the run's orchestrator is stalled, and why: by its own status, or the supervisor's."""
+    status, daemon = facts.record.status, facts.daemon
+    if status is not None and facts.lives and (since := stalled_since(status)) is not None:
+        return since, stall_text(since)
+    return (daemon.stalled_since, daemon.reason) if daemon is not None and daemon.state == STALLED else (None, None)
+
+
+def _max_steps(record: RunRecord) -> int | None:
+    """From the config; while that is unread, from the run's own orchestrator."""
+    if record.parsed.config is not None:
+        return record.parsed.config.max_steps
+    return record.status.max_steps or None if record.parsed is NOT_PARSED and record.status else None
