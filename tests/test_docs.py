@@ -314,3 +314,39 @@ def test_package_data_is_there() -> None:
 
 def test_the_config_reference_is_made_from_the_configs() -> None:
     assert (ROOT / "docs/config.md").read_text() == tables(), "python -m prime_rl.configs.reference > docs/config.md"
+
+
+async def test_the_class_of_the_data_page_reads_the_file_of_the_page(tmp_path: Path) -> None:
+    from prime_rl.orchestrator.envs.checked import check_outcome
+
+    blocks = re.findall(r"```(\w*)\n(.*?)```", TEXT[ROOT / "docs" / "data.md"], re.DOTALL)
+    lines = next(text for kind, text in blocks if not kind)
+    (tmp_path / "capitals.jsonl").write_text(lines)
+    names: dict[str, type] = {}
+    exec(next(text for kind, text in blocks if kind == "python"), names)
+    env = names["JsonLines"]({"path": tmp_path / "capitals.jsonl"}, 0)
+
+    class Answers:
+        async def complete(self, messages: object) -> str:
+            return "It is Lima."
+
+    (example,) = env.examples("train")
+    assert check_outcome(await env.rollout(example, Answers()), (0, 1)).reward == 1.0
+    (other,) = env.examples("eval")
+    assert other.id != example.id and (await env.rollout(other, Answers())).reward == 0.0
+
+
+def test_the_figures_of_the_readme_were_measured() -> None:
+    import json
+
+    text = TEXT[ROOT / "README.md"]
+    for name, told in (
+        ("discovery:discovered_p95_ms_1000_runs", "{:.1f} ms"),
+        ("trainer:multi_vs_sequential_peft_128", "{:.2f} of the time"),
+        ("trainer:real_memory_vs_peft", "{:.2f} of peft's memory"),
+        ("tui:first_paint_s", "{:.2f} s"),
+        ("tui:metric_to_screen_s", "{:.2f} s after it was written"),
+    ):
+        file, _, figure = name.partition(":")
+        figures = json.loads((ROOT / "benchmarks" / "results" / f"{file}.json").read_text())["figures"]
+        assert told.format(figures[figure]) in text, name
