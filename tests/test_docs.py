@@ -350,3 +350,15 @@ def test_the_figures_of_the_readme_were_measured() -> None:
         file, _, figure = name.partition(":")
         figures = json.loads((ROOT / "benchmarks" / "results" / f"{file}.json").read_text())["figures"]
         assert told.format(figures[figure]) in text, name
+
+
+def test_the_changelog_has_the_form_of_keep_a_changelog() -> None:
+    """The newest version first, each with its date, and below it changes by their kind."""
+    kinds = ["Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"]
+    versions = TEXT[ROOT / "CHANGELOG.md"].split("\n## ")[1:]
+    heads = [version.partition("\n")[0] for version in versions]
+    assert heads[0] == "[Unreleased]"
+    assert all(re.fullmatch(r"\[\d+\.\d+\.\d+\] - \d{4}-\d\d-\d\d", head) for head in heads[1:])
+    for version in versions:
+        found = re.findall(r"^### (\w+)\n\n- ", version, re.MULTILINE)
+        assert found == [kind for kind in kinds if kind in found] and len(found) == version.count("\n### ")
