@@ -12,7 +12,7 @@ define CHECK_PYTHON
 endef
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-test install-gpu demo test test-all test-cpus check format bench bench-trainer bench-loop bench-discovery bench-tui bench-multinode screenshots docs-check wheel clean
+.PHONY: help install install-test install-gpu demo test test-all test-cpus check format bench bench-trainer bench-loop bench-discovery bench-tui bench-multinode screenshots docs docs-check wheel clean
 
 help: ## list the commands
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -73,13 +73,16 @@ bench-multinode: install-test ## what the barriers of a group cost; the supervis
 	@$(BIN)/python -m benchmarks.run multinode
 	@$(BIN)/python -m benchmarks.supervisor_scale
 
-docs-check: install-test ## the commands and names that the documents mention are real
-	@$(BIN)/python -m pytest -q tests/test_docs.py
+docs: install-test ## the site of the documents, into site/
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
+docs-check: install-test ## the documents: names are real, generated pages are new, the site builds, the tutorial runs
+	@$(BIN)/python -m pytest -q tests/test_docs.py tests/test_reference.py tests/test_site.py tests/integration/test_docs_commands.py
 
 wheel: install ## the package to install elsewhere: dist/prl_multirun-*.whl
 	@rm -rf build/lib build/bdist.*
 	@$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
 
 clean: ## remove what was built (not the runs in outputs/)
-	rm -rf .venv build dist *.egg-info models .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv build dist site *.egg-info models .pytest_cache .mypy_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

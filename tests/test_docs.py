@@ -70,7 +70,7 @@ def test_what_ci_runs_exists() -> None:
     steps = [step for job in workflow["jobs"].values() for step in job["steps"]]
     run = {word for step in steps for word in re.findall(r"^make ([a-z-]+)", step.get("run", ""), re.MULTILINE)}
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    assert {"check", "test", "test-all", "wheel"} == run and run <= targets
+    assert {"check", "docs", "test", "test-all", "wheel"} == run and run <= targets
 
 
 def test_the_version_has_one_home() -> None:
@@ -315,3 +315,51 @@ def test_package_data_is_there() -> None:
 
 def test_the_config_reference_is_made_from_the_configs() -> None:
     assert (ROOT / "docs/config.md").read_text() == tables(), "python -m prime_rl.configs.reference > docs/config.md"
+
+
+async def test_the_class_of_the_data_page_reads_the_file_of_the_page(tmp_path: Path) -> None:
+    from prime_rl.orchestrator.envs.checked import check_outcome
+
+    blocks = re.findall(r"```(\w*)\n(.*?)```", TEXT[ROOT / "docs" / "data.md"], re.DOTALL)
+    lines = next(text for kind, text in blocks if not kind)
+    (tmp_path / "capitals.jsonl").write_text(lines)
+    names: dict[str, type] = {}
+    exec(next(text for kind, text in blocks if kind == "python"), names)
+    env = names["JsonLines"]({"path": tmp_path / "capitals.jsonl"}, 0)
+
+    class Answers:
+        async def complete(self, messages: object) -> str:
+            return "It is Lima."
+
+    (example,) = env.examples("train")
+    assert check_outcome(await env.rollout(example, Answers()), (0, 1)).reward == 1.0
+    (other,) = env.examples("eval")
+    assert other.id != example.id and (await env.rollout(other, Answers())).reward == 0.0
+
+
+def test_the_figures_of_the_readme_were_measured() -> None:
+    import json
+
+    text = TEXT[ROOT / "README.md"]
+    for name, told in (
+        ("discovery:discovered_p95_ms_1000_runs", "{:.1f} ms"),
+        ("trainer:multi_vs_sequential_peft_128", "{:.2f} of the time"),
+        ("trainer:real_memory_vs_peft", "{:.2f} of peft's memory"),
+        ("tui:first_paint_s", "{:.2f} s"),
+        ("tui:metric_to_screen_s", "{:.2f} s after it was written"),
+    ):
+        file, _, figure = name.partition(":")
+        figures = json.loads((ROOT / "benchmarks" / "results" / f"{file}.json").read_text())["figures"]
+        assert told.format(figures[figure]) in text, name
+
+
+def test_the_changelog_has_the_form_of_keep_a_changelog() -> None:
+    """The newest version first, each with its date, and below it changes by their kind."""
+    kinds = ["Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"]
+    versions = TEXT[ROOT / "CHANGELOG.md"].split("\n## ")[1:]
+    heads = [version.partition("\n")[0] for version in versions]
+    assert heads[0] == "[Unreleased]"
+    assert all(re.fullmatch(r"\[\d+\.\d+\.\d+\] - \d{4}-\d\d-\d\d", head) for head in heads[1:])
+    for version in versions:
+        found = re.findall(r"^### (\w+)\n\n- ", version, re.MULTILINE)
+        assert found == [kind for kind in kinds if kind in found] and len(found) == version.count("\n### ")

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import types
 import typing
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic.fields import FieldInfo
 
 from prime_rl.configs.base import BaseConfig
+from prime_rl.configs.multinode import MultinodeConfig
 from prime_rl.configs.orchestrator import OrchestratorConfig
 from prime_rl.configs.system import SystemConfig
 
@@ -37,7 +38,13 @@ FILES: list[tuple[str, str, type[BaseConfig]]] = [
         "What `prl runs add FILE` takes. Fields without a default are required.",
         OrchestratorConfig,
     ),
-    ("A workspace: the system file", "What `prl up @ FILE` takes.", SystemConfig),
+    (
+        "A workspace: the system file",
+        "What `prl up @ FILE` takes. The files of `prl trainer` and `prl inference` have the fields of `[trainer]` and "
+        "`[inference]`,\nwithout that prefix.",
+        SystemConfig,
+    ),
+    ("A group of nodes: `multinode.toml`", "What `prl multinode start @ FILE` takes.", MultinodeConfig),
 ]
 LIMITS = {
     "ge": "≥ {}",
@@ -59,21 +66,39 @@ def tables() -> str:
 
 def _tables(model: type[BaseConfig], path: str) -> Iterator[str]:
     """The fields of a TOML table, then the tables below it."""
+    if table := field_table(model):
+        yield table
+    texts = model.docs()
+    for name, field in _named(model):
+        inner, key = models_in(field.annotation), f"{path}.{name}".lstrip(".")
+        if len(inner) == 1:
+            heading = f"[[{key}]]" if "list[" in str(field.annotation) else f"[{key}]"
+            yield f"### `{heading}`\n\n{'Required. ' * field.is_required()}{texts.get(name, '')}\n"
+            yield from _tables(inner[0], key)
+        for chosen in inner if len(inner) > 1 else ():
+            yield f'### `[{key}]` with `type = "{_tag(chosen)}"`\n\n{chosen.docs()["type"]}\n'
+            yield field_table(chosen, without=("type",))
+
+
+def field_table(model: type[BaseConfig], without: Collection[str] = ()) -> str:
+    """A row for each field that is not a table of its own; empty without any."""
     texts = {name: text.replace("|", "\\|") for name, text in model.docs().items()}
-    fields = {field.alias or name: field for name, field in model.model_fields.items()}
-    inner = {name: models_in(field.annotation) for name, field in fields.items()}
-    plain = {name: field for name, field in fields.items() if len(inner[name]) != 1}
-    if plain:
-        rows = [
-            f"| `{name}` | {type_text(field)} | {default_text(field)} | {texts.get(name, '')} |"
-            for name, field in plain.items()
-        ]
-        yield "\n".join(["| field | type | default | meaning |", "|---|---|---|---|", *rows]) + "\n"
-    for name in (name for name in inner if name not in plain):
-        field, key = fields[name], f"{path}.{name}".lstrip(".")
-        heading = f"[[{key}]]" if "list[" in str(field.annotation) else f"[{key}]"
-        yield f"### `{heading}`\n\n{'Required. ' * field.is_required()}{texts.get(name, '')}\n"
-        yield from _tables(inner[name][0], key)
+    rows = [
+        f"| `{name}` | {type_text(field)} | {default_text(field)} | {texts.get(name, '')} |"
+        for name, field in _named(model)
+        if len(models_in(field.annotation)) != 1 and name not in without
+    ]
+    return "\n".join(["| field | type | default | meaning |", "|---|---|---|---|", *rows]) + "\n" if rows else ""
+
+
+def _named(model: type[BaseConfig]) -> list[tuple[str, FieldInfo]]:
+    """The fields by their keys in TOML."""
+    return [(field.alias or name, field) for name, field in model.model_fields.items()]
+
+
+def _tag(model: type[BaseConfig]) -> str:
+    """The `type` that chooses this table among others."""
+    return str(typing.get_args(model.model_fields["type"].annotation)[0])
 
 
 def models_in(annotation: Any) -> list[type[BaseConfig]]:

@@ -18,10 +18,12 @@ class DaemonPaths:
 
     @property
     def trainer_status(self) -> Path:
+        """What the trainer does now: slots, steps, waiting runs; written by it alone."""
         return self.path / "trainer" / "status.json"
 
     @property
     def inference(self) -> Path:
+        """What the inference servers tell others."""
         return self.path / "inference"
 
     @property
@@ -48,9 +50,11 @@ class DaemonPaths:
 
     @property
     def daemons(self) -> Path:
+        """What the supervisor records about each daemon, and what it is asked."""
         return self.path / "daemons"
 
     def daemon_status(self, name: str) -> Path:
+        """State, process and restarts of one daemon; written by the supervisor alone."""
         return self.daemons / f"{name}.json"
 
     def own_status(self, name: str) -> Path:
@@ -68,6 +72,7 @@ class DaemonPaths:
         return self.daemons / "alerts" / "said"
 
     def alert_said(self, name: str) -> Path:
+        """One acknowledgement, or one mute."""
         return self.alerts_said / f"{name}.json"
 
     @property
@@ -85,10 +90,12 @@ class DaemonPaths:
 
     @property
     def supervisor_lock(self) -> Path:
+        """Held by the living supervisor: there is one for each workspace."""
         return self.daemons / "supervisor.lock"
 
     @property
     def supervisor_pidfile(self) -> Path:
+        """Which process the supervisor is; for people, never proof."""
         return self.daemons / "supervisor.pid"
 
     def start_request(self, name: str) -> Path:

@@ -90,21 +90,24 @@ class RunDir:
 
     @property
     def control(self) -> Path:
+        """What people and the trainer say about the run: its config and its marks."""
         return self.path / "control"
 
     @property
     def orch_toml(self) -> Path:
-        """`control/orch.toml`, or the older `configs/orch.toml` when only that one exists. Never raises."""
+        """The run's config; the older `orch.toml` of the folder configs when only that one exists. Never raises."""
         current = self.control / "orch.toml"
         older = self.path / "configs" / "orch.toml"
         return older if not os.path.exists(current) and os.path.exists(older) else current
 
     @property
     def config_error(self) -> Path:
+        """Why `orch.toml` is refused; written by the trainer, removed by it when the file is mended."""
         return self.control / "config_validation_error.txt"
 
     @property
     def evicted(self) -> Path:
+        """Why the run lost its slot; its trainer, `prl` and `prl-tui` write it, `prl runs readmit` removes it."""
         return self.control / "evicted.txt"
 
     @property
@@ -134,7 +137,7 @@ class RunDir:
 
     @property
     def status(self) -> Path:
-        """Written by the run's orchestrator only."""
+        """What the run's orchestrator does now; written by it alone."""
         return self.control / "status.json"
 
     @property
@@ -144,26 +147,32 @@ class RunDir:
 
     @property
     def checkpoints(self) -> Path:
+        """What training continues from, one folder a saved step."""
         return self.path / "checkpoints"
 
     @property
     def rollouts(self) -> Path:
+        """Batches, one folder an update, until a checkpoint covers them."""
         return self.path / "rollouts"
 
     @property
     def broadcast(self) -> Path:
+        """Published policy versions, one folder a version, the newest few."""
         return self.path / "broadcast"
 
     @property
     def metrics(self) -> Path:
+        """One line of JSON a step, one file a writer: docs/metrics.md."""
         return self.path / "metrics"
 
     @property
     def trainer_metrics(self) -> Path:
+        """Figures of each update; written by the trainer."""
         return self.metrics / "trainer.jsonl"
 
     @property
     def orchestrator_metrics(self) -> Path:
+        """Figures of each batch and each evaluation; written by the orchestrator."""
         return self.metrics / "orchestrator.jsonl"
 
     @property
@@ -183,24 +192,31 @@ class RunDir:
 
     @property
     def log(self) -> Path:
+        """Output of the run's orchestrator: `prl logs ID`."""
         return self.path / "logs" / "orchestrator.log"
 
     def checkpoint_dir(self, step: int) -> Path:
+        """One checkpoint; complete when `STABLE` is in it."""
         return self.checkpoints / step_name(step)
 
     def trainer_checkpoint(self, step: int) -> Path:
+        """Adapter, moments of the optimizer, random state, progress; written by the trainer."""
         return self.checkpoint_dir(step) / "trainer"
 
     def orchestrator_checkpoint(self, step: int) -> Path:
+        """The position in the example order; written by the orchestrator."""
         return self.checkpoint_dir(step) / "orchestrator"
 
     def rollout_dir(self, step: int) -> Path:
+        """The batch of update N."""
         return self.rollouts / step_name(step)
 
     def rollout_file(self, step: int) -> Path:
+        """The samples of update N (`contract.types`); written by the orchestrator."""
         return self.rollout_dir(step) / "rollouts.msgpack"
 
     def broadcast_dir(self, step: int) -> Path:
+        """Policy version N: an adapter in PEFT format, or a whole model; complete with `STABLE`. By the trainer."""
         return self.broadcast / step_name(step)
 
 
@@ -237,6 +253,7 @@ class OutputDir(DaemonPaths):
 
     @property
     def usage(self) -> Path:
+        """What each run has used, deleted ones too: `prl usage`."""
         return self.path / "usage"
 
     def run_usage(self, run_id: str) -> Path:
@@ -244,6 +261,7 @@ class OutputDir(DaemonPaths):
         return self.usage / f"{run_id}.jsonl"
 
     def sweep(self, name: str) -> Path:
+        """The plan of a sweep (`contract.sweeps`)."""
         return self.path / "sweeps" / f"{name}.json"
 
     def sweep_decisions(self, name: str) -> Path:
@@ -252,17 +270,21 @@ class OutputDir(DaemonPaths):
 
     @property
     def logs(self) -> Path:
+        """Logs of the daemons, and who did what."""
         return self.path / "logs"
 
     def log(self, name: str) -> Path:
+        """Output of one daemon: `prl logs NAME`."""
         return self.logs / f"{name}.log"
 
     @property
     def audit(self) -> Path:
+        """Every action of a person on a run: time, who, action, run, reason."""
         return self.logs / "audit.jsonl"
 
     @property
     def multinode(self) -> Path:
+        """What the nodes of a group tell each other: docs/multinode.md."""
         return self.path / "multinode"
 
     def node_status(self, rank: int) -> Path:
@@ -275,6 +297,7 @@ class OutputDir(DaemonPaths):
         return self.multinode / "group" / "group.json"
 
     def iteration(self, iteration: int) -> IterationDir:
+        """One iteration of a multi-node group."""
         return IterationDir(self.multinode / f"iteration_{iteration}")
 
     def list_iterations(self) -> list[int]:
@@ -290,10 +313,11 @@ class OutputDir(DaemonPaths):
 
     @property
     def trash(self) -> Path:
+        """Deleted runs, until `prl runs purge`."""
         return self.path / ".trash"
 
     def trashed(self, run_id: str, stamp: str) -> Path:
-        """Where a run lies that was deleted at `stamp` (no dots in it)."""
+        """A deleted run with the time of its deletion, `stamp` (no dots in it)."""
         return self.trash / f"{run_id}.{stamp}"
 
 

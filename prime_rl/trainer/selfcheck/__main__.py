@@ -130,7 +130,7 @@ class Progress:
             print("\r\033[K", end="", file=sys.stderr, flush=True)
 
 
-def _parse(argv: Sequence[str]) -> argparse.Namespace:
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m prime_rl.trainer.selfcheck",
         description="Train recorded batches again, alone and together, and compare the adapters. Changes nothing.",
@@ -139,6 +139,11 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
     parser.add_argument("--tolerance", type=float, default=1e-4, help="largest relative difference (default: 1e-4)")
     parser.add_argument("--run", metavar="ID", action="append", default=[], help="only this run; may be repeated")
+    return parser
+
+
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = make_parser()
     arguments = parser.parse_args(argv)
     if not arguments.tolerance >= 0:
         parser.error(f"--tolerance {arguments.tolerance:g}: must be 0 or more")

@@ -1,0 +1,236 @@
+"""docs/json.md: what every command prints with `--json`, from the classes that are printed.
+
+The keys of an output stand in `OUTPUTS`, with the class of each value; tests/test_reference.py holds them to what the
+commands print.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import inspect
+import re
+import types
+import typing
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from daemons.alerts.incident_file import OpenIncident
+from daemons.checks import Check
+from daemons.client import DaemonView, DiskView, RefusedView, RunView
+from daemons.details import CheckpointView
+from daemons.differences import Difference
+from daemons.dry_run import Planned
+from daemons.exports import Export
+from daemons.forks import Fork
+from daemons.quiet import Saying
+from daemons.usage import Use
+from prime_rl.configs.explain import FieldFacts
+from prime_rl.configs.origins import Origin
+from prime_rl.contract.samples import Sample
+from prime_rl.contract.sweeps import SweepPlan
+
+Keys = Mapping[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class And:
+    """A class with further keys beside its own."""
+
+    model: type
+    more: Keys
+
+
+SAID = And(Saying, {"name": str})
+REPLICA: Keys = {
+    "replica": int,
+    "state": str,
+    "base_url": str,
+    "num_running": int,
+    "num_waiting": int,
+    "tokens_per_s": float,
+    "kv_use": float | None,
+    "adapters": list[str],
+}
+NODE: Keys = {
+    **dict.fromkeys(("rank", "pid", "epoch", "iteration", "phase"), int),
+    **dict.fromkeys(("host", "address", "health", "state", "phase_name"), str),
+    "arrived": bool,
+    "phase_s": float,
+    "silent_s": float,
+    "stalled_s": float | None,
+    "loop": int | None,
+    "progress": int | None,
+    "waiting_on": str | None,
+    "reason": str | None,
+}
+OUTPUTS: dict[str, Keys] = {
+    "prl status": {
+        "output_dir": str,
+        "supervisor_alive": bool,
+        "daemons": [DaemonView],
+        "slots": [{"run_idx": int, "run_id": str | None}],
+        "runs": [RunView],
+        "refused": [RefusedView],
+        "disk": And(DiskView, {"house_bytes": int, "house_complete": bool}),
+        "bottleneck": str | None,
+        "inference": [REPLICA],
+    },
+    "prl runs list": {"runs": [RunView]},
+    "prl runs show ID": {
+        "run": And(RunView, {"log_tail": list[str]}),
+        "config": dict | None,
+        "metrics": {"trainer": dict[str, float], "orchestrator": dict[str, float]},
+        "errors": list[str],
+        "checkpoints": [CheckpointView],
+        "disk": {"num_bytes": int, "complete": bool, "folders": dict[str, int]},
+    },
+    "prl runs samples ID": {"samples": [Sample]},
+    "prl runs validate FILE": {
+        "file": str,
+        "valid": bool,
+        "problems": [
+            {
+                "file": str,
+                "line": int | None,
+                "key": str | None,
+                "found": Any,
+                "allowed": str,
+                "message": str,
+            }
+        ],
+        "trainer": {"model": str, "seq_len": int},
+    },
+    "prl runs fork ID": {"fork": Fork, "dry_run": bool},
+    "prl runs sweep FILE": {"plan": SweepPlan, "added": list[str], "dry_run": bool},
+    "prl runs export ID": {"export": And(Export, {"dry_run": bool})},
+    "prl runs diff A B": {"runs": list[str], "config": [Difference], "result": [Difference]},
+    "prl usage": {"by": str, "rows": [Use], "total": Use},
+    "prl up --dry-run": {
+        "engine": str,
+        "nodes": list[str],
+        "submit": list[str],
+        "script": str,
+        "daemons": [Planned],
+    },
+    "prl scale inference N": {"replicas": int, "before": int, "supervisor_alive": bool},
+    "prl doctor": {"ok": bool, "checks": [Check]},
+    "prl alerts": {
+        "open": [And(OpenIncident, {"name": str, "acknowledged": SAID, "muted": SAID})],
+        "said": [SAID],
+    },
+    "prl alerts --test": {"sent": [{"target": str, "error": str | None}]},
+    "prl config show FILE": {"file": str, "kind": str, "values": [Origin]},
+    "prl config explain KEY": {"fields": [FieldFacts]},
+    "prl config examples": {"folder": str, "examples": [{"file": str, "text": str}]},
+    "prl multinode status": {
+        "group": {"state": str, "reason": str | None, "exit_code": int | None},
+        "waited_for": list[int],
+        "nodes": [NODE],
+    },
+}
+HEAD = """\
+# JSON outputs
+
+What commands print with `--json`: one object with `version` (1) and the keys below. Within a version keys are
+added, never changed. Times are Unix seconds. Text is clean of everything that a terminal obeys; configs and rollouts
+are as they are. Where an object stands in a table, null may stand too when there is none.
+
+`prl fit --json` and `python -m prime_rl.trainer.selfcheck --json` have keys of their own: [training.md](training.md),
+[durability.md](durability.md#checking-it-on-your-own-runs). What `prl config schema KIND` prints is a JSON schema.
+"""
+_WORDS = {
+    str: "text",
+    int: "integer",
+    float: "number",
+    bool: "boolean",
+    dict: "object",
+    Path: "text",
+    Any: "any",
+    type(None): "null",
+}
+
+
+def outputs_page() -> str:
+    sections = [HEAD]
+    for command, keys in OUTPUTS.items():
+        sections.append(f"## {command}\n\n{_table(keys)}")
+    sections.append("## Objects\n\nThe classes that stand in the tables above.\n")
+    for model in sorted(set(_models(list(OUTPUTS.values()))), key=lambda each: each.__name__):
+        sections.append(f"### {model.__name__}\n\n{_about(model)}\n\n{_table(fields_of(model))}")
+    return "\n".join(sections)
+
+
+def fields_of(model: type) -> Keys:
+    """The keys of a printed class, with their types."""
+    hints = typing.get_type_hints(model)
+    if issubclass(model, msgspec.Struct):
+        return {name: hints[name] for name in model.__struct_fields__}
+    return {field.name: hints[field.name] for field in dataclasses.fields(model)}
+
+
+def leaves_out(model: type) -> bool:
+    return issubclass(model, msgspec.Struct) and model.__struct_config__.omit_defaults
+
+
+def is_model(kind: Any) -> bool:
+    return isinstance(kind, type) and (dataclasses.is_dataclass(kind) or issubclass(kind, msgspec.Struct))
+
+
+def _table(keys: Keys) -> str:
+    rows = [f"| `{name}` | {_type(kind)} |" for name, kind in keys.items()]
+    return "\n".join(["| key | type |", "|---|---|", *rows, ""])
+
+
+def _about(model: type) -> str:
+    """The docstring, with what it tells of each attribute as a list."""
+    text, _, attributes = (inspect.getdoc(model) or "").partition("\n\nAttributes:\n")
+    lines = re.sub(r"\n {8}\s*", " ", attributes).splitlines()
+    left_out = ["Keys that have their default are left out."] if leaves_out(model) else []
+    return "\n\n".join([text, *left_out, *(["\n".join(f"- {line.strip()}" for line in lines)] if lines else [])])
+
+
+def _models(kind: Any) -> Iterator[type]:
+    """The printed classes in a type, and those in them."""
+    if is_model(kind):
+        yield kind
+        yield from _models(list(fields_of(kind).values()))
+    elif isinstance(kind, And):
+        yield from _models([kind.model, *kind.more.values()])
+    elif isinstance(kind, (list, Mapping)):
+        for each in kind.values() if isinstance(kind, Mapping) else kind:
+            yield from _models(each)
+    else:
+        yield from _models(list(typing.get_args(kind)))
+
+
+def _type(kind: Any) -> str:
+    if isinstance(kind, list):
+        return f"list of {_type(kind[0])}"
+    if isinstance(kind, And):
+        return f"{_type(kind.model)} with {_type(kind.more)}"
+    if isinstance(kind, Mapping):
+        return "{" + ", ".join(f"`{name}`: {_type(inner)}" for name, inner in kind.items()) + "}"
+    if is_model(kind):
+        return f"[{kind.__name__}](#{kind.__name__.lower()})"
+    if isinstance(kind, typing.NewType):
+        return _type(kind.__supertype__)
+    return _plain_type(kind)
+
+
+def _plain_type(kind: Any) -> str:
+    origin, inner = typing.get_origin(kind), typing.get_args(kind)
+    if origin is Literal:
+        return " or ".join(f"`{value}`" for value in inner)
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join(map(_type, inner))
+    if origin in (list, tuple):
+        return f"list of {_type(inner[0])}"
+    if origin is not None:
+        return f"object of {_type(inner[-1])}" if inner[-1] is not Any else "object"
+    if isinstance(kind, type) and issubclass(kind, enum.Enum):
+        return " or ".join(f"`{each.value}`" for each in kind)
+    return _WORDS[kind]

@@ -1,0 +1,155 @@
+"""Write the pages of docs/ that are made from the code: commands.md, json.md and files.md.
+
+    python -m scripts.reference
+
+docs/config.md is made by `prime_rl.configs.reference`. A test compares all four with what is made.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from typer.main import get_command
+from typer.testing import CliRunner
+
+from daemons.cli import app
+from prime_rl.base_model.__main__ import MakeBaseConfig
+from prime_rl.configs.reference import field_table
+from prime_rl.contract.daemon_paths import DaemonPaths
+from prime_rl.contract.iterations import IterationDir
+from prime_rl.contract.layout import OutputDir, RunDir
+from prime_rl.trainer.selfcheck.__main__ import make_parser as selfcheck_parser
+from scripts.outputs import outputs_page
+from tui.cli import make_parser as tui_parser
+
+DOCS = Path(__file__).resolve().parent.parent / "docs"
+# Help is wrapped to the width of the terminal.
+COLUMNS = "100"
+COMMANDS_HEAD = """\
+# Commands
+
+What `--help` prints, for every command. Most act on one workspace: `--output-dir DIR`, else `PRL_OUTPUT_DIR`, else
+`outputs`. `prl --install-completion` enables completion of commands, runs and daemons in your shell. What `--json`
+prints is in [json.md](json.md), what the TOML files may have in [config.md](config.md).
+
+## Exit codes
+
+| code | meaning |
+|---|---|
+| 0 | done |
+| 1 | failed; one line on standard error says what, where, and what to do (`prl --debug ...` adds a traceback) |
+| 2 | wrong usage: a flag, a config, a run id |
+| 75 | `prl multinode`: a node was lost; start the same commands again |
+| 130 | interrupted by Ctrl-C or SIGTERM |
+
+## Environment variables
+
+| variable | read by | meaning |
+|---|---|---|
+| `PRL_OUTPUT_DIR` | all commands | the workspace, where `--output-dir` is not given |
+| `PRL_API_KEY`, `PRL_API_KEY_FILE` | `prl up` | key of inference, or a file with it: [deploy.md](deploy.md#keys) |
+| `WANDB_API_KEY` | `prl up` | for the daemon `monitors` alone |
+| `CUDA_VISIBLE_DEVICES` | `prl up` | GPUs; saved: [supervisor.md](supervisor.md#the-environment-of-prl-up) |
+| `HF_HOME`, `HF_HUB_CACHE`, `HF_HUB_OFFLINE`, `HF_TOKEN` | daemons, `prl runs export` | those of Hugging Face |
+| `RANK`, `NODE_RANK` | `prl multinode` | the rank of this node, in place of `--master` and `--worker R` |
+| `XDG_STATE_HOME` | `prl-tui` | where it remembers columns, filters and pins: `prl-tui/state.json` below it |
+| `PRL_DAEMON`, `PRL_START`, `PRL_PROXY_API_KEY` | daemons | set by prl for its own processes |
+| `PRL_MODULES`, `PRL_TORCHRUN`, `PRL_TRAINER_GPUS`, `PRL_PART` | `prl up` | of earlier versions |
+"""
+FILES_HEAD = """\
+# Files of a workspace
+
+Every path that prl reads or writes in a workspace, from `prime_rl/contract/layout.py`. N is a step, a policy version or
+the number of a server, R the rank of a node, I an iteration. How they are written is in
+[architecture.md](architecture.md#on-disk).
+"""
+# What stands for the arguments of a path.
+PLACES = {
+    "step": "N",
+    "version": "N",
+    "replica": "N",
+    "rank": "R",
+    "run_id": "run_ID",
+    "name": "NAME",
+    "start_id": "START",
+    "node": "NODE",
+    "stamp": "TIME",
+    "what": "WHAT",
+    "split": "SPLIT",
+    "epoch": "EPOCH",
+    "round": "ROUND",
+    "key": "KEY",
+    "incarnation": "PROCESS",
+}
+SECTIONS = [
+    ("A run", RunDir, "WORKSPACE/run_ID"),
+    ("All runs", OutputDir, "WORKSPACE"),
+    ("Daemons", DaemonPaths, "WORKSPACE"),
+    ("One iteration of a group of nodes", IterationDir, "WORKSPACE/multinode/iteration_I"),
+]
+
+
+def commands_page() -> str:
+    sections = [COMMANDS_HEAD, *(_command_section(words) for words in command_words())]
+    for parser in (tui_parser(), selfcheck_parser()):
+        sections.append(_section(parser.prog, parser.format_help()))
+    return "\n".join(sections)
+
+
+def command_words(command: Any = None, words: Sequence[str] = ()) -> Iterator[tuple[str, ...]]:
+    """The words of each command after `prl`, a group before its commands; first () for `prl` itself."""
+    command = command or get_command(app)
+    yield tuple(words)
+    for name, inner in getattr(command, "commands", {}).items():
+        if not inner.hidden:
+            yield from command_words(inner, (*words, name))
+
+
+def _command_section(words: Sequence[str]) -> str:
+    done = CliRunner().invoke(app, [*words, "--help"], prog_name="prl")
+    assert done.exit_code == 0, done.output
+    more = field_table(MakeBaseConfig) if words == ("make-base",) else ""
+    return _section(" ".join(["prl", *words]), done.output) + (more and f"\n{more}")
+
+
+def _section(title: str, help_text: str) -> str:
+    lines = [line.rstrip() for line in help_text.strip().splitlines()]
+    return f"## {title}\n\n```text\n" + "\n".join(lines) + "\n```\n"
+
+
+def files_page() -> str:
+    sections = [FILES_HEAD]
+    for title, kind, base in SECTIONS:
+        rows = [f"| `{path}` | {text} |" for path, text in sorted(_paths(kind, Path(base)))]
+        sections.append("\n".join([f"## {title}\n", "| path | what |", "|---|---|", *rows, ""]))
+    return "\n".join(sections)
+
+
+def _paths(kind: type, base: Path) -> Iterator[tuple[str, str]]:
+    """Each path that a class of the layout names, with its docstring."""
+    for name, member in vars(kind).items():
+        function = member.fget if isinstance(member, property) else member
+        if name.startswith("_") or getattr(function, "__annotations__", {}).get("return") != "Path":
+            continue
+        found = getattr(kind(base), name)
+        if not isinstance(found, Path):
+            found = found(**{each: PLACES[each] for each in inspect.signature(found).parameters})
+        yield str(found), " ".join((inspect.getdoc(function) or "").split())
+
+
+PAGES: dict[str, Callable[[], str]] = {"commands": commands_page, "json": outputs_page, "files": files_page}
+
+
+def make(name: str) -> str:
+    """One page, the same on every terminal."""
+    os.environ["COLUMNS"] = COLUMNS
+    return PAGES[name]()
+
+
+if __name__ == "__main__":
+    for page in PAGES:
+        (DOCS / f"{page}.md").write_text(make(page))

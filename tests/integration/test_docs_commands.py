@@ -1,0 +1,68 @@
+"""The commands of the tutorial, and of the page about recovery after it, from top to bottom on a real workspace.
+
+A page marks what is run: blocks of code that begin with ```sh. They run in one shell, in an empty folder.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prime_rl.contract.layout import OutputDir
+from tests.patience import PATIENCE_S
+
+ROOT = Path(__file__).parents[2]
+PAGES = ("tutorial.md", "recover.md")
+BLOCK = re.compile(r"^```sh\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+BIN = Path(sys.executable).parent
+
+
+def blocks(page: str) -> list[str]:
+    return BLOCK.findall((ROOT / "docs" / page).read_text())
+
+
+def prl(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([str(BIN / "prl"), *words], cwd=folder, capture_output=True, text=True)
+
+
+@pytest.mark.slow
+def test_the_tutorial_and_the_page_about_recovery_work_as_they_stand(tmp_path: Path) -> None:
+    script = "\n".join(["set -ex", *(block for page in PAGES for block in blocks(page))])
+    environment = {**os.environ, "PATH": f"{BIN}:{os.environ['PATH']}"}
+    try:
+        done = subprocess.run(
+            ["bash", "-c", script],
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=2 * PATIENCE_S,
+        )
+        assert done.returncode == 0, done.stderr + done.stdout
+    finally:
+        for place in ("outputs/ten", "restored/outputs/ten"):
+            prl(tmp_path, "down", "--output-dir", place)
+    check_runs(tmp_path)
+    assert (tmp_path / "sorter" / "adapter_model.safetensors").is_file()
+
+
+def check_runs(folder: Path) -> None:
+    """Ten runs have ended: one, and nine of which the rungs have kept three and then one; also in the restored copy."""
+    sweep: dict[str, Any] = json.loads(OutputDir(folder / "outputs" / "ten").sweep_decisions("sort").read_text())
+    assert [(len(rung["kept"]), len(rung["lost"])) for rung in sweep["rungs"]] == [(3, 6), (1, 2)]
+    for place in ("outputs/ten", "restored/outputs/ten"):
+        listed = json.loads(prl(folder, "runs", "list", "--json", "--output-dir", place).stdout)["runs"]
+        ended = {run["run_id"]: (run["state"], run["step"]) for run in listed}
+        assert len(ended) == 10 and {state for state, _ in ended.values()} == {"finished"}
+        assert sorted(run_id for run_id, (_, step) in ended.items() if step == 24) == sorted(
+            ["run_reverse", *sweep["rungs"][1]["kept"]]
+        )
+        status = json.loads(prl(folder, "status", "--json", "--output-dir", place).stdout)
+        assert not status["supervisor_alive"]
