@@ -8,6 +8,7 @@ workspace (`_5000`).
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 import statistics
@@ -100,6 +101,10 @@ def ours(path: Path, scale: Scale) -> Figures:
         terminal.drain(4.0)
         figures["key_p95_ms"] = key_p95_ms(terminal, down="j", up="k", top=3)
     return figures
+
+
+def _shows(screen: Screen, words: str) -> object:
+    return words in screen.text()
 
 
 def _shows_live_row(screen: Screen) -> object:
@@ -254,7 +259,7 @@ def key_p95_ms(terminal: Terminal, *, down: str, up: str, top: int) -> float:
             raise RuntimeError("its cursor looks like other lines")
         pressed_at = time.perf_counter()
         terminal.press(down if forward else up)
-        moved_at = terminal.wait(lambda screen, row=wanted: _is_cursor(screen, row), "the cursor", timeout_s=10.0)
+        moved_at = terminal.wait(functools.partial(_is_cursor, row=wanted), "the cursor", timeout_s=10.0)
         times.append(1000 * (moved_at - pressed_at))
         # Not in step with the workspace's seconds.
         terminal.drain(0.083)
@@ -282,6 +287,6 @@ def line_to_screen(terminal: Terminal, values: list[tuple[float, str]], write: C
             raise RuntimeError(f"{words!r} stands there before it was written")
         written_at = time.perf_counter()
         write(NUM_STEPS + 1 + number, value)
-        times.append(terminal.wait(lambda screen, words=words: words in screen.text(), words) - written_at)
+        times.append(terminal.wait(functools.partial(_shows, words=words), words) - written_at)
         terminal.drain(1.3 + 0.17 * number)
     return statistics.median(times)

@@ -29,12 +29,17 @@ def run() -> dict[str, float]:
         pickle_path.write_bytes(pickle.dumps(plain))
         return {
             "write_vs_json": paired_ratio(
-                lambda: (path.unlink(), write_batch(path, batch)), lambda: json_path.write_text(json.dumps(plain))
+                lambda: _write_new(path, batch), lambda: json_path.write_text(json.dumps(plain))
             ),
             "read_vs_json": paired_ratio(lambda: read_columns(path), lambda: json.loads(json_path.read_text())),
             "read_vs_pickle": paired_ratio(lambda: read_columns(path), lambda: pickle.loads(pickle_path.read_bytes())),
             "size_vs_json": path.stat().st_size / json_path.stat().st_size,
         }
+
+
+def _write_new(path: Path, batch: TrainingBatch) -> None:
+    path.unlink()
+    write_batch(path, batch)
 
 
 def make_batch() -> TrainingBatch:

@@ -23,6 +23,7 @@ from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 
+from prime_rl.configs.orchestrator import OrchestratorConfig
 from prime_rl.contract.files import wait_for, write_atomic
 from prime_rl.contract.layout import OutputDir, RunDir, scan_runs
 from prime_rl.contract.status import TrainerStatus, read_status
@@ -62,11 +63,13 @@ def _measure(workspace: Path, base: Path) -> tuple[dict[str, float], dict[str, f
     discovered: dict[str, float] = {}
     is_hooked = False
 
+    def note(run_idx: int, run_id: str, config: OrchestratorConfig) -> None:
+        discovered.setdefault(run_id, time.monotonic())
+
     def done() -> bool:
         nonlocal is_hooked
         if not is_hooked:
-            hook = get_multi_run_manager().register_discovered_hook
-            hook(lambda run_idx, run_id, config: discovered.setdefault(run_id, time.monotonic()))
+            get_multi_run_manager().register_discovered_hook(note)
             is_hooked = True
         return len(discovered) == NUM_NEW
 

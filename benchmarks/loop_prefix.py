@@ -20,7 +20,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.loop_servers import DEMO, base_model, server
 from prime_rl.configs.sampling import SamplingConfig
-from prime_rl.orchestrator.client import Endpoint
+from prime_rl.orchestrator.client import Endpoint, ServerClient
 from prime_rl.orchestrator.pool import InferenceClient
 
 NUM_GROUPS, NUM_ROLLOUTS, NUM_TURNS = 48, 4, 4
@@ -59,7 +59,12 @@ async def _shares(urls: Sequence[str], model: str, num_groups: int) -> dict[str,
 
 
 def _client(urls: Sequence[str]) -> InferenceClient:
-    return InferenceClient([Endpoint(Path(), url) for url in urls], max_concurrent_requests=NUM_IN_FLIGHT)
+    endpoints = [Endpoint(Path(), url) for url in urls]
+    return InferenceClient(endpoints, _as_it_is, max_concurrent_requests=NUM_IN_FLIGHT)
+
+
+async def _as_it_is(server: ServerClient) -> None:
+    """The base model needs no adapter."""
 
 
 async def _share(

@@ -87,7 +87,7 @@ class PeftTrainer:
         ratio_RK = (logprobs_RK.detach() - mu_RK).exp()
         weight_RK = ratio_RK.clamp(max=DELTA) * (advantages_R * scales_R)[:, None] * mask_RK
         loss = -(weight_RK * logprobs_RK).sum()
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         with torch.no_grad():
             entropy_RK = -(all_logprobs_RKV.exp() * all_logprobs_RKV).sum(-1)
             mismatch_RK = ratio_RK - 1 - ratio_RK.log()

@@ -98,7 +98,7 @@ def _main(folder: Path, num_runs: int, num_steps: int) -> None:
                 phase_s[phase] += value
         return seconds
 
-    PhaseTimer.take = listening  # type: ignore[method-assign]
+    PhaseTimer.take = listening  # type: ignore[assignment,method-assign]
     train(config, world(), lambda: all(num_steps in list_steps(run.broadcast, stable_only=True) for run in runs))
     world().close()
     wall_s = times[-1] - times[0]
@@ -145,7 +145,7 @@ def _adapter_bytes(run: RunDir, step: int) -> int:
 
 def _writer_s(runs: list[RunDir]) -> float:
     lines = [json.loads(line) for run in runs for line in run.trainer_metrics.read_text().splitlines()]
-    return sum(line["time/broadcast"] + line["time/checkpoint"] for line in lines if line["step"] > 1)
+    return float(sum(line["time/broadcast"] + line["time/checkpoint"] for line in lines if line["step"] > 1))
 
 
 if __name__ == "__main__":

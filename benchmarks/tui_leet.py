@@ -80,7 +80,8 @@ def two_figures(step: int) -> dict[str, float]:
 
 def make_runs(folder: Path, num_runs: int, records: Iterable[bytes]) -> list[Path]:
     """`num_runs` runs with the same records, in a `wandb` folder; the files, oldest first."""
-    body, made = list(records), []
+    body = list(records)
+    made: list[Path] = []
     for number in range(num_runs):
         run_id = f"run{number:05d}"
         run_dir = folder / f"offline-run-20261121_{number // 3600:02d}{number // 60 % 60:02d}{number % 60:02d}-{run_id}"
