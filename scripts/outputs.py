@@ -155,12 +155,14 @@ _WORDS = {
 
 
 def outputs_page() -> str:
-    sections = [HEAD]
-    for command, keys in OUTPUTS.items():
-        sections.append(f"## {command}\n\n{_table(keys)}")
-    sections.append("## Objects\n\nThe classes that stand in the tables above.\n")
-    for model in sorted(set(_models(list(OUTPUTS.values()))), key=lambda each: each.__name__):
-        sections.append(f"### {model.__name__}\n\n{_about(model)}\n\n{_table(fields_of(model))}")
+    """The whole text of docs/json.md."""
+    models = sorted(set(_models(list(OUTPUTS.values()))), key=lambda each: each.__name__)
+    sections = [
+        HEAD,
+        *(f"## {command}\n\n{_table(keys)}" for command, keys in OUTPUTS.items()),
+        "## Objects\n\nThe classes that stand in the tables above.\n",
+        *(f"### {model.__name__}\n\n{_about(model)}\n\n{_table(fields_of(model))}" for model in models),
+    ]
     return "\n".join(sections)
 
 

@@ -94,10 +94,10 @@ SECTIONS = [
 
 
 def commands_page() -> str:
-    sections = [COMMANDS_HEAD, *(_command_section(words) for words in command_words())]
-    for parser in (tui_parser(), selfcheck_parser()):
-        sections.append(_section(parser.prog, parser.format_help()))
-    return "\n".join(sections)
+    """The whole text of docs/commands.md."""
+    commands = [_command_section(words) for words in command_words()]
+    programs = [_section(parser.prog, parser.format_help()) for parser in (tui_parser(), selfcheck_parser())]
+    return "\n".join([COMMANDS_HEAD, *commands, *programs])
 
 
 def command_words(command: Any = None, words: Sequence[str] = ()) -> Iterator[tuple[str, ...]]:
@@ -122,6 +122,7 @@ def _section(title: str, help_text: str) -> str:
 
 
 def files_page() -> str:
+    """The whole text of docs/files.md."""
     sections = [FILES_HEAD]
     for title, kind, base in SECTIONS:
         rows = [f"| `{path}` | {text} |" for path, text in sorted(_paths(kind, Path(base)))]

@@ -131,6 +131,7 @@ class Progress:
 
 
 def make_parser() -> argparse.ArgumentParser:
+    """The command line of the module."""
     parser = argparse.ArgumentParser(
         prog="python -m prime_rl.trainer.selfcheck",
         description="Train recorded batches again, alone and together, and compare the adapters. Changes nothing.",
