@@ -20,14 +20,15 @@ import msgspec
 
 from daemons.alerts.incident_file import OpenIncident
 from daemons.checks import Check
-from daemons.client import DaemonView, DiskView, RefusedView, RunView
 from daemons.details import CheckpointView
 from daemons.differences import Difference
+from daemons.disk import DiskView
 from daemons.dry_run import Planned
 from daemons.exports import Export
 from daemons.forks import Fork
 from daemons.quiet import Saying
 from daemons.usage import Use
+from daemons.workspace import DaemonView, RefusedView, RunView
 from prime_rl.configs.explain import FieldFacts
 from prime_rl.configs.origins import Origin
 from prime_rl.contract.samples import Sample

@@ -344,6 +344,7 @@ def test_the_figures_of_the_readme_were_measured() -> None:
     for name, told in (
         ("discovery:discovered_p95_ms_1000_runs", "{:.1f} ms"),
         ("trainer:multi_vs_sequential_peft_128", "{:.2f} of the time"),
+        ("trainer:real_vs_one_peft", "{:.2f} of the time"),
         ("trainer:real_memory_vs_peft", "{:.2f} of peft's memory"),
         ("tui:first_paint_s", "{:.2f} s"),
         ("tui:metric_to_screen_s", "{:.2f} s after it was written"),
