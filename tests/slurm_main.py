@@ -69,7 +69,8 @@ class Acts:
 
     def stubborn_is_killed(self) -> None:
         handle = self.start(STUBBORN)
-        self.wait(lambda: self.log.exists() and "ready" in self.log.read_text(), "SIGTERM to be ignored")
+        # A line of its own: the log begins with the command, which has the word too.
+        self.wait(lambda: self.log.exists() and "ready" in self.log.read_text().splitlines(), "SIGTERM to be ignored")
         self.slurm.stop(handle, 0.5)
         assert self.end(handle).exit_code == -9
 
