@@ -45,6 +45,7 @@ def test_the_tutorial_and_the_page_about_recovery_work_as_they_stand(tmp_path: P
             capture_output=True,
             text=True,
             timeout=2 * PATIENCE_S,
+            check=False,
         )
         assert done.returncode == 0, done.stderr + done.stdout
     finally:
@@ -60,10 +61,9 @@ def check_runs(folder: Path) -> None:
     assert [(len(rung["kept"]), len(rung["lost"])) for rung in sweep["rungs"]] == [(3, 6), (1, 2)]
     for place in ("outputs/ten", "restored/outputs/ten"):
         listed = json.loads(prl(folder, "runs", "list", "--json", "--output-dir", place).stdout)["runs"]
-        ended = {run["run_id"]: (run["state"], run["step"]) for run in listed}
-        assert len(ended) == 10 and {state for state, _ in ended.values()} == {"finished"}
-        assert sorted(run_id for run_id, (_, step) in ended.items() if step == 24) == sorted(
-            ["run_reverse", *sweep["rungs"][1]["kept"]]
-        )
+        assert [run["state"] for run in listed] == ["finished"] * 10
+        steps = {run["run_id"]: run["step"] for run in listed}
+        assert (steps.pop("run_reverse"), steps.pop(sweep["rungs"][1]["kept"][0])) == (24, 54)
+        assert max(steps.values()) < 54, "the others have ended early"
         status = json.loads(prl(folder, "status", "--json", "--output-dir", place).stdout)
         assert not status["supervisor_alive"]
