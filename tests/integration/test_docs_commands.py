@@ -45,7 +45,6 @@ def test_the_tutorial_and_the_page_about_recovery_work_as_they_stand(tmp_path: P
             capture_output=True,
             text=True,
             timeout=2 * PATIENCE_S,
-            check=False,
         )
         assert done.returncode == 0, done.stderr + done.stdout
     finally:
