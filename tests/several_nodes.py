@@ -46,7 +46,7 @@ seed = {seed}
 [model]
 name = "{model}"
 [optim]
-lr = 0.003
+lr = 0.0005
 [sampling]
 max_tokens = 8
 [ckpt]

@@ -16,7 +16,10 @@ NUM_UPDATES = 120
 
 
 def test_tokens_are_shared_by_weight(tiny: Path, tmp_path: Path) -> None:
-    runs = {run_id: write_run(tmp_path, run_id, tiny, weight=weight) for run_id, weight in WEIGHTS.items()}
+    runs = {
+        run_id: write_run(tmp_path, run_id, tiny, weight=weight, max_steps=2 * NUM_UPDATES)
+        for run_id, weight in WEIGHTS.items()
+    }
     for run in runs.values():
         put_batches(run, NUM_UPDATES + 10)  # the same for all, and more than any of them gets through
     heaviest = runs["run_c"]
