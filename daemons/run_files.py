@@ -50,7 +50,7 @@ NO_FILE = Stamp()
 
 
 def stamp_of(path: Path | str) -> Stamp:
-    """The stamp of a file; a link is not followed. NO_FILE when there is none or it cannot be looked at."""
+    """The stamp of a file; a link is not followed. NO_FILE when it does not exist or cannot be looked at."""
     try:
         info = os.lstat(path)
     except (OSError, ValueError):

@@ -17,7 +17,7 @@ from prime_rl.utils.process import ProcessId
 
 
 class Child(Protocol):
-    """The process of a daemon. `exit_code` is None while it lives, and always for an adopted one."""
+    """The process of a daemon. `exit_code` is None while it runs, and always for an adopted one."""
 
     @property
     def exit_code(self) -> int | None: ...
