@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+import anyio
 import httpx
 import msgspec
 
@@ -255,7 +256,7 @@ class ServerClient:
         try:
             async with asyncio.timeout(self._timeout_s) as deadline:
                 self._under_way.add(deadline)
-                response = await self._http.request(method, whole_url, json=body)
+                response = await self._send(method, whole_url, body)
         except TimeoutError:
             if deadline not in self._under_way:
                 raise ServerDown(f"inference at {url} (its process is gone, or shows no sign of life)") from None
@@ -268,6 +269,29 @@ class ServerClient:
         _raise_for(response, url)
         self.logprobs_mode = response.headers.get(LOGPROBS_HEADER)
         return response, url
+
+    async def _send(self, method: str, url: str, body: Any) -> httpx.Response:
+        """The response. Cancelled, it returns once its connection is closed.
+
+        It is a task of its own that anyio cancels: httpx closes idle connections, also those of other requests, behind
+        anyio's shields. asyncio's cancellation goes through these and would leave connections open.
+        """
+        scope = anyio.CancelScope()
+
+        async def request() -> httpx.Response:
+            with scope:
+                return await self._http.request(method, url, json=body)
+            raise asyncio.CancelledError
+
+        sending = asyncio.create_task(request())
+        try:
+            return await asyncio.shield(sending)
+        finally:
+            if not sending.done():
+                scope.cancel()
+                await asyncio.wait([sending])
+                if not sending.cancelled():
+                    sending.exception()  # of one that failed meanwhile; asyncio would report it as never retrieved
 
 
 def _decoded(response: httpx.Response, url: str, kind: type[_AnswerT]) -> _AnswerT:

@@ -158,7 +158,7 @@ class InferenceClient:
 
     async def close(self) -> None:
         await self._background.cancel()
-        await self._http.aclose()
+        await asyncio.shield(self._http.aclose())  # cancelled in the middle it would leave connections open
 
     @property
     def reports_raw_logprobs(self) -> bool:
