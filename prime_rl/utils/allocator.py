@@ -17,8 +17,8 @@ def set_up_memory() -> bool:
 
     Left alone, glibc decides by what was freed last, and a block that goes back to the system is cleared when it comes
     again: a third of a pass. Here blocks of up to 32 MiB lie in one heap and are used again. The tensors go in another
-    order than they came, so the heap has holes; a pass calls `give_back_holes` from time to time. What is left of them
-    is in `fit.predict`.
+    order than they came, so the heap has holes; a pass that is to take little memory calls `give_back_holes` from time
+    to time. What holes take is in `fit.predict`.
 
     Returns whether the C library knows such a thing.
     """
