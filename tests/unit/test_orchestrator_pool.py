@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -178,3 +179,37 @@ def test_servers_are_named_once_and_by_url(model: Path) -> None:
     for wrong in (["http://a/v1", "http://a/v1/"], [], "a:8000", "ftp://a/v1", ["http://a b/v1"]):
         with pytest.raises(ConfigError, match="base_url"):
             run_config(model, client={"base_url": wrong})
+
+
+@pytest.mark.parametrize("num_turns", range(8))
+async def test_a_cancelled_request_leaves_no_connection_open(tmp_path: Path, num_turns: int) -> None:
+    answer = b'HTTP/1.1 200 OK\r\nContent-Length: 11\r\n\r\n{"data":[]}'
+    open_connections: set[asyncio.StreamWriter] = set()
+    leave, num_left = asyncio.Event(), 0
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal num_left
+        open_connections.add(writer)
+        with contextlib.suppress(asyncio.IncompleteReadError):  # of a connection that was cancelled before it asked
+            await reader.readuntil(b"\r\n\r\n")
+            writer.write(answer)
+            await leave.wait()
+            writer.write_eof()
+            num_left += 1
+        await reader.read()  # until the client closes its side
+        open_connections.discard(writer)
+        writer.close()
+
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        client = make_client(f"http://127.0.0.1:{port}/v1", tmp_path)
+        await asyncio.gather(*(client.list_models() for _ in range(5)))
+        leave.set()
+        await until(lambda: num_left == 5, "the ends of the idle connections, which the next request closes")
+        asking = asyncio.create_task(client.list_models())
+        for _ in range(num_turns):
+            await asyncio.sleep(0)
+        asking.cancel()
+        await asyncio.wait([asking])
+        await client.close()
+        await until(lambda: not open_connections, "all connections to be closed")

@@ -39,7 +39,7 @@ HOST_COPIES = 2 + MOMENTS
 MOST_MEASURED_RUNS = 8
 # Blocks that are used again leave holes (`utils.allocator`): of what is kept for backward, so much more, where a pass
 # gives them back from time to time, and where it does not. Measured.
-HOLES_CLOSED, HOLES_LEFT = 0.15, 0.27
+HOLES_GIVEN_BACK, HOLES_KEPT = 0.15, 0.27
 # The layers that are measured; more of a sharded model, as only from the third on all that overlaps does.
 FEW_LAYERS, FEW_SHARDED_LAYERS = 2, 3
 
@@ -176,8 +176,8 @@ def predict(setting: Setting) -> PassMemory:
     num_runs = min(setting.num_runs, MOST_MEASURED_RUNS)
     found = _predict(replace(setting, num_runs=num_runs))
     times = setting.num_runs / num_runs
-    are_closed = setting.checkpoints or setting.lean_mlps or setting.lora is None
-    holes = HOLES_CLOSED if are_closed else HOLES_LEFT
+    gives_back = setting.checkpoints or setting.lean_mlps or setting.lora is None
+    holes = HOLES_GIVEN_BACK if gives_back else HOLES_KEPT
     activations = found.activations * (1 + holes * setting.reuses_blocks)
     return replace(found, adapters=times * found.adapters, optimizer=times * found.optimizer, activations=activations)
 
