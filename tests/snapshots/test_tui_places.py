@@ -8,12 +8,21 @@ from pathlib import Path
 import pytest
 from textual.pilot import Pilot
 
+from prime_rl.contract.nodes import NodeHealth
 from tests.budgets import in_full
 from tests.tui_places_support import FakeProbe, busy, put_group
 from tests.tui_support import Ticker, build_workspace, frozen_clock, has_looked, roomy_disk, screen_text, settled, until
 from tui.app import PrlApp
+from tui.screens.base import WorkspaceScreen
 
 Compare = Callable[..., bool]
+
+
+def dead_nodes(app: PrlApp) -> list[int]:
+    """Their ranks. A look between the writes of two nodes finds more of them dead than there are."""
+    screen = app.screen
+    assert isinstance(screen, WorkspaceScreen) and screen.snapshot is not None and screen.snapshot.group is not None
+    return [row.rank for row in screen.snapshot.group.rows if row.health == NodeHealth.DEAD]
 
 
 @pytest.mark.parametrize("theme", ["prl-dark", *in_full("prl-light")])
@@ -51,6 +60,7 @@ def test_place(
         clock.now += 16
         put_group(output, seq=101)
         app.watcher.wake()
+        await until(pilot, lambda: dead_nodes(app) == [3], "a look at all files of the nodes")
         await until(pilot, lambda: "7 problems" in screen_text(app), "the dead node among the problems")
         await pilot.press(key)
         await until(pilot, lambda: words in screen_text(app), words)
