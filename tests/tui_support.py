@@ -35,7 +35,7 @@ from tests.patience import until as until
 from tui.app import PrlApp
 from tui.model.snapshot import Disk
 from tui.screens.command import CommandScreen
-from tui.watcher import RunWatcher
+from tui.watcher import RunWatcher, WorkspaceWatcher
 
 NOW = 1_790_000_000.0
 MODEL = "models/base"
@@ -349,8 +349,10 @@ class Ticker:
 
 
 def has_looked(app: App[None]) -> bool:
-    """Whether the home screen is there and shows the workspace with its curves, if it has any."""
-    snapshot = getattr(app.screen, "snapshot", None)
+    """Whether the home screen is there and all of the workspace was read, with its curves, if it has any."""
+    snapshot, watcher = getattr(app.screen, "snapshot", None), getattr(app, "watcher", None)
+    if isinstance(watcher, WorkspaceWatcher) and not watcher.is_caught_up:
+        return False
     return snapshot is not None and (not snapshot.rows or any(row.tail.rewards for row in snapshot.rows))
 
 
@@ -380,8 +382,8 @@ async def settled(pilot: Pilot[None], *, num_same: int = 5) -> None:
     seen: list[str] = []
 
     def same() -> bool:
-        watcher = getattr(pilot.app.screen, "_watcher", None)
-        if isinstance(watcher, RunWatcher) and not watcher.is_caught_up:
+        watchers = (getattr(pilot.app, "watcher", None), getattr(pilot.app.screen, "_watcher", None))
+        if any(isinstance(each, WorkspaceWatcher | RunWatcher) and not each.is_caught_up for each in watchers):
             seen.clear()
         seen.append(screen_text(pilot.app))
         return len(seen) >= num_same and len(set(seen[-num_same:])) == 1

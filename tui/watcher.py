@@ -115,7 +115,7 @@ class WorkspaceWatcher:
         self._drawn = threading.Event()
         self._watcher: Watcher | None = None
         self.is_caught_up = False
-        """Whether all that there was at the start has been read."""
+        """Whether all that there was at the start has been read and posted."""
 
     def run(self) -> None:
         with Watcher(self._folders(()), rescan_s=RESCAN_MOST_S) as watcher:
@@ -131,8 +131,8 @@ class WorkspaceWatcher:
                 workspace = self._look(at_rest=self._take_wake() or self._rest.is_over)
                 while self._metrics.read_slice(workspace, self._stopped.is_set, SLICE_S):
                     self._show(workspace)
-                self.is_caught_up = True
                 self._show(workspace)
+                self.is_caught_up = True
                 watcher.watch(self._folders(run.run_id for run in workspace.runs if run.state is RunState.ACTIVE))
                 self._stopped.wait(MIN_INTERVAL_S)
                 if watcher.wait(self._pause_s(workspace)) and not self._woken.is_set():
