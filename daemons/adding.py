@@ -197,7 +197,7 @@ def free_id(output: OutputDir, names: Iterable[str]) -> str:
     for name in names:
         if not output.run(name).path.exists():
             return name
-    raise _taken(output, name)
+    raise _already_exists(output, name)
 
 
 def place(output: OutputDir, names: Iterable[str], new: NewRun) -> RunDir:
@@ -233,10 +233,10 @@ def put(output: OutputDir, folder: Path, names: Iterable[str]) -> RunDir:
         except OSError as error:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
                 raise
-    raise _taken(output, name)
+    raise _already_exists(output, name)
 
 
-def _taken(output: OutputDir, run_id: str) -> ActionError:
+def _already_exists(output: OutputDir, run_id: str) -> ActionError:
     return ActionError(f"run {run_id!r} already exists in {output.path}: choose another id with --id")
 
 

@@ -211,7 +211,7 @@ def check_descriptors(soft: int, num_slots: int) -> Check:
     return Check("descriptors", "warning", message, f"ulimit -n {2 * wanted} before prl up")
 
 
-def check_shm(free_bytes: int | None) -> Check:
+def check_shared_memory(free_bytes: int | None) -> Check:
     """Whether /dev/shm has room for tensors that processes share. `free_bytes`: None when it does not exist."""
     if free_bytes is None:
         return Check("/dev/shm", "ok", "not present")

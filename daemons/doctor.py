@@ -81,7 +81,7 @@ def examine(output_dir: Path, *, say: Say, import_libraries: bool = True) -> Ite
     times |= {run.run_id: run.updated_at for run in workspace.runs if run.updated_at}
     yield checks.check_clock(output_dir, times)
     yield checks.check_descriptors(resource.getrlimit(resource.RLIMIT_NOFILE)[0], num_slots)
-    yield checks.check_shm(_free(Path("/dev/shm")))
+    yield checks.check_shared_memory(_free(Path("/dev/shm")))
     yield _lingering()
     yield checks.check_key(system.inference.api_key_var, os.environ)
     yield checks.check_daemons(states)

@@ -245,7 +245,7 @@ def wants_monitors(run: RunNow) -> bool:
     return run.has_monitors and (run.in_slot or evaluates) and not run.gone
 
 
-def wanted(output: OutputDir, runs: Iterable[RunNow]) -> Mapping[str, DaemonSpec]:
+def wanted_daemons(output: OutputDir, runs: Iterable[RunNow]) -> Mapping[str, DaemonSpec]:
     """The daemons that should run now, by name; `runs` decide about orchestrators and monitors."""
     runs, system = list(runs), saved_system(output)
     specs = service_specs(output, system)

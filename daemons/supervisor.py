@@ -30,7 +30,17 @@ from daemons.observe import Observer, held_runs
 from daemons.pidfile import SupervisorLock
 from daemons.process import log_tail
 from daemons.records import Records
-from daemons.specs import ALERTS, DEVICES_VARIABLE, INFERENCE, MONITORS, SYSTEM, TRAINER, RunNow, saved_devices, wanted
+from daemons.specs import (
+    ALERTS,
+    DEVICES_VARIABLE,
+    INFERENCE,
+    MONITORS,
+    SYSTEM,
+    TRAINER,
+    RunNow,
+    saved_devices,
+    wanted_daemons,
+)
 from daemons.workspace import SUPERVISOR
 from prime_rl.configs.base import load_config
 from prime_rl.configs.system import SupervisorConfig, SystemConfig
@@ -158,7 +168,7 @@ class Supervisor:
         requests = self._observer.requests()
         runs = self._observer.runs(held_runs(self._daemons))
         seen = {name: self._see(daemon, runs.get(name), now) for name, daemon in self._daemons.items()}
-        specs = wanted(self.output, runs.values())
+        specs = wanted_daemons(self.output, runs.values())
         troubles: list[Exception] = []
         for action in decide(Snapshot(specs, self._daemons, seen, requests, self.config), now):
             try:

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import msgspec
 import typer
+from rich.console import RenderableType
 
 from daemons import actions
 from daemons.commands import complete
@@ -24,7 +25,7 @@ from daemons.commands.common import (
     watch,
 )
 from daemons.commands.detail_views import details_json, details_view, sample_view
-from daemons.commands.views import problem_json, run_json, runs_table
+from daemons.commands.views import NO_RUNS, problem_json, run_json, runs_table
 from daemons.details import read_details
 from daemons.workspace import RunView
 from daemons.workspace_reader import WorkspaceReader
@@ -71,17 +72,24 @@ def list_runs(
     Example: prl runs list --state active,waiting --watch
     """
     states = _states(state)
-    reader = WorkspaceReader(check_readable(choose_output_dir(output_dir)))
+    path = check_readable(choose_output_dir(output_dir))
+    reader = WorkspaceReader(path)
 
     def chosen() -> list[RunView]:
         return [run for run in reader.read().runs if not states or run.state in states]
 
+    def table() -> RenderableType:
+        none = f"no run is {' or '.join(sorted(states))}: prl runs list shows all" if states else NO_RUNS
+        if not path.is_dir():
+            none = f"no workspace at {path}: start one with prl up, or name another"
+        return runs_table(chosen(), none=none)
+
     if as_json:
         print_json({"runs": [run_json(run) for run in chosen()]})
     elif watching:
-        watch(lambda: runs_table(chosen()))
+        watch(table)
     else:
-        console().print(runs_table(chosen()))
+        console().print(table())
 
 
 @runs_app.command()

@@ -31,6 +31,7 @@ _STYLES = {
     RunState.PAUSED: "blue",
     RunState.STOPPED: "dim",
 }
+NO_RUNS = "no runs yet: add one with prl runs add FILE.toml"
 _DAEMON_STYLES = {"running": "green", "done": "cyan", "failed": "red", "lost": "red", "stalled": "yellow"}
 
 
@@ -113,11 +114,11 @@ def slots(workspace: Workspace) -> list[dict[str, Any]]:
     return [{"run_idx": run_idx, "run_id": held.get(run_idx)} for run_idx in range(workspace.max_runs)]
 
 
-def runs_table(runs: Sequence[RunView], now: float | None = None) -> RenderableType:
-    """A line per run, or how to add the first one. `now` in Unix seconds; None: the time of the call."""
+def runs_table(runs: Sequence[RunView], now: float | None = None, *, none: str = NO_RUNS) -> RenderableType:
+    """A line per run; without runs the words `none`. `now` in Unix seconds; None: the time of the call."""
     now = time.time() if now is None else now
     if not runs:
-        return Text("no runs yet: add one with prl runs add FILE.toml")
+        return cell(none, 1_000)
     rows = [
         [
             cell(run.run_id, 70),

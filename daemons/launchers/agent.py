@@ -276,7 +276,7 @@ class Agent:
         assert self._child is not None
         if self._deadline is not None and time.monotonic() >= self._deadline:
             for process in keeper.living(self._child):
-                keeper.send(process, signal.SIGKILL)
+                keeper.send_signal(process, signal.SIGKILL)
 
     def _kill_rest(self) -> None:
         """What the daemon left behind is a child of ours now."""
@@ -284,7 +284,7 @@ class Agent:
         deadline = time.monotonic() + DEFAULT_GRACE_S
         while (left := keeper.living(self._child)) and time.monotonic() < deadline:
             for process in left:
-                keeper.send(process, signal.SIGKILL)
+                keeper.send_signal(process, signal.SIGKILL)
             psutil.wait_procs(left, timeout=LOOK_S)
             self.beat()
 

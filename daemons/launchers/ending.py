@@ -49,20 +49,20 @@ def left_of(records: Iterable[AgentRecord], beats: Beats) -> frozenset[int]:
     )
 
 
-def running(output: OutputDir, but: Collection[str] = ()) -> list[AgentRecord]:
+def running_daemons(output: OutputDir, but: Collection[str] = ()) -> list[AgentRecord]:
     """The agents' records of daemons that have not ended, without the daemons named in `but`."""
     return [record for record in all_starts(output) if record.state != "ended" and record.name not in but]
 
 
 def strays_of(output: OutputDir, but: Collection[str] = ()) -> set[ProcessId]:
     """`Launcher.strays`: by the agents' records, also those of an agent that is gone."""
-    return {record.process for record in running(output, but) if record.process}
+    return {record.process for record in running_daemons(output, but) if record.process}
 
 
 def kill_strays(output: OutputDir, strays: Collection[ProcessId], tick: Callable[[], None]) -> Left:
     """`Launcher.kill`. An agent that has been silent for LOST_AFTER_S is gone with its daemon. Its stop file stays."""
     beats = Beats()
-    starts = {(record.name, record.start_id) for record in running(output) if record.process in strays}
+    starts = {(record.name, record.start_id) for record in running_daemons(output) if record.process in strays}
     for name, start_id in starts:
         ask_to_stop(output, name, start_id, 0.0)
     left: Left = set()
@@ -70,7 +70,7 @@ def kill_strays(output: OutputDir, strays: Collection[ProcessId], tick: Callable
     def gone() -> bool:
         tick()
         left.clear()
-        for record in running(output):
+        for record in running_daemons(output):
             silent_s = beats.silent_s(record.start_id, record.node, record.beat)
             if record.process is not None and record.process in strays and silent_s <= LOST_AFTER_S:
                 left.add(record.process)

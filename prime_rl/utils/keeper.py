@@ -49,12 +49,12 @@ def main(argv: list[str]) -> int:
 def end_all(child: subprocess.Popen[bytes], grace_s: float = GRACE_S) -> None:
     """SIGTERM to everything below this process, then SIGKILL until nothing is there."""
     for process in psutil.Process().children(recursive=True):
-        send(process, signal.SIGTERM)
+        send_signal(process, signal.SIGTERM)
     deadline = time.monotonic() + grace_s
     while left := living(child):
         if time.monotonic() > deadline:
             for process in left:
-                send(process, signal.SIGKILL)
+                send_signal(process, signal.SIGKILL)
         time.sleep(POLL_S)
 
 
@@ -74,7 +74,7 @@ def _lives(process: psutil.Process) -> bool:
     return False
 
 
-def send(process: psutil.Process, signum: signal.Signals) -> None:
+def send_signal(process: psutil.Process, signum: signal.Signals) -> None:
     """Send a signal; a process that has ended, or may not be signalled, is left alone."""
     with contextlib.suppress(psutil.Error):
         process.send_signal(signum)

@@ -67,6 +67,7 @@ def test_the_life_of_a_run_with_the_daemons_down(inline: Inline) -> None:
     }
     assert "no [bold]more[/bold]\n" in prl("runs", "list").stdout.replace("  ", "").replace(" \n", "\n")
     assert "run_b" not in prl("runs", "list", "--state", "stopped").stdout
+    assert "no run is failed: prl runs list shows all" in prl("runs", "list", "--state", "failed").stdout
     prl("runs", "readmit", "run_b")
     assert prl.json("runs", "show", "run_b")["run"]["state"] == "stopped"
     prl("runs", "delete", "run_b", "--yes")
@@ -148,6 +149,14 @@ def test_show_and_status_for_people(inline: Inline) -> None:
     status = inline("status").stdout
     assert "disk: the workspace takes " in status and "nothing is running" in status
     assert " age " in inline("runs", "list").stdout
+
+
+def test_a_folder_that_is_not_there_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["runs", "list", "--output-dir", str(tmp_path / "typo")]) == 0
+    assert f"no workspace at {tmp_path / 'typo'}: start one with prl up" in capsys.readouterr().out.replace("\n", "")
+    (tmp_path / "typo").mkdir()
+    assert run(["runs", "list", "--output-dir", str(tmp_path / "typo")]) == 0
+    assert "no runs yet: add one with prl runs add" in capsys.readouterr().out.replace("\n", " ")
 
 
 def test_several_files_are_added_or_none(inline: Inline, tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from daemons.specs import (
     orchestrator_spec,
     saved_system,
     service_specs,
-    wanted,
+    wanted_daemons,
     write_component_configs,
 )
 from daemons.supervisor import shutdown_order
@@ -110,11 +110,11 @@ def test_modules_stand_in(output: OutputDir) -> None:
 
 def test_a_change_of_the_saved_settings_is_seen(output: OutputDir) -> None:
     up(output)
-    assert set(wanted(output, [])) == {INFERENCE, TRAINER}
+    assert set(wanted_daemons(output, [])) == {INFERENCE, TRAINER}
     before = saved_system(output)
     assert saved_system(output) is before, "not read again"
     up(output, {"inference": {"replicas": 3}})
-    assert set(wanted(output, [])) == {INFERENCE, "inference-1", "inference-2", TRAINER}
+    assert set(wanted_daemons(output, [])) == {INFERENCE, "inference-1", "inference-2", TRAINER}
 
 
 def test_only_what_the_table_changes_is_started_anew(output: OutputDir, alive: ProcessId) -> None:

@@ -96,7 +96,7 @@ def test_clock_skew_of_another_machine(tmp_path: Path) -> None:
 
 def test_descriptors_shm_lingering_and_daemons() -> None:
     assert [checks.check_descriptors(soft, 8).level for soft in (1024, 1023, -1)] == ["ok", "warning", "ok"]
-    assert [checks.check_shm(free).level for free in (64 << 20, 1 << 30, None)] == ["warning", "ok", "ok"]
+    assert [checks.check_shared_memory(free).level for free in (64 << 20, 1 << 30, None)] == ["warning", "ok", "ok"]
     lingers = [checks.check_lingering(has_systemd=s, lingers=x, user="u").level for s, x in ((1, 0), (1, 1), (0, 0))]
     assert lingers == ["warning", "ok", "ok"]
     assert checks.check_daemons({"trainer": "running", "run_a": "failed"}).advice == "prl status, then prl logs run_a"
