@@ -1,3 +1,3 @@
 """Multi-tenant reinforcement learning: one trainer, many runs, one terminal."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
