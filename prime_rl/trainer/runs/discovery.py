@@ -89,7 +89,8 @@ class _Entry:
     """One `run_*` entry: what was found of it, and how that is found.
 
     Attributes:
-        inode: of the folder; another one means another run.
+        listed: the folder's number in the list of all; another one means another run.
+        inode: that of the folder itself; on some file systems, and where something is mounted, it differs.
         deciding: paths that decide about it; `prints` are those of the last look at everything.
         folder: what to watch, where the next change is expected; null when the entry is refused as a run.
         refusal: why it may not be used.
@@ -97,9 +98,11 @@ class _Entry:
         due: when to judge a config again that may still change.
     """
 
-    def __init__(self, output: OutputDir, run_id: str, inode: int) -> None:
+    def __init__(self, output: OutputDir, run_id: str, listed: int) -> None:
         self.run = RunDir(output.path / run_id)
-        self.inode = inode
+        self.listed = self.inode = listed
+        with contextlib.suppress(OSError):
+            self.inode = self.run.path.lstat().st_ino
         self.config = ConfigFile(self.run)
         inside = ("", "/control", "/control/orch.toml", "/configs/orch.toml", "/broadcast")
         self.deciding = [*(f"{self.run.path}{path}" for path in inside), str(output.daemon_status(run_id))]
@@ -289,12 +292,12 @@ class Discovery:
 
     def _list(self) -> set[str]:
         """The ids of entries that came, or are others now. Those that went are forgotten."""
-        inodes: dict[str, int] = {}
+        listed: dict[str, int] = {}
         with contextlib.suppress(FileNotFoundError), os.scandir(self._output.path) as entries:
-            inodes = {entry.name: entry.inode() for entry in entries if entry.name.startswith(RUN_PREFIX)}
-        known = {run_id: entry for run_id, entry in self._entries.items() if entry.inode == inodes.get(run_id)}
-        came = inodes.keys() - known.keys()
-        self._entries = known | {run_id: _Entry(self._output, run_id, inodes[run_id]) for run_id in sorted(came)}
+            listed = {entry.name: entry.inode() for entry in entries if entry.name.startswith(RUN_PREFIX)}
+        known = {run_id: entry for run_id, entry in self._entries.items() if entry.listed == listed.get(run_id)}
+        came = listed.keys() - known.keys()
+        self._entries = known | {run_id: _Entry(self._output, run_id, listed[run_id]) for run_id in sorted(came)}
         return came
 
     def _compare(self) -> set[str]:

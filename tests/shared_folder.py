@@ -1,0 +1,91 @@
+"""One folder of a file server, mounted by two hosts: this one, and one with a host name and processes of its own.
+
+The server is OpenSSH's for files, the client of both is sshfs. As on NFS, neither hears of what the other writes, each
+keeps what it has seen for some seconds, and locks are its own. The other host is a namespace of the kernel with its own
+boot id, so this needs root and FUSE, and no NFS in the kernel.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from prime_rl.contract.files import wait_for
+from tests.patience import PATIENCE_S
+from tests.system_support import ROOT
+
+FILE_SERVER = Path("/usr/lib/openssh/sftp-server")
+PROGRAMS = ("sshfs", "fusermount3", "unshare", "nsenter")
+LOGIN = "login-node"
+BOOT_ID = "/proc/sys/kernel/random/boot_id"
+# How long a client trusts what it has seen, in seconds; on NFS 3 to 60.
+CACHED_S = 3
+
+
+def why_skipped() -> str:
+    """What this machine lacks for it; empty: nothing."""
+    missing = [program for program in PROGRAMS if shutil.which(program) is None]
+    if missing or not FILE_SERVER.exists():
+        return f"{', '.join(missing) or FILE_SERVER} not found: apt-get install sshfs openssh-sftp-server"
+    if not os.access("/dev/fuse", os.W_OK):
+        return "/dev/fuse may not be opened here"
+    alone = subprocess.run(["unshare", "--mount", "--uts", "--pid", "--fork", "true"], capture_output=True, check=False)
+    return "" if alone.returncode == 0 else f"no namespaces here: {alone.stderr.decode(errors='replace').strip()}"
+
+
+@dataclass(frozen=True)
+class LoginNode:
+    """The other host. `pid` is that of a process in its namespaces."""
+
+    pid: int
+
+    def prl(self, *args: str, check: bool = True) -> subprocess.CompletedProcess[str]:
+        """`prl` there, with the output of both."""
+        enter = ["nsenter", f"--target={self.pid}", "--mount", "--uts", "--pid"]
+        command = [*enter, sys.executable, "-m", "daemons.cli", *args]
+        done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=PATIENCE_S, check=False)
+        if check and done.returncode:
+            raise AssertionError(f"prl {' '.join(args)} exited {done.returncode}\n{done.stdout}{done.stderr}")
+        return done
+
+
+def mount_command(server: Path, served: Path, folder: Path) -> Sequence[str]:
+    """sshfs with the file server in place of ssh."""
+    cached = f"dcache_timeout={CACHED_S},entry_timeout={CACHED_S},attr_timeout={CACHED_S}"
+    return ["sshfs", f"server:{served}", str(folder), "-o", f"ssh_command={server},{cached}"]
+
+
+@contextmanager
+def shared_folder(place: Path) -> Iterator[tuple[Path, LoginNode]]:
+    """The folder as both hosts see it, and the other host. What runs there ends with it."""
+    served, folder, server, boot = place / "served", place / "shared", place / "server", place / "boot"
+    served.mkdir()
+    folder.mkdir()
+    server.write_text(f"#!/bin/sh\nexec {FILE_SERVER}\n")
+    server.chmod(0o755)
+    boot.write_text(f"{uuid.uuid4()}\n")
+    mount = mount_command(server, served, folder)
+    script = f'hostname {LOGIN} && mount --bind {boot} {BOOT_ID} && "$@" && exec sleep infinity'
+    alone = ["unshare", "--mount", "--uts", "--pid", "--fork", "--kill-child", "--mount-proc", "sh", "-c", script, "sh"]
+    with subprocess.Popen([*alone, *mount], stdin=subprocess.DEVNULL) as login:
+        try:
+            subprocess.run(mount, check=True, stdin=subprocess.DEVNULL)
+            inside = psutil.Process(login.pid)
+            wait_for(
+                lambda: [child for child in inside.children() if child.name() == "sleep"] != [],
+                "the mount of the other host",
+                timeout_s=PATIENCE_S,
+            )
+            yield folder, LoginNode(inside.children()[0].pid)
+        finally:
+            subprocess.run(["fusermount3", "-u", "-z", str(folder)], check=False)
+            login.kill()
