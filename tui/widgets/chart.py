@@ -73,6 +73,7 @@ class Chart(Widget):
         self._data = ChartData()
         self._cursor: float | None = None
         self._rows: list[list[Cell]] | None = None
+        self._drawn_for = Size(0, 0)
         self._ticks: list[str] = []
         self._styles: dict[int, Style] = {}
         self.border_title = Content(title)
@@ -116,8 +117,9 @@ class Chart(Widget):
         self.post_message(self.Pointed(self, step, num_clicks=event.chain))
 
     def render_line(self, y: int) -> Strip:
-        if self._rows is None:
-            self._rows = self._draw()
+        # A larger widget may be asked for its lines before it is told that it has grown.
+        if self._rows is None or self._drawn_for != self.size:
+            self._rows, self._drawn_for = self._draw(), self.size
         width = self.size.width
         base = self.rich_style
         if not self._data.has_values:
