@@ -10,18 +10,15 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-import sys
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
 from prime_rl.contract.files import wait_for
 from tests.patience import PATIENCE_S
-from tests.system_support import ROOT
 
 FILE_SERVER = Path("/usr/lib/openssh/sftp-server")
 PROGRAMS = ("sshfs", "fusermount3", "unshare", "nsenter")
@@ -42,22 +39,6 @@ def why_skipped() -> str:
     return "" if alone.returncode == 0 else f"no namespaces here: {alone.stderr.decode(errors='replace').strip()}"
 
 
-@dataclass(frozen=True)
-class LoginNode:
-    """The other host. `pid` is that of a process in its namespaces."""
-
-    pid: int
-
-    def prl(self, *args: str, check: bool = True) -> subprocess.CompletedProcess[str]:
-        """`prl` there, with the output of both."""
-        enter = ["nsenter", f"--target={self.pid}", "--mount", "--uts", "--pid"]
-        command = [*enter, sys.executable, "-m", "daemons.cli", *args]
-        done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=PATIENCE_S, check=False)
-        if check and done.returncode:
-            raise AssertionError(f"prl {' '.join(args)} exited {done.returncode}\n{done.stdout}{done.stderr}")
-        return done
-
-
 def mount_command(server: Path, served: Path, folder: Path) -> Sequence[str]:
     """sshfs with the file server in place of ssh."""
     cached = f"dcache_timeout={CACHED_S},entry_timeout={CACHED_S},attr_timeout={CACHED_S}"
@@ -65,8 +46,8 @@ def mount_command(server: Path, served: Path, folder: Path) -> Sequence[str]:
 
 
 @contextmanager
-def shared_folder(place: Path) -> Iterator[tuple[Path, LoginNode]]:
-    """The folder as both hosts see it, and the other host. What runs there ends with it."""
+def shared_folder(place: Path) -> Iterator[tuple[Path, tuple[str, ...]]]:
+    """The folder as both hosts see it, and the command that enters the other host. What runs there ends with it."""
     served, folder, server, boot = place / "served", place / "shared", place / "server", place / "boot"
     served.mkdir()
     folder.mkdir()
@@ -85,7 +66,7 @@ def shared_folder(place: Path) -> Iterator[tuple[Path, LoginNode]]:
                 "the mount of the other host",
                 timeout_s=PATIENCE_S,
             )
-            yield folder, LoginNode(inside.children()[0].pid)
+            yield folder, ("nsenter", f"--target={inside.children()[0].pid}", "--mount", "--uts", "--pid")
         finally:
             subprocess.run(["fusermount3", "-u", "-z", str(folder)], check=False)
             login.kill()

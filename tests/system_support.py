@@ -114,11 +114,12 @@ def build_tool_model(folder: Path) -> Path:
 
 @dataclass(frozen=True)
 class Workspace:
-    """One output_dir with its system file, and `prl` on it."""
+    """One output_dir with its system file, and `prl` on it. `enter`: what runs a command on the host of `prl`."""
 
     output_dir: Path
     system_toml: Path
     model: Path
+    enter: tuple[str, ...] = ()
 
     @property
     def paths(self) -> OutputDir:
@@ -129,7 +130,7 @@ class Workspace:
 
     def prl(self, *args: str, check: bool = True, stdin: str | None = None) -> subprocess.CompletedProcess[str]:
         environment = {**os.environ, "PRL_OUTPUT_DIR": str(self.output_dir)}
-        command = [sys.executable, "-m", "daemons.cli", *args]
+        command = [*self.enter, sys.executable, "-m", "daemons.cli", *args]
         done = subprocess.run(
             command,
             capture_output=True,
