@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import shutil
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -220,6 +222,25 @@ def test_a_folder_that_is_deleted_and_made_again_is_another_run(tmp_path: Path) 
     assert "replaced" in found.gone["run_a"] and [each.config.seed for each in found.candidates] == [2]
     shutil.rmtree(run.path)
     assert look(tmp_path, active=active).gone == {"run_a": "its folder is gone"}
+
+
+def test_a_folder_is_known_by_its_own_inode_whatever_its_parent_lists(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The two differ on file systems in user space, and where something is mounted."""
+    run, scandir = run_of(tmp_path, text=text_of()), os.scandir
+
+    @contextlib.contextmanager
+    def listed(path: Path) -> Iterator[list[SimpleNamespace]]:
+        with scandir(path) as entries:
+            yield [SimpleNamespace(name=entry.name, inode=lambda: 7) for entry in entries]
+
+    look = Look(tmp_path)
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "scandir", lambda path: listed(path) if path == tmp_path else scandir(path))
+        (candidate,) = look.all().candidates
+        assert candidate.inode == run.path.stat().st_ino
+        assert look.all(active={"run_a": candidate.inode}).gone == {}
 
 
 def test_a_folder_that_becomes_a_link_is_refused_and_not_watched(tmp_path: Path) -> None:
