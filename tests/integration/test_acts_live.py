@@ -98,6 +98,7 @@ async def test_a_version_that_is_taken_home_has_the_answers_of_inference(living:
     from transformers import AutoModelForCausalLM
 
     living.prl("runs", "pause", RUN, FORK)  # a quiet machine, and the version stays the newest
+    is_let_go(living, RUN)  # until then the trainer may publish what it was at
     step, merged = published(living, RUN), tmp_path / "merged"
     answer = living.answer(f"{RUN}@v{step}", QUESTION)
     living.prl("runs", "export", RUN, "--step", str(step), "--out", str(tmp_path / "adapter"))
