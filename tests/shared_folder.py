@@ -1,8 +1,8 @@
 """One folder of a file server, mounted by two hosts: this one, and one with a host name and processes of its own.
 
 The server is OpenSSH's for files, the client of both is sshfs. As on NFS, neither hears of what the other writes, each
-keeps what it has seen for some seconds, and locks are its own. The other host is a namespace of the kernel with its own
-boot id, so this needs root and FUSE, and no NFS in the kernel.
+keeps what it has seen for some seconds, and locks are its own. The other host is made of namespaces of the kernel, as a
+container is, so both have one boot; this needs root and FUSE, and no NFS in the kernel.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,7 +22,6 @@ from tests.patience import PATIENCE_S
 FILE_SERVER = Path("/usr/lib/openssh/sftp-server")
 PROGRAMS = ("sshfs", "fusermount3", "unshare", "nsenter")
 LOGIN = "login-node"
-BOOT_ID = "/proc/sys/kernel/random/boot_id"
 # How long a client trusts what it has seen, in seconds; on NFS 3 to 60.
 CACHED_S = 3
 
@@ -48,14 +46,13 @@ def mount_command(server: Path, served: Path, folder: Path) -> Sequence[str]:
 @contextmanager
 def shared_folder(place: Path) -> Iterator[tuple[Path, tuple[str, ...]]]:
     """The folder as both hosts see it, and the command that enters the other host. What runs there ends with it."""
-    served, folder, server, boot = place / "served", place / "shared", place / "server", place / "boot"
+    served, folder, server = place / "served", place / "shared", place / "server"
     served.mkdir()
     folder.mkdir()
     server.write_text(f"#!/bin/sh\nexec {FILE_SERVER}\n")
     server.chmod(0o755)
-    boot.write_text(f"{uuid.uuid4()}\n")
     mount = mount_command(server, served, folder)
-    script = f'hostname {LOGIN} && mount --bind {boot} {BOOT_ID} && "$@" && exec sleep infinity'
+    script = f'hostname {LOGIN} && "$@" && exec sleep infinity'
     alone = ["unshare", "--mount", "--uts", "--pid", "--fork", "--kill-child", "--mount-proc", "sh", "-c", script, "sh"]
     with subprocess.Popen([*alone, *mount], stdin=subprocess.DEVNULL) as login:
         try:

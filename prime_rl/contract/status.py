@@ -315,7 +315,7 @@ def is_there(status: Status) -> bool:
 
 
 def is_elsewhere(status: Status) -> bool:
-    """Whether another machine wrote `status`, so that its pid means nothing here; not this one before it was booted."""
+    """Whether another machine or container wrote `status`: its pid means nothing here. Not this one's earlier life."""
     return status.host not in ("", socket.gethostname()) and status.writer.is_of_another_boot()
 
 

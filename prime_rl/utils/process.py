@@ -1,7 +1,8 @@
 """Which process a pid means: pids are used again, and clocks are set, so neither a pid nor a time proves anything.
 
-On Linux a process is known by what never moves: the boot of the machine, and the ticks from there to its start. Where
-those are not available, it is identified by its start in Unix seconds, which moves whenever the clock is set.
+On Linux a process is known by what never moves: the boot of the machine, the container whose pids these are, and the
+ticks from the boot to its start. Where those are not available, it is identified by its start in Unix seconds, which
+moves whenever the clock is set.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ import psutil
 
 # Starts in Unix seconds are derived from the boot time, which is whole seconds; pids do not come round this fast.
 CREATE_TIME_TOLERANCE_S = 2.0
+# The pid namespace of a machine itself, the same on all (PROC_PID_INIT_INO of Linux); a container has one of its own.
+MACHINE_PIDS = 0xEFFFFFFC
 
 
 @dataclass(frozen=True)
@@ -57,7 +60,7 @@ class ProcessId:
         return not is_zombie and self.is_same(ProcessId.of(self.pid))
 
     def is_of_another_boot(self) -> bool:
-        """Whether it ran on another machine, or before this one was started: its pid means nothing here."""
+        """Whether it ran on another machine or container, or before this was started: its pid means nothing here."""
         boot = self.start.partition("/")[0]
         return bool(boot and boot_id()) and boot != boot_id()
 
@@ -76,10 +79,15 @@ class ProcessId:
 
 @functools.cache
 def boot_id() -> str:
-    """Changes with every boot of the machine, never with its clock; "" where it is not available."""
+    """Changes with every boot of the machine, never with its clock; "" where it is not available.
+
+    Containers of one machine share its boot, but not their pids: in one, the number of its pid namespace follows.
+    """
+    boot, pids = "", MACHINE_PIDS
     with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id") as file:
-        return file.read().strip()
-    return ""
+        boot = file.read().strip()
+        pids = os.stat("/proc/self/ns/pid").st_ino
+    return boot if pids == MACHINE_PIDS else f"{boot}:{pids}"
 
 
 def _kernel_stat(pid: int) -> tuple[str, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,8 @@ import pytest
 
 from prime_rl.utils.process import ProcessId, boot_id
 from tests.daemons_support import step_clock
+
+ASK_BOOT = "from prime_rl.utils.process import boot_id; print(boot_id(), end='')"
 
 
 @pytest.fixture
@@ -53,3 +56,16 @@ def test_where_no_start_is_known_the_time_decides(sleeper: int) -> None:
 def test_no_process_has_a_pid_that_is_free_or_absurd() -> None:
     for pid in (2**22 + 1, 2**70, -1):
         assert not ProcessId.of(pid).is_running()
+
+
+def test_containers_of_one_machine_do_not_share_their_pids() -> None:
+    alone = ["unshare", "--pid", "--fork", "--mount-proc", sys.executable, "-c"]
+    try:
+        inside = [subprocess.check_output([*alone, ASK_BOOT], text=True, stderr=subprocess.PIPE) for _ in range(2)]
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"no pid namespaces here: {error}")
+    boots = {boot_id(), *inside}
+    assert len({boot.partition(":")[0] for boot in boots}) == 1 and len(boots) >= 2
+    for boot in inside:
+        stranger = ProcessId(1, start=f"{boot}/{ProcessId.of(1).start.partition('/')[2]}")
+        assert stranger.is_of_another_boot() and not stranger.is_running()
