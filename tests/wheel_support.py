@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from scripts.install import TORCH_CPU_INDEX
+
 ROOT = Path(__file__).parent.parent
 SOURCES = ("Makefile", "README.md", "LICENSE", "pyproject.toml", "configs", "daemons", "prime_rl", "tui")
 # Of pip, when the index cannot be reached.
@@ -59,14 +61,19 @@ def clean_environment() -> dict[str, str]:
     return {key: value for key, value in os.environ.items() if not key.startswith(("PYTHON", "PRL_", "VIRTUAL_ENV"))}
 
 
-def install_wheel(folder: Path) -> Installed:
-    """Build the wheel by `make wheel` from a copy of the sources, and install it. Skips without a network."""
+def install_wheel(folder: Path, extra: str = "") -> Installed:
+    """Build the wheel by `make wheel` from a copy of the sources, and install it. Skips without a network.
+
+    `extra` is one with its brackets, as in "[cpu]"; torch is then the build for CPUs.
+    """
     wheel = build_wheel(folder / "sources")
     venv, work = folder / "venv", folder / "work"
     work.mkdir()
     subprocess.run([sys.executable, "-m", "venv", str(venv)], check=True)
     before = size_of(venv)
-    pip = [str(venv / "bin" / "python"), "-m", "pip", "install", "-c", str(ROOT / "constraints.txt"), str(wheel)]
+    pip = [str(venv / "bin" / "python"), "-m", "pip", "install", "-c", str(ROOT / "constraints.txt"), f"{wheel}{extra}"]
+    if extra:
+        pip += ["--retries", "0", "--extra-index-url", TORCH_CPU_INDEX]
     done = subprocess.run(pip, capture_output=True, text=True, env=clean_environment(), cwd=work, check=False)
     if done.returncode and any(sign in done.stderr for sign in NO_NETWORK):
         pytest.skip(f"the package index cannot be reached: {done.stderr.strip().splitlines()[-1]}")

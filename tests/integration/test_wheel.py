@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -100,3 +101,19 @@ def test_the_console_shows_the_workspace(terminal: Terminal) -> None:
     terminal.wait("read-only")
     terminal.wait("run_")
     terminal.press("q")
+
+
+def test_with_the_extra_for_cpus_it_runs_the_demo(tmp_path: Path, untaught_model: Path) -> None:
+    """From an empty folder, with the examples that are in the wheel, cut to two updates a run."""
+    installed = install_wheel(tmp_path, "[cpu]")
+    copied = installed.run("prl", "config", "examples", "--copy", "configs")
+    assert copied.returncode == 0, copied.stderr
+    configs = installed.work / "configs" / "demo"
+    for path in configs.glob("*.toml"):
+        path.write_text(re.sub("^max_steps = .*", "max_steps = 2", path.read_text(), flags=re.MULTILINE))
+    done = installed.run("prl", "demo", "--plain", "--configs", str(configs), f"--model.name={untaught_model}")
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads((installed.work / "outputs" / "demo" / "report.json").read_text())
+    assert {name: (each["state"], each["steps"]) for name, each in report["runs"].items()} == {
+        f"run_{task}": ("finished", 2) for task in ("reverse", "sort", "upper")
+    }
