@@ -67,10 +67,15 @@ from prime_rl.contract.status import StatusWriter
 
 turn = StatusWriter.turn
 
+def hangs():
+    try:
+        return (Path(os.environ.get("PRL_OUTPUT_DIR", "/nowhere")) / "hangs").read_text().split()
+    except OSError:  # it is not there, or no longer
+        return []
+
 def turn_or_hang(writer):
     turn(writer)
-    hangs = Path(os.environ.get("PRL_OUTPUT_DIR", "/nowhere")) / "hangs"
-    while hangs.exists() and "/".join(writer.path.parts[-2:]) in hangs.read_text().split():
+    while "/".join(writer.path.parts[-2:]) in hangs():
         writer.status.loop_limit_s = 0.5
         time.sleep(0.05)
 
@@ -181,12 +186,13 @@ while step < config.max_steps:
     if (run.path.parent / f"pause_{run.run_id}").exists():
         continue
     step += 1
-    folder = run.rollout_dir(step)
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "rollouts.msgpack").write_bytes(b"")
+    # Before the batch: the trainer publishes it at once, and a run that is finished has all of its lines.
     run.metrics.mkdir(exist_ok=True)
     record = {"step": step, "time": time.time(), "reward/mean": step / config.max_steps, "tokens_per_s": 10.0}
     append_line(run.orchestrator_metrics, json.dumps(record))
+    folder = run.rollout_dir(step)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "rollouts.msgpack").write_bytes(b"")
     status.update(step=step, reward=step / config.max_steps, tokens_per_s=10.0)
 while state == "finished" and not (run.broadcast_dir(config.max_steps) / "STABLE").exists():
     if run.evicted.exists() or stop.wait(0.05):

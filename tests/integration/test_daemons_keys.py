@@ -18,6 +18,7 @@ from prime_rl.contract.status import InferenceStatus, read_status
 from prime_rl.orchestrator.envs.process import BASE_PREFIXES, BASE_VARIABLES
 from prime_rl.utils.process import ProcessId
 from tests.orchestrator_support import FakeInference, config_data, make_model, make_run, serving, until, write_toml
+from tests.patience import PATIENCE_S
 from tests.system_support import Workspace
 
 CANARY = "sk-canary-that-nobody-may-see"
@@ -63,7 +64,7 @@ async def test_the_orchestrator_has_the_key_in_no_environment_and_an_environment
         process = spawn(spec.argv, spec.log, output_dir, spec.name, keys=["OPERATOR_KEY"])
         leader = ProcessId.of(process.pid)
         try:
-            await until(lambda: list_rollout_steps(run) == [1] or process.poll() is not None, "a batch", 60)
+            await until(lambda: list_rollout_steps(run) == [1] or process.poll() is not None, "a batch")
             assert process.poll() is None, run.log.read_text()
             (child,) = psutil.Process(process.pid).children()
             seen, of_child = psutil.Process(process.pid).environ(), child.environ()
@@ -77,7 +78,6 @@ async def test_the_orchestrator_has_the_key_in_no_environment_and_an_environment
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_no_process_of_a_workspace_has_the_key_in_its_environment(
     workspace: Workspace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -85,7 +85,7 @@ def test_no_process_of_a_workspace_has_the_key_in_its_environment(
     workspace.up()
     inference = read_status(workspace.paths.inference_status, InferenceStatus)
     assert inference is not None
-    assert httpx.get(f"{inference.base_url}/models", trust_env=False).status_code == 401
+    assert httpx.get(f"{inference.base_url}/models", trust_env=False, timeout=PATIENCE_S).status_code == 401
     workspace.prl("runs", "add", str(workspace.write_run("a", max_steps=1000)))
     workspace.wait(lambda: (workspace.runs()["run_a"]["step"] or 0) >= 1, "run_a to train, with the key")
     found = workspace.processes()

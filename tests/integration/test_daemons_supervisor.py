@@ -46,7 +46,8 @@ def test_three_runs_on_two_slots_then_down(prl: Prl) -> None:
     for name in ("a", "b", "c"):
         assert prl.wait_state(f"run_{name}", "finished").reason is None
     assert (prl.output_dir / "run_a" / "logs" / "orchestrator.log").read_text().count("begin run_a") == 1
-    wait_for(lambda: prl.daemon("run_c").state == "done", "the last orchestrator to end", timeout_s=PATIENCE_S)
+    for name in ("run_a", "run_b", "run_c"):
+        wait_for(lambda name=name: prl.is_in(name, "done"), f"{name}'s orchestrator to end", timeout_s=PATIENCE_S)
     done = prl("down")
     assert "no process is left" in done.stdout
     assert prl.members() == []
@@ -75,7 +76,9 @@ def test_a_killed_daemon_is_restarted_and_what_it_left_behind_is_ended(prl: Prl)
 
 def test_a_daemon_that_cannot_start_stops_the_rest_and_shows_its_log(prl: Prl) -> None:
     (prl.output_dir / "crash_trainer").touch()
-    done = prl(*prl.up_args(), exit_code=1)
+    # It rests until it is seen: the end of a second and a third start has other words.
+    rest_s = str(PATIENCE_S)
+    done = prl(*prl.up_args("--supervisor.backoff_s", rest_s, "--supervisor.max_backoff_s", rest_s), exit_code=1)
     first, *log = done.stderr.splitlines()
     assert first.startswith("prl: trainer did not start: exit code 3; last lines of ")
     assert log[-1] == "fatal: told to crash red", "and the escape sequence is gone"
@@ -207,7 +210,8 @@ def test_up_with_another_config_ends_what_an_earlier_supervisor_left(prl: Prl) -
 
 def test_down_lets_the_trainer_save_however_short_the_grace_is(prl: Prl) -> None:
     (prl.output_dir / "saving_trainer").touch()
-    prl.up("--supervisor.grace_s", "0.1")
+    prl.up("--supervisor.grace_s", "0.1", "--supervisor.drain_s", str(PATIENCE_S))
+    prl.wait_state("trainer", "running")  # for its supervisor too: one that starts has nothing to save
     prl("down")
     assert (prl.output_dir / "saved").exists()
 

@@ -13,6 +13,7 @@ import pytest
 from prime_rl.contract.layout import list_steps
 from prime_rl.contract.status import DaemonStatus, InferenceStatus, TrainerStatus, read_status
 from tests.metrics_support import undocumented
+from tests.patience import PATIENCE_S
 from tests.system_support import Workspace, read_metrics
 
 pytestmark = pytest.mark.slow
@@ -30,7 +31,7 @@ def test_three_runs_on_two_slots_one_evicted_one_deleted(
     workspace.up()
     inference = read_status(workspace.paths.inference_status, InferenceStatus)
     assert inference is not None
-    assert httpx.get(f"{inference.base_url}/models", trust_env=False).status_code == 401
+    assert httpx.get(f"{inference.base_url}/models", trust_env=False, timeout=PATIENCE_S).status_code == 401
     workspace.prl("runs", "add", str(workspace.write_run("a", max_steps=6)))
     # On a busy machine it may be done before it is looked at.
     workspace.wait(lambda: workspace.state("run_a") in ("active", "finished"), "run_a to be admitted")
@@ -49,7 +50,7 @@ def test_three_runs_on_two_slots_one_evicted_one_deleted(
     workspace.wait(lambda: (workspace.runs()["run_c"]["step"] or 0) >= 1, "run_c to train")
     refused = workspace.prl("runs", "delete", "run_c", check=False)
     assert refused.returncode == 1 and "run_c" in refused.stderr
-    workspace.prl("runs", "delete", "run_c", "--yes")
+    workspace.prl("runs", "delete", "run_c", "--yes", "--wait", str(PATIENCE_S))
     assert set(workspace.runs()) == {"run_a", "run_b"}
     assert not (workspace.output_dir / "run_c").exists()
 

@@ -52,7 +52,9 @@ def test_runs_share_two_slots(living: Workspace) -> None:
     waits = living.runs()["run_b"]
     assert waits["state"] == "waiting" and waits["reason"].startswith("preempted by run_d")
     is_let_go(living, "run_b")
-    assert living.state("run_d") == "active" and trainer(living).waiting == ["run_b"]
+    # The trainer looks once more before it has the run that left in its queue.
+    living.wait(lambda: trainer(living).waiting == ["run_b"], "run_b to be in the queue")
+    assert living.state("run_d") == "active"
     living.prl("runs", "evict", "run_d", "--reason", "enough")
     living.wait(lambda: is_training(living, "run_b"), "run_b to come back by itself")
     assert living.runs()["run_b"]["reason"] is None
@@ -100,8 +102,16 @@ def processes(living: Workspace, run_id: str) -> list[int]:
 
 
 def process(living: Workspace, name: str) -> ProcessId:
-    (daemon,) = [each for each in living.json("status")["daemons"] if each["name"] == name]
-    return ProcessId(daemon["pid"], daemon["pid_create_time"], daemon["pid_start"])
+    """Of a daemon that runs or is about to be started: a run has its slot before its orchestrator."""
+    found: list[ProcessId] = []
+
+    def there() -> bool:
+        daemons = [each for each in living.json("status")["daemons"] if each["name"] == name and each["pid"]]
+        found[:] = [ProcessId(each["pid"], each["pid_create_time"], each["pid_start"]) for each in daemons]
+        return bool(found)
+
+    living.wait(there, f"{name} to be started")
+    return found[0]
 
 
 def is_let_go(living: Workspace, run_id: str) -> None:
