@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 from pathlib import Path
 
 import msgspec
@@ -52,23 +53,28 @@ class Memory:
         self._key = str(output_dir.resolve())
         # A workspace is changed by its owners' processes and by actions, never by looking at it.
         self._path = path if path is not None and not path.resolve().is_relative_to(self._key) else None
+        self._saving = threading.Lock()
         file = self._read()
         self.theme = file.theme
         self.workspace = file.workspaces.get(self._key, WorkspaceMemory())
 
     def save(self) -> None:
-        """Write the file. Another process may have written since, so only this workspace's entry is replaced."""
+        """Write the file. Another process may have written since, so only this workspace's entry is replaced.
+
+        From any thread: what is saved last is what stands there.
+        """
         if self._path is None:
             return
-        file = self._read()
-        file.theme = self.theme
-        file.workspaces.pop(self._key, None)
-        file.workspaces[self._key] = self.workspace
-        for key in list(file.workspaces)[:-MAX_WORKSPACES]:
-            del file.workspaces[key]
-        with contextlib.suppress(OSError):  # a read-only home must not end the app
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            write_atomic(self._path, msgspec.json.encode(file))
+        with self._saving:
+            file = self._read()
+            file.theme = self.theme
+            file.workspaces.pop(self._key, None)
+            file.workspaces[self._key] = self.workspace
+            for key in list(file.workspaces)[:-MAX_WORKSPACES]:
+                del file.workspaces[key]
+            with contextlib.suppress(OSError):  # a read-only home must not end the app
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                write_atomic(self._path, msgspec.json.encode(file))
 
     def _read(self) -> _File:
         if self._path is None:

@@ -380,8 +380,9 @@ async def test_what_cannot_be_is_one_line_and_the_question_is_given_back(tmp_pat
         await o.press(*"hello", "enter")
         await o.until(lambda: view.look.problem is not None, "the reason")
         await o.sees(f"inference of {tmp_path} is not")
+        await o.until(lambda: view.line.value == "hello", "the question, which comes after the reason")
         assert str(view.look.problem).endswith("is not running: start the workspace with prl up")
-        assert view.line.value == "hello" and view.look.turns == () and "── you ──" not in screen_text(o.app)
+        assert view.look.turns == () and "── you ──" not in screen_text(o.app)
         await o.press("escape", "1")
         assert o.screen.tab == "charts"
     async with opened_run(tmp_path, "run_a", read_only=True) as o:

@@ -15,6 +15,7 @@ import pytest
 from benchmarks.tui_terminal import Screen, Terminal
 from prime_rl.contract.files import wait_for
 from prime_rl.contract.layout import OutputDir
+from tests.patience import PATIENCE_S
 from tests.text_attacks import ALL, RUN, Attacked, check_clean
 from tests.tui_support import has_looked, screen_text, until
 from tui.app import PrlApp
@@ -72,7 +73,7 @@ def walk(output: OutputDir) -> str:
     terminal, recorder = on_a_terminal("tui", str(output.path))
 
     def sees(words: str) -> None:
-        terminal.wait(lambda screen: re.search(words, screen.text()), words, timeout_s=120.0)
+        terminal.wait(lambda screen: re.search(words, screen.text()), words, timeout_s=PATIENCE_S)
 
     def command(words: str) -> None:
         terminal.press(":")
@@ -101,7 +102,7 @@ def walk(output: OutputDir) -> str:
                 terminal.press("v")
                 sees("keys are set")
         command("quit")
-        wait_for(lambda: not terminal.read(0.1), "prl-tui to end", timeout_s=60.0)
+        wait_for(lambda: not terminal.read(0.1), "prl-tui to end", timeout_s=PATIENCE_S)
     return "".join(recorder.drawn)
 
 
@@ -109,7 +110,7 @@ def printed(*words: str) -> str:
     """All that a command of `prl` writes to a terminal."""
     terminal, recorder = on_a_terminal("daemons.cli", *words)
     with terminal:
-        wait_for(lambda: not terminal.read(0.1), f"{words} to end", timeout_s=120.0)
+        wait_for(lambda: not terminal.read(0.1), f"{words} to end", timeout_s=PATIENCE_S)
     return "".join(recorder.drawn)
 
 
@@ -136,16 +137,16 @@ async def test_what_the_screens_draw(attacked: Attacked) -> None:
         return re.search(words, drawn) is not None
 
     async with app.run_test(size=(200, 100)) as pilot:
-        await until(pilot, lambda: has_looked(app), "a look", timeout_s=60.0)
+        await until(pilot, lambda: has_looked(app), "a look")
         for key, words in PLACES:
             await pilot.press(key)
-            await until(pilot, lambda words=words: check(words), words, timeout_s=60.0)
+            await until(pilot, lambda words=words: check(words), words)
         await pilot.press("1")
         app.call_next(app.open_run, RUN)
-        await until(pilot, lambda: isinstance(app.screen, RunScreen), "the run", timeout_s=60.0)
+        await until(pilot, lambda: isinstance(app.screen, RunScreen), "the run")
         for number, words in enumerate(TAB_WORDS, start=1):
             await pilot.press(str(number))
-            await until(pilot, lambda words=words: check(words), f"{words} of {TABS[number - 1]}", timeout_s=60.0)
+            await until(pilot, lambda words=words: check(words), f"{words} of {TABS[number - 1]}")
     shown = {place for word, place in attacked.places.items() if word in seen}
     assert len(shown) > 30, f"little was attacked: {shown}"
 

@@ -58,10 +58,12 @@ def entry_of(app: PrlApp) -> ActionEntry | None:
     return app.screen_stack[1].query_one(CommandLine).entry
 
 
-async def outcome(app: PrlApp, pilot: Pilot[None], state: str = "done") -> ActionEntry:
+async def outcome(app: PrlApp, pilot: Pilot[None], state: str = "done", *, of: str = "prl") -> ActionEntry:
+    """The action whose command has the words `of`, which tell it from the one before."""
+
     def there() -> bool:
         entry = entry_of(app)
-        return entry is not None and entry.state == state
+        return entry is not None and entry.state == state and of in entry.command
 
     await until(pilot, there, f"an action that is {state} (now {entry_of(app)})")
     entry = entry_of(app)
@@ -152,15 +154,15 @@ async def test_delete_says_what_goes_and_undo_brings_it_back(workspace: OutputDi
         await until(pilot, lambda: "run_done" not in table.run_ids, "the row to go")
         await pilot.press("u")
         await until(pilot, lambda: (workspace.path / "run_done").exists(), "the run to come back")
-        assert "undelete run_done" in (await outcome(app, pilot)).command
+        await outcome(app, pilot, of="undelete run_done")
     assert audit(workspace) == [("delete", "run_done"), ("undelete", "run_done")]
 
 
 async def test_undo_with_an_empty_trash_says_so(workspace: OutputDir) -> None:
     async with opened(workspace.path) as (app, pilot):
         await pilot.press("u")
-        await pilot.pause()
-        assert any("nothing to restore" in notice.message for notice in app._notifications)
+        words = "nothing to restore"
+        await until(pilot, lambda: any(words in notice.message for notice in app._notifications), words)
 
 
 async def test_a_live_run_is_deleted_only_with_its_name_and_the_wait_is_shown(workspace: OutputDir) -> None:

@@ -113,6 +113,7 @@ async def test_clone_begins_with_the_runs_text_and_a_free_name(workspace: Output
     async with opened(workspace.path) as (app, pilot):
         await select(app, pilot, "run_done")
         await pilot.press("c")
+        await until(pilot, lambda: isinstance(app.screen, AddDialog), "the dialog")
         dialog = app.screen
         assert isinstance(dialog, AddDialog)
         await until(pilot, lambda: verdict(dialog).startswith("✔ valid"), "the verdict")
@@ -127,6 +128,7 @@ async def test_what_is_wrong_stands_at_its_line(workspace: OutputDir, configs: P
     async with opened(workspace.path) as (app, pilot):
         await select(app, pilot, "run_done")
         await pilot.press("c")
+        await until(pilot, lambda: isinstance(app.screen, AddDialog), "the dialog")
         dialog = app.screen
         assert isinstance(dialog, AddDialog)
         area = dialog.query_one(TomlArea)
@@ -173,6 +175,7 @@ async def test_starting_the_workspace_fails_with_a_reason_and_offers_every_way(
     async with opened(workspace.path) as (app, pilot):
         assert not app.screen.active_bindings["x"].enabled, "nothing runs that could be started again"
         await pilot.press("U")
+        await until(pilot, lambda: isinstance(app.screen, ChooseDialog), "the ways to start")
         dialog = app.screen
         assert isinstance(dialog, ChooseDialog)
         labels = [str(option.prompt) for option in dialog.query_one(OptionList).options]

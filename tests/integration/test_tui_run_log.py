@@ -110,13 +110,13 @@ async def test_levels_leave_out_what_is_below(workspace: OutputDir) -> None:
     async with opened_run(workspace.path) as o:
         await open_log(o)
         await o.press("v", "v")
-        await o.sees("level warning", "line 3979")
+        await o.sees("· level warning", "line 3979")
         assert "INFO" not in screen_text(o.app)
         await o.press("v")
-        await o.sees("level error", "line 0010 broke", "because of it")
+        await o.sees("· level error", "line 0010 broke", "because of it")
         assert "WARNING" not in screen_text(o.app)
         await o.press("v")
-        await o.sees("level all", "line 3999")
+        await o.sees("· level all", "line 3999")
 
 
 @pytest.mark.slow

@@ -74,7 +74,7 @@ async def test_pause_with_a_reason_and_continue(workspace: OutputDir) -> None:
         assert "others first" in str(table.get_cell(QUEUED, "note"))
         await pilot.press("z")
         await until(pilot, lambda: not run.paused.exists(), "the end of the pause")
-        assert (await outcome(app, pilot)).text == f"{QUEUED}: continues"
+        assert (await outcome(app, pilot, of="runs continue")).text == f"{QUEUED}: continues"
     assert audit(workspace) == [("pause", QUEUED), ("continue", QUEUED)]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -11,11 +12,13 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from prime_rl.contract.files import wait_for
 from prime_rl.contract.layout import OutputDir
-from tests.system_support import PATIENCE_S, Workspace
+from tests.patience import PATIENCE_S
+from tests.system_support import Workspace
 
 
 class Terminal:
@@ -93,7 +96,7 @@ def test_a_whole_day_at_the_console(terminal: Terminal, workspace: Workspace) ->
     terminal.wait("no runs here yet")
     start_the_workspace(terminal)
     add_a_run(terminal)
-    terminal.wait(r"● active\s+run_fresh .* [3-9]/500")
+    terminal.wait(r"● active\s+run_fresh .* ([3-9]|\d\d+)/500")
     go_back_to_a_checkpoint(terminal, workspace)
     evict_delete_and_undo(terminal, workspace)
     terminal.press("q")
@@ -173,4 +176,8 @@ def evict_delete_and_undo(terminal: Terminal, workspace: Workspace) -> None:
 
 
 def run_lives(workspace: Workspace) -> bool:
-    return any("run_fresh" in " ".join(process.cmdline()) for process in workspace.processes())
+    for process in workspace.processes():
+        with contextlib.suppress(psutil.Error):  # it may end meanwhile
+            if "run_fresh" in " ".join(process.cmdline()):
+                return True
+    return False

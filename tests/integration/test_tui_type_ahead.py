@@ -32,22 +32,22 @@ def typed(app: PrlApp) -> str:
 async def test_a_line_that_a_key_opens_gets_all_that_is_typed_after_it(tmp_path: Path) -> None:
     app = PrlApp(tmp_path)
     async with app.run_test(size=(120, 40)) as pilot:
-        await until(pilot, lambda: has_looked(app), "a look", timeout_s=60.0)
+        await until(pilot, lambda: has_looked(app), "a look")
         burst(pilot, "/step>3 lost")
-        await until(pilot, lambda: typed(app) == "step>3 lost", "the filter", timeout_s=60.0)
+        await until(pilot, lambda: typed(app) == "step>3 lost", "the filter")
         assert isinstance(app.screen, RunsScreen), "no key of it opened another screen"
         burst(pilot, "\x1b:sort rew")
-        await until(pilot, lambda: typed(app) == "sort rew", "the command", timeout_s=60.0)
+        await until(pilot, lambda: typed(app) == "sort rew", "the command")
         assert isinstance(app.screen, CommandScreen)
         burst(pilot, "ard\r/lost\r:runs\r:quit\r")
-        await until(pilot, lambda: not app.is_running, "all of it to be done, to the end", timeout_s=60.0)
+        await until(pilot, lambda: not app.is_running, "all of it to be done, to the end")
 
 
 async def test_keys_whose_screen_is_gone_hold_up_no_others(tmp_path: Path) -> None:
     app = PrlApp(tmp_path)
     async with app.run_test(size=(120, 40)) as pilot:
-        await until(pilot, lambda: has_looked(app), "a look", timeout_s=60.0)
+        await until(pilot, lambda: has_looked(app), "a look")
         for _ in range(3):
             burst(pilot, ":\x1b?\x1b:\x1b")
         burst(pilot, ":theme")
-        await until(pilot, lambda: typed(app) == "theme", "the command", timeout_s=60.0)
+        await until(pilot, lambda: typed(app) == "theme", "the command")

@@ -10,7 +10,16 @@ from textual.pilot import Pilot
 from textual.widgets import Input
 
 from prime_rl.utils.text import one_line
-from tests.tui_support import build_workspace, frozen_clock, has_looked, roomy_disk, screen_text, settled, until
+from tests.tui_support import (
+    PatientPilot,
+    build_workspace,
+    frozen_clock,
+    has_looked,
+    roomy_disk,
+    screen_text,
+    settled,
+    until,
+)
 from tui.app import PrlApp
 from tui.readers.findings import Finding
 
@@ -33,7 +42,7 @@ def looked(*keys: str) -> Steps:
     """Wait for the first look, press `keys`, wait until what they open has read its files."""
 
     async def run(pilot: Pilot[None]) -> None:
-        app = pilot.app
+        app, pilot = pilot.app, PatientPilot(pilot.app)
         await until(pilot, lambda: has_looked(app), "a look")
         await pilot.pause()
         for key in keys:
@@ -104,5 +113,6 @@ def test_empty_home(snap_compare: Compare, tmp_path: Path, size: tuple[int, int]
     async def steps(pilot: Pilot[None]) -> None:
         await looked()(pilot)
         await until(pilot, lambda: "port: 8000" in screen_text(app), "the findings")
+        await settled(pilot)
 
     assert snap_compare(app, terminal_size=size, run_before=steps)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 from pathlib import Path
 
 import pytest
 
+from prime_rl.contract.files import write_atomic
+from tests.patience import PATIENCE_S
 from tui.memory import MAX_WORKSPACES, Memory, WorkspaceMemory, default_path
 
 # What the version before called a workspace.
@@ -77,6 +80,31 @@ def test_it_does_not_grow_without_end(tmp_path: Path) -> None:
     for number in range(MAX_WORKSPACES + 5):
         Memory(tmp_path / str(number), path).save()
     assert path.read_text().count('"' + str(tmp_path)) == MAX_WORKSPACES
+
+
+def test_a_slow_save_does_not_bring_back_what_was_before(
+    tmp_path: Path, workspace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory = Memory(workspace, tmp_path / "state.json")
+    is_writing, may_write = threading.Event(), threading.Event()
+
+    def write(path: Path, data: bytes) -> None:
+        if not is_writing.is_set():
+            is_writing.set()
+            may_write.wait(PATIENCE_S)
+        write_atomic(path, data)
+
+    monkeypatch.setattr("tui.memory.write_atomic", write)
+    slow, quick = threading.Thread(target=memory.save), threading.Thread(target=memory.save)
+    slow.start()
+    assert is_writing.wait(PATIENCE_S)
+    memory.workspace = WorkspaceMemory(sort="lag")
+    quick.start()
+    quick.join(0.2)  # it waits for the slow one: without that it has written by now
+    may_write.set()
+    slow.join(PATIENCE_S)
+    quick.join(PATIENCE_S)
+    assert Memory(workspace, tmp_path / "state.json").workspace.sort == "lag"
 
 
 def test_where_it_lies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,13 +9,12 @@ import pytest
 from textual.message import Message
 
 from prime_rl.contract.files import wait_for
+from tests.patience import PATIENCE_S
 from tests.tui_support import build_workspace, frozen_clock, roomy_disk
 from tui.messages import WorkspaceChanged
 from tui.model.snapshot import Snapshot
 from tui.watcher import Rest, WorkspaceReader, WorkspaceWatcher
 from tui.widgets.header import workspace_lines
-
-TIMEOUT_S = 60.0
 
 
 class WokenMeanwhile(Rest):
@@ -54,10 +53,10 @@ def test_a_wake_between_reading_and_resetting_the_flag_is_not_lost(
     thread = threading.Thread(target=watcher.run)
     thread.start()
     try:
-        wait_for(lambda: len(looks) >= 3, "three looks", timeout_s=TIMEOUT_S)
+        wait_for(lambda: len(looks) >= 3, "three looks", timeout_s=PATIENCE_S)
     finally:
         watcher.stop()
-        thread.join(TIMEOUT_S)
+        thread.join(PATIENCE_S)
     assert looks[:3] == [False, True, False], "the look after the wake is at everything, and no other"
 
 
@@ -66,7 +65,7 @@ def test_the_first_picture_is_of_runs_in_slots_and_the_others_are_read_when_it_i
 ) -> None:
     workspace = build_workspace(tmp_path / "workspace")
     monkeypatch.setattr("tui.watcher.FIRST_RUNS", 2)
-    monkeypatch.setattr("tui.watcher.FIRST_DRAWN_S", 10 * TIMEOUT_S)
+    monkeypatch.setattr("tui.watcher.FIRST_DRAWN_S", 10 * PATIENCE_S)
     shown: list[Snapshot] = []
 
     def post(message: Message) -> None:
@@ -77,13 +76,13 @@ def test_the_first_picture_is_of_runs_in_slots_and_the_others_are_read_when_it_i
     thread = threading.Thread(target=watcher.run)
     thread.start()
     try:
-        wait_for(lambda: bool(shown), "the first picture", timeout_s=TIMEOUT_S)
+        wait_for(lambda: bool(shown), "the first picture", timeout_s=PATIENCE_S)
         assert len(shown) == 1, "more is read before it is drawn"
         watcher.drawn()
-        wait_for(lambda: len(shown) >= 2, "all runs", timeout_s=TIMEOUT_S)
+        wait_for(lambda: len(shown) >= 2, "all runs", timeout_s=PATIENCE_S)
     finally:
         watcher.stop()
-        thread.join(TIMEOUT_S)
+        thread.join(PATIENCE_S)
     first, second = shown[:2]
     assert len(first.rows) == 2 and all(row.tail.rewards for row in first.rows)
     num_left = len(second.rows) - 2
