@@ -78,11 +78,16 @@ def check(runs: Iterable[RunDir], alone: dict[str, Adapter]) -> None:
         assert relative_difference(adapter(run, NUM_STEPS), alone[run.run_id]) <= TOLERANCE, run.run_id
 
 
-def in_the_middle_of_its_batch(run: RunDir) -> bool:
-    """Whether a part of a batch of the run has gone through, and not all of it."""
+def in_the_middle_of_its_batch(run: RunDir, *, after_step: int | None = None) -> bool:
+    """Whether a part of a batch of the run has gone through, and not all of it.
+
+    `after_step`: of the batch after that update, whatever the disk has of it by now.
+    """
     manager = get_multi_run_manager()
     run_idx = manager.id_2_idx.get(run.run_id)
-    return run_idx is not None and has_gradients(manager, run_idx) and not manager.ready_to_update[run_idx]
+    if run_idx is None or after_step not in (None, manager.progress[run_idx].step):
+        return False
+    return has_gradients(manager, run_idx) and not manager.ready_to_update[run_idx]
 
 
 def has_gradients(manager: MultiRunManager, run_idx: int) -> bool:

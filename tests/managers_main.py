@@ -163,7 +163,7 @@ def idle_for_long(ranks: Ranks, workspace: Path) -> list[int]:
     wait_for(lambda: time.monotonic() >= until, "time to pass")
     put_batch(run, make_batch("run_a", 1))
     wait_for(lambda: published(run) == 1, "the batch to be trained on", timeout_s=PATIENCE_S)
-    for pid in ranks.pids:
+    for pid in reversed(ranks.pids):  # rank 0, which stops all, is asked last: so each of them was asked
         os.kill(pid, signal.SIGTERM)
     return ranks.wait()
 

@@ -169,8 +169,8 @@ def scenario_paused(group: Group) -> None:
     workspace = group.workspace("paused")
     paused, other = RunDir(workspace / "run_adamw"), RunDir(workspace / "run_sgd")
     if group.world.is_master:
-        for run in (paused, other):
-            put_run(workspace, group.model, run.run_id)
+        put_run(workspace, group.model, paused.run_id, NUM_STEPS // 2)  # or it may be finished before it is let go
+        put_run(workspace, group.model, other.run_id)
     left: list[int] = []
 
     def done() -> bool:
@@ -179,8 +179,9 @@ def scenario_paused(group: Group) -> None:
         if not left and paused.paused.exists() and paused.run_id not in get_multi_run_manager().id_2_idx:
             left.append(list_steps(paused.checkpoints, stable_only=True)[-1])
             (workspace / "left.json").write_text(json.dumps(left))
-        if left and published(other) == NUM_STEPS:
-            paused.paused.unlink(missing_ok=True)
+        if left and published(other) == NUM_STEPS and paused.paused.exists():
+            put_batches(paused, NUM_STEPS, num_samples=NUM_SAMPLES[paused.run_id], seed=len(paused.run_id))
+            paused.paused.unlink()
         return published(paused) == published(other) == NUM_STEPS
 
     group.train("paused", done)

@@ -152,6 +152,7 @@ async def test_of_two_that_cannot_see_each_other_one_goes_on_and_one_ends(tmp_pa
         async with orchestrator(toml) as first:
             await first_batch(first, run)
             first.send_signal(signal.SIGSTOP)  # or its heartbeat would reveal it to the second one
+            await until(lambda: stands_still(first.pid), "its threads to stop, one may be writing the status")
             run.status.unlink()
             async with orchestrator(toml, "--seed", "7") as second:
                 await until(lambda: "policy version 1" in waits_for(run, second.pid), "the second to wait", PATIENCE_S)
@@ -171,6 +172,12 @@ async def test_of_two_that_cannot_see_each_other_one_goes_on_and_one_ends(tmp_pa
     assert run.rollout_file(2).read_bytes() == written and list_rollout_steps(run) == [1, 2, 3]
     status = read_status(run.status, RunStatus)
     assert status is not None and (status.state, status.pid) == ("finished", winner.pid)
+
+
+def stands_still(pid: int) -> bool:
+    """Whether every thread of a process is stopped."""
+    states = [path.read_text().rpartition(") ")[2][0] for path in Path(f"/proc/{pid}/task").glob("*/stat")]
+    return set(states) == {"T"}
 
 
 def waits_for(run: RunDir, pid: int) -> str:

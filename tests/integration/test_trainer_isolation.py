@@ -187,7 +187,7 @@ def test_a_neighbour_evicted_in_the_middle_of_its_batch_and_its_slot_used_again(
     def done() -> bool:
         manager = get_multi_run_manager()
         slots.update(manager.id_2_idx)
-        if len(runs) == 2 and published(first) == 2 and in_the_middle_of_its_batch(first):
+        if len(runs) == 2 and in_the_middle_of_its_batch(first, after_step=2):
             manager.evict_run(0, "enough")
             runs.append(put_run(tmp_path, tiny, late))
         return len(runs) == 3 and all_done(runs)()

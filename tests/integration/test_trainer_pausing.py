@@ -20,6 +20,7 @@ def test_a_run_that_is_paused_amid_a_batch_goes_on_as_if_nothing_had_been(
     def done() -> bool:
         if "paused" not in seen and published(paused) >= 3 and in_the_middle_of_its_batch(paused):
             paused.paused.write_text("later")
+            get_multi_run_manager().discover_runs()  # its event may come only after this batch
             seen["paused"] = get_multi_run_manager().run_of(paused.run_id).progress.step  # type: ignore[union-attr]
         if "paused" in seen and "left" not in seen and paused.run_id not in get_multi_run_manager().id_2_idx:
             seen["left"] = list_steps(paused.checkpoints, stable_only=True)[-1]
