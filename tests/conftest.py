@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import gc
 import os
 import signal
@@ -104,9 +105,11 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     if "PYTEST_XDIST_WORKER" in os.environ:
         return
     left = processes_of_this_session()
-    commands = [" ".join(process.cmdline()) for process in left]
+    commands = []
     for process in left:
-        process.kill()
-    if left:
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has ended since
+            commands.append(" ".join(process.cmdline()))
+            process.kill()
+    if commands:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
         print(f"\ntests left these processes: {commands}")

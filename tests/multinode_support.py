@@ -140,7 +140,11 @@ class Nodes:
 
     def left(self) -> list[str]:
         """What a node has started, or a node, and still runs."""
-        return [" ".join(process.cmdline()) for process in processes(self.mark)]
+        found = []
+        for process in processes(self.mark):
+            with contextlib.suppress(psutil.Error):  # it has ended since
+                found.append(" ".join(process.cmdline()))
+        return found
 
     def check_nothing_is_left(self) -> None:
         with contextlib.suppress(WaitTimeout):
@@ -149,7 +153,8 @@ class Nodes:
 
     def kill_all(self) -> None:
         for process in processes(self.mark):
-            process.kill()
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
         for child in self.running.values():
             child.wait()
 

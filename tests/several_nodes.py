@@ -126,10 +126,13 @@ class SeveralNodes:
         """Do what ends a daemon, and wait until the supervisor has started it again, and all runs train."""
         before = self.record(name).handle
         act()
-        self.wait(
-            lambda: self.record(name).state == "running" and self.record(name).handle not in (None, before),
-            f"{name} to run again",
-        )
+
+        def runs_again() -> bool:
+            # A supervisor that starts removes the record of a daemon that never crashed, and writes a new one.
+            now = read_status(self.workspace.paths.daemon_status(name), DaemonStatus)
+            return now is not None and now.state == "running" and now.handle not in (None, before)
+
+        self.wait(runs_again, f"{name} to run again")
         self.all_train()
 
     def process(self, name: str) -> psutil.Process:

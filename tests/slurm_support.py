@@ -101,8 +101,18 @@ class SlurmCluster:
         return dict(line.split()[:2] for line in lines)
 
     def job_state(self, job: str) -> str:
-        """PENDING, RUNNING, ...; "" for a job that is gone."""
-        return self.call("squeue", "-h", "-j", job, "-o", "%T", check=False).strip()
+        """PENDING, RUNNING, ...; "" for a job that is gone. A controller that does not answer is asked again."""
+        states: list[str] = []
+
+        def told() -> bool:
+            argv = ["squeue", "-h", "-j", job, "-o", "%T"]
+            done = subprocess.run(argv, env=self.environment, capture_output=True, text=True, check=False)
+            is_forgotten = "Invalid job id specified" in done.stderr
+            states.extend([done.stdout.strip()] if done.returncode == 0 or is_forgotten else [])
+            return bool(states)
+
+        wait_for(told, f"the state of job {job}", timeout_s=PATIENCE_S)
+        return states[0]
 
     def start_node(self, node: str) -> None:
         argv = ["slurmd", "-D", "-N", node, "-f", str(self.conf)]
@@ -116,23 +126,24 @@ class SlurmCluster:
             timeout_s=PATIENCE_S,
         )
 
-    def processes(self) -> list[psutil.Process]:
-        """What runs below a job of this cluster, by its environment."""
+    def processes(self, node: str | None = None) -> list[psutil.Process]:
+        """What runs below a job of this cluster, by its environment; or the part of it that is on one node."""
         found = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
                 environ = process.environ()
-                if environ.get("SLURM_CONF") == str(self.conf) and "SLURM_JOB_ID" in environ:
+                is_ours = environ.get("SLURM_CONF") == str(self.conf) and "SLURM_JOB_ID" in environ
+                if is_ours and node in (None, environ.get("SLURMD_NODENAME")):
                     found.append(process)
         return found
 
     def stepds(self, node: str) -> set[psutil.Process]:
         """The slurmstepds of the steps on one node."""
         found = set()
-        for process in self.processes():
+        for process in self.processes(node):
             with contextlib.suppress(psutil.Error):
                 parent = process.parent()
-                if process.environ().get("SLURMD_NODENAME") == node and parent and parent.name() == "slurmstepd":
+                if parent and parent.name() == "slurmstepd":
                     found.add(parent)
         return found
 
@@ -141,9 +152,14 @@ class SlurmCluster:
         for node in self.nodes:
             if self.daemons[node].poll() is not None:
                 self.start_node(node)
-        if set(self.node_states().values()) - _UP:
+        if not self.all_up():
             self.call("scontrol", "update", f"NodeName={','.join(self.nodes)}", "State=RESUME", check=False)
-        wait_for(lambda: set(self.node_states().values()) <= _UP, "all nodes to be up", timeout_s=PATIENCE_S)
+        wait_for(self.all_up, "all nodes to be up", timeout_s=PATIENCE_S)
+
+    def all_up(self) -> bool:
+        """Whether Slurm says so of every node: one that does not answer says nothing."""
+        states = self.node_states()
+        return states.keys() == set(self.nodes) and set(states.values()) <= _UP
 
 
 def _daemon(argv: list[str]) -> subprocess.Popen[bytes]:

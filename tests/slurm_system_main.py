@@ -57,7 +57,13 @@ class Acts:
         wait_for(lambda: not supervisor.is_running(), "the supervisor to be dead", timeout_s=PATIENCE_S)
         self.prl.up("--deployment.engine", "slurm")
         assert [self.process(name) for name in names] == before and all(each.is_running() for each in before)
-        assert all(self.record(name).pid != supervisor.pid for name in names)
+        # prl up returns when the daemons answer, which they do all the time: the records may be the old ones yet.
+        for name in names:
+            wait_for(partial(self.is_adopted, name, supervisor), f"{name} to be adopted", timeout_s=PATIENCE_S)
+        assert [self.process(name) for name in names] == before
+
+    def is_adopted(self, name: str, from_supervisor: ProcessId) -> bool:
+        return not self.record(name).writer.is_same(from_supervisor)
 
     def restarted_after_a_kill(self) -> None:
         before = self.process("trainer")
@@ -72,7 +78,8 @@ class Acts:
 
     def down(self) -> None:
         self.prl("down")
-        assert self.prl.members() == []
+        # An agent has written its last record, and its srun knows nothing yet.
+        wait_for(lambda: self.prl.members() == [], "all that ran for the daemons to end", timeout_s=PATIENCE_S)
         assert self.record("trainer").state == "stopped" and self.record("trainer").handle is None
 
 

@@ -181,6 +181,7 @@ class Agent:
     def __init__(self, output: OutputDir, name: str, start_id: str, node: int) -> None:
         self.output = output
         self.record = AgentRecord(name=name, start_id=start_id, node=node, host=socket.gethostname(), boot_id=boot_id())
+        self._parent = os.getppid()
         self._child: subprocess.Popen[bytes] | None = None
         self._deadline: float | None = None
         self._next_beat_s = 0.0
@@ -222,7 +223,6 @@ class Agent:
     def watch(self, stop: StopFlag, pipe: int | None) -> int:
         """Until the daemon has ended, by itself or as asked, and nothing of it is left; returns its exit code."""
         assert self._child is not None
-        parent = os.getppid()
         poll = select.poll()
         if pipe is not None:
             poll.register(pipe, select.POLLIN)
@@ -234,7 +234,7 @@ class Agent:
             if pipe in ready and not os.read(pipe or 0, 4096):
                 poll.unregister(pipe or 0)
                 self.end(ORPHANED, DEFAULT_GRACE_S)
-            if os.getppid() != parent:
+            if os.getppid() != self._parent:
                 self.end(ORPHANED, DEFAULT_GRACE_S)
             if stop():
                 self.end(f"{stop.signal_name} was sent to its agent", DEFAULT_GRACE_S)

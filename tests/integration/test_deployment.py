@@ -5,9 +5,11 @@ Quicker: `test_daemons_deployment` (commands), `test_daemons_scaling` (settings)
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from prime_rl.contract.layout import list_steps
@@ -31,7 +33,7 @@ def test_inference_servers_come_and_go_while_a_run_trains_on_two_ranks(tmp_path:
 
         assert "1 -> 2 inference servers" in workspace.prl("scale", "inference", "2").stdout
         workspace.wait(lambda: len(adapters(workspace)) == 2 and all(adapters(workspace)), "both to have the adapter")
-        assert daemon(workspace, "inference-1")["state"] == "running"
+        workspace.wait(lambda: daemon(workspace, "inference-1")["state"] == "running", "the supervisor to see it serve")
         assert "restarted" in workspace.prl("restart", "inference-1").stdout
         workspace.wait(lambda: len(adapters(workspace)) == 2 and all(adapters(workspace)), "the second one again")
         assert "/v1" in workspace.prl("logs", "inference-1").stdout or workspace.prl("logs", "inference-1").stdout
@@ -64,4 +66,8 @@ def daemon(workspace: Workspace, name: str) -> dict[str, Any]:
 
 
 def processes(workspace: Workspace, module: str) -> list[int]:
-    return [each.pid for each in workspace.processes() if module in each.cmdline()]
+    found = []
+    for each in workspace.processes():
+        with contextlib.suppress(psutil.Error):  # it has ended since
+            found += [each.pid] if module in each.cmdline() else []
+    return found

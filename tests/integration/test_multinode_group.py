@@ -6,7 +6,6 @@ Training is killed here where the group goes on without the node; test_multinode
 from __future__ import annotations
 
 import signal
-import socket
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,6 +21,7 @@ from tests.budgets import ALL_PHASES
 from tests.learning import ascent_of_adapter
 from tests.multinode_support import CONFIG, HEARTBEAT_S, Nodes, check_same_adapter, interrupt
 from tests.patience import PATIENCE_S
+from tests.ports import free_port
 
 pytestmark = pytest.mark.slow
 GROUPS = 32
@@ -29,12 +29,6 @@ ROLLOUTS = 8
 UPDATES = 4
 EXAMPLES = 12
 PHASES = list(Phase) if ALL_PHASES else [Phase.TRAIN_ROLLOUT]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def config(model: Path) -> str:

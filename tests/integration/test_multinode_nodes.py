@@ -13,9 +13,9 @@ import pytest
 from daemons.cli import run
 from prime_rl.contract.files import wait_for
 from prime_rl.multinode.phases import Phase
-from tests.integration.test_multinode_group import free_port
 from tests.multinode_support import CONFIG, HEARTBEAT_S, Nodes, processes
 from tests.patience import PATIENCE_S
+from tests.ports import free_port
 
 # A quarter of it is when a node counts as stalled: nothing that a busy machine does to a loop takes so long.
 LOOP_TIMEOUT_S = 40.0

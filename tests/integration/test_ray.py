@@ -163,6 +163,7 @@ def test_a_daemon_outlives_a_killed_supervisor_and_is_adopted(
         assert supervisor.stdout is not None
         handle = msgspec.json.decode(supervisor.stdout.readline(), type=Handle)
         until(lambda: launcher.logs(handle).exists() and "\nready" in launcher.logs(handle).read_text(), "the daemon")
+        until(lambda: 0 in records(output, handle), "the first record of its agent")
         supervisor.kill()
     status = DaemonStatus(name=TRAINER, state="running", handle=handle)
     assert launcher.adopt(status) == handle

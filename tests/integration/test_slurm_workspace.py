@@ -120,10 +120,7 @@ def test_a_killed_slurmd_and_its_stepds_leave_nothing_behind(training: SeveralNo
 
     training.restart("trainer", kill)
     assert lost not in nodes_of(training, "trainer")
-    training.wait(
-        lambda: not [each for each in cluster.processes() if each.environ().get("SLURMD_NODENAME") == lost],
-        f"no process to be left on {lost}",
-    )
+    training.wait(lambda: not cluster.processes(lost), f"no process to be left on {lost}")
 
 
 def test_a_node_that_is_set_down_is_left(training: SeveralNodes, cluster: SlurmCluster) -> None:

@@ -24,6 +24,7 @@ from prime_rl.contract.status import (
     read_status,
 )
 from prime_rl.utils.process import ProcessId
+from tests.patience import PATIENCE_S
 
 NOW = 1_000_000.0
 HANGS = """
@@ -98,7 +99,7 @@ def test_a_process_whose_main_thread_hangs_is_stalled_and_never_lost_nor_what_it
                     seen.append(condition(status, time.time()).state)
                 return "stalled" in seen
 
-            wait_for(is_stalled, "the hanging loop to be stalled", timeout_s=120.0)
+            wait_for(is_stalled, "the hanging loop to be stalled", timeout_s=PATIENCE_S)
             status = read_status(path, TrainerStatus)
             assert status is not None and (status.state, status.loop) == ("training", 3)
         finally:

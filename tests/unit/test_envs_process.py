@@ -148,14 +148,20 @@ async def test_rollouts_of_several_turns_and_every_fault_but_a_hang() -> None:
 
 
 def processes() -> set[psutil.Process]:
-    return {p for p in psutil.Process().children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE}
+    return {process for process in psutil.Process().children(recursive=True) if lives(process)}
+
+
+def lives(process: psutil.Process) -> bool:
+    """Also asked of one that ends in that very moment."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 async def ended(of: set[psutil.Process]) -> None:
     """Processes that an environment starts in their own session are orphans when their parent is gone."""
-    await until(
-        lambda: not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in of), "the processes to end"
-    )
+    await until(lambda: not any(map(lives, of)), "the processes to end")
 
 
 def with_step_limit(env: CheckedEnvironment, timeout_s: float) -> CheckedEnvironment:

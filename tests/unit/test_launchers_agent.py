@@ -90,6 +90,11 @@ def until(condition: Callable[[], bool], what: str) -> None:
     wait_for(condition, what, timeout_s=PATIENCE_S)
 
 
+def until_ready(output: OutputDir, *words: str) -> None:
+    """Until the daemon has printed these, and its agent has written it down: that may come later."""
+    until(lambda: record(output) is not None and {"ready", *words} <= {*log(output)}, "the daemon and its record")
+
+
 def members(output: OutputDir) -> list[int]:
     """Processes of this workspace's daemon, by its mark."""
     found = []
@@ -135,7 +140,7 @@ def test_a_program_that_is_missing_is_a_reason(output: OutputDir) -> None:
 
 def test_a_stop_lets_the_daemon_end_by_itself(output: OutputDir, start: Start) -> None:
     agent = start(POLITE)
-    until(lambda: "ready" in log(output), "the daemon")
+    until_ready(output)
     before = record(output)
     assert before is not None and before.state == "running" and before.process is not None
     assert before.process.is_running()
@@ -148,7 +153,7 @@ def test_a_stop_lets_the_daemon_end_by_itself(output: OutputDir, start: Start) -
 
 def test_what_ignores_sigterm_is_killed_after_the_grace_with_its_children(output: OutputDir, start: Start) -> None:
     agent = start(STUBBORN)
-    until(lambda: "ready" in log(output) and "child" in log(output), "the daemon and its child")
+    until_ready(output, "child")
     assert len(members(output)) == 2
     ask_to_stop(output, "trainer", START, PATIENCE_S)
     ask_to_stop(output, "trainer", START, 0.0)
@@ -157,7 +162,7 @@ def test_what_ignores_sigterm_is_killed_after_the_grace_with_its_children(output
 
 def test_what_a_dead_daemon_leaves_behind_is_killed(output: OutputDir, start: Start) -> None:
     agent = start(STUBBORN)
-    until(lambda: "ready" in log(output) and "child" in log(output), "the daemon and its child")
+    until_ready(output, "child")
     now = record(output)
     assert now is not None
     os.kill(now.pid, signal.SIGKILL)
@@ -166,7 +171,7 @@ def test_what_a_dead_daemon_leaves_behind_is_killed(output: OutputDir, start: St
 
 def test_the_end_of_its_pipe_ends_the_daemon(output: OutputDir, start: Start) -> None:
     agent = start(POLITE, "--death-pipe")
-    until(lambda: "ready" in log(output), "the daemon")
+    until_ready(output)
     assert agent.stdin is not None
     agent.stdin.close()
     assert agent.wait(PATIENCE_S) == 7
@@ -178,7 +183,7 @@ def test_the_death_of_its_parent_ends_the_daemon(output: OutputDir) -> None:
     argv = [sys.executable, "-m", "daemons.launchers.agent", str(output.path), "trainer", START, "--"]
     code = f"import subprocess; subprocess.run({[*argv, sys.executable, '-c', POLITE]!r}, stdin=subprocess.DEVNULL)"
     parent = subprocess.Popen([sys.executable, "-c", code])
-    until(lambda: "ready" in log(output), "the daemon")
+    until_ready(output)
     parent.kill()
     parent.wait()
     until(lambda: (last := record(output)) is not None and last.state == "ended", "the end of the daemon")
@@ -187,7 +192,7 @@ def test_the_death_of_its_parent_ends_the_daemon(output: OutputDir) -> None:
 
 def test_a_killed_agent_takes_its_daemon_along_and_the_next_start_what_is_left(output: OutputDir, start: Start) -> None:
     first = start(STUBBORN)
-    until(lambda: "ready" in log(output) and "child" in log(output), "the daemon and its child")
+    until_ready(output, "child")
     first.kill()
     first.wait()
     until(lambda: len(members(output)) == 1, "the daemon to be gone")
@@ -259,7 +264,7 @@ def test_files_of_earlier_starts_are_removed(output: OutputDir) -> None:
 
 def test_a_start_that_no_supervisor_has_recorded_is_found_and_killed(output: OutputDir, start: Start) -> None:
     start(STUBBORN)
-    until(lambda: "ready" in log(output), "the daemon")
+    until_ready(output)
     strays = strays_of(output)
     assert len(strays) == 1 and strays_of(output, but=["trainer"]) == set()
     assert kill_strays(output, strays, lambda: None) == set()

@@ -323,7 +323,7 @@ def test_names_that_attack_reach_no_monitor_as_they_are(tmp_path: Path, page: Pr
         for step in (1, 2):
             many = {f"{step}/{number}/{'many' * 50}": number for number in range(600)}
             write(run, writer, step, **{text: 0.5, f"eval/{text}/reward": 0.25}, **many)
-    last = re.compile(r"^prl_orchestrator_step{.*} 2\.0$", re.MULTILINE)
+    last = re.compile(r"^prl_trainer_step{.*} 2\.0$", re.MULTILINE)  # the trainer's lines come after the others
     until(lambda: len(recorder.calls) > 4 and last.search(scraped()) is not None, "the lines")
     shown = scraped()
     for feed in feeds:

@@ -18,7 +18,7 @@ import msgspec
 import pytest
 
 from daemons.monitors.__main__ import Monitors
-from daemons.monitors.followed import CLOSE_LIMIT_S, QUIET_S, SLOW_S
+from daemons.monitors.followed import CLOSE_LIMIT_S, SLOW_S
 from prime_rl.configs.base import build
 from prime_rl.configs.monitors import MonitorsConfig
 from prime_rl.contract.files import append_line, wait_for, write_atomic
@@ -27,6 +27,9 @@ from prime_rl.contract.status import TrainerRunStatus, TrainerStatus
 from tests.attack_support import ATTACKS, Outside
 from tests.orchestrator_support import config_data, make_run, write_toml
 from tests.patience import PATIENCE_S
+
+# Quiet only when a test says so, however long a library takes to be imported.
+QUIET_S = PATIENCE_S
 
 
 class Workspace:
@@ -38,7 +41,7 @@ class Workspace:
 
     def start(self, **tables: Any) -> Monitors:
         config = build(MonitorsConfig, tables, "test")
-        self.monitors = Monitors(self.output, config, clock=lambda: time.monotonic() + self.ahead_s)
+        self.monitors = Monitors(self.output, config, clock=lambda: time.monotonic() + self.ahead_s, quiet_s=QUIET_S)
         return self.monitors
 
     def run(self, run_id: str, *, step: int = 1, **over: Any) -> RunDir:

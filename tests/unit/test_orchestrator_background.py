@@ -18,6 +18,7 @@ from prime_rl.orchestrator.guard import run_beside
 from prime_rl.orchestrator.rollout import Group
 from prime_rl.utils.background import Background
 from tests.orchestrator_support import FakeInference, make_client, make_model, make_run, run_config, serving, until
+from tests.patience import PATIENCE_S
 
 # Nothing listens there.
 NOWHERE = "http://127.0.0.1:9/v1"
@@ -144,6 +145,6 @@ async def test_a_group_that_cannot_be_judged_ends_the_run_with_the_reason(
     run = make_run(tmp_path / "workspace")
     async with serving(FakeInference(model)) as url:
         config = run_config(model, client={"base_url": url}, filter_zero_advantage=True)
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(PATIENCE_S):
             assert await orchestrator.run_to_the_end(config, run, lambda: False) == 1
     assert "ZeroDivisionError: no advantage" in caplog.text

@@ -275,6 +275,7 @@ def test_a_linked_config_is_not_followed(tmp_path: Path) -> None:
 
 
 def test_prints_spare_what_has_not_changed(tmp_path: Path) -> None:
+    began_ns = time.time_ns()
     runs = [run_of(tmp_path, f"run_{number}", text_of()) for number in range(3 * CLOSE_LOOKS)]
     later = Discovery(tmp_path, lambda config: None, wall_ns=lambda: time.time_ns() + 10**10)
     names = {run.run_id for run in runs}
@@ -296,6 +297,6 @@ def test_prints_spare_what_has_not_changed(tmp_path: Path) -> None:
         change()
         again = later.suspects() | later.suspects()
         assert changed.run_id in again or not OutputDir(tmp_path).daemon_status(changed.run_id).exists()
-    young = Discovery(tmp_path, lambda config: None)
+    young = Discovery(tmp_path, lambda config: None, wall_ns=lambda: began_ns)
     young.suspects()
     assert young.suspects() == names, "times that are too young are not believed"

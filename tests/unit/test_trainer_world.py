@@ -68,7 +68,7 @@ def test_every_start_has_a_name_of_its_own_in_one_store() -> None:
         names: list[str] = []
 
         def join(rank: int, names: list[str] = names) -> None:
-            names.append(name_of_this_start(store, rank, 3, 20.0))
+            names.append(name_of_this_start(store, rank, 3, PATIENCE_S))
 
         threads = [threading.Thread(target=join, args=(rank,)) for rank in range(3)]
         for thread in threads:

@@ -124,6 +124,8 @@ def test_a_folder_that_was_replaced_is_watched_again(tmp_path: Path, kind: Obser
         else:
             control.parent.rename(tmp_path / ".old")
         control.mkdir(parents=True)
+        if kind == "native":  # polling looks at the path, whatever is there
+            assert hinted(watcher, tmp_path if how == "parent_moved" else control)
         quiet(watcher)
         watcher.watch([tmp_path, control])
         quiet(watcher)
@@ -269,10 +271,10 @@ def test_one_thread_and_no_warning_for_a_thousand_folders(tmp_path: Path) -> Non
     folders = [tmp_path / f"{number}" for number in range(1000)]
     for folder in folders:
         folder.mkdir()
-    before = threading.active_count()
+    before = {*threading.enumerate()}
     with warnings.catch_warnings(), watcher_of(*folders) as watcher:
         warnings.simplefilter("error")
-        assert threading.active_count() == before + 1
+        assert len({*threading.enumerate()} - before) == 1  # others may end meanwhile
         quiet(watcher)
         for folder in folders:
             (folder / "x").write_text("1")
