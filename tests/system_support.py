@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -17,6 +17,7 @@ import psutil
 from prime_rl.contract.files import wait_for
 from prime_rl.contract.layout import OutputDir, RunDir
 from tests.patience import PATIENCE_S
+from tests.ports import free_port
 
 ROOT = Path(__file__).parent.parent
 # Of a greedy answer: `[sampling] max_tokens` of the runs.
@@ -209,8 +210,11 @@ def closed(workspace: Workspace) -> Iterator[Workspace]:
     """The workspace once; whatever was left running in it is ended afterwards."""
     yield workspace
     workspace.prl("down", check=False)
-    for process in workspace.processes():
-        process.kill()
+    left = workspace.processes()
+    for process in left:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(left, timeout=PATIENCE_S)
 
 
 def make_workspace(tmp_path: Path, model: Path, *, slots: int = 2, engine: str = "embedded") -> Workspace:
@@ -230,12 +234,6 @@ def make_whole_workspace(tmp_path: Path, model: Path, *, engine: str, broadcast:
     values = {"output_dir": output_dir, "model": model, "engine": engine, "broadcast": broadcast, "port": free_port()}
     system_toml.write_text((WHOLE_SYSTEM_TOML + PARTS_TOML).format(**values))
     return Workspace(output_dir, system_toml, model)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

@@ -9,7 +9,7 @@ import torch
 
 from prime_rl.transfer import WeightSender
 from tests.patience import PATIENCE_S
-from tests.system_support import free_port
+from tests.ports import free_port
 from tests.transfer_main import HOST, LABEL, ask, digest, process, weights
 
 pytestmark = [

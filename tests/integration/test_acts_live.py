@@ -25,7 +25,7 @@ from prime_rl.configs.base import load_toml
 from prime_rl.contract.layout import list_steps
 from prime_rl.contract.status import InferenceStatus, read_status
 from tests.integration.test_system_sharing import FOREVER, add, is_let_go, process, published, trainer
-from tests.integration.test_tui_actions import entry_of, select
+from tests.integration.test_tui_actions import outcome, select
 from tests.integration.test_tui_steering import form
 from tests.system_support import NUM_ANSWER_TOKENS, ROOT, Workspace, closed, greedy_answer, make_workspace
 from tests.tui_support import opened_app, until
@@ -63,12 +63,6 @@ def state_in(app: PrlApp, run_id: str) -> str | None:
     return row.state if row else None
 
 
-def is_done(app: PrlApp, command: str) -> bool:
-    """Whether the last action is this one, not the one before, and done."""
-    entry = entry_of(app)
-    return entry is not None and entry.state == "done" and entry.command.startswith(command)
-
-
 async def test_the_console_pauses_forks_weighs_and_continues(living: Workspace) -> None:
     run = living.run_dir(RUN)
     async with opened(living.output_dir) as (app, pilot):
@@ -91,7 +85,7 @@ async def test_the_console_pauses_forks_weighs_and_continues(living: Workspace) 
         await pilot.press("w")
         (await form(app, pilot)).query_one("#weight", Input).value = "2"
         await pilot.press("enter")
-        await until(pilot, lambda: is_done(app, f"prl runs set {RUN} weight=2"), "its new weight")
+        await outcome(app, pilot, of=f"prl runs set {RUN} weight=2")
         await until(pilot, lambda: state_in(app, RUN) == "paused" and app.screen is app.screen_stack[1], "home")
         await pilot.press("z")
         await until(pilot, lambda: published(living, RUN) > step, "the run to go on where it was")

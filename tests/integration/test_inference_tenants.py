@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import socket
 import threading
 import tomllib
 from collections.abc import Iterator
@@ -28,6 +27,7 @@ from tests.inference_support import (
     token_ids,
 )
 from tests.patience import PATIENCE_S
+from tests.ports import free_port
 from tests.trainer_support import published, put_batches, train_until, whole_config, write_run
 from tests.weights_contract import check_weights, difference, reference, reload
 
@@ -39,12 +39,6 @@ NUM_TOKENS, NUM_REQUESTS = 10, 4
 NUM_UPDATES = 3
 # Of the transfer; one test waits for it to pass.
 TIMEOUT_S = 10.0
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @pytest.fixture(scope="module")

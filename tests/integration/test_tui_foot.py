@@ -4,19 +4,31 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.tui_run_support import Opened, opened_run
-from tests.tui_support import build_workspace, screen_text
+from textual.app import App
+from textual.screen import ModalScreen
+
+from tests.tui_run_support import opened_run
+from tests.tui_support import build_workspace, opened_app, screen_text, settled, until
 
 
-def foot(o: Opened) -> str:
-    return screen_text(o.app).splitlines()[-1].rstrip()
+def foot(app: App[None]) -> str:
+    return screen_text(app).splitlines()[-1].rstrip()
 
 
 async def test_no_key_at_the_foot_is_cut(tmp_path: Path) -> None:
     async with opened_run(build_workspace(tmp_path).path) as o:
         for width, last in [(80, "w Compare"), (140, "d Delete"), (44, "m Maximise"), (43, "← → Step"), (32, "? Help")]:
             await o.pilot.resize_terminal(width, 24)
-            await o.until(lambda last=last: foot(o).endswith(last), f"{last} as the last of {width} columns")
+            await o.until(lambda last=last: foot(o.app).endswith(last), f"{last} as the last of {width} columns")
         await o.pilot.resize_terminal(80, 24)
         await o.press("5")
-        await o.until(lambda: foot(o).endswith("d Delete"), "the keys of another tab")
+        await o.until(lambda: foot(o.app).endswith("d Delete"), "the keys of another tab")
+
+
+async def test_nor_under_a_dialog(tmp_path: Path) -> None:
+    async with opened_app(build_workspace(tmp_path), size=(80, 24)) as (app, pilot):
+        await until(pilot, lambda: foot(app).endswith("q Quit"), "the keys")
+        await pilot.press("e")
+        await until(pilot, lambda: isinstance(app.screen, ModalScreen), "the dialog")
+        await settled(pilot)
+        assert foot(app).endswith("q Quit")

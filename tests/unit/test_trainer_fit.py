@@ -8,7 +8,6 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -220,18 +219,17 @@ for line in sys.stdin:
 
 
 @pytest.mark.slow
-def test_the_documents_have_what_prl_fit_answers() -> None:
+@pytest.mark.parametrize(("common", "columns", "rows"), TABLES, ids=["one GPU", "eight GPUs", "laptop"])
+def test_the_documents_have_what_prl_fit_answers(common: str, columns: str, rows: str) -> None:
     """In a process of its own: another test may have made a process group of one."""
-    tables = [[line.strip("| ").split(" | ") for line in rows.splitlines()] for _, _, rows in TABLES]
-    all_tables = list(zip(TABLES, tables, strict=True))
-    flags = [f"{cells[0].strip('`')} {common}\n" for (common, _, _), table in all_tables for cells in table]
+    table = [line.strip("| ").split(" | ") for line in rows.splitlines()]
+    flags = "".join(f"{cells[0].strip('`')} {common}\n" for cells in table)
     argv = [sys.executable, "-c", ONE_BY_ONE]
-    answers = subprocess.run(argv, cwd=ROOT, check=True, capture_output=True, text=True, input="".join(flags)).stdout
-    found = iter([json.loads(line) for line in answers.splitlines()])
-    for (_, columns, _), table in all_tables:
-        names = columns.split(" | ")
-        shown_as = [[shown(name, answer[name]) for name in names] for answer in islice(found, len(table))]
-        assert shown_as == [cells[1:] for cells in table]
+    answers = subprocess.run(argv, cwd=ROOT, check=True, capture_output=True, text=True, input=flags).stdout
+    found = [json.loads(line) for line in answers.splitlines()]
+    assert [[shown(name, answer[name]) for name in columns.split(" | ")] for answer in found] == [
+        cells[1:] for cells in table
+    ]
 
 
 def shown(name: str, value: float) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from rich.text import Text
 from textual.app import RenderResult
 from textual.events import Resize
+from textual.geometry import Size
 from textual.message import Message
 from textual.reactive import reactive
 from textual.widget import Widget
@@ -52,10 +53,14 @@ class KeyFooter(Footer):
 
     async def recompose(self) -> None:
         await super().recompose()
-        self.call_after_refresh(self._hide_what_is_cut)
+        self.set_reactive(Widget.virtual_size, Size(0, 0))  # so the size of what is new is one that has changed
 
     def on_resize(self, event: Resize) -> None:
         self._hide_what_is_cut()
+
+    def watch_virtual_size(self) -> None:
+        """Keys were laid out. Under a dialog `call_after_refresh` would wait for the dialog, not for them."""
+        self.call_next(self._hide_what_is_cut)
 
     def _hide_what_is_cut(self) -> None:
         """The first key that does not fit and all after it; with a label its keys, which stand before it."""
