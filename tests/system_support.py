@@ -152,12 +152,12 @@ class Workspace:
         self.prl("up", "@", str(self.system_toml))
 
     def json(self, *args: str) -> dict[str, Any]:
-        """What a command that only looks has to say.
+        """What a command has to say.
 
-        Called in this process: a wait asks again and again, and every start of Python takes a second of the CPU that
-        the system under test needs.
+        What waits ask again and again is called in this process: every start of Python takes a second of the CPU that
+        the system under test needs. Others may become another program (`prl fit` does), so they get their own.
         """
-        if self.enter:
+        if self.enter or args[0] not in ("runs", "status"):
             shown = self.prl(*args, "--json").stdout
         else:
             with contextlib.redirect_stdout(io.StringIO()) as out:
