@@ -47,6 +47,9 @@ _PUBLIC_MODE = 0o644
 _STAGED = ".adding."
 # Filling a folder takes seconds, with a large adapter minutes; what is older was left by a killed process.
 _LEFTOVER_S = 3600.0
+# A config that was renamed after it was written is whole, and waits for nothing. File systems count in ticks of up to
+# 10 ms: so that both are not in one tick, it counts as written this much earlier.
+_TICKS_NS = 20_000_000
 
 
 @dataclass(frozen=True)
@@ -214,7 +217,8 @@ def staged(output: OutputDir, new: NewRun) -> Iterator[Path]:
     folder = Path(tempfile.mkdtemp(prefix=_STAGED, dir=output.path))
     try:
         folder.chmod(0o755)
-        write_atomic(RunDir(folder).orch_toml, new.text, mode=new.mode)
+        written_ns = time.time_ns() - _TICKS_NS
+        write_atomic(RunDir(folder).orch_toml, new.text, mode=new.mode, modified_ns=written_ns)
         if new.start is not None:
             copy_start(new.start, RunDir(folder).init)
         yield folder

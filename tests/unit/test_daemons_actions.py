@@ -21,6 +21,7 @@ from daemons.workspace_reader import read_workspace
 from prime_rl.configs.validate import key_of, load_run_config
 from prime_rl.contract.layout import OutputDir
 from prime_rl.contract.status import RunStatus, StatusWriter, TrainerRunStatus, TrainerStatus
+from prime_rl.trainer.runs.discovery import Discovery
 from prime_rl.utils.process import ProcessId
 from tests.daemons_support import RUN_TOML
 
@@ -69,6 +70,16 @@ def test_any_file_name_gives_an_id(workspace: Path, source: Path, name: str, run
     path.parent.mkdir(exist_ok=True)
     path.write_text(source.read_text())
     assert actions.add_run(workspace, path) == run_id
+
+
+def test_runs_are_taken_in_the_order_in_which_they_were_added(workspace: Path, source: Path) -> None:
+    """At the first look, by their configs' times: one that seems to be written in place would be passed over."""
+    names = [f"run_{name}" for name in "cabed" * 5]
+    added = [actions.add_run(workspace, source, run_id=f"{name}-{number}") for number, name in enumerate(names)]
+    discovery = Discovery(workspace, lambda config: None, settle_s=60.0)
+    found = discovery.scan({})
+    discovery.judge(found)
+    assert [each.run.run_id for each in found.candidates] == added
 
 
 def test_add_twice_with_an_id_is_one_run(workspace: Path, source: Path) -> None:
