@@ -31,17 +31,17 @@ from prime_rl.contract.status import (
     TrainerStatus,
 )
 from prime_rl.utils.process import ProcessId
-from tests.patience import PATIENCE_S
 from tests.patience import until as until
+from tests.tui_pilot import PatientPilot
+from tests.tui_pilot import screen_text as screen_text
+from tests.tui_pilot import settled as settled
 from tui.app import PrlApp
 from tui.model.snapshot import Disk
 from tui.screens.command import CommandScreen
-from tui.watcher import RunWatcher, WorkspaceWatcher
+from tui.watcher import WorkspaceWatcher
 
 NOW = 1_790_000_000.0
 MODEL = "models/base"
-# The threads that go on while a screen is open, by the beginnings of their names.
-WATCHING = ("watch the workspace", "read run_", "read the compared runs", "measure the machine")
 HOSTILE = "\x1b]2;owned\x07\x1b[31mred [bold]not bold[/] [/] \u202eevil"
 
 
@@ -359,48 +359,6 @@ def has_looked(app: App[None]) -> bool:
     return snapshot is not None and (not snapshot.rows or any(row.tail.rewards for row in snapshot.rows))
 
 
-def screen_text(app: App[None]) -> str:
-    """What is drawn, without the styles: exactly what reaches the terminal between its own style codes."""
-    strips = app.screen._compositor.render_strips()
-    return "\n".join("".join(segment.text for segment in strip) for strip in strips)
-
-
-def is_at_rest(app: App[None]) -> bool:
-    """Whether every key was handled, and no message waits for the app or for what is on its screen."""
-    if not app.is_running:
-        return True
-    screen = app.screen
-    if getattr(app, "_keys", ()) or screen._callbacks:
-        return False
-    return all(pump._message_queue.empty() for pump in (app, *screen.walk_children(with_self=True)))
-
-
-class PatientPilot(Pilot[None]):
-    """Goes on after `press`, `click` and `pause` when all that they led to on the screen was done, and drawn.
-
-    Textual's own pilot takes an app that uses no CPU for one that has nothing to do; on a busy machine it may be one
-    that does not get to it. What a thread does is not waited for.
-    """
-
-    async def press(self, *keys: str) -> None:
-        await super().press(*keys)
-        await self.pause()
-
-    async def pause(self, delay: float | None = None) -> None:
-        await super().pause(delay)
-        if delay is None:
-            looks: list[bool] = []
-
-            def is_quiet() -> bool:
-                looks.append(is_at_rest(self.app))
-                return looks[-2:] == [True, True]
-
-            await until(self, is_quiet, "the app to have nothing to do")
-
-    async def _wait_for_screen(self, timeout: float = PATIENCE_S) -> bool:
-        return await super()._wait_for_screen(timeout)
-
-
 @asynccontextmanager
 async def opened_app(
     workspace: Path | OutputDir, *keys: str, size: tuple[int, int] = (100, 30), **settings: Any
@@ -415,25 +373,6 @@ async def opened_app(
         await pilot.press(*keys)
         await pilot.pause()
         yield app, pilot
-
-
-async def settled(pilot: Pilot[None], *, num_same: int = 5) -> None:
-    """Let the app work until what it asked of the disk is there and `num_same` pictures in a row are the same.
-
-    No thread is then at work but those that watch.
-    """
-    seen: list[str] = []
-
-    def same() -> bool:
-        watchers = (getattr(pilot.app, "watcher", None), getattr(pilot.app.screen, "_watcher", None))
-        is_behind = any(isinstance(each, WorkspaceWatcher | RunWatcher) and not each.is_caught_up for each in watchers)
-        at_work = [each for each in pilot.app.workers if not each.is_finished and not each.name.startswith(WATCHING)]
-        if is_behind or at_work or not is_at_rest(pilot.app):
-            seen.clear()
-        seen.append(screen_text(pilot.app))
-        return len(seen) >= num_same and len(set(seen[-num_same:])) == 1
-
-    await until(pilot, same, "a picture that stays")
 
 
 async def command(pilot: Pilot[None], line: str) -> None:

@@ -10,8 +10,8 @@ from textual.pilot import Pilot
 from textual.widgets import Input
 
 from prime_rl.utils.text import one_line
+from tests.tui_pilot import PatientPilot
 from tests.tui_support import (
-    PatientPilot,
     build_workspace,
     frozen_clock,
     has_looked,
