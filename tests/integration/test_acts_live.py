@@ -24,7 +24,7 @@ from daemons.chat import ChatSettings
 from prime_rl.configs.base import load_toml
 from prime_rl.contract.layout import list_steps
 from prime_rl.contract.status import InferenceStatus, read_status
-from tests.integration.test_system_sharing import FOREVER, add, is_let_go, process, published, trainer
+from tests.integration.test_system_sharing import FOREVER, add, process, published, trainer, wait_until_let_go
 from tests.integration.test_tui_actions import outcome, select
 from tests.integration.test_tui_steering import form
 from tests.system_support import NUM_ANSWER_TOKENS, ROOT, Workspace, closed, greedy_answer, make_workspace
@@ -98,7 +98,7 @@ async def test_a_version_that_is_taken_home_has_the_answers_of_inference(living:
     from transformers import AutoModelForCausalLM
 
     living.prl("runs", "pause", RUN, FORK)  # a quiet machine, and the version stays the newest
-    is_let_go(living, RUN)  # until then the trainer may publish what it was at
+    wait_until_let_go(living, RUN)  # until then the trainer may publish what it was at
     step, merged = published(living, RUN), tmp_path / "merged"
     answer = living.answer(f"{RUN}@v{step}", QUESTION)
     living.prl("runs", "export", RUN, "--step", str(step), "--out", str(tmp_path / "adapter"))
@@ -164,7 +164,7 @@ def test_a_kill_in_the_middle_of_a_preemption_loses_nothing(living: Workspace) -
         victim.send(signal.SIGKILL)
     living.wait(lambda: trainer(living).pid != number, "the trainer's restart")
     living.wait(lambda: published(living, "run_urgent") >= 1, "the urgent run to train")
-    is_let_go(living, FORK)
+    wait_until_let_go(living, FORK)
     waits = living.runs()[FORK]
     assert waits["state"] == "waiting" and waits["reason"].startswith("preempted by run_urgent")
     assert list_steps(fork.checkpoints, stable_only=True)[-1] >= before

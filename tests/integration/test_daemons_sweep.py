@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from daemons.halving import Decision, read_decisions
-from tests.integration.test_system_sharing import is_let_go
+from tests.integration.test_system_sharing import wait_until_let_go
 from tests.system_support import Workspace, closed, greedy_answer, make_workspace
 
 pytestmark = pytest.mark.slow
@@ -51,7 +51,7 @@ def test_a_sweep_with_halving_ends_with_one_winner(workspace: Workspace) -> None
 
     (winner,), out = second.kept, workspace.output_dir.parent / "winner"
     workspace.prl("runs", "pause", winner, check=False)  # its newest version stays the newest; it may have finished
-    is_let_go(workspace, winner)
+    wait_until_let_go(workspace, winner)
     workspace.prl("runs", "export", winner, "--merge", "--out", str(out))
     from transformers import AutoModelForCausalLM
 

@@ -36,7 +36,7 @@ def test_runs_share_two_slots(living: Workspace) -> None:
 
     assert "run_a: paused" in living.prl("runs", "pause", "run_a", "--reason", "others first").stdout
     assert "already paused" in living.prl("runs", "pause", "run_a").stdout
-    is_let_go(living, "run_a")
+    wait_until_let_go(living, "run_a")
     run = living.run_dir("run_a")
     assert list_steps(run.checkpoints, stable_only=True)[-1] == published(living, "run_a"), (
         "its newest version is saved"
@@ -51,7 +51,7 @@ def test_runs_share_two_slots(living: Workspace) -> None:
     living.wait(lambda: living.runs()["run_b"]["reason"] is not None, "run_b to give up its slot")
     waits = living.runs()["run_b"]
     assert waits["state"] == "waiting" and waits["reason"].startswith("preempted by run_d")
-    is_let_go(living, "run_b")
+    wait_until_let_go(living, "run_b")
     # The trainer looks once more before it has the run that left in its queue.
     living.wait(lambda: trainer(living).waiting == ["run_b"], "run_b to be in the queue")
     assert living.state("run_d") == "active"
@@ -69,7 +69,7 @@ def test_runs_share_two_slots(living: Workspace) -> None:
     for each in amid:
         each.send(signal.SIGKILL)
     living.wait(lambda: trainer(living).pid != number and trainer(living).state != "starting", "the trainer's restart")
-    is_let_go(living, "run_a")
+    wait_until_let_go(living, "run_a")
     before = published(living, "run_a")
     living.prl("runs", "continue", "run_a")
     living.wait(lambda: published(living, "run_a") > before, "run_a to go on after its pause was cut short")
@@ -114,8 +114,8 @@ def process(living: Workspace, name: str) -> ProcessId:
     return found[0]
 
 
-def is_let_go(living: Workspace, run_id: str) -> None:
-    """It has no slot, no process and no adapter in inference."""
+def wait_until_let_go(living: Workspace, run_id: str) -> None:
+    """Until it has no slot, no process and no adapter in inference."""
 
     def adapters() -> list[str]:
         status = read_status(living.paths.inference_status, InferenceStatus)
