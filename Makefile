@@ -12,7 +12,7 @@ define CHECK_PYTHON
 endef
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-test install-gpu demo test test-all test-cpus check format bench bench-trainer bench-loop bench-discovery bench-tui bench-multinode screenshots docs docs-check wheel clean
+.PHONY: help install install-test install-gpu demo test test-all coverage test-cpus check format bench bench-trainer bench-loop bench-discovery bench-tui bench-multinode screenshots docs docs-check wheel clean
 
 help: ## list the commands
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -37,6 +37,13 @@ test: install-test ## what to run before every commit: all tests but the slow on
 
 test-all: install-test ## every test (real processes, real vLLM on the CPU), with the full budgets
 	@PRL_TEST_BUDGET=full $(PYTEST)
+
+coverage: install-test ## the same, and which lines and branches they reach, in all processes: build/coverage
+	@rm -rf build/coverage
+	@PRL_TEST_BUDGET=full PRL_TEST_LIMIT_S=120 COVERAGE_PROCESS_START=$(CURDIR)/pyproject.toml \
+		COVERAGE_FILE=$(CURDIR)/build/coverage/data $(PYTEST); result=$$?; \
+	export COVERAGE_FILE=$(CURDIR)/build/coverage/data; \
+	$(BIN)/coverage combine -q && $(BIN)/coverage report; exit $$result
 
 test-cpus: install-test ## numeric and learning tests on every instruction set of this CPU, each twice
 	@HF_HUB_OFFLINE=1 $(BIN)/python scripts/test_cpus.py
