@@ -61,7 +61,18 @@ def clean_environment() -> dict[str, str]:
     return {key: value for key, value in os.environ.items() if not key.startswith(("PYTHON", "PRL_", "VIRTUAL_ENV"))}
 
 
-def install_wheel(folder: Path, extra: str = "") -> Installed:
+def find_python(version: str) -> str:
+    """A Python of that version, as in "3.12": on the PATH, or one of pyenv's. Skips where this machine has none."""
+    pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
+    named = shutil.which(f"python{version}")
+    for each in [*([named] if named else []), *map(str, sorted(pyenv.glob(f"{version}.*/bin/python3")))]:
+        ask = [each, "-c", "import ensurepip, sys; print('%d.%d' % sys.version_info[:2])"]
+        if subprocess.run(ask, capture_output=True, text=True, check=False).stdout.strip() == version:
+            return each
+    pytest.skip(f"no Python {version} with ensurepip on this machine")
+
+
+def install_wheel(folder: Path, extra: str = "", python: str = sys.executable) -> Installed:
     """Build the wheel by `make wheel` from a copy of the sources, and install it. Skips without a network.
 
     `extra` is one with its brackets, as in "[cpu]"; torch is then the build for CPUs.
@@ -69,7 +80,7 @@ def install_wheel(folder: Path, extra: str = "") -> Installed:
     wheel = build_wheel(folder / "sources")
     venv, work = folder / "venv", folder / "work"
     work.mkdir()
-    subprocess.run([sys.executable, "-m", "venv", str(venv)], check=True)
+    subprocess.run([python, "-m", "venv", str(venv)], check=True)
     before = size_of(venv)
     pip = [str(venv / "bin" / "python"), "-m", "pip", "install", "-c", str(ROOT / "constraints.txt"), f"{wheel}{extra}"]
     if extra:

@@ -14,7 +14,7 @@ from prime_rl import __version__
 from prime_rl.configs import EXAMPLES
 from tests.integration.test_tui_tmux import Terminal
 from tests.tui_support import build_workspace
-from tests.wheel_support import LOAD_ALL, Installed, clean_environment, install_wheel
+from tests.wheel_support import LOAD_ALL, Installed, clean_environment, find_python, install_wheel
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("wheel")]
 MAX_BYTES = 60_000_000
@@ -84,6 +84,17 @@ def test_the_browser_needs_an_extra_too(installed: Installed, workspace: Path) -
     done = installed.run("prl-tui", str(workspace), "--serve")
     told = 'prl-tui: --serve: not installed: textual_serve; pip install "prl-multirun[serve]"\n'
     assert (done.returncode, done.stderr) == (2, told)
+
+
+@pytest.mark.parametrize("version", ["3.12", "3.13"])
+def test_later_pythons_have_the_control_plane_too(version: str, tmp_path: Path, workspace: Path) -> None:
+    later = install_wheel(tmp_path, python=find_python(version))
+    assert later.run("python", "--version").stdout.startswith(f"Python {version}.")
+    loaded = later.run("python", "-W", "error::SyntaxWarning", "-c", LOAD_ALL)
+    assert loaded.returncode == 0 and int(loaded.stdout) > 100, loaded.stderr
+    listed = later.run("prl", "runs", "list", "--output-dir", str(workspace), "--json")
+    assert json.loads(listed.stdout)["runs"], listed.stderr
+    assert "--read-only" in later.run("prl-tui", "--help").stdout
 
 
 @pytest.fixture
