@@ -1,0 +1,173 @@
+"""Compare in a real app over a workspace on disk: groups, the metric, a filter, and the way to a run."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from textual.pilot import Pilot
+
+from prime_rl.contract.layout import OutputDir, RunDir
+from tests.tui_support import add_run, build_workspace, command, opened_app, orch_toml, screen_text, until
+from tui.app import PrlApp
+from tui.readers.charts import SMOOTHINGS
+from tui.screens.compare import GROUP, CompareScreen
+from tui.screens.pick_runs import PickRuns
+from tui.screens.run import RunScreen
+from tui.screens.runs import RunsScreen
+
+BEST, SECOND, OTHER = "run_high", "run_high-again", "run_low"
+
+
+@pytest.fixture
+def workspace(tmp_path: Path) -> OutputDir:
+    """Beside the runs of the tests: two with tag `high` and one with tag `low`, of which a learning rate differs."""
+    workspace = build_workspace(tmp_path / "workspace")
+    for run_id, tag, lr, best, seed in (
+        (BEST, "high", 3e-3, 0.99, 21),
+        (SECOND, "high", 3e-3, 0.97, 22),
+        (OTHER, "low", 1e-5, 0.1, 23),
+    ):
+        toml = orch_toml(lr=lr, extra=f'tags = ["{tag}"]')
+        add_run(workspace, run_id, step=80, seed=seed, best=best, toml=toml, status={"state": "running"})
+    return workspace
+
+
+@dataclass(frozen=True)
+class Opened:
+    app: PrlApp
+    pilot: Pilot[None]
+
+    @property
+    def screen(self) -> CompareScreen:
+        assert isinstance(self.app.screen, CompareScreen)
+        return self.app.screen
+
+    @property
+    def runs(self) -> set[str]:
+        """Those in the list, without the lines of the groups."""
+        return {key for key in self.screen.list.keys if not key.startswith(GROUP)}
+
+    async def choose(self, key: str) -> None:
+        lines = self.screen.list
+        lines.action_move(lines.keys.index(key) - lines.keys.index(lines.selected or key))
+        await self.pilot.pause()
+        assert lines.selected == key
+
+    async def sees(self, *words: str) -> None:
+        await until(self.pilot, lambda: all(word in screen_text(self.app) for word in words), str(words))
+
+    async def told(self, words: str) -> None:
+        await until(self.pilot, lambda: any(words in each.message for each in self.app._notifications), words)
+
+    async def shows(self, run_ids: set[str]) -> None:
+        await until(self.pilot, lambda: self.runs == run_ids, f"the runs {sorted(run_ids)}")
+
+
+@asynccontextmanager
+async def opened(workspace: OutputDir, *keys: str) -> AsyncIterator[Opened]:
+    async with opened_app(workspace, *keys, "6", size=(120, 40)) as (app, pilot):
+        opened = Opened(app, pilot)
+        await opened.sees("★")
+        yield opened
+
+
+async def test_the_best_run_is_named_with_what_differs(workspace: OutputDir) -> None:
+    async with opened(workspace) as o:
+        await o.sees(f"best ★ {BEST}", "optim.lr = 0.003")
+        assert {BEST, SECOND, OTHER, "run_upper"} <= o.runs
+
+
+async def test_runs_are_grouped_by_tag_and_a_group_opens_with_its_best_first(workspace: OutputDir) -> None:
+    async with opened(workspace) as o:
+        await command(o.pilot, "group tag")
+        await o.sees("by tag", "high  2 runs")
+        assert o.screen.list.keys[0] == f"{GROUP}high"
+        await o.choose(f"{GROUP}high")
+        assert {row.run_id for row in o.screen.target_rows()} == {BEST, SECOND}, "an act is for the whole group"
+        await o.pilot.press("enter")
+        await until(o.pilot, lambda: isinstance(o.app.screen, RunScreen), "the run's screen")
+        screen = o.app.screen
+        assert isinstance(screen, RunScreen) and screen.run_id == BEST
+        await until(o.pilot, lambda: screen.charts.view.compare == (SECOND,), "the other one beside it")
+
+
+async def test_a_run_of_the_list_opens(workspace: OutputDir) -> None:
+    async with opened(workspace) as o:
+        await o.choose(OTHER)
+        await o.pilot.press("enter")
+        await until(o.pilot, lambda: isinstance(o.app.screen, RunScreen), "the run's screen")
+        assert isinstance(o.app.screen, RunScreen) and o.app.screen.run_id == OTHER
+
+
+async def test_what_groups_and_what_is_compared_are_picked_from_lists(workspace: OutputDir) -> None:
+    async with opened(workspace) as o:
+        await o.pilot.press("b")
+        await until(o.pilot, lambda: isinstance(o.app.screen, PickRuns), "the list of keys")
+        await o.pilot.press(*"optim.lr", "enter")
+        await o.sees("by optim.lr")
+        await o.pilot.press("m")
+        await until(o.pilot, lambda: isinstance(o.app.screen, PickRuns), "the list of metrics")
+        await o.pilot.press(*"grad_norm", "enter")
+        await o.sees("grad_norm")
+        assert o.screen.request.metric == "grad_norm" and o.screen.chart.border_title is not None
+        await o.pilot.press("m", "escape")
+        assert o.screen.request.metric == "grad_norm", "escape changes nothing"
+
+
+async def test_a_command_takes_a_part_of_a_name_and_tells_of_a_wrong_one(workspace: OutputDir) -> None:
+    async with opened(workspace) as o:
+        await command(o.pilot, "metric grad")
+        await o.sees("grad_norm")
+        await command(o.pilot, "metric no-such")
+        await o.told("metric 'no-such' not found")
+        await command(o.pilot, "group r")
+        await o.told("grouping 'r' is ambiguous")
+
+
+async def test_smoothing_goes_round(workspace: OutputDir) -> None:
+    async with opened(workspace) as o:
+        before = o.screen.request.view.smoothing
+        seen = []
+        for _ in SMOOTHINGS:
+            await o.pilot.press("s")
+            seen.append(o.screen.request.view.smoothing)
+        assert seen[-1] == before and set(seen) == set(SMOOTHINGS)
+
+
+async def test_a_filter_narrows_and_escape_takes_it_away_before_it_leaves(workspace: OutputDir) -> None:
+    async with opened(workspace) as o:
+        everything = o.runs
+        await o.pilot.press("slash", *"tag:high")
+        await o.shows({BEST, SECOND})
+        await o.pilot.press("enter")
+        assert o.screen.list.has_focus
+        await o.pilot.press("escape")
+        await o.shows(everything)
+        assert not o.screen.filter_bar.has_class("-open")
+        await o.pilot.press("slash", "enter")
+        assert not o.screen.filter_bar.has_class("-open"), "an empty one closes"
+        await command(o.pilot, "filter tag:low")
+        await o.shows({OTHER})
+        await o.pilot.press("escape", "escape")
+        await until(o.pilot, lambda: isinstance(o.app.screen, RunsScreen), "home")
+
+
+async def test_it_begins_with_the_filter_of_the_home_screen(workspace: OutputDir) -> None:
+    async with opened(workspace, "slash", *"tag:high", "enter") as o:
+        await o.shows({BEST, SECOND})
+        assert o.screen.filter_bar.input.value == "tag:high" and o.screen.list.has_focus
+
+
+async def test_a_run_that_comes_and_one_whose_folder_goes_change_the_list(workspace: OutputDir) -> None:
+    async with opened(workspace) as o:
+        add_run(workspace, "run_late", step=5, status={"state": "running"})
+        o.app.watcher.wake()
+        await until(o.pilot, lambda: "run_late" in o.runs, "the new run")
+        evicted = RunDir(workspace.path / OTHER)
+        evicted.path.rename(workspace.path / "gone")
+        o.app.watcher.wake()
+        await until(o.pilot, lambda: OTHER not in o.runs, "the removed run to go")
