@@ -26,6 +26,7 @@ from prime_rl.contract.files import mark_stable, wait_for
 from prime_rl.contract.layout import OutputDir
 from tests.daemons_support import ROOT, RUN_TOML
 from tests.inference_support import KEY, RunningServer, adapter_dir, make_adapter, make_model, start
+from tests.integration.test_tui_tmux import Terminal
 from tests.patience import PATIENCE_S
 from tests.tui_run_support import Opened, opened_run
 from tests.tui_support import add_run, screen_text
@@ -250,6 +251,47 @@ def test_a_pipe_is_answered_line_by_line(server: RunningServer) -> None:
     server.unload("run_a@v2")
     acts = [json.loads(line) for line in (server.output_dir / "logs" / "audit.jsonl").read_text().splitlines()]
     assert (acts[-1]["action"], acts[-1]["run_id"], acts[-1]["detail"]) == ("chat", "run_a", "version 2")
+
+
+@pytest.mark.skipif(shutil.which("tmux") is None, reason="tmux is not installed")
+def test_a_terminal_is_answered_until_quit(server: RunningServer, tmp_path: Path) -> None:
+    """A new conversation, an answer that fails and an empty line do not end it. At the end the version is unloaded."""
+    server.load("run_a@v1", adapter_dir(server, "run_a@v1"))
+    first = answer_of(server, "run_a@v1", "hello").rstrip()
+    second = answer_of(server, "run_a@v1", "hello", first, "and").rstrip()
+    server.unload("run_a@v1")
+    settings = [f"PRL_OUTPUT_DIR={server.output_dir}", f"PRL_API_KEY={KEY}", f"PYTHONPATH={ROOT}"]
+    words = [sys.executable, "-m", "daemons.cli", "chat", "run_a@v1", "--max-tokens", "12", "--temperature", "0"]
+    terminal = Terminal(tmp_path, ["env", *settings, *words])
+
+    def lines() -> list[str]:
+        return [line.rstrip() for line in terminal.text().splitlines() if line.strip()]
+
+    def answered(question: str, *expected: str) -> None:
+        """Until the screen ends with the question, the lines expected, and a new prompt."""
+        terminal.type(question)
+        terminal.press("Enter")
+        after = [f"> {question}".rstrip(), *expected, ">"]
+        wait_for(lambda: lines()[-len(after) :] == after, f"{after}", timeout_s=PATIENCE_S)
+
+    try:
+        terminal.wait("run_a@v1: /reset begins a new conversation, /quit ends\n>")
+        answered("hello", first)
+        answered("and", second)
+        answered("/reset")
+        answered("")
+        answered("hello", first)
+        terminal.type("a" * 600)  # more than the model's longest sequence
+        terminal.press("Enter")
+        terminal.wait("prl: inference refuses this: The prompt has [0-9]+ tokens")
+        answered("and", second)
+        assert loaded(server) == ["chat/run_a@v1"]
+        terminal.type("/quit")
+        terminal.press("Enter")
+        wait_for(lambda: not terminal.is_open(), "the end", timeout_s=PATIENCE_S)
+        assert loaded(server) == []
+    finally:
+        terminal.close()
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
