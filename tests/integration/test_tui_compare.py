@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from textual.pilot import Pilot
+from textual.widgets import Input
 
 from prime_rl.contract.layout import OutputDir, RunDir
 from tests.tui_support import add_run, build_workspace, command, opened_app, orch_toml, screen_text, until
@@ -57,6 +58,19 @@ class Opened:
         await self.pilot.pause()
         assert lines.selected == key
 
+    async def filter(self, text: str) -> None:
+        await self.pilot.press("slash")
+        await until(self.pilot, lambda: isinstance(self.app.focused, Input), "the filter line")
+        await self.pilot.press(*text, "enter")
+
+    async def pick(self, key: str, name: str) -> None:
+        """Open a list with its key, and take the name."""
+        await self.pilot.press(key)
+        await until(self.pilot, lambda: isinstance(self.app.focused, Input), "the list")
+        assert isinstance(self.app.screen, PickRuns)
+        await self.pilot.press(*name, "enter" if name else "escape")
+        await until(self.pilot, lambda: isinstance(self.app.screen, CompareScreen), "the list to close")
+
     async def sees(self, *words: str) -> None:
         await until(self.pilot, lambda: all(word in screen_text(self.app) for word in words), str(words))
 
@@ -68,9 +82,13 @@ class Opened:
 
 
 @asynccontextmanager
-async def opened(workspace: OutputDir, *keys: str) -> AsyncIterator[Opened]:
-    async with opened_app(workspace, *keys, "6", size=(120, 40)) as (app, pilot):
+async def opened(workspace: OutputDir, *, filtered: str = "") -> AsyncIterator[Opened]:
+    """The screen, after the home screen got a filter, if there is one."""
+    async with opened_app(workspace, size=(120, 40)) as (app, pilot):
         opened = Opened(app, pilot)
+        if filtered:
+            await opened.filter(filtered)
+        await pilot.press("6")
         await opened.sees("★")
         yield opened
 
@@ -105,16 +123,12 @@ async def test_a_run_of_the_list_opens(workspace: OutputDir) -> None:
 
 async def test_what_groups_and_what_is_compared_are_picked_from_lists(workspace: OutputDir) -> None:
     async with opened(workspace) as o:
-        await o.pilot.press("b")
-        await until(o.pilot, lambda: isinstance(o.app.screen, PickRuns), "the list of keys")
-        await o.pilot.press(*"optim.lr", "enter")
+        await o.pick("b", "optim.lr")
         await o.sees("by optim.lr")
-        await o.pilot.press("m")
-        await until(o.pilot, lambda: isinstance(o.app.screen, PickRuns), "the list of metrics")
-        await o.pilot.press(*"grad_norm", "enter")
+        await o.pick("m", "grad_norm")
         await o.sees("grad_norm")
         assert o.screen.request.metric == "grad_norm" and o.screen.chart.border_title is not None
-        await o.pilot.press("m", "escape")
+        await o.pick("m", "")
         assert o.screen.request.metric == "grad_norm", "escape changes nothing"
 
 
@@ -141,23 +155,23 @@ async def test_smoothing_goes_round(workspace: OutputDir) -> None:
 async def test_a_filter_narrows_and_escape_takes_it_away_before_it_leaves(workspace: OutputDir) -> None:
     async with opened(workspace) as o:
         everything = o.runs
-        await o.pilot.press("slash", *"tag:high")
+        await o.filter("tag:high")
         await o.shows({BEST, SECOND})
-        await o.pilot.press("enter")
         assert o.screen.list.has_focus
         await o.pilot.press("escape")
         await o.shows(everything)
         assert not o.screen.filter_bar.has_class("-open")
-        await o.pilot.press("slash", "enter")
+        await o.filter("")
         assert not o.screen.filter_bar.has_class("-open"), "an empty one closes"
         await command(o.pilot, "filter tag:low")
         await o.shows({OTHER})
-        await o.pilot.press("escape", "escape")
+        await o.pilot.press("escape")
+        await o.pilot.press("escape")
         await until(o.pilot, lambda: isinstance(o.app.screen, RunsScreen), "home")
 
 
 async def test_it_begins_with_the_filter_of_the_home_screen(workspace: OutputDir) -> None:
-    async with opened(workspace, "slash", *"tag:high", "enter") as o:
+    async with opened(workspace, filtered="tag:high") as o:
         await o.shows({BEST, SECOND})
         assert o.screen.filter_bar.input.value == "tag:high" and o.screen.list.has_focus
 
