@@ -65,6 +65,11 @@ class Status(msgspec.Struct, kw_only=True):
     def writer(self) -> ProcessId:
         return ProcessId(self.pid, self.pid_create_time, self.pid_start)
 
+    @property
+    def headline(self) -> tuple[object, ...]:
+        """What readers must know at once when it changes."""
+        return self.state, self.waiting_on
+
     def sign(self, writer: ProcessId) -> None:
         """`writer` is a process of this machine."""
         self.pid, self.pid_create_time, self.pid_start = writer.pid, writer.create_time, writer.start
@@ -122,6 +127,11 @@ class TrainerStatus(Status, kw_only=True):
     total_s: dict[str, float] = {}
     num_updates: int = 0
     tokens_per_s: float = 0.0
+
+    @property
+    def headline(self) -> tuple[object, ...]:
+        """Also who has a slot and who waits for one: no run publishes a version before it is told of as active."""
+        return *super().headline, frozenset(self.runs), tuple(self.waiting)
 
 
 class InferenceStatus(Status, kw_only=True):
@@ -322,10 +332,10 @@ def is_elsewhere(status: Status) -> bool:
 class StatusWriter:
     """The one writer of one status file.
 
-    `update(...)` changes fields of `status` and writes the file at once when `state` or `waiting_on` changed, else at
-    most every MIN_WRITE_INTERVAL_S; a daemon thread writes it every HEARTBEAT_S. The main loop calls `turn` at every
-    turn, also when it has nothing to do. After `close` the file holds the last state. An OSError while writing (folder
-    deleted, disk full) is kept in `error` and never stops the writer's process. `clock` is Unix seconds, for readers.
+    `update(...)` changes fields of `status` and writes the file at once when its headline changed, else at most every
+    MIN_WRITE_INTERVAL_S; a daemon thread writes it every HEARTBEAT_S. The main loop calls `turn` at every turn, also
+    when it has nothing to do. After `close` the file holds the last state. An OSError while writing (folder deleted,
+    disk full) is kept in `error` and never stops the writer's process. `clock` is Unix seconds, for readers.
     `copies` are more files that hold the same.
     """
 
@@ -349,11 +359,10 @@ class StatusWriter:
 
     def update(self, **fields: object) -> None:
         with self._lock:
-            before = (self.status.state, self.status.waiting_on)
+            before = self.status.headline
             for name, value in fields.items():
                 setattr(self.status, name, value)
-            changed = (self.status.state, self.status.waiting_on) != before
-            if changed or not 0.0 <= self._clock() - self._last_write < MIN_WRITE_INTERVAL_S:
+            if self.status.headline != before or not 0.0 <= self._clock() - self._last_write < MIN_WRITE_INTERVAL_S:
                 self._write()
 
     def turn(self) -> None:

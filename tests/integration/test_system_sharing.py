@@ -73,7 +73,6 @@ def test_runs_share_two_slots(living: Workspace) -> None:
     before = published(living, "run_a")
     living.prl("runs", "continue", "run_a")
     living.wait(lambda: published(living, "run_a") > before, "run_a to go on after its pause was cut short")
-    # A batch that was handed over before the kill may be trained on before the trainer next tells of its slots.
     living.wait(lambda: is_training(living, "run_a"), "run_a to be told of as active")
     assert not living.run_dir("run_a").evicted.exists()
 

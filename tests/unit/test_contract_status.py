@@ -17,6 +17,7 @@ from prime_rl.contract.status import (
     RunState,
     RunStatus,
     StatusWriter,
+    TrainerRunStatus,
     TrainerStatus,
     is_alive,
     is_elsewhere,
@@ -89,6 +90,25 @@ def test_writer_writes_at_once_on_a_change_of_state_and_rarely_else(tmp_path: Pa
     writer.close(state="stopped")
     last = read_status(path, RunStatus)
     assert last is not None and last.state == "stopped"
+
+
+def test_the_trainer_tells_at_once_who_has_a_slot_and_who_waits(tmp_path: Path) -> None:
+    path = tmp_path / "status.json"
+    writer = StatusWriter(path, TrainerStatus(state="training"), clock=lambda: 1000.0)
+
+    def told(**fields: object) -> tuple[list[str], list[str], int]:
+        writer.update(**fields)
+        status = read_status(path, TrainerStatus)
+        assert status is not None
+        return list(status.runs), status.waiting, status.num_updates
+
+    a, b = TrainerRunStatus(run_idx=0), TrainerRunStatus(run_idx=1)
+    assert told(runs={"run_a": a}) == (["run_a"], [], 0)
+    assert told(runs={"run_a": a, "run_b": b}) == (["run_a", "run_b"], [], 0)
+    assert told(waiting=["run_c"]) == (["run_a", "run_b"], ["run_c"], 0)
+    assert told(num_updates=1) == (["run_a", "run_b"], ["run_c"], 0), "a number has time"
+    assert told(runs={"run_b": b}, waiting=[]) == (["run_b"], [], 1)
+    writer.close()
 
 
 def test_writer_outlives_a_deleted_folder(tmp_path: Path) -> None:
