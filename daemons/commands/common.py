@@ -68,6 +68,11 @@ def choose_output(option: Path | None) -> OutputDir:
     return OutputDir(choose_output_dir(option))
 
 
+def no_workspace(path: Path) -> str | None:
+    """What to say of a folder that is not there; None where it is."""
+    return None if path.is_dir() else f"no workspace at {path}: start one with prl up, or name another"
+
+
 def check_readable(path: Path) -> Path:
     """Return `path`. A missing workspace counts as an empty one; raises ActionError for one that cannot be read."""
     try:

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.console import RenderableType
+from rich.text import Text
 
 from daemons.actions import ActionError
 from daemons.commands import complete
@@ -21,6 +23,7 @@ from daemons.commands.common import (
     check_readable,
     choose_output,
     console,
+    no_workspace,
     print_json,
     say,
     watch,
@@ -68,12 +71,16 @@ def status(output_dir: OutputDirOption = None, as_json: JsonOption = False, watc
     """
     path = check_readable(choose_output(output_dir).path)
     reader, disk = WorkspaceReader(path), DiskReader(path)
+
+    def view() -> RenderableType:
+        return Text(none) if (none := no_workspace(path)) else workspace_view(reader.read(), disk.read())
+
     if as_json:
         print_json(workspace_json(reader.read(), disk.read()))
     elif watching:
-        watch(lambda: workspace_view(reader.read(), disk.read()))
+        watch(view)
     else:
-        console().print(workspace_view(reader.read(), disk.read()))
+        console().print(view())
 
 
 def logs(

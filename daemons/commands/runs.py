@@ -20,6 +20,7 @@ from daemons.commands.common import (
     choose_output_dir,
     complain,
     console,
+    no_workspace,
     print_json,
     say,
     watch,
@@ -80,9 +81,7 @@ def list_runs(
 
     def table() -> RenderableType:
         none = f"no run is {' or '.join(sorted(states))}: prl runs list shows all" if states else NO_RUNS
-        if not path.is_dir():
-            none = f"no workspace at {path}: start one with prl up, or name another"
-        return runs_table(chosen(), none=none)
+        return runs_table(chosen(), none=no_workspace(path) or none)
 
     if as_json:
         print_json({"runs": [run_json(run) for run in chosen()]})

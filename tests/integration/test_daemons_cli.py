@@ -152,8 +152,10 @@ def test_show_and_status_for_people(inline: Inline) -> None:
 
 
 def test_a_folder_that_is_not_there_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["runs", "list", "--output-dir", str(tmp_path / "typo")]) == 0
-    assert f"no workspace at {tmp_path / 'typo'}: start one with prl up" in capsys.readouterr().out.replace("\n", "")
+    for command in (["runs", "list"], ["status"]):
+        assert run([*command, "--output-dir", str(tmp_path / "typo")]) == 0
+        said = capsys.readouterr().out.replace("\n", "")
+        assert said.startswith(f"no workspace at {tmp_path / 'typo'}: start one with prl up")
     (tmp_path / "typo").mkdir()
     assert run(["runs", "list", "--output-dir", str(tmp_path / "typo")]) == 0
     assert "no runs yet: add one with prl runs add" in capsys.readouterr().out.replace("\n", " ")
