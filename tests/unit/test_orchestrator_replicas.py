@@ -69,8 +69,15 @@ async def test_all_servers_are_used_and_get_each_version_also_one_that_comes_lat
     third = await place.start(2)
     await until(lambda: living(client) == [0, 1, 2], "the third server to be used")
     assert [path for path, _ in third.requests][:2] == ["/v1/models", "/v1/load_lora_adapter"]
+    fakes = (first, second, third)
+
+    async def together(body: dict[str, Any]) -> None:
+        await until(lambda: sum(len(completions(fake)) for fake in fakes) == 9, "all nine to be under way")
+
+    for fake in fakes:
+        fake.gate = together
     await asyncio.gather(*(sample(client, "run_a@v1", seed=seed) for seed in range(9)))
-    assert [len(completions(fake)) for fake in (first, second, third)] == [3, 3, 3]
+    assert [len(completions(fake)) for fake in fakes] == [3, 3, 3]
     await client.close()
 
 
