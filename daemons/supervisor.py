@@ -166,8 +166,10 @@ class Supervisor:
         began, now = time.monotonic(), self._clock()
         self._halving.look()
         requests = self._observer.requests()
+        # The processes first: one that has ended by now has written before why it did.
+        looks = {name: self._look_at(daemon) for name, daemon in self._daemons.items()}
         runs = self._observer.runs(held_runs(self._daemons))
-        seen = {name: self._see(daemon, runs.get(name), now) for name, daemon in self._daemons.items()}
+        seen = {name: self._see(daemon, looks[name], runs.get(name), now) for name, daemon in self._daemons.items()}
         specs = wanted_daemons(self.output, runs.values())
         troubles: list[Exception] = []
         for action in decide(Snapshot(specs, self._daemons, seen, requests, self.config), now):
@@ -186,8 +188,10 @@ class Supervisor:
         if troubles:
             raise troubles[0]
 
-    def _see(self, daemon: Daemon, run: RunNow | None, now: float) -> Seen:
-        look = self._launcher.look(daemon.handle) if daemon.handle else Ended(None)
+    def _look_at(self, daemon: Daemon) -> Alive | Ended:
+        return self._launcher.look(daemon.handle) if daemon.handle else Ended(None)
+
+    def _see(self, daemon: Daemon, look: Alive | Ended, run: RunNow | None, now: float) -> Seen:
         if isinstance(look, Alive) and look.process != daemon.process:
             daemon = self._daemons[daemon.spec.name] = replace(daemon, process=look.process)
         elif isinstance(look, Ended) and daemon.handle and daemon.state not in LIVE and not look.left:

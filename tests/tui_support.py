@@ -31,6 +31,7 @@ from prime_rl.contract.status import (
     TrainerStatus,
 )
 from prime_rl.utils.process import ProcessId
+from tests.patience import PATIENCE_S
 from tests.patience import until as until
 from tests.tui_pilot import PatientPilot
 from tests.tui_pilot import screen_text as screen_text
@@ -40,6 +41,8 @@ from tui.model.snapshot import Disk
 from tui.screens.command import CommandScreen
 from tui.watcher import WorkspaceWatcher
 
+# What the app has told stays told, however late a test looks.
+PrlApp.NOTIFICATION_TIMEOUT = PATIENCE_S
 NOW = 1_790_000_000.0
 MODEL = "models/base"
 HOSTILE = "\x1b]2;owned\x07\x1b[31mred [bold]not bold[/] [/] \u202eevil"

@@ -50,13 +50,14 @@ class KeysInOrder(App[None]):
                 self.screen.call_after_refresh(self.call_later, self._next, number)
 
         def follow(path: Sequence[DOMNode]) -> None:
-            """The way of the key itself, from the widget up to the app, which looks at the bindings."""
-            if path:
-                path[0].call_later(follow, path[1:])
-            else:
-                handled()
+            for place, node in enumerate(path, start=1):
+                if node.call_later(follow, path[place:]):  # else it is gone
+                    return
+            handled()
 
-        follow(target.ancestors_with_self)
+        # The way of the key itself, from the widget up to the app, which looks at the bindings; and of the message that
+        # a binding may send the same way.
+        follow([*target.ancestors_with_self, *target.ancestors_with_self])
         self._giving_up = self.set_timer(GIVE_UP_S, handled)
 
     async def _next(self, number: int) -> None:

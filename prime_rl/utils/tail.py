@@ -76,6 +76,8 @@ class FileTail:
             finally:
                 os.close(fd)
         except OSError:
+            if self._is_put_aside():
+                return TailRead([])
             had_content = self._identity is not None
             self._forget()
             return TailRead([], reset=had_content)
@@ -97,6 +99,11 @@ class FileTail:
         self._offset += len(data)
         self._mark = (self._mark + data)[-_MARK_BYTES:]
         return TailRead(self._split(data), reset, more=len(data) == self._chunk_bytes)
+
+    def _is_put_aside(self) -> bool:
+        """Whether the file that was read is `x.log.1` now: the next `x.log` is about to be made."""
+        identity, _, is_ours = self._old(1, 0)
+        return self._identity is not None and (is_ours or identity == self._identity)
 
     def _rest_put_aside(self) -> bytes | None:
         """The unread rest of the files rotated since the last look; None when it is unknown."""

@@ -10,8 +10,10 @@ from collections.abc import Iterator
 
 import pytest
 
+from daemons.alerts.incident_file import read_open
 from daemons.quiet import mute
 from prime_rl.contract.files import wait_for
+from prime_rl.contract.layout import OutputDir
 from tests.daemons_support import Prl
 from tests.patience import PATIENCE_S
 from tests.unit.test_alerts_targets import Server
@@ -65,6 +67,11 @@ def test_what_goes_wrong_reaches_the_webhook_once_though_another_target_hangs(
     wait_told(server, "run_failed", "run_fails", "open")
     wait_told(server, "daemon_crashed", "trainer", "open")
 
+    # The list is written after the targets were told.
+    for key in ("run_invalid run_muted", "run_failed run_fails"):
+        wait_for(
+            lambda key=key: key in read_open(OutputDir(prl.output_dir)), f"{key} to be listed", timeout_s=PATIENCE_S
+        )  # type: ignore[misc]
     shown = {each["kind"] for each in prl.json("alerts")["open"]}
     assert {"run_invalid", "run_failed"} <= shown
     assert "run_fails failed: told to fail" in prl("alerts").stdout

@@ -78,7 +78,7 @@ def test_a_chat_takes_no_room_from_runs_and_the_newest_has_the_slot(server: Runn
 
 
 def test_an_answer_can_be_stopped_and_the_server_stops_with_it(server: RunningServer) -> None:
-    with Chat(server.output_dir, "run_a", ChatSettings(max_tokens=240)) as chat:
+    with Chat(server.output_dir, "run_a", ChatSettings(max_tokens=240, temperature=0.0)) as chat:
         answer = chat.answer("hello")
         next(answer)
         chat.stop()

@@ -264,6 +264,8 @@ def test_ctrl_c_during_up_stops_everything(prl: Prl, signum: signal.Signals) -> 
 
 
 def test_ctrl_c_before_the_supervisor_has_said_who_it_is(prl: Prl) -> None:
+    prl.modules["inference"] = "slow_start"  # or all could be up before the signal
+    (prl.output_dir.parent / "modules" / "slow_start.py").write_text("import time\ntime.sleep(600)\n")
     child = prl.start(*prl.up_args())
     log = prl.output_dir / "logs" / "supervisor.log"
     wait_for(log.exists, "the supervisor to be started", timeout_s=PATIENCE_S, poll_s=0.002)

@@ -36,12 +36,18 @@ def test_a_sweep_with_halving_ends_with_one_winner(workspace: Workspace) -> None
     first, second = decided()
     assert (first.step, len(first.kept), len(first.lost)) == (7, 2, 4)
     assert (second.step, len(second.kept), len(second.lost)) == (20, 1, 1)
-    workspace.wait(lambda: workspace.runs()[second.kept[0]]["run_idx"] is not None, "the winner to have a slot again")
 
+    def goes_on() -> bool:
+        winner = workspace.runs()[second.kept[0]]
+        return winner["run_idx"] is not None or winner["step"] == MAX_STEPS
+
+    workspace.wait(goes_on, "the winner to have a slot again")
     runs = workspace.runs()
     for run_id in [*first.lost, *second.lost]:
-        assert runs[run_id]["state"] == "finished" and runs[run_id]["reason"].startswith("halving: rung ")
-        assert first.step <= runs[run_id]["step"] < MAX_STEPS
+        step, reason = runs[run_id]["step"], runs[run_id]["reason"]
+        assert runs[run_id]["state"] == "finished" and first.step <= step <= MAX_STEPS
+        # A very quick run is through before the supervisor looks.
+        assert step == MAX_STEPS or reason.startswith("halving: rung ")
     audit = [json.loads(line) for line in workspace.paths.audit.read_text().splitlines()]
     assert {line["run_id"] for line in audit if line["action"] == "halving"} >= set(first.lost) | set(second.lost)
     used = workspace.json("usage", "--by", "tag")

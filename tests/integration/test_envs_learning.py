@@ -11,7 +11,7 @@ import pytest
 from prime_rl.contract.types import TrainingSample, read_batch
 from tests.learning import ascent_of_adapter
 from tests.number_model import MAX_OPERAND, NUM_NUMBERS
-from tests.system_support import Workspace, make_workspace
+from tests.system_support import Workspace, closed, make_workspace
 
 pytestmark = [pytest.mark.slow, pytest.mark.numeric]
 # As many versions as the trainer keeps.
@@ -47,10 +47,7 @@ def numbers_workspace(tmp_path: Path, number_model: Path) -> Iterator[Workspace]
     workspace = make_workspace(tmp_path, number_model)
     text = workspace.system_toml.read_text()
     workspace.system_toml.write_text(text.replace("seq_len = 96", "seq_len = 192"))
-    yield workspace
-    workspace.prl("down", check=False)
-    for process in workspace.processes():
-        process.kill()
+    yield from closed(workspace)
 
 
 def turns_of(sample: TrainingSample) -> list[int]:

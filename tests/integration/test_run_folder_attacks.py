@@ -160,13 +160,15 @@ def test_a_run_with_hostile_text_reaches_no_terminal_and_holds_up_nobody_else(
     workspace.prl("runs", "add", str(workspace.write_run("good", max_steps=5_000)))
     configs = hostile_configs(workspace, text)
     for run_id, config in configs.items():
-        write_config(output, run_id, config)
-        if run_id == "run_failed":
+        if run_id == "run_failed":  # before its config: the trainer must never find it without
+            output.run(run_id).control.mkdir(parents=True)
             failed = {"run_id": run_id, "state": "failed", "reason": text}
             output.run(run_id).status.write_text(json.dumps(failed))
-    workspace.prl("runs", "add", str(workspace.write_run("bad", max_steps=5_000)), "--id", RUN)
+        write_config(output, run_id, config)
     for run_id in configs:
         workspace.wait(lambda run_id=run_id: "shown" in printed("runs", "show", run_id), f"what is wrong with {run_id}")  # type: ignore[misc]
+    # It keeps the slot that some of the others need until they fail.
+    workspace.prl("runs", "add", str(workspace.write_run("bad", max_steps=5_000)), "--id", RUN)
     workspace.wait(lambda: workspace.runs()[RUN]["step"] >= 1, f"{RUN} to train")
     for each in (text, ATTACKS["lines"].replace("{}", "shown"), ATTACKS["megabyte"]):
         beats = Beats(workspace, "run_good")

@@ -124,7 +124,7 @@ def test_a_killed_slurmd_and_its_stepds_leave_nothing_behind(training: SeveralNo
 
 
 def test_a_node_that_is_set_down_is_left(training: SeveralNodes, cluster: SlurmCluster) -> None:
-    lost = nodes_of(training, "trainer")[1]
+    lost = nodes_of(training, "trainer")[-1]
     down = ("scontrol", "update", f"NodeName={lost}", "State=DOWN", "Reason=test")
     training.restart("trainer", lambda: cluster.call(*down))
     assert lost not in nodes_of(training, "trainer")

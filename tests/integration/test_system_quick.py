@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from prime_rl.contract.files import write_atomic
 from prime_rl.contract.layout import list_steps
 from prime_rl.contract.samples import read_batches
 from prime_rl.contract.status import TrainerStatus, read_status
@@ -25,11 +26,16 @@ def lived(tmp_path_factory: pytest.TempPathFactory, untaught_model: Path) -> Ite
         good = workspace.write_run("a", max_steps=NUM_STEPS).read_text()
         run, seen = workspace.run_dir("run_a"), {}
         run.control.mkdir(parents=True)
-        run.orch_toml.write_text(good.replace("batch_size = 16", "batch_size = 15"))
+        write_atomic(run.orch_toml, good.replace("batch_size = 16", "batch_size = 15"))
         workspace.wait(run.config_error.exists, "the validation error of run_a")
         seen["error"], seen["invalid"] = run.config_error.read_text(), workspace.state("run_a")
-        run.orch_toml.write_text(good)
-        workspace.wait(lambda: workspace.state("run_a") == "finished", "run_a to be admitted and to finish")
+        write_atomic(run.orch_toml, good)
+
+        def is_through() -> bool:  # its slot is free a little after its last version is there
+            found = workspace.runs()["run_a"]
+            return (found["state"], found["run_idx"]) == ("finished", None)
+
+        workspace.wait(is_through, "run_a to be admitted, to finish and to leave its slot")
         workspace.prl("down")
         yield workspace, seen
 

@@ -5,10 +5,12 @@ Quicker: `test_trainer_sharing` (who gets a slot), `test_trainer_pausing` (what 
 
 from __future__ import annotations
 
+import contextlib
 import signal
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from daemons.actions import pause_run
@@ -99,7 +101,12 @@ def is_training(living: Workspace, run_id: str) -> bool:
 
 
 def processes(living: Workspace, run_id: str) -> list[int]:
-    return [each.pid for each in living.processes() if f"{run_id}/control/orch.toml" in " ".join(each.cmdline())]
+    found = []
+    for each in living.processes():
+        with contextlib.suppress(psutil.Error):  # it may end meanwhile
+            if f"{run_id}/control/orch.toml" in " ".join(each.cmdline()):
+                found.append(each.pid)
+    return found
 
 
 def process(living: Workspace, name: str) -> ProcessId:

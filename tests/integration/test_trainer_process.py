@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sys
@@ -113,7 +114,7 @@ def test_two_ranks_reach_what_one_reaches(
             put_batches(run, 3, num_samples=6)
         bad = write_run(workspace, "run_bad", model)
         put_batch(bad, make_batch("run_other", 1))
-    changes = {"max_tokens_per_micro_batch": 64, "max_concurrent_runs": 2, "dist_timeout_s": 60}
+    changes = {"max_tokens_per_micro_batch": 64, "max_concurrent_runs": 2, "dist_timeout_s": PATIENCE_S}
 
     def done(workspace: Path) -> bool:
         return all(published(run_at(workspace, run_id)) == 3 for run_id in lengths) and (
@@ -135,8 +136,10 @@ def test_two_ranks_reach_what_one_reaches(
     process.terminate()
     process.wait(PATIENCE_S)
     log = read_text(tmp_path / "log") or ""
-    assert "Traceback" not in log.split("stopped by SIGTERM")[0], log
-    assert log.count("stopped by SIGTERM") == 2, log
+    # A rank that hears of the end from rank 0 before its own signal comes names no signal.
+    ends = re.findall(r" trainer: stopped(?: by SIGTERM)?$", log, re.MULTILINE)
+    assert len(ends) == 2 and "stopped by SIGTERM" in log, log
+    assert "Traceback" not in log.split(" trainer: stopped")[0], log
     assert not [child for child in children if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]
     assert status_says(two, lambda s: s.state == "stopped")()
 

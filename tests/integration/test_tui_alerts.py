@@ -48,7 +48,8 @@ async def test_alerts_are_acknowledged_and_muted_among_the_problems(tmp_path: Pa
         assert keys.count("run run_crashed") == 1, "the problem and its alert are one line"
         await pilot.press("a")
         await sees("acknowledged by ")
-        assert audited(output) == [("acknowledge", "run_failed:run_crashed")]
+        acknowledged = [("acknowledge", "run_failed:run_crashed")]
+        await until(pilot, lambda: audited(output) == acknowledged, "the line in the audit log")
 
         await pilot.press("M")
         await sees("run_crashed for 1h", "run_failed of all runs and daemons until it is unmuted")

@@ -225,26 +225,31 @@ async def test_scale_smoothing_and_stacks(workspace: OutputDir) -> None:
         assert not any(shade in drawn(split) for shade in "█▓▒")
 
 
+async def pick(o: Opened, *keys: str) -> None:
+    """Press `keys` in the list of runs to compare with."""
+    await o.press("w")
+    await o.until(lambda: isinstance(o.app.screen, PickRuns), "the picker")
+    await o.press(*keys)
+
+
 @pytest.mark.slow
 async def test_other_runs_in_the_same_charts(workspace: OutputDir) -> None:
     async with opened_run(workspace.path, size=(200, 50)) as o:
         view = o.screen.charts
-        await o.press("w")
-        await o.until(lambda: isinstance(o.app.screen, PickRuns), "the picker")
-        await o.press(*"run_", "down", "up", "tab", "tab", "enter")
+        await pick(o, *"run_", "down", "up", "tab", "tab", "enter")
         await o.until(lambda: len(view.charts[0].data.curves) == 3, "three curves")
         assert [curve.name for curve in view.charts[0].data.curves] == [RUN, *view.view.compare]
         await o.sees(*view.view.compare)
         assert len({curve.colour for curve in view.charts[0].data.curves}) == 3
-        await o.press("w", "tab")
+        await pick(o, "tab")
         await o.press("up", "up")
         await o.press("escape")
         assert len(view.view.compare) == 2, "escape changes nothing"
-        await o.press("w", *view.view.compare[0], "tab", "enter")
+        await pick(o, *view.view.compare[0], "tab", "enter")
         await o.until(lambda: len(view.charts[0].data.curves) == 2, "two curves")
-        await o.press("w", *view.view.compare[0], "tab", "enter")
+        await pick(o, *view.view.compare[0], "tab", "enter")
         await o.until(lambda: len(view.charts[0].data.curves) == 1, "its own curve only")
-        await o.press("w", *"sort", "enter")
+        await pick(o, *"sort", "enter")
         await o.until(lambda: view.view.compare == ("run_sort-rank16",), "the one under the cursor")
 
 
@@ -293,12 +298,12 @@ async def test_config_with_defaults_and_differences(workspace: OutputDir) -> Non
         await o.sees("keys are set in orch.toml", "max_async_level", "filter_zero_advantage")
         await o.press("escape")
         await o.sees("batch_size = 64")
-        await o.press("w", *"upper", "enter")
+        await pick(o, *"upper", "enter")
         await o.sees("keys differ", "max_steps", "100", "500", "upper-case")
         assert "batch_size" not in screen_text(o.app)
         await o.press("w")
         await o.sees("batch_size = 64")
-        await o.press("w", *"typo", "enter")
+        await pick(o, *"typo", "enter")
         await o.sees("learning_rate", '"high"')
         await o.press("escape", "escape")
         await o.until(lambda: isinstance(o.app.screen, RunsScreen), "home")

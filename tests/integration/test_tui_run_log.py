@@ -85,7 +85,7 @@ async def test_words_are_found_up_and_down_and_round(workspace: OutputDir) -> No
         await o.press("slash", *"LINE", "escape")
         assert not view.rows.words
         await o.press("slash", *"line", "space", *"2345", "enter")
-        await o.sees("line 2345", "/line 2345", "found")
+        await o.sees("data: line 2345", "/line 2345", "found")
         await o.press("slash", *("backspace",) * 20, *"warning", "enter")  # from what is in sight upwards
         await o.until(lambda: view.found.start is not None, "a warning")
         first = number(workspace, view.found.start)

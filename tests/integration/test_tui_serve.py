@@ -153,13 +153,12 @@ class Browser:
         return Image.open(io.BytesIO(base64.b64decode(data))).convert("RGB")
 
     def still_picture(self, what: str) -> Image.Image:
-        """A picture of more than a few colours that was the same twice."""
+        """A picture with a cursor that was the same twice."""
         found: list[Image.Image] = [self.picture()]
 
         def is_still() -> bool:
             found.append(self.picture())
-            colours = found[-1].getcolors(maxcolors=1 << 20) or []
-            return len(colours) > 50 and found[-1].tobytes() == found[-2].tobytes()
+            return _cursor_row(found[-1]) is not None and found[-1].tobytes() == found[-2].tobytes()
 
         wait_for(is_still, what, timeout_s=PATIENCE_S)
         return found[-1]
@@ -179,9 +178,15 @@ def browser(profile: Path) -> Iterator[Browser]:
     try:
         wait_for(lambda: port_file.exists() and "\n" in port_file.read_text(), "Chromium", timeout_s=PATIENCE_S)
         port = port_file.read_text().split("\n")[0]
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/json/list", timeout=PATIENCE_S) as answer:
-            page = next(each for each in json.load(answer) if each["type"] == "page")
-        with connect(page["webSocketDebuggerUrl"], max_size=None) as socket:
+        pages: list[dict[str, Any]] = []
+
+        def has_page() -> bool:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/json/list", timeout=PATIENCE_S) as answer:
+                pages[:] = [each for each in json.load(answer) if each["type"] == "page"]
+            return pages != []
+
+        wait_for(has_page, "a page", timeout_s=PATIENCE_S)
+        with connect(pages[0]["webSocketDebuggerUrl"], max_size=None) as socket:
             yield Browser(socket)
     finally:
         os.killpg(chromium.pid, signal.SIGKILL)

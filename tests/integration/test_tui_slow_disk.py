@@ -16,6 +16,7 @@ from textual.widgets import OptionList
 from daemons import actions, up_and_down
 from prime_rl.contract.layout import OutputDir
 from tests.integration.test_tui_actions import opened, outcome, select
+from tests.patience import PATIENCE_S
 from tests.tui_support import build_workspace, orch_toml, until
 from tui.dialogs.add import AddDialog
 from tui.dialogs.job import ChooseDialog
@@ -61,14 +62,16 @@ async def test_no_action_asks_the_disk_in_the_thread_that_draws(
     async with opened(workspace.path) as (app, pilot):
         await select(app, pilot, "run_queued-b")
         asked = watch_this_thread(monkeypatch, tmp_path)
-        await pilot.press("e", *"slow", "enter")
+        for key in ("e", *"slow", "enter"):
+            await pilot.press(key)
         await outcome(app, pilot)
         await until(pilot, lambda: isinstance(app.screen, RunsScreen), "home")
         for action, *keys in (("readmit", "r"), ("delete", "d", "enter"), ("undo_delete", "u")):
             # What the picture does not show yet cannot be readmitted: the key is grey until then.
             await until(pilot, lambda a=action: app.screen.check_action(a, ()) is True, f"{action} to be offered")  # type: ignore[misc]
             before = len(app.entries())
-            await pilot.press(*keys)
+            for key in keys:
+                await pilot.press(key)
             await until(pilot, lambda n=before: len(app.entries()) > n, f"what {keys} does")  # type: ignore[misc]
             await outcome(app, pilot)
             await until(pilot, lambda: isinstance(app.screen, RunsScreen), "home")
@@ -102,7 +105,7 @@ async def test_a_key_is_answered_while_an_action_waits_for_the_disk(
         is_asked.set()
         # In the thread that draws nothing could set it: the test would hang instead of failing.
         assert threading.get_ident() != here, "the thread that draws waits for the disk"
-        assert is_free.wait(60)
+        assert is_free.wait(PATIENCE_S)
         return real(*args)
 
     async with opened(workspace.path) as (app, pilot):

@@ -168,9 +168,9 @@ def evict_delete_and_undo(terminal: Terminal, workspace: Workspace) -> None:
     terminal.wait("run_fresh: restored")
     terminal.wait(r"⊘ evicted\s+run_fresh")
     terminal.type("L")
-    seen = terminal.wait("actions of this session")
+    terminal.wait("actions of this session")
     for command in ("up @ configs/mine/system.toml", "runs add", "runs evict", "runs delete", "runs undelete"):
-        assert f"prl {command}" in seen
+        terminal.wait(re.escape(f"prl {command}"))
     terminal.press("Escape")
     terminal.wait("actions of this session", absent=True)
 

@@ -8,9 +8,11 @@ from textual import events
 from textual.pilot import Pilot
 from textual.widgets import Input
 
-from tests.tui_support import has_looked, until
+from tests.tui_run_support import opened_run
+from tests.tui_support import build_workspace, has_looked, until
 from tui.app import PrlApp
 from tui.screens.command import CommandScreen
+from tui.screens.pick_runs import PickRuns
 from tui.screens.runs import RunsScreen
 
 NAMES = {":": "colon", "/": "slash", " ": "space", "\r": "enter", "\x1b": "escape", ">": "greater_than_sign"}
@@ -41,6 +43,14 @@ async def test_a_line_that_a_key_opens_gets_all_that_is_typed_after_it(tmp_path:
         assert isinstance(app.screen, CommandScreen)
         burst(pilot, "ard\r/lost\r:runs\r:quit\r")
         await until(pilot, lambda: not app.is_running, "all of it to be done, to the end")
+
+
+async def test_a_list_that_a_tab_asks_its_screen_for_gets_them_too(tmp_path: Path) -> None:
+    """The way is longer: a message goes from the tab to the screen, which opens the list."""
+    async with opened_run(build_workspace(tmp_path / "workspace").path, size=(200, 50)) as o:
+        burst(o.pilot, "wsort")
+        await o.until(lambda: typed(o.app) == "sort", "the list of runs")
+        assert isinstance(o.app.screen, PickRuns)
 
 
 async def test_keys_whose_screen_is_gone_hold_up_no_others(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from daemons.logs import LogRelay, old_log, rotate
 from prime_rl.contract.files import wait_for
-from prime_rl.utils.tail import CHUNK_BYTES, FileTail
+from prime_rl.utils.tail import CHUNK_BYTES, FileTail, TailRead
 from tests.patience import PATIENCE_S
 
 # Each part is more than a log may have; the next one comes when the log was put aside.
@@ -87,6 +87,23 @@ def test_no_line_is_lost_when_a_log_is_put_aside_again_before_the_reader_looks(
         file.write("dle, the last\n")
     assert followed + lines_of(tail) == (written + "dle, the last\n").encode().splitlines()
     assert lines_of(tail) == []
+
+
+@pytest.mark.parametrize("first", ["", "read\n"])
+def test_nothing_is_lost_while_there_is_an_old_log_and_no_new_one_yet(tmp_path: Path, first: str) -> None:
+    """As when another program rotates it, by two calls."""
+    log = tmp_path / "daemon.log"
+    log.write_text(first)
+    tail = FileTail(log)
+    lines_of(tail)
+    with log.open("a") as file:
+        file.write("the last\n")
+    log.rename(old_log(log, 1))
+    assert tail.read() == TailRead([])
+    log.write_text("the first\n")
+    assert lines_of(tail) == [b"the last", b"the first"]
+    log.unlink()
+    assert tail.read() == TailRead([], reset=True), "it was deleted"
 
 
 def test_a_log_that_is_copied_but_not_cut_yet_is_read_once(tmp_path: Path) -> None:
