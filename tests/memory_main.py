@@ -21,7 +21,7 @@ from prime_rl.trainer.world import setup_world
 from tests.fit_main import PROC, memory, warm_up
 from tests.patience import PATIENCE_S
 from tests.ranks_main import Ranks
-from tests.trainer_support import VOCAB, published, put_batches, whole_config, write_run
+from tests.trainer_support import VOCAB, make_batch, published, put_batch, put_batches, whole_config, write_run
 
 NUM_STEPS = 2
 SIZES = (1, 2)
@@ -49,12 +49,14 @@ def train(folder: Path, size: int) -> int:
     run, model = RunDir(folder / str(size) / "run_a"), folder / "model"
     if world.is_master:
         write_run(run.path.parent, run.run_id, model)
-        put_batches(run, NUM_STEPS)
+        put_batches(run, 1)
     warm_up()
     before, peaks = memory("VmRSS"), []
     (PROC / "clear_refs").write_text("5")  # the peak counts from here
 
     def done() -> bool:
+        if published(run) == 1 and not run.rollout_file(2).exists():
+            put_batch(run, make_batch(run.run_id, 2))  # version 1 is written: of two copies for inference there is one
         if published(run) < NUM_STEPS:
             return False
         peaks.append(memory("VmHWM"))  # what is saved at the end does not count

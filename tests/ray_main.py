@@ -13,6 +13,8 @@ import os
 import sys
 from typing import Any
 
+from tests.patience import PATIENCE_S
+
 OBJECT_STORE_BYTES = 100 * 2**20
 CPUS_A_NODE = 4
 HEALTH = {
@@ -34,14 +36,14 @@ def main(names: list[str]) -> None:
     head = {"num_cpus": 0, "object_store_memory": OBJECT_STORE_BYTES, "include_dashboard": False}
     cluster = Cluster(initialize_head=True, head_node_args={**head, "node_name": "head", "_system_config": HEALTH})
     nodes = {name: add(name) for name in names}
-    cluster.wait_for_nodes()
+    cluster.wait_for_nodes(timeout=PATIENCE_S)
     print(cluster.address, flush=True)
     try:
         for line in sys.stdin:
             act, name = line.split()
             if act == "add":
                 nodes[name] = add(name)
-                cluster.wait_for_nodes()
+                cluster.wait_for_nodes(timeout=PATIENCE_S)
             else:
                 cluster.remove_node(nodes.pop(name), allow_graceful=False)
             print("ok", flush=True)

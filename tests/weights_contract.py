@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import shutil
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +19,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from prime_rl.contract.files import wait_for
 from prime_rl.inference.health import FRESH_S
 from tests.inference_support import (
     RunningServer,
@@ -29,6 +31,7 @@ from tests.inference_support import (
     reference_logprobs,
     token_ids,
 )
+from tests.patience import PATIENCE_S
 
 PROMPT = [9, 6, 13, 13, 16] * 10  # long enough to fill blocks of a prefix cache
 SETTINGS: dict[str, Any] = {"max_tokens": 12, "temperature": 1.0, "seed": 3, "ignore_eos": True}
@@ -103,7 +106,7 @@ def test_a_request_is_answered_by_one_set_of_weights_which_its_answer_names(unla
     body = {"model": unladen.model, "prompt": [PROMPT, PROMPT[:20]], "max_tokens": 40, "temperature": 0}
     body |= {"ignore_eos": True, "return_token_ids": True}
 
-    def ask(_: Any = None) -> tuple[str, list[list[int]]]:
+    def ask() -> tuple[str, list[list[int]]]:
         response = unladen.post("/v1/completions", **body)
         assert response.status_code == 200, response.text
         return response.headers["x-weights"], token_ids(response.json())
@@ -113,12 +116,25 @@ def test_a_request_is_answered_by_one_set_of_weights_which_its_answer_names(unla
     expected |= dict([ask()])
     reload(unladen)
     assert list(expected) == names and expected[names[0]] != expected[names[1]]
+    enough, newest = threading.Event(), [""]
+
+    def keep_asking() -> list[tuple[str, list[list[int]]]]:
+        found = []
+        while not enough.is_set():
+            found.append(ask())
+            newest[0] = found[-1][0]
+        return found
+
     with ThreadPoolExecutor(8) as pool:
-        pending = [pool.submit(ask) for _ in range(24)]
-        for change in range(4):
-            next(answer for answer in pending[change * 3 :]).result()
-            reload(unladen) if change % 2 else update(unladen, folder)
-        answers = [answer.result() for answer in pending]
+        pending = [pool.submit(keep_asking) for _ in range(8)]
+        try:
+            for change in range(4):
+                name = names[change % 2]
+                wait_for(lambda name=name: newest[0] == name, f"an answer by {name}", timeout_s=PATIENCE_S)  # type: ignore[misc]
+                reload(unladen) if change % 2 else update(unladen, folder)
+        finally:
+            enough.set()
+        answers = [answer for each in pending for answer in each.result()]
     assert {weights for weights, _ in answers} == set(names), "the weights changed before or after everything"
     assert all(expected[weights] == ids for weights, ids in answers)
 

@@ -136,8 +136,8 @@ class Member:
         self._resume_at: Position | None = None
         self._clock = clock
         self._unreached = unreached
-        self._started_at = clock()
-        self._since = self._started_at
+        self._first_look: float | None = None
+        self._since = clock()
         self._sightings: dict[int, Sighting] = {}
         self._group_sighting: Sighting | None = None
         self._leaving: _Leaving | None = None
@@ -146,7 +146,7 @@ class Member:
         self._failed_code = EXIT_FAILED
         self._claimed = False
         self._work_waits_on: str | None = None
-        self._next_proof_look = self._started_at
+        self._next_proof_look = self._since
 
     def leave(self, reason: str) -> None:
         """This node was asked to end (Ctrl-C)."""
@@ -226,7 +226,9 @@ class Member:
     # -- deciding ----
 
     def _claim(self, nodes: Mapping[int, NodeRecord], now: float) -> Claim:
-        view = View(now, self._started_at, nodes, self._sightings)
+        # From the first look, which may come long after the start of a process on a busy machine.
+        self._first_look = now if self._first_look is None else self._first_look
+        view = View(now, self._first_look, nodes, self._sightings)
         verdict = claim(self.setting, self.own, nodes.get(self.own.rank), view)
         if verdict is Claim.OURS:
             self._claimed = True

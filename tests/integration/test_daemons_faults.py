@@ -23,6 +23,7 @@ def console(prl: Prl) -> Snapshot:
 @pytest.mark.slow
 def test_a_supervisor_whose_loop_hangs_is_stalled_for_all_and_down_ends_it_and_its_daemons(prl: Prl) -> None:
     prl.up()
+    prl.wait_state("trainer", "running")
     trainer = prl.daemon("trainer").process
     (prl.output_dir / "hangs").write_text("daemons/supervisor.json")
     stalled = prl.wait_state("supervisor", "stalled")
@@ -84,6 +85,8 @@ def test_daemons_whose_loops_hang_are_stalled_for_all_until_they_turn_again(prl:
 def test_what_up_was_given_holds_for_a_later_up_from_another_shell(prl: Prl) -> None:
     prl.env["CUDA_VISIBLE_DEVICES"] = "0,1"
     prl.up()
+    for name in ("trainer", "inference"):
+        prl.wait_state(name, "running")
     before = {name: prl.daemon(name).process for name in ("trainer", "inference")}
     kill_supervisor(prl)
     del prl.env["CUDA_VISIBLE_DEVICES"]
@@ -100,6 +103,7 @@ def test_what_up_was_given_holds_for_a_later_up_from_another_shell(prl: Prl) -> 
     said = prl("up").stdout
     assert "CUDA_VISIBLE_DEVICES: '1' (was '0,1')" in said and "keeping" not in said
     assert not {trainer.pid, before["inference"].pid} & {each.pid for each in prl.members()}
+    prl.wait_state("trainer", "running")
     now = next(each for each in prl.members() if each.pid == prl.daemon("trainer").pid)
     assert now.environ()["CUDA_VISIBLE_DEVICES"] == "1"
 

@@ -229,10 +229,11 @@ def test_the_daemon_lives_while_a_run_asks_for_it_and_has_the_key_alone(prl: Prl
     ways = {each.environ()["PRL_DAEMON"] for each in members if "WANDB_API_KEY_FILE" in each.environ()}
     assert ways == {"monitors", "supervisor"}
     assert "daemons.monitors" in prl("logs", "monitors").stdout
+    run = RunDir(prl.output_dir / "run_asks")
+    until(lambda: read(run) != "", "its monitor to have begun")  # its import may take longer than its end may
     (prl.output_dir / "pause_run_asks").unlink()
     prl.wait_state("run_asks", "finished")
     prl.wait_state("monitors", "done")
-    run = RunDir(prl.output_dir / "run_asks")
     assert json.loads(read(run)) == {
         "tensorboard": {"orchestrator": run.orchestrator_metrics.stat().st_size, "trainer": 0}
     }

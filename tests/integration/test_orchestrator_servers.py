@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator
@@ -18,18 +17,12 @@ from prime_rl.contract.status import RunStatus, read_status
 from prime_rl.contract.types import TrainingBatch, read_batch
 from prime_rl.orchestrator.orchestrator import run_to_the_end
 from tests.orchestrator_support import FakeInference, make_model, make_run, run_config, serving, stand_in_trainer, until
+from tests.patience import PATIENCE_S
+from tests.ports import free_port
 
 ROOT = Path(__file__).parents[2]
 NUM_STEPS = 12
 NUM_SERVERS = 3
-
-
-def free_ports(number: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        socks = [stack.enter_context(socket.socket()) for _ in range(number)]
-        for sock in socks:
-            sock.bind(("127.0.0.1", 0))
-        return [sock.getsockname()[1] for sock in socks]
 
 
 class Stub:
@@ -48,7 +41,7 @@ class Stub:
         """What it serves; nothing as long as it does not answer."""
         assert self.process.poll() is None
         with contextlib.suppress(httpx.TransportError):
-            return [model["id"] for model in httpx.get(f"{self.url}/models").json()["data"]]
+            return [model["id"] for model in httpx.get(f"{self.url}/models", timeout=PATIENCE_S).json()["data"]]
         return []
 
     def kill(self) -> None:
@@ -59,7 +52,7 @@ class Stub:
 @pytest.fixture
 async def stubs(tmp_path: Path) -> AsyncIterator[list[Stub]]:
     model = make_model(tmp_path / "model")
-    started = [Stub(model, port) for port in free_ports(NUM_SERVERS)]
+    started = [Stub(model, free_port()) for _ in range(NUM_SERVERS)]
     try:
         for stub in started:
             await until(lambda stub=stub: bool(stub.models()), f"{stub.url} to answer")

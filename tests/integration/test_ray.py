@@ -152,7 +152,7 @@ def test_a_daemon_ends_as_asked_with_time_and_without(launcher: RayLauncher, out
     until_ready(launcher, stubborn)
     launcher.stop(stubborn, 0)
     launcher.stop(stubborn, 0)
-    assert until_ended(launcher, stubborn).exit_code == -signal.SIGKILL
+    assert until_ended(launcher, stubborn).exit_code in (None, -signal.SIGKILL)
 
 
 def test_a_daemon_outlives_a_killed_supervisor_and_is_adopted(

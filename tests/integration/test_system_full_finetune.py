@@ -79,8 +79,12 @@ def check_learning_and_end(workspace: Workspace) -> None:
     assert evaluated.keys() == {0, NUM_STEPS}, "the first and the last version"
     assert all(line["eval/reverse-text/num_failed"] == 0 for line in evaluated.values())
     body = {"model": str(workspace.model), "prompt": [5, 6], "max_tokens": 1}
-    answer = httpx.post(f"{inference(workspace).base_url}/completions", json=body, timeout=PATIENCE_S)
-    assert (answer.status_code, answer.headers["x-weights"]) == (200, "base")
+
+    def serves() -> tuple[int, str | None]:
+        answer = httpx.post(f"{inference(workspace).base_url}/completions", json=body, timeout=PATIENCE_S)
+        return answer.status_code, answer.headers.get("x-weights")
+
+    workspace.wait(lambda: serves() == (200, "base"), "inference to serve the base model again")
 
 
 def policy(workspace: Workspace, version: int) -> torch.nn.Module:
@@ -135,7 +139,9 @@ def test_it_learns_and_a_killed_server_gets_the_newest_weights_again(whole_works
     daemon = read_status(workspace.paths.daemon_status("inference"), DaemonStatus)
     assert daemon is not None and daemon.num_restarts == 1
     first, second = given(workspace)
-    assert first[:2] == ["model", "step_1"] and second[-2:] == [f"step_{NUM_STEPS}", "model"]
+    # The third batch needs version 1 or a newer one.
+    assert first[0] == "model" and first[1] in ("step_1", "step_2")
+    assert second[-2:] == [f"step_{NUM_STEPS}", "model"]
     assert int(second[0].removeprefix("step_")) >= int(first[-1].removeprefix("step_")), "nothing was asked of the base"
     workspace.prl("down")
     assert workspace.processes() == []

@@ -47,6 +47,7 @@ def test_two_runs_on_vllm_and_every_version_is_the_one_that_generated(vllm_works
                 wrong_by = worst_difference(policies[version], sample)
                 assert wrong_by < TOLERANCE, f"{run_id} step {step}: not sampled from v{version}"
                 from_base[version] = max(from_base.get(version, 0.0), worst_difference(policies[0], sample))
-        assert len(from_base) >= 3
+        # With a level of one a version may be skipped: two are certain.
+        assert len(from_base) >= (2 if max_async_level else 3)
         idle = [version for version, difference in from_base.items() if version and difference < TOLERANCE]
         assert not idle, f"adapters {idle} of {run_id} do nothing: the base would have passed for them"

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.slow
 
 
 def test_two_ranks_hold_much_less_each_than_one_alone(tmp_path: Path) -> None:
-    """Alone: weights, gradients, two moments, the base, and a copy or two for inference on rank 0."""
+    """Alone: weights, gradients, two moments, the base, and the copy for inference on rank 0."""
     command = [sys.executable, "-m", "tests.memory_main", str(tmp_path)]
     env = os.environ | {"MALLOC_MMAP_THRESHOLD_": str(2**20)}  # what is freed does not count
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=PATIENCE_S, check=False)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from textual.command import CommandList
 from textual.pilot import Pilot
 from textual.widgets import Input
 
@@ -219,14 +220,26 @@ async def test_the_palette_knows_every_key_and_every_run(workspace: OutputDir) -
             "Quit",
         }
         assert "Open run_done" in titles and "Readmit" not in titles, "what would do nothing is left out"
-        await pilot.press("ctrl+p", *"open run_done", "enter")
+        await choose(app, pilot, "open run_done")
         await until(pilot, lambda: isinstance(app.screen, RunScreen), "the run from the palette")
         assert isinstance(app.screen, RunScreen) and app.screen.run_id == "run_done"
 
 
+async def choose(app: PrlApp, pilot: Pilot[None], words: str) -> None:
+    """Of the palette, by its first words. What fits comes a moment after them."""
+    await pilot.press("ctrl+p", *words)
+
+    def is_found() -> bool:
+        found = app.screen.query_one(CommandList)
+        return found.highlighted == 0 and str(found.get_option_at_index(0).prompt).lower().startswith(words)
+
+    await until(pilot, is_found, f"the command {words}")
+    await pilot.press("enter")
+
+
 async def test_a_command_of_the_palette_acts_like_its_key(workspace: OutputDir) -> None:
     async with opened(workspace.path) as (app, pilot):
-        await pilot.press("ctrl+p", *"daemons", "enter")
+        await choose(app, pilot, "daemons")
         await until(pilot, lambda: isinstance(app.screen, SystemScreen), "daemons from the palette")
 
 

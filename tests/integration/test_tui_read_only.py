@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from prime_rl.contract.layout import OutputDir
+from tests.tui_pilot import PatientPilot
 from tests.tui_places_support import FakeProbe, put_group
 from tests.tui_support import NOW, Ticker, add_history, build_workspace, roomy_disk, screen_text, until
 from tui.app import PrlApp
@@ -52,7 +53,8 @@ async def test_looking_at_everything_changes_no_byte(copied: OutputDir, tmp_path
         make_probe=lambda path: FakeProbe(),
     )
     app.animation_level = "none"
-    async with app.run_test(size=(120, 40)) as pilot:
+    async with app.run_test(size=(120, 40)):
+        pilot = PatientPilot(app)
 
         async def sees(words: str) -> None:
             await until(pilot, lambda: words in screen_text(app), words)
