@@ -96,6 +96,7 @@ class RunStory:
     run_id: str
     state: RunState | None = None
     queue_position: int | None = None
+    step: int = 0
     active_s: float | None = None
     finished_s: float | None = None
     num_told: int = 0
@@ -132,7 +133,7 @@ class RunStory:
     def summary(self) -> dict[str, Any]:
         wall_s = self.finished_s - self.active_s if self.finished_s and self.active_s else None
         return {
-            "steps": int(self.metrics[-1]["step"]) if self.metrics else 0,
+            "steps": max([self.step, *(int(record["step"]) for record in self.metrics[-1:])]),
             "reward_first": self.mean_reward(self.metrics[:EDGE_STEPS]),
             "reward_last": self.mean_reward(self.metrics[-EDGE_STEPS:]),
             "tokens_per_s": self.tokens_per_s(),
@@ -188,6 +189,7 @@ class Demo:
     def _follow(self, story: RunStory, run: RunView, quiet: bool) -> None:
         now = time.monotonic()
         story.read_metrics(self.output.run(run.run_id))
+        story.step = run.step  # the line of a run's last step may come after its end
         if not quiet:
             for record in story.metrics[story.num_told :]:
                 self._say(

@@ -13,7 +13,6 @@ import json
 import os
 import resource
 import signal
-import socket
 import subprocess
 import sys
 import traceback
@@ -23,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.patience import PATIENCE_S
+from tests.ports import free_port
 
 
 class Request(dict[str, Any]):
@@ -123,8 +123,7 @@ def _child(request: Request, rank: int, port: int, pipe: int) -> None:
 
 
 def _run(request: Request) -> dict[str, Any]:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
+    port = free_port() if request.get("num_ranks", 1) > 1 else 0
     reading, writing = os.pipe()
     pids = []
     for rank in range(request.get("num_ranks", 1)):

@@ -54,11 +54,14 @@ class BatchLoop:
 
         Raises RunEnded when the run has its reason to end before `max_steps`.
         """
+        reason = self.ending.reason()
+        if reason:
+            await self.scheduler.end()  # nothing is sampled for a run that has it from the start
         await self.scheduler.start()
         self.reporter.update(state="running")
         while self.scheduler.ledger.step <= self.config.max_steps:
             check_run(self.run)
-            if reason := self.ending.reason():
+            if reason := reason or self.ending.reason():
                 await self._end(reason)
             step = self.scheduler.ledger.step
             await self._make_one(step)

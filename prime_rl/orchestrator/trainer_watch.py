@@ -34,7 +34,7 @@ class TrainerWatch:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._mtime_ns: int | None = None
+        self._stamp: tuple[int, int] | None = None
         self._status: TrainerStatus | None = None
 
     def is_known(self) -> bool:
@@ -59,13 +59,14 @@ class TrainerWatch:
 
     def _read(self) -> TrainerStatus | None:
         try:
-            mtime_ns = self._path.stat().st_mtime_ns
+            info = self._path.stat()
         except OSError:
-            self._mtime_ns = self._status = None
+            self._stamp = self._status = None
             return None
-        if mtime_ns != self._mtime_ns:
+        stamp = (info.st_mtime_ns, info.st_ino)  # a clock of files may tick only every 10 ms
+        if stamp != self._stamp:
             self._status = read_status(self._path, TrainerStatus) or self._status  # None for another format version
-            self._mtime_ns = mtime_ns
+            self._stamp = stamp
         return self._status
 
 

@@ -102,8 +102,10 @@ class FileTail:
 
     def _is_put_aside(self) -> bool:
         """Whether the file that was read is `x.log.1` now: the next `x.log` is about to be made."""
+        if self._identity is None:
+            return False
         identity, _, is_ours = self._old(1, 0)
-        return self._identity is not None and (is_ours or identity == self._identity)
+        return is_ours or identity == self._identity
 
     def _rest_put_aside(self) -> bytes | None:
         """The unread rest of the files rotated since the last look; None when it is unknown."""

@@ -38,7 +38,7 @@ PROMPT = [9, 6, 13, 13, 16]
 NUM_TOKENS, NUM_REQUESTS = 10, 4
 NUM_UPDATES = 3
 # Of the transfer; one test waits for it to pass.
-TIMEOUT_S = 10.0
+TIMEOUT_S = 30.0
 
 
 @pytest.fixture(scope="module")

@@ -62,7 +62,7 @@ class Servers:
         if status is None or status.state != "serving":
             return []
         with contextlib.suppress(httpx.TransportError):
-            return [model["id"] for model in httpx.get(f"{status.base_url}/models").json()["data"]]
+            return [model["id"] for model in httpx.get(f"{status.base_url}/models", timeout=PATIENCE_S).json()["data"]]
         return []
 
     async def serving(self, replica: int, name: str) -> None:
@@ -173,7 +173,8 @@ async def test_servers_that_die_come_and_leave_cost_no_rollout(servers: Servers,
     assert await running == 0
     working.cancel()
     seen = await metrics_of(run, NUM_STEPS)
-    assert seen["inference/0/sampled_tokens"] > before and "inference/2/living" not in seen
+    # A look a second finds that it has left, which two batches may outrun: it is asked no more in any case.
+    assert seen["inference/0/sampled_tokens"] > before and not seen.get("inference/2/living")
     assert seen["groups_dropped"] == 0
     batches = [read_batch(run.rollout_file(step)) for step in range(1, NUM_STEPS + 1)]
     assert [len(batch.samples) for batch in batches] == [BATCH_SIZE] * NUM_STEPS

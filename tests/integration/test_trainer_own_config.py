@@ -11,10 +11,12 @@ from prime_rl.configs.base import merge
 from prime_rl.contract.layout import RunDir, list_steps
 from prime_rl.lora.adapter_state import load_peft
 from prime_rl.trainer import writer
+from prime_rl.trainer.batch_files import BatchReader
 from prime_rl.trainer.checkpoint import RunSnapshot
 from prime_rl.trainer.publish import FileSystemWeightBroadcast
 from prime_rl.trainer.runs import get_multi_run_manager
 from tests.isolation_support import TOLERANCE, Adapter
+from tests.patience import PATIENCE_S
 from tests.trainer_support import (
     adapter,
     published,
@@ -106,9 +108,11 @@ def test_steps_checkpoints_and_versions_are_kept_as_each_run_asks(plain: Adapter
 def test_the_real_loop_shares_its_time_by_tokens(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run whose batches are 20x larger and always there: between two of its updates each other run has its 20.
 
-    Counted in updates of runs that send equal batches, so in tokens; no clock is looked at, no disk is waited for.
+    Counted in updates of runs that send equal batches, so in tokens; no clock is looked at, and no disk decides.
     """
     monkeypatch.setattr(writer, "MAX_WAITING_PER_RUN", 1_000)
+    take = BatchReader.take
+    monkeypatch.setattr(BatchReader, "take", lambda self, timeout_s=0.0: take(self, PATIENCE_S))
     hog = write_run(tmp_path, "run_hog", tiny, batch_size=120, max_async_level=16)
     small = [write_run(tmp_path, f"run_small_{number}", tiny, max_async_level=16) for number in range(2)]
     put_batches(hog, 4, num_samples=120)

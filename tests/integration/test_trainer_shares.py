@@ -9,7 +9,9 @@ import pytest
 
 from prime_rl.contract.layout import RunDir
 from prime_rl.trainer import writer
+from prime_rl.trainer.batch_files import BatchReader
 from prime_rl.trainer.runs import get_multi_run_manager
+from tests.patience import PATIENCE_S
 from tests.trainer_support import put_batches, train_until, trainer_config, write_run
 
 WEIGHTS = {"run_a": 1.0, "run_b": 2.0, "run_c": 4.0}
@@ -18,8 +20,10 @@ NUM_UPDATES = 80
 
 
 def test_tokens_are_shared_by_weight(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No disk is waited for: one that is slow holds up the heaviest run most."""
+    """No disk decides: one that is slow to write holds up the heaviest run most, one that is slow to read any run."""
     monkeypatch.setattr(writer, "MAX_WAITING_PER_RUN", 1_000)
+    take = BatchReader.take
+    monkeypatch.setattr(BatchReader, "take", lambda self, timeout_s=0.0: take(self, PATIENCE_S))
     runs = {
         run_id: write_run(tmp_path, run_id, tiny, weight=weight, max_steps=2 * NUM_UPDATES)
         for run_id, weight in WEIGHTS.items()

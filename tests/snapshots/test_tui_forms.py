@@ -11,6 +11,7 @@ from textual.widgets import Input, Static, TextArea
 
 from prime_rl.contract.layout import OutputDir
 from tests.snapshots.test_tui_snapshots import LARGE, SMALL, Compare, looked
+from tests.tui_pilot import PatientPilot
 from tests.tui_support import build_workspace, frozen_clock, orch_toml, roomy_disk, screen_text, settled, until
 from tests.unit.test_daemons_forks import put_adapter
 from tui.app import PrlApp
@@ -59,11 +60,13 @@ def in_form(run_id: str, key: str, fill: Fill, field: str, words: str) -> Callab
 
     async def run(pilot: Pilot[None]) -> None:
         await looked()(pilot)
+        pilot = PatientPilot(pilot.app)
         table = pilot.app.screen.query_one(RunsTable)
         table.move_cursor(row=table.get_row_index(run_id))
         ends = ("q Quit", "z Pause")  # the keys at the foot are cut after the rest is drawn
         await until(pilot, lambda: screen_text(pilot.app).rstrip().endswith(ends), "the keys")
         await pilot.press(key)
+        await until(pilot, lambda: isinstance(pilot.app.screen, FormDialog), "the form")
         dialog = pilot.app.screen
         assert isinstance(dialog, FormDialog)
         await until(pilot, lambda: dialog.is_checked, "the check of the empty form")
@@ -114,6 +117,7 @@ def test_form(snap_compare: Compare, app: PrlApp, form: str, size: tuple[int, in
 def test_runs_that_share(snap_compare: Compare, app: PrlApp, size: tuple[int, int]) -> None:
     async def steps(pilot: Pilot[None]) -> None:
         await looked()(pilot)
+        pilot = PatientPilot(pilot.app)
         table = pilot.app.screen.query_one(RunsTable)
         table.move_cursor(row=table.get_row_index("run_sort-rank16"))
         await settled(pilot)

@@ -27,6 +27,7 @@ from prime_rl.contract.types import (
     read_columns,
     write_batch,
 )
+from tests.patience import PATIENCE_S
 
 
 def test_a_reader_never_sees_a_part(tmp_path: Path) -> None:
@@ -42,6 +43,7 @@ def test_a_reader_never_sees_a_part(tmp_path: Path) -> None:
 
     reader = threading.Thread(target=read)
     reader.start()
+    wait_for(lambda: bool(seen), "the first read", timeout_s=PATIENCE_S)
     for _ in range(30):
         for content in contents:
             write_atomic(path, content)

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -80,17 +81,16 @@ def test_a_taken_port_is_broken_unless_this_workspace_has_it() -> None:
 
 
 @pytest.mark.parametrize(("skew_s", "level"), [(0.0, "ok"), (2.0, "warning"), (-2.0, "warning"), (9.0, "broken")])
-def test_clock_skew_of_the_disk(tmp_path: Path, skew_s: float, level: str) -> None:
-    (tmp_path / "x").touch()
-    now = (tmp_path / "x").stat().st_mtime
-    check = checks.check_clock(tmp_path, {}, now - skew_s)
+def test_clock_skew_of_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, skew_s: float, level: str) -> None:
+    # As if it was written in this very moment, however late this process gets to it.
+    monkeypatch.setattr(os, "fstat", lambda fd: SimpleNamespace(st_mtime=1000.0 + skew_s))
+    check = checks.check_clock(tmp_path, {}, 1000.0)
     assert check.level == level and (level == "ok" or "NTP" in check.advice)
 
 
-def test_clock_skew_of_another_machine(tmp_path: Path) -> None:
-    (tmp_path / "x").touch()
-    now = (tmp_path / "x").stat().st_mtime
-    check = checks.check_clock(tmp_path, {"run_a": now - 60, "supervisor": now + 3}, now)
+def test_clock_skew_of_another_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "fstat", lambda fd: SimpleNamespace(st_mtime=1000.0))
+    check = checks.check_clock(tmp_path, {"run_a": 940.0, "supervisor": 1003.0}, 1000.0)
     assert check.level == "warning" and "supervisor" in check.message
 
 
@@ -126,6 +126,7 @@ def test_a_library_that_cannot_be_imported_is_found_by_importing_it(
     (tmp_path / "torch.py").write_text("raise ImportError('libcudart.so.12: cannot open shared object file')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     assert probe("torch") == ({}, "ImportError: libcudart.so.12: cannot open shared object file")
+    (tmp_path / "torch.py").write_text("import time; time.sleep(600)")
     assert "more than 0.01 s" in str(probe("torch", timeout_s=0.01)[1])
 
 

@@ -46,7 +46,7 @@ def test_a_log_is_put_aside_while_it_is_written_and_a_reader_misses_nothing(tmp_
     ):
         assert writer.stdin is not None
         while writer.poll() is None:
-            if rotate(log, MAX_BYTES, 100):
+            if num_rotations < NUM_PARTS and rotate(log, MAX_BYTES, 100):
                 num_rotations += 1
                 with contextlib.suppress(BrokenPipeError):
                     writer.stdin.write(b"\n")

@@ -45,6 +45,12 @@ class Env:
         return [Example(word, [{"role": "user", "content": word}], word) for word in WORDS]
 
     async def rollout(self, example, policy):
+        if example.id == "deaf":
+            while True:
+                try:
+                    await asyncio.sleep(600)
+                except asyncio.CancelledError:
+                    pass
         first = await policy.complete(example.messages)
         messages = [*example.messages, {"role": "assistant", "content": first}, {"role": "user", "content": "again"}]
         await policy.complete(messages)
@@ -57,12 +63,6 @@ class Env:
             os._exit(7)
         if word == "slow":
             await asyncio.sleep(600)
-        if word == "deaf":
-            while True:
-                try:
-                    await asyncio.sleep(600)
-                except asyncio.CancelledError:
-                    pass
         reward = {"nan": float("nan"), "text": "much"}.get(word, 0.5)
         return Outcome(reward, {"key_seen": float("SECRET_KEY" in os.environ)})
 """

@@ -28,6 +28,7 @@ from prime_rl.inference.health import FRESH_S, HealthProbe
 from prime_rl.inference.limits import adapter_bytes, check_adapter_room
 from prime_rl.inference.private_tmp import PREFIX, private_tmp
 from prime_rl.inference.turnstile import StillInUse, Turnstile
+from tests.patience import PATIENCE_S
 from tests.unit.test_inference_http import adapter, ask
 
 
@@ -110,6 +111,7 @@ async def test_an_engine_that_does_not_generate_is_ill() -> None:
     with pytest.raises(ApiError, match="no token"):
         await probe.check()  # still the last answer
     clock.now += FRESH_S
+    probe._timeout_s = PATIENCE_S
     with pytest.raises(ApiError, match=r"RuntimeError\.$") as caught:
         await probe.check()
     assert "secret" not in caught.value.message
@@ -118,7 +120,7 @@ async def test_an_engine_that_does_not_generate_is_ill() -> None:
 async def test_a_full_engine_is_healthy_by_the_tokens_of_others() -> None:
     engine = Engine()
     engine.stuck = True
-    probe = HealthProbe(engine.generate_one, engine.num_tokens, timeout_s=5.0)
+    probe = HealthProbe(engine.generate_one, engine.num_tokens, timeout_s=PATIENCE_S)
     check = asyncio.create_task(probe.check())
     while not engine.num_asked:
         await asyncio.sleep(0)
@@ -135,7 +137,7 @@ async def test_the_turnstile_keeps_changes_and_requests_apart() -> None:
             await until.wait()
 
     async def change() -> None:
-        async with turnstile.alone(5.0):
+        async with turnstile.alone(PATIENCE_S):
             seen.append("change")
 
     old, new = asyncio.Event(), asyncio.Event()

@@ -218,7 +218,8 @@ def test_the_place_of_a_deleted_run_is_not_kept_in_the_folder_of_its_successor(r
     write(run, "trainer", 1, x=1)
     monitor = Recorder()
     (feed,) = feeds.start(monitor)
-    until(lambda: len(monitor.calls) > 1, "the line")
+    size = run.trainer_metrics.stat().st_size
+    until(lambda: Positions(run).of("recorder").get("trainer") == size, "its place to be kept")
     run.path.rename(run.path.with_name("deleted"))
     run.metrics.mkdir(parents=True)
     until(lambda: feed.is_over, "the feed to end")
@@ -250,7 +251,9 @@ def page() -> Iterator[PrometheusPage]:
 
 
 def values_on(page: PrometheusPage) -> list[str]:
-    return sorted(line for line in httpx.get(page.url).text.splitlines() if not line.startswith("#"))
+    return sorted(
+        line for line in httpx.get(page.url, timeout=PATIENCE_S).text.splitlines() if not line.startswith("#")
+    )
 
 
 def test_prometheus_scrapes_the_newest_figures_of_all_runs_on_loopback(
@@ -277,7 +280,7 @@ def test_prometheus_scrapes_the_newest_figures_of_all_runs_on_loopback(
             *of_other,
         ]
     )
-    assert httpx.get(page.url).headers["content-type"].startswith("text/plain")
+    assert httpx.get(page.url, timeout=PATIENCE_S).headers["content-type"].startswith("text/plain")
     feeds.end()
     assert values_on(page) == of_other
     feeds.start(PrometheusMonitor(page))
@@ -290,7 +293,7 @@ def test_a_page_of_a_run_alone_ends_with_it(run: RunDir, feeds: Feeds, caplog: p
     feeds.start(PrometheusMonitor(page, is_own=True))
     until(lambda: page.is_open, "the page")
     url = page.url
-    assert httpx.get(url).status_code == 200
+    assert httpx.get(url, timeout=PATIENCE_S).status_code == 200
     with socket.create_server(("127.0.0.1", 0)) as taken:
         own = PrometheusPage(PrometheusConfig(port=taken.getsockname()[1]))
         feeds.start(PrometheusMonitor(own, is_own=True))
@@ -317,7 +320,7 @@ def test_names_that_attack_reach_no_monitor_as_they_are(tmp_path: Path, page: Pr
     ]
 
     def scraped() -> str:
-        return httpx.get(page.url).text
+        return httpx.get(page.url, timeout=PATIENCE_S).text
 
     for writer in ("orchestrator", "trainer"):
         for step in (1, 2):

@@ -27,6 +27,7 @@ from prime_rl.contract.status import TrainerRunStatus, TrainerStatus
 from tests.attack_support import ATTACKS, Outside
 from tests.orchestrator_support import config_data, make_run, write_toml
 from tests.patience import PATIENCE_S
+from tests.ports import free_port
 
 # Quiet only when a test says so, however long a library takes to be imported.
 QUIET_S = PATIENCE_S
@@ -61,7 +62,7 @@ class Workspace:
         """The losses on the page, after a look."""
         assert self.monitors is not None and self.monitors.page is not None
         self.monitors.look()
-        lines = httpx.get(self.monitors.page.url).text.splitlines()
+        lines = httpx.get(self.monitors.page.url, timeout=PATIENCE_S).text.splitlines()
         return sorted(line.removeprefix("prl_trainer_loss") for line in lines if line.startswith("prl_trainer_loss{"))
 
     def look_until(self, condition: Callable[[], bool], what: str) -> None:
@@ -139,8 +140,13 @@ def test_a_finished_run_gets_what_it_missed_and_no_other_old_run_is_passed_on(wo
 def test_a_library_that_hangs_is_named_and_given_up_and_all_else_goes_on(
     workspace: Workspace, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    released = threading.Event()
-    hanging = SimpleNamespace(init=lambda **options: released.wait(), Settings=dict)
+    called, released = threading.Event(), threading.Event()
+
+    def init(**options: object) -> None:
+        called.set()
+        released.wait()
+
+    hanging = SimpleNamespace(init=init, Settings=dict)
     monkeypatch.setitem(sys.modules, "wandb", hanging)
     workspace.run("run_a", monitor={"wandb": {}})
     workspace.run("run_b")
@@ -148,6 +154,7 @@ def test_a_library_that_hangs_is_named_and_given_up_and_all_else_goes_on(
     monitors = workspace.start(prometheus={})
     both = ['{run_id="run_a"} 1.0', '{run_id="run_b"} 1.0']
     wait_for(lambda: workspace.shown() == both, "the page", timeout_s=PATIENCE_S)
+    wait_for(called.is_set, "W&B to be called", timeout_s=PATIENCE_S)
     assert feeds() == ["prometheus of run_a", "prometheus of run_b", "wandb of run_a"]
     assert monitors.slow() is None
     workspace.ahead_s = SLOW_S
@@ -214,7 +221,7 @@ def test_a_page_of_one_run_is_ignored_beside_the_workspaces_and_served_without(
     warned, opened = caplog.messages
     assert warned == f"run_a: [monitor.prometheus] {text}" and opened.startswith("prometheus: http://127.0.0.1:")
     url = opened.removeprefix("prometheus: ")
-    wait_for(lambda: "prl_trainer_loss" in httpx.get(url).text, "its figures", timeout_s=PATIENCE_S)
+    wait_for(lambda: "prl_trainer_loss" in httpx.get(url, timeout=PATIENCE_S).text, "its figures", timeout_s=PATIENCE_S)
 
 
 def test_monitors_follow_the_config_and_an_invalid_one_changes_nothing(workspace: Workspace) -> None:
@@ -234,14 +241,13 @@ def test_monitors_follow_the_config_and_an_invalid_one_changes_nothing(workspace
 
 
 def test_a_port_that_is_taken_is_tried_again(workspace: Workspace, caplog: pytest.LogCaptureFixture) -> None:
-    first = workspace.start(prometheus={})
+    port = free_port()
+    first = workspace.start(prometheus={"port": port})
     first.look()
-    assert first.page is not None
-    port = int(first.page.url.split(":")[2].split("/")[0])
     second = workspace.start(prometheus={"port": port})
     for _ in range(2):
         second.look()
     assert caplog.messages == ["prometheus: OSError: [Errno 98] Address already in use; trying again"]
     first.close()
     second.look()
-    assert httpx.get(f"http://127.0.0.1:{port}/metrics").status_code == 200
+    assert httpx.get(f"http://127.0.0.1:{port}/metrics", timeout=PATIENCE_S).status_code == 200

@@ -23,6 +23,7 @@ from prime_rl.multinode import node
 from prime_rl.multinode.flags import NodeFlags, num_ranks, parse_flags
 from prime_rl.multinode.phases import RlPhase
 from prime_rl.utils.gpus import count_gpus, listed_gpus
+from prime_rl.utils.node_watch import NodeReader
 from prime_rl.utils.process import ProcessId
 from tests.patience import PATIENCE_S
 
@@ -195,6 +196,13 @@ def write_node(output: OutputDir, rank: int, **changes: Any) -> None:
     write_atomic(output.node_status(rank), msgspec.json.encode(status))
 
 
+@pytest.fixture
+def still(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However late its second look comes, the command finds no node to have been silent for longer."""
+    monkeypatch.setattr("daemons.commands.multinode.NodeReader", lambda path: NodeReader(path, lambda: 0.0))
+
+
+@pytest.mark.usefixtures("still")
 def test_the_status_names_the_dead_and_the_awaited(tmp_path: Path, capsys: Any) -> None:
     output = OutputDir(tmp_path)
     output.group_status.parent.mkdir(parents=True)
@@ -212,6 +220,7 @@ def test_the_status_names_the_dead_and_the_awaited(tmp_path: Path, capsys: Any) 
     assert "no node has started" in capsys.readouterr().out
 
 
+@pytest.mark.usefixtures("still")
 def test_the_status_tells_what_stands_still_and_for_how_long(tmp_path: Path, capsys: Any) -> None:
     """Node 1 is alive and its loop is not; node 0 waits for it."""
     output = OutputDir(tmp_path)

@@ -135,11 +135,13 @@ async def test_the_run_ends_when_its_last_batch_was_trained_on_and_generates_not
     never = asyncio.Event()
 
     async def only_the_first_batch(body: dict[str, Any]) -> None:
-        if len([path for path, _ in workspace.fake.requests if path == "/v1/completions"]) > 2:
+        if len([path for path, _ in workspace.fake.requests if path == "/v1/completions"]) > 1:
             await never.wait()
 
     workspace.fake.gate = only_the_first_batch
-    task = workspace.start(max_steps=50, max_async_level=2, budget={"max_tokens": BATCH_TOKENS})
+    # One group a batch and one under way: the first request is that of the first batch.
+    one = {"rollouts_per_example": 4, "client": {"max_concurrent_requests": 4}}
+    task = workspace.start(max_steps=50, max_async_level=2, budget={"max_tokens": BATCH_TOKENS}, **one)
 
     def waits() -> bool:
         status = read_status(workspace.run.status, RunStatus)

@@ -107,7 +107,7 @@ async def test_server_errors_are_tried_again_and_named_meanwhile(model: Path, tm
     fake.fault = lambda path, body: statuses.pop(0) if statuses and path == "/v1/completions" else None
     async with serving(fake) as url:
         troubles: list[str | None] = []
-        client = make_client(url, tmp_path, on_trouble=troubles.append)
+        client = make_client(url, tmp_path, on_trouble=troubles.append, backoff_start_s=0.2)
         assert (await sample(client, str(model)))[-1] == IM_END
         await client.close()
     assert client.places.control.limit == START_LIMIT // 4, "halved at 503 and at 429"

@@ -27,6 +27,7 @@ from tests.orchestrator_support import (
     serving,
     until,
 )
+from tests.ports import free_port
 
 # Nothing listens there.
 NOWHERE = "http://127.0.0.1:9/v1"
@@ -96,7 +97,7 @@ async def test_a_dead_server_is_taken_out_in_silence_and_comes_back_with_its_ada
 ) -> None:
     fakes = [FakeInference(model) for _ in range(3)]
     async with serving(fakes[0]) as first:
-        async with serving(fakes[1]) as second:
+        async with serving(fakes[1], free_port()) as second:
             adapters, troubles = AdapterPublication(run), list[str | None]()
             client = make_client([first, second], tmp_path, equip=adapters.equip, on_trouble=troubles.append)
             for version in (1, 2):
@@ -120,7 +121,7 @@ async def test_a_dead_server_is_taken_out_in_silence_and_comes_back_with_its_ada
 
 async def test_only_when_none_is_left_is_that_waited_for(model: Path, run: RunDir, tmp_path: Path) -> None:
     fake = FakeInference(model)
-    async with serving(fake) as url:
+    async with serving(fake, free_port()) as url:
         adapters = AdapterPublication(run)
         client = make_client([NOWHERE, url], tmp_path, equip=adapters.equip)
         await adapters.publish(client, 1)

@@ -122,9 +122,9 @@ async def test_one_without_heartbeat_is_left_only_when_it_does_not_answer(place:
     await place.start(1)
     now_s = [0.0]
     replicas = Replicas(place.output.path, clock=lambda: now_s[0])
-    assert set(replicas.look().values()) == {Standing.SERVING}
     for writer in place.writers.values():
         writer.abandon()
+    assert set(replicas.look().values()) == {Standing.SERVING}
     now_s[0] += LOST_AFTER_S + 1
     assert set(replicas.look().values()) == {Standing.SILENT}
     client, _ = connected(place, make_run(place.output.path))

@@ -158,7 +158,7 @@ async def test_waits_for_the_trainer_by_name_also_after_the_last_batch(workspace
     assert turns is not None
     await until(lambda: (workspace.status.loop or 0) > turns, "its loop to turn while it waits")
     publish(workspace.run, 1)
-    await workspace.until_waiting_on("policy version 2 (have 1), trainer last updated under 10 s ago")
+    await workspace.until_waiting_on("policy version 2 (have 1), trainer last updated")
     assert list_rollout_steps(workspace.run) == [1, 2]
     loads = workspace.fake.num_loads
     publish(workspace.run, 2)
@@ -209,7 +209,7 @@ async def test_inference_that_comes_back_without_its_adapters_costs_no_step(work
 
 async def test_what_gets_too_old_is_cancelled_on_the_server_and_made_again(workspace: Workspace) -> None:
     async def hold_all_but_the_first_of_version_0(body: dict[str, Any]) -> None:
-        if version_token(body["model"]) == FIRST_BYTE and len(workspace.completions) > 1:
+        if version_token(body["model"]) == FIRST_BYTE and body["prompt"] != workspace.completions[0]["prompt"]:
             await asyncio.Event().wait()
         if version_token(body["model"]) > FIRST_BYTE:
             await until(lambda: workspace.fake.num_cancelled == 2, "the requests of version 0 to be cancelled")
@@ -242,13 +242,14 @@ async def test_groups_without_signal_are_replaced_and_a_run_that_has_no_others_g
     workspace: Workspace, caplog: pytest.LogCaptureFixture
 ) -> None:
     workspace.fake.letter = 65  # all answers are the same, so all rewards of a group are
-    over = {"filter_zero_advantage": True, "oversampling_factor": 2.0, "max_async_level": 1}
+    env = [{"id": "reverse-text", "args": {"wording": "short", "num_examples": 60}}]  # more than it draws: each once
+    over = {"filter_zero_advantage": True, "oversampling_factor": 2.0, "max_async_level": 1, "env": env}
     assert await workspace.run_to_the_end(**over) == 0
     filtered = [line["groups_filtered"] for line in lines(workspace.run)]
     assert filtered[0] >= 4 * 2 and filtered == sorted(filtered)
     assert "too many groups have advantages of zero" in caplog.text
     ids = example_ids(workspace.run, range(1, 4))
-    assert len(set(ids)) == 6 and max(int(i.rpartition("-")[2]) for i in ids) < 20
+    assert len(set(ids)) == 6 and max(int(i.rpartition("-")[2]) for i in ids) < 60
 
 
 async def test_the_trainer_that_starts_again_finds_each_batch_once(workspace: Workspace) -> None:
@@ -267,7 +268,8 @@ async def test_a_run_whose_groups_mostly_fail_is_failed_with_the_last_error(
     workspace: Workspace, capsys: pytest.CaptureFixture[str]
 ) -> None:
     workspace.fake.fault = lambda path, body: 400 if path == "/v1/completions" else None
-    assert await workspace.run_to_the_end() == 1
+    # One group at a time, so that no other fails before the run ends.
+    assert await workspace.run_to_the_end(client={"max_concurrent_requests": 2}) == 1
     assert workspace.status.state == "failed"
     assert "11 of the last 11 groups failed" in str(workspace.status.reason)
     assert "400 injected 400" in str(workspace.status.reason)

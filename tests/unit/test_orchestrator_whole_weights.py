@@ -35,6 +35,7 @@ from tests.orchestrator_support import (
     until,
 )
 from tests.patience import PATIENCE_S
+from tests.ports import free_port
 
 UPDATE, RELOAD = "/update_weights", "/reload_weights"
 
@@ -105,7 +106,7 @@ async def test_an_answer_of_a_newer_version_counts_as_that(model: Path, run: Run
 async def test_a_server_that_comes_back_has_the_weights_before_it_is_asked(model: Path, run: RunDir) -> None:
     fakes = [FakeInference(model) for _ in range(3)]
     async with serving(fakes[0]) as first:
-        async with serving(fakes[1]) as second:
+        async with serving(fakes[1], free_port()) as second:
             client, policy = connected([first, second], run, model, whole=True)
             await policy.begin()
             await policy.switch_to(1)

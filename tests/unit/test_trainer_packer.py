@@ -35,19 +35,18 @@ class Trainer:
             self.reads.append(path)
 
     def reads_ahead(self, *files: Path) -> None:
-        """While rows wait: nothing is taken, and `files` are read."""
-        num_before = len(self.reads)
+        """While rows wait: nothing is taken, and `files` are read, where they were not before."""
         assert self.packer.get_batch() == {}
-        wait_for(lambda: {*files} <= {*self.reads[num_before:]}, f"{files} to be read", timeout_s=PATIENCE_S)
+        wait_for(lambda: {*files} <= {*self.reads}, f"{files} to be read", timeout_s=PATIENCE_S)
 
-    def takes(self, held: tuple[str, ...] = ()) -> dict[int, BatchColumns]:
-        """The batches that come, once there are some, or a run was evicted."""
+    def takes(self, held: tuple[str, ...] = (), num: int = 1) -> dict[int, BatchColumns]:
+        """The batches that come, once there are `num`, or a run was evicted."""
         taken: dict[int, BatchColumns] = {}
         num_active = len(self.manager.active)
 
         def came() -> bool:
             taken.update(self.packer.get_batch(held))
-            return bool(taken) or len(self.manager.active) < num_active
+            return len(taken) >= num or len(self.manager.active) < num_active
 
         wait_for(came, "a batch", timeout_s=PATIENCE_S)
         return taken
@@ -93,7 +92,7 @@ def test_a_bad_batch_evicts_at_its_turn_and_not_before(trainer: Trainer) -> None
         trainer.put(each, 1)
         trainer.put(each, 2)
         each.rollout_file(2).write_bytes(b"no batch")
-    assert trainer.takes().keys() == {0, 1}
+    assert trainer.takes(num=2).keys() == {0, 1}
     trainer.reads_ahead(run.rollout_file(2), other.rollout_file(2))
     repaired = trainer.put(other, 2)
     assert len(trainer.manager.active) == 2 and not run.evicted.exists()

@@ -10,6 +10,7 @@ from rich.segment import Segment
 from textual.color import Color
 
 import tui
+from tests.tui_pilot import PatientPilot
 from tests.tui_support import build_workspace, frozen_clock, has_looked, roomy_disk, screen_text, settled, until
 from tui.app import PrlApp
 from tui.fmt import sparkline
@@ -67,7 +68,8 @@ async def test_nothing_but_ascii_is_drawn_where_there_is_nothing_else(tmp_path: 
     workspace = build_workspace(tmp_path / "workspace")
     app = PrlApp(workspace.path, clock=frozen_clock, read_disk=roomy_disk, glyphs=PlainGlyphs(ascii_only=True))
     app.animation_level = "none"
-    async with app.run_test(size=(160, 50)) as pilot:
+    async with app.run_test(size=(160, 50)):
+        pilot = PatientPilot(app)
         await until(pilot, lambda: has_looked(app), "a look")
         for keys in ("1", "2", "5"):
             await pilot.press(keys)

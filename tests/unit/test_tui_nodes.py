@@ -105,7 +105,7 @@ def test_a_group_that_ended_in_order_is_no_problem(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[" * 200_000, b'{"rank": 7}', b"\xff\xfe"])
 def test_a_file_that_cannot_be_read_for_a_moment_counts_as_it_was(tmp_path: Path, content: bytes) -> None:
-    reader = NodeReader(tmp_path)
+    reader = NodeReader(tmp_path, Clock())
     put_node(OutputDir(tmp_path), 0, num_nodes=1)
     assert words(make_group(reader.read())) == {0: NodeHealth.UNPROVEN}
     OutputDir(tmp_path).node_status(0).write_bytes(content)

@@ -65,6 +65,7 @@ def test_the_first_picture_is_of_runs_in_slots_and_the_others_are_read_when_it_i
 ) -> None:
     workspace = build_workspace(tmp_path / "workspace")
     monkeypatch.setattr("tui.watcher.FIRST_RUNS", 2)
+    monkeypatch.setattr("tui.watcher.FIRST_SLICE_S", PATIENCE_S)
     monkeypatch.setattr("tui.watcher.FIRST_DRAWN_S", 10 * PATIENCE_S)
     shown: list[Snapshot] = []
 
