@@ -1,8 +1,8 @@
 """Status files, one writer each.
 
-A status file is written at every change of state, at most twice a second, and by a heartbeat thread in between, so long
-work is not death. The thread would also write beside a main loop that hangs, so the file shows two things: that the
-process is alive, and when its main loop last turned. `contract.condition` judges both, for all readers alike.
+A status file is written at once when its headline changes, for the rest at most twice a second, and by a heartbeat
+thread in between, so long work is not death. That thread would outlive a main loop that hangs, so the file shows both:
+that the process is alive, and when its loop last turned. `contract.condition` judges them, for all readers alike.
 """
 
 from __future__ import annotations
@@ -216,9 +216,8 @@ class DaemonStatus(Status, kw_only=True):
 
     @child.setter
     def child(self, child: ProcessId | None) -> None:
-        self.child_pid = child.pid if child else None
-        self.child_create_time = child.create_time if child else None
-        self.child_start = child.start if child else ""
+        known = (child.pid, child.create_time, child.start) if child else (None, None, "")
+        self.child_pid, self.child_create_time, self.child_start = known
 
 
 class PhaseTime(msgspec.Struct, frozen=True, kw_only=True):
@@ -334,9 +333,8 @@ class StatusWriter:
 
     `update(...)` changes fields of `status` and writes the file at once when its headline changed, else at most every
     MIN_WRITE_INTERVAL_S; a daemon thread writes it every HEARTBEAT_S. The main loop calls `turn` at every turn, also
-    when it has nothing to do. After `close` the file holds the last state. An OSError while writing (folder deleted,
-    disk full) is kept in `error` and never stops the writer's process. `clock` is Unix seconds, for readers.
-    `copies` are more files that hold the same.
+    when it has nothing to do. After `close` the file holds the last state. An OSError (folder deleted, disk full) is
+    kept in `error` and never stops the writer. `clock` is Unix seconds. `copies` are more files that hold the same.
     """
 
     def __init__(
@@ -385,9 +383,7 @@ class StatusWriter:
         self._thread.join()
 
     def _write(self) -> None:
-        now = self._clock()
-        self.status.updated_at = now
-        self._last_write = now
+        self._last_write = self.status.updated_at = self._clock()
         if self._num_turns is not None:
             self.status.loop = self._num_turns
             self.status.loop_still_s = round(max(0.0, time.monotonic() - self._turned_s), 3)

@@ -223,8 +223,7 @@ def _own_cut(setting: GroupSetting, group: GroupRecord, view: View) -> str | Non
     """If all of several workers fail to connect at the same time, the master is cut off."""
     others = [view.nodes[rank] for rank in sorted(group.members) if rank != setting.rank]
     misses = [node.unreached for node in others]
-    # They do not probe at the same instant: when the first gives up the others are one probe behind, and the record of
-    # that probe may be one look behind.
+    # When the first gives up the others are one probe behind, and the record of it may be one look behind.
     if len(others) < 2 or max(misses) < CUT_OFF_AFTER_BEATS or min(misses) < CUT_OFF_AFTER_BEATS - 2:
         return None
     callers = "; ".join(map(str, others))
