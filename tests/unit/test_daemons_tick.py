@@ -27,7 +27,7 @@ from prime_rl.contract.layout import OutputDir
 from prime_rl.contract.status import DaemonStatus, read_status
 from prime_rl.utils.process import ProcessId
 from prime_rl.utils.signals import StopFlag
-from tests.daemons_support import PATIENCE_S, fake_workspace
+from tests.daemons_support import PATIENCE_S, RUN_TOML, fake_workspace
 
 
 class Workspace:
@@ -176,3 +176,31 @@ def test_after_a_long_look_it_rests_as_long_whatever_has_happened(
     now_s += 0.2
     assert workspace.supervisor.is_due()
     request.unlink()
+
+
+def test_a_run_that_ends_as_it_is_looked_at_has_not_crashed(
+    workspace: Workspace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output, run = workspace.output, workspace.output.run("run_a")
+    goes_on = output.path / "pause_run_a"
+    goes_on.touch()
+    run.control.mkdir(parents=True)
+    run.orch_toml.write_text(RUN_TOML.format(max_steps=2, model=output.path.parent / "models" / "base"))
+
+    def told() -> str:
+        status = read_status(output.daemon_status("run_a"), DaemonStatus)
+        return status.state if status is not None else ""
+
+    workspace.look_until("the run's orchestrator to run", lambda: told() == "running" and run.status.exists())
+    look = workspace.launcher.look
+
+    def look_as_it_ends(handle: Handle) -> Alive | Ended:
+        if handle.name == "run_a":
+            goes_on.unlink(missing_ok=True)
+            wait_for(lambda: isinstance(look(handle), Ended), "the orchestrator to end", timeout_s=PATIENCE_S)
+        return look(handle)
+
+    monkeypatch.setattr(workspace.launcher, "look", look_as_it_ends)
+    workspace.supervisor.tick()
+    status = read_status(output.daemon_status("run_a"), DaemonStatus)
+    assert status is not None and (status.state, status.crashes) == ("done", [])
