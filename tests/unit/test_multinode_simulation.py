@@ -9,10 +9,18 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from prime_rl.multinode.decide import Exit
+from prime_rl.multinode.decide import Exit, View, _own_cut
 from prime_rl.multinode.loop import ProgressLog
-from prime_rl.multinode.phases import Phase, RlPhase
-from prime_rl.multinode.records import EXIT_DONE, EXIT_INTERRUPTED, EXIT_REFUSED, EXIT_TRY_AGAIN, GroupSetting
+from prime_rl.multinode.phases import Phase, Position, RlPhase
+from prime_rl.multinode.records import (
+    EXIT_DONE,
+    EXIT_INTERRUPTED,
+    EXIT_REFUSED,
+    EXIT_TRY_AGAIN,
+    GroupRecord,
+    GroupSetting,
+    NodeRecord,
+)
 from tests.budgets import SIMULATIONS as NUM_HISTORIES
 from tests.multinode_sim import MAX_LAG_S, POLL_S, Node, World, check_finished, expected_effects
 
@@ -94,6 +102,14 @@ def test_a_master_that_is_cut_off_is_named_and_not_its_workers(elastic: bool) ->
         assert exit.code == EXIT_TRY_AGAIN
         assert exit.reason.startswith("node 0 (host0, pid 1000), the master, is cut off: all workers failed to connect")
     check_finished(world)
+
+
+@pytest.mark.parametrize(("misses", "is_cut_off"), [((3, 3), True), ((3, 1), True), ((3, 0), False), ((2, 2), False)])
+def test_a_worker_whose_probe_and_record_lag_behind_is_heeded(misses: tuple[int, int], is_cut_off: bool) -> None:
+    setting = dataclasses.replace(SETTING, num_nodes=3)
+    nodes = {rank: NodeRecord(rank, "a", 1, unreached=count) for rank, count in enumerate((0, *misses))}
+    group = GroupRecord(1, "a", 1, members=dict.fromkeys(nodes, "a"), position=Position(1, Phase.TRAIN))
+    assert (_own_cut(setting, group, View(0.0, 0.0, nodes, {})) is not None) is is_cut_off
 
 
 def quiet_world(seed: int, **changes: Any) -> World:
