@@ -1,15 +1,13 @@
-"""`logs/audit.jsonl`: who did what to which run, when and why. One line per action, appended after it was done."""
+"""People's actions in the audit log; daemons write theirs by `prime_rl.contract.audit`."""
 
 from __future__ import annotations
 
 import getpass
-import json
 import os
 import socket
-import time
 
 from daemons.errors import ActionError
-from prime_rl.contract.files import append_line
+from prime_rl.contract import audit
 from prime_rl.contract.layout import OutputDir
 
 
@@ -18,9 +16,8 @@ def record(output: OutputDir, action: str, run_id: str | None, *, reason: str = 
 
     Raises ActionError when the line cannot be written; the action itself is done by then.
     """
-    line = {"time": time.time(), "who": who(), "action": action, "run_id": run_id, "reason": reason, "detail": detail}
     try:
-        append_line(output.audit, json.dumps(line))
+        audit.append(output, who(), action, run_id, reason=reason, detail=detail)
     except OSError as error:
         raise ActionError(
             f"{action} {run_id or ''} succeeded, but could not be recorded in {output.audit}: {error.strerror}"

@@ -64,23 +64,27 @@ def list_runs(
             autocompletion=complete.states,
         ),
     ] = None,
+    tag: Annotated[
+        list[str] | None, typer.Option(metavar="TAG", help="Only runs with this tag. Repeated: with all of them.")
+    ] = None,
     watching: WatchOption = False,
 ) -> None:
     """List runs with state, step, reward and reason.
 
     Active runs come first, by slot; then waiting runs in admission order; then all others.
 
-    Example: prl runs list --state active,waiting --watch
+    Example: prl runs list --state active,waiting --tag lr-sweep --watch
     """
-    states = _states(state)
+    states, tags = _states(state), set(tag or ())
     path = check_readable(choose_output_dir(output_dir))
     reader = WorkspaceReader(path)
 
     def chosen() -> list[RunView]:
-        return [run for run in reader.read().runs if not states or run.state in states]
+        return [run for run in reader.read().runs if (not states or run.state in states) and tags <= set(run.tags)]
 
     def table() -> RenderableType:
-        none = f"no run is {' or '.join(sorted(states))}: prl runs list shows all" if states else NO_RUNS
+        asked = [f"is {' or '.join(sorted(states))}"] * bool(states) + [f"has the tag {each}" for each in sorted(tags)]
+        none = f"no run {' and '.join(asked)}: prl runs list shows all" if asked else NO_RUNS
         return runs_table(chosen(), none=no_workspace(path) or none)
 
     if as_json:

@@ -279,7 +279,7 @@ class OutputDir(DaemonPaths):
 
     @property
     def audit(self) -> Path:
-        """Every action of a person on a run: time, who, action, run, reason."""
+        """Every action on a run, of a person or a daemon: time, who, action, run, reason."""
         return self.logs / "audit.jsonl"
 
     @property

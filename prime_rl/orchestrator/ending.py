@@ -17,6 +17,7 @@ from prime_rl.configs.base import ConfigError
 from prime_rl.configs.lifetime import BudgetConfig, StopConfig
 from prime_rl.configs.orchestrator import OrchestratorConfig
 from prime_rl.configs.validate import load_run_config
+from prime_rl.contract import audit
 from prime_rl.contract.early_stop import EarlyStop, metric_value, series
 from prime_rl.contract.files import read_end, write_atomic
 from prime_rl.contract.layout import OutputDir, RunDir
@@ -112,6 +113,7 @@ class Ending:
         logger.info("ending the run: %s", reason)
         with contextlib.suppress(FileExistsError):
             write_atomic(self._run.finished, reason, exclusive=True)
+            audit.note(self._run, "orchestrator", "finish", reason)
 
     def _read_budget(self) -> None:
         stamp = self._toml_stamp()

@@ -58,7 +58,7 @@ def test_the_life_of_a_run_with_the_daemons_down(inline: Inline) -> None:
     )
     assert "would add run_reverse" in prl("runs", "add", file, "--dry-run").stdout
     assert prl("runs", "add", file).stdout == f"added run_reverse to {workspace}\n"
-    prl("runs", "add", file, "--id", "run_b", "--set", "max_steps=7", "--set", "model.lora.rank=4")
+    prl("runs", "add", file, "--id", "run_b", "--set", "max_steps=7", "--set", "tags=['x', 'y']")
     prl("runs", "evict", "run_b", "--reason", "no [bold]more[/bold]\x1b[31m")
     runs = {run["run_id"]: run for run in prl.json("runs", "list")["runs"]}
     assert {run_id: (run["state"], run["max_steps"]) for run_id, run in runs.items()} == {
@@ -68,6 +68,10 @@ def test_the_life_of_a_run_with_the_daemons_down(inline: Inline) -> None:
     assert "no [bold]more[/bold]\n" in prl("runs", "list").stdout.replace("  ", "").replace(" \n", "\n")
     assert "run_b" not in prl("runs", "list", "--state", "stopped").stdout
     assert "no run is failed: prl runs list shows all" in prl("runs", "list", "--state", "failed").stdout
+    tagged = prl.json("runs", "list", "--tag", "x", "--tag", "y")["runs"]
+    assert [run["run_id"] for run in tagged] == ["run_b"]
+    none = prl("runs", "list", "--tag", "z", "--state", "failed").stdout
+    assert none == "no run is failed and has the tag z: prl runs list shows all\n"
     prl("runs", "readmit", "run_b")
     assert prl.json("runs", "show", "run_b")["run"]["state"] == "stopped"
     prl("runs", "delete", "run_b", "--yes")

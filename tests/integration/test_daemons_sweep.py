@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from daemons.halving import Decision, read_decisions
+from prime_rl.contract.status import TrainerStatus, read_status
 from tests.integration.test_system_sharing import wait_until_let_go
 from tests.system_support import Workspace, closed, greedy_answer, make_workspace
 
@@ -16,12 +17,12 @@ pytestmark = pytest.mark.slow
 
 NUM_RUNS = 6
 MAX_STEPS = 60
-QUESTION = "Reverse: abc"
+QUESTIONS = "Reverse: abc", "Reverse: hello", "Copy: xyz"
 
 
 @pytest.fixture
-def workspace(untaught_model: Path, tmp_path: Path) -> Iterator[Workspace]:
-    yield from closed(make_workspace(tmp_path, untaught_model, slots=2))
+def workspace(base_model: Path, tmp_path: Path) -> Iterator[Workspace]:
+    yield from closed(make_workspace(tmp_path, base_model, slots=2))
 
 
 def test_a_sweep_with_halving_ends_with_one_winner(workspace: Workspace) -> None:
@@ -50,16 +51,27 @@ def test_a_sweep_with_halving_ends_with_one_winner(workspace: Workspace) -> None
         assert step == MAX_STEPS or reason.startswith("halving: rung ")
     audit = [json.loads(line) for line in workspace.paths.audit.read_text().splitlines()]
     assert {line["run_id"] for line in audit if line["action"] == "halving"} >= set(first.lost) | set(second.lost)
-    used = workspace.json("usage", "--by", "tag")
-    (row,) = used["rows"]
-    assert row["name"] == "seeds" and {**row, "name": "total"} == used["total"]
-    assert row["tokens_trained"] > 0 and row["tokens_sampled"] > 0
 
     (winner,), out = second.kept, workspace.output_dir.parent / "winner"
     workspace.prl("runs", "pause", winner, check=False)  # its newest version stays the newest; it may have finished
     wait_until_let_go(workspace, winner)
+    check_usage(workspace)
     workspace.prl("runs", "export", winner, "--merge", "--out", str(out))
     from transformers import AutoModelForCausalLM
 
     merged = AutoModelForCausalLM.from_pretrained(out)
-    assert greedy_answer(merged, out, QUESTION) == workspace.answer(winner, QUESTION)
+    for question in QUESTIONS:
+        assert greedy_answer(merged, out, question) == workspace.answer(winner, question)
+
+
+def check_usage(workspace: Workspace) -> None:
+    """The six runs add up to the total, which is what the trainer's own clock counted. Nothing trains."""
+    runs, tags = (workspace.json("usage", "--by", by) for by in ("run", "tag"))
+    (tag,), total = tags["rows"], runs["total"]
+    assert len(runs["rows"]) == NUM_RUNS and tag == {**total, "name": "seeds"}
+    for name in ("tokens_sampled", "tokens_trained", "trainer_s", "inference_s"):
+        assert sum(row[name] for row in runs["rows"]) == pytest.approx(total[name]) and total[name] > 0
+    status = read_status(workspace.paths.trainer_status, TrainerStatus)
+    assert status is not None
+    busy_s = sum(seconds for phase, seconds in status.total_s.items() if phase != "wait")
+    assert total["trainer_s"] == pytest.approx(busy_s, rel=0.02)

@@ -91,6 +91,10 @@ async def test_a_used_up_budget_ends_the_run_and_a_raised_one_lets_it_go_on(work
     assert code == 0
     reason = workspace.run.finished.read_text()
     assert reason == "budget used up: 60 of 60 tokens"
+    (line,) = map(json.loads, OutputDir(workspace.run.path.parent).audit.read_text().splitlines())
+    assert [line[key] for key in ("who", "action", "run_id", "reason")] == [
+        *("orchestrator", "finish", workspace.run.run_id, reason)
+    ]
     assert workspace.end == ("finished", reason)
     assert list_rollout_steps(workspace.run) == [1, 2, 3, 4, 5] and workspace.used == budget
     assert workspace.run.broadcast_dir(5).is_dir(), "the trainer trained on all that it was handed"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +97,10 @@ def test_an_urgent_run_takes_the_slot_of_the_least_urgent_which_comes_back(tmp_p
     assert set(manager.id_2_idx) == {"run_high", "run_urgent"}, "the freed slot goes to the run that took it"
     assert manager.waiting == ["run_patient", "run_low"]
     assert low.preempted.read_text().startswith("preempted by run_urgent") and not high.preempted.exists()
+    (line,) = map(json.loads, (tmp_path / "logs" / "audit.jsonl").read_text().splitlines())
+    assert [line[key] for key in ("who", "action", "run_id", "reason")] == [
+        *("trainer", "preempt", "run_low", "preempted by run_urgent")
+    ]
     slots_after(manager, 3)
     assert set(manager.id_2_idx) == {"run_high", "run_urgent"}, "nobody takes it back"
     for run in (urgent, high):

@@ -19,6 +19,7 @@ from typing import NamedTuple
 from prime_rl.configs.base import MAX_TOML_BYTES, ConfigError
 from prime_rl.configs.orchestrator import OrchestratorConfig
 from prime_rl.configs.validate import PARSE_ERROR_PREFIX, explain, load_run_config
+from prime_rl.contract import audit
 from prime_rl.contract.files import FileRefused, read_file, read_text, write_atomic
 from prime_rl.contract.layout import RunDir, list_steps, refusal
 from prime_rl.contract.resume import pending_request
@@ -181,6 +182,7 @@ class Evictions:
             try:
                 if run.path.is_dir():
                     write_atomic(run.evicted, reason)
+                    audit.note(run, "trainer", "evict", reason)
                 del self.unwritten[run_id]
             except OSError as error:
                 logger.error("%s: cannot write the reason of its eviction: %s", run_id, error)

@@ -16,6 +16,7 @@ import torch
 
 from prime_rl.configs.lifetime import LIVE_KEYS, with_live_keys
 from prime_rl.configs.orchestrator import OrchestratorConfig
+from prime_rl.contract import audit
 from prime_rl.contract.files import write_atomic
 from prime_rl.contract.layout import RunDir
 from prime_rl.contract.resume import note_done
@@ -113,7 +114,9 @@ class TrainerRun:
         except OSError as error:
             logger.error("%s keeps its slot: %s", self.run_id, error)
             self.leaving, self.saves = None, False
-        return self.leaving is not None
+            return False
+        audit.note(self.dir, "trainer", "preempt", self.leaving or "")
+        return True
 
     def take_live_keys(self, changed: OrchestratorConfig) -> None:
         """Of its changed config, what may change while it has its slot; it keeps the rest as it was admitted."""
