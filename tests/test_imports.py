@@ -146,7 +146,7 @@ def test_the_check_sees_a_violation() -> None:
 
 @pytest.mark.parametrize("module", ["tui", "tui.app", "daemons", "daemons.cli", "prime_rl.orchestrator.orchestrator"])
 def test_light_packages_load_no_heavy_library(module: str) -> None:
-    heavy = ("torch", "vllm", "transformers", "wandb", "tensorboard", "reasoning_gym", "verifiers")
+    heavy = ("torch", "vllm", "transformers", "wandb", "tensorboard", "trackio", "reasoning_gym", "verifiers")
     code = f"import sys, {module}; print(*[m for m in {heavy} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
     assert done.stdout.split() == []

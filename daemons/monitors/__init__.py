@@ -1,1 +1,1 @@
-"""The daemon that passes the metrics of all runs on: to W&B, TensorBoard and one page for Prometheus."""
+"""The daemon that passes the metrics of all runs on: to W&B, TensorBoard, trackio and one page for Prometheus."""

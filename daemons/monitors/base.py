@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import re
+import secrets
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Protocol
 
+from prime_rl.contract.files import read_text, write_atomic
 from prime_rl.utils.extras import install_command
 
 _IMPORTS = threading.Lock()
+_ID = re.compile(r"[0-9a-f]{16}")
 
 
 class MonitorError(RuntimeError):
@@ -47,3 +52,13 @@ def importing(package: str) -> Iterator[None]:
             yield
         except ImportError as error:
             raise MonitorError(f"the package {package} is not installed: {install_command('monitors')}") from error
+
+
+def kept_id(path: Path) -> str:
+    """The random id in the file `path`, made when there is none: under it a service finds the run again."""
+    known = read_text(path)
+    if known and _ID.fullmatch(known.strip()):
+        return known.strip()
+    new = secrets.token_hex(8)
+    write_atomic(path, new)
+    return new

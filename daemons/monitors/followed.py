@@ -13,9 +13,9 @@ from daemons.monitors.base import Monitor
 from daemons.monitors.feed import Feed, Positions, folder_id, metrics_files
 from daemons.monitors.prometheus import PrometheusMonitor, PrometheusPage
 from prime_rl.configs.base import BaseConfig, ConfigError
-from prime_rl.configs.monitors import MonitorsConfig, PrometheusConfig, TensorBoardConfig, WandbConfig
+from prime_rl.configs.monitors import MonitorsConfig, PrometheusConfig, TensorBoardConfig, TrackioConfig, WandbConfig
 from prime_rl.configs.validate import load_run_config
-from prime_rl.contract.layout import RunDir
+from prime_rl.contract.layout import OutputDir, RunDir
 from prime_rl.contract.status import RunStatus, is_there, read_status
 from prime_rl.utils.text import one_line
 
@@ -153,6 +153,10 @@ class FollowedRun:
             from daemons.monitors.tensorboard import TensorBoardMonitor
 
             return TensorBoardMonitor(table, self.run.monitors)
+        if isinstance(table, TrackioConfig):
+            from daemons.monitors.trackio import TrackioMonitor
+
+            return TrackioMonitor(table, self.run.monitors, OutputDir(self.run.path.parent).trackio)
         assert isinstance(table, PrometheusConfig)
         return PrometheusMonitor(self._page or PrometheusPage(table), is_own=self._page is None)
 

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import os
-import re
-import secrets
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from daemons.monitors.base import importing
+from daemons.monitors.base import importing, kept_id
 from prime_rl.configs.monitors import WandbConfig
-from prime_rl.contract.files import make_folder, read_text, write_atomic
+from prime_rl.contract.files import make_folder
 from prime_rl.utils.secrets import WANDB_VARIABLE, read_secret
 
 # Without a network, or without a key, W&B must give up rather than wait for a person.
 INIT_TIMEOUT_S = 60.0
-_ID = re.compile(r"[0-9a-f]{16}")
 
 
 class WandbMonitor:
@@ -39,7 +36,7 @@ class WandbMonitor:
             entity=self._config.entity,
             mode=self._config.mode,
             dir=str(self._folder),
-            id=self._wandb_id(),
+            id=kept_id(self._folder / "wandb_id.txt"),
             name=run_id,
             config=dict(config),
             reinit="create_new",  # beside those of other runs
@@ -63,12 +60,3 @@ class WandbMonitor:
     def close(self) -> None:
         if self._run is not None:
             self._run.finish()
-
-    def _wandb_id(self) -> str:
-        path = self._folder / "wandb_id.txt"
-        known = read_text(path)
-        if known and _ID.fullmatch(known.strip()):
-            return known.strip()
-        new = secrets.token_hex(8)
-        write_atomic(path, new)
-        return new

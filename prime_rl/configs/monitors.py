@@ -33,6 +33,13 @@ class TensorBoardConfig(BaseConfig):
     """Longest time until a metric is on disk, in seconds."""
 
 
+class TrackioConfig(BaseConfig):
+    """One database with all runs, for `trackio show`; needs `pip install "prl-multirun[monitors]"`."""
+
+    project: Slug = "prl-multirun"
+    """Project."""
+
+
 class PrometheusConfig(BaseConfig):
     """The newest metrics at http://127.0.0.1:PORT/metrics."""
 
@@ -52,12 +59,15 @@ class MonitorConfig(BaseConfig):
     tensorboard: TensorBoardConfig | None = None
     """TensorBoard; null: off."""
 
+    trackio: TrackioConfig | None = None
+    """trackio, in the workspace's monitors/trackio; null: off."""
+
     prometheus: PrometheusConfig | None = None
     """Deprecated: a page for this run alone. Ignored where the workspace has `[monitors.prometheus]`."""
 
     @property
     def any_on(self) -> bool:
-        return any(value is not None for value in (self.wandb, self.tensorboard, self.prometheus))
+        return any(value is not None for value in (self.wandb, self.tensorboard, self.trackio, self.prometheus))
 
 
 class MonitorsConfig(MonitorConfig):
@@ -74,6 +84,7 @@ class MonitorsConfig(MonitorConfig):
         return MonitorConfig(
             wandb=_over(self.wandb, own.wandb),
             tensorboard=_over(self.tensorboard, own.tensorboard),
+            trackio=_over(self.trackio, own.trackio),
             prometheus=None if self.prometheus else own.prometheus,
         )
 

@@ -14,13 +14,14 @@ below `output_dir`. It only computes and validates paths; reading and writing is
                              (full fine-tune: model.safetensors  config.json  tokenizer files  STABLE)
         metrics/     trainer.jsonl  orchestrator.jsonl  samples.jsonl (the newest rollouts, for people)
                      ratios.jsonl (the trainer's log-ratio of each kept token)
-        monitors/    tensorboard/  wandb/  state.json (only with a monitor)
+        monitors/    tensorboard/  wandb/  trackio_id.txt  state.json (only with a monitor)
         logs/        orchestrator.log
       trainer/status.json   inference/status.json   daemons/<name>.json   logs/<name>.log
       inference/<n>/        status.json (one an inference server; 0 writes inference/status.json too)
       daemons/starts/       <name>.<start>.<node>.json (one an agent)  <name>.<start>.stop
       usage/       <run_id>.jsonl, trainer.jsonl (what each run has used)
       sweeps/      <name>.json (the plan of one sweep)  decisions/<name>.json
+      monitors/    trackio/ (all runs in one database; only with this monitor)
       multinode/   node_<rank>.json (one a node of a multi-node group)  group/group.json  iteration_N/
       .trash/
 
@@ -267,6 +268,11 @@ class OutputDir(DaemonPaths):
     def sweep_decisions(self, name: str) -> Path:
         """What successive halving has decided about the sweep, rung by rung; written by the supervisor."""
         return self.path / "sweeps" / "decisions" / f"{name}.json"
+
+    @property
+    def trackio(self) -> Path:
+        """The data of the monitor trackio, of all runs, deleted ones too; prl does not read it."""
+        return self.path / "monitors" / "trackio"
 
     @property
     def logs(self) -> Path:

@@ -25,6 +25,7 @@ from prime_rl.contract.status import Status, TrainerRunStatus, TrainerStatus, re
 from tests.daemons_support import ROOT, Prl
 from tests.orchestrator_support import config_data, make_run, write_toml
 from tests.patience import PATIENCE_S
+from tests.text_attacks import ATTACKS, check_clean
 
 PAGE = re.compile(r"http://127\.0\.0\.1:\d+/metrics")
 CANARY = "canary-that-only-the-monitors-may-see-4711"
@@ -132,6 +133,26 @@ def wandb_steps(run: RunDir) -> list[list[int]]:
     return found
 
 
+# What `trackio show` does first: what lies in files comes into the database.
+READ_TRACKIO = """
+import json, sys, trackio
+from trackio import SQLiteStorage, fragments
+fragments.import_inbox_dir()
+for run in trackio.Api().runs(sys.argv[1]):
+    rows = SQLiteStorage.get_logs(sys.argv[1], run.name, run_id=run.id)
+    rows = [{name: row[name] for name in row if name != "timestamp"} for row in rows]
+    print(json.dumps([run.id, run.name, run.config["max_steps"], rows]))
+"""
+
+
+def trackio_runs(output: OutputDir, project: str) -> list[tuple[str, str, int, list[dict[str, float]]]]:
+    """Id, name, `max_steps` of the config, and rows of each run, as trackio itself reads them in another process."""
+    env = {**os.environ, "TRACKIO_DIR": str(output.path / "monitors" / "trackio")}
+    argv = [sys.executable, "-c", READ_TRACKIO, project]
+    done = subprocess.run(argv, env=env, capture_output=True, text=True, check=True)
+    return sorted((tuple(json.loads(line)) for line in done.stdout.splitlines()), key=lambda run: run[1])
+
+
 ALL = """
 [prometheus]
 [tensorboard]
@@ -176,6 +197,73 @@ def test_every_line_of_two_runs_reaches_all_monitors_over_a_kill_and_nothing_out
     assert last == [2, 3] and wandb_steps(runs[1])[-1] == [2]
     assert all(len(list(run.monitors.glob("tensorboard/events*"))) == 2 for run in runs)
     assert not (daemon.output.path / "wandb").exists()
+
+
+@pytest.mark.parametrize("mode", ["sqlite", "jsonl"])
+def test_trackio_reads_every_line_of_two_runs_once_over_a_kill_and_nothing_is_sent(daemon: Daemon, mode: str) -> None:
+    """With "jsonl", which trackio takes on a network file system, the lines wait in files for `trackio show`."""
+    runs = [add_run(daemon, "run_a"), add_run(daemon, "run_b")]
+    daemon.hold(*runs)
+    with socket.create_server(("127.0.0.1", 0)) as hub:
+        hub.settimeout(0)
+        daemon.env |= {
+            "TRACKIO_STORAGE_MODE": mode,
+            "TRACKIO_DIR": str(daemon.output.path / "elsewhere"),
+            # Of a person who also sends to Hugging Face.
+            "HF_ENDPOINT": f"http://127.0.0.1:{hub.getsockname()[1]}",
+            "HF_TOKEN": "hf_0",
+            "TRACKIO_SPACE_ID": "somebody/space",
+            "TRACKIO_BUCKET_ID": "somebody/bucket",
+        }
+
+        def passed_on() -> bool:
+            places = [json.loads(read(run) or "{}").get("trackio", {}).get("trainer") for run in runs]
+            return places == [run.trainer_metrics.stat().st_size for run in runs]
+
+        process = daemon.start('[trackio]\nproject = "tests"\n')
+        for run in runs:
+            write(run, 1)
+        append_line(runs[0].orchestrator_metrics, json.dumps({"step": 1, "reward/mean": 0.5}))
+        until(passed_on, "the first lines")
+        assert process.children() == [] and not any(each.status == "LISTEN" for each in process.net_connections())
+        daemon.end(signal.SIGKILL)
+        (runs[0].monitors / "state.json").unlink()  # as if it was killed before it could keep how far it was
+        for run in runs:
+            write(run, 2)
+        daemon.start('[trackio]\nproject = "tests"\n')
+        until(passed_on, "the lines that came meanwhile")
+        assert daemon.end(signal.SIGTERM) == 0
+        with pytest.raises(BlockingIOError):
+            hub.accept()
+    assert "*" not in daemon.log() and "disabled" not in daemon.log()
+    assert not (daemon.output.path / "elsewhere").exists()
+    (id_a, name_a, max_steps, rows_a), (id_b, name_b, _, rows_b) = trackio_runs(daemon.output, "tests")
+    assert (name_a, name_b, max_steps) == ("run_a", "run_b", config_data(Path("model"))["max_steps"]) and id_a != id_b
+    assert rows_b == [{"step": 1, "trainer/loss": 0.1}, {"step": 2, "trainer/loss": 0.2}]
+    by_step = sorted(rows_a, key=lambda row: (row["step"], len(row), "trainer/loss" in row))
+    assert by_step == [{"step": 1, "orchestrator/reward/mean": 0.5}, *rows_b]
+
+
+def test_a_run_that_is_added_again_is_another_run_of_trackio_and_its_text_is_cleaned(daemon: Daemon) -> None:
+    run = add_run(daemon, "run_a", trackio={})
+    daemon.hold(run)
+    daemon.start("[prometheus]\n")
+    write(run, 1)
+    until(lambda: "trackio" in read(run), "the first run")
+    run.path.rename(daemon.output.path / "deleted")
+    run = add_run(daemon, "run_a", trackio={})
+    attacks = [text for name, text in ATTACKS.items() if name != "megabyte"]  # too long for a line
+    for number, text in enumerate(attacks):
+        append_line(run.trainer_metrics, json.dumps({"step": number, text.format("shown"): 0.5, text: 0.25}))
+    until(lambda: "trackio" in read(run), "its successor")
+    assert daemon.end(signal.SIGTERM) == 0
+    (id_1, _, _, rows_1), (id_2, _, _, rows_2) = sorted(
+        trackio_runs(daemon.output, "prl-multirun"), key=lambda run: len(run[3])
+    )
+    assert id_1 != id_2 and rows_1 == [{"step": 1, "trainer/loss": 0.1}]
+    assert [row["step"] for row in rows_2] == list(range(len(attacks)))
+    shown = check_clean("trackio", (name for row in rows_2 for name in row))
+    assert "shown" in shown and max(len(name) for row in rows_2 for name in row) < 200
 
 
 @pytest.mark.slow

@@ -19,8 +19,9 @@ from daemons.monitors.base import Monitor, importing
 from daemons.monitors.feed import MAX_FIGURES, Feed, Positions
 from daemons.monitors.prometheus import PrometheusMonitor, PrometheusPage
 from daemons.monitors.tensorboard import TensorBoardMonitor
+from daemons.monitors.trackio import TrackioMonitor
 from daemons.monitors.wandb import WandbMonitor
-from prime_rl.configs.monitors import PrometheusConfig, TensorBoardConfig, WandbConfig
+from prime_rl.configs.monitors import PrometheusConfig, TensorBoardConfig, TrackioConfig, WandbConfig
 from prime_rl.contract.files import append_line, wait_for
 from prime_rl.contract.layout import RunDir
 from tests.orchestrator_support import make_run
@@ -364,6 +365,7 @@ def test_libraries_are_imported_one_after_another() -> None:
     [
         ("wandb", lambda folder: WandbMonitor(WandbConfig(mode="offline"), folder)),
         ("tensorboard", lambda folder: TensorBoardMonitor(TensorBoardConfig(), folder)),
+        ("trackio", lambda folder: TrackioMonitor(TrackioConfig(), folder, folder / "trackio")),
     ],
 )
 def test_a_missing_package_is_one_line_that_says_what_to_install(
@@ -374,6 +376,8 @@ def test_a_missing_package_is_one_line_that_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
+    for variable in ("TRACKIO_DIR", "HF_HUB_OFFLINE"):
+        monkeypatch.setenv(variable, "")  # set by the monitor of trackio, and here restored
     for name in [package, *(name for name in sys.modules if name.startswith(f"{package}."))]:
         monkeypatch.setitem(sys.modules, name, None)  # as if it were not there
     feeds.start(monitor(run.monitors))
