@@ -1,12 +1,13 @@
 """The acts on runs in a living system, through the console and through prl, with kill -9 in the middle.
 
-What else is shown there: pause, continue, weight and preemption through prl in `test_system_sharing`, forks and sweeps
-in `test_forks_live`, the end of a sweep with halving in `test_daemons_sweep`. Quicker: `test_tui_steering`,
-`test_chat`, `test_exports`, `test_daemons_forks`, which also kill in the middle.
+Others show pause, continue, weight and preemption through prl (`test_system_sharing`), forks and sweeps
+(`test_forks_live`), a budget (`test_daemons_budget`) and the end of a sweep with halving (`test_daemons_sweep`).
+Quicker: `test_tui_steering`, `test_chat`, `test_exports`, `test_daemons_forks`, which also kill in the middle.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -18,7 +19,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from textual.widgets import Checkbox, Input
+from textual.widgets import Checkbox, Input, TextArea
 
 from daemons.chat import ChatSettings
 from prime_rl.configs.base import load_toml
@@ -26,9 +27,9 @@ from prime_rl.contract.layout import list_steps
 from prime_rl.contract.status import InferenceStatus, read_status
 from tests.integration.test_system_sharing import FOREVER, add, process, published, trainer, wait_until_let_go
 from tests.integration.test_tui_actions import outcome, select
-from tests.integration.test_tui_steering import form
+from tests.integration.test_tui_steering import form, mark, typed
 from tests.system_support import NUM_ANSWER_TOKENS, ROOT, Workspace, closed, greedy_answer, make_workspace
-from tests.tui_support import opened_app, until
+from tests.tui_support import opened_app, screen_text, until
 from tui.actions.chat import ChatTalk
 from tui.app import PrlApp
 from tui.screens.acting_run import ActingRunScreen
@@ -36,6 +37,7 @@ from tui.screens.acting_run import ActingRunScreen
 pytestmark = pytest.mark.slow
 RUN, FORK = "run_a", "run_a-fork"
 QUESTION = "Reverse: abc"
+ENDED = ("finish", "run_plateau")
 opened = partial(opened_app, clock=time.time, size=(120, 40))
 
 
@@ -171,3 +173,53 @@ def test_a_kill_in_the_middle_of_a_preemption_loses_nothing(living: Workspace) -
     before = published(living, FORK)
     living.prl("runs", "evict", "run_urgent", "--reason", "enough")
     living.wait(lambda: published(living, FORK) > before, "the preempted run to come back by itself and train")
+
+
+async def test_the_console_sweeps_makes_urgent_compares_and_sets_a_budget(living: Workspace) -> None:
+    """Two seeds of which one is kept: both take the slots of the two runs that train, and give them back."""
+    seeds = ["run_pick-seed1", "run_pick-seed2"]
+    config = living.write_run("pick", max_steps=8)
+    async with opened(living.output_dir) as (app, pilot):
+        await typed(app, pilot, f"sweep {config}")
+        dialog = await form(app, pilot)
+        dialog.query_one("#axes", TextArea).load_text("seed=1,2")
+        dialog.query_one("#halving", Input).value = "2"
+        await pilot.press("ctrl+s")
+        assert (await outcome(app, pilot)).text == "sweep pick: 2 runs added"
+        await until(pilot, lambda: {state_in(app, each) for each in seeds} == {"waiting"}, "both to wait")
+
+        await mark(app, pilot, seeds)
+        await typed(app, pilot, "set priority=5 preempt=true")
+        await outcome(app, pilot, of="priority=5")
+        await until(pilot, lambda: all(published(living, each) for each in seeds), "both to train")
+        await until(pilot, lambda: {state_in(app, each) for each in seeds} == {"finished"}, "the end of both")
+        ends = sorted(str(living.runs()[each]["reason"]) for each in seeds)
+        assert ends[0].startswith("None") and ends[1].startswith("halving: rung "), ends
+
+        await pilot.press("escape")
+        await select(app, pilot, seeds[0])
+        await typed(app, pilot, f"diff {seeds[1]}")
+        await until(pilot, lambda: f"prl runs diff {seeds[0]} {seeds[1]}" in screen_text(app), "the differences")
+        await until(pilot, lambda: "halving: rung" in screen_text(app), "how they ended")
+        await pilot.press("escape")
+
+        await until(pilot, lambda: {state_in(app, each) for each in (RUN, FORK)} == {"active"}, "their slots again")
+        await select(app, pilot, RUN)
+        await pilot.press("B")
+        (await form(app, pilot)).query_one("#tokens", Input).value = "10"
+        await pilot.press("enter")
+        await until(pilot, lambda: state_in(app, RUN) == "finished", "the budget to end the run")
+    assert living.runs()[RUN]["reason"].startswith("budget used up: ")
+
+
+def test_a_stop_rule_ends_a_run_and_is_recorded(living: Workspace) -> None:
+    path = living.write_run("plateau", max_steps=FOREVER)
+    path.write_text(f"{path.read_text()}[stop]\nmetric = 'reward/mean'\npatience = 1\nmin_delta = 10.0\n")
+    living.prl("runs", "add", str(path))
+    living.wait(lambda: living.state("run_plateau") == "finished", "the rule to end the run")
+    reason = living.runs()["run_plateau"]["reason"]
+    assert reason.startswith("stopped early: reward/mean did not improve")
+    lines = [json.loads(line) for line in living.paths.audit.read_text().splitlines()]
+    assert [(line["who"], line["reason"]) for line in lines if (line["action"], line["run_id"]) == ENDED] == [
+        ("orchestrator", reason)
+    ]
