@@ -1,9 +1,9 @@
 """Pictures of `prl-tui` over a real demo: `make screenshots`, or `scripts/screenshots.py OUTPUT_DIR --dest DIR`.
 
 Without OUTPUT_DIR it starts the demo's workspace in a temporary folder and takes the pictures while its runs train;
-then a group of three nodes, of which one is killed meanwhile. Every screen is taken read-only and in two sizes:
-NAME.svg for the documents, and NAME-small.svg of 80x24. A new screen is one line in `PICTURES`. `tour` is what is
-recorded: about a minute of use.
+then a group of three nodes, of which one is killed meanwhile. The documents have NAME.svg, and NAME-small.svg of 80x24.
+Every screen is also taken in 80x24 and 200x50, dark and light, into build/screenshots, to be looked at after a change.
+A new screen is one line in `PICTURES`. `tour` is what is recorded: about a minute of use.
 """
 
 from __future__ import annotations
@@ -33,12 +33,13 @@ from prime_rl.contract.nodes import NodeHealth
 from prime_rl.contract.status import NodeStatus, RunState, read_status
 from tui.app import PrlApp
 from tui.model.snapshot import RunRow
-from tui.readers.tabs import TABS
+from tui.readers.tabs import CHAT, TABS
 from tui.screens.base import WorkspaceScreen
 from tui.screens.run import RunScreen
+from tui.themes import DARK, LIGHT
 
 ROOT = Path(__file__).resolve().parents[1]
-SIZES = {"": (132, 36), "-small": (80, 24)}
+FOR_A_LOOK = ROOT / "build" / "screenshots"
 TIMEOUT_S = 60.0
 DEMO_TIMEOUT_S = 900.0
 DEMO = ROOT / "configs" / "demo"
@@ -61,12 +62,38 @@ Open = Callable[[Pilot[None]], Awaitable[None]]
 
 
 @dataclass(frozen=True)
+class Look:
+    """How a screen is taken: `suffix` is added to the name of its file."""
+
+    suffix: str
+    size: tuple[int, int]
+    theme: str = DARK.name
+
+
+DOCUMENTS = Look("", (132, 36)), Look("-small", (80, 24))
+LOOKED_AT = tuple(
+    Look(f"-{width}x{height}-{theme}", (width, height), theme)
+    for width, height in ((80, 24), (200, 50))
+    for theme in (DARK.name, LIGHT.name)
+)
+
+
+@dataclass(frozen=True)
 class Picture:
-    """`open` leads from home to what is taken; `prepare` changes the workspace of the demo before."""
+    """A screen.
+
+    Attributes:
+        open: leads from home to what is taken.
+        prepare: changes the workspace of the demo before.
+        is_kept: the documents have it.
+        may_act: taken of a console that is not read-only.
+    """
 
     name: str
     open: Open
     prepare: Callable[[Path], None] | None = None
+    is_kept: bool = True
+    may_act: bool = False
 
 
 def keys(*pressed: str) -> Open:
@@ -86,8 +113,9 @@ def run_tab(name: str) -> Open:
         await until(pilot, lambda: isinstance(app.screen, RunScreen) and app.screen.can_show, "the run screen")
         screen = app.screen
         assert isinstance(screen, RunScreen)
-        await pilot.press(str(TABS.index(name) + 1))
-        await until(pilot, lambda: name in screen.shown, f"the tab {name}")
+        await pilot.press(str((*TABS, CHAT).index(name) + 1))
+        if name != CHAT:
+            await until(pilot, lambda: name in screen.shown, f"the tab {name}")
 
     return go
 
@@ -129,6 +157,11 @@ PICTURES = (
     Picture("system", keys("3")),
     Picture("rollouts", run_tab("rollouts")),
     Picture("compare", keys("6")),
+    Picture("groups", keys("6", "b", *"tag", "enter"), is_kept=False),
+    Picture("config", run_tab("config"), is_kept=False),
+    Picture("events", run_tab("events"), is_kept=False),
+    Picture("chat", run_tab(CHAT), is_kept=False, may_act=True),
+    Picture("sweep", keys("W"), is_kept=False, may_act=True),
 )
 
 
@@ -145,8 +178,8 @@ async def until(pilot: Pilot[None], condition: Callable[[], bool], what: str) ->
 
 
 async def take(output_dir: Path, dest: Path, picture: Picture) -> list[Path]:
-    """In all sizes."""
-    app = PrlApp(output_dir, read_only=True)
+    """In all sizes; `dest` gets what the documents have."""
+    app = PrlApp(output_dir, read_only=not picture.may_act)
     app.animation_level = "none"
 
     def has_looked() -> bool:
@@ -154,13 +187,15 @@ async def take(output_dir: Path, dest: Path, picture: Picture) -> list[Path]:
         return snapshot is not None and (not snapshot.rows or any(row.tail.rewards for row in snapshot.rows))
 
     taken = []
-    async with app.run_test(size=SIZES[""]) as pilot:
+    looks = [(look, dest) for look in DOCUMENTS if picture.is_kept] + [(look, FOR_A_LOOK) for look in LOOKED_AT]
+    async with app.run_test(size=looks[0][0].size) as pilot:
         await until(pilot, has_looked, "a look at the workspace")
         await picture.open(pilot)
-        for suffix, size in SIZES.items():
-            await pilot.resize_terminal(*size)
+        for look, folder in looks:
+            app.theme = app.shown_theme(look.theme)
+            await pilot.resize_terminal(*look.size)
             await pilot.pause(SETTLE_S)
-            taken.append(Path(app.save_screenshot(f"{picture.name}{suffix}.svg", path=str(dest))))
+            taken.append(Path(app.save_screenshot(f"{picture.name}{look.suffix}.svg", path=str(folder))))
     return taken
 
 
@@ -295,7 +330,8 @@ def main() -> int:
     parser.add_argument("--dest", type=Path, default=ROOT / "docs" / "images")
     parser.add_argument("--only", choices=("demo", "group"), help="the pictures of one workspace only")
     args = parser.parse_args()
-    args.dest.mkdir(parents=True, exist_ok=True)
+    for folder in (args.dest, FOR_A_LOOK):
+        folder.mkdir(parents=True, exist_ok=True)
     if args.output_dir is None:
         if args.only != "group":
             with demo() as place:
