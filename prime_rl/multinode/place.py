@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 import tomli_w
@@ -136,7 +137,14 @@ class Place:
     def make(self, split: Split, request: MakeRequest) -> Child:
         return self._share("make", split, request)
 
-    def join(self, split: Split, sources: Mapping[str, str], steps: list[int], proof: str) -> Child:
+    def join(
+        self,
+        split: Split,
+        sources: Mapping[str, str],
+        steps: list[int],
+        proof: str,
+        sampler_state: dict[str, Any] | None = None,
+    ) -> Child:
         """Put all tasks together, each from the file of this iteration that has its name; writes the proof."""
         request = JoinRequest(
             run=str(self.run.path),
@@ -144,6 +152,7 @@ class Place:
             sources={task: str(self.iteration.path / name) for task, name in sources.items()},
             steps=steps,
             result=str(self.iteration.proof(proof)),
+            sampler_state=sampler_state or {},
         )
         return self._share("join", split, request)
 

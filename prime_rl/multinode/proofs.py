@@ -7,7 +7,7 @@ that is damaged; an evaluation that was not due and is now) counts as none, and 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -41,6 +41,12 @@ class EvalProof(msgspec.Struct, frozen=True, kw_only=True):
     due: bool = True
 
 
+class _UpdateProof(msgspec.Struct, frozen=True):
+    """What is read again of the batches that were made (`contract.shares.JoinResult`)."""
+
+    sampler_state: dict[str, Any] = {}
+
+
 class Proofs:
     """The proofs of one workspace as a group of this mode sees them.
 
@@ -70,6 +76,20 @@ class Proofs:
         if self._rl_phase is not RlPhase.ROLLOUT:
             return wanted
         return min(wanted, max(list_steps(self._output.run(RUN_ID).broadcast, stable_only=True), default=0))
+
+    def sampler_state(self, version: int) -> dict[str, Any]:
+        """What the rollouts up to policy version `version` left known of the examples; they decide what is drawn next.
+
+        Raises OSError while the proof that holds it is not there to be read.
+        """
+        iteration = version // self._updates
+        if iteration == 0:
+            return {}
+        path = self._output.iteration(iteration).proof("update")
+        proof = read_json(path, _UpdateProof)
+        if proof is None:
+            raise OSError(f"{path}: not found or damaged: the next examples depend on it")
+        return proof.sampler_state
 
     def eval_is_due(self, iteration: int) -> bool:
         return "eval" in self._splits and eval_is_due(iteration, self._eval_interval)

@@ -69,20 +69,22 @@ class Rollouts:
             split=split,
             tasks=tasks,
             rank_file=str(path),
+            sampler_state=dict(plan.sampler_state),
         )
 
     # -- the plan ----
 
     def _write_plan(self, split: Split) -> None:
-        """Raises ValueError when no node with a weight above 0 is left."""
+        """Raises ValueError when no node with a weight above 0 is left, and OSError."""
         place = self._place
         number = place.position.iteration
         version, tasks = place.proofs.version(number), self.tasks(split)
         weights = {rank: place.setting.weights[rank] for rank in place.group.members}
         files = place.iteration.rank_files(split, version=version, key=place.proofs.key) if tasks else []
+        state = place.proofs.sampler_state(version) if split == "train" else {}
         finished = {path.name: [entry.task for entry in read_rank_file(path)] for path in files}
         try:
-            plan = make_plan(tasks, finished, weights, number, version)
+            plan = make_plan(tasks, finished, weights, number, version, state)
         except ValueError as error:
             raise ValueError(f"nodes {', '.join(map(str, sorted(weights)))} make no rollouts: {error}") from error
         write_atomic(self._plan_path(split), msgspec.json.encode(plan))

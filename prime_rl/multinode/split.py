@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
+from typing import Any
 
 
 def split_counts(num_tasks: int, weights: Sequence[float]) -> list[int]:
@@ -51,12 +52,13 @@ class Plan:
     """The tasks of each rank in one round. `taken` names, file by file, what is finished already and counts from there.
 
     What a late rank adds to a file after the plan was made does not count, so no task counts twice.
-    `policy_version` makes the rest.
+    `policy_version` makes the rest, of the examples that `sampler_state` leads to.
     """
 
     taken: Mapping[str, Sequence[str]]
     parts: Mapping[int, Sequence[str]]
     policy_version: int = 0
+    sampler_state: Mapping[str, Any] = field(default_factory=dict)
 
 
 def make_plan(
@@ -65,6 +67,7 @@ def make_plan(
     weights: Mapping[int, float],
     seed: int,
     policy_version: int = 0,
+    sampler_state: Mapping[str, Any] | None = None,
 ) -> Plan:
     """Keep what is finished (by file name), divide the rest by weight. Each task is in exactly one place."""
     open_tasks = dict.fromkeys(tasks)
@@ -76,4 +79,4 @@ def make_plan(
         if kept:
             taken[name] = list(dict.fromkeys(kept))
     parts = assign(list(open_tasks), weights, seed) if open_tasks else {rank: [] for rank in sorted(weights)}
-    return Plan(taken, parts, policy_version)
+    return Plan(taken, parts, policy_version, sampler_state or {})

@@ -33,11 +33,12 @@ class Training:
         if place.is_proven("update"):
             return Now(lambda: True)
         sources = self._sources()
+        state = place.proofs.sampler_state(place.steps[0] - 1)
         place.write_run()
         toml = place.config.trainer_toml(place.output.path) | {"stop_after_step": place.steps[-1]}
         write_atomic(self._toml, tomli_w.dumps(toml))
         return Process(
-            lambda: place.join("train", sources, place.steps, "update"), finish=lambda: place.is_proven("update")
+            lambda: place.join("train", sources, place.steps, "update", state), finish=lambda: place.is_proven("update")
         )
 
     def _sources(self) -> dict[str, str]:

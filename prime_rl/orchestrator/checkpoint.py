@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -90,12 +91,12 @@ def find_progress(run: RunDir, groups_per_batch: int, *, max_bytes: int = MAX_BA
         return Progress(0, 0)
     if newest_batch >= newest_checkpoint:
         batch = read_batch(run.rollout_file(newest_batch), limit=max_bytes)
-        return _progress(newest_batch, batch.sampler_state)
+        return progress_of(newest_batch, batch.sampler_state)
     path = _state_file(run, newest_checkpoint)
     if not os.path.lexists(path):
         logger.warning("%s not found: the example order continues as if no group had been dropped", path)
         return Progress(newest_checkpoint, newest_checkpoint * groups_per_batch)
-    return _progress(newest_checkpoint, _load_state(path).sampler_state)
+    return progress_of(newest_checkpoint, _load_state(path).sampler_state)
 
 
 def _load_state(path: Path) -> _State:
@@ -108,7 +109,8 @@ def _load_state(path: Path) -> _State:
     return state
 
 
-def _progress(step: int, state: dict[str, Any]) -> Progress:
+def progress_of(step: int, state: Mapping[str, Any]) -> Progress:
+    """After batch `step`, which has the sampler state `state`. Raises CheckpointError."""
     try:
         known = dict(state.get("pools", {})), dict(state.get("curricula", {}))
         return Progress(step, int(state["next_index"]), *known)

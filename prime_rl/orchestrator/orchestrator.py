@@ -167,7 +167,9 @@ def make_sampler(config: OrchestratorConfig, envs: Environments, progress: Progr
         curricula.restore(progress.curricula)
     except ValueError as error:
         raise CheckpointError(f"the sampler state of step {progress.step}: {error}") from error
-    return ExampleSampler(envs, config.seed, config.env_weights, pools, config.settled_share, curricula)
+    return ExampleSampler(
+        envs, config.seed, config.env_weights, pools, config.settled_share, curricula, progress.next_index
+    )
 
 
 def make_scheduler(

@@ -183,7 +183,12 @@ class PolicySession:
 
 
 class RolloutWorker:
-    """Makes the groups that a run trains on."""
+    """Makes the groups that a run trains on.
+
+    Args:
+        is_noted: whether what comes next depends on each group as soon as it is made. On several nodes it depends on
+            the groups of all nodes, once these are joined.
+    """
 
     def __init__(
         self,
@@ -194,10 +199,12 @@ class RolloutWorker:
         *,
         rollouts_per_example: int,
         seed: int,
+        is_noted: bool = True,
     ) -> None:
         self._turns = turns
         self._tokenizer = tokenizer
         self._envs = envs
+        self._is_noted = is_noted
         self._sampler = sampler
         self._rollouts_per_example = rollouts_per_example
         self._seed = seed
@@ -219,7 +226,8 @@ class RolloutWorker:
             raise
         except Exception as error:  # whatever an environment raises is its own affair
             raise GroupFailed(f"env {pick.env_name}: {type(error).__name__}: {error}") from error
-        self._sampler.note(index, pick, [rollout.reward for rollout in rollouts])
+        if self._is_noted:
+            self._sampler.note(index, pick.env_name, pick.example.id, [rollout.reward for rollout in rollouts])
         return Group(index, pick.env_name, f"{pick.env_name}/{pick.example.id}", rollouts)
 
     async def _member(

@@ -40,6 +40,7 @@ class ExampleSampler:
         pools: what is known of the examples; kept up to date by `note`.
         settled_share: how often a settled example is drawn, as a share of how often others are.
         curricula: the levels of environments; kept up to date by `note` and `end_batch`.
+        next_index: no example from here on was drawn yet.
     """
 
     def __init__(
@@ -50,10 +51,11 @@ class ExampleSampler:
         pools: Pools | None = None,
         settled_share: float = 1.0,
         curricula: Curricula | None = None,
+        next_index: int = 0,
     ) -> None:
         self.pools = pools
         self.curricula = curricula
-        self._next_index = 0  # no example from here on was drawn yet
+        self._next_index = next_index
         self._settled_share = settled_share
         self._examples = [(name, env.examples("train")) for name, env in envs.items()]
         self._seed = seed
@@ -84,12 +86,12 @@ class ExampleSampler:
             name, self._unless_settled(name, examples, self._order(name, len(examples), epoch)[position], index)
         )
 
-    def note(self, index: int, pick: Pick, rewards: Sequence[float]) -> None:
-        """The rewards of the group that was made of `pick`, the example at `index`."""
+    def note(self, index: int, env_name: str, example_id: str, rewards: Sequence[float]) -> None:
+        """The rewards of the group that was made of the example at `index`."""
         if self.pools is not None:
-            self.pools.note(pick.env_name, pick.example.id, rewards)
+            self.pools.note(env_name, example_id, rewards)
         if self.curricula is not None:
-            self.curricula.note(index, pick.env_name, rewards)
+            self.curricula.note(index, env_name, rewards)
 
     def end_batch(self, last_index: int) -> None:
         """A batch is complete with the group at `last_index`: time to change levels."""

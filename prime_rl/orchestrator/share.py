@@ -4,8 +4,9 @@
     python -m prime_rl.orchestrator.share join REQUEST.json      rank files -> batch files, or the mean of an evaluation
 
 A task is a number: the index of a group in the run's example order, or of an example of the evaluation. Example, seeds
-and sampling follow from it and from the run's config, so a result does not depend on which node made it.
-`prime_rl.multinode` divides the tasks.
+and sampling follow from it, from the run's config, and from what earlier batches left known of the examples (the
+request's `sampler_state`), so a result does not depend on which node made it. What the groups of an iteration add to
+that counts from the next one on. `prime_rl.multinode` divides the tasks.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -28,12 +30,12 @@ from prime_rl.contract.rank_files import RankEntry, RankFileWriter, read_rank_fi
 from prime_rl.contract.shares import JoinRequest, JoinResult, MakeRequest
 from prime_rl.orchestrator.adapters import AdapterPublication
 from prime_rl.orchestrator.batch import SecondOrchestrator, assemble_batch, publish_batch
-from prime_rl.orchestrator.checkpoint import checkpoint_is_due, save_state
+from prime_rl.orchestrator.checkpoint import checkpoint_is_due, progress_of, save_state
 from prime_rl.orchestrator.envs.checked import EnvironmentFault
 from prime_rl.orchestrator.envs.loading import Environments, load_environments
 from prime_rl.orchestrator.logprobs import check_temperature
 from prime_rl.orchestrator.metrics import eval_metrics, mean, write_metrics
-from prime_rl.orchestrator.orchestrator import FINAL
+from prime_rl.orchestrator.orchestrator import FINAL, make_sampler
 from prime_rl.orchestrator.policy import PolicyVersions, TurnSampler
 from prime_rl.orchestrator.publication import base_model, connect
 from prime_rl.orchestrator.rollout import (
@@ -104,9 +106,10 @@ async def set_up(request: MakeRequest, run: RunDir, config: OrchestratorConfig, 
         turns,
         tokenizer,
         envs,
-        ExampleSampler(envs, config.seed, config.env_weights),
+        make_sampler(config, envs, progress_of(request.policy_version, {"next_index": 0, **request.sampler_state})),
         rollouts_per_example=config.rollouts_per_example,
         seed=config.sampling_seed,
+        is_noted=False,
     )
     return worker.group
 
@@ -159,13 +162,30 @@ async def attempt(make_task: MakeTask, task: str) -> Group:
     raise AssertionError("unreachable")
 
 
-def join(request: JoinRequest, run: RunDir, config: OrchestratorConfig) -> JoinResult:
+async def join(request: JoinRequest, run: RunDir, config: OrchestratorConfig) -> JoinResult:
     """Put the results together in the order of the tasks. Raises KeyError for a task that is not where it should be."""
     groups = read_groups(request.sources)
     num_rollouts = sum(len(group.rollouts_G) for group in groups)
-    join_split = _join_eval if request.split == "eval" else _join_train
-    rewards = join_split(request, run, config, groups)
-    return JoinResult(rewards=rewards, num_rollouts=num_rollouts, steps=request.steps)
+    state: dict[str, Any] = {}
+    if request.split == "eval":
+        rewards = _join_eval(request, run, config, groups)
+    else:
+        sampler = await _sampler_of(request, config, next_index=groups[-1].index + 1)
+        rewards, state = _join_train(request, run, config, groups, sampler)
+    return JoinResult(rewards=rewards, num_rollouts=num_rollouts, steps=request.steps, sampler_state=state)
+
+
+async def _sampler_of(request: JoinRequest, config: OrchestratorConfig, next_index: int) -> ExampleSampler | None:
+    """As it was when the groups were drawn, all before `next_index`.
+
+    None where no draw depends on earlier rewards: then an update needs no environment.
+    """
+    if config.settled_share == 1.0 and not any(env.curriculum for env in config.env):
+        return None
+    progress = progress_of(request.steps[0] - 1, {**request.sampler_state, "next_index": next_index})
+    async with AsyncExitStack() as cleanup:
+        envs, _ = await load_environments(config, None, cleanup, lambda words: None)
+        return make_sampler(config, envs, progress)
 
 
 def read_groups(sources: Mapping[str, str]) -> list[Group]:
@@ -179,24 +199,45 @@ def read_groups(sources: Mapping[str, str]) -> list[Group]:
 
 
 def _join_train(
-    request: JoinRequest, run: RunDir, config: OrchestratorConfig, groups: Sequence[Group]
-) -> dict[str, float]:
+    request: JoinRequest,
+    run: RunDir,
+    config: OrchestratorConfig,
+    groups: Sequence[Group],
+    sampler: ExampleSampler | None,
+) -> tuple[dict[str, float], dict[str, Any]]:
+    """The mean reward of each step, and the sampler state after the last."""
     size = len(groups) // len(request.steps)
-    rewards = {}
+    rewards, state = {}, {}
     for number, step in enumerate(request.steps):
         part = groups[number * size : (number + 1) * size]
         rewards[str(step)] = mean([rollout.reward for group in part for rollout in group.rollouts_G])
+        figures = _note(part, sampler) if sampler else {}
+        batch = assemble_batch(
+            run.run_id,
+            step,
+            part,
+            advantage=config.advantage,
+            temperature=config.sampling.temperature,
+            sampler=sampler,
+        )
+        state = batch.sampler_state
         if run.rollout_file(step).exists():  # joined before, of the same groups
             continue
-        batch = assemble_batch(
-            run.run_id, step, part, advantage=config.advantage, temperature=config.sampling.temperature
-        )
         if checkpoint_is_due(step, config.ckpt, config.max_steps):
             save_state(run, batch)
         make_folder(run.rollouts)
         publish_batch(run, batch)
-        write_metrics(run.orchestrator_metrics, step, {"reward/mean": rewards[str(step)]}, time.time())
-    return rewards
+        write_metrics(run.orchestrator_metrics, step, {"reward/mean": rewards[str(step)], **figures}, time.time())
+    return rewards, state
+
+
+def _note(groups: Sequence[Group], sampler: ExampleSampler) -> dict[str, float]:
+    """What the groups of one batch make known of the examples, in their order; returns it as metrics."""
+    for group in groups:
+        example_id = group.example_id.removeprefix(f"{group.env_name}/")
+        sampler.note(group.index, group.env_name, example_id, [rollout.reward for rollout in group.rollouts_G])
+    sampler.end_batch(groups[-1].index)
+    return sampler.figures()
 
 
 def _join_eval(
@@ -223,7 +264,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             asyncio.run(make(request, *_load(request.run)))
         else:
             wanted = msgspec.json.decode(data, type=JoinRequest)
-            write_atomic(Path(wanted.result), msgspec.json.encode(join(wanted, *_load(wanted.run))))
+            write_atomic(Path(wanted.result), msgspec.json.encode(asyncio.run(join(wanted, *_load(wanted.run)))))
     except (*FINAL, SecondOrchestrator, GroupFailed, EnvironmentFault, OSError) as error:
         complain("share", error)
         return 1

@@ -53,6 +53,16 @@ class Says:
         return self.text
 
 
+class Knows:
+    """A policy that looks up what is asked: answer by question."""
+
+    def __init__(self, answers: dict[str, str]) -> None:
+        self._answers = answers
+
+    async def complete(self, messages: Sequence[Message]) -> str:
+        return f"<answer>{self._answers[messages[-1]['content']]}</answer>"
+
+
 def environment(family: str, **args: object) -> ReasoningGymEnvironment:
     return ReasoningGymEnvironment(family, {"num_examples": NUM_TRAIN, "num_eval_examples": NUM_EVAL, **args}, SEED)
 
@@ -125,6 +135,23 @@ async def test_it_runs_in_a_process_of_its_own() -> None:
         await env.start()
         outcome = await env.rollout(env.examples("train")[0], Says("<answer>nothing</answer>"))
         assert outcome.metrics == {"solved": 0.0, "tagged": 1.0}
+    finally:
+        await env.close()
+
+
+@pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")  # of the library's own data
+@pytest.mark.parametrize("family", ["arc_agi", "rearc"])
+async def test_grids_are_right_across_the_process(family: str) -> None:
+    """These two score their own answer wrong after their entries were JSON. Entries stay in the process here."""
+    args = {"num_examples": 4, "num_eval_examples": 2}
+    theirs = reasoning_gym.create_dataset(family, seed=SEED, size=6)
+    answers = {theirs[number]["question"]: theirs[number]["answer"] for number in range(6)}
+    env = ProcessEnvironment(EnvConfig(id=f"reasoning-gym:{family}", args=args), seed=SEED)
+    try:
+        await env.start()
+        for example in [*env.examples("train"), *env.examples("eval")]:
+            assert (await env.rollout(example, Knows(answers))).metrics == {"solved": 1.0, "tagged": 1.0}
+            assert (await env.rollout(example, Says("<answer>0</answer>"))).metrics == {"solved": 0.0, "tagged": 1.0}
     finally:
         await env.close()
 

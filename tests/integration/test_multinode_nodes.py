@@ -1,4 +1,7 @@
-"""Two real nodes that are not alike: one whose main loop stands still, one with more ranks of the trainer."""
+"""Two real nodes that are not alike: one whose main loop stands still, one with more ranks of the trainer.
+
+And two that draw what one draws alone, when that depends on earlier rewards.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ import pytest
 
 from daemons.cli import run
 from prime_rl.contract.files import wait_for
+from prime_rl.contract.types import TrainingBatch, read_batch
 from prime_rl.multinode.phases import Phase
 from tests.multinode_support import CONFIG, HEARTBEAT_S, Nodes, processes
 from tests.patience import PATIENCE_S
@@ -77,3 +81,31 @@ def test_nodes_may_have_different_numbers_of_ranks(nodes: Nodes) -> None:
     assert seen == {0: "3", 1: "3", 2: "3"}
     assert nodes.proof(1, "checkpoint") == {"step": 1}
     nodes.check_nothing_is_left()
+
+
+def batches(nodes: Nodes) -> list[TrainingBatch]:
+    return [read_batch(nodes.output.run("run_multinode").rollout_file(step)) for step in (1, 2)]
+
+
+@pytest.mark.slow
+def test_two_nodes_that_are_started_again_draw_what_one_draws(tmp_path: Path, base_model: Path) -> None:
+    """The base model works out no sum: iteration 1 settles four of five examples, and the fifth stands in for them."""
+    text = config(base_model).replace("[run]\n", "[run]\nsettled_share = 0.1\n")
+    text = text.replace('"reverse-text"\nargs = {', '"arithmetic"\nargs = { num_examples = 5,')
+    one = Nodes(tmp_path / "one", text, "", num_nodes=1)
+    two = Nodes(tmp_path / "two", text, "", num_nodes=2)
+    try:
+        for nodes, num_iterations in ((one, 2), (two, 1), (two, 2)):
+            nodes.use(f"--max-iterations {num_iterations}")
+            nodes.start()
+            assert set(nodes.wait().values()) == {0}, nodes.last_line(0)
+    finally:
+        for nodes in (one, two):
+            nodes.kill_all()
+    for ours, theirs in zip(batches(two), batches(one), strict=True):
+        assert [sample.example_id for sample in ours.samples] == [sample.example_id for sample in theirs.samples]
+        assert ours.sampler_state == theirs.sampler_state
+    first, second = ({sample.example_id for sample in batch.samples} for batch in batches(one))
+    assert (len(first), len(second)) == (4, 1) and not first & second
+    lines = [json.loads(line) for line in two.output.run("run_multinode").orchestrator_metrics.read_text().splitlines()]
+    assert [line["env/arithmetic/settled_wrong"] for line in lines if "reward/mean" in line] == [4, 5]

@@ -36,6 +36,47 @@ def test_nothing_is_imported_from_vllm_that_is_not_in_the_list() -> None:
     assert imported <= listed | modules
 
 
+# What vLLM's objects are called where they are used, what of them is ours, and what is Starlette's or Python's.
+OBJECTS = {"control.py": {"self._engine", "self._requests"}, "server.py": {"engine", "app"}, "worker.py": {"self"}}
+OURS, OF_OTHERS = re.compile(r"_?prl_\w+"), {"state", "index", "values"}
+
+
+def members_used(function: ast.AST, objects: set[str]) -> set[str]:
+    """The attributes of these objects, of what they lead to, and of the names that it is given in the function."""
+
+    def is_vllms(node: ast.AST) -> bool:
+        if isinstance(node, ast.Attribute | ast.Name) and ast.unparse(node) in known:
+            return True
+        if isinstance(node, ast.Attribute):
+            return not OURS.fullmatch(node.attr) and is_vllms(node.value)
+        if isinstance(node, ast.Call):
+            return is_vllms(node.func)
+        return isinstance(node, ast.Subscript | ast.Await) and is_vllms(node.value)
+
+    nodes, known, num_known = list(ast.walk(function)), set(objects), 0
+    while len(known) > num_known:
+        num_known = len(known)
+        assigned = [node for node in nodes if isinstance(node, ast.Assign) and is_vllms(node.value)]
+        known |= {target.id for node in assigned for target in node.targets if isinstance(target, ast.Name)}
+    found = {node.attr for node in nodes if isinstance(node, ast.Attribute) and is_vllms(node.value)}
+    return {name for name in found - OF_OTHERS if not OURS.fullmatch(name)}
+
+
+def test_no_member_of_vllms_objects_is_used_that_is_not_in_the_list() -> None:
+    used = set()
+    for name, objects in OBJECTS.items():
+        for node in ast.walk(ast.parse((FOLDER / name).read_text())):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                used |= members_used(node, objects)
+    assert {"lora_manager", "lora_int_id", "data_parallel_index", "world_size", "errored"} <= used
+    assert used <= {member for members in private.MEMBERS.values() for member in members}
+
+
+def test_a_member_is_seen_through_names_calls_and_items() -> None:
+    text = "async def f():\n  a = await self.core.get(1)\n  b = a.deep[0]\n  other.free(b.last)\n  self.core = other"
+    assert members_used(ast.parse(text), {"self.core"}) == {"get", "deep", "last"}
+
+
 def test_the_variables_are_those_that_are_set() -> None:
     from prime_rl.configs.inference import InferenceConfig
 

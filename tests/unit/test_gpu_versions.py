@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import re
 import subprocess
 import tomllib
@@ -26,7 +27,7 @@ def script(name: str) -> ModuleType:
     return module
 
 
-lock_gpu = script("lock_gpu")
+install, lock_gpu = script("install"), script("lock_gpu")
 GPU, CPU = lock_gpu.pins(lock_gpu.GPU.read_text()), lock_gpu.pins(lock_gpu.CPU.read_text())
 
 
@@ -46,7 +47,6 @@ def test_versions_are_those_of_the_tests() -> None:
 
 def test_another_gpu_version_installs_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The stamp of a step depends on the versions that it installs, and on no others."""
-    install = script("install")
     (tmp_path / "requirements").mkdir()
     for name in ("constraints.txt", "constraints-gpu.txt", "pyproject.toml", *map(str, requirement_files())):
         (tmp_path / name).write_bytes((ROOT / name).read_bytes())
@@ -73,3 +73,23 @@ def test_the_versions_still_fit_together() -> None:
             pytest.skip(f"the package index cannot be reached: {error.stderr.splitlines()[-1]}")
         raise AssertionError(error.stderr) from error
     assert found == GPU
+
+
+@pytest.mark.slow
+def test_pip_would_install_these_versions(tmp_path: Path) -> None:
+    """A dry run of what `make install-gpu` does where uv cannot: every package has a wheel for this Python.
+
+    Builds of this machine's own indexes, such as torch's for a CPU, have the same version and a label after it.
+    """
+    arguments = [each for step in install.gpu_arguments() for each in step]
+    report = tmp_path / "report.json"
+    dry = ["--dry-run", "--ignore-installed", "--only-binary", ":all:", "--quiet", "--report", str(report)]
+    command = install.pip_command(*arguments, *dry, versions=install.GPU_VERSIONS)
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode and any(sign in done.stderr for sign in install.NO_NETWORK):
+        pytest.skip(f"the package index cannot be reached: {done.stderr.splitlines()[-1]}")
+    assert done.returncode == 0, done.stderr
+    packages = [each["metadata"] for each in json.loads(report.read_text())["install"]]
+    found = lock_gpu.pins("".join(f"{each['name']}=={each['version'].partition('+')[0]}\n" for each in packages))
+    del found["prl-multirun"]
+    assert {"vllm", "torch"} <= found.keys() and found.items() <= GPU.items()

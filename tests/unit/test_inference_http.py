@@ -304,6 +304,7 @@ def test_vllm_gets_our_config_in_its_words() -> None:
     auto = InferenceConfig()
     of_auto = [server_arguments(auto, max_model_len=64, on_cpu=on_cpu) for on_cpu in (True, False)]
     assert [(each["max_num_seqs"], each["enforce_eager"]) for each in of_auto] == [(64, True), (256, False)]
+    assert (auto.model.dtype, [each["dtype"] for each in of_auto]) == ("auto", ["float32", "bfloat16"])
     chosen = InferenceConfig(max_num_seqs=7, vllm=VllmConfig(enforce_eager=True))
     found = server_arguments(chosen, max_model_len=64, on_cpu=False)
     assert (found["max_num_seqs"], found["enforce_eager"]) == (7, True)

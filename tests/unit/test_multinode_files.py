@@ -15,7 +15,7 @@ from prime_rl.configs.multinode import RUN_ID, MultinodeConfig
 from prime_rl.contract.files import mark_stable, wait_for
 from prime_rl.contract.layout import OutputDir
 from prime_rl.contract.rank_files import RankEntry, RankFileWriter
-from prime_rl.contract.shares import Split
+from prime_rl.contract.shares import JoinResult, Split
 from prime_rl.multinode.phases import Phase, Position, RlPhase
 from prime_rl.multinode.place import Place, WorkSetting
 from prime_rl.multinode.proofs import Proofs, TrainProof
@@ -216,6 +216,8 @@ def test_rollouts_that_are_lost_are_made_again_and_not_trained_on(tmp_path: Path
         ({"env": [{"id": "reverse-text", "args": {"max_len": 5}}]}, True),
         ({"rollouts_per_example": 4}, True),
         ({"seed": 7}, True),
+        ({"settled_share": 0.5}, True),
+        ({"env": [{"id": "reasoning-gym:chain_sum", "args": {"curriculum": {}}}]}, True),
         ({"sampling": {"temperature": 1.0}}, False),
         ({"optim": {"lr": 1e-3}, "ckpt": {"interval": 2}, "loss": {"type": "gspo"}}, False),
     ],
@@ -226,6 +228,21 @@ def test_settings_are_other_ones_when_a_rollout_would_be(changed: dict[str, obje
     assert (other.rollouts_key() != CONFIG.rollouts_key()) == is_other
     twice = MultinodeConfig(groups_per_iteration=4, updates_per_iteration=2, run={**RUN, **changed})
     assert twice.rollouts_key() == other.rollouts_key(), "how many there are does not make them others"
+
+
+def test_the_plan_tells_every_node_what_the_last_update_left_known_of_the_examples(tmp_path: Path) -> None:
+    output = OutputDir(tmp_path)
+    place = place_of(output, RlPhase.BOTH)
+    place.move(Position(2, Phase.TRAIN_ROLLOUT), place.group)
+    place.iteration.path.mkdir(parents=True)
+    with pytest.raises(OSError, match=r"update\.json: not found or damaged: the next examples depend on it"):
+        Rollouts(place, NO_SERVER).make("train")
+    known = {"next_index": 2, "pools": {"reverse-text": {"right": "AQ==", "wrong": "AA=="}}}
+    result = JoinResult(rewards={"1": 0.5}, num_rollouts=4, steps=[1], sampler_state=known)
+    prove(output, 1, update=msgspec.json.encode(result))
+    Rollouts(place, NO_SERVER).make("train")
+    plan = msgspec.json.decode(place.iteration.plan("train", place.group.epoch, 0).read_bytes(), type=Plan)
+    assert plan.sampler_state == known and plan.policy_version == 1
 
 
 def test_the_files_are_ready_by_the_plan_of_the_last_round(tmp_path: Path) -> None:

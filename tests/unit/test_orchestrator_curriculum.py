@@ -12,14 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prime_rl.configs.envs import EnvConfig
-from prime_rl.configs.multinode import MultinodeConfig
 from prime_rl.configs.reasoning_gym import CurriculumConfig
 from prime_rl.orchestrator.curriculum import Curricula, Curriculum
 from prime_rl.orchestrator.envs import Example
 from prime_rl.orchestrator.sampler import ExampleSampler
 from tests.orchestrator_support import TalkEnv
 
-CHAIN_SUM = "reasoning-gym:chain_sum"
 NUM_LEVELS, OF_EACH = 4, 5
 BATCH, AHEAD = 3, 4
 # Of a policy that learns, level by level: what it solves.
@@ -98,7 +96,8 @@ def batches(sampler: ExampleSampler, first: int, num: int, seed: int) -> list[tu
         rng.shuffle(done)
         for index in done:
             share = SOLVED[drawn[index].example.level]
-            sampler.note(index, drawn[index], [float(number < 4 * share) for number in range(4)])
+            rewards = [float(number < 4 * share) for number in range(4)]
+            sampler.note(index, drawn[index].env_name, drawn[index].example.id, rewards)
         sampler.end_batch(kept[-1])
         first = kept[-1] + 1
         state = json.loads(json.dumps(sampler.state(first)))
@@ -146,9 +145,3 @@ def test_an_invalid_curriculum_is_refused_with_the_config(family: str, args: dic
     with pytest.raises(ValueError, match="args") as caught:
         EnvConfig(id=f"reasoning-gym:{family}", args=args)
     assert message in str(caught.value)
-
-
-def test_several_nodes_have_no_curriculum() -> None:
-    env = {"id": CHAIN_SUM, "args": {"curriculum": {}}}
-    with pytest.raises(ValueError, match=r"run\.env: args\.curriculum: not available on several nodes"):
-        MultinodeConfig(groups_per_iteration=2, run={"rollouts_per_example": 2, "env": [env]})

@@ -8,8 +8,10 @@ HTTP routes, and the names of its metrics.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import inspect
+import re
 import sys
 from collections.abc import Iterator, Mapping
 
@@ -26,16 +28,21 @@ IMPORTED: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "vllm.lora.ops.torch_ops.lora_ops": {"bgmv_expand": _EXPAND, "bgmv_expand_slice": _EXPAND},
     "vllm.lora.punica_wrapper.punica_cpu": {"bgmv_expand": (), "bgmv_expand_slice": ()},
 }
-# Class: methods and attributes of its objects.
+# Class: methods and attributes of its objects. And a function: what it puts into the state of the application.
 MEMBERS: Mapping[str, tuple[str, ...]] = {
     "vllm.v1.engine.async_llm.AsyncLLM": (
         *("generate", "engine_core", "pause_generation", "resume_generation", "remove_lora"),
         *("get_supported_tasks", "errored", "model_config", "vllm_config"),
     ),
+    "vllm.config.vllm.VllmConfig": ("parallel_config",),
+    "vllm.config.parallel.ParallelConfig": ("world_size", "data_parallel_size", "data_parallel_index"),
     "vllm.v1.engine.core_client.AsyncMPClient": ("call_utility_all_async",),
     "vllm.v1.engine.core.EngineCore": ("collective_rpc",),
+    "vllm.entrypoints.launchers.api_server.app_state.init_app_state": ("openai_serving_models",),
     "vllm.entrypoints.openai.models.serving.OpenAIServingModels": ("lora_requests",),
+    "vllm.lora.request.LoRARequest": ("lora_int_id",),
     "vllm.v1.worker.gpu_worker.Worker": ("reload_weights", "model_runner", "rank", "parallel_config", "device"),
+    "vllm.v1.worker.gpu_model_runner.GPUModelRunner": ("lora_manager",),
     "vllm.lora.worker_manager.WorkerLoRAManager": ("_adapter_manager",),
     "vllm.lora.model_manager.LoRAModelManager": ("lora_index_to_id", "modules"),
     "vllm.lora.layers.base_linear.BaseLinearLayerWithLoRA": ("lora_a_stacked", "lora_b_stacked"),
@@ -59,9 +66,9 @@ def moved() -> Iterator[str]:
     for path, members in MEMBERS.items():
         module_name, _, class_name = path.rpartition(".")
         found = _find(module_name, class_name)
-        sources = "".join(inspect.getsource(each) for each in inspect.getmro(found)[:-1]) if found else ""
+        source = _source(found)
         for member in members:
-            if not (hasattr(found, member) or f"self.{member}" in sources):
+            if not (hasattr(found, member) or re.search(rf"\b(self|state)\.{member}\b", source)):
                 yield f"{path}.{member} is not there"
     variables = getattr(_find("vllm", "envs"), "environment_variables", {})
     yield from (f"environment variable {name} is not there" for name in VARIABLES if name not in variables)
@@ -73,6 +80,15 @@ def _find(module_name: str, name: str) -> type | None:
     except ImportError:
         return None
     return found
+
+
+def _source(found: type | None) -> str:
+    """Of a function, or of a class and all that it inherits from but what is not written in Python."""
+    sources = []
+    for each in inspect.getmro(found) if inspect.isclass(found) else (found,):
+        with contextlib.suppress(OSError, TypeError):
+            sources.append(inspect.getsource(each))  # type: ignore[arg-type]
+    return "\n".join(sources)
 
 
 if __name__ == "__main__":
