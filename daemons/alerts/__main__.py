@@ -31,6 +31,7 @@ from prime_rl.contract.layout import OutputDir
 from prime_rl.contract.nodes import BeatWatch, Sighting
 from prime_rl.contract.status import NodeStatus, Status, StatusWriter, read_status
 from prime_rl.utils.logger import complain, setup_logger
+from prime_rl.utils.process import ProcessId
 from prime_rl.utils.signals import StopFlag
 
 logger = logging.getLogger("alerts")
@@ -44,7 +45,7 @@ ACKNOWLEDGED_FOR_S = 600.0
 
 
 class Alerts:
-    """Compares each look with the last one. `clock` in Unix seconds; `keep_stack(name, pid)` is called for a stall."""
+    """Compares each look with the last one. `clock` in Unix seconds; `keep_stack(name, process)` is called for a stall."""
 
     def __init__(
         self,
@@ -53,7 +54,7 @@ class Alerts:
         heart: Target | None = None,
         *,
         clock: Callable[[], float] = time.time,
-        keep_stack: Callable[[str, int], object] = lambda name, pid: None,
+        keep_stack: Callable[[str, ProcessId], object] = lambda name, process: None,
     ) -> None:
         self.config = config
         self.output = OutputDir(config.output_dir)
@@ -105,8 +106,8 @@ class Alerts:
     def _keep_stacks(self, workspace: Workspace, opened: Sequence[Incident]) -> None:
         for each in opened:
             daemon = workspace.daemon(each.subject)
-            if each.kind in ("run_stalled", "daemon_stalled") and daemon is not None and daemon.pid is not None:
-                self._keep_stack(daemon.name, daemon.pid)
+            if each.kind in ("run_stalled", "daemon_stalled") and daemon is not None and daemon.process is not None:
+                self._keep_stack(daemon.name, daemon.process)
 
     def _forget(self, sayings: Sequence[Saying], found: Mapping[str, Incident], now: float) -> None:
         """Drop the acknowledgements of what has been over for so long that it would be something new."""

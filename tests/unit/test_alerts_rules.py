@@ -19,6 +19,7 @@ from prime_rl.configs.base import ConfigError, build
 from prime_rl.contract.layout import OutputDir
 from prime_rl.contract.nodes import Sighting
 from prime_rl.contract.status import NodeStatus, RunState
+from prime_rl.utils.process import ProcessId
 from prime_rl.utils.text import clean_text
 
 NOW = 1000.0
@@ -210,8 +211,8 @@ class Looks(Alerts):
         super().__init__(settings, targets, heart, clock=lambda: self.now, keep_stack=self.keep)
         self.now, self.stacks = NOW, list[tuple[str, int]]()
 
-    def keep(self, name: str, pid: int) -> None:
-        self.stacks.append((name, pid))
+    def keep(self, name: str, process: ProcessId) -> None:
+        self.stacks.append((name, process.pid))
 
     def see(self, *snapshots: Workspace) -> None:
         for snapshot in snapshots:
