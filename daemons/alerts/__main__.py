@@ -19,7 +19,8 @@ import msgspec
 
 from daemons.alerts.incident_file import OpenIncident, read_open, write_open
 from daemons.alerts.messages import message
-from daemons.alerts.rules import Incident, RewardWatch, incidents, is_well
+from daemons.alerts.rewards import RewardWatch
+from daemons.alerts.rules import Incident, incidents, is_well
 from daemons.alerts.stacks import keep_stack
 from daemons.alerts.targets import Target, TargetError, dead_man, message_targets
 from daemons.quiet import Named, Saying, forget, is_silenced, muting, name_of, read_sayings
@@ -31,11 +32,13 @@ from prime_rl.contract.layout import OutputDir
 from prime_rl.contract.nodes import BeatWatch, Sighting
 from prime_rl.contract.status import NodeStatus, Status, StatusWriter, read_status
 from prime_rl.utils.logger import complain, setup_logger
+from prime_rl.utils.process import ProcessId
 from prime_rl.utils.signals import StopFlag
 
 logger = logging.getLogger("alerts")
 
 # What is wrong at two looks in a row is reported, what is right at two is over: no alert for a half-written config.
+# What is unproven at one of them stays as it is, so a new start calls nothing over before it has proved that.
 LOOK_EVERY_S = 5.0
 # For what still waits to be sent at the end; below the supervisor's grace.
 CLOSE_WITHIN_S = 5.0
@@ -44,7 +47,13 @@ ACKNOWLEDGED_FOR_S = 600.0
 
 
 class Alerts:
-    """Compares each look with the last one. `clock` in Unix seconds; `keep_stack(name, pid)` is called for a stall."""
+    """Compares each look with the last one.
+
+    Args:
+        clock: Unix seconds.
+        steady: seconds of a clock that never jumps.
+        keep_stack: called with the name and the process of a daemon that stalls.
+    """
 
     def __init__(
         self,
@@ -53,34 +62,40 @@ class Alerts:
         heart: Target | None = None,
         *,
         clock: Callable[[], float] = time.time,
-        keep_stack: Callable[[str, int], object] = lambda name, pid: None,
+        steady: Callable[[], float] = time.monotonic,
+        keep_stack: Callable[[str, ProcessId], object] = lambda name, process: None,
     ) -> None:
         self.config = config
         self.output = OutputDir(config.output_dir)
-        self._targets, self._heart, self._clock, self._keep_stack = targets, heart, clock, keep_stack
+        self._targets, self._heart, self._keep_stack = targets, heart, keep_stack
+        self._clock, self._steady = clock, steady
         self._reader = WorkspaceReader(config.output_dir)
-        self._rewards = RewardWatch(config.reward)
+        self._rewards = RewardWatch(self.output, config.reward)
         self._beats = BeatWatch()
-        self._last: set[str] = set()
         self._open = read_open(self.output)
+        # Keys of what the last look found wrong, and of what it could not call right.
+        self._wrong = set[str]()
+        self._not_right = set(self._open)
         self._over_since: dict[str, float] = {}
         self._beat_at = -config.dead_man_s
 
     def look(self) -> None:
         now = self._clock()
         workspace = self._reader.read(now=now)
-        found = {each.key: each for each in self._wrong(workspace) if each.kind in self.config.kinds}
+        judged = [each for each in self._judge(workspace) if each.kind in self.config.kinds]
+        found = {each.key: each for each in judged if each.is_proven}
+        not_right = {each.key for each in judged}
         sayings = read_sayings(self.output, now)
-        opened = [each for key, each in found.items() if key in self._last and key not in self._open]
+        opened = [each for key, each in found.items() if key in self._wrong and key not in self._open]
         new = [OpenIncident(each.kind, each.subject, each.text, now, is_silenced(each, sayings)) for each in opened]
         waiting = [each for key, each in self._open.items() if each.quiet and key in found]
         new += [msgspec.structs.replace(each, quiet=False) for each in waiting if not is_silenced(each, sayings)]
-        over = [each for key, each in self._open.items() if key not in found and key not in self._last]
-        self._last = set(found)
+        over = [each for key, each in self._open.items() if key not in not_right | self._not_right]
+        self._wrong, self._not_right = set(found), not_right
         if new or over:
             told = [each for each in over if _is_told(each, sayings)]
-            self._send([each for each in new if not each.quiet], told, now)
             self._note(new, over)
+            self._send([each for each in new if not each.quiet], told, now)
         self._keep_stacks(workspace, opened)
         self._forget(sayings, found, now)
         if self._heart is not None and is_well(workspace) and not 0 <= now - self._beat_at < self.config.dead_man_s:
@@ -97,16 +112,20 @@ class Alerts:
             target.put(note)
 
     def _note(self, new: Sequence[OpenIncident], over: Sequence[OpenIncident]) -> None:
+        """Before they are sent: what has arrived is not sent again by the next start, however soon this one ends."""
         for incident in over:
             del self._open[incident.key]
         self._open |= {each.key: each for each in new}
-        write_open(self.output, self._open)
+        try:
+            write_open(self.output, self._open)
+        except OSError as error:  # a full disk is a reason for an alert
+            logger.warning("a restart may report again what is open: %s", error)
 
     def _keep_stacks(self, workspace: Workspace, opened: Sequence[Incident]) -> None:
         for each in opened:
             daemon = workspace.daemon(each.subject)
-            if each.kind in ("run_stalled", "daemon_stalled") and daemon is not None and daemon.pid is not None:
-                self._keep_stack(daemon.name, daemon.pid)
+            if each.kind in ("run_stalled", "daemon_stalled") and daemon is not None and daemon.process is not None:
+                self._keep_stack(daemon.name, daemon.process)
 
     def _forget(self, sayings: Sequence[Saying], found: Mapping[str, Incident], now: float) -> None:
         """Drop the acknowledgements of what has been over for so long that it would be something new."""
@@ -120,7 +139,7 @@ class Alerts:
                 with contextlib.suppress(OSError):
                     forget(self.output, saying)
 
-    def _wrong(self, workspace: Workspace) -> list[Incident]:
+    def _judge(self, workspace: Workspace) -> list[Incident]:
         try:
             free_bytes = shutil.disk_usage(self.config.output_dir).free
         except OSError:
@@ -132,7 +151,7 @@ class Alerts:
         ranks = self.output.list_nodes()
         self._beats.forget(ranks)
         statuses = [read_status(self.output.node_status(rank), NodeStatus) for rank in ranks]
-        return [self._beats.see(status, time.monotonic()) for status in statuses if status is not None]
+        return [self._beats.see(status, self._steady()) for status in statuses if status is not None]
 
 
 def _is_told(over: OpenIncident, sayings: Sequence[Saying]) -> bool:

@@ -73,8 +73,8 @@ class Sighting:
     """A node's status and what a reader has observed of it.
 
     `silent_s`: since its sequence last moved while the reader looked (or since it was first seen); `still_s`: the same
-    for its phase and progress; `has_moved`: whether the sequence was seen to move; `is_gone`: it ran on the reader's
-    machine, and the process no longer exists.
+    for its phase and progress; `has_moved`, `has_worked`: whether the sequence, and phase or progress, were seen to
+    move; `is_gone`: it ran on the reader's machine, and the process no longer exists.
     """
 
     status: NodeStatus
@@ -82,6 +82,7 @@ class Sighting:
     still_s: float
     has_moved: bool
     is_gone: bool = False
+    has_worked: bool = False
 
     @property
     def phase_s(self) -> float:
@@ -127,9 +128,19 @@ def _stands_still(seen: Sighting, limits: HealthLimits) -> Stall | None:
     status = seen.status
     if stalled_since(status) is not None:
         return Stall("its loop", status.loop_still_s + seen.silent_s)
-    if not status.arrived and status.progress is not None and seen.still_s > limits.stalled_after_s:
+    if _has_work(status) and seen.still_s > limits.stalled_after_s:
         return Stall("its work", seen.still_s)
     return None
+
+
+def is_at_work(seen: Sighting) -> bool:
+    """Whether the reader has looked for long enough to tell that the work of a living node does not stand still."""
+    return seen.has_worked or not _has_work(seen.status)
+
+
+def _has_work(status: NodeStatus) -> bool:
+    """Whether it is in a phase's work that is counted."""
+    return not status.arrived and status.progress is not None
 
 
 def place(status: NodeStatus) -> tuple[int, int, int, bool]:
@@ -159,6 +170,7 @@ class _Mark:
     seq_at: float
     work_at: float
     has_moved: bool = False
+    has_worked: bool = False
 
 
 class BeatWatch:
@@ -179,8 +191,8 @@ class BeatWatch:
         if identity != mark.identity or seq > mark.seq:
             mark.identity, mark.seq, mark.seq_at, mark.has_moved = identity, seq, now_s, True
         if work != mark.work:
-            mark.work, mark.work_at = work, now_s
-        return Sighting(status, now_s - mark.seq_at, now_s - mark.work_at, mark.has_moved, is_gone)
+            mark.work, mark.work_at, mark.has_worked = work, now_s, True
+        return Sighting(status, now_s - mark.seq_at, now_s - mark.work_at, mark.has_moved, is_gone, mark.has_worked)
 
     def forget(self, ranks: Iterable[int]) -> None:
         """Keep only `ranks`."""

@@ -9,6 +9,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from prime_rl.contract.status import RunStatus
 
+# In the reason for which the trainer evicts a run whose loss, gradient or weights are not: alerts tell it by this.
+NOT_FINITE = "are not finite"
+
 
 class RunState(enum.StrEnum):
     """The state of a run as people see it."""

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from prime_rl.configs.losses import LossConfig
+from prime_rl.contract.run_state import NOT_FINITE
 from prime_rl.contract.types import LOGPROB_DTYPE, MASK_DTYPE, TOKEN_DTYPE, MicroBatch
 from prime_rl.trainer import kept
 from prime_rl.trainer.loss import LossInputs, LossSums, RowLosses, compute_losses, row_statistics, sums_by_run
@@ -93,9 +94,7 @@ class TrainStep:
         step = progress.step + 1
         if problem:
             optimizer.drop_gradients()
-            problem = (
-                f"update {step}: {problem} are not finite: loss {sums.loss:g}, gradient norm {grad_norm:g}, lr {lr:g}"
-            )
+            problem = not_finite(step, problem, sums.loss, grad_norm, lr)
         else:
             optimizer.next_rate()
             progress.step = step
@@ -108,6 +107,11 @@ class TrainStep:
     def _reduced(self, mine: LossSums) -> LossSums:
         # On the CPU, in double precision: reports, small and rare.
         return LossSums(*self._world.sum(torch.tensor(mine.as_list(), dtype=torch.float64)).tolist())
+
+
+def not_finite(step: int, what: str, loss: float, grad_norm: float, lr: float) -> str:
+    """Why a run is evicted whose update is not done, with the numbers."""
+    return f"update {step}: {what} {NOT_FINITE}: loss {loss:g}, gradient norm {grad_norm:g}, lr {lr:g}"
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,7 @@
-"""A workspace with alerts: real daemons that crash, stall and fail, and a webhook beside one that hangs."""
+"""A workspace with alerts: real daemons that crash, stall and fail, and a webhook beside one that hangs.
+
+And the daemon alone, a process that is killed and started again, on a workspace whose files the test writes.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +9,24 @@ import json
 import os
 import signal
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
+import tomli_w
 
 from daemons.alerts.incident_file import read_open
 from daemons.quiet import mute
+from daemons.specs import ALERTS
+from prime_rl.configs.alerts import ALERT_KINDS
 from prime_rl.contract.files import wait_for
 from prime_rl.contract.layout import OutputDir
-from tests.daemons_support import Prl
+from tests.alerts_support import PROMISE_S, REWARD, Troubles
+from tests.daemons_support import ROOT, Prl
+from tests.durations import Reading
 from tests.patience import PATIENCE_S
 from tests.unit.test_alerts_targets import Server
 
@@ -67,11 +79,7 @@ def test_what_goes_wrong_reaches_the_webhook_once_though_another_target_hangs(
     wait_told(server, "run_failed", "run_fails", "open")
     wait_told(server, "daemon_crashed", "trainer", "open")
 
-    # The list is written after the targets were told.
-    for key in ("run_invalid run_muted", "run_failed run_fails"):
-        wait_for(
-            lambda key=key: key in read_open(OutputDir(prl.output_dir)), f"{key} to be listed", timeout_s=PATIENCE_S
-        )  # type: ignore[misc]
+    wait_for(lambda: "run_invalid run_muted" in read_open(OutputDir(prl.output_dir)), "its list", timeout_s=PATIENCE_S)
     shown = {each["kind"] for each in prl.json("alerts")["open"]}
     assert {"run_invalid", "run_failed"} <= shown
     assert "run_fails failed: told to fail" in prl("alerts").stdout
@@ -97,6 +105,83 @@ def test_what_goes_wrong_reaches_the_webhook_once_though_another_target_hangs(
     assert {state for *_, state in told[len(before) :]} <= {"over"}, "the end of a workspace is no alert"
     for change in (("run_failed", "run_fails", "open"), ("run_invalid", "run_link", "open")):
         assert told.count(change) == 1, "each is told once"
+
+
+class Daemon:
+    """`python -m daemons.alerts` on the files of a test."""
+
+    def __init__(self, troubles: Troubles, *webhooks: str) -> None:
+        self.troubles, self.webhooks = troubles, list(webhooks)
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def start(self, **config: Any) -> None:
+        path = self.troubles.output.component_config(ALERTS)
+        path.parent.mkdir(exist_ok=True)
+        config |= {"webhooks": self.webhooks, "output_dir": str(self.troubles.output.path), "reward": REWARD}
+        path.write_text(tomli_w.dumps(config))
+        env = {**os.environ, "PYTHONPATH": str(ROOT)}
+        self.process = subprocess.Popen([sys.executable, "-m", "daemons.alerts", "@", str(path)], env=env)
+
+    def kill(self) -> None:
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait(PATIENCE_S)
+
+
+@pytest.fixture
+def daemon(tmp_path: Path, server: Server, hanging: str) -> Iterator[Daemon]:
+    found = Daemon(Troubles(OutputDir(tmp_path)), hanging, f"{server.url}/hook")
+    yield found
+    found.kill()
+
+
+def wait_in_time(server: Server, troubles: Troubles, expected: set[tuple[str, str, str]]) -> None:
+    """Wait until they have arrived, each in time. What does not count is time in which the machine was busy."""
+    began, took_s = Reading.now(), dict[tuple[str, str, str], float]()
+
+    def have_arrived() -> bool:
+        troubles.beat()
+        now = Reading.now()
+        for each in expected & set(changes(server)) - took_s.keys():
+            took_s[each] = now.time_s - began.time_s
+            idle_s = took_s[each] - (now.pressure_s - began.pressure_s)
+            print(f"{' '.join(each)}: after {took_s[each]:.1f} s, of which the machine was not busy for {idle_s:.1f} s")
+            assert idle_s <= PROMISE_S, each
+        return took_s.keys() == expected
+
+    wait_for(have_arrived, f"alerts {sorted(expected)}", timeout_s=PATIENCE_S)
+
+
+@pytest.mark.slow
+def test_each_kind_arrives_once_in_time_and_its_end_once_though_the_daemon_is_killed_twice(
+    daemon: Daemon, server: Server
+) -> None:
+    troubles = daemon.troubles
+    every = {state: {(kind, troubles.subject(kind), state) for kind in ALERT_KINDS} for state in ("open", "over")}
+    of_disk = {state: ("disk_low", "disk", state) for state in every}
+    canary = {state: ("run_failed", "run_canary", state) for state in every}
+    others = [kind for kind in ALERT_KINDS if kind != "disk_low"]
+
+    daemon.start(min_free_gb=1e9)
+    wait_in_time(server, troubles, {of_disk["open"]})
+    for kind in others:
+        troubles.cause(kind)
+    wait_in_time(server, troubles, every["open"] - {of_disk["open"]})
+
+    daemon.kill()
+    daemon.start(min_free_gb=1e9)
+    troubles.run("run_canary", state="failed", reason="boom")
+    wait_in_time(server, troubles, {canary["open"]})
+    assert sorted(changes(server)) == sorted(every["open"] | {canary["open"]}), "what was open stays open"
+    for kind in others:
+        troubles.mend(kind)
+    wait_in_time(server, troubles, every["over"] - {of_disk["over"]})
+
+    daemon.kill()
+    daemon.start(min_free_gb=0)
+    troubles.run("run_canary")
+    wait_in_time(server, troubles, {of_disk["over"], canary["over"]})
+    assert sorted(changes(server)) == sorted(every["open"] | every["over"] | set(canary.values())), "each is told once"
 
 
 def test_a_target_that_is_not_set_is_refused_before_anything_runs(prl: Prl) -> None:

@@ -1,4 +1,4 @@
-"""What is an incident, and when it is reported: once, and once more when it is over."""
+"""What is an incident, what cannot be told, and when it is reported: once, and once more when it is over."""
 
 from __future__ import annotations
 
@@ -8,18 +8,21 @@ from typing import Any, get_args
 
 import pytest
 
-from daemons.alerts.__main__ import Alerts
+from daemons.alerts.__main__ import LOOK_EVERY_S, Alerts
 from daemons.alerts.incident_file import OpenIncident, read_open
 from daemons.alerts.messages import _WORDS, message
-from daemons.alerts.rules import CRASH_LASTS_S, MAX_TEXT_CHARS, RewardWatch, incidents, is_well
+from daemons.alerts.rules import CRASH_LASTS_S, MAX_TEXT_CHARS, Incident, incidents, is_well
 from daemons.alerts.targets import Message
 from daemons.workspace import DaemonView, RefusedView, RunView, Workspace
-from prime_rl.configs.alerts import ALERT_KINDS, AlertKind, AlertsConfig, RewardRule
+from prime_rl.configs.alerts import ALERT_KINDS, AlertKind, AlertsConfig
 from prime_rl.configs.base import ConfigError, build
 from prime_rl.contract.layout import OutputDir
 from prime_rl.contract.nodes import Sighting
 from prime_rl.contract.status import NodeStatus, RunState
+from prime_rl.trainer.step import not_finite
+from prime_rl.utils.process import ProcessId
 from prime_rl.utils.text import clean_text
+from tests.alerts_support import PROMISE_S, Troubles
 
 NOW = 1000.0
 RUN = RunView(
@@ -58,10 +61,10 @@ def workspace(*runs: RunView, daemons: tuple[DaemonView, ...] = SERVICES, refuse
     return Workspace(Path("out"), runs, refusals, daemons, 2, 1, None, None, True, None, NOW)
 
 
-def node(*, silent_s: float = 0.0, loop_still_s: float = 0.0) -> Sighting:
-    status = NodeStatus(rank=1, host="gpu7", phase=10, state="working", heartbeat_s=1.0, loop=5)
+def node(*, silent_s: float = 0.0, loop_still_s: float = 0.0, **fields: Any) -> Sighting:
+    status = NodeStatus(rank=1, host="gpu7", phase=10, state="working", heartbeat_s=1.0, loop=5, progress=7)
     status.loop_still_s = loop_still_s
-    return Sighting(status, silent_s=silent_s, still_s=0.0, has_moved=True)
+    return Sighting(status, silent_s=silent_s, still_s=0.0, **({"has_moved": True, "has_worked": True} | fields))
 
 
 def with_daemon(name: str, state: str, **fields: Any) -> Workspace:
@@ -72,6 +75,12 @@ def text(value: str) -> Any:
     return clean_text(value)
 
 
+def wrong(*args: Any) -> list[Incident]:
+    return [each for each in incidents(*args) if each.is_proven]
+
+
+NOT_FINITE = not_finite(3, "its loss or gradient", float("nan"), 1.0, 1e-4)
+
 CASES: list[tuple[AlertKind, str, str, Workspace, list[Sighting], int]] = [
     ("run_failed", "run_a", "boom", workspace(replace(RUN, state=RunState.FAILED, reason=text("boom"))), [], 10),
     ("run_invalid", "run_a", "lr", workspace(replace(RUN, state=RunState.INVALID, reason=text("lr"))), [], 10),
@@ -80,14 +89,8 @@ CASES: list[tuple[AlertKind, str, str, Workspace, list[Sighting], int]] = [
     (
         "run_not_finite",
         "run_a",
-        "update 3: its loss or gradient are not finite: loss nan",
-        workspace(
-            replace(
-                RUN,
-                state=RunState.EVICTED,
-                reason=text("update 3: its loss or gradient are not finite: loss nan"),
-            )
-        ),
+        NOT_FINITE,
+        workspace(replace(RUN, state=RunState.EVICTED, reason=text(NOT_FINITE))),
         [],
         10,
     ),
@@ -132,7 +135,7 @@ CASES: list[tuple[AlertKind, str, str, Workspace, list[Sighting], int]] = [
 def test_what_is_wrong_is_one_incident_that_says_why(
     kind: AlertKind, subject: str, words: str, seen: Workspace, nodes: list[Sighting], free_gb: int
 ) -> None:
-    found = incidents(seen, nodes, free_gb * 10**9, 5.0)
+    found = wrong(seen, nodes, free_gb * 10**9, 5.0)
     assert [(each.kind, each.subject, each.text) for each in found] == [(kind, subject, words)]
 
 
@@ -151,40 +154,40 @@ def test_nothing_is_wrong_with_what_works() -> None:
 def test_a_lost_supervisor_is_one_incident_and_not_one_for_each_of_its_daemons() -> None:
     daemons = tuple(daemon(name, "lost") for name in ("supervisor", "trainer", "inference", "run_a"))
     seen = workspace(RUN, daemons=daemons)
-    assert [each.subject for each in incidents(seen, [], None, 5.0)] == ["supervisor"]
+    assert [each.subject for each in wrong(seen, [], 10**11, 5.0)] == ["supervisor"]
     assert not is_well(seen)
 
 
 def test_text_of_a_run_is_one_clean_line_of_limited_length() -> None:
     seen = workspace(replace(RUN, state=RunState.FAILED, reason=text("a\nb" + "c" * 5000)))
-    (found,) = incidents(seen, [], None, 5.0)
+    (found,) = wrong(seen, [], 10**11, 5.0)
     assert "\n" not in found.text and len(found.text) <= MAX_TEXT_CHARS
 
 
-def rewards(rule: RewardRule, *values: float) -> list[str]:
-    watch, found = RewardWatch(rule), []
-    for step, value in enumerate(values):
-        found = [each.text for each in watch.look([replace(RUN, step=step, reward=value)])]
-    return found
+UNPROVEN: list[tuple[str, Workspace, list[Sighting], int | None, set[str]]] = [
+    ("a node that was seen once", workspace(), [node(has_moved=False)], 10, {"node_lost", "daemon_stalled"}),
+    ("a node that is late", workspace(), [node(silent_s=4.0)], 10, {"node_lost", "daemon_stalled"}),
+    ("the work of a dead node", workspace(), [node(silent_s=20.0)], 10, {"daemon_stalled"}),
+    ("work that was not seen to move", workspace(), [node(has_worked=False)], 10, {"daemon_stalled"}),
+    ("a daemon that starts", with_daemon("trainer", "starting"), [], 10, {"daemon_crashed", "daemon_stalled"}),
+    (
+        "all but a lost supervisor",
+        with_daemon("supervisor", "lost"),
+        [],
+        10,
+        {"daemon_crashed", "daemon_stalled", "run_stalled"},
+    ),
+    ("without a trainer", workspace(replace(RUN, state=RunState.STOPPED)), [], 10, {"run_invalid", "run_stalled"}),
+    ("a disk that does not answer", workspace(), [], None, {"disk_low"}),
+]
 
 
-def test_a_reward_has_collapsed_when_its_mean_fell_by_the_share_of_the_best() -> None:
-    rule = RewardRule(window=2, drop=0.5)
-    assert rewards(rule, 0.1, 0.8, 0.8, 0.45, 0.4) == []
-    assert rewards(rule, 0.1, 0.8, 0.8, 0.4, 0.3) == ["mean reward of 2 batches is 0.35, was 0.8 at best"]
-    assert rewards(rule, 0.8, 0.0) == [], "a window that rises or falls for the first time is no collapse"
-    assert rewards(rule, -1.0, -1.0, -1.6, -1.6) != [], "rewards may be negative"
-    assert rewards(rule, 0.8, 0.8, 0.1, 0.1, 0.8, 0.8) == [], "it is over when it has risen again"
-
-
-def test_the_same_batch_is_counted_once_and_a_run_that_left_is_forgotten() -> None:
-    watch = RewardWatch(RewardRule(window=2, drop=0.5))
-    for step in (1, 2):
-        assert list(watch.look([replace(RUN, step=step, reward=0.8)])) == []
-    low = replace(RUN, step=3, reward=0.1)
-    assert all(list(watch.look([low])) == [] for _ in range(3)), "the mean of 0.8 and 0.1 is above the limit"
-    assert list(watch.look([])) == []
-    assert all(list(watch.look([replace(RUN, step=step, reward=0.1)])) == [] for step in (4, 5))
+@pytest.mark.parametrize(("seen", "nodes", "free_gb", "kinds"), [each[1:] for each in UNPROVEN], ids=lambda each: "")
+def test_what_cannot_be_told_is_neither_wrong_nor_right(
+    seen: Workspace, nodes: list[Sighting], free_gb: int | None, kinds: set[str]
+) -> None:
+    found = incidents(seen, nodes, free_gb and free_gb * 10**9, 5.0)
+    assert {each.kind for each in found if not each.is_proven} == kinds
 
 
 class Recorder:
@@ -210,8 +213,8 @@ class Looks(Alerts):
         super().__init__(settings, targets, heart, clock=lambda: self.now, keep_stack=self.keep)
         self.now, self.stacks = NOW, list[tuple[str, int]]()
 
-    def keep(self, name: str, pid: int) -> None:
-        self.stacks.append((name, pid))
+    def keep(self, name: str, process: ProcessId) -> None:
+        self.stacks.append((name, process.pid))
 
     def see(self, *snapshots: Workspace) -> None:
         for snapshot in snapshots:
@@ -249,10 +252,74 @@ def test_a_new_start_reports_nothing_again_and_the_end_of_what_ended_meanwhile(t
     target = Recorder()
     looks = Looks(tmp_path, target)
     looks.see(FAILED, FAILED)
-    assert target.got == []
-    looks.see(workspace(RUN), workspace(RUN))
+    looks = Looks(tmp_path, target)
+    looks.see(workspace(RUN))
+    assert target.got == [], "only what two looks have seen"
+    looks.see(workspace(RUN))
     assert target.changes() == [("run_failed", "over")]
     assert read_open(OutputDir(tmp_path)) == {}
+
+
+def test_what_cannot_be_told_stays_as_it_is(tmp_path: Path) -> None:
+    target = Recorder()
+    looks = Looks(tmp_path, target)
+    looks.see(*[with_daemon("trainer", "backoff")] * 2)
+    looks.see(*[with_daemon("supervisor", "lost")] * 3, *[with_daemon("trainer", "starting")] * 3)
+    lost = [("daemon_crashed", "open"), ("daemon_crashed", "open"), ("daemon_crashed", "over")]
+    assert target.changes() == lost and list(read_open(looks.output)) == ["daemon_crashed trainer"]
+    looks.see(workspace(RUN), with_daemon("trainer", "starting"), workspace(RUN))
+    assert target.changes() == lost, "right at two looks in a row"
+    looks.see(workspace(RUN))
+    assert target.changes() == [*lost, ("daemon_crashed", "over")]
+
+
+def test_each_kind_arrives_once_in_time_and_its_end_once_over_two_restarts(tmp_path: Path) -> None:
+    """On files, by the daemon's own clocks: what is measured is the number of its looks."""
+    troubles, target, now = Troubles(OutputDir(tmp_path)), Recorder(), NOW
+
+    def live(num_looks: int, **config: Any) -> list[tuple[str, str]]:
+        """One life of the daemon, or the rest of one; returns the changes that it told."""
+        nonlocal now, alerts
+        if config or alerts is None:
+            alerts = Alerts(troubles.config(**config), [target], clock=lambda: now, steady=lambda: now)
+        before = len(target.changes())
+        for _ in range(num_looks):
+            troubles.beat()
+            alerts.look()
+            now += LOOK_EVERY_S
+        return sorted(target.changes()[before:])
+
+    alerts: Alerts | None = None
+    in_time, disk_is_low = int(PROMISE_S / LOOK_EVERY_S) - 1, {"min_free_gb": 1e9}  # it may come just after a look
+    others = sorted(kind for kind in ALERT_KINDS if kind != "disk_low")
+    assert live(in_time, **disk_is_low) == [("disk_low", "open")]
+    for kind in others:
+        troubles.cause(kind)
+    assert live(in_time) == [(kind, "open") for kind in others]
+    assert live(20, **disk_is_low) == []
+    for kind in others:
+        troubles.mend(kind)
+    assert live(in_time) == [(kind, "over") for kind in others]
+    assert live(in_time, min_free_gb=0.0) == [("disk_low", "over")] and live(20) == []
+    subjects = {each["kind"]: each["subject"] for note in target.got for each in note["alerts"]}
+    assert subjects == {kind: troubles.subject(kind) for kind in ALERT_KINDS}
+
+
+def test_what_arrives_is_noted_already_and_arrives_also_when_the_disk_is_full(tmp_path: Path) -> None:
+    noted: list[set[str]] = []
+
+    class Target(Recorder):
+        def put(self, note: Message) -> None:
+            super().put(note)
+            noted.append(set(read_open(OutputDir(tmp_path))))
+
+    looks = Looks(tmp_path, target := Target())
+    looks.see(FAILED, FAILED)
+    assert noted == [{"run_failed run_a"}]
+    looks.output.alerts_open.unlink()
+    looks.output.alerts_open.mkdir()  # it cannot be written
+    looks.see(workspace(RUN), workspace(RUN))
+    assert target.changes() == [("run_failed", "open"), ("run_failed", "over")]
 
 
 def test_only_the_chosen_kinds_are_reported(tmp_path: Path) -> None:

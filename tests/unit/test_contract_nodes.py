@@ -17,6 +17,7 @@ from prime_rl.contract.nodes import (
     NodeHealth,
     Sighting,
     Stall,
+    is_at_work,
     node_health,
     stall,
     waited_for,
@@ -105,8 +106,11 @@ def test_an_old_copy_of_the_file_is_no_sign_of_life_and_a_new_process_is() -> No
 def test_progress_and_phase_are_both_work() -> None:
     watch = BeatWatch()
     watch.see(node(seq=1, progress=3), 0.0)
-    assert watch.see(node(seq=2, progress=3), 9.0).still_s == 9.0
-    assert watch.see(node(seq=3, progress=4), 10.0).still_s == 0.0
+    still = watch.see(node(seq=2, progress=3), 9.0)
+    assert still.still_s == 9.0 and not is_at_work(still), "its work may have stood still for long"
+    assert is_at_work(BeatWatch().see(waiting(0), 0.0)) and is_at_work(BeatWatch().see(node(progress=None), 0.0))
+    moved = watch.see(node(seq=3, progress=4), 10.0)
+    assert moved.still_s == 0.0 and is_at_work(moved)
     assert watch.see(node(seq=4, progress=4, phase=1), 11.0).still_s == 0.0
 
 
