@@ -9,6 +9,8 @@ from typing import Any
 
 DOCUMENT = Path(__file__).parent.parent / "docs" / "metrics.md"
 _PLACEHOLDERS = {
+    "avg@K": r"avg@\d+",
+    "avg@K_se": r"avg@\d+_se",
     "pass@K": r"pass@\d+",
     "pass@K_se": r"pass@\d+_se",
     "ENV": r"[A-Za-z0-9._-]+",

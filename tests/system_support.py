@@ -131,7 +131,9 @@ class Workspace:
     def run_dir(self, run_id: str) -> RunDir:
         return self.paths.run(run_id)
 
-    def prl(self, *args: str, check: bool = True, stdin: str | None = None) -> subprocess.CompletedProcess[str]:
+    def prl(
+        self, *args: str, check: bool = True, stdin: str | None = None, timeout_s: float = PATIENCE_S
+    ) -> subprocess.CompletedProcess[str]:
         environment = {**os.environ, "PRL_OUTPUT_DIR": str(self.output_dir)}
         command = [*self.enter, sys.executable, "-m", "daemons.cli", *args]
         done = subprocess.run(
@@ -140,7 +142,7 @@ class Workspace:
             text=True,
             env=environment,
             cwd=ROOT,
-            timeout=PATIENCE_S,
+            timeout=timeout_s,
             input=stdin,
             check=False,
         )

@@ -17,10 +17,10 @@ from prime_rl.contract.condition import utc
 from prime_rl.contract.samples import Sample
 from prime_rl.utils.text import clean_strings, clean_text, one_line
 
-# Shown when present; all others are in `--json` and in `prl-tui`.
+# Shown when present, beside the avg@K of evaluations; all others are in `--json` and in `prl-tui`.
 _MAIN_FIGURES = (
     *("step", "reward/mean", "reward/std", "loss", "entropy", "mismatch_kl", "grad_norm", "lr", "tokens_per_s"),
-    *("async_level/max", "time/step", "time/wait_for_rollouts", "completion_tokens/mean", "eval/reward/mean"),
+    *("async_level/max", "time/step", "time/wait_for_rollouts", "completion_len/mean"),
 )
 
 
@@ -44,7 +44,8 @@ def details_view(details: RunDetails) -> RenderableType:
     """What `prl runs show` prints; missing facts take no line."""
     parts: list[RenderableType] = [_facts(details)]
     for name, figures in details.metrics.items():
-        shown = [f"{key} {figures[key]:.4g}" for key in _MAIN_FIGURES if key in figures]
+        evaluated = sorted(key for key in figures if key.startswith("eval/") and "/avg@" in key)
+        shown = [f"{key} {figures[key]:.4g}" for key in (*_MAIN_FIGURES, *evaluated) if key in figures]
         more = len(figures) - len(shown)
         parts += _section(f"latest metrics of the {name}", [", ".join(shown) + (f" and {more} more" if more else "")])
     if details.checkpoints:

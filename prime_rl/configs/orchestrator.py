@@ -120,7 +120,7 @@ class EvalConfig(BaseConfig):
     """Number of examples, from the start of the eval split."""
 
     rollouts_per_example: int = Field(1, ge=1)
-    """Rollouts per example. `pass@k` is reported for every power of two up to it."""
+    """Rollouts per example: the k of `avg@k`. `pass@k` is reported for every power of two up to it."""
 
     pass_reward: float | None = None
     """Lowest reward of a rollout that has passed; null: the highest of the environment's `reward_range`."""

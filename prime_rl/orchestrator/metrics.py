@@ -176,9 +176,12 @@ def eval_metrics(env_name: str, examples: Sequence[Sequence[Rollout]], pass_rewa
     prefix = f"eval/{env_name}"
     rollouts = [rollout for rollouts in examples for rollout in rollouts]
     passed = [[rollout.reward >= pass_reward for rollout in rollouts] for rollouts in examples]
+    average = f"{prefix}/avg@{max(map(len, examples))}"
+    reward = mean([rollout.reward for rollout in rollouts])
+    reward_se = standard_error([mean([rollout.reward for rollout in each]) for each in examples])
     figures = {
-        f"{prefix}/reward": mean([rollout.reward for rollout in rollouts]),
-        f"{prefix}/reward_se": standard_error([mean([rollout.reward for rollout in each]) for each in examples]),
+        **dict.fromkeys((f"{prefix}/reward", average), reward),
+        **dict.fromkeys((f"{prefix}/reward_se", f"{average}_se"), reward_se),
         f"{prefix}/truncated": mean([float(rollout.truncated) for rollout in rollouts]),
     }
     k, fewest = 1, min(map(len, examples))

@@ -17,6 +17,7 @@ from tokenizers import Tokenizer
 from prime_rl.configs.base import ConfigError
 from prime_rl.configs.envs import EnvConfig
 from prime_rl.configs.reasoning_gym import BROKEN, FAMILIES, INSTRUCTION, VERSION, WITHOUT_CURRICULUM
+from prime_rl.configs.validate import load_run_config
 from prime_rl.contract.types import read_batch
 from prime_rl.orchestrator.envs import Example, Message, ProcessEnvironment
 from prime_rl.orchestrator.orchestrator import run_to_the_end
@@ -30,6 +31,7 @@ from tests.orchestrator_support import (
     stand_in_trainer,
 )
 from tests.patience import PATIENCE_S
+from tests.system_support import ROOT
 
 reasoning_gym = pytest.importorskip("reasoning_gym", reason="not installed: a part of it needs a C compiler")
 from reasoning_gym.factory import CURRICULA, DATASETS  # noqa: E402
@@ -105,6 +107,22 @@ def test_settings_are_the_familys_own_and_small_ones_repeat_no_example_of_the_ev
     assert not set(asked(env.examples("eval"))) & set(asked(env.examples("train")))
     with pytest.raises(TypeError, match="max_words"):
         environment("chain_sum", settings={"max_words": 2})
+
+
+FAMILIES_OF_RECIPES = [
+    env.id.partition(":")[2]
+    for recipe in ("qwen3-0.6b-gsm8k/gsm8k.toml", "qwen3-4b-math/math.toml")
+    for env in load_run_config(ROOT / "configs" / "recipes" / recipe).env
+]
+
+
+@pytest.mark.parametrize("family", FAMILIES_OF_RECIPES)
+async def test_the_families_of_the_recipes_are_mathematics_and_take_their_own_answers(family: str) -> None:
+    assert DATASETS[family][0].__module__.split(".")[1] in ("algebra", "arithmetic", "geometry")
+    env = environment(family)
+    for example in env.examples("eval"):
+        outcome = await env.rollout(example, Says(f"<answer>{example.answer}</answer>"))
+        assert outcome.reward == 1.0
 
 
 @pytest.mark.slow

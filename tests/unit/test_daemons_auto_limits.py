@@ -13,9 +13,10 @@ import tomli_w
 from daemons.auto_limits import _numbers, settle_slots, share_a_gpu
 from daemons.launchers.base import LaunchError
 from daemons.specs import UP, save_devices, write_component_configs
-from prime_rl.configs.base import build, merge
+from prime_rl.configs.base import build, load_config, merge
 from prime_rl.configs.system import SystemConfig
 from prime_rl.contract.layout import OutputDir
+from tests.daemons_support import ROOT
 
 SAID = {"max_concurrent_runs": "auto", "model": {"name": "models/somewhere/base"}}
 
@@ -111,6 +112,13 @@ def test_trainer_and_vllm_share_a_gpu_unless_they_are_told_apart(
     said: dict[str, object], devices: str | None, is_shared: bool
 ) -> None:
     assert share_a_gpu(build(SystemConfig, merge(VLLM, said), "said"), devices) is is_shared
+
+
+@pytest.mark.usefixtures("one_gpu")
+@pytest.mark.parametrize(("recipe", "is_shared"), [("qwen3-0.6b-gsm8k", True), ("qwen3-4b-math", False)])
+def test_a_recipe_for_one_gpu_leaves_the_share_to_prl_up(recipe: str, is_shared: bool) -> None:
+    system = load_config(SystemConfig, ROOT / "configs" / "recipes" / recipe / "system.toml")
+    assert share_a_gpu(system, None) is is_shared
 
 
 def test_without_a_gpu_nothing_is_shared() -> None:

@@ -6,6 +6,9 @@ import json
 import os
 from pathlib import Path
 
+from rich.console import Console
+
+from daemons.commands.detail_views import details_view
 from daemons.details import HIDDEN, RunDetails, hide_secrets, read_details
 from daemons.disk import MIN_FORECAST_S, DiskReader, disk_use
 from daemons.workspace_reader import read_workspace
@@ -48,6 +51,15 @@ def test_what_a_run_has(tmp_path: Path) -> None:
     ]
     assert next(iter(found.disk)) == "checkpoints" and found.disk_complete
     assert found.config is not None and found.config["batch_size"] == 8
+
+
+def test_the_average_of_an_evaluation_is_printed_by_its_name(tmp_path: Path) -> None:
+    figures = {"step": 2, "eval/sums/avg@4": 0.5, "eval/sums/avg@4_se": 0.125, "eval/sums/truncated": 0.0}
+    make_run(tmp_path).orchestrator_metrics.write_text(json.dumps(figures) + "\n")
+    console = Console(width=200)
+    with console.capture() as shown:
+        console.print(details_view(details_of(tmp_path)))
+    assert "step 2, eval/sums/avg@4 0.5, eval/sums/avg@4_se 0.125 and 1 more" in shown.get()
 
 
 def test_a_run_with_nothing_and_with_a_broken_config(tmp_path: Path) -> None:

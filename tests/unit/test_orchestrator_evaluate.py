@@ -28,6 +28,8 @@ def test_an_evaluation_reports_mean_and_passes_with_their_errors() -> None:
         1 / 6
     )
     assert figures["eval/talk/reward_se"] == pytest.approx(statistics.stdev([0.5, 0.5, 1.0]) / 3**0.5)
+    assert figures["eval/talk/avg@2"] == figures["eval/talk/reward"]
+    assert figures["eval/talk/avg@2_se"] == figures["eval/talk/reward_se"]
     assert figures["eval/talk/pass@1"] == pytest.approx(0.5) and figures["eval/talk/pass@2"] == pytest.approx(2 / 3)
     assert figures["eval/talk/pass@2_se"] == pytest.approx(statistics.stdev([1, 0, 1]) / 3**0.5)
     assert "eval/talk/pass@4" not in figures and figures["eval/talk/exact_match"] == pytest.approx(0.5)

@@ -354,6 +354,7 @@ async def test_evaluation_of_the_first_the_due_and_the_last_version(workspace: W
     assert steps[0] == 0 and steps[-1] == 5 and steps == sorted(set(steps))
     assert all(0 <= line["eval/reverse-text/exact_match"] <= 1 for line in evals)
     assert {line["eval/reverse-text/num_failed"] for line in evals} == {0}
+    assert all(line["eval/reverse-text/avg@2"] == line["eval/reverse-text/reward"] for line in evals)
     assert workspace.fake.adapters == {}
 
 
