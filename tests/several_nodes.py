@@ -163,13 +163,17 @@ class SeveralNodes:
         self.wait(lambda: all(self.workspace.state(run_id) == "finished" for run_id in RUNS), "all runs to finish")
 
     def check_weights(self) -> None:
-        """No step of any run is missing, and one process that trains on their batches reaches the same adapters."""
-        for run_id, step in self.published().items():
+        """No step of any run is missing, and one process that trains on their batches reaches what they published."""
+        versions = self.published()
+        for run_id, step in versions.items():
             assert list_rollout_steps(self.workspace.run_dir(run_id)) == list(range(1, step + 1)), run_id
         command = [sys.executable, "-m", "prime_rl.trainer.selfcheck", str(self.workspace.output_dir), "--json"]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
-        assert {each["run_id"] for each in json.loads(done.stdout)["runs"]} == set(RUNS)
+        found = {each["run_id"]: each["reached"] for each in json.loads(done.stdout)["runs"]}
+        assert {run_id: (each["version"], each["ok"]) for run_id, each in found.items()} == {
+            run_id: (step, True) for run_id, step in versions.items()
+        }, found
 
 
 def path_with(folder: Path) -> str:
