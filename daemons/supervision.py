@@ -58,7 +58,8 @@ def prepare(system: SystemConfig, output: OutputDir, say: Say) -> SupervisorLock
     Raises LaunchError.
     """
     check_writable(output)
-    _refuse_removed(os.environ)
+    refuse_removed(os.environ)
+    output = OutputDir(output.path.resolve())  # as in the command lines of what runs
     lock = SupervisorLock.acquire(output)
     if lock is None:
         info = read_info(output)
@@ -99,8 +100,8 @@ def prepare(system: SystemConfig, output: OutputDir, say: Say) -> SupervisorLock
     return lock
 
 
-def _refuse_removed(environ: Mapping[str, str]) -> None:
-    """A variable of an earlier version would be ignored, and the daemons started elsewhere than it says."""
+def refuse_removed(environ: Mapping[str, str]) -> None:
+    """A variable of an earlier version would be ignored, and daemons started in another place. Raises LaunchError."""
     for name, place in REMOVED_VARIABLES.items():
         if environ.get(name):
             raise LaunchError(
