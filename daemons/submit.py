@@ -23,6 +23,7 @@ from daemons.keys import all_keys
 from daemons.launchers.base import LaunchError
 from daemons.launchers.placement import nodes_needed
 from daemons.launchers.slurm import PATIENT_TIMEOUT_S, Allocation, run_slurm
+from daemons.logs import JOB_LOG
 from daemons.specs import UP, service_specs
 from daemons.supervision import Look, Say, check_writable, down_timeout_s, is_ready, refuse_removed, waits, with_log
 from daemons.workspace_reader import WorkspaceReader, read_workspace
@@ -31,7 +32,6 @@ from prime_rl.configs.system import SystemConfig
 from prime_rl.contract.files import make_folder, write_atomic
 from prime_rl.contract.layout import OutputDir
 
-JOB_LOG = "job"
 # Between Slurm's warning of the time limit and its SIGKILL, beside what the daemons may take. The warning comes early
 # rather than late.
 _MARGIN_S = 60.0

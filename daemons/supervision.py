@@ -310,8 +310,9 @@ def _holder(output: OutputDir) -> ProcessId:
 
 def with_log(message: str, output: OutputDir, name: str, kept: Sequence[str] = ()) -> str:
     """`kept` are the last lines of a start that ended; the log itself may be that of the next one by now."""
-    tail = kept or log_tail(output.log(name), NUM_LOG_LINES)
-    where = f"{output.log(name)}"
+    if kept:
+        return "\n".join([f"{message}; last lines of its log, in {output.logs}:", *kept])
+    where, tail = output.log(name), log_tail(output.log(name), NUM_LOG_LINES)
     return "\n".join([f"{message}; last lines of {where}:", *tail]) if tail else f"{message}; {where} is empty"
 
 
