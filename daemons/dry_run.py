@@ -76,8 +76,9 @@ class Plan:
 
 def plan_of(system: SystemConfig, output: OutputDir) -> Plan:
     """Raises LaunchError where the daemons do not fit onto the nodes."""
+    output = OutputDir(output.path.resolve())  # as a start names it
     specs = service_specs(output, system)
-    run = orchestrator_spec(RunDir(output.path.resolve() / EACH_RUN), system)
+    run = orchestrator_spec(RunDir(output.path / EACH_RUN), system)
     if system.deployment.engine == "slurm":
         return _on_slurm(system, output, specs, run)
     if system.deployment.engine == "ray":

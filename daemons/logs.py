@@ -25,7 +25,16 @@ _COPY_BYTES = 1 << 20
 _MIN_KEPT_BYTES = 64 << 20
 _UNKNOWN = -1
 
+# Logs of no daemon, where the engine is Slurm: of the job's script, and of every srun.
+JOB_LOG = "job"
+SRUN_LOG = "srun"
+
 Wanted = Callable[[str], bool]
+
+
+def node_log(log: Path, node: int) -> Path:
+    """The log of one node of a daemon: what several machines append to one file may overlap."""
+    return log if node == 0 else log.with_name(f"{log.stem}-node{node}{log.suffix}")
 
 
 # The last lines. No text is cleaned here.

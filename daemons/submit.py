@@ -23,15 +23,15 @@ from daemons.keys import all_keys
 from daemons.launchers.base import LaunchError
 from daemons.launchers.placement import nodes_needed
 from daemons.launchers.slurm import PATIENT_TIMEOUT_S, Allocation, run_slurm
+from daemons.logs import JOB_LOG
 from daemons.specs import UP, service_specs
-from daemons.supervision import Look, Say, check_writable, down_timeout_s, is_ready, waits, with_log
+from daemons.supervision import Look, Say, check_writable, down_timeout_s, is_ready, refuse_removed, waits, with_log
 from daemons.workspace_reader import WorkspaceReader, read_workspace
 from prime_rl.configs.deployment import SlurmConfig
 from prime_rl.configs.system import SystemConfig
 from prime_rl.contract.files import make_folder, write_atomic
 from prime_rl.contract.layout import OutputDir
 
-JOB_LOG = "job"
 # Between Slurm's warning of the time limit and its SIGKILL, beside what the daemons may take. The warning comes early
 # rather than late.
 _MARGIN_S = 60.0
@@ -101,6 +101,7 @@ def start_job(
     """
     if (workspace := read_workspace(output.path)).supervisor_alive:
         raise LaunchError(f"already running: {workspace.output_dir}; stop it with prl down")
+    refuse_removed(os.environ)
     check_writable(output)
     check_model(system.model.name)
     job = submit(system, said, output)

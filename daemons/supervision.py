@@ -58,7 +58,8 @@ def prepare(system: SystemConfig, output: OutputDir, say: Say) -> SupervisorLock
     Raises LaunchError.
     """
     check_writable(output)
-    _refuse_removed(os.environ)
+    refuse_removed(os.environ)
+    output = OutputDir(output.path.resolve())  # as in the command lines of what runs
     lock = SupervisorLock.acquire(output)
     if lock is None:
         info = read_info(output)
@@ -99,8 +100,8 @@ def prepare(system: SystemConfig, output: OutputDir, say: Say) -> SupervisorLock
     return lock
 
 
-def _refuse_removed(environ: Mapping[str, str]) -> None:
-    """A variable of an earlier version would be ignored, and the daemons started elsewhere than it says."""
+def refuse_removed(environ: Mapping[str, str]) -> None:
+    """A variable of an earlier version would be ignored, and daemons started in another place. Raises LaunchError."""
     for name, place in REMOVED_VARIABLES.items():
         if environ.get(name):
             raise LaunchError(
@@ -309,8 +310,9 @@ def _holder(output: OutputDir) -> ProcessId:
 
 def with_log(message: str, output: OutputDir, name: str, kept: Sequence[str] = ()) -> str:
     """`kept` are the last lines of a start that ended; the log itself may be that of the next one by now."""
-    tail = kept or log_tail(output.log(name), NUM_LOG_LINES)
-    where = f"{output.log(name)}"
+    if kept:
+        return "\n".join([f"{message}; last lines of its log, in {output.logs}:", *kept])
+    where, tail = output.log(name), log_tail(output.log(name), NUM_LOG_LINES)
     return "\n".join([f"{message}; last lines of {where}:", *tail]) if tail else f"{message}; {where} is empty"
 
 

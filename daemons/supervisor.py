@@ -25,7 +25,7 @@ from daemons.halving import Halving
 from daemons.launchers import launcher_of
 from daemons.launchers.base import Alive, Ended, Launcher, LaunchError, Left
 from daemons.leftovers import Past, adopt
-from daemons.logs import LogRelay, rotate
+from daemons.logs import JOB_LOG, SRUN_LOG, LogRelay, node_log, rotate
 from daemons.observe import Observer, held_runs
 from daemons.pidfile import SupervisorLock
 from daemons.process import log_tail
@@ -118,7 +118,7 @@ class Supervisor:
             try:
                 if self.is_due():
                     self.tick()
-                self._look_at_logs()
+                self.look_at_logs()
                 trouble = None
             except Exception as error:  # one bad tick must not end all daemons
                 logger.exception("reading the workspace failed; next try in %g s", TICK_S)
@@ -174,7 +174,7 @@ class Supervisor:
         troubles: list[Exception] = []
         for action in decide(Snapshot(specs, self._daemons, seen, requests, self.config), now):
             try:
-                self._act(action)
+                self._act(action, looks.get(action.daemon.spec.name))
             except Exception as error:  # the boundary of one daemon: it is tried again at the next look
                 logger.exception("%s: %s failed", action.daemon.spec.name, action.do)
                 troubles.append(error)
@@ -216,15 +216,16 @@ class Supervisor:
             if daemon.state in (State.BACKOFF, State.FAILED):
                 self.start_failure = f"{daemon.spec.name} did not start: {daemon.reason}"
 
-    def _look_at_logs(self) -> None:
-        """Relay new log lines; rotate logs that have become too large."""
+    def look_at_logs(self) -> None:
+        """Relay new log lines; rotate logs that have become too large, of all nodes."""
         if self._relay is not None:
             self._relay.pump()
         if time.monotonic() < self._next_rotation_s:
             return
         self._next_rotation_s = time.monotonic() + LOOK_AT_LOGS_S
-        logs = {daemon.spec.log for daemon in self._daemons.values() if daemon.state in LIVE}
-        for log in sorted(logs | {self.output.log(SUPERVISOR)}):
+        specs = [daemon.spec for daemon in self._daemons.values() if daemon.state in LIVE]
+        logs = {node_log(spec.log, node) for spec in specs for node in range(spec.num_nodes)}
+        for log in sorted(logs | {self.output.log(name) for name in (SUPERVISOR, JOB_LOG, SRUN_LOG)}):
             try:
                 if rotate(log, self.config.max_log_bytes, self.config.num_old_logs):
                     logger.info("%s: rotated", log)
@@ -235,7 +236,7 @@ class Supervisor:
         if self._relay is not None:
             self._relay.follow(name, log)
 
-    def _act(self, action: Action) -> None:
+    def _act(self, action: Action, look: Alive | Ended | None) -> None:
         daemon, name = action.daemon, action.daemon.spec.name
         if action.do is Do.START:
             daemon = self._start(daemon)
@@ -246,7 +247,7 @@ class Supervisor:
             logger.warning("%s: did not end in time: SIGKILL", name)
             self._launcher.stop(daemon.handle, 0.0)
         elif action.do is Do.CLEAN:
-            self._clean(daemon)
+            self._clean(daemon, look.node if isinstance(look, Ended) else 0)
         elif action.do is Do.FORGET:
             self._forget(name)
             return
@@ -269,13 +270,13 @@ class Supervisor:
         look = self._launcher.look(handle)
         return replace(daemon, handle=handle, process=look.process if isinstance(look, Alive) else None)
 
-    def _clean(self, daemon: Daemon) -> None:
-        """Kill what a dead daemon left behind; keep the last lines of its log."""
+    def _clean(self, daemon: Daemon, node: int) -> None:
+        """Kill what a dead daemon left behind; keep the last lines of its log, of the node that ended it."""
         if daemon.handle:
             self._launcher.stop(daemon.handle, 0.0)
-        self._records.keep_tail(
-            daemon.spec.name, [one_line(line, _TAIL_LINE_CHARS) for line in log_tail(daemon.spec.log)]
-        )
+        log = node_log(daemon.spec.log, node)
+        tail: list[str] = [one_line(line, _TAIL_LINE_CHARS) for line in log_tail(log)]
+        self._records.keep_tail(daemon.spec.name, [f"==> {log.name} <==", *tail] if node and tail else tail)
 
     def _forget(self, name: str) -> None:
         self._daemons.pop(name, None)

@@ -17,6 +17,9 @@ from pathlib import Path
 
 import psutil
 
+from daemons.launchers.agent import START_MARK
+from daemons.leftovers import recorded
+from daemons.process import DAEMON_MARK
 from prime_rl.contract.layout import list_rollout_steps, list_steps
 from prime_rl.contract.status import DaemonStatus, read_status
 from tests.system_support import ROOT, Workspace, make_workspace
@@ -134,6 +137,29 @@ class SeveralNodes:
 
         self.wait(runs_again, f"{name} to run again")
         self.all_train()
+        self.no_strays()
+
+    def crash(self, name: str, process: psutil.Process) -> None:
+        """kill -9 of a process of a daemon, which is written down as a crash, and all goes on."""
+        before = len(self.record(name).crashes)
+        self.restart(name, process.kill)
+        assert len(self.record(name).crashes) > before
+
+    def no_strays(self) -> None:
+        """Wait until each process of a daemon belongs to the start that is recorded; each rank is there once."""
+        self.wait(lambda: not self._strays(), "all processes of earlier starts to be gone")
+        self.ranks()
+
+    def _strays(self) -> set[int]:
+        records = recorded(self.workspace.paths).values()
+        starts = {(each.name, each.handle.start_id) for each in records if each.handle}
+        found = set()
+        for process in self.workspace.processes():
+            with contextlib.suppress(psutil.Error):
+                marks = process.environ()
+                if START_MARK in marks and (marks[DAEMON_MARK], marks[START_MARK]) not in starts:
+                    found.add(process.pid)
+        return found
 
     def process(self, name: str) -> psutil.Process:
         """A daemon's first process."""
@@ -142,12 +168,14 @@ class SeveralNodes:
         return psutil.Process(child.pid)
 
     def ranks(self) -> dict[int, psutil.Process]:
-        """The trainer's processes, without torchrun."""
-        found = {}
+        """The trainer's processes, without torchrun. No rank is there twice."""
+        found: dict[int, psutil.Process] = {}
         for process in self.workspace.processes():
             with contextlib.suppress(psutil.Error):
                 if "prime_rl.trainer.train" in process.cmdline() and "RANK" in (environ := process.environ()):
-                    found[int(environ["RANK"])] = process
+                    rank = int(environ["RANK"])
+                    assert rank not in found, f"rank {rank} is process {found[rank].pid} and {process.pid}"
+                    found[rank] = process
         return found
 
     def serve_all(self) -> bool:
@@ -163,13 +191,17 @@ class SeveralNodes:
         self.wait(lambda: all(self.workspace.state(run_id) == "finished" for run_id in RUNS), "all runs to finish")
 
     def check_weights(self) -> None:
-        """No step of any run is missing, and one process that trains on their batches reaches the same adapters."""
-        for run_id, step in self.published().items():
+        """No step of any run is missing, and one process that trains on their batches reaches what they published."""
+        versions = self.published()
+        for run_id, step in versions.items():
             assert list_rollout_steps(self.workspace.run_dir(run_id)) == list(range(1, step + 1)), run_id
         command = [sys.executable, "-m", "prime_rl.trainer.selfcheck", str(self.workspace.output_dir), "--json"]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
-        assert {each["run_id"] for each in json.loads(done.stdout)["runs"]} == set(RUNS)
+        found = {each["run_id"]: each["reached"] for each in json.loads(done.stdout)["runs"]}
+        assert {run_id: (each["version"], each["ok"]) for run_id, each in found.items()} == {
+            run_id: (step, True) for run_id, step in versions.items()
+        }, found
 
 
 def path_with(folder: Path) -> str:

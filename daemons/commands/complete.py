@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import glob
 import os
+import re
 from collections.abc import Iterable
 
 import typer
 
 from daemons.actions import list_trash
 from daemons.commands.common import choose_output
+from daemons.logs import JOB_LOG, SRUN_LOG
 from daemons.specs import MONITORS, OPTIONAL, TRAINER, saved_system
 from daemons.versions import versions_of
 from daemons.workspace import replica_name
@@ -17,6 +19,9 @@ from prime_rl.configs.explain import KINDS, keys_of
 from prime_rl.configs.lifetime import LIVE_KEYS, BudgetConfig
 from prime_rl.contract.layout import LayoutError, OutputDir, scan_runs
 from prime_rl.contract.status import RunState
+
+# A log in `logs/` that is not the first one of a daemon.
+_OTHER_LOG = re.compile(rf"{JOB_LOG}|{SRUN_LOG}|[a-z0-9-]+-node[0-9]+")
 
 
 def run_ids(context: typer.Context, incomplete: str) -> list[str]:
@@ -45,10 +50,11 @@ def deleted_ids(context: typer.Context, incomplete: str) -> list[str]:
 
 
 def log_names(context: typer.Context, incomplete: str) -> list[str]:
-    """Everything that has a log."""
-    return _starting(
-        incomplete, ["supervisor", TRAINER, *_servers(context), *_optional(context), *_runs(_workspace(context))]
-    )
+    """Everything that has a log: daemons, then what else is in `logs/` (other nodes, Slurm's job), then runs."""
+    output = _workspace(context)
+    daemons = ["supervisor", TRAINER, *_servers(context), *_optional(context)]
+    others = sorted(path.stem for path in output.logs.glob("*.log") if _OTHER_LOG.fullmatch(path.stem))
+    return _starting(incomplete, [*daemons, *others, *_runs(output)])
 
 
 def daemon_names(context: typer.Context, incomplete: str) -> list[str]:

@@ -30,7 +30,7 @@ from daemons.commands.common import (
 )
 from daemons.commands.views import workspace_json, workspace_view
 from daemons.disk import DiskReader
-from daemons.logs import end_of_lines, last_lines
+from daemons.logs import JOB_LOG, SRUN_LOG, end_of_lines, last_lines
 from daemons.specs import INFERENCE, OPTIONAL, TRAINER, kind_of
 from daemons.workspace import SUPERVISOR
 from daemons.workspace_reader import WorkspaceReader
@@ -39,6 +39,8 @@ from prime_rl.utils.tail import FileTail
 from prime_rl.utils.text import clean_text
 
 FOLLOW_EVERY_S = 0.25
+# As in `logs.node_log`: the log of a daemon's node after its first.
+_NODE = re.compile(r"-node[1-9][0-9]*$")
 
 
 def down(
@@ -88,7 +90,8 @@ def logs(
         str,
         typer.Argument(
             metavar="NAME",
-            help="supervisor, trainer, inference, alerts, monitors, or a run's id.",
+            help="supervisor, trainer, inference, alerts, monitors, or a run's id. trainer-node1 is the trainer on its "
+            "second node; with Slurm job is the job's own log, srun what Slurm complains about.",
             autocompletion=complete.log_names,
         ),
     ],
@@ -143,7 +146,8 @@ def _line_filter(pattern: str | None) -> Callable[[str], bool]:
 
 def _log_path(output: OutputDir, name: str) -> Path:
     services = (SUPERVISOR, INFERENCE, TRAINER, *OPTIONAL)
-    if name in services or kind_of(name) == INFERENCE:
+    daemon = _NODE.sub("", name)
+    if name in (JOB_LOG, SRUN_LOG) or daemon in services or kind_of(daemon) == INFERENCE:
         return output.log(name)
     try:
         run = output.run(name)

@@ -27,6 +27,7 @@ import msgspec
 import psutil
 
 from daemons.launchers.members import send_kill
+from daemons.logs import node_log
 from daemons.process import DAEMON_MARK, WORKSPACE_MARK, daemon_environment, log_header
 from daemons.torchrun import NODE_VARIABLE
 from prime_rl.contract.files import make_folder, open_append, read_file, read_text, write_atomic
@@ -112,8 +113,8 @@ def _read_record(output: OutputDir, name: str, start_id: str, node: int) -> Agen
 
 
 def worst_of(ended: Sequence[AgentRecord]) -> AgentRecord:
-    """The one of a start's last records that says most about its end: with a reason, or else with an exit code."""
-    return max(ended, key=lambda record: (record.reason is not None, record.exit_code != 0))
+    """The one of a start's last records that tells most: with a reason, else an exit code; of several the first."""
+    return max(ended, key=lambda record: (record.reason is not None, record.exit_code != 0, -record.updated_at))
 
 
 def all_starts(output: OutputDir) -> list[AgentRecord]:
@@ -309,9 +310,8 @@ class Agent:
 
 
 def log_of(output: OutputDir, name: str, node: int = 0) -> Path:
-    """Each node after the first has a log of its own: what several machines append to one file may overlap."""
-    log = output.run(name).log if name.startswith(RUN_PREFIX) else output.log(name)
-    return log if node == 0 else log.with_name(f"{log.stem}-node{node}{log.suffix}")
+    """The log of one node of a daemon."""
+    return node_log(output.run(name).log if name.startswith(RUN_PREFIX) else output.log(name), node)
 
 
 def visible_devices(visible: str, devices: Sequence[int]) -> str:

@@ -31,12 +31,13 @@ class Alive:
 class Ended:
     """The daemon has ended; `exit_code` is None when it is not known. `reason`: what the engine knows besides.
 
-    `left`: its processes that still run, though they were killed.
+    `left`: its processes that still run, though they were killed. `node`: which of its nodes ended it.
     """
 
     exit_code: int | None
     reason: str | None = None
     left: frozenset[int] = frozenset()
+    node: int = 0
 
 
 class LaunchError(RuntimeError):
@@ -96,7 +97,7 @@ class Launcher(Protocol):
         ...
 
     def logs(self, handle: Handle) -> Path:
-        """The daemon's log, in the workspace."""
+        """The daemon's log, in the workspace; `logs.node_log` has those of its other nodes."""
         ...
 
 

@@ -131,8 +131,9 @@ class RayLauncher:
         if failed or (ended and len(ended) == start.num_placed):
             worst = worst_of(ended)
             if start.trouble is not None or worst.node in start.dead:
-                return Ended(None, start.trouble or f"its actor on node {start.node_name(worst.node)} has died")
-            return Ended(worst.exit_code, worst.reason)
+                reason = start.trouble or f"its actor on node {start.node_name(worst.node)} has died"
+                return Ended(None, reason, node=worst.node)
+            return Ended(worst.exit_code, worst.reason, node=worst.node)
         if start.trouble is not None:
             return Ended(None, start.trouble)
         if start.returned_at is not None and time.monotonic() - start.returned_at > SETTLE_S:
@@ -140,7 +141,7 @@ class RayLauncher:
         num_launched = start.num_placed if start.is_launched else 0
         lost = lost_node(start.start_id, num_launched, records, self._beats)
         if lost is not None:
-            return Ended(None, f"node {start.node_name(lost)} is lost: its agent is silent")
+            return Ended(None, f"node {start.node_name(lost)} is lost: its agent is silent", node=lost)
         return Alive(records[0].process if 0 in records else None)
 
     def _records(self, start: Start) -> Mapping[int, AgentRecord]:

@@ -36,6 +36,7 @@ from daemons.launchers.agent import (
 from daemons.launchers.base import Alive, Ended, Handle, LaunchError, Left, new_start_id
 from daemons.launchers.ending import end_starts, kill_strays, left_of, strays_of
 from daemons.launchers.placement import Place, find_place
+from daemons.logs import SRUN_LOG
 from daemons.process import daemon_environment
 from daemons.specs import DaemonSpec, trainer_spec
 from daemons.torchrun import on_nodes
@@ -46,8 +47,6 @@ from prime_rl.utils.process import ProcessId
 from prime_rl.utils.secrets import handed_over, nameless_file, read_secret
 
 ENGINE = "slurm"
-# The name of the log of all steps' srun, which has what Slurm complains about.
-SRUN_LOG = "srun"
 # A controller that is busy answers within moments; one that is away must not stop the supervisor's loop for long.
 COMMAND_TIMEOUT_S = 5.0
 # A command of a person waits longer: a controller may be restarting, and the job waits in its queue meanwhile.
@@ -218,18 +217,19 @@ class Slurm:
         if failed or len(ended) == len(place.nodes):
             self._avoid(place.nodes[record.node] for record in ended if record.reason == ORPHANED)
             worst = worst_of(ended)
-            return Ended(worst.exit_code, worst.reason)
+            return Ended(worst.exit_code, worst.reason, node=worst.node)
         srun = self._sruns.get(handle.start_id)
         if srun is not None and srun.poll() is not None:  # its agents are killed: their silence says nothing of nodes
             since = self._ended_at.setdefault(handle.start_id, time.monotonic())
             if time.monotonic() - since > SETTLE_S:
                 self._avoid(node for number, node in enumerate(place.nodes) if number not in records)
-                names = ", ".join(node for number, node in enumerate(place.nodes) if records.get(number) not in ended)
+                silent = [number for number in range(len(place.nodes)) if records.get(number) not in ended]
+                names = ", ".join(place.nodes[number] for number in silent)
                 code = f"srun exit code {srun.returncode}, see {self.output.log(SRUN_LOG)}"
-                return Ended(None, f"its step on {names} is over without a last word ({code})")
+                return Ended(None, f"its step on {names} is over without a last word ({code})", node=silent[0])
         elif (lost := lost_node(handle.start_id, len(place.nodes), records, self._beats)) is not None:
             self._avoid([place.nodes[lost]])
-            return Ended(None, f"node {place.nodes[lost]} is lost: its agent is silent")
+            return Ended(None, f"node {place.nodes[lost]} is lost: its agent is silent", node=lost)
         first = records.get(0)
         return Alive(first.process if first else None)
 

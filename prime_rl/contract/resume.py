@@ -30,11 +30,15 @@ def pending_request(run: RunDir, resume_step: int) -> ResumeRequest | None:
     if resume_step < 0:
         return None
     request = ResumeRequest(resume_step, hashlib.sha256(read_file(run.orch_toml, limit=MAX_FILE_BYTES)).hexdigest())
+    return None if done_request(run) == request else request
+
+
+def done_request(run: RunDir) -> ResumeRequest | None:
+    """The last request that was carried out, or None. Raises OSError."""
     try:
-        done = msgspec.json.decode(read_file(run.resumed, limit=MAX_FILE_BYTES), type=ResumeRequest)
+        return msgspec.json.decode(read_file(run.resumed, limit=MAX_FILE_BYTES), type=ResumeRequest)
     except (FileNotFoundError, FileRefused, msgspec.MsgspecError):
-        return request
-    return None if done == request else request
+        return None
 
 
 def note_done(run: RunDir, resume_step: int) -> None:

@@ -212,7 +212,8 @@ def test_ranks_on_two_nodes_meet(launcher: RayLauncher, output: OutputDir) -> No
     script.write_text(RANKS)
     torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1", str(script))
     handle = launcher.start(DaemonSpec(TRAINER, torchrun, output.log(TRAINER), num_nodes=2, min_nodes=2))
-    assert until_ended(launcher, handle) == Ended(0)
+    ended = until_ended(launcher, handle)
+    assert (ended.exit_code, ended.reason, ended.left) == (0, None, frozenset())
     for node in range(2):
         assert f"sum 3.0 of 2 at rank {node}" in log_of(output, TRAINER, node).read_text()
 

@@ -69,6 +69,20 @@ def test_up_places_two_ranks_and_two_servers_in_the_cluster(training: SeveralNod
     training.wait(training.serve_all, "both servers to have the adapters of all runs")
 
 
+def test_a_killed_rank_ends_its_group_which_starts_again(training: SeveralNodes) -> None:
+    training.crash("trainer", training.ranks()[1])
+    assert set(training.ranks()) == {0, 1}
+
+
+def test_a_killed_orchestrator_starts_again(training: SeveralNodes) -> None:
+    training.crash("run_b", training.process("run_b"))
+
+
+def test_a_killed_inference_server_starts_again_and_gets_the_adapters(training: SeveralNodes) -> None:
+    training.crash("inference-1", training.process("inference-1"))
+    training.wait(training.serve_all, "both servers to have the adapters of all runs")
+
+
 def test_the_daemons_outlive_the_supervisor_and_the_next_one_adopts_them(training: SeveralNodes) -> None:
     names = ("trainer", "inference", "inference-1")
     before = [training.record(name).child for name in names]
@@ -78,6 +92,7 @@ def test_the_daemons_outlive_the_supervisor_and_the_next_one_adopts_them(trainin
     training.workspace.up()
     assert [training.record(name).child for name in names] == before
     training.all_train()
+    training.no_strays()
 
 
 def test_a_lost_node_is_left_and_a_new_one_is_taken(training: SeveralNodes, cluster: Cluster) -> None:
@@ -92,7 +107,8 @@ def test_a_lost_node_is_left_and_a_new_one_is_taken(training: SeveralNodes, clus
     cluster.ask("add", "n4")
     training.wait(lambda: training.record("trainer").state == "running", "the trainer to run on the new node")
     training.all_train()
-    assert "n4" in places(training, "trainer")
+    training.no_strays()
+    assert "n4" in places(training, "trainer") and set(training.ranks()) == {0, 1}
 
 
 def test_all_runs_finish_with_the_weights_of_one_machine_and_down_leaves_nothing(training: SeveralNodes) -> None:

@@ -9,11 +9,12 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
-import psutil
 import pytest
 
+from daemons.launchers.slurm import find_step
 from daemons.workspace import SUPERVISOR
 from daemons.workspace_reader import read_workspace
 from prime_rl.contract.files import wait_for
@@ -78,10 +79,8 @@ def job_of(nodes: SeveralNodes) -> str:
     return handle.ref.split()[0]
 
 
-def crash(nodes: SeveralNodes, name: str, process: psutil.Process) -> None:
-    before = len(nodes.record(name).crashes)
-    nodes.restart(name, process.kill)
-    assert len(nodes.record(name).crashes) > before
+def set_down(cluster: SlurmCluster, node: str) -> None:
+    cluster.call("scontrol", "update", f"NodeName={node}", "State=DOWN", "Reason=test")
 
 
 def test_up_places_two_ranks_and_two_servers_on_nodes_of_their_own(training: SeveralNodes) -> None:
@@ -95,16 +94,16 @@ def test_up_places_two_ranks_and_two_servers_on_nodes_of_their_own(training: Sev
 
 
 def test_a_killed_rank_ends_its_group_which_starts_again(training: SeveralNodes) -> None:
-    crash(training, "trainer", training.ranks()[1])
+    training.crash("trainer", training.ranks()[1])
     assert set(training.ranks()) == {0, 1}
 
 
 def test_a_killed_orchestrator_starts_again(training: SeveralNodes) -> None:
-    crash(training, "run_b", training.process("run_b"))
+    training.crash("run_b", training.process("run_b"))
 
 
 def test_a_killed_inference_server_starts_again_and_gets_the_adapters(training: SeveralNodes) -> None:
-    crash(training, "inference-1", training.process("inference-1"))
+    training.crash("inference-1", training.process("inference-1"))
     training.wait(training.serve_all, "both servers to have the adapters of all runs")
 
 
@@ -123,28 +122,49 @@ def test_a_killed_slurmd_and_its_stepds_leave_nothing_behind(training: SeveralNo
     training.wait(lambda: not cluster.processes(lost), f"no process to be left on {lost}")
 
 
-def test_a_node_that_is_set_down_is_left(training: SeveralNodes, cluster: SlurmCluster) -> None:
-    lost = nodes_of(training, "trainer")[-1]
-    down = ("scontrol", "update", f"NodeName={lost}", "State=DOWN", "Reason=test")
-    training.restart("trainer", lambda: cluster.call(*down))
-    assert lost not in nodes_of(training, "trainer")
+def test_a_cancelled_step_starts_again(training: SeveralNodes, cluster: SlurmCluster) -> None:
+    """Slurm kills all of the step at once: agents and srun cannot tell why."""
+    handle = training.record("trainer").handle
+    assert handle is not None
+    step = find_step(job_of(training), handle.start_id)
+    assert step is not None
+    training.restart("trainer", lambda: cluster.call("scancel", step))
+    assert "is over without a last word (srun exit code" in training.record("trainer").crashes[-1].reason
+    assert set(training.ranks()) == set(range(len(nodes_of(training, "trainer"))))
+
+
+def test_nodes_that_are_set_down_are_left_until_the_trainer_has_one(
+    training: SeveralNodes, cluster: SlurmCluster
+) -> None:
+    assert len(nodes_of(training, "trainer")) == NUM_RANKS
+    while len(nodes := nodes_of(training, "trainer")) > 1:
+        training.restart("trainer", partial(set_down, cluster, nodes[-1]))
+        assert nodes[-1] not in nodes_of(training, "trainer")
+    assert nodes_of(training, "trainer") == nodes[:1]
+    assert set(training.ranks()) == {0}
 
 
 def test_a_requeued_job_goes_on(training: SeveralNodes, cluster: SlurmCluster) -> None:
     job = job_of(training)
     training.restart("trainer", lambda: cluster.call("scontrol", "requeue", job))
-    assert job_of(training) == job
+    assert job_of(training) == job and set(training.ranks()) == {0, 1}
 
 
+@pytest.mark.parametrize("how", ["supervisor killed", "first node down"])
 def test_the_death_of_the_supervisor_ends_the_job_and_the_next_one_goes_on(
-    training: SeveralNodes, cluster: SlurmCluster
+    training: SeveralNodes, cluster: SlurmCluster, how: str
 ) -> None:
     job, before = job_of(training), training.published()
-    os.kill(training.record(SUPERVISOR).writer.pid, signal.SIGKILL)
+    if how == "supervisor killed":
+        os.kill(training.record(SUPERVISOR).writer.pid, signal.SIGKILL)
+    else:
+        set_down(cluster, cluster.call("squeue", "-h", "-j", job, "-o", "%B").strip())
     training.wait(lambda: cluster.job_state(job) == "", "the job to end")
     wait_for(lambda: not cluster.processes(), "no process to be left", timeout_s=PATIENCE_S)
+    cluster.restore()
     training.workspace.up()
     training.all_train()
+    training.no_strays()
     assert job_of(training) != job
     assert all(training.published()[run_id] >= step for run_id, step in before.items())
 

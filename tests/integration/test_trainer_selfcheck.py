@@ -10,16 +10,20 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import tomli_w
+from safetensors.torch import load_file, save_file
 
 from prime_rl.configs.base import ConfigError
 from prime_rl.configs.trainer import TrainerConfig
 from prime_rl.contract.layout import OutputDir, RunDir, list_rollout_steps
+from prime_rl.contract.peft import ADAPTER_FILE
+from prime_rl.contract.resume import ResumeRequest
 from prime_rl.lora import linear
-from prime_rl.trainer.selfcheck.__main__ import Progress, check
+from prime_rl.trainer.selfcheck.__main__ import Progress, as_json, as_lines, check
 from prime_rl.trainer.selfcheck.__main__ import main as selfcheck
-from prime_rl.trainer.selfcheck.replay import ReplayError, Setting, find_recording, replay
+from prime_rl.trainer.selfcheck.replay import ReplayError, Setting, find_recording, read_published, replay
 from prime_rl.trainer.selfcheck.replay import trainer_config as config_of_trainer
 from tests.patience import PATIENCE_S
 from tests.trainer_support import (
@@ -135,6 +139,46 @@ def test_a_replay_reaches_what_the_workspace_reached(config: TrainerConfig) -> N
         assert relative_difference(again[recording.run.run_id], published_adapter) <= 1e-4
 
 
+def test_a_published_adapter_that_no_replay_reaches_is_named(config: TrainerConfig, tmp_path: Path) -> None:
+    """run_a's is ruined; run_b's too, but its rollback to step 3 explains that."""
+    shutil.copytree(config.output_dir, tmp_path, dirs_exist_ok=True)
+    runs = [RunDir(tmp_path / run_id) for run_id in RUNS]
+    for run in runs:
+        ruin(run)
+    runs[1].resumed.write_bytes(msgspec.json.encode(ResumeRequest(3, "")))
+    verdicts = check(config, solo_world(), [find_recording(run) for run in runs], 1e-4, Progress(0))
+    assert [(each.is_isolated, each.reached.ok, each.ok) for each in verdicts] == [
+        (True, False, False),
+        (True, None, True),
+    ]
+    lines = as_lines(verdicts)
+    assert "run_a: version 4 as published, relative difference " in lines[1] and "FAILED" in lines[1]
+    assert lines[3].startswith("run_b: version 4 as published: not compared: the run was rolled back to step 3")
+    told = as_json(verdicts, 1e-4)["runs"]
+    assert told[0]["reached"]["version"] == 4 and told[0]["reached"]["difference"] > 1
+    assert not told[0]["ok"] and told[1]["ok"]
+
+
+def ruin(run: RunDir) -> None:
+    path = run.broadcast_dir(NUM_STEPS) / ADAPTER_FILE
+    save_file({name: 3 * tensor + 1 for name, tensor in load_file(path).items()}, path)
+
+
+def test_what_is_compared_is_the_newest_version(config: TrainerConfig, tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "run_a")
+    shutil.copytree(config.output_dir / "run_a", run.path)
+    assert read_published(find_recording(run)).keys() == adapter(run, NUM_STEPS).keys()
+    path = run.broadcast_dir(NUM_STEPS) / ADAPTER_FILE
+    path.write_bytes(path.read_bytes()[:100])
+    with pytest.raises(ValueError, match="not an adapter"):
+        read_published(find_recording(run))
+    shutil.rmtree(run.broadcast_dir(NUM_STEPS))
+    assert find_recording(run).last == NUM_STEPS - 1, "its last batch is still to be trained on"
+    shutil.rmtree(run.broadcast)
+    with pytest.raises(ReplayError, match="version 4 is not in "):
+        read_published(find_recording(run))
+
+
 def test_neighbours_that_leak_are_found(config: TrainerConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     """The adapter of slot 1 acts on rows of slot 0 a little: only together, and only for that run."""
     recordings = [find_recording(run_of(config, run_id)) for run_id in RUNS]
@@ -165,6 +209,7 @@ def test_the_command_says_ok_or_failed_and_only_reads(config: TrainerConfig) -> 
     told = json.loads(done.stdout)
     assert told["version"] == 1 and [run["run_id"] for run in told["runs"]] == list(RUNS)
     assert all(0 < run["difference"] < 1e-4 and not run["ok"] for run in told["runs"]), "packs differ, so bits do"
+    assert all(run["reached"]["version"] == NUM_STEPS and run["reached"]["difference"] < 1e-4 for run in told["runs"])
     assert done.stderr == "", "no progress without a terminal"
     assert listing(workspace) == before
 
@@ -173,8 +218,19 @@ def test_the_command_says_ok_or_failed_and_only_reads(config: TrainerConfig) -> 
 def test_the_command_in_words(config: TrainerConfig) -> None:
     done = run_command(str(config.output_dir), "--run", "run_b")
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("run_b: 2 steps, relative difference ") and done.stdout.endswith(": ok\n")
-    assert done.stdout.count("\n") == 1
+    neighbours, reached = done.stdout.splitlines()
+    assert neighbours.startswith("run_b: 2 steps, relative difference ") and neighbours.endswith(": ok")
+    assert reached.startswith("run_b: version 4 as published, relative difference ") and reached.endswith(": ok")
+
+
+@pytest.mark.slow
+def test_the_command_fails_where_the_published_adapter_is_ruined(config: TrainerConfig, tmp_path: Path) -> None:
+    """Quicker: test_a_published_adapter_that_no_replay_reaches_is_named."""
+    shutil.copytree(config.output_dir, tmp_path, dirs_exist_ok=True)
+    ruin(RunDir(tmp_path / "run_b"))
+    done = run_command(str(tmp_path), "--run", "run_b")
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "run_b: version 4 as published, relative difference " in done.stdout and "FAILED" in done.stdout
 
 
 def run_command(*arguments: str) -> subprocess.CompletedProcess[str]:

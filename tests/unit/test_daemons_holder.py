@@ -19,6 +19,7 @@ from daemons.launchers.base import LaunchError
 from daemons.launchers.local import Local
 from daemons.pidfile import SupervisorInfo, SupervisorLock, find_rival, read_info
 from daemons.specs import save_devices, saved_devices, service_specs, settle_devices, write_component_configs
+from daemons.submit import script_file, start_job
 from daemons.supervision import down, prepare
 from prime_rl.configs.system import SupervisorConfig, SystemConfig
 from prime_rl.contract.files import write_atomic
@@ -110,6 +111,21 @@ def test_a_daemon_is_adopted_with_its_history_unless_its_config_or_command_chang
     assert (daemons["trainer"].num_restarts, pasts["trainer"].log_tail) == (1, ["last words"])
 
 
+def test_a_workspace_that_is_named_by_a_relative_path_keeps_its_daemons(
+    tmp_path: Path, output: OutputDir, stranger: ProcessId, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    data = {"output_dir": "workspace", "model": {"name": str(tmp_path / "model")}, "inference": {"port": 0}}
+    system = SystemConfig.model_validate(data)
+    write_component_configs(system, output)
+    record(output, "trainer", stranger)
+    monkeypatch.chdir(tmp_path)
+    said: list[str] = []
+    prepare(system, OutputDir(system.output_dir), said.append).release()
+    assert "keeping trainer: already running with the same config" in said and stranger.is_running()
+
+
 def test_a_daemon_that_moves_to_other_devices_or_has_another_program_is_not_kept(
     output: OutputDir, stranger: ProcessId
 ) -> None:
@@ -166,9 +182,15 @@ def test_a_variable_of_an_earlier_version_is_refused_before_anything_is_touched(
     output: OutputDir, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(name, "x")
-    with pytest.raises(LaunchError, match=rf"^{name} is not read any more: set deployment\.\w+"):
-        prepare(SystemConfig.model_validate({"output_dir": str(output.path)}), output, print)
-    assert not output.supervisor_lock.exists()
+    system = SystemConfig.model_validate({"output_dir": str(output.path)})
+
+    def as_a_job() -> None:
+        start_job(system, {}, output, stop=lambda: False, say=print, on_look=print)
+
+    for start in (lambda: prepare(system, output, print), as_a_job):
+        with pytest.raises(LaunchError, match=rf"^{name} is not read any more: set deployment\.\w+"):
+            start()
+    assert not output.supervisor_lock.exists() and not script_file(output).exists()
 
 
 def test_a_workspace_whose_supervisor_on_another_machine_beats_is_refused(output: OutputDir) -> None:

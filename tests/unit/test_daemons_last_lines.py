@@ -5,8 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import typer
+from typer.main import get_command
 
+from daemons.cli import app, run
+from daemons.commands import complete
 from daemons.logs import end_of_lines, last_lines, rotate
+from prime_rl.contract.layout import OutputDir
 from prime_rl.utils.tail import FileTail
 
 
@@ -82,3 +87,21 @@ def test_a_log_that_is_cut_and_grows_past_the_place_is_noticed(tmp_path: Path, p
     write(log, 100, 200)
     found = tail.read()
     assert (found.reset, [line.decode() for line in found.lines]) == (True, lines(100, 200))
+
+
+def test_the_logs_of_other_nodes_and_of_slurm_have_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output = OutputDir(tmp_path)
+    output.logs.mkdir()
+    names = ("trainer-node1", "trainer-node12", "job", "srun")
+    for name in names:
+        output.log(name).write_text(f"of {name}\n")
+        assert run(["logs", name, "--output-dir", str(tmp_path)]) == 0
+        assert capsys.readouterr().out == f"of {name}\n"
+    context = typer.Context(get_command(app))
+    context.params = {"output_dir": tmp_path}
+    assert complete.log_names(context, "trainer-") == ["trainer-node1", "trainer-node12"]
+    assert complete.log_names(context, "") == ["supervisor", "trainer", "inference", "job", "srun", *names[:2]]
+    for name in ("trainer-node0", "trainer-nodes", "sacct"):
+        assert run(["logs", name, "--output-dir", str(tmp_path)]) == 2
+    assert run(["logs", "trainer-node2", "--output-dir", str(tmp_path)]) == 1
+    assert "has not been started yet" in capsys.readouterr().err

@@ -6,8 +6,10 @@ import contextlib
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,9 +19,10 @@ import pytest
 from daemons.launchers.base import Alive, Ended, Handle
 from daemons.launchers.local import Local
 from daemons.launchers.members import find_members, kill_all
+from daemons.logs import old_log
 from daemons.pidfile import SupervisorLock
 from daemons.process import KILL_WAIT_S, spawn
-from daemons.specs import write_component_configs
+from daemons.specs import DaemonSpec, write_component_configs
 from daemons.supervisor import Supervisor
 from prime_rl.configs.system import SystemConfig
 from prime_rl.contract.files import wait_for, write_atomic
@@ -176,6 +179,40 @@ def test_after_a_long_look_it_rests_as_long_whatever_has_happened(
     now_s += 0.2
     assert workspace.supervisor.is_due()
     request.unlink()
+
+
+def test_the_logs_of_all_nodes_are_rotated_and_the_last_lines_are_those_of_the_node_that_failed(
+    workspace: Workspace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second node of the trainer is only a log here."""
+    table = {"engine": "slurm", "trainer": {"nodes": 2}}
+    write_component_configs(SystemConfig.model_validate({"deployment": table}), workspace.output)
+    log = workspace.output.log("trainer-node1")
+    start, look = Local.start, Local.look
+
+    def start_trainer(launcher: Local, spec: DaemonSpec) -> Handle:
+        argv = (sys.executable, "-c", "import time; print('fine', flush=True); time.sleep(600)")
+        return start(launcher, replace(spec, argv=argv))
+
+    def look_at_second(launcher: Local, handle: Handle) -> Alive | Ended:
+        seen = look(launcher, handle)
+        return replace(seen, node=1) if isinstance(seen, Ended) else seen
+
+    monkeypatch.setattr(Local, "start", start_trainer)
+    monkeypatch.setattr(Local, "look", look_at_second)
+    workspace.supervisor.tick()
+    size = workspace.supervisor.config.max_log_bytes
+    with open(log, "wb") as file:
+        file.truncate(size + 1)
+    workspace.supervisor.look_at_logs()
+    assert log.stat().st_size == 0 and old_log(log, 1).exists()
+
+    log.write_text("out of memory\n")
+    trainer = workspace.tell("trainer").child
+    assert trainer is not None
+    os.kill(trainer.pid, signal.SIGKILL)
+    workspace.look_until("the end of the trainer to be seen", lambda: workspace.tell("trainer").crashes != [])
+    assert workspace.tell("trainer").log_tail == ["==> trainer-node1.log <==", "out of memory"]
 
 
 def test_a_run_that_ends_as_it_is_looked_at_has_not_crashed(

@@ -22,6 +22,7 @@ from daemons.launchers.agent import (
     log_of,
     lost_node,
     read_starts,
+    worst_of,
 )
 from daemons.launchers.ending import kill_strays, strays_of
 from daemons.torchrun import on_nodes, start_ranks
@@ -128,6 +129,16 @@ def test_torchrun_finds_the_number_of_its_node(output: OutputDir, start: Start) 
         *("--nnodes", "2", "--rdzv-backend", "static", "--rdzv-endpoint", "first:7", "--rdzv-id", START),
         *("--nproc-per-node", "4", "-m", "m"),
     )
+
+
+def test_of_several_nodes_the_one_that_failed_first_tells_why() -> None:
+    ended = [
+        AgentRecord(name="trainer", start_id=START, node=node, state="ended", exit_code=code, updated_at=at)
+        for node, code, at in ((0, 1, 30.0), (1, 0, 10.0), (2, 1, 20.0))
+    ]
+    assert worst_of(ended).node == 2
+    ended[0].reason = "the process that started it has ended"
+    assert worst_of(ended).node == 0
 
 
 def test_a_program_that_is_missing_is_a_reason(output: OutputDir) -> None:

@@ -209,4 +209,7 @@ def test_a_dry_run_by_the_command_line(
     printed = capsys.readouterr().out
     assert "trainer    any 4  -" in printed and "--nnodes 4 --rdzv-backend static --rdzv-endpoint NODE:PORT" in printed
     assert run(["up", "--json"]) == 2 and "--dry-run" in capsys.readouterr().err
+    monkeypatch.chdir(tmp_path)
+    assert run([*words, "--json", "--output-dir", "w"]) == 0
+    assert json.loads(capsys.readouterr().out) == told, "a start names files by their whole paths"
     assert not (tmp_path / "w").exists()

@@ -1,10 +1,11 @@
-"""Whether neighbours change a run's result, on the batches that a workspace has recorded.
+"""Whether neighbours, or the machines that it ran on, changed a run's result, on the batches that a workspace recorded.
 
     python -m prime_rl.trainer.selfcheck WORKSPACE [--json] [--tolerance 1e-4] [--run ID]...
 
-Each run is trained again by itself, then together with all others: in other slots, in small and in large packs. A line
-each run reports by how much its adapter differs, relative to its size. The workspace is only read. How a recording is
-replayed is in `replay`.
+Each run is trained again by itself, then together with all others: in other slots, in small and in large packs. Two
+lines each run report by how much its adapter differs, relative to its size: with neighbours from without, and the one
+that the workspace published from the one that was trained again by itself. The workspace is only read. How a recording
+is replayed is in `replay`.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ import math
 import os
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from prime_rl.configs.base import ConfigError
 from prime_rl.contract.layout import LayoutError, OutputDir, RunDir, scan_runs
@@ -43,17 +44,47 @@ class WrongUse(RuntimeError):
 
 
 @dataclass(frozen=True)
+class Reached:
+    """The adapter that the workspace published as `version`, against the replay of its run alone.
+
+    `difference` as in `Verdict`; None where nothing can be compared, with the `reason`. `ok` is None where nothing has
+    to be: that version is gone, or a replay cannot lead to it.
+    """
+
+    version: int
+    difference: float | None
+    ok: bool | None
+    reason: str | None = None
+
+    def __str__(self) -> str:
+        what = f"version {self.version} as published"
+        if self.ok is None:
+            return f"{what}: not compared: {self.reason}"
+        return f"{what}: {self.reason}" if self.difference is None else f"{what}, {_shown(self.difference)}"
+
+
+@dataclass(frozen=True)
 class Verdict:
     """`difference` is the norm of the difference over the norm, of the whole adapter; the worst of all replays."""
 
     run_id: str
     num_steps: int
     difference: float
-    ok: bool
+    reached: Reached
+    tolerance: float
+
+    @property
+    def is_isolated(self) -> bool:
+        """Whether neighbours change nothing."""
+        return self.difference <= self.tolerance
+
+    @property
+    def ok(self) -> bool:
+        return self.is_isolated and self.reached.ok is not False
 
 
 def main(argv: Sequence[str]) -> int:
-    """Returns the exit code: 0 no run is affected, 1 one is or a replay failed, 2 wrong use."""
+    """Returns the exit code: 0 no run differs, 1 one does or a replay failed, 2 wrong use."""
     arguments = _parse(argv)
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
@@ -67,7 +98,10 @@ def main(argv: Sequence[str]) -> int:
     except RuntimeError as error:
         complain("selfcheck", one_line(str(error), MAX_ERROR_CHARS))
         return 1
-    _print(verdicts, arguments.tolerance, as_json=arguments.json)
+    if arguments.json:
+        print(json.dumps(as_json(verdicts, arguments.tolerance)))
+    else:
+        print(*as_lines(verdicts), sep="\n")
     return 0 if all(verdict.ok for verdict in verdicts) else 1
 
 
@@ -77,6 +111,8 @@ def check(
     """Replay all recordings alone and together, and compare. Raises ReplayError, ModelError, OSError."""
     from prime_rl.trainer.selfcheck.replay import Setting, replay
 
+    # First of all: a run that trains meanwhile removes its old versions.
+    published = [_published(recording) for recording in recordings]
     budget, num_slots = config.micro_batch_tokens, len(recordings)
     small = max((recording.config.seq_len or config.seq_len) for recording in recordings)
     together = [
@@ -88,13 +124,33 @@ def check(
         alone |= replay(config, world, [recording], Setting(budget, 1), progress.part("alone"))
     others = [replay(config, world, some, setting, progress.part("together")) for some, setting in together]
     verdicts = []
-    for recording in recordings:
+    for recording, adapter in zip(recordings, published, strict=True):
         run_id = recording.run.run_id
         found = [relative_difference(other[run_id], alone[run_id]) for other in others]
         # max() forgets a nan that does not come first.
         worst = math.nan if any(map(math.isnan, found)) else max(found)
-        verdicts.append(Verdict(run_id, recording.num_steps, worst, worst <= tolerance))
+        reached = adapter if isinstance(adapter, Reached) else _reached(recording, adapter, alone[run_id], tolerance)
+        verdicts.append(Verdict(run_id, recording.num_steps, worst, reached, tolerance))
     return verdicts
+
+
+def _published(recording: Recording) -> dict[str, Tensor] | Reached:
+    """The adapter to compare, or why there is none."""
+    from prime_rl.trainer.selfcheck.replay import ReplayError, read_published
+
+    try:
+        return read_published(recording)
+    except ReplayError as error:
+        return Reached(recording.last, None, None, str(error))
+    except (OSError, ValueError) as error:
+        return Reached(recording.last, None, False, one_line(str(error), MAX_ERROR_CHARS))
+
+
+def _reached(recording: Recording, published: dict[str, Tensor], alone: dict[str, Tensor], tolerance: float) -> Reached:
+    if {name: each.shape for name, each in published.items()} != {name: each.shape for name, each in alone.items()}:
+        return Reached(recording.last, None, False, "its tensors are not those of the run's adapter")
+    difference = relative_difference(published, alone)
+    return Reached(recording.last, difference, difference <= tolerance)
 
 
 def relative_difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
@@ -134,7 +190,8 @@ def make_parser() -> argparse.ArgumentParser:
     """The command line of the module."""
     parser = argparse.ArgumentParser(
         prog="python -m prime_rl.trainer.selfcheck",
-        description="Train recorded batches again, alone and together, and compare the adapters. Changes nothing.",
+        description="Train recorded batches again, alone and together, and compare the adapters with each other and "
+        "with the published one. Changes nothing.",
     )
     parser.add_argument("workspace", metavar="WORKSPACE", type=Path, help="the output_dir of the runs")
     parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
@@ -207,23 +264,39 @@ def _recordings(runs: Sequence[RunDir], were_named: bool) -> list[Recording]:
     return recordings
 
 
-def _print(verdicts: Sequence[Verdict], tolerance: float, *, as_json: bool) -> None:
-    if as_json:
-        runs = [
-            {
-                "run_id": verdict.run_id,
-                "num_steps": verdict.num_steps,
-                "difference": verdict.difference if math.isfinite(verdict.difference) else None,
-                "ok": verdict.ok,
-            }
-            for verdict in verdicts
-        ]
-        print(json.dumps({"version": JSON_VERSION, "tolerance": tolerance, "runs": runs}))
-        return
-    for verdict in verdicts:
-        word = "ok" if verdict.ok else f"FAILED (tolerance {tolerance:g})"
-        steps = "step" if verdict.num_steps == 1 else "steps"
-        print(f"{verdict.run_id}: {verdict.num_steps} {steps}, relative difference {verdict.difference:.2g}: {word}")
+def as_json(verdicts: Sequence[Verdict], tolerance: float) -> dict[str, Any]:
+    """The one object that `--json` prints; a difference that is not a finite number is null."""
+    runs = [
+        {
+            "run_id": each.run_id,
+            "num_steps": each.num_steps,
+            "difference": _finite(each.difference),
+            "reached": asdict(each.reached) | {"difference": _finite(each.reached.difference)},
+            "ok": each.ok,
+        }
+        for each in verdicts
+    ]
+    return {"version": JSON_VERSION, "tolerance": tolerance, "runs": runs}
+
+
+def as_lines(verdicts: Sequence[Verdict]) -> list[str]:
+    """Two lines a run, for people."""
+    lines = []
+    for each in verdicts:
+        failed = f": FAILED (tolerance {each.tolerance:g})"
+        steps = f"{each.num_steps} step{'' if each.num_steps == 1 else 's'}"
+        lines.append(f"{each.run_id}: {steps}, {_shown(each.difference)}{': ok' if each.is_isolated else failed}")
+        word = {True: ": ok", False: failed, None: ""}[each.reached.ok]
+        lines.append(f"{each.run_id}: {each.reached}{word}")
+    return lines
+
+
+def _shown(difference: float) -> str:
+    return f"relative difference {difference:.2g}"
+
+
+def _finite(number: float | None) -> float | None:
+    return number if number is not None and math.isfinite(number) else None
 
 
 if __name__ == "__main__":

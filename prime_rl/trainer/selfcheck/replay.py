@@ -24,6 +24,7 @@ from prime_rl.configs.trainer import TrainerConfig
 from prime_rl.configs.validate import load_run_config
 from prime_rl.contract.files import WaitTimeout, read_file, read_text, write_atomic
 from prime_rl.contract.layout import OutputDir, RunDir, list_rollout_steps, list_steps
+from prime_rl.contract.resume import done_request
 from prime_rl.contract.types import MAX_BATCH_BYTES
 from prime_rl.lora.adapter_state import load_peft
 from prime_rl.trainer.retention import trainer_steps
@@ -76,7 +77,25 @@ def find_recording(run: RunDir) -> Recording:
     last = start = starts[0]
     while last + 1 in steps and last < config.max_steps:
         last += 1
-    return Recording(run, config, start, last)
+    newest = max(list_steps(run.broadcast, stable_only=True), default=start)
+    # Batches after the newest version are still to be trained on.
+    return Recording(run, config, start, newest if start < newest < last else last)
+
+
+def read_published(recording: Recording) -> dict[str, Tensor]:
+    """The adapter of version `last` as the run published it.
+
+    Raises ReplayError when it is not there or a replay cannot lead to it, OSError and ValueError when it is damaged.
+    """
+    run, last = recording.run, recording.last
+    if last not in list_steps(run.broadcast, stable_only=True):
+        raise ReplayError(f"version {last} is not in {run.broadcast}")
+    request = done_request(run)
+    if request is not None and request.resume_step > recording.start:
+        raise ReplayError(
+            f"the run was rolled back to step {request.resume_step}: before it, control/orch.toml may have been another"
+        )
+    return load_peft(run.broadcast_dir(last))[0]
 
 
 def trainer_config(workspace: Path, recordings: Sequence[Recording]) -> TrainerConfig:
