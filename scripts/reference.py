@@ -1,8 +1,8 @@
-"""Write the pages of docs/ that are made from the code: commands.md, json.md and files.md.
+"""Write the pages of docs/ that are made from the code: commands.md, json.md, files.md, and the tables of runs.md.
 
     python -m scripts.reference
 
-docs/config.md is made by `prime_rl.configs.reference`. A test compares all four with what is made.
+docs/config.md is made by `prime_rl.configs.reference`. A test compares all five with what is made.
 """
 
 from __future__ import annotations
@@ -142,7 +142,19 @@ def _paths(kind: type, base: Path) -> Iterator[tuple[str, str]]:
         yield str(found), " ".join((inspect.getdoc(function) or "").split())
 
 
-PAGES: dict[str, Callable[[], str]] = {"commands": commands_page, "json": outputs_page, "files": files_page}
+def runs_page() -> str:
+    """The text of docs/runs.md, its tables made again."""
+    from scripts.members import with_members  # loads torch
+
+    return with_members((DOCS / "runs.md").read_text())
+
+
+PAGES: dict[str, Callable[[], str]] = {
+    "commands": commands_page,
+    "json": outputs_page,
+    "files": files_page,
+    "runs": runs_page,
+}
 
 
 def make(name: str) -> str:

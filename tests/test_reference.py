@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,9 +20,10 @@ from daemons.quiet import mute
 from daemons.specs import UP, write_component_configs
 from prime_rl.configs import EXAMPLES
 from prime_rl.configs.base import build
+from prime_rl.configs.orchestrator import OrchestratorConfig
 from prime_rl.configs.system import SystemConfig
 from prime_rl.contract.files import write_atomic
-from prime_rl.contract.layout import OutputDir
+from prime_rl.contract.layout import OutputDir, RunDir
 from prime_rl.contract.samples import Sample, SampleFile, SampleTurn
 from prime_rl.contract.status import (
     DaemonStatus,
@@ -33,7 +35,10 @@ from prime_rl.contract.status import (
     TrainerStatus,
 )
 from prime_rl.contract.usage import UsageLine
+from prime_rl.trainer import runs
+from prime_rl.trainer.runs import MultiRunManager, Progress, TrainerRun
 from scripts import reference
+from scripts.members import members, rows_of
 from scripts.outputs import OUTPUTS, And, fields_of, is_model, leaves_out
 from tests.daemons_support import RUN_TOML
 from tests.unit.test_daemons_forks import put_version
@@ -47,6 +52,23 @@ ELSEWHERE = {"prl fit", "prl multinode start"}
 @pytest.mark.parametrize("page", reference.PAGES)
 def test_a_page_is_what_is_made(page: str) -> None:
     assert (reference.DOCS / f"{page}.md").read_text() == reference.make(page), "python -m scripts.reference"
+
+
+def test_every_member_of_the_runs_has_its_line(tmp_path: Path) -> None:
+    """Also the attributes of an object; and none without a text."""
+    config = build(OrchestratorConfig, tomllib.loads(RUN_TOML.format(max_steps=1, model="m")), "test")
+    run = TrainerRun(0, RunDir(tmp_path / "run_a"), config, admission=1)
+    for offered in (MultiRunManager(tmp_path, max_runs=1), Progress(), run):
+        rows = {name: text for name, _, text in rows_of(type(offered))}
+        assert rows.keys() == {name for name in vars_of(offered) if not name.startswith("_")}
+        assert all(rows.values())
+    page = members()
+    assert [name for name in runs.__all__ if f"`{name}(" not in page and f"### {name}\n" not in page] == []
+
+
+def vars_of(it: object) -> set[str]:
+    """Its attributes and those of its class; looking at them calls no property."""
+    return {*vars(it), *dir(type(it))}
 
 
 def test_the_commands_have_every_environment_variable_of_ours() -> None:
