@@ -44,7 +44,9 @@ prints is in [json.md](json.md), what the TOML files may have in [config.md](con
 | 1 | failed; one line on standard error says what, where, and what to do (`prl --debug ...` adds a traceback) |
 | 2 | wrong usage: a flag, a config, a run id |
 | 75 | `prl multinode`: a node was lost; start the same commands again |
-| 130 | interrupted by Ctrl-C or SIGTERM |
+| 129 | `prl-tui`: its terminal was closed |
+| 130 | interrupted by Ctrl-C; also by SIGTERM: `prl up`, `prl demo`, `prl chat`, `prl make-base` and `prl multinode` |
+| 143 | ended by SIGTERM: `prl-tui`, and each command that has nothing to finish |
 
 ## Environment variables
 
