@@ -182,7 +182,8 @@ class Slots:
 
     Attributes:
         runs: the runs by slot; null where it is free.
-        progress, ready_to_update: of each run, by slot. What rank 0 sets before `synchronize_state` reaches all ranks with it.
+        progress, ready_to_update: of each run, by slot. What rank 0 sets before `synchronize_state` reaches all ranks
+            with it.
     """
 
     def __init__(self, max_runs: int) -> None:
