@@ -116,7 +116,7 @@ def mute(output_dir: Path, what: str, *, for_s: float | None = None, reason: str
         if for_s is not None and for_s <= 0:
             raise WrongUseError(f"invalid duration {for_s:g} s: must be above 0")
         kind, subject = _parse(output, what)
-        for path in _files(output):  # nobody reads them any more
+        for path in _files(output):  # nothing reads them any more
             if (old := _read(path)) is not None and _is_past(old, now):
                 path.unlink(missing_ok=True)
         saying = _saying("muted", kind, subject, now, None if for_s is None else now + for_s, reason)

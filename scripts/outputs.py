@@ -151,7 +151,8 @@ added, never changed. Times are Unix seconds. Text is clean of everything that a
 are as they are. Where an object stands in a table, null may stand too when there is none.
 
 What the figures of `prl fit` mean is in [training.md](training.md). `python -m prime_rl.trainer.selfcheck --json` has
-keys of its own ([durability.md](durability.md#checking-it-on-your-own-runs)). `prl config schema KIND` prints a JSON schema.
+keys of its own ([durability.md](durability.md#checking-it-on-your-own-runs)). `prl config schema KIND` prints a JSON
+schema.
 """
 _WORDS = {
     str: "text",

@@ -136,7 +136,7 @@ class Alerts:
 
 
 def _is_told(over: OpenIncident, sayings: Sequence[Saying]) -> bool:
-    """Whether the end of an incident is reported: when its beginning was, and nobody muted it meanwhile."""
+    """Whether the end of an incident is reported: when its beginning was, and it was not muted meanwhile."""
     return not over.quiet and muting(over, sayings) is None
 
 

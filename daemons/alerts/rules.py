@@ -45,7 +45,7 @@ class Incident:
 class RewardWatch:
     """Remembers the rewards that snapshots showed of each run, and judges them by the rule.
 
-    It sees the newest batch at each look. After its start it knows nothing until it has seen `window` batches.
+    It sees the newest batch at each look. After its start it judges no run until it has seen `window` batches of it.
     """
 
     def __init__(self, rule: RewardRule) -> None:
@@ -91,7 +91,7 @@ def incidents(
     found = [incident for run in workspace.runs for incident in _of_run(run)]
     found += [Incident("run_invalid", each.name, _line(each.reason)) for each in workspace.refused]
     supervisor = workspace.daemon(SUPERVISOR)
-    if supervisor is not None and supervisor.state == LOST:  # then nobody looks at the others
+    if supervisor is not None and supervisor.state == LOST:  # then nothing looks at the others
         found.append(Incident("daemon_crashed", SUPERVISOR, _line(f"lost: {supervisor.reason}")))
     else:
         run_ids = {run.run_id for run in workspace.runs}

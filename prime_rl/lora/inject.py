@@ -1,4 +1,4 @@
-"""Put a `MultiLoRALinear` in the place of every targeted linear layer of a model. Knows nothing of runs."""
+"""Put a `MultiLoRALinear` in the place of every targeted linear layer of a model. Independent of runs."""
 
 from __future__ import annotations
 

@@ -197,7 +197,7 @@ def test_wrong_command_lines(argv: list[str], words: str) -> None:
 
 @pytest.mark.parametrize("config", [TrainerConfig, InferenceConfig])
 def test_weights_of_eight_bits_are_refused(config: type[TrainerConfig | InferenceConfig]) -> None:
-    with pytest.raises(ConfigError, match="model.dtype: found 'fp8': must be .*'bfloat16'"):
+    with pytest.raises(ConfigError, match=r"model\.dtype: found 'fp8': must be .*'bfloat16'"):
         parse_argv(config, ["--model.dtype", "fp8"])
 
 

@@ -20,7 +20,7 @@ class Alert:
     Attributes:
         name: KIND:SUBJECT, as it is acknowledged and muted; `subject` is a run, a daemon, a node or "disk".
         since: Unix seconds.
-        note: who acknowledged or muted it, and why; "" when nobody has.
+        note: who acknowledged or muted it, and why; "" when no person has.
     """
 
     name: CleanText
