@@ -26,7 +26,7 @@ from daemons.disk import DiskView
 from daemons.dry_run import Planned
 from daemons.exports import Export
 from daemons.forks import Fork
-from daemons.quiet import Saying
+from daemons.quiet import Silence
 from daemons.usage import Use
 from daemons.workspace import DaemonView, RefusedView, RunView
 from prime_rl.configs.explain import FieldFacts
@@ -45,7 +45,7 @@ class And:
     more: Keys
 
 
-SAID = And(Saying, {"name": str})
+SILENCE = And(Silence, {"name": str})
 REPLICA: Keys = {
     "replica": int,
     "state": str,
@@ -130,8 +130,8 @@ OUTPUTS: dict[str, Keys] = {
     "prl scale inference N": {"replicas": int, "before": int, "supervisor_alive": bool},
     "prl doctor": {"ok": bool, "checks": [Check]},
     "prl alerts": {
-        "open": [And(OpenIncident, {"name": str, "acknowledged": SAID, "muted": SAID})],
-        "said": [SAID],
+        "open": [And(OpenIncident, {"name": str, "acknowledged": SILENCE, "muted": SILENCE})],
+        "said": [SILENCE],
     },
     "prl alerts --test": {"sent": [{"target": str, "error": str | None}]},
     "prl config show FILE": {"file": str, "kind": str, "values": [Origin]},

@@ -83,7 +83,7 @@ def test_the_commands_have_every_environment_variable_of_ours() -> None:
 
 @pytest.fixture
 def workspace(tmp_path: Path) -> OutputDir:
-    """Two runs with a version, a daemon of each kind, a group with a node, an incident, a saying, usage."""
+    """Two runs with a version, a daemon of each kind, a group with a node, an incident, a silence, usage."""
     output = OutputDir(tmp_path / "out")
     data = {"output_dir": str(output.path), "model": {"name": "m"}, "alerts": {}}
     write_component_configs(build(SystemConfig, data, "test"), output)
