@@ -70,7 +70,7 @@ def share_a_gpu(system: SystemConfig, devices: str | None) -> bool:
     """Whether vLLM's share of its GPU is to be worked out: it is "auto", and the trainer uses the same GPU.
 
     `devices`: CUDA_VISIBLE_DEVICES. One process takes the first GPU that it sees. What several GPUs of one vLLM
-    hold is left to whoever set that up.
+    hold is left to the person who set that up.
     """
     inference = system.inference
     several = _SEVERAL_GPUS & inference.vllm.extra_args.keys()

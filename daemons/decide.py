@@ -25,7 +25,7 @@ EXIT_WRONG_USE = 2
 MAX_CRASHES_KEPT = 10
 # So long an orchestrator that starts takes the cores away from others that start: its imports, several times over.
 LOADS_WITHIN_S = 60.0
-NOT_ASKED_FOR = "no longer asked for by the system file or a run"
+NOT_REQUESTED = "no longer requested by the system file or a run"
 _UNKILLABLE = "hangs in the kernel, SIGKILL was sent"
 _SILENT = "alive, but has not written its status file for more than three heartbeats"
 
@@ -85,11 +85,12 @@ def _alive(
     if seen.gone:
         return _stop(daemon, "its run folder is gone", now)
     if spec is None and daemon.spec.run_id is None:  # an orchestrator ends by itself
-        return _stop(daemon, NOT_ASKED_FOR, now)
+        return _stop(daemon, NOT_REQUESTED, now)
     if asked:
         return _stop(daemon, "restart requested", now, After.RESTART)
-    clears_up = spec is not None and daemon.state is State.STARTING  # after one that was killed at a pause
-    if (held := _held(seen)) and not clears_up:
+    # It unloads what an orchestrator that was killed at a pause left in inference.
+    unloads = spec is not None and daemon.state is State.STARTING
+    if (held := _held(seen)) and not unloads:
         since = daemon.held_at if daemon.held_at is not None else now
         if now - since >= config.grace_s:
             return _stop(daemon, held, now)
@@ -219,7 +220,7 @@ def _backoff(daemon: Daemon, spec: DaemonSpec | None, seen: Seen, now: float, as
     if (held := _held(seen)) and spec is None:
         return Action(Do.NOTE, replace(daemon, state=State.DONE, waiting_on=None, reason=held))
     if spec is None and daemon.spec.run_id is None:
-        return Action(Do.NOTE, replace(daemon, state=State.DONE, waiting_on=None, reason=NOT_ASKED_FOR))
+        return Action(Do.NOTE, replace(daemon, state=State.DONE, waiting_on=None, reason=NOT_REQUESTED))
     if spec is None:
         return Action(Do.NOTE, replace(daemon, waiting_on="the trainer to hold its run in a slot"))
     if asked or now >= daemon.retry_at:

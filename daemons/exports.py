@@ -42,7 +42,7 @@ MODEL_FILES = ("config.json", "model.safetensors")
 HELD = ".adapter"
 # A run removes versions as quickly as it makes them; each attempt copies an adapter.
 MOST_ATTEMPTS = 10
-# What a checkpoint has besides the weights: of use to the trainer alone.
+# What a checkpoint has beside the weights: only the trainer uses it.
 _OF_TRAINER = ("state.safetensors", "progress.json")
 # A log of the merge is read from its end: transformers may warn at length.
 MAX_LOG_BYTES = 64_000

@@ -1,7 +1,7 @@
 """Fork a run: a new run that starts from one version of another, with its config and some changes.
 
 The new run counts its steps from 0 and its version 0 is the version that it was forked from. `[init] from` in its
-`orch.toml` and the audit log keep where it came from; it needs the other run no more.
+`orch.toml` and the audit log keep where it came from; it no longer needs the other run.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Successive halving over the runs of a sweep (arXiv 1502.07943): at each rung the best 1/eta go on, the others end.
+"""Successive halving over the runs of a sweep (arXiv 1502.07943): at each rung the best 1/eta continue, the others end.
 
-The supervisor calls `Halving.look` at its every look. What a rung comes to is decided purely, written to
-`sweeps/decisions/<name>.json`, and then carried out, so an end in between repeats the deed and not the decision. A
-run that is at its rung before the others is paused, so that they get its slot: more runs than slots never wait for each
-other. A run that waits for a slot or that a person has paused is waited for; one that failed, is evicted, invalid or
-gone is out.
+The supervisor calls `Halving.look` at its every look. The result of a rung is decided purely, written to
+`sweeps/decisions/<name>.json`, and then carried out. A supervisor that ends in between carries out the same decision
+when it starts again. A run that is at its rung before the others is paused, so that they get its slot: more runs than
+slots never wait for each other. A run that waits for a slot or that a person has paused is waited for; one that failed,
+is evicted, invalid or deleted no longer takes part.
 
 Of a run's `orch.toml` only `max_steps` is read.
 """
@@ -111,7 +111,7 @@ def next_rung(rungs: Sequence[Rung], decisions: Sequence[Decision]) -> Rung | No
 
 
 def contenders(plan: SweepPlan, decisions: Sequence[Decision], facts: Mapping[str, RunFact]) -> list[RunFact]:
-    """The runs that are still in, in the plan's order. `facts` has no run that is out."""
+    """The runs that still take part, in the plan's order. `facts` has no others."""
     lost = {run_id for decision in decisions for run_id in decision.lost}
     return [facts[run.run_id] for run in plan.runs if run.run_id in facts and run.run_id not in lost]
 
@@ -243,7 +243,7 @@ class Halving:
         return (self._output.path / run_id).is_dir()
 
     def _fact(self, run_id: str) -> _Known | None:
-        """A run that is in; None for one that is out, or whose config was not read yet."""
+        """A run that takes part; None for one that does not, or whose config was not read yet."""
         try:
             run = self._output.run(run_id)
         except LayoutError:

@@ -128,7 +128,7 @@ def end_leftovers(
 
 
 def _nothing() -> None:
-    """While daemons end here, nobody else is to be looked after."""
+    """While daemons end here, there is nothing else to do."""
 
 
 def is_anything_left(output: OutputDir, launcher: Launcher) -> bool:

@@ -1,4 +1,4 @@
-"""What people have said about alerts: an incident is acknowledged, a kind or a subject is muted.
+"""Which alerts people have silenced: an incident is acknowledged, a kind or a subject is muted.
 
 One small file each in `daemons/alerts/said/`, written by `prl` and `prl-tui`, also with the daemons down. The daemon
 `alerts` sends nothing of what is silenced; every list still shows it. Each act is in the audit log.
@@ -26,7 +26,7 @@ from prime_rl.utils.text import clean_strings, one_line
 
 NONE_SET = "no alerts in the system file of {}: add [alerts] and run prl up again (docs/alerts.md)"
 # The daemon reads all of them every few seconds.
-MAX_SAYINGS = 1_000
+MAX_SILENCES = 1_000
 MAX_BYTES = 65_536
 
 
@@ -40,8 +40,11 @@ class Named(Protocol):
     def subject(self) -> str: ...
 
 
-class Saying(msgspec.Struct, frozen=True, kw_only=True):
-    """An empty `kind` or `subject` stands for all of them. `at` and `until` in Unix seconds; `until` None: no end."""
+class Silence(msgspec.Struct, frozen=True, kw_only=True):
+    """An acknowledgement or a mute. An empty `kind` or `subject` stands for all of them.
+
+    `at` and `until` are Unix seconds; `until` None: no end.
+    """
 
     action: Literal["acknowledged", "muted"]
     kind: str = ""
@@ -65,25 +68,25 @@ def name_of(incident: Named) -> str:
     return f"{incident.kind}:{incident.subject}"
 
 
-def read_sayings(output: OutputDir, now: float) -> list[Saying]:
+def read_silences(output: OutputDir, now: float) -> list[Silence]:
     """What holds at `now`, the oldest first, with clean text; damaged files are skipped."""
     found = [each for each in map(_read, _files(output)) if each is not None and not _is_past(each, now)]
     return sorted(found, key=lambda each: each.at)
 
 
-def acknowledgement(incident: Named, sayings: Iterable[Saying]) -> Saying | None:
-    """The first saying that acknowledges `incident`, or None."""
-    return next((each for each in sayings if each.action == "acknowledged" and each.covers(incident)), None)
+def acknowledgement(incident: Named, silences: Iterable[Silence]) -> Silence | None:
+    """The first silence that acknowledges `incident`, or None."""
+    return next((each for each in silences if each.action == "acknowledged" and each.covers(incident)), None)
 
 
-def muting(incident: Named, sayings: Iterable[Saying]) -> Saying | None:
-    """The first saying that mutes `incident`, or None."""
-    return next((each for each in sayings if each.action == "muted" and each.covers(incident)), None)
+def muting(incident: Named, silences: Iterable[Silence]) -> Silence | None:
+    """The first silence that mutes `incident`, or None."""
+    return next((each for each in silences if each.action == "muted" and each.covers(incident)), None)
 
 
-def is_silenced(incident: Named, sayings: Sequence[Saying]) -> bool:
+def is_silenced(incident: Named, silences: Sequence[Silence]) -> bool:
     """Whether it is not reported when it opens."""
-    return acknowledgement(incident, sayings) is not None or muting(incident, sayings) is not None
+    return acknowledgement(incident, silences) is not None or muting(incident, silences) is not None
 
 
 def acknowledge(output_dir: Path, name: str, *, reason: str = "") -> list[OpenIncident]:
@@ -97,15 +100,15 @@ def acknowledge(output_dir: Path, name: str, *, reason: str = "") -> list[OpenIn
         matching = [each for each in read_open(output).values() if name in (name_of(each), each.key, each.subject)]
         if not matching:
             raise ActionError(in_one_line(f"{name} is not open in {output.path}: prl alerts lists what is"))
-        sayings = read_sayings(output, now)
-        new = [each for each in matching if acknowledgement(each, sayings) is None]
+        silences = read_silences(output, now)
+        new = [each for each in matching if acknowledgement(each, silences) is None]
         for each in new:
-            _write(output, _saying("acknowledged", each.kind, each.subject, now, None, reason))
+            _write(output, _silence("acknowledged", each.kind, each.subject, now, None, reason))
             audit.record(output, "acknowledge", _run_id(each.subject), reason=reason, detail=name_of(each))
         return new
 
 
-def mute(output_dir: Path, what: str, *, for_s: float | None = None, reason: str = "") -> Saying:
+def mute(output_dir: Path, what: str, *, for_s: float | None = None, reason: str = "") -> Silence:
     """Send nothing of a KIND, a SUBJECT (a run, a daemon, a node, disk) or KIND:SUBJECT, for `for_s` or until `unmute`.
 
     Raises ActionError when it is neither.
@@ -116,21 +119,21 @@ def mute(output_dir: Path, what: str, *, for_s: float | None = None, reason: str
         if for_s is not None and for_s <= 0:
             raise WrongUseError(f"invalid duration {for_s:g} s: must be above 0")
         kind, subject = _parse(output, what)
-        for path in _files(output):  # nobody reads them any more
+        for path in _files(output):  # nothing reads them any more
             if (old := _read(path)) is not None and _is_past(old, now):
                 path.unlink(missing_ok=True)
-        saying = _saying("muted", kind, subject, now, None if for_s is None else now + for_s, reason)
-        _write(output, saying)
+        silence = _silence("muted", kind, subject, now, None if for_s is None else now + for_s, reason)
+        _write(output, silence)
         how_long = "until it is unmuted" if for_s is None else f"for {for_s:g} s"
-        audit.record(output, "mute", _run_id(subject), reason=reason, detail=f"{saying.name} {how_long}")
-        return saying
+        audit.record(output, "mute", _run_id(subject), reason=reason, detail=f"{silence.name} {how_long}")
+        return silence
 
 
 def unmute(output_dir: Path, what: str, *, reason: str = "") -> bool:
     """End a mute; false when `what` is not muted."""
     output = OutputDir(Path(output_dir))
     with one_line_errors(f"unmuting {what}"):
-        for each in read_sayings(output, time.time()):
+        for each in read_silences(output, time.time()):
             if each.action == "muted" and each.name == what:
                 _path(output, each).unlink(missing_ok=True)
                 audit.record(output, "unmute", _run_id(each.subject), reason=reason, detail=each.name)
@@ -138,9 +141,9 @@ def unmute(output_dir: Path, what: str, *, reason: str = "") -> bool:
         return False
 
 
-def forget(output: OutputDir, saying: Saying) -> None:
+def forget(output: OutputDir, silence: Silence) -> None:
     """Of the daemon: an acknowledged incident has been over for long enough. Raises OSError."""
-    _path(output, saying).unlink(missing_ok=True)
+    _path(output, silence).unlink(missing_ok=True)
 
 
 def require_alerts(output: OutputDir) -> None:
@@ -178,31 +181,31 @@ def subjects(output: OutputDir) -> set[str]:
     }
 
 
-def _saying(
+def _silence(
     action: Literal["acknowledged", "muted"], kind: str, subject: str, now: float, until: float | None, reason: str
-) -> Saying:
+) -> Silence:
     text = printable(reason).strip()
-    return Saying(action=action, kind=kind, subject=subject, at=now, until=until, who=audit.who(), reason=text)
+    return Silence(action=action, kind=kind, subject=subject, at=now, until=until, who=audit.who(), reason=text)
 
 
 def _run_id(subject: str) -> str | None:
     return subject if subject.startswith("run_") else None
 
 
-def _is_past(saying: Saying, now: float) -> bool:
-    return saying.until is not None and saying.until <= now
+def _is_past(silence: Silence, now: float) -> bool:
+    return silence.until is not None and silence.until <= now
 
 
-def _path(output: OutputDir, saying: Saying) -> Path:
+def _path(output: OutputDir, silence: Silence) -> Path:
     """A subject may be any name of a file, so its digest stands in the name of this one."""
-    digest = hashlib.blake2b(f"{saying.kind}\0{saying.subject}".encode(errors="surrogateescape"), digest_size=12)
-    return output.alert_said(f"{saying.action}-{digest.hexdigest()}")
+    digest = hashlib.blake2b(f"{silence.kind}\0{silence.subject}".encode(errors="surrogateescape"), digest_size=12)
+    return output.alert_said(f"{silence.action}-{digest.hexdigest()}")
 
 
-def _write(output: OutputDir, saying: Saying) -> None:
-    path = _path(output, saying)
+def _write(output: OutputDir, silence: Silence) -> None:
+    path = _path(output, silence)
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(path, msgspec.json.encode(saying))
+    write_atomic(path, msgspec.json.encode(silence))
 
 
 def _files(output: OutputDir) -> list[Path]:
@@ -210,11 +213,11 @@ def _files(output: OutputDir) -> list[Path]:
         names = sorted(name for name in os.listdir(output.alerts_said) if name.endswith(".json"))
     except OSError:
         return []
-    return [output.alerts_said / name for name in names[:MAX_SAYINGS]]
+    return [output.alerts_said / name for name in names[:MAX_SILENCES]]
 
 
-def _read(path: Path) -> Saying | None:
+def _read(path: Path) -> Silence | None:
     try:
-        return clean_strings(msgspec.json.decode(read_file(path, limit=MAX_BYTES), type=Saying), one_line)
+        return clean_strings(msgspec.json.decode(read_file(path, limit=MAX_BYTES), type=Silence), one_line)
     except (OSError, msgspec.MsgspecError):
         return None

@@ -60,6 +60,6 @@ def _changed(system: SystemConfig, replicas: int) -> dict[str, Any]:
             f"{replicas} inference servers of {each} GPUs need {needed}: deployment.inference.gpus lists {gpus}"
         )
     table: dict[str, Any] = {"replicas": replicas}
-    if gpus:  # else they would be divided anew
+    if gpus:  # else they would be divided again
         table["gpus_per_replica"] = each
     return {"deployment": {"inference": table}}

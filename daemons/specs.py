@@ -202,7 +202,7 @@ def trainer_spec(output: OutputDir, system: SystemConfig | None = None) -> Daemo
 
 
 def _only_on(gpus: Sequence[int]) -> list[str]:
-    """In the command itself: it is seen there, and a daemon that is to have other GPUs is started anew."""
+    """In the command itself: it is seen there, and a daemon that is to have other GPUs is started again."""
     return ["env", f"CUDA_VISIBLE_DEVICES={','.join(map(str, gpus))}"] if gpus else []
 
 

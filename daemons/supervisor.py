@@ -70,7 +70,7 @@ class Supervisor:
         launcher: starts and ends the daemons.
         lock: the workspace's lock, held until the end of `run`.
         stop: asked at every tick; true ends everything in order: orchestrators, trainer, monitors, inference.
-        relay: where the daemons' logs go besides; with it a service that cannot start ends everything too.
+        relay: where the daemons' logs also go; with it a service that cannot start ends everything too.
         clock: by which everything is decided, in Unix seconds that never jump.
     """
 

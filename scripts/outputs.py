@@ -26,7 +26,7 @@ from daemons.disk import DiskView
 from daemons.dry_run import Planned
 from daemons.exports import Export
 from daemons.forks import Fork
-from daemons.quiet import Saying
+from daemons.quiet import Silence
 from daemons.usage import Use
 from daemons.workspace import DaemonView, RefusedView, RunView
 from prime_rl.configs.explain import FieldFacts
@@ -45,7 +45,7 @@ class And:
     more: Keys
 
 
-SAID = And(Saying, {"name": str})
+SILENCE = And(Silence, {"name": str})
 REPLICA: Keys = {
     "replica": int,
     "state": str,
@@ -68,6 +68,7 @@ NODE: Keys = {
     "waiting_on": str | None,
     "reason": str | None,
 }
+FIT_SIZES = ("peak", "weights", "adapters", "optimizer", "activations", "head", "backward", "offloaded", "usable")
 OUTPUTS: dict[str, Keys] = {
     "prl status": {
         "output_dir": str,
@@ -117,11 +118,20 @@ OUTPUTS: dict[str, Keys] = {
         "script": str,
         "daemons": [Planned],
     },
+    "prl fit": {
+        **dict.fromkeys(("model", "dtype"), str),
+        **dict.fromkeys(("tokens", "seq_len", "runs"), int),
+        "rank": int | None,
+        **dict.fromkeys([f"{name}_gib" for name in FIT_SIZES], float),
+        **dict.fromkeys(("max_tokens_per_micro_batch", "max_concurrent_runs"), int),
+        "gpu_memory_utilization": float | None,
+        "kv_cache_tokens": int | None,
+    },
     "prl scale inference N": {"replicas": int, "before": int, "supervisor_alive": bool},
     "prl doctor": {"ok": bool, "checks": [Check]},
     "prl alerts": {
-        "open": [And(OpenIncident, {"name": str, "acknowledged": SAID, "muted": SAID})],
-        "said": [SAID],
+        "open": [And(OpenIncident, {"name": str, "acknowledged": SILENCE, "muted": SILENCE})],
+        "said": [SILENCE],
     },
     "prl alerts --test": {"sent": [{"target": str, "error": str | None}]},
     "prl config show FILE": {"file": str, "kind": str, "values": [Origin]},
@@ -140,8 +150,9 @@ What commands print with `--json`: one object with `version` (1) and the keys be
 added, never changed. Times are Unix seconds. Text is clean of everything that a terminal obeys; configs and rollouts
 are as they are. Where an object stands in a table, null may stand too when there is none.
 
-`prl fit --json` and `python -m prime_rl.trainer.selfcheck --json` have keys of their own: [training.md](training.md),
-[durability.md](durability.md#checking-it-on-your-own-runs). What `prl config schema KIND` prints is a JSON schema.
+What the figures of `prl fit` mean is in [training.md](training.md). `python -m prime_rl.trainer.selfcheck --json` has
+keys of its own ([durability.md](durability.md#checking-it-on-your-own-runs)). `prl config schema KIND` prints a JSON
+schema.
 """
 _WORDS = {
     str: "text",

@@ -1,8 +1,8 @@
-"""Write the pages of docs/ that are made from the code: commands.md, json.md and files.md.
+"""Write the pages of docs/ that are made from the code: commands.md, json.md, files.md, and the tables of runs.md.
 
     python -m scripts.reference
 
-docs/config.md is made by `prime_rl.configs.reference`. A test compares all four with what is made.
+docs/config.md is made by `prime_rl.configs.reference`. A test compares all five with what is made.
 """
 
 from __future__ import annotations
@@ -44,7 +44,9 @@ prints is in [json.md](json.md), what the TOML files may have in [config.md](con
 | 1 | failed; one line on standard error says what, where, and what to do (`prl --debug ...` adds a traceback) |
 | 2 | wrong usage: a flag, a config, a run id |
 | 75 | `prl multinode`: a node was lost; start the same commands again |
-| 130 | interrupted by Ctrl-C or SIGTERM |
+| 129 | `prl-tui`: its terminal was closed |
+| 130 | interrupted by Ctrl-C; also by SIGTERM: `prl up`, `prl demo`, `prl chat`, `prl make-base` and `prl multinode` |
+| 143 | ended by SIGTERM: `prl-tui`, and each command that has nothing to finish |
 
 ## Environment variables
 
@@ -142,7 +144,19 @@ def _paths(kind: type, base: Path) -> Iterator[tuple[str, str]]:
         yield str(found), " ".join((inspect.getdoc(function) or "").split())
 
 
-PAGES: dict[str, Callable[[], str]] = {"commands": commands_page, "json": outputs_page, "files": files_page}
+def runs_page() -> str:
+    """The text of docs/runs.md, its tables made again."""
+    from scripts.members import with_members  # loads torch
+
+    return with_members((DOCS / "runs.md").read_text())
+
+
+PAGES: dict[str, Callable[[], str]] = {
+    "commands": commands_page,
+    "json": outputs_page,
+    "files": files_page,
+    "runs": runs_page,
+}
 
 
 def make(name: str) -> str:

@@ -7,7 +7,7 @@ import re
 import subprocess
 import sys
 import tomllib
-from itertools import chain
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any, get_args
 
@@ -52,6 +52,16 @@ def test_links_lead_somewhere(folder: Path, link: str) -> None:
 )
 def test_tests_exist(document: str, path: str, name: str) -> None:
     assert re.search(rf"^(async )?def {name}\(", (ROOT / path).read_text(), re.MULTILINE), f"{document}: {path}::{name}"
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+def test_no_sentence_breaks_off(path: Path) -> None:
+    """A paragraph and an item of a list end with a mark, unless a list or a table goes on from there."""
+    text = re.sub(r"^```.*?^```$|(?<=\n\n)    .*?$|<!--.*?-->", "", TEXT[path], flags=re.DOTALL | re.MULTILINE)
+    blocks = [block.strip() for block in re.split(r"\n\s*\n|\n(?=\s*(?:-|\d+\.) |#)", text) if block.strip()]
+    for block, following in pairwise([*blocks, ""]):
+        if not re.match(r"[#|]|!\[", block) and not following.startswith(("- ", "1. ", "| ")):
+            assert re.search(r"\w.*[.:;!?,]\W*$", block.splitlines()[-1]), f"{path.name}: {block!r}"
 
 
 def test_make_targets_exist() -> None:

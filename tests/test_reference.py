@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,9 +20,10 @@ from daemons.quiet import mute
 from daemons.specs import UP, write_component_configs
 from prime_rl.configs import EXAMPLES
 from prime_rl.configs.base import build
+from prime_rl.configs.orchestrator import OrchestratorConfig
 from prime_rl.configs.system import SystemConfig
 from prime_rl.contract.files import write_atomic
-from prime_rl.contract.layout import OutputDir
+from prime_rl.contract.layout import OutputDir, RunDir
 from prime_rl.contract.samples import Sample, SampleFile, SampleTurn
 from prime_rl.contract.status import (
     DaemonStatus,
@@ -33,20 +35,43 @@ from prime_rl.contract.status import (
     TrainerStatus,
 )
 from prime_rl.contract.usage import UsageLine
+from prime_rl.multinode.records import EXIT_REFUSED, EXIT_TRY_AGAIN
+from prime_rl.trainer import runs
+from prime_rl.trainer.fit.__main__ import main as fit
+from prime_rl.trainer.runs import MultiRunManager, Progress, TrainerRun
+from prime_rl.utils.signals import EXIT_INTERRUPTED, EXIT_TERMINAL_GONE, EXIT_TERMINATED
 from scripts import reference
+from scripts.members import members, rows_of
 from scripts.outputs import OUTPUTS, And, fields_of, is_model, leaves_out
 from tests.daemons_support import RUN_TOML
 from tests.unit.test_daemons_forks import put_version
 
 ROOT = Path(__file__).parent.parent
 RUN = str(EXAMPLES / "demo" / "reverse.toml")
-# Commands that hand their flags to another process, which prints JSON of its own.
+# Commands that hand their flags to another process: that of the first prints JSON.
 ELSEWHERE = {"prl fit", "prl multinode start"}
 
 
 @pytest.mark.parametrize("page", reference.PAGES)
 def test_a_page_is_what_is_made(page: str) -> None:
     assert (reference.DOCS / f"{page}.md").read_text() == reference.make(page), "python -m scripts.reference"
+
+
+def test_every_member_of_the_runs_has_its_line(tmp_path: Path) -> None:
+    """Also the attributes of an object; and none without a text."""
+    config = build(OrchestratorConfig, tomllib.loads(RUN_TOML.format(max_steps=1, model="m")), "test")
+    run = TrainerRun(0, RunDir(tmp_path / "run_a"), config, admission=1)
+    for offered in (MultiRunManager(tmp_path, max_runs=1), Progress(), run):
+        rows = {name: text for name, _, text in rows_of(type(offered))}
+        assert rows.keys() == {name for name in vars_of(offered) if not name.startswith("_")}
+        assert all(rows.values())
+    page = members()
+    assert [name for name in runs.__all__ if f"`{name}(" not in page and f"### {name}\n" not in page] == []
+
+
+def vars_of(it: object) -> set[str]:
+    """Its attributes and those of its class; looking at them calls no property."""
+    return {*vars(it), *dir(type(it))}
 
 
 def test_the_commands_have_every_environment_variable_of_ours() -> None:
@@ -58,7 +83,7 @@ def test_the_commands_have_every_environment_variable_of_ours() -> None:
 
 @pytest.fixture
 def workspace(tmp_path: Path) -> OutputDir:
-    """Two runs with a version, a daemon of each kind, a group with a node, an incident, a saying, usage."""
+    """Two runs with a version, a daemon of each kind, a group with a node, an incident, a silence, usage."""
     output = OutputDir(tmp_path / "out")
     data = {"output_dir": str(output.path), "model": {"name": "m"}, "alerts": {}}
     write_component_configs(build(SystemConfig, data, "test"), output)
@@ -124,7 +149,7 @@ def test_json_outputs_have_the_keys_and_types_of_their_page(
 ) -> None:
     monkeypatch.setenv("PRL_OUTPUT_DIR", str(workspace.path))
     commands = words_of(workspace, tmp_path)
-    assert commands.keys() == OUTPUTS.keys()
+    assert commands.keys() == OUTPUTS.keys() - ELSEWHERE
     for command, words in commands.items():
         code = run([*words, "--json"])
         text = capsys.readouterr()
@@ -174,4 +199,16 @@ def test_every_command_with_json_is_on_the_page() -> None:
         if any("--json" in each.opts for each in command.params):
             found.add(" ".join(["prl", *words]))
     told = {re.sub(r" ([A-Z]+|--[a-z-]+)", "", command) for command in OUTPUTS}
-    assert found - ELSEWHERE == told
+    assert found - ELSEWHERE == told - ELSEWHERE
+
+
+def test_prl_fit_prints_the_keys_and_types_of_its_page(capsys: Any) -> None:
+    assert fit(["--model", "smollm2-135m", "--seq-len", "64", "--runs", "2", "--gpu-memory", "16", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found.pop("version") == 1
+    check(found, OUTPUTS["prl fit"], "prl fit")
+
+
+def test_the_commands_have_every_exit_code() -> None:
+    told = [int(code) for code in re.findall(r"^\| (\d+) \|", reference.COMMANDS_HEAD, re.MULTILINE)]
+    assert told == [0, 1, EXIT_REFUSED, EXIT_TRY_AGAIN, EXIT_TERMINAL_GONE, EXIT_INTERRUPTED, EXIT_TERMINATED]

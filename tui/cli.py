@@ -6,13 +6,13 @@ import argparse
 import gc
 import os
 import select
-import signal
 import sys
 import threading
 from collections.abc import Sequence
 from pathlib import Path
 
 from prime_rl.utils.extras import missing
+from prime_rl.utils.signals import EXIT_TERMINAL_GONE
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 # Beside the usual ports of inference (8000) and of other web tools.
@@ -69,14 +69,14 @@ def end_with_the_terminal() -> None:
         closed = select.poll()
         closed.register(sys.stdin, 0)  # nothing but that it is closed
         closed.poll()
-        os._exit(128 + signal.SIGHUP)
+        os._exit(EXIT_TERMINAL_GONE)
 
     if sys.stdin.isatty():
         threading.Thread(target=wait, name="terminal", daemon=True).start()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """0 after a quit, 130 after Ctrl-C, 2 for wrong usage, 1 when the port is not available."""
+    """0 after a quit, 130 after Ctrl-C, 143 after SIGTERM, 2 for wrong usage, 1 when the port is not available."""
     args = make_parser().parse_args(argv)
     if problem := wrong_use(args):
         from prime_rl.utils.logger import complain

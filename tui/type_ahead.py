@@ -17,7 +17,7 @@ from textual.screen import ModalScreen
 from textual.timer import Timer
 from textual.widgets import Input
 
-# When the widget that was to handle a key is gone, nobody says that it was handled.
+# When the widget that was to handle a key was removed, nothing reports the key as handled.
 GIVE_UP_S = 0.5
 # Never held up by other keys.
 AT_ONCE = ("ctrl+c", "ctrl+q")

@@ -23,7 +23,7 @@ from daemons.alerts.rewards import RewardWatch
 from daemons.alerts.rules import Incident, incidents, is_well
 from daemons.alerts.stacks import keep_stack
 from daemons.alerts.targets import Target, TargetError, dead_man, message_targets
-from daemons.quiet import Named, Saying, forget, is_silenced, muting, name_of, read_sayings
+from daemons.quiet import Named, Silence, forget, is_silenced, muting, name_of, read_silences
 from daemons.workspace import Workspace
 from daemons.workspace_reader import WorkspaceReader
 from prime_rl.configs.alerts import AlertsConfig
@@ -85,19 +85,19 @@ class Alerts:
         judged = [each for each in self._judge(workspace) if each.kind in self.config.kinds]
         found = {each.key: each for each in judged if each.is_proven}
         not_right = {each.key for each in judged}
-        sayings = read_sayings(self.output, now)
+        silences = read_silences(self.output, now)
         opened = [each for key, each in found.items() if key in self._wrong and key not in self._open]
-        new = [OpenIncident(each.kind, each.subject, each.text, now, is_silenced(each, sayings)) for each in opened]
+        new = [OpenIncident(each.kind, each.subject, each.text, now, is_silenced(each, silences)) for each in opened]
         waiting = [each for key, each in self._open.items() if each.quiet and key in found]
-        new += [msgspec.structs.replace(each, quiet=False) for each in waiting if not is_silenced(each, sayings)]
+        new += [msgspec.structs.replace(each, quiet=False) for each in waiting if not is_silenced(each, silences)]
         over = [each for key, each in self._open.items() if key not in not_right | self._not_right]
         self._wrong, self._not_right = set(found), not_right
         if new or over:
-            told = [each for each in over if _is_told(each, sayings)]
+            told = [each for each in over if _is_told(each, silences)]
             self._note(new, over)
             self._send([each for each in new if not each.quiet], told, now)
         self._keep_stacks(workspace, opened)
-        self._forget(sayings, found, now)
+        self._forget(silences, found, now)
         if self._heart is not None and is_well(workspace) and not 0 <= now - self._beat_at < self.config.dead_man_s:
             self._beat_at = now
             self._heart.put({})
@@ -127,17 +127,17 @@ class Alerts:
             if each.kind in ("run_stalled", "daemon_stalled") and daemon is not None and daemon.process is not None:
                 self._keep_stack(daemon.name, daemon.process)
 
-    def _forget(self, sayings: Sequence[Saying], found: Mapping[str, Incident], now: float) -> None:
+    def _forget(self, silences: Sequence[Silence], found: Mapping[str, Incident], now: float) -> None:
         """Drop the acknowledgements of what has been over for so long that it would be something new."""
-        ended = {each.name: each for each in sayings if each.action == "acknowledged"}
+        ended = {each.name: each for each in silences if each.action == "acknowledged"}
         here: list[Named] = [*self._open.values(), *found.values()]
         for incident in here:
             ended.pop(name_of(incident), None)
         self._over_since = {name: self._over_since.get(name, now) for name in ended}
-        for name, saying in ended.items():
+        for name, silence in ended.items():
             if now - self._over_since[name] >= ACKNOWLEDGED_FOR_S:
                 with contextlib.suppress(OSError):
-                    forget(self.output, saying)
+                    forget(self.output, silence)
 
     def _judge(self, workspace: Workspace) -> list[Incident]:
         try:
@@ -154,9 +154,9 @@ class Alerts:
         return [self._beats.see(status, self._steady()) for status in statuses if status is not None]
 
 
-def _is_told(over: OpenIncident, sayings: Sequence[Saying]) -> bool:
-    """Whether the end of an incident is reported: when its beginning was, and nobody muted it meanwhile."""
-    return not over.quiet and muting(over, sayings) is None
+def _is_told(over: OpenIncident, silences: Sequence[Silence]) -> bool:
+    """Whether the end of an incident is reported: when its beginning was, and it was not muted meanwhile."""
+    return not over.quiet and muting(over, silences) is None
 
 
 def main(argv: Sequence[str]) -> int:

@@ -1,4 +1,4 @@
-"""Where alerts are sent. Each target has a thread of its own: one that hangs holds nothing else up.
+"""Where alerts are sent. Each target has a thread of its own: one that hangs delays no other.
 
 A message is one look's worth of alerts. Nothing here shows a URL, for it may hold a secret.
 """

@@ -26,13 +26,13 @@ from daemons.commands.common import (
     short_time,
 )
 from daemons.quiet import (
-    Saying,
+    Silence,
     acknowledge,
     acknowledgement,
     mute,
     muting,
     name_of,
-    read_sayings,
+    read_silences,
     require_alerts,
     subjects,
     unmute,
@@ -69,8 +69,8 @@ def mutable_names(context: typer.Context, incomplete: str) -> list[str]:
 
 def muted_names(context: typer.Context, incomplete: str) -> list[str]:
     """Completions for `prl alerts unmute`: what is muted."""
-    sayings = read_sayings(_output(context), time.time())
-    return [each.name for each in sayings if each.action == "muted" and each.name.startswith(incomplete)]
+    silences = read_silences(_output(context), time.time())
+    return [each.name for each in silences if each.action == "muted" and each.name.startswith(incomplete)]
 
 
 WhatArgument = Annotated[
@@ -101,42 +101,44 @@ def alerts(
         return
     found = sorted(read_open(output).values(), key=lambda each: each.since)
     now = time.time()
-    sayings = read_sayings(output, now)
+    silences = read_silences(output, now)
     if as_json:
-        print_json({"open": [_as_json(each, sayings) for each in found], "said": list(map(_said_as_json, sayings))})
+        print_json(
+            {"open": [_as_json(each, silences) for each in found], "said": list(map(_silence_as_json, silences))}
+        )
         return
     for incident in found:
-        say(f"{short_time(now - incident.since)} ago: {sentence(incident)}{_note(incident, sayings, now)}")
-    for saying in sayings:
-        if saying.action == "muted":
-            say(f"muted: {saying.name}{_details(saying, now)}")
+        say(f"{short_time(now - incident.since)} ago: {sentence(incident)}{_note(incident, silences, now)}")
+    for silence in silences:
+        if silence.action == "muted":
+            say(f"muted: {silence.name}{_details(silence, now)}")
     if not found:
         say(f"{output.path}: nothing is wrong")
 
 
-def _as_json(incident: OpenIncident, sayings: Sequence[Saying]) -> dict[str, Any]:
-    acknowledged, muted = acknowledgement(incident, sayings), muting(incident, sayings)
+def _as_json(incident: OpenIncident, silences: Sequence[Silence]) -> dict[str, Any]:
+    acknowledged, muted = acknowledgement(incident, silences), muting(incident, silences)
     return {
         **msgspec.to_builtins(incident),
         "name": name_of(incident),
-        "acknowledged": acknowledged and _said_as_json(acknowledged),
-        "muted": muted and _said_as_json(muted),
+        "acknowledged": acknowledged and _silence_as_json(acknowledged),
+        "muted": muted and _silence_as_json(muted),
     }
 
 
-def _said_as_json(saying: Saying) -> dict[str, Any]:
-    return {"name": saying.name, **msgspec.to_builtins(saying)}
+def _silence_as_json(silence: Silence) -> dict[str, Any]:
+    return {"name": silence.name, **msgspec.to_builtins(silence)}
 
 
-def _note(incident: OpenIncident, sayings: Sequence[Saying], now: float) -> str:
-    found = [acknowledgement(incident, sayings), muting(incident, sayings)]
-    return "".join(f" [{saying.action}{_details(saying, now)}]" for saying in found if saying is not None)
+def _note(incident: OpenIncident, silences: Sequence[Silence], now: float) -> str:
+    found = [acknowledgement(incident, silences), muting(incident, silences)]
+    return "".join(f" [{silence.action}{_details(silence, now)}]" for silence in found if silence is not None)
 
 
-def _details(saying: Saying, now: float) -> str:
-    left = f" for {short_time(saying.until - now)} more" if saying.until is not None else ""
-    reason = f": {saying.reason}" if saying.reason else ""
-    return f"{left} by {saying.who}{reason}"
+def _details(silence: Silence, now: float) -> str:
+    left = f" for {short_time(silence.until - now)} more" if silence.until is not None else ""
+    reason = f": {silence.reason}" if silence.reason else ""
+    return f"{left} by {silence.who}{reason}"
 
 
 def ack(
@@ -178,8 +180,8 @@ def mute_alerts(
     Example: prl alerts mute run_stalled --for 2h --reason "the file server restarts"
     """
     for_s = parse_duration(duration) if duration is not None else None
-    saying = mute(_output(context, output_dir).path, what, for_s=for_s, reason=reason)
-    say(f"muted {saying.name} " + (f"for {short_time(for_s)}" if for_s else f"until prl alerts unmute {saying.name}"))
+    silence = mute(_output(context, output_dir).path, what, for_s=for_s, reason=reason)
+    say(f"muted {silence.name} " + (f"for {short_time(for_s)}" if for_s else f"until prl alerts unmute {silence.name}"))
 
 
 def unmute_alerts(

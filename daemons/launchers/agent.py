@@ -48,7 +48,7 @@ GPUS_VARIABLE = "CUDA_VISIBLE_DEVICES"
 FIRST_BEAT_S = 60.0
 # How soon a request to stop is seen, and the death of the parent.
 LOOK_S = 0.2
-# When nobody says how long: Slurm itself kills what lives 30 s after its SIGTERM (KillWait).
+# When no grace is given: Slurm itself kills what lives 30 s after its SIGTERM (KillWait).
 DEFAULT_GRACE_S = 25.0
 # How long the last record is tried: a shared folder may be away for a moment, and only this file has the exit code.
 LAST_RECORD_S = 30.0

@@ -29,7 +29,7 @@ class Alive:
 
 @dataclass(frozen=True)
 class Ended:
-    """The daemon has ended; `exit_code` is None when it is not known. `reason`: what the engine knows besides.
+    """The daemon has ended; `exit_code` is None when it is not known. `reason`: what else the engine reports.
 
     `left`: its processes that still run, though they were killed. `node`: which of its nodes ended it.
     """

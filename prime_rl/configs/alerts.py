@@ -68,7 +68,8 @@ class AlertsConfig(BaseConfig):
     """Slack, Discord, mail and others by their apprise URLs; needs `pip install "prl-multirun[alerts]"`."""
 
     dead_man_url: WebUrl | None = None
-    """URL that is asked (GET) as long as supervisor, trainer and inference work; what misses it raises the alarm."""
+    """URL that is requested (GET) as long as supervisor, trainer and inference work; when the requests stop, the
+    service behind it raises the alarm."""
 
     dead_man_s: float = Field(60.0, ge=1)
     """Seconds between two such requests."""

@@ -61,7 +61,7 @@ class EnvConfig(BaseConfig):
     """Name in metrics; null takes the last part of the id."""
 
     weight: float = Field(1.0, gt=0, allow_inf_nan=False)
-    """Share of the examples that come from this environment, beside the weights of the others. Of no effect in
+    """Share of the examples that come from this environment, beside the weights of the others. Has no effect in
     evaluations."""
 
     args: dict[str, Any] = Field(default_factory=dict)
@@ -71,8 +71,8 @@ class EnvConfig(BaseConfig):
     """How the policy is asked."""
 
     env_vars: list[str] = Field(default_factory=list)
-    """Environment variables that the process of the environment gets besides what every process needs (PATH, HOME and
-    the like, docs/environments.md), by name. The API key of inference is never among them."""
+    """Environment variables that the process of the environment gets, by name, in addition to what every process needs
+    (PATH, HOME and the like, docs/environments.md). The API key of inference is never among them."""
 
     timeout_s: float = Field(60.0, gt=0, allow_inf_nan=False)
     """Deadline, in seconds, of each step of the environment between two answers of the policy. Waiting for the policy

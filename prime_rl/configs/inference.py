@@ -98,8 +98,8 @@ class InferenceConfig(BaseConfig):
     """Runs to hold adapters for: the trainer's slots. Waiting and ending runs are served from the base model."""
 
     max_versions_per_run: int = Field(4, ge=1, le=18)
-    """Policy versions of one run that may be loaded at one time: no more than 2 above its `max_async_level` are ever of
-    use. A run that needs more at a moment waits for its own."""
+    """Policy versions of one run that may be loaded at one time: at most 2 more than its
+    `max_async_level` are ever used. A run that needs more at a moment waits for its own."""
 
     max_num_seqs: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
     """Largest number of sequences that are decoded together. auto: 256 on a GPU, 64 on a CPU."""

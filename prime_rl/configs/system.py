@@ -15,7 +15,7 @@ from prime_rl.configs.monitors import MonitorsConfig
 from prime_rl.configs.shared import BroadcastConfig, LoRAConfig, ModelConfig
 from prime_rl.configs.trainer import MOST_SLOTS, SlotsSetting, TrainerConfig, TrainerModelConfig
 
-# Versions that rollouts lag behind by, and besides the newest one and the one that is being loaded.
+# Beside the versions that rollouts lag behind by: the newest one and the one that is being loaded.
 SPARE_VERSIONS = 2
 # The default of a run, and the largest that a run may set.
 DEFAULT_MAX_ASYNC_LEVEL, MAX_ASYNC_LEVEL = 2, 16

@@ -43,7 +43,7 @@ class TrainerModelConfig(ModelConfig):
 
     activation_offload: bool = False
     """Keep the layer inputs of activation checkpointing in pinned memory of the host: a part of a GPU's memory for the
-    time of two copies. Turns activation checkpointing on where that is auto. Of no use on a CPU."""
+    time of two copies. Turns activation checkpointing on where that is auto. Without effect on a CPU."""
 
     packed_rows: bool | Literal["auto"] = "auto"
     """Lay the rows of a pass end to end, with attention that stays inside each, instead of padding rows of similar
@@ -61,7 +61,7 @@ class TrainerModelConfig(ModelConfig):
 
     @property
     def lean_mlps(self) -> bool:
-        """Whether of what lies inside a gated MLP nothing is kept for backward."""
+        """Whether nothing from inside a gated MLP is kept for backward."""
         return self.activation_checkpointing == "mlp"
 
     @model_validator(mode="after")

@@ -23,7 +23,7 @@ class DaemonPaths:
 
     @property
     def inference(self) -> Path:
-        """What the inference servers tell others."""
+        """Status files of the inference servers."""
         return self.path / "inference"
 
     @property
@@ -50,7 +50,7 @@ class DaemonPaths:
 
     @property
     def daemons(self) -> Path:
-        """What the supervisor records about each daemon, and what it is asked."""
+        """Records of the supervisor about each daemon, and requests to it."""
         return self.path / "daemons"
 
     def daemon_status(self, name: str) -> Path:
@@ -68,7 +68,7 @@ class DaemonPaths:
 
     @property
     def alerts_said(self) -> Path:
-        """What people have said about alerts: acknowledged, muted. One file each, written by `prl` and `prl-tui`."""
+        """Which alerts are acknowledged or muted. One file each, written by `prl` and `prl-tui`."""
         return self.daemons / "alerts" / "said"
 
     def alert_said(self, name: str) -> Path:
@@ -77,7 +77,7 @@ class DaemonPaths:
 
     @property
     def starts(self) -> Path:
-        """What agents write about daemons that they started on other machines, and what they are asked."""
+        """Records of agents about daemons that they started on other machines, and requests to them."""
         return self.daemons / "starts"
 
     def agent_record(self, name: str, start_id: str, node: int) -> Path:

@@ -91,7 +91,7 @@ class RunDir:
 
     @property
     def control(self) -> Path:
-        """What people and the trainer say about the run: its config and its marks."""
+        """The run's config, and marks that people and the trainer set."""
         return self.path / "control"
 
     @property
@@ -103,7 +103,7 @@ class RunDir:
 
     @property
     def config_error(self) -> Path:
-        """Why `orch.toml` is refused; written by the trainer, removed by it when the file is mended."""
+        """Why `orch.toml` is refused; written by the trainer, removed by it when the file is corrected."""
         return self.control / "config_validation_error.txt"
 
     @property
@@ -128,7 +128,7 @@ class RunDir:
 
     @property
     def life(self) -> Path:
-        """A random name, by which usage tells this run from an earlier one of the same id."""
+        """A random name, by which usage distinguishes this run from an earlier one of the same id."""
         return self.control / "life.txt"
 
     @property
@@ -290,7 +290,7 @@ class OutputDir(DaemonPaths):
 
     @property
     def multinode(self) -> Path:
-        """What the nodes of a group tell each other: docs/multinode.md."""
+        """Records of the nodes of a group: docs/multinode.md."""
         return self.path / "multinode"
 
     def node_status(self, rank: int) -> Path:

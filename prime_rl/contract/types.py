@@ -25,8 +25,8 @@ TOKEN_DTYPE, MASK_DTYPE, LOGPROB_DTYPE = "<i4", "|u1", "<f4"
 TOKEN_BYTES = 4
 # No batch file is larger: 4,096 samples of 32,768 tokens take about this much.
 MAX_BATCH_BYTES = 2 << 30
-# In version 1 a token is an id (5 bytes), a flag (1) and a logprob (9), in version 2 nine bytes; a sample has names and
-# numbers besides, a batch the state of the example sampler.
+# In version 1 a token is an id (5 bytes), a flag (1) and a logprob (9), in version 2 nine bytes; a sample has names
+# and numbers too, a batch the state of the example sampler.
 BYTES_A_TOKEN = 16
 BYTES_A_SAMPLE = 4 << 10
 BYTES_BESIDES = 1 << 20

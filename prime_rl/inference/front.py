@@ -3,8 +3,8 @@
 A request goes through `Guard`, then to one of the routes: those below, or one that the engine answers itself. Whole
 weights change while nothing generates: requests under way end first, new ones wait, so each is answered by one set of
 weights, which its answer names in the header `x-weights`. Adapters belong to the base model: while one is loaded the
-weights stay, and while other weights are in force none is loaded. A run holds no more adapters than its share, and a
-chat has a slot of its own, so that nobody takes the room of a run.
+weights stay, and while other weights are served no adapter is loaded. A run holds no more adapters than its share, and
+a chat has a slot of its own, so that no chat takes the room of a run.
 """
 
 from __future__ import annotations
@@ -235,7 +235,7 @@ class _InTurn:
 
 
 class _TellsLogprobs:
-    """Middleware: every answer tells which log-probabilities there are."""
+    """Middleware: every answer has the kind of its log-probabilities in a header."""
 
     def __init__(self, app: ASGIApp, mode: str) -> None:
         self._app = app

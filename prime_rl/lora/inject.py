@@ -1,4 +1,4 @@
-"""Put a `MultiLoRALinear` in the place of every targeted linear layer of a model. Knows nothing of runs."""
+"""Put a `MultiLoRALinear` in the place of every targeted linear layer of a model. Independent of runs."""
 
 from __future__ import annotations
 
@@ -15,8 +15,13 @@ def apply_lora_to_model(
     """Replace the linear layers whose last name is in `target_modules`; returns them by their name in the base model.
 
     Every adapter starts at zero, so the model's outputs are unchanged. Raises ValueError when a target names no linear
-    layer: such a run would train less than it asked for.
+    layer, or weights of experts: such a run would train less than it asked for.
     """
+    if experts := _expert_weights(model).intersection(target_modules):
+        raise ValueError(
+            f"target_modules {sorted(experts)} name weights of experts: adapters are for linear layers only; "
+            f"the model has {_linear_names(model)}"
+        )
     found = {
         name: module
         for name, module in model.named_modules()
@@ -32,6 +37,12 @@ def apply_lora_to_model(
         parent, _, last = name.rpartition(".")
         setattr(model.get_submodule(parent), last, layer)
     return layers
+
+
+def _expert_weights(model: nn.Module) -> set[str]:
+    """The names of a mixture's weights: each is one tensor `[expert, out, in]`, two of them may be in one."""
+    stacked = {name.rpartition(".")[2] for name, weight in model.named_parameters() if weight.dim() == 3}
+    return stacked | ({"gate_proj", "up_proj"} if "gate_up_proj" in stacked else set())
 
 
 def _linear_names(model: nn.Module) -> list[str]:

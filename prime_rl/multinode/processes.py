@@ -1,6 +1,6 @@
 """A node's own processes: rollout workers, its inference server, its rank of the trainer. Each has a keeper and a log.
 
-Knows nothing of phases (`work` does).
+Independent of phases, which `work` follows.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""One node's part of an iteration: makes the requested groups, with one policy version, into its rank file.
+"""Makes one node's share of an iteration: the requested groups, with one policy version, into its rank file.
 
     python -m prime_rl.orchestrator.share make REQUEST.json      groups -> rank file, each as soon as it is finished
     python -m prime_rl.orchestrator.share join REQUEST.json      rank files -> batch files, or the mean of an evaluation
 
 A task is a number: the index of a group in the run's example order, or of an example of the evaluation. Example, seeds
-and sampling follow from it, from the run's config, and from what earlier batches left known of the examples (the
+and sampling follow from it, from the run's config, and from what earlier batches recorded about the examples (the
 request's `sampler_state`), so a result does not depend on which node made it. What the groups of an iteration add to
 that counts from the next one on. `prime_rl.multinode` divides the tasks.
 """
@@ -53,7 +53,7 @@ from prime_rl.utils.logger import complain, setup_logger
 
 logger = logging.getLogger("share")
 
-# An environment that fails on a task now and then is asked again; a task that fails this often never comes.
+# An environment may fail on a task now and then; a task that fails this often will not succeed.
 MAX_ATTEMPTS = 3
 # A request names every task of an iteration and its file: a million of them.
 MAX_REQUEST_BYTES = 256 << 20

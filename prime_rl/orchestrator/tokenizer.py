@@ -31,7 +31,7 @@ class TokenizerError(ValueError):
 class ChatTokenizer:
     """The tokenizer and the chat template of one model.
 
-    `arguments` are those of the template besides the conversation: special tokens, and what the run sets.
+    `arguments` are those of the template other than the conversation: special tokens, and what the run sets.
     """
 
     def __init__(self, tokenizer: Tokenizer, template: str, arguments: Mapping[str, Any]) -> None:

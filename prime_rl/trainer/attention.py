@@ -4,8 +4,8 @@ A packed row has many samples end to end, no padding between them. On a GPU in 1
 flash-attn's where that is installed, else torch's own. Elsewhere each sample, or each stretch of neighbours of one
 length, is a call of torch's scaled dot product. The mask of tokens x tokens that transformers would make never exists.
 
-Rotary positions as the libraries write them make four tables of the size of the queries besides the result. Here the
-result is the only one, forward and backward.
+Rotary positions as the libraries write them make four tables of the size of the queries in addition to the result. Here
+the result is the only one, forward and backward.
 
 Dimensions: N tokens of a packed row, S samples, H query heads, K KV heads, D head size, R rows, or neighbours of L
 tokens.

@@ -95,7 +95,7 @@ class RunSnapshot:
             return False
 
 
-# What a file of an adapter has besides its tensors: their names.
+# The names of the tensors, which the file of an adapter has beside the tensors themselves.
 ADAPTER_HEAD_BYTES = 16 << 20
 
 
@@ -124,7 +124,7 @@ class Snapshots(ABC):
         raise ValueError("init.from: only a run with an adapter can start from one")
 
     def state(self, run: TrainerRun) -> dict[str, Any]:
-        """What a run needs besides its adapter to go on to the last bit: moments, schedule, random numbers."""
+        """Beside its adapter, what a run needs to continue with the same bits: moments, schedule, random numbers."""
         copied: dict[str, Any] = copy_to_cpu({**run.training.state_dict(), "generator": run.generator.get_state()})
         return copied
 

@@ -1,6 +1,6 @@
 """The whole model as what the one run trains, where `model.lora` is unset: in the place of adapters.
 
-`WholeModel` stands behind the manager's slot; `ModelSnapshot` is what is published and saved: a folder that
+`WholeModel` has the weights of the manager's one slot; `ModelSnapshot` is what is published and saved: a folder that
 `AutoModelForCausalLM.from_pretrained` loads. How parameters are cut over ranks is in `sharding`.
 """
 
@@ -24,7 +24,7 @@ from prime_rl.trainer.sharding import cut, join, part_here
 
 WEIGHTS_FILE = "model.safetensors"
 CONFIG_FILE = "config.json"
-# What a model folder has besides weights and config. A tokenizer needs some of them, and which depends on its kind.
+# Further files of a model folder, beside weights and config. Which of them a tokenizer needs depends on its kind.
 COMPANIONS = (
     "generation_config.json",
     "tokenizer.json",
@@ -98,7 +98,7 @@ class WholeModel:
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """What a model folder has besides the weights. `dtype` is what the weights are published in."""
+    """The files of a model folder without the weights. `dtype` is the type in which the weights are published."""
 
     config_json: str
     companions: tuple[Path, ...]

@@ -1,4 +1,4 @@
-"""The commands of the tutorial, and of the page about recovery after it, from top to bottom on a real workspace.
+"""The commands of the tutorial, then of the pages about recovery and full fine-tuning, from top to bottom.
 
 A page marks what is run: blocks of code that begin with ```sh. They run in one shell, in an empty folder.
 """
@@ -19,7 +19,7 @@ from prime_rl.contract.layout import OutputDir
 from tests.patience import PATIENCE_S
 
 ROOT = Path(__file__).parents[2]
-PAGES = ("tutorial.md", "recover.md")
+PAGES = ("tutorial.md", "recover.md", "full_finetune.md")
 BLOCK = re.compile(r"^```sh\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 BIN = Path(sys.executable).parent
 
@@ -33,7 +33,7 @@ def prl(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.slow
-def test_the_tutorial_and_the_page_about_recovery_work_as_they_stand(tmp_path: Path) -> None:
+def test_the_pages_with_commands_work_as_they_stand(tmp_path: Path) -> None:
     script = "\n".join(["set -ex", *(block for page in PAGES for block in blocks(page))])
     environment = {**os.environ, "PATH": f"{BIN}:{os.environ['PATH']}"}
     try:
@@ -48,10 +48,11 @@ def test_the_tutorial_and_the_page_about_recovery_work_as_they_stand(tmp_path: P
         )
         assert done.returncode == 0, done.stderr + done.stdout
     finally:
-        for place in ("outputs/ten", "restored/outputs/ten"):
+        for place in ("outputs/ten", "restored/outputs/ten", "outputs/whole"):
             prl(tmp_path, "down", "--output-dir", place)
     check_runs(tmp_path)
     assert (tmp_path / "sorter" / "adapter_model.safetensors").is_file()
+    assert (tmp_path / "reversing" / "model.safetensors").is_file()
 
 
 def check_runs(folder: Path) -> None:

@@ -326,7 +326,7 @@ def test_the_daemon_lives_while_a_run_asks_for_it_and_has_the_key_alone(prl: Prl
         "tensorboard": {"orchestrator": run.orchestrator_metrics.stat().st_size, "trainer": 0}
     }
     assert not (prl.output_dir / "run_plain" / "monitors").exists()
-    assert "monitors has ended (no longer asked for" in prl("restart", "monitors", exit_code=1).stderr
+    assert "monitors has ended (no longer requested" in prl("restart", "monitors", exit_code=1).stderr
     assert "no process is left" in prl("down").stdout
 
 

@@ -18,6 +18,7 @@ import pytest
 
 from prime_rl.contract.files import wait_for
 from prime_rl.contract.layout import OutputDir
+from prime_rl.utils.signals import EXIT_TERMINAL_GONE
 from tests.patience import PATIENCE_S
 from tests.tui_support import add_run
 
@@ -140,6 +141,6 @@ def test_it_ends_when_its_terminal_is_gone_though_nothing_sends_a_signal(tmp_pat
         seen += os.read(ours, 1 << 16)
     os.close(ours)
     try:
-        assert child.wait(PATIENCE_S) == 128 + signal.SIGHUP
+        assert child.wait(PATIENCE_S) == EXIT_TERMINAL_GONE
     finally:
         child.kill()

@@ -122,14 +122,14 @@ def test_what_is_not_there_is_refused_in_one_line(output: OutputDir, act: Any, w
     with pytest.raises(ActionError, match=words) as refusal:
         act(output.path)
     assert "\n" not in str(refusal.value)
-    assert not output.audit.exists() and quiet.read_sayings(output, NOW) == []
+    assert not output.audit.exists() and quiet.read_silences(output, NOW) == []
 
 
 def test_damaged_files_and_their_text_harm_nobody(output: OutputDir) -> None:
     quiet.mute(output.path, "disk", reason="\x1b]2;owned\x07 full\nagain")
     (output.alerts_said / "x.json").write_text("{")
     (output.alerts_said / "y.json").symlink_to("/etc/passwd")
-    (said,) = quiet.read_sayings(output, NOW)
+    (said,) = quiet.read_silences(output, NOW)
     assert (said.name, said.reason) == ("disk", "full again")
 
 

@@ -18,6 +18,7 @@ from prime_rl.configs.base import (
     parse_set,
 )
 from prime_rl.configs.envs import BUILT_IN_ENVS
+from prime_rl.configs.inference import InferenceConfig
 from prime_rl.configs.losses import AipoLossConfig, TisLossConfig
 from prime_rl.configs.orchestrator import OrchestratorConfig
 from prime_rl.configs.system import SystemConfig
@@ -192,6 +193,12 @@ def test_command_line_overrides_the_file(tmp_path: Path) -> None:
 def test_wrong_command_lines(argv: list[str], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         parse_argv(TrainerConfig, argv)
+
+
+@pytest.mark.parametrize("config", [TrainerConfig, InferenceConfig])
+def test_weights_of_eight_bits_are_refused(config: type[TrainerConfig | InferenceConfig]) -> None:
+    with pytest.raises(ConfigError, match=r"model\.dtype: found 'fp8': must be .*'bfloat16'"):
+        parse_argv(config, ["--model.dtype", "fp8"])
 
 
 def test_set_items_become_one_table() -> None:

@@ -1,4 +1,4 @@
-"""The container's files: linted, and of one mind with the rest of the project. Docker itself is not asked."""
+"""The container's files: linted, and consistent with the rest of the project. Docker itself is not used."""
 
 from __future__ import annotations
 

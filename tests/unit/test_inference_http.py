@@ -151,9 +151,10 @@ def test_chat_messages_are_text() -> None:
     request = parsed({"messages": [{"role": "user", "content": parts}]}, ChatRequest)
     assert request.messages[0].for_template() == {"role": "user", "content": "ab"}
     image = [{"type": "image_url", "image_url": {"url": "x"}}]
-    for message in ({"role": "user", "content": image}, {"role": "assistant", "tool_calls": []}):
-        with pytest.raises(ApiError):
-            parsed({"messages": [message]}, ChatRequest)
+    with pytest.raises(ApiError, match=r"messages\[0\]\.content\[0\]\.type: .*'image_url'"):
+        parsed({"messages": [{"role": "user", "content": image}]}, ChatRequest)
+    with pytest.raises(ApiError):
+        parsed({"messages": [{"role": "assistant", "tool_calls": []}]}, ChatRequest)
     with pytest.raises(ApiError, match="top_logprobs needs logprobs"):
         parsed({"messages": [{"role": "user", "content": "x"}], "top_logprobs": 2}, ChatRequest)
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from prime_rl.configs.shared import DEFAULT_TARGET_MODULES, LoRAConfig
 from prime_rl.configs.trainer import TrainerModelConfig
@@ -197,3 +198,16 @@ def test_a_model_that_changes_its_logits_after_the_head_is_refused(name: str, va
 def test_an_adapter_on_the_head_is_refused() -> None:
     with pytest.raises(ModelError, match="lm_head cannot have an adapter"):
         adapted(targets=("q_proj", "lm_head"))
+
+
+def test_adapters_on_experts_are_refused_by_name() -> None:
+    """Also where some layers have no experts: there the names would match, and the experts would not be trained."""
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 16, "head_dim": 16, "vocab_size": 71}
+    shape = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "num_experts": 4}
+    config = Qwen3MoeConfig(**sizes, **shape, num_experts_per_tok=2, mlp_only_layers=[0])
+    base = AutoModelForCausalLM.from_config(config)
+    with pytest.raises(ModelError, match=r"target_modules \['down_proj', 'gate_proj', 'up_proj'\] .* experts"):
+        adapt_model(base, LoRAConfig(rank=4), 1)
+    attention = ("q_proj", "v_proj")
+    model = adapt_model(base, LoRAConfig(rank=4, target_modules=attention), 1)
+    assert {name.rpartition(".")[2] for name in model.layers} == set(attention)

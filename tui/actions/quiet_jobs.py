@@ -49,8 +49,8 @@ def unmute_job(output_dir: Path, what: str) -> Job:
 def mute_choices(output_dir: Path, subject: str, names: Sequence[str]) -> list[tuple[CleanText, Callable[[], Job]]]:
     """(label, job) of each way to mute a subject and the kinds of its incidents `names`; first, to end such mutes."""
     kinds = dict.fromkeys(name.partition(":")[0] for name in names)
-    sayings = quiet.read_sayings(OutputDir(output_dir), time.time())
-    muted = [each.name for each in sayings if each.action == "muted" and each.name in (subject, *kinds, *names)]
+    silences = quiet.read_silences(OutputDir(output_dir), time.time())
+    muted = [each.name for each in silences if each.action == "muted" and each.name in (subject, *kinds, *names)]
     found: list[tuple[CleanText, Callable[[], Job]]] = [
         (one_line(f"end the mute of {what}"), functools.partial(unmute_job, output_dir, what)) for what in muted
     ]

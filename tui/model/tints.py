@@ -1,6 +1,6 @@
-"""What colours the tokens of rollouts: how far a value is from the ordinary, in levels. Pure.
+"""What colours the tokens of rollouts: how unusual a value is, in levels. Pure.
 
-Level 0 is ordinary, 1 to 3 are ever further above it, -1 to -3 below; None: nothing is known, such as of a token of the
+Level 0 is usual, 1 to 3 are higher and higher, -1 to -3 lower and lower; None: there is no value, as for a token of the
 environment.
 """
 

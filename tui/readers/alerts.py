@@ -10,7 +10,7 @@ from prime_rl.contract.layout import OutputDir
 from prime_rl.utils.text import CleanText, one_line
 
 if TYPE_CHECKING:
-    from daemons.quiet import Saying
+    from daemons.quiet import Silence
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class Alert:
     Attributes:
         name: KIND:SUBJECT, as it is acknowledged and muted; `subject` is a run, a daemon, a node or "disk".
         since: Unix seconds.
-        note: who acknowledged or muted it, and why; "" when nobody has.
+        note: who acknowledged or muted it, and why; "" when no person has.
     """
 
     name: CleanText
@@ -38,15 +38,15 @@ def read_alerts(output: OutputDir, now: float) -> list[Alert]:
     from daemons.alerts.incident_file import read_open
     from daemons.alerts.messages import sentence
 
-    sayings = quiet.read_sayings(output, now)
+    silences = quiet.read_silences(output, now)
     found = []
     for incident in read_open(output).values():
-        said = quiet.acknowledgement(incident, sayings), quiet.muting(incident, sayings)
+        said = quiet.acknowledgement(incident, silences), quiet.muting(incident, silences)
         name, subject = one_line(quiet.name_of(incident)), one_line(incident.subject)
         found.append(Alert(name, subject, one_line(sentence(incident)), incident.since, _note(filter(None, said))))
     return found
 
 
-def _note(said: Iterable[Saying]) -> CleanText:
+def _note(said: Iterable[Silence]) -> CleanText:
     reasons = ((each, f": {each.reason}" if each.reason else "") for each in said)
     return one_line("; ".join(f"{each.action} by {each.who}{reason}" for each, reason in reasons))

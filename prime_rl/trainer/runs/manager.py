@@ -52,11 +52,11 @@ logger = logging.getLogger(__name__)
 
 
 class MultiRunManager(Slots):
-    """See the module.
+    """The runs of one trainer process, their slots, and the hooks for runs that come and go.
 
     Args:
         output_dir: where `run_*` folders are looked for.
-        max_runs: slots.
+        max_runs: the number of slots.
         limits: what a run must fit into; without, only the registered layers limit its rank.
         channel: how rank 0 reaches the others; default: over the default process group's store, or none.
         settle_s: how long a config may be half written before it is reported as bad.
@@ -95,6 +95,7 @@ class MultiRunManager(Slots):
 
     @property
     def is_master(self) -> bool:
+        """Whether this is rank 0."""
         return self.channel.is_master
 
     # Weights
@@ -118,6 +119,7 @@ class MultiRunManager(Slots):
         self._weights = weights
 
     def rank_of(self, run_idx: int) -> int:
+        """The run's own rank, at most that of the layers."""
         return rank_of(self.run(run_idx).config.model.lora)
 
     def dtype_of(self, run_idx: int) -> torch.dtype:

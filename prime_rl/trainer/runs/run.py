@@ -33,7 +33,13 @@ FINISHED = "it reached max_steps"
 
 @dataclass
 class Progress:
-    """How far a run is. `step` counts updates done."""
+    """How far a run is.
+
+    Attributes:
+        step: updates done.
+        total_tokens: of all batches that it was updated with, prompts included.
+        total_samples: of the same batches.
+    """
 
     step: int = 0
     total_tokens: int = 0
@@ -46,9 +52,11 @@ class TrainerRun:
 
     Attributes:
         run_idx: its slot.
+        dir: the paths in its folder.
         config: resolved: it has rank, alpha and seq_len.
         admission: numbers all admissions: a run that left and came back is another one.
         inode: of its folder as it was admitted: another folder of the same name is another run (rank 0).
+        progress: how far it is.
         generator: the run's own random numbers, a part of its checkpoints.
         optimizer: weights, moments and schedule; null until all ranks create the run.
         ready: its whole batch went through: it is updated next.
@@ -94,10 +102,12 @@ class TrainerRun:
 
     @property
     def run_id(self) -> str:
+        """The name of its folder."""
         return self.dir.run_id
 
     @property
     def claim(self) -> Claim:
+        """Its place in the order in which runs get slots."""
         return Claim(self.run_id, self.config.priority, self.landed_ns)
 
     def part(self, reason: str | None, *, saves: bool) -> None:
@@ -171,8 +181,9 @@ class Slots:
     """The runs of a trainer by slot.
 
     Attributes:
-        runs: by slot; null where it is free.
-        progress, ready_to_update: by slot. What rank 0 sets before `synchronize_state` reaches all ranks with it.
+        runs: the runs by slot; null where it is free.
+        progress, ready_to_update: of each run, by slot. What rank 0 sets before `synchronize_state` reaches all ranks
+            with it.
     """
 
     def __init__(self, max_runs: int) -> None:
@@ -214,26 +225,33 @@ class Slots:
 
     @property
     def idx_2_id(self) -> dict[int, str]:
+        """Run ids by slot in use."""
         return {run.run_idx: run.run_id for run in self.used}
 
     @property
     def id_2_idx(self) -> dict[str, int]:
+        """Slots by run id."""
         return {run.run_id: run.run_idx for run in self.used}
 
     @property
     def used_idxs(self) -> set[int]:
+        """The slots with a run."""
         return {run.run_idx for run in self.used}
 
     @property
     def unused_idxs(self) -> set[int]:
+        """The free slots."""
         return {run_idx for run_idx, run in enumerate(self.runs) if run is None}
 
     @property
     def ready_to_update_idxs(self) -> list[int]:
+        """The slots of the runs to update, ascending."""
         return [run.run_idx for run in self.ready]
 
     def get_run_dir(self, idx: int) -> Path:
+        """The folder of the run in a slot. Raises KeyError for a free one."""
         return self.run(idx).dir.path
 
     def run_dirs(self) -> list[Path]:
+        """The folders of the runs in slots, by slot."""
         return [run.dir.path for run in self.used]
