@@ -32,7 +32,7 @@ from prime_rl.orchestrator.checkpoint import checkpoint_is_due, save_state
 from prime_rl.orchestrator.envs.checked import EnvironmentFault
 from prime_rl.orchestrator.envs.loading import Environments, load_environments
 from prime_rl.orchestrator.logprobs import check_temperature
-from prime_rl.orchestrator.metrics import eval_metrics, mean, write_metrics
+from prime_rl.orchestrator.metrics import eval_metrics, mean, reward_metrics, write_metrics
 from prime_rl.orchestrator.orchestrator import FINAL
 from prime_rl.orchestrator.policy import PolicyVersions, TurnSampler
 from prime_rl.orchestrator.publication import base_model, connect
@@ -185,7 +185,8 @@ def _join_train(
     rewards = {}
     for number, step in enumerate(request.steps):
         part = groups[number * size : (number + 1) * size]
-        rewards[str(step)] = mean([rollout.reward for group in part for rollout in group.rollouts_G])
+        rollouts = [rollout for group in part for rollout in group.rollouts_G]
+        rewards[str(step)] = mean([rollout.reward for rollout in rollouts])
         if run.rollout_file(step).exists():  # joined before, of the same groups
             continue
         batch = assemble_batch(
@@ -195,7 +196,8 @@ def _join_train(
             save_state(run, batch)
         make_folder(run.rollouts)
         publish_batch(run, batch)
-        write_metrics(run.orchestrator_metrics, step, {"reward/mean": rewards[str(step)]}, time.time())
+        figures = {"reward/mean": rewards[str(step)], **reward_metrics(rollouts)}
+        write_metrics(run.orchestrator_metrics, step, figures, time.time())
     return rewards
 
 
